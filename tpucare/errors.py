@@ -1,0 +1,146 @@
+"""
+One tree of errors, a class per reaction of the loop.
+
+Leaves translate what the world throws into these at the edge; `plan` and `engine` react to the type in one place;
+a door prints ``str(error)``, which is one line that says what to change.
+
+    TpuCareError
+    ├── ConfigError            stop; a person has to edit the file (or flag, or environment)
+    ├── StoreError             the process ends; the next start adopts
+    │   ├── StoreLocked        another process takes care of this store
+    │   ├── StoreCorrupt       refused, never silently started over
+    │   ├── StoreForeign       copied from another machine: a person has to confirm
+    │   └── StoreFull          the disk is full: nothing was lost, nothing more is promised
+    ├── CloudError             the API answered, or did not; carries `code` (gRPC number, 0 = none)
+    │   ├── NoCapacity         next place, jittered backoff per place
+    │   ├── QuotaExceeded      own quota: retry when it is free; else wait long
+    │   ├── RateLimited        wait a minute
+    │   ├── Transient          it said no for now: retry with jitter
+    │   ├── AnswerLost         it may or may not have happened: ask again under the same name
+    │   ├── LostRace           somebody was faster: look again
+    │   │   ├── AlreadyExists  a create met its own name
+    │   │   └── NodeGone       what this was about no longer exists
+    │   ├── PreemptedMeanwhile the operation met a preemption
+    │   ├── NeedsPerson        a person has to change something; blocks that place
+    │   └── OwnCredentials     our own credentials do not serve: no observation
+    └── RemoteError            one worker, over SSH
+        ├── WorkerSilent       refused, timed out, or dropped
+        ├── AuthRefused        it listens, and does not take our key
+        ├── HostKeyChanged     it listens, and is not who it was
+        └── CommandFailed      it ran and exited non-zero: `exit_status`, `stderr_tail`
+"""
+
+from __future__ import annotations
+
+
+class TpuCareError(Exception):
+    """Base of everything that tpucare raises on purpose; ``str()`` is one line for a person."""
+
+
+class ConfigError(TpuCareError):
+    """A person has to edit something: file, line and key are named in the text."""
+
+
+class StoreError(TpuCareError):
+    """The store cannot be trusted or written: the process ends, the next start adopts."""
+
+
+class StoreLocked(StoreError):
+    """Another process holds the lock of this store."""
+
+
+class StoreCorrupt(StoreError):
+    """The file is not a readable store of a known version; it is left as it is."""
+
+
+class StoreForeign(StoreError):
+    """The store was made on another machine; two daemons with one owner would fight."""
+
+
+class StoreFull(StoreError):
+    """The disk is full; the last transaction was not made."""
+
+
+class CloudError(TpuCareError):
+    """Something the Cloud TPU API said. `code` is the gRPC status number, 0 where there was none."""
+
+    def __init__(self, message: str, code: int = 0) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class NoCapacity(CloudError):
+    """No more capacity in that zone for now."""
+
+
+class QuotaExceeded(CloudError):
+    """
+    A quota of the project is used up.
+
+    `region_wide` is true when the text names a region and no zone as the limit's scope.
+    """
+
+    def __init__(self, message: str, code: int = 8, region_wide: bool = False) -> None:
+        super().__init__(message, code)
+        self.region_wide = region_wide
+
+
+class RateLimited(CloudError):
+    """Too many requests of that kind per minute."""
+
+
+class Transient(CloudError):
+    """The service failed for now and says so; the request did not take effect, or its effect shows in a listing."""
+
+
+class AnswerLost(Transient):
+    """UNAVAILABLE or DEADLINE_EXCEEDED: the request may or may not have arrived."""
+
+
+class LostRace(CloudError):
+    """Somebody else acted first, or an operation is under way: look again, then decide."""
+
+
+class AlreadyExists(LostRace):
+    """A create met a node of that name, in whatever state."""
+
+
+class NodeGone(LostRace):
+    """What this was about no longer exists."""
+
+
+class PreemptedMeanwhile(CloudError):
+    """The operation failed since the node was preempted under it."""
+
+
+class NeedsPerson(CloudError):
+    """Permission, unknown type, service account, unsupported zone: waiting does not help."""
+
+
+class OwnCredentials(CloudError):
+    """UNAUTHENTICATED or a refresh error: what we see is no observation."""
+
+
+class RemoteError(TpuCareError):
+    """One worker could not be used over SSH."""
+
+
+class WorkerSilent(RemoteError):
+    """Refused, timed out, or dropped in the middle: nothing is known about what ran."""
+
+
+class AuthRefused(RemoteError):
+    """An SSH server answered and refused our key."""
+
+
+class HostKeyChanged(RemoteError):
+    """An SSH server answered with another host key than this node had."""
+
+
+class CommandFailed(RemoteError):
+    """The command ran to its end and exited non-zero."""
+
+    def __init__(self, message: str, exit_status: int, stderr_tail: str = "") -> None:
+        super().__init__(message)
+        self.exit_status = exit_status
+        self.stderr_tail = stderr_tail

@@ -1,0 +1,203 @@
+"""
+The little that is remembered per slot and cannot be observed again. Frozen, standard library only.
+
+The store writes these as JSON; a field added later needs a default, a field removed needs a migration.
+Instants are wall time (aware, UTC): they outlive the process. Lengths of observed time are not remembered: a restart
+lets every timeout begin again, which can only make tpucare wait longer (design, rule 11).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from enum import StrEnum
+
+
+class Wish(StrEnum):
+    """What a person wants of a slot."""
+
+    UP = "up"
+    PAUSED = "paused"
+    DOWN = "down"
+
+
+class BookName(StrEnum):
+    """Failures are booked apart, each with a budget and a backoff of its own; preemption is free."""
+
+    PREEMPTION = "preemption"
+    INFRASTRUCTURE = "infrastructure"
+    SETUP = "setup"
+    CRASH = "crash"
+    STALL = "stall"
+
+
+class End(StrEnum):
+    """How a slot ended, while its wish is still up."""
+
+    NONE = ""
+    DONE = "done"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Book:
+    """`failures` in a row count for the backoff and the budget, `total` for the reports."""
+
+    failures: int = 0
+    total: int = 0
+    retry_at: datetime | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceMemory:
+    """What a place gave: failures in a row, when it may be asked again, and whether only a person can help."""
+
+    failures: int = 0
+    retry_at: datetime | None = None
+    kind: str = ""
+    reason: str = ""
+    blocked: bool = False
+    refusals: int = 0
+    last_success: datetime | None = None
+    own_quota_since: datetime | None = None
+    unanswered_nodes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CreateIntent:
+    """
+    A create that was asked for, or is about to be.
+
+    `accepted`: the call was answered; `operation` may then be polled. Open until the node's id was seen, the operation
+    ended, or (operation unknown) GetNode is NOT_FOUND 60 s after the call's deadline. `superseded`: its name stays
+    watched, and is deleted if it appears.
+    """
+
+    name: str
+    number: int
+    zone: str
+    place: str
+    asked_at: datetime
+    accelerator_type: str = ""
+    tries: int = 1
+    accepted: bool = False
+    operation: str = ""
+    lost: bool = False
+    superseded: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class NodeMemory:
+    """
+    A node of this slot that was there once and is not proven to be gone.
+
+    `launched`: a Launch intent was written for it, or a lost store cannot rule it out.
+    `dead`: proven dead (rule 1), though it may still be listed. `delete_*`: our own delete, repeated by rule 7.
+    """
+
+    name: str
+    zone: str
+    id: int
+    create_time: datetime
+    place: str = ""
+    attempt: int = 0
+    launched: bool = False
+    dead: bool = False
+    answered: bool = False
+    delete_asked_at: datetime | None = None
+    delete_accepted: bool = False
+    delete_tries: int = 0
+    delete_next_at: datetime | None = None
+    delete_why: str = ""
+    external: bool = True
+    stalls: int = 0
+    keyed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RunMemory:
+    """
+    The run that was last launched, or is about to be. `complete`: every worker accepted it.
+
+    `stop_why` is set from the intent to end it until it is known to be quiet.
+    """
+
+    token: str
+    node: str
+    number: int
+    launched_at: datetime
+    complete: bool = False
+    stop_why: str = ""
+    stop_book: str = ""
+    stopped: bool = False
+    progressed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Everything remembered of one slot."""
+
+    fleet: str
+    wish: Wish = Wish.UP
+    end: End = End.NONE
+    end_why: str = ""
+    ended_at: datetime | None = None
+    next_number: int = 0
+    attempts: int = 0
+    creates: tuple[CreateIntent, ...] = ()
+    nodes: tuple[NodeMemory, ...] = ()
+    run: RunMemory | None = None
+    places: Mapping[str, PlaceMemory] = field(default_factory=dict)
+    books: Mapping[str, Book] = field(default_factory=dict)
+    restart_asked: bool = False
+    replace_asked: bool = False
+    fence_confirmed: bool = False
+    step: int | None = None
+    checkpoint: int | None = None
+
+    def book(self, name: BookName) -> Book:
+        return self.books.get(name.value, Book())
+
+    def with_book(self, name: BookName, book: Book) -> Memory:
+        return replace(self, books={**self.books, name.value: book})
+
+    def place(self, key: str) -> PlaceMemory:
+        return self.places.get(key, PlaceMemory())
+
+    def with_place(self, key: str, place: PlaceMemory) -> Memory:
+        return replace(self, places={**self.places, key: place})
+
+    def node(self, name: str) -> NodeMemory | None:
+        return next((node for node in self.nodes if node.name == name), None)
+
+    def with_node(self, node: NodeMemory) -> Memory:
+        """The same memory with *node* added, or put in the place of the entry of that name."""
+        others = tuple(other for other in self.nodes if other.name != node.name)
+        return replace(self, nodes=(*others, node))
+
+    def without_node(self, name: str) -> Memory:
+        return replace(self, nodes=tuple(node for node in self.nodes if node.name != name))
+
+    def create(self, name: str) -> CreateIntent | None:
+        return next((intent for intent in self.creates if intent.name == name), None)
+
+    def with_create(self, intent: CreateIntent) -> Memory:
+        """The same memory with *intent* added, or put in the place of the one of that name."""
+        others = tuple(other for other in self.creates if other.name != intent.name)
+        return replace(self, creates=(*others, intent))
+
+    def without_create(self, name: str) -> Memory:
+        return replace(self, creates=tuple(intent for intent in self.creates if intent.name != name))
+
+
+@dataclass(frozen=True, slots=True)
+class FleetRecord:
+    """A fleet as last accepted: the text that was read, where it lay, and what a person wants of it."""
+
+    name: str
+    text: str
+    folder: str
+    accepted_at: datetime
+    wish: Wish = Wish.UP

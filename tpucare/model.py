@@ -1,0 +1,487 @@
+"""
+The nouns that every other module speaks of: slots, nodes, workers, and the records that cross a port.
+
+Frozen, standard library only, no behaviour beyond naming. What `plan` remembers is in `memory`.
+Numbers of states and health are those of google.cloud.tpu.v2 (Cloud TPU API v2, `Node.State`, `Node.Health`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from enum import IntEnum, StrEnum
+from typing import NamedTuple
+
+LABEL_OWNER = "tpucare-owner"
+LABEL_FLEET = "tpucare-fleet"
+LABEL_SLOT = "tpucare-slot"
+LABEL_NUMBER = "tpucare-attempt"
+
+NODE_NAME_LIMIT = 40
+
+_NODE_NAME = re.compile(r"^(?P<slot>.+)-a(?P<number>\d+)$")
+
+
+class _OpenEnum(IntEnum):
+    """An enum of the API: a number that this version does not know becomes a member of its own, never an error."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> _OpenEnum | None:
+        if not isinstance(value, int):
+            return None
+        member = int.__new__(cls, value)
+        member._name_ = f"NUMBER_{value}"
+        member._value_ = value
+        return member
+
+
+class NodeState(_OpenEnum):
+    """`Node.State` of Cloud TPU API v2."""
+
+    STATE_UNSPECIFIED = 0
+    CREATING = 1
+    READY = 2
+    RESTARTING = 3
+    REIMAGING = 4
+    DELETING = 5
+    REPAIRING = 6
+    STOPPED = 8
+    STOPPING = 9
+    STARTING = 10
+    PREEMPTED = 11
+    TERMINATED = 12
+    HIDING = 13
+    HIDDEN = 14
+    UNHIDING = 15
+    UNKNOWN = 16
+
+
+class Health(_OpenEnum):
+    """`Node.Health` of Cloud TPU API v2; often 0 and rarely decisive."""
+
+    UNSPECIFIED = 0
+    HEALTHY = 1
+    TIMEOUT = 3
+    UNHEALTHY_TENSORFLOW = 4
+    UNHEALTHY_MAINTENANCE = 5
+
+
+class Provisioning(StrEnum):
+    """How the capacity is paid for, in the words of the fleet file."""
+
+    SPOT = "spot"
+    PREEMPTIBLE = "preemptible"
+    ON_DEMAND = "on-demand"
+    RESERVED = "reserved"
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """Where the workers of a node are attached; empty strings mean the project's default network."""
+
+    name: str = ""
+    subnetwork: str = ""
+    tags: tuple[str, ...] = ()
+    external_ips: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One way of asking for a node: where, what, and under which terms."""
+
+    zone: str
+    accelerator_type: str
+    provisioning: Provisioning
+    runtime: str
+    service_account: str = ""
+    network: Network = Network()
+
+    @property
+    def key(self) -> str:
+        """Stable text under which the memory of this place is kept."""
+        network = self.network
+        parts = (self.zone, self.accelerator_type, self.provisioning.value, self.service_account)
+        return "/".join((*parts, network.name, network.subnetwork, "ext" if network.external_ips else "int"))
+
+
+class OnSuccess(StrEnum):
+    """What happens to the node of a run that finished."""
+
+    DELETE = "delete"
+    KEEP = "keep"
+    RESTART = "restart"
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """
+    What runs on every worker of a slot's node. Placeholders are expanded already: this is one slot's job.
+
+    `repository` and `workdir` exclude each other; both empty means that nothing is fetched.
+    `workdir` is an absolute path on the daemon's machine. `files` maps a path below the job's folder to its content.
+    `secrets` are names only; the values are looked up when a launch is made and never stored.
+    """
+
+    run: str
+    setup: str = ""
+    repository: str = ""
+    branch: str = ""
+    follow: bool = False
+    workdir: str = ""
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict)
+    secrets: tuple[str, ...] = ()
+    checkpoint: str = ""
+    progress: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Care:
+    """How a slot is cared for. Lengths count observed time (design, rule 11) unless said otherwise."""
+
+    boot_timeout: timedelta = timedelta(minutes=30)
+    unreachable_after: timedelta = timedelta(minutes=3)
+    unhealthy_after: timedelta = timedelta(hours=1)
+    stalled_after: timedelta = timedelta(minutes=30)
+    setup_timeout: timedelta = timedelta(minutes=60)
+    first_step_timeout: timedelta = timedelta(minutes=60)
+    fence_after: timedelta = timedelta(minutes=30)
+    keep_failed: timedelta = timedelta(hours=1)
+    grace: timedelta = timedelta(seconds=30)
+    fence_proceed: bool = False
+    stopped_delete: bool = False
+    on_success: OnSuccess = OnSuccess.DELETE
+    crash_budget: int = 10
+    setup_budget: int = 5
+    sigterm_on_preemption: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A place that should always hold one live node; everything that is needed to make the next one."""
+
+    name: str
+    fleet: str
+    project: str
+    places: tuple[Place, ...]
+    job: Job | None = None
+    care: Care = Care()
+    ssh_keys: tuple[str, ...] = ()
+    workers: int = 1
+
+
+class NodeKey(NamedTuple):
+    """The path of a node: `projects/<project>/locations/<zone>/nodes/<name>`."""
+
+    project: str
+    zone: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Addresses of one worker; either may be empty while the node is being made."""
+
+    internal: str
+    external: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """
+    One Cloud TPU resource as last listed or read.
+
+    `id` together with `create_time` (the cloud's clock) tells two nodes of the same name apart.
+    `endpoints`: one entry per worker, index = worker number; may be short or empty while CREATING.
+    """
+
+    key: NodeKey
+    id: int
+    create_time: datetime
+    state: NodeState
+    health: Health = Health.UNSPECIFIED
+    accelerator_type: str = ""
+    provisioning: Provisioning = Provisioning.ON_DEMAND
+    labels: Mapping[str, str] = field(default_factory=dict)
+    endpoints: tuple[Endpoint, ...] = ()
+    queued_resource: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.key.name
+
+    @property
+    def owner(self) -> str:
+        return self.labels.get(LABEL_OWNER, "")
+
+    @property
+    def fleet(self) -> str:
+        return self.labels.get(LABEL_FLEET, "")
+
+    @property
+    def slot(self) -> str:
+        return self.labels.get(LABEL_SLOT, "")
+
+
+def node_name(slot: str, number: int) -> str:
+    """Name of the node that create number *number* of *slot* asks for."""
+    return f"{slot}-a{number}"
+
+
+def parse_node_name(name: str) -> tuple[str, int] | None:
+    """Slot and create number of a node name, or None when it is not of that form."""
+    match = _NODE_NAME.match(name)
+    return (match["slot"], int(match["number"])) if match else None
+
+
+class Worker(NamedTuple):
+    """
+    One host VM of a node, as SSH reaches it.
+
+    `node_id` is part of the identity: an address is reused by other nodes soon, and their host keys differ.
+    """
+
+    key: NodeKey
+    node_id: int
+    number: int
+    host: str
+
+
+def workers_of(node: Node, *, external: bool, expected: int) -> tuple[Worker, ...] | None:
+    """
+    Every worker of *node*, or None while the node does not list all *expected* endpoints with a usable address.
+
+    Shape: one entry per host VM, index = worker number; a v3-32 (32 cores, 8 per host) gives 4.
+    Source: Cloud TPU API v2, `Node.network_endpoints[].access_config.external_ip` and `.ip_address`.
+    """
+    hosts = [endpoint.external if external else endpoint.internal for endpoint in node.endpoints]
+    if len(hosts) < expected or not all(hosts):
+        return None
+    return tuple(Worker(node.key, node.id, number, host) for number, host in enumerate(hosts))
+
+
+# --- what crosses the Cloud port ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """
+    One complete answer of ListNodes over all zones of a project, with what differs from the answer before it.
+
+    `unreachable` names zones that did not answer: their nodes are unknown, not gone; they are absent from `nodes`.
+    `gone` holds keys of nodes that the previous listing had and this one has not, unreachable zones left out.
+    `cloud_time` is the service's clock at the answer, where it said so.
+    """
+
+    project: str
+    nodes: Mapping[NodeKey, Node]
+    changed: frozenset[NodeKey]
+    gone: frozenset[NodeKey]
+    unreachable: frozenset[str] = frozenset()
+    cloud_time: datetime | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRequest:
+    """Everything a CreateNode call says. `metadata` carries `ssh-keys`; never a secret."""
+
+    key: NodeKey
+    place: Place
+    labels: Mapping[str, str]
+    metadata: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """A long-running operation as last read; `error` (a CloudError) is set only when `done`."""
+
+    name: str
+    done: bool = False
+    error: Exception | None = None
+    create_time: datetime | None = None
+
+
+# --- what crosses the Launcher port ------------------------------------------------------------------------------
+
+
+class Contact(StrEnum):
+    """What a worker answered to the last try."""
+
+    ANSWERED = "answered"
+    SILENT = "silent"
+    AUTH_REFUSED = "auth-refused"
+    HOST_KEY_CHANGED = "host-key-changed"
+
+
+class Phase(StrEnum):
+    """How far a run is on one worker."""
+
+    NONE = "none"
+    FETCH = "fetch"
+    SETUP = "setup"
+    RUN = "run"
+    EXITED = "exited"
+
+
+class Failure(StrEnum):
+    """Why a run that exited non-zero did so, as far as the runner could tell."""
+
+    NONE = ""
+    FETCH = "fetch"
+    SETUP = "setup"
+    DISK_FULL = "disk-full"
+    SECRET_MISSING = "secret-missing"
+    DIRTY_HOST = "dirty-host"
+    CRASH = "crash"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReport:
+    """
+    What one worker said at the last probe.
+
+    Two reports are equal when nothing changed that a decision could turn on: step, checkpoint and detail are left out.
+
+    token:       the run that the lock or the newest run folder names; empty when there never was one
+    alive:       the lock is held, or processes of a run live, or a foreign process holds the chips
+    chips_free:  nobody holds `/dev/accel*` or `/dev/vfio/*`
+    last_number: the highest run number that this worker has a folder for
+    signalled:   runner or run was sent SIGTERM or a notice
+    exit_status: set only when the run is over and its status is known
+    """
+
+    contact: Contact
+    token: str = ""
+    alive: bool = False
+    chips_free: bool = True
+    phase: Phase = Phase.NONE
+    exit_status: int | None = None
+    failure: Failure = Failure.NONE
+    signalled: bool = False
+    preempted: bool = False
+    maintenance: str = ""
+    last_number: int = 0
+    boot_id: str = ""
+    step: int | None = field(default=None, compare=False)
+    checkpoint: int | None = field(default=None, compare=False)
+    detail: str = field(default="", compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class NodeReport:
+    """Answers of all workers of one node; shape: one entry per worker, index = worker number."""
+
+    key: NodeKey
+    node_id: int
+    workers: tuple[WorkerReport, ...]
+
+    @property
+    def all_answer(self) -> bool:
+        return bool(self.workers) and all(worker.contact is Contact.ANSWERED for worker in self.workers)
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeOrder:
+    """Ask every worker how it is. `progress` is the pattern whose last match in the log is the step."""
+
+    workers: tuple[Worker, ...]
+    slot: str
+    attempt: int
+    progress: str = ""
+    checkpoint: str = ""
+    everything: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchOrder:
+    """Start one run, as one gang, on all workers of a node. `token` is `<node>.<n>`."""
+
+    workers: tuple[Worker, ...]
+    slot: str
+    fleet: str
+    token: str
+    attempt: int
+    job: Job
+    coordinator: str
+    grace: timedelta = timedelta(seconds=30)
+    sigterm_on_preemption: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchResult:
+    """
+    Which workers hold the run now. Shape: one entry per worker; None = started (or found running under this token),
+    else the error of that worker.
+    """
+
+    workers: tuple[Exception | None, ...]
+
+    @property
+    def complete(self) -> bool:
+        return all(error is None for error in self.workers)
+
+
+@dataclass(frozen=True, slots=True)
+class StopOrder:
+    """
+    End whatever runs on the workers: SIGTERM, after `grace` SIGKILL of everything, wait until chips are free.
+
+    `stacks`: collect stack traces of the run into the log first (stalled runs).
+    """
+
+    workers: tuple[Worker, ...]
+    slot: str
+    attempt: int
+    grace: timedelta
+    stacks: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StopResult:
+    """Shape: one entry per worker. True: no run and chips free. False: something still holds on. Error: not known."""
+
+    workers: tuple[bool | Exception, ...]
+
+    @property
+    def quiet(self) -> bool:
+        return all(worker is True for worker in self.workers)
+
+
+@dataclass(frozen=True, slots=True)
+class NoticeOrder:
+    """Write *text* into the run's notice file on every worker: please save."""
+
+    workers: tuple[Worker, ...]
+    token: str
+    text: str
+
+
+# --- what crosses the Remote port --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """A command that ran to its end on a worker; output is cut at the limit asked for (`truncated`)."""
+
+    exit_status: int
+    stdout: bytes
+    stderr: bytes
+    truncated: bool = False
+
+
+# --- what crosses the Store port ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One line of the story, for people and for scripts; never a secret."""
+
+    at: datetime
+    kind: str
+    text: str
+    slot: str = ""
+    node: str = ""
+    level: str = "info"
+    fields: Mapping[str, str | int | float | bool | None] = field(default_factory=dict)
