@@ -128,7 +128,7 @@ class Remote(Protocol):
 
 
 class Launcher(Protocol):
-    """Runs on workers: push, start, probe, stop. A worker that cannot be reached is part of the answer, not an error."""
+    """Runs on workers: push, start, probe, stop. A worker out of reach is part of the answer, not an error."""
 
     def probe(self, order: ProbeOrder) -> NodeReport: ...
 
