@@ -86,6 +86,8 @@ class CreateIntent:
     operation: str = ""
     lost: bool = False
     superseded: bool = False
+    failed: bool = False
+    refused: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +116,10 @@ class NodeMemory:
     external: bool = True
     stalls: int = 0
     keyed: bool = False
+    delete_reason: str = ""
+    infrastructure: int = 0
+    noticed_at: datetime | None = None
+    noticed_checkpoint: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

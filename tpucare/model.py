@@ -97,6 +97,7 @@ class Place:
     runtime: str
     service_account: str = ""
     network: Network = Network()
+    workers: int = 1
 
     @property
     def key(self) -> str:
@@ -366,6 +367,7 @@ class WorkerReport:
     boot_id: str = ""
     step: int | None = field(default=None, compare=False)
     checkpoint: int | None = field(default=None, compare=False)
+    log_bytes: int = field(default=0, compare=False)
     detail: str = field(default="", compare=False)
 
 

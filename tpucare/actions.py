@@ -1,0 +1,221 @@
+"""
+What `decide` can choose, as data: `tpucare plan` prints the same actions that `tpucare daemon` applies.
+
+Every action says `why`, and carries the identity it was decided about. Frozen, standard library only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from enum import StrEnum
+
+from tpucare.memory import BookName, End
+from tpucare.model import NodeKey, Place
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """
+    Nothing to do before something changes, or until an instant: `observed` or `wall`, whichever comes first.
+
+    `needs_person`: waiting alone will not help. `ended`: nothing is left of a slot that was taken down.
+    """
+
+    why: str
+    observed: timedelta | None = None
+    wall: datetime | None = None
+    needs_person: bool = False
+    ended: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Create:
+    """
+    Ask for a node. `resend`: the same name at the same place once more, since the answer was lost.
+
+    `held_in_zone`, `held_in_region`: dead nodes of ours held that quota when this was decided.
+    """
+
+    name: str
+    number: int
+    place: Place
+    why: str
+    resend: bool = False
+    held_in_zone: bool = False
+    held_in_region: bool = False
+
+    @property
+    def kind(self) -> str:
+        return "create"
+
+
+class Reason(StrEnum):
+    """Why a node is deleted, as far as the brake on judgement (rule 12) has to know."""
+
+    DEAD = "dead"
+    JUDGED = "judged"
+    ASKED = "asked"
+    FINISHED = "finished"
+    SURPLUS = "surplus"
+
+
+@dataclass(frozen=True, slots=True)
+class Delete:
+    """
+    Re-read the node; when it is still the one decided about, and ours, delete it.
+
+    `quiet`: every worker answered "no run, chips free", so an accepted delete proves that nothing trains there.
+    `unanswered`: its workers never answered; twice in a row blocks the place.
+    """
+
+    key: NodeKey
+    id: int
+    create_time: datetime
+    why: str
+    reason: Reason
+    quiet: bool = False
+    unanswered: bool = False
+
+    @property
+    def kind(self) -> str:
+        return f"delete:{self.key.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Start run `token` on all workers at once."""
+
+    key: NodeKey
+    id: int
+    token: str
+    number: int
+    why: str
+
+    @property
+    def kind(self) -> str:
+        return f"launch:{self.key.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """
+    End whatever runs on the workers that answer, and book why (`book` None: free).
+
+    `advanced`: the run got further than any before it, so its failure is the first of a row.
+    `gives_up`: the budget is spent; the slot has failed once this is done.
+    """
+
+    key: NodeKey
+    id: int
+    token: str
+    why: str
+    book: BookName | None = None
+    advanced: bool = False
+    gives_up: bool = False
+    stacks: bool = False
+    step: int | None = None
+    checkpoint: int | None = None
+
+    @property
+    def kind(self) -> str:
+        return f"stop:{self.key.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """Ask the run to save."""
+
+    key: NodeKey
+    token: str
+    text: str
+    why: str
+    checkpoint: int | None = None
+
+    @property
+    def kind(self) -> str:
+        return f"notice:{self.key.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class PushKey:
+    """Append our public key to the node's metadata, since a worker refuses it."""
+
+    key: NodeKey
+    why: str
+
+    @property
+    def kind(self) -> str:
+        return f"key:{self.key.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Vouch:
+    """Ask guest attributes for host keys, and pin those."""
+
+    key: NodeKey
+    why: str
+
+    @property
+    def kind(self) -> str:
+        return f"vouch:{self.key.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """GetNode: the only proof of absence."""
+
+    key: NodeKey
+    why: str
+
+    @property
+    def kind(self) -> str:
+        return f"look:{self.key.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Poll:
+    """GetOperation of a create."""
+
+    name: str
+    operation: str
+    why: str
+
+    @property
+    def kind(self) -> str:
+        return f"poll:{self.name}"
+
+
+class Fact(StrEnum):
+    """What a Settle writes into memory."""
+
+    RUN_ADOPTED = "run adopted"
+    RUN_COMPLETE = "run complete"
+    RUN_PROGRESSED = "run progressed"
+    CREATE_SUPERSEDED = "create superseded"
+    CREATE_OVER = "create over"
+    PLACE_BLOCKED = "place blocked"
+    ENDED = "ended"
+    RETRY = "retry"
+
+
+@dataclass(frozen=True, slots=True)
+class Settle:
+    """No effect in the world: write down what is known now, and decide again."""
+
+    fact: Fact
+    why: str
+    name: str = ""
+    token: str = ""
+    number: int = 0
+    end: End = End.NONE
+    step: int | None = None
+    checkpoint: int | None = None
+
+    @property
+    def kind(self) -> str:
+        return "settle"
+
+
+Effect = Create | Delete | Launch | Stop | Notice | PushKey | Vouch | Look | Poll
+Action = Wait | Settle | Effect

@@ -1,0 +1,183 @@
+"""
+Everything observed about a slot, and the two ways of asking how long something has lasted.
+
+Wall time may jump, and a stopped process observes nothing; so a timeout counts *observed* time (design, rule 11): the sum
+of the gaps between passes that saw something, each capped, with at least three observations that support it.
+Frozen, standard library only. The engine gathers, `plan` reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from typing import NamedTuple
+
+from tpucare.model import Node, NodeReport, Place, Worker
+
+SUPPORTING_OBSERVATIONS = 3
+
+# A backoff that lies further ahead than any backoff can is the work of a clock that was set back: it counts as over.
+LONGEST_BACKOFF = timedelta(hours=2)
+
+
+class Mark(NamedTuple):
+    """An instant of observed time: how much had been observed, and in how many passes."""
+
+    observed: timedelta
+    passes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """
+    Now, as `decide` sees it.
+
+    wall:     the machine's clock, for backoffs that outlive the process
+    observed: the project's observed time, for timeouts
+    passes:   how many passes that is
+    cloud:    the service's clock, as far as it is known
+    """
+
+    wall: datetime
+    observed: timedelta
+    passes: int
+    cloud: datetime | None = None
+
+    @property
+    def mark(self) -> Mark:
+        return Mark(self.observed, self.passes)
+
+
+class Timers:
+    """
+    Answers "has it lasted that long?" and remembers the earliest instant at which an answer would change.
+
+    So every decision that waits knows when to be asked again, and none has to work it out.
+    """
+
+    def __init__(self, now: Moment) -> None:
+        self.now = now
+        self.observed_due: timedelta | None = None
+        self.wall_due: datetime | None = None
+
+    def lasted(self, since: Mark | None, length: timedelta, observations: int = SUPPORTING_OBSERVATIONS) -> bool:
+        """True when *since* lies at least *length* of observed time and *observations* passes back."""
+        if since is None:
+            return False
+        due = since.observed + length
+        if self.now.observed >= due and self.now.passes - since.passes >= observations:
+            return True
+        self._note(max(due, self.now.observed))
+        return False
+
+    def passed(self, instant: datetime | None) -> bool:
+        """True when wall time has reached *instant*; None is always over."""
+        if instant is None or instant <= self.now.wall or instant - self.now.wall > LONGEST_BACKOFF:
+            return True
+        if self.wall_due is None or instant < self.wall_due:
+            self.wall_due = instant
+        return False
+
+    def _note(self, due: timedelta) -> None:
+        if self.observed_due is None or due < self.observed_due:
+            self.observed_due = due
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """
+    Signs of progress of one run, as this process saw them.
+
+    signals:    how often step or checkpoint moved
+    last:       when it moved last
+    median_gap: between two moves, of the last few
+    life:       when anything moved last, the length of the log included
+    """
+
+    token: str = ""
+    signals: int = 0
+    last: Mark | None = None
+    median_gap: timedelta | None = None
+    life: Mark | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NodeEvidence:
+    """
+    One node of the slot. Marks are None where the condition does not hold now.
+
+    listed:   in the last listing. A node that is not, in a zone that answered, is looked for by name
+    dark:     its zone did not answer the last listing: whatever stands here is old
+    workers:  addresses of all workers, or None while the node does not list them all
+    vouched:  guest attributes were asked for host keys since this process runs
+    """
+
+    node: Node
+    listed: bool
+    dark: bool
+    seen_since: Mark
+    state_since: Mark
+    workers: tuple[Worker, ...] | None = None
+    report: NodeReport | None = None
+    unhealthy_since: Mark | None = None
+    silent_since: Mark | None = None
+    silent_probes: int = 0
+    answering_since: Mark | None = None
+    refused_since: Mark | None = None
+    ended_since: Mark | None = None
+    phase_since: Mark | None = None
+    vouched: bool = False
+    progress: Progress = Progress()
+
+
+class Holding(NamedTuple):
+    """A dead or DELETING node of ours that still counts against a quota."""
+
+    zone: str
+    generation: str
+    on_demand: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """
+    All that `decide` may know of one slot.
+
+    fresh:            the last listing of the project succeeded
+    blind_why:        why it is not fresh
+    foreign:          nodes that bear this slot's name and another owner
+    looked:           when a node, create or operation was last asked for by name
+    creates_since:    since when this process knows an open create
+    elsewhere_answers: any other worker answered within the last minute
+    may_be_canary:    no worker anywhere answers, and this slot is the one to go first
+    store_lost:       memory was lost and nobody confirmed yet
+    complete:         a listing without unreachable zones was seen since this process runs
+    """
+
+    fresh: bool
+    nodes: tuple[NodeEvidence, ...] = ()
+    foreign: tuple[Node, ...] = ()
+    in_flight: frozenset[str] = frozenset()
+    looked: Mapping[str, Mark] = field(default_factory=dict)
+    creates_since: Mapping[str, Mark] = field(default_factory=dict)
+    holdings: frozenset[Holding] = frozenset()
+    elsewhere_answers: bool = False
+    may_be_canary: bool = False
+    store_lost: bool = False
+    complete: bool = False
+    unreachable: frozenset[str] = frozenset()
+    blind_why: str = ""
+
+    def node(self, name: str) -> NodeEvidence | None:
+        return next((seen for seen in self.nodes if seen.node.name == name), None)
+
+
+def holding_of(place: Place) -> Holding:
+    """What a node at *place* holds of a quota while it is listed."""
+    generation = place.accelerator_type.partition("-")[0]
+    return Holding(place.zone, generation, place.provisioning.value in ("on-demand", "reserved"))
+
+
+def region_of(zone: str) -> str:
+    return zone.rpartition("-")[0]
