@@ -1,0 +1,319 @@
+"""
+The nouns of the emulated cloud: what a call says, what it answers, and what machines are told to do.
+
+Plain dataclasses without protobuf, so that the world can be driven in virtual time; the gRPC server translates at its
+edge. Records that the world hands out are frozen and are replaced, never changed: the same object means the same
+content, so a server may cache a translation by identity. Numbers are those of google.cloud.tpu.v2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import NamedTuple
+
+from tpucare.model import Health, NodeState
+
+PREEMPTED_ATTRIBUTE = "instance/preempted"
+MAINTENANCE_ATTRIBUTE = "instance/maintenance-event"
+INSTANCE_ATTRIBUTES = "instance/attributes/"
+
+
+class ApiError(Exception):
+    """
+    An answer that is not OK.
+
+    code:     gRPC status number
+    resource: name for a google.rpc.ResourceInfo detail, empty for none
+    quota:    (subject, description) for a google.rpc.QuotaFailure detail
+    reason:   for a google.rpc.ErrorInfo detail, for example LOCATION_POLICY_VIOLATED
+    """
+
+    def __init__(
+        self, code: int, message: str, *, resource: str = "", quota: tuple[str, str] | None = None, reason: str = ""
+    ) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.resource = resource
+        self.quota = quota
+        self.reason = reason
+
+
+# --- nodes ---------------------------------------------------------------------------------------------------------
+
+
+class NodePath(NamedTuple):
+    """`projects/<project>/locations/<zone>/nodes/<node_id>`; sorts in the order of listings."""
+
+    project: str
+    zone: str
+    node_id: str
+
+    def __str__(self) -> str:
+        return f"projects/{self.project}/locations/{self.zone}/nodes/{self.node_id}"
+
+    @property
+    def parent(self) -> str:
+        return f"projects/{self.project}/locations/{self.zone}"
+
+
+def parse_node_path(name: str) -> NodePath:
+    """Raises: ApiError (3): not the name of a node."""
+    parts = name.split("/")
+    if len(parts) != 6 or parts[0::2] != ["projects", "locations", "nodes"] or not all(parts):
+        raise ApiError(3, f"Invalid resource name '{name}'; expected projects/*/locations/*/nodes/*")
+    return NodePath(parts[1], parts[3], parts[5])
+
+
+def parse_parent(parent: str) -> tuple[str, str]:
+    """Project and zone (`-` for all zones) of a parent. Raises: ApiError (3)."""
+    parts = parent.split("/")
+    if len(parts) != 4 or parts[0::2] != ["projects", "locations"] or not all(parts):
+        raise ApiError(3, f"Invalid parent '{parent}'; expected projects/*/locations/*")
+    return parts[1], parts[3]
+
+
+@dataclass(frozen=True, slots=True)
+class AcceleratorConfig:
+    """`type` is the number of `AcceleratorConfig.Type` (V2=2 V3=4 V4=7 V5LITE_POD=9 V5P=10 V6E=11)."""
+
+    type: int
+    topology: str
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkConfig:
+    """`Node.network_config`."""
+
+    network: str = ""
+    subnetwork: str = ""
+    enable_external_ips: bool = False
+    can_ip_forward: bool = False
+    queue_count: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DataDisk:
+    """`mode`: READ_WRITE 1, READ_ONLY 2."""
+
+    source_disk: str
+    mode: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSpec:
+    """What a caller may say about a node. Either `accelerator_type` or `accelerator_config` is given."""
+
+    accelerator_type: str = ""
+    accelerator_config: AcceleratorConfig | None = None
+    runtime_version: str = ""
+    preemptible: bool = False
+    spot: bool = False
+    reserved: bool = False
+    network: NetworkConfig = NetworkConfig()
+    service_account: str = ""
+    scopes: tuple[str, ...] = ()
+    labels: Mapping[str, str] = field(default_factory=dict)
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    tags: tuple[str, ...] = ()
+    description: str = ""
+    data_disks: tuple[DataDisk, ...] = ()
+    secure_boot: bool = False
+
+    @property
+    def tier(self) -> str:
+        """`spot`, `preemptible`, `reserved` or `on-demand`."""
+        if self.spot:
+            return "spot"
+        if self.preemptible:
+            return "preemptible"
+        return "reserved" if self.reserved else "on-demand"
+
+    @property
+    def is_preemptible(self) -> bool:
+        """Spot and preemptible nodes draw on one capacity and one quota, and both may be taken away."""
+        return self.spot or self.preemptible
+
+
+class AddressPair(NamedTuple):
+    """Addresses of one worker; `external` is empty unless external IPs are on, `internal` while it is not made."""
+
+    internal: str
+    external: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Symptom:
+    """`Node.symptoms[]`; `symptom_type` is the number of `Symptom.SymptomType`."""
+
+    create_time: datetime
+    symptom_type: int
+    details: str = ""
+    worker_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRecord:
+    """
+    One node as the API shows it at this instant.
+
+    `endpoints`: index = worker number; empty or short while CREATING; kept after PREEMPTED. Port is 8470.
+    `state` and `health` are plain numbers: an operator may set ones that no package knows.
+    """
+
+    path: NodePath
+    id: int
+    create_time: datetime
+    spec: NodeSpec
+    state: int = NodeState.CREATING
+    health: int = Health.UNSPECIFIED
+    health_description: str = ""
+    endpoints: tuple[AddressPair, ...] = ()
+    symptoms: tuple[Symptom, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return str(self.path)
+
+
+@dataclass(frozen=True, slots=True)
+class OperationRecord:
+    """
+    A long-running operation as last known. Verbs: create, delete, update, stop, start.
+
+    `error` is (code, message) of a google.rpc.Status. `response` is the node, None for a delete (Empty).
+    """
+
+    name: str
+    verb: str
+    target: str
+    create_time: datetime
+    end_time: datetime | None = None
+    done: bool = False
+    error: tuple[int, str] | None = None
+    response: NodeRecord | None = None
+    cancel_requested: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class NodePage:
+    """One page of ListNodes; `unreachable` holds names of zones that did not answer."""
+
+    nodes: tuple[NodeRecord, ...]
+    next_page_token: str = ""
+    unreachable: tuple[str, ...] = ()
+
+
+class GuestAttribute(NamedTuple):
+    """One entry of GetGuestAttributes."""
+
+    namespace: str
+    key: str
+    value: str
+
+
+# --- calls -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class CallFate:
+    """
+    What becomes of one call: drawn before it, honoured by whoever carries it.
+
+    Wait `before_seconds`; if `applied`, call the world (handing it this fate, for the audit log); wait `after_seconds`;
+    if `error` is set, answer with it whatever the world said (an answer lost after taking effect).
+    Not `applied`: the world must not be called; `fate` has logged the call already.
+    """
+
+    before_seconds: float = 0.0
+    after_seconds: float = 0.0
+    error: ApiError | None = None
+    applied: bool = True
+    peer: str = ""
+
+    @property
+    def latency_seconds(self) -> float:
+        return self.before_seconds + self.after_seconds
+
+
+PLAIN = CallFate()
+"""The fate of a call that nothing happens to."""
+
+
+# --- what machines must do ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Boot:
+    """
+    Start a worker. A second Boot of the same `node_id` and worker is a reboot: same home, same host keys.
+
+    attributes: the metadata server's content, path -> value, for example `instance/attributes/ssh-keys`
+    peers:      addresses of all workers of the slice, index = worker number; empty where one is missing
+    """
+
+    at: datetime
+    path: NodePath
+    node_id: int
+    worker: int
+    address: str
+    hostname: str
+    attributes: Mapping[str, str]
+    peers: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """End every process of a worker at once and listen no more; None = of all workers of that incarnation."""
+
+    at: datetime
+    path: NodePath
+    node_id: int
+    worker: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Silence:
+    """Answer nothing on the network any more; what runs goes on running."""
+
+    at: datetime
+    path: NodePath
+    node_id: int
+    worker: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """Undo a Silence."""
+
+    at: datetime
+    path: NodePath
+    node_id: int
+    worker: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SetAttribute:
+    """Change a path of the metadata server, for example `instance/preempted` to TRUE."""
+
+    at: datetime
+    path: NodePath
+    node_id: int
+    worker: int | None
+    name: str
+    value: str
+
+
+@dataclass(frozen=True, slots=True)
+class AuthorizeKeys:
+    """The guest agent has seen new `ssh-keys` metadata (`user:ssh-… key`, one a line): log these in, no others."""
+
+    at: datetime
+    path: NodePath
+    node_id: int
+    ssh_keys: str
+
+
+MachineEffect = Boot | Kill | Silence | Resume | SetAttribute | AuthorizeKeys
