@@ -1,8 +1,8 @@
 """
 Everything observed about a slot, and the two ways of asking how long something has lasted.
 
-Wall time may jump, and a stopped process observes nothing; so a timeout counts *observed* time (design, rule 11): the sum
-of the gaps between passes that saw something, each capped, with at least three observations that support it.
+Wall time may jump, and a stopped process observes nothing; so a timeout counts *observed* time (design, rule 11):
+the sum of the gaps between passes that saw something, each capped, with at least three observations that support it.
 Frozen, standard library only. The engine gathers, `plan` reads.
 """
 

@@ -1,0 +1,187 @@
+"""
+Where to ask next, how long to stay away from a place that refused, and how many creates a project may ask for.
+
+Pure: places are tried in the order of the declaration; each refusal is booked at its place by the class of the error,
+and survives restarts in the slot's memory. What an answer means for the node itself is left to `plan`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta
+
+from tpucare.errors import CloudError, NeedsPerson, NoCapacity, QuotaExceeded, RateLimited, Transient
+from tpucare.evidence import Evidence, Timers, holding_of, region_of
+from tpucare.memory import Memory, PlaceMemory
+from tpucare.model import Place, Slot
+
+# Two creates in a row that met nothing but silent workers point at the place, not at the nodes.
+UNANSWERED_LIMIT = 2
+OWN_QUOTA_PATIENCE = timedelta(minutes=5)
+PERSON_FIRST = timedelta(minutes=10)
+PERSON_LATER = timedelta(hours=1)
+RATE_PAUSE = timedelta(minutes=1)
+
+OWN_QUOTA = "own quota"
+OWN_REGION_QUOTA = "own quota of the region"
+_OWN = (OWN_QUOTA, OWN_REGION_QUOTA)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Either a place to ask at now, or why there is none; `needs_person` when only a person can open one."""
+
+    place: Place | None
+    why: str
+    needs_person: bool = False
+
+
+def choose(slot: Slot, evidence: Evidence, memory: Memory, timers: Timers) -> Choice:
+    """The first place, in order of preference, that may be asked now."""
+    reasons = []
+    for place in slot.places:
+        refusal = _refusal(place, memory.place(place.key), evidence, timers)
+        if refusal is None:
+            return Choice(place, f"{place.accelerator_type} in {place.zone}")
+        reasons.append(f"{place.zone}: {refusal}")
+    stopped = all(_stopped(memory.place(place.key)) for place in slot.places)
+    return Choice(None, "; ".join(reasons) or "no place is declared", needs_person=stopped)
+
+
+def _refusal(place: Place, past: PlaceMemory, evidence: Evidence, timers: Timers) -> str | None:
+    if past.kind in _OWN:
+        # A PREEMPTED node holds its quota until DELETING has ended: the create can succeed the instant it is gone.
+        if not holds_quota(place, evidence, region_wide=past.kind == OWN_REGION_QUOTA):
+            return None
+        if past.own_quota_since and not timers.passed(past.own_quota_since + OWN_QUOTA_PATIENCE):
+            return "our own dead node still holds the quota"
+    if timers.passed(past.retry_at):
+        return None
+    assert past.retry_at is not None
+    return f"{past.kind or 'refused'} ({past.reason}), again {past.retry_at:%H:%M:%S}"
+
+
+def _stopped(past: PlaceMemory) -> bool:
+    return past.blocked and past.refusals >= 2
+
+
+def holds_quota(place: Place, evidence: Evidence, *, region_wide: bool) -> bool:
+    """Whether a dead or DELETING node of ours counts against the quota that a create at *place* needs."""
+    wanted = holding_of(place)
+    for held in evidence.holdings:
+        same_kind = held.generation == wanted.generation and held.on_demand == wanted.on_demand
+        same_scope = region_of(held.zone) == region_of(wanted.zone) if region_wide else held.zone == wanted.zone
+        if same_kind and same_scope:
+            return True
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class Backoff:
+    """Grows from `first` by doubling up to `cap`; the upper half of each step is drawn by chance."""
+
+    first: timedelta
+    cap: timedelta
+
+    def delay(self, failures: int, rng: random.Random) -> timedelta:
+        ceiling = min(self.cap, self.first * 2 ** min(max(failures - 1, 0), 20))
+        return timedelta(seconds=ceiling.total_seconds() * rng.uniform(0.5, 1.0))
+
+
+# A stockout ends without notice, and asking costs one call of the create budget: stay close.
+CAPACITY_BACKOFF = Backoff(timedelta(seconds=10), timedelta(minutes=2))
+QUOTA_BACKOFF = Backoff(timedelta(minutes=5), timedelta(minutes=30))
+TRANSIENT_BACKOFF = Backoff(timedelta(seconds=4), timedelta(minutes=1))
+
+
+def refused(
+    past: PlaceMemory, error: CloudError, *, held: bool, now: datetime, rng: random.Random, text: str = ""
+) -> PlaceMemory:
+    """
+    What is remembered of a place that answered a create with *error*.
+
+    `held`: a dead node of ours held that quota when the create was decided, in the scope that the error names.
+    """
+    reason = text or str(error)
+    failures = past.failures + 1
+    if isinstance(error, QuotaExceeded) and held and not _out_of_patience(past, now):
+        since = past.own_quota_since or now
+        kind = OWN_REGION_QUOTA if error.region_wide else OWN_QUOTA
+        return replace(past, kind=kind, reason=reason, own_quota_since=since, retry_at=None, blocked=False)
+    if isinstance(error, NeedsPerson):
+        return blocked(past, reason, now=now)
+    kind, delay = _pause(error, failures, rng)
+    return replace(
+        past, failures=failures, kind=kind, reason=reason, retry_at=now + delay, blocked=False, own_quota_since=None
+    )
+
+
+def blocked(past: PlaceMemory, reason: str, *, now: datetime) -> PlaceMemory:
+    """A person has to change something: ask again after ten minutes, then hourly, without end."""
+    refusals = past.refusals + 1
+    delay = PERSON_FIRST if refusals == 1 else PERSON_LATER
+    return replace(past, kind="human", reason=reason, retry_at=now + delay, blocked=True, refusals=refusals)
+
+
+def _out_of_patience(past: PlaceMemory, now: datetime) -> bool:
+    return past.own_quota_since is not None and not (timedelta() <= now - past.own_quota_since < OWN_QUOTA_PATIENCE)
+
+
+def _pause(error: CloudError, failures: int, rng: random.Random) -> tuple[str, timedelta]:
+    if isinstance(error, NoCapacity):
+        return "no capacity", CAPACITY_BACKOFF.delay(failures, rng)
+    if isinstance(error, QuotaExceeded):
+        return "quota", QUOTA_BACKOFF.delay(failures, rng)
+    if isinstance(error, RateLimited):
+        return "rate", RATE_PAUSE * rng.uniform(1.0, 1.25)
+    if isinstance(error, Transient):
+        return "transient", TRANSIENT_BACKOFF.delay(failures, rng)
+    return "refused", TRANSIENT_BACKOFF.delay(failures, rng)
+
+
+def succeeded(past: PlaceMemory, now: datetime) -> PlaceMemory:
+    """A node came up at this place: every grudge is forgotten, but the count of nodes that never answered."""
+    return PlaceMemory(last_success=now, unanswered_nodes=past.unanswered_nodes)
+
+
+def quota_granted(past: PlaceMemory) -> PlaceMemory:
+    """The call was accepted: quota and person were not the matter; capacity may still be."""
+    if past.kind in (*_OWN, "quota", "human", "rate"):
+        return replace(past, kind="", reason="", retry_at=None, blocked=False, refusals=0, own_quota_since=None)
+    return past
+
+
+@dataclass(slots=True)
+class CreateBudget:
+    """
+    At most `limit` creates in any `window` seconds, over all slots of a project.
+
+    Instants are seconds of a clock that never jumps. Source of the default: the service's `qps/create` quota is not
+    documented and was 91 a minute in one large project; other tools keep to 60.
+    """
+
+    limit: int = 60
+    window: float = 60.0
+    _asked: deque[tuple[float, str]] = field(default_factory=deque)
+
+    def restore(self, asked: Iterable[tuple[float, str]]) -> None:
+        """Creates that an earlier process asked for count as well."""
+        self._asked = deque(sorted([*self._asked, *asked]))
+
+    def free_at(self, now: float) -> float | None:
+        """None when a create may be asked for now, else the instant when one may."""
+        while self._asked and now - self._asked[0][0] >= self.window:
+            self._asked.popleft()
+        if len(self._asked) < self.limit:
+            return None
+        return self._asked[len(self._asked) - self.limit][0] + self.window
+
+    def take(self, slot: str, now: float) -> None:
+        self._asked.append((now, slot))
+
+    def share(self, slot: str) -> int:
+        """How many of the creates in the window were for *slot*: the fewest go first."""
+        return sum(1 for _, name in self._asked if name == slot)
