@@ -1,0 +1,38 @@
+"""
+Words of a person's file as an error may quote them: the nearest valid one, and a form that is safe on a terminal.
+
+Standard library only. What is valid is the caller's knowledge.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+SHOWN_CHARACTERS = 60
+
+
+def nearest(word: str, choices: Iterable[str], *, at_most: int = 2) -> tuple[str, ...]:
+    """The valid words that *word* was most likely meant to be, best first; empty when none resembles it."""
+    known = list(choices)
+    # SequenceMatcher is quadratic in the length, and a file from anywhere may hold a word of any length.
+    if len(word) > SHOWN_CHARACTERS:
+        return ()
+    by_folded = {choice.lower().replace("_", "-"): choice for choice in reversed(known)}
+    close = difflib.get_close_matches(word.lower().replace("_", "-"), by_folded, n=at_most, cutoff=0.6)
+    return tuple(by_folded[match] for match in close)
+
+
+def hint(word: str, choices: Iterable[str]) -> str:
+    """`; nearest: a, b`, or nothing when no choice resembles *word*: the tail of an error line."""
+    close = nearest(word, choices)
+    return f"; nearest: {', '.join(close)}" if close else ""
+
+
+def shown(value: object) -> str:
+    """*value* on one line, short and without control characters, so that a hostile file cannot paint the terminal."""
+    text = value if isinstance(value, str) else repr(value)
+    if len(text) > SHOWN_CHARACTERS:
+        text = text[: SHOWN_CHARACTERS - 1] + "…"
+    printable = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+    return printable or "''"
