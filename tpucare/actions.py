@@ -104,6 +104,7 @@ class Stop:
 
     `advanced`: the run got further than any before it, so its failure is the first of a row.
     `gives_up`: the budget is spent; the slot has failed once this is done.
+    `then`: the node is deleted for this reason once its workers are quiet.
     """
 
     key: NodeKey
@@ -116,6 +117,7 @@ class Stop:
     stacks: bool = False
     step: int | None = None
     checkpoint: int | None = None
+    then: Reason | None = None
 
     @property
     def kind(self) -> str:
@@ -191,12 +193,10 @@ class Fact(StrEnum):
 
     RUN_ADOPTED = "run adopted"
     RUN_COMPLETE = "run complete"
+    RUN_STOPPED = "run stopped"
     RUN_PROGRESSED = "run progressed"
     CREATE_SUPERSEDED = "create superseded"
-    CREATE_OVER = "create over"
-    PLACE_BLOCKED = "place blocked"
     ENDED = "ended"
-    RETRY = "retry"
 
 
 @dataclass(frozen=True, slots=True)

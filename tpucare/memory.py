@@ -88,6 +88,7 @@ class CreateIntent:
     superseded: bool = False
     failed: bool = False
     refused: str = ""
+    retry_at: datetime | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +118,7 @@ class NodeMemory:
     stalls: int = 0
     keyed: bool = False
     delete_reason: str = ""
+    delete_quiet: bool = False
     infrastructure: int = 0
     noticed_at: datetime | None = None
     noticed_checkpoint: int | None = None
@@ -136,7 +138,7 @@ class RunMemory:
     launched_at: datetime
     complete: bool = False
     stop_why: str = ""
-    stop_book: str = ""
+    then_delete: str = ""
     stopped: bool = False
     progressed: bool = False
 

@@ -1,0 +1,285 @@
+"""
+decide(slot, evidence, memory, now) -> Action: every choice of tpucare is made here and in the two modules below it.
+
+Pure. This module sees to what must be done whatever else is true (watching creates and deletes to their end), to the
+wishes of people, and to slots without a node; `plan_node` decides about one live node, `plan_run` about a run on it.
+The rows of the design's evidence table (§6) are cited where they are decided.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from tpucare.actions import Action, Create, Delete, Fact, Look, Poll, Reason, Settle, Stop, Wait
+from tpucare.evidence import Evidence, Mark, Moment, NodeEvidence, Timers
+from tpucare.memory import CreateIntent, End, Memory, NodeMemory, Wish
+from tpucare.model import NodeKey, NodeState, OnSuccess, Slot, node_name
+from tpucare.placement import choose, holds_quota
+from tpucare.plan_node import decide_node
+from tpucare.plan_run import deletion, quiet, stop_before
+
+DEAD_STATES = frozenset({NodeState.PREEMPTED, NodeState.TERMINATED})
+
+POLL_OPERATION_EVERY = timedelta(seconds=10)
+LOOK_EVERY = timedelta(seconds=5)
+# A create whose call was cut off may still arrive this long after the call's deadline (60 s + the deadline's 30 s).
+CREATE_MAY_ARRIVE = timedelta(seconds=90)
+
+
+def decide(slot: Slot, evidence: Evidence, memory: Memory, now: Moment) -> Action:
+    """Choose the one next step for `slot`, from what is there now, never from what just happened."""
+    timers = Timers(now)
+    action = _decide(slot, evidence, memory, timers)
+    if isinstance(action, Wait):
+        return Wait(action.why, timers.observed_due, timers.wall_due, action.needs_person, action.ended)
+    return action
+
+
+def _decide(slot: Slot, evidence: Evidence, memory: Memory, timers: Timers) -> Action:
+    if not evidence.fresh:
+        return Wait(f"no observation: {evidence.blind_why or 'the first listing is under way'}")
+    if memory.wish is Wish.PAUSED:
+        return Wait("paused")
+    if chore := _chore(slot, evidence, memory, timers):
+        return chore
+    if memory.wish is Wish.DOWN:
+        return _take_down(evidence, memory)
+    if memory.end is not End.NONE:
+        return _after_end(slot, evidence, memory, timers)
+    live = live_nodes(evidence, memory)
+    if len(live) > 1:
+        return _decide_several(live, evidence, memory)
+    if live:
+        return decide_node(slot, live[0], evidence, memory, timers)
+    return _decide_empty(slot, evidence, memory, timers)
+
+
+def live_nodes(evidence: Evidence, memory: Memory) -> list[NodeEvidence]:
+    """Nodes of the slot that are neither dead nor being deleted, oldest first; one in a dark zone counts."""
+    return [seen for seen in evidence.nodes if _is_live(seen, memory)]
+
+
+def _is_live(seen: NodeEvidence, memory: Memory) -> bool:
+    past = memory.node(seen.node.name)
+    if past is not None and (past.dead or past.delete_asked_at is not None):
+        return False
+    intent = memory.create(seen.node.name)
+    if intent is not None and intent.superseded:
+        return False
+    return seen.node.state is not NodeState.DELETING and seen.node.state not in DEAD_STATES
+
+
+# --- chores: whatever was begun is watched to its end ----------------------------------------------------------------
+
+
+def _chore(slot: Slot, evidence: Evidence, memory: Memory, timers: Timers) -> Action | None:
+    for seen in evidence.nodes:
+        action = _node_chore(seen, evidence, memory, timers)
+        if action is not None:
+            return action
+    for past in memory.nodes:
+        if evidence.node(past.name) is None and past.zone not in evidence.unreachable:
+            key = NodeKey(slot.project, past.zone, past.name)
+            if look := _look(key, evidence, timers, "remembered, and not in the listing"):
+                return look
+    for intent in memory.creates:
+        if action := _create_chore(slot, intent, evidence, memory, timers):
+            return action
+    return None
+
+
+def _node_chore(seen: NodeEvidence, evidence: Evidence, memory: Memory, timers: Timers) -> Action | None:
+    if seen.dark:
+        return None
+    if not seen.listed:
+        # Absence from a list proves nothing; GetNode does.
+        return _look(seen.node.key, evidence, timers, "was there, and is not in the listing")
+    return _delete_chore(seen, evidence, memory, timers)
+
+
+def _delete_chore(seen: NodeEvidence, evidence: Evidence, memory: Memory, timers: Timers) -> Action | None:
+    node, past, intent = seen.node, memory.node(seen.node.name), memory.create(seen.node.name)
+    if f"delete:{node.name}" in evidence.in_flight:
+        return None
+    if past is not None and past.delete_asked_at is not None:
+        if timers.passed(past.delete_next_at):
+            why = past.delete_why or "delete asked for"
+            return deletion(seen, f"{why} (asked again: still {node.state.name})", _reason(past))
+        return None
+    if node.state in DEAD_STATES:
+        return deletion(seen, f"the cloud reports {node.state.name}", Reason.DEAD)
+    if intent is not None and intent.superseded and node.state is not NodeState.DELETING:
+        return deletion(seen, "came after its create was given up", Reason.SURPLUS)
+    return None
+
+
+def _reason(past: NodeMemory) -> Reason:
+    return Reason(past.delete_reason) if past.delete_reason else Reason.ASKED
+
+
+def _look(key: NodeKey, evidence: Evidence, timers: Timers, why: str, every: timedelta = LOOK_EVERY) -> Look | None:
+    kind = f"look:{key.name}"
+    if kind in evidence.in_flight or not _due(evidence.looked.get(kind), timers, every):
+        return None
+    return Look(key, why)
+
+
+def _due(last: Mark | None, timers: Timers, every: timedelta) -> bool:
+    return last is None or timers.lasted(last, every, observations=0)
+
+
+def _create_chore(
+    slot: Slot, intent: CreateIntent, evidence: Evidence, memory: Memory, timers: Timers
+) -> Action | None:
+    if "create" in evidence.in_flight and not intent.accepted:
+        return None
+    if intent.operation:
+        return _poll(intent, evidence, memory, timers)
+    if intent.failed or evidence.node(intent.name) is not None:
+        return None
+    key = NodeKey(slot.project, intent.zone, intent.name)
+    if intent.accepted:
+        return _look(key, evidence, timers, "accepted, its operation is over or unknown")
+    if intent.lost and (intent.refused or intent.superseded) and timers.passed(intent.asked_at + CREATE_MAY_ARRIVE):
+        return _look(key, evidence, timers, "its answer was lost; it could have arrived until now")
+    return None
+
+
+def _poll(intent: CreateIntent, evidence: Evidence, memory: Memory, timers: Timers) -> Poll | None:
+    kind = f"poll:{intent.name}"
+    vanished = evidence.node(intent.name) is None and memory.node(intent.name) is None
+    known_before = f"gone:{intent.name}" in evidence.looked
+    every = timedelta(seconds=1) if vanished and known_before else POLL_OPERATION_EVERY
+    last = evidence.looked.get(kind) or evidence.creates_since.get(intent.name)
+    if kind in evidence.in_flight or not (_due(last, timers, every)):
+        return None
+    return Poll(intent.name, intent.operation, "create under way")
+
+
+# --- wishes ----------------------------------------------------------------------------------------------------------
+
+
+def _take_down(evidence: Evidence, memory: Memory) -> Action:
+    """`down`: stop the run (SIGTERM, grace), delete; over when every node and every create is accounted for."""
+    if intent := _open_create(memory):
+        return Settle(Fact.CREATE_SUPERSEDED, "the slot is taken down", name=intent.name)
+    for seen in live_nodes(evidence, memory):
+        if seen.dark:
+            continue
+        if wait := _busy(seen, evidence):
+            return wait
+        return stop_before(seen, evidence, memory, deletion(seen, "down was asked for", Reason.ASKED))
+    if memory.nodes or memory.creates or evidence.in_flight:
+        return Wait("going down: waiting until every node is gone")
+    return Wait("down; nothing is left", ended=True)
+
+
+def _after_end(slot: Slot, evidence: Evidence, memory: Memory, timers: Timers) -> Action:
+    if intent := _open_create(memory):
+        return Settle(Fact.CREATE_SUPERSEDED, f"the slot is {memory.end.value}", name=intent.name)
+    for seen in live_nodes(evidence, memory):
+        if seen.dark:
+            continue
+        if wait := _busy(seen, evidence):
+            return wait
+        if action := _end_node(slot, seen, evidence, memory, timers):
+            return action
+    why = f"{memory.end.value}: {memory.end_why}"
+    return Wait(why, needs_person=memory.end is End.FAILED)
+
+
+def _end_node(slot: Slot, seen: NodeEvidence, evidence: Evidence, memory: Memory, timers: Timers) -> Action | None:
+    delete = deletion(seen, f"the slot is {memory.end.value}", Reason.FINISHED)
+    stop = stop_before(seen, evidence, memory, delete)
+    if isinstance(stop, Stop):
+        return stop
+    if memory.end is End.DONE:
+        return stop if slot.care.on_success is OnSuccess.DELETE else None
+    if memory.ended_at is not None and timers.passed(memory.ended_at + slot.care.keep_failed):
+        return stop
+    return None
+
+
+def _busy(seen: NodeEvidence, evidence: Evidence) -> Wait | None:
+    name = seen.node.name
+    for kind in (f"launch:{name}", f"stop:{name}", f"delete:{name}"):
+        if kind in evidence.in_flight:
+            return Wait(f"{kind.partition(':')[0]} of {name} is under way")
+    return None
+
+
+# --- no node, or several ---------------------------------------------------------------------------------------------
+
+
+def _open_create(memory: Memory) -> CreateIntent | None:
+    return next((intent for intent in memory.creates if not intent.superseded), None)
+
+
+def _decide_empty(slot: Slot, evidence: Evidence, memory: Memory, timers: Timers) -> Action:
+    if "create" in evidence.in_flight:
+        return Wait("create is under way")
+    for past in memory.nodes:
+        if not past.dead and past.delete_asked_at is None and evidence.node(past.name) is None:
+            return Wait(f"whether {past.name} lives is not known yet ({past.zone})")
+    if intent := _open_create(memory):
+        return _decide_open_create(slot, intent, evidence, timers)
+    if evidence.foreign:
+        other = evidence.foreign[0]
+        why = f"{other.name} in {other.key.zone} bears this slot's name and another owner ({other.owner or 'none'})"
+        return Wait(f"{why}: `tpucare adopt-node` it, or rename the fleet", needs_person=True)
+    if evidence.store_lost and not evidence.complete:
+        return Wait("the store was lost, and not every zone has answered yet")
+    choice = choose(slot, evidence, memory, timers)
+    if choice.place is None:
+        return Wait(choice.why, needs_person=choice.needs_person)
+    return Create(
+        node_name(slot.name, memory.next_number),
+        memory.next_number,
+        choice.place,
+        why=f"no node; asking for {choice.why}",
+        held_in_zone=holds_quota(choice.place, evidence, region_wide=False),
+        held_in_region=holds_quota(choice.place, evidence, region_wide=True),
+    )
+
+
+def _decide_open_create(slot: Slot, intent: CreateIntent, evidence: Evidence, timers: Timers) -> Action:
+    if intent.lost and not intent.refused:
+        place = next((place for place in slot.places if place.key == intent.place), None)
+        if place is None:
+            # The declaration no longer has that place, so the same request cannot be sent again.
+            return Settle(Fact.CREATE_SUPERSEDED, "its place is no longer declared", name=intent.name)
+        if timers.passed(intent.retry_at):
+            why = "the answer was lost: the same name at the same place again"
+            return Create(intent.name, intent.number, place, why, resend=True)
+        return Wait(f"the answer to the create of {intent.name} was lost; asking again soon")
+    if timers.lasted(evidence.creates_since.get(intent.name), slot.care.boot_timeout):
+        return Settle(Fact.CREATE_SUPERSEDED, "unanswered at boot_timeout", name=intent.name)
+    return Wait(f"create of {intent.name} is under way")
+
+
+def _decide_several(live: list[NodeEvidence], evidence: Evidence, memory: Memory) -> Action:
+    """The one with a live run stays, else the newest; of two live runs the older launch stays."""
+    names = ", ".join(seen.node.name for seen in live)
+    if evidence.store_lost:
+        return Wait(f"several nodes ({names}) and a lost store: `tpucare confirm`", needs_person=True)
+    for seen in live:
+        if wait := _busy(seen, evidence):
+            return wait
+        if seen.dark or seen.report is None or not seen.report.all_answer:
+            return Wait(f"several nodes ({names}); waiting until every worker of each has answered")
+    running = [seen for seen in live if not quiet(seen)]
+    keep = _older_launch(running, memory) if running else live[-1]
+    surplus = next(seen for seen in live if seen is not keep)
+    delete = deletion(surplus, f"{keep.node.name} holds this slot", Reason.SURPLUS)
+    return stop_before(surplus, evidence, memory, delete)
+
+
+def _older_launch(running: list[NodeEvidence], memory: Memory) -> NodeEvidence:
+    if memory.run is not None:
+        for seen in running:
+            if seen.node.name == memory.run.node and not memory.run.stopped:
+                return seen
+    return min(running, key=lambda seen: (seen.node.create_time, seen.node.name))
+
+
+__all__ = ["Delete", "decide", "live_nodes"]

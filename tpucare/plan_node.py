@@ -1,0 +1,249 @@
+"""
+What to do about one live node of a slot, up to the launch of a run; the run itself is `plan_run`'s.
+
+Pure. The node's state decides first, then whether its workers answer, then whether an older node of the slot could
+still be training (design, rule 1).
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from tpucare.actions import Action, Fact, Launch, Look, PushKey, Reason, Settle, Stop, Vouch, Wait
+from tpucare.evidence import Evidence, NodeEvidence, Timers
+from tpucare.memory import Memory, NodeMemory
+from tpucare.model import Contact, NodeKey, NodeState, Provisioning, Slot
+from tpucare.plan_run import (
+    backoff_over,
+    decide_run,
+    deletion,
+    made_progress_since,
+    next_number,
+    patience_with_silence,
+    quiet,
+    stop_before,
+    token_of,
+)
+
+PENDING = frozenset({NodeState.CREATING, NodeState.STARTING, NodeState.RESTARTING})
+USABLE = frozenset({NodeState.READY, NodeState.REPAIRING})
+STOPPED = frozenset({NodeState.STOPPING, NodeState.STOPPED})
+
+FAILED_CREATE_SILENCE = timedelta(seconds=60)
+KEY_MAY_BE_LATE = timedelta(seconds=30)
+KEY_PUSH_SERVES = timedelta(minutes=3)
+VOUCH_EVERY = timedelta(minutes=1)
+ELDER_LOOK_EVERY = timedelta(seconds=5)
+CANARY_FACTOR = 3
+NEVER_ANSWERED_FACTOR = 2
+
+
+def decide_node(slot: Slot, seen: NodeEvidence, evidence: Evidence, memory: Memory, timers: Timers) -> Action:
+    """The next step for the slot's only live node."""
+    node, past = seen.node, memory.node(seen.node.name)
+    if seen.dark:
+        return Wait(f"{node.key.zone} does not answer: what is known of {node.name} stays")
+    if not seen.listed and f"look:{node.name}" not in evidence.looked:
+        return Wait(f"looking for {node.name} by name")
+    if f"delete:{node.name}" in evidence.in_flight or past is None:
+        return Wait(f"{node.name} is being looked at")
+    if memory.replace_asked:
+        return stop_before(seen, evidence, memory, deletion(seen, "replace was asked for", Reason.ASKED))
+    if node.state in PENDING:
+        return _decide_pending(slot, seen, past, evidence, memory, timers)
+    if node.state in USABLE:
+        return _decide_usable(slot, seen, past, evidence, memory, timers)
+    return _decide_odd(slot, seen, memory)
+
+
+def _decide_odd(slot: Slot, seen: NodeEvidence, memory: Memory) -> Action:
+    node = seen.node
+    if node.state is NodeState.UNKNOWN:
+        return deletion(seen, "its repair failed (UNKNOWN); it never becomes READY", Reason.DEAD)
+    if node.state in STOPPED:
+        if slot.care.stopped_delete:
+            return deletion(seen, f"it is {node.state.name} and care.stopped is delete", Reason.ASKED)
+        return Wait(f"{node.name} is {node.state.name}: somebody stopped it; start it, or `down`", needs_person=True)
+    return Wait(f"{node.name} is {node.state.name}: waiting, nothing is known to do about it")
+
+
+def _decide_pending(
+    slot: Slot, seen: NodeEvidence, past: NodeMemory, evidence: Evidence, memory: Memory, timers: Timers
+) -> Action:
+    """Launch as soon as all workers answer, whatever the operation says; the limit is boot_timeout."""
+    if seen.report is not None and seen.report.all_answer:
+        return _decide_answering(slot, seen, past, evidence, memory, timers)
+    intent = memory.create(seen.node.name)
+    if intent is not None and intent.failed:
+        failed_since = evidence.looked.get(f"failed:{seen.node.name}") or seen.seen_since
+        if timers.lasted(failed_since, FAILED_CREATE_SILENCE):
+            return deletion(seen, f"its create failed ({intent.refused}) and no worker answers", Reason.DEAD)
+        return Wait(f"create of {seen.node.name} failed: {intent.refused}; waiting until it is gone")
+    if timers.lasted(seen.state_since, slot.care.boot_timeout):
+        why = f"still {seen.node.state.name} at boot_timeout"
+        return deletion(seen, why, Reason.JUDGED, unanswered=not past.answered)
+    return contact_trouble(seen, past, evidence, timers) or Wait(f"{seen.node.name} is {seen.node.state.name}")
+
+
+def _decide_usable(
+    slot: Slot, seen: NodeEvidence, past: NodeMemory, evidence: Evidence, memory: Memory, timers: Timers
+) -> Action:
+    node = seen.node
+    repairing = node.state is NodeState.REPAIRING and not made_progress_since(seen, seen.state_since)
+    if repairing and timers.lasted(seen.state_since, slot.care.unhealthy_after):
+        delete = deletion(seen, "REPAIRING for too long without progress", Reason.JUDGED)
+        return stop_before(seen, evidence, memory, delete)
+    if seen.workers is None:
+        if timers.lasted(seen.state_since, slot.care.boot_timeout):
+            why = "its list of workers is incomplete at boot_timeout"
+            return deletion(seen, why, Reason.JUDGED, unanswered=not past.answered)
+        return Wait(f"{node.name} does not list all its workers yet")
+    if seen.report is None:
+        return Wait(f"asking the workers of {node.name}")
+    if trouble := contact_trouble(seen, past, evidence, timers):
+        return trouble
+    if not seen.report.all_answer:
+        return _decide_silent(slot, seen, past, evidence, memory, timers)
+    return _decide_answering(slot, seen, past, evidence, memory, timers)
+
+
+def contact_trouble(seen: NodeEvidence, past: NodeMemory, evidence: Evidence, timers: Timers) -> Action | None:
+    """Workers that listen and will not have us: a key that is not there yet, a host key that changed."""
+    if seen.report is None:
+        return None
+    contacts = {worker.contact for worker in seen.report.workers}
+    if Contact.HOST_KEY_CHANGED in contacts:
+        return _decide_changed_key(seen, evidence, timers)
+    if Contact.AUTH_REFUSED in contacts:
+        return _decide_refused(seen, past, evidence, timers)
+    return None
+
+
+def _decide_refused(seen: NodeEvidence, past: NodeMemory, evidence: Evidence, timers: Timers) -> Action:
+    name = seen.node.name
+    if not past.keyed:
+        # The guest agent writes the key some seconds after sshd listens; UpdateNode too early is a call for nothing.
+        if timers.lasted(seen.refused_since, KEY_MAY_BE_LATE) and f"key:{name}" not in evidence.in_flight:
+            return PushKey(seen.node.key, "a worker refuses our key")
+        return Wait(f"a worker of {name} does not know our key yet")
+    if timers.lasted(seen.refused_since, KEY_PUSH_SERVES):
+        return Wait(f"{name} refuses our key: is OS Login on (enable-oslogin), or a key blocked?", needs_person=True)
+    return Wait(f"our key was written to the metadata of {name}; waiting until its workers take it")
+
+
+def _decide_changed_key(seen: NodeEvidence, evidence: Evidence, timers: Timers) -> Action:
+    kind = f"vouch:{seen.node.name}"
+    last = evidence.looked.get(kind)
+    if kind not in evidence.in_flight and (last is None or timers.lasted(last, VOUCH_EVERY)):
+        return Vouch(seen.node.key, "a host key changed on the same node")
+    why = f"a worker of {seen.node.name} shows another host key, and guest attributes do not vouch for it"
+    return Wait(f"{why}: look at it, then `tpucare confirm`, or `down` the slot", needs_person=last is not None)
+
+
+def _decide_silent(
+    slot: Slot, seen: NodeEvidence, past: NodeMemory, evidence: Evidence, memory: Memory, timers: Timers
+) -> Action:
+    """Silence is a verdict only when the network is known to carry, or for one canary at a time."""
+    name, limit = seen.node.name, patience_with_silence(slot, seen)
+    if not past.answered:
+        limit = max(limit * NEVER_ANSWERED_FACTOR, limit)
+    going_on = seen.silent_since is not None and made_progress_since(seen, seen.silent_since)
+    if going_on:
+        return Wait(f"a worker of {name} is silent, progress goes on")
+    supported = seen.silent_probes >= 3
+    if supported and timers.lasted(seen.silent_since, limit) and evidence.elsewhere_answers:
+        why = f"a worker is silent for {limit}, others answer"
+        return deletion(seen, why, Reason.JUDGED, unanswered=not past.answered)
+    if supported and timers.lasted(seen.silent_since, limit * CANARY_FACTOR) and evidence.may_be_canary:
+        why = f"no worker anywhere answers for {limit * CANARY_FACTOR}; this slot tries first whether a new node does"
+        return deletion(seen, why, Reason.JUDGED, unanswered=not past.answered)
+    if stop := _stop_half_gang(slot, seen, evidence, memory, timers):
+        return stop
+    return Wait(f"a worker of {name} is silent")
+
+
+def _stop_half_gang(slot: Slot, seen: NodeEvidence, evidence: Evidence, memory: Memory, timers: Timers) -> Stop | None:
+    """Some but not all workers silent and no progress: those that answer would wait in a collective for ever."""
+    run, report = memory.run, seen.report
+    if run is None or run.node != seen.node.name or run.stopped or report is None:
+        return None
+    if report.workers[0].contact is not Contact.ANSWERED or not any(w.alive for w in report.workers):
+        return None
+    # Worker 0 tells of progress; where it never told of any, silence elsewhere is no proof of a standstill.
+    if seen.progress.signals < 2 or f"stop:{seen.node.name}" in evidence.in_flight:
+        return None
+    if f"stop:{seen.node.name}" in evidence.looked:
+        return None
+    if timers.lasted(seen.silent_since, slot.care.unreachable_after / 3):
+        why = "a worker is silent and the run stands still"
+        return Stop(seen.node.key, seen.node.id, run.token, why, step=memory.step, checkpoint=memory.checkpoint)
+    return None
+
+
+def _decide_answering(
+    slot: Slot, seen: NodeEvidence, past: NodeMemory, evidence: Evidence, memory: Memory, timers: Timers
+) -> Action:
+    run, node = memory.run, seen.node
+    if any(kind in evidence.in_flight for kind in (f"launch:{node.name}", f"stop:{node.name}")):
+        return Wait(f"launch or stop on {node.name} is under way")
+    token = token_of(seen)
+    ours = run is not None and run.node == node.name
+    if token and (run is None or not ours or _newer(token, run.token)):
+        number = int(token.rpartition(".")[2])
+        return Settle(Fact.RUN_ADOPTED, f"{token} is what the workers have", name=node.name, token=token, number=number)
+    if run is not None and ours and run.stopped and run.then_delete:
+        return deletion(seen, run.stop_why, Reason(run.then_delete))
+    if run is not None and ours and not run.stopped:
+        return decide_run(slot, seen, past, evidence, memory, timers)
+    return _decide_launch(slot, seen, evidence, memory, timers)
+
+
+def _newer(token: str, known: str) -> bool:
+    return int(token.rpartition(".")[2]) > int(known.rpartition(".")[2])
+
+
+def _decide_launch(slot: Slot, seen: NodeEvidence, evidence: Evidence, memory: Memory, timers: Timers) -> Action:
+    node = seen.node
+    if slot.job is None:
+        return Wait("no job is declared; the node is kept")
+    if not seen.vouched:
+        if f"vouch:{node.name}" in evidence.in_flight:
+            return Wait(f"asking for the host keys of {node.name}")
+        return Vouch(node.key, "its workers answer for the first time")
+    if not quiet(seen):
+        return _decide_not_quiet(seen, evidence, memory)
+    if wait := backoff_over(memory, timers):
+        return wait
+    if blocked := _fence(slot, seen, evidence, memory, timers):
+        return blocked
+    number = next_number(seen, memory)
+    return Launch(node.key, node.id, f"{node.name}.{number}", number, why="all workers answer and nothing runs")
+
+
+def _decide_not_quiet(seen: NodeEvidence, evidence: Evidence, memory: Memory) -> Action:
+    tried = f"stop:{seen.node.name}" in evidence.looked
+    why = "something that is not our run holds the chips or the lock"
+    if not tried:
+        token = token_of(seen) or f"{seen.node.name}.0"
+        return Stop(seen.node.key, seen.node.id, token, why, step=memory.step, checkpoint=memory.checkpoint)
+    if seen.node.provisioning in (Provisioning.ON_DEMAND, Provisioning.RESERVED):
+        return Wait(f"{why} of {seen.node.name}, and does not let go", needs_person=True)
+    return deletion(seen, f"{why} and does not let go", Reason.DEAD)
+
+
+def _fence(slot: Slot, seen: NodeEvidence, evidence: Evidence, memory: Memory, timers: Timers) -> Action | None:
+    """Rule 1: no launch before each older node of the slot is proven dead. None when the way is free."""
+    for elder in memory.nodes:
+        proven = elder.dead or not elder.launched or (elder.delete_accepted and elder.delete_quiet)
+        if elder.name == seen.node.name or proven:
+            continue
+        waited = timers.lasted(seen.answering_since, slot.care.fence_after)
+        if waited and (slot.care.fence_proceed or memory.fence_confirmed):
+            continue
+        kind = f"look:{elder.name}"
+        last = evidence.looked.get(kind)
+        if kind not in evidence.in_flight and (last is None or timers.lasted(last, ELDER_LOOK_EVERY, observations=0)):
+            return Look(NodeKey(slot.project, elder.zone, elder.name), "is it proven dead?")
+        why = f"{elder.name} may still be training"
+        return Wait(f"{why} (`tpucare confirm` to go on)" if waited else why, needs_person=waited)
+    return None
