@@ -1,0 +1,93 @@
+"""
+What differs between two listings of a project. Pure; shared by the client and by stand-ins, so that both mean the same.
+
+A fleet of ten thousand nodes is listed every few seconds and hardly changes, so a node is translated only when its raw
+record differs from the one of the last listing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from datetime import datetime
+from typing import Generic, NamedTuple, TypeVar
+
+from tpucare.model import Listing, Node, NodeKey
+
+Raw = TypeVar("Raw")
+
+
+def key_of(name: str, project: str) -> NodeKey | None:
+    """
+    Key of a resource name `projects/*/locations/ZONE/nodes/NAME`, or None when it is not of that form.
+
+    The service may answer with the project's number where it was asked by id, so *project* is what was asked with.
+    """
+    parts = name.split("/")
+    return NodeKey(project, parts[3], parts[5]) if len(parts) == 6 else None
+
+
+class _Known(NamedTuple, Generic[Raw]):
+    raw: Raw
+    node: Node
+
+
+class Roll(Generic[Raw]):
+    """
+    The nodes of one project as last listed. Not thread-safe: one listing of a project is under way at a time.
+
+    `translate` makes a Node of a raw record; raw records are compared by ``==``. Every raw record is replaced by its
+    newest equal: an old one would keep the whole answer alive that it came with.
+    """
+
+    def __init__(self, project: str, translate: Callable[[NodeKey, Raw], Node]) -> None:
+        self._project = project
+        self._translate = translate
+        self._keys: dict[str, NodeKey] = {}
+        self._known: dict[NodeKey, _Known[Raw]] = {}
+        self._dark: frozenset[NodeKey] = frozenset()
+
+    def take(
+        self, records: Iterable[tuple[str, Raw]], unreachable: Iterable[str], cloud_time: datetime | None
+    ) -> Listing:
+        """
+        The next listing: *records* are (resource name, raw record) of one complete answer.
+
+        `unreachable`: zones, plain or as resource names. What is known of a node there outlives the darkness, so that
+        one that vanished meanwhile is reported as gone once its zone answers; one that is back counts as changed.
+        """
+        dark_zones = frozenset(name.rsplit("/", 1)[-1] for name in unreachable)
+        changed: set[NodeKey] = set()
+        fresh = self._read(records, dark_zones, changed)
+        missing = self._known.keys() - fresh.keys()
+        dark = frozenset(key for key in missing if key.zone in dark_zones)
+        nodes = {key: known.node for key, known in fresh.items()}
+        fresh.update((key, self._known[key]) for key in dark)
+        self._known, self._dark = fresh, dark
+        return Listing(self._project, nodes, frozenset(changed), frozenset(missing - dark), dark_zones, cloud_time)
+
+    def _read(
+        self, records: Iterable[tuple[str, Raw]], dark_zones: frozenset[str], changed: set[NodeKey]
+    ) -> dict[NodeKey, _Known[Raw]]:
+        keys: dict[str, NodeKey] = {}
+        fresh: dict[NodeKey, _Known[Raw]] = {}
+        for name, raw in records:
+            key = self._keys.get(name) or key_of(name, self._project)
+            if key is None or key.zone in dark_zones:
+                continue
+            keys[name] = key
+            fresh[key] = self._refresh(key, raw, changed)
+        self._keys = keys
+        return fresh
+
+    def _refresh(self, key: NodeKey, raw: Raw, changed: set[NodeKey]) -> _Known[Raw]:
+        """What is known of *key* from now on; a node whose record says nothing new keeps the old object."""
+        before = self._known.get(key)
+        if before is not None and before.raw == raw:
+            node = before.node
+        else:
+            node = self._translate(key, raw)
+            if before is not None and before.node == node:
+                node = before.node
+        if before is None or node is not before.node or key in self._dark:
+            changed.add(key)
+        return _Known(raw, node)
