@@ -3,7 +3,7 @@ Cloud over the official google-cloud-tpu client: gRPC calls in, model records an
 
 Every call has a deadline (the client has none of its own), only reads are repeated, and operations are polled by the
 loop through `get_operation` (the client's futures notice a failed create up to 20 s late, or give up at an outage).
-What an error means is `failures`, what a message means `wire`, what changed since the last listing `listing`.
+What an error means is `failures`, what a message means `cloud_wire`, what changed since the last listing `listing`.
 
 Importing this module costs 200 ms and 50 MB (grpc, google-cloud-tpu): do it only where a cloud is needed.
 """
@@ -27,7 +27,7 @@ from google.cloud.tpu_v2 import TpuClient, types
 from google.cloud.tpu_v2.services.tpu.transports.grpc import TpuGrpcTransport
 from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_random
 
-from tpucare import wire
+from tpucare import cloud_wire as wire
 from tpucare.errors import ConfigError, OwnCredentials, Transient
 from tpucare.failures import DEADLINE_EXCEEDED, UNKNOWN, Where, classify
 from tpucare.gcloud import find_project
