@@ -53,10 +53,10 @@ def decide_node(slot: Slot, seen: NodeEvidence, evidence: Evidence, memory: Memo
         return _decide_pending(slot, seen, past, evidence, memory, timers)
     if node.state in USABLE:
         return _decide_usable(slot, seen, past, evidence, memory, timers)
-    return _decide_odd(slot, seen, memory)
+    return _decide_odd(slot, seen)
 
 
-def _decide_odd(slot: Slot, seen: NodeEvidence, memory: Memory) -> Action:
+def _decide_odd(slot: Slot, seen: NodeEvidence) -> Action:
     node = seen.node
     if node.state is NodeState.UNKNOWN:
         return deletion(seen, "its repair failed (UNKNOWN); it never becomes READY", Reason.DEAD)
