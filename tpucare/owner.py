@@ -1,0 +1,141 @@
+"""
+The state folder: who owns it, which stores were ever made in it, and on which machine it lives.
+
+The owner id is what nodes bear as a label, so it must outlive the store: it lies in a file of its own, made once.
+What is inside a store is `store`'s; nothing here opens a database.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+import pwd
+import re
+import secrets
+from pathlib import Path
+
+from tpucare.errors import StoreCorrupt, StoreError
+
+OWNER_FILE = "owner"
+# Names of all stores that were ever made beside this owner: a store that is listed here and missing was lost, while one
+# that is not listed is simply new (the Python door opens stores of its own next to the daemon's).
+STORES_FILE = "stores"
+
+_OWNER = re.compile(r"o-[a-z0-9]{12}")
+_STORE_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
+# machine-id(5) asks applications to hash the id with a salt of their own, so that it cannot be followed across them.
+_MACHINE_SALT = b"tpucare machine 1\0"
+
+
+def new_owner() -> str:
+    """A fresh owner id, 60 random bits; fits a label value (`[a-z0-9_-]{1,63}`)."""
+    return "o-" + base64.b32encode(secrets.token_bytes(8)).decode("ascii").lower()[:12]
+
+
+def machine_fingerprint(machine_id: str) -> str:
+    """What a store keeps of a machine id; machines without one (bare containers) cannot be told apart."""
+    return hashlib.blake2b(machine_id.strip().encode("utf-8"), digest_size=16, key=_MACHINE_SALT).hexdigest()
+
+
+def check_store_name(name: str) -> None:
+    """Raises: StoreError: *name* would not be a plain file name."""
+    if not _STORE_NAME.fullmatch(name):
+        raise StoreError(f"{name!r} is no name for a store: use lowercase letters, digits, '.', '_' and '-'")
+
+
+def prepare_folder(folder: Path) -> None:
+    """
+    Make the state folder, or see that it is ours alone: mode 0700, owned by the user who runs this.
+
+    Raises: StoreError: not a folder, another user's, or not writable.
+    """
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.stat()
+        # Files that root would leave in a service's folder lock the service out of its own store.
+        if status.st_uid != os.geteuid():
+            user = _user_name(status.st_uid)
+            raise StoreError(f"{folder}: belongs to user {user}, not to {_user_name(os.geteuid())}; run this as {user}")
+        if status.st_mode & 0o077:
+            folder.chmod(0o700)
+    except OSError as error:
+        raise StoreError(f"{folder}: the state folder cannot be used: {error.strerror}") from error
+
+
+def read_owner(folder: Path) -> str | None:
+    """
+    The owner id that lies in *folder*, or None when there is none yet.
+
+    Raises: StoreCorrupt: the file holds something else; StoreError: it cannot be read.
+    """
+    path = folder / OWNER_FILE
+    text = _read_text(path)
+    if text is None:
+        return None
+    owner = text.strip()
+    if not _OWNER.fullmatch(owner):
+        raise StoreCorrupt(f"{path}: not an owner id (o- and 12 letters or digits); put back the one your nodes bear")
+    return owner
+
+
+def write_owner(folder: Path, owner: str) -> None:
+    """Keep *owner* in *folder*, mode 0600, durably."""
+    write_private(folder / OWNER_FILE, owner + "\n")
+
+
+def known_stores(folder: Path) -> frozenset[str] | None:
+    """Names of the stores ever made here; None when nothing tells."""
+    text = _read_text(folder / STORES_FILE)
+    return None if text is None else frozenset(text.split())
+
+
+def remember_store(folder: Path, name: str) -> None:
+    """Note, durably, that a store of that name was made here."""
+    known = known_stores(folder) or frozenset()
+    if name not in known:
+        write_private(folder / STORES_FILE, "".join(f"{entry}\n" for entry in sorted({*known, name})))
+
+
+def write_private(path: Path, text: str) -> None:
+    """
+    Replace *path* by *text*, mode 0600: whole or not at all, and on the disk when this returns.
+
+    Raises: StoreError.
+    """
+    scratch = path.with_name(path.name + ".new")
+    try:
+        handle = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        with open(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        scratch.replace(path)
+        sync_folder(path.parent)
+    except OSError as error:
+        raise StoreError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames in *folder* durable."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _read_text(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise StoreError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _user_name(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"number {uid}"

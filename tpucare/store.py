@@ -1,0 +1,393 @@
+"""
+Store in one SQLite file: what is remembered of slots, fleets as last accepted, and the event log.
+
+Intents must be on the disk before the call they announce, so every write is one transaction in a write-ahead log that
+is synced at each commit. A file that cannot be trusted is refused and left alone: starting over silently would forget
+launches and let two runs of one slot train at once. Who owns the folder is `owner`'s, the file's form `store_schema`'s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from tpucare import owner as owners
+from tpucare import store_schema as schema
+from tpucare.errors import StoreError, StoreForeign
+from tpucare.memory import FleetRecord, Memory
+from tpucare.model import Event
+from tpucare.store_lock import StoreLock
+from tpucare.store_lock import holder as lock_holder
+from tpucare.store_records import EVENT, FLEET, MEMORY
+
+DEFAULT_NAME = "tpucare"
+EVENTS_KEPT = 100_000
+EVENTS_KEPT_PER_SLOT = 1_000
+# Trimming at each save would cost more than the save; so many events more than the limits are kept for a while.
+_TRIM_EVERY = 500
+
+
+def store_path(folder: Path, name: str = DEFAULT_NAME) -> Path:
+    """The file of a store; its `-wal` and `-shm` and its `.lock` lie beside it."""
+    owners.check_store_name(name)
+    return folder / f"{name}.sqlite"
+
+
+def holder(folder: Path, name: str = DEFAULT_NAME) -> int | None:
+    """Process id of whoever takes care of that store now, or None. Creates nothing."""
+    return lock_holder(_lock_path(folder, name))
+
+
+def open_store(folder: Path, *, machine_id: str, now: datetime, name: str = DEFAULT_NAME) -> SqliteStore:
+    """
+    The store *name* in the state folder *folder*, made when there is none, and locked until it is closed.
+
+    Raises:
+        StoreLocked: another process takes care of it.
+        StoreForeign: made on another machine, or for another owner.
+        StoreCorrupt: not a store of a version that this tpucare knows; left untouched.
+        StoreFull: no room. StoreError: folder or file cannot be used.
+    """
+    fingerprint = owners.machine_fingerprint(machine_id)
+    store = _open_locked(folder, name, fingerprint, now)
+    try:
+        if store.machine != fingerprint:
+            raise StoreForeign(
+                f"{store.path}: made on another machine, and two daemons with one owner would fight; "
+                "stop the one there for good, then run `tpucare confirm --moved` here"
+            )
+    except BaseException:
+        store.close()
+        raise
+    return store
+
+
+def accept_move(folder: Path, *, machine_id: str, now: datetime, name: str = DEFAULT_NAME) -> None:
+    """
+    A person said that the store moved to this machine, and that nobody uses it on the old one any more.
+
+    The store counts as `lost` from then on: the old machine may have launched runs after the copy was taken.
+    """
+    fingerprint = owners.machine_fingerprint(machine_id)
+    with _open_locked(folder, name, fingerprint, now) as store:
+        if store.machine != fingerprint:
+            store.take_over(fingerprint, now)
+
+
+def open_reader(folder: Path, *, name: str = DEFAULT_NAME) -> SqliteReader:
+    """
+    Read a store beside the daemon that writes it, or without one. Takes no lock, creates nothing.
+
+    Raises: StoreError: there is none; StoreCorrupt: it cannot be read.
+    """
+    return SqliteReader(store_path(folder, name))
+
+
+class _Reading:
+    """What reader and writer have in common. Any thread may call, one at a time is served."""
+
+    _connection: sqlite3.Connection
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._guard = threading.RLock()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        with self._guard:
+            self._connection.close()
+
+    @property
+    def owner(self) -> str:
+        """Label-safe id of this state folder, as the store noted it when it was made."""
+        return self._meta("owner")
+
+    @property
+    def lost(self) -> bool:
+        """The owner is older than this store: something was lost, and nobody confirmed it yet."""
+        return bool(self._meta("lost"))
+
+    @property
+    def machine(self) -> str:
+        """Fingerprint of the machine that this store lives on."""
+        return self._meta("machine")
+
+    def memories(self) -> dict[str, Memory]:
+        """Memory of every slot, by slot name."""
+        rows = self._rows("SELECT name, memory FROM slots ORDER BY name")
+        return {slot: MEMORY.decode(text, f"{self.path}: slot {slot}") for slot, text in rows}
+
+    def fleets(self) -> dict[str, FleetRecord]:
+        """Fleets as last accepted, ended ones included, by name."""
+        rows = self._rows("SELECT name, record FROM fleets ORDER BY name")
+        return {fleet: FLEET.decode(text, f"{self.path}: fleet {fleet}") for fleet, text in rows}
+
+    def events(self, *, slot: str = "", after: int = 0, limit: int = 1000) -> list[tuple[int, Event]]:
+        """Oldest first, with their numbers; *slot* may be a fleet's name."""
+        where, names = (" AND (slot = ? OR fleet = ?)", (slot, slot)) if slot else ("", ())
+        rows = self._rows(
+            f"SELECT number, event FROM events WHERE number > ?{where} ORDER BY number LIMIT ?", (after, *names, limit)
+        )
+        return [(number, EVENT.decode(text, f"{self.path}: event {number}")) for number, text in rows]
+
+    def last_events(self, *, slot: str = "", limit: int = 100) -> list[tuple[int, Event]]:
+        """The newest *limit* events, still oldest first."""
+        where, names = (" WHERE slot = ? OR fleet = ?", (slot, slot)) if slot else ("", ())
+        rows = self._rows(f"SELECT number FROM events{where} ORDER BY number DESC LIMIT ?", (*names, limit))
+        return self.events(slot=slot, after=rows[-1][0] - 1, limit=limit) if rows else []
+
+    def _meta(self, key: str) -> str:
+        rows = self._rows("SELECT value FROM meta WHERE key = ?", (key,))
+        if not rows:
+            raise schema.corrupt(self.path, f"no {key} is noted in it")
+        return str(rows[0][0])
+
+    def _rows(self, query: str, values: tuple[str | int, ...] = ()) -> list[tuple[Any, ...]]:
+        with self._guard, _translated(self.path):
+            return self._connection.execute(query, values).fetchall()
+
+
+class SqliteReader(_Reading):
+    """
+    One consistent view of a store, as of when it was opened or last refreshed.
+
+    Not for keeping open without `refresh`: as long as a view is held, the daemon's write-ahead log cannot shrink.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._connection = self._look()
+
+    def refresh(self) -> None:
+        """Look again: from now on the view is of this moment."""
+        with self._guard:
+            self._connection.close()
+            self._connection = self._look()
+
+    def _look(self) -> sqlite3.Connection:
+        if not self.path.exists():
+            raise StoreError(f"{self.path}: no store here; has a daemon run with this state folder?")
+        schema.check_header(self.path)
+        with _translated(self.path):
+            connection = schema.connect_read_only(self.path)
+            try:
+                connection.execute("BEGIN")
+                schema.check_version(connection, self.path)
+            except BaseException:
+                connection.close()
+                raise
+        return connection
+
+
+class SqliteStore(_Reading):
+    """ports.Store. Made by `open_store`, which has locked and checked the file."""
+
+    def __init__(self, path: Path, lock: StoreLock) -> None:
+        super().__init__(path)
+        self._lock = lock
+        with _translated(path):
+            self._connection = _connect(path)
+        self._file = path.stat().st_ino
+        self._untrimmed: dict[str, int] = {}
+
+    def close(self) -> None:
+        """Fold the log into the file and give the lock away. A second call does nothing."""
+        super().close()
+        self._lock.release()
+
+    def confirm(self) -> None:
+        """A person said that what is listed is all there is."""
+        with self._transaction() as write:
+            write.execute("UPDATE meta SET value = '' WHERE key = 'lost'")
+
+    def take_over(self, fingerprint: str, now: datetime) -> None:
+        """From now on this store lives on the machine of that fingerprint; see `accept_move`."""
+        with self._transaction() as write:
+            write.execute("UPDATE meta SET value = ? WHERE key = 'machine'", (fingerprint,))
+            write.execute("UPDATE meta SET value = ? WHERE key = 'lost'", (now.isoformat(),))
+
+    def save(self, changes: Mapping[str, Memory], events: Sequence[Event] = ()) -> None:
+        """Memory of some slots, and the events that tell of it, in one transaction."""
+        slots = [(slot, memory.fleet, MEMORY.encode(memory)) for slot, memory in changes.items()]
+        lines = [(event.slot, event.slot, _fleet_of(event.slot), EVENT.encode(event)) for event in events]
+        if not slots and not lines:
+            return
+        with self._transaction() as write:
+            write.executemany("INSERT OR REPLACE INTO slots (name, fleet, memory) VALUES (?, ?, ?)", slots)
+            write.executemany(
+                "INSERT INTO events (slot, fleet, event)"
+                " VALUES (?, coalesce((SELECT fleet FROM slots WHERE name = ?), ?), ?)",
+                lines,
+            )
+            untrimmed = _count(self._untrimmed, events)
+            if sum(untrimmed.values()) >= _TRIM_EVERY:
+                _trim(write, untrimmed)
+                untrimmed = {}
+        self._untrimmed = untrimmed
+
+    def drop(self, slot: str) -> None:
+        """Forget a slot that ended; its events stay."""
+        with self._transaction() as write:
+            write.execute("DELETE FROM slots WHERE name = ?", (slot,))
+
+    def save_fleet(self, record: FleetRecord) -> None:
+        text = FLEET.encode(record)
+        with self._transaction() as write:
+            write.execute("INSERT OR REPLACE INTO fleets (name, record) VALUES (?, ?)", (record.name, text))
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        with self._guard, _translated(self.path):
+            self._check_in_place()
+            self._connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._connection
+                self._connection.execute("COMMIT")
+            except BaseException:
+                if self._connection.in_transaction:  # after some errors SQLite has rolled back by itself
+                    with contextlib.suppress(sqlite3.Error):
+                        self._connection.execute("ROLLBACK")
+                raise
+
+    def _check_in_place(self) -> None:
+        # SQLite goes on writing into a deleted file without a word; nothing of it would be there at the next start.
+        try:
+            in_place = self.path.stat().st_ino == self._file
+        except OSError:
+            in_place = False
+        if not in_place:
+            raise StoreError(f"{self.path}: deleted or replaced while in use; nothing more can be kept in it")
+
+
+def _open_locked(folder: Path, name: str, fingerprint: str, now: datetime) -> SqliteStore:
+    path = store_path(folder, name)
+    owners.prepare_folder(folder)
+    lock = StoreLock(_lock_path(folder, name))
+    try:
+        if not path.exists():
+            _make(path, name, fingerprint, now)
+        _check(path)
+        store = SqliteStore(path, lock)
+    except BaseException:
+        lock.release()
+        raise
+    try:
+        _settle_owner(store, folder, name)
+    except BaseException:
+        store.close()
+        raise
+    return store
+
+
+def _check(path: Path) -> None:
+    schema.check_header(path)
+    with _translated(path), contextlib.closing(schema.connect_read_only(path)) as connection:
+        schema.check_version(connection, path)
+        schema.check_pages(connection, path)
+
+
+def _make(path: Path, name: str, fingerprint: str, now: datetime) -> None:
+    """
+    A new store under its name, complete or not at all.
+
+    It is `lost` when its owner is older than it. The owner's file is written after the store (`_settle_owner`), so that
+    a kill in between is not taken for a loss.
+    """
+    folder = path.parent
+    owner = owners.read_owner(folder)
+    known = owners.known_stores(folder)
+    lost = owner is not None and (known is None or name in known)
+    meta = {"owner": owner or owners.new_owner(), "machine": fingerprint, "lost": now.isoformat() if lost else ""}
+    _set_aside_logs(path, now)
+    scratch = path.with_name(path.name + ".new")
+    try:
+        scratch.unlink(missing_ok=True)
+        scratch.touch(mode=0o600, exist_ok=False)
+        with _translated(path), contextlib.closing(_connect(scratch)) as connection:
+            connection.executemany("INSERT INTO meta (key, value) VALUES (?, ?)", meta.items())
+        scratch.rename(path)
+        owners.sync_folder(folder)
+    except OSError as error:
+        raise StoreError(f"{path}: cannot be made: {error.strerror}") from error
+
+
+def _set_aside_logs(path: Path, now: datetime) -> None:
+    # A write-ahead log whose file is gone would be replayed into the new file.
+    for suffix in ("-wal", "-shm"):
+        left = path.with_name(path.name + suffix)
+        if left.exists():
+            left.rename(path.with_name(f"{path.name}{suffix}.left-{now:%Y%m%dT%H%M%S}"))
+
+
+def _settle_owner(store: SqliteStore, folder: Path, name: str) -> None:
+    inside, outside = store.owner, owners.read_owner(folder)
+    if outside is None:
+        owners.write_owner(folder, inside)
+    elif outside != inside:
+        raise StoreForeign(
+            f"{store.path}: made for owner {inside}, but {folder / owners.OWNER_FILE} says {outside}; "
+            "put the right one of the two files back"
+        )
+    owners.remember_store(folder, name)
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=schema.BUSY_SECONDS)
+    try:
+        if connection.execute("PRAGMA user_version").fetchone()[0] == 0:
+            connection.execute(f"PRAGMA application_id = {schema.APPLICATION_ID}")
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = FULL")
+        connection.execute(f"PRAGMA journal_size_limit = {16 << 20}")
+        schema.migrate(connection)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+@contextlib.contextmanager
+def _translated(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except sqlite3.Error as error:
+        raise schema.translate(error, path) from error
+
+
+def _lock_path(folder: Path, name: str) -> Path:
+    return store_path(folder, name).with_suffix(".lock")
+
+
+def _fleet_of(slot: str) -> str:
+    """The fleet that a slot's name tells, for events of slots that are not (or no longer) remembered: `<fleet>-<i>`."""
+    fleet, dash, number = slot.rpartition("-")
+    return fleet if dash and number.isdecimal() else slot
+
+
+def _count(counts: Mapping[str, int], events: Sequence[Event]) -> dict[str, int]:
+    more = dict(counts)
+    for event in events:
+        more[event.slot] = more.get(event.slot, 0) + 1
+    return more
+
+
+def _trim(write: sqlite3.Connection, slots: Mapping[str, int]) -> None:
+    write.execute("DELETE FROM events WHERE number <= (SELECT max(number) FROM events) - ?", (EVENTS_KEPT,))
+    write.executemany(
+        "DELETE FROM events WHERE slot = ?1 AND number <="
+        " (SELECT number FROM events WHERE slot = ?1 ORDER BY number DESC LIMIT 1 OFFSET ?2)",
+        [(slot, EVENTS_KEPT_PER_SLOT) for slot in slots],
+    )
