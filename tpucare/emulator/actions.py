@@ -1,0 +1,262 @@
+"""
+What an operator can do to a world: the hand of the data centre, for tests, demos and `tpucare emulator <action>`.
+
+A selector is a node's id or path, a prefix of ids (a slot or a fleet: `pod-0` means `pod-0-…`), or `*`. Every action
+returns the ids of the nodes it touched, in the order of listings, and leaves a line in the audit log.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import datetime, timedelta
+
+from tpucare.emulator import errors_text as texts
+from tpucare.emulator.capacity import Pool
+from tpucare.emulator.faults import OUTAGE_KINDS, ActiveOutage
+from tpucare.emulator.life import Life
+from tpucare.emulator.records import MAINTENANCE_ATTRIBUTE, ApiError, Resume, Silence
+from tpucare.emulator.state import NodeLife
+from tpucare.errors import ConfigError
+from tpucare.model import Health, NodeState
+
+NO_MAINTENANCE = "NONE"
+
+
+class Actions(Life):
+    """Each method is one thing that may happen to real nodes without anybody asking for it."""
+
+    def select(self, selector: str, *, living: bool = False) -> list[NodeLife]:
+        """Nodes that *selector* means; `living`: whose end is neither decided nor asked for."""
+        found = [life for path, life in sorted(self.state.nodes.items()) if _means(selector, life)]
+        return [life for life in found if not (life.doomed or life.deleting)] if living else found
+
+    def preempt(
+        self,
+        selector: str,
+        now: datetime,
+        *,
+        notice: timedelta | None = None,
+        visible_after: timedelta | None = None,
+        silent: bool = False,
+        shown: int | str | None = int(NodeState.PREEMPTED),
+        burst: timedelta = timedelta(),
+    ) -> list[str]:
+        """
+        Take nodes away. Workers die *notice* after `preempted` turned TRUE (None: without), the API shows it
+        *visible_after* later (None: drawn). `shown`: another state number, `never`, `gone`, or None: drawn. `silent`:
+        they stop answering first and die just before it is shown. `burst`: spread by chance over this long.
+        """
+        lives = self._touch("preempt", selector, now, living=True)
+        for life in lives:
+            self._doom(
+                life,
+                within=burst.total_seconds(),
+                notice=None if notice is None else notice.total_seconds(),
+                visible_after=None if visible_after is None else visible_after.total_seconds(),
+                silent=silent,
+                shown=shown,
+                cause="operator",
+            )
+        self.state.advance(self.state.now)
+        return _ids(lives)
+
+    def terminate(self, selector: str, now: datetime) -> list[str]:
+        """Workers die and the node shows TERMINATED."""
+        lives = self._touch("terminate", selector, now, living=True)
+        for life in lives:
+            self._terminate(life, cause="operator")
+        self.state.advance(self.state.now)
+        return _ids(lives)
+
+    def forget(self, selector: str, now: datetime) -> list[str]:
+        """The node is gone at once: 404."""
+        lives = self._touch("forget", selector, now)
+        for life in lives:
+            self._vanish(life)
+        return _ids(lives)
+
+    def set_capacity(self, zone: str, accelerator: str, tier: str, amount: int | None, now: datetime) -> None:
+        """
+        Capacity from now on, in the pool's unit (nodes unless configured); None = unlimited. Ends a process or trace.
+
+        *accelerator*: a type, a generation, or empty for all of the zone. Raises: ConfigError: no such zone or tier.
+        """
+        self.state.advance(now)
+        if zone not in self.config.zones or tier not in ("spot", "on-demand", "reserved"):
+            raise ConfigError(f"no zone {zone} in this world, or {tier} is none of spot, on-demand, reserved")
+        pool = next(
+            (one for one in self.pools if (one.zone, one.accelerator, one.tier) == (zone, accelerator, tier)), None
+        )
+        if pool is None:
+            pool = Pool(zone, accelerator, tier, "nodes", None)
+            self.pools.append(pool)
+            self._adopt_claims(pool)
+        self._supplies.pop(id(pool), None)
+        self._set_amount(pool, amount)
+        self.state.advance(self.state.now)
+
+    def _adopt_claims(self, pool: Pool) -> None:
+        """Nodes that the new pool covers, and that no narrower one holds, count in it from now on."""
+        for life in self.state.nodes.values():
+            spec = life.record.spec
+            tier = "spot" if spec.is_preemptible else spec.tier
+            if life.doomed or life.killed or self.pool_of(life.path.zone, life.accelerator, tier) is not pool:
+                continue
+            self._release(life)
+            life.pool = pool
+            pool.claim(life.record.id, life.accelerator)
+
+    def set_health(self, selector: str, health: int, now: datetime, description: str = "") -> list[str]:
+        """Show any number, and a text beside it."""
+        lives = self._touch("set-health", selector, now, health=int(health))
+        for life in lives:
+            self._set_health(life, health, description)
+        return _ids(lives)
+
+    def set_state(self, selector: str, state: int, now: datetime) -> list[str]:
+        """Show any number, unknown ones too; machines are not touched."""
+        lives = self._touch("set-state", selector, now, state=int(state))
+        for life in lives:
+            self._set_state(life, state)
+            self.state.log_node(life, "shown", shown=int(state))
+        return _ids(lives)
+
+    def maintenance(
+        self,
+        selector: str,
+        now: datetime,
+        *,
+        event: str = "TERMINATE_ON_HOST_MAINTENANCE",
+        duration: timedelta = timedelta(minutes=5),
+        restart: bool = False,
+    ) -> list[str]:
+        """`maintenance-event` and health tell of it for *duration*; `restart`: all workers reboot in the middle."""
+        lives = self._touch("maintenance", selector, now, living=True, text=event)
+        for life in lives:
+            self._set_attribute(life, MAINTENANCE_ATTRIBUTE, event)
+            self._set_health(life, Health.UNHEALTHY_MAINTENANCE, "The TPU is being maintained")
+            if restart:
+                self._after(life, duration.total_seconds() / 2, self._rebooting(life))
+            self._after(life, duration.total_seconds(), self._ending_maintenance(life))
+        return _ids(lives)
+
+    def _rebooting(self, life: NodeLife) -> Callable[[], None]:
+        def reboot() -> None:
+            for worker in life.workers:
+                if worker.up:
+                    self._kill_worker(life, worker)
+                    self._later(life, self.config.latencies.reboot, self._booting(life, worker))
+
+        return reboot
+
+    def _ending_maintenance(self, life: NodeLife) -> Callable[[], None]:
+        def end() -> None:
+            if not life.dead:
+                self._set_attribute(life, MAINTENANCE_ATTRIBUTE, NO_MAINTENANCE)
+                self._set_health(life, Health.HEALTHY)
+
+        return end
+
+    def lose_worker(self, selector: str, worker: int, now: datetime, *, silent: bool = False) -> list[str]:
+        """One worker of a node dies (or falls silent); the API shows nothing."""
+        lives = self._touch("lose-worker", selector, now, living=True, worker=worker)
+        lives = [life for life in lives if worker < len(life.workers)]
+        for life in lives:
+            chosen = life.workers[worker]
+            if silent:
+                chosen.silent = True
+                self.state.tell(Silence(self.state.now, life.path, life.record.id, chosen.number))
+            else:
+                self._kill_worker(life, chosen)
+        return _ids(lives)
+
+    def restore_worker(self, selector: str, worker: int, now: datetime) -> list[str]:
+        """Boot it again, or let it answer again."""
+        lives = self._touch("restore-worker", selector, now, living=True, worker=worker)
+        lives = [life for life in lives if worker < len(life.workers)]
+        for life in lives:
+            chosen = life.workers[worker]
+            if chosen.up and chosen.silent:
+                chosen.silent = False
+                self.state.tell(Resume(self.state.now, life.path, life.record.id, chosen.number))
+            else:
+                self._boot(life, chosen)
+        return _ids(lives)
+
+    def stick_deleting(self, selector: str, now: datetime, *, repeats: int = 1) -> list[str]:
+        """The current or next delete hangs in DELETING until DeleteNode was called *repeats* more times."""
+        lives = self._touch("stick-deleting", selector, now)
+        for life in lives:
+            life.stuck_repeats = repeats
+        return _ids(lives)
+
+    def outage(self, kind: str, duration: timedelta, now: datetime, *, zone: str = "", seconds: float = 30.0) -> None:
+        """
+        `kind`: api (14 for every call), internal (13), zone (unreachable), slow (answers take *seconds* longer).
+
+        Raises: ConfigError: another kind, or a zone outage without a zone of this world.
+        """
+        self.state.advance(now)
+        if kind not in OUTAGE_KINDS or (kind == "zone" and zone not in self.config.zones):
+            raise ConfigError(f"an outage is one of {', '.join(OUTAGE_KINDS)}, and of a zone only if it is named")
+        start = self.state.now
+        self.fates.add_outage(ActiveOutage(kind, zone, start, start + duration, seconds))
+        self.state.log("operator", action="outage", outage=kind, zone=zone, seconds=duration.total_seconds())
+
+    def end_outages(self, now: datetime) -> None:
+        """Everything answers again."""
+        self.state.advance(now)
+        self.fates.end_outages()
+        self.state.log("operator", action="end-outages")
+
+    # --- orders for the next call
+
+    def fail_next_create(self, code: int, text: str, *, in_operation: bool = True, zone: str = "") -> None:
+        """The next create (in *zone*, or anywhere) fails so: in its operation, or in the call without any effect."""
+        if in_operation:
+            self._next_create_errors.append((zone, (code, text)))
+        else:
+            self.fail_next("CreateNode", code, text)
+
+    def miss_worker(self, worker: int = -1, *, zone: str = "") -> None:
+        """The next node created lacks this worker for ever (-1: the last)."""
+        self._next_missing.append((zone, worker))
+
+    def lose_next_answer(self, method: str, *, applied: bool = True, code: int = texts.UNAVAILABLE) -> None:
+        """The next call of *method* gets no answer; `applied`: it took effect nevertheless."""
+        self.fates.order(method, ApiError(code, texts.lost().message), applied=applied)
+
+    def fail_next(self, method: str, code: int, text: str) -> None:
+        """The next call of *method* is answered with this error and has no effect."""
+        self.fates.order(method, ApiError(code, text), applied=False)
+
+    # --- what machines report
+
+    def set_guest_attribute(self, name: str, worker: int, namespace: str, key: str, value: str) -> None:
+        """For example `hostkeys`, `ssh-ed25519` and the key. Ignored when the node is gone."""
+        life = self.state.nodes.get(parse_node_path(name))
+        if life is not None and 0 <= worker < len(life.workers):
+            life.workers[worker].guest[namespace, key] = value
+
+    def note(self, event: str, now: datetime, **fields: object) -> None:
+        """A machine's word for the audit log: `run-started`, `run-ended` with token=, name= (the node's), worker=."""
+        self.state.advance(now)
+        self.state.log("note", event=event, **fields)
+
+    def _touch(
+        self, action: str, selector: str, now: datetime, *, living: bool = False, **fields: object
+    ) -> list[NodeLife]:
+        self.state.advance(now)
+        lives = self.select(selector, living=living)
+        names = [life.record.name for life in lives]
+        self.state.log("operator", action=action, selector=selector, names=names, **fields)
+        return lives
+
+
+def _means(selector: str, life: NodeLife) -> bool:
+    node_id = life.path.node_id
+    return selector in ("*", node_id, life.record.name) or node_id.startswith(f"{selector.removesuffix('-')}-")
+
+
+def _ids(lives: list[NodeLife]) -> list[str]:
+    return [life.path.node_id for life in lives]

@@ -1,0 +1,412 @@
+"""
+What a world is made of: zones, capacity, quotas, latencies, faults. Strict, loadable from YAML.
+
+Defaults are the public numbers on the real service (medians and 95th percentiles), where there are any; `speed: fast`
+shrinks every latency to fractions of a second, for tests and demos with real machines. Lengths are numbers of seconds
+or texts such as `90s`, `5m`, `1h`, `2d`.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from tpucare.errors import ConfigError
+
+_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_LENGTH = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(ms|s|m|h|d)\s*$")
+_Z95 = 1.6449
+"""The 95th percentile of the standard normal distribution."""
+
+
+def seconds(value: object) -> object:
+    """A number of seconds from `90`, `1.5`, `90s`, `5m`, `1h`, `2d` or `200ms`; anything else is left to pydantic."""
+    if isinstance(value, timedelta):
+        return value.total_seconds()
+    if isinstance(value, str):
+        match = _LENGTH.match(value)
+        if match is None:
+            raise ValueError(f"'{value}' is no length of time; write 90s, 5m, 1h or 2d")
+        return float(match[1]) * _UNITS[match[2]]
+    return value
+
+
+Seconds = Annotated[float, BeforeValidator(seconds), Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Tier = Literal["spot", "on-demand", "reserved"]
+
+
+class Strict(BaseModel):
+    """Unknown keys are errors, and nothing changes after loading."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Latency(Strict):
+    """A log-normal length by its median and 95th percentile; `p95` 0 means constant. A bare length is a constant."""
+
+    median: Seconds
+    p95: Seconds = 0.0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_length(cls, value: object) -> object:
+        return value if isinstance(value, Mapping | Latency) else {"median": value}
+
+    def draw(self, rng: random.Random) -> float:
+        """Seconds. Always takes one number from *rng*, so that a changed latency does not shift everything after it."""
+        score = rng.gauss(0.0, 1.0)
+        if self.median <= 0:
+            return 0.0
+        if self.p95 <= self.median:
+            return self.median
+        return self.median * math.exp(score * math.log(self.p95 / self.median) / _Z95)
+
+
+def _of(median: float, p95: float = 0.0) -> Latency:
+    return Latency(median=median, p95=p95)
+
+
+class Latencies(Strict):
+    """How long things take. Sources for the defaults: public reports; where there are none, a guess to be varied."""
+
+    read: Latency = Field(default=_of(0.15, 1), description="GetNode, ListNodes, GetOperation and their kin")
+    write: Latency = Field(default=_of(0.4, 2), description="CreateNode, DeleteNode, UpdateNode: the call itself")
+    visible: Latency = Field(default=_of(0.3, 1), description="from the create call until GetNode shows the node")
+    list_lag: Latency = Field(default=_of(2, 8), description="how much longer lists may miss or keep a node")
+    list_lag_share: Share = Field(default=0.1, description="share of nodes that lists lag behind for")
+    stockout: Latency = Field(default=_of(20, 90), description="from the create call to the error in its operation")
+    create_single: Latency = Field(default=_of(100, 300), description="from the create call to READY, one host")
+    create_slice: Latency = Field(default=_of(240, 900), description="the same, 2 to 64 hosts")
+    create_large: Latency = Field(default=_of(600, 2400), description="the same, more than 64 hosts")
+    boot_skew: Seconds = Field(default=60.0, description="hosts of a slice come up within this length")
+    boot_early_share: Share = Field(default=0.3, description="share of nodes whose workers are up before READY")
+    boot_late: Latency = Field(default=_of(15, 90), description="from READY until SSH answers, for the others")
+    reboot: Latency = Field(default=_of(40, 120), description="a worker that restarts")
+    operation_done: Latency = Field(default=_of(2, 10), description="from READY until the create operation is done")
+    operation_lingers_share: Share = Field(default=0.02, description="share of create operations that stay open")
+    operation_lingers: Latency = Field(default=_of(600, 3600), description="how long those stay open")
+    operation_kept: Seconds = Field(default=3 * 86400.0, description="how long a finished operation can be read")
+    update: Latency = Field(default=_of(2, 8), description="an UpdateNode operation")
+    keys_usable: Latency = Field(default=_of(10, 40), description="from updated metadata until a new key logs in")
+    delete: Latency = Field(default=_of(60, 300), description="from the delete call to 404")
+    delete_kills: Share = Field(default=0.2, description="workers die after this share of it")
+    stop: Latency = Field(default=_of(40, 120), description="StopNode and StartNode")
+    preempted_shown: Latency = Field(default=_of(30, 180), description="from workers dead to PREEMPTED in the API")
+    health_known: Latency = Field(default=_of(30, 120), description="from READY until health is not 0 any more")
+    address_reuse: Seconds = Field(default=2.0, description="an address is given out again after this")
+
+
+FAST: Mapping[str, object] = {
+    "read": _of(0.005, 0.02),
+    "write": _of(0.01, 0.04),
+    "visible": _of(0.02, 0.05),
+    "list_lag": _of(0.05, 0.2),
+    "stockout": _of(0.3, 0.6),
+    "create_single": _of(0.4, 0.8),
+    "create_slice": _of(0.6, 1.2),
+    "create_large": _of(1.0, 2.0),
+    "boot_skew": 0.2,
+    "boot_late": _of(0.1, 0.3),
+    "reboot": _of(0.3, 0.6),
+    "operation_done": _of(0.05, 0.2),
+    "operation_lingers": _of(3, 10),
+    "update": _of(0.05, 0.2),
+    "keys_usable": _of(0.1, 0.3),
+    "delete": _of(0.5, 1.0),
+    "stop": _of(0.3, 0.6),
+    "preempted_shown": _of(0.3, 0.8),
+    "health_known": _of(0.2, 0.6),
+    "address_reuse": 0.5,
+}
+"""Latencies of the fast mode, where they differ from the defaults."""
+
+
+class Process(Strict):
+    """
+    Capacity as a seeded birth and death process with bursts, between 0 and `maximum`.
+
+    Rates are per hour: `births` add one, `deaths` take one, `bursts` take `burst_share` of what is there at once and
+    let nothing be born for `stockout`. Real spot capacity goes that way: bursts, then hours of nothing.
+    """
+
+    maximum: int = Field(ge=0)
+    initial: int | None = Field(default=None, ge=0)
+    births: float = Field(default=1.0, ge=0)
+    deaths: float = Field(default=0.5, ge=0)
+    bursts: float = Field(default=0.05, ge=0)
+    burst_share: Share = 1.0
+    stockout: Latency = _of(3600, 4 * 3600)
+
+
+class Capacity(Strict):
+    """
+    Capacity of one pool: an accelerator type, or a generation, or everything of a zone, on one tier.
+
+    Exactly one of `amount`, `process`, `schedule` and `trace`. Spot and preemptible nodes share the tier `spot`.
+    `schedule`: pairs of an offset from the start of the world and an amount. `trace`: `<dataset>/<zone>` of those that
+    are shipped, or the path of a file in format spot-capacity-trace/1; it begins at tick `trace_from` and repeats.
+    When capacity falls below what is in use, spot nodes are preempted, within `burst` seconds.
+    """
+
+    type: str = Field(default="", description="accelerator type or generation; empty: any")
+    tier: Tier = "spot"
+    unit: Literal["nodes", "hosts", "chips"] | None = Field(default=None, description="nodes; for a trace: hosts")
+    amount: int | None = Field(default=None, ge=0)
+    process: Process | None = None
+    schedule: tuple[tuple[Seconds, Annotated[int, Field(ge=0)]], ...] = ()
+    trace: str = ""
+    trace_from: int = Field(default=0, ge=0)
+    burst: Seconds = 60.0
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Capacity:
+        given = [self.amount is not None, self.process is not None, bool(self.schedule), bool(self.trace)]
+        if sum(given) != 1:
+            raise ValueError("give exactly one of amount, process, schedule, trace")
+        return self
+
+
+class Zone(Strict):
+    """
+    One zone. What no pool of `capacity` covers is unlimited.
+
+    `accelerators` and `runtimes` default to the catalogue's for a zone it knows, and to everything for one it does not.
+    """
+
+    capacity: tuple[Capacity, ...] = ()
+    accelerators: tuple[str, ...] | None = None
+    runtimes: tuple[str, ...] | None = None
+    supported: bool = Field(default=True, description="false: 'The requested zone is not supported'")
+    denied_types: tuple[str, ...] = Field(default=(), description="types that the project is not allow-listed for")
+    create_errors: Share = Field(default=0.0, description="share of creates that end with an internal error")
+
+
+class Quota(Strict):
+    """
+    A limit of the project: of one generation and tier, in one zone or region.
+
+    `types` narrows it to some accelerator types. `id` and `text` shape the refusal; both have usual forms.
+    """
+
+    generation: str = ""
+    types: tuple[str, ...] = ()
+    tier: Tier = "spot"
+    zone: str = ""
+    region: str = ""
+    limit: int = Field(ge=0)
+    unit: Literal["chips", "cores", "nodes"] = "chips"
+    id: str = ""
+    form: Literal["limit", "exhausted"] = "limit"
+
+    @model_validator(mode="after")
+    def _one_scope(self) -> Quota:
+        if bool(self.zone) == bool(self.region):
+            raise ValueError("give either zone or region")
+        return self
+
+
+class Rates(Strict):
+    """Calls per minute and project; None = unlimited. 91 creates a minute were seen in one large project."""
+
+    create: int | None = Field(default=91, ge=0)
+    delete: int | None = Field(default=None, ge=0)
+
+
+class FaultRates(Strict):
+    """Chances per call. `lost_before`: 14, nothing happened. `lost_after`: 14, though it took effect."""
+
+    unavailable: Share = 0.0
+    internal: Share = 0.0
+    lost_before: Share = 0.0
+    lost_after: Share = 0.0
+    slow: Share = 0.0
+    slow_latency: Latency = _of(20, 60)
+
+
+class Outage(Strict):
+    """Something that breaks at a time known beforehand; offsets count from the start of the world."""
+
+    at: Seconds
+    duration: Seconds
+    kind: Literal["api", "internal", "zone", "slow"]
+    zone: str = ""
+    seconds: Seconds = 30.0
+
+
+class Faults(Strict):
+    """What goes wrong by itself."""
+
+    calls: FaultRates = FaultRates()
+    methods: dict[str, FaultRates] = Field(default={}, description="instead of `calls`, by method: ListNodes, ...")
+    outages: tuple[Outage, ...] = ()
+    delete_stuck: Share = Field(default=0.0, description="share of deletes that need to be repeated")
+    failed_create_left: Share = Field(default=0.0, description="share of failed creates whose node stays listed")
+    missing_worker: Share = Field(default=0.0, description="share of large slices that lack one worker for ever")
+    missing_worker_hosts: int = Field(default=64, ge=1, description="large begins at this many hosts")
+
+
+class Preemption(Strict):
+    """How nodes are taken away, whatever took them: capacity, their lifetime, or an operator who says no more."""
+
+    lifetime: Latency | None = Field(default=None, description="of each spot node after READY; none: capacity decides")
+    preemptible_limit: Seconds = Field(default=24 * 3600.0, description="preemptible nodes end this long after READY")
+    notice: Latency | None = Field(default=_of(10, 30), description="from `preempted` TRUE to death; none: no notice")
+    silent_share: Share = Field(default=0.1, description="share that falls silent first instead of dying at once")
+    never_shown: Share = Field(default=0.0, description="share that the API shows READY for ever")
+    shown_otherwise: Share = Field(default=0.0, description="share shown REPAIRING, TERMINATED or gone instead")
+
+
+class HealthCourse(Strict):
+    """Health of READY nodes: 0 at first, then HEALTHY; `flap_every` is the mean time between bad spells of a node."""
+
+    flap_every: Seconds | None = None
+    flap_length: Latency = _of(300, 1800)
+    values: tuple[int, ...] = (0, 3, 4, 5)
+
+
+class Access(Strict):
+    """Who may do what. `service_accounts`: the only ones the caller may use, none = all."""
+
+    projects: tuple[str, ...] | None = Field(default=None, description="the only projects there are; none = any")
+    denied_permissions: tuple[str, ...] = Field(default=(), description="for example tpu.nodes.create")
+    service_accounts: tuple[str, ...] | None = None
+    free_trial: bool = False
+
+
+class Listing(Strict):
+    """Page sizes of ListNodes. The real limits are not published."""
+
+    page_default: int = Field(default=100, ge=1)
+    page_cap: int = Field(default=1000, ge=1)
+
+
+class Addresses(Strict):
+    """Workers get unique addresses of this network; on Linux all of 127/8 needs no set-up."""
+
+    network: str = "127.64.0.0/10"
+
+
+class WorldConfig(Strict):
+    """Everything about a world but its seed and its start."""
+
+    zones: dict[str, Zone] = Field(min_length=1)
+    latencies: Latencies = Latencies()
+    quotas: tuple[Quota, ...] = ()
+    rates: Rates = Rates()
+    faults: Faults = Faults()
+    preemption: Preemption = Preemption()
+    health: HealthCourse = HealthCourse()
+    access: Access = Access()
+    listing: Listing = Listing()
+    addresses: Addresses = Addresses()
+    audit_reads: bool = Field(default=True, description="log Get and List calls too")
+    speed: Literal["real", "fast"] = "real"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_fast(cls, value: object) -> object:
+        """`speed: fast` changes the defaults of lengths; what is written beside it still counts."""
+        if not isinstance(value, Mapping) or value.get("speed") != "fast":
+            return value
+        given = value.get("latencies") or {}
+        latencies = {**FAST, **given} if isinstance(given, Mapping) else given
+        taken = value.get("preemption") or {}
+        preemption = {"notice": None, **taken} if isinstance(taken, Mapping) else taken
+        return {**value, "latencies": latencies, "preemption": preemption}
+
+    @classmethod
+    def two_zones(cls) -> WorldConfig:
+        """The default world: two zones where small v2, v3 and v6e spot slices come and go, at real speed."""
+        return cls.model_validate(yaml.safe_load(_TWO_ZONES))
+
+    @classmethod
+    def fast(cls, **changes: Any) -> WorldConfig:
+        """Two zones of constant capacity and no faults, everything within fractions of a second; keys as in YAML."""
+        zones: dict[str, object] = {"us-central1-a": {}, "europe-west4-a": {}}
+        return cls.model_validate({"zones": zones, **changes, "speed": "fast"})
+
+    @classmethod
+    def calm(cls, **changes: Any) -> WorldConfig:
+        """Real speed without chance: constant latencies, nothing goes wrong by itself. For stories in virtual time."""
+        return cls.model_validate({**_CALM, **changes})
+
+
+_CALM: dict[str, object] = {
+    "zones": {"us-central1-a": {}, "europe-west4-a": {}},
+    "latencies": {
+        **{
+            name: _of(field.default.median)
+            for name, field in Latencies.model_fields.items()
+            if "Latency" in str(field.annotation)
+        },
+        "list_lag_share": 0.0,
+        "boot_skew": 0.0,
+        "boot_early_share": 0.0,
+        "operation_lingers_share": 0.0,
+    },
+    "preemption": {"notice": None, "silent_share": 0.0},
+}
+
+_TWO_ZONES = """
+zones:
+  us-central1-a:
+    capacity:
+      - {type: v2, unit: hosts, process: {maximum: 24, initial: 16, births: 6, deaths: 3, bursts: 0.2}}
+      - {type: v3, unit: hosts, process: {maximum: 16, initial: 8, births: 4, deaths: 2, bursts: 0.2}}
+      - {type: v5e, trace: gcp-h100-2025/us-central1-a}
+  europe-west4-a:
+    capacity:
+      - {type: v2, unit: hosts, process: {maximum: 16, initial: 8, births: 4, deaths: 2, bursts: 0.1}}
+      - {type: v3, unit: hosts, process: {maximum: 64, initial: 32, births: 8, deaths: 4, bursts: 0.1}}
+      - {type: v6e, trace: gcp-h100-2025/europe-west1-c}
+faults:
+  calls: {unavailable: 0.002, internal: 0.001}
+  methods:
+    CreateNode: {unavailable: 0.005, lost_before: 0.002, lost_after: 0.005}
+    DeleteNode: {unavailable: 0.005, lost_before: 0.002, lost_after: 0.005}
+  delete_stuck: 0.01
+  failed_create_left: 0.02
+  missing_worker: 0.02
+preemption: {never_shown: 0.01, shown_otherwise: 0.02}
+health: {flap_every: 1d}
+"""
+
+
+def parse_world(text: str, source: str = "world") -> WorldConfig:
+    """A world from the text of a YAML file. Raises: ConfigError: one line that names *source* and the key."""
+    try:
+        raw = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{source}: not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(raw, Mapping):
+        raise ConfigError(f"{source}: a world is a mapping with the key zones")
+    try:
+        return WorldConfig.model_validate(raw)
+    except ValidationError as error:
+        raise ConfigError(f"{source}: {_first_line(error)}") from error
+
+
+def load_world(path: Path) -> WorldConfig:
+    """Raises: ConfigError: cannot be read, or see `parse_world`."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
+    return parse_world(text, str(path))
+
+
+def _first_line(error: ValidationError) -> str:
+    first = error.errors()[0]
+    key = ".".join(str(part) for part in first["loc"])
+    said = "unknown key" if first["type"] == "extra_forbidden" else str(first["msg"]).removeprefix("Value error, ")
+    more = len(error.errors()) - 1
+    return f"{key}: {said}" + (f" (and {more} more)" if more else "")
