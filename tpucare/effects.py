@@ -1,0 +1,139 @@
+"""
+apply(action, ports): each effect as one blocking call, to be run by the Executor. No choice is made here.
+
+What is worth a check at the last moment is checked here, since time passes between deciding and doing: a node is read
+again before it is deleted (rule 2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from tpucare.actions import Create, Delete, Effect, Launch, Look, Notice, Poll, PushKey, Stop, Vouch
+from tpucare.errors import LostRace, NodeNotReady
+from tpucare.memory import Memory
+from tpucare.model import (
+    LABEL_FLEET,
+    LABEL_NUMBER,
+    LABEL_OWNER,
+    LABEL_SLOT,
+    LaunchOrder,
+    NodeKey,
+    NodeRequest,
+    NoticeOrder,
+    Slot,
+    StopOrder,
+    Worker,
+)
+from tpucare.ports import Cloud, Lane, Launcher
+
+COORDINATOR_PORT = 8476
+
+LANES: Mapping[type, Lane] = {
+    Launch: Lane.LAUNCH,
+    Stop: Lane.LAUNCH,
+    Notice: Lane.LAUNCH,
+}
+
+
+class ChangedMeanwhile(LostRace):
+    """The node under that name is not the one decided about: nothing was deleted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """What effects reach the world through. `ssh_key`: our `user:ssh-… key` line; `owner`: our label."""
+
+    cloud: Cloud
+    launcher: Launcher
+    owner: str
+    ssh_key: str
+
+
+def lane_of(action: Effect) -> Lane:
+    return LANES.get(type(action), Lane.CLOUD)
+
+
+def prepare(
+    action: Effect, slot: Slot, memory: Memory, workers: tuple[Worker, ...] | None, coordinator: str, ports: Ports
+) -> Callable[[], object]:
+    """The effect of *action* as a call without arguments; everything it needs is taken now, on the deciding thread."""
+    match action:
+        case Create():
+            request = node_request(action, slot, ports)
+            return lambda: ports.cloud.create_node(request)
+        case Delete():
+            return lambda: delete(action, ports)
+        case Look(key=key):
+            return lambda: ports.cloud.get_node(key)
+        case Poll(operation=operation):
+            return lambda: ports.cloud.get_operation(operation)
+        case PushKey(key=key):
+            return lambda: ports.cloud.add_ssh_key(key, ports.ssh_key)
+        case Vouch(key=key):
+            return lambda: vouch(key, workers or (), ports)
+        case Launch() | Stop() | Notice():
+            return _prepare_run(action, slot, memory, workers, coordinator, ports)
+
+
+def _prepare_run(
+    action: Launch | Stop | Notice,
+    slot: Slot,
+    memory: Memory,
+    workers: tuple[Worker, ...] | None,
+    coordinator: str,
+    ports: Ports,
+) -> Callable[[], object]:
+    if workers is None:
+        raise NodeNotReady(f"{action.key.name} does not list its workers")
+    past = memory.node(action.key.name)
+    attempt = past.attempt if past is not None else memory.attempts
+    match action:
+        case Stop():
+            order = StopOrder(workers, slot.name, attempt, slot.care.grace, action.stacks)
+            return lambda: ports.launcher.stop(order)
+        case Notice():
+            notice = NoticeOrder(workers, action.token, action.text)
+            return lambda: ports.launcher.notice(notice)
+        case Launch():
+            assert slot.job is not None
+            launch = LaunchOrder(
+                workers=workers,
+                slot=slot.name,
+                fleet=slot.fleet,
+                token=action.token,
+                attempt=attempt,
+                job=slot.job,
+                coordinator=f"{coordinator}:{COORDINATOR_PORT}",
+                grace=slot.care.grace,
+                sigterm_on_preemption=slot.care.sigterm_on_preemption,
+            )
+            return lambda: ports.launcher.launch(launch)
+
+
+def node_request(action: Create, slot: Slot, ports: Ports) -> NodeRequest:
+    labels = {
+        LABEL_OWNER: ports.owner,
+        LABEL_FLEET: slot.fleet,
+        LABEL_SLOT: slot.name,
+        LABEL_NUMBER: str(action.number),
+    }
+    keys = "\n".join((ports.ssh_key, *slot.ssh_keys))
+    key = NodeKey(slot.project, action.place.zone, action.name)
+    return NodeRequest(key, action.place, labels, {"ssh-keys": keys})
+
+
+def delete(action: Delete, ports: Ports) -> None:
+    """Raises: ChangedMeanwhile: another node bears that name now, or it is not ours. NodeGone: it is gone already."""
+    node = ports.cloud.get_node(action.key)
+    if (node.id, node.create_time) != (action.id, action.create_time) or node.owner != ports.owner:
+        raise ChangedMeanwhile(f"{action.key.name} is not the node it was: nothing deleted")
+    ports.cloud.delete_node(action.key)
+
+
+def vouch(key: NodeKey, workers: tuple[Worker, ...], ports: Ports) -> None:
+    """Guest attributes may be missing, and are then no reason not to use the node: the first key seen is kept."""
+    keys = ports.cloud.host_keys(key)
+    if keys:
+        ports.launcher.vouch(workers, keys)

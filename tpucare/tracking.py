@@ -1,0 +1,232 @@
+"""
+What the engine keeps of each slot and node between passes, and turns into evidence when `decide` asks for it.
+
+Mutable, and used on the deciding thread only. Nothing here chooses anything; a report or a listing goes in, and whether
+a decision could turn on it comes out.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from datetime import timedelta
+from statistics import median
+
+from tpucare.actions import Action, Wait
+from tpucare.evidence import Evidence, Holding, Mark, NodeEvidence, Progress
+from tpucare.memory import Memory
+from tpucare.model import Contact, Health, Node, NodeReport, NodeState, Phase, Slot, Worker, WorkerReport
+
+BAD_HEALTH = frozenset({Health.TIMEOUT, Health.UNHEALTHY_TENSORFLOW, Health.UNHEALTHY_MAINTENANCE})
+GAPS_KEPT = 20
+
+
+@dataclass(slots=True)
+class ProgressTrack:
+    """Signs of progress of one run; see `evidence.Progress`."""
+
+    token: str = ""
+    seen: tuple[int | None, int | None] = (None, None)
+    log_bytes: int = 0
+    signals: int = 0
+    last: Mark | None = None
+    life: Mark | None = None
+    gaps: deque[float] = field(default_factory=lambda: deque(maxlen=GAPS_KEPT))
+
+    def see(self, token: str, step: int | None, checkpoint: int | None, log_bytes: int, mark: Mark) -> None:
+        if token != self.token:
+            self.token, self.seen, self.log_bytes, self.signals = token, (None, None), 0, 0
+            self.last, self.life = None, mark
+            self.gaps.clear()
+        if log_bytes != self.log_bytes:
+            self.log_bytes, self.life = log_bytes, mark
+        told = (step, checkpoint)
+        if told != self.seen and told != (None, None):
+            if self.last is not None:
+                self.gaps.append((mark.observed - self.last.observed).total_seconds())
+            self.seen, self.last, self.life = told, mark, mark
+            self.signals += 1
+
+    def freeze(self) -> Progress:
+        gap = timedelta(seconds=median(self.gaps)) if self.gaps else None
+        return Progress(self.token, self.signals, self.last, gap, self.life)
+
+
+@dataclass(slots=True)
+class NodeTrack:
+    """One node of a slot, as observed by this process."""
+
+    node: Node
+    seen_since: Mark
+    state_since: Mark
+    listed: bool = True
+    dark: bool = False
+    workers: tuple[Worker, ...] | None = None
+    report: NodeReport | None = None
+    generation: int = 0
+    probe_due: float | None = None
+    probing: bool = False
+    vouched: bool = False
+    unhealthy_since: Mark | None = None
+    silent_since: Mark | None = None
+    silent_probes: int = 0
+    answering_since: Mark | None = None
+    refused_since: Mark | None = None
+    ended_since: Mark | None = None
+    phase_since: Mark | None = None
+    progress: ProgressTrack = field(default_factory=ProgressTrack)
+
+    def see(self, node: Node, mark: Mark) -> None:
+        """The listing, or GetNode, shows *node*."""
+        if node.state is not self.node.state:
+            self.state_since = mark
+        if node.health not in BAD_HEALTH:
+            self.unhealthy_since = None
+        elif self.unhealthy_since is None:
+            self.unhealthy_since = mark
+        self.node = node
+
+    def forget_report(self) -> None:
+        """What runs on the workers was just changed by us: earlier answers are void, those on their way too."""
+        self.report = None
+        self.generation += 1
+        self.ended_since = None
+        self.phase_since = None
+
+    def hear(self, report: NodeReport, mark: Mark) -> bool:
+        """Workers answered, or did not; true when a decision could turn on it."""
+        before, self.report = self.report, report
+        contacts = [worker.contact for worker in report.workers]
+        self._mark_contacts(contacts, mark)
+        self._mark_run(before, report, mark)
+        first = report.workers[0] if report.workers else None
+        if first is not None and first.contact is Contact.ANSWERED:
+            log_bytes = sum(worker.log_bytes for worker in report.workers)
+            self.progress.see(first.token, first.step, newest_checkpoint(report), log_bytes, mark)
+        return before is None or before.workers != report.workers
+
+    def _mark_contacts(self, contacts: list[Contact], mark: Mark) -> None:
+        if Contact.SILENT in contacts:
+            self.silent_since = self.silent_since or mark
+            self.silent_probes += 1
+        else:
+            self.silent_since, self.silent_probes = None, 0
+        self.refused_since = (self.refused_since or mark) if Contact.AUTH_REFUSED in contacts else None
+        answering = bool(contacts) and all(contact is Contact.ANSWERED for contact in contacts)
+        self.answering_since = (self.answering_since or mark) if answering else None
+
+    def _mark_run(self, before: NodeReport | None, report: NodeReport, mark: Mark) -> None:
+        ended = any(_is_over(worker) for worker in report.workers)
+        self.ended_since = (self.ended_since or mark) if ended else None
+        phases = {(worker.token, worker.phase) for worker in report.workers}
+        if before is None or self.phase_since is None or phases != {(w.token, w.phase) for w in before.workers}:
+            self.phase_since = mark
+
+    def freeze(self) -> NodeEvidence:
+        return NodeEvidence(
+            node=self.node,
+            listed=self.listed,
+            dark=self.dark,
+            seen_since=self.seen_since,
+            state_since=self.state_since,
+            workers=self.workers,
+            report=self.report,
+            unhealthy_since=self.unhealthy_since,
+            silent_since=self.silent_since,
+            silent_probes=self.silent_probes,
+            answering_since=self.answering_since,
+            refused_since=self.refused_since,
+            ended_since=self.ended_since,
+            phase_since=self.phase_since,
+            vouched=self.vouched,
+            progress=self.progress.freeze(),
+        )
+
+
+def _is_over(worker: WorkerReport) -> bool:
+    return worker.contact is Contact.ANSWERED and (worker.exit_status is not None or not worker.alive)
+
+
+def newest_checkpoint(report: NodeReport) -> int | None:
+    """The newest complete checkpoint that any worker can see."""
+    return max((w.checkpoint for w in report.workers if w.checkpoint is not None), default=None)
+
+
+def newest_step(report: NodeReport) -> int | None:
+    return next((worker.step for worker in report.workers if worker.step is not None), None)
+
+
+def is_running(report: NodeReport) -> bool:
+    return any(worker.alive and worker.phase is Phase.RUN for worker in report.workers)
+
+
+@dataclass(slots=True)
+class SlotTrack:
+    """One slot: what is declared, what is remembered, what is seen, and what is under way."""
+
+    slot: Slot
+    memory: Memory
+    nodes: dict[str, NodeTrack] = field(default_factory=dict)
+    foreign: dict[str, Node] = field(default_factory=dict)
+    in_flight: dict[str, Action] = field(default_factory=dict)
+    looked: dict[str, Mark] = field(default_factory=dict)
+    creates_since: dict[str, Mark] = field(default_factory=dict)
+    action: Action = field(default_factory=lambda: Wait("not looked at yet"))
+    wake_observed: timedelta | None = None
+    wake_wall: float | None = None
+    aside_until: float | None = None
+    errors: int = 0
+    wants_create_since: float | None = None
+    braked: bool = False
+    brake_lifted: bool = False
+    said: str = ""
+
+    def evidence(
+        self,
+        *,
+        fresh: bool,
+        blind_why: str,
+        unreachable: frozenset[str],
+        holdings: frozenset[Holding],
+        elsewhere_answers: bool,
+        may_be_canary: bool,
+        store_lost: bool,
+        complete: bool,
+    ) -> Evidence:
+        nodes = sorted(self.nodes.values(), key=lambda track: (track.node.create_time, track.node.name))
+        return Evidence(
+            fresh=fresh,
+            nodes=tuple(track.freeze() for track in nodes),
+            foreign=tuple(self.foreign.values()),
+            in_flight=frozenset(self.in_flight),
+            looked=dict(self.looked),
+            creates_since=dict(self.creates_since),
+            holdings=holdings,
+            elsewhere_answers=elsewhere_answers,
+            may_be_canary=may_be_canary,
+            store_lost=store_lost,
+            complete=complete,
+            unreachable=unreachable,
+            blind_why=blind_why,
+        )
+
+    def mark_creates(self, mark: Mark) -> None:
+        """Since when this process knows each open create."""
+        names = {intent.name for intent in self.memory.creates}
+        for name in names:
+            self.creates_since.setdefault(name, mark)
+        for name in list(self.creates_since):
+            if name not in names:
+                del self.creates_since[name]
+
+    def forget_node(self, name: str) -> None:
+        self.nodes.pop(name, None)
+        for kind in [kind for kind in self.looked if kind.partition(":")[2] == name]:
+            del self.looked[kind]
+
+    def is_busy(self) -> bool:
+        """Something is under way that the next listing may end: worth looking more often."""
+        memory = self.memory
+        deleting = any(past.delete_asked_at is not None or past.dead for past in memory.nodes)
+        booting = any(track.node.state is NodeState.CREATING for track in self.nodes.values())
+        return bool(self.in_flight or memory.creates or deleting or booting)
