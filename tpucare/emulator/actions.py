@@ -14,7 +14,7 @@ from tpucare.emulator import errors_text as texts
 from tpucare.emulator.capacity import Pool
 from tpucare.emulator.faults import OUTAGE_KINDS, ActiveOutage
 from tpucare.emulator.life import Life
-from tpucare.emulator.records import MAINTENANCE_ATTRIBUTE, ApiError, Resume, Silence
+from tpucare.emulator.records import MAINTENANCE_ATTRIBUTE, ApiError, Resume, Silence, parse_node_path
 from tpucare.emulator.state import NodeLife
 from tpucare.errors import ConfigError
 from tpucare.model import Health, NodeState

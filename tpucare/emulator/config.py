@@ -1,133 +1,23 @@
 """
 What a world is made of: zones, capacity, quotas, latencies, faults. Strict, loadable from YAML.
 
-Defaults are the public numbers on the real service (medians and 95th percentiles), where there are any; `speed: fast`
-shrinks every latency to fractions of a second, for tests and demos with real machines. Lengths are numbers of seconds
-or texts such as `90s`, `5m`, `1h`, `2d`.
+`speed: fast` shrinks every latency to fractions of a second, for tests and demos with real machines. Lengths are
+numbers of seconds or texts such as `90s`, `5m`, `1h`, `2d`.
 """
 
 from __future__ import annotations
 
-import math
-import random
-import re
 from collections.abc import Mapping
-from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
+from tpucare.emulator.lengths import FAST, Latencies, Latency, Seconds, Share, Strict, around
 from tpucare.errors import ConfigError
 
-_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-_LENGTH = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(ms|s|m|h|d)\s*$")
-_Z95 = 1.6449
-"""The 95th percentile of the standard normal distribution."""
-
-
-def seconds(value: object) -> object:
-    """A number of seconds from `90`, `1.5`, `90s`, `5m`, `1h`, `2d` or `200ms`; anything else is left to pydantic."""
-    if isinstance(value, timedelta):
-        return value.total_seconds()
-    if isinstance(value, str):
-        match = _LENGTH.match(value)
-        if match is None:
-            raise ValueError(f"'{value}' is no length of time; write 90s, 5m, 1h or 2d")
-        return float(match[1]) * _UNITS[match[2]]
-    return value
-
-
-Seconds = Annotated[float, BeforeValidator(seconds), Field(ge=0)]
-Share = Annotated[float, Field(ge=0, le=1)]
 Tier = Literal["spot", "on-demand", "reserved"]
-
-
-class Strict(BaseModel):
-    """Unknown keys are errors, and nothing changes after loading."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Latency(Strict):
-    """A log-normal length by its median and 95th percentile; `p95` 0 means constant. A bare length is a constant."""
-
-    median: Seconds
-    p95: Seconds = 0.0
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_length(cls, value: object) -> object:
-        return value if isinstance(value, Mapping | Latency) else {"median": value}
-
-    def draw(self, rng: random.Random) -> float:
-        """Seconds. Always takes one number from *rng*, so that a changed latency does not shift everything after it."""
-        score = rng.gauss(0.0, 1.0)
-        if self.median <= 0:
-            return 0.0
-        if self.p95 <= self.median:
-            return self.median
-        return self.median * math.exp(score * math.log(self.p95 / self.median) / _Z95)
-
-
-def _of(median: float, p95: float = 0.0) -> Latency:
-    return Latency(median=median, p95=p95)
-
-
-class Latencies(Strict):
-    """How long things take. Sources for the defaults: public reports; where there are none, a guess to be varied."""
-
-    read: Latency = Field(default=_of(0.15, 1), description="GetNode, ListNodes, GetOperation and their kin")
-    write: Latency = Field(default=_of(0.4, 2), description="CreateNode, DeleteNode, UpdateNode: the call itself")
-    visible: Latency = Field(default=_of(0.3, 1), description="from the create call until GetNode shows the node")
-    list_lag: Latency = Field(default=_of(2, 8), description="how much longer lists may miss or keep a node")
-    list_lag_share: Share = Field(default=0.1, description="share of nodes that lists lag behind for")
-    stockout: Latency = Field(default=_of(20, 90), description="from the create call to the error in its operation")
-    create_single: Latency = Field(default=_of(100, 300), description="from the create call to READY, one host")
-    create_slice: Latency = Field(default=_of(240, 900), description="the same, 2 to 64 hosts")
-    create_large: Latency = Field(default=_of(600, 2400), description="the same, more than 64 hosts")
-    boot_skew: Seconds = Field(default=60.0, description="hosts of a slice come up within this length")
-    boot_early_share: Share = Field(default=0.3, description="share of nodes whose workers are up before READY")
-    boot_late: Latency = Field(default=_of(15, 90), description="from READY until SSH answers, for the others")
-    reboot: Latency = Field(default=_of(40, 120), description="a worker that restarts")
-    operation_done: Latency = Field(default=_of(2, 10), description="from READY until the create operation is done")
-    operation_lingers_share: Share = Field(default=0.02, description="share of create operations that stay open")
-    operation_lingers: Latency = Field(default=_of(600, 3600), description="how long those stay open")
-    operation_kept: Seconds = Field(default=3 * 86400.0, description="how long a finished operation can be read")
-    update: Latency = Field(default=_of(2, 8), description="an UpdateNode operation")
-    keys_usable: Latency = Field(default=_of(10, 40), description="from updated metadata until a new key logs in")
-    delete: Latency = Field(default=_of(60, 300), description="from the delete call to 404")
-    delete_kills: Share = Field(default=0.2, description="workers die after this share of it")
-    stop: Latency = Field(default=_of(40, 120), description="StopNode and StartNode")
-    preempted_shown: Latency = Field(default=_of(30, 180), description="from workers dead to PREEMPTED in the API")
-    health_known: Latency = Field(default=_of(30, 120), description="from READY until health is not 0 any more")
-    address_reuse: Seconds = Field(default=2.0, description="an address is given out again after this")
-
-
-FAST: Mapping[str, object] = {
-    "read": _of(0.005, 0.02),
-    "write": _of(0.01, 0.04),
-    "visible": _of(0.02, 0.05),
-    "list_lag": _of(0.05, 0.2),
-    "stockout": _of(0.3, 0.6),
-    "create_single": _of(0.4, 0.8),
-    "create_slice": _of(0.6, 1.2),
-    "create_large": _of(1.0, 2.0),
-    "boot_skew": 0.2,
-    "boot_late": _of(0.1, 0.3),
-    "reboot": _of(0.3, 0.6),
-    "operation_done": _of(0.05, 0.2),
-    "operation_lingers": _of(3, 10),
-    "update": _of(0.05, 0.2),
-    "keys_usable": _of(0.1, 0.3),
-    "delete": _of(0.5, 1.0),
-    "stop": _of(0.3, 0.6),
-    "preempted_shown": _of(0.3, 0.8),
-    "health_known": _of(0.2, 0.6),
-    "address_reuse": 0.5,
-}
-"""Latencies of the fast mode, where they differ from the defaults."""
 
 
 class Process(Strict):
@@ -144,7 +34,7 @@ class Process(Strict):
     deaths: float = Field(default=0.5, ge=0)
     bursts: float = Field(default=0.05, ge=0)
     burst_share: Share = 1.0
-    stockout: Latency = _of(3600, 4 * 3600)
+    stockout: Latency = around(3600, 4 * 3600)
 
 
 class Capacity(Strict):
@@ -229,7 +119,7 @@ class FaultRates(Strict):
     lost_before: Share = 0.0
     lost_after: Share = 0.0
     slow: Share = 0.0
-    slow_latency: Latency = _of(20, 60)
+    slow_latency: Latency = around(20, 60)
 
 
 class Outage(Strict):
@@ -259,7 +149,7 @@ class Preemption(Strict):
 
     lifetime: Latency | None = Field(default=None, description="of each spot node after READY; none: capacity decides")
     preemptible_limit: Seconds = Field(default=24 * 3600.0, description="preemptible nodes end this long after READY")
-    notice: Latency | None = Field(default=_of(10, 30), description="from `preempted` TRUE to death; none: no notice")
+    notice: Latency | None = Field(default=around(10, 30), description="from preempted=TRUE to death; none: without")
     silent_share: Share = Field(default=0.1, description="share that falls silent first instead of dying at once")
     never_shown: Share = Field(default=0.0, description="share that the API shows READY for ever")
     shown_otherwise: Share = Field(default=0.0, description="share shown REPAIRING, TERMINATED or gone instead")
@@ -269,7 +159,7 @@ class HealthCourse(Strict):
     """Health of READY nodes: 0 at first, then HEALTHY; `flap_every` is the mean time between bad spells of a node."""
 
     flap_every: Seconds | None = None
-    flap_length: Latency = _of(300, 1800)
+    flap_length: Latency = around(300, 1800)
     values: tuple[int, ...] = (0, 3, 4, 5)
 
 
@@ -344,7 +234,7 @@ _CALM: dict[str, object] = {
     "zones": {"us-central1-a": {}, "europe-west4-a": {}},
     "latencies": {
         **{
-            name: _of(field.default.median)
+            name: around(field.default.median)
             for name, field in Latencies.model_fields.items()
             if "Latency" in str(field.annotation)
         },

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -111,7 +112,12 @@ def offered_types(zone: str, settings: Zone) -> tuple[str, ...]:
     """What GetAcceleratorTypes lists: as configured, else what the catalogue knows of the zone, else everything."""
     if settings.accelerators is not None and ANY_TYPE not in settings.accelerators:
         return settings.accelerators
-    of_zone = () if settings.accelerators else tuple(one.type for one in accelerators.types_in(zone))
+    return () if settings.accelerators == () else _catalogued(zone, everything=bool(settings.accelerators))
+
+
+@functools.cache
+def _catalogued(zone: str, everything: bool) -> tuple[str, ...]:
+    of_zone = () if everything else tuple(one.type for one in accelerators.types_in(zone))
     return of_zone or accelerators.known_types()
 
 
@@ -130,6 +136,7 @@ def _knows_runtime(runtime: str, accelerator: Accelerator, settings: Zone) -> bo
     return any(_runtime_pattern(one).fullmatch(runtime) for one in known)
 
 
+@functools.cache
 def _runtime_pattern(runtime: str) -> re.Pattern[str]:
     """The catalogue writes `tpu-vm-tf-<version>[-pod][-pjrt]`: a placeholder, and optional parts in brackets."""
     pattern = re.escape(runtime).replace(r"\[", "(").replace(r"\]", ")?")

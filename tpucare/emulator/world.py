@@ -10,7 +10,7 @@ supplies the lock, the waiting and the machines.
     effects = world.take_effects()                  # for the machines, in order
     world.next_event_at()                           # when to advance() next, if nobody calls before
 
-The API is in `calls`, the operator's hand in `actions`, what happens by itself in `life`, `creation` and `ending`.
+The API is in `gate` and `calls`, the operator's hand in `actions`, what happens by itself in `life` and `ending`.
 """
 
 from __future__ import annotations

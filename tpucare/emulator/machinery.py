@@ -1,0 +1,142 @@
+"""
+The workers of nodes, and the small steps that every part of a node's life is made of.
+
+Every scheduled step asks first whether its node still is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from datetime import datetime, timedelta
+
+from tpucare.emulator.config import WorldConfig
+from tpucare.emulator.faults import Fates
+from tpucare.emulator.lengths import Latency
+from tpucare.emulator.quota import QuotaBook
+from tpucare.emulator.records import (
+    INSTANCE_ATTRIBUTES,
+    MAINTENANCE_ATTRIBUTE,
+    PREEMPTED_ATTRIBUTE,
+    AuthorizeKeys,
+    Boot,
+    Kill,
+    SetAttribute,
+)
+from tpucare.emulator.state import NodeLife, State, WorkerLife
+
+CAPACITY_TIERS: Mapping[str, str] = {
+    "spot": "spot",
+    "preemptible": "spot",
+    "on-demand": "on-demand",
+    "reserved": "reserved",
+}
+"""Spot and preemptible nodes draw on one capacity and one quota."""
+
+
+class Machinery:
+    """State, chance, and what moves workers."""
+
+    def __init__(self, config: WorldConfig, *, seed: int, start: datetime) -> None:
+        """Raises: ConfigError: an unreadable trace or network."""
+        self.config = config
+        kept = timedelta(seconds=config.latencies.operation_kept)
+        self.state = State(start, seed, config.addresses.network, kept)
+        self.fates = Fates(config, self.state.stream("fates"), start)
+        self.quota = QuotaBook(config.quotas)
+        self._rng = self.state.stream("life")
+
+    # --- workers
+
+    def _booting(self, life: NodeLife, worker: WorkerLife) -> Callable[[], None]:
+        return lambda: self._boot(life, worker)
+
+    def _boot(self, life: NodeLife, worker: WorkerLife) -> None:
+        if worker.missing or worker.up or life.dead or life.killed or life.stopped:
+            return
+        worker.up, worker.silent = True, False
+        peers = tuple("" if other.missing else other.address for other in life.workers)
+        self.state.tell(
+            Boot(
+                self.state.now,
+                life.path,
+                life.record.id,
+                worker.number,
+                worker.address,
+                f"{life.hostname_stem}-w-{worker.number}",
+                worker_attributes(life, worker, peers),
+                peers,
+            )
+        )
+
+    def _kill(self, life: NodeLife) -> None:
+        """End everything on all workers, once and for ever."""
+        life.dead = True
+        if not life.killed:
+            life.killed = True
+            if any(worker.up for worker in life.workers):
+                self.state.tell(Kill(self.state.now, life.path, life.record.id))
+        for worker in life.workers:
+            worker.up = False
+        self._release(life)
+
+    def _kill_worker(self, life: NodeLife, worker: WorkerLife) -> None:
+        worker.up = False
+        self.state.tell(Kill(self.state.now, life.path, life.record.id, worker.number))
+
+    def _set_attribute(self, life: NodeLife, name: str, value: str) -> None:
+        life.attributes[name] = value
+        self.state.tell(SetAttribute(self.state.now, life.path, life.record.id, None, name, value))
+
+    def _authorize(self, life: NodeLife) -> None:
+        keys = life.record.spec.metadata.get("ssh-keys", "")
+        if not life.dead:
+            self.state.tell(AuthorizeKeys(self.state.now, life.path, life.record.id, keys))
+
+    # --- small steps
+
+    def _release(self, life: NodeLife) -> None:
+        if life.pool is not None:
+            life.pool.release(life.record.id)
+
+    def _set_state(self, life: NodeLife, number: int) -> None:
+        self.state.change(life, state=int(number))
+
+    def _set_health(self, life: NodeLife, health: int, description: str = "") -> None:
+        if life.record.health == health and life.record.health_description == description:
+            return
+        self.state.change(life, health=int(health), health_description=description)
+        self.state.log_node(life, "health", health=int(health))
+
+    def _after(self, life: NodeLife, seconds: float, step: Callable[[], None]) -> None:
+        """Schedule a step of a node's life, which does nothing once the node is gone."""
+        self.state.timeline.after(seconds, lambda: None if life.gone else step())
+
+    def _later(self, life: NodeLife, latency: Latency, step: Callable[[], None]) -> None:
+        self._after(life, latency.draw(self._rng), step)
+
+
+def worker_attributes(life: NodeLife, worker: WorkerLife, peers: tuple[str, ...]) -> dict[str, str]:
+    """What the metadata server of a worker says at boot, path -> value. Source: torch_xla, jax and levanter read it."""
+    accelerator, spec = life.accelerator, life.record.spec
+    own = {INSTANCE_ATTRIBUTES + key: value for key, value in spec.metadata.items()}
+    environment = {
+        "ACCELERATOR_TYPE": accelerator.type,
+        "ZONE": life.path.zone,
+        "WORKER_ID": str(worker.number),
+        "NODE_ID": life.path.node_id,
+        "RUNTIME_VERSION": spec.runtime_version,
+    }
+    tpu_env = "".join(f"{key}: '{value}'\n" for key, value in environment.items())
+    return {
+        **own,
+        INSTANCE_ATTRIBUTES + "accelerator-type": accelerator.type,
+        INSTANCE_ATTRIBUTES + "agent-worker-number": str(worker.number),
+        INSTANCE_ATTRIBUTES + "worker-network-endpoints": ",".join(f"unknown:unknown:{peer}" for peer in peers),
+        INSTANCE_ATTRIBUTES + "tpu-env": tpu_env,
+        "instance/hostname": f"{life.hostname_stem}-w-{worker.number}",
+        "instance/zone": f"projects/{life.path.project}/zones/{life.path.zone}",
+        "project/project-id": life.path.project,
+        PREEMPTED_ATTRIBUTE: "FALSE",
+        MAINTENANCE_ATTRIBUTE: "NONE",
+        **life.attributes,
+    }
