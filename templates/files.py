@@ -1,0 +1,165 @@
+"""
+What a run leaves on disk, written so that a full disk or a flood ends nothing: the log in segments, small files whole.
+
+Standard library only, Python 3.8 and newer: this runs on the TPU VM.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from typing import Any, NamedTuple
+
+RESERVE = "reserve"
+
+
+def write_whole(path: str, content: str, durable: bool = False) -> bool:
+    """
+    Write a file so that a reader sees the old or the new content. False: it could not be written.
+
+    A run folder keeps a reserve of some blocks; the first write that meets a full disk gives it up and tries again.
+    """
+    for attempt in (1, 2):
+        temporary = f"{path}.{os.getpid()}"
+        try:
+            with open(temporary, "w", encoding="utf-8") as stream:
+                stream.write(content)
+                stream.flush()
+                if durable:
+                    os.fsync(stream.fileno())
+            os.replace(temporary, path)
+        except OSError as error:
+            _remove(temporary)
+            reserve = os.path.join(os.path.dirname(path), RESERVE)
+            if attempt == 1 and error.errno in (errno.ENOSPC, errno.EDQUOT) and _remove(reserve):
+                continue
+            return False
+        return True
+    return False
+
+
+def read_text(path: str, limit: int = 1 << 16) -> str:
+    """The first *limit* bytes as text; empty when there is no such file."""
+    try:
+        with open(path, "rb") as stream:
+            return stream.read(limit).decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def read_object(path: str) -> Any:
+    """What a small JSON file says, or an empty mapping when there is none or it cannot be read."""
+    import json
+
+    try:
+        found = json.loads(read_text(path))
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+class Segment(NamedTuple):
+    """A part of a log; `start` counts bytes since the log's beginning."""
+
+    start: int
+    path: str
+    size: int
+
+
+def segments(folder: str) -> list[Segment]:
+    """Oldest first. The file `log` is a link to the newest."""
+    found = []
+    try:
+        entries = list(os.scandir(folder))
+    except OSError:
+        return []
+    for entry in entries:
+        stem, _, start = entry.name.partition(".")
+        if stem == "log" and start.isdigit():
+            found.append(Segment(int(start), entry.path, entry.stat().st_size))
+    return sorted(found)
+
+
+def log_end(folder: str) -> int:
+    """How many bytes the log has had in all."""
+    parts = segments(folder)
+    return parts[-1].start + parts[-1].size if parts else 0
+
+
+def read_log(folder: str, start: int, end: int) -> tuple[int, bytes]:
+    """Bytes of the log between two of its offsets, and where they really begin: older ones may be gone."""
+    pieces: list[bytes] = []
+    begin: int | None = None
+    for part in segments(folder):
+        low, high = max(start, part.start), min(end, part.start + part.size)
+        if low >= high:
+            continue
+        try:
+            with open(part.path, "rb") as stream:
+                stream.seek(low - part.start)
+                pieces.append(stream.read(high - low))
+        except OSError:
+            continue
+        begin = low if begin is None else begin
+    return (start if begin is None else begin), b"".join(pieces)
+
+
+class BoundedLog:
+    """
+    An append-only log of at most two segments, each of half the limit; it never raises and never blocks on a full disk.
+
+    Segments bear their offset in the name, so a reader's place in the log stays true when an old one is dropped.
+    """
+
+    def __init__(self, folder: str, limit: int) -> None:
+        self._folder, self._half = folder, max(limit // 2, 4096)
+        self._handle: int | None = None
+        parts = segments(folder)
+        self._start = parts[-1].start if parts else 0
+        self._lost = 0
+        self.disk_was_full = False
+
+    def write(self, data: bytes) -> None:
+        if self._lost and self._append(b"\n[tpucare: %d bytes of the log were lost, the disk was full]\n" % self._lost):
+            self._lost = 0
+        if not self._append(data):
+            self._lost += len(data)
+
+    def _append(self, data: bytes) -> bool:
+        try:
+            handle = self._open()
+            while data:
+                data = data[os.write(handle, data) :]
+            if os.fstat(handle).st_size >= self._half:
+                self._rotate()
+        except OSError as error:
+            self.disk_was_full |= error.errno in (errno.ENOSPC, errno.EDQUOT)
+            return False
+        return True
+
+    def _open(self) -> int:
+        if self._handle is None:
+            name = f"log.{self._start}"
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+            self._handle = os.open(os.path.join(self._folder, name), flags, 0o600)
+            link = os.path.join(self._folder, "log")
+            _remove(link + ".new")
+            os.symlink(name, link + ".new")
+            os.replace(link + ".new", link)
+        return self._handle
+
+    def _rotate(self) -> None:
+        assert self._handle is not None
+        self._start += os.fstat(self._handle).st_size
+        os.close(self._handle)
+        self._handle = None
+        for part in segments(self._folder)[:-1]:
+            _remove(part.path)
+
+
+def _remove(path: str) -> bool:
+    try:
+        os.unlink(path)
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,211 @@
+"""
+Who lives on this worker: the one answer that the runner, the probe and the stop share.
+
+A run is alive while the lock is held, or a process bears its marks (TPUCARE_RUN and TPUCARE_WORKER in its environment),
+or somebody holds the chips. The lock's descriptor is inherited by everything a run starts, so it stays held when the
+runner alone is killed; the marks find what closed its descriptors, the lock's holders what overwrote its environment
+(setproctitle does). Standard library only, Python 3.8 and newer: this runs on the TPU VM.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import glob
+import os
+import re
+import signal
+from collections.abc import Iterable
+from typing import NamedTuple
+
+TOKEN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\.(\d{1,9})")
+DEVICES = "/dev/accel*:/dev/vfio/*"
+
+
+class Process(NamedTuple):
+    parent: int
+    group: int
+    state: str
+
+
+def home() -> str:
+    return os.path.join(os.path.expanduser("~"), ".tpucare")
+
+
+def run_tokens(base: str) -> list[str]:
+    """Runs that this worker has a folder for, oldest number first."""
+    try:
+        names = os.listdir(base)
+    except OSError:
+        return []
+    found = [(int(match.group(1)), name) for name in names for match in [TOKEN.fullmatch(name)] if match]
+    return [name for _, name in sorted(found)]
+
+
+def lock_path(base: str) -> str:
+    return os.path.join(base, "lock")
+
+
+def lock_token(base: str) -> str:
+    """The run that holds the lock, or held it last; empty when there never was one."""
+    try:
+        with open(lock_path(base), encoding="utf-8", errors="replace") as stream:
+            token = stream.read(256).strip()
+    except OSError:
+        return ""
+    return token if TOKEN.fullmatch(token) else ""
+
+
+def lock_is_held(base: str) -> bool:
+    """A shared lock is tried for an instant; a runner that meets it tries again, so asking does no harm."""
+    try:
+        handle = os.open(lock_path(base), os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(handle)
+    return False
+
+
+def table() -> dict[int, Process]:
+    """Every process that is not a zombie."""
+    found = {}
+    for pid in _pids():
+        try:
+            with open(f"/proc/{pid}/stat", "rb") as stream:
+                fields = stream.read().rpartition(b")")[2].split()
+        except OSError:
+            continue
+        if fields and fields[0] not in (b"Z", b"X"):
+            found[pid] = Process(int(fields[1]), int(fields[2]), fields[0].decode())
+    return found
+
+
+def descendants(roots: Iterable[int], processes: dict[int, Process]) -> set[int]:
+    """Everything below *roots*, which are left out themselves."""
+    children: dict[int, list[int]] = {}
+    for pid, process in processes.items():
+        children.setdefault(process.parent, []).append(pid)
+    found: set[int] = set()
+    waiting = list(roots)
+    while waiting:
+        for child in children.get(waiting.pop(), ()):
+            if child not in found:
+                found.add(child)
+                waiting.append(child)
+    return found
+
+
+def marked(tokens: Iterable[str], worker: int) -> set[int]:
+    """
+    Processes of these runs on this worker, by their environment.
+
+    The worker's number is asked for as well, for emulated workers of one machine may see each other's processes.
+    """
+    marks = {b"TPUCARE_RUN=" + token.encode() for token in tokens}
+    number = b"TPUCARE_WORKER=%d" % worker
+    found = set()
+    for pid in _pids() if marks else ():
+        try:
+            with open(f"/proc/{pid}/environ", "rb") as stream:
+                environ = stream.read()
+        except OSError:
+            continue
+        if b"TPUCARE_RUN=" in environ:
+            entries = environ.split(b"\0")
+            if number in entries and not marks.isdisjoint(entries):
+                found.add(pid)
+    return found
+
+
+def living(base: str, worker: int) -> set[int]:
+    """Every process of any run of this worker, the asking process and its ancestors left out."""
+    processes = table()
+    found = marked(run_tokens(base), worker) | set(_holders({os.path.realpath(lock_path(base))}))
+    found |= descendants(found, processes)
+    return (found & set(processes)) - _own_line(processes)
+
+
+def chip_holders() -> dict[int, str]:
+    """
+    Who holds a TPU chip: pid -> device. TPUCARE_DEVICE_GLOB (patterns joined by colons) replaces the devices' names.
+
+    Other users' descriptors are seen through sudo, which a TPU VM's login user may use without a password; where it may
+    not, only our own user's processes are known.
+    """
+    patterns = os.environ.get("TPUCARE_DEVICE_GLOB", DEVICES).split(":")
+    devices = {os.path.realpath(path) for pattern in patterns for path in glob.glob(pattern)}
+    if not devices:
+        return {}
+    holders = _holders(devices)
+    if not holders and os.geteuid() != 0:
+        holders = _holders_by_sudo(devices)
+    return holders
+
+
+def send(pid: int, number: int) -> None:
+    """Signal *pid*; what runs as root by the job's own sudo is signalled through sudo."""
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return
+    except PermissionError:
+        quietly(["sudo", "-n", "kill", f"-{signal.Signals(number).name[3:]}", str(pid)])
+
+
+def _pids() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def _own_line(processes: dict[int, Process]) -> set[int]:
+    line, pid = {os.getpid()}, os.getpid()
+    while pid in processes:
+        pid = processes[pid].parent
+        line.add(pid)
+    return line
+
+
+def _holders(paths: set[str]) -> dict[int, str]:
+    found = {}
+    for pid in _pids():
+        folder = f"/proc/{pid}/fd"
+        try:
+            handles = os.listdir(folder)
+        except OSError:
+            continue
+        for handle in handles:
+            try:
+                target = os.readlink(f"{folder}/{handle}")
+            except OSError:
+                continue
+            if target in paths:
+                found[pid] = target
+                break
+    return found
+
+
+def _holders_by_sudo(devices: set[str]) -> dict[int, str]:
+    names = [part for device in sorted(devices) for part in ("-o", "-lname", device)][1:]
+    text = quietly(["sudo", "-n", "find", "/proc", "-maxdepth", "3", "-path", "/proc/[0-9]*/fd/*", "(", *names, ")"])
+    found = {}
+    for line in (text or "").splitlines():
+        parts = line.split("/")
+        if len(parts) == 5 and parts[2].isdigit():
+            found[int(parts[2])] = "a TPU chip"
+    return found
+
+
+def quietly(command: list[str]) -> str | None:
+    # Imported late: it costs a third of a probe's time, and a probe of a healthy run never comes here.
+    import subprocess
+
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=5, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.decode(errors="replace")

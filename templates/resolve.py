@@ -1,0 +1,20 @@
+"""
+Ask the repository which commit the branch is at, with the environment of the run, where its credentials are.
+
+Standard library only, Python 3.8 and newer: this runs on the TPU VM.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+
+import processes
+
+
+def main(arguments: list[str]) -> None:
+    """`TOKEN`: become that run's resolve script, which prints `commit <hash>`."""
+    folder = os.path.join(processes.home(), arguments[0])
+    with open(os.path.join(folder, "env"), encoding="utf-8") as stream:
+        env = {**os.environ, **json.load(stream)}
+    os.execve("/bin/bash", ["bash", os.path.join(folder, "resolve.sh")], env)

@@ -1,0 +1,459 @@
+"""
+One run of a job on one worker: takes the lock, goes through fetch, setup and run, and says truly how it ended.
+
+Started by the launch script inside `screen`; from then on SSH may be cut at any time. It is the subreaper of everything
+it starts, so nothing that the job leaves behind (setsid, double forks, nohup) escapes it: the exit is published only
+after the last such process is gone. SIGTERM means stop; SIGHUP and SIGINT mean nothing.
+
+Output goes through one pipe into the log, which bounds a flood and keeps a full disk away from the job. When this
+runner alone is killed, the job meets a closed pipe at its next line of output and mostly ends; until it does, the lock
+that it inherited keeps the run visibly alive, and `stop` ends it. Without an exit file the run counts as lost, never
+as finished. Standard library only, Python 3.8 and newer: this runs on the TPU VM.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import ctypes
+import fcntl
+import json
+import os
+import re
+import select
+import signal
+import sys
+import time
+from typing import Any
+
+import files
+import processes
+
+PR_SET_CHILD_SUBREAPER = 36
+LOCK_WAIT_SECONDS = 2.0
+STRAGGLER_GRACE_SECONDS = 5.0
+KILL_SECONDS = 120.0
+SWEEP_SECONDS = 0.05
+RUNS_KEPT = 5
+RESERVE_BYTES = 1 << 18
+DISK_FULL_BYTES = 1 << 20
+TAIL_BYTES = 1 << 16
+
+# What libtpu and JAX print on a host whose chips are held, or gone: only another node helps.
+# Source: jax issue 10192 and reports of marin, hope and pcmd users.
+DIRTY_HOST = re.compile(
+    rb"TPU is already in use by process|libtpu(?:\.so)? (?:is )?already in use|[Nn]o TPU (?:devices? |chips? )?found"
+    rb"|(?:/dev/accel|/dev/vfio|TPU|tpu)[^\n]{0,200}(?:Device or resource busy|No such device)"
+    rb"|libtpu_lockfile[^\n]{0,200}(?:[Pp]ermission denied|held|locked)"
+)
+
+
+def main(arguments: list[str]) -> None:
+    """`ORDER ACK`: the order as JSON, and the pipe into which one line says what became of it."""
+    order = json.loads(arguments[0])
+    base = processes.home()
+    folder = os.path.join(base, order["token"])
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    lock = os.open(processes.lock_path(base), os.O_RDWR | os.O_CREAT, 0o600)
+    answer = _refusal(base, folder, order, lock)
+    if answer:
+        _acknowledge(arguments[1], answer)
+        return
+    os.set_inheritable(lock, True)
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, order["token"].encode(), 0)
+    runner = Runner(base, folder, order)
+    runner.enter(str(order["phases"][0]))
+    _acknowledge(arguments[1], "started")
+    try:
+        runner.go()
+    except Exception as error:
+        # No exit file: the run counts as lost, since nobody knows how it would have ended.
+        runner.note(f"the runner failed: {error!r}")
+        runner.end_everything(0.0)
+        raise
+    os._exit(0)
+
+
+def _refusal(base: str, folder: str, order: dict[str, Any], lock: int) -> str:
+    """Why this run must not start now, or an empty text."""
+    token = str(order["token"])
+    deadline = time.monotonic() + LOCK_WAIT_SECONDS
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            holder = processes.lock_token(base)
+            if holder == token:
+                return "alive"
+            if time.monotonic() > deadline:
+                return f"busy {holder}"
+            time.sleep(0.01)
+    if os.path.exists(os.path.join(folder, "exit")):
+        return "over"
+    if os.path.exists(os.path.join(folder, "stopped")):
+        return "stopped"
+    # Who still inherits the lock was met above; this finds what closed its descriptors and lives on.
+    others = [name for name in processes.run_tokens(base) if name != token]
+    if processes.marked(others, order["worker"]):
+        return f"busy {processes.lock_token(base)}"
+    for pid, device in processes.chip_holders().items():
+        return f"chips process {pid} holds {device}"
+    return ""
+
+
+def _acknowledge(path: str, answer: str) -> None:
+    """One line into the launch script's pipe; nobody may be there any more."""
+    try:
+        handle = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+        os.write(handle, answer.encode() + b"\n")
+        os.close(handle)
+        os.unlink(path)
+    except OSError:
+        pass
+
+
+class Runner:
+    """The state of the run, and the one loop (`_turn`) in which everything happens to it."""
+
+    def __init__(self, base: str, folder: str, order: dict[str, Any]) -> None:
+        self._base, self._folder, self._order = base, folder, order
+        self._state: dict[str, Any] = {"phase": "", "pid": os.getpid()}
+        self._state.update(signalled=False, preempted=False, maintenance="")
+        self._log = files.BoundedLog(folder, int(order["log_bytes"]))
+        self._main: int | None = None
+        self._status: int | None = None
+        self._childless = False
+        self._stop_asked = False
+        self._stop_at: float | None = None
+        self._termed = False
+        self._news: collections.deque[tuple[str, str]] = collections.deque()
+        self._output, self._input = os.pipe()
+        self._wake, self._waker = os.pipe()
+        for handle in (self._output, self._wake, self._waker):
+            os.set_blocking(handle, False)
+        self._screen = _screen_output()
+
+    # --- the story of a run ---
+
+    def enter(self, phase: str) -> None:
+        self._state.update(phase=phase, at=time.time())
+        self._save_state()
+
+    def go(self) -> None:
+        self._prepare()
+        phase, status = "", 0
+        for phase in self._order["phases"]:
+            if phase == "setup" and self._setup_is_done():
+                self.note("setup was done on this node before; skipped")
+                continue
+            self.enter(phase)
+            status = self._supervise(phase)
+            if status or self._stop_asked:
+                break
+            if phase == "setup":
+                files.write_whole(os.path.join(self._base, "work.setup"), self._setup_key())
+        self._end_stragglers()
+        self._publish(phase, status)
+
+    def note(self, text: str) -> None:
+        self._write(b"[tpucare: %s]\n" % text.encode())
+
+    def _prepare(self) -> None:
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        signal.signal(signal.SIGTERM, self._asked_to_stop)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._waker, warn_on_full_buffer=False)
+        os.makedirs(os.path.join(self._base, "work"), exist_ok=True)
+        files.write_whole(os.path.join(self._folder, files.RESERVE), "\0" * RESERVE_BYTES)
+        self._env = self._environment()
+        import metadata
+
+        for entry in ("preempted", "maintenance-event"):
+            metadata.watch(entry, self._hear)
+        if self._order.get("checkpoint", "").startswith("gs://") and self._order["worker"] == 0:
+            import checkpoints
+
+            checkpoints.watch(self._order["checkpoint"], os.path.join(self._folder, "checkpoint"))
+        _prune(self._base, self._order["token"])
+
+    def _environment(self) -> dict[str, str]:
+        with open(os.path.join(self._folder, "env"), encoding="utf-8") as stream:
+            env = {**os.environ, **json.load(stream)}
+        env["TPUCARE_RUN"] = self._order["token"]
+        env["TPUCARE_WORKER"] = str(self._order["worker"])
+        env["TPUCARE_NOTICE"] = os.path.join(self._folder, "notice")
+        if self._order.get("commit"):
+            env["TPUCARE_COMMIT"] = self._order["commit"]
+        return env
+
+    # --- one phase ---
+
+    def _supervise(self, phase: str) -> int:
+        """Run the script of *phase* to its end. Returns its exit status, 128 + n when signal n ended it."""
+        if phase == "fetch" and self._order.get("error"):
+            self.note(self._order["error"])
+            return 1
+        if phase == "setup":
+            _remove(os.path.join(self._base, "work.setup"))
+        script = os.path.join(self._folder, f"{phase}.sh")
+        self._status = None
+        self._childless = False
+        actions = [
+            (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+            (os.POSIX_SPAWN_DUP2, self._input, 1),
+            (os.POSIX_SPAWN_DUP2, self._input, 2),
+        ]
+        reset = [signal.SIGPIPE, signal.SIGHUP, signal.SIGINT, signal.SIGTERM]
+        self._main = os.posix_spawn(
+            "/bin/bash", ["bash", script], self._env, file_actions=actions, setsid=True, setsigdef=reset
+        )
+        while self._status is None:
+            self._turn(self._patience())
+            if self._stop_asked:
+                self._stop()
+        self._drain()
+        return self._status
+
+    def _stop(self) -> None:
+        """First SIGTERM to the job's process group, after the grace SIGKILL to everything."""
+        now = time.monotonic()
+        if self._stop_at is None:
+            self._stop_at = now + self._grace()
+            self._term()
+        elif now >= self._stop_at:
+            self._kill_all()
+
+    def _term(self) -> None:
+        if not self._termed and self._main is not None:
+            self._termed = True
+            self._state["signalled"] = True
+            self._save_state()
+            _signal_group(self._main, signal.SIGTERM)
+
+    def _patience(self) -> float:
+        """Seconds for which the loop may sleep."""
+        if self._stop_at is None:
+            return 3600.0
+        return max(SWEEP_SECONDS, self._stop_at - time.monotonic())
+
+    def _grace(self) -> float:
+        asked = files.read_text(os.path.join(self._folder, "stopped"), 32).strip()
+        try:
+            return min(float(asked), 3600.0)
+        except ValueError:
+            return float(self._order["grace"])
+
+    def _setup_key(self) -> str:
+        source = files.read_text(os.path.join(self._base, "work.source"))
+        return f"{self._order['setup_key']} {source}"
+
+    def _setup_is_done(self) -> bool:
+        return files.read_text(os.path.join(self._base, "work.setup")) == self._setup_key()
+
+    # --- the loop ---
+
+    def _turn(self, timeout: float) -> None:
+        """Wait for output, a child's end, a signal or news, and deal with all that is there."""
+        select.select([self._output, self._wake], [], [], timeout)
+        self._read(self._wake)
+        self._copy()
+        self._reap()
+        while self._news:
+            self._tell(*self._news.popleft())
+
+    def _copy(self) -> bool:
+        data = self._read(self._output)
+        self._write(data)
+        return bool(data)
+
+    def _drain(self) -> None:
+        while self._copy():
+            pass
+
+    @staticmethod
+    def _read(handle: int) -> bytes:
+        try:
+            return os.read(handle, 1 << 18)
+        except BlockingIOError:
+            return b""
+
+    def _write(self, data: bytes) -> None:
+        if not data:
+            return
+        self._log.write(data)
+        # Whoever attaches to the screen session sees the output; a terminal that does not keep up misses some.
+        if self._screen is not None and len(data) <= 1 << 14:
+            with contextlib.suppress(OSError):
+                os.write(self._screen, data.replace(b"\n", b"\r\n"))
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                self._childless = True
+                return
+            if pid == 0:
+                return
+            if pid == self._main:
+                self._status = os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
+
+    def _asked_to_stop(self, *_: object) -> None:
+        self._stop_asked = True
+
+    # --- the metadata server ---
+
+    def _hear(self, entry: str, value: str) -> None:
+        """On the watch's thread: hand the news to the loop."""
+        self._news.append((entry, value))
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._waker, b"\0")
+
+    def _tell(self, entry: str, value: str) -> None:
+        if entry == "preempted" and value.upper() == "TRUE":
+            self._state["preempted"] = True
+            self._notice("preempted: the cloud takes this machine back; save now")
+            if self._order["sigterm_on_preemption"] and self._state["phase"] == "run":
+                self._term()
+        elif entry == "maintenance-event":
+            event = "" if value.upper() in ("", "NONE") else value[:100]
+            self._state["maintenance"] = event
+            if event:
+                self._notice(f"maintenance: {event}")
+        self._save_state()
+
+    def _notice(self, text: str) -> None:
+        self._state["signalled"] = True
+        self.note(f"notice: {text}")
+        stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        try:
+            with open(os.path.join(self._folder, "notice"), "a", encoding="utf-8") as stream:
+                stream.write(f"{stamp} {text}\n")
+        except OSError as error:
+            self.note(f"the notice could not be written: {error}")
+
+    def _save_state(self) -> None:
+        files.write_whole(os.path.join(self._folder, "phase"), json.dumps(self._state))
+
+    # --- the end ---
+
+    def _end_stragglers(self) -> None:
+        """
+        What the main process left behind is asked to go, and made to. A job that was told to stop has the rest of its
+        grace for it: `bash run.sh` dies of SIGTERM at once, while the training below it is still saving.
+        """
+        self._turn(0)
+        if self._childless:
+            return
+        if self._termed and self._stop_at is None:
+            self._stop_at = time.monotonic() + self._grace()
+        left = self._stop_at - time.monotonic() if self._stop_at is not None else STRAGGLER_GRACE_SECONDS
+        group = self._main if self._termed else None
+        for pid, process in self._below().items():
+            if process.group != group:
+                processes.send(pid, signal.SIGTERM)
+        self.end_everything(max(left, 1.0))
+
+    def end_everything(self, grace: float) -> None:
+        """Wait *grace* seconds for all children to go, then SIGKILL until none is left or two minutes are over."""
+        now = time.monotonic()
+        kill_at, give_up_at = now + grace, now + grace + KILL_SECONDS
+        self._reap()
+        while not self._childless and time.monotonic() < give_up_at:
+            if time.monotonic() >= kill_at:
+                self._kill_all()
+            self._turn(SWEEP_SECONDS)
+        if not self._childless:
+            # It holds the inherited lock, so the run goes on counting as alive.
+            self.note(f"processes that even SIGKILL does not end: {sorted(self._below())}")
+        self._drain()
+
+    def _below(self) -> dict[int, processes.Process]:
+        alive = processes.table()
+        return {pid: alive[pid] for pid in processes.descendants([os.getpid()], alive)}
+
+    def _kill_all(self) -> None:
+        for pid in self._below():
+            processes.send(pid, signal.SIGKILL)
+
+    def _publish(self, phase: str, status: int) -> None:
+        """The exit, once nothing of the run is left. A full disk is met with the reserve, then with patience."""
+        told = self._state["signalled"] or self._stop_asked or os.path.exists(os.path.join(self._folder, "notice"))
+        failure = self._failure(phase, status, told)
+        self.note(f"{phase} ended with status {status}" + (f" ({failure})" if failure else ""))
+        result = {
+            **self._state,
+            "status": status,
+            "phase": phase,
+            "failure": failure,
+            "signalled": bool(told),
+            "at": time.time(),
+            "detail": str(self._order.get("error", "")) if phase == "fetch" else "",
+        }
+        while not files.write_whole(os.path.join(self._folder, "exit"), json.dumps(result), durable=True):
+            time.sleep(1.0)
+
+    def _failure(self, phase: str, status: int, told: bool) -> str:
+        if status == 0:
+            return ""
+        end = files.log_end(self._folder)
+        _, tail = files.read_log(self._folder, max(0, end - TAIL_BYTES), end)
+        if b"No space left on device" in tail or self._log.disk_was_full or _disk_is_full(self._base):
+            return "disk-full"
+        if phase != "run":
+            return phase
+        if not told and DIRTY_HOST.search(tail):
+            return "dirty-host"
+        return "crash"
+
+
+def _signal_group(leader: int, number: int) -> None:
+    try:
+        os.killpg(leader, number)
+    except ProcessLookupError:
+        pass
+    except PermissionError:
+        processes.send(leader, number)
+
+
+def _screen_output() -> int | None:
+    """A descriptor of the screen window of its own, so that not blocking on it concerns nobody else."""
+    try:
+        return os.open("/dev/tty", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    except OSError:
+        return None
+
+
+def _disk_is_full(path: str) -> bool:
+    for place in (path, os.environ.get("TMPDIR", "/tmp")):
+        try:
+            room = os.statvfs(place)
+        except OSError:
+            continue
+        if room.f_bavail * room.f_frsize < DISK_FULL_BYTES:
+            return True
+    return False
+
+
+def _remove(path: str) -> None:
+    with contextlib.suppress(OSError):
+        os.unlink(path)
+
+
+def _prune(base: str, token: str) -> None:
+    """Old runs' folders, and what a launch that was cut left behind, so that a crash loop does not fill the disk."""
+    import shutil
+
+    old = [name for name in processes.run_tokens(base) if name != token][: -(RUNS_KEPT - 1)]
+    hour_ago = time.time() - 3600
+    for name in os.listdir(base):
+        path = os.path.join(base, name)
+        if name in old or (name.startswith(".in-") and os.stat(path).st_mtime < hour_ago):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

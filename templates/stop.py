@@ -1,0 +1,131 @@
+"""
+End whatever runs on this worker: SIGTERM, after a grace SIGKILL of everything, then wait until the chips are free.
+
+The runner does it when it lives; what it left, or what outlived it, is ended here by its marks. Answers with one line
+of JSON: `quiet` (no run, chips free) and, when not, who holds on. Never SIGINT: it leaves TPU chips unusable.
+Standard library only, Python 3.8 and newer: this runs on the TPU VM.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from typing import Any
+
+import files
+import processes
+
+POLL_SECONDS = 0.02
+# What the runner needs beyond the grace to reap and to write the exit file, before it is itself in the way.
+RUNNER_SECONDS = 10.0
+STACK_BYTES = 1 << 18
+STACK_PROCESSES = 32
+
+
+def main(arguments: list[str]) -> None:
+    """`ORDER` as JSON: `worker`, `grace` and `patience` (seconds after SIGKILL), `stacks`."""
+    # The connection may be cut meanwhile; what was begun is brought to its end.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    order = json.loads(arguments[0])
+    base, worker = processes.home(), int(order["worker"])
+    grace = float(order["grace"])
+    if order.get("stacks"):
+        _record_stacks(base, worker)
+    _forbid_starts(base, grace)
+    _ask_to_end(base, worker, grace)
+    answer = _make_end(base, worker, float(order["patience"]))
+    print(json.dumps(answer))
+
+
+def _forbid_starts(base: str, grace: float) -> None:
+    """A launch that is under way for one of these runs must not begin after we have looked."""
+    for token in processes.run_tokens(base):
+        path = os.path.join(base, token, "stopped")
+        if not os.path.exists(path):
+            files.write_whole(path, f"{grace:g}")
+
+
+def _ask_to_end(base: str, worker: int, grace: float) -> None:
+    rest = processes.living(base, worker)
+    if not rest:
+        return
+    runner = _runner(base)
+    if runner in rest:
+        processes.send(runner, signal.SIGTERM)
+        _wait(base, worker, grace + RUNNER_SECONDS)
+        return
+    for pid in rest:
+        processes.send(pid, signal.SIGTERM)
+    _wait(base, worker, grace)
+
+
+def _make_end(base: str, worker: int, patience: float) -> dict[str, Any]:
+    """SIGKILL until a sweep finds nothing, then wait for the chips; at most *patience* seconds in all."""
+    deadline = time.monotonic() + patience
+    while True:
+        rest = processes.living(base, worker)
+        for pid in rest:
+            processes.send(pid, signal.SIGKILL)
+        holders = {} if rest else processes.chip_holders()
+        held = bool(rest or holders or processes.lock_is_held(base))
+        if not held or time.monotonic() > deadline:
+            return {"quiet": not held, "processes": sorted(rest)[:32], "holders": sorted(holders)[:32]}
+        time.sleep(POLL_SECONDS if rest else 0.5)
+
+
+def _wait(base: str, worker: int, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    pause = POLL_SECONDS
+    while time.monotonic() < deadline and processes.living(base, worker):
+        time.sleep(pause)
+        pause = min(pause * 1.5, 0.5)
+
+
+def _runner(base: str) -> int:
+    token = processes.lock_token(base)
+    state = files.read_object(os.path.join(base, token, "phase")) if token else {}
+    pid = state.get("pid", 0)
+    return pid if isinstance(pid, int) else 0
+
+
+def _record_stacks(base: str, worker: int) -> None:
+    """Into the run's log: where its processes stand, by py-spy where it is installed, by the kernel otherwise."""
+    token = processes.lock_token(base)
+    rest = processes.living(base, worker) - {_runner(base)}
+    if not token or not rest:
+        return
+    log = files.BoundedLog(os.path.join(base, token), 1 << 30)
+    log.write(b"\n[tpucare: the run seems to hang; stacks of its processes]\n")
+    for pid in sorted(rest)[:STACK_PROCESSES]:
+        log.write(_stack(pid)[:STACK_BYTES])
+
+
+def _stack(pid: int) -> bytes:
+    name = files.read_text(f"/proc/{pid}/cmdline", 200).replace("\0", " ")
+    lines = [f"--- process {pid}: {name}"]
+    spied = processes.quietly(["py-spy", "dump", "--pid", str(pid)]) if _is_python(pid) else None
+    lines += [spied] if spied else [f"{part}: {text}" for part, text in _kernel_view(pid) if text]
+    return ("\n".join(lines) + "\n").encode()
+
+
+def _is_python(pid: int) -> bool:
+    try:
+        return shutil.which("py-spy") is not None and "python" in os.readlink(f"/proc/{pid}/exe")
+    except OSError:
+        return False
+
+
+def _kernel_view(pid: int) -> list[tuple[str, str]]:
+    state = [
+        line for line in files.read_text(f"/proc/{pid}/status").splitlines() if line.startswith(("State", "Threads"))
+    ]
+    parts = [(part, files.read_text(f"/proc/{pid}/{part}", 4096).strip()) for part in ("wchan", "syscall", "stack")]
+    return [("status", ", ".join(state)), *parts]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

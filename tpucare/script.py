@@ -1,0 +1,287 @@
+"""
+From a job to the texts that run on a worker: scripts, environment, and the commands that push, start, probe and stop.
+
+Pure: the same order gives the same texts, byte for byte. Everything that comes from a fleet file, a name or an
+environment passes through `shlex.quote` (the templates' filter `q`) or travels as JSON in a file; secrets are in the
+file `env` alone. The templates lie in `templates/` of a source checkout and in `tpucare/_templates` of a wheel. Sending
+the texts is `launch`'s work, packing a local folder `bundle`'s.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from importlib.resources.abc import Traversable
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
+
+from tpucare.errors import ConfigError
+from tpucare.model import Job, LaunchOrder
+
+if TYPE_CHECKING:
+    import jinja2
+
+DEFAULT_PROGRESS = r"(?i)\bstep[\"']?[ =:]+(\d+)"
+TOOL_NAMES = (
+    "checkpoints.py",
+    "files.py",
+    "metadata.py",
+    "probe.py",
+    "processes.py",
+    "resolve.py",
+    "runner.py",
+    "stop.py",
+)
+LOG_BYTES = 64 << 20
+# One argument of a command may have 128 KiB (Linux, MAX_ARG_STRLEN); quoting may lengthen a text.
+SCRIPT_LIMIT = 64 << 10
+
+SCREEN_SECONDS = 5
+ANSWER_SECONDS = 15
+RESOLVE_SECONDS = 60
+
+BOOT = "import sys; sys.path.insert(0, sys.argv[1]); __import__(sys.argv[2]).main(sys.argv[3:])"
+
+_TOKEN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\.\d{1,9}")
+_COMMIT = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_CREDENTIALS = re.compile(r"^[a-z+]+://[^/@]*:[^/@]*@|^https?://[^/@]+@", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class PushedFile:
+    """One file of the stream that a launch sends; `path` is relative to the folder that receives it."""
+
+    path: str
+    content: bytes
+    mode: int = 0o600
+
+
+def run_files(order: LaunchOrder, secrets: Mapping[str, str], bundle: str = "") -> list[PushedFile]:
+    """
+    The folder of a run: scripts, `env` (mode 0600, the only place of secrets), the job's files.
+
+    `bundle` is the file name of the packed workdir; its bytes are pushed beside the folder.
+    Raises: ConfigError: something that no worker could use.
+    """
+    job = order.job
+    check_job(job)
+    environment = json.dumps(run_environment(order, secrets), sort_keys=True)
+    texts = {"run.sh": _render("run.sh.j2", command=job.run)}
+    if job.setup:
+        texts["setup.sh"] = _render("setup.sh.j2", setup=job.setup)
+    if "fetch" in phases(job):
+        texts["fetch.sh"] = _fetch_script(order, bundle)
+    if needs_commit(job):
+        texts["resolve.sh"] = _resolve_script(order)
+    pushed = [
+        PushedFile("env", environment.encode()),
+        PushedFile("askpass.sh", _render("askpass.sh.j2").encode(), 0o700),
+    ]
+    pushed += [PushedFile(name, text.encode()) for name, text in sorted(texts.items())]
+    pushed += [PushedFile(f"files/{path}", content) for path, content in sorted(job.files.items())]
+    return pushed
+
+
+def tool_files() -> list[PushedFile]:
+    """Runner, probe and stop: one standard-library module each, the same for every run."""
+    return [PushedFile(name, _template(name).read_bytes()) for name in TOOL_NAMES]
+
+
+@cache
+def tools_folder() -> str:
+    """Folder name of this version's tools: workers keep those of other versions apart."""
+    digest = hashlib.sha256()
+    for file in tool_files():
+        digest.update(file.path.encode() + b"\0" + file.content + b"\0")
+    return f"tools-{digest.hexdigest()[:16]}"
+
+
+def run_environment(order: LaunchOrder, secrets: Mapping[str, str]) -> dict[str, str]:
+    """What the run sees, but for TPUCARE_WORKER, TPUCARE_NOTICE and TPUCARE_COMMIT, which each worker adds."""
+    job = order.job
+    env = {"PYTHONUNBUFFERED": "1"}
+    if job.checkpoint:
+        env["JAX_COMPILATION_CACHE_DIR"] = _beside(job.checkpoint)
+    env |= {**job.env, **secrets}
+    own = {
+        "TPUCARE_SLOT": order.slot,
+        "TPUCARE_NODE": order.token.rpartition(".")[0],
+        "TPUCARE_ATTEMPT": str(order.attempt),
+        "TPUCARE_RUN": order.token,
+        "TPUCARE_WORKERS": str(len(order.workers)),
+        "TPUCARE_COORDINATOR": order.coordinator,
+        "TPUCARE_CHECKPOINT": job.checkpoint,
+    }
+    return env | own
+
+
+def needs_commit(job: Job) -> bool:
+    """Whether the branch has to be resolved before the gang starts, so that all its workers get the same commit."""
+    return bool(job.repository) and not job.follow and not _COMMIT.fullmatch(job.branch)
+
+
+def phases(job: Job) -> tuple[str, ...]:
+    """Phases that this job really has, in their order."""
+    fetch = ("fetch",) if job.repository or job.workdir or job.files else ()
+    return (*fetch, *(("setup",) if job.setup else ()), "run")
+
+
+def check_job(job: Job) -> None:
+    """Raises: ConfigError: a job that no worker could run."""
+    if job.repository and job.workdir:
+        raise ConfigError("job: repository and workdir exclude each other; keep one")
+    if _CREDENTIALS.search(job.repository):
+        raise ConfigError("job.repository holds credentials; put them into secrets (GIT_TOKEN or GIT_SSH_KEY) instead")
+    for key, text in (("run", job.run), ("setup", job.setup)):
+        if len(text.encode()) > SCRIPT_LIMIT or "\0" in text:
+            raise ConfigError(f"job.{key} has more than {SCRIPT_LIMIT >> 10} KiB, or a NUL; put it into a file")
+    for name, value in job.env.items():
+        if not _VARIABLE.fullmatch(name) or "\0" in value:
+            raise ConfigError(f"job.env: {name!r} is not a variable that an environment can hold")
+    for path in job.files:
+        parts = PurePosixPath(path).parts
+        if not parts or path.startswith("/") or ".." in parts or "\0" in path:
+            raise ConfigError(f"job.files: {path!r} is not a path below the job's folder")
+
+
+def launch_command(
+    order: LaunchOrder, worker: int, *, push: bool = False, start: bool = False, resolve: bool = False,
+    bundle: str = "", commit: str = "", error: str = "",
+) -> str:  # fmt: skip
+    """
+    One command for one worker: push (a tar stream on standard input), resolve the branch, start the runner, or several.
+
+    `commit` is what the branch was resolved to; `error` why it could not be: the run then fails in its fetch phase.
+    """
+    if not _TOKEN.fullmatch(order.token):
+        raise ConfigError(f"{order.token!r} is not a run token: <node>.<number>")
+    text = _render(
+        "launch.sh.j2",
+        token=order.token,
+        tools=tools_folder(),
+        boot=BOOT,
+        session=f"tpucare-{order.slot}",
+        order=json.dumps(_runner_order(order, worker, commit, error), sort_keys=True),
+        bundle=bundle,
+        push=push,
+        resolve=resolve,
+        start=start,
+        screen_seconds=SCREEN_SECONDS,
+        answer_seconds=ANSWER_SECONDS,
+    )
+    # Marked from its first instruction on, so that a stop finds a launch that has not reached the runner yet.
+    marks = f"TPUCARE_RUN={shlex.quote(order.token)} TPUCARE_WORKER={worker}"
+    return f"{marks} exec bash -c {shlex.quote(text)}"
+
+
+def tool_command(verb: str, question: Mapping[str, object]) -> str:
+    """`probe` or `stop` on a worker; answers one line of JSON."""
+    text = _render(
+        "tool.sh.j2", tools=tools_folder(), boot=BOOT, verb=verb, question=json.dumps(question, sort_keys=True)
+    )
+    return f"exec bash -c {shlex.quote(text)}"
+
+
+def install_command() -> str:
+    """Put the tools alone on a worker: a tar stream with the folder `tools` on standard input."""
+    return f"exec bash -c {shlex.quote(_render('receive.sh.j2', tools=tools_folder()))}"
+
+
+def notice_command(token: str, text: str) -> str:
+    """Append a line to the notice file of a run, if that run is there."""
+    folder = f'"$HOME/.tpucare/"{shlex.quote(token)}'
+    line = shlex.quote(" ".join(text.split())[:500])
+    body = f'umask 077; cd {folder} || exit 66; printf "%s %s\\n" "$(date -u +%Y-%m-%dT%H:%M:%SZ)" {line} >>notice'
+    return f"exec bash -c {shlex.quote(body)}"
+
+
+def read_template(name: str) -> str:
+    """Text of a template."""
+    return _template(name).read_text(encoding="utf-8")
+
+
+def _runner_order(order: LaunchOrder, worker: int, commit: str, error: str) -> dict[str, object]:
+    job = order.job
+    if not commit and _COMMIT.fullmatch(job.branch):
+        commit = job.branch
+    setup = hashlib.sha256(job.setup.encode())
+    for path, content in sorted(job.files.items()):
+        setup.update(b"\0" + path.encode() + b"\0" + hashlib.sha256(content).digest())
+    return {
+        "token": order.token,
+        "worker": worker,
+        "phases": list(phases(job)),
+        "grace": order.grace.total_seconds(),
+        "sigterm_on_preemption": order.sigterm_on_preemption,
+        "checkpoint": job.checkpoint,
+        "setup_key": setup.hexdigest(),
+        "log_bytes": LOG_BYTES,
+        "commit": commit,
+        "error": error[:2000],
+    }
+
+
+def _fetch_script(order: LaunchOrder, bundle: str) -> str:
+    job = order.job
+    return _render(
+        "fetch.sh.j2",
+        token=order.token,
+        repository=job.repository,
+        branch=job.branch,
+        bundle=bundle,
+        files=bool(job.files),
+    )
+
+
+def _resolve_script(order: LaunchOrder) -> str:
+    branch = order.job.branch
+    refs = [f"refs/heads/{branch}", f"refs/tags/{branch}^{{}}", f"refs/tags/{branch}"] if branch else ["HEAD"]
+    return _render(
+        "resolve.sh.j2",
+        token=order.token,
+        repository=order.job.repository,
+        branch=branch,
+        refs=refs,
+        resolve_seconds=RESOLVE_SECONDS,
+    )
+
+
+def _beside(checkpoint: str) -> str:
+    """The compile cache outlives the node as the checkpoints do; beside them, for their folder is the job's own."""
+    path = checkpoint.rstrip("/")
+    is_bucket = path.startswith("gs://") and "/" not in path[5:]
+    return f"{path}/.jax-cache" if is_bucket else f"{path}.jax-cache"
+
+
+def _template(name: str) -> Traversable:
+    """A template of the wheel, or of the source checkout that this module lies in."""
+    packaged = resources.files("tpucare") / "_templates" / name
+    return packaged if packaged.is_file() else Path(__file__).parent.parent / "templates" / name
+
+
+def _render(name: str, **values: object) -> str:
+    return _environment().get_template(name).render(**values)
+
+
+@cache
+def _environment() -> jinja2.Environment:
+    # Imported late: it costs 60 ms, which commands that launch nothing need not pay.
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.FunctionLoader(read_template),
+        undefined=jinja2.StrictUndefined,
+        autoescape=False,
+        keep_trailing_newline=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["q"] = shlex.quote
+    return environment
