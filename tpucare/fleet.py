@@ -1,0 +1,332 @@
+"""
+Text of a fleet.yaml -> `Fleet`, from which every `model.Slot` follows; or a ConfigError with one line per problem.
+
+The doors read the file and know where it lies; the words are checked in `fleet_schema` (shape), `fleet_values`,
+`fleet_rules` (together, and against the catalogue) and `fleet_files`. Nothing here asks the cloud or the environment.
+"""
+
+from __future__ import annotations
+
+import os.path
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from tpucare import accelerators, fleet_files, fleet_rules, fleet_schema, yaml_lines
+from tpucare.errors import ConfigError
+from tpucare.fleet_files import ReadFile, read_local
+from tpucare.fleet_problems import PROBLEMS_LIMIT, shape_problems
+from tpucare.fleet_schema import COUNT_LIMIT, CareSection, Fence, FleetFile, NetworkSection, Stopped, TpuSection
+from tpucare.model import Care, Job, Network, Place, Slot
+from tpucare.yaml_lines import Document, Problem
+
+__all__ = ["Fleet", "json_schema", "parse", "read_local", "refuse_shared_names"]
+
+SLOT_PLACEHOLDER = "{slot}"
+
+json_schema = fleet_schema.json_schema
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """
+    What a person declares in one file: *count* equal slots.
+
+    `job` is no slot's job yet: its placeholders are unexpanded and its files empty. `files`: path on the worker ->
+    local path; `contents`: by local path with placeholders expanded. `project` is None when neither the file nor the
+    caller named one. `warnings` are lines for a person, of the same form as the lines of a ConfigError.
+    """
+
+    name: str
+    count: int
+    project: str | None
+    places: tuple[Place, ...]
+    job: Job
+    care: Care
+    ssh_keys: tuple[str, ...] = ()
+    files: Mapping[str, str] = field(default_factory=dict)
+    contents: Mapping[str, bytes] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+    file: str = ""
+
+    @property
+    def workers(self) -> int:
+        """Hosts of the largest type among the places."""
+        return max(place.workers for place in self.places)
+
+    def slot_name(self, index: int) -> str:
+        return f"{self.name}-{index}"
+
+    def slot(self, index: int) -> Slot:
+        """
+        Everything that makes and cares for slot *index*. An index beyond `count` serves slots that a lowered count
+        left running.
+
+        Raises:
+            ConfigError: The project is known to nobody, or a file of a surplus slot was not read.
+        """
+        if not 0 <= index < COUNT_LIMIT:
+            raise ConfigError(f"{self.file}: {self.name} has no slot {index}")
+        if self.project is None:
+            raise ConfigError(
+                f"{self.file}: project: is named nowhere; add it here, or set GOOGLE_CLOUD_PROJECT, "
+                "or run `gcloud config set project PROJECT`"
+            )
+        name = self.slot_name(index)
+        return Slot(
+            name=name,
+            fleet=self.name,
+            project=self.project,
+            places=self.places,
+            job=self._job_of(index, name),
+            care=self.care,
+            ssh_keys=self.ssh_keys,
+            workers=self.workers,
+        )
+
+    def slots(self) -> tuple[Slot, ...]:
+        """All *count* slots in order. Raises: ConfigError, as `slot`."""
+        return tuple(self.slot(index) for index in range(self.count))
+
+    def index_of(self, word: str) -> int | None:
+        """Index of the slot that a person means by *word*: `<fleet>-<i>`, or `<fleet>` for slot 0; None for others."""
+        if word == self.name:
+            return 0
+        digits = word.removeprefix(f"{self.name}-")
+        is_index = digits.isascii() and digits.isdecimal() and len(digits) <= 4 and str(int(digits)) == digits
+        return int(digits) if is_index and digits != word else None
+
+    def _job_of(self, index: int, name: str) -> Job:
+        job = self.job
+        try:
+            files = {_expand(remote, name): self.contents[_expand(local, name)] for remote, local in self.files.items()}
+        except KeyError as error:
+            raise ConfigError(f"{self.file}: job.files: {error.args[0]} was not read for slot {name}") from None
+        return replace(
+            job,
+            run=_expand(job.run, name),
+            env={key: _expand(value, name) for key, value in job.env.items()},
+            checkpoint=self._checkpoint_of(index, name),
+            files=files,
+        )
+
+    def _checkpoint_of(self, index: int, name: str) -> str:
+        template = self.job.checkpoint
+        if not template or SLOT_PLACEHOLDER in template:
+            return _expand(template, name)
+        # Two slots that write to one folder destroy each other's checkpoints; a surplus slot had its own already.
+        return f"{template.rstrip('/')}/{name}" if self.count > 1 or index > 0 else template
+
+
+def parse(
+    text: str,
+    *,
+    file: str,
+    folder: Path | None = None,
+    default_project: str | None = None,
+    read_file: ReadFile = read_local,
+) -> Fleet:
+    """
+    The fleet that *text* declares.
+
+    `file` is only named in errors; relative paths in the text start at `folder` (absolute). `default_project` serves a
+    text without one.
+
+    Raises:
+        ConfigError: Any number of lines `file:line: key.path: what is wrong`, in the order of the file.
+    """
+    try:
+        document = yaml_lines.read(text)
+    except yaml_lines.Unreadable as error:
+        raise ConfigError(error.problem.render(file)) from None
+    declared, problems = _validated(document)
+    findings = fleet_rules.check(document)
+    problems += [*document.problems, *findings.problems]
+    contents: dict[str, bytes] = {}
+    if declared is not None:
+        problems += _folder_problems(declared, document, folder)
+        problems += _place_problems(declared, document)
+        contents, unread = _read_files(declared, document, folder, read_file)
+        problems += unread
+    if problems or declared is None:
+        raise ConfigError("\n".join(_lines(problems, file)))
+    return _built(declared, contents, tuple(_lines(findings.warnings, file)), file, folder, default_project)
+
+
+def refuse_shared_names(fleets: Iterable[Fleet]) -> None:
+    """
+    Slots are unique over all fleets of a project, so no two fleets may bear one name.
+
+    Raises:
+        ConfigError: One line per name that is declared again.
+    """
+    first: dict[str, Fleet] = {}
+    lines = [
+        f"{fleet.file}: name: {fleet.name} is declared in {first[fleet.name].file} already; choose another"
+        for fleet in fleets
+        if first.setdefault(fleet.name, fleet) is not fleet
+    ]
+    if lines:
+        raise ConfigError("\n".join(lines))
+
+
+# --- checking ----------------------------------------------------------------------------------------------------
+
+
+def _validated(document: Document) -> tuple[FleetFile | None, list[Problem]]:
+    if not isinstance(document.value, dict):
+        return None, [document.problem((), "must be a mapping (key: value) that begins with `name: …`")]
+    try:
+        return FleetFile.model_validate(document.value), []
+    except ValidationError as error:
+        return None, list(shape_problems(document, error))
+
+
+def _folder_problems(declared: FleetFile, document: Document, folder: Path | None) -> Iterator[Problem]:
+    workdir = declared.job.workdir
+    if workdir and folder is None and not os.path.isabs(workdir):
+        yield document.problem(("job", "workdir"), "must be an absolute path: this text lies in no folder")
+
+
+def _place_problems(declared: FleetFile, document: Document) -> Iterator[Problem]:
+    """What is remembered of a place is kept under its key, so two places of one key would mix their memories."""
+    taken = set()
+    for number, alternative in enumerate(declared.tpu):
+        for index, place in enumerate(_places_of(alternative)):
+            if place.key in taken:
+                text = f"{place.accelerator_type} as {place.provisioning} in {place.zone} is listed twice"
+                yield document.problem(("tpu", number, "zones", index), text)
+            taken.add(place.key)
+
+
+def _read_files(
+    declared: FleetFile, document: Document, folder: Path | None, read_file: ReadFile
+) -> tuple[dict[str, bytes], list[Problem]]:
+    files = declared.job.files
+    wrong = list(fleet_files.path_problems(files))
+    if not wrong and files and folder is None:
+        wrong = [("", "needs a folder to read from: this text lies in none")]
+    if wrong or folder is None:
+        return {}, [document.problem(_file_path(remote), text) for remote, text in wrong]
+    names = [f"{declared.name}-{index}" for index in range(declared.count)]
+    owner = {path: remote for remote, local in files.items() for path in _expansions(local, names)}
+    contents, unread = fleet_files.read_all(owner, folder, read_file)
+    return contents, [document.problem(_file_path(owner[path]), text) for path, text in unread.items()]
+
+
+def _file_path(remote: str) -> tuple[str, ...]:
+    return ("job", "files", remote) if remote else ("job", "files")
+
+
+def _lines(problems: Sequence[Problem], file: str) -> Iterator[str]:
+    unique = sorted(set(problems))
+    yield from (problem.render(file) for problem in unique[:PROBLEMS_LIMIT])
+    if len(unique) > PROBLEMS_LIMIT:
+        yield f"{file}:{unique[PROBLEMS_LIMIT].line}: and {len(unique) - PROBLEMS_LIMIT} more"
+
+
+# --- building ----------------------------------------------------------------------------------------------------
+
+
+def _built(
+    declared: FleetFile,
+    contents: Mapping[str, bytes],
+    warnings: tuple[str, ...],
+    file: str,
+    folder: Path | None,
+    default_project: str | None,
+) -> Fleet:
+    places = tuple(place for alternative in declared.tpu for place in _places_of(alternative))
+    keys = dict.fromkeys(key for alternative in declared.tpu for key in alternative.ssh_keys)
+    return Fleet(
+        name=declared.name,
+        count=declared.count,
+        project=declared.project or default_project or None,
+        places=places,
+        job=_job(declared, folder),
+        care=_care(declared.care, max(place.workers for place in places)),
+        ssh_keys=tuple(keys),
+        files=declared.job.files,
+        contents=contents,
+        warnings=warnings,
+        file=file,
+    )
+
+
+def _places_of(alternative: TpuSection) -> Iterator[Place]:
+    accelerator = accelerators.derive(alternative.type)
+    for choice in alternative.zones:
+        given = choice.model_fields_set
+        yield Place(
+            zone=choice.zone,
+            accelerator_type=accelerator.type,
+            provisioning=choice.provisioning if "provisioning" in given else alternative.provisioning,
+            runtime=choice.runtime or alternative.runtime or accelerator.default_runtime,
+            service_account=choice.service_account or alternative.service_account,
+            network=_network(alternative.network, choice.network),
+            workers=accelerator.hosts,
+        )
+
+
+def _network(around: NetworkSection, own: NetworkSection) -> Network:
+    merged = around.model_copy(update={key: getattr(own, key) for key in own.model_fields_set})
+    return Network(
+        name=merged.name,
+        subnetwork=merged.subnetwork,
+        tags=tuple(merged.tags),
+        external_ips=merged.external_ips,
+    )
+
+
+def _job(declared: FleetFile, folder: Path | None) -> Job:
+    job = declared.job
+    workdir = os.path.normpath((folder or Path()) / job.workdir) if job.workdir else ""
+    return Job(
+        run=job.run,
+        setup=job.setup,
+        repository=job.repository,
+        branch=job.branch,
+        follow=job.follow,
+        workdir=workdir,
+        env=job.env,
+        secrets=tuple(job.secrets),
+        checkpoint=job.checkpoint,
+        progress=job.progress,
+    )
+
+
+def _care(declared: CareSection, workers: int) -> Care:
+    same: dict[str, Any] = declared.model_dump(exclude={"fence", "stopped", "boot_timeout"})
+    is_given = "boot_timeout" in declared.model_fields_set
+    return Care(
+        **same,
+        boot_timeout=declared.boot_timeout if is_given else default_boot_timeout(workers),
+        fence_proceed=declared.fence is Fence.PROCEED,
+        stopped_delete=declared.stopped is Stopped.DELETE,
+    )
+
+
+def default_boot_timeout(workers: int) -> timedelta:
+    """
+    How long a node of *workers* hosts may take until all of them answer.
+
+    Source: single hosts were seen to take minutes, slices of some hosts 12 minutes; marin (PR 7030) waits 60 minutes,
+    twice that from 64 hosts and three times from 256.
+    """
+    if workers <= 16:
+        return timedelta(minutes=30)
+    factor = 3 if workers >= 256 else 2 if workers >= 64 else 1
+    return factor * timedelta(minutes=60)
+
+
+def _expand(text: str, name: str) -> str:
+    """Only the exact token is replaced, so that `${VAR}`, awk and f-strings survive."""
+    return text.replace(SLOT_PLACEHOLDER, name)
+
+
+def _expansions(text: str, names: Sequence[str]) -> Iterable[str]:
+    return dict.fromkeys(_expand(text, name) for name in names) if SLOT_PLACEHOLDER in text else (text,)

@@ -1,0 +1,183 @@
+"""
+What may stand together in a fleet file: types and zones of the catalogue, and keys that exclude or need each other.
+
+Works on the plain values of the file, whatever else is wrong with them, so that one reading reports everything.
+What is right in shape but unwise is a warning.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from tpucare import accelerators, fleet_values
+from tpucare.accelerators import Accelerator
+from tpucare.errors import ConfigError
+from tpucare.fleet_schema import ALTERNATIVES_LIMIT, ZONES_LIMIT
+from tpucare.model import Provisioning
+from tpucare.words import hint, shown
+from tpucare.yaml_lines import Document, KeyPath, Problem
+
+_SECRET_NAME = re.compile(r"(?i)(^|_)(api_?key|token|secret|password|passwd|credentials?|private_key)s?$")
+_PLACEHOLDER = "{slot}"
+_UNEXPANDED = ("setup", "repository", "branch", "workdir", "progress")
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """`problems` refuse the file; `warnings` let it pass."""
+
+    problems: tuple[Problem, ...]
+    warnings: tuple[Problem, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Finding:
+    path: KeyPath
+    text: str
+    is_warning: bool = False
+
+
+def check(document: Document) -> Findings:
+    """Everything that the values of *document* break together; values of a wrong shape are passed over."""
+    top = _mapping(document.value)
+    found = [*_tpu(top), *_job(_mapping(top.get("job")))]
+    placed = [(finding.is_warning, document.problem(finding.path, finding.text)) for finding in found]
+    return Findings(
+        problems=tuple(problem for is_warning, problem in placed if not is_warning),
+        warnings=tuple(problem for is_warning, problem in placed if is_warning),
+    )
+
+
+# --- tpu: against the catalogue ----------------------------------------------------------------------------------
+
+
+def _tpu(top: dict[str, object]) -> Iterator[_Finding]:
+    tpu = top.get("tpu")
+    for index, entry in enumerate(tpu[:ALTERNATIVES_LIMIT] if isinstance(tpu, list) else [tpu]):
+        alternative = _mapping(entry)
+        yield from _alternative(alternative, ("tpu", index), unlisted=alternative.get("unlisted") is True)
+
+
+def _alternative(alternative: dict[str, object], path: KeyPath, *, unlisted: bool) -> Iterator[_Finding]:
+    word, accelerator = alternative.get("type"), None
+    if isinstance(word, str):
+        try:
+            accelerator = accelerators.derive(word) if unlisted else accelerators.lookup(word)
+        except ConfigError as error:
+            yield _Finding((*path, "type"), str(error))
+    if accelerator and not accelerator.topology:
+        text = f"{accelerator.type} is not listed; {accelerator.hosts} hosts are derived from its name"
+        yield _Finding((*path, "type"), text, is_warning=True)
+    yield from _terms(alternative, path, accelerator, unlisted=unlisted)
+    for index, entry in enumerate(_list(alternative.get("zones"))[:ZONES_LIMIT]):
+        here = (*path, "zones", index)
+        if isinstance(entry, str):
+            yield from _zone(entry, here, accelerator, unlisted=unlisted)
+            continue
+        settings = _mapping(entry)
+        yield from _zone(settings.get("zone"), (*here, "zone"), accelerator, unlisted=unlisted)
+        yield from _terms(settings, here, accelerator, unlisted=unlisted)
+
+
+def _zone(zone: object, path: KeyPath, accelerator: Accelerator | None, *, unlisted: bool) -> Iterator[_Finding]:
+    if not isinstance(zone, str):
+        return
+    known = accelerators.known_zones()
+    if zone not in known:
+        close = hint(zone, known)
+        if not unlisted:
+            text = f"{shown(zone)} is no known zone{close}"
+            yield _Finding(path, text if close else f"{text}; `unlisted: true` lets a new one pass")
+        elif _is_zone(zone):
+            yield _Finding(path, f"{zone} is no listed zone{close}", is_warning=True)
+    elif accelerator is not None:
+        yield from _offer(accelerator, zone, path, unlisted=unlisted)
+
+
+def _offer(accelerator: Accelerator, zone: str, path: KeyPath, *, unlisted: bool) -> Iterator[_Finding]:
+    offer = accelerators.offer(accelerator.type, zone)
+    if offer is None:
+        zones = ", ".join(offer.zone for offer in accelerators.zones_for(accelerator.type)[:4])
+        text = f"{accelerator.generation} is not offered in {zone}; it is in {zones}"
+        yield _Finding(path, text, is_warning=unlisted)
+    elif offer.only and accelerator.type not in offer.only:
+        text = f"only {', '.join(offer.only)} is listed for {zone}; {accelerator.type} may be refused there"
+        yield _Finding(path, text, is_warning=True)
+
+
+def _terms(
+    settings: dict[str, object], path: KeyPath, accelerator: Accelerator | None, *, unlisted: bool
+) -> Iterator[_Finding]:
+    if accelerator is None:
+        return
+    tier, runtime = settings.get("provisioning"), settings.get("runtime")
+    if isinstance(tier, str) and tier in set(Provisioning) - set(accelerator.provisionings):
+        offered = ", ".join(accelerator.provisionings)
+        text = f"{accelerator.generation} is not offered as {tier}; it is as {offered}"
+        yield _Finding((*path, "provisioning"), text, is_warning=unlisted)
+    if isinstance(runtime, str) and runtime and not _fits(runtime, accelerator.runtimes):
+        text = f"{shown(runtime)} is not listed for {accelerator.generation}; usual is {accelerator.default_runtime}"
+        yield _Finding((*path, "runtime"), text, is_warning=True)
+
+
+def _fits(runtime: str, patterns: Iterable[str]) -> bool:
+    """The catalogue writes `tpu-vm-tf-<version>[-pod][-pjrt]` for a family of names."""
+    return any(fnmatch.fnmatchcase(runtime, re.sub(r"<.*", "*", pattern)) for pattern in patterns)
+
+
+def _is_zone(word: str) -> bool:
+    try:
+        fleet_values.zone(word)
+    except ValueError:
+        return False
+    return True
+
+
+# --- job: keys that exclude or need each other -------------------------------------------------------------------
+
+
+def _job(job: dict[str, object]) -> Iterator[_Finding]:
+    if job.get("repository") and job.get("workdir"):
+        yield _Finding(("job", "workdir"), "excludes `repository`; keep one of the two")
+    if not job.get("repository"):
+        for key in ("branch", "follow"):
+            if job.get(key):
+                yield _Finding(("job", key), "needs `repository`")
+    env = _mapping(job.get("env"))
+    yield from _secrets(_list(job.get("secrets")), env)
+    yield from _job_warnings(job, env)
+
+
+def _secrets(names: list[object], env: dict[str, object]) -> Iterator[_Finding]:
+    seen = set()
+    for index, name in enumerate(names):
+        if not isinstance(name, str):
+            continue
+        if name in env:
+            yield _Finding(("job", "secrets", index), f"{shown(name)} is in `env` too; keep one of the two")
+        if name in seen:
+            yield _Finding(("job", "secrets", index), f"{shown(name)} is listed twice")
+        seen.add(name)
+
+
+def _job_warnings(job: dict[str, object], env: dict[str, object]) -> Iterator[_Finding]:
+    for name in env:
+        if _SECRET_NAME.search(name):
+            text = "looks like a secret, and `env` is stored and shown; name it in `job.secrets` instead"
+            yield _Finding(("job", "env", name), text, is_warning=True)
+    for key in _UNEXPANDED:
+        if isinstance(value := job.get(key), str) and _PLACEHOLDER in value:
+            yield _Finding(("job", key), f"{_PLACEHOLDER} is not expanded here; use $TPUCARE_SLOT", is_warning=True)
+    if "run" in job and "checkpoint" not in job:
+        yield _Finding(("job",), "names no checkpoint: every new node begins at step 0", is_warning=True)
+
+
+def _mapping(value: object) -> dict[str, object]:
+    return value if isinstance(value, dict) else {}
+
+
+def _list(value: object) -> list[object]:
+    return value if isinstance(value, list) else []
