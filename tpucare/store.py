@@ -353,6 +353,10 @@ def _connect(path: Path) -> sqlite3.Connection:
         connection.execute("PRAGMA synchronous = FULL")
         connection.execute(f"PRAGMA journal_size_limit = {16 << 20}")
         schema.migrate(connection)
+        # SQLite opens what it may only read without a word: better refused now than at the first intent.
+        connection.execute("BEGIN IMMEDIATE")
+        connection.execute(f"PRAGMA user_version = {schema.VERSION}")
+        connection.execute("ROLLBACK")
     except BaseException:
         connection.close()
         raise
@@ -385,9 +389,12 @@ def _count(counts: Mapping[str, int], events: Sequence[Event]) -> dict[str, int]
 
 
 def _trim(write: sqlite3.Connection, slots: Mapping[str, int]) -> None:
-    write.execute("DELETE FROM events WHERE number <= (SELECT max(number) FROM events) - ?", (EVENTS_KEPT,))
     write.executemany(
         "DELETE FROM events WHERE slot = ?1 AND number <="
         " (SELECT number FROM events WHERE slot = ?1 ORDER BY number DESC LIMIT 1 OFFSET ?2)",
         [(slot, EVENTS_KEPT_PER_SLOT) for slot in slots],
+    )
+    write.execute(
+        "DELETE FROM events WHERE number <= (SELECT number FROM events ORDER BY number DESC LIMIT 1 OFFSET ?)",
+        (EVENTS_KEPT,),
     )
