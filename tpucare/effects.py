@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from tpucare.actions import Create, Delete, Effect, Launch, Look, Notice, Poll, PushKey, Stop, Vouch
-from tpucare.errors import LostRace, NodeNotReady
+from tpucare.errors import LostRace, WorkerSilent
 from tpucare.memory import Memory
 from tpucare.model import (
     LABEL_FLEET,
@@ -86,7 +86,7 @@ def _prepare_run(
     ports: Ports,
 ) -> Callable[[], object]:
     if workers is None:
-        raise NodeNotReady(f"{action.key.name} does not list its workers")
+        raise WorkerSilent(f"{action.key.name} does not list its workers")
     past = memory.node(action.key.name)
     attempt = past.attempt if past is not None else memory.attempts
     match action:

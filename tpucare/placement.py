@@ -8,7 +8,7 @@ and survives restarts in the slot's memory. What an answer means for the node it
 from __future__ import annotations
 
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
@@ -182,6 +182,6 @@ class CreateBudget:
     def take(self, slot: str, now: float) -> None:
         self._asked.append((now, slot))
 
-    def share(self, slot: str) -> int:
-        """How many of the creates in the window were for *slot*: the fewest go first."""
-        return sum(1 for _, name in self._asked if name == slot)
+    def shares(self) -> Counter[str]:
+        """How many of the creates in the window each slot had: the fewest go first."""
+        return Counter(slot for _, slot in self._asked)

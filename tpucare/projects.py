@@ -1,0 +1,97 @@
+"""
+What the engine knows of one project between listings: its observed clock, its dark zones, its quota, its sleepers.
+
+Mutable, on the deciding thread only. The observed clock is the heart of rule 11: it moves only when a listing
+succeeded, and by at most `cap` each time, so that neither an outage nor a suspended machine makes a timeout fire.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+
+from tpucare.evidence import Holding, Mark
+from tpucare.model import Listing, Node, NodeState, Provisioning
+
+HOLDS_QUOTA_DEAD = frozenset({NodeState.PREEMPTED, NodeState.TERMINATED, NodeState.DELETING})
+
+
+@dataclass(slots=True)
+class ProjectView:
+    """One project, as the last listings showed it."""
+
+    name: str
+    cap: timedelta
+    slots: set[str] = field(default_factory=set)
+    fresh: bool = False
+    blind_why: str = ""
+    unreachable: frozenset[str] = frozenset()
+    complete: bool = False
+    observed: timedelta = timedelta()
+    passes: int = 0
+    listing: bool = False
+    poll_due: float = 0.0
+    holdings: frozenset[Holding] = frozenset()
+    holdings_changed: bool = False
+    nodes: int = 0
+    _last_pass: float | None = None
+    _cloud: tuple[datetime, float] | None = None
+    _held: dict[str, Holding] = field(default_factory=dict)
+    _wakes: list[tuple[timedelta, str]] = field(default_factory=list)
+
+    @property
+    def mark(self) -> Mark:
+        return Mark(self.observed, self.passes)
+
+    def adopt(self, slot: str) -> None:
+        self.slots.add(slot)
+
+    def observe(self, listing: Listing, now: float) -> None:
+        """A listing succeeded at *now* (monotonic seconds)."""
+        if self._last_pass is not None:
+            self.observed += min(timedelta(seconds=max(0.0, now - self._last_pass)), self.cap)
+        self._last_pass = now
+        self.passes += 1
+        self.fresh, self.blind_why = True, ""
+        self.unreachable = listing.unreachable
+        self.complete = self.complete or not listing.unreachable
+        self.nodes = len(listing.nodes)
+        if listing.cloud_time is not None:
+            self._cloud = (listing.cloud_time, now)
+
+    def cloud_now(self, now: float, wall: datetime) -> datetime:
+        """The service's clock, carried on by ours since it last told; our wall time where it never did."""
+        if self._cloud is None:
+            return wall
+        told, at = self._cloud
+        return told + timedelta(seconds=now - at)
+
+    def hold(self, node: Node) -> None:
+        """Whether *node*, which is ours, is dead and still counts against a quota."""
+        if node.state not in HOLDS_QUOTA_DEAD:
+            self.release(node.name)
+            return
+        generation = node.accelerator_type.partition("-")[0]
+        on_demand = node.provisioning in (Provisioning.ON_DEMAND, Provisioning.RESERVED)
+        self._held[node.name] = Holding(node.key.zone, generation, on_demand)
+        self._recount()
+
+    def release(self, name: str) -> None:
+        if self._held.pop(name, None) is not None:
+            self._recount()
+
+    def _recount(self) -> None:
+        holdings = frozenset(self._held.values())
+        self.holdings_changed = self.holdings_changed or holdings != self.holdings
+        self.holdings = holdings
+
+    def wake(self, observed: timedelta, slot: str) -> None:
+        """Ask about *slot* again once that much has been observed."""
+        heapq.heappush(self._wakes, (observed, slot))
+
+    def due(self) -> Iterator[str]:
+        """Slots whose observed wake-up has come; an answer that is no longer needed costs one decision."""
+        while self._wakes and self._wakes[0][0] <= self.observed:
+            yield heapq.heappop(self._wakes)[1]
