@@ -10,18 +10,17 @@ from __future__ import annotations
 import os.path
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 
-from tpucare import accelerators, fleet_files, fleet_rules, fleet_schema, yaml_lines
+from tpucare import fleet_files, fleet_rules, fleet_schema, yaml_lines
 from tpucare.errors import ConfigError
+from tpucare.fleet_build import care_of, job_template, places_of
 from tpucare.fleet_files import ReadFile, read_local
 from tpucare.fleet_problems import PROBLEMS_LIMIT, shape_problems
-from tpucare.fleet_schema import COUNT_LIMIT, CareSection, Fence, FleetFile, NetworkSection, Stopped, TpuSection
-from tpucare.model import Care, Job, Network, Place, Slot
+from tpucare.fleet_schema import COUNT_LIMIT, FleetFile
+from tpucare.model import Care, Job, Place, Slot
 from tpucare.yaml_lines import Document, Problem
 
 __all__ = ["Fleet", "json_schema", "parse", "read_local", "refuse_shared_names"]
@@ -196,7 +195,7 @@ def _place_problems(declared: FleetFile, document: Document) -> Iterator[Problem
     """What is remembered of a place is kept under its key, so two places of one key would mix their memories."""
     taken = set()
     for number, alternative in enumerate(declared.tpu):
-        for index, place in enumerate(_places_of(alternative)):
+        for index, place in enumerate(places_of(alternative)):
             if place.key in taken:
                 text = f"{place.accelerator_type} as {place.provisioning} in {place.zone} is listed twice"
                 yield document.problem(("tpu", number, "zones", index), text)
@@ -240,87 +239,21 @@ def _built(
     folder: Path | None,
     default_project: str | None,
 ) -> Fleet:
-    places = tuple(place for alternative in declared.tpu for place in _places_of(alternative))
+    places = tuple(place for alternative in declared.tpu for place in places_of(alternative))
     keys = dict.fromkeys(key for alternative in declared.tpu for key in alternative.ssh_keys)
     return Fleet(
         name=declared.name,
         count=declared.count,
         project=declared.project or default_project or None,
         places=places,
-        job=_job(declared, folder),
-        care=_care(declared.care, max(place.workers for place in places)),
+        job=job_template(declared.job, folder),
+        care=care_of(declared.care, max(place.workers for place in places)),
         ssh_keys=tuple(keys),
         files=declared.job.files,
         contents=contents,
         warnings=warnings,
         file=file,
     )
-
-
-def _places_of(alternative: TpuSection) -> Iterator[Place]:
-    accelerator = accelerators.derive(alternative.type)
-    for choice in alternative.zones:
-        given = choice.model_fields_set
-        yield Place(
-            zone=choice.zone,
-            accelerator_type=accelerator.type,
-            provisioning=choice.provisioning if "provisioning" in given else alternative.provisioning,
-            runtime=choice.runtime or alternative.runtime or accelerator.default_runtime,
-            service_account=choice.service_account or alternative.service_account,
-            network=_network(alternative.network, choice.network),
-            workers=accelerator.hosts,
-        )
-
-
-def _network(around: NetworkSection, own: NetworkSection) -> Network:
-    merged = around.model_copy(update={key: getattr(own, key) for key in own.model_fields_set})
-    return Network(
-        name=merged.name,
-        subnetwork=merged.subnetwork,
-        tags=tuple(merged.tags),
-        external_ips=merged.external_ips,
-    )
-
-
-def _job(declared: FleetFile, folder: Path | None) -> Job:
-    job = declared.job
-    workdir = os.path.normpath((folder or Path()) / job.workdir) if job.workdir else ""
-    return Job(
-        run=job.run,
-        setup=job.setup,
-        repository=job.repository,
-        branch=job.branch,
-        follow=job.follow,
-        workdir=workdir,
-        env=job.env,
-        secrets=tuple(job.secrets),
-        checkpoint=job.checkpoint,
-        progress=job.progress,
-    )
-
-
-def _care(declared: CareSection, workers: int) -> Care:
-    same: dict[str, Any] = declared.model_dump(exclude={"fence", "stopped", "boot_timeout"})
-    is_given = "boot_timeout" in declared.model_fields_set
-    return Care(
-        **same,
-        boot_timeout=declared.boot_timeout if is_given else default_boot_timeout(workers),
-        fence_proceed=declared.fence is Fence.PROCEED,
-        stopped_delete=declared.stopped is Stopped.DELETE,
-    )
-
-
-def default_boot_timeout(workers: int) -> timedelta:
-    """
-    How long a node of *workers* hosts may take until all of them answer.
-
-    Source: single hosts were seen to take minutes, slices of some hosts 12 minutes; marin (PR 7030) waits 60 minutes,
-    twice that from 64 hosts and three times from 256.
-    """
-    if workers <= 16:
-        return timedelta(minutes=30)
-    factor = 3 if workers >= 256 else 2 if workers >= 64 else 1
-    return factor * timedelta(minutes=60)
 
 
 def _expand(text: str, name: str) -> str:

@@ -49,11 +49,10 @@ def _unknown_key(finding: ErrorDetails) -> str:
     if key in LATER_KEYS:
         return "is not available yet; remove it"
     known = SECTIONS[section].model_fields
-    meant = SYNONYMS.get(key.lower().replace("-", "_"), "")
-    if meant and meant.partition(":")[0] in known:
-        return f"unknown key; write {meant}"
-    if close := hint(key, known):
-        return f"unknown key{close}"
+    meanings = {word: meant for word, meant in SYNONYMS.items() if meant.partition(":")[0] in known}
+    close = nearest(key, [*known, *meanings])
+    if close:
+        return f"unknown key; nearest: {', '.join(dict.fromkeys(meanings.get(word, word) for word in close))}"
     elsewhere = {name: place for place, model in SECTIONS.items() for name in model.model_fields}
     for name in nearest(key, elsewhere, at_most=1):
         home = ".".join(elsewhere[name])

@@ -36,7 +36,7 @@ _CONSTANTS: Mapping[str, bool | None] = {
     **dict.fromkeys(("true", "True", "TRUE"), True),
     **dict.fromkeys(("false", "False", "FALSE"), False),
 }
-_HARMLESS_TAGS = frozenset({None, "!", *(f"tag:yaml.org,2002:{kind}" for kind in ("str", "map", "seq"))})
+_HARMLESS_TAGS = frozenset({None, *(f"tag:yaml.org,2002:{kind}" for kind in ("str", "map", "seq"))})
 _NEEDS_QUOTES = re.compile(r"""[:\-]\s+[{\[*&!%@`]""")
 _PLAIN_WORD = re.compile(r"[A-Za-z0-9_-]+")
 
