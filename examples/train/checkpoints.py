@@ -1,0 +1,77 @@
+"""
+Checkpoints that survive being killed at any instant, and the result of a finished training.
+
+Orbax writes a checkpoint in the background under a temporary name and renames it when every byte is there. So on a
+file system a folder named by digits only is complete, and whatever else lies beside it is what a killed save left.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+
+KEPT_CHECKPOINTS = 3
+
+
+class Checkpoints:
+    """The checkpoints of one training in one folder (or bucket) that all hosts share."""
+
+    def __init__(self, folder: epath.Path, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._unreported: int | None = None
+        self._manager = ocp.CheckpointManager(
+            folder, options=ocp.CheckpointManagerOptions(max_to_keep=KEPT_CHECKPOINTS, enable_async_checkpointing=True)
+        )
+
+    def newest(self) -> int:
+        """Step of the newest complete checkpoint; 0 when there is none."""
+        return self._manager.latest_step() or 0
+
+    def restore(self, step: int, like: Any) -> Any:
+        """The state saved at *step*; *like* gives each array's shape, type and sharding."""
+        return self._manager.restore(step, args=ocp.args.StandardRestore(like))
+
+    def save(self, step: int, state: Any) -> None:
+        """Start saving; returns as soon as the arrays are copied. Waits first if the save before is not done."""
+        self.wait()
+        self._manager.save(step, args=ocp.args.StandardSave(state), force=True)
+        self._unreported = step
+
+    def report(self) -> None:
+        """Say once that the last save is complete; cheap enough for every step."""
+        if self._unreported is not None and not self._manager.is_saving_in_progress():
+            self.wait()
+
+    def wait(self) -> None:
+        """Return when no save is under way; raises what the background save raised."""
+        self._manager.wait_until_finished()
+        if self._unreported is not None:
+            self._say(f"saved step {self._unreported}")
+            self._unreported = None
+
+    def close(self) -> None:
+        self.wait()
+        self._manager.close()
+
+
+def params_sha256(params: Any) -> str:
+    """SHA-256 over the bytes of all leaves, in the order of their sorted paths: equal only if every bit is."""
+    leaves = sorted((jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(params))
+    digest = hashlib.sha256()
+    for _, leaf in leaves:
+        digest.update(np.ascontiguousarray(leaf).tobytes())
+    return digest.hexdigest()
+
+
+def write_result(folder: epath.Path, result: dict[str, Any]) -> None:
+    """Write `result.json` so that a reader sees all of it or none."""
+    temporary = folder / "result.json.tmp"
+    temporary.write_text(json.dumps(result, indent=2, sort_keys=True) + "\n")
+    temporary.replace(folder / "result.json")

@@ -1,0 +1,156 @@
+"""
+What one host of the slice has to know and to do: who it is, how it joins the others, what it was asked for.
+
+tpucare tells each host through TPUCARE_* variables; without them this is a single host, so that the training runs
+by hand as well. Imports of JAX stay inside the functions, because JAX reads its environment when it is imported.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from pathlib import Path
+from types import FrameType
+
+# A host that fell silent is noticed after this long (JAX's own default is 100 s).
+HEARTBEAT_TIMEOUT_SECONDS = 10
+
+# The order in which XLA adds numbers up depends on its threads. Both flags together give the same bits on every
+# machine of one kind, and keep several hosts on one small machine from fighting over its cores.
+CPU_XLA_FLAGS = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
+
+
+class Wish(IntEnum):
+    """What a host was asked from outside; the largest wish of any host counts for all."""
+
+    NONE = 0
+    SAVE = 1
+    SAVE_AND_STOP = 2
+
+
+@dataclass(frozen=True)
+class Host:
+    """One process of the training; there is one per worker of the slice."""
+
+    index: int
+    count: int
+    coordinator: str
+    checkpoint: str
+    notice: Path | None
+    on_cpu: bool
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str]) -> Host:
+        notice = environ.get("TPUCARE_NOTICE", "")
+        return cls(
+            index=int(environ.get("TPUCARE_WORKER", "0")),
+            count=int(environ.get("TPUCARE_WORKERS", "1")),
+            coordinator=environ.get("TPUCARE_COORDINATOR", ""),
+            checkpoint=environ.get("TPUCARE_CHECKPOINT", "checkpoints"),
+            notice=Path(notice) if notice else None,
+            on_cpu=environ.get("JAX_PLATFORMS") == "cpu" or environ.get("TPUCARE_DEMO_CPU", "0") not in ("", "0"),
+        )
+
+
+def prepare_jax(host: Host, environ: MutableMapping[str, str]) -> None:
+    """Set what JAX and XLA read when they are imported; call it before the first import of JAX."""
+    # With the cache of compiled programs beside the checkpoints, a new node reaches its first step in about a second.
+    environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+    if host.on_cpu:
+        environ["JAX_PLATFORMS"] = "cpu"
+        environ["XLA_FLAGS"] = CPU_XLA_FLAGS
+
+
+def join(host: Host) -> None:
+    """Connect this process with those on the other hosts; returns when all are there."""
+    import jax
+
+    if host.count == 1:
+        return
+    if not host.on_cpu:
+        jax.distributed.initialize()  # a TPU VM knows its slice
+        return
+    _require_resolvable_hostname()
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(
+        host.coordinator,
+        host.count,
+        host.index,
+        coordinator_bind_address=host.coordinator,
+        heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_SECONDS,
+    )
+
+
+def leave(host: Host) -> None:
+    """Part from the other hosts in order: the coordinator's sudden exit would abort those that are still at work."""
+    import jax
+    from jax.experimental import multihost_utils
+
+    if host.count > 1:
+        multihost_utils.sync_global_devices("training ended")
+        jax.distributed.shutdown()
+
+
+def agree(host: Host, wish: Wish) -> Wish:
+    """The largest wish of all hosts. All must call it at the same step, since a save needs every one of them."""
+    return Wish(max(_from_all_hosts(host, wish)))
+
+
+def agree_on_step(host: Host, step: int) -> int:
+    """The step that host 0 says: two hosts may list a shared folder at different moments."""
+    return _from_all_hosts(host, step)[0]
+
+
+def _from_all_hosts(host: Host, number: int) -> list[int]:
+    import numpy as np
+    from jax.experimental import multihost_utils
+
+    if host.count == 1:
+        return [number]
+    return [int(each) for each in multihost_utils.process_allgather(np.int32(number)).ravel()]
+
+
+@dataclass
+class Requests:
+    """Listens for SIGTERM and for the notice file, and tells at each step what is wished."""
+
+    notice: Path | None
+    _terminated: bool = False
+    _seen_notice: int = field(default=0)
+
+    def listen(self) -> None:
+        """Call it after `join`: jax.distributed installs a SIGTERM handler of its own, which swallows the signal."""
+        signal.signal(signal.SIGTERM, self._on_sigterm)
+
+    def wish(self) -> Wish:
+        """A notice counts once; the same file written again (another event) counts again."""
+        if self._terminated:
+            return Wish.SAVE_AND_STOP
+        written = self._notice_written()
+        if written == self._seen_notice:
+            return Wish.NONE
+        self._seen_notice = written
+        return Wish.SAVE if written else Wish.NONE
+
+    def _on_sigterm(self, _signal: int, _frame: FrameType | None) -> None:
+        self._terminated = True
+
+    def _notice_written(self) -> int:
+        """Time of the notice file's last change in nanoseconds; 0 while there is none."""
+        try:
+            return os.stat(self.notice).st_mtime_ns if self.notice else 0
+        except FileNotFoundError:
+            return 0
+
+
+def _require_resolvable_hostname() -> None:
+    try:
+        socket.getaddrinfo(socket.gethostname(), None)
+    except socket.gaierror as error:
+        # Gloo looks its own host name up and would only say "Unable to initialize backend 'cpu'".
+        raise RuntimeError(f"this host's name {socket.gethostname()!r} has to resolve: add it to /etc/hosts") from error

@@ -1,0 +1,164 @@
+"""
+Train a small character-level language model on every host of a TPU slice (or on CPUs), and survive preemption.
+
+The final parameters are the same, bit for bit, whether the run was never disturbed or was killed and resumed any
+number of times on the same number of hosts: batches depend on the step alone, everything a step needs is in the
+checkpoint, and the numerics are pinned.
+
+Exit status: 0 trained to the end; 75 something failed, for instance another host died; 143 asked to stop by SIGTERM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import hosts
+
+HOST = hosts.Host.from_environment(os.environ)
+hosts.prepare_jax(HOST, os.environ)  # before JAX is imported
+
+import jax  # noqa: E402
+import numpy as np  # noqa: E402
+from etils import epath  # noqa: E402
+from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
+
+import language_model  # noqa: E402
+from checkpoints import Checkpoints, params_sha256, write_result  # noqa: E402
+
+BY_DEVICE, REPLICATED = PartitionSpec("data"), PartitionSpec()
+CORPUS = Path(__file__).with_name("corpus.txt")
+FAILED, TERMINATED = 75, 128 + signal.SIGTERM
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.strip().splitlines()[0])
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--save-every", type=int, default=25, help="steps from one checkpoint to the next")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--batch", type=int, default=16, help="windows per step over all hosts (rounded up)")
+    parser.add_argument("--log-every", type=int, default=1, help="steps; hosts also agree on saving only this often")
+    parser.add_argument("--step-seconds", type=float, default=0.0, help="a step takes at least this long")
+    return parser.parse_args()
+
+
+def say(text: str) -> None:
+    if HOST.index == 0:
+        print(text, flush=True)
+
+
+def data_parallel_step(mesh: Mesh) -> Callable[[language_model.State, jax.Array], language_model.State]:
+    """The step of the model, each device on its own windows; gradients meet once, after the backward pass."""
+    average = partial(jax.lax.pmean, axis_name="data")
+    step = partial(language_model.train_step, average=average)
+    specs = {"in_specs": (REPLICATED, BY_DEVICE), "out_specs": REPLICATED}
+    # With check_vma, JAX would add the gradients up itself, across hosts, in each turn of the model's loop.
+    return jax.jit(jax.shard_map(step, mesh=mesh, check_vma=False, **specs))
+
+
+class Training:
+    """One run: from the newest complete checkpoint (or from nothing) to the last step."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        devices = np.array(jax.devices())
+        mesh = Mesh(devices, ("data",))
+        self.batch_size = -(-options.batch // devices.size) * devices.size
+        self.by_device = NamedSharding(mesh, BY_DEVICE)
+        self.on_all_devices = NamedSharding(mesh, REPLICATED)
+        self.train_step = data_parallel_step(mesh)
+        self.corpus = language_model.Corpus(CORPUS.read_text())
+        self.folder = epath.Path(HOST.checkpoint)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.checkpoints = Checkpoints(self.folder.resolve(), say)
+        self.requests = hosts.Requests(HOST.notice)
+        self.requests.listen()
+
+    def run(self) -> int:
+        """Train to the end, or until asked to stop; returns the exit status."""
+        state, step = self.resume()
+        while step < self.options.steps:
+            started = time.monotonic()
+            state = self.train_step(state, self.windows(step))
+            step += 1
+            wish = self.look_around(step, state)
+            if wish or step % self.options.save_every == 0 or step == self.options.steps:
+                self.checkpoints.save(step, state)
+            if wish == hosts.Wish.SAVE_AND_STOP:
+                return self.stop(step)
+            self.checkpoints.report()
+            time.sleep(max(0.0, self.options.step_seconds - (time.monotonic() - started)))
+        return self.finish(step, state)
+
+    def resume(self) -> tuple[language_model.State, int]:
+        def initial() -> language_model.State:
+            return language_model.initial_state(self.options.seed, self.corpus.alphabet_size)
+
+        step = hosts.agree_on_step(HOST, self.checkpoints.newest())
+        if not step:
+            say("starting from the beginning")
+            return jax.jit(initial, out_shardings=self.on_all_devices)(), 0
+        like = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self.on_all_devices),
+            jax.eval_shape(initial),
+        )
+        state = self.checkpoints.restore(step, like)
+        say(f"resumed from step {step}")
+        return state, step
+
+    def windows(self, step: int) -> jax.Array:
+        windows = self.corpus.batch(self.options.seed, step, self.batch_size)
+        return jax.make_array_from_callback(windows.shape, self.by_device, lambda index: windows[index])
+
+    def look_around(self, step: int, state: language_model.State) -> hosts.Wish:
+        """Say how far we are, and learn what any of the hosts was asked for."""
+        if step % self.options.log_every:
+            return hosts.Wish.NONE
+        say(f"step {step} loss {float(state['loss']):.4f}")
+        wish = hosts.agree(HOST, self.requests.wish())
+        if wish:
+            say(f"asked to save at step {step}")
+        return wish
+
+    def stop(self, step: int) -> int:
+        self.checkpoints.close()
+        say(f"terminated after step {step}")
+        return TERMINATED
+
+    def finish(self, step: int, state: language_model.State) -> int:
+        self.checkpoints.close()
+        result = {
+            "final_step": step,
+            "params_sha256": params_sha256(state["params"]),
+            "loss": float(state["loss"]),
+        }
+        if HOST.index == 0:
+            write_result(self.folder, result)
+        say(f"finished at step {step}: loss {result['loss']:.4f} params_sha256 {result['params_sha256']}")
+        return 0
+
+
+def main() -> None:
+    options = parse_arguments()
+    try:
+        hosts.join(HOST)
+        status = Training(options).run()
+        hosts.leave(HOST)
+    except BaseException:
+        # An ordinary exit would first wait for the other hosts (JAX's shutdown barrier), and one of them is likely
+        # dead. Leave at once, so that all of the gang can be started again.
+        traceback.print_exc()
+        sys.stdout.flush()
+        os._exit(FAILED)
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    main()
