@@ -1,0 +1,222 @@
+"""
+What a worker is dressed in: the texts of its sshd configuration, session wrapper, profile and command stubs.
+
+Pure text; `worker` writes it. Where a worker differs from a real TPU VM on purpose, it says so here.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+MARK = "TPUEMU_WORKER"
+"""Environment variable that every process of a worker bears, so that a later emulator finds what a crash left over."""
+
+_SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+# One key exchange only: the default (sntrup761) costs 8 times the CPU of a connect.
+# MaxStartups: the default drops connections at random when many come at once.
+_SSHD_CONFIG = """\
+ListenAddress {address}:{port}
+HostKey {host_key}
+AuthorizedKeysFile {authorized_keys}
+PidFile none
+LogLevel INFO
+StrictModes no
+UsePAM {use_pam}
+PasswordAuthentication no
+KbdInteractiveAuthentication no
+PermitRootLogin prohibit-password
+PrintMotd no
+PrintLastLog no
+UseDNS no
+MaxStartups 500
+MaxSessions 200
+KexAlgorithms curve25519-sha256
+Subsystem sftp {sftp_server}
+ForceCommand {wrapper}
+SetEnv HOME=/nonexistent {mark}={mark_value}
+"""
+
+# sshd's own shell must not read the dot files of whoever runs the emulator (hence HOME=/nonexistent); this script then
+# gives exec, login shell, scp and sftp alike the worker's home.
+_WRAPPER = """\
+#!/bin/bash
+{exports}
+cd "$HOME" || exit 255
+case "$SSH_ORIGINAL_COMMAND" in
+  "") exec -a -bash /bin/bash ;;
+  internal-sftp*|*/sftp-server*) exec {sftp_server} ;;
+  *) exec /bin/bash -c "$SSH_ORIGINAL_COMMAND" ;;
+esac
+"""
+
+# /etc/profile, which a login shell reads first, sets PATH anew.
+_PROFILE = """\
+if [ -n "$BASH_VERSION" ] && [ -f "$HOME/.bashrc" ]; then . "$HOME/.bashrc"; fi
+export PATH={path}
+"""
+
+_BASHRC = """\
+case $- in *i*) ;; *) return ;; esac
+PS1='\\u@'"${HOSTNAME:-tpu}"':\\w\\$ '
+"""
+
+# Real TPU VMs have passwordless sudo; here it changes no user, since there is none to change to.
+_SUDO = """\
+#!/bin/bash
+while [ $# -gt 0 ]; do
+  case "$1" in
+    --) shift; break ;;
+    -u|-g|-h|-p|-C|-T|-U|--user|--group) shift 2 ;;
+    -i|-s|--login|--shell) shell=1; shift ;;
+    -*) shift ;;
+    *=*) export "$1"; shift ;;
+    *) break ;;
+  esac
+done
+if [ $# -gt 0 ]; then exec "$@"; fi
+if [ -n "$shell" ]; then exec /bin/bash; fi
+"""
+
+# The workers share one real machine, whose packages, services and power are not theirs.
+_PRETENDS = '#!/bin/sh\necho "emulated worker: ${0##*/} $* (pretended)" >&2\n'
+_REFUSES = (
+    '#!/bin/sh\necho "emulated worker: ${0##*/} is refused; ask the emulator to reboot or preempt it" >&2\nexit 1\n'
+)
+
+STUBS: Mapping[str, str] = {
+    "sudo": _SUDO,
+    **dict.fromkeys(("apt-get", "apt", "snap", "systemctl"), _PRETENDS),
+    **dict.fromkeys(("reboot", "shutdown", "poweroff", "halt"), _REFUSES),
+}
+"""Commands that stand before the system's on a worker's PATH: file name -> content."""
+
+
+@dataclass(frozen=True, slots=True)
+class Folders:
+    """
+    A worker's places. `bin` holds the stubs of all workers.
+
+    `screens` is short and elsewhere, since a socket's path is limited to 108 bytes.
+    """
+
+    root: Path
+    screens: Path
+    bin: Path
+
+    @property
+    def home(self) -> Path:
+        return self.root / "home"
+
+    @property
+    def tmp(self) -> Path:
+        return self.root / "tmp"
+
+    @property
+    def host_key(self) -> Path:
+        return self.root / "host_ed25519"
+
+    @property
+    def authorized_keys(self) -> Path:
+        return self.root / "authorized_keys"
+
+    @property
+    def sshd_config(self) -> Path:
+        return self.root / "sshd_config"
+
+    @property
+    def wrapper(self) -> Path:
+        return self.root / "session.sh"
+
+    @property
+    def boot_id(self) -> Path:
+        return self.root / "boot_id"
+
+    @property
+    def pids(self) -> Path:
+        return self.root / "pids"
+
+    @property
+    def log(self) -> Path:
+        return self.root / "sshd.log"
+
+
+def sshd_config(folders: Folders, address: str, port: int, *, sftp_server: Path, use_pam: bool, mark_value: str) -> str:
+    """Raises: ValueError: a path that sshd_config cannot carry."""
+    return _SSHD_CONFIG.format(
+        address=address,
+        port=port,
+        host_key=_quoted(folders.host_key),
+        authorized_keys=_quoted(folders.authorized_keys),
+        use_pam="yes" if use_pam else "no",
+        sftp_server=_quoted(sftp_server),
+        wrapper=shlex.quote(str(folders.wrapper)),
+        mark=MARK,
+        mark_value=mark_value,
+    )
+
+
+def session_wrapper(env: Mapping[str, str], *, sftp_server: Path) -> str:
+    """The script that every SSH session goes through."""
+    exports = "\n".join(f"export {name}={shlex.quote(value)}" for name, value in env.items())
+    return _WRAPPER.format(exports=exports, sftp_server=shlex.quote(str(sftp_server)))
+
+
+def session_env(
+    folders: Folders,
+    *,
+    hostname: str,
+    metadata: str,
+    mark_value: str,
+    boot_id: str,
+    path_prefix: Sequence[Path],
+    extra: Mapping[str, str],
+) -> dict[str, str]:
+    """
+    What a session finds in its environment. `metadata` is `address:port` of the metadata server.
+
+    HOSTNAME only names the worker: the kernel's host name stays the machine's, since gloo must be able to resolve it.
+    """
+    return {
+        "HOME": str(folders.home),
+        "PATH": search_path(folders, path_prefix),
+        "TMPDIR": str(folders.tmp),
+        "SCREENDIR": str(folders.screens),
+        "HOSTNAME": hostname,
+        "LANG": "C.UTF-8",
+        "GCE_METADATA_HOST": metadata,
+        "GCE_METADATA_IP": metadata,
+        "TPUEMU_BOOT_ID": boot_id,
+        **extra,
+        MARK: mark_value,
+    }
+
+
+def search_path(folders: Folders, path_prefix: Iterable[Path]) -> str:
+    return ":".join([str(folders.bin), *map(str, path_prefix), _SYSTEM_PATH])
+
+
+def home_files(folders: Folders, path_prefix: Iterable[Path]) -> dict[str, str]:
+    """Dot files of a fresh home: name -> content."""
+    return {".profile": _PROFILE.format(path=shlex.quote(search_path(folders, path_prefix))), ".bashrc": _BASHRC}
+
+
+def authorized_keys(ssh_keys: str) -> str:
+    """
+    `ssh-keys` metadata (`user:ssh-… key comment`, one a line) as sshd reads it.
+
+    There is one user on an emulated worker, so every line's key lets that one in. What is not a plain key is left out,
+    options of authorized_keys among it.
+    """
+    keys = [line.partition(":")[2].strip() for line in ssh_keys.splitlines()]
+    return "".join(f"{key}\n" for key in keys if key.startswith(("ssh-", "ecdsa-", "sk-")))
+
+
+def _quoted(path: Path) -> str:
+    text = str(path)
+    if any(character in text for character in '"\\%\n'):
+        raise ValueError(f"sshd cannot be given the path {text!r}; choose a folder without quotes, backslashes and %")
+    return f'"{text}"'

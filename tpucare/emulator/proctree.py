@@ -1,0 +1,184 @@
+"""
+Trees of processes, read from `/proc`: who descends from whom, who bears a mark, and how to stop or end all of them.
+
+Also a program: `python proctree.py COMMAND…` supervises COMMAND as the subreaper of everything it starts, so that no
+daemon can leave the tree; it is the stand-in for a pid namespace where the kernel refuses one. For that reason this
+file knows nothing but the standard library and can be run by its path.
+Which way is used, and what a worker is, are for `sandbox` and `worker` to say.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+class Process(NamedTuple):
+    """One line of the process table. `started` (clock ticks since boot) tells two users of one pid apart."""
+
+    pid: int
+    parent: int
+    state: str
+    started: int
+    name: str
+
+    @property
+    def is_dead(self) -> bool:
+        """Zombies are dead: in a container nobody may ever reap those that were handed to pid 1."""
+        return self.state in "ZX"
+
+
+def process_table() -> dict[int, Process]:
+    """Every process of this pid namespace and of those below it, by pid."""
+    table = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit() and (process := read_process(int(entry))):
+            table[process.pid] = process
+    return table
+
+
+def read_process(pid: int) -> Process | None:
+    """One process, or None when there is none of that pid (any more)."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return None
+    # The name stands in parentheses and may hold spaces and parentheses itself, so the last one ends it.
+    name, _, rest = text.partition("(")[2].rpartition(")")
+    fields = rest.split()
+    return Process(pid, int(fields[1]), fields[0], int(fields[19]), name)
+
+
+def descendants(table: Mapping[int, Process], roots: Iterable[int]) -> list[Process]:
+    """All that descend from *roots*, without the roots and without the dead; parents before children."""
+    children: dict[int, list[Process]] = {}
+    for process in table.values():
+        children.setdefault(process.parent, []).append(process)
+    found: list[Process] = []
+    queue = list(roots)
+    while queue:
+        below = children.get(queue.pop(), ())
+        found += [process for process in below if not process.is_dead]
+        queue += [process.pid for process in below]
+    return found
+
+
+def marks(variable: str) -> dict[Process, str]:
+    """
+    All living processes that were started with *variable* in their environment, and its value.
+
+    Environments of other users' processes cannot be read, nor those of processes that made themselves undumpable.
+    """
+    wanted = f"{variable}=".encode()
+    found = {}
+    for entry in os.listdir("/proc"):
+        value = _environment_value(entry, wanted) if entry.isdigit() else None
+        if value is not None and (process := read_process(int(entry))) and not process.is_dead:
+            found[process] = value
+    return found
+
+
+def _environment_value(pid: str, wanted: bytes) -> str | None:
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            environment = file.read()
+    except OSError:
+        return None
+    if wanted not in environment:
+        return None
+    for entry in environment.split(b"\0"):
+        if entry.startswith(wanted):
+            return entry.removeprefix(wanted).decode(errors="replace")
+    return None
+
+
+def send(process: Process, signal_number: int) -> None:
+    """Signal exactly this process: one that ended, or a later user of its pid, is left alone."""
+    now = read_process(process.pid)
+    if now is not None and now.started == process.started:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(process.pid, signal_number)
+
+
+def stop_all(find: Callable[[], Iterable[Process]]) -> list[Process]:
+    """
+    SIGSTOP whatever *find* finds, again and again until a pass finds nothing new. Returns those that ran before.
+
+    One pass is not enough: a process may fork between being listed and being stopped.
+    """
+    seen: set[tuple[int, int]] = set()
+    stopped: list[Process] = []
+    while fresh := [process for process in find() if (process.pid, process.started) not in seen]:
+        for process in fresh:
+            send(process, signal.SIGSTOP)
+            seen.add((process.pid, process.started))
+        stopped += [process for process in fresh if process.state not in "Tt"]
+    return stopped
+
+
+def kill_all(find: Callable[[], Iterable[Process]], timeout_seconds: float = 10.0) -> list[Process]:
+    """Stop and SIGKILL whatever *find* finds until it finds nothing. Returns what is left after the timeout."""
+    deadline = time.monotonic() + timeout_seconds
+    while found := list(find()):
+        if time.monotonic() > deadline:
+            return found
+        # Stopped first: a process that forks faster than it is killed would otherwise keep ahead.
+        for process in {*found, *stop_all(find)}:
+            send(process, signal.SIGKILL)
+        time.sleep(0.002)
+    return []
+
+
+def supervise(command: list[str]) -> int:
+    """Run *command* as the subreaper of all that comes of it; on its end, or on SIGTERM, end all of that."""
+    import ctypes
+
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    parent = os.getppid()
+    signal.signal(signal.SIGTERM, _raise_exit)
+    if prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) or prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0):
+        return 71
+    if os.getppid() != parent:
+        return 0
+    try:
+        first = os.spawnv(os.P_NOWAIT, command[0], command)
+        while os.waitpid(-1, 0)[0] != first:
+            pass
+    except (SystemExit, ChildProcessError):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    while True:
+        left = kill_all(_living_children)
+        if not left and not _reap():
+            return 0
+
+
+def _raise_exit(*_: object) -> None:
+    raise SystemExit
+
+
+def _living_children() -> list[Process]:
+    _reap()
+    return descendants(process_table(), [os.getpid()])
+
+
+def _reap() -> bool:
+    """Collect the dead; whether any child is left."""
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    sys.exit(supervise(sys.argv[1:]))

@@ -1,0 +1,395 @@
+"""
+One boot of one emulated TPU worker: a real sshd on an address of its own, a home, a sandbox around everything.
+
+A reboot is another `WorkerMachine` over the same folder: home and host key stay, boot id, screens and what ran do not.
+Who boots when, and who watches, is for `machines` to say.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import shutil
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from signal import SIGCONT, SIGHUP
+from typing import NamedTuple
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
+
+from tpucare.emulator import outfit, proctree
+from tpucare.emulator.metadata import MetadataServer
+from tpucare.emulator.outfit import Folders
+from tpucare.emulator.proctree import Process
+from tpucare.emulator.records import INSTANCE_ATTRIBUTES, MAINTENANCE_ATTRIBUTE, PREEMPTED_ATTRIBUTE, Boot, NodePath
+from tpucare.emulator.sandbox import Cage, MachineError, Sandbox, living
+
+SSH_KEYS_ATTRIBUTE = INSTANCE_ATTRIBUTES + "ssh-keys"
+
+_LISTENING = b"Server listening on"
+_LISTEN_TIMEOUT_SECONDS = 30.0
+# sshd listens with a backlog of 128, which the kernel fills with 129 connections.
+_BACKLOG_ATTEMPTS = 160
+
+
+class WorkerKey(NamedTuple):
+    """One worker of one incarnation of a node: a name may be used again, an id is not."""
+
+    path: NodePath
+    node_id: int
+    worker: int
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """What all workers of one emulator share. `mark` begins the mark of each of their processes."""
+
+    workers: Path
+    screens: Path
+    bin: Path
+    mark: str
+    way: Sandbox
+    sshd: Path
+    sftp_server: Path
+    use_pam: bool
+    ssh_port: int
+    path_prefix: Sequence[Path]
+    extra_env: Mapping[str, str]
+    metadata: MetadataServer
+
+
+class WorkerMachine:
+    """
+    One boot of a worker. `doom` and the events may be used from any thread; the rest is called by one at a time.
+
+    listening: its sshd answers; settled: `boot` came to an end, whichever; ended: nothing of it is left.
+    Boot it on a thread that lives as long as the machines (see `Cage`).
+    """
+
+    def __init__(self, site: Site, order: Boot, awaits: Sequence[WorkerMachine] = ()) -> None:
+        """`awaits`: machines that must have ended before this one boots, for they hold its address or its folder."""
+        self.key = WorkerKey(order.path, order.node_id, order.worker)
+        self.address = order.address
+        self.mark = f"{site.mark}.{uuid.uuid4().hex[:12]}"
+        self.listening = threading.Event()
+        self.settled = threading.Event()
+        self.ended = threading.Event()
+        self.doomed = False
+        self.host_keys: Mapping[str, str] = {}
+        self._site = site
+        self.order = order
+        self._awaits = awaits
+        self._cage: Cage | None = None
+        self._lock = threading.Lock()
+        self._begun = False
+        self._stopped: list[Process] = []
+        name = f"{order.path.node_id}.{order.node_id}.{order.worker}"
+        self.folders = Folders(site.workers / name, site.screens / self.mark[-12:], site.bin)
+
+    # --- life
+
+    def boot(self) -> None:
+        """
+        Bring it up and return when its sshd listens, or when it was doomed meanwhile.
+
+        Raises: MachineError: it cannot come up; nothing of it is left running.
+        """
+        with self._lock:
+            if self.doomed:
+                self.settled.set()
+                return
+            self._begun = True
+        try:
+            self._await_predecessors()
+            if not self.doomed:
+                self._boot()
+        except (OSError, ValueError) as error:
+            raise MachineError(f"worker {self.key.worker} of {self.key.path.node_id}: {error}") from error
+        finally:
+            self.settled.set()
+
+    def _await_predecessors(self) -> None:
+        deadline = time.monotonic() + _LISTEN_TIMEOUT_SECONDS
+        for machine in self._awaits:
+            while not machine.ended.wait(0.02) and not self.doomed:
+                if time.monotonic() > deadline:
+                    raise MachineError(f"{self.address} is still used by {machine.key.path.node_id}")
+        self._awaits = ()
+
+    def _boot(self) -> None:
+        boot_id = str(uuid.uuid4())
+        self._furnish(boot_id)
+        self._site.metadata.add(self.address, self._metadata())
+        env = {"PATH": os.defpath, outfit.MARK: self.mark}
+        with self.folders.log.open("wb") as log:
+            cage = Cage(self._site.way, self._sshd(), boot_id=self.folders.boot_id, env=env, log=log)
+        with self._lock:
+            self._cage = cage
+            if self.doomed:
+                cage.doom()
+        if self._await_listening(0):
+            self._note_pids(cage)
+            self.listening.set()
+
+    def doom(self) -> None:
+        """Begin to end every process, without waiting; `end` completes it. Any thread."""
+        with self._lock:
+            self.doomed = True
+            if self._cage is not None:
+                self._cage.doom()
+
+    def end(self) -> None:
+        """
+        See every process ended and the address free. To be called after `doom`.
+
+        Raises: MachineError: something survives.
+        """
+        if self._begun:
+            self.settled.wait(_LISTEN_TIMEOUT_SECONDS)
+        try:
+            if self._cage is not None:
+                self._cage.await_end()
+                self._cage = None
+                self.folders.pids.unlink(missing_ok=True)
+            self._site.metadata.remove(self.address)
+            shutil.rmtree(self.folders.screens, ignore_errors=True)
+        finally:
+            self.listening.clear()
+            self.settled.set()
+            self.ended.set()
+
+    def has_died(self) -> bool:
+        """It ended without being doomed."""
+        return self._cage is not None and not self.doomed and self._cage.has_ended()
+
+    @property
+    def cage(self) -> Cage | None:
+        """Its processes, while there may be any."""
+        return self._cage
+
+    def conflicts_with(self, order: Boot) -> bool:
+        """They cannot run at the same time: same address, or same folder."""
+        return self.address == order.address or self.key == (order.path, order.node_id, order.worker)
+
+    def remove_files(self) -> None:
+        """The disk of a machine that ended is gone, too."""
+        shutil.rmtree(self.folders.root, ignore_errors=True)
+
+    # --- what the cloud says
+
+    def set_attributes(self, values: Mapping[str, str]) -> None:
+        """Change values of its metadata server."""
+        self._site.metadata.update(self.address, values)
+
+    def authorize(self, ssh_keys: str) -> None:
+        """From now on these keys (`ssh-keys` metadata) log in, and no others; sessions that are open stay open."""
+        self.set_attributes({SSH_KEYS_ATTRIBUTE: ssh_keys})
+        self._write_authorized_keys(ssh_keys)
+
+    # --- faults
+
+    def refuse_keys(self) -> None:
+        """Let nobody log in, though the metadata says otherwise."""
+        self._write_authorized_keys("")
+
+    def _write_authorized_keys(self, ssh_keys: str) -> None:
+        _replace(self.folders.authorized_keys, outfit.authorized_keys(ssh_keys), 0o600)
+
+    def change_host_key(self) -> None:
+        """
+        Answer with another host key from now on; what runs goes on running.
+
+        Raises: MachineError: sshd did not come back.
+        """
+        cage = self._cage
+        first = cage.first_process() if cage else None
+        if first is None:
+            return
+        offset = self.folders.log.stat().st_size
+        self._make_host_key()
+        proctree.send(first, SIGHUP)
+        self._await_listening(offset)
+
+    def freeze(self) -> None:
+        """Stop every process and let connects time out: a machine that vanished without a word, seen from outside."""
+        self._stop(lambda _: True)
+        _fill_accept_queue(self.address, self._site.ssh_port)
+
+    def cut_off(self) -> None:
+        """Let connects and open sessions hang, while what runs goes on running: a network that is gone."""
+        self._stop(_is_sshd)
+        _fill_accept_queue(self.address, self._site.ssh_port)
+
+    def hang(self) -> None:
+        """Accept connections and say nothing; what runs goes on running."""
+        self._stop(_is_sshd)
+
+    def resume(self) -> None:
+        """Undo `freeze`, `cut_off` and `hang`."""
+        # Children first, so that none finds its parent still stopped.
+        for process in reversed(self._stopped):
+            proctree.send(process, SIGCONT)
+        self._stopped = []
+
+    def _stop(self, concerns: Callable[[Process], bool]) -> None:
+        if (cage := self._cage) is not None:
+            self._stopped += proctree.stop_all(lambda: [process for process in living([cage]) if concerns(process)])
+
+    # --- files
+
+    def _furnish(self, boot_id: str) -> None:
+        folders, site = self.folders, self._site
+        is_first_boot = not folders.home.exists()
+        # /tmp and the screens' sockets are emptied by a real machine's boot, too.
+        for emptied in (folders.tmp, folders.screens):
+            shutil.rmtree(emptied, ignore_errors=True)
+        for folder in (folders.root, folders.home, folders.tmp, folders.screens):
+            folder.mkdir(parents=True, exist_ok=True)
+            folder.chmod(0o700)
+        if is_first_boot:
+            for name, text in outfit.home_files(folders, site.path_prefix).items():
+                (folders.home / name).write_text(text)
+            self._make_host_key()
+        self.host_keys = _public_key(folders.host_key)
+        folders.boot_id.unlink(missing_ok=True)
+        folders.boot_id.write_text(f"{boot_id}\n")
+        self._write_authorized_keys(self.order.attributes.get(SSH_KEYS_ATTRIBUTE, ""))
+        self._write_sshd_files(boot_id)
+
+    def _write_sshd_files(self, boot_id: str) -> None:
+        folders, site = self.folders, self._site
+        env = outfit.session_env(
+            folders,
+            hostname=self.order.hostname,
+            metadata=f"{self.address}:{site.metadata.port}",
+            mark_value=self.mark,
+            boot_id=boot_id,
+            path_prefix=site.path_prefix,
+            extra=site.extra_env,
+        )
+        _replace(folders.wrapper, outfit.session_wrapper(env, sftp_server=site.sftp_server), 0o700)
+        config = outfit.sshd_config(
+            folders,
+            self.address,
+            site.ssh_port,
+            sftp_server=site.sftp_server,
+            use_pam=site.use_pam,
+            mark_value=self.mark,
+        )
+        _replace(folders.sshd_config, config, 0o600)
+
+    def _make_host_key(self) -> None:
+        private = Ed25519PrivateKey.generate()
+        text = private.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
+        public = private.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
+        _replace(self.folders.host_key, text.decode(), 0o600)
+        _replace(self.folders.host_key.with_suffix(".pub"), public.decode(), 0o600)
+        self.host_keys = _public_key(self.folders.host_key)
+
+    def _sshd(self) -> list[str]:
+        # -D: stay in the foreground, -e: log to stderr, where we read when it listens.
+        return [str(self._site.sshd), "-D", "-e", "-f", str(self.folders.sshd_config)]
+
+    def _metadata(self) -> dict[str, str]:
+        """What the order says, over what every instance has."""
+        order, path = self.order, self.key.path
+        return {
+            "instance/id": str(order.node_id),
+            "instance/name": order.hostname,
+            "instance/hostname": f"{order.hostname}.{path.zone}.c.{path.project}.internal",
+            "instance/zone": f"projects/{path.project}/zones/{path.zone}",
+            PREEMPTED_ATTRIBUTE: "FALSE",
+            MAINTENANCE_ATTRIBUTE: "NONE",
+            INSTANCE_ATTRIBUTES + "agent-worker-number": str(order.worker),
+            INSTANCE_ATTRIBUTES + "worker-network-endpoints": ",".join(f"unknown:unknown:{ip}" for ip in order.peers),
+            "project/project-id": path.project,
+            **order.attributes,
+        }
+
+    def _note_pids(self, cage: Cage) -> None:
+        """For a later emulator, should this one crash: sshd's own environment cannot always be read."""
+        processes = [proctree.read_process(cage.pid), cage.first_process()]
+        text = "".join(f"{process.pid} {process.started}\n" for process in processes if process)
+        _replace(self.folders.pids, text, 0o600)
+
+    def _await_listening(self, offset: int) -> bool:
+        """Whether sshd listens; False when doomed meanwhile. Its own log is read: another's port would not fool us."""
+        deadline = time.monotonic() + _LISTEN_TIMEOUT_SECONDS
+        while not self.doomed:
+            log = self.folders.log.read_bytes()[offset:]
+            if _LISTENING in log:
+                return True
+            cage = self._cage
+            if cage is None or cage.has_ended() or time.monotonic() > deadline:
+                tail = log.decode(errors="replace").strip() or "its sshd says nothing"
+                raise MachineError(
+                    f"worker {self.key.worker} of {self.key.path.node_id} does not come up: {tail[-500:]}"
+                )
+            time.sleep(0.005)
+        return False
+
+
+def end_all(machines: Collection[WorkerMachine]) -> list[int]:
+    """
+    End machines together, and kill what got out of a sandbox all the same. Returns the pids of such, hopefully none.
+
+    Raises: MachineError: something survives even that.
+    """
+    for machine in machines:
+        machine.doom()
+    for machine in machines:
+        machine.end()
+    dead_marks = {machine.mark for machine in machines}
+
+    def strays() -> list[Process]:
+        return [process for process, mark in proctree.marks(outfit.MARK).items() if mark in dead_marks]
+
+    found = strays()
+    if found and (left := proctree.kill_all(strays)):
+        raise MachineError(f"processes survive SIGKILL: {sorted(process.pid for process in left)}")
+    return [process.pid for process in found]
+
+
+def _is_sshd(process: Process) -> bool:
+    """The listener, its sessions and their helpers (`sshd-session` and `sshd-auth` of newer OpenSSH among them)."""
+    return process.name.startswith(("sshd", "sftp-server"))
+
+
+def _fill_accept_queue(address: str, port: int) -> None:
+    """
+    Connect to a stopped listener until its queue is full, so that further connects get no answer at all.
+
+    Connections that we close go on filling the queue until the listener accepts them.
+    """
+    poll = select.poll()
+    with contextlib.ExitStack() as stack:
+        for _ in range(_BACKLOG_ATTEMPTS):
+            client = stack.enter_context(socket.socket())
+            client.setblocking(False)
+            client.connect_ex((address, port))
+            poll.register(client, select.POLLOUT)
+            # Over loopback a handshake ends within the connect call: one that still waits found the queue full.
+            if not poll.poll(20):
+                return
+            poll.unregister(client)
+
+
+def _public_key(host_key: Path) -> dict[str, str]:
+    kind, _, key = host_key.with_suffix(".pub").read_text().strip().partition(" ")
+    return {kind: key}
+
+
+def _replace(path: Path, text: str, mode: int) -> None:
+    """Written beside and renamed, so that sshd never reads half of it."""
+    beside = path.with_name(f".{path.name}.new")
+    beside.touch(mode)
+    beside.chmod(mode)
+    beside.write_text(text)
+    beside.replace(path)
