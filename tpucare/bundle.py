@@ -1,0 +1,136 @@
+"""
+A local folder, packed so that the same files give the same bytes, to be sent to workers as the job's code.
+
+Inside a git work tree what git would not ignore is packed (tracked and new files), elsewhere everything; `.git` never.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import os
+import stat
+import subprocess
+import tarfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tpucare.errors import ConfigError
+
+LIMIT_BYTES = 256 << 20
+GIT_SECONDS = 30
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """A packed folder; the name holds the digest of its content."""
+
+    name: str
+    content: bytes
+
+
+def pack(folder: str, limit: int = LIMIT_BYTES) -> Bundle:
+    """
+    Pack *folder* (an absolute path). `limit` is in bytes of its files, since each worker gets them all.
+
+    Raises: ConfigError: not a folder, unreadable, or too large; the largest files are named.
+    """
+    root = Path(folder)
+    if not root.is_dir():
+        raise ConfigError(f"job.workdir: {folder} is not a folder")
+    try:
+        names = _names(root)
+        _check_size(root, names, limit)
+        content = _packed(root, names)
+    except OSError as error:
+        raise ConfigError(f"job.workdir: {folder}: {error.strerror} ({error.filename})") from error
+    return Bundle(f"bundle-{hashlib.sha256(content).hexdigest()[:16]}.tar.gz", content)
+
+
+def _packed(root: Path, names: list[str]) -> bytes:
+    target = io.BytesIO()
+    with (
+        gzip.GzipFile(fileobj=target, mode="wb", compresslevel=3, mtime=0) as zipped,
+        tarfile.open(fileobj=zipped, mode="w", format=tarfile.PAX_FORMAT) as archive,
+    ):
+        for name in names:
+            _add(archive, root / name, name)
+    return target.getvalue()
+
+
+def _add(archive: tarfile.TarFile, path: Path, name: str) -> None:
+    info = archive.gettarinfo(path, arcname=name)
+    if info is None:  # A socket: nothing that code needs.
+        return
+    info.mtime = info.uid = info.gid = 0
+    info.uname = info.gname = ""
+    info.mode = 0o755 if info.mode & stat.S_IXUSR or info.isdir() else 0o644
+    if info.islnk():
+        # A second name of the same file; which one comes first must not matter.
+        info.type, info.linkname, info.size = tarfile.REGTYPE, "", path.stat().st_size
+    if info.isreg():
+        with path.open("rb") as stream:
+            archive.addfile(info, stream)
+    elif info.issym() or info.isdir():
+        archive.addfile(info)
+
+
+def _names(root: Path) -> list[str]:
+    """Paths of files and links below *root*, sorted."""
+    return sorted(_names_by_git(root) or _names_by_walking(root))
+
+
+def _names_by_git(root: Path) -> list[str]:
+    command = ["git", "-C", str(root), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    try:
+        listed = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=GIT_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    if listed.returncode:
+        return []
+    names = {os.fsdecode(name) for name in listed.stdout.split(b"\0") if name}
+    # A file that was deleted and not committed is still listed; a submodule is listed as a folder.
+    return [name for name in names if os.path.lexists(root / name) and not _is_folder(root / name)]
+
+
+def _names_by_walking(root: Path) -> list[str]:
+    found = []
+    for folder, below, files in os.walk(root):
+        links = [name for name in below if os.path.islink(os.path.join(folder, name))]
+        below[:] = [name for name in below if name not in (".git", "__pycache__") and name not in links]
+        found += [os.path.relpath(os.path.join(folder, name), root) for name in (*files, *links)]
+    return found
+
+
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
+
+
+def _check_size(root: Path, names: list[str], limit: int) -> None:
+    sizes = {name: os.lstat(root / name).st_size for name in names}
+    total = sum(sizes.values())
+    if total > limit:
+        largest = ", ".join(sorted(sizes, key=lambda name: -sizes[name])[:3])
+        raise ConfigError(
+            f"job.workdir: {root} holds {total >> 20} MiB, more than the {limit >> 20} MiB to send to every worker; "
+            f"list what is not needed in .gitignore (largest: {largest})"
+        )
+
+
+def stream(files: Iterable[tuple[str, bytes, int]]) -> bytes:
+    """
+    Files (path, content, mode) as one tar stream, with the empty file `complete` at its end.
+
+    GNU tar takes a stream that was cut between two members for a whole one, so the receiver looks for that file.
+    """
+    target = io.BytesIO()
+    with tarfile.open(fileobj=target, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        for path, content, mode in (*files, ("complete", b"", 0o600)):
+            info = tarfile.TarInfo(path)
+            info.size, info.mode = len(content), mode
+            archive.addfile(info, io.BytesIO(content))
+    return target.getvalue()
