@@ -301,7 +301,12 @@ class TestClose:
     def test_an_effect_that_never_returns_does_not_hold_it(self) -> None:
         executor = ThreadExecutor(LANES)
         begun, gate = threading.Event(), threading.Event()
-        executor.submit(Lane.CLOUD, "hangs", lambda: (begun.set(), gate.wait()))
+
+        def hang() -> None:
+            begun.set()
+            gate.wait()
+
+        executor.submit(Lane.CLOUD, "hangs", hang)
         assert begun.wait(LONG.total_seconds())
         before = time.monotonic()
         assert not executor.close(timedelta(seconds=0.2))
