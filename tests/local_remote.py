@@ -1,8 +1,8 @@
 """
 Remote without SSH: every worker is a HOME folder on this machine, a command is a `bash -c` in it.
 
-For tests of what runs on workers (launch scripts, runner, probes) where the transport does not matter. It passes the same
-contract tests as `tpucare.remote`. Workers can fall silent, refuse the key, or show a new host key at a word.
+For tests of what runs on workers (launch scripts, runner, probes) where the transport does not matter. It passes the
+same contract tests as `tpucare.remote`. Workers can fall silent, refuse the key, or show a new host key at a word.
 """
 
 from __future__ import annotations

@@ -1,0 +1,197 @@
+"""
+What paramiko runs on: a socket that costs nothing while idle and can be ended from any thread, and deadlines.
+
+paramiko wakes every 0.1 s per connection to see whether it was closed, and has several waits without a limit. Here the
+reading thread blocks in the kernel until something arrives; whoever wants it to end shuts the socket down, which wakes
+all its readers and writers at once. Deadlines are enforced by one watchdog thread that does just that.
+"""
+
+from __future__ import annotations
+
+import errno
+import heapq
+import itertools
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+import paramiko
+from paramiko.packet import Packetizer
+
+LOG_NAME = "tpucare.ssh"
+
+
+class Deadline:
+    """A moment on the monotonic clock by which something has to be done."""
+
+    def __init__(self, length: timedelta) -> None:
+        self.seconds = length.total_seconds()
+        self.at = time.monotonic() + self.seconds
+
+    @property
+    def remaining(self) -> float:
+        """Seconds left, never below zero."""
+        return max(0.0, self.at - time.monotonic())
+
+    @property
+    def passed(self) -> bool:
+        return time.monotonic() >= self.at
+
+
+class Wire:
+    """
+    A TCP socket in the form that paramiko accepts in place of one. Reads and writes block without a timeout.
+
+    `close` wakes every thread that waits on it and is safe from any thread, at any time, repeatedly. The descriptor is
+    given back by `release` alone, which the reading thread calls last: a number that was reused by another connection
+    can then never be read or written by mistake.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        self._address: tuple[Any, ...] = address
+        self._sock = socket.socket(family, socket.SOCK_STREAM)
+        # Without it every request waits 40 ms for the delayed acknowledgement of the one before.
+        self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._closed = False  # paramiko reads this name
+        self._ending = threading.Lock()
+        self._sending = threading.Lock()
+
+    def connect(self, seconds: float) -> None:
+        """Raises: OSError, TimeoutError; ConnectionAbortedError: closed from our side meanwhile."""
+        self._sock.settimeout(max(seconds, 0.001))
+        self._sock.connect(self._address)
+        self._sock.settimeout(None)
+        if self._closed:
+            raise ConnectionAbortedError(errno.ECONNABORTED, "closed from our side")
+
+    def settimeout(self, seconds: float | None) -> None:
+        """paramiko asks for its 0.1 s here, and does without."""
+
+    def recv(self, size: int) -> bytes:
+        return self._sock.recv(size)
+
+    def send(self, content: bytes) -> int:
+        with self._sending:
+            return self._sock.send(content)
+
+    def getpeername(self) -> Any:
+        return self._sock.getpeername()
+
+    def close(self) -> None:
+        with self._ending:
+            if self._closed:
+                return
+            self._closed = True
+            with suppress(OSError):  # The other side may have been faster.
+                self._sock.shutdown(socket.SHUT_RDWR)
+
+    def release(self) -> None:
+        self.close()
+        with self._ending, self._sending:
+            self._sock.close()
+
+
+class Transport(paramiko.Transport):
+    """
+    paramiko's protocol thread on a Wire. `ended` is called in that thread when the connection is over, however it came.
+
+    The kernel tells the blocked reader of a closed connection at once, so nobody has to look for dropped ones.
+    """
+
+    def __init__(self, wire: Wire, ended: Callable[[], None]) -> None:
+        super().__init__(wire, packetizer_class=_Packetizer)  # type: ignore[arg-type]
+        self.set_log_channel(LOG_NAME)
+        self.disconnect_text = ""
+        self._wire = wire
+        self._tell_ended = ended
+
+    def run(self) -> None:
+        try:
+            super().run()
+        finally:
+            self.active = False
+            self._wire.release()
+            self._tell_ended()
+
+    def _parse_disconnect(self, message: paramiko.Message) -> None:
+        """The server says why it hangs up (RFC 4253, 11.1): sshd does so after too many keys that it did not take."""
+        message.get_int()
+        self.disconnect_text = message.get_text()
+
+
+class _Packetizer(Packetizer):
+    """Without the timer thread (not a daemon) that paramiko starts per handshake: the watchdog bounds that, too."""
+
+    def start_handshake(self, timeout: float) -> None:
+        pass
+
+
+class Watchdog:
+    """Closes a wire when a moment passes while somebody guards it. One thread, started with the first guard."""
+
+    def __init__(self) -> None:
+        self._wake = threading.Condition()
+        self._guards: list[tuple[float, int, list[Wire]]] = []
+        self._numbers = itertools.count()
+        self._thread: threading.Thread | None = None
+        self._closing = False
+
+    @contextmanager
+    def guard(self, wire: Wire, at: float) -> Iterator[None]:
+        """Close *wire* at *at* (monotonic), unless the block is left before."""
+        held = [wire]
+        with self._wake:
+            heapq.heappush(self._guards, (at, next(self._numbers), held))
+            if self._thread is None and not self._closing:
+                self._thread = threading.Thread(target=self._watch, name="tpucare-ssh-watchdog", daemon=True)
+                self._thread.start()
+            if self._guards[0][2] is held:
+                self._wake.notify()
+        try:
+            yield
+        finally:
+            held.clear()
+
+    def close(self) -> None:
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _watch(self) -> None:
+        while (due := self._next_due()) is not None:
+            for wire in due:
+                wire.close()
+
+    def _next_due(self) -> list[Wire] | None:
+        """Wait for the next moment that passes; None when there is nothing more to watch."""
+        with self._wake:
+            while not self._closing:
+                while self._guards and not self._guards[0][2]:
+                    heapq.heappop(self._guards)
+                if not self._guards:
+                    self._wake.wait()
+                    continue
+                left = self._guards[0][0] - time.monotonic()
+                if left <= 0:
+                    return heapq.heappop(self._guards)[2][:]
+                self._wake.wait(left)
+        return None
+
+
+def silence_paramiko() -> None:
+    """
+    Keep paramiko's tracebacks out of our log: every end of a connection is translated into one of our errors.
+
+    Idempotent. Set the level of the logger `tpucare.ssh` to DEBUG to see them.
+    """
+    logger = logging.getLogger(LOG_NAME)
+    if logger.level == logging.NOTSET:
+        logger.setLevel(logging.CRITICAL + 1)
