@@ -29,7 +29,7 @@ from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_rand
 
 from tpucare import cloud_wire as wire
 from tpucare.errors import ConfigError, OwnCredentials, Transient
-from tpucare.failures import DEADLINE_EXCEEDED, UNKNOWN, Where, classify
+from tpucare.failures import READ_TRIES, UNKNOWN, Where, classify, is_worth_repeating
 from tpucare.gcloud import find_project
 from tpucare.listing import Roll
 from tpucare.model import Listing, Node, NodeKey, NodeRequest, Operation
@@ -39,7 +39,6 @@ __all__ = ["CloudClock", "Deadlines", "GoogleCloud", "connect", "find_project"]
 T = TypeVar("T")
 
 PAGE_SIZE = 1000
-READ_TRIES = 3
 
 # Without them a channel that met an outage waits up to two minutes before it looks again, a connection that a
 # firewall forgot is noticed only by deadlines, and an answer ends at 4 MiB (4,500 nodes).
@@ -259,13 +258,9 @@ def _google_transport(reader: _DateReader) -> TpuGrpcTransport:
 
 
 def _repeat(read: Callable[[], T]) -> T:
-    """
-    Up to three quick tries of a call that changes nothing.
-
-    A deadline that passed is not repeated: it took seconds already, and the next pass asks anyway.
-    """
+    """Up to three quick tries of a call that changes nothing."""
     tries = Retrying(
-        retry=retry_if_exception(lambda error: isinstance(error, Transient) and error.code != DEADLINE_EXCEEDED),
+        retry=retry_if_exception(is_worth_repeating),
         stop=stop_after_attempt(READ_TRIES),
         wait=wait_random(0.05, 0.3),
         reraise=True,

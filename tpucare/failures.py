@@ -30,6 +30,7 @@ from tpucare.errors import (
 )
 
 MESSAGE_LIMIT = 600
+READ_TRIES = 3
 
 
 class Where(StrEnum):
@@ -113,6 +114,15 @@ def classify(code: int, message: str, where: str) -> CloudError:
     """
     text = " ".join(message.split())[:MESSAGE_LIMIT] or f"gRPC status {code} without a text"
     return _by_text(code, text, where) or _by_code(code, text, where)
+
+
+def is_worth_repeating(error: BaseException) -> bool:
+    """
+    Whether a call that changes nothing should be tried again at once, up to READ_TRIES times in all.
+
+    A deadline that passed is not: it took seconds already, and the next pass asks anyway.
+    """
+    return isinstance(error, Transient) and error.code != DEADLINE_EXCEEDED
 
 
 def _by_text(code: int, text: str, where: str) -> CloudError | None:

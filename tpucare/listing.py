@@ -82,7 +82,7 @@ class Roll(Generic[Raw]):
     def _refresh(self, key: NodeKey, raw: Raw, changed: set[NodeKey]) -> _Known[Raw]:
         """What is known of *key* from now on; a node whose record says nothing new keeps the old object."""
         before = self._known.get(key)
-        if before is not None and before.raw == raw:
+        if before is not None and (before.raw is raw or before.raw == raw):
             node = before.node
         else:
             node = self._translate(key, raw)

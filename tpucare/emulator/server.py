@@ -1,0 +1,252 @@
+"""
+One emulated cloud, running: world, gRPC service, machines, control socket and audit log put together.
+
+The world has no clock and no threads; this gives it both. One thread plays what happens by itself and collects what
+machines must do, another hands that to the machines in the same order. Everything that touches the world holds `lock`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, TextIO
+
+import structlog
+
+from tpucare.emulator import grpc as api
+from tpucare.emulator import running
+from tpucare.emulator.config import WorldConfig
+from tpucare.emulator.control import Control, request
+from tpucare.emulator.orders import parse_order
+from tpucare.emulator.records import MachineEffect
+from tpucare.emulator.world import World
+from tpucare.errors import ConfigError
+
+LONGEST_PAUSE_SECONDS = 1.0
+SOCKET_NAME = "control.sock"
+SOCKET_PATH_LIMIT = 100
+"""A unix socket's path holds 108 bytes; deep state folders get their socket in the folder for temporary files."""
+
+_log = structlog.get_logger("tpucare.emulator")
+
+
+class Machines(Protocol):
+    """What carries out machine effects. `apply` is called in order, from one thread, and may block."""
+
+    def apply(self, effect: MachineEffect) -> None: ...
+
+    def close(self) -> None:
+        """End every worker."""
+        ...
+
+
+class EmulatorServer:
+    """
+    Serves one world on `endpoint` from `start` to `stop`; also a context manager.
+
+    machines:   None = no worker ever answers
+    state_dir:  where the discovery file and the control socket lie; None = neither
+    audit_path: every audit record as a line of JSON, written as it happens
+    now:        the world's clock (aware, UTC); default: wall time at the start, carried on by the monotonic clock, so
+                that a clock that is set does not move the world
+    dated:      whether answers bear the `date` header of the real service
+    """
+
+    def __init__(
+        self,
+        config: WorldConfig,
+        *,
+        seed: int = 0,
+        port: int = 0,
+        machines: Machines | None = None,
+        state_dir: Path | None = None,
+        audit_path: Path | None = None,
+        project: str = "emulated",
+        ssh_port: int = 0,
+        ssh_user: str = "",
+        now: Callable[[], datetime] | None = None,
+        dated: bool = True,
+    ) -> None:
+        """Raises: ConfigError: an unreadable trace or network in *config*."""
+        self.now = now or _steady_clock()
+        self.lock = threading.RLock()
+        self.world = World(config, seed=seed, start=self.now())
+        self._changed = threading.Condition(self.lock)
+        self._stopping = threading.Event()
+        self._machines = machines
+        self._effects: queue.SimpleQueue[MachineEffect | None] = queue.SimpleQueue()
+        self._port, self._dated = port, dated
+        self._project, self._ssh_port, self._ssh_user = project, ssh_port, ssh_user
+        self._state_dir, self._audit_path = state_dir, audit_path
+        self._audit: TextIO | None = None
+        self._control: Control | None = None
+        self._service: Any = None
+        self._threads: list[threading.Thread] = []
+
+    @property
+    def endpoint(self) -> str:
+        """`127.0.0.1:PORT`, once it is started."""
+        return f"127.0.0.1:{self._port}"
+
+    def start(self) -> None:
+        """Raises: ConfigError: the port or the state folder is in use by another emulator, or cannot be written."""
+        try:
+            self._open_files()
+            carrier = api.Carrier(self.world, self.lock, self.now, self._stopping.wait, self.poke, self._dated)
+            self._service, self._port = api.start(carrier, self._port)
+            for work in (self._play, self._move_machines):
+                thread = threading.Thread(target=work, name=f"emulator{work.__name__}")
+                thread.start()
+                self._threads.append(thread)
+            self._announce()
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """End serving, end the machines, remove the discovery file. Calls under way are cut off."""
+        self._stopping.set()
+        self._withdraw()
+        if self._service is not None:
+            self._service.stop(grace=0.2).wait()
+        self.poke()
+        for thread in self._threads:
+            thread.join()
+        self._threads.clear()
+        if self._machines is not None:
+            self._machines.close()
+            self._machines = None
+        if self._audit is not None:
+            self.world.on_audit(None)
+            self._audit.close()
+            self._audit = None
+
+    def __enter__(self) -> EmulatorServer:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def poke(self) -> None:
+        """Look at the clock and the world now: something was done to either."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def carry(self, raw: object) -> Mapping[str, Any]:
+        """One operator's order, as `control.request` sends it. Raises: ConfigError: what is wrong with it."""
+        order = parse_order(raw)
+        with self.lock:
+            answer = order.carry(self.world, self.now())
+        self.poke()
+        return answer
+
+    def set_guest_attribute(self, name: str, worker: int, namespace: str, key: str, value: str) -> None:
+        """A machine reports, for example the host key that its sshd has. From any thread."""
+        with self.lock:
+            self.world.set_guest_attribute(name, worker, namespace, key, value)
+
+    def note(self, event: str, **fields: object) -> None:
+        """A machine's word for the audit log. From any thread."""
+        with self.lock:
+            self.world.note(event, self.now(), **fields)
+
+    # --- threads
+
+    def _play(self) -> None:
+        """Advance the world whenever something in it is due, and collect what machines must do."""
+        with self._changed:
+            while not self._stopping.is_set():
+                try:
+                    self.world.advance(self.now())
+                except Exception:
+                    _log.exception("the world stumbled")
+                for effect in self.world.take_effects():
+                    self._effects.put(effect)
+                self._changed.wait(self._pause())
+        self._effects.put(None)
+
+    def _pause(self) -> float:
+        """Seconds until the next event; never long, so that a clock that was moved by hand is seen."""
+        due = self.world.next_event_at()
+        if due is None:
+            return LONGEST_PAUSE_SECONDS
+        return min(LONGEST_PAUSE_SECONDS, max(0.001, (due - self.now()).total_seconds()))
+
+    def _move_machines(self) -> None:
+        while (effect := self._effects.get()) is not None:
+            if self._machines is None or self._stopping.is_set():
+                continue
+            try:
+                self._machines.apply(effect)
+            except Exception as error:
+                kind = type(effect).__name__
+                _log.exception("a machine did not obey", effect=kind, node=str(effect.path))
+                self.note("machine-error", name=str(effect.path), effect=kind, text=f"{type(error).__name__}: {error}")
+
+    # --- files
+
+    def _open_files(self) -> None:
+        try:
+            if self._state_dir is not None:
+                self._state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+                _refuse_second(self._state_dir)
+            if self._audit_path is not None:
+                self._audit_path.parent.mkdir(parents=True, exist_ok=True)
+                self._audit = self._audit_path.open("a", encoding="utf-8", buffering=1)
+        except OSError as error:
+            raise ConfigError(f"the emulator cannot write its files: {error}") from error
+        if self._audit is not None:
+            file = self._audit
+            for record in self.world.audit:
+                _write_line(file, record)
+            self.world.on_audit(lambda record: _write_line(file, record))
+
+    def _announce(self) -> None:
+        if self._state_dir is None:
+            return
+        path = self._state_dir / SOCKET_NAME
+        if len(os.fsencode(path)) > SOCKET_PATH_LIMIT:
+            path = Path(tempfile.mkdtemp(prefix="tpucare-")) / SOCKET_NAME
+        self._control = Control(path, self.carry)
+        self._control.start()
+        found = running.Running(self.endpoint, str(path), self._project, os.getpid(), self._ssh_port, self._ssh_user)
+        running.announce(self._state_dir, found)
+
+    def _withdraw(self) -> None:
+        if self._control is None or self._state_dir is None:
+            return
+        self._control.close()
+        if self._control.path.parent != self._state_dir:
+            self._control.path.parent.rmdir()
+        self._control = None
+        running.withdraw(self._state_dir)
+
+
+def _write_line(file: TextIO, record: Mapping[str, Any]) -> None:
+    file.write(json.dumps(record) + "\n")
+
+
+def _refuse_second(folder: Path) -> None:
+    """Raises: ConfigError: a living emulator has this folder."""
+    try:
+        found = running.find(folder)
+        request(found.control, {"do": "status"})
+    except ConfigError:
+        return
+    raise ConfigError(f"an emulator runs in {folder} already (pid {found.pid}): stop it, or choose another folder")
+
+
+def _steady_clock() -> Callable[[], datetime]:
+    begin, at = datetime.now(UTC), time.monotonic()
+    return lambda: begin + timedelta(seconds=time.monotonic() - at)
