@@ -88,7 +88,7 @@ class CloudClock:
         return instant + timedelta(seconds=self._monotonic() - at)
 
 
-class _DateReader(grpc.UnaryUnaryClientInterceptor[Any, Any]):
+class _DateReader(grpc.UnaryUnaryClientInterceptor):  # type: ignore[type-arg]
     """Reads the `date` header that comes with an answer; the client itself shows only the message."""
 
     def __init__(self, clock: CloudClock) -> None:
