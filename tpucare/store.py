@@ -10,12 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
 
 from tpucare import owner as owners
 from tpucare import store_schema as schema
@@ -24,19 +21,24 @@ from tpucare.memory import FleetRecord, Memory
 from tpucare.model import Event
 from tpucare.store_lock import StoreLock
 from tpucare.store_lock import holder as lock_holder
+from tpucare.store_reading import DEFAULT_NAME, SqliteReader, StoreReading, open_reader, store_path, translated
 from tpucare.store_records import EVENT, FLEET, MEMORY
 
-DEFAULT_NAME = "tpucare"
+__all__ = [
+    "DEFAULT_NAME",
+    "SqliteReader",
+    "SqliteStore",
+    "accept_move",
+    "holder",
+    "open_reader",
+    "open_store",
+    "store_path",
+]
+
 EVENTS_KEPT = 100_000
 EVENTS_KEPT_PER_SLOT = 1_000
 # Trimming at each save would cost more than the save; so many events more than the limits are kept for a while.
 _TRIM_EVERY = 500
-
-
-def store_path(folder: Path, name: str = DEFAULT_NAME) -> Path:
-    """The file of a store; its `-wal` and `-shm` and its `.lock` lie beside it."""
-    owners.check_store_name(name)
-    return folder / f"{name}.sqlite"
 
 
 def holder(folder: Path, name: str = DEFAULT_NAME) -> int | None:
@@ -80,125 +82,13 @@ def accept_move(folder: Path, *, machine_id: str, now: datetime, name: str = DEF
             store.take_over(fingerprint, now)
 
 
-def open_reader(folder: Path, *, name: str = DEFAULT_NAME) -> SqliteReader:
-    """
-    Read a store beside the daemon that writes it, or without one. Takes no lock, creates nothing.
-
-    Raises: StoreError: there is none; StoreCorrupt: it cannot be read.
-    """
-    return SqliteReader(store_path(folder, name))
-
-
-class _Reading:
-    """What reader and writer have in common. Any thread may call, one at a time is served."""
-
-    _connection: sqlite3.Connection
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._guard = threading.RLock()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        with self._guard:
-            self._connection.close()
-
-    @property
-    def owner(self) -> str:
-        """Label-safe id of this state folder, as the store noted it when it was made."""
-        return self._meta("owner")
-
-    @property
-    def lost(self) -> bool:
-        """The owner is older than this store: something was lost, and nobody confirmed it yet."""
-        return bool(self._meta("lost"))
-
-    @property
-    def machine(self) -> str:
-        """Fingerprint of the machine that this store lives on."""
-        return self._meta("machine")
-
-    def memories(self) -> dict[str, Memory]:
-        """Memory of every slot, by slot name."""
-        rows = self._rows("SELECT name, memory FROM slots ORDER BY name")
-        return {slot: MEMORY.decode(text, f"{self.path}: slot {slot}") for slot, text in rows}
-
-    def fleets(self) -> dict[str, FleetRecord]:
-        """Fleets as last accepted, ended ones included, by name."""
-        rows = self._rows("SELECT name, record FROM fleets ORDER BY name")
-        return {fleet: FLEET.decode(text, f"{self.path}: fleet {fleet}") for fleet, text in rows}
-
-    def events(self, *, slot: str = "", after: int = 0, limit: int = 1000) -> list[tuple[int, Event]]:
-        """Oldest first, with their numbers; *slot* may be a fleet's name."""
-        where, names = (" AND (slot = ? OR fleet = ?)", (slot, slot)) if slot else ("", ())
-        rows = self._rows(
-            f"SELECT number, event FROM events WHERE number > ?{where} ORDER BY number LIMIT ?", (after, *names, limit)
-        )
-        return [(number, EVENT.decode(text, f"{self.path}: event {number}")) for number, text in rows]
-
-    def last_events(self, *, slot: str = "", limit: int = 100) -> list[tuple[int, Event]]:
-        """The newest *limit* events, still oldest first."""
-        where, names = (" WHERE slot = ? OR fleet = ?", (slot, slot)) if slot else ("", ())
-        rows = self._rows(f"SELECT number FROM events{where} ORDER BY number DESC LIMIT ?", (*names, limit))
-        return self.events(slot=slot, after=rows[-1][0] - 1, limit=limit) if rows else []
-
-    def _meta(self, key: str) -> str:
-        rows = self._rows("SELECT value FROM meta WHERE key = ?", (key,))
-        if not rows:
-            raise schema.corrupt(self.path, f"no {key} is noted in it")
-        return str(rows[0][0])
-
-    def _rows(self, query: str, values: tuple[str | int, ...] = ()) -> list[tuple[Any, ...]]:
-        with self._guard, _translated(self.path):
-            return self._connection.execute(query, values).fetchall()
-
-
-class SqliteReader(_Reading):
-    """
-    One consistent view of a store, as of when it was opened or last refreshed.
-
-    Not for keeping open without `refresh`: as long as a view is held, the daemon's write-ahead log cannot shrink.
-    """
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self._connection = self._look()
-
-    def refresh(self) -> None:
-        """Look again: from now on the view is of this moment."""
-        with self._guard:
-            self._connection.close()
-            self._connection = self._look()
-
-    def _look(self) -> sqlite3.Connection:
-        if not self.path.exists():
-            raise StoreError(f"{self.path}: no store here; has a daemon run with this state folder?")
-        schema.check_header(self.path)
-        with _translated(self.path):
-            connection = schema.connect_read_only(self.path)
-            try:
-                connection.execute("BEGIN")
-                schema.check_version(connection, self.path)
-            except BaseException:
-                connection.close()
-                raise
-        return connection
-
-
-class SqliteStore(_Reading):
+class SqliteStore(StoreReading):
     """ports.Store. Made by `open_store`, which has locked and checked the file."""
 
     def __init__(self, path: Path, lock: StoreLock) -> None:
         super().__init__(path)
         self._lock = lock
-        with _translated(path):
+        with translated(path):
             self._connection = _connect(path)
         self._file = path.stat().st_ino
         self._untrimmed: dict[str, int] = {}
@@ -250,7 +140,7 @@ class SqliteStore(_Reading):
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        with self._guard, _translated(self.path):
+        with self._guard, translated(self.path):
             self._check_in_place()
             self._connection.execute("BEGIN IMMEDIATE")
             try:
@@ -294,7 +184,7 @@ def _open_locked(folder: Path, name: str, fingerprint: str, now: datetime) -> Sq
 
 def _check(path: Path) -> None:
     schema.check_header(path)
-    with _translated(path), contextlib.closing(schema.connect_read_only(path)) as connection:
+    with translated(path), contextlib.closing(schema.connect_read_only(path)) as connection:
         schema.check_version(connection, path)
         schema.check_pages(connection, path)
 
@@ -316,7 +206,7 @@ def _make(path: Path, name: str, fingerprint: str, now: datetime) -> None:
     try:
         scratch.unlink(missing_ok=True)
         scratch.touch(mode=0o600, exist_ok=False)
-        with _translated(path), contextlib.closing(_connect(scratch)) as connection:
+        with translated(path), contextlib.closing(_connect(scratch)) as connection:
             connection.executemany("INSERT INTO meta (key, value) VALUES (?, ?)", meta.items())
         scratch.rename(path)
         owners.sync_folder(folder)
@@ -361,14 +251,6 @@ def _connect(path: Path) -> sqlite3.Connection:
         connection.close()
         raise
     return connection
-
-
-@contextlib.contextmanager
-def _translated(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except sqlite3.Error as error:
-        raise schema.translate(error, path) from error
 
 
 def _lock_path(folder: Path, name: str) -> Path:
