@@ -26,9 +26,13 @@ class Checkpoints:
     def __init__(self, folder: epath.Path, say: Callable[[str], None]) -> None:
         self._say = say
         self._unreported: int | None = None
-        self._manager = ocp.CheckpointManager(
-            folder, options=ocp.CheckpointManagerOptions(max_to_keep=KEPT_CHECKPOINTS, enable_async_checkpointing=True)
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=KEPT_CHECKPOINTS,
+            enable_async_checkpointing=True,
+            # What killed saves left behind would fill the bucket; only one run at a time uses this folder.
+            cleanup_tmp_directories=True,
         )
+        self._manager = ocp.CheckpointManager(folder, options=options)
 
     def newest(self) -> int:
         """Step of the newest complete checkpoint; 0 when there is none."""

@@ -26,12 +26,11 @@ HOST = hosts.Host.from_environment(os.environ)
 hosts.prepare_jax(HOST, os.environ)  # before JAX is imported
 
 import jax  # noqa: E402
+import language_model  # noqa: E402
 import numpy as np  # noqa: E402
+from checkpoints import Checkpoints, params_sha256, write_result  # noqa: E402
 from etils import epath  # noqa: E402
 from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
-
-import language_model  # noqa: E402
-from checkpoints import Checkpoints, params_sha256, write_result  # noqa: E402
 
 BY_DEVICE, REPLICATED = PartitionSpec("data"), PartitionSpec()
 CORPUS = Path(__file__).with_name("corpus.txt")
