@@ -24,7 +24,13 @@ from typing import Any
 import paramiko
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
-from paramiko.common import AUTH_FAILED, AUTH_SUCCESSFUL, OPEN_FAILED_ADMINISTRATIVELY_PROHIBITED, OPEN_SUCCEEDED
+from paramiko.common import (
+    AUTH_FAILED,
+    AUTH_SUCCESSFUL,
+    MSG_CHANNEL_REQUEST,
+    OPEN_FAILED_ADMINISTRATIVELY_PROHIBITED,
+    OPEN_SUCCEEDED,
+)
 from paramiko.sftp import SFTP_OK
 
 from tpucare.model import Ran
@@ -222,6 +228,17 @@ class _ServerTransport(paramiko.Transport):
         self.logger.setLevel(60)
         self._ended = ended
         self._socket = sock
+        self._accepted: list[Callable[[], object]] = []
+        self._channel_handler_table = {**self._channel_handler_table, MSG_CHANNEL_REQUEST: self._handle_request}  # type: ignore[has-type]
+
+    def after_reply(self, action: Callable[[], object]) -> None:
+        """Do *action* when the request now being handled was granted: an answer must not overtake that."""
+        self._accepted.append(action)
+
+    def _handle_request(self, channel: paramiko.Channel, message: paramiko.Message) -> None:
+        channel._handle_request(message)  # type: ignore[attr-defined]
+        while self._accepted:
+            self._accepted.pop()()
 
     def run(self) -> None:
         try:
@@ -247,7 +264,9 @@ class _Session(paramiko.ServerInterface):
         return OPEN_SUCCEEDED if kind == "session" else OPEN_FAILED_ADMINISTRATIVELY_PROHIBITED
 
     def check_channel_exec_request(self, channel: paramiko.Channel, command: bytes) -> bool:
-        _thread(self._stand_in.serve, channel, command.decode())
+        transport = channel.get_transport()
+        assert isinstance(transport, _ServerTransport)
+        transport.after_reply(lambda: _thread(self._stand_in.serve, channel, command.decode()))
         return True
 
 
