@@ -31,8 +31,6 @@ from tpucare.emulator.state import NodeLife, pair
 from tpucare.model import Health, NodeState
 
 UPDATABLE = ("description", "tags", "labels", "metadata", "network_config.enable_external_ips")
-REPEATED_DELETE_ANSWERS = (0, texts.FAILED_PRECONDITION, texts.ABORTED)
-"""A delete of a node in DELETING: a second operation, or one of these codes. Not documented, so each is met."""
 
 
 class Calls(Gate):
@@ -108,7 +106,7 @@ class Calls(Gate):
             else:
                 said["repeated"] = True
                 operation = self._repeat_delete(life)
-                code = self._call_rng.choice(REPEATED_DELETE_ANSWERS)
+                code = self._call_rng.choice(self.config.faults.repeated_delete)
                 if code:
                     raise texts.deleting_already(life.path, code)
             said["operation"] = operation.name

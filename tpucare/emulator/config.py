@@ -69,7 +69,8 @@ class Zone(Strict):
     """
     One zone. What no pool of `capacity` covers is unlimited.
 
-    `accelerators` and `runtimes` default to the catalogue's for a zone it knows, and to everything for one it does not.
+    `accelerators` and `runtimes` default to the catalogue's for a zone it knows, and to everything for one it does not;
+    `accelerators: ["*"]` is everything, sizes that the catalogue does not list included.
     """
 
     capacity: tuple[Capacity, ...] = ()
@@ -138,6 +139,9 @@ class Faults(Strict):
     calls: FaultRates = FaultRates()
     methods: dict[str, FaultRates] = Field(default={}, description="instead of `calls`, by method: ListNodes, ...")
     outages: tuple[Outage, ...] = ()
+    repeated_delete: tuple[Literal[0, 9, 10], ...] = Field(
+        default=(0, 9, 10), min_length=1, description="answers to a delete in DELETING: 0 = a second operation"
+    )
     delete_stuck: Share = Field(default=0.0, description="share of deletes that need to be repeated")
     failed_create_left: Share = Field(default=0.0, description="share of failed creates whose node stays listed")
     missing_worker: Share = Field(default=0.0, description="share of large slices that lack one worker for ever")
@@ -221,22 +225,23 @@ class WorldConfig(Strict):
     @classmethod
     def fast(cls, **changes: Any) -> WorldConfig:
         """Two zones of constant capacity and no faults, everything within fractions of a second; keys as in YAML."""
-        zones: dict[str, object] = {"us-central1-a": {}, "europe-west4-a": {}}
+        zones = {"us-central1-a": {"accelerators": ["*"]}, "europe-west4-a": {"accelerators": ["*"]}}
         return cls.model_validate({"zones": zones, **changes, "speed": "fast"})
 
     @classmethod
     def calm(cls, **changes: Any) -> WorldConfig:
         """Real speed without chance: constant latencies, nothing goes wrong by itself. For stories in virtual time."""
-        return cls.model_validate({**_CALM, **changes})
+        merged = {key: {**_CALM[key], **changes.get(key, {})} for key in ("latencies", "preemption", "faults")}
+        return cls.model_validate({**_CALM, **changes, **merged})
 
 
-_CALM: dict[str, object] = {
-    "zones": {"us-central1-a": {}, "europe-west4-a": {}},
+_CALM: dict[str, dict[str, Any]] = {
+    "zones": {"us-central1-a": {"accelerators": ["*"]}, "europe-west4-a": {"accelerators": ["*"]}},
     "latencies": {
         **{
             name: around(field.default.median)
             for name, field in Latencies.model_fields.items()
-            if "Latency" in str(field.annotation)
+            if field.annotation is Latency
         },
         "list_lag_share": 0.0,
         "boot_skew": 0.0,
@@ -244,6 +249,7 @@ _CALM: dict[str, object] = {
         "operation_lingers_share": 0.0,
     },
     "preemption": {"notice": None, "silent_share": 0.0},
+    "faults": {"repeated_delete": (0,)},
 }
 
 _TWO_ZONES = """

@@ -194,6 +194,7 @@ class State:
         self.addresses = AddressPool(network)
         self.effects: list[MachineEffect] = []
         self.records: list[AuditRecord] = []
+        self.keep_records = True
         self.on_record: Callable[[AuditRecord], None] | None = None
         self._seed = seed
         self._operation_kept = operation_kept
@@ -208,13 +209,15 @@ class State:
         """A stream of chance of its own, so that one part of a world does not shift another."""
         return random.Random(f"{self._seed}/{name}")
 
-    def log(self, kind: str, **fields: object) -> AuditRecord:
+    def log(self, kind: str, **fields: object) -> None:
         """Append to the audit log; JSON values only."""
+        if not self.keep_records and self.on_record is None:
+            return
         record: AuditRecord = {"at": stamp(self.now), "kind": kind, **fields}
-        self.records.append(record)
+        if self.keep_records:
+            self.records.append(record)
         if self.on_record is not None:
             self.on_record(record)
-        return record
 
     def log_node(self, life: NodeLife, event: str, **fields: object) -> None:
         """One event in the life of a node."""

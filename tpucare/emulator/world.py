@@ -60,9 +60,14 @@ class World(Calls, Actions):
         """Every call, life event and machine event so far, oldest first: dicts of JSON values."""
         return self.state.records
 
-    def on_audit(self, listener: Callable[[AuditRecord], None] | None) -> None:
-        """Hand every further record to *listener* as it is made, for example to write it as a line of JSON."""
+    def on_audit(self, listener: Callable[[AuditRecord], None] | None, *, keep: bool = True) -> None:
+        """
+        Hand every further record to *listener* as it is made, for example to write it as a line of JSON.
+
+        `keep` False: `audit` grows no further, for simulations of months.
+        """
         self.state.on_record = listener
+        self.state.keep_records = keep
 
     def nodes(self) -> list[NodeRecord]:
         """Every node that exists, in the order of listings, whether or not the API shows it yet."""
