@@ -14,7 +14,10 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from contextlib import ExitStack
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, TextIO
@@ -26,11 +29,12 @@ from tpucare.emulator import running
 from tpucare.emulator.config import WorldConfig
 from tpucare.emulator.control import Control, request
 from tpucare.emulator.orders import parse_order
-from tpucare.emulator.records import MachineEffect
+from tpucare.emulator.records import MachineEffect, NodePath
 from tpucare.emulator.world import World
 from tpucare.errors import ConfigError
 
 LONGEST_PAUSE_SECONDS = 1.0
+HOST_KEYS = "hostkeys"
 SOCKET_NAME = "control.sock"
 SOCKET_PATH_LIMIT = 100
 """A unix socket's path holds 108 bytes; deep state folders get their socket in the folder for temporary files."""
@@ -39,24 +43,43 @@ _log = structlog.get_logger("tpucare.emulator")
 
 
 class Machines(Protocol):
-    """What carries out machine effects. `apply` is called in order, from one thread, and may block."""
+    """What carries out machine effects. `apply` is called in order, from one thread, and returns at once."""
 
-    def apply(self, effect: MachineEffect) -> None: ...
+    @property
+    def login_user(self) -> str: ...
+
+    def apply(self, effect: MachineEffect) -> Future[None]: ...
 
     def close(self) -> None:
         """End every worker."""
         ...
 
 
+class MakeMachines(Protocol):
+    """
+    Makes the machines, handing them whom to tell; `functools.partial(machines.Machines, folder, ssh_port=…)` is one.
+
+    on_host_keys: node, worker, host key by type     on_gone: node, worker, why it is not there
+    """
+
+    def __call__(
+        self,
+        *,
+        on_host_keys: Callable[[NodePath, int, Mapping[str, str]], None],
+        on_gone: Callable[[NodePath, int, str], None],
+    ) -> Machines: ...
+
+
 class EmulatorServer:
     """
     Serves one world on `endpoint` from `start` to `stop`; also a context manager.
 
-    machines:   None = no worker ever answers
+    machines:   makes the machines at the start; None = no worker ever answers
     state_dir:  where the discovery file and the control socket lie; None = neither
     audit_path: every audit record as a line of JSON, written as it happens
     now:        the world's clock (aware, UTC); default: wall time at the start, carried on by the monotonic clock, so
                 that a clock that is set does not move the world
+    project, ssh_port: only written into the discovery file; the world takes any project
     dated:      whether answers bear the `date` header of the real service
     """
 
@@ -66,12 +89,11 @@ class EmulatorServer:
         *,
         seed: int = 0,
         port: int = 0,
-        machines: Machines | None = None,
+        machines: MakeMachines | None = None,
         state_dir: Path | None = None,
         audit_path: Path | None = None,
         project: str = "emulated",
         ssh_port: int = 0,
-        ssh_user: str = "",
         now: Callable[[], datetime] | None = None,
         dated: bool = True,
     ) -> None:
@@ -81,10 +103,11 @@ class EmulatorServer:
         self.world = World(config, seed=seed, start=self.now())
         self._changed = threading.Condition(self.lock)
         self._stopping = threading.Event()
-        self._machines = machines
+        self._make_machines = machines
+        self._machines: Machines | None = None
         self._effects: queue.SimpleQueue[MachineEffect | None] = queue.SimpleQueue()
         self._port, self._dated = port, dated
-        self._project, self._ssh_port, self._ssh_user = project, ssh_port, ssh_user
+        self._project, self._ssh_port = project, ssh_port
         self._state_dir, self._audit_path = state_dir, audit_path
         self._audit: TextIO | None = None
         self._control: Control | None = None
@@ -96,10 +119,20 @@ class EmulatorServer:
         """`127.0.0.1:PORT`, once it is started."""
         return f"127.0.0.1:{self._port}"
 
+    @property
+    def machines(self) -> Machines | None:
+        """The machines, once it is started, if there are any."""
+        return self._machines
+
     def start(self) -> None:
-        """Raises: ConfigError: the port or the state folder is in use by another emulator, or cannot be written."""
+        """
+        Raises: ConfigError: the port or the state folder is in use by another emulator, or cannot be written.
+        MachineError: there can be no machines here.
+        """
         try:
             self._open_files()
+            if self._make_machines is not None:
+                self._machines = self._make_machines(on_host_keys=self._publish, on_gone=self._miss)
             carrier = api.Carrier(self.world, self.lock, self.now, self._stopping.wait, self.poke, self._dated)
             self._service, self._port = api.start(carrier, self._port)
             for work in (self._play, self._move_machines):
@@ -112,22 +145,20 @@ class EmulatorServer:
             raise
 
     def stop(self) -> None:
-        """End serving, end the machines, remove the discovery file. Calls under way are cut off."""
+        """
+        End serving, end the machines, remove the discovery file. Calls under way are cut off. May be called twice.
+
+        Raises: MachineError: something survives.
+        """
         self._stopping.set()
-        self._withdraw()
-        if self._service is not None:
-            self._service.stop(grace=0.2).wait()
-        self.poke()
-        for thread in self._threads:
-            thread.join()
-        self._threads.clear()
-        if self._machines is not None:
-            self._machines.close()
-            self._machines = None
-        if self._audit is not None:
-            self.world.on_audit(None)
-            self._audit.close()
-            self._audit = None
+        with ExitStack() as ends:
+            ends.callback(self._close_audit)
+            if self._machines is not None:
+                ends.callback(self._machines.close)
+            ends.callback(self._join)
+            if self._service is not None:
+                ends.callback(lambda service: service.stop(grace=0.2).wait(), self._service)
+            ends.callback(self._withdraw)
 
     def __enter__(self) -> EmulatorServer:
         self.start()
@@ -150,11 +181,6 @@ class EmulatorServer:
             answer = order.carry(self.world, self.now())
         self.poke()
         return answer
-
-    def set_guest_attribute(self, name: str, worker: int, namespace: str, key: str, value: str) -> None:
-        """A machine reports, for example the host key that its sshd has. From any thread."""
-        with self.lock:
-            self.world.set_guest_attribute(name, worker, namespace, key, value)
 
     def note(self, event: str, **fields: object) -> None:
         """A machine's word for the audit log. From any thread."""
@@ -188,11 +214,33 @@ class EmulatorServer:
             if self._machines is None or self._stopping.is_set():
                 continue
             try:
-                self._machines.apply(effect)
+                self._machines.apply(effect).add_done_callback(partial(self._look_after, effect))
             except Exception as error:
-                kind = type(effect).__name__
-                _log.exception("a machine did not obey", effect=kind, node=str(effect.path))
-                self.note("machine-error", name=str(effect.path), effect=kind, text=f"{type(error).__name__}: {error}")
+                self._disobeyed(effect, error)
+
+    def _look_after(self, effect: MachineEffect, done: Future[None]) -> None:
+        if not done.cancelled() and (error := done.exception()) is not None:
+            self._disobeyed(effect, error)
+
+    def _disobeyed(self, effect: MachineEffect, error: BaseException) -> None:
+        kind = type(effect).__name__
+        _log.error("a machine did not obey", effect=kind, node=str(effect.path), error=str(error))
+        self.note("machine-error", name=str(effect.path), effect=kind, text=f"{type(error).__name__}: {error}")
+
+    def _publish(self, path: NodePath, worker: int, keys: Mapping[str, str]) -> None:
+        """The guest agent of a worker that booted says which host keys it has."""
+        with self.lock:
+            for kind, key in keys.items():
+                self.world.set_guest_attribute(str(path), worker, HOST_KEYS, kind, key)
+
+    def _miss(self, path: NodePath, worker: int, why: str) -> None:
+        self.note("machine-gone", name=str(path), worker=worker, text=why)
+
+    def _join(self) -> None:
+        self.poke()
+        for thread in self._threads:
+            thread.join()
+        self._threads.clear()
 
     # --- files
 
@@ -212,6 +260,13 @@ class EmulatorServer:
                 _write_line(file, record)
             self.world.on_audit(lambda record: _write_line(file, record))
 
+    def _close_audit(self) -> None:
+        with self.lock:
+            self.world.on_audit(None)
+            if self._audit is not None:
+                self._audit.close()
+                self._audit = None
+
     def _announce(self) -> None:
         if self._state_dir is None:
             return
@@ -220,7 +275,8 @@ class EmulatorServer:
             path = Path(tempfile.mkdtemp(prefix="tpucare-")) / SOCKET_NAME
         self._control = Control(path, self.carry)
         self._control.start()
-        found = running.Running(self.endpoint, str(path), self._project, os.getpid(), self._ssh_port, self._ssh_user)
+        user = self._machines.login_user if self._machines is not None else ""
+        found = running.Running(self.endpoint, str(path), self._project, os.getpid(), self._ssh_port, user)
         running.announce(self._state_dir, found)
 
     def _withdraw(self) -> None:
