@@ -1,14 +1,13 @@
 """
-The newest complete checkpoint, by looking at the folder in which orbax keeps one folder per step.
+The newest complete checkpoint in a bucket, where nothing can be renamed: orbax puts `commit_success.txt` into the
+folder of a step that is complete.
 
-Complete means: a folder named by digits only (orbax writes under another name and renames), and in Cloud Storage, where
-nothing can be renamed, one that holds `commit_success.txt`. Buckets are asked by the runner on a slow schedule, for the
-tools take seconds; a probe reads the last answer. Standard library only, Python 3.8 and newer: this runs on the TPU VM.
+The tools take seconds to answer, so the runner asks on a slow schedule, and a probe reads the last answer.
+Standard library only, Python 3.8 and newer: this runs on the TPU VM.
 """
 
 from __future__ import annotations
 
-import os
 import shutil
 import threading
 import time
@@ -17,18 +16,6 @@ import files
 
 PERIOD_SECONDS = 120
 ASK_SECONDS = 60
-
-
-def newest(path: str) -> int | None:
-    """Newest step in a local folder; None when there is none, or when *path* is not a local folder."""
-    if not path or "://" in path:
-        return None
-    try:
-        with os.scandir(path) as entries:
-            steps = [int(entry.name) for entry in entries if entry.name.isdigit() and entry.is_dir()]
-    except (OSError, ValueError):
-        return None
-    return max(steps, default=None)
 
 
 def watch(bucket: str, answer: str) -> None:

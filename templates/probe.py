@@ -2,18 +2,15 @@
 How this worker is, as one line of JSON: run, phase, exit, chips, newest checkpoint, step, and the log's new bytes.
 
 Asked every few seconds over a kept connection, so it is short: what costs time is imported only when it is needed, and
-a healthy run is answered from the lock and three small files. It changes nothing.
-Standard library only, Python 3.8 and newer: this runs on the TPU VM.
+a healthy run is answered from the lock and a few small files, whose JSON goes into the answer as it is. It changes
+nothing. Standard library only, Python 3.8 and newer: this runs on the TPU VM.
 """
 
 from __future__ import annotations
 
 import binascii
-import collections
-import json
 import os
 import sys
-from typing import Any
 
 import files
 import processes
@@ -25,116 +22,115 @@ MATCH_SECONDS = 1
 
 def main(arguments: list[str]) -> None:
     """
-    `QUESTION` as JSON: `worker`; `token` and `offset` of the log that the asker has; `bytes` of the log at most, and
-    `failed_bytes` when the run ended badly; `progress` (a pattern), `checkpoint` (a path), `rescan`.
+    Pairs: `worker`; `token` and `offset` of the log that the asker has; `bytes` of the log at most, and `failed_bytes`
+    when the run ended badly; `progress` (a pattern), `checkpoint` (a path), `rescan` (1: look for a step in old lines).
     """
-    print(json.dumps(_answer(processes.home(), json.loads(arguments[0]))))
-
-
-def _answer(base: str, question: dict[str, Any]) -> dict[str, Any]:
+    question = files.read_pairs(arguments)
+    base = processes.home()
     tokens = processes.run_tokens(base)
     holds = processes.lock_token(base)
     # A folder that was pushed and never started is no run: the lock's last holder is.
     token = holds if holds in tokens else ""
-    folder = os.path.join(base, token)
-    answer = _presence(base, question["worker"], folder if token else "")
-    answer["token"] = token
-    answer["last_number"] = int(tokens[-1].rpartition(".")[2]) if tokens else 0
-    answer["boot_id"] = files.read_text("/proc/sys/kernel/random/boot_id", 64).strip()
-    if token:
-        known = question.get("token") == token
-        answer["step"] = _step(folder, question, int(question["offset"]) if known else 0)
-        answer["checkpoint"] = _checkpoint(folder, question.get("checkpoint", ""))
-        answer["log"] = _news(base, token, question, bool((answer["exit"] or {}).get("status")))
-    return answer
-
-
-def _presence(base: str, worker: int, folder: str) -> dict[str, Any]:
-    """
-    Alive or not, and what the run's files say. Read in this order: the state last, so that a run seen dead has
-    published what it will ever publish.
-
-    While the lock is held the chips count as the run's own: looking for other holders costs time and changes nothing.
-    """
-    alive = processes.lock_is_held(base)
-    detail = ""
-    if alive:
-        chips_free = False
-    else:
-        holders = processes.chip_holders()
-        chips_free = not holders
-        rest = processes.living(base, worker)
-        alive = bool(rest or holders)
-        detail = "; ".join(f"process {pid} holds {device}" for pid, device in sorted(holders.items())[:4])
-        detail = detail or (f"processes without a runner: {sorted(rest)[:8]}" if rest else "")
-    state = files.read_object(os.path.join(folder, "phase")) if folder else {}
-    ended = files.read_object(os.path.join(folder, "exit")) if folder else {}
-    told = [name for name in ("notice", "stopped") if folder and os.path.exists(os.path.join(folder, name))]
-    return {
-        "alive": alive,
-        "chips_free": chips_free,
-        "phase": state.get("phase", ""),
-        "exit": ended or None,
-        "signalled": bool(told or state.get("signalled")),
-        "preempted": bool(state.get("preempted")),
-        "maintenance": str(state.get("maintenance", "")),
-        "detail": detail or str(ended.get("detail", "")),
+    folder = os.path.join(base, token) if token else ""
+    answer = {
+        "token": token,
+        "last_number": processes.run_number(tokens[-1]) if tokens else 0,
+        "boot_id": files.read_text("/proc/sys/kernel/random/boot_id", 64).strip(),
+        # In this order: a run that is seen dead has published what it will ever publish.
+        **_presence(base, int(question["worker"])),
     }
+    parts = [files.to_json(answer)[1:-1]]
+    if token:
+        parts += _of_run(base, token, folder, question)
+    print("{" + ", ".join(parts) + "}")
 
 
-def _checkpoint(folder: str, path: str) -> int | None:
+def _presence(base: str, worker: int) -> dict[str, str | int | bool]:
+    """While the lock is held the chips count as the run's own: looking for other holders costs, and changes nothing."""
+    if processes.lock_is_held(base):
+        return {"alive": True, "chips_free": False, "detail": ""}
+    holders = processes.chip_holders()
+    rest = processes.living(base, worker)
+    detail = "; ".join(f"process {pid} holds {device}" for pid, device in sorted(holders.items())[:4])
+    if rest:
+        detail = f"processes without a runner: {sorted(rest)[:8]}"
+    return {"alive": bool(rest or holders), "chips_free": not holders, "detail": detail}
+
+
+def _of_run(base: str, token: str, folder: str, question: dict[str, str]) -> list[str]:
+    state = files.read_text(os.path.join(folder, "phase"))
+    ended = files.read_text(os.path.join(folder, "exit"))
+    failed = bool(ended) and not ended.startswith('{"status": 0,')
+    told = any(os.path.exists(os.path.join(folder, name)) for name in ("notice", "stopped"))
+    known = question["token"] == token
+    more = {
+        "told": told,
+        "step": _step(folder, question, int(question["offset"]) if known else 0),
+        "checkpoint": _checkpoint(base, folder, question["checkpoint"]),
+        "log_bytes": files.log_end(folder),
+    }
+    log = files.to_json(_news(base, token, question, failed))
+    return [f'"state": {state or "null"}', f'"exit": {ended or "null"}', f'"log": {log}', files.to_json(more)[1:-1]]
+
+
+def _checkpoint(base: str, folder: str, path: str) -> int | None:
     if "://" in path:
         seen = files.read_text(os.path.join(folder, "checkpoint"), 32)
         return int(seen) if seen.isdigit() else None
-    import checkpoints
+    # A relative path is meant from the job's folder.
+    return files.newest_checkpoint(os.path.join(base, "work", path)) if path else None
 
-    return checkpoints.newest(path)
 
-
-def _news(base: str, token: str, question: dict[str, Any], failed: bool) -> dict[str, Any]:
+def _news(base: str, token: str, question: dict[str, str], failed: bool) -> dict[str, str | int]:
     """New bytes of the log; first those that are left of the run that the asker knows, when another came after it."""
-    before, offset = str(question.get("token", "")), int(question["offset"])
+    before, offset = question["token"], int(question["offset"])
     if before != token:
-        unread = processes.TOKEN.fullmatch(before) and files.log_end(os.path.join(base, before)) > offset
+        unread = processes.run_number(before) >= 0 and files.log_end(os.path.join(base, before)) > offset
         token, offset = (before, offset) if unread else (token, 0)
     folder = os.path.join(base, token)
     end = files.log_end(folder)
-    most = int(question["failed_bytes"] if failed else question["bytes"])
+    most = int(question["failed_bytes" if failed else "bytes"])
     start, data = files.read_log(folder, max(offset, end - most), end)
     return {"token": token, "start": start, "data": binascii.b2a_base64(data, newline=False).decode()}
 
 
-def _step(folder: str, question: dict[str, Any], offset: int) -> int | None:
+def _step(folder: str, question: dict[str, str], offset: int) -> int | None:
     """The last match of the progress pattern in whole lines of the log since *offset*; None: nothing new."""
-    pattern, end = question.get("progress", ""), files.log_end(folder)
-    if not pattern or (end <= offset and not question.get("rescan")):
+    rescan, end = question["rescan"] == "1", files.log_end(folder)
+    if not question["progress"] or (end <= offset and not rescan):
         return None
-    begin = 0 if question.get("rescan") else offset - OVERLAP_BYTES
+    begin = 0 if rescan else offset - OVERLAP_BYTES
     _, data = files.read_log(folder, max(0, begin, end - MATCH_BYTES), end)
     whole = data[: max(data.rfind(b"\n"), data.rfind(b"\r")) + 1]
-    return _match_apart(pattern, whole) if whole else None
+    return _match_apart(question["progress"], whole) if whole else None
 
 
 def _match_apart(pattern: str, data: bytes) -> int | None:
     """Match in a child with an alarm, for some patterns never end, and nothing else interrupts `re`."""
-    import re
-    import signal
-
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         try:
-            signal.alarm(MATCH_SECONDS)
-            found = collections.deque(re.finditer(pattern, data.decode(errors="replace")), maxlen=1)
-            for last in found:
-                text = last.group(1) if last.re.groups else last.group(0)
-                os.write(writer, (text or "").encode()[:18])
+            _match(pattern, data, writer)
         finally:
             os._exit(0)
     os.close(writer)
     text = os.read(reader, 32).decode(errors="replace")
     os.waitpid(child, 0)
     return int(text) if text.isascii() and text.isdigit() else None
+
+
+def _match(pattern: str, data: bytes, writer: int) -> None:
+    import re
+    import signal
+
+    signal.alarm(MATCH_SECONDS)
+    last = None
+    for match in re.finditer(pattern, data.decode(errors="replace")):
+        last = match
+    if last is not None:
+        text = last.group(1) if last.re.groups else last.group(0)
+        os.write(writer, (text or "").encode()[:18])
 
 
 if __name__ == "__main__":

@@ -6,9 +6,9 @@ Standard library only, Python 3.8 and newer: this runs on the TPU VM.
 
 from __future__ import annotations
 
-import json
 import os
 
+import files
 import processes
 
 
@@ -16,5 +16,6 @@ def main(arguments: list[str]) -> None:
     """`TOKEN`: become that run's resolve script, which prints `commit <hash>`."""
     folder = os.path.join(processes.home(), arguments[0])
     with open(os.path.join(folder, "env"), encoding="utf-8") as stream:
-        env = {**os.environ, **json.load(stream)}
+        pairs = [pair for pair in stream.read().split("\0") if pair]
+    env = {**os.environ, **files.read_pairs(pairs)}
     os.execve("/bin/bash", ["bash", os.path.join(folder, "resolve.sh")], env)

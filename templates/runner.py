@@ -13,21 +13,22 @@ as finished. Standard library only, Python 3.8 and newer: this runs on the TPU V
 
 from __future__ import annotations
 
-import collections
-import contextlib
-import ctypes
+import _thread
 import fcntl
-import json
 import os
-import re
 import select
-import signal
 import sys
 import time
-from typing import Any
 
 import files
 import processes
+from processes import SIGCHLD, SIGHUP, SIGINT, SIGKILL, SIGPIPE, SIGTERM
+
+try:
+    # The functions of `signal` without its enums, whose import alone takes half as long as Python's own start.
+    import _signal as signal  # type: ignore[import-not-found]
+except ImportError:
+    import signal
 
 PR_SET_CHILD_SUBREAPER = 36
 LOCK_WAIT_SECONDS = 2.0
@@ -41,7 +42,7 @@ TAIL_BYTES = 1 << 16
 
 # What libtpu and JAX print on a host whose chips are held, or gone: only another node helps.
 # Source: jax issue 10192 and reports of marin, hope and pcmd users.
-DIRTY_HOST = re.compile(
+DIRTY_HOST = (
     rb"TPU is already in use by process|libtpu(?:\.so)? (?:is )?already in use|[Nn]o TPU (?:devices? |chips? )?found"
     rb"|(?:/dev/accel|/dev/vfio|TPU|tpu)[^\n]{0,200}(?:Device or resource busy|No such device)"
     rb"|libtpu_lockfile[^\n]{0,200}(?:[Pp]ermission denied|held|locked)"
@@ -49,23 +50,22 @@ DIRTY_HOST = re.compile(
 
 
 def main(arguments: list[str]) -> None:
-    """`ORDER ACK`: the order as JSON, and the pipe into which one line says what became of it."""
-    order = json.loads(arguments[0])
+    """Pairs: the order, and `ack`, the pipe into which one line says what became of it."""
+    order = files.read_pairs(arguments)
     base = processes.home()
     folder = os.path.join(base, order["token"])
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(SIGHUP, signal.SIG_IGN)
+    signal.signal(SIGINT, signal.SIG_IGN)
     lock = os.open(processes.lock_path(base), os.O_RDWR | os.O_CREAT, 0o600)
     answer = _refusal(base, folder, order, lock)
     if answer:
-        _acknowledge(arguments[1], answer)
+        _acknowledge(order["ack"], answer)
         return
     os.set_inheritable(lock, True)
     os.ftruncate(lock, 0)
     os.pwrite(lock, order["token"].encode(), 0)
     runner = Runner(base, folder, order)
-    runner.enter(str(order["phases"][0]))
-    _acknowledge(arguments[1], "started")
+    _acknowledge(order["ack"], "started")
     try:
         runner.go()
     except Exception as error:
@@ -76,9 +76,9 @@ def main(arguments: list[str]) -> None:
     os._exit(0)
 
 
-def _refusal(base: str, folder: str, order: dict[str, Any], lock: int) -> str:
+def _refusal(base: str, folder: str, order: dict[str, str], lock: int) -> str:
     """Why this run must not start now, or an empty text."""
-    token = str(order["token"])
+    token, worker = order["token"], int(order["worker"])
     deadline = time.monotonic() + LOCK_WAIT_SECONDS
     while True:
         try:
@@ -97,7 +97,7 @@ def _refusal(base: str, folder: str, order: dict[str, Any], lock: int) -> str:
         return "stopped"
     # Who still inherits the lock was met above; this finds what closed its descriptors and lives on.
     others = [name for name in processes.run_tokens(base) if name != token]
-    if processes.marked(others, order["worker"]):
+    if processes.marked(others, worker):
         return f"busy {processes.lock_token(base)}"
     for pid, device in processes.chip_holders().items():
         return f"chips process {pid} holds {device}"
@@ -118,10 +118,11 @@ def _acknowledge(path: str, answer: str) -> None:
 class Runner:
     """The state of the run, and the one loop (`_turn`) in which everything happens to it."""
 
-    def __init__(self, base: str, folder: str, order: dict[str, Any]) -> None:
+    def __init__(self, base: str, folder: str, order: dict[str, str]) -> None:
         self._base, self._folder, self._order = base, folder, order
-        self._state: dict[str, Any] = {"phase": "", "pid": os.getpid()}
-        self._state.update(signalled=False, preempted=False, maintenance="")
+        self._phases = order["phases"].split(",")
+        self._state: dict[str, str | int | float | bool] = {"phase": self._phases[0], "pid": os.getpid()}
+        self._state.update(signalled=False, preempted=False, maintenance="", at=time.time())
         self._log = files.BoundedLog(folder, int(order["log_bytes"]))
         self._main: int | None = None
         self._status: int | None = None
@@ -129,27 +130,28 @@ class Runner:
         self._stop_asked = False
         self._stop_at: float | None = None
         self._termed = False
-        self._news: collections.deque[tuple[str, str]] = collections.deque()
+        self._news: list[tuple[str, str]] = []
         self._output, self._input = os.pipe()
         self._wake, self._waker = os.pipe()
         for handle in (self._output, self._wake, self._waker):
             os.set_blocking(handle, False)
         self._screen = _screen_output()
+        self._save_state()
 
     # --- the story of a run ---
 
-    def enter(self, phase: str) -> None:
+    def _enter(self, phase: str) -> None:
         self._state.update(phase=phase, at=time.time())
         self._save_state()
 
     def go(self) -> None:
         self._prepare()
         phase, status = "", 0
-        for phase in self._order["phases"]:
+        for phase in self._phases:
             if phase == "setup" and self._setup_is_done():
                 self.note("setup was done on this node before; skipped")
                 continue
-            self.enter(phase)
+            self._enter(phase)
             status = self._supervise(phase)
             if status or self._stop_asked:
                 break
@@ -162,28 +164,24 @@ class Runner:
         self._write(b"[tpucare: %s]\n" % text.encode())
 
     def _prepare(self) -> None:
+        import ctypes
+
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        signal.signal(signal.SIGTERM, self._asked_to_stop)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(SIGTERM, self._asked_to_stop)
+        signal.signal(SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._waker, warn_on_full_buffer=False)
         os.makedirs(os.path.join(self._base, "work"), exist_ok=True)
         files.write_whole(os.path.join(self._folder, files.RESERVE), "\0" * RESERVE_BYTES)
         self._env = self._environment()
-        import metadata
-
-        for entry in ("preempted", "maintenance-event"):
-            metadata.watch(entry, self._hear)
-        if self._order.get("checkpoint", "").startswith("gs://") and self._order["worker"] == 0:
-            import checkpoints
-
-            checkpoints.watch(self._order["checkpoint"], os.path.join(self._folder, "checkpoint"))
         _prune(self._base, self._order["token"])
+        _thread.start_new_thread(self._look_around, ())
 
     def _environment(self) -> dict[str, str]:
         with open(os.path.join(self._folder, "env"), encoding="utf-8") as stream:
-            env = {**os.environ, **json.load(stream)}
+            pairs = stream.read().split("\0")
+        env = {**os.environ, **files.read_pairs([pair for pair in pairs if pair])}
         env["TPUCARE_RUN"] = self._order["token"]
-        env["TPUCARE_WORKER"] = str(self._order["worker"])
+        env["TPUCARE_WORKER"] = self._order["worker"]
         env["TPUCARE_NOTICE"] = os.path.join(self._folder, "notice")
         if self._order.get("commit"):
             env["TPUCARE_COMMIT"] = self._order["commit"]
@@ -197,7 +195,7 @@ class Runner:
             self.note(self._order["error"])
             return 1
         if phase == "setup":
-            _remove(os.path.join(self._base, "work.setup"))
+            files.remove(os.path.join(self._base, "work.setup"))
         script = os.path.join(self._folder, f"{phase}.sh")
         self._status = None
         self._childless = False
@@ -206,7 +204,7 @@ class Runner:
             (os.POSIX_SPAWN_DUP2, self._input, 1),
             (os.POSIX_SPAWN_DUP2, self._input, 2),
         ]
-        reset = [signal.SIGPIPE, signal.SIGHUP, signal.SIGINT, signal.SIGTERM]
+        reset = [SIGPIPE, SIGHUP, SIGINT, SIGTERM]
         self._main = os.posix_spawn(
             "/bin/bash", ["bash", script], self._env, file_actions=actions, setsid=True, setsigdef=reset
         )
@@ -231,7 +229,7 @@ class Runner:
             self._termed = True
             self._state["signalled"] = True
             self._save_state()
-            _signal_group(self._main, signal.SIGTERM)
+            _signal_group(self._main, SIGTERM)
 
     def _patience(self) -> float:
         """Seconds for which the loop may sleep."""
@@ -262,7 +260,7 @@ class Runner:
         self._copy()
         self._reap()
         while self._news:
-            self._tell(*self._news.popleft())
+            self._tell(*self._news.pop(0))
 
     def _copy(self) -> bool:
         data = self._read(self._output)
@@ -286,8 +284,7 @@ class Runner:
         self._log.write(data)
         # Whoever attaches to the screen session sees the output; a terminal that does not keep up misses some.
         if self._screen is not None and len(data) <= 1 << 14:
-            with contextlib.suppress(OSError):
-                os.write(self._screen, data.replace(b"\n", b"\r\n"))
+            _offer(self._screen, data.replace(b"\n", b"\r\n"))
 
     def _reap(self) -> None:
         while True:
@@ -304,19 +301,30 @@ class Runner:
     def _asked_to_stop(self, *_: object) -> None:
         self._stop_asked = True
 
-    # --- the metadata server ---
+    # --- the metadata server and the bucket ---
+
+    def _look_around(self) -> None:
+        """On a thread of its own. It begins late, for its imports cost more than a start, and a start has no time."""
+        time.sleep(float(self._order["watch_after"]))
+        import metadata
+
+        for entry in ("preempted", "maintenance-event"):
+            metadata.watch(entry, self._hear)
+        if self._order["checkpoint"].startswith("gs://") and self._order["worker"] == "0":
+            import checkpoints
+
+            checkpoints.watch(self._order["checkpoint"], os.path.join(self._folder, "checkpoint"))
 
     def _hear(self, entry: str, value: str) -> None:
         """On the watch's thread: hand the news to the loop."""
         self._news.append((entry, value))
-        with contextlib.suppress(BlockingIOError):
-            os.write(self._waker, b"\0")
+        _offer(self._waker, b"\0")
 
     def _tell(self, entry: str, value: str) -> None:
         if entry == "preempted" and value.upper() == "TRUE":
             self._state["preempted"] = True
             self._notice("preempted: the cloud takes this machine back; save now")
-            if self._order["sigterm_on_preemption"] and self._state["phase"] == "run":
+            if self._order["sigterm_on_preemption"] == "1" and self._state["phase"] == "run":
                 self._term()
         elif entry == "maintenance-event":
             event = "" if value.upper() in ("", "NONE") else value[:100]
@@ -336,7 +344,7 @@ class Runner:
             self.note(f"the notice could not be written: {error}")
 
     def _save_state(self) -> None:
-        files.write_whole(os.path.join(self._folder, "phase"), json.dumps(self._state))
+        files.write_whole(os.path.join(self._folder, "phase"), files.to_json(self._state))
 
     # --- the end ---
 
@@ -352,9 +360,9 @@ class Runner:
             self._stop_at = time.monotonic() + self._grace()
         left = self._stop_at - time.monotonic() if self._stop_at is not None else STRAGGLER_GRACE_SECONDS
         group = self._main if self._termed else None
-        for pid, process in self._below().items():
-            if process.group != group:
-                processes.send(pid, signal.SIGTERM)
+        for pid, (_, own_group) in self._below().items():
+            if own_group != group:
+                processes.send(pid, SIGTERM)
         self.end_everything(max(left, 1.0))
 
     def end_everything(self, grace: float) -> None:
@@ -371,29 +379,32 @@ class Runner:
             self.note(f"processes that even SIGKILL does not end: {sorted(self._below())}")
         self._drain()
 
-    def _below(self) -> dict[int, processes.Process]:
+    def _below(self) -> dict[int, tuple[int, int]]:
         alive = processes.table()
         return {pid: alive[pid] for pid in processes.descendants([os.getpid()], alive)}
 
     def _kill_all(self) -> None:
         for pid in self._below():
-            processes.send(pid, signal.SIGKILL)
+            processes.send(pid, SIGKILL)
 
     def _publish(self, phase: str, status: int) -> None:
         """The exit, once nothing of the run is left. A full disk is met with the reserve, then with patience."""
-        told = self._state["signalled"] or self._stop_asked or os.path.exists(os.path.join(self._folder, "notice"))
+        told = (
+            bool(self._state["signalled"]) or self._stop_asked or os.path.exists(os.path.join(self._folder, "notice"))
+        )
         failure = self._failure(phase, status, told)
         self.note(f"{phase} ended with status {status}" + (f" ({failure})" if failure else ""))
         result = {
-            **self._state,
+            # A probe looks for the status at this place.
             "status": status,
+            **self._state,
             "phase": phase,
             "failure": failure,
-            "signalled": bool(told),
+            "signalled": told,
             "at": time.time(),
             "detail": str(self._order.get("error", "")) if phase == "fetch" else "",
         }
-        while not files.write_whole(os.path.join(self._folder, "exit"), json.dumps(result), durable=True):
+        while not files.write_whole(os.path.join(self._folder, "exit"), files.to_json(result), durable=True):
             time.sleep(1.0)
 
     def _failure(self, phase: str, status: int, told: bool) -> str:
@@ -405,9 +416,19 @@ class Runner:
             return "disk-full"
         if phase != "run":
             return phase
-        if not told and DIRTY_HOST.search(tail):
+        import re
+
+        if not told and re.search(DIRTY_HOST, tail):
             return "dirty-host"
         return "crash"
+
+
+def _offer(handle: int, data: bytes) -> None:
+    """Write what a descriptor takes without blocking; `contextlib.suppress` would cost an import."""
+    try:  # noqa: SIM105
+        os.write(handle, data)
+    except OSError:
+        pass
 
 
 def _signal_group(leader: int, number: int) -> None:
@@ -438,21 +459,17 @@ def _disk_is_full(path: str) -> bool:
     return False
 
 
-def _remove(path: str) -> None:
-    with contextlib.suppress(OSError):
-        os.unlink(path)
-
-
 def _prune(base: str, token: str) -> None:
     """Old runs' folders, and what a launch that was cut left behind, so that a crash loop does not fill the disk."""
-    import shutil
-
     old = [name for name in processes.run_tokens(base) if name != token][: -(RUNS_KEPT - 1)]
     hour_ago = time.time() - 3600
-    for name in os.listdir(base):
-        path = os.path.join(base, name)
-        if name in old or (name.startswith(".in-") and os.stat(path).st_mtime < hour_ago):
-            shutil.rmtree(path, ignore_errors=True)
+    cut = [name for name in os.listdir(base) if name.startswith(".in-")]
+    old += [name for name in cut if os.stat(os.path.join(base, name)).st_mtime < hour_ago]
+    if old:
+        import shutil
+
+        for name in old:
+            shutil.rmtree(os.path.join(base, name), ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -27,13 +27,13 @@ STACK_PROCESSES = 32
 
 
 def main(arguments: list[str]) -> None:
-    """`ORDER` as JSON: `worker`, `grace` and `patience` (seconds after SIGKILL), `stacks`."""
+    """Pairs: `worker`, `grace` and `patience` (seconds after SIGKILL), `stacks` (1: write them into the log first)."""
     # The connection may be cut meanwhile; what was begun is brought to its end.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    order = json.loads(arguments[0])
+    order = files.read_pairs(arguments)
     base, worker = processes.home(), int(order["worker"])
     grace = float(order["grace"])
-    if order.get("stacks"):
+    if order["stacks"] == "1":
         _record_stacks(base, worker)
     _forbid_starts(base, grace)
     _ask_to_end(base, worker, grace)
@@ -87,8 +87,10 @@ def _wait(base: str, worker: int, seconds: float) -> None:
 
 def _runner(base: str) -> int:
     token = processes.lock_token(base)
-    state = files.read_object(os.path.join(base, token, "phase")) if token else {}
-    pid = state.get("pid", 0)
+    try:
+        pid = json.loads(files.read_text(os.path.join(base, token, "phase"))).get("pid", 0)
+    except (ValueError, AttributeError):
+        return 0
     return pid if isinstance(pid, int) else 0
 
 

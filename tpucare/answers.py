@@ -60,15 +60,10 @@ def read_probe(ran: Ran) -> ProbeAnswer:
         token=_token(said, "token"),
         alive=_flag(said, "alive"),
         chips_free=_flag(said, "chips_free"),
-        signalled=_flag(said, "signalled"),
-        preempted=_flag(said, "preempted"),
-        maintenance=one_line(_text(said, "maintenance", 200)),
         last_number=_number(said, "last_number") or 0,
-        step=_number(said, "step"),
-        checkpoint=_number(said, "checkpoint"),
         detail=one_line(_text(said, "detail", 10_000)),
     )
-    return ProbeAnswer(_with_phase(report, said), _log_news(said.get("log")))
+    return ProbeAnswer(_of_run(report, said), _log_news(_part(said, "log"))) if report.token else ProbeAnswer(report)
 
 
 def read_stop(ran: Ran) -> bool:
@@ -115,12 +110,21 @@ def one_line(text: str) -> str:
     return "".join(char if char.isprintable() else " " for char in text[: 4 * DETAIL_LIMIT]).strip()[:DETAIL_LIMIT]
 
 
-def _with_phase(report: WorkerReport, said: Mapping[str, object]) -> WorkerReport:
-    ended = said.get("exit")
+def _of_run(report: WorkerReport, said: Mapping[str, object]) -> WorkerReport:
+    """What the run's own files say: its state, which lasts, and its exit, when there is one."""
+    state, ended = _part(said, "state") or {}, _part(said, "exit")
+    report = replace(
+        report,
+        phase=_phase(_text(state, "phase", 20)),
+        signalled=_flag(said, "told") or _flag(state, "signalled"),
+        preempted=_flag(state, "preempted"),
+        maintenance=one_line(_text(state, "maintenance", 200)),
+        step=_number(said, "step"),
+        checkpoint=_number(said, "checkpoint"),
+        log_bytes=_number(said, "log_bytes") or 0,
+    )
     if ended is None:
-        return replace(report, phase=_phase(_text(said, "phase", 20)))
-    if not isinstance(ended, dict):
-        raise Nonsense("exit is no object")
+        return report
     status = _number(ended, "status")
     return replace(
         report,
@@ -128,7 +132,7 @@ def _with_phase(report: WorkerReport, said: Mapping[str, object]) -> WorkerRepor
         exit_status=status,
         failure=_failure(_text(ended, "failure", 40), status),
         signalled=report.signalled or _flag(ended, "signalled"),
-        preempted=report.preempted or _flag(ended, "preempted"),
+        detail=report.detail or one_line(_text(ended, "detail", 10_000)),
     )
 
 
@@ -142,17 +146,22 @@ def _failure(word: str, status: int | None) -> Failure:
     return Failure(word) if word in set(Failure) else Failure.CRASH
 
 
-def _log_news(said: object) -> LogNews | None:
+def _log_news(said: Mapping[str, object] | None) -> LogNews | None:
     if said is None:
         return None
-    if not isinstance(said, dict):
-        raise Nonsense("log is no object")
     try:
         data = binascii.a2b_base64(_text(said, "data", 1 << 23), strict_mode=True)
     except ValueError as error:
         raise Nonsense(f"log: {error}") from None
     token = _token(said, "token")
     return LogNews(token, _number(said, "start") or 0, data) if token and data else None
+
+
+def _part(said: Mapping[str, object], key: str) -> Mapping[str, object] | None:
+    part = said.get(key)
+    if part is not None and not isinstance(part, dict):
+        raise Nonsense(f"{key} is no object")
+    return part
 
 
 def _object(ran: Ran) -> Mapping[str, object]:
@@ -188,7 +197,7 @@ def _token(said: Mapping[str, object], key: str) -> str:
 
 
 def _flag(said: Mapping[str, object], key: str) -> bool:
-    value = said.get(key)
+    value = said.get(key, False)
     if not isinstance(value, bool):
         raise Nonsense(f"{key} is neither true nor false")
     return value

@@ -2,15 +2,14 @@
 From a job to the texts that run on a worker: scripts, environment, and the commands that push, start, probe and stop.
 
 Pure: the same order gives the same texts, byte for byte. Everything that comes from a fleet file, a name or an
-environment passes through `shlex.quote` (the templates' filter `q`) or travels as JSON in a file; secrets are in the
-file `env` alone. The templates lie in `templates/` of a source checkout and in `tpucare/_templates` of a wheel. Sending
-the texts is `launch`'s work, packing a local folder `bundle`'s.
+environment passes through `shlex.quote` (the templates' filter `q`) or travels in a file that no shell reads; secrets
+are in the file `env` alone, as `name=value` between NULs. The templates lie in `templates/` of a source checkout and in
+`tpucare/_templates` of a wheel. Sending the texts is `launch`'s work, packing a local folder `bundle`'s.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import shlex
 from collections.abc import Mapping
@@ -45,6 +44,8 @@ SCRIPT_LIMIT = 64 << 10
 SCREEN_SECONDS = 5
 ANSWER_SECONDS = 15
 RESOLVE_SECONDS = 60
+# The runner's look at the metadata server begins this late: what it needs for that costs more than a start may.
+WATCH_AFTER_SECONDS = 3.0
 
 BOOT = "import sys; sys.path.insert(0, sys.argv[1]); __import__(sys.argv[2]).main(sys.argv[3:])"
 
@@ -72,7 +73,7 @@ def run_files(order: LaunchOrder, secrets: Mapping[str, str], bundle: str = "") 
     """
     job = order.job
     check_job(job)
-    environment = json.dumps(run_environment(order, secrets), sort_keys=True)
+    environment = "".join(f"{name}={value}\0" for name, value in sorted(run_environment(order, secrets).items()))
     texts = {"run.sh": _render("run.sh.j2", command=job.run)}
     if job.setup:
         texts["setup.sh"] = _render("setup.sh.j2", setup=job.setup)
@@ -168,7 +169,7 @@ def launch_command(
         tools=tools_folder(),
         boot=BOOT,
         session=f"tpucare-{order.slot}",
-        order=json.dumps(_runner_order(order, worker, commit, error), sort_keys=True),
+        order=_pairs(_runner_order(order, worker, commit, error)),
         bundle=bundle,
         push=push,
         resolve=resolve,
@@ -183,9 +184,7 @@ def launch_command(
 
 def tool_command(verb: str, question: Mapping[str, object]) -> str:
     """`probe` or `stop` on a worker; answers one line of JSON."""
-    text = _render(
-        "tool.sh.j2", tools=tools_folder(), boot=BOOT, verb=verb, question=json.dumps(question, sort_keys=True)
-    )
+    text = _render("tool.sh.j2", tools=tools_folder(), boot=BOOT, verb=verb, question=_pairs(question))
     return f"exec bash -c {shlex.quote(text)}"
 
 
@@ -217,8 +216,9 @@ def _runner_order(order: LaunchOrder, worker: int, commit: str, error: str) -> d
     return {
         "token": order.token,
         "worker": worker,
-        "phases": list(phases(job)),
+        "phases": ",".join(phases(job)),
         "grace": order.grace.total_seconds(),
+        "watch_after": WATCH_AFTER_SECONDS,
         "sigterm_on_preemption": order.sigterm_on_preemption,
         "checkpoint": job.checkpoint,
         "setup_key": setup.hexdigest(),
@@ -226,6 +226,11 @@ def _runner_order(order: LaunchOrder, worker: int, commit: str, error: str) -> d
         "commit": commit,
         "error": error[:2000],
     }
+
+
+def _pairs(said: Mapping[str, object]) -> list[str]:
+    """`name=value`, as the tools read it; true and false are 1 and 0."""
+    return [f"{name}={int(value) if isinstance(value, bool) else value}" for name, value in sorted(said.items())]
 
 
 def _fetch_script(order: LaunchOrder, bundle: str) -> str:
