@@ -10,6 +10,7 @@ what the cloud knows, `premises` is the folder that all share.
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -253,7 +254,8 @@ class Machines:
         with self._changed:
             if self._closing:
                 raise MachineError("the emulated machines are closing")
-            self._retire([machine for machine in (self._machines.get(key),) if machine])
+            if running := self._machines.get(key):
+                self._retire([running])
             awaited = [*self._ending, *(other for other in self._machines.values() if other.address == order.address)]
             machine = WorkerMachine(self._site, order, [other for other in awaited if other.conflicts_with(order)])
             self._machines[key] = machine
@@ -340,7 +342,7 @@ class Machines:
             return
         machines = [machine for job in jobs for machine in job.ends]
         try:
-            self._strays += len(end_all(machines))
+            self._strays += len(end_all(machines, self._metadata))
         finally:
             with self._changed:
                 self._ending = [machine for machine in self._ending if not machine.ended.is_set()]
@@ -352,8 +354,8 @@ class Machines:
             oldest = self._dead.popleft()
             with self._changed:
                 in_use = {machine.folders.root for machine in (*self._machines.values(), *self._dead)}
-            if oldest.folders.root not in in_use:
-                oldest.remove_files()
+            if oldest.folders.root not in in_use and oldest.folders.root.exists():
+                self._boots.submit(shutil.rmtree, oldest.give_up_folder(), ignore_errors=True)
 
     def _watch(self) -> None:
         with self._changed:

@@ -67,9 +67,9 @@ class MetadataServer:
         """Change some values; an address that is not served is left alone. Long polls hear of it at once."""
         self._loop.call_soon_threadsafe(self._update, address, dict(values))
 
-    def remove(self, address: str) -> None:
+    def remove(self, *addresses: str) -> None:
         """Listen there no more, and drop who is connected."""
-        self._ask(self._remove(address))
+        self._ask(self._remove(*addresses))
 
     def close(self) -> None:
         """Stop serving altogether."""
@@ -97,17 +97,17 @@ class MetadataServer:
             guest.changed.set()
             guest.changed = asyncio.Event()
 
-    async def _remove(self, address: str) -> None:
-        guest = self._guests.pop(address, None)
-        if guest is None or guest.server is None:
-            return
-        guest.server.close()
-        for task in list(guest.conversations):
-            task.cancel()
+    async def _remove(self, *addresses: str) -> None:
+        for address in addresses:
+            guest = self._guests.pop(address, None)
+            if guest is None or guest.server is None:
+                continue
+            guest.server.close()
+            for task in list(guest.conversations):
+                task.cancel()
 
     async def _remove_all(self) -> None:
-        for address in list(self._guests):
-            await self._remove(address)
+        await self._remove(*self._guests)
         others = asyncio.all_tasks() - {asyncio.current_task()}
         for task in others:
             task.cancel()

@@ -144,25 +144,19 @@ def supervise(command: list[str]) -> int:
 
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     parent = os.getppid()
-    signal.signal(signal.SIGTERM, _raise_exit)
+    # Waited for rather than handled: an exception raised by a second SIGTERM would leave everything running.
+    awaited = {signal.SIGTERM, signal.SIGCHLD}
+    signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
     if prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) or prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0):
         return 71
     if os.getppid() != parent:
         return 0
-    try:
-        first = os.spawnv(os.P_NOWAIT, command[0], command)
-        while os.waitpid(-1, 0)[0] != first:
-            pass
-    except (SystemExit, ChildProcessError):
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    while True:
-        left = kill_all(_living_children)
-        if not left and not _reap():
-            return 0
-
-
-def _raise_exit(*_: object) -> None:
-    raise SystemExit
+    first = os.posix_spawn(command[0], command, os.environ, setsigmask=[])
+    while first not in _reap()[0] and signal.sigwait(awaited) != signal.SIGTERM:
+        pass
+    while kill_all(_living_children) or _reap()[1]:
+        pass
+    return 0
 
 
 def _living_children() -> list[Process]:
@@ -170,14 +164,15 @@ def _living_children() -> list[Process]:
     return descendants(process_table(), [os.getpid()])
 
 
-def _reap() -> bool:
-    """Collect the dead; whether any child is left."""
+def _reap() -> tuple[set[int], bool]:
+    """Collect the dead: their pids, and whether any child is left."""
+    dead: set[int] = set()
     try:
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
+        while pid := os.waitpid(-1, os.WNOHANG)[0]:
+            dead.add(pid)
     except ChildProcessError:
-        return False
-    return True
+        return dead, False
+    return dead, True
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import BinaryIO
@@ -80,6 +80,7 @@ class Cage:
     ) -> None:
         """Raises: MachineError: the program of the wrapper itself is missing."""
         self._way = way
+        self._first: Process | None = None
         try:
             self._wrapper = subprocess.Popen(
                 command(way, program, boot_id),
@@ -103,8 +104,9 @@ class Cage:
 
     def first_process(self) -> Process | None:
         """The worker's first process (sshd), once there is one."""
-        children = [process for process in proctree.process_table().values() if process.parent == self.pid]
-        return children[0] if children else None
+        if self._first is None:
+            self._first = next(filter(None, map(proctree.read_process, _children(self.pid))), None)
+        return self._first
 
     def doom(self) -> None:
         """Begin to end everything, without waiting."""
@@ -117,20 +119,30 @@ class Cage:
             # The first process, not the wrapper: the wrapper then reaps it and ends by itself.
             _kill(pid)
 
-    def await_end(self, timeout_seconds: float = 10.0) -> None:
-        """
-        Wait until everything has ended, and help where the gentle way does not get there.
-
-        Raises: MachineError: something survives even SIGKILL.
-        """
-        gentle_until = time.monotonic() + timeout_seconds / 2
-        while not self._ended_within(0.05) and time.monotonic() < gentle_until:
+    def await_end(self, timeout_seconds: float) -> None:
+        """Wait for the wrapper to end by itself, which it does once everything inside has; no longer than told."""
+        deadline = time.monotonic() + timeout_seconds
+        while not self._ended_within(0.05) and time.monotonic() < deadline:
             self._doom_unforked()
-        left = proctree.kill_all(lambda: proctree.descendants(proctree.process_table(), [self.pid]), timeout_seconds)
+
+    def remove(self) -> None:
+        """Reap the wrapper, by force if need be."""
         self._wrapper.kill()
         self._wrapper.wait()
-        if left:
-            raise MachineError(f"processes survive SIGKILL: {sorted(process.pid for process in left)}")
+
+    def living(self, table: Mapping[int, Process]) -> list[Process]:
+        """
+        All processes inside, by a reading of the process table; sshd first.
+
+        Also when the wrapper is gone: sshd writes over its own environment, so it cannot be found again by its mark.
+        """
+        # A pid that was waited for may be somebody else's by now.
+        roots = [] if self.has_ended() else [self.pid]
+        first = table.get(self._first.pid) if self._first else None
+        if first is None or self._first is None or first.started != self._first.started:
+            return proctree.descendants(table, roots)
+        below = proctree.descendants(table, {*roots, first.pid})
+        return list(dict.fromkeys(process for process in (first, *below) if not process.is_dead))
 
     def _doom_unforked(self) -> None:
         """A namespace that was doomed before it had a first process."""
@@ -147,9 +159,27 @@ class Cage:
         return True
 
 
-def living(cages: Sequence[Cage]) -> list[Process]:
+def living(cages: Iterable[Cage]) -> list[Process]:
     """All processes inside *cages*; one reading of the process table for all."""
-    return proctree.descendants(proctree.process_table(), [cage.pid for cage in cages])
+    table = proctree.process_table()
+    return [process for cage in cages for process in cage.living(table)]
+
+
+def end(cages: Sequence[Cage], timeout_seconds: float = 10.0) -> None:
+    """
+    End *cages* together and see that nothing is left in them.
+
+    Raises: MachineError: something survives even SIGKILL.
+    """
+    for cage in cages:
+        cage.doom()
+    for cage in cages:
+        cage.await_end(timeout_seconds / 2)
+    left = proctree.kill_all(lambda: living(cages), timeout_seconds)
+    for cage in cages:
+        cage.remove()
+    if left:
+        raise MachineError(f"processes survive SIGKILL: {sorted(process.pid for process in left)}")
 
 
 def _children(pid: int) -> list[int]:

@@ -24,7 +24,7 @@ from typing import NamedTuple
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 
-from tpucare.emulator import outfit, proctree
+from tpucare.emulator import outfit, proctree, sandbox
 from tpucare.emulator.metadata import MetadataServer
 from tpucare.emulator.outfit import Folders
 from tpucare.emulator.proctree import Process
@@ -139,31 +139,25 @@ class WorkerMachine:
             self.listening.set()
 
     def doom(self) -> None:
-        """Begin to end every process, without waiting; `end` completes it. Any thread."""
+        """Begin to end every process, without waiting; `end_all` completes it. Any thread."""
         with self._lock:
             self.doomed = True
             if self._cage is not None:
                 self._cage.doom()
 
-    def end(self) -> None:
-        """
-        See every process ended and the address free. To be called after `doom`.
-
-        Raises: MachineError: something survives.
-        """
+    def await_settled(self) -> None:
+        """Wait for a boot that is under way; one that has not begun never will, once doomed."""
         if self._begun:
             self.settled.wait(_LISTEN_TIMEOUT_SECONDS)
-        try:
-            if self._cage is not None:
-                self._cage.await_end()
-                self._cage = None
-                self.folders.pids.unlink(missing_ok=True)
-            self._site.metadata.remove(self.address)
-            shutil.rmtree(self.folders.screens, ignore_errors=True)
-        finally:
-            self.listening.clear()
-            self.settled.set()
-            self.ended.set()
+
+    def vacate(self) -> None:
+        """Let go of what it used; to be called when its cage has ended and nothing listens on its address."""
+        self._cage = None
+        self.listening.clear()
+        self.folders.pids.unlink(missing_ok=True)
+        shutil.rmtree(self.folders.screens, ignore_errors=True)
+        self.settled.set()
+        self.ended.set()
 
     def has_died(self) -> bool:
         """It ended without being doomed."""
@@ -178,9 +172,11 @@ class WorkerMachine:
         """They cannot run at the same time: same address, or same folder."""
         return self.address == order.address or self.key == (order.path, order.node_id, order.worker)
 
-    def remove_files(self) -> None:
-        """The disk of a machine that ended is gone, too."""
-        shutil.rmtree(self.folders.root, ignore_errors=True)
+    def give_up_folder(self) -> Path:
+        """Home and all, moved out of the way of a worker of the same name; the caller removes it at leisure."""
+        gone = self.folders.root.with_name(f"{self.mark[-12:]}.gone")
+        self.folders.root.rename(gone)
+        return gone
 
     # --- what the cloud says
 
@@ -336,7 +332,7 @@ class WorkerMachine:
         return False
 
 
-def end_all(machines: Collection[WorkerMachine]) -> list[int]:
+def end_all(machines: Collection[WorkerMachine], metadata: MetadataServer) -> list[int]:
     """
     End machines together, and kill what got out of a sandbox all the same. Returns the pids of such, hopefully none.
 
@@ -345,7 +341,13 @@ def end_all(machines: Collection[WorkerMachine]) -> list[int]:
     for machine in machines:
         machine.doom()
     for machine in machines:
-        machine.end()
+        machine.await_settled()
+    try:
+        sandbox.end([machine.cage for machine in machines if machine.cage])
+    finally:
+        metadata.remove(*(machine.address for machine in machines))
+        for machine in machines:
+            machine.vacate()
     dead_marks = {machine.mark for machine in machines}
 
     def strays() -> list[Process]:
