@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
+from pathlib import Path
 from time import process_time
 from typing import Any
 
 import pytest
 
-from tpucare.emulator.config import WorldConfig, parse_world
+from tpucare.emulator.config import Capacity, Preemption, WorldConfig, load_world, parse_world
 from tpucare.emulator.records import (
     AcceleratorConfig,
     ApiError,
@@ -78,7 +80,7 @@ def lively_history(seed: int) -> str:
     world = World(WorldConfig.two_zones(), seed=seed, start=START)
     for minute in range(0, 36 * 60, 7):
         now, zone = at(minutes=minute), (ZONE, OTHER_ZONE)[minute % 2]
-        calls = {
+        calls: dict[str, Callable[..., object]] = {
             "CreateNode": partial(world.create_node, z_parent(zone), f"n-{minute}", spec(), now),
             "ListNodes": partial(world.list_nodes, EVERYWHERE, 0, "", now),
             "DeleteNode": partial(world.delete_node, name(f"n-{minute - 70}", zone), now),
@@ -481,9 +483,10 @@ def test_a_preemption_is_not_always_shown_as_such(world: World, shown: int | str
     assert kinds(world.take_effects()) == {"Boot": 1, "Kill": 1}
 
 
-def test_preempted_while_creating(world: World) -> None:
+@pytest.mark.parametrize("silent", [True, False])
+def test_preempted_while_creating(world: World, silent: bool) -> None:
     operation = world.create_node(PARENT, "a", spec("v3-32"), START)
-    world.preempt("a", at(seconds=60))
+    world.preempt("a", at(seconds=60), silent=silent, notice=timedelta(seconds=5))
     world.advance(at(hours=1))
     assert world.nodes()[0].state == NodeState.PREEMPTED
     error = world.get_operation(operation.name, at(hours=1)).error
@@ -900,6 +903,18 @@ def test_a_world_is_read_from_yaml() -> None:
     assert (kept.delete.median, kept.delete.p95) == (120, 300)
 
 
+def test_a_world_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_world(tmp_path / "none.yaml")
+    (tmp_path / "w.yaml").write_text("zones: {a: {}}")
+    assert load_world(tmp_path / "w.yaml").speed == "real"
+    with pytest.raises(ConfigError, match=r"addresses\.network"):
+        calm(addresses={"network": "here"})
+    small = calm(addresses={"network": "127.64.0.0/30"})
+    with pytest.raises(ConfigError, match="no address left"):
+        small.create_node(PARENT, "a", spec("v3-32"), START)
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -930,3 +945,13 @@ def test_the_fast_world_recovers_within_seconds() -> None:
     assert world.get_node(name("a"), at(seconds=8)).state == NodeState.PREEMPTED
     world.delete_node(name("a"), at(seconds=8))
     assert refusal(world.get_node, name("a"), at(seconds=12)).code == 5
+
+
+def test_the_page_on_worlds_names_every_key_and_its_example_loads() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "emulator-world.md").read_text(encoding="utf-8")
+    example = page.split("```yaml\n")[1].split("```")[0]
+    config = parse_world(example)
+    World(config, seed=1, start=START).advance(at(days=1))
+    assert set(WorldConfig.model_fields) <= config.model_fields_set
+    for key in (*Capacity.model_fields, *Preemption.model_fields):
+        assert key in page or key == "preemptible_limit"

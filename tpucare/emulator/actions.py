@@ -12,6 +12,7 @@ from datetime import datetime, timedelta
 
 from tpucare.emulator import errors_text as texts
 from tpucare.emulator.capacity import Pool
+from tpucare.emulator.ending import Departure
 from tpucare.emulator.faults import OUTAGE_KINDS, ActiveOutage
 from tpucare.emulator.life import Life
 from tpucare.emulator.records import MAINTENANCE_ATTRIBUTE, ApiError, Resume, Silence, parse_node_path
@@ -48,15 +49,14 @@ class Actions(Life):
         """
         lives = self._touch("preempt", selector, now, living=True)
         for life in lives:
-            self._doom(
-                life,
-                within=burst.total_seconds(),
+            drawn = self._drawn_departure()
+            how = Departure(
                 notice=None if notice is None else notice.total_seconds(),
-                visible_after=None if visible_after is None else visible_after.total_seconds(),
+                visible_after=drawn.visible_after if visible_after is None else visible_after.total_seconds(),
                 silent=silent,
-                shown=shown,
-                cause="operator",
+                shown=drawn.shown if shown is None else shown,
             )
+            self._doom(life, "operator", how, within=burst.total_seconds())
         self.state.advance(self.state.now)
         return _ids(lives)
 

@@ -1,8 +1,8 @@
-"""
-How nodes end: preemption, termination, deletion; and the capacity whose loss takes them away.
-"""
+"""How nodes end: preemption, termination, deletion. What decides that one has to go is elsewhere."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from tpucare.emulator import errors_text as texts
 from tpucare.emulator.machinery import CAPACITY_TIERS, Machinery
@@ -19,48 +19,50 @@ OTHER_ENDS: tuple[int | str, ...] = (int(NodeState.REPAIRING), int(NodeState.TER
 """How else the API may show a preemption."""
 
 
+@dataclass(frozen=True, slots=True)
+class Departure:
+    """
+    How a node is taken away. Lengths are seconds.
+
+    notice:        from `preempted` TRUE to the death of the workers; None: without any
+    visible_after: from their death until the API shows it
+    silent:        they stop answering first, and die just before it is shown
+    shown:         a state number, `never` or `gone`
+    """
+
+    notice: float | None
+    visible_after: float
+    silent: bool
+    shown: int | str
+
+
 class Ending(Machinery):
     """From the decision that a node must go to 404."""
 
-    def _doom(
-        self,
-        life: NodeLife,
-        *,
-        within: float = 0.0,
-        notice: float | None = -1.0,
-        visible_after: float | None = None,
-        silent: bool | None = None,
-        shown: int | str | None = None,
-        cause: str,
-    ) -> None:
+    def _doom(self, life: NodeLife, cause: str, departure: Departure | None = None, within: float = 0.0) -> None:
         """
-        Take a node away, at some instant *within* seconds from now. Lengths are seconds; what is left out is drawn
-        (*notice* None: none, negative: drawn). Its capacity is free at once: somebody else was promised it.
+        Take a node away, at some instant *within* seconds from now; without a *departure* chance says how.
+
+        Its capacity is free at once: somebody else was promised it.
         """
         if life.doomed or life.deleting or life.gone:
             return
         life.doomed = True
         self._release(life)
-        settings, rng = self.config.preemption, self._rng
-        wait = rng.random() * within
-        drawn_notice = settings.notice.draw(rng) if settings.notice is not None else None
-        if notice is not None and notice < 0:
-            notice = drawn_notice
-        delay = self.config.latencies.preempted_shown.draw(rng)
-        falls_silent = rng.random() < settings.silent_share
-        how = self._drawn_end()
+        how = departure or self._drawn_departure()
+        wait = self._rng.random() * within
         self.state.log_node(life, "doomed", cause=cause)
-        if notice is not None:
+        if how.notice is not None:
             self._after(life, wait, lambda: self._set_attribute(life, PREEMPTED_ATTRIBUTE, "TRUE"))
-        self._after(
-            life,
-            wait + (notice or 0.0),
-            lambda: self._die(
-                life,
-                falls_silent if silent is None else silent,
-                delay if visible_after is None else visible_after,
-                how if shown is None else shown,
-            ),
+        self._after(life, wait + (how.notice or 0.0), lambda: self._die(life, how))
+
+    def _drawn_departure(self) -> Departure:
+        settings, rng = self.config.preemption, self._rng
+        return Departure(
+            notice=settings.notice.draw(rng) if settings.notice is not None else None,
+            visible_after=self.config.latencies.preempted_shown.draw(rng),
+            silent=rng.random() < settings.silent_share,
+            shown=self._drawn_end(),
         )
 
     def _drawn_end(self) -> int | str:
@@ -70,17 +72,18 @@ class Ending(Machinery):
             return "never"
         return other if lot < settings.never_shown + settings.shown_otherwise else int(NodeState.PREEMPTED)
 
-    def _die(self, life: NodeLife, silent: bool, visible_after: float, shown: int | str) -> None:
+    def _die(self, life: NodeLife, how: Departure) -> None:
         """The machines go first; the API knows later."""
         life.dead = True
-        if silent and not life.killed:
+        if how.silent and not life.killed:
             for worker in life.workers:
                 worker.silent = True
-            self.state.tell(Silence(self.state.now, life.path, life.record.id))
+            if life.is_any_up:
+                self.state.tell(Silence(self.state.now, life.path, life.record.id))
         else:
             self._kill(life)
-        self.state.log_node(life, "silent" if silent else "preempted")
-        self._after(life, visible_after, lambda: self._show_end(life, shown))
+        self.state.log_node(life, "silent" if how.silent else "preempted")
+        self._after(life, how.visible_after, lambda: self._show_end(life, how.shown))
 
     def _show_end(self, life: NodeLife, shown: int | str) -> None:
         # PREEMPTED is a proof of death to whoever reads it: nothing may run any more when it can first be read.
@@ -97,7 +100,8 @@ class Ending(Machinery):
         self.state.log_node(life, "shown", shown=shown)
 
     def _terminate(self, life: NodeLife, *, cause: str) -> None:
-        self._doom(life, notice=None, visible_after=0.0, silent=False, shown=int(NodeState.TERMINATED), cause=cause)
+        at_once = Departure(notice=None, visible_after=0.0, silent=False, shown=int(NodeState.TERMINATED))
+        self._doom(life, cause, at_once)
 
     # --- deletion
 

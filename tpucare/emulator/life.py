@@ -83,7 +83,7 @@ class Life(Ending):
         # Only spot capacity is taken back from those who hold it.
         if pool.tier == "spot":
             for node_id in pool.victims(self._rng):
-                self._doom(self.state.by_id[node_id], within=pool.burst_seconds, cause="capacity")
+                self._doom(self.state.by_id[node_id], "capacity", within=pool.burst_seconds)
 
     def pool_of(self, zone: str, accelerator: Accelerator, tier: str) -> Pool | None:
         """The narrowest pool that covers such a node: its type before its generation before the whole zone."""
@@ -237,6 +237,6 @@ class Life(Ending):
         """A preemptible node ends after 24 hours at the latest; both kinds may have a lifetime of their own."""
         spec, settings = life.record.spec, self.config.preemption
         if spec.is_preemptible and settings.lifetime is not None:
-            self._later(life, settings.lifetime, lambda: self._doom(life, cause="lifetime"))
+            self._later(life, settings.lifetime, lambda: self._doom(life, "lifetime"))
         if spec.preemptible:
             self._after(life, settings.preemptible_limit, lambda: self._terminate(life, cause="24 hours"))

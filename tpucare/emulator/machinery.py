@@ -73,7 +73,7 @@ class Machinery:
         life.dead = True
         if not life.killed:
             life.killed = True
-            if any(worker.up for worker in life.workers):
+            if life.is_any_up:
                 self.state.tell(Kill(self.state.now, life.path, life.record.id))
         for worker in life.workers:
             worker.up = False
@@ -85,7 +85,8 @@ class Machinery:
 
     def _set_attribute(self, life: NodeLife, name: str, value: str) -> None:
         life.attributes[name] = value
-        self.state.tell(SetAttribute(self.state.now, life.path, life.record.id, None, name, value))
+        if life.is_any_up:
+            self.state.tell(SetAttribute(self.state.now, life.path, life.record.id, None, name, value))
 
     def _authorize(self, life: NodeLife) -> None:
         keys = life.record.spec.metadata.get("ssh-keys", "")

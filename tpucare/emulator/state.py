@@ -82,6 +82,11 @@ class NodeLife:
         return self.record.path
 
     @property
+    def is_any_up(self) -> bool:
+        """Some worker was told to boot and not killed since; only then have machines anything to do."""
+        return any(worker.up for worker in self.workers)
+
+    @property
     def is_serving(self) -> bool:
         """Every worker is up and reachable, and nothing is on its way to end that."""
         return not (self.doomed or self.deleting) and all(worker.up and not worker.silent for worker in self.workers)
