@@ -29,6 +29,7 @@ from tpucare.emulator.world import World
 from tpucare.errors import ConfigError
 
 THREADS = 256
+STOP_GRACE_SECONDS = 0.2
 
 SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", -1),
@@ -57,23 +58,26 @@ class Carrier:
     dated: bool = True
 
 
-def start(carrier: Carrier, port: int = 0) -> tuple[grpc.Server, int]:
-    """
-    Serve on the loopback; returns the running server and its port (*port* 0: a free one).
+class Service:
+    """The running gRPC server and the threads of its calls."""
 
-    Raises: ConfigError: the port is taken.
-    """
-    server = grpc.server(ThreadPoolExecutor(THREADS, thread_name_prefix="emulator-call"), options=SERVER_OPTIONS)
-    pages = messages.NodePages()
-    for service, methods in services(pages).items():
-        handlers = {name: _handler(carrier, name, method) for name, method in methods.items()}
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
-    try:
-        bound = server.add_insecure_port(f"127.0.0.1:{port}")
-    except RuntimeError as error:
-        raise ConfigError(f"port {port} cannot be listened on: is another emulator running?") from error
-    server.start()
-    return server, bound
+    def __init__(self, carrier: Carrier, port: int = 0) -> None:
+        """Serve on the loopback (*port* 0: a free one). Raises: ConfigError: the port is taken."""
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="emulator-call")
+        self._server = grpc.server(self._threads, options=SERVER_OPTIONS)
+        for service, methods in services(messages.NodePages()).items():
+            handlers = {name: _handler(carrier, name, method) for name, method in methods.items()}
+            self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
+        try:
+            self.port = self._server.add_insecure_port(f"127.0.0.1:{port}")
+        except RuntimeError as error:
+            raise ConfigError(f"port {port} cannot be listened on: is another emulator running?") from error
+        self._server.start()
+
+    def stop(self) -> None:
+        """Cut off what is under way, and wait for its threads: `Carrier.wait` must return by then."""
+        self._server.stop(grace=STOP_GRACE_SECONDS).wait()
+        self._threads.shutdown(wait=True, cancel_futures=True)
 
 
 def _handler(carrier: Carrier, name: str, method: Method) -> Any:

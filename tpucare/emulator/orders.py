@@ -15,7 +15,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
-from tpucare.emulator.lengths import Seconds, Strict
+from tpucare.emulator import lengths
+from tpucare.emulator.lengths import Strict
 from tpucare.emulator.world import World
 from tpucare.errors import ConfigError
 from tpucare.model import Health, NodeState
@@ -33,6 +34,8 @@ def _number_of(names: type[IntEnum]) -> BeforeValidator:
     return BeforeValidator(convert)
 
 
+Seconds = Annotated[lengths.Seconds, Field(le=10 * 365 * 86400)]
+"""A date of this world plus ten years still is a date; infinity is none."""
 State = Annotated[int, _number_of(NodeState)]
 Shown = Annotated[int | Literal["never", "gone"], _number_of(NodeState)]
 HealthNumber = Annotated[int, _number_of(Health)]

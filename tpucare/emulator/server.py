@@ -111,7 +111,7 @@ class EmulatorServer:
         self._state_dir, self._audit_path = state_dir, audit_path
         self._audit: TextIO | None = None
         self._control: Control | None = None
-        self._service: Any = None
+        self._service: api.Service | None = None
         self._threads: list[threading.Thread] = []
 
     @property
@@ -134,7 +134,8 @@ class EmulatorServer:
             if self._make_machines is not None:
                 self._machines = self._make_machines(on_host_keys=self._publish, on_gone=self._miss)
             carrier = api.Carrier(self.world, self.lock, self.now, self._stopping.wait, self.poke, self._dated)
-            self._service, self._port = api.start(carrier, self._port)
+            self._service = api.Service(carrier, self._port)
+            self._port = self._service.port
             for work in (self._play, self._move_machines):
                 thread = threading.Thread(target=work, name=f"emulator{work.__name__}")
                 thread.start()
@@ -157,7 +158,7 @@ class EmulatorServer:
                 ends.callback(self._machines.close)
             ends.callback(self._join)
             if self._service is not None:
-                ends.callback(lambda service: service.stop(grace=0.2).wait(), self._service)
+                ends.callback(self._service.stop)
             ends.callback(self._withdraw)
 
     def __enter__(self) -> EmulatorServer:

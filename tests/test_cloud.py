@@ -1,0 +1,255 @@
+"""The client's own matters: where it connects, whose project, which clock. What every Cloud promises: the contract."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from tests.hand_clock import HandClock
+from tpucare.cloud import CloudClock, Deadlines, GoogleCloud, connect, find_project
+from tpucare.cloud_wire import with_ssh_key
+from tpucare.emulator.config import WorldConfig
+from tpucare.emulator.server import EmulatorServer
+from tpucare.errors import AnswerLost, ConfigError, NeedsPerson, Transient
+from tpucare.model import Health, NodeKey, NodeRequest, Place, Provisioning
+
+PROJECT, ZONE = "emulated", "us-central1-a"
+INSTANT: dict[str, object] = {"read": 0, "write": 0, "list_lag_share": 0}
+
+
+def still() -> float:
+    return 0.0
+
+
+@pytest.fixture
+def clock() -> HandClock:
+    return HandClock()
+
+
+@pytest.fixture
+def server(clock: HandClock) -> Iterator[EmulatorServer]:
+    with EmulatorServer(WorldConfig.fast(latencies=INSTANT), now=clock.now, dated=False) as running:
+        yield running
+
+
+@pytest.fixture
+def cloud(server: EmulatorServer) -> Iterator[GoogleCloud]:
+    client = connect(server.endpoint, monotonic=still)
+    yield client
+    client.close()
+
+
+def request(name: str, **metadata: str) -> NodeRequest:
+    place = Place(ZONE, "v2-8", Provisioning.SPOT, "tpu-ubuntu2204-base")
+    return NodeRequest(NodeKey(PROJECT, ZONE, name), place, {}, metadata)
+
+
+# --- connecting ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("endpoint", ["127.0.0.1", "http://127.0.0.1:1", "127.0.0.1:port", ":80", "a b:1"])
+def test_an_endpoint_has_a_host_and_a_port(endpoint: str) -> None:
+    with pytest.raises(ConfigError, match=r"127\.0\.0\.1:PORT"):
+        connect(endpoint, monotonic=still)
+
+
+@pytest.fixture
+def no_google(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A home folder without any credentials, on a machine that is no VM of Google's."""
+    for name in ("GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_CLOUD_PROJECT", "CLOUDSDK_CONFIG"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path / "gcloud"))
+    monkeypatch.setenv("NO_GCE_CHECK", "true")
+    return tmp_path
+
+
+def test_missing_credentials_say_which_command_to_run(no_google: Path) -> None:
+    with pytest.raises(ConfigError, match="gcloud auth application-default login"):
+        connect(None, monotonic=still)
+
+
+def test_an_unreachable_endpoint_is_a_lost_answer_and_quick() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    client = connect(f"127.0.0.1:{port}", monotonic=still, deadlines=Deadlines(*[timedelta(seconds=5)] * 3))
+    try:
+        with pytest.raises(AnswerLost):
+            client.list_nodes(PROJECT)
+    finally:
+        client.close()
+
+
+def test_a_proxy_of_the_environment_is_not_asked_for_an_emulator(
+    server: EmulatorServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("http_proxy", "https_proxy", "grpc_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    client = connect(server.endpoint, monotonic=still)
+    try:
+        assert not client.list_nodes(PROJECT).nodes
+    finally:
+        client.close()
+
+
+def test_a_server_that_speaks_something_else_is_for_a_person_or_lost() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        client = connect(f"127.0.0.1:{port}", monotonic=still, deadlines=Deadlines(*[timedelta(seconds=0.3)] * 3))
+        try:
+            with pytest.raises(AnswerLost):
+                client.get_node(NodeKey(PROJECT, ZONE, "pod-0-a1"))
+        finally:
+            client.close()
+
+
+def test_a_closed_client_fails_as_transient(server: EmulatorServer) -> None:
+    client = connect(server.endpoint, monotonic=still)
+    client.list_nodes(PROJECT)
+    client.close()
+    with pytest.raises(Transient):
+        client.list_nodes(PROJECT)
+
+
+def test_a_connection_comes_back_with_the_emulator() -> None:
+    config = WorldConfig.fast(latencies=INSTANT)
+    with EmulatorServer(config) as first:
+        port = int(first.endpoint.rpartition(":")[2])
+        client = connect(first.endpoint, monotonic=still)
+        client.list_nodes(PROJECT)
+    with pytest.raises(AnswerLost):
+        client.list_nodes(PROJECT)
+    with EmulatorServer(config, port=port):
+        deadline = time.monotonic() + 20
+        while not answers(client) and time.monotonic() < deadline:
+            time.sleep(0.05)  # the channel itself decides when it looks again
+        assert answers(client)
+        client.close()
+
+
+def answers(client: GoogleCloud) -> bool:
+    try:
+        return not client.list_nodes(PROJECT).nodes
+    except AnswerLost:
+        return False
+
+
+def test_importing_the_core_does_not_load_the_client() -> None:
+    program = "import sys, tpucare, tpucare.ports, tpucare.failures, tpucare.listing; print('grpc' in sys.modules)"
+    assert subprocess.check_output([sys.executable, "-c", program], text=True).strip() == "False"
+
+
+# --- projects ------------------------------------------------------------------------------------------------------
+
+
+def configure(folder: Path, name: str, project: str) -> None:
+    (folder / "configurations").mkdir(parents=True, exist_ok=True)
+    (folder / "active_config").write_text(f"{name}\n")
+    (folder / "configurations" / f"config_{name}").write_text(f"[core]\naccount = me%x\nproject = {project}\n")
+
+
+def test_where_the_project_comes_from(no_google: Path) -> None:
+    folder = no_google / ".config" / "gcloud"
+    configure(folder, "default", "by-file")
+    configure(folder, "work", "by-work-file")
+    env = {"HOME": str(no_google)}
+    assert find_project("by-flag", {**env, "GOOGLE_CLOUD_PROJECT": "by-env"}) == "by-flag"
+    assert find_project(None, {**env, "GOOGLE_CLOUD_PROJECT": "by-env"}) == "by-env"
+    assert find_project("", env) == "by-work-file"
+    assert find_project(None, {**env, "CLOUDSDK_ACTIVE_CONFIG_NAME": "default"}) == "by-file"
+    moved = no_google / "moved"
+    configure(moved, "default", "by-moved-file")
+    assert find_project(None, {**env, "CLOUDSDK_CONFIG": str(moved)}) == "by-moved-file"
+
+
+@pytest.mark.parametrize("content", ["", "[core]\n", "no ini at all", "[core]\nproject =\n"])
+def test_no_project_says_which_command_to_run(no_google: Path, content: str) -> None:
+    folder = no_google / ".config" / "gcloud"
+    configure(folder, "default", "")
+    (folder / "configurations" / "config_default").write_text(content)
+    with pytest.raises(ConfigError, match="gcloud config set project"):
+        find_project(None, {"HOME": str(no_google)})
+
+
+# --- the cloud's clock ---------------------------------------------------------------------------------------------
+
+
+def test_the_clock_of_the_cloud_runs_on_between_answers() -> None:
+    seconds = [100.0]
+    clock = CloudClock(lambda: seconds[0])
+    assert clock.now() is None
+    clock.hear(datetime(2026, 3, 1, tzinfo=UTC))
+    seconds[0] += 90
+    assert clock.now() == datetime(2026, 3, 1, 0, 1, 30, tzinfo=UTC)
+
+
+def test_without_dates_the_clock_is_learned_from_an_operation(cloud: GoogleCloud) -> None:
+    assert cloud.list_nodes(PROJECT).cloud_time is None
+    operation = cloud.create_node(request("pod-0-a1"))
+    assert operation.create_time is not None
+    assert cloud.list_nodes(PROJECT).cloud_time == operation.create_time
+
+
+# --- size ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_answer_may_be_larger_than_grpc_allows_by_itself(
+    cloud: GoogleCloud, server: EmulatorServer, clock: HandClock
+) -> None:
+    for number in range(30):
+        cloud.create_node(request(f"pod-{number}-a1", note="x" * 200_000))
+    clock.seconds += 60
+    assert len(cloud.list_nodes(PROJECT).nodes) == 30
+    with server.lock:
+        reads = [record for record in server.world.audit if record.get("method") == "ListNodes"]
+    assert [read["count"] for read in reads] == [30]
+
+
+def test_one_call_per_page(cloud: GoogleCloud, server: EmulatorServer) -> None:
+    cloud.list_nodes(PROJECT)
+    cloud.list_nodes(PROJECT)
+    with server.lock:
+        assert [record.get("method") for record in server.world.audit] == ["ListNodes", "ListNodes"]
+
+
+def test_a_node_whose_hidden_fields_change_is_not_a_change(
+    cloud: GoogleCloud, server: EmulatorServer, clock: HandClock
+) -> None:
+    cloud.create_node(request("pod-0-a1"))
+    clock.seconds += 60
+    cloud.list_nodes(PROJECT)
+    with server.lock:
+        server.world.set_health("pod-0-a1", Health.HEALTHY, server.now(), "said in passing")
+    assert cloud.list_nodes(PROJECT).changed == frozenset()
+    with server.lock:
+        server.world.set_health("pod-0-a1", Health.TIMEOUT, server.now(), "said in passing")
+    assert len(cloud.list_nodes(PROJECT).changed) == 1
+
+
+def test_a_request_that_is_too_odd_is_for_a_person(cloud: GoogleCloud) -> None:
+    with pytest.raises(NeedsPerson):
+        cloud.create_node(request("Not_A_Name!"))
+
+
+# --- keys ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({}, {"ssh-keys": "me:k"}),
+        ({"ssh-keys": ""}, {"ssh-keys": "me:k"}),
+        ({"ssh-keys": "you:k\n\n", "own": "x"}, {"ssh-keys": "you:k\nme:k", "own": "x"}),
+        ({"ssh-keys": "you:k\nme:k "}, None),
+    ],
+)
+def test_appending_a_key(before: dict[str, str], after: dict[str, str] | None) -> None:
+    assert with_ssh_key(before, "me:k\n") == after
