@@ -120,6 +120,10 @@ class Engine:
                 declared[name] = extra
         for slot in declared.values():
             self._track(slot)
+        # Nodes that bore our label before their fleet was known are seen now.
+        for node in [node for node in self.strays.values() if node.fleet == fleet]:
+            del self.strays[node.name]
+            self._see(self._project(node.key.project), node)
 
     def _track(self, slot: Slot) -> SlotTrack:
         track = self.slots.get(slot.name)
@@ -272,11 +276,10 @@ class Engine:
         self._see_ours(view, track, node)
 
     def _see_foreign(self, view: ProjectView, node: Node) -> None:
-        slot, _, number = node.name.rpartition("-a")
-        track = self.slots.get(slot if number.isdigit() else node.name) or self.slots.get(node.name)
-        if track is not None and track.slot.project == view.name:
-            track.foreign[node.name] = node
-            self._dirty[track.slot.name] = None
+        for slot in _slots_of(node.name):
+            view.foreign.setdefault(slot, {})[node.name] = node
+            if slot in view.slots:
+                self._dirty[slot] = None
 
     def _adopt_slot(self, node: Node) -> SlotTrack | None:
         surplus = self._surplus.get(node.fleet)
@@ -302,9 +305,8 @@ class Engine:
     def _miss(self, view: ProjectView, name: str) -> None:
         self.strays.pop(name, None)
         view.release(name)
-        for slot in view.slots:
-            track = self.slots[slot]
-            if track.foreign.pop(name, None) is not None:
+        for slot in _slots_of(name):
+            if view.foreign.get(slot, {}).pop(name, None) is not None and slot in view.slots:
                 self._dirty[slot] = None
         owner = next((self.slots[s] for s in _slots_of(name) if s in self.slots), None)
         seen = owner.nodes.get(name) if owner is not None else None
@@ -496,6 +498,7 @@ class Engine:
     def _evidence(self, view: ProjectView, track: SlotTrack) -> Evidence:
         silent = track.slot.name in self._silent
         return track.evidence(
+            foreign=tuple(view.foreign.get(track.slot.name, {}).values()),
             fresh=view.fresh,
             blind_why=view.blind_why,
             unreachable=view.unreachable,
@@ -673,7 +676,7 @@ class Engine:
         if node.owner != self.ports.owner or node.slot != track.slot.name:
             # Our create met a node of that name that is not ours: the name is spent, and a person has to look.
             self._update(track, track.memory.without_create(node.name))
-            track.foreign[node.name] = node
+            self._see_foreign(view, node)
             return
         listed = track.nodes[node.name].listed if node.name in track.nodes else False
         self._see_ours(view, track, node)
@@ -748,7 +751,8 @@ class Engine:
             dues.append(self._wakes[0][0])
         if self._dirty:
             return 0.0
-        return max(0.0, min(dues, default=now + self.settings.poll) - now)
+        # Shorter sleeps than a clock can tell apart would be a busy loop.
+        return max(0.001, min(dues, default=now + self.settings.poll) - now)
 
     def is_training(self, slot: str) -> bool:
         """Every worker of the slot's node answers and holds the run that was launched last."""

@@ -36,6 +36,7 @@ class ProjectView:
     holdings: frozenset[Holding] = frozenset()
     holdings_changed: bool = False
     nodes: int = 0
+    foreign: dict[str, dict[str, Node]] = field(default_factory=dict)
     _last_pass: float | None = None
     _cloud: tuple[datetime, float] | None = None
     _held: dict[str, Holding] = field(default_factory=dict)

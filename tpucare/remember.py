@@ -109,7 +109,8 @@ def gone(memory: Memory, name: str) -> Memory:
     """GetNode said NOT_FOUND."""
     past, intent = memory.node(name), memory.create(name)
     if past is not None:
-        if not past.dead and past.delete_asked_at is None:
+        # A node whose create failed was never there to be preempted.
+        if not past.dead and past.delete_asked_at is None and intent is None:
             memory = _book_preemption(memory, f"{name} is gone")
         memory = memory.without_node(name)
     if intent is not None and (not intent.operation or intent.failed):

@@ -167,7 +167,6 @@ class SlotTrack:
     slot: Slot
     memory: Memory
     nodes: dict[str, NodeTrack] = field(default_factory=dict)
-    foreign: dict[str, Node] = field(default_factory=dict)
     in_flight: dict[str, Action] = field(default_factory=dict)
     looked: dict[str, Mark] = field(default_factory=dict)
     creates_since: dict[str, Mark] = field(default_factory=dict)
@@ -184,6 +183,7 @@ class SlotTrack:
     def evidence(
         self,
         *,
+        foreign: tuple[Node, ...],
         fresh: bool,
         blind_why: str,
         unreachable: frozenset[str],
@@ -197,7 +197,7 @@ class SlotTrack:
         return Evidence(
             fresh=fresh,
             nodes=tuple(track.freeze() for track in nodes),
-            foreign=tuple(self.foreign.values()),
+            foreign=foreign,
             in_flight=frozenset(self.in_flight),
             looked=dict(self.looked),
             creates_since=dict(self.creates_since),

@@ -1,0 +1,398 @@
+"""
+Stories: the real engine and the real decisions, in the emulator's world, under virtual time.
+
+They look at the state of the world (nodes, runs) and at what a person is told, never at calls made.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from tests.virtual.harness import EU, US, Daemon, place
+from tests.virtual.workers import Script
+from tpucare.emulator.config import WorldConfig
+from tpucare.memory import BookName, End, Wish
+from tpucare.model import Care, Failure, OnSuccess, Provisioning
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Daemon:
+    return Daemon(tmp_path / "state")
+
+
+def test_a_declared_slot_gets_a_node_and_trains(daemon: Daemon) -> None:
+    daemon.care_for("pod")
+    daemon.run(minutes=15)
+    assert daemon.trains("pod-0")
+    assert daemon.zone.states("pod-0") == ["READY"]
+    assert daemon.memory("pod-0").attempts == 1
+    daemon.check()
+
+
+def test_a_preempted_node_returns_when_capacity_does(daemon: Daemon) -> None:
+    daemon.care_for("pod")
+    daemon.run(minutes=15)
+    daemon.zone.world.set_capacity(US, "v3-32", "spot", 0, daemon.clock.true_now())
+    daemon.run(minutes=60)
+    assert daemon.zone.nodes("pod-0") == []
+    daemon.zone.world.set_capacity(US, "v3-32", "spot", 1, daemon.clock.true_now())
+    daemon.run(minutes=20)
+    assert daemon.trains("pod-0")
+    assert daemon.memory("pod-0").attempts == 2
+    assert daemon.memory("pod-0").book(BookName.PREEMPTION).total == 1
+    daemon.check()
+
+
+# --- preemption and placement ----------------------------------------------------------------------------------------
+
+
+def test_a_stockout_in_the_first_zone_sends_the_next_attempt_to_the_second(daemon: Daemon) -> None:
+    daemon.care_for("pod", 1, place(US), place(EU))
+    daemon.run(minutes=15)
+    assert daemon.node_of("pod-0").key.zone == US
+    daemon.zone.world.set_capacity(US, "v3-32", "spot", 0, daemon.clock.true_now())
+    daemon.run(minutes=20)
+    assert daemon.node_of("pod-0").key.zone == EU
+    assert daemon.trains("pod-0")
+    daemon.check()
+
+
+def test_a_quota_of_exactly_one_slice_is_asked_for_again_the_instant_it_is_free(tmp_path: Path) -> None:
+    quota = [{"generation": "v3", "zone": US, "limit": 16, "unit": "chips"}]
+    daemon = Daemon(tmp_path, config=WorldConfig.calm(quotas=quota))
+    daemon.care_for("pod")
+    daemon.run(minutes=15)
+    daemon.zone.world.preempt("pod-0", daemon.clock.true_now())
+    daemon.run_until(lambda: daemon.memory("pod-0").book(BookName.PREEMPTION).total == 1, minutes=10)
+    daemon.run_until(lambda: not daemon.zone.nodes("pod-0-a0"), minutes=10)
+    gone_at = daemon.clock.seconds
+    daemon.run_until(lambda: bool(daemon.zone.nodes("pod-0-a")), minutes=5)
+    assert daemon.clock.seconds - gone_at <= 10, "no backoff step: the quota was ours"
+    daemon.run(minutes=10)
+    assert daemon.trains("pod-0")
+    daemon.check()
+
+
+def test_a_preemption_that_the_api_never_reports_is_found_by_silence(daemon: Daemon) -> None:
+    daemon.care_for("pod", 4)
+    daemon.run(minutes=15)
+    daemon.zone.world.preempt("pod-0", daemon.clock.true_now(), shown="never")
+    daemon.run(minutes=20)
+    assert daemon.all_train()
+    assert daemon.memory("pod-0").attempts == 2
+    daemon.check()
+
+
+def test_the_only_slot_is_its_own_canary_when_its_workers_fall_silent(daemon: Daemon) -> None:
+    daemon.care_for("pod")
+    daemon.run(minutes=15)
+    daemon.zone.world.preempt("pod-0", daemon.clock.true_now(), shown="never")
+    daemon.run(minutes=8)
+    assert daemon.memory("pod-0").attempts == 1, "no worker elsewhere answers: 3x the patience"
+    daemon.run(minutes=20)
+    assert daemon.trains("pod-0")
+    daemon.check()
+
+
+def test_our_own_network_down_deletes_one_canary_and_no_more(daemon: Daemon) -> None:
+    daemon.care_for("pod", 10)
+    daemon.run(minutes=15)
+    daemon.launcher.deaf = True
+    daemon.run(minutes=90)
+    survivors = {node.path.node_id for node in daemon.zone.nodes() if node.path.node_id.endswith("-a0")}
+    assert len(survivors) == 9
+    daemon.launcher.deaf = False
+    daemon.run(minutes=30)
+    assert daemon.all_train()
+    daemon.check()
+
+
+def test_many_silent_nodes_at_once_are_held_by_the_brake_until_a_person_confirms(daemon: Daemon) -> None:
+    daemon.care_for("pod", 20)
+    daemon.run(minutes=15)
+    for index in range(10):
+        daemon.zone.world.preempt(f"pod-{index}", daemon.clock.true_now(), shown="never")
+    daemon.run(minutes=30)
+    assert daemon.told("brake")
+    first = {node.path.node_id for node in daemon.zone.nodes() if node.path.node_id.endswith("-a0")}
+    assert len(first) == 20, "all of them are held"
+    for index in range(10):
+        daemon.engine.lift_brake(f"pod-{index}")
+    daemon.run(minutes=30)
+    assert daemon.all_train()
+    daemon.check()
+
+
+# --- absence is not knowledge ----------------------------------------------------------------------------------------
+
+
+def test_an_api_outage_changes_nothing(daemon: Daemon) -> None:
+    daemon.care_for("pod", 3)
+    daemon.run(minutes=15)
+    before = {(node.path, node.id) for node in daemon.zone.nodes()}
+    daemon.zone.world.outage("api", timedelta(hours=2), daemon.clock.true_now())
+    daemon.run(hours=3)
+    assert {(node.path, node.id) for node in daemon.zone.nodes()} == before
+    assert daemon.all_train()
+    daemon.check()
+
+
+def test_a_zone_that_does_not_answer_is_not_an_empty_zone(daemon: Daemon) -> None:
+    daemon.care_for("pod", 2)
+    daemon.run(minutes=15)
+    before = {(node.path, node.id) for node in daemon.zone.nodes()}
+    daemon.zone.world.outage("zone", timedelta(hours=2), daemon.clock.true_now(), zone=US)
+    daemon.run(hours=3)
+    assert {(node.path, node.id) for node in daemon.zone.nodes()} == before
+    daemon.check()
+
+
+@pytest.mark.parametrize("jump", [timedelta(days=400), timedelta(days=-400), timedelta(hours=3)])
+def test_a_jump_of_the_clock_fires_no_timeout(daemon: Daemon, jump: timedelta) -> None:
+    daemon.care_for("pod", 3)
+    daemon.run(minutes=15)
+    before = {(node.path, node.id) for node in daemon.zone.nodes()}
+    daemon.clock.jump(jump)
+    daemon.run(minutes=30)
+    assert {(node.path, node.id) for node in daemon.zone.nodes()} == before
+    daemon.zone.world.preempt("pod-1", daemon.clock.true_now())
+    daemon.run(minutes=20)
+    assert daemon.all_train()
+    daemon.check()
+
+
+def test_a_node_in_a_state_that_nobody_knows_is_left_alone(daemon: Daemon) -> None:
+    daemon.care_for("pod")
+    daemon.run(minutes=15)
+    daemon.zone.world.set_state("pod-0", 99, daemon.clock.true_now())
+    daemon.run(hours=5)
+    assert [node.path.node_id for node in daemon.zone.nodes()] == ["pod-0-a0"]
+    assert "NUMBER_99" in daemon.why()["pod-0"]
+
+
+# --- the process is killed, the store is lost ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("minutes", [0.05, 0.1, 1, 3, 4.2, 4.5, 6, 15])
+def test_a_daemon_killed_at_any_time_adopts_what_lives(daemon: Daemon, minutes: float) -> None:
+    daemon.care_for("pod", 2)
+    daemon.run(minutes=minutes)
+    daemon.restart()
+    daemon.run(minutes=15)
+    assert daemon.all_train()
+    assert sorted(node.path.node_id for node in daemon.zone.nodes()) == ["pod-0-a0", "pod-1-a0"]
+    assert len(set(daemon.launcher.launches)) == 2, "no second run"
+    daemon.check()
+
+
+def test_a_lost_store_adopts_by_labels_and_keeps_the_run(daemon: Daemon, tmp_path: Path) -> None:
+    daemon.care_for("pod", 2)
+    daemon.run(minutes=15)
+    daemon.kill()
+    for path in (tmp_path / "state").glob("tpucare.sqlite*"):
+        path.unlink()
+    daemon.start()
+    daemon.run(minutes=30)
+    assert daemon.store is not None
+    assert daemon.store.lost
+    assert daemon.all_train()
+    assert len(daemon.zone.nodes()) == 2
+    assert sorted(daemon.launcher.launches) == ["pod-0-a0.1", "pod-1-a0.1"]
+    daemon.check()
+
+
+def test_a_lost_answer_to_a_create_makes_no_second_node(daemon: Daemon) -> None:
+    daemon.zone.world.lose_next_answer("CreateNode", applied=True)
+    daemon.care_for("pod")
+    daemon.run(minutes=20)
+    assert [node.path.node_id for node in daemon.zone.nodes()] == ["pod-0-a0"]
+    assert daemon.trains("pod-0")
+    daemon.check()
+
+
+def test_a_create_that_never_arrived_is_sent_again_under_the_same_name(daemon: Daemon) -> None:
+    daemon.zone.world.lose_next_answer("CreateNode", applied=False)
+    daemon.care_for("pod")
+    daemon.run(minutes=20)
+    assert [node.path.node_id for node in daemon.zone.nodes()] == ["pod-0-a0"]
+    assert daemon.trains("pod-0")
+
+
+def test_a_stuck_delete_is_repeated_until_the_node_is_not_found(daemon: Daemon) -> None:
+    daemon.care_for("pod")
+    daemon.run(minutes=15)
+    daemon.zone.world.stick_deleting("pod-0", daemon.clock.true_now(), repeats=3)
+    daemon.zone.world.preempt("pod-0", daemon.clock.true_now())
+    daemon.run(minutes=60)
+    assert [node.path.node_id for node in daemon.zone.nodes()] == ["pod-0-a1"]
+    assert daemon.trains("pod-0")
+    daemon.check()
+
+
+# --- wishes ----------------------------------------------------------------------------------------------------------
+
+
+def test_down_stops_the_run_and_leaves_nothing(daemon: Daemon) -> None:
+    daemon.care_for("pod", 2)
+    daemon.run(minutes=15)
+    daemon.wish("pod-0", Wish.DOWN)
+    daemon.run(minutes=10)
+    assert [node.path.node_id for node in daemon.zone.nodes()] == ["pod-1-a0"]
+    assert daemon.engine.is_over("pod-0")
+    assert "pod-0-a0" in daemon.launcher.stops
+    daemon.restart()
+    daemon.run(minutes=10)
+    assert len(daemon.zone.nodes()) == 1, "it stays down although it is still declared"
+    daemon.check()
+
+
+def test_down_while_a_create_is_under_way_leaves_nothing(daemon: Daemon) -> None:
+    daemon.care_for("pod")
+    daemon.run(seconds=20)
+    assert daemon.zone.states() == ["CREATING"]
+    daemon.wish("pod-0", Wish.DOWN)
+    daemon.run(minutes=20)
+    assert daemon.zone.nodes() == []
+    assert daemon.engine.is_over("pod-0")
+
+
+def test_pause_touches_nothing_and_survives_a_restart(daemon: Daemon) -> None:
+    daemon.care_for("pod")
+    daemon.run(minutes=15)
+    daemon.wish("pod-0", Wish.PAUSED)
+    daemon.zone.world.preempt("pod-0", daemon.clock.true_now())
+    daemon.run(minutes=10)
+    daemon.restart()
+    daemon.run(minutes=10)
+    assert daemon.zone.states() == ["PREEMPTED"]
+    daemon.wish("pod-0", Wish.UP)
+    daemon.run(minutes=15)
+    assert daemon.trains("pod-0")
+    daemon.check()
+
+
+# --- the run ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_finished_run_ends_the_slot_and_deletes_the_node(tmp_path: Path) -> None:
+    daemon = Daemon(tmp_path, script=Script(steps=300))
+    daemon.care_for("pod")
+    daemon.run(minutes=30)
+    assert daemon.zone.nodes() == []
+    assert daemon.memory("pod-0").end is End.DONE
+    daemon.restart()
+    daemon.run(minutes=10)
+    assert daemon.zone.nodes() == []
+
+
+def test_a_finished_run_may_keep_its_node(tmp_path: Path) -> None:
+    daemon = Daemon(tmp_path, script=Script(steps=300))
+    daemon.care_for("pod", care=Care(on_success=OnSuccess.KEEP))
+    daemon.run(minutes=40)
+    assert daemon.zone.states() == ["READY"]
+    assert daemon.memory("pod-0").end is End.DONE
+
+
+def test_exit_0_under_a_preemption_notice_is_not_success(tmp_path: Path) -> None:
+    daemon = Daemon(tmp_path, script=Script(exits={"pod-0-a0.1": (-1, 0, 120.0)}))
+    daemon.care_for("pod")
+    daemon.run(minutes=6)
+    worker = next(iter(daemon.launcher.workers.values()))
+    assert worker.run is not None
+    worker.run.signalled = True
+    daemon.run(minutes=20)
+    assert daemon.memory("pod-0").end is End.NONE
+    assert daemon.memory("pod-0").book(BookName.INFRASTRUCTURE).total == 1
+    assert daemon.trains("pod-0")
+    daemon.check()
+
+
+def test_a_crash_loop_of_the_users_code_burns_no_nodes_and_fails_the_slot(tmp_path: Path) -> None:
+    daemon = Daemon(tmp_path, script=Script(exits={"pod-0": (-1, 1, 50.0)}))
+    daemon.care_for("pod", care=Care(crash_budget=3))
+    daemon.run(hours=3)
+    assert daemon.memory("pod-0").end is End.FAILED
+    assert daemon.memory("pod-0").attempts == 1
+    assert daemon.zone.nodes() == [], "the node was kept for a look, for an hour"
+    assert len(daemon.launcher.launches) == 5
+    daemon.check()
+
+
+def test_a_failing_setup_goes_into_its_own_book(tmp_path: Path) -> None:
+    script = Script(exits={"pod-0": (-1, 1, 5.0)}, failures={"pod-0": Failure.SETUP})
+    daemon = Daemon(tmp_path, script=script)
+    daemon.care_for("pod", care=Care(setup_budget=2))
+    daemon.run(hours=3)
+    assert daemon.memory("pod-0").end is End.FAILED
+    assert daemon.memory("pod-0").book(BookName.SETUP).total == 3
+    assert daemon.memory("pod-0").book(BookName.CRASH).total == 0
+
+
+def test_a_stalled_run_is_relaunched_and_the_second_time_gets_a_new_node(tmp_path: Path) -> None:
+    script = Script()
+    daemon = Daemon(tmp_path, script=script)
+    daemon.care_for("pod", 1)
+    daemon.run(minutes=15)
+    script.stands_still.add("pod-0")
+    daemon.run(minutes=60)
+    script.stands_still.clear()
+    assert daemon.memory("pod-0").book(BookName.STALL).total >= 1
+    daemon.run(minutes=40)
+    assert daemon.trains("pod-0")
+    daemon.check()
+
+
+def test_one_worker_of_a_slice_reboots_and_the_gang_starts_again_on_the_same_node(daemon: Daemon) -> None:
+    daemon.care_for("pod")
+    daemon.run(minutes=15)
+    daemon.zone.world.maintenance("pod-0", "TERMINATE_ON_HOST_MAINTENANCE", daemon.clock.true_now())
+    daemon.run(minutes=30)
+    assert daemon.trains("pod-0")
+    assert daemon.memory("pod-0").attempts == 1
+    daemon.check()
+
+
+def test_an_on_demand_node_is_not_deleted_for_bad_health(daemon: Daemon) -> None:
+    daemon.care_for("pod", 1, place(tier=Provisioning.ON_DEMAND))
+    daemon.run(minutes=15)
+    daemon.zone.world.set_health("pod-0", 3, daemon.clock.true_now())
+    daemon.run(hours=3)
+    assert [node.path.node_id for node in daemon.zone.nodes()] == ["pod-0-a0"]
+
+
+def test_bad_health_with_progress_is_left_alone(daemon: Daemon) -> None:
+    daemon.care_for("pod")
+    daemon.run(minutes=15)
+    daemon.zone.world.set_health("pod-0", 3, daemon.clock.true_now())
+    daemon.run(hours=3)
+    assert [node.path.node_id for node in daemon.zone.nodes()] == ["pod-0-a0"]
+
+
+def test_a_preemptible_node_is_asked_to_save_and_leaves_with_a_newer_checkpoint(tmp_path: Path) -> None:
+    daemon = Daemon(tmp_path, script=Script(step_seconds=60, save_every=5), settings=None)
+    daemon.care_for("pod", 1, place(tier=Provisioning.PREEMPTIBLE))
+    daemon.run(hours=24, minutes=30)
+    assert daemon.launcher.notices == ["pod-0-a0.1"]
+    assert daemon.memory("pod-0").attempts == 2
+    assert daemon.trains("pod-0")
+    daemon.check()
+
+
+def test_another_owners_node_of_our_name_stops_creates_until_a_person_looks(daemon: Daemon) -> None:
+    daemon.care_for("pod")
+    daemon.run(seconds=1)
+    slot = replace(daemon.declared["pod"][0], name="other-0")
+    assert slot.name == "other-0"
+    from tpucare.emulator.records import NodeSpec
+
+    spec = NodeSpec(accelerator_type="v3-32", runtime_version="tpu-ubuntu2204-base", spot=True)
+    parent = f"projects/my-project/locations/{US}"
+    daemon.zone.world.create_node(parent, "other-0-a7", spec, daemon.clock.true_now())
+    daemon.care_for("other")
+    daemon.run(minutes=30)
+    assert [node.path.node_id for node in daemon.zone.nodes("other")] == ["other-0-a7"]
+    assert "another owner" in daemon.why()["other-0"]
