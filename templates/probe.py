@@ -63,13 +63,15 @@ def _of_run(base: str, token: str, folder: str, question: dict[str, str]) -> lis
     failed = bool(ended) and not ended.startswith('{"status": 0,')
     told = any(os.path.exists(os.path.join(folder, name)) for name in ("notice", "stopped"))
     known = question["token"] == token
+    # Asked once: a step that is written between two looks must not be taken for one that was seen.
+    end = files.log_end(folder)
     more = {
         "told": told,
-        "step": _step(folder, question, int(question["offset"]) if known else 0),
+        "step": _step(folder, question, int(question["offset"]) if known else 0, end),
         "checkpoint": _checkpoint(base, folder, question["checkpoint"]),
-        "log_bytes": files.log_end(folder),
+        "log_bytes": end,
     }
-    log = files.to_json(_news(base, token, question, failed))
+    log = files.to_json(_news(base, token, end, question, failed))
     return [f'"state": {state or "null"}', f'"exit": {ended or "null"}', f'"log": {log}', files.to_json(more)[1:-1]]
 
 
@@ -81,22 +83,21 @@ def _checkpoint(base: str, folder: str, path: str) -> int | None:
     return files.newest_checkpoint(os.path.join(base, "work", path)) if path else None
 
 
-def _news(base: str, token: str, question: dict[str, str], failed: bool) -> dict[str, str | int]:
+def _news(base: str, token: str, end: int, question: dict[str, str], failed: bool) -> dict[str, str | int]:
     """New bytes of the log; first those that are left of the run that the asker knows, when another came after it."""
     before, offset = question["token"], int(question["offset"])
     if before != token:
-        unread = processes.run_number(before) >= 0 and files.log_end(os.path.join(base, before)) > offset
-        token, offset = (before, offset) if unread else (token, 0)
+        end_before = files.log_end(os.path.join(base, before)) if processes.run_number(before) >= 0 else 0
+        token, offset, end = (before, offset, end_before) if end_before > offset else (token, 0, end)
     folder = os.path.join(base, token)
-    end = files.log_end(folder)
     most = int(question["failed_bytes" if failed else "bytes"])
     start, data = files.read_log(folder, max(offset, end - most), end)
     return {"token": token, "start": start, "data": binascii.b2a_base64(data, newline=False).decode()}
 
 
-def _step(folder: str, question: dict[str, str], offset: int) -> int | None:
+def _step(folder: str, question: dict[str, str], offset: int, end: int) -> int | None:
     """The last match of the progress pattern in whole lines of the log since *offset*; None: nothing new."""
-    rescan, end = question["rescan"] == "1", files.log_end(folder)
+    rescan = question["rescan"] == "1"
     if not question["progress"] or (end <= offset and not rescan):
         return None
     begin = 0 if rescan else offset - OVERLAP_BYTES
