@@ -16,7 +16,7 @@ from typing import Any
 
 from tpucare.errors import ConfigError
 from tpucare.model import Provisioning
-from tpucare.words import nearest, shown
+from tpucare.words import naming, nearest, shown
 
 _TYPE = re.compile(r"(?P<prefix>[a-z0-9]+)-(?P<count>[1-9][0-9]{0,5})")
 
@@ -129,7 +129,7 @@ def lookup(type: str) -> Accelerator:
     if found is not None:
         return found
     _refuse_unserved(type)
-    raise ConfigError(f"{shown(type)} is no known accelerator type{_nearest_hint(type)}")
+    raise ConfigError(f"{shown(type)} is no known accelerator type{naming(nearest_types(type))}")
 
 
 def derive(type: str) -> Accelerator:
@@ -145,12 +145,14 @@ def derive(type: str) -> Accelerator:
     _refuse_unserved(type)
     match, generation = _TYPE.fullmatch(type), _generation_of(type)
     if match is None or generation is None:
-        raise ConfigError(f"{shown(type)} is of no known accelerator generation{_nearest_hint(type)}")
+        raise ConfigError(f"{shown(type)} is of no known accelerator generation{naming(nearest_types(type))}")
     like = generation.sizes[-1]
     chips, rest = divmod(int(match["count"]), like.cores_per_chip if generation.counts_cores else 1)
     hosts, left = divmod(chips, like.chips_per_host)
     if rest or left or not hosts:
-        raise ConfigError(f"{type} is no whole number of hosts of {like.chips_per_host} chips{_nearest_hint(type)}")
+        raise ConfigError(
+            f"{type} is no whole number of hosts of {like.chips_per_host} chips{naming(nearest_types(type))}"
+        )
     return replace(like, type=type, chips=chips, hosts=hosts, topology="", mark="I")
 
 
@@ -298,11 +300,6 @@ def _refuse_unserved(type: str) -> None:
     generation = _generation_of(type)
     if generation is not None and not generation.served:
         raise ConfigError(f"{generation.name} is {generation.status}")
-
-
-def _nearest_hint(type: str) -> str:
-    close = nearest_types(type)
-    return f"; nearest: {', '.join(close)}" if close else ""
 
 
 def _count(type: str) -> int:

@@ -148,7 +148,8 @@ def parse(
     contents: dict[str, bytes] = {}
     if declared is not None:
         problems += _folder_problems(declared, document, folder)
-        problems += _place_problems(declared, document)
+        if not findings.problems:
+            problems += _place_problems(declared, document)
         contents, unread = _read_files(declared, document, folder, read_file)
         problems += unread
     if problems or declared is None:

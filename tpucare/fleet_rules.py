@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from tpucare import accelerators, fleet_values
@@ -17,7 +17,7 @@ from tpucare.accelerators import Accelerator
 from tpucare.errors import ConfigError
 from tpucare.fleet_schema import ALTERNATIVES_LIMIT, ZONES_LIMIT
 from tpucare.model import Provisioning
-from tpucare.words import hint, shown
+from tpucare.words import hint, naming, nearest, shown
 from tpucare.yaml_lines import Document, KeyPath, Problem
 
 _SECRET_NAME = re.compile(r"(?i)(^|_)(api_?key|token|secret|password|passwd|credentials?|private_key)s?$")
@@ -67,7 +67,9 @@ def _alternative(alternative: dict[str, object], path: KeyPath, *, unlisted: boo
         try:
             accelerator = accelerators.derive(word) if unlisted else accelerators.lookup(word)
         except ConfigError as error:
-            yield _Finding((*path, "type"), str(error))
+            is_new = not unlisted and _is_derivable(word)
+            text = _unlisted(word, accelerators.nearest_types(word)) if is_new else str(error)
+            yield _Finding((*path, "type"), text)
     if accelerator and not accelerator.topology:
         text = f"{accelerator.type} is not listed; {accelerator.hosts} hosts are derived from its name"
         yield _Finding((*path, "type"), text, is_warning=True)
@@ -87,12 +89,15 @@ def _zone(zone: object, path: KeyPath, accelerator: Accelerator | None, *, unlis
         return
     known = accelerators.known_zones()
     if zone not in known:
-        close = hint(zone, known)
-        if not unlisted:
-            text = f"{shown(zone)} is no known zone{close}"
-            yield _Finding(path, text if close else f"{text}; `unlisted: true` lets a new one pass")
-        elif _is_zone(zone):
-            yield _Finding(path, f"{zone} is no listed zone{close}", is_warning=True)
+        if unlisted and _is_zone(zone):
+            yield _Finding(path, f"{zone} is not listed{hint(zone, known)}", is_warning=True)
+        elif not unlisted:
+            text = (
+                _unlisted(zone, nearest(zone, known))
+                if _is_zone(zone)
+                else f"{shown(zone)} is no known zone{hint(zone, known)}"
+            )
+            yield _Finding(path, text)
     elif accelerator is not None:
         yield from _offer(accelerator, zone, path, unlisted=unlisted)
 
@@ -126,6 +131,18 @@ def _terms(
 def _fits(runtime: str, patterns: Iterable[str]) -> bool:
     """The catalogue writes `tpu-vm-tf-<version>[-pod][-pjrt]` for a family of names."""
     return any(fnmatch.fnmatchcase(runtime, re.sub(r"<.*", "*", pattern)) for pattern in patterns)
+
+
+def _unlisted(word: str, close: Sequence[str]) -> str:
+    return f"{word} is not listed (`unlisted: true` would let it pass){naming(close)}"
+
+
+def _is_derivable(word: str) -> bool:
+    try:
+        accelerators.derive(word)
+    except ConfigError:
+        return False
+    return True
 
 
 def _is_zone(word: str) -> bool:

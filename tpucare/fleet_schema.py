@@ -187,7 +187,7 @@ class JobSection(Section):
         "", description="Branch, tag or commit of the repository. Default: its default branch."
     )
     follow: bool = Field(
-        False, description="Take the newest commit of the branch at every launch, instead of one commit for all."
+        False, description="Each worker takes the branch's newest commit by itself, instead of one commit for all."
     )
     workdir: Annotated[str, AfterValidator(values.folder)] = Field(
         "", description="Folder to send and run in, relative to the fleet file. Excludes `repository`."
@@ -197,13 +197,16 @@ class JobSection(Section):
     )
     env: dict[Variable, VariableValue] = Field({}, description="Environment: text, or numbers as they are written.")
     secrets: list[Variable] = Field(
-        [], max_length=100, description="Names of variables whose values the daemon has and hands on over SSH only."
+        [],
+        max_length=100,
+        description="Names of variables whose values the daemon has and hands on over SSH only. "
+        "`GIT_TOKEN` or `GIT_SSH_KEY` open a private repository.",
     )
     checkpoint: Annotated[str, AfterValidator(values.checkpoint)] = Field(
         "", description="Where checkpoints lie: `gs://BUCKET/PATH`, or an absolute path that all nodes share."
     )
     progress: Annotated[str, AfterValidator(values.progress)] = _inherited(
-        "", "Regular expression whose one group is the step in the log. Default: the usual spellings of `step 123`."
+        "", "Regular expression whose one group is the step in the log. Default: the usual ways to write `step 123`."
     )
 
 

@@ -65,9 +65,9 @@ def script(value: str) -> str:
     """A shell script: not empty, at most 64 KB."""
     if not value.strip():
         raise ValueError("must not be empty")
-    if len(value) > SCRIPT_LIMIT:
+    if len(text(value).encode()) > SCRIPT_LIMIT:
         raise ValueError(f"is longer than {SCRIPT_LIMIT // 1024} KB; put it into the repository and call it")
-    return text(value)
+    return value
 
 
 def line(value: str) -> str:
@@ -123,8 +123,6 @@ def tag(value: str) -> str:
 
 def duration(value: object) -> timedelta:
     """A length of time such as `90s`, `30m`, `1h30m` or `2d`, at most 30 days."""
-    if isinstance(value, timedelta):
-        return value
     if isinstance(value, int | float) and not isinstance(value, bool):
         number = shown(str(getattr(value, "text", value)))
         raise ValueError(f"{number} has no unit; write {number}s or {number}m")  # noqa: TRY004 - as pydantic wants
@@ -160,8 +158,6 @@ def variable_value(value: object) -> str:
     """Text, or a number as it was written. Words such as true mean different things to different programs."""
     if isinstance(value, WrittenInt | WrittenFloat):
         return value.text
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return str(value)
     if isinstance(value, bool) or value is None:
         wanted = '"1" or "true"' if value else '"" or "0" or "false"'
         raise ValueError(f"must be text or a number; quote what the program expects: {wanted}")
@@ -188,7 +184,7 @@ def repository(value: str) -> str:
     if url.scheme not in ("https", "ssh", "file"):
         raise ValueError("must be an https://, ssh:// or file:// URL, or git@HOST:PATH; a folder is `workdir`")
     if password is not None or (user is not None and url.scheme != "ssh") or url.query or url.fragment:
-        raise ValueError("must hold no credentials, query or fragment; name the token or deploy key in `job.secrets`")
+        raise ValueError("must hold no credentials, query or fragment; put GIT_TOKEN or GIT_SSH_KEY into `secrets`")
     if " " in value or (url.scheme != "file" and not _HOST.fullmatch(host)) or (user or "").startswith("-"):
         raise ValueError("is no URL of a repository")
     if len(url.path) < 2 or (url.scheme == "file" and host):

@@ -7,7 +7,7 @@ Standard library only. What is valid is the caller's knowledge.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 SHOWN_CHARACTERS = 60
 
@@ -25,7 +25,11 @@ def nearest(word: str, choices: Iterable[str], *, at_most: int = 2) -> tuple[str
 
 def hint(word: str, choices: Iterable[str]) -> str:
     """`; nearest: a, b`, or nothing when no choice resembles *word*: the tail of an error line."""
-    close = nearest(word, choices)
+    return naming(nearest(word, choices))
+
+
+def naming(close: Sequence[str]) -> str:
+    """`; nearest: a, b` of words that are known to be near, or nothing when there are none."""
     return f"; nearest: {', '.join(close)}" if close else ""
 
 

@@ -1,0 +1,182 @@
+"""
+Writes `fleet-file.md`, the reference of the fleet file, from the models that check it.
+
+    python docs/gen_fleet.py            write it
+    python docs/gen_fleet.py --check    exit 1 if the file is not what this would write
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+from enum import Enum
+from pathlib import Path
+
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from tpucare import fleet_schema as schema
+from tpucare.fleet_files import FILE_LIMIT_BYTES, FILES_LIMIT, TOTAL_LIMIT_BYTES
+from tpucare.fleet_schema import Section
+from tpucare.yaml_lines import SIZE_LIMIT_BYTES
+
+TARGET = Path(__file__).with_name("fleet-file.md")
+
+INTRODUCTION = f"""\
+# The fleet file
+
+<!-- Written by docs/gen_fleet.py from the models that check the file. Edit those, then run it. -->
+
+One YAML file declares one fleet: a number of equal slots, the TPU they want, the job they run, the care they get.
+`tpucare check FILE` reads it as the daemon would. `tpucare check --schema` prints a JSON schema, with which an editor
+completes and checks keys:
+
+```yaml
+# yaml-language-server: $schema=./fleet.schema.json
+```
+
+Every problem is reported at once, one line each, with the nearest right word:
+
+```text
+big-pod.yaml:3: tpu.type: v5e-8 is no known accelerator type; nearest: v5litepod-8
+big-pod.yaml:9: job.comand: unknown key; nearest: run
+```
+
+## An example
+
+```yaml
+name: big-pod
+count: 1
+project: my-project
+tpu:
+  type: v3-256
+  zones:
+    - europe-west4-a
+    - {{zone: us-east1-d, service_account: us-trainer@my-project.iam.gserviceaccount.com}}
+  provisioning: spot
+  service_account: trainer@my-project.iam.gserviceaccount.com
+  network: {{external_ips: true}}
+job:
+  repository: https://github.com/HomebrewNLP/HomebrewNLP-Jax
+  branch: main
+  setup: bash setup.sh
+  run: bash run.sh
+  files: {{config.yaml: ./config.yaml}}
+  env: {{WANDB_PROJECT: gpt}}
+  secrets: [WANDB_API_KEY]
+  checkpoint: gs://my-bucket/big-pod
+  progress: 'step[ =:]+(\\d+)'
+care:
+  unhealthy_after: 1h
+  stalled_after: 30m
+  on_success: delete
+```
+
+## How it is read
+
+* **YAML 1.2 words.** `on`, `yes` and `no` are words, dates are text; a boolean is `true` or `false`. Anchors and
+  aliases work; merge keys (`<<`), tags, keys given twice and more than one document are errors. At most
+  {SIZE_LIMIT_BYTES // 1024} KB.
+* **Durations** have a unit: `90s`, `30m`, `1h30m`, `2d`; at most 30 days. A bare number is an error.
+* **Numbers in `env`** reach the job as they are written: `1e-4` stays `1e-4`, `010` stays `010`. `true`, `false` and
+  nothing are errors: quote what the program expects.
+* **Names.** Slots are `<name>-0`, `<name>-1`, …; `<name>` alone means slot 0. Nodes are `<slot>-a<number>`, and every
+  create takes a new number. So the name of a fleet must not end in `-<digits>` or `-a<digits>`.
+* **`{{slot}}`** stands for the slot's name in `run`, `checkpoint`, the values of `env` and both paths of `files`.
+  Only this exact token is replaced: `${{VAR}}`, awk and f-strings survive. A script may as well use `$TPUCARE_SLOT`.
+* **Checkpoints of many slots.** With `count` above 1, `/<slot>` is appended to a `checkpoint` without `{{slot}}`. If
+  `count` may grow from 1 later, write `{{slot}}` from the start: the path of slot 0 then stays the same.
+* **Files.** At most {FILES_LIMIT}, each up to {FILE_LIMIT_BYTES >> 20} MB, together {TOTAL_LIMIT_BYTES >> 20} MB.
+  Local paths stay in the folder of the fleet file or below, paths on the worker below the job's folder.
+* **Alternatives.** `tpu` may be a list of sections: every zone of the first one is asked before those of the second.
+  They may differ in size; a place (zone, type, terms, account, network) is listed once.
+* **The catalogue** knows types, zones and terms. What it does not list is an error that names the nearest; with
+  `unlisted: true` it is a warning, for a zone that opened yesterday or a slice of an unusual size.
+* **Secrets** never stand in this file: `secrets` names variables, and a URL with credentials is refused.
+
+Reserved for later versions, and refused until then: {", ".join(f"`{key}`" for key in schema.LATER_KEYS)}.
+"""
+
+TITLES = {
+    (): "Top level",
+    ("tpu",): "`tpu`",
+    ("tpu", "zones"): "`tpu.zones[]`",
+    ("tpu", "network"): "`tpu.network` and `tpu.zones[].network`",
+    ("job",): "`job`",
+    ("care",): "`care`",
+}
+
+
+def page() -> str:
+    """The whole page."""
+    parts = [INTRODUCTION]
+    parts += ["\n".join(_section(title, schema.SECTIONS[path])) for path, title in TITLES.items()]
+    return "\n".join(parts)
+
+
+def _section(title: str, model: type[Section]) -> Iterator[str]:
+    properties = model.model_json_schema()["properties"]
+    yield f"## {title}\n"
+    yield f"{' '.join((model.__doc__ or '').split())}\n"
+    yield "| key | value | default | meaning |"
+    yield "|---|---|---|---|"
+    for name, info in model.model_fields.items():
+        row = (f"`{name}`", _value(model, properties[name]), _default(info), info.description or "")
+        yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |"
+    yield ""
+
+
+def _value(model: type[Section], property: dict[str, object]) -> str:
+    definitions = model.model_json_schema().get("$defs", {})
+    text = json.dumps(property)
+    for name, definition in definitions.items():
+        if f'"$ref": "#/$defs/{name}"' in text and "enum" in definition:
+            return ", ".join(f"`{word}`" for word in definition["enum"])
+    if "anyOf" in property:
+        return "section or list" if "TpuSection" in text else "text"
+    if "$ref" in property:
+        return "section"
+    if property.get("pattern"):
+        return "duration"
+    return _KINDS[str(property["type"])] + _range(property)
+
+
+_KINDS = {
+    "string": "text",
+    "boolean": "true or false",
+    "integer": "number",
+    "array": "list",
+    "object": "mapping",
+}
+
+
+def _range(property: dict[str, object]) -> str:
+    return f", {property['minimum']} to {property['maximum']}" if "minimum" in property else ""
+
+
+def _default(info: FieldInfo) -> str:
+    default = info.default
+    if default is PydanticUndefined:
+        return "**required**"
+    if callable(info.json_schema_extra) or default in ("", [], {}) or isinstance(default, Section):
+        return ""
+    if isinstance(default, timedelta):
+        return f"`{schema.duration_text(default)}`"
+    if isinstance(default, Enum):
+        return f"`{default.value}`"
+    return f"`{json.dumps(default)}`"
+
+
+def main() -> int:
+    if "--check" in sys.argv[1:]:
+        fresh = TARGET.exists() and TARGET.read_text(encoding="utf-8") == page()
+        print("fresh" if fresh else f"{TARGET.name} is stale: run python docs/gen_fleet.py")
+        return 0 if fresh else 1
+    TARGET.write_text(page(), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
