@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import itertools
 import os
 import pwd
@@ -27,6 +28,7 @@ from tpucare.errors import AuthRefused, CommandFailed, ConfigError, HostKeyChang
 from tpucare.model import NodeKey, Ran, Worker
 from tpucare.remote import ParamikoRemote
 from tpucare.ssh_keys import LoginKey, PinStore, clean_host_keys, host_key_text, load_or_make_key
+from tpucare.ssh_wire import Transport
 
 SHORT = timedelta(milliseconds=500)
 
@@ -427,6 +429,34 @@ def test_connection_is_kept_and_shared(door: Door, server: SshStandIn) -> None:
     results = door.remote.each([worker] * 16, lambda one: door.remote.run(one, "echo x").stdout)
     assert results == [b"x\n"] * 16
     assert server.accepted == 1
+
+
+def test_kept_connection_does_not_grow_with_its_commands(key: LoginKey, opened: Callable[..., Door]) -> None:
+    def held() -> int:
+        # Other tests' leftovers are of no interest, and paramiko's own growth is a number per channel.
+        transports = [one for one in gc.get_objects() if type(one) is Transport and one.is_active()]
+        assert len(transports) == 1
+        return sum(len(value) for value in vars(transports[0]).values() if isinstance(value, dict | list))
+
+    server = SshStandIn(key.public, answer=echo)
+    try:
+        door = opened(server.port)
+        door.remote.run(worker_at(server), "x")
+        before = held()
+        for _ in range(100):
+            door.remote.run(worker_at(server), "x")
+        assert held() <= before
+    finally:
+        server.stop()
+
+
+@pytest.mark.machines
+def test_start_up_file_that_prints_is_named_as_the_reason(opened: Callable[..., Door], real: sshd.Sshd) -> None:
+    wrap = real.folder / "wrap.sh"
+    wrap.write_text(wrap.read_text().replace("#!/bin/bash\n", "#!/bin/bash\necho Welcome to your TPU\n"))
+    door, worker = opened(real.port), Worker(node_key(), 1, 0, real.address)
+    with pytest.raises(CommandFailed, match="start-up file"):
+        door.remote.put(worker, "file", b"", 0o600)
 
 
 def test_more_commands_at_once_than_a_server_grants_sessions(door: Door, server: SshStandIn) -> None:

@@ -9,20 +9,17 @@ worker it would get healthy nodes deleted, so it goes through as it is.
 from __future__ import annotations
 
 import errno
-import secrets
 import select
-import stat
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from pathlib import PurePosixPath
 
 import paramiko
-from paramiko.sftp import CMD_HANDLE, CMD_OPEN, SFTP_FLAG_CREATE, SFTP_FLAG_EXCL, SFTP_FLAG_WRITE
 
 from tpucare.errors import AuthRefused, CommandFailed, HostKeyChanged, WorkerSilent
 from tpucare.model import Ran, Worker
+from tpucare.ssh_files import CHUNK_BYTES, write_file
 from tpucare.ssh_keys import host_key_text
 from tpucare.ssh_wire import Deadline, Transport, Watchdog, Wire
 
@@ -38,7 +35,6 @@ LINGER_SECONDS = 1.0
 # How long a message may take to leave this machine after a deadline has passed, before the connection counts as stuck.
 STUCK_SECONDS = 1.0
 
-_CHUNK = 1 << 15  # What one SSH packet and one SFTP request hold.
 _OURS = frozenset(
     (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL, errno.EACCES, errno.EPERM)
 )
@@ -224,11 +220,13 @@ class Connection:
             self._request(deadline, lambda: channel.invoke_subsystem("sftp"))
             try:
                 with self._watchdog.guard(self._wire, deadline.at + STUCK_SECONDS):
-                    channel.settimeout(deadline.remaining)
-                    _write(_Sftp(channel), path, content, mode, deadline)
+                    write_file(channel, path, content, mode, deadline)
                 return
             except (EOFError, TimeoutError, paramiko.SSHException) as error:
                 raise self._silent("a file transfer", deadline, error) from error
+            except paramiko.SFTPError as error:
+                why = f"{error}; does a start-up file of the login shell print something?"
+                raise CommandFailed(f"{self.worker.host}: put {path}: {why}", 1, why) from error
             except OSError as error:
                 if channel.closed or not self._transport.is_active():
                     raise self._silent("a file transfer", deadline, error) from error
@@ -261,60 +259,6 @@ class _Kept:
         self.truncated |= len(chunk) > room
 
 
-class _Sftp(paramiko.SFTPClient):
-    """SFTP whose new files are never readable by others, not even while they are empty."""
-
-    def create_private(self, path: str) -> paramiko.SFTPFile:
-        """`SFTPClient.open` cannot pass attributes, and a server creates files without them as its umask likes."""
-        private = paramiko.SFTPAttributes()
-        private.st_mode = stat.S_IRUSR | stat.S_IWUSR
-        flags = SFTP_FLAG_WRITE | SFTP_FLAG_CREATE | SFTP_FLAG_EXCL
-        kind, answer = self._request(CMD_OPEN, path.encode(), flags, private)  # type: ignore[attr-defined]
-        if kind != CMD_HANDLE:
-            raise paramiko.SFTPError("Expected handle")
-        return paramiko.SFTPFile(self, answer.get_binary(), "wx")
-
-
-def _write(sftp: _Sftp, path: str, content: bytes, mode: int, deadline: Deadline) -> None:
-    """Private under a name of its own, complete, then with its mode, then in its place."""
-    target = PurePosixPath(path)
-    scratch = str(target.with_name(f".{target.name}.{secrets.token_hex(4)}"))
-    file = sftp.create_private(scratch)
-    try:
-        _send(file, content, deadline)
-        for step in (file.close, lambda: sftp.chmod(scratch, mode), lambda: sftp.posix_rename(scratch, str(target))):
-            _be_patient(sftp, deadline)
-            step()
-    except TimeoutError:
-        raise  # Tidying up would wait, too.
-    except OSError:
-        _quietly(file.close)
-        _quietly(lambda: sftp.remove(scratch))
-        raise
-
-
-def _send(file: paramiko.SFTPFile, content: bytes, deadline: Deadline) -> None:
-    """
-    All requests at once, then their answers.
-
-    paramiko forgets to look at the answers of pipelined writes (a full disk would go unseen); the last write goes
-    without pipelining, and that collects them all.
-    """
-    starts = range(0, max(len(content), 1), _CHUNK)
-    for start in starts:
-        _be_patient(file.sftp, deadline)
-        file.set_pipelined(start != starts[-1])
-        file.write(content[start : start + _CHUNK])
-
-
-def _be_patient(sftp: paramiko.SFTPClient, deadline: Deadline) -> None:
-    channel = sftp.get_channel()
-    if deadline.passed:
-        raise TimeoutError
-    if channel is not None:
-        channel.settimeout(deadline.remaining)
-
-
 def _preferred(offered: tuple[str, ...], pinned: Collection[str]) -> tuple[str, ...]:
     """Host key algorithms, those of the pinned keys first: a server then shows the key that it is known by."""
     kinds = {line.split(" ", 1)[0] for line in pinned}
@@ -325,9 +269,9 @@ def _feed(channel: paramiko.Channel, stdin: bytes, deadline: Deadline) -> None:
     """Send all of *stdin*, then end of file. A command that does not want it, or ends, is within its rights."""
     view = memoryview(stdin)
     try:
-        for start in range(0, len(view), _CHUNK):
+        for start in range(0, len(view), CHUNK_BYTES):
             channel.settimeout(max(deadline.remaining, 0.001))
-            channel.sendall(bytes(view[start : start + _CHUNK]))
+            channel.sendall(bytes(view[start : start + CHUNK_BYTES]))
         channel.shutdown_write()
     except (OSError, EOFError, paramiko.SSHException):
         return
@@ -354,10 +298,10 @@ def _drain(channel: paramiko.Channel, out: _Kept, err: _Kept) -> bool:
     """Take one chunk of each stream that has one; True when there was any."""
     took = False
     if channel.recv_ready():
-        out.add(channel.recv(_CHUNK))
+        out.add(channel.recv(CHUNK_BYTES))
         took = True
     if channel.recv_stderr_ready():
-        err.add(channel.recv_stderr(_CHUNK))
+        err.add(channel.recv_stderr(CHUNK_BYTES))
         took = True
     return took
 
