@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 
+from tpucare import effects
 from tpucare import remember as memories
 from tpucare.actions import Create, Delete, Effect, Fact, Launch, Look, Poll, Reason, Settle, Stop, Vouch, Wait
 from tpucare.effects import ChangedMeanwhile, Ports, lane_of, prepare
@@ -39,7 +40,7 @@ STEPS_PER_SLOT = 40
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How the loop beats. Seconds, but for the budget."""
+    """How the loop beats. Seconds, but for the budget. `dry_run`: observe and decide, begin nothing."""
 
     poll: float = 5.0
     fast_poll: float = 1.0
@@ -48,6 +49,7 @@ class Settings:
     creates_per_minute: int = 60
     brake_minimum: int = 3
     brake_share: float = 0.2
+    dry_run: bool = False
 
 
 @dataclass(slots=True)
@@ -160,6 +162,14 @@ class Engine:
     def lift_brake(self, slot: str) -> None:
         self.slots[slot].brake_lifted = True
         self._dirty[slot] = None
+
+    def collect(self, name: str) -> None:
+        """`gc --apply`: delete a stray node, which bears our owner label and an unknown fleet; the end is an event."""
+        node = self.strays[name]
+        action = Delete(node.key, node.id, node.create_time, "gc was asked for", Reason.ASKED)
+        self._pending.effects.append((Lane.CLOUD, ("collect", name), lambda: effects.delete(action, self.ports)))
+        self._say("collect", f"{name}: delete asked for", node=name)
+        self.commit()
 
     def end(self, slot: str) -> None:
         """Forget a slot that was taken down and of which nothing is left."""
@@ -485,6 +495,8 @@ class Engine:
             if isinstance(action, Wait):
                 self._rest(track, action, moment, now)
                 return
+            if self.settings.dry_run:
+                return
             if isinstance(action, Create):
                 creates[track.slot.name] = action
                 return
@@ -634,6 +646,9 @@ class Engine:
             self._listed(self.projects[rest[0]], result, finished.error)
         elif kind == "probe":
             self._probed(rest[0], rest[1], rest[2], finished)
+        elif kind == "collect":
+            text = f"{rest[0]}: " + (f"{finished.error}" if finished.error is not None else "delete accepted")
+            self._say("collected", text, node=rest[0], level="info" if finished.error is None else "warning")
         else:
             track = self.slots.get(rest[0])
             action = track.in_flight.pop(rest[1], None) if track is not None else None

@@ -101,9 +101,7 @@ class Daemon:
         self.executor = VirtualExecutor(self.clock, self.zone.tick, self.zone.next_event)
         self.launcher.waiting = self.executor.waiting
         self.launcher.nudge = self.executor.nudge
-        self.cloud = InProcessCloud(
-            self.zone.world, now=self.clock.true_now, wait=self.executor.waiting
-        )
+        self.cloud = InProcessCloud(self.zone.world, now=self.clock.true_now, wait=self.executor.waiting)
         self.store = open_store(self.folder, machine_id="machine", now=self.clock.now())
         ports = Ports(self.cloud, self.launcher, self.store.owner, SSH_KEY)
         self.engine = Engine(
@@ -173,11 +171,11 @@ class Daemon:
         assert len(tracks) == 1, f"{slot} has {sorted(tracks)}"
         return next(iter(tracks.values())).node
 
-    def check(self) -> None:
+    def check(self, *allowed: str) -> None:
         """The rules that a history can show: two live runs of one slot, creates over budget, foreign deletes, ..."""
         assert two_runs_at_once(self.launcher.history) == []
         assert self.store is not None
-        expected = Expected(owner=self.store.owner, restarts=tuple(self.restarts))
+        expected = Expected(owner=self.store.owner, restarts=tuple(self.restarts), allowed_deletes=frozenset(allowed))
         assert [str(finding) for finding in check(list(self.zone.world.audit), expected)] == []
 
 

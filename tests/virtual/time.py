@@ -40,9 +40,7 @@ class VirtualClock:
 class VirtualExecutor:
     """`tick(now)` lets the world live until an instant; `next_event()` tells when it will next act by itself."""
 
-    def __init__(
-        self, clock: VirtualClock, tick: Callable[[], None], next_event: Callable[[], float | None]
-    ) -> None:
+    def __init__(self, clock: VirtualClock, tick: Callable[[], None], next_event: Callable[[], float | None]) -> None:
         self.clock = clock
         self._tick = tick
         self._next_event = next_event

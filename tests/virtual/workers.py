@@ -52,6 +52,7 @@ class SimulatedRun:
     first_step: int
     stopped: bool = False
     signalled: bool = False
+    ended: float | None = None
 
 
 @dataclass
@@ -135,7 +136,11 @@ class VirtualLauncher:
     # --- what a run does by itself
 
     def _elapsed(self, run: SimulatedRun) -> float:
-        return self.clock.seconds - run.since
+        """Seconds that the run has lived; they end with it."""
+        planned = self.script.exits.get(run.token) or self.script.exits.get(run.slot)
+        end = run.ended if run.ended is not None else self.clock.seconds
+        lived = end - run.since
+        return min(lived, planned[2]) if planned is not None and planned[0] == -1 else lived
 
     def _step(self, run: SimulatedRun) -> int:
         if run.slot in self.script.stands_still:
@@ -182,8 +187,11 @@ class VirtualLauncher:
         run = worker.run
         if run is None:
             return WorkerReport(
-                Contact.ANSWERED, alive=worker.foreign_chips, chips_free=not worker.foreign_chips,
-                preempted=worker.preempted, last_number=worker.last_number,
+                Contact.ANSWERED,
+                alive=worker.foreign_chips,
+                chips_free=not worker.foreign_chips,
+                preempted=worker.preempted,
+                last_number=worker.last_number,
             )
         lives = self._lives(worker)
         status = None if lives else (143 if run.stopped else self._exit(worker))
@@ -246,6 +254,7 @@ class VirtualLauncher:
             self._save(worker.run)
             self.history.append((self.clock.seconds, "end", worker.run.token, worker.number))
             worker.run.stopped = worker.run.signalled = True
+            worker.run.ended = self.clock.seconds
         worker.foreign_chips = False
         return True
 

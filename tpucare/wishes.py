@@ -1,0 +1,78 @@
+"""
+What a person may ask of a slot, as changes of its memory. Pure.
+
+The doors (daemon, command line, Python) call these through `Engine.change`, which writes them before it returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from tpucare.memory import Book, End, Memory, Wish
+
+
+def up(memory: Memory) -> Memory:
+    """`apply`: wanted again, from a clean slate of books where the slot had ended or was taken down."""
+    if memory.wish is Wish.DOWN or memory.end is not End.NONE:
+        memory = retry(memory)
+    return replace(memory, wish=Wish.UP)
+
+
+def down(memory: Memory) -> Memory:
+    return replace(memory, wish=Wish.DOWN)
+
+
+def pause(memory: Memory) -> Memory:
+    """Observe, touch nothing."""
+    return replace(memory, wish=Wish.PAUSED)
+
+
+def resume(memory: Memory) -> Memory:
+    return replace(memory, wish=Wish.UP)
+
+
+def retry(memory: Memory) -> Memory:
+    """Ask now: no backoff, no blocked place, no spent budget. Totals and what training reached are kept."""
+    places = {
+        key: replace(
+            place,
+            failures=0,
+            retry_at=None,
+            kind="",
+            blocked=False,
+            refusals=0,
+            own_quota_since=None,
+            unanswered_nodes=0,
+        )
+        for key, place in memory.places.items()
+    }
+    books = {name: Book(total=book.total) for name, book in memory.books.items()}
+    return replace(memory, places=places, books=books, end=End.NONE, end_why="", ended_at=None)
+
+
+def confirm(memory: Memory) -> Memory:
+    """A person says that no older node of this slot trains any more."""
+    return replace(memory, fence_confirmed=True)
+
+
+def restart(memory: Memory) -> Memory:
+    """`apply --restart`: the job as declared now, on the node that is there."""
+    return replace(memory, restart_asked=True)
+
+
+def replace_node(memory: Memory) -> Memory:
+    """`apply --replace`: a new node, as declared now."""
+    return replace(memory, replace_asked=True)
+
+
+WISHES: Mapping[str, Callable[[Memory], Memory]] = {
+    "up": up,
+    "down": down,
+    "pause": pause,
+    "resume": resume,
+    "retry": retry,
+    "confirm": confirm,
+    "restart": restart,
+    "replace": replace_node,
+}
