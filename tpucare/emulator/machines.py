@@ -15,12 +15,12 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from tpucare.emulator import outfit, proctree
+from tpucare.emulator.jobs import JobThread, done
 from tpucare.emulator.metadata import MetadataServer
 from tpucare.emulator.premises import Premises
 from tpucare.emulator.records import (
@@ -44,15 +44,6 @@ OnGone = Callable[[NodePath, int, str], None]
 
 _BOOTS_AT_ONCE = 16
 _WATCH_SECONDS = 0.5
-
-
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """What the operating thread has to do. `ends`: machines to end, done together with those of the jobs behind it."""
-
-    done: Future[None]
-    work: Callable[[], None] | None = None
-    ends: Collection[WorkerMachine] = ()
 
 
 class Machines:
@@ -100,13 +91,11 @@ class Machines:
         self._ending: list[WorkerMachine] = []
         self._dead: deque[WorkerMachine] = deque()
         self._strays = 0
-        self._jobs: deque[_Job] = deque()
         self._changed = threading.Condition()
-        self._closing = self._closed = False
+        self._closing = False
         # These threads live until close(): a worker's life hangs on that of the thread that started it.
         self._boots = ThreadPoolExecutor(_BOOTS_AT_ONCE, thread_name_prefix="machine-boot")
-        self._operator = threading.Thread(target=self._operate, name="machines", daemon=True)
-        self._operator.start()
+        self._jobs: JobThread[WorkerMachine] = JobThread(self._end, self._watch, _WATCH_SECONDS)
 
     def __enter__(self) -> Self:
         return self
@@ -191,7 +180,7 @@ class Machines:
     def reboot(self, path: NodePath, worker: int) -> Future[None]:
         """End everything and boot again: same home, same host key, new boot id."""
         machines = self._newest(path, worker)
-        return self._boot(machines[0].order) if machines else _done()
+        return self._boot(machines[0].order) if machines else done()
 
     # --- looking in
 
@@ -237,10 +226,7 @@ class Machines:
         try:
             ended.result(timeout=120)
         finally:
-            with self._changed:
-                self._closed = True
-                self._changed.notify_all()
-            self._operator.join()
+            self._jobs.stop()
             self._boots.shutdown(wait=True)
             self._metadata.close()
         if left := self.survivors():
@@ -284,10 +270,7 @@ class Machines:
             machine.doom()
             del self._machines[machine.key]
         self._ending += current
-        job = _Job(Future(), ends=current)
-        self._jobs.append(job)
-        self._changed.notify_all()
-        return job.done
+        return self._jobs.end(current)
 
     def _each(self, machines: Collection[WorkerMachine], act: Callable[[WorkerMachine], None]) -> Future[None]:
         def work() -> None:
@@ -296,13 +279,7 @@ class Machines:
                 if not machine.doomed:
                     act(machine)
 
-        if not machines:
-            return _done()
-        job = _Job(Future(), work=work)
-        with self._changed:
-            self._jobs.append(job)
-            self._changed.notify_all()
-        return job.done
+        return self._jobs.do(work) if machines else done()
 
     def _select(self, path: NodePath, node_id: int, worker: int | None) -> list[WorkerMachine]:
         with self._changed:
@@ -317,30 +294,7 @@ class Machines:
         with self._changed:
             return [m for key, m in self._machines.items() if key.path == path and key.worker == worker][-1:]
 
-    def _operate(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._jobs or self._closed, _WATCH_SECONDS)
-                jobs = self._next_jobs()
-                if self._closed and not jobs:
-                    return
-            if jobs:
-                _run(jobs, lambda jobs=jobs: self._do(jobs))  # type: ignore[misc]
-            else:
-                self._watch()
-
-    def _next_jobs(self) -> list[_Job]:
-        """One job, or all ends that stand first in the queue: many machines are ended together as fast as one."""
-        jobs: list[_Job] = []
-        while self._jobs and (not jobs or (jobs[0].work is None and self._jobs[0].work is None)):
-            jobs.append(self._jobs.popleft())
-        return jobs
-
-    def _do(self, jobs: Sequence[_Job]) -> None:
-        if jobs[0].work is not None:
-            jobs[0].work()
-            return
-        machines = [machine for job in jobs for machine in job.ends]
+    def _end(self, machines: Sequence[WorkerMachine]) -> None:
         try:
             self._strays += len(end_all(machines, self._metadata))
         finally:
@@ -363,21 +317,3 @@ class Machines:
         for machine in died:
             self._kill([machine])
             self._on_gone(machine.key.path, machine.key.worker, "its sshd ended by itself")
-
-
-def _run(jobs: Sequence[_Job], work: Callable[[], None]) -> None:
-    """Settle the futures of *jobs* by *work*; an error belongs to who waits for them, not to the thread."""
-    try:
-        work()
-    except Exception as error:
-        for job in jobs:
-            job.done.set_exception(error)
-    else:
-        for job in jobs:
-            job.done.set_result(None)
-
-
-def _done() -> Future[None]:
-    future: Future[None] = Future()
-    future.set_result(None)
-    return future

@@ -19,8 +19,8 @@ from typing import TextIO
 from tpucare.emulator import outfit, proctree
 from tpucare.emulator.metadata import MetadataServer
 from tpucare.emulator.proctree import Process
+from tpucare.emulator.quarters import Site
 from tpucare.emulator.sandbox import MachineError, Sandbox, choose
-from tpucare.emulator.worker import Site
 
 _SYSTEM_FOLDERS = "/usr/local/sbin:/usr/sbin:/sbin"
 _SFTP_SERVERS = (

@@ -16,22 +16,16 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from signal import SIGCONT, SIGHUP
 from typing import NamedTuple
 
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
-
-from tpucare.emulator import outfit, proctree, sandbox
+from tpucare.emulator import outfit, proctree, quarters, sandbox
 from tpucare.emulator.metadata import MetadataServer
-from tpucare.emulator.outfit import Folders
 from tpucare.emulator.proctree import Process
-from tpucare.emulator.records import INSTANCE_ATTRIBUTES, MAINTENANCE_ATTRIBUTE, PREEMPTED_ATTRIBUTE, Boot, NodePath
-from tpucare.emulator.sandbox import Cage, MachineError, Sandbox, living
-
-SSH_KEYS_ATTRIBUTE = INSTANCE_ATTRIBUTES + "ssh-keys"
+from tpucare.emulator.quarters import SSH_KEYS_ATTRIBUTE, Site
+from tpucare.emulator.records import Boot, NodePath
+from tpucare.emulator.sandbox import Cage, MachineError, living
 
 _LISTENING = b"Server listening on"
 _LISTEN_TIMEOUT_SECONDS = 30.0
@@ -45,24 +39,6 @@ class WorkerKey(NamedTuple):
     path: NodePath
     node_id: int
     worker: int
-
-
-@dataclass(frozen=True, slots=True)
-class Site:
-    """What all workers of one emulator share. `mark` begins the mark of each of their processes."""
-
-    workers: Path
-    screens: Path
-    bin: Path
-    mark: str
-    way: Sandbox
-    sshd: Path
-    sftp_server: Path
-    use_pam: bool
-    ssh_port: int
-    path_prefix: Sequence[Path]
-    extra_env: Mapping[str, str]
-    metadata: MetadataServer
 
 
 class WorkerMachine:
@@ -90,8 +66,7 @@ class WorkerMachine:
         self._lock = threading.Lock()
         self._begun = False
         self._stopped: list[Process] = []
-        name = f"{order.path.node_id}.{order.node_id}.{order.worker}"
-        self.folders = Folders(site.workers / name, site.screens / self.mark[-12:], site.bin)
+        self.folders = quarters.folders_of(site, order, self.mark[-12:])
 
     # --- life
 
@@ -125,8 +100,9 @@ class WorkerMachine:
 
     def _boot(self) -> None:
         boot_id = str(uuid.uuid4())
-        self._furnish(boot_id)
-        self._site.metadata.add(self.address, self._metadata())
+        quarters.furnish(self._site, self.folders, self.order, mark=self.mark, boot_id=boot_id)
+        self.host_keys = quarters.host_keys(self.folders)
+        self._site.metadata.add(self.address, quarters.first_metadata(self.order))
         env = {"PATH": os.defpath, outfit.MARK: self.mark}
         with self.folders.log.open("wb") as log:
             cage = Cage(self._site.way, self._sshd(), boot_id=self.folders.boot_id, env=env, log=log)
@@ -160,8 +136,9 @@ class WorkerMachine:
         self.ended.set()
 
     def has_died(self) -> bool:
-        """It ended without being doomed."""
-        return self._cage is not None and not self.doomed and self._cage.has_ended()
+        """It was up, and ended without being doomed."""
+        cage = self._cage
+        return self.listening.is_set() and not self.doomed and cage is not None and cage.has_ended()
 
     @property
     def cage(self) -> Cage | None:
@@ -187,16 +164,13 @@ class WorkerMachine:
     def authorize(self, ssh_keys: str) -> None:
         """From now on these keys (`ssh-keys` metadata) log in, and no others; sessions that are open stay open."""
         self.set_attributes({SSH_KEYS_ATTRIBUTE: ssh_keys})
-        self._write_authorized_keys(ssh_keys)
+        quarters.authorize(self.folders, ssh_keys)
 
     # --- faults
 
     def refuse_keys(self) -> None:
         """Let nobody log in, though the metadata says otherwise."""
-        self._write_authorized_keys("")
-
-    def _write_authorized_keys(self, ssh_keys: str) -> None:
-        _replace(self.folders.authorized_keys, outfit.authorized_keys(ssh_keys), 0o600)
+        quarters.authorize(self.folders, "")
 
     def change_host_key(self) -> None:
         """
@@ -209,7 +183,8 @@ class WorkerMachine:
         if first is None:
             return
         offset = self.folders.log.stat().st_size
-        self._make_host_key()
+        quarters.make_host_key(self.folders)
+        self.host_keys = quarters.host_keys(self.folders)
         proctree.send(first, SIGHUP)
         self._await_listening(offset)
 
@@ -238,82 +213,15 @@ class WorkerMachine:
         if (cage := self._cage) is not None:
             self._stopped += proctree.stop_all(lambda: [process for process in living([cage]) if concerns(process)])
 
-    # --- files
-
-    def _furnish(self, boot_id: str) -> None:
-        folders, site = self.folders, self._site
-        is_first_boot = not folders.home.exists()
-        # /tmp and the screens' sockets are emptied by a real machine's boot, too.
-        for emptied in (folders.tmp, folders.screens):
-            shutil.rmtree(emptied, ignore_errors=True)
-        for folder in (folders.root, folders.home, folders.tmp, folders.screens):
-            folder.mkdir(parents=True, exist_ok=True)
-            folder.chmod(0o700)
-        if is_first_boot:
-            for name, text in outfit.home_files(folders, site.path_prefix).items():
-                (folders.home / name).write_text(text)
-            self._make_host_key()
-        self.host_keys = _public_key(folders.host_key)
-        folders.boot_id.unlink(missing_ok=True)
-        folders.boot_id.write_text(f"{boot_id}\n")
-        self._write_authorized_keys(self.order.attributes.get(SSH_KEYS_ATTRIBUTE, ""))
-        self._write_sshd_files(boot_id)
-
-    def _write_sshd_files(self, boot_id: str) -> None:
-        folders, site = self.folders, self._site
-        env = outfit.session_env(
-            folders,
-            hostname=self.order.hostname,
-            metadata=f"{self.address}:{site.metadata.port}",
-            mark_value=self.mark,
-            boot_id=boot_id,
-            path_prefix=site.path_prefix,
-            extra=site.extra_env,
-        )
-        _replace(folders.wrapper, outfit.session_wrapper(env, sftp_server=site.sftp_server), 0o700)
-        config = outfit.sshd_config(
-            folders,
-            self.address,
-            site.ssh_port,
-            sftp_server=site.sftp_server,
-            use_pam=site.use_pam,
-            mark_value=self.mark,
-        )
-        _replace(folders.sshd_config, config, 0o600)
-
-    def _make_host_key(self) -> None:
-        private = Ed25519PrivateKey.generate()
-        text = private.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
-        public = private.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
-        _replace(self.folders.host_key, text.decode(), 0o600)
-        _replace(self.folders.host_key.with_suffix(".pub"), public.decode(), 0o600)
-        self.host_keys = _public_key(self.folders.host_key)
-
     def _sshd(self) -> list[str]:
         # -D: stay in the foreground, -e: log to stderr, where we read when it listens.
         return [str(self._site.sshd), "-D", "-e", "-f", str(self.folders.sshd_config)]
-
-    def _metadata(self) -> dict[str, str]:
-        """What the order says, over what every instance has."""
-        order, path = self.order, self.key.path
-        return {
-            "instance/id": str(order.node_id),
-            "instance/name": order.hostname,
-            "instance/hostname": f"{order.hostname}.{path.zone}.c.{path.project}.internal",
-            "instance/zone": f"projects/{path.project}/zones/{path.zone}",
-            PREEMPTED_ATTRIBUTE: "FALSE",
-            MAINTENANCE_ATTRIBUTE: "NONE",
-            INSTANCE_ATTRIBUTES + "agent-worker-number": str(order.worker),
-            INSTANCE_ATTRIBUTES + "worker-network-endpoints": ",".join(f"unknown:unknown:{ip}" for ip in order.peers),
-            "project/project-id": path.project,
-            **order.attributes,
-        }
 
     def _note_pids(self, cage: Cage) -> None:
         """For a later emulator, should this one crash: sshd's own environment cannot always be read."""
         processes = [proctree.read_process(cage.pid), cage.first_process()]
         text = "".join(f"{process.pid} {process.started}\n" for process in processes if process)
-        _replace(self.folders.pids, text, 0o600)
+        quarters.replace(self.folders.pids, text, 0o600)
 
     def _await_listening(self, offset: int) -> bool:
         """Whether sshd listens; False when doomed meanwhile. Its own log is read: another's port would not fool us."""
@@ -381,17 +289,3 @@ def _fill_accept_queue(address: str, port: int) -> None:
             if not poll.poll(20):
                 return
             poll.unregister(client)
-
-
-def _public_key(host_key: Path) -> dict[str, str]:
-    kind, _, key = host_key.with_suffix(".pub").read_text().strip().partition(" ")
-    return {kind: key}
-
-
-def _replace(path: Path, text: str, mode: int) -> None:
-    """Written beside and renamed, so that sshd never reads half of it."""
-    beside = path.with_name(f".{path.name}.new")
-    beside.touch(mode)
-    beside.chmod(mode)
-    beside.write_text(text)
-    beside.replace(path)
