@@ -416,6 +416,8 @@ class Engine:
         view = self._project(track.slot.project)
         before, signals = seen.report, seen.progress.signals
         if any(worker.contact is Contact.ANSWERED for worker in report.workers):
+            if not self._answers or now - self._answers[-1][0] > ANSWER_COUNTS_FOR:
+                self._silence_counts_anew()
             self._answers.append((now, seen.node.name))
             self._canary = None
         changed = seen.hear(report, view.mark)
@@ -428,6 +430,19 @@ class Engine:
         # Nothing turns on a second signal but the note that this job tells of its progress at all.
         if changed or (seen.progress.signals == 2 and signals < 2):
             self._dirty[track.slot.name] = None
+
+    def _silence_counts_anew(self) -> None:
+        """
+        Somebody answers after nobody did: the silence until now was ours.
+
+        Without this, the first worker heard after an outage of our own network would condemn all that are asked later.
+        """
+        for name in self._silent:
+            track = self.slots.get(name)
+            mark = self._project(track.slot.project).mark if track is not None else None
+            for seen in track.nodes.values() if track is not None else ():
+                if seen.silent_since is not None and mark is not None:
+                    seen.silent_since, seen.silent_probes = mark, 0
 
     def _tell(
         self, track: SlotTrack, seen: NodeTrack, before: NodeReport | None, report: NodeReport, signals: int

@@ -146,7 +146,7 @@ def _decide_silent(
     """Silence is a verdict only when the network is known to carry, or for one canary at a time."""
     name, limit = seen.node.name, patience_with_silence(slot, seen)
     if not past.answered:
-        limit = max(limit * NEVER_ANSWERED_FACTOR, limit)
+        limit = limit * NEVER_ANSWERED_FACTOR
     going_on = seen.silent_since is not None and made_progress_since(seen, seen.silent_since)
     if going_on:
         return Wait(f"a worker of {name} is silent, progress goes on")
@@ -154,9 +154,13 @@ def _decide_silent(
     if supported and timers.lasted(seen.silent_since, limit) and evidence.elsewhere_answers:
         why = f"a worker is silent for {limit}, others answer"
         return deletion(seen, why, Reason.JUDGED, unanswered=not past.answered)
-    if supported and timers.lasted(seen.silent_since, limit * CANARY_FACTOR) and evidence.may_be_canary:
+    if not past.answered:
+        # Where nobody answers, a node that never did tells nothing new: only boot_timeout ends the wait.
+        if supported and timers.lasted(seen.seen_since, slot.care.boot_timeout):
+            return deletion(seen, "its workers never answered until boot_timeout", Reason.JUDGED, unanswered=True)
+    elif supported and timers.lasted(seen.silent_since, limit * CANARY_FACTOR) and evidence.may_be_canary:
         why = f"no worker anywhere answers for {limit * CANARY_FACTOR}; this slot tries first whether a new node does"
-        return deletion(seen, why, Reason.JUDGED, unanswered=not past.answered)
+        return deletion(seen, why, Reason.JUDGED)
     if stop := _stop_half_gang(slot, seen, evidence, memory, timers):
         return stop
     return Wait(f"a worker of {name} is silent")

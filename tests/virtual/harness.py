@@ -28,6 +28,7 @@ from tpucare.store import SqliteStore, open_store
 
 PROJECT = "my-project"
 US, EU = "us-central1-a", "europe-west4-a"
+CARE = Care()
 SSH_KEY = "tpucare:ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIO"
 
 
@@ -35,7 +36,7 @@ def place(zone: str = US, kind: str = "v3-32", tier: Provisioning = Provisioning
     return Place(zone, kind, tier, "tpu-ubuntu2204-base", workers=workers)
 
 
-def slots_of(fleet: str, count: int = 1, *places: Place, care: Care = Care(), job: bool = True) -> list[Slot]:
+def slots_of(fleet: str, count: int = 1, *places: Place, care: Care = CARE, job: bool = True) -> list[Slot]:
     names = [f"{fleet}-{index}" for index in range(count)]
     todo = Job(run="python3 train.py") if job else None
     return [Slot(name, fleet, PROJECT, places or (place(),), todo, care) for name in names]
@@ -122,7 +123,7 @@ class Daemon:
         self.kill()
         self.start()
 
-    def care_for(self, fleet: str, count: int = 1, *places: Place, care: Care = Care(), job: bool = True) -> None:
+    def care_for(self, fleet: str, count: int = 1, *places: Place, care: Care = CARE, job: bool = True) -> None:
         self.declared[fleet] = slots_of(fleet, count, *places, care=care, job=job)
         assert self.store is not None
         self.store.save_fleet(FleetRecord(fleet, "", "", self.clock.now()))

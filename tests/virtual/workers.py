@@ -6,7 +6,7 @@ What a run does (steps, checkpoints, exit) follows from when it was started; a b
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tests.virtual.time import VirtualClock
@@ -85,8 +85,8 @@ class VirtualLauncher:
         self.launches: list[str] = []
         self.stops: list[str] = []
         self.notices: list[str] = []
-        self.waiting = lambda seconds: None
-        self.nudge = lambda: None
+        self.waiting: Callable[[float], None] = lambda _: None
+        self.nudge: Callable[[], None] = lambda: None
         self._hints: set[NodeKey] = set()
         self.deaf = False
 
@@ -127,7 +127,7 @@ class VirtualLauncher:
                 worker.run.signalled = True
 
     def _end_run(self, worker: SimulatedWorker | None) -> None:
-        if worker is not None and worker.run is not None and self._lives(worker):
+        if worker is not None and worker.run is not None and worker.run.ended is None:
             self._save(worker.run)
             self.history.append((self.clock.seconds, "end", worker.run.token, worker.number))
         if worker is not None:
@@ -194,6 +194,9 @@ class VirtualLauncher:
                 last_number=worker.last_number,
             )
         lives = self._lives(worker)
+        if not lives and run.ended is None:
+            run.ended = self.clock.seconds
+            self.history.append((self.clock.seconds, "end", run.token, worker.number))
         status = None if lives else (143 if run.stopped else self._exit(worker))
         in_setup = self._elapsed(run) < self.script.setup_seconds
         phase = Phase.EXITED if not lives else Phase.SETUP if in_setup else Phase.RUN
@@ -231,8 +234,6 @@ class VirtualLauncher:
             return None
         if worker.run is not None and self._lives(worker):
             return WorkerSilent("another run lives here")
-        if worker.run is not None and not worker.run.stopped:
-            self.history.append((self.clock.seconds, "end", worker.run.token, worker.number))
         first = self.bucket.get(order.slot, 0)
         worker.run = SimulatedRun(order.token, order.slot, self.clock.seconds, first)
         worker.last_number = int(order.token.rpartition(".")[2])
