@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from tpucare import accelerators, fleet_files, fleet_values
 from tpucare.errors import ConfigError
-from tpucare.fleet import Fleet, json_schema, parse, read_local, refuse_shared_names
+from tpucare.fleet import Fleet, json_schema, parse, read_local, read_text, refuse_shared_names
 from tpucare.fleet_schema import SECTIONS
 from tpucare.model import NODE_NAME_LIMIT, Care, Network, OnSuccess, Place, Provisioning, node_name
 
@@ -624,6 +624,18 @@ def test_local_files_are_read_within_bounds(tmp_path: Path) -> None:
         "job.files.b: folder cannot be read: no regular file",
         "job.files.c: large is larger than 1 MB; keep it in a bucket",
     ]
+
+
+def test_the_text_of_a_file_is_utf8_or_a_config_error(tmp_path: Path) -> None:
+    path = tmp_path / "pod.yaml"
+    path.write_bytes(b"\xef\xbb\xbfname: p\xc3\xb6d\n")
+    assert read_text(path) == "name: pöd\n"
+    path.write_bytes(b"name: pod\nproject: \xff\n")
+    with pytest.raises(ConfigError, match=r"pod\.yaml:2: is not UTF-8"):
+        read_text(path)
+    for wrong in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(ConfigError, match="cannot be read"):
+            read_text(wrong)
 
 
 def test_all_files_together_are_bounded() -> None:

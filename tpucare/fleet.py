@@ -23,7 +23,7 @@ from tpucare.fleet_schema import COUNT_LIMIT, FleetFile
 from tpucare.model import Care, Job, Place, Slot
 from tpucare.yaml_lines import Document, Problem
 
-__all__ = ["Fleet", "json_schema", "parse", "read_local", "refuse_shared_names"]
+__all__ = ["Fleet", "json_schema", "parse", "read_local", "read_text", "refuse_shared_names"]
 
 SLOT_PLACEHOLDER = "{slot}"
 
@@ -155,6 +155,23 @@ def parse(
     if problems or declared is None:
         raise ConfigError("\n".join(_lines(problems, file)))
     return _built(declared, contents, tuple(_lines(findings.warnings, file)), file, folder, default_project)
+
+
+def read_text(path: Path, read_file: ReadFile = read_local) -> str:
+    """
+    Text of the fleet file at *path*, for `parse` and for the record of what was accepted.
+
+    Raises:
+        ConfigError: It cannot be read, or is not UTF-8.
+    """
+    try:
+        content = read_file(path)
+        return content.decode("utf-8-sig")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise ConfigError(f"{path}:{line}: is not UTF-8; save it as UTF-8 text") from None
 
 
 def refuse_shared_names(fleets: Iterable[Fleet]) -> None:
