@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 
 DEVICES = "/dev/accel*:/dev/vfio/*"
 
+# What a run's processes bear, and what bears the launch script, screen and the runner: a launch is to be found by a
+# stop, yet it is no run, and two launches that race must leave it to the lock which of them goes on.
+RUN, LAUNCH = "TPUCARE_RUN", "TPUCARE_LAUNCH"
+
 SIGHUP, SIGINT, SIGKILL, SIGPIPE, SIGTERM, SIGCHLD = 1, 2, 9, 13, 15, 17
 SIGNAL_NAMES = {SIGKILL: "KILL", SIGTERM: "TERM"}
 
@@ -103,13 +107,13 @@ def descendants(roots: Iterable[int], processes: dict[int, tuple[int, int]]) -> 
     return found
 
 
-def marked(tokens: Iterable[str], worker: int) -> set[int]:
+def marked(tokens: Iterable[str], worker: int, names: tuple[str, ...] = (RUN,)) -> set[int]:
     """
     Processes of these runs on this worker, by their environment.
 
     The worker's number is asked for as well, for emulated workers of one machine may see each other's processes.
     """
-    marks = {b"TPUCARE_RUN=" + token.encode() for token in tokens}
+    marks = {f"{name}={token}".encode() for token in tokens for name in names}
     number = b"TPUCARE_WORKER=%d" % worker
     found = set()
     for pid in _pids() if marks else ():
@@ -118,7 +122,7 @@ def marked(tokens: Iterable[str], worker: int) -> set[int]:
                 environ = stream.read()
         except OSError:
             continue
-        if b"TPUCARE_RUN=" in environ:
+        if number in environ:
             entries = environ.split(b"\0")
             if number in entries and not marks.isdisjoint(entries):
                 found.add(pid)
@@ -128,7 +132,7 @@ def marked(tokens: Iterable[str], worker: int) -> set[int]:
 def living(base: str, worker: int) -> set[int]:
     """Every process of any run of this worker, the asking process and its ancestors left out."""
     processes = table()
-    found = marked(run_tokens(base), worker) | set(_holders({os.path.realpath(lock_path(base))}))
+    found = marked(run_tokens(base), worker, (RUN, LAUNCH)) | set(_holders({os.path.realpath(lock_path(base))}))
     found |= descendants(found, processes)
     return (found & set(processes)) - _own_line(processes)
 

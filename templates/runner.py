@@ -180,6 +180,7 @@ class Runner:
         with open(os.path.join(self._folder, "env"), encoding="utf-8") as stream:
             pairs = stream.read().split("\0")
         env = {**os.environ, **files.read_pairs([pair for pair in pairs if pair])}
+        env.pop(processes.LAUNCH, None)
         env["TPUCARE_RUN"] = self._order["token"]
         env["TPUCARE_WORKER"] = self._order["worker"]
         env["TPUCARE_NOTICE"] = os.path.join(self._folder, "notice")

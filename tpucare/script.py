@@ -178,7 +178,7 @@ def launch_command(
         answer_seconds=ANSWER_SECONDS,
     )
     # Marked from its first instruction on, so that a stop finds a launch that has not reached the runner yet.
-    marks = f"TPUCARE_RUN={shlex.quote(order.token)} TPUCARE_WORKER={worker}"
+    marks = f"TPUCARE_LAUNCH={shlex.quote(order.token)} TPUCARE_WORKER={worker}"
     return f"{marks} exec bash -c {shlex.quote(text)}"
 
 
