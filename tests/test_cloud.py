@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import subprocess
 import sys
@@ -11,6 +12,8 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import rsa
 
 from tests.hand_clock import HandClock
 from tpucare.cloud import CloudClock, Deadlines, GoogleCloud, connect, find_project
@@ -74,6 +77,24 @@ def no_google(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def test_missing_credentials_say_which_command_to_run(no_google: Path) -> None:
     with pytest.raises(ConfigError, match="gcloud auth application-default login"):
         connect(None, monotonic=still)
+
+
+def test_credentials_open_a_channel_of_the_real_service(no_google: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    key = rsa.generate_private_key(public_exponent=65537, key_size=2048).private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    account = {
+        "type": "service_account",
+        "project_id": "by-credentials",
+        "client_email": "me@by-credentials.iam.gserviceaccount.com",
+        "private_key": key.decode(),
+        "token_uri": "https://oauth2.googleapis.com/token",
+    }
+    file = no_google / "key.json"
+    file.write_text(json.dumps(account))
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(file))
+    connect(None, monotonic=still).close()  # no call is made
+    assert find_project(None, {"HOME": str(no_google)}) == "by-credentials"
 
 
 def test_an_unreachable_endpoint_is_a_lost_answer_and_quick() -> None:
