@@ -278,7 +278,7 @@ def test_a_local_folder_is_sent_and_what_left_it_leaves_the_worker(one: Node, tm
     assert one.ended().last_number == 2
     assert {path.name for path in (one.homes[0] / ".tpucare/work").iterdir()} == {"new name", "pkg", "output"}
     # A third launch of the same content sends no bundle; a worker that lost it asks for it.
-    for bundle in (one.homes[0] / ".tpucare").glob("bundle-*"):
+    for bundle in (one.homes[0] / ".tpucare").glob("bundle.*"):
         bundle.unlink()
     assert one.launch(Job(run="cat 'new name'", workdir=str(folder)), 3).complete
     assert one.ended().exit_status == 0

