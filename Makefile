@@ -1,0 +1,45 @@
+# Each target makes what it needs first: a virtual environment in .venv, and packages of Debian or Ubuntu where missing.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+export NO_MKDOCS_2_WARNING := 1
+
+BIN := .venv/bin
+# The modules that decide and touch nothing; at least 90 % of their lines and branches are run by the tests.
+PURE := $(wildcard $(patsubst %,tpucare/%*.py,accelerators failures fleet placement plan remember script))
+COVERAGE := $(patsubst tpucare/%.py,--cov=tpucare.%,$(PURE)) --cov-branch --cov-report=term:skip-covered --cov-fail-under=90
+
+.PHONY: help setup demo test check bench format
+
+help: ## This list
+	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
+
+setup: ## Everything for working on tpucare
+	@.ci/setup dev machines
+
+demo: ## Train through preemptions on an emulated cloud; ARGS="--preemptions 3"
+	@.ci/setup demo machines
+	@$(BIN)/tpucare demo $(ARGS)
+
+test: ## All tests but the slow ones, with the coverage of the pure modules; ARGS="-k store"
+	@.ci/setup dev machines
+	@$(BIN)/pytest -m "not slow" $(if $(ARGS),$(ARGS),$(COVERAGE))
+
+check: ## Style, types, import contracts, docs
+	@.ci/setup dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/mkdocs build --strict
+
+format: ## Let ruff arrange the code
+	@.ci/setup dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: ## Measure: bench.json and the table in docs/performance.md
+	@.ci/setup dev machines
+	$(BIN)/python -m tests.bench $(ARGS)
