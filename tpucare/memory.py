@@ -164,6 +164,7 @@ class Memory:
     fence_confirmed: bool = False
     step: int | None = None
     checkpoint: int | None = None
+    recent_creates: tuple[datetime, ...] = ()
 
     def book(self, name: BookName) -> Book:
         return self.books.get(name.value, Book())

@@ -28,6 +28,7 @@ from tpucare.errors import (
 from tpucare.memory import Book, BookName, CreateIntent, End, Memory, NodeMemory, PlaceMemory, RunMemory
 from tpucare.model import LaunchResult, Node, NodeState, Operation, StopResult, parse_node_name
 
+BUDGET_WINDOW = timedelta(minutes=1)
 DELETE_AGAIN = timedelta(seconds=60)
 DELETE_AGAIN_CAP = timedelta(minutes=16)
 # After this many resends the same name is tried only as often as a place in a stockout.
@@ -180,6 +181,9 @@ def _intend_create(memory: Memory, action: Create, now: datetime) -> Memory:
         tries=tries,
         lost=past is not None,
     )
+    # The create budget counts them after a restart too, whatever became of their intents.
+    recent = tuple(asked for asked in memory.recent_creates if timedelta() <= now - asked < BUDGET_WINDOW)
+    memory = replace(memory, recent_creates=(*recent, now))
     return _number_after(memory.with_create(intent), action.name)
 
 

@@ -1,0 +1,166 @@
+"""
+What the parts of the engine share on the deciding thread: slots, projects, what to decide again, what is pending.
+
+Everything that a step wants written is gathered here and goes to disk in one transaction, before any effect of that
+step begins and before anybody is told of it.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+from tpucare.actions import Wait
+from tpucare.errors import StoreError
+from tpucare.memory import Memory
+from tpucare.model import Event, Node
+from tpucare.ports import Clock, Executor, Lane, Store
+from tpucare.projects import ProjectView
+from tpucare.tracking import NodeTrack, SlotTrack
+
+ASIDE_FIRST, ASIDE_CAP = 10.0, 600.0
+
+Begun = tuple[Lane, tuple[str, ...], Callable[[], object]]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How the loop beats. Seconds, but for the budget. `dry_run`: observe and decide, begin nothing."""
+
+    poll: float = 5.0
+    fast_poll: float = 1.0
+    probe: float = 15.0
+    fast_probe: float = 1.0
+    creates_per_minute: int = 60
+    brake_minimum: int = 3
+    brake_share: float = 0.2
+    dry_run: bool = False
+
+
+@dataclass(slots=True)
+class _Pending:
+    memories: dict[str, Memory] = field(default_factory=dict)
+    events: list[Event] = field(default_factory=list)
+    effects: list[Begun] = field(default_factory=list)
+
+
+class Board:
+    """The shared state of one engine; its methods only keep it consistent, and choose nothing."""
+
+    def __init__(
+        self, store: Store, clock: Clock, executor: Executor, settings: Settings, listen: Callable[[Event], None]
+    ) -> None:
+        self.store = store
+        self.clock = clock
+        self.executor = executor
+        self.settings = settings
+        self.listen = listen
+        self.slots: dict[str, SlotTrack] = {}
+        self.projects: dict[str, ProjectView] = {}
+        self.strays: dict[str, Node] = {}
+        self.dirty: dict[str, None] = {}
+        self.busy: set[str] = set()
+        self.braked: set[str] = set()
+        self._wakes: list[tuple[float, str]] = []
+        self._pending = _Pending()
+
+    def project(self, name: str) -> ProjectView:
+        view = self.projects.get(name)
+        if view is None:
+            view = self.projects[name] = ProjectView(name, cap=timedelta(seconds=3 * self.settings.poll))
+        return view
+
+    def find(self, node: str) -> tuple[SlotTrack, NodeTrack] | None:
+        """The tracks of a node by its name."""
+        for slot in slots_of(node):
+            track = self.slots.get(slot)
+            seen = track.nodes.get(node) if track is not None else None
+            if track is not None and seen is not None:
+                return track, seen
+        return None
+
+    def decide_again(self, names: Iterable[str]) -> None:
+        self.dirty.update(dict.fromkeys(names))
+
+    def rest(self, track: SlotTrack) -> None:
+        """A slot has been decided: is something under way, or held by the brake?"""
+        name = track.slot.name
+        (self.busy.add if track.is_busy() else self.busy.discard)(name)
+        (self.braked.add if track.braked else self.braked.discard)(name)
+
+    def drop(self, slot: str) -> None:
+        for names in (self.busy, self.braked):
+            names.discard(slot)
+        self.dirty.pop(slot, None)
+
+    # --- what is pending
+
+    def update(self, track: SlotTrack, memory: Memory) -> None:
+        if memory != track.memory:
+            track.memory = memory
+            self._pending.memories[track.slot.name] = memory
+
+    def event(
+        self,
+        track: SlotTrack,
+        kind: str,
+        text: str,
+        *,
+        node: str = "",
+        level: str = "info",
+        **fields: str | int | float | bool | None,
+    ) -> None:
+        event = Event(self.clock.now(), kind, text, track.slot.name, node, level, fields)
+        self._pending.events.append(event)
+
+    def say(self, kind: str, text: str, *, node: str = "", level: str = "info") -> None:
+        self._pending.events.append(Event(self.clock.now(), kind, text, "", node, level))
+
+    def begin(self, effect: Begun) -> None:
+        """Start *effect* once everything pending is on disk."""
+        self._pending.effects.append(effect)
+
+    def commit(self) -> None:
+        """Everything pending on disk in one transaction, then the effects begin, then the events are told."""
+        pending, self._pending = self._pending, _Pending()
+        if pending.memories or pending.events:
+            self.store.save(pending.memories, pending.events)
+        for lane, tag, effect in pending.effects:
+            self.executor.submit(lane, tag, effect)
+        for event in pending.events:
+            self.listen(event)
+
+    # --- when to decide again
+
+    def wake_at(self, track: SlotTrack, due: float) -> None:
+        track.wake_wall = due
+        heapq.heappush(self._wakes, (due, track.slot.name))
+
+    def wake(self, now: float) -> None:
+        while self._wakes and self._wakes[0][0] <= now:
+            due, name = heapq.heappop(self._wakes)
+            track = self.slots.get(name)
+            if track is not None and track.wake_wall == due:
+                track.wake_wall = None
+                self.dirty[name] = None
+
+    def next_wake(self) -> float | None:
+        return self._wakes[0][0] if self._wakes else None
+
+    def set_aside(self, track: SlotTrack, error: Exception) -> None:
+        """An error nobody named, in one slot's work: that slot waits, loudly; the others go on."""
+        if isinstance(error, StoreError):
+            raise error
+        track.errors += 1
+        pause = min(ASIDE_CAP, ASIDE_FIRST * 2 ** min(track.errors - 1, 10))
+        track.aside_until = self.clock.monotonic() + pause
+        track.action = Wait(f"set aside for {pause:.0f} s: {type(error).__name__}: {error}", needs_person=True)
+        self.wake_at(track, track.aside_until)
+        self.event(track, "error", f"{type(error).__name__}: {error}", level="error", errors=track.errors)
+
+
+def slots_of(node: str) -> tuple[str, ...]:
+    """Names of the slots that a node of this name may belong to."""
+    return (node.rpartition("-a")[0], node)

@@ -1,0 +1,80 @@
+"""
+Who answers over SSH, and what silence is worth: a verdict on a node only where our own network is known to carry.
+
+On the deciding thread only. When no worker anywhere answers, one slot at a time may be the canary whose node is
+replaced to find out; the others wait.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from datetime import timedelta
+
+from tpucare.board import Board
+from tpucare.model import Contact, NodeReport
+from tpucare.tracking import SlotTrack
+
+ANSWER_COUNTS_FOR = 60.0
+
+
+class Hearing:
+    """Answers and silences of all workers of all slots."""
+
+    def __init__(self, board: Board) -> None:
+        self.board = board
+        self.silent: set[str] = set()
+        self.canary: str | None = None
+        self._answers: deque[tuple[float, str]] = deque()
+
+    def hear(self, node: str, report: NodeReport) -> None:
+        """A node was probed; to be called before its own track hears of it."""
+        if not any(worker.contact is Contact.ANSWERED for worker in report.workers):
+            return
+        now = self.board.clock.monotonic()
+        if not self._answers or now - self._answers[-1][0] > ANSWER_COUNTS_FOR:
+            self._count_anew()
+        self._answers.append((now, node))
+        self.canary = None
+
+    def note(self, track: SlotTrack) -> None:
+        """Whether any node of the slot is silent now."""
+        if any(seen.silent_since is not None for seen in track.nodes.values()):
+            self.silent.add(track.slot.name)
+        else:
+            self.silent.discard(track.slot.name)
+
+    def _count_anew(self) -> None:
+        """
+        Somebody answers after nobody did: the silence until now was ours.
+
+        Without this, the first worker heard after an outage of our own network would condemn all that are asked later.
+        """
+        for name in self.silent:
+            track = self.board.slots.get(name)
+            mark = self.board.project(track.slot.project).mark if track is not None else None
+            for seen in track.nodes.values() if track is not None else ():
+                if seen.silent_since is not None and mark is not None:
+                    seen.silent_since, seen.silent_probes = mark, 0
+
+    def elsewhere_answers(self, track: SlotTrack) -> bool:
+        """Some other worker answered within the last minute."""
+        now = self.board.clock.monotonic()
+        while self._answers and now - self._answers[0][0] > ANSWER_COUNTS_FOR:
+            self._answers.popleft()
+        silent = {name for name, seen in track.nodes.items() if seen.silent_since is not None}
+        if any(name not in silent for _, name in self._answers):
+            return True
+        # A sibling on the same node that answers shows that our network carries as well as any other worker does.
+        reports = [seen.report for name, seen in track.nodes.items() if name in silent and seen.report is not None]
+        return any(worker.contact is Contact.ANSWERED for report in reports for worker in report.workers)
+
+    def may_be_canary(self, track: SlotTrack) -> bool:
+        """This slot is the one to go first: the canary already, or the longest silent where there is none."""
+        if self.canary is not None:
+            return self.canary == track.slot.name
+        return track.slot.name == min(self.silent, key=self._silent_since)
+
+    def _silent_since(self, slot: str) -> tuple[timedelta, str]:
+        track = self.board.slots.get(slot)
+        marks = [seen.silent_since for seen in track.nodes.values() if seen.silent_since] if track is not None else []
+        return (min((mark.observed for mark in marks), default=timedelta.max), slot)

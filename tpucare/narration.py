@@ -1,0 +1,65 @@
+"""What events say of actions and of how they ended. Pure; texts are for people, kinds for scripts."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from tpucare.actions import Create, Delete, Effect, Fact, Launch, Poll, Settle, Stop
+from tpucare.errors import NodeGone
+from tpucare.model import LaunchResult, Operation
+
+
+class Told(NamedTuple):
+    """Kind, text and level of an event."""
+
+    kind: str
+    text: str
+    level: str = "info"
+
+
+def kind_of(action: Settle | Effect) -> str:
+    if isinstance(action, Settle):
+        return "done" if action.fact is Fact.ENDED else "settle"
+    return type(action).__name__.lower()
+
+
+def text_of(action: Settle | Effect) -> str:
+    match action:
+        case Create():
+            return f"{action.name}: {action.why}"
+        case Launch() | Stop():
+            return f"{action.token}: {action.why}"
+        case Settle():
+            return f"{action.fact.value}: {action.why}"
+    return f"{node_of(action)}: {action.why}"
+
+
+def node_of(action: Settle | Effect) -> str:
+    return action.name if isinstance(action, Create | Poll | Settle) else action.key.name
+
+
+def failed(result: object) -> bool:
+    """Whether *result* is an operation that ended with an error."""
+    return isinstance(result, Operation) and result.done and result.error is not None
+
+
+def end_of(action: Effect, result: object, error: Exception | None) -> Told | None:
+    """What to tell when an effect has ended; None where nobody wants to know."""
+    name, kind = node_of(action), kind_of(action)
+    if error is not None:
+        return None if isinstance(error, NodeGone) else Told(f"{kind}-failed", f"{name}: {error}", "warning")
+    if isinstance(action, Poll):
+        failure = result.error if isinstance(result, Operation) else None
+        return Told("create-failed", f"{name}: {failure}", "warning") if failure is not None else None
+    if isinstance(action, Launch) and isinstance(result, LaunchResult):
+        return _end_of_launch(action, result)
+    if isinstance(action, Create | Delete | Stop):
+        return Told(f"{kind}-accepted", f"{name}: {kind} accepted")
+    return None
+
+
+def _end_of_launch(action: Launch, result: LaunchResult) -> Told:
+    if result.complete:
+        return Told("launched", f"{action.token}: runs on all workers")
+    errors = sorted({str(error) for error in result.workers if error is not None})
+    return Told("launch-failed", f"{action.token}: {'; '.join(errors)[:500]}", "warning")

@@ -1,0 +1,180 @@
+"""
+From listings to tracks: which node belongs to which slot, what changed, what is missing, what is nobody's.
+
+On the deciding thread only. It chooses nothing: it writes down what is seen, and says which slots to decide again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from tpucare import remember as memories
+from tpucare.board import Board, slots_of
+from tpucare.effects import Ports
+from tpucare.errors import CloudError, OwnCredentials
+from tpucare.hearing import Hearing
+from tpucare.model import Listing, Node, workers_of
+from tpucare.ports import Lane
+from tpucare.prober import Prober
+from tpucare.projects import ProjectView
+from tpucare.tracking import NodeTrack, SlotTrack
+
+
+class Observer:
+    """
+    Args:
+        adopt: the track of a slot that is only known by a node's labels, made if its fleet is known
+    """
+
+    def __init__(
+        self,
+        board: Board,
+        ports: Ports,
+        prober: Prober,
+        hearing: Hearing,
+        adopt: Callable[[Node], SlotTrack | None],
+    ) -> None:
+        self.board = board
+        self.ports = ports
+        self.prober = prober
+        self.hearing = hearing
+        self.adopt = adopt
+
+    def poll(self, now: float) -> None:
+        """One listing per project, one under way at a time."""
+        for view in self.board.projects.values():
+            if view.listing or now < view.poll_due:
+                continue
+            view.listing = True
+            listing = partial(self.ports.cloud.list_nodes, view.name)
+            self.board.begin((Lane.LIST, ("list", view.name), listing))
+
+    def listed(self, view: ProjectView, listing: Listing | None, error: Exception | None) -> None:
+        began = self.board.clock.monotonic()
+        view.listing = False
+        if listing is None:
+            self._blind(view, error)
+        else:
+            self._observe(view, listing, began)
+        fast = not view.slots.isdisjoint(self.board.busy)
+        # A listing of ten thousand nodes is not free: looking more often must not become the load itself.
+        cost = self.board.clock.monotonic() - began
+        pause = max(self.board.settings.fast_poll, 5 * cost) if fast else self.board.settings.poll
+        view.poll_due = began + (pause if listing is not None else self.board.settings.poll)
+
+    def _blind(self, view: ProjectView, error: Exception | None) -> None:
+        if error is not None and not isinstance(error, CloudError):
+            raise error
+        why = f"listing {view.name} failed: {error}"
+        if view.fresh or why != view.blind_why:
+            level = "error" if isinstance(error, OwnCredentials) else "warning"
+            self.board.say("blind", why, level=level)
+            self.board.decide_again(view.slots)
+        view.fresh, view.blind_why = False, why
+
+    def _observe(self, view: ProjectView, listing: Listing, now: float) -> None:
+        was_blind, went_dark = not view.fresh, view.unreachable != listing.unreachable
+        view.observe(listing, now)
+        if was_blind:
+            self.board.say("seeing", f"listing {view.name}: {len(listing.nodes)} nodes", level="debug")
+        for key in listing.changed:
+            self.see(view, listing.nodes[key])
+        for key in listing.gone:
+            self._miss(view, key.name)
+        if went_dark:
+            self._darken(view, listing.unreachable)
+        if was_blind or went_dark:
+            self.board.decide_again(view.slots)
+        self.board.decide_again(view.due())
+        # Silence and the brake turn on what others do, so these slots are judged anew in each pass.
+        self.board.decide_again(name for name in self.hearing.silent if name in self.board.slots)
+        self.board.decide_again(self.board.braked)
+
+    def _darken(self, view: ProjectView, unreachable: frozenset[str]) -> None:
+        if unreachable:
+            self.board.say(
+                "unreachable", f"zones that do not answer: {', '.join(sorted(unreachable))}", level="warning"
+            )
+        for name in view.slots:
+            for track in self.board.slots[name].nodes.values():
+                track.dark = track.node.key.zone in unreachable
+
+    def see(self, view: ProjectView, node: Node) -> None:
+        if node.owner != self.ports.owner:
+            self.see_foreign(view, node)
+            return
+        track = self.board.slots.get(node.slot) or self.adopt(node)
+        if track is None or track.slot.project != view.name:
+            if node.name not in self.board.strays:
+                text = f"{node.name} in {node.key.zone} bears our owner label and an unknown fleet ({node.fleet})"
+                self.board.say("stray", f"{text}: `tpucare gc` lists it", node=node.name, level="warning")
+            self.board.strays[node.name] = node
+            return
+        self.see_ours(view, track, node)
+
+    def see_foreign(self, view: ProjectView, node: Node) -> None:
+        for slot in slots_of(node.name):
+            view.foreign.setdefault(slot, {})[node.name] = node
+            if slot in view.slots:
+                self.board.dirty[slot] = None
+
+    def see_ours(self, view: ProjectView, track: SlotTrack, node: Node) -> None:
+        seen = track.nodes.get(node.name)
+        if seen is None or seen.node.id != node.id:
+            seen = track.nodes[node.name] = NodeTrack(node, view.mark, view.mark)
+        before = seen.node.state
+        fresh = seen.probe_due is None and seen.workers is None
+        seen.see(node, view.mark)
+        seen.listed, seen.dark = True, False
+        view.hold(node)
+        self.board.update(track, memories.absorb(track.memory, node))
+        if before is not node.state or fresh:
+            self.board.event(track, "state", f"{node.name} is {node.state.name}", node=node.name, state=node.state.name)
+        self._address(track, seen)
+        self.board.dirty[track.slot.name] = None
+        self._release_quota(view)
+
+    def _miss(self, view: ProjectView, name: str) -> None:
+        self.board.strays.pop(name, None)
+        view.release(name)
+        for slot in slots_of(name):
+            if view.foreign.get(slot, {}).pop(name, None) is not None and slot in view.slots:
+                self.board.dirty[slot] = None
+        if found := self.board.find(name):
+            found[1].listed = False
+            self.board.dirty[found[0].slot.name] = None
+        self._release_quota(view)
+
+    def forget(self, track: SlotTrack, view: ProjectView, name: str) -> None:
+        seen = track.nodes.get(name)
+        if seen is not None:
+            self.ports.launcher.forget(seen.node.key)
+        track.forget_node(name)
+        track.looked[f"gone:{name}"] = view.mark
+        view.release(name)
+        self.hearing.note(track)
+        self.board.event(track, "gone", f"{name} is gone", node=name)
+        self._release_quota(view)
+
+    def _release_quota(self, view: ProjectView) -> None:
+        if view.holdings_changed:
+            view.holdings_changed = False
+            self.board.decide_again(name for name in view.slots if self._waits_for_quota(name))
+
+    def _waits_for_quota(self, slot: str) -> bool:
+        return any("own quota" in place.kind for place in self.board.slots[slot].memory.places.values())
+
+    def _address(self, track: SlotTrack, seen: NodeTrack) -> None:
+        """Addresses of the workers, once all are listed; then the launcher is told to expect them."""
+        past = track.memory.node(seen.node.name)
+        place = next((p for p in track.slot.places if past is not None and p.key == past.place), None)
+        external = place.network.external_ips if place else any(e.external for e in seen.node.endpoints)
+        expected = place.workers if place is not None else max(1, len(seen.node.endpoints))
+        workers = workers_of(seen.node, external=external, expected=expected)
+        if workers == seen.workers:
+            return
+        seen.workers = workers
+        if workers is not None:
+            self.ports.launcher.expect(workers)
+            self.prober.schedule(track, seen, self.board.clock.monotonic())

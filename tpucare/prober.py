@@ -1,0 +1,127 @@
+"""
+When to ask which node's workers how they are, and what their answers change.
+
+On the deciding thread only; the asking itself runs on the Executor. A node is asked every second until its run makes
+progress, then every 15 s, and at once when the launcher hints that something happened.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+
+from tpucare import remember as memories
+from tpucare.board import Board
+from tpucare.effects import Ports
+from tpucare.hearing import Hearing
+from tpucare.model import NodeReport, NodeState, Phase, ProbeOrder
+from tpucare.ports import Finished, Lane
+from tpucare.tracking import NodeTrack, SlotTrack, is_running, newest_checkpoint, newest_step
+
+PROBED = frozenset({NodeState.CREATING, NodeState.READY, NodeState.REPAIRING, NodeState.STARTING, NodeState.RESTARTING})
+
+
+class Prober:
+    """The heartbeat of every node."""
+
+    def __init__(self, board: Board, ports: Ports, hearing: Hearing, rng: random.Random) -> None:
+        self.board = board
+        self.ports = ports
+        self.hearing = hearing
+        self.rng = rng
+        self._probes: list[tuple[float, str, str]] = []
+
+    def next_due(self) -> float | None:
+        return self._probes[0][0] if self._probes else None
+
+    def take_hints(self, now: float) -> None:
+        """A dropped connection or a port that opened is a reason to look now, never a verdict."""
+        for key in self.ports.launcher.hints():
+            if found := self.board.find(key.name):
+                self.schedule(*found, now)
+
+    def schedule(self, track: SlotTrack, seen: NodeTrack, due: float) -> None:
+        seen.probe_due = due
+        heapq.heappush(self._probes, (due, track.slot.name, seen.node.name))
+
+    def probe(self, now: float) -> None:
+        """Ask every node that is due."""
+        while self._probes and self._probes[0][0] <= now:
+            due, slot, name = heapq.heappop(self._probes)
+            track = self.board.slots.get(slot)
+            seen = track.nodes.get(name) if track is not None else None
+            if track is None or seen is None or seen.probe_due != due or seen.probing:
+                continue
+            past = track.memory.node(name)
+            dying = past is None or past.dead or past.delete_asked_at is not None
+            if seen.workers is None or seen.dark or seen.node.state not in PROBED or dying:
+                seen.probe_due = None
+                continue
+            self._ask(track, seen, past.attempt if past is not None else 0)
+
+    def _ask(self, track: SlotTrack, seen: NodeTrack, attempt: int) -> None:
+        job, run = track.slot.job, track.memory.run
+        assert seen.workers is not None
+        order = ProbeOrder(
+            seen.workers,
+            track.slot.name,
+            attempt,
+            progress=job.progress if job is not None else "",
+            checkpoint=job.checkpoint if job is not None else "",
+            everything=run is not None and bool(run.stop_why),
+        )
+        seen.probing = True
+        tag = ("probe", track.slot.name, seen.node.name, str(seen.generation))
+        self.board.begin((Lane.PROBE, tag, lambda: self.ports.launcher.probe(order)))
+
+    def probed(self, slot: str, name: str, generation: str, finished: Finished) -> None:
+        track = self.board.slots.get(slot)
+        seen = track.nodes.get(name) if track is not None else None
+        if track is None or seen is None:
+            return
+        seen.probing = False
+        now = self.board.clock.monotonic()
+        report = finished.result
+        if finished.error is not None:
+            self.board.set_aside(track, finished.error)
+        elif isinstance(report, NodeReport) and report.node_id == seen.node.id and str(seen.generation) == generation:
+            self._hear(track, seen, report)
+        self.schedule(track, seen, now + self._pause(seen))
+
+    def _pause(self, seen: NodeTrack) -> float:
+        report = seen.report
+        steady = report is not None and report.all_answer and is_running(report) and seen.progress.signals > 0
+        if not steady:
+            return self.board.settings.fast_probe
+        return self.board.settings.probe * self.rng.uniform(0.8, 1.2)
+
+    def _hear(self, track: SlotTrack, seen: NodeTrack, report: NodeReport) -> None:
+        view = self.board.project(track.slot.project)
+        before, signals = seen.report, seen.progress.signals
+        self.hearing.hear(seen.node.name, report)
+        changed = seen.hear(report, view.mark)
+        self.hearing.note(track)
+        if report.all_answer:
+            self.board.update(track, memories.answered(track.memory, seen.node.name))
+        self._tell(track, seen, before, report, signals)
+        # Nothing turns on a second signal but the note that this job tells of its progress at all.
+        if changed or (seen.progress.signals == 2 and signals < 2):
+            self.board.dirty[track.slot.name] = None
+
+    def _tell(
+        self, track: SlotTrack, seen: NodeTrack, before: NodeReport | None, report: NodeReport, signals: int
+    ) -> None:
+        name = seen.node.name
+        if report.all_answer and (before is None or not before.all_answer) and track.memory.run is None:
+            self.board.event(track, "answers", f"all workers of {name} answer", node=name)
+        run = track.memory.run
+        first = report.workers[0] if report.workers else None
+        if first is None or run is None or first.token != run.token:
+            return
+        old = before.workers[0].phase if before is not None and before.workers else None
+        if first.phase is not old and first.phase is not Phase.NONE:
+            self.board.event(track, "phase", f"{run.token}: {first.phase.value}", node=name, phase=first.phase.value)
+        if signals == 0 and seen.progress.signals > 0:
+            step, checkpoint = newest_step(report), newest_checkpoint(report)
+            text = f"{run.token}: first sign of progress"
+            self.board.event(track, "progress", text, node=name, step=step, checkpoint=checkpoint)
