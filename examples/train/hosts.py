@@ -19,6 +19,9 @@ from types import FrameType
 # A host that fell silent is noticed after this long (JAX's own default is 100 s).
 HEARTBEAT_TIMEOUT_SECONDS = 10
 
+# All hosts are started together. One that is not there after this long is dead (JAX's own default is 300 s).
+JOIN_TIMEOUT_SECONDS = 60
+
 # The order in which XLA adds numbers up depends on its threads. Both flags together give the same bits on every
 # machine of one kind, and keep several hosts on one small machine from fighting over its cores.
 CPU_XLA_FLAGS = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
@@ -82,6 +85,7 @@ def join(host: Host) -> None:
         host.count,
         host.index,
         coordinator_bind_address=host.coordinator,
+        initialization_timeout=JOIN_TIMEOUT_SECONDS,
         heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_SECONDS,
     )
 

@@ -75,7 +75,7 @@ def host_environment(
     Nothing of the caller's own JAX, XLA or tpucare settings gets through, since they could change bits; nor do proxies,
     which gRPC would ask for the way to the coordinator.
     """
-    foreign = ("JAX_", "XLA_", "TPUCARE_", "PYTHONPATH", "PYTHONHOME")
+    foreign = ("JAX_", "XLA_", "TPUCARE_")
     kept = {
         name: value
         for name, value in environ.items()

@@ -1,0 +1,51 @@
+"""What `examples/` and the wheel promise: every fleet there is valid, and the demo finds the training."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tpucare import fleet
+from tpucare.emulator.resources import example_folder
+
+ROOT = Path(__file__).parents[1]
+FLEETS = sorted((ROOT / "examples" / "fleets").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("file", FLEETS, ids=lambda file: file.stem)
+def test_every_example_fleet_is_valid_without_a_warning_and_runs_what_is_there(file: Path) -> None:
+    declared = fleet.parse(file.read_text(), file=file.name, folder=file.parent, default_project="my-project")
+    assert declared.warnings == ()
+    for script in re.findall(r"bash (\S+)", f"{declared.job.setup}\n{declared.job.run}"):
+        assert (file.parent / "../train" / script).is_file()
+
+
+def test_the_readme_names_every_example_fleet() -> None:
+    text = (ROOT / "examples" / "README.md").read_text()
+    assert [file.name for file in FLEETS if f"fleets/{file.name}" not in text] == []
+    assert len(FLEETS) >= 3
+
+
+def test_the_training_is_found_and_travels_in_the_wheel() -> None:
+    folder = example_folder("train")
+    assert {"train.py", "setup.sh", "run.sh", "README.md", "corpus.txt"} <= {each.name for each in folder.iterdir()}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    included = project["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
+    assert included["examples/train"] == "tpucare/_examples/train"
+    assert all(os.stat(folder / name).st_mode & stat.S_IXUSR for name in ("setup.sh", "run.sh"))
+
+
+def test_an_unknown_example_is_named() -> None:
+    with pytest.raises(FileNotFoundError, match="'no-such-example'"):
+        example_folder("no-such-example")
+
+
+def test_the_text_is_plain_ascii_of_a_useful_size() -> None:
+    text = (example_folder("train") / "corpus.txt").read_bytes()
+    assert 20_000 < len(text) < 60_000
+    assert text.isascii()
