@@ -184,6 +184,7 @@ def test_every_setting_of_care_arrives() -> None:
         "fence_after": "1d",
         "keep_failed": "0s",
         "grace": "1m30s",
+        "success_after": "5s",
     }
     others = {"fence": "proceed", "stopped": "delete", "on_success": "restart", "crash_budget": 3, "setup_budget": 0}
     care = fleet({"care": {**lengths, **others, "sigterm_on_preemption": False}}).care
@@ -198,6 +199,7 @@ def test_every_setting_of_care_arrives() -> None:
         fence_after=timedelta(days=1),
         keep_failed=timedelta(0),
         grace=1.5 * minutes,
+        success_after=timedelta(seconds=5),
         fence_proceed=True,
         stopped_delete=True,
         on_success=OnSuccess.RESTART,

@@ -87,7 +87,7 @@ class Board:
     def rest(self, track: SlotTrack) -> None:
         """A slot has been decided: is something under way, or held by the brake?"""
         name = track.slot.name
-        (self.busy.add if track.is_busy() else self.busy.discard)(name)
+        (self.busy.add if track.is_busy(self.project(track.slot.project).mark) else self.busy.discard)(name)
         (self.braked.add if track.braked else self.braked.discard)(name)
 
     def drop(self, slot: str) -> None:

@@ -243,6 +243,9 @@ class CareSection(Section):
     )
     keep_failed: Duration = _length(_CARE.keep_failed, "How long the node of a failed slot is kept for a look.")
     grace: Duration = _length(_CARE.grace, "Time between SIGTERM and SIGKILL.")
+    success_after: Duration = _length(
+        _CARE.success_after, "A run that exited 0 has finished when every worker still answers after this."
+    )
     crash_budget: Budget = Field(_CARE.crash_budget, description="Crashes in a row before the slot counts as failed.")
     setup_budget: Budget = Field(
         _CARE.setup_budget, description="Failed setups in a row before the slot counts as failed."

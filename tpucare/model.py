@@ -151,6 +151,7 @@ class Care:
     fence_after: timedelta = timedelta(minutes=30)
     keep_failed: timedelta = timedelta(hours=1)
     grace: timedelta = timedelta(seconds=30)
+    success_after: timedelta = timedelta(seconds=60)
     fence_proceed: bool = False
     stopped_delete: bool = False
     on_success: OnSuccess = OnSuccess.DELETE

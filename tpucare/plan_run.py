@@ -16,7 +16,6 @@ from tpucare.model import Failure, OnSuccess, Phase, Provisioning, Slot, WorkerR
 
 CLOUD_MAY_BE_LATE = timedelta(minutes=5)
 CRASH_IS_OURS_AFTER = timedelta(seconds=30)
-SUCCESS_IS_SURE_AFTER = timedelta(seconds=60)
 GONE_IS_SURE_AFTER = timedelta(seconds=5)
 ON_DEMAND_SILENCE = timedelta(minutes=30)
 LONG_LIFE = timedelta(hours=1)
@@ -270,8 +269,8 @@ def _book(seen: NodeEvidence, memory: Memory, why: str, book: BookName, budget: 
 
 
 def _decide_success(slot: Slot, seen: NodeEvidence, memory: Memory, timers: Timers) -> Action:
-    if not timers.lasted(seen.ended_since, SUCCESS_IS_SURE_AFTER):
-        return Wait("worker 0 finished with exit status 0; sure in a minute")
+    if not timers.lasted(seen.ended_since, slot.care.success_after):
+        return Wait(f"worker 0 finished with exit status 0; sure after {slot.care.success_after}")
     if slot.care.on_success is OnSuccess.RESTART:
         return ending(seen, memory, "finished; on_success is restart", None)
     far = standing(seen, memory)

@@ -39,6 +39,8 @@ class Prober:
         for key in self.ports.launcher.hints():
             if found := self.board.find(key.name):
                 self.schedule(*found, now)
+                # What made a worker hang up may have reached the API by now.
+                self.board.project(key.project).look_soon(now, self.board.settings.fast_poll)
 
     def schedule(self, track: SlotTrack, seen: NodeTrack, due: float) -> None:
         seen.probe_due = due
@@ -112,7 +114,8 @@ class Prober:
         self, track: SlotTrack, seen: NodeTrack, before: NodeReport | None, report: NodeReport, signals: int
     ) -> None:
         name = seen.node.name
-        if report.all_answer and (before is None or not before.all_answer) and track.memory.run is None:
+        new = track.memory.run is None or track.memory.run.node != name
+        if new and report.all_answer and (before is None or not before.all_answer):
             self.board.event(track, "answers", f"all workers of {name} answer", node=name)
         run = track.memory.run
         first = report.workers[0] if report.workers else None

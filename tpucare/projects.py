@@ -62,6 +62,11 @@ class ProjectView:
         if listing.cloud_time is not None:
             self._cloud = (listing.cloud_time, now)
 
+    def look_soon(self, now: float, pause: float) -> None:
+        """List as soon as *pause* seconds have passed since the last listing."""
+        since = self._last_pass if self._last_pass is not None else now - pause
+        self.poll_due = min(self.poll_due, max(now, since + pause))
+
     def cloud_now(self, now: float, wall: datetime) -> datetime:
         """The service's clock, carried on by ours since it last told; our wall time where it never did."""
         if self._cloud is None:

@@ -19,6 +19,7 @@ from tpucare.model import Contact, Health, Node, NodeReport, NodeState, Phase, S
 
 BAD_HEALTH = frozenset({Health.TIMEOUT, Health.UNHEALTHY_TENSORFLOW, Health.UNHEALTHY_MAINTENANCE})
 GAPS_KEPT = 20
+FRESH_SILENCE = timedelta(minutes=3)
 
 
 @dataclass(slots=True)
@@ -224,9 +225,11 @@ class SlotTrack:
         for kind in [kind for kind in self.looked if kind.partition(":")[2] == name]:
             del self.looked[kind]
 
-    def is_busy(self) -> bool:
-        """Something is under way that the next listing may end: worth looking more often."""
+    def is_busy(self, now: Mark) -> bool:
+        """Something is under way, or fell silent just now, that the next listing may explain: worth a closer look."""
         memory = self.memory
         deleting = any(past.delete_asked_at is not None or past.dead for past in memory.nodes)
         booting = any(track.node.state is NodeState.CREATING for track in self.nodes.values())
-        return bool(self.in_flight or memory.creates or deleting or booting)
+        marks = [seen.silent_since for seen in self.nodes.values() if seen.silent_since is not None]
+        silent = any(now.observed - mark.observed < FRESH_SILENCE for mark in marks)
+        return bool(self.in_flight or memory.creates or deleting or booting or silent)
