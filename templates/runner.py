@@ -50,7 +50,7 @@ DIRTY_HOST = (
 
 
 def main(arguments: list[str]) -> None:
-    """Pairs: the order, and `ack`, the pipe into which one line says what became of it."""
+    """Pairs: the order. One line into the pipe `ack` of the run's folder says what became of it."""
     order = files.read_pairs(arguments)
     base = processes.home()
     folder = os.path.join(base, order["token"])
@@ -59,13 +59,13 @@ def main(arguments: list[str]) -> None:
     lock = os.open(processes.lock_path(base), os.O_RDWR | os.O_CREAT, 0o600)
     answer = _refusal(base, folder, order, lock)
     if answer:
-        _acknowledge(order["ack"], answer)
+        _acknowledge(folder, answer)
         return
     os.set_inheritable(lock, True)
     os.ftruncate(lock, 0)
     os.pwrite(lock, order["token"].encode(), 0)
     runner = Runner(base, folder, order)
-    _acknowledge(order["ack"], "started")
+    _acknowledge(folder, "started")
     try:
         runner.go()
     except Exception as error:
@@ -104,13 +104,12 @@ def _refusal(base: str, folder: str, order: dict[str, str], lock: int) -> str:
     return ""
 
 
-def _acknowledge(path: str, answer: str) -> None:
+def _acknowledge(folder: str, answer: str) -> None:
     """One line into the launch script's pipe; nobody may be there any more."""
     try:
-        handle = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+        handle = os.open(os.path.join(folder, "ack"), os.O_WRONLY | os.O_NONBLOCK)
         os.write(handle, answer.encode() + b"\n")
         os.close(handle)
-        os.unlink(path)
     except OSError:
         pass
 

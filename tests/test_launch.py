@@ -313,14 +313,14 @@ def test_a_worker_out_of_reach_is_part_of_the_report(error: RemoteError, contact
 def test_a_worker_that_talks_nonsense_has_not_said_that_it_is_free(one: Node) -> None:
     one.start("true")
     one.ended()
-    (tools,) = (one.homes[0] / ".tpucare").glob("tools-*")
+    (tools,) = (one.homes[0] / ".tpucare").glob("*/tools-*")
     (tools / "probe.py").write_text("def main(arguments): print('[1, 2')")
     assert one.probe().contact is Contact.SILENT
 
 
 def test_tools_of_another_version_are_replaced(one: Node) -> None:
     one.start("sleep 300")
-    (tools,) = (one.homes[0] / ".tpucare").glob("tools-*")
+    (tools,) = (one.homes[0] / ".tpucare").glob("*/tools-*")
     tools.rename(tools.with_name("tools-0123456789abcdef"))
     assert one.probe().alive
     assert one.stop().quiet

@@ -259,7 +259,7 @@ class ScriptLauncher:
 
     def _install(self, worker: Worker) -> None:
         """Tools of this version for a worker that an older tpucare launched on."""
-        files = [(f"tools/{file.path}", file.content, file.mode) for file in script.tool_files()]
+        files = [(file.path, file.content, file.mode) for file in script.tool_files()]
         ran = self._remote.run(
             worker, script.install_command(), stdin=bundle.stream(files), deadline=LAUNCH_DEADLINE, limit=ANSWER_LIMIT
         )
@@ -302,9 +302,7 @@ def _report_of(answer: WorkerReport | Exception) -> WorkerReport:
 def _parcel(order: LaunchOrder, secrets: Mapping[str, str]) -> _Parcel:
     packed = bundle.pack(order.job.workdir) if order.job.workdir else None
     name = packed.name if packed else ""
-    files = [(f"tools/{file.path}", file.content, file.mode) for file in script.tool_files()]
-    pushed = script.run_files(order, secrets, name)
-    files += [(f"run/{file.path}", file.content, file.mode) for file in pushed]
+    files = [(file.path, file.content, file.mode) for file in script.run_files(order, secrets, name)]
     light = bundle.stream(files)
     full = bundle.stream([*files, (packed.name, packed.content, 0o600)]) if packed else light
     return _Parcel(light, full, name)

@@ -57,18 +57,18 @@ _CREDENTIALS = re.compile(r"^[a-z+]+://[^/@]*:[^/@]*@|^https?://[^/@]+@", re.IGN
 
 @dataclass(frozen=True, slots=True)
 class PushedFile:
-    """One file of the stream that a launch sends; `path` is relative to the folder that receives it."""
+    """One file of the stream that a launch sends, relative to the run's folder. Without content it is a named pipe."""
 
     path: str
-    content: bytes
+    content: bytes | None
     mode: int = 0o600
 
 
 def run_files(order: LaunchOrder, secrets: Mapping[str, str], bundle: str = "") -> list[PushedFile]:
     """
-    The folder of a run: scripts, `env` (mode 0600, the only place of secrets), the job's files.
+    The folder of a run: tools, scripts, `env` (mode 0600, the only place of secrets), the job's files, the pipe `ack`.
 
-    `bundle` is the file name of the packed workdir; its bytes are pushed beside the folder.
+    `bundle` is the file name of the packed workdir, whose bytes are not among them.
     Raises: ConfigError: something that no worker could use.
     """
     job = order.job
@@ -82,6 +82,8 @@ def run_files(order: LaunchOrder, secrets: Mapping[str, str], bundle: str = "") 
     if needs_commit(job):
         texts["resolve.sh"] = _resolve_script(order)
     pushed = [
+        *tool_files(),
+        PushedFile("ack", None),
         PushedFile("env", environment.encode()),
         PushedFile("askpass.sh", _render("askpass.sh.j2").encode(), 0o700),
     ]
@@ -92,16 +94,21 @@ def run_files(order: LaunchOrder, secrets: Mapping[str, str], bundle: str = "") 
 
 def tool_files() -> list[PushedFile]:
     """Runner, probe and stop: one standard-library module each, the same for every run."""
-    return [PushedFile(name, _template(name).read_bytes()) for name in TOOL_NAMES]
+    return [PushedFile(f"{tools_folder()}/{name}", content) for name, content in _tools()]
 
 
 @cache
 def tools_folder() -> str:
-    """Folder name of this version's tools: workers keep those of other versions apart."""
+    """Folder name of this version's tools: a worker may have those of other versions, too."""
     digest = hashlib.sha256()
-    for file in tool_files():
-        digest.update(file.path.encode() + b"\0" + file.content + b"\0")
+    for name, content in _tools():
+        digest.update(name.encode() + b"\0" + content + b"\0")
     return f"tools-{digest.hexdigest()[:16]}"
+
+
+@cache
+def _tools() -> tuple[tuple[str, bytes], ...]:
+    return tuple((name, _template(name).read_bytes()) for name in TOOL_NAMES)
 
 
 def run_environment(order: LaunchOrder, secrets: Mapping[str, str]) -> dict[str, str]:
@@ -189,8 +196,8 @@ def tool_command(verb: str, question: Mapping[str, object]) -> str:
 
 
 def install_command() -> str:
-    """Put the tools alone on a worker: a tar stream with the folder `tools` on standard input."""
-    return f"exec bash -c {shlex.quote(_render('receive.sh.j2', tools=tools_folder()))}"
+    """Put the tools alone on a worker: a tar stream of `tool_files` on standard input."""
+    return f"exec bash -c {shlex.quote(_render('install.sh.j2', tools=tools_folder()))}"
 
 
 def notice_command(token: str, text: str) -> str:

@@ -1,11 +1,13 @@
 #!/bin/bash
 # A probe or a stop. A worker that never had a run answers without Python; one that lacks these tools says so.
-tools="$HOME/.tpucare/"tools-DIGEST
-if [ -d "$tools" ]; then
-  python=/usr/bin/python3
-  [ -x "$python" ] || python=python3
-  exec "$python" -I -S -c 'import sys; sys.path.insert(0, sys.argv[1]); __import__(sys.argv[2]).main(sys.argv[3:])' "$tools" probe 'progress=(?i)\bstep[\"'"'"']?[ =:]+(\d+)' worker=1
-elif [ -d "$HOME/.tpucare" ]; then
+python=/usr/bin/python3
+[ -x "$python" ] || python=python3
+for tools in "$HOME/.tpucare/"*/tools-DIGEST; do
+  if [ -d "$tools" ]; then
+    exec "$python" -I -S -c 'import sys; sys.path.insert(0, sys.argv[1]); __import__(sys.argv[2]).main(sys.argv[3:])' "$tools" probe 'progress=(?i)\bstep[\"'"'"']?[ =:]+(\d+)' worker=1
+  fi
+done
+if [ -d "$HOME/.tpucare" ]; then
   echo '{"tools": false}'
 else
   read -r boot </proc/sys/kernel/random/boot_id
