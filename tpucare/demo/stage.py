@@ -179,7 +179,7 @@ class Stage:
         return {**kept, **ours, "TPUCARE_FAST_PROBE": "0.5"}
 
     def _start_daemon(self) -> None:
-        command = [sys.executable, "-m", "tpucare", "daemon", "--fleets", str(self.fleets), "--log", "json"]
+        command = [sys.executable, "-m", "tpucare.cli", "daemon", "--fleets", str(self.fleets), "--log", "json"]
         with (self.folder / "daemon.log").open("ab") as log:
             self.daemon = subprocess.Popen(
                 command, env=self.daemon_environment(), stdin=subprocess.DEVNULL, stdout=log, stderr=log

@@ -8,7 +8,7 @@ that was made after it; its phases follow each other but for `delete`, which run
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -148,12 +148,3 @@ def _phases(old: str, new: str, lost_at: datetime, events: Sequence[Told]) -> di
     if deleted is not None and seen is not None:
         seconds["delete"] = max(0.0, (deleted - seen).total_seconds())
     return seconds
-
-
-def losses_in(audit: Iterable[Mapping[str, Any]]) -> list[tuple[str, datetime]]:
-    """Node and instant of every death of a node that trained, from the emulator's audit log."""
-    lost = []
-    for record in audit:
-        if record.get("kind") == "node" and record.get("event") in ("preempted", "died", "dead"):
-            lost.append((str(record["name"]).rpartition("/")[2], datetime.fromisoformat(str(record["at"]))))
-    return lost
