@@ -3,14 +3,16 @@
 set -euo pipefail
 cd "$(dirname "$0")"
 
-if python3 -c 'import jax, optax, orbax.checkpoint' 2>/dev/null; then
-  exit 0
+modules='jax, optax, orbax.checkpoint'
+packages=('optax>=0.2.4' 'orbax-checkpoint>=0.11')
+if [[ "${JAX_PLATFORMS:-}" == cpu || "${TPUCARE_DEMO_CPU:-0}" != 0 ]]; then
+  packages+=('jax>=0.6')
+else
+  packages+=('jax[tpu]>=0.6')
+fi
+if [[ "${TPUCARE_CHECKPOINT:-}" == gs://* ]]; then
+  modules+=', gcsfs' # reads and writes checkpoints in buckets
+  packages+=(gcsfs)
 fi
 
-if [[ "${JAX_PLATFORMS:-}" == cpu || -n "${TPUCARE_DEMO_CPU:-}" ]]; then
-  jax='jax>=0.6'
-else
-  jax='jax[tpu]>=0.6'
-fi
-# gcsfs reads and writes checkpoints in gs:// buckets.
-exec python3 -m pip install --quiet "$jax" 'optax>=0.2.4' 'orbax-checkpoint>=0.11' gcsfs
+python3 -c "import $modules" 2>/dev/null || exec python3 -m pip install --quiet "${packages[@]}"

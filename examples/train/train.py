@@ -43,7 +43,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--save-every", type=int, default=25, help="steps from one checkpoint to the next")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--batch", type=int, default=16, help="windows per step over all hosts (rounded up)")
-    parser.add_argument("--log-every", type=int, default=1, help="steps; hosts also agree on saving only this often")
+    parser.add_argument("--log-every", type=int, default=1, help="steps between looks at loss, notice and SIGTERM")
     parser.add_argument("--step-seconds", type=float, default=0.0, help="a step takes at least this long")
     return parser.parse_args()
 
@@ -65,8 +65,9 @@ def data_parallel_step(mesh: Mesh) -> Callable[[language_model.State, jax.Array]
 class Training:
     """One run: from the newest complete checkpoint (or from nothing) to the last step."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    def __init__(self, options: argparse.Namespace, requests: hosts.Requests) -> None:
         self.options = options
+        self.requests = requests
         devices = np.array(jax.devices())
         mesh = Mesh(devices, ("data",))
         self.batch_size = -(-options.batch // devices.size) * devices.size
@@ -74,20 +75,22 @@ class Training:
         self.on_all_devices = NamedSharding(mesh, REPLICATED)
         self.train_step = data_parallel_step(mesh)
         self.corpus = language_model.Corpus(CORPUS.read_text())
-        self.folder = epath.Path(HOST.checkpoint)
+        # Orbax wants an absolute path, and an address such as gs://bucket/run has to stay as it is.
+        is_address = "://" in HOST.checkpoint
+        self.folder = epath.Path(HOST.checkpoint if is_address else os.path.abspath(HOST.checkpoint))
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.checkpoints = Checkpoints(self.folder.resolve(), say)
-        self.requests = hosts.Requests(HOST.notice)
-        self.requests.listen()
+        self.checkpoints = Checkpoints(self.folder, say)
 
     def run(self) -> int:
         """Train to the end, or until asked to stop; returns the exit status."""
         state, step = self.resume()
+        first = step + 1
         while step < self.options.steps:
             started = time.monotonic()
             state = self.train_step(state, self.windows(step))
             step += 1
-            wish = self.look_around(step, state)
+            at_look = step == first or step % self.options.log_every == 0
+            wish = self.look_around(step, state) if at_look else hosts.Wish.NONE
             if wish or step % self.options.save_every == 0 or step == self.options.steps:
                 self.checkpoints.save(step, state)
             if wish == hosts.Wish.SAVE_AND_STOP:
@@ -118,8 +121,6 @@ class Training:
 
     def look_around(self, step: int, state: language_model.State) -> hosts.Wish:
         """Say how far we are, and learn what any of the hosts was asked for."""
-        if step % self.options.log_every:
-            return hosts.Wish.NONE
         say(f"step {step} loss {float(state['loss']):.4f}")
         wish = hosts.agree(HOST, self.requests.wish())
         if wish:
@@ -146,9 +147,11 @@ class Training:
 
 def main() -> None:
     options = parse_arguments()
+    requests = hosts.Requests(HOST.notice)
     try:
         hosts.join(HOST)
-        status = Training(options).run()
+        requests.listen()
+        status = Training(options, requests).run()
         hosts.leave(HOST)
     except BaseException:
         # An ordinary exit would first wait for the other hosts (JAX's shutdown barrier), and one of them is likely
