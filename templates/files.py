@@ -55,6 +55,12 @@ def read_pairs(arguments: list[str]) -> dict[str, str]:
     return dict(argument.split("=", 1) for argument in arguments)
 
 
+def read_environment(folder: str) -> dict[str, str]:
+    """The job's variables and secrets, from the file that holds them between NULs."""
+    with open(os.path.join(folder, "env"), "rb") as stream:
+        return read_pairs([os.fsdecode(pair) for pair in stream.read().split(b"\0") if pair])
+
+
 def to_json(said: Mapping[str, str | int | float | bool | None]) -> str:
     """One flat object as JSON, without importing `json`. Raw objects are put in by the caller."""
     return "{" + ", ".join(f"{_quoted(name)}: {_literal(value)}" for name, value in said.items()) + "}"

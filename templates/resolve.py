@@ -15,7 +15,5 @@ import processes
 def main(arguments: list[str]) -> None:
     """`TOKEN`: become that run's resolve script, which prints `commit <hash>`."""
     folder = os.path.join(processes.home(), arguments[0])
-    with open(os.path.join(folder, "env"), encoding="utf-8") as stream:
-        pairs = [pair for pair in stream.read().split("\0") if pair]
-    env = {**os.environ, **files.read_pairs(pairs)}
+    env = {**os.environ, **files.read_environment(folder)}
     os.execve("/bin/bash", ["bash", os.path.join(folder, "resolve.sh")], env)

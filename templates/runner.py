@@ -150,9 +150,11 @@ class Runner:
             if phase == "setup" and self._setup_is_done():
                 self.note("setup was done on this node before; skipped")
                 continue
+            if self._stop_asked:
+                break
             self._enter(phase)
             status = self._supervise(phase)
-            if status or self._stop_asked:
+            if status:
                 break
             if phase == "setup":
                 files.write_whole(os.path.join(self._base, "work.setup"), self._setup_key())
@@ -160,7 +162,7 @@ class Runner:
         self._publish(phase, status)
 
     def note(self, text: str) -> None:
-        self._write(b"[tpucare: %s]\n" % text.encode())
+        self._write(b"[tpucare: %s]\n" % text.encode(errors="replace"))
 
     def _prepare(self) -> None:
         import ctypes
@@ -176,9 +178,7 @@ class Runner:
         _thread.start_new_thread(self._look_around, ())
 
     def _environment(self) -> dict[str, str]:
-        with open(os.path.join(self._folder, "env"), encoding="utf-8") as stream:
-            pairs = stream.read().split("\0")
-        env = {**os.environ, **files.read_pairs([pair for pair in pairs if pair])}
+        env = {**os.environ, **files.read_environment(self._folder)}
         env.pop(processes.LAUNCH, None)
         env["TPUCARE_RUN"] = self._order["token"]
         env["TPUCARE_WORKER"] = self._order["worker"]
@@ -402,7 +402,7 @@ class Runner:
             "failure": failure,
             "signalled": told,
             "at": time.time(),
-            "detail": str(self._order.get("error", "")) if phase == "fetch" else "",
+            "detail": self._order["error"] or ("" if phase == "run" else f"in its {phase} phase"),
         }
         while not files.write_whole(os.path.join(self._folder, "exit"), files.to_json(result), durable=True):
             time.sleep(1.0)

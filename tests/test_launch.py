@@ -378,4 +378,4 @@ def test_an_answer_that_does_not_fit_is_no_answer(wrong: dict[str, object]) -> N
 
 def test_what_a_worker_says_for_people_is_one_plain_line() -> None:
     report = read({**BASE, "detail": "a\x1b[31m\nb", "state": {"maintenance": "x\ry"}})
-    assert (report.detail, report.maintenance) == ("a [31m b", "x y")
+    assert (report.detail, report.maintenance) == ("a b", "x y")

@@ -214,6 +214,9 @@ class Metadata(http.server.ThreadingHTTPServer):
         self.values = {"preempted": "FALSE", "maintenance-event": "NONE"}
         self.changed = threading.Condition()
 
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A runner that ended while it waited has gone without reading its answer."""
+
     def change(self, entry: str, value: str) -> None:
         with self.changed:
             self.values[entry] = value

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 from tpucare.errors import CommandFailed, RemoteError
 from tpucare.model import Contact, Failure, Phase, Ran, WorkerReport
+from tpucare.plain import plain
 
 TOKEN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\.\d{1,9}")
 BOOT_ID = re.compile(r"[0-9a-f-]{1,64}")
@@ -106,8 +107,8 @@ def failed(ran: Ran, what: str) -> CommandFailed:
 
 
 def one_line(text: str) -> str:
-    """Printable characters of *text* in one bounded line."""
-    return "".join(char if char.isprintable() else " " for char in text[: 4 * DETAIL_LIMIT]).strip()[:DETAIL_LIMIT]
+    """*text* in one bounded line that no terminal obeys."""
+    return plain(text[: 4 * DETAIL_LIMIT])[:DETAIL_LIMIT]
 
 
 def _of_run(report: WorkerReport, said: Mapping[str, object]) -> WorkerReport:

@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote
 
+from tpucare.plain import plain_lines
+
 DEFAULT_LIMIT_BYTES = 32 << 20
 
-# ECMA-48 sequences (CSI, OSC with its terminator, short escapes), then every control but newline and tab.
-_ESCAPES = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]|\x1b[\]PX^_][^\x07\x1b]{0,4096}(?:\x07|\x1b\\)|\x1b[ -/]*[0-~]?")
-_CONTROLS = re.compile(rb"[\x00-\x08\x0b-\x1f\x7f]|\xc2[\x80-\x9f]")
 _NAME = re.compile(r"a(\d+)-w(\d+)\.log")
 
 
@@ -129,12 +128,6 @@ class LogKeeper:
         return self._slot_folder(slot) / f"a{attempt}-w{worker}.at"
 
 
-def plain(data: bytes) -> bytes:
-    """*data* without what a terminal would obey; a progress bar's carriage returns become newlines."""
-    data = _ESCAPES.sub(b"", data.replace(b"\r\n", b"\n")).replace(b"\r", b"\n")
-    return _CONTROLS.sub(b"", data)
-
-
 def _continued(before: Place, token: str, start: int, data: bytes) -> bytes | None:
     """What to append, or None when all of it is kept already."""
     if before.token != token:
@@ -148,7 +141,7 @@ def _continued(before: Place, token: str, start: int, data: bytes) -> bytes | No
     if not data:
         return None
     gap = b"\n[tpucare: %d bytes of the log were not brought]\n" % skipped if skipped else b""
-    return header + gap + plain(data)
+    return header + gap + plain_lines(data.decode(errors="replace")).encode()
 
 
 def _cut(path: Path, keep: int) -> None:
