@@ -1,0 +1,192 @@
+"""
+Picks the leaves and builds an Engine over them: what the daemon and every command that acts by itself have in common.
+
+Reads the environment once, makes what is missing in the state folder (store, key), and closes everything in the order
+in which nothing is lost: effects first, then what they use, the store and its lock last.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from tpucare.board import Settings
+from tpucare.effects import Ports
+from tpucare.engine import Engine
+from tpucare.errors import ConfigError
+from tpucare.launch import ScriptLauncher
+from tpucare.logs import LogKeeper
+from tpucare.model import Event
+from tpucare.options import Options
+from tpucare.ports import Lane
+from tpucare.remote import ParamikoRemote
+from tpucare.ssh_keys import LoginKey, load_or_make_key
+from tpucare.store import SqliteStore, open_store
+from tpucare.system import SystemClock, ThreadExecutor, machine_id, random_source
+
+if TYPE_CHECKING:
+    from tpucare.cloud import GoogleCloud
+
+# One listing per project at a time; creates and deletes of a burst must not wait for threads; a launch of a large
+# slice takes a minute at worst, so many of them run beside each other.
+LANES: Mapping[Lane, int] = {Lane.LIST: 4, Lane.CLOUD: 64, Lane.PROBE: 64, Lane.LAUNCH: 48}
+CLOSE_SECONDS = 4.0
+CREDENTIAL_LIMIT = 1 << 20
+
+
+@dataclass(slots=True)
+class Caretaker:
+    """Everything that care needs, put together. `close` it, or use it as a context manager."""
+
+    options: Options
+    store: SqliteStore
+    clock: SystemClock
+    executor: ThreadExecutor
+    cloud: GoogleCloud
+    remote: ParamikoRemote
+    launcher: ScriptLauncher
+    engine: Engine
+    find_project: Callable[[], str]
+    """Project for fleets that name none. Raises: ConfigError: nothing names one."""
+
+    def __enter__(self) -> Caretaker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def settle(self, seconds: float) -> bool:
+        """Begin nothing more, and give what is under way up to *seconds* to end and be remembered."""
+        self.engine.settings = dataclasses.replace(self.engine.settings, dry_run=True)
+        until = time.monotonic() + seconds
+        while not self.engine.settled() and (left := until - time.monotonic()) > 0:
+            self.executor.sleep(timedelta(seconds=min(left, self.engine.step(), 0.2)))
+        return self.engine.settled()
+
+    def close(self) -> bool:
+        """Within about CLOSE_SECONDS: whether every thread ended; those that did not end with the process."""
+        try:
+            ended = self.executor.close(timedelta(seconds=CLOSE_SECONDS / 2))
+            # Its threads end when their sockets do; one that hangs must keep neither the lock nor the process.
+            closing = threading.Thread(target=self._close_leaves, name="tpucare-close", daemon=True)
+            closing.start()
+            closing.join(CLOSE_SECONDS / 2)
+            return ended and not closing.is_alive()
+        finally:
+            self.store.close()
+
+    def _close_leaves(self) -> None:
+        self.remote.close()
+        self.cloud.close()
+
+
+def assemble(
+    options: Options,
+    env: Mapping[str, str],
+    *,
+    listen: Callable[[Event], None] | None = None,
+    alone: bool = False,
+) -> Caretaker:
+    """
+    Take the lock of the store in `options.state` and build everything over it.
+
+    listen: called with every event, after it is on disk
+    alone:  for a command without a daemon: begin nothing, and connect to the cloud only when it is asked something
+    Raises: StoreLocked, StoreError: the store cannot be had; ConfigError: credentials, endpoint or key.
+    """
+    clock = SystemClock()
+    store = open_store(options.state, machine_id=machine_id(), now=clock.now())
+    try:
+        cloud = cast("GoogleCloud", _LaterCloud(options, clock)) if alone else _connect(options, clock)
+        key = load_or_make_key(options.key)
+        executor = ThreadExecutor(LANES)
+        remote = remote_of(options, key, nudge=executor.nudge)
+        keeper = LogKeeper(options.logs)
+        launcher = ScriptLauncher(remote, state_dir=options.state, secrets=secrets_of(env), logs=keeper)
+        ports = Ports(cloud, launcher, store.owner, f"{options.ssh_user}:{key.public}")
+        settings = settings_of(options, dry_run=alone)
+        engine = Engine(ports, store, clock, executor, random_source(), settings, listen)
+    except BaseException:
+        store.close()
+        raise
+    finder = project_finder(options, env)
+    return Caretaker(options, store, clock, executor, cloud, remote, launcher, engine, finder)
+
+
+def _connect(options: Options, clock: SystemClock) -> GoogleCloud:
+    # 200 ms and 50 MB that a command which only writes down a wish does without.
+    from tpucare.cloud import connect
+
+    return connect(options.endpoint or None, monotonic=clock.monotonic)
+
+
+class _LaterCloud:
+    """Connects at the first call: a wish can be written down without credentials or network."""
+
+    def __init__(self, options: Options, clock: SystemClock) -> None:
+        self._options, self._clock = options, clock
+        self._guard = threading.Lock()
+        self._cloud: GoogleCloud | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        with self._guard:
+            self._cloud = self._cloud or _connect(self._options, self._clock)
+        return getattr(self._cloud, name)
+
+    def close(self) -> None:
+        if self._cloud is not None:
+            self._cloud.close()
+
+
+def remote_of(options: Options, key: LoginKey, *, nudge: Callable[[], None] = lambda: None) -> ParamikoRemote:
+    """Workers as *options* say they are reached; also for commands that use no engine."""
+    return ParamikoRemote(key, user=options.ssh_user, pins=options.host_keys, nudge=nudge, port=options.ssh_port)
+
+
+def settings_of(options: Options, *, dry_run: bool = False) -> Settings:
+    return Settings(
+        poll=options.poll,
+        fast_poll=min(options.fast_poll, options.poll),
+        probe=options.probe,
+        fast_probe=min(options.fast_probe, options.probe),
+        creates_per_minute=options.creates_per_minute,
+        dry_run=dry_run,
+    )
+
+
+def secrets_of(env: Mapping[str, str]) -> Callable[[str], str | None]:
+    """Values of secrets by name: a file in $CREDENTIALS_DIRECTORY (systemd), else the environment; None = not set."""
+    folder = env.get("CREDENTIALS_DIRECTORY", "")
+
+    def value(name: str) -> str | None:
+        if folder and "/" not in name and name not in ("", ".", ".."):
+            try:
+                with Path(folder, name).open("rb") as file:
+                    return file.read(CREDENTIAL_LIMIT).decode("utf-8").rstrip("\r\n")
+            except FileNotFoundError:
+                pass
+            except (OSError, UnicodeDecodeError) as error:
+                raise ConfigError(f"secret {name}: its file in the credentials folder cannot be read") from error
+        return env.get(name)
+
+    return value
+
+
+def project_finder(options: Options, env: Mapping[str, str]) -> Callable[[], str]:
+    """Asked at most once, and only when a fleet names no project: without a network, credentials take seconds."""
+    found: list[str] = []
+
+    def find() -> str:
+        if not found:
+            from tpucare.gcloud import find_project
+
+            found.append(find_project(options.project or None, env))
+        return found[0]
+
+    return find

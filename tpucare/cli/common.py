@@ -1,0 +1,165 @@
+"""
+What commands have in common: options of the whole program, exit codes, questions, and the one place where errors
+become a line on stderr.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterator
+from enum import IntEnum
+from pathlib import Path
+from typing import Any, NoReturn
+
+import typer
+
+from tpucare import control, errors
+from tpucare.options import Options, resolve
+from tpucare.plain import plain, plain_lines
+
+
+class Exit(IntEnum):
+    """Documented in docs/cli.md; scripts may rely on them."""
+
+    OK = 0
+    FAILED = 1
+    USAGE = 2
+    CONFIG = 3
+    DAEMON = 4
+    STORE = 5
+    CLOUD = 6
+    REMOTE = 7
+    BUG = 70
+    INTERRUPTED = 130
+
+
+class Failure(errors.TpuCareError):
+    """A command cannot do what was asked; the text says why."""
+
+
+class NotConfirmed(Failure):
+    """Something would be destroyed, and nobody said yes."""
+
+
+# From the narrow to the wide: the first that fits counts.
+_CODES: tuple[tuple[type[BaseException], Exit], ...] = (
+    (errors.ConfigError, Exit.CONFIG),
+    (errors.StoreLocked, Exit.DAEMON),
+    (control.NoDaemon, Exit.DAEMON),
+    (errors.StoreError, Exit.STORE),
+    (errors.CloudError, Exit.CLOUD),
+    (errors.RemoteError, Exit.REMOTE),
+    (errors.TpuCareError, Exit.FAILED),
+)
+
+
+class Globals:
+    """Flags before the command, resolved when a command first asks."""
+
+    def __init__(self, state: str = "", endpoint: str = "", project: str = "", emulator: str = "") -> None:
+        self.state, self.endpoint, self.project, self.emulator = state, endpoint, project, emulator
+
+    def options(self) -> Options:
+        """Raises: ConfigError."""
+        return resolve(
+            os.environ, state=self.state, endpoint=self.endpoint, project=self.project, emulator=self.emulator
+        )
+
+
+def options(context: typer.Context) -> Options:
+    found = context.find_object(Globals)
+    return (found or Globals()).options()
+
+
+def emulator_folder(context: typer.Context) -> Path:
+    """Where an emulator lies or will lie: --emulator, TPUCARE_EMULATOR, else `emulator` in the state folder."""
+    found = context.find_object(Globals) or Globals()
+    named = found.emulator or os.environ.get("TPUCARE_EMULATOR", "")
+    if named:
+        return Path(named).expanduser().absolute()
+    env = {key: value for key, value in os.environ.items() if key not in ("TPUCARE_EMULATOR", "TPUCARE_ENDPOINT")}
+    return resolve(env, state=found.state).state / "emulator"
+
+
+# --- text out --------------------------------------------------------------------------------------------------------
+
+
+def say(text: str = "") -> None:
+    """Text for a person, of which nothing drives the terminal."""
+    typer.echo(plain_lines(text))
+
+
+def warn(text: str) -> None:
+    typer.echo(plain(text), err=True)
+
+
+def print_json(value: Any) -> None:
+    """One JSON value, indented for a terminal and on one line for a pipe."""
+    typer.echo(json.dumps(value, indent=2 if sys.stdout.isatty() else None, ensure_ascii=False))
+
+
+def ask(question: str, *, yes: bool) -> None:
+    """
+    Go on only when a person says yes.
+
+    Raises: NotConfirmed: they did not, or there is nobody to ask and no --yes.
+    """
+    if yes:
+        return
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise NotConfirmed(f"{plain(question)} Nobody is here to ask: say --yes")
+    if not typer.confirm(plain(question), err=True):
+        raise NotConfirmed("nothing was done")
+
+
+# --- errors ----------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def reported() -> Iterator[None]:
+    """The one place where an error becomes a line on stderr and an exit code."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        leave(Exit.INTERRUPTED)
+    except BrokenPipeError:
+        # Whoever read our output has what it wanted; stdout must not be flushed into nothing at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        leave(Exit.OK)
+    except typer.Abort:
+        leave(Exit.INTERRUPTED)
+    except Exception as error:
+        # A mistyped command line. Which click its class comes from depends on the version of typer.
+        if (show := getattr(error, "show", None)) and isinstance(code := getattr(error, "exit_code", None), int):
+            show()
+            leave(code)
+        _show(error)
+        leave(exit_code(error))
+
+
+def exit_code(error: BaseException) -> Exit:
+    for kind, code in _CODES:
+        if isinstance(error, kind):
+            return code
+    # Machines of the emulator raise an error of their own, which is no bug.
+    return Exit.FAILED if type(error).__name__ == "MachineError" else Exit.BUG
+
+
+def _show(error: Exception) -> None:
+    if os.environ.get("TPUCARE_DEBUG"):
+        import traceback
+
+        traceback.print_exception(error)
+        return
+    lines = [line for line in plain_lines(str(error)).splitlines() if line.strip()]
+    if exit_code(error) is Exit.BUG:
+        lines = [f"unexpected {type(error).__name__}: {' '.join(lines)} (TPUCARE_DEBUG=1 shows where)"]
+    for line in lines or [type(error).__name__]:
+        typer.echo(f"tpucare: {line}" if len(lines) < 2 else line, err=True)
+
+
+def leave(code: int) -> NoReturn:
+    raise SystemExit(int(code))

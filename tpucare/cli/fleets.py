@@ -1,0 +1,317 @@
+"""Commands about fleets: write one, check it, hand it over, say what is wished of it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tpucare.cli.common import Failure, ask, options, print_json, say, warn
+
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+YesFlag = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+TargetWord = Annotated[str, typer.Argument(metavar="FLEET|SLOT", help="A fleet with all its slots, or one slot.")]
+
+
+def register(app: typer.Typer) -> None:
+    app.command("init")(init)
+    app.command("check")(check)
+    app.command("plan")(plan)
+    app.command("apply")(apply)
+    app.command("down")(down)
+    app.command("pause")(pause)
+    app.command("resume")(resume)
+    app.command("retry")(retry)
+    app.command("confirm")(confirm)
+
+
+def init(
+    name: Annotated[str, typer.Argument(help="Name of the fleet; default: the template's.")] = "",
+    template: Annotated[str, typer.Option(help="Which ready fleet to begin with.", metavar="NAME")] = "single",
+    list_them: Annotated[bool, typer.Option("--list", help="List the templates, one a line.")] = False,
+) -> None:
+    """
+    Print a ready fleet file to edit.
+
+    \b
+    Example: tpucare init my-run --template pod > my-run.yaml
+    """
+    ready = _templates()
+    if list_them:
+        for word, text in sorted(ready.items()):
+            say(f"{word:10} {text.splitlines()[0].removeprefix('# ')}")
+        return
+    if template not in ready:
+        raise Failure(f"no template {template}; there are {', '.join(sorted(ready))}")
+    lines = ready[template].splitlines(keepends=True)
+    if name:
+        lines = [f"name: {name}\n" if line.startswith("name:") else line for line in lines]
+    typer.echo("".join(lines), nl=False)
+
+
+def _templates() -> dict[str, str]:
+    """Ready fleets by name: beside the package in a checkout, inside it in a wheel."""
+    package = Path(__file__).parent.parent
+    for folder in (package / "_templates" / "fleets", package.parent / "templates" / "fleets"):
+        if found := {path.stem: path.read_text("utf-8") for path in folder.glob("*.yaml")}:
+            return found
+    raise Failure("this installation has no templates; install the package again")
+
+
+def check(
+    files: Annotated[list[Path] | None, typer.Argument(metavar="FILE...", help="Fleet files.")] = None,
+    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of fleet files instead.")] = False,
+    json_out: JsonFlag = False,
+) -> None:
+    """
+    Read fleet files as the daemon would; every problem is a line with its place. Asks no cloud.
+
+    \b
+    Example: tpucare check pod.yaml
+    Example: tpucare check --schema > fleet.schema.json
+    """
+    from tpucare import fleet as fleets
+    from tpucare.errors import ConfigError
+    from tpucare.folder import folder_of, read_text
+
+    if schema:
+        print_json(fleets.json_schema())
+        return
+    if not files:
+        raise typer.BadParameter("give a FILE, or --schema")
+    problems: list[str] = []
+    good = []
+    for path in files:
+        try:
+            text = read_text(path)
+            fleet = fleets.parse(text, file=str(path), folder=folder_of(text, path.absolute().parent))
+            good.append(fleet)
+        except ConfigError as error:
+            problems += str(error).splitlines()
+    try:
+        fleets.refuse_shared_names(good)
+    except ConfigError as error:
+        problems += str(error).splitlines()
+    if json_out:
+        rows = [_summary(fleet) for fleet in good]
+        print_json({"ok": not problems, "fleets": rows, "problems": problems})
+    else:
+        for fleet in good:
+            for line in fleet.warnings:
+                warn(line)
+            say("{file}: {name}: {count} x {types} in {zones}".format(**_summary(fleet)))
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _summary(fleet: Any) -> dict[str, Any]:
+    return {
+        "file": fleet.file,
+        "name": fleet.name,
+        "count": fleet.count,
+        "types": ", ".join(dict.fromkeys(place.accelerator_type for place in fleet.places)),
+        "zones": ", ".join(dict.fromkeys(place.zone for place in fleet.places)),
+        "workers": fleet.workers,
+        "warnings": list(fleet.warnings),
+    }
+
+
+def plan(
+    context: typer.Context,
+    target: Annotated[str, typer.Argument(metavar="[FLEET|SLOT]", help="Default: everything.")] = "",
+    json_out: JsonFlag = False,
+) -> None:
+    """
+    Print what the daemon would do next for every slot, and why. Changes nothing.
+
+    Without a daemon this process looks at the cloud and the workers once, and decides as the daemon would.
+
+    \b
+    Example: tpucare plan pod
+    """
+    from tpucare.cli.offline import alone
+    from tpucare.control import NoDaemon, request
+
+    chosen = options(context)
+    what = {"do": "plan", "target": target}
+    try:
+        answer = request(chosen.socket, what)
+    except NoDaemon:
+        with alone(chosen) as here:
+            here.look()
+            answer = here.desk.carry(what)
+    if json_out:
+        print_json(answer)
+        return
+    for row in answer["slots"]:
+        doing = row["action"] + (f" {row['about']}" if row["about"] else "")
+        busy = f" [under way: {', '.join(row['in_flight'])}]" if row["in_flight"] else ""
+        say(f"{row['slot']}: {doing}: {row['why']}{busy}")
+    if not answer["slots"]:
+        say("nothing is declared: `tpucare apply FILE` hands a fleet over")
+
+
+def apply(
+    context: typer.Context,
+    file: Annotated[Path, typer.Argument(help="Fleet file.", metavar="FILE")],
+    restart: Annotated[bool, typer.Option("--restart", help="Restart the job now, on the node it has.")] = False,
+    replace: Annotated[bool, typer.Option("--replace", help="Replace the nodes now; asks first.")] = False,
+    yes: YesFlag = False,
+    json_out: JsonFlag = False,
+) -> None:
+    """
+    Check a fleet file, copy it into the daemon's folder, and have it cared for. Starts again what was taken down.
+
+    A changed job is used from the next launch on, a changed TPU from the next node on; a live node is never touched
+    for an edit alone.
+
+    \b
+    Example: tpucare apply pod.yaml
+    Example: tpucare apply pod.yaml --restart
+    """
+    from tpucare import fleet as fleets
+    from tpucare.cli.offline import order
+    from tpucare.folder import folder_of, read_text, without_header
+
+    text = read_text(file)
+    path = file.absolute()
+    fleet = fleets.parse(without_header(text), file=str(file), folder=folder_of(text, path.parent))
+    if replace:
+        ask(f"Delete the nodes of {fleet.name} and make new ones?", yes=yes)
+    what = {"do": "apply", "text": text, "folder": str(path.parent), "file": str(path)}
+    chosen = options(context)
+    answer = order(chosen, {**what, "restart": restart, "replace": replace})
+    if json_out:
+        print_json(answer)
+        return
+    for line in answer["warnings"]:
+        warn(line)
+    say(f"{answer['fleet']}: accepted, {len(answer['slots'])} slots")
+    _tell(answer["started_again"], "starts again")
+    _tell(answer["restarted"], "restarts its job")
+    _tell(answer["replaced"], "gets a new node")
+    _tell(answer["surplus"], "is no longer declared and runs on: `tpucare down SLOT` ends it")
+    if answer["paused"]:
+        say(f"{answer['fleet']} is paused: `tpucare resume {answer['fleet']}`")
+    _hint_daemon(chosen)
+
+
+def _tell(slots: Sequence[str], text: str) -> None:
+    for slot in slots:
+        say(f"{slot} {text}")
+
+
+def _hint_daemon(chosen: Any) -> None:
+    from tpucare.control import is_running
+
+    if not is_running(chosen.socket):
+        warn("no daemon runs: start one with `tpucare daemon`")
+
+
+def down(
+    context: typer.Context,
+    target: TargetWord,
+    yes: YesFlag = False,
+    wait: Annotated[bool, typer.Option(help="Return only when nothing is left.")] = True,
+    json_out: JsonFlag = False,
+) -> None:
+    """
+    End a fleet or one slot: stop its runs, delete its nodes. The fleet stays down until `apply`.
+
+    With a daemon, the daemon does it; without one, this command does, and returns when nothing is left.
+
+    \b
+    Example: tpucare down pod
+    Example: tpucare down pod-3 --yes
+    """
+    from tpucare.cli import taking_down
+
+    ask(f"Stop the runs of {target} and delete its nodes?", yes=yes)
+    answer = taking_down.take_down(options(context), target, wait=wait)
+    if json_out:
+        print_json(answer)
+    elif answer["left"]:
+        say(f"{target}: going down: {', '.join(answer['left'])}")
+    else:
+        say(f"{target}: nothing is left of it")
+
+
+def pause(context: typer.Context, target: TargetWord, json_out: JsonFlag = False) -> None:
+    """
+    Observe, and touch nothing, until `resume`. Survives a restart of the daemon.
+
+    \b
+    Example: tpucare pause pod-0
+    """
+    _wish(context, "pause", target, "paused", json_out)
+
+
+def resume(context: typer.Context, target: TargetWord, json_out: JsonFlag = False) -> None:
+    """
+    Care again for what was paused.
+
+    \b
+    Example: tpucare resume pod
+    """
+    _wish(context, "resume", target, "cared for again", json_out)
+
+
+def retry(context: typer.Context, target: TargetWord, json_out: JsonFlag = False) -> None:
+    """
+    Ask now: forget backoffs, spent budgets and blocked places. For slots that failed or wait for a person.
+
+    \b
+    Example: tpucare retry pod-0
+    """
+    _wish(context, "retry", target, "asked for again now", json_out)
+
+
+def confirm(
+    context: typer.Context,
+    target: Annotated[str, typer.Argument(metavar="[FLEET|SLOT]", help="What the confirmation is for.")] = "",
+    store: Annotated[bool, typer.Option("--store", help="What is listed is all there is; no target.")] = False,
+    moved: Annotated[bool, typer.Option("--moved", help="The state folder was moved to this machine.")] = False,
+    yes: YesFlag = False,
+    json_out: JsonFlag = False,
+) -> None:
+    """
+    Say what only a person can know: that no older node of a slot trains any more, that a brake may be lifted, that a
+    lost store's nodes are all there are, or that a state folder moved here for good.
+
+    \b
+    Example: tpucare confirm pod-0
+    Example: tpucare confirm --store
+    """
+    if sum((bool(target), store, moved)) > 1:
+        raise typer.BadParameter("give a FLEET or SLOT, or --store, or --moved")
+    if moved:
+        _confirm_move(context, yes=yes)
+        return
+    ask(f"Sure? Deletes held back for {target or 'every slot'} go ahead then.", yes=yes)
+    _wish(context, "confirm", target, "confirmed", json_out)
+
+
+def _confirm_move(context: typer.Context, *, yes: bool) -> None:
+    from tpucare.store import accept_move
+    from tpucare.system import SystemClock, machine_id
+
+    ask("Is the daemon on the old machine stopped for good? Two of them would fight.", yes=yes)
+    chosen = options(context)
+    accept_move(chosen.state, machine_id=machine_id(), now=SystemClock().now())
+    say(f"{chosen.state}: lives on this machine now")
+
+
+def _wish(context: typer.Context, verb: str, target: str, done: str, json_out: bool) -> None:
+    from tpucare.cli.offline import order
+
+    answer = order(options(context), {"do": verb, "target": target})
+    if json_out:
+        print_json(answer)
+        return
+    _tell(answer["changed"], done)
+    if not answer["changed"]:
+        say(f"{answer.get('fleet') or target or 'the store'}: {done}")
+    sys.stdout.flush()

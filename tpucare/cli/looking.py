@@ -1,0 +1,228 @@
+"""What `status`, `events` and `logs` show: from the daemon where it knows more, else from the state folder alone."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import typer
+from rich import box
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+import tpucare
+from tpucare.cli.common import Failure, say
+from tpucare.control import NoDaemon, request
+from tpucare.logs import LogKeeper
+from tpucare.options import Options
+from tpucare.plain import plain, plain_lines
+
+Answer = dict[str, Any]
+
+
+def status(options: Options, target: str) -> Answer:
+    """The daemon's view, with `daemon: true`; without one what the store remembers."""
+    try:
+        return {"daemon": True, **request(options.socket, {"do": "status", "target": target})}
+    except NoDaemon:
+        return {"daemon": False, **_remembered(options, target)}
+
+
+def _remembered(options: Options, target: str) -> Answer:
+    from tpucare import view
+    from tpucare.store import open_reader
+    from tpucare.system import SystemClock
+
+    now = SystemClock().now()
+    with open_reader(options.state) as store:
+        records, memories = store.fleets(), store.memories()
+        if target and target not in records and target not in memories:
+            raise Failure(f"no fleet or slot {target}")
+        chosen = {n: m for n, m in memories.items() if not target or target in (n, m.fleet)}
+        return {
+            "version": tpucare.__version__,
+            "at": now.isoformat(),
+            "owner": store.owner,
+            "store_lost": store.lost,
+            "projects": [],
+            "fleets": view.fleet_rows(records, {}, {}),
+            "slots": [view.remembered_row(name, memory, now) for name, memory in chosen.items()],
+            "strays": [],
+        }
+
+
+# --- a table ---------------------------------------------------------------------------------------------------------
+
+_STYLES = {
+    "run": "green",
+    "done": "green",
+    "failed": "red",
+    "preempted": "yellow",
+    "terminated": "yellow",
+    "connecting": "yellow",
+    "paused": "magenta",
+    "down": "dim",
+    "deleting": "dim",
+}
+
+
+def show(answer: Answer) -> None:
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=200)
+    console.print(render(answer))
+
+
+def watch(look: Callable[[], Answer], seconds: float) -> None:
+    """Until Ctrl-C. A daemon that stops meanwhile is shown, not fatal."""
+    with contextlib.suppress(KeyboardInterrupt), Live(render(look()), auto_refresh=False) as live:
+        while True:
+            time.sleep(seconds)
+            live.update(render(look()), refresh=True)
+
+
+def render(answer: Answer) -> Group:
+    parts: list[Any] = [_notice(text) for text in _notices(answer)]
+    if answer["slots"]:
+        parts.append(_table(answer["slots"]))
+    else:
+        parts.append(Text("no slots: `tpucare apply FILE` hands a fleet over"))
+    return Group(*parts)
+
+
+def _notices(answer: Answer) -> list[str]:
+    lines = [] if answer["daemon"] else ["no daemon runs: this is what was remembered when the last one stopped"]
+    if answer["store_lost"]:
+        lines.append("the store was lost: nodes are adopted, none is swept until `tpucare confirm --store`")
+    lines += [f"{row['project']}: {row['why']}" for row in answer["projects"] if not row["seen"]]
+    lines += [
+        f"{row['project']}: zones that do not answer: {', '.join(row['unreachable'])}"
+        for row in answer["projects"]
+        if row["unreachable"]
+    ]
+    lines += [f"{row['fleet']}: {row['problem']}" for row in answer["fleets"] if row["problem"]]
+    if answer["strays"]:
+        lines.append(f"{len(answer['strays'])} nodes bear our label and belong to no fleet: `tpucare gc`")
+    return lines
+
+
+def _notice(text: str) -> Text:
+    return Text(plain(text), style="yellow")
+
+
+def _table(rows: Sequence[Answer]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("slot", "phase", "node", "place", "attempt", "step", "books", "why"):
+        table.add_column(heading, overflow="fold", no_wrap=heading in ("slot", "phase"))
+    for row in rows:
+        cells = (row["slot"], row["phase"], _node(row), _place(row), str(row["attempt"]), _step(row), _books(row))
+        styles = ("bold", _STYLES.get(row["phase"], ""), "", "", "", "", "")
+        why = Text(plain(row["end_why"] or row["why"]), style="red" if row["needs_person"] else "")
+        table.add_row(*(Text(plain(cell), style=style) for cell, style in zip(cells, styles, strict=True)), why)
+    return table
+
+
+def _node(row: Answer) -> str:
+    if row["workers"] > 1:
+        return f"{row['node']} {row['workers_answering']}/{row['workers']}"
+    return str(row["node"])
+
+
+def _place(row: Answer) -> str:
+    return " ".join(part for part in (row["zone"], row["type"], row["tier"]) if part)
+
+
+def _step(row: Answer) -> str:
+    if row["step"] is None:
+        return "no progress signal" if row["phase"] == "run" else ""
+    age = row["step_age_seconds"]
+    return str(row["step"]) + (f" ({length(age)} ago)" if age is not None else "")
+
+
+def _books(row: Answer) -> str:
+    """`crash 2/5`: two in a row, five in all."""
+    return ", ".join(
+        f"{name} {book['failures']}/{book['total']}" if book["failures"] else f"{name} {book['total']}"
+        for name, book in row["books"].items()
+        if book["total"]
+    )
+
+
+def length(seconds: float) -> str:
+    """A short length of time for people: 4 s, 3 min, 2.5 h, 3 d."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    if seconds < 6000:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h" if seconds < 172800 else f"{seconds / 86400:.0f} d"
+
+
+# --- events ----------------------------------------------------------------------------------------------------------
+
+
+def events(options: Options, slot: str, *, follow: bool, number: int, as_json: bool) -> None:
+    from tpucare.desk import event_row
+    from tpucare.store import open_reader
+
+    with open_reader(options.state) as store:
+        found = store.last_events(slot=slot, limit=number) if number else []
+        last = found[-1][0] if found else _newest_number(store)
+        _print_events([event_row(*pair) for pair in found], as_json)
+        while follow:
+            time.sleep(0.5)
+            store.refresh()
+            while found := store.events(slot=slot, after=last):
+                _print_events([event_row(*pair) for pair in found], as_json)
+                last = found[-1][0]
+
+
+def _newest_number(store: Any) -> int:
+    newest = store.last_events(limit=1)
+    return newest[-1][0] if newest else 0
+
+
+def _print_events(rows: Sequence[Answer], as_json: bool) -> None:
+    for row in rows:
+        if as_json:
+            typer.echo(json.dumps(row, ensure_ascii=False))
+        else:
+            mark = "" if row["level"] in ("info", "debug") else f"{row['level'].upper()} "
+            say(f"{row['at'][:19].replace('T', ' ')} {row['slot'] or '-':12} {mark}{row['text']}")
+
+
+# --- logs ------------------------------------------------------------------------------------------------------------
+
+
+def log_keeper(options: Options, word: str) -> tuple[LogKeeper, str]:
+    """The kept logs, and the slot that *word* means: itself, or slot 0 of that fleet."""
+    keeper = LogKeeper(options.logs)
+    return keeper, word if keeper.attempts(word) or _has_index(word) else f"{word}-0"
+
+
+def _has_index(word: str) -> bool:
+    return word.rpartition("-")[2].isdecimal()
+
+
+def log_text(content: bytes) -> str:
+    return plain_lines(content.decode("utf-8", "replace"))
+
+
+def follow_log(keeper: LogKeeper, slot: str, attempt: int | None, worker: int, seconds: float) -> None:
+    """The log as it grows; with no attempt named, that of the newest one."""
+    shown, current = 0, -1
+    with contextlib.suppress(KeyboardInterrupt):
+        while True:
+            newest = attempt or max(keeper.attempts(slot), default=current)
+            if newest != current:
+                current, shown = newest, 0
+            content = keeper.read(slot, current, worker) if current >= 0 else b""
+            # The beginning is dropped when a log outgrows its bound: then only what is new can be told from here on.
+            if len(content) > shown:
+                typer.echo(log_text(content[shown:]), nl=False)
+            shown = len(content)
+            time.sleep(seconds)

@@ -1,0 +1,119 @@
+"""Commands that reach workers with the pinned host keys and our own key, and `adopt-node`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from tpucare.cli.common import leave, options, print_json, say
+
+SlotWord = Annotated[str, typer.Argument(metavar="SLOT", help="A slot; a fleet's name is its slot 0.")]
+WorkerFlag = Annotated[int, typer.Option("--worker", "-w", help="Which host of the slice.", min=0)]
+_PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
+
+
+def register(app: typer.Typer) -> None:
+    app.command("ssh", context_settings=_PASS_ON)(ssh)
+    app.command("ssh-config")(ssh_config)
+    app.command("scp")(scp)
+    app.command("exec", context_settings=_PASS_ON)(execute)
+    app.command("adopt-node")(adopt_node)
+
+
+def ssh(context: typer.Context, slot: SlotWord, worker: WorkerFlag = 0) -> None:
+    """
+    Log in to a worker, or run one command there; what follows the slot goes to ssh as it is.
+
+    \b
+    Example: tpucare ssh pod-0
+    Example: tpucare ssh --worker 3 pod-0 -- htop
+    """
+    from tpucare.cli import reaching
+
+    arguments = [word for number, word in enumerate(context.args) if number or word != "--"]
+    reaching.run_ssh(options(context), slot, worker, arguments)
+
+
+def ssh_config(
+    context: typer.Context,
+    slot: Annotated[str, typer.Argument(metavar="[SLOT]", help="Default: every slot that has a node.")] = "",
+) -> None:
+    """
+    Print ssh_config entries (`Host SLOT`, `Host SLOT.WORKER`), for editors and rsync.
+
+    \b
+    Example: tpucare ssh-config >> ~/.ssh/config
+    """
+    from tpucare.cli import reaching
+
+    say(reaching.config_text(options(context), slot))
+
+
+def scp(
+    context: typer.Context,
+    source: Annotated[str, typer.Argument(help="PATH or SLOT:PATH.")],
+    target: Annotated[str, typer.Argument(help="PATH or SLOT:PATH.")],
+    worker: WorkerFlag = 0,
+    recursive: Annotated[bool, typer.Option("--recursive", "-r", help="Whole folders.")] = False,
+) -> None:
+    """
+    Copy files to or from a worker; one of the two is SLOT:PATH.
+
+    \b
+    Example: tpucare scp pod-0:train.log .
+    Example: tpucare scp -r data pod-0:data
+    """
+    from tpucare.cli import reaching
+
+    reaching.run_scp(options(context), source, target, worker, recursive=recursive)
+
+
+def execute(
+    context: typer.Context,
+    slot: SlotWord,
+    worker: Annotated[str, typer.Option("--worker", "-w", help="A number, or all.", metavar="N|all")] = "all",
+    timeout: Annotated[int, typer.Option(help="Longest wait in seconds.", min=1, max=86400)] = 600,
+    json_out: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """
+    Run one command on all workers of a slot at once; the exit status is the worst of theirs.
+
+    \b
+    Example: tpucare exec pod-0 -- df -h /
+    Example: tpucare exec --worker 0 pod-0 -- nvidia-smi
+    """
+    from tpucare.cli import reaching
+
+    words = [word for number, word in enumerate(context.args) if number or word != "--"]
+    if not words:
+        raise typer.BadParameter("give a command after the slot: tpucare exec pod-0 -- uptime")
+    if worker != "all" and not worker.isdecimal():
+        raise typer.BadParameter("--worker is a number, or all")
+    results = reaching.run_everywhere(options(context), slot, words, worker, timeout)
+    if json_out:
+        print_json({"slot": slot, "workers": [result.row() for result in results]})
+    else:
+        for result in results:
+            result.print(len(results) > 1)
+    leave(max(result.status for result in results))
+
+
+def adopt_node(
+    context: typer.Context,
+    node: Annotated[str, typer.Argument(metavar="NODE", help="Name of a node that exists.")],
+    slot: SlotWord,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """
+    Make a node that somebody else created the node of a slot: it gets our labels, and our care.
+
+    \b
+    Example: tpucare adopt-node my-old-tpu pod-0
+    """
+    from tpucare.cli.common import ask
+    from tpucare.cli.offline import order
+
+    ask(f"From now on {node} is deleted and replaced as {slot} needs. Go on?", yes=yes)
+    answer = order(options(context), {"do": "adopt-node", "node": node, "slot": slot})
+    say(f"{answer['node']} is the node of {answer['slot']}")

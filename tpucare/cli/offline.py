@@ -1,0 +1,91 @@
+"""
+Orders to whoever cares: the running daemon over its socket, or, when none runs, this process under the store's lock.
+
+Without a daemon an order is carried out on what the store remembers, and nothing is begun; `down` and `gc` alone then
+run the engine until they are done, and `plan` for one look.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+from tpucare.assembly import Caretaker, assemble
+from tpucare.control import NoDaemon, request
+from tpucare.desk import Desk
+from tpucare.errors import OwnCredentials, TpuCareError
+from tpucare.fleets import Roster
+from tpucare.folder import Intake
+from tpucare.model import Event
+from tpucare.options import Options
+
+LOOK_SECONDS = 60.0
+SETTLE_SECONDS = 3.0
+
+
+class Alone:
+    """A desk without a daemon. Made by `alone`, which holds the store's lock for it."""
+
+    def __init__(self, caretaker: Caretaker) -> None:
+        self.care = caretaker
+        options = caretaker.options
+        self.roster = Roster(
+            caretaker.engine,
+            caretaker.store,
+            caretaker.clock,
+            state=options.state,
+            find_project=caretaker.find_project,
+        )
+        self.roster.load()
+        if options.project:
+            caretaker.engine.watch(options.project)
+        self.desk = Desk(caretaker, self.roster, Intake(options.fleets(os.environ), self.roster))
+
+    def run(self, until: Callable[[], bool], seconds: float | None = None) -> bool:
+        """Run the loop until *until*, at most *seconds*; whether it came true."""
+        engine, started = self.care.engine, time.monotonic()
+        while not until():
+            if seconds is not None and time.monotonic() - started > seconds:
+                return False
+            self.care.executor.sleep(timedelta(seconds=min(engine.step(), 1.0)))
+            self.roster.bury()
+        return True
+
+    def look(self) -> None:
+        """
+        Observe every project once, and each worker once.
+
+        Raises: TpuCareError: a project could not be listed, with the reason.
+        """
+        engine = self.care.engine
+        if not self.run(lambda: all(view.fresh or view.blind_why for view in engine.projects.values()), LOOK_SECONDS):
+            raise TpuCareError(f"the API did not answer within {LOOK_SECONDS:.0f} s")
+        for view in engine.projects.values():
+            if not view.fresh:
+                raise OwnCredentials(view.blind_why) if "credential" in view.blind_why else TpuCareError(view.blind_why)
+        self.run(self._all_probed, LOOK_SECONDS)
+
+    def _all_probed(self) -> bool:
+        tracks = [node for track in self.care.engine.slots.values() for node in track.nodes.values()]
+        return not any(node.probing or (node.probe_due is not None and node.report is None) for node in tracks)
+
+
+@contextmanager
+def alone(options: Options, *, listen: Callable[[Event], None] | None = None) -> Iterator[Alone]:
+    """Raises: StoreLocked: somebody cares for this store already; as `assemble`."""
+    with assemble(options, os.environ, listen=listen, alone=True) as caretaker:
+        yield Alone(caretaker)
+        caretaker.settle(SETTLE_SECONDS)
+
+
+def order(options: Options, what: Mapping[str, Any]) -> dict[str, Any]:
+    """Carry out one order, by the daemon if one runs. Raises: whatever was wrong with it."""
+    try:
+        return request(options.socket, what)
+    except NoDaemon:
+        with alone(options) as here:
+            return here.desk.carry(what)

@@ -1,0 +1,47 @@
+"""`tpucare daemon`: the process that cares."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tpucare.cli.common import Exit, options
+
+
+def register(app: typer.Typer) -> None:
+    app.command("daemon")(daemon)
+
+
+def daemon(
+    context: typer.Context,
+    fleets: Annotated[str, typer.Option(help="Folder of fleet files [env: TPUCARE_FLEETS].", metavar="DIR")] = "",
+    log: Annotated[str, typer.Option(help="Form of the log: console or json.", metavar="FORM")] = "console",
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.", metavar="LEVEL")] = "info",
+) -> None:
+    """
+    Care for every fleet of a folder until SIGTERM or Ctrl-C; nodes stay alive then.
+
+    A changed file is taken in within seconds, SIGHUP reads all anew. A file that vanished or cannot be read changes
+    nothing: a fleet ends only by `tpucare down`.
+
+    \b
+    Example: tpucare daemon --fleets /etc/tpucare/fleets --log json
+    """
+    if log not in ("console", "json") or log_level not in ("debug", "info", "warning", "error"):
+        raise typer.BadParameter("--log is console or json; --log-level is debug, info, warning or error")
+    chosen = options(context)
+    from tpucare import events
+    from tpucare.daemon import run
+
+    events.configure(events.LogForm(log), log_level)
+    folder = Path(fleets).expanduser() if fleets else chosen.fleets(os.environ)
+    closed = run(chosen, folder, os.environ, listen=events.teller())
+    if not closed:
+        # A thread that waits for a worker or the API would keep the process until its deadline.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(Exit.OK)

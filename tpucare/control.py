@@ -1,0 +1,246 @@
+"""
+The control socket of a running daemon: one JSON object per line in, one per line out, a unix socket of mode 0600.
+
+    {"do": "pause", "target": "pod-0"}   ->   {"ok": true, "changed": ["pod-0"]}
+    {"do": "puase"}                      ->   {"ok": false, "error": "no verb 'puase' ...", "kind": "config"}
+
+Connections have threads of their own, but nothing is answered there: each order goes to the thread of the loop and
+waits for its answer, so that whoever owns the engine is the only one who touches it. What may be ordered is `desk`'s.
+Standard library only, since every command may have to ask whether a daemon runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import socket
+import socketserver
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tpucare import errors
+from tpucare.errors import ConfigError, StoreError, TpuCareError
+
+# A fleet file has at most 256 KB; escaped as JSON it may be six times as long.
+LINE_LIMIT = 2 << 20
+ANSWER_SECONDS = 30.0
+IDLE_SECONDS = 60.0
+CONNECTIONS_LIMIT = 32
+# A unix socket's path has 108 bytes.
+PATH_LIMIT = 100
+
+Order = Mapping[str, Any]
+Answer = Mapping[str, Any]
+
+
+class NoDaemon(TpuCareError):
+    """Nobody listens at the control socket."""
+
+
+class Refused(TpuCareError):
+    """The daemon would not do it; the text is its one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    order: object
+    answer: Future[Answer] = field(default_factory=Future)
+
+
+class Control:
+    """
+    Serves the socket from `start` to `close`. `serve` carries out what waits, on the thread that calls it.
+
+    nudge: called, on any thread, when something waits
+    """
+
+    def __init__(self, path: Path, nudge: Callable[[], None], answer_seconds: float = ANSWER_SECONDS) -> None:
+        self.path = path
+        self._nudge = nudge
+        self._answer_seconds = answer_seconds
+        self._calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()
+        self._server: _Server | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """
+        To be called by the owner of the store's lock alone: whatever lies at the path is left over from a dead one.
+
+        Raises: ConfigError: the socket cannot be made.
+        """
+        if len(os.fsencode(self.path)) > PATH_LIMIT:
+            raise ConfigError(f"{self.path}: too long for a socket ({PATH_LIMIT} bytes); choose a shorter state folder")
+        mask = os.umask(0o177)
+        try:
+            self.path.unlink(missing_ok=True)
+            self._server = _Server(str(self.path), _Conversation)
+        except OSError as error:
+            raise ConfigError(f"{self.path}: the control socket cannot be made: {error.strerror or error}") from error
+        finally:
+            os.umask(mask)
+        self._server.carry = self._carry
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(0.1,), name="tpucare-control", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        if self._server is None or self._thread is None:
+            return
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+        self._server = None
+        self.path.unlink(missing_ok=True)
+        self.serve(_gone)
+
+    def serve(self, carry: Callable[[object], Answer]) -> int:
+        """Carry out every order that waits; returns how many. An error that nobody named goes through."""
+        count = 0
+        while True:
+            try:
+                call = self._calls.get_nowait()
+            except queue.Empty:
+                return count
+            # Whoever asked may have given up meanwhile: then nothing may happen any more.
+            if not call.answer.set_running_or_notify_cancel():
+                continue
+            count += 1
+            try:
+                call.answer.set_result(carry(call.order))
+            except StoreError as error:
+                call.answer.set_exception(error)
+                raise
+            except TpuCareError as error:
+                call.answer.set_exception(error)
+            except BaseException as error:
+                call.answer.set_exception(error)
+                raise
+
+    def _carry(self, order: object) -> Answer:
+        call = _Call(order)
+        self._calls.put(call)
+        self._nudge()
+        try:
+            return {"ok": True, **call.answer.result(self._answer_seconds)}
+        except TimeoutError:
+            if call.answer.cancel():
+                return _refusal("the daemon is busy and did nothing of it; ask again", "busy")
+            return _refusal("the daemon began with it and is not done; look at `tpucare status`", "busy")
+        except CancelledError:
+            return _refusal("the daemon is stopping", "busy")
+        except TpuCareError as error:
+            return _refusal(str(error), _kind(error))
+        except Exception as error:
+            return _refusal(f"the daemon failed: {type(error).__name__}: {error}", "internal")
+
+
+def request(path: Path, order: Order, *, seconds: float = ANSWER_SECONDS + 5) -> dict[str, Any]:
+    """
+    Send one order to the daemon that listens at *path*; returns its answer without `ok`.
+
+    Raises: NoDaemon: nobody listens there. The class of error that the daemon met, or Refused, with its one line.
+    """
+    try:
+        with socket.socket(socket.AF_UNIX) as channel:
+            channel.settimeout(seconds)
+            channel.connect(str(path))
+            channel.sendall(json.dumps(order).encode() + b"\n")
+            with channel.makefile("rb") as lines:
+                line = lines.readline()
+    except TimeoutError as error:
+        raise Refused(f"the daemon at {path} does not answer within {seconds:.0f} s") from error
+    except OSError as error:
+        raise NoDaemon(f"no daemon listens at {path}: start one with `tpucare daemon`") from error
+    try:
+        answer = json.loads(line)
+        ok = answer.pop("ok")
+    except (ValueError, KeyError, AttributeError) as error:
+        raise Refused(f"the daemon at {path} ended before it answered") from error
+    if not ok:
+        raise _error_of(answer)
+    return dict(answer)
+
+
+def is_running(path: Path) -> bool:
+    """Whether somebody listens at *path*. Does not wait for an answer."""
+    try:
+        with socket.socket(socket.AF_UNIX) as channel:
+            channel.settimeout(1.0)
+            channel.connect(str(path))
+    except OSError:
+        return False
+    return True
+
+
+def _gone(_: object) -> Answer:
+    raise Refused("the daemon is stopping")
+
+
+def _refusal(text: str, kind: str) -> Answer:
+    return {"ok": False, "error": text, "kind": kind}
+
+
+def _kind(error: TpuCareError) -> str:
+    return type(error).__name__
+
+
+def _error_of(answer: Mapping[str, Any]) -> TpuCareError:
+    """The same class on this side, so that one error has one exit code wherever it happened."""
+    text = str(answer.get("error", "the daemon refused without a reason"))
+    known = getattr(errors, str(answer.get("kind", "")), None)
+    if isinstance(known, type) and issubclass(known, TpuCareError) and not issubclass(known, errors.CommandFailed):
+        return known(text)
+    return Refused(text)
+
+
+class _Server(socketserver.ThreadingUnixStreamServer):
+    daemon_threads = True
+    block_on_close = False  # an idle client must not keep the daemon from ending
+    request_queue_size = 64
+    carry: Callable[[object], Answer]
+
+    def __init__(self, path: str, conversation: type[socketserver.BaseRequestHandler]) -> None:
+        super().__init__(path, conversation)
+        self.places = threading.BoundedSemaphore(CONNECTIONS_LIMIT)
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A client that hung up: its loss. The usual traceback on stderr helps nobody."""
+
+
+class _Conversation(socketserver.StreamRequestHandler):
+    timeout = IDLE_SECONDS
+
+    def handle(self) -> None:
+        assert isinstance(self.server, _Server)
+        if not self.server.places.acquire(blocking=False):
+            self._write(_refusal("too many connections at once; ask again", "busy"))
+            return
+        try:
+            with contextlib.suppress(OSError):
+                self._converse(self.server.carry)
+        finally:
+            self.server.places.release()
+
+    def _converse(self, carry: Callable[[object], Answer]) -> None:
+        while line := self.rfile.readline(LINE_LIMIT + 1):
+            if len(line) > LINE_LIMIT:
+                self._write(_refusal(f"a line has at most {LINE_LIMIT} bytes", "config"))
+                return
+            if not line.strip():
+                continue
+            try:
+                order = json.loads(line)
+            except (ValueError, RecursionError):
+                self._write(_refusal("not a line of JSON", "config"))
+                continue
+            self._write(carry(order))
+
+    def _write(self, answer: Answer) -> None:
+        self.wfile.write(json.dumps(answer, default=str).encode() + b"\n")

@@ -1,0 +1,167 @@
+"""
+`tpucare daemon`: cares for every fleet of a folder until it is told to stop, and leaves the nodes alive then.
+
+One loop on one thread: a step of the engine, then whatever was ordered at the control socket, then the folder. It can
+be killed at any instruction; what an orderly stop adds is that effects under way are remembered instead of found out.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+
+from tpucare import owner
+from tpucare.assembly import Caretaker, assemble
+from tpucare.control import Control
+from tpucare.desk import Answer, Desk
+from tpucare.fleets import Roster
+from tpucare.folder import Intake
+from tpucare.model import Event
+from tpucare.notify import Notifier
+from tpucare.options import FLEETS_NOTE, Options
+
+LOOK_EVERY_SECONDS = 1.0
+STATUS_EVERY_SECONDS = 10.0
+SETTLE_SECONDS = 3.0
+
+
+class Daemon:
+    """The loop. `stop` and `reload` may be called from a signal handler."""
+
+    def __init__(self, caretaker: Caretaker, fleets: Path, notifier: Notifier) -> None:
+        self._care, self._notifier = caretaker, notifier
+        self._engine = caretaker.engine
+        self._stopping = self._reloading = False
+        self._next_look = self._next_status = self._next_sign = 0.0
+        self.roster = Roster(
+            self._engine,
+            caretaker.store,
+            caretaker.clock,
+            state=caretaker.options.state,
+            find_project=caretaker.find_project,
+        )
+        self._intake = Intake(fleets, self.roster)
+        self._desk = Desk(caretaker, self.roster, self._intake, self.stop)
+        self._control = Control(caretaker.options.socket, caretaker.executor.nudge)
+
+    def stop(self) -> None:
+        self._stopping = True
+        self._care.executor.nudge()
+
+    def reload(self) -> None:
+        self._reloading = True
+        self._care.executor.nudge()
+
+    def run(self) -> None:
+        """
+        Until `stop`. Raises: StoreError: nothing may be done that cannot be written. ConfigError: no socket.
+        """
+        self._begin()
+        try:
+            while not self._stopping:
+                self._turn()
+        finally:
+            self._notifier.stopping("stopping; nodes are left alive")
+            self._control.close()
+        self.roster.say("stop", "the daemon stops; nodes are left alive", level="info")
+        self._care.settle(SETTLE_SECONDS)
+
+    def _begin(self) -> None:
+        options = self._care.options
+        owner.write_private(options.state / FLEETS_NOTE, f"{self._intake.folder}\n")
+        self.roster.say("start", f"the daemon starts, process {os.getpid()}", level="info", pid=os.getpid())
+        if options.project:
+            self._engine.watch(options.project)
+        self.roster.load()
+        self._intake.look()
+        self._control.start()
+        self._notifier.ready(self._summary())
+
+    def _turn(self) -> None:
+        idle = self._engine.step()
+        if self._control.serve(self._carry):
+            # What was ordered is decided about now, not after the nap.
+            idle = 0.0
+        now = self._care.clock.monotonic()
+        if now >= self._next_look or self._reloading:
+            self._next_look = now + LOOK_EVERY_SECONDS
+            self._look()
+        self._signal_life(now)
+        if not self._stopping:
+            pause = min(idle, max(0.0, self._next_look - now), max(0.0, self._next_sign - now))
+            self._care.executor.sleep(timedelta(seconds=pause))
+
+    def _look(self) -> None:
+        if self._reloading:
+            self._reloading = False
+            self._intake.again()
+        self._intake.look()
+        self.roster.bury()
+
+    def _carry(self, order: object) -> Answer:
+        return self._desk.carry(order)
+
+    def _signal_life(self, now: float) -> None:
+        every = self._notifier.watchdog_every
+        if now >= self._next_sign:
+            self._next_sign = now + (every.total_seconds() if every is not None else STATUS_EVERY_SECONDS)
+            if every is not None:
+                self._notifier.watchdog()
+        if now >= self._next_status:
+            self._next_status = now + STATUS_EVERY_SECONDS
+            self._notifier.status(self._summary())
+
+    def _summary(self) -> str:
+        names = self._engine.slots
+        training = sum(self._engine.is_training(name) for name in names)
+        blind = [view.name for view in self._engine.projects.values() if not view.fresh]
+        return f"{training} of {len(names)} slots train" + (f"; {', '.join(blind)} not seen" if blind else "")
+
+
+def run(
+    options: Options,
+    fleets: Path,
+    env: Mapping[str, str],
+    *,
+    listen: Callable[[Event], None],
+) -> bool:
+    """
+    Care for the fleets in *fleets* until SIGTERM, SIGINT or an order to stop. Whether everything was closed in time.
+
+    Must be called on the main thread. Raises: TpuCareError: it could not begin, or the store failed.
+    """
+    fleets = fleets.absolute()
+    if fleets == options.state / "fleets":
+        owner.prepare_folder(options.state)
+        owner.prepare_folder(fleets)
+    caretaker = assemble(options, env, listen=listen)
+    closed = False
+    try:
+        daemon = Daemon(caretaker, fleets, Notifier.from_environment(env, pid=os.getpid()))
+        with _signals(daemon):
+            daemon.run()
+    finally:
+        closed = caretaker.close()
+    return closed
+
+
+@contextmanager
+def _signals(daemon: Daemon) -> Iterator[None]:
+    def stop(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
+        daemon.stop()
+
+    def reload(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
+        daemon.reload()
+
+    wanted = {signal.SIGTERM: stop, signal.SIGINT: stop, signal.SIGHUP: reload}
+    before = {number: signal.signal(number, handler) for number, handler in wanted.items()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

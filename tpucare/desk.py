@@ -1,0 +1,310 @@
+"""
+What a person may ask for, as orders: checked, carried out on engine and roster, answered with plain data.
+
+The daemon hears them at its control socket; a command without a daemon carries them out itself, under the store's lock.
+So there is one meaning of each, whoever asks. On the thread of the loop only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tpucare
+from tpucare import fleet as fleets
+from tpucare import view, wishes
+from tpucare.actions import Wait
+from tpucare.assembly import Caretaker
+from tpucare.errors import ConfigError, TpuCareError
+from tpucare.fleets import Roster
+from tpucare.folder import Intake, folder_of, without_header
+from tpucare.memory import Memory, Wish
+from tpucare.model import Node
+from tpucare.plain import plain
+from tpucare.words import hint, shown
+
+EVENTS_AT_ONCE = 1000
+Answer = dict[str, Any]
+
+
+class CannotDo(TpuCareError):
+    """What was asked for makes no sense now; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A fleet with all its slots, or one slot."""
+
+    fleet: str
+    slots: tuple[str, ...]
+    whole: bool
+
+    @property
+    def word(self) -> str:
+        return self.fleet if self.whole else self.slots[0]
+
+
+class Desk:
+    """`carry` takes one order. `stop` is called when somebody orders the daemon to stop."""
+
+    def __init__(
+        self, caretaker: Caretaker, roster: Roster, intake: Intake, stop: Callable[[], None] = lambda: None
+    ) -> None:
+        self._care, self._engine = caretaker, caretaker.engine
+        self._roster, self._intake, self._stop = roster, intake, stop
+        self._verbs: Mapping[str, tuple[Callable[..., Answer], Mapping[str, Any]]] = {
+            "status": (self._status, {"target": ""}),
+            "plan": (self._plan, {"target": ""}),
+            "workers": (self._workers, {"slot": str}),
+            "apply": (self._apply, {"text": str, "folder": str, "file": "", "restart": False, "replace": False}),
+            "down": (self._down, {"target": str}),
+            "pause": (self._pause, {"target": str}),
+            "resume": (self._resume, {"target": str}),
+            "retry": (self._retry, {"target": str}),
+            "confirm": (self._confirm, {"target": ""}),
+            "adopt-node": (self._adopt, {"node": str, "slot": str}),
+            "gc": (self._gc, {"apply": False}),
+            "events": (self._events, {"slot": "", "after": -1, "limit": 100}),
+            "stop": (self._stop_daemon, {}),
+        }
+
+    def carry(self, order: object) -> Answer:
+        """
+        Carry out one decoded order.
+
+        Raises: ConfigError: it is no order; CannotDo: not now; StoreError.
+        """
+        if not isinstance(order, Mapping):
+            raise ConfigError('an order is a JSON object such as {"do": "status"}')
+        do = order.get("do")
+        if not isinstance(do, str) or do not in self._verbs:
+            near = hint(do, self._verbs) if isinstance(do, str) else ""
+            raise ConfigError(f"no verb {shown(do)}{near}; there are {', '.join(self._verbs)}")
+        carry, wanted = self._verbs[do]
+        return carry(**_arguments(do, order, wanted))
+
+    # --- to look -----------------------------------------------------------------------------------------------------
+
+    def _status(self, target: str) -> Answer:
+        now = self._care.clock.now()
+        names = self._target(target).slots if target else self._all_slots()
+        counts = {name: fleet.count for name, fleet in self._roster.fleets.items()}
+        return {
+            "version": tpucare.__version__,
+            "at": now.isoformat(),
+            "owner": self._care.store.owner,
+            "store_lost": self._care.store.lost,
+            "projects": view.project_rows(self._engine),
+            "fleets": view.fleet_rows(self._roster.records, self._roster.unread, counts),
+            "slots": view.slot_rows(self._engine, names, now),
+            "strays": view.stray_rows(self._engine),
+        }
+
+    def _plan(self, target: str) -> Answer:
+        names = self._target(target).slots if target else self._all_slots()
+        return {"projects": view.project_rows(self._engine), "slots": [self._intention(name) for name in names]}
+
+    def _intention(self, name: str) -> Answer:
+        track = self._engine.slots[name]
+        action = track.action
+        return {
+            "slot": name,
+            "action": view.action_word(track),
+            "about": plain(_about(action)),
+            "why": plain(action.why),
+            "needs_person": isinstance(action, Wait) and action.needs_person,
+            "in_flight": sorted(track.in_flight),
+        }
+
+    def _workers(self, slot: str) -> Answer:
+        name = self.slot_named(slot)
+        track = self._engine.slots[name]
+        seen = view.newest(track)
+        if seen is None or seen.workers is None:
+            raise CannotDo(f"{name} has no node that lists its workers now: {plain(track.action.why)}")
+        return {"slot": name, "workers": view.worker_rows(seen.node, seen.workers)}
+
+    def _events(self, slot: str, after: int, limit: int) -> Answer:
+        limit = max(1, min(limit, EVENTS_AT_ONCE))
+        store = self._care.store
+        found = (
+            store.events(slot=slot, after=after, limit=limit)
+            if after >= 0
+            else store.last_events(slot=slot, limit=limit)
+        )
+        return {"events": [event_row(number, event) for number, event in found]}
+
+    # --- fleets ------------------------------------------------------------------------------------------------------
+
+    def _apply(self, text: str, folder: str, file: str, restart: bool, replace: bool) -> Answer:
+        if not Path(folder).is_absolute():
+            raise ConfigError(f"folder {shown(folder)} is not an absolute path")
+        base = folder_of(text, Path(folder))
+        parsed = fleets.parse(without_header(text), file=file or "fleet.yaml", folder=base)
+        fleet = self._roster.with_project(parsed)
+        is_new = fleet.name not in self._roster.records
+        lying = self._intake.copy_in(fleet, text, base, file)
+        record = self._roster.records.get(fleet.name)
+        paused = record is not None and record.wish is Wish.PAUSED
+        self._roster.accept(fleet, lying, base, Wish.PAUSED if paused else Wish.UP)
+        self._roster.say("fleet", f"{fleet.name} applied: {fleet.count} slots", fleet.name, "info")
+        raised = [] if is_new else self._roster.bring_up(fleet.name)
+        return {
+            "fleet": fleet.name,
+            "slots": [fleet.slot_name(index) for index in range(fleet.count)],
+            "surplus": [name for name in self._roster.slots_of(fleet.name) if self._roster.is_surplus(name)],
+            "started_again": raised,
+            "paused": paused,
+            "warnings": list(fleet.warnings),
+            "replaced": self._ask_nodes(fleet.name, wishes.replace_node, "replace") if replace else [],
+            "restarted": self._ask_nodes(fleet.name, wishes.restart, "restart") if restart and not replace else [],
+        }
+
+    def _ask_nodes(self, fleet: str, alter: Callable[[Memory], Memory], kind: str) -> list[str]:
+        names = [name for name in self._roster.slots_of(fleet) if self._engine.slots[name].nodes]
+        for name in names:
+            self._engine.change(name, alter, kind, f"{name}: {kind} asked for")
+        return names
+
+    def _down(self, target: str) -> Answer:
+        found = self._target(target)
+        if found.whole:
+            self._roster.wish(found.fleet, Wish.DOWN)
+            self._roster.say("fleet-down", f"{found.fleet}: taken down", found.fleet, "info")
+            return {"fleet": found.fleet, "changed": self._roster.take_down(found.fleet)}
+        return self._change(found, wishes.down, "down", "taken down")
+
+    def _pause(self, target: str) -> Answer:
+        found = self._going(target)
+        if found.whole:
+            self._roster.wish(found.fleet, Wish.PAUSED)
+        return self._change(found, wishes.pause, "pause", "paused: observed, and not touched")
+
+    def _resume(self, target: str) -> Answer:
+        found = self._going(target)
+        if found.whole:
+            self._roster.wish(found.fleet, Wish.UP)
+        return self._change(found, wishes.resume, "resume", "resumed")
+
+    def _retry(self, target: str) -> Answer:
+        return self._change(self._going(target), wishes.retry, "retry", "asked again now: books and places are clean")
+
+    def _confirm(self, target: str) -> Answer:
+        if not target:
+            self._care.store.confirm()
+            for name in self._engine.slots:
+                self._engine.lift_brake(name)
+            self._roster.say("confirm", "what is listed is all there is: a person confirmed it", level="info")
+            return {"changed": self._all_slots(), "store": True}
+        found = self._target(target)
+        for name in found.slots:
+            self._engine.lift_brake(name)
+        return self._change(found, wishes.confirm, "confirm", "no older node trains: a person confirmed it")
+
+    # --- nodes -------------------------------------------------------------------------------------------------------
+
+    def _adopt(self, node: str, slot: str) -> Answer:
+        adopt = getattr(self._engine, "adopt", None)
+        if adopt is None:
+            raise CannotDo("adopt-node is not available yet; delete that node, or name the fleet otherwise")
+        name = self.slot_named(slot)
+        adopt(node, name)
+        return {"node": node, "slot": name}
+
+    def _gc(self, apply: bool) -> Answer:
+        blind = [row["project"] for row in view.project_rows(self._engine) if not row["seen"]]
+        strays = {node.name: node for node in self._engine.strays.values() if not self._is_cared_for(node)}
+        for name in strays if apply else ():
+            self._engine.collect(name)
+        rows = [row for row in view.stray_rows(self._engine) if row["node"] in strays]
+        return {"strays": rows, "deleting": sorted(strays) if apply else [], "unseen_projects": blind}
+
+    def _is_cared_for(self, node: Node) -> bool:
+        """Of a fleet that this store knows, though its text cannot be read now: nobody's to sweep."""
+        record = self._roster.records.get(node.fleet)
+        return record is not None and record.wish is not Wish.DOWN
+
+    def _stop_daemon(self) -> Answer:
+        self._stop()
+        return {}
+
+    # --- targets -----------------------------------------------------------------------------------------------------
+
+    def _all_slots(self) -> list[str]:
+        known = {track.slot.fleet for track in self._engine.slots.values()}
+        return [name for fleet in sorted(known) for name in self._roster.slots_of(fleet)]
+
+    def _target(self, word: str) -> Target:
+        if word in self._roster.records:
+            return Target(word, tuple(self._roster.slots_of(word)), whole=True)
+        track = self._engine.slots.get(word)
+        if track is None:
+            raise CannotDo(self._unknown(word))
+        return Target(track.slot.fleet, (word,), whole=False)
+
+    def _going(self, word: str) -> Target:
+        """A target that is not on its way down."""
+        found = self._target(word)
+        record = self._roster.records.get(found.fleet)
+        states = [self._engine.slots[name].memory.wish for name in found.slots]
+        is_down = found.whole and record is not None and record.wish is Wish.DOWN
+        if is_down or (states and all(wish is Wish.DOWN for wish in states)):
+            raise CannotDo(f"{word} was taken down; `tpucare apply` of its fleet file starts it again")
+        kept = tuple(n for n in found.slots if self._engine.slots[n].memory.wish is not Wish.DOWN)
+        return Target(found.fleet, kept, found.whole)
+
+    def slot_named(self, word: str) -> str:
+        """The slot that *word* means: itself, or slot 0 of that fleet."""
+        name = word if word in self._engine.slots else f"{word}-0"
+        if name not in self._engine.slots:
+            raise CannotDo(self._unknown(word))
+        return name
+
+    def _unknown(self, word: str) -> str:
+        known = [*self._roster.records, *self._engine.slots]
+        return f"no fleet or slot {shown(word)}{hint(word, known)}" + ("" if known else "; no fleet is known yet")
+
+    def _change(self, target: Target, alter: Callable[[Memory], Memory], kind: str, text: str) -> Answer:
+        for name in target.slots:
+            self._engine.change(name, alter, kind, f"{name}: {text}")
+        return {"fleet": target.fleet if target.whole else "", "changed": list(target.slots)}
+
+
+def event_row(number: int, event: Any) -> Answer:
+    return {
+        "number": number,
+        "at": event.at.isoformat(),
+        "level": event.level,
+        "kind": event.kind,
+        "slot": plain(event.slot),
+        "node": plain(event.node),
+        "text": plain(event.text),
+        "fields": {key: plain(value) if isinstance(value, str) else value for key, value in event.fields.items()},
+    }
+
+
+def _about(action: object) -> str:
+    """What an action is about: a node's name, with the place for a create."""
+    place = getattr(action, "place", None)
+    name = getattr(action, "name", "") or getattr(getattr(action, "key", None), "name", "")
+    return f"{name} in {place.zone} as {place.accelerator_type} {place.provisioning.value}" if place else str(name)
+
+
+def _arguments(do: str, order: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of *order* by the names of *wanted*, whose values are defaults, or a type where there is none."""
+    unknown = [key for key in order if key != "do" and key not in wanted]
+    if unknown:
+        raise ConfigError(f"{do}: unknown key {shown(unknown[0])}{hint(str(unknown[0]), wanted)}")
+    values = {}
+    for key, default in wanted.items():
+        kind = default if isinstance(default, type) else type(default)
+        value = order.get(key, None if isinstance(default, type) else default)
+        if type(value) is not kind:
+            raise ConfigError(f"{do}: {key} must be {_KINDS[kind]}")
+        values[key] = value
+    return values
+
+
+_KINDS: Mapping[type, str] = {str: "text", bool: "true or false", int: "a whole number"}

@@ -1,0 +1,196 @@
+"""
+Fleets as last accepted: from the store into the engine, and from a new text into both.
+
+What a person declared must survive a file that vanished, so the text, the files it names and the wish are kept here;
+who reads files and who may ask for what is left to `folder` and `desk`. On the thread of the loop only.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from tpucare import fleet as fleets
+from tpucare import owner, wishes
+from tpucare.engine import Engine
+from tpucare.errors import ConfigError
+from tpucare.fleet import Fleet
+from tpucare.memory import End, FleetRecord, Wish
+from tpucare.model import Event, Slot
+from tpucare.ports import Clock, Store
+
+ACCEPTED = "accepted"
+
+
+class Roster:
+    """
+    records: by fleet name, ended fleets included    fleets: those whose text can be read
+    unread:  why the text of others cannot be read by this version; they are cared for again once a text is accepted
+    """
+
+    def __init__(
+        self, engine: Engine, store: Store, clock: Clock, *, state: Path, find_project: Callable[[], str]
+    ) -> None:
+        self.records: dict[str, FleetRecord] = store.fleets()
+        self.fleets: dict[str, Fleet] = {}
+        self.unread: dict[str, str] = {}
+        self._engine, self._store, self._clock = engine, store, clock
+        self._kept = state / ACCEPTED
+        self._find_project = find_project
+
+    # --- from the store ----------------------------------------------------------------------------------------------
+
+    def load(self) -> None:
+        """Declare every fleet as last accepted; one that was taken down too, so that its end is carried out."""
+        for record in self.records.values():
+            try:
+                fleet = self._read(record)
+            except ConfigError as error:
+                self.unread[record.name] = str(error)
+                self.say("fleet-unread", f"{record.name}: as last accepted it cannot be read: {error}", record.name)
+                continue
+            self._declare(fleet, record.wish)
+            if record.wish is Wish.DOWN:
+                self.take_down(record.name)
+
+    def _read(self, record: FleetRecord) -> Fleet:
+        contents = self._contents_of(record.name)
+
+        def read(path: Path) -> bytes:
+            kept = contents.get(str(path))
+            return kept if kept is not None else fleets.read_local(path)
+
+        file = f"{record.name}.yaml (as accepted)"
+        return self.with_project(fleets.parse(record.text, file=file, folder=Path(record.folder), read_file=read))
+
+    def with_project(self, fleet: Fleet) -> Fleet:
+        """Raises: ConfigError: the fleet names no project, and nothing else does."""
+        return fleet if fleet.project else replace(fleet, project=self._find_project())
+
+    # --- a new text --------------------------------------------------------------------------------------------------
+
+    def is_news(self, fleet: Fleet, text: str, folder: Path) -> bool:
+        """Whether accepting that would change anything."""
+        record, before = self.records.get(fleet.name), self.fleets.get(fleet.name)
+        if record is None or before is None:
+            return True
+        now = (text, str(folder), fleet.contents, fleet.project)
+        return now != (record.text, record.folder, before.contents, before.project)
+
+    def accept(self, fleet: Fleet, text: str, folder: Path, wish: Wish) -> None:
+        """From now on *fleet* is this, durably; no node is touched for it."""
+        contents = {str(folder / path): content for path, content in fleet.contents.items()}
+        if contents != self._contents_of(fleet.name):
+            self._keep(fleet.name, contents)
+        record = FleetRecord(fleet.name, text, str(folder), self._clock.now(), wish)
+        self._store.save_fleet(record)
+        self.records[fleet.name] = record
+        self.unread.pop(fleet.name, None)
+        self._declare(fleet, wish)
+
+    def _declare(self, fleet: Fleet, wish: Wish) -> None:
+        self.fleets[fleet.name] = fleet
+        slots = () if wish is Wish.DOWN else fleet.slots()
+        if fleet.project:
+            self._engine.watch(fleet.project)
+        self._engine.declare(fleet.name, slots, lambda name: self._surplus(fleet, name), wish)
+
+    def _surplus(self, fleet: Fleet, name: str) -> Slot | None:
+        index = fleet.index_of(name)
+        if index is None or name == fleet.name:
+            return None
+        try:
+            return fleet.slot(index)
+        except ConfigError:
+            # A file of that slot alone was not read, since it is not declared any more: it goes on as it was.
+            track = self._engine.slots.get(name)
+            return track.slot if track is not None else replace(fleet.slot(0), name=name, job=None)
+
+    # --- wishes ------------------------------------------------------------------------------------------------------
+
+    def slots_of(self, fleet: str) -> list[str]:
+        """Slots of *fleet* that the engine cares for, in order of their index."""
+        names = [name for name, track in self._engine.slots.items() if track.slot.fleet == fleet]
+        return sorted(names, key=_slot_order)
+
+    def wish(self, fleet: str, wish: Wish) -> None:
+        """Of the fleet as a whole, durably; slots are asked one by one after it, and again at the next start."""
+        record = replace(self.records[fleet], wish=wish)
+        self._store.save_fleet(record)
+        self.records[fleet] = record
+        if (known := self.fleets.get(fleet)) is not None:
+            self._declare(known, wish)
+
+    def take_down(self, fleet: str) -> list[str]:
+        """Ask every slot of *fleet* that was not asked yet to end; returns all that are on their way."""
+        names = self.slots_of(fleet)
+        for name in names:
+            if self._engine.slots[name].memory.wish is not Wish.DOWN:
+                self._engine.change(name, wishes.down, "down", f"{name}: taken down")
+        return names
+
+    def bring_up(self, fleet: str) -> list[str]:
+        """Ask for every declared slot of *fleet* that had ended or was taken down; returns those."""
+        raised = []
+        for slot in self.fleets[fleet].slots():
+            memory = self._engine.slots[slot.name].memory
+            if memory.wish is Wish.DOWN or memory.end is not End.NONE:
+                self._engine.change(slot.name, wishes.up, "up", f"{slot.name}: wanted again")
+                raised.append(slot.name)
+        return raised
+
+    def bury(self) -> list[str]:
+        """Let go of slots that were taken down, of which nothing is left, and that nobody declares."""
+        gone = [name for name in self._going_down() if self._engine.is_over(name) and not self._is_declared(name)]
+        for name in gone:
+            self._engine.end(name)
+            self.say("down", f"{name}: nothing is left of it", name)
+        return gone
+
+    def _going_down(self) -> list[str]:
+        return [name for name, track in self._engine.slots.items() if track.memory.wish is Wish.DOWN]
+
+    def is_surplus(self, slot: str) -> bool:
+        """Beyond a count that was lowered: it runs on until it is taken down by name."""
+        fleet = self.fleets.get(self._engine.slots[slot].slot.fleet)
+        index = fleet.index_of(slot) if fleet is not None else None
+        return fleet is not None and index is not None and index >= fleet.count
+
+    def _is_declared(self, slot: str) -> bool:
+        name = self._engine.slots[slot].slot.fleet
+        fleet, record = self.fleets.get(name), self.records.get(name)
+        if fleet is None or record is None or record.wish is Wish.DOWN:
+            return False
+        index = fleet.index_of(slot)
+        return index is not None and index < fleet.count
+
+    # --- what is said and kept ---------------------------------------------------------------------------------------
+
+    def say(
+        self, kind: str, text: str, about: str = "", level: str = "warning", **fields: str | int | float | bool | None
+    ) -> None:
+        """An event of a fleet or slot, or of the daemon itself."""
+        event = Event(self._clock.now(), kind, text, about, "", level, fields)
+        self._store.save({}, (event,))
+        self._engine.listen(event)
+
+    def _contents_of(self, fleet: str) -> dict[str, bytes]:
+        """Files that a fleet names, by local path, as they were when it was accepted."""
+        try:
+            raw = json.loads((self._kept / f"{fleet}.json").read_text("utf-8"))
+            return {str(path): base64.b64decode(content) for path, content in raw.items()}
+        except (OSError, ValueError, AttributeError, TypeError):
+            return {}
+
+    def _keep(self, fleet: str, contents: Mapping[str, bytes]) -> None:
+        owner.prepare_folder(self._kept)
+        text = json.dumps({path: base64.b64encode(content).decode("ascii") for path, content in contents.items()})
+        owner.write_private(self._kept / f"{fleet}.json", text)
+
+
+def _slot_order(name: str) -> tuple[str, int]:
+    fleet, _, index = name.rpartition("-")
+    return (fleet, int(index)) if index.isdecimal() else (name, 0)

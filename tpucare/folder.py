@@ -1,0 +1,240 @@
+"""
+The folder of fleet files: what changed in it, and what that means for the fleets that are cared for.
+
+Nothing that is absent or unreadable here changes anything (design, rule 3): a fleet runs on as last accepted, and a
+person is told once. A file counts as changed when it looks the same for two looks in a row, so that one that is being
+written is not read in the middle.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tpucare import fleet as fleets
+from tpucare import owner
+from tpucare.errors import ConfigError
+from tpucare.fleet import Fleet
+from tpucare.fleets import Roster
+from tpucare.memory import Wish
+from tpucare.words import shown
+
+SUFFIXES = (".yaml", ".yml")
+TEXT_LIMIT = 256 << 10
+_HEADER = "# tpucare: applied; relative paths start at "
+
+Signature = tuple[int, int, int]
+
+
+@dataclass(slots=True)
+class Changes:
+    """What a look found: files to read, files that are not there any more, why the folder cannot be listed."""
+
+    changed: list[Path] = field(default_factory=list)
+    missing: list[Path] = field(default_factory=list)
+    problem: str = ""
+
+
+class Watch:
+    """Signatures (mtime, size, inode) of the files of one folder. Reads no content."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._settled: dict[Path, Signature | None] = {}
+        self._pending: dict[Path, Signature | None] = {}
+        self._first = True
+
+    def again(self) -> None:
+        """Report every file at the next look."""
+        self._first = True
+
+    def look(self) -> Changes:
+        try:
+            found = dict(self._files())
+        except OSError as error:
+            return Changes(problem=f"{self.folder}: the fleets folder cannot be read: {error.strerror}")
+        changes = Changes()
+        known: dict[Path, Signature | None] = dict.fromkeys(self._settled)
+        for path, signature in {**known, **found}.items():
+            if self._settled.get(path) == signature and not self._first:
+                self._pending.pop(path, None)
+            elif self._first or (path in self._pending and self._pending[path] == signature):
+                self._settle(path, signature, changes)
+            else:
+                self._pending[path] = signature
+        self._first = False
+        return changes
+
+    def _settle(self, path: Path, signature: Signature | None, changes: Changes) -> None:
+        self._pending.pop(path, None)
+        if signature is None:
+            del self._settled[path]
+            changes.missing.append(path)
+        else:
+            self._settled[path] = signature
+            changes.changed.append(path)
+
+    def _files(self) -> Iterator[tuple[Path, Signature]]:
+        with os.scandir(self.folder) as entries:
+            for entry in sorted(entries, key=lambda entry: entry.name):
+                if entry.name.endswith(SUFFIXES) and not entry.name.startswith("."):
+                    try:
+                        status = entry.stat()
+                    except OSError:
+                        continue
+                    if stat.S_ISREG(status.st_mode):
+                        yield self.folder / entry.name, (status.st_mtime_ns, status.st_size, status.st_ino)
+
+
+class Intake:
+    """Brings changed files into the roster. On the thread of the loop only."""
+
+    def __init__(self, folder: Path, roster: Roster) -> None:
+        self.folder = folder
+        self._watch = Watch(folder)
+        self._roster = roster
+        self._declared: dict[Path, str] = {}
+        self._said = ""
+        self._looked = False
+
+    def again(self) -> None:
+        """SIGHUP: read everything anew, the files that fleets name included."""
+        self._watch.again()
+
+    def look(self) -> None:
+        """Take in what changed since the last look."""
+        changes = self._watch.look()
+        for path in changes.changed:
+            self._take(path)
+        for path in changes.missing:
+            self._miss(path)
+        self._complain(changes.problem or self._emptiness())
+        if not self._looked:
+            self._looked = True
+            self._name_orphans()
+
+    def path_of(self, fleet: str) -> Path:
+        """
+        The file that declares *fleet*, or the one that should.
+
+        Raises: ConfigError: a file of that name declares another fleet.
+        """
+        for path, name in self._declared.items():
+            if name == fleet and path.exists():
+                return path
+        path = self.folder / f"{fleet}.yaml"
+        if self._declared.get(path, fleet) != fleet:
+            raise ConfigError(f"{path} declares fleet {self._declared[path]}: rename that file first")
+        return path
+
+    def copy_in(self, fleet: Fleet, text: str, folder: Path, file: str) -> str:
+        """
+        Put the text of an applied file into the folder; returns the text that lies there then.
+
+        A copy says in its first line where its relative paths start, so that it means the same here.
+        Raises: ConfigError, StoreError: the folder cannot be written.
+        """
+        target = self.path_of(fleet.name)
+        if file and Path(file).exists() and target.exists() and Path(file).samefile(target):
+            return text
+        whole = _HEADER + json.dumps(str(folder)) + "\n" + without_header(text)
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        owner.write_private(target, whole)
+        self._declared[target] = fleet.name
+        return whole
+
+    # --- one file ----------------------------------------------------------------------------------------------------
+
+    def _take(self, path: Path) -> None:
+        try:
+            text = read_text(path)
+            folder = folder_of(text, path.parent)
+            fleet = self._roster.with_project(fleets.parse(text, file=str(path), folder=folder))
+            self._refuse_double(fleet, path)
+        except ConfigError as error:
+            self._roster.say("fleet-refused", str(error), self._declared.get(path, ""))
+            return
+        before = self._declared.get(path)
+        self._declared[path] = fleet.name
+        if before not in (None, fleet.name):
+            self._orphan(str(before), f"{path} declares {fleet.name} now")
+        if self._roster.is_news(fleet, text, folder):
+            self._accept(fleet, text, folder, path)
+
+    def _accept(self, fleet: Fleet, text: str, folder: Path, path: Path) -> None:
+        record = self._roster.records.get(fleet.name)
+        wish = record.wish if record is not None else Wish.UP
+        self._roster.accept(fleet, text, folder, wish)
+        for warning in fleet.warnings:
+            self._roster.say("fleet-warning", warning, fleet.name)
+        if wish is Wish.DOWN:
+            told = f"{path}: {fleet.name} was taken down and stays so; `tpucare apply {path}` starts it"
+            self._roster.say("fleet-down", told, fleet.name)
+        else:
+            self._roster.say("fleet", f"{path}: {fleet.name} accepted, {fleet.count} slots", fleet.name, "info")
+
+    def _refuse_double(self, fleet: Fleet, path: Path) -> None:
+        for other, name in self._declared.items():
+            if name == fleet.name and other != path and other.exists():
+                raise ConfigError(f"{path}: name: {name} is declared in {other} already; choose another")
+
+    def _miss(self, path: Path) -> None:
+        name = self._declared.pop(path, None)
+        if name is not None and name not in self._declared.values():
+            self._orphan(name, f"{path} is gone")
+
+    def _orphan(self, name: str, why: str) -> None:
+        record = self._roster.records.get(name)
+        if record is not None and record.wish is not Wish.DOWN:
+            told = f"{why}: {name} runs on as last accepted; `tpucare down {name}` ends it"
+            self._roster.say("fleet-missing", told, name)
+
+    def _name_orphans(self) -> None:
+        for name in self._roster.records:
+            if name not in self._declared.values():
+                self._orphan(name, f"no file in {self.folder} declares it")
+
+    def _emptiness(self) -> str:
+        return "" if self._declared else f"{self.folder}: holds no fleet file; `tpucare apply FILE` puts one there"
+
+    def _complain(self, problem: str) -> None:
+        if problem and problem != self._said:
+            self._roster.say("folder", problem)
+        self._said = problem
+
+
+def read_text(path: Path) -> str:
+    """Raises: ConfigError: cannot be read, is too large to be a fleet file, or is no UTF-8."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(TEXT_LIMIT + 1)
+        if len(content) > TEXT_LIMIT:
+            raise ConfigError(f"{path}: larger than {TEXT_LIMIT >> 10} KB, so no fleet file")
+        return content.decode("utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: is not UTF-8 (byte {error.start})") from error
+
+
+def folder_of(text: str, otherwise: Path) -> Path:
+    """Where relative paths of *text* start: as its first line says (an applied copy), else in its own folder."""
+    first, _, _ = text.partition("\n")
+    if not first.startswith(_HEADER):
+        return otherwise
+    try:
+        named = json.loads(first.removeprefix(_HEADER))
+    except ValueError:
+        named = None
+    if not isinstance(named, str) or not os.path.isabs(named):
+        raise ConfigError(f"the first line names no folder: {shown(first)}")
+    return Path(named)
+
+
+def without_header(text: str) -> str:
+    first, _, rest = text.partition("\n")
+    return rest if first.startswith(_HEADER) else text

@@ -1,0 +1,295 @@
+"""
+What a person sees of every slot, as plain data for tables and JSON: from the running engine, or from the store alone.
+
+Keys are promises to scripts: they are added to, not renamed. Ages are seconds. Nothing here decides anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from datetime import datetime
+from typing import Any
+
+from tpucare.actions import Wait
+from tpucare.engine import Engine
+from tpucare.memory import End, FleetRecord, Memory, NodeMemory, Wish
+from tpucare.model import Contact, Node, NodeState, Phase, Worker
+from tpucare.plain import plain
+from tpucare.projects import ProjectView
+from tpucare.tracking import NodeTrack, SlotTrack, newest_checkpoint, newest_step
+
+Row = dict[str, Any]
+
+# The least that any worker got to, in the order in which a run goes on.
+_COURSE = (Phase.NONE, Phase.FETCH, Phase.SETUP, Phase.RUN, Phase.EXITED)
+
+
+def slot_rows(engine: Engine, names: Iterable[str], now: datetime) -> list[Row]:
+    return [slot_row(engine, engine.slots[name], now) for name in names]
+
+
+def slot_row(engine: Engine, track: SlotTrack, now: datetime) -> Row:
+    """
+    One slot as the engine knows it.
+
+    phase: down | paused | done | failed | waiting | creating | booting | connecting | ready | fetch | setup | run |
+    exited | deleting, or the node's state in lower case; `training`: every worker holds the run launched last.
+    """
+    memory, seen = track.memory, newest(track)
+    view = engine.projects[track.slot.project]
+    past = memory.node(seen.node.name) if seen is not None else None
+    row = _remembered(track.slot.name, memory, now)
+    row |= {
+        "phase": phase_of(track, seen, past),
+        "training": engine.is_training(track.slot.name),
+        "over": engine.is_over(track.slot.name),
+        "project": track.slot.project,
+        "nodes": [_node_row(node, memory) for node in track.nodes.values()],
+        "action": action_word(track),
+        "why": plain(track.action.why),
+        "needs_person": isinstance(track.action, Wait) and track.action.needs_person,
+    }
+    if seen is not None:
+        row |= _place_row(seen.node) | _workers_row(seen, track) | _progress_row(seen, memory, view)
+    return row
+
+
+def remembered_row(slot: str, memory: Memory, now: datetime) -> Row:
+    """One slot as the store knows it, when no daemon runs: what was true when the last one stopped."""
+    row = _remembered(slot, memory, now)
+    live = [node for node in memory.nodes if node.delete_asked_at is None and not node.dead]
+    node = live[-1] if live else None
+    row |= {"phase": _ended_phase(memory) or ("unknown" if node else "waiting"), "why": "no daemon runs"}
+    if node is not None:
+        row |= {"node": node.name, "zone": node.zone, "type": _part(node.place, 1), "tier": _part(node.place, 2)}
+    return row
+
+
+def _remembered(slot: str, memory: Memory, now: datetime) -> Row:
+    run = memory.run
+    return {
+        "slot": slot,
+        "fleet": memory.fleet,
+        "wish": memory.wish.value,
+        "end": memory.end.value,
+        "end_why": plain(memory.end_why),
+        "phase": "",
+        "training": False,
+        "over": False,
+        "project": "",
+        "node": "",
+        "zone": "",
+        "type": "",
+        "tier": "",
+        "state": "",
+        "attempt": memory.attempts,
+        "run": run.token if run is not None else "",
+        "run_age_seconds": _age(run.launched_at, now) if run is not None else None,
+        "step": memory.step,
+        "step_age_seconds": None,
+        "checkpoint": memory.checkpoint,
+        "workers": 0,
+        "workers_answering": 0,
+        "books": _books(memory, now),
+        "places": _places(memory, now),
+        "nodes": [],
+        "action": "",
+        "why": "",
+        "needs_person": False,
+    }
+
+
+def _books(memory: Memory, now: datetime) -> Row:
+    return {
+        name: {
+            "failures": book.failures,
+            "total": book.total,
+            "retry_in_seconds": _ahead(book.retry_at, now),
+            "reason": plain(book.reason),
+        }
+        for name, book in memory.books.items()
+    }
+
+
+def _places(memory: Memory, now: datetime) -> Row:
+    """Only places that failed: where and why the next create is not asked for now."""
+    return {
+        key: {
+            "kind": place.kind,
+            "failures": place.failures,
+            "blocked": place.blocked,
+            "retry_in_seconds": _ahead(place.retry_at, now),
+            "reason": plain(place.reason),
+        }
+        for key, place in memory.places.items()
+        if place.failures or place.blocked or place.kind
+    }
+
+
+def newest(track: SlotTrack) -> NodeTrack | None:
+    """The node that stands for the slot: the one that runs, else the youngest that is not on its way out."""
+    run = track.memory.run
+    if run is not None and run.node in track.nodes:
+        past = track.memory.node(run.node)
+        if past is not None and not past.dead and past.delete_asked_at is None:
+            return track.nodes[run.node]
+    return max(track.nodes.values(), key=lambda seen: _rank(seen, track.memory), default=None)
+
+
+def _rank(seen: NodeTrack, memory: Memory) -> tuple[bool, datetime]:
+    past = memory.node(seen.node.name)
+    leaving = seen.node.state is NodeState.DELETING or (past is not None and (past.dead or bool(past.delete_asked_at)))
+    return (not leaving, seen.node.create_time)
+
+
+def phase_of(track: SlotTrack, seen: NodeTrack | None, past: NodeMemory | None) -> str:
+    if (ended := _ended_phase(track.memory)) and seen is None:
+        return ended
+    if seen is None:
+        return "creating" if track.memory.creates else "waiting"
+    if past is not None and past.delete_asked_at is not None:
+        return "deleting"
+    state = seen.node.state
+    if state is NodeState.CREATING:
+        return "booting"
+    if state is not NodeState.READY:
+        return state.name.lower()
+    return ended or _run_phase(seen, track.memory)
+
+
+def _run_phase(seen: NodeTrack, memory: Memory) -> str:
+    report, run = seen.report, memory.run
+    if report is None or not report.all_answer:
+        return "connecting"
+    if run is None or run.node != seen.node.name:
+        return "ready"
+    phases = [worker.phase for worker in report.workers if worker.token == run.token]
+    slowest = min(phases, key=_COURSE.index, default=Phase.NONE)
+    return "ready" if slowest is Phase.NONE else slowest.value
+
+
+def _ended_phase(memory: Memory) -> str:
+    if memory.wish is not Wish.UP:
+        return memory.wish.value
+    return memory.end.value if memory.end is not End.NONE else ""
+
+
+def _place_row(node: Node) -> Row:
+    return {
+        "node": plain(node.name),
+        "zone": node.key.zone,
+        "type": plain(node.accelerator_type),
+        "tier": node.provisioning.value,
+        "state": node.state.name,
+    }
+
+
+def _workers_row(seen: NodeTrack, track: SlotTrack) -> Row:
+    report = seen.report
+    answering = sum(w.contact is Contact.ANSWERED for w in report.workers) if report is not None else 0
+    expected = len(seen.workers) if seen.workers is not None else track.slot.workers
+    return {"workers": expected, "workers_answering": answering}
+
+
+def _progress_row(seen: NodeTrack, memory: Memory, view: ProjectView) -> Row:
+    report, last = seen.report, seen.progress.last
+    if report is None or memory.run is None or memory.run.node != seen.node.name:
+        return {}
+    step, checkpoint = newest_step(report), newest_checkpoint(report)
+    age = (view.observed - last.observed).total_seconds() if last is not None else None
+    return {
+        "step": step if step is not None else memory.step,
+        "step_age_seconds": round(age, 1) if age is not None else None,
+        "checkpoint": checkpoint if checkpoint is not None else memory.checkpoint,
+    }
+
+
+def _node_row(seen: NodeTrack, memory: Memory) -> Row:
+    node, past = seen.node, memory.node(seen.node.name)
+    return {
+        "name": plain(node.name),
+        "zone": node.key.zone,
+        "state": node.state.name,
+        "health": node.health.name,
+        "created": node.create_time.isoformat(),
+        "listed": seen.listed,
+        "deleting": past is not None and past.delete_asked_at is not None,
+    }
+
+
+def action_word(track: SlotTrack) -> str:
+    return type(track.action).__name__.lower()
+
+
+# --- what surrounds the slots ----------------------------------------------------------------------------------------
+
+
+def project_rows(engine: Engine) -> list[Row]:
+    return [
+        {
+            "project": view.name,
+            "seen": view.fresh,
+            "why": plain(view.blind_why) or ("" if view.fresh else "the first listing is under way"),
+            "nodes": view.nodes,
+            "unreachable": sorted(view.unreachable),
+        }
+        for view in engine.projects.values()
+    ]
+
+
+def fleet_rows(records: Mapping[str, FleetRecord], unread: Mapping[str, str], counts: Mapping[str, int]) -> list[Row]:
+    return [
+        {
+            "fleet": record.name,
+            "wish": record.wish.value,
+            "count": counts.get(record.name),
+            "accepted": record.accepted_at.isoformat(),
+            "problem": unread.get(record.name, ""),
+        }
+        for record in records.values()
+    ]
+
+
+def stray_rows(engine: Engine) -> list[Row]:
+    """Nodes with our owner label that belong to no slot we care for."""
+    return [
+        {
+            "node": plain(node.name),
+            "project": node.key.project,
+            "zone": node.key.zone,
+            "fleet": plain(node.fleet),
+            "slot": plain(node.slot),
+            "state": node.state.name,
+            "type": plain(node.accelerator_type),
+            "created": node.create_time.isoformat(),
+        }
+        for node in engine.strays.values()
+    ]
+
+
+def worker_rows(node: Node, workers: Iterable[Worker]) -> list[Row]:
+    """What a person's ssh has to know."""
+    return [
+        {
+            "node": node.name,
+            "project": node.key.project,
+            "zone": node.key.zone,
+            "id": node.id,
+            "worker": worker.number,
+            "host": worker.host,
+        }
+        for worker in workers
+    ]
+
+
+def _age(instant: datetime, now: datetime) -> float:
+    return round(max(0.0, (now - instant).total_seconds()), 1)
+
+
+def _ahead(instant: datetime | None, now: datetime) -> float | None:
+    return None if instant is None else round(max(0.0, (instant - now).total_seconds()), 1)
+
+
+def _part(place: str, index: int) -> str:
+    parts = place.split("/")
+    return parts[index] if index < len(parts) else ""
