@@ -82,7 +82,8 @@ class Board:
         return None
 
     def decide_again(self, names: Iterable[str]) -> None:
-        self.dirty.update(dict.fromkeys(names))
+        """In the order of names: sets differ in theirs from process to process, and the same seed gives the same run."""
+        self.dirty.update(dict.fromkeys(sorted(names)))
 
     def rest(self, track: SlotTrack) -> None:
         """A slot has been decided: is something under way, or held by the brake?"""

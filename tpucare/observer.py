@@ -78,9 +78,9 @@ class Observer:
         view.observe(listing, now)
         if was_blind:
             self.board.say("seeing", f"listing {view.name}: {len(listing.nodes)} nodes", level="debug")
-        for key in listing.changed:
+        for key in sorted(listing.changed):
             self.see(view, listing.nodes[key])
-        for key in listing.gone:
+        for key in sorted(listing.gone):
             self._miss(view, key.name)
         if went_dark:
             self._darken(view, listing.unreachable)
