@@ -15,7 +15,7 @@ from datetime import timedelta
 from tpucare.actions import Wait
 from tpucare.errors import StoreError
 from tpucare.memory import Memory
-from tpucare.model import Event, Node
+from tpucare.model import Event, Node, Slot
 from tpucare.ports import Clock, Executor, Lane, Store
 from tpucare.projects import ProjectView
 from tpucare.tracking import NodeTrack, SlotTrack
@@ -27,7 +27,11 @@ Begun = tuple[Lane, tuple[str, ...], Callable[[], object]]
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How the loop beats. Seconds, but for the budget. `dry_run`: observe and decide, begin nothing."""
+    """
+    How the loop beats. Seconds, but for the budget.
+
+    dry_run: observe and decide, begin nothing    acts_for: the slots for which anything is begun; None = all
+    """
 
     poll: float = 5.0
     fast_poll: float = 1.0
@@ -37,6 +41,7 @@ class Settings:
     brake_minimum: int = 3
     brake_share: float = 0.2
     dry_run: bool = False
+    acts_for: Callable[[Slot], bool] | None = None
 
 
 @dataclass(slots=True)
@@ -87,8 +92,12 @@ class Board:
 
     def rest(self, track: SlotTrack) -> None:
         """A slot has been decided: is something under way, or held by the brake?"""
-        name = track.slot.name
-        (self.busy.add if track.is_busy(self.project(track.slot.project).mark) else self.busy.discard)(name)
+        name, view = track.slot.name, self.project(track.slot.project)
+        if not track.is_busy(view.mark):
+            self.busy.discard(name)
+        elif name not in self.busy:
+            self.busy.add(name)
+            view.look_soon(self.clock.monotonic(), self.settings.fast_poll)
         (self.braked.add if track.braked else self.braked.discard)(name)
 
     def drop(self, slot: str) -> None:

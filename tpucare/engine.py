@@ -24,7 +24,7 @@ from tpucare.evidence import Evidence, Moment
 from tpucare.hearing import Hearing
 from tpucare.memory import End, Memory, Wish
 from tpucare.model import Event, Listing, Node, Slot
-from tpucare.narration import end_of, failed, kind_of, node_of, text_of
+from tpucare.narration import end_of, failed, fields_of, kind_of, node_of, text_of
 from tpucare.observer import Observer
 from tpucare.placement import CreateBudget
 from tpucare.plan import decide
@@ -32,6 +32,8 @@ from tpucare.ports import Clock, Executor, Finished, Lane, Store
 from tpucare.prober import Prober
 from tpucare.projects import ProjectView
 from tpucare.tracking import SlotTrack
+
+__all__ = ["Engine", "Settings"]
 
 # One slot cannot ask for more steps in one pass than this: a rule that never comes to rest is an error of that slot.
 STEPS_PER_SLOT = 40
@@ -69,6 +71,7 @@ class Engine:
         self.brake = Brake(self.settings.brake_minimum, self.settings.brake_share)
         self._remembered = {name: memories.recover(memory) for name, memory in store.memories().items()}
         self._surplus: dict[str, Callable[[str], Slot | None]] = {}
+        self._wishes: dict[str, Wish] = {}
         self._budget: dict[str, CreateBudget] = {}
 
     @property
@@ -80,21 +83,30 @@ class Engine:
         return self.board.projects
 
     @property
+    def listen(self) -> Callable[[Event], None]:
+        """Who is told of events."""
+        return self.board.listen
+
+    @property
     def strays(self) -> dict[str, Node]:
         """Nodes that bear our owner label and a fleet that this store has never known."""
         return self.board.strays
 
     # --- what is declared, and what is wished ------------------------------------------------------------------------
 
-    def declare(self, fleet: str, slots: Iterable[Slot], surplus: Callable[[str], Slot | None]) -> None:
+    def declare(
+        self, fleet: str, slots: Iterable[Slot], surplus: Callable[[str], Slot | None], wish: Wish = Wish.UP
+    ) -> None:
         """
         Slots of *fleet* as last accepted. A live node is never touched for an edit alone.
 
         `surplus` makes the Slot of a name that is no longer declared and still remembered or listed (rule 3: a lowered
-        count lets surplus slots run on).
+        count lets surplus slots run on). `wish` is what a slot begins with that nothing is remembered of: a node of a
+        fleet that was taken down must not bring its slot back.
         """
         declared = {slot.name: slot for slot in slots}
         self._surplus[fleet] = surplus
+        self._wishes[fleet] = wish
         known = [name for name, memory in self._remembered.items() if memory.fleet == fleet]
         known += [name for name, track in self.slots.items() if track.slot.fleet == fleet]
         for name in known:
@@ -108,10 +120,15 @@ class Engine:
             del self.strays[node.name]
             self.observer.see(self.board.project(node.key.project), node)
 
+    def watch(self, project: str) -> None:
+        """List *project* though no slot of it is declared: strays and late nodes are seen there too."""
+        self.board.project(project)
+
     def _track(self, slot: Slot) -> SlotTrack:
         track = self.slots.get(slot.name)
         if track is None:
-            memory = self._remembered.pop(slot.name, None) or Memory(fleet=slot.fleet)
+            fresh = Memory(fleet=slot.fleet, wish=self._wishes.get(slot.fleet, Wish.UP))
+            memory = self._remembered.pop(slot.name, None) or fresh
             track = self.slots[slot.name] = SlotTrack(slot, memory)
             self.board.project(slot.project).adopt(slot.name)
             self._restore_budget(slot.project, memory)
@@ -154,11 +171,20 @@ class Engine:
         self.board.commit()
 
     def end(self, slot: str) -> None:
-        """Forget a slot that was taken down and of which nothing is left."""
+        """Let go of a slot that was taken down and of which nothing is left. Its numbers stay: no name comes twice."""
         track = self.slots.pop(slot)
         self.board.project(track.slot.project).slots.discard(slot)
         self.board.drop(slot)
-        self.store.drop(slot)
+        past = track.memory
+        memory = Memory(
+            past.fleet,
+            past.wish,
+            next_number=past.next_number,
+            attempts=past.attempts,
+            recent_creates=past.recent_creates,
+        )
+        self._remembered[slot] = memory
+        self.store.save({slot: memory})
 
     # --- the loop ----------------------------------------------------------------------------------------------------
 
@@ -249,7 +275,7 @@ class Engine:
             if isinstance(action, Wait):
                 self._rest(track, action, moment, now)
                 return
-            if self.settings.dry_run:
+            if not self._acts_for(track.slot):
                 return
             if isinstance(action, Create):
                 creates[track.slot.name] = action
@@ -260,6 +286,10 @@ class Engine:
                 return
             self._begin(track, action)
         raise TpuCareError(f"no rest after {STEPS_PER_SLOT} steps, the last was {track.action}")
+
+    def _acts_for(self, slot: Slot) -> bool:
+        chosen = self.settings.acts_for
+        return not self.settings.dry_run and (chosen is None or chosen(slot))
 
     def _evidence(self, view: ProjectView, track: SlotTrack) -> Evidence:
         silent = track.slot.name in self.hearing.silent
@@ -291,7 +321,7 @@ class Engine:
         """The intent into memory, the effect behind it; it starts when `commit` has written the intent."""
         self.board.update(track, memories.intend(track.memory, action, self.clock.now(), self.rng))
         if not isinstance(action, Look | Poll | Vouch):
-            self.board.event(track, kind_of(action), text_of(action), node=node_of(action))
+            self.board.event(track, kind_of(action), text_of(action), node=node_of(action), **fields_of(action))
         if isinstance(action, Settle):
             return
         name = action.key.name if not isinstance(action, Create | Poll) else action.name

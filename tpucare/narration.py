@@ -63,3 +63,14 @@ def _end_of_launch(action: Launch, result: LaunchResult) -> Told:
         return Told("launched", f"{action.token}: runs on all workers")
     errors = sorted({str(error) for error in result.workers if error is not None})
     return Told("launch-failed", f"{action.token}: {'; '.join(errors)[:500]}", "warning")
+
+
+def fields_of(action: Settle | Effect) -> dict[str, str]:
+    """What a script would look for in the event of an action that begins."""
+    if isinstance(action, Create):
+        return {"zone": action.place.zone, "accelerator_type": action.place.accelerator_type}
+    if isinstance(action, Delete):
+        return {"zone": action.key.zone, "reason": action.reason.value}
+    if isinstance(action, Launch | Stop):
+        return {"run": action.token}
+    return {}

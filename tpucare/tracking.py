@@ -14,7 +14,7 @@ from statistics import median
 
 from tpucare.actions import Action, Wait
 from tpucare.evidence import Evidence, Holding, Mark, NodeEvidence, Progress
-from tpucare.memory import Memory
+from tpucare.memory import End, Memory
 from tpucare.model import Contact, Health, Node, NodeReport, NodeState, Phase, Slot, Worker, WorkerReport
 
 BAD_HEALTH = frozenset({Health.TIMEOUT, Health.UNHEALTHY_TENSORFLOW, Health.UNHEALTHY_MAINTENANCE})
@@ -36,7 +36,8 @@ class ProgressTrack:
 
     def see(self, token: str, step: int | None, checkpoint: int | None, log_bytes: int, mark: Mark) -> None:
         if token != self.token:
-            self.token, self.seen, self.log_bytes, self.signals = token, (None, None), 0, 0
+            # The checkpoint that a run begins from is not its own progress.
+            self.token, self.seen, self.log_bytes, self.signals = token, (None, checkpoint), 0, 0
             self.last, self.life = None, mark
             self.gaps.clear()
         if log_bytes != self.log_bytes:
@@ -232,4 +233,5 @@ class SlotTrack:
         booting = any(track.node.state is NodeState.CREATING for track in self.nodes.values())
         marks = [seen.silent_since for seen in self.nodes.values() if seen.silent_since is not None]
         silent = any(now.observed - mark.observed < FRESH_SILENCE for mark in marks)
-        return bool(self.in_flight or memory.creates or deleting or booting or silent)
+        ended = any(seen.ended_since is not None for seen in self.nodes.values()) and memory.end is End.NONE
+        return bool(self.in_flight or memory.creates or deleting or booting or silent or ended)

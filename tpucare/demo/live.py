@@ -67,7 +67,11 @@ class Screen:
         else:
             return None
         detail = f" (step {event.fields['step']})" if event.fields.get("step") is not None else ""
-        reason = f": {event.text.partition(': ')[2]}" if event.kind in ("create", "create-failed", "delete") else ""
+        reason = ""
+        if event.kind == "create":
+            reason = f": {event.fields.get('accelerator_type')} in {event.fields.get('zone')}"
+        elif event.kind in ("create-failed", "delete"):
+            reason = f": {event.text.partition(': ')[2].partition(';')[0]}"
         return Text.assemble(
             (self._clock(), "dim"), "  ", (f"{event.node:<12}", "bold"), (said + detail, style), reason
         )
@@ -90,21 +94,23 @@ def _row(*cells: RenderableType) -> Table:
 
 def show_report(console: Console, report: Report) -> None:
     """The end: what was lost, how long each way back took, and the proof."""
-    table = Table(title="recoveries", title_justify="left", title_style="bold")
-    for head in ("lost", "next", "zone", *(phase.replace("_", " ") for phase in PHASES), "in all", "redone"):
-        table.add_column(head, justify="left" if head in ("lost", "next", "zone") else "right", no_wrap=True)
+    table = Table(title="recoveries", title_justify="left", title_style="bold", box=None, padding=(0, 1, 0, 0))
+    for head in ("lost", "next"):
+        table.add_column(head, no_wrap=True)
+    for head in (*(phase.replace("_", " ") for phase in PHASES), "in all", "redone"):
+        table.add_column(head, justify="right", no_wrap=True)
     for recovery in report.recoveries:
         lengths = [f"{recovery.seconds.get(phase, 0.0):.1f} s" for phase in PHASES]
+        lost, following = (name.rpartition("-")[2] for name in (recovery.lost_node, recovery.new_node))
         redone = f"{recovery.steps_redone} of {recovery.allowed}"
-        zone, total = recovery.zone, f"{recovery.total:.1f} s"
-        table.add_row(recovery.lost_node, recovery.new_node, zone, *lengths, total, redone)
+        table.add_row(lost, f"{following} {recovery.zone}", *lengths, f"{recovery.total:.1f} s", redone)
     if report.recoveries:
         console.print(table)
         console.print("[dim]redone: steps made twice, of those that one checkpoint interval and a save allow[/dim]")
-    console.print(f"attempts {report.attempts} in {', '.join(report.zones)}; step {report.final_step}", highlight=False)
+    zones = " -> ".join(report.zones)
+    console.print(f"{report.attempts} attempts ({zones}), step {report.final_step}", highlight=False)
     same = "equal, bit for bit" if report.params_match else "DIFFER"
-    console.print(f"parameters      {report.params}", highlight=False)
-    console.print(f"undisturbed run {report.reference}  -> {same}", highlight=False)
+    console.print(f"parameters  {report.params}\nundisturbed {report.reference}\n  -> {same}", highlight=False)
     left = f"{len(report.leaked_nodes)} nodes, {len(report.leaked_processes)} processes"
     console.print(f"left over: {left}; {report.seconds:.0f} s in all", highlight=False)
     for fault in report.faults:
