@@ -475,6 +475,18 @@ def test_a_key_is_appended_once_to_the_keys_that_are_there(build: Build) -> None
         rig.cloud.add_ssh_key(NodeKey(PROJECT, ZONE, "pod-9-a1"), KEY_LINE)
 
 
+def test_labels_are_added_to_those_that_are_there(build: Build) -> None:
+    rig = build()
+    ready(rig, "pod-0-a1")
+    key = NodeKey(PROJECT, ZONE, "pod-0-a1")
+    before = dict(rig.cloud.get_node(key).labels)
+    rig.cloud.add_labels(key, {"tpucare-owner": "o-else", "team": "vision"})
+    rig.play(10)
+    assert rig.cloud.get_node(key).labels == {**before, "tpucare-owner": "o-else", "team": "vision"}
+    with pytest.raises(NodeGone):
+        rig.cloud.add_labels(NodeKey(PROJECT, ZONE, "pod-9-a1"), {"a": "b"})
+
+
 def test_two_updates_at_once_are_a_lost_race(build: Build) -> None:
     rig = build()
     ready(rig, "pod-0-a1")

@@ -393,3 +393,21 @@ def test_another_owners_node_of_our_name_stops_creates_until_a_person_looks(daem
     daemon.run(minutes=30)
     assert [node.path.node_id for node in daemon.zone.nodes("other")] == ["other-0-a7"]
     assert "another owner" in daemon.why()["other-0"]
+
+
+def test_a_node_of_another_owner_is_adopted_when_a_person_says_so(daemon: Daemon) -> None:
+    spec = NodeSpec(accelerator_type="v3-32", runtime_version="tpu-ubuntu2204-base", spot=True)
+    parent = f"projects/my-project/locations/{US}"
+    daemon.zone.world.create_node(parent, "pod-0", spec, daemon.clock.true_now())
+    daemon.care_for("other")
+    daemon.run(minutes=10)
+    daemon.care_for("pod")
+    daemon.run(minutes=1)
+    daemon.engine.adopt("pod-0", "pod-0")
+    daemon.run(minutes=10)
+    assert [node.path.node_id for node in daemon.zone.nodes("pod-0")] == ["pod-0"]
+    assert daemon.trains("pod-0")
+    daemon.zone.world.preempt("pod-0", daemon.clock.true_now())
+    daemon.run(minutes=15)
+    assert daemon.trains("pod-0")
+    daemon.check()

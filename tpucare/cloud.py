@@ -159,8 +159,15 @@ class GoogleCloud:
         metadata = wire.with_ssh_key(dict(self._get_raw(key).metadata), line)
         if metadata is None:
             return
-        node = types.Node(name=wire.node_path(key), metadata=metadata)
-        request = types.UpdateNodeRequest(node=node, update_mask={"paths": ["metadata"]})
+        self._update(types.Node(name=wire.node_path(key), metadata=metadata), "metadata")
+
+    def add_labels(self, key: NodeKey, labels: Mapping[str, str]) -> None:
+        """Raises: LostRace: another update is under way."""
+        merged = {**dict(self._get_raw(key).labels), **labels}
+        self._update(types.Node(name=wire.node_path(key), labels=merged), "labels")
+
+    def _update(self, node: Any, path: str) -> None:
+        request = types.UpdateNodeRequest(node=node, update_mask={"paths": [path]})
         with self._translated(Where.UPDATE):
             raw = self._client.update_node(request=request, timeout=self._write).operation
         if (error := wire.operation_of(raw).error) is not None:

@@ -113,12 +113,7 @@ def _prepare_run(
 
 
 def node_request(action: Create, slot: Slot, ports: Ports) -> NodeRequest:
-    labels = {
-        LABEL_OWNER: ports.owner,
-        LABEL_FLEET: slot.fleet,
-        LABEL_SLOT: slot.name,
-        LABEL_NUMBER: str(action.number),
-    }
+    labels = labels_of(slot, action.number, ports)
     keys = "\n".join((ports.ssh_key, *slot.ssh_keys))
     key = NodeKey(slot.project, action.place.zone, action.name)
     return NodeRequest(key, action.place, labels, {"ssh-keys": keys})
@@ -137,3 +132,13 @@ def vouch(key: NodeKey, workers: tuple[Worker, ...], ports: Ports) -> None:
     keys = ports.cloud.host_keys(key)
     if keys:
         ports.launcher.vouch(workers, keys)
+
+
+def labels_of(slot: Slot, number: int, ports: Ports) -> dict[str, str]:
+    """What makes a node ours, and this slot's."""
+    return {
+        LABEL_OWNER: ports.owner,
+        LABEL_FLEET: slot.fleet,
+        LABEL_SLOT: slot.name,
+        LABEL_NUMBER: str(number),
+    }

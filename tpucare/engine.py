@@ -19,7 +19,7 @@ from tpucare.actions import Create, Delete, Effect, Launch, Look, Poll, Reason, 
 from tpucare.board import Board, Settings
 from tpucare.brake import Brake, is_judged
 from tpucare.effects import ChangedMeanwhile, Ports, lane_of, prepare
-from tpucare.errors import NodeGone, StoreError, TpuCareError
+from tpucare.errors import ConfigError, NodeGone, StoreError, TpuCareError
 from tpucare.evidence import Evidence, Moment
 from tpucare.hearing import Hearing
 from tpucare.memory import End, Memory, Wish
@@ -168,6 +168,22 @@ class Engine:
         action = Delete(node.key, node.id, node.create_time, "gc was asked for", Reason.ASKED)
         self.board.begin((Lane.CLOUD, ("collect", name), lambda: effects.delete(action, self.ports)))
         self.board.say("collect", f"{name}: delete asked for", node=name)
+        self.board.commit()
+
+    def adopt(self, node: str, slot: str) -> None:
+        """
+        `adopt-node`: a person says that *node*, whoever made it, is this slot's from now on; the end is an event.
+
+        Raises: ConfigError: no such node was listed, or it is ours already.
+        """
+        track = self.slots[slot]
+        known = self.board.project(track.slot.project).foreign.values()
+        found = [seen for nodes in known for seen in nodes.values() if seen.name == node]
+        if not found:
+            raise ConfigError(f"no node {node} of another owner is listed in {track.slot.project}")
+        key, labels = found[0].key, effects.labels_of(track.slot, 0, self.ports)
+        self.board.begin((Lane.CLOUD, ("adopt", node), lambda: self.ports.cloud.add_labels(key, labels)))
+        self.board.event(track, "adopt", f"{node}: to be labelled as ours", node=node)
         self.board.commit()
 
     def end(self, slot: str) -> None:
@@ -403,9 +419,10 @@ class Engine:
             self.observer.listed(self.projects[rest[0]], result, finished.error)
         elif kind == "probe":
             self.prober.probed(rest[0], rest[1], rest[2], finished)
-        elif kind == "collect":
-            text = f"{rest[0]}: " + (f"{finished.error}" if finished.error is not None else "delete accepted")
-            self.board.say("collected", text, node=rest[0], level="info" if finished.error is None else "warning")
+        elif kind in ("collect", "adopt"):
+            text = f"{rest[0]}: " + (f"{finished.error}" if finished.error is not None else "accepted")
+            level = "info" if finished.error is None else "warning"
+            self.board.say(f"{kind}ed", text, node=rest[0], level=level)
         else:
             track = self.slots.get(rest[0])
             action = track.in_flight.pop(rest[1], None) if track is not None else None

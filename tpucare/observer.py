@@ -104,6 +104,8 @@ class Observer:
         if node.owner != self.ports.owner:
             self.see_foreign(view, node)
             return
+        for slot in slots_of(node.name):
+            view.foreign.get(slot, {}).pop(node.name, None)
         track = self.board.slots.get(node.slot) or self.adopt(node)
         if track is None or track.slot.project != view.name:
             if node.name not in self.board.strays:

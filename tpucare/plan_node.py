@@ -227,6 +227,10 @@ def _decide_launch(slot: Slot, seen: NodeEvidence, evidence: Evidence, memory: M
 def _decide_not_quiet(seen: NodeEvidence, evidence: Evidence, memory: Memory) -> Action:
     tried = f"stop:{seen.node.name}" in evidence.looked
     why = "something that is not our run holds the chips or the lock"
+    past = memory.node(seen.node.name)
+    if past is not None and past.launched and not past.attempt:
+        # A node that a person handed to us, or that a lost store knew: what works there may be worth more than ours.
+        return Wait(f"{why} of {seen.node.name}, which is adopted: stop it, or `apply --replace`", needs_person=True)
     if not tried:
         token = token_of(seen) or f"{seen.node.name}.0"
         return Stop(seen.node.key, seen.node.id, token, why, step=memory.step, checkpoint=memory.checkpoint)

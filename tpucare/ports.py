@@ -66,6 +66,10 @@ class Cloud(Protocol):
         """Append one `user:ssh-… key` line to the node's metadata: read, append, write."""
         ...
 
+    def add_labels(self, key: NodeKey, labels: Mapping[str, str]) -> None:
+        """Write *labels* over those the node has: read, merge, write."""
+        ...
+
     def host_keys(self, key: NodeKey) -> Mapping[int, tuple[str, ...]]:
         """Host keys that the guest agent published, per worker number, as `type base64`; may be incomplete or empty."""
         ...

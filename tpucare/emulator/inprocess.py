@@ -121,13 +121,18 @@ class InProcessCloud:
         lines = [known.strip() for known in metadata.get(SSH_KEYS, "").splitlines() if known.strip()]
         if line.strip() in lines:
             return
-        spec = NodeSpec(metadata={**metadata, SSH_KEYS: "\n".join([*lines, line.strip()])})
+        self._update(name, "metadata", NodeSpec(metadata={**metadata, SSH_KEYS: "\n".join([*lines, line.strip()])}))
+
+    def add_labels(self, key: NodeKey, labels: Mapping[str, str]) -> None:
+        self._update(_path(key), "labels", NodeSpec(labels={**self._get(key).spec.labels, **labels}))
+
+    def _update(self, name: str, path: str, spec: NodeSpec) -> None:
         self._call(
             Where.UPDATE,
             "UpdateNode",
             name,
             self._limits.write,
-            lambda fate: self._world.update_node(name, ("metadata",), spec, self._now(), fate),
+            lambda fate: self._world.update_node(name, (path,), spec, self._now(), fate),
         )
 
     def host_keys(self, key: NodeKey) -> Mapping[int, tuple[str, ...]]:
