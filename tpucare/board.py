@@ -87,7 +87,7 @@ class Board:
         return None
 
     def decide_again(self, names: Iterable[str]) -> None:
-        """In the order of names: sets differ in theirs from process to process, and the same seed gives the same run."""
+        """In the order of names: that of a set differs from process to process, and a seed has to give one run."""
         self.dirty.update(dict.fromkeys(sorted(names)))
 
     def rest(self, track: SlotTrack) -> None:

@@ -255,7 +255,7 @@ def _decide_failed(
     text = f"{worst.phase.value} exited with {worst.exit_status}"
     if worst.detail:
         text = f"{text}: {worst.detail}"
-    if kinds & {Failure.FETCH, Failure.SETUP, Failure.SECRET_MISSING} or any(
+    if kinds & {Failure.FETCH, Failure.SETUP, Failure.SECRET_MISSING, Failure.DISK_FULL} or any(
         worker.phase in (Phase.FETCH, Phase.SETUP) for worker in failed
     ):
         return _book(seen, memory, text, BookName.SETUP, slot.care.setup_budget)
