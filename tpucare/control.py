@@ -18,7 +18,7 @@ import queue
 import socket
 import socketserver
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +32,8 @@ LINE_LIMIT = 2 << 20
 ANSWER_SECONDS = 30.0
 IDLE_SECONDS = 60.0
 CONNECTIONS_LIMIT = 32
-# A unix socket's path has 108 bytes.
+LAST_ANSWERS_SECONDS = 1.0
+# A unix socket's path has 108 bytes. Linux lets a longer one be reached through a descriptor of its folder.
 PATH_LIMIT = 100
 
 Order = Mapping[str, Any]
@@ -57,12 +58,20 @@ class Control:
     """
     Serves the socket from `start` to `close`. `serve` carries out what waits, on the thread that calls it.
 
-    nudge: called, on any thread, when something waits
+    nudge:    called, on any thread, when something waits
+    stumbled: called, on the thread of `serve`, with an error that nobody named
     """
 
-    def __init__(self, path: Path, nudge: Callable[[], None], answer_seconds: float = ANSWER_SECONDS) -> None:
+    def __init__(
+        self,
+        path: Path,
+        nudge: Callable[[], None],
+        answer_seconds: float = ANSWER_SECONDS,
+        stumbled: Callable[[Exception], None] = lambda _: None,
+    ) -> None:
         self.path = path
         self._nudge = nudge
+        self._stumbled = stumbled
         self._answer_seconds = answer_seconds
         self._calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()
         self._server: _Server | None = None
@@ -74,12 +83,11 @@ class Control:
 
         Raises: ConfigError: the socket cannot be made.
         """
-        if len(os.fsencode(self.path)) > PATH_LIMIT:
-            raise ConfigError(f"{self.path}: too long for a socket ({PATH_LIMIT} bytes); choose a shorter state folder")
         mask = os.umask(0o177)
         try:
             self.path.unlink(missing_ok=True)
-            self._server = _Server(str(self.path), _Conversation)
+            with _reachable(self.path) as address:
+                self._server = _Server(address, _Conversation)
         except OSError as error:
             raise ConfigError(f"{self.path}: the control socket cannot be made: {error.strerror or error}") from error
         finally:
@@ -93,15 +101,22 @@ class Control:
     def close(self) -> None:
         if self._server is None or self._thread is None:
             return
-        self._server.shutdown()
-        self._server.server_close()
+        server, self._server = self._server, None
+        server.shutdown()
+        server.server_close()
         self._thread.join()
-        self._server = None
         self.path.unlink(missing_ok=True)
         self.serve(_gone)
+        # Whoever was answered a moment ago, as the order to stop is, should hear it.
+        with server.quiet:
+            server.quiet.wait_for(lambda: not server.answering, LAST_ANSWERS_SECONDS)
 
     def serve(self, carry: Callable[[object], Answer]) -> int:
-        """Carry out every order that waits; returns how many. An error that nobody named goes through."""
+        """
+        Carry out every order that waits; returns how many.
+
+        An order that stumbles is answered, told to `stumbled`, and ends nothing else. Raises: StoreError.
+        """
         count = 0
         while True:
             try:
@@ -119,9 +134,9 @@ class Control:
                 raise
             except TpuCareError as error:
                 call.answer.set_exception(error)
-            except BaseException as error:
+            except Exception as error:
                 call.answer.set_exception(error)
-                raise
+                self._stumbled(error)
 
     def _carry(self, order: object) -> Answer:
         call = _Call(order)
@@ -150,7 +165,8 @@ def request(path: Path, order: Order, *, seconds: float = ANSWER_SECONDS + 5) ->
     try:
         with socket.socket(socket.AF_UNIX) as channel:
             channel.settimeout(seconds)
-            channel.connect(str(path))
+            with _reachable(path) as address:
+                channel.connect(address)
             channel.sendall(json.dumps(order).encode() + b"\n")
             with channel.makefile("rb") as lines:
                 line = lines.readline()
@@ -173,10 +189,24 @@ def is_running(path: Path) -> bool:
     try:
         with socket.socket(socket.AF_UNIX) as channel:
             channel.settimeout(1.0)
-            channel.connect(str(path))
+            with _reachable(path) as address:
+                channel.connect(address)
     except OSError:
         return False
     return True
+
+
+@contextlib.contextmanager
+def _reachable(path: Path) -> Iterator[str]:
+    """An address for *path* that fits into a socket's."""
+    if len(os.fsencode(path)) <= PATH_LIMIT:
+        yield str(path)
+        return
+    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{folder}/{path.name}"
+    finally:
+        os.close(folder)
 
 
 def _gone(_: object) -> Answer:
@@ -209,6 +239,8 @@ class _Server(socketserver.ThreadingUnixStreamServer):
     def __init__(self, path: str, conversation: type[socketserver.BaseRequestHandler]) -> None:
         super().__init__(path, conversation)
         self.places = threading.BoundedSemaphore(CONNECTIONS_LIMIT)
+        self.quiet = threading.Condition()
+        self.answering = 0
 
     def handle_error(self, request: object, client_address: object) -> None:
         """A client that hung up: its loss. The usual traceback on stderr helps nobody."""
@@ -224,11 +256,11 @@ class _Conversation(socketserver.StreamRequestHandler):
             return
         try:
             with contextlib.suppress(OSError):
-                self._converse(self.server.carry)
+                self._converse(self.server)
         finally:
             self.server.places.release()
 
-    def _converse(self, carry: Callable[[object], Answer]) -> None:
+    def _converse(self, server: _Server) -> None:
         while line := self.rfile.readline(LINE_LIMIT + 1):
             if len(line) > LINE_LIMIT:
                 self._write(_refusal(f"a line has at most {LINE_LIMIT} bytes", "config"))
@@ -240,7 +272,14 @@ class _Conversation(socketserver.StreamRequestHandler):
             except (ValueError, RecursionError):
                 self._write(_refusal("not a line of JSON", "config"))
                 continue
-            self._write(carry(order))
+            with server.quiet:
+                server.answering += 1
+            try:
+                self._write(server.carry(order))
+            finally:
+                with server.quiet:
+                    server.answering -= 1
+                    server.quiet.notify_all()
 
     def _write(self, answer: Answer) -> None:
         self.wfile.write(json.dumps(answer, default=str).encode() + b"\n")

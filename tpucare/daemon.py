@@ -47,7 +47,7 @@ class Daemon:
         )
         self._intake = Intake(fleets, self.roster)
         self._desk = Desk(caretaker, self.roster, self._intake, self.stop)
-        self._control = Control(caretaker.options.socket, caretaker.executor.nudge)
+        self._control = Control(caretaker.options.socket, caretaker.executor.nudge, stumbled=self._tell_stumble)
 
     def stop(self) -> None:
         self._stopping = True
@@ -105,6 +105,9 @@ class Daemon:
 
     def _carry(self, order: object) -> Answer:
         return self._desk.carry(order)
+
+    def _tell_stumble(self, error: Exception) -> None:
+        self.roster.say("error", f"an order failed: {type(error).__name__}: {error}", level="error")
 
     def _signal_life(self, now: float) -> None:
         every = self._notifier.watchdog_every

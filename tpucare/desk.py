@@ -144,13 +144,12 @@ class Desk:
         base = folder_of(text, Path(folder))
         parsed = fleets.parse(without_header(text), file=file or "fleet.yaml", folder=base)
         fleet = self._roster.with_project(parsed)
-        is_new = fleet.name not in self._roster.records
         lying = self._intake.copy_in(fleet, text, base, file)
         record = self._roster.records.get(fleet.name)
         paused = record is not None and record.wish is Wish.PAUSED
         self._roster.accept(fleet, lying, base, Wish.PAUSED if paused else Wish.UP)
         self._roster.say("fleet", f"{fleet.name} applied: {fleet.count} slots", fleet.name, "info")
-        raised = [] if is_new else self._roster.bring_up(fleet.name)
+        raised = self._roster.bring_up(fleet.name)
         return {
             "fleet": fleet.name,
             "slots": [fleet.slot_name(index) for index in range(fleet.count)],
@@ -171,6 +170,8 @@ class Desk:
     def _down(self, target: str) -> Answer:
         found = self._target(target)
         if found.whole:
+            if problem := self._roster.unread.get(found.fleet):
+                raise CannotDo(f"{found.fleet}: its text cannot be read, so what it has is not known: {problem}")
             self._roster.wish(found.fleet, Wish.DOWN)
             self._roster.say("fleet-down", f"{found.fleet}: taken down", found.fleet, "info")
             return {"fleet": found.fleet, "changed": self._roster.take_down(found.fleet)}
@@ -206,11 +207,8 @@ class Desk:
     # --- nodes -------------------------------------------------------------------------------------------------------
 
     def _adopt(self, node: str, slot: str) -> Answer:
-        adopt = getattr(self._engine, "adopt", None)
-        if adopt is None:
-            raise CannotDo("adopt-node is not available yet; delete that node, or name the fleet otherwise")
         name = self.slot_named(slot)
-        adopt(node, name)
+        self._engine.adopt(node, name)
         return {"node": node, "slot": name}
 
     def _gc(self, apply: bool) -> Answer:
@@ -301,10 +299,15 @@ def _arguments(do: str, order: Mapping[str, Any], wanted: Mapping[str, Any]) -> 
     for key, default in wanted.items():
         kind = default if isinstance(default, type) else type(default)
         value = order.get(key, None if isinstance(default, type) else default)
-        if type(value) is not kind:
+        if type(value) is not kind or (isinstance(value, str) and not _is_sound(value)):
             raise ConfigError(f"{do}: {key} must be {_KINDS[kind]}")
         values[key] = value
     return values
+
+
+def _is_sound(text: str) -> bool:
+    """Neither NUL nor half a character, at which paths and the store would stumble."""
+    return "\0" not in text and not any("\ud800" <= char <= "\udfff" for char in text)
 
 
 _KINDS: Mapping[type, str] = {str: "text", bool: "true or false", int: "a whole number"}

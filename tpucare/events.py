@@ -39,7 +39,7 @@ def configure(form: LogForm, level: str = "info", stream: TextIO | None = None) 
     structlog.configure(
         processors=[
             structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True, key="at"),
+            structlog.processors.TimeStamper(fmt="iso", utc=True, key="at" if form is LogForm.JSON else "timestamp"),
             structlog.processors.format_exc_info,
             last,
         ],

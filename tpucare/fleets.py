@@ -32,14 +32,23 @@ class Roster:
     """
 
     def __init__(
-        self, engine: Engine, store: Store, clock: Clock, *, state: Path, find_project: Callable[[], str]
+        self,
+        engine: Engine,
+        store: Store,
+        clock: Clock,
+        *,
+        state: Path,
+        find_project: Callable[[], str],
+        keeps: bool = True,
     ) -> None:
+        """keeps: False: only to see what would come of it; nothing is written down, and nobody is told."""
         self.records: dict[str, FleetRecord] = store.fleets()
         self.fleets: dict[str, Fleet] = {}
         self.unread: dict[str, str] = {}
         self._engine, self._store, self._clock = engine, store, clock
         self._kept = state / ACCEPTED
         self._find_project = find_project
+        self._keeps = keeps
 
     # --- from the store ----------------------------------------------------------------------------------------------
 
@@ -50,10 +59,12 @@ class Roster:
                 fleet = self._read(record)
             except ConfigError as error:
                 self.unread[record.name] = str(error)
-                self.say("fleet-unread", f"{record.name}: as last accepted it cannot be read: {error}", record.name)
+                self.say(
+                    "fleet-unread", f"{record.name}: as last accepted it cannot be read: {error}", record.name, "error"
+                )
                 continue
             self._declare(fleet, record.wish)
-            if record.wish is Wish.DOWN:
+            if record.wish is Wish.DOWN and self._keeps:
                 self.take_down(record.name)
 
     def _read(self, record: FleetRecord) -> Fleet:
@@ -83,10 +94,11 @@ class Roster:
     def accept(self, fleet: Fleet, text: str, folder: Path, wish: Wish) -> None:
         """From now on *fleet* is this, durably; no node is touched for it."""
         contents = {str(folder / path): content for path, content in fleet.contents.items()}
-        if contents != self._contents_of(fleet.name):
-            self._keep(fleet.name, contents)
         record = FleetRecord(fleet.name, text, str(folder), self._clock.now(), wish)
-        self._store.save_fleet(record)
+        if self._keeps:
+            if contents != self._contents_of(fleet.name):
+                self._keep(fleet.name, contents)
+            self._store.save_fleet(record)
         self.records[fleet.name] = record
         self.unread.pop(fleet.name, None)
         self._declare(fleet, wish)
@@ -173,6 +185,8 @@ class Roster:
         self, kind: str, text: str, about: str = "", level: str = "warning", **fields: str | int | float | bool | None
     ) -> None:
         """An event of a fleet or slot, or of the daemon itself."""
+        if not self._keeps:
+            return
         event = Event(self._clock.now(), kind, text, about, "", level, fields)
         self._store.save({}, (event,))
         self._engine.listen(event)

@@ -113,7 +113,7 @@ class Intake:
         for path in changes.missing:
             self._miss(path)
         self._complain(changes.problem or self._emptiness())
-        if not self._looked:
+        if not self._looked and not changes.problem:
             self._looked = True
             self._name_orphans()
 
@@ -123,6 +123,8 @@ class Intake:
 
         Raises: ConfigError: a file of that name declares another fleet.
         """
+        if not self._looked:
+            self._survey()
         for path, name in self._declared.items():
             if name == fleet and path.exists():
                 return path
@@ -146,6 +148,16 @@ class Intake:
         owner.write_private(target, whole)
         self._declared[target] = fleet.name
         return whole
+
+    def _survey(self) -> None:
+        """Which file declares what, without taking anything in."""
+        for path in Watch(self.folder).look().changed:
+            try:
+                text = read_text(path)
+                fleet = fleets.parse(text, file=str(path), folder=folder_of(text, path.parent))
+            except ConfigError:
+                continue
+            self._declared.setdefault(path, fleet.name)
 
     # --- one file ----------------------------------------------------------------------------------------------------
 

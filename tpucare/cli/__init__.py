@@ -14,7 +14,7 @@ def main() -> None:
     from tpucare.cli.common import Exit, leave, reported
 
     with reported():
-        code = app(standalone_mode=False)
+        code = app(prog_name="tpucare", standalone_mode=False)
         leave(code if isinstance(code, int) else Exit.OK)
 
 

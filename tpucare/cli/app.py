@@ -1,17 +1,52 @@
 """
 The program `tpucare`: its commands, in the order in which a person meets them, and the flags that stand before them.
+
+A command is built when it is called for. To list them, their first lines are read from their docstrings: building
+forty of them would cost more than typer itself.
 """
 
 from __future__ import annotations
 
-import importlib.util
-from typing import Annotated
+import importlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
+from typer.main import get_command
 
 import tpucare
-from tpucare.cli import emulate, fleets, look, nodes, service
 from tpucare.cli.common import Globals
+
+# Command -> module and function. What an absent module would bring is not listed.
+HOMES: Mapping[str, tuple[str, str]] = {
+    "init": ("fleets", "init"),
+    "check": ("fleets", "check"),
+    "plan": ("fleets", "plan"),
+    "daemon": ("service", "daemon"),
+    "apply": ("fleets", "apply"),
+    "down": ("fleets", "down"),
+    "pause": ("fleets", "pause"),
+    "resume": ("fleets", "resume"),
+    "retry": ("fleets", "retry"),
+    "confirm": ("fleets", "confirm"),
+    "adopt-node": ("nodes", "adopt_node"),
+    "status": ("look", "status"),
+    "logs": ("look", "logs"),
+    "ssh": ("nodes", "ssh"),
+    "ssh-config": ("nodes", "ssh_config"),
+    "scp": ("nodes", "scp"),
+    "exec": ("nodes", "execute"),
+    "events": ("look", "events"),
+    "gc": ("look", "gc"),
+    "emulator": ("emulate", "app"),
+    "demo": ("demo", "demo"),
+}
+# What follows the slot belongs to the command that is run there.
+_PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
+_SETTINGS: Mapping[str, dict[str, Any]] = {"ssh": _PASS_ON, "exec": _PASS_ON}
+_HELP_FLAGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
 _HELP = """\
 The caretaker of preemptible Google Cloud TPUs: keeps the declared number of slices alive and training.
@@ -34,15 +69,64 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
+class _Commands(Mapping[str, Any]):
+    """Click commands by name, each built when it is looked up."""
+
+    def __getitem__(self, name: str) -> Any:
+        found = function_of(name)
+        if isinstance(found, typer.Typer):
+            group = get_command(found)
+            group.name = name
+            return group
+        single = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
+        single.command(name, context_settings={**_HELP_FLAGS, **_SETTINGS.get(name, {})})(found)
+        return get_command(single)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(HOMES)
+
+    def __len__(self) -> int:
+        return len(HOMES)
+
+
+class _Program(TyperGroup):
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands = _Commands()  # type: ignore[assignment]
+
+    def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002
+        return list(HOMES)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, first_line(name)) for name in HOMES])
+
+
+def function_of(name: str) -> Callable[..., Any] | typer.Typer:
+    """The function of a command, or the app of a group of them. Raises: KeyError."""
+    module, attribute = HOMES[name]
+    found: Callable[..., Any] | typer.Typer = getattr(importlib.import_module(f"tpucare.cli.{module}"), attribute)
+    return found
+
+
+def first_line(name: str) -> str:
+    """The first sentence of its help."""
+    found = function_of(name)
+    text = found.info.help if isinstance(found, typer.Typer) else inspect.getdoc(found)
+    first, _, _ = " ".join(str(text).split("\n\n")[0].split()).partition(". ")
+    return first.removesuffix(".")
+
+
 app = typer.Typer(
     name="tpucare",
+    cls=_Program,
     help=_HELP,
     no_args_is_help=True,
     add_completion=False,
     # Rendering help with rich costs more than everything else that --help does.
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+    context_settings=_HELP_FLAGS,
 )
 
 
@@ -56,12 +140,3 @@ def begin(
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show it.")] = False,  # noqa: ARG001
 ) -> None:
     context.obj = Globals(state, endpoint, project, emulator)
-
-
-fleets.register(app)
-look.register(app)
-nodes.register(app)
-service.register(app)
-app.add_typer(emulate.app, name="emulator")
-if importlib.util.find_spec("tpucare.cli.demo") is not None:
-    importlib.import_module("tpucare.cli.demo").register(app)

@@ -25,6 +25,7 @@ class _RunByDefault(TyperGroup):
 app = typer.Typer(
     cls=_RunByDefault,
     rich_markup_mode=None,
+    add_completion=False,
     help="""\
 Run an emulated Cloud TPU service with real machines for workers, or act on a running one.
 

@@ -16,18 +16,6 @@ YesFlag = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 TargetWord = Annotated[str, typer.Argument(metavar="FLEET|SLOT", help="A fleet with all its slots, or one slot.")]
 
 
-def register(app: typer.Typer) -> None:
-    app.command("init")(init)
-    app.command("check")(check)
-    app.command("plan")(plan)
-    app.command("apply")(apply)
-    app.command("down")(down)
-    app.command("pause")(pause)
-    app.command("resume")(resume)
-    app.command("retry")(retry)
-    app.command("confirm")(confirm)
-
-
 def init(
     name: Annotated[str, typer.Argument(help="Name of the fleet; default: the template's.")] = "",
     template: Annotated[str, typer.Option(help="Which ready fleet to begin with.", metavar="NAME")] = "single",
@@ -127,7 +115,8 @@ def plan(
     """
     Print what the daemon would do next for every slot, and why. Changes nothing.
 
-    Without a daemon this process looks at the cloud and the workers once, and decides as the daemon would.
+    Without a daemon this process reads the fleets folder, looks at the cloud and the workers once, and decides as the
+    daemon would.
 
     \b
     Example: tpucare plan pod
@@ -140,7 +129,9 @@ def plan(
     try:
         answer = request(chosen.socket, what)
     except NoDaemon:
-        with alone(chosen) as here:
+        with alone(chosen, keeps=False) as here:
+            # What lies in the folder is what a daemon would begin with.
+            here.intake.look()
             here.look()
             answer = here.desk.carry(what)
     if json_out:

@@ -13,13 +13,6 @@ JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 REFRESH_SECONDS = 1.0
 
 
-def register(app: typer.Typer) -> None:
-    app.command("status")(status)
-    app.command("events")(events)
-    app.command("logs")(logs)
-    app.command("gc")(gc)
-
-
 def status(
     context: typer.Context,
     target: Annotated[str, typer.Argument(metavar="[FLEET|SLOT]", help="Default: everything.")] = "",

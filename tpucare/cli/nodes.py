@@ -10,15 +10,6 @@ from tpucare.cli.common import leave, options, print_json, say
 
 SlotWord = Annotated[str, typer.Argument(metavar="SLOT", help="A slot; a fleet's name is its slot 0.")]
 WorkerFlag = Annotated[int, typer.Option("--worker", "-w", help="Which host of the slice.", min=0)]
-_PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
-
-
-def register(app: typer.Typer) -> None:
-    app.command("ssh", context_settings=_PASS_ON)(ssh)
-    app.command("ssh-config")(ssh_config)
-    app.command("scp")(scp)
-    app.command("exec", context_settings=_PASS_ON)(execute)
-    app.command("adopt-node")(adopt_node)
 
 
 def ssh(context: typer.Context, slot: SlotWord, worker: WorkerFlag = 0) -> None:

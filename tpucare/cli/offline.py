@@ -30,7 +30,7 @@ SETTLE_SECONDS = 3.0
 class Alone:
     """A desk without a daemon. Made by `alone`, which holds the store's lock for it."""
 
-    def __init__(self, caretaker: Caretaker) -> None:
+    def __init__(self, caretaker: Caretaker, *, keeps: bool = True) -> None:
         self.care = caretaker
         options = caretaker.options
         self.roster = Roster(
@@ -39,11 +39,13 @@ class Alone:
             caretaker.clock,
             state=options.state,
             find_project=caretaker.find_project,
+            keeps=keeps,
         )
         self.roster.load()
         if options.project:
             caretaker.engine.watch(options.project)
-        self.desk = Desk(caretaker, self.roster, Intake(options.fleets(os.environ), self.roster))
+        self.intake = Intake(options.fleets(os.environ), self.roster)
+        self.desk = Desk(caretaker, self.roster, self.intake)
 
     def run(self, until: Callable[[], bool], seconds: float | None = None) -> bool:
         """Run the loop until *until*, at most *seconds*; whether it came true."""
@@ -75,10 +77,14 @@ class Alone:
 
 
 @contextmanager
-def alone(options: Options, *, listen: Callable[[Event], None] | None = None) -> Iterator[Alone]:
-    """Raises: StoreLocked: somebody cares for this store already; as `assemble`."""
+def alone(options: Options, *, keeps: bool = True, listen: Callable[[Event], None] | None = None) -> Iterator[Alone]:
+    """
+    keeps: False: what is declared is not written down.
+
+    Raises: StoreLocked: somebody cares for this store already; as `assemble`.
+    """
     with assemble(options, os.environ, listen=listen, alone=True) as caretaker:
-        yield Alone(caretaker)
+        yield Alone(caretaker, keeps=keeps)
         caretaker.settle(SETTLE_SECONDS)
 
 

@@ -12,10 +12,6 @@ import typer
 from tpucare.cli.common import Exit, options
 
 
-def register(app: typer.Typer) -> None:
-    app.command("daemon")(daemon)
-
-
 def daemon(
     context: typer.Context,
     fleets: Annotated[str, typer.Option(help="Folder of fleet files [env: TPUCARE_FLEETS].", metavar="DIR")] = "",

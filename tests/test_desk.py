@@ -1,0 +1,229 @@
+"""What a person may ask for: each order changes what it says, durably, and nothing else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.office import Office, fleet_text
+from tpucare.desk import CannotDo
+from tpucare.emulator.records import NodeSpec
+from tpucare.errors import ConfigError
+from tpucare.memory import Wish
+
+
+@pytest.fixture
+def office(tmp_path: Path) -> Office:
+    made = Office(tmp_path)
+    made.write(fleet_text(count=2))
+    made.look()
+    made.run()
+    return made
+
+
+def make_node(office: Office, name: str, labels: Mapping[str, str]) -> None:
+    """Somebody else's create, or a late one of our own, as the labels have it."""
+    spec = NodeSpec(accelerator_type="v2-8", runtime_version="tpu-ubuntu2204-base", spot=True, labels=labels)
+    parent = "projects/my-project/locations/us-central1-a"
+    office.daemon.zone.world.create_node(parent, name, spec, office.daemon.clock.true_now())
+
+
+def test_down_ends_a_fleet_for_good_and_apply_brings_it_back(office: Office, tmp_path: Path) -> None:
+    assert office.ask("down", target="pod")["changed"] == ["pod-0", "pod-1"]
+    office.run(10)
+    assert office.nodes == []
+    assert office.slots == []
+    office.again()
+    office.look()
+    office.run(10)
+    assert office.nodes == [], "its file still lies in the folder"
+    assert office.roster.records["pod"].wish is Wish.DOWN
+    answer = office.apply(fleet_text(count=2), office.folder)
+    assert answer["started_again"] == ["pod-0", "pod-1"]
+    office.run()
+    assert office.nodes == ["pod-0-a1", "pod-1-a1"], "no name is used twice"
+    assert office.daemon.all_train()
+    office.daemon.check(*(f"pod-{index}-a0" for index in range(2)))
+
+
+def test_an_edit_of_a_fleet_that_is_down_does_not_start_it(office: Office) -> None:
+    office.ask("down", target="pod")
+    office.run(10)
+    office.write(fleet_text(count=3))
+    office.look()
+    office.run(10)
+    assert office.nodes == []
+    assert "tpucare apply" in office.daemon.told("fleet-down")[-1]
+
+
+def test_a_daemon_that_is_killed_after_down_carries_it_out(office: Office) -> None:
+    office.ask("down", target="pod")
+    office.again()
+    office.run(10)
+    assert office.nodes == []
+
+
+def test_a_kill_between_the_wish_of_a_fleet_and_those_of_its_slots_is_made_good(office: Office) -> None:
+    office.roster.wish("pod", Wish.DOWN)
+    office.again()
+    office.run(10)
+    assert office.nodes == []
+
+
+def test_a_node_that_comes_late_does_not_bring_back_a_fleet_that_is_down(office: Office) -> None:
+    labels = office.daemon.zone.nodes("pod-0")[0].spec.labels
+    office.ask("down", target="pod")
+    office.run(10)
+    make_node(office, "pod-0-a9", labels)
+    office.run(10)
+    assert office.nodes == []
+
+
+def test_one_slot_taken_down_stays_so_while_its_fleet_goes_on(office: Office) -> None:
+    office.ask("down", target="pod-1")
+    office.run(10)
+    office.again()
+    office.look()
+    office.run(10)
+    assert office.nodes == ["pod-0-a0"]
+    assert office.ask("status")["slots"][1]["phase"] == "down"
+
+
+def test_a_lowered_count_lets_surplus_slots_run_on_until_they_are_taken_down(office: Office) -> None:
+    office.write(fleet_text(count=1))
+    office.look()
+    office.again()
+    office.look()
+    office.run(10)
+    assert office.nodes == ["pod-0-a0", "pod-1-a0"]
+    assert office.daemon.all_train()
+    office.ask("down", target="pod-1")
+    office.run(10)
+    assert office.slots == ["pod-0"]
+    assert office.nodes == ["pod-0-a0"]
+
+
+def test_pause_observes_and_touches_nothing_over_a_restart(office: Office) -> None:
+    office.ask("pause", target="pod")
+    office.again()
+    office.daemon.zone.world.preempt("pod-0", office.daemon.clock.true_now())
+    office.run(20)
+    assert "PREEMPTED" in office.daemon.zone.states("pod-0")
+    answer = office.apply(fleet_text(count=3), office.folder)
+    assert answer["paused"] is True
+    office.run(10)
+    assert "pod-2-a0" not in office.nodes, "a new slot of a paused fleet is paused, too"
+    office.ask("resume", target="pod")
+    office.run(20)
+    assert office.daemon.all_train()
+    assert len(office.nodes) == 3
+
+
+@pytest.mark.parametrize("verb", ["pause", "resume", "retry"])
+def test_nothing_but_apply_brings_back_what_was_taken_down(office: Office, verb: str) -> None:
+    office.ask("down", target="pod")
+    with pytest.raises(CannotDo, match="tpucare apply"):
+        office.ask(verb, target="pod")
+    with pytest.raises(CannotDo, match="tpucare apply"):
+        office.ask(verb, target="pod-0")
+    office.run(10)
+    assert office.nodes == []
+
+
+def test_apply_with_replace_makes_new_nodes_and_with_restart_new_runs(office: Office) -> None:
+    assert office.apply(fleet_text(count=2), office.folder, restart=True)["restarted"] == ["pod-0", "pod-1"]
+    office.run(10)
+    assert office.nodes == ["pod-0-a0", "pod-1-a0"]
+    assert {office.daemon.memory(slot).run.number for slot in office.slots if office.daemon.memory(slot).run} == {2}  # type: ignore[union-attr]
+    assert office.apply(fleet_text(count=2), office.folder, replace=True)["replaced"] == ["pod-0", "pod-1"]
+    office.run(20)
+    assert office.nodes == ["pod-0-a1", "pod-1-a1"]
+
+
+def test_apply_refuses_a_bad_text_and_changes_nothing(office: Office) -> None:
+    before = (office.folder / "pod.yaml").read_text()
+    with pytest.raises(ConfigError, match="unknown key"):
+        office.apply(fleet_text() + "comand: x\n", office.folder)
+    assert (office.folder / "pod.yaml").read_text() == before
+
+
+def test_confirm_without_a_target_ends_the_mourning_of_a_lost_store(office: Office) -> None:
+    assert office.ask("confirm")["store"] is True
+    assert office.daemon.store is not None
+    assert office.daemon.store.lost is False
+    assert office.ask("confirm", target="pod-0")["changed"] == ["pod-0"]
+
+
+def test_strays_are_listed_and_swept_only_when_asked(office: Office) -> None:
+    labels = {**office.daemon.zone.nodes("pod-0")[0].spec.labels, "tpucare-fleet": "old", "tpucare-slot": "old-0"}
+    make_node(office, "old-0-a0", labels)
+    office.run(10)
+    found = office.ask("gc")
+    assert [row["node"] for row in found["strays"]] == ["old-0-a0"]
+    assert found["deleting"] == []
+    office.run(5)
+    assert "old-0-a0" in office.nodes
+    assert office.ask("gc", apply=True)["deleting"] == ["old-0-a0"]
+    office.run(5)
+    assert office.nodes == ["pod-0-a0", "pod-1-a0"]
+
+
+def test_a_node_of_another_owner_is_adopted_when_a_person_says_so(office: Office) -> None:
+    office.ask("down", target="pod-1")
+    office.run(10)
+    make_node(office, "pod-1", {})
+    office.run(1)
+    assert office.ask("adopt-node", node="pod-1", slot="pod-1") == {"node": "pod-1", "slot": "pod-1"}
+    with pytest.raises(ConfigError, match="no node"):
+        office.ask("adopt-node", node="nobody", slot="pod-1")
+
+
+def test_a_slot_may_be_called_by_its_fleet_where_one_slot_is_meant(office: Office) -> None:
+    assert office.ask("workers", slot="pod")["slot"] == "pod-0"
+    with pytest.raises(CannotDo, match="no fleet or slot pot-0; nearest: pod-0"):
+        office.ask("workers", slot="pot-0")
+
+
+def test_plan_says_what_and_why(office: Office) -> None:
+    row = office.ask("plan", target="pod-0")["slots"][0]
+    assert (row["slot"], row["action"]) == ("pod-0", "wait")
+    assert row["why"]
+
+
+def test_events_are_told_from_the_newest_or_after_a_number(office: Office) -> None:
+    newest = office.ask("events", limit=3)["events"]
+    assert len(newest) == 3
+    after = office.ask("events", after=newest[0]["number"], limit=10)["events"]
+    assert [row["number"] for row in after] == [row["number"] for row in newest[1:]]
+    assert all(row["slot"] in ("pod", "pod-1") for row in office.ask("events", slot="pod-1")["events"])
+
+
+@pytest.mark.parametrize(
+    ("order", "text"),
+    [
+        ([], "an order is a JSON object"),
+        ({}, "no verb"),
+        ({"do": 5}, "no verb"),
+        ({"do": "staus"}, "nearest: status"),
+        ({"do": "status", "targt": "pod"}, "unknown key targt; nearest: target"),
+        ({"do": "down"}, "target must be text"),
+        ({"do": "down", "target": ["pod"]}, "target must be text"),
+        ({"do": "gc", "apply": 1}, "apply must be true or false"),
+        ({"do": "events", "limit": True}, "limit must be a whole number"),
+        ({"do": "down", "target": "a\0b"}, "target must be text"),
+        ({"do": "down", "target": "\ud800"}, "target must be text"),
+        ({"do": "apply", "text": "", "folder": "rel"}, "not an absolute path"),
+    ],
+)
+def test_a_wrong_order_is_one_line_and_changes_nothing(office: Office, order: object, text: str) -> None:
+    with pytest.raises(ConfigError, match=text) as caught:
+        office.desk.carry(order)
+    assert "\n" not in str(caught.value)
+
+
+def test_every_answer_is_json(office: Office) -> None:
+    for do in ("status", "plan", "gc", "events", "confirm"):
+        json.dumps(office.ask(do))

@@ -1,0 +1,231 @@
+"""Fleets from files: what changes something, and what must not (design, rule 3)."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.office import Office, fleet_text
+from tpucare.errors import ConfigError
+from tpucare.folder import Watch, folder_of, read_text
+from tpucare.memory import Wish
+
+
+@pytest.fixture
+def office(tmp_path: Path) -> Office:
+    return Office(tmp_path)
+
+
+def told(office: Office, kind: str) -> list[str]:
+    return office.daemon.told(kind)
+
+
+def test_a_file_in_the_folder_is_a_fleet(office: Office) -> None:
+    office.write(fleet_text(count=2))
+    office.look()
+    assert office.slots == ["pod-0", "pod-1"]
+    assert office.roster.records["pod"].wish is Wish.UP
+    assert told(office, "fleet") == [f"{office.folder}/pod.yaml: pod accepted, 2 slots"]
+
+
+@pytest.mark.parametrize("harm", ["removed", "emptied", "cut off", "folder gone", "unreadable", "not utf-8"])
+def test_what_is_absent_or_unreadable_changes_nothing_and_is_told_once(office: Office, harm: str) -> None:
+    path = office.write(fleet_text())
+    office.look()
+    office.run()
+    before = (office.slots, office.nodes, office.roster.records)
+    match harm:
+        case "removed":
+            path.unlink()
+        case "emptied":
+            path.write_text("")
+        case "cut off":
+            path.write_text(fleet_text()[:30])
+        case "folder gone":
+            path.unlink()
+            office.folder.rmdir()
+        case "unreadable":
+            path.unlink()
+            path.mkdir()
+        case "not utf-8":
+            path.write_bytes(b"\xff\xfe\xff")
+    for _ in range(5):
+        office.look()
+    office.run(5)
+    assert (office.slots, office.nodes, office.roster.records) == before
+    assert office.daemon.all_train()
+    warnings = [e.text for e in office.daemon.events if e.kind in ("folder", "fleet-refused", "fleet-missing")]
+    assert warnings
+    assert len(warnings) == len(set(warnings))
+
+
+def test_an_unreadable_file_beside_a_good_one(office: Office) -> None:
+    office.write("name: [", "bad.yaml")
+    office.write(fleet_text())
+    office.look()
+    assert office.slots == ["pod-0"]
+    assert len(told(office, "fleet-refused")) == 1
+    assert str(office.folder / "bad.yaml") in told(office, "fleet-refused")[0]
+
+
+def test_a_file_that_is_being_written_is_not_read_in_the_middle(office: Office) -> None:
+    office.intake.look()
+    path = office.write(fleet_text(count=1))
+    office.intake.look()
+    path.write_text(fleet_text(count=20))
+    office.intake.look()
+    assert office.slots == []
+    office.intake.look()
+    assert len(office.slots) == 20
+
+
+def test_an_edit_is_taken_in_and_touches_no_node(office: Office) -> None:
+    path = office.write(fleet_text())
+    office.look()
+    office.run()
+    before = office.nodes
+    path.write_text(fleet_text(run="python3 other.py"))
+    office.look()
+    office.run(5)
+    job = office.daemon.engine.slots["pod-0"].slot.job
+    assert job is not None
+    assert job.run == "python3 other.py"
+    assert office.nodes == before
+
+
+def test_two_files_of_one_fleet_the_first_stays(office: Office) -> None:
+    office.write(fleet_text(run="one"), "a.yaml")
+    office.write(fleet_text(run="two"), "b.yaml")
+    office.look()
+    assert "one" in office.roster.records["pod"].text
+    assert "declared in" in told(office, "fleet-refused")[0]
+
+
+def test_a_file_may_be_renamed(office: Office) -> None:
+    path = office.write(fleet_text())
+    office.look()
+    path.rename(office.folder / "other.yml")
+    office.look()
+    assert office.slots == ["pod-0"]
+    assert told(office, "fleet-refused") == []
+
+
+def test_a_fleet_whose_file_declares_another_one_runs_on(office: Office) -> None:
+    path = office.write(fleet_text())
+    office.look()
+    path.write_text(fleet_text("cod"))
+    office.look()
+    assert office.slots == ["cod-0", "pod-0"]
+    assert "pod runs on" in told(office, "fleet-missing")[0]
+
+
+def test_a_restart_begins_with_what_was_accepted_last(office: Office) -> None:
+    (office.folder / "conf.txt").write_text("one")
+    text = fleet_text() + "  files: {conf.txt: ./conf.txt}\n"
+    path = office.write(text)
+    office.look()
+    office.run()
+    path.write_text("name: nonsense: [")
+    (office.folder / "conf.txt").unlink()
+    office.again()
+    office.look()
+    office.run(5)
+    assert office.slots == ["pod-0"]
+    assert office.daemon.all_train()
+    job = office.daemon.engine.slots["pod-0"].slot.job
+    assert job is not None
+    assert job.files == {"conf.txt": b"one"}, "the files that a fleet names are kept with it"
+
+
+def test_files_that_a_fleet_names_are_read_again_when_asked(office: Office) -> None:
+    (office.folder / "conf.txt").write_text("one")
+    office.write(fleet_text() + "  files: {conf.txt: ./conf.txt}\n")
+    office.look()
+    (office.folder / "conf.txt").write_text("two")
+    office.look()
+    office.intake.again()
+    office.look()
+    job = office.daemon.engine.slots["pod-0"].slot.job
+    assert job is not None
+    assert job.files == {"conf.txt": b"two"}
+
+
+def test_a_text_that_this_version_cannot_read_leaves_its_nodes_alone(office: Office) -> None:
+    path = office.write(fleet_text())
+    office.look()
+    office.run()
+    nodes = office.nodes
+    path.unlink()
+    store = office.daemon.store
+    assert store is not None
+    record = office.roster.records["pod"]
+    store.save_fleet(type(record)("pod", "name: pod\nfuture: key\n", record.folder, record.accepted_at))
+    office.again()
+    office.look()
+    office.run(10)
+    assert office.nodes == nodes
+    assert "future" in office.roster.unread["pod"]
+    assert office.ask("gc", apply=True)["deleting"] == [], "nodes of a fleet that is known are nobody's to sweep"
+    with pytest.raises(Exception, match="cannot be read"):
+        office.ask("down", target="pod")
+    office.write(fleet_text())
+    office.look()
+    office.run(10)
+    assert office.nodes == nodes
+    assert office.daemon.all_train()
+
+
+def test_an_applied_copy_means_the_same_in_the_folder(office: Office, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "conf.txt").write_text("mine")
+    office.apply(fleet_text() + "  files: {conf.txt: ./conf.txt}\n", home)
+    copy = office.folder / "pod.yaml"
+    assert folder_of(copy.read_text(), office.folder) == home
+    office.look()
+    office.again()
+    office.look()
+    job = office.daemon.engine.slots["pod-0"].slot.job
+    assert job is not None
+    assert job.files == {"conf.txt": b"mine"}
+    assert told(office, "fleet-refused") == []
+
+
+def test_an_applied_fleet_replaces_the_file_that_declares_it(office: Office, tmp_path: Path) -> None:
+    office.write(fleet_text(run="old"), "mine.yaml")
+    office.apply(fleet_text(run="new"), tmp_path)
+    assert "new" in (office.folder / "mine.yaml").read_text()
+    assert not (office.folder / "pod.yaml").exists()
+    office.again()
+    office.look()
+    assert "new" in office.roster.records["pod"].text
+
+
+def test_an_applied_fleet_does_not_overwrite_another_one(office: Office, tmp_path: Path) -> None:
+    office.write(fleet_text("cod"), "pod.yaml")
+    office.look()
+    with pytest.raises(ConfigError, match="declares fleet cod"):
+        office.apply(fleet_text(), tmp_path)
+
+
+@pytest.mark.parametrize("said", ["x", '"rel"', "", "5"])
+def test_a_first_line_that_names_no_folder_is_refused(said: str) -> None:
+    with pytest.raises(ConfigError, match="names no folder"):
+        folder_of(f"# tpucare: applied; relative paths start at {said}\nname: pod\n", Path("/"))
+
+
+def test_a_file_that_is_too_large_is_no_fleet(tmp_path: Path) -> None:
+    path = tmp_path / "big.yaml"
+    path.write_bytes(b"#" * (300 << 10))
+    with pytest.raises(ConfigError, match="256 KB"):
+        read_text(path)
+
+
+def test_hidden_files_and_folders_are_not_looked_at(tmp_path: Path) -> None:
+    (tmp_path / ".pod.yaml").write_text("x")
+    (tmp_path / "pod.yaml~").write_text("x")
+    (tmp_path / "dir.yaml").mkdir()
+    os.symlink("nowhere", tmp_path / "gone.yaml")
+    assert Watch(tmp_path).look().changed == []
