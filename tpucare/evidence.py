@@ -28,6 +28,11 @@ class Mark(NamedTuple):
     passes: int
 
 
+def latest(*marks: Mark | None) -> Mark | None:
+    """The last of those marks that there are."""
+    return max((mark for mark in marks if mark is not None), default=None)
+
+
 @dataclass(frozen=True, slots=True)
 class Moment:
     """

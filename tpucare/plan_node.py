@@ -10,7 +10,7 @@ from __future__ import annotations
 from datetime import timedelta
 
 from tpucare.actions import Action, Fact, Launch, Look, PushKey, Reason, Settle, Stop, Vouch, Wait
-from tpucare.evidence import Evidence, NodeEvidence, Timers
+from tpucare.evidence import Evidence, Mark, NodeEvidence, Timers, latest
 from tpucare.memory import Memory, NodeMemory
 from tpucare.model import Contact, NodeKey, NodeState, Provisioning, Slot
 from tpucare.plan_run import (
@@ -23,6 +23,7 @@ from tpucare.plan_run import (
     quiet,
     stop_before,
     token_of,
+    usual_pause,
 )
 
 PENDING = frozenset({NodeState.CREATING, NodeState.STARTING, NodeState.RESTARTING})
@@ -147,26 +148,32 @@ def _decide_silent(
     name, limit = seen.node.name, patience_with_silence(slot, seen)
     if not past.answered:
         limit = limit * NEVER_ANSWERED_FACTOR
-    going_on = seen.silent_since is not None and made_progress_since(seen, seen.silent_since)
-    if going_on:
-        return Wait(f"a worker of {name} is silent, progress goes on")
+    # Workers that are silent while the node is CREATING are booting, whichever of them answer early.
+    since = latest(seen.silent_since, seen.state_since)
+    if seen.silent_since is not None and made_progress_since(seen, seen.silent_since):
+        # The last step before a gang hangs may be seen after a worker fell silent: progress has to go on to count.
+        since, limit = latest(since, seen.progress.last), max(limit, usual_pause(seen))
+        if not timers.lasted(since, limit):
+            return Wait(f"a worker of {name} is silent, progress goes on")
     supported = seen.silent_probes >= 3
-    if supported and timers.lasted(seen.silent_since, limit) and evidence.elsewhere_answers:
+    if supported and timers.lasted(since, limit) and evidence.elsewhere_answers:
         why = f"a worker is silent for {limit}, others answer"
         return deletion(seen, why, Reason.JUDGED, unanswered=not past.answered)
     if not past.answered:
         # Where nobody answers, a node that never did tells nothing new: only boot_timeout ends the wait.
         if supported and timers.lasted(seen.seen_since, slot.care.boot_timeout):
             return deletion(seen, "its workers never answered until boot_timeout", Reason.JUDGED, unanswered=True)
-    elif supported and timers.lasted(seen.silent_since, limit * CANARY_FACTOR) and evidence.may_be_canary:
+    elif supported and timers.lasted(since, limit * CANARY_FACTOR) and evidence.may_be_canary:
         why = f"no worker anywhere answers for {limit * CANARY_FACTOR}; this slot tries first whether a new node does"
         return deletion(seen, why, Reason.JUDGED)
-    if stop := _stop_half_gang(slot, seen, evidence, memory, timers):
+    if stop := _stop_half_gang(slot, seen, since, evidence, memory, timers):
         return stop
     return Wait(f"a worker of {name} is silent")
 
 
-def _stop_half_gang(slot: Slot, seen: NodeEvidence, evidence: Evidence, memory: Memory, timers: Timers) -> Stop | None:
+def _stop_half_gang(
+    slot: Slot, seen: NodeEvidence, since: Mark | None, evidence: Evidence, memory: Memory, timers: Timers
+) -> Stop | None:
     """Some but not all workers silent and no progress: those that answer would wait in a collective for ever."""
     run, report = memory.run, seen.report
     if run is None or run.node != seen.node.name or run.stopped or report is None:
@@ -178,7 +185,7 @@ def _stop_half_gang(slot: Slot, seen: NodeEvidence, evidence: Evidence, memory: 
         return None
     if f"stop:{seen.node.name}" in evidence.looked:
         return None
-    if timers.lasted(seen.silent_since, slot.care.unreachable_after / 3):
+    if timers.lasted(since, slot.care.unreachable_after / 3):
         why = "a worker is silent and the run stands still"
         return Stop(seen.node.key, seen.node.id, run.token, why, step=memory.step, checkpoint=memory.checkpoint)
     return None

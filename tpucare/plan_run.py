@@ -111,6 +111,11 @@ def patience_with_silence(slot: Slot, seen: NodeEvidence) -> timedelta:
     return max(limit, ON_DEMAND_SILENCE) if keeps_node(seen) else limit
 
 
+def usual_pause(seen: NodeEvidence) -> timedelta:
+    """How long this run may be without a sign of progress and still be going on, by what it showed until now."""
+    return (seen.progress.median_gap or timedelta()) * STALL_FACTOR
+
+
 def made_progress_since(seen: NodeEvidence, mark: Mark) -> bool:
     last = seen.progress.last
     return last is not None and last.observed > mark.observed
