@@ -590,6 +590,25 @@ HEALTH = [
         "Stop then judged",
     ),
     case(
+        "REPAIRING, and one last step was seen",
+        evidence(
+            seen(
+                node("REPAIRING"),
+                running(),
+                state_since=ago(hours=2),
+                progress=Progress(token(), 9, ago(minutes=61), timedelta(seconds=15), ago(minutes=61)),
+            )
+        ),
+        TRAINS,
+        "Stop then judged",
+    ),
+    case(
+        "REPAIRING, on-demand: never deleted for health",
+        evidence(seen(node("REPAIRING", tier=ON_DEMAND), QUIET, state_since=ago(hours=2), progress=NO_PROGRESS)),
+        memory(launched(), run=run(stopped=True)),
+        "Launch",
+    ),
+    case(
         "REPAIRING, stopped",
         evidence(
             seen(node("REPAIRING"), QUIET, state_since=ago(hours=1), progress=STALE),
@@ -761,6 +780,27 @@ EXITS = [
     case(
         "exit 0 elsewhere, worker 0 goes on",
         evidence(seen(node(), (running(), ended(0)), ended_since=ago(hours=1))),
+        TRAINS,
+        "Wait",
+    ),
+    case(
+        "exit 0 elsewhere, worker 0 stands still after one last step",
+        evidence(
+            seen(
+                node(),
+                (running(), ended(0)),
+                ended_since=ago(hours=1),
+                progress=Progress(token(), 9, ago(minutes=31), timedelta(seconds=15), ago(minutes=31)),
+            )
+        ),
+        TRAINS,
+        "Stop infrastructure",
+    ),
+    case(
+        "exit 0 elsewhere, worker 0 tells of nothing but its log grows",
+        evidence(
+            seen(node(), (running(), ended(0)), ended_since=ago(hours=1), progress=Progress(token(), 0, life=ago(60)))
+        ),
         TRAINS,
         "Wait",
     ),

@@ -17,6 +17,7 @@ from tpucare.plan_run import (
     backoff_over,
     decide_run,
     deletion,
+    keeps_node,
     made_progress_since,
     next_number,
     patience_with_silence,
@@ -90,8 +91,8 @@ def _decide_usable(
     slot: Slot, seen: NodeEvidence, past: NodeMemory, evidence: Evidence, memory: Memory, timers: Timers
 ) -> Action:
     node = seen.node
-    repairing = node.state is NodeState.REPAIRING and not made_progress_since(seen, seen.state_since)
-    if repairing and timers.lasted(seen.state_since, slot.care.unhealthy_after):
+    repairing = node.state is NodeState.REPAIRING and not keeps_node(seen)
+    if repairing and timers.lasted(latest(seen.state_since, seen.progress.last), slot.care.unhealthy_after):
         delete = deletion(seen, "REPAIRING for too long without progress", Reason.JUDGED)
         return stop_before(seen, evidence, memory, delete)
     if seen.workers is None:

@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import NamedTuple
 
 from tpucare.actions import Action, Delete, Fact, Launch, Notice, Reason, Settle, Stop, Wait
-from tpucare.evidence import Evidence, Mark, NodeEvidence, Timers
+from tpucare.evidence import Evidence, Mark, NodeEvidence, Timers, latest
 from tpucare.memory import BookName, End, Memory, NodeMemory, RunMemory
 from tpucare.model import Failure, OnSuccess, Phase, Provisioning, Slot, WorkerReport
 
@@ -215,14 +215,13 @@ def _decide_ended(
         return Wait("the run is gone from a worker; looking once more")
     if workers[0].exit_status == 0:
         return _decide_success(slot, seen, memory, timers)
-    return _decide_living_rest(seen, memory, timers)
+    return _decide_living_rest(slot, seen, memory, timers)
 
 
-def _decide_living_rest(seen: NodeEvidence, memory: Memory, timers: Timers) -> Action:
+def _decide_living_rest(slot: Slot, seen: NodeEvidence, memory: Memory, timers: Timers) -> Action:
     # A worker other than 0 finished with 0 and the rest goes on: frameworks do that; only a standstill is a fault.
-    if timers.lasted(seen.ended_since, CLOUD_MAY_BE_LATE) and not (
-        seen.ended_since is not None and made_progress_since(seen, seen.ended_since)
-    ):
+    since = latest(seen.ended_since, seen.progress.life)
+    if timers.lasted(since, max(slot.care.stalled_after, usual_pause(seen))):
         return _infrastructure(seen, memory, "some workers finished and the others stand still")
     return Wait("some workers have finished; the others go on")
 
