@@ -17,6 +17,7 @@ from tests.evidence_kit import (
     EU,
     FOREIGN,
     FRESH,
+    HERE,
     NO_PROGRESS,
     QUIET,
     REFUSED,
@@ -994,3 +995,16 @@ def test_a_row_of_the_table(what: Evidence, known: Memory, declared: Slot, want:
     action = act(what, known, declared)
     assert told(action) == want, action
     assert action.why
+
+
+def test_the_last_quarter_of_a_preemptible_day_is_waited_for() -> None:
+    known = memory(launched(), run=run())
+    today = seen(node(tier=Provisioning.PREEMPTIBLE, born=before(hours=23, minutes=40)), running(checkpoint=5))
+    waits = act(evidence(today), known)
+    assert isinstance(waits, Wait)
+    assert waits.wall == after(minutes=5)
+    noticed = memory(launched(noticed_at=before(60), noticed_checkpoint=5), run=run())
+    waits = act(evidence(seen(OLD, running(checkpoint=5))), noticed)
+    assert isinstance(waits, Wait)
+    assert waits.observed is not None, "no report says that a newer checkpoint makes a difference"
+    assert waits.observed - HERE.observed <= timedelta(seconds=15)

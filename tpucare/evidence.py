@@ -84,6 +84,22 @@ class Timers:
             self.wall_due = instant
         return False
 
+    def reached(self, instant: datetime) -> bool:
+        """True when the cloud's clock, as far as it is known, has reached *instant*."""
+        cloud = self.now.cloud
+        if cloud is None:
+            return False
+        if cloud >= instant:
+            return True
+        due = self.now.wall + (instant - cloud)
+        if self.wall_due is None or due < self.wall_due:
+            self.wall_due = due
+        return False
+
+    def again(self, length: timedelta) -> None:
+        """Ask again after that much observed time, whatever happens: for what no change of evidence tells of."""
+        self._note(self.now.observed + length)
+
     def _note(self, due: timedelta) -> None:
         if self.observed_due is None or due < self.observed_due:
             self.observed_due = due

@@ -20,6 +20,7 @@ GONE_IS_SURE_AFTER = timedelta(seconds=5)
 ON_DEMAND_SILENCE = timedelta(minutes=30)
 LONG_LIFE = timedelta(hours=1)
 PREEMPTIBLE_LIFE = timedelta(hours=23, minutes=45)
+CHECKPOINT_LOOK_EVERY = timedelta(seconds=15)
 STALL_FACTOR = 10
 INFRASTRUCTURE_LIMIT = 3
 STOP_AGAIN_AFTER = timedelta(seconds=10)
@@ -337,10 +338,10 @@ def _stall(seen: NodeEvidence, memory: Memory, past: NodeMemory | None, why: str
 
 def _end_of_day(seen: NodeEvidence, past: NodeMemory, memory: Memory, timers: Timers) -> Action | None:
     """A preemptible node lives 24 h: ask to save in time, and use the moment when a newer checkpoint is there."""
-    cloud, node, run = timers.now.cloud, seen.node, memory.run
-    if node.provisioning is not Provisioning.PREEMPTIBLE or cloud is None or run is None:
+    node, run = seen.node, memory.run
+    if node.provisioning is not Provisioning.PREEMPTIBLE or run is None:
         return None
-    if cloud - node.create_time < PREEMPTIBLE_LIFE:
+    if not timers.reached(node.create_time + PREEMPTIBLE_LIFE):
         return None
     checkpoint = _furthest(seen, "checkpoint", None)
     if past.noticed_at is None:
@@ -348,4 +349,5 @@ def _end_of_day(seen: NodeEvidence, past: NodeMemory, memory: Memory, timers: Ti
         return Notice(node.key, run.token, text, "its 24 hours end soon", checkpoint)
     if checkpoint is not None and (past.noticed_checkpoint is None or checkpoint > past.noticed_checkpoint):
         return ending(seen, memory, "its 24 hours end, and a newer checkpoint is complete", then=Reason.FINISHED)
+    timers.again(CHECKPOINT_LOOK_EVERY)
     return None
