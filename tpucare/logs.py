@@ -20,6 +20,8 @@ from urllib.parse import quote
 from tpucare.plain import plain_lines
 
 DEFAULT_LIMIT_BYTES = 32 << 20
+# A token has at most 138 characters, an offset 19. Always of one length, so that a shorter one overwrites a longer one.
+PLACE_BYTES = 192
 
 _NAME = re.compile(r"a(\d+)-w(\d+)\.log")
 
@@ -83,16 +85,11 @@ class LogKeeper:
 
     def _write(self, slot: str, attempt: int, worker: int, text: bytes, place: Place) -> None:
         path = self._file(slot, attempt, worker)
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        with os.fdopen(handle, "ab") as stream:
-            stream.write(text)
-        # After the text: a process that is killed between the two brings some lines twice, and loses none.
-        mark = self._place_file(slot, attempt, worker)
-        new = mark.with_suffix(".new")
-        new.touch(mode=0o600)
-        new.write_text(f"{place.token} {place.offset}", encoding="utf-8")
-        new.replace(mark)
+        _write_to(path, os.O_APPEND, text)
+        # After the text: a process that is killed between the two brings some lines twice, and loses none. In its place
+        # and at once, for a rename per probe would be half of what a log costs.
+        mark = f"{place.token} {place.offset}".ljust(PLACE_BYTES)
+        _write_to(self._place_file(slot, attempt, worker), 0, mark.encode())
         self._bound(slot, path, len(text))
 
     def _bound(self, slot: str, newest: Path, added: int) -> None:
@@ -142,6 +139,18 @@ def _continued(before: Place, token: str, start: int, data: bytes) -> bytes | No
         return None
     gap = b"\n[tpucare: %d bytes of the log were not brought]\n" % skipped if skipped else b""
     return header + gap + plain_lines(data.decode(errors="replace")).encode()
+
+
+def _write_to(path: Path, how: int, content: bytes) -> None:
+    """Into a file of mode 0600, which is made with its folder when it is missing."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | how
+    try:
+        handle = os.open(path, flags, 0o600)
+    except FileNotFoundError:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        handle = os.open(path, flags, 0o600)
+    with os.fdopen(handle, "wb") as stream:
+        stream.write(content)
 
 
 def _cut(path: Path, keep: int) -> None:
