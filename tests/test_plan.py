@@ -626,6 +626,34 @@ HEALTH = [
     ),
 ]
 
+LAUNCHING = frozenset({f"launch:{name_of(0)}"})
+IN_FLIGHT = [
+    case(
+        "replace is asked for while a launch is under way: its workers are not known to be quiet",
+        evidence(seen(node(), QUIET), in_flight=LAUNCHING),
+        memory(launched(), run=run(complete=False), replace_asked=True),
+        "Wait",
+    ),
+    case(
+        "superseded while a launch is under way",
+        evidence(seen(node("CREATING"), QUIET), in_flight=LAUNCHING),
+        memory(launched(), run=run(complete=False), wish=Wish.DOWN, creates=(intent(superseded=True, accepted=True),)),
+        "Wait",
+    ),
+    case(
+        "UNKNOWN while a launch is under way",
+        evidence(seen(node("UNKNOWN"), QUIET), in_flight=LAUNCHING),
+        memory(launched(), run=run(complete=False)),
+        "Wait",
+    ),
+    case(
+        "REPAIRING for long while a launch is under way",
+        evidence(seen(node("REPAIRING"), QUIET, progress=NO_PROGRESS), in_flight=LAUNCHING),
+        memory(launched(), run=run(complete=False)),
+        "Wait",
+    ),
+]
+
 PARTIAL = memory(launched(), run=run(complete=False))
 RUNS = [
     case("trains", evidence(seen(node(), running())), TRAINS, "Wait"),
@@ -983,6 +1011,7 @@ SEVERAL = [
         *FENCES,
         *SILENCE,
         *HEALTH,
+        *IN_FLIGHT,
         *RUNS,
         *EXITS,
         *STOPS,

@@ -16,7 +16,7 @@ from tpucare.memory import CreateIntent, End, Memory, NodeMemory, Wish
 from tpucare.model import NodeKey, NodeState, OnSuccess, Slot, node_name
 from tpucare.placement import choose, holds_quota
 from tpucare.plan_node import decide_node
-from tpucare.plan_run import deletion, quiet, stop_before
+from tpucare.plan_run import busy, deletion, quiet, stop_before
 
 DEAD_STATES = frozenset({NodeState.PREEMPTED, NodeState.TERMINATED})
 
@@ -99,7 +99,7 @@ def _node_chore(seen: NodeEvidence, evidence: Evidence, memory: Memory, timers: 
 
 def _delete_chore(seen: NodeEvidence, evidence: Evidence, memory: Memory, timers: Timers) -> Action | None:
     node, past, intent = seen.node, memory.node(seen.node.name), memory.create(seen.node.name)
-    if f"delete:{node.name}" in evidence.in_flight:
+    if busy(seen, evidence):
         return None
     if past is not None and past.delete_asked_at is not None:
         if timers.passed(past.delete_next_at):
@@ -166,7 +166,7 @@ def _take_down(evidence: Evidence, memory: Memory) -> Action:
     for seen in live_nodes(evidence, memory):
         if seen.dark:
             continue
-        if wait := _busy(seen, evidence):
+        if wait := busy(seen, evidence):
             return wait
         return stop_before(seen, evidence, memory, deletion(seen, "down was asked for", Reason.ASKED))
     if memory.nodes or memory.creates or evidence.in_flight:
@@ -180,7 +180,7 @@ def _after_end(slot: Slot, evidence: Evidence, memory: Memory, timers: Timers) -
     for seen in live_nodes(evidence, memory):
         if seen.dark:
             continue
-        if wait := _busy(seen, evidence):
+        if wait := busy(seen, evidence):
             return wait
         if action := _end_node(slot, seen, evidence, memory, timers):
             return action
@@ -197,14 +197,6 @@ def _end_node(slot: Slot, seen: NodeEvidence, evidence: Evidence, memory: Memory
         return stop if slot.care.on_success is OnSuccess.DELETE else None
     if memory.ended_at is not None and timers.passed(memory.ended_at + slot.care.keep_failed):
         return stop
-    return None
-
-
-def _busy(seen: NodeEvidence, evidence: Evidence) -> Wait | None:
-    name = seen.node.name
-    for kind in (f"launch:{name}", f"stop:{name}", f"delete:{name}"):
-        if kind in evidence.in_flight:
-            return Wait(f"{kind.partition(':')[0]} of {name} is under way")
     return None
 
 
@@ -263,7 +255,7 @@ def _decide_several(live: list[NodeEvidence], evidence: Evidence, memory: Memory
     if evidence.store_lost:
         return Wait(f"several nodes ({names}) and a lost store: `tpucare confirm`", needs_person=True)
     for seen in live:
-        if wait := _busy(seen, evidence):
+        if wait := busy(seen, evidence):
             return wait
         if seen.dark or seen.report is None or not seen.report.all_answer:
             return Wait(f"several nodes ({names}); waiting until every worker of each has answered")

@@ -15,6 +15,7 @@ from tpucare.memory import Memory, NodeMemory
 from tpucare.model import Contact, NodeKey, NodeState, Provisioning, Slot
 from tpucare.plan_run import (
     backoff_over,
+    busy,
     decide_run,
     deletion,
     keeps_node,
@@ -47,8 +48,10 @@ def decide_node(slot: Slot, seen: NodeEvidence, evidence: Evidence, memory: Memo
         return Wait(f"{node.key.zone} does not answer: what is known of {node.name} stays")
     if not seen.listed and f"look:{node.name}" not in evidence.looked:
         return Wait(f"looking for {node.name} by name")
-    if f"delete:{node.name}" in evidence.in_flight or past is None:
+    if past is None:
         return Wait(f"{node.name} is being looked at")
+    if wait := busy(seen, evidence):
+        return wait
     if memory.replace_asked:
         return stop_before(seen, evidence, memory, deletion(seen, "replace was asked for", Reason.ASKED))
     if node.state in PENDING:
@@ -182,9 +185,7 @@ def _stop_half_gang(
     if report.workers[0].contact is not Contact.ANSWERED or not any(w.alive for w in report.workers):
         return None
     # Worker 0 tells of progress; where it never told of any, silence elsewhere is no proof of a standstill.
-    if seen.progress.signals < 2 or f"stop:{seen.node.name}" in evidence.in_flight:
-        return None
-    if f"stop:{seen.node.name}" in evidence.looked:
+    if seen.progress.signals < 2 or f"stop:{seen.node.name}" in evidence.looked:
         return None
     if timers.lasted(since, slot.care.unreachable_after / 3):
         why = "a worker is silent and the run stands still"
@@ -196,8 +197,6 @@ def _decide_answering(
     slot: Slot, seen: NodeEvidence, past: NodeMemory, evidence: Evidence, memory: Memory, timers: Timers
 ) -> Action:
     run, node = memory.run, seen.node
-    if any(kind in evidence.in_flight for kind in (f"launch:{node.name}", f"stop:{node.name}")):
-        return Wait(f"launch or stop on {node.name} is under way")
     token = token_of(seen)
     ours = run is not None and run.node == node.name
     if token and (run is None or not ours or _newer(token, run.token)):

@@ -41,6 +41,19 @@ def quiet(seen: NodeEvidence) -> bool:
     return report is not None and report.all_answer and all(not w.alive and w.chips_free for w in report.workers)
 
 
+def busy(seen: NodeEvidence, evidence: Evidence) -> Wait | None:
+    """
+    What is under way on this node, if anything is.
+
+    Nothing is decided about a node meanwhile: what its workers said before a launch ended is no proof of quiet.
+    """
+    name = seen.node.name
+    for kind in (f"launch:{name}", f"stop:{name}", f"delete:{name}"):
+        if kind in evidence.in_flight:
+            return Wait(f"{kind.partition(':')[0]} of {name} is under way")
+    return None
+
+
 def stop_before(seen: NodeEvidence, evidence: Evidence, memory: Memory, delete: Delete) -> Stop | Delete:
     """Stop the gang first where workers answer and something runs; a stop that was tried is not tried again."""
     node, report = seen.node, seen.report
