@@ -641,6 +641,12 @@ IN_FLIGHT = [
         "Wait",
     ),
     case(
+        "PREEMPTED while a launch is under way: dead is dead",
+        evidence(seen(node("PREEMPTED"), QUIET), in_flight=LAUNCHING),
+        memory(launched(dead=True), run=run(complete=False)),
+        "Delete dead",
+    ),
+    case(
         "UNKNOWN while a launch is under way",
         evidence(seen(node("UNKNOWN"), QUIET), in_flight=LAUNCHING),
         memory(launched(), run=run(complete=False)),
@@ -928,6 +934,14 @@ WISHES = [
         evidence(seen(node(), QUIET), in_flight=frozenset({f"launch:{name_of(0)}"})),
         ASKED,
         "Wait",
+    ),
+    case("down before its workers were asked: stop first", evidence(seen(node())), ASKED, "Stop then asked"),
+    case("down before anything was launched", evidence(seen(node())), replace(FRESH, wish=Wish.DOWN), "Delete asked"),
+    case(
+        "down while its workers are not listed",
+        evidence(seen(node(endpoints=1), running())),
+        ASKED,
+        "Delete asked",
     ),
     case(
         "down while a create is under way",

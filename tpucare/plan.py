@@ -99,7 +99,7 @@ def _node_chore(seen: NodeEvidence, evidence: Evidence, memory: Memory, timers: 
 
 def _delete_chore(seen: NodeEvidence, evidence: Evidence, memory: Memory, timers: Timers) -> Action | None:
     node, past, intent = seen.node, memory.node(seen.node.name), memory.create(seen.node.name)
-    if busy(seen, evidence):
+    if f"delete:{node.name}" in evidence.in_flight:
         return None
     if past is not None and past.delete_asked_at is not None:
         if timers.passed(past.delete_next_at):
@@ -108,7 +108,8 @@ def _delete_chore(seen: NodeEvidence, evidence: Evidence, memory: Memory, timers
         return None
     if node.state in DEAD_STATES:
         return deletion(seen, f"the cloud reports {node.state.name}", Reason.DEAD)
-    if intent is not None and intent.superseded and node.state is not NodeState.DELETING:
+    surplus = intent is not None and intent.superseded and node.state is not NodeState.DELETING
+    if surplus and not busy(seen, evidence):
         return deletion(seen, "came after its create was given up", Reason.SURPLUS)
     return None
 

@@ -56,11 +56,18 @@ def busy(seen: NodeEvidence, evidence: Evidence) -> Wait | None:
 
 def stop_before(seen: NodeEvidence, evidence: Evidence, memory: Memory, delete: Delete) -> Stop | Delete:
     """Stop the gang first where workers answer and something runs; a stop that was tried is not tried again."""
-    node, report = seen.node, seen.report
-    tried = f"stop:{node.name}" in evidence.looked
-    if tried or report is None or not any(worker.alive for worker in report.workers):
+    tried = f"stop:{seen.node.name}" in evidence.looked
+    if tried or seen.workers is None or not _may_run(seen, memory):
         return delete
     return ending(seen, memory, delete.why, then=delete.reason)
+
+
+def _may_run(seen: NodeEvidence, memory: Memory) -> bool:
+    if seen.report is not None:
+        return any(worker.alive for worker in seen.report.workers)
+    # Not asked since the launch, or since this process runs.
+    run = memory.run
+    return run is not None and run.node == seen.node.name and not run.stopped
 
 
 def ending(
