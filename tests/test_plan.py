@@ -999,6 +999,27 @@ SEVERAL = [
         BOTH,
         "Delete surplus",
     ),
+    case(
+        "both train, and the stop of the younger was not heard by all: the older still stays",
+        evidence(
+            seen(node(), running()), seen(node(number=1), running(token(1))), looked={f"stop:{name_of(1)}": ago(9)}
+        ),
+        replace(BOTH, run=run(1, stop_why="pod-0-a0 holds this slot", then_delete="surplus")),
+        "Delete surplus",
+    ),
+    case(
+        "one never answers, others do",
+        evidence(seen(node(number=1), running(token(1))), silent(7), elsewhere_answers=True),
+        memory(launched(0, answered=False), launched(1), run=run(1)),
+        "Delete judged",
+    ),
+    case(
+        "one is silent for a moment",
+        evidence(seen(node(number=1), running(token(1))), silent(1), elsewhere_answers=True),
+        BOTH,
+        "Wait",
+    ),
+    case("one refuses our key", evidence(seen(node(), REFUSED, refused_since=ago(99)), NEXT), BOTH, "PushKey"),
     case("one is dark", evidence(seen(node(), running(), dark=True), seen(node(number=1), QUIET)), BOTH, "Wait"),
     case("one was not asked yet", evidence(seen(node(), running()), seen(node(number=1))), BOTH, "Wait"),
     case(
@@ -1051,3 +1072,13 @@ def test_the_last_quarter_of_a_preemptible_day_is_waited_for() -> None:
     assert isinstance(waits, Wait)
     assert waits.observed is not None, "no report says that a newer checkpoint makes a difference"
     assert waits.observed - HERE.observed <= timedelta(seconds=15)
+
+
+def test_of_two_runs_the_one_whose_stop_failed_is_deleted() -> None:
+    younger = replace(BOTH, run=run(1, stop_why="surplus", then_delete="surplus"))
+    both = evidence(
+        seen(node(), running()), seen(node(number=1), running(token(1))), looked={f"stop:{name_of(1)}": ago(9)}
+    )
+    action = act(both, younger)
+    assert isinstance(action, Delete)
+    assert action.key.name == name_of(1)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from tpucare.actions import Action, Create, Delete, Fact, Look, Poll, Reason, Settle, Stop, Wait
+from tpucare.actions import Action, Create, Delete, Fact, Look, Poll, PushKey, Reason, Settle, Stop, Vouch, Wait
 from tpucare.evidence import Evidence, Mark, Moment, NodeEvidence, Timers
 from tpucare.memory import CreateIntent, End, Memory, NodeMemory, Wish
 from tpucare.model import NodeKey, NodeState, OnSuccess, Slot, node_name
@@ -48,7 +48,7 @@ def _decide(slot: Slot, evidence: Evidence, memory: Memory, timers: Timers) -> A
         return _after_end(slot, evidence, memory, timers)
     live = live_nodes(evidence, memory)
     if len(live) > 1:
-        return _decide_several(live, evidence, memory)
+        return _decide_several(slot, live, evidence, memory, timers)
     if live:
         return decide_node(slot, live[0], evidence, memory, timers)
     return _decide_empty(slot, evidence, memory, timers)
@@ -250,8 +250,12 @@ def _decide_open_create(slot: Slot, intent: CreateIntent, evidence: Evidence, ti
     return Wait(f"create of {intent.name} is under way")
 
 
-def _decide_several(live: list[NodeEvidence], evidence: Evidence, memory: Memory) -> Action:
-    """The one with a live run stays, else the newest; of two live runs the older launch stays."""
+def _decide_several(slot: Slot, live: list[NodeEvidence], evidence: Evidence, memory: Memory, timers: Timers) -> Action:
+    """
+    The one with a live run stays, else the newest; of two live runs the older launch stays.
+
+    One that does not answer is judged as any node is (silence, boot_timeout): else it would hold the slot for ever.
+    """
     names = ", ".join(seen.node.name for seen in live)
     if evidence.store_lost:
         return Wait(f"several nodes ({names}) and a lost store: `tpucare confirm`", needs_person=True)
@@ -259,6 +263,11 @@ def _decide_several(live: list[NodeEvidence], evidence: Evidence, memory: Memory
         if wait := busy(seen, evidence):
             return wait
         if seen.dark or seen.report is None or not seen.report.all_answer:
+            action = decide_node(slot, seen, evidence, memory, timers)
+            if isinstance(action, Delete | Vouch | PushKey | Look) or (
+                isinstance(action, Wait) and action.needs_person
+            ):
+                return action
             return Wait(f"several nodes ({names}); waiting until every worker of each has answered")
     running = [seen for seen in live if not quiet(seen)]
     keep = _older_launch(running, memory) if running else live[-1]
@@ -270,7 +279,7 @@ def _decide_several(live: list[NodeEvidence], evidence: Evidence, memory: Memory
 def _older_launch(running: list[NodeEvidence], memory: Memory) -> NodeEvidence:
     if memory.run is not None:
         for seen in running:
-            if seen.node.name == memory.run.node and not memory.run.stopped:
+            if seen.node.name == memory.run.node and not memory.run.stopped and not memory.run.stop_why:
                 return seen
     return min(running, key=lambda seen: (seen.node.create_time, seen.node.name))
 
