@@ -530,6 +530,18 @@ SILENCE = [
     case("our key is refused: it may be late", evidence(seen(node(), REFUSED, refused_since=ago(20))), FRESH, "Wait"),
     case("our key is refused", evidence(seen(node(), REFUSED, refused_since=ago(31))), FRESH, "PushKey"),
     case(
+        "our key could not be written: not at once again",
+        evidence(seen(node(), REFUSED, refused_since=ago(99)), looked={f"key:{name_of(0)}": ago(50)}),
+        FRESH,
+        "Wait person",
+    ),
+    case(
+        "our key could not be written: again",
+        evidence(seen(node(), REFUSED, refused_since=ago(99)), looked={f"key:{name_of(0)}": ago(61)}),
+        FRESH,
+        "PushKey",
+    ),
+    case(
         "our key was written",
         evidence(seen(node(), REFUSED, refused_since=ago(60))),
         memory(past(keyed=True)),

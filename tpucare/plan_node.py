@@ -34,6 +34,7 @@ STOPPED = frozenset({NodeState.STOPPING, NodeState.STOPPED})
 
 FAILED_CREATE_SILENCE = timedelta(seconds=60)
 KEY_MAY_BE_LATE = timedelta(seconds=30)
+KEY_PUSH_EVERY = timedelta(minutes=1)
 KEY_PUSH_SERVES = timedelta(minutes=3)
 VOUCH_EVERY = timedelta(minutes=1)
 ELDER_LOOK_EVERY = timedelta(seconds=5)
@@ -128,9 +129,12 @@ def _decide_refused(seen: NodeEvidence, past: NodeMemory, evidence: Evidence, ti
     name = seen.node.name
     if not past.keyed:
         # The guest agent writes the key some seconds after sshd listens; UpdateNode too early is a call for nothing.
-        if timers.lasted(seen.refused_since, KEY_MAY_BE_LATE) and f"key:{name}" not in evidence.in_flight:
+        last = evidence.looked.get(f"key:{name}")
+        pause_over = last is None or timers.lasted(last, KEY_PUSH_EVERY)
+        late = timers.lasted(seen.refused_since, KEY_MAY_BE_LATE)
+        if late and pause_over and f"key:{name}" not in evidence.in_flight:
             return PushKey(seen.node.key, "a worker refuses our key")
-        return Wait(f"a worker of {name} does not know our key yet")
+        return Wait(f"a worker of {name} does not know our key yet", needs_person=last is not None)
     if timers.lasted(seen.refused_since, KEY_PUSH_SERVES):
         return Wait(f"{name} refuses our key: is OS Login on (enable-oslogin), or a key blocked?", needs_person=True)
     return Wait(f"our key was written to the metadata of {name}; waiting until its workers take it")
