@@ -427,6 +427,13 @@ FENCES = [
         slot(fence_proceed=True),
     ),
     case(
+        "the store was lost, and a zone has never answered",
+        evidence(NEXT, store_lost=True, complete=False),
+        memory(past(1)),
+        "Wait",
+    ),
+    case("the store was lost, and every zone has answered", evidence(NEXT, store_lost=True), memory(past(1)), "Launch"),
+    case(
         "a person confirmed",
         evidence(WAITED, unreachable=frozenset({US}), looked=LOOKED),
         replace(GONE_ON, fence_confirmed=True),

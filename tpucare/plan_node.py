@@ -252,6 +252,8 @@ def _decide_not_quiet(seen: NodeEvidence, evidence: Evidence, memory: Memory) ->
 
 def _fence(slot: Slot, seen: NodeEvidence, evidence: Evidence, memory: Memory, timers: Timers) -> Action | None:
     """Rule 1: no launch before each older node of the slot is proven dead. None when the way is free."""
+    if evidence.store_lost and not evidence.complete:
+        return Wait("the store was lost, and a zone that has not answered yet may hold an older node")
     for elder in memory.nodes:
         proven = elder.dead or not elder.launched or (elder.delete_accepted and elder.delete_quiet)
         if elder.name == seen.node.name or proven:
