@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from datetime import datetime, timedelta
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -587,6 +588,19 @@ def test_after_a_kill_a_verdict_that_was_not_accepted_is_judged_anew() -> None:
     assert accepted is not None
     assert accepted.delete_asked_at == NOW
     assert accepted.delete_next_at is None
+
+
+@pytest.mark.parametrize(
+    "successor",
+    [{"creates": (intent(1, accepted=True),)}, {"nodes": (launched(0), past(1))}],
+    ids=["asked for", "there"],
+)
+def test_after_a_kill_a_verdict_stands_when_the_slot_has_gone_on(successor: dict[str, Any]) -> None:
+    known = recover(asked(replace(TRAINS, **successor), delete(reason=Reason.JUDGED)))
+    told = known.node(name_of(0))
+    assert told is not None
+    assert told.delete_asked_at == NOW
+    assert told.delete_next_at is None
 
 
 def test_after_a_kill_what_a_person_asked_for_goes_on() -> None:

@@ -126,14 +126,17 @@ def recover(memory: Memory) -> Memory:
     What a killed process left half done, as the next one has to see it.
 
     A create without an answer may have arrived. A delete that was judged, and not accepted, is judged anew: the node
-    may be well again. A stop or launch under way is found out by the next probe.
+    may be well again; unless its successor is there or asked for, which the slot has by now. A stop or launch under way
+    is found out by the next probe.
     """
+    succeeded = any(not intent.superseded for intent in memory.creates)
+    succeeded = succeeded or any(past.delete_asked_at is None and not past.dead for past in memory.nodes)
     for intent in memory.creates:
         if not intent.accepted:
             memory = memory.with_create(replace(intent, lost=True, retry_at=None))
     for past in memory.nodes:
         judged = past.delete_reason == Reason.JUDGED and not past.delete_accepted
-        if past.delete_asked_at is not None and judged:
+        if past.delete_asked_at is not None and judged and not succeeded:
             memory = memory.with_node(_undelete(past))
         elif past.delete_asked_at is not None:
             memory = memory.with_node(replace(past, delete_next_at=None))
