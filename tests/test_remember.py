@@ -298,6 +298,13 @@ def test_no_create_number_comes_twice(events: list[tuple[str, int]]) -> None:
                 known = asked(known, delete(number))
 
 
+def test_a_new_node_is_what_replace_asked_for() -> None:
+    asks = memory(replace_asked=True)
+    assert not asked(asks, create(10)).replace_asked
+    resent = asked(replace(asks, creates=(intent(10, lost=True),)), create(10, resend=True))
+    assert resent.replace_asked, "the request that is sent again may be older than the wish"
+
+
 # --- what is seen ----------------------------------------------------------------------------------------------------
 
 

@@ -187,6 +187,9 @@ def _intend_create(memory: Memory, action: Create, now: datetime) -> Memory:
     # The create budget counts them after a restart too, whatever became of their intents.
     recent = tuple(asked for asked in memory.recent_creates if timedelta() <= now - asked < BUDGET_WINDOW)
     memory = replace(memory, recent_creates=(*recent, now))
+    if not action.resend:
+        # A node made from now on is as declared now: that is what `replace` asks for.
+        memory = replace(memory, replace_asked=False)
     return _number_after(memory.with_create(intent), action.name)
 
 
