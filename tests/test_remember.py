@@ -60,7 +60,7 @@ from tpucare.errors import (
     Transient,
     WorkerSilent,
 )
-from tpucare.memory import Book, BookName, End, Memory, PlaceMemory
+from tpucare.memory import Book, BookName, CreateIntent, End, Memory, PlaceMemory
 from tpucare.model import LaunchResult, NodeState, Operation, StopResult
 from tpucare.remember import absorb, answered, changed_meanwhile, gone, intend, recover, remember
 
@@ -101,6 +101,10 @@ def asked(known: Memory, action: Action, now: datetime = NOW) -> Memory:
 
 def came(known: Memory, action: Action, result: object = None, error: Exception | None = None) -> Memory:
     return remember(known, action, result, error, NOW, RNG)
+
+
+def vanished(known: Memory, name: str) -> Memory:
+    return gone(known, name, NOW, RNG)
 
 
 # --- creates: rule 5 -------------------------------------------------------------------------------------------------
@@ -244,10 +248,31 @@ def test_a_failed_operation_is_booked_at_its_place(error: Exception, kind: str) 
     assert listed.failed
 
 
+@pytest.mark.parametrize("open_intent", [intent(10), intent(10, lost=True), intent(10, accepted=True)])
+def test_a_node_that_is_listed_before_its_create_was_answered_leaves_the_intent_open(open_intent: CreateIntent) -> None:
+    """Else the operation that says "no capacity" would be nobody's, and the same place asked again at once."""
+    known = absorb(memory(creates=(open_intent,)), node("CREATING", 10))
+    known = came(known, create(10), Operation("op"))
+    told = known.create(name_of(10))
+    assert told is not None
+    assert told.operation == "op"
+
+
+def test_a_node_that_vanishes_while_creating_is_its_places_fault_and_no_preemption() -> None:
+    known = vanished(absorb(memory(creates=(intent(10, lost=True),)), node("CREATING", 10)), name_of(10))
+    assert (known.creates, known.nodes) == ((), ())
+    assert known.book(BookName.PREEMPTION).total == 0
+    assert known.place(PLACE).kind == "no capacity"
+    refused = intent(10, failed=True, operation="", refused="no more capacity")
+    told = vanished(absorb(memory(creates=(refused,)), node("CREATING", 10)), name_of(10))
+    assert told.place(PLACE).kind == "", "the operation has told already"
+    assert vanished(memory(creates=(intent(10, lost=True),)), name_of(10)).places == {}
+
+
 def test_not_found_closes_an_intent_whose_operation_is_over_or_unknown() -> None:
-    assert gone(ACCEPTED, name_of(10)).creates == ACCEPTED.creates
+    assert vanished(ACCEPTED, name_of(10)).creates == ACCEPTED.creates
     for open_intent in (intent(10, accepted=True), intent(10, lost=True), intent(10, operation="op", failed=True)):
-        assert gone(memory(creates=(open_intent,)), name_of(10)).creates == ()
+        assert vanished(memory(creates=(open_intent,)), name_of(10)).creates == ()
 
 
 def test_a_lost_create_that_getnode_finds_is_accepted() -> None:
@@ -291,7 +316,7 @@ def test_no_create_number_comes_twice(events: list[tuple[str, int]]) -> None:
                 known = absorb(known, node("READY", number))
                 used.add(number)
             case "gone":
-                known = gone(known, name_of(number))
+                known = vanished(known, name_of(number))
             case "restart":
                 known = recover(known)
             case "delete":
@@ -353,15 +378,15 @@ def test_workers_that_answered_acquit_their_place() -> None:
 
 
 def test_gone_ends_the_run_and_books_what_nobody_asked_for() -> None:
-    known = gone(replace(TRAINS, restart_asked=True), name_of(0))
+    known = vanished(replace(TRAINS, restart_asked=True), name_of(0))
     assert known.nodes == ()
     assert known.run is not None
     assert known.run.stopped
     assert not known.restart_asked
     assert known.book(BookName.PREEMPTION).total == 1
-    ours = gone(memory(launched(delete_asked_at=NOW)), name_of(0))
+    ours = vanished(memory(launched(delete_asked_at=NOW)), name_of(0))
     assert ours.book(BookName.PREEMPTION).total == 0
-    assert gone(memory(), "other") == memory()
+    assert vanished(memory(), "other") == memory()
 
 
 # --- deletes ---------------------------------------------------------------------------------------------------------

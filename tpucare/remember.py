@@ -19,6 +19,7 @@ from tpucare.errors import (
     CommandFailed,
     ConfigError,
     LostRace,
+    NoCapacity,
     NodeGone,
     PreemptedMeanwhile,
     QuotaExceeded,
@@ -59,7 +60,7 @@ def absorb(memory: Memory, node: Node) -> Memory:
         memory = memory.with_node(past)
     if node.state in (NodeState.PREEMPTED, NodeState.TERMINATED) and not past.dead:
         memory = _book_preemption(memory.with_node(replace(past, dead=True)), f"{node.name} {node.state.name}")
-    if intent is not None and not intent.superseded and _settled(node, intent):
+    if intent is not None and not intent.superseded and _settled(node):
         memory = memory.without_create(node.name)
         if node.state is NodeState.READY and intent.place:
             memory = memory.with_place(intent.place, placement.succeeded(memory.place(intent.place), node.create_time))
@@ -78,9 +79,10 @@ def _met(node: Node, intent: CreateIntent | None, memory: Memory) -> NodeMemory:
     )
 
 
-def _settled(node: Node, intent: CreateIntent) -> bool:
-    # While the node is CREATING its operation still has to say whether there is capacity.
-    return node.state is not NodeState.CREATING or not (intent.operation or intent.failed)
+def _settled(node: Node) -> bool:
+    # While the node is CREATING its operation still has to say whether there is capacity; and a listing may show the
+    # node before the call that made it was answered.
+    return node.state is not NodeState.CREATING
 
 
 def _number_after(memory: Memory, name: str) -> Memory:
@@ -106,7 +108,7 @@ def answered(memory: Memory, name: str) -> Memory:
     return memory
 
 
-def gone(memory: Memory, name: str) -> Memory:
+def gone(memory: Memory, name: str, now: datetime, rng: random.Random) -> Memory:
     """GetNode said NOT_FOUND."""
     past, intent = memory.node(name), memory.create(name)
     if past is not None:
@@ -116,6 +118,11 @@ def gone(memory: Memory, name: str) -> Memory:
         memory = memory.without_node(name)
     if intent is not None and (not intent.operation or intent.failed):
         memory = memory.without_create(name)
+        if past is not None and past.delete_asked_at is None and not intent.refused:
+            # Nobody will say why: what is listed as CREATING and vanishes found no capacity.
+            error = NoCapacity(f"{name} vanished while CREATING")
+            place = placement.refused(memory.place(intent.place), error, held=False, now=now, rng=rng)
+            memory = memory.with_place(intent.place, place)
     if memory.run is not None and memory.run.node == name:
         memory = replace(memory, run=replace(memory.run, stopped=True), restart_asked=False, replace_asked=False)
     return memory
@@ -320,7 +327,7 @@ def remember(
         case Create():
             return _after_create(memory, action, result, error, now, rng)
         case Delete():
-            return _after_delete(memory, action, error, now)
+            return _after_delete(memory, action, error, now, rng)
         case Launch():
             return _after_launch(memory, action, result, error, now, rng)
         case Stop():
@@ -328,14 +335,14 @@ def remember(
                 return replace(memory, run=replace(memory.run, stopped=True))
             return memory
         case Look():
-            return _after_look(memory, action, result, error)
+            return _after_look(memory, action, result, error, now, rng)
         case Poll():
             return _after_poll(memory, action, result, error, now, rng)
         case PushKey():
             past = memory.node(action.key.name)
             if past is not None and error is None:
                 return memory.with_node(replace(past, keyed=True))
-            return gone(memory, action.key.name) if isinstance(error, NodeGone) else memory
+            return gone(memory, action.key.name, now, rng) if isinstance(error, NodeGone) else memory
     return memory
 
 
@@ -372,12 +379,12 @@ def _refuse(
     return placement.refused(memory.place(key), error, held=held, now=now, rng=rng)
 
 
-def _after_delete(memory: Memory, action: Delete, error: Exception | None, now: datetime) -> Memory:
+def _after_delete(memory: Memory, action: Delete, error: Exception | None, now: datetime, rng: random.Random) -> Memory:
     past = memory.node(action.key.name)
     if past is None:
         return memory
     if isinstance(error, NodeGone):
-        return gone(memory, action.key.name)
+        return gone(memory, action.key.name, now, rng)
     if error is None:
         return memory.with_node(replace(past, delete_accepted=True))
     if isinstance(error, LostRace):
@@ -412,9 +419,11 @@ def _after_launch(
     return _enter(memory, book, reason, advanced=False, now=now, rng=rng)
 
 
-def _after_look(memory: Memory, action: Look, result: object, error: Exception | None) -> Memory:
+def _after_look(
+    memory: Memory, action: Look, result: object, error: Exception | None, now: datetime, rng: random.Random
+) -> Memory:
     if isinstance(error, NodeGone):
-        return gone(memory, action.key.name)
+        return gone(memory, action.key.name, now, rng)
     if isinstance(result, Node) and memory.create(action.key.name) is not None:
         intent = memory.create(action.key.name)
         assert intent is not None
