@@ -209,6 +209,12 @@ CREATES = [
         "Settle create superseded",
     ),
     case(
+        "its answers are lost until boot_timeout: another place may serve",
+        evidence(creates_since={name_of(0): ago(minutes=31)}),
+        memory(creates=(intent(lost=True, retry_at=before(1)),)),
+        "Settle create superseded",
+    ),
+    case(
         "superseded, and comes after all",
         evidence(seen(node("READY"))),
         memory(past(), creates=(intent(superseded=True, accepted=True),)),

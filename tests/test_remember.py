@@ -203,6 +203,7 @@ def test_while_creating_the_operation_has_still_to_tell() -> None:
 
 def test_a_superseded_intent_stays_until_its_node_is_gone() -> None:
     known = asked(ACCEPTED, Settle(Fact.CREATE_SUPERSEDED, "why", name_of(10)))
+    assert known.place(PLACE).retry_at is not None, "another place goes first"
     known = absorb(known, node("READY", 10))
     told = known.create(name_of(10))
     assert told is not None

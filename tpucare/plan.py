@@ -236,6 +236,8 @@ def _decide_empty(slot: Slot, evidence: Evidence, memory: Memory, timers: Timers
 
 
 def _decide_open_create(slot: Slot, intent: CreateIntent, evidence: Evidence, timers: Timers) -> Action:
+    if timers.lasted(evidence.creates_since.get(intent.name), slot.care.boot_timeout):
+        return Settle(Fact.CREATE_SUPERSEDED, "unanswered at boot_timeout", name=intent.name)
     if intent.lost and not intent.refused:
         place = next((place for place in slot.places if place.key == intent.place), None)
         if place is None:
@@ -245,8 +247,6 @@ def _decide_open_create(slot: Slot, intent: CreateIntent, evidence: Evidence, ti
             why = "the answer was lost: the same name at the same place again"
             return Create(intent.name, intent.number, place, why, resend=True)
         return Wait(f"the answer to the create of {intent.name} was lost; asking again soon")
-    if timers.lasted(evidence.creates_since.get(intent.name), slot.care.boot_timeout):
-        return Settle(Fact.CREATE_SUPERSEDED, "unanswered at boot_timeout", name=intent.name)
     return Wait(f"create of {intent.name} is under way")
 
 

@@ -174,7 +174,7 @@ def intend(memory: Memory, action: Action, now: datetime, rng: random.Random) ->
                 memory = memory.with_node(replace(past, noticed_at=now, noticed_checkpoint=action.checkpoint))
             return memory
         case Settle():
-            return _settle(memory, action, now)
+            return _settle(memory, action, now, rng)
     return memory
 
 
@@ -289,12 +289,11 @@ def _count_on_node(memory: Memory, action: Stop) -> Memory:
     return memory
 
 
-def _settle(memory: Memory, action: Settle, now: datetime) -> Memory:
+def _settle(memory: Memory, action: Settle, now: datetime, rng: random.Random) -> Memory:
     memory, run = _far(memory, action.step, action.checkpoint), memory.run
     match action.fact:
         case Fact.CREATE_SUPERSEDED:
-            intent = memory.create(action.name)
-            return memory.with_create(replace(intent, superseded=True)) if intent is not None else memory
+            return _supersede(memory, action, now, rng)
         case Fact.RUN_ADOPTED:
             run = RunMemory(action.token, action.name, action.number, launched_at=now, complete=True)
             return _attempted(replace(memory, run=run), action.name)
@@ -306,6 +305,15 @@ def _settle(memory: Memory, action: Settle, now: datetime) -> Memory:
             return replace(memory, run=replace(run, progressed=True)) if run is not None else memory
         case Fact.ENDED:
             return replace(memory, end=action.end, end_why=action.why, ended_at=now)
+
+
+def _supersede(memory: Memory, action: Settle, now: datetime, rng: random.Random) -> Memory:
+    intent = memory.create(action.name)
+    if intent is None:
+        return memory
+    # Another place goes first, where there is one: this one has not answered for a whole boot_timeout.
+    place = placement.refused(memory.place(intent.place), Transient(action.why), held=False, now=now, rng=rng)
+    return memory.with_create(replace(intent, superseded=True)).with_place(intent.place, place)
 
 
 def _attempted(memory: Memory, name: str) -> Memory:
