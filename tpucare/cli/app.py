@@ -46,6 +46,7 @@ HOMES: Mapping[str, tuple[str, str]] = {
 # What follows the slot belongs to the command that is run there.
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
 _SETTINGS: Mapping[str, dict[str, Any]] = {"ssh": _PASS_ON, "exec": _PASS_ON}
+LINE_LIMIT = 100
 _HELP_FLAGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
 _HELP = """\
@@ -114,6 +115,7 @@ def first_line(name: str) -> str:
     found = function_of(name)
     text = found.info.help if isinstance(found, typer.Typer) else inspect.getdoc(found)
     first, _, _ = " ".join(str(text).split("\n\n")[0].split()).partition(". ")
+    first, _, _ = first.partition(": ") if len(first) > LINE_LIMIT else (first, "", "")
     return first.removesuffix(".")
 
 

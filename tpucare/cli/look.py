@@ -104,14 +104,14 @@ def gc(
     Example: tpucare gc
     Example: tpucare gc --apply
     """
-    from tpucare.cli import sweeping
+    from tpucare.cli import claiming
 
     chosen = options(context)
-    answer = sweeping.find(chosen)
+    answer = claiming.find(chosen)
     if apply and answer["strays"]:
         names = ", ".join(row["node"] for row in answer["strays"])
         ask(f"Delete {len(answer['strays'])} nodes ({names})?", yes=yes)
-        answer = sweeping.sweep(chosen)
+        answer = claiming.sweep(chosen)
     if json_out:
         print_json(answer)
         return

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from tpucare.cli.common import leave, options, print_json, say
+from tpucare.cli.common import ask, leave, options, print_json, say
 
 SlotWord = Annotated[str, typer.Argument(metavar="SLOT", help="A slot; a fleet's name is its slot 0.")]
 WorkerFlag = Annotated[int, typer.Option("--worker", "-w", help="Which host of the slice.", min=0)]
@@ -102,9 +102,8 @@ def adopt_node(
     \b
     Example: tpucare adopt-node my-old-tpu pod-0
     """
-    from tpucare.cli.common import ask
-    from tpucare.cli.offline import order
+    from tpucare.cli import claiming
 
     ask(f"From now on {node} is deleted and replaced as {slot} needs. Go on?", yes=yes)
-    answer = order(options(context), {"do": "adopt-node", "node": node, "slot": slot})
+    answer = claiming.adopt(options(context), node, slot)
     say(f"{answer['node']} is the node of {answer['slot']}")

@@ -35,9 +35,9 @@ def daemon(
 
     events.configure(events.LogForm(log), log_level)
     folder = Path(fleets).expanduser() if fleets else chosen.fleets(os.environ)
-    closed = run(chosen, folder, os.environ, listen=events.teller())
-    if not closed:
-        # A thread that waits for a worker or the API would keep the process until its deadline.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(Exit.OK)
+    run(chosen, folder, os.environ, listen=events.teller())
+    # Everything is closed. A thread that still waits for a worker or the API would keep the process until its
+    # deadline, and taking the threads of grpc apart takes seconds.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(Exit.OK)

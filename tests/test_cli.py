@@ -1,0 +1,423 @@
+"""The command line: help and docs of every command, exit codes, questions, JSON; and the whole way on real machines."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import resource
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from tests.office import BEAT, QUICK, REPOSITORY, Process, fleet_text
+from tpucare import cli
+from tpucare.cli.app import HOMES, first_line, function_of
+from tpucare.cli.common import Exit, exit_code
+from tpucare.control import NoDaemon, request
+from tpucare.emulator import running
+from tpucare.emulator.config import WorldConfig
+from tpucare.emulator.server import EmulatorServer
+from tpucare.errors import AnswerLost, AuthRefused, ConfigError, StoreLocked
+
+pytestmark = pytest.mark.timeout(120)
+
+DOCS = (REPOSITORY / "docs" / "cli.md").read_text("utf-8")
+Run = Callable[..., "Done"]
+
+
+class Done:
+    """What a command in this process came to."""
+
+    def __init__(self, code: int, out: str, err: str) -> None:
+        self.code, self.out, self.err = code, out, err
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
+    """`tpucare WORDS...` in this process, with a state folder of its own and no terminal."""
+    for name in [name for name in os.environ if name.startswith(("TPUCARE_", "GOOGLE_", "CLOUDSDK_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("TPUCARE_STATE", str(tmp_path / "state"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name, value in BEAT.items():
+        monkeypatch.setenv(name, value)
+
+    def call(*words: str) -> Done:
+        capsys.readouterr()
+        monkeypatch.setattr(sys, "argv", ["tpucare", *words])
+        with pytest.raises(SystemExit) as left:
+            cli.main()
+        said = capsys.readouterr()
+        assert "Traceback" not in said.err
+        assert "\x1b" not in said.out + said.err
+        return Done(int(left.value.code or 0), said.out, said.err)
+
+    return call
+
+
+@pytest.fixture
+def cloud(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[EmulatorServer]:
+    """An emulated cloud without machines, found by TPUCARE_EMULATOR."""
+    folder = tmp_path / "emulator"
+    with EmulatorServer(WorldConfig.fast(latencies=QUICK), state_dir=folder) as server:
+        monkeypatch.setenv("TPUCARE_EMULATOR", str(folder))
+        yield server
+
+
+@pytest.fixture
+def pod(tmp_path: Path) -> Path:
+    path = tmp_path / "pod.yaml"
+    path.write_text(fleet_text())
+    return path
+
+
+def nodes(server: EmulatorServer) -> list[str]:
+    with server.lock:
+        return sorted(node.path.node_id for node in server.world.nodes())
+
+
+# --- every command ---------------------------------------------------------------------------------------------------
+
+
+def all_commands() -> list[tuple[str, ...]]:
+    found: list[tuple[str, ...]] = []
+    for name in HOMES:
+        function = function_of(name)
+        found.append((name,))
+        if isinstance(function, typer.Typer):
+            found += [(name, str(command.name)) for command in function.registered_commands]
+    return found
+
+
+@pytest.mark.parametrize("words", all_commands(), ids=" ".join)
+def test_every_command_has_help_with_an_example_and_a_row_in_the_docs(run: Run, words: tuple[str, ...]) -> None:
+    done = run(*words, "--help")
+    assert done.code == 0
+    assert re.search(rf"Example:\s+tpucare {re.escape(' '.join(words[:1]))}", done.out), done.out
+    assert f"| `{' '.join(words)}" in DOCS, f"docs/cli.md has no row for {' '.join(words)}"
+
+
+def test_the_list_of_commands_is_the_listed_ones(run: Run) -> None:
+    out = run("--help").out
+    for name in HOMES:
+        assert re.search(rf"^  {name} ", out, re.MULTILINE)
+        assert 10 < len(first_line(name)) < 120
+
+
+def test_the_docs_name_no_command_that_is_not_there() -> None:
+    rows = set(re.findall(r"^\| `([a-z][a-z-]*(?: [a-z-]+)?)[^`]*`", DOCS, re.MULTILINE))
+    known = {" ".join(words) for words in all_commands()} | {" ".join(words[:1]) for words in all_commands()}
+    assert {row for row in rows if row not in known and row.split()[0] not in known} == set()
+
+
+def test_exit_codes_are_documented() -> None:
+    for code in Exit:
+        assert re.search(rf"^\| {int(code)} \|", DOCS, re.MULTILINE), code
+
+
+def test_flags_of_the_program_are_documented_with_their_variables(run: Run) -> None:
+    for flag in ("--state", "--endpoint", "--project", "--emulator"):
+        variable = f"TPUCARE_{flag[2:].upper()}"
+        assert flag in DOCS
+        assert variable in DOCS
+        assert variable in run("--help").out
+
+
+def cpu_of(code: str) -> float:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL, env=env)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def test_help_costs_at_most_twice_the_cpu_of_importing_typer_and_rich() -> None:
+    helped = "import sys; sys.argv = ['tpucare', '--help']; from tpucare.cli import main; main()"
+    bare = "import typer, rich"
+    cpu_of(helped)
+    pairs = [(cpu_of(helped), cpu_of(bare)) for _ in range(5)]
+    ratio = statistics.median(one for one, _ in pairs) / statistics.median(other for _, other in pairs)
+    assert ratio <= 2.0, pairs
+
+
+def test_command_modules_import_nothing_heavy() -> None:
+    heavy = ["pydantic", "yaml", "paramiko", "google", "grpc", "structlog", "jinja2", "sqlite3", "rich"]
+    modules = sorted({f"tpucare.cli.{module}" for module, _ in HOMES.values()})
+    code = f"import sys, {', '.join(modules)}; print([name for name in {heavy} if name in sys.modules])"
+    env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    "words", [("fly",), ("status", "--fast"), ("down",), ("check",), ("logs", "pod", "--attempt", "x")]
+)
+def test_a_wrong_command_line_is_code_2(run: Run, words: tuple[str, ...]) -> None:
+    done = run(*words)
+    assert done.code == Exit.USAGE
+    assert done.out == ""
+
+
+def test_errors_have_codes_from_the_narrow_to_the_wide() -> None:
+    errors = (ConfigError(""), StoreLocked(""), AnswerLost(""), AuthRefused(""), ZeroDivisionError())
+    assert [exit_code(error) for error in errors] == [Exit.CONFIG, Exit.DAEMON, Exit.CLOUD, Exit.REMOTE, Exit.BUG]
+
+
+# --- fleets ----------------------------------------------------------------------------------------------------------
+
+
+def test_init_prints_fleets_that_pass_the_check(run: Run, tmp_path: Path) -> None:
+    names = [line.split()[0] for line in run("init", "--list").out.splitlines()]
+    assert "single" in names
+    for name in names:
+        text = run("init", "mine", "--template", name).out
+        assert text.splitlines()[0].startswith("# ")
+        assert "\nname: mine\n" in text
+    path = tmp_path / "mine.yaml"
+    path.write_text(run("init", "mine").out)
+    assert run("check", str(path)).code == 0
+    assert "there are" in run("init", "--template", "nonsense").err
+
+
+def test_check_names_each_problem_with_its_place(run: Run, pod: Path) -> None:
+    pod.write_text(fleet_text().replace("v2-8", "v2-9") + "care: {stalled_afer: 1h}\n")
+    done = run("check", str(pod))
+    assert done.code == Exit.CONFIG
+    assert len(done.err.strip().splitlines()) == 2
+    assert all(line.startswith(f"{pod}:") for line in done.err.strip().splitlines())
+    assert "nearest: stalled_after" in done.err
+    answer = run("check", str(pod), "--json").json
+    assert (answer["ok"], len(answer["problems"])) == (False, 2)
+
+
+def test_check_prints_the_schema_for_editors(run: Run) -> None:
+    assert run("check", "--schema").json["properties"]["name"]
+
+
+def test_two_files_of_one_name_fail_the_check_together(run: Run, pod: Path) -> None:
+    other = pod.with_name("other.yaml")
+    other.write_text(pod.read_text())
+    assert run("check", str(pod)).code == 0
+    assert run("check", str(pod), str(other)).code == Exit.CONFIG
+
+
+def test_nothing_is_destroyed_without_a_yes(run: Run, cloud: EmulatorServer, pod: Path) -> None:
+    run("apply", str(pod))
+    for words in (("down", "pod"), ("apply", str(pod), "--replace"), ("confirm", "pod-0"), ("adopt-node", "x", "pod")):
+        done = run(*words)
+        assert (done.code, "--yes" in done.err) == (Exit.FAILED, True), words
+
+
+def test_without_a_daemon_wishes_are_written_down_and_plan_decides_as_it_would(
+    run: Run, cloud: EmulatorServer, pod: Path
+) -> None:
+    done = run("apply", str(pod))
+    assert (done.code, done.out) == (0, "pod: accepted, 1 slots\n")
+    assert "tpucare daemon" in done.err
+    (row,) = run("plan", "--json").json["slots"]
+    assert (row["slot"], row["action"]) == ("pod-0", "create")
+    assert "v2-8 spot" in row["about"]
+    assert nodes(cloud) == [], "a plan changes nothing"
+    assert run("pause", "pod").out == "pod-0 paused\n"
+    assert run("plan").out == "pod-0: wait: paused\n"
+    answer = run("status", "--json").json
+    assert (answer["daemon"], answer["slots"][0]["phase"]) == (False, "paused")
+    assert "no daemon runs" in run("status").out
+    run("resume", "pod")
+    assert run("status", "pod", "--json").json["slots"][0]["phase"] == "waiting"
+    kinds = [json.loads(line)["kind"] for line in run("events", "pod", "--json").out.splitlines()]
+    assert kinds == ["fleet", "pause", "resume"]
+    assert run("events", "-n", "1").out.endswith("pod-0: resumed\n")
+    assert run("down", "pod", "--yes").code == 0
+
+
+def test_plan_reads_the_folder_that_a_daemon_would_begin_with(run: Run, cloud: EmulatorServer, tmp_path: Path) -> None:
+    folder = tmp_path / "state" / "fleets"
+    folder.mkdir(parents=True)
+    (folder / "pod.yaml").write_text(fleet_text())
+    (tmp_path / "state").chmod(0o700)
+    assert run("plan").out.startswith("pod-0: create pod-0-a0 in us-central1-a")
+    assert run("status", "--json").json["fleets"] == [], "and writes nothing down"
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "text"),
+    [
+        (("status",), Exit.STORE, "no store here"),
+        (("events",), Exit.STORE, "no store here"),
+        (("down", "nobody", "--yes"), Exit.FAILED, "no fleet or slot nobody"),
+        (("ssh", "nobody"), Exit.STORE, "no store here"),
+        (("apply", "missing.yaml"), Exit.CONFIG, "missing.yaml: cannot be read"),
+        (("--endpoint", "nonsense", "gc", "--apply"), Exit.CONFIG, "127.0.0.1:PORT"),
+        (("--emulator", "nowhere", "status"), Exit.CONFIG, "no emulator runs"),
+        (("logs", "pod"), Exit.FAILED, "no log of pod-0"),
+        (("emulator", "preempt", "x"), Exit.CONFIG, "no emulator runs"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line_and_a_code(
+    run: Run, words: tuple[str, ...], code: int, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TPUCARE_PROJECT", "nobody")
+    done = run(*words)
+    assert text in done.err
+    assert len(done.err.strip().splitlines()) == 1
+    assert done.code == code
+
+
+def test_logs_outlive_the_node_and_cannot_drive_a_terminal(run: Run, tmp_path: Path) -> None:
+    from tpucare.logs import LogKeeper
+
+    keeper = LogKeeper(tmp_path / "state" / "logs")
+    keeper.append("pod-0", 1, "pod-0-a0.1", 0, b"step 1\n")
+    keeper.append("pod-0", 2, "pod-0-a1.2", 0, b"\x1b]0;mine\x07step 2\n")
+    keeper.append("pod-0", 2, "pod-0-a1.2", 3, b"other\n")
+    assert "step 2" in run("logs", "pod").out
+    assert "step 1" in run("logs", "pod-0", "--attempt", "1").out
+    assert "other" in run("logs", "pod-0", "--worker", "3").out
+    assert run("logs", "pod-0", "--list").out == "attempt 1: workers 0\nattempt 2: workers 0, 3\n"
+    assert "kept are 1, 2" in run("logs", "pod-0", "--attempt", "9").err
+
+
+# --- the emulator ----------------------------------------------------------------------------------------------------
+
+
+def test_a_running_emulator_takes_orders(run: Run, cloud: EmulatorServer) -> None:
+    assert run("emulator", "capacity", "us-central1-a", "0").out == "capacity: done\n"
+    assert run("emulator", "outage", "1s").out == "outage: done\n"
+    assert run("emulator", "end-outages").code == 0
+    assert run("emulator", "status").json["nodes"] == []
+    assert "no node is called" in run("emulator", "preempt", "pod-0").err
+    assert run("emulator", "preempt", "pod-0", "--shown", "sideways").code == Exit.CONFIG
+    assert run("emulator", "order", '{"do": "end-outages"}').code == 0
+    assert run("emulator", "order", "{").code == Exit.USAGE
+    with cloud.lock:
+        assert [dict(entry)["action"] for entry in cloud.world.audit if entry["kind"] == "operator"][:2]
+
+
+# --- the whole way, on real machines ---------------------------------------------------------------------------------
+
+
+class Shell:
+    """Commands and long processes with one environment, as a person has it in a terminal."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.env = {key: value for key, value in os.environ.items() if not key.startswith(("TPUCARE_", "GOOGLE_"))}
+        self.env |= {**BEAT, "PYTHONPATH": str(REPOSITORY), "HOME": str(folder)}
+        self.processes: list[Process] = []
+
+    def start(self, *words: str) -> Process:
+        log = self.folder / f"{words[0]}-{len(self.processes)}.log"
+        with log.open("wb") as out:
+            command = [sys.executable, "-m", "tpucare.cli", *words]
+            popen = subprocess.Popen(command, env=self.env, stdout=out, stderr=out, stdin=subprocess.DEVNULL)
+        self.processes.append(Process(popen, log))
+        return self.processes[-1]
+
+    def __call__(self, *words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "tpucare.cli", *words]
+        return subprocess.run(
+            command, env=self.env, capture_output=True, text=True, timeout=60, check=False, stdin=subprocess.DEVNULL
+        )
+
+    def json(self, *words: str) -> Any:
+        done = self(*words)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    def slot(self) -> dict[str, Any]:
+        """The daemon's row; asked directly, since a process per look would be most of the load here."""
+        try:
+            rows = request(self.folder / "emu" / "tpucare" / "control.sock", {"do": "status"})["slots"]
+        except NoDaemon:
+            return {}
+        return dict(rows[0]) if rows else {}
+
+    def until(self, true: Callable[[], object], seconds: float = 20) -> None:
+        """Poll the outside of other processes: there is nothing to be notified by."""
+        deadline = time.monotonic() + seconds
+        while True:
+            with contextlib.suppress(ConfigError):
+                if true():
+                    return
+            logs = "\n".join(process.text[-4000:] for process in self.processes)
+            assert time.monotonic() < deadline, logs
+            time.sleep(0.05)
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Iterator[Shell]:
+    made = Shell(tmp_path)
+    yield made
+    # The emulator last, since it ends the machines.
+    for process in reversed(made.processes):
+        if process.popen.poll() is None:
+            process.end(signal.SIGTERM, seconds=30)
+
+
+@pytest.mark.machines
+def test_from_the_emulator_to_nothing_left(shell: Shell, tmp_path: Path) -> None:
+    emulator = tmp_path / "emu"
+    world = tmp_path / "world.yaml"
+    latencies = "".join(f"  {key}: {value}\n" for key, value in QUICK.items())
+    zones = "zones: {us-central1-a: {accelerators: ['*']}}\n"
+    world.write_text(f"speed: fast\n{zones}latencies:\n{latencies}")
+    serving = shell.start(
+        "--emulator", str(emulator), "emulator", str(world), "--ssh-port", "2389", "--metadata-port", "8389"
+    )
+    shell.until(lambda: running.find(emulator) and "export" in serving.text)
+    shell.env["TPUCARE_EMULATOR"] = str(emulator)
+    pod = tmp_path / "pod.yaml"
+    pod.write_text(fleet_text(run="echo step 1; echo at $TPUCARE_SLOT; sleep 600"))
+
+    daemon = shell.start("daemon")
+    shell.until((emulator / "tpucare" / "control.sock").exists)
+    assert shell("apply", str(pod)).returncode == 0
+    shell.until(lambda: shell.slot().get("training") and shell.slot()["step"] == 1)
+    assert (shell.slot()["node"], shell.slot()["phase"]) == ("pod-0-a0", "run")
+    run = shell.slot()["run"]
+
+    reached = shell("exec", "pod", "--", "echo on $(id -un) >&2; exit 7")
+    assert (reached.returncode, reached.stderr.startswith("on ")) == (7, True)
+    assert shell("ssh", "pod-0", "--", "echo", "hello").stdout == "hello\n"
+    copied = shell("scp", str(pod), "pod-0:there.yaml")
+    assert copied.returncode == 0, copied.stderr
+    assert shell("scp", "pod-0:there.yaml", str(tmp_path / "back.yaml")).returncode == 0
+    assert (tmp_path / "back.yaml").read_text() == pod.read_text()
+    assert "Host pod-0 pod-0.0\n" in shell("ssh-config").stdout
+    assert "at pod-0" in shell("logs", "pod").stdout
+
+    assert daemon.end(signal.SIGTERM) == 0
+    assert shell.json("emulator", "status")["nodes"][0]["state"] == "READY"
+    assert shell("ssh", "pod-0", "--", "echo", "still").stdout == "still\n", "GetNode says where it is"
+    assert shell("plan").stdout == "pod-0: wait: running\n"
+
+    again = shell.start("daemon")
+    shell.until(lambda: shell.slot().get("training"))
+    assert (shell.slot()["node"], shell.slot()["run"]) == ("pod-0-a0", run), "adopted: no second run"
+    for path in (emulator / "tpucare" / "fleets").iterdir():
+        path.unlink()
+    shell.until(lambda: "runs on as last accepted" in again.text)
+    assert shell.slot()["training"] is True
+
+    down = shell("down", "pod", "--yes")
+    assert (down.returncode, down.stdout) == (0, "pod: nothing is left of it\n")
+    assert shell.json("emulator", "status")["nodes"] == []
+    assert shell.json("status", "--json")["slots"] == []
+    assert again.end(signal.SIGTERM) == 0
+    assert serving.end(signal.SIGTERM, seconds=30) == 0
+    assert not (emulator / running.FILE_NAME).exists()
