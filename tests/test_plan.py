@@ -886,6 +886,24 @@ STOPS = [
     case("stopped and quiet", evidence(seen(node(), ended(143)), looked=STOPPED), STOPPING, "Settle run stopped"),
     case("stopped and not quiet yet", evidence(seen(node(), running()), looked=STOPPED), STOPPING, "Wait"),
     case(
+        "chips not free after SIGKILL",
+        evidence(seen(node(), running()), looked=LONG_STOPPED),
+        memory(launched(), run=run(stop_why="it crashed", stops=1, stuck=True)),
+        "Delete dead",
+    ),
+    case(
+        "a worker did not hear the stop",
+        evidence(seen(node(), running()), looked=LONG_STOPPED),
+        memory(launched(), run=run(stop_why="it crashed", stops=1)),
+        "Stop",
+    ),
+    case(
+        "a worker did not hear the stop, five times",
+        evidence(seen(node(), running()), looked=LONG_STOPPED),
+        memory(launched(), run=run(stop_why="it crashed", stops=5)),
+        "Delete dead",
+    ),
+    case(
         "chips not free after SIGKILL, on-demand",
         evidence(seen(node(tier=ON_DEMAND), running()), looked=LONG_STOPPED),
         STOPPING,

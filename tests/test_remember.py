@@ -553,7 +553,17 @@ def test_what_comes_of_a_stop() -> None:
     assert quiet.run.stopped
     loud = came(known, stop(), StopResult((True, WorkerSilent("x"))))
     assert loud.run is not None
-    assert not loud.run.stopped
+    assert (loud.run.stopped, loud.run.stuck, loud.run.stops) == (False, False, 1)
+    stuck = came(known, stop(), StopResult((True, False)))
+    assert stuck.run is not None
+    assert (stuck.run.stopped, stuck.run.stuck) == (False, True)
+    assert came(known, stop(), None, WorkerSilent("x")) == known
+
+
+def test_a_stop_on_one_node_says_nothing_of_the_run_adopted_on_another() -> None:
+    known = memory(launched(0), launched(1), run=run(1))
+    assert came(known, stop(0), StopResult((True, True))) == known
+    assert came(memory(), stop(0), StopResult((True, True))) == memory()
 
 
 def test_facts_are_written_down() -> None:

@@ -129,7 +129,8 @@ class RunMemory:
     """
     The run that was last launched, or is about to be. `complete`: every worker accepted it.
 
-    `stop_why` is set from the intent to end it until it is known to be quiet.
+    `stop_why` is set from the intent to end it until it is known to be quiet. `stops`: how often that was tried;
+    `stuck`: every worker heard it, and something does not let go. `gap_seconds`: between its first signs of progress.
     """
 
     token: str
@@ -141,6 +142,9 @@ class RunMemory:
     then_delete: str = ""
     stopped: bool = False
     progressed: bool = False
+    stops: int = 0
+    stuck: bool = False
+    gap_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

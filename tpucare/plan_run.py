@@ -23,6 +23,8 @@ PREEMPTIBLE_LIFE = timedelta(hours=23, minutes=45)
 CHECKPOINT_LOOK_EVERY = timedelta(seconds=15)
 STALL_FACTOR = 10
 INFRASTRUCTURE_LIMIT = 3
+# Stops that some worker did not hear, before its node is given up.
+STOPS_UNHEARD = 5
 STOP_AGAIN_AFTER = timedelta(seconds=10)
 
 
@@ -190,7 +192,7 @@ def _stop_again(seen: NodeEvidence, evidence: Evidence, memory: Memory, timers: 
         return Settle(Fact.RUN_STOPPED, "its workers are quiet now", seen.node.name, run.token, run.number)
     if not timers.lasted(last, STOP_AGAIN_AFTER, observations=1):
         return Wait("the run was stopped; its processes or the chips are not free yet")
-    if keeps_node(seen):
+    if keeps_node(seen) or (not run.stuck and run.stops < STOPS_UNHEARD):
         return ending(seen, memory, run.stop_why)
     return deletion(seen, "processes or chips are not free after SIGKILL", Reason.DEAD)
 

@@ -248,7 +248,7 @@ def _intend_stop(memory: Memory, action: Stop, now: datetime, rng: random.Random
     if run is None or run.node != action.key.name:
         run = RunMemory(action.token, action.key.name, number, launched_at=now)
     then = action.then.value if action.then else run.then_delete
-    run = replace(run, stop_why=action.why, then_delete=then, stopped=False)
+    run = replace(run, stop_why=action.why, then_delete=then, stopped=False, stops=run.stops + 1)
     memory = _far(replace(memory, run=run, restart_asked=False), action.step, action.checkpoint)
     if action.book is not None:
         memory = _enter(memory, action.book, action.why, action.advanced, now, rng)
@@ -339,9 +339,7 @@ def remember(
         case Launch():
             return _after_launch(memory, action, result, error, now, rng)
         case Stop():
-            if isinstance(result, StopResult) and result.quiet and memory.run is not None:
-                return replace(memory, run=replace(memory.run, stopped=True))
-            return memory
+            return _after_stop(memory, action, result)
         case Look():
             return _after_look(memory, action, result, error, now, rng)
         case Poll():
@@ -425,6 +423,18 @@ def _after_launch(
     human = any(isinstance(e, CommandFailed | ConfigError) for e in errors)
     book = BookName.SETUP if human else BookName.INFRASTRUCTURE
     return _enter(memory, book, reason, advanced=False, now=now, rng=rng)
+
+
+def _after_stop(memory: Memory, action: Stop, result: object) -> Memory:
+    run = memory.run
+    # Another node's run may have been adopted meanwhile: it was not stopped.
+    if run is None or run.node != action.key.name or not isinstance(result, StopResult):
+        return memory
+    if result.quiet:
+        return replace(memory, run=replace(run, stopped=True))
+    # What every worker heard and did not obey is not asked again; what some did not hear is.
+    deaf = any(isinstance(worker, Exception) for worker in result.workers)
+    return memory if deaf else replace(memory, run=replace(run, stuck=True))
 
 
 def _after_look(
