@@ -462,6 +462,26 @@ def test_two_nodes_that_never_answered_block_their_place() -> None:
     assert "OS Login" in known.place(PLACE).reason
 
 
+def test_a_place_whose_nodes_never_answer_is_asked_hourly_though_its_creates_succeed() -> None:
+    known = memory(*(past(number, answered=False) for number in range(4)))
+    for number in range(3):
+        known = asked(known, delete(number, Reason.JUDGED, unanswered=True))
+    assert known.place(PLACE).refusals == 2
+    assert known.place(PLACE).retry_at == after(hours=1)
+    known = came(known.with_create(intent(10)), create(10), Operation("op"))
+    known = absorb(known, node("READY", 10))
+    known = asked(known, delete(3, Reason.JUDGED, unanswered=True))
+    assert known.place(PLACE).refusals == 3
+    assert known.place(PLACE).retry_at == after(hours=1)
+    assert answered(known, name_of(10)).place(PLACE).refusals == 0
+
+
+def test_a_verdict_given_again_after_a_restart_counts_one_node_once() -> None:
+    known = asked(memory(past(answered=False)), delete(0, Reason.JUDGED, unanswered=True))
+    known = asked(recover(known), delete(0, Reason.JUDGED, unanswered=True))
+    assert known.place(PLACE).unanswered_nodes == 1
+
+
 # --- runs ------------------------------------------------------------------------------------------------------------
 
 

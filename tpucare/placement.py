@@ -143,14 +143,25 @@ def _pause(error: CloudError, failures: int, rng: random.Random) -> tuple[str, t
 
 
 def succeeded(past: PlaceMemory, now: datetime) -> PlaceMemory:
-    """A node came up at this place: every grudge is forgotten, but the count of nodes that never answered."""
-    return PlaceMemory(last_success=now, unanswered_nodes=past.unanswered_nodes)
+    """A node came up at this place: every grudge is forgotten, but that of nodes that never answered."""
+    kept = past.refusals if _never_answers(past) else 0
+    return PlaceMemory(last_success=now, unanswered_nodes=past.unanswered_nodes, refusals=kept)
+
+
+def acquitted(past: PlaceMemory) -> PlaceMemory:
+    """Workers of a node at this place answered."""
+    return replace(past, unanswered_nodes=0, refusals=0, blocked=False)
+
+
+def _never_answers(past: PlaceMemory) -> bool:
+    return past.unanswered_nodes >= UNANSWERED_LIMIT
 
 
 def quota_granted(past: PlaceMemory) -> PlaceMemory:
     """The call was accepted: quota and person were not the matter; capacity may still be."""
     if past.kind in (*_OWN, "quota", "human", "rate"):
-        return replace(past, kind="", reason="", retry_at=None, blocked=False, refusals=0, own_quota_since=None)
+        kept = past.refusals if _never_answers(past) else 0
+        return replace(past, kind="", reason="", retry_at=None, blocked=False, refusals=kept, own_quota_since=None)
     return past
 
 

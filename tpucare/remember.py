@@ -104,7 +104,7 @@ def answered(memory: Memory, name: str) -> Memory:
         return memory
     memory = memory.with_node(replace(past, answered=True))
     if past.place and memory.place(past.place).unanswered_nodes:
-        memory = memory.with_place(past.place, replace(memory.place(past.place), unanswered_nodes=0))
+        memory = memory.with_place(past.place, placement.acquitted(memory.place(past.place)))
     return memory
 
 
@@ -215,7 +215,8 @@ def _intend_delete(memory: Memory, action: Delete, now: datetime) -> Memory:
         delete_reason=action.reason.value,
         delete_quiet=past.delete_quiet or action.quiet,
     )
-    if first and action.unanswered and past.place:
+    # A verdict that was taken back at a restart and is given again is still one node.
+    if tries == 1 and action.unanswered and past.place:
         memory = _count_unanswered(memory, past.place, action.why, now)
     memory = memory.with_node(past).without_create(action.key.name)
     return replace(memory, replace_asked=False)
