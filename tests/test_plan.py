@@ -56,6 +56,7 @@ from tpucare.memory import Book, End, Memory, PlaceMemory, Wish
 from tpucare.model import Failure, Health, NodeState, OnSuccess, Phase, Provisioning, Slot
 
 ON_DEMAND = Provisioning.ON_DEMAND
+MUTE = Progress(token(), 0, None, None, ago(hours=2))
 STALE = Progress(token(), 100, ago(hours=2), timedelta(seconds=15), ago(hours=2))
 
 
@@ -586,13 +587,13 @@ HEALTH = [
     case("health bad, progress goes on", evidence(seen(SICK, running(), unhealthy_since=ago(hours=5))), TRAINS, "Wait"),
     case(
         "health bad, no progress for unhealthy_after",
-        evidence(seen(SICK, running(), unhealthy_since=ago(hours=2), progress=replace(STALE, signals=1))),
+        evidence(seen(SICK, running(), unhealthy_since=ago(hours=2), progress=MUTE)),
         TRAINS,
         "Stop then judged",
     ),
     case(
         "health bad for less than that",
-        evidence(seen(SICK, running(), unhealthy_since=ago(minutes=50), progress=replace(STALE, signals=1))),
+        evidence(seen(SICK, running(), unhealthy_since=ago(minutes=50), progress=MUTE)),
         TRAINS,
         "Wait",
     ),
@@ -603,7 +604,7 @@ HEALTH = [
                 node(health=Health.TIMEOUT, tier=ON_DEMAND),
                 running(),
                 unhealthy_since=ago(hours=2),
-                progress=replace(STALE, signals=1),
+                progress=MUTE,
             )
         ),
         TRAINS,
@@ -696,6 +697,18 @@ RUNS = [
     case("the whole launch arrived", evidence(seen(node(), running())), PARTIAL, "Settle run complete"),
     case("nothing of the launch arrived", evidence(seen(node(), QUIET)), PARTIAL, "Launch"),
     case(
+        "a launch that a person has to mend, within the setup budget",
+        evidence(seen(node(), QUIET)),
+        replace(PARTIAL, books={"setup": Book(5, 5)}),
+        "Launch",
+    ),
+    case(
+        "a launch that a person has to mend, setup budget spent",
+        evidence(seen(node(), QUIET)),
+        replace(PARTIAL, books={"setup": Book(6, 6, after(60), "WANDB_API_KEY is not set")}),
+        "Stop gives up",
+    ),
+    case(
         "nothing of the launch arrived, patience",
         evidence(seen(node(), QUIET)),
         replace(PARTIAL, books={"infrastructure": Book(2, 2, after(9))}),
@@ -720,6 +733,18 @@ RUNS = [
         memory(launched(), run=run(progressed=False)),
         "Settle run progressed",
     ),
+    case(
+        "setup served: its book begins anew",
+        evidence(seen(node(), running())),
+        replace(TRAINS, books={"setup": Book(3, 3)}),
+        "Settle setup done",
+    ),
+    case(
+        "setup goes on on one worker",
+        evidence(seen(node(), (running(), running(phase=Phase.SETUP)))),
+        replace(TRAINS, books={"setup": Book(3, 3)}),
+        "Wait",
+    ),
     case("setup goes on", evidence(seen(node(), running(phase=Phase.SETUP), progress=NO_PROGRESS)), TRAINS, "Wait"),
     case(
         "setup does not end",
@@ -737,6 +762,30 @@ RUNS = [
         "no signal ever: no verdict",
         evidence(seen(node(), running(), phase_since=ago(hours=9), progress=NO_PROGRESS)),
         TRAINS,
+        "Wait",
+    ),
+    case(
+        "stalled since before the daemon was started again",
+        evidence(seen(node(), running(), progress=Progress(token(), 1, ago(hours=1), None, ago(hours=1)))),
+        TRAINS,
+        "Stop stall",
+    ),
+    case(
+        "one signal since the daemon was started again",
+        evidence(seen(node(), running(), progress=Progress(token(), 1, ago(minutes=50), None, ago(minutes=50)))),
+        TRAINS,
+        "Wait",
+    ),
+    case(
+        "its signals come rarely, as an earlier process saw",
+        evidence(seen(node(), running(), progress=Progress(token(), 1, ago(hours=2), None, ago(hours=2)))),
+        memory(launched(), run=run(gap_seconds=1200.0)),
+        "Wait",
+    ),
+    case(
+        "one signal only, and no earlier process saw two",
+        evidence(seen(node(), running(), progress=Progress(token(), 1, ago(hours=2), None, ago(hours=2)))),
+        memory(launched(), run=run(progressed=False)),
         "Wait",
     ),
     case("stalled", evidence(seen(node(), running(), progress=STALE)), TRAINS, "Stop stall"),
@@ -793,6 +842,18 @@ EXITS = [
     ),
     case("crashed, one worker silent a moment ago", evidence(over(1, answering_since=ago(9))), TRAINS, "Wait"),
     case("a dirty host", evidence(over(1, failure=Failure.DIRTY_HOST)), TRAINS, "Stop infrastructure then dead"),
+    case(
+        "a dirty host, node after node",
+        evidence(over(1, failure=Failure.DIRTY_HOST)),
+        replace(TRAINS, books={"infrastructure": Book(3, 3)}),
+        "Stop crash then dead",
+    ),
+    case(
+        "a dirty host, node after node, crash budget spent",
+        evidence(over(1, failure=Failure.DIRTY_HOST)),
+        replace(TRAINS, books={"infrastructure": Book(3, 3), "crash": Book(10, 10)}),
+        "Stop crash gives up",
+    ),
     case(
         "a dirty host that is on-demand",
         evidence(over(1, failure=Failure.DIRTY_HOST, what=node(tier=ON_DEMAND))),

@@ -603,6 +603,19 @@ def test_facts_are_written_down() -> None:
         assert told is not None
         assert getattr(told, field)
         assert asked(memory(), Settle(fact, "why")).run is None
+    tired = replace(
+        TRAINS, step=5, books={name: Book(3, 9, after(60)) for name in ("setup", "infrastructure", "crash")}
+    )
+    rested = asked(tired, Settle(Fact.SETUP_DONE, "why", name_of(0)))
+    assert rested.book(BookName.SETUP) == Book(0, 9)
+    assert rested.book(BookName.INFRASTRUCTURE).failures == 3
+    assert asked(rested, Settle(Fact.SETUP_DONE, "why", name_of(0))) == rested
+    for step, failures in ((5, 3), (6, 0)):
+        further = asked(tired, Settle(Fact.RUN_PROGRESSED, "why", name_of(0), step=step))
+        assert further.book(BookName.INFRASTRUCTURE).failures == failures
+    slow = asked(TRAINS, Settle(Fact.RUN_PROGRESSED, "why", name_of(0), gap=timedelta(minutes=2))).run
+    assert slow is not None
+    assert slow.gap_seconds == 120
     ended = asked(TRAINS, Settle(Fact.ENDED, "exit 0", end=End.DONE, step=9))
     assert (ended.end, ended.end_why, ended.ended_at, ended.step) == (End.DONE, "exit 0", NOW, 9)
 

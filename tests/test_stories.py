@@ -380,7 +380,7 @@ def test_a_preemptible_node_is_asked_to_save_and_leaves_with_a_newer_checkpoint(
     assert daemon.launcher.notices == ["pod-0-a0.1"]
     assert daemon.memory("pod-0").attempts == 2
     assert daemon.trains("pod-0")
-    daemon.check()
+    daemon.check("pod-0-a0")
 
 
 def test_another_owners_node_of_our_name_stops_creates_until_a_person_looks(daemon: Daemon) -> None:

@@ -195,6 +195,7 @@ class Fact(StrEnum):
     RUN_COMPLETE = "run complete"
     RUN_STOPPED = "run stopped"
     RUN_PROGRESSED = "run progressed"
+    SETUP_DONE = "setup done"
     CREATE_SUPERSEDED = "create superseded"
     ENDED = "ended"
 
@@ -211,6 +212,7 @@ class Settle:
     end: End = End.NONE
     step: int | None = None
     checkpoint: int | None = None
+    gap: timedelta | None = None
 
     @property
     def kind(self) -> str:

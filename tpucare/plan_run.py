@@ -166,7 +166,7 @@ def decide_run(
     if run.stop_why:
         return _stop_again(seen, evidence, memory, timers)
     if not run.complete:
-        return _decide_incomplete(seen, memory, timers)
+        return _decide_incomplete(slot, seen, memory, timers)
     if memory.restart_asked:
         return ending(seen, memory, "restart was asked for", None)
     workers = report.workers
@@ -197,13 +197,16 @@ def _stop_again(seen: NodeEvidence, evidence: Evidence, memory: Memory, timers: 
     return deletion(seen, "processes or chips are not free after SIGKILL", Reason.DEAD)
 
 
-def _decide_incomplete(seen: NodeEvidence, memory: Memory, timers: Timers) -> Action:
+def _decide_incomplete(slot: Slot, seen: NodeEvidence, memory: Memory, timers: Timers) -> Action:
     run = memory.run
     assert run is not None
     assert seen.report is not None
     holding = [worker for worker in seen.report.workers if worker.token == run.token]
     if len(holding) == len(seen.report.workers):
         return Settle(Fact.RUN_COMPLETE, "every worker has it", name=seen.node.name, token=run.token)
+    book = memory.book(BookName.SETUP)
+    if book.failures > slot.care.setup_budget:
+        return ending(seen, memory, f"it cannot be launched: {book.reason}", gives_up=True)
     if holding or not quiet(seen):
         why = f"only {len(holding)} of {len(seen.report.workers)} workers took the run"
         return ending(seen, memory, why, BookName.INFRASTRUCTURE)
@@ -277,8 +280,7 @@ def _decide_failed(
     worst = failed[0]
     kinds = {worker.failure for worker in failed}
     if Failure.DIRTY_HOST in kinds and not keeps_node(seen):
-        text = "the host is dirty: device busy, or no TPU found"
-        return ending(seen, memory, text, BookName.INFRASTRUCTURE, then=Reason.DEAD)
+        return _decide_dirty(slot, seen, memory)
     text = f"{worst.phase.value} exited with {worst.exit_status}"
     if worst.detail:
         text = f"{text}: {worst.detail}"
@@ -287,6 +289,16 @@ def _decide_failed(
     ):
         return _book(seen, memory, text, BookName.SETUP, slot.care.setup_budget)
     return _book(seen, memory, text, BookName.CRASH, slot.care.crash_budget)
+
+
+def _decide_dirty(slot: Slot, seen: NodeEvidence, memory: Memory) -> Action:
+    """A new node; but where new nodes do not help either, it is the job that finds no TPU, and its budget counts."""
+    text = "the host is dirty: device busy, or no TPU found"
+    if memory.book(BookName.INFRASTRUCTURE).failures < INFRASTRUCTURE_LIMIT:
+        return ending(seen, memory, text, BookName.INFRASTRUCTURE, then=Reason.DEAD)
+    if memory.book(BookName.CRASH).failures >= slot.care.crash_budget:
+        return ending(seen, memory, f"{text}, on node after node", BookName.CRASH, gives_up=True)
+    return ending(seen, memory, text, BookName.CRASH, then=Reason.DEAD)
 
 
 def _book(seen: NodeEvidence, memory: Memory, why: str, book: BookName, budget: int) -> Action:
@@ -320,11 +332,17 @@ def _decide_living(slot: Slot, seen: NodeEvidence, past: NodeMemory, memory: Mem
             return ending(seen, memory, why, then=Reason.JUDGED)
     if action := _end_of_day(seen, past, memory, timers):
         return action
+    if memory.book(BookName.SETUP).failures and seen.report is not None and _past_setup(seen.report.workers):
+        return Settle(Fact.SETUP_DONE, "setup served on every worker: its failures begin anew", seen.node.name)
     if seen.progress.signals >= 2 and not run.progressed:
         far = standing(seen, memory)
-        why = "the run makes progress"
-        return Settle(Fact.RUN_PROGRESSED, why, seen.node.name, step=far.step, checkpoint=far.checkpoint)
+        why, gap = "the run makes progress", seen.progress.median_gap
+        return Settle(Fact.RUN_PROGRESSED, why, seen.node.name, step=far.step, checkpoint=far.checkpoint, gap=gap)
     return Wait("running" if seen.progress.signals else "running; no progress signal")
+
+
+def _past_setup(workers: tuple[WorkerReport, ...]) -> bool:
+    return all(worker.phase is Phase.RUN for worker in workers)
 
 
 def _overdue_phase(slot: Slot, seen: NodeEvidence, memory: Memory, timers: Timers) -> Action | None:
@@ -342,10 +360,13 @@ def _overdue_phase(slot: Slot, seen: NodeEvidence, memory: Memory, timers: Timer
 
 
 def _stalled(slot: Slot, seen: NodeEvidence, past: NodeMemory, memory: Memory, timers: Timers) -> Action | None:
-    progress = seen.progress
-    if progress.signals < 2 or progress.median_gap is None:
+    progress, run = seen.progress, memory.run
+    if run is None or (progress.signals < 2 and not run.progressed):
         return None
-    limit = max(slot.care.stalled_after, progress.median_gap * STALL_FACTOR)
+    limit = max(slot.care.stalled_after, usual_pause(seen))
+    if progress.median_gap is None:
+        # An earlier process saw its progress; how often it comes is known from its beginning only.
+        limit = max(limit, slot.care.first_step_timeout, timedelta(seconds=run.gap_seconds) * STALL_FACTOR)
     if timers.lasted(progress.last, limit):
         return _stall(seen, memory, past, f"no progress for {limit}")
     return None

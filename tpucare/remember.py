@@ -278,6 +278,12 @@ def _enter(memory: Memory, name: BookName, why: str, advanced: bool, now: dateti
     return memory.with_book(name, Book(failures, book.total + 1, retry_at, why))
 
 
+def _row_over(memory: Memory, name: BookName) -> Memory:
+    """It went well once: the next failure is the first of a row again."""
+    book = memory.book(name)
+    return memory.with_book(name, replace(book, failures=0, retry_at=None)) if book.failures else memory
+
+
 def _count_on_node(memory: Memory, action: Stop) -> Memory:
     past = memory.node(action.key.name)
     if past is None:
@@ -291,6 +297,7 @@ def _count_on_node(memory: Memory, action: Stop) -> Memory:
 
 
 def _settle(memory: Memory, action: Settle, now: datetime, rng: random.Random) -> Memory:
+    further = action.step is not None and (memory.step is None or action.step > memory.step)
     memory, run = _far(memory, action.step, action.checkpoint), memory.run
     match action.fact:
         case Fact.CREATE_SUPERSEDED:
@@ -302,8 +309,13 @@ def _settle(memory: Memory, action: Settle, now: datetime, rng: random.Random) -
             return replace(memory, run=replace(run, complete=True)) if run is not None else memory
         case Fact.RUN_STOPPED:
             return replace(memory, run=replace(run, stopped=True)) if run is not None else memory
+        case Fact.SETUP_DONE:
+            return _row_over(memory, BookName.SETUP)
         case Fact.RUN_PROGRESSED:
-            return replace(memory, run=replace(run, progressed=True)) if run is not None else memory
+            if further:
+                memory = _row_over(memory, BookName.INFRASTRUCTURE)
+            gap = action.gap.total_seconds() if action.gap is not None else 0.0
+            return replace(memory, run=replace(run, progressed=True, gap_seconds=gap)) if run is not None else memory
         case Fact.ENDED:
             return replace(memory, end=action.end, end_why=action.why, ended_at=now)
 
