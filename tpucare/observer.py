@@ -97,8 +97,11 @@ class Observer:
                 "unreachable", f"zones that do not answer: {', '.join(sorted(unreachable))}", level="warning"
             )
         for name in view.slots:
-            for track in self.board.slots[name].nodes.values():
-                track.dark = track.node.key.zone in unreachable
+            track = self.board.slots[name]
+            for seen in track.nodes.values():
+                seen.dark = seen.node.key.zone in unreachable
+                if not seen.dark:
+                    self.prober.resume(track, seen)
 
     def see(self, view: ProjectView, node: Node) -> None:
         if node.owner != self.ports.owner:
@@ -134,6 +137,7 @@ class Observer:
         if before is not node.state or fresh:
             self.board.event(track, "state", f"{node.name} is {node.state.name}", node=node.name, state=node.state.name)
         self._address(track, seen)
+        self.prober.resume(track, seen)
         self.board.dirty[track.slot.name] = None
         self._release_quota(view)
 

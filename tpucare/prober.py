@@ -46,6 +46,11 @@ class Prober:
         seen.probe_due = due
         heapq.heappush(self._probes, (due, track.slot.name, seen.node.name))
 
+    def resume(self, track: SlotTrack, seen: NodeTrack) -> None:
+        """Ask again what was not asked while it could not answer: its zone was dark, or it was stopped."""
+        if seen.probe_due is None and seen.workers is not None:
+            self.schedule(track, seen, self.board.clock.monotonic())
+
     def probe(self, now: float) -> None:
         """Ask every node that is due."""
         while self._probes and self._probes[0][0] <= now:

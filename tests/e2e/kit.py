@@ -65,14 +65,23 @@ done
 """
 
 
-def eventually(look: Callable[[], T], what: str, seconds: float = PATIENCE_SECONDS, tell: Callable[[], str] = str) -> T:
+def eventually(
+    look: Callable[[], T | None],
+    what: str,
+    seconds: float = PATIENCE_SECONDS,
+    *,
+    tell: Callable[[], str] = str,
+    before_look: Callable[[], None] = lambda: None,
+) -> T:
     """The first true answer of *look*. Raises: AssertionError: none within *seconds*, with what *tell* knows."""
     until = time.monotonic() + seconds
-    while not (found := look()):
+    while True:
+        before_look()
+        if found := look():
+            return found
         if time.monotonic() > until:
             raise AssertionError(f"not within {seconds:.0f} s: {what}\n{tell()}")
         time.sleep(LOOK_SECONDS)
-    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,14 +315,9 @@ class House:
 
     # --- to wait -----------------------------------------------------------------------------------------------------
 
-    def await_(self, look: Callable[[], T], what: str, seconds: float = PATIENCE_SECONDS) -> T:
+    def await_(self, look: Callable[[], T | None], what: str, seconds: float = PATIENCE_SECONDS) -> T:
         """As `eventually`; a daemon that ends by itself ends the wait."""
-
-        def watched() -> T:
-            self.check_daemon()
-            return look()
-
-        return eventually(watched, what, seconds, self._told)
+        return eventually(look, what, seconds, tell=self._told, before_look=self.check_daemon)
 
     def await_event(self, kind: str, slot: str = "", node: str = "", seconds: float = PATIENCE_SECONDS) -> Event:
         found = self.await_(lambda: self.events(kind, slot, node), f"{kind} of {node or slot}", seconds)
