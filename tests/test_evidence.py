@@ -21,6 +21,7 @@ from tpucare.evidence import (
     region_of,
 )
 from tpucare.model import Provisioning
+from tpucare.tracking import NodeTrack
 
 SECOND = timedelta(seconds=1)
 FIXED = settings(derandomize=True, max_examples=200, deadline=None)
@@ -139,3 +140,14 @@ def test_small_words() -> None:
     what = evidence(seen(node()))
     assert what.node("pod-0-a0") is what.nodes[0]
     assert what.node("pod-0-a1") is None
+
+
+def test_a_track_knows_since_when_a_worker_is_missing() -> None:
+    track = NodeTrack(node(), ago(hours=1), ago(hours=1))
+    track.workers = seen(node()).workers
+    track.see(node(), ago(30))
+    assert track.freeze().lacking_since is None
+    track.see(node(endpoints=1), ago(20))
+    track.workers = None
+    track.see(node(endpoints=1), ago(10))
+    assert track.freeze().lacking_since == ago(20)

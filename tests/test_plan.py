@@ -331,6 +331,18 @@ BOOTS = [
         memory(past(answered=False)),
         "Delete judged",
     ),
+    case(
+        "a worker that was listed for hours is missing since a minute",
+        evidence(seen(node(endpoints=1), running(), state_since=ago(hours=9), lacking_since=ago(60))),
+        TRAINS,
+        "Wait",
+    ),
+    case(
+        "RESTARTING, a worker not listed for now: nothing can be launched on it",
+        evidence(seen(node("RESTARTING", endpoints=1), QUIET, state_since=ago(60))),
+        FRESH,
+        "Wait",
+    ),
     case("not asked yet", evidence(seen(node())), FRESH, "Wait"),
     case("host keys first", evidence(seen(node(), QUIET, vouched=False)), FRESH, "Vouch"),
     case(
@@ -880,6 +892,12 @@ EXITS = [
     case("preempted is TRUE, and no word", evidence(over(1, 301, preempted=True)), TRAINS, "Stop infrastructure"),
     case("exit 0: sure in a minute", evidence(over(0, 59)), TRAINS, "Wait"),
     case("exit 0: done", evidence(over(0, 61)), TRAINS, "Settle ended"),
+    case(
+        "exit 0 just now, a sibling's long ago: sure in a minute",
+        evidence(seen(node(), ended(0), ended_since=ago(hours=1), phase_since=ago(10))),
+        TRAINS,
+        "Wait",
+    ),
     case("exit 0: restart", evidence(over(0, 61)), TRAINS, "Stop", slot(on_success=OnSuccess.RESTART)),
     case(
         "exit 0 on worker 0, non-zero elsewhere",

@@ -131,6 +131,7 @@ class NodeEvidence:
     listed:   in the last listing. A node that is not, in a zone that answered, is looked for by name
     dark:     its zone did not answer the last listing: whatever stands here is old
     workers:  addresses of all workers, or None while the node does not list them all
+    lacking_since: it listed them all once, and not since then
     vouched:  guest attributes were asked for host keys since this process runs
     """
 
@@ -148,6 +149,7 @@ class NodeEvidence:
     refused_since: Mark | None = None
     ended_since: Mark | None = None
     phase_since: Mark | None = None
+    lacking_since: Mark | None = None
     vouched: bool = False
     progress: Progress = Progress()
 

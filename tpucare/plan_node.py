@@ -77,7 +77,7 @@ def _decide_pending(
     slot: Slot, seen: NodeEvidence, past: NodeMemory, evidence: Evidence, memory: Memory, timers: Timers
 ) -> Action:
     """Launch as soon as all workers answer, whatever the operation says; the limit is boot_timeout."""
-    if seen.report is not None and seen.report.all_answer:
+    if seen.workers is not None and seen.report is not None and seen.report.all_answer:
         return _decide_answering(slot, seen, past, evidence, memory, timers)
     intent = memory.create(seen.node.name)
     if intent is not None and intent.failed:
@@ -100,7 +100,7 @@ def _decide_usable(
         delete = deletion(seen, "REPAIRING for too long without progress", Reason.JUDGED)
         return stop_before(seen, evidence, memory, delete)
     if seen.workers is None:
-        if timers.lasted(seen.state_since, slot.care.boot_timeout):
+        if timers.lasted(latest(seen.state_since, seen.lacking_since), slot.care.boot_timeout):
             why = "its list of workers is incomplete at boot_timeout"
             return deletion(seen, why, Reason.JUDGED, unanswered=not past.answered)
         return Wait(f"{node.name} does not list all its workers yet")

@@ -308,7 +308,8 @@ def _book(seen: NodeEvidence, memory: Memory, why: str, book: BookName, budget: 
 
 
 def _decide_success(slot: Slot, seen: NodeEvidence, memory: Memory, timers: Timers) -> Action:
-    if not timers.lasted(seen.ended_since, slot.care.success_after):
+    # From the end of the last worker that ended, not of the first.
+    if not timers.lasted(latest(seen.ended_since, seen.phase_since), slot.care.success_after):
         return Wait(f"worker 0 finished with exit status 0; sure after {slot.care.success_after}")
     if slot.care.on_success is OnSuccess.RESTART:
         return ending(seen, memory, "finished; on_success is restart", None)

@@ -76,12 +76,15 @@ class NodeTrack:
     refused_since: Mark | None = None
     ended_since: Mark | None = None
     phase_since: Mark | None = None
+    lacking_since: Mark | None = None
     progress: ProgressTrack = field(default_factory=ProgressTrack)
 
     def see(self, node: Node, mark: Mark) -> None:
         """The listing, or GetNode, shows *node*."""
         if node.state is not self.node.state:
             self.state_since = mark
+        if self.workers is not None and len(node.endpoints) < len(self.workers):
+            self.lacking_since = mark
         if node.health not in BAD_HEALTH:
             self.unhealthy_since = None
         elif self.unhealthy_since is None:
@@ -140,6 +143,7 @@ class NodeTrack:
             refused_since=self.refused_since,
             ended_since=self.ended_since,
             phase_since=self.phase_since,
+            lacking_since=self.lacking_since,
             vouched=self.vouched,
             progress=self.progress.freeze(),
         )
