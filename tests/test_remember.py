@@ -270,6 +270,25 @@ def test_a_node_that_vanishes_while_creating_is_its_places_fault_and_no_preempti
     assert vanished(memory(creates=(intent(10, lost=True),)), name_of(10)).places == {}
 
 
+@pytest.mark.parametrize(
+    ("region_wide", "held", "kind"),
+    [
+        (False, {"held_in_zone": True}, "own quota"),
+        (True, {"held_in_region": True}, "own quota of the region"),
+        (True, {"held_in_zone": True}, "quota"),
+        (False, {}, "quota"),
+    ],
+)
+def test_a_quota_that_our_own_dead_node_holds_is_known_wherever_the_refusal_arrives(
+    region_wide: bool, held: dict[str, bool], kind: str
+) -> None:
+    error = QuotaExceeded("quota", region_wide=region_wide)
+    known = asked(memory(), create(10, **held))
+    assert came(known, create(10, **held), error=error).place(PLACE).kind == kind
+    accepted = came(known, create(10, **held), Operation("op"))
+    assert came(accepted, poll(), Operation("op", True, error)).place(PLACE).kind == kind
+
+
 def test_not_found_closes_an_intent_whose_operation_is_over_or_unknown() -> None:
     assert vanished(ACCEPTED, name_of(10)).creates == ACCEPTED.creates
     for open_intent in (intent(10, accepted=True), intent(10, lost=True), intent(10, operation="op", failed=True)):

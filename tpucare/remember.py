@@ -190,6 +190,8 @@ def _intend_create(memory: Memory, action: Create, now: datetime) -> Memory:
         accelerator_type=action.place.accelerator_type,
         tries=tries,
         lost=past is not None,
+        held_in_zone=action.held_in_zone,
+        held_in_region=action.held_in_region,
     )
     # The create budget counts them after a restart too, whatever became of their intents.
     recent = tuple(asked for asked in memory.recent_creates if timedelta() <= now - asked < BUDGET_WINDOW)
@@ -391,10 +393,10 @@ def _after_create(
 
 
 def _refuse(
-    memory: Memory, key: str, action: Create, error: CloudError, now: datetime, rng: random.Random
+    memory: Memory, key: str, asked: Create | CreateIntent, error: CloudError, now: datetime, rng: random.Random
 ) -> PlaceMemory:
     region_wide = isinstance(error, QuotaExceeded) and error.region_wide
-    held = action.held_in_region if region_wide else action.held_in_zone
+    held = asked.held_in_region if region_wide else asked.held_in_zone
     return placement.refused(memory.place(key), error, held=held, now=now, rng=rng)
 
 
@@ -477,8 +479,7 @@ def _after_poll(
         return _operation_over(memory, intent)
     failure = result.error
     if isinstance(failure, CloudError) and not isinstance(failure, PreemptedMeanwhile | LostRace):
-        past = memory.place(intent.place)
-        memory = memory.with_place(intent.place, placement.refused(past, failure, held=False, now=now, rng=rng))
+        memory = memory.with_place(intent.place, _refuse(memory, intent.place, intent, failure, now, rng))
     if memory.node(action.name) is None:
         # The node may be listed a little later, or have failed too early to be listed: GetNode tells.
         return memory.with_create(replace(intent, operation="", accepted=True, refused=str(failure)))
