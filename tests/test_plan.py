@@ -1082,6 +1082,22 @@ WISHES = [
     case("done: siblings are stopped first", evidence(seen(node(), (ended(0), running()))), DONE, "Stop then finished"),
     case("done: keep", evidence(seen(node(), ended(0))), DONE, "Wait", slot(on_success=OnSuccess.KEEP)),
     case(
+        "done: keep, siblings are stopped, and nothing is to be deleted",
+        evidence(seen(node(), (ended(0), running()))),
+        DONE,
+        "Stop",
+        slot(on_success=OnSuccess.KEEP),
+    ),
+    case(
+        "done: keep, siblings were told to stop",
+        evidence(seen(node(), (ended(0), running())), looked=STOPPED),
+        DONE,
+        "Wait",
+        slot(on_success=OnSuccess.KEEP),
+    ),
+    case("failed: what still runs is stopped", evidence(seen(node(), running())), FAILED, "Stop"),
+    case("done: not asked since a restart", evidence(seen(node())), DONE, "Wait", slot(on_success=OnSuccess.KEEP)),
+    case(
         "done: under way", evidence(seen(node(), ended(0)), in_flight=frozenset({f"stop:{name_of(0)}"})), DONE, "Wait"
     ),
     case("done: no new node", evidence(), memory(end=End.DONE), "Wait"),

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from tpucare.actions import Action, Create, Delete, Fact, Look, Poll, PushKey, Reason, Settle, Stop, Vouch, Wait
+from tpucare.actions import Action, Create, Delete, Fact, Look, Poll, PushKey, Reason, Settle, Vouch, Wait
 from tpucare.evidence import Evidence, Mark, Moment, NodeEvidence, Timers
 from tpucare.memory import CreateIntent, End, Memory, NodeMemory, Wish
 from tpucare.model import NodeKey, NodeState, OnSuccess, Slot, node_name
 from tpucare.placement import choose, holds_quota
 from tpucare.plan_node import decide_node
-from tpucare.plan_run import busy, deletion, quiet, stop_before
+from tpucare.plan_run import busy, deletion, ending, quiet, stop_before
 
 DEAD_STATES = frozenset({NodeState.PREEMPTED, NodeState.TERMINATED})
 
@@ -190,15 +190,17 @@ def _after_end(slot: Slot, evidence: Evidence, memory: Memory, timers: Timers) -
 
 
 def _end_node(slot: Slot, seen: NodeEvidence, evidence: Evidence, memory: Memory, timers: Timers) -> Action | None:
-    delete = deletion(seen, f"the slot is {memory.end.value}", Reason.FINISHED)
-    stop = stop_before(seen, evidence, memory, delete)
-    if isinstance(stop, Stop):
-        return stop
+    why = f"the slot is {memory.end.value}"
     if memory.end is End.DONE:
-        return stop if slot.care.on_success is OnSuccess.DELETE else None
-    if memory.ended_at is not None and timers.passed(memory.ended_at + slot.care.keep_failed):
-        return stop
-    return None
+        goes = slot.care.on_success is OnSuccess.DELETE
+    else:
+        goes = memory.ended_at is not None and timers.passed(memory.ended_at + slot.care.keep_failed)
+    if goes:
+        return stop_before(seen, evidence, memory, deletion(seen, why, Reason.FINISHED))
+    # Its node is kept; only what still runs there ends.
+    tried = f"stop:{seen.node.name}" in evidence.looked
+    runs = seen.report is not None and any(worker.alive for worker in seen.report.workers)
+    return ending(seen, memory, why) if runs and not tried and seen.workers is not None else None
 
 
 # --- no node, or several ---------------------------------------------------------------------------------------------

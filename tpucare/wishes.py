@@ -48,7 +48,11 @@ def retry(memory: Memory) -> Memory:
         for key, place in memory.places.items()
     }
     books = {name: Book(total=book.total) for name, book in memory.books.items()}
-    return replace(memory, places=places, books=books, end=End.NONE, end_why="", ended_at=None)
+    run = memory.run
+    if run is not None and memory.end is End.DONE:
+        # Where its node was kept, a run that finished is over, and not finished once more.
+        run = replace(run, stopped=True, then_delete="")
+    return replace(memory, places=places, books=books, run=run, end=End.NONE, end_why="", ended_at=None)
 
 
 def confirm(memory: Memory) -> Memory:
