@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -48,22 +48,40 @@ def undisturbed(
         ConfigError: *folder* holds checkpoints already, so the run would resume and prove nothing.
         TpuCareError: a host failed, or the deadline passed; the text ends with the tail of its log.
     """
+    with beginning(train_folder, hosts=hosts, steps=steps, seed=seed, save_every=save_every, folder=folder) as finish:
+        return finish(deadline)
+
+
+@contextmanager
+def beginning(
+    train_folder: Path, *, hosts: int, steps: int, seed: int, save_every: int, folder: Path, nice: int = 0
+) -> Iterator[Callable[[timedelta], dict[str, Any]]]:
+    """
+    Begin as `undisturbed` does, and go on: what is yielded waits for the end, at most for a deadline, and returns it.
+
+    *nice*: 19 = they only take what nobody else wants. Every process is ended at the end of the context.
+    """
     checkpoint = folder / "checkpoints"
     if checkpoint.exists():
         raise ConfigError(f"{checkpoint} exists: an undisturbed training starts in an empty folder")
     checkpoint.mkdir(parents=True)
-    command = [sys.executable, str(train_folder / "train.py")]
+    command = ["nice", "-n", str(nice), sys.executable, str(train_folder / "train.py")]
     command += [f"--steps={steps}", f"--seed={seed}", f"--save-every={save_every}"]
     coordinator = free_loopback_endpoint()
+    logs = _logs(folder, hosts)
     with ExitStack() as ended:
         processes = [
             ended.enter_context(
                 _host_process(command, host_environment(os.environ, index, hosts, coordinator, checkpoint), log)
             )
-            for index, log in enumerate(_logs(folder, hosts))
+            for index, log in enumerate(logs)
         ]
-        _wait_for_all(processes, _logs(folder, hosts), deadline)
-    return _result(checkpoint, steps)
+
+        def finish(deadline: timedelta) -> dict[str, Any]:
+            _wait_for_all(processes, logs, deadline)
+            return _result(checkpoint, steps)
+
+        yield finish
 
 
 def host_environment(
