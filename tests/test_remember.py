@@ -380,12 +380,8 @@ def test_a_preemption_is_free_and_proves_the_node_dead_for_good(state: NodeState
 
 
 def test_a_foreign_name_takes_no_number() -> None:
-    strange = replace(node(), key=replace_name("something"))
+    strange = replace(node(), key=node().key._replace(name="something"))
     assert absorb(memory(), strange).next_number == 10
-
-
-def replace_name(name: str) -> object:
-    return node().key._replace(name=name)
 
 
 def test_workers_that_answered_acquit_their_place() -> None:

@@ -184,7 +184,7 @@ class CreateBudget:
 
     def free_at(self, now: float) -> float | None:
         """None when a create may be asked for now, else the instant when one may."""
-        while self._asked and now - self._asked[0][0] >= self.window:
+        while self._asked and self._asked[0][0] + self.window <= now:
             self._asked.popleft()
         if len(self._asked) < self.limit:
             return None

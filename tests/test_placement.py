@@ -1,0 +1,276 @@
+"""Where to ask next, how long to stay away, and how many creates a minute: rules of the design's §6, as tables."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.evidence_kit import EU, HERE, NOW, US, after, before, evidence, later, memory, place, slot
+from tpucare.errors import (
+    AnswerLost,
+    CloudError,
+    LostRace,
+    NeedsPerson,
+    NoCapacity,
+    OwnCredentials,
+    QuotaExceeded,
+    RateLimited,
+    Transient,
+)
+from tpucare.evidence import Evidence, Holding, Timers
+from tpucare.memory import Memory, PlaceMemory
+from tpucare.model import Place, Provisioning
+from tpucare.placement import (
+    CAPACITY_BACKOFF,
+    OWN_QUOTA,
+    OWN_REGION_QUOTA,
+    Backoff,
+    Choice,
+    CreateBudget,
+    acquitted,
+    blocked,
+    choose,
+    holds_quota,
+    quota_granted,
+    refused,
+    succeeded,
+)
+
+FIRST, SECOND = place(US), place(EU)
+SISTER = place("us-central1-b")
+DEAD_IN_US = frozenset({Holding(US, "v3", False)})
+NOTHING = PlaceMemory()
+RNG = random.Random(5)
+
+
+def remembering(*pasts: tuple[Place, PlaceMemory]) -> Memory:
+    return memory(places={where.key: past for where, past in pasts})
+
+
+def chosen(known: Memory, what: Evidence | None = None, *places: Place) -> Choice:
+    return choose(slot(*(places or (FIRST, SECOND))), what or evidence(), known, Timers(HERE))
+
+
+def turned_down(error: CloudError, past: PlaceMemory = NOTHING, *, held: bool = False) -> PlaceMemory:
+    return refused(past, error, held=held, now=NOW, rng=RNG)
+
+
+# --- which place -----------------------------------------------------------------------------------------------------
+
+
+def test_the_first_place_in_order_that_may_be_asked() -> None:
+    assert chosen(memory()).place is FIRST
+    assert chosen(remembering((FIRST, PlaceMemory(1, after(1), "no capacity")))).place is SECOND
+    assert chosen(remembering((FIRST, PlaceMemory(1, before(1), "no capacity")))).place is FIRST
+
+
+def test_where_no_place_may_be_asked_each_says_why() -> None:
+    choice = chosen(
+        remembering((FIRST, PlaceMemory(1, after(9), "no capacity", "gone")), (SECOND, PlaceMemory(1, after(5))))
+    )
+    assert choice.place is None
+    assert US in choice.why
+    assert EU in choice.why
+    assert not choice.needs_person
+    assert choose(replace(slot(), places=()), evidence(), memory(), Timers(HERE)).why == "no place is declared"
+
+
+@pytest.mark.parametrize(("refusals", "other", "person"), [(1, True, False), (2, True, True), (2, False, False)])
+def test_a_slot_whose_places_all_refused_twice_is_reported(refusals: int, other: bool, person: bool) -> None:
+    human = PlaceMemory(0, after(60), "human", "no permission", blocked=True, refusals=refusals)
+    capacity = PlaceMemory(1, after(60), "no capacity")
+    choice = chosen(remembering((FIRST, human), (SECOND, human if other else capacity)))
+    assert choice.place is None
+    assert choice.needs_person is person
+
+
+def test_waiting_says_when_to_ask_again() -> None:
+    timers = Timers(HERE)
+    known = remembering((FIRST, PlaceMemory(1, after(30))), (SECOND, PlaceMemory(1, after(20))))
+    choose(slot(FIRST, SECOND), evidence(), known, timers)
+    assert timers.wall_due == after(20)
+
+
+# --- what a refusal does ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "least", "most"),
+    [
+        (NoCapacity("no more capacity"), "no capacity", 5, 10),
+        (QuotaExceeded("quota"), "quota", 150, 300),
+        (RateLimited("per minute"), "rate", 60, 75),
+        (Transient("13"), "transient", 2, 4),
+        (AnswerLost("14"), "transient", 2, 4),
+        (LostRace("queue the operation"), "refused", 2, 4),
+        (OwnCredentials("16"), "refused", 2, 4),
+    ],
+)
+def test_each_class_of_error_has_its_pause(error: CloudError, kind: str, least: float, most: float) -> None:
+    past = turned_down(error)
+    assert (past.kind, past.reason, past.failures, past.blocked) == (kind, str(error), 1, False)
+    assert past.retry_at is not None
+    assert least <= (past.retry_at - NOW).total_seconds() <= most
+
+
+def test_a_pause_doubles_up_to_its_cap_and_is_drawn_by_chance() -> None:
+    draws = [CAPACITY_BACKOFF.delay(failures, RNG).total_seconds() for failures in range(1, 12)]
+    assert all(low <= draw for low, draw in zip((5, 10, 20, 40), draws, strict=False))
+    assert all(60 <= draw <= 120 for draw in draws[4:])
+    assert len(set(draws)) == len(draws)
+    assert Backoff(timedelta(seconds=10), timedelta(hours=1)).delay(0, RNG) <= timedelta(seconds=10)
+
+
+def test_failover_goes_through_all_places_and_returns() -> None:
+    known, now, asked = memory(), HERE, []
+    for _ in range(6):
+        choice = choose(slot(FIRST, SECOND), evidence(), known, Timers(now))
+        if choice.place is not None:
+            asked.append(choice.place.zone)
+            past = refused(known.place(choice.place.key), NoCapacity("x"), held=False, now=now.wall, rng=RNG)
+            known = known.with_place(choice.place.key, past)
+        now = later(timedelta(seconds=4), now)
+    assert asked[:2] == [US, EU]
+    assert US in asked[2:], "the first is asked again when its pause is over"
+
+
+def test_a_person_is_needed_after_ten_minutes_then_hourly() -> None:
+    past = turned_down(NeedsPerson("grant tpu.nodes.create"))
+    assert (past.kind, past.blocked, past.refusals, past.retry_at) == ("human", True, 1, after(minutes=10))
+    for refusals in (2, 3, 9):
+        past = blocked(replace(past, refusals=refusals - 1), "still", now=NOW)
+        assert past.retry_at == after(hours=1)
+
+
+# --- own quota -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("where", "held", "region_wide", "want"),
+    [
+        (FIRST, Holding(US, "v3", False), False, True),
+        (SISTER, Holding(US, "v3", False), False, False),
+        (SISTER, Holding(US, "v3", False), True, True),
+        (SECOND, Holding(US, "v3", False), True, False),
+        (FIRST, Holding(US, "v2", False), True, False),
+        (FIRST, Holding(US, "v3", True), False, False),
+        (place(US, Provisioning.RESERVED), Holding(US, "v3", True), False, True),
+        (place(US, Provisioning.PREEMPTIBLE), Holding(US, "v3", False), False, True),
+    ],
+)
+def test_which_dead_node_holds_whose_quota(where: Place, held: Holding, region_wide: bool, want: bool) -> None:
+    assert holds_quota(where, evidence(holdings=frozenset({held})), region_wide=region_wide) is want
+
+
+@pytest.mark.parametrize(("region_wide", "kind"), [(False, OWN_QUOTA), (True, OWN_REGION_QUOTA)])
+def test_own_quota_takes_no_step_of_backoff(region_wide: bool, kind: str) -> None:
+    past = turned_down(QuotaExceeded("quota", region_wide=region_wide), held=True)
+    assert (past.kind, past.failures, past.retry_at, past.own_quota_since) == (kind, 0, None, NOW)
+
+
+def test_own_quota_is_asked_for_again_the_instant_it_is_free_and_other_places_meanwhile() -> None:
+    past = turned_down(QuotaExceeded("quota"), held=True)
+    known = remembering((FIRST, past))
+    assert chosen(known, evidence(holdings=DEAD_IN_US)).place is SECOND
+    assert chosen(known, evidence(holdings=DEAD_IN_US), FIRST).place is None
+    assert chosen(known, evidence()).place is FIRST
+
+
+def test_own_quota_of_a_region_waits_for_dead_nodes_of_all_its_zones() -> None:
+    past = turned_down(QuotaExceeded("quota", region_wide=True), held=True)
+    known = remembering((SISTER, past))
+    assert chosen(known, evidence(holdings=DEAD_IN_US), SISTER).place is None
+    assert chosen(known, evidence(), SISTER).place is SISTER
+
+
+def test_after_five_minutes_own_quota_is_ordinary_quota() -> None:
+    past = replace(turned_down(QuotaExceeded("quota"), held=True), own_quota_since=before(minutes=5))
+    assert chosen(remembering((FIRST, past)), evidence(holdings=DEAD_IN_US)).place is FIRST, "asked once more"
+    again = turned_down(QuotaExceeded("quota"), past, held=True)
+    assert again.kind == "quota"
+    assert again.retry_at is not None
+    assert again.retry_at - NOW >= timedelta(minutes=2)
+    still = turned_down(QuotaExceeded("quota"), replace(past, own_quota_since=before(minutes=4)), held=True)
+    assert still.own_quota_since == before(minutes=4)
+    jumped = turned_down(QuotaExceeded("quota"), replace(past, own_quota_since=after(hours=9)), held=True)
+    assert jumped.kind == "quota", "a clock that was set back does not hold it for ever"
+
+
+# --- success ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [OWN_QUOTA, OWN_REGION_QUOTA, "quota", "human", "rate"])
+def test_an_accepted_call_clears_what_it_disproves(kind: str) -> None:
+    past = quota_granted(PlaceMemory(3, after(9), kind, "x", blocked=True, refusals=2, own_quota_since=NOW))
+    assert (past.kind, past.retry_at, past.blocked, past.refusals, past.own_quota_since) == ("", None, False, 0, None)
+
+
+def test_an_accepted_call_says_nothing_of_capacity() -> None:
+    past = PlaceMemory(3, after(9), "no capacity")
+    assert quota_granted(past) is past
+
+
+def test_a_node_that_came_up_clears_all_but_silence() -> None:
+    past = succeeded(PlaceMemory(9, after(9), "no capacity", "x", unanswered_nodes=1), NOW)
+    assert past == PlaceMemory(last_success=NOW, unanswered_nodes=1)
+    mute = PlaceMemory(kind="human", blocked=True, refusals=3, unanswered_nodes=2)
+    assert succeeded(mute, NOW).refusals == 3
+    assert quota_granted(mute).refusals == 3
+    assert (acquitted(mute).unanswered_nodes, acquitted(mute).refusals, acquitted(mute).blocked) == (0, 0, False)
+
+
+# --- the budget of creates -------------------------------------------------------------------------------------------
+
+
+def spend(budget: CreateBudget, until: float, pause: float) -> Iterator[float]:
+    """Instants of creates, of an engine that wants as many as it may have and sleeps as it is told."""
+    now = 0.0
+    while now < until:
+        free_at = budget.free_at(now)
+        if free_at is None:
+            budget.take("pod-0", now)
+            yield now
+            now += pause
+        else:
+            assert free_at > now
+            now = free_at
+
+
+def most_in_a_window(asked: list[float], window: float) -> int:
+    return max(sum(1 for other in asked if at <= other < at + window) for at in asked)
+
+
+@settings(derandomize=True, max_examples=60, deadline=None)
+@given(st.integers(1, 90), st.floats(1.0, 120.0), st.floats(0.0, 0.3), st.integers(0, 100))
+def test_the_budget_is_never_exceeded_and_used(limit: int, window: float, pause: float, earlier: int) -> None:
+    budget = CreateBudget(limit, window)
+    before_restart = [(-window * index / 101, "") for index in range(min(earlier, limit))]
+    budget.restore(before_restart)
+    until = window * 4
+    asked = list(spend(budget, until, pause))
+    known = [at for at, _ in before_restart]
+    assert most_in_a_window([*known, *asked], window) <= limit
+    possible = min(limit, int(window / pause) if pause else limit)
+    assert len(asked) >= 0.95 * (possible * 3) - 1
+
+
+def test_the_budget_is_shared_by_what_each_slot_had() -> None:
+    budget = CreateBudget(3)
+    for name, at in (("a", 0.0), ("b", 1.0), ("a", 2.0)):
+        assert budget.free_at(at) is None
+        budget.take(name, at)
+    assert budget.shares() == {"a": 2, "b": 1}
+    assert budget.free_at(59.0) == 60.0
+    assert budget.free_at(60.0) is None
+
+
+def test_more_creates_than_allowed_in_an_earlier_process_are_waited_out() -> None:
+    budget = CreateBudget(2)
+    budget.restore([(-50.0, ""), (-40.0, ""), (-30.0, ""), (-20.0, "")])
+    assert budget.free_at(0.0) == 30.0
