@@ -176,6 +176,17 @@ class House:
 
         return self.await_(look, f"{method} of {name}")
 
+    def cut_connections(self, node: str) -> None:
+        """End every SSH session with the workers of *node*; what runs goes on, and new sessions may begin."""
+        path = self.path(node)
+        for worker in range(len(next(one for one in self.nodes() if one.path == path).endpoints)):
+            _, *others = self.machines.processes(path, worker)
+            for pid in others:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process = psutil.Process(pid)
+                    if process.name().startswith("sshd") and "listener" not in " ".join(process.cmdline()):
+                        process.kill()
+
     # --- the person --------------------------------------------------------------------------------------------------
 
     def declare(self, name: str, text: str = "", **changes: Any) -> str:

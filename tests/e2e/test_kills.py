@@ -1,0 +1,123 @@
+"""The daemon is killed with SIGKILL in the middle of what it does and started again: one node, one run, one attempt."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.kit import TWO_HOSTS, House, house
+
+pytestmark = [pytest.mark.machines, pytest.mark.timeout(120)]
+
+SLOW_SECONDS = 2.0
+
+
+def _slow(home: House) -> None:
+    """Every answer takes longer: a call takes effect in the middle of it, and its answer is still on its way."""
+    home.order("outage", kind="slow", seconds=SLOW_SECONDS, duration=60)
+
+
+def _await_sight(home: House) -> None:
+    home.await_(lambda: home.ask("status")["projects"][0]["seen"], "the first listing")
+
+
+def _run_alone(home: House, slot: str) -> None:
+    """One node, and on it one run, alive once it is known to train."""
+    node = home.await_training(slot)
+    home.await_(lambda: home.names() == [node], "one node")
+    home.await_(lambda: list(home.runs()) == [home.token(slot)], "one run")
+
+
+def test_killed_when_a_create_was_decided(tmp_path: Path) -> None:
+    with house(tmp_path) as home:
+        home.start()
+        _await_sight(home)
+        _slow(home)
+        home.declare("pod")
+        home.await_event("create", node="pod-0-a0")
+        home.kill()
+        home.order("end-outages")
+        home.start()
+        _run_alone(home, "pod-0")
+        assert home.attempts("pod-0") == 1
+        assert home.names() == ["pod-0-a0"], "the same name again"
+
+
+def test_killed_when_a_create_took_effect_unanswered(tmp_path: Path) -> None:
+    with house(tmp_path) as home:
+        home.start()
+        _await_sight(home)
+        _slow(home)
+        home.declare("pod")
+        home.await_call("CreateNode", "pod-0-a0")
+        assert home.events("create-accepted") == []
+        home.kill()
+        home.order("end-outages")
+        home.start()
+        _run_alone(home, "pod-0")
+        assert home.attempts("pod-0") == 1
+
+
+@pytest.mark.parametrize("moment", ["decided", "running"])
+def test_killed_while_a_gang_is_launched(tmp_path: Path, moment: str) -> None:
+    with house(tmp_path) as home:
+        home.declare("pod", kind=TWO_HOSTS)
+        home.start()
+        if moment == "decided":
+            home.await_event("launch", "pod-0")
+        else:
+            home.await_(home.runs, "something runs")
+        home.restart()
+        _run_alone(home, "pod-0")
+        assert home.attempts("pod-0") == 1
+        assert home.names() == ["pod-0-a0"]
+
+
+def test_killed_when_a_delete_took_effect_unanswered(tmp_path: Path) -> None:
+    with house(tmp_path) as home:
+        home.declare("pod")
+        home.start()
+        home.await_training("pod-0")
+        _slow(home)
+        home.order("preempt", selector="pod-0")
+        home.await_call("DeleteNode", "pod-0-a0")
+        home.kill()
+        home.order("end-outages")
+        home.start()
+        home.await_training("pod-0", "pod-0-a1")
+        _run_alone(home, "pod-0")
+        assert home.attempts("pod-0") == 2
+
+
+def test_killed_while_its_node_is_preempted(tmp_path: Path) -> None:
+    """Nobody looked when it happened: the next daemon finds out."""
+    with house(tmp_path) as home:
+        home.declare("pod")
+        home.start()
+        home.await_training("pod-0")
+        home.kill()
+        home.order("preempt", selector="pod-0")
+        home.order("forget", selector="pod-0")
+        home.start()
+        home.await_training("pod-0", "pod-0-a1")
+        _run_alone(home, "pod-0")
+
+
+def test_killed_again_and_again(tmp_path: Path) -> None:
+    """At seeded moments from the first create on, with a preemption in between."""
+    rng = random.Random(4711)
+    with house(tmp_path) as home:
+        home.declare("pod", kind=TWO_HOSTS)
+        for number in range(6):
+            home.start()
+            # No event is waited for: that the kill comes at any instant is the point.
+            time.sleep(rng.uniform(0.0, 1.2))
+            home.kill()
+            if number == 3:
+                home.order("preempt", selector="pod-0")
+        home.start()
+        home.await_training("pod-0")
+        _run_alone(home, "pod-0")
