@@ -427,6 +427,14 @@ def test_the_first_reason_of_a_delete_is_kept_and_quiet_once_is_quiet() -> None:
     assert (told.delete_why, told.delete_quiet, told.delete_reason) == ("why", True, "judged")
 
 
+def test_a_confirmation_says_nothing_of_a_node_that_is_deleted_after_it() -> None:
+    """`tpucare confirm` lets the brake go too: that is no word on whether what it deletes still trains."""
+    known = asked(replace(TRAINS, fence_confirmed=True), delete(reason=Reason.JUDGED))
+    assert not known.fence_confirmed
+    known = asked(replace(known, fence_confirmed=True), delete(reason=Reason.JUDGED))
+    assert known.fence_confirmed, "this one was given while the node was being deleted already"
+
+
 def test_a_delete_of_a_node_that_memory_does_not_know() -> None:
     known = asked(memory(creates=(intent(0),)), delete())
     told = known.node(name_of(0))

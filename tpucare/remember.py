@@ -221,7 +221,8 @@ def _intend_delete(memory: Memory, action: Delete, now: datetime) -> Memory:
     if tries == 1 and action.unanswered and past.place:
         memory = _count_unanswered(memory, past.place, action.why, now)
     memory = memory.with_node(past).without_create(action.key.name)
-    return replace(memory, replace_asked=False)
+    # What a person said of older nodes was said before this one became one.
+    return replace(memory, replace_asked=False, fence_confirmed=memory.fence_confirmed and not first)
 
 
 def _count_unanswered(memory: Memory, key: str, why: str, now: datetime) -> Memory:
