@@ -60,7 +60,7 @@ from tpucare.errors import (
     Transient,
     WorkerSilent,
 )
-from tpucare.memory import Book, BookName, CreateIntent, End, Memory, PlaceMemory
+from tpucare.memory import Book, BookName, CreateIntent, End, Memory, PlaceMemory, Wish
 from tpucare.model import LaunchResult, NodeState, Operation, StopResult
 from tpucare.remember import absorb, answered, changed_meanwhile, gone, intend, recover, remember
 
@@ -211,6 +211,8 @@ def test_a_superseded_intent_stays_until_its_node_is_gone() -> None:
     over = came(known, poll(), Operation("op", done=True))
     assert over.create(name_of(10)) is None or over.create(name_of(10)).superseded  # type: ignore[union-attr]
     assert asked(memory(), Settle(Fact.CREATE_SUPERSEDED, "why", name_of(10))) == memory()
+    down = asked(replace(ACCEPTED, wish=Wish.DOWN), Settle(Fact.CREATE_SUPERSEDED, "taken down", name_of(10)))
+    assert down.places == {}, "a person's wish is no fault of the place"
 
 
 @pytest.mark.parametrize("error", [None, NodeGone("forgotten")])

@@ -26,7 +26,7 @@ from tpucare.errors import (
     RateLimited,
     Transient,
 )
-from tpucare.memory import Book, BookName, CreateIntent, End, Memory, NodeMemory, PlaceMemory, RunMemory
+from tpucare.memory import Book, BookName, CreateIntent, End, Memory, NodeMemory, PlaceMemory, RunMemory, Wish
 from tpucare.model import LaunchResult, Node, NodeState, Operation, StopResult, parse_node_name
 
 BUDGET_WINDOW = timedelta(minutes=1)
@@ -327,9 +327,12 @@ def _supersede(memory: Memory, action: Settle, now: datetime, rng: random.Random
     intent = memory.create(action.name)
     if intent is None:
         return memory
+    memory = memory.with_create(replace(intent, superseded=True))
+    if memory.wish is not Wish.UP or memory.end is not End.NONE:
+        return memory
     # Another place goes first, where there is one: this one has not answered for a whole boot_timeout.
     place = placement.refused(memory.place(intent.place), Transient(action.why), held=False, now=now, rng=rng)
-    return memory.with_create(replace(intent, superseded=True)).with_place(intent.place, place)
+    return memory.with_place(intent.place, place)
 
 
 def _attempted(memory: Memory, name: str) -> Memory:
