@@ -98,6 +98,10 @@ class Storm:
         slot = f"pod-{self.rng.randrange(4)}"
         now = self.daemon.clock.true_now()
         if blow < 0.5:
+            if blow < 0.25:
+                # Killed between the intent on disk and its effect.
+                self.daemon.executor.dead = True
+                self.daemon.engine.step()
             self.daemon.restart()
         elif blow < 0.6:
             self.daemon.zone.world.maintenance(slot, now, restart=True)
