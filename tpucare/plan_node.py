@@ -146,7 +146,8 @@ def _decide_changed_key(seen: NodeEvidence, evidence: Evidence, timers: Timers) 
     if kind not in evidence.in_flight and (last is None or timers.lasted(last, VOUCH_EVERY)):
         return Vouch(seen.node.key, "a host key changed on the same node")
     why = f"a worker of {seen.node.name} shows another host key, and guest attributes do not vouch for it"
-    return Wait(f"{why}: look at it, then `tpucare confirm`, or `down` the slot", needs_person=last is not None)
+    advice = "look at it; `tpucare apply FILE --replace` gives the slot a new node, `tpucare down` ends it"
+    return Wait(f"{why}: {advice}", needs_person=last is not None)
 
 
 def _decide_silent(

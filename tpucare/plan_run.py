@@ -281,7 +281,8 @@ def _decide_failed(
     kinds = {worker.failure for worker in failed}
     if Failure.DIRTY_HOST in kinds and not keeps_node(seen):
         return _decide_dirty(slot, seen, memory)
-    text = f"{worst.phase.value} exited with {worst.exit_status}"
+    what = "the run" if worst.phase is Phase.EXITED else worst.phase.value
+    text = f"{what} exited with {worst.exit_status}"
     if worst.detail:
         text = f"{text}: {worst.detail}"
     if kinds & {Failure.FETCH, Failure.SETUP, Failure.SECRET_MISSING, Failure.DISK_FULL} or any(

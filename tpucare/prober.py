@@ -104,9 +104,12 @@ class Prober:
 
     def _hear(self, track: SlotTrack, seen: NodeTrack, report: NodeReport) -> None:
         view = self.board.project(track.slot.project)
-        before, signals = seen.report, seen.progress.signals
+        before, token, signals = seen.report, seen.progress.token, seen.progress.signals
         self.hearing.hear(seen.node.name, report)
         changed = seen.hear(report, view.mark)
+        if seen.progress.token != token:
+            # Signs of the run before this one are none of this one's.
+            signals = 0
         self.hearing.note(track)
         if report.all_answer:
             self.board.update(track, memories.answered(track.memory, seen.node.name))
