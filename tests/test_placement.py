@@ -270,6 +270,15 @@ def test_the_budget_is_shared_by_what_each_slot_had() -> None:
     assert budget.free_at(60.0) is None
 
 
+def test_a_slow_answer_keeps_its_place_of_the_budget_for_longer() -> None:
+    budget = CreateBudget(1)
+    budget.take("a", 0.0)
+    budget.answered("a", 2.5)
+    assert budget.free_at(60.0) == 62.5
+    budget.answered("unknown", 3.0)
+    assert budget.free_at(62.5) is None
+
+
 def test_more_creates_than_allowed_in_an_earlier_process_are_waited_out() -> None:
     budget = CreateBudget(2)
     budget.restore([(-50.0, ""), (-40.0, ""), (-30.0, ""), (-20.0, "")])

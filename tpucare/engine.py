@@ -434,6 +434,8 @@ class Engine:
         name = action.name if isinstance(action, Create | Poll) else action.key.name
         track.looked[action.kind] = view.mark
         self.board.dirty[track.slot.name] = None
+        if isinstance(action, Create):
+            self._budget_of(track.slot.project).answered(track.slot.name, self.clock.monotonic())
         if error is not None and not isinstance(error, TpuCareError):
             self.board.set_aside(track, error)
         if isinstance(error, ChangedMeanwhile):

@@ -168,10 +168,12 @@ def quota_granted(past: PlaceMemory) -> PlaceMemory:
 @dataclass(slots=True)
 class CreateBudget:
     """
-    At most `limit` creates in any `window` seconds, over all slots of a project.
+    At most `limit` creates in any `window` seconds, over all slots of a project, by the clock of whoever is asked.
 
-    Instants are seconds of a clock that never jumps. Source of the default: the service's `qps/create` quota is not
-    documented and was 91 a minute in one large project; other tools keep to 60.
+    A call may wait for a thread and be on its way for a while, so its place is free again a window after its answer:
+    counted from the asking alone, a slow burst and a swift one after it would be twice the limit at the API. Instants
+    are seconds of a clock that never jumps. Source of the default: the service's `qps/create` quota is not documented
+    and was 91 a minute in one large project; other tools keep to 60.
     """
 
     limit: int = 60
@@ -192,6 +194,13 @@ class CreateBudget:
 
     def take(self, slot: str, now: float) -> None:
         self._asked.append((now, slot))
+
+    def answered(self, slot: str, now: float) -> None:
+        """The create of *slot* has ended, in whatever way; it reached the API at some instant until *now*."""
+        taken = next((entry for entry in reversed(self._asked) if entry[1] == slot), None)
+        if taken is not None:
+            self._asked.remove(taken)
+            self._asked.append((now, slot))
 
     def shares(self) -> Counter[str]:
         """How many of the creates in the window each slot had: the fewest go first."""
