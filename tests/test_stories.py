@@ -411,3 +411,25 @@ def test_a_node_of_another_owner_is_adopted_when_a_person_says_so(daemon: Daemon
     daemon.run(minutes=15)
     assert daemon.trains("pod-0")
     daemon.check()
+
+
+def test_a_node_that_somebody_else_labels_as_theirs_is_left_alone(daemon: Daemon) -> None:
+    daemon.care_for("pod")
+    daemon.run(minutes=15)
+    name = f"projects/my-project/locations/{US}/nodes/pod-0-a0"
+    theirs = NodeSpec(labels={"tpucare-owner": "o-else", "tpucare-slot": "pod-0"})
+    daemon.zone.world.update_node(name, ("labels",), theirs, daemon.clock.true_now())
+    daemon.run(minutes=20)
+    daemon.zone.world.preempt("pod-0", daemon.clock.true_now())
+    daemon.run(minutes=20)
+    assert daemon.zone.states() == ["PREEMPTED"], "not ours to delete, and no second node beside a run that may live"
+    assert "another owner" in daemon.why()["pod-0"]
+
+
+def test_a_job_that_is_always_killed_without_a_word_fails_the_slot_in_the_end(tmp_path: Path) -> None:
+    script = Script(exits={"pod-0": (-1, 137, 40.0)}, vanishes={"pod-0"}, tells_progress=False)
+    daemon = Daemon(tmp_path, script=script)
+    daemon.care_for("pod")
+    daemon.run(hours=8)
+    assert daemon.memory("pod-0").end is End.FAILED
+    assert 2 <= daemon.memory("pod-0").attempts <= 5

@@ -11,6 +11,7 @@ from collections import deque
 from datetime import timedelta
 
 from tpucare.board import Board
+from tpucare.memory import End, Wish
 from tpucare.model import Contact, NodeReport
 from tpucare.tracking import SlotTrack
 
@@ -70,8 +71,9 @@ class Hearing:
 
     def may_be_canary(self, track: SlotTrack) -> bool:
         """This slot is the one to go first: the canary already, or the longest silent where there is none."""
-        if self.canary is not None:
-            return self.canary == track.slot.name
+        canary = self.board.slots.get(self.canary) if self.canary is not None else None
+        if canary is not None and canary.memory.wish is Wish.UP and canary.memory.end is End.NONE:
+            return canary is track
         return track.slot.name == min(self.silent, key=self._silent_since)
 
     def _silent_since(self, slot: str) -> tuple[timedelta, str]:

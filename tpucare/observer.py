@@ -106,6 +106,7 @@ class Observer:
     def see(self, view: ProjectView, node: Node) -> None:
         if node.owner != self.ports.owner:
             self.see_foreign(view, node)
+            self._lose(view, node)
             return
         for slot in slots_of(node.name):
             view.foreign.get(slot, {}).pop(node.name, None)
@@ -123,6 +124,17 @@ class Observer:
             view.foreign.setdefault(slot, {})[node.name] = node
             if slot in view.slots:
                 self.board.dirty[slot] = None
+
+    def _lose(self, view: ProjectView, node: Node) -> None:
+        """A node that was ours bears another owner's label now: rule 2, it is not touched any more."""
+        found = self.board.find(node.name)
+        if found is None or found[1].node.id != node.id:
+            return
+        track = found[0]
+        # Our run may live there still, so the slot asks for no other node before a person has looked.
+        view.foreign.setdefault(track.slot.name, {})[node.name] = node
+        self.board.update(track, memories.lost_to_another(track.memory, node.name))
+        self.forget(track, view, node.name, f"{node.name} bears another owner's label now: left alone")
 
     def see_ours(self, view: ProjectView, track: SlotTrack, node: Node) -> None:
         seen = track.nodes.get(node.name)
@@ -152,7 +164,7 @@ class Observer:
             self.board.dirty[found[0].slot.name] = None
         self._release_quota(view)
 
-    def forget(self, track: SlotTrack, view: ProjectView, name: str) -> None:
+    def forget(self, track: SlotTrack, view: ProjectView, name: str, why: str = "") -> None:
         seen = track.nodes.get(name)
         if seen is not None:
             self.ports.launcher.forget(seen.node.key)
@@ -160,7 +172,7 @@ class Observer:
         track.looked[f"gone:{name}"] = view.mark
         view.release(name)
         self.hearing.note(track)
-        self.board.event(track, "gone", f"{name} is gone", node=name)
+        self.board.event(track, "lost" if why else "gone", why or f"{name} is gone", node=name)
         self._release_quota(view)
 
     def _release_quota(self, view: ProjectView) -> None:

@@ -16,7 +16,7 @@ from tpucare.memory import CreateIntent, End, Memory, NodeMemory, Wish
 from tpucare.model import NodeKey, NodeState, OnSuccess, Slot, node_name
 from tpucare.placement import choose, holds_quota
 from tpucare.plan_node import decide_node
-from tpucare.plan_run import busy, deletion, ending, quiet, stop_before
+from tpucare.plan_run import busy, deletion, ending, keeps_node, quiet, stop_before
 
 DEAD_STATES = frozenset({NodeState.PREEMPTED, NodeState.TERMINATED})
 
@@ -194,7 +194,9 @@ def _end_node(slot: Slot, seen: NodeEvidence, evidence: Evidence, memory: Memory
     if memory.end is End.DONE:
         goes = slot.care.on_success is OnSuccess.DELETE
     else:
-        goes = memory.ended_at is not None and timers.passed(memory.ended_at + slot.care.keep_failed)
+        # What was paid for by the hour is kept for a look until somebody has looked.
+        due = memory.ended_at is not None and timers.passed(memory.ended_at + slot.care.keep_failed)
+        goes = due and not keeps_node(seen)
     if goes:
         return stop_before(seen, evidence, memory, deletion(seen, why, Reason.FINISHED))
     # Its node is kept; only what still runs there ends.

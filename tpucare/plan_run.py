@@ -23,6 +23,9 @@ PREEMPTIBLE_LIFE = timedelta(hours=23, minutes=45)
 CHECKPOINT_LOOK_EVERY = timedelta(seconds=15)
 STALL_FACTOR = 10
 INFRASTRUCTURE_LIMIT = 3
+# In a row, over several nodes, without a step beyond the furthest: then it is the job's own doing (an OOM, a deadlock).
+INFRASTRUCTURE_BUDGET = 12
+STALL_BUDGET = 6
 # Stops that some worker did not hear, before its node is given up.
 STOPS_UNHEARD = 5
 STOP_AGAIN_AFTER = timedelta(seconds=10)
@@ -253,11 +256,13 @@ def _decide_living_rest(slot: Slot, seen: NodeEvidence, memory: Memory, timers: 
 
 
 def _infrastructure(seen: NodeEvidence, memory: Memory, why: str) -> Action:
-    past = memory.node(seen.node.name)
+    past, advanced = memory.node(seen.node.name), _advanced(seen, memory)
+    if not advanced and memory.book(BookName.INFRASTRUCTURE).failures >= INFRASTRUCTURE_BUDGET:
+        return ending(seen, memory, why, BookName.INFRASTRUCTURE, gives_up=True)
     if past is not None and past.infrastructure >= INFRASTRUCTURE_LIMIT and not keeps_node(seen):
         text = f"{why}, {past.infrastructure + 1} times on this node"
         return ending(seen, memory, text, BookName.INFRASTRUCTURE, then=Reason.JUDGED)
-    return ending(seen, memory, why, BookName.INFRASTRUCTURE, advanced=_advanced(seen, memory))
+    return ending(seen, memory, why, BookName.INFRASTRUCTURE, advanced=advanced)
 
 
 def _advanced(seen: NodeEvidence, memory: Memory) -> bool:
@@ -375,6 +380,8 @@ def _stalled(slot: Slot, seen: NodeEvidence, past: NodeMemory, memory: Memory, t
 
 
 def _stall(seen: NodeEvidence, memory: Memory, past: NodeMemory | None, why: str) -> Action:
+    if memory.book(BookName.STALL).failures >= STALL_BUDGET:
+        return ending(seen, memory, why, BookName.STALL, gives_up=True, stacks=True)
     if past is not None and past.stalls >= 1 and not keeps_node(seen):
         text = f"{why}, for the second time on this node"
         return ending(seen, memory, text, BookName.STALL, then=Reason.JUDGED, stacks=True)

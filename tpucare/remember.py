@@ -128,6 +128,12 @@ def gone(memory: Memory, name: str, now: datetime, rng: random.Random) -> Memory
     return memory
 
 
+def lost_to_another(memory: Memory, name: str) -> Memory:
+    """The node bears another owner's label: it is no business of ours, and no preemption either."""
+    memory = memory.without_node(name).without_create(name)
+    return replace(memory, run=None) if memory.run is not None and memory.run.node == name else memory
+
+
 def recover(memory: Memory) -> Memory:
     """
     What a killed process left half done, as the next one has to see it.

@@ -92,6 +92,14 @@ class SqliteStore(StoreReading):
             self._connection = _connect(path)
         self._file = path.stat().st_ino
         self._untrimmed: dict[str, int] = {}
+        self._lost: bool | None = None
+
+    @property
+    def lost(self) -> bool:
+        """As in the file, which only this object writes: asked for with every decision, it is read once."""
+        if self._lost is None:
+            self._lost = super().lost
+        return self._lost
 
     def close(self) -> None:
         """Fold the log into the file and give the lock away. A second call does nothing."""
@@ -102,12 +110,14 @@ class SqliteStore(StoreReading):
         """A person said that what is listed is all there is."""
         with self._transaction() as write:
             write.execute("UPDATE meta SET value = '' WHERE key = 'lost'")
+        self._lost = None
 
     def take_over(self, fingerprint: str, now: datetime) -> None:
         """From now on this store lives on the machine of that fingerprint; see `accept_move`."""
         with self._transaction() as write:
             write.execute("UPDATE meta SET value = ? WHERE key = 'machine'", (fingerprint,))
             write.execute("UPDATE meta SET value = ? WHERE key = 'lost'", (now.isoformat(),))
+        self._lost = None
 
     def save(self, changes: Mapping[str, Memory], events: Sequence[Event] = ()) -> None:
         """Memory of some slots, and the events that tell of it, in one transaction."""

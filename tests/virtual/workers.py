@@ -31,7 +31,11 @@ from tpucare.model import (
 
 @dataclass
 class Script:
-    """What training does in this story. Seconds; `exits` maps (slot, run) to (worker, exit status, after seconds)."""
+    """
+    What training does in this story. Seconds; `exits` maps a slot or a run to (worker, exit status, after seconds).
+
+    `vanishes`: slots whose runs end without a status, as the OOM killer ends them.
+    """
 
     setup_seconds: float = 20.0
     step_seconds: float = 1.0
@@ -41,6 +45,7 @@ class Script:
     exits: dict[str, tuple[int, int, float]] = field(default_factory=dict)
     failures: dict[str, Failure] = field(default_factory=dict)
     ignores_stop: set[str] = field(default_factory=set)
+    vanishes: set[str] = field(default_factory=set)
     tells_progress: bool = True
 
 
@@ -198,6 +203,8 @@ class VirtualLauncher:
             run.ended = self.clock.seconds
             self.history.append((self.clock.seconds, "end", run.token, worker.number))
         status = None if lives else (143 if run.stopped else self._exit(worker))
+        if run.slot in self.script.vanishes:
+            status = None
         in_setup = self._elapsed(run) < self.script.setup_seconds
         phase = Phase.EXITED if not lives else Phase.SETUP if in_setup else Phase.RUN
         if lives:
