@@ -43,9 +43,9 @@ HOMES: Mapping[str, tuple[str, str]] = {
     "emulator": ("emulate", "app"),
     "demo": ("demo", "demo"),
 }
-# What follows the slot belongs to the command that is run there.
+# What follows the slot goes to ssh as it is; a command for all workers stands behind `--`, so flags may come anywhere.
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
-_SETTINGS: Mapping[str, dict[str, Any]] = {"ssh": _PASS_ON, "exec": _PASS_ON}
+_SETTINGS: Mapping[str, dict[str, Any]] = {"ssh": _PASS_ON, "exec": {"allow_extra_args": True}}
 LINE_LIMIT = 100
 _HELP_FLAGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 

@@ -68,17 +68,17 @@ def execute(
     json_out: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """
-    Run one command on all workers of a slot at once; the exit status is the worst of theirs.
+    Run one command, behind `--`, on all workers of a slot at once; the exit status is the worst of theirs.
 
     \b
     Example: tpucare exec pod-0 -- df -h /
-    Example: tpucare exec --worker 0 pod-0 -- nvidia-smi
+    Example: tpucare exec pod-0 --worker 0 -- tail -n 5 train.log
     """
     from tpucare.cli import reaching
 
     words = [word for number, word in enumerate(context.args) if number or word != "--"]
     if not words:
-        raise typer.BadParameter("give a command after the slot: tpucare exec pod-0 -- uptime")
+        raise typer.BadParameter("give a command behind --: tpucare exec pod-0 -- uptime")
     if worker != "all" and not worker.isdecimal():
         raise typer.BadParameter("--worker is a number, or all")
     results = reaching.run_everywhere(options(context), slot, words, worker, timeout)
