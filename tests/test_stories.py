@@ -47,6 +47,19 @@ def test_a_preempted_node_returns_when_capacity_does(daemon: Daemon) -> None:
     daemon.check()
 
 
+def test_a_worker_that_boots_while_the_others_are_asked_is_asked_at_once(tmp_path: Path) -> None:
+    daemon = Daemon(tmp_path, config=WorldConfig.calm(latencies={"boot_skew": 5.0}))
+    daemon.care_for("pod")
+    # While a worker is not up yet a probe takes 10 s, and here the last one comes up in the course of one.
+    daemon.run_until(lambda: len(daemon.launcher.workers) == 4)
+    came_up = daemon.clock.seconds
+    daemon.run_until(lambda: bool(daemon.launcher.launches))
+    daemon.run(seconds=5)
+    started = min(seconds for seconds, what, _, _ in daemon.launcher.history if what == "start")
+    began = min(at for at in daemon.launcher.probes if at > came_up - 10)
+    assert began < came_up < began + 10 < started < began + 10 + daemon.settings.fast_probe
+
+
 # --- preemption and placement ----------------------------------------------------------------------------------------
 
 

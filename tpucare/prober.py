@@ -77,7 +77,7 @@ class Prober:
             checkpoint=job.checkpoint if job is not None else "",
             everything=run is not None and bool(run.stop_why),
         )
-        seen.probing = True
+        seen.probing, seen.probe_due = True, None
         tag = ("probe", track.slot.name, seen.node.name, str(seen.generation))
         self.board.begin((Lane.PROBE, tag, lambda: self.ports.launcher.probe(order)))
 
@@ -93,7 +93,9 @@ class Prober:
             self.board.set_aside(track, finished.error)
         elif isinstance(report, NodeReport) and report.node_id == seen.node.id and str(seen.generation) == generation:
             self._hear(track, seen, report)
-        self.schedule(track, seen, now + self._pause(seen))
+        # Something happened while it was asked: the answer may be older than that.
+        hinted = seen.probe_due is not None
+        self.schedule(track, seen, now if hinted else now + self._pause(seen))
 
     def _pause(self, seen: NodeTrack) -> float:
         report = seen.report

@@ -6,6 +6,7 @@ What a run does (steps, checkpoints, exit) follows from when it was started; a b
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -79,6 +80,7 @@ class VirtualLauncher:
     The Launcher port over simulated workers.
 
     `history`: (seconds, "start" or "end", token, worker), what a checker needs to find two live runs of a slot.
+    `probes`: when nodes were last asked how they are, in seconds.
     """
 
     def __init__(self, clock: VirtualClock, script: Script) -> None:
@@ -87,6 +89,7 @@ class VirtualLauncher:
         self.workers: dict[tuple[NodeKey, int], SimulatedWorker] = {}
         self.bucket: dict[str, int] = {}
         self.history: list[tuple[float, str, str, int]] = []
+        self.probes: deque[float] = deque(maxlen=1000)
         self.launches: list[str] = []
         self.stops: list[str] = []
         self.notices: list[str] = []
@@ -177,6 +180,7 @@ class VirtualLauncher:
         return found
 
     def probe(self, order: ProbeOrder) -> NodeReport:
+        self.probes.append(self.clock.seconds)
         reports = tuple(self._report(worker) for worker in order.workers)
         silent = any(report.contact is Contact.SILENT for report in reports)
         self.waiting(10.0 if silent else 0.05)
