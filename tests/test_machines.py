@@ -165,7 +165,9 @@ def test_files_travel_by_sftp_into_the_home(zone: Zone) -> None:
 
 def test_screen_works_and_its_sockets_are_gone_after_a_reboot(zone: Zone) -> None:
     zone.boot()
-    assert "train" in zone.run("screen -dmS train sleep 600; screen -ls")
+    # `screen -dmS` returns before its socket can be listed when the machine is busy.
+    listed = "for i in $(seq 100); do screen -ls | grep -q train && exit 0; sleep 0.1; done; exit 1"
+    zone.run(f"screen -dmS train sleep 600; {listed}")
     zone.machines.reboot(NODE, 0).result(timeout=30)
     assert "No Sockets" in zone.run("screen -ls || true")
 

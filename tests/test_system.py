@@ -109,12 +109,13 @@ class TestEffects:
         gate = threading.Event()
         running: Counter[Lane] = Counter()
         most: Counter[Lane] = Counter()
-        guard = threading.Lock()
+        guard = threading.Condition()
 
         def effect(lane: Lane) -> None:
             with guard:
                 running[lane] += 1
                 most[lane] = max(most[lane], running[lane])
+                guard.notify_all()
             gate.wait(LONG.total_seconds())
             with guard:
                 running[lane] -= 1
@@ -124,6 +125,8 @@ class TestEffects:
             executor.submit(Lane.PROBE, -number, lambda: effect(Lane.PROBE))
         executor.submit(Lane.LAUNCH, "free", lambda: "not held up")
         assert collect(executor, 1)[0].tag == "free"
+        with guard:
+            assert guard.wait_for(lambda: running == {Lane.CLOUD: 2, Lane.PROBE: 3}, LONG.total_seconds())
         gate.set()
         collect(executor, 40)
         assert most == {Lane.CLOUD: 2, Lane.PROBE: 3}
