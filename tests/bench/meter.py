@@ -1,0 +1,38 @@
+"""What a process uses, as /proc tells it: the process itself need not know that it is looked at."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+_TICK = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """`cpu`: seconds of user and system time of all threads; `rss`: bytes; `at`: monotonic seconds."""
+
+    cpu: float
+    rss: int
+    threads: int
+    descriptors: int
+    at: float
+
+    def core_share(self, earlier: Use) -> float:
+        """Percent of one core between two looks."""
+        return 100 * (self.cpu - earlier.cpu) / (self.at - earlier.at)
+
+
+def use_of(pid: int) -> Use:
+    process = Path(f"/proc/{pid}")
+    fields = (process / "stat").read_text().rpartition(")")[2].split()
+    status = dict(line.split(":", 1) for line in (process / "status").read_text().splitlines() if ":" in line)
+    return Use(
+        cpu=(int(fields[11]) + int(fields[12])) / _TICK,
+        rss=int(status["VmRSS"].split()[0]) * 1024,
+        threads=int(status["Threads"]),
+        descriptors=len(os.listdir(process / "fd")),
+        at=time.monotonic(),
+    )
