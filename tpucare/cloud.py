@@ -120,11 +120,9 @@ class GoogleCloud:
 
     def list_nodes(self, project: str) -> Listing:
         """All nodes of all zones: one call, plus one per further page. A page that failed fails the listing."""
-        records: list[tuple[str, Any]] = []
-        unreachable: set[str] = set()
-        for page in self._pages(project):
-            records.extend((raw.name, raw) for raw in page.nodes)
-            unreachable.update(page.unreachable)
+        pages = list(self._pages(project))
+        records = ((raw.name, raw) for page in pages for raw in page.nodes)
+        unreachable = {zone for page in pages for zone in page.unreachable}
         roll = self._rolls.setdefault(project, Roll(project, wire.node_of))
         return roll.take(records, unreachable, self._clock.now())
 

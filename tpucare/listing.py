@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from datetime import datetime
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
 from tpucare.model import Listing, Node, NodeKey
 
@@ -26,11 +26,6 @@ def key_of(name: str, project: str) -> NodeKey | None:
     return NodeKey(project, parts[3], parts[5]) if len(parts) == 6 else None
 
 
-class _Known(NamedTuple, Generic[Raw]):
-    raw: Raw
-    node: Node
-
-
 class Roll(Generic[Raw]):
     """
     The nodes of one project as last listed. Not thread-safe: one listing of a project is under way at a time.
@@ -43,7 +38,9 @@ class Roll(Generic[Raw]):
         self._project = project
         self._translate = translate
         self._keys: dict[str, NodeKey] = {}
-        self._known: dict[NodeKey, _Known[Raw]] = {}
+        # Two dicts rather than one of pairs: ten thousand new pairs per listing are what the garbage collector counts.
+        self._raws: dict[NodeKey, Raw] = {}
+        self._nodes: dict[NodeKey, Node] = {}
         self._dark: frozenset[NodeKey] = frozenset()
 
     def take(
@@ -57,37 +54,38 @@ class Roll(Generic[Raw]):
         """
         dark_zones = frozenset(name.rsplit("/", 1)[-1] for name in unreachable)
         changed: set[NodeKey] = set()
-        fresh = self._read(records, dark_zones, changed)
-        missing = self._known.keys() - fresh.keys()
+        raws, nodes = self._read(records, dark_zones, changed)
+        missing = self._nodes.keys() - nodes.keys()
         dark = frozenset(key for key in missing if key.zone in dark_zones)
-        nodes = {key: known.node for key, known in fresh.items()}
-        fresh.update((key, self._known[key]) for key in dark)
-        self._known, self._dark = fresh, dark
+        known = {**nodes, **{key: self._nodes[key] for key in dark}} if dark else nodes
+        raws.update((key, self._raws[key]) for key in dark)
+        self._raws, self._nodes, self._dark = raws, known, dark
         return Listing(self._project, nodes, frozenset(changed), frozenset(missing - dark), dark_zones, cloud_time)
 
     def _read(
         self, records: Iterable[tuple[str, Raw]], dark_zones: frozenset[str], changed: set[NodeKey]
-    ) -> dict[NodeKey, _Known[Raw]]:
+    ) -> tuple[dict[NodeKey, Raw], dict[NodeKey, Node]]:
         keys: dict[str, NodeKey] = {}
-        fresh: dict[NodeKey, _Known[Raw]] = {}
+        raws: dict[NodeKey, Raw] = {}
+        nodes: dict[NodeKey, Node] = {}
         for name, raw in records:
             key = self._keys.get(name) or key_of(name, self._project)
             if key is None or key.zone in dark_zones:
                 continue
-            keys[name] = key
-            fresh[key] = self._refresh(key, raw, changed)
+            keys[name], raws[key] = key, raw
+            nodes[key] = self._refresh(key, raw, changed)
         self._keys = keys
-        return fresh
+        return raws, nodes
 
-    def _refresh(self, key: NodeKey, raw: Raw, changed: set[NodeKey]) -> _Known[Raw]:
-        """What is known of *key* from now on; a node whose record says nothing new keeps the old object."""
-        before = self._known.get(key)
-        if before is not None and (before.raw is raw or before.raw == raw):
-            node = before.node
+    def _refresh(self, key: NodeKey, raw: Raw, changed: set[NodeKey]) -> Node:
+        """*key* as it is from now on; a node whose record says nothing new keeps the old object."""
+        before, last = self._nodes.get(key), self._raws.get(key)
+        if before is not None and (last is raw or last == raw):
+            node = before
         else:
             node = self._translate(key, raw)
-            if before is not None and before.node == node:
-                node = before.node
-        if before is None or node is not before.node or key in self._dark:
+            if before is not None and before == node:
+                node = before
+        if node is not before or key in self._dark:
             changed.add(key)
-        return _Known(raw, node)
+        return node
