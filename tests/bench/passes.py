@@ -99,17 +99,20 @@ def _measure(household: Household, cloud: DataCentre, nodes: int, passes: int) -
 
 
 def _settle(engine: Engine, clock: VirtualClock) -> None:
-    """Until every slot trains, makes progress, and is asked for nothing more."""
+    """Until every slot trains and has told of progress: from then on nobody is probed."""
     for _ in range(60):
         clock.seconds += 1.0
         while engine.step() <= 0.001:
             pass
-        if all(map(engine.is_training, engine.slots)) and not engine.board.busy and engine.prober.next_due() is None:
-            break
-        if all(seen.progress.signals > 1 for track in engine.slots.values() for seen in track.nodes.values()):
+        if all(_is_steady(engine, name) for name in engine.slots):
             break
     for _ in range(3):
         _pass(engine, clock)
+
+
+def _is_steady(engine: Engine, slot: str) -> bool:
+    nodes = engine.slots[slot].nodes.values()
+    return engine.is_training(slot) and all(seen.progress.signals for seen in nodes)
 
 
 def _pass(engine: Engine, clock: VirtualClock) -> float:

@@ -80,7 +80,7 @@ class VirtualLauncher:
     The Launcher port over simulated workers.
 
     `history`: (seconds, "start" or "end", token, worker), what a checker needs to find two live runs of a slot.
-    `probes`: when nodes were last asked how they are, in seconds.
+    `probes`: when nodes were last asked how they are, in seconds. `hangs_up`: a worker that dies is missed at once.
     """
 
     def __init__(self, clock: VirtualClock, script: Script) -> None:
@@ -97,6 +97,7 @@ class VirtualLauncher:
         self.nudge: Callable[[], None] = lambda: None
         self._hints: set[NodeKey] = set()
         self.deaf = False
+        self.hangs_up = True
 
     # --- what the world does to machines
 
@@ -123,8 +124,9 @@ class VirtualLauncher:
         if isinstance(effect, Kill):
             self._end_run(worker)
             worker.up = False
-            self._hints.add(node)
-            self.nudge()
+            if self.hangs_up:
+                self._hints.add(node)
+                self.nudge()
         elif isinstance(effect, Silence):
             worker.silent = True
         elif isinstance(effect, Resume):
