@@ -115,11 +115,20 @@ class OnSuccess(StrEnum):
     RESTART = "restart"
 
 
+class OnExit(StrEnum):
+    """What happens when a foreign run has ended, of which nobody knows whether it succeeded."""
+
+    LEAVE = "leave"
+    RESTART = "restart"
+    DELETE = "delete"
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
     """
     What runs on every worker of a slot's node. Placeholders are expanded already: this is one slot's job.
 
+    `foreign`: runs are started by a user's function and not by tpucare's runner; `run` is empty then.
     `repository` and `workdir` exclude each other; both empty means that nothing is fetched.
     `workdir` is an absolute path on the daemon's machine. `files` maps a path below the job's folder to its content.
     `secrets` are names only; the values are looked up when a launch is made and never stored.
@@ -136,6 +145,7 @@ class Job:
     secrets: tuple[str, ...] = ()
     checkpoint: str = ""
     progress: str = ""
+    foreign: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +165,7 @@ class Care:
     fence_proceed: bool = False
     stopped_delete: bool = False
     on_success: OnSuccess = OnSuccess.DELETE
+    on_exit: OnExit = OnExit.LEAVE
     crash_budget: int = 10
     setup_budget: int = 5
     sigterm_on_preemption: bool = True
@@ -340,6 +351,21 @@ class Failure(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class ForeignRun:
+    """
+    What is known of a run that tpucare's runner did not start, on one worker.
+
+    seen:     something of it lived there after its setup was over
+    rebooted: the worker was started anew since the launch
+    lost:     its setup is not over, and whoever did it is gone
+    """
+
+    seen: bool = False
+    rebooted: bool = False
+    lost: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerReport:
     """
     What one worker said at the last probe.
@@ -352,6 +378,7 @@ class WorkerReport:
     last_number: the highest run number that this worker has a folder for
     signalled:   runner or run was sent SIGTERM or a notice
     exit_status: set only when the run is over and its status is known
+    foreign:     set when the run is one that tpucare's runner did not start
     """
 
     contact: Contact
@@ -366,6 +393,7 @@ class WorkerReport:
     maintenance: str = ""
     last_number: int = 0
     boot_id: str = ""
+    foreign: ForeignRun | None = None
     step: int | None = field(default=None, compare=False)
     checkpoint: int | None = field(default=None, compare=False)
     log_bytes: int = field(default=0, compare=False)
@@ -387,7 +415,11 @@ class NodeReport:
 
 @dataclass(frozen=True, slots=True)
 class ProbeOrder:
-    """Ask every worker how it is. `progress` is the pattern whose last match in the log is the step."""
+    """
+    Ask every worker how it is. `progress` is the pattern whose last match in the log is the step.
+
+    `settled`: this foreign run's setup is over on all workers; they write that down.
+    """
 
     workers: tuple[Worker, ...]
     slot: str
@@ -395,6 +427,7 @@ class ProbeOrder:
     progress: str = ""
     checkpoint: str = ""
     everything: bool = False
+    settled: str = ""
 
 
 @dataclass(frozen=True, slots=True)
