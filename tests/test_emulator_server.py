@@ -365,6 +365,8 @@ GOOD_ORDERS: list[dict[str, object]] = [
     {"do": "outage", "duration": "1m"},
     {"do": "outage", "kind": "zone", "zone": ZONE, "duration": 60},
     {"do": "end-outages"},
+    {"do": "unknown-fields", "selector": "*", "answers": True},
+    {"do": "unknown-fields", "selector": "*", "on": False},
     {"do": "stick-deleting", "selector": "*", "repeats": 2},
     {"do": "lose-worker", "selector": "*", "worker": 0, "silent": True},
     {"do": "restore-worker", "selector": "*", "worker": 0},

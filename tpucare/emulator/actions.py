@@ -121,6 +121,18 @@ class Actions(Life):
             self.state.log_node(life, "shown", shown=int(state))
         return _ids(lives)
 
+    def show_unknown_fields(self, selector: str, now: datetime, *, on: bool = True, answers: bool = False) -> list[str]:
+        """
+        Nodes bear fields that no package knows, as when the service is newer than its client.
+
+        `answers`: so does every answer of the API itself, until it is switched off.
+        """
+        lives = self._touch("unknown-fields", selector, now, on=on, answers=answers)
+        self.unknown_fields = on and (answers or self.unknown_fields)
+        for life in lives:
+            self.state.change(life, unknown_fields=on)
+        return _ids(lives)
+
     def maintenance(
         self,
         selector: str,

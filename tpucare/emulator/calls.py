@@ -45,7 +45,7 @@ class Calls(Gate):
     # --- nodes
 
     def create_node(
-        self, parent: str, node_id: str, spec: NodeSpec, now: datetime, fate: CallFate = PLAIN
+        self, parent: str, node_id: str, spec: NodeSpec, now: datetime, fate: CallFate = PLAIN, *, request_id: str = ""
     ) -> OperationRecord:
         """The operation, open; the node is there from now on, and visible within about a second."""
         with self._call("CreateNode", f"{parent}/nodes/{node_id}", now, fate) as said:
@@ -54,6 +54,8 @@ class Calls(Gate):
             said["accelerator"] = spec.accelerator_type
             project, zone = parse_parent(parent)
             path = NodePath(project, zone, node_id)
+            if (before := self._asked_before("CreateNode", str(path), request_id)) is not None:
+                return before
             if not self._create_rate.admit(project, self.state.now):
                 raise texts.rate_limit("create", project, self._create_rate.limit or 0)
             if zone == "-":
@@ -65,6 +67,7 @@ class Calls(Gate):
             if exceeded:
                 raise texts.quota(exceeded, project)
             operation = self._begin(path, kept, accelerator)
+            self._remember_request("CreateNode", str(path), request_id, operation)
             said["operation"] = operation.name
             said["id"] = self.state.nodes[path].record.id
             return operation
@@ -94,9 +97,11 @@ class Calls(Gate):
             said["count"] = len(page)
             return NodePage(tuple(page), token, tuple(sorted(dark)))
 
-    def delete_node(self, name: str, now: datetime, fate: CallFate = PLAIN) -> OperationRecord:
+    def delete_node(self, name: str, now: datetime, fate: CallFate = PLAIN, *, request_id: str = "") -> OperationRecord:
         """Accepted in every state; DELETING for a while, then 404."""
         with self._call("DeleteNode", name, now, fate) as said:
+            if (before := self._asked_before("DeleteNode", name, request_id)) is not None:
+                return before
             life = self._find(name)
             if not self._delete_rate.admit(life.path.project, self.state.now):
                 raise texts.rate_limit("delete", life.path.project, self._delete_rate.limit or 0)
@@ -110,6 +115,7 @@ class Calls(Gate):
                 if code:
                     raise texts.deleting_already(life.path, code)
             said["operation"] = operation.name
+            self._remember_request("DeleteNode", name, request_id, operation)
             return operation
 
     def _as_deleted(self, life: NodeLife) -> dict[str, Any]:

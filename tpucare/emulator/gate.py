@@ -13,6 +13,7 @@ from datetime import datetime
 from typing import Any
 
 from tpucare.emulator import errors_text as texts
+from tpucare.emulator.config import WorldConfig
 from tpucare.emulator.life import Life
 from tpucare.emulator.records import (
     PLAIN,
@@ -29,6 +30,10 @@ from tpucare.emulator.state import NodeLife
 
 class Gate(Life):
     """Faults, permissions and the log; operations, guest attributes, catalogues. Methods raise ApiError."""
+
+    def __init__(self, config: WorldConfig, *, seed: int, start: datetime) -> None:
+        super().__init__(config, seed=seed, start=start)
+        self._requests: dict[tuple[str, str, str], str] = {}
 
     # --- the way of a call
 
@@ -91,6 +96,24 @@ class Gate(Life):
         return life
 
     # --- operations
+
+    def of_version(self, operation: OperationRecord, version: str) -> OperationRecord:
+        """The operation, from now on in messages of *version*, unless it was begun in another before."""
+        if operation.api_version == version or operation.name not in self.state.operations:
+            return operation
+        self.state.operations[operation.name] = replace(self.state.operations[operation.name], api_version=version)
+        return self.state.operations[operation.name]
+
+    def _asked_before(self, method: str, subject: str, request_id: str) -> OperationRecord | None:
+        """What the same request, told by its id, began earlier; it must not begin it twice."""
+        return self.state.operations.get(self._requests.get((method, subject, request_id), "")) if request_id else None
+
+    def _remember_request(self, method: str, subject: str, request_id: str, operation: OperationRecord) -> None:
+        if not request_id:
+            return
+        # An id is worth as long as its operation can be read.
+        self._requests = {key: name for key, name in self._requests.items() if name in self.state.operations}
+        self._requests[method, subject, request_id] = operation.name
 
     def get_operation(self, name: str, now: datetime, fate: CallFate = PLAIN) -> OperationRecord:
         """Raises: ApiError (5): unknown, or finished some days ago."""

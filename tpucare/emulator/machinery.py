@@ -44,6 +44,7 @@ class Machinery:
         self.fates = Fates(config, self.state.stream("fates"), start)
         self.quota = QuotaBook(config.quotas)
         self._rng = self.state.stream("life")
+        self.unknown_fields = False
 
     # --- workers
 

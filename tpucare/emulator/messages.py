@@ -1,8 +1,10 @@
 """
-Between the records of the emulated cloud and the raw protobuf messages of google.cloud.tpu_v2.
+Between the records of the emulated cloud and the raw protobuf messages of the official packages, for both versions of
+the API: google.cloud.tpu_v2 and google.cloud.tpu_v2alpha1 have the same names with other field numbers.
 
 A node is turned into bytes once per record and a page is those bytes joined, so that a listing of ten thousand nodes
-costs the emulator about as much as copying it. Building them through proto-plus would take a second.
+costs the emulator about as much as copying it. Building them through proto-plus would take a second. Queued resources
+have a module of their own, `queue_messages`.
 """
 
 from __future__ import annotations
@@ -10,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from google.cloud import tpu_v2, tpu_v2alpha1
 from google.cloud.location.locations_pb2 import ListLocationsResponse, Location  # type: ignore[import-untyped]
-from google.cloud.tpu_v2 import types
 from google.longrunning.operations_pb2 import ListOperationsResponse, Operation  # type: ignore[import-untyped]
 from google.protobuf.empty_pb2 import Empty  # type: ignore[import-untyped]
 
@@ -25,26 +27,48 @@ from tpucare.emulator.records import (
     NodeSpec,
     OperationRecord,
 )
+from tpucare.emulator.requests import offered_configs
 
 TPU_PORT = 8470
 CACHE_LIMIT = 50_000
-API_VERSION = int(types.Node.ApiVersion.V2)
-
-_NODE = types.Node.pb()
-_NODE_PAGE = types.ListNodesResponse.pb()
-_METADATA = types.OperationMetadata.pb()
-_GUEST_ANSWER = types.GetGuestAttributesResponse.pb()
 _NODES_TAG = b"\x0a"  # field 1 of ListNodesResponse, length-delimited
+
+UNKNOWN_FIELDS = b"\x88\x7d\x07" + b"\x92\x7d\x05later" + b"\x9a\x7d\x02\x08\x03"
+"""
+What a service newer than every package adds to a message: fields 2001 (the number 7), 2002 (the text `later`) and 2003
+(a message with a field of its own).
+"""
+
+
+class Wire:
+    """One version of the API: `v2` or `v2alpha1`. Its messages bear that version's field numbers."""
+
+    def __init__(self, version: str) -> None:
+        package = {"v2": tpu_v2, "v2alpha1": tpu_v2alpha1}[version]
+        self.version = version
+        self.types: Any = package.types
+        names = package.types.Node.ApiVersion
+        self.node_version = int(names.V2 if version == "v2" else names.V2_ALPHA1)
+        """Which version a node was created with, as `Node.api_version` says."""
+
+    def pb(self, name: str) -> Any:
+        """The raw protobuf class of that name."""
+        return getattr(self.types, name).pb()
+
+    @property
+    def service(self) -> str:
+        return f"google.cloud.tpu.{self.version}.Tpu"
 
 
 class NodePages:
     """ListNodesResponse as bytes. Records are replaced and never changed, so each is translated once."""
 
-    def __init__(self) -> None:
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
         self._chunks: dict[str, tuple[NodeRecord, bytes]] = {}
 
     def page(self, page: NodePage) -> bytes:
-        rest = _NODE_PAGE(next_page_token=page.next_page_token, unreachable=page.unreachable)
+        rest = self._wire.pb("ListNodesResponse")(next_page_token=page.next_page_token, unreachable=page.unreachable)
         return b"".join([*map(self._chunk, page.nodes), rest.SerializeToString()])
 
     def _chunk(self, record: NodeRecord) -> bytes:
@@ -53,16 +77,16 @@ class NodePages:
             return known[1]
         if len(self._chunks) >= CACHE_LIMIT:
             self._chunks.clear()
-        content: bytes = node_message(record).SerializeToString()
+        content: bytes = node_message(self._wire, record).SerializeToString()
         chunk = _NODES_TAG + _varint(len(content)) + content
         self._chunks[record.name] = (record, chunk)
         return chunk
 
 
-def node_message(record: NodeRecord) -> Any:
+def node_message(wire: Wire, record: NodeRecord) -> Any:
     """Node as the service shows it."""
     spec = record.spec
-    message = _NODE(
+    message = wire.pb("Node")(
         name=record.name,
         id=record.id,
         state=record.state,
@@ -74,7 +98,9 @@ def node_message(record: NodeRecord) -> Any:
         labels=spec.labels,
         metadata=spec.metadata,
         tags=spec.tags,
-        api_version=API_VERSION,
+        api_version=spec.api_version,
+        queued_resource=record.queued_resource,
+        multislice_node=record.multislice,
         network_endpoints=[
             {"ip_address": pair.internal, "port": TPU_PORT, "access_config": {"external_ip": pair.external}}
             for pair in record.endpoints
@@ -87,31 +113,44 @@ def node_message(record: NodeRecord) -> Any:
             symptom_type=symptom.symptom_type, details=symptom.details, worker_id=symptom.worker_id
         )
         added.create_time.FromDatetime(symptom.create_time)
+    if wire.version == "v2alpha1":
+        message.autocheckpoint_enabled = spec.autocheckpoint
+    if record.unknown_fields:
+        message.MergeFromString(UNKNOWN_FIELDS)
     return message
 
 
 def _add_settings(message: Any, spec: NodeSpec) -> None:
     scheduling = message.scheduling_config
     scheduling.preemptible, scheduling.spot, scheduling.reserved = spec.preemptible, spec.spot, spec.reserved
-    network = message.network_config
-    network.network, network.subnetwork = spec.network.network, spec.network.subnetwork
-    network.enable_external_ips = spec.network.enable_external_ips
-    network.can_ip_forward, network.queue_count = spec.network.can_ip_forward, spec.network.queue_count
+    if spec.networks:
+        for one in spec.networks:
+            _fill_network(message.network_configs.add(), one)
+    else:
+        _fill_network(message.network_config, spec.network)
     message.service_account.email = spec.service_account
     message.service_account.scope.extend(spec.scopes)
     if spec.accelerator_config is not None:
-        config = message.accelerator_config
-        setattr(config, _field(config, 1), spec.accelerator_config.type)
-        config.topology = spec.accelerator_config.topology
+        _fill_accelerator(message.accelerator_config, spec.accelerator_config)
     message.shielded_instance_config.enable_secure_boot = spec.secure_boot
     for disk in spec.data_disks:
         message.data_disks.add(source_disk=disk.source_disk, mode=disk.mode)
 
 
-def spec_of(message: Any) -> NodeSpec:
+def _fill_network(message: Any, network: NetworkConfig) -> None:
+    message.network, message.subnetwork = network.network, network.subnetwork
+    message.enable_external_ips = network.enable_external_ips
+    message.can_ip_forward, message.queue_count = network.can_ip_forward, network.queue_count
+
+
+def _fill_accelerator(message: Any, config: AcceleratorConfig) -> None:
+    setattr(message, _field(message, 1), config.type)
+    message.topology = config.topology
+
+
+def spec_of(wire: Wire, message: Any) -> NodeSpec:
     """What a caller said about a node; fields that only the service writes are ignored."""
-    scheduling, network = message.scheduling_config, message.network_config
-    config = message.accelerator_config
+    scheduling, config = message.scheduling_config, message.accelerator_config
     return NodeSpec(
         accelerator_type=message.accelerator_type,
         accelerator_config=AcceleratorConfig(getattr(config, _field(config, 1)), config.topology)
@@ -121,13 +160,9 @@ def spec_of(message: Any) -> NodeSpec:
         preemptible=scheduling.preemptible,
         spot=scheduling.spot,
         reserved=scheduling.reserved,
-        network=NetworkConfig(
-            network=network.network,
-            subnetwork=network.subnetwork,
-            enable_external_ips=network.enable_external_ips,
-            can_ip_forward=network.can_ip_forward,
-            queue_count=network.queue_count,
-        ),
+        network=_network_of(message.network_config),
+        networks=tuple(_network_of(one) for one in message.network_configs),
+        has_network=message.HasField("network_config"),
         service_account=message.service_account.email,
         scopes=tuple(message.service_account.scope),
         labels=dict(message.labels),
@@ -136,13 +171,25 @@ def spec_of(message: Any) -> NodeSpec:
         description=message.description,
         data_disks=tuple(DataDisk(disk.source_disk, disk.mode) for disk in message.data_disks),
         secure_boot=message.shielded_instance_config.enable_secure_boot,
+        autocheckpoint=wire.version == "v2alpha1" and message.autocheckpoint_enabled,
+        api_version=wire.node_version,
     )
 
 
-def operation_message(record: OperationRecord) -> Any:
+def _network_of(message: Any) -> NetworkConfig:
+    return NetworkConfig(
+        network=message.network,
+        subnetwork=message.subnetwork,
+        enable_external_ips=message.enable_external_ips,
+        can_ip_forward=message.can_ip_forward,
+        queue_count=message.queue_count,
+    )
+
+
+def operation_message(wire: Wire, record: OperationRecord) -> Any:
     """google.longrunning.Operation with OperationMetadata, and a Node, Empty or Status when it is done."""
-    metadata = _METADATA(
-        target=record.target, verb=record.verb, cancel_requested=record.cancel_requested, api_version="v2"
+    metadata = wire.pb("OperationMetadata")(
+        target=record.target, verb=record.verb, cancel_requested=record.cancel_requested, api_version=wire.version
     )
     metadata.create_time.FromDatetime(record.create_time)
     if record.end_time is not None:
@@ -152,18 +199,20 @@ def operation_message(record: OperationRecord) -> Any:
     if record.done and record.error is not None:
         message.error.code, message.error.message = record.error
     elif record.done:
-        message.response.Pack(Empty() if record.response is None else node_message(record.response))
+        message.response.Pack(Empty() if record.response is None else node_message(wire, record.response))
     return message
 
 
-def operations_message(records: Iterable[OperationRecord]) -> Any:
-    return ListOperationsResponse(operations=[operation_message(record) for record in records])
+def operations_message(operations: Sequence[Any]) -> Any:
+    return ListOperationsResponse(operations=operations)
 
 
-def guest_message(query_path: str, found: Mapping[int, Sequence[GuestAttribute]], worker_ids: Sequence[str]) -> Any:
+def guest_message(
+    wire: Wire, query_path: str, found: Mapping[int, Sequence[GuestAttribute]], worker_ids: Sequence[str]
+) -> Any:
     """One entry per worker asked for, in order; all workers up to the last that said something if none was named."""
     numbers = [int(one) for one in worker_ids if one.isdigit()] or list(range(max(found, default=-1) + 1))
-    answer = _GUEST_ANSWER()
+    answer = wire.pb("GetGuestAttributesResponse")()
     for number in numbers:
         entry = answer.guest_attributes.add(query_path=query_path)
         for item in found.get(number, ()):
@@ -179,22 +228,16 @@ def locations_message(project: str, zones: Iterable[str]) -> Any:
     return ListLocationsResponse(locations=[location_message(project, zone) for zone in zones])
 
 
-def accelerator_message(parent: str, name: str) -> Any:
-    message = types.AcceleratorType.pb()(name=f"{parent}/acceleratorTypes/{name}")
+def accelerator_message(wire: Wire, parent: str, name: str) -> Any:
+    message = wire.pb("AcceleratorType")(name=f"{parent}/acceleratorTypes/{name}")
     setattr(message, _field(message, 2), name)
+    for config in offered_configs(name):
+        _fill_accelerator(message.accelerator_configs.add(), config)
     return message
 
 
-def runtime_message(parent: str, name: str) -> Any:
-    return types.RuntimeVersion.pb()(name=f"{parent}/runtimeVersions/{name}", version=name)
-
-
-def accelerators_message(messages: Sequence[Any], token: str) -> Any:
-    return types.ListAcceleratorTypesResponse.pb()(accelerator_types=messages, next_page_token=token)
-
-
-def runtimes_message(messages: Sequence[Any], token: str) -> Any:
-    return types.ListRuntimeVersionsResponse.pb()(runtime_versions=messages, next_page_token=token)
+def runtime_message(wire: Wire, parent: str, name: str) -> Any:
+    return wire.pb("RuntimeVersion")(name=f"{parent}/runtimeVersions/{name}", version=name)
 
 
 def _field(message: Any, number: int) -> str:

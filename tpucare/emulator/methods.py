@@ -1,6 +1,7 @@
 """
 Every method that the emulator serves, as a table: its request, which resource it names, how it acts on the world, and
-how its answer looks on the wire. No gRPC here: `grpc` carries the calls.
+how its answer looks on the wire. No transport here: `grpc` and `rest` carry the calls. Queued resources and what only
+v2alpha1 has stand in `queue_methods` and `alpha_methods`.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ from operator import attrgetter
 from typing import Any
 
 from google.cloud.location import locations_pb2  # type: ignore[import-untyped]
-from google.cloud.tpu_v2 import types
 from google.longrunning import operations_pb2  # type: ignore[import-untyped]
 from google.protobuf.empty_pb2 import Empty  # type: ignore[import-untyped]
 
 from tpucare.emulator import messages
-from tpucare.emulator.records import ApiError, CallFate, parse_parent
+from tpucare.emulator.messages import Wire
+from tpucare.emulator.records import ApiError, CallFate, OperationRecord, parse_parent
 from tpucare.emulator.world import World
 
 Act = Callable[[World, Any, datetime, CallFate], Any]
@@ -26,178 +27,208 @@ Act = Callable[[World, Any, datetime, CallFate], Any]
 Show = Callable[[Any, Any], Any]
 """Translates outside the lock: (record, request message) -> message or bytes."""
 
+VERSIONS = ("v2", "v2alpha1")
+OPERATIONS = "google.longrunning.Operations"
+LOCATIONS = "google.cloud.location.Locations"
 
-_NAME = attrgetter("name")
-_PARENT = attrgetter("parent")
+NAME = attrgetter("name")
+PARENT = attrgetter("parent")
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """One method of a service. `subject`: the resource name that a request is about, or its parent."""
+    """
+    One method of a service. `subject`: the resource name that a request is about, or its parent.
+
+    answer: class of the answer where `show` gives bytes
+    """
 
     request: Any
     subject: Callable[[Any], str]
     act: Act
     show: Show
+    answer: Any = None
 
 
-def services(pages: messages.NodePages) -> Mapping[str, Mapping[str, Method]]:
-    """Methods by service, under the real service's names."""
-    return {
-        "google.cloud.tpu.v2.Tpu": {**_node_methods(pages), **_catalogue_methods()},
-        "google.longrunning.Operations": _operation_methods(),
-        "google.cloud.location.Locations": _location_methods(),
-    }
+def wires() -> Mapping[str, Wire]:
+    """Both versions of the API, by name."""
+    return {version: Wire(version) for version in VERSIONS}
 
 
-def _operation(record: Any, _request: Any) -> Any:
-    return messages.operation_message(record)
+def long_running(wire: Wire, request: Any, subject: Callable[[Any], str], act: Act) -> Method:
+    """A method that answers with an operation, whose messages are of the version that was called."""
+
+    def begin(world: World, ask: Any, now: datetime, fate: CallFate) -> OperationRecord:
+        return world.of_version(act(world, ask, now, fate), wire.version)
+
+    return Method(request, subject, begin, lambda record, _: messages.operation_message(wire, record))
 
 
-def _empty(_record: Any, _request: Any) -> Any:
-    return Empty()
-
-
-def _node_methods(pages: messages.NodePages) -> Mapping[str, Method]:
+def node_methods(wire: Wire) -> Mapping[str, Method]:
+    """Nodes, in either version. Only v2alpha1 has a request_id."""
+    pages = messages.NodePages(wire)
     return {
         "ListNodes": Method(
-            types.ListNodesRequest.pb(),
-            _PARENT,
+            wire.pb("ListNodesRequest"),
+            PARENT,
             lambda world, ask, now, fate: world.list_nodes(ask.parent, ask.page_size, ask.page_token, now, fate),
             lambda page, _: pages.page(page),
+            answer=wire.pb("ListNodesResponse"),
         ),
         "GetNode": Method(
-            types.GetNodeRequest.pb(),
-            _NAME,
+            wire.pb("GetNodeRequest"),
+            NAME,
             lambda world, ask, now, fate: world.get_node(ask.name, now, fate),
-            lambda record, _: messages.node_message(record),
+            lambda record, _: messages.node_message(wire, record),
         ),
-        "CreateNode": Method(
-            types.CreateNodeRequest.pb(),
+        "CreateNode": long_running(
+            wire,
+            wire.pb("CreateNodeRequest"),
             lambda ask: f"{ask.parent}/nodes/{ask.node_id}",
             lambda world, ask, now, fate: world.create_node(
-                ask.parent, ask.node_id, messages.spec_of(ask.node), now, fate
+                ask.parent, ask.node_id, messages.spec_of(wire, ask.node), now, fate, request_id=_request_id(ask)
             ),
-            _operation,
         ),
-        "DeleteNode": Method(
-            types.DeleteNodeRequest.pb(),
-            _NAME,
-            lambda world, ask, now, fate: world.delete_node(ask.name, now, fate),
-            _operation,
+        "DeleteNode": long_running(
+            wire,
+            wire.pb("DeleteNodeRequest"),
+            NAME,
+            lambda world, ask, now, fate: world.delete_node(ask.name, now, fate, request_id=_request_id(ask)),
         ),
-        "StopNode": Method(
-            types.StopNodeRequest.pb(),
-            _NAME,
+        "StopNode": long_running(
+            wire,
+            wire.pb("StopNodeRequest"),
+            NAME,
             lambda world, ask, now, fate: world.stop_node(ask.name, now, fate),
-            _operation,
         ),
-        "StartNode": Method(
-            types.StartNodeRequest.pb(),
-            _NAME,
+        "StartNode": long_running(
+            wire,
+            wire.pb("StartNodeRequest"),
+            NAME,
             lambda world, ask, now, fate: world.start_node(ask.name, now, fate),
-            _operation,
         ),
-        "UpdateNode": Method(
-            types.UpdateNodeRequest.pb(),
+        "UpdateNode": long_running(
+            wire,
+            wire.pb("UpdateNodeRequest"),
             attrgetter("node.name"),
             lambda world, ask, now, fate: world.update_node(
-                ask.node.name, list(ask.update_mask.paths), messages.spec_of(ask.node), now, fate
+                ask.node.name, list(ask.update_mask.paths), messages.spec_of(wire, ask.node), now, fate
             ),
-            _operation,
         ),
         "GetGuestAttributes": Method(
-            types.GetGuestAttributesRequest.pb(),
-            _NAME,
+            wire.pb("GetGuestAttributesRequest"),
+            NAME,
             lambda world, ask, now, fate: world.guest_attributes(
                 ask.name, ask.query_path, list(ask.worker_ids), now, fate
             ),
-            lambda found, ask: messages.guest_message(ask.query_path, found, ask.worker_ids),
+            lambda found, ask: messages.guest_message(wire, ask.query_path, found, ask.worker_ids),
         ),
     }
 
 
-def _catalogue_methods() -> Mapping[str, Method]:
+def _request_id(ask: Any) -> str:
+    return getattr(ask, "request_id", "")
+
+
+def catalogue_methods(wire: Wire) -> Mapping[str, Method]:
+    """What a zone offers."""
+
+    def accelerator(parent: str, name: str) -> Any:
+        return messages.accelerator_message(wire, parent, name)
+
+    def runtime(parent: str, name: str) -> Any:
+        return messages.runtime_message(wire, parent, name)
+
     return {
         "ListAcceleratorTypes": Method(
-            types.ListAcceleratorTypesRequest.pb(),
-            _PARENT,
+            wire.pb("ListAcceleratorTypesRequest"),
+            PARENT,
             lambda world, ask, *_: _offers(world, ask.parent, world.accelerator_types),
-            lambda offers, ask: messages.accelerators_message(*_page(offers, ask, messages.accelerator_message)),
+            lambda offers, ask: _catalogue(wire, "ListAcceleratorTypesResponse", offers, ask, accelerator),
         ),
         "GetAcceleratorType": Method(
-            types.GetAcceleratorTypeRequest.pb(),
-            _NAME,
+            wire.pb("GetAcceleratorTypeRequest"),
+            NAME,
             lambda world, ask, *_: _offer(ask.name, world.accelerator_types),
-            lambda offer, _: messages.accelerator_message(*offer),
+            lambda offer, _: accelerator(*offer),
         ),
         "ListRuntimeVersions": Method(
-            types.ListRuntimeVersionsRequest.pb(),
-            _PARENT,
+            wire.pb("ListRuntimeVersionsRequest"),
+            PARENT,
             lambda world, ask, *_: _offers(world, ask.parent, world.runtime_versions),
-            lambda offers, ask: messages.runtimes_message(*_page(offers, ask, messages.runtime_message)),
+            lambda offers, ask: _catalogue(wire, "ListRuntimeVersionsResponse", offers, ask, runtime),
         ),
         "GetRuntimeVersion": Method(
-            types.GetRuntimeVersionRequest.pb(),
-            _NAME,
+            wire.pb("GetRuntimeVersionRequest"),
+            NAME,
             lambda world, ask, *_: _offer(ask.name, world.runtime_versions),
-            lambda offer, _: messages.runtime_message(*offer),
+            lambda offer, _: runtime(*offer),
         ),
         "GenerateServiceIdentity": Method(
-            types.GenerateServiceIdentityRequest.pb(),
-            _PARENT,
+            wire.pb("GenerateServiceIdentityRequest"),
+            PARENT,
             lambda _world, ask, *_: parse_parent(ask.parent)[0],
-            lambda project, _: types.GenerateServiceIdentityResponse.pb()(
+            lambda project, _: wire.pb("GenerateServiceIdentityResponse")(
                 identity={"email": f"service-{project}@cloud-tpu.iam.gserviceaccount.com"}
             ),
         ),
     }
 
 
-def _operation_methods() -> Mapping[str, Method]:
+def operation_methods(known: Mapping[str, Wire], show: Callable[[Wire, OperationRecord], Any]) -> Mapping[str, Method]:
+    """google.longrunning.Operations: an operation speaks the version of the API that began it."""
+
+    def message(record: OperationRecord, _request: Any = None) -> Any:
+        return show(known[record.api_version], record)
+
     return {
         "GetOperation": Method(
             operations_pb2.GetOperationRequest,
-            _NAME,
+            NAME,
             lambda world, ask, now, fate: world.get_operation(ask.name, now, fate),
-            _operation,
+            message,
         ),
         "ListOperations": Method(
             operations_pb2.ListOperationsRequest,
-            _NAME,
+            NAME,
             lambda world, ask, now, fate: world.list_operations(ask.name, now, fate),
-            lambda records, _: messages.operations_message(records),
+            lambda records, _: messages.operations_message([message(record) for record in records]),
         ),
         "CancelOperation": Method(
             operations_pb2.CancelOperationRequest,
-            _NAME,
+            NAME,
             lambda world, ask, now, fate: world.cancel_operation(ask.name, now, fate),
             _empty,
         ),
         "DeleteOperation": Method(
             operations_pb2.DeleteOperationRequest,
-            _NAME,
+            NAME,
             lambda world, ask, now, fate: world.delete_operation(ask.name, now, fate),
             _empty,
         ),
     }
 
 
-def _location_methods() -> Mapping[str, Method]:
+def location_methods() -> Mapping[str, Method]:
+    """google.cloud.location.Locations."""
     return {
         "ListLocations": Method(
             locations_pb2.ListLocationsRequest,
-            _NAME,
+            NAME,
             lambda world, *_: world.locations(),
             lambda zones, ask: messages.locations_message(ask.name.rpartition("/")[2], zones),
         ),
         "GetLocation": Method(
             locations_pb2.GetLocationRequest,
-            _NAME,
+            NAME,
             lambda world, ask, *_: _location(world, ask.name),
             lambda place, _: messages.location_message(*place),
         ),
     }
+
+
+def _empty(_record: Any, _request: Any) -> Any:
+    return Empty()
 
 
 def _location(world: World, name: str) -> tuple[str, str]:
@@ -222,8 +253,13 @@ def _offer(name: str, names: Callable[[str], Sequence[str]]) -> tuple[str, str]:
     return place, last
 
 
-def _page(offers: Sequence[tuple[str, str]], ask: Any, show: Callable[[str, str], Any]) -> tuple[list[Any], str]:
-    """One page of a catalogue, and the token of the next; a token is the number of entries before it."""
+def _catalogue(
+    wire: Wire, answer: str, offers: Sequence[tuple[str, str]], ask: Any, show: Callable[[str, str], Any]
+) -> Any:
+    """One page of a catalogue and the token of the next; a token is the number of entries before it."""
     first = int(ask.page_token) if ask.page_token.isdigit() else 0
     last = first + (ask.page_size or len(offers))
-    return [show(*offer) for offer in offers[first:last]], str(last) if last < len(offers) else ""
+    message = wire.pb(answer)(next_page_token=str(last) if last < len(offers) else "")
+    entries = getattr(message, message.DESCRIPTOR.fields_by_number[1].name)
+    entries.extend(show(*offer) for offer in offers[first:last])
+    return message

@@ -132,6 +132,18 @@ class SetState(_Order):
         return _touched(world.set_state(self.selector, self.state, now))
 
 
+class UnknownFields(_Order):
+    """Show fields that no package knows, in nodes, and with `answers` in every answer."""
+
+    do: Literal["unknown-fields"]
+    selector: str
+    on: bool = True
+    answers: bool = False
+
+    def carry(self, world: World, now: datetime) -> Answer:
+        return _touched(world.show_unknown_fields(self.selector, now, on=self.on, answers=self.answers))
+
+
 class Maintenance(_Order):
     """Announce a maintenance, perhaps with a restart."""
 
@@ -289,6 +301,7 @@ Order = (
     | Capacity
     | SetHealth
     | SetState
+    | UnknownFields
     | Maintenance
     | Outage
     | EndOutages

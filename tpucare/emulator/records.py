@@ -104,7 +104,12 @@ class DataDisk:
 
 @dataclass(frozen=True, slots=True)
 class NodeSpec:
-    """What a caller may say about a node. Either `accelerator_type` or `accelerator_config` is given."""
+    """
+    What a caller may say about a node. Either `accelerator_type` or `accelerator_config` is given.
+
+    networks:    `network_configs`, which excludes `network_config`; has_network: whether that one was given
+    api_version: the version it was said in, a number of `Node.ApiVersion`: V2_ALPHA1 3, V2 4
+    """
 
     accelerator_type: str = ""
     accelerator_config: AcceleratorConfig | None = None
@@ -113,6 +118,8 @@ class NodeSpec:
     spot: bool = False
     reserved: bool = False
     network: NetworkConfig = NetworkConfig()
+    networks: tuple[NetworkConfig, ...] = ()
+    has_network: bool = False
     service_account: str = ""
     scopes: tuple[str, ...] = ()
     labels: Mapping[str, str] = field(default_factory=dict)
@@ -121,6 +128,8 @@ class NodeSpec:
     description: str = ""
     data_disks: tuple[DataDisk, ...] = ()
     secure_boot: bool = False
+    autocheckpoint: bool = False
+    api_version: int = 4
 
     @property
     def tier(self) -> str:
@@ -160,7 +169,8 @@ class NodeRecord:
     One node as the API shows it at this instant.
 
     `endpoints`: index = worker number; empty or short while CREATING; kept after PREEMPTED. Port is 8470.
-    `state` and `health` are plain numbers: an operator may set ones that no package knows.
+    `state` and `health` are plain numbers: an operator may set ones that no package knows. `unknown_fields`: it is
+    shown with fields that no package knows. `queued_resource`: name of its owner, empty for a plain node.
     """
 
     path: NodePath
@@ -172,6 +182,9 @@ class NodeRecord:
     health_description: str = ""
     endpoints: tuple[AddressPair, ...] = ()
     symptoms: tuple[Symptom, ...] = ()
+    queued_resource: str = ""
+    multislice: bool = False
+    unknown_fields: bool = False
 
     @property
     def name(self) -> str:
@@ -181,9 +194,10 @@ class NodeRecord:
 @dataclass(frozen=True, slots=True)
 class OperationRecord:
     """
-    A long-running operation as last known. Verbs: create, delete, update, stop, start.
+    A long-running operation as last known. Verbs: create, delete, update, stop, start, reset, and those of alpha.
 
     `error` is (code, message) of a google.rpc.Status. `response` is the node, None for a delete (Empty).
+    `api_version`: of the call that began it; its metadata and answer are messages of that version.
     """
 
     name: str
@@ -195,6 +209,7 @@ class OperationRecord:
     error: tuple[int, str] | None = None
     response: NodeRecord | None = None
     cancel_requested: bool = False
+    api_version: str = "v2"
 
 
 @dataclass(frozen=True, slots=True)

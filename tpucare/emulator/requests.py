@@ -50,6 +50,8 @@ def _check_words(spec: NodeSpec) -> None:
         raise texts.bad_argument("Field runtime_version is required.")
     if sum((spec.preemptible, spec.spot, spec.reserved)) > 1:
         raise texts.bad_argument("At most one of preemptible, spot and reserved may be set in scheduling_config.")
+    if spec.networks and spec.has_network:
+        raise texts.bad_argument("At most one of network_config and network_configs may be set.")
     check_changeable(spec)
 
 
@@ -119,6 +121,13 @@ def offered_types(zone: str, settings: Zone) -> tuple[str, ...]:
 def _catalogued(zone: str, everything: bool) -> tuple[str, ...]:
     of_zone = () if everything else tuple(one.type for one in accelerators.types_in(zone))
     return of_zone or accelerators.known_types()
+
+
+def offered_configs(name: str) -> tuple[AcceleratorConfig, ...]:
+    """Generation and topology of an accelerator type, as `AcceleratorType.accelerator_configs`; empty if unlisted."""
+    found = _of_type(name)
+    number = next((one for one, of in GENERATION_NUMBERS.items() if found and of == found.generation), None)
+    return (AcceleratorConfig(number, found.topology),) if found and found.topology and number else ()
 
 
 def offered_runtimes(zone: str, settings: Zone) -> tuple[str, ...]:

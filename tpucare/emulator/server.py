@@ -26,6 +26,7 @@ import structlog
 
 from tpucare.emulator import grpc as api
 from tpucare.emulator import running
+from tpucare.emulator.carrying import Carrier
 from tpucare.emulator.config import WorldConfig
 from tpucare.emulator.control import Control, request
 from tpucare.emulator.orders import parse_order
@@ -133,7 +134,7 @@ class EmulatorServer:
             self._open_files()
             if self._make_machines is not None:
                 self._machines = self._make_machines(on_host_keys=self._publish, on_gone=self._miss)
-            carrier = api.Carrier(self.world, self.lock, self.now, self._stopping.wait, self.poke, self._dated)
+            carrier = Carrier(self.world, self.lock, self.now, self._stopping.wait, self.poke, self._dated)
             self._service = api.Service(carrier, self._port)
             self._port = self._service.port
             for work in (self._play, self._move_machines):
