@@ -448,6 +448,18 @@ class TestRefused:
             store.save({"pod-0": MEMORY})
 
 
+class TestContexts:
+    def test_they_are_kept_until_they_are_dropped(self, folder: Path) -> None:
+        with opened(folder) as store:
+            store.save_context("pod-0", "1")
+            store.save_context("pod-0", "2")
+            store.save_context("pod-1", "3")
+        with opened(folder) as store, open_reader(folder) as reader:
+            assert (store.context("pod-0"), reader.context("pod-1"), store.context("other")) == ("2", "3", None)
+            store.drop_context("pod-0")
+            assert store.context("pod-0") is None
+
+
 class TestSchema:
     def test_version_1_is_read_by_every_later_version(self, folder: Path) -> None:
         folder.mkdir(mode=0o700)
@@ -463,6 +475,16 @@ class TestSchema:
             assert store.events() == [(41, Event(NOW, "create", "hello"))]
             store.save({"pod-0": MEMORY}, [event("more")])
             assert store.events()[-1][0] == 42
+            store.save_context("pod-0", "1")
+            assert store.context("pod-0") == "1"
+
+    def test_a_reader_of_version_1_knows_of_no_contexts(self, folder: Path) -> None:
+        folder.mkdir(mode=0o700)
+        shell = sqlite3.connect(store_path(folder))
+        shell.executescript(VERSION_1.format(machine=owners.machine_fingerprint(HERE)))
+        shell.close()
+        with open_reader(folder) as reader:
+            assert reader.context("pod-0") is None
 
     def test_a_migration_is_made_once_and_whole(self, tmp_path: Path) -> None:
         steps = (("CREATE TABLE a (x)",), ("ALTER TABLE a ADD COLUMN y", "INSERT INTO a VALUES (1, 2)"))

@@ -148,6 +148,15 @@ class SqliteStore(StoreReading):
         with self._transaction() as write:
             write.execute("INSERT OR REPLACE INTO fleets (name, record) VALUES (?, ?)", (record.name, text))
 
+    def save_context(self, slot: str, text: str) -> None:
+        """Keep the context of a slot in place of the one before."""
+        with self._transaction() as write:
+            write.execute("INSERT OR REPLACE INTO contexts (slot, context) VALUES (?, ?)", (slot, text))
+
+    def drop_context(self, slot: str) -> None:
+        with self._transaction() as write:
+            write.execute("DELETE FROM contexts WHERE slot = ?", (slot,))
+
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
         with self._guard, translated(self.path):

@@ -22,6 +22,8 @@ from tpucare.model import Event
 from tpucare.store_records import EVENT, FLEET, MEMORY
 
 DEFAULT_NAME = "tpucare"
+# A reader meets files that no newer writer has opened yet.
+_CONTEXTS_SINCE = 2
 
 
 def store_path(folder: Path, name: str = DEFAULT_NAME) -> Path:
@@ -94,6 +96,13 @@ class StoreReading:
         rows = self._rows("SELECT name, record FROM fleets ORDER BY name")
         return {fleet: FLEET.decode(text, f"{self.path}: fleet {fleet}") for fleet, text in rows}
 
+    def context(self, slot: str) -> str | None:
+        """What the Python door keeps of a slot's context, as `contexts` wrote it."""
+        if self._version() < _CONTEXTS_SINCE:
+            return None
+        rows = self._rows("SELECT context FROM contexts WHERE slot = ?", (slot,))
+        return str(rows[0][0]) if rows else None
+
     def events(self, *, slot: str = "", after: int = 0, limit: int = 1000) -> list[tuple[int, Event]]:
         """Oldest first, with their numbers; *slot* may be a fleet's name."""
         where, names = (" AND (slot = ? OR fleet = ?)", (slot, slot)) if slot else ("", ())
@@ -107,6 +116,9 @@ class StoreReading:
         where, names = (" WHERE slot = ? OR fleet = ?", (slot, slot)) if slot else ("", ())
         rows = self._rows(f"SELECT number FROM events{where} ORDER BY number DESC LIMIT ?", (*names, limit))
         return self.events(slot=slot, after=rows[-1][0] - 1, limit=limit) if rows else []
+
+    def _version(self) -> int:
+        return int(self._rows("PRAGMA user_version")[0][0])
 
     def _meta(self, key: str) -> str:
         rows = self._rows("SELECT value FROM meta WHERE key = ?", (key,))
