@@ -3,7 +3,8 @@ How this worker is, as one line of JSON: run, phase, exit, chips, newest checkpo
 
 Asked every few seconds over a kept connection, so it is short: what costs time is imported only when it is needed, and
 a healthy run is answered from the lock and a few small files, whose JSON goes into the answer as it is. It changes
-nothing. Standard library only, Python 3.8 and newer: this runs on the TPU VM.
+nothing, but for what `foreign` writes down of runs that the runner did not start. Standard library only, Python 3.8
+and newer: this runs on the TPU VM.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ MATCH_SECONDS = 1
 def main(arguments: list[str]) -> None:
     """
     Pairs: `worker`; `token` and `offset` of the log that the asker has; `bytes` of the log at most, and `failed_bytes`
-    when the run ended badly; `progress` (a pattern), `checkpoint` (a path), `rescan` (1: look for a step in old lines).
+    when the run ended badly; `progress` (a pattern), `checkpoint` (a path), `rescan` (1: look for a step in old lines);
+    `settled` (the foreign run whose setup is over).
     """
     question = files.read_pairs(arguments)
     base = processes.home()
@@ -32,12 +34,14 @@ def main(arguments: list[str]) -> None:
     # A folder that was pushed and never started is no run: the lock's last holder is.
     token = holds if holds in tokens else ""
     folder = os.path.join(base, token) if token else ""
+    worker = int(question["worker"])
+    foreign = processes.is_foreign(base, token)
     answer = {
         "token": token,
         "last_number": processes.run_number(tokens[-1]) if tokens else 0,
         "boot_id": files.read_text("/proc/sys/kernel/random/boot_id", 64).strip(),
         # In this order: a run that is seen dead has published what it will ever publish.
-        **_presence(base, int(question["worker"])),
+        **(_of_foreign(base, token, worker, question["settled"]) if foreign else _presence(base, worker)),
     }
     parts = [files.to_json(answer)[1:-1]]
     if token:
@@ -55,6 +59,17 @@ def _presence(base: str, worker: int) -> dict[str, str | int | bool]:
     if rest:
         detail = f"processes without a runner: {sorted(rest)[:8]}"
     return {"alive": bool(rest or holders), "chips_free": not holders, "detail": detail}
+
+
+def _of_foreign(base: str, token: str, worker: int, settled: str) -> dict[str, str | int | bool]:
+    """While anything of the run lives the chips count as its own; else whoever holds them is in the way."""
+    from foreign import look
+
+    alive, told = look(base, token, worker, settled)
+    rest = alive or processes.living(base, worker)
+    holders = {} if rest else processes.chip_holders()
+    detail = "; ".join(f"process {pid} holds {device}" for pid, device in sorted(holders.items())[:4])
+    return {**told, "alive": bool(rest or holders), "chips_free": not rest and not holders, "detail": detail}
 
 
 def _of_run(base: str, token: str, folder: str, question: dict[str, str]) -> list[str]:

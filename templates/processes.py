@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 DEVICES = "/dev/accel*:/dev/vfio/*"
+RUNS_KEPT = 5
 
 # What a run's processes bear, and what bears the launch script, screen and the runner: a launch is to be found by a
 # stop, yet it is no run, and two launches that race must leave it to the lock which of them goes on.
@@ -47,6 +48,11 @@ def run_tokens(base: str) -> list[str]:
     except OSError:
         return []
     return sorted((name for name in names if run_number(name) >= 0), key=run_number)
+
+
+def is_foreign(base: str, token: str) -> bool:
+    """Whether that run is one that the runner did not start."""
+    return bool(token) and os.path.exists(os.path.join(base, token, "foreign"))
 
 
 def lock_path(base: str) -> str:
@@ -131,10 +137,25 @@ def marked(tokens: Iterable[str], worker: int, names: tuple[str, ...] = (RUN,)) 
 
 def living(base: str, worker: int) -> set[int]:
     """Every process of any run of this worker, the asking process and its ancestors left out."""
-    processes = table()
-    found = marked(run_tokens(base), worker, (RUN, LAUNCH)) | set(_holders({os.path.realpath(lock_path(base))}))
+    processes, tokens = table(), run_tokens(base)
+    found = marked(tokens, worker, (RUN, LAUNCH)) | set(_holders({os.path.realpath(lock_path(base))}))
+    foreign = [token for token in tokens if is_foreign(base, token)]
+    if foreign:
+        # Imported late: it reads JSON, and runs of the runner have nothing to do with it.
+        from foreign import session_processes
+
+        found |= session_processes(base, foreign)
     found |= descendants(found, processes)
-    return (found & set(processes)) - _own_line(processes)
+    return (found & set(processes)) - own_line(processes)
+
+
+def own_line(processes: dict[int, tuple[int, int]]) -> set[int]:
+    """The asking process and its ancestors."""
+    line, pid = {os.getpid()}, os.getpid()
+    while pid in processes:
+        pid = processes[pid][0]
+        line.add(pid)
+    return line
 
 
 def chip_holders() -> dict[int, str]:
@@ -163,6 +184,21 @@ def send(pid: int, number: int) -> None:
         quietly(["sudo", "-n", "kill", f"-{SIGNAL_NAMES[number]}", str(pid)])
 
 
+def prune_runs(base: str, token: str) -> None:
+    """Old runs' folders, and what a launch that was cut left behind, so that a crash loop does not fill the disk."""
+    import time
+
+    old = [name for name in run_tokens(base) if name != token][: -(RUNS_KEPT - 1)]
+    hour_ago = time.time() - 3600
+    cut = [name for name in os.listdir(base) if name.startswith(".in-")]
+    old += [name for name in cut if os.stat(os.path.join(base, name)).st_mtime < hour_ago]
+    if old:
+        import shutil
+
+        for name in old:
+            shutil.rmtree(os.path.join(base, name), ignore_errors=True)
+
+
 def _pids() -> list[int]:
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 
@@ -179,14 +215,6 @@ def _devices(patterns: str) -> set[str]:
         chosen = [name for name in names if (name.startswith(stem[:-1]) if stem.endswith("*") else name == stem)]
         found |= {os.path.realpath(os.path.join(folder, name)) for name in chosen}
     return found
-
-
-def _own_line(processes: dict[int, tuple[int, int]]) -> set[int]:
-    line, pid = {os.getpid()}, os.getpid()
-    while pid in processes:
-        pid = processes[pid][0]
-        line.add(pid)
-    return line
 
 
 def _holders(paths: set[str]) -> dict[int, str]:

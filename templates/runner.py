@@ -35,7 +35,6 @@ LOCK_WAIT_SECONDS = 2.0
 STRAGGLER_GRACE_SECONDS = 5.0
 KILL_SECONDS = 120.0
 SWEEP_SECONDS = 0.05
-RUNS_KEPT = 5
 RESERVE_BYTES = 1 << 18
 DISK_FULL_BYTES = 1 << 20
 TAIL_BYTES = 1 << 16
@@ -174,7 +173,7 @@ class Runner:
         os.makedirs(os.path.join(self._base, "work"), exist_ok=True)
         files.write_whole(os.path.join(self._folder, files.RESERVE), "\0" * RESERVE_BYTES)
         self._env = self._environment()
-        _prune(self._base, self._order["token"])
+        processes.prune_runs(self._base, self._order["token"])
         _thread.start_new_thread(self._look_around, ())
 
     def _environment(self) -> dict[str, str]:
@@ -457,19 +456,6 @@ def _disk_is_full(path: str) -> bool:
         if room.f_bavail * room.f_frsize < DISK_FULL_BYTES:
             return True
     return False
-
-
-def _prune(base: str, token: str) -> None:
-    """Old runs' folders, and what a launch that was cut left behind, so that a crash loop does not fill the disk."""
-    old = [name for name in processes.run_tokens(base) if name != token][: -(RUNS_KEPT - 1)]
-    hour_ago = time.time() - 3600
-    cut = [name for name in os.listdir(base) if name.startswith(".in-")]
-    old += [name for name in cut if os.stat(os.path.join(base, name)).st_mtime < hour_ago]
-    if old:
-        import shutil
-
-        for name in old:
-            shutil.rmtree(os.path.join(base, name), ignore_errors=True)
 
 
 if __name__ == "__main__":

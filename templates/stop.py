@@ -17,7 +17,9 @@ import time
 from typing import Any
 
 import files
+import foreign
 import processes
+import sessions
 
 POLL_SECONDS = 0.02
 # What the runner needs beyond the grace to reap and to write the exit file, before it is itself in the way.
@@ -35,6 +37,10 @@ def main(arguments: list[str]) -> None:
     grace = float(order["grace"])
     if order["stacks"] == "1":
         _record_stacks(base, worker)
+    token = processes.lock_token(base)
+    if processes.is_foreign(base, token):
+        # A session that was made since the last look is known as the run's only until the run is forbidden.
+        foreign.look(base, token, worker, "")
     _forbid_starts(base, grace)
     _ask_to_end(base, worker, grace)
     answer = _make_end(base, worker, float(order["patience"]))
@@ -58,7 +64,7 @@ def _ask_to_end(base: str, worker: int, grace: float) -> None:
         processes.send(runner, signal.SIGTERM)
         _wait(base, worker, grace + RUNNER_SECONDS)
         return
-    for pid in rest:
+    for pid in rest - sessions.servers(rest) or rest:
         processes.send(pid, signal.SIGTERM)
     _wait(base, worker, grace)
 

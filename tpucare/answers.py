@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from tpucare.errors import CommandFailed, RemoteError
-from tpucare.model import Contact, Failure, Phase, Ran, WorkerReport
+from tpucare.model import Contact, Failure, ForeignRun, Phase, Ran, WorkerReport
 from tpucare.plain import plain
 
 TOKEN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\.\d{1,9}")
@@ -82,8 +82,10 @@ def read_start(ran: Ran, name: str) -> CommandFailed | None:
     word, _, rest = one_line(ran.stdout.decode(errors="replace")).partition(" ")
     if ran.exit_status:
         return failed(ran, f"{name}: the launch failed")
-    if word in ("started", "alive", "over"):
-        return None
+    return None if word in ("started", "alive", "over") else _refusal(word, rest, name)
+
+
+def _refusal(word: str, rest: str, name: str) -> CommandFailed:
     reasons = {
         "busy": f"run {rest or 'of unknown name'} lives there",
         "chips": f"its chips are not free: {rest}",
@@ -91,6 +93,19 @@ def read_start(ran: Ran, name: str) -> CommandFailed | None:
         "silent": f"the runner did not start: {rest or 'no word from it'}",
     }
     return CommandFailed(f"{name}: {reasons.get(word, f'unknown answer {word!r}')}", 75, rest)
+
+
+def read_claim(ran: Ran, name: str) -> tuple[CommandFailed | None, bool, bool]:
+    """
+    Of a worker *name* claimed for a foreign run: what is in the way; whether that run's setup is over there already;
+    whether a run of this node was prepared for before. Raises: ToolsMissing; Nonsense.
+    """
+    said = _object(ran)
+    if said.get("fresh") is True:
+        raise ToolsMissing
+    word, rest = _text(said, "claim", 20), one_line(_text(said, "rest", 1000))
+    problem = None if word in ("started", "alive") else _refusal(word, rest, name)
+    return problem, _text(said, "phase", 20) == Phase.RUN, _flag(said, "created")
 
 
 def read_commit(ran: Ran) -> str:
@@ -124,6 +139,8 @@ def _of_run(report: WorkerReport, said: Mapping[str, object]) -> WorkerReport:
         checkpoint=_number(said, "checkpoint"),
         log_bytes=_number(said, "log_bytes") or 0,
     )
+    if "seen" in said:
+        report = replace(report, foreign=ForeignRun(_flag(said, "seen"), _flag(said, "rebooted")))
     if ended is None:
         return report
     status = _number(ended, "status")

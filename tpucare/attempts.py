@@ -31,6 +31,9 @@ OUTPUT_LIMIT = 1 << 20
 # One connection carries eight commands at once, and heartbeat and stop need theirs.
 CALLS_PER_WORKER = 5
 
+# A command that was on its way while its run was stopped must not begin behind its back: see `templates/stop.py`.
+GUARD = 'if [ -e "$HOME/.tpucare/$TPUCARE_RUN/stopped" ]; then echo "this run was stopped" >&2; exit 75; fi'
+
 # After a call was cut off: until the worker answers again, or the loop gave the node up (30 minutes at most).
 WORD_EVERY_SECONDS = 2.0
 WORD_DEADLINE = timedelta(seconds=10)
@@ -141,7 +144,8 @@ class Attempt:
     def _marked(self, worker: int, command: str) -> str:
         # Bash itself bears the marks from its first instruction on, so a stop finds it whatever it does.
         self._worker(worker)
-        return f"{marks(self.environment(worker))} exec bash -c {shlex.quote(command)}"
+        text = f"{GUARD}\n{command}"
+        return f"{marks(self.environment(worker))} exec bash -c {shlex.quote(text)}"
 
     def _call(self, worker: int, effect: Callable[[Worker], T]) -> T:
         """On a thread of its own, since a node that is gone may leave it without an answer for long."""

@@ -280,6 +280,7 @@ def _question(order: ProbeOrder, worker: Worker, seen: _Seen) -> dict[str, objec
         "progress": order.progress or script.DEFAULT_PROGRESS,
         "checkpoint": order.checkpoint if first else "",
         "rescan": seen.rescan,
+        "settled": order.settled,
     }
 
 

@@ -30,11 +30,13 @@ DEFAULT_PROGRESS = r"(?i)\bstep[\"']?[ =:]+(\d+)"
 TOOL_NAMES = (
     "checkpoints.py",
     "files.py",
+    "foreign.py",
     "metadata.py",
     "probe.py",
     "processes.py",
     "resolve.py",
     "runner.py",
+    "sessions.py",
     "stop.py",
 )
 LOG_BYTES = 64 << 20
@@ -190,7 +192,7 @@ def launch_command(
 
 
 def tool_command(verb: str, question: Mapping[str, object]) -> str:
-    """`probe` or `stop` on a worker; answers one line of JSON."""
+    """`probe`, `stop` or `foreign` (claim) on a worker; answers one line of JSON."""
     text = _render("tool.sh.j2", tools=tools_folder(), boot=BOOT, verb=verb, question=_pairs(question))
     return f"exec bash -c {shlex.quote(text)}"
 

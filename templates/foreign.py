@@ -1,0 +1,172 @@
+"""
+Runs that tpucare's runner did not start: how they are claimed, what counts as theirs, and what was once seen of them.
+
+A run is whatever a user's function started: processes that bear its token in their environment, what is below them,
+and sessions of screen or tmux that they made. What was once seen is written down here, so that it outlives whoever
+asked. No exit status is known of such a run, and none is made up.
+
+In a run's folder: `foreign` (sessions that were there before it, and the boot it was launched in), `sessions` (its
+own), `phase`, `seen` (something of it lived after its setup). Standard library only, Python 3.8 and newer: this runs on
+the TPU VM.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import sys
+
+import files
+import processes
+import sessions
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+RECORD, OWN, SEEN, PHASE = "foreign", "sessions", "seen", "phase"
+BOOT_ID = "/proc/sys/kernel/random/boot_id"
+LOCK_WAIT_SECONDS = 5.0
+
+
+def main(arguments: list[str]) -> None:
+    """
+    Claim this worker for a run. Pairs: `worker`, `token`.
+
+    Answers with one line of JSON: `claim` (started | alive | busy | chips | stopped), `rest` (who is in the way),
+    `phase` of a run that is there already, and `created`: a run of this node was prepared for before.
+    """
+    question = files.read_pairs(arguments)
+    base, worker, token = processes.home(), int(question["worker"]), question["token"]
+    if processes.run_number(token) < 0:
+        raise SystemExit(f"{token!r} is no run token")
+    lock = os.open(processes.lock_path(base), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    word, rest = ("", "") if _take(lock) else ("busy", processes.lock_token(base))
+    if not word:
+        word, rest = _claim(base, worker, token, lock)
+    answer: dict[str, str | int | float | bool | None] = {
+        "claim": word,
+        "rest": rest,
+        "phase": phase(base, token),
+        "created": os.path.exists(os.path.join(base, "created")),
+    }
+    print(files.to_json(answer))
+
+
+def _take(lock: int) -> bool:
+    import time
+
+    deadline = time.monotonic() + LOCK_WAIT_SECONDS
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.02)
+
+
+def _claim(base: str, worker: int, token: str, lock: int) -> tuple[str, str]:
+    folder = os.path.join(base, token)
+    if os.path.exists(os.path.join(folder, "stopped")):
+        return "stopped", ""
+    if processes.is_foreign(base, token) and processes.lock_token(base) == token:
+        return "alive", ""
+    if processes.living(base, worker):
+        return "busy", processes.lock_token(base)
+    for pid, device in processes.chip_holders().items():
+        return "chips", f"process {pid} holds {device}"
+    os.makedirs(folder, mode=0o700, exist_ok=True)
+    before = {session.identity: session.name for session in sessions.listing().values()}
+    files.write_whole(os.path.join(folder, PHASE), '{"phase": "setup"}')
+    record = json.dumps({"before": before, "boot": _boot_id()})
+    if not files.write_whole(os.path.join(folder, RECORD), record, durable=True):
+        raise SystemExit("No space left on device")
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, token.encode(), 0)
+    processes.prune_runs(base, token)
+    return "started", ""
+
+
+def _boot_id() -> str:
+    return files.read_text(BOOT_ID, 64).strip()
+
+
+def phase(base: str, token: str) -> str:
+    """`setup` or `run`; empty when nothing is known of that run."""
+    said = _read(os.path.join(base, token, PHASE))
+    return str(said.get("phase", ""))
+
+
+def look(base: str, token: str, worker: int, settled: str) -> tuple[set[int], dict[str, bool]]:
+    """
+    What lives of a run now, and what is to be told of it. What is seen for the first time is written down.
+
+    *settled*: the run whose setup is over on all workers, as the asker knows.
+    """
+    folder = os.path.join(base, token)
+    record = _read(os.path.join(folder, RECORD))
+    rebooted = record.get("boot") != _boot_id()
+    table = processes.table()
+    bearing = processes.marked([token], worker) & set(table)
+    bearing |= processes.descendants(bearing, table)
+    in_setup = phase(base, token) != "run"
+    own = _own_sessions(folder, record, bearing, in_setup=in_setup, rebooted=rebooted)
+    roots = {pid for session in own for pid in session.roots}
+    alive = (bearing | roots | processes.descendants(roots, table)) & set(table)
+    alive -= processes.own_line(table)
+    if in_setup and settled == token:
+        files.write_whole(os.path.join(folder, PHASE), '{"phase": "run"}', durable=True)
+        in_setup = False
+    seen = os.path.exists(os.path.join(folder, SEEN))
+    if alive and not seen and not in_setup:
+        seen = files.write_whole(os.path.join(folder, SEEN), "")
+    return alive, {"seen": seen, "rebooted": rebooted}
+
+
+def _own_sessions(
+    folder: str, record: dict[str, object], bearing: set[int], *, in_setup: bool, rebooted: bool
+) -> list[sessions.Session]:
+    """
+    Sessions of the run: seen as such before; made by one of its processes; back under their name after a reboot; and,
+    while its setup goes on, those that were not there before. The last are tmux's alone: in a screen everything bears
+    the marks of who made it.
+    """
+    path = os.path.join(folder, OWN)
+    adopt = in_setup and not rebooted and not os.path.exists(os.path.join(folder, "stopped"))
+    known, before = _read(path), record.get("before")
+    earlier = set(before) if isinstance(before, dict) else set()
+    own = []
+    for session in sessions.listing().values():
+        is_new = adopt and session.identity.startswith("tmux:") and session.identity not in earlier
+        is_back = rebooted and session.name in known.values()
+        if session.identity in known or session.roots & bearing or is_new or is_back:
+            own.append(session)
+    seen = {session.identity: session.name for session in own}
+    if not seen.keys() <= known.keys():
+        files.write_whole(path, json.dumps({**known, **seen}))
+    return own
+
+
+def session_processes(base: str, tokens: Iterable[str]) -> set[int]:
+    """Processes of every session that any of these runs was seen to have."""
+    known: set[str] = set()
+    for token in tokens:
+        known |= set(_read(os.path.join(base, token, OWN)))
+    if not known:
+        return set()
+    return {pid for name, session in sessions.listing().items() if name in known for pid in session.roots}
+
+
+def _read(path: str) -> dict[str, object]:
+    try:
+        said = json.loads(files.read_text(path, 1 << 20) or "{}")
+    except ValueError:
+        return {}
+    return said if isinstance(said, dict) else {}
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
