@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pty
 import re
 import resource
+import select
 import signal
 import statistics
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -243,6 +246,35 @@ def test_without_a_daemon_wishes_are_written_down_and_plan_decides_as_it_would(
     assert kinds == ["fleet", "pause", "resume"]
     assert run("events", "-n", "1").out.endswith("pod-0: resumed\n")
     assert run("down", "pod", "--yes").code == 0
+
+
+def test_status_stays_live_until_it_is_interrupted(run: Run, cloud: EmulatorServer, pod: Path) -> None:
+    assert run("apply", str(pod)).code == 0
+    command = [sys.executable, "-m", "tpucare.cli", "status", "--watch"]
+    mine, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 200))
+    env = {**os.environ, "PYTHONPATH": str(REPOSITORY), "TERM": "xterm"}
+    watching = subprocess.Popen(command, env=env, stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    try:
+        _read_until(mine, b"pod: accepted; it begins when a daemon runs")
+        assert run("pause", "pod").code == 0
+        _read_until(mine, b"paused")
+        watching.send_signal(signal.SIGINT)
+        assert watching.wait(30) == 0
+    finally:
+        watching.kill()
+        watching.wait()
+        os.close(mine)
+
+
+def _read_until(terminal: int, wanted: bytes) -> None:
+    """What a terminal shows; a program that ended, or shows nothing for a minute, fails."""
+    shown = b""
+    while wanted not in shown:
+        readable, _, _ = select.select([terminal], [], [], 60)
+        assert readable, shown
+        shown += os.read(terminal, 1 << 16)
 
 
 def test_plan_reads_the_folder_that_a_daemon_would_begin_with(run: Run, cloud: EmulatorServer, tmp_path: Path) -> None:

@@ -21,15 +21,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from tests.bench.meter import wait_until
 from tests.bench.stand_in_workers import StandInMachines
 from tests.sshd import free_port
 from tpucare.emulator.config import WorldConfig
 from tpucare.emulator.machines import Machines, OnGone, OnHostKeys
 from tpucare.emulator.records import NetworkConfig, NodePath, NodeSpec
 from tpucare.emulator.server import EmulatorServer, MakeMachines
-from tpucare.model import LABEL_FLEET, LABEL_NUMBER, LABEL_OWNER, LABEL_SLOT
+from tpucare.model import LABEL_FLEET, LABEL_NUMBER, LABEL_OWNER, LABEL_SLOT, NodeState
 
 PROJECT, ZONE, KIND, RUNTIME = "bench", "us-central1-a", "v2-8", "tpu-ubuntu2204-base"
+POPULATE_SECONDS = 120.0
 READ_SECONDS, WRITE_SECONDS = 0.15, 0.4
 """Latencies of the API when there are any: the medians that are known of the real one."""
 
@@ -89,8 +91,9 @@ class DataCentre:
         return self._read()
 
     def populate(self, fleet: str, count: int, owner: str) -> None:
-        """READY nodes of *owner*, one for each slot of *fleet*."""
+        """READY nodes of *owner*, one for each slot of *fleet*; returns when all are, which the world decides."""
         self.order("populate", fleet=fleet, count=count, owner=owner)
+        wait_until(lambda: self.order("ready")["nodes"] >= count, POPULATE_SECONDS, "all nodes are READY", every=0.05)
 
     def preempt(self, nodes: list[str]) -> float:
         """The API shows them PREEMPTED, and their workers are gone, from the instant that is returned."""
@@ -192,6 +195,8 @@ class _Service:
                 return dict(self._stand_ins.count()) if self._stand_ins is not None else {}
             case "listening":
                 return {"at": self._listening[order["node"]]}
+            case "ready":
+                return {"nodes": sum(record.state == NodeState.READY for record in self.server.world.nodes())}
             case "nodes":
                 return {"nodes": [record.path.node_id for record in self.server.world.nodes()]}
             case other:

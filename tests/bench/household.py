@@ -7,8 +7,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 from types import TracebackType
@@ -86,12 +85,3 @@ class Daemon:
     def use(self) -> Use:
         assert self._process.poll() is None, "the daemon ended"
         return use_of(self.pid)
-
-
-def wait_until(condition: Callable[[], bool], seconds: float, what: str, every: float = 0.1) -> None:
-    """Another process makes it true. Raises: TimeoutError."""
-    until = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > until:
-            raise TimeoutError(f"not within {seconds:g} s: {what}")
-        time.sleep(every)

@@ -15,8 +15,8 @@ from pathlib import Path
 from tests import sshd
 from tests.bench import child
 from tests.bench.data_centre import DataCentre, world
-from tests.bench.household import FLEET, Daemon, Household, wait_until
-from tests.bench.meter import Use, use_of
+from tests.bench.household import FLEET, Daemon, Household
+from tests.bench.meter import Use, use_of, wait_until
 from tests.bench.passes import connect_all
 from tests.bench.report import Measure
 from tpucare.remote import ParamikoRemote

@@ -14,7 +14,8 @@ from typing import Any
 
 from tests import sshd
 from tests.bench.data_centre import DataCentre, world
-from tests.bench.household import FLEET, Daemon, Household, wait_until
+from tests.bench.household import FLEET, Daemon, Household
+from tests.bench.meter import wait_until
 from tests.bench.report import Measure, percentile
 
 ZONE = "europe-west4-a"

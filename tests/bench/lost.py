@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.bench.data_centre import READ_SECONDS, WRITE_SECONDS, DataCentre, world
-from tests.bench.household import FLEET, Household, wait_until
+from tests.bench.household import FLEET, Household
 from tests.bench.keeper import Keeper
+from tests.bench.meter import wait_until
 from tests.bench.report import Measure, percentile
 from tpucare.engine import Settings
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,3 +39,12 @@ def use_of(pid: int) -> Use:
 def _cpu_clock(pid: int) -> int:
     """The CPU clock of another process, exact where /proc/PID/stat samples; see clock_getcpuclockid(3) in Linux."""
     return (~pid << 3) | 2
+
+
+def wait_until(condition: Callable[[], bool], seconds: float, what: str, every: float = 0.1) -> None:
+    """Another process makes it true. Raises: TimeoutError."""
+    until = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > until:
+            raise TimeoutError(f"not within {seconds:g} s: {what}")
+        time.sleep(every)

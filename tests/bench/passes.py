@@ -20,9 +20,9 @@ from pathlib import Path
 from tests import sshd
 from tests.bench import child
 from tests.bench.data_centre import PROJECT, DataCentre, world
-from tests.bench.household import FLEET, Household, wait_until
+from tests.bench.household import FLEET, Household
 from tests.bench.keeper import SSH_KEY, Keeper, slots
-from tests.bench.meter import use_of
+from tests.bench.meter import use_of, wait_until
 from tests.bench.report import Measure
 from tests.bench.simulated import SteadyLauncher
 from tests.virtual.time import VirtualClock
@@ -106,6 +106,8 @@ def _settle(engine: Engine, clock: VirtualClock) -> None:
             pass
         if all(_is_steady(engine, name) for name in engine.slots):
             break
+    else:
+        raise AssertionError([name for name in engine.slots if not _is_steady(engine, name)])
     for _ in range(3):
         _pass(engine, clock)
 

@@ -90,7 +90,7 @@ def render(answer: Answer) -> Group:
     parts: list[Any] = [_notice(text) for text in _notices(answer)]
     if answer["slots"]:
         parts.append(_table(answer["slots"]))
-    else:
+    elif not answer["fleets"]:
         parts.append(Text("no slots: `tpucare apply FILE` hands a fleet over"))
     return Group(*parts)
 
@@ -105,6 +105,10 @@ def _notices(answer: Answer) -> list[str]:
         for row in answer["projects"]
         if row["unreachable"]
     ]
+    begun = {row["fleet"] for row in answer["slots"]}
+    if not answer["daemon"]:
+        waiting = [row["fleet"] for row in answer["fleets"] if row["fleet"] not in begun and row["wish"] != "down"]
+        lines += [f"{fleet}: accepted; it begins when a daemon runs" for fleet in waiting]
     lines += [f"{row['fleet']}: {row['problem']}" for row in answer["fleets"] if row["problem"]]
     if answer["strays"]:
         lines.append(f"{len(answer['strays'])} nodes bear our label and belong to no fleet: `tpucare gc`")
