@@ -47,6 +47,11 @@ def run(
     ssh_port: Annotated[int, typer.Option(help="Of every worker.", min=1, max=65535)] = 2222,
     metadata_port: Annotated[int, typer.Option(help="Of the metadata server.", min=1, max=65535)] = 8080,
     audit: Annotated[Path | None, typer.Option(help="Audit log: a line of JSON per call.", metavar="FILE")] = None,
+    wandb: Annotated[bool, typer.Option("--wandb", help="A stand-in for W&B beside it, for offline sweeps.")] = False,
+    wandb_port: Annotated[int, typer.Option(help="Of that stand-in; 0 = any.", min=0, max=65535)] = 0,
+    wandb_lost_after: Annotated[
+        float, typer.Option(help="Seconds of silence after which its agents and runs are lost.", min=0.1)
+    ] = 60.0,
 ) -> None:
     """
     Serve an emulated cloud until Ctrl-C; prints the line that points tpucare at it.
@@ -54,6 +59,7 @@ def run(
     \b
     Example: tpucare emulator world.yaml --seed 7
     Example: tpucare emulator --no-machines --audit audit.jsonl
+    Example: tpucare emulator --wandb
     """
     from tpucare.cli import emulating
 
@@ -66,6 +72,8 @@ def run(
         ssh_port=ssh_port if machines else 0,
         metadata_port=metadata_port,
         audit=audit,
+        wandb_port=wandb_port if wandb or wandb_port else None,
+        wandb_lost_after=wandb_lost_after,
     )
 
 
