@@ -76,9 +76,9 @@ def run_files(order: LaunchOrder, secrets: Mapping[str, str], bundle: str = "") 
     job = order.job
     check_job(job)
     environment = "".join(f"{name}={value}\0" for name, value in sorted(run_environment(order, secrets).items()))
-    texts = {"run.sh": _render("run.sh.j2", command=job.run)}
+    texts = {"run.sh": render("run.sh.j2", command=job.run)}
     if job.setup:
-        texts["setup.sh"] = _render("setup.sh.j2", setup=job.setup)
+        texts["setup.sh"] = render("setup.sh.j2", setup=job.setup)
     if "fetch" in phases(job):
         texts["fetch.sh"] = _fetch_script(order, bundle)
     if needs_commit(job):
@@ -87,7 +87,7 @@ def run_files(order: LaunchOrder, secrets: Mapping[str, str], bundle: str = "") 
         *tool_files(),
         PushedFile("ack", None),
         PushedFile("env", environment.encode()),
-        PushedFile("askpass.sh", _render("askpass.sh.j2").encode(), 0o700),
+        PushedFile("askpass.sh", render("askpass.sh.j2").encode(), 0o700),
     ]
     pushed += [PushedFile(name, text.encode()) for name, text in sorted(texts.items())]
     pushed += [PushedFile(f"files/{path}", content) for path, content in sorted(job.files.items())]
@@ -147,7 +147,7 @@ def check_job(job: Job) -> None:
     """Raises: ConfigError: a job that no worker could run."""
     if job.repository and job.workdir:
         raise ConfigError("job: repository and workdir exclude each other; keep one")
-    if _CREDENTIALS.search(job.repository):
+    if holds_credentials(job.repository):
         raise ConfigError("job.repository holds credentials; put them into secrets (GIT_TOKEN or GIT_SSH_KEY) instead")
     for key, text in (("run", job.run), ("setup", job.setup)):
         if len(text.encode()) > SCRIPT_LIMIT or "\0" in text:
@@ -161,6 +161,11 @@ def check_job(job: Job) -> None:
             raise ConfigError(f"job.files: {path!r} is not a path below the job's folder")
 
 
+def holds_credentials(repository: str) -> bool:
+    """Whether a URL bears a password or token, which would end up in scripts and logs."""
+    return _CREDENTIALS.search(repository) is not None
+
+
 def launch_command(
     order: LaunchOrder, worker: int, *, push: bool = False, start: bool = False, resolve: bool = False,
     bundle: str = "", commit: str = "", error: str = "",
@@ -172,7 +177,7 @@ def launch_command(
     """
     if not _TOKEN.fullmatch(order.token):
         raise ConfigError(f"{order.token!r} is not a run token: <node>.<number>")
-    text = _render(
+    text = render(
         "launch.sh.j2",
         token=order.token,
         tools=tools_folder(),
@@ -193,13 +198,13 @@ def launch_command(
 
 def tool_command(verb: str, question: Mapping[str, object]) -> str:
     """`probe`, `stop` or `foreign` (claim) on a worker; answers one line of JSON."""
-    text = _render("tool.sh.j2", tools=tools_folder(), boot=BOOT, verb=verb, question=_pairs(question))
+    text = render("tool.sh.j2", tools=tools_folder(), boot=BOOT, verb=verb, question=_pairs(question))
     return f"exec bash -c {shlex.quote(text)}"
 
 
 def install_command() -> str:
     """Put the tools alone on a worker: a tar stream of `tool_files` on standard input."""
-    return f"exec bash -c {shlex.quote(_render('install.sh.j2', tools=tools_folder()))}"
+    return f"exec bash -c {shlex.quote(render('install.sh.j2', tools=tools_folder()))}"
 
 
 def notice_command(token: str, text: str) -> str:
@@ -244,7 +249,7 @@ def _pairs(said: Mapping[str, object]) -> list[str]:
 
 def _fetch_script(order: LaunchOrder, bundle: str) -> str:
     job = order.job
-    return _render(
+    return render(
         "fetch.sh.j2",
         token=order.token,
         repository=job.repository,
@@ -257,7 +262,7 @@ def _fetch_script(order: LaunchOrder, bundle: str) -> str:
 def _resolve_script(order: LaunchOrder) -> str:
     branch = order.job.branch
     refs = [f"refs/heads/{branch}", f"refs/tags/{branch}^{{}}", f"refs/tags/{branch}"] if branch else ["HEAD"]
-    return _render(
+    return render(
         "resolve.sh.j2",
         token=order.token,
         repository=order.job.repository,
@@ -280,7 +285,8 @@ def _template(name: str) -> Traversable:
     return packaged if packaged.is_file() else Path(__file__).parent.parent / "templates" / name
 
 
-def _render(name: str, **values: object) -> str:
+def render(name: str, **values: object) -> str:
+    """A template filled in; what it marks with `q` is quoted for the shell."""
     return _environment().get_template(name).render(**values)
 
 
