@@ -1,0 +1,386 @@
+"""
+Arguments of `start_single` and `start_multiple` -> a fleet and how to care for it, or one line per thing that is wrong.
+
+Pure. The names, orders and meanings of the first tpucare (2022) are kept; everything that a fleet file can say comes
+beside them as keywords, and is checked by the same rules. Nothing here asks the environment or the cloud.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from tpucare import accelerators, fleet_python
+from tpucare.errors import ConfigError
+from tpucare.fleet_python import PythonFleet
+from tpucare.fleet_schema import CareSection, duration_text
+from tpucare.model import Event, OnExit, Provisioning
+from tpucare.words import hint, shown
+
+UNHEALTHY_SECONDS = 3600
+CORES_PER_SLICE = 8
+# The generations whose names count cores, eight to a host or slice: `v3-8`, `v4-32`. From v5 on names count otherwise.
+SLICE_VERSIONS = (2, 3, 4)
+START_METHODS = ("thread", "process")
+
+StartFn = Callable[[Any, Any], object]
+CreationCallback = Callable[[str, Any], object]
+
+_TPU_KEYS = ("runtime", "network", "ssh_keys", "provisioning", "unlisted")
+_CARE_KEYS = tuple(CareSection.model_fields)
+_DOOR_KEYS = ("endpoint", "project", "store", "on_event", "start_method", "delete_unowned", "fresh")
+_OWN_KEYS = ("accelerator_type", "zones", "tpu", "care", "on_exit")
+_ALIASES: Mapping[str, str] = {
+    "created_callback": "creation_callback",
+    "unhealthy_timeout": "unhealthy_timeout_seconds",
+    "type": "accelerator_type",
+}
+# What people would look for, and why it is not here.
+_ELSEWHERE: Mapping[str, str] = {
+    "job": "start_fn starts the job; a declared one is run by tpucare.run(tpucare.Fleet(...))",
+    "count": "start_multiple takes `tpus`",
+    **dict.fromkeys(
+        ("run", "setup", "repository", "workdir", "secrets", "files", "env", "checkpoint"),
+        "it belongs to a declared job: tpucare.run(tpucare.Fleet(job={...})), or do it in start_fn",
+    ),
+}
+_POSITIONAL = ("tpu_version", "zone", "preemptible", "service_account", "slices")
+MORE = (*_DOOR_KEYS, *_OWN_KEYS, *_TPU_KEYS, *_CARE_KEYS)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What `start_single` (`single`) or `start_multiple` was called with; `more`: keywords beside the named ones."""
+
+    name: object
+    tpu_version: object
+    zone: object
+    preemptible: object
+    service_account: object
+    slices: object
+    start_fn: object
+    creation_callback: object
+    creation_semaphore: object = None
+    all_workers: object = False
+    unhealthy_timeout_seconds: object = UNHEALTHY_SECONDS
+    tpus: object = 1
+    single: bool = True
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def function(self) -> str:
+        return "start_single" if self.single else "start_multiple"
+
+
+@dataclass(frozen=True, slots=True)
+class Door:
+    """How to care: where from, and whom to tell. Empty texts are left to the environment."""
+
+    endpoint: str = ""
+    project: str = ""
+    store: str | Path = ""
+    on_event: Callable[[Event], None] | None = None
+    start_method: str = "thread"
+    delete_unowned: bool = False
+    fresh: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Everything that was asked for, checked. `text` is what `fleet_python.parse` makes `fleet` of."""
+
+    fleet: PythonFleet
+    text: str
+    start_fn: StartFn
+    creation_callback: CreationCallback
+    creation_semaphore: contextlib.AbstractContextManager[Any] | None
+    all_workers: bool
+    door: Door
+
+
+def read(call: Call) -> Start:
+    """Raises: ConfigError: one line per problem, each naming the argument."""
+    call = _without_aliases(call)
+    _refuse_unknown(call)
+    start_fn = _callback(call.start_fn, "start_fn", "(ctx, worker)")
+    created = _callback(call.creation_callback, "creation_callback", "(host, ctx)")
+    count = 1 if call.single else _whole(call.tpus, "tpus")
+    fleet_python.check_name(call.name, count=count, single=call.single)
+    door = _door(call)
+    care = _care(call)
+    on_exit = fleet_python.choice_of(care.pop("on_exit", OnExit.LEAVE.value))
+    text = fleet_python.render(
+        str(call.name),
+        list(_alternatives(call)),
+        care,
+        count=count,
+        single=call.single,
+        project=door.project,
+        on_exit=on_exit.value,
+    )
+    semaphore = call.creation_semaphore
+    if semaphore is not None and not (hasattr(semaphore, "__enter__") and hasattr(semaphore, "__exit__")):
+        raise ConfigError(f"creation_semaphore must be a context manager, not a {type(semaphore).__name__}")
+    return Start(
+        fleet=_parsed(text, call),
+        text=text,
+        start_fn=start_fn,
+        creation_callback=created,
+        creation_semaphore=semaphore,
+        all_workers=_yes_or_no(call.all_workers, "all_workers"),
+        door=door,
+    )
+
+
+# --- names -----------------------------------------------------------------------------------------------------------
+
+
+def _without_aliases(call: Call) -> Call:
+    more, changes = dict(call.more), {}
+    for alias, name in _ALIASES.items():
+        if alias not in more:
+            continue
+        value = more.pop(alias)
+        if name in more or (name != "accelerator_type" and getattr(call, name) not in (None, UNHEALTHY_SECONDS)):
+            raise ConfigError(f"{call.function}: {alias} and {name} are the same; give one of them")
+        if name == "accelerator_type":
+            more[name] = value
+        else:
+            changes[name] = value
+    return replace(call, more=more, **changes)
+
+
+def _refuse_unknown(call: Call) -> None:
+    named = ("host" if call.single else "prefix", *_POSITIONAL, "start_fn", "creation_callback", "creation_semaphore")
+    named += ("all_workers", "unhealthy_timeout_seconds", *(() if call.single else ("tpus",)))
+    for word in call.more:
+        if word in _ELSEWHERE:
+            raise ConfigError(f"{call.function} has no argument {word}: {_ELSEWHERE[word]}")
+        if word not in MORE:
+            near = hint(word, [*named, *MORE, *_ALIASES])
+            raise ConfigError(f"{call.function} has no argument {shown(word)}{near}")
+
+
+def _callback(value: object, name: str, form: str) -> Callable[..., Any]:
+    """A function, bound method, class, partial or any object that can be called with two values."""
+    if not callable(value):
+        what = "is missing" if value is None else f"must be a function, not a {type(value).__name__}"
+        raise ConfigError(f"{name} {what}: it is called as {name}{form}")
+    try:
+        signature = inspect.signature(value)
+    except (ValueError, TypeError):
+        return value  # what C made may not tell how it is called
+    try:
+        signature.bind(None, None)
+    except TypeError as error:
+        raise ConfigError(f"{name} is called as {name}{form}, and takes {signature}: {error}") from None
+    if inspect.iscoroutinefunction(value):
+        raise ConfigError(f"{name} is an async function, which nobody would await: give a plain one")
+    return value
+
+
+# --- what is asked of the cloud --------------------------------------------------------------------------------------
+
+
+def _alternatives(call: Call) -> Iterator[dict[str, Any]]:
+    """As `tpu` of a fleet file: what the positional arguments say first, then what `tpu` says."""
+    further = call.more.get("tpu")
+    if call.zone is not None or further is None:
+        yield _plain(_primary(call), "tpu")
+    for entry in [further] if isinstance(further, Mapping) else further or ():
+        if not isinstance(entry, Mapping):
+            raise ConfigError(f"tpu must be a mapping as in a fleet file, or a list of such, not {shown(entry)}")
+        yield _plain(dict(entry), "tpu")
+
+
+def _primary(call: Call) -> dict[str, Any]:
+    word = call.more.get("accelerator_type")
+    kind = _text(word, "accelerator_type") if word is not None else type_of(call.tpu_version, call.slices)
+    tpu: dict[str, Any] = {
+        "type": kind,
+        "zones": _zones(call),
+        "provisioning": _tier(kind, _yes_or_no(call.preemptible, "preemptible")),
+    }
+    if call.service_account not in (None, ""):
+        tpu["service_account"] = _text(call.service_account, "service_account")
+    return tpu | {key: call.more[key] for key in _TPU_KEYS if call.more.get(key) is not None}
+
+
+def type_of(tpu_version: object, slices: object) -> str:
+    """
+    `v3-256` of version 3 and 32 slices of 8 cores.
+
+    Raises: ConfigError: no such version, or one whose types are not counted so.
+    """
+    text = str(tpu_version).lower().removeprefix("v")
+    count = _whole(slices, "slices")
+    if count < 1:
+        raise ConfigError(f"slices={count} must be at least 1: slices of {CORES_PER_SLICE} cores")
+    if text in {str(version) for version in SLICE_VERSIONS}:
+        return f"v{text}-{count * CORES_PER_SLICE}"
+    later = text[:1].isdigit() and int(text[0]) > max(SLICE_VERSIONS) and len(text) <= 6
+    example = next((kind for kind in accelerators.known_types() if kind.startswith(f"v{text[:1]}")), "v5p-8")
+    if later:
+        why = "types of v5 and later are not counted in slices of 8 cores"
+        raise ConfigError(f"tpu_version={shown(tpu_version)}: {why}; pass accelerator_type= (such as {example!r})")
+    raise ConfigError(
+        f"tpu_version={shown(tpu_version)} is no known TPU version: 2, 3 or 4; later ones by accelerator_type="
+    )
+
+
+def _zones(call: Call) -> list[Any]:
+    """The positional zone first, then `zones` in order."""
+    given = call.more.get("zones")
+    if given is not None and (isinstance(given, str | Mapping) or not isinstance(given, list | tuple)):
+        raise ConfigError(f"zones must be a list of zones in order of preference, not {shown(given)}")
+    listed = list(given or ())
+    names = [entry.get("zone") if isinstance(entry, Mapping) else entry for entry in listed]
+    first = [] if call.zone is None or call.zone in names else [_text(call.zone, "zone")]
+    return first + listed
+
+
+def _tier(kind: str, preemptible: bool) -> str:
+    """Preemptible nodes are asked for as in 2022 where that is offered, else as spot, which took its place."""
+    if not preemptible:
+        return Provisioning.ON_DEMAND.value
+    with contextlib.suppress(ConfigError):
+        if Provisioning.PREEMPTIBLE not in accelerators.derive(kind).provisionings:
+            return Provisioning.SPOT.value
+    return Provisioning.PREEMPTIBLE.value
+
+
+def _care(call: Call) -> dict[str, Any]:
+    """`care` as a mapping, single keys of it as keywords, and the timeout that has a name of its own."""
+    whole = call.more.get("care")
+    if whole is not None and not isinstance(whole, Mapping):
+        raise ConfigError(f"care must be a mapping as in a fleet file, not {shown(whole)}")
+    care = {**(whole or {}), **{key: call.more[key] for key in (*_CARE_KEYS, "on_exit") if key in call.more}}
+    if "unhealthy_after" not in care:
+        care["unhealthy_after"] = call.unhealthy_timeout_seconds
+    elif call.unhealthy_timeout_seconds != UNHEALTHY_SECONDS:
+        raise ConfigError("unhealthy_timeout_seconds and unhealthy_after are the same; give one of them")
+    plain = _plain(care, "care")
+    return {key: _seconds(value, key) if _is_length(key) else value for key, value in plain.items()}
+
+
+def _is_length(key: str) -> bool:
+    known = CareSection.model_fields.get(key)
+    return known is not None and isinstance(known.default, timedelta)
+
+
+def _seconds(value: Any, key: str) -> Any:
+    """In Python a bare number is a number of seconds; part of one counts as a whole."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return value
+    if not math.isfinite(value) or value <= 0:
+        name = "unhealthy_timeout_seconds" if key == "unhealthy_after" else key
+        raise ConfigError(f"{name}={value} must be a number of seconds above 0")
+    return f"{math.ceil(value)}s"
+
+
+def _parsed(text: str, call: Call) -> PythonFleet:
+    """Problems are told by the names of arguments."""
+    try:
+        return fleet_python.parse(text, file=call.function)
+    except ConfigError as error:
+        lines = (_renamed(line, call) for line in str(error).splitlines())
+        raise ConfigError("\n".join(dict.fromkeys(lines))) from None
+
+
+def _renamed(line: str, call: Call) -> str:
+    """`start_single:1: tpu[0].zones[0]: us-x is no known zone` -> `start_single: zone: us-x is no known zone`."""
+    line = line.removeprefix(f"{call.function}:1: ").replace("`unlisted: true`", "unlisted=True")
+    key, colon, text = line.partition(": ")
+    if not colon or " " in key:
+        return f"{call.function}: {line}"
+    return f"{call.function}: {_argument(key, call)}: {text}"
+
+
+def _argument(key: str, call: Call) -> str:
+    if key == "care.unhealthy_after" and "unhealthy_after" not in call.more:
+        return "unhealthy_timeout_seconds"
+    if key.startswith("care."):
+        return key.removeprefix("care.")
+    for start in ("tpu[0].", "tpu."):
+        if key.startswith(start) and call.zone is not None:
+            rest = key.removeprefix(start)
+            if rest == "type" and "accelerator_type" not in call.more:
+                return "tpu_version and slices"
+            if rest == "provisioning" and "provisioning" not in call.more:
+                return "preemptible"
+            if rest.startswith("zones") and "zones" not in call.more:
+                return "zone"
+            return "accelerator_type" if rest == "type" else rest
+    return key
+
+
+# --- how to care -----------------------------------------------------------------------------------------------------
+
+
+def _door(call: Call) -> Door:
+    more = call.more
+    listen, store = more.get("on_event"), more.get("store")
+    if listen is not None and not callable(listen):
+        raise ConfigError("on_event must be a function that takes an event")
+    if store is not None and not isinstance(store, str | os.PathLike):
+        raise ConfigError(f"store must be a folder, a file or a name, not a {type(store).__name__}")
+    method = more.get("start_method") or "thread"
+    if method not in START_METHODS:
+        near = hint(str(method), START_METHODS)
+        raise ConfigError(f"start_method={shown(method)} is none of {', '.join(START_METHODS)}{near}")
+    return Door(
+        endpoint=_text(more.get("endpoint") or "", "endpoint"),
+        project=_text(more.get("project") or "", "project"),
+        store=Path(store) if isinstance(store, os.PathLike) else store or "",
+        on_event=listen,
+        start_method=method,
+        delete_unowned=_yes_or_no(more.get("delete_unowned", False), "delete_unowned"),
+        fresh=_yes_or_no(more.get("fresh", False), "fresh"),
+    )
+
+
+# --- single values ---------------------------------------------------------------------------------------------------
+
+
+def _text(value: object, name: str) -> str:
+    if not isinstance(value, str):
+        raise ConfigError(f"{name} must be text, not {shown(value)}")
+    return value
+
+
+def _whole(value: object, name: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        if isinstance(value, str) and value.isdecimal():
+            return int(value)
+        raise ConfigError(f"{name} must be a whole number, not {shown(value)}")
+    return value
+
+
+def _yes_or_no(value: object, name: str) -> bool:
+    if value is None or isinstance(value, bool) or value in (0, 1):
+        return bool(value)
+    raise ConfigError(f"{name} must be True or False (or 1 or 0), not {shown(value)}")
+
+
+def _plain(value: Any, name: str) -> Any:
+    """Values of Python as a fleet file has them. Raises: ConfigError: what no file could hold."""
+    if isinstance(value, timedelta):
+        return duration_text(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(entry, f"{name}.{key}") for key, entry in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(entry, name) for entry in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, str):
+        return str(value)
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    raise ConfigError(f"{name} must be as in a fleet file, not a {type(value).__name__}")
