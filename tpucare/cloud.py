@@ -31,7 +31,7 @@ from tpucare import cloud_wire as wire
 from tpucare.errors import ConfigError, OwnCredentials, Transient
 from tpucare.failures import READ_TRIES, UNKNOWN, Where, classify, is_worth_repeating
 from tpucare.gcloud import find_project
-from tpucare.listing import Roll
+from tpucare.listing import Roll, key_of
 from tpucare.model import Listing, Node, NodeKey, NodeRequest, Operation
 
 __all__ = ["CloudClock", "Deadlines", "GoogleCloud", "connect", "find_project"]
@@ -126,6 +126,18 @@ class GoogleCloud:
         roll = self._rolls.setdefault(project, Roll(project, wire.node_of))
         return roll.take(records, unreachable, self._clock.now())
 
+    def list_zone(self, project: str, zone: str) -> list[tuple[Node, dict[str, Any]]]:
+        """
+        All nodes of one zone, whoever owns them: as records, and as the REST API v2 would write them. Thread-safe.
+
+        Raises: NeedsPerson: no such zone, or not open to the project. Transient: the zone does not answer for now.
+        """
+        pages = list(self._pages(project, zone))
+        if any(page.unreachable for page in pages):
+            raise Transient(f"zone {zone} does not answer, so its nodes are unknown")
+        named = ((key_of(raw.name, project), raw) for page in pages for raw in page.nodes)
+        return [(wire.node_of(key, raw), wire.rest_of(raw)) for key, raw in named if key is not None]
+
     def get_node(self, key: NodeKey) -> Node:
         return wire.node_of(key, self._get_raw(key))
 
@@ -192,9 +204,9 @@ class GoogleCloud:
 
         return types.Node.pb(_repeat(read))
 
-    def _pages(self, project: str) -> Iterator[Any]:
+    def _pages(self, project: str, zone: str = "-") -> Iterator[Any]:
         """Raw ListNodesResponse messages until no token is left."""
-        request = types.ListNodesRequest(parent=wire.parent_name(project, "-"), page_size=PAGE_SIZE)
+        request = types.ListNodesRequest(parent=wire.parent_name(project, zone), page_size=PAGE_SIZE)
         tokens: set[str] = set()
         with self._translated(Where.LIST):
             for page in self._client.list_nodes(request=request, timeout=self._listing).pages:

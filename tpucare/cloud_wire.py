@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from typing import Any, cast
 
 from google.cloud.tpu_v2 import types
+from google.protobuf.json_format import MessageToDict  # type: ignore[import-untyped]
 
 from tpucare.failures import Where, classify
 from tpucare.model import Endpoint, Health, Node, NodeKey, NodeRequest, NodeState, Operation, Place, Provisioning
@@ -39,6 +40,11 @@ def node_of(key: NodeKey, raw: Any) -> Node:
         ),
         queued_resource=raw.queued_resource,
     )
+
+
+def rest_of(raw: Any) -> dict[str, Any]:
+    """A protobuf Node as the REST API v2 writes it: camelCase, enums by name, 64-bit numbers as text, no defaults."""
+    return dict(MessageToDict(raw))
 
 
 def operation_of(raw: Any) -> Operation:
