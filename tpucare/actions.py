@@ -195,6 +195,8 @@ class Fact(StrEnum):
     RUN_COMPLETE = "run complete"
     RUN_STOPPED = "run stopped"
     RUN_PROGRESSED = "run progressed"
+    RUN_OVER = "run over"
+    RUN_BACK = "run back"
     SETUP_DONE = "setup done"
     CREATE_SUPERSEDED = "create superseded"
     ENDED = "ended"

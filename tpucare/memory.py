@@ -133,6 +133,7 @@ class RunMemory:
 
     `stop_why` is set from the intent to end it until it is known to be quiet. `stops`: how often that was tried;
     `stuck`: every worker heard it, and something does not let go. `gap_seconds`: between its first signs of progress.
+    `over`: a foreign run that ended, and is left at that.
     """
 
     token: str
@@ -147,6 +148,7 @@ class RunMemory:
     stops: int = 0
     stuck: bool = False
     gap_seconds: float = 0.0
+    over: bool = False
 
 
 @dataclass(frozen=True, slots=True)

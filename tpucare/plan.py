@@ -192,7 +192,8 @@ def _after_end(slot: Slot, evidence: Evidence, memory: Memory, timers: Timers) -
 def _end_node(slot: Slot, seen: NodeEvidence, evidence: Evidence, memory: Memory, timers: Timers) -> Action | None:
     why = f"the slot is {memory.end.value}"
     if memory.end is End.DONE:
-        goes = slot.care.on_success is OnSuccess.DELETE
+        # A foreign run is done only where `on_exit` says that its node goes then.
+        goes = slot.care.on_success is OnSuccess.DELETE or (slot.job is not None and slot.job.foreign)
     else:
         # What was paid for by the hour is kept for a look until somebody has looked.
         due = memory.ended_at is not None and timers.passed(memory.ended_at + slot.care.keep_failed)

@@ -13,6 +13,7 @@ from tpucare.actions import Action, Fact, Launch, Look, PushKey, Reason, Settle,
 from tpucare.evidence import Evidence, Mark, NodeEvidence, Timers, latest
 from tpucare.memory import Memory, NodeMemory
 from tpucare.model import Contact, NodeKey, NodeState, Provisioning, Slot
+from tpucare.plan_foreign import decide_foreign, is_foreign
 from tpucare.plan_run import (
     backoff_over,
     busy,
@@ -210,7 +211,8 @@ def _decide_answering(
     if run is not None and ours and run.stopped and run.then_delete:
         return deletion(seen, run.stop_why, Reason(run.then_delete))
     if run is not None and ours and not run.stopped:
-        return decide_run(slot, seen, past, evidence, memory, timers)
+        decide_own = decide_foreign if is_foreign(seen, run) else decide_run
+        return decide_own(slot, seen, past, evidence, memory, timers)
     return _decide_launch(slot, seen, evidence, memory, timers)
 
 

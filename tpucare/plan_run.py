@@ -159,6 +159,20 @@ def backoff_over(memory: Memory, timers: Timers) -> Wait | None:
 # --- the run ---------------------------------------------------------------------------------------------------------
 
 
+def decide_unsettled(
+    slot: Slot, seen: NodeEvidence, evidence: Evidence, memory: Memory, timers: Timers
+) -> Action | None:
+    """What was begun with a run, or asked for, and is not at its end: comes before how the run itself is."""
+    assert memory.run is not None
+    if memory.run.stop_why:
+        return _stop_again(seen, evidence, memory, timers)
+    if not memory.run.complete:
+        return _decide_incomplete(slot, seen, memory, timers)
+    if memory.restart_asked:
+        return ending(seen, memory, "restart was asked for", None)
+    return None
+
+
 def decide_run(
     slot: Slot, seen: NodeEvidence, past: NodeMemory, evidence: Evidence, memory: Memory, timers: Timers
 ) -> Action:
@@ -166,15 +180,11 @@ def decide_run(
     run, report = memory.run, seen.report
     assert run is not None
     assert report is not None
-    if run.stop_why:
-        return _stop_again(seen, evidence, memory, timers)
-    if not run.complete:
-        return _decide_incomplete(slot, seen, memory, timers)
-    if memory.restart_asked:
-        return ending(seen, memory, "restart was asked for", None)
+    if action := decide_unsettled(slot, seen, evidence, memory, timers):
+        return action
     workers = report.workers
     if all(_lives(worker, run) for worker in workers):
-        return _decide_living(slot, seen, past, memory, timers)
+        return decide_living(slot, seen, past, memory, timers)
     return _decide_ended(slot, seen, memory, timers, workers)
 
 
@@ -235,12 +245,12 @@ def _decide_ended(
             return Wait("a preemption was announced on the worker; waiting for the cloud's word")
         if not timers.lasted(seen.ended_since, CRASH_IS_OURS_AFTER):
             return Wait("the run was interrupted; waiting for the cloud's word")
-        return _infrastructure(seen, memory, "the run was interrupted by a signal or a notice")
+        return infrastructure(seen, memory, "the run was interrupted by a signal or a notice")
     if failed:
         return _decide_failed(slot, seen, memory, timers, failed)
     if any(w.exit_status is None and not w.alive for w in workers) or len(own) < len(workers):
         if timers.lasted(seen.ended_since, GONE_IS_SURE_AFTER, observations=1):
-            return _infrastructure(seen, memory, "the run is gone without an exit status (reboot, OOM killer)")
+            return infrastructure(seen, memory, "the run is gone without an exit status (reboot, OOM killer)")
         return Wait("the run is gone from a worker; looking once more")
     if workers[0].exit_status == 0:
         return _decide_success(slot, seen, memory, timers)
@@ -251,11 +261,11 @@ def _decide_living_rest(slot: Slot, seen: NodeEvidence, memory: Memory, timers: 
     # A worker other than 0 finished with 0 and the rest goes on: frameworks do that; only a standstill is a fault.
     since = latest(seen.ended_since, seen.progress.life)
     if timers.lasted(since, max(slot.care.stalled_after, usual_pause(seen))):
-        return _infrastructure(seen, memory, "some workers finished and the others stand still")
+        return infrastructure(seen, memory, "some workers finished and the others stand still")
     return Wait("some workers have finished; the others go on")
 
 
-def _infrastructure(seen: NodeEvidence, memory: Memory, why: str) -> Action:
+def infrastructure(seen: NodeEvidence, memory: Memory, why: str) -> Action:
     past, advanced = memory.node(seen.node.name), _advanced(seen, memory)
     if not advanced and memory.book(BookName.INFRASTRUCTURE).failures >= INFRASTRUCTURE_BUDGET:
         return ending(seen, memory, why, BookName.INFRASTRUCTURE, gives_up=True)
@@ -293,8 +303,8 @@ def _decide_failed(
     if kinds & {Failure.FETCH, Failure.SETUP, Failure.SECRET_MISSING, Failure.DISK_FULL} or any(
         worker.phase in (Phase.FETCH, Phase.SETUP) for worker in failed
     ):
-        return _book(seen, memory, text, BookName.SETUP, slot.care.setup_budget)
-    return _book(seen, memory, text, BookName.CRASH, slot.care.crash_budget)
+        return booked(seen, memory, text, BookName.SETUP, slot.care.setup_budget)
+    return booked(seen, memory, text, BookName.CRASH, slot.care.crash_budget)
 
 
 def _decide_dirty(slot: Slot, seen: NodeEvidence, memory: Memory) -> Action:
@@ -307,7 +317,7 @@ def _decide_dirty(slot: Slot, seen: NodeEvidence, memory: Memory) -> Action:
     return ending(seen, memory, text, BookName.CRASH, then=Reason.DEAD)
 
 
-def _book(seen: NodeEvidence, memory: Memory, why: str, book: BookName, budget: int) -> Action:
+def booked(seen: NodeEvidence, memory: Memory, why: str, book: BookName, budget: int) -> Action:
     advanced = _advanced(seen, memory) and book is BookName.CRASH
     failures = 1 if advanced else memory.book(book).failures + 1
     return ending(seen, memory, why, book, gives_up=failures > budget, advanced=advanced)
@@ -324,7 +334,7 @@ def _decide_success(slot: Slot, seen: NodeEvidence, memory: Memory, timers: Time
     return Settle(Fact.ENDED, why, seen.node.name, end=End.DONE, step=far.step, checkpoint=far.checkpoint)
 
 
-def _decide_living(slot: Slot, seen: NodeEvidence, past: NodeMemory, memory: Memory, timers: Timers) -> Action:
+def decide_living(slot: Slot, seen: NodeEvidence, past: NodeMemory, memory: Memory, timers: Timers) -> Action:
     run = memory.run
     assert run is not None
     if verdict := _overdue_phase(slot, seen, memory, timers):
@@ -339,7 +349,7 @@ def _decide_living(slot: Slot, seen: NodeEvidence, past: NodeMemory, memory: Mem
             return ending(seen, memory, why, then=Reason.JUDGED)
     if action := _end_of_day(seen, past, memory, timers):
         return action
-    if memory.book(BookName.SETUP).failures and seen.report is not None and _past_setup(seen.report.workers):
+    if memory.book(BookName.SETUP).failures and seen.report is not None and past_setup(seen.report.workers):
         return Settle(Fact.SETUP_DONE, "setup served on every worker: its failures begin anew", seen.node.name)
     if seen.progress.signals >= 2 and not run.progressed:
         far = standing(seen, memory)
@@ -348,7 +358,7 @@ def _decide_living(slot: Slot, seen: NodeEvidence, past: NodeMemory, memory: Mem
     return Wait("running" if seen.progress.signals else "running; no progress signal")
 
 
-def _past_setup(workers: tuple[WorkerReport, ...]) -> bool:
+def past_setup(workers: tuple[WorkerReport, ...]) -> bool:
     return all(worker.phase is Phase.RUN for worker in workers)
 
 
@@ -357,7 +367,7 @@ def _overdue_phase(slot: Slot, seen: NodeEvidence, memory: Memory, timers: Timer
     phases = {worker.phase for worker in seen.report.workers}
     if phases & {Phase.FETCH, Phase.SETUP, Phase.NONE}:
         if timers.lasted(seen.phase_since, slot.care.setup_timeout):
-            return _book(seen, memory, "setup does not end", BookName.SETUP, slot.care.setup_budget)
+            return booked(seen, memory, "setup does not end", BookName.SETUP, slot.care.setup_budget)
         return None
     # Only a job that is known to tell of its progress can be late with its first step.
     tells = memory.step is not None

@@ -318,6 +318,8 @@ def _settle(memory: Memory, action: Settle, now: datetime, rng: random.Random) -
             return replace(memory, run=replace(run, complete=True)) if run is not None else memory
         case Fact.RUN_STOPPED:
             return replace(memory, run=replace(run, stopped=True)) if run is not None else memory
+        case Fact.RUN_OVER | Fact.RUN_BACK:
+            return replace(memory, run=replace(run, over=action.fact is Fact.RUN_OVER)) if run is not None else memory
         case Fact.SETUP_DONE:
             return _row_over(memory, BookName.SETUP)
         case Fact.RUN_PROGRESSED:

@@ -1,0 +1,109 @@
+"""
+What to do about a run that tpucare did not start: it lives or it does not, and nobody knows whether it succeeded.
+
+Pure. What is common to all runs (stops, launches that are not complete, standstill, health, the end of a day) is
+`plan_run`'s. The run is over when nothing of it lives on any worker: a worker on which nothing was ever started is no
+sign of an end, and of one that was started anew what it had may come back by itself.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from tpucare.actions import Action, Fact, Settle, Wait
+from tpucare.evidence import Evidence, NodeEvidence, Timers
+from tpucare.memory import BookName, End, Memory, NodeMemory, RunMemory
+from tpucare.model import OnExit, Slot, WorkerReport
+from tpucare.plan_run import (
+    CRASH_IS_OURS_AFTER,
+    GONE_IS_SURE_AFTER,
+    booked,
+    decide_living,
+    decide_unsettled,
+    ending,
+    infrastructure,
+    past_setup,
+    standing,
+)
+
+# A session that begins at boot is up about when sshd is.
+MAY_COME_BACK = timedelta(minutes=1)
+ENDED = "its run ended; not known to have succeeded"
+
+
+def is_foreign(seen: NodeEvidence, run: RunMemory) -> bool:
+    """Whether *run* is one that tpucare's runner did not start, as the workers tell it."""
+    workers = seen.report.workers if seen.report is not None else ()
+    return any(worker.foreign is not None and worker.token == run.token for worker in workers)
+
+
+def decide_foreign(
+    slot: Slot, seen: NodeEvidence, past: NodeMemory, evidence: Evidence, memory: Memory, timers: Timers
+) -> Action:
+    """The next step for a foreign run that is not known to be stopped; all workers answer."""
+    run, report = memory.run, seen.report
+    assert run is not None
+    assert report is not None
+    if action := decide_unsettled(slot, seen, evidence, memory, timers):
+        return action
+    workers = report.workers
+    if any(worker.foreign is not None and worker.foreign.lost for worker in workers):
+        return ending(seen, memory, "its setup was interrupted: whoever did it is gone", None)
+    failed = [worker for worker in workers if worker.exit_status not in (None, 0)]
+    if failed:
+        return _decide_failed(slot, seen, memory, timers, failed[0])
+    if memory.book(BookName.SETUP).failures and past_setup(workers):
+        return Settle(Fact.SETUP_DONE, "setup served on every worker: its failures begin anew", seen.node.name)
+    if not run.over and (action := _decide_rebooted(seen, memory, timers)):
+        return action
+    if not any(worker.alive for worker in workers):
+        return _decide_ended(slot, seen, memory, timers)
+    if run.over:
+        return Settle(Fact.RUN_BACK, "something of its run lives again", seen.node.name)
+    action = decide_living(slot, seen, past, memory, timers)
+    return Wait(_living(workers)) if isinstance(action, Wait) and past_setup(workers) else action
+
+
+def _living(workers: tuple[WorkerReport, ...]) -> str:
+    ended = [n for n, w in enumerate(workers) if w.foreign is not None and w.foreign.seen and not w.alive]
+    if ended:
+        return f"running; what ran on worker {', '.join(map(str, ended))} has ended"
+    return "running, as far as what start_fn started can be seen"
+
+
+def _decide_failed(slot: Slot, seen: NodeEvidence, memory: Memory, timers: Timers, worst: WorkerReport) -> Action:
+    """A node that is preempted fails the functions that use it: the cloud is given time to say so."""
+    if not timers.lasted(seen.ended_since, CRASH_IS_OURS_AFTER):
+        return Wait(f"setup failed; waiting whether the cloud reports a preemption ({worst.detail})")
+    text = worst.detail or f"setup exited with {worst.exit_status}"
+    return booked(seen, memory, text, BookName.SETUP, slot.care.setup_budget)
+
+
+def _decide_rebooted(seen: NodeEvidence, memory: Memory, timers: Timers) -> Action | None:
+    """A worker was started anew and has nothing of what it had: that was no end of the run's own."""
+    assert seen.report is not None
+    if not any(is_torn(worker) for worker in seen.report.workers):
+        return None
+    if timers.lasted(seen.ended_since, MAY_COME_BACK):
+        return infrastructure(seen, memory, "a worker was started anew, and its run did not come back")
+    return Wait("a worker was started anew; waiting whether its run comes back by itself")
+
+
+def is_torn(worker: WorkerReport) -> bool:
+    foreign = worker.foreign
+    return foreign is not None and foreign.seen and foreign.rebooted and not worker.alive
+
+
+def _decide_ended(slot: Slot, seen: NodeEvidence, memory: Memory, timers: Timers) -> Action:
+    run, on_exit = memory.run, slot.care.on_exit
+    assert run is not None
+    if run.over and on_exit is OnExit.LEAVE:
+        return Wait(f"{ENDED} (care.on_exit is leave)")
+    if not timers.lasted(seen.ended_since, GONE_IS_SURE_AFTER, observations=1):
+        return Wait("nothing of its run lives; looking once more")
+    if on_exit is OnExit.RESTART:
+        return booked(seen, memory, ENDED, BookName.CRASH, slot.care.crash_budget)
+    far, name = standing(seen, memory), seen.node.name
+    if on_exit is OnExit.DELETE:
+        return Settle(Fact.ENDED, ENDED, name, end=End.DONE, step=far.step, checkpoint=far.checkpoint)
+    return Settle(Fact.RUN_OVER, ENDED, name, step=far.step, checkpoint=far.checkpoint)
