@@ -13,11 +13,11 @@ import contextlib
 import contextvars
 import shlex
 import threading
-from collections import Counter
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from tpucare.errors import ConfigError, NodeGone, RemoteError, WorkerSilent
 from tpucare.model import Ran, Worker
@@ -40,6 +40,11 @@ WORD_DEADLINE = timedelta(seconds=10)
 WORD_TRIES = 1800
 
 
+class _Call(NamedTuple):
+    worker: int
+    since: float
+
+
 class Attempt:
     """
     A slot's node as one launch of its `start_fn` may use it. Thread-safe.
@@ -47,16 +52,24 @@ class Attempt:
     number: the attempt that users see    token: of the run, `<node>.<n>`    workers: index = worker number
     """
 
-    def __init__(self, remote: Remote, *, slot: str, token: str, number: int, workers: tuple[Worker, ...]) -> None:
+    def __init__(
+        self,
+        remote: Remote,
+        *,
+        slot: str,
+        token: str,
+        number: int,
+        workers: tuple[Worker, ...],
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
         key = workers[0].key
         self.slot, self.token, self.number, self.workers = slot, token, number, workers
         self.project, self.zone, self.node = key.project, key.zone, key.name
-        self._remote = remote
+        self._remote, self._monotonic = remote, monotonic
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._why = ""
-        self._calls: set[Future[Any]] = set()
-        self._by_worker: Counter[int] = Counter()
+        self._calls: dict[Future[Any], _Call] = {}
         self._places = [threading.Semaphore(CALLS_PER_WORKER) for _ in workers]
 
     def __repr__(self) -> str:
@@ -127,9 +140,15 @@ class Attempt:
         return self._ended.wait(timeout)
 
     def calls_in_flight(self, worker: int) -> int:
-        """How many calls a user of this attempt waits for now."""
+        """How many calls to that worker are waited for now."""
         with self._lock:
-            return self._by_worker[worker]
+            return sum(call.worker == worker for call in self._calls.values())
+
+    def longest_call(self) -> timedelta:
+        """For how long the oldest of the calls has been waited for that go on now; zero without one."""
+        with self._lock:
+            since = min((call.since for call in self._calls.values()), default=None)
+        return timedelta(seconds=self._monotonic() - since) if since is not None else timedelta()
 
     # --- inside ---
 
@@ -157,16 +176,14 @@ class Attempt:
             return call.result()  # type: ignore[no-any-return]
         finally:
             with self._lock:
-                self._calls.discard(call)
-                self._by_worker[worker] -= 1
+                self._calls.pop(call, None)
 
     def _begin(self, worker: int) -> Future[Any]:
         call: Future[Any] = Future()
         with self._lock:
             if self._ended.is_set():
                 raise self._gone()
-            self._calls.add(call)
-            self._by_worker[worker] += 1
+            self._calls[call] = _Call(worker, self._monotonic())
         return call
 
     def _work(self, call: Future[Any], target: Worker, effect: Callable[[Worker], Any]) -> None:
@@ -184,7 +201,7 @@ class Attempt:
         with self._lock:
             if call not in self._calls:
                 return
-            self._calls.discard(call)
+            del self._calls[call]
             call.set_exception(error) if error is not None else call.set_result(result)
 
     def _await_word(self, target: Worker) -> None:

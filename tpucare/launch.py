@@ -115,7 +115,7 @@ class ScriptLauncher:
         try:
             answer = answers.read_probe(self._ask(worker, command, PROBE_DEADLINE))
         except answers.ToolsMissing:
-            self._install(worker)
+            self.install(worker)
             answer = answers.read_probe(self._ask(worker, command, PROBE_DEADLINE))
         return self._remember(order, worker, seen, answer)
 
@@ -224,7 +224,7 @@ class ScriptLauncher:
         try:
             return answers.read_stop(self._ask(worker, command, deadline))
         except answers.ToolsMissing:
-            self._install(worker)
+            self.install(worker)
             return answers.read_stop(self._ask(worker, command, deadline))
 
     def notice(self, order: NoticeOrder) -> None:
@@ -257,8 +257,8 @@ class ScriptLauncher:
     def _ask(self, worker: Worker, command: str, deadline: timedelta) -> Ran:
         return self._remote.run(worker, command, deadline=deadline, limit=ANSWER_LIMIT)
 
-    def _install(self, worker: Worker) -> None:
-        """Tools of this version for a worker that an older tpucare launched on."""
+    def install(self, worker: Worker) -> None:
+        """Tools of this version, for a worker that has none, or those of another. Raises: RemoteError."""
         files = [(file.path, file.content, file.mode) for file in script.tool_files()]
         ran = self._remote.run(
             worker, script.install_command(), stdin=bundle.stream(files), deadline=LAUNCH_DEADLINE, limit=ANSWER_LIMIT
