@@ -203,8 +203,8 @@ def operation_message(wire: Wire, record: OperationRecord) -> Any:
     return message
 
 
-def operations_message(operations: Sequence[Any]) -> Any:
-    return ListOperationsResponse(operations=operations)
+def operations_message(operations: Sequence[Any], token: str = "") -> Any:
+    return ListOperationsResponse(operations=operations, next_page_token=token)
 
 
 def guest_message(

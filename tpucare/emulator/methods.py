@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 from google.cloud.location import locations_pb2  # type: ignore[import-untyped]
 from google.longrunning import operations_pb2  # type: ignore[import-untyped]
@@ -26,6 +26,8 @@ Act = Callable[[World, Any, datetime, CallFate], Any]
 
 Show = Callable[[Any, Any], Any]
 """Translates outside the lock: (record, request message) -> message or bytes."""
+
+T = TypeVar("T")
 
 VERSIONS = ("v2", "v2alpha1")
 OPERATIONS = "google.longrunning.Operations"
@@ -192,7 +194,7 @@ def operation_methods(known: Mapping[str, Wire], show: Callable[[Wire, Operation
             operations_pb2.ListOperationsRequest,
             NAME,
             lambda world, ask, now, fate: world.list_operations(ask.name, now, fate),
-            lambda records, _: messages.operations_message([message(record) for record in records]),
+            lambda records, ask: messages.operations_message(*_page([message(one) for one in records], ask)),
         ),
         "CancelOperation": Method(
             operations_pb2.CancelOperationRequest,
@@ -256,10 +258,16 @@ def _offer(name: str, names: Callable[[str], Sequence[str]]) -> tuple[str, str]:
 def _catalogue(
     wire: Wire, answer: str, offers: Sequence[tuple[str, str]], ask: Any, show: Callable[[str, str], Any]
 ) -> Any:
-    """One page of a catalogue and the token of the next; a token is the number of entries before it."""
-    first = int(ask.page_token) if ask.page_token.isdigit() else 0
-    last = first + (ask.page_size or len(offers))
-    message = wire.pb(answer)(next_page_token=str(last) if last < len(offers) else "")
+    """One page of a catalogue."""
+    page, token = _page(offers, ask)
+    message = wire.pb(answer)(next_page_token=token)
     entries = getattr(message, message.DESCRIPTOR.fields_by_number[1].name)
-    entries.extend(show(*offer) for offer in offers[first:last])
+    entries.extend(show(*offer) for offer in page)
     return message
+
+
+def _page(entries: Sequence[T], ask: Any) -> tuple[Sequence[T], str]:
+    """Those that were asked for, and the token of the next; a token is the number of entries before it."""
+    first = int(ask.page_token) if ask.page_token.isdigit() else 0
+    last = first + (ask.page_size or len(entries))
+    return entries[first:last], str(last) if last < len(entries) else ""

@@ -23,6 +23,7 @@ class Running:
 
     endpoint: `127.0.0.1:PORT` of the API     control: path of the unix socket that operator actions go to
     ssh_port: of every worker, 0 = no machines ssh_user: who logs in there
+    rest:     `http://127.0.0.1:PORT` of the API as JSON
     """
 
     endpoint: str
@@ -31,6 +32,7 @@ class Running:
     pid: int
     ssh_port: int = 0
     ssh_user: str = ""
+    rest: str = ""
 
 
 def announce(folder: Path, running: Running) -> None:

@@ -1,5 +1,5 @@
 """
-One emulated cloud, running: world, gRPC service, machines, control socket and audit log put together.
+One emulated cloud, running: world, its faces to the network, machines, control socket and audit log put together.
 
 The world has no clock and no threads; this gives it both. One thread plays what happens by itself and collects what
 machines must do, another hands that to the machines in the same order. Everything that touches the world holds `lock`.
@@ -24,11 +24,11 @@ from typing import Any, Protocol, TextIO
 
 import structlog
 
-from tpucare.emulator import grpc as api
 from tpucare.emulator import running
 from tpucare.emulator.carrying import Carrier
 from tpucare.emulator.config import WorldConfig
 from tpucare.emulator.control import Control, request
+from tpucare.emulator.faces import Faces
 from tpucare.emulator.orders import parse_order
 from tpucare.emulator.records import MachineEffect, NodePath
 from tpucare.emulator.world import World
@@ -90,6 +90,7 @@ class EmulatorServer:
         *,
         seed: int = 0,
         port: int = 0,
+        rest_port: int = 0,
         machines: MakeMachines | None = None,
         state_dir: Path | None = None,
         audit_path: Path | None = None,
@@ -107,18 +108,23 @@ class EmulatorServer:
         self._make_machines = machines
         self._machines: Machines | None = None
         self._effects: queue.SimpleQueue[MachineEffect | None] = queue.SimpleQueue()
-        self._port, self._dated = port, dated
+        self._port, self._rest_port, self._dated = port, rest_port, dated
         self._project, self._ssh_port = project, ssh_port
         self._state_dir, self._audit_path = state_dir, audit_path
         self._audit: TextIO | None = None
         self._control: Control | None = None
-        self._service: api.Service | None = None
+        self._faces: Faces | None = None
         self._threads: list[threading.Thread] = []
 
     @property
     def endpoint(self) -> str:
-        """`127.0.0.1:PORT`, once it is started."""
+        """`127.0.0.1:PORT` of gRPC, once it is started."""
         return f"127.0.0.1:{self._port}"
+
+    @property
+    def rest_endpoint(self) -> str:
+        """`http://127.0.0.1:PORT` of REST, once it is started."""
+        return f"http://127.0.0.1:{self._rest_port}"
 
     @property
     def machines(self) -> Machines | None:
@@ -135,8 +141,8 @@ class EmulatorServer:
             if self._make_machines is not None:
                 self._machines = self._make_machines(on_host_keys=self._publish, on_gone=self._miss)
             carrier = Carrier(self.world, self.lock, self.now, self._stopping.wait, self.poke, self._dated)
-            self._service = api.Service(carrier, self._port)
-            self._port = self._service.port
+            self._faces = Faces(carrier, self._port, self._rest_port)
+            self._port, self._rest_port = self._faces.port, self._faces.rest_port
             for work in (self._play, self._move_machines):
                 thread = threading.Thread(target=work, name=f"emulator{work.__name__}")
                 thread.start()
@@ -158,8 +164,8 @@ class EmulatorServer:
             if self._machines is not None:
                 ends.callback(self._machines.close)
             ends.callback(self._join)
-            if self._service is not None:
-                ends.callback(self._service.stop)
+            if self._faces is not None:
+                ends.callback(self._faces.stop)
             ends.callback(self._withdraw)
 
     def __enter__(self) -> EmulatorServer:
@@ -278,7 +284,9 @@ class EmulatorServer:
         self._control = Control(path, self.carry)
         self._control.start()
         user = self._machines.login_user if self._machines is not None else ""
-        found = running.Running(self.endpoint, str(path), self._project, os.getpid(), self._ssh_port, user)
+        found = running.Running(
+            self.endpoint, str(path), self._project, os.getpid(), self._ssh_port, user, self.rest_endpoint
+        )
         running.announce(self._state_dir, found)
 
     def _withdraw(self) -> None:
