@@ -16,6 +16,7 @@ from tpucare.actions import Wait
 from tpucare.errors import StoreError
 from tpucare.memory import Memory
 from tpucare.model import Event, Node, Slot
+from tpucare.placement import Budget
 from tpucare.ports import Clock, Executor, Lane, Store
 from tpucare.projects import ProjectView
 from tpucare.tracking import NodeTrack, SlotTrack
@@ -31,6 +32,8 @@ class Settings:
     How the loop beats. Seconds, but for the budget.
 
     dry_run: observe and decide, begin nothing    acts_for: the slots for which anything is begun; None = all
+    budget: the create budget of a project; None = one of this engine's own, of `creates_per_minute`
+    elsewhere: whether a node that bears our owner label is cared for by another store of our state folder
     """
 
     poll: float = 5.0
@@ -42,6 +45,8 @@ class Settings:
     brake_share: float = 0.2
     dry_run: bool = False
     acts_for: Callable[[Slot], bool] | None = None
+    budget: Callable[[str], Budget] | None = None
+    elsewhere: Callable[[Node], bool] | None = None
 
 
 @dataclass(slots=True)

@@ -26,7 +26,7 @@ from tpucare.memory import End, Memory, Wish
 from tpucare.model import Event, Listing, Node, Slot
 from tpucare.narration import end_of, failed, fields_of, kind_of, node_of, text_of
 from tpucare.observer import Observer
-from tpucare.placement import CreateBudget
+from tpucare.placement import Budget, CreateBudget
 from tpucare.plan import decide
 from tpucare.ports import Clock, Executor, Finished, Lane, Store
 from tpucare.prober import Prober
@@ -72,7 +72,7 @@ class Engine:
         self._remembered = {name: memories.recover(memory) for name, memory in store.memories().items()}
         self._surplus: dict[str, Callable[[str], Slot | None]] = {}
         self._wishes: dict[str, Wish] = {}
-        self._budget: dict[str, CreateBudget] = {}
+        self._budget: dict[str, Budget] = {}
 
     @property
     def slots(self) -> dict[str, SlotTrack]:
@@ -141,8 +141,13 @@ class Engine:
         slot = surplus(node.slot) if surplus is not None and node.slot else None
         return self._track(slot) if slot is not None else None
 
-    def _budget_of(self, project: str) -> CreateBudget:
-        return self._budget.setdefault(project, CreateBudget(self.settings.creates_per_minute))
+    def _budget_of(self, project: str) -> Budget:
+        budget = self._budget.get(project)
+        if budget is None:
+            shared = self.settings.budget
+            budget = shared(project) if shared is not None else CreateBudget(self.settings.creates_per_minute)
+            self._budget[project] = budget
+        return budget
 
     def _restore_budget(self, project: str, memory: Memory) -> None:
         wall, now = self.clock.now(), self.clock.monotonic()

@@ -12,7 +12,7 @@ from functools import partial
 from tpucare import remember as memories
 from tpucare.board import Board, slots_of
 from tpucare.effects import Ports
-from tpucare.errors import CloudError, OwnCredentials
+from tpucare.errors import CloudError, NeedsPerson, OwnCredentials
 from tpucare.hearing import Hearing
 from tpucare.model import Listing, Node, workers_of
 from tpucare.ports import Lane
@@ -68,7 +68,7 @@ class Observer:
             raise error
         why = f"listing {view.name} failed: {error}"
         if view.fresh or why != view.blind_why:
-            level = "error" if isinstance(error, OwnCredentials) else "warning"
+            level = "error" if isinstance(error, OwnCredentials | NeedsPerson) else "warning"
             self.board.say("blind", why, level=level)
             self.board.decide_again(view.slots)
         view.fresh, view.blind_why = False, why
@@ -112,6 +112,10 @@ class Observer:
             view.foreign.get(slot, {}).pop(node.name, None)
         track = self.board.slots.get(node.slot) or self.adopt(node)
         if track is None or track.slot.project != view.name:
+            elsewhere = self.board.settings.elsewhere
+            if elsewhere is not None and elsewhere(node):
+                self.board.strays.pop(node.name, None)
+                return
             if node.name not in self.board.strays:
                 text = f"{node.name} in {node.key.zone} bears our owner label and an unknown fleet ({node.fleet})"
                 self.board.say("stray", f"{text}: `tpucare gc` lists it", node=node.name, level="warning")

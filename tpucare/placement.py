@@ -12,6 +12,7 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
+from typing import Protocol
 
 from tpucare.errors import CloudError, NeedsPerson, NoCapacity, QuotaExceeded, RateLimited, Transient
 from tpucare.evidence import Evidence, Timers, holding_of, region_of
@@ -163,6 +164,20 @@ def quota_granted(past: PlaceMemory) -> PlaceMemory:
         kept = past.refusals if _never_answers(past) else 0
         return replace(past, kind="", reason="", retry_at=None, blocked=False, refusals=kept, own_quota_since=None)
     return past
+
+
+class Budget(Protocol):
+    """What `CreateBudget` says of one process, and `budget.SharedBudget` of all processes of a state folder."""
+
+    def restore(self, asked: Iterable[tuple[float, str]]) -> None: ...
+
+    def free_at(self, now: float) -> float | None: ...
+
+    def take(self, slot: str, now: float) -> None: ...
+
+    def answered(self, slot: str, now: float) -> None: ...
+
+    def shares(self) -> Counter[str]: ...
 
 
 @dataclass(slots=True)
