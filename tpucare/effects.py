@@ -120,11 +120,16 @@ def node_request(action: Create, slot: Slot, ports: Ports) -> NodeRequest:
 
 
 def delete(action: Delete, ports: Ports) -> None:
+    """Raises: as `delete_ours`."""
+    delete_ours(action, ports.cloud, ports.owner)
+
+
+def delete_ours(action: Delete, cloud: Cloud, owner: str) -> None:
     """Raises: ChangedMeanwhile: another node bears that name now, or it is not ours. NodeGone: it is gone already."""
-    node = ports.cloud.get_node(action.key)
-    if (node.id, node.create_time) != (action.id, action.create_time) or node.owner != ports.owner:
+    node = cloud.get_node(action.key)
+    if (node.id, node.create_time) != (action.id, action.create_time) or node.owner != owner:
         raise ChangedMeanwhile(f"{action.key.name} is not the node it was: nothing deleted")
-    ports.cloud.delete_node(action.key)
+    cloud.delete_node(action.key)
 
 
 def vouch(key: NodeKey, workers: tuple[Worker, ...], ports: Ports) -> None:

@@ -38,9 +38,13 @@ def machine_fingerprint(machine_id: str) -> str:
     return hashlib.blake2b(machine_id.strip().encode("utf-8"), digest_size=16, key=_MACHINE_SALT).hexdigest()
 
 
+def is_store_name(name: str) -> bool:
+    return _STORE_NAME.fullmatch(name) is not None
+
+
 def check_store_name(name: str) -> None:
     """Raises: StoreError: *name* would not be a plain file name."""
-    if not _STORE_NAME.fullmatch(name):
+    if not is_store_name(name):
         raise StoreError(f"{name!r} is no name for a store: use lowercase letters, digits, '.', '_' and '-'")
 
 

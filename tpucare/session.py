@@ -85,6 +85,7 @@ class Session:
         self._lock = threading.RLock()
         self._listings: dict[str, tuple[float, list[Described]]] = {}
         self._opened: list[GoogleCloud | ParamikoRemote] = []
+        self._stores: dict[str, threading.Lock] = {}
 
     @property
     def project(self) -> str:
@@ -129,6 +130,11 @@ class Session:
             opened, self._opened = self._opened, []
         for one in opened:
             one.close()
+
+    def alone_with(self, store: str) -> threading.Lock:
+        """To be held by whoever opens that store: two threads of one process would lock each other out."""
+        with self._lock:
+            return self._stores.setdefault(store, threading.Lock())
 
     # --- nodes -------------------------------------------------------------------------------------------------------
 
