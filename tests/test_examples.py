@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import stat
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from tpucare.emulator.resources import example_folder
 
 ROOT = Path(__file__).parents[1]
 FLEETS = sorted((ROOT / "examples" / "fleets").glob("*.yaml"))
+POD_SCRIPTS = ROOT / "examples" / "pod_scripts"
 
 
 @pytest.mark.parametrize("file", FLEETS, ids=lambda file: file.stem)
@@ -49,3 +52,25 @@ def test_the_text_is_plain_ascii_of_a_useful_size() -> None:
     text = (example_folder("train") / "corpus.txt").read_bytes()
     assert 20_000 < len(text) < 60_000
     assert text.isascii()
+
+
+def test_every_shell_script_passes_shellcheck() -> None:
+    scripts = sorted((ROOT / "examples").rglob("*.sh"))
+    program = Path(sys.executable).with_name("shellcheck")
+    command = [str(program), "--external-sources", "--source-path=SCRIPTDIR", *map(str, scripts)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout
+    assert len(scripts) >= 8
+
+
+def test_the_pod_scripts_are_told_of_and_their_fleet_is_valid() -> None:
+    text = (POD_SCRIPTS / "README.md").read_text()
+    scripts = sorted(POD_SCRIPTS.glob("*.sh"))
+    assert [script.name for script in scripts if f"`{script.name}`" not in text] == []
+    assert {"install.sh", "test.sh", "update.sh", "run.sh", "resume.sh"} <= {script.name for script in scripts}
+    assert [script.name for script in scripts if not os.stat(script).st_mode & stat.S_IXUSR] == ["settings.sh"]
+    pod = POD_SCRIPTS / "pod.yaml"
+    declared = fleet.parse(pod.read_text(), file=pod.name, folder=POD_SCRIPTS, default_project="my-project")
+    assert declared.warnings == ()
+    for script in re.findall(r"bash (\S+)", f"{declared.job.setup}\n{declared.job.run}"):
+        assert (POD_SCRIPTS / script).is_file()

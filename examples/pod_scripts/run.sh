@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# Begin the training, in a screen named `pod` that survives the end of SSH. A live run is left alone.
+# run.sh --from STEP  goes on from that checkpoint; resume.sh finds the step.
+set -euo pipefail
+here=$(cd "$(dirname "$0")" && pwd)
+source "$here/settings.sh"
+
+if [[ ${1:-} == --inside ]]; then
+  # In the screen. Whatever is started from here on inherits the lock.
+  exec 9>>"$STATE/lock" >>"$STATE/log" 2>&1
+  flock --nonblock 9 || exit 0
+  echo $$ >"$STATE/pid"
+  echo "$(date -u +%FT%TZ) begins${START_STEP:+ at step $START_STEP}"
+  cd "$CODE"
+  status=0
+  bash -c "$TRAIN" || status=$?
+  echo "$status" >"$STATE/exit"
+  echo "$(date -u +%FT%TZ) ended with exit status $status"
+  exit "$status"
+fi
+
+if is_live; then
+  echo "the run is live, and is left alone; its log: $STATE/log"
+  exit 0
+fi
+[[ -d $CODE ]] || die "there is no clone yet: run install.sh"
+if [[ ${1:-} == --from ]]; then
+  START_STEP=$2
+else
+  START_STEP=
+  found=$(newest_step)
+  [[ -z $found ]] || die "$CHECKPOINT holds step $found: resume.sh goes on from there; to begin anew, change CHECKPOINT"
+fi
+export START_STEP TRAIN
+rm -f "$STATE/exit"
+screen -dmS pod bash "$here/run.sh" --inside
+# `screen -dmS` returns before the command starts, so its exit status says nothing.
+for _ in {1..100}; do
+  if is_live || [[ -e $STATE/exit ]]; then
+    echo "started${START_STEP:+ from step $START_STEP}; its log: $STATE/log"
+    exit 0
+  fi
+  sleep 0.1
+done
+die "the screen did not start; see $STATE/log"

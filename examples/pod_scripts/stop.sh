@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# End the run: SIGTERM, so that it may save, and SIGKILL after STOP_SECONDS.
+set -euo pipefail
+source "$(dirname "$0")/settings.sh"
+
+is_live || exit 0
+# Never Ctrl-C (SIGINT): it leaves TPU chips unusable.
+pid=$(<"$STATE/pid")
+kill -TERM -- "-$pid" 2>/dev/null || true
+if ! flock --timeout "${STOP_SECONDS:-60}" "$STATE/lock" true; then
+  kill -KILL -- "-$pid" 2>/dev/null || true
+  flock --timeout 30 "$STATE/lock" true || die "processes of the run are still there: $(fuser "$STATE/lock" 2>/dev/null)"
+fi
+echo "stopped"
