@@ -119,6 +119,7 @@ class WandbServer:
     def audit(self, after: int = 0) -> list[Note]:
         """Notes from number *after* on, as `GET /control/audit?after=N` shows them."""
         with self.lock:
+            self.world.pass_time(self.now())
             return self.world.audit[after:]
 
     def _write(self, note: Note) -> None:

@@ -145,16 +145,14 @@ class World:
         stops = [self._stop(agent, name, now) for name in alive if self._is_stopped(sweep, name)]
         if agent.run or stops:
             return stops
-        if sweep.queue:
-            waiting = next((name for name in sweep.queue if not self._is_held(sweep, name)), None)
-            if waiting is None:
-                return []
+        waiting = next((name for name in sweep.queue if not self._is_held(sweep, name)), None)
+        if waiting is not None:
             sweep.queue.remove(waiting)
             return [self._give(sweep, agent, waiting, "resume", now)]
         if sweep.state is SweepState.RUNNING and (point := self._next_point(sweep)) is not None:
             run = self._new_run(sweep, point, now)
             return [self._give(sweep, agent, run.name, "run", now)]
-        if sweep.state is SweepState.PAUSED:
+        if sweep.state is SweepState.PAUSED or sweep.queue:
             return []
         self.set_sweep_state(sweep, SweepState.FINISHED, now)
         return [self._exit(agent, now)]
@@ -166,7 +164,8 @@ class World:
         run.starts += 1
         agent.run = name
         self.note(now, "start", agent=agent.id, run=name, how=kind, sweep=sweep.name, start=run.starts)
-        return {"type": kind, "run_id": name, "program": sweep.config.get("program", ""), "args": run.config}
+        arguments = {key: {"value": value} for key, value in run.point.items()}
+        return {"type": kind, "run_id": name, "program": sweep.config.get("program", ""), "args": arguments}
 
     def _stop(self, agent: Agent, name: str, now: float) -> Command:
         self.note(now, "stop", agent=agent.id, run=name)
