@@ -1,1 +1,1 @@
-"""The real engine under a virtual Clock and Executor, in the emulator's world, with simulated workers."""
+"""What stories add to `tpucare.simulation`: a real store on a disk, short ways to declare slots, a check at the end."""

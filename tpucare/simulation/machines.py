@@ -1,0 +1,332 @@
+"""
+Simulated worker machines: they boot, die and fall silent as the world says, and train at a steady pace.
+
+What a run does (steps, checkpoints, exit) follows from when it was started; a bucket per slot outlives the nodes. How
+they are reached is `workers`'.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from tpucare.emulator.records import (
+    PREEMPTED_ATTRIBUTE,
+    AuthorizeKeys,
+    Boot,
+    Kill,
+    MachineEffect,
+    Resume,
+    SetAttribute,
+    Silence,
+)
+from tpucare.model import Failure, NodeKey
+from tpucare.simulation.time import VirtualClock
+
+
+@dataclass
+class Script:
+    """
+    What training does in this story. Seconds; `exits` maps a slot or a run to (worker, exit status, after seconds).
+
+    `vanishes`: slots whose runs end without a status, as the OOM killer ends them. `on_notice`: slots whose run ends
+    with status 0 as soon as a preemption is announced.
+    """
+
+    setup_seconds: float = 20.0
+    step_seconds: float = 1.0
+    save_every: int = 60
+    steps: int = 10**9
+    stands_still: set[str] = field(default_factory=set)
+    exits: dict[str, tuple[int, int, float]] = field(default_factory=dict)
+    failures: dict[str, Failure] = field(default_factory=dict)
+    ignores_stop: set[str] = field(default_factory=set)
+    vanishes: set[str] = field(default_factory=set)
+    on_notice: set[str] = field(default_factory=set)
+    tells_progress: bool = True
+
+
+@dataclass(eq=False, slots=True)
+class SimulatedRun:
+    """
+    One run on one worker. `ended` in seconds; `status` None where it ended without one.
+
+    `hung_at`: the step at which it stands still.
+    """
+
+    token: str
+    slot: str
+    since: float
+    first_step: int
+    stopped: bool = False
+    signalled: bool = False
+    ended: float | None = None
+    failed: bool = False
+    status: int | None = None
+    failure: Failure = Failure.CRASH
+    hung_at: int | None = None
+
+
+@dataclass(eq=False, slots=True)
+class SimulatedWorker:
+    """
+    One host VM. `refuses`: it takes no key of ours. `dirty`: the chips are lost to whatever ran before us, so that a
+    run exits at once. `foreign_chips`: somebody else's process holds them, until it is stopped.
+    """
+
+    node_id: int
+    number: int
+    key: NodeKey
+    address: str
+    up: bool = True
+    silent: bool = False
+    preempted: bool = False
+    refuses: bool = False
+    foreign_chips: bool = False
+    dirty: bool = False
+    run: SimulatedRun | None = None
+    last_number: int = 0
+    boots: int = 1
+    host_key: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RunMark:
+    """A run began or ended on a worker, at that second."""
+
+    seconds: float
+    what: str
+    token: str
+    key: NodeKey
+    node_id: int
+    worker: int
+    slot: str
+
+
+class Machines:
+    """
+    `history`: (seconds, "start" or "end", token, worker), what a checker needs to find two live runs of a slot; nothing
+    is kept there when `keep_history` is false. `on_run` is told of the same. `hangs_up`: a worker that dies is missed
+    at once. `eager`: what a run does by itself (phases, first steps, its end) is hinted at when it happens.
+    """
+
+    def __init__(self, clock: VirtualClock, script: Script) -> None:
+        self.clock = clock
+        self.script = script
+        self.workers: dict[tuple[NodeKey, int], SimulatedWorker] = {}
+        self.bucket: dict[str, int] = {}
+        self.history: list[tuple[float, str, str, int]] = []
+        self.keep_history = True
+        self.on_run: Callable[[RunMark], None] | None = None
+        self.on_boot: Callable[[SimulatedWorker], None] | None = None
+        self.nudge: Callable[[], None] = lambda: None
+        self.boots: deque[str] = deque()
+        self.deaf = False
+        self.hangs_up = True
+        self.eager = False
+        self.key = ""
+        self._nodes: dict[NodeKey, dict[int, SimulatedWorker]] = {}
+        self._at: dict[str, SimulatedWorker] = {}
+        self._hints: set[NodeKey] = set()
+        self._alarms: list[tuple[float, int, NodeKey]] = []
+        self._count = 0
+
+    # --- what the world does to machines
+
+    def apply(self, effect: MachineEffect) -> None:
+        key = NodeKey(*effect.path)
+        if isinstance(effect, Boot):
+            self._boot(key, effect)
+            return
+        number = getattr(effect, "worker", None)
+        for worker in self._of(key, effect.node_id):
+            if number in (None, worker.number):
+                self._apply_to(worker, effect)
+
+    def _of(self, key: NodeKey, node_id: int) -> list[SimulatedWorker]:
+        return [worker for worker in self._nodes.get(key, {}).values() if worker.node_id == node_id]
+
+    def _boot(self, key: NodeKey, effect: Boot) -> None:
+        old = self.workers.get((key, effect.worker))
+        again = old is not None and old.node_id == effect.node_id
+        self._end_run(old)
+        worker = SimulatedWorker(effect.node_id, effect.worker, key, effect.address)
+        worker.host_key = f"AAAA{effect.node_id:x}-{effect.worker}"
+        if again and old is not None:
+            worker.boots, worker.last_number = old.boots + 1, old.last_number
+            worker.host_key, worker.refuses = old.host_key, old.refuses
+        elif self.boots:
+            self._spoil(worker, self.boots.popleft())
+        self.workers[key, effect.worker] = worker
+        self._nodes.setdefault(key, {})[effect.worker] = worker
+        self._at[effect.address] = worker
+        if self.on_boot is not None:
+            self.on_boot(worker)
+        self.hint(key)
+
+    def _spoil(self, worker: SimulatedWorker, how: str) -> None:
+        """What is wrong with a machine from its first boot: see `boots`, the orders for the next ones."""
+        worker.refuses = how == "refuses"
+        worker.foreign_chips = how == "foreign"
+        worker.dirty = how == "dirty"
+
+    def _apply_to(self, worker: SimulatedWorker, effect: MachineEffect) -> None:
+        if isinstance(effect, Kill):
+            self._end_run(worker)
+            worker.up = False
+            if self.hangs_up:
+                self.hint(worker.key)
+        elif isinstance(effect, Silence):
+            worker.silent = True
+        elif isinstance(effect, Resume):
+            worker.silent = False
+        elif isinstance(effect, AuthorizeKeys):
+            if self.key in effect.ssh_keys:
+                worker.refuses = False
+        elif isinstance(effect, SetAttribute) and effect.name == PREEMPTED_ATTRIBUTE:
+            self._announce(worker, effect.value == "TRUE")
+
+    def _announce(self, worker: SimulatedWorker, preempted: bool) -> None:
+        worker.preempted = preempted
+        run = worker.run
+        if run is None:
+            return
+        run.signalled = True
+        if run.slot in self.script.on_notice and preempted:
+            self.end(worker, status=0)
+
+    def forget_dead(self, key: NodeKey) -> None:
+        """Let go of machines that are no more."""
+        workers = self._nodes.get(key, {})
+        if workers and not any(worker.up for worker in workers.values()):
+            del self._nodes[key]
+            for number, worker in workers.items():
+                del self.workers[key, number]
+                if self._at.get(worker.address) is worker:
+                    del self._at[worker.address]
+
+    def hint(self, key: NodeKey) -> None:
+        self._hints.add(key)
+        self.nudge()
+
+    # --- what happens by itself
+
+    def next_alarm(self) -> float | None:
+        return self._alarms[0][0] if self._alarms else None
+
+    def ring(self) -> None:
+        """Hint at what happened by itself until now."""
+        now = self.clock.seconds
+        while self._alarms and self._alarms[0][0] <= now:
+            self.hint(heapq.heappop(self._alarms)[2])
+
+    def _alarm(self, at: float, key: NodeKey) -> None:
+        if self.eager:
+            self._count += 1
+            heapq.heappush(self._alarms, (at, self._count, key))
+
+    # --- runs
+
+    def running(self) -> Iterator[SimulatedWorker]:
+        """Machines on which a run lives, in the order of their nodes."""
+        for key in sorted(self._nodes):
+            for number in sorted(self._nodes[key]):
+                worker = self._nodes[key][number]
+                if self.lives(worker):
+                    yield worker
+
+    def start(self, worker: SimulatedWorker, token: str, slot: str) -> SimulatedRun:
+        now, script = self.clock.seconds, self.script
+        run = worker.run = SimulatedRun(token, slot, now, self.bucket.get(slot, 0))
+        worker.last_number = int(token.rpartition(".")[2])
+        self._mark("start", worker, run)
+        if worker.dirty:
+            self.end(worker, status=1, failure=Failure.DIRTY_HOST)
+        elif worker.number == 0:
+            trains = now + script.setup_seconds
+            for steps in (0, 1, 2):
+                self._alarm(trains + steps * script.step_seconds + 0.001, worker.key)
+            if script.steps < 10**9:
+                self._alarm(trains + (script.steps - run.first_step) * script.step_seconds + 0.001, worker.key)
+        planned = self._planned(run)
+        if planned is not None and planned[0] in (-1, worker.number):
+            self._alarm(now + planned[2] + 0.001, worker.key)
+        return run
+
+    def end(self, worker: SimulatedWorker, status: int | None, failure: Failure = Failure.CRASH) -> None:
+        """The run on *worker* ends by itself, now; without a *status* nobody can tell how."""
+        run = worker.run
+        if run is None or not self.lives(worker):
+            return
+        self.save(run)
+        run.failed, run.status, run.failure, run.ended = True, status, failure, self.clock.seconds
+        self._mark("end", worker, run)
+        self._alarm(self.clock.seconds, worker.key)
+
+    def hang(self, worker: SimulatedWorker) -> None:
+        """The run lives on and makes no step any more."""
+        if worker.run is not None:
+            worker.run.hung_at = self.step(worker.run)
+
+    def _end_run(self, worker: SimulatedWorker | None) -> None:
+        if worker is None:
+            return
+        if worker.run is not None and worker.run.ended is None:
+            self.save(worker.run)
+            worker.run.ended = self.clock.seconds
+            self._mark("end", worker, worker.run)
+        worker.run = None
+
+    def note_end(self, worker: SimulatedWorker, run: SimulatedRun) -> None:
+        if run.ended is None:
+            run.ended = self.clock.seconds
+            self._mark("end", worker, run)
+
+    def _mark(self, what: str, worker: SimulatedWorker, run: SimulatedRun) -> None:
+        if self.keep_history:
+            self.history.append((self.clock.seconds, what, run.token, worker.number))
+        if self.on_run is not None:
+            self.on_run(
+                RunMark(self.clock.seconds, what, run.token, worker.key, worker.node_id, worker.number, run.slot)
+            )
+
+    def _planned(self, run: SimulatedRun) -> tuple[int, int, float] | None:
+        exits = self.script.exits
+        return exits.get(run.token) or exits.get(run.slot) if exits else None
+
+    def elapsed(self, run: SimulatedRun) -> float:
+        """Seconds that the run has lived; they end with it."""
+        planned = self._planned(run)
+        end = run.ended if run.ended is not None else self.clock.seconds
+        lived = end - run.since
+        return min(lived, planned[2]) if planned is not None and planned[0] == -1 else lived
+
+    def step(self, run: SimulatedRun) -> int:
+        if run.slot in self.script.stands_still:
+            return run.first_step + 3
+        if run.hung_at is not None:
+            return run.hung_at
+        trained = max(0.0, self.elapsed(run) - self.script.setup_seconds)
+        return min(self.script.steps, run.first_step + int(trained / self.script.step_seconds))
+
+    def save(self, run: SimulatedRun) -> None:
+        saved = self.step(run) // self.script.save_every * self.script.save_every
+        if saved > self.bucket.get(run.slot, 0):
+            self.bucket[run.slot] = saved
+
+    def exit_of(self, worker: SimulatedWorker) -> int | None:
+        """Status with which the run ended by itself; None while it lives, or where nobody can tell."""
+        run = worker.run
+        assert run is not None
+        if run.failed:
+            return run.status
+        planned = self._planned(run)
+        if planned is not None and planned[0] in (-1, worker.number) and self.elapsed(run) >= planned[2]:
+            return planned[1]
+        return 0 if self.step(run) >= self.script.steps else None
+
+    def lives(self, worker: SimulatedWorker) -> bool:
+        run = worker.run
+        return run is not None and not run.stopped and not run.failed and self.exit_of(worker) is None

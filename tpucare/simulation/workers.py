@@ -1,0 +1,191 @@
+"""
+The Launcher port over simulated workers: who answers, and what a launch, a stop and a probe meet there.
+
+A worker is found by its address, as over the network: one that was given to another machine meets that machine, and
+the host key pinned for the node tells the two apart.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+
+from tpucare.errors import WorkerSilent
+from tpucare.model import (
+    Contact,
+    Failure,
+    LaunchOrder,
+    LaunchResult,
+    NodeKey,
+    NodeReport,
+    NoticeOrder,
+    Phase,
+    ProbeOrder,
+    StopOrder,
+    StopResult,
+    Worker,
+    WorkerReport,
+)
+from tpucare.simulation.machines import Machines, Script, SimulatedRun, SimulatedWorker
+from tpucare.simulation.time import VirtualClock
+
+__all__ = ["Script", "SimulatedRun", "SimulatedWorker", "VirtualLauncher"]
+
+_SILENT = WorkerReport(Contact.SILENT)
+_REFUSED = WorkerReport(Contact.AUTH_REFUSED)
+_CHANGED = WorkerReport(Contact.HOST_KEY_CHANGED)
+
+
+class VirtualLauncher(Machines):
+    """
+    `probes`: when nodes were last asked how they are, in seconds. `lost`: how many of the next launches and stops lose
+    one worker's answer, by "launch-before", "launch-after" (it took effect) and "stop". `slow`: seconds that every
+    answer takes longer. `met_strangers`: how often an address led to another node's machine.
+    """
+
+    def __init__(self, clock: VirtualClock, script: Script) -> None:
+        super().__init__(clock, script)
+        self.probes: deque[float] = deque(maxlen=1000)
+        self.launches: list[str] = []
+        self.stops: list[str] = []
+        self.notices: list[str] = []
+        self.waiting: Callable[[float], None] = lambda _: None
+        self.on_report: Callable[[NodeReport], None] | None = None
+        self.lost: Counter[str] = Counter()
+        self.slow = 0.0
+        self.met_strangers = 0
+        self._pins: dict[NodeKey, dict[tuple[int, int], str]] = {}
+
+    def _meet(self, address: Worker) -> SimulatedWorker | WorkerReport:
+        """The machine at that address, or how it does not let us in."""
+        found = self._at.get(address.host)
+        if self.deaf or found is None or not found.up or found.silent:
+            return _SILENT
+        if found.node_id != address.node_id:
+            self.met_strangers += 1
+        pins = self._pins.setdefault(address.key, {})
+        pin = pins.setdefault((address.node_id, address.number), found.host_key)
+        if pin != found.host_key:
+            return _CHANGED
+        return _REFUSED if found.refuses else found
+
+    def probe(self, order: ProbeOrder) -> NodeReport:
+        self.probes.append(self.clock.seconds)
+        reports = tuple(self._report(worker) for worker in order.workers)
+        silent = any(report.contact is Contact.SILENT for report in reports)
+        self.waiting((10.0 if silent else 0.05) + self.slow)
+        first = order.workers[0]
+        report = NodeReport(first.key, first.node_id, reports)
+        if self.on_report is not None:
+            self.on_report(report)
+        return report
+
+    def _report(self, address: Worker) -> WorkerReport:
+        worker = self._meet(address)
+        if isinstance(worker, WorkerReport):
+            return worker
+        if worker.run is None:
+            return WorkerReport(
+                Contact.ANSWERED,
+                alive=worker.foreign_chips,
+                chips_free=not worker.foreign_chips,
+                preempted=worker.preempted,
+                last_number=worker.last_number,
+            )
+        return self._report_run(worker, worker.run)
+
+    def _report_run(self, worker: SimulatedWorker, run: SimulatedRun) -> WorkerReport:
+        lives = self.lives(worker)
+        if not lives:
+            self.note_end(worker, run)
+        status = None if lives else (143 if run.stopped else self.exit_of(worker))
+        if run.slot in self.script.vanishes:
+            status = None
+        elapsed = self.elapsed(run)
+        in_setup = elapsed < self.script.setup_seconds
+        if lives:
+            self.save(run)
+        tells = self.script.tells_progress and worker.number == 0 and not in_setup
+        return WorkerReport(
+            Contact.ANSWERED,
+            token=run.token,
+            alive=lives,
+            chips_free=not lives and not worker.foreign_chips,
+            phase=Phase.EXITED if not lives else Phase.SETUP if in_setup else Phase.RUN,
+            exit_status=status,
+            failure=self._failure(run, status),
+            signalled=run.signalled,
+            preempted=worker.preempted,
+            last_number=worker.last_number,
+            boot_id=str(worker.boots),
+            step=self.step(run) if tells else None,
+            checkpoint=self.bucket.get(run.slot) if tells else None,
+            log_bytes=int(elapsed),
+        )
+
+    def _failure(self, run: SimulatedRun, status: int | None) -> Failure:
+        if status in (None, 0):
+            return Failure.NONE
+        return run.failure if run.failed else self.script.failures.get(run.slot, Failure.CRASH)
+
+    def launch(self, order: LaunchOrder) -> LaunchResult:
+        self.launches.append(order.token)
+        self.waiting(1.0 + self.slow)
+        return LaunchResult(tuple(self._launch(worker, order) for worker in order.workers))
+
+    def _launch(self, address: Worker, order: LaunchOrder) -> Exception | None:
+        worker = self._meet(address)
+        if isinstance(worker, WorkerReport) or self._loses("launch-before"):
+            return WorkerSilent(f"worker {address.number} does not answer")
+        if worker.run is not None and worker.run.token == order.token:
+            return None
+        if worker.run is not None and self.lives(worker):
+            return WorkerSilent("another run lives here")
+        self.start(worker, order.token, order.slot)
+        return WorkerSilent("the connection dropped") if self._loses("launch-after") else None
+
+    def _loses(self, what: str) -> bool:
+        if not self.lost[what]:
+            return False
+        self.lost[what] -= 1
+        return True
+
+    def stop(self, order: StopOrder) -> StopResult:
+        self.stops.append(order.workers[0].key.name)
+        self.waiting(2.0 + self.slow)
+        return StopResult(tuple(self._stop(worker) for worker in order.workers))
+
+    def _stop(self, address: Worker) -> bool | Exception:
+        worker = self._meet(address)
+        if isinstance(worker, WorkerReport) or self._loses("stop"):
+            return WorkerSilent(f"worker {address.number} does not answer")
+        run = worker.run
+        if run is not None and run.slot in self.script.ignores_stop:
+            return False
+        if run is not None and self.lives(worker):
+            self.save(run)
+            run.stopped = run.signalled = True
+            self.note_end(worker, run)
+        worker.foreign_chips = False
+        return True
+
+    def notice(self, order: NoticeOrder) -> None:
+        self.notices.append(order.token)
+
+    def vouch(self, workers: Sequence[Worker], keys: Mapping[int, tuple[str, ...]]) -> None:
+        for worker in workers:
+            told = [line.partition(" ")[2] for line in keys.get(worker.number, ())]
+            if told:
+                self._pins.setdefault(worker.key, {})[worker.node_id, worker.number] = told[0]
+
+    def expect(self, workers: Sequence[Worker]) -> None: ...
+
+    def forget(self, key: NodeKey) -> None:
+        self._pins.pop(key, None)
+        self.forget_dead(key)
+
+    def hints(self) -> frozenset[NodeKey]:
+        if not self._hints:
+            return frozenset()
+        hints, self._hints = frozenset(self._hints), set()
+        return hints
