@@ -2,13 +2,15 @@
 When to ask which node's workers how they are, and what their answers change.
 
 On the deciding thread only; the asking itself runs on the Executor. A node is asked every second until its run makes
-progress, then every 15 s, and at once when the launcher hints that something happened.
+progress or nothing new was heard for ten minutes, then every 15 s, and at once when the launcher hints that something
+happened.
 """
 
 from __future__ import annotations
 
 import heapq
 import random
+from datetime import timedelta
 
 from tpucare import remember as memories
 from tpucare.board import Board
@@ -19,6 +21,8 @@ from tpucare.ports import Finished, Lane
 from tpucare.tracking import NodeTrack, SlotTrack, is_running, newest_checkpoint, newest_step
 
 PROBED = frozenset({NodeState.CREATING, NodeState.READY, NodeState.REPAIRING, NodeState.STARTING, NodeState.RESTARTING})
+# A job that never tells of its progress, a long set-up, a worker that stays dark: asked at leisure from then on.
+NEWS_IS_FRESH_FOR = timedelta(minutes=10)
 
 
 class Prober:
@@ -95,14 +99,20 @@ class Prober:
             self._hear(track, seen, report)
         # Something happened while it was asked: the answer may be older than that.
         hinted = seen.probe_due is not None
-        self.schedule(track, seen, now if hinted else now + self._pause(seen))
+        self.schedule(track, seen, now if hinted else now + self._pause(track, seen))
 
-    def _pause(self, seen: NodeTrack) -> float:
+    def _pause(self, track: SlotTrack, seen: NodeTrack) -> float:
         report = seen.report
         steady = report is not None and report.all_answer and is_running(report) and seen.progress.signals > 0
-        if not steady:
+        if not steady and self._has_news(track, seen):
             return self.board.settings.fast_probe
         return self.board.settings.probe * self.rng.uniform(0.8, 1.2)
+
+    def _has_news(self, track: SlotTrack, seen: NodeTrack) -> bool:
+        marks = (seen.phase_since, seen.ended_since, seen.answering_since, seen.silent_since, seen.refused_since)
+        newest = max((mark.observed for mark in marks if mark is not None), default=None)
+        now = self.board.project(track.slot.project).observed
+        return newest is None or now - newest < NEWS_IS_FRESH_FOR
 
     def _hear(self, track: SlotTrack, seen: NodeTrack, report: NodeReport) -> None:
         view = self.board.project(track.slot.project)
