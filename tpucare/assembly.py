@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from tpucare.board import Settings
+from tpucare.budget import shared_budget
 from tpucare.effects import Ports
 from tpucare.engine import Engine
 from tpucare.errors import ConfigError
@@ -24,10 +25,11 @@ from tpucare.launch import ScriptLauncher
 from tpucare.logs import LogKeeper
 from tpucare.model import Event
 from tpucare.options import Options
-from tpucare.ports import Lane
+from tpucare.ports import Lane, Launcher
 from tpucare.remote import ParamikoRemote
 from tpucare.ssh_keys import LoginKey, load_or_make_key
 from tpucare.store import SqliteStore, open_store
+from tpucare.stores import Neighbours
 from tpucare.system import SystemClock, ThreadExecutor, machine_id, random_source
 
 if TYPE_CHECKING:
@@ -40,6 +42,21 @@ CLOSE_SECONDS = 4.0
 CREDENTIAL_LIMIT = 1 << 20
 
 
+@dataclass(frozen=True, slots=True)
+class Leaves:
+    """What a launcher may stand on. `scripts` is the launcher of fleets; `nudge` lets the loop look at once."""
+
+    options: Options
+    store: SqliteStore
+    clock: SystemClock
+    remote: ParamikoRemote
+    scripts: ScriptLauncher
+    nudge: Callable[[], None]
+
+
+MakeLauncher = Callable[[Leaves], Launcher]
+
+
 @dataclass(slots=True)
 class Caretaker:
     """Everything that care needs, put together. `close` it, or use it as a context manager."""
@@ -50,8 +67,9 @@ class Caretaker:
     executor: ThreadExecutor
     cloud: GoogleCloud
     remote: ParamikoRemote
-    launcher: ScriptLauncher
+    launcher: Launcher
     engine: Engine
+    neighbours: Neighbours
     find_project: Callable[[], str]
     """Project for fleets that name none. Raises: ConfigError: nothing names one."""
 
@@ -92,31 +110,35 @@ def assemble(
     *,
     listen: Callable[[Event], None] | None = None,
     alone: bool = False,
+    launcher: MakeLauncher = lambda leaves: leaves.scripts,
 ) -> Caretaker:
     """
-    Take the lock of the store in `options.state` and build everything over it.
+    Take the lock of the store `options.store` in `options.state` and build everything over it.
 
     listen: called with every event, after it is on disk
     alone:  for a command without a daemon: begin nothing, and connect to the cloud only when it is asked something
+    launcher: makes what starts runs; default: that of fleets
     Raises: StoreLocked, StoreError: the store cannot be had; ConfigError: credentials, endpoint or key.
     """
     clock = SystemClock()
-    store = open_store(options.state, machine_id=machine_id(), now=clock.now())
+    store = open_store(options.state, machine_id=machine_id(), now=clock.now(), name=options.store)
     try:
         cloud = cast("GoogleCloud", _LaterCloud(options, clock)) if alone else _connect(options, clock)
         key = load_or_make_key(options.key)
         executor = ThreadExecutor(LANES)
         remote = remote_of(options, key, nudge=executor.nudge)
         keeper = LogKeeper(options.logs)
-        launcher = ScriptLauncher(remote, state_dir=options.state, secrets=secrets_of(env), logs=keeper)
-        ports = Ports(cloud, launcher, store.owner, f"{options.ssh_user}:{key.public}")
-        settings = settings_of(options, dry_run=alone)
+        scripts = ScriptLauncher(remote, state_dir=options.state, secrets=secrets_of(env), logs=keeper)
+        made = launcher(Leaves(options, store, clock, remote, scripts, executor.nudge))
+        ports = Ports(cloud, made, store.owner, f"{options.ssh_user}:{key.public}")
+        neighbours = Neighbours(options.state, options.store, clock.monotonic)
+        settings = settings_of(options, neighbours, dry_run=alone)
         engine = Engine(ports, store, clock, executor, random_source(), settings, listen)
     except BaseException:
         store.close()
         raise
     finder = project_finder(options, env)
-    return Caretaker(options, store, clock, executor, cloud, remote, launcher, engine, finder)
+    return Caretaker(options, store, clock, executor, cloud, remote, made, engine, neighbours, finder)
 
 
 def _connect(options: Options, clock: SystemClock) -> GoogleCloud:
@@ -149,7 +171,7 @@ def remote_of(options: Options, key: LoginKey, *, nudge: Callable[[], None] = la
     return ParamikoRemote(key, user=options.ssh_user, pins=options.host_keys, nudge=nudge, port=options.ssh_port)
 
 
-def settings_of(options: Options, *, dry_run: bool = False) -> Settings:
+def settings_of(options: Options, neighbours: Neighbours | None = None, *, dry_run: bool = False) -> Settings:
     return Settings(
         poll=options.poll,
         fast_poll=min(options.fast_poll, options.poll),
@@ -157,6 +179,8 @@ def settings_of(options: Options, *, dry_run: bool = False) -> Settings:
         fast_probe=min(options.fast_probe, options.probe),
         creates_per_minute=options.creates_per_minute,
         dry_run=dry_run,
+        budget=lambda project: shared_budget(options.state, project, options.creates_per_minute),
+        elsewhere=neighbours.care_for if neighbours is not None else None,
     )
 
 

@@ -44,6 +44,7 @@ class Daemon:
             caretaker.clock,
             state=caretaker.options.state,
             find_project=caretaker.find_project,
+            neighbours=caretaker.neighbours,
         )
         self._intake = Intake(fleets, self.roster)
         self._desk = Desk(caretaker, self.roster, self._intake, self.stop)

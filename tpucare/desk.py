@@ -50,8 +50,13 @@ class Desk:
     """`carry` takes one order. `stop` is called when somebody orders the daemon to stop."""
 
     def __init__(
-        self, caretaker: Caretaker, roster: Roster, intake: Intake, stop: Callable[[], None] = lambda: None
+        self,
+        caretaker: Caretaker,
+        roster: Roster,
+        intake: Intake | None,
+        stop: Callable[[], None] = lambda: None,
     ) -> None:
+        """intake: where applied files go; None: a script declares what is cared for here."""
         self._care, self._engine = caretaker, caretaker.engine
         self._roster, self._intake, self._stop = roster, intake, stop
         self._verbs: Mapping[str, tuple[Callable[..., Answer], Mapping[str, Any]]] = {
@@ -139,11 +144,14 @@ class Desk:
     # --- fleets ------------------------------------------------------------------------------------------------------
 
     def _apply(self, text: str, folder: str, file: str, restart: bool, replace: bool) -> Answer:
+        if self._intake is None:
+            raise CannotDo("a Python script declares what is cared for here: change its arguments, and start it again")
         if not Path(folder).is_absolute():
             raise ConfigError(f"folder {shown(folder)} is not an absolute path")
         base = folder_of(text, Path(folder))
         parsed = fleets.parse(without_header(text), file=file or "fleet.yaml", folder=base)
         fleet = self._roster.with_project(parsed)
+        self._roster.refuse_taken(fleet)
         lying = self._intake.copy_in(fleet, text, base, file)
         record = self._roster.records.get(fleet.name)
         paused = record is not None and record.wish is Wish.PAUSED

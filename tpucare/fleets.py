@@ -14,13 +14,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from tpucare import fleet as fleets
-from tpucare import owner, wishes
+from tpucare import fleet_python, owner, wishes
 from tpucare.engine import Engine
 from tpucare.errors import ConfigError
 from tpucare.fleet import Fleet
 from tpucare.memory import End, FleetRecord, Wish
 from tpucare.model import Event, Slot
 from tpucare.ports import Clock, Store
+from tpucare.stores import Neighbours
 
 ACCEPTED = "accepted"
 
@@ -40,8 +41,12 @@ class Roster:
         state: Path,
         find_project: Callable[[], str],
         keeps: bool = True,
+        neighbours: Neighbours | None = None,
     ) -> None:
-        """keeps: False: only to see what would come of it; nothing is written down, and nobody is told."""
+        """
+        keeps: False: only to see what would come of it; nothing is written down, and nobody is told.
+        neighbours: the other stores of the state folder, whose slots may not be declared here too
+        """
         self.records: dict[str, FleetRecord] = store.fleets()
         self.fleets: dict[str, Fleet] = {}
         self.unread: dict[str, str] = {}
@@ -49,6 +54,7 @@ class Roster:
         self._kept = state / ACCEPTED
         self._find_project = find_project
         self._keeps = keeps
+        self._neighbours = neighbours
 
     # --- from the store ----------------------------------------------------------------------------------------------
 
@@ -75,6 +81,8 @@ class Roster:
             return kept if kept is not None else fleets.read_local(path)
 
         file = f"{record.name}.yaml (as accepted)"
+        if fleet_python.is_python(record.text):
+            return self.with_project(fleet_python.parse(record.text, file=f"{record.name} (as started)"))
         return self.with_project(fleets.parse(record.text, file=file, folder=Path(record.folder), read_file=read))
 
     def with_project(self, fleet: Fleet) -> Fleet:
@@ -82,6 +90,12 @@ class Roster:
         return fleet if fleet.project else replace(fleet, project=self._find_project())
 
     # --- a new text --------------------------------------------------------------------------------------------------
+
+    def refuse_taken(self, fleet: Fleet) -> None:
+        """Raises: ConfigError: another store of the state folder cares for a slot of that name."""
+        if self._neighbours is not None and fleet.project:
+            names = [fleet.slot_name(index) for index in range(fleet.count)]
+            self._neighbours.refuse_shared(fleet.name, names, fleet.project)
 
     def is_news(self, fleet: Fleet, text: str, folder: Path) -> bool:
         """Whether accepting that would change anything."""
@@ -112,7 +126,7 @@ class Roster:
 
     def _surplus(self, fleet: Fleet, name: str) -> Slot | None:
         index = fleet.index_of(name)
-        if index is None or name == fleet.name:
+        if index is None or name != fleet.slot_name(index):
             return None
         try:
             return fleet.slot(index)

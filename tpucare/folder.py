@@ -167,6 +167,7 @@ class Intake:
             folder = folder_of(text, path.parent)
             fleet = self._roster.with_project(fleets.parse(text, file=str(path), folder=folder))
             self._refuse_double(fleet, path)
+            self._roster.refuse_taken(fleet)
         except ConfigError as error:
             self._roster.say("fleet-refused", str(error), self._declared.get(path, ""))
             return

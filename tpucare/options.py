@@ -18,6 +18,7 @@ from tpucare.emulator import running
 from tpucare.errors import ConfigError
 
 DEFAULT_USER = "tpucare"
+DAEMON_STORE = "tpucare"
 SSH_PORT = 22
 FLEETS_NOTE = "fleets.path"
 
@@ -25,7 +26,8 @@ FLEETS_NOTE = "fleets.path"
 @dataclass(frozen=True, slots=True)
 class Options:
     """
-    state:     the state folder: store, key, host keys, logs, control socket
+    state:     the state folder: stores, key, host keys, logs, control sockets
+    store:     the store that is meant in it: the daemon's, or one of the Python door
     endpoint:  `127.0.0.1:PORT` of an emulator; empty = the real service
     project:   for fleets that name none; empty = to be found where gcloud looks
     ssh_user, ssh_port: of every worker
@@ -44,11 +46,12 @@ class Options:
     probe: float = 15.0
     fast_probe: float = 1.0
     creates_per_minute: int = 60
+    store: str = DAEMON_STORE
 
     @property
     def socket(self) -> Path:
-        """Where the running daemon listens for commands."""
-        return self.state / "control.sock"
+        """Where whoever cares for the store now listens for commands."""
+        return self.state / ("control.sock" if self.store == DAEMON_STORE else f"{self.store}.sock")
 
     @property
     def key(self) -> Path:

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import typer
 
 from tpucare import control, errors
-from tpucare.options import Options, resolve
+from tpucare.options import DAEMON_STORE, Options, resolve
 from tpucare.plain import plain, plain_lines
 
 
@@ -69,9 +69,15 @@ class Globals:
         )
 
 
-def options(context: typer.Context) -> Options:
+def options(context: typer.Context, target: str = "") -> Options:
+    """`target`: a fleet or slot; what is known to the store of a script alone is looked for there."""
     found = context.find_object(Globals)
-    return (found or Globals()).options()
+    chosen = (found or Globals()).options()
+    if target and any(path.stem != DAEMON_STORE for path in chosen.state.glob("*.sqlite")):
+        from tpucare.stores import meant
+
+        return meant(chosen, target)
+    return chosen
 
 
 def emulator_folder(context: typer.Context) -> Path:

@@ -131,7 +131,8 @@ def plan(
     except NoDaemon:
         with alone(chosen, keeps=False) as here:
             # What lies in the folder is what a daemon would begin with.
-            here.intake.look()
+            if here.intake is not None:
+                here.intake.look()
             here.look()
             answer = here.desk.carry(what)
     if json_out:
@@ -221,7 +222,7 @@ def down(
     from tpucare.cli import taking_down
 
     ask(f"Stop the runs of {target} and delete its nodes?", yes=yes)
-    answer = taking_down.take_down(options(context), target, wait=wait)
+    answer = taking_down.take_down(options(context, target), target, wait=wait)
     if json_out:
         print_json(answer)
     elif answer["left"]:
@@ -298,7 +299,7 @@ def _confirm_move(context: typer.Context, *, yes: bool) -> None:
 def _wish(context: typer.Context, verb: str, target: str, done: str, json_out: bool) -> None:
     from tpucare.cli.offline import order
 
-    answer = order(options(context), {"do": verb, "target": target})
+    answer = order(options(context, target), {"do": verb, "target": target})
     if json_out:
         print_json(answer)
         return

@@ -26,18 +26,19 @@ def status(
     Example: tpucare status
     Example: tpucare status pod --watch
     """
+    from tpucare import overview
     from tpucare.cli import looking
 
     chosen = options(context)
     if not watch:
-        answer = looking.status(chosen, target)
+        answer = overview.status(chosen, target)
         print_json(answer) if json_out else looking.show(answer)
     elif json_out:
         while True:
-            print_json(looking.status(chosen, target))
+            print_json(overview.status(chosen, target))
             time.sleep(REFRESH_SECONDS)
     else:
-        looking.watch(lambda: looking.status(chosen, target), REFRESH_SECONDS)
+        looking.watch(lambda: overview.status(chosen, target), REFRESH_SECONDS)
 
 
 def events(
@@ -56,7 +57,7 @@ def events(
     """
     from tpucare.cli import looking
 
-    looking.events(options(context), slot, follow=follow, number=number, as_json=json_out)
+    looking.events(options(context, slot), slot, follow=follow, number=number, as_json=json_out)
 
 
 def logs(

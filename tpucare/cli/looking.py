@@ -15,45 +15,12 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-import tpucare
-from tpucare.cli.common import Failure, say
-from tpucare.control import NoDaemon, request
+from tpucare.cli.common import say
 from tpucare.logs import LogKeeper
 from tpucare.options import Options
 from tpucare.plain import plain, plain_lines
 
 Answer = dict[str, Any]
-
-
-def status(options: Options, target: str) -> Answer:
-    """The daemon's view, with `daemon: true`; without one what the store remembers."""
-    try:
-        return {"daemon": True, **request(options.socket, {"do": "status", "target": target})}
-    except NoDaemon:
-        return {"daemon": False, **_remembered(options, target)}
-
-
-def _remembered(options: Options, target: str) -> Answer:
-    from tpucare import view
-    from tpucare.store import open_reader
-    from tpucare.system import SystemClock
-
-    now = SystemClock().now()
-    with open_reader(options.state) as store:
-        records, memories = store.fleets(), store.memories()
-        if target and target not in records and target not in memories:
-            raise Failure(f"no fleet or slot {target}")
-        chosen = {n: m for n, m in memories.items() if not target or target in (n, m.fleet)}
-        return {
-            "version": tpucare.__version__,
-            "at": now.isoformat(),
-            "owner": store.owner,
-            "store_lost": store.lost,
-            "projects": [],
-            "fleets": view.fleet_rows(records, {}, {}),
-            "slots": [view.remembered_row(name, memory, now) for name, memory in chosen.items()],
-            "strays": [],
-        }
 
 
 # --- a table ---------------------------------------------------------------------------------------------------------
@@ -173,7 +140,7 @@ def events(options: Options, slot: str, *, follow: bool, number: int, as_json: b
     from tpucare.desk import event_row
     from tpucare.store import open_reader
 
-    with open_reader(options.state) as store:
+    with open_reader(options.state, name=options.store) as store:
         found = store.last_events(slot=slot, limit=number) if number else []
         last = found[-1][0] if found else _newest_number(store)
         _print_events([event_row(*pair) for pair in found], as_json)

@@ -23,7 +23,7 @@ def ssh(context: typer.Context, slot: SlotWord, worker: WorkerFlag = 0) -> None:
     from tpucare.cli import reaching
 
     arguments = [word for number, word in enumerate(context.args) if number or word != "--"]
-    reaching.run_ssh(options(context), slot, worker, arguments)
+    reaching.run_ssh(options(context, slot), slot, worker, arguments)
 
 
 def ssh_config(
@@ -38,7 +38,7 @@ def ssh_config(
     """
     from tpucare.cli import reaching
 
-    say(reaching.config_text(options(context), slot))
+    say(reaching.config_text(options(context, slot), slot))
 
 
 def scp(
@@ -57,7 +57,8 @@ def scp(
     """
     from tpucare.cli import reaching
 
-    reaching.run_scp(options(context), source, target, worker, recursive=recursive)
+    slot = next((text.partition(":")[0] for text in (source, target) if ":" in text), "")
+    reaching.run_scp(options(context, slot), source, target, worker, recursive=recursive)
 
 
 def execute(
@@ -81,7 +82,7 @@ def execute(
         raise typer.BadParameter("give a command behind --: tpucare exec pod-0 -- uptime")
     if worker != "all" and not worker.isdecimal():
         raise typer.BadParameter("--worker is a number, or all")
-    results = reaching.run_everywhere(options(context), slot, words, worker, timeout)
+    results = reaching.run_everywhere(options(context, slot), slot, words, worker, timeout)
     if json_out:
         print_json({"slot": slot, "workers": [result.row() for result in results]})
     else:
@@ -105,5 +106,5 @@ def adopt_node(
     from tpucare.cli import claiming
 
     ask(f"From now on {node} is deleted and replaced as {slot} needs. Go on?", yes=yes)
-    answer = claiming.adopt(options(context), node, slot)
+    answer = claiming.adopt(options(context, slot), node, slot)
     say(f"{answer['node']} is the node of {answer['slot']}")

@@ -21,7 +21,7 @@ from tpucare.errors import OwnCredentials, TpuCareError
 from tpucare.fleets import Roster
 from tpucare.folder import Intake
 from tpucare.model import Event
-from tpucare.options import Options
+from tpucare.options import DAEMON_STORE, Options
 
 LOOK_SECONDS = 60.0
 SETTLE_SECONDS = 3.0
@@ -40,11 +40,13 @@ class Alone:
             state=options.state,
             find_project=caretaker.find_project,
             keeps=keeps,
+            neighbours=caretaker.neighbours,
         )
         self.roster.load()
         if options.project:
             caretaker.engine.watch(options.project)
-        self.intake = Intake(options.fleets(os.environ), self.roster)
+        is_daemons = options.store == DAEMON_STORE
+        self.intake = Intake(options.fleets(os.environ), self.roster) if is_daemons else None
         self.desk = Desk(caretaker, self.roster, self.intake)
 
     def run(self, until: Callable[[], bool], seconds: float | None = None) -> bool:

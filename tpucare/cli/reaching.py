@@ -68,7 +68,7 @@ def _workers_without_daemon(options: Options, word: str) -> list[Worker]:
     from tpucare.store import open_reader
     from tpucare.system import SystemClock
 
-    with open_reader(options.state) as store:
+    with open_reader(options.state, name=options.store) as store:
         memories, records = store.memories(), store.fleets()
     slot = word if word in memories else f"{word}-0"
     memory = memories.get(slot)
@@ -146,7 +146,7 @@ def _slots_with_nodes(options: Options) -> list[str]:
     except NoDaemon:
         from tpucare.store import open_reader
 
-        with open_reader(options.state) as store:
+        with open_reader(options.state, name=options.store) as store:
             return [name for name, memory in store.memories().items() if memory.nodes]
 
 

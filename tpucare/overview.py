@@ -1,0 +1,106 @@
+"""
+The state of everything that is cared for from one state folder: by the daemon, and by every script beside it.
+
+Whoever cares for a store now is asked; of the others the store tells what was true when it was last cared for.
+Doors show it (`tpucare status`, `tpucare.status()`); nothing here decides anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import tpucare
+from tpucare.control import NoDaemon, request
+from tpucare.errors import TpuCareError
+from tpucare.memory import Wish
+from tpucare.options import DAEMON_STORE, Options
+
+Answer = dict[str, Any]
+
+
+def status(options: Options, target: str = "") -> Answer:
+    """
+    All slots, or those of *target*, a fleet or slot; `daemon`: whether the daemon, or the script, answered itself.
+
+    Each row of a slot bears the `store` that knows it. Raises: StoreError: there is none. TpuCareError: no such target.
+    """
+    answers = [_status_of(one, target) for one in _chosen(options, target)]
+    if len(answers) == 1:
+        return answers[0]
+    return _merged([answer for number, answer in enumerate(answers) if number == 0 or not _is_past(answer)])
+
+
+def _chosen(options: Options, target: str) -> list[Options]:
+    # Reading stores costs an import that a daemon without neighbours is spared.
+    names = sorted(path.stem for path in options.state.glob("*.sqlite"))
+    if options.store != DAEMON_STORE or names in ([], [DAEMON_STORE]):
+        return [options]
+    if target:
+        from tpucare.stores import meant
+
+        return [meant(options, target)]
+    return [replace(options, store=name) for name in sorted(names, key=lambda name: name != DAEMON_STORE)]
+
+
+def _status_of(options: Options, target: str) -> Answer:
+    try:
+        answer = {"daemon": True, **request(options.socket, {"do": "status", "target": target})}
+    except NoDaemon:
+        answer = {"daemon": False, **_remembered(options, target)}
+    for row in answer["slots"]:
+        row["store"] = options.store
+    return answer
+
+
+def _remembered(options: Options, target: str) -> Answer:
+    from tpucare import view
+    from tpucare.store import open_reader
+    from tpucare.system import SystemClock
+
+    now = SystemClock().now()
+    with open_reader(options.state, name=options.store) as store:
+        records, memories = store.fleets(), store.memories()
+        if target and target not in records and target not in memories:
+            raise TpuCareError(f"no fleet or slot {target}")
+        chosen = {name: memory for name, memory in memories.items() if not target or target in (name, memory.fleet)}
+        rows = [view.remembered_row(name, memory, now) for name, memory in chosen.items()]
+        if options.store != DAEMON_STORE:
+            rows = [{**row, "why": "its script does not run"} for row in rows]
+        return {
+            "version": tpucare.__version__,
+            "at": now.isoformat(),
+            "owner": store.owner,
+            "store_lost": store.lost,
+            "projects": [],
+            "fleets": view.fleet_rows(records, {}, {}),
+            "slots": rows,
+            "strays": [],
+        }
+
+
+def _is_past(answer: Answer) -> bool:
+    """Of a script that was ended for good, and of which nothing is left."""
+    is_left = any(row["node"] or row["wish"] != Wish.DOWN.value for row in answer["slots"])
+    is_wanted = any(row["wish"] != Wish.DOWN.value for row in answer["fleets"])
+    return not (answer["daemon"] or is_left or is_wanted)
+
+
+def _merged(answers: list[Answer]) -> Answer:
+    """One answer of all. A project that one of them cannot see is shown as such; nodes that one knows are no strays."""
+    projects = {row["project"]: row for answer in answers for row in answer["projects"] if row["seen"]}
+    projects |= {row["project"]: row for answer in answers for row in answer["projects"] if not row["seen"]}
+    return {
+        **answers[0],
+        "daemon": any(answer["daemon"] for answer in answers),
+        "store_lost": any(answer["store_lost"] for answer in answers),
+        "projects": list(projects.values()),
+        "fleets": _all("fleets", answers),
+        "slots": _all("slots", answers),
+        "strays": list({row["node"]: row for row in _all("strays", answers)}.values()),
+    }
+
+
+def _all(key: str, answers: Iterable[Answer]) -> list[Answer]:
+    return [row for answer in answers for row in answer[key]]
