@@ -8,7 +8,7 @@ process must find the right one: whoever cares there is told, and what no store 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tpucare import owner as owners
@@ -16,7 +16,7 @@ from tpucare.errors import StoreError
 from tpucare.memory import Memory
 from tpucare.model import Node
 from tpucare.options import Options
-from tpucare.store import DEFAULT_NAME, holder, open_reader
+from tpucare.store import holder, open_reader
 
 SUFFIX = ".sqlite"
 
@@ -55,7 +55,7 @@ def store_of_node(stores: tuple[KnownStore, ...], node: Node) -> KnownStore | No
 
 def socket_of(options: Options, store: str) -> Path:
     """Where the caretaker of that store takes orders."""
-    return options.socket if store == DEFAULT_NAME else options.state / f"{store}.sock"
+    return replace(options, store=store).socket
 
 
 def caretaker_of(options: Options, store: str) -> int | None:

@@ -157,7 +157,12 @@ class Session:
         try:
             return self.cloud.list_zone(project, zone)
         except (NeedsPerson, NodeGone) as error:
-            raise ConfigError(f"nodes of {zone} in project {project} cannot be seen{_near(zone)}: {error}") from error
+            # What the error advises is about fleet files.
+            why = str(error).partition(" -> ")[0]
+            raise ConfigError(
+                f"zone {zone} of project {project} cannot be seen{_near(zone)}: {why} -> check the zone's name, the "
+                "project, and what the credentials may do there"
+            ) from error
 
     def forget_listings(self) -> None:
         """What was seen is no longer so: something was changed."""

@@ -1,0 +1,256 @@
+#!/bin/bash
+# Prepares this worker and starts the run in a detached screen named `model`. Run again, it leaves a live run alone.
+# Exit status: 80 a program is missing, 81 no such repository or branch, 82 it could not be fetched,
+# 83 no W&B key, 84 the screen did not start; that of the setup command when it fails.
+# shellcheck disable=SC2016  # Texts in single quotes are for the shell that reads them later.
+set -uo pipefail
+base="$HOME/.tpucare-model"
+repository='git@example.org:it'"'"'s/here.git'
+branch='a'"'"'b'
+folder="$HOME/"here
+fresh="$base/fresh"
+export PATH="$HOME/.local/bin:$PATH"
+# Beside this script; beside the home's files when this is no file.
+delivered="$(realpath -- "${BASH_SOURCE[0]:-$HOME/.tpucare-command}").netrc"
+
+fail() {
+  local status=$1
+  shift
+  printf 'tpucare: %s\n' "$*" >&2
+  exit "$status"
+}
+
+if ! { mkdir -p "$base" && chmod 700 "$base"; }; then
+  fail 80 "$base cannot be made"
+fi
+
+# Who comes second waits for the first, and then finds its run. Nothing that is started here inherits this lock.
+exec 8>>"$base/setup.lock"
+flock 8 || fail 80 'flock is missing'
+
+# --- a live run is left alone: its lock is held by whatever of it still lives ---
+
+if ! flock -n "$base/run.lock" true; then
+  rm -f "$delivered"
+  echo 'tpucare: the run in screen "model" is live, and is left alone'
+  exit 0
+fi
+rm -f "$base/wanted"
+
+# --- what is to be ended first ---
+
+ancestors=' '
+pid=$$
+while [ "${pid:-0}" -gt 1 ]; do
+  ancestors+="$pid "
+  pid=$(awk '$1 == "PPid:" { print $2 }' "/proc/$pid/status" 2>/dev/null)
+done
+
+# Ours, and of this home: emulated workers of one machine share its users. A zombie has no command line.
+find_processes() {
+  local pid entry found
+  found=()
+  while read -r pid; do
+    [[ $ancestors == *" $pid "* ]] && continue
+    IFS= read -r -d '' entry 2>/dev/null <"/proc/$pid/cmdline" || continue
+    while IFS= read -r -d '' entry; do
+      [[ $entry != HOME=* || $entry == "HOME=$HOME" ]] || continue 2
+    done 2>/dev/null <"/proc/$pid/environ"
+    found+=("$pid")
+  done < <(exec pgrep -u "$(id -u)" -f -- "$1")
+  processes=("${found[@]}")
+}
+
+# Never Ctrl-C: it leaves TPU chips unusable, and W&B books such a run as finished.
+end_processes() {
+  local signal
+  for signal in TERM KILL; do
+    find_processes "$1"
+    [ -n "${processes[*]-}" ] || return
+    kill -s "$signal" -- "${processes[@]}" 2>/dev/null
+    for _ in {1..50}; do
+      find_processes "$1"
+      [ -n "${processes[*]-}" ] || return
+      sleep 0.2
+    done
+  done
+}
+
+end_processes python3
+end_processes 'a\.b'
+
+# --- programs ---
+
+missing=()
+command -v git >/dev/null || missing+=(git)
+command -v screen >/dev/null || missing+=(screen)
+command -v python3 >/dev/null || missing+=(python3)
+python3 -m pip --version >/dev/null 2>&1 || missing+=(python3-pip)
+
+as_root() {
+  if [ "$(id -u)" -eq 0 ]; then "$@"; else sudo -n "$@"; fi
+}
+
+# In a VM's first minutes unattended upgrades hold the lock of dpkg: wait for it.
+if [ -n "${missing[*]-}" ]; then
+  apt=(env DEBIAN_FRONTEND=noninteractive apt-get -qq -o DPkg::Lock::Timeout=-1)
+  as_root "${apt[@]}" update </dev/null 8>&-
+  as_root "${apt[@]}" --fix-broken install -y "${missing[@]}" </dev/null 8>&- ||
+    fail 80 "apt-get could not install ${missing[*]}"
+fi
+
+# A screen of that name without our lock is somebody else's. One whose run ended just now needs a moment.
+for pause in 0.2 0.5 1 2 0; do
+  screen -ls 2>/dev/null | grep -v '(Dead' | grep -q '[0-9]\.model[[:space:]]' || break
+  [ "$pause" != 0 ] || fail 84 'a screen named "model" that tpucare did not start is in the way: end it first'
+  sleep "$pause"
+done
+
+# --- the repository: what was there before stays until the new clone is complete ---
+
+quiet_git() {
+  LC_ALL=C GIT_TERMINAL_PROMPT=0 \
+    GIT_SSH_COMMAND="${GIT_SSH_COMMAND:-ssh -o BatchMode=yes -o StrictHostKeyChecking=accept-new}" \
+    git -c advice.detachedHead=false "$@" </dev/null 2>"$base/git.err" 8>&-
+}
+
+for pause in 1 3 0; do
+  rm -rf "$fresh"
+  if quiet_git clone -q --depth 1 --branch "$branch" -- "$repository" "$fresh"; then break; fi
+  if grep -qiE 'remote branch .* not found|could not find remote branch' "$base/git.err"; then
+    fail 81 "$repository has no branch or tag named $branch"
+  fi
+  if grep -qiE 'not found|does not exist|not appear to be a git repository|could not read Username|Authentication failed|Permission denied' "$base/git.err" &&
+    ! grep -qiE 'could not resolve' "$base/git.err"; then
+    fail 81 "$repository does not exist, or is private: $(grep -iE '^(fatal|error|remote)' "$base/git.err" | head -n 1)"
+  fi
+  [ "$pause" != 0 ] || fail 82 "$repository cannot be fetched: $(tail -n 1 "$base/git.err")"
+  sleep "$pause"
+done
+if ! { rm -rf "$folder" && mv -T "$fresh" "$folder" && cd "$folder"; }; then
+  fail 82 "$folder cannot be replaced"
+fi
+
+# --- W&B: the key came in a file of its own, beside this script ---
+
+export WANDB_BASE_URL=https://wandb.example.org:8443
+netrc="${NETRC:-$HOME/.netrc}"
+
+knows_machine() {
+  awk -v machine=wandb.example.org:8443 '{ for (i = 1; i < NF; i++) if ($i == "machine" && $(i + 1) == machine) found = 1 } END { exit !found }' "$netrc" 2>/dev/null
+}
+
+# Entries of the same machine are replaced; ours come first, since a `default` entry ends the search.
+write_login() {
+  local machine=$1 key=$2
+  (
+    umask 077
+    {
+      printf 'machine %s\n  login user\n  password %s\n' "$machine" "$key"
+      if [ -f "$netrc" ]; then
+        awk -v machine="$machine" '
+          $1 == "machine" { skip = ($2 == machine) }
+          $1 == "default" || $1 == "macdef" { skip = 0 }
+          !skip' "$netrc"
+      fi
+    } >"$netrc.tpucare" && mv -f "$netrc.tpucare" "$netrc"
+  ) || fail 83 "$netrc cannot be written"
+}
+
+if [ ! -s "$delivered" ] && [ -z "${WANDB_API_KEY:-}" ] && ! knows_machine; then
+  fail 83 "no W&B key: $delivered is not there (send_to_tpu delivers it with the unchanged text of exec_command), WANDB_API_KEY is not set, and $netrc has no entry for "wandb.example.org:8443
+fi
+if ! command -v wandb >/dev/null && ! python3 -c 'import wandb' 2>/dev/null; then
+  PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install -q --upgrade wandb </dev/null 8>&- ||
+    fail 80 'wandb could not be installed'
+fi
+if [ -s "$delivered" ]; then
+  key=$(awk '$1 == "password" { print $2 }' "$delivered")
+  write_login wandb.example.org:8443 "$key"
+  unset key
+  rm -f "$delivered"
+fi
+
+# --- set up; what it exports, the run sees, also after a reboot ---
+
+save_environment() (
+  unset OLDPWD PWD SHLVL TERM TERMCAP STY WINDOW XDG_RUNTIME_DIR XDG_SESSION_ID DBUS_SESSION_BUS_ADDRESS
+  unset SSH_AUTH_SOCK SSH_CLIENT SSH_CONNECTION SSH_ORIGINAL_COMMAND SSH_TTY
+  export -n BASHOPTS SHELLOPTS
+  umask 077
+  export -p >"$base/env.new" && mv -f "$base/env.new" "$base/env"
+)
+
+save_environment || fail 80 "$base cannot be written"
+(
+  exec 8>&-
+  set +u +o pipefail
+  trap 'setup_status=$?; save_environment; exit "$setup_status"' EXIT
+  eval '(bash setup.sh; exit 0)'
+) </dev/null
+setup_status=$?
+[ "$setup_status" -eq 0 ] || fail "$setup_status" "the setup command failed with exit status $setup_status"
+
+# --- start ---
+
+printf '%s' '#!/bin/bash
+# The run in screen `model`: `start` begins it, `boot` begins it again after a reboot, `run` is what the screen runs.
+tpucare_model="$HOME/.tpucare-model"
+
+is_live() {
+  ! flock -n "$tpucare_model/run.lock" true
+}
+
+# `screen -dmS` returns before the command starts, so its exit status says nothing.
+start() {
+  rm -f "$tpucare_model/exit"
+  : >"$tpucare_model/wanted"
+  screen -dmS model bash "$tpucare_model/model.sh" run </dev/null >/dev/null 2>&1 8>&- || return 1
+  for _ in {1..100}; do
+    if is_live || [ -e "$tpucare_model/exit" ]; then return 0; fi
+    sleep 0.1
+  done
+  rm -f "$tpucare_model/wanted"
+  return 1
+}
+
+boot() {
+  # Somebody who prepares a run at this moment starts it, too.
+  exec 8>>"$tpucare_model/setup.lock"
+  if ! flock -n 8 || [ ! -e "$tpucare_model/wanted" ] || is_live; then exit 0; fi
+  # shellcheck source=/dev/null
+  . "$tpucare_model/env"
+  start
+}
+
+# Everything that is started here inherits the lock: the run is live as long as anything of it lives.
+run() {
+  exec 9>>"$tpucare_model/run.lock"
+  # Whoever only looks holds it for an instant.
+  flock -w 10 9 || exit 0
+  # shellcheck source=/dev/null
+  . "$tpucare_model/env"
+  local status signalled=
+  trap '"'"'signalled=yes '"'"' TERM HUP
+  cd "$HOME/"here || exit 72
+  bash -c '"'"'CONFIG='"'"'"'"'"'"'"'"'a b'"'"'"'"'"'"'"'"' bash run.sh'"'"'
+  status=$?
+  printf '"'"'%s\n'"'"' "$status" >"$tpucare_model/exit"
+  # A run that ended is over; one that a shutdown ended is wanted again.
+  case "$signalled$status" in
+    yes* | 129 | 143) ;;
+    *) rm -f "$tpucare_model/wanted" ;;
+  esac
+}
+
+"$1"
+' >"$base/model.sh" || fail 80 "$base cannot be written"
+
+at_boot='@reboot /bin/bash "$HOME/.tpucare-model/model.sh" boot'
+if ! crontab -l 2>/dev/null | grep -qxF "$at_boot"; then
+  { crontab -l 2>/dev/null; printf '%s\n' "$at_boot"; } | crontab - 2>/dev/null ||
+    echo 'tpucare: no crontab can be written here: the run will not start again after a reboot' >&2
+fi
+
+bash "$base/model.sh" start || fail 84 'the screen named "model" did not start'
+echo 'tpucare: the run is started in screen "model"'
