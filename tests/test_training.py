@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 
 from tpucare import training
 from tpucare.emulator.reference import free_loopback_endpoint
+from tpucare.emulator.wandb.server import WandbServer
 from tpucare.training import Process, Requests, Wish
 
 ROOT = Path(__file__).parents[1]
@@ -503,6 +504,67 @@ except wandb.errors.UsageError as error:
 """
     out = python(code, _wandb_nowhere(tmp_path, key=""))
     assert "ASKED No API key configured" in out
+
+
+ATTEMPT = """
+import os, sys, time
+from pathlib import Path
+from tpucare.training import Requests, Wish, init_wandb, resume_step
+folder = Path(os.environ["TPUCARE_CHECKPOINT"])
+run = init_wandb(project="p", settings={"x_file_stream_transmit_interval": 1})
+step = resume_step(wandb=run) or 0
+print("begins", run.id, run.starting_step, step, flush=True)
+with Requests(wandb=run) as requests:
+    while True:
+        step += 1
+        run.log({"loss": 1 / step}, step=step)
+        if step % 5 == 0:
+            (folder / f"{step}.half").mkdir(parents=True)
+            (folder / f"{step}.half" / "state").touch()
+            (folder / f"{step}.half").rename(folder / str(step))
+        print("step", step, flush=True)
+        time.sleep(0.05)
+        if requests.look() is Wish.SAVE_AND_STOP:
+            requests.stop()
+"""
+
+
+@pytest.mark.machines
+def test_attempts_are_one_run_of_wandb_and_go_on_from_the_checkpoint(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    with WandbServer() as server:
+        environ = {**os.environ, **_wandb_nowhere(tmp_path), **NODE, "WANDB_BASE_URL": server.url}
+        environ |= {"TPUCARE_CHECKPOINT": str(tmp_path / "checkpoints"), "PYTHONPATH": str(ROOT)}
+        told: list[list[str]] = []
+        for number in (signal.SIGKILL, signal.SIGTERM):
+            attempt = subprocess.Popen([sys.executable, "-c", ATTEMPT], env=environ, stdout=subprocess.PIPE, text=True)
+            watchdog = threading.Timer(60, attempt.kill)
+            watchdog.start()
+            try:
+                assert attempt.stdout is not None
+                told.append(next(line for line in attempt.stdout if line.startswith("begins")).split()[1:])
+                goal = max(training.complete_steps(tmp_path / "checkpoints"), default=0) + 7
+                while goal > max((row["_step"] for row in _history(server)), default=0):
+                    assert attempt.stdout.readline(), "it ended by itself"
+                attempt.send_signal(number)
+                attempt.communicate()
+            finally:
+                watchdog.cancel()
+                attempt.kill()
+        (first_id, *first), (second_id, *second) = told
+        assert (first_id, first) == (second_id, ["0", "0"])
+        assert attempt.returncode == 143
+        rows = [row["_step"] for row in _history(server)]
+        assert rows == list(range(1, len(rows) + 1)), "no step twice, none lost in between"
+        starting_step, resumed = map(int, second)
+        assert resumed % 5 == 0 < resumed < starting_step < rows[-1]
+        (run,) = server.world.runs.values()
+        assert (run.state, run.exit_code) == ("preempted", 143)
+
+
+def _history(server: WandbServer) -> list[dict[str, Any]]:
+    with server.lock:
+        return [json.loads(line) for run in server.world.runs.values() for line in run.history]
 
 
 def _wandb_nowhere(folder: Path, key: str = "k" * 40) -> dict[str, str]:
