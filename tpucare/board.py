@@ -133,6 +133,10 @@ class Board:
     def say(self, kind: str, text: str, *, node: str = "", level: str = "info") -> None:
         self._pending.events.append(Event(self.clock.now(), kind, text, "", node, level))
 
+    def pass_on(self, event: Event) -> None:
+        """What somebody else saw, to be written and told like any event."""
+        self._pending.events.append(event)
+
     def begin(self, effect: Begun) -> None:
         """Start *effect* once everything pending is on disk."""
         self._pending.effects.append(effect)

@@ -10,6 +10,7 @@ meaning of wishes to the doors.
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 
@@ -22,13 +23,15 @@ from tpucare.effects import ChangedMeanwhile, Ports, lane_of, prepare
 from tpucare.errors import ConfigError, NodeGone, StoreError, TpuCareError
 from tpucare.evidence import Evidence, Moment
 from tpucare.hearing import Hearing
+from tpucare.leave import Leave
 from tpucare.memory import End, Memory, Wish
 from tpucare.model import Event, Listing, Node, Slot
 from tpucare.narration import end_of, failed, fields_of, kind_of, node_of, text_of
 from tpucare.observer import Observer
 from tpucare.placement import Budget, CreateBudget
 from tpucare.plan import decide
-from tpucare.ports import Clock, Executor, Finished, Lane, Store
+from tpucare.plan_foreign import is_foreign
+from tpucare.ports import Clock, Executor, Finished, Gate, Lane, Store
 from tpucare.prober import Prober
 from tpucare.projects import ProjectView
 from tpucare.tracking import SlotTrack
@@ -46,6 +49,7 @@ class Engine:
     Args:
         ports: the cloud, the launcher, our owner label and our public key
         listen: called with every event, after it is on disk; never with a secret
+        gate: without its leave nothing is created; None = everything may be
     """
 
     def __init__(
@@ -57,6 +61,7 @@ class Engine:
         rng: random.Random,
         settings: Settings | None = None,
         listen: Callable[[Event], None] | None = None,
+        gate: Gate | None = None,
     ) -> None:
         self.ports = ports
         self.store = store
@@ -73,6 +78,8 @@ class Engine:
         self._surplus: dict[str, Callable[[str], Slot | None]] = {}
         self._wishes: dict[str, Wish] = {}
         self._budget: dict[str, Budget] = {}
+        self._leave = Leave(gate)
+        self._told: deque[Event] = deque()
 
     @property
     def slots(self) -> dict[str, SlotTrack]:
@@ -207,6 +214,11 @@ class Engine:
         self._remembered[slot] = memory
         self.store.save({slot: memory})
 
+    def tell(self, event: Event) -> None:
+        """Let *event* go the way of all events: on disk, then to whoever listens. From any thread."""
+        self._told.append(event)
+        self.executor.nudge()
+
     # --- the loop ----------------------------------------------------------------------------------------------------
 
     def run(self, until: Callable[[], bool]) -> None:
@@ -221,7 +233,11 @@ class Engine:
         now = self.clock.monotonic()
         self.prober.take_hints(now)
         self.board.wake(now)
+        self.board.decide_again(self._leave.news() & self.slots.keys())
         self._decide_all()
+        self._leave.sweep(self.slots)
+        while self._told:
+            self.board.pass_on(self._told.popleft())
         self.observer.poll(now)
         self.prober.probe(now)
         self.board.commit()
@@ -240,13 +256,15 @@ class Engine:
         return not any(track.in_flight for track in self.slots.values())
 
     def is_training(self, slot: str) -> bool:
-        """Every worker of the slot's node answers and holds the run that was launched last."""
+        """Every worker of the slot's node answers and holds the run launched last; of a foreign one it is on some."""
         track = self.slots[slot]
         run = track.memory.run
         seen = track.nodes.get(run.node) if run is not None else None
         if seen is None or seen.report is None or run is None or not seen.report.all_answer:
             return False
-        return all(worker.alive and worker.token == run.token for worker in seen.report.workers)
+        workers = seen.report.workers
+        lives = any if is_foreign(seen.report, run) else all
+        return all(w.token == run.token for w in workers) and lives(w.alive for w in workers)
 
     def is_over(self, slot: str) -> bool:
         """Nothing more will happen to this slot by itself: done, or taken down, and nothing is left of it."""
@@ -345,6 +363,9 @@ class Engine:
             self.board.event(track, kind_of(action), text_of(action), node=node_of(action), **fields_of(action))
         if isinstance(action, Settle):
             return
+        if isinstance(action, Delete):
+            # Nobody is asked any more, and whoever still waits for a word of it waits for nothing.
+            self.ports.launcher.forget(action.key)
         name = action.key.name if not isinstance(action, Create | Poll) else action.name
         seen = track.nodes.get(name)
         coordinator = seen.node.endpoints[0].internal if seen is not None and seen.node.endpoints else ""
@@ -408,6 +429,12 @@ class Engine:
         if free_at is not None:
             track.action = Wait("the create budget of the project is used up for this minute")
             self.board.wake_at(track, free_at)
+            return
+        try:
+            if not self._leave.may_create(track, create.name):
+                return
+        except Exception as error:
+            self.board.set_aside(track, error)
             return
         budget.take(track.slot.name, now)
         track.wants_create_since = None

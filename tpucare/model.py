@@ -399,6 +399,11 @@ class WorkerReport:
     log_bytes: int = field(default=0, compare=False)
     detail: str = field(default="", compare=False)
 
+    @property
+    def is_torn(self) -> bool:
+        """A foreign run was here, and went when the worker was started anew."""
+        return self.foreign is not None and self.foreign.seen and self.foreign.rebooted and not self.alive
+
 
 @dataclass(frozen=True, slots=True)
 class NodeReport:

@@ -13,7 +13,7 @@ from datetime import timedelta
 from tpucare.actions import Action, Fact, Settle, Wait
 from tpucare.evidence import Evidence, NodeEvidence, Timers
 from tpucare.memory import BookName, End, Memory, NodeMemory, RunMemory
-from tpucare.model import OnExit, Slot, WorkerReport
+from tpucare.model import NodeReport, OnExit, Slot, WorkerReport
 from tpucare.plan_run import (
     CRASH_IS_OURS_AFTER,
     GONE_IS_SURE_AFTER,
@@ -31,9 +31,9 @@ MAY_COME_BACK = timedelta(minutes=1)
 ENDED = "its run ended; not known to have succeeded"
 
 
-def is_foreign(seen: NodeEvidence, run: RunMemory) -> bool:
+def is_foreign(report: NodeReport | None, run: RunMemory) -> bool:
     """Whether *run* is one that tpucare's runner did not start, as the workers tell it."""
-    workers = seen.report.workers if seen.report is not None else ()
+    workers = report.workers if report is not None else ()
     return any(worker.foreign is not None and worker.token == run.token for worker in workers)
 
 
@@ -82,16 +82,11 @@ def _decide_failed(slot: Slot, seen: NodeEvidence, memory: Memory, timers: Timer
 def _decide_rebooted(seen: NodeEvidence, memory: Memory, timers: Timers) -> Action | None:
     """A worker was started anew and has nothing of what it had: that was no end of the run's own."""
     assert seen.report is not None
-    if not any(is_torn(worker) for worker in seen.report.workers):
+    if not any(worker.is_torn for worker in seen.report.workers):
         return None
     if timers.lasted(seen.ended_since, MAY_COME_BACK):
         return infrastructure(seen, memory, "a worker was started anew, and its run did not come back")
     return Wait("a worker was started anew; waiting whether its run comes back by itself")
-
-
-def is_torn(worker: WorkerReport) -> bool:
-    foreign = worker.foreign
-    return foreign is not None and foreign.seen and foreign.rebooted and not worker.alive
 
 
 def _decide_ended(slot: Slot, seen: NodeEvidence, memory: Memory, timers: Timers) -> Action:

@@ -211,7 +211,7 @@ def _decide_answering(
     if run is not None and ours and run.stopped and run.then_delete:
         return deletion(seen, run.stop_why, Reason(run.then_delete))
     if run is not None and ours and not run.stopped:
-        decide_own = decide_foreign if is_foreign(seen, run) else decide_run
+        decide_own = decide_foreign if is_foreign(seen.report, run) else decide_run
         return decide_own(slot, seen, past, evidence, memory, timers)
     return _decide_launch(slot, seen, evidence, memory, timers)
 

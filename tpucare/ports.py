@@ -203,6 +203,26 @@ class Store(Protocol):
         ...
 
 
+class Gate(Protocol):
+    """Leave to create, one slot at a time or some: a user's semaphore. Never blocks; engine's thread."""
+
+    def ask(self, slot: str) -> bool:
+        """
+        True: *slot* holds it. False: it is being acquired elsewhere; `news` tells when, and the executor is nudged.
+
+        Raises: whatever acquiring it raised, once.
+        """
+        ...
+
+    def release(self, slot: str) -> None:
+        """*slot* holds it no more, nor waits for it."""
+        ...
+
+    def news(self) -> frozenset[str]:
+        """Slots that got it since the last call, or for which acquiring it failed."""
+        ...
+
+
 class Clock(Protocol):
     """The only source of time."""
 

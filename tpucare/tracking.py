@@ -121,8 +121,7 @@ class NodeTrack:
         self.answering_since = (self.answering_since or mark) if answering else None
 
     def _mark_run(self, before: NodeReport | None, report: NodeReport, mark: Mark) -> None:
-        ended = any(_is_over(worker) for worker in report.workers)
-        self.ended_since = (self.ended_since or mark) if ended else None
+        self.ended_since = (self.ended_since or mark) if _has_ended(report) else None
         phases = {(worker.token, worker.phase) for worker in report.workers}
         if before is None or self.phase_since is None or phases != {(w.token, w.phase) for w in before.workers}:
             self.phase_since = mark
@@ -147,6 +146,15 @@ class NodeTrack:
             vouched=self.vouched,
             progress=self.progress.freeze(),
         )
+
+
+def _has_ended(report: NodeReport) -> bool:
+    """On some worker at least; a foreign run may never have been on some, so it ended when nothing of it lives."""
+    over = [_is_over(worker) for worker in report.workers]
+    foreign = [worker for worker in report.workers if worker.foreign is not None]
+    if not foreign or any(worker.exit_status is not None for worker in foreign):
+        return any(over)
+    return any(worker.is_torn for worker in foreign) or all(over)
 
 
 def _is_over(worker: WorkerReport) -> bool:
@@ -237,5 +245,6 @@ class SlotTrack:
         booting = any(track.node.state is NodeState.CREATING for track in self.nodes.values())
         marks = [seen.silent_since for seen in self.nodes.values() if seen.silent_since is not None]
         silent = any(now.observed - mark.observed < FRESH_SILENCE for mark in marks)
-        ended = any(seen.ended_since is not None for seen in self.nodes.values()) and memory.end is End.NONE
+        left = memory.end is not End.NONE or (memory.run is not None and memory.run.over)
+        ended = any(seen.ended_since is not None for seen in self.nodes.values()) and not left
         return bool(self.in_flight or memory.creates or deleting or booting or silent or ended)
