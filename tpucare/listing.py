@@ -35,7 +35,7 @@ class Roll(Generic[Raw]):
     """
 
     def __init__(self, project: str, translate: Callable[[NodeKey, Raw], Node]) -> None:
-        self._project = project
+        self.project = project
         self._translate = translate
         self._keys: dict[str, NodeKey] = {}
         # Two dicts rather than one of pairs: ten thousand new pairs per listing are what the garbage collector counts.
@@ -60,7 +60,35 @@ class Roll(Generic[Raw]):
         known = {**nodes, **{key: self._nodes[key] for key in dark}} if dark else nodes
         raws.update((key, self._raws[key]) for key in dark)
         self._raws, self._nodes, self._dark = raws, known, dark
-        return Listing(self._project, nodes, frozenset(changed), frozenset(missing - dark), dark_zones, cloud_time)
+        return Listing(self.project, nodes, frozenset(changed), frozenset(missing - dark), dark_zones, cloud_time)
+
+    def amend(self, changes: Iterable[tuple[str, Raw | None]], cloud_time: datetime | None) -> Listing | None:
+        """
+        The next listing from what may have changed since the last one: (resource name, raw record or None = not there).
+
+        Every zone answers. None, and nothing done, when the last one left zones out: then only `take` can tell.
+        """
+        if self._dark:
+            return None
+        changed: set[NodeKey] = set()
+        gone: set[NodeKey] = set()
+        nodes = self._nodes
+        for name, raw in changes:
+            key = self._keys.get(name) or key_of(name, self.project)
+            if key is None:
+                continue
+            if nodes is self._nodes:
+                nodes = dict(nodes)
+            if raw is None:
+                self._keys.pop(name, None)
+                self._raws.pop(key, None)
+                if nodes.pop(key, None) is not None:
+                    gone.add(key)
+                continue
+            nodes[key] = self._refresh(key, raw, changed)
+            self._keys[name], self._raws[key] = key, raw
+        self._nodes = nodes
+        return Listing(self.project, nodes, frozenset(changed), frozenset(gone), frozenset(), cloud_time)
 
     def _read(
         self, records: Iterable[tuple[str, Raw]], dark_zones: frozenset[str], changed: set[NodeKey]
@@ -69,7 +97,7 @@ class Roll(Generic[Raw]):
         raws: dict[NodeKey, Raw] = {}
         nodes: dict[NodeKey, Node] = {}
         for name, raw in records:
-            key = self._keys.get(name) or key_of(name, self._project)
+            key = self._keys.get(name) or key_of(name, self.project)
             if key is None or key.zone in dark_zones:
                 continue
             keys[name], raws[key] = key, raw

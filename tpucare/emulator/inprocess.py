@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import TypeVar
 
-from tpucare.emulator.records import ApiError, CallFate, NetworkConfig, NodePage, NodeRecord, NodeSpec, OperationRecord
+from tpucare.emulator.records import ApiError, CallFate, NetworkConfig, NodeRecord, NodeSpec, OperationRecord
+from tpucare.emulator.state import Listings, Touched
 from tpucare.emulator.world import World
 from tpucare.errors import Transient
 from tpucare.failures import DEADLINE_EXCEEDED, READ_TRIES, Where, classify, is_worth_repeating
@@ -68,19 +69,22 @@ class InProcessCloud:
         self._now = now
         self._wait = wait
         self._limits = limits
-        self._rolls: dict[str, Roll[NodeRecord]] = {}
+        self._followed: dict[str, _Followed] = {}
 
     def list_nodes(self, project: str) -> Listing:
-        records: list[tuple[str, NodeRecord]] = []
-        unreachable: set[str] = set()
-        parent, token, first = f"projects/{project}/locations/-", "", True
-        while token or first:
-            page = self._call(Where.LIST, "ListNodes", parent, self._limits.listing, self._page(parent, token))
-            records.extend((record.name, record) for record in page.nodes)
-            unreachable.update(page.unreachable)
-            token, first = page.next_page_token, False
-        roll = self._rolls.setdefault(project, Roll(project, node_of))
-        return roll.take(records, unreachable, self._now())
+        shown = self._world.state.listing(project)
+        followed = self._followed.get(project)
+        if followed is None:
+            followed = self._followed[project] = _Followed(Roll(project, node_of), shown.follow())
+        parent = f"projects/{project}/locations/-"
+        pages = max(1, -(-len(shown) // PAGE_SIZE))
+        dark: frozenset[str] = frozenset()
+        for _ in range(pages):
+            dark = self._call(Where.LIST, "ListNodes", parent, self._limits.listing, self._looking(project))
+        return followed.listing(shown, dark, self._now())
+
+    def _looking(self, project: str) -> Callable[[CallFate], frozenset[str]]:
+        return lambda fate: self._world.look_at_list(project, self._now(), fate)
 
     def get_node(self, key: NodeKey) -> Node:
         return node_of(key, self._get(key))
@@ -146,9 +150,6 @@ class InProcessCloud:
         keys = {number: tuple(f"{item.key} {item.value}" for item in items) for number, items in found.items()}
         return {number: lines for number, lines in keys.items() if lines}
 
-    def _page(self, parent: str, token: str) -> Callable[[CallFate], NodePage]:
-        return lambda fate: self._world.list_nodes(parent, PAGE_SIZE, token, self._now(), fate)
-
     def _get(self, key: NodeKey) -> NodeRecord:
         name = _path(key)
         return self._read(Where.GET, "GetNode", name, lambda fate: self._world.get_node(name, self._now(), fate))
@@ -182,6 +183,26 @@ class InProcessCloud:
                 raise refusal
         assert result is not None
         return result
+
+
+@dataclass(slots=True)
+class _Followed:
+    """One project as last listed, and which of its nodes may have changed since then."""
+
+    roll: Roll[NodeRecord]
+    touched: Touched
+
+    def listing(self, shown: Listings, dark: frozenset[str], now: datetime) -> Listing:
+        """At the cost of what changed; where zones are dark, or were at the last look, at the cost of all."""
+        touched = list(self.touched)
+        self.touched.clear()
+        if not dark:
+            project = self.roll.project
+            changes = ((_name(project, *key), shown.get(key)) for key in touched)
+            if (listing := self.roll.amend(changes, now)) is not None:
+                return listing
+        records = [(record.name, record) for record in shown.after("-", None, dark)]
+        return self.roll.take(records, dark, now)
 
 
 @contextmanager
@@ -236,4 +257,8 @@ def _network(place: Place) -> NetworkConfig:
 
 
 def _path(key: NodeKey) -> str:
-    return f"projects/{key.project}/locations/{key.zone}/nodes/{key.name}"
+    return _name(*key)
+
+
+def _name(project: str, zone: str, node: str) -> str:
+    return f"projects/{project}/locations/{zone}/nodes/{node}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 import ipaddress
 import random
+import weakref
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -118,22 +119,47 @@ class Timeline:
         self.now = max(self.now, now)
 
 
+class Touched(dict[tuple[str, str], None]):
+    """Keys (zone, node id) that a reader has yet to look at, in the order of their changes; the reader empties it."""
+
+
 class Listings:
     """
     What ListNodes shows of one project, sorted by zone and name: pages cost as much as they hold.
 
-    Kept apart from the nodes themselves, because lists lag behind them.
+    Kept apart from the nodes themselves, because lists lag behind them. Whoever follows it (`follow`) is given the keys
+    that changed, so that a listing can cost as much as it changed.
     """
 
     def __init__(self) -> None:
         self._keys: list[tuple[str, str]] = []
         self._records: dict[tuple[str, str], NodeRecord] = {}
+        self._followers: list[weakref.ref[Touched]] = []
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def get(self, key: tuple[str, str]) -> NodeRecord | None:
+        return self._records.get(key)
+
+    def follow(self) -> Touched:
+        """Every key shown, changed or hidden from now on is added to what this returns, while anybody holds it."""
+        touched = Touched(dict.fromkeys(self._keys))
+        self._followers = [one for one in self._followers if one() is not None]
+        self._followers.append(weakref.ref(touched))
+        return touched
+
+    def _touch(self, key: tuple[str, str]) -> None:
+        for follower in self._followers:
+            if (touched := follower()) is not None:
+                touched[key] = None
 
     def show(self, record: NodeRecord) -> None:
         key = (record.path.zone, record.path.node_id)
         if key not in self._records:
             insort(self._keys, key)
         self._records[key] = record
+        self._touch(key)
 
     def update(self, record: NodeRecord) -> None:
         """Change what is shown, if this incarnation is shown at all."""
@@ -141,6 +167,7 @@ class Listings:
         shown = self._records.get(key)
         if shown is not None and shown.id == record.id:
             self._records[key] = record
+            self._touch(key)
 
     def hide(self, path: NodePath, node_id: int) -> None:
         key = (path.zone, path.node_id)
@@ -148,6 +175,7 @@ class Listings:
         if shown is not None and shown.id == node_id:
             del self._records[key]
             del self._keys[bisect_left(self._keys, key)]
+            self._touch(key)
 
     def after(self, zone: str, last: tuple[str, str] | None, dark: frozenset[str]) -> Iterator[NodeRecord]:
         """Records of *zone* (`-`: of all) behind *last*, those of *dark* zones left out."""
