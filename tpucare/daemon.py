@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 
 from tpucare import owner
-from tpucare.assembly import Caretaker, assemble
+from tpucare.assembly import Caretaker, assemble, secrets_of
 from tpucare.control import Control
 from tpucare.desk import Answer, Desk
 from tpucare.fleets import Roster
@@ -24,6 +24,10 @@ from tpucare.folder import Intake
 from tpucare.model import Event
 from tpucare.notify import Notifier
 from tpucare.options import FLEETS_NOTE, Options
+from tpucare.sweeps_account import KEY_VARIABLE, api_key, base_url, with_key
+from tpucare.sweeps_care import SweepCare
+from tpucare.sweeps_client import GraphqlSweeps, SweepService
+from tpucare.sweeps_watch import SweepWatch
 
 LOOK_EVERY_SECONDS = 1.0
 STATUS_EVERY_SECONDS = 10.0
@@ -31,9 +35,15 @@ SETTLE_SECONDS = 3.0
 
 
 class Daemon:
-    """The loop. `stop` and `reload` may be called from a signal handler."""
+    """
+    The loop. `stop` and `reload` may be called from a signal handler.
 
-    def __init__(self, caretaker: Caretaker, fleets: Path, notifier: Notifier) -> None:
+    env:   where W&B and its key are looked for    until: asked once a second; when it says so, the daemon stops
+    """
+
+    def __init__(
+        self, caretaker: Caretaker, fleets: Path, notifier: Notifier, *, env: Mapping[str, str] = os.environ
+    ) -> None:
         self._care, self._notifier = caretaker, notifier
         self._engine = caretaker.engine
         self._stopping = self._reloading = False
@@ -48,6 +58,15 @@ class Daemon:
         )
         self._intake = Intake(fleets, self.roster)
         self._desk = Desk(caretaker, self.roster, self._intake, self.stop)
+        self.sweeps = SweepCare(
+            self._engine,
+            self.roster,
+            SweepWatch(_sweep_service(env), every=caretaker.options.sweep_poll, monotonic=caretaker.clock.monotonic),
+            base_url=lambda: base_url(env),
+            now=caretaker.clock.now,
+            monotonic=caretaker.clock.monotonic,
+        )
+        self.until: Callable[[], bool] = lambda: False
         self._control = Control(caretaker.options.socket, caretaker.executor.nudge, stumbled=self._tell_stumble)
 
     def stop(self) -> None:
@@ -69,6 +88,7 @@ class Daemon:
         finally:
             self._notifier.stopping("stopping; nodes are left alive")
             self._control.close()
+            self.sweeps.close()
         self.roster.say("stop", "the daemon stops; nodes are left alive", level="info")
         self._care.settle(SETTLE_SECONDS)
 
@@ -102,10 +122,17 @@ class Daemon:
             self._reloading = False
             self._intake.again()
         self._intake.look()
+        self.sweeps.look()
         self.roster.bury()
+        if self.until():
+            self.stop()
 
     def _carry(self, order: object) -> Answer:
-        return self._desk.carry(order)
+        answer = self._desk.carry(order)
+        if isinstance(order, Mapping) and order.get("do") == "status":
+            meant = {self._engine.slots[row["slot"]].slot.fleet for row in answer["slots"]}
+            answer["sweeps"] = [row for row in self.sweeps.rows() if not order.get("target") or row["fleet"] in meant]
+        return answer
 
     def _tell_stumble(self, error: Exception) -> None:
         self.roster.say("error", f"an order failed: {type(error).__name__}: {error}", level="error")
@@ -133,25 +160,35 @@ def run(
     env: Mapping[str, str],
     *,
     listen: Callable[[Event], None],
+    prepare: Callable[[Daemon], None] = lambda _: None,
 ) -> bool:
     """
     Care for the fleets in *fleets* until SIGTERM, SIGINT or an order to stop. Whether everything was closed in time.
 
+    prepare: called before it begins, to narrow what it acts for and until when
     Must be called on the main thread. Raises: TpuCareError: it could not begin, or the store failed.
     """
     fleets = fleets.absolute()
     if fleets == options.state / "fleets":
         owner.prepare_folder(options.state)
         owner.prepare_folder(fleets)
+    env = with_key(env)
     caretaker = assemble(options, env, listen=listen)
     closed = False
     try:
-        daemon = Daemon(caretaker, fleets, Notifier.from_environment(env, pid=os.getpid()))
+        daemon = Daemon(caretaker, fleets, Notifier.from_environment(env, pid=os.getpid()), env=env)
+        prepare(daemon)
         with _signals(daemon):
             daemon.run()
     finally:
         closed = caretaker.close()
     return closed
+
+
+def _sweep_service(env: Mapping[str, str]) -> Callable[[str], SweepService]:
+    """W&B at a base URL, with the key that jobs get, else that of netrc; both are read anew each time."""
+    secret = secrets_of(env)
+    return lambda url: GraphqlSweeps(url, secret(KEY_VARIABLE) or api_key(env, url))
 
 
 @contextmanager

@@ -33,6 +33,7 @@ class Options:
     ssh_user, ssh_port: of every worker
     emulator:  state folder of the emulator that is meant, if one is
     poll, fast_poll, probe, fast_probe: seconds; see `engine.Settings`
+    sweep_poll: seconds between two looks at a W&B sweep
     """
 
     state: Path
@@ -46,6 +47,7 @@ class Options:
     probe: float = 15.0
     fast_probe: float = 1.0
     creates_per_minute: int = 60
+    sweep_poll: float = 30.0
     store: str = DAEMON_STORE
 
     @property
@@ -104,6 +106,7 @@ def resolve(
         probe=_number(env, "TPUCARE_PROBE", 15.0),
         fast_probe=_number(env, "TPUCARE_FAST_PROBE", 1.0),
         creates_per_minute=int(_number(env, "TPUCARE_CREATES_PER_MINUTE", 60)),
+        sweep_poll=_number(env, "TPUCARE_SWEEP_POLL", 30.0),
     )
 
 

@@ -6,6 +6,7 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Sequence
+from datetime import datetime
 from typing import Any
 
 import typer
@@ -17,6 +18,7 @@ from rich.text import Text
 
 from tpucare.cli.common import say
 from tpucare.logs import LogKeeper
+from tpucare.narration import event_line
 from tpucare.options import Options
 from tpucare.plain import plain, plain_lines
 
@@ -77,9 +79,15 @@ def _notices(answer: Answer) -> list[str]:
         waiting = [row["fleet"] for row in answer["fleets"] if row["fleet"] not in begun and row["wish"] != "down"]
         lines += [f"{fleet}: accepted; it begins when a daemon runs" for fleet in waiting]
     lines += [f"{row['fleet']}: {row['problem']}" for row in answer["fleets"] if row["problem"]]
+    lines += [_sweep(row) for row in answer.get("sweeps", ())]
     if answer["strays"]:
         lines.append(f"{len(answer['strays'])} nodes bear our label and belong to no fleet: `tpucare gc`")
     return lines
+
+
+def _sweep(row: Answer) -> str:
+    known = f"{row['text']} ({length(row['age_seconds'])} ago)" if "text" in row else "not heard of yet"
+    return f"{row['fleet']} works for sweep {row['sweep']}: " + "; ".join(filter(None, (known, row["problem"])))
 
 
 def _notice(text: str) -> Text:
@@ -162,8 +170,7 @@ def _print_events(rows: Sequence[Answer], as_json: bool) -> None:
         if as_json:
             typer.echo(json.dumps(row, ensure_ascii=False))
         else:
-            mark = "" if row["level"] in ("info", "debug") else f"{row['level'].upper()} "
-            say(f"{row['at'][:19].replace('T', ' ')} {row['slot'] or '-':12} {mark}{row['text']}")
+            say(event_line(datetime.fromisoformat(row["at"]), row["level"], row["slot"], row["text"]))
 
 
 # --- logs ------------------------------------------------------------------------------------------------------------
