@@ -555,9 +555,12 @@ def test_attempts_are_one_run_of_wandb_and_go_on_from_the_checkpoint(tmp_path: P
         assert (first_id, first) == (second_id, ["0", "0"])
         assert attempt.returncode == 143
         rows = [row["_step"] for row in _history(server)]
-        assert rows == list(range(1, len(rows) + 1)), "no step twice, none lost in between"
         starting_step, resumed = map(int, second)
-        assert resumed % 5 == 0 < resumed < starting_step < rows[-1]
+        assert 7 < starting_step < rows[-1]
+        assert resumed % 5 == 0 < resumed < rows[-1]
+        assert rows == sorted(set(rows)), "steps that were trained again are there once"
+        # Only what was saved, and not yet sent, when the host was switched off.
+        assert set(range(1, rows[-1] + 1)) - set(rows) <= set(range(starting_step, resumed + 1))
         (run,) = server.world.runs.values()
         assert (run.state, run.exit_code) == ("preempted", 143)
 
