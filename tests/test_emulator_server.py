@@ -382,6 +382,8 @@ GOOD_ORDERS: list[dict[str, object]] = [
     {"do": "end-outages"},
     {"do": "unknown-fields", "selector": "*", "answers": True},
     {"do": "unknown-fields", "selector": "*", "on": False},
+    {"do": "fail-queued", "selector": "*"},
+    {"do": "queued-state", "selector": "*", "state": "accepted"},
     {"do": "stick-deleting", "selector": "*", "repeats": 2},
     {"do": "lose-worker", "selector": "*", "worker": 0, "silent": True},
     {"do": "restore-worker", "selector": "*", "worker": 0},

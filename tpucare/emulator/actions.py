@@ -8,13 +8,15 @@ returns the ids of the nodes it touched, in the order of listings, and leaves a 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import datetime, timedelta
 
 from tpucare.emulator import errors_text as texts
 from tpucare.emulator.capacity import Pool
 from tpucare.emulator.ending import Departure
 from tpucare.emulator.faults import OUTAGE_KINDS, ActiveOutage
-from tpucare.emulator.life import Life
+from tpucare.emulator.queue_life import QueuedLife, QueueLife
+from tpucare.emulator.queue_records import QueueState
 from tpucare.emulator.records import MAINTENANCE_ATTRIBUTE, ApiError, Resume, Silence, parse_node_path
 from tpucare.emulator.state import NodeLife
 from tpucare.errors import ConfigError
@@ -23,7 +25,7 @@ from tpucare.model import Health, NodeState
 NO_MAINTENANCE = "NONE"
 
 
-class Actions(Life):
+class Actions(QueueLife):
     """Each method is one thing that may happen to real nodes without anybody asking for it."""
 
     def select(self, selector: str, *, living: bool = False) -> list[NodeLife]:
@@ -131,7 +133,35 @@ class Actions(Life):
         self.unknown_fields = on and (answers or self.unknown_fields)
         for life in lives:
             self.state.change(life, unknown_fields=on)
-        return _ids(lives)
+        queued = self._select_queued(selector)
+        for one in queued:
+            one.record = replace(one.record, unknown_fields=on)
+        return _ids(lives) + [one.path.queued_id for one in queued]
+
+    def fail_queued(self, selector: str, code: int, text: str, now: datetime) -> list[str]:
+        """A late error: the queued resources become FAILED, their nodes are gone."""
+        queued = self._touch_queued("fail-queued", selector, now)
+        queued = [one for one in queued if one.record.state not in (QueueState.FAILED, QueueState.DELETING)]
+        for one in queued:
+            self._fail_queued(one, (code, text))
+        return [one.path.queued_id for one in queued]
+
+    def set_queued_state(self, selector: str, state: int, now: datetime) -> list[str]:
+        """Show any number, unknown ones too; nodes are not touched."""
+        queued = self._touch_queued("queued-state", selector, now, state=int(state))
+        for one in queued:
+            self._set_queued(one, state)
+        return [one.path.queued_id for one in queued]
+
+    def _select_queued(self, selector: str) -> list[QueuedLife]:
+        return [life for path, life in sorted(self.queue.items()) if selector in ("*", path.queued_id, str(path))]
+
+    def _touch_queued(self, action: str, selector: str, now: datetime, **fields: object) -> list[QueuedLife]:
+        self.state.advance(now)
+        queued = self._select_queued(selector)
+        names = [one.record.name for one in queued]
+        self.state.log("operator", action=action, selector=selector, names=names, **fields)
+        return queued
 
     def maintenance(
         self,

@@ -91,9 +91,9 @@ class Calls(Gate):
             if size < 0:
                 raise texts.bad_argument("page_size must not be negative.")
             dark = self.fates.dark_zones(self.state.now) if zone == "-" else frozenset()
-            found = list(islice(self.state.listing(project).after(zone, _last_key(page_token), dark), size + 1))
+            found = list(islice(self.state.listing(project).after(zone, last_key(page_token), dark), size + 1))
             page = found[:size]
-            token = _token(page[-1].path) if len(found) > size else ""
+            token = page_token_of(page[-1].path.zone, page[-1].path.node_id) if len(found) > size else ""
             said["count"] = len(page)
             return NodePage(tuple(page), token, tuple(sorted(dark)))
 
@@ -228,11 +228,13 @@ def _merged(spec: NodeSpec, mask: tuple[str, ...], new: NodeSpec) -> NodeSpec:
     return replace(spec, **changes)
 
 
-def _token(last: NodePath) -> str:
-    return base64.urlsafe_b64encode(f"{last.zone}/{last.node_id}".encode()).decode()
+def page_token_of(zone: str, last_id: str) -> str:
+    """The token of the page after that entry."""
+    return base64.urlsafe_b64encode(f"{zone}/{last_id}".encode()).decode()
 
 
-def _last_key(token: str) -> tuple[str, str] | None:
+def last_key(token: str) -> tuple[str, str] | None:
+    """Zone and id of the last entry of the page before. Raises: ApiError (3)."""
     if not token:
         return None
     try:

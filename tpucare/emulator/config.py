@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
-from tpucare.emulator.lengths import FAST, Latencies, Latency, Seconds, Share, Strict, around
+from tpucare.emulator.lengths import FAST, FAST_QUEUE, Latencies, Latency, Seconds, Share, Strict, around
 from tpucare.errors import ConfigError
 
 Tier = Literal["spot", "on-demand", "reserved"]
@@ -159,6 +159,24 @@ class Preemption(Strict):
     shown_otherwise: Share = Field(default=0.0, description="share shown REPAIRING, TERMINATED or gone instead")
 
 
+class Queueing(Strict):
+    """How queued resources fare. Only the rules are documented; the lengths and shares are guesses."""
+
+    accept: Latency = Field(default=around(5, 15), description="from the create call until it waits")
+    grant: Latency = Field(default=around(120, 4 * 3600), description="from then until capacity is looked for")
+    look_every: Seconds = Field(default=30.0, description="and looked for again when there is none", gt=0)
+    retry_for: Seconds = Field(default=45 * 60.0, description="how long failed creates are tried again")
+    retry_every: Latency = around(60, 300)
+    suspend: Latency = Field(default=around(60, 300), description="from SUSPENDING to SUSPENDED")
+    delete: Latency = Field(default=around(20, 60), description="from the delete call to 404, without nodes")
+    old_name_share: Share = Field(default=0.0, description="share that waits as ACCEPTED")
+    expired_lingers: Share = Field(default=0.1, description="share that stays waiting when valid_until has passed")
+    quota_waits: bool = Field(default=False, description="true: wait for quota; false: FAILED without it")
+    shells_hold_quota: bool = Field(default=True, description="SUSPENDED and FAILED ones count until they are deleted")
+    limit: int | None = Field(default=100, ge=0, description="per project and zone")
+    spurious_exists: Share = Field(default=0.0, description="share of creates answered ALREADY_EXISTS though new")
+
+
 class HealthCourse(Strict):
     """Health of READY nodes: 0 at first, then HEALTHY; `flap_every` is the mean time between bad spells of a node."""
 
@@ -198,6 +216,7 @@ class WorldConfig(Strict):
     rates: Rates = Rates()
     faults: Faults = Faults()
     preemption: Preemption = Preemption()
+    queue: Queueing = Queueing()
     health: HealthCourse = HealthCourse()
     access: Access = Access()
     listing: Listing = Listing()
@@ -215,7 +234,9 @@ class WorldConfig(Strict):
         latencies = {**FAST, **given} if isinstance(given, Mapping) else given
         taken = value.get("preemption") or {}
         preemption = {"notice": None, **taken} if isinstance(taken, Mapping) else taken
-        return {**value, "latencies": latencies, "preemption": preemption}
+        waits = value.get("queue") or {}
+        queue = {**FAST_QUEUE, **waits} if isinstance(waits, Mapping) else waits
+        return {**value, "latencies": latencies, "preemption": preemption, "queue": queue}
 
     @classmethod
     def two_zones(cls) -> WorldConfig:
@@ -231,7 +252,7 @@ class WorldConfig(Strict):
     @classmethod
     def calm(cls, **changes: Any) -> WorldConfig:
         """Real speed without chance: constant latencies, nothing goes wrong by itself. For stories in virtual time."""
-        merged = {key: {**_CALM[key], **changes.get(key, {})} for key in ("latencies", "preemption", "faults")}
+        merged = {key: {**_CALM[key], **changes.get(key, {})} for key in ("latencies", "preemption", "faults", "queue")}
         return cls.model_validate({**_CALM, **changes, **merged})
 
 
@@ -250,6 +271,14 @@ _CALM: dict[str, dict[str, Any]] = {
     },
     "preemption": {"notice": None, "silent_share": 0.0},
     "faults": {"repeated_delete": (0,)},
+    "queue": {
+        **{
+            name: around(field.default.median)
+            for name, field in Queueing.model_fields.items()
+            if field.annotation is Latency
+        },
+        "expired_lingers": 0.0,
+    },
 }
 
 _TWO_ZONES = """

@@ -150,6 +150,7 @@ class Ending(Machinery):
         for worker in life.workers:
             self._free_later(worker.address)
         self._hide_later(path, record.id)
+        self._moved(life)
 
     def _free_later(self, address: str) -> None:
         self.state.timeline.after(self.config.latencies.address_reuse, lambda: self.state.addresses.free(address))

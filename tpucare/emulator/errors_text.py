@@ -14,6 +14,7 @@ from tpucare.emulator.records import ApiError, NodePath
 
 CANCELLED = 1
 INVALID_ARGUMENT = 3
+DEADLINE_EXCEEDED = 4
 NOT_FOUND = 5
 ALREADY_EXISTS = 6
 PERMISSION_DENIED = 7
@@ -44,7 +45,11 @@ def not_found(name: str) -> ApiError:
 
 
 def already_exists(path: NodePath) -> ApiError:
-    return ApiError(ALREADY_EXISTS, f"Resource '{path}' already exists", resource=str(path))
+    return exists(str(path))
+
+
+def exists(name: str) -> ApiError:
+    return ApiError(ALREADY_EXISTS, f"Resource '{name}' already exists", resource=name)
 
 
 def bad_argument(what: str) -> ApiError:
@@ -140,6 +145,21 @@ def not_stoppable(verb: str, why: str) -> ApiError:
     return ApiError(FAILED_PRECONDITION, f"Cloud TPU cannot {verb} this node: {why}.")
 
 
+def queued_busy(name: str, state: str) -> ApiError:
+    text = f"Queued resource '{name}' is in state {state}: delete its nodes first, or delete it with force"
+    return ApiError(FAILED_PRECONDITION, text)
+
+
+def not_resettable(name: str, state: str) -> ApiError:
+    text = f"Queued resource '{name}' is in state {state}; only ACTIVE and SUSPENDED ones can be reset"
+    return ApiError(FAILED_PRECONDITION, text)
+
+
+def queue_full(zone: str) -> ApiError:
+    text = f"The project has too many queued resources in location {zone}"
+    return ApiError(RESOURCE_EXHAUSTED, text, reason="QUOTA_EXCEEDED")
+
+
 def unavailable() -> ApiError:
     return ApiError(UNAVAILABLE, "The service is currently unavailable.")
 
@@ -166,6 +186,10 @@ def reservation_short() -> Status:
     return FAILED_PRECONDITION, (
         "Insufficient reserved capacity. Contact customer support to increase your reservation."
     )
+
+
+def queue_expired() -> Status:
+    return DEADLINE_EXCEEDED, "The queued resource was not provisioned before the end of its validity"
 
 
 def preempted_meanwhile(verb: str, state: str) -> Status:

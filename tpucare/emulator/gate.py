@@ -14,7 +14,7 @@ from typing import Any
 
 from tpucare.emulator import errors_text as texts
 from tpucare.emulator.config import WorldConfig
-from tpucare.emulator.life import Life
+from tpucare.emulator.queue_life import QueueLife
 from tpucare.emulator.records import (
     PLAIN,
     ApiError,
@@ -28,7 +28,7 @@ from tpucare.emulator.requests import offered_runtimes, offered_types
 from tpucare.emulator.state import NodeLife
 
 
-class Gate(Life):
+class Gate(QueueLife):
     """Faults, permissions and the log; operations, guest attributes, catalogues. Methods raise ApiError."""
 
     def __init__(self, config: WorldConfig, *, seed: int, start: datetime) -> None:
@@ -190,6 +190,10 @@ def _permission(method: str) -> str:
         if method.endswith(ending):
             verb = "getGuestAttributes" if kind == "nodes" else method.removesuffix(ending).lower()
             return f"tpu.{kind}.{verb}"
+    if "QueuedResource" in method:
+        return f"tpu.queuedresources.{method.replace('QueuedResource', '').removesuffix('s').lower()}"
+    if method in ("SimulateMaintenanceEvent", "PerformMaintenance"):
+        return f"tpu.nodes.{method[0].lower()}{method[1:]}"
     return f"tpu.nodes.{method.removesuffix('s').removesuffix('Node').lower()}"
 
 

@@ -123,3 +123,14 @@ FAST: Mapping[str, object] = {
     "address_reuse": 0.5,
 }
 """Latencies of the fast mode, where they differ from the defaults."""
+
+FAST_QUEUE: Mapping[str, object] = {
+    "accept": around(0.05, 0.2),
+    "grant": around(0.2, 1.0),
+    "look_every": 0.2,
+    "retry_for": 10.0,
+    "retry_every": around(0.2, 0.5),
+    "suspend": around(0.2, 0.6),
+    "delete": around(0.1, 0.3),
+}
+"""The same for queued resources."""

@@ -93,11 +93,13 @@ class Life(Ending):
 
     # --- creation
 
-    def _begin(self, path: NodePath, spec: NodeSpec, accelerator: Accelerator) -> OperationRecord:
+    def _begin(
+        self, path: NodePath, spec: NodeSpec, accelerator: Accelerator, queued_resource: str = ""
+    ) -> OperationRecord:
         """A create was accepted: the node exists from now on, and its course is drawn."""
         state = self.state
         operation = state.open_operation("create", path)
-        record = NodeRecord(path, state.new_id(), state.now, spec)
+        record = NodeRecord(path, state.new_id(), state.now, spec, queued_resource=queued_resource)
         workers = [WorkerLife(number, state.addresses.take()) for number in range(accelerator.hosts)]
         life = NodeLife(record, accelerator, workers, operation.name, state.new_stem())
         state.nodes[path] = life
@@ -150,7 +152,7 @@ class Life(Ending):
         self.state.close_operation(life.create_operation, error=error)
         self.state.log_node(life, "failed", code=error[0], message=error[1])
         left_over = self._rng.random() < self.config.faults.failed_create_left
-        if left_over:
+        if left_over and not life.record.queued_resource:
             self.state.change(life, state=int(self._rng.choice(LEFT_OVER_STATES)))
         else:
             self._vanish(life)

@@ -20,6 +20,7 @@ from tpucare.emulator.records import (
     AuthorizeKeys,
     Boot,
     Kill,
+    Response,
     SetAttribute,
 )
 from tpucare.emulator.state import NodeLife, State, WorkerLife
@@ -96,12 +97,20 @@ class Machinery:
 
     # --- small steps
 
+    def _moved(self, life: NodeLife) -> None:
+        """A node's state changed, or it is gone: for whoever owns nodes (`queue_life`)."""
+
+    def _close(self, operation: str, response: Callable[[], Response]) -> None:
+        """End an operation with what its resource is by then."""
+        self.state.close_operation(operation, response=response())
+
     def _release(self, life: NodeLife) -> None:
         if life.pool is not None:
             life.pool.release(life.record.id)
 
     def _set_state(self, life: NodeLife, number: int) -> None:
         self.state.change(life, state=int(number))
+        self._moved(life)
 
     def _set_health(self, life: NodeLife, health: int, description: str = "") -> None:
         if life.record.health == health and life.record.health_description == description:

@@ -4,7 +4,7 @@ the API: google.cloud.tpu_v2 and google.cloud.tpu_v2alpha1 have the same names w
 
 A node is turned into bytes once per record and a page is those bytes joined, so that a listing of ten thousand nodes
 costs the emulator about as much as copying it. Building them through proto-plus would take a second. Queued resources
-have a module of their own, `queue_messages`.
+and operations have a module of their own, `queue_messages`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from typing import Any
 
 from google.cloud import tpu_v2, tpu_v2alpha1
 from google.cloud.location.locations_pb2 import ListLocationsResponse, Location  # type: ignore[import-untyped]
-from google.longrunning.operations_pb2 import ListOperationsResponse, Operation  # type: ignore[import-untyped]
-from google.protobuf.empty_pb2 import Empty  # type: ignore[import-untyped]
+from google.longrunning.operations_pb2 import ListOperationsResponse  # type: ignore[import-untyped]
 
 from tpucare.emulator.records import (
     AcceleratorConfig,
@@ -25,7 +24,6 @@ from tpucare.emulator.records import (
     NodePage,
     NodeRecord,
     NodeSpec,
-    OperationRecord,
 )
 from tpucare.emulator.requests import offered_configs
 
@@ -85,38 +83,39 @@ class NodePages:
 
 def node_message(wire: Wire, record: NodeRecord) -> Any:
     """Node as the service shows it."""
-    spec = record.spec
+    message = settings_message(wire, record.spec)
+    message.name, message.id = record.name, record.id
+    message.state, message.health = record.state, record.health
+    message.health_description = record.health_description
+    message.queued_resource, message.multislice_node = record.queued_resource, record.multislice
+    message.api_version = record.spec.api_version
+    message.create_time.FromDatetime(record.create_time)
+    for pair in record.endpoints:
+        endpoint = message.network_endpoints.add(ip_address=pair.internal, port=TPU_PORT)
+        endpoint.access_config.external_ip = pair.external
+    for symptom in record.symptoms:
+        added = message.symptoms.add(
+            symptom_type=symptom.symptom_type, details=symptom.details, worker_id=symptom.worker_id
+        )
+        added.create_time.FromDatetime(symptom.create_time)
+    if record.unknown_fields:
+        message.MergeFromString(UNKNOWN_FIELDS)
+    return message
+
+
+def settings_message(wire: Wire, spec: NodeSpec) -> Any:
+    """Node with what its caller said about it, and nothing else."""
     message = wire.pb("Node")(
-        name=record.name,
-        id=record.id,
-        state=record.state,
-        health=record.health,
-        health_description=record.health_description,
         accelerator_type=spec.accelerator_type,
         runtime_version=spec.runtime_version,
         description=spec.description,
         labels=spec.labels,
         metadata=spec.metadata,
         tags=spec.tags,
-        api_version=spec.api_version,
-        queued_resource=record.queued_resource,
-        multislice_node=record.multislice,
-        network_endpoints=[
-            {"ip_address": pair.internal, "port": TPU_PORT, "access_config": {"external_ip": pair.external}}
-            for pair in record.endpoints
-        ],
     )
-    message.create_time.FromDatetime(record.create_time)
     _add_settings(message, spec)
-    for symptom in record.symptoms:
-        added = message.symptoms.add(
-            symptom_type=symptom.symptom_type, details=symptom.details, worker_id=symptom.worker_id
-        )
-        added.create_time.FromDatetime(symptom.create_time)
     if wire.version == "v2alpha1":
         message.autocheckpoint_enabled = spec.autocheckpoint
-    if record.unknown_fields:
-        message.MergeFromString(UNKNOWN_FIELDS)
     return message
 
 
@@ -184,23 +183,6 @@ def _network_of(message: Any) -> NetworkConfig:
         can_ip_forward=message.can_ip_forward,
         queue_count=message.queue_count,
     )
-
-
-def operation_message(wire: Wire, record: OperationRecord) -> Any:
-    """google.longrunning.Operation with OperationMetadata, and a Node, Empty or Status when it is done."""
-    metadata = wire.pb("OperationMetadata")(
-        target=record.target, verb=record.verb, cancel_requested=record.cancel_requested, api_version=wire.version
-    )
-    metadata.create_time.FromDatetime(record.create_time)
-    if record.end_time is not None:
-        metadata.end_time.FromDatetime(record.end_time)
-    message = Operation(name=record.name, done=record.done)
-    message.metadata.Pack(metadata)
-    if record.done and record.error is not None:
-        message.error.code, message.error.message = record.error
-    elif record.done:
-        message.response.Pack(Empty() if record.response is None else node_message(wire, record.response))
-    return message
 
 
 def operations_message(operations: Sequence[Any], token: str = "") -> Any:

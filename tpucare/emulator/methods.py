@@ -1,7 +1,7 @@
 """
 Every method that the emulator serves, as a table: its request, which resource it names, how it acts on the world, and
 how its answer looks on the wire. No transport here: `grpc` and `rest` carry the calls. Queued resources and what only
-v2alpha1 has stand in `queue_methods` and `alpha_methods`.
+v2alpha1 has stand in `queue_methods`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from google.protobuf.empty_pb2 import Empty  # type: ignore[import-untyped]
 
 from tpucare.emulator import messages
 from tpucare.emulator.messages import Wire
+from tpucare.emulator.queue_messages import operation_message
 from tpucare.emulator.records import ApiError, CallFate, OperationRecord, parse_parent
 from tpucare.emulator.world import World
 
@@ -63,7 +64,7 @@ def long_running(wire: Wire, request: Any, subject: Callable[[Any], str], act: A
     def begin(world: World, ask: Any, now: datetime, fate: CallFate) -> OperationRecord:
         return world.of_version(act(world, ask, now, fate), wire.version)
 
-    return Method(request, subject, begin, lambda record, _: messages.operation_message(wire, record))
+    return Method(request, subject, begin, lambda record, _: operation_message(wire, record))
 
 
 def node_methods(wire: Wire) -> Mapping[str, Method]:
@@ -177,11 +178,11 @@ def catalogue_methods(wire: Wire) -> Mapping[str, Method]:
     }
 
 
-def operation_methods(known: Mapping[str, Wire], show: Callable[[Wire, OperationRecord], Any]) -> Mapping[str, Method]:
+def operation_methods(known: Mapping[str, Wire]) -> Mapping[str, Method]:
     """google.longrunning.Operations: an operation speaks the version of the API that began it."""
 
     def message(record: OperationRecord, _request: Any = None) -> Any:
-        return show(known[record.api_version], record)
+        return operation_message(known[record.api_version], record)
 
     return {
         "GetOperation": Method(

@@ -17,6 +17,7 @@ from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
 from tpucare.emulator import lengths
 from tpucare.emulator.lengths import Strict
+from tpucare.emulator.queue_records import QueueState
 from tpucare.emulator.world import World
 from tpucare.errors import ConfigError
 from tpucare.model import Health, NodeState
@@ -142,6 +143,29 @@ class UnknownFields(_Order):
 
     def carry(self, world: World, now: datetime) -> Answer:
         return _touched(world.show_unknown_fields(self.selector, now, on=self.on, answers=self.answers))
+
+
+class FailQueued(_Order):
+    """Queued resources fail late."""
+
+    do: Literal["fail-queued"]
+    selector: str
+    code: Code = 13
+    text: str = "an internal error has occurred"
+
+    def carry(self, world: World, now: datetime) -> Answer:
+        return _touched(world.fail_queued(self.selector, self.code, self.text, now))
+
+
+class SetQueuedState(_Order):
+    """Show a state of queued resources, known or not."""
+
+    do: Literal["queued-state"]
+    selector: str
+    state: Annotated[int, _number_of(QueueState)]
+
+    def carry(self, world: World, now: datetime) -> Answer:
+        return _touched(world.set_queued_state(self.selector, self.state, now))
 
 
 class Maintenance(_Order):
@@ -291,7 +315,8 @@ class Status(_Order):
             }
             for record in world.nodes()
         ]
-        return {"now": world.now.isoformat(), "zones": world.locations(), "nodes": nodes}
+        queued = [{"name": one.name, "state": one.state} for one in world.queued_resources()]
+        return {"now": world.now.isoformat(), "zones": world.locations(), "nodes": nodes, "queued": queued}
 
 
 Order = (
@@ -302,6 +327,8 @@ Order = (
     | SetHealth
     | SetState
     | UnknownFields
+    | FailQueued
+    | SetQueuedState
     | Maintenance
     | Outage
     | EndOutages

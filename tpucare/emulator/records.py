@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from tpucare.model import Health, NodeState
 
@@ -191,12 +191,20 @@ class NodeRecord:
         return str(self.path)
 
 
+class Response(Protocol):
+    """What an operation was about, as it was at the end: a node or a queued resource."""
+
+    @property
+    def name(self) -> str: ...
+
+
 @dataclass(frozen=True, slots=True)
 class OperationRecord:
     """
     A long-running operation as last known. Verbs: create, delete, update, stop, start, reset, and those of alpha.
 
-    `error` is (code, message) of a google.rpc.Status. `response` is the node, None for a delete (Empty).
+    `error` is (code, message) of a google.rpc.Status. `response` is the node or queued resource, None for
+    Empty.
     `api_version`: of the call that began it; its metadata and answer are messages of that version.
     """
 
@@ -207,7 +215,7 @@ class OperationRecord:
     end_time: datetime | None = None
     done: bool = False
     error: tuple[int, str] | None = None
-    response: NodeRecord | None = None
+    response: Response | None = None
     cancel_requested: bool = False
     api_version: str = "v2"
 

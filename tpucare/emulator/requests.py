@@ -19,6 +19,7 @@ DESCRIPTION_LIMIT = 512
 LABELS_LIMIT = 64
 
 _NODE_ID = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
+_QUEUED_ID = _NODE_ID
 _LABEL_KEY = re.compile(r"[a-z][a-z0-9_-]{0,62}")
 _LABEL_VALUE = re.compile(r"[a-z0-9_-]{0,63}")
 
@@ -43,6 +44,12 @@ def check_spec(zone: str, node_id: str, spec: NodeSpec, config: WorldConfig) -> 
         raise texts.unknown_runtime(spec.runtime_version, accelerator.type, zone)
     _check_access(zone, spec, accelerator, config)
     return replace(spec, accelerator_type=accelerator.type), accelerator
+
+
+def check_queued_id(queued_id: str) -> None:
+    """Raises: ApiError (3). What the service allows is not published: taken for the same as for nodes."""
+    if not _QUEUED_ID.fullmatch(queued_id):
+        raise texts.bad_argument(f'Invalid queued resource id "{queued_id}".')
 
 
 def _check_words(spec: NodeSpec) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tpucare.emulator import messages
+from tpucare.emulator.messages import Wire
 from tpucare.emulator.methods import (
     LOCATIONS,
     OPERATIONS,
@@ -15,13 +15,19 @@ from tpucare.emulator.methods import (
     operation_methods,
     wires,
 )
+from tpucare.emulator.queue_methods import alpha_methods, queue_methods
 
 
 def services() -> Mapping[str, Mapping[str, Method]]:
     """Methods by service, under the real services' names."""
     known = wires()
     return {
-        **{wire.service: {**node_methods(wire), **catalogue_methods(wire)} for wire in known.values()},
-        OPERATIONS: operation_methods(known, messages.operation_message),
+        **{wire.service: _of_version(wire) for wire in known.values()},
+        OPERATIONS: operation_methods(known),
         LOCATIONS: location_methods(),
     }
+
+
+def _of_version(wire: Wire) -> Mapping[str, Method]:
+    both = {**node_methods(wire), **queue_methods(wire), **catalogue_methods(wire)}
+    return {**both, **alpha_methods(wire)} if wire.version == "v2alpha1" else both

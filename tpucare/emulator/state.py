@@ -26,6 +26,7 @@ from tpucare.emulator.records import (
     NodePath,
     NodeRecord,
     OperationRecord,
+    Response,
 )
 from tpucare.errors import ConfigError
 
@@ -290,15 +291,20 @@ class State:
     # --- operations
 
     def open_operation(self, verb: str, path: NodePath) -> OperationRecord:
+        """Begin an operation on a node."""
+        return self.open_operation_on(verb, path.parent, str(path))
+
+    def open_operation_on(self, verb: str, parent: str, target: str) -> OperationRecord:
+        """Begin an operation on the resource called *target*."""
         ids = self._ids
         millis = int(self.now.timestamp() * 1000)
         tail = f"{ids.getrandbits(52):013x}-{ids.getrandbits(32):08x}-{ids.getrandbits(32):08x}"
-        operation = OperationRecord(f"{path.parent}/operations/operation-{millis}-{tail}", verb, str(path), self.now)
+        operation = OperationRecord(f"{parent}/operations/operation-{millis}-{tail}", verb, target, self.now)
         self.operations[operation.name] = operation
         return operation
 
     def close_operation(
-        self, name: str, *, error: tuple[int, str] | None = None, response: NodeRecord | None = None
+        self, name: str, *, error: tuple[int, str] | None = None, response: Response | None = None
     ) -> bool:
         """End an operation, once; False when it had ended before or is forgotten."""
         operation = self.operations.get(name)

@@ -10,7 +10,8 @@ supplies the lock, the waiting and the machines.
     effects = world.take_effects()                  # for the machines, in order
     world.next_event_at()                           # when to advance() next, if nobody calls before
 
-The API is in `gate` and `calls`, the operator's hand in `actions`, what happens by itself in `life` and `ending`.
+The API is in `gate`, `calls` and `queue_calls`, the operator's hand in `actions`, what happens by itself in `life`,
+`ending` and `queue_life`.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ from collections.abc import Callable, Sequence
 from datetime import datetime
 
 from tpucare.emulator.actions import Actions
-from tpucare.emulator.calls import Calls
 from tpucare.emulator.config import WorldConfig
+from tpucare.emulator.queue_calls import QueueCalls
+from tpucare.emulator.queue_records import QueuedRecord
 from tpucare.emulator.records import MachineEffect, NodeRecord, parse_node_path
 from tpucare.emulator.state import AuditRecord
 
 
-class World(Calls, Actions):
+class World(QueueCalls, Actions):
     """
     The emulated cloud. Every method that takes `now` first plays what was due until then.
 
@@ -72,6 +74,10 @@ class World(Calls, Actions):
     def nodes(self) -> list[NodeRecord]:
         """Every node that exists, in the order of listings, whether or not the API shows it yet."""
         return [life.record for _, life in sorted(self.state.nodes.items())]
+
+    def queued_resources(self) -> list[QueuedRecord]:
+        """Every queued resource that exists, in the order of listings."""
+        return [life.record for _, life in sorted(self.queue.items())]
 
     def expected_workers(self, name: str) -> int:
         """How many hosts a node has, 0 when it is gone."""
