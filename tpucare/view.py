@@ -33,7 +33,8 @@ def slot_row(engine: Engine, track: SlotTrack, now: datetime) -> Row:
     One slot as the engine knows it.
 
     phase: down | paused | done | failed | waiting | creating | booting | connecting | ready | fetch | setup | run |
-    exited | deleting, or the node's state in lower case; `training`: every worker holds the run launched last.
+    exited | ended | deleting, or the node's state in lower case; `ended`: what start_fn started is over, and nobody knows
+    how. `training`: every worker holds the run launched last.
     """
     memory, seen = track.memory, newest(track)
     view = engine.projects[track.slot.project]
@@ -163,6 +164,8 @@ def _run_phase(seen: NodeTrack, memory: Memory) -> str:
         return "connecting"
     if run is None or run.node != seen.node.name:
         return "ready"
+    if run.over:
+        return "ended"
     phases = [worker.phase for worker in report.workers if worker.token == run.token]
     slowest = min(phases, key=_COURSE.index, default=Phase.NONE)
     return "ready" if slowest is Phase.NONE else slowest.value
