@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import stat
 import subprocess
 import sys
+import time
 import tomllib
+import urllib.error
+import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tpucare import fleet
+from tpucare.emulator.reference import free_loopback_endpoint
 from tpucare.emulator.resources import example_folder
 
 ROOT = Path(__file__).parents[1]
@@ -74,3 +80,39 @@ def test_the_pod_scripts_are_told_of_and_their_fleet_is_valid() -> None:
     assert declared.warnings == ()
     for script in re.findall(r"bash (\S+)", f"{declared.job.setup}\n{declared.job.run}"):
         assert (POD_SCRIPTS / script).is_file()
+
+
+def test_the_inference_server_generates_and_tells_of_its_health() -> None:
+    address, _, port = free_loopback_endpoint().rpartition(":")
+    command = [sys.executable, str(ROOT / "examples" / "inference_server.py"), f"--address={address}", f"--port={port}"]
+    command += ["--text", str(example_folder("train") / "corpus.txt")]
+    server = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 60
+        while (health := _ask(f"http://{address}:{port}/health"))[0] != 200:
+            assert server.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert health[1]["requests"] == 0
+        wish = {"prompt": "The ", "length": 50, "seed": 3}
+        status, said = _ask(f"http://{address}:{port}/generate", wish)
+        assert (status, len(said["text"])) == (200, 54)
+        assert said["text"].startswith("The ")
+        assert _ask(f"http://{address}:{port}/generate", wish) == (200, said), "the seed decides"
+        assert _ask(f"http://{address}:{port}/generate", ["no object"])[0] == 400
+        assert _ask(f"http://{address}:{port}/elsewhere")[0] == 404
+        assert _ask(f"http://{address}:{port}/health")[1]["requests"] == 2
+    finally:
+        server.kill()
+        server.wait()
+
+
+def _ask(url: str, body: object = None) -> tuple[int, dict[str, Any]]:
+    """Status and answer; status 0 when nobody listens."""
+    try:
+        with urllib.request.urlopen(url, None if body is None else json.dumps(body).encode(), timeout=30) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+    except urllib.error.URLError:
+        return 0, {}
