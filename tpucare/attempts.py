@@ -210,14 +210,15 @@ class Attempt:
 
         Without this a preemption would reach users as a broken connection, and count as a failure of their function.
         """
-        for _ in range(WORD_TRIES):
+        tries = 0
+        while not self.over and tries < WORD_TRIES:
+            tries += 1
             try:
                 self._remote.run(target, "true", deadline=WORD_DEADLINE)
                 return
             except RemoteError:
                 # A host key that changed may be another node's, at the same address: no word of this one either.
-                if self._ended.wait(WORD_EVERY_SECONDS):
-                    return
+                self._ended.wait(WORD_EVERY_SECONDS)
 
 
 def marks(environment: Mapping[str, str]) -> str:
