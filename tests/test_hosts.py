@@ -188,8 +188,9 @@ def test_nodes_are_shown_as_the_rest_api_shows_them(house: House) -> None:
 
 
 def test_names_are_filtered_as_in_2022(house: House) -> None:
-    def state(name: str) -> NodeState:
-        return next(node.state for node, _ in session.current().nodes(NEAR, fresh=True) if node.name == name)
+    def state(name: str) -> NodeState | None:
+        listed = session.current().nodes(NEAR, fresh=True)
+        return next((node.state for node, _ in listed if node.name == name), None)
 
     create(house, "other-1", {})
     create(house, "lost-a1", {**OURS, LABEL_SLOT: "lost"})
@@ -279,7 +280,16 @@ def test_an_unknown_project_and_missing_credentials_are_one_line(
         hosts.tpu_names(NEAR)
 
 
-# --- the last: it leaves a node that does not answer -----------------------------------------------------------------
+# --- the last: a worker dies and comes back, and one does not -------------------------------------------------------
+
+
+def test_a_reboot_starts_the_run_again(house: House) -> None:
+    assert hosts.exec_on_tpu("pod", NEAR, "screen -ls | grep -c model; cat ran; rm ran", 1) == "1\nwidth: 2\n"
+    house.order("lose-worker", selector="pod-a1", worker=1)
+    house.order("restore-worker", selector="pod-a1", worker=1)
+    eventually(lambda: answers("pod"), "it is up again")
+    eventually(lambda: hosts.exec_on_tpu("pod", NEAR, "cat ran || true", 1) == "width: 2\n", "it runs again")
+    assert "left alone" in hosts.exec_on_tpu("pod", NEAR, "bash setup.sh", 1)
 
 
 def test_a_worker_that_vanished_ends_the_call(house: House, monkeypatch: pytest.MonkeyPatch) -> None:

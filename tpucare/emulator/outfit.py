@@ -81,6 +81,24 @@ if [ $# -gt 0 ]; then exec "$@"; fi
 if [ -n "$shell" ]; then exec /bin/bash; fi
 """
 
+# cron is not run: the lines for a reboot are read at the worker's next boot (`boot_command`), others never.
+_CRONTAB = """\
+#!/bin/sh
+case "$1" in
+  -l) exec cat "$HOME/.crontab" ;;
+  -r) exec rm -f "$HOME/.crontab" ;;
+esac
+cat -- "${1:--}" >"$HOME/.crontab.new" && mv "$HOME/.crontab.new" "$HOME/.crontab"
+"""
+
+_BOOT = """\
+while read -r when line; do
+  [ "$when" != @reboot ] || SSH_ORIGINAL_COMMAND=$line setsid "$1" </dev/null >/dev/null 2>&1 &
+done <"$0"
+shift
+exec "$@"
+"""
+
 # The workers share one real machine, whose packages, services and power are not theirs.
 _PRETENDS = '#!/bin/sh\necho "emulated worker: ${0##*/} $* (pretended)" >&2\n'
 _REFUSES = (
@@ -89,6 +107,7 @@ _REFUSES = (
 
 STUBS: Mapping[str, str] = {
     "sudo": _SUDO,
+    "crontab": _CRONTAB,
     **dict.fromkeys(("apt-get", "apt", "snap", "systemctl"), _PRETENDS),
     **dict.fromkeys(("reboot", "shutdown", "poweroff", "halt"), _REFUSES),
 }
@@ -114,6 +133,10 @@ class Folders:
     @property
     def tmp(self) -> Path:
         return self.root / "tmp"
+
+    @property
+    def crontab(self) -> Path:
+        return self.home / ".crontab"
 
     @property
     def host_key(self) -> Path:
@@ -193,6 +216,13 @@ def session_env(
         **extra,
         MARK: mark_value,
     }
+
+
+def boot_command(folders: Folders, sshd: Sequence[str]) -> list[str]:
+    """What a boot begins with: sshd, and before it what the crontab of an earlier boot says to start with a reboot."""
+    if not folders.crontab.is_file():
+        return list(sshd)
+    return ["/bin/bash", "-c", _BOOT, str(folders.crontab), str(folders.wrapper), *sshd]
 
 
 def search_path(folders: Folders, path_prefix: Iterable[Path]) -> str:

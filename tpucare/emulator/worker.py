@@ -215,7 +215,8 @@ class WorkerMachine:
 
     def _sshd(self) -> list[str]:
         # -D: stay in the foreground, -e: log to stderr, where we read when it listens.
-        return [str(self._site.sshd), "-D", "-e", "-f", str(self.folders.sshd_config)]
+        sshd = [str(self._site.sshd), "-D", "-e", "-f", str(self.folders.sshd_config)]
+        return outfit.boot_command(self.folders, sshd)
 
     def _note_pids(self, cage: Cage) -> None:
         """For a later emulator, should this one crash: sshd's own environment cannot always be read."""
