@@ -1,3 +1,124 @@
-"""The caretaker of preemptible Google Cloud TPUs: the public names, nothing else."""
+"""
+The caretaker of preemptible Google Cloud TPUs: the public names, nothing else.
+
+Each is imported when it is first used, so that `import tpucare` costs next to nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from tpucare import sweeps, training
+    from tpucare.api import All, Context, SliceIndex, run, start_multiple, start_single, status
+    from tpucare.attempts import Host
+    from tpucare.caring import SlotFailed
+    from tpucare.commands import exec_command
+    from tpucare.declared import Fleet
+    from tpucare.errors import (
+        CloudError,
+        CommandFailed,
+        ConfigError,
+        NodeGone,
+        RemoteError,
+        StoreError,
+        StoreLocked,
+        TpuCareError,
+        WorkerSilent,
+    )
+    from tpucare.hosts import all_tpus, exec_on_tpu, send_to_tpu, tpu_ips, tpu_names
+    from tpucare.model import Event
+    from tpucare.removal import NotDeleted, delete_all, delete_one_tpu, synchronous_deletion
 
 __version__ = "0.1.0"
+
+LOG_LEVEL = 20
+"""What a blocking call shows: events of this level of `logging` and above; 0 shows everything."""
+
+__all__ = [
+    "LOG_LEVEL",
+    "All",
+    "CloudError",
+    "CommandFailed",
+    "ConfigError",
+    "Context",
+    "Event",
+    "Fleet",
+    "Host",
+    "NodeGone",
+    "NotDeleted",
+    "RemoteError",
+    "SliceIndex",
+    "SlotFailed",
+    "StoreError",
+    "StoreLocked",
+    "TpuCareError",
+    "WorkerSilent",
+    "__version__",
+    "all_tpus",
+    "delete_all",
+    "delete_one_tpu",
+    "exec_command",
+    "exec_on_tpu",
+    "run",
+    "send_to_tpu",
+    "start_multiple",
+    "start_single",
+    "status",
+    "sweeps",
+    "synchronous_deletion",
+    "tpu_ips",
+    "tpu_names",
+    "training",
+]
+
+_ERRORS = "CloudError CommandFailed ConfigError NodeGone RemoteError StoreError StoreLocked TpuCareError WorkerSilent"
+_HOMES = {
+    **dict.fromkeys(["All", "Context", "SliceIndex", "run", "start_multiple", "start_single", "status"], "api"),
+    **dict.fromkeys(["all_tpus", "exec_on_tpu", "send_to_tpu", "tpu_ips", "tpu_names"], "hosts"),
+    **dict.fromkeys(["NotDeleted", "delete_all", "delete_one_tpu", "synchronous_deletion"], "removal"),
+    **dict.fromkeys(_ERRORS.split(), "errors"),
+    "Event": "model",
+    "Fleet": "declared",
+    "Host": "attempts",
+    "SlotFailed": "caring",
+    "exec_command": "commands",
+}
+_MODULES = ("sweeps", "training")
+# Scripts import these names and seldom call them; to fail at the import would be to fail at nothing.
+_GONE = {
+    "create_tpu": "start_single and start_multiple make nodes, and replace them",
+    "recreate": "start_single and start_multiple make nodes, and replace them",
+    "delete_no_check": "delete_one_tpu deletes what is ours",
+    "valid_tpu": "tpu_names says which TPUs are alive",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"tpucare.{name}")
+    if name in _GONE:
+        return _gone(name)
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'tpucare' has no attribute {name!r}", name=name, obj=sys.modules[__name__])
+    value = getattr(importlib.import_module(f"tpucare.{home}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+def _gone(name: str) -> Callable[..., NoReturn]:
+    def refuse(*_: object, **__: object) -> NoReturn:
+        from tpucare.errors import ConfigError
+
+        raise ConfigError(f"tpucare.{name} is gone: {_GONE[name]}")
+
+    refuse.__name__ = refuse.__qualname__ = name
+    return refuse

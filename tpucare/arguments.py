@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from tpucare import accelerators, fleet_python
+from tpucare.declared import plain_value
 from tpucare.errors import ConfigError
 from tpucare.fleet_python import PythonFleet
-from tpucare.fleet_schema import CareSection, duration_text
+from tpucare.fleet_schema import CareSection
 from tpucare.model import Event, OnExit, Provisioning
 from tpucare.words import hint, shown
 
@@ -193,11 +194,11 @@ def _alternatives(call: Call) -> Iterator[dict[str, Any]]:
     """As `tpu` of a fleet file: what the positional arguments say first, then what `tpu` says."""
     further = call.more.get("tpu")
     if call.zone is not None or further is None:
-        yield _plain(_primary(call), "tpu")
+        yield plain_value(_primary(call), "tpu")
     for entry in [further] if isinstance(further, Mapping) else further or ():
         if not isinstance(entry, Mapping):
             raise ConfigError(f"tpu must be a mapping as in a fleet file, or a list of such, not {shown(entry)}")
-        yield _plain(dict(entry), "tpu")
+        yield plain_value(dict(entry), "tpu")
 
 
 def _primary(call: Call) -> dict[str, Any]:
@@ -266,7 +267,7 @@ def _care(call: Call) -> dict[str, Any]:
         care["unhealthy_after"] = call.unhealthy_timeout_seconds
     elif call.unhealthy_timeout_seconds != UNHEALTHY_SECONDS:
         raise ConfigError("unhealthy_timeout_seconds and unhealthy_after are the same; give one of them")
-    plain = _plain(care, "care")
+    plain = plain_value(care, "care")
     return {key: _seconds(value, key) if _is_length(key) else value for key, value in plain.items()}
 
 
@@ -367,20 +368,3 @@ def _yes_or_no(value: object, name: str) -> bool:
     if value is None or isinstance(value, bool) or value in (0, 1):
         return bool(value)
     raise ConfigError(f"{name} must be True or False (or 1 or 0), not {shown(value)}")
-
-
-def _plain(value: Any, name: str) -> Any:
-    """Values of Python as a fleet file has them. Raises: ConfigError: what no file could hold."""
-    if isinstance(value, timedelta):
-        return duration_text(value)
-    if isinstance(value, Mapping):
-        return {str(key): _plain(entry, f"{name}.{key}") for key, entry in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [_plain(entry, name) for entry in value]
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    if isinstance(value, str):
-        return str(value)
-    if value is None or isinstance(value, bool | int | float):
-        return value
-    raise ConfigError(f"{name} must be as in a fleet file, not a {type(value).__name__}")

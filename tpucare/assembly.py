@@ -11,6 +11,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -21,6 +22,7 @@ from tpucare.budget import shared_budget
 from tpucare.effects import Ports
 from tpucare.engine import Engine
 from tpucare.errors import ConfigError
+from tpucare.gate import ContextGate
 from tpucare.launch import ScriptLauncher
 from tpucare.logs import LogKeeper
 from tpucare.model import Event
@@ -69,6 +71,7 @@ class Caretaker:
     remote: ParamikoRemote
     launcher: Launcher
     engine: Engine
+    gate: ContextGate | None
     neighbours: Neighbours
     find_project: Callable[[], str]
     """Project for fleets that name none. Raises: ConfigError: nothing names one."""
@@ -90,6 +93,8 @@ class Caretaker:
     def close(self) -> bool:
         """Within about CLOSE_SECONDS: whether every thread ended; those that did not end with the process."""
         try:
+            if self.gate is not None:
+                self.gate.close(CLOSE_SECONDS / 4)
             ended = self.executor.close(timedelta(seconds=CLOSE_SECONDS / 2))
             # Its threads end when their sockets do; one that hangs must keep neither the lock nor the process.
             closing = threading.Thread(target=self._close_leaves, name="tpucare-close", daemon=True)
@@ -111,6 +116,7 @@ def assemble(
     listen: Callable[[Event], None] | None = None,
     alone: bool = False,
     launcher: MakeLauncher = lambda leaves: leaves.scripts,
+    creation: AbstractContextManager[Any] | None = None,
 ) -> Caretaker:
     """
     Take the lock of the store `options.store` in `options.state` and build everything over it.
@@ -118,6 +124,7 @@ def assemble(
     listen: called with every event, after it is on disk
     alone:  for a command without a daemon: begin nothing, and connect to the cloud only when it is asked something
     launcher: makes what starts runs; default: that of fleets
+    creation: held while a node is being created, and may block
     Raises: StoreLocked, StoreError: the store cannot be had; ConfigError: credentials, endpoint or key.
     """
     clock = SystemClock()
@@ -133,12 +140,13 @@ def assemble(
         ports = Ports(cloud, made, store.owner, f"{options.ssh_user}:{key.public}")
         neighbours = Neighbours(options.state, options.store, clock.monotonic)
         settings = settings_of(options, neighbours, dry_run=alone)
-        engine = Engine(ports, store, clock, executor, random_source(), settings, listen)
+        gate = ContextGate(creation, executor.nudge) if creation is not None else None
+        engine = Engine(ports, store, clock, executor, random_source(), settings, listen, gate)
     except BaseException:
         store.close()
         raise
     finder = project_finder(options, env)
-    return Caretaker(options, store, clock, executor, cloud, remote, made, engine, neighbours, finder)
+    return Caretaker(options, store, clock, executor, cloud, remote, made, engine, gate, neighbours, finder)
 
 
 def _connect(options: Options, clock: SystemClock) -> GoogleCloud:

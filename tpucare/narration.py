@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import NamedTuple
 
 from tpucare.actions import Create, Delete, Effect, Fact, Launch, Poll, Settle, Stop
@@ -15,6 +16,12 @@ class Told(NamedTuple):
     kind: str
     text: str
     level: str = "info"
+
+
+def event_line(at: datetime, level: str, slot: str, text: str) -> str:
+    """One event as a line for people, wherever it is shown; its text is to be made `plain` by whoever shows it."""
+    mark = "" if level in ("info", "debug") else f"{level.upper()} "
+    return f"{at:%Y-%m-%d %H:%M:%S} {slot or '-':12} {mark}{text}"
 
 
 def kind_of(action: Settle | Effect) -> str:
