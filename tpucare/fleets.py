@@ -173,7 +173,7 @@ class Roster:
         gone = [name for name in self._going_down() if self._engine.is_over(name) and not self._is_declared(name)]
         for name in gone:
             self._engine.end(name)
-            self.say("down", f"{name}: nothing is left of it", name)
+            self.say("down", f"{name}: nothing is left of it", name, "info")
         return gone
 
     def _going_down(self) -> list[str]:
