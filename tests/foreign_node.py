@@ -110,6 +110,9 @@ class ForeignNode(Node):
     def is_set_up(self) -> bool:
         return {worker.phase for worker in self.look().workers} == {Phase.RUN}
 
+    def has_failed(self) -> bool:
+        return any(worker.exit_status is not None for worker in self.look().workers)
+
     def lives(self) -> list[bool]:
         return [worker.alive for worker in self.look().workers]
 

@@ -201,9 +201,9 @@ def test_a_creation_callback_that_raises_or_takes_something_else_is_a_failed_set
     for created, text in ((broken, "no context for"), (narrow, "creation_callback has to take (host, ctx)")):
         with foreign_node(nothing, created=created) as node:
             node.go()
-            eventually(lambda node=node: node.look().workers[0].exit_status == 1)
+            eventually(node.has_failed)
             report = node.look().workers[0]
-            assert report.failure is Failure.SETUP
+            assert (report.exit_status, report.failure) == (1, Failure.SETUP)
             assert report.detail.startswith("creation_callback: ")
             assert text in report.detail
             assert node.started == []

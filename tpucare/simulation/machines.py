@@ -53,7 +53,8 @@ class SimulatedRun:
     """
     One run on one worker. `ended` in seconds; `status` None where it ended without one.
 
-    `hung_at`: the step at which it stands still.
+    `hung_at`: the step at which it stands still. `foreign`: what a user's function started; its folder outlives a
+    reboot, and `boots` tells that there was one.
     """
 
     token: str
@@ -67,6 +68,8 @@ class SimulatedRun:
     status: int | None = None
     failure: Failure = Failure.CRASH
     hung_at: int | None = None
+    foreign: bool = False
+    boots: int = 1
 
 
 @dataclass(eq=False, slots=True)
@@ -151,12 +154,16 @@ class Machines:
     def _boot(self, key: NodeKey, effect: Boot) -> None:
         old = self.workers.get((key, effect.worker))
         again = old is not None and old.node_id == effect.node_id
+        left = old.run if again and old is not None and old.run is not None and old.run.foreign else None
         self._end_run(old)
         worker = SimulatedWorker(effect.node_id, effect.worker, key, effect.address)
         worker.host_key = f"AAAA{effect.node_id:x}-{effect.worker}"
         if again and old is not None:
             worker.boots, worker.last_number = old.boots + 1, old.last_number
             worker.host_key, worker.refuses = old.host_key, old.refuses
+            worker.run = left
+            if left is not None:
+                left.failed = True
         elif self.boots:
             self._spoil(worker, self.boots.popleft())
         self.workers[key, effect.worker] = worker
@@ -240,7 +247,7 @@ class Machines:
     def start(self, worker: SimulatedWorker, token: str, slot: str) -> SimulatedRun:
         now, script = self.clock.seconds, self.script
         run = worker.run = SimulatedRun(token, slot, now, self.bucket.get(slot, 0))
-        worker.last_number = int(token.rpartition(".")[2])
+        worker.last_number, run.boots = int(token.rpartition(".")[2]), worker.boots
         self._mark("start", worker, run)
         if worker.dirty:
             self.end(worker, status=1, failure=Failure.DIRTY_HOST)

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from tpucare.errors import WorkerSilent
 from tpucare.model import (
     Contact,
     Failure,
+    ForeignRun,
     LaunchOrder,
     LaunchResult,
     NodeKey,
@@ -106,7 +108,7 @@ class VirtualLauncher(Machines):
         if lives:
             self.save(run)
         tells = self.script.tells_progress and worker.number == 0 and not in_setup
-        return WorkerReport(
+        report = WorkerReport(
             Contact.ANSWERED,
             token=run.token,
             alive=lives,
@@ -122,6 +124,7 @@ class VirtualLauncher(Machines):
             checkpoint=self.bucket.get(run.slot) if tells else None,
             log_bytes=int(elapsed),
         )
+        return _as_foreign(report, run, worker, was_set_up=not in_setup) if run.foreign else report
 
     def _failure(self, run: SimulatedRun, status: int | None) -> Failure:
         if status in (None, 0):
@@ -141,7 +144,7 @@ class VirtualLauncher(Machines):
             return None
         if worker.run is not None and self.lives(worker):
             return WorkerSilent("another run lives here")
-        self.start(worker, order.token, order.slot)
+        self.start(worker, order.token, order.slot).foreign = order.job.foreign
         return WorkerSilent("the connection dropped") if self._loses("launch-after") else None
 
     def _loses(self, what: str) -> bool:
@@ -189,3 +192,12 @@ class VirtualLauncher(Machines):
             return frozenset()
         hints, self._hints = frozenset(self._hints), set()
         return hints
+
+
+def _as_foreign(report: WorkerReport, run: SimulatedRun, worker: SimulatedWorker, *, was_set_up: bool) -> WorkerReport:
+    """Nobody knows how it ended, but for a setup that failed; and of its progress nothing is told."""
+    foreign = ForeignRun(seen=was_set_up, rebooted=worker.boots != run.boots)
+    report = replace(report, foreign=foreign, step=None, checkpoint=None, log_bytes=0)
+    if report.alive or (not was_set_up and report.exit_status is not None and not run.stopped):
+        return report
+    return replace(report, phase=Phase.RUN, exit_status=None, failure=Failure.NONE, signalled=False)
