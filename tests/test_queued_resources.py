@@ -169,7 +169,7 @@ def test_a_request_expires(validity: Validity) -> None:
     assert failed.error is not None
     assert failed.error[0] == EXPIRED
     box.play(7 * 86400)
-    assert box.state == QueueState.FAILED
+    assert box.record.state == QueueState.FAILED
 
 
 def test_an_expired_request_may_linger_and_gets_nothing() -> None:

@@ -11,12 +11,10 @@ from datetime import datetime, timedelta
 
 from tpucare.emulator.config import WorldConfig
 from tpucare.emulator.faults import Fates
+from tpucare.emulator.instance import worker_attributes
 from tpucare.emulator.lengths import Latency
 from tpucare.emulator.quota import QuotaBook
 from tpucare.emulator.records import (
-    INSTANCE_ATTRIBUTES,
-    MAINTENANCE_ATTRIBUTE,
-    PREEMPTED_ATTRIBUTE,
     AuthorizeKeys,
     Boot,
     Kill,
@@ -65,7 +63,7 @@ class Machinery:
                 worker.number,
                 worker.address,
                 f"{life.hostname_stem}-w-{worker.number}",
-                worker_attributes(life, worker, peers),
+                worker_attributes(life, worker, peers, self._megascale(life)),
                 peers,
             )
         )
@@ -100,6 +98,10 @@ class Machinery:
     def _moved(self, life: NodeLife) -> None:
         """A node's state changed, or it is gone: for whoever owns nodes (`queue_life`)."""
 
+    def _megascale(self, life: NodeLife) -> dict[str, str]:  # noqa: ARG002
+        """MEGASCALE_* variables of a node that is a slice among several (`queue_life`)."""
+        return {}
+
     def _close(self, operation: str, response: Callable[[], Response]) -> None:
         """End an operation with what its resource is by then."""
         self.state.close_operation(operation, response=response())
@@ -124,30 +126,3 @@ class Machinery:
 
     def _later(self, life: NodeLife, latency: Latency, step: Callable[[], None]) -> None:
         self._after(life, latency.draw(self._rng), step)
-
-
-def worker_attributes(life: NodeLife, worker: WorkerLife, peers: tuple[str, ...]) -> dict[str, str]:
-    """What the metadata server of a worker says at boot, path -> value. Source: torch_xla, jax and levanter read it."""
-    accelerator, spec = life.accelerator, life.record.spec
-    own = {INSTANCE_ATTRIBUTES + key: value for key, value in spec.metadata.items()}
-    environment = {
-        "ACCELERATOR_TYPE": accelerator.type,
-        "ZONE": life.path.zone,
-        "WORKER_ID": str(worker.number),
-        "NODE_ID": life.path.node_id,
-        "RUNTIME_VERSION": spec.runtime_version,
-    }
-    tpu_env = "".join(f"{key}: '{value}'\n" for key, value in environment.items())
-    return {
-        **own,
-        INSTANCE_ATTRIBUTES + "accelerator-type": accelerator.type,
-        INSTANCE_ATTRIBUTES + "agent-worker-number": str(worker.number),
-        INSTANCE_ATTRIBUTES + "worker-network-endpoints": ",".join(f"unknown:unknown:{peer}" for peer in peers),
-        INSTANCE_ATTRIBUTES + "tpu-env": tpu_env,
-        "instance/hostname": f"{life.hostname_stem}-w-{worker.number}",
-        "instance/zone": f"projects/{life.path.project}/zones/{life.path.zone}",
-        "project/project-id": life.path.project,
-        PREEMPTED_ATTRIBUTE: "FALSE",
-        MAINTENANCE_ATTRIBUTE: "NONE",
-        **life.attributes,
-    }

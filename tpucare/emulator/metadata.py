@@ -3,7 +3,7 @@ The metadata server of every emulated worker: one thread serves them all, each o
 
 Speaks what TPU tooling asks for: plain values, folders, `recursive=true`, and `wait_for_change` long polls with etags.
 Source: Compute Engine documentation, "About VM metadata" and "Query VM metadata". What values there are is for the
-caller to say; tokens of service accounts are not served.
+caller to say. Access tokens of service accounts are served, identity tokens are not: nobody here can sign them.
 """
 
 from __future__ import annotations
@@ -21,8 +21,13 @@ from urllib.parse import parse_qs, unquote, urlsplit
 _ROOT = "/computeMetadata/v1/"
 _LONGEST_POLL_SECONDS = 3600.0
 _IDLE_SECONDS = 120.0
+_TOKEN_SECONDS = 3599
+_LISTS = ("aliases", "scopes")
+_NUMBERS = ("id", "numeric-project-id")
 
-Tree = dict[str, "Tree | str"]
+Leaf = str | int | list[str]
+
+Tree = dict[str, "Tree | Leaf"]
 
 
 @dataclass(eq=False)
@@ -177,15 +182,17 @@ async def _wait_for_change(guest: _Guest, path: str, query: Mapping[str, str]) -
 
 def _look_up(values: Mapping[str, str], path: str, query: Mapping[str, str]) -> _Answer:
     name = path.removeprefix(_ROOT)
+    if name in values and _is_token(name):
+        return _found(_token(values[name]), True)
     if name in values:
         as_json = query.get("alt") == "json"
-        return _found(json.dumps(values[name]) if as_json else values[name], as_json)
+        return _found(json.dumps(_leaf(name, values[name])) if as_json else values[name], as_json)
     folder = name if name.endswith("/") or not name else f"{name}/"
     inside = {key.removeprefix(folder): value for key, value in values.items() if key.startswith(folder)}
     if not inside:
         return _Answer("404 Not Found")
     if query.get("recursive", "").lower() == "true":
-        return _found(json.dumps(_tree(inside, free_names=folder.endswith("attributes/"))), True)
+        return _found(json.dumps(_tree(inside, free_names=folder.endswith(("attributes/", "service-accounts/")))), True)
     children = sorted({head + slash for head, slash, _ in (key.partition("/") for key in inside)})
     return _found("".join(f"{child}\n" for child in children), False)
 
@@ -205,8 +212,28 @@ def _tree(values: Mapping[str, str], *, free_names: bool) -> Tree:
     for head in dict.fromkeys(key.partition("/")[0] for key in values):
         name = head if free_names else _camel_case(head)
         below = {key.removeprefix(f"{head}/"): value for key, value in values.items() if key.startswith(f"{head}/")}
-        tree[name] = _tree(below, free_names=head == "attributes") if below else values[head]
+        if below:
+            tree[name] = _tree(below, free_names=head in ("attributes", "service-accounts"))
+        elif not (head == "token" and "email" in values):
+            tree[name] = values[head] if free_names else _leaf(head, values[head])
     return tree
+
+
+def _leaf(name: str, value: str) -> Leaf:
+    """A value as JSON has it."""
+    last = name.rpartition("/")[2]
+    if last in _LISTS:
+        return value.splitlines()
+    return int(value) if last in _NUMBERS and value.isdigit() else value
+
+
+def _is_token(name: str) -> bool:
+    return name.startswith("instance/service-accounts/") and name.endswith("/token")
+
+
+def _token(secret: str) -> str:
+    """Always good for an hour: nobody here checks it."""
+    return json.dumps({"access_token": secret, "expires_in": _TOKEN_SECONDS, "token_type": "Bearer"})
 
 
 def _camel_case(name: str) -> str:

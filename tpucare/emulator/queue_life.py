@@ -198,6 +198,19 @@ class QueueLife(Life):
         found = self.queue.get(QueuedPath(life.path.project, life.path.zone, name.rpartition("/")[2]))
         return found if found is not None and not found.gone else None
 
+    def _megascale(self, life: NodeLife) -> dict[str, str]:
+        """Slices are numbered in the order of their names' numbers; the first worker of the first one coordinates."""
+        owner = self._owner(life)
+        slices = [one.path for one in owner.planned if one.multislice] if owner is not None else []
+        if life.path not in slices:
+            return {}
+        first = self.state.nodes.get(slices[0], life)
+        return {
+            "MEGASCALE_COORDINATOR_ADDRESS": first.workers[0].address,
+            "MEGASCALE_NUM_SLICES": str(len(slices)),
+            "MEGASCALE_SLICE_ID": str(slices.index(life.path)),
+        }
+
     def _is_ready(self, one: Planned) -> bool:
         life = self.state.nodes.get(one.path)
         return life is not None and life.record.state == NodeState.READY
