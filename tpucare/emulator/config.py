@@ -221,6 +221,7 @@ class WorldConfig(Strict):
     access: Access = Access()
     listing: Listing = Listing()
     addresses: Addresses = Addresses()
+    buckets: tuple[str, ...] = Field(default=(), description="Cloud Storage buckets that exist from the start")
     audit_reads: bool = Field(default=True, description="log Get and List calls too")
     speed: Literal["real", "fast"] = "real"
 

@@ -1,25 +1,39 @@
-"""What an emulated cloud shows to the network: gRPC and REST over one world, opened and closed together."""
+"""What an emulated cloud shows to the network: gRPC and REST over one world, and its buckets; one life for all."""
 
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import dataclass
 
 from tpucare.emulator import grpc
 from tpucare.emulator.carrying import Carrier
+from tpucare.emulator.object_face import ObjectFace
+from tpucare.emulator.objects import ObjectStore
 from tpucare.emulator.rest import RestFace
 
 
-class Faces:
-    """Serves from its making until `stop`; a port of 0 is a free one."""
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """Where to listen on the loopback; 0 is a free port."""
 
-    def __init__(self, carrier: Carrier, port: int = 0, rest_port: int = 0) -> None:
+    api: int = 0
+    rest: int = 0
+    storage: int = 0
+
+
+class Faces:
+    """Serves from its making until `stop`; `ports` are those that were found."""
+
+    def __init__(self, carrier: Carrier, objects: ObjectStore, ports: Ports) -> None:
         """Raises: ConfigError: a port is taken."""
         with ExitStack() as opened:
-            service = grpc.Service(carrier, port)
+            service = grpc.Service(carrier, ports.api)
             opened.callback(service.stop)
-            rest = RestFace(carrier).serve(rest_port)
+            rest = RestFace(carrier).serve(ports.rest)
             opened.callback(rest.stop)
-            self.port, self.rest_port = service.port, rest.port
+            storage = ObjectFace(objects).serve(ports.storage)
+            opened.callback(storage.stop)
+            self.ports = Ports(service.port, rest.port, storage.port)
             self._opened = opened.pop_all()
 
     def stop(self) -> None:

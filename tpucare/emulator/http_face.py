@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import socket
 import socketserver
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -124,7 +125,8 @@ class _Server(socketserver.ThreadingTCPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: object, client_address: object) -> None:  # noqa: ARG002
-        _log.debug("a connection broke", peer=str(client_address), exc_info=True)
+        """Clients come and go as they like; what is wrong with an answer was logged before."""
+        _log.debug("a connection broke", peer=str(client_address), error=repr(sys.exception()))
 
 
 class _Conversation(BaseHTTPRequestHandler):
@@ -148,7 +150,12 @@ class _Conversation(BaseHTTPRequestHandler):
             body,
             f"ipv4:{self.client_address[0]}:{self.client_address[1]}",
         )
-        self._reply(self.server.answer(request))
+        try:
+            answer = self.server.answer(request)
+        except Exception:
+            _log.exception("a call failed", method=self.command, path=path)
+            answer = HttpAnswer(HTTPStatus.INTERNAL_SERVER_ERROR)
+        self._reply(answer)
 
     # The names under which BaseHTTPRequestHandler looks for a method.
     do_GET = do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = _serve

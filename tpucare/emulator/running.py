@@ -24,6 +24,7 @@ class Running:
     endpoint: `127.0.0.1:PORT` of the API     control: path of the unix socket that operator actions go to
     ssh_port: of every worker, 0 = no machines ssh_user: who logs in there
     rest:     `http://127.0.0.1:PORT` of the API as JSON
+    storage:  `http://127.0.0.1:PORT` of the buckets
     """
 
     endpoint: str
@@ -33,6 +34,7 @@ class Running:
     ssh_port: int = 0
     ssh_user: str = ""
     rest: str = ""
+    storage: str = ""
 
 
 def announce(folder: Path, running: Running) -> None:

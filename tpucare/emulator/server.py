@@ -28,7 +28,8 @@ from tpucare.emulator import running
 from tpucare.emulator.carrying import Carrier
 from tpucare.emulator.config import WorldConfig
 from tpucare.emulator.control import Control, request
-from tpucare.emulator.faces import Faces
+from tpucare.emulator.faces import Faces, Ports
+from tpucare.emulator.objects import ObjectStore
 from tpucare.emulator.orders import parse_order
 from tpucare.emulator.records import MachineEffect, NodePath
 from tpucare.emulator.world import World
@@ -91,6 +92,7 @@ class EmulatorServer:
         seed: int = 0,
         port: int = 0,
         rest_port: int = 0,
+        storage_port: int = 0,
         machines: MakeMachines | None = None,
         state_dir: Path | None = None,
         audit_path: Path | None = None,
@@ -103,12 +105,13 @@ class EmulatorServer:
         self.now = now or _steady_clock()
         self.lock = threading.RLock()
         self.world = World(config, seed=seed, start=self.now())
+        self.objects = ObjectStore(self.now, config.buckets)
         self._changed = threading.Condition(self.lock)
         self._stopping = threading.Event()
         self._make_machines = machines
         self._machines: Machines | None = None
         self._effects: queue.SimpleQueue[MachineEffect | None] = queue.SimpleQueue()
-        self._port, self._rest_port, self._dated = port, rest_port, dated
+        self._ports, self._dated = Ports(port, rest_port, storage_port), dated
         self._project, self._ssh_port = project, ssh_port
         self._state_dir, self._audit_path = state_dir, audit_path
         self._audit: TextIO | None = None
@@ -119,12 +122,17 @@ class EmulatorServer:
     @property
     def endpoint(self) -> str:
         """`127.0.0.1:PORT` of gRPC, once it is started."""
-        return f"127.0.0.1:{self._port}"
+        return f"127.0.0.1:{self._ports.api}"
 
     @property
     def rest_endpoint(self) -> str:
         """`http://127.0.0.1:PORT` of REST, once it is started."""
-        return f"http://127.0.0.1:{self._rest_port}"
+        return f"http://127.0.0.1:{self._ports.rest}"
+
+    @property
+    def storage_endpoint(self) -> str:
+        """`http://127.0.0.1:PORT` of the buckets, once it is started: what STORAGE_EMULATOR_HOST should say."""
+        return f"http://127.0.0.1:{self._ports.storage}"
 
     @property
     def machines(self) -> Machines | None:
@@ -141,8 +149,8 @@ class EmulatorServer:
             if self._make_machines is not None:
                 self._machines = self._make_machines(on_host_keys=self._publish, on_gone=self._miss)
             carrier = Carrier(self.world, self.lock, self.now, self._stopping.wait, self.poke, self._dated)
-            self._faces = Faces(carrier, self._port, self._rest_port)
-            self._port, self._rest_port = self._faces.port, self._faces.rest_port
+            self._faces = Faces(carrier, self.objects, self._ports)
+            self._ports = self._faces.ports
             for work in (self._play, self._move_machines):
                 thread = threading.Thread(target=work, name=f"emulator{work.__name__}")
                 thread.start()
@@ -285,7 +293,14 @@ class EmulatorServer:
         self._control.start()
         user = self._machines.login_user if self._machines is not None else ""
         found = running.Running(
-            self.endpoint, str(path), self._project, os.getpid(), self._ssh_port, user, self.rest_endpoint
+            self.endpoint,
+            str(path),
+            self._project,
+            os.getpid(),
+            self._ssh_port,
+            user,
+            self.rest_endpoint,
+            self.storage_endpoint,
         )
         running.announce(self._state_dir, found)
 
