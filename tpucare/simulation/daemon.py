@@ -69,7 +69,7 @@ class Zone:
         return [NodeState(node.state).name for node in self.nodes(slot)]
 
     def calls(self, method: str) -> list[dict[str, object]]:
-        return [dict(r) for r in self.world.audit if r["event"] == "call" and r["method"] == method]
+        return [dict(r) for r in self.world.audit if r["kind"] == "call" and r["method"] == method]
 
     def created(self) -> list[str]:
         return [str(call.get("node_id", call["name"])) for call in self.calls("CreateNode")]
