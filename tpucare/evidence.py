@@ -76,9 +76,9 @@ class Timers:
         self._note(max(due, self.now.observed))
         return False
 
-    def passed(self, instant: datetime | None) -> bool:
-        """True when wall time has reached *instant*; None is always over."""
-        if instant is None or instant <= self.now.wall or instant - self.now.wall > LONGEST_BACKOFF:
+    def passed(self, instant: datetime | None, longest: timedelta = LONGEST_BACKOFF) -> bool:
+        """True when wall time has reached *instant*, or *instant* lies further ahead than *longest*, or is None."""
+        if instant is None or instant <= self.now.wall or instant - self.now.wall > longest:
             return True
         if self.wall_due is None or instant < self.wall_due:
             self.wall_due = instant

@@ -196,7 +196,9 @@ def _end_node(slot: Slot, seen: NodeEvidence, evidence: Evidence, memory: Memory
         goes = slot.care.on_success is OnSuccess.DELETE or (slot.job is not None and slot.job.foreign)
     else:
         # What was paid for by the hour is kept for a look until somebody has looked.
-        due = memory.ended_at is not None and timers.passed(memory.ended_at + slot.care.keep_failed)
+        # No backoff: a person may want days, and a clock that was set back only keeps it for longer.
+        kept_until = memory.ended_at + slot.care.keep_failed if memory.ended_at is not None else None
+        due = kept_until is not None and timers.passed(kept_until, longest=timedelta.max)
         goes = due and not keeps_node(seen)
     if goes:
         return stop_before(seen, evidence, memory, deletion(seen, why, Reason.FINISHED))

@@ -225,13 +225,16 @@ class SlotTrack:
         )
 
     def mark_creates(self, mark: Mark) -> None:
-        """Since when this process knows each open create."""
+        """Since when this process knows each open create; and no mark outlives what it was about."""
         names = {intent.name for intent in self.memory.creates}
         for name in names:
             self.creates_since.setdefault(name, mark)
         for name in list(self.creates_since):
             if name not in names:
                 del self.creates_since[name]
+        known = {"", *names, *self.nodes, *(past.name for past in self.memory.nodes)}
+        for kind in [kind for kind in self.looked if kind.partition(":")[2] not in known]:
+            del self.looked[kind]
 
     def forget_node(self, name: str) -> None:
         self.nodes.pop(name, None)

@@ -74,7 +74,7 @@ def test_a_preemption_that_nobody_reports_hangs(daemon: Daemon) -> None:
     daemon.care_for("pod", 4)
     daemon.run(minutes=15)
     preempt(daemon, "pod-2", shown="never", silent=True)
-    daemon.run(minutes=20)
+    daemon.run(minutes=11)
     assert daemon.all_train()
     assert named(daemon) == ["pod-0-a0", "pod-1-a0", "pod-2-a1", "pod-3-a0"]
     daemon.check()
@@ -134,21 +134,22 @@ def test_a_siblings_exit_after_a_preemption_is_booked_as_a_crash(tmp_path: Path)
     script = Script()
     daemon = Daemon(tmp_path, script=script)
     daemon.care_for("pod", care=Care(crash_budget=0))
-    for number in range(3):
+    for number in range(4):
         daemon.run_until(lambda number=number: bool(launches_on(daemon, f"pod-0-a{number}")))  # type: ignore[misc]
         daemon.run(minutes=5)
-        # The collective of worker 0 breaks when its neighbour is gone; the API knows a minute later.
-        daemon.zone.world.lose_worker("pod-0", 3, daemon.clock.true_now())
+        # The collective breaks when a neighbour's process is gone; its machine may answer for some seconds more.
+        if number % 2:
+            daemon.zone.world.lose_worker("pod-0", 3, daemon.clock.true_now())
         run = next(worker.run for worker in daemon.launcher.workers.values() if worker.run is not None)
-        script.exits[run.token] = (0, 1, daemon.clock.seconds - run.since + 10)
-        daemon.run(seconds=15)
+        script.exits[run.token] = (0, 1, daemon.clock.seconds - run.since + 2)
+        daemon.run(seconds=20)
         preempt(daemon, "pod-0", visible_after=timedelta(seconds=45))
         daemon.run(minutes=3)
     daemon.run(minutes=20)
     memory = daemon.memory("pod-0")
     assert memory.end is End.NONE
     assert memory.book(BookName.CRASH).total == 0
-    assert memory.book(BookName.PREEMPTION).total == 3
+    assert memory.book(BookName.PREEMPTION).total == 4
     assert daemon.trains("pod-0")
     daemon.check()
 

@@ -1,0 +1,90 @@
+"""Complaints about what people and machines around the caretaker did to it."""
+
+from __future__ import annotations
+
+import shutil
+from datetime import timedelta
+from pathlib import Path
+
+from tests.field.kit import calls, named, preempt
+from tests.office import Office, fleet_text
+from tests.virtual.harness import PROJECT, Daemon
+
+
+def neighbour(first: Daemon, folder: Path) -> Daemon:
+    """Another person's daemon with a state folder of its own, in the same project and at the same time."""
+    second = Daemon(folder)
+    second.kill()
+    second.clock, second.launcher, second.zone = first.clock, first.launcher, first.zone
+    second.restarts.clear()
+    second.start()
+    return second
+
+
+def run_both(first: Daemon, second: Daemon, minutes: float) -> None:
+    until = first.clock.seconds + minutes * 60
+    while first.clock.seconds < until:
+        for one in (first, second):
+            first.launcher.waiting = one.executor.waiting
+            one.engine.step()
+        first.executor.sleep(timedelta(seconds=0.5))
+
+
+def test_two_people_two_daemons_one_project(tmp_path: Path) -> None:
+    """Two of us ran a caretaker in one project: each deleted what it did not know, and both fought for one name."""
+    first = Daemon(tmp_path / "mine")
+    second = neighbour(first, tmp_path / "theirs")
+    first.care_for("pod", 2)
+    second.care_for("other", 2)
+    run_both(first, second, 15)
+    # Both of them call a fleet "same".
+    first.care_for("same")
+    run_both(first, second, 15)
+    second.care_for("same")
+    run_both(first, second, 10)
+    preempt(first, "pod-0")
+    preempt(first, "other-1")
+    run_both(first, second, 20)
+    assert named(first) == ["other-0-a0", "other-1-a1", "pod-0-a1", "pod-1-a0", "same-0-a0"]
+    assert all(first.trains(slot) for slot in ("pod-0", "pod-1", "same-0"))
+    assert all(second.trains(slot) for slot in ("other-0", "other-1"))
+    assert "another owner" in second.why()["same-0"]
+    assert [event.slot for event in second.events if event.kind == "person"] == ["same-0"]
+    deleted = {call["node"]: call["labels"]["tpucare-owner"] for call in calls(first, "DeleteNode")}
+    assert first.store is not None
+    assert second.store is not None
+    assert deleted == {"pod-0-a0": first.store.owner, "other-1-a0": second.store.owner}
+    assert first.engine.strays == second.engine.strays == {}
+
+
+def test_the_fleet_folder_is_unmounted(tmp_path: Path) -> None:
+    """The folder of the fleets lay on a share that was unmounted; it looked empty, and everything was deleted."""
+    office = Office(tmp_path)
+    office.write(fleet_text(count=2))
+    office.write(fleet_text("other"), "other.yaml")
+    office.look()
+    office.run()
+    before = office.nodes
+    assert before == ["other-0-a0", "pod-0-a0", "pod-1-a0"]
+    shutil.move(office.folder, tmp_path / "share")
+    office.folder.mkdir()
+    office.look()
+    office.run(30)
+    office.again()
+    office.look()
+    office.run(30)
+    assert office.nodes == before
+    preempt(office.daemon, "pod-1")
+    office.run(20)
+    assert office.nodes == ["other-0-a0", "pod-0-a0", "pod-1-a1"], "they are cared for as before"
+    assert office.daemon.all_train()
+    assert office.daemon.told("fleet-missing")
+    office.folder.rmdir()
+    office.look()
+    shutil.move(tmp_path / "share", office.folder)
+    office.look()
+    office.run(10)
+    assert office.nodes == ["other-0-a0", "pod-0-a0", "pod-1-a1"]
+    assert len(office.daemon.launcher.launches) == 4
+    assert PROJECT in office.daemon.engine.projects
+    office.daemon.check()
