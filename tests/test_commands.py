@@ -303,6 +303,18 @@ def test_only_a_run_that_a_shutdown_ended_comes_back_with_a_reboot(desk: Desk, e
 
 
 @machines
+def test_a_run_that_tpucare_stopped_does_not_come_back(desk: Desk) -> None:
+    desk.start(run_command="echo x >>~/ran; kill -TERM $$")
+    desk.said("ran")
+    eventually(desk.ended, "the run ends")
+    (desk.home / ".tpucare" / "pod-a1.1").mkdir(parents=True)
+    (desk.home / ".tpucare" / "pod-a1.1" / "stopped").touch()
+    desk.boot()
+    assert desk.ended()
+    assert desk.said("ran") == "x"
+
+
+@machines
 @pytest.mark.parametrize(
     ("change", "status", "words"),
     [

@@ -248,6 +248,7 @@ def test_which_nodes_are_meant(rest: dict[str, str], wanted: set[str]) -> None:
         (lambda: hosts.exec_on_tpu("pod", NEAR, "x", "each"), 'neither a number nor "all"'),  # type: ignore[arg-type]
         (lambda: hosts.exec_on_tpu("pod", NEAR, "x", True), 'neither a number nor "all"'),
         (lambda: hosts.exec_on_tpu("pod", NEAR, b"x"), "command must be a text"),  # type: ignore[arg-type]
+        (lambda: hosts.exec_on_tpu("pod", NEAR, "x" * 100_000), "send_to_tpu"),
         (lambda: hosts.send_to_tpu("pod", NEAR, "", "x"), "filename_on_tpu"),
         (lambda: hosts.send_to_tpu("pod", NEAR, "~/", "x"), "filename_on_tpu"),
         (lambda: hosts.send_to_tpu("pod", NEAR, "a", "\ud800"), "half a character"),

@@ -202,6 +202,19 @@ def test_whoever_cares_and_takes_no_orders_is_named(scene: Scene, monkeypatch: p
     assert scene.names() == {"pod-a1"}
 
 
+def test_a_host_of_the_same_name_in_another_project_is_left_alone(scene: Scene) -> None:
+    scene.remember("pod.grant", pod=Memory("pod"))
+    scene.remember("pod.other", pod=Memory("pod", nodes=(NodeMemory("pod-a1", NEAR, 1, NOW),)))
+    for store in ("pod.grant", "pod.other"):
+        with scene.open(store) as opened:
+            opened.save_fleet(FleetRecord("pod", "name: pod\n", "/", NOW))
+    scene.create("pod-a1", "pod")
+    synchronous_deletion("", "pod", NEAR)
+    assert scene.names() == set()
+    assert scene.wish("pod.grant", "pod") is Wish.DOWN
+    assert scene.wish("pod.other", "pod") is Wish.UP
+
+
 def test_nothing_in_another_zone_is_touched(scene: Scene) -> None:
     scene.remember("pod", "pod")
     synchronous_deletion("", "pod", FAR)

@@ -8,6 +8,7 @@ living node of that name, as the environment says where it is (`session`). What 
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -22,6 +23,8 @@ from tpucare.words import shown
 WorkerIndex = int | Literal["all"]
 T = TypeVar("T")
 
+# One argument of a program may have 128 KiB (Linux, MAX_ARG_STRLEN), and the command is quoted on its way.
+COMMAND_LIMIT = 96 << 10
 TAIL_LINES = 3
 TAIL_CHARACTERS = 2000
 DEAD = ("PREEMPTED", "TERMINATED")
@@ -72,6 +75,8 @@ def exec_on_tpu(host: str, zone: str, command: str, worker: WorkerIndex = 0) -> 
     attempt is over, or no such node lives. RemoteError: a worker could not be used. CloudError, ConfigError.
     """
     text = _encoded("command", command).decode()
+    if len(shlex.quote(text)) > COMMAND_LIMIT:
+        raise ConfigError(f"command has more than {COMMAND_LIMIT >> 10} KiB: write it to a file with send_to_tpu")
     reach = _reach(host, zone)
 
     def run(number: int) -> str:

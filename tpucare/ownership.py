@@ -44,7 +44,9 @@ def _read(folder: Path, name: str) -> KnownStore:
 
 
 def store_of_slot(stores: tuple[KnownStore, ...], slot: str) -> KnownStore | None:
-    return next((store for store in stores if slot in store.memories), None)
+    """The one that has something of it, where several have known a slot of that name."""
+    known = [store for store in stores if slot in store.memories]
+    return max(known, key=lambda store: bool(store.memories[slot].nodes or store.memories[slot].creates), default=None)
 
 
 def store_of_node(stores: tuple[KnownStore, ...], node: Node) -> KnownStore | None:

@@ -20,6 +20,7 @@ from tpucare.memory import Memory
 from tpucare.model import Node, NodeKey
 from tpucare.ownership import KnownStore, caretaker_of, known_stores, store_of_node, store_of_slot
 from tpucare.session import Session, check_name, check_zone, current, in_background
+from tpucare.stores import is_of_another_project
 
 __all__ = ["NotDeleted", "delete_all", "delete_one_tpu", "synchronous_deletion"]
 
@@ -61,7 +62,7 @@ def delete_all(prefix: str, zone: str) -> None:
     _check(prefix, "any", zone)
     session = current()
     names = {session.slot_of(node) for node, _ in session.nodes(zone, fresh=True)}
-    for store in known_stores(session.options.state):
+    for store in _stores(session):
         names |= {slot for slot in store.memories if _concerns(session, store, slot, zone)}
     _delete_all(session, sorted(name for name in names if name.startswith(prefix)), zone, wait=True)
 
@@ -87,7 +88,7 @@ def _delete_own(attempt: Attempt, *, wait: bool) -> None:
 
 
 def _delete_all(session: Session, hosts: Iterable[str], zone: str, *, wait: bool) -> None:
-    stores = known_stores(session.options.state)
+    stores = _stores(session)
     refused: list[str] = []
     orders: dict[str, Order] = {}
     for host in hosts:
@@ -101,6 +102,12 @@ def _delete_all(session: Session, hosts: Iterable[str], zone: str, *, wait: bool
             raise error
     if lines := [*map(str, errors), *refused]:
         raise NotDeleted("; ".join(lines))
+
+
+def _stores(session: Session) -> tuple[KnownStore, ...]:
+    """Those that may know a node of this project: scripts of two projects may have a host of one name each."""
+    found = known_stores(session.options.state)
+    return tuple(store for store in found if not is_of_another_project(store, session.project))
 
 
 def _orders(session: Session, stores: tuple[KnownStore, ...], host: str, zone: str, refused: list[str]) -> list[Order]:

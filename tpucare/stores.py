@@ -77,7 +77,7 @@ class Neighbours:
         """
         wanted = frozenset(slots)
         for store in known_stores(self._folder):
-            if store.name == self._own or _is_of_another_project(store, project):
+            if store.name == self._own or is_of_another_project(store, project):
                 continue
             taken = sorted(slot for slot in wanted & store.memories.keys() if _is_alive(self._folder, store, slot))
             if taken or (fleet in store.fleets and _is_wanted(_records(self._folder, store).get(fleet))):
@@ -88,7 +88,7 @@ class Neighbours:
                 )
 
 
-def _is_of_another_project(store: KnownStore, project: str) -> bool:
+def is_of_another_project(store: KnownStore, project: str) -> bool:
     """Stores of the Python door are of one project each, and their names say which."""
     homes = {store_name(fleet, project) for fleet in store.fleets}
     return store.name != DEFAULT_NAME and "." in store.name and bool(homes) and store.name not in homes

@@ -133,6 +133,8 @@ boot() {
   if ! flock -n 8 || [ ! -e "$tpucare_model/wanted" ] || is_live; then exit 0; fi
   # shellcheck source=/dev/null
   . "$tpucare_model/env"
+  # tpucare stopped this run, and whatever comes next is for tpucare to say.
+  if [ -n "${TPUCARE_RUN:-}" ] && [ -e "$HOME/.tpucare/$TPUCARE_RUN/stopped" ]; then exit 0; fi
   start
 }
 
