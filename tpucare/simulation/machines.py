@@ -154,16 +154,13 @@ class Machines:
     def _boot(self, key: NodeKey, effect: Boot) -> None:
         old = self.workers.get((key, effect.worker))
         again = old is not None and old.node_id == effect.node_id
-        left = old.run if again and old is not None and old.run is not None and old.run.foreign else None
         self._end_run(old)
         worker = SimulatedWorker(effect.node_id, effect.worker, key, effect.address)
         worker.host_key = f"AAAA{effect.node_id:x}-{effect.worker}"
         if again and old is not None:
             worker.boots, worker.last_number = old.boots + 1, old.last_number
             worker.host_key, worker.refuses = old.host_key, old.refuses
-            worker.run = left
-            if left is not None:
-                left.failed = True
+            worker.run = old.run
         elif self.boots:
             self._spoil(worker, self.boots.popleft())
         self.workers[key, effect.worker] = worker
@@ -284,7 +281,10 @@ class Machines:
             self.save(worker.run)
             worker.run.ended = self.clock.seconds
             self._mark("end", worker, worker.run)
-        worker.run = None
+        if worker.run is not None and worker.run.foreign:
+            worker.run.failed = True
+        else:
+            worker.run = None
 
     def note_end(self, worker: SimulatedWorker, run: SimulatedRun) -> None:
         if run.ended is None:
