@@ -43,6 +43,7 @@ SIGINT_EVERY_SECONDS = 1.0
 KILL_AFTER_SECONDS = 60.0
 LEAVE_SECONDS = 3.0
 LOOK_EVERY_SECONDS = 0.2
+REAP_SECONDS = 10.0
 KILLED = "killed after it ignored SIGINT"
 
 
@@ -150,7 +151,7 @@ class ProcessHandle(Future[Any]):
         self.set_running_or_notify_cancel()
         self._starter, self._number, self._attempt, self._channel = starter, number, attempt, channel
         self._end: bytes | None = None
-        self._status = 0
+        self._status, self._exited = 0, threading.Event()
         self._pid = 0
 
     def cancel(self) -> bool:
@@ -169,6 +170,7 @@ class ProcessHandle(Future[Any]):
     def exited(self, status: int) -> None:
         """What it said is still read; somebody who was forked by it may hold the other end, and says nothing."""
         self._status = status
+        self._exited.set()
         with contextlib.suppress(OSError):
             self._channel.shutdown(socket.SHUT_RD)
 
@@ -189,6 +191,8 @@ class ProcessHandle(Future[Any]):
 
     def _tell(self) -> None:
         if self._end is None:
+            # Its end of the socket closes before the helper has reaped it.
+            self._exited.wait(REAP_SECONDS)
             code = -self._status if self._status < 0 else self._status
             how = f"signal {signal.Signals(code).name}" if self._status < 0 else f"exit status {code}"
             self.set_exception(
