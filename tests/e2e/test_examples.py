@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import tempfile
+import urllib.request
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
+import psutil
 import pytest
 import yaml
 
-from tests.e2e.kit import NEAR, TWO_HOSTS, House, house
+from tests.e2e.kit import NEAR, TWO_HOSTS, House, environment_of, eventually, house
 
 pytestmark = [pytest.mark.machines, pytest.mark.timeout(150)]
 
+T = TypeVar("T")
+
+ZONE = "us-central2-b"
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 # Stands for a training: from START_STEP on, each fifth of a second a step, each step a checkpoint that appears whole.
@@ -56,6 +67,148 @@ def commit(folder: Path, files: dict[str, str]) -> str:
 
 def newest(folder: Path) -> int:
     return max((int(each.name) for each in folder.glob("*") if each.name.isdigit()), default=0)
+
+
+class Script:
+    """An example of the Python door as a process of its own, told where the cloud is by its environment alone."""
+
+    def __init__(self, home: House, name: str, *words: str) -> None:
+        handle, log = tempfile.mkstemp(prefix=f"{name}-", suffix=".log", dir=home.folder)
+        self.home, self._log = home, Path(log)
+        command = [sys.executable, str(EXAMPLES / name), *words]
+        self._process = subprocess.Popen(
+            command, env=home.environment, stdin=subprocess.DEVNULL, stdout=handle, stderr=handle, cwd=home.folder
+        )
+        os.close(handle)
+
+    @property
+    def said(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def await_(self, look: Callable[[], T | None], what: str) -> T:
+        """As `eventually`; a script that ends by itself ends the wait."""
+
+        def check() -> None:
+            assert self._process.poll() is None, f"it ended with exit status {self._process.returncode}\n{self.said}"
+
+        return eventually(look, what, tell=lambda: f"{self.home._told()}\n{self.said}", before_look=check)
+
+    def await_said(self, pattern: str) -> list[str]:
+        return self.await_(lambda: re.findall(pattern, self.said), f"it says {pattern!r}")
+
+    def end(self, number: signal.Signals) -> int:
+        """Its exit status after that signal."""
+        self._process.send_signal(number)
+        return self.wait()
+
+    def wait(self) -> int:
+        """Its exit status."""
+        try:
+            return self._process.wait(60)
+        finally:
+            self.kill()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+@contextlib.contextmanager
+def script(home: House, name: str, *words: str) -> Iterator[Script]:
+    started = Script(home, name, *words)
+    try:
+        yield started
+    finally:
+        started.kill()
+
+
+@contextlib.contextmanager
+def of_the_door(folder: Path, fleet: str) -> Iterator[House]:
+    """A cloud for a script whose slots are deleted at its end, by Ctrl-C."""
+    with house(folder, world={"zones": {ZONE: {}}}) as home:
+        home.live_slots = None
+        home._known_fleets.add(fleet)
+        yield home
+
+
+# --- pod.py ----------------------------------------------------------------------------------------------------------
+
+RUN = """\
+test "$1" = --config && test "$3 $4" = "--note it's"
+echo ready > ~/ready-$TPUCARE_WORKER
+export CHECKPOINT=$(python3 -c 'import json, sys; print(json.load(open(sys.argv[1]))["checkpoint"])' "$2")
+export START_STEP=$(python3 -c 'import json, sys; print(json.load(open(sys.argv[1]))["start_step"])' "$2")
+exec python3 train.py
+"""
+
+
+def test_a_pod_trains_through_a_preemption_and_a_restart_of_its_script(tmp_path: Path) -> None:
+    repository = tmp_path / "training"
+    commit(repository, {"train.py": f"VERSION = 1\n{TRAIN}", "run.sh": RUN, "setup.sh": "echo set up\n"})
+    with of_the_door(tmp_path / "house", fleet="pod") as home:
+        bucket = home.bucket / "pod"
+        words = ["--host=pod", f"--zone={ZONE}", "--tpu-version=4", "--slices=2", f"--checkpoint={bucket}"]
+        words += [f"--repository=file://{repository}", "--", "--note", "it's"]
+        with script(home, "pod.py", *words) as first:
+            first.await_said("pod: retry 0, from step 0")
+            first.await_(lambda: newest(bucket) >= 3, "the pod trains")
+            before = newest(bucket)
+            home.order("preempt", selector="pod")
+            (step,) = first.await_said(r"pod: retry 1, from step (\d+)")
+            assert int(step) >= before
+            first.await_(lambda: newest(bucket) >= int(step) + 3, "the next node goes on")
+            assert first.end(signal.SIGTERM) == 128 + signal.SIGTERM
+        (node,) = home.names()
+
+        with script(home, "pod.py", *words) as second:
+            after = newest(bucket)
+            second.await_(lambda: newest(bucket) >= after + 3, "it was not disturbed")
+            assert "retry" not in second.said
+            home.order("preempt", selector=node)
+            second.await_said("pod: retry 2, from step")
+            home.allow_deletes("pod")
+            assert second.end(signal.SIGINT) == 0
+        eventually(lambda: home.names() == [], "nothing is left")
+
+
+# --- inference.py ----------------------------------------------------------------------------------------------------
+
+
+def servers(home: House) -> dict[str, int]:
+    """Pid of each node's server that generates text, by node."""
+    found = {}
+    for pid in home.machines.survivors():
+        with contextlib.suppress(psutil.Error, OSError):
+            words = psutil.Process(pid).cmdline()
+            if "--address" in words and words[0].endswith("python3"):
+                address = words[words.index("--address") + 1]
+                wish = urllib.request.Request(f"http://{address}:8000/generate", b'{"prompt": "The "}')
+                with urllib.request.urlopen(wish, timeout=10) as answer:
+                    assert json.load(answer)["text"].startswith("The ")
+                found[environment_of(pid)["TPUCARE_NODE"]] = pid
+    return found
+
+
+def test_servers_are_started_again_and_their_nodes_replaced(tmp_path: Path) -> None:
+    with of_the_door(tmp_path / "house", fleet="serve") as home:
+        words = [f"--zone={ZONE}", "--accelerator-type=v4-8"]
+        with script(home, "inference.py", "serve", "--tpus=2", *words) as serving:
+            serving.await_(lambda: set(servers(home)) == {"serve-0-a0", "serve-1-a0"}, "both serve")
+            home.order("preempt", selector="serve-0")
+            killed = servers(home)["serve-1-a0"]
+            os.kill(killed, signal.SIGKILL)
+            nodes = {"serve-0-a1", "serve-1-a0"}
+            serving.await_(lambda: (now := servers(home)).keys() == nodes and killed not in now.values(), "both again")
+
+            # The health look is another process, which knows no more than a name and a zone.
+            with script(home, "inference.py", "health", "--tpus=3", *words) as look:
+                assert look.wait() == 1
+            said = [line.split()[:2] for line in look.said.splitlines()]
+            assert said == [["serve-0", "up"], ["serve-1", "up"], ["serve-2", "down"]], look.said
+            home.allow_deletes("serve-0")
+            home.allow_deletes("serve-1")
+            assert serving.end(signal.SIGINT) == 0
+        eventually(lambda: home.names() == [], "nothing is left")
 
 
 # --- pod_scripts -----------------------------------------------------------------------------------------------------
@@ -108,9 +261,9 @@ def test_a_pod_is_prepared_updated_and_resumed_by_its_scripts(tmp_path: Path) ->
             on_all(home, "run.sh")
         said = on_all(home, "resume.sh")
         assert re.findall(r"started from step (\d+)", said) == [str(reached)] * 2
-        for worker in ("0", "1"):
-            lines = home.cli("exec", "my-pod", "-w", worker, "--", "grep", "begins after", "pod-run/log").out
-            assert lines.splitlines() == ["version 1 begins after step 0", f"version 2 begins after step {reached}"]
+        lines = home.cli("exec", "my-pod", "--", "grep", "begins after", "pod-run/log").out.splitlines()
+        begun = ["version 1 begins after step 0", f"version 2 begins after step {reached}"]
+        assert sorted(lines) == [f"[{worker}] {line}" for worker in (0, 1) for line in begun]
 
         before = newest(bucket)
         home.order("preempt", selector="my-pod-0")
