@@ -22,12 +22,13 @@ from tpucare.budget import shared_budget
 from tpucare.effects import Ports
 from tpucare.engine import Engine
 from tpucare.errors import ConfigError
+from tpucare.failpoints import failpoint_of
 from tpucare.gate import ContextGate
 from tpucare.launch import ScriptLauncher
 from tpucare.logs import LogKeeper
 from tpucare.model import Event
 from tpucare.options import Options
-from tpucare.ports import Lane, Launcher
+from tpucare.ports import Lane, Launcher, Store
 from tpucare.remote import ParamikoRemote
 from tpucare.ssh_keys import LoginKey, load_or_make_key
 from tpucare.store import SqliteStore, open_store
@@ -135,13 +136,19 @@ def assemble(
         executor = ThreadExecutor(LANES)
         remote = remote_of(options, key, nudge=executor.nudge)
         keeper = LogKeeper(options.logs)
-        scripts = ScriptLauncher(remote, state_dir=options.state, secrets=secrets_of(env), logs=keeper)
+        point = failpoint_of(env)
+        reached = remote if point is None else point.remote(remote)
+        scripts = ScriptLauncher(reached, state_dir=options.state, secrets=secrets_of(env), logs=keeper)
         made = launcher(Leaves(options, store, clock, remote, scripts, executor.nudge))
         ports = Ports(cloud, made, store.owner, f"{options.ssh_user}:{key.public}")
+        kept: Store = store
+        if point is not None:
+            ports = dataclasses.replace(ports, cloud=point.port(ports.cloud), launcher=point.port(ports.launcher))
+            kept = point.store(store)
         neighbours = Neighbours(options.state, options.store, clock.monotonic)
         settings = settings_of(options, neighbours, dry_run=alone)
         gate = ContextGate(creation, executor.nudge) if creation is not None else None
-        engine = Engine(ports, store, clock, executor, random_source(), settings, listen, gate)
+        engine = Engine(ports, kept, clock, executor, random_source(), settings, listen, gate)
     except BaseException:
         store.close()
         raise
