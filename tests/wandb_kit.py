@@ -16,14 +16,14 @@ PROGRAM = """\
 import os, pathlib, signal, sys, time
 import wandb
 
-run = wandb.init()
+run = wandb.init(resume="allow")
 run.mark_preempting()
 place = pathlib.Path(os.environ["SWEEP_CHECKPOINTS"]) / run.id
 step = int(place.read_text()) if place.exists() else 0
 leaving = []
 signal.signal(signal.SIGTERM, lambda *_: leaving.append(True))
 while step < int(os.environ.get("SWEEP_STEPS", "4")) and not leaving:
-    run.log({"loss": run.config["lr"] / (step + 1)})
+    run.log({"loss": run.config["lr"] / (step + 1)}, step=step)
     step += 1
     place.write_text(str(step))
     print("step", step, flush=True)
@@ -33,24 +33,22 @@ sys.exit(1 if leaving else 0)
 """
 
 
+QUIET = {
+    "WANDB_SILENT": "true",
+    # Whole seconds: the client takes less than one for none, which means its default of 15.
+    "WANDB_X_FILE_STREAM_TRANSMIT_INTERVAL": "1",
+    "WANDB_X_DISABLE_STATS": "true",
+    "WANDB_DISABLE_GIT": "true",
+    "WANDB_DISABLE_CODE": "true",
+    "WANDB_CONSOLE": "off",
+}
+
+
 def environment(url: str, folder: Path, **more: str) -> dict[str, str]:
     """Of a client that knows nothing of whoever runs the tests."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
-    ours = {
-        "HOME": str(folder),
-        "WANDB_BASE_URL": url,
-        "WANDB_API_KEY": KEY,
-        "WANDB_DIR": str(folder),
-        "WANDB_SILENT": "true",
-        # Whole seconds: the client takes less than one for none, which means its default of 15.
-        "WANDB_X_FILE_STREAM_TRANSMIT_INTERVAL": "1",
-        "WANDB_X_DISABLE_STATS": "true",
-        "WANDB_DISABLE_GIT": "true",
-        "WANDB_DISABLE_CODE": "true",
-        "WANDB_CONSOLE": "off",
-        "SWEEP_CHECKPOINTS": str(folder),
-    }
-    return {**kept, **ours, **more}
+    ours = {"HOME": str(folder), "WANDB_BASE_URL": url, "WANDB_API_KEY": KEY, "WANDB_DIR": str(folder)}
+    return {**kept, **QUIET, **ours, "SWEEP_CHECKPOINTS": str(folder), **more}
 
 
 def grid(program: Path, parameters: Mapping[str, Sequence[Any]]) -> dict[str, Any]:

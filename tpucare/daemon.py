@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from tpucare import owner
 from tpucare.assembly import Caretaker, assemble, secrets_of
@@ -39,6 +41,7 @@ class Daemon:
     The loop. `stop` and `reload` may be called from a signal handler.
 
     env:   where W&B and its key are looked for    until: asked once a second; when it says so, the daemon stops
+    first_orders: carried out when it begins
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class Daemon:
             monotonic=caretaker.clock.monotonic,
         )
         self.until: Callable[[], bool] = lambda: False
+        self.first_orders: Sequence[Mapping[str, Any]] = ()
         self._control = Control(caretaker.options.socket, caretaker.executor.nudge, stumbled=self._tell_stumble)
 
     def stop(self) -> None:
@@ -76,6 +80,18 @@ class Daemon:
     def reload(self) -> None:
         self._reloading = True
         self._care.executor.nudge()
+
+    def act_only_for(self, fleet: str) -> None:
+        """Begin nothing for slots of other fleets."""
+        self._engine.settings = replace(self._engine.settings, acts_for=lambda slot: slot.fleet == fleet)
+
+    def status(self, target: str = "") -> Answer:
+        """As the order `status`."""
+        return self._carry({"do": "status", "target": target})
+
+    def is_over(self, slot: str) -> bool:
+        """Nothing more will happen to *slot* by itself, and nothing is left of it."""
+        return self._engine.is_over(slot)
 
     def run(self) -> None:
         """
@@ -100,6 +116,8 @@ class Daemon:
             self._engine.watch(options.project)
         self.roster.load()
         self._intake.look()
+        for order in self.first_orders:
+            self._carry(order)
         self._control.start()
         self._notifier.ready(self._summary())
 

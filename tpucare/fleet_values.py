@@ -52,6 +52,10 @@ _KEY_TYPES = frozenset(
 )
 
 
+# Read by tpucare, and by the agent of a W&B sweep; everything else of that name is set on the worker.
+_OPEN_VARIABLES = frozenset({"TPUCARE_SWEEP", "TPUCARE_SWEEP_CHECKPOINT"})
+
+
 def text(value: str) -> str:
     """Text of any number of lines that a shell, a file and an environment can hold."""
     if "\0" in value:
@@ -149,7 +153,7 @@ def variable(value: str) -> str:
     """Name of an environment variable that tpucare does not set itself."""
     if not _VARIABLE.fullmatch(value):
         raise ValueError(f"{shown(value)} is no name of an environment variable (A-Z, a-z, 0-9 and _)")
-    if value.startswith("TPUCARE_"):
+    if value.startswith("TPUCARE_") and value not in _OPEN_VARIABLES:
         raise ValueError(f"{value} is reserved: variables that begin with TPUCARE_ are set by tpucare")
     return value
 

@@ -7,7 +7,7 @@ again. As long as W&B does not answer nothing is known, and everything goes on (
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any, Protocol
@@ -108,6 +108,10 @@ class SweepCare:
                 row["age_seconds"] = round(max(0.0, (self._now() - known.heard_at).total_seconds()), 1)
             found.append(row)
         return found
+
+    def holds_back(self, slots: Iterable[str]) -> bool:
+        """Whether some of them were ended for the sweep's sake, so that it may bring them back."""
+        return any(slot_state(self._engine.slots[name]).by_us for name in slots)
 
     def close(self) -> None:
         self._watch.close()

@@ -40,6 +40,7 @@ HOMES: Mapping[str, tuple[str, str]] = {
     "exec": ("nodes", "execute"),
     "events": ("look", "events"),
     "gc": ("look", "gc"),
+    "sweep": ("sweep", "sweep"),
     "emulator": ("emulate", "app"),
     "demo": ("demo", "demo"),
 }

@@ -210,14 +210,19 @@ class World:
         if run is None:
             run = Run(entity, project, name or self._new_name(), now, sweep)
             self.runs[entity, project, run.name] = run
+        self._begin(run, now)
+        run.heard = now
+        return run, inserted
+
+    def _begin(self, run: Run, now: float) -> bool:
+        """The first word of a process since the run was given out; whether the run has a process that may speak."""
         # A process of an earlier start may still speak for a run that waits in the queue.
         if not run.begun and (not run.sweep or run.state is RunState.PENDING):
             run.begun, run.state, run.exit_code = True, RunState.RUNNING, None
             if not run.sweep:
                 run.starts += 1
             self.note(now, "begin", run=run.name, agent=run.agent, start=run.starts)
-        run.heard = now
-        return run, inserted
+        return run.begun
 
     def find_run(self, entity: str, project: str, name: str) -> Run | None:
         return self.runs.get((entity, project, name))
@@ -225,8 +230,8 @@ class World:
     def hear_run(self, run: Run, now: float, *, preempting: bool, complete: bool, exit_code: int | None) -> None:
         """A sign of life from the run's process; `complete`: its last one."""
         self.pass_time(now)
-        if run.sweep and not run.begun:
-            # A process of an earlier start that speaks after its run was queued or given to another agent.
+        # A client that resumes streams before it registers.
+        if not self._begin(run, now):
             self.note(now, "late", run=run.name, agent=run.agent)
             return
         run.heard = now

@@ -1,0 +1,76 @@
+"""`tpucare sweep`: a swarm of nodes that work for one W&B sweep."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tpucare.cli.common import Exit, options, print_json, say, warn
+
+
+def sweep(
+    context: typer.Context,
+    what: Annotated[str, typer.Argument(metavar="SWEEP", help="File of a new sweep, or ENTITY/PROJECT/ID of one.")],
+    count: Annotated[int, typer.Option("--count", "-n", help="How many nodes, with one agent each.", min=1)] = 1,
+    fleet: Annotated[Path | None, typer.Option(help="Fleet file: TPU, code, setup, care.", metavar="FILE")] = None,
+    name: Annotated[str, typer.Option(help="Of the fleet; default: the file's, else after the sweep.")] = "",
+    accelerator_type: Annotated[str, typer.Option("--type", help="Without a fleet file: TPU, such as v4-8.")] = "",
+    zone: Annotated[str, typer.Option(help="Without a fleet file: where, such as us-central2-b.")] = "",
+    check: Annotated[bool, typer.Option("--check", help="Print the fleet it would make; make nothing.")] = False,
+    json_out: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """
+    Keep N nodes running W&B agents for a sweep until it is over: finished, cancelled, or out of points.
+
+    A running daemon takes the fleet; without one this command cares for it itself, until the sweep is over or Ctrl-C,
+    which leaves the nodes alive.
+
+    \b
+    Example: tpucare sweep sweep.yaml --count 8 --fleet fleet.yaml
+    Example: tpucare sweep me/my-project/a1b2c3d4 --count 8 --fleet fleet.yaml
+    """
+    from tpucare import sweeps
+
+    chosen = options(context)
+    prepared = sweeps.prepare(
+        what, count, fleet, name=name, accelerator_type=accelerator_type, zone=zone, options=chosen, env=os.environ
+    )
+    if check:
+        typer.echo(prepared.text(prepared.path), nl=False)
+        return
+    path = sweeps.create(prepared, os.environ)
+    warn(f"sweep {path} at {prepared.base_url}")
+    outcome = sweeps.hand_over(prepared, path, chosen, os.environ, _teller())
+    _tell(outcome, json_out)
+    # As the daemon does: a thread that still waits for a worker must not keep the process.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(Exit.OK if outcome.daemon or (outcome.over and not outcome.failed) else Exit.FAILED)
+
+
+def _teller() -> Any:
+    from tpucare import events
+
+    events.configure(events.LogForm.CONSOLE, "info")
+    return events.teller()
+
+
+def _tell(outcome: Any, json_out: bool) -> None:
+    if json_out:
+        row = {"sweep": outcome.sweep, "fleet": outcome.fleet, "slots": list(outcome.slots), "daemon": outcome.daemon}
+        print_json({**row, "over": outcome.over, "failed": dict(outcome.failed or {})})
+    elif outcome.daemon:
+        say(f"{outcome.fleet}: accepted, {len(outcome.slots)} slots; `tpucare status {outcome.fleet}` shows the sweep")
+    elif outcome.over:
+        say(f"{outcome.fleet}: sweep {outcome.sweep} is over, and nothing is left of the fleet")
+    else:
+        warn(
+            f"{outcome.fleet}: nodes are left alive; `tpucare daemon` goes on with them, "
+            f"`tpucare down {outcome.fleet}` ends them"
+        )
+    for slot, why in (outcome.failed or {}).items():
+        warn(f"{slot}: {why}")

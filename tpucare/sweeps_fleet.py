@@ -1,0 +1,118 @@
+"""
+From a fleet file and a sweep to the fleet that works for it: N slots whose job is one W&B agent each. Pure.
+
+What the file says of TPUs, code, setup and care stays; `{agent}` in `job.run` is where the agent stands, and a file
+without `job.run` runs nothing else.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+from tpucare.errors import ConfigError
+from tpucare.fleet import Fleet
+from tpucare.model import OnSuccess
+from tpucare.script import read_template
+from tpucare.sweeps_account import KEY_VARIABLE, URL_VARIABLE
+from tpucare.sweeps_plan import SWEEP_VARIABLE, SweepPath
+
+AGENT = "{agent}"
+INTERVAL_VARIABLE = "WANDB_X_FILE_STREAM_TRANSMIT_INTERVAL"
+# By default the client sends every 15 s what a preemption then takes away. Whole seconds: less counts as not set.
+INTERVAL_SECONDS = "5"
+# The usual variable differs by slot, and a run that was interrupted goes on in whichever slot asks next.
+CHECKPOINT_VARIABLE = "TPUCARE_SWEEP_CHECKPOINT"
+INSTALL = "command -v wandb >/dev/null || python3 -m pip install --quiet --user wandb"
+# A sweep whose id is not known yet: what the fleet is checked with before anything is created.
+UNKNOWN = SweepPath("entity", "project", "unknown")
+
+Base = Mapping[str, Any]
+
+
+def default_base(accelerator: str, zone: str, workdir: str) -> Base:
+    """Where no fleet file is given: the folder of the sweep's file is sent, and wandb installed where it is missing."""
+    tpu = {"type": accelerator, "zones": [zone]}
+    return {"tpu": tpu, "job": {"workdir": workdir, "setup": INSTALL}}
+
+
+def read_base(text: str, file: str) -> Base:
+    """Raises: ConfigError: it is no mapping; everything else is said by the check of the fleet."""
+    try:
+        base = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{file}: is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(base, dict) or not isinstance(base.get("job", {}), dict):
+        raise ConfigError(f"{file}: must be a fleet file: a mapping whose `job` is a mapping too")
+    return base
+
+
+def name_of(base: Base, path: SweepPath, given: str = "") -> str:
+    """What the fleet is called: as said, as the file says, else after the sweep."""
+    named = base.get("name")
+    if given or isinstance(named, str):
+        return given or str(named)
+    # Without a hyphen: a name must not end like a slot's.
+    return f"sweep{''.join(char for char in path.name.lower() if char.isalnum())}"[:24]
+
+
+def fleet_text(base: Base, path: SweepPath, *, count: int, base_url: str, name: str = "", file: str = "") -> str:
+    """
+    The fleet file, complete.
+
+    Raises: ConfigError: `job.run` says something else than where the agent stands.
+    """
+    job = dict(base.get("job") or {})
+    run = job.get("run", f"exec {AGENT}")
+    if not isinstance(run, str) or AGENT not in run:
+        raise ConfigError(f"{file or 'job'}: job.run: write {AGENT} where the W&B agent runs, or leave job.run out")
+    env = {INTERVAL_VARIABLE: INTERVAL_SECONDS, **(job.get("env") or {})}
+    env |= {SWEEP_VARIABLE: str(path), URL_VARIABLE: base_url}
+    if checkpoint := job.pop("checkpoint", ""):
+        env[CHECKPOINT_VARIABLE] = _shared(checkpoint, file)
+    secrets = [str(one) for one in job.get("secrets") or []]
+    job |= {"run": run.replace(AGENT, agent_command()), "env": env}
+    job["secrets"] = secrets if KEY_VARIABLE in secrets else [*secrets, KEY_VARIABLE]
+    whole = {**base, "name": name_of(base, path, name), "count": count, "job": job}
+    return yaml.dump(whole, Dumper=_Blocks, sort_keys=False, allow_unicode=True, width=120)
+
+
+def _shared(checkpoint: object, file: str) -> str:
+    text = str(checkpoint)
+    if "{slot}" in text or not text.startswith(("gs://", "/")):
+        raise ConfigError(
+            f"{file or 'job'}: job.checkpoint: runs of a sweep move between slots, so it must be one folder for all of "
+            "them: gs://BUCKET/PATH or an absolute path, without {slot}"
+        )
+    return text
+
+
+def agent_command() -> str:
+    """One command for bash; its source stands in it, so that a worker needs nothing but python3."""
+    return f"python3 -c {shlex.quote(read_template('sweep_agent.py'))}"
+
+
+def refuse_unfit(fleet: Fleet) -> None:
+    """Raises: ConfigError: a fleet that no sweep can use."""
+    if fleet.workers > 1:
+        kinds = sorted({place.accelerator_type for place in fleet.places if place.workers > 1})
+        raise ConfigError(
+            f"{fleet.file}: tpu.type: {', '.join(kinds)} has several hosts, and a W&B agent starts its program on one; "
+            "choose a type with one host"
+        )
+    if fleet.care.on_success is OnSuccess.RESTART:
+        raise ConfigError(f"{fleet.file}: care.on_success: restart would start agents again for a sweep that is over")
+
+
+class _Blocks(yaml.SafeDumper):
+    """Scripts as blocks of lines, as people write them."""
+
+
+def _text(dumper: _Blocks, value: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="|" if "\n" in value else None)
+
+
+_Blocks.add_representer(str, _text)
