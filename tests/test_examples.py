@@ -34,10 +34,21 @@ def test_every_example_fleet_is_valid_without_a_warning_and_runs_what_is_there(f
         assert (file.parent / "../train" / script).is_file()
 
 
-def test_the_readme_names_every_example_fleet() -> None:
+def test_the_readme_names_every_example() -> None:
     text = (ROOT / "examples" / "README.md").read_text()
+    scripts = sorted((ROOT / "examples").glob("*.py"))
+    assert [script.name for script in scripts if f"]({script.name})" not in text] == []
+    assert {"pod.py", "sweep.py", "inference.py"} <= {script.name for script in scripts}
     assert [file.name for file in FLEETS if f"fleets/{file.name}" not in text] == []
     assert len(FLEETS) >= 3
+
+
+@pytest.mark.parametrize("name", ["pod.py", "sweep.py", "inference.py", "inference_server.py", "sweep/train.py"])
+def test_every_script_says_how_it_is_used(name: str) -> None:
+    command = [sys.executable, str(ROOT / "examples" / name), "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("usage: ")
 
 
 def test_the_training_is_found_and_travels_in_the_wheel() -> None:

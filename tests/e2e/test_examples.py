@@ -19,7 +19,9 @@ import psutil
 import pytest
 import yaml
 
+from tests import wandb_kit
 from tests.e2e.kit import NEAR, TWO_HOSTS, House, environment_of, eventually, house
+from tpucare.emulator.wandb.server import WandbServer
 
 pytestmark = [pytest.mark.machines, pytest.mark.timeout(150)]
 
@@ -101,10 +103,10 @@ class Script:
         self._process.send_signal(number)
         return self.wait()
 
-    def wait(self) -> int:
+    def wait(self, seconds: float = 60) -> int:
         """Its exit status."""
         try:
-            return self._process.wait(60)
+            return self._process.wait(seconds)
         finally:
             self.kill()
 
@@ -209,6 +211,61 @@ def test_servers_are_started_again_and_their_nodes_replaced(tmp_path: Path) -> N
             home.allow_deletes("serve-1")
             assert serving.end(signal.SIGINT) == 0
         eventually(lambda: home.names() == [], "nothing is left")
+
+
+# --- sweep.py --------------------------------------------------------------------------------------------------------
+
+
+QUIET = {
+    "WANDB_SILENT": "true",
+    "WANDB_CONSOLE": "off",
+    "WANDB_X_DISABLE_STATS": "true",
+    "WANDB_DISABLE_GIT": "true",
+    "WANDB_X_FILE_STREAM_TRANSMIT_INTERVAL": "1",
+}
+
+
+def test_a_sweep_finishes_though_a_node_is_preempted_in_the_middle_of_a_run(tmp_path: Path) -> None:
+    with WandbServer(lost_after=15) as server, house(tmp_path / "house") as home:
+        home._known_fleets.add("search")
+        home.live_slots = None
+        home.environment |= {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": wandb_kit.KEY, "TPUCARE_SWEEP_POLL": "1"}
+        home.secrets = (wandb_kit.KEY,)
+        # What the image of a TPU VM or the setup command brings: wandb and tpucare.
+        path = f"PATH={Path(sys.executable).parent}:{os.environ['PATH']}"
+        points = yaml.safe_load((EXAMPLES / "sweep" / "sweep.yaml").read_text())
+        points["parameters"] = {"lr": {"values": [0.03, 0.3]}, "momentum": {"value": 0.5}}
+        (tmp_path / "two.yaml").write_text(yaml.safe_dump(points))
+        words = [f"--sweep={tmp_path / 'two.yaml'}", "--type=v5p-8", f"--zone={NEAR}", f"--checkpoint={home.bucket}"]
+        words += ["--count=2", "--setup=true", "--care=success_after=1s"]
+        words += [f"--env={path}", "--env=STEPS=40", "--env=STEP_SECONDS=0.1"]
+        words += [f"--env={name}={value}" for name, value in QUIET.items()]
+        with script(home, "sweep.py", *words) as searching:
+            # A run that has saved is told of its preemption, and has 15 s to leave.
+            run, node = searching.await_(lambda: saved_run(home), "a run saves")
+            home.order("preempt", selector=node, notice="15s")
+            status = searching.wait(180)
+        home.allow_deletes("search-0")
+        home.allow_deletes("search-1")
+        assert status == 0, searching.said
+        rows = {row["run"]: row for row in server.summary()["runs"]}
+        assert sorted((row["point"]["lr"], row["state"]) for row in rows.values()) == [
+            (0.03, "finished"),
+            (0.3, "finished"),
+        ]
+        assert [name for name, row in rows.items() if row["starts"] > 1] == [run]
+        assert [row["steps"] for row in rows.values()] == [list(range(1, 41))] * 2, "each step once, none is missing"
+        assert re.search(r"is over; best run \w+: loss 0\.\d+ with .*'lr': 0\.3", searching.said), searching.said
+        assert home.names() == []
+
+
+def saved_run(home: House) -> tuple[str, str] | None:
+    """A run of W&B that has a checkpoint and lives, and its node."""
+    for pid in home.machines.survivors():
+        env = environment_of(pid)
+        if (run := env.get("WANDB_RUN_ID")) and newest(home.bucket / run):
+            return run, env["TPUCARE_NODE"]
+    return None
 
 
 # --- pod_scripts -----------------------------------------------------------------------------------------------------

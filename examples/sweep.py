@@ -1,0 +1,89 @@
+#!/usr/bin/env python3
+"""
+Search with a W&B sweep on a swarm of preemptible TPUs, and print the best run when the sweep is over.
+
+    python examples/sweep.py --type v4-8 --zone us-central2-b --count 8 --checkpoint gs://MY-BUCKET/sweep
+
+Each node runs one `wandb agent`. A run whose node is preempted is queued again and goes on from its checkpoint; nodes
+are replaced while points are left, and deleted when none is. Where a daemon runs (`tpucare daemon`), it takes the swarm
+over and this script ends.
+
+The key and the address of W&B come from your login or WANDB_API_KEY and WANDB_BASE_URL.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from tpucare import Event, sweeps
+
+CODE = Path(__file__).resolve().parent / "sweep"
+
+
+def fleet(options: argparse.Namespace) -> dict[str, Any]:
+    """Which TPUs, which code: what a fleet file says. Where the agent stands, `{agent}` may be written into `run`."""
+    return {
+        "name": options.name,
+        "tpu": {"type": options.type, "zones": [options.zone], "provisioning": "spot"},
+        "job": {
+            "workdir": str(CODE),
+            "setup": options.setup,
+            "env": pairs(options.env),
+            "checkpoint": options.checkpoint,
+        },
+        # From SIGTERM until the end: for a run to save and to tell W&B that it was preempted.
+        "care": {"grace": "25s", **pairs(options.care)},
+    }
+
+
+def pairs(words: list[str]) -> dict[str, str]:
+    return {name: value for name, _, value in (word.partition("=") for word in words)}
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sweep", default=str(CODE / "sweep.yaml"), help="file, or ENTITY/PROJECT/ID of one there is")
+    parser.add_argument("--name", default="search", help="of the fleet; its slots are NAME-0, NAME-1, ...")
+    parser.add_argument("--type", required=True, help="a TPU type with one host, such as v4-8")
+    parser.add_argument("--zone", required=True)
+    parser.add_argument("--count", type=int, default=4, help="how many nodes, with one agent each")
+    parser.add_argument("--checkpoint", required=True, help="gs://BUCKET/PATH; a folder that all nodes share also does")
+    parser.add_argument("--setup", default="python3 -m pip install --quiet wandb tpucare", help="on each new node")
+    parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="for the trainings")
+    parser.add_argument("--care", action="append", default=[], metavar="KEY=VALUE", help="such as boot_timeout=20m")
+    return parser.parse_args()
+
+
+def tell(event: Event) -> None:
+    print(f"{event.at:%H:%M:%S} {event.node or event.slot:12} {event.text}", flush=True)
+
+
+def best_run(path: str) -> str:
+    """What W&B knows as the best run of a sweep, by the metric that the sweep names."""
+    import wandb
+
+    api: Any = wandb.Api()
+    run = api.sweep(path).best_run()
+    return f"{run.id}: loss {run.summary['loss']:.4f} with {run.config}" if run else "no run has a loss"
+
+
+def main() -> None:
+    options = parse_arguments()
+    outcome = sweeps.sweep(options.sweep, options.count, fleet(options), on_event=tell)
+    for slot, why in (outcome.failed or {}).items():
+        print(f"{slot} gave up: {why}", file=sys.stderr)
+    if outcome.daemon:
+        print(f"the daemon cares for {outcome.fleet}; `tpucare status` shows how far sweep {outcome.sweep} is")
+    elif outcome.over:
+        print(f"sweep {outcome.sweep} is over; best run {best_run(outcome.sweep)}")
+    # A thread that still waits for a worker must not keep the process.
+    sys.stdout.flush()
+    os._exit(0 if outcome.daemon or (outcome.over and not outcome.failed) else 1)
+
+
+if __name__ == "__main__":
+    main()
