@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from tpucare import wishes
 from tpucare.engine import Engine
-from tpucare.errors import ConfigError, TpuCareError
+from tpucare.errors import ConfigError
 from tpucare.fleet import Fleet
 from tpucare.memory import End, FleetRecord, Memory, Wish
 from tpucare.plain import plain
@@ -29,7 +29,7 @@ from tpucare.sweeps_plan import (
     parse_path,
     why,
 )
-from tpucare.sweeps_watch import SweepWatch
+from tpucare.sweeps_watch import Answer
 from tpucare.tracking import SlotTrack
 
 # An agent asks every few seconds and is told to exit; one that does not for so long is ended with its node.
@@ -49,6 +49,16 @@ class Fleets(Protocol):
     def slots_of(self, fleet: str) -> list[str]: ...
 
     def say(self, kind: str, text: str, about: str = "", level: str = "warning") -> None: ...
+
+
+class Watch(Protocol):
+    """What is needed of `sweeps_watch.SweepWatch`."""
+
+    def follow(self, wanted: Mapping[SweepPath, str]) -> None: ...
+
+    def news(self) -> Mapping[SweepPath, Answer]: ...
+
+    def close(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -73,7 +83,7 @@ class SweepCare:
         self,
         engine: Engine,
         roster: Fleets,
-        watch: SweepWatch,
+        watch: Watch,
         *,
         base_url: Callable[[], str],
         now: Callable[[], datetime],
@@ -138,7 +148,7 @@ class SweepCare:
 
     # --- what was heard ----------------------------------------------------------------------------------------------
 
-    def _hear(self, path: SweepPath, answer: SweepReport | TpuCareError, fleets: list[str]) -> None:
+    def _hear(self, path: SweepPath, answer: Answer, fleets: list[str]) -> None:
         known = self._known[path]
         if not isinstance(answer, SweepReport):
             if known.problem != str(answer):
