@@ -14,7 +14,7 @@ import pytest
 
 from tests.e2e.kit import eventually, house
 from tests.local_remote import LocalRemote
-from tpucare import deletion, hosts, session
+from tpucare import control, deletion, hosts, session
 from tpucare import owner as owners
 from tpucare.attempts import Attempt, Host, bind
 from tpucare.emulator.config import WorldConfig
@@ -265,6 +265,32 @@ def test_inside_an_attempt_its_own_node_is_deleted_and_no_other(scene: Scene) ->
         assert scene.names() == {"pod-a2"}
     finally:
         remote.close()
+
+
+def test_a_caretaker_that_ends_before_it_says_so_leaves_the_rest_to_us(scene: Scene) -> None:
+    """As `start_single` does, which returns once its slot is over."""
+    scene.remember("pod", "pod")
+    asked: list[object] = []
+
+    def carry(order: object) -> dict[str, object]:
+        asked.append(order)
+        if order == {"do": "down", "target": "pod"}:
+            return {"changed": ["pod"]}
+        raise control.Refused("the daemon is stopping")
+
+    waiting = threading.Event()
+    with scene.open("pod"):
+        caretaker = control.Control(scene.state / "pod.sock", waiting.set)
+        caretaker.start()
+        call = session.in_background(lambda: synchronous_deletion("", "pod", NEAR))
+        while {"do": "status"} not in asked:
+            assert waiting.wait(30)
+            waiting.clear()
+            caretaker.serve(carry)
+        caretaker.close()
+    call.result(30)
+    assert asked[0] == {"do": "down", "target": "pod"}
+    assert scene.names() == set()
 
 
 # --- under the eyes of a daemon --------------------------------------------------------------------------------------

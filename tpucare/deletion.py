@@ -87,36 +87,38 @@ def _take_down(session: Session, order: Order, *, wait: bool) -> _Left:
     while True:
         with contextlib.suppress(StoreLocked):
             return _here(session, order)
-        if _tell_caretaker(session, order):
+        why_not = _tell_caretaker(session, order)
+        if not why_not:
             if not wait or _await_caretaker(session, order):
                 return _Left()
             until = time.monotonic() + BEGIN_SECONDS
-        if time.monotonic() > until:
-            pid = caretaker_of(session.options, order.store)
-            whose = f"process {pid}" if pid else "another process"
-            raise NotDeleted(f"{', '.join(order.slots)}: {whose} cares for it and takes no orders: end it there")
+        elif time.monotonic() > until:
+            raise NotDeleted(f"{', '.join(order.slots)}: {why_not}")
         time.sleep(ASK_AGAIN_SECONDS)
 
 
 # --- by the caretaker ------------------------------------------------------------------------------------------------
 
 
-def _tell_caretaker(session: Session, order: Order) -> bool:
-    """False: nobody listens, for now."""
+def _tell_caretaker(session: Session, order: Order) -> str:
+    """Why it was not told; empty when it was. One that begins, or ends, at this moment may be asked again."""
     try:
         for slot in order.slots:
             control.request(socket_of(session.options, order.store), {"do": "down", "target": slot})
     except control.NoDaemon:
-        return False
-    return True
+        pid = caretaker_of(session.options, order.store)
+        return f"{f'process {pid}' if pid else 'another process'} cares for it and takes no orders: end it there"
+    except control.Refused as refusal:
+        return str(refusal)
+    return ""
 
 
 def _await_caretaker(session: Session, order: Order) -> bool:
-    """Until nothing is left; False: it ended before that."""
+    """Until nothing is left; False: it ended before it said so."""
     try:
         while _are_left(control.request(socket_of(session.options, order.store), {"do": "status"}), order.slots):
             time.sleep(LOOK_EVERY_SECONDS)
-    except control.NoDaemon:
+    except (control.NoDaemon, control.Refused):
         return False
     return True
 
