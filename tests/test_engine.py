@@ -20,6 +20,7 @@ import pytest
 from tests.virtual.harness import EU, US, Daemon, place, two_runs_at_once
 from tests.virtual.workers import Script
 from tpucare.emulator.config import WorldConfig
+from tpucare.engine import Settings
 from tpucare.memory import End, Wish
 from tpucare.model import Care
 from tpucare.plan import decide
@@ -204,6 +205,33 @@ def test_after_a_storm_every_slot_trains_and_no_rule_was_broken(tmp_path: Path, 
 @pytest.mark.parametrize("seed", range(5, 65))
 def test_after_any_storm_every_slot_trains_and_no_rule_was_broken(tmp_path: Path, seed: int) -> None:
     storm(tmp_path, seed, hours=4)
+
+
+def test_a_slot_that_lives_long_is_not_decided_more_often(tmp_path: Path) -> None:
+    """Each decision set a wake-up of its own, and every one of them brought another, for as long as the slot lived."""
+    daemon = Daemon(tmp_path)
+    daemon.care_for("pod", 5)
+    daemon.run(minutes=20)
+    view = daemon.engine.projects["my-project"]
+    for _ in range(20):
+        daemon.engine.change("pod-0", lambda memory: memory, "note", "pod-0: something new")
+        daemon.run(seconds=20)
+    daemon.run(hours=2)
+    assert len(view._wakes) < 50
+    due = [slot for _, slot in view._wakes if view._wanted.get(slot) is not None]
+    assert set(due) <= set(daemon.engine.slots)
+
+
+def test_workers_that_are_asked_seldom_are_not_taken_for_stalled(tmp_path: Path) -> None:
+    """Seldom asked is not standing still: three reports without a sign of progress have to support the verdict."""
+    daemon = Daemon(tmp_path, settings=Settings(probe=3600))
+    daemon.launcher.eager = True
+    daemon.care_for("pod", 3)
+    daemon.run(hours=8)
+    assert daemon.told("stop") == []
+    daemon.launcher.script.stands_still.add("pod-0")
+    daemon.run(hours=24)
+    assert [text.partition(".")[0] for text in daemon.told("stop")][:1] == ["pod-0-a0"]
 
 
 TELL = """

@@ -73,6 +73,7 @@ class Board:
         self.dirty: dict[str, None] = {}
         self.busy: set[str] = set()
         self.braked: set[str] = set()
+        self.lacks_quota: set[str] = set()
         self._wakes: list[tuple[float, str]] = []
         self._pending = _Pending()
 
@@ -104,9 +105,11 @@ class Board:
             self.busy.add(name)
             view.look_soon(self.clock.monotonic(), self.settings.fast_poll)
         (self.braked.add if track.braked else self.braked.discard)(name)
+        lacks = any(place.kind.startswith("own quota") for place in track.memory.places.values())
+        (self.lacks_quota.add if lacks else self.lacks_quota.discard)(name)
 
     def drop(self, slot: str) -> None:
-        for names in (self.busy, self.braked):
+        for names in (self.busy, self.braked, self.lacks_quota):
             names.discard(slot)
         self.dirty.pop(slot, None)
 

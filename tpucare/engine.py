@@ -332,14 +332,16 @@ class Engine:
 
     def _evidence(self, view: ProjectView, track: SlotTrack) -> Evidence:
         silent = track.slot.name in self.hearing.silent
+        elsewhere = silent and self.hearing.elsewhere_answers(track)
         return track.evidence(
             foreign=tuple(view.foreign.get(track.slot.name, {}).values()),
             fresh=view.fresh,
             blind_why=view.blind_why,
             unreachable=view.unreachable,
             holdings=view.holdings,
-            elsewhere_answers=silent and self.hearing.elsewhere_answers(track),
-            may_be_canary=silent and self.hearing.may_be_canary(track),
+            elsewhere_answers=elsewhere,
+            # Asked for only where nobody answers: it is the rarer question, and the dearer one.
+            may_be_canary=silent and not elsewhere and self.hearing.may_be_canary(track),
             store_lost=self.store.lost,
             complete=view.complete,
         )

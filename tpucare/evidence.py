@@ -114,6 +114,7 @@ class Progress:
     last:       when it moved last
     median_gap: between two moves, of the last few
     life:       when anything moved last, the length of the log included
+    unchanged:  reports since `last` that showed no other step or checkpoint
     """
 
     token: str = ""
@@ -121,6 +122,7 @@ class Progress:
     last: Mark | None = None
     median_gap: timedelta | None = None
     life: Mark | None = None
+    unchanged: int = SUPPORTING_OBSERVATIONS
 
 
 @dataclass(frozen=True, slots=True)

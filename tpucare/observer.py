@@ -182,10 +182,7 @@ class Observer:
     def _release_quota(self, view: ProjectView) -> None:
         if view.holdings_changed:
             view.holdings_changed = False
-            self.board.decide_again(name for name in view.slots if self._waits_for_quota(name))
-
-    def _waits_for_quota(self, slot: str) -> bool:
-        return any("own quota" in place.kind for place in self.board.slots[slot].memory.places.values())
+            self.board.decide_again(self.board.lacks_quota & view.slots)
 
     def _address(self, track: SlotTrack, seen: NodeTrack) -> None:
         """Addresses of the workers, once all are listed; then the launcher is told to expect them."""

@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import NamedTuple
 
 from tpucare.actions import Action, Delete, Fact, Launch, Notice, Reason, Settle, Stop, Wait
-from tpucare.evidence import Evidence, Mark, NodeEvidence, Timers, latest
+from tpucare.evidence import SUPPORTING_OBSERVATIONS, Evidence, Mark, NodeEvidence, Timers, latest
 from tpucare.memory import BookName, End, Memory, NodeMemory, RunMemory
 from tpucare.model import Failure, OnSuccess, Phase, Provisioning, Slot, WorkerReport
 
@@ -384,7 +384,9 @@ def _stalled(slot: Slot, seen: NodeEvidence, past: NodeMemory, memory: Memory, t
     if progress.median_gap is None:
         # An earlier process saw its progress; how often it comes is known from its beginning only.
         limit = max(limit, slot.care.first_step_timeout, timedelta(seconds=run.gap_seconds) * STALL_FACTOR)
-    if timers.lasted(progress.last, limit):
+    # Time alone is no observation: workers that are asked seldom, or late, have not been seen to stand still.
+    stood_still = progress.unchanged >= SUPPORTING_OBSERVATIONS
+    if timers.lasted(progress.last, limit) and stood_still:
         return _stall(seen, memory, past, f"no progress for {limit}")
     return None
 

@@ -41,6 +41,7 @@ class ProjectView:
     _cloud: tuple[datetime, float] | None = None
     _held: dict[str, Holding] = field(default_factory=dict)
     _wakes: list[tuple[timedelta, str]] = field(default_factory=list)
+    _wanted: dict[str, timedelta] = field(default_factory=dict)
 
     @property
     def mark(self) -> Mark:
@@ -94,10 +95,20 @@ class ProjectView:
         self.holdings = holdings
 
     def wake(self, observed: timedelta, slot: str) -> None:
-        """Ask about *slot* again once that much has been observed."""
-        heapq.heappush(self._wakes, (observed, slot))
+        """
+        Ask about *slot* again once that much has been observed; what was wanted before for it is void.
+
+        Each decision says anew when the next one is due. Were the older instants kept, every one of them would bring a
+        decision that sets another: a slot would be decided more often the longer it lives.
+        """
+        if self._wanted.get(slot) != observed:
+            self._wanted[slot] = observed
+            heapq.heappush(self._wakes, (observed, slot))
 
     def due(self) -> Iterator[str]:
-        """Slots whose observed wake-up has come; an answer that is no longer needed costs one decision."""
+        """Slots whose observed wake-up has come."""
         while self._wakes and self._wakes[0][0] <= self.observed:
-            yield heapq.heappop(self._wakes)[1]
+            due, slot = heapq.heappop(self._wakes)
+            if self._wanted.get(slot) == due:
+                del self._wanted[slot]
+                yield slot

@@ -30,6 +30,7 @@ class ProgressTrack:
     seen: tuple[int | None, int | None] = (None, None)
     log_bytes: int = 0
     signals: int = 0
+    unchanged: int = 0
     last: Mark | None = None
     life: Mark | None = None
     gaps: deque[float] = field(default_factory=lambda: deque(maxlen=GAPS_KEPT))
@@ -43,15 +44,16 @@ class ProgressTrack:
         if log_bytes != self.log_bytes:
             self.log_bytes, self.life = log_bytes, mark
         told = (step, checkpoint)
+        self.unchanged += 1
         if told != self.seen and told != (None, None):
             if self.last is not None:
                 self.gaps.append((mark.observed - self.last.observed).total_seconds())
             self.seen, self.last, self.life = told, mark, mark
-            self.signals += 1
+            self.signals, self.unchanged = self.signals + 1, 0
 
     def freeze(self) -> Progress:
         gap = timedelta(seconds=median(self.gaps)) if self.gaps else None
-        return Progress(self.token, self.signals, self.last, gap, self.life)
+        return Progress(self.token, self.signals, self.last, gap, self.life, self.unchanged)
 
 
 @dataclass(slots=True)

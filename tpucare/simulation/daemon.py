@@ -86,6 +86,7 @@ class Daemon:
         script: Script | None = None,
         settings: Settings | None = None,
         delay: Callable[[Lane], float] | None = None,
+        grain: float = 0.0,
     ) -> None:
         self.clock = VirtualClock()
         self.launcher = VirtualLauncher(self.clock, script or Script())
@@ -94,6 +95,7 @@ class Daemon:
         self.settings = settings or Settings()
         self.seed = seed
         self.delay = delay
+        self.grain = grain
         self.disk = Disk()
         self.events: list[Event] = []
         self.listen: Callable[[Event], None] = self.events.append
@@ -109,7 +111,7 @@ class Daemon:
     def close_store(self) -> None: ...
 
     def start(self) -> None:
-        self.executor = VirtualExecutor(self.clock, self.zone.tick, self.zone.next_event, self.delay)
+        self.executor = VirtualExecutor(self.clock, self.zone.tick, self.zone.next_event, self.delay, self.grain)
         self.launcher.waiting = self.executor.waiting
         self.launcher.nudge = self.executor.nudge
         self.cloud = InProcessCloud(self.zone.world, now=self.clock.true_now, wait=self.executor.waiting)

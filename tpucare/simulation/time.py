@@ -9,6 +9,7 @@ before they took hold and after it, and both kinds of loss come from the seed.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Hashable
 from datetime import UTC, datetime, timedelta
 
@@ -48,6 +49,8 @@ class VirtualExecutor:
 
     delay: seconds from submitting an effect until it takes hold; None: at once. A thread that is slow to begin, a
         network that is slow to carry.
+    grain: whoever sleeps wakes up at multiples of so many seconds only, as the machine of a busy process would let it;
+        what happens meanwhile is found together. For histories of months.
     """
 
     def __init__(
@@ -56,11 +59,13 @@ class VirtualExecutor:
         tick: Callable[[], None],
         next_event: Callable[[], float | None],
         delay: Callable[[Lane], float] | None = None,
+        grain: float = 0.0,
     ) -> None:
         self.clock = clock
         self._tick = tick
         self._next_event = next_event
         self._delay = delay
+        self._grain = grain
         self._begins: list[tuple[float, int, Hashable, Callable[[], object]]] = []
         self._ends: list[tuple[float, int, Finished]] = []
         self._done: list[Finished] = []
@@ -110,19 +115,25 @@ class VirtualExecutor:
 
     def sleep_until(self, until: float) -> None:
         """As `sleep`, with the instant at which it ends."""
-        clock = self.clock
         while not self._nudged and not self._done:
             due = self._next_due()
             if due is None or due > until:
                 break
-            if due > clock.seconds:
-                clock.seconds = due
-            self._tick()
-            self._deliver()
-        if not self._nudged and not self._done and until > clock.seconds:
-            clock.seconds = until
-            self._tick()
+            self._live_until(due)
+        if self._grain:
+            until = math.ceil((self.clock.seconds if self._nudged or self._done else until) / self._grain) * self._grain
+            while (due := self._next_due()) is not None and due <= until:
+                self._live_until(due)
+            self._live_until(until)
+        elif not self._nudged and not self._done and until > self.clock.seconds:
+            self._live_until(until)
         self._nudged = False
+
+    def _live_until(self, due: float) -> None:
+        if due > self.clock.seconds:
+            self.clock.seconds = due
+        self._tick()
+        self._deliver()
 
     def _next_due(self) -> float | None:
         due = self._next_event()
