@@ -42,6 +42,11 @@ def run(
     context: typer.Context,
     world: Annotated[Path | None, typer.Argument(metavar="[WORLD.yaml]", help="Default: a calm, fast world.")] = None,
     port: Annotated[int, typer.Option(help="Of the API; 0 = any.", min=0, max=65535)] = 0,
+    rest_port: Annotated[int, typer.Option(help="Of the API as JSON; 0 = any.", min=0, max=65535)] = 0,
+    storage_port: Annotated[int, typer.Option(help="Of Cloud Storage; 0 = any.", min=0, max=65535)] = 0,
+    bucket: Annotated[
+        list[str] | None, typer.Option(help="A bucket that exists; may be repeated.", metavar="NAME")
+    ] = None,
     seed: Annotated[int, typer.Option(help="The same seed, the same history.")] = 0,
     machines: Annotated[bool, typer.Option(help="Real sshd, home and screen per worker.")] = True,
     ssh_port: Annotated[int, typer.Option(help="Of every worker.", min=1, max=65535)] = 2222,
@@ -59,6 +64,7 @@ def run(
     \b
     Example: tpucare emulator world.yaml --seed 7
     Example: tpucare emulator --no-machines --audit audit.jsonl
+    Example: tpucare emulator --bucket my-bucket
     Example: tpucare emulator --wandb
     """
     from tpucare.cli import emulating
@@ -67,7 +73,8 @@ def run(
     emulating.serve(
         folder,
         world,
-        port=port,
+        ports=(port, rest_port, storage_port),
+        buckets=bucket or (),
         seed=seed,
         ssh_port=ssh_port if machines else 0,
         metadata_port=metadata_port,
@@ -126,7 +133,9 @@ def capacity(
 def health(
     context: typer.Context,
     nodes: Selector,
-    value: Annotated[str, typer.Argument(help="healthy, timeout, unhealthy-tensorflow, unhealthy-maintenance.")],
+    value: Annotated[
+        str, typer.Argument(help="healthy, timeout, unhealthy-tensorflow, unhealthy-maintenance, or any number.")
+    ],
 ) -> None:
     """
     Show a health value of nodes.
@@ -135,6 +144,35 @@ def health(
     Example: tpucare emulator health pod-0 unhealthy-maintenance
     """
     _act(context, "health", selector=nodes, health=value)
+
+
+def state(
+    context: typer.Context,
+    nodes: Selector,
+    value: Annotated[str, typer.Argument(help="A name such as repairing, or any number.")],
+) -> None:
+    """
+    Show a state of nodes, known or not; their workers are not touched.
+
+    \b
+    Example: tpucare emulator state pod-0 77
+    """
+    _act(context, "state", selector=nodes, state=value)
+
+
+def unknown_fields(
+    context: typer.Context,
+    nodes: Selector,
+    on: Annotated[bool, typer.Option("--on/--off", help="Show them, or no more.")] = True,
+    answers: Annotated[bool, typer.Option("--answers", help="In every answer of the API, too.")] = False,
+) -> None:
+    """
+    Let nodes bear fields that no client knows, as from a service newer than it.
+
+    \b
+    Example: tpucare emulator unknown-fields pod-0 --answers
+    """
+    _send(context, {"do": "unknown-fields", "selector": nodes, "on": on, "answers": answers})
 
 
 def maintenance(
@@ -236,6 +274,8 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "terminate": terminate,
     "capacity": capacity,
     "health": health,
+    "state": state,
+    "unknown-fields": unknown_fields,
     "maintenance": maintenance,
     "outage": outage,
     "end-outages": end_outages,
@@ -257,7 +297,7 @@ def _send(context: typer.Context, what: dict[str, Any]) -> None:
     answer = _request(context, what)
     touched = answer.get("touched")
     if touched == []:
-        raise Failure(f"{what['do']}: no node is called {what.get('selector')}")
+        raise Failure(f"{what['do']}: nothing is called {what.get('selector')}")
     say(f"{what['do']}: {', '.join(touched)}" if touched else f"{what['do']}: done")
 
 

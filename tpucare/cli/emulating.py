@@ -6,8 +6,8 @@ import shlex
 import signal
 import sys
 import threading
+from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,8 @@ def serve(
     folder: Path,
     world: Path | None,
     *,
-    port: int,
+    ports: tuple[int, int, int],
+    buckets: Sequence[str],
     seed: int,
     ssh_port: int,
     metadata_port: int,
@@ -35,21 +36,29 @@ def serve(
     """
     Until SIGINT or SIGTERM.
 
+    ports: of gRPC, REST and Cloud Storage, each 0 = any
     ssh_port: 0 = no machines    wandb_port: of a W&B stand-in beside the cloud; 0 = any, None = there is none
     Raises: ConfigError, MachineError.
     """
     config = load_world(world) if world is not None else WorldConfig.fast()
+    config = config.model_copy(update={"buckets": tuple(dict.fromkeys((*config.buckets, *buckets)))})
     stopping = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stopping.set())
     with ExitStack() as open_servers:
         base = _open_wandb(open_servers, folder, wandb_port, seed, wandb_lost_after)
-        make = partial(Machines, folder / "machines", ssh_port=ssh_port, metadata_port=metadata_port, **_dress(base))
+
+        def machines(**hooks: Any) -> Machines:
+            dress = _dress(base, server.storage_endpoint)
+            return Machines(folder / "machines", ssh_port=ssh_port, metadata_port=metadata_port, **dress, **hooks)
+
         server = EmulatorServer(
             config,
             seed=seed,
-            port=port,
-            machines=make if ssh_port else None,
+            port=ports[0],
+            rest_port=ports[1],
+            storage_port=ports[2],
+            machines=machines if ssh_port else None,
             state_dir=folder,
             audit_path=audit,
             ssh_port=ssh_port,
@@ -59,7 +68,8 @@ def serve(
         if base:
             # Any key of 40 characters logs in; a real one would be wasted on a stand-in.
             say(f"export WANDB_BASE_URL={base} WANDB_API_KEY={DUMMY_KEY}")
-        say(f"# serving at {server.endpoint}; stop with Ctrl-C")
+        say(f"# serving gRPC at {server.endpoint}, REST at {server.rest_endpoint}; stop with Ctrl-C")
+        say(f"# Cloud Storage: export STORAGE_EMULATOR_HOST={server.storage_endpoint}")
         # A wait without end cannot be interrupted by a signal on every platform.
         while not stopping.wait(1.0):
             pass
@@ -77,6 +87,12 @@ def _open_wandb(open_servers: ExitStack, folder: Path, port: int | None, seed: i
     return server.url
 
 
-def _dress(base_url: str) -> dict[str, Any]:
-    """What workers need for an offline sweep: where W&B is, and the `python` and `wandb` that run this program."""
-    return {"extra_env": {"WANDB_BASE_URL": base_url}, "path_prefix": [Path(sys.executable).parent]} if base_url else {}
+def _dress(base_url: str, storage: str) -> dict[str, Any]:
+    """
+    What workers find in their environment: where Cloud Storage is, for Google's clients and tensorstore; and for an
+    offline sweep where W&B is, and the `python` and `wandb` that run this program.
+    """
+    env = {"STORAGE_EMULATOR_HOST": storage, "TENSORSTORE_GCS_HTTP_URL": storage}
+    if not base_url:
+        return {"extra_env": env}
+    return {"extra_env": {**env, "WANDB_BASE_URL": base_url}, "path_prefix": [Path(sys.executable).parent]}

@@ -257,7 +257,9 @@ class ObjectFace:
     # --- batches
 
     def _batch(self, request: HttpRequest) -> HttpAnswer:
-        parts = _parts(request)
+        # Calls are text, and Google's own library ends their lines without a carriage return.
+        lines = request.body.replace(b"\r\n", b"\n").replace(b"\n", b"\r\n")
+        parts = _parts(replace(request, body=lines))
         if len(parts) > BATCH_LIMIT:
             raise ObjectError(400, "invalid", f"A batch holds at most {BATCH_LIMIT} calls.")
         boundary = f"batch_{uuid.uuid4().hex}"

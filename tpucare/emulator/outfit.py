@@ -212,6 +212,7 @@ def session_env(
         "LANG": "C.UTF-8",
         "GCE_METADATA_HOST": metadata,
         "GCE_METADATA_IP": metadata,
+        "GCE_METADATA_ROOT": metadata,
         "TPUEMU_BOOT_ID": boot_id,
         **extra,
         MARK: mark_value,

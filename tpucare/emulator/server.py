@@ -146,11 +146,12 @@ class EmulatorServer:
         """
         try:
             self._open_files()
-            if self._make_machines is not None:
-                self._machines = self._make_machines(on_host_keys=self._publish, on_gone=self._miss)
             carrier = Carrier(self.world, self.lock, self.now, self._stopping.wait, self.poke, self._dated)
             self._faces = Faces(carrier, self.objects, self._ports)
             self._ports = self._faces.ports
+            # Machines may be told where the faces are; whatever a call sets going for them waits in the queue.
+            if self._make_machines is not None:
+                self._machines = self._make_machines(on_host_keys=self._publish, on_gone=self._miss)
             for work in (self._play, self._move_machines):
                 thread = threading.Thread(target=work, name=f"emulator{work.__name__}")
                 thread.start()
