@@ -13,6 +13,7 @@ from typing import Any, cast
 
 from google.cloud.tpu_v2 import types
 from google.protobuf.json_format import MessageToDict  # type: ignore[import-untyped]
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
 from tpucare.failures import Where, classify
 from tpucare.model import Endpoint, Health, Node, NodeKey, NodeRequest, NodeState, Operation, Place, Provisioning
@@ -20,6 +21,8 @@ from tpucare.model import Endpoint, Health, Node, NodeKey, NodeRequest, NodeStat
 CLOUD_PLATFORM = "https://www.googleapis.com/auth/cloud-platform"
 SSH_KEYS = "ssh-keys"
 HOST_KEYS = "hostkeys"
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+"""What a message without a timestamp says."""
 
 _METADATA = types.OperationMetadata.pb()
 
@@ -60,7 +63,10 @@ def operation_time(raw: Any) -> datetime | None:
     if not raw.metadata.Is(_METADATA.DESCRIPTOR):
         return None
     metadata = _METADATA()
-    raw.metadata.Unpack(metadata)
+    try:
+        raw.metadata.Unpack(metadata)
+    except DecodeError:
+        return None
     return _instant(metadata.create_time) if metadata.HasField("create_time") else None
 
 
@@ -114,7 +120,11 @@ def node_path(key: NodeKey) -> str:
 
 
 def _instant(timestamp: Any) -> datetime:
-    return cast(datetime, timestamp.ToDatetime(tzinfo=UTC))
+    """A timestamp that no calendar has is as one that was not said; one bad node must not blind us for all others."""
+    try:
+        return cast(datetime, timestamp.ToDatetime(tzinfo=UTC))
+    except (ValueError, OverflowError):
+        return EPOCH
 
 
 def _provisioning(scheduling: Any) -> Provisioning:
