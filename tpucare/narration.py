@@ -67,7 +67,7 @@ def end_of(action: Effect, result: object, error: Exception | None) -> Told | No
 
 def _end_of_launch(action: Launch, result: LaunchResult) -> Told:
     if result.complete:
-        return Told("launched", f"{action.token}: runs on all workers")
+        return Told("launched", f"{action.token}: launched on all workers")
     errors = sorted({str(error) for error in result.workers if error is not None})
     return Told("launch-failed", f"{action.token}: {'; '.join(errors)[:500]}", "warning")
 
