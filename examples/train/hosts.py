@@ -64,6 +64,9 @@ def prepare_jax(host: Host, environ: MutableMapping[str, str]) -> None:
     # With the cache of compiled programs beside the checkpoints, a new node reaches its first step in about a second.
     environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+    # In a bucket tensorstore writes behind gcsfs's back; from a listing that gcsfs kept, orbax would conclude on a
+    # resume that the folder it is saving to does not exist ("Checkpoint directory does not exist").
+    environ.setdefault("FSSPEC_GCS", '{"use_listings_cache": false}')
     if host.on_cpu:
         environ["JAX_PLATFORMS"] = "cpu"
         environ["XLA_FLAGS"] = CPU_XLA_FLAGS

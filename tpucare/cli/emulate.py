@@ -297,7 +297,7 @@ def _send(context: typer.Context, what: dict[str, Any]) -> None:
     answer = _request(context, what)
     touched = answer.get("touched")
     if touched == []:
-        raise Failure(f"{what['do']}: nothing is called {what.get('selector')}")
+        raise Failure(f"{what['do']}: no node is called {what.get('selector')}")
     say(f"{what['do']}: {', '.join(touched)}" if touched else f"{what['do']}: done")
 
 
