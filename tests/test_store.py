@@ -203,7 +203,16 @@ class TestOwner:
         store.save({"pod-0": MEMORY})
         assert folder.stat().st_mode & 0o777 == 0o700
         assert {path.name: oct(path.stat().st_mode & 0o777) for path in folder.iterdir()} == dict.fromkeys(
-            ("owner", "stores", "tpucare.lock", "tpucare.sqlite", "tpucare.sqlite-wal", "tpucare.sqlite-shm"), "0o600"
+            (
+                "owner",
+                "owner.lock",
+                "stores",
+                "tpucare.lock",
+                "tpucare.sqlite",
+                "tpucare.sqlite-wal",
+                "tpucare.sqlite-shm",
+            ),
+            "0o600",
         )
 
     def test_an_open_folder_is_closed_to_others(self, folder: Path) -> None:
@@ -711,3 +720,36 @@ def kill(process: subprocess.Popen[str]) -> None:
     process.wait()
     assert process.stdout is not None
     process.stdout.close()
+
+
+FIRST = """
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from tpucare.store import open_store
+
+sys.stdin.readline()
+with open_store(Path(sys.argv[1]), machine_id="m", now=datetime.now(UTC), name=sys.argv[2]) as store:
+    print(store.owner, store.lost)
+"""
+
+
+def test_first_stores_that_are_made_at_once_have_one_owner(tmp_path: Path) -> None:
+    folder = tmp_path / "state"
+    pipe = subprocess.PIPE
+    made = [
+        subprocess.Popen(
+            [sys.executable, "-c", FIRST, str(folder), f"s{index}"], stdin=pipe, stdout=pipe, stderr=pipe, text=True
+        )
+        for index in range(6)
+    ]
+    for process in made:
+        assert process.stdin is not None
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    said = {process.communicate(timeout=60) for process in made}
+    assert len(said) == 1
+    ((out, err),) = said
+    assert out.endswith("False\n")
+    assert err == ""
+    assert owners.known_stores(folder) == {f"s{index}" for index in range(6)}

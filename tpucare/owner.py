@@ -8,11 +8,15 @@ What is inside a store is `store`'s; nothing here opens a database.
 from __future__ import annotations
 
 import base64
+import contextlib
+import fcntl
 import hashlib
 import os
 import pwd
 import re
 import secrets
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from tpucare.errors import StoreCorrupt, StoreError
@@ -21,6 +25,8 @@ OWNER_FILE = "owner"
 # Names of all stores that were ever made beside this owner: a store that is listed here and missing was lost, while one
 # that is not listed is simply new (the Python door opens stores of its own next to the daemon's).
 STORES_FILE = "stores"
+SHARED_LOCK = "owner.lock"
+SHARED_SECONDS = 30.0
 
 _OWNER = re.compile(r"o-[a-z0-9]{12}")
 _STORE_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
@@ -65,6 +71,36 @@ def prepare_folder(folder: Path) -> None:
             folder.chmod(0o700)
     except OSError as error:
         raise StoreError(f"{folder}: the state folder cannot be used: {error.strerror}") from error
+
+
+@contextlib.contextmanager
+def one_at_a_time(folder: Path) -> Iterator[None]:
+    """
+    Within it no other process changes what all stores of *folder* share: the owner, and the list of stores.
+
+    Raises: StoreError: another process did not let go within SHARED_SECONDS, or the folder cannot be used.
+    """
+    try:
+        handle = os.open(folder / SHARED_LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise StoreError(f"{folder}: cannot be locked: {error.strerror}") from error
+    try:
+        until = time.monotonic() + SHARED_SECONDS
+        while not _is_locked(handle):
+            if time.monotonic() > until:
+                raise StoreError(f"{folder}: another process begins with it, and does not get on; end that one")
+            time.sleep(0.02)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _is_locked(handle: int) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def read_owner(folder: Path) -> str | None:

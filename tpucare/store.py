@@ -186,15 +186,21 @@ def _open_locked(folder: Path, name: str, fingerprint: str, now: datetime) -> Sq
     owners.prepare_folder(folder)
     lock = StoreLock(_lock_path(folder, name))
     try:
-        if not path.exists():
-            _make(path, name, fingerprint, now)
-        _check(path)
-        store = SqliteStore(path, lock)
+        # Two first stores of one folder that are made at once must not each have an owner of its own.
+        with owners.one_at_a_time(folder):
+            return _open_settled(path, lock, name, fingerprint, now)
     except BaseException:
         lock.release()
         raise
+
+
+def _open_settled(path: Path, lock: StoreLock, name: str, fingerprint: str, now: datetime) -> SqliteStore:
+    if not path.exists():
+        _make(path, name, fingerprint, now)
+    _check(path)
+    store = SqliteStore(path, lock)
     try:
-        _settle_owner(store, folder, name)
+        _settle_owner(store, path.parent, name)
     except BaseException:
         store.close()
         raise

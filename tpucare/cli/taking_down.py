@@ -9,10 +9,13 @@ from typing import Any
 from tpucare.cli.common import warn
 from tpucare.cli.offline import alone
 from tpucare.control import NoDaemon, request
+from tpucare.errors import StoreLocked
 from tpucare.model import Event, Slot
 from tpucare.options import Options
 
 LOOK_EVERY_SECONDS = 0.5
+# A process that stops lets go of its store within this.
+END_SECONDS = 20.0
 
 
 def take_down(options: Options, target: str, *, wait: bool) -> dict[str, Any]:
@@ -24,9 +27,24 @@ def take_down(options: Options, target: str, *, wait: bool) -> dict[str, Any]:
         return _here(options, order, wait=wait)
     slots = list(answer["changed"])
     left = slots
-    while wait and (left := _left(options, slots)):
-        time.sleep(LOOK_EVERY_SECONDS)
+    try:
+        while wait and (left := _left(options, slots)):
+            time.sleep(LOOK_EVERY_SECONDS)
+    except NoDaemon:
+        return _after_it(options, order)
     return {**answer, "left": left}
+
+
+def _after_it(options: Options, order: dict[str, str]) -> dict[str, Any]:
+    """Who was told ended, as a script does when nothing is left; what it did not get done is done here."""
+    until = time.monotonic() + END_SECONDS
+    while True:
+        try:
+            return _here(options, order, wait=True)
+        except StoreLocked:
+            if time.monotonic() > until:
+                raise
+        time.sleep(LOOK_EVERY_SECONDS)
 
 
 def _left(options: Options, slots: list[str]) -> list[str]:
