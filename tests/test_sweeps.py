@@ -20,7 +20,7 @@ import pytest
 import yaml
 
 from tests import wandb_kit
-from tests.office import Office, fleet_text
+from tests.office import House, Office, Process, fleet_text, house
 from tpucare import fleet as fleets
 from tpucare import script, sweeps_fleet
 from tpucare import sweeps_account as account
@@ -597,3 +597,49 @@ def test_a_signal_waits_for_what_the_agent_still_does(worker: Worker) -> None:
     agent.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=30)
     assert (process.returncode, out) == (0, "saved\n")
+
+
+# --- without a daemon ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Iterator[House]:
+    with house(tmp_path) as made:
+        yield made
+
+
+def foreground(home: House, server: WandbServer, path: SweepPath) -> Process:
+    """`tpucare sweep` as a process, once its two nodes were made."""
+    fleet = {"name": "swarm", "tpu": {"type": "v2-8", "zones": ["us-central1-a"]}, "job": {}}
+    (home.folder / "fleet.yaml").write_text(yaml.safe_dump(fleet))
+    words = [sys.executable, "-m", "tpucare.cli", "sweep", str(path), "-n", "2", "--fleet", "fleet.yaml"]
+    log = home.folder / "sweep.log"
+    env = {**wandb_kit.environment(server.url, home.folder), **home.env, "TPUCARE_SWEEP_POLL": "0.2"}
+    with log.open("wb") as out:
+        popen = subprocess.Popen(words, env=env, cwd=home.folder, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
+    home.processes.append(Process(popen, log))
+    home.until(lambda: home.nodes() == ["swarm-0-a0", "swarm-1-a0"])
+    return home.processes[-1]
+
+
+def test_without_a_daemon_the_command_cares_until_the_sweep_is_over(home: House, server: WandbServer) -> None:
+    path = make_sweep(server)
+    process = foreground(home, server, path)
+    # The daemon's commands work meanwhile, as far as it is the daemon now.
+    (row,) = home.ask("status")["sweeps"]
+    assert row["sweep"] == str(path)
+    with server.lock:
+        server.world.set_sweep_state(server.world.sweep(*path), SweepState.CANCELED, server.now())
+    assert process.popen.wait(30) == 0
+    assert f"sweep {path} is over" in process.text
+    assert home.nodes() == []
+    assert wandb_kit.KEY not in process.text
+
+
+def test_a_command_that_is_interrupted_leaves_nodes_alive_and_says_how_to_go_on(
+    home: House, server: WandbServer
+) -> None:
+    process = foreground(home, server, make_sweep(server))
+    assert process.end(signal.SIGINT) == 1
+    assert "tpucare down swarm" in process.text
+    assert home.nodes() == ["swarm-0-a0", "swarm-1-a0"]

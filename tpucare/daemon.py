@@ -115,9 +115,9 @@ class Daemon:
         if options.project:
             self._engine.watch(options.project)
         self.roster.load()
-        self._intake.look()
         for order in self.first_orders:
             self._carry(order)
+        self._intake.look()
         self._control.start()
         self._notifier.ready(self._summary())
 
