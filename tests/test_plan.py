@@ -487,6 +487,26 @@ SILENCE = [
         "Delete judged",
     ),
     case(
+        "never all answered, and the last of those that did came just now: it boots",
+        evidence(
+            silent(9, QUIET, SILENT, arrived_since=ago(minutes=1), seen_since=ago(minutes=20)), elsewhere_answers=True
+        ),
+        memory(past(answered=False)),
+        "Wait",
+    ),
+    case(
+        "never all answered, and nobody came for twice the patience",
+        evidence(silent(16, QUIET, SILENT, arrived_since=ago(minutes=6)), elsewhere_answers=True),
+        memory(past(answered=False)),
+        "Delete judged",
+    ),
+    case(
+        "a worker that answers no more is no booting one, whoever came just now",
+        evidence(silent(3, QUIET, SILENT, arrived_since=ago(minutes=1)), elsewhere_answers=True),
+        TRAINS,
+        "Delete judged",
+    ),
+    case(
         "never answered, nobody does: boot_timeout ends the wait",
         evidence(silent(25, seen_since=ago(minutes=31))),
         memory(past(answered=False)),

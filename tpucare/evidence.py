@@ -134,6 +134,7 @@ class NodeEvidence:
     dark:     its zone did not answer the last listing: whatever stands here is old
     workers:  addresses of all workers, or None while the node does not list them all
     lacking_since: it listed them all once, and not since then
+    arrived_since: when a worker answered last that had not before
     vouched:  guest attributes were asked for host keys since this process runs
     """
 
@@ -152,6 +153,7 @@ class NodeEvidence:
     ended_since: Mark | None = None
     phase_since: Mark | None = None
     lacking_since: Mark | None = None
+    arrived_since: Mark | None = None
     vouched: bool = False
     progress: Progress = Progress()
 

@@ -160,6 +160,9 @@ def _decide_silent(
         limit = limit * NEVER_ANSWERED_FACTOR
     # Workers that are silent while the node is CREATING are booting, whichever of them answer early.
     since = latest(seen.silent_since, seen.state_since)
+    if not past.answered:
+        # A slice whose workers come up one after the other is booting; boot_timeout ends that.
+        since = latest(since, seen.arrived_since)
     if seen.silent_since is not None and made_progress_since(seen, seen.silent_since):
         # The last step before a gang hangs may be seen after a worker fell silent: progress has to go on to count.
         since, limit = latest(since, seen.progress.last), max(limit, usual_pause(seen))

@@ -79,6 +79,8 @@ class NodeTrack:
     ended_since: Mark | None = None
     phase_since: Mark | None = None
     lacking_since: Mark | None = None
+    arrived_since: Mark | None = None
+    arrived: set[int] = field(default_factory=set)
     progress: ProgressTrack = field(default_factory=ProgressTrack)
 
     def see(self, node: Node, mark: Mark) -> None:
@@ -118,6 +120,10 @@ class NodeTrack:
             self.silent_probes += 1
         else:
             self.silent_since, self.silent_probes = None, 0
+        came = {number for number, contact in enumerate(contacts) if contact is not Contact.SILENT} - self.arrived
+        if came:
+            self.arrived |= came
+            self.arrived_since = mark
         self.refused_since = (self.refused_since or mark) if Contact.AUTH_REFUSED in contacts else None
         answering = bool(contacts) and all(contact is Contact.ANSWERED for contact in contacts)
         self.answering_since = (self.answering_since or mark) if answering else None
@@ -145,6 +151,7 @@ class NodeTrack:
             ended_since=self.ended_since,
             phase_since=self.phase_since,
             lacking_since=self.lacking_since,
+            arrived_since=self.arrived_since,
             vouched=self.vouched,
             progress=self.progress.freeze(),
         )
