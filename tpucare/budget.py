@@ -102,7 +102,9 @@ class SharedBudget:
     def _write(self, asked: Asked) -> None:
         draft = self._path.with_name(f"{self._path.name}.{os.getpid()}")
         try:
-            draft.write_text(json.dumps({"boot": self._boot, "asked": asked}), "utf-8")
+            handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            with os.fdopen(handle, "w", encoding="utf-8") as stream:
+                json.dump({"boot": self._boot, "asked": asked}, stream)
             draft.replace(self._path)
         except OSError as error:
             raise StoreError(f"{self._path}: cannot be written: {error.strerror or error}") from error

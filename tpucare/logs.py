@@ -147,7 +147,9 @@ def _write_to(path: Path, how: int, content: bytes) -> None:
     try:
         handle = os.open(path, flags, 0o600)
     except FileNotFoundError:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # One after the other: what `parents` makes has the mode that the umask likes.
+        path.parent.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o700, exist_ok=True)
         handle = os.open(path, flags, 0o600)
     with os.fdopen(handle, "wb") as stream:
         stream.write(content)

@@ -19,10 +19,10 @@ pytestmark = [pytest.mark.machines, pytest.mark.timeout(240)]
 MOMENTS = ("before-intent", "after-intent", "after-effect", "after-outcome")
 
 
-def start_to_die(home: House, point: str) -> None:
+def start_to_die(home: House, point: str, *, ready: bool = True) -> None:
     """The next daemon dies at *point*; what makes it get there may come later."""
     home.environment[VARIABLE] = point
-    home.start(ready=False)
+    home.start(ready=ready)
     del home.environment[VARIABLE]
 
 
@@ -35,7 +35,7 @@ def await_death(home: House, point: str) -> None:
 
 
 def die(home: House, point: str) -> None:
-    start_to_die(home, point)
+    start_to_die(home, point, ready=False)
     await_death(home, point)
 
 
