@@ -15,8 +15,9 @@ from tpucare.emulator import errors_text as texts
 from tpucare.emulator.capacity import Pool
 from tpucare.emulator.ending import Departure
 from tpucare.emulator.faults import OUTAGE_KINDS, ActiveOutage
-from tpucare.emulator.queue_life import QueuedLife, QueueLife
+from tpucare.emulator.queue_life import QueueLife
 from tpucare.emulator.queue_records import QueueState
+from tpucare.emulator.queue_state import QueuedLife
 from tpucare.emulator.records import MAINTENANCE_ATTRIBUTE, ApiError, Resume, Silence, parse_node_path
 from tpucare.emulator.state import NodeLife
 from tpucare.errors import ConfigError

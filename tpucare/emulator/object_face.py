@@ -8,18 +8,17 @@ honoured: `fields`, `projection`, versions, ACLs, encryption keys.
 
 from __future__ import annotations
 
-import base64
-import json
 import re
 import threading
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from datetime import datetime
 from typing import Any
-from urllib.parse import parse_qsl, quote, unquote
+from urllib.parse import unquote
 
 from tpucare.emulator.http_face import HttpAnswer, HttpRequest, HttpService
+from tpucare.emulator.multipart import inner_request, parts_of
+from tpucare.emulator.object_json import bucket_json, conditions_of, media, object_json, object_of, refused, said_json
 from tpucare.emulator.objects import Conditions, Listing, ObjectError, ObjectStore, StoredObject
 
 PAGE_LIMIT = 1000
@@ -83,23 +82,23 @@ class ObjectFace:
                 try:
                     return act(request, *map(unquote, match.groups()))
                 except ObjectError as error:
-                    return _refused(error)
+                    return refused(error)
                 except ValueError as error:
-                    return _refused(ObjectError(400, "invalid", f"Invalid argument: {error}"))
-        return _refused(ObjectError(404, "notFound", f"Not Found: {request.method} {request.path}"))
+                    return refused(ObjectError(400, "invalid", f"Invalid argument: {error}"))
+        return refused(ObjectError(404, "notFound", f"Not Found: {request.method} {request.path}"))
 
     # --- buckets
 
     def _list_buckets(self, _request: HttpRequest) -> HttpAnswer:
-        items = [_bucket_json(name, made) for name, made in self._store.buckets().items()]
-        return _said({"kind": "storage#buckets", "items": items})
+        items = [bucket_json(name, made) for name, made in self._store.buckets().items()]
+        return said_json({"kind": "storage#buckets", "items": items})
 
     def _make_bucket(self, request: HttpRequest) -> HttpAnswer:
-        name = str(_object_of(request.body).get("name", ""))
-        return _said(_bucket_json(name, self._store.make_bucket(name)))
+        name = str(object_of(request.body).get("name", ""))
+        return said_json(bucket_json(name, self._store.make_bucket(name)))
 
     def _get_bucket(self, _request: HttpRequest, bucket: str) -> HttpAnswer:
-        return _said(_bucket_json(bucket, self._store.bucket(bucket)))
+        return said_json(bucket_json(bucket, self._store.bucket(bucket)))
 
     def _delete_bucket(self, _request: HttpRequest, bucket: str) -> HttpAnswer:
         self._store.delete_bucket(bucket)
@@ -108,7 +107,7 @@ class ObjectFace:
     def _layout(self, _request: HttpRequest, bucket: str) -> HttpAnswer:
         self._store.bucket(bucket)
         flat = {"hierarchicalNamespace": {"enabled": False}, "location": "US", "locationType": "multi-region"}
-        return _said({"kind": "storage#storageLayout", "bucket": bucket, **flat})
+        return said_json({"kind": "storage#storageLayout", "bucket": bucket, **flat})
 
     # --- objects
 
@@ -127,60 +126,62 @@ class ObjectFace:
         page = self._store.list(bucket, asked)
         said: dict[str, Any] = {"kind": "storage#objects"}
         if page.items:
-            said["items"] = [_object_json(one, request) for one in page.items]
+            said["items"] = [object_json(one, request) for one in page.items]
         if page.prefixes:
             said["prefixes"] = list(page.prefixes)
         if page.next_token:
             said["nextPageToken"] = page.next_token
-        return _said(said)
+        return said_json(said)
 
     def _get(self, request: HttpRequest, bucket: str, name: str) -> HttpAnswer:
         wanted = request.value("generation")
         found = self._store.get(
-            bucket, name, generation=int(wanted) if wanted else None, conditions=_conditions(request)
+            bucket, name, generation=int(wanted) if wanted else None, conditions=conditions_of(request)
         )
         if request.value("alt") == "media" or request.path.startswith("/download/"):
-            return _media(found, request.headers.get("range", ""))
-        return _said(_object_json(found, request))
+            return media(found, request.headers.get("range", ""))
+        return said_json(object_json(found, request))
 
     def _delete(self, request: HttpRequest, bucket: str, name: str) -> HttpAnswer:
         wanted = request.value("generation")
         generation = int(wanted) if wanted else None
-        self._store.delete(bucket, name, generation=generation, conditions=_conditions(request))
+        self._store.delete(bucket, name, generation=generation, conditions=conditions_of(request))
         return HttpAnswer(204)
 
     def _patch(self, request: HttpRequest, bucket: str, name: str) -> HttpAnswer:
-        changes = _object_of(request.body)
-        return _said(_object_json(self._store.patch(bucket, name, changes, conditions=_conditions(request)), request))
+        changes = object_of(request.body)
+        return said_json(
+            object_json(self._store.patch(bucket, name, changes, conditions=conditions_of(request)), request)
+        )
 
     def _copied(self, request: HttpRequest, *names: str) -> StoredObject:
         bucket, name, to_bucket, to_name = names
         return self._store.copy(
             (bucket, name),
             (to_bucket, to_name),
-            source_conditions=_conditions(request, "ifSource"),
-            conditions=_conditions(request),
+            source_conditions=conditions_of(request, "ifSource"),
+            conditions=conditions_of(request),
         )
 
     def _rewrite(self, request: HttpRequest, *names: str) -> HttpAnswer:
         made = self._copied(request, *names)
         size = str(len(made.content))
         said = {"kind": "storage#rewriteResponse", "totalBytesRewritten": size, "objectSize": size, "done": True}
-        return _said({**said, "resource": _object_json(made, request)})
+        return said_json({**said, "resource": object_json(made, request)})
 
     def _copy(self, request: HttpRequest, *names: str) -> HttpAnswer:
-        return _said(_object_json(self._copied(request, *names), request))
+        return said_json(object_json(self._copied(request, *names), request))
 
     def _move(self, request: HttpRequest, bucket: str, name: str, to_name: str) -> HttpAnswer:
         made = self._copied(request, bucket, name, bucket, to_name)
         self._store.delete(bucket, name)
-        return _said(_object_json(made, request))
+        return said_json(object_json(made, request))
 
     def _compose(self, request: HttpRequest, bucket: str, name: str) -> HttpAnswer:
-        asked = _object_of(request.body)
+        asked = object_of(request.body)
         sources = [str(one.get("name", "")) for one in asked.get("sourceObjects", ())]
         kind = str(asked.get("destination", {}).get("contentType", ""))
-        return _said(_object_json(self._store.compose(bucket, sources, name, kind, _conditions(request)), request))
+        return said_json(object_json(self._store.compose(bucket, sources, name, kind, conditions_of(request)), request))
 
     # --- uploads
 
@@ -194,20 +195,20 @@ class ObjectFace:
         content, content_type = request.body, request.headers.get("content-type", "")
         if kind == "multipart":
             first, (headers, content) = _two_parts(request)
-            described, content_type = _object_of(first[1]), headers.get("content-type", "")
+            described, content_type = object_of(first[1]), headers.get("content-type", "")
         made = self._store.insert(
             bucket,
             str(described.get("name") or request.value("name")),
             content,
             content_type=str(described.get("contentType") or content_type or "application/octet-stream"),
             metadata=described.get("metadata"),
-            conditions=_conditions(request),
+            conditions=conditions_of(request),
         )
-        return _said(_object_json(made, request))
+        return said_json(object_json(made, request))
 
     def _begin(self, request: HttpRequest, bucket: str) -> HttpAnswer:
         self._store.bucket(bucket)
-        described = _object_of(request.body)
+        described = object_of(request.body)
         name = str(described.get("name") or request.value("name"))
         kind = described.get("contentType") or request.headers.get("x-upload-content-type")
         token = uuid.uuid4().hex
@@ -217,7 +218,7 @@ class ObjectFace:
                 name,
                 str(kind or "application/octet-stream"),
                 described.get("metadata") or {},
-                _conditions(request),
+                conditions_of(request),
             )
         host = request.headers.get("host", "127.0.0.1")
         where = f"http://{host}{request.path}?uploadType=resumable&upload_id={token}"
@@ -247,7 +248,7 @@ class ObjectFace:
             metadata=upload.metadata,
             conditions=upload.conditions,
         )
-        return _said(_object_json(made, request))
+        return said_json(object_json(made, request))
 
     def _cancel(self, request: HttpRequest, _bucket: str) -> HttpAnswer:
         with self._lock:
@@ -259,13 +260,13 @@ class ObjectFace:
     def _batch(self, request: HttpRequest) -> HttpAnswer:
         # Calls are text, and Google's own library ends their lines without a carriage return.
         lines = request.body.replace(b"\r\n", b"\n").replace(b"\n", b"\r\n")
-        parts = _parts(replace(request, body=lines))
+        parts = parts_of(replace(request, body=lines))
         if len(parts) > BATCH_LIMIT:
             raise ObjectError(400, "invalid", f"A batch holds at most {BATCH_LIMIT} calls.")
         boundary = f"batch_{uuid.uuid4().hex}"
         out = b""
         for headers, content in parts:
-            answer = self.answer(_inner(request, content))
+            answer = self.answer(inner_request(request, content))
             known = headers.get("content-id", "").strip("<>")
             head = [f"--{boundary}", "Content-Type: application/http"]
             head += [f"Content-ID: <response-{known}>"] if known else []
@@ -275,158 +276,8 @@ class ObjectFace:
         return HttpAnswer(200, out + f"--{boundary}--\r\n".encode(), f"multipart/mixed; boundary={boundary}")
 
 
-def _inner(outer: HttpRequest, content: bytes) -> HttpRequest:
-    """One call of a batch: an HTTP request as text."""
-    head, _, body = content.replace(b"\r\n", b"\n").lstrip(b"\n").partition(b"\n\n")
-    line, *lines = head.decode().split("\n")
-    method, target = line.split(" ")[:2]
-    path, _, query = re.sub(r"^https?://[^/]+", "", target).partition("?")
-    headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-    return replace(
-        outer,
-        method=method,
-        path=path,
-        query=tuple(parse_qsl(query, keep_blank_values=True)),
-        headers=headers,
-        body=body,
-    )
-
-
-def _parts(request: HttpRequest) -> list[tuple[dict[str, str], bytes]]:
-    """Headers and content of every part of a multipart body. Raises: ObjectError (400)."""
-    match = re.search(r"boundary=\"?([^\";]+)", request.headers.get("content-type", ""))
-    if match is None:
-        raise ObjectError(400, "badContent", "The body has no boundary.")
-    found = []
-    for raw in (b"\r\n" + request.body).split(b"\r\n--" + match[1].encode())[1:]:
-        if raw.startswith(b"--"):
-            break
-        head, gap, content = raw.partition(b"\r\n\r\n")
-        if not gap:
-            raise ObjectError(400, "badContent", "A part of the body has no end of headers.")
-        lines = (line.partition(":") for line in head.decode("latin-1").strip().split("\r\n"))
-        found.append(({name.strip().lower(): value.strip() for name, _, value in lines}, content))
-    return found
-
-
 def _two_parts(request: HttpRequest) -> list[tuple[dict[str, str], bytes]]:
-    parts = _parts(request)
+    parts = parts_of(request)
     if len(parts) != 2:
         raise ObjectError(400, "badContent", "A multipart upload has two parts: metadata and media.")
     return parts
-
-
-def _object_of(body: bytes) -> dict[str, Any]:
-    value = json.loads(body) if body.strip() else {}
-    if not isinstance(value, dict):
-        raise ObjectError(400, "parseError", "Parse Error")
-    return value
-
-
-def _conditions(request: HttpRequest, prefix: str = "if") -> Conditions:
-    def number(name: str) -> int | None:
-        text = request.value(prefix + name)
-        return int(text) if text else None
-
-    return Conditions(
-        number("GenerationMatch"),
-        number("GenerationNotMatch"),
-        number("MetagenerationMatch"),
-        number("MetagenerationNotMatch"),
-    )
-
-
-# --- answers -----------------------------------------------------------------------------------------------------
-
-
-def _media(found: StoredObject, wanted: str) -> HttpAnswer:
-    """The content, or the range that was asked for."""
-    size, content = len(found.content), found.content
-    headers = {
-        "ETag": found.etag,
-        "Accept-Ranges": "bytes",
-        "x-goog-generation": str(found.generation),
-        "x-goog-metageneration": str(found.metageneration),
-        "x-goog-hash": f"md5={found.md5}",
-        "x-goog-stored-content-length": str(size),
-        "x-goog-stored-content-encoding": "identity",
-    }
-    match = re.fullmatch(r"bytes=(\d*)-(\d*)", wanted.strip())
-    if match is None or not (match[1] or match[2]):
-        return HttpAnswer(200, content, found.content_type, headers)
-    first = int(match[1]) if match[1] else max(0, size - int(match[2]))
-    last = min(int(match[2]), size - 1) if match[1] and match[2] else size - 1
-    if first >= size or first > last:
-        return HttpAnswer(416, b"", found.content_type, {"Content-Range": f"bytes */{size}"})
-    span = {"Content-Range": f"bytes {first}-{last}/{size}"}
-    return HttpAnswer(206, content[first : last + 1], found.content_type, headers | span)
-
-
-def _object_json(one: StoredObject, request: HttpRequest) -> dict[str, Any]:
-    here = f"http://{request.headers.get('host', '127.0.0.1')}"
-    path = f"/storage/v1/b/{quote(one.bucket, safe='')}/o/{quote(one.name, safe='')}"
-    said: dict[str, Any] = {
-        "kind": "storage#object",
-        "id": f"{one.bucket}/{one.name}/{one.generation}",
-        "selfLink": here + path,
-        "mediaLink": f"{here}/download{path}?generation={one.generation}&alt=media",
-        "name": one.name,
-        "bucket": one.bucket,
-        "generation": str(one.generation),
-        "metageneration": str(one.metageneration),
-        "contentType": one.content_type,
-        "storageClass": "STANDARD",
-        "size": str(len(one.content)),
-        "etag": one.etag,
-        "timeCreated": _stamp(one.created),
-        "updated": _stamp(one.updated),
-    }
-    if one.metadata:
-        said["metadata"] = dict(one.metadata)
-    if one.components:
-        said["componentCount"] = one.components
-    else:
-        said["md5Hash"] = one.md5  # composed objects have none
-    if (checksum := _crc32c(one.content)) is not None:
-        said["crc32c"] = checksum
-    return said
-
-
-def _crc32c(content: bytes) -> str | None:
-    """Clients that check it bring the library; without it nobody here can tell."""
-    try:
-        import google_crc32c
-    except ImportError:
-        return None
-    return base64.b64encode(google_crc32c.value(content).to_bytes(4, "big")).decode()
-
-
-def _bucket_json(name: str, made: datetime) -> dict[str, Any]:
-    return {
-        "kind": "storage#bucket",
-        "id": name,
-        "name": name,
-        "projectNumber": "0",
-        "metageneration": "1",
-        "location": "US",
-        "locationType": "multi-region",
-        "storageClass": "STANDARD",
-        "timeCreated": _stamp(made),
-        "updated": _stamp(made),
-    }
-
-
-def _stamp(instant: datetime) -> str:
-    return instant.strftime("%Y-%m-%dT%H:%M:%S.%f")[:-3] + "Z"
-
-
-def _said(values: Mapping[str, Any]) -> HttpAnswer:
-    return HttpAnswer(200, json.dumps(values).encode())
-
-
-def _refused(error: ObjectError) -> HttpAnswer:
-    if error.code == 304:
-        return HttpAnswer(304)
-    detail = {"message": error.message, "domain": "global", "reason": error.reason}
-    said = {"error": {"code": error.code, "message": error.message, "errors": [detail]}}
-    return HttpAnswer(error.code, json.dumps(said).encode())

@@ -9,7 +9,6 @@ from itertools import islice
 
 from tpucare.emulator import errors_text as texts
 from tpucare.emulator.calls import Calls, last_key, page_token_of
-from tpucare.emulator.queue_life import Planned, QueuedLife
 from tpucare.emulator.queue_records import (
     SHELLS,
     WAITING,
@@ -22,6 +21,7 @@ from tpucare.emulator.queue_records import (
     QueueState,
     parse_queued_path,
 )
+from tpucare.emulator.queue_state import Planned, QueuedLife
 from tpucare.emulator.records import PLAIN, CallFate, NodePath, NodeSpec, OperationRecord, parse_parent
 from tpucare.emulator.requests import check_queued_id, check_spec
 from tpucare.emulator.state import NodeLife

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -23,50 +23,13 @@ from tpucare.emulator.lengths import Latency
 from tpucare.emulator.life import Life
 from tpucare.emulator.machinery import CAPACITY_TIERS
 from tpucare.emulator.queue_records import WAITING, Initiator, QueuedPath, QueuedRecord, QueueState
-from tpucare.emulator.records import NodePath, NodeSpec, OperationRecord
+from tpucare.emulator.queue_state import Planned, QueuedLife
+from tpucare.emulator.records import OperationRecord
 from tpucare.emulator.state import NodeLife
 from tpucare.model import NodeState
 
 LOST_STATES = frozenset({NodeState.PREEMPTED, NodeState.TERMINATED})
 """States of a node that end the resource it belongs to."""
-
-
-@dataclass(frozen=True, slots=True)
-class Planned:
-    """One node that a resource is to have."""
-
-    path: NodePath
-    spec: NodeSpec
-    accelerator: Accelerator
-    multislice: bool = False
-
-
-@dataclass(eq=False, slots=True)
-class QueuedLife:
-    """
-    One queued resource, with what the API does not show.
-
-    tries:     counts the spells of waiting: what was scheduled in an earlier one must do nothing
-    resetting: SUSPENDING on the way back to waiting, and not to SUSPENDED
-    shell:     it holds quota though it has no nodes
-    """
-
-    record: QueuedRecord
-    planned: tuple[Planned, ...]
-    create_operation: str
-    tries: int = 0
-    begun_at: datetime | None = None
-    resetting: str = ""
-    shell: bool = False
-    gone: bool = False
-    lingers: bool = False
-    delete_due: bool = False
-    stuck_repeats: int = 0
-    delete_operations: list[str] = field(default_factory=list)
-
-    @property
-    def path(self) -> QueuedPath:
-        return self.record.path
 
 
 class QueueLife(Life):
