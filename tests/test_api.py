@@ -326,6 +326,7 @@ class TestNodesOfTheOldKind:
         cloud = connect(grant.server.endpoint, monotonic=time.monotonic)
         cloud.add_labels(NodeKey(PROJECT, ZONE, "pod"), {LABEL_OWNER: owner, LABEL_FLEET: "pod", LABEL_SLOT: "pod"})
         cloud.close()
+        grant.until(lambda: grant.nodes()["pod"].get(LABEL_OWNER) == owner, "it bears our label")
         grant.single("pod")
         grant.until(lambda: grant.row("pod").get("node") == "pod", "it is adopted")
         assert list(grant.nodes()) == ["pod"]

@@ -8,7 +8,7 @@ from typing import Any
 
 from tpucare.cli.common import warn
 from tpucare.cli.offline import alone
-from tpucare.control import NoDaemon, request
+from tpucare.control import NoDaemon, Refused, is_running, request
 from tpucare.errors import StoreLocked
 from tpucare.model import Event, Slot
 from tpucare.options import Options
@@ -30,7 +30,9 @@ def take_down(options: Options, target: str, *, wait: bool) -> dict[str, Any]:
     try:
         while wait and (left := _left(options, slots)):
             time.sleep(LOOK_EVERY_SECONDS)
-    except NoDaemon:
+    except (NoDaemon, Refused):
+        if is_running(options.socket):
+            raise
         return _after_it(options, order)
     return {**answer, "left": left}
 
