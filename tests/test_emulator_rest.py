@@ -9,22 +9,62 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.error import HTTPError
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 from urllib.request import Request, urlopen
 
 import pytest
 from google.auth.credentials import AnonymousCredentials
 from googleapiclient.discovery import build as discover  # type: ignore[import-untyped]
 from googleapiclient.errors import HttpError  # type: ignore[import-untyped]
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.hand_clock import HandClock
+from tpucare.emulator.carrying import Carrier
 from tpucare.emulator.config import WorldConfig
-from tpucare.emulator.rest import routes
+from tpucare.emulator.http_face import HttpRequest
+from tpucare.emulator.rest import RestFace, routes
 from tpucare.emulator.server import EmulatorServer
+from tpucare.emulator.world import World
 
 PROJECT, ZONE = "emulated", "us-central1-a"
 PARENT = f"projects/{PROJECT}/locations/{ZONE}"
 INSTANT: dict[str, object] = {"read": 0, "write": 0, "visible": 0, "list_lag_share": 0}
+_FIELDS = [
+    "name",
+    "acceleratorType",
+    "acceleratorConfig",
+    "runtimeVersion",
+    "schedulingConfig",
+    "spot",
+    "labels",
+    "metadata",
+    "state",
+    "id",
+    "createTime",
+    "tpu",
+    "nodeSpec",
+    "node",
+    "nodeId",
+    "multiNodeParams",
+    "nodeCount",
+    "queueingPolicy",
+    "validUntilDuration",
+    "validInterval",
+    "startTime",
+    "bootDiskConfig",
+]
+_PARAMETERS = [
+    "nodeId",
+    "queuedResourceId",
+    "pageSize",
+    "pageToken",
+    "updateMask",
+    "force",
+    "requestId",
+    "node.id",
+    "$alt",
+]
 NODE: dict[str, Any] = {
     "acceleratorType": "v2-8",
     "runtimeVersion": "tpu-ubuntu2204-base",
@@ -233,6 +273,44 @@ def test_refusals_bear_their_http_code(place: Place, fails: dict[str, object], c
     with pytest.raises(HTTPError) as refused:
         place.ask(f"/v2/{PARENT}/nodes/pod-0-a1")
     assert (refused.value.code, json.loads(refused.value.read())["error"]["status"]) == (code, status)
+
+
+_WORDS = st.one_of(
+    st.sampled_from(
+        ["v2", "v2alpha1", "projects", "locations", "nodes", "queuedResources", "operations", ZONE, "-", "p"]
+    ),
+    st.text(alphabet="aZ0-_%:/~.ü\x00", max_size=6).map(lambda text: quote(text, safe=":%")),
+)
+_VALUES: st.SearchStrategy[Any] = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda below: st.lists(below, max_size=3) | st.dictionaries(st.sampled_from(_FIELDS), below, max_size=4),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    verb=st.sampled_from(["GET", "POST", "PATCH", "DELETE", "PUT"]),
+    ending=st.sampled_from(["", "/nodes", "/nodes/a", "/queuedResources", "/queuedResources/q", "/nodes/a:stop"]),
+    words=st.none() | st.lists(_WORDS, max_size=8),
+    query=st.lists(st.tuples(st.sampled_from(_PARAMETERS), st.text(max_size=12)), max_size=4),
+    body=st.binary(max_size=40) | _VALUES.map(lambda value: json.dumps(value).encode()),
+)
+def test_no_request_whatever_breaks_the_face(
+    verb: str, ending: str, words: list[str] | None, query: list[tuple[str, str]], body: bytes
+) -> None:
+    path = f"/v2alpha1/{PARENT}{ending}" if words is None else "/" + "/".join(words)
+    said = fuzzed().answer(HttpRequest(verb, path, tuple(query), {}, body, "ipv4:127.0.0.1:1"))
+    assert said.status < 500
+    if said.content_type.startswith("application/json"):
+        assert json.loads(said.body) is not None
+
+
+def fuzzed() -> RestFace:
+    """A face over a world of its own, without a socket."""
+    clock = HandClock()
+    world = World(WorldConfig.calm(latencies=INSTANT), seed=1, start=clock.now())
+    return RestFace(Carrier(world, threading.RLock(), clock.now, lambda _: None, lambda: None))
 
 
 def test_a_path_that_nobody_serves_is_a_page(place: Place) -> None:

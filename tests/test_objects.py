@@ -17,6 +17,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.bench_worker import eventually, node
 from tpucare.emulator.config import WorldConfig
@@ -339,6 +341,48 @@ def test_where_the_api_lets_nobody_in_a_tool_is_asked(tmp_path: Path) -> None:
             one.stop()
     finally:
         service.stop()
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    verb=st.sampled_from(["GET", "POST", "PUT", "PATCH", "DELETE"]),
+    path=st.sampled_from(
+        [
+            f"/storage/v1/b/{BUCKET}/o",
+            f"/storage/v1/b/{BUCKET}/o/a%2Fb",
+            f"/storage/v1/b/{BUCKET}/o/a/compose",
+            f"/storage/v1/b/{BUCKET}/o/a/rewriteTo/b/{BUCKET}/o/c",
+            f"/upload/storage/v1/b/{BUCKET}/o",
+            "/batch/storage/v1",
+            "/storage/v1/b",
+        ]
+    ),
+    query=st.lists(
+        st.tuples(
+            st.sampled_from(
+                ["uploadType", "name", "maxResults", "matchGlob", "ifGenerationMatch", "generation", "alt"]
+            ),
+            st.sampled_from(["media", "multipart", "resumable", "-1", "0", "x", "[", "**/{a,", "{"]),
+        ),
+        max_size=4,
+    ),
+    headers=st.fixed_dictionaries(
+        {},
+        optional={
+            "content-type": st.sampled_from(["multipart/related; boundary=b", "text/plain", ""]),
+            "range": st.sampled_from(["bytes=-3", "bytes=9-", "bytes=5-2", "nonsense"]),
+            "content-range": st.sampled_from(["bytes */0", "bytes 0-1/2", "x"]),
+        },
+    ),
+    body=st.binary(max_size=60) | st.sampled_from([b"--b\r\n\r\n{}\r\n--b\r\n\r\nx\r\n--b--", b'{"name": 3}', b"[1]"]),
+)
+def test_no_request_whatever_breaks_the_buckets(
+    verb: str, path: str, query: list[tuple[str, str]], headers: dict[str, str], body: bytes
+) -> None:
+    store = ObjectStore(lambda: START, [BUCKET])
+    store.insert(BUCKET, "a/b", b"0123456789")
+    answer = ObjectFace(store).answer(HttpRequest(verb, path, tuple(query), headers, body, "peer"))
+    assert answer.status < 500
 
 
 # --- the emulator's own ----------------------------------------------------------------------------------------------

@@ -57,6 +57,7 @@ class QueueCalls(Calls):
                 raise texts.exists(name)
             planned = self._planned(path, spec)
             said["nodes"] = [str(one.path) for one in planned]
+            said["metadata"] = {key: value for one in planned for key, value in one.spec.metadata.items()}
             limit = self.config.queue.limit
             if limit is not None and sum((one.project, one.zone) == (project, zone) for one in self.queue) >= limit:
                 raise texts.queue_full(zone)
