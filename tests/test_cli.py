@@ -334,6 +334,8 @@ def test_a_running_emulator_takes_orders(run: Run, cloud: EmulatorServer) -> Non
     assert run("emulator", "status").json["nodes"] == []
     assert "no node is called" in run("emulator", "preempt", "pod-0").err
     assert run("emulator", "preempt", "pod-0", "--shown", "sideways").code == Exit.CONFIG
+    assert "no node is called" in run("emulator", "state", "pod-0", "77").err
+    assert "no node is called" in run("emulator", "unknown-fields", "pod-0", "--off").err
     assert run("emulator", "order", '{"do": "end-outages"}').code == 0
     assert run("emulator", "order", "{").code == Exit.USAGE
     with cloud.lock:
