@@ -13,6 +13,7 @@ from datetime import datetime, timedelta
 
 from tpucare.emulator import errors_text as texts
 from tpucare.emulator.capacity import Pool
+from tpucare.emulator.config import WorldConfig
 from tpucare.emulator.ending import Departure
 from tpucare.emulator.faults import OUTAGE_KINDS, ActiveOutage
 from tpucare.emulator.queue_life import QueueLife
@@ -252,6 +253,19 @@ class Actions(QueueLife):
         self.fates.end_outages()
         self.state.log("operator", action="end-outages")
 
+    def reconfigure(self, config: WorldConfig, now: datetime) -> None:
+        """
+        What is drawn from now on is drawn by *config*: lengths, faults, lifetimes. What is under way stays.
+
+        Quotas can only be lifted (when *config* has none). Capacity is not touched: see `set_capacity`.
+        """
+        self.state.advance(now)
+        self.config = config
+        self.fates.reconfigure(config)
+        if not config.quotas:
+            self.quota.lift()
+        self.state.log("operator", action="reconfigure")
+
     # --- orders for the next call
 
     def fail_next_create(self, code: int, text: str, *, in_operation: bool = True, zone: str = "") -> None:
@@ -261,6 +275,12 @@ class Actions(QueueLife):
         else:
             self.fail_next("CreateNode", code, text)
 
+    def forget_orders(self) -> None:
+        """What was ordered for next calls and creates, and has not come yet, will not come."""
+        self.fates.forget_orders()
+        self._next_create_errors.clear()
+        self._next_missing.clear()
+
     def miss_worker(self, worker: int = -1, *, zone: str = "") -> None:
         """The next node created lacks this worker for ever (-1: the last)."""
         self._next_missing.append((zone, worker))
@@ -268,6 +288,10 @@ class Actions(QueueLife):
     def lose_next_answer(self, method: str, *, applied: bool = True, code: int = texts.UNAVAILABLE) -> None:
         """The next call of *method* gets no answer; `applied`: it took effect nevertheless."""
         self.fates.order(method, ApiError(code, texts.lost().message), applied=applied)
+
+    def delay_next(self, method: str, seconds: float) -> None:
+        """The next call of *method* takes effect only after so long, whether or not its caller still waits."""
+        self.fates.order_late(method, seconds)
 
     def fail_next(self, method: str, code: int, text: str) -> None:
         """The next call of *method* is answered with this error and has no effect."""

@@ -33,8 +33,9 @@ class ActiveOutage:
 class _Order:
     """What an operator wants of the next call of a method."""
 
-    error: ApiError
+    error: ApiError | None
     applied: bool
+    late: float = 0.0
 
 
 class Fates:
@@ -59,6 +60,18 @@ class Fates:
         """The next call of *method* gets this error; orders of one method queue up."""
         self._orders[method].append(_Order(error, applied))
 
+    def order_late(self, method: str, seconds: float) -> None:
+        """The next call of *method* takes effect only after so long, whether or not its caller still waits."""
+        self._orders[method].append(_Order(None, applied=True, late=seconds))
+
+    def forget_orders(self) -> None:
+        """What was ordered for next calls, and has not come yet, will not come."""
+        self._orders.clear()
+
+    def reconfigure(self, config: WorldConfig) -> None:
+        """Draw by *config* from now on."""
+        self._config = config
+
     def add_outage(self, outage: ActiveOutage) -> None:
         self._outages.append(outage)
 
@@ -77,7 +90,7 @@ class Fates:
             return CallFate(latency, 0.0, error, applied=False, peer=peer)
         if self._orders[method]:
             order = self._orders[method].popleft()
-            return CallFate(latency / 2, latency / 2, order.error, applied=order.applied, peer=peer)
+            return CallFate(latency / 2 + order.late, latency / 2, order.error, applied=order.applied, peer=peer)
         return self._by_chance(self._config.faults.methods.get(method, self._config.faults.calls), latency, peer)
 
     def _latency(self, method: str, now: datetime) -> float:

@@ -8,11 +8,12 @@ its notion of what changed, and honours what `World.fate` draws: latency, deadli
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import TypeVar
 
+from tpucare.emulator import errors_text as texts
 from tpucare.emulator.records import ApiError, CallFate, NetworkConfig, NodeRecord, NodeSpec, OperationRecord
 from tpucare.emulator.state import Listings, Touched
 from tpucare.emulator.world import World
@@ -171,7 +172,10 @@ class InProcessCloud:
         with _translated(where):
             result: T | None = None
             refusal = fate.error
-            if fate.applied:
+            if fate.before_seconds > patience:
+                # It takes hold after its caller has given up on it.
+                self._world.state.timeline.after(fate.before_seconds, lambda: self._late(act, fate))
+            elif fate.applied:
                 try:
                     result = act(fate)
                 except ApiError as error:
@@ -183,6 +187,12 @@ class InProcessCloud:
                 raise refusal
         assert result is not None
         return result
+
+
+    def _late(self, act: Callable[[CallFate], object], fate: CallFate) -> None:
+        """Nobody waits for the answer any more."""
+        with suppress(ApiError):
+            act(replace(fate, error=texts.lost()))
 
 
 @dataclass(slots=True)

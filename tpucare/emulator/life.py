@@ -239,6 +239,11 @@ class Life(Ending):
         """A preemptible node ends after 24 hours at the latest; both kinds may have a lifetime of their own."""
         spec, settings = life.record.spec, self.config.preemption
         if spec.is_preemptible and settings.lifetime is not None:
-            self._later(life, settings.lifetime, lambda: self._doom(life, "lifetime"))
+            self._later(life, settings.lifetime, lambda: self._end_of_lifetime(life))
         if spec.preemptible:
             self._after(life, settings.preemptible_limit, lambda: self._terminate(life, cause="24 hours"))
+
+    def _end_of_lifetime(self, life: NodeLife) -> None:
+        # A world that was told to be calm takes no node away by itself any more.
+        if self.config.preemption.lifetime is not None:
+            self._doom(life, "lifetime")

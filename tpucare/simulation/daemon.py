@@ -126,10 +126,14 @@ class Daemon:
     def _tell(self, event: Event) -> None:
         self.listen(event)
 
-    def kill(self) -> None:
-        """SIGKILL: nothing of this process happens any more; the world goes on."""
+    def kill(self, arrives: Callable[[], bool] = lambda: False) -> None:
+        """
+        SIGKILL: nothing of this process happens any more; the world goes on.
+
+        arrives: asked for each effect that was on its way to the cloud or to a worker: does it get there?
+        """
         assert self.store is not None
-        self.executor.dead = True
+        self.executor.die(arrives)
         self.close_store()
         self.store = None
         self.restarts.append(self.clock.true_now())

@@ -148,6 +148,11 @@ class Machines:
             if number in (None, worker.number):
                 self._apply_to(worker, effect)
 
+    def of_node(self, project: str, zone: str, name: str) -> list[SimulatedWorker]:
+        """Machines of whatever bears that name, by number; dead ones too."""
+        workers = self._nodes.get(NodeKey(project, zone, name), {})
+        return [workers[number] for number in sorted(workers)]
+
     def _of(self, key: NodeKey, node_id: int) -> list[SimulatedWorker]:
         return [worker for worker in self._nodes.get(key, {}).values() if worker.node_id == node_id]
 

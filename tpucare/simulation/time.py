@@ -79,6 +79,14 @@ class VirtualExecutor:
         """Effects that were submitted and whose end was not delivered yet."""
         return len(self._begins) + len(self._ends) + len(self._done)
 
+    def die(self, arrives: Callable[[], bool]) -> None:
+        """The process is killed: nobody hears of any end. *arrives* is asked of what is on its way: does it take hold?"""
+        self.dead = True
+        self._begins = [begin for begin in self._begins if arrives()]
+        heapq.heapify(self._begins)
+        self._ends.clear()
+        self._done.clear()
+
     def waiting(self, seconds: float) -> None:
         """A call that is under way takes that long."""
         self._waited += seconds
@@ -99,6 +107,8 @@ class VirtualExecutor:
             finished = Finished(tag, result=effect())
         except Exception as error:
             finished = Finished(tag, error=error)
+        if self.dead:
+            return
         self._count += 1
         heapq.heappush(self._ends, (self.clock.seconds + self._waited, self._count, finished))
 
@@ -128,6 +138,11 @@ class VirtualExecutor:
         elif not self._nudged and not self._done and until > self.clock.seconds:
             self._live_until(until)
         self._nudged = False
+
+    def pass_time(self, until: float) -> None:
+        """Time goes on until then, or until the next thing happens; nobody is woken by it."""
+        due = self._next_due()
+        self._live_until(until if due is None else min(due, until))
 
     def _live_until(self, due: float) -> None:
         if due > self.clock.seconds:

@@ -1,0 +1,336 @@
+"""
+What must hold at every step of a history: one named property for each rule that a history can show.
+
+Fed with what happened (calls and lives from the world's audit log, runs from the machines, commits and events from the
+daemon), it keeps just enough to judge the next of them; it never asks the engine what it believes. The truth is what
+the world and the machines know.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tpucare.actions import Reason
+from tpucare.emulator.records import parse_node_path
+from tpucare.emulator.state import NodeLife
+from tpucare.emulator.world import World
+from tpucare.memory import Memory, NodeMemory
+from tpucare.model import LABEL_FLEET, LABEL_NUMBER, LABEL_OWNER, LABEL_SLOT, Event, Health, NodeReport, NodeState, Slot
+from tpucare.simulation.machines import RunMark
+from tpucare.simulation.scenario import SECRET
+from tpucare.simulation.store import Disk
+
+PROPERTIES: Mapping[str, str] = {
+    "one-run": "rule 1: never two live runs of one slot",
+    "dead-elders": "rule 1: a launch finds every older node that was launched on dead, or deleted after it was quiet",
+    "ours-only": "rule 2: nothing without our owner label and a known fleet is changed or deleted",
+    "unasked-delete": "rules 3 and 6: no node is deleted whose run lives, and which nothing was wrong with",
+    "unasked-stop": "rule 6: no run is stopped which nothing was wrong with, and of which nobody asked it",
+    "intent-first": "rule 5: what is asked for was on the disk before the call",
+    "labelled": "rule 5: everything ever asked for bears our labels",
+    "fresh-numbers": "rule 5: a create number is never used again",
+    "create-budget": "no more creates in any minute than the budget",
+    "brake": "rule 12: no more verdicts within ten minutes than the brake lets through",
+    "observed-time": "rule 11: a timeout has counted as much observed time as it claims",
+    "no-secret": "rule 8: no secret in any event, label or metadata",
+    "no-surprise": "no error that nobody named in the work of a slot",
+    "no-oversleep": "a slot at rest would decide nothing else now",
+    "trains-again": "after calm and with capacity every slot trains within its bound",
+    "no-orphan": "after calm nothing is left that no slot holds, within two sweeps",
+    "finished-empty": "a finished slot holds nothing",
+}
+
+STEADY_SECONDS = 120.0
+"""A run that has lived this long was seen by several probes."""
+TROUBLE_LASTS = 900.0
+"""What was wrong with a node may explain a verdict for so long after it ended."""
+BRAKE_WINDOW = 540.0
+LATEST_ANSWER = 45.0
+"""The longest way of an answer to the engine; by so much may its observed time differ from ours."""
+_LASTED = re.compile(r"(?:silent for|no progress for) (?:(\d+) days?, )?(\d+):(\d\d):(\d\d)")
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """A property that does not hold, when, and why."""
+
+    rule: str
+    seconds: float
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.seconds:.0f} s {self.rule}: {self.text}"
+
+
+@dataclass(slots=True)
+class _SlotRuns:
+    """Runs of one slot. `alive`: token by (node id, worker)."""
+
+    workers: int
+    alive: dict[tuple[int, int], str] = field(default_factory=dict)
+    launched_on: set[int] = field(default_factory=set)
+    node: int = 0
+    since: float | None = None
+
+
+class ObservedClock:
+    """The observed time of one process, counted from outside: gaps between listings that succeeded, each capped."""
+
+    def __init__(self, cap: float) -> None:
+        self.cap = cap
+        self.seconds = 0.0
+        self.started = 0.0
+        self._last: float | None = None
+
+    def begin(self) -> None:
+        self.started, self._last = self.seconds, None
+
+    def listed(self, now: float) -> None:
+        if self._last is not None:
+            self.seconds += min(self.cap, max(0.0, now - self._last))
+        self._last = now
+
+
+class Properties:
+    """
+    `broken` holds what was found. `trouble`: until when something explains a verdict on a slot ("": on every slot).
+
+    now: seconds of virtual time
+    """
+
+    def __init__(
+        self,
+        world: World,
+        disk: Disk,
+        slots: Mapping[str, Slot],
+        now: Callable[[], float],
+        *,
+        creates_per_minute: int,
+        poll: float,
+    ) -> None:
+        self.world = world
+        self.disk = disk
+        self.slots = slots
+        self.now = now
+        self.creates_per_minute = creates_per_minute
+        self.broken: list[Broken] = []
+        self.observed = ObservedClock(3 * poll)
+        self.trouble: dict[str, float] = {}
+        self.restarted = 0.0
+        self.lifted: set[str] = set()
+        self._runs = {name: _SlotRuns(max(place.workers for place in slot.places)) for name, slot in slots.items()}
+        self._answered: dict[int, float] = {}
+        self._made: dict[str, tuple[float, bool]] = {}
+        self._creates: deque[float] = deque()
+        self._judged: deque[tuple[float, str]] = deque()
+
+    def _break(self, rule: str, text: str) -> None:
+        self.broken.append(Broken(rule, self.now(), text))
+
+    # --- what the strikes and people explain
+
+    def explain(self, slot: str, seconds: float) -> None:
+        """Something befalls *slot* (or all, when empty) for so long."""
+        until = self.now() + seconds + TROUBLE_LASTS
+        self.trouble[slot] = max(until, self.trouble.get(slot, 0.0))
+
+    def _explained(self, slot: str) -> bool:
+        now = self.now()
+        return self.trouble.get(slot, 0.0) >= now or self.trouble.get("", 0.0) >= now
+
+    def process_began(self) -> None:
+        self.restarted = self.now()
+        self.observed.begin()
+        self._judged.clear()
+
+    # --- runs
+
+    def ran(self, mark: RunMark) -> None:
+        runs = self._runs.get(mark.slot)
+        if runs is None:
+            return
+        place = (mark.node_id, mark.worker)
+        if mark.what == "end":
+            runs.alive.pop(place, None)
+            runs.since = None
+            return
+        others = sorted({token for token in runs.alive.values() if token != mark.token})
+        if others or place in runs.alive:
+            self._break("one-run", f"{mark.token} starts on worker {mark.worker} beside {others or [mark.token]}")
+        self._check_elders(mark, runs)
+        memory = self.disk.memories.get(mark.slot)
+        if memory is None or memory.run is None or memory.run.token != mark.token:
+            self._break("intent-first", f"{mark.token} starts, and no launch of it is on the disk")
+        runs.alive[place] = mark.token
+        runs.launched_on.add(mark.node_id)
+        runs.node = mark.node_id
+        runs.since = mark.seconds if len(runs.alive) >= runs.workers else None
+
+    def _check_elders(self, mark: RunMark, runs: _SlotRuns) -> None:
+        for node_id in sorted(runs.launched_on - {mark.node_id}):
+            life = self.world.state.by_id.get(node_id)
+            if life is None or life.killed:
+                runs.launched_on.discard(node_id)
+            elif not life.deleting:
+                name = life.path.node_id
+                self._break("dead-elders", f"{mark.token} starts while {name}, launched on before, is not dead")
+
+    def answered(self, report: NodeReport) -> None:
+        if report.all_answer:
+            self._answered[report.node_id] = self.observed.seconds
+
+    def _trains(self, slot: str, node_id: int) -> bool:
+        """In truth: every worker of that node runs the slot's job, and has for a while."""
+        runs = self._runs.get(slot)
+        if runs is None or runs.since is None or runs.node != node_id:
+            return False
+        return self.now() - runs.since >= STEADY_SECONDS
+
+    def training(self) -> set[str]:
+        """Slots of which every worker of one node runs the job now, in truth."""
+        return {name for name, runs in self._runs.items() if runs.since is not None}
+
+    # --- calls
+
+    def called(self, record: Mapping[str, Any]) -> None:
+        method = record["method"]
+        if method == "CreateNode":
+            self._check_create(record)
+        elif record["applied"] and record["code"] == 0:
+            if method == "DeleteNode" and not record.get("repeated"):
+                self._check_delete(record)
+            elif method == "UpdateNode":
+                life = self._life(record["name"])
+                self._check_ours("UpdateNode", record["name"], life.record.spec.labels if life is not None else {})
+
+    def _life(self, name: str) -> NodeLife | None:
+        return self.world.state.nodes.get(parse_node_path(name))
+
+    def _check_create(self, record: Mapping[str, Any]) -> None:
+        now, labels = self.now(), record.get("labels")
+        if not record["peer"]:
+            # Made by the strike of somebody else, who is not asked for anything.
+            return
+        self._creates.append(now)
+        while self._creates[0] <= now - 60.0:
+            self._creates.popleft()
+        if len(self._creates) > self.creates_per_minute:
+            self._break("create-budget", f"{len(self._creates)} creates within a minute")
+        if labels is None:
+            return
+        name = record["name"]
+        if not all(labels.get(key) for key in (LABEL_OWNER, LABEL_FLEET, LABEL_SLOT, LABEL_NUMBER)):
+            self._break("labelled", f"{name} was asked for with the labels {sorted(labels)}")
+        if SECRET in f"{labels} {record.get('metadata')}":
+            self._break("no-secret", f"in labels or metadata of {name}")
+        self._check_intent(name, labels.get(LABEL_SLOT, ""))
+        self._check_number(record, name, now)
+
+    def _check_intent(self, name: str, slot: str) -> None:
+        node, memory = name.rpartition("/")[2], self.disk.memories.get(slot)
+        if memory is None or (memory.create(node) is None and memory.node(node) is None):
+            # A late call is of an intent that may be closed by now; its number is spent for good all the same.
+            number = int(node.rpartition("-a")[2])
+            if memory is None or memory.next_number <= number:
+                self._break("intent-first", f"{node} is asked for, and nothing of it is on the disk")
+
+    def _check_number(self, record: Mapping[str, Any], name: str, now: float) -> None:
+        before = self._made.get(name)
+        if before is not None and not before[1] and self.restarted < before[0]:
+            self._break("fresh-numbers", f"{name} was accepted at {before[0]:.0f} s, and is asked for again")
+        if record["applied"] and record["code"] == 0:
+            self._made[name] = (now, record["answer"] == "lost" or record["latency"] >= 10.0)
+
+    def _check_ours(self, what: str, name: str, labels: Mapping[str, str]) -> bool:
+        owner, fleet = labels.get(LABEL_OWNER), labels.get(LABEL_FLEET)
+        if owner != self.disk.owner or fleet not in self.disk.fleets:
+            self._break("ours-only", f"{what} of {name}, owner {owner}, fleet {fleet}")
+            return False
+        return True
+
+    def _check_delete(self, record: Mapping[str, Any]) -> None:
+        labels, name = record["labels"], record["name"]
+        if not self._check_ours("DeleteNode", name, labels):
+            return
+        slot, node = labels.get(LABEL_SLOT, ""), name.rpartition("/")[2]
+        memory = self.disk.memories.get(slot)
+        past = memory.node(node) if memory is not None else None
+        if memory is None or past is None or past.delete_asked_at is None:
+            self._break("intent-first", f"{node} is deleted, and nothing of it is on the disk")
+            return
+        healthy = record["state"] == NodeState.READY and record["health"] in (Health.UNSPECIFIED, Health.HEALTHY)
+        if healthy and record["serving"] and self._trains(slot, record["id"]) and not self._may_go(slot, past, memory):
+            self._break("unasked-delete", f"{node} was training and well: {past.delete_why}")
+
+    def _may_go(self, slot: str, past: NodeMemory, memory: Memory) -> bool:
+        if past.delete_reason in (Reason.ASKED, Reason.FINISHED):
+            return True
+        if past.delete_reason == Reason.SURPLUS and len(memory.nodes) > 1:
+            return True
+        return self._explained(slot)
+
+    # --- events
+
+    def told(self, event: Event) -> None:
+        if SECRET in event.text or SECRET in f"{event.fields}":
+            self._break("no-secret", f"in the event {event.kind} of {event.slot}")
+        if event.kind == "error":
+            self._break("no-surprise", f"{event.slot}: {event.text}")
+        elif (
+            event.kind == "delete" and event.fields.get("reason") == Reason.JUDGED and "(asked again" not in event.text
+        ):
+            self._check_brake(event)
+            self._check_observed(event)
+        elif event.kind == "stop":
+            self._check_stop(event)
+
+    def _check_brake(self, event: Event) -> None:
+        now = self.now()
+        if event.slot in self.lifted:
+            self.lifted.discard(event.slot)
+            return
+        self._judged.append((now, event.slot))
+        while self._judged[0][0] <= now - BRAKE_WINDOW:
+            self._judged.popleft()
+        slots = {slot for _, slot in self._judged}
+        allowed = max(3, int(0.2 * (len(self.world.state.nodes) + 5)))
+        if len(slots) > allowed:
+            self._break("brake", f"{len(slots)} slots judged within ten minutes, {allowed} allowed ({event.text})")
+
+    def _check_observed(self, event: Event) -> None:
+        claimed, since = self._claim(event)
+        lasted = self.observed.seconds - max(since, self.observed.started)
+        if lasted < claimed - LATEST_ANSWER:
+            self._break("observed-time", f"{event.text}: only {lasted:.0f} s were observed")
+
+    def _claim(self, event: Event) -> tuple[float, float]:
+        """How much observed time a verdict claims, and since when (observed) at the earliest."""
+        care = self.slots[event.slot].care if event.slot in self.slots else None
+        if care is None:
+            return 0.0, 0.0
+        if "boot_timeout" in event.text:
+            return care.boot_timeout.total_seconds(), 0.0
+        if match := _LASTED.search(event.text):
+            days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+            life = self._life_of(event)
+            answered = self._answered.get(life.record.id, 0.0) if life is not None else 0.0
+            since = answered if "silent for" in event.text else 0.0
+            return days * 86400.0 + hours * 3600.0 + minutes * 60.0 + seconds, since
+        return 0.0, 0.0
+
+    def _life_of(self, event: Event) -> NodeLife | None:
+        return next((life for path, life in self.world.state.nodes.items() if path.node_id == event.node), None)
+
+    def _check_stop(self, event: Event) -> None:
+        runs = self._runs.get(event.slot)
+        if runs is None or runs.since is None or self._explained(event.slot):
+            return
+        life = self.world.state.by_id.get(runs.node)
+        if life is None or life.path.node_id != event.node or life.doomed or not life.is_serving:
+            return
+        if self._trains(event.slot, runs.node):
+            self._break("unasked-stop", f"{event.text}: it was training and well")
