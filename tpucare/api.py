@@ -189,6 +189,9 @@ def _start(call: Call) -> None:
             assert parts.contexts is not None
             for name in _forgotten(memories, fleet, fresh=start.door.fresh):
                 parts.contexts.drop(name)
+            # One that does not fit this script is told now, and not by a setup that fails on every node.
+            for index in range(fleet.count):
+                parts.contexts.get(fleet.slot_name(index))
 
         def ended(slot: str) -> None:
             assert parts.contexts is not None

@@ -190,12 +190,12 @@ class Foreground:
 
     def _obey(self) -> None:
         """Raises: Left."""
-        if self._asked.leave:
-            self._leave_alive(self._asked.leave)
         if self._asked.interrupts and not self._going_down:
             self._take_down()
-        elif self._asked.interrupts > 1:
-            self._leave_behind()
+        if self._asked.leave and not self._going_down:
+            self._leave_alive(self._asked.leave)
+        if self._asked.interrupts > 1 or self._asked.leave:
+            self._leave_behind(self._asked.leave or signal.SIGINT)
 
     def _take_down(self) -> None:
         self._going_down = True
@@ -209,13 +209,13 @@ class Foreground:
         self._engine.settings = replace(self._engine.settings, dry_run=False)
         self._engine.board.decide_again(self._engine.slots)
 
-    def _leave_behind(self) -> None:
+    def _leave_behind(self, number: int) -> None:
         left = self._nodes()
         what = ", ".join(left) if left else "nothing that is known of"
         self._progress.say(f"left behind: {what}; `tpucare down {self._fleet.name}` deletes it")
-        self.roster.say("stop", f"interrupted twice; left behind: {what}", self._fleet.name)
+        self.roster.say("stop", f"{signal.Signals(number).name} while it was taken down: {what} left", self._fleet.name)
         self._care.settle(SETTLE_SECONDS / 3)
-        raise Left(128 + signal.SIGINT)
+        raise Left(128 + number)
 
     def _leave_alive(self, number: int) -> None:
         name = signal.Signals(number).name

@@ -84,6 +84,12 @@ class PlainProgress:
     def close(self) -> None: ...
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Nobody looks any more. Rich would end the process."""
+        self.quiet = True
+
+
 class LiveProgress:
     """As PlainProgress, and below the lines one that says how things stand now."""
 
@@ -91,7 +97,7 @@ class LiveProgress:
 
     def __init__(self, stream: TextIO, level: int = logging.INFO) -> None:
         self.level = level
-        self._console = Console(file=stream, highlight=False, soft_wrap=True)
+        self._console = _Console(file=stream, highlight=False, soft_wrap=True)
         # What the user prints goes above the line as well, if it goes to a terminal at all.
         self._live = Live(
             Text(""),
@@ -101,7 +107,8 @@ class LiveProgress:
             redirect_stdout=sys.stdout.isatty(),
             redirect_stderr=True,
         )
-        self._live.start()
+        with contextlib.suppress(OSError, ValueError):
+            self._live.start()
 
     def event(self, event: Event) -> None:
         if LEVELS.get(event.level, logging.INFO) >= self.level:
