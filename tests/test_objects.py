@@ -286,8 +286,13 @@ def test_orbax_itself_sees_the_same_and_goes_on(store: ObjectStore) -> None:
         assert newest(gate.endpoint, CHECKPOINTS + "/") == "4"
 
 
-def test_a_bucket_without_checkpoints(endpoint: str) -> None:
+def test_a_bucket_without_checkpoints_and_one_of_many_pages(store: ObjectStore, endpoint: str) -> None:
     assert newest(endpoint, CHECKPOINTS) == "None"
+    for step in range(1, 1203):
+        store.insert(BUCKET, f"run-7/checkpoints/{step}/default", b"")
+    for step in (3, 700, 1199):
+        store.insert(BUCKET, f"run-7/checkpoints/{step}/commit_success.txt", b"")
+    assert newest(endpoint, CHECKPOINTS) == "1199"
 
 
 @pytest.mark.machines
