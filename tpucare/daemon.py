@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from tpucare import owner
@@ -26,6 +24,7 @@ from tpucare.folder import Intake
 from tpucare.model import Event
 from tpucare.notify import Notifier
 from tpucare.options import FLEETS_NOTE, Options
+from tpucare.signals import caught
 from tpucare.sweeps_account import KEY_VARIABLE, api_key, base_url, with_key
 from tpucare.sweeps_care import SweepCare
 from tpucare.sweeps_client import GraphqlSweeps, SweepService
@@ -196,7 +195,12 @@ def run(
     try:
         daemon = Daemon(caretaker, fleets, Notifier.from_environment(env, pid=os.getpid()), env=env)
         prepare(daemon)
-        with _signals(daemon):
+        handlers: dict[int, Callable[[int], object]] = {
+            signal.SIGTERM: lambda _: daemon.stop(),
+            signal.SIGINT: lambda _: daemon.stop(),
+            signal.SIGHUP: lambda _: daemon.reload(),
+        }
+        with caught(handlers):
             daemon.run()
     finally:
         closed = caretaker.close()
@@ -207,20 +211,3 @@ def _sweep_service(env: Mapping[str, str]) -> Callable[[str], SweepService]:
     """W&B at a base URL, with the key that jobs get, else that of netrc; both are read anew each time."""
     secret = secrets_of(env)
     return lambda url: GraphqlSweeps(url, secret(KEY_VARIABLE) or api_key(env, url))
-
-
-@contextmanager
-def _signals(daemon: Daemon) -> Iterator[None]:
-    def stop(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
-        daemon.stop()
-
-    def reload(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
-        daemon.reload()
-
-    wanted = {signal.SIGTERM: stop, signal.SIGINT: stop, signal.SIGHUP: reload}
-    before = {number: signal.signal(number, handler) for number, handler in wanted.items()}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
