@@ -142,7 +142,12 @@ def reported() -> Iterator[None]:
         if (show := getattr(error, "show", None)) and isinstance(code := getattr(error, "exit_code", None), int):
             show()
             leave(code)
-        _show(error)
+        try:
+            _show(error)
+        except OSError:
+            # On a full disk the line may not be written either: then the code alone has to tell, and flushing would
+            # only change it.
+            os._exit(int(exit_code(error)))
         leave(exit_code(error))
 
 
