@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TextIO
@@ -53,10 +54,10 @@ class Progress(Protocol):
 
 
 def progress_on(stream: TextIO | None = None, level: int = logging.INFO) -> Progress:
-    """The form that fits *stream*, by default stderr."""
+    """The form that fits *stream*, by default stderr. Of several calls on threads none can have the living line."""
     out = stream or sys.stderr
     try:
-        is_terminal = out.isatty()
+        is_terminal = out.isatty() and threading.current_thread() is threading.main_thread()
     except (OSError, ValueError):
         is_terminal = False
     return LiveProgress(out, level) if is_terminal else PlainProgress(out, level)

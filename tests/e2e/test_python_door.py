@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,9 @@ import psutil
 import pytest
 
 from tests.e2e.kit import House, eventually, house
+from tpucare.cloud import connect
 from tpucare.control import NoDaemon, request
+from tpucare.model import NodeKey, NodeRequest, Place, Provisioning
 from tpucare.store import open_reader
 
 pytestmark = [pytest.mark.machines, pytest.mark.timeout(180)]
@@ -336,6 +339,7 @@ FAILING = """
 """
 
 
+@pytest.mark.slow
 def test_a_start_fn_that_raises_is_a_failed_setup_and_no_idle_node(theatre: Theatre) -> None:
     script = theatre.play(FAILING, "pod")
     theatre.gone("pod")
@@ -345,4 +349,28 @@ def test_a_start_fn_that_raises_is_a_failed_setup_and_no_idle_node(theatre: Thea
     assert "ValueError: no such config" in script.text
     theatre.gone("pod")
     # A person of Python sees where it was raised from.
+    script.log.write_text(script.text.replace("Traceback", "trace"))
+
+
+def test_a_node_of_the_old_kind_is_taken_over_where_a_person_says_so(theatre: Theatre) -> None:
+    home = theatre.home
+    cloud = connect(home.server.endpoint, monotonic=time.monotonic)
+    place = Place(ZONE, "v3-8", Provisioning.PREEMPTIBLE, "tpu-ubuntu2204-base")
+    cloud.create_node(NodeRequest(NodeKey("grant", ZONE, "pod"), place, {}, {}))
+    theatre.await_(lambda: home.names() == ["pod"], "somebody's node is there")
+    script = theatre.pod()
+    assert script.process.wait(60) == 1
+    assert "`tpucare adopt-node pod pod` takes it over, delete_unowned=True deletes it first" in script.text
+    assert "ConfigError" in script.text
+
+    home.cli("adopt-node", "pod", "pod", "--yes")
+    theatre.await_(lambda: cloud.get_node(NodeKey("grant", ZONE, "pod")).slot == "pod", "it bears our labels")
+    cloud.close()
+    script.again()
+    theatre.await_(lambda: script.told(said="retry: 0"), "it is used as it is")
+    theatre.await_(lambda: script.row().get("phase") == "run", "it runs")
+    assert home.names() == ["pod"]
+    home.order("preempt", selector="pod")
+    theatre.await_(lambda: script.told(said="retry: 1"), "the next one is made")
+    home.allowed_deletes.add("pod")
     script.log.write_text(script.text.replace("Traceback", "trace"))
