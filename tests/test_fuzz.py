@@ -28,7 +28,7 @@ from tpucare.errors import CloudError, ConfigError
 from tpucare.fleet import Fleet, parse
 from tpucare.model import Contact, Health, NodeKey, NodeState, Ran
 
-FEW, MANY = 40, 3000
+FEW, MANY = 25, 3000
 QUIET = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
 
 Test = Callable[..., None]

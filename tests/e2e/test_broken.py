@@ -70,10 +70,8 @@ def take_away(home: House) -> None:
         path.unlink()
 
 
-@pytest.mark.parametrize(
-    "harm",
-    [cut, pytest.param(overwrite, marks=pytest.mark.slow), pytest.param(take_away, marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("harm", [cut, overwrite, take_away])
 def test_a_store_that_was_harmed_while_nobody_looked(tmp_path: Path, harm: object) -> None:
     """It is not believed; moved out of the way, what lives is adopted, and no run is touched."""
     with house(tmp_path) as home:

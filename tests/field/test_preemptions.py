@@ -156,7 +156,7 @@ def test_a_siblings_exit_after_a_preemption_is_booked_as_a_crash(tmp_path: Path)
 
 def test_the_24_hour_end_of_preemptible_nodes(tmp_path: Path) -> None:
     """Every day at the same hour the node ended in the middle of an epoch, and hours of training with it."""
-    daemon = Daemon(tmp_path, script=Script(step_seconds=60, save_every=5), settings=Settings(probe=60))
+    daemon = Daemon(tmp_path, script=Script(step_seconds=60, save_every=5), settings=Settings(poll=15, probe=60))
     daemon.care_for("pod", 1, place(tier=Provisioning.PREEMPTIBLE))
     daemon.run(hours=24, minutes=30)
     assert daemon.launcher.notices == ["pod-0-a0.1"], "it was asked to save"
@@ -167,6 +167,7 @@ def test_the_24_hour_end_of_preemptible_nodes(tmp_path: Path) -> None:
     daemon.check("pod-0-a0")
 
 
+@pytest.mark.slow
 def test_the_24_hour_end_of_a_job_that_cannot_save(tmp_path: Path) -> None:
     """A job without checkpoints was ended early by a watcher that meant well: it must get its full day."""
     daemon = Daemon(tmp_path, script=Script(tells_progress=False), settings=Settings(probe=60))
@@ -196,15 +197,15 @@ def test_a_zone_that_is_unreachable_is_read_as_empty(daemon: Daemon) -> None:
 
 def test_rate_limit_during_a_mass_preemption(tmp_path: Path) -> None:
     """Half of the nodes went at once, the creates ran into the limit per minute, and most were given up."""
-    daemon = Daemon(tmp_path, config=WorldConfig.calm(rates={"create": 15}))
-    daemon.care_for("pod", 40)
+    daemon = Daemon(tmp_path, config=WorldConfig.calm(rates={"create": 6}))
+    daemon.care_for("pod", 16)
     daemon.run(minutes=25)
     assert daemon.all_train()
     preempt(daemon, "pod", burst=timedelta(seconds=30))
     daemon.run(minutes=25)
     assert daemon.all_train()
-    assert len(named(daemon)) == 40
-    assert {daemon.memory(f"pod-{index}").attempts for index in range(40)} == {2}
+    assert len(named(daemon)) == 16
+    assert {daemon.memory(f"pod-{index}").attempts for index in range(16)} == {2}
     refused = [call for call in calls(daemon, "CreateNode") if call["code"] == 8]
     assert refused, "the limit was met"
     daemon.check()

@@ -83,7 +83,7 @@ def test_os_login_was_switched_on(daemon: Daemon) -> None:
 
     daemon.launcher.on_boot = boot
     daemon.care_for("pod", 2)
-    daemon.run(hours=8)
+    daemon.run(hours=3)
     assert named(daemon) == ["pod-0-a0", "pod-1-a0"], "another node would refuse us as well"
     assert len(calls(daemon, "CreateNode")) == 2
     assert calls(daemon, "UpdateNode") == [], "the key is there already"
@@ -102,9 +102,9 @@ def test_no_route_to_any_worker(daemon: Daemon) -> None:
     """A firewall rule was missing: nodes were created, never reached, deleted and created again for a month."""
     daemon.launcher.deaf = True
     daemon.care_for("pod", 3)
-    daemon.run(hours=8)
+    daemon.run(hours=5)
     created = len(calls(daemon, "CreateNode"))
-    assert created <= 3 * (2 + 8), "two, and then not more than one an hour"
+    assert created <= 3 * (2 + 5), "two, and then not more than one an hour"
     said = " ".join(event.text for event in daemon.events if event.kind == "person")
     assert "network" in said or "firewall" in said
     daemon.launcher.deaf = False

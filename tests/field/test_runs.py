@@ -137,7 +137,7 @@ def test_health_that_flaps(tmp_path: Path) -> None:
     daemon = Daemon(tmp_path, config=WorldConfig.calm(health=health), settings=Settings(probe=60))
     daemon.care_for("pod", 2)
     shown = set()
-    for _ in range(12 * 6):
+    for _ in range(8 * 6):
         daemon.run(minutes=10)
         shown |= {node.health for node in daemon.zone.nodes()}
     assert len(shown) >= 4, "it did flap"
@@ -152,7 +152,7 @@ def test_a_crash_loop_of_the_users_code_burns_no_nodes(tmp_path: Path) -> None:
     """A typo in the script made the caretaker recreate the node all night; in the morning the grant was used up."""
     daemon = Daemon(tmp_path, script=Script(exits={"pod-0": (-1, 2, 40.0)}))
     daemon.care_for("pod", care=Care(crash_budget=4, keep_failed=timedelta(minutes=30)))
-    daemon.run(hours=12)
+    daemon.run(hours=3)
     memory = daemon.memory("pod-0")
     assert memory.end is End.FAILED
     assert memory.book(BookName.CRASH).total == 5
