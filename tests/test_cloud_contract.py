@@ -509,3 +509,16 @@ def test_host_keys_per_worker_may_be_incomplete(build: Build) -> None:
             rig.world.set_guest_attribute(name, worker, "hostkeys", "ssh-ed25519", f"AAAA{worker}")
         rig.world.set_guest_attribute(name, 0, "other", "ssh-ed25519", "no host key")
     assert rig.cloud.host_keys(key) == {0: ("ssh-ed25519 AAAA0",), 2: ("ssh-ed25519 AAAA2",)}
+
+
+def test_a_node_whose_zone_was_dark_at_the_first_listing_is_seen_when_it_answers(build: Build) -> None:
+    """Storm seed 3 left dead nodes listed for ever: what did not change while its zone was dark was never read."""
+    rig = build()
+    ready(rig, "pod-0-a0")
+    with rig.lock:
+        rig.world.outage("zone", timedelta(seconds=60), rig.now, zone=ZONE)
+    assert rig.cloud.list_nodes(PROJECT).nodes == {}
+    rig.play(120)
+    seen = rig.cloud.list_nodes(PROJECT)
+    assert [key.name for key in seen.changed] == ["pod-0-a0"]
+    assert len(seen.nodes) == 1

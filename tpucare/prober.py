@@ -15,6 +15,7 @@ from datetime import timedelta
 from tpucare import remember as memories
 from tpucare.board import Board
 from tpucare.effects import Ports
+from tpucare.evidence import SUPPORTING_OBSERVATIONS
 from tpucare.hearing import Hearing
 from tpucare.model import NodeReport, NodeState, Phase, ProbeOrder
 from tpucare.ports import Finished, Lane
@@ -127,7 +128,9 @@ class Prober:
             self.board.update(track, memories.answered(track.memory, seen.node.name))
         self._tell(track, seen, before, report, signals)
         # Nothing turns on a second signal but the note that this job tells of its progress at all.
-        if changed or (seen.progress.signals == 2 and signals < 2):
+        # But that it stands still is said by so many reports without one.
+        stood_still = seen.progress.unchanged == SUPPORTING_OBSERVATIONS
+        if changed or stood_still or (seen.progress.signals == 2 and signals < 2):
             self.board.dirty[track.slot.name] = None
 
     def _tell(

@@ -201,12 +201,15 @@ class _Followed:
 
     roll: Roll[NodeRecord]
     touched: Touched
+    was_dark: bool = False
 
     def listing(self, shown: Listings, dark: frozenset[str], now: datetime) -> Listing:
         """At the cost of what changed; where zones are dark, or were at the last look, at the cost of all."""
         touched = list(self.touched)
         self.touched.clear()
-        if not dark:
+        # Nodes that a dark zone hid from the last look did not change, and are new all the same.
+        was_dark, self.was_dark = self.was_dark, bool(dark)
+        if not (dark or was_dark):
             project = self.roll.project
             changes = ((_name(project, *key), shown.get(key)) for key in touched)
             if (listing := self.roll.amend(changes, now)) is not None:

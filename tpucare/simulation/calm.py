@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from tpucare.memory import End, Memory, PlaceMemory, Wish
-from tpucare.model import LABEL_FLEET, LABEL_OWNER, Slot
+from tpucare.model import LABEL_FLEET, LABEL_OWNER, NodeState, Slot
 from tpucare.placement import PERSON_FIRST, QUOTA_BACKOFF
 from tpucare.plan import decide
 from tpucare.plan_run import STALL_FACTOR
@@ -85,6 +85,7 @@ class Calm:
         daemon = self.daemon
         if daemon.store is None:
             return
+        self._start_what_was_stopped()
         for name, track in daemon.engine.slots.items():
             memory = track.memory
             if track.braked:
@@ -95,9 +96,15 @@ class Calm:
             if any(place.blocked for place in memory.places.values()):
                 daemon.engine.change(name, _unblocked, "retry", f"{name}: retry")
             why = track.action.why
-            if ("host key" in why or "refuses our key" in why) and getattr(track.action, "needs_person", False):
-                if not memory.replace_asked:
-                    daemon.engine.change(name, lambda m: replace(m, replace_asked=True), "replace", f"{name}: replace")
+            stuck = "host key" in why or "refuses our key" in why
+            if stuck and getattr(track.action, "needs_person", False) and not memory.replace_asked:
+                daemon.engine.change(name, lambda m: replace(m, replace_asked=True), "replace", f"{name}: replace")
+
+    def _start_what_was_stopped(self) -> None:
+        world = self.daemon.zone.world
+        for life in list(world.state.nodes.values()):
+            if life.record.state == NodeState.STOPPED:
+                world.start_node(life.record.name, self.daemon.clock.true_now())
 
     # --- the bound
 
@@ -165,13 +172,13 @@ class Calm:
                 continue
             slot = life.path.node_id.rpartition("-a")[0]
             track = engine.slots.get(slot)
-            held = track is not None and self._holds(slot, track.memory, life.record.id)
+            held = track is not None and self._holds(track.memory, life.record.id)
             if not held:
                 text = f"{life.path.node_id} is still there, and {slot} does not hold it"
                 rule = "finished-empty" if track is not None and track.memory.end is End.DONE else "no-orphan"
                 history.properties.broken.append(Broken(rule, history.now, text))
 
-    def _holds(self, slot: str, memory: Memory, node_id: int) -> bool:
+    def _holds(self, memory: Memory, node_id: int) -> bool:
         if memory.end is End.FAILED:
             return any(past.id == node_id for past in memory.nodes)
         live = [past for past in memory.nodes if past.delete_asked_at is None and not past.dead]

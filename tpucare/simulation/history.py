@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import heapq
+import math
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from tpucare.simulation.calm import Calm, is_overslept
 from tpucare.simulation.daemon import Daemon
 from tpucare.simulation.machines import RunMark
 from tpucare.simulation.properties import Broken, Properties
-from tpucare.simulation.scenario import Scenario, Strike
+from tpucare.simulation.scenario import PROJECT, Scenario, Strike
 from tpucare.simulation.store import ProcessDied
 from tpucare.simulation.strikes import STRIKES, Hand, Undo
 from tpucare.simulation.tally import Tally, Watch
@@ -30,6 +31,7 @@ from tpucare.simulation.workers import Script
 
 SETUP_SECONDS = 20.0
 RESTART_SECONDS = 5.0
+JUMP_FORGOTTEN = 2 * 3600.0
 OPERATION_LINGERS, SLOW_CREATE = 300.0, 900.0
 _WORKER_TROUBLE = frozenset({"network-dark", "workers-unreachable", "everything-slow", "api-slow", "suspended"})
 _LASTING = frozenset({"hung", "lost-worker", "host-key-changed", "key-refused"})
@@ -84,7 +86,8 @@ class History:
         self._timers: list[tuple[float, int, Undo]] = []
         self._timer_count = 0
         self._ready: dict[str, tuple[float, float]] = {}
-        self._strangers = 0
+        self._suspects: dict[str, int] = {}
+        self._jumped_at = -math.inf
         self._listen()
 
     def _listen(self) -> None:
@@ -163,6 +166,8 @@ class History:
 
     def _start(self) -> None:
         self.daemon.start()
+        self._suspects.clear()
+        self._jumped_at = -math.inf
         self.properties.process_began()
         listed, cloud = self.daemon.cloud.list_nodes, self.daemon.cloud
 
@@ -224,10 +229,18 @@ class History:
 
     def _look_for_oversleep(self) -> None:
         """One slot a step: a wake-up that was missed stays missed for longer than a round."""
+        if self.now - self._jumped_at < JUMP_FORGOTTEN:
+            # Who lay down to sleep for a length sleeps that long, whatever the clock on the wall says meanwhile.
+            return
         names = list(self.daemon.engine.slots)
-        found = is_overslept(self.daemon, names[self.tally.steps % len(names)]) if names else None
-        if found is not None:
-            self.properties.broken.append(Broken("no-oversleep", self.now, found))
+        for name in [names[self.tally.steps % len(names)], *self._suspects] if names else ():
+            view = self.daemon.engine.projects[PROJECT]
+            found = is_overslept(self.daemon, name)
+            if found is None:
+                self._suspects.pop(name, None)
+            elif view.passes > self._suspects.setdefault(name, view.passes) + 2:
+                # What turns on silence or on others is decided in the next pass.
+                self.properties.broken.append(Broken("no-oversleep", self.now, found))
 
     # --- the whole
 
@@ -279,6 +292,8 @@ class History:
         self._say(f"strike {strike.kind} {strike.target} {strike.length:g}")
         self.tally.faults[strike.kind] += 1
         self._explain(strike)
+        if strike.kind in ("clock-forward", "clock-back"):
+            self._jumped_at = self.now
         if strike.kind == "suspended":
             self._suspend(strike.length)
         return True

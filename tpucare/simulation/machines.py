@@ -25,6 +25,8 @@ from tpucare.emulator.records import (
 from tpucare.model import Failure, NodeKey
 from tpucare.simulation.time import VirtualClock
 
+KEYS_LATE = 150.0
+
 
 @dataclass
 class Script:
@@ -75,7 +77,7 @@ class SimulatedRun:
 @dataclass(eq=False, slots=True)
 class SimulatedWorker:
     """
-    One host VM. `refuses`: it takes no key of ours. `dirty`: the chips are lost to whatever ran before us, so that a
+    One host VM. `refuses`: it takes no key of ours; `refuses_until`: not yet, in seconds. `dirty`: the chips are lost to whatever ran before us, so that a
     run exits at once. `foreign_chips`: somebody else's process holds them, until it is stopped.
     """
 
@@ -87,6 +89,7 @@ class SimulatedWorker:
     silent: bool = False
     preempted: bool = False
     refuses: bool = False
+    refuses_until: float = 0.0
     foreign_chips: bool = False
     dirty: bool = False
     run: SimulatedRun | None = None
@@ -177,7 +180,9 @@ class Machines:
 
     def _spoil(self, worker: SimulatedWorker, how: str) -> None:
         """What is wrong with a machine from its first boot: see `boots`, the orders for the next ones."""
-        worker.refuses = how == "refuses"
+        if how == "refuses":
+            # The guest agent writes the keys of the metadata some time after sshd listens.
+            worker.refuses_until = self.clock.seconds + KEYS_LATE
         worker.foreign_chips = how == "foreign"
         worker.dirty = how == "dirty"
 
@@ -185,6 +190,8 @@ class Machines:
         if isinstance(effect, Kill):
             self._end_run(worker)
             worker.up = False
+            if effect.worker is not None:
+                self._bereave(worker)
             if self.hangs_up:
                 self.hint(worker.key)
         elif isinstance(effect, Silence):
@@ -196,6 +203,12 @@ class Machines:
                 worker.refuses = False
         elif isinstance(effect, SetAttribute) and effect.name == PREEMPTED_ATTRIBUTE:
             self._announce(worker, effect.value == "TRUE")
+
+    def _bereave(self, lost: SimulatedWorker) -> None:
+        """The others of a gang wait in a collective for the one that died, for ever."""
+        for worker in self._of(lost.key, lost.node_id):
+            if worker is not lost and worker.run is not None:
+                self.hang(worker)
 
     def _announce(self, worker: SimulatedWorker, preempted: bool) -> None:
         worker.preempted = preempted

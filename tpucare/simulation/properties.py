@@ -49,6 +49,7 @@ STEADY_SECONDS = 120.0
 TROUBLE_LASTS = 900.0
 """What was wrong with a node may explain a verdict for so long after it ended."""
 BRAKE_WINDOW = 540.0
+GIVEN_UP_AFTER = 30.0
 LATEST_ANSWER = 45.0
 """The longest way of an answer to the engine; by so much may its observed time differ from ours."""
 _LASTED = re.compile(r"(?:silent for|no progress for) (?:(\d+) days?, )?(\d+):(\d\d):(\d\d)")
@@ -240,6 +241,9 @@ class Properties:
 
     def _check_number(self, record: Mapping[str, Any], name: str, now: float) -> None:
         before = self._made.get(name)
+        if record["answer"] == "lost" and record["latency"] >= GIVEN_UP_AFTER:
+            # The call of long ago arrives only now; it was not asked for again.
+            return
         if before is not None and not before[1] and self.restarted < before[0]:
             self._break("fresh-numbers", f"{name} was accepted at {before[0]:.0f} s, and is asked for again")
         if record["applied"] and record["code"] == 0:

@@ -69,7 +69,7 @@ class VirtualLauncher(Machines):
         pin = pins.setdefault((address.node_id, address.number), found.host_key)
         if pin != found.host_key:
             return _CHANGED
-        return _REFUSED if found.refuses else found
+        return _REFUSED if found.refuses or found.refuses_until > self.clock.seconds else found
 
     def probe(self, order: ProbeOrder) -> NodeReport:
         self.probes.append(self.clock.seconds)
