@@ -20,7 +20,7 @@ import pytest
 
 import tpucare
 from tests.office import BEAT, QUICK, REPOSITORY
-from tpucare import api, stores
+from tpucare import stores
 from tpucare.arguments import Door
 from tpucare.caring import Blind, refusing_blindness
 from tpucare.cloud import connect
@@ -43,6 +43,7 @@ from tpucare.model import (
 )
 from tpucare.store import open_reader, open_store
 from tpucare.system import SystemClock, machine_id
+from tpucare.whereabouts import options_of
 
 ZONE = "europe-west4-a"
 PROJECT = "emulated"
@@ -399,7 +400,7 @@ def test_what_store_may_be(
     store: str | Path, state: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TPUCARE_STATE", str(tmp_path))
-    options = api._folder(Door(store=store))
+    options = options_of(Door(store=store))
     assert options.state == (tmp_path if state == "home" else Path(state))
     assert options.store == name
 
@@ -407,7 +408,7 @@ def test_what_store_may_be(
 @pytest.mark.parametrize(("store", "kind"), [("tpucare", ConfigError), ("My Store", StoreError), ("..x y", StoreError)])
 def test_what_store_may_not_be(store: str, kind: type[Exception]) -> None:
     with pytest.raises(kind):
-        api._folder(Door(store=store))
+        options_of(Door(store=store))
 
 
 # --- run and status --------------------------------------------------------------------------------------------------

@@ -12,14 +12,14 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from tpucare import arguments, fleet_python, overview
 from tpucare import fleet as fleets
 from tpucare.arguments import UNHEALTHY_SECONDS, Call, CreationCallback, Door, Start, StartFn
-from tpucare.assembly import Caretaker, Leaves, MakeLauncher, assemble, project_finder
+from tpucare.assembly import Caretaker, Leaves, MakeLauncher, assemble
 from tpucare.callbacks import CallbackLauncher
 from tpucare.caring import Declared, Left, care, refusing_blindness
 from tpucare.children import ProcessStarter
@@ -28,12 +28,11 @@ from tpucare.declared import Fleet
 from tpucare.errors import ConfigError, StoreLocked
 from tpucare.memory import End, Memory, Wish
 from tpucare.model import Event
-from tpucare.options import DAEMON_STORE, Options, resolve
-from tpucare.owner import check_store_name
+from tpucare.options import Options
 from tpucare.progress import Progress, progress_on
 from tpucare.starters import Starter, ThreadStarter
 from tpucare.store import holder
-from tpucare.stores import store_name
+from tpucare.whereabouts import options_of, place_of
 
 __all__ = ["All", "Context", "SliceIndex", "run", "start_multiple", "start_single", "status"]
 
@@ -146,7 +145,7 @@ def run(
             f"run takes a tpucare.Fleet, not a {type(fleet).__name__}: Fleet.from_file reads a fleet file"
         )
     door = Door(endpoint, project, store if isinstance(store, str) else Path(store), on_event)
-    options, parsed = _where(door, fleet.parsed)
+    options, parsed = place_of(door, fleet.parsed)
     _care(options, Declared(parsed, fleet.text, fleet.home), door)
 
 
@@ -159,7 +158,7 @@ def status(
     Keys are those of `tpucare status --json`: slot, fleet, phase, node, zone, attempt, step, why, and more. Whoever
     cares now is asked; of others it says what was true when they were last cared for.
     """
-    options = _folder(Door(endpoint, project, store if isinstance(store, str) else Path(store)))
+    options = options_of(Door(endpoint, project, store if isinstance(store, str) else Path(store)))
     if not any(options.state.glob("*.sqlite")):
         return []
     rows: list[dict[str, Any]] = overview.status(options, target)["slots"]
@@ -181,7 +180,7 @@ class _Parts:
 def _start(call: Call) -> None:
     start = arguments.read(call)
     with _starter(start) as starter:
-        options, fleet = _where(start.door, start.fleet)
+        options, fleet = place_of(start.door, start.fleet)
         text = fleet_python.with_project(start.text, str(fleet.project))
         parts = _Parts()
 
@@ -312,38 +311,3 @@ def _log_level() -> int:
     """`tpucare.LOG_LEVEL`, as scripts of 2022 set it: a level of `logging`, 0 for everything."""
     level = getattr(sys.modules.get("tpucare"), "LOG_LEVEL", 20)
     return level if isinstance(level, int) else 20
-
-
-# --- where -----------------------------------------------------------------------------------------------------------
-
-
-def _where(door: Door, fleet: fleets.Fleet) -> tuple[Options, Any]:
-    """
-    Options with the store of *fleet*, and *fleet* with its project.
-
-    Raises: ConfigError: no project is named anywhere, or no emulator runs where one was named.
-    """
-    options = _folder(door)
-    project = fleet.project or project_finder(options, os.environ)()
-    if options.store == DAEMON_STORE:
-        options = replace(options, store=store_name(fleet.name, project))
-    return options, replace(fleet, project=project)
-
-
-def _folder(door: Door) -> Options:
-    """`store`: a folder, a file `<folder>/<name>.sqlite`, or a name beside the others; else as the environment says."""
-    store, state, name = door.store, "", ""
-    if isinstance(store, Path) and store.suffix == ".sqlite":
-        state, name = str(store.parent), store.stem
-    elif isinstance(store, Path) or "/" in store or store in (".", ".."):
-        path = Path(store)
-        state, name = (str(path.parent), path.stem) if path.suffix == ".sqlite" else (str(path), "")
-    else:
-        name = store.removesuffix(".sqlite")
-    options = resolve(os.environ, state=state, endpoint=door.endpoint, project=door.project)
-    if not name:
-        return options
-    if name == DAEMON_STORE:
-        raise ConfigError(f"store={name!r} is the daemon's; choose another name")
-    check_store_name(name)
-    return replace(options, store=name)

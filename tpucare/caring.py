@@ -26,7 +26,7 @@ from tpucare.errors import ConfigError, TpuCareError
 from tpucare.fleet import Fleet
 from tpucare.fleets import Roster
 from tpucare.memory import End, Memory, Wish
-from tpucare.model import Event
+from tpucare.model import Event, NodeState
 from tpucare.plain import plain
 from tpucare.progress import Progress
 from tpucare.signals import caught
@@ -219,7 +219,7 @@ class Foreground:
 
     def _leave_alive(self, number: int) -> None:
         name = signal.Signals(number).name
-        left = self._nodes()
+        left = self._nodes(living=True)
         alive = f"{len(left)} nodes are left alive ({', '.join(left)})" if left else "no node is there"
         again = "the same call goes on where this one stopped"
         self._progress.say(f"{name}: {alive}; {again}, `tpucare down {self._fleet.name}` deletes them")
@@ -227,11 +227,22 @@ class Foreground:
         self._care.settle(SETTLE_SECONDS)
         raise Left(128 + number)
 
-    def _nodes(self) -> list[str]:
-        tracks = [self._engine.slots[name] for name in self.roster.slots_of(self._fleet.name)]
-        seen = {n.node.name: f"{n.node.name} in {n.node.key.zone}" for track in tracks for n in track.nodes.values()}
-        asked = {i.name: f"{i.name} in {i.zone}" for track in tracks for i in track.memory.creates if not i.failed}
-        return [plain(text) for text in {**asked, **seen}.values()]
+    def _nodes(self, *, living: bool = False) -> list[str]:
+        """`living`: without those that are dead or on their way out."""
+        found: dict[str, str] = {}
+        for name in self.roster.slots_of(self._fleet.name):
+            track = self._engine.slots[name]
+            found |= {intent.name: intent.zone for intent in track.memory.creates if not intent.failed}
+            for seen in track.nodes.values():
+                past = track.memory.node(seen.node.name)
+                leaving = seen.node.state is NodeState.DELETING or (
+                    past is not None and (past.dead or past.delete_asked_at is not None)
+                )
+                if living and leaving:
+                    found.pop(seen.node.name, None)
+                else:
+                    found[seen.node.name] = seen.node.key.zone
+        return [plain(f"{node} in {zone}") for node, zone in found.items()]
 
     # --- the end ---
 
