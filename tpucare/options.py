@@ -17,7 +17,8 @@ from pathlib import Path
 from tpucare.emulator import running
 from tpucare.errors import ConfigError
 
-DEFAULT_USER = "tpucare"
+# Every TPU VM image has it, with sudo and a home; the first tpucare logged in as it, and scripts name its folders.
+DEFAULT_USER = "ubuntu"
 DAEMON_STORE = "tpucare"
 SSH_PORT = 22
 FLEETS_NOTE = "fleets.path"

@@ -33,8 +33,8 @@ def slot_row(engine: Engine, track: SlotTrack, now: datetime) -> Row:
     One slot as the engine knows it.
 
     phase: down | paused | done | failed | waiting | creating | booting | connecting | ready | fetch | setup | run |
-    exited | ended | deleting, or the node's state in lower case; `ended`: what start_fn started is over, nobody knows how.
-    `training`: every worker holds the run launched last.
+    exited | ended | deleting, or the node's state in lower case; `ended`: what start_fn started
+    is over, nobody knows how. `training`: every worker holds the run launched last.
     """
     memory, seen = track.memory, newest(track)
     view = engine.projects[track.slot.project]
