@@ -163,3 +163,17 @@ def test_a_crash_loop_of_the_users_code_burns_no_nodes(tmp_path: Path) -> None:
     assert pauses == sorted(pauses), "it waits longer each time"
     assert named(daemon) == []
     daemon.check("pod-0-a0")
+
+
+def test_training_is_dead_while_workers_are_asked_seldom(tmp_path: Path) -> None:
+    """With slow heartbeats the watcher's own patience ran out before it had seen enough, and it never looked again."""
+    daemon = Daemon(tmp_path, settings=Settings(probe=1800))
+    daemon.launcher.eager = True
+    daemon.care_for("pod")
+    daemon.run(minutes=10)
+    for worker in daemon.launcher.workers.values():
+        daemon.launcher.hang(worker)
+    daemon.run(hours=5)
+    assert launches_on(daemon, "pod-0-a0")[1:2] == ["pod-0-a0.2"]
+    assert daemon.trains("pod-0")
+    daemon.check()
