@@ -207,5 +207,5 @@ def test_rate_limit_during_a_mass_preemption(tmp_path: Path) -> None:
     assert len(named(daemon)) == 16
     assert {daemon.memory(f"pod-{index}").attempts for index in range(16)} == {2}
     refused = [call for call in calls(daemon, "CreateNode") if call["code"] == 8]
-    assert refused, "the limit was met"
+    assert 0 < len(refused) < 60, "the limit was met, and not run against"
     daemon.check()
