@@ -43,6 +43,7 @@ HOMES: Mapping[str, tuple[str, str]] = {
     "sweep": ("sweep", "sweep"),
     "emulator": ("emulate", "app"),
     "demo": ("demo", "demo"),
+    "simulate": ("simulate", "simulate"),
 }
 # What follows the slot goes to ssh as it is; a command for all workers stands behind `--`, so flags may come anywhere.
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}

@@ -66,21 +66,21 @@ FAULTS: Mapping[str, Fault] = MappingProxyType(
         # How nodes end.
         "preempted": Fault("the workers die, later the API shows it", 0.02, 3.0, fits=_preemptible),
         "preempted-in-a-burst": Fault(
-            "a third of a zone is taken within a minute", 0.02, 2.0, Span.ZONE, (10 * MINUTE, 2 * HOUR)
+            "a third of a zone is taken within a minute", 0.02, 8.0, Span.ZONE, (10 * MINUTE, 2 * HOUR)
         ),
         "preempted-unreported": Fault("the API shows READY for ever", 0.002, 0.5, fits=_preemptible),
         "preempted-shown-otherwise": Fault("the API shows REPAIRING, TERMINATED or 404", 0.002, 0.6, fits=_preemptible),
         "preempted-silently": Fault("the workers fall silent first and die later", 0.002, 0.6, fits=_preemptible),
-        "preempted-while-creating": Fault("a node goes before it was READY", 0.002, 3.0, fits=_preemptible),
-        "terminated": Fault("the end of 24 hours", 0.002, 0.5, fits=_preemptible),
+        "preempted-while-creating": Fault("a node goes before it was READY", 0.002, 10.0, fits=_preemptible),
+        "terminated": Fault("the end of 24 hours", 0.002, 0.8, fits=_preemptible),
         "forgotten": Fault("the API answers 404 from one moment to the next", 0.001, 0.5),
         # Workers.
         "silent-worker": Fault("one worker does not answer for a while", 0.01, 1.0, length=(30.0, HOUR)),
         "lost-worker": Fault("one worker dies and the API shows nothing", 0.002, 0.5),
-        "missing-worker": Fault("a slice comes up without one of its workers", 0.002, 0.6, fits=_gang),
+        "missing-worker": Fault("a slice comes up without one of its workers", 0.002, 1.2, fits=_gang),
         "rebooted": Fault("maintenance restarts all workers", 0.002, 0.6),
         "key-refused": Fault("a new machine does not know our key yet", 0.002, 0.8),
-        "host-key-changed": Fault("the same machine shows another host key", 0.001, 0.4),
+        "host-key-changed": Fault("the same machine shows another host key", 0.001, 0.6),
         "dirty-host": Fault("the chips of a new machine are lost to an earlier run", 0.001, 0.6),
         "foreign-process": Fault("somebody's process holds the chips of a new machine", 0.001, 0.6),
         "address-reused": Fault("a node vanishes, and its addresses are another node's soon", 0.001, 0.6),
@@ -98,53 +98,53 @@ FAULTS: Mapping[str, Fault] = MappingProxyType(
         "stop-lost": Fault("a worker does not hear the next stop", 0.002, 1.0),
         # What the API shows.
         "unhealthy": Fault("health turns bad for a while", 0.005, 1.0, length=(MINUTE, 2 * HOUR)),
-        "repairing": Fault("REPAIRING for a while", 0.002, 0.4, length=(MINUTE, 2 * HOUR)),
-        "repair-failed": Fault("UNKNOWN(16)", 0.0005, 0.2),
-        "odd-state": Fault("HIDDEN, or a number that nobody knows", 0.001, 0.4, length=(MINUTE, HOUR)),
+        "repairing": Fault("REPAIRING for a while", 0.002, 0.8, length=(MINUTE, 2 * HOUR)),
+        "repair-failed": Fault("UNKNOWN(16)", 0.0005, 0.6),
+        "odd-state": Fault("HIDDEN, or a number that nobody knows", 0.001, 0.8, length=(MINUTE, HOUR)),
         "missing-from-list": Fault("lists leave a node out", 0.005, 1.0, length=(5.0, 10 * MINUTE)),
         "stuck-delete": Fault("DELETING until it is asked for again", 0.005, 1.0),
         "stopped-by-somebody": Fault(
-            "STOPPED, and started again later", 0.01, 4.0, length=(5 * MINUTE, HOUR), fits=_stoppable
+            "STOPPED, and started again later", 0.01, 12.0, length=(5 * MINUTE, HOUR), fits=_stoppable
         ),
         # Creates.
         "stockout": Fault("the operation says: no more capacity", 0.01, 1.0),
         "zone-sold-out": Fault("no capacity in a zone", 0.05, 2.0, Span.ZONE, (10 * MINUTE, 3 * HOUR)),
         "quota-refused": Fault("the call says: quota", 0.002, 0.6),
         "rate-limited": Fault("the call says: too many a minute", 0.002, 0.6),
-        "permission-denied": Fault("the call says: 7", 0.0005, 0.1),
+        "permission-denied": Fault("the call says: 7", 0.0005, 0.5),
         "create-failed": Fault("the operation says: internal error", 0.002, 0.6),
         "create-granted-late": Fault(
-            "the call takes effect long after it was given up", 0.001, 0.4, length=(40.0, 90 * MINUTE)
+            "the call takes effect long after it was given up", 0.001, 0.8, length=(40.0, 90 * MINUTE)
         ),
         # Answers.
         "answer-lost-before": Fault("a create or delete never arrives, and nobody says so", 0.005, 1.2),
         "answer-lost-after": Fault("a create or delete takes effect, and nobody says so", 0.005, 1.2),
         "listing-failed": Fault("a listing fails", 0.5, 20.0, Span.ALL),
-        "zone-unreachable": Fault("a zone does not answer", 0.1, 3.0, Span.ZONE, (MINUTE, 40 * MINUTE)),
-        "api-down": Fault("no call is answered", 0.05, 2.0, Span.ALL, (20.0, 30 * MINUTE)),
-        "api-slow": Fault("every call takes 5 to 40 s longer", 0.05, 2.0, Span.ALL, (MINUTE, 30 * MINUTE)),
-        "everything-slow": Fault("calls and workers alike are slow", 0.02, 1.5, Span.ALL, (MINUTE, 30 * MINUTE)),
-        "network-dark": Fault("our own network is down", 0.02, 1.5, Span.ALL, (MINUTE, 40 * MINUTE)),
-        "workers-unreachable": Fault("no worker answers, the API does", 0.01, 1.0, Span.ALL, (MINUTE, 40 * MINUTE)),
+        "zone-unreachable": Fault("a zone does not answer", 0.1, 6.0, Span.ZONE, (MINUTE, 40 * MINUTE)),
+        "api-down": Fault("no call is answered", 0.05, 6.0, Span.ALL, (20.0, 30 * MINUTE)),
+        "api-slow": Fault("every call takes 5 to 40 s longer", 0.05, 6.0, Span.ALL, (MINUTE, 30 * MINUTE)),
+        "everything-slow": Fault("calls and workers alike are slow", 0.02, 5.0, Span.ALL, (MINUTE, 30 * MINUTE)),
+        "network-dark": Fault("our own network is down", 0.02, 5.0, Span.ALL, (MINUTE, 40 * MINUTE)),
+        "workers-unreachable": Fault("no worker answers, the API does", 0.01, 4.0, Span.ALL, (MINUTE, 40 * MINUTE)),
         # The daemon and its machine.
-        "killed": Fault("killed, and started again later", 0.05, 6.0, Span.ALL, (1.0, HOUR)),
-        "killed-before-effects": Fault("killed between intents and their effects", 0.02, 6.0, Span.ALL, (1.0, MINUTE)),
+        "killed": Fault("killed, and started again later", 0.05, 8.0, Span.ALL, (1.0, 20 * MINUTE)),
+        "killed-before-effects": Fault("killed between intents and their effects", 0.02, 8.0, Span.ALL, (1.0, MINUTE)),
         "killed-with-effects-under-way": Fault(
-            "killed while calls are on their way", 0.02, 6.0, Span.ALL, (1.0, MINUTE)
+            "killed while calls are on their way", 0.02, 24.0, Span.ALL, (1.0, MINUTE)
         ),
-        "torn-commit": Fault("killed in the middle of a commit", 0.02, 6.0, Span.ALL, (1.0, MINUTE)),
-        "killed-after-commit": Fault("killed right after a commit", 0.02, 6.0, Span.ALL, (1.0, MINUTE)),
-        "disk-full": Fault("the disk is full until somebody makes room", 0.01, 3.0, Span.ALL, (10.0, 20 * MINUTE)),
-        "clock-forward": Fault("the clock jumps forward", 0.01, 1.5, Span.ALL, (30.0, 72 * HOUR)),
-        "clock-back": Fault("the clock jumps back", 0.01, 1.5, Span.ALL, (30.0, 3 * HOUR)),
-        "suspended": Fault("the process stands still", 0.02, 2.0, Span.ALL, (MINUTE, 6 * HOUR)),
+        "torn-commit": Fault("killed in the middle of a commit", 0.02, 8.0, Span.ALL, (1.0, MINUTE)),
+        "killed-after-commit": Fault("killed right after a commit", 0.02, 8.0, Span.ALL, (1.0, MINUTE)),
+        "disk-full": Fault("the disk is full until somebody makes room", 0.01, 6.0, Span.ALL, (10.0, 20 * MINUTE)),
+        "clock-forward": Fault("the clock jumps forward", 0.01, 6.0, Span.ALL, (30.0, 24 * HOUR)),
+        "clock-back": Fault("the clock jumps back", 0.01, 6.0, Span.ALL, (30.0, 3 * HOUR)),
+        "suspended": Fault("the process stands still", 0.02, 5.0, Span.ALL, (MINUTE, 2 * HOUR)),
         # People.
-        "paused": Fault("pause, and resume later", 0.002, 0.4, length=(MINUTE, 30 * MINUTE)),
-        "taken-down": Fault("down, and up again later", 0.002, 0.4, length=(MINUTE, 30 * MINUTE)),
-        "replaced": Fault("somebody asks for a new node", 0.001, 0.3),
-        "restarted": Fault("somebody asks for a new run", 0.001, 0.3),
-        "foreign-node": Fault("somebody else's node bears our next name", 0.001, 0.3, length=(MINUTE, HOUR)),
-        "stray": Fault("a node with our label and a fleet that nobody knows", 0.001, 0.2, length=(MINUTE, 3 * HOUR)),
+        "paused": Fault("pause, and resume later", 0.002, 0.6, length=(MINUTE, 30 * MINUTE)),
+        "taken-down": Fault("down, and up again later", 0.002, 0.6, length=(MINUTE, 30 * MINUTE)),
+        "replaced": Fault("somebody asks for a new node", 0.001, 0.6),
+        "restarted": Fault("somebody asks for a new run", 0.001, 0.6),
+        "foreign-node": Fault("somebody else's node bears our next name", 0.001, 0.6, length=(MINUTE, HOUR)),
+        "stray": Fault("a node with our label and a fleet that nobody knows", 0.001, 0.6, length=(MINUTE, 3 * HOUR)),
     }
 )
 

@@ -77,8 +77,9 @@ class SimulatedRun:
 @dataclass(eq=False, slots=True)
 class SimulatedWorker:
     """
-    One host VM. `refuses`: it takes no key of ours; `refuses_until`: not yet, in seconds. `dirty`: the chips are lost to whatever ran before us, so that a
-    run exits at once. `foreign_chips`: somebody else's process holds them, until it is stopped.
+    One host VM. `refuses`: it takes no key of ours; `refuses_until`: not yet, in seconds. `dirty`: the chips are lost
+    to whatever ran before us, so that a run exits at once. `foreign_chips`: somebody else's process holds them, until
+    it is stopped.
     """
 
     node_id: int

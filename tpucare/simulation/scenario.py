@@ -149,8 +149,15 @@ def month_slots(count: int) -> tuple[Slot, ...]:
     return slots_of("farm", count, place(us, "v2-8", 1), place(eu, "v2-8", 1), care=Care())
 
 
-def world_of(level: str, rng: random.Random, *, lifetime: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Two zones in which things go wrong by themselves, as often as *level* says; chance makes each world its own."""
+def as_simulated(slots: Iterable[Slot]) -> tuple[Slot, ...]:
+    """Slots of a fleet as declared, in the project that is simulated."""
+    return tuple(replace(slot, project=PROJECT) for slot in slots)
+
+
+def world_of(
+    level: str, rng: random.Random, zones: Iterable[str] = ZONES, *, lifetime: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Zones in which things go wrong by themselves, as often as *level* says; chance makes each world its own."""
     share = LEVELS[level]
     some = rng.random
     latencies = {
@@ -161,7 +168,7 @@ def world_of(level: str, rng: random.Random, *, lifetime: Mapping[str, str] | No
     }
     calls = {"unavailable": 0.002 + 0.01 * share, "internal": 0.005 * share}
     raw: dict[str, Any] = {
-        "zones": {zone: {"accelerators": ["*"], "create_errors": 0.02 * share} for zone in ZONES},
+        "zones": {zone: {"accelerators": ["*"], "create_errors": 0.02 * share} for zone in zones},
         "latencies": latencies,
         "faults": {"calls": calls, "delete_stuck": 0.05 * share, "failed_create_left": 0.2 * share},
         "preemption": {"silent_share": 0.1 + 0.3 * share},
@@ -187,7 +194,9 @@ def draw(
 
     world: as in a file of `tpucare emulator`; drawn where none is given
     """
-    chosen = dict(world) if world is not None else world_of(level, random.Random(f"{seed}/world"), lifetime=lifetime)
+    zones = sorted({place.zone for slot in slots for place in slot.places})
+    drawn = world_of(level, random.Random(f"{seed}/world"), zones, lifetime=lifetime)
+    chosen = dict(world) if world is not None else drawn
     chosen["audit_reads"] = False
     strikes = [one for kind in FAULTS for one in _drawn(seed, kind, slots, chosen["zones"], days, level)]
     strikes.sort(key=lambda one: (one.at, one.kind, one.target))

@@ -11,6 +11,7 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
+from functools import partial
 from types import MappingProxyType
 
 from tpucare.emulator.ending import OTHER_ENDS
@@ -21,7 +22,7 @@ from tpucare.memory import Memory, Wish
 from tpucare.model import LABEL_FLEET, LABEL_OWNER, LABEL_SLOT, Failure, Health, NodeState
 from tpucare.simulation.daemon import Daemon
 from tpucare.simulation.machines import SimulatedWorker
-from tpucare.simulation.scenario import PROJECT, ZONES, Strike
+from tpucare.simulation.scenario import PROJECT, Strike
 from tpucare.simulation.store import DiskFault
 
 Undo = Callable[[], object]
@@ -53,6 +54,9 @@ class Hand:
     @property
     def length(self) -> timedelta:
         return timedelta(seconds=self.strike.length)
+
+    def zone(self) -> str:
+        return self.rng.choice(sorted(self.world.config.zones))
 
     def living(self) -> list[NodeLife]:
         return self.world.select(self.strike.target, living=True)
@@ -285,7 +289,7 @@ def _start_node(world: World, name: str, now: datetime) -> None:
 
 def _fail_create(code: int, text: str, *, in_operation: bool) -> Act:
     def act(hand: Hand) -> bool:
-        zone = hand.rng.choice(ZONES)
+        zone = hand.zone()
         hand.world.fail_next_create(code, text.format(zone=zone), in_operation=in_operation)
         return True
 
@@ -293,17 +297,19 @@ def _fail_create(code: int, text: str, *, in_operation: bool) -> Act:
 
 
 def _sold_out(hand: Hand) -> bool:
+    """What there is may stay; there is no more of it."""
     world, zone = hand.world, hand.strike.target
-    used = sum(1 for life in world.select("*", living=True) if life.path.zone == zone)
-    for kind in ("v3-32", "v2-8"):
-        held = sum(
-            1
-            for life in world.select("*", living=True)
-            if life.path.zone == zone and life.accelerator.type == kind and life.record.spec.is_preemptible
-        )
-        world.set_capacity(zone, kind, "spot", held, hand.now)
-        hand.later(hand.strike.length, lambda kind=kind: world.set_capacity(zone, kind, "spot", None, hand.now))  # type: ignore[misc]
-    return used >= 0
+    declared = [place for slots in hand.daemon.declared.values() for slot in slots for place in slot.places]
+    for kind in sorted({place.accelerator_type for place in declared if place.zone == zone}):
+        held = [life for life in world.select("*", living=True) if life.path.zone == zone]
+        spot = [life for life in held if life.accelerator.type == kind and life.record.spec.is_preemptible]
+        world.set_capacity(zone, kind, "spot", len(spot), hand.now)
+        hand.later(hand.strike.length, partial(_open_up, hand, zone, kind))
+    return True
+
+
+def _open_up(hand: Hand, zone: str, kind: str) -> None:
+    hand.world.set_capacity(zone, kind, "spot", None, hand.now)
 
 
 def _late_create(hand: Hand) -> bool:
@@ -457,7 +463,7 @@ def _stray(hand: Hand) -> bool:
 
 def _other_node(hand: Hand, name: str, labels: Mapping[str, str]) -> bool:
     """Somebody else's node, which is there for a while and then taken away by whoever made it."""
-    world, parent = hand.world, f"projects/{PROJECT}/locations/{hand.rng.choice(ZONES)}"
+    world, parent = hand.world, f"projects/{PROJECT}/locations/{hand.zone()}"
     spec = NodeSpec("v2-8", runtime_version="tpu-ubuntu2204-base", labels=dict(labels))
     try:
         world.create_node(parent, name, spec, hand.now)

@@ -80,7 +80,7 @@ class VirtualExecutor:
         return len(self._begins) + len(self._ends) + len(self._done)
 
     def die(self, arrives: Callable[[], bool]) -> None:
-        """The process is killed: nobody hears of any end. *arrives* is asked of what is on its way: does it take hold?"""
+        """The process is killed, and nobody hears of any end. *arrives*: does an effect on its way get there?"""
         self.dead = True
         self._begins = [begin for begin in self._begins if arrives()]
         heapq.heapify(self._begins)

@@ -1,0 +1,137 @@
+"""`tpucare simulate`: months of care in minutes, in a world that misbehaves from a seed."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tpucare.cli.common import print_json, say
+from tpucare.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tpucare.model import Slot
+    from tpucare.simulation.campaign import Plan, Sums
+
+_LEVELS = ("none", "low", "high")
+
+
+def simulate(
+    fleet: Annotated[Path | None, typer.Option(help="Fleet file; default: a few slots of every kind.")] = None,
+    world: Annotated[Path | None, typer.Option(help="World file, as of `tpucare emulator`.")] = None,
+    days: Annotated[float, typer.Option(help="Of weather, before it is calm.", min=0.01, max=3660)] = 0.25,
+    seeds: Annotated[str, typer.Option(help="A..B (B included), or one.", metavar="A..B")] = "1",
+    faults: Annotated[str, typer.Option(help="none, low or high; see the docs.", metavar="LEVEL")] = "low",
+    count: Annotated[int, typer.Option(help="So many equal slots instead of a few of every kind.", min=0)] = 0,
+    jobs: Annotated[int, typer.Option(help="Processes; default: one per core.", min=0)] = 0,
+    story: Annotated[Path | None, typer.Option(help="Tell the story in this file again (as --save wrote it).")] = None,
+    save: Annotated[Path | None, typer.Option(help="Write the shortest failing story here.", metavar="FILE")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For scripts.")] = False,
+) -> None:
+    """
+    Live through simulated days of care, and check every promise after every step.
+
+    The real engine takes care of simulated nodes under a virtual clock; one seed is one history. A broken promise is
+    told with its seed, its step and the shortest story that shows it; then the exit code is 1.
+
+    \b
+    Example: tpucare simulate --faults high --seeds 1..8
+    Example: tpucare simulate --fleet pod.yaml --days 90 --faults low
+    """
+    from tpucare.simulation.campaign import Plan, Sums, campaign
+
+    plan = Plan(days, _level(faults), _slots(fleet), count, _world(world))
+    chosen = _seeds(seeds)
+    if story is not None:
+        sums = _again(plan, chosen[0], story)
+    else:
+        sums = Sums()
+        for outcome in campaign(plan, chosen, jobs or len(os.sched_getaffinity(0))):
+            sums.add(outcome)
+    _tell(plan, sums, save, as_json=as_json, shrinks=story is None)
+    if not sums.clean:
+        raise typer.Exit(1)
+
+
+def _tell(plan: Plan, sums: Sums, save: Path | None, *, as_json: bool, shrinks: bool) -> None:
+    failures = _failures(plan, sums, save) if shrinks else [str(b) for o in sums.failed.values() for b in o.broken]
+    if as_json:
+        print_json({**sums.as_json(), "story": failures})
+        return
+    for line in (*sums.lines(), *failures):
+        say(line)
+
+
+def _failures(plan: Plan, sums: Sums, save: Path | None) -> list[str]:
+    """Every seed that failed, and the shortest story of the first."""
+    from tpucare.simulation.shrink import shrink, tell
+
+    told = [f"seed {seed}, step {o.steps}: {o.broken[0]}" for seed, o in sorted(sums.failed.items())]
+    if not sums.failed:
+        return told
+    seed = min(sums.failed)
+    shrunk = shrink(plan.scenario(seed), sums.failed[seed])
+    if save is not None:
+        save.write_text(json.dumps(shrunk.scenario.story(), indent=1) + "\n", encoding="utf-8")
+    told.append(f"the shortest story of seed {seed} that shows it, of {shrunk.tries} tried: {shrunk.outcome.broken[0]}")
+    return [*told, *tell(shrunk)]
+
+
+def _again(plan: Plan, seed: int, path: Path) -> Sums:
+    from tpucare.simulation.campaign import Sums
+    from tpucare.simulation.history import History
+    from tpucare.simulation.scenario import told_again
+
+    raw = _read(path)
+    scenario = told_again(raw, plan.scenario(int(raw.get("seed", seed))))
+    sums = Sums()
+    sums.add(History(scenario).run())
+    return sums
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read as a story: {error}") from error
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path}: a story is a JSON object")
+    return raw
+
+
+def _level(word: str) -> str:
+    if word not in _LEVELS:
+        raise typer.BadParameter(f"--faults is one of {', '.join(_LEVELS)}")
+    return word
+
+
+def _seeds(text: str) -> list[int]:
+    first, dots, last = text.partition("..")
+    if not first.isdecimal() or (dots and not last.isdecimal()):
+        raise typer.BadParameter("--seeds is a number or A..B, such as 1..8")
+    found = list(range(int(first), int(last if dots else first) + 1))
+    if not found:
+        raise typer.BadParameter("--seeds A..B: B is not below A")
+    return found
+
+
+def _slots(path: Path | None) -> tuple[Slot, ...]:
+    if path is None:
+        return ()
+    from tpucare import fleet as fleets
+    from tpucare.simulation.scenario import PROJECT, as_simulated
+
+    text = fleets.read_text(path)
+    declared = fleets.parse(text, file=str(path), folder=path.absolute().parent, default_project=PROJECT)
+    return as_simulated(declared.slots())
+
+
+def _world(path: Path | None) -> dict[str, Any] | None:
+    if path is None:
+        return None
+    from tpucare.emulator.config import load_world
+
+    return load_world(path).model_dump(mode="json")

@@ -1,0 +1,137 @@
+"""
+Many histories: seeds over processes, their sums, and what a person or a script is told of them.
+
+One history is lived by one process; the same seeds give the same campaign, in whatever order they end.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from typing import Any
+
+from tpucare.model import Slot
+from tpucare.simulation.faults import EMERGENT, FAULTS
+from tpucare.simulation.history import History, Outcome
+from tpucare.simulation.scenario import CLOSE, MONTHS, Pace, Scenario, draw, month_slots, storm_slots
+from tpucare.simulation.tally import PHASES, Tally
+
+MONTH_LIFETIME: Mapping[str, str] = {"median": "2d", "p95": "12d"}
+MONTHS_BEGIN = 3.0
+"""A history of more days than this is lived at the pace of months, unless said otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """
+    What the histories of a campaign have in common. `slots` empty: those of storms, or `count` equal ones.
+
+    world: as a file of `tpucare emulator` has it; None: drawn from the seed
+    """
+
+    days: float
+    level: str
+    slots: tuple[Slot, ...] = ()
+    count: int = 0
+    world: Mapping[str, Any] | None = None
+    pace: Pace | None = None
+
+    def scenario(self, seed: int) -> Scenario:
+        pace = self.pace or (CLOSE if self.days < MONTHS_BEGIN else MONTHS)
+        slots = self.slots or (month_slots(self.count) if self.count else storm_slots())
+        lifetime = None if pace.close else MONTH_LIFETIME
+        return draw(seed, slots, days=self.days, level=self.level, pace=pace, world=self.world, lifetime=lifetime)
+
+
+def live(plan: Plan, seed: int, remember: int = 0) -> Outcome:
+    """One history. Runs in a process of its own kind, too: everything it needs is in *plan* and *seed*."""
+    # A history makes millions of small records that live for minutes; looking through all of them that often is waste.
+    gc.set_threshold(100_000, 20, 100)
+    return History(plan.scenario(seed), remember=remember).run()
+
+
+def campaign(plan: Plan, seeds: Sequence[int], jobs: int = 1) -> Iterator[Outcome]:
+    """Outcomes as they come; with one job in the order of seeds and in this process."""
+    if jobs <= 1 or len(seeds) == 1:
+        for seed in seeds:
+            yield live(plan, seed)
+        return
+    context = multiprocessing.get_context("forkserver")
+    with ProcessPoolExecutor(jobs, mp_context=context, max_tasks_per_child=8) as pool:
+        under_way = {pool.submit(live, plan, seed) for seed in seeds}
+        for ended in as_completed(under_way):
+            yield ended.result()
+
+
+@dataclass(slots=True)
+class Sums:
+    """A campaign in figures; `failed` by seed."""
+
+    histories: int = 0
+    tally: Tally = field(default_factory=Tally)
+    failed: dict[int, Outcome] = field(default_factory=dict)
+    digests: dict[int, str] = field(default_factory=dict)
+
+    def add(self, outcome: Outcome) -> None:
+        self.histories += 1
+        self.tally.add(outcome.tally)
+        self.digests[outcome.seed] = outcome.digest
+        if outcome.broken:
+            self.failed[outcome.seed] = outcome
+
+    @property
+    def clean(self) -> bool:
+        return not self.failed
+
+    def unmet(self, level: str) -> list[str]:
+        """Kinds of faults that the level draws, and that never occurred."""
+        return sorted(kind for kind, fault in FAULTS.items() if fault.rates[level] and not self.tally.faults[kind])
+
+    def as_json(self) -> dict[str, Any]:
+        tally = self.tally
+        return {
+            "clean": self.clean,
+            "histories": self.histories,
+            "node_days": round(tally.node_days, 1),
+            "availability": round(tally.availability, 4),
+            "launches": tally.launches,
+            "creates": tally.creates,
+            "steps": tally.steps,
+            "restarts": tally.restarts,
+            "phases": {name: round(_mean(tally, name), 1) for name in PHASES if name in tally.phases},
+            "settled_share_of_bound": round(max(tally.settled, default=0.0), 3),
+            "apart": dict(sorted(tally.apart.items())),
+            "faults": {kind: tally.faults[kind] for kind in (*FAULTS, *EMERGENT) if tally.faults[kind]},
+            "broken": {
+                str(seed): [{"rule": b.rule, "seconds": b.seconds, "text": b.text} for b in outcome.broken]
+                for seed, outcome in sorted(self.failed.items())
+            },
+        }
+
+    def lines(self) -> list[str]:
+        tally, told = self.tally, []
+        verdict = "every property held" if self.clean else f"{len(self.failed)} of {self.histories} broke a property"
+        told.append(f"{self.histories} histories, {tally.node_days:,.0f} node-days: {verdict}")
+        told.append(
+            f"availability {tally.availability:.1%}, {tally.launches:,} launches, {tally.creates:,} create calls"
+        )
+        told.append(f"{tally.steps:,} steps, {tally.restarts:,} processes")
+        phases = ", ".join(f"{name} {_mean(tally, name):,.0f} s" for name in PHASES if name in tally.phases)
+        told.append(f"of a recovery, on average: {phases or 'there was none'}")
+        if tally.settled:
+            told.append(f"after calm all trained within {max(tally.settled):.0%} of their bound at the latest")
+        apart = ", ".join(f"{count} {what}" for what, count in sorted(tally.apart.items()))
+        if apart:
+            told.append(f"counted apart: {apart}")
+        counts = [f"{kind} {tally.faults[kind]:,}" for kind in (*FAULTS, *EMERGENT) if tally.faults[kind]]
+        if counts:
+            told.append("faults: " + ", ".join(counts))
+        return told
+
+
+def _mean(tally: Tally, phase: str) -> float:
+    seconds, count = tally.phases.get(phase, (0.0, 0))
+    return seconds / count if count else 0.0
