@@ -216,10 +216,53 @@ CREATES = [
         "Settle create superseded",
     ),
     case(
-        "superseded, and comes after all",
+        "superseded, and comes after all, before any other",
         evidence(seen(node("READY"))),
+        memory(past(), creates=(intent(superseded=True, accepted=True), intent(1, accepted=True, operation="op"))),
+        "Settle create kept",
+    ),
+    case(
+        "superseded, is being made after all, and no other is",
+        evidence(seen(node("CREATING"))),
         memory(past(), creates=(intent(superseded=True, accepted=True),)),
+        "Settle create kept",
+    ),
+    case(
+        "superseded, is being made after all, and so is another",
+        evidence(seen(node("CREATING")), seen(node("CREATING", 1))),
+        memory(
+            past(), past(1), creates=(intent(superseded=True, accepted=True), intent(1, accepted=True, operation="op"))
+        ),
         "Delete surplus",
+    ),
+    case(
+        "superseded, serves after all, and another is being made",
+        evidence(seen(node("READY")), seen(node("CREATING", 1))),
+        memory(
+            past(), past(1), creates=(intent(superseded=True, accepted=True), intent(1, accepted=True, operation="op"))
+        ),
+        "Settle create kept",
+    ),
+    case(
+        "superseded, and comes after another",
+        evidence(seen(node("READY")), seen(node("READY", 1))),
+        memory(past(), past(1), creates=(intent(superseded=True, accepted=True),)),
+        "Delete surplus",
+    ),
+    case(
+        "superseded, and comes while the slot goes down",
+        evidence(seen(node("READY"))),
+        memory(past(), creates=(intent(superseded=True, accepted=True),), wish=Wish.DOWN),
+        "Delete surplus",
+    ),
+    case(
+        "superseded, and was asked to go",
+        evidence(seen(node("READY"))),
+        memory(
+            past(delete_asked_at=before(90), delete_next_at=before(30)),
+            creates=(intent(superseded=True, accepted=True),),
+        ),
+        "Delete asked",
     ),
     case(
         "superseded and still to come: the next create goes on",

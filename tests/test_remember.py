@@ -215,6 +215,15 @@ def test_a_superseded_intent_stays_until_its_node_is_gone() -> None:
     assert down.places == {}, "a person's wish is no fault of the place"
 
 
+def test_a_create_that_was_given_up_and_serves_first_holds_the_slot() -> None:
+    known = absorb(asked(ACCEPTED, Settle(Fact.CREATE_SUPERSEDED, "why", name_of(10))), node("READY", 10))
+    known = known.with_create(replace(ACCEPTED.creates[0], name=name_of(11), number=11))
+    kept = asked(known, Settle(Fact.CREATE_KEPT, "it came first", name_of(10)))
+    assert {intent.name: intent.superseded for intent in kept.creates} == {name_of(10): False, name_of(11): True}
+    assert came(kept, poll(), Operation("op", done=True)).create(name_of(10)) is None
+    assert kept.node(name_of(10)) == known.node(name_of(10))
+
+
 @pytest.mark.parametrize("error", [None, NodeGone("forgotten")])
 def test_an_operation_that_is_over_closes_the_intent_of_a_node_that_was_seen(error: Exception | None) -> None:
     known = absorb(ACCEPTED, node("CREATING", 10))

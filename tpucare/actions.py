@@ -199,6 +199,7 @@ class Fact(StrEnum):
     RUN_BACK = "run back"
     SETUP_DONE = "setup done"
     CREATE_SUPERSEDED = "create superseded"
+    CREATE_KEPT = "create kept"
     ENDED = "ended"
 
 

@@ -94,7 +94,33 @@ def _node_chore(seen: NodeEvidence, evidence: Evidence, memory: Memory, timers: 
     if not seen.listed:
         # Absence from a list proves nothing; GetNode does.
         return _look(seen.node.key, evidence, timers, "was there, and is not in the listing")
+    if _is_welcome(seen, evidence, memory):
+        return Settle(Fact.CREATE_KEPT, "came after its create was given up, and before any other", seen.node.name)
     return _delete_chore(seen, evidence, memory, timers)
+
+
+def _is_welcome(seen: NodeEvidence, evidence: Evidence, memory: Memory) -> bool:
+    """
+    A create that was given up has brought its node, and no other serves yet: whoever is granted a node after hours
+    would be granted the next one after hours, too.
+    """
+    intent, past = memory.create(seen.node.name), memory.node(seen.node.name)
+    if (
+        intent is None
+        or not intent.superseded
+        or (past is not None and (past.dead or past.delete_asked_at is not None))
+    ):
+        return False
+    if memory.wish is not Wish.UP or memory.end is not End.NONE:
+        return False
+    others = [other.node.state for other in live_nodes(evidence, memory)]
+    match seen.node.state:
+        case NodeState.READY:
+            return all(state is NodeState.CREATING for state in others)
+        case NodeState.CREATING:
+            return not others
+        case _:
+            return False
 
 
 def _delete_chore(seen: NodeEvidence, evidence: Evidence, memory: Memory, timers: Timers) -> Action | None:

@@ -311,6 +311,8 @@ def _settle(memory: Memory, action: Settle, now: datetime, rng: random.Random) -
     match action.fact:
         case Fact.CREATE_SUPERSEDED:
             return _supersede(memory, action, now, rng)
+        case Fact.CREATE_KEPT:
+            return _keep(memory, action.name)
         case Fact.RUN_ADOPTED:
             run = RunMemory(action.token, action.name, action.number, launched_at=now, complete=True)
             return _attempted(replace(memory, run=run), action.name)
@@ -341,6 +343,12 @@ def _supersede(memory: Memory, action: Settle, now: datetime, rng: random.Random
     # Another place goes first, where there is one: this one has not answered for a whole boot_timeout.
     place = placement.refused(memory.place(intent.place), Transient(action.why), held=False, now=now, rng=rng)
     return memory.with_place(intent.place, place)
+
+
+def _keep(memory: Memory, name: str) -> Memory:
+    """The create that was given up holds the slot; those that were sent after it are given up instead."""
+    creates = tuple(replace(intent, superseded=intent.name != name) for intent in memory.creates)
+    return replace(memory, creates=creates)
 
 
 def _attempted(memory: Memory, name: str) -> Memory:

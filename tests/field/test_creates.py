@@ -61,6 +61,18 @@ def test_a_create_was_given_up_and_granted_70_minutes_later(tmp_path: Path) -> N
     daemon.check("pod-0-a0")
 
 
+def test_every_create_takes_longer_than_anybody_waits(tmp_path: Path) -> None:
+    """Each create was granted after it had been given up, its node was thrown away, and the slot never trained."""
+    slow = {"visible": around(69 * 60), "create_slice": around(70 * 60)}
+    daemon = Daemon(tmp_path, config=WorldConfig.calm(latencies=slow))
+    daemon.care_for("pod", 1, place(US), place(EU))
+    daemon.run(hours=5)
+    assert daemon.trains("pod-0")
+    assert daemon.launcher.launches == ["pod-0-a0.1"], "the first that was granted"
+    assert named(daemon) == ["pod-0-a0"], "those that came after it are gone"
+    daemon.check(*(f"pod-0-a{number}" for number in range(1, 10)))
+
+
 def test_quota_is_held_by_dead_nodes(tmp_path: Path) -> None:
     """Preempted nodes lay about undeleted, used up the quota, and every create was refused."""
     quota = [{"generation": "v3", "zone": US, "limit": 4 * 16, "unit": "chips"}]
