@@ -7,6 +7,7 @@ import pytest
 pytest.register_assert_rewrite("tests.virtual.harness")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """
     For `-n 2 --dist loadgroup`: tests with machines of their own, which share loopback addresses and ports, one after
