@@ -26,7 +26,7 @@ demo: ## Train through preemptions on an emulated cloud; ARGS="--preemptions 3"
 
 test: ## All tests but the slow ones, with the coverage of the pure modules; ARGS="-k store"
 	@.ci/setup dev machines
-	@$(BIN)/pytest -n 2 --dist loadgroup -m "not slow" $(if $(ARGS),$(ARGS),$(COVERAGE))
+	@$(BIN)/pytest -n 2 --dist loadscope -m "not slow" $(if $(ARGS),$(ARGS),$(COVERAGE))
 
 check: ## Style, types, import contracts, docs
 	@.ci/setup dev

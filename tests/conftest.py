@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+from functools import cache
+from pathlib import Path
+
 import pytest
+from xdist.remote import Producer  # type: ignore[import-untyped]
+from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
 
 pytest.register_assert_rewrite("tests.virtual.harness")
 
+ROOT = Path(__file__).parents[1]
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+
+class Lanes(LoadScopeScheduling):  # type: ignore[misc]
     """
-    For `-n 2 --dist loadgroup`: tests with machines of their own, which share loopback addresses and ports, one after
-    the other on one process; the others beside them, each file as a whole, since it shares what it builds.
+    For `-n 2`: files whose tests have machines of their own, which share loopback addresses and ports, one after the
+    other on one process; the others beside them, each as a whole, since its tests share what it builds.
     """
-    for item in items:
-        group = "machines" if item.get_closest_marker("machines") else item.nodeid.partition("::")[0]
-        item.add_marker(pytest.mark.xdist_group(group))
+
+    def _split_scope(self, nodeid: str) -> str:
+        return _lane(nodeid.partition("::")[0])
+
+
+@cache
+def _lane(path: str) -> str:
+    return "machines" if "mark.machines" in (ROOT / path).read_text("utf-8") else path
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
+    return Lanes(config, log)
