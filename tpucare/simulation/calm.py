@@ -179,6 +179,8 @@ class Calm:
                 history.properties.broken.append(Broken(rule, history.now, text))
 
     def _holds(self, memory: Memory, node_id: int) -> bool:
+        if memory.end is End.DONE:
+            return False
         if memory.end is End.FAILED:
             return any(past.id == node_id for past in memory.nodes)
         live = [past for past in memory.nodes if past.delete_asked_at is None and not past.dead]

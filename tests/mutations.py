@@ -1,0 +1,280 @@
+"""
+Every rule broken on purpose: a change of one decision, a short story in which it matters, the property that has to
+notice. The same stories with the code as it is are clean, so that it is the change that was noticed.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from tpucare import effects, engine, plan, plan_node, plan_run
+from tpucare import remember as memories
+from tpucare.actions import Reason, Wait
+from tpucare.board import Board
+from tpucare.brake import Brake
+from tpucare.emulator.records import NodeSpec
+from tpucare.model import LABEL_FLEET, LABEL_NUMBER, LABEL_OWNER, LABEL_SLOT, Node
+from tpucare.observer import Observer
+from tpucare.placement import CreateBudget
+from tpucare.projects import ProjectView
+from tpucare.simulation.history import History, Outcome
+from tpucare.simulation.scenario import (
+    CLOSE,
+    MONTHS,
+    PROJECT,
+    SECRET,
+    STORM_CARE,
+    ZONES,
+    Scenario,
+    Strike,
+    place,
+    slots_of,
+)
+from tpucare.simulation.store import OWNER
+
+Change = Callable[[pytest.MonkeyPatch], None]
+Prepare = Callable[[History], None]
+HOUR = 3600.0
+
+
+def _nothing(_history: History) -> None: ...
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """`hours` of weather; `prepare` orders what no strike does."""
+
+    name: str
+    rule: str
+    change: Change
+    strikes: tuple[Strike, ...] = ()
+    hours: float = 1.0
+    slots: int = 3
+    prepare: Prepare = _nothing
+    months: bool = False
+
+    def scenario(self) -> Scenario:
+        us, eu = ZONES
+        pace = MONTHS if self.months else CLOSE
+        slots = slots_of("mini", self.slots, place(us, "v2-8", 1), place(eu, "v2-8", 1), care=STORM_CARE)
+        world: dict[str, Any] = {
+            "zones": {zone: {"accelerators": ["*"]} for zone in ZONES},
+            "latencies": {"read": 0.2, "write": 0.4, "list_lag_share": 0.0, "operation_lingers_share": 0.0},
+            "preemption": {"silent_share": 0.0},
+            "rates": {"create": None},
+            "audit_reads": False,
+        }
+        return Scenario(1, slots, world, self.hours / 24, pace, self.strikes)
+
+    def tell(self) -> Outcome:
+        history = History(self.scenario())
+        self.prepare(history)
+        return history.run()
+
+
+def _swap(target: Any, name: str, value: Any) -> Change:
+    return lambda patch: patch.setattr(target, name, value)
+
+
+# --- the changes -----------------------------------------------------------------------------------------------------
+
+
+def _believe_the_list(patch: pytest.MonkeyPatch) -> None:
+    """What a listing leaves out is gone."""
+
+    def miss(self: Observer, view: ProjectView, name: str) -> None:
+        if found := self.board.find(name):
+            track = found[0]
+            self.forget(track, view, name)
+            now, rng = self.board.clock.now(), random.Random(1)
+            self.board.update(track, memories.gone(track.memory, name, now, rng))
+            self.board.dirty[track.slot.name] = None
+
+    patch.setattr(Observer, "_miss", miss)
+
+
+def _act_before_writing(patch: pytest.MonkeyPatch) -> None:
+    commit = Board.commit
+
+    def hasty(self: Board) -> None:
+        for lane, tag, effect in self._pending.effects:
+            self.executor.submit(lane, tag, effect)
+        self._pending.effects.clear()
+        commit(self)
+
+    patch.setattr(Board, "commit", hasty)
+
+
+def _count_all_time(patch: pytest.MonkeyPatch) -> None:
+    observe = ProjectView.observe
+
+    def uncapped(self: ProjectView, listing: Any, now: float) -> None:
+        self.cap = timedelta(days=365)
+        observe(self, listing, now)
+
+    patch.setattr(ProjectView, "observe", uncapped)
+
+
+def _see_stalls_everywhere(patch: pytest.MonkeyPatch) -> None:
+    def stalled(slot: Any, seen: Any, past: Any, memory: Any, timers: Any) -> Any:
+        long = timers.lasted(seen.phase_since, timedelta(minutes=10))
+        return plan_run._stall(seen, memory, past, "it may have stalled") if long else None
+
+    patch.setattr(plan_run, "_stalled", stalled)
+
+
+def _tell_secrets(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(engine, "fields_of", lambda _action: {"env": f"TOKEN={SECRET}"})
+
+
+def _drop_a_label(patch: pytest.MonkeyPatch) -> None:
+    labels = effects.labels_of
+
+    def fewer(*arguments: Any) -> dict[str, str]:
+        return {key: value for key, value in labels(*arguments).items() if key != LABEL_NUMBER}
+
+    patch.setattr(effects, "labels_of", fewer)
+
+
+def _stumble(*_arguments: Any) -> Any:
+    raise KeyError("no such worker")
+
+
+def _delete_again_late(patch: pytest.MonkeyPatch) -> None:
+    for name in ("DELETE_AGAIN", "DELETE_AGAIN_CAP"):
+        patch.setattr(memories, name, timedelta(minutes=110))
+
+
+def _never_judge_silence(patch: pytest.MonkeyPatch) -> None:
+    def wait(_slot: Any, seen: Any, *_rest: Any) -> Any:
+        return Wait(f"a worker of {seen.node.name} is silent")
+
+    patch.setattr(plan_node, "_decide_silent", wait)
+
+
+def _judge_for_nothing(patch: pytest.MonkeyPatch) -> None:
+    """A node that answers is judged all the same."""
+    answering = plan_node._decide_answering
+
+    def fickle(slot: Any, seen: Any, past: Any, evidence: Any, memory: Any, timers: Any) -> Any:
+        if timers.lasted(seen.phase_since, timedelta(minutes=10)):
+            return plan_run.deletion(seen, "it looks odd", Reason.JUDGED)
+        return answering(slot, seen, past, evidence, memory, timers)
+
+    patch.setattr(plan_node, "_decide_answering", fickle)
+
+
+# --- what the stories need besides strikes ---------------------------------------------------------------------------
+
+
+def _deletes_get_lost(history: History) -> None:
+    for _ in range(12):
+        history.later(1600.0, lambda: history.daemon.zone.world.lose_next_answer("DeleteNode", applied=False))
+
+
+def _lookalike(history: History) -> None:
+    """Somebody else's node, with all our labels but the owner's."""
+    labels = {LABEL_OWNER: "o-somebodyelse", LABEL_FLEET: "mini", LABEL_SLOT: "mini-0", LABEL_NUMBER: "7"}
+    spec = NodeSpec("v2-8", runtime_version="tpu-ubuntu2204-base", labels=labels)
+    world, parent = history.daemon.zone.world, f"projects/{PROJECT}/locations/{ZONES[0]}"
+    history.later(1600.0, lambda: world.create_node(parent, "mini-0-a7", spec, history.daemon.clock.true_now()))
+    path = f"{parent}/nodes/mini-0-a7"
+    history.later(3000.0, lambda: world.forget(path, history.daemon.clock.true_now()))
+
+
+def _finish(history: History) -> None:
+    launcher = history.daemon.launcher
+
+    def end() -> None:
+        for worker in launcher.running():
+            if worker.run is not None and worker.run.slot == "mini-0":
+                launcher.end(worker, status=0)
+
+    history.later(1600.0, end)
+
+
+MUTATIONS = (
+    Mutation(
+        "what a listing leaves out is gone",
+        "one-run",
+        _believe_the_list,
+        (Strike(1600, "missing-from-list", "mini-0", 1500),),
+        hours=0.9,
+    ),
+    Mutation(
+        "no fence",
+        "dead-elders",
+        _swap(plan_node, "_fence", lambda *_: None),
+        (Strike(1610, "silent-worker", "mini-0", 1800),),
+        prepare=_deletes_get_lost,
+    ),
+    Mutation(
+        "every owner is ours",
+        "ours-only",
+        _swap(Node, "owner", property(lambda _node: OWNER)),
+        prepare=_lookalike,
+    ),
+    Mutation("a stall is seen everywhere", "unasked-stop", _see_stalls_everywhere),
+    Mutation("nodes that answer are judged", "unasked-delete", _judge_for_nothing),
+    Mutation("the effect before the intent", "intent-first", _act_before_writing, hours=0.5),
+    Mutation("a label is missing", "labelled", _drop_a_label, hours=0.5),
+    Mutation(
+        "numbers begin anew",
+        "fresh-numbers",
+        _swap(memories, "_number_after", lambda memory, _name: memory),
+        (Strike(1600, "preempted", "mini-0"),),
+    ),
+    Mutation(
+        "no create budget",
+        "create-budget",
+        _swap(CreateBudget, "free_at", lambda _self, _now: None),
+        slots=80,
+        months=True,
+    ),
+    Mutation(
+        "no brake",
+        "brake",
+        _swap(Brake, "limit", lambda _self, _live: 10**9),
+        tuple(Strike(1600, "silent-worker", f"mini-{index}", 1500) for index in range(5)),
+        slots=9,
+    ),
+    Mutation(
+        "suspended time counts",
+        "observed-time",
+        _count_all_time,
+        (Strike(1600, "silent-worker", "mini-0", 3 * HOUR), Strike(1630, "suspended", "", 2 * HOUR)),
+        hours=3.0,
+    ),
+    Mutation("events tell secrets", "no-secret", _tell_secrets, hours=0.5),
+    Mutation(
+        "an error that nobody named",
+        "no-surprise",
+        _swap(plan_run, "_decide_ended", _stumble),
+        (Strike(1600, "crashed", "mini-0"),),
+    ),
+    Mutation(
+        "wake-ups get lost",
+        "no-oversleep",
+        _swap(Board, "wake_at", lambda *_: None),
+        (Strike(1600, "crashed", "mini-0"), Strike(1700, "crashed", "mini-0"), Strike(1800, "crashed", "mini-0")),
+    ),
+    Mutation(
+        "silence is never judged",
+        "trains-again",
+        _never_judge_silence,
+        (Strike(1600, "preempted-unreported", "mini-0"),),
+    ),
+    Mutation(
+        "deletes are not repeated",
+        "no-orphan",
+        _delete_again_late,
+        (Strike(3300, "stuck-delete", "mini-0"), Strike(3301, "preempted", "mini-0")),
+    ),
+    Mutation("what finished is kept", "finished-empty", _swap(plan, "_end_node", lambda *_: None), prepare=_finish),
+)

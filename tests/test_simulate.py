@@ -1,0 +1,258 @@
+"""One seed, one history; the store without a disk keeps the promises of the one on a disk; stories get shorter."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.mutations import MUTATIONS
+from tpucare.cli.app import app
+from tpucare.errors import ConfigError, StoreFull
+from tpucare.memory import Book, CreateIntent, FleetRecord, Memory, Wish
+from tpucare.model import Event
+from tpucare.ports import Finished, Lane, Store
+from tpucare.simulation.campaign import Plan, Sums, live
+from tpucare.simulation.faults import FAULTS
+from tpucare.simulation.history import History
+from tpucare.simulation.scenario import CLOSE, Strike, draw, storm_slots, told_again
+from tpucare.simulation.shrink import shrink, tell
+from tpucare.simulation.store import Disk, DiskFault, MemoryStore, ProcessDied
+from tpucare.simulation.strikes import STRIKES
+from tpucare.simulation.time import VirtualClock, VirtualExecutor
+from tpucare.store import SqliteStore, open_store
+
+ROOT = Path(__file__).parents[1]
+NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)
+MEMORY = Memory(
+    "pod",
+    next_number=3,
+    creates=(CreateIntent("pod-0-a2", 2, "us-central1-a", "here", NOW, lost=True),),
+    books={"crash": Book(1, 2, NOW, "it fell")},
+)
+
+# --- one seed, one history -------------------------------------------------------------------------------------------
+
+DIGEST = """
+import sys
+from tpucare.simulation.campaign import Plan, live
+print(live(Plan(days=0.03, level="high"), int(sys.argv[1])).digest)
+"""
+
+
+def test_a_seed_gives_the_same_history_byte_for_byte() -> None:
+    plan = Plan(days=0.03, level="high")
+    assert live(plan, 4).digest == live(plan, 4).digest
+    assert live(plan, 4).digest != live(plan, 5).digest
+
+
+def test_a_seed_gives_the_same_history_in_every_process() -> None:
+    """What Python draws anew for each process is the order of its sets."""
+    told = set()
+    for hashes in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": hashes, "PYTHONPATH": str(ROOT)}
+        run = [sys.executable, "-c", DIGEST, "4"]
+        told.add(subprocess.run(run, env=environment, cwd=ROOT, check=True, capture_output=True, timeout=240).stdout)
+    assert len(told) == 1
+
+
+def test_one_kind_of_fault_more_leaves_the_others_where_they_are() -> None:
+    slots = storm_slots()
+    high = draw(9, slots, days=1, level="high", pace=CLOSE)
+    without = draw(9, slots[:-1], days=1, level="high", pace=CLOSE)
+    shared = {one for one in high.strikes if FAULTS[one.kind].span != "slot"}
+    assert shared == {one for one in without.strikes if FAULTS[one.kind].span != "slot"}
+
+
+def test_every_fault_has_a_strike_and_numbers_for_each_level() -> None:
+    assert set(STRIKES) == set(FAULTS)
+    assert all(0 < fault.low <= fault.high for fault in FAULTS.values())
+    assert draw(1, storm_slots(), days=10, level="none", pace=CLOSE).strikes == ()
+
+
+# --- the executor ----------------------------------------------------------------------------------------------------
+
+
+def _executor(delay: Callable[[Lane], float] | None = None, grain: float = 0.0) -> VirtualExecutor:
+    return VirtualExecutor(VirtualClock(), lambda: None, lambda: None, delay, grain)
+
+
+def _tags(finished: list[Finished]) -> list[object]:
+    return [one.tag for one in finished]
+
+
+def test_effects_end_in_the_order_of_their_ends() -> None:
+    executor = _executor()
+    executor.submit(Lane.CLOUD, "slow", lambda: executor.waiting(5.0))
+    executor.submit(Lane.CLOUD, "swift", lambda: executor.waiting(1.0))
+    executor.sleep(timedelta(seconds=10))
+    assert (_tags(executor.finished()), executor.clock.seconds) == (["swift"], 1.0)
+    executor.sleep(timedelta(seconds=10))
+    assert (_tags(executor.finished()), executor.clock.seconds) == (["slow"], 5.0)
+
+
+def test_a_killed_process_hears_of_nothing_and_what_was_on_its_way_may_arrive() -> None:
+    executor, arrived = _executor(lambda _lane: 2.0), []
+    for name in ("first", "second"):
+        executor.submit(Lane.CLOUD, name, lambda name=name: arrived.append(name))  # type: ignore[misc]
+    executor.sleep(timedelta(seconds=1))
+    answers = iter((False, True))
+    executor.die(lambda: next(answers))
+    executor.sleep(timedelta(seconds=5))
+    assert arrived == ["second"]
+    assert executor.finished() == []
+
+
+def test_with_a_grain_what_happens_meanwhile_is_found_together() -> None:
+    executor = _executor(grain=5.0)
+    for seconds in (1.0, 3.0, 7.0):
+        executor.submit(Lane.PROBE, seconds, lambda seconds=seconds: executor.waiting(seconds))  # type: ignore[misc]
+    executor.sleep(timedelta(seconds=60))
+    assert (_tags(executor.finished()), executor.clock.seconds) == ([1.0, 3.0], 5.0)
+
+
+# --- the store: the same promises on a disk and without one ----------------------------------------------------------
+
+Open = Callable[[], Store]
+
+
+@pytest.fixture(params=["disk", "memory"])
+def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
+    """Each call is the next process on the same store; the one before it is over."""
+    disk = Disk()
+    before: list[SqliteStore] = []
+
+    def again() -> Store:
+        if request.param == "memory":
+            return MemoryStore(disk)
+        for store in before:
+            store.close()
+        before.append(open_store(tmp_path / "state", machine_id="here", now=NOW))
+        return before[-1]
+
+    return again
+
+
+@pytest.mark.contract
+def test_the_next_process_finds_what_was_committed(opened: Open) -> None:
+    store = opened()
+    store.save({"pod-1": Memory("pod"), "pod-0": MEMORY}, [Event(NOW, "create", "asked for", "pod-0")])
+    store.save({"pod-0": replace(MEMORY, step=7)})
+    store.save_fleet(FleetRecord("pod", "name: pod", "/f", NOW, Wish.DOWN))
+    again = opened()
+    assert again.memories() == {"pod-0": replace(MEMORY, step=7), "pod-1": Memory("pod")}
+    assert list(again.memories()) == ["pod-0", "pod-1"]
+    assert again.fleets()["pod"].wish is Wish.DOWN
+    assert not again.lost
+
+
+@pytest.mark.contract
+def test_events_are_told_by_slot_and_by_fleet_oldest_first(opened: Open) -> None:
+    store = opened()
+    store.save({"pod-0": MEMORY})
+    store.save({}, [Event(NOW, "a", "one", "pod-0"), Event(NOW, "b", "two", "pod-1"), Event(NOW, "c", "three")])
+    store.save({}, [Event(NOW, "d", "four", "pod-0")])
+    assert [event.text for _, event in store.events(slot="pod-0")] == ["one", "four"]
+    assert [event.text for _, event in store.events(slot="pod")] == ["one", "two", "four"]
+    first = store.events()[0][0]
+    assert [event.text for _, event in store.events(after=first, limit=2)] == ["two", "three"]
+
+
+@pytest.mark.contract
+def test_a_dropped_slot_is_forgotten(opened: Open) -> None:
+    store = opened()
+    store.save({"pod-0": MEMORY})
+    store.drop("pod-0")
+    assert opened().memories() == {}
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "kept"),
+    [
+        (DiskFault.FULL, StoreFull, {}),
+        (DiskFault.TORN, ProcessDied, {}),
+        (DiskFault.CUT, ProcessDied, {"pod-0": MEMORY}),
+    ],
+)
+def test_a_commit_that_fails_is_made_whole_or_not_at_all(
+    fault: DiskFault, error: type[Exception], kept: dict[str, Memory]
+) -> None:
+    disk = Disk()
+    disk.faults.append(fault)
+    with pytest.raises(error):
+        MemoryStore(disk).save({"pod-0": MEMORY})
+    assert MemoryStore(disk).memories() == kept
+
+
+# --- stories ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_failing_story_gets_shorter_and_can_be_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    mutation = next(one for one in MUTATIONS if one.rule == "no-surprise")
+    mutation.change(monkeypatch)
+    whole = draw(3, mutation.scenario().slots, days=0.3, level="high", pace=CLOSE, world=mutation.scenario().world)
+    crash = Strike(20000, "crashed", "mini-0")
+    whole = replace(whole, strikes=tuple(sorted((*whole.strikes, crash), key=lambda one: one.at)))
+    outcome = History(whole).run()
+    assert outcome.broken[0].rule == "no-surprise"
+    shrunk = shrink(whole, outcome, tries=25)
+    assert shrunk.outcome.broken[0].rule == "no-surprise"
+    assert len(shrunk.scenario.strikes) < len(whole.strikes) / 2
+    assert any("no such worker" in line for line in tell(shrunk))
+    story = json.loads(json.dumps(shrunk.scenario.story()))
+    assert History(told_again(story, whole)).run().broken[0].rule == "no-surprise"
+
+
+def test_what_is_no_story_is_refused() -> None:
+    scenario = draw(3, storm_slots(), days=0.1, level="none", pace=CLOSE)
+    for raw in ({}, {"strikes": [{"at": 1, "kind": "flood"}], "slots": ["pod-0"], "days": 1}):
+        with pytest.raises(ConfigError, match="not a story"):
+            told_again(raw, scenario)
+
+
+def test_sums_name_the_faults_that_never_occurred() -> None:
+    sums = Sums()
+    sums.add(live(Plan(days=0.02, level="high"), 1))
+    assert "permission-denied" in sums.unmet("high")
+    assert sums.unmet("none") == []
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+def test_simulate_tells_figures(tmp_path: Path) -> None:
+    fleet = tmp_path / "pod.yaml"
+    fleet.write_text("name: pod\ncount: 2\ntpu: {type: v2-8, zones: [us-central1-b]}\njob: {run: python3 train.py}\n")
+    ran = CliRunner().invoke(app, ["simulate", "--fleet", str(fleet), "--days", "0.05", "--seeds", "2..3", "--json"])
+    assert ran.exit_code == 0, ran.output
+    told = json.loads(ran.stdout)
+    assert (told["clean"], told["histories"], told["launches"] >= 4) == (True, 2, True)
+    assert 0.5 < told["availability"] <= 1
+
+
+def test_simulate_exits_non_zero_and_tells_the_shortest_story(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    mutation = next(one for one in MUTATIONS if one.rule == "labelled")
+    mutation.change(monkeypatch)
+    saved = tmp_path / "story.json"
+    ran = CliRunner().invoke(app, ["simulate", "--days", "0.02", "--seeds", "2", "--save", str(saved)])
+    assert ran.exit_code == 1, ran.output
+    assert "seed 2, step " in ran.stdout
+    assert "labelled" in ran.stdout
+    assert len(json.loads(saved.read_text())["slots"]) == 1
+    again = CliRunner().invoke(app, ["simulate", "--seeds", "2", "--story", str(saved)])
+    assert again.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    "flags", [["--seeds", "9..1"], ["--seeds", "x"], ["--faults", "much"], ["--days", "0"], ["--story", "/dev/null"]]
+)
+def test_simulate_refuses_what_it_cannot_live_through(flags: list[str]) -> None:
+    assert CliRunner().invoke(app, ["simulate", *flags]).exit_code != 0
