@@ -348,8 +348,11 @@ class Engine:
 
     def _rest(self, track: SlotTrack, action: Wait, moment: Moment, now: float) -> None:
         track.wants_create_since = None
+        view = self.board.project(track.slot.project)
         if action.observed is not None:
-            self.board.project(track.slot.project).wake(action.observed, track.slot.name)
+            view.wake(action.observed, track.slot.name)
+        if not view.fresh:
+            view.decided_blind.add(track.slot.name)
         if action.wall is not None:
             self.board.wake_at(track, now + max(0.0, (action.wall - moment.wall).total_seconds()))
         if action.needs_person and action.why != track.said:

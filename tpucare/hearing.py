@@ -12,8 +12,8 @@ from datetime import timedelta
 
 from tpucare.board import Board
 from tpucare.memory import End, Wish
-from tpucare.model import Contact, NodeReport
-from tpucare.tracking import SlotTrack
+from tpucare.model import Contact, NodeReport, NodeState
+from tpucare.tracking import NodeTrack, SlotTrack
 
 ANSWER_COUNTS_FOR = 60.0
 
@@ -43,6 +43,11 @@ class Hearing:
             self.silent.add(track.slot.name)
         else:
             self.silent.discard(track.slot.name)
+
+    def judged(self) -> list[str]:
+        """Slots whose silence is judged by who else answers; workers that were never there yet are only booting."""
+        tracks = ((name, self.board.slots.get(name)) for name in self.silent)
+        return [name for name, track in tracks if track is not None and any(map(_is_suspect, track.nodes.values()))]
 
     def _count_anew(self) -> None:
         """
@@ -80,3 +85,7 @@ class Hearing:
         track = self.board.slots.get(slot)
         marks = [seen.silent_since for seen in track.nodes.values() if seen.silent_since] if track is not None else []
         return (min((mark.observed for mark in marks), default=timedelta.max), slot)
+
+
+def _is_suspect(seen: NodeTrack) -> bool:
+    return seen.silent_since is not None and seen.node.state is not NodeState.CREATING

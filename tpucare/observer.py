@@ -20,6 +20,9 @@ from tpucare.prober import Prober
 from tpucare.projects import ProjectView
 from tpucare.tracking import NodeTrack, SlotTrack
 
+# So many listings that failed in a row are what every slot has to tell.
+BLIND_AFTER = 2
+
 
 class Observer:
     """
@@ -70,11 +73,16 @@ class Observer:
         if view.fresh or why != view.blind_why:
             level = "error" if isinstance(error, OwnCredentials | NeedsPerson) else "warning"
             self.board.say("blind", why, level=level)
-            self.board.decide_again(view.slots)
         view.fresh, view.blind_why = False, why
+        view.failures += 1
+        # Blind slots do nothing, whether or not they are told so: one listing of many that fails is not worth a
+        # decision of every slot, and another one when the next succeeds.
+        if view.failures == BLIND_AFTER or view.passes == 0:
+            self.board.decide_again(view.slots)
 
     def _observe(self, view: ProjectView, listing: Listing, now: float) -> None:
         was_blind, went_dark = not view.fresh, view.unreachable != listing.unreachable
+        long_blind = view.failures >= BLIND_AFTER or view.passes == 0
         view.observe(listing, now)
         if was_blind:
             self.board.say("seeing", f"listing {view.name}: {len(listing.nodes)} nodes", level="debug")
@@ -84,11 +92,13 @@ class Observer:
             self._miss(view, key.name)
         if went_dark:
             self._darken(view, listing.unreachable)
-        if was_blind or went_dark:
+        if (was_blind and long_blind) or went_dark:
             self.board.decide_again(view.slots)
+        self.board.decide_again(view.decided_blind & view.slots)
+        view.decided_blind.clear()
         self.board.decide_again(view.due())
         # Silence and the brake turn on what others do, so these slots are judged anew in each pass.
-        self.board.decide_again(name for name in self.hearing.silent if name in self.board.slots)
+        self.board.decide_again(self.hearing.judged())
         self.board.decide_again(self.board.braked)
 
     def _darken(self, view: ProjectView, unreachable: frozenset[str]) -> None:

@@ -20,7 +20,11 @@ HOLDS_QUOTA_DEAD = frozenset({NodeState.PREEMPTED, NodeState.TERMINATED, NodeSta
 
 @dataclass(slots=True)
 class ProjectView:
-    """One project, as the last listings showed it."""
+    """
+    One project, as the last listings showed it.
+
+    failures: listings that failed in a row    decided_blind: slots that were decided since the last one that succeeded
+    """
 
     name: str
     cap: timedelta
@@ -29,6 +33,8 @@ class ProjectView:
     blind_why: str = ""
     unreachable: frozenset[str] = frozenset()
     complete: bool = False
+    failures: int = 0
+    decided_blind: set[str] = field(default_factory=set)
     observed: timedelta = timedelta()
     passes: int = 0
     listing: bool = False
@@ -56,7 +62,7 @@ class ProjectView:
             self.observed += min(timedelta(seconds=max(0.0, now - self._last_pass)), self.cap)
         self._last_pass = now
         self.passes += 1
-        self.fresh, self.blind_why = True, ""
+        self.fresh, self.blind_why, self.failures = True, "", 0
         self.unreachable = listing.unreachable
         self.complete = self.complete or not listing.unreachable
         self.nodes = len(listing.nodes)

@@ -108,7 +108,7 @@ FAULTS: Mapping[str, Fault] = MappingProxyType(
         ),
         # Creates.
         "stockout": Fault("the operation says: no more capacity", 0.01, 1.0),
-        "zone-sold-out": Fault("no capacity in a zone", 0.05, 2.0, Span.ZONE, (10 * MINUTE, 3 * HOUR)),
+        "zone-sold-out": Fault("no capacity in a zone", 0.05, 5.0, Span.ZONE, (10 * MINUTE, 3 * HOUR)),
         "quota-refused": Fault("the call says: quota", 0.002, 0.6),
         "rate-limited": Fault("the call says: too many a minute", 0.002, 0.6),
         "permission-denied": Fault("the call says: 7", 0.0005, 0.5),

@@ -17,7 +17,7 @@ from datetime import timedelta
 from typing import Any
 
 from tpucare.errors import StoreError
-from tpucare.model import Event, Listing
+from tpucare.model import Event, Listing, NodeKey
 from tpucare.ports import Lane
 from tpucare.simulation.calm import Calm, is_overslept
 from tpucare.simulation.daemon import Daemon
@@ -80,6 +80,7 @@ class History:
             self.daemon.clock.monotonic,
             creates_per_minute=pace.settings.creates_per_minute,
             poll=pace.poll,
+            hangs=lambda life: self.daemon.launcher.hangs_on(NodeKey(*life.path)),
         )
         self.lines: list[str] = []
         self._digest = hashlib.sha256()

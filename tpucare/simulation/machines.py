@@ -293,6 +293,11 @@ class Machines:
         if worker.run is not None:
             worker.run.hung_at = self.step(worker.run)
 
+    def hangs_on(self, key: NodeKey) -> bool:
+        """Whether any run on that node stands still."""
+        runs = [worker.run for worker in self._nodes.get(key, {}).values() if worker.run is not None]
+        return any(run.hung_at is not None or run.slot in self.script.stands_still for run in runs)
+
     def _end_run(self, worker: SimulatedWorker | None) -> None:
         if worker is None:
             return

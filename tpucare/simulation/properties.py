@@ -100,7 +100,7 @@ class Properties:
     """
     `broken` holds what was found. `trouble`: until when something explains a verdict on a slot ("": on every slot).
 
-    now: seconds of virtual time
+    now: seconds of virtual time    hangs: whether a run on that node stands still, in truth
     """
 
     def __init__(
@@ -112,12 +112,14 @@ class Properties:
         *,
         creates_per_minute: int,
         poll: float,
+        hangs: Callable[[NodeLife], bool] = lambda _life: False,
     ) -> None:
         self.world = world
         self.disk = disk
         self.slots = slots
         self.now = now
         self.creates_per_minute = creates_per_minute
+        self.hangs = hangs
         self.broken: list[Broken] = []
         self.observed = ObservedClock(3 * poll)
         self.trouble: dict[str, float] = {}
@@ -189,7 +191,8 @@ class Properties:
         runs = self._runs.get(slot)
         if runs is None or runs.since is None or runs.node != node_id:
             return False
-        return self.now() - runs.since >= STEADY_SECONDS
+        life = self.world.state.by_id.get(node_id)
+        return life is not None and not self.hangs(life) and self.now() - runs.since >= STEADY_SECONDS
 
     def training(self) -> set[str]:
         """Slots of which every worker of one node runs the job now, in truth."""
