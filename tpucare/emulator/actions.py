@@ -32,7 +32,9 @@ class Actions(QueueLife):
 
     def select(self, selector: str, *, living: bool = False) -> list[NodeLife]:
         """Nodes that *selector* means; `living`: whose end is neither decided nor asked for."""
-        found = [life for path, life in sorted(self.state.nodes.items()) if _means(selector, life)]
+        prefix = f"{selector.removesuffix('-')}-"
+        named = (life for life in self.state.nodes.values() if _means(selector, prefix, life))
+        found = sorted(named, key=lambda life: life.path)
         return [life for life in found if not (life.doomed or life.deleting)] if living else found
 
     def preempt(
@@ -320,9 +322,9 @@ class Actions(QueueLife):
         return lives
 
 
-def _means(selector: str, life: NodeLife) -> bool:
+def _means(selector: str, prefix: str, life: NodeLife) -> bool:
     node_id = life.path.node_id
-    return selector in ("*", node_id, life.record.name) or node_id.startswith(f"{selector.removesuffix('-')}-")
+    return node_id.startswith(prefix) or selector in ("*", node_id) or selector == life.record.name
 
 
 def _ids(lives: list[NodeLife]) -> list[str]:
