@@ -12,7 +12,7 @@ PURE := $(wildcard $(foreach name,accelerators failures fleet placement plan rem
     tpucare/$(name).py tpucare/$(name)_*.py))
 COVERAGE := $(patsubst tpucare/%.py,--cov=tpucare.%,$(PURE)) --cov-branch --cov-report=term:skip-covered --cov-fail-under=90
 
-.PHONY: help setup demo test check bench format
+.PHONY: help setup demo test check bench storm format
 
 help: ## This list
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -44,3 +44,7 @@ format: ## Let ruff arrange the code
 bench: ## Measure: bench.json and the table in docs/performance.md
 	@.ci/setup dev machines
 	$(BIN)/python -m tests.bench $(ARGS)
+
+storm: ## Live through a million simulated node-days; figures go into docs/storms.md; ARGS="--storms 10 --node-days 1e4"
+	@.ci/setup dev
+	nice -n 5 $(BIN)/python -m tests.storm $(ARGS)
