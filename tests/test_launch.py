@@ -113,7 +113,7 @@ def test_two_launches_race(one: Node, numbers: tuple[int, int]) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sum(result.complete for result in results) == (1 if numbers[0] != numbers[1] else 2)
+    assert sum(result.complete for result in results) == (1 if numbers[0] != numbers[1] else 2), results
     eventually(lambda: starts(one))
     assert one.stop().quiet
     assert len(starts(one)) == 1

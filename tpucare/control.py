@@ -167,7 +167,9 @@ def request(path: Path, order: Order, *, seconds: float = ANSWER_SECONDS + 5) ->
             channel.settimeout(seconds)
             with _reachable(path) as address:
                 channel.connect(address)
-            channel.sendall(json.dumps(order).encode() + b"\n")
+            # Who is refused before it has spoken has its answer waiting, and nobody to speak to any more.
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                channel.sendall(json.dumps(order).encode() + b"\n")
             with channel.makefile("rb") as lines:
                 line = lines.readline()
     except TimeoutError as error:

@@ -40,7 +40,8 @@ def test_down_leaves_nothing_and_apply_brings_it_back(tmp_path: Path) -> None:
         assert home.runs() == {}
         assert "step 3" in home.cli("logs", "pod-0", "--attempt", "1").out
         home.restart()
-        assert home.ask("plan")["slots"] == [], "it stays down, though its file still lies there"
+        home.await_(lambda: home.ask("plan")["slots"] == [], "it stays down, though its file still lies there")
+        assert len(home.audit("CreateNode")) == 1
 
         home.cli("apply", str(home.fleets / "pod.yaml"))
         assert home.await_training("pod-0") == "pod-0-a1"
