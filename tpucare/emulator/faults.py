@@ -109,13 +109,13 @@ class Fates:
         lot = self._rng.random()
         half = latency / 2
         for share, error, applied in (
-            (rates.unavailable, texts.unavailable(), False),
-            (rates.internal, texts.internal(), False),
-            (rates.lost_before, texts.lost(), False),
-            (rates.lost_after, texts.lost(), True),
+            (rates.unavailable, texts.unavailable, False),
+            (rates.internal, texts.internal, False),
+            (rates.lost_before, texts.lost, False),
+            (rates.lost_after, texts.lost, True),
         ):
             if lot < share:
-                return CallFate(half, half, error, applied, peer)
+                return CallFate(half, half, error(), applied, peer)
             lot -= share
         if lot < rates.slow:
             extra = rates.slow_latency.draw(self._rng)
@@ -125,5 +125,7 @@ class Fates:
         return CallFate(half, half, peer=peer)
 
     def _current(self, now: datetime) -> list[ActiveOutage]:
+        if not self._outages:
+            return []
         self._outages = [one for one in self._outages if one.end > now]
         return [one for one in self._outages if one.start <= now]

@@ -63,7 +63,7 @@ class Pace:
 
 # As the daemon beats, for storms of hours; and what is needed to get through months, where workers tell by themselves.
 CLOSE = Pace(5.0, 1.0, 15.0, 1.0)
-MONTHS = Pace(30.0, 30.0, 3 * 3600.0, 60.0, grain=5.0, close=False)
+MONTHS = Pace(30.0, 30.0, 4 * 3600.0, 60.0, grain=10.0, close=False)
 
 
 @dataclass(frozen=True, slots=True)
