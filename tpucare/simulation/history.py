@@ -7,6 +7,7 @@ slot has to train within its bound (`calm`).
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import heapq
 import math
@@ -32,6 +33,8 @@ from tpucare.simulation.workers import Script
 SETUP_SECONDS = 20.0
 RESTART_SECONDS = 5.0
 JUMP_FORGOTTEN = 2 * 3600.0
+# Steps between two looks for what only the collector can free (`campaign` switches it off).
+COLLECT_EVERY = 50_000
 OPERATION_LINGERS, SLOW_CREATE = 300.0, 900.0
 _WORKER_TROUBLE = frozenset({"network-dark", "workers-unreachable", "everything-slow", "api-slow", "suspended"})
 _LASTING = frozenset({"hung", "lost-worker", "host-key-changed", "key-refused"})
@@ -219,6 +222,8 @@ class History:
             daemon.executor.sleep_until(until)
             return
         self.tally.steps += 1
+        if self.tally.steps % COLLECT_EVERY == 0:
+            gc.collect()
         try:
             idle = daemon.engine.step()
         except (StoreError, ProcessDied) as error:
