@@ -49,7 +49,7 @@ DIRTY_HOST = (
 
 
 def main(arguments: list[str]) -> None:
-    """Pairs: the order. One line into the pipe `ack` of the run's folder says what became of it."""
+    """Pairs: the order. One line into the pipe `ack` of it, in the run's folder, says what became of it."""
     order = files.read_pairs(arguments)
     base = processes.home()
     folder = os.path.join(base, order["token"])
@@ -58,13 +58,13 @@ def main(arguments: list[str]) -> None:
     lock = os.open(processes.lock_path(base), os.O_RDWR | os.O_CREAT, 0o600)
     answer = _refusal(base, folder, order, lock)
     if answer:
-        _acknowledge(folder, answer)
+        _acknowledge(os.path.join(folder, order["ack"]), answer)
         return
     os.set_inheritable(lock, True)
     os.ftruncate(lock, 0)
     os.pwrite(lock, order["token"].encode(), 0)
     runner = Runner(base, folder, order)
-    _acknowledge(folder, "started")
+    _acknowledge(os.path.join(folder, order["ack"]), "started")
     try:
         runner.go()
     except Exception as error:
@@ -103,10 +103,10 @@ def _refusal(base: str, folder: str, order: dict[str, str], lock: int) -> str:
     return ""
 
 
-def _acknowledge(folder: str, answer: str) -> None:
+def _acknowledge(pipe: str, answer: str) -> None:
     """One line into the launch script's pipe; nobody may be there any more."""
     try:
-        handle = os.open(os.path.join(folder, "ack"), os.O_WRONLY | os.O_NONBLOCK)
+        handle = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
         os.write(handle, answer.encode() + b"\n")
         os.close(handle)
     except OSError:
