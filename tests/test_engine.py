@@ -234,6 +234,19 @@ def test_workers_that_are_asked_seldom_are_not_taken_for_stalled(tmp_path: Path)
     assert [text.partition(".")[0] for text in daemon.told("stop")][:1] == ["pod-0-a0"]
 
 
+def test_a_person_is_told_once_however_often_the_api_fails_meanwhile(tmp_path: Path) -> None:
+    """Storm seed 1 (high, 6 h): a warning that only a person could end came again after each listing that failed."""
+    daemon = Daemon(tmp_path)
+    daemon.care_for("pod", 2)
+    daemon.run_until(lambda: len(daemon.launcher.workers) == 8)
+    for worker in daemon.launcher.workers.values():
+        worker.refuses = worker.key.name.startswith("pod-0")
+    for _ in range(20):
+        daemon.run(minutes=2)
+        daemon.zone.world.outage("api", timedelta(seconds=30), daemon.clock.true_now())
+    assert daemon.told("person") == ["pod-0-a0 refuses our key: is OS Login on (enable-oslogin), or a key blocked?"]
+
+
 TELL = """
 import sys, hashlib, pathlib
 from tests.test_engine import Storm

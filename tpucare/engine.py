@@ -357,7 +357,9 @@ class Engine:
             self.board.wake_at(track, now + max(0.0, (action.wall - moment.wall).total_seconds()))
         if action.needs_person and action.why != track.said:
             self.board.event(track, "person", action.why, level="warning")
-        track.said = action.why if action.needs_person else ""
+        # A listing that fails meanwhile changes nothing that a person would have to hear of once more.
+        if action.needs_person or view.fresh:
+            track.said = action.why if action.needs_person else ""
 
     # --- apply -------------------------------------------------------------------------------------------------------
 
