@@ -188,7 +188,6 @@ class InProcessCloud:
         assert result is not None
         return result
 
-
     def _late(self, act: Callable[[CallFate], object], fate: CallFate) -> None:
         """Nobody waits for the answer any more."""
         with suppress(ApiError):
