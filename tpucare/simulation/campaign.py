@@ -66,7 +66,7 @@ def campaign(plan: Plan, seeds: Sequence[int], jobs: int = 1) -> Iterator[Outcom
             yield live(plan, seed)
         return
     context = multiprocessing.get_context("forkserver")
-    with ProcessPoolExecutor(jobs, mp_context=context, max_tasks_per_child=8) as pool:
+    with ProcessPoolExecutor(jobs, mp_context=context) as pool:
         under_way = {pool.submit(live, plan, seed) for seed in seeds}
         for ended in as_completed(under_way):
             yield ended.result()
