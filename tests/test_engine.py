@@ -10,7 +10,6 @@ import os
 import random
 import subprocess
 import sys
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from tpucare.emulator.config import WorldConfig
 from tpucare.engine import Settings
 from tpucare.memory import End, Wish
 from tpucare.model import Care
-from tpucare.plan import decide
+from tpucare.simulation.calm import is_overslept
 
 ROOT = Path(__file__).parents[1]
 CARE = Care(
@@ -137,7 +136,7 @@ class Storm:
         # One slot a step: a wake-up that was missed stays missed for longer than a round.
         names = list(self.daemon.engine.slots)
         self.steps += 1
-        assert overslept(self.daemon, names[self.steps % len(names)]) is None
+        assert is_overslept(self.daemon, names[self.steps % len(names)]) is None
 
     def calm(self) -> None:
         """Nothing goes wrong by itself any more, and there is room for all; a person confirms what waits for one."""
@@ -168,23 +167,6 @@ class Storm:
         allowed = {event.node for event in told if any(text in event.text for text in (*SURPLUS, "down was asked"))}
         self.daemon.check(*allowed)
         assert all(self.daemon.memory(name).end is End.NONE for name in self.daemon.engine.slots)
-
-
-def overslept(daemon: Daemon, name: str) -> str | None:
-    """What a slot at rest would be decided to do now, when that is something else: a wake-up was missed."""
-    engine, track = daemon.engine, daemon.engine.slots[name]
-    resting = track.action
-    held = track.braked or track.aside_until is not None or "create budget" in resting.why
-    if track.in_flight or held or name in engine.board.dirty:
-        return None
-    view = engine.projects[track.slot.project]
-    moment = engine.moment(view)
-    # A wake-up may be late by as much as floats and microseconds round.
-    moment = replace(moment, wall=moment.wall - timedelta(milliseconds=2))
-    action = decide(track.slot, engine._evidence(view, track), track.memory, moment)
-    if type(action) is type(resting):
-        return None
-    return f"{daemon.clock.seconds:.0f} s: {name} rests at {resting}, and would {action}"
 
 
 def storm(folder: Path, seed: int, hours: float) -> None:

@@ -13,13 +13,17 @@ import os
 import sys
 from pathlib import Path
 
+from pydantic import TypeAdapter
+
 from tpucare.simulation.campaign import Plan, Sums, campaign
 from tpucare.simulation.faults import EMERGENT, FAULTS
+from tpucare.simulation.history import Outcome
 from tpucare.simulation.tally import PHASES
 
 PAGE = Path(__file__).parents[2] / "docs" / "storms.md"
 BEGIN, END = "<!-- figures: begin (make storm) -->", "<!-- figures: end -->"
 OFTEN_ENOUGH = 100
+_OUTCOME: TypeAdapter[Outcome] = TypeAdapter(Outcome)
 STORM_DAYS, MONTH_DAYS, MONTH_SLOTS = 0.25, 90.0, 1000
 
 
@@ -29,6 +33,7 @@ def main() -> int:
     parser.add_argument("--storms", type=int, default=160, help="storms of six hours at high (default 160)")
     parser.add_argument("--first", type=int, default=1, help="the first seed (default 1)")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--kept", type=Path, help="file of outcomes: what stands there is not lived again")
     parser.add_argument("--no-page", action="store_true", help="leave docs/storms.md alone")
     options = parser.parse_args()
     parts = [
@@ -37,7 +42,8 @@ def main() -> int:
     ]
     sums: dict[str, Sums] = {}
     for name, plan, count in parts:
-        sums[name] = _live(name, plan, range(options.first, options.first + count), options.jobs)
+        kept = options.kept.with_suffix(f".{name}.jsonl") if options.kept is not None else None
+        sums[name] = _live(name, plan, range(options.first, options.first + count), options.jobs, kept)
     if not options.no_page:
         write(sums)
     rare = _rare(sums["storms"])
@@ -50,14 +56,27 @@ def _months(node_days: float) -> int:
     return math.ceil(node_days / (MONTH_DAYS * MONTH_SLOTS))
 
 
-def _live(name: str, plan: Plan, seeds: range, jobs: int) -> Sums:
+def _live(name: str, plan: Plan, seeds: range, jobs: int, kept: Path | None) -> Sums:
     sums = Sums()
-    for outcome in campaign(plan, seeds, jobs):
+    for outcome in _again(kept):
+        if outcome.seed in seeds and outcome.seed not in sums.digests:
+            sums.add(outcome)
+    left = [seed for seed in seeds if seed not in sums.digests]
+    for outcome in campaign(plan, left, jobs):
         sums.add(outcome)
+        if kept is not None:
+            with kept.open("ab") as file:
+                file.write(_OUTCOME.dump_json(outcome) + b"\n")
         verdict = str(outcome.broken[0]) if outcome.broken else "clean"
         print(f"{name} {sums.histories}/{len(seeds)}: seed {outcome.seed} {verdict}", flush=True)
     print("\n".join(sums.lines()), flush=True)
     return sums
+
+
+def _again(kept: Path | None) -> list[Outcome]:
+    if kept is None or not kept.exists():
+        return []
+    return [_OUTCOME.validate_json(line) for line in kept.read_bytes().splitlines()]
 
 
 def _rare(storms: Sums) -> list[str]:
