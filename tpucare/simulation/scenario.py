@@ -174,11 +174,6 @@ def world_of(
         "preemption": {"silent_share": 0.1 + 0.3 * share},
         "audit_reads": False,
     }
-    if some() < 0.5 * share:
-        # Room for as many gangs as there are, and for none that overlaps its dead predecessor.
-        raw["quotas"] = [{"generation": "v3", "zone": zone, "limit": 48, "unit": "chips"} for zone in zones]
-    if some() < 0.5 * share:
-        raw["rates"] = {"create": 4 + int(16 * some())}
     if lifetime is not None:
         raw["preemption"]["lifetime"] = dict(lifetime)
     return raw
