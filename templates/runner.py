@@ -109,6 +109,7 @@ def _acknowledge(pipe: str, answer: str) -> None:
         handle = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
         os.write(handle, answer.encode() + b"\n")
         os.close(handle)
+        os.unlink(pipe)
     except OSError:
         pass
 

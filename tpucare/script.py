@@ -68,7 +68,7 @@ class PushedFile:
 
 def run_files(order: LaunchOrder, secrets: Mapping[str, str], bundle: str = "") -> list[PushedFile]:
     """
-    The folder of a run: tools, scripts, `env` (mode 0600, the only place of secrets), the job's files, the pipe `ack`.
+    The folder of a run: tools, scripts, `env` (mode 0600, the only place of secrets), the job's files.
 
     `bundle` is the file name of the packed workdir, whose bytes are not among them.
     Raises: ConfigError: something that no worker could use.
@@ -85,7 +85,6 @@ def run_files(order: LaunchOrder, secrets: Mapping[str, str], bundle: str = "") 
         texts["resolve.sh"] = _resolve_script(order)
     pushed = [
         *tool_files(),
-        PushedFile("ack", None),
         PushedFile("env", environment.encode()),
         PushedFile("askpass.sh", render("askpass.sh.j2").encode(), 0o700),
     ]
