@@ -29,9 +29,10 @@ die() {
   exit 1
 }
 
-# The lock is held by the run and by everything that it started, so it tells the truth after a crash, too.
+# The lock is held by the run and by everything that it started, so it tells the truth after a crash, too. Shared: two
+# that look at once must not take each other for the run.
 is_live() {
-  ! flock --nonblock "$STATE/lock" true
+  ! flock --shared --nonblock "$STATE/lock" true
 }
 
 # Prints the step of the newest complete checkpoint, or nothing when there is none. A bucket that cannot be read is an

@@ -30,7 +30,7 @@ flock 8 || fail 80 'flock is missing'
 
 # --- a live run is left alone: its lock is held by whatever of it still lives ---
 
-if ! flock -n "$base/run.lock" true; then
+if ! flock -s -n "$base/run.lock" true; then
   rm -f "$delivered"
   echo 'tpucare: the run in screen "model" is live, and is left alone'
   exit 0
@@ -197,8 +197,9 @@ printf '%s' '#!/bin/bash
 # The run in screen `model`: `start` begins it, `boot` begins it again after a reboot, `run` is what the screen runs.
 tpucare_model="$HOME/.tpucare-model"
 
+# Shared: two that look at once must not take each other for the run.
 is_live() {
-  ! flock -n "$tpucare_model/run.lock" true
+  ! flock -s -n "$tpucare_model/run.lock" true
 }
 
 # `screen -dmS` returns before the command starts, so its exit status says nothing.
