@@ -121,9 +121,9 @@ def _check_size(root: Path, names: list[str], limit: int) -> None:
         )
 
 
-def stream(files: Iterable[tuple[str, bytes | None, int]]) -> bytes:
+def stream(files: Iterable[tuple[str, bytes, int]]) -> bytes:
     """
-    Files (path, content, mode) as one tar stream, with the empty file `complete` at its end; no content: a named pipe.
+    Files (path, content, mode) as one tar stream, with the empty file `complete` at its end.
 
     GNU tar takes a stream that was cut between two members for a whole one, so the receiver looks for that file.
     """
@@ -132,10 +132,6 @@ def stream(files: Iterable[tuple[str, bytes | None, int]]) -> bytes:
         for path, content, mode in (*files, ("complete", b"", 0o600)):
             info = tarfile.TarInfo(path)
             info.mode = mode
-            if content is None:
-                info.type = tarfile.FIFOTYPE
-                archive.addfile(info)
-                continue
             info.size = len(content)
             archive.addfile(info, io.BytesIO(content))
     return target.getvalue()

@@ -59,10 +59,10 @@ _CREDENTIALS = re.compile(r"^[a-z+]+://[^/@]*:[^/@]*@|^https?://[^/@]+@", re.IGN
 
 @dataclass(frozen=True, slots=True)
 class PushedFile:
-    """One file of the stream that a launch sends, relative to the run's folder. Without content it is a named pipe."""
+    """One file of the stream that a launch sends, relative to the run's folder."""
 
     path: str
-    content: bytes | None
+    content: bytes
     mode: int = 0o600
 
 
