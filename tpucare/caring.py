@@ -86,14 +86,7 @@ class Foreground:
         self._going_down = self._may_begin = False
         self._next_show = 0.0
         self._known: set[str] = set()
-        self.roster = Roster(
-            self._engine,
-            caretaker.store,
-            caretaker.clock,
-            state=caretaker.options.state,
-            find_project=caretaker.find_project,
-            neighbours=caretaker.neighbours,
-        )
+        self.roster = Roster.of(caretaker)
         self._unowned = UnownedNodes(caretaker, self.roster, self._fleet, delete=declared.delete_unowned)
         self._desk = Desk(caretaker, self.roster, None, self._stop)
         self._control = Control(caretaker.options.socket, caretaker.executor.nudge, stumbled=self._tell_stumble)

@@ -50,14 +50,7 @@ class Daemon:
         self._engine = caretaker.engine
         self._stopping = self._reloading = False
         self._next_look = self._next_status = self._next_sign = 0.0
-        self.roster = Roster(
-            self._engine,
-            caretaker.store,
-            caretaker.clock,
-            state=caretaker.options.state,
-            find_project=caretaker.find_project,
-            neighbours=caretaker.neighbours,
-        )
+        self.roster = Roster.of(caretaker)
         self._intake = Intake(fleets, self.roster)
         self._desk = Desk(caretaker, self.roster, self._intake, self.stop)
         self.sweeps = SweepCare(

@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tpucare import fleet as fleets
 from tpucare import fleet_python, owner, wishes
@@ -22,6 +23,9 @@ from tpucare.memory import End, FleetRecord, Wish
 from tpucare.model import Event, Slot
 from tpucare.ports import Clock, Store
 from tpucare.stores import Neighbours
+
+if TYPE_CHECKING:
+    from tpucare.assembly import Caretaker
 
 ACCEPTED = "accepted"
 
@@ -55,6 +59,19 @@ class Roster:
         self._find_project = find_project
         self._keeps = keeps
         self._neighbours = neighbours
+
+    @classmethod
+    def of(cls, caretaker: Caretaker, *, keeps: bool = True) -> Roster:
+        """The fleets of whoever was put together; `keeps` as above."""
+        return cls(
+            caretaker.engine,
+            caretaker.store,
+            caretaker.clock,
+            state=caretaker.options.state,
+            find_project=caretaker.find_project,
+            keeps=keeps,
+            neighbours=caretaker.neighbours,
+        )
 
     # --- from the store ----------------------------------------------------------------------------------------------
 

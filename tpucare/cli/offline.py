@@ -33,15 +33,7 @@ class Alone:
     def __init__(self, caretaker: Caretaker, *, keeps: bool = True) -> None:
         self.care = caretaker
         options = caretaker.options
-        self.roster = Roster(
-            caretaker.engine,
-            caretaker.store,
-            caretaker.clock,
-            state=options.state,
-            find_project=caretaker.find_project,
-            keeps=keeps,
-            neighbours=caretaker.neighbours,
-        )
+        self.roster = Roster.of(caretaker, keeps=keeps)
         self.roster.load()
         if options.project:
             caretaker.engine.watch(options.project)
