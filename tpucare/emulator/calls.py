@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from tpucare.emulator import errors_text as texts
 from tpucare.emulator.config import WorldConfig
@@ -31,6 +31,16 @@ from tpucare.emulator.state import NodeLife, pair
 from tpucare.model import Health, NodeState
 
 UPDATABLE = ("description", "tags", "labels", "metadata", "network_config.enable_external_ips")
+
+
+class PageAsk(NamedTuple):
+    """What a page of a listing is made of. zone: `-` is all but the *dark* ones; after: zone and name, if any."""
+
+    project: str
+    zone: str
+    size: int
+    dark: frozenset[str]
+    after: tuple[str, str] | None
 
 
 class Calls(Gate):
@@ -85,17 +95,22 @@ class Calls(Gate):
     ) -> NodePage:
         """One page, by zone and name. *parent* may end in `locations/-`; then dark zones are named in the answer."""
         with self._call("ListNodes", parent, now, fate) as said:
-            project, zone = parse_parent(parent)
-            settings = self.config.listing
-            size = min(page_size or settings.page_default, settings.page_cap)
-            if size < 0:
-                raise texts.bad_argument("page_size must not be negative.")
-            dark = self.fates.dark_zones(self.state.now) if zone == "-" else frozenset()
-            found = list(islice(self.state.listing(project).after(zone, last_key(page_token), dark), size + 1))
-            page = found[:size]
-            token = page_token_of(page[-1].path.zone, page[-1].path.node_id) if len(found) > size else ""
+            ask = self._page_ask(parent, page_size, page_token)
+            found = list(islice(self.state.listing(ask.project).after(ask.zone, ask.after, ask.dark), ask.size + 1))
+            page = found[: ask.size]
+            token = page_token_of(page[-1].path.zone, page[-1].path.node_id) if len(found) > ask.size else ""
             said["count"] = len(page)
-            return NodePage(tuple(page), token, tuple(sorted(dark)))
+            return NodePage(tuple(page), token, tuple(sorted(ask.dark)))
+
+    def _page_ask(self, parent: str, page_size: int, page_token: str) -> PageAsk:
+        """Raises: ApiError (3): no parent, no size or no token of ours."""
+        project, zone = parse_parent(parent)
+        settings = self.config.listing
+        size = min(page_size or settings.page_default, settings.page_cap)
+        if size < 0:
+            raise texts.bad_argument("page_size must not be negative.")
+        dark = self.fates.dark_zones(self.state.now) if zone == "-" else frozenset()
+        return PageAsk(project, zone, size, dark, last_key(page_token))
 
     def look_at_list(self, project: str, now: datetime, fate: CallFate = PLAIN) -> frozenset[str]:
         """

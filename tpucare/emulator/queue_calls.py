@@ -8,7 +8,7 @@ from datetime import datetime, timedelta
 from itertools import islice
 
 from tpucare.emulator import errors_text as texts
-from tpucare.emulator.calls import Calls, last_key, page_token_of
+from tpucare.emulator.calls import Calls, page_token_of
 from tpucare.emulator.queue_records import (
     SHELLS,
     WAITING,
@@ -94,23 +94,21 @@ class QueueCalls(Calls):
     ) -> QueuedPage:
         """One page, by zone and name; *parent* may end in `locations/-`."""
         with self._call("ListQueuedResources", parent, now, fate) as said:
-            project, zone = parse_parent(parent)
-            settings = self.config.listing
-            size = min(page_size or settings.page_default, settings.page_cap)
-            if size < 0:
-                raise texts.bad_argument("page_size must not be negative.")
-            dark = self.fates.dark_zones(self.state.now) if zone == "-" else frozenset()
-            after = last_key(page_token) or ("", "")
+            ask = self._page_ask(parent, page_size, page_token)
+            after = ask.after or ("", "")
             fitting = (
                 life.record
                 for path, life in sorted(self.queue.items())
-                if path.project == project and zone in ("-", path.zone) and path.zone not in dark and path[1:] > after
+                if path.project == ask.project
+                and ask.zone in ("-", path.zone)
+                and path.zone not in ask.dark
+                and path[1:] > after
             )
-            found = list(islice(fitting, size + 1))
-            page = found[:size]
-            token = page_token_of(*page[-1].path[1:]) if len(found) > size else ""
+            found = list(islice(fitting, ask.size + 1))
+            page = found[: ask.size]
+            token = page_token_of(*page[-1].path[1:]) if len(found) > ask.size else ""
             said["count"] = len(page)
-            return QueuedPage(tuple(page), token, tuple(sorted(dark)))
+            return QueuedPage(tuple(page), token, tuple(sorted(ask.dark)))
 
     def delete_queued_resource(
         self, name: str, force: bool, now: datetime, fate: CallFate = PLAIN, *, request_id: str = ""
