@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 
 from tests.virtual.harness import EU, US, Daemon, place, two_runs_at_once
-from tests.virtual.workers import Script
 from tpucare.emulator.config import WorldConfig
 from tpucare.engine import Settings
 from tpucare.memory import End, Wish
 from tpucare.model import Care
 from tpucare.simulation.calm import is_overslept
+from tpucare.simulation.machines import Script
 
 ROOT = Path(__file__).parents[1]
 CARE = Care(

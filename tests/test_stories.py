@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from tests.virtual.harness import EU, US, Daemon, place
-from tests.virtual.workers import Script
 from tpucare.emulator.config import WorldConfig
 from tpucare.emulator.records import NodeSpec
 from tpucare.memory import BookName, End, Wish
 from tpucare.model import Care, Failure, OnSuccess, Provisioning
+from tpucare.simulation.machines import Script
 
 
 @pytest.fixture

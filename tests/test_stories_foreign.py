@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from tests.virtual.harness import Daemon, place, slots_of
-from tests.virtual.workers import Script
 from tpucare import view
 from tpucare.emulator.records import Boot, Kill
 from tpucare.memory import End
 from tpucare.model import Care, Failure, Job, OnExit
 from tpucare.plan_foreign import ENDED
+from tpucare.simulation.machines import Script
 
 MINUTE = 60.0
 Made = Callable[..., Daemon]

@@ -25,7 +25,6 @@ from tests.bench.keeper import SSH_KEY, Keeper, slots
 from tests.bench.meter import use_of, wait_until
 from tests.bench.report import Measure
 from tests.bench.simulated import SteadyLauncher
-from tests.virtual.time import VirtualClock
 from tpucare.cloud import connect
 from tpucare.effects import Ports
 from tpucare.engine import Engine, Settings
@@ -33,6 +32,7 @@ from tpucare.memory import FleetRecord
 from tpucare.model import NodeKey, Worker
 from tpucare.ports import Finished, Lane
 from tpucare.remote import ParamikoRemote
+from tpucare.simulation.time import VirtualClock
 from tpucare.ssh_keys import load_or_make_key
 from tpucare.store import open_store
 from tpucare.system import machine_id

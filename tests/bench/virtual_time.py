@@ -17,10 +17,10 @@ from typing import Any
 from tests.bench.lost import BUDGET, BURST, NODES, budget_measures, one_lost_measures
 from tests.bench.report import Measure
 from tests.virtual.harness import US, Daemon, place
-from tests.virtual.time import START
-from tests.virtual.workers import Script
 from tpucare.emulator.config import WorldConfig
 from tpucare.engine import Settings
+from tpucare.simulation.machines import Script
+from tpucare.simulation.time import START
 
 READ_SECONDS, WRITE_SECONDS = 0.15, 0.4
 

@@ -9,11 +9,11 @@ import pytest
 
 from tests.field.kit import calls, launches_on, named, preempt
 from tests.virtual.harness import EU, US, Daemon, place
-from tests.virtual.workers import Script
 from tpucare.emulator.config import WorldConfig
 from tpucare.engine import Settings
 from tpucare.memory import BookName, End
 from tpucare.model import Care, Failure, NodeState, Provisioning
+from tpucare.simulation.machines import Script
 
 
 @pytest.mark.parametrize("shown", [NodeState.TERMINATED, NodeState.REPAIRING, NodeState.UNKNOWN, "gone"])

@@ -13,12 +13,12 @@ import pytest
 from tests.bench_worker import eventually, node
 from tests.field.kit import calls, launches_on, named, preempt
 from tests.virtual.harness import Daemon
-from tests.virtual.workers import Script
 from tpucare.emulator.config import WorldConfig
 from tpucare.emulator.lengths import around
 from tpucare.engine import Settings
 from tpucare.memory import BookName, End, Wish
 from tpucare.model import Care, Failure, Job
+from tpucare.simulation.machines import Script
 
 
 def test_a_failed_node_is_kept_for_a_look(tmp_path: Path) -> None:

@@ -8,10 +8,10 @@ from types import FunctionType, MethodType, ModuleType
 
 from tests.field.kit import calls, named, preempt
 from tests.virtual.harness import Daemon
-from tests.virtual.workers import Script
 from tpucare.emulator.config import WorldConfig
 from tpucare.emulator.lengths import around
 from tpucare.engine import Settings
+from tpucare.simulation.machines import Script
 
 
 def test_a_job_that_tells_no_progress_is_asked_all_the_time(tmp_path: Path) -> None:
