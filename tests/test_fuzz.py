@@ -334,10 +334,9 @@ def ask(office: Office, order: Any) -> None:
     office.daemon.run(seconds=1)
 
 
-@given(st.lists(orders | values, min_size=3, max_size=10))
-@examples(FEW // 2)
-def test_an_order_is_carried_out_or_refused(tmp_path_factory: pytest.TempPathFactory, asked: list[Any]) -> None:
-    office = Office(tmp_path_factory.mktemp("o"))
+def carry_out(folder: Path, asked: list[Any]) -> None:
+    """Each order in turn, none of which may be an error of a slot."""
+    office = Office(folder)
     office.write(fleet_text(count=2))
     office.look()
     for order in asked:
@@ -345,6 +344,12 @@ def test_an_order_is_carried_out_or_refused(tmp_path_factory: pytest.TempPathFac
     office.again()
     office.run(1)
     assert not office.daemon.told("error")
+
+
+@given(st.lists(orders | values, min_size=3, max_size=10))
+@examples(FEW // 2)
+def test_an_order_is_carried_out_or_refused(tmp_path_factory: pytest.TempPathFactory, asked: list[Any]) -> None:
+    carry_out(tmp_path_factory.mktemp("o"), asked)
 
 
 @pytest.mark.slow
@@ -353,11 +358,4 @@ def test_an_order_is_carried_out_or_refused(tmp_path_factory: pytest.TempPathFac
 def test_an_order_is_carried_out_or_refused_many_times(
     tmp_path_factory: pytest.TempPathFactory, asked: list[Any]
 ) -> None:
-    office = Office(tmp_path_factory.mktemp("o"))
-    office.write(fleet_text(count=2))
-    office.look()
-    for order in asked:
-        ask(office, order)
-    office.again()
-    office.run(1)
-    assert not office.daemon.told("error")
+    carry_out(tmp_path_factory.mktemp("o"), asked)

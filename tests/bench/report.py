@@ -166,10 +166,15 @@ def number(value: float) -> str:
 
 
 def write_docs(path: Path, measures: Sequence[Measure]) -> None:
-    """Renew what stands between the markers of *path*. Raises: ValueError: it has none."""
+    """Renew the table of *path*. Raises: as `renew`."""
+    renew(path, BEGIN, END, table(measures))
+
+
+def renew(path: Path, first: str, last: str, figures: str) -> None:
+    """Put *figures* between the two markers of *path*. Raises: ValueError: it has none."""
     text = path.read_text(encoding="utf-8")
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
+    before, begin, rest = text.partition(first)
+    _, end, after = rest.partition(last)
     if not (begin and end):
-        raise ValueError(f"{path} lacks the markers {BEGIN!r} and {END!r}")
-    path.write_text(f"{before}{BEGIN}\n\n{table(measures)}\n\n{END}{after}", encoding="utf-8")
+        raise ValueError(f"{path} lacks the markers {first!r} and {last!r}")
+    path.write_text(f"{before}{first}\n\n{figures}\n\n{last}{after}", encoding="utf-8")

@@ -64,20 +64,13 @@ def test_killed_at_one_boundary_after_another(tmp_path: Path) -> None:
         assert home.attempts("pod-0") == 2
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("point", [f"create.{moment}" for moment in MOMENTS])
-def test_killed_around_a_create(tmp_path: Path, point: str) -> None:
-    with house(tmp_path) as home:
-        home.declare("pod", kind=TWO_HOSTS)
-        die(home, point)
-        home.start()
-        run_alone(home, "pod-0", "pod-0-a0")
-        assert home.attempts("pod-0") == 1
+CREATE = [f"create.{moment}" for moment in MOMENTS]
+LAUNCH = [*(f"launch.{moment}" for moment in MOMENTS), "launch.pushed", "launch.pushed:2"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("point", [*(f"launch.{moment}" for moment in MOMENTS), "launch.pushed", "launch.pushed:2"])
-def test_killed_around_a_launch(tmp_path: Path, point: str) -> None:
+@pytest.mark.parametrize("point", [*CREATE, *LAUNCH])
+def test_killed_around_a_create_or_a_launch(tmp_path: Path, point: str) -> None:
     with house(tmp_path) as home:
         home.declare("pod", kind=TWO_HOSTS)
         die(home, point)

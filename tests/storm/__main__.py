@@ -15,6 +15,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
+from tests.bench.report import renew
 from tpucare.simulation.campaign import Plan, Sums, campaign
 from tpucare.simulation.faults import EMERGENT, FAULTS
 from tpucare.simulation.history import Outcome
@@ -86,11 +87,7 @@ def _rare(storms: Sums) -> list[str]:
 
 def write(sums: dict[str, Sums], page: Path = PAGE) -> None:
     """Put the figures between the marks of *page*."""
-    text = page.read_text(encoding="utf-8")
-    before, rest = text.split(BEGIN)
-    after = rest.split(END)[1]
-    figures = "\n".join([BEGIN, "", *_table(sums), "", *_faults(sums), "", END])
-    page.write_text(f"{before}{figures}{after}", encoding="utf-8")
+    renew(page, BEGIN, END, "\n".join([*_table(sums), "", *_faults(sums)]))
 
 
 def _table(sums: dict[str, Sums]) -> list[str]:
