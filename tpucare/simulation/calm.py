@@ -135,8 +135,8 @@ class Calm:
             lengths += [care.boot_timeout, care.unhealthy_after, care.first_step_timeout]
             lengths += [care.stalled_after, gap * STALL_FACTOR, timedelta(minutes=30)]
         longest = max(lengths).total_seconds()
-        # Standing still is seen by probes only, three of which have to say so; and it happens twice before a node goes.
-        return 2 * longest + 4 * self.history.scenario.pace.probe
+        # That a run stands still is seen by probes only, and three of them have to say so.
+        return longest + 3 * self.history.scenario.pace.probe
 
     # --- judging
 

@@ -154,6 +154,7 @@ EMERGENT: Mapping[str, str] = MappingProxyType(
         "operation-lingers": "the operation of a create stays open 5 minutes after READY",
         "address-met-another-machine": "an address led to another node's machine",
         "call-unavailable": "a call answered 14 or 13 by chance",
+        "quota-used-up": "a create met the project's own quota, which other nodes held, dead ones included",
         "delete-asked-again": "a delete met one that was under way",
     }
 )

@@ -12,6 +12,7 @@ import hashlib
 import heapq
 import math
 import random
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -37,6 +38,7 @@ JUMP_FORGOTTEN = 2 * 3600.0
 COLLECT_EVERY = 50_000
 OPERATION_LINGERS, SLOW_CREATE = 300.0, 900.0
 _WORKER_TROUBLE = frozenset({"network-dark", "workers-unreachable", "everything-slow", "api-slow", "suspended"})
+OWN_QUOTA = re.compile(r"^Quota (limit )?'")
 _LASTING = frozenset({"hung", "lost-worker", "host-key-changed", "key-refused"})
 
 
@@ -150,6 +152,8 @@ class History:
     def _count_call(self, record: Mapping[str, Any]) -> None:
         if record["method"] == "CreateNode":
             self.tally.creates += 1
+            if record["code"] == 8 and record["applied"] and OWN_QUOTA.search(record.get("message", "")):
+                self.tally.faults["quota-used-up"] += 1
         if record["code"] in (13, 14) and not record["applied"]:
             self.tally.faults["call-unavailable"] += 1
         if record.get("repeated"):

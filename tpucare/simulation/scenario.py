@@ -8,12 +8,14 @@ gives the same history. What each kind of strike does is in `strikes`.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any
 
 from tpucare.emulator.config import WorldConfig
+from tpucare.emulator.machinery import CAPACITY_TIERS
 from tpucare.engine import Settings
 from tpucare.errors import ConfigError
 from tpucare.model import Care, Job, Place, Provisioning, Slot
@@ -179,6 +181,16 @@ def world_of(
     return raw
 
 
+def exact_quotas(slots: Iterable[Slot]) -> list[dict[str, Any]]:
+    """As many nodes of each kind as have their first place there, and not one more: a dead node holds its share."""
+    places = [slot.places[0] for slot in slots]
+    firsts = Counter((place.zone, place.accelerator_type, CAPACITY_TIERS[place.provisioning]) for place in places)
+    return [
+        {"zone": zone, "types": [kind], "tier": tier, "unit": "nodes", "limit": count}
+        for (zone, kind, tier), count in sorted(firsts.items())
+    ]
+
+
 def draw(
     seed: int,
     slots: tuple[Slot, ...],
@@ -196,6 +208,8 @@ def draw(
     """
     zones = sorted({place.zone for slot in slots for place in slot.places})
     drawn = world_of(level, random.Random(f"{seed}/world"), zones, lifetime=lifetime)
+    if LEVELS[level] and random.Random(f"{seed}/quotas").random() < 0.5:
+        drawn["quotas"] = exact_quotas(slots)
     chosen = dict(world) if world is not None else drawn
     chosen["audit_reads"] = False
     strikes = [one for kind in FAULTS for one in _drawn(seed, kind, slots, chosen["zones"], days, level)]
