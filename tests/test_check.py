@@ -13,7 +13,7 @@ import pytest
 from tpucare.emulator import check as rules
 from tpucare.emulator.check import Expected, check
 from tpucare.emulator.config import WorldConfig
-from tpucare.emulator.records import NodeSpec
+from tpucare.emulator.records import ApiError, CallFate, NodeSpec
 from tpucare.emulator.world import World
 
 START = datetime(2026, 11, 1, tzinfo=UTC)
@@ -175,6 +175,16 @@ def test_sending_again_after_a_lost_answer_is_no_repetition(world: World, applie
         world.create_node(PARENT, "pod-0-a1", spec(), at(61))
         world.forget("*", at(62))
     assert found(world) == []
+
+
+@pytest.mark.parametrize(("under_way", "heard"), [(50.0, []), (8.0, ["repeated-name"])])
+def test_a_call_that_its_repetition_overtook_is_no_repetition(world: World, under_way: float, heard: list[str]) -> None:
+    world.create_node(PARENT, "pod-0-a1", spec(), at(30))
+    late = CallFate(under_way, 0.2, peer="daemon")
+    with pytest.raises(ApiError, match="already exists"):
+        world.create_node(PARENT, "pod-0-a1", spec(), at(51), late)
+    world.forget("*", at(60))
+    assert found(world) == heard
 
 
 def test_a_daemon_that_was_killed_may_send_again(world: World) -> None:

@@ -193,7 +193,8 @@ def repeated_names(records: Iterable[Record], expected: Expected) -> list[Findin
     """
     A create under a name that was accepted before.
 
-    Sending again is right only when the answer was lost, may have come too late, or the asker died meanwhile.
+    Sending again is right only when the answer was lost, may have come too late, or the asker died meanwhile. A call
+    that was sent earlier and was overtaken by its repetition is not asked again.
     """
     found = []
     answered: dict[str, Record] = {}
@@ -202,13 +203,21 @@ def repeated_names(records: Iterable[Record], expected: Expected) -> list[Findin
             continue
         name = record["name"]
         before = answered.get(name)
-        if before is not None and not _restarted_between(before, record, expected):
+        if (
+            before is not None
+            and _asked_at(record) > _instant(before)
+            and not _restarted_between(before, record, expected)
+        ):
             text = f"{name} was accepted at {before['at']}, and asked for again"
             found.append(Finding("repeated-name", record["at"], text))
         in_doubt = record["answer"] == "lost" or record["latency"] >= LOST_AFTER_SECONDS
         if record["applied"] and record["code"] == 0 and not in_doubt:
             answered[name] = record
     return found
+
+
+def _asked_at(record: Record) -> datetime:
+    return _instant(record) - timedelta(seconds=record.get("under_way", 0.0))
 
 
 def _restarted_between(before: Record, after: Record, expected: Expected) -> bool:

@@ -59,7 +59,7 @@ class Gate(QueueLife):
         self._log_call(method, name, fate, code=0, applied=True, **said)
 
     def _log_call(self, method: str, name: str, fate: CallFate, *, applied: bool, **fields: Any) -> None:
-        """`answer`: lost when the caller cannot know how it ended; `latency` in seconds."""
+        """`answer`: lost when the caller cannot know how it ended; `latency` in seconds, `under_way` before `at`."""
         if not self.config.audit_reads and method.startswith(("Get", "List")):
             return
         lost = fate.error is not None and fate.error.code in (texts.UNAVAILABLE, 4)
@@ -73,6 +73,7 @@ class Gate(QueueLife):
             applied=applied,
             answer=answer,
             latency=latency,
+            under_way=round(fate.before_seconds, 6) if applied else 0.0,
             **fields,
         )
 
