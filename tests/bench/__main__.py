@@ -29,6 +29,7 @@ ROWS: Mapping[str, Callable[[], list[Measure]]] = {
     "memory-10000": passes.heavy_memory,
     "recoveries": idle.recoveries,
     "virtual-speed": virtual_time.speed,
+    "months": virtual_time.months,
 }
 
 

@@ -5,10 +5,12 @@ and every one of them falls at an instant drawn from a seed. And how fast that i
 
 from __future__ import annotations
 
+import multiprocessing
 import random
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -19,6 +21,7 @@ from tests.bench.report import Measure
 from tests.virtual.harness import US, Daemon, place
 from tpucare.emulator.config import WorldConfig
 from tpucare.engine import Settings
+from tpucare.simulation.campaign import Plan, live
 from tpucare.simulation.machines import Script
 from tpucare.simulation.time import START
 
@@ -125,4 +128,27 @@ def speed(nodes: int = NODES, minutes: float = 20.0, repeats: int = 2) -> list[M
 def _live(daemon: Daemon, minutes: float) -> float:
     began = time.process_time()
     daemon.run(minutes=minutes)
+    return time.process_time() - began
+
+
+# --- months with faults ----------------------------------------------------------------------------------------------
+
+MONTHS_LIMIT_SECONDS, CORES = 300.0, 2
+
+
+def months(days: float = 9.0, slots: int = NODES) -> list[Measure]:
+    """What 90 days of bad weather cost: as many histories at once as cores, each of which is counted as its share."""
+    plan = Plan(days, "low", count=slots)
+    with ProcessPoolExecutor(CORES, mp_context=multiprocessing.get_context("forkserver")) as pool:
+        seconds = tuple(pool.map(_month, [plan] * CORES, range(1, CORES + 1)))
+    values = tuple(each * 90.0 / days / CORES for each in seconds)
+    how = f"{slots:,} slots, poll 30 s, low faults, scaled from {days:g} days; {CORES} histories on {CORES} cores"
+    return [Measure("9c", "90 days simulated, with faults", MONTHS_LIMIT_SECONDS, "s", values, 1, how, told=False)]
+
+
+def _month(plan: Plan, seed: int) -> float:
+    """Seconds of CPU that one history takes. Raises: AssertionError: a property broke."""
+    began = time.process_time()
+    outcome = live(plan, seed)
+    assert not outcome.broken, outcome.broken
     return time.process_time() - began
