@@ -23,11 +23,12 @@ from tpucare.model import Event, Listing, NodeKey
 from tpucare.ports import Lane
 from tpucare.simulation.calm import Calm, is_overslept
 from tpucare.simulation.daemon import Daemon
+from tpucare.simulation.hand import Hand, Undo
 from tpucare.simulation.machines import RunMark
 from tpucare.simulation.properties import Broken, Properties
 from tpucare.simulation.scenario import PROJECT, Scenario, Strike
 from tpucare.simulation.store import ProcessDied
-from tpucare.simulation.strikes import STRIKES, Hand, Undo
+from tpucare.simulation.strikes import STRIKES
 from tpucare.simulation.tally import Tally, Watch
 from tpucare.simulation.workers import Script
 

@@ -1,0 +1,86 @@
+"""
+What people do: wishes for a slot, which explain what happens to it, and nodes of their own beside ours.
+
+That somebody stops a node of ours is in `strikes_nodes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from tpucare.emulator.records import ApiError, NodeSpec
+from tpucare.emulator.world import World
+from tpucare.memory import Memory, Wish
+from tpucare.model import LABEL_FLEET, LABEL_OWNER, LABEL_SLOT
+from tpucare.simulation.daemon import Daemon
+from tpucare.simulation.hand import Act, Hand
+from tpucare.simulation.scenario import PROJECT
+
+
+def wish(wish: Wish) -> Act:
+    def act(hand: Hand) -> bool:
+        daemon, slot = hand.daemon, hand.strike.target
+        if daemon.store is None or slot not in daemon.engine.slots:
+            return False
+        hand.asked(slot, hand.strike.length + 3600.0)
+        daemon.wish(slot, wish)
+        hand.later(hand.strike.length, lambda: _back_up(daemon, slot, hand))
+        return True
+
+    return act
+
+
+def _back_up(daemon: Daemon, slot: str, hand: Hand) -> None:
+    if daemon.store is None:
+        hand.later(60.0, lambda: _back_up(daemon, slot, hand))
+    else:
+        daemon.wish(slot, Wish.UP)
+
+
+def asked(name: str) -> Act:
+    def act(hand: Hand) -> bool:
+        daemon, slot = hand.daemon, hand.strike.target
+        if daemon.store is None or slot not in daemon.engine.slots:
+            return False
+        hand.asked(slot, 7200.0)
+        daemon.engine.change(slot, lambda memory: _with(memory, name), name, f"{slot}: {name}")
+        return True
+
+    return act
+
+
+def _with(memory: Memory, name: str) -> Memory:
+    return replace(memory, replace_asked=True) if name == "replace" else replace(memory, restart_asked=True)
+
+
+asked_again = asked("restart")
+
+
+def foreign(hand: Hand) -> bool:
+    memory = hand.daemon.disk.memories.get(hand.strike.target)
+    number = memory.next_number if memory is not None else 0
+    return _other_node(hand, f"{hand.strike.target}-a{number}", {LABEL_OWNER: "o-somebodyelse"})
+
+
+def stray(hand: Hand) -> bool:
+    labels = {LABEL_OWNER: hand.daemon.disk.owner, LABEL_FLEET: "forgotten", LABEL_SLOT: "forgotten-0"}
+    return _other_node(hand, f"forgotten-0-a{hand.rng.randrange(10**6)}", labels)
+
+
+def _other_node(hand: Hand, name: str, labels: Mapping[str, str]) -> bool:
+    """Somebody else's node, which is there for a while and then taken away by whoever made it."""
+    world, parent = hand.world, f"projects/{PROJECT}/locations/{hand.zone()}"
+    spec = NodeSpec("v2-8", runtime_version="tpu-ubuntu2204-base", labels=dict(labels))
+    try:
+        world.create_node(parent, name, spec, hand.now)
+    except ApiError:
+        return False
+    path = f"{parent}/nodes/{name}"
+    hand.later(hand.strike.length, lambda: _remove(world, path, hand))
+    return True
+
+
+def _remove(world: World, path: str, hand: Hand) -> None:
+    if path in {record.name for record in world.nodes()}:
+        world.forget(path, hand.now)
