@@ -130,6 +130,15 @@ def test_a_dead_socket_is_replaced_and_taken_away_at_the_end(path: Path) -> None
     assert not path.exists()
 
 
+def test_a_socket_that_cannot_be_taken_away_is_left(path: Path) -> None:
+    """What ended the daemon, as a file system that turned read-only, is told and not this."""
+    loop = Loop(path)
+    path.unlink()
+    path.mkdir()
+    loop.close()
+    assert path.is_dir()
+
+
 def test_several_lines_on_one_connection_are_answered_in_order(loop: Loop, path: Path) -> None:
     lines = b"".join(json.dumps({"do": "echo", "text": str(number)}).encode() + b"\n" for number in range(20))
     assert [answer["text"] for answer in raw(path, lines)] == [str(number) for number in range(20)]

@@ -105,7 +105,9 @@ class Control:
         server.shutdown()
         server.server_close()
         self._thread.join()
-        self.path.unlink(missing_ok=True)
+        # A file system that turned read-only is what may end the daemon; a dead socket is replaced by the next one.
+        with contextlib.suppress(OSError):
+            self.path.unlink()
         self.serve(_gone)
         # Whoever was answered a moment ago, as the order to stop is, should hear it.
         with server.quiet:
