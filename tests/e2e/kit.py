@@ -299,10 +299,11 @@ class House:
             else:
                 self._reader.refresh()
         except Exception:
-            self._close_reader()
+            self.close_reader()
         return self._reader
 
-    def _close_reader(self) -> None:
+    def close_reader(self) -> None:
+        """Let go of the files of the store until something of it is asked for again."""
         if self._reader is not None:
             self._reader.close()
             self._reader = None
@@ -422,7 +423,7 @@ class House:
             if self.daemon is not None and (status := self.stop()):
                 faults.append(f"the daemon ended with exit status {status}")
         finally:
-            self._close_reader()
+            self.close_reader()
             self._witness.stop()
             faults += [] if self.machines.strays == 0 else [f"{self.machines.strays} processes left their machine"]
             self.server.stop()
