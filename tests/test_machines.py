@@ -23,6 +23,7 @@ import paramiko
 import pytest
 
 from tpucare.emulator import outfit, proctree
+from tpucare.emulator.flood import Flooding
 from tpucare.emulator.machines import Machines
 from tpucare.emulator.records import (
     AuthorizeKeys,
@@ -323,6 +324,37 @@ def test_a_hung_worker_accepts_and_says_nothing(zone: Zone) -> None:
         connection.settimeout(0.3)
         with pytest.raises(TimeoutError):
             connection.recv(1)
+    zone.machines.resume(NODE, 0).result(timeout=10)
+    assert zone.run("echo back") == "back"
+
+
+@pytest.mark.parametrize("what", [Flooding.LINE, Flooding.LINES])
+def test_a_worker_that_floods_its_greeting(zone: Zone, what: Flooding) -> None:
+    zone.boot()
+    with zone.connect() as client:
+        _, open_session, _ = client.exec_command("cat; echo heard")
+        zone.machines.flood(NODE, 0, what).result(timeout=10)
+        with socket.create_connection((zone.address(), SSH_PORT), timeout=5) as connection:
+            heard = b"".join(connection.recv(1 << 16) for _ in range(40))
+        assert len(heard) > 100_000
+        assert b"SSH-" not in heard
+        assert (b"\n" in heard) is (what is Flooding.LINES)
+        open_session.channel.shutdown_write()
+        assert open_session.read() == b"heard\n"
+    zone.machines.resume(NODE, 0).result(timeout=10)
+    assert zone.run("echo back") == "back"
+    zone.machines.flood(NODE, 0, what).result(timeout=10)
+    zone.kill()
+    zone.boot(node_id=8)
+    assert zone.run("echo next") == "next"
+
+
+def test_a_worker_whose_commands_flood(zone: Zone) -> None:
+    zone.boot()
+    zone.machines.flood(NODE, 0, Flooding.OUTPUT).result(timeout=10)
+    with zone.connect() as client:
+        _, stdout, stderr = client.exec_command("true", timeout=20)
+        assert len(stdout.read(1 << 20)) == len(stderr.read(1 << 20)) == 1 << 20
     zone.machines.resume(NODE, 0).result(timeout=10)
     assert zone.run("echo back") == "back"
 

@@ -55,7 +55,7 @@ class Disk:
     def replace(self) -> None:
         """Another disk takes its place, with what the old one held; nobody may have a file of it open."""
         self.unmount()
-        # Workers that booted meanwhile hold the old one in their namespaces until they end: it cannot be checked itself.
+        # Workers that booted meanwhile hold the old one in their namespaces until they end: it cannot be repaired.
         image = self.image.with_name(f"{self.image.name}.new")
         shutil.copyfile(self.image, image)
         image.rename(self.image)

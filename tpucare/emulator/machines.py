@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Self
 
 from tpucare.emulator import outfit, proctree
+from tpucare.emulator.flood import Flooding
 from tpucare.emulator.jobs import JobThread, done
 from tpucare.emulator.metadata import MetadataServer
 from tpucare.emulator.premises import Premises
@@ -165,6 +166,10 @@ class Machines:
         """Accept connections and say nothing; what runs goes on."""
         return self._each(self._newest(path, worker), WorkerMachine.hang)
 
+    def flood(self, path: NodePath, worker: int, what: Flooding) -> Future[None]:
+        """Say more than anybody can hear, before the greeting or out of every command; what runs goes on."""
+        return self._each(self._newest(path, worker), lambda machine: machine.flood(what))
+
     def freeze(self, path: NodePath, worker: int) -> Future[None]:
         """Stop everything and let connects time out, whatever `silence_freezes` says."""
         return self._each(self._newest(path, worker), WorkerMachine.freeze)
@@ -174,7 +179,7 @@ class Machines:
         return self._each(self._newest(path, worker), WorkerMachine.cut_off)
 
     def resume(self, path: NodePath, worker: int) -> Future[None]:
-        """Undo `hang`, `freeze` and `cut_off`."""
+        """Undo `hang`, `freeze`, `cut_off` and `flood`."""
         return self._each(self._newest(path, worker), WorkerMachine.resume)
 
     def reboot(self, path: NodePath, worker: int) -> Future[None]:

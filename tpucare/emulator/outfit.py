@@ -53,6 +53,14 @@ case "$SSH_ORIGINAL_COMMAND" in
 esac
 """
 
+FLOODING_WRAPPER = """\
+#!/bin/bash
+line=$(printf '%4000s' '' | tr ' ' x)
+yes "$line" >&2 &
+exec yes "$line"
+"""
+"""In place of the script that every SSH session goes through: whatever is asked, the answer never ends."""
+
 # /etc/profile, which a login shell reads first, sets PATH anew.
 _PROFILE = """\
 if [ -n "$BASH_VERSION" ] && [ -f "$HOME/.bashrc" ]; then . "$HOME/.bashrc"; fi

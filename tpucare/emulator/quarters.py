@@ -7,6 +7,7 @@ The texts come from `outfit`; what runs in the folder is for `worker` to say.
 from __future__ import annotations
 
 import shutil
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,6 +84,16 @@ def _write_sshd_files(site: Site, folders: Folders, order: Boot, mark: str, boot
         sftp_server=site.sftp_server,
         use_pam=site.use_pam,
         mark_value=mark,
+    )
+    replace(folders.sshd_config, config, 0o600)
+
+
+def move_sshd(folders: Folders, address: str, port: int) -> None:
+    """When sshd reads its files again, it makes room at *port* and listens at another of that address."""
+    with socket.create_server((address, 0)) as listener:
+        free = listener.getsockname()[1]
+    config = folders.sshd_config.read_text().replace(
+        f"ListenAddress {address}:{port}\n", f"ListenAddress {address}:{free}\n"
     )
     replace(folders.sshd_config, config, 0o600)
 

@@ -12,6 +12,7 @@ import os
 import select
 import shutil
 import socket
+import stat
 import threading
 import time
 import uuid
@@ -21,6 +22,7 @@ from signal import SIGCONT, SIGHUP
 from typing import NamedTuple
 
 from tpucare.emulator import outfit, proctree, quarters, sandbox
+from tpucare.emulator.flood import BLOCKS, Flood, Flooding
 from tpucare.emulator.metadata import MetadataServer
 from tpucare.emulator.proctree import Process
 from tpucare.emulator.quarters import SSH_KEYS_ATTRIBUTE, Site
@@ -66,6 +68,8 @@ class WorkerMachine:
         self._lock = threading.Lock()
         self._begun = False
         self._stopped: list[Process] = []
+        self._flood: Flood | None = None
+        self._before_flood: dict[Path, str] = {}
         self.folders = quarters.folders_of(site, order, self.mark[-12:])
 
     # --- life
@@ -129,6 +133,7 @@ class WorkerMachine:
     def vacate(self) -> None:
         """Let go of what it used; to be called when its cage has ended and nothing listens on its address."""
         self._cage = None
+        self._end_flood()
         self.listening.clear()
         self.folders.pids.unlink(missing_ok=True)
         shutil.rmtree(self.folders.screens, ignore_errors=True)
@@ -178,15 +183,9 @@ class WorkerMachine:
 
         Raises: MachineError: sshd did not come back.
         """
-        cage = self._cage
-        first = cage.first_process() if cage else None
-        if first is None:
-            return
-        offset = self.folders.log.stat().st_size
         quarters.make_host_key(self.folders)
         self.host_keys = quarters.host_keys(self.folders)
-        proctree.send(first, SIGHUP)
-        self._await_listening(offset)
+        self._reload_sshd()
 
     def freeze(self) -> None:
         """Stop every process and let connects time out: a machine that vanished without a word, seen from outside."""
@@ -202,12 +201,48 @@ class WorkerMachine:
         """Accept connections and say nothing; what runs goes on running."""
         self._stop(_is_sshd)
 
+    def flood(self, what: Flooding) -> None:
+        """
+        Say more than anybody can hear; what runs goes on running, and so do open sessions.
+
+        Raises: MachineError: sshd did not make room.
+        """
+        if self._before_flood or self._cage is None:
+            return
+        place = self.folders.wrapper if what is Flooding.OUTPUT else self.folders.sshd_config
+        self._before_flood[place] = place.read_text()
+        if what is Flooding.OUTPUT:
+            quarters.replace(place, outfit.FLOODING_WRAPPER, 0o700)
+        else:
+            quarters.move_sshd(self.folders, self.address, self._site.ssh_port)
+            self._reload_sshd()
+            self._flood = Flood(self.address, self._site.ssh_port, BLOCKS[what])
+
     def resume(self) -> None:
-        """Undo `freeze`, `cut_off` and `hang`."""
+        """Undo `freeze`, `cut_off`, `hang` and `flood`."""
         # Children first, so that none finds its parent still stopped.
         for process in reversed(self._stopped):
             proctree.send(process, SIGCONT)
         self._stopped = []
+        if self._before_flood:
+            self._end_flood()
+            for path, text in self._before_flood.items():
+                quarters.replace(path, text, stat.S_IMODE(path.stat().st_mode))
+            self._before_flood = {}
+            self._reload_sshd()
+
+    def _end_flood(self) -> None:
+        if self._flood is not None:
+            self._flood.close()
+            self._flood = None
+
+    def _reload_sshd(self) -> None:
+        """Let it read its files again. Raises: MachineError: it did not come back."""
+        cage = self._cage
+        if (first := cage.first_process() if cage else None) is not None:
+            offset = self.folders.log.stat().st_size
+            proctree.send(first, SIGHUP)
+            self._await_listening(offset)
 
     def _stop(self, concerns: Callable[[Process], bool]) -> None:
         if (cage := self._cage) is not None:
