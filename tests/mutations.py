@@ -149,6 +149,7 @@ def _stumble(*_arguments: Any) -> Any:
 def _delete_again_late(patch: pytest.MonkeyPatch) -> None:
     for name in ("DELETE_AGAIN", "DELETE_AGAIN_CAP"):
         patch.setattr(memories, name, timedelta(minutes=110))
+    patch.setattr(plan, "DELETE_AGAIN_CAP", timedelta(minutes=110))
 
 
 def _never_judge_silence(patch: pytest.MonkeyPatch) -> None:

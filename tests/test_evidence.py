@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from tests.evidence_kit import EU, HERE, NOW, US, after, ago, before, evidence, later, node, place, seen
 from tpucare.evidence import (
-    LONGEST_BACKOFF,
     SUPPORTING_OBSERVATIONS,
     Holding,
     Mark,
@@ -24,6 +23,7 @@ from tpucare.model import Provisioning
 from tpucare.tracking import NodeTrack
 
 SECOND = timedelta(seconds=1)
+LONGEST = timedelta(hours=2)
 FIXED = settings(derandomize=True, max_examples=200, deadline=None)
 
 lengths = st.integers(0, 100_000).map(lambda seconds: timedelta(seconds=seconds))
@@ -52,12 +52,12 @@ def test_a_timeout_needs_observed_time_and_observations(since: Mark | None, want
         (NOW, True),
         (before(1), True),
         (after(1), False),
-        (NOW + LONGEST_BACKOFF + SECOND, True),
-        (NOW + LONGEST_BACKOFF, False),
+        (NOW + LONGEST + SECOND, True),
+        (NOW + LONGEST, False),
     ],
 )
 def test_a_backoff_is_over_at_its_instant_or_when_no_backoff_can_be_that_long(instant, want) -> None:  # type: ignore[no-untyped-def]
-    assert Timers(HERE).passed(instant) is want
+    assert Timers(HERE).passed(instant, LONGEST) is want
 
 
 def test_the_clouds_clock_may_be_unknown_and_may_differ_from_ours() -> None:
@@ -71,7 +71,7 @@ def test_the_clouds_clock_may_be_unknown_and_may_differ_from_ours() -> None:
 def test_nothing_that_waits_gives_no_instant() -> None:
     timers = Timers(HERE)
     assert timers.lasted(ago(hours=1), SECOND)
-    assert timers.passed(before(1))
+    assert timers.passed(before(1), LONGEST)
     assert (timers.observed_due, timers.wall_due) == (None, None)
 
 
@@ -109,17 +109,17 @@ def test_asking_again_at_the_observed_instant_changes_an_answer_and_not_before(
 @given(st.lists(instants, min_size=1, max_size=5))
 def test_asking_again_at_the_wall_instant_changes_an_answer_and_not_before(asked) -> None:  # type: ignore[no-untyped-def]
     timers = Timers(HERE)
-    answers = [timers.passed(instant) for instant in asked]
+    answers = [timers.passed(instant, LONGEST) for instant in asked]
     due = timers.wall_due
     assert (due is None) == all(answers)
     if due is not None:
         then = replace(HERE, wall=due)
-        assert [Timers(then).passed(instant) for instant in asked if instant <= NOW + LONGEST_BACKOFF].count(
+        assert [Timers(then).passed(instant, LONGEST) for instant in asked if instant <= NOW + LONGEST].count(
             False
         ) < answers.count(False)
         too_early = replace(HERE, wall=due - timedelta(microseconds=1))
         waiting = [instant for instant, answer in zip(asked, answers, strict=True) if not answer]
-        assert not any(Timers(too_early).passed(instant) for instant in waiting)
+        assert not any(Timers(too_early).passed(instant, LONGEST) for instant in waiting)
 
 
 def test_again_and_lasted_share_the_earliest_instant() -> None:

@@ -17,9 +17,6 @@ from tpucare.model import Node, NodeReport, Place, Worker
 
 SUPPORTING_OBSERVATIONS = 3
 
-# A backoff that lies further ahead than any backoff can is the work of a clock that was set back: it counts as over.
-LONGEST_BACKOFF = timedelta(hours=2)
-
 
 class Mark(NamedTuple):
     """An instant of observed time: how much had been observed, and in how many passes."""
@@ -76,8 +73,12 @@ class Timers:
         self._note(max(due, self.now.observed))
         return False
 
-    def passed(self, instant: datetime | None, longest: timedelta = LONGEST_BACKOFF) -> bool:
-        """True when wall time has reached *instant*, or *instant* lies further ahead than *longest*, or is None."""
+    def passed(self, instant: datetime | None, longest: timedelta) -> bool:
+        """
+        True when wall time has reached *instant*, or it is None, or it lies further ahead than *longest*.
+
+        *longest* is what such a wait can be: one that lies further ahead is the work of a clock that was set back.
+        """
         if instant is None or instant <= self.now.wall or instant - self.now.wall > longest:
             return True
         if self.wall_due is None or instant < self.wall_due:

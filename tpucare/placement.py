@@ -9,11 +9,21 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
+from types import MappingProxyType
 from typing import Protocol
 
+from tpucare.backoff import (
+    CAPACITY_BACKOFF,
+    PERSON_FIRST,
+    PERSON_LATER,
+    QUOTA_BACKOFF,
+    RATE_PAUSE,
+    RATE_PAUSE_SPREAD,
+    TRANSIENT_BACKOFF,
+)
 from tpucare.errors import CloudError, NeedsPerson, NoCapacity, QuotaExceeded, RateLimited, Transient
 from tpucare.evidence import Evidence, Timers, holding_of, region_of
 from tpucare.memory import Memory, PlaceMemory
@@ -22,9 +32,6 @@ from tpucare.model import Place, Slot
 # Two creates in a row that met nothing but silent workers point at the place, not at the nodes.
 UNANSWERED_LIMIT = 2
 OWN_QUOTA_PATIENCE = timedelta(minutes=5)
-PERSON_FIRST = timedelta(minutes=10)
-PERSON_LATER = timedelta(hours=1)
-RATE_PAUSE = timedelta(minutes=1)
 
 OWN_QUOTA = "own quota"
 OWN_REGION_QUOTA = "own quota of the region"
@@ -57,9 +64,9 @@ def _refusal(place: Place, past: PlaceMemory, evidence: Evidence, timers: Timers
         # A PREEMPTED node holds its quota until DELETING has ended: the create can succeed the instant it is gone.
         if not holds_quota(place, evidence, region_wide=past.kind == OWN_REGION_QUOTA):
             return None
-        if past.own_quota_since and not timers.passed(past.own_quota_since + OWN_QUOTA_PATIENCE):
+        if past.own_quota_since and not timers.passed(past.own_quota_since + OWN_QUOTA_PATIENCE, OWN_QUOTA_PATIENCE):
             return "our own dead node still holds the quota"
-    if timers.passed(past.retry_at):
+    if timers.passed(past.retry_at, _LONGEST.get(past.kind, PERSON_LATER)):
         return None
     assert past.retry_at is not None
     return f"{past.kind or 'refused'} ({past.reason}), again {past.retry_at:%H:%M:%S}"
@@ -80,22 +87,16 @@ def holds_quota(place: Place, evidence: Evidence, *, region_wide: bool) -> bool:
     return False
 
 
-@dataclass(frozen=True, slots=True)
-class Backoff:
-    """Grows from `first` by doubling up to `cap`; the upper half of each step is drawn by chance."""
-
-    first: timedelta
-    cap: timedelta
-
-    def delay(self, failures: int, rng: random.Random) -> timedelta:
-        ceiling = min(self.cap, self.first * 2 ** min(max(failures - 1, 0), 20))
-        return timedelta(seconds=ceiling.total_seconds() * rng.uniform(0.5, 1.0))
-
-
-# A stockout ends without notice, and asking costs one call of the create budget: stay close.
-CAPACITY_BACKOFF = Backoff(timedelta(seconds=10), timedelta(minutes=2))
-QUOTA_BACKOFF = Backoff(timedelta(minutes=5), timedelta(minutes=30))
-TRANSIENT_BACKOFF = Backoff(timedelta(seconds=4), timedelta(minutes=1))
+# The longest that each kind of refusal keeps a place closed, by whatever clock.
+_LONGEST: Mapping[str, timedelta] = MappingProxyType(
+    {
+        "no capacity": CAPACITY_BACKOFF.cap,
+        "quota": QUOTA_BACKOFF.cap,
+        "rate": RATE_PAUSE * RATE_PAUSE_SPREAD,
+        "transient": TRANSIENT_BACKOFF.cap,
+        "refused": TRANSIENT_BACKOFF.cap,
+    }
+)
 
 
 def refused(
@@ -137,7 +138,7 @@ def _pause(error: CloudError, failures: int, rng: random.Random) -> tuple[str, t
     if isinstance(error, QuotaExceeded):
         return "quota", QUOTA_BACKOFF.delay(failures, rng)
     if isinstance(error, RateLimited):
-        return "rate", RATE_PAUSE * rng.uniform(1.0, 1.25)
+        return "rate", RATE_PAUSE * rng.uniform(1.0, RATE_PAUSE_SPREAD)
     if isinstance(error, Transient):
         return "transient", TRANSIENT_BACKOFF.delay(failures, rng)
     return "refused", TRANSIENT_BACKOFF.delay(failures, rng)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from datetime import timedelta
 
 from tpucare.actions import Action, Create, Delete, Fact, Look, Poll, PushKey, Reason, Settle, Vouch, Wait
+from tpucare.backoff import DELETE_AGAIN_CAP, RESEND_BACKOFF
 from tpucare.evidence import Evidence, Mark, Moment, NodeEvidence, Timers
 from tpucare.memory import CreateIntent, End, Memory, NodeMemory, Wish
 from tpucare.model import NodeKey, NodeState, OnSuccess, Slot, node_name
@@ -128,7 +129,7 @@ def _delete_chore(seen: NodeEvidence, evidence: Evidence, memory: Memory, timers
     if f"delete:{node.name}" in evidence.in_flight:
         return None
     if past is not None and past.delete_asked_at is not None:
-        if timers.passed(past.delete_next_at):
+        if timers.passed(past.delete_next_at, DELETE_AGAIN_CAP):
             why = past.delete_why or "delete asked for"
             return deletion(seen, f"{why} (asked again: still {node.state.name})", _reason(past))
         return None
@@ -167,7 +168,8 @@ def _create_chore(
     key = NodeKey(slot.project, intent.zone, intent.name)
     if intent.accepted:
         return _look(key, evidence, timers, "accepted, its operation is over or unknown")
-    if intent.lost and (intent.refused or intent.superseded) and timers.passed(intent.asked_at + CREATE_MAY_ARRIVE):
+    may_arrive_until = intent.asked_at + CREATE_MAY_ARRIVE
+    if intent.lost and (intent.refused or intent.superseded) and timers.passed(may_arrive_until, CREATE_MAY_ARRIVE):
         return _look(key, evidence, timers, "its answer was lost; it could have arrived until now")
     return None
 
@@ -224,7 +226,7 @@ def _end_node(slot: Slot, seen: NodeEvidence, evidence: Evidence, memory: Memory
         # What was paid for by the hour is kept for a look until somebody has looked.
         # No backoff: a person may want days, and a clock that was set back only keeps it for longer.
         kept_until = memory.ended_at + slot.care.keep_failed if memory.ended_at is not None else None
-        due = kept_until is not None and timers.passed(kept_until, longest=timedelta.max)
+        due = kept_until is not None and timers.passed(kept_until, timedelta.max)
         goes = due and not keeps_node(seen)
     if goes:
         return stop_before(seen, evidence, memory, deletion(seen, why, Reason.FINISHED))
@@ -276,7 +278,7 @@ def _decide_open_create(slot: Slot, intent: CreateIntent, evidence: Evidence, ti
         if place is None:
             # The declaration no longer has that place, so the same request cannot be sent again.
             return Settle(Fact.CREATE_SUPERSEDED, "its place is no longer declared", name=intent.name)
-        if timers.passed(intent.retry_at):
+        if timers.passed(intent.retry_at, RESEND_BACKOFF.cap):
             why = "the answer was lost: the same name at the same place again"
             return Create(intent.name, intent.number, place, why, resend=True)
         return Wait(f"the answer to the create of {intent.name} was lost; asking again soon")

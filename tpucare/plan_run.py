@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import NamedTuple
 
 from tpucare.actions import Action, Delete, Fact, Launch, Notice, Reason, Settle, Stop, Wait
+from tpucare.backoff import book_cap
 from tpucare.evidence import SUPPORTING_OBSERVATIONS, Evidence, Mark, NodeEvidence, Timers, latest
 from tpucare.memory import BookName, End, Memory, NodeMemory, RunMemory
 from tpucare.model import Failure, OnSuccess, Phase, Provisioning, Slot, WorkerReport
@@ -150,7 +151,7 @@ def made_progress_since(seen: NodeEvidence, mark: Mark) -> bool:
 def backoff_over(memory: Memory, timers: Timers) -> Wait | None:
     """None when no book asks for patience before the next launch."""
     for name, book in memory.books.items():
-        if not timers.passed(book.retry_at):
+        if not timers.passed(book.retry_at, book_cap(BookName(name))):
             assert book.retry_at is not None
             return Wait(f"{name} {book.failures} in a row ({book.reason}); next launch at {book.retry_at:%H:%M:%S}")
     return None

@@ -13,6 +13,7 @@ from datetime import datetime, timedelta
 
 from tpucare import placement
 from tpucare.actions import Action, Create, Delete, Fact, Launch, Look, Notice, Poll, PushKey, Reason, Settle, Stop
+from tpucare.backoff import BOOK_BACKOFF, DELETE_AGAIN, DELETE_AGAIN_CAP, RESEND_BACKOFF
 from tpucare.errors import (
     AlreadyExists,
     CloudError,
@@ -30,18 +31,6 @@ from tpucare.memory import Book, BookName, CreateIntent, End, Memory, NodeMemory
 from tpucare.model import LaunchResult, Node, NodeState, Operation, StopResult, parse_node_name
 
 BUDGET_WINDOW = timedelta(minutes=1)
-DELETE_AGAIN = timedelta(seconds=60)
-DELETE_AGAIN_CAP = timedelta(minutes=16)
-# After this many resends the same name is tried only as often as a place in a stockout.
-RESEND_BACKOFF = placement.Backoff(timedelta(seconds=2), timedelta(minutes=1))
-
-BOOK_BACKOFF = {
-    BookName.PREEMPTION: None,
-    BookName.INFRASTRUCTURE: placement.Backoff(timedelta(seconds=5), timedelta(minutes=5)),
-    BookName.SETUP: placement.Backoff(timedelta(seconds=30), timedelta(minutes=15)),
-    BookName.CRASH: placement.Backoff(timedelta(seconds=10), timedelta(minutes=15)),
-    BookName.STALL: None,
-}
 
 
 # --- what is seen ----------------------------------------------------------------------------------------------------

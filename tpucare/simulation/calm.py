@@ -9,9 +9,9 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from tpucare.backoff import DELETE_AGAIN_CAP, PERSON_FIRST, QUOTA_BACKOFF
 from tpucare.memory import End, Memory, PlaceMemory, Wish
 from tpucare.model import LABEL_FLEET, LABEL_OWNER, NodeState, Slot
-from tpucare.placement import PERSON_FIRST, QUOTA_BACKOFF
 from tpucare.plan import decide
 from tpucare.plan_run import STALL_FACTOR
 from tpucare.simulation.daemon import Daemon
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from tpucare.simulation.history import History
 
 SWEEP = timedelta(minutes=10)
-DELETE_AGAIN_CAP = timedelta(minutes=16)
 PERSON_EVERY = 120.0
 
 

@@ -1,0 +1,24 @@
+"""Pauses between two tries: they double up to a cap, and chance keeps those who wait apart."""
+
+from __future__ import annotations
+
+import random
+from datetime import timedelta
+
+from tpucare.backoff import BOOK_BACKOFF, CAPACITY_BACKOFF, Backoff, book_cap
+
+RNG = random.Random(1)
+
+
+def test_a_pause_doubles_up_to_its_cap_and_is_drawn_by_chance() -> None:
+    draws = [CAPACITY_BACKOFF.delay(failures, RNG).total_seconds() for failures in range(1, 12)]
+    assert all(low <= draw for low, draw in zip((5, 10, 20, 40), draws, strict=False))
+    assert all(60 <= draw <= 120 for draw in draws[4:])
+    assert len(set(draws)) == len(draws)
+    assert Backoff(timedelta(seconds=10), timedelta(hours=1)).delay(0, RNG) <= timedelta(seconds=10)
+
+
+def test_the_cap_of_a_book_is_that_of_its_pauses() -> None:
+    for name, backoff in BOOK_BACKOFF.items():
+        longest = backoff.delay(100, RNG) if backoff is not None else timedelta()
+        assert longest <= book_cap(name)

@@ -1,0 +1,65 @@
+"""
+How long to leave alone what failed: the pauses between two tries, with their caps.
+
+Pure. Instants of backoffs are of the machine's clock, so that they outlive the process; a clock that was set back
+meanwhile would stretch them, which is why whoever waits for one says the cap (`evidence.Timers.passed`).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from types import MappingProxyType
+
+from tpucare.memory import BookName
+
+
+@dataclass(frozen=True, slots=True)
+class Backoff:
+    """Grows from `first` by doubling up to `cap`; the upper half of each step is drawn by chance."""
+
+    first: timedelta
+    cap: timedelta
+
+    def delay(self, failures: int, rng: random.Random) -> timedelta:
+        ceiling = min(self.cap, self.first * 2 ** min(max(failures - 1, 0), 20))
+        return timedelta(seconds=ceiling.total_seconds() * rng.uniform(0.5, 1.0))
+
+
+# --- places ----------------------------------------------------------------------------------------------------------
+
+# A stockout ends without notice, and asking costs one call of the create budget: stay close.
+CAPACITY_BACKOFF = Backoff(timedelta(seconds=10), timedelta(minutes=2))
+QUOTA_BACKOFF = Backoff(timedelta(minutes=5), timedelta(minutes=30))
+TRANSIENT_BACKOFF = Backoff(timedelta(seconds=4), timedelta(minutes=1))
+RATE_PAUSE = timedelta(minutes=1)
+RATE_PAUSE_SPREAD = 1.25
+PERSON_FIRST = timedelta(minutes=10)
+PERSON_LATER = timedelta(hours=1)
+
+# --- calls -----------------------------------------------------------------------------------------------------------
+
+# After this many resends the same name is tried only as often as a place in a stockout.
+RESEND_BACKOFF = Backoff(timedelta(seconds=2), timedelta(minutes=1))
+DELETE_AGAIN = timedelta(seconds=60)
+DELETE_AGAIN_CAP = timedelta(minutes=16)
+
+# --- runs ------------------------------------------------------------------------------------------------------------
+
+BOOK_BACKOFF: Mapping[BookName, Backoff | None] = MappingProxyType(
+    {
+        BookName.PREEMPTION: None,
+        BookName.INFRASTRUCTURE: Backoff(timedelta(seconds=5), timedelta(minutes=5)),
+        BookName.SETUP: Backoff(timedelta(seconds=30), timedelta(minutes=15)),
+        BookName.CRASH: Backoff(timedelta(seconds=10), timedelta(minutes=15)),
+        BookName.STALL: None,
+    }
+)
+
+
+def book_cap(name: BookName) -> timedelta:
+    """The longest pause that a book asks for."""
+    backoff = BOOK_BACKOFF[name]
+    return backoff.cap if backoff is not None else timedelta()
