@@ -13,7 +13,8 @@ import pytest
 
 from tpucare import accelerators
 from tpucare.emulator.capacity import Pool, load_trace, shipped_traces, supply
-from tpucare.emulator.config import Capacity, WorldConfig
+from tpucare.emulator.config import WorldConfig
+from tpucare.emulator.config_zones import Capacity
 from tpucare.emulator.records import NodeSpec
 from tpucare.emulator.world import World
 from tpucare.errors import ConfigError

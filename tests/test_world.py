@@ -15,7 +15,9 @@ from typing import Any
 
 import pytest
 
-from tpucare.emulator.config import Capacity, Preemption, WorldConfig, load_world, parse_world
+from tpucare.emulator.config import WorldConfig, load_world, parse_world
+from tpucare.emulator.config_faults import Preemption
+from tpucare.emulator.config_zones import Capacity
 from tpucare.emulator.records import (
     AcceleratorConfig,
     ApiError,

@@ -18,7 +18,7 @@ from importlib import resources
 from pathlib import Path
 
 from tpucare.accelerators import Accelerator
-from tpucare.emulator.config import Capacity, Process
+from tpucare.emulator.config_zones import Capacity, Process
 from tpucare.errors import ConfigError
 
 Change = tuple[datetime, int]

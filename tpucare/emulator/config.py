@@ -2,107 +2,23 @@
 What a world is made of: zones, capacity, quotas, latencies, faults. Strict, loadable from YAML.
 
 `speed: fast` shrinks every latency to fractions of a second, for tests and demos with real machines. Lengths are
-numbers of seconds or texts such as `90s`, `5m`, `1h`, `2d`.
+numbers of seconds or texts such as `90s`, `5m`, `1h`, `2d`. What there is of a zone is in `config_zones`, what goes
+wrong in `config_faults`, how long things take in `lengths`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
+from tpucare.emulator.config_faults import Faults, HealthCourse, Preemption
+from tpucare.emulator.config_zones import Quota, Zone
 from tpucare.emulator.lengths import FAST, FAST_QUEUE, Latencies, Latency, Seconds, Share, Strict, around
 from tpucare.errors import ConfigError
-
-Tier = Literal["spot", "on-demand", "reserved"]
-
-
-class Process(Strict):
-    """
-    Capacity as a seeded birth and death process with bursts, between 0 and `maximum`.
-
-    Rates are per hour: `births` add one, `deaths` take one, `bursts` take `burst_share` of what is there at once and
-    let nothing be born for `stockout`. Real spot capacity goes that way: bursts, then hours of nothing.
-    """
-
-    maximum: int = Field(ge=0)
-    initial: int | None = Field(default=None, ge=0)
-    births: float = Field(default=1.0, ge=0)
-    deaths: float = Field(default=0.5, ge=0)
-    bursts: float = Field(default=0.05, ge=0)
-    burst_share: Share = 1.0
-    stockout: Latency = around(3600, 4 * 3600)
-
-
-class Capacity(Strict):
-    """
-    Capacity of one pool: an accelerator type, or a generation, or everything of a zone, on one tier.
-
-    Exactly one of `amount`, `process`, `schedule` and `trace`. Spot and preemptible nodes share the tier `spot`.
-    `schedule`: pairs of an offset from the start of the world and an amount. `trace`: `<dataset>/<zone>` of those that
-    are shipped, or the path of a file in format spot-capacity-trace/1; it begins at tick `trace_from` and repeats.
-    When capacity falls below what is in use, spot nodes are preempted, within `burst` seconds.
-    """
-
-    type: str = Field(default="", description="accelerator type or generation; empty: any")
-    tier: Tier = "spot"
-    unit: Literal["nodes", "hosts", "chips"] | None = Field(default=None, description="nodes; for a trace: hosts")
-    amount: int | None = Field(default=None, ge=0)
-    process: Process | None = None
-    schedule: tuple[tuple[Seconds, Annotated[int, Field(ge=0)]], ...] = ()
-    trace: str = ""
-    trace_from: int = Field(default=0, ge=0)
-    burst: Seconds = 60.0
-
-    @model_validator(mode="after")
-    def _one_source(self) -> Capacity:
-        given = [self.amount is not None, self.process is not None, bool(self.schedule), bool(self.trace)]
-        if sum(given) != 1:
-            raise ValueError("give exactly one of amount, process, schedule, trace")
-        return self
-
-
-class Zone(Strict):
-    """
-    One zone. What no pool of `capacity` covers is unlimited.
-
-    `accelerators` and `runtimes` default to the catalogue's for a zone it knows, and to everything for one it does not;
-    `accelerators: ["*"]` is everything, sizes that the catalogue does not list included.
-    """
-
-    capacity: tuple[Capacity, ...] = ()
-    accelerators: tuple[str, ...] | None = None
-    runtimes: tuple[str, ...] | None = None
-    supported: bool = Field(default=True, description="false: 'The requested zone is not supported'")
-    denied_types: tuple[str, ...] = Field(default=(), description="types that the project is not allow-listed for")
-    create_errors: Share = Field(default=0.0, description="share of creates that end with an internal error")
-
-
-class Quota(Strict):
-    """
-    A limit of the project: of one generation and tier, in one zone or region.
-
-    `types` narrows it to some accelerator types. `id` and `text` shape the refusal; both have usual forms.
-    """
-
-    generation: str = ""
-    types: tuple[str, ...] = ()
-    tier: Tier = "spot"
-    zone: str = ""
-    region: str = ""
-    limit: int = Field(ge=0)
-    unit: Literal["chips", "cores", "nodes"] = "chips"
-    id: str = ""
-    form: Literal["limit", "exhausted"] = "limit"
-
-    @model_validator(mode="after")
-    def _one_scope(self) -> Quota:
-        if bool(self.zone) == bool(self.region):
-            raise ValueError("give either zone or region")
-        return self
 
 
 class Rates(Strict):
@@ -110,53 +26,6 @@ class Rates(Strict):
 
     create: int | None = Field(default=91, ge=0)
     delete: int | None = Field(default=None, ge=0)
-
-
-class FaultRates(Strict):
-    """Chances per call. `lost_before`: 14, nothing happened. `lost_after`: 14, though it took effect."""
-
-    unavailable: Share = 0.0
-    internal: Share = 0.0
-    lost_before: Share = 0.0
-    lost_after: Share = 0.0
-    slow: Share = 0.0
-    slow_latency: Latency = around(20, 60)
-
-
-class Outage(Strict):
-    """Something that breaks at a time known beforehand; offsets count from the start of the world."""
-
-    at: Seconds
-    duration: Seconds
-    kind: Literal["api", "internal", "zone", "slow"]
-    zone: str = ""
-    seconds: Seconds = 30.0
-
-
-class Faults(Strict):
-    """What goes wrong by itself."""
-
-    calls: FaultRates = FaultRates()
-    methods: dict[str, FaultRates] = Field(default={}, description="instead of `calls`, by method: ListNodes, ...")
-    outages: tuple[Outage, ...] = ()
-    repeated_delete: tuple[Literal[0, 9, 10], ...] = Field(
-        default=(0, 9, 10), min_length=1, description="answers to a delete in DELETING: 0 = a second operation"
-    )
-    delete_stuck: Share = Field(default=0.0, description="share of deletes that need to be repeated")
-    failed_create_left: Share = Field(default=0.0, description="share of failed creates whose node stays listed")
-    missing_worker: Share = Field(default=0.0, description="share of large slices that lack one worker for ever")
-    missing_worker_hosts: int = Field(default=64, ge=1, description="large begins at this many hosts")
-
-
-class Preemption(Strict):
-    """How nodes are taken away, whatever took them: capacity, their lifetime, or an operator who says no more."""
-
-    lifetime: Latency | None = Field(default=None, description="of each spot node after READY; none: capacity decides")
-    preemptible_limit: Seconds = Field(default=24 * 3600.0, description="preemptible nodes end this long after READY")
-    notice: Latency | None = Field(default=around(10, 30), description="from preempted=TRUE to death; none: without")
-    silent_share: Share = Field(default=0.1, description="share that falls silent first instead of dying at once")
-    never_shown: Share = Field(default=0.0, description="share that the API shows READY for ever")
-    shown_otherwise: Share = Field(default=0.0, description="share shown REPAIRING, TERMINATED or gone instead")
 
 
 class Queueing(Strict):
@@ -175,14 +44,6 @@ class Queueing(Strict):
     shells_hold_quota: bool = Field(default=True, description="SUSPENDED and FAILED ones count until they are deleted")
     limit: int | None = Field(default=100, ge=0, description="per project and zone")
     spurious_exists: Share = Field(default=0.0, description="share of creates answered ALREADY_EXISTS though new")
-
-
-class HealthCourse(Strict):
-    """Health of READY nodes: 0 at first, then HEALTHY; `flap_every` is the mean time between bad spells of a node."""
-
-    flap_every: Seconds | None = None
-    flap_length: Latency = around(300, 1800)
-    values: tuple[int, ...] = (0, 3, 4, 5)
 
 
 class Access(Strict):

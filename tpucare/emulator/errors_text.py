@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tpucare.emulator.config import Quota
+from tpucare.emulator.config_zones import Quota
 from tpucare.emulator.records import ApiError, NodePath
 
 CANCELLED = 1

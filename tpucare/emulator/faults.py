@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from tpucare.emulator import errors_text as texts
-from tpucare.emulator.config import FaultRates, WorldConfig
+from tpucare.emulator.config import WorldConfig
+from tpucare.emulator.config_faults import FaultRates
 from tpucare.emulator.records import ApiError, CallFate
 
 OUTAGE_KINDS = ("api", "internal", "zone", "slow")

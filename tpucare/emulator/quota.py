@@ -8,7 +8,7 @@ from datetime import datetime, timedelta
 
 from tpucare.accelerators import Accelerator, region_of
 from tpucare.emulator.capacity import units
-from tpucare.emulator.config import Quota
+from tpucare.emulator.config_zones import Quota
 
 MINUTE = timedelta(minutes=1)
 

@@ -10,7 +10,8 @@ from dataclasses import replace
 from tpucare import accelerators
 from tpucare.accelerators import Accelerator
 from tpucare.emulator import errors_text as texts
-from tpucare.emulator.config import WorldConfig, Zone
+from tpucare.emulator.config import WorldConfig
+from tpucare.emulator.config_zones import Zone
 from tpucare.emulator.records import AcceleratorConfig, NodeSpec
 from tpucare.errors import ConfigError
 
