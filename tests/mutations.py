@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from tpucare import effects, engine, plan, plan_node, plan_run
-from tpucare import remember as memories
+from tpucare import effects, engine, plan, plan_node, plan_run, remember_deletes, remember_seen
 from tpucare.actions import Reason, Wait
 from tpucare.board import Board
 from tpucare.brake import Brake
@@ -93,7 +92,7 @@ def _believe_the_list(patch: pytest.MonkeyPatch) -> None:
             track = found[0]
             self.forget(track, view, name)
             now, rng = self.board.clock.now(), random.Random(1)
-            self.board.update(track, memories.gone(track.memory, name, now, rng))
+            self.board.update(track, remember_seen.gone(track.memory, name, now, rng))
             self.board.dirty[track.slot.name] = None
 
     patch.setattr(Observer, "_miss", miss)
@@ -148,7 +147,7 @@ def _stumble(*_arguments: Any) -> Any:
 
 def _delete_again_late(patch: pytest.MonkeyPatch) -> None:
     for name in ("DELETE_AGAIN", "DELETE_AGAIN_CAP"):
-        patch.setattr(memories, name, timedelta(minutes=110))
+        patch.setattr(remember_deletes, name, timedelta(minutes=110))
     patch.setattr(plan, "DELETE_AGAIN_CAP", timedelta(minutes=110))
 
 
@@ -228,7 +227,7 @@ MUTATIONS = (
     Mutation(
         "numbers begin anew",
         "fresh-numbers",
-        _swap(memories, "_number_after", lambda memory, _name: memory),
+        _swap(remember_seen, "number_after", lambda memory, _name: memory),
         (Strike(1600, "preempted", "mini-0"),),
     ),
     Mutation(

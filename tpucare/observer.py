@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from tpucare import remember as memories
+from tpucare import remember_seen as memories
 from tpucare.board import Board, slots_of
 from tpucare.effects import Ports
 from tpucare.errors import CloudError, NeedsPerson, OwnCredentials

@@ -12,7 +12,7 @@ import heapq
 import random
 from datetime import timedelta
 
-from tpucare import remember as memories
+from tpucare import remember_seen as memories
 from tpucare.board import Board
 from tpucare.effects import Ports
 from tpucare.evidence import SUPPORTING_OBSERVATIONS

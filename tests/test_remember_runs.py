@@ -1,0 +1,116 @@
+"""What memory becomes by launches and stops: runs, books, attempts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+
+from tests.evidence_kit import FRESH, NOW, TRAINS, launched, memory, name_of, past, run, token
+from tests.remember_kit import asked, came, launch, stop
+from tpucare.actions import Reason
+from tpucare.errors import AuthRefused, CommandFailed, ConfigError, WorkerSilent
+from tpucare.memory import BookName, End
+from tpucare.model import LaunchResult, StopResult
+
+
+def test_a_launch_is_on_record_before_it_begins_and_counts_nodes_not_runs() -> None:
+    first = asked(replace(FRESH, attempts=4, restart_asked=True, fence_confirmed=True), launch())
+    assert first.run is not None
+    assert (first.run.token, first.run.complete, first.attempts) == (token(), False, 5)
+    assert (first.restart_asked, first.fence_confirmed) == (False, False)
+    told = first.node(name_of(0))
+    assert told is not None
+    assert (told.launched, told.attempt) == (True, 5)
+    again = asked(first, launch(0, 2))
+    assert again.attempts == 5
+    assert asked(memory(), launch()).run is not None
+
+
+@pytest.mark.parametrize(
+    ("workers", "book"),
+    [
+        ((None, WorkerSilent("x")), BookName.INFRASTRUCTURE),
+        ((AuthRefused("x"), None), BookName.INFRASTRUCTURE),
+        ((None, CommandFailed("x", 1)), BookName.SETUP),
+        ((ConfigError("no secret"), WorkerSilent("x")), BookName.SETUP),
+    ],
+)
+def test_a_launch_that_is_not_whole_is_booked(workers: tuple[Exception | None, ...], book: BookName) -> None:
+    known = asked(FRESH, launch())
+    failed = came(known, launch(), LaunchResult(workers))
+    assert failed.book(book).total == 1
+    assert failed.run is not None
+    assert not failed.run.complete
+
+
+def test_a_launch_that_is_whole_or_broke_down_or_is_nobodys() -> None:
+    known = asked(FRESH, launch())
+    whole = came(known, launch(), LaunchResult((None, None)))
+    assert whole.run is not None
+    assert whole.run.complete
+    assert came(known, launch(), None, WorkerSilent("x")).book(BookName.INFRASTRUCTURE).reason == "x"
+    assert came(known, launch(), None, None).book(BookName.INFRASTRUCTURE).reason == "launch failed"
+    assert came(known, launch(0, 2), LaunchResult((None,))) == known
+    assert came(memory(), launch(), LaunchResult((None,))) == memory()
+
+
+def test_a_stop_books_why_and_keeps_how_far_the_run_got() -> None:
+    known = asked(TRAINS, stop(book=BookName.CRASH, step=7, checkpoint=5))
+    assert known.run is not None
+    assert (known.run.stop_why, known.run.stopped) == ("why", False)
+    assert (known.step, known.checkpoint) == (7, 5)
+    book = known.book(BookName.CRASH)
+    assert (book.failures, book.total) == (1, 1)
+    assert book.retry_at is not None
+    assert timedelta(seconds=5) <= book.retry_at - NOW <= timedelta(seconds=10)
+    again = asked(known, stop(book=BookName.CRASH, advanced=True)).book(BookName.CRASH)
+    assert (again.failures, again.total) == (1, 2)
+
+
+def test_a_stop_that_gives_up_ends_the_slot() -> None:
+    known = asked(TRAINS, stop(book=BookName.CRASH, gives_up=True))
+    assert (known.end, known.end_why, known.ended_at) == (End.FAILED, "why", NOW)
+
+
+def test_a_stop_of_what_is_not_our_run_is_remembered_as_a_run() -> None:
+    known = asked(memory(past()), stop(0, 0, then=Reason.JUDGED))
+    assert known.run is not None
+    assert (known.run.token, known.run.then_delete) == (token(0, 0), "judged")
+
+
+def test_stalls_and_infrastructure_are_counted_on_the_node_too() -> None:
+    known = asked(TRAINS, stop(book=BookName.STALL))
+    known = asked(known, stop(book=BookName.INFRASTRUCTURE))
+    told = known.node(name_of(0))
+    assert told is not None
+    assert (told.stalls, told.infrastructure) == (1, 1)
+    assert known.book(BookName.INFRASTRUCTURE).retry_at is None, "the first of a row waits for nothing"
+    known = asked(known, stop(book=BookName.INFRASTRUCTURE))
+    assert known.book(BookName.INFRASTRUCTURE).retry_at is not None
+    known = asked(known, stop(book=BookName.INFRASTRUCTURE, advanced=True))
+    told = known.node(name_of(0))
+    assert told is not None
+    assert told.infrastructure == 1
+    assert asked(memory(), stop(book=BookName.STALL)).nodes == ()
+
+
+def test_what_comes_of_a_stop() -> None:
+    known = asked(TRAINS, stop())
+    quiet = came(known, stop(), StopResult((True, True)))
+    assert quiet.run is not None
+    assert quiet.run.stopped
+    loud = came(known, stop(), StopResult((True, WorkerSilent("x"))))
+    assert loud.run is not None
+    assert (loud.run.stopped, loud.run.stuck, loud.run.stops) == (False, False, 1)
+    stuck = came(known, stop(), StopResult((True, False)))
+    assert stuck.run is not None
+    assert (stuck.run.stopped, stuck.run.stuck) == (False, True)
+    assert came(known, stop(), None, WorkerSilent("x")) == known
+
+
+def test_a_stop_on_one_node_says_nothing_of_the_run_adopted_on_another() -> None:
+    known = memory(launched(0), launched(1), run=run(1))
+    assert came(known, stop(0), StopResult((True, True))) == known
+    assert came(memory(), stop(0), StopResult((True, True))) == memory()

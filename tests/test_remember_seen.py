@@ -1,0 +1,65 @@
+"""What memory becomes by what is seen: nodes, preemptions, answers of workers, what is gone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.evidence_kit import NOW, TRAINS, launched, memory, name_of, node, past
+from tests.remember_kit import PLACE, vanished
+from tpucare.memory import Book, BookName, PlaceMemory
+from tpucare.model import NodeState
+from tpucare.remember_seen import absorb, answered
+
+
+def test_a_node_that_nobody_asked_for_may_have_been_launched() -> None:
+    known = absorb(memory(), node("READY", 12))
+    told = known.node(name_of(12))
+    assert told is not None
+    assert told.launched
+    assert known.next_number == 13
+
+
+def test_a_node_of_another_id_under_the_same_name_is_another_node() -> None:
+    known = absorb(memory(launched(0, dead=True, answered=True)), replace(node(), id=7))
+    told = known.node(name_of(0))
+    assert told is not None
+    assert (told.id, told.dead, told.answered, told.launched) == (7, False, False, True)
+
+
+@pytest.mark.parametrize("state", [NodeState.PREEMPTED, NodeState.TERMINATED])
+def test_a_preemption_is_free_and_proves_the_node_dead_for_good(state: NodeState) -> None:
+    known = absorb(TRAINS, node(state))
+    known = absorb(known, node(NodeState.DELETING))
+    told = known.node(name_of(0))
+    assert told is not None
+    assert told.dead
+    assert known.book(BookName.PREEMPTION) == Book(0, 1, None, f"{name_of(0)} {state.name}")
+    assert absorb(known, node(state)).book(BookName.PREEMPTION).total == 1
+
+
+def test_a_foreign_name_takes_no_number() -> None:
+    strange = replace(node(), key=node().key._replace(name="something"))
+    assert absorb(memory(), strange).next_number == 10
+
+
+def test_workers_that_answered_acquit_their_place() -> None:
+    known = memory(past(answered=False), places={PLACE: PlaceMemory(unanswered_nodes=1)})
+    after_all = answered(known, name_of(0))
+    assert after_all.place(PLACE).unanswered_nodes == 0
+    assert answered(after_all, name_of(0)) is after_all
+    assert answered(known, "other") is known
+    assert answered(memory(past(answered=False)), name_of(0)).places == {}
+
+
+def test_gone_ends_the_run_and_books_what_nobody_asked_for() -> None:
+    known = vanished(replace(TRAINS, restart_asked=True), name_of(0))
+    assert known.nodes == ()
+    assert known.run is not None
+    assert known.run.stopped
+    assert not known.restart_asked
+    assert known.book(BookName.PREEMPTION).total == 1
+    ours = vanished(memory(launched(delete_asked_at=NOW)), name_of(0))
+    assert ours.book(BookName.PREEMPTION).total == 0
+    assert vanished(memory(), "other") == memory()

@@ -1,0 +1,73 @@
+"""
+How memory changes by deletes: asked for, asked again until the node is gone, taken back; and which place is to blame.
+
+Pure. Which node is deleted, and why, is decided by `plan`; that one is gone is written down in `remember_seen`.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from datetime import datetime, timedelta
+
+from tpucare import placement
+from tpucare.actions import Delete
+from tpucare.backoff import DELETE_AGAIN, DELETE_AGAIN_CAP
+from tpucare.errors import LostRace, NodeGone, RateLimited
+from tpucare.memory import Memory, NodeMemory
+from tpucare.remember_seen import gone
+
+
+def intend_delete(memory: Memory, action: Delete, now: datetime) -> Memory:
+    past = memory.node(action.key.name)
+    if past is None:
+        past = NodeMemory(action.key.name, action.key.zone, action.id, action.create_time, launched=True)
+    first = past.delete_asked_at is None
+    tries = past.delete_tries + 1
+    past = replace(
+        past,
+        delete_asked_at=past.delete_asked_at or now,
+        delete_tries=tries,
+        delete_next_at=now + min(DELETE_AGAIN * 2 ** min(tries - 1, 10), DELETE_AGAIN_CAP),
+        delete_why=action.why if first else past.delete_why,
+        delete_reason=action.reason.value,
+        delete_quiet=past.delete_quiet or action.quiet,
+    )
+    # A verdict that was taken back at a restart and is given again is still one node.
+    if tries == 1 and action.unanswered and past.place:
+        memory = _count_unanswered(memory, past.place, action.why, now)
+    memory = memory.with_node(past).without_create(action.key.name)
+    # What a person said of older nodes was said before this one became one.
+    return replace(memory, replace_asked=False, fence_confirmed=memory.fence_confirmed and not first)
+
+
+def _count_unanswered(memory: Memory, key: str, why: str, now: datetime) -> Memory:
+    place = memory.place(key)
+    place = replace(place, unanswered_nodes=place.unanswered_nodes + 1)
+    if place.unanswered_nodes >= placement.UNANSWERED_LIMIT:
+        text = f"{place.unanswered_nodes} nodes in a row never answered ({why}): check network, firewall, key, OS Login"
+        place = placement.blocked(place, text, now=now)
+    return memory.with_place(key, place)
+
+
+def after_delete(memory: Memory, action: Delete, error: Exception | None, now: datetime, rng: random.Random) -> Memory:
+    past = memory.node(action.key.name)
+    if past is None:
+        return memory
+    if isinstance(error, NodeGone):
+        return gone(memory, action.key.name, now, rng)
+    if error is None:
+        return memory.with_node(replace(past, delete_accepted=True))
+    if isinstance(error, LostRace):
+        return memory
+    if isinstance(error, RateLimited):
+        return memory.with_node(replace(past, delete_next_at=now + timedelta(minutes=1)))
+    if past.delete_accepted:
+        return memory
+    return memory.with_node(
+        replace(past, delete_next_at=now + min(DELETE_AGAIN / 12 * past.delete_tries, DELETE_AGAIN))
+    )
+
+
+def undelete(past: NodeMemory) -> NodeMemory:
+    return replace(past, delete_asked_at=None, delete_why="", delete_reason="", delete_next_at=None, delete_quiet=False)

@@ -1,0 +1,117 @@
+"""
+How memory changes by runs: launched, stopped, how far they got, and the books of what goes wrong with them.
+
+Pure. Whether a run is started again, and when a book is full, is decided by `plan_run`.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from datetime import datetime
+
+from tpucare.actions import Launch, Stop
+from tpucare.backoff import BOOK_BACKOFF
+from tpucare.errors import CommandFailed, ConfigError
+from tpucare.memory import Book, BookName, End, Memory, RunMemory
+from tpucare.model import LaunchResult, StopResult
+
+
+def intend_launch(memory: Memory, action: Launch, now: datetime) -> Memory:
+    past = memory.node(action.key.name)
+    attempts = memory.attempts
+    if past is not None and not past.attempt:
+        attempts += 1
+        memory = memory.with_node(replace(past, attempt=attempts, launched=True))
+    elif past is not None:
+        memory = memory.with_node(replace(past, launched=True))
+    run = RunMemory(action.token, action.key.name, action.number, launched_at=now)
+    return replace(memory, run=run, attempts=attempts, restart_asked=False, fence_confirmed=False)
+
+
+def intend_stop(memory: Memory, action: Stop, now: datetime, rng: random.Random) -> Memory:
+    run = memory.run
+    number = int(action.token.rpartition(".")[2])
+    if run is None or run.node != action.key.name:
+        run = RunMemory(action.token, action.key.name, number, launched_at=now)
+    then = action.then.value if action.then else run.then_delete
+    run = replace(run, stop_why=action.why, then_delete=then, stopped=False, stops=run.stops + 1)
+    memory = far(replace(memory, run=run, restart_asked=False), action.step, action.checkpoint)
+    if action.book is not None:
+        memory = _enter(memory, action.book, action.why, action.advanced, now, rng)
+        memory = _count_on_node(memory, action)
+    if action.gives_up:
+        memory = replace(memory, end=End.FAILED, end_why=action.why, ended_at=now)
+    return memory
+
+
+def far(memory: Memory, step: int | None, checkpoint: int | None) -> Memory:
+    """The furthest that training ever got is kept: a crash short of it is one more of the same row."""
+    return replace(
+        memory,
+        step=step if step is not None else memory.step,
+        checkpoint=checkpoint if checkpoint is not None else memory.checkpoint,
+    )
+
+
+def _enter(memory: Memory, name: BookName, why: str, advanced: bool, now: datetime, rng: random.Random) -> Memory:
+    book = memory.book(name)
+    failures = 1 if advanced else book.failures + 1
+    backoff = BOOK_BACKOFF[name]
+    retry_at = now + backoff.delay(failures, rng) if backoff is not None else None
+    if name is BookName.INFRASTRUCTURE and failures == 1:
+        retry_at = None
+    return memory.with_book(name, Book(failures, book.total + 1, retry_at, why))
+
+
+def row_over(memory: Memory, name: BookName) -> Memory:
+    """It went well once: the next failure is the first of a row again."""
+    book = memory.book(name)
+    return memory.with_book(name, replace(book, failures=0, retry_at=None)) if book.failures else memory
+
+
+def _count_on_node(memory: Memory, action: Stop) -> Memory:
+    past = memory.node(action.key.name)
+    if past is None:
+        return memory
+    if action.book is BookName.STALL:
+        return memory.with_node(replace(past, stalls=past.stalls + 1))
+    if action.book is BookName.INFRASTRUCTURE:
+        count = 1 if action.advanced else past.infrastructure + 1
+        return memory.with_node(replace(past, infrastructure=count))
+    return memory
+
+
+def attempted(memory: Memory, name: str) -> Memory:
+    past = memory.node(name)
+    if past is None or past.attempt:
+        return memory
+    attempts = memory.attempts + 1
+    return replace(memory.with_node(replace(past, attempt=attempts, launched=True)), attempts=attempts)
+
+
+def after_launch(
+    memory: Memory, action: Launch, result: object, error: Exception | None, now: datetime, rng: random.Random
+) -> Memory:
+    run = memory.run
+    if run is None or run.token != action.token:
+        return memory
+    if isinstance(result, LaunchResult) and result.complete:
+        return replace(memory, run=replace(run, complete=True))
+    errors = [e for e in result.workers if e is not None] if isinstance(result, LaunchResult) else [error]
+    reason = next((str(e) for e in errors if e is not None), "launch failed")
+    human = any(isinstance(e, CommandFailed | ConfigError) for e in errors)
+    book = BookName.SETUP if human else BookName.INFRASTRUCTURE
+    return _enter(memory, book, reason, advanced=False, now=now, rng=rng)
+
+
+def after_stop(memory: Memory, action: Stop, result: object) -> Memory:
+    run = memory.run
+    # Another node's run may have been adopted meanwhile: it was not stopped.
+    if run is None or run.node != action.key.name or not isinstance(result, StopResult):
+        return memory
+    if result.quiet:
+        return replace(memory, run=replace(run, stopped=True))
+    # What every worker heard and did not obey is not asked again; what some did not hear is.
+    deaf = any(isinstance(worker, Exception) for worker in result.workers)
+    return memory if deaf else replace(memory, run=replace(run, stuck=True))

@@ -1,0 +1,103 @@
+"""
+How memory changes by what is seen of a node: it is there, its workers answered, it is gone, it is somebody else's.
+
+Pure. What is about to be done, and what came of it, is in `remember`.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from datetime import datetime
+
+from tpucare import placement
+from tpucare.errors import NoCapacity
+from tpucare.memory import BookName, CreateIntent, Memory, NodeMemory
+from tpucare.model import Node, NodeState, parse_node_name
+
+
+def absorb(memory: Memory, node: Node) -> Memory:
+    """
+    Memory after *node*, which is ours and of this slot, was seen.
+
+    A node that no create of this store asked for may have been launched by whoever did: it is fenced like one that was.
+    """
+    intent = memory.create(node.name)
+    past = memory.node(node.name)
+    if past is None or past.id != node.id:
+        past = _met(node, intent, memory)
+        memory = memory.with_node(past)
+    if node.state in (NodeState.PREEMPTED, NodeState.TERMINATED) and not past.dead:
+        memory = _book_preemption(memory.with_node(replace(past, dead=True)), f"{node.name} {node.state.name}")
+    if intent is not None and not intent.superseded and _settled(node):
+        memory = memory.without_create(node.name)
+        if node.state is NodeState.READY and intent.place:
+            memory = memory.with_place(intent.place, placement.succeeded(memory.place(intent.place), node.create_time))
+    return number_after(memory, node.name)
+
+
+def _met(node: Node, intent: CreateIntent | None, memory: Memory) -> NodeMemory:
+    return NodeMemory(
+        name=node.name,
+        zone=node.key.zone,
+        id=node.id,
+        create_time=node.create_time,
+        place=intent.place if intent else "",
+        launched=intent is None,
+        attempt=memory.attempts if intent is None else 0,
+    )
+
+
+def _settled(node: Node) -> bool:
+    # While the node is CREATING its operation still has to say whether there is capacity; and a listing may show the
+    # node before the call that made it was answered.
+    return node.state is not NodeState.CREATING
+
+
+def number_after(memory: Memory, name: str) -> Memory:
+    parsed = parse_node_name(name)
+    if parsed is None or parsed[1] < memory.next_number:
+        return memory
+    return replace(memory, next_number=parsed[1] + 1)
+
+
+def _book_preemption(memory: Memory, reason: str) -> Memory:
+    book = memory.book(BookName.PREEMPTION)
+    return memory.with_book(BookName.PREEMPTION, replace(book, total=book.total + 1, reason=reason))
+
+
+def answered(memory: Memory, name: str) -> Memory:
+    """Every worker of the node answered at least once: its place serves."""
+    past = memory.node(name)
+    if past is None or past.answered:
+        return memory
+    memory = memory.with_node(replace(past, answered=True))
+    if past.place and memory.place(past.place).unanswered_nodes:
+        memory = memory.with_place(past.place, placement.acquitted(memory.place(past.place)))
+    return memory
+
+
+def gone(memory: Memory, name: str, now: datetime, rng: random.Random) -> Memory:
+    """GetNode said NOT_FOUND."""
+    past, intent = memory.node(name), memory.create(name)
+    if past is not None:
+        # A node whose create failed was never there to be preempted.
+        if not past.dead and past.delete_asked_at is None and intent is None:
+            memory = _book_preemption(memory, f"{name} is gone")
+        memory = memory.without_node(name)
+    if intent is not None and (not intent.operation or intent.failed):
+        memory = memory.without_create(name)
+        if past is not None and past.delete_asked_at is None and not intent.refused:
+            # Nobody will say why: what is listed as CREATING and vanishes found no capacity.
+            error = NoCapacity(f"{name} vanished while CREATING")
+            place = placement.refused(memory.place(intent.place), error, held=False, now=now, rng=rng)
+            memory = memory.with_place(intent.place, place)
+    if memory.run is not None and memory.run.node == name:
+        memory = replace(memory, run=replace(memory.run, stopped=True), restart_asked=False, replace_asked=False)
+    return memory
+
+
+def lost_to_another(memory: Memory, name: str) -> Memory:
+    """The node bears another owner's label: it is no business of ours, and no preemption either."""
+    memory = memory.without_node(name).without_create(name)
+    return replace(memory, run=None) if memory.run is not None and memory.run.node == name else memory
