@@ -95,6 +95,13 @@ class SshStandIn:
         for transport in transports:
             transport.sock.close()
 
+    def say(self, content: bytes) -> None:
+        """Send bytes that are no part of the protocol on every open connection."""
+        with self._lock:
+            transports = list(self._open)
+        for transport in transports:
+            transport.sock.send(content)
+
     def stop(self) -> None:
         with self._lock:
             listener, hung = self._listener, self._hung

@@ -24,6 +24,7 @@ import pytest
 
 from tests import sshd
 from tests.ssh_stand_in import SshStandIn, make_host_key
+from tpucare.emulator.flood import Flood, Flooding
 from tpucare.errors import AuthRefused, CommandFailed, ConfigError, HostKeyChanged, WorkerSilent
 from tpucare.model import NodeKey, Ran, Worker
 from tpucare.remote import ParamikoRemote
@@ -314,6 +315,27 @@ def test_server_that_is_not_ssh(opened: Callable[..., Door]) -> None:
         with pytest.raises(WorkerSilent):
             door.remote.run(Worker(node_key(), 1, 0, "127.0.0.1"), "true", deadline=SHORT)
         thread.join()
+
+
+@pytest.mark.parametrize("what", [Flooding.LINE, Flooding.LINES, Flooding.PACKET])
+def test_server_that_floods_before_the_login(opened: Callable[..., Door], what: Flooding) -> None:
+    """It is left long before the deadline, with no more heard than an honest server would say."""
+    flood = Flood("127.0.0.1", 0, what)
+    try:
+        door = opened(flood.server_address[1])
+        with pytest.raises(WorkerSilent, match="dropped during the SSH handshake"):
+            door.remote.run(Worker(node_key(), 1, 0, "127.0.0.1"), "true", deadline=timedelta(minutes=5))
+        assert flood.said < 32 << 20, "what the kernel takes for a socket nobody reads, and no more"
+    finally:
+        flood.close()
+
+
+def test_server_that_announces_a_packet_beyond_measure_after_the_login(door: Door, server: SshStandIn) -> None:
+    worker = worker_at(server)
+    assert door.remote.run(worker, "echo in").stdout == b"in\n"
+    server.say((2**32 - 4).to_bytes(4, "big") + bytes(1 << 16))
+    assert door.next_hints(5) == {worker.key}
+    assert door.remote.run(worker, "echo again").stdout == b"again\n"
 
 
 def test_dropped_in_the_middle_of_a_command(door: Door, server: SshStandIn) -> None:

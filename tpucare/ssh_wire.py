@@ -25,6 +25,13 @@ from paramiko.packet import Packetizer
 
 LOG_NAME = "tpucare.ssh"
 
+# Before its version a server may say lines of its own (RFC 4253, 4.2). paramiko takes 100 of any length, and reads
+# all of a line again with every 128 bytes that arrive.
+GREETING_BYTES = 64 << 10
+
+# What OpenSSH takes at most; paramiko reads whatever length is announced, up to 4 GB, before it looks at the checksum.
+PACKET_BYTES = 256 << 10
+
 
 class Deadline:
     """A moment on the monotonic clock by which something has to be done."""
@@ -59,6 +66,7 @@ class Wire:
         # Without it every request waits 40 ms for the delayed acknowledgement of the one before.
         self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._closed = False  # paramiko reads this name
+        self._left: int | None = None
         self._ending = threading.Lock()
         self._sending = threading.Lock()
 
@@ -73,8 +81,23 @@ class Wire:
     def settimeout(self, seconds: float | None) -> None:
         """paramiko asks for its 0.1 s here, and does without."""
 
+    @contextmanager
+    def at_most(self, count: int) -> Iterator[None]:
+        """Within it no more than *count* bytes can be received."""
+        self._left = count
+        try:
+            yield
+        finally:
+            self._left = None
+
     def recv(self, size: int) -> bytes:
-        return self._sock.recv(size)
+        if self._left is None:
+            return self._sock.recv(size)
+        if self._left <= 0:
+            raise ConnectionAbortedError(errno.ECONNABORTED, "it says too much")
+        content = self._sock.recv(min(size, self._left))
+        self._left -= len(content)
+        return content
 
     def send(self, content: bytes) -> int:
         with self._sending:
@@ -120,6 +143,10 @@ class Transport(paramiko.Transport):
             self._wire.release()
             self._tell_ended()
 
+    def _check_banner(self) -> None:
+        with self._wire.at_most(GREETING_BYTES):
+            super()._check_banner()  # type: ignore[misc]
+
     def _parse_disconnect(self, message: paramiko.Message) -> None:
         """The server says why it hangs up (RFC 4253, 11.1): sshd does so after too many keys that it did not take."""
         message.get_int()
@@ -146,10 +173,20 @@ class _SeenChannels(dict[int, bool]):
 
 
 class _Packetizer(Packetizer):
-    """Without the timer thread (not a daemon) that paramiko starts per handshake: the watchdog bounds that, too."""
+    """
+    With a bound for packets, and without the timer thread (not a daemon) that paramiko starts per handshake.
+
+    The watchdog bounds that, too.
+    """
 
     def start_handshake(self, timeout: float) -> None:
         pass
+
+    def read_all(self, n: int, check_rekey: bool = False) -> bytes:
+        if n > PACKET_BYTES:
+            raise paramiko.SSHException(f"a packet of {n} bytes was announced")
+        content: bytes = super().read_all(n, check_rekey)
+        return content
 
 
 class Watchdog:

@@ -16,30 +16,39 @@ _BLOCK_BYTES = 1 << 16
 
 
 class Flooding(enum.StrEnum):
-    """What is flooded: `line` and `lines` come before the version (RFC 4253, 4.2), `output` out of every command."""
+    """
+    What is flooded: `line` and `lines` come before the version (RFC 4253, 4.2), `packet` is one that never ends after
+    it, `output` comes out of every command.
+    """
 
     LINE = "line"
     LINES = "lines"
+    PACKET = "packet"
     OUTPUT = "output"
 
 
-BLOCKS = {
-    Flooding.LINE: b"x" * _BLOCK_BYTES,
-    Flooding.LINES: b"You are very welcome here\r\n" * (_BLOCK_BYTES // 27),
+# The longest length that a packet can announce and that is a whole number of blocks.
+_ENDLESS_PACKET = b"SSH-2.0-Flood\r\n" + (2**32 - 4).to_bytes(4, "big")
+
+SPEECHES = {
+    Flooding.LINE: (b"", b"x" * _BLOCK_BYTES),
+    Flooding.LINES: (b"", b"You are very welcome here\r\n" * (_BLOCK_BYTES // 27)),
+    Flooding.PACKET: (_ENDLESS_PACKET, bytes(_BLOCK_BYTES)),
 }
-"""What is said again and again before the version."""
+"""What is said once before the login, and what again and again after that."""
 
 
 class Flood(socketserver.ThreadingTCPServer):
-    """Says *block* without end to everybody who connects, from when it is made until `close`."""
+    """Makes one of SPEECHES to everybody who connects, from when it is made until `close`; `said` counts bytes."""
 
     allow_reuse_address = True
     daemon_threads = True
     request_queue_size = 64
 
-    def __init__(self, address: str, port: int, block: bytes) -> None:
+    def __init__(self, address: str, port: int, what: Flooding) -> None:
         """Raises: OSError: somebody else listens there."""
-        self.block = block
+        self._first, self._block = SPEECHES[what]
+        self.said = 0
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
         super().__init__((address, port), _Talker)
@@ -62,8 +71,11 @@ class Flood(socketserver.ThreadingTCPServer):
             self._open.add(channel)
         try:
             with contextlib.suppress(OSError):
+                channel.sendall(self._first)
                 while True:
-                    channel.sendall(self.block)
+                    said = channel.send(self._block)
+                    with self._lock:
+                        self.said += said
         finally:
             with self._lock:
                 self._open.discard(channel)

@@ -22,7 +22,7 @@ from signal import SIGCONT, SIGHUP
 from typing import NamedTuple
 
 from tpucare.emulator import outfit, proctree, quarters, sandbox
-from tpucare.emulator.flood import BLOCKS, Flood, Flooding
+from tpucare.emulator.flood import Flood, Flooding
 from tpucare.emulator.metadata import MetadataServer
 from tpucare.emulator.proctree import Process
 from tpucare.emulator.quarters import SSH_KEYS_ATTRIBUTE, Site
@@ -216,7 +216,7 @@ class WorkerMachine:
         else:
             quarters.move_sshd(self.folders, self.address, self._site.ssh_port)
             self._reload_sshd()
-            self._flood = Flood(self.address, self._site.ssh_port, BLOCKS[what])
+            self._flood = Flood(self.address, self._site.ssh_port, what)
 
     def resume(self) -> None:
         """Undo `freeze`, `cut_off`, `hang` and `flood`."""
