@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tpucare import effects, engine, plan, plan_node, plan_run, remember_deletes, remember_seen
+from tpucare import effects, engine, plan, plan_living, plan_node, plan_run, plan_words, remember_deletes, remember_seen
 from tpucare.actions import Reason, Wait
 from tpucare.board import Board
 from tpucare.brake import Brake
@@ -123,9 +123,9 @@ def _count_all_time(patch: pytest.MonkeyPatch) -> None:
 def _see_stalls_everywhere(patch: pytest.MonkeyPatch) -> None:
     def stalled(slot: Any, seen: Any, past: Any, memory: Any, timers: Any) -> Any:
         long = timers.lasted(seen.phase_since, timedelta(minutes=10))
-        return plan_run._stall(seen, memory, past, "it may have stalled") if long else None
+        return plan_living._stall(seen, memory, past, "it may have stalled") if long else None
 
-    patch.setattr(plan_run, "_stalled", stalled)
+    patch.setattr(plan_living, "_stalled", stalled)
 
 
 def _tell_secrets(patch: pytest.MonkeyPatch) -> None:
@@ -164,7 +164,7 @@ def _judge_for_nothing(patch: pytest.MonkeyPatch) -> None:
 
     def fickle(slot: Any, seen: Any, past: Any, evidence: Any, memory: Any, timers: Any) -> Any:
         if timers.lasted(seen.phase_since, timedelta(minutes=10)):
-            return plan_run.deletion(seen, "it looks odd", Reason.JUDGED)
+            return plan_words.deletion(seen, "it looks odd", Reason.JUDGED)
         return answering(slot, seen, past, evidence, memory, timers)
 
     patch.setattr(plan_node, "_decide_answering", fickle)
@@ -255,7 +255,7 @@ MUTATIONS = (
     Mutation(
         "an error that nobody named",
         "no-surprise",
-        _swap(plan_run, "_decide_ended", _stumble),
+        _swap(plan_run, "decide_ended", _stumble),
         (Strike(1600, "crashed", "mini-0"),),
     ),
     Mutation(

@@ -1,5 +1,5 @@
 """
-decide(slot, evidence, memory, now) -> Action: every choice of tpucare is made here and in the two modules below it.
+decide(slot, evidence, memory, now) -> Action: every choice of tpucare is made here and in the modules below it.
 
 Pure. This module sees to what must be done whatever else is true (watching creates and deletes to their end), to the
 wishes of people, and to slots without a node; `plan_node` decides about one live node, `plan_run` about a run on it.
@@ -17,7 +17,7 @@ from tpucare.memory import CreateIntent, End, Memory, NodeMemory, Wish
 from tpucare.model import NodeKey, NodeState, OnSuccess, Slot, node_name
 from tpucare.placement import choose, holds_quota
 from tpucare.plan_node import decide_node
-from tpucare.plan_run import busy, deletion, ending, keeps_node, quiet, stop_before
+from tpucare.plan_words import busy, deletion, ending, keeps_node, quiet, stop_before
 
 DEAD_STATES = frozenset({NodeState.PREEMPTED, NodeState.TERMINATED})
 

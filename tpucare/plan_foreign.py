@@ -1,9 +1,9 @@
 """
 What to do about a run that tpucare did not start: it lives or it does not, and nobody knows whether it succeeded.
 
-Pure. What is common to all runs (stops, launches that are not complete, standstill, health, the end of a day) is
-`plan_run`'s. The run is over when nothing of it lives on any worker: a worker on which nothing was ever started is no
-sign of an end, and of one that was started anew what it had may come back by itself.
+Pure. What is common to all runs is `plan_run`'s (stops, launches that are not complete) and `plan_living`'s
+(standstill, health, the end of a day). The run is over when nothing of it lives on any worker: a worker on which
+nothing was ever started is no sign of an end, and of one that was started anew what it had may come back by itself.
 """
 
 from __future__ import annotations
@@ -14,17 +14,10 @@ from tpucare.actions import Action, Fact, Settle, Wait
 from tpucare.evidence import Evidence, NodeEvidence, Timers
 from tpucare.memory import BookName, End, Memory, NodeMemory, RunMemory
 from tpucare.model import NodeReport, OnExit, Slot, WorkerReport
-from tpucare.plan_run import (
-    CRASH_IS_OURS_AFTER,
-    GONE_IS_SURE_AFTER,
-    booked,
-    decide_living,
-    decide_unsettled,
-    ending,
-    infrastructure,
-    past_setup,
-    standing,
-)
+from tpucare.plan_ended import CRASH_IS_OURS_AFTER, GONE_IS_SURE_AFTER, booked, infrastructure
+from tpucare.plan_living import decide_living, past_setup
+from tpucare.plan_run import decide_unsettled
+from tpucare.plan_words import ending, standing
 
 # A session that begins at boot is up about when sshd is.
 MAY_COME_BACK = timedelta(minutes=1)

@@ -14,10 +14,10 @@ from tpucare.evidence import Evidence, Mark, NodeEvidence, Timers, latest
 from tpucare.memory import Memory, NodeMemory
 from tpucare.model import Contact, NodeKey, NodeState, Provisioning, Slot
 from tpucare.plan_foreign import decide_foreign, is_foreign
-from tpucare.plan_run import (
+from tpucare.plan_run import decide_run
+from tpucare.plan_words import (
     backoff_over,
     busy,
-    decide_run,
     deletion,
     keeps_node,
     made_progress_since,

@@ -13,7 +13,7 @@ from tpucare.backoff import DELETE_AGAIN_CAP, PERSON_FIRST, QUOTA_BACKOFF
 from tpucare.memory import End, Memory, PlaceMemory, Wish
 from tpucare.model import LABEL_FLEET, LABEL_OWNER, NodeState, Slot
 from tpucare.plan import decide
-from tpucare.plan_run import STALL_FACTOR
+from tpucare.plan_words import STALL_FACTOR
 from tpucare.simulation.daemon import Daemon
 from tpucare.simulation.properties import Broken
 

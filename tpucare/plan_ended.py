@@ -1,0 +1,129 @@
+"""
+What to do about a run that ended, on one worker or all: success, a crash, a preemption not yet told, a lost worker.
+
+Pure. Each end is entered in the book that pays for it; a run that lives is in `plan_living`.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from tpucare.actions import Action, Fact, Reason, Settle, Wait
+from tpucare.evidence import NodeEvidence, Timers, latest
+from tpucare.memory import BookName, End, Memory
+from tpucare.model import Failure, OnSuccess, Phase, Slot, WorkerReport
+from tpucare.plan_words import ending, furthest_of, keeps_node, standing, usual_pause
+
+CLOUD_MAY_BE_LATE = timedelta(minutes=5)
+CRASH_IS_OURS_AFTER = timedelta(seconds=30)
+GONE_IS_SURE_AFTER = timedelta(seconds=5)
+LONG_LIFE = timedelta(hours=1)
+INFRASTRUCTURE_LIMIT = 3
+# In a row, over several nodes, without a step beyond the furthest: then it is the job's own doing (an OOM, a deadlock).
+INFRASTRUCTURE_BUDGET = 12
+
+
+def decide_ended(
+    slot: Slot,
+    seen: NodeEvidence,
+    memory: Memory,
+    timers: Timers,
+    workers: tuple[WorkerReport, ...],
+) -> Action:
+    run = memory.run
+    assert run is not None
+    own = [worker for worker in workers if worker.token == run.token]
+    failed = [worker for worker in own if worker.exit_status not in (None, 0)]
+    interrupted = any(worker.signalled or worker.preempted for worker in own)
+    if interrupted:
+        if any(worker.preempted for worker in own) and not timers.lasted(seen.ended_since, CLOUD_MAY_BE_LATE):
+            return Wait("a preemption was announced on the worker; waiting for the cloud's word")
+        if not timers.lasted(seen.ended_since, CRASH_IS_OURS_AFTER):
+            return Wait("the run was interrupted; waiting for the cloud's word")
+        return infrastructure(seen, memory, "the run was interrupted by a signal or a notice")
+    if failed:
+        return _decide_failed(slot, seen, memory, timers, failed)
+    if any(w.exit_status is None and not w.alive for w in workers) or len(own) < len(workers):
+        if timers.lasted(seen.ended_since, GONE_IS_SURE_AFTER, observations=1):
+            return infrastructure(seen, memory, "the run is gone without an exit status (reboot, OOM killer)")
+        return Wait("the run is gone from a worker; looking once more")
+    if workers[0].exit_status == 0:
+        return _decide_success(slot, seen, memory, timers)
+    return _decide_living_rest(slot, seen, memory, timers)
+
+
+def _decide_living_rest(slot: Slot, seen: NodeEvidence, memory: Memory, timers: Timers) -> Action:
+    # A worker other than 0 finished with 0 and the rest goes on: frameworks do that; only a standstill is a fault.
+    since = latest(seen.ended_since, seen.progress.life)
+    if timers.lasted(since, max(slot.care.stalled_after, usual_pause(seen))):
+        return infrastructure(seen, memory, "some workers finished and the others stand still")
+    return Wait("some workers have finished; the others go on")
+
+
+def infrastructure(seen: NodeEvidence, memory: Memory, why: str) -> Action:
+    past, advanced = memory.node(seen.node.name), _advanced(seen, memory)
+    if not advanced and memory.book(BookName.INFRASTRUCTURE).failures >= INFRASTRUCTURE_BUDGET:
+        return ending(seen, memory, why, BookName.INFRASTRUCTURE, gives_up=True)
+    if past is not None and past.infrastructure >= INFRASTRUCTURE_LIMIT and not keeps_node(seen):
+        text = f"{why}, {past.infrastructure + 1} times on this node"
+        return ending(seen, memory, text, BookName.INFRASTRUCTURE, then=Reason.JUDGED)
+    return ending(seen, memory, why, BookName.INFRASTRUCTURE, advanced=advanced)
+
+
+def _advanced(seen: NodeEvidence, memory: Memory) -> bool:
+    """The run got further than any before it; or it cannot be told, and it lived long."""
+    furthest = furthest_of(seen, "step", None)
+    if furthest is not None:
+        return memory.step is None or furthest > memory.step
+    start, end = seen.phase_since, seen.ended_since
+    return start is not None and end is not None and end.observed - start.observed >= LONG_LIFE
+
+
+def _decide_failed(
+    slot: Slot, seen: NodeEvidence, memory: Memory, timers: Timers, failed: list[WorkerReport]
+) -> Action:
+    """A sibling may have been preempted and taken this one with it: the cloud is given time to say so."""
+    if not timers.lasted(seen.ended_since, CRASH_IS_OURS_AFTER) or not timers.lasted(
+        seen.answering_since, CRASH_IS_OURS_AFTER
+    ):
+        return Wait("the run failed; waiting whether the cloud reports a preemption")
+    worst = failed[0]
+    kinds = {worker.failure for worker in failed}
+    if Failure.DIRTY_HOST in kinds and not keeps_node(seen):
+        return _decide_dirty(slot, seen, memory)
+    what = "the run" if worst.phase is Phase.EXITED else worst.phase.value
+    text = f"{what} exited with {worst.exit_status}"
+    if worst.detail:
+        text = f"{text}: {worst.detail}"
+    if kinds & {Failure.FETCH, Failure.SETUP, Failure.SECRET_MISSING, Failure.DISK_FULL} or any(
+        worker.phase in (Phase.FETCH, Phase.SETUP) for worker in failed
+    ):
+        return booked(seen, memory, text, BookName.SETUP, slot.care.setup_budget)
+    return booked(seen, memory, text, BookName.CRASH, slot.care.crash_budget)
+
+
+def _decide_dirty(slot: Slot, seen: NodeEvidence, memory: Memory) -> Action:
+    """A new node; but where new nodes do not help either, it is the job that finds no TPU, and its budget counts."""
+    text = "the host is dirty: device busy, or no TPU found"
+    if memory.book(BookName.INFRASTRUCTURE).failures < INFRASTRUCTURE_LIMIT:
+        return ending(seen, memory, text, BookName.INFRASTRUCTURE, then=Reason.DEAD)
+    if memory.book(BookName.CRASH).failures >= slot.care.crash_budget:
+        return ending(seen, memory, f"{text}, on node after node", BookName.CRASH, gives_up=True)
+    return ending(seen, memory, text, BookName.CRASH, then=Reason.DEAD)
+
+
+def booked(seen: NodeEvidence, memory: Memory, why: str, book: BookName, budget: int) -> Action:
+    advanced = _advanced(seen, memory) and book is BookName.CRASH
+    failures = 1 if advanced else memory.book(book).failures + 1
+    return ending(seen, memory, why, book, gives_up=failures > budget, advanced=advanced)
+
+
+def _decide_success(slot: Slot, seen: NodeEvidence, memory: Memory, timers: Timers) -> Action:
+    # From the end of the last worker that ended, not of the first.
+    if not timers.lasted(latest(seen.ended_since, seen.phase_since), slot.care.success_after):
+        return Wait(f"worker 0 finished with exit status 0; sure after {slot.care.success_after}")
+    if slot.care.on_success is OnSuccess.RESTART:
+        return ending(seen, memory, "finished; on_success is restart", None)
+    far = standing(seen, memory)
+    why = "the run finished with exit status 0"
+    return Settle(Fact.ENDED, why, seen.node.name, end=End.DONE, step=far.step, checkpoint=far.checkpoint)

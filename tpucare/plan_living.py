@@ -1,0 +1,104 @@
+"""
+What to do about a run that lives on every worker: a setup that does not end, a stall, bad health, the end of its day.
+
+Pure. How long a pause is usual is told by `plan_words`; a run that ended, on any worker, is `plan_ended`'s.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from tpucare.actions import Action, Fact, Notice, Reason, Settle, Wait
+from tpucare.evidence import SUPPORTING_OBSERVATIONS, NodeEvidence, Timers
+from tpucare.memory import BookName, Memory, NodeMemory
+from tpucare.model import Phase, Provisioning, Slot, WorkerReport
+from tpucare.plan_ended import booked
+from tpucare.plan_words import STALL_FACTOR, ending, furthest_of, keeps_node, standing, usual_pause
+
+PREEMPTIBLE_LIFE = timedelta(hours=23, minutes=45)
+CHECKPOINT_LOOK_EVERY = timedelta(seconds=15)
+# In a row, over several nodes: then it is the job's own doing.
+STALL_BUDGET = 6
+
+
+def decide_living(slot: Slot, seen: NodeEvidence, past: NodeMemory, memory: Memory, timers: Timers) -> Action:
+    run = memory.run
+    assert run is not None
+    if verdict := _overdue_phase(slot, seen, memory, timers):
+        return verdict
+    if verdict := _stalled(slot, seen, past, memory, timers):
+        return verdict
+    if seen.unhealthy_since is not None and timers.lasted(seen.unhealthy_since, slot.care.unhealthy_after):
+        life = seen.progress.life
+        dead = life is None or timers.lasted(life, slot.care.unhealthy_after)
+        if dead and not keeps_node(seen):
+            why = f"health {seen.node.health.name} and no progress for {slot.care.unhealthy_after}"
+            return ending(seen, memory, why, then=Reason.JUDGED)
+    if action := _end_of_day(seen, past, memory, timers):
+        return action
+    if memory.book(BookName.SETUP).failures and seen.report is not None and past_setup(seen.report.workers):
+        return Settle(Fact.SETUP_DONE, "setup served on every worker: its failures begin anew", seen.node.name)
+    if seen.progress.signals >= 2 and not run.progressed:
+        far = standing(seen, memory)
+        why, gap = "the run makes progress", seen.progress.median_gap
+        return Settle(Fact.RUN_PROGRESSED, why, seen.node.name, step=far.step, checkpoint=far.checkpoint, gap=gap)
+    return Wait("running" if seen.progress.signals else "running; no progress signal")
+
+
+def past_setup(workers: tuple[WorkerReport, ...]) -> bool:
+    return all(worker.phase is Phase.RUN for worker in workers)
+
+
+def _overdue_phase(slot: Slot, seen: NodeEvidence, memory: Memory, timers: Timers) -> Action | None:
+    assert seen.report is not None
+    phases = {worker.phase for worker in seen.report.workers}
+    if phases & {Phase.FETCH, Phase.SETUP, Phase.NONE}:
+        if timers.lasted(seen.phase_since, slot.care.setup_timeout):
+            return booked(seen, memory, "setup does not end", BookName.SETUP, slot.care.setup_budget)
+        return None
+    # Only a job that is known to tell of its progress can be late with its first step.
+    tells = memory.step is not None
+    if tells and seen.progress.signals == 0 and timers.lasted(seen.phase_since, slot.care.first_step_timeout):
+        return _stall(seen, memory, memory.node(seen.node.name), "no first step")
+    return None
+
+
+def _stalled(slot: Slot, seen: NodeEvidence, past: NodeMemory, memory: Memory, timers: Timers) -> Action | None:
+    progress, run = seen.progress, memory.run
+    if run is None or (progress.signals < 2 and not run.progressed):
+        return None
+    limit = max(slot.care.stalled_after, usual_pause(seen))
+    if progress.median_gap is None:
+        # An earlier process saw its progress; how often it comes is known from its beginning only.
+        limit = max(limit, slot.care.first_step_timeout, timedelta(seconds=run.gap_seconds) * STALL_FACTOR)
+    # Time alone is no observation: workers that are asked seldom, or late, have not been seen to stand still.
+    stood_still = progress.unchanged >= SUPPORTING_OBSERVATIONS
+    if timers.lasted(progress.last, limit) and stood_still:
+        return _stall(seen, memory, past, f"no progress for {limit}")
+    return None
+
+
+def _stall(seen: NodeEvidence, memory: Memory, past: NodeMemory | None, why: str) -> Action:
+    if memory.book(BookName.STALL).failures >= STALL_BUDGET:
+        return ending(seen, memory, why, BookName.STALL, gives_up=True, stacks=True)
+    if past is not None and past.stalls >= 1 and not keeps_node(seen):
+        text = f"{why}, for the second time on this node"
+        return ending(seen, memory, text, BookName.STALL, then=Reason.JUDGED, stacks=True)
+    return ending(seen, memory, why, BookName.STALL, stacks=True)
+
+
+def _end_of_day(seen: NodeEvidence, past: NodeMemory, memory: Memory, timers: Timers) -> Action | None:
+    """A preemptible node lives 24 h: ask to save in time, and use the moment when a newer checkpoint is there."""
+    node, run = seen.node, memory.run
+    if node.provisioning is not Provisioning.PREEMPTIBLE or run is None:
+        return None
+    if not timers.reached(node.create_time + PREEMPTIBLE_LIFE):
+        return None
+    checkpoint = furthest_of(seen, "checkpoint", None)
+    if past.noticed_at is None:
+        text = "a preemptible node ends after 24 hours: please save\n"
+        return Notice(node.key, run.token, text, "its 24 hours end soon", checkpoint)
+    if checkpoint is not None and (past.noticed_checkpoint is None or checkpoint > past.noticed_checkpoint):
+        return ending(seen, memory, "its 24 hours end, and a newer checkpoint is complete", then=Reason.FINISHED)
+    timers.again(CHECKPOINT_LOOK_EVERY)
+    return None

@@ -1,0 +1,141 @@
+"""
+What decisions about a node and its run have words for: is it quiet, how far did it get, a Stop or Delete of it.
+
+Pure. Shared by `plan` and every module below it; none of these decides by itself what comes next.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import NamedTuple
+
+from tpucare.actions import Delete, Reason, Stop, Wait
+from tpucare.backoff import book_cap
+from tpucare.evidence import Evidence, Mark, NodeEvidence, Timers
+from tpucare.memory import BookName, Memory
+from tpucare.model import Provisioning, Slot
+
+ON_DEMAND_SILENCE = timedelta(minutes=30)
+STALL_FACTOR = 10
+
+
+def deletion(seen: NodeEvidence, why: str, reason: Reason, *, unanswered: bool = False) -> Delete:
+    """A Delete of this node, with the proof of quiet that the last probe gives, if it gives one."""
+    node = seen.node
+    return Delete(node.key, node.id, node.create_time, why, reason, quiet=quiet(seen), unanswered=unanswered)
+
+
+def quiet(seen: NodeEvidence) -> bool:
+    """Every worker answered, and none of them runs anything of ours or holds chips."""
+    report = seen.report
+    return report is not None and report.all_answer and all(not w.alive and w.chips_free for w in report.workers)
+
+
+def busy(seen: NodeEvidence, evidence: Evidence) -> Wait | None:
+    """
+    What is under way on this node, if anything is.
+
+    Nothing is decided about a node meanwhile: what its workers said before a launch ended is no proof of quiet.
+    """
+    name = seen.node.name
+    for kind in (f"launch:{name}", f"stop:{name}", f"delete:{name}"):
+        if kind in evidence.in_flight:
+            return Wait(f"{kind.partition(':')[0]} of {name} is under way")
+    return None
+
+
+def stop_before(seen: NodeEvidence, evidence: Evidence, memory: Memory, delete: Delete) -> Stop | Delete:
+    """Stop the gang first where workers answer and something runs; a stop that was tried is not tried again."""
+    tried = f"stop:{seen.node.name}" in evidence.looked
+    if tried or seen.workers is None or not _may_run(seen, memory):
+        return delete
+    return ending(seen, memory, delete.why, then=delete.reason)
+
+
+def _may_run(seen: NodeEvidence, memory: Memory) -> bool:
+    if seen.report is not None:
+        return any(worker.alive for worker in seen.report.workers)
+    # Not asked since the launch, or since this process runs.
+    run = memory.run
+    return run is not None and run.node == seen.node.name and not run.stopped
+
+
+def ending(
+    seen: NodeEvidence,
+    memory: Memory,
+    why: str,
+    book: BookName | None = None,
+    *,
+    then: Reason | None = None,
+    gives_up: bool = False,
+    advanced: bool = False,
+    stacks: bool = False,
+) -> Stop:
+    """A Stop of whatever runs on this node, with how far it got."""
+    node, far = seen.node, standing(seen, memory)
+    token = token_of(seen) or (memory.run.token if memory.run and memory.run.node == node.name else f"{node.name}.0")
+    return Stop(node.key, node.id, token, why, book, advanced, gives_up, stacks, far.step, far.checkpoint, then)
+
+
+class Standing(NamedTuple):
+    """How far a slot's training ever got, as the workers tell it."""
+
+    step: int | None
+    checkpoint: int | None
+
+
+def standing(seen: NodeEvidence, memory: Memory) -> Standing:
+    return Standing(furthest_of(seen, "step", memory.step), furthest_of(seen, "checkpoint", memory.checkpoint))
+
+
+def furthest_of(seen: NodeEvidence, what: str, known: int | None) -> int | None:
+    told = [getattr(worker, what) for worker in (seen.report.workers if seen.report else ())]
+    return max((value for value in [*told, known] if value is not None), default=None)
+
+
+def token_of(seen: NodeEvidence) -> str:
+    """The newest run of this very node that its workers know of; empty when there never was one."""
+    tokens = {worker.token for worker in (seen.report.workers if seen.report else ())}
+    own = [token for token in tokens if _belongs(token, seen.node.name)]
+    return max(own, key=lambda token: int(token.rpartition(".")[2]), default="")
+
+
+def _belongs(token: str, node: str) -> bool:
+    name, _, number = token.rpartition(".")
+    return name == node and number.isascii() and number.isdigit()
+
+
+def next_number(seen: NodeEvidence, memory: Memory) -> int:
+    """Run numbers continue from what the workers have, when the store does not know (rule 4)."""
+    known = memory.run.number if memory.run is not None and memory.run.node == seen.node.name else 0
+    told = max((worker.last_number for worker in (seen.report.workers if seen.report else ())), default=0)
+    return max(known, told) + 1
+
+
+def keeps_node(seen: NodeEvidence) -> bool:
+    """On-demand and reserved nodes are never deleted for stall, crash or health."""
+    return seen.node.provisioning in (Provisioning.ON_DEMAND, Provisioning.RESERVED)
+
+
+def patience_with_silence(slot: Slot, seen: NodeEvidence) -> timedelta:
+    limit = slot.care.unreachable_after
+    return max(limit, ON_DEMAND_SILENCE) if keeps_node(seen) else limit
+
+
+def usual_pause(seen: NodeEvidence) -> timedelta:
+    """How long this run may be without a sign of progress and still be going on, by what it showed until now."""
+    return (seen.progress.median_gap or timedelta()) * STALL_FACTOR
+
+
+def made_progress_since(seen: NodeEvidence, mark: Mark) -> bool:
+    last = seen.progress.last
+    return last is not None and last.observed > mark.observed
+
+
+def backoff_over(memory: Memory, timers: Timers) -> Wait | None:
+    """None when no book asks for patience before the next launch."""
+    for name, book in memory.books.items():
+        if not timers.passed(book.retry_at, book_cap(BookName(name))):
+            assert book.retry_at is not None
+            return Wait(f"{name} {book.failures} in a row ({book.reason}); next launch at {book.retry_at:%H:%M:%S}")
+    return None
