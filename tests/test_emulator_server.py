@@ -29,9 +29,10 @@ from tpucare.cloud import connect
 from tpucare.emulator import running
 from tpucare.emulator.config import WorldConfig
 from tpucare.emulator.control import request
+from tpucare.emulator.machine_effects import Boot, Kill, MachineEffect, SetAttribute
 from tpucare.emulator.machines import Machines
 from tpucare.emulator.orders import ACTIONS, parse_order
-from tpucare.emulator.records import Boot, Kill, MachineEffect, NodePath, SetAttribute
+from tpucare.emulator.records import NodePath
 from tpucare.emulator.server import EmulatorServer
 from tpucare.errors import AnswerLost, ConfigError, NoCapacity
 from tpucare.model import NodeKey, NodeRequest, NodeState, Place, Provisioning

@@ -24,16 +24,9 @@ import pytest
 
 from tpucare.emulator import outfit, proctree
 from tpucare.emulator.flood import Flooding
+from tpucare.emulator.machine_effects import AuthorizeKeys, Boot, Kill, Resume, SetAttribute, Silence
 from tpucare.emulator.machines import Machines
-from tpucare.emulator.records import (
-    AuthorizeKeys,
-    Boot,
-    Kill,
-    NodePath,
-    Resume,
-    SetAttribute,
-    Silence,
-)
+from tpucare.emulator.records import NodePath
 from tpucare.emulator.sandbox import MachineError, Sandbox
 
 pytestmark = [pytest.mark.machines, pytest.mark.timeout(60)]

@@ -17,10 +17,11 @@ from google.auth.transport.requests import Request
 from tpucare import accelerators
 from tpucare.emulator.config import WorldConfig
 from tpucare.emulator.instance import bounds
+from tpucare.emulator.machine_effects import Boot
 from tpucare.emulator.metadata import MetadataServer
 from tpucare.emulator.quarters import first_metadata
 from tpucare.emulator.queue_records import NodeWish, QueuedSpec
-from tpucare.emulator.records import Boot, NetworkConfig, NodeSpec
+from tpucare.emulator.records import NetworkConfig, NodeSpec
 from tpucare.emulator.world import World
 
 PARENT = "projects/emulated/locations/us-central2-b"

@@ -14,7 +14,7 @@ import pytest
 
 from tests.virtual.harness import Daemon, place, slots_of
 from tpucare import view
-from tpucare.emulator.records import Boot, Kill
+from tpucare.emulator.machine_effects import Boot, Kill
 from tpucare.memory import End
 from tpucare.model import Care, Failure, Job, OnExit
 from tpucare.plan_foreign import ENDED

@@ -18,19 +18,8 @@ import pytest
 from tpucare.emulator.config import WorldConfig, load_world, parse_world
 from tpucare.emulator.config_faults import Preemption
 from tpucare.emulator.config_zones import Capacity
-from tpucare.emulator.records import (
-    AcceleratorConfig,
-    ApiError,
-    AuthorizeKeys,
-    Boot,
-    Kill,
-    MachineEffect,
-    NetworkConfig,
-    NodeSpec,
-    Resume,
-    SetAttribute,
-    Silence,
-)
+from tpucare.emulator.machine_effects import AuthorizeKeys, Boot, Kill, MachineEffect, Resume, SetAttribute, Silence
+from tpucare.emulator.records import AcceleratorConfig, ApiError, NetworkConfig, NodeSpec
 from tpucare.emulator.world import World
 from tpucare.errors import ConfigError
 from tpucare.model import Health, NodeState

@@ -16,7 +16,7 @@ from concurrent.futures import Future
 import paramiko
 
 from tests.ssh_stand_in import SshStandIn, make_host_key
-from tpucare.emulator.records import Boot, Kill, MachineEffect
+from tpucare.emulator.machine_effects import Boot, Kill, MachineEffect
 from tpucare.model import Ran
 
 LAUNCH = re.compile(r"\bTPUCARE_LAUNCH='?([^' ]+)")

@@ -16,10 +16,11 @@ from tpucare.emulator.capacity import Pool
 from tpucare.emulator.config import WorldConfig
 from tpucare.emulator.ending import Departure
 from tpucare.emulator.faults import OUTAGE_KINDS, ActiveOutage
+from tpucare.emulator.machine_effects import Resume, Silence
 from tpucare.emulator.queue_life import QueueLife
 from tpucare.emulator.queue_records import QueueState
 from tpucare.emulator.queue_state import QueuedLife
-from tpucare.emulator.records import MAINTENANCE_ATTRIBUTE, ApiError, Resume, Silence, parse_node_path
+from tpucare.emulator.records import MAINTENANCE_ATTRIBUTE, ApiError, parse_node_path
 from tpucare.emulator.state import NodeLife
 from tpucare.errors import ConfigError
 from tpucare.model import Health, NodeState

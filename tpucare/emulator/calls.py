@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 from tpucare.emulator import errors_text as texts
 from tpucare.emulator.config import WorldConfig
 from tpucare.emulator.gate import Gate
+from tpucare.emulator.machine_effects import Kill
 from tpucare.emulator.machinery import CAPACITY_TIERS
 from tpucare.emulator.quota import RateWindow
 from tpucare.emulator.records import (
     PLAIN,
     CallFate,
-    Kill,
     NodePage,
     NodePath,
     NodeRecord,

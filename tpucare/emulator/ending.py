@@ -5,13 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tpucare.emulator import errors_text as texts
+from tpucare.emulator.machine_effects import Silence
 from tpucare.emulator.machinery import CAPACITY_TIERS, Machinery
-from tpucare.emulator.records import (
-    PREEMPTED_ATTRIBUTE,
-    NodePath,
-    OperationRecord,
-    Silence,
-)
+from tpucare.emulator.records import PREEMPTED_ATTRIBUTE, NodePath, OperationRecord
 from tpucare.emulator.state import NodeLife
 from tpucare.model import NodeState
 

@@ -13,14 +13,9 @@ from tpucare.emulator.config import WorldConfig
 from tpucare.emulator.faults import Fates
 from tpucare.emulator.instance import worker_attributes
 from tpucare.emulator.lengths import Latency
+from tpucare.emulator.machine_effects import AuthorizeKeys, Boot, Kill, SetAttribute
 from tpucare.emulator.quota import QuotaBook
-from tpucare.emulator.records import (
-    AuthorizeKeys,
-    Boot,
-    Kill,
-    Response,
-    SetAttribute,
-)
+from tpucare.emulator.records import Response
 from tpucare.emulator.state import NodeLife, State, WorkerLife
 
 CAPACITY_TIERS: Mapping[str, str] = {

@@ -22,18 +22,10 @@ from typing import Self
 from tpucare.emulator import outfit, proctree
 from tpucare.emulator.flood import Flooding
 from tpucare.emulator.jobs import JobThread, done
+from tpucare.emulator.machine_effects import AuthorizeKeys, Boot, Kill, MachineEffect, Resume, SetAttribute, Silence
 from tpucare.emulator.metadata import MetadataServer
 from tpucare.emulator.premises import Premises
-from tpucare.emulator.records import (
-    AuthorizeKeys,
-    Boot,
-    Kill,
-    MachineEffect,
-    NodePath,
-    Resume,
-    SetAttribute,
-    Silence,
-)
+from tpucare.emulator.records import NodePath
 from tpucare.emulator.sandbox import MachineError, Sandbox, living
 from tpucare.emulator.worker import WorkerKey, WorkerMachine, end_all
 

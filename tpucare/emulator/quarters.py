@@ -16,9 +16,10 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 
 from tpucare.emulator import outfit
+from tpucare.emulator.machine_effects import Boot
 from tpucare.emulator.metadata import MetadataServer
 from tpucare.emulator.outfit import Folders
-from tpucare.emulator.records import INSTANCE_ATTRIBUTES, MAINTENANCE_ATTRIBUTE, PREEMPTED_ATTRIBUTE, Boot
+from tpucare.emulator.records import INSTANCE_ATTRIBUTES, MAINTENANCE_ATTRIBUTE, PREEMPTED_ATTRIBUTE
 from tpucare.emulator.sandbox import Sandbox
 
 SSH_KEYS_ATTRIBUTE = INSTANCE_ATTRIBUTES + "ssh-keys"

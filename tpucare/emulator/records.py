@@ -1,9 +1,10 @@
 """
-The nouns of the emulated cloud: what a call says, what it answers, and what machines are told to do.
+The nouns of the emulated cloud: what a call says, and what it answers.
 
 Plain dataclasses without protobuf, so that the world can be driven in virtual time; the gRPC server translates at its
 edge. Records that the world hands out are frozen and are replaced, never changed: the same object means the same
-content, so a server may cache a translation by identity. Numbers are those of google.cloud.tpu.v2.
+content, so a server may cache a translation by identity. Numbers are those of google.cloud.tpu.v2. What machines are
+told to do is in `machine_effects`.
 """
 
 from __future__ import annotations
@@ -263,80 +264,3 @@ class CallFate:
 
 PLAIN = CallFate()
 """The fate of a call that nothing happens to."""
-
-
-# --- what machines must do ---------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Boot:
-    """
-    Start a worker. A second Boot of the same `node_id` and worker is a reboot: same home, same host keys.
-
-    attributes: the metadata server's content, path -> value, for example `instance/attributes/ssh-keys`
-    peers:      addresses of all workers of the slice, index = worker number; empty where one is missing
-    """
-
-    at: datetime
-    path: NodePath
-    node_id: int
-    worker: int
-    address: str
-    hostname: str
-    attributes: Mapping[str, str]
-    peers: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Kill:
-    """End every process of a worker at once and listen no more; None = of all workers of that incarnation."""
-
-    at: datetime
-    path: NodePath
-    node_id: int
-    worker: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Silence:
-    """Answer nothing on the network any more; what runs goes on running."""
-
-    at: datetime
-    path: NodePath
-    node_id: int
-    worker: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Resume:
-    """Undo a Silence."""
-
-    at: datetime
-    path: NodePath
-    node_id: int
-    worker: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class SetAttribute:
-    """Change a path of the metadata server, for example `instance/preempted` to TRUE."""
-
-    at: datetime
-    path: NodePath
-    node_id: int
-    worker: int | None
-    name: str
-    value: str
-
-
-@dataclass(frozen=True, slots=True)
-class AuthorizeKeys:
-    """The guest agent has seen new `ssh-keys` metadata (`user:ssh-… key`, one a line): log these in, no others."""
-
-    at: datetime
-    path: NodePath
-    node_id: int
-    ssh_keys: str
-
-
-MachineEffect = Boot | Kill | Silence | Resume | SetAttribute | AuthorizeKeys

@@ -29,9 +29,10 @@ from tpucare.emulator.carrying import Carrier
 from tpucare.emulator.config import WorldConfig
 from tpucare.emulator.control import Control, request
 from tpucare.emulator.faces import Faces, Ports
+from tpucare.emulator.machine_effects import MachineEffect
 from tpucare.emulator.objects import ObjectStore
 from tpucare.emulator.orders import parse_order
-from tpucare.emulator.records import MachineEffect, NodePath
+from tpucare.emulator.records import NodePath
 from tpucare.emulator.world import World
 from tpucare.errors import ConfigError
 

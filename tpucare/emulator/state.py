@@ -19,15 +19,8 @@ from typing import Any
 
 from tpucare.accelerators import Accelerator
 from tpucare.emulator.capacity import Pool
-from tpucare.emulator.records import (
-    AddressPair,
-    GuestAttribute,
-    MachineEffect,
-    NodePath,
-    NodeRecord,
-    OperationRecord,
-    Response,
-)
+from tpucare.emulator.machine_effects import MachineEffect
+from tpucare.emulator.records import AddressPair, GuestAttribute, NodePath, NodeRecord, OperationRecord, Response
 from tpucare.errors import ConfigError
 
 AuditRecord = dict[str, Any]

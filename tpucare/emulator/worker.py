@@ -23,10 +23,11 @@ from typing import NamedTuple
 
 from tpucare.emulator import outfit, proctree, quarters, sandbox
 from tpucare.emulator.flood import Flood, Flooding
+from tpucare.emulator.machine_effects import Boot
 from tpucare.emulator.metadata import MetadataServer
 from tpucare.emulator.proctree import Process
 from tpucare.emulator.quarters import SSH_KEYS_ATTRIBUTE, Site
-from tpucare.emulator.records import Boot, NodePath
+from tpucare.emulator.records import NodePath
 from tpucare.emulator.sandbox import Cage, MachineError, living
 
 _LISTENING = b"Server listening on"

@@ -21,9 +21,10 @@ from datetime import datetime
 
 from tpucare.emulator.actions import Actions
 from tpucare.emulator.config import WorldConfig
+from tpucare.emulator.machine_effects import MachineEffect
 from tpucare.emulator.queue_calls import QueueCalls
 from tpucare.emulator.queue_records import QueuedRecord
-from tpucare.emulator.records import MachineEffect, NodeRecord, parse_node_path
+from tpucare.emulator.records import NodeRecord, parse_node_path
 from tpucare.emulator.state import AuditRecord
 
 

@@ -12,16 +12,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from tpucare.emulator.records import (
-    PREEMPTED_ATTRIBUTE,
-    AuthorizeKeys,
-    Boot,
-    Kill,
-    MachineEffect,
-    Resume,
-    SetAttribute,
-    Silence,
-)
+from tpucare.emulator.machine_effects import AuthorizeKeys, Boot, Kill, MachineEffect, Resume, SetAttribute, Silence
+from tpucare.emulator.records import PREEMPTED_ATTRIBUTE
 from tpucare.model import Failure, NodeKey
 from tpucare.simulation.time import VirtualClock
 
