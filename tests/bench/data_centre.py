@@ -25,9 +25,10 @@ from tests.bench.meter import wait_until
 from tests.bench.stand_in_workers import StandInMachines
 from tests.sshd import free_port
 from tpucare.emulator.config import WorldConfig
+from tpucare.emulator.machine_driver import MakeMachines
 from tpucare.emulator.machines import Machines, OnGone, OnHostKeys
 from tpucare.emulator.records import NetworkConfig, NodePath, NodeSpec
-from tpucare.emulator.server import EmulatorServer, MakeMachines
+from tpucare.emulator.server import EmulatorServer
 from tpucare.model import LABEL_FLEET, LABEL_NUMBER, LABEL_OWNER, LABEL_SLOT, NodeState
 
 PROJECT, ZONE, KIND, RUNTIME = "bench", "us-central1-a", "v2-8", "tpu-ubuntu2204-base"

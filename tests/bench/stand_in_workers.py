@@ -75,7 +75,7 @@ class StandInWorker:
 
 
 class StandInMachines:
-    """`emulator.server.Machines` over them: a Boot listens on the worker's own address, a Kill hangs up at once."""
+    """`machine_driver.Machines` over them: a Boot listens on the worker's own address, a Kill hangs up at once."""
 
     login_user = "tpucare"
 

@@ -2,25 +2,22 @@
 One emulated cloud, running: world, its faces to the network, machines, control socket and audit log put together.
 
 The world has no clock and no threads; this gives it both. One thread plays what happens by itself and collects what
-machines must do, another hands that to the machines in the same order. Everything that touches the world holds `lock`.
+machines must do, another hands that to them (`machine_driver`). Everything that touches the world holds `lock`.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import queue
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from contextlib import ExitStack
 from datetime import UTC, datetime, timedelta
-from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 import structlog
 
@@ -29,48 +26,18 @@ from tpucare.emulator.carrying import Carrier
 from tpucare.emulator.config import WorldConfig
 from tpucare.emulator.control import Control, request
 from tpucare.emulator.faces import Faces, Ports
-from tpucare.emulator.machine_effects import MachineEffect
+from tpucare.emulator.machine_driver import MachineDriver, Machines, MakeMachines
 from tpucare.emulator.objects import ObjectStore
 from tpucare.emulator.orders import parse_order
-from tpucare.emulator.records import NodePath
 from tpucare.emulator.world import World
 from tpucare.errors import ConfigError
 
 LONGEST_PAUSE_SECONDS = 1.0
-HOST_KEYS = "hostkeys"
 SOCKET_NAME = "control.sock"
 SOCKET_PATH_LIMIT = 100
 """A unix socket's path holds 108 bytes; deep state folders get their socket in the folder for temporary files."""
 
 _log = structlog.get_logger("tpucare.emulator")
-
-
-class Machines(Protocol):
-    """What carries out machine effects. `apply` is called in order, from one thread, and returns at once."""
-
-    @property
-    def login_user(self) -> str: ...
-
-    def apply(self, effect: MachineEffect) -> Future[None]: ...
-
-    def close(self) -> None:
-        """End every worker."""
-        ...
-
-
-class MakeMachines(Protocol):
-    """
-    Makes the machines, handing them whom to tell; `functools.partial(machines.Machines, folder, ssh_port=…)` is one.
-
-    on_host_keys: node, worker, host key by type     on_gone: node, worker, why it is not there
-    """
-
-    def __call__(
-        self,
-        *,
-        on_host_keys: Callable[[NodePath, int, Mapping[str, str]], None],
-        on_gone: Callable[[NodePath, int, str], None],
-    ) -> Machines: ...
 
 
 class EmulatorServer:
@@ -110,8 +77,7 @@ class EmulatorServer:
         self._changed = threading.Condition(self.lock)
         self._stopping = threading.Event()
         self._make_machines = machines
-        self._machines: Machines | None = None
-        self._effects: queue.SimpleQueue[MachineEffect | None] = queue.SimpleQueue()
+        self._driver = MachineDriver(self.world, self.lock, self.now, self._stopping)
         self._ports, self._dated = Ports(port, rest_port, storage_port), dated
         self._project, self._ssh_port = project, ssh_port
         self._state_dir, self._audit_path = state_dir, audit_path
@@ -138,7 +104,7 @@ class EmulatorServer:
     @property
     def machines(self) -> Machines | None:
         """The machines, once it is started, if there are any."""
-        return self._machines
+        return self._driver.machines
 
     def start(self) -> None:
         """
@@ -152,9 +118,9 @@ class EmulatorServer:
             self._ports = self._faces.ports
             # Machines may be told where the faces are; whatever a call sets going for them waits in the queue.
             if self._make_machines is not None:
-                self._machines = self._make_machines(on_host_keys=self._publish, on_gone=self._miss)
-            for work in (self._play, self._move_machines):
-                thread = threading.Thread(target=work, name=f"emulator{work.__name__}")
+                self._driver.make(self._make_machines)
+            for name, work in (("emulator_play", self._play), ("emulator_machines", self._driver.run)):
+                thread = threading.Thread(target=work, name=name)
                 thread.start()
                 self._threads.append(thread)
             self._announce()
@@ -171,8 +137,7 @@ class EmulatorServer:
         self._stopping.set()
         with ExitStack() as ends:
             ends.callback(self._close_audit)
-            if self._machines is not None:
-                ends.callback(self._machines.close)
+            ends.callback(self._driver.close)
             ends.callback(self._join)
             if self._faces is not None:
                 ends.callback(self._faces.stop)
@@ -202,8 +167,7 @@ class EmulatorServer:
 
     def note(self, event: str, **fields: object) -> None:
         """A machine's word for the audit log. From any thread."""
-        with self.lock:
-            self.world.note(event, self.now(), **fields)
+        self._driver.note(event, **fields)
 
     # --- threads
 
@@ -215,10 +179,9 @@ class EmulatorServer:
                     self.world.advance(self.now())
                 except Exception:
                     _log.exception("the world stumbled")
-                for effect in self.world.take_effects():
-                    self._effects.put(effect)
+                self._driver.put(self.world.take_effects())
                 self._changed.wait(self._pause())
-        self._effects.put(None)
+        self._driver.put_end()
 
     def _pause(self) -> float:
         """Seconds until the next event; never long, so that a clock that was moved by hand is seen."""
@@ -226,33 +189,6 @@ class EmulatorServer:
         if due is None:
             return LONGEST_PAUSE_SECONDS
         return min(LONGEST_PAUSE_SECONDS, max(0.001, (due - self.now()).total_seconds()))
-
-    def _move_machines(self) -> None:
-        while (effect := self._effects.get()) is not None:
-            if self._machines is None or self._stopping.is_set():
-                continue
-            try:
-                self._machines.apply(effect).add_done_callback(partial(self._look_after, effect))
-            except Exception as error:
-                self._disobeyed(effect, error)
-
-    def _look_after(self, effect: MachineEffect, done: Future[None]) -> None:
-        if not done.cancelled() and (error := done.exception()) is not None:
-            self._disobeyed(effect, error)
-
-    def _disobeyed(self, effect: MachineEffect, error: BaseException) -> None:
-        kind = type(effect).__name__
-        _log.error("a machine did not obey", effect=kind, node=str(effect.path), error=str(error))
-        self.note("machine-error", name=str(effect.path), effect=kind, text=f"{type(error).__name__}: {error}")
-
-    def _publish(self, path: NodePath, worker: int, keys: Mapping[str, str]) -> None:
-        """The guest agent of a worker that booted says which host keys it has."""
-        with self.lock:
-            for kind, key in keys.items():
-                self.world.set_guest_attribute(str(path), worker, HOST_KEYS, kind, key)
-
-    def _miss(self, path: NodePath, worker: int, why: str) -> None:
-        self.note("machine-gone", name=str(path), worker=worker, text=why)
 
     def _join(self) -> None:
         self.poke()
@@ -293,14 +229,13 @@ class EmulatorServer:
             path = Path(tempfile.mkdtemp(prefix="tpucare-")) / SOCKET_NAME
         self._control = Control(path, self.carry)
         self._control.start()
-        user = self._machines.login_user if self._machines is not None else ""
         found = running.Running(
             self.endpoint,
             str(path),
             self._project,
             os.getpid(),
             self._ssh_port,
-            user,
+            self._driver.login_user,
             self.rest_endpoint,
             self.storage_endpoint,
         )
