@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from tpucare import fleet_python
-from tpucare.arguments import Call, Start, read, type_of
+from tpucare.arguments import Start, read
+from tpucare.arguments_call import Call
+from tpucare.arguments_tpu import type_of
 from tpucare.errors import ConfigError
 from tpucare.model import OnExit, Provisioning
 

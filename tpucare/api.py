@@ -18,7 +18,8 @@ from typing import Any, Literal, TypeVar
 
 from tpucare import arguments, fleet_python, overview
 from tpucare import fleet as fleets
-from tpucare.arguments import UNHEALTHY_SECONDS, Call, CreationCallback, Door, Start, StartFn
+from tpucare.arguments import CreationCallback, Door, Start, StartFn
+from tpucare.arguments_call import UNHEALTHY_SECONDS, Call
 from tpucare.assembly import Caretaker, Leaves, MakeLauncher, assemble
 from tpucare.callbacks import CallbackLauncher
 from tpucare.caring import Declared, Left, care, refusing_blindness
