@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
@@ -12,8 +13,10 @@ from tpucare.assembly import assemble
 from tpucare.errors import ConfigError
 from tpucare.failpoints import NAMES, Failpoint, failpoint_of
 from tpucare.memory import Memory
-from tpucare.model import Event
+from tpucare.model import Event, Job, LaunchOrder, NodeKey, Worker
 from tpucare.options import resolve
+from tpucare.ports import Remote
+from tpucare.script import install_command, launch_command
 from tpucare.store import open_store
 
 NOW = datetime(2026, 11, 21, tzinfo=UTC)
@@ -67,6 +70,20 @@ def test_an_effect_took_place() -> None:
     with pytest.raises(Killed):
         port.delete_node("c")
     assert done == ["a", "b", "c"]
+
+
+def test_what_a_launch_sends_is_told_from_what_a_probe_does() -> None:
+    """A probe beside a launch may meet the worker before its tools are there, and sends them."""
+    said: list[str] = []
+    order = LaunchOrder((Worker(NodeKey("p", "z", "n"), 1, 0, "h"),), "pod-0", "pod", "n.1", 0, Job(run="true"), "")
+    remote = Failpoint("launch.pushed", 1, die).remote(
+        cast(Remote, SimpleNamespace(run=lambda worker, command, **_: said.append(command)))
+    )
+    remote.run(order.workers[0], install_command(), stdin=b"tar")
+    remote.run(order.workers[0], launch_command(order, 0, start=True))
+    with pytest.raises(Killed):
+        remote.run(order.workers[0], launch_command(order, 0, push=True), stdin=b"tar")
+    assert len(said) == 3
 
 
 def test_leaves_are_bare_when_nothing_is_asked_for(tmp_path: Path) -> None:

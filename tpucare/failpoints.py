@@ -20,6 +20,7 @@ from tpucare.errors import ConfigError
 from tpucare.memory import Memory
 from tpucare.model import Event, Ran, Worker
 from tpucare.ports import Remote, Store
+from tpucare.script import LAUNCH_MARK
 
 VARIABLE = "TPUCARE_FAILPOINT"
 VERBS: Mapping[str, str] = {
@@ -138,7 +139,7 @@ class _Port(_Proxy):
 
 
 class _Remote(_Proxy):
-    """Behind what a launch sends: nothing else sends anything to a worker that has its tools."""
+    """Behind what a launch sends; a probe that finds a worker without its tools sends those."""
 
     def run(
         self,
@@ -150,6 +151,6 @@ class _Remote(_Proxy):
         limit: int = 1 << 20,
     ) -> Ran:
         ran: Ran = self._real.run(worker, command, stdin=stdin, deadline=deadline, limit=limit)  # type: ignore[attr-defined]
-        if stdin:
+        if stdin and command.startswith(f"{LAUNCH_MARK}="):
             self._point.reach(PUSHED)
         return ran

@@ -49,6 +49,9 @@ RESOLVE_SECONDS = 60
 # The runner's look at the metadata server begins this late: what it needs for that costs more than a start may.
 WATCH_AFTER_SECONDS = 3.0
 
+# The variable that marks a launch on a worker; its command begins with it.
+LAUNCH_MARK = "TPUCARE_LAUNCH"
+
 BOOT = "import sys; sys.path.insert(0, sys.argv[1]); __import__(sys.argv[2]).main(sys.argv[3:])"
 
 _TOKEN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\.\d{1,9}")
@@ -191,7 +194,7 @@ def launch_command(
         answer_seconds=ANSWER_SECONDS,
     )
     # Marked from its first instruction on, so that a stop finds a launch that has not reached the runner yet.
-    marks = f"TPUCARE_LAUNCH={shlex.quote(order.token)} TPUCARE_WORKER={worker}"
+    marks = f"{LAUNCH_MARK}={shlex.quote(order.token)} TPUCARE_WORKER={worker}"
     return f"{marks} exec bash -c {shlex.quote(text)}"
 
 
