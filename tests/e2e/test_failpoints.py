@@ -7,11 +7,13 @@ Afterwards: one node, one run, no attempt lost, nothing that has no slot; the ho
 from __future__ import annotations
 
 import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.kit import TWO_HOSTS, House, house
+from tests.e2e.kit import ONE_HOST, TRAIN, TWO_HOSTS, House, house
+from tests.e2e.test_examples import commit
 from tpucare.failpoints import NAMES, VARIABLE
 
 pytestmark = [pytest.mark.machines, pytest.mark.timeout(240)]
@@ -127,6 +129,34 @@ def test_killed_while_a_fleet_is_taken_down(tmp_path: Path, point: str) -> None:
         await_death(home, point)
         home.start()
         home.await_(lambda: not home.names() and not home.runs(), "nothing is left")
+
+
+# The commit that worker 0 was told stands in the run's folder by then: the same run keeps it, wherever the branch is.
+@pytest.mark.parametrize(
+    ("kind", "point"),
+    [
+        (ONE_HOST, "launch.pushed"),
+        pytest.param(TWO_HOSTS, "launch.pushed:2", marks=pytest.mark.slow),
+        pytest.param(TWO_HOSTS, "launch.after-effect", marks=pytest.mark.slow),
+    ],
+)
+def test_killed_while_a_repository_is_launched(tmp_path: Path, kind: str, point: str) -> None:
+    repository = tmp_path / "repository"
+    first = commit(repository, {"train.sh": f"echo first\n{TRAIN}"})
+    job = {"repository": f"file://{repository}", "branch": "main"}
+    with house(tmp_path / "house") as home:
+        home.declare("pod", kind=kind, run='echo "at $TPUCARE_COMMIT"; . ./train.sh', job=job)
+        die(home, point)
+        assert [event.slot for event in home.events("launch")] == ["pod-0"]
+        assert bool(home.runs()) is (point == "launch.after-effect")
+        commit(repository, {"train.sh": f"echo second\n{TRAIN}"})
+        home.start()
+        run_alone(home, "pod-0", "pod-0-a0")
+        assert home.token("pod-0") == "pod-0-a0.1"
+        assert home.attempts("pod-0") == 1
+        logs = partial(map, partial(home.log, "pod-0", 1), range(1 if kind == ONE_HOST else 2))
+        home.await_(lambda: all(f"at {first}\nfirst\n" in log for log in logs()), "all workers run the first commit")
+        assert not any("second" in log for log in logs())
 
 
 def test_every_boundary_has_its_test() -> None:
