@@ -5,7 +5,7 @@ Each new node: every worker is claimed (`templates/foreign.py`), `creation_callb
 each worker, each with its own copy of the context. A launch returns at once; how far it is, probes tell: setup while a
 call goes on, a failed setup when one raised, a run after all have returned. What lives on the workers then is told by
 the probe of fleets (`launch`), which this launcher stands on. A launch that an earlier process left in its setup is
-told as lost, for nobody is there any more to end it.
+told as lost, for nobody is there any more to end it. What the calls of one launch came to is in `called_launch`.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from __future__ import annotations
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import Protocol
 
 from tpucare import answers, script
 from tpucare.attempts import Attempt, Host
+from tpucare.called_launch import CalledLaunch
 from tpucare.errors import CommandFailed, NodeGone
 from tpucare.launch import LAUNCH_DEADLINE, ScriptLauncher
 from tpucare.model import (
     Contact,
     Event,
-    Failure,
     LaunchOrder,
     LaunchResult,
     NodeKey,
@@ -42,8 +42,6 @@ from tpucare.starters import CreationCallback, Handle, Starter, Target, ThreadHa
 
 __all__ = ["CallbackLauncher", "Contexts", "Handle", "Starter", "ThreadStarter"]
 
-# A call that blocks for longer is no step of a setup any more: it is the run itself.
-LONG_CALL = timedelta(minutes=10)
 LATE_AFTER = timedelta(seconds=60)
 CREATED = ".tpucare/created"
 
@@ -58,36 +56,6 @@ class Contexts(Protocol):
         ...
 
     def copy(self, ctx: object) -> object: ...
-
-
-@dataclass(slots=True)
-class _Launch:
-    """One attempt and the calls made for it. `all_made`: no more of them will be made."""
-
-    attempt: Attempt
-    order: LaunchOrder
-    created: Handle | None = None
-    handles: dict[Target, Handle] = field(default_factory=dict)
-    all_made: bool = False
-    told: set[Target] = field(default_factory=set)
-
-    def going_on(self) -> list[Handle]:
-        known = [self.created, *self.handles.values()]
-        return [handle for handle in known if handle is not None and not handle.done()]
-
-    def failures(self) -> dict[int, BaseException]:
-        """What was raised, by worker; what concerns all workers is told of worker 0."""
-        first: dict[Target, Handle] = {0: self.created} if self.created is not None else {}
-        found: dict[int, BaseException] = {}
-        for target, handle in (*first.items(), *self.handles.items()):
-            error = handle.exception() if handle.done() else None
-            if error is not None and not (isinstance(error, SystemExit) and not error.code):
-                found.setdefault(0 if target == "all" else target, error)
-        return found
-
-    @property
-    def has_returned(self) -> bool:
-        return self.all_made and not self.going_on() and not self.failures()
 
 
 class CallbackLauncher:
@@ -119,7 +87,7 @@ class CallbackLauncher:
         self._created, self._all_workers = created, all_workers
         self._nudge, self._report, self._now, self._late_after = nudge, report, now, late_after
         self._lock = threading.Lock()
-        self._launches: dict[NodeKey, _Launch] = {}
+        self._launches: dict[NodeKey, CalledLaunch] = {}
         self._hints: set[NodeKey] = set()
         self._settled: dict[NodeKey, str] = {}
 
@@ -153,7 +121,7 @@ class CallbackLauncher:
     def _begin(self, order: LaunchOrder, *, is_created: bool) -> None:
         key = order.workers[0].key
         attempt = Attempt(self._remote, slot=order.slot, token=order.token, number=order.attempt, workers=order.workers)
-        launch = _Launch(attempt, order)
+        launch = CalledLaunch(attempt, order)
         self._end(key, "another launch took its place")
         with self._lock:
             self._launches[key] = launch
@@ -163,7 +131,7 @@ class CallbackLauncher:
         launch.created = prepare
         prepare.add_done_callback(lambda _: self._happened(key))
 
-    def _prepare(self, launch: _Launch, *, is_created: bool) -> None:
+    def _prepare(self, launch: CalledLaunch, *, is_created: bool) -> None:
         """On a thread of its own, for users' functions may block: the context, then every call of `start_fn`."""
         attempt = launch.attempt
         ctx = self._context(attempt, is_created=is_created)
@@ -212,35 +180,22 @@ class CallbackLauncher:
             if worker.foreign is not None and worker.phase is Phase.RUN:
                 self._settled[report.key] = worker.token
 
-    def _told(self, launch: _Launch | None, number: int, report: WorkerReport) -> WorkerReport:
+    def _told(self, launch: CalledLaunch | None, number: int, report: WorkerReport) -> WorkerReport:
         """What the worker said, with what is known here of the calls."""
         if report.contact is not Contact.ANSWERED or report.foreign is None:
             return report
         if launch is None or launch.attempt.token != report.token:
             lost = report.phase is Phase.SETUP and report.token not in self._settled.values()
             return replace(report, foreign=replace(report.foreign, lost=lost))
-        failures = launch.failures()
-        if error := failures.get(number):
-            return replace(
-                report,
-                phase=Phase.EXITED,
-                exit_status=_status_of(error),
-                failure=Failure.SETUP,
-                detail=answers.one_line(_line_of(launch, number, error)),
-            )
-        calls = launch.attempt.calls_in_flight(number) > 0
-        if failures or launch.has_returned:
-            return replace(report, alive=report.alive or calls)
-        blocks = launch.attempt.longest_call() >= LONG_CALL
-        return replace(report, phase=Phase.RUN if blocks else Phase.SETUP, alive=True)
+        return launch.told(number, report)
 
-    def _keep_tracebacks(self, launch: _Launch, order: ProbeOrder) -> None:
+    def _keep_tracebacks(self, launch: CalledLaunch, order: ProbeOrder) -> None:
         """What a callback raised goes into the slot's log, once."""
         for worker, error in launch.failures().items():
             with self._lock:
-                if launch.attempt.over or worker in launch.told:
+                if launch.attempt.over or worker in launch.logged:
                     continue
-                launch.told.add(worker)
+                launch.logged.add(worker)
             text = "".join(traceback.format_exception(error))
             place = self._inner.logs.place(order.slot, order.attempt, worker)
             start = place.offset if place.token == launch.attempt.token else 0
@@ -278,7 +233,7 @@ class CallbackLauncher:
         late.daemon = True
         late.start()
 
-    def _tell_late(self, launch: _Launch) -> None:
+    def _tell_late(self, launch: CalledLaunch) -> None:
         attempt = launch.attempt
         for handle in launch.going_on():
             where = handle.where()
@@ -312,11 +267,11 @@ class CallbackLauncher:
             self._hints.add(key)
         self._nudge()
 
-    def _of(self, key: NodeKey) -> _Launch | None:
+    def _of(self, key: NodeKey) -> CalledLaunch | None:
         with self._lock:
             return self._launches.get(key)
 
-    def _known(self, token: str) -> _Launch | None:
+    def _known(self, token: str) -> CalledLaunch | None:
         with self._lock:
             return next((known for known in self._launches.values() if known.attempt.token == token), None)
 
@@ -332,16 +287,3 @@ class _Claim:
 
 def _problem_of(answer: _Claim | Exception) -> Exception | None:
     return answer if isinstance(answer, Exception) else answer.problem
-
-
-def _status_of(error: BaseException) -> int:
-    """What the call itself would have exited with: of its command, of `sys.exit`, or Python's own for an exception."""
-    status = error.code if isinstance(error, SystemExit) else getattr(error, "exit_status", 1)
-    return status if isinstance(status, int) and 0 < status < 256 else 1
-
-
-def _line_of(launch: _Launch, worker: int, error: BaseException) -> str:
-    said = " ".join("".join(traceback.format_exception_only(error)).split())
-    if not launch.handles:
-        return f"creation_callback: {said}"
-    return f"start_fn of {'all workers' if 'all' in launch.handles else f'worker {worker}'}: {said}"
