@@ -21,7 +21,7 @@ from tpucare import answers, script
 from tpucare.attempts import Attempt, Host
 from tpucare.called_launch import CalledLaunch
 from tpucare.errors import CommandFailed, NodeGone
-from tpucare.launch import LAUNCH_DEADLINE, ScriptLauncher
+from tpucare.launch import ScriptLauncher
 from tpucare.model import (
     Contact,
     Event,
@@ -38,6 +38,7 @@ from tpucare.model import (
     WorkerReport,
 )
 from tpucare.ports import Remote
+from tpucare.pusher import LAUNCH_DEADLINE
 from tpucare.starters import CreationCallback, Handle, Starter, Target, ThreadHandle, ThreadStarter, check_call
 
 __all__ = ["CallbackLauncher", "Contexts", "Handle", "Starter", "ThreadStarter"]

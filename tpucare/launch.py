@@ -2,21 +2,19 @@
 The Launcher of fleets: push scripts, start the runner in screen, probe, stop; on all workers of a node at once.
 
 It reaches workers through the Remote port alone. What runs there is made by `script` and lies in `templates/`; what
-they answer is read by `answers`; logs are kept by `logs`. A launch is one command per worker, two when a branch has to
-be resolved first: while files go to all workers, worker 0 asks the repository, and all get the same commit. A branch
-that cannot be resolved is a run that fails in its fetch phase: the next probe sees it, and it counts as a failed setup.
+they answer is read by `answers`; logs are kept by `logs`; a run is brought to the workers and started by `pusher`.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
 from tpucare import answers, bundle, script
-from tpucare.errors import AuthRefused, CommandFailed, ConfigError, HostKeyChanged, RemoteError
+from tpucare.errors import AuthRefused, HostKeyChanged, RemoteError
 from tpucare.logs import LogKeeper, Place
 from tpucare.model import (
     Contact,
@@ -33,24 +31,19 @@ from tpucare.model import (
     WorkerReport,
 )
 from tpucare.ports import Remote
+from tpucare.pusher import LAUNCH_DEADLINE, Pusher, name_of
 
 PROBE_DEADLINE = timedelta(seconds=10)
-LAUNCH_DEADLINE = timedelta(seconds=30)
 STOP_PATIENCE = timedelta(minutes=2)
 STOP_MARGIN = timedelta(seconds=30)
 STACKS_MARGIN = timedelta(minutes=2)
 ANSWER_LIMIT = 4 << 20
-SLOWEST_BYTES_PER_SECOND = 1 << 20
 
 # What a probe brings of the log: enough to follow worker 0, a taste of the others, much of each when the run failed.
 FIRST_WORKER_BYTES = 64 << 10
 OTHER_WORKER_BYTES = 4 << 10
 FIRST_WORKER_FAILED_BYTES = 1 << 20
 OTHER_WORKER_FAILED_BYTES = 256 << 10
-
-# Exit statuses of the launch script.
-EXIT_UNRESOLVED = 69
-EXIT_BUNDLE_MISSING = 75
 
 
 @dataclass(slots=True)
@@ -61,24 +54,6 @@ class _Seen:
     token: str = ""
     step: int | None = None
     rescan: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class _Parcel:
-    """What a launch sends. `light` leaves out the bundle, for workers that have it; both are the same without one."""
-
-    light: bytes
-    full: bytes
-    bundle: str = ""
-
-
-@dataclass(slots=True)
-class _Memory:
-    """Per worker, behind a lock: probes and launches run on many threads."""
-
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    seen: dict[Worker, _Seen] = field(default_factory=dict)
-    bundles: dict[Worker, str] = field(default_factory=dict)
 
 
 class ScriptLauncher:
@@ -97,9 +72,11 @@ class ScriptLauncher:
         secrets: Callable[[str], str | None],
         logs: LogKeeper | None = None,
     ) -> None:
-        self._remote, self._secrets = remote, secrets
+        self._remote, self._pusher = remote, Pusher(remote, secrets)
         self.logs = logs or LogKeeper(state_dir / "logs")
-        self._memory = _Memory()
+        # Probes run on many threads.
+        self._lock = threading.Lock()
+        self._known: dict[Worker, _Seen] = {}
 
     # --- probe ---
 
@@ -120,12 +97,12 @@ class ScriptLauncher:
         return self._remember(order, worker, seen, answer)
 
     def _seen(self, order: ProbeOrder, worker: Worker) -> _Seen:
-        with self._memory.lock:
-            seen = self._memory.seen.get(worker)
+        with self._lock:
+            seen = self._known.get(worker)
         if seen is None:
             seen = _Seen(self.logs.place(order.slot, order.attempt, worker.number))
-            with self._memory.lock:
-                seen = self._memory.seen.setdefault(worker, seen)
+            with self._lock:
+                seen = self._known.setdefault(worker, seen)
         return seen
 
     def _remember(self, order: ProbeOrder, worker: Worker, seen: _Seen, answer: answers.ProbeAnswer) -> WorkerReport:
@@ -142,69 +119,8 @@ class ScriptLauncher:
     # --- launch ---
 
     def launch(self, order: LaunchOrder) -> LaunchResult:
-        """
-        Start one run on all workers. An error of a worker: ConfigError (nothing was started anywhere: a secret is
-        missing, the workdir is too large), or a RemoteError. When a push fails somewhere before any start, none starts.
-        """
-        try:
-            secrets = self._secret_values(order)
-            parcel = _parcel(order, secrets)
-        except ConfigError as error:
-            return LaunchResult(tuple(error for _ in order.workers))
-        if not script.needs_commit(order.job):
-            return LaunchResult(self._push_and_start(order, parcel))
-        pushed = self._remote.each(order.workers, lambda worker: self._push(order, worker, parcel, False))
-        commit, refusal = _commit_of(pushed, secrets)
-        if problem := _first_problem(order.workers, pushed):
-            return LaunchResult(tuple(_not_started(answer, problem) for answer in pushed))
-        return LaunchResult(self._start(order, commit, refusal))
-
-    def _push_and_start(self, order: LaunchOrder, parcel: _Parcel) -> tuple[Exception | None, ...]:
-        heard = self._remote.each(order.workers, lambda worker: self._push(order, worker, parcel, True))
-        return tuple(_started(worker, answer) for worker, answer in zip(order.workers, heard, strict=True))
-
-    def _start(self, order: LaunchOrder, commit: str, refusal: str) -> tuple[Exception | None, ...]:
-        def start(worker: Worker) -> Ran:
-            command = script.launch_command(order, worker.number, start=True, commit=commit, error=refusal)
-            return self._remote.run(worker, command, deadline=LAUNCH_DEADLINE)
-
-        heard = self._remote.each(order.workers, start)
-        return tuple(_started(worker, answer) for worker, answer in zip(order.workers, heard, strict=True))
-
-    def _push(self, order: LaunchOrder, worker: Worker, parcel: _Parcel, start: bool) -> Ran:
-        """Send the run's folder; worker 0 then asks for the commit; without one to ask for, each starts at once."""
-        command = script.launch_command(
-            order,
-            worker.number,
-            push=True,
-            start=start,
-            resolve=not start and worker == order.workers[0],
-            bundle=parcel.bundle,
-        )
-        has_bundle = parcel.bundle and self._memory.bundles.get(worker) == parcel.bundle
-        ran = self._send(worker, command, parcel.light if has_bundle else parcel.full)
-        if ran.exit_status == EXIT_BUNDLE_MISSING and has_bundle:
-            ran = self._send(worker, command, parcel.full)
-        if parcel.bundle and not ran.exit_status:
-            with self._memory.lock:
-                self._memory.bundles[worker] = parcel.bundle
-        return ran
-
-    def _send(self, worker: Worker, command: str, content: bytes) -> Ran:
-        transfer = timedelta(seconds=script.RESOLVE_SECONDS + len(content) / SLOWEST_BYTES_PER_SECOND)
-        return self._remote.run(worker, command, stdin=content, deadline=LAUNCH_DEADLINE + transfer)
-
-    def _secret_values(self, order: LaunchOrder) -> dict[str, str]:
-        values = {}
-        for name in order.job.secrets:
-            value = self._secrets(name)
-            if value is None:
-                raise ConfigError(
-                    f"secret {name} of fleet {order.fleet or order.slot} is not set: put it into the environment of "
-                    "tpucare or into its credentials folder"
-                )
-            values[name] = value
-        return values
+        """Start one run on all workers, as `pusher` says; it has the errors of each."""
+        return self._pusher.launch(order)
 
     # --- stop, notice ---
 
@@ -243,10 +159,10 @@ class ScriptLauncher:
         self._remote.knock(workers)
 
     def forget(self, key: NodeKey) -> None:
-        with self._memory.lock:
-            for known in (self._memory.seen, self._memory.bundles):
-                for worker in [worker for worker in known if worker.key == key]:
-                    known.pop(worker)
+        with self._lock:
+            for worker in [worker for worker in self._known if worker.key == key]:
+                self._known.pop(worker)
+        self._pusher.forget(key)
         self._remote.forget(key)
 
     def hints(self) -> frozenset[NodeKey]:
@@ -264,7 +180,7 @@ class ScriptLauncher:
             worker, script.install_command(), stdin=bundle.stream(files), deadline=LAUNCH_DEADLINE, limit=ANSWER_LIMIT
         )
         if ran.exit_status:
-            raise answers.failed(ran, f"{_name(worker)}: the tools could not be installed")
+            raise answers.failed(ran, f"{name_of(worker)}: the tools could not be installed")
 
 
 def _question(order: ProbeOrder, worker: Worker, seen: _Seen) -> dict[str, object]:
@@ -298,49 +214,3 @@ def _report_of(answer: WorkerReport | Exception) -> WorkerReport:
         case _:
             raise answer
     return WorkerReport(contact, detail=answers.one_line(str(answer)))
-
-
-def _parcel(order: LaunchOrder, secrets: Mapping[str, str]) -> _Parcel:
-    packed = bundle.pack(order.job.workdir) if order.job.workdir else None
-    name = packed.name if packed else ""
-    files = [(file.path, file.content, file.mode) for file in script.run_files(order, secrets, name)]
-    light = bundle.stream(files)
-    full = bundle.stream([*files, (packed.name, packed.content, 0o600)]) if packed else light
-    return _Parcel(light, full, name)
-
-
-def _started(worker: Worker, answer: Ran | Exception) -> Exception | None:
-    return answer if isinstance(answer, Exception) else answers.read_start(answer, _name(worker))
-
-
-def _commit_of(pushed: Sequence[Ran | Exception], secrets: Mapping[str, str]) -> tuple[str, str]:
-    """The commit that worker 0 was told, or why there is none; exactly one of the two is set when it answered."""
-    first = pushed[0]
-    if isinstance(first, Exception):
-        return "", ""
-    if commit := answers.read_commit(first):
-        return commit, ""
-    text = str(answers.failed(first, "the branch could not be resolved to a commit"))
-    for value in secrets.values():
-        text = text.replace(value, "***") if value else text
-    return "", text
-
-
-def _first_problem(workers: Sequence[Worker], pushed: Sequence[Ran | Exception]) -> Exception | None:
-    """The first worker's error that forbids a start: not reached, or the push did not arrive whole."""
-    for worker, answer in zip(workers, pushed, strict=True):
-        if isinstance(answer, Exception):
-            return answer
-        if answer.exit_status not in (0, EXIT_UNRESOLVED):
-            return answers.failed(answer, f"{_name(worker)}: the push failed")
-    return None
-
-
-def _not_started(answer: Ran | Exception, problem: Exception) -> Exception:
-    if isinstance(answer, Exception):
-        return answer
-    return CommandFailed(f"not started, since the gang is not whole: {problem}", 75)
-
-
-def _name(worker: Worker) -> str:
-    return f"{worker.key.name} worker {worker.number}"
