@@ -165,6 +165,24 @@ def test_a_zone_that_does_not_answer_is_not_an_empty_zone(daemon: Daemon) -> Non
     daemon.check()
 
 
+def test_nothing_lasts_through_the_darkness_of_a_zone(daemon: Daemon) -> None:
+    """Nobody looked at the worker meanwhile; that it was silent before and answers later is no hour of silence."""
+    daemon.care_for("pod", 1)
+    daemon.care_for("far", 1, place(EU))
+    daemon.run(minutes=15)
+    worker = next(one for one in daemon.launcher.of_node("my-project", US, "pod-0-a0") if one.number == 2)
+    worker.silent = True
+    daemon.run(minutes=2)
+    daemon.zone.world.outage("zone", timedelta(hours=1), daemon.clock.true_now(), zone=US)
+    daemon.run(minutes=30)
+    worker.silent = False
+    daemon.run(hours=2)
+    assert [node.path.node_id for node in daemon.zone.nodes()] == ["far-0-a0", "pod-0-a0"]
+    assert daemon.all_train()
+    assert len(daemon.launcher.launches) == 2
+    daemon.check()
+
+
 @pytest.mark.parametrize("jump", [timedelta(days=400), timedelta(days=-400), timedelta(hours=3)])
 def test_a_jump_of_the_clock_fires_no_timeout(daemon: Daemon, jump: timedelta) -> None:
     daemon.care_for("pod", 3)

@@ -109,8 +109,10 @@ class Observer:
         for name in view.slots:
             track = self.board.slots[name]
             for seen in track.nodes.values():
-                seen.dark = seen.node.key.zone in unreachable
-                if not seen.dark:
+                if seen.node.key.zone in unreachable:
+                    seen.darken(view.mark)
+                else:
+                    seen.light(view.mark)
                     self.prober.resume(track, seen)
 
     def see(self, view: ProjectView, node: Node) -> None:
@@ -156,8 +158,9 @@ class Observer:
             seen = track.nodes[node.name] = NodeTrack(node, view.mark, view.mark)
         before = seen.node.state
         fresh = seen.probe_due is None and seen.workers is None
+        seen.light(view.mark)
         seen.see(node, view.mark)
-        seen.listed, seen.dark = True, False
+        seen.listed = True
         view.hold(node)
         self.board.update(track, memories.absorb(track.memory, node))
         if before is not node.state or fresh:

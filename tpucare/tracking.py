@@ -19,6 +19,18 @@ from tpucare.model import Contact, Health, Node, NodeReport, NodeState, Phase, S
 
 BAD_HEALTH = frozenset({Health.TIMEOUT, Health.UNHEALTHY_TENSORFLOW, Health.UNHEALTHY_MAINTENANCE})
 GAPS_KEPT = 20
+_MARKS = (
+    "seen_since",
+    "state_since",
+    "unhealthy_since",
+    "silent_since",
+    "answering_since",
+    "refused_since",
+    "ended_since",
+    "phase_since",
+    "lacking_since",
+    "arrived_since",
+)
 FRESH_SILENCE = timedelta(minutes=3)
 
 
@@ -51,6 +63,12 @@ class ProgressTrack:
             self.seen, self.last, self.life = told, mark, mark
             self.signals, self.unchanged = self.signals + 1, 0
 
+    def leave_out(self, length: timedelta, passes: int) -> None:
+        """That much time went by unseen: it is no standstill."""
+        self.last = _later(self.last, length, passes)
+        self.life = _later(self.life, length, passes)
+        self.unchanged = 0
+
     def freeze(self) -> Progress:
         gap = timedelta(seconds=median(self.gaps)) if self.gaps else None
         return Progress(self.token, self.signals, self.last, gap, self.life, self.unchanged)
@@ -64,7 +82,7 @@ class NodeTrack:
     seen_since: Mark
     state_since: Mark
     listed: bool = True
-    dark: bool = False
+    dark_since: Mark | None = None
     workers: tuple[Worker, ...] | None = None
     report: NodeReport | None = None
     generation: int = 0
@@ -94,6 +112,28 @@ class NodeTrack:
         elif self.unhealthy_since is None:
             self.unhealthy_since = mark
         self.node = node
+
+    @property
+    def dark(self) -> bool:
+        return self.dark_since is not None
+
+    def darken(self, mark: Mark) -> None:
+        """Its zone does not answer: from here on nothing of the node is seen, and no worker is asked."""
+        self.dark_since = self.dark_since or mark
+
+    def light(self, mark: Mark) -> None:
+        """
+        Its zone answers again. Observed time went on, for other zones did answer, but not for this node (rule 11): no
+        condition has lasted through the darkness, and what is to support a verdict has to be seen anew.
+        """
+        if self.dark_since is None:
+            return
+        length, passes = mark.observed - self.dark_since.observed, mark.passes - self.dark_since.passes
+        for name in _MARKS:
+            setattr(self, name, _later(getattr(self, name), length, passes))
+        self.progress.leave_out(length, passes)
+        self.silent_probes = 0
+        self.dark_since = None
 
     def forget_report(self) -> None:
         """What runs on the workers was just changed by us: earlier answers are void, those on their way too."""
@@ -155,6 +195,10 @@ class NodeTrack:
             vouched=self.vouched,
             progress=self.progress.freeze(),
         )
+
+
+def _later(mark: Mark | None, length: timedelta, passes: int) -> Mark | None:
+    return Mark(mark.observed + length, mark.passes + passes) if mark is not None else None
 
 
 def _has_ended(report: NodeReport) -> bool:
