@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import subprocess
@@ -154,6 +155,34 @@ def test_how_a_call_ended_is_told(
         error = outcome(starter.start(attempt, Host(attempt), context, 0))
         assert type(error) is kind
         assert words in str(error)
+
+
+def test_an_exception_that_only_the_child_can_import_is_told(
+    attempt: Attempt, context: Context, tmp_path: Path
+) -> None:
+    library = tmp_path / "library"
+    library.mkdir()
+    (library / "known_to_the_child.py").write_text(
+        "class QuotaSpent(Exception):\n    pass\n\ndef work():\n    raise QuotaSpent('no quota\\nat all')\n"
+    )
+
+    def start_fn(ctx: Context, worker: int) -> None:
+        sys.path.insert(0, str(library))
+        importlib.import_module("known_to_the_child").work()
+
+    with ProcessStarter(start_fn) as starter:
+        error = outcome(starter.start(attempt, Host(attempt), context, 0))
+    assert type(error) is RuntimeError
+    assert str(error) == "known_to_the_child.QuotaSpent: no quota at all"
+    assert 'known_to_the_child.py", line 5, in work' in str(error.__cause__)
+
+
+def test_a_signal_without_a_name_is_told(attempt: Attempt, context: Context) -> None:
+    with ProcessStarter(lambda ctx, worker: os.kill(os.getpid(), signal.SIGRTMIN + 3)) as starter:
+        error = outcome(starter.start(attempt, Host(attempt), context, 0))
+    assert isinstance(error, ChildEnded)
+    assert error.exit_status == 128 + signal.SIGRTMIN + 3
+    assert f"signal {signal.SIGRTMIN + 3}" in str(error)
 
 
 def test_cancel_is_sigint_as_often_as_it_takes(attempt: Attempt, context: Context) -> None:

@@ -180,11 +180,7 @@ class ProcessHandle(Future[Any]):
         if self._end is None:
             # Its end of the socket closes before the helper has reaped it.
             self._exited.wait(REAP_SECONDS)
-            code = -self._status if self._status < 0 else self._status
-            how = f"signal {signal.Signals(code).name}" if self._status < 0 else f"exit status {code}"
-            self.set_exception(
-                ChildEnded(f"the process of start_fn ended by {how}", 128 + code if self._status < 0 else code)
-            )
+            self.set_exception(_ended_by(self._status))
         elif self._end:
             self.set_exception(pipes.unpack_error(self._end))
         else:
@@ -203,3 +199,11 @@ class ProcessHandle(Future[Any]):
                 answer = b"-" + pipes.pack_error(error)
             with contextlib.suppress(OSError):
                 pipes.send(call, answer)
+
+
+def _ended_by(status: int) -> ChildEnded:
+    if status >= 0:
+        return ChildEnded(f"the process of start_fn ended by exit status {status}", status)
+    # Most real-time signals have a number and no name.
+    names = {int(each): each.name for each in signal.Signals}
+    return ChildEnded(f"the process of start_fn ended by signal {names.get(-status, -status)}", 128 - status)

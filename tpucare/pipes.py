@@ -68,25 +68,36 @@ def pack_error(error: BaseException) -> bytes:
     """
     An exception that can be raised on the other end with its class, values and place.
 
-    By its parts, since many classes cannot be made again of their arguments alone; where even a part cannot be
-    pickled, as an error of the same words.
+    By its parts, since many classes cannot be made again of their arguments alone; and beside them in words alone, for
+    the other end may know less than this one.
     """
     text = "".join(traceback.format_exception(error))
+    words = " ".join("".join(traceback.format_exception_only(error)).split())
     try:
-        packed = pickle.dumps((type(error), error.args, vars(error), text))
-        unpack_error(packed)
+        parts = pickle.dumps((type(error), error.args, vars(error)))
+        _made_of(parts)
     except Exception:
-        words = " ".join("".join(traceback.format_exception_only(error)).split())
-        packed = pickle.dumps((RuntimeError, (words,), {}, text))
-    return packed
+        parts = b""
+    return pickle.dumps((words, text, parts))
 
 
 def unpack_error(packed: bytes) -> BaseException:
-    kind, arguments, fields, text = pickle.loads(packed)
+    """Never fails: what cannot be made again here, as a class that only the other end can import, is told in words."""
+    words, text, parts = pickle.loads(packed)
+    try:
+        error = _made_of(parts)
+    # Making it again imports its module, which may do anything, `sys.exit` included.
+    except (Exception, SystemExit):
+        error = RuntimeError(words)
+    error.__cause__ = RemoteTraceback(text)
+    return error
+
+
+def _made_of(parts: bytes) -> BaseException:
+    kind, arguments, fields = pickle.loads(parts)
     error: Any = kind.__new__(kind, *arguments)
     error.args = arguments
     vars(error).update(fields)
-    error.__cause__ = RemoteTraceback(text)
     str(error)
     assert isinstance(error, BaseException)
     return error
