@@ -2,6 +2,7 @@
 A local folder, packed so that the same files give the same bytes, to be sent to workers as the job's code.
 
 Inside a git work tree what git would not ignore is packed (tracked and new files), elsewhere everything; `.git` never.
+What git ignores may be secret or huge, so a work tree that git says nothing of is refused and never walked.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from tpucare.errors import ConfigError
 
 LIMIT_BYTES = 256 << 20
 GIT_SECONDS = 30
+SAID_LIMIT = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,19 +81,41 @@ def _add(archive: tarfile.TarFile, path: Path, name: str) -> None:
 
 def _names(root: Path) -> list[str]:
     """Paths of files and links below *root*, sorted."""
-    return sorted(_names_by_git(root) or _names_by_walking(root))
+    if not _in_work_tree(root.resolve()):
+        return sorted(_names_by_walking(root))
+    names = sorted(_names_by_git(root))
+    if not names and _names_by_walking(root):
+        raise ConfigError(
+            f"job.workdir: git ignores every file in {root}, so there is nothing to send; "
+            "`git init` there makes it a repository of its own"
+        )
+    return names
+
+
+def _in_work_tree(root: Path) -> bool:
+    """Looked up as git does, but also true where git is missing or may not read what it finds."""
+    for folder in (root, *root.parents):
+        if os.path.lexists(folder / ".git"):
+            return True
+        if os.path.ismount(folder):
+            break
+    return False
 
 
 def _names_by_git(root: Path) -> list[str]:
+    """Raises: ConfigError: git does not tell them: not installed, too slow, or the repository is not to its liking."""
     command = ["git", "-C", str(root), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    problem = f"job.workdir: {root} is in a git work tree, and git does not say what is ignored there"
     try:
         listed = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, timeout=GIT_SECONDS, check=False
         )
-    except (OSError, subprocess.TimeoutExpired):
-        return []
+    except OSError as error:
+        raise ConfigError(f"{problem}: git cannot be run ({error.strerror}); install it") from error
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"{problem}: no answer within {GIT_SECONDS} s") from None
     if listed.returncode:
-        return []
+        raise ConfigError(f"{problem}: {' '.join(os.fsdecode(listed.stderr).split())[:SAID_LIMIT]}")
     names = {os.fsdecode(name) for name in listed.stdout.split(b"\0") if name}
     # A file that was deleted and not committed is still listed; a submodule is listed as a folder.
     return [name for name in names if os.path.lexists(root / name) and not _is_folder(root / name)]
