@@ -150,6 +150,16 @@ def test_apply_refuses_a_bad_text_and_changes_nothing(office: Office) -> None:
     assert (office.folder / "pod.yaml").read_text() == before
 
 
+def test_an_applied_text_may_begin_with_a_byte_order_mark(office: Office, tmp_path: Path) -> None:
+    office.apply("\ufeff" + fleet_text(count=2), tmp_path)
+    office.run()
+    office.again()
+    office.look()
+    assert office.roster.unread == {}
+    assert office.slots == ["pod-0", "pod-1"]
+    assert office.ask("down", target="pod")["changed"] == ["pod-0", "pod-1"]
+
+
 def test_confirm_without_a_target_ends_the_mourning_of_a_lost_store(office: Office) -> None:
     assert office.ask("confirm")["store"] is True
     assert office.daemon.store is not None

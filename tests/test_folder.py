@@ -9,7 +9,7 @@ import pytest
 
 from tests.office import Office, fleet_text
 from tpucare.errors import ConfigError
-from tpucare.folder import Watch, folder_of, read_text
+from tpucare.folder import TEXT_LIMIT, Watch, folder_of, read_text
 from tpucare.memory import Wish
 
 
@@ -191,6 +191,31 @@ def test_an_applied_copy_means_the_same_in_the_folder(office: Office, tmp_path: 
     assert job is not None
     assert job.files == {"conf.txt": b"mine"}
     assert told(office, "fleet-refused") == []
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["a person's file", "a copy that was edited"])
+def test_a_byte_order_mark_is_lost_and_nothing_else(office: Office, tmp_path: Path, again: bool) -> None:
+    path = tmp_path / "pod.yaml"
+    if again:
+        office.apply(fleet_text(), Path("/elsewhere"))
+        path = office.folder / "pod.yaml"
+        path.write_text(path.read_text(), encoding="utf-8-sig")
+    else:
+        path.write_text(fleet_text(), encoding="utf-8-sig")
+    text = read_text(path)
+    assert folder_of(text, tmp_path) == (Path("/elsewhere") if again else tmp_path)
+    office.apply(text, tmp_path)
+    office.again()
+    assert office.roster.unread == {}
+    assert office.slots == ["pod-0"]
+
+
+def test_a_text_that_no_copy_could_hold_is_refused(office: Office, tmp_path: Path) -> None:
+    text = fleet_text()
+    with pytest.raises(ConfigError, match="larger than 256 KB as a copy"):
+        office.apply(text + "#" * (TEXT_LIMIT - len(text)), tmp_path)
+    assert list(office.folder.iterdir()) == []
+    assert office.slots == []
 
 
 def test_an_applied_fleet_replaces_the_file_that_declares_it(office: Office, tmp_path: Path) -> None:

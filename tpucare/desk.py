@@ -148,6 +148,8 @@ class Desk:
             raise CannotDo("a Python script declares what is cared for here: change its arguments, and start it again")
         if not Path(folder).is_absolute():
             raise ConfigError(f"folder {shown(folder)} is not an absolute path")
+        # A byte order mark is allowed at the very beginning, where the copy says its folder.
+        text = text.removeprefix("\ufeff")
         base = folder_of(text, Path(folder))
         parsed = fleets.parse(without_header(text), file=file or "fleet.yaml", folder=base)
         fleet = self._roster.with_project(parsed)

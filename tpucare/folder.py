@@ -138,12 +138,14 @@ class Intake:
         Put the text of an applied file into the folder; returns the text that lies there then.
 
         A copy says in its first line where its relative paths start, so that it means the same here.
-        Raises: ConfigError, StoreError: the folder cannot be written.
+        Raises: ConfigError: too large with that line, too; StoreError: the folder cannot be written.
         """
         target = self.path_of(fleet.name)
         if file and Path(file).exists() and target.exists() and Path(file).samefile(target):
             return text
         whole = _HEADER + json.dumps(str(folder)) + "\n" + without_header(text)
+        if len(whole.encode()) > TEXT_LIMIT:
+            raise ConfigError(f"{file or target}: larger than {TEXT_LIMIT >> 10} KB as a copy that names its folder")
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         owner.write_private(target, whole)
         self._declared[target] = fleet.name
@@ -227,7 +229,7 @@ def read_text(path: Path) -> str:
             content = file.read(TEXT_LIMIT + 1)
         if len(content) > TEXT_LIMIT:
             raise ConfigError(f"{path}: larger than {TEXT_LIMIT >> 10} KB, so no fleet file")
-        return content.decode("utf-8")
+        return content.decode("utf-8-sig")
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
