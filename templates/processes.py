@@ -184,6 +184,25 @@ def send(pid: int, number: int) -> None:
         quietly(["sudo", "-n", "kill", f"-{SIGNAL_NAMES[number]}", str(pid)])
 
 
+def is_anothers(pid: int) -> bool:
+    """Whether *pid* is not ours to signal: a signal to its whole group passes it by, and says nothing of it."""
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return True
+    except ProcessLookupError:
+        pass
+    return False
+
+
+def is_sudo(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/comm", "rb") as stream:
+            return stream.read() == b"sudo\n"
+    except OSError:
+        return False
+
+
 def prune_runs(base: str, token: str) -> None:
     """Old runs' folders, and what a launch that was cut left behind, so that a crash loop does not fill the disk."""
     import time

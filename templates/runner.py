@@ -230,6 +230,17 @@ class Runner:
             self._state["signalled"] = True
             self._save_state()
             _signal_group(self._main, SIGTERM)
+            self._term_below_sudo()
+
+    def _term_below_sudo(self) -> None:
+        """What another user runs in the main group, as `sudo python3 train.py` does: the group's signal missed it."""
+        below = self._below()
+        others = [pid for pid, (_, group) in below.items() if group == self._main and processes.is_anothers(pid)]
+        for pid in others:
+            parent = below[pid][0]
+            # sudo hands the signal on to its command, and a second one would break into the saving.
+            if parent not in others or not processes.is_sudo(parent):
+                processes.send(pid, SIGTERM)
 
     def _patience(self) -> float:
         """Seconds for which the loop may sleep."""
@@ -432,12 +443,10 @@ def _offer(handle: int, data: bytes) -> None:
 
 
 def _signal_group(leader: int, number: int) -> None:
-    try:
+    try:  # noqa: SIM105  (`contextlib` would cost an import)
         os.killpg(leader, number)
-    except ProcessLookupError:
+    except (ProcessLookupError, PermissionError):
         pass
-    except PermissionError:
-        processes.send(leader, number)
 
 
 def _screen_output() -> int | None:
