@@ -53,7 +53,8 @@ class SshStandIn:
     One listening server on loopback. `home` is where commands run; with `answer` nothing is run at all.
 
     `hang` takes connections and never says a word; `drop` closes all open connections; `stop` ends everything.
-    `logins` counts attempts to log in, successful or not.
+    `logins` counts attempts to log in, successful or not. `overflows`: what commands print is sent whether or not the
+    client has room for it.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class SshStandIn:
         self.answer = answer
         self.host_keys = list(host_keys) or [make_host_key()]
         self.hang = False
+        self.overflows = False
         self.logins = 0
         self.accepted = 0
         self.sftp_error = 0
@@ -150,6 +152,8 @@ class SshStandIn:
 
     def serve(self, channel: paramiko.Channel, command: str) -> None:
         """Run or answer one command; its end closes the channel."""
+        if self.overflows:
+            channel.out_window_size = 1 << 50
         try:
             if self.answer is not None:
                 ran = self.answer(command)

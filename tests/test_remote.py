@@ -29,7 +29,7 @@ from tpucare.errors import AuthRefused, CommandFailed, ConfigError, HostKeyChang
 from tpucare.model import NodeKey, Ran, Worker
 from tpucare.remote import ParamikoRemote
 from tpucare.ssh_keys import LoginKey, PinStore, clean_host_keys, host_key_text, load_or_make_key
-from tpucare.ssh_wire import Transport
+from tpucare.ssh_wire import Transport, Wire
 
 SHORT = timedelta(milliseconds=500)
 
@@ -336,6 +336,36 @@ def test_server_that_announces_a_packet_beyond_measure_after_the_login(door: Doo
     server.say((2**32 - 4).to_bytes(4, "big") + bytes(1 << 16))
     assert door.next_hints(5) == {worker.key}
     assert door.remote.run(worker, "echo again").stdout == b"again\n"
+
+
+@pytest.mark.parametrize("stream", ["", " >&2"])
+def test_server_that_sends_more_than_its_window(key: LoginKey, server: SshStandIn, stream: str) -> None:
+    """What nobody has read yet is bounded by the window that we granted, and not by what the server cares to send."""
+    server.overflows = True
+    ended = threading.Event()
+    wire = Wire(server.address, server.port)
+    wire.connect(5)
+    transport = Transport(wire, ended.set)
+    transport.start_client(timeout=10)
+    transport.auth_publickey(pwd.getpwuid(os.geteuid()).pw_name, key.private)
+    channel = transport.open_session()
+    channel.exec_command(f"yes{stream}")
+    assert ended.wait(30)
+    assert "more was sent than the window allows" in str(transport.saved_exception)
+    assert len(channel.in_buffer) + len(channel.in_stderr_buffer) < 2 * channel.in_window_size
+    transport.join()
+
+
+def test_dropped_in_the_middle_of_much_output(door: Door, server: SshStandIn) -> None:
+    """Room for more is granted on the thread of the caller, who then meets the end of the connection."""
+    worker = worker_at(server)
+    for number in range(20):
+        door.remote.run(worker, "true")
+        dropper = threading.Timer(0.02 * (number % 5 + 1), server.drop)
+        dropper.start()
+        with pytest.raises(WorkerSilent, match="dropped"):
+            door.remote.run(worker, "yes")
+        dropper.join()
 
 
 def test_dropped_in_the_middle_of_a_command(door: Door, server: SshStandIn) -> None:

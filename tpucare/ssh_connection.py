@@ -202,7 +202,11 @@ class Connection:
         else:
             threading.Thread(target=_feed, args=(channel, stdin, deadline), name="tpucare-stdin", daemon=True).start()
         out, err = _Kept(limit), _Kept(limit)
-        complete = _collect(channel, out, err, deadline)
+        try:
+            complete = _collect(channel, out, err, deadline)
+        except (EOFError, paramiko.SSHException) as error:
+            # To read is to grant room for more, which is sent, and meets the end of a connection before we hear of it.
+            raise self._silent("a command", deadline) from error
         if complete and not channel.status_event.wait(deadline.remaining):
             complete = False
         if not complete or (not channel.eof_received and not self._transport.is_active()):

@@ -21,6 +21,7 @@ from datetime import timedelta
 from typing import Any
 
 import paramiko
+from paramiko.common import MSG_CHANNEL_DATA, MSG_CHANNEL_EXTENDED_DATA
 from paramiko.packet import Packetizer
 
 LOG_NAME = "tpucare.ssh"
@@ -132,6 +133,9 @@ class Transport(paramiko.Transport):
         self.set_log_channel(LOG_NAME)
         self.channels_seen = _SeenChannels()
         self.disconnect_text = ""
+        table = self._channel_handler_table  # type: ignore[has-type]
+        bounded = {kind: _within_window(table[kind]) for kind in (MSG_CHANNEL_DATA, MSG_CHANNEL_EXTENDED_DATA)}
+        self._channel_handler_table = {**table, **bounded}
         self._wire = wire
         self._tell_ended = ended
 
@@ -139,7 +143,7 @@ class Transport(paramiko.Transport):
         try:
             super().run()
         finally:
-            self.active = False
+            self.active: bool = False
             self._wire.release()
             self._tell_ended()
 
@@ -151,6 +155,19 @@ class Transport(paramiko.Transport):
         """The server says why it hangs up (RFC 4253, 11.1): sshd does so after too many keys that it did not take."""
         message.get_int()
         self.disconnect_text = message.get_text()
+
+
+def _within_window(
+    hear: Callable[[paramiko.Channel, paramiko.Message], None],
+) -> Callable[[paramiko.Channel, paramiko.Message], None]:
+    """paramiko keeps whatever arrives: a server that sends on when the window is full would fill our memory."""
+
+    def take(channel: paramiko.Channel, message: paramiko.Message) -> None:
+        if len(channel.in_buffer) + len(channel.in_stderr_buffer) > channel.in_window_size:
+            raise paramiko.SSHException("more was sent than the window allows")
+        hear(channel, message)
+
+    return take
 
 
 class _SeenChannels(dict[int, bool]):
