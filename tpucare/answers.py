@@ -79,7 +79,7 @@ def read_start(ran: Ran, name: str) -> CommandFailed | None:
 
     The runner says so itself, after it took the lock.
     """
-    word, _, rest = one_line(ran.stdout.decode(errors="replace")).partition(" ")
+    word, _, rest = one_line(_last_line(ran).decode(errors="replace")).partition(" ")
     if ran.exit_status:
         return failed(ran, f"{name}: the launch failed")
     return None if word in ("started", "alive", "over") else _refusal(word, rest, name)
@@ -187,10 +187,8 @@ def _object(ran: Ran) -> Mapping[str, object]:
         raise Nonsense(str(failed(ran, "the worker's tool failed")))
     if ran.truncated:
         raise Nonsense("the answer is too long")
-    # A login shell's greeting may stand before the answer, which is the last line.
-    last = ran.stdout.strip().rpartition(b"\n")[2]
     try:
-        said = json.loads(last)
+        said = json.loads(_last_line(ran))
     except (ValueError, RecursionError):
         raise Nonsense("the answer is no JSON") from None
     if not isinstance(said, dict):
@@ -198,6 +196,11 @@ def _object(ran: Ran) -> Mapping[str, object]:
     if said.get("tools") is False:
         raise ToolsMissing
     return said
+
+
+def _last_line(ran: Ran) -> bytes:
+    """The answer: before it may stand what the login user's shell greets with, for bash reads ~/.bashrc under sshd."""
+    return ran.stdout.strip().rpartition(b"\n")[2]
 
 
 def _text(said: Mapping[str, object], key: str, limit: int) -> str:
