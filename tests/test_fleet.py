@@ -452,6 +452,7 @@ def test_every_problem_is_told_at_once_with_file_line_and_key() -> None:
         ("job.env", {"A": None}, 'quote what the program expects: "" or "0" or "false"'),
         ("job.env", {"A": []}, "job.env.A: must be text or a number"),
         ("job.env", {"A": "x\0"}, "NUL"),
+        ("job.env", {"A": "x" * 140_000}, "job.env.A: is longer than 127 KB"),
         ("job.env", {"A-B": "x"}, "A-B is no name of an environment variable"),
         ("job.env", {"TPUCARE_SLOT": "x"}, "TPUCARE_SLOT is reserved"),
         ("job.env", "A=1", "job.env: must be a mapping (key: value), not text"),

@@ -21,6 +21,7 @@ from tpucare import bundle, script
 from tpucare.errors import ConfigError
 from tpucare.logs import LogKeeper, Place
 from tpucare.model import Job, LaunchOrder, NodeKey, Worker
+from tpucare.script import VARIABLE_LIMIT
 
 GOLDEN = Path(__file__).parent / "golden"
 KEY = NodeKey("my-project", "europe-west4-a", "pod-0-a3")
@@ -169,6 +170,8 @@ def test_what_the_run_sees() -> None:
         (Job(run="x", setup="a\0b"), "setup"),
         (Job(run="x", env={"A-B": "c"}), "A-B"),
         (Job(run="x", env={"A": "c\0D=e"}), "A"),
+        (Job(run="x", env={"A": "c" * (VARIABLE_LIMIT - 1)}), "A has more than the 128 KiB"),
+        (Job(run="x", env={f"A{number}": "c" * 100_000 for number in range(12)}), "1 MiB together"),
         (Job(run="x", files={"../up": b""}), "../up"),
         (Job(run="x", files={"/etc/passwd": b""}), "/etc/passwd"),
     ],
@@ -176,6 +179,26 @@ def test_what_the_run_sees() -> None:
 def test_a_job_that_no_worker_could_run_is_refused(job: Job, word: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(word)):
         script.run_files(order(job), {})
+
+
+def test_a_variable_may_be_as_long_as_a_process_can_have_it() -> None:
+    value = "c" * (VARIABLE_LIMIT - 2)
+    files = {file.path: file.content for file in script.run_files(order(Job(run="x", env={"A": value})), {})}
+    assert f"A={value}".encode() in (files["env"] or b"").split(b"\0")
+    assert subprocess.run(["true"], env={"A": value}, check=False).returncode == 0
+    with pytest.raises(OSError, match="too long"):
+        subprocess.run(["true"], env={"A": value + "c"}, check=False)
+
+
+def test_a_secret_that_no_process_could_have_is_named_and_not_shown() -> None:
+    with pytest.raises(ConfigError, match="KEY has more than") as refused:
+        script.run_files(order(Job(run="x", secrets=("KEY",))), {"KEY": "s3cr3t" * 30_000})
+    assert "s3cr3t" not in str(refused.value)
+
+
+def test_a_secret_may_be_bytes_that_are_no_text() -> None:
+    files = {file.path: file.content for file in script.run_files(order(Job(run="x")), {"KEY": "\udcff"})}
+    assert b"KEY=\xff" in (files["env"] or b"").split(b"\0")
 
 
 @pytest.mark.parametrize("name", script.TOOL_NAMES)

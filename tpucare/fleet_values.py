@@ -17,6 +17,8 @@ from tpucare.words import shown
 from tpucare.yaml_lines import WrittenFloat, WrittenInt
 
 SCRIPT_LIMIT = 64 * 1024
+# Linux lets `name=value` have 128 KiB; the rest is for the name.
+VARIABLE_LIMIT = 127 * 1024
 LINE_LIMIT = 1024
 PATTERN_LIMIT = 500
 LONGEST = timedelta(days=30)
@@ -167,7 +169,9 @@ def variable_value(value: object) -> str:
         raise ValueError(f"must be text or a number; quote what the program expects: {wanted}")
     if not isinstance(value, str):
         raise ValueError("must be text or a number; quote a value that begins with { or [")  # noqa: TRY004
-    return text(value)
+    if len(text(value).encode()) > VARIABLE_LIMIT:
+        raise ValueError(f"is longer than {VARIABLE_LIMIT // 1024} KB, which no variable can be; put it into a file")
+    return value
 
 
 def repository(value: str) -> str:

@@ -42,6 +42,10 @@ TOOL_NAMES = (
 LOG_BYTES = 64 << 20
 # One argument of a command may have 128 KiB (Linux, MAX_ARG_STRLEN); quoting may lengthen a text.
 SCRIPT_LIMIT = 64 << 10
+# `name=value` of a variable is under that limit as well, with the NUL behind it.
+VARIABLE_LIMIT = (128 << 10) - 1
+# All of them, and the arguments of a command: a quarter of the stack, which may have 8 MiB (execve(2)).
+ENVIRONMENT_LIMIT = 1 << 20
 
 SCREEN_SECONDS = 5
 ANSWER_SECONDS = 15
@@ -78,7 +82,7 @@ def run_files(order: LaunchOrder, secrets: Mapping[str, str], bundle: str = "") 
     """
     job = order.job
     check_job(job)
-    environment = "".join(f"{name}={value}\0" for name, value in sorted(run_environment(order, secrets).items()))
+    environment = _environment_file(run_environment(order, secrets))
     texts = {"run.sh": render("run.sh.j2", command=job.run)}
     if job.setup:
         texts["setup.sh"] = render("setup.sh.j2", setup=job.setup)
@@ -88,7 +92,7 @@ def run_files(order: LaunchOrder, secrets: Mapping[str, str], bundle: str = "") 
         texts["resolve.sh"] = _resolve_script(order)
     pushed = [
         *tool_files(),
-        PushedFile("env", environment.encode()),
+        PushedFile("env", environment),
         PushedFile("askpass.sh", render("askpass.sh.j2").encode(), 0o700),
     ]
     pushed += [PushedFile(name, text.encode()) for name, text in sorted(texts.items())]
@@ -132,6 +136,19 @@ def run_environment(order: LaunchOrder, secrets: Mapping[str, str]) -> dict[str,
         "TPUCARE_CHECKPOINT": job.checkpoint,
     }
     return env | own
+
+
+def _environment_file(variables: Mapping[str, str]) -> bytes:
+    """Raises: ConfigError: no process could be started with it; a run would end before its first line, each time."""
+    # A secret may be bytes that are no UTF-8; they came through the daemon's environment as surrogates.
+    entries = {name: f"{name}={value}".encode(errors="surrogateescape") for name, value in sorted(variables.items())}
+    for name, entry in entries.items():
+        if len(entry) > VARIABLE_LIMIT:
+            raise ConfigError(f"{name} has more than the 128 KiB that Linux lets a variable have; put it into a file")
+    content = b"".join(entry + b"\0" for entry in entries.values())
+    if len(content) > ENVIRONMENT_LIMIT:
+        raise ConfigError("job.env and job.secrets have more than 1 MiB together; put what is long into files")
+    return content
 
 
 def needs_commit(job: Job) -> bool:
