@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import argparse
 import enum
+import functools
 import json
+import math
 import subprocess
 import sys
 import textwrap
 import types
-from collections import namedtuple
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from dataclasses import dataclass, field, make_dataclass
-from datetime import UTC, date, datetime, timedelta
+from datetime import UTC, date, datetime, time, timedelta
+from decimal import Decimal
+from ipaddress import IPv4Network
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Generic, TypeVar
+from uuid import UUID
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import BaseModel
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, HttpUrl, PrivateAttr, RootModel, SecretStr
 
 from tpucare import contexts
 from tpucare.contexts import StoredContexts
@@ -57,6 +62,65 @@ class Checked:
 class Model(BaseModel):
     name: str
     limits: dict[str, float] = {}
+
+
+class Optimizer(BaseModel):
+    lr: float = 0.1
+
+
+class Adam(Optimizer):
+    beta: float = 0.9
+
+
+T = TypeVar("T")
+
+
+class Wrapped(BaseModel, Generic[T]):
+    inner: T
+
+
+class Training(BaseModel):
+    """Of each field the annotation, or the declaration, says less than the value."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    optimizer: Optimizer = Adam(beta=0.5)
+    best: float = math.inf
+    limit: float | None = math.inf
+    shape: Any = (1, 2)
+    names: Any = {1: "one", (2, 3): "two"}
+    inner: Any = Wrapped[Adam](inner=Adam(beta=0.25))
+    hidden: int = Field(0, exclude=True)
+    aliased: int = Field(0, alias="otherName")
+    checked: Annotated[int, AfterValidator(lambda number: number + 1)] = 0
+    _private: Any = PrivateAttr(default=None)
+    _unset: int = PrivateAttr()
+
+    @functools.cached_property
+    def computed(self) -> object:
+        return object()
+
+    def model_post_init(self, context: object) -> None:
+        self._private = {"attempts": (1, 2)}
+
+
+class Steps(RootModel[list[Any]]):
+    pass
+
+
+class Secretive(BaseModel):
+    key: SecretStr = SecretStr("geheim")
+
+
+class Holds(BaseModel):
+    held: Any = None
+    _kept: Any = PrivateAttr(default=None)
+
+
+def holding(kept: object) -> Holds:
+    holds = Holds()
+    holds._kept = kept
+    return holds
 
 
 class Color(enum.Enum):
@@ -101,6 +165,10 @@ CHECKED.steps = -4
         Frozen(Context("z"), NOW),
         CHECKED,
         Model(name="m", limits={"a": 0.5}),
+        Training(hidden=3, otherName=4, more=(1, Color.RED)),
+        Model.model_construct(name=Context("z"), limits=None),  # type: ignore[arg-type]
+        Steps([(1, Adam()), None]),
+        Wrapped[Wrapped[int]](inner=Wrapped[int](inner=3)),
         Outer.Nested(4),
         Color.RED,
         Point(1, Context("z")),
@@ -110,7 +178,16 @@ CHECKED.steps = -4
         b"\x00\xff",
         date(2026, 11, 21),
         timedelta(days=1, microseconds=7),
+        time(12, 30, tzinfo=UTC),
         Path("/data/x"),
+        UUID(int=7),
+        Decimal("0.10"),
+        IPv4Network("10.0.0.0/8"),
+        HttpUrl("https://example.org/x"),
+        deque([(1, 2), Adam()], maxlen=2),
+        OrderedDict([("b", 1), ("a", (2,))]),
+        Counter({(1, 2): 3}),
+        defaultdict(list, {1: [Adam()]}),
         types.SimpleNamespace(a=1, b=Context("z")),
         argparse.Namespace(preemptible=1, service_account=None),
     ],
@@ -126,6 +203,29 @@ def test_a_restored_dataclass_goes_through_no_init_again() -> None:
     restored = through(CHECKED)
     assert isinstance(restored, Checked)
     assert (restored.steps, restored.doubled) == (-4, 6)
+
+
+def test_a_model_comes_back_whole_and_goes_through_no_validator_again() -> None:
+    model = Training(hidden=3, checked=1, more=(1, 2))
+    model._private["attempts"] = (3,)
+    assert model.computed is model.computed
+    restored = through(model)
+    assert isinstance(restored, Training)
+    assert restored == model
+    assert type(restored.optimizer) is Adam
+    assert type(restored.inner) is Wrapped[Adam]
+    assert (restored.hidden, restored.checked, restored._private) == (3, 2, {"attempts": (3,)})
+    assert restored.model_fields_set == {"hidden", "checked", "more"}
+    assert restored.__pydantic_extra__ == {"more": (1, 2)}
+    assert not hasattr(restored, "_unset")
+    assert "computed" not in vars(restored)
+
+
+def test_a_deque_and_a_defaultdict_keep_what_equality_does_not_see() -> None:
+    restored = through([deque([1], maxlen=2), defaultdict(Adam), defaultdict(None, {"a": 1})])
+    assert isinstance(restored, list)
+    assert restored[0].maxlen == 2
+    assert [each.default_factory for each in restored[1:]] == [Adam, None]
 
 
 def test_attributes_that_were_set_later_are_kept() -> None:
@@ -173,8 +273,27 @@ def _inside() -> object:
         (_inside(), "made inside a function: move it to the top of its module"),
         (Local(1), "could not be found again"),
         (Context, "is a type"),
+        ({"a": Secretive()}, "ctx['a'].key is a SecretStr, and secrets are not written down"),
+        (Holds(held=[Plain()]), "ctx.held[0] is a Plain"),
+        (holding(Plain()), "ctx._kept is a Plain"),
+        (Training(more=Plain()), "ctx.more is a Plain"),
+        (Wrapped[int | None](inner=1), "with the parameter int | None, which has no name"),
+        (defaultdict(lambda: 1), "a defaultdict of a function"),
     ],
-    ids=["object", "in a field", "in a list", "local class", "renamed class", "a class"],
+    ids=[
+        "object",
+        "in a field",
+        "in a list",
+        "local class",
+        "renamed class",
+        "a class",
+        "a secret",
+        "in a model",
+        "private",
+        "extra",
+        "parameter",
+        "factory",
+    ],
 )
 def test_what_cannot_be_stored_is_told_in_one_line(value: object, words: str, store: SqliteStore) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -222,10 +341,33 @@ class TestTypesThatChanged:
             StoredContexts(store).get("pod")
         assert StoredContexts(store, homes=[__name__]).get("pod") == Context("z")
 
-    def test_a_model_that_fits_no_more_is_an_error(self, store: SqliteStore) -> None:
-        store.save_context("pod", contexts.encode(Model(name="m")).replace("name", "label"))
-        with pytest.raises(ConfigError, match=r"Model has changed \(name: Field required\)"):
-            StoredContexts(store).get("pod")
+    def keep_model(self, store: SqliteStore, value: BaseModel, old: str, new: str) -> object:
+        store.save_context("pod", contexts.encode(value).replace(f'"{old}"', f'"{new}"'))
+        return StoredContexts(store).get("pod")
+
+    def test_a_model_takes_defaults_and_leaves_out_what_is_gone(self, store: SqliteStore) -> None:
+        assert self.keep_model(store, Model(name="m", limits={"a": 1}), "limits", "bounds") == Model(name="m")
+        restored = self.keep_model(store, holding(1), "_kept", "_older")
+        assert isinstance(restored, Holds)
+        assert restored._kept is None
+
+    def test_a_field_of_a_model_without_a_value_is_an_error(self, store: SqliteStore) -> None:
+        with pytest.raises(ConfigError, match=r"Model has a field name now, of which no value was kept; .*fresh=True"):
+            self.keep_model(store, Model(name="m"), "name", "label")
+
+    def test_a_model_that_is_none_any_more_is_an_error(self, store: SqliteStore) -> None:
+        with pytest.raises(ConfigError, match="Plain is no model any more"):
+            self.keep_model(store, Model(name="m"), "tests.test_contexts:Model", "tests.test_contexts:Plain")
+
+    @pytest.mark.parametrize(("key", "fits"), [("name", True), ("label", False)])
+    def test_models_as_they_were_written_at_first_are_read(self, store: SqliteStore, key: str, fits: bool) -> None:
+        text = json.dumps({key: "m", "limits": {"a": 0.5}})
+        store.save_context("pod", json.dumps({"$": "model", "type": "tests.test_contexts:Model", "text": text}))
+        if fits:
+            assert StoredContexts(store).get("pod") == Model(name="m", limits={"a": 0.5})
+        else:
+            with pytest.raises(ConfigError, match=r"Model has changed \(name: Field required\)"):
+                StoredContexts(store).get("pod")
 
     @pytest.mark.parametrize("text", ["", "{", '{"$": "dataclass"}', '{"$": "nonsense"}', '{"$": [1]}'])
     def test_a_text_that_nobody_wrote_is_an_error(self, store: SqliteStore, text: str) -> None:

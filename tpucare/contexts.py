@@ -5,13 +5,13 @@ A context outlives the process, so it has to be made of what can be written down
 of JSON, and a few more that people put into them (tuples, sets, instants, paths, enums, bytes, namespaces). It is
 written by what each value is, not by its annotation: `None` in a field that says `str` comes back as `None`. Types are
 found again by module and name; one that is gone, or lacks a value that was never saved, is an error that says so, never
-a guess. When contexts are read and written is `callbacks`'; the file is the store's.
+a guess. How single values are taken apart is `context_values`'; when contexts are read and written is `callbacks`'; the
+file is the store's.
 """
 
 from __future__ import annotations
 
 import argparse
-import base64
 import copy
 import dataclasses
 import enum
@@ -19,14 +19,13 @@ import importlib
 import json
 import sys
 import types
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from datetime import date, datetime, timedelta
-from pathlib import Path
 from typing import Any, Protocol
 
 from pydantic import BaseModel, ValidationError
-from pydantic_core import PydanticSerializationError
 
+from tpucare.context_values import BY_NAME, SECRETS, Misfit, form_of, model_of, parts_of_model
 from tpucare.errors import ConfigError
 from tpucare.words import shown
 
@@ -93,10 +92,6 @@ class StoredContexts:
         self._shelf.drop_context(slot)
 
 
-class Misfit(Exception):
-    """A value, or a type, that cannot be written down or found again; the text names it."""
-
-
 # --- to text ---------------------------------------------------------------------------------------------------------
 
 
@@ -137,9 +132,13 @@ def _written_object(value: Any, path: str) -> dict[str, Any]:
         return {TAG: "bag", "type": _name_of(type(value), path), "fields": _written_fields(vars(value), path)}
     if isinstance(value, tuple):
         return _written_tuple(value, path)
-    for kind, write in _WRITERS.items():
-        if type(value) is kind or (kind is Path and isinstance(value, Path)):
-            return {TAG: kind.__name__, "value": _written(write(value), path)}
+    if type(value) is defaultdict:
+        return _written_defaultdict(value, path)
+    if named := form_of(value):
+        name, form = named
+        return {TAG: name, "value": _written(form.write(value), path)}
+    if isinstance(value, SECRETS):
+        raise Misfit(f"{path} is a {type(value).__name__}, and secrets are not written down: read it where it is used")
     raise Misfit(f"{path} is a {type(value).__name__}, which cannot be written down; {_HOW}")
 
 
@@ -156,11 +155,16 @@ def _written_dataclass(value: Any, path: str) -> dict[str, Any]:
 
 
 def _written_model(value: BaseModel, path: str) -> dict[str, Any]:
-    try:
-        text = value.model_dump_json(round_trip=True, warnings="error")
-    except (PydanticSerializationError, ValueError) as error:
-        raise Misfit(f"{path}, a {type(value).__name__}, cannot be written as JSON ({_first_line(error)})") from error
-    return {TAG: "model", "type": _name_of(type(value), path), "text": text}
+    parts = {part: _written_fields(held, path) for part, held in parts_of_model(value).items()}
+    return {TAG: "model", "type": _model_name(type(value), path), **parts, "set": sorted(value.model_fields_set)}
+
+
+def _written_defaultdict(value: defaultdict[Any, Any], path: str) -> dict[str, Any]:
+    makes = value.default_factory
+    if not (makes is None or isinstance(makes, type)):
+        raise Misfit(f"{path} is a defaultdict of a function, which cannot be written down: give it a class, as int")
+    name = None if makes is None else _name_of(makes, path)
+    return {TAG: "defaultdict", "makes": name, "items": _written(dict(value), path)}
 
 
 def _written_tuple(value: tuple[Any, ...], path: str) -> dict[str, Any]:
@@ -183,15 +187,14 @@ def _name_of(kind: type, path: str) -> str:
     return name
 
 
-_WRITERS: Mapping[type, Callable[[Any], Any]] = {
-    set: lambda value: sorted(value, key=repr),
-    frozenset: lambda value: sorted(value, key=repr),
-    bytes: lambda value: base64.b64encode(value).decode("ascii"),
-    datetime: lambda value: value.isoformat(),
-    date: lambda value: value.isoformat(),
-    timedelta: lambda value: [value.days, value.seconds, value.microseconds],
-    Path: str,
-}
+def _model_name(kind: Any, path: str) -> Any:
+    """Of a generic model with parameters: the names of the model and of each of them, since it has none of its own."""
+    generic = getattr(kind, "__pydantic_generic_metadata__", None)
+    if generic and generic["origin"] is not None:
+        return [_name_of(generic["origin"], path), *(_model_name(each, path) for each in generic["args"])]
+    if not isinstance(kind, type) or isinstance(kind, types.GenericAlias):
+        raise Misfit(f"{path} is a model with the parameter {kind}, which has no name: make a subclass of it that has")
+    return _name_of(kind, path)
 
 
 # --- from text -------------------------------------------------------------------------------------------------------
@@ -217,8 +220,8 @@ class _Reader:
         if TAG not in value:
             return {key: self.read(entry) for key, entry in value.items()}
         tag = value[TAG]
-        if tag in _READERS:
-            return _READERS[tag](self.read(value["value"]))
+        if tag in BY_NAME:
+            return BY_NAME[tag].read(self.read(value["value"]))
         return getattr(self, f"_read_{tag}")(value)
 
     def _read_mapping(self, written: dict[str, Any]) -> dict[Any, Any]:
@@ -240,8 +243,24 @@ class _Reader:
     def _read_bag(self, written: dict[str, Any]) -> Any:
         return self._type(written)(**{name: self.read(entry) for name, entry in written["fields"].items()})
 
+    def _read_defaultdict(self, written: dict[str, Any]) -> Any:
+        makes = None if written["makes"] is None else self._named(written["makes"])
+        return defaultdict(makes, self.read(written["items"]))
+
     def _read_model(self, written: dict[str, Any]) -> Any:
         kind = self._type(written)
+        if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
+            raise Misfit(f"{written['type']} is no model any more")
+        if "text" in written:
+            return self._read_model_text(kind, written)
+        parts = {
+            part: {name: self.read(entry) for name, entry in written[part].items()}
+            for part in ("fields", "more", "extra", "private")
+        }
+        return model_of(kind, parts, written["set"])
+
+    def _read_model_text(self, kind: type[BaseModel], written: dict[str, Any]) -> Any:
+        """As it was written at first, in pydantic's own JSON."""
         try:
             return kind.model_validate_json(written["text"])
         except ValidationError as error:
@@ -270,21 +289,16 @@ class _Reader:
         return made
 
     def _type(self, written: dict[str, Any]) -> Any:
-        found = _find(written["type"], self._homes)
+        return self._named(written["type"])
+
+    def _named(self, name: Any) -> Any:
+        if isinstance(name, list):
+            model, *parameters = map(self._named, name)
+            return model[tuple(parameters)]
+        found = _find(name, self._homes)
         if found is None:
-            raise Misfit(f"its type {shown(written['type'])} is not there any more")
+            raise Misfit(f"its type {shown(name)} is not there any more")
         return found
-
-
-_READERS: Mapping[str, Callable[[Any], Any]] = {
-    "set": set,
-    "frozenset": frozenset,
-    "bytes": base64.b64decode,
-    "datetime": datetime.fromisoformat,
-    "date": date.fromisoformat,
-    "timedelta": lambda parts: timedelta(*parts),
-    "Path": Path,
-}
 
 
 def _default_of(field: dataclasses.Field[Any]) -> Callable[[], Any] | None:
