@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -383,7 +384,7 @@ def test_a_sweep_that_cannot_be_read_is_said_once(swarm: Swarm) -> None:
 
 
 def made_fleet(text: str = FLEET, **more: Any) -> tuple[fleets.Fleet, str]:
-    given: dict[str, Any] = {"count": 4, "base_url": "http://127.0.0.1:8"} | more
+    given: dict[str, Any] = {"count": 4, "base_url": "http://127.0.0.1:8", "file": "f.yaml"} | more
     whole = sweeps_fleet.fleet_text(sweeps_fleet.read_base(text, "f.yaml"), PATH, **given)
     return fleets.parse(whole, file="f.yaml", folder=Path("/code"), default_project="grant"), whole
 
@@ -422,11 +423,37 @@ def test_a_file_may_say_where_the_agent_stands_and_what_it_is_called() -> None:
         (FLEET + "care: {on_success: restart}\n", "on_success"),
         ("just text", "mapping"),
         ("job: [", "not YAML"),
+        ("[" * 5000, "f.yaml:1: "),
+        (FLEET + "name: one\nname: two\n", "f.yaml:7: name: is given twice"),
+        ("tpu: {type: v4-8}\njob: text\n", "f.yaml: job: must be a mapping"),
+        (FLEET.replace('{A: "it\'s"}', "[A=1]"), "f.yaml: job.env: must be a mapping"),
+        (FLEET + "  secrets: 5\n", "f.yaml: job.secrets: must be a list"),
+        (FLEET + "  secrets: GIT_TOKEN\n", "f.yaml: job.secrets: must be a list"),
     ],
 )
 def test_a_fleet_that_no_sweep_can_use_is_refused(text: str, word: str) -> None:
     with pytest.raises(ConfigError, match=word):
         sweeps_fleet.refuse_unfit(made_fleet(text)[0])
+
+
+def test_a_fleet_file_means_the_same_as_it_does_to_apply() -> None:
+    env = {"SEED": "010", "WHEN": "12:30", "BIG": "1_000", "V": "1.10", "LR": "1e-4", "ON": "on", "DAY": "2024-01-01"}
+    written = ", ".join(f"{name}: {text}" for name, text in env.items())
+    text = FLEET.replace("{A:", f"{{{written}, A:") + "  repository: https://example.com/r\n  branch: '1e10'\n"
+    fleet, _ = made_fleet(text.replace("  workdir: .\n", "") + "care: {unhealthy_after: 10m}\n")
+    job = fleet.slots()[0].job
+    assert job is not None
+    assert {name: job.env[name] for name in env} == env
+    assert job.branch == "1e10", "a text that looks like a number stays a text"
+
+
+def test_a_fleet_of_python_may_hold_what_python_has() -> None:
+    base = {"tpu": {"type": "v4-8", "zones": ("us-central2-b",)}, "job": {"workdir": Path("/code"), "env": {"A": 1}}}
+    whole = sweeps_fleet.fleet_text(
+        {**base, "care": {"unhealthy_after": timedelta(minutes=5)}}, PATH, count=1, base_url="http://127.0.0.1:8"
+    )
+    fleet = fleets.parse(whole, file="f.yaml", folder=Path("/code"), default_project="grant")
+    assert fleet.care.unhealthy_after == timedelta(minutes=5)
 
 
 # --- before anything is made -----------------------------------------------------------------------------------------
@@ -479,11 +506,15 @@ def test_a_sweep_that_is_there_is_taken_unless_it_is_over(desk: Desk, server: Wa
 
 def test_what_can_be_known_is_said_before_anything_is_made(desk: Desk, server: WandbServer) -> None:
     config = yaml.safe_load(desk.sweep.read_text())
+    (desk.folder / "deep.yaml").write_text("[" * 5000)
+    (desk.folder / "odd.yaml").write_text("method: 2024-13-13")
     wrong: list[tuple[object, dict[str, Any], str]] = [
         (None, {"env": {**desk.env, "WANDB_API_KEY": "short"}}, "40 or more"),
         (None, {"fleet": None}, "--type and --zone"),
         (None, {"fleet": desk.folder / "absent.yaml"}, "cannot be read"),
         (desk.folder / "absent.yaml", {}, "cannot be read"),
+        (desk.folder / "deep.yaml", {}, "is not YAML"),
+        (desk.folder / "odd.yaml", {}, "is not YAML"),
         ({**config, "method": "guess"}, {}, "method"),
         ({**config, "parameters": None}, {}, "parameters"),
         ({**config, "program": ""} | {"command": None}, {}, "program"),

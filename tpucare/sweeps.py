@@ -160,8 +160,9 @@ def _read_sweep(what: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any], P
     else:
         file, folder = str(what), Path(what).absolute().parent
         try:
+            # As the client of W&B reads it: another YAML than that of fleet files.
             config = yaml.safe_load(read_text(Path(what)))
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, ValueError, RecursionError) as error:
             raise ConfigError(f"{file}: is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(config, dict) or not isinstance(config.get("parameters"), dict):
         raise ConfigError(f"{file}: must be a sweep: a mapping with `method` and `parameters`")
@@ -212,7 +213,8 @@ def _refuse_other(options: Options, prepared: Prepared) -> None:
         memories = [memory for memory in store.memories().values() if memory.fleet == name]
     if record is None or record.wish is Wish.DOWN or not any(_is_at_work(memory) for memory in memories):
         return
-    works_for = (yaml.safe_load(record.text).get("job") or {}).get("env", {}).get(SWEEP_VARIABLE, "a job of its own")
+    job = sweeps_fleet.read_base(record.text, f"{name}.yaml (as accepted)").get("job") or {}
+    works_for = (job.get("env") or {}).get(SWEEP_VARIABLE, "a job of its own")
     if works_for != str(prepared.path):
         raise ConfigError(f"fleet {name} works for {works_for}: choose another --name, or `tpucare down {name}` first")
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
+from tpucare import yaml_lines
+from tpucare.declared import plain_value
 from tpucare.errors import ConfigError
 from tpucare.fleet import Fleet
 from tpucare.model import OnSuccess
@@ -31,6 +33,7 @@ INSTALL = "command -v wandb >/dev/null || python3 -m pip install --quiet --user 
 UNKNOWN = SweepPath("entity", "project", "unknown")
 
 Base = Mapping[str, Any]
+_Kind = TypeVar("_Kind", dict[str, Any], list[Any])
 
 
 def default_base(accelerator: str, zone: str, workdir: str) -> Base:
@@ -40,14 +43,20 @@ def default_base(accelerator: str, zone: str, workdir: str) -> Base:
 
 
 def read_base(text: str, file: str) -> Base:
-    """Raises: ConfigError: it is no mapping; everything else is said by the check of the fleet."""
+    """
+    Read as `apply` reads it. Everything that is not about YAML is said by the check of the fleet.
+
+    Raises: ConfigError: it is no YAML, or no mapping.
+    """
     try:
-        base = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{file}: is not YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(base, dict) or not isinstance(base.get("job", {}), dict):
+        document = yaml_lines.read(text)
+    except yaml_lines.Unreadable as error:
+        raise ConfigError(error.problem.render(file)) from None
+    if document.problems:
+        raise ConfigError("\n".join(problem.render(file) for problem in document.problems))
+    if not isinstance(document.value, dict):
         raise ConfigError(f"{file}: must be a fleet file: a mapping whose `job` is a mapping too")
-    return base
+    return document.value
 
 
 def name_of(base: Base, path: SweepPath, given: str = "") -> str:
@@ -63,21 +72,33 @@ def fleet_text(base: Base, path: SweepPath, *, count: int, base_url: str, name: 
     """
     The fleet file, complete.
 
-    Raises: ConfigError: `job.run` says something else than where the agent stands.
+    Raises: ConfigError: `job.run` says something else than where the agent stands, or a part is of another kind.
     """
-    job = dict(base.get("job") or {})
+    whole = {str(key): plain_value(value, str(key)) for key, value in base.items()}
+    place = file or "the fleet"
+    job = _part(whole, "job", {}, f"{place}: job")
     run = job.get("run", f"exec {AGENT}")
     if not isinstance(run, str) or AGENT not in run:
         raise ConfigError(f"{file or 'job'}: job.run: write {AGENT} where the W&B agent runs, or leave job.run out")
-    env = {INTERVAL_VARIABLE: INTERVAL_SECONDS, **(job.get("env") or {})}
+    env = {INTERVAL_VARIABLE: INTERVAL_SECONDS, **_part(job, "env", {}, f"{place}: job.env")}
     env |= {SWEEP_VARIABLE: str(path), URL_VARIABLE: base_url}
     if checkpoint := job.pop("checkpoint", ""):
         env[CHECKPOINT_VARIABLE] = _shared(checkpoint, file)
-    secrets = [str(one) for one in job.get("secrets") or []]
+    secrets = _part(job, "secrets", [], f"{place}: job.secrets")
     job |= {"run": run.replace(AGENT, agent_command()), "env": env}
     job["secrets"] = secrets if KEY_VARIABLE in secrets else [*secrets, KEY_VARIABLE]
-    whole = {**base, "name": name_of(base, path, name), "count": count, "job": job}
+    whole |= {"name": name_of(base, path, name), "count": count, "job": job}
     return yaml.dump(whole, Dumper=_Blocks, sort_keys=False, allow_unicode=True, width=120)
+
+
+def _part(section: Mapping[str, Any], key: str, otherwise: _Kind, name: str) -> _Kind:
+    """What *section* has under *key*, of the kind of *otherwise*, which stands for nothing."""
+    value = section.get(key)
+    if value is None:
+        return otherwise
+    if not isinstance(value, type(otherwise)):
+        raise ConfigError(f"{name}: must be a {'mapping' if isinstance(otherwise, dict) else 'list'}")
+    return value
 
 
 def _shared(checkpoint: object, file: str) -> str:
@@ -112,7 +133,11 @@ class _Blocks(yaml.SafeDumper):
 
 
 def _text(dumper: _Blocks, value: str) -> yaml.ScalarNode:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="|" if "\n" in value else None)
+    # Also quoted is what only `yaml_lines` takes for a number: `1e-4` and `08` are texts in the YAML of the dumper.
+    plain = None if isinstance(yaml_lines.scalar(value), str) else "'"
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="|" if "\n" in value else plain)
 
 
 _Blocks.add_representer(str, _text)
+_Blocks.add_representer(yaml_lines.WrittenInt, _Blocks.represent_int)
+_Blocks.add_representer(yaml_lines.WrittenFloat, _Blocks.represent_float)

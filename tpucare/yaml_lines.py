@@ -175,7 +175,7 @@ class _Builder:
         if isinstance(event, yaml.SequenceStartEvent):
             return self._sequence(event, events, path)
         assert isinstance(event, yaml.ScalarEvent)
-        return _Node(_line(event), _resolve(event.value) if event.implicit[0] else event.value)
+        return _Node(_line(event), scalar(event.value) if event.implicit[0] else event.value)
 
     def _mapping(self, start: yaml.Event, events: Iterator[yaml.Event], path: KeyPath) -> _Node:
         value: dict[str, object] = {}
@@ -233,7 +233,7 @@ class _Builder:
         self.problems.append(Problem(_line(event), reduce(_joined, path, ""), text))
 
 
-def _resolve(text: str) -> object:
+def scalar(text: str) -> object:
     """The value of a plain scalar by the core schema of YAML 1.2, without octal, hexadecimal, infinity and NaN."""
     if text in _CONSTANTS:
         return _CONSTANTS[text]
