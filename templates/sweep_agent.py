@@ -12,9 +12,11 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 
 GAVE_UP = 70
 NO_WANDB = 69
+LAST_WORDS_SECONDS = 5
 # What the agent logs, on its standard error, when it stops by itself (wandb/wandb_agent.py).
 STOPS_BY_ITSELF = (b"failed runs in the first", b"failed runs in a row", b"consecutive failed runs")
 
@@ -31,16 +33,25 @@ def main():
     signal.signal(signal.SIGTERM, lambda *_: None)
     command = [*agent, "agent", "--forward-signals", sweep]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    gave_up = False
-    for line in process.stderr:
-        sys.stderr.buffer.write(line)
-        sys.stderr.buffer.flush()
-        gave_up = gave_up or any(text in line for text in STOPS_BY_ITSELF)
+    gave_up = threading.Event()
+    copying = threading.Thread(target=copy, args=(process.stderr, gave_up), daemon=True)
+    copying.start()
     status = process.wait()
-    if status == 0 and gave_up:
+    # Not until its end: what a program of the agent left behind holds it open, for as long as it lives.
+    copying.join(LAST_WORDS_SECONDS)
+    if status == 0 and gave_up.is_set():
         note("the agent gave up on a program that keeps failing")
         return GAVE_UP
     return status if status >= 0 else 128 - status
+
+
+def copy(said, gave_up):
+    """What the agent says, as it comes; *gave_up* is set when it says that it stops by itself."""
+    for line in said:
+        sys.stderr.buffer.write(line)
+        sys.stderr.buffer.flush()
+        if any(text in line for text in STOPS_BY_ITSELF):
+            gave_up.set()
 
 
 def find_agent():

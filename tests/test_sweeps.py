@@ -604,6 +604,17 @@ def test_the_end_of_an_agent_is_told_truly(worker: Worker, text: str, status: in
     assert worker.end()[0] == status
 
 
+def test_what_a_program_left_behind_does_not_keep_the_agent(worker: Worker) -> None:
+    worker.wandb(f"sleep 300 >/dev/null & echo $! >left; echo '{GAVE_UP}' >&2")
+    process = worker.start()
+    try:
+        assert process.wait(timeout=60) == 70
+    finally:
+        psutil.Process(int((worker.folder / "left").read_text())).kill()
+    _, err = process.communicate(timeout=30)
+    assert GAVE_UP in err
+
+
 def test_the_agent_gets_its_sweep_the_shared_checkpoints_and_a_python(worker: Worker) -> None:
     worker.wandb('echo "$@"; echo "$TPUCARE_CHECKPOINT $JAX_COMPILATION_CACHE_DIR"; python -c "print(1 + 1)"')
     status, out, err = worker.end(TPUCARE_CHECKPOINT="", TPUCARE_SWEEP_CHECKPOINT="/bucket/it/")
