@@ -8,6 +8,9 @@ Each node runs one `wandb agent`. A run whose node is preempted is queued again 
 are replaced while points are left, and deleted when none is. Where a daemon runs (`tpucare daemon`), it takes the swarm
 over and this script ends.
 
+What the workers get is the folder `sweep/` with a copy of `tpucare.training` in it, for their Python may be too old for
+`pip install tpucare`. It is put together in `--code`, which has to stay while the swarm lives.
+
 The key and the address of W&B come from your login or WANDB_API_KEY and WANDB_BASE_URL.
 """
 
@@ -15,13 +18,23 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
-from tpucare import Event, sweeps
+from tpucare import Event, sweeps, training
 
 CODE = Path(__file__).resolve().parent / "sweep"
+
+
+def put_together(folder: Path) -> Path:
+    """The code of the trainings with all that it imports, but for wandb."""
+    without = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(CODE, folder, ignore=without, dirs_exist_ok=True)
+    own = Path(training.__file__).parent
+    shutil.copytree(own, folder / "tpucare" / "training", ignore=without, dirs_exist_ok=True)
+    return folder.resolve()
 
 
 def fleet(options: argparse.Namespace) -> dict[str, Any]:
@@ -30,7 +43,7 @@ def fleet(options: argparse.Namespace) -> dict[str, Any]:
         "name": options.name,
         "tpu": {"type": options.type, "zones": [options.zone], "provisioning": "spot"},
         "job": {
-            "workdir": str(CODE),
+            "workdir": str(put_together(options.code)),
             "setup": options.setup,
             "env": pairs(options.env),
             "checkpoint": options.checkpoint,
@@ -52,7 +65,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--zone", required=True)
     parser.add_argument("--count", type=int, default=4, help="how many nodes, with one agent each")
     parser.add_argument("--checkpoint", required=True, help="gs://BUCKET/PATH; a folder that all nodes share also does")
-    parser.add_argument("--setup", default="python3 -m pip install --quiet wandb tpucare", help="on each new node")
+    parser.add_argument("--setup", default="python3 -m pip install --quiet wandb", help="on each new node")
+    parser.add_argument("--code", type=Path, default=Path("sweep-code"), help="folder that is sent to the workers")
     parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="for the trainings")
     parser.add_argument("--care", action="append", default=[], metavar="KEY=VALUE", help="such as boot_timeout=20m")
     return parser.parse_args()

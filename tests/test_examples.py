@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import stat
 import subprocess
 import sys
@@ -127,3 +128,19 @@ def _ask(url: str, body: object = None) -> tuple[int, dict[str, Any]]:
         return error.code, json.load(error)
     except urllib.error.URLError:
         return 0, {}
+
+
+def test_a_sweep_brings_its_workers_all_that_it_imports_but_wandb(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sweep = runpy.run_path(str(ROOT / "examples" / "sweep.py"))
+    code = sweep["put_together"](tmp_path / "code")
+    assert sweep["put_together"](tmp_path / "code") == code, "again, as the next start does"
+    # With no site-packages, as on a TPU VM: what is not in the folder is not there.
+    command = [sys.executable, "-I", "-S", "-c", f"import sys; sys.path.insert(0, {str(code)!r}); import train"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    monkeypatch.setattr(sys, "argv", ["sweep.py", "--type=v4-8", "--zone=z", "--checkpoint=c", f"--code={code}"])
+    job = sweep["fleet"](sweep["parse_arguments"]())["job"]
+    assert job["workdir"] == str(code)
+    assert "tpucare" not in job["setup"], "pip finds no tpucare for the Python of a TPU VM"

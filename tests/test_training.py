@@ -6,6 +6,7 @@ Notices are files as the runner on a worker writes them.
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -61,6 +62,130 @@ def test_it_imports_nothing_beyond_the_standard_library_and_works_as_a_copied_fo
     out = python(code, cwd=tmp_path)
     loaded = {name.split(".")[0] for name in re.findall(r"'([^']+)'", out)}
     assert loaded & {"jax", "numpy", "wandb", "orbax", "etils", "tpucare", "google", "grpc", "pydantic"} == set()
+
+
+# --- the Python of a TPU VM ------------------------------------------------------------------------------------------
+
+TPU_VM = (3, 8)
+ON_THE_TPU_VM = sorted(
+    [
+        *(ROOT / "tpucare" / "training").glob("*.py"),
+        *(ROOT / "examples" / "sweep").glob("*.py"),
+        ROOT / "examples" / "inference_server.py",
+    ]
+)
+# What a name, a keyword or a method is newer than 3.8 for, as far as code like this is tempted to use it.
+NEWER_NAMES = {
+    "contextlib": {"aclosing", "chdir"},
+    "datetime": {"UTC"},
+    "enum": {"StrEnum", "ReprEnum", "verify"},
+    "functools": {"cache"},
+    "itertools": {"batched", "pairwise"},
+    "typing": {"Annotated", "Concatenate", "LiteralString", "Never", "NotRequired", "ParamSpec", "Required", "Self"}
+    | {"TypeAlias", "TypeGuard", "TypeVarTuple", "Unpack", "assert_never", "assert_type", "override", "reveal_type"},
+}
+NEWER_MODULES = {"graphlib", "tomllib", "zoneinfo"}
+NEWER_KEYWORDS = {"dataclass": {"kw_only", "slots", "weakref_slot"}, "zip": {"strict"}, "field": {"kw_only"}}
+NEWER_METHODS = {"add_note", "is_relative_to", "removeprefix", "removesuffix", "walk", "with_stem"}
+
+
+def newer_than_the_tpu_vm(source: str) -> list[str]:
+    tree = ast.parse(source, feature_version=TPU_VM)
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            names = {alias.name for alias in node.names} & NEWER_NAMES.get(node.module or "", set())
+            found += [f"{node.module}.{name}" for name in sorted(names)]
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            modules = {node.module} if isinstance(node, ast.ImportFrom) else {alias.name for alias in node.names}
+            found += [str(module) for module in modules & NEWER_MODULES]
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            keywords = {str(each.arg) for each in node.keywords} & NEWER_KEYWORDS.get(node.func.id, set())
+            found += [f"{node.func.id}({keyword}=)" for keyword in sorted(keywords)]
+            if node.func.id in ("isinstance", "issubclass") and isinstance(node.args[1], ast.BinOp):
+                found.append(f"{node.func.id}(_, A | B)")
+        if isinstance(node, ast.Attribute) and node.attr in NEWER_METHODS:
+            found.append(f".{node.attr}")
+    # Annotations are full of `X | None` and `list[X]`, which are texts there only by this import.
+    if "from __future__ import annotations" not in source and any(
+        isinstance(node, ast.AnnAssign | ast.arg) for node in ast.walk(tree)
+    ):
+        found.append("annotations that are evaluated")
+    return found
+
+
+@pytest.mark.parametrize("path", ON_THE_TPU_VM, ids=lambda path: str(path.relative_to(ROOT)))
+def test_what_runs_on_a_tpu_vm_uses_nothing_that_its_python_lacks(path: Path) -> None:
+    assert newer_than_the_tpu_vm(path.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("from datetime import UTC, datetime", "datetime.UTC"),
+        ("@dataclass(frozen=True, slots=True)\nclass A: ...", "dataclass(slots=)"),
+        ("isinstance(a, str | bytes)", "isinstance(_, A | B)"),
+        ("import tomllib", "tomllib"),
+        ("a.removeprefix('b')", ".removeprefix"),
+        ("a: list[int] = []", "annotations that are evaluated"),
+    ],
+)
+def test_what_a_tpu_vm_lacks_is_found(source: str, found: str) -> None:
+    assert newer_than_the_tpu_vm(source) == [found]
+
+
+def older_pythons() -> list[Path]:
+    """One of each version from 3.8 to 3.10 that this machine has on its PATH or beside the Python of this test."""
+    versions = Path(sys.base_prefix).parent
+    found = []
+    for minor in (8, 9, 10):
+        named = [shutil.which(f"python3.{minor}"), *versions.glob(f"3.{minor}.*/bin/python")]
+        found += [Path(each) for each in named if each and _works(each)][:1]
+    return found
+
+
+def _works(python_: str | Path) -> bool:
+    """A shim of pyenv is there, and says that it has no such version."""
+    return subprocess.run([python_, "-c", ""], capture_output=True, timeout=60, check=False).returncode == 0
+
+
+ON_AN_OLDER_PYTHON = """
+import os, signal, sys
+sys.modules["jax"] = None
+from tpucare import training
+assert training.__file__.startswith(os.getcwd()), training.__file__
+assert training.this_process() == training.Process(1, 2)
+assert training.split_by_process(list("abc")) == ["b"]
+assert list(training.split_by_process(iter("abcd"), even=True)) == ["b", "d"]
+os.makedirs("checkpoints/10")
+open("checkpoints/10/state", "w").close()
+assert training.resume_step("checkpoints", wandb=12) == 10
+assert training.daly_steps(2, 14400, 0.8) > 1
+assert training.wandb_options()["id"] == training.wandb_run_id() != ""
+os.environ["TPUCARE_NOTICE"] = "notice"
+with open("notice", "w") as stream:
+    stream.write("2026-11-02T03:04:05Z preempted: save\\n")
+assert training.notice().preempted and training.notice().at.tzinfo is not None
+with training.Requests() as requests:
+    assert requests.look() is training.Wish.SAVE
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert requests.look() is training.Wish.SAVE_AND_STOP
+    requests.stop()
+"""
+
+
+def test_a_copy_of_the_folder_works_with_an_older_python(tmp_path: Path) -> None:
+    if not (pythons := older_pythons()):
+        pytest.skip("no Python 3.8, 3.9 or 3.10 on this machine")
+    for python_ in pythons:
+        folder = tmp_path / python_.parents[1].name / python_.name
+        shutil.copytree(ROOT / "tpucare" / "training", folder / "tpucare" / "training")
+        (folder / "train.py").write_text(ON_AN_OLDER_PYTHON)
+        environ = {"PATH": os.environ["PATH"], "TPUCARE_WORKER": "1", "TPUCARE_WORKERS": "2", "TPUCARE_SLOT": "pod-0"}
+        done = subprocess.run(
+            [python_, "train.py"], cwd=folder, env=environ, capture_output=True, text=True, timeout=120, check=False
+        )
+        assert done.returncode == training.TERMINATED, f"{python_}: {done.stderr}"
 
 
 # --- shards ----------------------------------------------------------------------------------------------------------

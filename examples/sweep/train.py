@@ -41,7 +41,7 @@ def batch(step: int, size: int = 64) -> list[tuple[list[float], float]]:
 def loss_and_gradient(weights: list[float], step: int) -> tuple[float, list[float]]:
     loss, gradient, data = 0.0, [0.0] * len(weights), batch(step)
     for point, label in data:
-        guess = 1 / (1 + math.exp(-sum(w * x for w, x in zip(weights, point, strict=True))))
+        guess = 1 / (1 + math.exp(-sum(w * x for w, x in zip(weights, point))))
         loss -= math.log(max(1e-9, guess if label else 1 - guess)) / len(data)
         for index, x in enumerate(point):
             gradient[index] += (guess - label) * x / len(data)
@@ -69,8 +69,8 @@ def main() -> None:
     with Requests(wandb=run) as requests:
         while step < options.steps:
             loss, gradient = loss_and_gradient(state["weights"], step)
-            velocity = [options.momentum * v - options.lr * g for v, g in zip(state["velocity"], gradient, strict=True)]
-            weights = [w + v for w, v in zip(state["weights"], velocity, strict=True)]
+            velocity = [options.momentum * v - options.lr * g for v, g in zip(state["velocity"], gradient)]
+            weights = [w + v for w, v in zip(state["weights"], velocity)]
             state = {"weights": weights, "velocity": velocity}
             step += 1
             run.log({"loss": loss}, step=step)

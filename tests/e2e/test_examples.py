@@ -231,7 +231,7 @@ def test_a_sweep_finishes_though_a_node_is_preempted_in_the_middle_of_a_run(tmp_
         home.live_slots = None
         home.environment |= {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": wandb_kit.KEY, "TPUCARE_SWEEP_POLL": "1"}
         home.secrets = (wandb_kit.KEY,)
-        # What the image of a TPU VM or the setup command brings: wandb and tpucare.
+        # What the image of a TPU VM or the setup command brings: wandb.
         path = f"PATH={Path(sys.executable).parent}:{os.environ['PATH']}"
         points = yaml.safe_load((EXAMPLES / "sweep" / "sweep.yaml").read_text())
         points["parameters"] = {"lr": {"values": [0.03, 0.3]}, "momentum": {"value": 0.5}}

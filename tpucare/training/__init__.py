@@ -4,7 +4,8 @@ to save, and a W&B run that goes on over attempts.
 
 Imported by the training on the TPU VM, not by tpucare. The folder is standard library alone and imports nothing else of
 tpucare, so it may be copied beside a training script; jax, wandb and etils are imported by the function that needs
-them. Saving and restoring itself is left to orbax, or whatever you use.
+them. It runs on Python 3.8 and newer, for TPU VMs have a Python on which tpucare itself cannot be installed. Saving and
+restoring itself is left to orbax, or whatever you use.
 """
 
 from __future__ import annotations

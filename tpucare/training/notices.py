@@ -13,21 +13,23 @@ import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from enum import IntEnum
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn, TypeVar
 
 from .processes import from_all_processes
 
 TERMINATED = 128 + signal.SIGTERM
 
+T = TypeVar("T", bound="Requests")
+
 # Google gives a preempted VM 30 s; the checkpoint comes first, W&B gets what is left.
 FINISH_SECONDS = 10.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Notice:
     """What tpucare wrote last into the notice file. `at`: UTC, None when it cannot be read."""
 
@@ -55,7 +57,7 @@ def notice(environ: Mapping[str, str] | None = None) -> Notice | None:
         return Notice(None, "")
     stamp, _, text = lines[-1].partition(" ")
     try:
-        return Notice(datetime.strptime(stamp, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=UTC), text)
+        return Notice(datetime.strptime(stamp, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=timezone.utc), text)
     except ValueError:
         return Notice(None, lines[-1])
 
@@ -92,7 +94,7 @@ class Requests:
         self._seen = 0
         self._before: Any = None
 
-    def __enter__(self) -> Self:
+    def __enter__(self: T) -> T:
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError("Requests listens for a signal: enter it in the main thread")
         self._before = signal.signal(signal.SIGTERM, self._on_sigterm)

@@ -16,7 +16,7 @@ from typing import TypeVar, overload
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Process:
     """Which process of the training this is, and of how many."""
 
@@ -56,7 +56,7 @@ def split_by_process(
               item takes a step, a process with one more would wait for the others for ever
     process:  instead of `this_process()`
     """
-    if isinstance(src, str | bytes):
+    if isinstance(src, (str, bytes)):
         raise TypeError(f"split_by_process shares out a list or an iterable, not one text ({src!r}); give [{src!r}]")
     process = process or this_process()
     index, count = process.index, process.count
