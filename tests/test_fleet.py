@@ -7,6 +7,7 @@ import runpy
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from re import _parser as sre  # type: ignore[attr-defined]  # What Python itself makes of a pattern.
 from typing import Any
 
 import pytest
@@ -464,6 +465,10 @@ def test_every_problem_is_told_at_once_with_file_line_and_key() -> None:
         ("job.progress", "step (", "is no regular expression"),
         ("job.progress", "step", "one group"),
         ("job.progress", "(a)(b)", "it has 2"),
+        ("job.progress", r"step (?>(\d+))", "has (?>, which Python below 3.11 does not know"),
+        ("job.progress", r"step=*+(\d+)", "has *+, which"),
+        ("job.progress", r"\[*+(\d+)", "has *+, which"),
+        ("job.progress", r"[]*+]{,2}+(\d+)", "has {,2}+, which"),
         ("job.progress", "(a)" + "b" * 500, "1 to 500 characters"),
         ("job.files", {"../.ssh/authorized_keys": "x"}, "stay below the job's folder"),
         ("job.files", {"/etc/passwd": "x"}, "stay below the job's folder"),
@@ -820,6 +825,24 @@ def test_the_reference_page_is_what_the_models_say() -> None:
         read(wrong, file="big-pod.yaml")
     (shown,) = re.findall(r"```text\n(.*?)```", page, re.DOTALL)
     assert set(shown.splitlines()) <= set(str(caught.value).split("\n"))
+
+
+@pytest.mark.filterwarnings("ignore:Possible:FutureWarning")
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(st.lists(st.sampled_from(["(?>", "(?:", "(?#", *"a[]^*+?{}1,)\\|"]), max_size=12).map("".join))
+def test_a_pattern_is_refused_for_new_syntax_just_when_it_has_some(pattern: str) -> None:
+    pattern += r"(\d)"
+    try:
+        operations = str(sre.parse(pattern))
+    except (re.error, OverflowError):
+        return
+    is_new = "ATOMIC_GROUP" in operations or "POSSESSIVE_REPEAT" in operations
+    said = ""
+    try:
+        fleet_values.progress(pattern)
+    except ValueError as error:
+        said = str(error)
+    assert ("3.11" in said) == is_new
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "templates" / "fleets").glob("*.yaml")), ids=lambda path: path.name)

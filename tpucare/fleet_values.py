@@ -41,6 +41,10 @@ _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?")
 _BRANCH = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._/+@#=-]{0,249}")
 _CHECKPOINT = re.compile(r"(/|[a-z][a-z0-9+.-]*://[^/\s])\S*")
 _LOGIN = re.compile(r"[a-z_][a-z0-9_-]{0,31}")
+# Atomic groups and possessive quantifiers, which came with Python 3.11; escapes, comments and sets are passed by.
+_NEW_SYNTAX = re.compile(
+    r"\\.|\(\?#[^)]*\)|\[\^?\]?(?:\\.|[^\]\\])*\]|(?P<new>\(\?>|(?:[*+?]|\{(?:\d+(?:,\d*)?|,\d*)\})\+)", re.DOTALL
+)
 _KEY_TYPES = frozenset(
     {
         "ssh-ed25519",
@@ -236,6 +240,8 @@ def progress(value: str) -> str:
         groups = re.compile(text(value)).groups
     except (re.error, OverflowError, RecursionError) as error:
         raise ValueError(f"is no regular expression: {shown(str(error))}") from None
+    if found := next((match["new"] for match in _NEW_SYNTAX.finditer(value) if match["new"]), ""):
+        raise ValueError(f"has {found}, which Python below 3.11 does not know; that of the workers may be 3.8")
     if groups != 1:
         raise ValueError(rf"must have one group, which is the step, such as step[ =:]+(\d+); it has {groups}")
     return value
