@@ -40,7 +40,9 @@ def _watch(bucket: str, answer: str) -> None:
     while True:
         try:
             step = newest(bucket)
-        except (OSError, ValueError):
+        except Exception:
+            # Whatever an answer does (http.client has errors of its own for one that is cut), the next look comes: this
+            # thread is all that asks, and nobody would learn of its end.
             step = _newest_by_tool(bucket)
         if step is not None and step != told and files.write_whole(answer, str(step)):
             told = step
@@ -51,7 +53,8 @@ def newest(bucket: str) -> int | None:
     """
     The newest complete step; None: there is none.
 
-    Raises: OSError, ValueError: the service does not let us in, does not answer, or answers nonsense.
+    Raises: OSError, ValueError, http.client.HTTPException: the service does not let us in, does not answer, answers
+    nonsense, or half of an answer.
     """
     name, _, path = bucket[len("gs://") :].partition("/")
     path = path.strip("/") + "/" if path.strip("/") else ""
@@ -169,4 +172,4 @@ def _listed_by(command: list[str]) -> int | None:
     except (OSError, subprocess.SubprocessError):
         return None
     names = [line.rsplit("/", 2)[-2] for line in listing.decode(errors="replace").split() if line.count("/") >= 2]
-    return max((int(name) for name in names if name.isdigit()), default=None)
+    return max((int(name) for name in names if name.isdigit() and name.isascii() and len(name) < 19), default=None)

@@ -106,7 +106,10 @@ def segments(folder: str) -> list[tuple[int, str, int]]:
     for entry in entries:
         stem, _, start = entry.name.partition(".")
         if stem == "log" and start.isdigit():
-            found.append((int(start), entry.path, entry.stat().st_size))
+            try:
+                found.append((int(start), entry.path, entry.stat().st_size))
+            except OSError:
+                continue  # The runner dropped it since the folder was read.
     return sorted(found)
 
 

@@ -210,12 +210,20 @@ def prune_runs(base: str, token: str) -> None:
     old = [name for name in run_tokens(base) if name != token][: -(RUNS_KEPT - 1)]
     hour_ago = time.time() - 3600
     cut = [name for name in os.listdir(base) if name.startswith(".in-")]
-    old += [name for name in cut if os.stat(os.path.join(base, name)).st_mtime < hour_ago]
+    old += [name for name in cut if _changed_at(os.path.join(base, name)) < hour_ago]
     if old:
         import shutil
 
         for name in old:
             shutil.rmtree(os.path.join(base, name), ignore_errors=True)
+
+
+def _changed_at(path: str) -> float:
+    try:
+        return os.stat(path).st_mtime
+    except OSError:
+        # A launch that arrived meanwhile has renamed it.
+        return float("inf")
 
 
 def _pids() -> list[int]:

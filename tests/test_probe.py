@@ -1,0 +1,125 @@
+"""What tells progress on a worker goes on, whatever vanishes or breaks off under it: the tools by themselves."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.bench_worker import eventually
+
+TEMPLATES = Path(__file__).resolve().parents[1] / "templates"
+BOOT = "import sys; sys.dont_write_bytecode = True; sys.path.insert(0, sys.argv[1]); exec(sys.argv[2])"
+
+
+def command(code: str) -> list[str]:
+    """*code* as a worker's Python runs it, with the tools on its path."""
+    return [sys.executable, "-I", "-S", "-c", BOOT, str(TEMPLATES), code]
+
+
+def said_by(code: str) -> str:
+    return subprocess.run(command(code), capture_output=True, text=True, check=True, timeout=30).stdout.strip()
+
+
+def test_a_part_of_the_log_that_is_dropped_while_it_is_looked_at_is_passed_by(tmp_path: Path) -> None:
+    """A link to nothing is in the folder and cannot be asked for its size, as a file that was just removed."""
+    (tmp_path / "log.0").symlink_to("gone")
+    (tmp_path / "log.100").write_bytes(b"x" * 7)
+    assert said_by(f"import files; print(files.log_end({str(tmp_path)!r}))") == "107"
+
+
+def test_what_vanishes_while_old_runs_are_removed_ends_nothing(tmp_path: Path) -> None:
+    for number in range(1, 9):
+        (tmp_path / f"pod-a1.{number}").mkdir()
+    (tmp_path / ".in-1-2").symlink_to("gone")
+    for name, age in ((".in-old", 7200), (".in-new", 0)):
+        (tmp_path / name).mkdir()
+        os.utime(tmp_path / name, (time.time() - age,) * 2)
+    said_by(f"import processes; processes.prune_runs({str(tmp_path)!r}, 'pod-a1.8')")
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == [".in-1-2", ".in-new", *(f"pod-a1.{number}" for number in range(4, 9))]
+
+
+# --- checkpoints of a bucket -----------------------------------------------------------------------------------------
+
+
+class Storage(http.server.ThreadingHTTPServer):
+    """Cloud Storage with one complete step, 7; while `is_cut`, its listings break off in the body."""
+
+    daemon_threads = True
+    is_cut = True
+    asked = 0
+
+
+class StorageRequest(http.server.BaseHTTPRequestHandler):
+    server: Storage
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        is_listing = "prefix=" in self.path
+        body = json.dumps({"prefixes": ["run/7/"]} if is_listing else {"name": "x"}).encode()
+        self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        self.server.asked += is_listing
+        self.wfile.write(b"%x\r\n" % len(body) + body[:5])
+        if not (is_listing and self.server.is_cut):
+            self.wfile.write(body[5:] + b"\r\n0\r\n\r\n")
+        self.close_connection = True
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@contextmanager
+def storage() -> Iterator[Storage]:
+    server = Storage(("127.0.0.1", 0), StorageRequest)
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@contextmanager
+def watching(answer: Path, env: Mapping[str, str]) -> Iterator[None]:
+    """The runner's watch of a bucket, which looks much more often than it would."""
+    code = (
+        "import checkpoints, threading; checkpoints.PERIOD_SECONDS = 0.05; "
+        f"checkpoints.watch('gs://bucket/run', {str(answer)!r}); threading.Event().wait()"
+    )
+    process = subprocess.Popen(command(code), env={"PATH": "/nowhere", "GCE_METADATA_HOST": "127.0.0.1:9", **env})
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_an_answer_that_is_cut_does_not_end_the_watch_of_a_bucket(tmp_path: Path) -> None:
+    answer = tmp_path / "checkpoint"
+    with storage() as server:
+        with watching(answer, {"STORAGE_EMULATOR_HOST": f"127.0.0.1:{server.server_port}"}):
+            eventually(lambda: server.asked)
+            server.is_cut = False
+            eventually(answer.exists)
+        assert answer.read_text() == "7"
+
+
+@pytest.mark.parametrize("name", ["²", "9" * 5000], ids=["no digit of ours", "endless"])
+def test_a_folder_that_only_looks_like_a_step_is_none_for_a_tool_either(tmp_path: Path, name: str) -> None:
+    listing = tmp_path / "listing"
+    listing.write_text("".join(f"gs://bucket/run/{step}/commit_success.txt\n" for step in ("12", name, "3")))
+    assert said_by(f"import checkpoints; print(checkpoints._listed_by(['cat', {str(listing)!r}]))") == "12"
