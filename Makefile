@@ -8,7 +8,7 @@ export NO_MKDOCS_2_WARNING := 1
 
 BIN := .venv/bin
 # The modules that decide and touch nothing; at least 90 % of their lines and branches are run by the tests.
-PURE := $(wildcard $(foreach name,accelerators failures fleet placement plan remember script,\
+PURE := $(wildcard $(foreach name,accelerators backoff failures fleet placement plan remember script,\
     tpucare/$(name).py tpucare/$(name)_*.py))
 COVERAGE := $(patsubst tpucare/%.py,--cov=tpucare.%,$(PURE)) --cov-branch --cov-report=term:skip-covered --cov-fail-under=90
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from tpucare.model import Node, NodeReport, Place, Worker
 
 SUPPORTING_OBSERVATIONS = 3
+CLOCK_SLACK = timedelta(seconds=10)
 
 
 class Mark(NamedTuple):
@@ -77,9 +78,10 @@ class Timers:
         """
         True when wall time has reached *instant*, or it is None, or it lies further ahead than *longest*.
 
-        *longest* is what such a wait can be: one that lies further ahead is the work of a clock that was set back.
+        *longest* is what such a wait can be: one that lies further ahead is the work of a clock that was set back. By a
+        little every clock is set back now and then, which must not end a wait that has just begun.
         """
-        if instant is None or instant <= self.now.wall or instant - self.now.wall > longest:
+        if instant is None or instant <= self.now.wall or instant - self.now.wall - CLOCK_SLACK > longest:
             return True
         if self.wall_due is None or instant < self.wall_due:
             self.wall_due = instant
