@@ -284,6 +284,62 @@ def test_a_local_folder_is_sent_and_what_left_it_leaves_the_worker(one: Node, tm
     assert one.ended().exit_status == 0
 
 
+def replace_code(folder: Path, files: dict[str, str]) -> Job:
+    """A job of *folder* with just these files; a text that begins with -> is a link."""
+    shutil.rmtree(folder, ignore_errors=True)
+    for name, text in {"run.sh": "true", **files}.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        if text.startswith("->"):
+            (folder / name).symlink_to(text[2:])
+        else:
+            (folder / name).write_text(text)
+    return Job(run="bash run.sh", workdir=str(folder))
+
+
+@pytest.mark.parametrize(
+    ("before", "made", "after", "kept"),
+    [
+        ({"mod/a.py": "1"}, "mkdir -p mod/__pycache__; echo 1 >mod/__pycache__/a.pyc", {"mod": "2"}, "mod.before-1"),
+        ({}, "mkdir -p out/7; echo saved >out/7/model", {"out": "->/tmp"}, "out.before-1"),
+        ({}, "echo made >out", {"out/deep/a": "2"}, "out.before-1"),
+        ({"mod/deep/a.py": "1"}, "mkdir mod.before-1; touch mod/mine", {"mod": "2"}, "mod.before-2"),
+        ({"mod/a.py": "1"}, "mkdir mod/mine; touch mod/mine/b", {"mod/mine/b": "2"}, ""),
+        ({"mod/a.py": "1"}, "", {"mod": "2"}, ""),
+    ],
+    ids=["file for folder", "link for folder", "folder for file", "the name is taken", "the same", "an empty folder"],
+)
+def test_what_a_job_made_where_new_code_comes_is_kept_and_in_nobodys_way(
+    one: Node, tmp_path: Path, before: dict[str, str], made: str, after: dict[str, str], kept: str
+) -> None:
+    work, folder = one.homes[0] / ".tpucare/work", tmp_path / "code"
+    for number, (files, run) in enumerate([(before, made or "true"), (after, "true")], 1):
+        assert one.launch(replace_code(folder, {**files, "run.sh": run}), number).complete
+        report = one.ended()
+        assert (report.last_number, report.exit_status) == (number, 0), one.log()
+    for name, text in after.items():
+        path = work / name
+        assert (f"->{path.readlink()}" if path.is_symlink() else path.read_text()) == text
+    assert (f"kept as {kept}\n" in one.log()) == bool(kept)
+    assert not kept or (work / kept).exists()
+    assert [path.name for path in work.glob("*.before-*") if path.name > (kept or "")] == []
+
+
+@pytest.mark.parametrize("locale", ["C", "C.UTF-8"])
+def test_a_name_of_any_letters_leaves_the_worker_with_its_file(tmp_path: Path, locale: str) -> None:
+    gone = ["é 'x'.py", "a\\303.py", "tab\there", "-dash"]
+    with node(LC_ALL=locale) as made:
+        folder = tmp_path / "code"
+        assert made.launch(replace_code(folder, {**dict.fromkeys(gone, "1"), "é/ü": "1"})).complete
+        made.ended()
+        assert {*gone, "é"} < set(os.listdir(made.homes[0] / ".tpucare/work"))
+        assert made.launch(replace_code(folder, {"é/ü": "2", "link": "->/tmp"}), 2).complete
+        assert made.ended().last_number == 2
+        assert sorted(os.listdir(made.homes[0] / ".tpucare/work")) == ["link", "run.sh", "é"]
+        assert made.launch(replace_code(folder, {"é/ü": "3"}), 3).complete
+        assert made.ended().last_number == 3
+        assert sorted(os.listdir(made.homes[0] / ".tpucare/work")) == ["run.sh", "é"]
+
+
 def test_a_folder_that_is_too_large_names_its_largest_files(one: Node, tmp_path: Path) -> None:
     with (tmp_path / "huge.bin").open("wb") as stream:
         stream.truncate(300 << 20)
