@@ -444,6 +444,15 @@ def test_status_of_nothing_is_empty(tmp_path: Path) -> None:
     assert tpucare.status(store=tmp_path / "nowhere") == []
 
 
+def test_store_is_checked_by_every_function_that_takes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TPUCARE_STATE", str(tmp_path))
+    assert tpucare.status(store=None) == []  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="store must be a folder"):
+        tpucare.status(store=5)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="store must be a folder"):
+        tpucare.run(fleet(), store=5)  # type: ignore[arg-type]
+
+
 class TestBlindness:
     def event(self, kind: str, level: str) -> Event:
         return Event(SystemClock().now(), kind, "listing failed: no permission", level=level)

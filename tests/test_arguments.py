@@ -202,7 +202,8 @@ class TestPlaces:
             ),
             ({"ssh_keys": ["me"]}, "start_single: ssh_keys[0]: must be USER:KEY"),
             ({"zones": "us-central1-a"}, "zones must be a list"),
-            ({"tpu": "v3-8"}, "tpu must be a mapping"),
+            ({"tpu": "v3-8"}, "tpu must be a mapping as in a fleet file, or a list of such, not v3-8"),
+            ({"tpu": 5}, "tpu must be a mapping as in a fleet file, or a list of such, not 5"),
             ({"network": {"name": object()}}, "tpu.network.name must be as in a fleet file, not a object"),
         ],
     )

@@ -9,6 +9,7 @@ import pty
 import re
 import resource
 import select
+import shlex
 import signal
 import statistics
 import subprocess
@@ -308,6 +309,44 @@ def test_what_cannot_be_done_is_one_line_and_a_code(
     assert text in done.err
     assert len(done.err.strip().splitlines()) == 1
     assert done.code == code
+
+
+def test_a_path_that_the_system_refuses_is_no_bug(run: Run, pod: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TPUCARE_STATE", "/tmp/" + "x" * 300)
+    done = run("status")
+    assert done.code == Exit.FAILED
+    assert re.fullmatch(r"tpucare: /tmp/x{300}\S*: File name too long\n", done.err)
+    assert run("apply", str(pod)).code == Exit.STORE
+
+
+def in_a_shell(line: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """*line* with `tpucare` as a command."""
+    start = f'tpucare() {{ {shlex.quote(sys.executable)} -m tpucare.cli "$@"; }}\n'
+    env = {name: value for name, value in os.environ.items() if not name.startswith("TPUCARE_")}
+    env |= {"TPUCARE_STATE": str(folder / "state"), "PYTHONPATH": str(REPOSITORY)}
+    return subprocess.run(["bash", "-c", start + line], cwd=folder, env=env, capture_output=True, text=True, check=True)
+
+
+@pytest.mark.parametrize("words", ["--help", "init", "check --schema"])
+def test_a_reader_that_has_enough_is_no_failure(words: str, tmp_path: Path) -> None:
+    done = in_a_shell(f"exec 3>&1; (tpucare {words}; echo $? >&3) | true", tmp_path)
+    assert (done.stdout, done.stderr) == ("0\n", "")
+
+
+def test_closed_streams_are_as_good_as_ones_that_nobody_reads(tmp_path: Path) -> None:
+    done = in_a_shell("(exec 3>&1; tpucare check --schema >&- <&- 2>&-; echo $? >&3)", tmp_path)
+    assert done.stdout == "0\n"
+    done = in_a_shell(
+        "tpucare check --schema >&-; tpucare --endpoint 127.0.0.1:9 pause nobody >&- || echo $?", tmp_path
+    )
+    assert done.stdout == f"{int(Exit.FAILED)}\n"
+    assert "no fleet or slot nobody" in done.stderr
+    assert "unexpected" not in done.stderr
+
+
+def test_a_full_disk_is_no_bug(tmp_path: Path) -> None:
+    done = in_a_shell("tpucare init >/dev/full || echo $?", tmp_path)
+    assert (done.stdout, done.stderr) == ("1\n", "tpucare: No space left on device\n")
 
 
 def test_logs_outlive_the_node_and_cannot_drive_a_terminal(run: Run, tmp_path: Path) -> None:

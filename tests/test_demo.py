@@ -121,6 +121,12 @@ def test_what_cannot_be_shown_is_refused_in_one_line(options: Options) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_a_file_is_no_folder_to_keep_things_in(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="is a file"):
+        Options(keep=tmp_path / "file").check()
+
+
 def test_a_folder_that_holds_something_is_not_written_over(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("three years of work")
     with pytest.raises(ConfigError, match="not empty"):

@@ -224,6 +224,7 @@ def test_events_are_told_from_the_newest_or_after_a_number(office: Office) -> No
         ({"do": "gc", "apply": 1}, "apply must be true or false"),
         ({"do": "events", "limit": True}, "limit must be a whole number"),
         ({"do": "down", "target": "a\0b"}, "target must be text"),
+        ({"do": "apply", "text": "", "folder": "/a\udcff"}, "folder must be text in UTF-8, without NUL: "),
         ({"do": "down", "target": "\ud800"}, "target must be text"),
         ({"do": "apply", "text": "", "folder": "rel"}, "not an absolute path"),
     ],

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.office import Office, fleet_text
-from tpucare.errors import ConfigError
+from tpucare.errors import ConfigError, StoreError
 from tpucare.folder import TEXT_LIMIT, Watch, folder_of, read_text
 from tpucare.memory import Wish
 
@@ -226,6 +226,14 @@ def test_an_applied_fleet_replaces_the_file_that_declares_it(office: Office, tmp
     office.again()
     office.look()
     assert "new" in office.roster.records["pod"].text
+
+
+def test_a_fleets_folder_that_is_a_file_is_an_error_of_the_store(office: Office, tmp_path: Path) -> None:
+    office.folder.rmdir()
+    office.folder.touch()
+    with pytest.raises(StoreError, match="fleets folder cannot be made"):
+        office.apply(fleet_text(), tmp_path)
+    assert office.slots == []
 
 
 def test_an_applied_fleet_does_not_overwrite_another_one(office: Office, tmp_path: Path) -> None:

@@ -47,6 +47,20 @@ def test_a_beat_that_is_no_sensible_number_is_refused(value: str) -> None:
         resolve({**HOME, "TPUCARE_POLL": value})
 
 
+@pytest.mark.parametrize("project", ["a b", "a\udcff", "gr\u00e4nt", "a\nb"])
+def test_a_project_that_no_api_could_know_is_refused(project: str) -> None:
+    with pytest.raises(ConfigError, match="is no project id"):
+        resolve({**HOME, "TPUCARE_PROJECT": project})
+    with pytest.raises(ConfigError, match="is no project id"):
+        resolve(HOME, project=project)
+    assert resolve(HOME, project="example.com:grant").project == "example.com:grant"
+
+
+def test_a_home_of_nobody_is_refused() -> None:
+    with pytest.raises(ConfigError, match="~nobody-here/x: no home"):
+        resolve({**HOME, "TPUCARE_STATE": "~nobody-here/x"})
+
+
 def test_a_fast_beat_is_never_slower_than_the_usual_one() -> None:
     settings = settings_of(resolve({**HOME, "TPUCARE_POLL": "0.5", "TPUCARE_PROBE": "0.2"}))
     assert (settings.poll, settings.fast_poll, settings.probe, settings.fast_probe) == (0.5, 0.5, 0.2, 0.2)

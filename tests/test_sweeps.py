@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -126,8 +127,10 @@ def test_the_base_url_comes_from_the_users_settings(tmp_path: Path) -> None:
     assert account.setting(env, "entity") == "lab"
     assert account.setting({**env, "WANDB_ENTITY": "me"}, "entity") == "me"
     assert account.base_url({**env, "WANDB_BASE_URL": "http://127.0.0.1:8"}) == "http://127.0.0.1:8"
-    with pytest.raises(ConfigError, match="no address"):
-        account.base_url({"WANDB_BASE_URL": "wandb.lab.example"})
+    for wrong in ("wandb.lab.example", "http://[::1", "http://a.example/a b", "http://a.example:x", "http://a:99999"):
+        with pytest.raises(ConfigError, match="no address"):
+            account.base_url({"WANDB_BASE_URL": wrong})
+    assert account.base_url({"WANDB_BASE_URL": "http://[::1]:8/x"}) == "http://[::1]:8/x"
 
 
 def test_the_key_comes_from_the_environment_or_the_netrc_entry_with_its_port(tmp_path: Path) -> None:
@@ -184,6 +187,23 @@ def test_what_w_and_b_refuses_and_what_it_does_not_say(server: WandbServer) -> N
     server.stop()
     with pytest.raises(SweepSilent, match="does not answer"):
         client.look(PATH)
+
+
+def test_something_else_at_the_port_of_w_and_b_is_silence() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+
+        def greet() -> None:
+            channel, _ = other.accept()
+            with channel:
+                channel.recv(1 << 16)  # one that is closed with a request unread would be reset
+                channel.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
+
+        greeter = threading.Thread(target=greet)
+        greeter.start()
+        client = GraphqlSweeps(f"http://127.0.0.1:{other.getsockname()[1]}", wandb_kit.KEY)
+        with pytest.raises(SweepSilent, match="does not answer"):
+            client.look(PATH)
+        greeter.join()
 
 
 def test_the_watch_looks_at_once_and_again_and_survives_a_bad_answer() -> None:

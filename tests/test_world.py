@@ -910,6 +910,8 @@ def test_a_world_that_cannot_be_read(tmp_path: Path) -> None:
     ("text", "said"),
     [
         ("[", "w.yaml: not YAML"),
+        ("[" * 5000, "w.yaml: not YAML"),
+        ("zones: 2024-13-13", "w.yaml: not YAML"),
         ("- a", "w.yaml: a world is a mapping"),
         ("{}", "w.yaml: zones: Field required"),
         ("zones: {a: {}}\ncolour: red", "w.yaml: colour: unknown key"),

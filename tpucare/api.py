@@ -145,7 +145,7 @@ def run(
         raise ConfigError(
             f"run takes a tpucare.Fleet, not a {type(fleet).__name__}: Fleet.from_file reads a fleet file"
         )
-    door = Door(endpoint, project, store if isinstance(store, str) else Path(store), on_event)
+    door = Door(endpoint, project, arguments.store_of(store), on_event)
     options, parsed = place_of(door, fleet.parsed)
     _care(options, Declared(parsed, fleet.text, fleet.home), door)
 
@@ -159,7 +159,7 @@ def status(
     Keys are those of `tpucare status --json`: slot, fleet, phase, node, zone, attempt, step, why, and more. Whoever
     cares now is asked; of others it says what was true when they were last cared for.
     """
-    options = options_of(Door(endpoint, project, store if isinstance(store, str) else Path(store)))
+    options = options_of(Door(endpoint, project, arguments.store_of(store)))
     if not any(options.state.glob("*.sqlite")):
         return []
     rows: list[dict[str, Any]] = overview.status(options, target)["slots"]

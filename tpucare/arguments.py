@@ -234,11 +234,9 @@ def _argument(key: str, call: Call) -> str:
 
 def _door(call: Call) -> Door:
     more = call.more
-    listen, store = more.get("on_event"), more.get("store")
+    listen = more.get("on_event")
     if listen is not None and not callable(listen):
         raise ConfigError("on_event must be a function that takes an event")
-    if store is not None and not isinstance(store, str | os.PathLike):
-        raise ConfigError(f"store must be a folder, a file or a name, not a {type(store).__name__}")
     method = more.get("start_method") or "thread"
     if method not in START_METHODS:
         near = hint(str(method), START_METHODS)
@@ -246,9 +244,18 @@ def _door(call: Call) -> Door:
     return Door(
         endpoint=text_of(more.get("endpoint") or "", "endpoint"),
         project=text_of(more.get("project") or "", "project"),
-        store=Path(store) if isinstance(store, os.PathLike) else store or "",
+        store=store_of(more.get("store")),
         on_event=listen,
         start_method=method,
         delete_unowned=yes_or_no(more.get("delete_unowned", False), "delete_unowned"),
         fresh=yes_or_no(more.get("fresh", False), "fresh"),
     )
+
+
+def store_of(value: object) -> str | Path:
+    """Raises: ConfigError: it is none of what `store` may be; None is as good as not given."""
+    if value is None or isinstance(value, str):
+        return value or ""
+    if not isinstance(value, os.PathLike):
+        raise ConfigError(f"store must be a folder, a file or a name, not a {type(value).__name__}")
+    return Path(value)

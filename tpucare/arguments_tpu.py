@@ -28,7 +28,8 @@ def alternatives(call: Call) -> Iterator[dict[str, Any]]:
     further = call.more.get("tpu")
     if call.zone is not None or further is None:
         yield plain_value(_primary(call), "tpu")
-    for entry in [further] if isinstance(further, Mapping) else further or ():
+    entries = further if isinstance(further, list | tuple) else [further]
+    for entry in entries if further is not None else ():
         if not isinstance(entry, Mapping):
             raise ConfigError(f"tpu must be a mapping as in a fleet file, or a list of such, not {shown(entry)}")
         yield plain_value(dict(entry), "tpu")

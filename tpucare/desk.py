@@ -309,8 +309,10 @@ def _arguments(do: str, order: Mapping[str, Any], wanted: Mapping[str, Any]) -> 
     for key, default in wanted.items():
         kind = default if isinstance(default, type) else type(default)
         value = order.get(key, None if isinstance(default, type) else default)
-        if type(value) is not kind or (isinstance(value, str) and not _is_sound(value)):
+        if type(value) is not kind:
             raise ConfigError(f"{do}: {key} must be {_KINDS[kind]}")
+        if isinstance(value, str) and not _is_sound(value):
+            raise ConfigError(f"{do}: {key} must be text in UTF-8, without NUL: {value[:200]!r}")
         values[key] = value
     return values
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from tpucare import fleet as fleets
 from tpucare import owner
-from tpucare.errors import ConfigError
+from tpucare.errors import ConfigError, StoreError
 from tpucare.fleet import Fleet
 from tpucare.fleets import Roster
 from tpucare.memory import Wish
@@ -146,7 +146,10 @@ class Intake:
         whole = _HEADER + json.dumps(str(folder)) + "\n" + without_header(text)
         if len(whole.encode()) > TEXT_LIMIT:
             raise ConfigError(f"{file or target}: larger than {TEXT_LIMIT >> 10} KB as a copy that names its folder")
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise StoreError(f"{self.folder}: the fleets folder cannot be made: {error.strerror}") from error
         owner.write_private(target, whole)
         self._declared[target] = fleet.name
         return whole

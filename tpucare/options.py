@@ -22,6 +22,8 @@ DEFAULT_USER = "ubuntu"
 DAEMON_STORE = "tpucare"
 SSH_PORT = 22
 FLEETS_NOTE = "fleets.path"
+# No blank, and nothing that a store or the API would stumble at. The rest of the rule is said by the API.
+_PROJECT = re.compile(r"[!-~]*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +88,7 @@ def resolve(
     """
     Options from flags (empty = not given), the environment and a running emulator, in this order.
 
-    Raises: ConfigError: a number that is none, or no emulator runs where one was named.
+    Raises: ConfigError: a number, project or home that is none, or no emulator runs where one was named.
     """
     folder = emulator or env.get("TPUCARE_EMULATOR", "")
     found = running.find(Path(folder).absolute()) if folder else None
@@ -95,10 +97,13 @@ def resolve(
     port = _number(env, "TPUCARE_SSH_PORT", (found.ssh_port if found else 0) or SSH_PORT)
     if not 0 < port < 1 << 16:
         raise ConfigError(f"TPUCARE_SSH_PORT={port} is no port: a number from 1 to 65535")
+    project = project or env.get("TPUCARE_PROJECT", "") or (found.project if found else "")
+    if not _PROJECT.fullmatch(project):
+        raise ConfigError(f"{project!r} is no project id: see --project and TPUCARE_PROJECT")
     return Options(
         state=_state_folder(env, state, folder, address),
         endpoint=address,
-        project=project or env.get("TPUCARE_PROJECT", "") or (found.project if found else ""),
+        project=project,
         ssh_user=user,
         ssh_port=int(port),
         emulator=Path(folder).absolute() if folder else None,
@@ -114,13 +119,21 @@ def resolve(
 def _state_folder(env: Mapping[str, str], given: str, emulator: str, endpoint: str) -> Path:
     named = given or env.get("TPUCARE_STATE", "")
     if named:
-        return Path(named).expanduser().absolute()
+        return expanded(named)
     if emulator:
         return Path(emulator).absolute() / "tpucare"
     # systemd gives a list when a unit has more than one state directory; ours is the first.
     service = env.get("STATE_DIRECTORY", "").partition(":")[0]
     home = Path(service) if service else Path(env.get("HOME") or Path.home()) / ".local" / "state" / "tpucare"
     return home / "endpoints" / re.sub(r"[^0-9A-Za-z.]", "_", endpoint) if endpoint else home
+
+
+def expanded(path: str) -> Path:
+    """*path* with a home for `~`, absolute. Raises: ConfigError: there is no such user."""
+    try:
+        return Path(path).expanduser().absolute()
+    except RuntimeError:
+        raise ConfigError(f"{path}: no home of such a user is known; write the folder in full") from None
 
 
 def _number(env: Mapping[str, str], name: str, default: float) -> float:

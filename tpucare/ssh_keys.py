@@ -8,11 +8,12 @@ within minutes, and its key differs. Whether a key may be trusted is asked here;
 from __future__ import annotations
 
 import base64
+import contextlib
 import os
 import secrets
 import stat
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import quote, unquote
@@ -40,13 +41,20 @@ def load_or_make_key(path: Path) -> LoginKey:
     The key at *path*; a new ed25519 key is written there first when there is none. Mode 0600 from its first byte.
 
     Two processes that start at once end up with the same key: the slower one takes what the faster one wrote.
-    Raises: ConfigError: the file is readable by others, or no private key without passphrase.
+    Raises: ConfigError: the file is readable by others, no private key without passphrase, or cannot be used at all.
     """
+    with _named(path, "the private key"):
+        return _load_or_make_key(path)
+
+
+def _load_or_make_key(path: Path) -> LoginKey:
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
         _make_key(path)
         mode = path.stat().st_mode
+    if not stat.S_ISREG(mode):
+        raise ConfigError(f"{path}: is no file, so no private key")
     if stat.S_IMODE(mode) & 0o077:
         raise ConfigError(f"{path}: others may read this private key; run: chmod 600 {path}")
     try:
@@ -54,6 +62,16 @@ def load_or_make_key(path: Path) -> LoginKey:
     except (paramiko.SSHException, ValueError, TypeError) as error:
         raise ConfigError(f"{path}: no private key that can be used without a passphrase ({error})") from error
     return LoginKey(private, f"{private.get_name()} {private.get_base64()} tpucare")
+
+
+@contextlib.contextmanager
+def _named(path: Path, what: str) -> Iterator[None]:
+    """Raises: ConfigError: what the file system refused, of what and where."""
+    try:
+        yield
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "is not UTF-8"
+        raise ConfigError(f"{path}: {what} cannot be used: {why}") from error
 
 
 def _make_key(path: Path) -> None:
@@ -88,10 +106,12 @@ class PinStore:
     """
 
     def __init__(self, folder: Path) -> None:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        """Raises: ConfigError: *folder* is none, or cannot be made or read; so do those that read a file of it."""
         self._folder = folder
         self._lock = threading.Lock()
-        self._ids = self._list_nodes()
+        with _named(folder, "the folder of host keys"):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._ids = self._list_nodes()
         self._pins: dict[Path, dict[int, frozenset[str]]] = {}
 
     def pinned(self, worker: Worker) -> frozenset[str]:
@@ -188,10 +208,10 @@ def _alias(worker: Worker, number: int) -> str:
 
 def _read_pins(path: Path) -> dict[int, frozenset[str]]:
     pins: dict[int, frozenset[str]] = {}
-    try:
-        text = path.read_text()
-    except FileNotFoundError:
-        return pins
+    text = ""
+    # One that cannot be read is not taken for an absent one: then any host key would be trusted.
+    with _named(path, "the file of host keys"), contextlib.suppress(FileNotFoundError):
+        text = path.read_text("utf-8")
     for line in text.splitlines():
         alias, _, key = line.partition(" ")
         number = alias.rpartition(".")[2]

@@ -32,10 +32,19 @@ def base_url(env: Mapping[str, str]) -> str:
     found = env.get(URL_VARIABLE, "").strip() or _from_settings(env, "base_url")
     if not found:
         found = next((url for url in KNOWN_BASE_URLS if _from_netrc(env, url)), DEFAULT_BASE_URL)
-    split = urlsplit(found)
-    if split.scheme not in ("http", "https") or not split.hostname:
+    if not _is_address(found):
         raise ConfigError(f"{URL_VARIABLE}={found!r} is no address such as {DEFAULT_BASE_URL}")
     return found.rstrip("/")
+
+
+def _is_address(text: str) -> bool:
+    try:
+        split = urlsplit(text)
+        fits = split.scheme in ("http", "https") and bool(split.hostname) and split.port != 0
+    except ValueError:
+        return False
+    # Blanks and other characters that no request line may hold.
+    return fits and all("!" <= char <= "~" for char in text)
 
 
 def api_key(env: Mapping[str, str], url: str) -> str:
@@ -82,10 +91,10 @@ def _from_settings(env: Mapping[str, str], name: str) -> str:
 
 
 def _from_netrc(env: Mapping[str, str], url: str) -> str:
-    path = Path(env["NETRC"]).expanduser() if env.get("NETRC") else _home(env) / ".netrc"
     try:
+        path = Path(env["NETRC"]).expanduser() if env.get("NETRC") else _home(env) / ".netrc"
         # `authenticators` falls back to the entry `default`, which is not meant for W&B.
         found = netrc.netrc(path).hosts.get(urlsplit(url).netloc)
-    except (netrc.NetrcParseError, OSError, UnicodeDecodeError):
+    except (netrc.NetrcParseError, OSError, UnicodeDecodeError, RuntimeError):
         return ""
     return (found[2] or "").strip() if found is not None else ""

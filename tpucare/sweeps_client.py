@@ -8,6 +8,7 @@ serves agents answers these. Every failure is `SweepSilent` (nothing is known) o
 from __future__ import annotations
 
 import base64
+import http.client
 import json
 import urllib.error
 import urllib.request
@@ -116,7 +117,7 @@ class GraphqlSweeps:
             if error.code in (401, 403):
                 raise SweepRefused(f"W&B at {self._url} refuses the key ({error.code})") from None
             raise SweepSilent(f"W&B at {self._url} answered {error.code}") from None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, http.client.HTTPException) as error:
             raise SweepSilent(f"W&B at {self._url} does not answer: {error}") from None
         data = said.get("data") if isinstance(said, Mapping) else None
         if not isinstance(data, Mapping):

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import typer
 
 from tpucare import control, errors
-from tpucare.options import DAEMON_STORE, Options, resolve
+from tpucare.options import DAEMON_STORE, Options, expanded, resolve
 from tpucare.plain import plain, plain_lines
 
 
@@ -53,6 +53,8 @@ _CODES: tuple[tuple[type[BaseException], Exit], ...] = (
     (errors.CloudError, Exit.CLOUD),
     (errors.RemoteError, Exit.REMOTE),
     (errors.TpuCareError, Exit.FAILED),
+    # A full disk, or a path that is no folder: the machine's answer, which names the file.
+    (OSError, Exit.FAILED),
 )
 
 
@@ -85,7 +87,7 @@ def emulator_folder(context: typer.Context) -> Path:
     found = context.find_object(Globals) or Globals()
     named = found.emulator or os.environ.get("TPUCARE_EMULATOR", "")
     if named:
-        return Path(named).expanduser().absolute()
+        return expanded(named)
     env = {key: value for key, value in os.environ.items() if key not in ("TPUCARE_EMULATOR", "TPUCARE_ENDPOINT")}
     return resolve(env, state=found.state).state / "emulator"
 
@@ -127,13 +129,19 @@ def ask(question: str, *, yes: bool) -> None:
 @contextlib.contextmanager
 def reported() -> Iterator[None]:
     """The one place where an error becomes a line on stderr and an exit code."""
+    _fill_streams()
     try:
         yield
+    except SystemExit as left:
+        # Click has taken the broken pipe for a failure by then.
+        if not isinstance(left.__context__, BrokenPipeError):
+            raise
+        _drop_output()
+        leave(Exit.OK)
     except KeyboardInterrupt:
         leave(Exit.INTERRUPTED)
     except BrokenPipeError:
-        # Whoever read our output has what it wanted; stdout must not be flushed into nothing at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         leave(Exit.OK)
     except typer.Abort:
         leave(Exit.INTERRUPTED)
@@ -151,6 +159,21 @@ def reported() -> Iterator[None]:
         leave(exit_code(error))
 
 
+def _fill_streams() -> None:
+    """Where stdin, stdout or stderr is closed, /dev/null: else the next file that is opened would take its number."""
+    while (handle := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(handle, True)
+    os.close(handle)
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
+
+
+def _drop_output() -> None:
+    """Whoever read our output has what it wanted; stdout must not be flushed into nothing at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
 def exit_code(error: BaseException) -> Exit:
     for kind, code in _CODES:
         if isinstance(error, kind):
@@ -165,11 +188,17 @@ def _show(error: Exception) -> None:
 
         traceback.print_exception(error)
         return
-    lines = [line for line in plain_lines(str(error)).splitlines() if line.strip()]
+    lines = [line for line in plain_lines(_text_of(error)).splitlines() if line.strip()]
     if exit_code(error) is Exit.BUG:
         lines = [f"unexpected {type(error).__name__}: {' '.join(lines)} (TPUCARE_DEBUG=1 shows where)"]
     for line in lines or [type(error).__name__]:
         typer.echo(f"tpucare: {line}" if len(lines) < 2 else line, err=True)
+
+
+def _text_of(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return str(error)
 
 
 def leave(code: int) -> NoReturn:

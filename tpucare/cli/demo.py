@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import signal
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from tpucare.cli.common import Exit, print_json
 from tpucare.errors import ConfigError
+from tpucare.options import expanded
 
 _NEEDED = ("jax", "optax", "orbax.checkpoint")
 
@@ -49,7 +49,7 @@ def demo(
     # Ended by a service manager or by a terminal that closes, the demo still ends everything that it started.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupt)
-    options = Options(preemptions, hosts, seed, steps, keep=Path(keep).expanduser().absolute() if keep else None)
+    options = Options(preemptions, hosts, seed, steps, keep=expanded(keep) if keep else None)
     options.check()
     console = Console(stderr=json, quiet=json)
     screen, show = live.watch(console, options)

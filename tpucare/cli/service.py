@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -32,9 +31,10 @@ def daemon(
     chosen = options(context)
     from tpucare import events
     from tpucare.daemon import run
+    from tpucare.options import expanded
 
     events.configure(events.LogForm(log), log_level)
-    folder = Path(fleets).expanduser() if fleets else chosen.fleets(os.environ)
+    folder = expanded(fleets) if fleets else chosen.fleets(os.environ)
     run(chosen, folder, os.environ, listen=events.teller())
     # Everything is closed. A thread that still waits for a worker or the API would keep the process until its
     # deadline, and taking the threads of grpc apart takes seconds.

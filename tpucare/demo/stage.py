@@ -60,8 +60,8 @@ class Options:
             most = f"0 to {MOST_PREEMPTIONS}: each waits for a fifth of all steps"
             raise ConfigError(f"--preemptions {self.preemptions} is not possible ({most})")
         accelerator_for(self.hosts)
-        if self.keep is not None and self.keep.exists() and any(self.keep.iterdir()):
-            raise ConfigError(f"--keep {self.keep} is not empty: name a folder that is new")
+        if self.keep is not None and self.keep.exists() and (not self.keep.is_dir() or any(self.keep.iterdir())):
+            raise ConfigError(f"--keep {self.keep} is a file or not empty: name a folder that is new")
 
 
 def accelerator_for(hosts: int) -> str:

@@ -172,7 +172,7 @@ def parse_world(text: str, source: str = "world") -> WorldConfig:
     """A world from the text of a YAML file. Raises: ConfigError: one line that names *source* and the key."""
     try:
         raw = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"{source}: not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(raw, Mapping):
         raise ConfigError(f"{source}: a world is a mapping with the key zones")
