@@ -262,6 +262,56 @@ def test_a_run_that_left_something_behind_is_still_live(desk: Desk) -> None:
     assert "left alone" in desk.start().stdout.decode()
 
 
+DETACHED = """\
+import subprocess
+with open("log", "w") as log:
+    streams = dict(stdin=subprocess.DEVNULL, stdout=log, stderr=log) if %r else {}
+    child = subprocess.Popen(["sleep", "600"], start_new_session=True, **streams)
+open("pid.new", "w").write(str(child.pid))
+import os
+os.rename("pid.new", "../ran")
+"""
+
+
+@machines
+@pytest.mark.parametrize("redirected", [True, False])
+def test_a_run_that_goes_on_without_its_descriptors_is_still_live(desk: Desk, redirected: bool) -> None:
+    """Python's subprocess closes them all, the lock's among them."""
+    desk.commit(launch_py=DETACHED % redirected)
+    launch = {"run_command": "python3 launch.py"}
+    desk.start(**launch)
+    pid = int(desk.said("ran"))
+    eventually(desk.ended, "what launched it ends")
+    again = desk.start(**launch)
+    assert (again.exit_status, "left alone" in again.stdout.decode()) == (0, True)
+    desk.boot()
+    assert int(desk.said("ran")) == pid
+    os.kill(pid, 9)
+    eventually(lambda: b"is started" in desk.start(**launch).stdout, "the next run is prepared")
+    eventually(lambda: int(desk.said("ran")) != pid, "the next run begins")
+
+
+@machines
+def test_who_executes_it_within_a_run_that_is_over_is_no_sign_of_life(desk: Desk) -> None:
+    marks = {"TPUCARE_MODEL": str(desk.home)}
+    desk.put(exec_command(desk.url, install_python=False, run_command="touch ~/began; echo x >~/ran"))
+    for _ in range(2):
+        ran = desk.run("bash -c 'bash setup.sh; exit'", **marks)
+        assert "is started" in ran.stdout.decode(), ran
+        desk.said("ran")
+        eventually(desk.ended, "the run ends")
+    assert "TPUCARE_MODEL" not in (desk.home / ".tpucare-model" / "env").read_text()
+
+
+@machines
+def test_a_mark_of_another_home_is_another_runs(desk: Desk) -> None:
+    for home in (f"{desk.home}2", f"/x\n{desk.home}"):
+        desk.run(
+            "setsid sleep 600 >/dev/null 2>&1 </dev/null &", TPUCARE_MODEL=home, OTHER=f"TPUCARE_MODEL={desk.home}"
+        )
+    assert "is started" in desk.start().stdout.decode()
+
+
 @machines
 def test_a_run_that_ended_is_prepared_anew(desk: Desk) -> None:
     desk.start(run_command="touch made-by-the-run; touch ~/ran")

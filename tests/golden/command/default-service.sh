@@ -10,6 +10,8 @@ branch=main
 folder="$HOME/"HomebrewNLP-Jax
 fresh="$base/fresh"
 export PATH="$HOME/.local/bin:$PATH"
+# The mark of a run, where this is executed by one: what the setup starts is no run.
+unset TPUCARE_MODEL
 # Beside this script; beside the home's files when this is no file.
 delivered="$(realpath -- "${BASH_SOURCE[0]:-$HOME/.tpucare-command}").netrc"
 
@@ -28,9 +30,35 @@ fi
 exec 8>>"$base/setup.lock"
 flock 8 || fail 80 'flock is missing'
 
-# --- a live run is left alone: its lock is held by whatever of it still lives ---
+# --- a live run is left alone ---
 
-if ! flock -s -n "$base/run.lock" true; then
+# A run is live while something of it holds its lock or bears its mark: what a program starts with its descriptors
+# closed, as Python's subprocess does, has the mark alone.
+is_locked() {
+  # Shared: two that look at once must not take each other for the run.
+  ! flock -s -n "$HOME/.tpucare-model/run.lock" true
+}
+
+# Whoever looks from a shell that a run left behind bears the mark as well, and is no sign of life.
+is_marked() {
+  local path pid=$$ own=' '
+  while [ "$pid" -gt 1 ]; do
+    own+="$pid "
+    [[ $(cat "/proc/$pid/status" 2>/dev/null) =~ PPid:[[:space:]]+([0-9]+) ]] || break
+    pid=${BASH_REMATCH[1]}
+  done
+  while IFS= read -r path; do
+    path=${path%/environ}
+    [[ $own == *" ${path##*/} "* ]] || return 0
+  done < <(exec env -u TPUCARE_MODEL grep -lzxF -e "TPUCARE_MODEL=$HOME" /proc/[0-9]*/environ 2>/dev/null)
+  return 1
+}
+
+is_live() {
+  is_locked || is_marked
+}
+
+if is_live; then
   rm -f "$delivered"
   echo 'tpucare: the run in screen "model" is live, and is left alone'
   exit 0
@@ -159,9 +187,30 @@ printf '%s' '#!/bin/bash
 # The run in screen `model`: `start` begins it, `boot` begins it again after a reboot, `run` is what the screen runs.
 tpucare_model="$HOME/.tpucare-model"
 
-# Shared: two that look at once must not take each other for the run.
+# A run is live while something of it holds its lock or bears its mark: what a program starts with its descriptors
+# closed, as Python'"'"'s subprocess does, has the mark alone.
+is_locked() {
+  # Shared: two that look at once must not take each other for the run.
+  ! flock -s -n "$HOME/.tpucare-model/run.lock" true
+}
+
+# Whoever looks from a shell that a run left behind bears the mark as well, and is no sign of life.
+is_marked() {
+  local path pid=$$ own='"'"' '"'"'
+  while [ "$pid" -gt 1 ]; do
+    own+="$pid "
+    [[ $(cat "/proc/$pid/status" 2>/dev/null) =~ PPid:[[:space:]]+([0-9]+) ]] || break
+    pid=${BASH_REMATCH[1]}
+  done
+  while IFS= read -r path; do
+    path=${path%/environ}
+    [[ $own == *" ${path##*/} "* ]] || return 0
+  done < <(exec env -u TPUCARE_MODEL grep -lzxF -e "TPUCARE_MODEL=$HOME" /proc/[0-9]*/environ 2>/dev/null)
+  return 1
+}
+
 is_live() {
-  ! flock -s -n "$tpucare_model/run.lock" true
+  is_locked || is_marked
 }
 
 # `screen -dmS` returns before the command starts, so its exit status says nothing.
@@ -170,7 +219,7 @@ start() {
   : >"$tpucare_model/wanted"
   screen -dmS model bash "$tpucare_model/model.sh" run </dev/null >/dev/null 2>&1 8>&- || return 1
   for _ in {1..100}; do
-    if is_live || [ -e "$tpucare_model/exit" ]; then return 0; fi
+    if is_locked || [ -e "$tpucare_model/exit" ]; then return 0; fi
     sleep 0.1
   done
   rm -f "$tpucare_model/wanted"
@@ -188,13 +237,14 @@ boot() {
   start
 }
 
-# Everything that is started here inherits the lock: the run is live as long as anything of it lives.
+# Everything that is started here inherits lock and mark: the run is live as long as anything of it lives.
 run() {
   exec 9>>"$tpucare_model/run.lock"
   # Whoever only looks holds it for an instant.
   flock -w 10 9 || exit 0
   # shellcheck source=/dev/null
   . "$tpucare_model/env"
+  export TPUCARE_MODEL="$HOME"
   local status signalled=
   trap '"'"'signalled=yes '"'"' TERM HUP
   cd "$HOME/"HomebrewNLP-Jax || exit 72
