@@ -10,9 +10,10 @@ from collections.abc import Callable
 from functools import partial
 
 from tpucare import remember_seen as memories
+from tpucare.accelerators import derive
 from tpucare.board import Board, slots_of
 from tpucare.effects import Ports
-from tpucare.errors import CloudError, NeedsPerson, OwnCredentials
+from tpucare.errors import CloudError, ConfigError, NeedsPerson, OwnCredentials
 from tpucare.hearing import Hearing
 from tpucare.model import Listing, Node, workers_of
 from tpucare.ports import Lane
@@ -202,11 +203,18 @@ class Observer:
         past = track.memory.node(seen.node.name)
         place = next((p for p in track.slot.places if past is not None and p.key == past.place), None)
         external = place.network.external_ips if place else any(e.external for e in seen.node.endpoints)
-        expected = place.workers if place is not None else max(1, len(seen.node.endpoints))
-        workers = workers_of(seen.node, external=external, expected=expected)
+        workers = workers_of(seen.node, external=external, expected=place.workers if place else _hosts_of(seen.node))
         if workers == seen.workers:
             return
         seen.workers = workers
         if workers is not None:
             self.ports.launcher.expect(workers)
             self.prober.schedule(track, seen, self.board.clock.monotonic())
+
+
+def _hosts_of(node: Node) -> int:
+    """By its type where no place tells: addresses are listed one after the other while it is CREATING."""
+    try:
+        return derive(node.accelerator_type).hosts
+    except ConfigError:
+        return max(1, len(node.endpoints))
