@@ -13,6 +13,7 @@ from datetime import timedelta
 from tpucare.board import Board
 from tpucare.memory import End, Wish
 from tpucare.model import Contact, NodeReport, NodeState
+from tpucare.plan_node import USABLE
 from tpucare.tracking import NodeTrack, SlotTrack
 
 ANSWER_COUNTS_FOR = 60.0
@@ -75,17 +76,33 @@ class Hearing:
         return any(worker.contact is Contact.ANSWERED for report in reports for worker in report.workers)
 
     def may_be_canary(self, track: SlotTrack) -> bool:
-        """This slot is the one to go first: the canary already, or the longest silent where there is none."""
+        """This slot is the one to go first: the canary already, or the longest silent of those that can go."""
         canary = self.board.slots.get(self.canary) if self.canary is not None else None
         if canary is not None and canary.memory.wish is Wish.UP and canary.memory.end is End.NONE:
             return canary is track
-        return track.slot.name == min(self.silent, key=self._silent_since)
+        return track.slot.name == min(filter(None, map(self._could_go, self.silent)), default=(None, ""))[1]
 
-    def _silent_since(self, slot: str) -> tuple[timedelta, str]:
+    def _could_go(self, slot: str) -> tuple[timedelta, str] | None:
+        """Since when a node of *slot* is silent that `decide` may replace now; all others would wait for any other."""
         track = self.board.slots.get(slot)
-        marks = [seen.silent_since for seen in track.nodes.values() if seen.silent_since] if track is not None else []
-        return (min((mark.observed for mark in marks), default=timedelta.max), slot)
+        if track is None or track.memory.wish is not Wish.UP or track.memory.end is not End.NONE:
+            return None
+        if not self.board.project(track.slot.project).fresh:
+            return None
+        marks = [
+            seen.silent_since.observed for seen in track.nodes.values() if seen.silent_since and _may_go(track, seen)
+        ]
+        return (min(marks), slot) if marks else None
 
 
 def _is_suspect(seen: NodeTrack) -> bool:
     return seen.silent_since is not None and seen.node.state is not NodeState.CREATING
+
+
+def _may_go(track: SlotTrack, seen: NodeTrack) -> bool:
+    past = track.memory.node(seen.node.name)
+    if past is None or past.dead or past.delete_asked_at is not None or not past.answered:
+        return False
+    # A worker that listens and will not have us is a matter of keys: `decide` does not come to the silence of others.
+    contacts = {worker.contact for worker in seen.report.workers} if seen.report is not None else set()
+    return seen.node.state in USABLE and not seen.dark and contacts <= {Contact.SILENT, Contact.ANSWERED}

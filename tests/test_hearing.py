@@ -1,0 +1,65 @@
+"""Where nobody answers one slot tries first whether a new node does; it has to be one that can."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from tests.field.kit import named, preempt
+from tests.virtual.harness import EU, PROJECT, US, Daemon, place
+from tpucare.memory import Wish
+
+
+def paused(daemon: Daemon) -> None:
+    """The slot waits for a person, and its dead node stays."""
+    daemon.wish("aaa-0", Wish.PAUSED)
+
+
+def dark(daemon: Daemon) -> None:
+    """Its zone does not answer, so nothing is known of its node."""
+    daemon.zone.world.outage("zone", timedelta(hours=10), daemon.clock.true_now(), zone=US)
+
+
+def locked(daemon: Daemon) -> None:
+    """One of its addresses was given to a machine that does not let us in, which only a person can end."""
+    address = daemon.launcher.of_node(PROJECT, US, "aaa-0-a0")[2].address
+    stranger = copy.copy(daemon.launcher.of_node(PROJECT, EU, "bbb-0-a0")[1])
+    stranger.refuses, stranger.run = True, None
+    daemon.launcher._at[address] = stranger
+    daemon.launcher.key = "no key counts"
+
+
+@pytest.mark.parametrize("hinder", [paused, dark, locked])
+def test_a_slot_that_cannot_act_is_not_waited_for(tmp_path: Path, hinder: Callable[[Daemon], None]) -> None:
+    daemon = Daemon(tmp_path)
+    daemon.care_for("aaa", 1, place(US))
+    daemon.care_for("bbb", 1, place(EU))
+    daemon.run(minutes=15)
+    preempt(daemon, "aaa", shown="never")
+    daemon.run(seconds=30)
+    hinder(daemon)
+    daemon.run(minutes=1)
+    preempt(daemon, "bbb", shown="never")
+    daemon.run(hours=1)
+    assert daemon.trains("bbb-0")
+    assert named(daemon) == ["aaa-0-a0", "bbb-0-a1"]
+    daemon.check()
+
+
+def test_a_node_that_a_paused_slot_has_lost_for_good_is_not_waited_for(tmp_path: Path) -> None:
+    daemon = Daemon(tmp_path)
+    daemon.care_for("aaa")
+    daemon.care_for("bbb")
+    daemon.run(minutes=15)
+    preempt(daemon, "aaa")
+    daemon.wish("aaa-0", Wish.PAUSED)
+    daemon.run(minutes=1)
+    preempt(daemon, "bbb", shown="never")
+    daemon.run(hours=1)
+    assert daemon.trains("bbb-0")
+    assert named(daemon) == ["aaa-0-a0", "bbb-0-a1"]
+    daemon.check()
