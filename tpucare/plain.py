@@ -8,7 +8,6 @@ import re
 
 # ECMA-48: CSI and the string sequences with their terminators, then every other escape.
 _ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b[\]PX^_][^\x07\x1b]{0,4096}(?:\x07|\x1b\\)?|\x1b[ -/]*[0-~]?")
-_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def plain(text: str) -> str:
@@ -17,5 +16,13 @@ def plain(text: str) -> str:
 
 
 def plain_lines(text: str) -> str:
-    """*text* with its lines and tabs, without sequences, controls and marks that reorder what is read."""
-    return _CONTROLS.sub("", _ESCAPES.sub("", text.replace("\r\n", "\n").replace("\r", "\n")))
+    """*text* with its lines and tabs, without sequences, controls and whatever else nobody can read."""
+    text = _ESCAPES.sub("", text.replace("\r\n", "\n").replace("\r", "\n"))
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() or char in "\n\t" else _instead(char) for char in text)
+
+
+def _instead(char: str) -> str:
+    """A space for the wide, narrow and line-breaking ones of Unicode, nothing for all else."""
+    return " " if char >= "\xa0" and char.isspace() else ""
