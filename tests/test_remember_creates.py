@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.evidence_kit import FRESH, NOW, US, after, before, intent, memory, name_of, node
+from tests.evidence_kit import FRESH, NOW, TRAINS, US, after, before, intent, memory, name_of, node
 from tests.remember_kit import ACCEPTED, OPEN, PLACE, asked, came, create, delete, look, poll, vanished
 from tpucare.actions import Fact, Settle
 from tpucare.errors import (
@@ -268,6 +268,13 @@ def test_no_create_number_comes_twice(events: list[tuple[str, int]]) -> None:
                 known = recover(known)
             case "delete":
                 known = asked(known, delete(number))
+
+
+def test_a_confirmation_says_nothing_of_a_node_that_has_become_an_elder_since() -> None:
+    said = replace(TRAINS, fence_confirmed=True)
+    assert not asked(said, create(10)).fence_confirmed
+    open_before = replace(said, creates=(intent(10, lost=True),))
+    assert asked(open_before, create(10, resend=True)).fence_confirmed, "it was asked for before that was said"
 
 
 def test_a_new_node_is_what_replace_asked_for() -> None:

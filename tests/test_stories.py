@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from tests.virtual.harness import EU, US, Daemon, place
+from tpucare import wishes
 from tpucare.emulator.config import WorldConfig
 from tpucare.emulator.records import NodeSpec
 from tpucare.memory import BookName, End, Wish
-from tpucare.model import Care, Failure, OnSuccess, Provisioning
+from tpucare.model import Care, Failure, NodeState, OnSuccess, Provisioning
 from tpucare.simulation.machines import Script
 
 
@@ -139,6 +140,22 @@ def test_many_silent_nodes_at_once_are_held_by_the_brake_until_a_person_confirms
     daemon.run(minutes=30)
     assert daemon.all_train()
     daemon.check()
+
+
+def test_a_confirmation_for_the_brake_opens_no_fence_that_comes_up_days_later(daemon: Daemon) -> None:
+    daemon.care_for("pod")
+    daemon.run(minutes=15)
+    daemon.engine.change("pod-0", wishes.confirm, "confirm", "pod-0: confirm")
+    daemon.run(hours=40)
+    daemon.zone.world.stick_deleting("pod-0-a0", daemon.clock.true_now(), repeats=99)
+    daemon.zone.world.set_state("pod-0-a0", NodeState.DELETING, daemon.clock.true_now())
+    daemon.run(hours=3)
+    assert daemon.launcher.launches == ["pod-0-a0.1"]
+    assert "`tpucare confirm` to go on" in daemon.why()["pod-0"]
+    daemon.check()
+    daemon.engine.change("pod-0", wishes.confirm, "confirm", "pod-0: confirm")
+    daemon.run(minutes=5)
+    assert daemon.trains("pod-0"), "said of the elder that is in doubt now"
 
 
 # --- absence is not knowledge ----------------------------------------------------------------------------------------

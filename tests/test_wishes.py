@@ -15,9 +15,11 @@ from tests.evidence_kit import (
     after,
     ended,
     evidence,
+    intent,
     launched,
     memory,
     node,
+    past,
     place,
     run,
     seen,
@@ -66,8 +68,16 @@ def test_up_begins_anew_only_where_something_had_ended() -> None:
     assert wishes.up(replace(TIRED, end=End.NONE)).books == TIRED.books
 
 
+def test_a_confirmation_is_about_older_nodes_that_are_in_doubt_now() -> None:
+    assert not wishes.confirm(TRAINS).fence_confirmed, "its only node is the one that trains"
+    assert not wishes.confirm(memory(past(0, launched=False), past(1))).fence_confirmed
+    assert wishes.confirm(memory(launched(), past(1))).fence_confirmed
+    assert wishes.confirm(replace(TRAINS, creates=(intent(10),))).fence_confirmed
+    assert not wishes.confirm(replace(TRAINS, creates=(intent(0),))).fence_confirmed, "the create of that very node"
+    assert not wishes.confirm(replace(TRAINS, creates=(intent(10, superseded=True),))).fence_confirmed
+
+
 def test_flags_are_raised() -> None:
-    assert wishes.confirm(TRAINS).fence_confirmed
     assert wishes.restart(TRAINS).restart_asked
     assert wishes.replace_node(TRAINS).replace_asked
 

@@ -212,7 +212,9 @@ class Desk:
         found = self._target(target)
         for name in found.slots:
             self._engine.lift_brake(name)
-        return self._change(found, wishes.confirm, "confirm", "no older node trains: a person confirmed it")
+        return self._change(
+            found, wishes.confirm, "confirm", "a person confirmed it: what is held may go, no elder in doubt trains"
+        )
 
     # --- nodes -------------------------------------------------------------------------------------------------------
 

@@ -125,6 +125,11 @@ class NodeMemory:
     noticed_at: datetime | None = None
     noticed_checkpoint: int | None = None
 
+    @property
+    def in_doubt(self) -> bool:
+        """Not proven to train no more (rule 1): a younger node of the slot has to wait for it."""
+        return self.launched and not self.dead and not (self.delete_accepted and self.delete_quiet)
+
 
 @dataclass(frozen=True, slots=True)
 class RunMemory:
@@ -196,6 +201,12 @@ class Memory:
 
     def without_node(self, name: str) -> Memory:
         return replace(self, nodes=tuple(node for node in self.nodes if node.name != name))
+
+    @property
+    def has_elder_in_doubt(self) -> bool:
+        """There is another node beside one that may still be training, or another is asked for."""
+        asked = [intent for intent in self.creates if not intent.superseded and self.node(intent.name) is None]
+        return len(self.nodes) + len(asked) > 1 and any(node.in_doubt for node in self.nodes)
 
     def create(self, name: str) -> CreateIntent | None:
         return next((intent for intent in self.creates if intent.name == name), None)

@@ -261,8 +261,7 @@ def _fence(slot: Slot, seen: NodeEvidence, evidence: Evidence, memory: Memory, t
     if evidence.store_lost and not evidence.complete:
         return Wait("the store was lost, and a zone that has not answered yet may hold an older node")
     for elder in memory.nodes:
-        proven = elder.dead or not elder.launched or (elder.delete_accepted and elder.delete_quiet)
-        if elder.name == seen.node.name or proven:
+        if elder.name == seen.node.name or not elder.in_doubt:
             continue
         waited = timers.lasted(seen.answering_since, slot.care.fence_after)
         if waited and (slot.care.fence_proceed or memory.fence_confirmed):

@@ -48,8 +48,9 @@ def intend_create(memory: Memory, action: Create, now: datetime) -> Memory:
     recent = tuple(asked for asked in memory.recent_creates if timedelta() <= now - asked < BUDGET_WINDOW)
     memory = replace(memory, recent_creates=(*recent, now))
     if not action.resend:
-        # A node made from now on is as declared now: that is what `replace` asks for.
-        memory = replace(memory, replace_asked=False)
+        # A node made from now on is as declared now: that is what `replace` asks for. What a person said of older nodes
+        # was said before the last one became one of them.
+        memory = replace(memory, replace_asked=False, fence_confirmed=False)
     return remember_seen.number_after(memory.with_create(intent), action.name)
 
 

@@ -56,8 +56,12 @@ def retry(memory: Memory) -> Memory:
 
 
 def confirm(memory: Memory) -> Memory:
-    """A person says that no older node of this slot trains any more."""
-    return replace(memory, fence_confirmed=True)
+    """
+    A person says that no older node of this slot trains any more: of those that are in doubt now.
+
+    Where none is, the word is about something else (the brake, say), and opens no fence that comes up later.
+    """
+    return replace(memory, fence_confirmed=memory.fence_confirmed or memory.has_elder_in_doubt)
 
 
 def restart(memory: Memory) -> Memory:
