@@ -245,7 +245,8 @@ def _decide_not_quiet(seen: NodeEvidence, evidence: Evidence, memory: Memory) ->
     tried = f"stop:{seen.node.name}" in evidence.looked
     why = "something that is not our run holds the chips or the lock"
     past = memory.node(seen.node.name)
-    if past is not None and past.launched and not past.attempt:
+    launched_by_us = memory.run is not None and memory.run.node == seen.node.name
+    if past is not None and past.launched and not past.place and not launched_by_us:
         # A node that a person handed to us, or that a lost store knew: what works there may be worth more than ours.
         return Wait(f"{why} of {seen.node.name}, which is adopted: stop it, or `apply --replace`", needs_person=True)
     if not tried:

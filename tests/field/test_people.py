@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
+import pytest
+
 from tests.field.kit import calls, named, preempt
 from tests.office import Office, fleet_text
-from tests.virtual.harness import PROJECT, Daemon
+from tests.virtual.harness import PROJECT, US, Daemon
+from tpucare.emulator.records import NodeSpec
+from tpucare.memory import Wish
 
 
 def neighbour(first: Daemon, folder: Path) -> Daemon:
@@ -88,3 +93,37 @@ def test_the_fleet_folder_is_unmounted(tmp_path: Path) -> None:
     assert len(office.daemon.launcher.launches) == 4
     assert PROJECT in office.daemon.engine.projects
     office.daemon.check()
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_node_is_handed_over_with_what_works_on_it(daemon: Daemon, trained: bool) -> None:
+    """I gave the slot my own machine for later, and what I was doing there was killed."""
+    daemon.care_for("pod")
+    if trained:
+        daemon.run(minutes=15)
+        preempt(daemon, "pod-0")
+    daemon.wish("pod-0", Wish.PAUSED)
+    daemon.run(minutes=1)
+    daemon.launcher.boots.extend(["foreign"] * 4)
+    spec = NodeSpec(accelerator_type="v3-32", runtime_version="tpu-ubuntu2204-base", spot=True)
+    daemon.zone.world.create_node(f"projects/{PROJECT}/locations/{US}", "mine", spec, daemon.clock.true_now())
+    daemon.run(minutes=8)
+    daemon.engine.adopt("mine", "pod-0")
+    daemon.run(minutes=1)
+    daemon.wish("pod-0", Wish.UP)
+    daemon.run(minutes=20)
+    workers = daemon.launcher.of_node(PROJECT, US, "mine")
+    assert [worker.foreign_chips for worker in workers] == [True] * 4
+    assert "which is adopted" in daemon.why()["pod-0"]
+    for worker in workers:
+        worker.foreign_chips = False
+    daemon.run(minutes=5)
+    assert daemon.trains("pod-0")
+    assert named(daemon) == ["mine"]
+    # From the first launch on it is a node like any other: what our run left in the way has to go.
+    daemon.run(minutes=5)
+    daemon.launcher.of_node(PROJECT, US, "mine")[0].foreign_chips = True
+    daemon.engine.change("pod-0", lambda memory: replace(memory, restart_asked=True), "restart", "asked for")
+    daemon.run(minutes=20)
+    assert daemon.trains("pod-0")
+    daemon.check("mine")
