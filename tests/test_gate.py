@@ -5,14 +5,18 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
 
 from tests.bench_worker import eventually
-from tests.virtual.harness import Daemon, place
+from tests.field.kit import calls
+from tests.virtual.harness import PROJECT, Daemon, place
+from tpucare.budget import shared_budget
+from tpucare.engine import Settings
 from tpucare.gate import ContextGate
-from tpucare.leave import WAITS, Leave
+from tpucare.leave import WAITS, WAITS_FOR_BUDGET, Leave
 from tpucare.memory import Wish
 from tpucare.model import Care
 
@@ -223,3 +227,43 @@ def test_an_error_of_it_sets_the_slot_aside_loudly(gated: tuple[Daemon, FakeGate
     assert any("no such queue" in text for text in daemon.told("error"))
     daemon.run(minutes=15)
     assert daemon.trains("pod-0")
+
+
+def test_a_turn_waits_for_the_budget_and_no_place_of_it_is_lost(tmp_path: Path) -> None:
+    """Many slots, a budget that all processes share, and turns that come a moment after they were asked for."""
+    daemon = Daemon(tmp_path / "state", settings=Settings(budget=lambda project: shared_budget(tmp_path, project, 6)))
+    gate = FakeGate(4)
+    daemon.engine._leave = Leave(gate)
+    daemon.care_for("pod", 20, place(workers=1, kind="v2-8"))
+    for _ in range(40):
+        daemon.run(seconds=30)
+        places = shared_budget(tmp_path, PROJECT, 6).shares()
+        assert all(name.startswith("pod-") for name in places), "a place that no create took"
+    assert daemon.all_train()
+    assert len(daemon.zone.created()) == 20
+    assert (gate.held, gate.queue) == (set(), [])
+    asked = sorted(datetime.fromisoformat(call["at"]) for call in calls(daemon, "CreateNode"))
+    assert all(later - first >= timedelta(seconds=60) for first, later in zip(asked, asked[6:], strict=False))
+    daemon.check()
+
+
+def test_a_turn_that_waits_for_the_budget_in_vain_is_given_back(tmp_path: Path) -> None:
+    """Other processes use the budget up; who is taken down meanwhile holds nobody up."""
+    others = shared_budget(tmp_path, PROJECT, 1)
+    daemon = Daemon(tmp_path / "state", settings=Settings(budget=lambda project: shared_budget(tmp_path, project, 1)))
+    gate = FakeGate(1)
+    daemon.engine._leave = Leave(gate)
+    assert others.free_at(daemon.clock.monotonic()) is None
+    others.take("other-0", daemon.clock.monotonic())
+    daemon.care_for("pod", 2)
+    daemon.run(seconds=20)
+    assert gate.held == {"pod-0"}
+    assert daemon.why() == {"pod-0": WAITS_FOR_BUDGET.why, "pod-1": WAITS.why}
+    daemon.wish("pod-0", Wish.DOWN)
+    daemon.run(seconds=10)
+    assert gate.held == {"pod-1"}
+    daemon.run(minutes=15)
+    assert daemon.trains("pod-1")
+    assert [call["node"] for call in calls(daemon, "CreateNode")] == ["pod-1-a0"]
+    assert gate.held == set()
+    daemon.check()

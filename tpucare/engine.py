@@ -23,7 +23,7 @@ from tpucare.effects import ChangedMeanwhile, Ports, lane_of, prepare
 from tpucare.errors import ConfigError, NodeGone, StoreError, TpuCareError
 from tpucare.evidence import Evidence, Moment
 from tpucare.hearing import Hearing
-from tpucare.leave import Leave
+from tpucare.leave import WAITS_FOR_BUDGET, Leave
 from tpucare.memory import End, Memory, Wish
 from tpucare.model import Event, Listing, Node, Slot
 from tpucare.narration import end_of, failed, fields_of, kind_of, node_of, text_of
@@ -431,17 +431,18 @@ class Engine:
             self._decide_all()
 
     def _spend_on(self, track: SlotTrack, create: Create, now: float) -> None:
-        budget = self._budget_of(track.slot.project)
-        free_at = budget.free_at(now)
-        if free_at is not None:
-            track.action = Wait("the create budget of the project is used up for this minute")
-            self.board.wake_at(track, free_at)
-            return
         try:
             if not self._leave.may_create(track, create.name):
                 return
         except Exception as error:
             self.board.set_aside(track, error)
+            return
+        # Asked for last: a place that is found is reserved, and is lost to all processes if no create follows.
+        budget = self._budget_of(track.slot.project)
+        free_at = budget.free_at(now)
+        if free_at is not None:
+            track.action = WAITS_FOR_BUDGET
+            self.board.wake_at(track, free_at)
             return
         budget.take(track.slot.name, now)
         track.wants_create_since = None

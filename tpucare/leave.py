@@ -2,19 +2,21 @@
 Leave to create: who asked for it, who has it, and when it is given back. On the deciding thread only.
 
 It is held from before a create is intended until nothing of that create is open: its operation ended, or its node is
-READY, gone, given up or being deleted. How leave is acquired is the gate's business (`ports.Gate`).
+READY, gone, given up or being deleted; and while the create budget is all that the slot still waits for. How leave is
+acquired is the gate's business (`ports.Gate`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tpucare.actions import Action, Wait
+from tpucare.actions import Wait
 from tpucare.model import NodeState
 from tpucare.ports import Gate
 from tpucare.tracking import SlotTrack
 
 WAITS = Wait("waiting for the creation semaphore")
+WAITS_FOR_BUDGET = Wait("the create budget of the project is used up for this minute")
 
 
 class Leave:
@@ -46,21 +48,17 @@ class Leave:
         """Give back what is not needed any more."""
         if self._gate is None:
             return
-        for slot in [slot for slot in self._waits if slot not in slots or not _wants(slots[slot].action)]:
+        for slot in [slot for slot in self._waits if slot not in slots or slots[slot].action is not WAITS]:
             self._waits.discard(slot)
             self._gate.release(slot)
         for slot, name in [*self._holds.items()]:
-            if slot not in slots or not _is_creating(slots[slot], name):
+            if slot not in slots or not _needs(slots[slot], name):
                 del self._holds[slot]
                 self._gate.release(slot)
 
 
-def _wants(action: Action) -> bool:
-    return action is WAITS
-
-
-def _is_creating(track: SlotTrack, name: str) -> bool:
-    if "create" in track.in_flight:
+def _needs(track: SlotTrack, name: str) -> bool:
+    if "create" in track.in_flight or track.action is WAITS_FOR_BUDGET:
         return True
     intent, past, seen = track.memory.create(name), track.memory.node(name), track.nodes.get(name)
     if intent is None or intent.superseded or intent.failed:
