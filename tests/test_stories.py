@@ -142,6 +142,65 @@ def test_many_silent_nodes_at_once_are_held_by_the_brake_until_a_person_confirms
     daemon.check()
 
 
+def silence(daemon: Daemon, slots: list[str], *, silent: bool = True) -> None:
+    for slot in slots:
+        key = daemon.node_of(slot).key
+        for worker in daemon.launcher.of_node(key.project, key.zone, key.name):
+            worker.silent = silent
+
+
+def held(daemon: Daemon) -> list[str]:
+    return sorted(name for name, why in daemon.why().items() if "held by the brake" in why)
+
+
+def test_a_confirmation_where_nothing_is_held_lifts_no_brake_of_another_day(daemon: Daemon) -> None:
+    daemon.care_for("pod", 20)
+    daemon.run(minutes=15)
+    for name in daemon.engine.slots:
+        daemon.engine.lift_brake(name)
+    daemon.run(hours=5)
+    silence(daemon, [f"pod-{index}" for index in range(10)])
+    daemon.run(minutes=15)
+    assert len(held(daemon)) >= 6, "four of twenty pass, if they are judged before the others"
+    assert sum(daemon.memory(name).attempts for name in daemon.engine.slots) <= 24
+
+
+def test_what_is_held_once_more_is_told_once_more(daemon: Daemon) -> None:
+    daemon.care_for("pod", 20)
+    daemon.run(minutes=15)
+    silence(daemon, [f"pod-{index}" for index in range(15)])
+    daemon.run(minutes=8)
+    first = held(daemon)
+    assert len(first) >= 11
+    silence(daemon, first, silent=False)
+    daemon.run(hours=1)
+    assert daemon.all_train()
+    assert held(daemon) == []
+    daemon.events.clear()
+    silence(daemon, first)
+    daemon.run(minutes=8)
+    assert len(held(daemon)) >= 7
+    assert sorted(event.slot for event in daemon.events if event.kind == "brake") == held(daemon)
+
+
+def test_confirmed_verdicts_pass_when_they_are_judged_only_after_an_outage_of_the_api(daemon: Daemon) -> None:
+    daemon.care_for("pod", 20)
+    daemon.run(minutes=15)
+    ten = [f"pod-{index}" for index in range(10)]
+    silence(daemon, ten)
+    daemon.run(minutes=8)
+    daemon.zone.world.outage("api", timedelta(minutes=20), daemon.clock.true_now())
+    daemon.run(minutes=2)
+    for name in ten:
+        daemon.engine.lift_brake(name)
+    told = daemon.told("brake")
+    daemon.run(minutes=60)
+    assert [daemon.memory(name).attempts for name in ten] == [2] * 10
+    assert daemon.told("brake") == told, "none was held again"
+    assert daemon.all_train()
+    daemon.check(*(f"{name}-a0" for name in ten))
+
+
 def test_a_confirmation_for_the_brake_opens_no_fence_that_comes_up_days_later(daemon: Daemon) -> None:
     daemon.care_for("pod")
     daemon.run(minutes=15)

@@ -104,7 +104,7 @@ class Board:
         elif name not in self.busy:
             self.busy.add(name)
             view.look_soon(self.clock.monotonic(), self.settings.fast_poll)
-        (self.braked.add if track.braked else self.braked.discard)(name)
+        (self.braked.add if track.braked or track.brake_lifted else self.braked.discard)(name)
         lacks = any(place.kind.startswith("own quota") for place in track.memory.places.values())
         (self.lacks_quota.add if lacks else self.lacks_quota.discard)(name)
 

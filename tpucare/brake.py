@@ -9,11 +9,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 from tpucare.actions import Delete, Effect, Reason, Settle, Stop
 from tpucare.memory import Memory
 
 WINDOW_SECONDS = 600.0
+# Of observed time without that verdict. Longer than a second look at the node takes, shorter than what a new verdict
+# takes to come about.
+HOLD_LAPSES = timedelta(minutes=1)
 
 
 @dataclass(slots=True)

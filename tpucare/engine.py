@@ -18,7 +18,7 @@ from tpucare import effects
 from tpucare import remember as memories
 from tpucare.actions import Create, Delete, Effect, Launch, Look, Poll, Reason, Settle, Stop, Vouch, Wait
 from tpucare.board import Board, Settings
-from tpucare.brake import Brake, is_judged
+from tpucare.brake import HOLD_LAPSES, Brake, is_judged
 from tpucare.effects import ChangedMeanwhile, Ports, lane_of, prepare
 from tpucare.errors import ConfigError, NodeGone, StoreError, TpuCareError
 from tpucare.evidence import Evidence, Moment
@@ -171,7 +171,9 @@ class Engine:
         self.board.commit()
 
     def lift_brake(self, slot: str) -> None:
-        self.slots[slot].brake_lifted = True
+        """Let the verdict pass that is held now. Where none is, a person has said nothing of one that comes later."""
+        track = self.slots[slot]
+        track.brake_lifted = track.brake_lifted or track.braked
         self.board.dirty[slot] = None
 
     def collect(self, name: str) -> None:
@@ -348,6 +350,9 @@ class Engine:
 
     def _rest(self, track: SlotTrack, action: Wait, moment: Moment, now: float) -> None:
         track.wants_create_since = None
+        # A verdict may be away for a moment, while its node is looked at once more.
+        if moment.observed - track.held_at > HOLD_LAPSES:
+            track.release()
         view = self.board.project(track.slot.project)
         if action.observed is not None:
             view.wake(action.observed, track.slot.name)
@@ -387,7 +392,7 @@ class Engine:
         if not judged:
             return
         now = self.clock.monotonic()
-        lifted = {name for name in judged if self.slots[name].brake_lifted}
+        lifted = {name for name, action in judged.items() if self.slots[name].may_pass(action.key.name)}
         live = sum(len(track.nodes) for track in self.slots.values())
         count = self.brake.counted(judged.keys() - lifted, now)
         for name, action in judged.items():
@@ -396,7 +401,7 @@ class Engine:
                 self._hold(track, action, count, live)
                 continue
             self.brake.passed(name, now)
-            track.braked = track.brake_lifted = False
+            track.release()
             silent = isinstance(action, Delete) and name in self.hearing.silent
             if silent and not self.hearing.elsewhere_answers(track):
                 self.hearing.canary = name
@@ -407,9 +412,8 @@ class Engine:
 
     def _hold(self, track: SlotTrack, action: Delete | Stop, count: int, live: int) -> None:
         why = f"held by the brake: {count} of {live} nodes judged within 10 minutes ({action.why}); `tpucare confirm`"
-        if not track.braked:
+        if track.hold(action.key.name, self.board.project(track.slot.project).observed):
             self.board.event(track, "brake", why, node=action.key.name, level="error")
-        track.braked = True
         self.board.rest(track)
         track.action = Wait(why, needs_person=True)
 

@@ -245,6 +245,8 @@ class SlotTrack:
     wants_create_since: float | None = None
     braked: bool = False
     brake_lifted: bool = False
+    held_node: str = ""
+    held_at: timedelta = timedelta()
     said: str = ""
 
     def evidence(
@@ -288,6 +290,21 @@ class SlotTrack:
         known = {"", *names, *self.nodes, *(past.name for past in self.memory.nodes)}
         for kind in [kind for kind in self.looked if kind.partition(":")[2] not in known]:
             del self.looked[kind]
+
+    def hold(self, node: str, observed: timedelta) -> bool:
+        """The brake holds the verdict on *node*; true when that is news."""
+        news = not self.braked or self.held_node != node
+        self.braked, self.brake_lifted = True, False
+        self.held_node, self.held_at = node, observed
+        return news
+
+    def may_pass(self, node: str) -> bool:
+        """A person let the verdict on *node* pass that is, or was a moment ago, held."""
+        return self.brake_lifted and self.held_node == node
+
+    def release(self) -> None:
+        """Nothing is held any more: the next verdict is counted like any, and told when it is held."""
+        self.braked = self.brake_lifted = False
 
     def forget_node(self, name: str) -> None:
         self.nodes.pop(name, None)
