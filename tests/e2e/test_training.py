@@ -57,6 +57,7 @@ def _check(folder: Path, report: dict[str, object], preemptions: int, steps: int
     assert check(folder / "audit.jsonl", expected) == []
 
 
+@pytest.mark.slow
 def test_one_host_through_two_preemptions(tmp_path: Path) -> None:
     report = _demo(tmp_path / "kept", "--preemptions", "2", "--hosts", "1", "--steps", "60")
     _check(tmp_path / "kept", report, preemptions=2, steps=60)
