@@ -244,6 +244,12 @@ CREATES = [
         "Settle create kept",
     ),
     case(
+        "superseded, serves after all, and another trains that still shows CREATING",
+        evidence(seen(node("READY")), seen(node("CREATING", 1), running(token(1)))),
+        memory(past(), launched(1), run=run(1), creates=(intent(superseded=True, accepted=True),)),
+        "Delete surplus",
+    ),
+    case(
         "superseded, and comes after another",
         evidence(seen(node("READY")), seen(node("READY", 1))),
         memory(past(), past(1), creates=(intent(superseded=True, accepted=True),)),

@@ -7,12 +7,13 @@ from datetime import timedelta
 
 import pytest
 
-from tests.evidence_kit import FRESH, NOW, TRAINS, launched, memory, name_of, past, run, token
-from tests.remember_kit import asked, came, launch, stop
-from tpucare.actions import Reason
+from tests.evidence_kit import FRESH, NOW, TRAINS, intent, launched, memory, name_of, past, run, token
+from tests.remember_kit import PLACE, asked, came, launch, poll, stop
+from tpucare.actions import Fact, Reason, Settle
 from tpucare.errors import AuthRefused, CommandFailed, ConfigError, WorkerSilent
-from tpucare.memory import BookName, End
-from tpucare.model import LaunchResult, StopResult
+from tpucare.memory import BookName, End, PlaceMemory
+from tpucare.model import LaunchResult, Operation, StopResult
+from tpucare.remember import recover
 
 
 def test_a_launch_is_on_record_before_it_begins_and_counts_nodes_not_runs() -> None:
@@ -26,6 +27,22 @@ def test_a_launch_is_on_record_before_it_begins_and_counts_nodes_not_runs() -> N
     again = asked(first, launch(0, 2))
     assert again.attempts == 5
     assert asked(memory(), launch()).run is not None
+
+
+def test_a_launch_settles_the_create_of_its_node_however_long_the_operation_goes_on() -> None:
+    """Else a node that trains while it shows CREATING is given up with its create: no stop, no grace, no look."""
+    open_intent, other = intent(0, accepted=True, operation="op"), intent(1, accepted=True, operation="op")
+    made = memory(past(), creates=(open_intent, other)).with_place(PLACE, PlaceMemory(3, kind="no capacity"))
+    for known in (
+        asked(made, launch()),
+        asked(made, Settle(Fact.RUN_ADOPTED, "why", name_of(0), token(), 1)),
+        recover(asked(made, launch()).with_create(open_intent)),
+        recover(asked(made, launch()).with_create(replace(open_intent, superseded=True))),
+    ):
+        assert [one.name for one in known.creates] == [other.name]
+        assert (known.place(PLACE).failures, known.place(PLACE).last_success is None) == (0, False)
+        assert known.node(name_of(0)) == replace(past(), launched=True, attempt=2)
+        assert came(known, poll(0), Operation("op", done=True)) == known
 
 
 @pytest.mark.parametrize(

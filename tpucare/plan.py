@@ -114,14 +114,20 @@ def _is_welcome(seen: NodeEvidence, evidence: Evidence, memory: Memory) -> bool:
         return False
     if memory.wish is not Wish.UP or memory.end is not End.NONE:
         return False
-    others = [other.node.state for other in live_nodes(evidence, memory)]
+    others = live_nodes(evidence, memory)
     match seen.node.state:
         case NodeState.READY:
-            return all(state is NodeState.CREATING for state in others)
+            return all(_is_being_made(other, memory) for other in others)
         case NodeState.CREATING:
             return not others
         case _:
             return False
+
+
+def _is_being_made(seen: NodeEvidence, memory: Memory) -> bool:
+    # A node may train long before it stops to show CREATING.
+    past = memory.node(seen.node.name)
+    return seen.node.state is NodeState.CREATING and not (past is not None and past.launched)
 
 
 def _delete_chore(seen: NodeEvidence, evidence: Evidence, memory: Memory, timers: Timers) -> Action | None:

@@ -15,7 +15,7 @@ from datetime import datetime
 from tpucare.actions import Action, Create, Delete, Fact, Launch, Look, Notice, Poll, PushKey, Reason, Settle, Stop
 from tpucare.errors import NodeGone
 from tpucare.memory import BookName, Memory, RunMemory
-from tpucare.remember_creates import after_create, after_look, after_poll, intend_create, keep, supersede
+from tpucare.remember_creates import after_create, after_look, after_poll, intend_create, keep, served, supersede
 from tpucare.remember_deletes import after_delete, intend_delete, undelete
 from tpucare.remember_runs import after_launch, after_stop, attempted, far, intend_launch, intend_stop, row_over
 from tpucare.remember_seen import gone
@@ -115,6 +115,9 @@ def recover(memory: Memory) -> Memory:
         if not intent.accepted:
             memory = memory.with_create(replace(intent, lost=True, retry_at=None))
     for past in memory.nodes:
+        if past.launched:
+            # Stores of before kept the create open until its operation was over.
+            memory = served(memory, past)
         judged = past.delete_reason == Reason.JUDGED and not past.delete_accepted
         if past.delete_asked_at is not None and judged and not succeeded:
             memory = memory.with_node(undelete(past))

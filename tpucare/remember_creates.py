@@ -23,7 +23,7 @@ from tpucare.errors import (
     QuotaExceeded,
     Transient,
 )
-from tpucare.memory import CreateIntent, End, Memory, PlaceMemory, Wish
+from tpucare.memory import CreateIntent, End, Memory, NodeMemory, PlaceMemory, Wish
 from tpucare.model import Node, Operation
 
 BUDGET_WINDOW = timedelta(minutes=1)
@@ -70,6 +70,20 @@ def keep(memory: Memory, name: str) -> Memory:
     """The create that was given up holds the slot; those that were sent after it are given up instead."""
     creates = tuple(replace(intent, superseded=intent.name != name) for intent in memory.creates)
     return replace(memory, creates=creates)
+
+
+def served(memory: Memory, past: NodeMemory) -> Memory:
+    """
+    The workers of *past* serve: its create is settled, whatever its operation still says, and the node is like any.
+
+    A node may show CREATING, and its operation go on, for hours after that (cloud-tpu API: readiness is the workers').
+    """
+    intent = memory.create(past.name)
+    if intent is None:
+        return memory
+    if intent.place:
+        memory = memory.with_place(intent.place, placement.succeeded(memory.place(intent.place), past.create_time))
+    return memory.without_create(past.name)
 
 
 def after_create(

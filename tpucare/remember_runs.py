@@ -15,18 +15,13 @@ from tpucare.backoff import BOOK_BACKOFF
 from tpucare.errors import CommandFailed, ConfigError
 from tpucare.memory import Book, BookName, End, Memory, RunMemory
 from tpucare.model import LaunchResult, StopResult
+from tpucare.remember_creates import served
 
 
 def intend_launch(memory: Memory, action: Launch, now: datetime) -> Memory:
-    past = memory.node(action.key.name)
-    attempts = memory.attempts
-    if past is not None and not past.attempt:
-        attempts += 1
-        memory = memory.with_node(replace(past, attempt=attempts, launched=True))
-    elif past is not None:
-        memory = memory.with_node(replace(past, launched=True))
+    memory = attempted(memory, action.key.name)
     run = RunMemory(action.token, action.key.name, action.number, launched_at=now)
-    return replace(memory, run=run, attempts=attempts, restart_asked=False, fence_confirmed=False)
+    return replace(memory, run=run, restart_asked=False, fence_confirmed=False)
 
 
 def intend_stop(memory: Memory, action: Stop, now: datetime, rng: random.Random) -> Memory:
@@ -83,11 +78,13 @@ def _count_on_node(memory: Memory, action: Stop) -> Memory:
 
 
 def attempted(memory: Memory, name: str) -> Memory:
+    """A run is about to be there, or was found there: from now on the node is fenced, and its create is settled."""
     past = memory.node(name)
-    if past is None or past.attempt:
+    if past is None:
         return memory
-    attempts = memory.attempts + 1
-    return replace(memory.with_node(replace(past, attempt=attempts, launched=True)), attempts=attempts)
+    attempts = memory.attempts if past.attempt else memory.attempts + 1
+    past = replace(past, attempt=past.attempt or attempts, launched=True)
+    return served(replace(memory.with_node(past), attempts=attempts), past)
 
 
 def after_launch(
