@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,89 @@ def test_a_file_in_the_folder_is_a_fleet(office: Office) -> None:
     assert office.slots == ["pod-0", "pod-1"]
     assert office.roster.records["pod"].wish is Wish.UP
     assert told(office, "fleet") == [f"{office.folder}/pod.yaml: pod accepted, 2 slots"]
+
+
+# --- the project of a fleet ---
+
+
+def test_a_changed_default_project_moves_no_fleet(office: Office, monkeypatch: pytest.MonkeyPatch) -> None:
+    office.write(fleet_text())
+    office.look()
+    office.run()
+    monkeypatch.setattr("tests.office.PROJECT", "other-project")
+    office.again()
+    office.look()
+    office.write(fleet_text(count=2))
+    office.look()
+    office.run()
+    assert [(node.path.project, node.path.node_id) for node in office.daemon.zone.nodes()] == [
+        ("my-project", "pod-0-a0"),
+        ("my-project", "pod-1-a0"),
+    ]
+    assert office.daemon.all_train()
+    office.daemon.check()
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_an_edited_project_is_refused_while_nodes_are_left_in_the_one_before(office: Office, restarted: bool) -> None:
+    office.write(fleet_text())
+    office.look()
+    office.run()
+    moved = fleet_text() + "project: other-project\n"
+    office.write(moved)
+    if restarted:
+        office.again()
+    office.look()
+    office.run()
+    (line,) = told(office, "fleet-refused")
+    assert "`tpucare down pod` first" in line
+    with pytest.raises(ConfigError, match="cannot move to other-project"):
+        office.apply(moved, office.folder)
+    assert office.nodes == ["pod-0-a0"]
+    assert office.daemon.all_train()
+    office.daemon.check()
+    office.ask("down", target="pod")
+    office.run(10)
+    office.apply(moved, office.folder)
+    office.run()
+    assert [node.path.project for node in office.daemon.zone.nodes()] == ["other-project"]
+    assert office.daemon.all_train()
+
+
+def test_a_fleet_without_a_node_moves_when_its_file_says_so(office: Office) -> None:
+    office.daemon.zone.world.set_capacity("us-central1-a", "v2-8", "spot", 0, office.daemon.clock.true_now())
+    office.write(fleet_text())
+    office.look()
+    office.run(60)
+    assert office.daemon.memory("pod-0").next_number > 0
+    if office.daemon.memory("pod-0").creates:
+        office.daemon.run_until(lambda: not office.daemon.memory("pod-0").creates)
+    office.write(fleet_text() + "project: other-project\n")
+    office.look()
+    assert told(office, "fleet-refused") == []
+    office.daemon.zone.world.set_capacity("us-central1-a", "v2-8", "spot", None, office.daemon.clock.true_now())
+    office.run(90)
+    assert [node.path.project for node in office.daemon.zone.nodes()] == ["other-project"]
+    assert office.daemon.all_train()
+
+
+def test_a_record_of_an_older_version_gets_its_project_when_its_nodes_are_seen_there(
+    office: Office, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    office.write(fleet_text())
+    office.look()
+    office.run()
+    assert office.daemon.store is not None
+    office.daemon.store.save_fleet(replace(office.roster.records["pod"], project=""))
+    office.again()
+    assert office.roster.records["pod"].project == ""
+    office.run(1)
+    assert office.daemon.store.fleets()["pod"].project == "my-project"
+    monkeypatch.setattr("tests.office.PROJECT", "other-project")
+    office.again()
+    office.run(5)
+    assert office.nodes == ["pod-0-a0"]
+    assert office.daemon.all_train()
 
 
 @pytest.mark.parametrize("harm", ["removed", "emptied", "cut off", "folder gone", "unreadable", "not utf-8"])

@@ -133,6 +133,11 @@ class Engine:
 
     def _track(self, slot: Slot) -> SlotTrack:
         track = self.slots.get(slot.name)
+        if track is not None and track.slot.project != slot.project:
+            # The doors see to it that nothing of the slot is left there. Marks of one project's observed clock say
+            # nothing on that of another.
+            self._leave_project(track)
+            track = None
         if track is None:
             fresh = Memory(fleet=slot.fleet, wish=self._wishes.get(slot.fleet, Wish.UP))
             memory = self._remembered.pop(slot.name, None) or fresh
@@ -142,6 +147,20 @@ class Engine:
         track.slot = slot
         self.board.dirty[slot.name] = None
         return track
+
+    def _leave_project(self, track: SlotTrack) -> None:
+        name = track.slot.name
+        del self.slots[name]
+        self.board.project(track.slot.project).slots.discard(name)
+        self.board.drop(name)
+        self._remembered[name] = track.memory
+
+    def has_left(self, fleet: str) -> bool:
+        """Whether something of *fleet* is there, or may be: a node, or a create that was asked for."""
+        tracks = [track for track in self.slots.values() if track.slot.fleet == fleet]
+        memories = [track.memory for track in tracks]
+        memories += [memory for memory in self._remembered.values() if memory.fleet == fleet]
+        return any(track.nodes for track in tracks) or any(memory.nodes or memory.creates for memory in memories)
 
     def _adopt_slot(self, node: Node) -> SlotTrack | None:
         surplus = self._surplus.get(node.fleet)

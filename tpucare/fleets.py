@@ -59,6 +59,7 @@ class Roster:
         self._find_project = find_project
         self._keeps = keeps
         self._neighbours = neighbours
+        self._unpinned: set[str] = set()
 
     @classmethod
     def of(cls, caretaker: Caretaker, *, keeps: bool = True) -> Roster:
@@ -77,7 +78,7 @@ class Roster:
 
     def load(self) -> None:
         """Declare every fleet as last accepted; one that was taken down too, so that its end is carried out."""
-        for record in self.records.values():
+        for record in list(self.records.values()):
             try:
                 fleet = self._read(record)
             except ConfigError as error:
@@ -87,6 +88,8 @@ class Roster:
                 )
                 continue
             self._declare(fleet, record.wish)
+            if not self.records[record.name].project:
+                self._unpinned.add(record.name)
             if record.wish is Wish.DOWN and self._keeps:
                 self.take_down(record.name)
 
@@ -99,20 +102,63 @@ class Roster:
 
         file = f"{record.name}.yaml (as accepted)"
         if fleet_python.is_python(record.text):
-            return self.with_project(fleet_python.parse(record.text, file=f"{record.name} (as started)"))
-        return self.with_project(fleets.parse(record.text, file=file, folder=Path(record.folder), read_file=read))
+            fleet: Fleet = fleet_python.parse(record.text, file=f"{record.name} (as started)")
+        else:
+            fleet = fleets.parse(record.text, file=file, folder=Path(record.folder), read_file=read)
+        if fleet.project and not record.project:
+            self._pin(record.name, fleet.project)
+        return replace(fleet, project=fleet.project or record.project or self._find_project())
 
     def with_project(self, fleet: Fleet) -> Fleet:
-        """Raises: ConfigError: the fleet names no project, and nothing else does."""
-        return fleet if fleet.project else replace(fleet, project=self._find_project())
+        """
+        A new text that names no project stays in the one it was accepted for, whatever the default is by now, until it
+        was taken down and nothing of it is left.
+
+        Raises: ConfigError: the fleet names no project, and nothing else does.
+        """
+        record = self.records.get(fleet.name)
+        is_over = record is None or (record.wish is Wish.DOWN and not self._engine.has_left(fleet.name))
+        before = self.fleets.get(fleet.name)
+        kept = before.project if before is not None and not is_over else None
+        return replace(fleet, project=fleet.project or kept or self._find_project())
+
+    def _pin_seen(self) -> None:
+        """
+        A record of an older version names no project; what that is resolved to is right once its nodes are seen there.
+
+        Before, a command in a shell of another default project could write down the wrong one for good.
+        """
+        for name in [name for name in self._unpinned if any(self._engine.slots[s].nodes for s in self.slots_of(name))]:
+            self._unpinned.discard(name)
+            self._pin(name, self.fleets[name].project or "")
+
+    def _pin(self, fleet: str, project: str) -> None:
+        record = self.records[fleet] = replace(self.records[fleet], project=project)
+        if self._keeps:
+            self._store.save_fleet(record)
 
     # --- a new text --------------------------------------------------------------------------------------------------
 
     def refuse_taken(self, fleet: Fleet) -> None:
-        """Raises: ConfigError: another store of the state folder cares for a slot of that name."""
+        """Raises: ConfigError: another store of the state folder cares for a slot of that name; see `_refuse_moved`."""
+        self._refuse_moved(fleet)
         if self._neighbours is not None and fleet.project:
             names = [fleet.slot_name(index) for index in range(fleet.count)]
             self._neighbours.refuse_shared(fleet.name, names, fleet.project)
+
+    def _refuse_moved(self, fleet: Fleet) -> None:
+        """
+        Rule 1: an older node is proven dead in its own project only; NOT_FOUND in another says nothing of it.
+
+        Raises: ConfigError: the project was changed while something of the fleet is, or may be, in the one before.
+        """
+        record = self.records.get(fleet.name)
+        before = record.project if record is not None else ""
+        if before and fleet.project != before and self._engine.has_left(fleet.name):
+            raise ConfigError(
+                f"{fleet.file or fleet.name}: project: {fleet.name} has nodes or open creates in {before} and cannot "
+                f"move to {fleet.project}: name {before}, or `tpucare down {fleet.name}` first"
+            )
 
     def is_news(self, fleet: Fleet, text: str, folder: Path) -> bool:
         """Whether accepting that would change anything."""
@@ -123,15 +169,17 @@ class Roster:
         return now != (record.text, record.folder, before.contents, before.project)
 
     def accept(self, fleet: Fleet, text: str, folder: Path, wish: Wish) -> None:
-        """From now on *fleet* is this, durably; no node is touched for it."""
+        """From now on *fleet* is this, durably; no node is touched for it. Raises: ConfigError: see `_refuse_moved`."""
+        self._refuse_moved(fleet)
         contents = {str(folder / path): content for path, content in fleet.contents.items()}
-        record = FleetRecord(fleet.name, text, str(folder), self._clock.now(), wish)
+        record = FleetRecord(fleet.name, text, str(folder), self._clock.now(), wish, fleet.project or "")
         if self._keeps:
             if contents != self._contents_of(fleet.name):
                 self._keep(fleet.name, contents)
             self._store.save_fleet(record)
         self.records[fleet.name] = record
         self.unread.pop(fleet.name, None)
+        self._unpinned.discard(fleet.name)
         self._declare(fleet, wish)
 
     def _declare(self, fleet: Fleet, wish: Wish) -> None:
@@ -186,7 +234,9 @@ class Roster:
         return raised
 
     def bury(self) -> list[str]:
-        """Let go of slots that were taken down, of which nothing is left, and that nobody declares."""
+        """Let go of slots that were taken down, of which nothing is left, and that nobody declares. In every turn."""
+        if self._unpinned:
+            self._pin_seen()
         gone = [name for name in self._going_down() if self._engine.is_over(name) and not self._is_declared(name)]
         for name in gone:
             self._engine.end(name)

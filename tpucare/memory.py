@@ -222,10 +222,15 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class FleetRecord:
-    """A fleet as last accepted: the text that was read, where it lay, and what a person wants of it."""
+    """
+    A fleet as last accepted: the text that was read, where it lay, and what a person wants of it.
+
+    `project`: where its nodes are, as it was resolved then; empty in stores of versions that did not keep it.
+    """
 
     name: str
     text: str
     folder: str
     accepted_at: datetime
     wish: Wish = Wish.UP
+    project: str = ""
