@@ -204,6 +204,18 @@ CREATES = [
         "Look",
     ),
     case(
+        "operation not ours to read: its node may not be visible yet",
+        evidence(),
+        memory(creates=(intent(accepted=True, unread=True, asked_at=before(89)),)),
+        "Wait",
+    ),
+    case(
+        "operation not ours to read: GetNode tells",
+        evidence(),
+        memory(creates=(intent(accepted=True, unread=True, asked_at=before(91)),)),
+        "Look",
+    ),
+    case(
         "unanswered at boot_timeout",
         evidence(creates_since={name_of(0): ago(minutes=31)}, looked={f"poll:{name_of(0)}": ago(1)}),
         memory(creates=(intent(accepted=True, operation="op"),)),

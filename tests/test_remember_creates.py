@@ -155,6 +155,24 @@ def test_an_operation_that_goes_on_or_could_not_be_read_changes_nothing() -> Non
     assert came(ACCEPTED, poll(), None, AnswerLost("x")) == ACCEPTED
 
 
+def test_an_operation_that_may_not_be_read_leaves_the_word_to_getnode() -> None:
+    """A role without `tpu.operations.get`: the create is not forgotten, and its place waits if nothing comes of it."""
+    unread = came(ACCEPTED, poll(), error=NeedsPerson("denied"))
+    told = unread.create(name_of(10))
+    assert told is not None
+    assert (told.operation, told.accepted, told.unread, told.failed) == ("", True, True, False)
+    assert absorb(unread, node("CREATING", 10)).create(name_of(10)) == told
+    assert absorb(unread, node("READY", 10)).creates == ()
+    over = came(unread, look(10), error=NodeGone("x"))
+    assert (over.creates, over.place(PLACE).kind) == ((), "no capacity")
+    assert "may not be read: denied" in over.place(PLACE).reason
+    vanished_again = came(absorb(unread, node("CREATING", 10)), look(10), error=NodeGone("x"))
+    assert (vanished_again.creates, vanished_again.nodes) == ((), ())
+    assert vanished_again.place(PLACE).failures == 1
+    given_up = unread.with_create(replace(told, superseded=True))
+    assert came(given_up, look(10), error=NodeGone("x")).places == {}, "its place was told when it was given up"
+
+
 @pytest.mark.parametrize(
     ("error", "kind"),
     [

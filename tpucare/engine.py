@@ -40,6 +40,8 @@ __all__ = ["Engine", "Settings"]
 
 # One slot cannot ask for more steps in one pass than this: a rule that never comes to rest is an error of that slot.
 STEPS_PER_SLOT = 40
+# And this much more for each create and node that it has to look after.
+STEPS_PER_THING = 2
 
 
 class Engine:
@@ -327,7 +329,8 @@ class Engine:
             return
         track.aside_until = None
         view = self.board.project(track.slot.project)
-        for _ in range(STEPS_PER_SLOT):
+        steps = STEPS_PER_SLOT + STEPS_PER_THING * (len(track.memory.creates) + len(track.memory.nodes))
+        for _ in range(steps):
             track.mark_creates(view.mark)
             moment = self.moment(view)
             action = decide(track.slot, self._evidence(view, track), track.memory, moment)
@@ -345,7 +348,7 @@ class Engine:
                 judged[track.slot.name] = action
                 return
             self._begin(track, action)
-        raise TpuCareError(f"no rest after {STEPS_PER_SLOT} steps, the last was {track.action}")
+        raise TpuCareError(f"no rest after {steps} steps, the last was {track.action}")
 
     def _acts_for(self, slot: Slot) -> bool:
         chosen = self.settings.acts_for

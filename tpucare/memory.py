@@ -72,7 +72,8 @@ class CreateIntent:
 
     `accepted`: the call was answered; `operation` may then be polled. Open until the node's id was seen, the operation
     ended, or (operation unknown) GetNode is NOT_FOUND 60 s after the call's deadline. `superseded`: its name stays
-    watched, and is deleted if it appears. `held_*`: dead nodes of ours held that quota when it was asked for.
+    watched, and is deleted if it appears. `unread`: we may not read the operation, so that only GetNode tells of it.
+    `held_*`: dead nodes of ours held that quota when it was asked for.
     """
 
     name: str
@@ -91,6 +92,7 @@ class CreateIntent:
     retry_at: datetime | None = None
     held_in_zone: bool = False
     held_in_region: bool = False
+    unread: bool = False
 
 
 @dataclass(frozen=True, slots=True)

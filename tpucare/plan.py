@@ -172,9 +172,12 @@ def _create_chore(
     if intent.failed or evidence.node(intent.name) is not None:
         return None
     key = NodeKey(slot.project, intent.zone, intent.name)
+    may_arrive_until = intent.asked_at + CREATE_MAY_ARRIVE
+    if intent.unread and not timers.passed(may_arrive_until, CREATE_MAY_ARRIVE):
+        # It goes on unseen: that its node is not there yet proves nothing.
+        return None
     if intent.accepted:
         return _look(key, evidence, timers, "accepted, its operation is over or unknown")
-    may_arrive_until = intent.asked_at + CREATE_MAY_ARRIVE
     if intent.lost and (intent.refused or intent.superseded) and timers.passed(may_arrive_until, CREATE_MAY_ARRIVE):
         return _look(key, evidence, timers, "its answer was lost; it could have arrived until now")
     return None

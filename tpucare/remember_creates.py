@@ -18,6 +18,8 @@ from tpucare.errors import (
     AlreadyExists,
     CloudError,
     LostRace,
+    NeedsPerson,
+    NoCapacity,
     NodeGone,
     PreemptedMeanwhile,
     QuotaExceeded,
@@ -123,13 +125,22 @@ def after_look(
     memory: Memory, action: Look, result: object, error: Exception | None, now: datetime, rng: random.Random
 ) -> Memory:
     if isinstance(error, NodeGone):
-        return remember_seen.gone(memory, action.key.name, now, rng)
+        return remember_seen.gone(_came_to_nothing(memory, action.key.name, now, rng), action.key.name, now, rng)
     if isinstance(result, Node) and memory.create(action.key.name) is not None:
         intent = memory.create(action.key.name)
         assert intent is not None
         if intent.lost:
             memory = memory.with_create(replace(intent, lost=False, accepted=True))
     return memory
+
+
+def _came_to_nothing(memory: Memory, name: str, now: datetime, rng: random.Random) -> Memory:
+    """Without its operation nobody says why: what was accepted and is not there found no capacity."""
+    intent = memory.create(name)
+    if intent is None or not intent.unread or intent.superseded:
+        return memory
+    failure = NoCapacity(f"{name} is not there, and its operation may not be read: {intent.refused}")
+    return memory.with_place(intent.place, _refuse(memory, intent.place, intent, failure, now, rng))
 
 
 def after_poll(
@@ -140,6 +151,9 @@ def after_poll(
         return memory
     if isinstance(error, NodeGone):
         return _operation_over(memory, intent)
+    if isinstance(error, NeedsPerson):
+        # Asked again it would be refused again. The create is accepted and stays open: GetNode tells what became of it.
+        return memory.with_create(replace(intent, operation="", unread=True, refused=str(error)))
     if not isinstance(result, Operation) or not result.done:
         return memory
     if result.error is None:

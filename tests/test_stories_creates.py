@@ -1,0 +1,35 @@
+"""Stories of creates whose operation tells nothing, under virtual time."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from tests.virtual.harness import US, Daemon
+from tpucare.emulator.config import WorldConfig
+from tpucare.emulator.inprocess import InProcessCloud
+from tpucare.errors import NeedsPerson
+from tpucare.model import Care, Operation
+
+
+def test_a_role_that_may_not_read_operations_costs_no_slot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every poll was refused: half an hour per stockout, and at forty creates the slot was set aside for good."""
+
+    def denied(*_: object) -> Operation:
+        raise NeedsPerson("Permission 'tpu.operations.get' denied")
+
+    monkeypatch.setattr(InProcessCloud, "get_operation", denied)
+    capacity = [{"type": "v3", "amount": 0}]
+    daemon = Daemon(tmp_path, config=WorldConfig.calm(zones={US: {"accelerators": ["*"], "capacity": capacity}}))
+    daemon.care_for("pod", care=Care(boot_timeout=timedelta(minutes=5)))
+    daemon.run(hours=4)
+    assert 60 < len(daemon.zone.created()) < 200, "as often as when the operation tells of the stockout"
+    assert len(daemon.memory("pod-0").creates) <= 1
+    assert not daemon.told("error")
+    assert "tpu.operations.get" in daemon.told("poll-failed")[0]
+    daemon.zone.world.set_capacity(US, "v3", "spot", 4, daemon.clock.true_now())
+    daemon.run(hours=1)
+    assert daemon.trains("pod-0")
+    daemon.check()
