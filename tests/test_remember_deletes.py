@@ -42,6 +42,14 @@ def test_a_confirmation_says_nothing_of_a_node_that_is_deleted_after_it() -> Non
     assert known.fence_confirmed, "this one was given while the node was being deleted already"
 
 
+def test_replace_is_done_by_a_first_delete_of_the_slots_own_node() -> None:
+    asks = replace(TRAINS, replace_asked=True)
+    assert not asked(asks, delete(reason=Reason.ASKED)).replace_asked
+    again = replace(asked(TRAINS, delete()), replace_asked=True)
+    assert asked(again, delete()).replace_asked, "an elder's delete that is repeated"
+    assert asked(asks.with_node(past(1)), delete(1, Reason.SURPLUS)).replace_asked, "another node than the slot's"
+
+
 def test_a_delete_of_a_node_that_memory_does_not_know() -> None:
     known = asked(memory(creates=(intent(0),)), delete())
     told = known.node(name_of(0))

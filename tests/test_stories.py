@@ -368,6 +368,22 @@ def test_down_while_a_create_is_under_way_leaves_nothing(daemon: Daemon) -> None
     assert daemon.engine.is_over("pod-0")
 
 
+def test_replace_is_not_lost_to_the_repeated_delete_of_an_older_node(daemon: Daemon) -> None:
+    daemon.care_for("pod")
+    daemon.run(minutes=15)
+    daemon.zone.world.stick_deleting("pod-0-a0", daemon.clock.true_now(), repeats=8)
+    daemon.zone.world.preempt("pod-0", daemon.clock.true_now())
+    daemon.run(minutes=20)
+    daemon.zone.world.outage("api", timedelta(minutes=20), daemon.clock.true_now())
+    daemon.run(minutes=2)
+    daemon.care_for("pod", 1, place(kind="v3-64", workers=8))
+    daemon.engine.change("pod-0", wishes.replace_node, "replace", "pod-0: replace")
+    daemon.run(hours=2)
+    assert daemon.node_of("pod-0").accelerator_type == "v3-64"
+    assert daemon.trains("pod-0")
+    daemon.check("pod-0-a1")
+
+
 def test_pause_touches_nothing_and_survives_a_restart(daemon: Daemon) -> None:
     daemon.care_for("pod")
     daemon.run(minutes=15)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 
 from tpucare import placement
-from tpucare.actions import Delete
+from tpucare.actions import Delete, Reason
 from tpucare.backoff import DELETE_AGAIN, DELETE_AGAIN_CAP
 from tpucare.errors import LostRace, NodeGone, RateLimited
 from tpucare.memory import Memory, NodeMemory
@@ -37,8 +37,15 @@ def intend_delete(memory: Memory, action: Delete, now: datetime) -> Memory:
     if tries == 1 and action.unanswered and past.place:
         memory = _count_unanswered(memory, past.place, action.why, now)
     memory = memory.with_node(past).without_create(action.key.name)
+    # What a person asked of the slot's node is still to be done when another one goes, and is not done by saying again
+    # what was asked before.
+    replaced = first and action.reason is not Reason.SURPLUS
     # What a person said of older nodes was said before this one became one.
-    return replace(memory, replace_asked=False, fence_confirmed=memory.fence_confirmed and not first)
+    return replace(
+        memory,
+        replace_asked=memory.replace_asked and not replaced,
+        fence_confirmed=memory.fence_confirmed and not first,
+    )
 
 
 def _count_unanswered(memory: Memory, key: str, why: str, now: datetime) -> Memory:
