@@ -846,6 +846,18 @@ RUNS = [
         "Stop setup",
     ),
     case(
+        "no first step of a job that was edited, and may tell of none",
+        evidence(seen(node(), running(), phase_since=ago(hours=2), progress=NO_PROGRESS)),
+        replace(TRAINS, run=run(progressed=False, job="new"), step=100, step_job="old"),
+        "Wait",
+    ),
+    case(
+        "no first step of a job that told of steps before",
+        evidence(seen(node(), running(), phase_since=ago(hours=2), progress=NO_PROGRESS)),
+        replace(TRAINS, run=run(progressed=False, job="old"), step=100, step_job="old"),
+        "Stop stall",
+    ),
+    case(
         "no first step",
         evidence(seen(node(), running(), phase_since=ago(hours=1), progress=NO_PROGRESS)),
         replace(TRAINS, step=5),

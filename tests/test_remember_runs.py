@@ -131,3 +131,14 @@ def test_a_stop_on_one_node_says_nothing_of_the_run_adopted_on_another() -> None
     known = memory(launched(0), launched(1), run=run(1))
     assert came(known, stop(0), StopResult((True, True))) == known
     assert came(memory(), stop(0), StopResult((True, True))) == memory()
+
+
+def test_which_job_tells_of_steps_is_known_and_an_edited_one_begins_anew() -> None:
+    edited = replace(launch(0, 2), job="new")
+    known = asked(asked(replace(FRESH, step=None), replace(launch(), job="old")), stop(step=100))
+    assert (known.step, known.step_job) == (100, "old")
+    known = asked(known, edited)
+    assert known.run is not None
+    assert (known.run.job, known.step_job) == ("new", "old")
+    assert asked(known, stop(0, 2, step=100)).step_job == "old", "it told nothing further"
+    assert asked(known, Settle(Fact.RUN_PROGRESSED, "why", name_of(0))).step_job == "new"

@@ -84,13 +84,14 @@ class Delete:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Start run `token` on all workers at once."""
+    """Start run `token` on all workers at once. `job`: which job that is, as `plan_words.job_mark` tells jobs apart."""
 
     key: NodeKey
     id: int
     token: str
     number: int
     why: str
+    job: str = ""
 
     @property
     def kind(self) -> str:

@@ -140,7 +140,7 @@ class RunMemory:
 
     `stop_why` is set from the intent to end it until it is known to be quiet. `stops`: how often that was tried;
     `stuck`: every worker heard it, and something does not let go. `gap_seconds`: between its first signs of progress.
-    `over`: a foreign run that ended, and is left at that.
+    `over`: a foreign run that ended, and is left at that. `job`: which job it was launched with; empty: not known.
     """
 
     token: str
@@ -156,11 +156,12 @@ class RunMemory:
     stuck: bool = False
     gap_seconds: float = 0.0
     over: bool = False
+    job: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Everything remembered of one slot."""
+    """Everything remembered of one slot. `step_job`: the job whose run told of a step last, as in `RunMemory.job`."""
 
     fleet: str
     wish: Wish = Wish.UP
@@ -180,6 +181,7 @@ class Memory:
     step: int | None = None
     checkpoint: int | None = None
     recent_creates: tuple[datetime, ...] = ()
+    step_job: str = ""
 
     def book(self, name: BookName) -> Book:
         return self.books.get(name.value, Book())

@@ -56,8 +56,8 @@ def _overdue_phase(slot: Slot, seen: NodeEvidence, memory: Memory, timers: Timer
         if timers.lasted(seen.phase_since, slot.care.setup_timeout):
             return booked(seen, memory, "setup does not end", BookName.SETUP, slot.care.setup_budget)
         return None
-    # Only a job that is known to tell of its progress can be late with its first step.
-    tells = memory.step is not None
+    # Only a job that is known to tell of its progress can be late with its first step; another one told nothing yet.
+    tells = memory.step is not None and memory.run is not None and memory.run.job == memory.step_job
     if tells and seen.progress.signals == 0 and timers.lasted(seen.phase_since, slot.care.first_step_timeout):
         return _stall(seen, memory, memory.node(seen.node.name), "no first step")
     return None

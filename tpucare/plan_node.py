@@ -19,6 +19,7 @@ from tpucare.plan_words import (
     backoff_over,
     busy,
     deletion,
+    job_mark,
     keeps_node,
     made_progress_since,
     next_number,
@@ -238,7 +239,8 @@ def _decide_launch(slot: Slot, seen: NodeEvidence, evidence: Evidence, memory: M
     if blocked := _fence(slot, seen, evidence, memory, timers):
         return blocked
     number = next_number(seen, memory)
-    return Launch(node.key, node.id, f"{node.name}.{number}", number, why="all workers answer and nothing runs")
+    why = "all workers answer and nothing runs"
+    return Launch(node.key, node.id, f"{node.name}.{number}", number, why, job_mark(slot.job))
 
 
 def _decide_not_quiet(seen: NodeEvidence, evidence: Evidence, memory: Memory) -> Action:

@@ -14,7 +14,7 @@ from tpucare.memory import BookName, Memory, NodeMemory, RunMemory
 from tpucare.model import Slot, WorkerReport
 from tpucare.plan_ended import decide_ended
 from tpucare.plan_living import decide_living
-from tpucare.plan_words import backoff_over, deletion, ending, keeps_node, quiet
+from tpucare.plan_words import backoff_over, deletion, ending, job_mark, keeps_node, quiet
 
 # Stops that some worker did not hear, before its node is given up.
 STOPS_UNHEARD = 5
@@ -87,4 +87,6 @@ def _decide_incomplete(slot: Slot, seen: NodeEvidence, memory: Memory, timers: T
         return ending(seen, memory, why, BookName.INFRASTRUCTURE)
     if wait := backoff_over(memory, timers):
         return wait
-    return Launch(seen.node.key, seen.node.id, run.token, run.number, why="no worker took the launch: once more")
+    # What is launched is the job as it is declared now.
+    job = job_mark(slot.job) if slot.job is not None else ""
+    return Launch(seen.node.key, seen.node.id, run.token, run.number, "no worker took the launch: once more", job)

@@ -6,6 +6,8 @@ Pure. Shared by `plan` and every module below it; none of these decides by itsel
 
 from __future__ import annotations
 
+import hashlib
+import json
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -13,7 +15,7 @@ from tpucare.actions import Delete, Reason, Stop, Wait
 from tpucare.backoff import book_cap
 from tpucare.evidence import Evidence, Mark, NodeEvidence, Timers
 from tpucare.memory import BookName, Memory
-from tpucare.model import Provisioning, Slot
+from tpucare.model import Job, Provisioning, Slot
 
 ON_DEMAND_SILENCE = timedelta(minutes=30)
 STALL_FACTOR = 10
@@ -110,6 +112,12 @@ def next_number(seen: NodeEvidence, memory: Memory) -> int:
     known = memory.run.number if memory.run is not None and memory.run.node == seen.node.name else 0
     told = max((worker.last_number for worker in (seen.report.workers if seen.report else ())), default=0)
     return max(known, told) + 1
+
+
+def job_mark(job: Job) -> str:
+    """Tells jobs apart by whatever may change what their runs tell of progress; runs of one job have the same."""
+    told = (job.run, job.setup, job.repository, job.branch, job.workdir, sorted(job.env.items()), job.checkpoint)
+    return hashlib.sha256(json.dumps((*told, job.progress, job.foreign)).encode()).hexdigest()[:16]
 
 
 def keeps_node(seen: NodeEvidence) -> bool:

@@ -65,7 +65,10 @@ def _settle(memory: Memory, action: Settle, now: datetime, rng: random.Random) -
             if further:
                 memory = row_over(memory, BookName.INFRASTRUCTURE)
             gap = action.gap.total_seconds() if action.gap is not None else 0.0
-            return replace(memory, run=replace(run, progressed=True, gap_seconds=gap)) if run is not None else memory
+            if run is None:
+                return memory
+            memory = replace(memory, step_job=run.job)
+            return replace(memory, run=replace(run, progressed=True, gap_seconds=gap))
         case Fact.ENDED:
             return replace(memory, end=action.end, end_why=action.why, ended_at=now)
 

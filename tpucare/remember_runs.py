@@ -20,7 +20,7 @@ from tpucare.remember_creates import served
 
 def intend_launch(memory: Memory, action: Launch, now: datetime) -> Memory:
     memory = attempted(memory, action.key.name)
-    run = RunMemory(action.token, action.key.name, action.number, launched_at=now)
+    run = RunMemory(action.token, action.key.name, action.number, launched_at=now, job=action.job)
     return replace(memory, run=run, restart_asked=False, fence_confirmed=False)
 
 
@@ -42,6 +42,8 @@ def intend_stop(memory: Memory, action: Stop, now: datetime, rng: random.Random)
 
 def far(memory: Memory, step: int | None, checkpoint: int | None) -> Memory:
     """The furthest that training ever got is kept: a crash short of it is one more of the same row."""
+    if step is not None and step != memory.step and memory.run is not None:
+        memory = replace(memory, step_job=memory.run.job)
     return replace(
         memory,
         step=step if step is not None else memory.step,
