@@ -7,7 +7,7 @@ What a whole course of events does is in the stories; what memory becomes is in 
 from __future__ import annotations
 
 from dataclasses import replace
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -1107,6 +1107,12 @@ DAY = [
         "preemptible before 23 h 45",
         evidence(seen(node(tier=Provisioning.PREEMPTIBLE, born=before(hours=23)), running())),
         memory(launched(), run=run()),
+        "Wait",
+    ),
+    case(
+        "preemptible, and born when nothing was: nobody knows its age",
+        evidence(seen(node(tier=Provisioning.PREEMPTIBLE, born=datetime(1970, 1, 1, tzinfo=UTC)), running())),
+        TRAINS,
         "Wait",
     ),
     case(

@@ -16,6 +16,7 @@ from tpucare.plan_ended import booked
 from tpucare.plan_words import STALL_FACTOR, ending, furthest_of, keeps_node, standing, usual_pause
 
 PREEMPTIBLE_LIFE = timedelta(hours=23, minutes=45)
+NO_PREEMPTIBLE_LIVES = timedelta(days=2)
 CHECKPOINT_LOOK_EVERY = timedelta(seconds=15)
 # In a row, over several nodes: then it is the job's own doing.
 STALL_BUDGET = 6
@@ -93,6 +94,9 @@ def _end_of_day(seen: NodeEvidence, past: NodeMemory, memory: Memory, timers: Ti
     if node.provisioning is not Provisioning.PREEMPTIBLE or run is None:
         return None
     if not timers.reached(node.create_time + PREEMPTIBLE_LIFE):
+        return None
+    if timers.reached(node.create_time + NO_PREEMPTIBLE_LIVES):
+        # An instant that is missing reads as 1970, and no node that is as old as that could be here.
         return None
     checkpoint = furthest_of(seen, "checkpoint", None)
     if past.noticed_at is None:
