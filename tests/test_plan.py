@@ -710,6 +710,19 @@ HEALTH = [
         "Stop then judged",
     ),
     case(
+        "REPAIRING, no step is told and the log moves",
+        evidence(
+            seen(
+                node("REPAIRING"),
+                running(),
+                state_since=ago(hours=1),
+                progress=Progress(token(), 0, None, None, ago(10)),
+            )
+        ),
+        TRAINS,
+        "Wait",
+    ),
+    case(
         "REPAIRING, and one last step was seen",
         evidence(
             seen(

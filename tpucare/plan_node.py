@@ -98,7 +98,8 @@ def _decide_usable(
 ) -> Action:
     node = seen.node
     repairing = node.state is NodeState.REPAIRING and not keeps_node(seen)
-    if repairing and timers.lasted(latest(seen.state_since, seen.progress.last), slot.care.unhealthy_after):
+    life = latest(seen.state_since, seen.progress.last, seen.progress.life)
+    if repairing and timers.lasted(life, slot.care.unhealthy_after):
         delete = deletion(seen, "REPAIRING for too long without progress", Reason.JUDGED)
         return stop_before(seen, evidence, memory, delete)
     if seen.workers is None:
