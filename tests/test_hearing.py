@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.field.kit import named, preempt
-from tests.virtual.harness import EU, PROJECT, US, Daemon, place
+from tests.virtual.harness import EU, US, Daemon, place
 from tpucare.memory import Wish
 
 
@@ -24,16 +23,7 @@ def dark(daemon: Daemon) -> None:
     daemon.zone.world.outage("zone", timedelta(hours=10), daemon.clock.true_now(), zone=US)
 
 
-def locked(daemon: Daemon) -> None:
-    """One of its addresses was given to a machine that does not let us in, which only a person can end."""
-    address = daemon.launcher.of_node(PROJECT, US, "aaa-0-a0")[2].address
-    stranger = copy.copy(daemon.launcher.of_node(PROJECT, EU, "bbb-0-a0")[1])
-    stranger.refuses, stranger.run = True, None
-    daemon.launcher._at[address] = stranger
-    daemon.launcher.key = "no key counts"
-
-
-@pytest.mark.parametrize("hinder", [paused, dark, locked])
+@pytest.mark.parametrize("hinder", [paused, dark])
 def test_a_slot_that_cannot_act_is_not_waited_for(tmp_path: Path, hinder: Callable[[Daemon], None]) -> None:
     daemon = Daemon(tmp_path)
     daemon.care_for("aaa", 1, place(US))

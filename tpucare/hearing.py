@@ -103,6 +103,4 @@ def _may_go(track: SlotTrack, seen: NodeTrack) -> bool:
     past = track.memory.node(seen.node.name)
     if past is None or past.dead or past.delete_asked_at is not None or not past.answered:
         return False
-    # A worker that listens and will not have us is a matter of keys: `decide` does not come to the silence of others.
-    contacts = {worker.contact for worker in seen.report.workers} if seen.report is not None else set()
-    return seen.node.state in USABLE and not seen.dark and contacts <= {Contact.SILENT, Contact.ANSWERED}
+    return seen.node.state in USABLE and not seen.dark

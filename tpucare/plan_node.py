@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from tpucare.actions import Action, Fact, Launch, Look, PushKey, Reason, Settle, Stop, Vouch, Wait
+from tpucare.actions import Action, Delete, Fact, Launch, Look, PushKey, Reason, Settle, Stop, Vouch, Wait
 from tpucare.evidence import Evidence, Mark, NodeEvidence, Timers, latest
 from tpucare.memory import Memory, NodeMemory
 from tpucare.model import Contact, NodeKey, NodeState, Provisioning, Slot
@@ -110,10 +110,26 @@ def _decide_usable(
     if seen.report is None:
         return Wait(f"asking the workers of {node.name}")
     if trouble := contact_trouble(seen, past, evidence, timers):
-        return trouble
+        return _silence_beside(trouble, slot, seen, past, evidence, memory, timers)
     if not seen.report.all_answer:
         return _decide_silent(slot, seen, past, evidence, memory, timers)
     return _decide_answering(slot, seen, past, evidence, memory, timers)
+
+
+def _silence_beside(
+    trouble: Action,
+    slot: Slot,
+    seen: NodeEvidence,
+    past: NodeMemory,
+    evidence: Evidence,
+    memory: Memory,
+    timers: Timers,
+) -> Action:
+    """A reused address, or one worker without our key, does not hide that others of the node are silent."""
+    if not isinstance(trouble, Wait) or seen.silent_since is None:
+        return trouble
+    verdict = _decide_silent(slot, seen, past, evidence, memory, timers)
+    return verdict if isinstance(verdict, Delete) else trouble
 
 
 def contact_trouble(seen: NodeEvidence, past: NodeMemory, evidence: Evidence, timers: Timers) -> Action | None:

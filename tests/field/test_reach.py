@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
 
-from tests.field.kit import calls, named
-from tests.virtual.harness import SSH_KEY, US, Daemon
+from tests.field.kit import calls, named, preempt
+from tests.virtual.harness import PROJECT, SSH_KEY, US, Daemon
 from tpucare import wishes
 from tpucare.emulator.config import WorldConfig
 from tpucare.emulator.lengths import around
 from tpucare.emulator.records import NodeSpec
+from tpucare.memory import Wish
 from tpucare.simulation.machines import SimulatedWorker
 
 OLD_KEY = "tpucare:ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIOld"
@@ -114,3 +116,29 @@ def test_no_route_to_any_worker(daemon: Daemon) -> None:
     assert daemon.all_train()
     assert len(named(daemon)) == 3
     daemon.check(*(f"pod-{slot}-a{number}" for slot in range(3) for number in range(60)))
+
+
+@pytest.mark.parametrize("key", [True, False])
+@pytest.mark.parametrize("others", [1, 0])
+def test_one_address_of_a_lost_node_leads_to_a_stranger(daemon: Daemon, key: bool, others: int) -> None:
+    """Three workers were silent, the address of the fourth was given away: nobody saw that the node was lost."""
+    daemon.care_for("pod")
+    daemon.care_for("other", others or 1, job=bool(others))
+    daemon.run(minutes=15)
+    address = daemon.launcher.of_node(PROJECT, US, "pod-0-a0")[2].address
+    stranger = copy.copy(daemon.launcher.of_node(PROJECT, US, "other-0-a0")[1])
+    stranger.node_id, stranger.run, stranger.refuses = 999, None, not key
+    if key:
+        stranger.host_key = "a stranger's"
+    preempt(daemon, "pod-0", shown="never")
+    if not others:
+        preempt(daemon, "other-0")
+        daemon.wish("other-0", Wish.DOWN)
+    daemon.launcher.key = "no key counts there" if not key else daemon.launcher.key
+    daemon.launcher._at[address] = stranger
+    daemon.run(minutes=10)
+    daemon.launcher.key = SSH_KEY
+    daemon.run(minutes=40)
+    assert daemon.trains("pod-0")
+    assert [name for name in named(daemon) if name.startswith("pod")] == ["pod-0-a1"]
+    daemon.check()
