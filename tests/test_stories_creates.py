@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.virtual.harness import US, Daemon
+from tests.virtual.harness import PROJECT, US, Daemon
 from tpucare.emulator.config import WorldConfig
 from tpucare.emulator.inprocess import InProcessCloud
 from tpucare.errors import NeedsPerson
-from tpucare.model import Care, Operation
+from tpucare.model import Care, NodeState, Operation
 
 
 def test_a_role_that_may_not_read_operations_costs_no_slot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,5 +31,21 @@ def test_a_role_that_may_not_read_operations_costs_no_slot(tmp_path: Path, monke
     assert "tpu.operations.get" in daemon.told("poll-failed")[0]
     daemon.zone.world.set_capacity(US, "v3", "spot", 4, daemon.clock.true_now())
     daemon.run(hours=1)
+    assert daemon.trains("pod-0")
+    daemon.check()
+
+
+def test_a_node_that_trains_while_it_shows_creating_is_not_ended_for_a_moment_of_silence(tmp_path: Path) -> None:
+    daemon = Daemon(tmp_path)
+    daemon.care_for("pod", 2)
+    daemon.run(minutes=15)
+    daemon.zone.world.set_state("pod-0", int(NodeState.CREATING), daemon.clock.true_now())
+    daemon.run(hours=2)
+    worker = daemon.launcher.of_node(PROJECT, US, "pod-0-a0")[2]
+    worker.silent = True
+    daemon.run(minutes=1)
+    worker.silent = False
+    daemon.run(minutes=10)
+    assert daemon.node_of("pod-0").name == "pod-0-a0"
     assert daemon.trains("pod-0")
     daemon.check()

@@ -87,7 +87,11 @@ def _decide_pending(
         if timers.lasted(failed_since, FAILED_CREATE_SILENCE):
             return deletion(seen, f"its create failed ({intent.refused}) and no worker answers", Reason.DEAD)
         return Wait(f"create of {seen.node.name} failed: {intent.refused}; waiting until it is gone")
-    if timers.lasted(seen.state_since, slot.care.boot_timeout):
+    since = seen.state_since
+    if past.answered:
+        # Its workers came up long ago, whatever the API shows of it: what lasts is that some do not answer now.
+        since = latest(since, seen.silent_since, seen.refused_since) or since
+    if timers.lasted(since, slot.care.boot_timeout):
         why = f"still {seen.node.state.name} at boot_timeout"
         return deletion(seen, why, Reason.JUDGED, unanswered=not past.answered)
     return contact_trouble(seen, past, evidence, timers) or Wait(f"{seen.node.name} is {seen.node.state.name}")
