@@ -115,7 +115,7 @@ def _instant(call: Any) -> datetime:
 def speed(nodes: int = NODES, minutes: float = 20.0, repeats: int = 2) -> list[Measure]:
     """How much life of nodes a second of CPU simulates while nothing happens. There is no limit to it yet."""
     found = []
-    for pause in (15.0, 300.0):
+    for pause in (60.0, 300.0):
         with _daemon(nodes, Settings(poll=30.0, fast_poll=30.0, probe=pause)) as daemon:
             lived = [_live(daemon, minutes) for _ in range(repeats)]
         how = f"{nodes:,} slots, nothing happens, poll 30 s, a probe each {pause:g} s"

@@ -26,6 +26,19 @@ def test_a_job_that_tells_no_progress_is_asked_all_the_time(tmp_path: Path) -> N
     daemon.check()
 
 
+def test_heartbeats_of_hundreds_of_workers_take_a_core(tmp_path: Path) -> None:
+    """The caretaker of a large fleet was busy asking workers that were well."""
+    daemon = Daemon(tmp_path, settings=Settings(creates_per_minute=6000))
+    daemon.listen = lambda _: None
+    daemon.care_for("pod", 110)
+    daemon.run(minutes=30)
+    assert daemon.all_train()
+    before = daemon.clock.seconds
+    daemon.run(minutes=2)
+    asked = [at for at in daemon.launcher.probes if at > before]
+    assert 570 <= len(asked) <= 750, "440 workers at 22 a second are 110 nodes every 20 s; every 15 s it would be 880"
+
+
 def reachable(*roots: object) -> int:
     """How many objects hang on *roots*, those of classes, modules and functions left out."""
     seen: set[int] = set()
