@@ -26,7 +26,7 @@ PROBED = frozenset({NodeState.CREATING, NodeState.READY, NodeState.REPAIRING, No
 NEWS_IS_FRESH_FOR = timedelta(minutes=10)
 # Asking costs 3 to 4 ms of CPU a worker, and must not take more than a tenth of a core in all. A dropped connection
 # tells at once of most that happens, so the heartbeats of a large fleet may be slower.
-WORKERS_A_SECOND = 22
+WORKERS_A_SECOND = 18
 
 
 class Prober:
