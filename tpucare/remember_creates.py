@@ -101,10 +101,8 @@ def after_create(
     if isinstance(error, AlreadyExists):
         # On a node with our labels this is success; GetNode tells.
         return memory.with_create(replace(intent, accepted=True, lost=False, operation=""))
-    if isinstance(error, Transient) and not isinstance(error, LostRace):
-        retry_at = now + RESEND_BACKOFF.delay(intent.tries, rng)
-        return memory.with_create(replace(intent, lost=True, retry_at=retry_at))
-    if not isinstance(error, CloudError):
+    transient = isinstance(error, Transient) and not isinstance(error, LostRace)
+    if transient or not isinstance(error, CloudError):
         return memory.with_create(replace(intent, lost=True, retry_at=now + RESEND_BACKOFF.delay(intent.tries, rng)))
     memory = memory.with_place(key, _refuse(memory, key, action, error, now, rng))
     if action.resend:
@@ -126,11 +124,9 @@ def after_look(
 ) -> Memory:
     if isinstance(error, NodeGone):
         return remember_seen.gone(_came_to_nothing(memory, action.key.name, now, rng), action.key.name, now, rng)
-    if isinstance(result, Node) and memory.create(action.key.name) is not None:
-        intent = memory.create(action.key.name)
-        assert intent is not None
-        if intent.lost:
-            memory = memory.with_create(replace(intent, lost=False, accepted=True))
+    intent = memory.create(action.key.name)
+    if isinstance(result, Node) and intent is not None and intent.lost:
+        return memory.with_create(replace(intent, lost=False, accepted=True))
     return memory
 
 

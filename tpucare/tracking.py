@@ -8,7 +8,7 @@ a decision could turn on it comes out.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from statistics import median
 
@@ -19,18 +19,6 @@ from tpucare.model import Contact, Health, Node, NodeReport, NodeState, Phase, S
 
 BAD_HEALTH = frozenset({Health.TIMEOUT, Health.UNHEALTHY_TENSORFLOW, Health.UNHEALTHY_MAINTENANCE})
 GAPS_KEPT = 20
-_MARKS = (
-    "seen_since",
-    "state_since",
-    "unhealthy_since",
-    "silent_since",
-    "answering_since",
-    "refused_since",
-    "ended_since",
-    "phase_since",
-    "lacking_since",
-    "arrived_since",
-)
 FRESH_SILENCE = timedelta(minutes=3)
 
 
@@ -129,8 +117,9 @@ class NodeTrack:
         if self.dark_since is None:
             return
         length, passes = mark.observed - self.dark_since.observed, mark.passes - self.dark_since.passes
-        for name in _MARKS:
-            setattr(self, name, _later(getattr(self, name), length, passes))
+        for name in (each.name for each in fields(self)):
+            if isinstance(value := getattr(self, name), Mark):
+                setattr(self, name, _later(value, length, passes))
         self.progress.leave_out(length, passes)
         self.silent_probes = 0
         self.dark_since = None
