@@ -23,6 +23,15 @@ def dark(daemon: Daemon) -> None:
     daemon.zone.world.outage("zone", timedelta(hours=10), daemon.clock.true_now(), zone=US)
 
 
+def lose_the_other(daemon: Daemon) -> None:
+    """`bbb` falls silent for good, and is replaced whatever becomes of `aaa`."""
+    preempt(daemon, "bbb", shown="never")
+    daemon.run(hours=1)
+    assert daemon.trains("bbb-0")
+    assert named(daemon) == ["aaa-0-a0", "bbb-0-a1"]
+    daemon.check()
+
+
 @pytest.mark.parametrize("hinder", [paused, dark])
 def test_a_slot_that_cannot_act_is_not_waited_for(tmp_path: Path, hinder: Callable[[Daemon], None]) -> None:
     daemon = Daemon(tmp_path)
@@ -33,11 +42,7 @@ def test_a_slot_that_cannot_act_is_not_waited_for(tmp_path: Path, hinder: Callab
     daemon.run(seconds=30)
     hinder(daemon)
     daemon.run(minutes=1)
-    preempt(daemon, "bbb", shown="never")
-    daemon.run(hours=1)
-    assert daemon.trains("bbb-0")
-    assert named(daemon) == ["aaa-0-a0", "bbb-0-a1"]
-    daemon.check()
+    lose_the_other(daemon)
 
 
 def test_a_node_that_a_paused_slot_has_lost_for_good_is_not_waited_for(tmp_path: Path) -> None:
@@ -48,8 +53,4 @@ def test_a_node_that_a_paused_slot_has_lost_for_good_is_not_waited_for(tmp_path:
     preempt(daemon, "aaa")
     daemon.wish("aaa-0", Wish.PAUSED)
     daemon.run(minutes=1)
-    preempt(daemon, "bbb", shown="never")
-    daemon.run(hours=1)
-    assert daemon.trains("bbb-0")
-    assert named(daemon) == ["aaa-0-a0", "bbb-0-a1"]
-    daemon.check()
+    lose_the_other(daemon)

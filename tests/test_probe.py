@@ -7,15 +7,15 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
 
 from tests.bench_worker import eventually
+from tests.local_server import serving
 
 TEMPLATES = Path(__file__).resolve().parents[1] / "templates"
 BOOT = "import sys; sys.dont_write_bytecode = True; sys.path.insert(0, sys.argv[1]); exec(sys.argv[2])"
@@ -80,17 +80,8 @@ class StorageRequest(http.server.BaseHTTPRequestHandler):
         pass
 
 
-@contextmanager
-def storage() -> Iterator[Storage]:
-    server = Storage(("127.0.0.1", 0), StorageRequest)
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+def storage() -> AbstractContextManager[Storage]:
+    return serving(Storage(("127.0.0.1", 0), StorageRequest))
 
 
 @contextmanager

@@ -9,13 +9,14 @@ import shutil
 import subprocess
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from urllib.parse import parse_qs, urlparse
 
 import pytest
 
 from tests.bench_worker import Node, eventually, node
+from tests.local_server import serving
 from tpucare import script
 from tpucare.model import Failure, Job, Phase
 
@@ -246,17 +247,8 @@ class MetadataRequest(http.server.BaseHTTPRequestHandler):
         pass
 
 
-@contextmanager
-def metadata() -> Iterator[Metadata]:
-    server = Metadata()
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+def metadata() -> AbstractContextManager[Metadata]:
+    return serving(Metadata())
 
 
 SAVE_ON_SIGTERM = """
