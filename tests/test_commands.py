@@ -257,7 +257,8 @@ def test_of_two_at_once_one_starts_the_run(desk: Desk) -> None:
 
 @machines
 def test_a_run_that_left_something_behind_is_still_live(desk: Desk) -> None:
-    desk.start(run_command="nohup sleep 600 >/dev/null 2>&1 & touch ~/ran")
+    # Deaf before it is forked: with `nohup` the terminal's SIGHUP can be faster than the program that ignores it.
+    desk.start(run_command="trap '' HUP; sleep 600 >/dev/null 2>&1 & touch ~/ran")
     eventually(lambda: (desk.home / "ran").exists() and (desk.home / ".tpucare-model/exit").exists(), "the run ends")
     assert "left alone" in desk.start().stdout.decode()
 
