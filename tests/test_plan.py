@@ -158,6 +158,9 @@ def over(status: int | None = 1, seconds: float = 60, what: Any = None, **more: 
     return seen(what or node(), ended(status, **more), **{**known, **marks})
 
 
+# Longer than the ten hours that were observed since the start.
+PATIENT = slot(fence_after=timedelta(hours=11))
+
 CREATES = [
     case("no node, no open intent: create", evidence(), memory(), "Create"),
     case("a node in DELETING counts as none", evidence(seen(node("DELETING"))), memory(launched()), "Create"),
@@ -319,8 +322,19 @@ CREATES = [
         "Wait person",
     ),
     case("another owner's node of our name", evidence(foreign=(node(owner="them"),)), memory(), "Wait person"),
-    case("a lost store, and a zone that never answered", evidence(store_lost=True, complete=False), memory(), "Wait"),
+    case(
+        "a lost store, and a zone that has not answered yet",
+        evidence(store_lost=True, complete=False),
+        memory(),
+        "Wait",
+        PATIENT,
+    ),
+    case("a lost store, and a zone stays dark", evidence(store_lost=True, complete=False), memory(), "Wait person"),
     case("a lost store, all zones seen", evidence(store_lost=True), memory(), "Create"),
+    case("maybe a backup, and a dark zone", evidence(store_old=True, complete=False), memory(), "Wait", PATIENT),
+    case("maybe a backup, and a zone stays dark", evidence(store_old=True, complete=False), memory(), "Wait person"),
+    case("maybe a backup, all zones seen", evidence(store_old=True), memory(), "Create"),
+    case("a store in use, and a dark zone", evidence(complete=False), memory(), "Create"),
     case(
         "remembered and not seen, its zone dark",
         evidence(unreachable=frozenset({US})),
@@ -510,7 +524,14 @@ FENCES = [
         "the store was lost, and a zone has never answered",
         evidence(NEXT, store_lost=True, complete=False),
         memory(past(1)),
+        "Wait person",
+    ),
+    case(
+        "the store may be a backup, and a zone has never answered",
+        evidence(NEXT, store_old=True, complete=False),
+        memory(past(1)),
         "Wait",
+        PATIENT,
     ),
     case("the store was lost, and every zone has answered", evidence(NEXT, store_lost=True), memory(past(1)), "Launch"),
     case(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -236,6 +237,26 @@ class TestOwner:
             assert not store.lost
         with opened(folder) as store:
             assert not store.lost
+
+    def test_one_that_nobody_had_open_for_ten_minutes_may_be_a_backup(self, folder: Path) -> None:
+        with opened(folder) as store:
+            assert not store.old, "a new one"
+            store.mark(NOW + timedelta(minutes=5))
+        for minutes, old in ((14.9, False), (15, True), (-4.9, False), (-5, True)):
+            with open_store(folder, machine_id=HERE, now=NOW + timedelta(minutes=minutes)) as store:
+                assert store.old is old, minutes
+        with open_store(folder, machine_id=HERE, now=NOW + timedelta(days=1)) as store:
+            store.confirm()
+            assert not store.old
+
+    @pytest.mark.parametrize("text", ["", "yesterday", "2026-01-01T00:00:00"])
+    def test_a_mark_that_says_nothing_counts_as_old(self, folder: Path, text: str) -> None:
+        with opened(folder) as store:
+            path = store.path
+        with contextlib.closing(sqlite3.connect(path)) as file, file:
+            file.execute("UPDATE meta SET value = ? WHERE key = 'marked'", (text,))
+        with opened(folder) as store:
+            assert store.old
 
     def test_only_the_owner_file_is_left(self, folder: Path) -> None:
         folder.mkdir(mode=0o700)

@@ -7,13 +7,15 @@ step begins and before anybody is told of it.
 
 from __future__ import annotations
 
+import contextlib
 import heapq
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
 
 from tpucare.actions import Wait
-from tpucare.errors import StoreError
+from tpucare.errors import StoreError, StoreFull
 from tpucare.memory import Memory
 from tpucare.model import Event, Node, Slot
 from tpucare.placement import Budget
@@ -22,6 +24,8 @@ from tpucare.projects import ProjectView
 from tpucare.tracking import NodeTrack, SlotTrack
 
 ASIDE_FIRST, ASIDE_CAP = 10.0, 600.0
+# Ten of them are missed before a store counts as old; each is a synced commit.
+MARK_EVERY = 60.0
 
 Begun = tuple[Lane, tuple[str, ...], Callable[[], object]]
 
@@ -76,6 +80,7 @@ class Board:
         self.lacks_quota: set[str] = set()
         self._wakes: list[tuple[float, str]] = []
         self._pending = _Pending()
+        self._marked = -math.inf
 
     def project(self, name: str) -> ProjectView:
         view = self.projects.get(name)
@@ -153,6 +158,20 @@ class Board:
             self.executor.submit(lane, tag, effect)
         for event in pending.events:
             self.listen(event)
+
+    def mark(self, now: float) -> None:
+        """
+        Note in the store that it is cared for. One that may be a backup is left as old as it is until every zone has
+        answered, so that the next process doubts it, too.
+        """
+        if self.settings.dry_run or now - self._marked < MARK_EVERY:
+            return
+        if self.store.old and not all(view.complete for view in self.projects.values()):
+            return
+        # Without room it only looks older than it is.
+        with contextlib.suppress(StoreFull):
+            self.store.mark(self.clock.now())
+        self._marked = now
 
     # --- when to decide again
 

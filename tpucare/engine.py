@@ -264,6 +264,7 @@ class Engine:
         self.observer.poll(now)
         self.prober.probe(now)
         self.board.commit()
+        self.board.mark(now)
         return self._idle_for(self.clock.monotonic())
 
     def _idle_for(self, now: float) -> float:
@@ -367,6 +368,7 @@ class Engine:
             # Asked for only where nobody answers: it is the rarer question, and the dearer one.
             may_be_canary=silent and not elsewhere and self.hearing.may_be_canary(track),
             store_lost=self.store.lost,
+            store_old=self.store.old,
             complete=view.complete,
         )
 

@@ -182,6 +182,7 @@ class Evidence:
     elsewhere_answers: any other worker answered within the last minute
     may_be_canary:    no worker anywhere answers, and this slot is the one to go first
     store_lost:       memory was lost and nobody confirmed yet
+    store_old:        memory may be that of a backup: nobody cared on it for a while before this process
     complete:         a listing without unreachable zones was seen since this process runs
     """
 
@@ -195,6 +196,7 @@ class Evidence:
     elsewhere_answers: bool = False
     may_be_canary: bool = False
     store_lost: bool = False
+    store_old: bool = False
     complete: bool = False
     unreachable: frozenset[str] = frozenset()
     blind_why: str = ""

@@ -10,8 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from datetime import datetime
+from datetime import datetime, timedelta
 from enum import StrEnum
+
+# Nobody cared on this store for so long that it may be a backup, whose daemon did more after it was taken.
+OLD_AFTER = timedelta(minutes=10)
 
 
 class Wish(StrEnum):
@@ -222,6 +225,11 @@ class Memory:
 
     def without_create(self, name: str) -> Memory:
         return replace(self, creates=tuple(intent for intent in self.creates if intent.name != name))
+
+
+def is_old(marked: datetime | None, now: datetime) -> bool:
+    """Whether a store last marked then may be a backup. A clock that was set makes it look like one, which is safe."""
+    return marked is None or abs(now - marked) >= OLD_AFTER
 
 
 @dataclass(frozen=True, slots=True)

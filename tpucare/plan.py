@@ -17,7 +17,7 @@ from tpucare.memory import CreateIntent, End, Memory, NodeMemory, Wish
 from tpucare.model import NodeKey, NodeState, OnSuccess, Slot, node_name
 from tpucare.placement import choose, holds_quota
 from tpucare.plan_node import decide_node
-from tpucare.plan_words import busy, deletion, ending, keeps_node, quiet, stop_before
+from tpucare.plan_words import busy, deletion, ending, keeps_node, quiet, stop_before, unseen
 
 DEAD_STATES = frozenset({NodeState.PREEMPTED, NodeState.TERMINATED})
 
@@ -264,8 +264,8 @@ def _decide_empty(slot: Slot, evidence: Evidence, memory: Memory, timers: Timers
         other = evidence.foreign[0]
         why = f"{other.name} in {other.key.zone} bears this slot's name and another owner ({other.owner or 'none'})"
         return Wait(f"{why}: `tpucare adopt-node` it, or rename the fleet", needs_person=True)
-    if evidence.store_lost and not evidence.complete:
-        return Wait("the store was lost, and not every zone has answered yet")
+    if wait := unseen(slot, evidence, timers):
+        return wait
     choice = choose(slot, evidence, memory, timers)
     if choice.place is None:
         return Wait(choice.why, needs_person=choice.needs_person)

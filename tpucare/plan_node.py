@@ -27,6 +27,7 @@ from tpucare.plan_words import (
     quiet,
     stop_before,
     token_of,
+    unseen,
     usual_pause,
 )
 
@@ -282,8 +283,8 @@ def _decide_not_quiet(seen: NodeEvidence, evidence: Evidence, memory: Memory) ->
 
 def _fence(slot: Slot, seen: NodeEvidence, evidence: Evidence, memory: Memory, timers: Timers) -> Action | None:
     """Rule 1: no launch before each older node of the slot is proven dead. None when the way is free."""
-    if evidence.store_lost and not evidence.complete:
-        return Wait("the store was lost, and a zone that has not answered yet may hold an older node")
+    if wait := unseen(slot, evidence, timers):
+        return wait
     for elder in memory.nodes:
         if elder.name == seen.node.name or not elder.in_doubt:
             continue

@@ -46,6 +46,16 @@ def busy(seen: NodeEvidence, evidence: Evidence) -> Wait | None:
     return None
 
 
+def unseen(slot: Slot, evidence: Evidence, timers: Timers) -> Wait | None:
+    """Rule 1 where memory is lost or may be a backup's: no create or launch before every zone has answered once."""
+    if evidence.complete or not (evidence.store_lost or evidence.store_old):
+        return None
+    what = "the store was lost" if evidence.store_lost else "the store lay idle and may be a backup"
+    why = f"{what}, and a zone that has not answered yet may hold a node that it does not know"
+    loud = timers.lasted(Mark(timedelta(), 0), slot.care.fence_after)
+    return Wait(f"{why} (`tpucare confirm --store` to go on)" if loud else why, needs_person=loud)
+
+
 def stop_before(seen: NodeEvidence, evidence: Evidence, memory: Memory, delete: Delete) -> Stop | Delete:
     """Stop the gang first where workers answer and something runs; a stop that was tried is not tried again."""
     tried = f"stop:{seen.node.name}" in evidence.looked

@@ -176,6 +176,15 @@ class Store(Protocol):
         """The owner is older than this store: something was lost, and nobody confirmed it yet."""
         ...
 
+    @property
+    def old(self) -> bool:
+        """Nobody had it open for a while before it was opened: it may be a backup, and not know of newer nodes."""
+        ...
+
+    def mark(self, now: datetime) -> None:
+        """It is cared for at that moment, and what it holds is what was done."""
+        ...
+
     def confirm(self) -> None:
         """A person said that what is listed is all there is."""
         ...

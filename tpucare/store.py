@@ -17,7 +17,7 @@ from pathlib import Path
 from tpucare import owner as owners
 from tpucare import store_schema as schema
 from tpucare.errors import StoreError, StoreForeign
-from tpucare.memory import FleetRecord, Memory
+from tpucare.memory import FleetRecord, Memory, is_old
 from tpucare.model import Event
 from tpucare.store_lock import StoreLock
 from tpucare.store_lock import holder as lock_holder
@@ -85,7 +85,7 @@ def accept_move(folder: Path, *, machine_id: str, now: datetime, name: str = DEF
 class SqliteStore(StoreReading):
     """ports.Store. Made by `open_store`, which has locked and checked the file."""
 
-    def __init__(self, path: Path, lock: StoreLock) -> None:
+    def __init__(self, path: Path, lock: StoreLock, now: datetime) -> None:
         super().__init__(path)
         self._lock = lock
         with translated(path):
@@ -93,6 +93,7 @@ class SqliteStore(StoreReading):
         self._file = path.stat().st_ino
         self._untrimmed: dict[str, int] = {}
         self._lost: bool | None = None
+        self.old = is_old(self.marked, now)
 
     @property
     def lost(self) -> bool:
@@ -106,11 +107,16 @@ class SqliteStore(StoreReading):
         super().close()
         self._lock.release()
 
+    def mark(self, now: datetime) -> None:
+        """It is cared for at that moment, and what it holds is what was done."""
+        with self._transaction() as write:
+            write.execute("INSERT OR REPLACE INTO meta (key, value) VALUES ('marked', ?)", (now.isoformat(),))
+
     def confirm(self) -> None:
         """A person said that what is listed is all there is."""
         with self._transaction() as write:
             write.execute("UPDATE meta SET value = '' WHERE key = 'lost'")
-        self._lost = None
+        self._lost, self.old = None, False
 
     def take_over(self, fingerprint: str, now: datetime) -> None:
         """From now on this store lives on the machine of that fingerprint; see `accept_move`."""
@@ -198,7 +204,7 @@ def _open_settled(path: Path, lock: StoreLock, name: str, fingerprint: str, now:
     if not path.exists():
         _make(path, name, fingerprint, now)
     _check(path)
-    store = SqliteStore(path, lock)
+    store = SqliteStore(path, lock, now)
     try:
         _settle_owner(store, path.parent, name)
     except BaseException:
@@ -225,7 +231,12 @@ def _make(path: Path, name: str, fingerprint: str, now: datetime) -> None:
     owner = owners.read_owner(folder)
     known = owners.known_stores(folder)
     lost = owner is not None and (known is None or name in known)
-    meta = {"owner": owner or owners.new_owner(), "machine": fingerprint, "lost": now.isoformat() if lost else ""}
+    meta = {
+        "owner": owner or owners.new_owner(),
+        "machine": fingerprint,
+        "lost": now.isoformat() if lost else "",
+        "marked": now.isoformat(),
+    }
     _set_aside_logs(path, now)
     scratch = path.with_name(path.name + ".new")
     try:

@@ -10,6 +10,7 @@ import contextlib
 import sqlite3
 import threading
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -80,6 +81,16 @@ class StoreReading:
     def lost(self) -> bool:
         """The owner is older than this store: something was lost, and nobody confirmed it yet."""
         return bool(self._meta("lost"))
+
+    @property
+    def marked(self) -> datetime | None:
+        """When somebody last took care of it; None: not known, as in stores of versions that did not note it."""
+        rows = self._rows("SELECT value FROM meta WHERE key = 'marked'")
+        try:
+            at = datetime.fromisoformat(str(rows[0][0]))
+        except (IndexError, ValueError):
+            return None
+        return at if at.tzinfo is not None else None
 
     @property
     def machine(self) -> str:

@@ -249,6 +249,7 @@ class SlotTrack:
         elsewhere_answers: bool,
         may_be_canary: bool,
         store_lost: bool,
+        store_old: bool,
         complete: bool,
     ) -> Evidence:
         nodes = sorted(self.nodes.values(), key=lambda track: (track.node.create_time, track.node.name))
@@ -263,6 +264,7 @@ class SlotTrack:
             elsewhere_answers=elsewhere_answers,
             may_be_canary=may_be_canary,
             store_lost=store_lost,
+            store_old=store_old,
             complete=complete,
             unreachable=unreachable,
             blind_why=blind_why,

@@ -106,7 +106,7 @@ class Daemon:
     # --- the process
 
     def open_store(self) -> Store:
-        return MemoryStore(self.disk)
+        return MemoryStore(self.disk, self.clock.now())
 
     def close_store(self) -> None: ...
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from enum import StrEnum
 
 from tpucare.errors import StoreFull
-from tpucare.memory import FleetRecord, Memory
+from tpucare.memory import FleetRecord, Memory, is_old
 from tpucare.model import Event
 from tpucare.store_records import FLEET, MEMORY
 
@@ -38,6 +39,7 @@ class Disk:
 
     owner: str = OWNER
     lost: bool = False
+    marked: datetime | None = None
     memories: dict[str, Memory] = field(default_factory=dict)
     fleets: dict[str, FleetRecord] = field(default_factory=dict)
     events: deque[tuple[int, Event]] = field(default_factory=lambda: deque(maxlen=1000))
@@ -49,8 +51,9 @@ class Disk:
 class MemoryStore:
     """`ports.Store` over a `Disk`. Like a file it holds what the last commit made of it, and nothing else."""
 
-    def __init__(self, disk: Disk) -> None:
+    def __init__(self, disk: Disk, now: datetime | None = None) -> None:
         self.disk = disk
+        self.old = now is not None and disk.marked is not None and is_old(disk.marked, now)
 
     @property
     def owner(self) -> str:
@@ -60,8 +63,11 @@ class MemoryStore:
     def lost(self) -> bool:
         return self.disk.lost
 
+    def mark(self, now: datetime) -> None:
+        self.disk.marked = now
+
     def confirm(self) -> None:
-        self.disk.lost = False
+        self.disk.lost = self.old = False
 
     def memories(self) -> dict[str, Memory]:
         stored = sorted(self.disk.memories.items())
