@@ -18,7 +18,7 @@ from tpucare.actions import Reason, Wait
 from tpucare.board import Board
 from tpucare.brake import Brake
 from tpucare.emulator.records import NodeSpec
-from tpucare.model import LABEL_FLEET, LABEL_NUMBER, LABEL_OWNER, LABEL_SLOT, Node
+from tpucare.model import LABEL_FLEET, LABEL_NUMBER, LABEL_OWNER, LABEL_SLOT, Node, NodeKey
 from tpucare.observer import Observer
 from tpucare.placement import CreateBudget
 from tpucare.projects import ProjectView
@@ -87,8 +87,9 @@ def _swap(target: Any, name: str, value: Any) -> Change:
 def _believe_the_list(patch: pytest.MonkeyPatch) -> None:
     """What a listing leaves out is gone."""
 
-    def miss(self: Observer, view: ProjectView, name: str) -> None:
-        if found := self.board.find(name):
+    def miss(self: Observer, view: ProjectView, key: NodeKey) -> None:
+        name = key.name
+        if found := self.board.find(key):
             track = found[0]
             self.forget(track, view, name)
             now, rng = self.board.clock.now(), random.Random(1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import heapq
+import itertools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from datetime import timedelta
 from tpucare.actions import Wait
 from tpucare.errors import StoreError, StoreFull
 from tpucare.memory import Memory
-from tpucare.model import Event, Node, Slot
+from tpucare.model import Event, Node, NodeKey, Slot
 from tpucare.placement import Budget
 from tpucare.ports import Clock, Executor, Lane, Store
 from tpucare.projects import ProjectView
@@ -88,14 +89,25 @@ class Board:
             view = self.projects[name] = ProjectView(name, cap=timedelta(seconds=3 * self.settings.poll))
         return view
 
-    def find(self, node: str) -> tuple[SlotTrack, NodeTrack] | None:
-        """The tracks of a node by its name."""
-        for slot in slots_of(node):
-            track = self.slots.get(slot)
-            seen = track.nodes.get(node) if track is not None else None
-            if track is not None and seen is not None:
+    def find(self, key: NodeKey) -> tuple[SlotTrack, NodeTrack] | None:
+        """The tracks of a node. One that was adopted may bear any name."""
+        named = [self.slots[slot] for slot in slots_of(key.name) if slot in self.slots]
+        for track in itertools.chain(named, self.slots.values()):
+            seen = track.nodes.get(key.name)
+            if seen is not None and seen.node.key == key:
                 return track, seen
         return None
+
+    def home(self, node: Node) -> SlotTrack | None:
+        """The slot that remembers *node*, whatever its labels say by now, for anybody may edit them."""
+        names = slots_of(node.name)
+        for name in dict.fromkeys((node.slot, *names)):
+            track = self.slots.get(name)
+            past = track.memory.node(node.name) if track is not None else None
+            if past is not None and (past.id, past.zone) == (node.id, node.key.zone):
+                return track
+        found = self.find(node.key) if node.slot not in names else None
+        return found[0] if found is not None and found[1].node.id == node.id else None
 
     def decide_again(self, names: Iterable[str]) -> None:
         """In the order of names: that of a set differs from process to process, and a seed has to give one run."""

@@ -21,7 +21,7 @@ from tpucare.board import Board, Settings
 from tpucare.brake import HOLD_LAPSES, Brake, is_judged
 from tpucare.effects import ChangedMeanwhile, Ports, lane_of, prepare
 from tpucare.errors import ConfigError, NodeGone, StoreError, TpuCareError
-from tpucare.evidence import Evidence, Moment
+from tpucare.evidence import ADOPTING, Evidence, Moment
 from tpucare.hearing import Hearing
 from tpucare.leave import WAITS_FOR_BUDGET, Leave
 from tpucare.memory import End, Memory, Wish
@@ -29,7 +29,7 @@ from tpucare.model import Event, Listing, Node, Slot
 from tpucare.narration import end_of, failed, fields_of, kind_of, node_of, text_of
 from tpucare.observer import Observer
 from tpucare.placement import Budget, CreateBudget
-from tpucare.plan import decide
+from tpucare.plan import decide, live_nodes
 from tpucare.plan_foreign import is_foreign
 from tpucare.ports import Clock, Executor, Finished, Gate, Lane, Store
 from tpucare.prober import Prober
@@ -209,15 +209,21 @@ class Engine:
         """
         `adopt-node`: a person says that *node*, whoever made it, is this slot's from now on; the end is an event.
 
-        Raises: ConfigError: no such node was listed, or it is ours already.
+        Raises: ConfigError: no such node was listed, it is ours already, or the slot has a node, and of two nodes one
+        would have to go.
         """
         track = self.slots[slot]
-        known = self.board.project(track.slot.project).foreign.values()
+        view = self.board.project(track.slot.project)
+        if live := live_nodes(self._evidence(view, track), track.memory):
+            raise ConfigError(f"{slot} has a node, {live[0].node.name}: choose a slot that has none")
+        known = view.foreign.values()
         found = [seen for nodes in known for seen in nodes.values() if seen.name == node]
         if not found:
             raise ConfigError(f"no node {node} of another owner is listed in {track.slot.project}")
         key, labels = found[0].key, effects.labels_of(track.slot, 0, self.ports)
-        self.board.begin((Lane.CLOUD, ("adopt", node), lambda: self.ports.cloud.add_labels(key, labels)))
+        self.board.begin((Lane.CLOUD, ("adopt", node, slot), lambda: self.ports.cloud.add_labels(key, labels)))
+        track.looked[ADOPTING] = view.mark
+        self.board.dirty[slot] = None
         self.board.event(track, "adopt", f"{node}: to be labelled as ours", node=node)
         self.board.commit()
 
@@ -491,6 +497,9 @@ class Engine:
             text = f"{rest[0]}: " + (f"{finished.error}" if finished.error is not None else "accepted")
             level = "info" if finished.error is None else "warning"
             self.board.say(f"{kind}ed", text, node=rest[0], level=level)
+            if kind == "adopt" and finished.error is not None and rest[1] in self.slots:
+                self.slots[rest[1]].looked.pop(ADOPTING, None)
+                self.board.dirty[rest[1]] = None
         else:
             track = self.slots.get(rest[0])
             action = track.in_flight.pop(rest[1], None) if track is not None else None
@@ -534,7 +543,8 @@ class Engine:
             self.board.event(track, told.kind, told.text, node=name, level=told.level)
 
     def _looked(self, track: SlotTrack, view: ProjectView, node: Node) -> None:
-        if node.owner != self.ports.owner or node.slot != track.slot.name:
+        is_its = node.slot == track.slot.name or self.board.home(node) is track
+        if node.owner != self.ports.owner or not is_its:
             # Our create met a node of that name that is not ours: the name is spent, and a person has to look.
             self.board.update(track, track.memory.without_create(node.name))
             self.observer.see_foreign(view, node)

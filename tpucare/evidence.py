@@ -17,6 +17,8 @@ from tpucare.model import Node, NodeReport, Place, Worker
 
 SUPPORTING_OBSERVATIONS = 3
 CLOCK_SLACK = timedelta(seconds=10)
+# In `Evidence.looked`: when a node was asked to be labelled as this slot's, until it is seen as such.
+ADOPTING = "adopt"
 
 
 class Mark(NamedTuple):

@@ -14,8 +14,9 @@ from tpucare.accelerators import derive
 from tpucare.board import Board, slots_of
 from tpucare.effects import Ports
 from tpucare.errors import CloudError, ConfigError, NeedsPerson, OwnCredentials
+from tpucare.evidence import ADOPTING
 from tpucare.hearing import Hearing
-from tpucare.model import Listing, Node, workers_of
+from tpucare.model import Listing, Node, NodeKey, workers_of
 from tpucare.ports import Lane
 from tpucare.prober import Prober
 from tpucare.projects import ProjectView
@@ -90,7 +91,7 @@ class Observer:
         for key in sorted(listing.changed):
             self.see(view, listing.nodes[key])
         for key in sorted(listing.gone):
-            self._miss(view, key.name)
+            self._miss(view, key)
         if went_dark:
             self._darken(view, listing.unreachable)
         if (was_blind and long_blind) or went_dark:
@@ -121,9 +122,11 @@ class Observer:
             self.see_foreign(view, node)
             self._lose(view, node)
             return
-        for slot in slots_of(node.name):
-            view.foreign.get(slot, {}).pop(node.name, None)
-        track = self.board.slots.get(node.slot) or self.adopt(node)
+        self._no_longer_foreign(view, node.name)
+        home = self.board.home(node)
+        if home is not None and home.slot.name != node.slot:
+            self._keep_relabelled(home, node)
+        track = home or self.board.slots.get(node.slot) or self.adopt(node)
         if track is None or track.slot.project != view.name:
             elsewhere = self.board.settings.elsewhere
             if elsewhere is not None and elsewhere(node):
@@ -136,20 +139,33 @@ class Observer:
             return
         self.see_ours(view, track, node)
 
+    def _keep_relabelled(self, track: SlotTrack, node: Node) -> None:
+        seen = track.nodes.get(node.name)
+        if seen is None or seen.node.slot != node.slot:
+            text = f"{node.name}: its label says {node.slot or 'no slot'} now; it stays with {track.slot.name}"
+            self.board.event(track, "label", text, node=node.name, level="warning")
+
     def see_foreign(self, view: ProjectView, node: Node) -> None:
         for slot in slots_of(node.name):
             view.foreign.setdefault(slot, {})[node.name] = node
             if slot in view.slots:
                 self.board.dirty[slot] = None
 
+    def _no_longer_foreign(self, view: ProjectView, name: str) -> None:
+        for slot in (*slots_of(name), view.lost.pop(name, "")):
+            if view.foreign.get(slot, {}).pop(name, None) is not None and slot in view.slots:
+                self.board.dirty[slot] = None
+
     def _lose(self, view: ProjectView, node: Node) -> None:
         """A node that was ours bears another owner's label now: rule 2, it is not touched any more."""
-        found = self.board.find(node.name)
+        found = self.board.find(node.key)
         if found is None or found[1].node.id != node.id:
             return
         track = found[0]
         # Our run may live there still, so the slot asks for no other node before a person has looked.
         view.foreign.setdefault(track.slot.name, {})[node.name] = node
+        view.lost[node.name] = track.slot.name
+        self.board.dirty[track.slot.name] = None
         self.board.update(track, memories.lost_to_another(track.memory, node.name))
         self.forget(track, view, node.name, f"{node.name} bears another owner's label now: left alone")
 
@@ -157,6 +173,7 @@ class Observer:
         seen = track.nodes.get(node.name)
         if seen is None or seen.node.id != node.id:
             seen = track.nodes[node.name] = NodeTrack(node, view.mark, view.mark)
+            track.looked.pop(ADOPTING, None)
         before = seen.node.state
         fresh = seen.probe_due is None and seen.workers is None
         seen.light(view.mark)
@@ -171,13 +188,12 @@ class Observer:
         self.board.dirty[track.slot.name] = None
         self._release_quota(view)
 
-    def _miss(self, view: ProjectView, name: str) -> None:
+    def _miss(self, view: ProjectView, key: NodeKey) -> None:
+        name = key.name
         self.board.strays.pop(name, None)
         view.release(name)
-        for slot in slots_of(name):
-            if view.foreign.get(slot, {}).pop(name, None) is not None and slot in view.slots:
-                self.board.dirty[slot] = None
-        if found := self.board.find(name):
+        self._no_longer_foreign(view, name)
+        if found := self.board.find(key):
             found[1].listed = False
             self.board.dirty[found[0].slot.name] = None
         self._release_quota(view)

@@ -12,7 +12,7 @@ from datetime import timedelta
 
 from tpucare.actions import Action, Create, Delete, Fact, Look, Poll, PushKey, Reason, Settle, Vouch, Wait
 from tpucare.backoff import DELETE_AGAIN_CAP, RESEND_BACKOFF
-from tpucare.evidence import Evidence, Mark, Moment, NodeEvidence, Timers
+from tpucare.evidence import ADOPTING, Evidence, Mark, Moment, NodeEvidence, Timers
 from tpucare.memory import CreateIntent, End, Memory, NodeMemory, Wish
 from tpucare.model import NodeKey, NodeState, OnSuccess, Slot, node_name
 from tpucare.placement import choose, holds_quota
@@ -23,6 +23,8 @@ DEAD_STATES = frozenset({NodeState.PREEMPTED, NodeState.TERMINATED})
 
 POLL_OPERATION_EVERY = timedelta(seconds=10)
 LOOK_EVERY = timedelta(seconds=5)
+# A node that was labelled as the slot's is listed as such by then, or never.
+ADOPTED_WITHIN = timedelta(minutes=5)
 # A create whose call was cut off may still arrive this long after the call's deadline (60 s + the deadline's 30 s).
 CREATE_MAY_ARRIVE = timedelta(seconds=90)
 
@@ -255,6 +257,8 @@ def _open_create(memory: Memory) -> CreateIntent | None:
 def _decide_empty(slot: Slot, evidence: Evidence, memory: Memory, timers: Timers) -> Action:
     if "create" in evidence.in_flight:
         return Wait("create is under way")
+    if ADOPTING in evidence.looked and not timers.lasted(evidence.looked[ADOPTING], ADOPTED_WITHIN):
+        return Wait("a node is being adopted")
     for past in memory.nodes:
         if not past.dead and past.delete_asked_at is None and evidence.node(past.name) is None:
             return Wait(f"whether {past.name} lives is not known yet ({past.zone})")
@@ -314,10 +318,17 @@ def _decide_several(slot: Slot, live: list[NodeEvidence], evidence: Evidence, me
                 return action
             return Wait(f"several nodes ({names}); waiting until every worker of each has answered")
     running = [seen for seen in live if not quiet(seen)]
-    keep = _older_launch(running, memory) if running else live[-1]
+    keep = _older_launch(running, memory) if running else _newest(live, memory)
     surplus = next(seen for seen in live if seen is not keep)
     delete = deletion(surplus, f"{keep.node.name} holds this slot", Reason.SURPLUS)
     return stop_before(surplus, evidence, memory, delete)
+
+
+def _newest(live: list[NodeEvidence], memory: Memory) -> NodeEvidence:
+    """One that a person gave to this slot goes before one that it made itself."""
+    known = [(seen, memory.node(seen.node.name)) for seen in live]
+    given = [seen for seen, past in known if past is not None and not past.place]
+    return (given or live)[-1]
 
 
 def _older_launch(running: list[NodeEvidence], memory: Memory) -> NodeEvidence:

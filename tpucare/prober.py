@@ -45,7 +45,7 @@ class Prober:
     def take_hints(self, now: float) -> None:
         """A dropped connection or a port that opened is a reason to look now, never a verdict."""
         for key in sorted(self.ports.launcher.hints()):
-            if found := self.board.find(key.name):
+            if found := self.board.find(key):
                 self.schedule(*found, now)
                 # What made a worker hang up may have reached the API by now.
                 self.board.project(key.project).look_soon(now, self.board.settings.fast_poll)

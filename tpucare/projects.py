@@ -24,6 +24,7 @@ class ProjectView:
     One project, as the last listings showed it.
 
     failures: listings that failed in a row    decided_blind: slots that were decided since the last one that succeeded
+    foreign: nodes of other owners, by each slot whose name they bear    lost: whose they were until somebody took them
     """
 
     name: str
@@ -43,6 +44,7 @@ class ProjectView:
     holdings_changed: bool = False
     nodes: int = 0
     foreign: dict[str, dict[str, Node]] = field(default_factory=dict)
+    lost: dict[str, str] = field(default_factory=dict)
     _last_pass: float | None = None
     _cloud: tuple[datetime, float] | None = None
     _held: dict[str, Holding] = field(default_factory=dict)

@@ -1,0 +1,147 @@
+"""Stories of labels that somebody edits, and of nodes that were adopted under a name of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.virtual.harness import PROJECT, US, Daemon
+from tpucare.emulator.records import NodeSpec
+from tpucare.errors import ConfigError
+from tpucare.memory import Wish
+from tpucare.model import NodeState
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Daemon:
+    return Daemon(tmp_path / "state")
+
+
+def full_name(node: str) -> str:
+    return f"projects/{PROJECT}/locations/{US}/nodes/{node}"
+
+
+def label(daemon: Daemon, node: str, labels: Mapping[str, str]) -> None:
+    daemon.zone.world.update_node(full_name(node), ("labels",), NodeSpec(labels=labels), daemon.clock.true_now())
+
+
+def nodes_of(daemon: Daemon) -> list[str]:
+    return sorted(node.path.node_id for node in daemon.zone.nodes())
+
+
+@pytest.fixture
+def adopted(daemon: Daemon) -> Daemon:
+    """`mine` was made by somebody, and trains in pod-0 since it was adopted."""
+    daemon.care_for("pod")
+    daemon.wish("pod-0", Wish.PAUSED)
+    somebodys(daemon)
+    daemon.run(minutes=8)
+    daemon.engine.adopt("mine", "pod-0")
+    daemon.wish("pod-0", Wish.UP)
+    daemon.run(minutes=10)
+    assert daemon.trains("pod-0")
+    assert nodes_of(daemon) == ["mine"]
+    return daemon
+
+
+def somebodys(daemon: Daemon) -> None:
+    spec = NodeSpec(accelerator_type="v3-32", runtime_version="tpu-ubuntu2204-base", spot=True)
+    daemon.zone.world.create_node(f"projects/{PROJECT}/locations/{US}", "mine", spec, daemon.clock.true_now())
+
+
+@pytest.mark.parametrize("edit", [{"tpucare-slot": "pod-1"}, {"tpucare-slot": ""}, {"tpucare-fleet": "other"}])
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_slot_keeps_the_node_it_made_whatever_its_labels_say(
+    daemon: Daemon, edit: dict[str, str], restarts: bool
+) -> None:
+    """With another slot's name on it, a node that trains was that slot's second one, and deleted."""
+    daemon.care_for("pod", 2)
+    daemon.run(minutes=15)
+    labels = {**daemon.node_of("pod-0").labels, **edit}
+    label(daemon, "pod-0-a0", {name: text for name, text in labels.items() if text})
+    daemon.run(minutes=5)
+    if restarts:
+        daemon.restart()
+        daemon.run(minutes=5)
+    assert daemon.all_train()
+    assert (nodes_of(daemon), daemon.engine.strays) == (["pod-0-a0", "pod-1-a0"], {})
+    assert len(daemon.told("label")) == (1 + restarts if "tpucare-slot" in edit else 0)
+    daemon.zone.world.preempt("pod-0", daemon.clock.true_now())
+    daemon.run(minutes=15)
+    assert daemon.all_train()
+    assert nodes_of(daemon) == ["pod-0-a1", "pod-1-a0"]
+    daemon.check()
+
+
+def test_an_adopted_node_that_somebody_takes_back_is_left_alone_until_it_is_gone(adopted: Daemon) -> None:
+    label(adopted, "mine", {})
+    adopted.run(minutes=1)
+    assert "another owner" in adopted.why()["pod-0"]
+    adopted.zone.world.preempt(full_name("mine"), adopted.clock.true_now())
+    adopted.run(minutes=20)
+    assert adopted.zone.states() == [NodeState.PREEMPTED.name]
+    assert nodes_of(adopted) == ["mine"]
+    adopted.check()
+    adopted.zone.world.delete_node(full_name("mine"), adopted.clock.true_now())
+    adopted.run(minutes=15)
+    assert adopted.trains("pod-0")
+    assert nodes_of(adopted) == ["pod-0-a0"]
+
+
+def test_an_adopted_node_that_hangs_up_is_asked_at_once(adopted: Daemon) -> None:
+    adopted.run_until(lambda: adopted.clock.seconds - adopted.launcher.probes[-1] > 3)
+    adopted.launcher.probes.clear()
+    before = adopted.clock.seconds
+    adopted.launcher.hint(adopted.node_of("pod-0").key)
+    adopted.run(seconds=5)
+    assert [at for at in adopted.launcher.probes if at - before <= 1]
+
+
+def test_an_adopted_node_that_is_preempted_is_replaced(adopted: Daemon) -> None:
+    adopted.zone.world.preempt(full_name("mine"), adopted.clock.true_now())
+    adopted.run(minutes=15)
+    assert adopted.trains("pod-0")
+    assert nodes_of(adopted) == ["pod-0-a0"]
+    adopted.check("mine")
+
+
+def test_a_node_that_is_given_goes_before_one_that_is_being_made(daemon: Daemon) -> None:
+    """A slot that waited for capacity got both, and deleted what a person had given it."""
+    somebodys(daemon)
+    daemon.care_for("other")
+    daemon.run(minutes=8)
+    daemon.care_for("pod")
+    daemon.run(seconds=0.5)
+    assert daemon.memory("pod-0").creates
+    daemon.engine.adopt("mine", "pod-0")
+    daemon.run(minutes=30)
+    assert daemon.all_train()
+    assert nodes_of(daemon) == ["mine", "other-0-a0"]
+    daemon.check("mine", "pod-0-a0")
+
+
+def test_a_label_that_is_refused_holds_no_create_back(daemon: Daemon) -> None:
+    somebodys(daemon)
+    daemon.care_for("other")
+    daemon.run(minutes=8)
+    daemon.care_for("pod")
+    daemon.zone.world.delete_node(full_name("mine"), daemon.clock.true_now())
+    daemon.engine.adopt("mine", "pod-0")
+    daemon.run(minutes=15)
+    assert daemon.all_train()
+    assert nodes_of(daemon) == ["other-0-a0", "pod-0-a0"]
+
+
+def test_no_node_is_adopted_into_a_slot_that_has_one(daemon: Daemon) -> None:
+    """It would have been the second one, and deleted as such."""
+    somebodys(daemon)
+    daemon.care_for("pod")
+    daemon.run(minutes=15)
+    with pytest.raises(ConfigError, match="pod-0 has a node, pod-0-a0"):
+        daemon.engine.adopt("mine", "pod-0")
+    daemon.run(minutes=5)
+    assert nodes_of(daemon) == ["mine", "pod-0-a0"]
+    assert daemon.trains("pod-0")
+    daemon.check()
