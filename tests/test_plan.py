@@ -158,6 +158,7 @@ def over(status: int | None = 1, seconds: float = 60, what: Any = None, **more: 
     return seen(what or node(), ended(status, **more), **{**known, **marks})
 
 
+OURS, DARK = frozenset({US}), frozenset({"asia-east1-c"})
 # Longer than the ten hours that were observed since the start.
 PATIENT = slot(fence_after=timedelta(hours=11))
 
@@ -331,8 +332,20 @@ CREATES = [
     ),
     case("a lost store, and a zone stays dark", evidence(store_lost=True, complete=False), memory(), "Wait person"),
     case("a lost store, all zones seen", evidence(store_lost=True), memory(), "Create"),
-    case("maybe a backup, and a dark zone", evidence(store_old=True, complete=False), memory(), "Wait", PATIENT),
-    case("maybe a backup, and a zone stays dark", evidence(store_old=True, complete=False), memory(), "Wait person"),
+    case(
+        "maybe a backup, and a dark zone",
+        evidence(store_old=True, unanswered=frozenset({US})),
+        memory(),
+        "Wait",
+        PATIENT,
+    ),
+    case(
+        "maybe a backup, and a zone stays dark",
+        evidence(store_old=True, unanswered=frozenset({US})),
+        memory(),
+        "Wait person",
+    ),
+    case("maybe a backup, and another zone is dark", evidence(store_old=True, unanswered=DARK), memory(), "Create"),
     case("maybe a backup, all zones seen", evidence(store_old=True), memory(), "Create"),
     case("a store in use, and a dark zone", evidence(complete=False), memory(), "Create"),
     case(
@@ -528,7 +541,7 @@ FENCES = [
     ),
     case(
         "the store may be a backup, and a zone has never answered",
-        evidence(NEXT, store_old=True, complete=False),
+        evidence(NEXT, store_old=True, unanswered=OURS),
         memory(past(1)),
         "Wait",
         PATIENT,

@@ -80,6 +80,24 @@ def test_a_person_who_knows_better_lets_it_go_on(daemon: Daemon) -> None:
     daemon.check()
 
 
+def test_a_zone_in_which_no_slot_may_be_holds_nothing_up(daemon: Daemon) -> None:
+    daemon.care_for("pod", 1, place(US))
+    daemon.run_until(daemon.all_train)
+    daemon.kill()
+    preempt(daemon, US)
+    daemon.zone.world.outage("zone", timedelta(hours=5), daemon.clock.true_now(), zone=EU)
+    until = daemon.clock.seconds + 1800
+    while daemon.clock.seconds < until:
+        daemon.executor.pass_time(until)
+    daemon.start()
+    daemon.run(minutes=30)
+    assert daemon.all_train()
+    daemon.restart()
+    assert daemon.store is not None
+    assert not daemon.store.old
+    daemon.check()
+
+
 def test_a_daemon_that_was_away_for_a_moment_waits_for_no_dark_zone(daemon: Daemon) -> None:
     daemon.care_for("pod", 1, place(US), place(EU))
     daemon.run(minutes=30)

@@ -173,17 +173,24 @@ class Board:
 
     def mark(self, now: float) -> None:
         """
-        Note in the store that it is cared for. One that may be a backup is left as old as it is until every zone has
-        answered, so that the next process doubts it, too.
+        Note in the store that it is cared for. One that may be a backup is left as old as it is until every zone in
+        which a slot may have a node has answered, so that the next process doubts it, too.
         """
         if self.settings.dry_run or now - self._marked < MARK_EVERY:
             return
-        if self.store.old and not all(view.complete for view in self.projects.values()):
+        if self.store.old and not self._all_zones_answered():
             return
         # Without room it only looks older than it is.
         with contextlib.suppress(StoreFull):
             self.store.mark(self.clock.now())
         self._marked = now
+
+    def _all_zones_answered(self) -> bool:
+        if any(view.unanswered is None for view in self.projects.values()):
+            return False
+        slots = [track.slot for track in self.slots.values()]
+        dark = {slot.project: self.project(slot.project).unanswered or () for slot in slots}
+        return not any(place.zone in dark[slot.project] for slot in slots for place in slot.places)
 
     # --- when to decide again
 

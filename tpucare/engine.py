@@ -376,6 +376,7 @@ class Engine:
             store_lost=self.store.lost,
             store_old=self.store.old,
             complete=view.complete,
+            unanswered=view.unanswered or frozenset(),
         )
 
     def _rest(self, track: SlotTrack, action: Wait, moment: Moment, now: float) -> None:

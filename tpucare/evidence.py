@@ -185,7 +185,8 @@ class Evidence:
     may_be_canary:    no worker anywhere answers, and this slot is the one to go first
     store_lost:       memory was lost and nobody confirmed yet
     store_old:        memory may be that of a backup: nobody cared on it for a while before this process
-    complete:         a listing without unreachable zones was seen since this process runs
+    complete:         every zone has answered since this process runs
+    unanswered:       those that have not
     """
 
     fresh: bool
@@ -200,6 +201,7 @@ class Evidence:
     store_lost: bool = False
     store_old: bool = False
     complete: bool = False
+    unanswered: frozenset[str] = frozenset()
     unreachable: frozenset[str] = frozenset()
     blind_why: str = ""
 

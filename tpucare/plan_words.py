@@ -47,11 +47,19 @@ def busy(seen: NodeEvidence, evidence: Evidence) -> Wait | None:
 
 
 def unseen(slot: Slot, evidence: Evidence, timers: Timers) -> Wait | None:
-    """Rule 1 where memory is lost or may be a backup's: no create or launch before every zone has answered once."""
-    if evidence.complete or not (evidence.store_lost or evidence.store_old):
+    """
+    Rule 1 where memory is lost or may be a backup's: no create or launch before the zones have answered once.
+
+    Where everything was lost, that is every zone; else those in which this slot may have a node.
+    """
+    places = {place.zone for place in slot.places} & evidence.unanswered
+    if evidence.store_lost and not evidence.complete:
+        what = "the store was lost, and a zone that has not answered yet"
+    elif evidence.store_old and places:
+        what = f"the store lay idle and may be a backup, and {min(places)}, which has not answered yet,"
+    else:
         return None
-    what = "the store was lost" if evidence.store_lost else "the store lay idle and may be a backup"
-    why = f"{what}, and a zone that has not answered yet may hold a node that it does not know"
+    why = f"{what} may hold a node that it does not know"
     loud = timers.lasted(Mark(timedelta(), 0), slot.care.fence_after)
     return Wait(f"{why} (`tpucare confirm --store` to go on)" if loud else why, needs_person=loud)
 

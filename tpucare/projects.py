@@ -24,6 +24,7 @@ class ProjectView:
     One project, as the last listings showed it.
 
     failures: listings that failed in a row    decided_blind: slots that were decided since the last one that succeeded
+    unanswered: zones that never answered since this process runs; None = nothing was listed yet
     foreign: nodes of other owners, by each slot whose name they bear    lost: whose they were until somebody took them
     """
 
@@ -33,7 +34,7 @@ class ProjectView:
     fresh: bool = False
     blind_why: str = ""
     unreachable: frozenset[str] = frozenset()
-    complete: bool = False
+    unanswered: frozenset[str] | None = None
     failures: int = 0
     decided_blind: set[str] = field(default_factory=set)
     observed: timedelta = timedelta()
@@ -52,6 +53,11 @@ class ProjectView:
     _wanted: dict[str, timedelta] = field(default_factory=dict)
 
     @property
+    def complete(self) -> bool:
+        """Every zone has answered since this process runs."""
+        return self.unanswered is not None and not self.unanswered
+
+    @property
     def mark(self) -> Mark:
         return Mark(self.observed, self.passes)
 
@@ -66,7 +72,8 @@ class ProjectView:
         self.passes += 1
         self.fresh, self.blind_why, self.failures = True, "", 0
         self.unreachable = listing.unreachable
-        self.complete = self.complete or not listing.unreachable
+        before = listing.unreachable if self.unanswered is None else self.unanswered
+        self.unanswered = before & listing.unreachable
         self.nodes = len(listing.nodes)
         if listing.cloud_time is not None:
             self._cloud = (listing.cloud_time, now)

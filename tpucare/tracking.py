@@ -251,6 +251,7 @@ class SlotTrack:
         store_lost: bool,
         store_old: bool,
         complete: bool,
+        unanswered: frozenset[str],
     ) -> Evidence:
         nodes = sorted(self.nodes.values(), key=lambda track: (track.node.create_time, track.node.name))
         return Evidence(
@@ -266,6 +267,7 @@ class SlotTrack:
             store_lost=store_lost,
             store_old=store_old,
             complete=complete,
+            unanswered=unanswered,
             unreachable=unreachable,
             blind_why=blind_why,
         )
