@@ -11,30 +11,31 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 
 from tpucare import effects
 from tpucare import remember as memories
 from tpucare.actions import Create, Delete, Effect, Launch, Look, Poll, Reason, Settle, Stop, Vouch, Wait
 from tpucare.board import Board, Settings
-from tpucare.brake import HOLD_LAPSES, Brake, is_judged
+from tpucare.brake import HOLD_LAPSES, is_judged
 from tpucare.effects import ChangedMeanwhile, Ports, lane_of, prepare
 from tpucare.errors import ConfigError, NodeGone, StoreError, TpuCareError
 from tpucare.evidence import ADOPTING, Evidence, Moment
 from tpucare.hearing import Hearing
-from tpucare.leave import WAITS_FOR_BUDGET, Leave
+from tpucare.leave import Leave
 from tpucare.memory import End, Memory, Wish
 from tpucare.model import Event, Listing, Node, Slot
 from tpucare.narration import end_of, failed, fields_of, kind_of, node_of, text_of
 from tpucare.observer import Observer
-from tpucare.placement import Budget, CreateBudget
 from tpucare.plan import decide, live_nodes
 from tpucare.plan_foreign import is_foreign
 from tpucare.ports import Clock, Executor, Finished, Gate, Lane, Store
 from tpucare.prober import Prober
 from tpucare.projects import ProjectView
+from tpucare.spending import Spending
 from tpucare.tracking import SlotTrack
+from tpucare.verdicts import Verdicts
 
 __all__ = ["Engine", "Settings"]
 
@@ -75,12 +76,11 @@ class Engine:
         self.hearing = Hearing(self.board)
         self.prober = Prober(self.board, ports, self.hearing, rng)
         self.observer = Observer(self.board, ports, self.prober, self.hearing, self._adopt_slot)
-        self.brake = Brake(self.settings.brake_minimum, self.settings.brake_share)
+        self.verdicts = Verdicts(self.board, self.hearing, self._begin)
+        self.spending = Spending(self.board, Leave(gate), self._begin)
         self._remembered = {name: memories.recover(memory) for name, memory in store.memories().items()}
         self._surplus: dict[str, Callable[[str], Slot | None]] = {}
         self._wishes: dict[str, Wish] = {}
-        self._budget: dict[str, Budget] = {}
-        self._leave = Leave(gate)
         self._told: deque[Event] = deque()
 
     @property
@@ -145,7 +145,7 @@ class Engine:
             memory = self._remembered.pop(slot.name, None) or fresh
             track = self.slots[slot.name] = SlotTrack(slot, memory)
             self.board.project(slot.project).adopt(slot.name)
-            self._restore_budget(slot.project, memory)
+            self.spending.restore(slot.project, memory, self.clock)
         track.slot = slot
         self.board.dirty[slot.name] = None
         return track
@@ -168,19 +168,6 @@ class Engine:
         surplus = self._surplus.get(node.fleet)
         slot = surplus(node.slot) if surplus is not None and node.slot else None
         return self._track(slot) if slot is not None else None
-
-    def _budget_of(self, project: str) -> Budget:
-        budget = self._budget.get(project)
-        if budget is None:
-            shared = self.settings.budget
-            budget = shared(project) if shared is not None else CreateBudget(self.settings.creates_per_minute)
-            self._budget[project] = budget
-        return budget
-
-    def _restore_budget(self, project: str, memory: Memory) -> None:
-        wall, now = self.clock.now(), self.clock.monotonic()
-        ages = [(wall - asked).total_seconds() for asked in memory.recent_creates]
-        self._budget_of(project).restore((now - age, "") for age in ages if 0 <= age < 60)
 
     def change(self, slot: str, alter: Callable[[Memory], Memory], kind: str, text: str) -> None:
         """Write a person's wish into the memory of a slot, durably, before it returns."""
@@ -262,9 +249,9 @@ class Engine:
         now = self.clock.monotonic()
         self.prober.take_hints(now)
         self.board.wake(now)
-        self.board.decide_again(self._leave.news() & self.slots.keys())
+        self.board.decide_again(self.spending.leave.news() & self.slots.keys())
         self._decide_all()
-        self._leave.sweep(self.slots)
+        self.spending.leave.sweep(self.slots)
         while self._told:
             self.board.pass_on(self._told.popleft())
         self.observer.poll(now)
@@ -322,8 +309,13 @@ class Engine:
             except Exception as error:
                 self.board.set_aside(track, error)
             self.board.rest(track)
-        self._judge(judged)
-        self._spend(creates)
+        now = self.clock.monotonic()
+        if judged:
+            self.verdicts.judge(judged, now)
+            self._decide_all()
+        if creates:
+            self.spending.spend(creates, now)
+            self._decide_all()
 
     def moment(self, view: ProjectView) -> Moment:
         now = self.clock.monotonic()
@@ -418,72 +410,6 @@ class Engine:
         tag = ("effect", track.slot.name, action.kind)
         self.board.begin((lane_of(action), tag, effect))
 
-    def _judge(self, judged: Mapping[str, Delete | Stop]) -> None:
-        """Rule 12: verdicts of this moment pass the brake together, or are held together."""
-        if not judged:
-            return
-        now = self.clock.monotonic()
-        lifted = {name for name, action in judged.items() if self.slots[name].may_pass(action.key.name)}
-        live = sum(len(track.nodes) for track in self.slots.values())
-        count = self.brake.counted(judged.keys() - lifted, now)
-        for name, action in judged.items():
-            track = self.slots[name]
-            if count > self.brake.limit(live) and name not in lifted:
-                self._hold(track, action, count, live)
-                continue
-            self.brake.passed(name, now)
-            track.release()
-            silent = isinstance(action, Delete) and name in self.hearing.silent
-            if silent and not self.hearing.elsewhere_answers(track):
-                self.hearing.canary = name
-            self._begin(track, action)
-            self.board.dirty[name] = None
-        if self.board.dirty:
-            self._decide_all()
-
-    def _hold(self, track: SlotTrack, action: Delete | Stop, count: int, live: int) -> None:
-        why = f"held by the brake: {count} of {live} nodes judged within 10 minutes ({action.why}); `tpucare confirm`"
-        if track.hold(action.key.name, self.board.project(track.slot.project).observed):
-            self.board.event(track, "brake", why, node=action.key.name, level="error")
-        self.board.rest(track)
-        track.action = Wait(why, needs_person=True)
-
-    def _spend(self, creates: Mapping[str, Create]) -> None:
-        """The create budget of each project goes to the slots that had the least of it, the longest waiting first."""
-        if not creates:
-            return
-        now = self.clock.monotonic()
-        shares = {project: budget.shares() for project, budget in self._budget.items()}
-        order: list[tuple[int, float, str]] = []
-        for name in creates:
-            track = self.slots[name]
-            track.wants_create_since = now if track.wants_create_since is None else track.wants_create_since
-            share = shares[track.slot.project][name] if track.slot.project in shares else 0
-            order.append((share, track.wants_create_since, name))
-        for _, _, name in sorted(order):
-            self._spend_on(self.slots[name], creates[name], now)
-        if self.board.dirty:
-            self._decide_all()
-
-    def _spend_on(self, track: SlotTrack, create: Create, now: float) -> None:
-        try:
-            if not self._leave.may_create(track, create.name):
-                return
-        except Exception as error:
-            self.board.set_aside(track, error)
-            return
-        # Asked for last: a place that is found is reserved, and is lost to all processes if no create follows.
-        budget = self._budget_of(track.slot.project)
-        free_at = budget.free_at(now)
-        if free_at is not None:
-            track.action = WAITS_FOR_BUDGET
-            self.board.wake_at(track, free_at)
-            return
-        budget.take(track.slot.name, now)
-        track.wants_create_since = None
-        self._begin(track, create)
-        self.board.dirty[track.slot.name] = None
-
     # --- remember ----------------------------------------------------------------------------------------------------
 
     def _finish(self, finished: Finished) -> None:
@@ -513,7 +439,7 @@ class Engine:
         track.looked[action.kind] = view.mark
         self.board.dirty[track.slot.name] = None
         if isinstance(action, Create):
-            self._budget_of(track.slot.project).answered(track.slot.name, self.clock.monotonic())
+            self.spending.answered(track, self.clock.monotonic())
         if error is not None and not isinstance(error, TpuCareError):
             self.board.set_aside(track, error)
         if isinstance(error, ChangedMeanwhile):
