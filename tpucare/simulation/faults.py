@@ -83,7 +83,12 @@ FAULTS: Mapping[str, Fault] = MappingProxyType(
         "host-key-changed": Fault("the same machine shows another host key", 0.001, 0.6),
         "dirty-host": Fault("the chips of a new machine are lost to an earlier run", 0.001, 0.6),
         "foreign-process": Fault("somebody's process holds the chips of a new machine", 0.001, 0.6),
-        "address-reused": Fault("a node vanishes, and its addresses are another node's soon", 0.001, 0.6),
+        "address-reused": Fault(
+            "a node vanishes, lists lag behind, and its addresses are another's",
+            0.001,
+            0.6,
+            length=(MINUTE, 10 * MINUTE),
+        ),
         # Runs.
         "crashed": Fault("the run exits with 1 on one worker", 0.01, 0.8),
         "out-of-memory": Fault("the run is gone without an exit status", 0.005, 0.8),

@@ -43,7 +43,7 @@ STRIKES: Mapping[str, Act] = MappingProxyType(
         "host-key-changed": workers.change_host_key,
         "dirty-host": workers.next_boot("dirty"),
         "foreign-process": workers.next_boot("foreign"),
-        "address-reused": nodes.forget,
+        "address-reused": people.take_addresses,
         "crashed": workers.end_run(1),
         "out-of-memory": workers.end_run(None),
         "hung": workers.hang,

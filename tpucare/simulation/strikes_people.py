@@ -17,6 +17,9 @@ from tpucare.simulation.daemon import Daemon
 from tpucare.simulation.hand import Act, Hand
 from tpucare.simulation.scenario import PROJECT
 
+# In seconds; the world gives them out again after two.
+ADDRESSES_FREE_AFTER = 3.0
+
 
 def wish(wish: Wish) -> Act:
     def act(hand: Hand) -> bool:
@@ -68,10 +71,24 @@ def stray(hand: Hand) -> bool:
     return _other_node(hand, f"forgotten-0-a{hand.rng.randrange(10**6)}", labels)
 
 
-def _other_node(hand: Hand, name: str, labels: Mapping[str, str]) -> bool:
+def take_addresses(hand: Hand) -> bool:
+    """A node vanishes, lists show it for a while longer, and somebody's machines come up under its addresses."""
+    life = hand.node()
+    if life is None:
+        return False
+    record, listing = life.record, hand.world.state.listing(PROJECT)
+    hand.world.forget(record.path.node_id, hand.now)
+    listing.show(record)
+    hand.later(hand.strike.length, lambda: listing.hide(record.path, record.id))
+    name, kind, zone = f"theirs-{hand.rng.randrange(10**6)}", record.spec.accelerator_type, record.path.zone
+    hand.later(ADDRESSES_FREE_AFTER, lambda: _other_node(hand, name, {}, kind, zone))
+    return True
+
+
+def _other_node(hand: Hand, name: str, labels: Mapping[str, str], kind: str = "v2-8", zone: str = "") -> bool:
     """Somebody else's node, which is there for a while and then taken away by whoever made it."""
-    world, parent = hand.world, f"projects/{PROJECT}/locations/{hand.zone()}"
-    spec = NodeSpec("v2-8", runtime_version="tpu-ubuntu2204-base", labels=dict(labels))
+    world, parent = hand.world, f"projects/{PROJECT}/locations/{zone or hand.zone()}"
+    spec = NodeSpec(kind, runtime_version="tpu-ubuntu2204-base", labels=dict(labels))
     try:
         world.create_node(parent, name, spec, hand.now)
     except ApiError:
