@@ -41,6 +41,17 @@ def put_back_an_older_store(daemon: Daemon) -> None:
     shutil.copytree(backup, daemon.folder)
 
 
+def lie_idle_while_the_node_goes(daemon: Daemon) -> None:
+    """Half an hour without a daemon, in which the node in US is preempted; EU is dark from then on, for hours."""
+    daemon.kill()
+    preempt(daemon, US)
+    daemon.zone.world.outage("zone", timedelta(hours=5), daemon.clock.true_now(), zone=EU)
+    until = daemon.clock.seconds + 1800
+    while daemon.clock.seconds < until:
+        daemon.executor.pass_time(until)
+    daemon.start()
+
+
 def test_a_backup_makes_no_second_run_while_the_newer_node_is_in_the_dark(daemon: Daemon) -> None:
     put_back_an_older_store(daemon)
     daemon.zone.world.outage("zone", timedelta(hours=1), daemon.clock.true_now(), zone=EU)
@@ -60,13 +71,7 @@ def test_a_backup_makes_no_second_run_while_the_newer_node_is_in_the_dark(daemon
 def test_a_person_who_knows_better_lets_it_go_on(daemon: Daemon) -> None:
     daemon.care_for("pod", 1, place(US), place(EU), care=Care(fence_after=timedelta(minutes=5)))
     daemon.run_until(daemon.all_train)
-    daemon.kill()
-    preempt(daemon, US)
-    daemon.zone.world.outage("zone", timedelta(hours=2), daemon.clock.true_now(), zone=EU)
-    until = daemon.clock.seconds + 1800
-    while daemon.clock.seconds < until:
-        daemon.executor.pass_time(until)
-    daemon.start()
+    lie_idle_while_the_node_goes(daemon)
     daemon.run(minutes=4)
     assert daemon.told("person") == []
     daemon.run(minutes=5)
@@ -83,13 +88,7 @@ def test_a_person_who_knows_better_lets_it_go_on(daemon: Daemon) -> None:
 def test_a_zone_in_which_no_slot_may_be_holds_nothing_up(daemon: Daemon) -> None:
     daemon.care_for("pod", 1, place(US))
     daemon.run_until(daemon.all_train)
-    daemon.kill()
-    preempt(daemon, US)
-    daemon.zone.world.outage("zone", timedelta(hours=5), daemon.clock.true_now(), zone=EU)
-    until = daemon.clock.seconds + 1800
-    while daemon.clock.seconds < until:
-        daemon.executor.pass_time(until)
-    daemon.start()
+    lie_idle_while_the_node_goes(daemon)
     daemon.run(minutes=30)
     assert daemon.all_train()
     daemon.restart()
