@@ -198,8 +198,8 @@ def test_a_commit_that_fails_is_made_whole_or_not_at_all(
 def test_a_failing_story_gets_shorter_and_can_be_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
     mutation = next(one for one in MUTATIONS if one.rule == "no-surprise")
     mutation.change(monkeypatch)
-    whole = draw(3, mutation.scenario().slots, days=0.3, level="high", pace=CLOSE, world=mutation.scenario().world)
-    crash = Strike(20000, "crashed", "mini-0")
+    whole = draw(3, mutation.scenario().slots, days=0.15, level="high", pace=CLOSE, world=mutation.scenario().world)
+    crash = Strike(7000, "crashed", "mini-0")
     whole = replace(whole, strikes=tuple(sorted((*whole.strikes, crash), key=lambda one: one.at)))
     outcome = History(whole).run()
     assert outcome.broken[0].rule == "no-surprise"
