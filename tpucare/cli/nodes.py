@@ -98,7 +98,7 @@ def adopt_node(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
     """
-    Make a node that somebody else created the node of a slot: it gets our labels, and our care.
+    Make a node that somebody else created the node of a slot that has none: it gets our labels, and our care.
 
     \b
     Example: tpucare adopt-node my-old-tpu pod-0
