@@ -25,7 +25,7 @@ from tests.evidence_kit import (
     slot,
     token,
 )
-from tests.test_plan import told
+from tests.plan.kit import told
 from tpucare.actions import Settle, Stop, Wait
 from tpucare.evidence import NodeEvidence
 from tpucare.memory import Book, End, Memory

@@ -1,0 +1,215 @@
+"""Decisions: launches, and runs that live."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+
+from tests.evidence_kit import (
+    FRESH,
+    NO_PROGRESS,
+    QUIET,
+    TRAINS,
+    after,
+    ago,
+    ended,
+    evidence,
+    intent,
+    launched,
+    memory,
+    name_of,
+    node,
+    run,
+    running,
+    seen,
+    token,
+)
+from tests.plan.kit import ON_DEMAND, STALE, case, holds, table
+from tpucare.evidence import Evidence, Progress
+from tpucare.memory import Book, Memory, Wish
+from tpucare.model import Phase, Slot
+
+LAUNCHING = frozenset({f"launch:{name_of(0)}"})
+IN_FLIGHT = [
+    case(
+        "replace is asked for while a launch is under way: its workers are not known to be quiet",
+        evidence(seen(node(), QUIET), in_flight=LAUNCHING),
+        memory(launched(), run=run(complete=False), replace_asked=True),
+        "Wait",
+    ),
+    case(
+        "superseded while a launch is under way",
+        evidence(seen(node("CREATING"), QUIET), in_flight=LAUNCHING),
+        memory(launched(), run=run(complete=False), wish=Wish.DOWN, creates=(intent(superseded=True, accepted=True),)),
+        "Wait",
+    ),
+    case(
+        "PREEMPTED while a launch is under way: dead is dead",
+        evidence(seen(node("PREEMPTED"), QUIET), in_flight=LAUNCHING),
+        memory(launched(dead=True), run=run(complete=False)),
+        "Delete dead",
+    ),
+    case(
+        "UNKNOWN while a launch is under way",
+        evidence(seen(node("UNKNOWN"), QUIET), in_flight=LAUNCHING),
+        memory(launched(), run=run(complete=False)),
+        "Wait",
+    ),
+    case(
+        "REPAIRING for long while a launch is under way",
+        evidence(seen(node("REPAIRING"), QUIET, progress=NO_PROGRESS), in_flight=LAUNCHING),
+        memory(launched(), run=run(complete=False)),
+        "Wait",
+    ),
+]
+
+PARTIAL = memory(launched(), run=run(complete=False))
+RUNS = [
+    case("trains", evidence(seen(node(), running())), TRAINS, "Wait"),
+    case("trains, unknown to the store", evidence(seen(node(), running())), FRESH, "Settle run adopted"),
+    case(
+        "a newer run than the store knows", evidence(seen(node(), running(token(0, 5)))), TRAINS, "Settle run adopted"
+    ),
+    case("partial launch", evidence(seen(node(), (running(), QUIET))), PARTIAL, "Stop infrastructure"),
+    case("the whole launch arrived", evidence(seen(node(), running())), PARTIAL, "Settle run complete"),
+    case("nothing of the launch arrived", evidence(seen(node(), QUIET)), PARTIAL, "Launch"),
+    case(
+        "a launch that a person has to mend, within the setup budget",
+        evidence(seen(node(), QUIET)),
+        replace(PARTIAL, books={"setup": Book(5, 5)}),
+        "Launch",
+    ),
+    case(
+        "a launch that a person has to mend, setup budget spent",
+        evidence(seen(node(), QUIET)),
+        replace(PARTIAL, books={"setup": Book(6, 6, after(60), "WANDB_API_KEY is not set")}),
+        "Stop gives up",
+    ),
+    case(
+        "nothing of the launch arrived, patience",
+        evidence(seen(node(), QUIET)),
+        replace(PARTIAL, books={"infrastructure": Book(2, 2, after(9))}),
+        "Wait",
+    ),
+    case("restart is asked for", evidence(seen(node(), running())), replace(TRAINS, restart_asked=True), "Stop"),
+    case(
+        "replace is asked for",
+        evidence(seen(node(), running())),
+        replace(TRAINS, replace_asked=True),
+        "Stop then asked",
+    ),
+    case(
+        "replace is asked for, and it is stopped",
+        evidence(seen(node(), ended(143)), looked={f"stop:{name_of(0)}": ago(5)}),
+        replace(TRAINS, replace_asked=True),
+        "Delete asked",
+    ),
+    case(
+        "first two signals are noted",
+        evidence(seen(node(), running(), progress=Progress(token(), 2, ago(5), timedelta(seconds=5), ago(5)))),
+        memory(launched(), run=run(progressed=False)),
+        "Settle run progressed",
+    ),
+    case(
+        "setup served: its book begins anew",
+        evidence(seen(node(), running())),
+        replace(TRAINS, books={"setup": Book(3, 3)}),
+        "Settle setup done",
+    ),
+    case(
+        "setup goes on on one worker",
+        evidence(seen(node(), (running(), running(phase=Phase.SETUP)))),
+        replace(TRAINS, books={"setup": Book(3, 3)}),
+        "Wait",
+    ),
+    case("setup goes on", evidence(seen(node(), running(phase=Phase.SETUP), progress=NO_PROGRESS)), TRAINS, "Wait"),
+    case(
+        "setup does not end",
+        evidence(seen(node(), running(phase=Phase.SETUP), phase_since=ago(hours=1), progress=NO_PROGRESS)),
+        TRAINS,
+        "Stop setup",
+    ),
+    case(
+        "no first step of a job that was edited, and may tell of none",
+        evidence(seen(node(), running(), phase_since=ago(hours=2), progress=NO_PROGRESS)),
+        replace(TRAINS, run=run(progressed=False, job="new"), step=100, step_job="old"),
+        "Wait",
+    ),
+    case(
+        "no first step of a job that told of steps before",
+        evidence(seen(node(), running(), phase_since=ago(hours=2), progress=NO_PROGRESS)),
+        replace(TRAINS, run=run(progressed=False, job="old"), step=100, step_job="old"),
+        "Stop stall",
+    ),
+    case(
+        "no first step",
+        evidence(seen(node(), running(), phase_since=ago(hours=1), progress=NO_PROGRESS)),
+        replace(TRAINS, step=5),
+        "Stop stall",
+    ),
+    case(
+        "no signal ever: no verdict",
+        evidence(seen(node(), running(), phase_since=ago(hours=9), progress=NO_PROGRESS)),
+        TRAINS,
+        "Wait",
+    ),
+    case(
+        "stalled since before the daemon was started again",
+        evidence(seen(node(), running(), progress=Progress(token(), 1, ago(hours=1), None, ago(hours=1)))),
+        TRAINS,
+        "Stop stall",
+    ),
+    case(
+        "one signal since the daemon was started again",
+        evidence(seen(node(), running(), progress=Progress(token(), 1, ago(minutes=50), None, ago(minutes=50)))),
+        TRAINS,
+        "Wait",
+    ),
+    case(
+        "its signals come rarely, as an earlier process saw",
+        evidence(seen(node(), running(), progress=Progress(token(), 1, ago(hours=2), None, ago(hours=2)))),
+        memory(launched(), run=run(gap_seconds=1200.0)),
+        "Wait",
+    ),
+    case(
+        "one signal only, and no earlier process saw two",
+        evidence(seen(node(), running(), progress=Progress(token(), 1, ago(hours=2), None, ago(hours=2)))),
+        memory(launched(), run=run(progressed=False)),
+        "Wait",
+    ),
+    case("stalled", evidence(seen(node(), running(), progress=STALE)), TRAINS, "Stop stall"),
+    case(
+        "ten times the median gap",
+        evidence(
+            seen(
+                node(),
+                running(),
+                progress=Progress(token(), 9, ago(minutes=99), timedelta(minutes=10), ago(minutes=99)),
+            )
+        ),
+        memory(launched(), run=run()),
+        "Wait",
+    ),
+    case(
+        "stalled twice",
+        evidence(seen(node(), running(), progress=STALE)),
+        memory(launched(stalls=1), run=run()),
+        "Stop stall then judged",
+    ),
+    case(
+        "stalled twice, on-demand",
+        evidence(seen(node(tier=ON_DEMAND), running(), progress=STALE)),
+        memory(launched(stalls=1), run=run()),
+        "Stop stall",
+    ),
+]
+
+
+@table(IN_FLIGHT)
+def test_what_waits_for_an_effect(what: Evidence, known: Memory, declared: Slot, want: str) -> None:
+    holds(what, known, declared, want)
+
+
+@table(RUNS)
+def test_what_comes_of_runs(what: Evidence, known: Memory, declared: Slot, want: str) -> None:
+    holds(what, known, declared, want)

@@ -1,0 +1,88 @@
+"""Decisions: every state number, and one unknown."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.evidence_kit import (
+    FRESH,
+    QUIET,
+    SILENT,
+    TRAINS,
+    act,
+    after,
+    ago,
+    before,
+    evidence,
+    launched,
+    memory,
+    name_of,
+    node,
+    run,
+    running,
+    seen,
+)
+from tests.plan.kit import told
+from tpucare.actions import (
+    Create,
+)
+from tpucare.memory import Memory, Wish
+from tpucare.model import NodeState
+
+ALIVE_AND_TRAINING = {
+    NodeState.CREATING: "Wait",
+    NodeState.READY: "Wait",
+    NodeState.RESTARTING: "Wait",
+    NodeState.REPAIRING: "Wait",
+    NodeState.STARTING: "Wait",
+    NodeState.STOPPED: "Wait person",
+    NodeState.STOPPING: "Wait person",
+    NodeState.PREEMPTED: "Delete dead",
+    NodeState.TERMINATED: "Delete dead",
+    NodeState.UNKNOWN: "Delete dead",
+    NodeState.DELETING: "Create",
+}
+ANSWERING_AND_FRESH = {
+    **ALIVE_AND_TRAINING,
+    NodeState.CREATING: "Launch",
+    NodeState.READY: "Launch",
+    NodeState.RESTARTING: "Launch",
+    NodeState.REPAIRING: "Launch",
+    NodeState.STARTING: "Launch",
+}
+STATES = [*NodeState, NodeState(99)]
+
+
+@pytest.mark.parametrize("state", STATES, ids=lambda state: f"{state.value}-{state.name}")
+@pytest.mark.parametrize(
+    ("known", "workers", "want"),
+    [
+        (TRAINS, running(), ALIVE_AND_TRAINING),
+        (FRESH, QUIET, ANSWERING_AND_FRESH),
+        (FRESH, None, ALIVE_AND_TRAINING),
+    ],
+    ids=["training", "answering", "not asked yet"],
+)
+def test_every_state_has_its_action(state: NodeState, known: Memory, workers: Any, want: dict[NodeState, str]) -> None:
+    action = act(evidence(seen(node(state), workers, state_since=ago(minutes=5))), known)
+    assert told(action) == want.get(state, "Wait")
+
+
+@pytest.mark.parametrize("state", STATES, ids=lambda state: f"{state.value}-{state.name}")
+def test_what_is_not_seen_now_is_not_judged(state: NodeState) -> None:
+    what = seen(node(state), SILENT, silent_since=ago(hours=5), silent_probes=99, unhealthy_since=ago(hours=5))
+    assert told(act(replace(evidence(what), fresh=False, blind_why="HTTP 500"), TRAINS)) == "Wait"
+    assert told(act(evidence(replace(what, dark=True), elsewhere_answers=True), TRAINS)) in ("Wait", "Create")
+    assert told(act(evidence(what, elsewhere_answers=True), replace(TRAINS, wish=Wish.PAUSED))) == "Wait"
+
+
+@pytest.mark.parametrize("state", [NodeState.DELETING, NodeState.PREEMPTED, NodeState.TERMINATED])
+def test_the_next_create_does_not_wait_for_a_dead_node(state: NodeState) -> None:
+    dead = launched(dead=state is not NodeState.DELETING, delete_asked_at=before(10), delete_next_at=after(50))
+    action = act(evidence(seen(node(state))), memory(dead, run=run()))
+    assert told(action) == "Create"
+    assert isinstance(action, Create)
+    assert (action.name, action.number) == (name_of(10), 10)

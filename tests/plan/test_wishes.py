@@ -1,0 +1,194 @@
+"""Decisions: what a person wants, and several nodes of one slot."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tests.evidence_kit import (
+    FRESH,
+    QUIET,
+    REFUSED,
+    TRAINS,
+    US,
+    act,
+    ago,
+    before,
+    ended,
+    evidence,
+    intent,
+    launched,
+    memory,
+    name_of,
+    node,
+    run,
+    running,
+    seen,
+    slot,
+    token,
+)
+from tests.plan.kit import (
+    NEXT,
+    STOPPED,
+    case,
+    holds,
+    silent,
+    table,
+)
+from tpucare.actions import (
+    Delete,
+)
+from tpucare.evidence import Evidence
+from tpucare.memory import End, Memory, Wish
+from tpucare.model import OnSuccess, Slot
+
+ASKED = replace(TRAINS, wish=Wish.DOWN)
+DONE = replace(TRAINS, end=End.DONE, end_why="exit 0", ended_at=before(60))
+FAILED = replace(
+    TRAINS, end=End.FAILED, end_why="crashes", ended_at=before(60), run=run(stop_why="crashes", stopped=True)
+)
+WISHES = [
+    case("paused", evidence(seen(node("PREEMPTED"))), replace(TRAINS, wish=Wish.PAUSED), "Wait"),
+    case("down: stop first", evidence(seen(node(), running())), ASKED, "Stop then asked"),
+    case("down: then delete", evidence(seen(node(), ended(143)), looked=STOPPED), ASKED, "Delete asked"),
+    case(
+        "down while a launch is under way",
+        evidence(seen(node(), QUIET), in_flight=frozenset({f"launch:{name_of(0)}"})),
+        ASKED,
+        "Wait",
+    ),
+    case("down before its workers were asked: stop first", evidence(seen(node())), ASKED, "Stop then asked"),
+    case("down before anything was launched", evidence(seen(node())), replace(FRESH, wish=Wish.DOWN), "Delete asked"),
+    case(
+        "down while its workers are not listed",
+        evidence(seen(node(endpoints=1), running())),
+        ASKED,
+        "Delete asked",
+    ),
+    case(
+        "down while a create is under way",
+        evidence(looked={f"poll:{name_of(3)}": ago(1)}),
+        memory(creates=(intent(3, accepted=True, operation="op"),), wish=Wish.DOWN),
+        "Settle create superseded",
+    ),
+    case(
+        "down, its zone is dark",
+        evidence(seen(node(), running(), dark=True), unreachable=frozenset({US})),
+        ASKED,
+        "Wait",
+    ),
+    case("down, nothing is left", evidence(), memory(wish=Wish.DOWN), "Wait"),
+    case("done: delete", evidence(seen(node(), ended(0))), DONE, "Delete finished"),
+    case("done: siblings are stopped first", evidence(seen(node(), (ended(0), running()))), DONE, "Stop then finished"),
+    case("done: keep", evidence(seen(node(), ended(0))), DONE, "Wait", slot(on_success=OnSuccess.KEEP)),
+    case(
+        "done: keep, siblings are stopped, and nothing is to be deleted",
+        evidence(seen(node(), (ended(0), running()))),
+        DONE,
+        "Stop",
+        slot(on_success=OnSuccess.KEEP),
+    ),
+    case(
+        "done: keep, siblings were told to stop",
+        evidence(seen(node(), (ended(0), running())), looked=STOPPED),
+        DONE,
+        "Wait",
+        slot(on_success=OnSuccess.KEEP),
+    ),
+    case("failed: what still runs is stopped", evidence(seen(node(), running())), FAILED, "Stop"),
+    case("done: not asked since a restart", evidence(seen(node())), DONE, "Wait", slot(on_success=OnSuccess.KEEP)),
+    case(
+        "done: under way", evidence(seen(node(), ended(0)), in_flight=frozenset({f"stop:{name_of(0)}"})), DONE, "Wait"
+    ),
+    case("done: no new node", evidence(), memory(end=End.DONE), "Wait"),
+    case("done: its zone is dark", evidence(seen(node(), ended(0), dark=True)), DONE, "Wait"),
+    case("failed: kept for a look", evidence(seen(node(), ended(143))), FAILED, "Wait person"),
+    case(
+        "failed: looked at",
+        evidence(seen(node(), ended(143))),
+        replace(FAILED, ended_at=before(hours=1)),
+        "Delete finished",
+    ),
+    case(
+        "done while a create is open",
+        evidence(looked={f"poll:{name_of(3)}": ago(1)}),
+        memory(creates=(intent(3, accepted=True, operation="op"),), end=End.DONE),
+        "Settle create superseded",
+    ),
+]
+
+BOTH = memory(launched(0), launched(1), run=run(1))
+SEVERAL = [
+    case(
+        "both train: the older launch stays",
+        evidence(seen(node(), running()), seen(node(number=1), running(token(1)))),
+        replace(BOTH, run=None),
+        "Stop then surplus",
+    ),
+    case(
+        "one trains: it stays",
+        evidence(seen(node(), running()), seen(node(number=1), QUIET)),
+        BOTH,
+        "Delete surplus",
+    ),
+    case(
+        "none trains: the newest stays",
+        evidence(seen(node(), QUIET), seen(node(number=1), QUIET)),
+        BOTH,
+        "Delete surplus",
+    ),
+    case(
+        "both train, and the stop of the younger was not heard by all: the older still stays",
+        evidence(
+            seen(node(), running()), seen(node(number=1), running(token(1))), looked={f"stop:{name_of(1)}": ago(9)}
+        ),
+        replace(BOTH, run=run(1, stop_why="pod-0-a0 holds this slot", then_delete="surplus")),
+        "Delete surplus",
+    ),
+    case(
+        "one never answers, others do",
+        evidence(seen(node(number=1), running(token(1))), silent(7), elsewhere_answers=True),
+        memory(launched(0, answered=False), launched(1), run=run(1)),
+        "Delete judged",
+    ),
+    case(
+        "one is silent for a moment",
+        evidence(seen(node(number=1), running(token(1))), silent(1), elsewhere_answers=True),
+        BOTH,
+        "Wait",
+    ),
+    case("one refuses our key", evidence(seen(node(), REFUSED, refused_since=ago(99)), NEXT), BOTH, "PushKey"),
+    case("one is dark", evidence(seen(node(), running(), dark=True), seen(node(number=1), QUIET)), BOTH, "Wait"),
+    case("one was not asked yet", evidence(seen(node(), running()), seen(node(number=1))), BOTH, "Wait"),
+    case(
+        "after a lost store a person confirms",
+        evidence(seen(node(), QUIET), seen(node(number=1), QUIET), store_lost=True),
+        BOTH,
+        "Wait person",
+    ),
+    case(
+        "something is under way on one",
+        evidence(seen(node(), QUIET), seen(node(number=1), QUIET), in_flight=frozenset({f"launch:{name_of(0)}"})),
+        BOTH,
+        "Wait",
+    ),
+]
+
+
+def test_of_two_runs_the_one_whose_stop_failed_is_deleted() -> None:
+    younger = replace(BOTH, run=run(1, stop_why="surplus", then_delete="surplus"))
+    both = evidence(
+        seen(node(), running()), seen(node(number=1), running(token(1))), looked={f"stop:{name_of(1)}": ago(9)}
+    )
+    action = act(both, younger)
+    assert isinstance(action, Delete)
+    assert action.key.name == name_of(1)
+
+
+@table(WISHES)
+def test_what_comes_of_wishes(what: Evidence, known: Memory, declared: Slot, want: str) -> None:
+    holds(what, known, declared, want)
+
+
+@table(SEVERAL)
+def test_one_of_several_stays(what: Evidence, known: Memory, declared: Slot, want: str) -> None:
+    holds(what, known, declared, want)
