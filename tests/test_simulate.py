@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import uuid
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -14,6 +17,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from tests.bench_worker import eventually
 from tests.mutations import MUTATIONS
 from tpucare.cli.app import app
 from tpucare.errors import ConfigError, StoreFull
@@ -256,3 +260,31 @@ def test_simulate_exits_non_zero_and_tells_the_shortest_story(monkeypatch: pytes
 )
 def test_simulate_refuses_what_it_cannot_live_through(flags: list[str]) -> None:
     assert CliRunner().invoke(app, ["simulate", *flags]).exit_code != 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_its_processes_end_with_it(number: signal.Signals) -> None:
+    """A campaign that was stopped lived on without anybody who wanted to hear of it, each history to its end."""
+    name, value = "TPUCARE_TEST", str(uuid.uuid4())
+    mark = f"{name}={value}"
+    command = [sys.executable, "-m", "tpucare.cli", "simulate", "--seeds", "1..50", "--days", "30", "--jobs", "2"]
+    environment = {**os.environ, name: value}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        try:
+            # The command, the tracker and the fork server of multiprocessing, and two that live histories.
+            eventually(lambda: len(bearing(mark)) >= 5, 60)
+            process.send_signal(number)
+            eventually(lambda: not bearing(mark))
+        finally:
+            for pid in bearing(mark):
+                os.kill(pid, signal.SIGKILL)
+
+
+def bearing(mark: str) -> list[int]:
+    """Processes that have *mark* in their environment."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if mark.encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+    return found

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import os
+import signal
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from tpucare.model import Slot
@@ -60,16 +64,36 @@ def live(plan: Plan, seed: int, remember: int = 0) -> Outcome:
 
 
 def campaign(plan: Plan, seeds: Sequence[int], jobs: int = 1) -> Iterator[Outcome]:
-    """Outcomes as they come; with one job in the order of seeds and in this process."""
+    """
+    Outcomes as they come; with one job in the order of seeds and in this process.
+
+    The processes of several jobs end at once when nobody wants their outcomes any more, however that came about.
+    """
     if jobs <= 1 or len(seeds) == 1:
         for seed in seeds:
             yield live(plan, seed)
         return
     context = multiprocessing.get_context("forkserver")
-    with ProcessPoolExecutor(jobs, mp_context=context) as pool:
-        under_way = {pool.submit(live, plan, seed) for seed in seeds}
-        for ended in as_completed(under_way):
-            yield ended.result()
+    held, line = context.Pipe(duplex=False)
+    with line, held, ProcessPoolExecutor(jobs, context, initializer=_end_with, initargs=(held,)) as pool:
+        try:
+            under_way = {pool.submit(live, plan, seed) for seed in seeds}
+            for ended in as_completed(under_way):
+                yield ended.result()
+        except BaseException:
+            line.close()
+            raise
+
+
+def _end_with(held: Connection) -> None:
+    """End this process when the other end of the line is closed: by whoever asked, or by the end of its process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal tells everybody, and the others ask us to end
+
+    def watch() -> None:
+        wait([held])
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 @dataclass(slots=True)
