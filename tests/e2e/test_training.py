@@ -12,7 +12,7 @@ import pytest
 
 from tpucare.emulator.check import Expected, check
 
-pytestmark = [pytest.mark.machines, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.machines, pytest.mark.timeout(480)]
 
 SAVE_EVERY = 20
 
@@ -24,7 +24,7 @@ def _demo(folder: Path, *words: str) -> dict[str, object]:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=220,
+        timeout=450,
         check=False,
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
