@@ -9,7 +9,7 @@ import pytest
 from tests.evidence_kit import NOW, TRAINS, launched, memory, name_of, node, past
 from tests.remember_kit import PLACE, vanished
 from tpucare.memory import Book, BookName, PlaceMemory
-from tpucare.model import NodeState
+from tpucare.model import LABEL_NUMBER, LABEL_SLOT, NodeState
 from tpucare.remember_seen import absorb, answered
 
 
@@ -63,3 +63,17 @@ def test_gone_ends_the_run_and_books_what_nobody_asked_for() -> None:
     ours = vanished(memory(launched(delete_asked_at=NOW)), name_of(0))
     assert ours.book(BookName.PREEMPTION).total == 0
     assert vanished(memory(), "other") == memory()
+
+
+@pytest.mark.parametrize(
+    ("number", "label", "asked"),
+    [(3, "3", True), (5, "5", True), (2, "2", False), (6, "6", False), (3, "adopted", False), (3, "", False)],
+    ids=["its first", "its last", "of a store before it", "never used", "adopted", "without a number"],
+)
+def test_the_late_fruit_of_a_closed_create_is_told_from_what_was_given(number: int, label: str, asked: bool) -> None:
+    late = node(number=number)
+    late = replace(late, labels={**late.labels, LABEL_SLOT: "pod-0", LABEL_NUMBER: label})
+    told = absorb(memory(asked_from=3, next_number=6), late).node(late.name)
+    assert told is not None
+    assert (told.asked, told.given) == (asked, not asked)
+    assert told.launched, "it may have been, whoever made it"

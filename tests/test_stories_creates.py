@@ -9,6 +9,7 @@ import pytest
 
 from tests.virtual.harness import PROJECT, US, Daemon
 from tpucare.emulator.config import WorldConfig
+from tpucare.emulator.errors_text import RESOURCE_EXHAUSTED
 from tpucare.emulator.inprocess import InProcessCloud
 from tpucare.errors import NeedsPerson
 from tpucare.model import Care, NodeState, Operation
@@ -49,3 +50,20 @@ def test_a_node_that_trains_while_it_shows_creating_is_not_ended_for_a_moment_of
     assert daemon.node_of("pod-0").name == "pod-0-a0"
     assert daemon.trains("pod-0")
     daemon.check()
+
+
+def test_a_node_that_came_after_its_create_was_closed_is_ours_to_clear(tmp_path: Path) -> None:
+    """It was taken for one that a person had adopted: with something on its chips the slot waited for that person."""
+    daemon = Daemon(tmp_path)
+    world = daemon.zone.world
+    world.delay_next("CreateNode", 150)
+    world.fail_next("CreateNode", RESOURCE_EXHAUSTED, "Quota limit 'TPUV3' has been exceeded. Limit: 8 in zone x.")
+    daemon.launcher.boots.extend(["foreign"] * 4)
+    daemon.care_for("pod")
+    daemon.run(minutes=2)
+    assert daemon.told("create-failed"), "lost, then refused"
+    daemon.run(minutes=20)
+    assert daemon.told("person") == []
+    assert daemon.trains("pod-0")
+    assert len(daemon.zone.nodes()) == 1
+    daemon.check("pod-0-a0")

@@ -139,11 +139,11 @@ def vouch(key: NodeKey, workers: tuple[Worker, ...], ports: Ports) -> None:
         ports.launcher.vouch(workers, keys)
 
 
-def labels_of(slot: Slot, number: int, ports: Ports) -> dict[str, str]:
-    """What makes a node ours, and this slot's."""
+def labels_of(slot: Slot, number: int | None, ports: Ports) -> dict[str, str]:
+    """What makes a node ours, and this slot's; *number* of the create that made it, None: no create of ours did."""
     return {
         LABEL_OWNER: ports.owner,
         LABEL_FLEET: slot.fleet,
         LABEL_SLOT: slot.name,
-        LABEL_NUMBER: str(number),
+        LABEL_NUMBER: "adopted" if number is None else str(number),
     }

@@ -207,7 +207,7 @@ class Engine:
         found = [seen for nodes in known for seen in nodes.values() if seen.name == node]
         if not found:
             raise ConfigError(f"no node {node} of another owner is listed in {track.slot.project}")
-        key, labels = found[0].key, effects.labels_of(track.slot, 0, self.ports)
+        key, labels = found[0].key, effects.labels_of(track.slot, None, self.ports)
         self.board.begin((Lane.CLOUD, ("adopt", node, slot), lambda: self.ports.cloud.add_labels(key, labels)))
         track.looked[ADOPTING] = view.mark
         self.board.dirty[slot] = None
@@ -224,6 +224,7 @@ class Engine:
             past.fleet,
             past.wish,
             next_number=past.next_number,
+            asked_from=past.asked_from,
             attempts=past.attempts,
             recent_creates=past.recent_creates,
         )

@@ -104,6 +104,7 @@ class NodeMemory:
     A node of this slot that was there once and is not proven to be gone.
 
     `launched`: a Launch intent was written for it, or a lost store cannot rule it out.
+    `asked`: this store asked for it, though the create was closed before it came.
     `dead`: proven dead (rule 1), though it may still be listed. `delete_*`: our own delete, repeated by rule 7.
     """
 
@@ -129,6 +130,12 @@ class NodeMemory:
     infrastructure: int = 0
     noticed_at: datetime | None = None
     noticed_checkpoint: int | None = None
+    asked: bool = False
+
+    @property
+    def given(self) -> bool:
+        """A person gave it to the slot, or a lost store made it: what works on it may be worth more than our run."""
+        return self.launched and not self.place and not self.asked
 
     @property
     def in_doubt(self) -> bool:
@@ -164,7 +171,12 @@ class RunMemory:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Everything remembered of one slot. `step_job`: the job whose run told of a step last, as in `RunMemory.job`."""
+    """
+    Everything remembered of one slot.
+
+    `step_job`: the job whose run told of a step last, as in `RunMemory.job`. `asked_from`: the first create number that
+    this store used; None: it used none, or was made by a version that did not keep it.
+    """
 
     fleet: str
     wish: Wish = Wish.UP
@@ -185,6 +197,10 @@ class Memory:
     checkpoint: int | None = None
     recent_creates: tuple[datetime, ...] = ()
     step_job: str = ""
+    asked_from: int | None = None
+
+    def has_asked_for(self, number: int) -> bool:
+        return self.asked_from is not None and self.asked_from <= number < self.next_number
 
     def book(self, name: BookName) -> Book:
         return self.books.get(name.value, Book())

@@ -327,7 +327,7 @@ def _decide_several(slot: Slot, live: list[NodeEvidence], evidence: Evidence, me
 def _newest(live: list[NodeEvidence], memory: Memory) -> NodeEvidence:
     """One that a person gave to this slot goes before one that it made itself."""
     known = [(seen, memory.node(seen.node.name)) for seen in live]
-    given = [seen for seen, past in known if past is not None and not past.place]
+    given = [seen for seen, past in known if past is not None and past.given]
     return (given or live)[-1]
 
 

@@ -270,8 +270,7 @@ def _decide_not_quiet(seen: NodeEvidence, evidence: Evidence, memory: Memory) ->
     why = "something that is not our run holds the chips or the lock"
     past = memory.node(seen.node.name)
     launched_by_us = memory.run is not None and memory.run.node == seen.node.name
-    if past is not None and past.launched and not past.place and not launched_by_us:
-        # A node that a person handed to us, or that a lost store knew: what works there may be worth more than ours.
+    if past is not None and past.given and not launched_by_us:
         return Wait(f"{why} of {seen.node.name}, which is adopted: stop it, or `apply --replace`", needs_person=True)
     if not tried:
         token = token_of(seen) or f"{seen.node.name}.0"

@@ -52,7 +52,8 @@ def intend_create(memory: Memory, action: Create, now: datetime) -> Memory:
     if not action.resend:
         # A node made from now on is as declared now: that is what `replace` asks for. What a person said of older nodes
         # was said before the last one became one of them.
-        memory = replace(memory, replace_asked=False, fence_confirmed=False)
+        first = memory.asked_from if memory.asked_from is not None else action.number
+        memory = replace(memory, replace_asked=False, fence_confirmed=False, asked_from=first)
     return remember_seen.number_after(memory.with_create(intent), action.name)
 
 

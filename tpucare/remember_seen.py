@@ -13,7 +13,7 @@ from datetime import datetime
 from tpucare import placement
 from tpucare.errors import NoCapacity
 from tpucare.memory import BookName, CreateIntent, Memory, NodeMemory
-from tpucare.model import Node, NodeState, parse_node_name
+from tpucare.model import LABEL_NUMBER, Node, NodeState, parse_node_name
 
 
 def absorb(memory: Memory, node: Node) -> Memory:
@@ -45,7 +45,19 @@ def _met(node: Node, intent: CreateIntent | None, memory: Memory) -> NodeMemory:
         place=intent.place if intent else "",
         launched=intent is None,
         attempt=memory.attempts if intent is None else 0,
+        asked=intent is None and _was_asked_for(node, memory),
     )
+
+
+def _was_asked_for(node: Node, memory: Memory) -> bool:
+    """
+    Whether it is the late fruit of a create that was closed: it bears the number that its name tells, and this store
+    has used that number. What is adopted bears no number, and what a lost store made bears one that was not used since.
+    """
+    parsed = parse_node_name(node.name)
+    if parsed is None or parsed[0] != node.slot or node.labels.get(LABEL_NUMBER) != str(parsed[1]):
+        return False
+    return memory.has_asked_for(parsed[1])
 
 
 def _settled(node: Node) -> bool:
