@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.field.kit import named
 from tests.virtual.harness import PROJECT, US, Daemon
 from tpucare.emulator.records import NodeSpec
 from tpucare.errors import ConfigError
@@ -27,10 +28,6 @@ def label(daemon: Daemon, node: str, labels: Mapping[str, str]) -> None:
     daemon.zone.world.update_node(full_name(node), ("labels",), NodeSpec(labels=labels), daemon.clock.true_now())
 
 
-def nodes_of(daemon: Daemon) -> list[str]:
-    return sorted(node.path.node_id for node in daemon.zone.nodes())
-
-
 @pytest.fixture
 def adopted(daemon: Daemon) -> Daemon:
     """`mine` was made by somebody, and trains in pod-0 since it was adopted."""
@@ -42,7 +39,7 @@ def adopted(daemon: Daemon) -> Daemon:
     daemon.wish("pod-0", Wish.UP)
     daemon.run(minutes=10)
     assert daemon.trains("pod-0")
-    assert nodes_of(daemon) == ["mine"]
+    assert named(daemon) == ["mine"]
     return daemon
 
 
@@ -66,12 +63,12 @@ def test_a_slot_keeps_the_node_it_made_whatever_its_labels_say(
         daemon.restart()
         daemon.run(minutes=5)
     assert daemon.all_train()
-    assert (nodes_of(daemon), daemon.engine.strays) == (["pod-0-a0", "pod-1-a0"], {})
+    assert (named(daemon), daemon.engine.strays) == (["pod-0-a0", "pod-1-a0"], {})
     assert len(daemon.told("label")) == (1 + restarts if "tpucare-slot" in edit else 0)
     daemon.zone.world.preempt("pod-0", daemon.clock.true_now())
     daemon.run(minutes=15)
     assert daemon.all_train()
-    assert nodes_of(daemon) == ["pod-0-a1", "pod-1-a0"]
+    assert named(daemon) == ["pod-0-a1", "pod-1-a0"]
     daemon.check()
 
 
@@ -82,12 +79,12 @@ def test_an_adopted_node_that_somebody_takes_back_is_left_alone_until_it_is_gone
     adopted.zone.world.preempt(full_name("mine"), adopted.clock.true_now())
     adopted.run(minutes=20)
     assert adopted.zone.states() == [NodeState.PREEMPTED.name]
-    assert nodes_of(adopted) == ["mine"]
+    assert named(adopted) == ["mine"]
     adopted.check()
     adopted.zone.world.delete_node(full_name("mine"), adopted.clock.true_now())
     adopted.run(minutes=15)
     assert adopted.trains("pod-0")
-    assert nodes_of(adopted) == ["pod-0-a0"]
+    assert named(adopted) == ["pod-0-a0"]
 
 
 def test_an_adopted_node_that_hangs_up_is_asked_at_once(adopted: Daemon) -> None:
@@ -103,7 +100,7 @@ def test_an_adopted_node_that_is_preempted_is_replaced(adopted: Daemon) -> None:
     adopted.zone.world.preempt(full_name("mine"), adopted.clock.true_now())
     adopted.run(minutes=15)
     assert adopted.trains("pod-0")
-    assert nodes_of(adopted) == ["pod-0-a0"]
+    assert named(adopted) == ["pod-0-a0"]
     adopted.check("mine")
 
 
@@ -118,7 +115,7 @@ def test_a_node_that_is_given_goes_before_one_that_is_being_made(daemon: Daemon)
     daemon.engine.adopt("mine", "pod-0")
     daemon.run(minutes=30)
     assert daemon.all_train()
-    assert nodes_of(daemon) == ["mine", "other-0-a0"]
+    assert named(daemon) == ["mine", "other-0-a0"]
     daemon.check("mine", "pod-0-a0")
 
 
@@ -131,7 +128,7 @@ def test_a_label_that_is_refused_holds_no_create_back(daemon: Daemon) -> None:
     daemon.engine.adopt("mine", "pod-0")
     daemon.run(minutes=15)
     assert daemon.all_train()
-    assert nodes_of(daemon) == ["other-0-a0", "pod-0-a0"]
+    assert named(daemon) == ["other-0-a0", "pod-0-a0"]
 
 
 def test_no_node_is_adopted_into_a_slot_that_has_one(daemon: Daemon) -> None:
@@ -142,6 +139,6 @@ def test_no_node_is_adopted_into_a_slot_that_has_one(daemon: Daemon) -> None:
     with pytest.raises(ConfigError, match="pod-0 has a node, pod-0-a0"):
         daemon.engine.adopt("mine", "pod-0")
     daemon.run(minutes=5)
-    assert nodes_of(daemon) == ["mine", "pod-0-a0"]
+    assert named(daemon) == ["mine", "pod-0-a0"]
     assert daemon.trains("pod-0")
     daemon.check()

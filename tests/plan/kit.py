@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -69,14 +68,16 @@ def case(name: str, what: Evidence, known: Memory, want: str, declared: Slot | N
     return pytest.param(what, known, declared or slot(), want, id=name)
 
 
-def table(*rows: Iterable[Any]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize(("what", "known", "declared", "want"), [*itertools.chain(*rows)])
+def table(rows: Iterable[Any]) -> Callable[..., None]:
+    """The test of a table: to be given a name that begins with `test_`."""
 
+    @pytest.mark.parametrize(("what", "known", "declared", "want"), rows)
+    def row(what: Evidence, known: Memory, declared: Slot, want: str) -> None:
+        action = act(what, known, declared)
+        assert told(action) == want, action
+        assert action.why
 
-def holds(what: Evidence, known: Memory, declared: Slot, want: str) -> None:
-    action = act(what, known, declared)
-    assert told(action) == want, action
-    assert action.why
+    return row
 
 
 def silent(minutes: float, *workers: Any, probes: int = 99, **more: Any) -> Any:

@@ -30,12 +30,10 @@ from tests.plan.kit import (
     OURS,
     PATIENT,
     case,
-    holds,
     table,
 )
-from tpucare.evidence import Evidence
-from tpucare.memory import Book, Memory
-from tpucare.model import Health, Slot
+from tpucare.memory import Book
+from tpucare.model import Health
 
 BOOTS = [
     case("CREATING within boot_timeout", evidence(seen(node("CREATING"), state_since=ago(minutes=29))), FRESH, "Wait"),
@@ -200,11 +198,7 @@ FENCES = [
 ]
 
 
-@table(BOOTS)
-def test_what_comes_of_boots(what: Evidence, known: Memory, declared: Slot, want: str) -> None:
-    holds(what, known, declared, want)
+test_what_comes_of_boots = table(BOOTS)
 
 
-@table(FENCES)
-def test_the_fence(what: Evidence, known: Memory, declared: Slot, want: str) -> None:
-    holds(what, known, declared, want)
+test_the_fence = table(FENCES)

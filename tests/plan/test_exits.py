@@ -32,16 +32,15 @@ from tests.plan.kit import (
     STALE,
     STOPPED,
     case,
-    holds,
     over,
     table,
 )
 from tpucare.actions import (
     Wait,
 )
-from tpucare.evidence import Evidence, Progress
-from tpucare.memory import Book, Memory
-from tpucare.model import Failure, OnSuccess, Phase, Provisioning, Slot
+from tpucare.evidence import Progress
+from tpucare.memory import Book
+from tpucare.model import Failure, OnSuccess, Phase, Provisioning
 
 EXITS = [
     case("setup failed, within 30 s", evidence(over(1, 20, failure=Failure.SETUP)), TRAINS, "Wait"),
@@ -277,16 +276,10 @@ def test_the_last_quarter_of_a_preemptible_day_is_waited_for() -> None:
     assert waits.observed - HERE.observed <= timedelta(seconds=15)
 
 
-@table(EXITS)
-def test_what_comes_of_exits(what: Evidence, known: Memory, declared: Slot, want: str) -> None:
-    holds(what, known, declared, want)
+test_what_comes_of_exits = table(EXITS)
 
 
-@table(STOPS)
-def test_what_comes_of_stops(what: Evidence, known: Memory, declared: Slot, want: str) -> None:
-    holds(what, known, declared, want)
+test_what_comes_of_stops = table(STOPS)
 
 
-@table(DAY)
-def test_what_comes_of_the_day(what: Evidence, known: Memory, declared: Slot, want: str) -> None:
-    holds(what, known, declared, want)
+test_what_comes_of_the_day = table(DAY)

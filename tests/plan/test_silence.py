@@ -24,10 +24,9 @@ from tests.evidence_kit import (
     seen,
     token,
 )
-from tests.plan.kit import MUTE, ON_DEMAND, STALE, case, holds, silent, table
-from tpucare.evidence import Evidence, Progress
-from tpucare.memory import Memory
-from tpucare.model import Health, Slot
+from tests.plan.kit import MUTE, ON_DEMAND, STALE, case, silent, table
+from tpucare.evidence import Progress
+from tpucare.model import Health
 
 SILENCE = [
     case("silent for less than unreachable_after", evidence(silent(2), elsewhere_answers=True), TRAINS, "Wait"),
@@ -267,11 +266,7 @@ HEALTH = [
 ]
 
 
-@table(SILENCE)
-def test_what_comes_of_silence(what: Evidence, known: Memory, declared: Slot, want: str) -> None:
-    holds(what, known, declared, want)
+test_what_comes_of_silence = table(SILENCE)
 
 
-@table(HEALTH)
-def test_what_comes_of_health(what: Evidence, known: Memory, declared: Slot, want: str) -> None:
-    holds(what, known, declared, want)
+test_what_comes_of_health = table(HEALTH)

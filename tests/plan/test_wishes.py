@@ -30,16 +30,14 @@ from tests.plan.kit import (
     NEXT,
     STOPPED,
     case,
-    holds,
     silent,
     table,
 )
 from tpucare.actions import (
     Delete,
 )
-from tpucare.evidence import Evidence
-from tpucare.memory import End, Memory, Wish
-from tpucare.model import OnSuccess, Slot
+from tpucare.memory import End, Wish
+from tpucare.model import OnSuccess
 
 ASKED = replace(TRAINS, wish=Wish.DOWN)
 DONE = replace(TRAINS, end=End.DONE, end_why="exit 0", ended_at=before(60))
@@ -184,11 +182,7 @@ def test_of_two_runs_the_one_whose_stop_failed_is_deleted() -> None:
     assert action.key.name == name_of(1)
 
 
-@table(WISHES)
-def test_what_comes_of_wishes(what: Evidence, known: Memory, declared: Slot, want: str) -> None:
-    holds(what, known, declared, want)
+test_what_comes_of_wishes = table(WISHES)
 
 
-@table(SEVERAL)
-def test_one_of_several_stays(what: Evidence, known: Memory, declared: Slot, want: str) -> None:
-    holds(what, known, declared, want)
+test_one_of_several_stays = table(SEVERAL)
