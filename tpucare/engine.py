@@ -145,7 +145,7 @@ class Engine:
             memory = self._remembered.pop(slot.name, None) or fresh
             track = self.slots[slot.name] = SlotTrack(slot, memory)
             self.board.project(slot.project).adopt(slot.name)
-            self.spending.restore(slot.project, memory, self.clock)
+            self.spending.restore(slot.project, memory)
         track.slot = slot
         self.board.dirty[slot.name] = None
         return track

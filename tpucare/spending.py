@@ -9,7 +9,6 @@ from tpucare.board import Board
 from tpucare.leave import WAITS_FOR_BUDGET, Leave
 from tpucare.memory import Memory
 from tpucare.placement import Budget, CreateBudget
-from tpucare.ports import Clock
 from tpucare.tracking import SlotTrack
 
 
@@ -61,8 +60,9 @@ class Spending:
         """A create of that slot ended."""
         self._budget_of(track.slot.project).answered(track.slot.name, now)
 
-    def restore(self, project: str, memory: Memory, clock: Clock) -> None:
+    def restore(self, project: str, memory: Memory) -> None:
         """What the process before this one spent within the last minute."""
+        clock = self._board.clock
         wall, now = clock.now(), clock.monotonic()
         ages = [(wall - asked).total_seconds() for asked in memory.recent_creates]
         self._budget_of(project).restore((now - age, "") for age in ages if 0 <= age < 60)
