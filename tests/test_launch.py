@@ -382,6 +382,22 @@ def test_tools_of_another_version_are_replaced(one: Node) -> None:
     assert one.stop().quiet
 
 
+def test_what_a_probe_leaves_is_closed_to_others(one: Node) -> None:
+    """Of a worker whose sessions hide nothing, and a probe that loads the tools before the runner has."""
+    one.start("sleep 300")
+    (tools,) = (one.homes[0] / ".tpucare").glob("*/tools-*")
+    shutil.rmtree(tools / "__pycache__")
+    mask = os.umask(0)
+    try:
+        assert one.probe().alive
+    finally:
+        os.umask(mask)
+    kept = [tools / "__pycache__", *(tools / "__pycache__").iterdir()]
+    assert len(kept) > 1
+    assert [str(path) for path in kept if path.stat().st_mode & 0o077] == []
+    assert one.stop().quiet
+
+
 def test_a_notice_reaches_the_run(one: Node) -> None:
     one.start('while [ ! -s "$TPUCARE_NOTICE" ]; do sleep 0.05; done; cat "$TPUCARE_NOTICE"')
     one.launcher.notice(NoticeOrder(one.workers, one.token(), "save 'now' $(date)"))

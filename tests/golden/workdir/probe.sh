@@ -1,5 +1,7 @@
 #!/bin/bash
 # A probe or a stop. A worker that never had a run answers without Python; one that lacks these tools says so.
+# What Python keeps of the tools, too: a probe may be the first to load them.
+umask 077
 python=/usr/bin/python3
 [ -x "$python" ] || python=python3
 for tools in "$HOME/.tpucare/"*/tools-DIGEST; do
