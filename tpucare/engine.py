@@ -16,23 +16,25 @@ from datetime import timedelta
 
 from tpucare import effects
 from tpucare import remember as memories
-from tpucare.actions import Create, Delete, Effect, Launch, Look, Poll, Reason, Settle, Stop, Vouch, Wait
+from tpucare.actions import Create, Delete, Effect, Look, Poll, Reason, Settle, Stop, Vouch, Wait
 from tpucare.board import Board, Settings
 from tpucare.brake import HOLD_LAPSES, is_judged
-from tpucare.effects import ChangedMeanwhile, Ports, lane_of, prepare
-from tpucare.errors import ConfigError, NodeGone, StoreError, TpuCareError
+from tpucare.effects import Ports, lane_of, prepare
+from tpucare.errors import ConfigError, StoreError, TpuCareError
 from tpucare.evidence import ADOPTING, Evidence, Moment
 from tpucare.hearing import Hearing
 from tpucare.leave import Leave
 from tpucare.memory import End, Memory, Wish
 from tpucare.model import Event, Listing, Node, Slot
-from tpucare.narration import end_of, failed, fields_of, kind_of, node_of, text_of
+from tpucare.narration import fields_of, kind_of, node_of, text_of
 from tpucare.observer import Observer
+from tpucare.outcomes import Outcomes
 from tpucare.plan import decide, live_nodes
 from tpucare.plan_foreign import is_foreign
 from tpucare.ports import Clock, Executor, Finished, Gate, Lane, Store
 from tpucare.prober import Prober
 from tpucare.projects import ProjectView
+from tpucare.roster import Roster
 from tpucare.spending import Spending
 from tpucare.tracking import SlotTrack
 from tpucare.verdicts import Verdicts
@@ -75,12 +77,11 @@ class Engine:
         self.board = Board(store, clock, executor, self.settings, listen or (lambda _: None))
         self.hearing = Hearing(self.board)
         self.prober = Prober(self.board, ports, self.hearing, rng)
-        self.observer = Observer(self.board, ports, self.prober, self.hearing, self._adopt_slot)
-        self.verdicts = Verdicts(self.board, self.hearing, self._begin)
         self.spending = Spending(self.board, Leave(gate), self._begin)
-        self._remembered = {name: memories.recover(memory) for name, memory in store.memories().items()}
-        self._surplus: dict[str, Callable[[str], Slot | None]] = {}
-        self._wishes: dict[str, Wish] = {}
+        self.roster = Roster(self.board, self.spending)
+        self.observer = Observer(self.board, ports, self.prober, self.hearing, self.roster.take_in)
+        self.verdicts = Verdicts(self.board, self.hearing, self._begin)
+        self.outcomes = Outcomes(self.board, ports, self.observer, self.prober, self.spending, rng)
         self._told: deque[Event] = deque()
 
     @property
@@ -107,23 +108,11 @@ class Engine:
         self, fleet: str, slots: Iterable[Slot], surplus: Callable[[str], Slot | None], wish: Wish = Wish.UP
     ) -> None:
         """
-        Slots of *fleet* as last accepted. A live node is never touched for an edit alone.
+        Slots of *fleet* as last accepted; what `surplus` and `wish` are, `Roster.declare` says.
 
-        `surplus` makes the Slot of a name that is no longer declared and still remembered or listed (rule 3: a lowered
-        count lets surplus slots run on). `wish` is what a slot begins with that nothing is remembered of: a node of a
-        fleet that was taken down must not bring its slot back.
+        A live node is never touched for an edit alone.
         """
-        declared = {slot.name: slot for slot in slots}
-        self._surplus[fleet] = surplus
-        self._wishes[fleet] = wish
-        known = [name for name, memory in self._remembered.items() if memory.fleet == fleet]
-        known += [name for name, track in self.slots.items() if track.slot.fleet == fleet]
-        for name in known:
-            extra = surplus(name) if name not in declared else None
-            if extra is not None:
-                declared[name] = extra
-        for slot in declared.values():
-            self._track(slot)
+        self.roster.declare(fleet, slots, surplus, wish)
         # Nodes that bore our label before their fleet was known are seen now.
         for node in [node for node in self.strays.values() if node.fleet == fleet]:
             del self.strays[node.name]
@@ -132,42 +121,6 @@ class Engine:
     def watch(self, project: str) -> None:
         """List *project* though no slot of it is declared: strays and late nodes are seen there too."""
         self.board.project(project)
-
-    def _track(self, slot: Slot) -> SlotTrack:
-        track = self.slots.get(slot.name)
-        if track is not None and track.slot.project != slot.project:
-            # The doors see to it that nothing of the slot is left there. Marks of one project's observed clock say
-            # nothing on that of another.
-            self._leave_project(track)
-            track = None
-        if track is None:
-            fresh = Memory(fleet=slot.fleet, wish=self._wishes.get(slot.fleet, Wish.UP))
-            memory = self._remembered.pop(slot.name, None) or fresh
-            track = self.slots[slot.name] = SlotTrack(slot, memory)
-            self.board.project(slot.project).adopt(slot.name)
-            self.spending.restore(slot.project, memory)
-        track.slot = slot
-        self.board.dirty[slot.name] = None
-        return track
-
-    def _leave_project(self, track: SlotTrack) -> None:
-        name = track.slot.name
-        del self.slots[name]
-        self.board.project(track.slot.project).slots.discard(name)
-        self.board.drop(name)
-        self._remembered[name] = track.memory
-
-    def has_left(self, fleet: str) -> bool:
-        """Whether something of *fleet* is there, or may be: a node, or a create that was asked for."""
-        tracks = [track for track in self.slots.values() if track.slot.fleet == fleet]
-        memories = [track.memory for track in tracks]
-        memories += [memory for memory in self._remembered.values() if memory.fleet == fleet]
-        return any(track.nodes for track in tracks) or any(memory.nodes or memory.creates for memory in memories)
-
-    def _adopt_slot(self, node: Node) -> SlotTrack | None:
-        surplus = self._surplus.get(node.fleet)
-        slot = surplus(node.slot) if surplus is not None and node.slot else None
-        return self._track(slot) if slot is not None else None
 
     def change(self, slot: str, alter: Callable[[Memory], Memory], kind: str, text: str) -> None:
         """Write a person's wish into the memory of a slot, durably, before it returns."""
@@ -213,23 +166,6 @@ class Engine:
         self.board.dirty[slot] = None
         self.board.event(track, "adopt", f"{node}: to be labelled as ours", node=node)
         self.board.commit()
-
-    def end(self, slot: str) -> None:
-        """Let go of a slot that was taken down and of which nothing is left. Its numbers stay: no name comes twice."""
-        track = self.slots.pop(slot)
-        self.board.project(track.slot.project).slots.discard(slot)
-        self.board.drop(slot)
-        past = track.memory
-        memory = Memory(
-            past.fleet,
-            past.wish,
-            next_number=past.next_number,
-            asked_from=past.asked_from,
-            attempts=past.attempts,
-            recent_creates=past.recent_creates,
-        )
-        self._remembered[slot] = memory
-        self.store.save({slot: memory})
 
     def tell(self, event: Event) -> None:
         """Let *event* go the way of all events: on disk, then to whoever listens. From any thread."""
@@ -432,51 +368,4 @@ class Engine:
             track = self.slots.get(rest[0])
             action = track.in_flight.pop(rest[1], None) if track is not None else None
             if track is not None and action is not None and not isinstance(action, Wait | Settle):
-                self._ended(track, action, finished)
-
-    def _ended(self, track: SlotTrack, action: Effect, finished: Finished) -> None:
-        view, error = self.board.project(track.slot.project), finished.error
-        name = action.name if isinstance(action, Create | Poll) else action.key.name
-        track.looked[action.kind] = view.mark
-        self.board.dirty[track.slot.name] = None
-        if isinstance(action, Create):
-            self.spending.answered(track, self.clock.monotonic())
-        if error is not None and not isinstance(error, TpuCareError):
-            self.board.set_aside(track, error)
-        if isinstance(error, ChangedMeanwhile):
-            self.board.update(track, memories.changed_meanwhile(track.memory, name))
-        memory = memories.remember(track.memory, action, finished.result, error, self.clock.now(), self.rng)
-        self.board.update(track, memory)
-        self._after(track, view, action, name, finished)
-
-    def _after(self, track: SlotTrack, view: ProjectView, action: Effect, name: str, finished: Finished) -> None:
-        """What the trackers have to know of an effect that ended."""
-        seen, error = track.nodes.get(name), finished.error
-        gone = isinstance(error, NodeGone) and not isinstance(action, Poll)
-        if gone:
-            self.observer.forget(track, view, name)
-        elif isinstance(action, Look) and isinstance(finished.result, Node):
-            self._looked(track, view, finished.result)
-        elif isinstance(action, Poll) and failed(finished.result):
-            track.looked[f"failed:{name}"] = view.mark
-        elif isinstance(action, Vouch) and seen is not None:
-            seen.vouched = True
-        elif isinstance(action, Launch | Stop) and seen is not None:
-            if isinstance(action, Launch):
-                track.looked.pop(f"stop:{name}", None)
-            seen.forget_report()
-            self.prober.schedule(track, seen, self.clock.monotonic())
-        told = end_of(action, finished.result, error)
-        if told is not None:
-            self.board.event(track, told.kind, told.text, node=name, level=told.level)
-
-    def _looked(self, track: SlotTrack, view: ProjectView, node: Node) -> None:
-        is_its = node.slot == track.slot.name or self.board.home(node) is track
-        if node.owner != self.ports.owner or not is_its:
-            # Our create met a node of that name that is not ours: the name is spent, and a person has to look.
-            self.board.update(track, track.memory.without_create(node.name))
-            self.observer.see_foreign(view, node)
-            return
-        listed = track.nodes[node.name].listed if node.name in track.nodes else False
-        self.observer.see_ours(view, track, node)
-        track.nodes[node.name].listed = listed
+                self.outcomes.ended(track, action, finished)

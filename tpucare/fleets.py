@@ -117,7 +117,7 @@ class Roster:
         Raises: ConfigError: the fleet names no project, and nothing else does.
         """
         record = self.records.get(fleet.name)
-        is_over = record is None or (record.wish is Wish.DOWN and not self._engine.has_left(fleet.name))
+        is_over = record is None or (record.wish is Wish.DOWN and not self._engine.roster.has_left(fleet.name))
         before = self.fleets.get(fleet.name)
         kept = before.project if before is not None and not is_over else None
         return replace(fleet, project=fleet.project or kept or self._find_project())
@@ -154,7 +154,7 @@ class Roster:
         """
         record = self.records.get(fleet.name)
         before = record.project if record is not None else ""
-        if before and fleet.project != before and self._engine.has_left(fleet.name):
+        if before and fleet.project != before and self._engine.roster.has_left(fleet.name):
             raise ConfigError(
                 f"{fleet.file or fleet.name}: project: {fleet.name} has nodes or open creates in {before} and cannot "
                 f"move to {fleet.project}: name {before}, or `tpucare down {fleet.name}` first"
@@ -239,7 +239,7 @@ class Roster:
             self._pin_seen()
         gone = [name for name in self._going_down() if self._engine.is_over(name) and not self._is_declared(name)]
         for name in gone:
-            self._engine.end(name)
+            self._engine.roster.end(name)
             self.say("down", f"{name}: nothing is left of it", name, "info")
         return gone
 

@@ -1,0 +1,91 @@
+"""
+What the end of an effect means: for the memory of its slot, for what is seen of its node, and for the story.
+
+On the deciding thread only. It begins nothing and decides nothing: the slot is decided anew.
+"""
+
+from __future__ import annotations
+
+import random
+
+from tpucare import remember as memories
+from tpucare.actions import Create, Effect, Launch, Look, Poll, Stop, Vouch
+from tpucare.board import Board
+from tpucare.effects import ChangedMeanwhile, Ports
+from tpucare.errors import NodeGone, TpuCareError
+from tpucare.model import Node
+from tpucare.narration import end_of, failed
+from tpucare.observer import Observer
+from tpucare.ports import Finished
+from tpucare.prober import Prober
+from tpucare.projects import ProjectView
+from tpucare.spending import Spending
+from tpucare.tracking import SlotTrack
+
+
+class Outcomes:
+    """How effects end."""
+
+    def __init__(
+        self,
+        board: Board,
+        ports: Ports,
+        observer: Observer,
+        prober: Prober,
+        spending: Spending,
+        rng: random.Random,
+    ) -> None:
+        self._board = board
+        self._ports = ports
+        self._observer = observer
+        self._prober = prober
+        self._spending = spending
+        self._rng = rng
+
+    def ended(self, track: SlotTrack, action: Effect, finished: Finished) -> None:
+        """*action*, begun for the slot of *track*, is over, one way or the other."""
+        view, error = self._board.project(track.slot.project), finished.error
+        name = action.name if isinstance(action, Create | Poll) else action.key.name
+        track.looked[action.kind] = view.mark
+        self._board.dirty[track.slot.name] = None
+        if isinstance(action, Create):
+            self._spending.answered(track, self._board.clock.monotonic())
+        if error is not None and not isinstance(error, TpuCareError):
+            self._board.set_aside(track, error)
+        if isinstance(error, ChangedMeanwhile):
+            self._board.update(track, memories.changed_meanwhile(track.memory, name))
+        memory = memories.remember(track.memory, action, finished.result, error, self._board.clock.now(), self._rng)
+        self._board.update(track, memory)
+        self._after(track, view, action, name, finished)
+
+    def _after(self, track: SlotTrack, view: ProjectView, action: Effect, name: str, finished: Finished) -> None:
+        """What the trackers have to know of an effect that ended."""
+        seen, error = track.nodes.get(name), finished.error
+        gone = isinstance(error, NodeGone) and not isinstance(action, Poll)
+        if gone:
+            self._observer.forget(track, view, name)
+        elif isinstance(action, Look) and isinstance(finished.result, Node):
+            self._looked(track, view, finished.result)
+        elif isinstance(action, Poll) and failed(finished.result):
+            track.looked[f"failed:{name}"] = view.mark
+        elif isinstance(action, Vouch) and seen is not None:
+            seen.vouched = True
+        elif isinstance(action, Launch | Stop) and seen is not None:
+            if isinstance(action, Launch):
+                track.looked.pop(f"stop:{name}", None)
+            seen.forget_report()
+            self._prober.schedule(track, seen, self._board.clock.monotonic())
+        told = end_of(action, finished.result, error)
+        if told is not None:
+            self._board.event(track, told.kind, told.text, node=name, level=told.level)
+
+    def _looked(self, track: SlotTrack, view: ProjectView, node: Node) -> None:
+        is_its = node.slot == track.slot.name or self._board.home(node) is track
+        if node.owner != self._ports.owner or not is_its:
+            # Our create met a node of that name that is not ours: the name is spent, and a person has to look.
+            self._board.update(track, track.memory.without_create(node.name))
+            self._observer.see_foreign(view, node)
+            return
+        listed = track.nodes[node.name].listed if node.name in track.nodes else False
+        self._observer.see_ours(view, track, node)
+        track.nodes[node.name].listed = listed
