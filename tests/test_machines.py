@@ -22,6 +22,7 @@ from pathlib import Path
 import paramiko
 import pytest
 
+from tests.bench_worker import eventually
 from tpucare.emulator import outfit, proctree
 from tpucare.emulator.flood import Flooding
 from tpucare.emulator.machine_effects import AuthorizeKeys, Boot, Kill, Resume, SetAttribute, Silence
@@ -346,8 +347,18 @@ def test_a_worker_whose_commands_flood(zone: Zone) -> None:
     zone.boot()
     zone.machines.flood(NODE, 0, Flooding.OUTPUT).result(timeout=10)
     with zone.connect() as client:
-        _, stdout, stderr = client.exec_command("true", timeout=20)
-        assert len(stdout.read(1 << 20)) == len(stderr.read(1 << 20)) == 1 << 20
+        channel = client.exec_command("true", timeout=20)[1].channel
+        heard = {"stdout": 0, "stderr": 0}
+
+        def hear() -> bool:
+            # Both, as they come: what is left unread of one takes the room that the other's next words need.
+            if channel.recv_ready():
+                heard["stdout"] += len(channel.recv(1 << 20))
+            if channel.recv_stderr_ready():
+                heard["stderr"] += len(channel.recv_stderr(1 << 20))
+            return min(heard.values()) >= 1 << 20
+
+        eventually(hear)
     zone.machines.resume(NODE, 0).result(timeout=10)
     assert zone.run("echo back") == "back"
 
