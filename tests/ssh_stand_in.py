@@ -13,6 +13,7 @@ import contextlib
 import errno
 import io
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -105,23 +106,21 @@ class SshStandIn:
             transport.sock.send(content)
 
     def stop(self) -> None:
-        with self._lock:
-            listener, hung = self._listener, self._hung
-            self._hung = []
         try:
-            listener.shutdown(socket.SHUT_RDWR)
+            self._listener.shutdown(socket.SHUT_RDWR)
         except OSError:
             return  # Stopped already.
         self._thread.join()
-        listener.close()
-        for sock in hung:
+        self._listener.close()
+        for sock in self._hung:
             sock.close()
         self.drop()
         with self._lock:
             transports = list(self._open)
             processes = list(self._processes)
         for process in processes:
-            process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # With what it left in the background.
         for transport in transports:
             transport.join()
 

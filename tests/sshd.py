@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -92,7 +93,7 @@ class Sshd:
         return self
 
     def _wait_for_banner(self) -> None:
-        until = time.monotonic() + 10
+        until = time.monotonic() + 60
         while time.monotonic() < until:
             assert self._process
             assert self._process.poll() is None, (self.folder / "log").read_text()
@@ -106,21 +107,21 @@ class Sshd:
 
     def freeze(self) -> None:
         """SIGSTOP of it and its sessions: the kernel takes connections, nobody answers."""
-        for pid in self._tree():
-            os.kill(pid, signal.SIGSTOP)
+        frozen: set[int] = set()
+        # What was forked between a look and its signals is there at the next one.
+        while fresh := [pid for pid in self._tree() if pid not in frozen]:
+            _send(signal.SIGSTOP, fresh)
+            frozen.update(fresh)
 
     def thaw(self) -> None:
-        for pid in self._tree():
-            os.kill(pid, signal.SIGCONT)
+        _send(signal.SIGCONT, self._tree())
 
     def stop(self) -> None:
         if self._process is None:
             return
-        for pid in self._tree():
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
+        # A session that begins just now would outlive its parent otherwise.
+        self.freeze()
+        _send(signal.SIGKILL, self._tree())
         self._process.wait()
         self._process = None
 
@@ -140,6 +141,13 @@ class Sshd:
         for pid in found:
             found += children.get(pid, [])
         return found
+
+
+def _send(number: signal.Signals, pids: list[int]) -> None:
+    """To those that are still there: sessions end by themselves, too."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def free_port() -> int:

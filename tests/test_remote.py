@@ -22,7 +22,7 @@ import paramiko
 import psutil
 import pytest
 
-from tests import sshd
+from tests import ssh_stand_in, sshd
 from tests.ssh_stand_in import SshStandIn, make_host_key
 from tpucare.emulator.flood import Flood, Flooding
 from tpucare.errors import AuthRefused, CommandFailed, ConfigError, HostKeyChanged, WorkerSilent
@@ -32,6 +32,9 @@ from tpucare.ssh_keys import LoginKey, PinStore, clean_host_keys, host_key_text,
 from tpucare.ssh_wire import Transport, Wire
 
 SHORT = timedelta(milliseconds=500)
+
+# What is told at once arrives within milliseconds on a quiet machine, and within this on a busy one.
+SOON = 30.0
 
 
 def node_key(name: str = "pod-0-a1") -> NodeKey:
@@ -288,9 +291,11 @@ def test_refused_key(key: LoginKey, door: Door, server: SshStandIn, tmp_path: Pa
 
 
 def test_nobody_listens(opened: Callable[..., Door]) -> None:
-    door = opened(sshd.free_port())
-    with pytest.raises(WorkerSilent, match="refused"):
-        door.remote.run(Worker(node_key(), 1, 0, "127.0.0.1"), "true")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        door = opened(taken.getsockname()[1])
+        with pytest.raises(WorkerSilent, match="refused"):
+            door.remote.run(Worker(node_key(), 1, 0, "127.0.0.1"), "true")
 
 
 def test_server_that_never_says_a_word(door: Door, server: SshStandIn) -> None:
@@ -298,7 +303,7 @@ def test_server_that_never_says_a_word(door: Door, server: SshStandIn) -> None:
     begun = time.monotonic()
     with pytest.raises(WorkerSilent, match=r"within 0\.5 s"):
         door.remote.run(worker_at(server), "true", deadline=SHORT)
-    assert time.monotonic() - begun < 1.2
+    assert time.monotonic() - begun < 10, "paramiko itself waits 15 s for a banner"
 
 
 def test_server_that_is_not_ssh(opened: Callable[..., Door]) -> None:
@@ -334,7 +339,7 @@ def test_server_that_announces_a_packet_beyond_measure_after_the_login(door: Doo
     worker = worker_at(server)
     assert door.remote.run(worker, "echo in").stdout == b"in\n"
     server.say((2**32 - 4).to_bytes(4, "big") + bytes(1 << 16))
-    assert door.next_hints(5) == {worker.key}
+    assert door.next_hints(SOON) == {worker.key}
     assert door.remote.run(worker, "echo again").stdout == b"again\n"
 
 
@@ -356,44 +361,90 @@ def test_server_that_sends_more_than_its_window(key: LoginKey, server: SshStandI
     transport.join()
 
 
+@contextmanager
+def dropped_while(server: SshStandIn, holds: Callable[[], bool], seconds: float = 0) -> Iterator[None]:
+    """All connections are closed *seconds* after it holds; each time the block is used, and only during it."""
+
+    def drop() -> None:
+        wait_until(holds)
+        time.sleep(seconds)
+        server.drop()
+
+    with ThreadPoolExecutor(1) as threads:
+        dropping = threads.submit(drop)
+        yield
+        dropping.result()
+
+
 def test_dropped_in_the_middle_of_much_output(door: Door, server: SshStandIn) -> None:
     """Room for more is granted on the thread of the caller, who then meets the end of the connection."""
     worker = worker_at(server)
+    assert server.home is not None
     for number in range(20):
-        door.remote.run(worker, "true")
-        dropper = threading.Timer(0.02 * (number % 5 + 1), server.drop)
-        dropper.start()
-        with pytest.raises(WorkerSilent, match="dropped"):
-            door.remote.run(worker, "yes")
-        dropper.join()
+        begun = server.home / f"begun-{number}"
+        with (
+            dropped_while(server, begun.exists, 0.02 * (number % 5 + 1)),
+            pytest.raises(WorkerSilent, match="dropped"),
+        ):
+            door.remote.run(worker, f"touch {begun.name}; yes", deadline=timedelta(minutes=1))
 
 
 def test_dropped_in_the_middle_of_a_command(door: Door, server: SshStandIn) -> None:
     worker = worker_at(server)
-    door.remote.run(worker, "true")
-    dropper = threading.Timer(0.3, server.drop)
-    dropper.start()
-    begun = time.monotonic()
-    with pytest.raises(WorkerSilent, match="dropped"):
-        door.remote.run(worker, "sleep 3")
-    assert time.monotonic() - begun < 1.5
-    assert door.next_hints(1) == {worker.key}
-    dropper.join()
+    assert server.home is not None
+    with (
+        dropped_while(server, (server.home / "begun").exists),
+        pytest.raises(WorkerSilent, match="dropped"),
+    ):
+        # The deadline would be another word than "dropped".
+        door.remote.run(worker, "touch begun; exec sleep 60", deadline=timedelta(minutes=1))
+    assert door.next_hints(SOON) == {worker.key}
 
 
-def test_dropped_while_idle_is_noticed_within_a_second(door: Door, server: SshStandIn) -> None:
+@pytest.mark.parametrize("step", ["_event_pending", "_unlink"])
+def test_dropped_at_the_worst_moment(
+    door: Door, server: SshStandIn, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """Just before paramiko begins to wait for an answer, and with the caller faster than the thread that ends it."""
     worker = worker_at(server)
     door.remote.run(worker, "true")
-    begun = time.monotonic()
+    taken = getattr(paramiko.Channel, step)
+
+    def slowly(channel: paramiko.Channel) -> None:
+        if step == "_event_pending":
+            server.drop()
+            wait_until(lambda: bool(channel.closed))
+            taken(channel)
+            return
+        taken(channel)
+        if isinstance(channel.get_transport(), Transport):
+            time.sleep(0.3)
+
+    monkeypatch.setattr(paramiko.Channel, step, slowly)
+    assert server.home is not None
+    with ThreadPoolExecutor(1) as threads:
+        running = threads.submit(door.remote.run, worker, "touch begun; exec sleep 60", deadline=timedelta(minutes=1))
+        if step == "_unlink":
+            wait_until((server.home / "begun").exists)
+            server.drop()
+        with pytest.raises(WorkerSilent, match="dropped"):
+            running.result(SOON)
+
+
+def test_dropped_while_idle_is_noticed_at_once(door: Door, server: SshStandIn) -> None:
+    worker = worker_at(server)
+    door.remote.run(worker, "true")
     server.drop()
-    assert door.next_hints(1) == {worker.key}
-    assert time.monotonic() - begun < 1
+    assert door.next_hints(SOON) == {worker.key}
     assert door.remote.connections == 0
     assert door.remote.hints() == frozenset()
     assert door.remote.run(worker, "echo again").stdout == b"again\n"
 
 
-def test_server_that_keeps_dropping_does_not_cause_a_storm_of_hints(door: Door, server: SshStandIn) -> None:
+def test_server_that_keeps_dropping_does_not_cause_a_storm_of_hints(
+    door: Door, server: SshStandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tpucare.remote.FLAP_SECONDS", 60.0)
     worker = worker_at(server)
     hints = 0
     for _ in range(5):
@@ -434,7 +485,7 @@ def test_close_ends_what_is_under_way(opened: Callable[..., Door], server: SshSt
     begun = time.monotonic()
     door.remote.close()
     thread.join()
-    assert time.monotonic() - begun < 2
+    assert time.monotonic() - begun < 10
     assert isinstance(errors[0], WorkerSilent)
     with pytest.raises(WorkerSilent):
         door.remote.run(worker_at(server), "true")
@@ -453,24 +504,29 @@ def test_full_disk_is_told(door: Door, server: SshStandIn) -> None:
     assert door.remote.connections == 1
 
 
-def test_file_is_private_while_it_is_written(door: Door, server: SshStandIn) -> None:
+def test_file_is_private_while_it_is_written(door: Door, server: SshStandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     assert server.home is not None
-    home, seen, done = server.home, set[int](), threading.Event()
+    home, seen = server.home, list[int]()
+    write, rename = ssh_stand_in._File.write, os.replace
 
-    def watch() -> None:
-        while not done.is_set():
-            for path in home.glob(".file.*"):
-                try:
-                    seen.add(stat.S_IMODE(path.stat().st_mode))
-                except FileNotFoundError:
-                    continue
+    def look() -> None:
+        (path,) = home.glob(".file.*")
+        seen.append(stat.S_IMODE(path.stat().st_mode))
 
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    door.remote.put(worker_at(server), "file", bytes(20_000_000), 0o600)
-    done.set()
-    watcher.join()
-    assert seen == {0o600}
+    def watched_write(file: ssh_stand_in._File, offset: int, data: object) -> int:
+        look()
+        return write(file, offset, data)
+
+    def watched_rename(source: Path, target: Path) -> None:
+        if Path(target) == home / "file":
+            look()
+        rename(source, target)
+
+    monkeypatch.setattr(ssh_stand_in._File, "write", watched_write)
+    monkeypatch.setattr(os, "replace", watched_rename)
+    door.remote.put(worker_at(server), "file", bytes(1_000_000), 0o600)
+    assert len(seen) > 30
+    assert set(seen) == {0o600}
 
 
 # --- kept connections ---
@@ -484,11 +540,16 @@ def test_connection_is_kept_and_shared(door: Door, server: SshStandIn) -> None:
 
 
 def test_kept_connection_does_not_grow_with_its_commands(key: LoginKey, opened: Callable[..., Door]) -> None:
+    def transports() -> list[Transport]:
+        return [one for one in gc.get_objects() if type(one) is Transport]
+
+    # Other tests' leftovers are of no interest, and may still be ending.
+    before_us = transports()
+
     def held() -> int:
-        # Other tests' leftovers are of no interest, and paramiko's own growth is a number per channel.
-        transports = [one for one in gc.get_objects() if type(one) is Transport and one.is_active()]
-        assert len(transports) == 1
-        return sum(len(value) for value in vars(transports[0]).values() if isinstance(value, dict | list))
+        # paramiko's own growth is a number per channel.
+        (ours,) = [one for one in transports() if one not in before_us]
+        return sum(len(value) for value in vars(ours).values() if isinstance(value, dict | list))
 
     server = SshStandIn(key.public, answer=echo)
     try:
@@ -513,7 +574,10 @@ def test_start_up_file_that_prints_is_named_as_the_reason(opened: Callable[..., 
 
 def test_more_commands_at_once_than_a_server_grants_sessions(door: Door, server: SshStandIn) -> None:
     worker = worker_at(server)
-    results = door.remote.each([worker] * 30, lambda one: door.remote.run(one, "sleep 0.1; echo x").stdout)
+    results = door.remote.each(
+        [worker] * 30,
+        lambda one: door.remote.run(one, "sleep 0.1; echo x", deadline=timedelta(minutes=1)).stdout,
+    )
     assert results == [b"x\n"] * 30
 
 
@@ -580,6 +644,12 @@ def test_nothing_grows_over_many_connections(key: LoginKey, opened: Callable[...
     server = SshStandIn(key.public, answer=echo)
     me = psutil.Process()
     door = opened(server.port)
+    # Those of other tests may still be ending.
+    others = set(threading.enumerate())
+
+    def is_quiet() -> bool:
+        ours = set(threading.enumerate()) - others
+        return server.open == 0 and not any(isinstance(thread, paramiko.Transport) for thread in ours)
 
     def cycle(number: int) -> None:
         worker = worker_at(server, name=f"pod-0-a{number}", node_id=number, number=number % 3)
@@ -592,16 +662,16 @@ def test_nothing_grows_over_many_connections(key: LoginKey, opened: Callable[...
     try:
         for number in range(20):
             cycle(number)
-        wait_until(lambda: server.open == 0)
+        wait_until(is_quiet)
         files, threads = me.num_fds(), me.num_threads()
         for number in range(20, 520):
             cycle(number)
-        wait_until(lambda: server.open == 0 and me.num_threads() <= threads)
-        assert me.num_fds() <= files
-        assert me.num_threads() <= threads
+        # A thread is counted for a moment after it has ended.
+        wait_until(lambda: is_quiet() and me.num_threads() <= threads and me.num_fds() <= files)
         assert door.remote.connections == 0
         door.remote.close()
-        assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("tpucare")]
+        ours = set(threading.enumerate()) - others
+        assert not [thread.name for thread in ours if thread.name.startswith("tpucare")]
     finally:
         server.stop()
 
@@ -610,19 +680,23 @@ def test_nothing_grows_over_many_connections(key: LoginKey, opened: Callable[...
 
 
 def test_64_workers_in_parallel(key: LoginKey, opened: Callable[..., Door]) -> None:
+    together = threading.Barrier(16)
+
     def slow_echo(command: str) -> Ran:
-        time.sleep(0.2)
+        """A command that ends only when 16 are under way: of 64 in fewer lanes the last would wait for ever."""
+        together.wait(SOON)
         return echo(command)
 
     server = SshStandIn(key.public, answer=slow_echo)
     try:
         door = opened(server.port)
         workers = [worker_at(server, number=number) for number in range(64)]
-        door.remote.each(workers, lambda worker: door.remote.run(worker, "x"))
-        begun = time.monotonic()
-        results = door.remote.each(workers, lambda worker: door.remote.run(worker, f"{worker.number}").stdout)
-        assert results == [f"{number}".encode() for number in range(64)]
-        assert time.monotonic() - begun < 64 * 0.2 / 4
+        for _ in range(2):
+            results = door.remote.each(
+                workers,
+                lambda worker: door.remote.run(worker, f"{worker.number}", deadline=timedelta(minutes=2)).stdout,
+            )
+            assert results == [f"{number}".encode() for number in range(64)]
         assert server.accepted == 64
     finally:
         server.stop()
@@ -643,15 +717,16 @@ def test_each_within_each_within_many_threads_ends(opened: Callable[..., Door]) 
 
 def test_slow_worker_does_not_delay_the_others(opened: Callable[..., Door]) -> None:
     door = opened(1, parallel=4)
-    done: list[float] = []
-    begun = time.monotonic()
+    done = threading.Semaphore(0)
 
-    def call(worker: Worker) -> None:
-        time.sleep(0.6 if worker.number == 0 else 0.01)
-        done.append(time.monotonic() - begun)
+    def call(worker: Worker) -> bool:
+        if worker.number == 0:
+            return all(done.acquire(timeout=SOON) for _ in range(9))
+        done.release()
+        return True
 
-    door.remote.each([Worker(node_key(), 1, number, "127.0.0.1") for number in range(10)], call)
-    assert sum(seconds < 0.4 for seconds in done) == 9
+    workers = [Worker(node_key(), 1, number, "127.0.0.1") for number in range(10)]
+    assert door.remote.each(workers, call) == [True] * 10
 
 
 # --- knocking ---
@@ -665,7 +740,7 @@ def test_knock_hears_each_worker_of_a_node(key: LoginKey, opened: Callable[..., 
         assert door.next_hints(0.4) == frozenset()
         server = SshStandIn(key.public, answer=echo, address=f"127.2.4.{number}", port=port)
         try:
-            assert door.next_hints(1) == {node_key()}
+            assert door.next_hints(SOON) == {node_key()}
         finally:
             server.stop()
     assert door.next_hints(0.4) == frozenset()
@@ -674,7 +749,8 @@ def test_knock_hears_each_worker_of_a_node(key: LoginKey, opened: Callable[..., 
 def test_knock_again_after_the_worker_was_heard_says_nothing(door: Door, server: SshStandIn) -> None:
     worker = worker_at(server)
     door.remote.knock([worker])
-    assert door.next_hints(1) == {worker.key}
+    assert door.next_hints(SOON) == {worker.key}
+    wait_until(lambda: server.accepted == 1)
     for _ in range(5):
         door.remote.knock([worker])
     assert door.next_hints(0.5) == frozenset()
@@ -684,12 +760,12 @@ def test_knock_again_after_the_worker_was_heard_says_nothing(door: Door, server:
 def test_knock_again_after_silence_hints_again(door: Door, server: SshStandIn) -> None:
     worker = worker_at(server)
     door.remote.knock([worker])
-    assert door.next_hints(1) == {worker.key}
+    assert door.next_hints(SOON) == {worker.key}
     server.hang = True
     with pytest.raises(WorkerSilent):
         door.remote.run(worker, "true", deadline=SHORT)
     door.remote.knock([worker])
-    assert door.next_hints(1) == {worker.key}
+    assert door.next_hints(SOON) == {worker.key}
 
 
 def test_knock_at_many_keeps_its_sockets_bounded_and_wakes_for_each(key: LoginKey, opened: Callable[..., Door]) -> None:
@@ -699,15 +775,15 @@ def test_knock_at_many_keeps_its_sockets_bounded_and_wakes_for_each(key: LoginKe
     awaited = [
         Worker(node_key(f"n{a}-{b}"), 1, 0, f"127.5.{a}.{b}") for a, b in itertools.product(range(20), range(1, 101))
     ]
-    begun = time.monotonic()
-    door.remote.knock(awaited)
-    assert time.monotonic() - begun < 0.5
     # A server whose queue of connections is full takes no more: its address is as dark as a VM that is not there yet.
     with dark_address(port) as dark:
+        begun = time.monotonic()
+        door.remote.knock(awaited)
         door.remote.knock([Worker(node_key(f"d{number}"), 1, 0, dark) for number in range(600)])
+        assert time.monotonic() - begun < 10, "who waits for an answer of each would wait for minutes"
         server = SshStandIn(key.public, answer=echo, address="127.5.7.7", port=port)
         try:
-            assert door.next_hints(5) == {node_key("n7-7")}
+            assert door.next_hints(SOON) == {node_key("n7-7")}
             assert psutil.Process().num_fds() <= files + 512 + 300
         finally:
             server.stop()
@@ -723,7 +799,7 @@ def test_knock_at_a_dark_address_tries_again(key: LoginKey, opened: Callable[...
         assert door.next_hints(1.5) == frozenset()
     server = SshStandIn(key.public, answer=echo, address=dark, port=port)
     try:
-        assert door.next_hints(3) == {node_key()}
+        assert door.next_hints(SOON) == {node_key()}
     finally:
         server.stop()
 
@@ -744,7 +820,7 @@ def dark_address(port: int) -> Iterator[str]:
                 filler.close()
 
 
-def wait_until(holds: Callable[[], bool], seconds: float = 5) -> None:
+def wait_until(holds: Callable[[], bool], seconds: float = SOON) -> None:
     until = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < until, "waited in vain"
@@ -772,7 +848,7 @@ def test_frozen_sshd_is_silent_by_the_deadline(opened: Callable[..., Door], real
         begun = time.monotonic()
         with pytest.raises(WorkerSilent, match="within"):
             door.remote.run(worker, "true", deadline=SHORT)
-        assert time.monotonic() - begun < 1.2
+        assert time.monotonic() - begun < 10
     with pytest.raises(WorkerSilent, match="within"):
         door.remote.put(worker, "file", b"", 0o600, deadline=SHORT)
     real.thaw()
@@ -789,7 +865,7 @@ def test_sshd_frozen_in_the_middle_of_a_command(opened: Callable[..., Door], rea
     begun = time.monotonic()
     with pytest.raises(WorkerSilent, match="within"):
         door.remote.run(worker, "sleep 0.3; cat > /dev/null; sleep 3", stdin=bytes(size), deadline=SHORT)
-    assert time.monotonic() - begun < 3.5
+    assert time.monotonic() - begun < SOON
     freezer.join()
     real.thaw()
     assert door.remote.run(worker, "echo thawed").stdout == b"thawed\n"
@@ -800,7 +876,7 @@ def test_killed_sshd_is_hinted_at_and_then_refuses(opened: Callable[..., Door], 
     door, worker = opened(real.port), Worker(node_key(), 1, 0, real.address)
     door.remote.run(worker, "true")
     real.stop()
-    assert door.next_hints(1) == {worker.key}
+    assert door.next_hints(SOON) == {worker.key}
     with pytest.raises(WorkerSilent, match="refused"):
         door.remote.run(worker, "true")
 

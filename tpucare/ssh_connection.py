@@ -21,7 +21,7 @@ from tpucare.errors import AuthRefused, CommandFailed, HostKeyChanged, WorkerSil
 from tpucare.model import Ran, Worker
 from tpucare.ssh_files import CHUNK_BYTES, write_file
 from tpucare.ssh_keys import host_key_text
-from tpucare.ssh_wire import Deadline, Transport, Watchdog, Wire
+from tpucare.ssh_wire import Deadline, LastingEvent, Transport, Watchdog, Wire
 
 # sshd's MaxSessions is 10 unless somebody changed it.
 CHANNELS = 8
@@ -180,7 +180,9 @@ class Connection:
     def _open_channel(self, deadline: Deadline) -> paramiko.Channel:
         try:
             with self._watchdog.guard(self._wire, deadline.at):
-                return self._transport.open_session(timeout=deadline.remaining)
+                channel = self._transport.open_session(timeout=deadline.remaining)
+                channel.event = LastingEvent(channel)
+                return channel
         except paramiko.ChannelException as error:
             raise NeverSent(f"{self.worker.host}: no session was granted ({error})") from error
         except (paramiko.SSHException, EOFError, OSError) as error:
@@ -209,7 +211,8 @@ class Connection:
             raise self._silent("a command", deadline) from error
         if complete and not channel.status_event.wait(deadline.remaining):
             complete = False
-        if not complete or (not channel.eof_received and not self._transport.is_active()):
+        # Closed without an end of file: by the end of the connection, which the transport itself may hear of later.
+        if not complete or (not channel.eof_received and channel.closed):
             raise self._silent("a command", deadline)
         if channel.exit_status < 0:
             # Killed by a signal, or dropped between the last output and the status: paramiko says -1 to both.

@@ -185,7 +185,9 @@ class ConnectionPool:
     def _lost(self, connection: Connection) -> None:
         with self._lock:
             self._remove(connection)
-        self._tell_lost(connection.worker)
+            known = identity(connection.worker) in self._lines
+        if known:
+            self._tell_lost(connection.worker)
 
     def _detach(self, line: _Line) -> None:
         if line.connection is not None:
@@ -193,7 +195,9 @@ class ConnectionPool:
 
     def _remove(self, connection: Connection) -> None:
         """Close *connection* and hold it nowhere any more."""
-        connection.close()
+        # One that is ending by itself is about to be told as lost, and is not once it counts as closed by us.
+        if connection.alive:
+            connection.close()
         self._uses.pop(connection, None)
         self._idle(connection).pop(connection, None)
         line = self._lines.get(identity(connection.worker))

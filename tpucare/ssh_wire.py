@@ -21,7 +21,7 @@ from datetime import timedelta
 from typing import Any
 
 import paramiko
-from paramiko.common import MSG_CHANNEL_DATA, MSG_CHANNEL_EXTENDED_DATA
+from paramiko.common import MSG_CHANNEL_CLOSE, MSG_CHANNEL_DATA, MSG_CHANNEL_EXTENDED_DATA
 from paramiko.packet import Packetizer
 
 LOG_NAME = "tpucare.ssh"
@@ -135,7 +135,8 @@ class Transport(paramiko.Transport):
         self.disconnect_text = ""
         table = self._channel_handler_table  # type: ignore[has-type]
         bounded = {kind: _within_window(table[kind]) for kind in (MSG_CHANNEL_DATA, MSG_CHANNEL_EXTENDED_DATA)}
-        self._channel_handler_table = {**table, **bounded}
+        closing = {MSG_CHANNEL_CLOSE: _end_of_file_first(table[MSG_CHANNEL_CLOSE])}
+        self._channel_handler_table = {**table, **bounded, **closing}
         self._wire = wire
         self._tell_ended = ended
 
@@ -168,6 +169,35 @@ def _within_window(
         hear(channel, message)
 
     return take
+
+
+def _end_of_file_first(
+    close: Callable[[paramiko.Channel, paramiko.Message], None],
+) -> Callable[[paramiko.Channel, paramiko.Message], None]:
+    """A close says that nothing more comes, too; a channel that was closed without either lost its connection."""
+
+    def take(channel: paramiko.Channel, message: paramiko.Message) -> None:
+        channel._handle_eof(message)  # type: ignore[attr-defined]
+        close(channel, message)
+
+    return take
+
+
+class LastingEvent(threading.Event):
+    """
+    For `Channel.event`, which paramiko clears before it sends a request and then waits for without a limit.
+
+    The end of the connection sets it once, and may do so just before it is cleared.
+    """
+
+    def __init__(self, channel: paramiko.Channel) -> None:
+        super().__init__()
+        self._channel = channel
+
+    def clear(self) -> None:
+        super().clear()
+        if self._channel.closed:
+            self.set()
 
 
 class _SeenChannels(dict[int, bool]):
