@@ -83,15 +83,12 @@ class Control:
 
         Raises: ConfigError: the socket cannot be made.
         """
-        mask = os.umask(0o177)
         try:
             self.path.unlink(missing_ok=True)
             with _reachable(self.path) as address:
                 self._server = _Server(address, _Conversation)
         except OSError as error:
             raise ConfigError(f"{self.path}: the control socket cannot be made: {error.strerror or error}") from error
-        finally:
-            os.umask(mask)
         self._server.carry = self._carry
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(0.1,), name="tpucare-control", daemon=True
@@ -245,6 +242,11 @@ class _Server(socketserver.ThreadingUnixStreamServer):
         self.places = threading.BoundedSemaphore(CONNECTIONS_LIMIT)
         self.quiet = threading.Condition()
         self.answering = 0
+
+    def server_bind(self) -> None:
+        """Linux gives the file the mode of its socket; a umask would be that of all threads of this process."""
+        os.fchmod(self.fileno(), 0o600)
+        super().server_bind()
 
     def handle_error(self, request: object, client_address: object) -> None:
         """A client that hung up: its loss. The usual traceback on stderr helps nobody."""
