@@ -53,7 +53,9 @@ class ContextGate:
         for slot in [*self._turns]:
             self.release(slot)
         until = time.monotonic() + seconds
-        for turn in [turn for turn in self._leaving if turn.holds]:
+        with self._lock:
+            leaving = [turn for turn in self._leaving if turn.holds]
+        for turn in leaving:
             turn.join(max(0.0, until - time.monotonic()))
 
     # --- on the turns' threads ---
