@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import signal
@@ -47,7 +48,7 @@ from tpucare.whereabouts import options_of
 
 ZONE = "europe-west4-a"
 PROJECT = "emulated"
-PATIENCE = 40.0
+PATIENCE = 120.0
 
 
 def start_fn(ctx: object, worker: object) -> None: ...
@@ -238,14 +239,16 @@ def test_nothing_is_created_while_the_semaphore_is_held_by_another(grant: Grant)
     grant.until(grant.nodes, "it is made")
 
 
-def test_a_paused_host_stays_paused_and_says_so(grant: Grant, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_paused_host_stays_paused_and_says_so(grant: Grant, monkeypatch: pytest.MonkeyPatch) -> None:
     first = grant.single("pod")
     grant.until(grant.nodes, "a node is made")
     grant.ask("pod", "pause", target="pod")
     grant.ask("pod", "stop")
     first.end()
+    said = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", said)
     grant.single("pod")
-    grant.until(lambda: "pod is paused: `tpucare resume pod`" in capsys.readouterr().err, "it says so")
+    grant.until(lambda: "pod is paused: `tpucare resume pod`" in said.getvalue(), "it says so")
 
 
 def test_a_listener_that_raises_ends_nothing(grant: Grant, capsys: pytest.CaptureFixture[str]) -> None:
@@ -602,7 +605,7 @@ def test_commands_find_a_script_by_its_host(grant: Grant, scripts: Callable[...,
             env=env,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=PATIENCE,
             check=False,
         )
         assert done.returncode == 0, done.stderr
@@ -626,7 +629,7 @@ def test_a_script_that_was_killed_can_be_taken_down_without_it(grant: Grant, scr
         env={**env, "PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tpucare import budget as budgets
 from tpucare.budget import SharedBudget, shared_budget
 from tpucare.errors import StoreError
 
@@ -101,6 +102,7 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
 
 
 def _crowd(folder: str, name: str, found: multiprocessing.SimpleQueue[int]) -> None:
+    budgets._PATIENCE_SECONDS = 60.0  # Whoever gives up waiting for the lock may leave a place to nobody.
     shared = budget(Path(folder), 25)
     found.put(sum(spend(shared, f"{name}-{index}", 100.0) for index in range(20)))
 
@@ -112,7 +114,7 @@ def test_many_at_once_never_find_more_than_there_is(tmp_path: Path) -> None:
     for process in crowd:
         process.start()
     for process in crowd:
-        process.join(60)
+        process.join(120)
         assert process.exitcode == 0
     assert sum(found.get() for _ in crowd) == 25
     asked = json.loads((tmp_path / "creates" / "grant.json").read_text())["asked"]

@@ -53,14 +53,15 @@ PROJECT = "emulated"
 ZONE, OTHER_ZONE = "us-central1-a", "europe-west4-a"
 KEY_LINE = "me:ssh-ed25519 AAAAC3Nza first"
 QUICK: dict[str, object] = {"read": 0, "write": 0, "list_lag_share": 0, "operation_lingers_share": 0}
-PATIENCE = timedelta(seconds=0.5)
+PATIENCE, LITTLE_PATIENCE = timedelta(seconds=30), timedelta(seconds=0.5)
 
 
 @dataclass
 class Rig:
-    """A Cloud, the world behind it, and the hand on its clock."""
+    """A Cloud, one like it that waits for no answer longer than a moment, the world behind them, and a clock's hand."""
 
     cloud: Cloud
+    impatient: Cloud
     world: World
     clock: HandClock
     lock: AbstractContextManager[Any]
@@ -88,15 +89,20 @@ def build(request: pytest.FixtureRequest) -> Iterator[Build]:
         config, clock = WorldConfig.fast(latencies=latencies, **changes), HandClock()
         if request.param == "in-process":
             world = World(config, seed=1, start=clock.now())
-            limits = Limits(PATIENCE, PATIENCE, PATIENCE)
-            return Rig(InProcessCloud(world, now=clock.now, limits=limits), world, clock, nullcontext())
+            patient, impatient = (
+                InProcessCloud(world, now=clock.now, limits=Limits(*[patience] * 3))
+                for patience in (PATIENCE, LITTLE_PATIENCE)
+            )
+            return Rig(patient, impatient, world, clock, nullcontext())
         server = EmulatorServer(config, seed=1, now=clock.now)
         ends.append(server.stop)
         server.start()
-        deadlines = Deadlines(PATIENCE, PATIENCE, PATIENCE)
-        cloud = connect(server.endpoint, monotonic=clock.monotonic, deadlines=deadlines)
-        ends.append(cloud.close)
-        return Rig(cloud, server.world, clock, server.lock)
+        clouds = [
+            connect(server.endpoint, monotonic=clock.monotonic, deadlines=Deadlines(*[patience] * 3))
+            for patience in (PATIENCE, LITTLE_PATIENCE)
+        ]
+        ends.extend(cloud.close for cloud in clouds)
+        return Rig(clouds[0], clouds[1], server.world, clock, server.lock)
 
     yield make
     for end in reversed(ends):
@@ -412,15 +418,16 @@ def test_every_call_has_a_deadline(build: Build) -> None:
     ready(rig, "pod-0-a1")
     key = NodeKey(PROJECT, ZONE, "pod-0-a1")
     with rig.lock:
-        rig.world.outage("slow", timedelta(minutes=5), rig.now, seconds=20)
+        rig.world.outage("slow", timedelta(minutes=5), rig.now, seconds=60)
+    cloud = rig.impatient
     calls: list[Callable[[], object]] = [
-        lambda: rig.cloud.list_nodes(PROJECT),
-        lambda: rig.cloud.get_node(key),
-        lambda: rig.cloud.create_node(wanted("pod-1-a1")),
-        lambda: rig.cloud.get_operation(f"projects/{PROJECT}/locations/{ZONE}/operations/operation-1"),
-        lambda: rig.cloud.delete_node(key),
-        lambda: rig.cloud.add_ssh_key(key, KEY_LINE),
-        lambda: rig.cloud.host_keys(key),
+        lambda: cloud.list_nodes(PROJECT),
+        lambda: cloud.get_node(key),
+        lambda: cloud.create_node(wanted("pod-1-a1")),
+        lambda: cloud.get_operation(f"projects/{PROJECT}/locations/{ZONE}/operations/operation-1"),
+        lambda: cloud.delete_node(key),
+        lambda: cloud.add_ssh_key(key, KEY_LINE),
+        lambda: cloud.host_keys(key),
     ]
 
     def outcome(call: Callable[[], object]) -> object:

@@ -23,6 +23,7 @@ from tests.hand_clock import HandClock
 from tpucare.emulator.carrying import Carrier
 from tpucare.emulator.config import WorldConfig
 from tpucare.emulator.http_face import HttpRequest
+from tpucare.emulator.records import CallFate
 from tpucare.emulator.rest import RestFace, routes
 from tpucare.emulator.server import EmulatorServer
 from tpucare.emulator.world import World
@@ -349,7 +350,7 @@ def test_a_stopped_server_lets_go_of_open_connections() -> None:
     idle.close()
 
 
-def test_latency_is_spent_outside_the_lock(place: Place) -> None:
+def test_latency_is_spent_outside_the_lock(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     config = WorldConfig.calm(latencies={**INSTANT, "write": 60})
     with EmulatorServer(config) as server:
         slow = threading.Thread(
@@ -363,7 +364,16 @@ def test_latency_is_spent_outside_the_lock(place: Place) -> None:
                 ),
             ),
         )
+        arrived, fate = threading.Event(), server.world.fate
+
+        def met(method: str, *more: Any) -> CallFate:
+            found = fate(method, *more)
+            arrived.set()
+            return found
+
+        monkeypatch.setattr(server.world, "fate", met)
         slow.start()
+        assert arrived.wait(60)
         assert Place(server, HandClock()).ask(f"/v2/{PARENT}/nodes") == {}
     slow.join(30)
     assert not slow.is_alive()

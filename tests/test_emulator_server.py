@@ -32,7 +32,7 @@ from tpucare.emulator.control import request
 from tpucare.emulator.machine_effects import Boot, Kill, MachineEffect, SetAttribute
 from tpucare.emulator.machines import Machines
 from tpucare.emulator.orders import ACTIONS, parse_order
-from tpucare.emulator.records import NodePath
+from tpucare.emulator.records import CallFate, NodePath
 from tpucare.emulator.server import EmulatorServer
 from tpucare.errors import AnswerLost, ConfigError, NoCapacity
 from tpucare.model import NodeKey, NodeRequest, NodeState, Place, Provisioning
@@ -262,7 +262,7 @@ def test_time_runs_by_itself_and_machines_hear_in_order() -> None:
         while len(stage.told) < 4 and not deadline.wait(0.02):
             pass
         serving.carry({"do": "preempt", "selector": "pod-0", "notice": "50ms", "visible_after": 0.1})
-        assert stage.killed.wait(10)
+        assert stage.killed.wait(60)
         key = NodeKey(PROJECT, ZONE, "pod-0-a1")
         while cloud.get_node(key).state is not NodeState.PREEMPTED:
             deadline.wait(0.02)
@@ -280,16 +280,25 @@ def test_time_runs_by_itself_and_machines_hear_in_order() -> None:
     assert stage.closed
 
 
-def test_latency_is_not_spent_under_the_lock() -> None:
+def test_latency_is_not_spent_under_the_lock(monkeypatch: pytest.MonkeyPatch) -> None:
     config = WorldConfig.fast(latencies={**QUICK, "write": 60})
     with EmulatorServer(config) as serving, ThreadPoolExecutor(1) as pool:
         slow, quick = (connect(serving.endpoint, monotonic=lambda: 0.0) for _ in range(2))
+        arrived, fate = threading.Event(), serving.world.fate
+
+        def met(method: str, *more: Any) -> CallFate:
+            found = fate(method, *more)
+            arrived.set()
+            return found
+
+        monkeypatch.setattr(serving.world, "fate", met)
         create = pool.submit(slow.create_node, wanted("pod-0-a1"))
+        assert arrived.wait(60)
         assert not quick.list_nodes(PROJECT).nodes
         assert not create.done()
         slow.close()
         quick.close()
-        assert isinstance(create.exception(timeout=10), AnswerLost)
+        assert isinstance(create.exception(timeout=30), AnswerLost)
 
 
 def test_nothing_of_a_server_is_left_after_it_stopped(tmp_path: Path) -> None:
@@ -516,7 +525,8 @@ def test_a_stockout_in_real_time() -> None:
         while not (operation := cloud.get_operation(operation.name)).done:
             pause.wait(0.02)
         assert isinstance(operation.error, NoCapacity)
+        before = serving.now()
         seen = cloud.list_nodes(PROJECT).cloud_time
         assert seen is not None
-        assert abs(seen - serving.now()) < timedelta(seconds=5)
+        assert before - timedelta(seconds=1) <= seen <= serving.now(), "in whole seconds"
         cloud.close()

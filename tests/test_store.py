@@ -655,7 +655,8 @@ class TestCrash:
         for _ in range(20):
             writer = start_writer(folder, first=last + 1)
             timer = threading.Timer(rng.uniform(0.0, 0.12), os.kill, (writer.pid, signal.SIGKILL))
-            promised = max(last, acknowledged(writer))  # the first line: it is up and saving
+            # The first lines: it is up, and goes on however slow the disk is.
+            promised = max(last, *(acknowledged(writer) for _ in range(2)))
             timer.start()
             while (step := acknowledged(writer)) >= 0:
                 promised = step
@@ -677,11 +678,11 @@ class TestSpeed:
     def test_ten_thousand_slots(self, folder: Path) -> None:
         with opened(folder) as store:
             store.save({f"pod-{number}": MEMORY for number in range(10_000)})
-        used = resource.getrusage(resource.RUSAGE_SELF).ru_utime
+        used = resource.getrusage(resource.RUSAGE_THREAD).ru_utime
         with opened(folder) as store:
             assert len(store.memories()) == 10_000
-        # Processor time, and three times what it takes on a quiet core: other tests share this machine.
-        assert resource.getrusage(resource.RUSAGE_SELF).ru_utime - used < timedelta(seconds=3).total_seconds()
+        # Processor time of this thread, and three times what it takes on a quiet core: other tests share this machine.
+        assert resource.getrusage(resource.RUSAGE_THREAD).ru_utime - used < timedelta(seconds=3).total_seconds()
 
 
 PROLOGUE = """

@@ -37,6 +37,8 @@ from tpucare.sweeps_client import GraphqlSweeps, SweepRefused, SweepSilent
 from tpucare.sweeps_plan import Changes, SlotState, SweepPath, SweepReport, Verdict, decide, judge, parse_path
 from tpucare.sweeps_watch import Answer, SweepWatch
 
+# Seconds until a process of its own has come up, or has left.
+PATIENCE = 120.0
 PATH = SweepPath("me", "p", "abcd1234")
 FLEET = """\
 tpu: {type: v4-8, zones: [us-central2-b]}
@@ -680,7 +682,7 @@ def foreground(home: House, server: WandbServer, path: SweepPath) -> Process:
     with log.open("wb") as out:
         popen = subprocess.Popen(words, env=env, cwd=home.folder, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
     home.processes.append(Process(popen, log))
-    home.until(lambda: home.nodes() == ["swarm-0-a0", "swarm-1-a0"])
+    home.until(lambda: home.nodes() == ["swarm-0-a0", "swarm-1-a0"], PATIENCE)
     return home.processes[-1]
 
 
@@ -692,7 +694,7 @@ def test_without_a_daemon_the_command_cares_until_the_sweep_is_over(home: House,
     assert row["sweep"] == str(path)
     with server.lock:
         server.world.set_sweep_state(server.world.sweep(*path), SweepState.CANCELED, server.now())
-    assert process.popen.wait(30) == 0
+    assert process.popen.wait(PATIENCE) == 0
     assert f"sweep {path} is over" in process.text
     assert home.nodes() == []
     assert wandb_kit.KEY not in process.text
@@ -702,6 +704,6 @@ def test_a_command_that_is_interrupted_leaves_nodes_alive_and_says_how_to_go_on(
     home: House, server: WandbServer
 ) -> None:
     process = foreground(home, server, make_sweep(server))
-    assert process.end(signal.SIGINT) == 1
+    assert process.end(signal.SIGINT, PATIENCE) == 1
     assert "tpucare down swarm" in process.text
     assert home.nodes() == ["swarm-0-a0", "swarm-1-a0"]

@@ -12,6 +12,7 @@ from typing import Any
 KEY = "k" * 40
 
 # A user's program: marks itself preemptible at once, saves every step, and ends a preempted run with a non-zero status.
+# Its last step waits for the file SWEEP_LAST_STEP, where one is named: until then a test knows that it trains.
 PROGRAM = """\
 import os, pathlib, signal, sys, time
 import wandb
@@ -20,9 +21,13 @@ run = wandb.init(resume="allow")
 run.mark_preempting()
 place = pathlib.Path(os.environ["SWEEP_CHECKPOINTS"]) / run.id
 step = int(place.read_text()) if place.exists() else 0
+steps, last_step = int(os.environ.get("SWEEP_STEPS", "4")), os.environ.get("SWEEP_LAST_STEP", "")
 leaving = []
 signal.signal(signal.SIGTERM, lambda *_: leaving.append(True))
-while step < int(os.environ.get("SWEEP_STEPS", "4")) and not leaving:
+while step < steps and not leaving:
+    if step == steps - 1 and last_step and not os.path.exists(last_step):
+        time.sleep(0.05)
+        continue
     run.log({"loss": run.config["lr"] / (step + 1)}, step=step)
     step += 1
     place.write_text(str(step))
