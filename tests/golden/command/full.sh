@@ -74,17 +74,15 @@ while [ "${pid:-0}" -gt 1 ]; do
   pid=$(awk '$1 == "PPid:" { print $2 }' "/proc/$pid/status" 2>/dev/null)
 done
 
-# Ours, and of this home: emulated workers of one machine share its users. A zombie has no command line.
+# Ours, and of this home: emulated workers of one machine share its users, and root's daemons have no home at all.
 find_processes() {
   local pid entry found
   found=()
   while read -r pid; do
     [[ $ancestors == *" $pid "* ]] && continue
-    IFS= read -r -d '' entry 2>/dev/null <"/proc/$pid/cmdline" || continue
     while IFS= read -r -d '' entry; do
-      [[ $entry != HOME=* || $entry == "HOME=$HOME" ]] || continue 2
+      [[ $entry != "HOME=$HOME" ]] || found+=("$pid")
     done 2>/dev/null <"/proc/$pid/environ"
-    found+=("$pid")
   done < <(exec pgrep -u "$(id -u)" -f -- "$1")
   processes=("${found[@]}")
 }
