@@ -122,7 +122,7 @@ def _step(folder: str, question: dict[str, str], offset: int, end: int) -> int |
 
 
 def _match_apart(pattern: str, data: bytes) -> int | None:
-    """Match in a child with an alarm, for some patterns never end, and nothing else interrupts `re`."""
+    """Match in a child with a timer, for some patterns never end, and nothing else interrupts `re`."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -140,7 +140,8 @@ def _match(pattern: str, data: bytes, writer: int) -> None:
     import re
     import signal
 
-    signal.alarm(MATCH_SECONDS)
+    # Of computing: on a machine that is busy with other things an alarm would cost the step of a good pattern.
+    signal.setitimer(signal.ITIMER_PROF, MATCH_SECONDS)
     last = None
     for match in re.finditer(pattern, data.decode(errors="replace")):
         last = match

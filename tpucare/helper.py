@@ -176,25 +176,29 @@ def _die_with_parent(libc: ctypes.CDLL, parent: int) -> None:
 
 def _in_child(channel: socket.socket, start_fn: StartFn, libc: ctypes.CDLL, helper: int) -> NoReturn:
     """As `multiprocessing` does: what the caretaker registered to run at exit is not this process's to run."""
-    status = 0
-    end = b""
+    # Told when a second SIGINT comes before it is ignored: neither then is the call one that returned, nor does any way
+    # lead back into what the helper was doing when it forked.
+    status, end = 1, pipes.pack_error(KeyboardInterrupt())
     try:
-        _die_with_parent(libc, helper)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        pipes.send(channel, f"pid {os.getpid()}".encode())
-        heard = pipes.receive(channel)
-        if heard is not None:
-            _call(pickle.loads(heard[0]), channel, start_fn)
-    except BaseException as error:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        status, end = _status_of(error), pipes.pack_error(error)
+        try:
+            _die_with_parent(libc, helper)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            pipes.send(channel, f"pid {os.getpid()}".encode())
+            heard = pipes.receive(channel)
+            if heard is not None:
+                _call(pickle.loads(heard[0]), channel, start_fn)
+            status, end = 0, b""
+        except BaseException as error:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            status, end = _status_of(error), pipes.pack_error(error)
+        finally:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            with contextlib.suppress(Exception):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            with contextlib.suppress(OSError):
+                pipes.send(channel, end)
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        with contextlib.suppress(Exception):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        with contextlib.suppress(OSError):
-            pipes.send(channel, end)
         os._exit(status)
 
 

@@ -179,12 +179,13 @@ class ThreadExecutor:
     def _work(self, state: _LaneState) -> None:
         while (effect := self._next(state)) is not None:
             end = effect.run()
-            # While it waits for work the thread must not keep the last effect, its result or its traceback alive.
+            # While it waits for work the thread must not keep the last effect, its result or its traceback alive; nor
+            # when whoever was told of the end has dropped it.
             del effect
             with self._lock:
                 self._ended.append(end)
+                del end
                 self._awake.notify_all()
-            del end
 
     def _next(self, state: _LaneState) -> _Effect | None:
         with self._lock:
