@@ -9,7 +9,7 @@ if [[ ${1:-} == --inside ]]; then
   # In the screen. Whatever is started from here on inherits the lock.
   exec 9>>"$STATE/lock" >>"$STATE/log" 2>&1
   # Whoever only looks holds it for an instant; a run that is live keeps it.
-  flock --timeout 2 9 || exit 0
+  flock --timeout 10 9 || exit 0
   echo $$ >"$STATE/pid"
   echo "$(date -u +%FT%TZ) begins${START_STEP:+ at step $START_STEP}"
   cd "$CODE"

@@ -5,8 +5,12 @@ source "$(dirname "$0")/settings.sh"
 
 is_live || exit 0
 # Never Ctrl-C (SIGINT): it leaves TPU chips unusable.
-pid=$(<"$STATE/pid")
-kill -TERM -- "-$pid" 2>/dev/null || true
+# A run that begins has the lock before it writes whom to end; until then the one before it stands there, or nobody.
+for _ in {1..50}; do
+  pid=$(cat "$STATE/pid" 2>/dev/null || true)
+  if kill -TERM -- "-$pid" 2>/dev/null || ! is_live; then break; fi
+  sleep 0.1
+done
 if ! flock --timeout "${STOP_SECONDS:-60}" "$STATE/lock" true; then
   kill -KILL -- "-$pid" 2>/dev/null || true
   flock --timeout 30 "$STATE/lock" true || die "processes of the run are still there: $(fuser "$STATE/lock" 2>/dev/null)"
