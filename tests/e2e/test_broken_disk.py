@@ -80,7 +80,7 @@ def test_a_disk_that_turns_read_only_under_the_daemon(tmp_path: Path) -> None:
         assert str(home.state) in last_line(home)
         assert mutations(home) == called, "something was done that could not be written down"
         refused(home, "Read-only file system")
-        assert list(home.runs()) == ["pod-1-a0.1"], "the other run lives on"
+        home.await_(lambda: list(home.runs()) == ["pod-1-a0.1"], "the other run lives on, the preempted one ends")
         home.close_reader()
         state.replace()
         home.start()

@@ -8,15 +8,16 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
-from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.e2e.kit import FAR, NEAR, TWO_HOSTS, House, environment_of, house
 
 pytestmark = [pytest.mark.machines, pytest.mark.timeout(120)]
 
-OUTAGE_SECONDS = 10
+# Until it is ended; a test that fails must not leave it to the next one.
+OUTAGE_SECONDS = 60
 
 
 @pytest.fixture(scope="module")
@@ -25,6 +26,7 @@ def lived_in(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
         home.declare("pod", kind=TWO_HOSTS, zones=(NEAR, FAR))
         home.start()
         home.await_training("pod-0")
+        home.await_(lambda: len(_lasting(home)) == 2, "each host has its part of the job")
         yield home
 
 
@@ -46,11 +48,25 @@ def home(lived_in: House) -> Iterator[House]:
 def _lasting(home: House) -> set[int]:
     """Pids of the job's shells: one per host; what a step needs comes and goes."""
     pids = home.runs().get("pod-0-a0.1", set())
-    return {pid for pid in pids if Path(f"/proc/{pid}/cmdline").exists() and _is_job(pid)}
+    return {pid for pid in pids if _parent(pid) not in {0, *pids}}
 
 
-def _is_job(pid: int) -> bool:
-    return b"run.sh" in Path(f"/proc/{pid}/cmdline").read_bytes()
+def _parent(pid: int) -> int:
+    """Of a shell it is the runner, which bears no token; 0 when the process is gone."""
+    try:
+        return psutil.Process(pid).ppid()
+    except psutil.NoSuchProcess:
+        return 0
+
+
+def _await_more_steps(home: House, count: int) -> None:
+    """The job makes them, whatever the daemon knows of it."""
+    reached = _newest_step(home)
+    home.await_(lambda: _newest_step(home) >= reached + count, f"{count} more steps")
+
+
+def _newest_step(home: House) -> int:
+    return max(int(folder.name) for folder in (home.bucket / "pod").iterdir())
 
 
 def _changes_asked(home: House) -> list[str]:
@@ -61,13 +77,17 @@ def test_an_api_outage_changes_nothing(home: House) -> None:
     home.order("outage", kind="api", duration=OUTAGE_SECONDS)
     home.await_event("blind")
     assert home.ask("status")["projects"][0]["seen"] is False
+    _await_more_steps(home, 40)
+    home.order("end-outages")
     home.await_(lambda: home.ask("status")["projects"][0]["seen"], "the daemon sees again", 30)
 
 
 def test_a_zone_that_does_not_answer_keeps_its_nodes(home: House) -> None:
-    home.order("outage", kind="zone", zone=NEAR, duration=5)
+    home.order("outage", kind="zone", zone=NEAR, duration=OUTAGE_SECONDS)
     home.await_event("unreachable")
     home.await_(lambda: home.ask("status")["projects"][0]["unreachable"] == [NEAR], "it is dark")
+    _await_more_steps(home, 20)
+    home.order("end-outages")
     home.await_(lambda: not home.ask("status")["projects"][0]["unreachable"], "it answers again")
 
 
@@ -189,7 +209,9 @@ def test_exec_runs_on_all_workers_and_gives_the_worst_status(home: House) -> Non
 
 def test_every_run_process_bears_its_token(home: House) -> None:
     """What the witness and the fence go by."""
-    for pid in _lasting(home):
+    shells = _lasting(home)
+    assert len(shells) == 2
+    for pid in shells:
         environment = environment_of(pid)
         assert environment["TPUCARE_SLOT"] == "pod-0"
         assert environment["TPUCARE_ATTEMPT"] == "1"

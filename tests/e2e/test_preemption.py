@@ -27,6 +27,8 @@ def test_preempted_during_training_resumes_from_the_checkpoint(tmp_path: Path) -
 def test_preempted_during_boot(tmp_path: Path) -> None:
     """The workers have not answered yet: no attempt is counted, the next node is asked for at once."""
     with house(tmp_path, world={"latencies": {"create_single": 2, "boot_late": 2}}) as home:
+        # However late the preemption comes, its worker is not up yet.
+        home.order("miss-worker")
         home.declare("pod")
         home.start()
         home.await_event("create-accepted", node="pod-0-a0")
@@ -59,8 +61,10 @@ def test_a_stockout_sends_the_slot_to_the_next_zone(tmp_path: Path) -> None:
         home.declare("pod", zones=(NEAR, FAR))
         home.start()
         home.await_training("pod-0")
-        home.order("preempt", selector="pod-0")
-        home.order("capacity", zone=NEAR, amount=0)
+        # At one instant: no create may come between the two.
+        with home.server.lock:
+            home.order("preempt", selector="pod-0")
+            home.order("capacity", zone=NEAR, amount=0)
         home.await_training("pod-0", "pod-0-a2")
 
         assert home.path("pod-0-a2").zone == FAR
@@ -77,7 +81,8 @@ while :; do echo "step $((++n))"; sleep 0.2 & wait; done
         home.declare("pod", run=job)
         home.start()
         home.await_training("pod-0")
-        home.order("preempt", selector="pod-0", notice=4)
+        # The runner begins to watch the metadata some seconds after its start, and what it says has to be brought.
+        home.order("preempt", selector="pod-0", notice=10)
         home.await_(lambda: "told " in home.log("pod-0"), "the job heard of it")
         home.await_training("pod-0", "pod-0-a1")
 

@@ -31,12 +31,20 @@ def commands_and_environments(word: str) -> set[tuple[str, str]]:
     for folder in Path("/proc").glob("[0-9]*"):
         for part in ("cmdline", "environ"):
             try:
-                if word.encode() in (folder / part).read_bytes():
-                    run = environment_of(int(folder.name)).get("TPUCARE_RUN", "")
+                text = (folder / part).read_bytes()
+                if word.encode() in text:
+                    # Of what was just read, where it can be: a process that ends has an empty environment and still
+                    # a name.
+                    run = run_in(text) or environment_of(int(folder.name)).get("TPUCARE_RUN", "")
                     found.add((part, run or (folder / "comm").read_text().strip()))
             except OSError:
                 continue
     return found
+
+
+def run_in(environment: bytes) -> str:
+    entries = [entry.partition(b"=") for entry in environment.split(b"\0")]
+    return next((value.decode(errors="replace") for name, _, value in entries if name == b"TPUCARE_RUN"), "")
 
 
 def files_with(folder: Path, word: bytes) -> list[Path]:

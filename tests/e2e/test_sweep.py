@@ -27,7 +27,7 @@ def _declare(home: House) -> tuple[Path, Path]:
     sweep = {**wandb_kit.grid(Path("train.py"), {"lr": RATES, "depth": DEPTHS}), "project": "p"}
     (code / "sweep.yaml").write_text(yaml.safe_dump(sweep))
     fleet = home.fleet("swarm", count=1, live=False, care={"grace": "20s"})
-    own = {"SWEEP_CHECKPOINTS": str(home.bucket), "SWEEP_STEPS": "10", "SWEEP_STEP_SECONDS": "0.5"}
+    own = {"SWEEP_CHECKPOINTS": str(home.bucket), "SWEEP_STEPS": "10", "SWEEP_STEP_SECONDS": "1"}
     # What a TPU VM's image or job.setup brings: a wandb on the PATH.
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     fleet["job"] = {"workdir": "code", "env": {**wandb_kit.QUIET, **own, "PATH": path}, "run": "{agent}"}
@@ -36,9 +36,9 @@ def _declare(home: House) -> tuple[Path, Path]:
 
 
 def _training(home: House, server: WandbServer) -> dict[str, str]:
-    """Node by W&B run, of runs that said they are preemptible and made a step there."""
+    """Node by W&B run, of runs that said they are preemptible and are at their first steps: most is still ahead."""
     begun = {row["run"] for row in server.summary()["runs"] if row["state"] == "running" and row["preempting"]}
-    stepped = {row["run"] for row in server.summary()["runs"] if row["steps"]}
+    stepped = {row["run"] for row in server.summary()["runs"] if 0 < len(row["steps"]) < 4}
     found = {}
     for pid in home.machines.survivors():
         env = environment_of(pid)
@@ -74,7 +74,10 @@ def test_a_swarm_finishes_a_grid_through_three_preemptions(tmp_path: Path) -> No
             return not home.nodes() and all(row["over"] and row["end"] == "done" for row in rows)
 
         home.await_(over, "the sweep is over and nothing is left", 200)
-        (progress,) = home.ask("status")["sweeps"]
+        # The agents heard of it first; the daemon asks W&B every second.
+        (progress,) = home.await_(
+            lambda: [row for row in home.ask("status")["sweeps"] if row.get("finished") == 9], "the daemon knows it"
+        )
         shown = home.cli("status").out
         for slot in SLOTS:
             home.allow_deletes(slot)
