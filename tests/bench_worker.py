@@ -98,7 +98,7 @@ def node(workers: int = 1, *, secrets: Mapping[str, str] | None = None, **env: s
         remote.close()
 
 
-def eventually(condition: Callable[[], object], seconds: float = 20.0) -> None:
+def eventually(condition: Callable[[], object], seconds: float = 60.0) -> None:
     """Other processes make it true: there is nothing to wait on but a look, at short intervals."""
     deadline = time.monotonic() + seconds
     while not condition():

@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 from xdist.remote import Producer  # type: ignore[import-untyped]
 from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
 
@@ -15,6 +16,10 @@ pytest.register_assert_rewrite("tests.virtual.harness")
 # Started in the background, as CI may be, Ctrl-C would be ignored here and by every process that a test starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# The same examples every time, and none is wrong because the machine is busy; slow tests of test_fuzz draw new ones.
+settings.register_profile("fixed", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("fixed")
 
 ROOT = Path(__file__).parents[1]
 

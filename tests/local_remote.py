@@ -8,11 +8,13 @@ same contract tests as `tpucare.remote`. Workers can fall silent, refuse the key
 from __future__ import annotations
 
 import os
+import select
 import shutil
 import signal
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -26,6 +28,9 @@ T = TypeVar("T")
 
 # A child in the background may hold stdout open after the command ended; sshd's clients wait this long for it, too.
 LINGER_SECONDS = 1.0
+CHUNK_BYTES = 1 << 16
+# More than a pipe holds, so that a child that never stops writing does not keep its reader.
+PIPE_BYTES = 1 << 20
 
 
 class LocalRemote:
@@ -207,6 +212,7 @@ class LocalRemote:
         self._check(worker)
         for reader in (out, err):
             reader.join(LINGER_SECONDS)
+            reader.drain()
         # sshd reports no status for a command that a signal ended; OpenSSH's paramiko side then says "unknown".
         if status < 0:
             raise WorkerSilent(f"{worker.host}: the command ended without a status")
@@ -219,16 +225,39 @@ class _Reader(threading.Thread):
     def __init__(self, stream: IO[bytes], limit: int) -> None:
         super().__init__(daemon=True)
         self._stream, self._limit = stream, limit
+        os.set_blocking(stream.fileno(), False)
+        self._lock = threading.Lock()
+        self._over = False
         self.kept = bytearray()
         self.truncated = False
         self.start()
 
     def run(self) -> None:
+        poll = select.poll()
+        poll.register(self._stream, select.POLLIN)
         with self._stream:
-            while chunk := os.read(self._stream.fileno(), 1 << 16):
-                room = self._limit - len(self.kept)
-                self.kept += chunk[:room]
-                self.truncated |= len(chunk) > room
+            while not self._over:
+                poll.poll()
+                with self._lock:
+                    self._take()
+
+    def drain(self) -> None:
+        """What a command wrote before it ended is there, however long this thread had to wait for its turn."""
+        with self._lock:
+            for _ in range(PIPE_BYTES // CHUNK_BYTES):
+                if self._over or not self._take():
+                    return
+
+    def _take(self) -> int:
+        try:
+            chunk = os.read(self._stream.fileno(), CHUNK_BYTES)
+        except BlockingIOError:
+            return 0
+        self._over = not chunk
+        room = self._limit - len(self.kept)
+        self.kept += chunk[:room]
+        self.truncated |= len(chunk) > room
+        return len(chunk)
 
 
 def _feed(stream: IO[bytes], content: bytes) -> None:
@@ -240,18 +269,33 @@ def _feed(stream: IO[bytes], content: bytes) -> None:
 
 
 def _end_processes(root: Path) -> None:
-    """SIGKILL everything whose HOME lies below *root*, until a sweep finds nothing new."""
+    """SIGKILL everything whose HOME lies below *root*, until a sweep finds nothing new and all of it has ended."""
     marker = f"HOME={root}/".encode()
+    ended: set[tuple[int, str]] = set()
     while found := [pid for pid in _pids() if _environ_has(pid, marker)]:
+        ended |= {(pid, _since(pid)) for pid in found}
         for pid in found:
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
                 continue
+    # A process loses its environment before its files, and with them its locks.
+    for pid, since in ended:
+        while since and _since(pid) == since:
+            time.sleep(0.001)
 
 
 def _pids() -> list[int]:
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def _since(pid: int) -> str:
+    """When that process began, which no other of its number has; empty of a dead one, reaped or not."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in "ZX" else fields[19]
 
 
 def _environ_has(pid: int, marker: bytes) -> bool:

@@ -121,7 +121,7 @@ class Process:
     def text(self) -> str:
         return self.log.read_text()
 
-    def end(self, number: int = signal.SIGTERM, seconds: float = 15) -> int:
+    def end(self, number: int = signal.SIGTERM, seconds: float = 60) -> int:
         """Send a signal to that process alone, and return its exit status."""
         if self.popen.poll() is None:
             self.popen.send_signal(number)
@@ -223,7 +223,7 @@ class House:
             audit = list(self.server.world.audit)
         return [str(call["name"]) for call in audit if call["kind"] == "call" and call["method"] == method]
 
-    def until(self, true: Callable[[], object], seconds: float = 20) -> None:
+    def until(self, true: Callable[[], object], seconds: float = 60) -> None:
         """Poll the outside of another process: there is nothing to be notified by."""
         deadline = time.monotonic() + seconds
         while not true():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -59,6 +60,13 @@ def processes_of(node: ForeignNode) -> list[int]:
     return found
 
 
+def kill(pids: list[int]) -> None:
+    """One may end meanwhile, as what runs in a screen does after the screen."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
 def start_screen(attempt: Attempt, worker: Any) -> None:
     assert attempt.run(worker, in_screen(FOREVER)).exit_status == 0
 
@@ -72,6 +80,8 @@ def in_a_screen() -> Iterator[ForeignNode]:
     with foreign_node(start_screen) as node:
         assert node.go().complete
         eventually(node.is_set_up)
+        # `screen -dmS` returns before its socket can be listed.
+        eventually(lambda: "model" in screens(node))
         yield node
 
 
@@ -99,8 +109,7 @@ def test_one_call_for_all_workers() -> None:
 
 def test_a_session_that_was_killed_is_the_end_of_the_run_and_no_status_is_made_up(in_a_screen: ForeignNode) -> None:
     os.kill(screens(in_a_screen)["model"], signal.SIGKILL)
-    for pid in processes_of(in_a_screen):
-        os.kill(pid, signal.SIGKILL)
+    kill(processes_of(in_a_screen))
     eventually(lambda: in_a_screen.lives() == [False])
     (report,) = in_a_screen.look().workers
     assert (report.phase, report.exit_status, report.failure) == (Phase.RUN, None, Failure.NONE)
@@ -130,6 +139,7 @@ def test_somebody_elses_screen_is_left_alone() -> None:
         node.go()
         eventually(node.is_set_up)
         node.remote.run(node.workers[0], f"screen -dmS later {FOREVER}")
+        eventually(lambda: screens(node).keys() == {"mine", "model", "later"})
         assert node.end().quiet
         assert screens(node).keys() == {"mine", "later"}
         assert node.lives() == [False]
@@ -139,8 +149,7 @@ def test_a_session_that_a_reboot_brought_back_is_the_run_again(in_a_screen: Fore
     assert in_a_screen.lives() == [True]
     record = in_a_screen.folder() / "foreign"
     record.write_text(record.read_text().replace(in_a_screen.look().workers[0].boot_id, "another-boot"))
-    for pid in processes_of(in_a_screen):
-        os.kill(pid, signal.SIGKILL)
+    kill(processes_of(in_a_screen))
     eventually(lambda: in_a_screen.look().workers[0].is_torn)
     in_a_screen.remote.run(in_a_screen.workers[0], f"screen -dmS model {FOREVER}")
     eventually(lambda: in_a_screen.lives() == [True])
@@ -270,10 +279,11 @@ def test_a_run_that_was_stopped_is_not_begun_by_a_late_launch(in_a_screen: Forei
 
 
 def test_a_stop_is_sigterm_first_also_to_what_runs_in_a_session() -> None:
-    train = """trap 'sleep 0.5; echo saved >"$HOME/saved"; exit 0' TERM; while :; do sleep 0.05; done"""
+    train = """trap 'sleep 0.5; echo saved >~/saved; exit 0' TERM; touch ~/ready; while :; do sleep 0.05; done"""
     with foreign_node(lambda attempt, _: attempt.run(0, in_screen(train))) as node:
         node.go()
         eventually(node.is_set_up)
+        eventually((node.homes[0] / "ready").exists)
         assert node.end(grace=20).quiet
         assert (node.homes[0] / "saved").read_text() == "saved\n"
         assert screens(node) == {}
@@ -306,9 +316,9 @@ def test_a_call_in_flight_ends_with_its_node_and_a_late_one_never_begins() -> No
 
     with foreign_node(start) as node:
         node.go()
-        eventually(lambda: (node.homes[0] / "calls").exists())
+        eventually(lambda: (node.homes[0] / "calls").exists() and (node.homes[0] / "calls").read_text())
         node.callbacks.forget(node.key)
-        assert ended.wait(5)
+        assert ended.wait(20)
         assert ["the node is gone" in str(error) for error in met] == [True, True]
         assert (node.homes[0] / "calls").read_text() == "x\n"
 
@@ -361,8 +371,7 @@ def test_a_broken_connection_is_told_only_when_the_worker_answers_again() -> Non
         node.go()
         eventually(lambda: node.lives() == [True] and processes_of(node))
         node.remote.silence(node.workers[0])
-        for pid in processes_of(node):
-            os.kill(pid, signal.SIGKILL)
+        kill(processes_of(node))
         assert threading.Event().wait(0.5) is False
         assert met == [], "nobody knows yet whether the node is gone"
         node.callbacks.forget(node.key)
@@ -370,10 +379,15 @@ def test_a_broken_connection_is_told_only_when_the_worker_answers_again() -> Non
 
 
 def test_a_thread_that_outlives_its_node_is_told_with_the_place_where_it_hangs() -> None:
-    hold = threading.Event()
-    with foreign_node(lambda _, __: hold.wait(30), late_after=0.2) as node:
+    begun, hold = threading.Event(), threading.Event()
+
+    def hang(attempt: Attempt, worker: Any) -> None:
+        begun.set()
+        hold.wait(30)
+
+    with foreign_node(hang, late_after=0.2) as node:
         node.go()
-        eventually(lambda: node.started)
+        assert begun.wait(20)
         node.callbacks.forget(node.key)
         eventually(lambda: node.events)
         (event,) = node.events
@@ -421,8 +435,7 @@ def over_ssh(tmp_path: Path) -> Iterator[tuple[ForeignNode, sshd.Sshd]]:
         remote = ParamikoRemote(key, user="root", pins=tmp_path / "pins", nudge=lambda: None, port=server.start().port)
         node.reach(remote, server.address)
         yield node, server
-        for pid in processes_of(node):
-            os.kill(pid, signal.SIGKILL)
+        kill(processes_of(node))
         remote.close()
     server.stop()
 

@@ -187,20 +187,26 @@ def test_a_signal_without_a_name_is_told(attempt: Attempt, context: Context) -> 
 
 def test_cancel_is_sigint_as_often_as_it_takes(attempt: Attempt, context: Context) -> None:
     def start_fn(ctx: Context, worker: int) -> None:
+        told = os.open(ctx.path / "told", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+        def interrupt(number: int, frame: object) -> None:
+            os.write(told, b".")
+            raise KeyboardInterrupt
+
         try:
+            signal.signal(signal.SIGINT, interrupt)
             (ctx.path / "begun").touch()
             time.sleep(600)
         except KeyboardInterrupt:
-            (ctx.path / "first").touch()
             time.sleep(600)
 
     with ProcessStarter(start_fn) as starter:
         handle = starter.start(attempt, Host(attempt), context, 0)
         until((context.path / "begun").exists, "it begins")
-        assert handle.where().startswith("process ")
+        until(lambda: handle.where().startswith("process "), "its process is known")
         handle.cancel()
         assert isinstance(outcome(handle), KeyboardInterrupt)
-        assert (context.path / "first").exists()
+    assert len((context.path / "told").read_bytes()) >= 2
 
 
 def test_a_context_that_cannot_be_pickled_is_told_before_a_process_begins(attempt: Attempt, context: Context) -> None:

@@ -262,6 +262,7 @@ def test_status_stays_live_until_it_is_interrupted(run: Run, cloud: EmulatorServ
         assert run("pause", "pod").code == 0
         _read_until(mine, b"paused")
         watching.send_signal(signal.SIGINT)
+        _read_to_the_end(mine)
         assert watching.wait(30) == 0
     finally:
         watching.kill()
@@ -276,6 +277,13 @@ def _read_until(terminal: int, wanted: bytes) -> None:
         readable, _, _ = select.select([terminal], [], [], 60)
         assert readable, shown
         shown += os.read(terminal, 1 << 16)
+
+
+def _read_to_the_end(terminal: int) -> None:
+    """A program whose terminal is full of what nobody has read waits, and does not end."""
+    with contextlib.suppress(OSError):  # EIO: nobody else has it open any more.
+        while select.select([terminal], [], [], 60)[0]:
+            os.read(terminal, 1 << 16)
 
 
 def test_plan_reads_the_folder_that_a_daemon_would_begin_with(run: Run, cloud: EmulatorServer, tmp_path: Path) -> None:
@@ -420,7 +428,7 @@ class Shell:
             return {}
         return dict(rows[0]) if rows else {}
 
-    def until(self, true: Callable[[], object], seconds: float = 20) -> None:
+    def until(self, true: Callable[[], object], seconds: float = 60) -> None:
         """Poll the outside of other processes: there is nothing to be notified by."""
         deadline = time.monotonic() + seconds
         while True:
@@ -455,7 +463,7 @@ def test_from_the_emulator_to_nothing_left(shell: Shell, tmp_path: Path) -> None
     shell.until(lambda: running.find(emulator) and "export" in serving.text)
     shell.env["TPUCARE_EMULATOR"] = str(emulator)
     pod = tmp_path / "pod.yaml"
-    pod.write_text(fleet_text(run="echo step 1; echo at $TPUCARE_SLOT; sleep 600"))
+    pod.write_text(fleet_text(run="echo at $TPUCARE_SLOT; echo step 1; sleep 600"))
 
     daemon = shell.start("daemon")
     shell.until((emulator / "tpucare" / "control.sock").exists)

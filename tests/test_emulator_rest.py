@@ -289,7 +289,7 @@ _VALUES: st.SearchStrategy[Any] = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     verb=st.sampled_from(["GET", "POST", "PATCH", "DELETE", "PUT"]),
     ending=st.sampled_from(["", "/nodes", "/nodes/a", "/queuedResources", "/queuedResources/q", "/nodes/a:stop"]),

@@ -25,7 +25,7 @@ from tpucare.tracking import NodeTrack
 
 SECOND = timedelta(seconds=1)
 LONGEST = timedelta(hours=2)
-FIXED = settings(derandomize=True, max_examples=200, deadline=None)
+FIXED = settings(max_examples=200)
 
 lengths = st.integers(0, 100_000).map(lambda seconds: timedelta(seconds=seconds))
 marks = st.builds(Mark, st.integers(0, 36_000).map(lambda seconds: timedelta(seconds=seconds)), st.integers(0, 7200))

@@ -26,6 +26,8 @@ from tpucare.emulator.resources import example_folder
 
 TRAIN = example_folder("train")
 SEED, SAVE_EVERY = 7, 10
+# Of what is to be killed on its way: who reads of a step may be late, and the rest of the steps must outlast that.
+UNHURRIED = 0.2
 
 # Nothing here takes so long; a host that hangs is killed, and the test then says what it printed.
 DEADLINE_SECONDS = 100.0
@@ -34,9 +36,9 @@ DEADLINE_SECONDS = 100.0
 class HostProcess:
     """One host of a training: its output as it comes, and what it left."""
 
-    def __init__(self, environ: dict[str, str], steps: int, save_every: int) -> None:
+    def __init__(self, environ: dict[str, str], steps: int, save_every: int, step_seconds: float) -> None:
         command = [sys.executable, str(TRAIN / "train.py"), f"--steps={steps}", f"--seed={SEED}"]
-        command += [f"--save-every={save_every}", "--step-seconds=0.02"]
+        command += [f"--save-every={save_every}", f"--step-seconds={step_seconds}"]
         self.process = subprocess.Popen(
             command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
         )
@@ -95,12 +97,14 @@ def start(tmp_path: Path, compile_cache: Path) -> Iterator[Start]:
     """Starts all hosts of a training whose checkpoints lie in `tmp_path`; ends whatever is left."""
     started: list[HostProcess] = []
 
-    def start_hosts(count: int = 1, *, steps: int, save_every: int = SAVE_EVERY) -> list[HostProcess]:
+    def start_hosts(
+        count: int = 1, *, steps: int, save_every: int = SAVE_EVERY, step_seconds: float = 0.02
+    ) -> list[HostProcess]:
         coordinator = free_loopback_endpoint()
         for index in range(count):
             environ = host_environment(os.environ, index, count, coordinator, tmp_path / "checkpoints")
             environ |= {"JAX_COMPILATION_CACHE_DIR": str(compile_cache), "TPUCARE_NOTICE": str(tmp_path / "notice")}
-            started.append(HostProcess(environ, steps, save_every))
+            started.append(HostProcess(environ, steps, save_every, step_seconds))
         return started[-count:]
 
     yield start_hosts
@@ -122,7 +126,7 @@ def test_killed_at_three_moments_a_single_host_ends_with_the_same_parameters(sta
     rng = random.Random(SEED)
     checkpoints = tmp_path / "checkpoints"
 
-    (first,) = start(steps=50)
+    (first,) = start(steps=50, step_seconds=UNHURRIED)
     first.read_until("^saved step 10")
     first.read_steps(rng.randrange(1, 6))
     first.kill()
@@ -165,7 +169,7 @@ def test_killed_at_three_moments_a_single_host_ends_with_the_same_parameters(sta
 @pytest.mark.machines
 def test_one_of_two_hosts_killed_ends_the_other_and_the_resumed_pair_agrees(start: Start, tmp_path: Path) -> None:
     rng = random.Random(SEED)
-    pair = start(2, steps=40)
+    pair = start(2, steps=40, step_seconds=UNHURRIED)
     pair[0].read_until("^saved step 10")
     pair[0].read_steps(rng.randrange(1, 2 * SAVE_EVERY))
     victim = rng.randrange(2)

@@ -155,7 +155,7 @@ def test_a_person_is_told_what_to_change(code: int, text: str, advice: str) -> N
     assert advice in str(classify(code, text, Where.CREATE))
 
 
-@settings(derandomize=True, max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(code=st.integers(-3, 40), text=st.text(max_size=700), where=st.sampled_from(list(Where)))
 def test_every_answer_has_a_class_and_one_line(code: int, text: str, where: Where) -> None:
     error = classify(code, text, where)

@@ -717,13 +717,13 @@ def refused_or_usable(text: str) -> None:
             assert "\0" not in slot.job.run + slot.job.checkpoint + "".join(slot.job.env.values())
 
 
-@settings(max_examples=100, derandomize=True, deadline=None)
+@settings(max_examples=100)
 @given(VALUES)
 def test_any_document_is_a_fleet_or_a_config_error(value: object) -> None:
     refused_or_usable(yaml.safe_dump(value, allow_unicode=True))
 
 
-@settings(max_examples=100, derandomize=True, deadline=None)
+@settings(max_examples=100)
 @given(st.data())
 def test_a_fleet_with_one_value_replaced_is_a_fleet_or_a_config_error(data: st.DataObject) -> None:
     document = yaml.safe_load(EXAMPLE)
@@ -731,7 +731,7 @@ def test_a_fleet_with_one_value_replaced_is_a_fleet_or_a_config_error(data: st.D
     refused_or_usable(yaml.safe_dump(with_value(document, path, data.draw(VALUES)), allow_unicode=True))
 
 
-@settings(max_examples=100, derandomize=True, deadline=None)
+@settings(max_examples=100)
 @given(st.data())
 def test_a_fleet_with_a_piece_of_text_inserted_is_a_fleet_or_a_config_error(data: st.DataObject) -> None:
     place = data.draw(st.integers(0, len(EXAMPLE)))
@@ -775,7 +775,7 @@ def _expanded(name: str, text: str) -> str:
     return text.replace("{slot}", name)
 
 
-@settings(max_examples=100, derandomize=True, deadline=None)
+@settings(max_examples=100)
 @given(valid_fleets())
 def test_what_a_person_writes_arrives_in_every_slot(written: dict[str, Any]) -> None:
     slots = read(yaml.safe_dump(written)).slots()
@@ -828,7 +828,7 @@ def test_the_reference_page_is_what_the_models_say() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Possible:FutureWarning")
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=400)
 @given(st.lists(st.sampled_from(["(?>", "(?:", "(?#", *"a[]^*+?{}1,)\\|"]), max_size=12).map("".join))
 def test_a_pattern_is_refused_for_new_syntax_just_when_it_has_some(pattern: str) -> None:
     pattern += r"(\d)"

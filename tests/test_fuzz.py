@@ -35,7 +35,7 @@ Test = Callable[..., None]
 
 
 def examples(number: int) -> Callable[[Test], Test]:
-    return settings(max_examples=number, deadline=None, derandomize=number == FEW, suppress_health_check=QUIET)
+    return settings(max_examples=number, derandomize=number == FEW, suppress_health_check=QUIET)
 
 
 def harmless(told: str) -> None:

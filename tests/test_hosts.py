@@ -158,7 +158,7 @@ def test_once_its_attempt_is_over_a_host_reaches_nothing(house: House) -> None:
         eventually(lambda: attempt.calls_in_flight(1), "the call is under way")
         attempt.end("preempted")
         with pytest.raises(NodeGone, match="preempted"):
-            call.result(timeout=10)
+            call.result(timeout=30)
     late: list[Callable[[Any], object]] = [
         lambda host: hosts.exec_on_tpu(host, NEAR, "touch late"),
         lambda host: hosts.send_to_tpu(host, NEAR, "late", "x"),

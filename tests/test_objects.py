@@ -348,7 +348,7 @@ def test_where_the_api_lets_nobody_in_a_tool_is_asked(tmp_path: Path) -> None:
         service.stop()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     verb=st.sampled_from(["GET", "POST", "PUT", "PATCH", "DELETE"]),
     path=st.sampled_from(

@@ -250,7 +250,7 @@ def most_in_a_window(asked: list[float], window: float) -> int:
     return max(sum(1 for other in asked if at <= other < at + window) for at in asked)
 
 
-@settings(derandomize=True, max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 90), st.floats(1.0, 120.0), st.floats(0.0, 0.3), st.integers(0, 100))
 def test_the_budget_is_never_exceeded_and_used(limit: int, window: float, pause: float, earlier: int) -> None:
     budget = CreateBudget(limit, window)

@@ -259,7 +259,7 @@ def test_a_lost_create_that_getnode_finds_is_accepted() -> None:
         max_size=40,
     )
 )
-@settings(derandomize=True, max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_no_create_number_comes_twice(events: list[tuple[str, int]]) -> None:
     known, used = memory(next_number=0), set[int]()
     for event, number in events:

@@ -99,7 +99,7 @@ def test_what_outlives_the_main_process_is_gone_before_the_exit_is_told(
 def test_stop_sends_sigterm_and_the_run_may_save(one: Node) -> None:
     one.start("trap 'echo saved; exit 0' TERM; echo ready; while :; do sleep 0.05; done")
     eventually(lambda: "ready" in one.log())
-    assert one.stop().quiet
+    assert one.stop(grace=30).quiet
     report = one.ended()
     assert (report.exit_status, report.signalled) == (0, True)
     assert "saved" in one.log()
@@ -107,9 +107,9 @@ def test_stop_sends_sigterm_and_the_run_may_save(one: Node) -> None:
 
 def test_training_below_a_shell_has_its_grace_though_the_shell_dies_at_once(one: Node) -> None:
     below = "trap 'sleep 1; echo saved >saved; exit 0' TERM; echo ready; while :; do sleep 0.05; done"
-    one.start(f"cat >below.sh <<'X'\n{below}\nX\nbash -c 'bash below.sh; true'", grace=10)
+    one.start(f"cat >below.sh <<'X'\n{below}\nX\nbash -c 'bash below.sh; true'", grace=30)
     eventually(lambda: "ready" in one.log())
-    assert one.stop(grace=10).quiet
+    assert one.stop(grace=30).quiet
     assert (one.homes[0] / ".tpucare/work/saved").exists()
 
 
@@ -158,6 +158,8 @@ def test_a_relaunch_skips_the_setup_until_something_of_it_changes(one: Node) -> 
 def test_a_flood_is_bounded_and_the_run_goes_on(one: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(script, "LOG_BYTES", 1 << 20)
     one.start("yes flood | head -c 19999998; echo 'step 77'; echo the end")
+    # Unasked until then: each probe brings a part, and a slow machine has time for many.
+    eventually((one.folder() / "exit").exists)
     report = one.ended()
     assert (report.exit_status, report.step) == (0, 77)
     assert report.log_bytes > 19_999_998

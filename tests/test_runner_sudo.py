@@ -31,12 +31,16 @@ import os, signal, sys
 os.setgid(0)
 os.setuid(0)
 arguments = sys.argv[2:] if sys.argv[1] == "-n" else sys.argv[1:]
-child = os.fork() if {waits} else 0
-if not child:
-    os.execvp(arguments[0], arguments)
-signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGTERM))
+# Known and able to relay before its command begins.
 with open("/proc/self/comm", "w") as stream:
     stream.write("sudo")
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+child = os.fork() if {waits} else 0
+if not child:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+    os.execvp(arguments[0], arguments)
+signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGTERM))
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
 sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 255)
 """
 

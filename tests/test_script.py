@@ -106,7 +106,7 @@ def run_bash(command: str, home: Path) -> subprocess.CompletedProcess[bytes]:
 text_values = st.text(st.characters(exclude_characters="\0", codec="utf-8"), max_size=40)
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25)
 @given(value=text_values | st.just(HOSTILE))
 def test_hostile_values_arrive_as_they_are_through_a_real_bash(
     value: str, tmp_path_factory: pytest.TempPathFactory
@@ -122,7 +122,7 @@ def test_hostile_values_arrive_as_they_are_through_a_real_bash(
     assert sorted(path.name for path in home.iterdir()) == [".tpucare"]
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=15)
 @given(value=text_values | st.just(HOSTILE))
 def test_a_job_runs_just_what_it_says(value: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     home = tmp_path_factory.mktemp("h")

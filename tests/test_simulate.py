@@ -277,7 +277,8 @@ def test_its_processes_end_with_it(number: signal.Signals) -> None:
             eventually(lambda: not bearing(mark))
         finally:
             for pid in bearing(mark):
-                os.kill(pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
 
 def bearing(mark: str) -> list[int]:

@@ -258,6 +258,7 @@ options = ocp.CheckpointManagerOptions(
 manager = ocp.CheckpointManager(sys.argv[1], options=options)
 state = {str(number): np.full(20_000, number) for number in range(20)}
 for step in range((manager.latest_step() or 0) + 1, 10_000):
+    sys.stdin.readline()
     manager.save(step, args=ocp.args.StandardSave(state))
     manager.wait_until_finished()
     print(step, flush=True)
@@ -276,11 +277,16 @@ def _save_until_killed(folder: Path, how: str, saves: int) -> int:
     saver = subprocess.Popen(
         [sys.executable, "-c", SAVE_FOR_EVER, str(folder), how],
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
+    assert saver.stdin is not None
     assert saver.stdout is not None
     try:
+        # One more than are awaited, and no other after it, however late the saver is killed.
+        saver.stdin.write("\n" * (saves + 1))
+        saver.stdin.flush()
         steps = [int(saver.stdout.readline()) for _ in range(saves)]
         # The next save is under way as soon as there is a trace of it.
         while not any(each.name.split(".")[0] == str(steps[-1] + 1) for each in folder.iterdir()):
@@ -663,7 +669,7 @@ def test_attempts_are_one_run_of_wandb_and_go_on_from_the_checkpoint(tmp_path: P
         told: list[list[str]] = []
         for number in (signal.SIGKILL, signal.SIGTERM):
             attempt = subprocess.Popen([sys.executable, "-c", ATTEMPT], env=environ, stdout=subprocess.PIPE, text=True)
-            watchdog = threading.Timer(60, attempt.kill)
+            watchdog = threading.Timer(120, attempt.kill)
             watchdog.start()
             try:
                 assert attempt.stdout is not None
