@@ -17,21 +17,18 @@ from tpucare.memory import CreateIntent, Memory, NodeMemory, RunMemory
 from tpucare.model import (
     LABEL_OWNER,
     Care,
-    Contact,
     Endpoint,
     Health,
     Job,
     Node,
     NodeKey,
-    NodeReport,
     NodeState,
-    Phase,
     Place,
     Provisioning,
     Slot,
-    WorkerReport,
     workers_of,
 )
+from tpucare.orders import Contact, NodeReport, Phase, WorkerReport
 from tpucare.plan import decide
 
 PROJECT = "my-project"

@@ -14,7 +14,8 @@ from tests.local_remote import LocalRemote
 from tpucare.attempts import Attempt, attempt_of
 from tpucare.callbacks import CallbackLauncher
 from tpucare.launch import ScriptLauncher
-from tpucare.model import Event, Job, LaunchResult, NodeReport, Phase, ProbeOrder, StopOrder, StopResult
+from tpucare.model import Event, Job
+from tpucare.orders import LaunchResult, NodeReport, Phase, ProbeOrder, StopOrder, StopResult
 from tpucare.ports import Remote
 from tpucare.starters import ThreadStarter
 

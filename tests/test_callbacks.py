@@ -20,7 +20,8 @@ from tests.bench_worker import NO_METADATA, eventually
 from tests.foreign_node import FOREIGN, ForeignNode, foreign_node, in_screen, own_attempt
 from tpucare.attempts import Attempt
 from tpucare.errors import CommandFailed, ConfigError, NodeGone
-from tpucare.model import Failure, Job, Phase, Worker
+from tpucare.model import Job, Worker
+from tpucare.orders import Failure, Phase
 from tpucare.remote import ParamikoRemote
 from tpucare.ssh_keys import load_or_make_key
 

@@ -13,8 +13,9 @@ from tpucare.assembly import assemble
 from tpucare.errors import ConfigError
 from tpucare.failpoints import NAMES, Failpoint, failpoint_of
 from tpucare.memory import Memory
-from tpucare.model import Event, Job, LaunchOrder, NodeKey, Worker
+from tpucare.model import Event, Job, NodeKey, Worker
 from tpucare.options import resolve
+from tpucare.orders import LaunchOrder
 from tpucare.ports import Remote
 from tpucare.script import install_command, launch_command
 from tpucare.store import open_store

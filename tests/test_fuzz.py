@@ -26,7 +26,8 @@ from tpucare import answers, cloud_wire, yaml_lines
 from tpucare.desk import CannotDo
 from tpucare.errors import CloudError, ConfigError
 from tpucare.fleet import Fleet, parse
-from tpucare.model import Contact, Health, NodeKey, NodeState, Ran
+from tpucare.model import Health, NodeKey, NodeState, Ran
+from tpucare.orders import Contact
 
 FEW, MANY = 25, 3000
 QUIET = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]

@@ -18,18 +18,8 @@ from tests.bench_worker import NO_METADATA, Node, eventually, node
 from tests.local_remote import LocalRemote
 from tpucare import answers, pusher, script
 from tpucare.errors import AuthRefused, CommandFailed, ConfigError, HostKeyChanged, RemoteError, WorkerSilent
-from tpucare.model import (
-    Contact,
-    Failure,
-    Job,
-    LaunchResult,
-    NoticeOrder,
-    Phase,
-    ProbeOrder,
-    Ran,
-    Worker,
-    WorkerReport,
-)
+from tpucare.model import Job, Ran, Worker
+from tpucare.orders import Contact, Failure, LaunchResult, NoticeOrder, Phase, ProbeOrder, WorkerReport
 
 pytestmark = [
     pytest.mark.machines,

@@ -12,7 +12,8 @@ from tests.remember_kit import PLACE, asked, came, launch, poll, stop
 from tpucare.actions import Fact, Reason, Settle
 from tpucare.errors import AuthRefused, CommandFailed, ConfigError, WorkerSilent
 from tpucare.memory import BookName, End, PlaceMemory
-from tpucare.model import LaunchResult, Operation, StopResult
+from tpucare.model import Operation
+from tpucare.orders import LaunchResult, StopResult
 from tpucare.remember import recover
 
 

@@ -18,7 +18,8 @@ import pytest
 from tests.bench_worker import Node, eventually, node
 from tests.local_server import serving
 from tpucare import script
-from tpucare.model import Failure, Job, Phase
+from tpucare.model import Job
+from tpucare.orders import Failure, Phase
 
 pytestmark = [
     pytest.mark.machines,

@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 from tpucare import bundle, script
 from tpucare.errors import ConfigError
 from tpucare.logs import LogKeeper, Place
-from tpucare.model import Job, LaunchOrder, NodeKey, Worker
+from tpucare.model import Job, NodeKey, Worker
+from tpucare.orders import LaunchOrder
 from tpucare.script import VARIABLE_LIMIT
 
 GOLDEN = Path(__file__).parent / "golden"

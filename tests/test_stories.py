@@ -16,7 +16,8 @@ from tpucare import wishes
 from tpucare.emulator.config import WorldConfig
 from tpucare.emulator.records import NodeSpec
 from tpucare.memory import BookName, End, Wish
-from tpucare.model import Care, Failure, NodeState, OnSuccess, Provisioning
+from tpucare.model import Care, NodeState, OnSuccess, Provisioning
+from tpucare.orders import Failure
 from tpucare.simulation.machines import Script
 
 

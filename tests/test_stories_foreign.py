@@ -16,7 +16,8 @@ from tests.virtual.harness import Daemon, place, slots_of
 from tpucare import view
 from tpucare.emulator.machine_effects import Boot, Kill
 from tpucare.memory import End
-from tpucare.model import Care, Failure, Job, OnExit
+from tpucare.model import Care, Job, OnExit
+from tpucare.orders import Failure
 from tpucare.plan_foreign import ENDED
 from tpucare.simulation.machines import Script
 

@@ -15,7 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from tpucare.errors import CommandFailed, RemoteError
-from tpucare.model import Contact, Failure, ForeignRun, Phase, Ran, WorkerReport
+from tpucare.model import Ran
+from tpucare.orders import Contact, Failure, ForeignRun, Phase, WorkerReport
 from tpucare.plain import plain
 
 TOKEN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\.\d{1,9}")

@@ -22,19 +22,17 @@ from tpucare.attempts import Attempt, Host
 from tpucare.called_launch import CalledLaunch
 from tpucare.errors import CommandFailed, NodeGone
 from tpucare.launch import ScriptLauncher
-from tpucare.model import (
+from tpucare.model import Event, NodeKey, Worker
+from tpucare.orders import (
     Contact,
-    Event,
     LaunchOrder,
     LaunchResult,
-    NodeKey,
     NodeReport,
     NoticeOrder,
     Phase,
     ProbeOrder,
     StopOrder,
     StopResult,
-    Worker,
     WorkerReport,
 )
 from tpucare.ports import Remote

@@ -12,7 +12,7 @@ from datetime import timedelta
 
 from tpucare import answers
 from tpucare.attempts import Attempt
-from tpucare.model import Failure, LaunchOrder, Phase, WorkerReport
+from tpucare.orders import Failure, LaunchOrder, Phase, WorkerReport
 from tpucare.starters import Handle, Target
 
 # A call that blocks for longer is no step of a setup any more: it is the run itself.

@@ -13,19 +13,8 @@ from dataclasses import dataclass
 from tpucare.actions import Create, Delete, Effect, Launch, Look, Notice, Poll, PushKey, Stop, Vouch
 from tpucare.errors import LostRace, WorkerSilent
 from tpucare.memory import Memory
-from tpucare.model import (
-    LABEL_FLEET,
-    LABEL_NUMBER,
-    LABEL_OWNER,
-    LABEL_SLOT,
-    LaunchOrder,
-    NodeKey,
-    NodeRequest,
-    NoticeOrder,
-    Slot,
-    StopOrder,
-    Worker,
-)
+from tpucare.model import LABEL_FLEET, LABEL_NUMBER, LABEL_OWNER, LABEL_SLOT, NodeKey, NodeRequest, Slot, Worker
+from tpucare.orders import LaunchOrder, NoticeOrder, StopOrder
 from tpucare.ports import Cloud, Lane, Launcher
 
 COORDINATOR_PORT = 8476

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import NamedTuple
 
-from tpucare.model import Node, NodeReport, Place, Worker
+from tpucare.model import Node, Place, Worker
+from tpucare.orders import NodeReport
 
 SUPPORTING_OBSERVATIONS = 3
 CLOCK_SLACK = timedelta(seconds=10)

@@ -12,7 +12,8 @@ from datetime import timedelta
 
 from tpucare.board import Board
 from tpucare.memory import End, Wish
-from tpucare.model import Contact, NodeReport, NodeState
+from tpucare.model import NodeState
+from tpucare.orders import Contact, NodeReport
 from tpucare.plan_node import USABLE
 from tpucare.tracking import NodeTrack, SlotTrack
 

@@ -16,18 +16,16 @@ from pathlib import Path
 from tpucare import answers, bundle, script
 from tpucare.errors import AuthRefused, HostKeyChanged, RemoteError
 from tpucare.logs import LogKeeper, Place
-from tpucare.model import (
+from tpucare.model import NodeKey, Ran, Worker
+from tpucare.orders import (
     Contact,
     LaunchOrder,
     LaunchResult,
-    NodeKey,
     NodeReport,
     NoticeOrder,
     ProbeOrder,
-    Ran,
     StopOrder,
     StopResult,
-    Worker,
     WorkerReport,
 )
 from tpucare.ports import Remote

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from tpucare.actions import Create, Delete, Effect, Fact, Launch, Poll, Settle, Stop
 from tpucare.errors import NodeGone
-from tpucare.model import LaunchResult, Operation
+from tpucare.model import Operation
+from tpucare.orders import LaunchResult
 
 
 class Told(NamedTuple):

@@ -11,7 +11,8 @@ from datetime import timedelta
 from tpucare.actions import Action, Fact, Reason, Settle, Wait
 from tpucare.evidence import NodeEvidence, Timers, latest
 from tpucare.memory import BookName, End, Memory
-from tpucare.model import Failure, OnSuccess, Phase, Slot, WorkerReport
+from tpucare.model import OnSuccess, Slot
+from tpucare.orders import Failure, Phase, WorkerReport
 from tpucare.plan_words import ending, furthest_of, keeps_node, standing, usual_pause
 
 CLOUD_MAY_BE_LATE = timedelta(minutes=5)

@@ -13,7 +13,8 @@ from datetime import timedelta
 from tpucare.actions import Action, Fact, Settle, Wait
 from tpucare.evidence import Evidence, NodeEvidence, Timers
 from tpucare.memory import BookName, End, Memory, NodeMemory, RunMemory
-from tpucare.model import NodeReport, OnExit, Slot, WorkerReport
+from tpucare.model import OnExit, Slot
+from tpucare.orders import NodeReport, WorkerReport
 from tpucare.plan_ended import CRASH_IS_OURS_AFTER, GONE_IS_SURE_AFTER, booked, infrastructure
 from tpucare.plan_living import decide_living, past_setup
 from tpucare.plan_run import decide_unsettled

@@ -11,7 +11,8 @@ from datetime import timedelta
 from tpucare.actions import Action, Fact, Notice, Reason, Settle, Wait
 from tpucare.evidence import SUPPORTING_OBSERVATIONS, NodeEvidence, Timers
 from tpucare.memory import BookName, Memory, NodeMemory
-from tpucare.model import Phase, Provisioning, Slot, WorkerReport
+from tpucare.model import Provisioning, Slot
+from tpucare.orders import Phase, WorkerReport
 from tpucare.plan_ended import booked
 from tpucare.plan_words import STALL_FACTOR, ending, furthest_of, keeps_node, standing, usual_pause
 

@@ -12,7 +12,8 @@ from datetime import timedelta
 from tpucare.actions import Action, Delete, Fact, Launch, Look, PushKey, Reason, Settle, Stop, Vouch, Wait
 from tpucare.evidence import Evidence, Mark, NodeEvidence, Timers, latest
 from tpucare.memory import Memory, NodeMemory
-from tpucare.model import Contact, NodeKey, NodeState, Provisioning, Slot
+from tpucare.model import NodeKey, NodeState, Provisioning, Slot
+from tpucare.orders import Contact
 from tpucare.plan_foreign import decide_foreign, is_foreign
 from tpucare.plan_run import decide_run
 from tpucare.plan_words import (

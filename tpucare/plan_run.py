@@ -11,7 +11,8 @@ from datetime import timedelta
 from tpucare.actions import Action, Fact, Launch, Reason, Settle, Wait
 from tpucare.evidence import Evidence, NodeEvidence, Timers
 from tpucare.memory import BookName, Memory, NodeMemory, RunMemory
-from tpucare.model import Slot, WorkerReport
+from tpucare.model import Slot
+from tpucare.orders import WorkerReport
 from tpucare.plan_ended import decide_ended
 from tpucare.plan_living import decide_living
 from tpucare.plan_words import backoff_over, deletion, ending, job_mark, keeps_node, quiet

@@ -14,23 +14,8 @@ from enum import StrEnum
 from typing import Protocol, TypeVar
 
 from tpucare.memory import FleetRecord, Memory
-from tpucare.model import (
-    Event,
-    LaunchOrder,
-    LaunchResult,
-    Listing,
-    Node,
-    NodeKey,
-    NodeReport,
-    NodeRequest,
-    NoticeOrder,
-    Operation,
-    ProbeOrder,
-    Ran,
-    StopOrder,
-    StopResult,
-    Worker,
-)
+from tpucare.model import Event, Listing, Node, NodeKey, NodeRequest, Operation, Ran, Worker
+from tpucare.orders import LaunchOrder, LaunchResult, NodeReport, NoticeOrder, ProbeOrder, StopOrder, StopResult
 
 T = TypeVar("T")
 

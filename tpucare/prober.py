@@ -17,7 +17,8 @@ from tpucare.board import Board
 from tpucare.effects import Ports
 from tpucare.evidence import SUPPORTING_OBSERVATIONS
 from tpucare.hearing import Hearing
-from tpucare.model import NodeReport, NodeState, Phase, ProbeOrder
+from tpucare.model import NodeState
+from tpucare.orders import NodeReport, Phase, ProbeOrder
 from tpucare.ports import Finished, Lane
 from tpucare.tracking import NodeTrack, SlotTrack, is_running, newest_checkpoint, newest_step
 

@@ -15,7 +15,8 @@ from datetime import timedelta
 
 from tpucare import answers, bundle, script
 from tpucare.errors import CommandFailed, ConfigError
-from tpucare.model import LaunchOrder, LaunchResult, NodeKey, Ran, Worker
+from tpucare.model import NodeKey, Ran, Worker
+from tpucare.orders import LaunchOrder, LaunchResult
 from tpucare.ports import Remote
 
 LAUNCH_DEADLINE = timedelta(seconds=30)

@@ -14,7 +14,7 @@ from tpucare.actions import Launch, Stop
 from tpucare.backoff import BOOK_BACKOFF
 from tpucare.errors import CommandFailed, ConfigError
 from tpucare.memory import Book, BookName, End, Memory, RunMemory
-from tpucare.model import LaunchResult, StopResult
+from tpucare.orders import LaunchResult, StopResult
 from tpucare.remember_creates import served
 
 

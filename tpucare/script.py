@@ -21,7 +21,8 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from tpucare.errors import ConfigError
-from tpucare.model import Job, LaunchOrder
+from tpucare.model import Job
+from tpucare.orders import LaunchOrder
 
 if TYPE_CHECKING:
     import jinja2

@@ -15,7 +15,8 @@ from statistics import median
 from tpucare.actions import Action, Wait
 from tpucare.evidence import Evidence, Holding, Mark, NodeEvidence, Progress
 from tpucare.memory import End, Memory
-from tpucare.model import Contact, Health, Node, NodeReport, NodeState, Phase, Slot, Worker, WorkerReport
+from tpucare.model import Health, Node, NodeState, Slot, Worker
+from tpucare.orders import Contact, NodeReport, Phase, WorkerReport
 
 BAD_HEALTH = frozenset({Health.TIMEOUT, Health.UNHEALTHY_TENSORFLOW, Health.UNHEALTHY_MAINTENANCE})
 GAPS_KEPT = 20

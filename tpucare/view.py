@@ -13,7 +13,8 @@ from typing import Any
 from tpucare.actions import Wait
 from tpucare.engine import Engine
 from tpucare.memory import End, FleetRecord, Memory, NodeMemory, Wish
-from tpucare.model import Contact, Node, NodeState, Phase, Worker
+from tpucare.model import Node, NodeState, Worker
+from tpucare.orders import Contact, Phase
 from tpucare.plain import plain
 from tpucare.projects import ProjectView
 from tpucare.tracking import NodeTrack, SlotTrack, newest_checkpoint, newest_step

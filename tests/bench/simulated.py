@@ -5,18 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from tpucare.model import (
+from tpucare.model import NodeKey, Worker
+from tpucare.orders import (
     Contact,
     LaunchOrder,
     LaunchResult,
-    NodeKey,
     NodeReport,
     NoticeOrder,
     Phase,
     ProbeOrder,
     StopOrder,
     StopResult,
-    Worker,
     WorkerReport,
 )
 

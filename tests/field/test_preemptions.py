@@ -12,7 +12,8 @@ from tests.virtual.harness import EU, US, Daemon, place
 from tpucare.emulator.config import WorldConfig
 from tpucare.engine import Settings
 from tpucare.memory import BookName, End
-from tpucare.model import Care, Failure, NodeState, Provisioning
+from tpucare.model import Care, NodeState, Provisioning
+from tpucare.orders import Failure
 from tpucare.simulation.machines import Script
 
 

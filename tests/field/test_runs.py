@@ -17,7 +17,8 @@ from tpucare.emulator.config import WorldConfig
 from tpucare.emulator.lengths import around
 from tpucare.engine import Settings
 from tpucare.memory import BookName, End, Wish
-from tpucare.model import Care, Failure, Job
+from tpucare.model import Care, Job
+from tpucare.orders import Failure
 from tpucare.simulation.machines import Script
 
 

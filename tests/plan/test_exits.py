@@ -40,7 +40,8 @@ from tpucare.actions import (
 )
 from tpucare.evidence import Progress
 from tpucare.memory import Book
-from tpucare.model import Failure, OnSuccess, Phase, Provisioning
+from tpucare.model import OnSuccess, Provisioning
+from tpucare.orders import Failure, Phase
 
 EXITS = [
     case("setup failed, within 30 s", evidence(over(1, 20, failure=Failure.SETUP)), TRAINS, "Wait"),

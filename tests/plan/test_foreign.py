@@ -29,7 +29,8 @@ from tests.plan.kit import told
 from tpucare.actions import Settle, Stop, Wait
 from tpucare.evidence import NodeEvidence
 from tpucare.memory import Book, End, Memory
-from tpucare.model import Failure, ForeignRun, Health, Job, OnExit, OnSuccess, Phase, Provisioning, Slot, WorkerReport
+from tpucare.model import Health, Job, OnExit, OnSuccess, Provisioning, Slot
+from tpucare.orders import Failure, ForeignRun, Phase, WorkerReport
 from tpucare.plan_foreign import ENDED
 
 HAD, HAD_NOTHING = ForeignRun(seen=True), ForeignRun()

@@ -27,7 +27,7 @@ from tests.evidence_kit import (
 from tests.plan.kit import ON_DEMAND, STALE, case, table
 from tpucare.evidence import Progress
 from tpucare.memory import Book, Wish
-from tpucare.model import Phase
+from tpucare.orders import Phase
 
 LAUNCHING = frozenset({f"launch:{name_of(0)}"})
 IN_FLIGHT = [

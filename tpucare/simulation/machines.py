@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 
 from tpucare.emulator.machine_effects import AuthorizeKeys, Boot, Kill, MachineEffect, Resume, SetAttribute, Silence
 from tpucare.emulator.records import PREEMPTED_ATTRIBUTE
-from tpucare.model import Failure, NodeKey
+from tpucare.model import NodeKey
+from tpucare.orders import Failure
 from tpucare.simulation.time import VirtualClock
 
 KEYS_LATE = 150.0

@@ -19,7 +19,8 @@ from tpucare.emulator.records import parse_node_path
 from tpucare.emulator.state import NodeLife
 from tpucare.emulator.world import World
 from tpucare.memory import Memory, NodeMemory
-from tpucare.model import LABEL_FLEET, LABEL_NUMBER, LABEL_OWNER, LABEL_SLOT, Event, Health, NodeReport, NodeState, Slot
+from tpucare.model import LABEL_FLEET, LABEL_NUMBER, LABEL_OWNER, LABEL_SLOT, Event, Health, NodeState, Slot
+from tpucare.orders import NodeReport
 from tpucare.simulation.machines import RunMark
 from tpucare.simulation.scenario import SECRET
 from tpucare.simulation.store import Disk

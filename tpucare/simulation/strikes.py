@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from tpucare.memory import Wish
-from tpucare.model import Failure, NodeState
+from tpucare.model import NodeState
+from tpucare.orders import Failure
 from tpucare.simulation import strikes_api as api
 from tpucare.simulation import strikes_daemon as daemon
 from tpucare.simulation import strikes_nodes as nodes

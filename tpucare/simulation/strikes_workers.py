@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from tpucare.model import Failure
+from tpucare.orders import Failure
 from tpucare.simulation.hand import Act, Hand
 from tpucare.simulation.strikes_people import asked_again
 

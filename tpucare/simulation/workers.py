@@ -12,20 +12,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from tpucare.errors import WorkerSilent
-from tpucare.model import (
+from tpucare.model import NodeKey, Worker
+from tpucare.orders import (
     Contact,
     Failure,
     ForeignRun,
     LaunchOrder,
     LaunchResult,
-    NodeKey,
     NodeReport,
     NoticeOrder,
     Phase,
     ProbeOrder,
     StopOrder,
     StopResult,
-    Worker,
     WorkerReport,
 )
 from tpucare.simulation.machines import Machines, Script, SimulatedRun, SimulatedWorker
