@@ -19,11 +19,11 @@ from googleapiclient.errors import HttpError  # type: ignore[import-untyped]
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.emulated_calls import next_call
 from tests.hand_clock import HandClock
 from tpucare.emulator.carrying import Carrier
 from tpucare.emulator.config import WorldConfig
 from tpucare.emulator.http_face import HttpRequest
-from tpucare.emulator.records import CallFate
 from tpucare.emulator.rest import RestFace, routes
 from tpucare.emulator.server import EmulatorServer
 from tpucare.emulator.world import World
@@ -364,14 +364,7 @@ def test_latency_is_spent_outside_the_lock(place: Place, monkeypatch: pytest.Mon
                 ),
             ),
         )
-        arrived, fate = threading.Event(), server.world.fate
-
-        def met(method: str, *more: Any) -> CallFate:
-            found = fate(method, *more)
-            arrived.set()
-            return found
-
-        monkeypatch.setattr(server.world, "fate", met)
+        arrived = next_call(server.world, monkeypatch)
         slow.start()
         assert arrived.wait(60)
         assert Place(server, HandClock()).ask(f"/v2/{PARENT}/nodes") == {}

@@ -24,6 +24,7 @@ from google.cloud.tpu_v2 import TpuClient, types
 from google.cloud.tpu_v2.services.tpu.transports.grpc import TpuGrpcTransport
 from google.cloud.tpu_v2.services.tpu.transports.rest import TpuRestTransport
 
+from tests.emulated_calls import next_call
 from tests.hand_clock import HandClock
 from tpucare.cloud import connect
 from tpucare.emulator import running
@@ -32,7 +33,7 @@ from tpucare.emulator.control import request
 from tpucare.emulator.machine_effects import Boot, Kill, MachineEffect, SetAttribute
 from tpucare.emulator.machines import Machines
 from tpucare.emulator.orders import ACTIONS, parse_order
-from tpucare.emulator.records import CallFate, NodePath
+from tpucare.emulator.records import NodePath
 from tpucare.emulator.server import EmulatorServer
 from tpucare.errors import AnswerLost, ConfigError, NoCapacity
 from tpucare.model import NodeKey, NodeRequest, NodeState, Place, Provisioning
@@ -284,14 +285,7 @@ def test_latency_is_not_spent_under_the_lock(monkeypatch: pytest.MonkeyPatch) ->
     config = WorldConfig.fast(latencies={**QUICK, "write": 60})
     with EmulatorServer(config) as serving, ThreadPoolExecutor(1) as pool:
         slow, quick = (connect(serving.endpoint, monotonic=lambda: 0.0) for _ in range(2))
-        arrived, fate = threading.Event(), serving.world.fate
-
-        def met(method: str, *more: Any) -> CallFate:
-            found = fate(method, *more)
-            arrived.set()
-            return found
-
-        monkeypatch.setattr(serving.world, "fate", met)
+        arrived = next_call(serving.world, monkeypatch)
         create = pool.submit(slow.create_node, wanted("pod-0-a1"))
         assert arrived.wait(60)
         assert not quick.list_nodes(PROJECT).nodes
