@@ -34,8 +34,11 @@ class Lanes(LoadScopeScheduling):  # type: ignore[misc]
         return _lane(nodeid.partition("::")[0])
 
 
-# Their processes share nothing with those of others: trainings that meet at free ports.
-ALONE = frozenset({"tests/test_example_train.py", "tests/test_training.py"})
+# Their processes share nothing with those of others: trainings that meet at free ports, workers that are folders.
+ALONE = frozenset(
+    f"tests/{name}.py"
+    for name in ("test_callbacks", "test_commands", "test_example_train", "test_launch", "test_runner", "test_training")
+)
 
 
 @cache
