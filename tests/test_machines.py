@@ -22,7 +22,6 @@ from pathlib import Path
 import paramiko
 import pytest
 
-from tests.bench_worker import eventually
 from tpucare.emulator import outfit, proctree
 from tpucare.emulator.flood import Flooding
 from tpucare.emulator.machine_effects import AuthorizeKeys, Boot, Kill, Resume, SetAttribute, Silence
@@ -371,7 +370,7 @@ def test_a_worker_whose_commands_flood(zone: Zone) -> None:
                 heard["stderr"] += len(channel.recv_stderr(1 << 20))
             return min(heard.values()) >= 1 << 20
 
-        eventually(hear)
+        _until(hear, 20)
     zone.machines.resume(NODE, 0).result(timeout=10)
     assert zone.run("echo back") == "back"
 

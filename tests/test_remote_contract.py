@@ -14,6 +14,7 @@ from typing import Protocol
 import pytest
 
 from tests import sshd
+from tests.bench_worker import eventually
 from tests.local_remote import LocalRemote
 from tests.ssh_stand_in import SshStandIn
 from tpucare.errors import CommandFailed, WorkerSilent
@@ -177,13 +178,6 @@ def hint_within(remote: Remote, seconds: float) -> frozenset[NodeKey]:
     return frozenset()
 
 
-def until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SOON
-    while not holds():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.005)
-
-
 # --- commands ---
 
 
@@ -317,7 +311,7 @@ def test_worker_that_falls_silent_in_the_middle(rig: Rig) -> None:
 
     def act(one: Worker) -> object:
         if one == other:
-            until(begun.exists)
+            eventually(begun.exists, SOON)
             rig.silence(worker)
             over.touch()
             return None

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.bench_worker import eventually
 from tpucare import system
 from tpucare.ports import Finished, Lane
 from tpucare.system import SystemClock, ThreadExecutor, machine_id, random_source
@@ -46,13 +47,6 @@ def threads(executor: ThreadExecutor, lane: Lane) -> list[threading.Thread]:
     """Live ones of *executor*; those of an earlier test may still be ending."""
     ours = executor._lanes[lane].threads
     return [each for each in ours if each.is_alive() and each.name.startswith(f"tpucare-{lane.value}-")]
-
-
-def until(true: Callable[[], object]) -> None:
-    deadline = time.monotonic() + LONG.total_seconds()
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def raising(error: BaseException) -> Callable[[], object]:
@@ -154,7 +148,7 @@ class TestThreads:
             executor.submit(Lane.PROBE, number, lambda: None)
             collect(executor, 1)
             # An effect is told of before its thread is free for the next one.
-            until(lambda: executor._lanes[Lane.PROBE].idle)
+            eventually(lambda: executor._lanes[Lane.PROBE].idle, LONG.total_seconds())
         assert len(threads(executor, Lane.PROBE)) == 1
         assert threads(executor, Lane.LAUNCH) == []
         assert all(thread.daemon for thread in threads(executor, Lane.PROBE))

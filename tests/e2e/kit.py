@@ -474,9 +474,12 @@ def own_network(length: int = 24) -> str:
 def environment_of(pid: int) -> dict[str, str]:
     """Empty when the process is gone."""
     try:
-        raw = Path(f"/proc/{pid}/environ").read_bytes()
+        return environment_in(Path(f"/proc/{pid}/environ").read_bytes())
     except OSError:
         return {}
+
+
+def environment_in(raw: bytes) -> dict[str, str]:
     pairs = (entry.partition(b"=") for entry in raw.split(b"\0") if entry)
     return {name.decode(errors="replace"): value.decode(errors="replace") for name, _, value in pairs}
 

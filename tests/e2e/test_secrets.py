@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.kit import House, environment_of, house
+from tests.e2e.kit import House, environment_in, environment_of, house
 
 pytestmark = [pytest.mark.machines, pytest.mark.timeout(120)]
 
@@ -35,16 +35,12 @@ def commands_and_environments(word: str) -> set[tuple[str, str]]:
                 if word.encode() in text:
                     # Of what was just read, where it can be: a process that ends has an empty environment and still
                     # a name.
-                    run = run_in(text) or environment_of(int(folder.name)).get("TPUCARE_RUN", "")
+                    seen = environment_in(text) if part == "environ" else environment_of(int(folder.name))
+                    run = seen.get("TPUCARE_RUN", "")
                     found.add((part, run or (folder / "comm").read_text().strip()))
             except OSError:
                 continue
     return found
-
-
-def run_in(environment: bytes) -> str:
-    entries = [entry.partition(b"=") for entry in environment.split(b"\0")]
-    return next((value.decode(errors="replace") for name, _, value in entries if name == b"TPUCARE_RUN"), "")
 
 
 def files_with(folder: Path, word: bytes) -> list[Path]:
