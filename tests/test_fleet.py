@@ -6,6 +6,7 @@ import re
 import runpy
 from datetime import timedelta
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from re import _parser as sre  # type: ignore[attr-defined]  # What Python itself makes of a pattern.
 from typing import Any
@@ -336,6 +337,19 @@ def test_what_is_unwise_is_a_warning() -> None:
         "job.env.WANDB_API_KEY: looks like a secret, and `env` is stored and shown; name it in `job.secrets` instead",
         "tpu.runtime: v2-alpha-tpuv6e is not listed for v4; usual is tpu-ubuntu2204-base",
     ]
+
+
+@pytest.mark.parametrize(
+    ("run", "warned"),
+    [
+        ("sudo docker run --rm --privileged image python3 train.py", True),
+        ("podman container run image", True),
+        ("bash docker_run.sh", False),
+        ("docker pull image", False),
+    ],
+)
+def test_a_job_in_a_container_is_warned(run: str, warned: bool) -> None:
+    assert any("container" in line for line in fleet({"job.run": run}).warnings) is warned
 
 
 # --- what a wrong file is told -----------------------------------------------------------------------------------
@@ -843,6 +857,15 @@ def test_a_pattern_is_refused_for_new_syntax_just_when_it_has_some(pattern: str)
     except ValueError as error:
         said = str(error)
     assert ("3.11" in said) == is_new
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "templates" / "fleets").glob("*.yaml")), ids=lambda path: path.name)
+def test_templates_call_programs_that_images_have(path: Path) -> None:
+    """Ubuntu 22.04 has `python3` and no `python`; `pip` there may belong to another Python than `python3`."""
+    job = yaml.safe_load(path.read_text())["job"]
+    words = f"{job.get('setup', '')} {job['run']}".split()
+    assert "python" not in words
+    assert all(before == "-m" for before, word in pairwise(["", *words]) if word == "pip")
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "templates" / "fleets").glob("*.yaml")), ids=lambda path: path.name)

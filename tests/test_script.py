@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tpucare import bundle, script
+from tpucare.effects import COORDINATOR_PORT
 from tpucare.errors import ConfigError
 from tpucare.logs import LogKeeper, Place
 from tpucare.model import Job, NodeKey, Worker
@@ -46,7 +47,7 @@ HOSTILE = '\'; touch pwned; echo "$(touch pwned)`touch pwned`" \\ $HOME * ~ \n#{
 
 
 def order(job: Job) -> LaunchOrder:
-    return LaunchOrder(WORKERS, "pod-0", "pod", "pod-0-a3.1", 3, job, "10.0.0.0:8476", timedelta(seconds=30))
+    return LaunchOrder(WORKERS, "pod-0", "pod", "pod-0-a3.1", 3, job, "10.0.0.0:9470", timedelta(seconds=30))
 
 
 def bundle_of(job: Job) -> str:
@@ -148,7 +149,7 @@ def test_what_the_run_sees() -> None:
         "PYTHONUNBUFFERED": "1",
         "TPUCARE_ATTEMPT": "3",
         "TPUCARE_CHECKPOINT": "gs://my-bucket/big-pod",
-        "TPUCARE_COORDINATOR": "10.0.0.0:8476",
+        "TPUCARE_COORDINATOR": "10.0.0.0:9470",
         "TPUCARE_NODE": "pod-0-a3",
         "TPUCARE_RUN": "pod-0-a3.1",
         "TPUCARE_SLOT": "pod-0",
@@ -274,3 +275,9 @@ def test_kept_logs_hold_nothing_that_a_terminal_obeys(tmp_path: Path) -> None:
     keeper = LogKeeper(tmp_path)
     keeper.append("pod-0", 1, "pod-0-a1.1", 0, b"\x1b[1;31mred\x1b[0m \x1b]0;title\x07a\r\nb\r50%\r51%\x1b(B\x1b7 \xff")
     assert keeper.read("pod-0", 1).decode() == "--- run pod-0-a1.1 ---\nred a\nb\n50%\n51% \ufffd"
+
+
+def test_the_coordinator_listens_apart_from_libtpu_and_jax() -> None:
+    """8431: libtpu's metrics. 8470 to 8479: its workers and mesh controller. 8482: JAX. From 32768: any connection."""
+    assert COORDINATOR_PORT not in {8431, *range(8470, 8480), 8482}
+    assert 1024 < COORDINATOR_PORT < 32768

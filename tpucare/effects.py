@@ -17,7 +17,8 @@ from tpucare.model import LABEL_FLEET, LABEL_NUMBER, LABEL_OWNER, LABEL_SLOT, No
 from tpucare.orders import LaunchOrder, NoticeOrder, StopOrder
 from tpucare.ports import Cloud, Lane, Launcher
 
-COORDINATOR_PORT = 8476
+COORDINATOR_PORT = 9470
+"""Of jax.distributed on CPUs. On a TPU host 8476 is libtpu's mesh controller, 8482 JAX's own coordinator."""
 
 LANES: Mapping[type, Lane] = {
     Launch: Lane.LAUNCH,

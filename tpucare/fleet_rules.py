@@ -22,6 +22,7 @@ from tpucare.yaml_lines import Document, KeyPath, Problem
 
 _SECRET_NAME = re.compile(r"(?i)(^|_)(api_?key|token|secret|password|passwd|credentials?|private_key)s?$")
 _PLACEHOLDER = "{slot}"
+_CONTAINER = re.compile(r"\b(?:docker|podman)\s+(?:container\s+)?run\b")
 _UNEXPANDED = ("setup", "repository", "branch", "workdir", "progress")
 
 
@@ -188,6 +189,9 @@ def _job_warnings(job: dict[str, object], env: dict[str, object]) -> Iterator[_F
     for key in _UNEXPANDED:
         if isinstance(value := job.get(key), str) and _PLACEHOLDER in value:
             yield _Finding(("job", key), f"{_PLACEHOLDER} is not expanded here; use $TPUCARE_SLOT", is_warning=True)
+    if isinstance(run := job.get("run"), str) and _CONTAINER.search(run):
+        text = "what runs in a container is no process of the run, and may outlive its stop (docs/training.md)"
+        yield _Finding(("job", "run"), text, is_warning=True)
     if "run" in job and "checkpoint" not in job:
         yield _Finding(("job",), "names no checkpoint: every new node begins at step 0", is_warning=True)
 

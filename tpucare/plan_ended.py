@@ -22,6 +22,8 @@ LONG_LIFE = timedelta(hours=1)
 INFRASTRUCTURE_LIMIT = 3
 # In a row, over several nodes, without a step beyond the furthest: then it is the job's own doing (an OOM, a deadlock).
 INFRASTRUCTURE_BUDGET = 12
+COMMAND_NOT_FOUND = 127
+"""The exit status of a shell that does not find a command."""
 
 
 def decide_ended(
@@ -94,6 +96,8 @@ def _decide_failed(
         return _decide_dirty(slot, seen, memory)
     what = "the run" if worst.phase is Phase.EXITED else worst.phase.value
     text = f"{what} exited with {worst.exit_status}"
+    if worst.exit_status == COMMAND_NOT_FOUND:
+        text = f"{text} (a command was not found; images have python3, not python)"
     if worst.detail:
         text = f"{text}: {worst.detail}"
     if kinds & {Failure.FETCH, Failure.SETUP, Failure.SECRET_MISSING, Failure.DISK_FULL} or any(

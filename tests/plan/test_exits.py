@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
+import pytest
+
 from tests.evidence_kit import (
     HERE,
     NO_PROGRESS,
@@ -35,9 +37,7 @@ from tests.plan.kit import (
     over,
     table,
 )
-from tpucare.actions import (
-    Wait,
-)
+from tpucare.actions import Stop, Wait
 from tpucare.evidence import Progress
 from tpucare.memory import Book
 from tpucare.model import OnSuccess, Provisioning
@@ -284,3 +284,11 @@ test_what_comes_of_stops = table(STOPS)
 
 
 test_what_comes_of_the_day = table(DAY)
+
+
+@pytest.mark.parametrize(("status", "hinted"), [(127, True), (1, False)])
+def test_a_command_that_was_not_found_is_told(status: int, hinted: bool) -> None:
+    stop = act(evidence(over(status, failure=Failure.CRASH)), TRAINS)
+    assert isinstance(stop, Stop)
+    assert f"exited with {status}" in stop.why
+    assert ("python3, not python" in stop.why) is hinted
