@@ -9,7 +9,7 @@ are replaced while points are left, and deleted when none is. Where a daemon run
 over and this script ends.
 
 What the workers get is the folder `sweep/` with a copy of `tpucare.training` in it, for their Python may be too old for
-`pip install tpucare`. It is put together in `--code`, which has to stay while the swarm lives.
+tpucare itself. It is put together in `--code`, which has to stay while the swarm lives.
 
 The key and the address of W&B come from your login or WANDB_API_KEY and WANDB_BASE_URL.
 """

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from tpucare.model import Event
     from tpucare.removal import NotDeleted, delete_all, delete_one_tpu, synchronous_deletion
 
-__version__ = "0.1.0"
+__version__ = "1.0.0"
 
 LOG_LEVEL = 20
 """What a blocking call shows: events of this level of `logging` and above; 0 shows everything."""

@@ -142,7 +142,7 @@ def prepare(
         config, folder = _read_sweep(what)
         path = _place_of(config, env, GraphqlSweeps(url, key))
         if importlib.util.find_spec("wandb") is None:
-            raise ConfigError("making a sweep needs the client of W&B: pip install 'tpucare[wandb]'")
+            raise ConfigError("making a sweep needs the client of W&B: `pip install wandb`")
     base, file, folder = _read_fleet(fleet, accelerator_type, zone, folder, has_code=config is not None)
     prepared = Prepared(base, folder, file, count, name, url, path, config)
     parsed = fleets.parse(prepared.text(path), file=file, folder=folder)

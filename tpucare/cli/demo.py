@@ -75,4 +75,5 @@ def _require_training() -> None:
         except ModuleNotFoundError:
             found = None
         if found is None:
-            raise ConfigError("the demo trains with JAX, which is not installed: pip install 'tpucare[demo]'")
+            cure = "`make demo`, or `pip install '.[demo]'` in the clone of tpucare"
+            raise ConfigError(f"the demo trains with JAX, which is not installed: {cure}")

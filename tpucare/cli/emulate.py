@@ -40,7 +40,9 @@ Selector = Annotated[str, typer.Argument(metavar="NODES", help="Node, slot, zone
 
 def run(
     context: typer.Context,
-    world: Annotated[Path | None, typer.Argument(metavar="[WORLD.yaml]", help="Default: a calm, fast world.")] = None,
+    world: Annotated[
+        Path | None, typer.Argument(metavar="[WORLD.yaml]", help="Default: two zones with room for every type, fast.")
+    ] = None,
     port: Annotated[int, typer.Option(help="Of the API; 0 = any.", min=0, max=65535)] = 0,
     rest_port: Annotated[int, typer.Option(help="Of the API as JSON; 0 = any.", min=0, max=65535)] = 0,
     storage_port: Annotated[int, typer.Option(help="Of Cloud Storage; 0 = any.", min=0, max=65535)] = 0,

@@ -13,7 +13,9 @@ from typing import Any
 
 from tpucare.cli.common import say
 from tpucare.emulator.config import WorldConfig, load_world
+from tpucare.emulator.config_zones import Zone
 from tpucare.emulator.machines import Machines
+from tpucare.emulator.requests import ANY_TYPE, offered_types
 from tpucare.emulator.server import EmulatorServer
 
 WANDB_AUDIT = "wandb-audit.jsonl"
@@ -70,9 +72,21 @@ def serve(
             say(f"export WANDB_BASE_URL={base} WANDB_API_KEY={DUMMY_KEY}")
         say(f"# serving gRPC at {server.endpoint}, REST at {server.rest_endpoint}; stop with Ctrl-C")
         say(f"# Cloud Storage: export STORAGE_EMULATOR_HOST={server.storage_endpoint}")
+        say(f"# zones: {zones_text(config)}; name them in a fleet's `zones`")
         # A wait without end cannot be interrupted by a signal on every platform.
         while not stopping.wait(1.0):
             pass
+
+
+def zones_text(config: WorldConfig) -> str:
+    """Each zone with the generations it offers; any other zone is refused, as one without permission."""
+    return ", ".join(f"{name} ({_generations(name, zone)})" for name, zone in config.zones.items())
+
+
+def _generations(name: str, zone: Zone) -> str:
+    if zone.accelerators is not None and ANY_TYPE in zone.accelerators:
+        return "every type"
+    return ", ".join(dict.fromkeys(one.partition("-")[0] for one in offered_types(name, zone))) or "no type"
 
 
 def _open_wandb(open_servers: ExitStack, folder: Path, port: int | None, seed: int, lost_after: float) -> str:
@@ -92,7 +106,12 @@ def _dress(base_url: str, storage: str) -> dict[str, Any]:
     What workers find in their environment: where Cloud Storage is, for Google's clients and tensorstore; and for an
     offline sweep where W&B is, and the `python` and `wandb` that run this program.
     """
-    env = {"STORAGE_EMULATOR_HOST": storage, "TENSORSTORE_GCS_HTTP_URL": storage}
+    env = {
+        "STORAGE_EMULATOR_HOST": storage,
+        "TENSORSTORE_GCS_HTTP_URL": storage,
+        # gcsfs (2026.10) asks over gRPC of which kind a bucket is, which is not served here, and waits 60 s for it.
+        "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
+    }
     if not base_url:
         return {"extra_env": env}
     return {"extra_env": {**env, "WANDB_BASE_URL": base_url}, "path_prefix": [Path(sys.executable).parent]}
