@@ -1,0 +1,1 @@
+"""State as earlier versions of tpucare wrote it, for the tests of an upgrade."""
