@@ -150,10 +150,13 @@ class LocalRemote:
             if listens:
                 self._nudge()
 
-    def forget(self, key: NodeKey) -> None:
+    def disconnect(self, key: NodeKey) -> None:
         with self._lock:
             self._awaited = {worker for worker in self._awaited if worker.key != key}
             self._hints.discard(key)
+
+    def forget(self, key: NodeKey) -> None:
+        self.disconnect(key)
 
     def repin(self, worker: Worker, host_keys: Iterable[str]) -> None:
         """There are no host keys here."""

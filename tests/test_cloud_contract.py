@@ -28,6 +28,7 @@ from tpucare.errors import (
     NeedsPerson,
     NoCapacity,
     NodeGone,
+    NotPublished,
     OwnCredentials,
     PreemptedMeanwhile,
     QuotaExceeded,
@@ -311,9 +312,11 @@ def test_the_life_of_a_node(build: Build) -> None:
     with pytest.raises(AlreadyExists):
         rig.cloud.create_node(wanted("pod-0-a1"))
     rig.play(60)
-    for act in (rig.cloud.get_node, rig.cloud.delete_node, rig.cloud.host_keys):
+    for act in (rig.cloud.get_node, rig.cloud.delete_node):
         with pytest.raises(NodeGone):
             act(key)
+    with pytest.raises(NotPublished):
+        rig.cloud.host_keys(key)
 
 
 def test_a_second_delete_is_accepted_or_a_lost_race(build: Build) -> None:

@@ -61,7 +61,7 @@ def test_a_notice_and_a_key_are_noted_on_the_node() -> None:
     assert told is not None
     assert told.keyed
     assert came(TRAINS, key, None, AnswerLost("x")) == TRAINS
-    assert came(TRAINS, key, None, NodeGone("x")).nodes == ()
+    assert came(TRAINS, key, None, NodeGone("x")) == TRAINS, "GetNode and DeleteNode alone prove that a node is gone"
     assert came(memory(), key) == memory()
 
 

@@ -617,6 +617,16 @@ def test_new_address_of_the_same_worker_is_connected_to(key: LoginKey, opened: C
             server.stop()
 
 
+def test_disconnect_closes_and_keeps_the_pins(door: Door, server: SshStandIn) -> None:
+    worker = worker_at(server)
+    door.remote.run(worker, "true")
+    door.remote.disconnect(worker.key)
+    wait_until(lambda: server.open == 0)
+    assert door.next_hints(0.3) == frozenset()
+    with restarted(server), pytest.raises(HostKeyChanged):
+        door.remote.run(worker, "true")
+
+
 def test_forget_closes_and_drops_the_pins(door: Door, server: SshStandIn) -> None:
     worker = worker_at(server)
     door.remote.run(worker, "true")

@@ -208,6 +208,10 @@ class CallbackLauncher:
         self._end(order.workers[0].key, "its run was stopped")
         return self._inner.stop(order)
 
+    def disconnect(self, key: NodeKey) -> None:
+        self._end(key, "the node is given up")
+        self._inner.disconnect(key)
+
     def forget(self, key: NodeKey) -> None:
         self._end(key, "the node is gone")
         self._settled.pop(key, None)

@@ -337,7 +337,7 @@ class Engine:
             return
         if isinstance(action, Delete):
             # Nobody is asked any more, and whoever still waits for a word of it waits for nothing.
-            self.ports.launcher.forget(action.key)
+            self.ports.launcher.disconnect(action.key)
         name = action.key.name if not isinstance(action, Create | Poll) else action.name
         seen = track.nodes.get(name)
         coordinator = seen.node.endpoints[0].internal if seen is not None and seen.node.endpoints else ""

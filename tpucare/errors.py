@@ -20,6 +20,7 @@ a door prints ``str(error)``, which is one line that says what to change.
     │   ├── LostRace           somebody was faster: look again
     │   │   ├── AlreadyExists  a create met its own name
     │   │   └── NodeGone       what this was about no longer exists
+    │   ├── NotPublished       guest attributes are not there (yet): ask again, the node lives
     │   ├── PreemptedMeanwhile the operation met a preemption
     │   ├── NeedsPerson        a person has to change something; blocks that place
     │   └── OwnCredentials     our own credentials do not serve: no observation
@@ -107,6 +108,10 @@ class AlreadyExists(LostRace):
 
 class NodeGone(LostRace):
     """What this was about no longer exists."""
+
+
+class NotPublished(CloudError):
+    """NOT_FOUND from GetGuestAttributes: nothing is published under that path. It says nothing about the node."""
 
 
 class PreemptedMeanwhile(CloudError):

@@ -22,6 +22,7 @@ from tpucare.errors import (
     NeedsPerson,
     NoCapacity,
     NodeGone,
+    NotPublished,
     OwnCredentials,
     PreemptedMeanwhile,
     QuotaExceeded,
@@ -50,7 +51,8 @@ CANCELLED, UNKNOWN, INVALID_ARGUMENT, DEADLINE_EXCEEDED, NOT_FOUND, ALREADY_EXIS
 RESOURCE_EXHAUSTED, FAILED_PRECONDITION, ABORTED, OUT_OF_RANGE, UNIMPLEMENTED, INTERNAL, UNAVAILABLE = range(8, 15)
 DATA_LOSS, UNAUTHENTICATED = 15, 16
 
-_NAMED_NODE = (Where.GET, Where.DELETE, Where.UPDATE, Where.GUEST, Where.GET_OPERATION)
+# Calls whose NOT_FOUND is a proof that the node (or the operation) they name is gone.
+_PROVES_ABSENCE = (Where.GET, Where.DELETE, Where.GET_OPERATION)
 
 
 def _pattern(text: str) -> re.Pattern[str]:
@@ -200,11 +202,17 @@ def _not_found(code: int, text: str, where: str) -> CloudError:
     """
     NodeGone is a proof of absence, so it is given only when it was the node (or the operation) that was not found.
 
-    A create can miss its service account, its network or its zone; a read can miss its project.
+    A create can miss its service account, its network or its zone; a read can miss its project. Guest attributes are
+    not found until the guest has published them, on a node that lives (Compute Engine, "The resource 'hostkeys/' of
+    type 'Guest Attribute' was not found"); an update that misses its node is a reason to look.
     """
-    if _NAMES_NODE.search(text):
-        return NodeGone(text, code)
-    if where in _NAMED_NODE and not _NAMES_OTHER.search(text):
+    if where == Where.GUEST:
+        return NotPublished(text, code)
+    if _NAMES_OTHER.search(text) and not _NAMES_NODE.search(text):
+        return NeedsPerson(_with_advice(text), code)
+    if where == Where.UPDATE:
+        return LostRace(text, code)
+    if where in _PROVES_ABSENCE or _NAMES_NODE.search(text):
         return NodeGone(text, code)
     return NeedsPerson(_with_advice(text), code)
 

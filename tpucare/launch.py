@@ -156,12 +156,19 @@ class ScriptLauncher:
     def expect(self, workers: Sequence[Worker]) -> None:
         self._remote.knock(workers)
 
+    def disconnect(self, key: NodeKey) -> None:
+        self._drop(key)
+        self._remote.disconnect(key)
+
     def forget(self, key: NodeKey) -> None:
+        self._drop(key)
+        self._remote.forget(key)
+
+    def _drop(self, key: NodeKey) -> None:
         with self._lock:
             for worker in [worker for worker in self._known if worker.key == key]:
                 self._known.pop(worker)
         self._pusher.forget(key)
-        self._remote.forget(key)
 
     def hints(self) -> frozenset[NodeKey]:
         return self._remote.hints()

@@ -162,6 +162,7 @@ class Observer:
         if found is None or found[1].node.id != node.id:
             return
         track = found[0]
+        self.ports.launcher.disconnect(node.key)
         # Our run may live there still, so the slot asks for no other node before a person has looked.
         view.foreign.setdefault(track.slot.name, {})[node.name] = node
         view.lost[node.name] = track.slot.name
@@ -199,9 +200,7 @@ class Observer:
         self._release_quota(view)
 
     def forget(self, track: SlotTrack, view: ProjectView, name: str, why: str = "") -> None:
-        seen = track.nodes.get(name)
-        if seen is not None:
-            self.ports.launcher.forget(seen.node.key)
+        """The slot knows *name* no more: it is gone, or `why` not. Its host keys are the launcher's to forget."""
         track.forget_node(name)
         track.looked[f"gone:{name}"] = view.mark
         view.release(name)

@@ -9,10 +9,10 @@ from __future__ import annotations
 import random
 
 from tpucare import remember as memories
-from tpucare.actions import Create, Effect, Launch, Look, Poll, Stop, Vouch
+from tpucare.actions import Create, Delete, Effect, Launch, Look, Poll, PushKey, Stop, Vouch
 from tpucare.board import Board
 from tpucare.effects import ChangedMeanwhile, Ports
-from tpucare.errors import NodeGone, TpuCareError
+from tpucare.errors import LostRace, NodeGone, TpuCareError
 from tpucare.model import Node
 from tpucare.narration import end_of, failed
 from tpucare.observer import Observer
@@ -61,8 +61,9 @@ class Outcomes:
     def _after(self, track: SlotTrack, view: ProjectView, action: Effect, name: str, finished: Finished) -> None:
         """What the trackers have to know of an effect that ended."""
         seen, error = track.nodes.get(name), finished.error
-        gone = isinstance(error, NodeGone) and not isinstance(action, Poll)
-        if gone:
+        if isinstance(action, Look | Delete) and isinstance(error, NodeGone):
+            # GetNode and DeleteNode alone prove that a node is gone; its host keys die with it, and not before.
+            self._ports.launcher.forget(action.key)
             self._observer.forget(track, view, name)
         elif isinstance(action, Look) and isinstance(finished.result, Node):
             self._looked(track, view, finished.result)
@@ -70,6 +71,8 @@ class Outcomes:
             track.looked[f"failed:{name}"] = view.mark
         elif isinstance(action, Vouch) and seen is not None:
             seen.vouched = True
+        elif isinstance(action, PushKey) and isinstance(error, LostRace):
+            track.looked[f"missed:{name}"] = view.mark
         elif isinstance(action, Launch | Stop) and seen is not None:
             if isinstance(action, Launch):
                 track.looked.pop(f"stop:{name}", None)
@@ -80,6 +83,7 @@ class Outcomes:
             self._board.event(track, told.kind, told.text, node=name, level=told.level)
 
     def _looked(self, track: SlotTrack, view: ProjectView, node: Node) -> None:
+        track.looked.pop(f"missed:{node.name}", None)
         is_its = node.slot == track.slot.name or self._board.home(node) is track
         if node.owner != self._ports.owner or not is_its:
             # Our create met a node of that name that is not ours: the name is spent, and a person has to look.

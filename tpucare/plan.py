@@ -97,6 +97,8 @@ def _node_chore(seen: NodeEvidence, evidence: Evidence, memory: Memory, timers: 
     if not seen.listed:
         # Absence from a list proves nothing; GetNode does.
         return _look(seen.node.key, evidence, timers, "was there, and is not in the listing")
+    if f"missed:{seen.node.name}" in evidence.looked:
+        return _look(seen.node.key, evidence, timers, "another call did not find it")
     if _is_welcome(seen, evidence, memory):
         return Settle(Fact.CREATE_KEPT, "came after its create was given up, and before any other", seen.node.name)
     return _delete_chore(seen, evidence, memory, timers)

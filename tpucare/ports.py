@@ -103,8 +103,12 @@ class Remote(Protocol):
         """Try a TCP connect every 0.2 s until each listens; then its node's key appears once in `hints`."""
         ...
 
+    def disconnect(self, key: NodeKey) -> None:
+        """Close what is open to a node; knocking ends too. Its pinned host keys stay."""
+        ...
+
     def forget(self, key: NodeKey) -> None:
-        """Close what is open to a node and drop its pinned host keys; knocking ends too."""
+        """The node is proven gone: `disconnect`, and drop its pinned host keys."""
         ...
 
     def repin(self, worker: Worker, host_keys: Iterable[str]) -> None:
@@ -135,8 +139,15 @@ class Launcher(Protocol):
         """These workers will begin to answer soon; `hints` tells when. Never blocks; engine's thread."""
         ...
 
+    def disconnect(self, key: NodeKey) -> None:
+        """
+        Nobody asks its workers any more, for it is to be deleted or is no longer ours. Whom its workers were is
+        remembered: it may live. Never blocks; engine's thread.
+        """
+        ...
+
     def forget(self, key: NodeKey) -> None:
-        """The node is gone. Never blocks; engine's thread."""
+        """The API said NOT_FOUND of the node: nothing of it is kept. Never blocks; engine's thread."""
         ...
 
     def hints(self) -> frozenset[NodeKey]:

@@ -13,12 +13,10 @@ from dataclasses import replace
 from datetime import datetime
 
 from tpucare.actions import Action, Create, Delete, Fact, Launch, Look, Notice, Poll, PushKey, Reason, Settle, Stop
-from tpucare.errors import NodeGone
 from tpucare.memory import BookName, Memory, RunMemory
 from tpucare.remember_creates import after_create, after_look, after_poll, intend_create, keep, served, supersede
 from tpucare.remember_deletes import after_delete, intend_delete, undelete
 from tpucare.remember_runs import after_launch, after_stop, attempted, far, intend_launch, intend_stop, row_over
-from tpucare.remember_seen import gone
 
 
 def intend(memory: Memory, action: Action, now: datetime, rng: random.Random) -> Memory:
@@ -92,9 +90,7 @@ def remember(
             return after_poll(memory, action, result, error, now, rng)
         case PushKey():
             past = memory.node(action.key.name)
-            if past is not None and error is None:
-                return memory.with_node(replace(past, keyed=True))
-            return gone(memory, action.key.name, now, rng) if isinstance(error, NodeGone) else memory
+            return memory.with_node(replace(past, keyed=True)) if past is not None and error is None else memory
     return memory
 
 

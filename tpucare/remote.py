@@ -115,14 +115,17 @@ class ParamikoRemote:
         self._knocker.knock(again, delay_seconds=INTERVAL_SECONDS)
         self._knocker.knock(fresh)
 
-    def forget(self, key: NodeKey) -> None:
+    def disconnect(self, key: NodeKey) -> None:
         self._knocker.forget(key)
         self._pool.forget(key)
-        self._pins.forget(key)
         with self._lock:
             self._hints.discard(key)
             for one in self._heard.pop(key, {}):
                 self._drops.pop(one, None)
+
+    def forget(self, key: NodeKey) -> None:
+        self.disconnect(key)
+        self._pins.forget(key)
 
     def repin(self, worker: Worker, host_keys: Iterable[str]) -> None:
         """What cannot be read as a host key is left out; when nothing is left, what was pinned stays."""

@@ -63,6 +63,9 @@ class SteadyLauncher:
 
     def expect(self, workers: Sequence[Worker]) -> None: ...
 
+    def disconnect(self, key: NodeKey) -> None:
+        self._runs.pop(key, None)
+
     def forget(self, key: NodeKey) -> None:
         self._runs.pop(key, None)
 

@@ -182,6 +182,9 @@ class VirtualLauncher(Machines):
 
     def expect(self, workers: Sequence[Worker]) -> None: ...
 
+    def disconnect(self, key: NodeKey) -> None:
+        self.forget_dead(key)
+
     def forget(self, key: NodeKey) -> None:
         self._pins.pop(key, None)
         self.forget_dead(key)
