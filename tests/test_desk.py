@@ -238,3 +238,54 @@ def test_a_wrong_order_is_one_line_and_changes_nothing(office: Office, order: ob
 def test_every_answer_is_json(office: Office) -> None:
     for do in ("status", "plan", "gc", "events", "confirm"):
         json.dumps(office.ask(do))
+
+
+def with_a_file_per_slot(count: int) -> str:
+    return fleet_text(count=count) + "  files: {config.txt: './config-{slot}.txt'}\n"
+
+
+def lower_the_count(office: Office) -> None:
+    for index in range(2):
+        (office.folder / f"config-pod-{index}.txt").write_text(f"slot {index}")
+    office.write(with_a_file_per_slot(2))
+    office.look()
+    office.write(with_a_file_per_slot(1))
+    office.look()
+    assert office.roster.is_surplus("pod-1")
+
+
+def preempt(office: Office, slot: str) -> None:
+    office.daemon.zone.world.preempt(slot, office.daemon.clock.true_now())
+
+
+def test_a_surplus_slot_keeps_its_own_file_over_a_restart(office: Office) -> None:
+    lower_the_count(office)
+    office.look()
+    accepted = [event for event in office.daemon.events if event.kind.startswith("fleet")]
+    office.look()
+    assert [e for e in office.daemon.events if e.kind.startswith("fleet")] == accepted, "the same text is no news"
+    office.again()
+    office.look()
+    preempt(office, "pod-1")
+    office.run()
+    assert office.daemon.all_train()
+    job = office.daemon.engine.slots["pod-1"].slot.job
+    assert job is not None
+    assert job.files == {"config.txt": b"slot 1"}
+
+
+def test_a_surplus_slot_whose_file_is_lost_gets_no_node_that_would_lie_idle(office: Office) -> None:
+    lower_the_count(office)
+    (kept,) = (office.state / "accepted").glob("pod.json")
+    kept.unlink()
+    office.again()
+    office.look()
+    preempt(office, "pod-1")
+    office.run()
+    assert office.nodes == ["pod-0-a0"]
+    row = office.ask("status")["slots"][1]
+    assert row["needs_person"]
+    assert "config-pod-1.txt" in row["why"]
+    office.ask("down", target="pod-1")
+    office.run(10)
+    assert office.slots == ["pod-0"]

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from tests.virtual.harness import Daemon, place
+from tpucare.actions import Effect, Launch
+from tpucare.effects import prepare
 from tpucare.model import Listing
 
 ALL_LISTED_AT = 700.0
@@ -32,3 +37,41 @@ def test_a_node_of_a_type_that_is_not_declared_any_more_still_has_all_its_worker
     ]
     assert started == [(True, worker) for worker in range(4)]
     assert daemon.launcher.launches == ["pod-0-a0.1"]
+
+
+def test_a_launch_is_not_repeated_for_a_slot_that_has_no_job_any_more(tmp_path: Path) -> None:
+    daemon = Daemon(tmp_path)
+    single = place(kind="v2-8", workers=1)
+    daemon.care_for("pod", 1, single)
+    daemon.run(minutes=15)
+    daemon.zone.world.preempt("pod-0", daemon.clock.true_now())
+    daemon.launcher.lost["launch-before"] = 1
+    daemon.run_until(lambda: daemon.launcher.lost["launch-before"] == 0)
+    daemon.care_for("pod", 1, single, job=False)
+    daemon.run(minutes=15)
+    assert daemon.launcher.launches == ["pod-0-a0.1", "pod-0-a1.1"]
+    assert daemon.why()["pod-0"] == "no job is declared; the node is kept"
+    daemon.care_for("pod", 1, single)
+    daemon.run(minutes=15)
+    assert daemon.trains("pod-0")
+
+
+def test_an_assertion_that_fails_in_one_slots_work_sets_that_slot_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ended the process, and each next one, for all fleets."""
+
+    def fails(action: Effect, *more: Any) -> Any:
+        assert not (isinstance(action, Launch) and action.key.name.startswith("pod-"))
+        return prepare(action, *more)
+
+    monkeypatch.setattr("tpucare.engine.prepare", fails)
+    daemon = Daemon(tmp_path)
+    daemon.care_for("pod")
+    daemon.care_for("other")
+    daemon.run(minutes=15)
+    assert daemon.trains("other-0")
+    assert "set aside" in daemon.why()["pod-0"]
+    monkeypatch.setattr("tpucare.engine.prepare", prepare)
+    daemon.run(minutes=30)
+    assert daemon.trains("pod-0")

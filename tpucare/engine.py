@@ -20,7 +20,7 @@ from tpucare.actions import Create, Delete, Effect, Look, Poll, Reason, Settle, 
 from tpucare.board import Board, Settings
 from tpucare.brake import HOLD_LAPSES, is_judged
 from tpucare.effects import Ports, lane_of, prepare
-from tpucare.errors import ConfigError, StoreError, TpuCareError
+from tpucare.errors import ConfigError, TpuCareError
 from tpucare.evidence import ADOPTING, Evidence, Moment
 from tpucare.hearing import Hearing
 from tpucare.leave import Leave
@@ -77,10 +77,10 @@ class Engine:
         self.board = Board(store, clock, executor, self.settings, listen or (lambda _: None))
         self.hearing = Hearing(self.board)
         self.prober = Prober(self.board, ports, self.hearing, rng)
-        self.spending = Spending(self.board, Leave(gate), self._begin)
+        self.spending = Spending(self.board, Leave(gate), self._try_to_begin)
         self.roster = Roster(self.board, self.spending)
         self.observer = Observer(self.board, ports, self.prober, self.hearing, self.roster.take_in)
-        self.verdicts = Verdicts(self.board, self.hearing, self._begin)
+        self.verdicts = Verdicts(self.board, self.hearing, self._try_to_begin)
         self.outcomes = Outcomes(self.board, ports, self.observer, self.prober, self.spending, rng)
         self._told: deque[Event] = deque()
 
@@ -241,9 +241,8 @@ class Engine:
                 continue
             try:
                 self._decide_slot(track, judged, creates)
-            except (StoreError, AssertionError):
-                raise
             except Exception as error:
+                # Raises it again where it is the store's: nothing may be done that cannot be written.
                 self.board.set_aside(track, error)
             self.board.rest(track)
         now = self.clock.monotonic()
@@ -327,6 +326,13 @@ class Engine:
             track.said = action.why if action.needs_person else ""
 
     # --- apply -------------------------------------------------------------------------------------------------------
+
+    def _try_to_begin(self, track: SlotTrack, action: Effect) -> None:
+        """What breaks in one slot's work sets that slot aside, and is no reason for the others to end."""
+        try:
+            self._begin(track, action)
+        except Exception as error:
+            self.board.set_aside(track, error)
 
     def _begin(self, track: SlotTrack, action: Settle | Effect) -> None:
         """The intent into memory, the effect behind it; it starts when `commit` has written the intent."""

@@ -99,6 +99,10 @@ class Fleet:
         is_index = digits.isascii() and digits.isdecimal() and len(digits) <= 4 and str(int(digits)) == digits
         return int(digits) if is_index and digits != word else None
 
+    def local_files(self, index: int) -> tuple[str, ...]:
+        """Local paths, as in `contents`, of the files that the job of slot *index* names."""
+        return tuple(_expand(local, self.slot_name(index)) for local in self.files.values())
+
     def _job_of(self, index: int, name: str) -> Job:
         job = self.job
         try:

@@ -104,7 +104,9 @@ class Roster:
         if fleet_python.is_python(record.text):
             fleet: Fleet = fleet_python.parse(record.text, file=f"{record.name} (as started)")
         else:
-            fleet = fleets.parse(record.text, file=file, folder=Path(record.folder), read_file=read)
+            folder = Path(record.folder)
+            fleet = fleets.parse(record.text, file=file, folder=folder, read_file=read)
+            fleet = self._with_surplus_files(fleet, lambda path: contents.get(str(folder / path)))
         if fleet.project and not record.project:
             self._pin(record.name, fleet.project)
         return replace(fleet, project=fleet.project or record.project or self._find_project())
@@ -165,12 +167,15 @@ class Roster:
         record, before = self.records.get(fleet.name), self.fleets.get(fleet.name)
         if record is None or before is None:
             return True
+        fleet = self._with_surplus_files(fleet, before.contents.get)
         now = (text, str(folder), fleet.contents, fleet.project)
         return now != (record.text, record.folder, before.contents, before.project)
 
     def accept(self, fleet: Fleet, text: str, folder: Path, wish: Wish) -> None:
         """From now on *fleet* is this, durably; no node is touched for it. Raises: ConfigError: see `_refuse_moved`."""
         self._refuse_moved(fleet)
+        if (before := self.fleets.get(fleet.name)) is not None:
+            fleet = self._with_surplus_files(fleet, before.contents.get)
         contents = {str(folder / path): content for path, content in fleet.contents.items()}
         record = FleetRecord(fleet.name, text, str(folder), self._clock.now(), wish, fleet.project or "")
         if self._keeps:
@@ -181,6 +186,13 @@ class Roster:
         self.unread.pop(fleet.name, None)
         self._unpinned.discard(fleet.name)
         self._declare(fleet, wish)
+
+    def _with_surplus_files(self, fleet: Fleet, kept: Callable[[str], bytes | None]) -> Fleet:
+        """*fleet* with the files that slots beyond its count need for their next launch, as kept by local path."""
+        indices = [fleet.index_of(name) for name in self._engine.roster.known(fleet.name)]
+        paths = {path for index in indices if index is not None for path in fleet.local_files(index)}
+        contents = {path: content for path in paths if (content := kept(path)) is not None}
+        return replace(fleet, contents={**contents, **fleet.contents}) if contents else fleet
 
     def _declare(self, fleet: Fleet, wish: Wish) -> None:
         self.fleets[fleet.name] = fleet
@@ -195,10 +207,12 @@ class Roster:
             return None
         try:
             return fleet.slot(index)
-        except ConfigError:
+        except ConfigError as error:
             # A file of that slot alone was not read, since it is not declared any more: it goes on as it was.
             track = self._engine.slots.get(name)
-            return track.slot if track is not None else replace(fleet.slot(0), name=name, job=None)
+            if track is not None:
+                return track.slot
+            return replace(fleet.slot(0), name=name, job=None, job_problem=str(error))
 
     # --- wishes ------------------------------------------------------------------------------------------------------
 

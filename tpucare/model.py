@@ -174,7 +174,11 @@ class Care:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A place that should always hold one live node; everything that is needed to make the next one."""
+    """
+    A place that should always hold one live node; everything that is needed to make the next one.
+
+    `job_problem`: why the job of this slot is not known (a file of it was not read); `job` is then None.
+    """
 
     name: str
     fleet: str
@@ -184,6 +188,7 @@ class Slot:
     care: Care = Care()
     ssh_keys: tuple[str, ...] = ()
     workers: int = 1
+    job_problem: str = ""
 
 
 class NodeKey(NamedTuple):

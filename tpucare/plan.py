@@ -17,7 +17,7 @@ from tpucare.memory import CreateIntent, End, Memory, NodeMemory, Wish
 from tpucare.model import NodeKey, NodeState, OnSuccess, Slot, node_name
 from tpucare.placement import choose, holds_quota
 from tpucare.plan_node import decide_node
-from tpucare.plan_words import busy, deletion, ending, keeps_node, quiet, stop_before, unseen
+from tpucare.plan_words import busy, deletion, ending, keeps_node, quiet, stop_before, unseen, without_job
 
 DEAD_STATES = frozenset({NodeState.PREEMPTED, NodeState.TERMINATED})
 
@@ -270,6 +270,9 @@ def _decide_empty(slot: Slot, evidence: Evidence, memory: Memory, timers: Timers
         other = evidence.foreign[0]
         why = f"{other.name} in {other.key.zone} bears this slot's name and another owner ({other.owner or 'none'})"
         return Wait(f"{why}: `tpucare adopt-node` it, or rename the fleet", needs_person=True)
+    if slot.job is None and (slot.job_problem or memory.run is not None):
+        # It would be READY, billed and idle.
+        return without_job(slot, "no node is asked for")
     if wait := unseen(slot, evidence, timers):
         return wait
     choice = choose(slot, evidence, memory, timers)

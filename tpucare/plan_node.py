@@ -30,6 +30,7 @@ from tpucare.plan_words import (
     token_of,
     unseen,
     usual_pause,
+    without_job,
 )
 
 PENDING = frozenset({NodeState.CREATING, NodeState.STARTING, NodeState.RESTARTING})
@@ -250,7 +251,7 @@ def _newer(token: str, known: str) -> bool:
 def _decide_launch(slot: Slot, seen: NodeEvidence, evidence: Evidence, memory: Memory, timers: Timers) -> Action:
     node = seen.node
     if slot.job is None:
-        return Wait("no job is declared; the node is kept")
+        return without_job(slot, "the node is kept")
     if not seen.vouched:
         if f"vouch:{node.name}" in evidence.in_flight:
             return Wait(f"asking for the host keys of {node.name}")

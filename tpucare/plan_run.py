@@ -15,7 +15,7 @@ from tpucare.model import Slot
 from tpucare.orders import WorkerReport
 from tpucare.plan_ended import decide_ended
 from tpucare.plan_living import decide_living
-from tpucare.plan_words import backoff_over, deletion, ending, job_mark, keeps_node, quiet
+from tpucare.plan_words import backoff_over, deletion, ending, job_mark, keeps_node, quiet, without_job
 
 # Stops that some worker did not hear, before its node is given up.
 STOPS_UNHEARD = 5
@@ -86,8 +86,10 @@ def _decide_incomplete(slot: Slot, seen: NodeEvidence, memory: Memory, timers: T
     if holding or not quiet(seen):
         why = f"only {len(holding)} of {len(seen.report.workers)} workers took the run"
         return ending(seen, memory, why, BookName.INFRASTRUCTURE)
+    if slot.job is None:
+        return without_job(slot, "the node is kept")
     if wait := backoff_over(memory, timers):
         return wait
     # What is launched is the job as it is declared now.
-    job = job_mark(slot.job) if slot.job is not None else ""
-    return Launch(seen.node.key, seen.node.id, run.token, run.number, "no worker took the launch: once more", job)
+    why, job = "no worker took the launch: once more", job_mark(slot.job)
+    return Launch(seen.node.key, seen.node.id, run.token, run.number, why, job)

@@ -64,6 +64,14 @@ def unseen(slot: Slot, evidence: Evidence, timers: Timers) -> Wait | None:
     return Wait(f"{why} (`tpucare confirm --store` to go on)" if loud else why, needs_person=loud)
 
 
+def without_job(slot: Slot, then: str) -> Wait:
+    """Nothing can be launched for a slot whose job is not known, or was never declared."""
+    if slot.job_problem:
+        advice = f"raise `count` and apply its file, or `tpucare down {slot.name}`"
+        return Wait(f"its job is not known ({slot.job_problem}): {advice}; {then}", needs_person=True)
+    return Wait(f"no job is declared; {then}")
+
+
 def stop_before(seen: NodeEvidence, evidence: Evidence, memory: Memory, delete: Delete) -> Stop | Delete:
     """Stop the gang first where workers answer and something runs; a stop that was tried is not tried again."""
     tried = f"stop:{seen.node.name}" in evidence.looked

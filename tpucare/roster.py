@@ -37,14 +37,17 @@ class Roster:
         declared = {slot.name: slot for slot in slots}
         self._surplus[fleet] = surplus
         self._wishes[fleet] = wish
-        known = [name for name, memory in self._remembered.items() if memory.fleet == fleet]
-        known += [name for name, track in self._board.slots.items() if track.slot.fleet == fleet]
-        for name in known:
+        for name in self.known(fleet):
             extra = surplus(name) if name not in declared else None
             if extra is not None:
                 declared[name] = extra
         for slot in declared.values():
             self._track(slot)
+
+    def known(self, fleet: str) -> list[str]:
+        """Slots of *fleet* that are declared, or remembered, whatever its count is by now."""
+        known = [name for name, memory in self._remembered.items() if memory.fleet == fleet]
+        return known + [name for name, track in self._board.slots.items() if track.slot.fleet == fleet]
 
     def take_in(self, node: Node) -> SlotTrack | None:
         """The slot that *node* is of, though it is not declared any more. None: its fleet does not know that name."""
