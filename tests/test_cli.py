@@ -502,3 +502,47 @@ def test_from_the_emulator_to_nothing_left(shell: Shell, tmp_path: Path) -> None
     assert again.end(signal.SIGTERM) == 0
     assert serving.end(signal.SIGTERM, seconds=30) == 0
     assert not (emulator / running.FILE_NAME).exists()
+
+
+# --- nodes of no fleet -----------------------------------------------------------------------------------------------
+
+
+def test_gc_says_not_looked_where_it_could_not(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_GCE_CHECK", "true")
+    done = run("gc")
+    assert (done.code, done.out) == (Exit.CLOUD, "")
+    assert done.err.startswith("tpucare: not looked: no Google Cloud project is known")
+
+
+@pytest.mark.parametrize(
+    ("blind", "line"),
+    [
+        ({"unseen_projects": ["p"]}, "p: not looked, it could not be listed"),
+        ({"unreachable": ["us-east1-d"]}, "us-east1-d: not looked, the zone does not answer"),
+    ],
+)
+def test_gc_says_none_only_where_all_was_looked_at(
+    run: Run, monkeypatch: pytest.MonkeyPatch, blind: dict[str, Any], line: str
+) -> None:
+    seen = {
+        "strays": [],
+        "adopted": [],
+        "deleting": [],
+        "projects": ["p"],
+        "unseen_projects": [],
+        "unreachable": [],
+        "store_lost": False,
+    }
+    monkeypatch.setattr("tpucare.cli.claiming.request", lambda *_: seen)
+    assert (run("gc").code, run("gc").out) == (0, "no stray nodes in p\n")
+    monkeypatch.setattr("tpucare.cli.claiming.request", lambda *_: {**seen, **blind})
+    done = run("gc")
+    assert (done.code, done.out, done.err) == (Exit.CLOUD, "", f"{line}\n")
+
+
+def test_gc_in_an_outage_is_no_empty_zone(run: Run, cloud: EmulatorServer) -> None:
+    assert run("gc").out == "no stray nodes in emulated\n"
+    assert run("emulator", "outage", "10m").code == 0
+    done = run("gc")
+    assert (done.code, done.out) == (Exit.CLOUD, "")
+    assert done.err.startswith("tpucare: not looked: ")

@@ -100,12 +100,15 @@ def test_a_lost_store_adopts_what_lives_and_sweeps_nothing(home: House) -> None:
     assert [row["node"] for row in status["strays"]] == ["old-0-a0"]
     assert home.nodes() == ["old-0-a0", "pod-0-a0"]
     assert home.calls("DeleteNode") == []
+    refused = home.run("gc", "--apply", "--yes", code=1)
+    assert "the store was lost" in refused.stderr
+    assert home.calls("DeleteNode") == []
+    home.run("confirm", "--store", "--yes")
+    assert (home.status() or {})["store_lost"] is False
     refused = home.run("gc", "--apply", code=1)
     assert "--yes" in refused.stderr
     assert home.json("gc", "--apply", "--yes")["deleting"] == ["old-0-a0"]
     home.until(lambda: home.nodes() == ["pod-0-a0"])
-    home.run("confirm", "--store", "--yes")
-    assert (home.status() or {})["store_lost"] is False
 
 
 def test_garbage_at_the_control_socket_does_not_disturb_it(home: House) -> None:

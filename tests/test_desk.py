@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.office import Office, fleet_text
+from tests.virtual.harness import PROJECT
 from tpucare.desk import CannotDo
 from tpucare.emulator.records import NodeSpec
 from tpucare.errors import ConfigError
@@ -39,7 +40,7 @@ def test_down_ends_a_fleet_for_good_and_apply_brings_it_back(office: Office, tmp
     office.again()
     office.look()
     office.run(10)
-    assert office.nodes == [], "its file still lies in the folder"
+    assert office.nodes == []
     assert office.roster.records["pod"].wish is Wish.DOWN
     answer = office.apply(fleet_text(count=2), office.folder)
     assert answer["started_again"] == ["pod-0", "pod-1"]
@@ -179,6 +180,87 @@ def test_strays_are_listed_and_swept_only_when_asked(office: Office) -> None:
     assert office.ask("gc", apply=True)["deleting"] == ["old-0-a0"]
     office.run(5)
     assert office.nodes == ["pod-0-a0", "pod-1-a0"]
+
+
+def lose_the_store(office: Office) -> None:
+    """As if its file had been moved away: the next process begins with an empty one."""
+    office.daemon.kill()
+    for path in office.state.glob("tpucare.sqlite*"):
+        path.unlink()
+    office.daemon.start()
+    office._open()
+
+
+def test_a_lost_store_brings_back_no_fleet_that_was_taken_down(office: Office, tmp_path: Path) -> None:
+    office.ask("down", target="pod")
+    office.run(10)
+    assert [path.name for path in office.folder.iterdir()] == ["pod.yaml.down"]
+    lose_the_store(office)
+    office.look()
+    office.run(10)
+    assert office.nodes == []
+    assert office.slots == []
+    # Somebody puts the file back, and no order says that it is wanted.
+    office.write(fleet_text(count=2))
+    office.look()
+    office.run(10)
+    assert office.nodes == []
+    assert "tpucare apply" in office.daemon.told("fleet-down")[-1]
+    office.apply(fleet_text(count=1), tmp_path)
+    office.run()
+    assert office.nodes == ["pod-0-a0"]
+    assert [path.name for path in office.folder.iterdir()] == ["pod.yaml"]
+    lose_the_store(office)
+    office.look()
+    office.run()
+    assert office.nodes == ["pod-0-a0"], "a fleet that is wanted is adopted as ever"
+
+
+def test_a_kill_between_a_down_and_its_mark_is_made_good(office: Office) -> None:
+    office.roster.wish("pod", Wish.DOWN)
+    office.again()
+    office.look()
+    assert [path.name for path in office.folder.iterdir()] == ["pod.yaml.down"]
+
+
+def test_a_folder_that_cannot_be_written_keeps_no_fleet_up(office: Office, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, target: Path) -> Path:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    office.ask("down", target="pod")
+    office.run(10)
+    assert office.nodes == []
+    assert "cannot be renamed to pod.yaml.down: Permission denied" in office.daemon.told("fleet-down")[0]
+
+
+def test_gc_lists_no_fleet_whose_file_lies_in_the_folder_and_no_adopted_node(office: Office) -> None:
+    labels = dict(office.daemon.zone.nodes("pod-0")[0].spec.labels)
+    make_node(office, "hand-made", {**labels, "tpucare-fleet": "old", "tpucare-slot": "old-0"})
+    make_node(office, "old-1-a0", {**labels, "tpucare-fleet": "old", "tpucare-slot": "old-1"})
+    make_node(office, "broken-0-a0", {**labels, "tpucare-fleet": "broken", "tpucare-slot": "broken-0"})
+    office.write("name: broken\njobb: 1\n", "broken.yaml")
+    office.look()
+    office.run(10)
+    found = office.ask("gc")
+    assert [row["node"] for row in found["strays"]] == ["old-1-a0"]
+    assert [row["node"] for row in found["adopted"]] == ["hand-made"]
+    assert office.ask("gc", apply=True)["deleting"] == ["old-1-a0"]
+    office.run(5)
+    assert office.nodes == ["broken-0-a0", "hand-made", "pod-0-a0", "pod-1-a0"]
+
+
+def test_gc_deletes_nothing_while_the_store_is_lost(office: Office) -> None:
+    lose_the_store(office)
+    office.daemon.engine.watch(PROJECT)
+    office.run(5)
+    assert office.ask("gc")["strays"] == [], "the file of the fleet lies in the folder, though nobody read it yet"
+    with pytest.raises(CannotDo, match="the store was lost"):
+        office.ask("gc", apply=True)
+    (office.folder / "pod.yaml").unlink()
+    assert [row["node"] for row in office.ask("gc")["strays"]] == ["pod-0-a0", "pod-1-a0"]
+    office.ask("confirm")
+    assert office.ask("gc", apply=True)["deleting"] == ["pod-0-a0", "pod-1-a0"]
 
 
 def test_a_node_of_another_owner_is_adopted_when_a_person_says_so(office: Office) -> None:

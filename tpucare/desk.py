@@ -21,7 +21,7 @@ from tpucare.errors import ConfigError, TpuCareError
 from tpucare.fleets import Roster
 from tpucare.folder import Intake, folder_of, without_header
 from tpucare.memory import Memory, Wish
-from tpucare.model import Node
+from tpucare.model import Node, parse_node_name
 from tpucare.plain import plain
 from tpucare.words import hint, shown
 
@@ -183,6 +183,8 @@ class Desk:
             if problem := self._roster.unread.get(found.fleet):
                 raise CannotDo(f"{found.fleet}: its text cannot be read, so what it has is not known: {problem}")
             self._roster.wish(found.fleet, Wish.DOWN)
+            if self._intake is not None:
+                self._intake.mark_down(found.fleet)
             self._roster.say("fleet-down", f"{found.fleet}: taken down", found.fleet, "info")
             return {"fleet": found.fleet, "changed": self._roster.take_down(found.fleet)}
         return self._change(found, wishes.down, "down", "taken down")
@@ -224,17 +226,32 @@ class Desk:
         return {"node": node, "slot": name}
 
     def _gc(self, apply: bool) -> Answer:
-        blind = [row["project"] for row in view.project_rows(self._engine) if not row["seen"]]
-        strays = {node.name: node for node in self._engine.strays.values() if not self._is_cared_for(node)}
+        if apply and self._care.store.lost:
+            raise CannotDo(
+                "the store was lost, so a node without a fleet may be one that trains: start the daemon, which adopts "
+                "what it knows, look at `tpucare gc`, then say `tpucare confirm --store`"
+            )
+        projects = view.project_rows(self._engine)
+        lying = self._intake.fleets_that_lie_here() if self._intake is not None else frozenset()
+        left = [node for node in self._engine.strays.values() if not self._is_cared_for(node, lying)]
+        strays = {node.name for node in left if _is_our_make(node)}
         for name in strays if apply else ():
             self._engine.collect(name)
-        rows = [row for row in view.stray_rows(self._engine) if row["node"] in strays]
-        return {"strays": rows, "deleting": sorted(strays) if apply else [], "unseen_projects": blind}
+        rows = {row["node"]: row for row in view.stray_rows(self._engine)}
+        return {
+            "strays": [row for name, row in rows.items() if name in strays],
+            "adopted": [rows[node.name] for node in left if node.name not in strays],
+            "deleting": sorted(strays) if apply else [],
+            "projects": [row["project"] for row in projects],
+            "unseen_projects": [row["project"] for row in projects if not row["seen"]],
+            "unreachable": sorted({zone for row in projects for zone in row["unreachable"]}),
+            "store_lost": self._care.store.lost,
+        }
 
-    def _is_cared_for(self, node: Node) -> bool:
-        """Of a fleet that this store knows, though its text cannot be read now: nobody's to sweep."""
+    def _is_cared_for(self, node: Node, lying: frozenset[str]) -> bool:
+        """Of a fleet that this store knows, or whose file lies in the folder, readable or not: nobody's to sweep."""
         record = self._roster.records.get(node.fleet)
-        return record is not None and record.wish is not Wish.DOWN
+        return node.fleet in lying or (record is not None and record.wish is not Wish.DOWN)
 
     def _stop_daemon(self) -> Answer:
         self._stop()
@@ -280,6 +297,12 @@ class Desk:
         for name in target.slots:
             self._engine.change(name, alter, kind, f"{name}: {text}")
         return {"fleet": target.fleet if target.whole else "", "changed": list(target.slots)}
+
+
+def _is_our_make(node: Node) -> bool:
+    """Named after a create of its slot; any other node that bears our label was made by somebody else, and adopted."""
+    made_for = parse_node_name(node.name)
+    return made_for is not None and made_for[0] == node.slot
 
 
 def event_row(number: int, event: Any) -> Answer:

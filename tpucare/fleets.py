@@ -57,7 +57,7 @@ class Roster:
         self._engine, self._store, self._clock = engine, store, clock
         self._kept = state / ACCEPTED
         self._find_project = find_project
-        self._keeps = keeps
+        self.keeps = keeps
         self._neighbours = neighbours
         self._unpinned: set[str] = set()
 
@@ -90,7 +90,7 @@ class Roster:
             self._declare(fleet, record.wish)
             if not self.records[record.name].project:
                 self._unpinned.add(record.name)
-            if record.wish is Wish.DOWN and self._keeps:
+            if record.wish is Wish.DOWN and self.keeps:
                 self.take_down(record.name)
 
     def _read(self, record: FleetRecord) -> Fleet:
@@ -136,7 +136,7 @@ class Roster:
 
     def _pin(self, fleet: str, project: str) -> None:
         record = self.records[fleet] = replace(self.records[fleet], project=project)
-        if self._keeps:
+        if self.keeps:
             self._store.save_fleet(record)
 
     # --- a new text --------------------------------------------------------------------------------------------------
@@ -178,7 +178,7 @@ class Roster:
             fleet = self._with_surplus_files(fleet, before.contents.get)
         contents = {str(folder / path): content for path, content in fleet.contents.items()}
         record = FleetRecord(fleet.name, text, str(folder), self._clock.now(), wish, fleet.project or "")
-        if self._keeps:
+        if self.keeps:
             if contents != self._contents_of(fleet.name):
                 self._keep(fleet.name, contents)
             self._store.save_fleet(record)
@@ -280,7 +280,7 @@ class Roster:
         self, kind: str, text: str, about: str = "", level: str = "warning", **fields: str | int | float | bool | None
     ) -> None:
         """An event of a fleet or slot, or of the daemon itself."""
-        if not self._keeps:
+        if not self.keeps:
             return
         event = Event(self._clock.now(), kind, text, about, "", level, fields)
         self._store.save({}, (event,))

@@ -2,8 +2,9 @@
 The folder of fleet files: what changed in it, and what that means for the fleets that are cared for.
 
 Nothing that is absent or unreadable here changes anything (design, rule 3): a fleet runs on as last accepted, and a
-person is told once. A file counts as changed when it looks the same for two looks in a row, so that one that is being
-written is not read in the middle.
+person is told once. What does count is a mark: `down` renames `pod.yaml` to `pod.yaml.down`, so that a store that was
+lost does not bring back what was taken down. A file counts as changed when it looks the same for two looks in a row, so
+that one that is being written is not read in the middle.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tpucare import fleet as fleets
-from tpucare import owner
+from tpucare import owner, yaml_lines
 from tpucare.errors import ConfigError, StoreError
 from tpucare.fleet import Fleet
 from tpucare.fleets import Roster
@@ -24,6 +25,8 @@ from tpucare.memory import Wish
 from tpucare.words import shown
 
 SUFFIXES = (".yaml", ".yml")
+DOWN = ".down"
+"""Behind the name of a file whose fleet was taken down; `apply` takes it away."""
 TEXT_LIMIT = 256 << 10
 _HEADER = "# tpucare: applied; relative paths start at "
 
@@ -116,6 +119,7 @@ class Intake:
         if not self._looked and not changes.problem:
             self._looked = True
             self._name_orphans()
+            self._mark_what_is_down()
 
     def path_of(self, fleet: str) -> Path:
         """
@@ -142,6 +146,7 @@ class Intake:
         """
         target = self.path_of(fleet.name)
         if file and Path(file).exists() and target.exists() and Path(file).samefile(target):
+            self._unmark(fleet.name)
             return text
         whole = _HEADER + json.dumps(str(folder)) + "\n" + without_header(text)
         if len(whole.encode()) > TEXT_LIMIT:
@@ -152,7 +157,62 @@ class Intake:
             raise StoreError(f"{self.folder}: the fleets folder cannot be made: {error.strerror}") from error
         owner.write_private(target, whole)
         self._declared[target] = fleet.name
+        self._unmark(fleet.name)
         return whole
+
+    # --- what is down ------------------------------------------------------------------------------------------------
+
+    def mark_down(self, fleet: str) -> None:
+        """
+        Rename the file of a fleet that was taken down, so that no store that does not know of it starts it again.
+
+        A folder that cannot be written is told of: the store alone remembers then.
+        """
+        if not self._looked:
+            self._survey()
+        for path in [path for path, name in self._declared.items() if name == fleet]:
+            mark = path.with_name(path.name + DOWN)
+            if mark.exists() or not path.exists():
+                continue
+            try:
+                path.rename(mark)
+                owner.sync_folder(path.parent)
+            except OSError as error:
+                told = f"{path} cannot be renamed to {mark.name}: {error.strerror}"
+                self._roster.say("fleet-down", f"{told}; a store that is lost would start {fleet} again", fleet)
+                continue
+            del self._declared[path]
+
+    def _mark_what_is_down(self) -> None:
+        """Also what a daemon that was killed between the two left undone, and what an older version took down."""
+        for record in self._roster.records.values() if self._roster.keeps else ():
+            if record.wish is Wish.DOWN:
+                self.mark_down(record.name)
+
+    def _unmark(self, fleet: str) -> None:
+        for mark in self._marks(fleet):
+            try:
+                mark.unlink()
+            except OSError as error:
+                raise StoreError(f"{mark}: cannot be deleted: {error.strerror}") from error
+
+    def _marks(self, fleet: str) -> list[Path]:
+        found = (path for suffix in SUFFIXES for path in self.folder.glob(f"*{suffix}{DOWN}"))
+        return [path for path in found if _fleet_named_in(path) == fleet]
+
+    def fleets_that_lie_here(self) -> frozenset[str]:
+        """
+        Names that the files of the folder declare, those that cannot be accepted included.
+
+        Raises: ConfigError: the folder cannot be listed, so nothing is known of them.
+        """
+        try:
+            paths = [Path(entry) for entry in os.scandir(self.folder) if entry.name.endswith(SUFFIXES)]
+        except FileNotFoundError:
+            return frozenset()
+        except OSError as error:
+            raise ConfigError(f"{self.folder}: the fleets folder cannot be read: {error.strerror}") from error
+        return frozenset(_fleet_named_in(path) for path in paths)
 
     def _survey(self) -> None:
         """Which file declares what, without taking anything in."""
@@ -185,6 +245,12 @@ class Intake:
 
     def _accept(self, fleet: Fleet, text: str, folder: Path, path: Path) -> None:
         record = self._roster.records.get(fleet.name)
+        if record is None and (marks := self._marks(fleet.name)):
+            told = (
+                f"{path}: {fleet.name} was taken down ({marks[0].name}) and stays so; `tpucare apply {path}` starts it"
+            )
+            self._roster.say("fleet-down", told, fleet.name)
+            return
         wish = record.wish if record is not None else Wish.UP
         self._roster.accept(fleet, text, folder, wish)
         for warning in fleet.warnings:
@@ -237,6 +303,14 @@ def read_text(path: Path) -> str:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: is not UTF-8 (byte {error.start})") from error
+
+
+def _fleet_named_in(path: Path) -> str:
+    """The name that a file declares, whatever else is wrong with it; without one, that of the file."""
+    try:
+        return yaml_lines.named(read_text(path), "name") or path.name.partition(".")[0]
+    except ConfigError:
+        return path.name.partition(".")[0]
 
 
 def folder_of(text: str, otherwise: Path) -> Path:

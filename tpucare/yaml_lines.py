@@ -233,6 +233,15 @@ class _Builder:
         self.problems.append(Problem(_line(event), reduce(_joined, path, ""), text))
 
 
+def named(text: str, key: str) -> str:
+    """Value of the top-level *key* as text; empty where there is none, or where the text cannot be read."""
+    try:
+        value = read(text).value
+    except Unreadable:
+        return ""
+    return str(value.get(key) or "") if isinstance(value, dict) else ""
+
+
 def scalar(text: str) -> object:
     """The value of a plain scalar by the core schema of YAML 1.2, without octal, hexadecimal, infinity and NaN."""
     if text in _CONSTANTS:

@@ -7,12 +7,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from tpucare.cli.common import Failure
-from tpucare.cli.offline import LOOK_SECONDS, alone
+from tpucare.cli.offline import LOOK_SECONDS, Alone, alone
 from tpucare.control import NoDaemon, request
+from tpucare.errors import CloudError, ConfigError
 from tpucare.model import Event
 from tpucare.options import Options
 
 ASK_EVERY_SECONDS = 0.3
+
+
+class NotLooked(CloudError):
+    """What is there is not known; "none" would be a guess."""
 
 
 def find(options: Options) -> dict[str, Any]:
@@ -27,7 +32,10 @@ def sweep(options: Options) -> dict[str, Any]:
 def _gc(options: Options, *, apply: bool) -> dict[str, Any]:
     order = {"do": "gc", "apply": apply}
     try:
-        return request(options.socket, order)
+        answer = request(options.socket, order)
+        if not answer["projects"]:
+            raise NotLooked("not looked: the daemon has no project to list; start it with --project or apply a fleet")
+        return answer
     except NoDaemon:
         pass
     ended: list[str] = []
@@ -37,10 +45,23 @@ def _gc(options: Options, *, apply: bool) -> dict[str, Any]:
             ended.append(event.node)
 
     with alone(options, listen=listen) as here:
-        here.look()
+        if not here.care.engine.projects:
+            here.care.engine.watch(_project_of(here))
+        try:
+            here.look()
+        except CloudError as error:
+            raise NotLooked(f"not looked: {error}", error.code) from error
         answer = here.desk.carry(order)
         here.run(lambda: set(answer["deleting"]) <= set(ended), LOOK_SECONDS)
         return answer
+
+
+def _project_of(here: Alone) -> str:
+    """Where a caretaker without fleets looks. Raises: NotLooked: no project is known."""
+    try:
+        return here.care.find_project()
+    except ConfigError as error:
+        raise NotLooked(f"not looked: {error}") from error
 
 
 def adopt(options: Options, node: str, slot: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tpucare.cli.common import Failure, ask, options, print_json, say, warn
+from tpucare.cli.common import Exit, Failure, ask, leave, options, print_json, say, warn
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 REFRESH_SECONDS = 1.0
@@ -111,21 +111,32 @@ def gc(
     answer = claiming.find(chosen)
     if apply and answer["strays"]:
         names = ", ".join(row["node"] for row in answer["strays"])
-        ask(f"Delete {len(answer['strays'])} nodes ({names})?", yes=yes)
+        # While the store is lost it is refused; nobody need say yes to that.
+        ask(f"Delete {len(answer['strays'])} nodes ({names})?", yes=yes or answer["store_lost"])
         answer = claiming.sweep(chosen)
     if json_out:
         print_json(answer)
-        return
-    _tell_strays(answer)
+    else:
+        _tell_strays(answer)
+    if answer["unseen_projects"] or answer["unreachable"]:
+        leave(Exit.CLOUD)
 
 
 def _tell_strays(answer: dict[str, Any]) -> None:
+    """What is there, and of what it is not known; "none" is said only where everything was looked at."""
     for row in answer["strays"]:
         doing = "delete asked for" if row["node"] in answer["deleting"] else row["state"]
         say(f"{row['node']} in {row['zone']}: {row['type']}, fleet {row['fleet'] or '?'}: {doing}")
+    for row in answer["adopted"]:
+        warn(f"{row['node']} in {row['zone']}: adopted once, of no fleet now; gc leaves it to `adopt-node` or gcloud")
     for project in answer["unseen_projects"]:
-        warn(f"{project} could not be listed: what is there is not known")
-    if not answer["strays"]:
-        say("no stray nodes")
-    elif not answer["deleting"]:
-        say("`tpucare gc --apply` deletes them")
+        warn(f"{project}: not looked, it could not be listed")
+    for zone in answer["unreachable"]:
+        warn(f"{zone}: not looked, the zone does not answer")
+    if answer["store_lost"]:
+        warn("the store was lost: `gc --apply` is refused until `tpucare confirm --store`")
+    if answer["strays"]:
+        if not answer["deleting"] and not answer["store_lost"]:
+            say("`tpucare gc --apply` deletes them")
+    elif not (answer["unseen_projects"] or answer["unreachable"]):
+        say(f"no stray nodes in {', '.join(answer['projects'])}")

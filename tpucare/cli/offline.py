@@ -17,7 +17,7 @@ from typing import Any
 from tpucare.assembly import Caretaker, assemble
 from tpucare.control import NoDaemon, request
 from tpucare.desk import Desk
-from tpucare.errors import OwnCredentials, TpuCareError
+from tpucare.errors import CloudError
 from tpucare.fleets import Roster
 from tpucare.folder import Intake
 from tpucare.model import Event
@@ -55,14 +55,14 @@ class Alone:
         """
         Observe every project once, and each worker once.
 
-        Raises: TpuCareError: a project could not be listed, with the reason.
+        Raises: CloudError: a project could not be listed, with the reason.
         """
         engine = self.care.engine
         if not self.run(lambda: all(view.fresh or view.blind_why for view in engine.projects.values()), LOOK_SECONDS):
-            raise TpuCareError(f"the API did not answer within {LOOK_SECONDS:.0f} s")
+            raise CloudError(f"the API did not answer within {LOOK_SECONDS:.0f} s")
         for view in engine.projects.values():
             if not view.fresh:
-                raise OwnCredentials(view.blind_why) if "credential" in view.blind_why else TpuCareError(view.blind_why)
+                raise CloudError(view.blind_why)
         self.run(self._all_probed, LOOK_SECONDS)
 
     def _all_probed(self) -> bool:

@@ -67,6 +67,7 @@ def _workers_without_daemon(options: Options, word: str) -> list[Worker]:
     from tpucare.cloud import connect
     from tpucare.store import open_reader
     from tpucare.system import SystemClock
+    from tpucare.yaml_lines import named
 
     with open_reader(options.state, name=options.store) as store:
         memories, records = store.memories(), store.fleets()
@@ -76,7 +77,7 @@ def _workers_without_daemon(options: Options, word: str) -> list[Worker]:
     if memory is None or not live:
         raise Failure(f"{word} has no node that is remembered, and no daemon runs")
     past, record = live[-1], records.get(memory.fleet)
-    project = _project_in(record.text if record else "") or project_finder(options, os.environ)()
+    project = named(record.text if record else "", "project") or project_finder(options, os.environ)()
     cloud = connect(options.endpoint or None, monotonic=SystemClock().monotonic)
     try:
         node = cloud.get_node(NodeKey(project, past.zone, past.name))
@@ -86,17 +87,6 @@ def _workers_without_daemon(options: Options, word: str) -> list[Worker]:
     if found is None:
         raise Failure(f"{past.name} lists no workers now: it is {node.state.name}")
     return list(found)
-
-
-def _project_in(text: str) -> str:
-    """The project that a fleet's text names; what else it says does not matter here."""
-    from tpucare import yaml_lines
-
-    try:
-        value = yaml_lines.read(text).value
-    except yaml_lines.Unreadable:
-        return ""
-    return str(value.get("project") or "") if isinstance(value, dict) else ""
 
 
 def one_worker(options: Options, slot: str, number: int) -> Worker:
