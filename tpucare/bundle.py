@@ -24,6 +24,22 @@ LIMIT_BYTES = 256 << 20
 GIT_SECONDS = 30
 SAID_LIMIT = 500
 
+# A repository may be anybody's, and its own config can name commands (`core.fsmonitor`, a remote helper for objects
+# that a partial clone lacks); a bare repository may even lie among the files of a plain clone. The command line counts
+# before any config. GIT_NO_LAZY_FETCH is of git 2.44; before it, no protocol is left to fetch with.
+GIT = (
+    *("git", "-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null"),
+    *("-c", "safe.bareRepository=explicit", "-c", "protocol.allow=never"),
+)
+GIT_REFUSES = {
+    "GIT_ALLOW_PROTOCOL": "none",
+    "GIT_NO_LAZY_FETCH": "1",
+    "GIT_TERMINAL_PROMPT": "0",
+    "GIT_OPTIONAL_LOCKS": "0",
+}
+GIT_INHERITS = ("PATH", "HOME", "XDG_CONFIG_HOME", "GIT_CONFIG_GLOBAL", "GIT_CONFIG_SYSTEM", "GIT_CONFIG_NOSYSTEM")
+"""Where git is, and what the daemon's own user trusts (`safe.directory`); no secret of the daemon."""
+
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
@@ -104,17 +120,19 @@ def _in_work_tree(root: Path) -> bool:
 
 def _names_by_git(root: Path) -> list[str]:
     """Raises: ConfigError: git does not tell them: not installed, too slow, or the repository is not to its liking."""
-    command = ["git", "-C", str(root), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    command = [*GIT, "-C", str(root), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     problem = f"job.workdir: {root} is in a git work tree, and git does not say what is ignored there"
+    env = {name: os.environ[name] for name in GIT_INHERITS if name in os.environ} | GIT_REFUSES
     try:
         listed = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=GIT_SECONDS, check=False
+            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=GIT_SECONDS, check=False, env=env
         )
     except OSError as error:
         raise ConfigError(f"{problem}: git cannot be run ({error.strerror}); install it") from error
     except subprocess.TimeoutExpired:
         raise ConfigError(f"{problem}: no answer within {GIT_SECONDS} s") from None
-    if listed.returncode:
+    # Git goes on without a `.gitignore` that it cannot read, and only says so: what it should hide would be sent.
+    if listed.returncode or listed.stderr:
         raise ConfigError(f"{problem}: {' '.join(os.fsdecode(listed.stderr).split())[:SAID_LIMIT]}")
     names = {os.fsdecode(name) for name in listed.stdout.split(b"\0") if name}
     # A file that was deleted and not committed is still listed; a submodule is listed as a folder.

@@ -16,6 +16,7 @@ from grpc_status import rpc_status
 
 from tpucare.emulator.carrying import Carrier, carry, status_of
 from tpucare.emulator.methods import Method
+from tpucare.emulator.peers import is_ours
 from tpucare.emulator.records import ApiError
 from tpucare.emulator.services import services
 from tpucare.errors import ConfigError
@@ -41,7 +42,7 @@ class Service:
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="emulator-call")
         self._server = grpc.server(self._threads, options=SERVER_OPTIONS)
         for service, methods in services().items():
-            handlers = {name: _handler(carrier, name, method) for name, method in methods.items()}
+            handlers = {name: self._handler(carrier, name, method) for name, method in methods.items()}
             self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
         try:
             self.port = self._server.add_insecure_port(f"127.0.0.1:{port}")
@@ -54,14 +55,17 @@ class Service:
         self._server.stop(grace=STOP_GRACE_SECONDS).wait()
         self._threads.shutdown(wait=True, cancel_futures=True)
 
+    def _handler(self, carrier: Carrier, name: str, method: Method) -> Any:
+        def call(request: Any, context: Any) -> Any:
+            # A page cannot speak HTTP/2 without TLS. Connections have no face here, so each call is looked at.
+            kind, host, port = context.peer().split(":")
+            if kind != "ipv4" or not is_ours((host, int(port)), ("127.0.0.1", self.port)):
+                context.abort(grpc.StatusCode.PERMISSION_DENIED, "The emulator is not there for other users.")
+            return _carry(carrier, name, method, request, context)
 
-def _handler(carrier: Carrier, name: str, method: Method) -> Any:
-    def call(request: Any, context: Any) -> Any:
-        return _carry(carrier, name, method, request, context)
-
-    return grpc.unary_unary_rpc_method_handler(
-        call, request_deserializer=method.request.FromString, response_serializer=_serialize
-    )
+        return grpc.unary_unary_rpc_method_handler(
+            call, request_deserializer=method.request.FromString, response_serializer=_serialize
+        )
 
 
 def _serialize(answer: Any) -> bytes:

@@ -19,6 +19,7 @@ from urllib.parse import parse_qsl
 
 import structlog
 
+from tpucare.emulator.peers import OurConversation
 from tpucare.errors import ConfigError
 
 IDLE_SECONDS = 120.0
@@ -129,7 +130,7 @@ class _Server(socketserver.ThreadingTCPServer):
         _log.debug("a connection broke", peer=str(client_address), error=repr(sys.exception()))
 
 
-class _Conversation(BaseHTTPRequestHandler):
+class _Conversation(OurConversation):
     protocol_version = "HTTP/1.1"
     timeout = IDLE_SECONDS
     disable_nagle_algorithm = True

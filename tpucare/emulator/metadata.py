@@ -18,12 +18,15 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
+from tpucare.emulator.peers import Address, is_from_a_page, is_ours
+
 _ROOT = "/computeMetadata/v1/"
 _LONGEST_POLL_SECONDS = 3600.0
 _IDLE_SECONDS = 120.0
 _TOKEN_SECONDS = 3599
 _LISTS = ("aliases", "scopes")
 _NUMBERS = ("id", "numeric-project-id")
+_NAMES = ("metadata.google.internal", "metadata")
 
 Leaf = str | int | list[str]
 
@@ -124,8 +127,13 @@ async def _converse(guest: _Guest, reader: asyncio.StreamReader, writer: asyncio
     task = asyncio.current_task()
     assert task is not None, "the server runs each conversation as a task"
     guest.conversations.add(task)
+    served: Address = writer.get_extra_info("sockname")
     try:
-        while await _exchange(guest, reader, writer):
+        if not is_ours(writer.get_extra_info("peername"), served):
+            writer.write(_rendered(_Answer("403 Forbidden", "Not for other users of this machine.\n"), closing=True))
+            await writer.drain()
+            return
+        while await _exchange(guest, served, reader, writer):
             pass
     except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, asyncio.CancelledError):
         return
@@ -134,23 +142,25 @@ async def _converse(guest: _Guest, reader: asyncio.StreamReader, writer: asyncio
         writer.close()
 
 
-async def _exchange(guest: _Guest, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+async def _exchange(guest: _Guest, served: Address, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
     """One request and its answer; whether the connection stays open for another."""
     head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), _IDLE_SECONDS)
     request_line, *lines = head.decode("latin-1").split("\r\n")
     fields = (line.partition(":") for line in lines)
     headers = {name.strip().lower(): value.strip() for name, _, value in fields}
     closing = headers.get("connection", "").lower() == "close" or request_line.endswith("HTTP/1.0")
-    writer.write(_rendered(await _answer(guest, request_line, headers), closing))
+    writer.write(_rendered(await _answer(guest, served, request_line, headers), closing))
     await writer.drain()
     return not closing
 
 
-async def _answer(guest: _Guest, request_line: str, headers: Mapping[str, str]) -> _Answer:
+async def _answer(guest: _Guest, served: Address, request_line: str, headers: Mapping[str, str]) -> _Answer:
     method, _, target = request_line.partition(" ")
     url = urlsplit(target.rpartition(" ")[0])
     path = unquote(url.path)
     query = {name: values[-1] for name, values in parse_qs(url.query).items()}
+    if is_from_a_page(headers, served, *_NAMES):
+        return _Answer("403 Forbidden", "Not for pages in a browser.\n")
     if method != "GET":
         return _Answer("405 Method Not Allowed")
     if path in ("/", "/computeMetadata", "/computeMetadata/"):

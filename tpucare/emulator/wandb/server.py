@@ -16,7 +16,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Mapping
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
@@ -24,6 +24,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import structlog
 
+from tpucare.emulator.peers import OurConversation
 from tpucare.emulator.wandb.answers import View
 from tpucare.emulator.wandb.graphql import GraphQL
 from tpucare.emulator.wandb.records import Run
@@ -178,7 +179,7 @@ class _Server(ThreadingHTTPServer):
             _log.exception("a request failed", client=str(client_address))
 
 
-class _Conversation(BaseHTTPRequestHandler):
+class _Conversation(OurConversation):
     protocol_version = "HTTP/1.1"
     timeout = IDLE_SECONDS
     # The answer is sent in two writes; Nagle's algorithm would hold the second for 40 ms.

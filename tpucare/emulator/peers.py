@@ -1,0 +1,142 @@
+"""
+Whom the emulator's faces serve: processes of its own user and of root, and no page in a browser.
+
+The API lets its caller log in to workers, which are processes of the emulator's user, so loopback alone is no fence:
+every user of the machine is there, and so is every page that a browser shows. Linux tells which user holds the other
+end of a loopback connection, exactly by its `sock_diag` netlink, else in /proc/net/tcp. Where neither is there, every
+local user is served, and the log says so.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import socket
+import struct
+from collections.abc import Callable, Mapping
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+
+import structlog
+
+Address = tuple[str, int]
+"""An IPv4 address and a port."""
+
+UidOf = Callable[[Address, Address], int | None]
+
+# Source: linux/sock_diag.h, linux/inet_diag.h, include/net/tcp_states.h.
+_NETLINK_SOCK_DIAG = 4
+_SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST = 20, 1
+_LISTEN = 10
+_MESSAGE_HEADER = struct.Struct("=IHHII")
+_QUESTION = struct.Struct("=BBBBI2s2s16s16sI8s")
+_ANSWER = struct.Struct("=BBBB2s2s16s16sI8sIIIII")
+
+_log = structlog.get_logger("tpucare.emulator")
+
+
+def is_ours(peer: Address, served: Address) -> bool:
+    """
+    Whether the process at the other end of a connection is of our user, or root's.
+
+    peer: the client's end        served: our end
+    """
+    way = _way()
+    return way is None or way(peer, served) in (os.geteuid(), 0)
+
+
+def uid_by_netlink(peer: Address, served: Address) -> int | None:
+    """
+    The user who holds the client's end of a connection; None: no process does, or not any more.
+
+    Raises: OSError: the kernel does not answer such questions.
+    """
+    ports = [struct.pack("!H", port) for _, port in (peer, served)]
+    hosts = [socket.inet_aton(host).ljust(16, b"\0") for host, _ in (peer, served)]
+    question = _QUESTION.pack(socket.AF_INET, socket.IPPROTO_TCP, 0, 0, 0xFFFFFFFF, *ports, *hosts, 0, b"\xff" * 8)
+    header = _MESSAGE_HEADER.pack(_MESSAGE_HEADER.size + len(question), _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST, 1, 0)
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, _NETLINK_SOCK_DIAG) as kernel:
+        kernel.send(header + question)
+        said = kernel.recv(4096)
+    if _MESSAGE_HEADER.unpack_from(said)[1] != _SOCK_DIAG_BY_FAMILY:
+        return None
+    _, state, _, _, *found_ports, _, _, _, _, _, _, _, uid, inode = _ANSWER.unpack_from(said, _MESSAGE_HEADER.size)
+    # Without such a connection the kernel names a socket that listens on the client's port. A socket without an inode
+    # was closed by its process, and its uid reads 0: that is not root.
+    return uid if state != _LISTEN and found_ports == ports and inode else None
+
+
+def uid_by_table(peer: Address, served: Address) -> int | None:
+    """
+    As `uid_by_netlink`, from /proc/net/tcp and tcp6, whose length grows with all connections of the machine.
+
+    Raises: OSError: there is no such file.
+    """
+    for table, prefix in (("tcp", ""), ("tcp6", "0000000000000000FFFF0000")):
+        ends = " ".join(f"{prefix}{_in_hexadecimal(host)}:{port:04X}" for host, port in (peer, served))
+        for line in Path(f"/proc/thread-self/net/{table}").read_text().splitlines():
+            if ends in line:
+                fields = line.split()
+                # `sl local rem st queues timer retransmits uid timeout inode`
+                return int(fields[7]) if fields[9] != "0" else None
+    return None
+
+
+def _in_hexadecimal(host: str) -> str:
+    """As the kernel prints an address: the word of the machine's own byte order."""
+    return f"{struct.unpack('=I', socket.inet_aton(host))[0]:08X}"
+
+
+@functools.cache
+def _way() -> UidOf | None:
+    """The first way that finds our own uid at the end of a connection that we made; None: there is none here."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()) as client,
+    ):
+        for way in (uid_by_netlink, uid_by_table):
+            try:
+                if way(client.getsockname(), listener.getsockname()) == os.geteuid():
+                    return way
+            except (OSError, AttributeError):
+                continue  # AttributeError: `socket.AF_NETLINK` is of Linux
+    _log.warning("the emulator serves every user of this machine: the system does not tell who connects")
+    return None
+
+
+def is_from_a_page(headers: Mapping[str, str], served: Address, *names: str) -> bool:
+    """
+    Whether a request may come from a page in a browser; *headers* with names in lower case.
+
+    Browsers name the page's origin with what changes something, and a page whose name was made to mean this machine
+    (DNS rebinding) is known by that name.
+    names: further names of this server, which nobody else can have
+    """
+    if "origin" in headers or any(name.startswith("sec-fetch-") for name in headers):
+        return True
+    host, port = served
+    known = rf"(127\.0\.0\.1|localhost|\[::1\]|{re.escape(host)}):{port}"
+    asked = headers.get("host", "").lower()
+    return not re.fullmatch(known, asked) and asked not in names
+
+
+class OurConversation(BaseHTTPRequestHandler):
+    """An HTTP connection of the emulator: each request of somebody else is refused before its body is read."""
+
+    def setup(self) -> None:
+        super().setup()
+        self._served: Address = self.connection.getsockname()
+        self._is_ours = is_ours(self.client_address, self._served)
+
+    def parse_request(self) -> bool:
+        if not super().parse_request():
+            return False
+        headers = {name.lower(): value for name, value in self.headers.items()}
+        if self._is_ours and not is_from_a_page(headers, self._served):
+            return True
+        why = "for pages in a browser" if self._is_ours else "for other users of this machine"
+        self.close_connection = True
+        self.send_error(HTTPStatus.FORBIDDEN, explain=f"The emulator is not there {why}.")
+        return False
