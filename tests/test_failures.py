@@ -58,6 +58,7 @@ WILD = [
     (13, "HEALTH_CHECKS limit of 75 reached", Where.OPERATION, QuotaExceeded),
     (8, RATE, Where.CREATE, RateLimited),
     (8, "DeleteNode requests per minute", Where.DELETE, RateLimited),
+    (13, "Constraint constraints/compute.requireOsLogin violated for project 1.", Where.OPERATION, NeedsPerson),
     (8, "", Where.CREATE, Transient),
     (8, "", Where.OPERATION, NoCapacity),
     (8, "Received message larger than max (9219020 vs. 4194304)", Where.LIST, AnswerLost),
@@ -156,6 +157,7 @@ def test_scope_of_a_quota(text: str, region_wide: bool) -> None:
         (7, "requires a quota project", "set-quota-project"),
         (7, "Cloud TPU API has not been used in project 1 before or it is disabled.", "gcloud services enable"),
         (3, "the accelerator v6e-1 was not found in zone asia-east1-a", "`zones`"),
+        (9, "Constraint constraints/compute.requireOsLogin violated for project 123456.", "`os_login: true`"),
     ],
 )
 def test_a_person_is_told_what_to_change(code: int, text: str, advice: str) -> None:

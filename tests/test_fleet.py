@@ -175,6 +175,34 @@ def test_alternatives_keep_their_order_and_zones_inherit() -> None:
     assert declared.warnings == ()
 
 
+def test_metadata_and_reach_arrive_at_every_place() -> None:
+    declared = fleet(
+        {
+            "tpu.metadata": {"startup-script": "#!/bin/sh\nsystemctl stop sshguard\n", "level": 3},
+            "tpu.network": {"reach": "internal"},
+            "tpu.zones": ["us-central2-b", {"zone": "us-central2-b", "provisioning": "reserved"}],
+        }
+    )
+    for place in declared.places:
+        assert dict(place.metadata) == {"startup-script": "#!/bin/sh\nsystemctl stop sshguard\n", "level": "3"}
+        assert place.network.external_ips
+        assert not place.network.is_reached_externally
+        assert not place.os_login
+    assert declared.warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "warning"),
+    [
+        ("tpu.os_login", True, "tpu.os_login: tpucare cannot log in by OS Login yet"),
+        ("tpu.metadata", {"wandb-api-key": "x"}, "tpu.metadata.wandb-api-key: looks like a secret"),
+    ],
+)
+def test_what_keeps_us_out_or_tells_secrets_is_a_warning(key: str, value: object, warning: str) -> None:
+    [line] = fleet({key: value}).warnings
+    assert warning in line
+
+
 def test_every_setting_of_care_arrives() -> None:
     lengths = {
         "boot_timeout": "1m",
@@ -441,6 +469,22 @@ def test_every_problem_is_told_at_once_with_file_line_and_key() -> None:
         ("tpu.network", {"external_ips": 1}, "must be true or false, not a number"),
         ("tpu.network", {"external_ip": True}, "tpu.network.external_ip: unknown key; nearest: external_ips"),
         ("tpu.network", {"name": "a b"}, "no network"),
+        ("tpu.network", {"external_ips": False, "reach": "external"}, "leaves no external address to go to"),
+        (
+            "tpu",
+            {
+                **SMALL["tpu"],
+                "network": {"reach": "external"},
+                "zones": [{"zone": "us-central2-b", "network": {"external_ips": False}}],
+            },
+            "tpu.zones[0].network.reach: is external",
+        ),
+        ("tpu.network", {"reach": "iap"}, "iap is none of external, internal"),
+        ("tpu.metadata", {"ssh-keys": "x"}, "ssh-keys is a key of tpucare's own: name people in `tpu.ssh_keys`"),
+        ("tpu.metadata", {"enable-oslogin": "TRUE"}, "enable-oslogin is a key of tpucare's own: write `tpu.os_login"),
+        ("tpu.metadata", {"a b": "x"}, "no key of metadata"),
+        ("tpu.metadata", {"a": True}, "must be text or a number; quote what the program expects"),
+        ("tpu.metadata", ["a"], "must be a mapping"),
         ("tpu.network", {"subnetwork": "a/b"}, "no subnetwork"),
         ("tpu.network", {"tags": ["-x"]}, "tpu.network.tags[0]: -x is no network tag"),
         ("tpu.ssh_keys", ["ssh-ed25519 AAAA"], "must be USER:KEY"),

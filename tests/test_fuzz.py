@@ -68,6 +68,8 @@ FLEET: dict[str, Any] = {
         "runtime": "tpu-ubuntu2204-base",
         "network": {"external_ips": True, "tags": ["t"]},
         "ssh_keys": ["me:ssh-ed25519 AAAA"],
+        "metadata": {"startup-script": "true"},
+        "os_login": False,
     },
     "job": {
         "repository": "https://example.org/r",

@@ -20,7 +20,7 @@ from tpucare.words import shown
 CORES_PER_SLICE = 8
 # The generations whose names count cores, eight to a host or slice: `v3-8`, `v4-32`. From v5 on names count otherwise.
 SLICE_VERSIONS = (2, 3, 4)
-TPU_KEYS = ("runtime", "network", "ssh_keys", "provisioning", "unlisted")
+TPU_KEYS = ("runtime", "network", "ssh_keys", "provisioning", "metadata", "os_login", "unlisted")
 
 
 def alternatives(call: Call) -> Iterator[dict[str, Any]]:

@@ -16,10 +16,20 @@ from google.protobuf.json_format import MessageToDict  # type: ignore[import-unt
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
 from tpucare.failures import Where, classify
-from tpucare.model import Endpoint, Health, Node, NodeKey, NodeRequest, NodeState, Operation, Place, Provisioning
+from tpucare.model import (
+    SSH_KEYS,
+    Endpoint,
+    Health,
+    Node,
+    NodeKey,
+    NodeRequest,
+    NodeState,
+    Operation,
+    Place,
+    Provisioning,
+)
 
 CLOUD_PLATFORM = "https://www.googleapis.com/auth/cloud-platform"
-SSH_KEYS = "ssh-keys"
 HOST_KEYS = "hostkeys"
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 """What a message without a timestamp says."""

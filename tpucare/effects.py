@@ -13,7 +13,18 @@ from dataclasses import dataclass
 from tpucare.actions import Create, Delete, Effect, Launch, Look, Notice, Poll, PushKey, Stop, Vouch
 from tpucare.errors import LostRace, WorkerSilent
 from tpucare.memory import Memory
-from tpucare.model import LABEL_FLEET, LABEL_NUMBER, LABEL_OWNER, LABEL_SLOT, NodeKey, NodeRequest, Slot, Worker
+from tpucare.model import (
+    LABEL_FLEET,
+    LABEL_NUMBER,
+    LABEL_OWNER,
+    LABEL_SLOT,
+    OS_LOGIN,
+    SSH_KEYS,
+    NodeKey,
+    NodeRequest,
+    Slot,
+    Worker,
+)
 from tpucare.orders import LaunchOrder, NoticeOrder, StopOrder
 from tpucare.ports import Cloud, Lane, Launcher
 
@@ -104,9 +115,13 @@ def _prepare_run(
 
 def node_request(action: Create, slot: Slot, ports: Ports) -> NodeRequest:
     labels = labels_of(slot, action.number, ports)
-    keys = "\n".join((ports.ssh_key, *slot.ssh_keys))
+    metadata = dict(action.place.metadata)
+    metadata[SSH_KEYS] = "\n".join((ports.ssh_key, *slot.ssh_keys))
+    if not action.place.os_login:
+        # Where OS Login is on, the agent of the image ignores `ssh-keys`, and nobody could log in.
+        metadata[OS_LOGIN] = "FALSE"
     key = NodeKey(slot.project, action.place.zone, action.name)
-    return NodeRequest(key, action.place, labels, {"ssh-keys": keys})
+    return NodeRequest(key, action.place, labels, metadata)
 
 
 def delete(action: Delete, ports: Ports) -> None:

@@ -67,6 +67,8 @@ _TOKEN_OUT_OF_REACH = _pattern(r"max retries|failed to resolve|connection|timed?
 _PREEMPTED = _pattern(r"\bstate PREEMPTED\b")
 _QUEUE = _pattern(r"unable to queue the operation")
 _RATE = _pattern(r"per ?minute|per \d+ seconds|too many requests|rate limit")
+# "Constraint constraints/compute.requireOsLogin violated for project ..." comes with whatever code the VM's insert had.
+_POLICY = _pattern(r"\bconstraints/compute\.|org(anization)? ?policy")
 _CAPACITY = _pattern(
     r"no more capacity|insufficient reserved|insufficient capacity|resource_pool_exhausted|not have enough resources"
 )
@@ -82,6 +84,11 @@ _CONNECTION_CUT = _pattern(r"RST_STREAM|stream removed|socket closed|connection 
 _ADVICE = tuple(
     (_pattern(pattern), advice)
     for pattern, advice in (
+        (
+            r"requireOsLogin",
+            "the organisation enforces OS Login, and tpucare switches it off: have the project exempted, or set "
+            "`os_login: true` under `tpu` and provision tpucare's key on the account by hand",
+        ),
         (
             r"service account",
             "check `service_account`, and give the caller roles/iam.serviceAccountUser on it",
@@ -142,6 +149,8 @@ def _by_text(code: int, text: str, where: str) -> CloudError | None:
     # A refused permission or login may name quotas and rates in passing (`serviceusage.quotas.get`).
     if code in (PERMISSION_DENIED, UNAUTHENTICATED):
         return None
+    if _POLICY.search(text):
+        return NeedsPerson(_with_advice(text), code)
     if _RATE.search(text):
         return RateLimited(text, code)
     if _CAPACITY.search(text):

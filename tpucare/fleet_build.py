@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tpucare import accelerators
-from tpucare.fleet_schema import CareSection, Fence, JobSection, NetworkSection, Stopped, TpuSection
+from tpucare.fleet_schema import CareSection, Fence, JobSection, NetworkSection, Reach, Stopped, TpuSection
 from tpucare.model import Care, Job, Network, Place
 
 
@@ -30,6 +30,8 @@ def places_of(alternative: TpuSection) -> Iterator[Place]:
             service_account=choice.service_account or alternative.service_account,
             network=_network(alternative.network, choice.network),
             workers=accelerator.hosts,
+            metadata=tuple(alternative.metadata.items()),
+            os_login=alternative.os_login,
         )
 
 
@@ -40,6 +42,7 @@ def _network(around: NetworkSection, own: NetworkSection) -> Network:
         subnetwork=merged.subnetwork,
         tags=tuple(merged.tags),
         external_ips=merged.external_ips,
+        reach_internal=merged.reach is Reach.INTERNAL,
     )
 
 

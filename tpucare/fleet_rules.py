@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from tpucare import accelerators, fleet_values
 from tpucare.accelerators import Accelerator
 from tpucare.errors import ConfigError
-from tpucare.fleet_schema import ALTERNATIVES_LIMIT, ZONES_LIMIT
+from tpucare.fleet_schema import ALTERNATIVES_LIMIT, ZONES_LIMIT, Reach
 from tpucare.model import Provisioning
 from tpucare.words import hint, naming, nearest, shown
 from tpucare.yaml_lines import Document, KeyPath, Problem
@@ -75,6 +75,9 @@ def _alternative(alternative: dict[str, object], path: KeyPath, *, unlisted: boo
         text = f"{accelerator.type} is not listed; {accelerator.hosts} hosts are derived from its name"
         yield _Finding((*path, "type"), text, is_warning=True)
     yield from _terms(alternative, path, accelerator, unlisted=unlisted)
+    yield from _login(alternative, path)
+    around = _mapping(alternative.get("network"))
+    yield from _reach(around, (*path, "network"))
     for index, entry in enumerate(_list(alternative.get("zones"))[:ZONES_LIMIT]):
         here = (*path, "zones", index)
         if isinstance(entry, str):
@@ -83,6 +86,23 @@ def _alternative(alternative: dict[str, object], path: KeyPath, *, unlisted: boo
         settings = _mapping(entry)
         yield from _zone(settings.get("zone"), (*here, "zone"), accelerator, unlisted=unlisted)
         yield from _terms(settings, here, accelerator, unlisted=unlisted)
+        if own := _mapping(settings.get("network")):
+            yield from _reach({**around, **own}, (*here, "network"))
+
+
+def _reach(network: dict[str, object], path: KeyPath) -> Iterator[_Finding]:
+    if network.get("reach") == Reach.EXTERNAL and network.get("external_ips") is False:
+        yield _Finding((*path, "reach"), "is external, and `external_ips: false` leaves no external address to go to")
+
+
+def _login(alternative: dict[str, object], path: KeyPath) -> Iterator[_Finding]:
+    if alternative.get("os_login") is True:
+        text = "tpucare cannot log in by OS Login yet: it gets in only where its key is put on the account by hand"
+        yield _Finding((*path, "os_login"), text, is_warning=True)
+    for key in _mapping(alternative.get("metadata")):
+        if _SECRET_NAME.search(key.replace("-", "_")):
+            text = "looks like a secret, and everybody on a worker can read metadata; name it in `job.secrets` instead"
+            yield _Finding((*path, "metadata", key), text, is_warning=True)
 
 
 def _zone(zone: object, path: KeyPath, accelerator: Accelerator | None, *, unlisted: bool) -> Iterator[_Finding]:

@@ -48,6 +48,9 @@ SYNONYMS: Mapping[str, str] = {
     "environment": "env",
     "envs": "env",
     "bucket": "checkpoint",
+    "enable-oslogin": "os_login",
+    "enable_oslogin": "os_login",
+    "oslogin": "os_login",
 }
 
 
@@ -63,6 +66,13 @@ class Stopped(StrEnum):
 
     HOLD = "hold"
     DELETE = "delete"
+
+
+class Reach(StrEnum):
+    """Which addresses of the workers the daemon goes to."""
+
+    EXTERNAL = "external"
+    INTERNAL = "internal"
 
 
 def _as_list(value: object) -> object:
@@ -105,6 +115,8 @@ Duration = Annotated[timedelta, BeforeValidator(values.duration, json_schema_inp
 PositiveDuration = Annotated[Duration, AfterValidator(values.positive)]
 Variable = Annotated[str, AfterValidator(values.variable)]
 VariableValue = Annotated[str, BeforeValidator(values.variable_value, json_schema_input_type=str | int | float)]
+MetadataKey = Annotated[str, AfterValidator(values.metadata_key)]
+MetadataValue = Annotated[str, BeforeValidator(values.metadata_value, json_schema_input_type=str | int | float)]
 Script = Annotated[str, AfterValidator(values.script)]
 Line = Annotated[str, AfterValidator(values.line)]
 Tier = Annotated[Provisioning, Field(strict=False)]
@@ -125,6 +137,10 @@ class NetworkSection(Section):
 
     external_ips: bool = Field(
         True, description="Give every worker an external address. If false, the daemon reaches workers inside the VPC."
+    )
+    reach: Annotated[Reach, Field(strict=False)] = _inherited(
+        Reach.EXTERNAL,
+        "Addresses the daemon goes to; `internal` needs it inside the VPC. Default: external ones where there are.",
     )
     name: Annotated[str, AfterValidator(values.network)] = Field(
         "", description="Network: its name, or `projects/PROJECT/global/networks/NAME`."
@@ -169,6 +185,17 @@ class TpuSection(Section):
     network: NetworkSection = Field(NetworkSection(), description="Where the workers are attached.")
     ssh_keys: list[Annotated[str, AfterValidator(values.ssh_key)]] = Field(
         [], max_length=50, description="People who may log in too: lines `USER:ssh-ed25519 AAAA… COMMENT`."
+    )
+    metadata: dict[MetadataKey, MetadataValue] = Field(
+        {},
+        max_length=100,
+        description="Metadata of the node, such as `startup-script`: text, or numbers as they are written. "
+        "Everybody on a worker can read it: no secrets.",
+    )
+    os_login: bool = Field(
+        False,
+        description="Leave OS Login as the project has it. Default: it is switched off for the node "
+        "(`enable-oslogin: FALSE`), since tpucare logs in by a key in the metadata.",
     )
     unlisted: bool = Field(
         False, description="Let types, zones and terms pass that the catalogue does not list; each is then a warning."

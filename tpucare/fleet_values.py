@@ -13,6 +13,7 @@ import re
 from datetime import timedelta
 from urllib.parse import urlsplit
 
+from tpucare.model import OS_LOGIN, SSH_KEYS
 from tpucare.words import shown
 from tpucare.yaml_lines import WrittenFloat, WrittenInt
 
@@ -57,6 +58,9 @@ _KEY_TYPES = frozenset(
     }
 )
 
+
+_METADATA_KEY = re.compile(r"[A-Za-z0-9_-]{1,128}")
+_OWN_METADATA = {SSH_KEYS: "name people in `tpu.ssh_keys`", OS_LOGIN: "write `tpu.os_login: true` to leave it out"}
 
 # Read by tpucare, and by the agent of a W&B sweep; everything else of that name is set on the worker.
 _OPEN_VARIABLES = frozenset({"TPUCARE_SWEEP", "TPUCARE_SWEEP_CHECKPOINT"})
@@ -166,6 +170,13 @@ def variable(value: str) -> str:
 
 def variable_value(value: object) -> str:
     """Text, or a number as it was written. Words such as true mean different things to different programs."""
+    said = _text_or_number(value)
+    if len(said.encode()) > VARIABLE_LIMIT:
+        raise ValueError(f"is longer than {VARIABLE_LIMIT // 1024} KB, which no variable can be; put it into a file")
+    return said
+
+
+def _text_or_number(value: object) -> str:
     if isinstance(value, WrittenInt | WrittenFloat):
         return value.text
     if isinstance(value, bool) or value is None:
@@ -173,9 +184,19 @@ def variable_value(value: object) -> str:
         raise ValueError(f"must be text or a number; quote what the program expects: {wanted}")
     if not isinstance(value, str):
         raise ValueError("must be text or a number; quote a value that begins with { or [")  # noqa: TRY004
-    if len(text(value).encode()) > VARIABLE_LIMIT:
-        raise ValueError(f"is longer than {VARIABLE_LIMIT // 1024} KB, which no variable can be; put it into a file")
-    return value
+    return text(value)
+
+
+def metadata_key(value: str) -> str:
+    """Key of a node's metadata that tpucare does not write itself."""
+    if value in _OWN_METADATA:
+        raise ValueError(f"{value} is a key of tpucare's own: {_OWN_METADATA[value]}")
+    return _matching(_METADATA_KEY, value, "no key of metadata (A-Z, a-z, 0-9, _ and -, at most 128)")
+
+
+def metadata_value(value: object) -> str:
+    """Text, or a number as it was written. The cloud takes 256 KB of it, which is more than a fleet file may hold."""
+    return _text_or_number(value)
 
 
 def repository(value: str) -> str:

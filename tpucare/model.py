@@ -20,6 +20,10 @@ LABEL_FLEET = "tpucare-fleet"
 LABEL_SLOT = "tpucare-slot"
 LABEL_NUMBER = "tpucare-attempt"
 
+SSH_KEYS = "ssh-keys"
+OS_LOGIN = "enable-oslogin"
+"""Keys of a node's metadata that are tpucare's to write."""
+
 NODE_NAME_LIMIT = 40
 
 _NODE_NAME = re.compile(r"^(?P<slot>.+)-a(?P<number>\d+)$")
@@ -80,17 +84,31 @@ class Provisioning(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """Where the workers of a node are attached; empty strings mean the project's default network."""
+    """
+    Where the workers of a node are attached; empty strings mean the project's default network.
+
+    `reach_internal`: the daemon goes to their internal addresses, though they may have external ones as well.
+    """
 
     name: str = ""
     subnetwork: str = ""
     tags: tuple[str, ...] = ()
     external_ips: bool = True
+    reach_internal: bool = False
+
+    @property
+    def is_reached_externally(self) -> bool:
+        return self.external_ips and not self.reach_internal
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One way of asking for a node: where, what, and under which terms."""
+    """
+    One way of asking for a node: where, what, and under which terms.
+
+    `metadata`: what the fleet wants in the node's metadata, beside tpucare's own keys. `os_login`: OS Login stays as
+    the project has it, instead of being switched off for the node.
+    """
 
     zone: str
     accelerator_type: str
@@ -99,6 +117,8 @@ class Place:
     service_account: str = ""
     network: Network = Network()
     workers: int = 1
+    metadata: tuple[tuple[str, str], ...] = ()
+    os_login: bool = False
 
     @property
     def key(self) -> str:

@@ -162,7 +162,8 @@ def _decide_refused(seen: NodeEvidence, past: NodeMemory, evidence: Evidence, ti
             return PushKey(seen.node.key, "a worker refuses our key")
         return Wait(f"a worker of {name} does not know our key yet", needs_person=last is not None)
     if timers.lasted(seen.refused_since, KEY_PUSH_SERVES):
-        return Wait(f"{name} refuses our key: is OS Login on (enable-oslogin), or a key blocked?", needs_person=True)
+        why = "is OS Login on, by policy (requireOsLogin) or for want of enable-oslogin: FALSE, or is a key blocked?"
+        return Wait(f"{name} refuses our key, though its metadata has it: {why}", needs_person=True)
     return Wait(f"our key was written to the metadata of {name}; waiting until its workers take it")
 
 

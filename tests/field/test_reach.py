@@ -70,6 +70,7 @@ def test_the_key_is_replaced_when_the_daemons_vm_is_rebuilt(daemon: Daemon) -> N
         keys = record.spec.metadata["ssh-keys"]
         assert SSH_KEY in keys
         assert PERSON in keys, "what a person put there stays"
+        assert set(record.spec.metadata) == {"ssh-keys"}, "OS Login is a matter of the create, never of an update"
     daemon.check()
 
 
