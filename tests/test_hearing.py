@@ -50,6 +50,7 @@ def test_a_node_that_a_paused_slot_has_lost_for_good_is_not_waited_for(tmp_path:
     daemon.care_for("aaa")
     daemon.care_for("bbb")
     daemon.run(minutes=15)
+    daemon.zone.world.stick_deleting("aaa", daemon.clock.true_now(), repeats=99)
     preempt(daemon, "aaa")
     daemon.wish("aaa-0", Wish.PAUSED)
     daemon.run(minutes=1)

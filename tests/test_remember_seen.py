@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from tests.evidence_kit import NOW, TRAINS, launched, memory, name_of, node, past
+from tests.evidence_kit import NOW, TRAINS, intent, launched, memory, name_of, node, past
 from tests.remember_kit import PLACE, vanished
-from tpucare.memory import Book, BookName, PlaceMemory
+from tpucare.memory import Book, BookName, NodeMemory, PlaceMemory
 from tpucare.model import LABEL_NUMBER, LABEL_SLOT, NodeState
-from tpucare.remember_seen import absorb, answered
+from tpucare.remember_seen import absorb, answered, taken
 
 
 def test_a_node_that_nobody_asked_for_may_have_been_launched() -> None:
@@ -37,6 +37,39 @@ def test_a_preemption_is_free_and_proves_the_node_dead_for_good(state: NodeState
     assert told.dead
     assert known.book(BookName.PREEMPTION) == Book(0, 1, None, f"{name_of(0)} {state.name}")
     assert absorb(known, node(state)).book(BookName.PREEMPTION).total == 1
+
+
+@pytest.mark.parametrize("state", [NodeState.READY, NodeState.REPAIRING, NodeState.CREATING, NodeState.RESTARTING])
+def test_a_node_that_was_shown_dead_and_is_listed_alive_again_proves_nothing_any_more(state: NodeState) -> None:
+    known = absorb(memory(launched(delete_asked_at=NOW, delete_accepted=True, delete_quiet=True)), node("PREEMPTED"))
+    for shown in (state, NodeState.PREEMPTED, NodeState.DELETING):
+        known = absorb(known, node(shown))
+        (told,) = known.nodes
+        assert (told.dead, told.revived, told.in_doubt, told.serves) == (False, True, True, False)
+    assert known.book(BookName.PREEMPTION).total == 1
+
+
+@pytest.mark.parametrize("state", [NodeState.DELETING, NodeState.STOPPED, NodeState.UNKNOWN, NodeState.HIDDEN])
+def test_what_runs_nothing_leaves_the_proof_of_death_as_it_is(state: NodeState) -> None:
+    (told,) = absorb(memory(launched(dead=True)), node(state)).nodes
+    assert (told.dead, told.revived) == (True, False)
+
+
+def test_a_node_that_somebody_took_is_in_doubt_until_it_is_gone_or_given_back() -> None:
+    known = taken(replace(TRAINS, creates=(intent(0),)), name_of(0))
+    (told,) = known.nodes
+    assert (told.taken, told.in_doubt, told.serves, known.creates, known.ours) == (True, True, False, (), ())
+    assert vanished(known, name_of(0)).nodes == ()
+    assert vanished(known, name_of(0)).book(BookName.PREEMPTION).total == 0, "whose end it is, is theirs to count"
+    (back,) = absorb(known, node()).nodes
+    assert (back.taken, back.serves) == (False, True)
+
+
+@pytest.mark.parametrize(
+    "past", [past(), launched(dead=True), launched(delete_asked_at=NOW, delete_accepted=True, delete_quiet=True)]
+)
+def test_a_node_that_somebody_took_and_on_which_none_of_our_runs_lives_is_theirs(past: NodeMemory) -> None:
+    assert taken(memory(past), name_of(0)).nodes == ()
 
 
 def test_a_foreign_name_takes_no_number() -> None:

@@ -385,15 +385,24 @@ def test_replace_is_not_lost_to_the_repeated_delete_of_an_older_node(daemon: Dae
     daemon.check("pod-0-a1")
 
 
-def test_pause_touches_nothing_and_survives_a_restart(daemon: Daemon) -> None:
+def test_pause_touches_nothing_that_lives_and_survives_a_restart(daemon: Daemon) -> None:
     daemon.care_for("pod")
     daemon.run(minutes=15)
     daemon.wish("pod-0", Wish.PAUSED)
+    node = daemon.node_of("pod-0").key
+    for worker in daemon.launcher.of_node(*node):
+        daemon.launcher.end(worker, 1, Failure.CRASH)
+    daemon.zone.world.set_state("pod-0", int(NodeState.STOPPED), daemon.clock.true_now())
+    daemon.run(minutes=10)
+    daemon.restart()
+    daemon.run(minutes=10)
+    assert daemon.zone.states() == ["STOPPED"]
+    assert daemon.launcher.launches == ["pod-0-a0.1"]
     daemon.zone.world.preempt("pod-0", daemon.clock.true_now())
     daemon.run(minutes=10)
     daemon.restart()
     daemon.run(minutes=10)
-    assert daemon.zone.states() == ["PREEMPTED"]
+    assert daemon.zone.states() == [], "what is dead is cleared, and nothing is asked for"
     daemon.wish("pod-0", Wish.UP)
     daemon.run(minutes=15)
     assert daemon.trains("pod-0")
@@ -401,6 +410,58 @@ def test_pause_touches_nothing_and_survives_a_restart(daemon: Daemon) -> None:
 
 
 # --- the run ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_dead_node_of_a_paused_slot_holds_no_quota_of_others(tmp_path: Path) -> None:
+    quota = [{"generation": "v3", "zone": US, "limit": 16, "unit": "chips"}]
+    daemon = Daemon(tmp_path, config=WorldConfig.calm(quotas=quota))
+    daemon.care_for("pod")
+    daemon.run(minutes=15)
+    daemon.wish("pod-0", Wish.PAUSED)
+    daemon.care_for("other")
+    daemon.run(minutes=15)
+    daemon.zone.world.preempt("pod-0", daemon.clock.true_now())
+    daemon.run(minutes=30)
+    assert daemon.trains("other-0")
+    assert daemon.zone.nodes("pod-0") == []
+    assert daemon.why("pod-0")["pod-0"] == "paused"
+    daemon.check()
+
+
+@pytest.mark.parametrize("shown", [NodeState.TERMINATED, NodeState.PREEMPTED])
+@pytest.mark.parametrize("seconds", [20.0, 120.0])
+def test_a_node_that_was_shown_dead_and_is_ready_again_is_deleted_before_the_next_run(
+    daemon: Daemon, shown: NodeState, seconds: float
+) -> None:
+    """It was neither used nor deleted any more, and its run lived beside the next."""
+    daemon.care_for("pod")
+    daemon.run(minutes=15)
+    # Whatever is asked of it meanwhile is not heard.
+    daemon.zone.world.stick_deleting("pod-0-a0", daemon.clock.true_now(), repeats=2)
+    daemon.zone.world.set_state("pod-0-a0", int(shown), daemon.clock.true_now())
+    daemon.run(seconds=seconds)
+    daemon.zone.world.set_state("pod-0-a0", int(NodeState.READY), daemon.clock.true_now())
+    daemon.run(hours=2)
+    assert daemon.trains("pod-0")
+    assert [node.path.node_id for node in daemon.zone.nodes("pod-0")] == ["pod-0-a1"]
+    daemon.check()
+
+
+def test_a_node_that_comes_back_while_its_slot_is_paused_is_deleted_after_it(daemon: Daemon) -> None:
+    daemon.care_for("pod")
+    daemon.run(minutes=15)
+    daemon.wish("pod-0", Wish.PAUSED)
+    daemon.zone.world.stick_deleting("pod-0-a0", daemon.clock.true_now(), repeats=1)
+    daemon.zone.world.set_state("pod-0-a0", int(NodeState.TERMINATED), daemon.clock.true_now())
+    daemon.run(minutes=1)
+    daemon.zone.world.set_state("pod-0-a0", int(NodeState.READY), daemon.clock.true_now())
+    daemon.run(hours=1)
+    assert daemon.zone.states() == ["READY"], "nothing proves it dead, so it is paused like any"
+    daemon.wish("pod-0", Wish.UP)
+    daemon.run(hours=2)
+    assert daemon.trains("pod-0")
+    assert [node.path.node_id for node in daemon.zone.nodes("pod-0")] == ["pod-0-a1"]
+    daemon.check()
 
 
 def test_a_finished_run_ends_the_slot_and_deletes_the_node(tmp_path: Path) -> None:

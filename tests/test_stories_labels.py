@@ -43,9 +43,9 @@ def adopted(daemon: Daemon) -> Daemon:
     return daemon
 
 
-def somebodys(daemon: Daemon) -> None:
+def somebodys(daemon: Daemon, name: str = "mine") -> None:
     spec = NodeSpec(accelerator_type="v3-32", runtime_version="tpu-ubuntu2204-base", spot=True)
-    daemon.zone.world.create_node(f"projects/{PROJECT}/locations/{US}", "mine", spec, daemon.clock.true_now())
+    daemon.zone.world.create_node(f"projects/{PROJECT}/locations/{US}", name, spec, daemon.clock.true_now())
 
 
 @pytest.mark.parametrize("edit", [{"tpucare-slot": "pod-1"}, {"tpucare-slot": ""}, {"tpucare-fleet": "other"}])
@@ -85,6 +85,81 @@ def test_an_adopted_node_that_somebody_takes_back_is_left_alone_until_it_is_gone
     adopted.run(minutes=15)
     assert adopted.trains("pod-0")
     assert named(adopted) == ["pod-0-a0"]
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_an_adopted_node_that_was_taken_back_is_remembered_over_a_restart(adopted: Daemon, restarts: bool) -> None:
+    """It bears any name, and was remembered in the process alone: the next one began a second run."""
+    label(adopted, "mine", {})
+    adopted.run(minutes=5)
+    if restarts:
+        adopted.restart()
+    adopted.run(hours=1)
+    assert "another owner" in adopted.why()["pod-0"]
+    assert [text for text in adopted.told("person") if "bears this slot's name" in text] == []
+    assert named(adopted) == ["mine"]
+    adopted.engine.adopt("mine", "pod-0")
+    adopted.run(minutes=5)
+    assert adopted.trains("pod-0")
+    assert adopted.launcher.launches == ["mine.1"]
+    adopted.check()
+
+
+def take(daemon: Daemon, node: str) -> None:
+    label(daemon, node, {**daemon.node_of("pod-0").labels, "tpucare-owner": "somebody"})
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_node_that_was_taken_and_that_one_listing_leaves_out_is_not_gone(daemon: Daemon, restarts: bool) -> None:
+    """Absence from a list proves nothing: the slot began a second run beside the one that lived."""
+    daemon.care_for("pod")
+    daemon.run(minutes=15)
+    take(daemon, "pod-0-a0")
+    daemon.run(minutes=5)
+    life = daemon.zone.world.select("pod-0-a0")[0]
+    listing = daemon.zone.world.state.listing(life.path.project)
+    listing.hide(life.path, life.record.id)
+    if restarts:
+        daemon.restart()
+    daemon.run(seconds=20)
+    listing.show(life.record)
+    daemon.run(hours=1)
+    assert daemon.launcher.launches == ["pod-0-a0.1"]
+    assert "another owner" in daemon.why()["pod-0"]
+    daemon.check()
+    daemon.zone.world.delete_node(full_name("pod-0-a0"), daemon.clock.true_now())
+    daemon.run(minutes=15)
+    assert daemon.trains("pod-0")
+    assert named(daemon) == ["pod-0-a1"]
+
+
+def test_a_node_that_was_taken_outlives_down_and_apply(daemon: Daemon) -> None:
+    daemon.care_for("pod")
+    daemon.run(minutes=15)
+    take(daemon, "pod-0-a0")
+    daemon.run(minutes=5)
+    daemon.wish("pod-0", Wish.DOWN)
+    daemon.run(minutes=5)
+    assert daemon.engine.is_over("pod-0"), "it is no business of ours"
+    daemon.engine.roster.end("pod-0")
+    daemon.care_for("pod")
+    daemon.wish("pod-0", Wish.UP)
+    daemon.run(minutes=15)
+    assert daemon.launcher.launches == ["pod-0-a0.1"]
+    assert "another owner" in daemon.why()["pod-0"]
+    daemon.check()
+
+
+def test_a_taken_node_whose_name_another_bears_by_now_is_gone(daemon: Daemon) -> None:
+    daemon.care_for("pod")
+    daemon.run(minutes=15)
+    take(daemon, "pod-0-a0")
+    daemon.run(minutes=5)
+    daemon.zone.world.delete_node(full_name("pod-0-a0"), daemon.clock.true_now())
+    daemon.run_until(lambda: not daemon.zone.nodes("pod-0"))
+    somebodys(daemon, "pod-0-a0")
+    daemon.run(minutes=1)
+    assert daemon.memory("pod-0").nodes == ()
 
 
 def test_an_adopted_node_that_hangs_up_is_asked_at_once(adopted: Daemon) -> None:

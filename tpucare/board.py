@@ -79,6 +79,7 @@ class Board:
         self.busy: set[str] = set()
         self.braked: set[str] = set()
         self.lacks_quota: set[str] = set()
+        self._homes: dict[NodeKey, str] = {}
         self._wakes: list[tuple[float, str]] = []
         self._pending = _Pending()
         self._marked = -math.inf
@@ -100,14 +101,14 @@ class Board:
 
     def home(self, node: Node) -> SlotTrack | None:
         """The slot that remembers *node*, whatever its labels say by now, for anybody may edit them."""
-        names = slots_of(node.name)
-        for name in dict.fromkeys((node.slot, *names)):
-            track = self.slots.get(name)
-            past = track.memory.node(node.name) if track is not None else None
-            if past is not None and (past.id, past.zone) == (node.id, node.key.zone):
-                return track
-        found = self.find(node.key) if node.slot not in names else None
-        return found[0] if found is not None and found[1].node.id == node.id else None
+        track = self.slots.get(self._homes.get(node.key, ""))
+        past = track.memory.node(node.name) if track is not None else None
+        return track if past is not None and (past.id, past.zone) == (node.id, node.key.zone) else None
+
+    def settle_in(self, track: SlotTrack) -> None:
+        """A slot has come, with what is remembered of its nodes."""
+        self.slots[track.slot.name] = track
+        self._homes.update(dict.fromkeys(_keys_of(track, track.memory), track.slot.name))
 
     def decide_again(self, names: Iterable[str]) -> None:
         """In the order of names: that of a set differs from process to process, and a seed has to give one run."""
@@ -134,6 +135,10 @@ class Board:
 
     def update(self, track: SlotTrack, memory: Memory) -> None:
         if memory != track.memory:
+            if memory.nodes is not track.memory.nodes:
+                for key in _keys_of(track, track.memory):
+                    self._homes.pop(key, None)
+                self._homes.update(dict.fromkeys(_keys_of(track, memory), track.slot.name))
             track.memory = memory
             self._pending.memories[track.slot.name] = memory
 
@@ -219,6 +224,10 @@ class Board:
         track.action = Wait(f"set aside for {pause:.0f} s: {type(error).__name__}: {error}", needs_person=True)
         self.wake_at(track, track.aside_until)
         self.event(track, "error", f"{type(error).__name__}: {error}", level="error", errors=track.errors)
+
+
+def _keys_of(track: SlotTrack, memory: Memory) -> list[NodeKey]:
+    return [NodeKey(track.slot.project, past.zone, past.name) for past in memory.nodes]
 
 
 def slots_of(node: str) -> tuple[str, ...]:

@@ -228,9 +228,7 @@ class Foreground:
             found |= {intent.name: intent.zone for intent in track.memory.creates if not intent.failed}
             for seen in track.nodes.values():
                 past = track.memory.node(seen.node.name)
-                leaving = seen.node.state is NodeState.DELETING or (
-                    past is not None and (past.dead or past.delete_asked_at is not None)
-                )
+                leaving = seen.node.state is NodeState.DELETING or (past is not None and not past.serves)
                 if living and leaving:
                     found.pop(seen.node.name, None)
                 else:

@@ -224,7 +224,7 @@ class Engine:
         """Nothing more will happen to this slot by itself: done, or taken down, and nothing is left of it."""
         track = self.slots[slot]
         memory = track.memory
-        empty = not (memory.nodes or memory.creates or track.in_flight or track.nodes)
+        empty = not (memory.ours or memory.creates or track.in_flight or track.nodes)
         return empty and (memory.wish is Wish.DOWN or memory.end is not End.NONE)
 
     # --- decide ------------------------------------------------------------------------------------------------------

@@ -12,9 +12,8 @@ from datetime import timedelta
 
 from tpucare.board import Board
 from tpucare.memory import End, Wish
-from tpucare.model import NodeState
+from tpucare.model import USABLE_STATES, NodeState
 from tpucare.orders import Contact, NodeReport
-from tpucare.plan_node import USABLE
 from tpucare.tracking import NodeTrack, SlotTrack
 
 ANSWER_COUNTS_FOR = 60.0
@@ -102,6 +101,6 @@ def _is_suspect(seen: NodeTrack) -> bool:
 
 def _may_go(track: SlotTrack, seen: NodeTrack) -> bool:
     past = track.memory.node(seen.node.name)
-    if past is None or past.dead or past.delete_asked_at is not None or not past.answered:
+    if past is None or not past.serves or not past.answered:
         return False
-    return seen.node.state in USABLE and not seen.dark
+    return seen.node.state in USABLE_STATES and not seen.dark

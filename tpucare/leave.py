@@ -63,6 +63,6 @@ def _needs(track: SlotTrack, name: str) -> bool:
     intent, past, seen = track.memory.create(name), track.memory.node(name), track.nodes.get(name)
     if intent is None or intent.superseded or intent.failed:
         return False
-    if past is not None and (past.dead or past.delete_asked_at is not None):
+    if past is not None and not past.serves:
         return False
     return seen is None or seen.node.state is NodeState.CREATING

@@ -105,7 +105,9 @@ class NodeMemory:
 
     `launched`: a Launch intent was written for it, or a lost store cannot rule it out.
     `asked`: this store asked for it, though the create was closed before it came.
-    `dead`: proven dead (rule 1), though it may still be listed. `delete_*`: our own delete, repeated by rule 7.
+    `dead`: proven dead (rule 1), though it may still be listed. `revived`: listed alive after it was shown dead, so
+    that this proved nothing; it serves no more. `taken`: it bears another owner's label now, and is not touched.
+    `delete_*`: our own delete, repeated by rule 7.
     """
 
     name: str
@@ -131,6 +133,13 @@ class NodeMemory:
     noticed_at: datetime | None = None
     noticed_checkpoint: int | None = None
     asked: bool = False
+    revived: bool = False
+    taken: bool = False
+
+    @property
+    def serves(self) -> bool:
+        """It may be the slot's node: not known to be dead, on its way out, or somebody else's."""
+        return not (self.dead or self.revived or self.taken) and self.delete_asked_at is None
 
     @property
     def given(self) -> bool:
@@ -216,6 +225,11 @@ class Memory:
 
     def node(self, name: str) -> NodeMemory | None:
         return next((node for node in self.nodes if node.name == name), None)
+
+    @property
+    def ours(self) -> tuple[NodeMemory, ...]:
+        """Nodes that are there for all that is known, without those that somebody took."""
+        return tuple(node for node in self.nodes if not node.taken)
 
     def with_node(self, node: NodeMemory) -> Memory:
         """The same memory with *node* added, or put in the place of the entry of that name."""

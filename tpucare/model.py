@@ -63,6 +63,11 @@ class NodeState(_OpenEnum):
     UNKNOWN = 16
 
 
+PENDING_STATES = frozenset({NodeState.CREATING, NodeState.STARTING, NodeState.RESTARTING})
+USABLE_STATES = frozenset({NodeState.READY, NodeState.REPAIRING})
+DEAD_STATES = frozenset({NodeState.PREEMPTED, NodeState.TERMINATED})
+
+
 class Health(_OpenEnum):
     """`Node.Health` of Cloud TPU API v2; often 0 and rarely decisive."""
 

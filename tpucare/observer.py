@@ -120,7 +120,10 @@ class Observer:
     def see(self, view: ProjectView, node: Node) -> None:
         if node.owner != self.ports.owner:
             self.see_foreign(view, node)
-            self._lose(view, node)
+            if (home := self.board.home(node)) is not None:
+                view.foreign.setdefault(home.slot.name, {})[node.name] = node
+                view.lost[node.name] = home.slot.name
+                self.lose(view, node, home)
             return
         self._no_longer_foreign(view, node.name)
         home = self.board.home(node)
@@ -156,18 +159,14 @@ class Observer:
             if view.foreign.get(slot, {}).pop(name, None) is not None and slot in view.slots:
                 self.board.dirty[slot] = None
 
-    def _lose(self, view: ProjectView, node: Node) -> None:
+    def lose(self, view: ProjectView, node: Node, track: SlotTrack) -> None:
         """A node that was ours bears another owner's label now: rule 2, it is not touched any more."""
-        found = self.board.find(node.key)
-        if found is None or found[1].node.id != node.id:
+        past = track.memory.node(node.name)
+        if past is not None and past.taken:
             return
-        track = found[0]
         self.ports.launcher.disconnect(node.key)
-        # Our run may live there still, so the slot asks for no other node before a person has looked.
-        view.foreign.setdefault(track.slot.name, {})[node.name] = node
-        view.lost[node.name] = track.slot.name
         self.board.dirty[track.slot.name] = None
-        self.board.update(track, memories.lost_to_another(track.memory, node.name))
+        self.board.update(track, memories.taken(track.memory, node.name))
         self.forget(track, view, node.name, f"{node.name} bears another owner's label now: left alone")
 
     def see_ours(self, view: ProjectView, track: SlotTrack, node: Node) -> None:

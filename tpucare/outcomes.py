@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 
 from tpucare import remember as memories
+from tpucare import remember_seen
 from tpucare.actions import Create, Delete, Effect, Launch, Look, Poll, PushKey, Stop, Vouch
 from tpucare.board import Board
 from tpucare.effects import ChangedMeanwhile, Ports
@@ -86,10 +87,23 @@ class Outcomes:
         track.looked.pop(f"missed:{node.name}", None)
         is_its = node.slot == track.slot.name or self._board.home(node) is track
         if node.owner != self._ports.owner or not is_its:
-            # Our create met a node of that name that is not ours: the name is spent, and a person has to look.
-            self._board.update(track, track.memory.without_create(node.name))
-            self._observer.see_foreign(view, node)
+            self._met_another(track, view, node)
             return
         listed = track.nodes[node.name].listed if node.name in track.nodes else False
         self._observer.see_ours(view, track, node)
         track.nodes[node.name].listed = listed
+
+    def _met_another(self, track: SlotTrack, view: ProjectView, node: Node) -> None:
+        past = track.memory.node(node.name)
+        if past is not None and past.id == node.id:
+            self._observer.lose(view, node, track)
+            return
+        # Our create met a node of that name that is not ours: the name is spent, and a person has to look.
+        memory = track.memory.without_create(node.name)
+        if past is not None:
+            # No two nodes bear one name at a time: the one that was remembered is gone.
+            self._ports.launcher.forget(node.key)
+            memory = remember_seen.gone(memory, node.name, self._board.clock.now(), self._rng)
+            self._observer.forget(track, view, node.name)
+        self._board.update(track, memory)
+        self._observer.see_foreign(view, node)

@@ -14,12 +14,10 @@ from tpucare.actions import Action, Create, Delete, Fact, Look, Poll, PushKey, R
 from tpucare.backoff import DELETE_AGAIN_CAP, RESEND_BACKOFF
 from tpucare.evidence import ADOPTING, Evidence, Mark, Moment, NodeEvidence, Timers
 from tpucare.memory import CreateIntent, End, Memory, NodeMemory, Wish
-from tpucare.model import NodeKey, NodeState, OnSuccess, Slot, node_name
+from tpucare.model import DEAD_STATES, NodeKey, NodeState, OnSuccess, Slot, node_name
 from tpucare.placement import choose, holds_quota
 from tpucare.plan_node import decide_node
 from tpucare.plan_words import busy, deletion, ending, keeps_node, quiet, stop_before, unseen, without_job
-
-DEAD_STATES = frozenset({NodeState.PREEMPTED, NodeState.TERMINATED})
 
 POLL_OPERATION_EVERY = timedelta(seconds=10)
 LOOK_EVERY = timedelta(seconds=5)
@@ -42,7 +40,7 @@ def _decide(slot: Slot, evidence: Evidence, memory: Memory, timers: Timers) -> A
     if not evidence.fresh:
         return Wait(f"no observation: {evidence.blind_why or 'the first listing is under way'}")
     if memory.wish is Wish.PAUSED:
-        return Wait("paused")
+        return _clear_dead(evidence, memory, timers) or Wait("paused")
     if chore := _chore(slot, evidence, memory, timers):
         return chore
     if memory.wish is Wish.DOWN:
@@ -64,7 +62,7 @@ def live_nodes(evidence: Evidence, memory: Memory) -> list[NodeEvidence]:
 
 def _is_live(seen: NodeEvidence, memory: Memory) -> bool:
     past = memory.node(seen.node.name)
-    if past is not None and (past.dead or past.delete_asked_at is not None):
+    if past is not None and not past.serves:
         return False
     intent = memory.create(seen.node.name)
     if intent is not None and intent.superseded:
@@ -80,7 +78,10 @@ def _chore(slot: Slot, evidence: Evidence, memory: Memory, timers: Timers) -> Ac
         action = _node_chore(seen, evidence, memory, timers)
         if action is not None:
             return action
+    theirs = {(node.key.zone, node.name, node.id) for node in evidence.foreign}
     for past in memory.nodes:
+        if past.taken and (past.zone, past.name, past.id) in theirs:
+            continue
         if evidence.node(past.name) is None and past.zone not in evidence.unreachable:
             key = NodeKey(slot.project, past.zone, past.name)
             if look := _look(key, evidence, timers, "remembered, and not in the listing"):
@@ -88,6 +89,16 @@ def _chore(slot: Slot, evidence: Evidence, memory: Memory, timers: Timers) -> Ac
     for intent in memory.creates:
         if action := _create_chore(slot, intent, evidence, memory, timers):
             return action
+    return None
+
+
+def _clear_dead(evidence: Evidence, memory: Memory, timers: Timers) -> Action | None:
+    """What is proven dead is nothing to pause; while it is there it holds quota that other slots wait for."""
+    for seen in evidence.nodes:
+        past = memory.node(seen.node.name)
+        seen_now = seen.listed and not seen.dark
+        if seen_now and past is not None and past.dead and (delete := _delete_chore(seen, evidence, memory, timers)):
+            return delete
     return None
 
 
@@ -110,11 +121,7 @@ def _is_welcome(seen: NodeEvidence, evidence: Evidence, memory: Memory) -> bool:
     would be granted the next one after hours, too.
     """
     intent, past = memory.create(seen.node.name), memory.node(seen.node.name)
-    if (
-        intent is None
-        or not intent.superseded
-        or (past is not None and (past.dead or past.delete_asked_at is not None))
-    ):
+    if intent is None or not intent.superseded or (past is not None and not past.serves):
         return False
     if memory.wish is not Wish.UP or memory.end is not End.NONE:
         return False
@@ -145,6 +152,8 @@ def _delete_chore(seen: NodeEvidence, evidence: Evidence, memory: Memory, timers
         return None
     if node.state in DEAD_STATES:
         return deletion(seen, f"the cloud reports {node.state.name}", Reason.DEAD)
+    if past is not None and (past.dead or past.revived) and node.state is not NodeState.DELETING:
+        return deletion(seen, f"it was shown dead, and is {node.state.name} again", Reason.DEAD)
     surplus = intent is not None and intent.superseded and node.state is not NodeState.DELETING
     if surplus and not busy(seen, evidence):
         return deletion(seen, "came after its create was given up", Reason.SURPLUS)
@@ -211,7 +220,7 @@ def _take_down(evidence: Evidence, memory: Memory) -> Action:
         if wait := busy(seen, evidence):
             return wait
         return stop_before(seen, evidence, memory, deletion(seen, "down was asked for", Reason.ASKED))
-    if memory.nodes or memory.creates or evidence.in_flight:
+    if memory.ours or memory.creates or evidence.in_flight:
         return Wait("going down: waiting until every node is gone")
     return Wait("down; nothing is left", ended=True)
 
@@ -262,7 +271,10 @@ def _decide_empty(slot: Slot, evidence: Evidence, memory: Memory, timers: Timers
     if ADOPTING in evidence.looked and not timers.lasted(evidence.looked[ADOPTING], ADOPTED_WITHIN):
         return Wait("a node is being adopted")
     for past in memory.nodes:
-        if not past.dead and past.delete_asked_at is None and evidence.node(past.name) is None:
+        if past.taken:
+            why = f"{past.name} in {past.zone} bears another owner's label now, and our run may live there"
+            return Wait(f"{why}: `tpucare adopt-node` it back, or wait until it is gone", needs_person=True)
+        if past.serves and evidence.node(past.name) is None:
             return Wait(f"whether {past.name} lives is not known yet ({past.zone})")
     if intent := _open_create(memory):
         return _decide_open_create(slot, intent, evidence, timers)

@@ -12,7 +12,7 @@ from datetime import timedelta
 from tpucare.actions import Action, Delete, Fact, Launch, Look, PushKey, Reason, Settle, Stop, Vouch, Wait
 from tpucare.evidence import Evidence, Mark, NodeEvidence, Timers, latest
 from tpucare.memory import Memory, NodeMemory
-from tpucare.model import NodeKey, NodeState, Provisioning, Slot
+from tpucare.model import PENDING_STATES, USABLE_STATES, NodeKey, NodeState, Provisioning, Slot
 from tpucare.orders import Contact
 from tpucare.plan_foreign import decide_foreign, is_foreign
 from tpucare.plan_run import decide_run
@@ -33,8 +33,6 @@ from tpucare.plan_words import (
     without_job,
 )
 
-PENDING = frozenset({NodeState.CREATING, NodeState.STARTING, NodeState.RESTARTING})
-USABLE = frozenset({NodeState.READY, NodeState.REPAIRING})
 STOPPED = frozenset({NodeState.STOPPING, NodeState.STOPPED})
 
 FAILED_CREATE_SILENCE = timedelta(seconds=60)
@@ -60,9 +58,9 @@ def decide_node(slot: Slot, seen: NodeEvidence, evidence: Evidence, memory: Memo
         return wait
     if memory.replace_asked:
         return stop_before(seen, evidence, memory, deletion(seen, "replace was asked for", Reason.ASKED))
-    if node.state in PENDING:
+    if node.state in PENDING_STATES:
         return _decide_pending(slot, seen, past, evidence, memory, timers)
-    if node.state in USABLE:
+    if node.state in USABLE_STATES:
         return _decide_usable(slot, seen, past, evidence, memory, timers)
     return _decide_odd(slot, seen)
 

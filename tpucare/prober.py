@@ -69,7 +69,7 @@ class Prober:
             if track is None or seen is None or seen.probe_due != due or seen.probing:
                 continue
             past = track.memory.node(name)
-            dying = past is None or past.dead or past.delete_asked_at is not None
+            dying = past is None or not past.serves
             if seen.workers is None or seen.dark or seen.node.state not in PROBED or dying:
                 seen.probe_due = None
                 continue

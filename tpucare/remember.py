@@ -109,7 +109,7 @@ def recover(memory: Memory) -> Memory:
     is found out by the next probe.
     """
     succeeded = any(not intent.superseded for intent in memory.creates)
-    succeeded = succeeded or any(past.delete_asked_at is None and not past.dead for past in memory.nodes)
+    succeeded = succeeded or any(past.serves for past in memory.nodes)
     for intent in memory.creates:
         if not intent.accepted:
             memory = memory.with_create(replace(intent, lost=True, retry_at=None))

@@ -31,7 +31,8 @@ def intend_delete(memory: Memory, action: Delete, now: datetime) -> Memory:
         delete_next_at=now + min(DELETE_AGAIN * 2 ** min(tries - 1, 10), DELETE_AGAIN_CAP),
         delete_why=action.why if first else past.delete_why,
         delete_reason=action.reason.value,
-        delete_quiet=past.delete_quiet or action.quiet,
+        # Nobody asks the workers of a node that was shown dead, so what they said is of before.
+        delete_quiet=(past.delete_quiet or action.quiet) and not past.revived,
     )
     # A verdict that was taken back at a restart and is given again is still one node.
     if tries == 1 and action.unanswered and past.place:

@@ -13,7 +13,7 @@ from datetime import datetime
 from tpucare import placement
 from tpucare.errors import NoCapacity
 from tpucare.memory import BookName, CreateIntent, Memory, NodeMemory
-from tpucare.model import LABEL_NUMBER, Node, NodeState, parse_node_name
+from tpucare.model import DEAD_STATES, LABEL_NUMBER, PENDING_STATES, USABLE_STATES, Node, NodeState, parse_node_name
 
 
 def absorb(memory: Memory, node: Node) -> Memory:
@@ -27,13 +27,25 @@ def absorb(memory: Memory, node: Node) -> Memory:
     if past is None or past.id != node.id:
         past = _met(node, intent, memory)
         memory = memory.with_node(past)
-    if node.state in (NodeState.PREEMPTED, NodeState.TERMINATED) and not past.dead:
-        memory = _book_preemption(memory.with_node(replace(past, dead=True)), f"{node.name} {node.state.name}")
+    elif past.taken:
+        memory = memory.with_node(replace(past, taken=False))
+    memory = _live_or_dead(memory, node)
     if intent is not None and not intent.superseded and _settled(node):
         memory = memory.without_create(node.name)
         if node.state is NodeState.READY and intent.place:
             memory = memory.with_place(intent.place, placement.succeeded(memory.place(intent.place), node.create_time))
     return number_after(memory, node.name)
+
+
+def _live_or_dead(memory: Memory, node: Node) -> Memory:
+    past = memory.node(node.name)
+    assert past is not None
+    if node.state in DEAD_STATES and not (past.dead or past.revived):
+        return _book_preemption(memory.with_node(replace(past, dead=True)), f"{node.name} {node.state.name}")
+    if past.dead and node.state in PENDING_STATES | USABLE_STATES:
+        # That it was shown dead proves nothing, now or the next time: its run may have lived all the while.
+        return memory.with_node(replace(past, dead=False, revived=True, delete_quiet=False))
+    return memory
 
 
 def _met(node: Node, intent: CreateIntent | None, memory: Memory) -> NodeMemory:
@@ -94,7 +106,7 @@ def gone(memory: Memory, name: str, now: datetime, rng: random.Random) -> Memory
     past, intent = memory.node(name), memory.create(name)
     if past is not None:
         # A node whose create failed was never there to be preempted.
-        if not past.dead and past.delete_asked_at is None and intent is None:
+        if not (past.dead or past.taken) and past.delete_asked_at is None and intent is None:
             memory = _book_preemption(memory, f"{name} is gone")
         memory = memory.without_node(name)
     if intent is not None and (not intent.operation or intent.failed):
@@ -109,7 +121,13 @@ def gone(memory: Memory, name: str, now: datetime, rng: random.Random) -> Memory
     return memory
 
 
-def lost_to_another(memory: Memory, name: str) -> Memory:
-    """The node bears another owner's label: it is no business of ours, and no preemption either."""
-    memory = memory.without_node(name).without_create(name)
+def taken(memory: Memory, name: str) -> Memory:
+    """
+    The node bears another owner's label: it is not touched, and that is no preemption either.
+
+    One on which a run of ours may live is remembered until GetNode says NOT_FOUND.
+    """
+    past, memory = memory.node(name), memory.without_create(name)
+    if past is not None:
+        memory = memory.with_node(replace(past, taken=True)) if past.in_doubt else memory.without_node(name)
     return replace(memory, run=None) if memory.run is not None and memory.run.node == name else memory

@@ -143,4 +143,4 @@ def _concerns(session: Session, store: KnownStore, slot: str, zone: str) -> bool
 
 
 def _zones(memory: Memory) -> set[str]:
-    return {node.zone for node in memory.nodes} | {intent.zone for intent in open_creates(memory)}
+    return {node.zone for node in memory.ours} | {intent.zone for intent in open_creates(memory)}

@@ -1,7 +1,8 @@
 """
 Which slots there are: declared now, or remembered and not declared any more. On the deciding thread only.
 
-A slot is never forgotten: what is left of one that was let go are its numbers, so that no name comes twice.
+A slot is never forgotten: what is left of one that was let go are its numbers, so that no name comes twice, and nodes
+that somebody took, on which its run may live.
 """
 
 from __future__ import annotations
@@ -70,6 +71,7 @@ class Roster:
         memory = Memory(
             past.fleet,
             past.wish,
+            nodes=tuple(node for node in past.nodes if node.taken),
             next_number=past.next_number,
             asked_from=past.asked_from,
             attempts=past.attempts,
@@ -90,7 +92,8 @@ class Roster:
         if track is None:
             fresh = Memory(fleet=slot.fleet, wish=self._wishes.get(slot.fleet, Wish.UP))
             memory = self._remembered.pop(slot.name, None) or fresh
-            track = board.slots[slot.name] = SlotTrack(slot, memory)
+            track = SlotTrack(slot, memory)
+            board.settle_in(track)
             board.project(slot.project).adopt(slot.name)
             self._spending.restore(slot.project, memory)
         track.slot = slot

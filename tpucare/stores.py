@@ -105,7 +105,7 @@ def _is_wanted(record: FleetRecord | None) -> bool:
 
 def _is_alive(folder: Path, store: KnownStore, slot: str) -> bool:
     memory = store.memories[slot]
-    return bool(memory.nodes or memory.creates) or (
+    return bool(memory.ours or memory.creates) or (
         memory.wish is not Wish.DOWN and _is_wanted(_records(folder, store).get(memory.fleet))
     )
 
@@ -139,7 +139,7 @@ def meant(options: Options, word: str) -> Options:
 
 def _has_something(store: KnownStore, word: str) -> bool:
     named = [memory for slot, memory in store.memories.items() if word in (slot, memory.fleet)]
-    return any(memory.nodes or memory.creates or memory.wish is not Wish.DOWN for memory in named)
+    return any(memory.ours or memory.creates or memory.wish is not Wish.DOWN for memory in named)
 
 
 def _readable(folder: Path) -> list[KnownStore]:

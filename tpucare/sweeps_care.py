@@ -199,7 +199,7 @@ def _is_busy(track: SlotTrack) -> bool:
     if run is None or run.stopped or run.stop_why or run.node not in track.nodes:
         return False
     past = track.memory.node(run.node)
-    return past is None or not (past.dead or past.delete_asked_at is not None)
+    return past is None or past.serves
 
 
 def finish(memory: Memory, why: str, now: datetime) -> Memory:

@@ -308,7 +308,7 @@ class SlotTrack:
     def is_busy(self, now: Mark) -> bool:
         """Something is under way, or fell silent just now, that the next listing may explain: worth a closer look."""
         memory = self.memory
-        deleting = any(past.delete_asked_at is not None or past.dead for past in memory.nodes)
+        deleting = any(not (past.serves or past.taken) for past in memory.nodes)
         booting = any(track.node.state is NodeState.CREATING for track in self.nodes.values())
         marks = [seen.silent_since for seen in self.nodes.values() if seen.silent_since is not None]
         silent = any(now.observed - mark.observed < FRESH_SILENCE for mark in marks)

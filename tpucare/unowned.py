@@ -51,7 +51,7 @@ class UnownedNodes:
     def _of(self, slot: str) -> list[Node]:
         """A slot that has nodes of its own, or is going down, asks for no new one that could meet another's."""
         memory = self._engine.slots[slot].memory
-        if memory.nodes or memory.creates or memory.wish is Wish.DOWN:
+        if memory.ours or memory.creates or memory.wish is Wish.DOWN:
             return []
         nodes = self._engine.projects[str(self._fleet.project)].foreign.get(slot, {}).values()
         return [node for node in nodes if node.name == slot]

@@ -59,7 +59,7 @@ def slot_row(engine: Engine, track: SlotTrack, now: datetime) -> Row:
 def remembered_row(slot: str, memory: Memory, now: datetime) -> Row:
     """One slot as the store knows it, when no daemon runs: what was true when the last one stopped."""
     row = _remembered(slot, memory, now)
-    live = [node for node in memory.nodes if node.delete_asked_at is None and not node.dead]
+    live = [node for node in memory.nodes if node.serves]
     node = live[-1] if live else None
     row |= {"phase": _ended_phase(memory) or ("unknown" if node else "waiting"), "why": "no daemon runs"}
     if node is not None:
@@ -133,14 +133,14 @@ def newest(track: SlotTrack) -> NodeTrack | None:
     run = track.memory.run
     if run is not None and run.node in track.nodes:
         past = track.memory.node(run.node)
-        if past is not None and not past.dead and past.delete_asked_at is None:
+        if past is not None and past.serves:
             return track.nodes[run.node]
     return max(track.nodes.values(), key=lambda seen: _rank(seen, track.memory), default=None)
 
 
 def _rank(seen: NodeTrack, memory: Memory) -> tuple[bool, datetime]:
     past = memory.node(seen.node.name)
-    leaving = seen.node.state is NodeState.DELETING or (past is not None and (past.dead or bool(past.delete_asked_at)))
+    leaving = seen.node.state is NodeState.DELETING or (past is not None and not past.serves)
     return (not leaving, seen.node.create_time)
 
 

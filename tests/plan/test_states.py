@@ -21,11 +21,12 @@ from tests.evidence_kit import (
     memory,
     name_of,
     node,
+    past,
     run,
     running,
     seen,
 )
-from tests.plan.kit import told
+from tests.plan.kit import NEXT, told
 from tpucare.actions import (
     Create,
 )
@@ -77,6 +78,20 @@ def test_what_is_not_seen_now_is_not_judged(state: NodeState) -> None:
     assert told(act(replace(evidence(what), fresh=False, blind_why="HTTP 500"), TRAINS)) == "Wait"
     assert told(act(evidence(replace(what, dark=True), elsewhere_answers=True), TRAINS)) in ("Wait", "Create")
     assert told(act(evidence(what, elsewhere_answers=True), replace(TRAINS, wish=Wish.PAUSED))) == "Wait"
+
+
+@pytest.mark.parametrize("state", STATES, ids=lambda state: f"{state.value}-{state.name}")
+def test_a_node_that_was_shown_dead_is_deleted_whatever_it_is_listed_as(state: NodeState) -> None:
+    want = "Create" if state is NodeState.DELETING else "Delete dead"
+    for known in (launched(dead=True), launched(revived=True)):
+        assert told(act(evidence(seen(node(state), running())), memory(known, run=run()))) == want
+
+
+def test_beside_a_node_that_was_shown_dead_and_lives_nothing_is_launched() -> None:
+    old = launched(revived=True, delete_asked_at=before(10), delete_next_at=after(50))
+    both = evidence(seen(node(), running()), NEXT, looked={f"look:{name_of(0)}": ago(1)})
+    assert told(act(both, memory(old, past(1), run=run()))) == "Wait"
+    assert told(act(both, memory(replace(old, revived=False, dead=True), past(1), run=run()))) == "Launch"
 
 
 @pytest.mark.parametrize("state", [NodeState.DELETING, NodeState.PREEMPTED, NodeState.TERMINATED])

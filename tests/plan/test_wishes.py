@@ -40,12 +40,35 @@ from tpucare.memory import End, Wish
 from tpucare.model import OnSuccess
 
 ASKED = replace(TRAINS, wish=Wish.DOWN)
+PAUSED = replace(TRAINS, wish=Wish.PAUSED)
+PAUSED_DEAD = replace(PAUSED, nodes=(launched(dead=True),))
 DONE = replace(TRAINS, end=End.DONE, end_why="exit 0", ended_at=before(60))
 FAILED = replace(
     TRAINS, end=End.FAILED, end_why="crashes", ended_at=before(60), run=run(stop_why="crashes", stopped=True)
 )
 WISHES = [
-    case("paused", evidence(seen(node("PREEMPTED"))), replace(TRAINS, wish=Wish.PAUSED), "Wait"),
+    case("paused", evidence(seen(node(), running())), replace(TRAINS, wish=Wish.PAUSED), "Wait"),
+    case("paused: stopped by somebody", evidence(seen(node("STOPPED"))), PAUSED, "Wait"),
+    case("paused: what is proven dead holds quota", evidence(seen(node("PREEMPTED"))), PAUSED_DEAD, "Delete dead"),
+    case("paused: in a dark zone", evidence(seen(node("PREEMPTED"), dark=True)), PAUSED_DEAD, "Wait"),
+    case(
+        "paused: a delete that was lost is repeated",
+        evidence(seen(node("PREEMPTED"))),
+        replace(PAUSED, nodes=(launched(dead=True, delete_asked_at=before(60), delete_reason="dead"),)),
+        "Delete dead",
+    ),
+    case(
+        "paused: a delete is not repeated for a node that is not proven dead",
+        evidence(seen(node())),
+        replace(PAUSED, nodes=(launched(delete_asked_at=before(60), delete_next_at=before(1)),)),
+        "Wait",
+    ),
+    case(
+        "paused: shown dead, and alive again",
+        evidence(seen(node())),
+        replace(PAUSED, nodes=(launched(revived=True),)),
+        "Wait",
+    ),
     case("down: stop first", evidence(seen(node(), running())), ASKED, "Stop then asked"),
     case("down: then delete", evidence(seen(node(), ended(143)), looked=STOPPED), ASKED, "Delete asked"),
     case(

@@ -233,7 +233,7 @@ def down(
 
 def pause(context: typer.Context, target: TargetWord, json_out: JsonFlag = False) -> None:
     """
-    Observe, and touch nothing, until `resume`. Survives a restart of the daemon.
+    Observe, and touch nothing but nodes that are dead, until `resume`. Survives a restart of the daemon.
 
     \b
     Example: tpucare pause pod-0

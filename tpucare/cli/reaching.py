@@ -73,7 +73,7 @@ def _workers_without_daemon(options: Options, word: str) -> list[Worker]:
         memories, records = store.memories(), store.fleets()
     slot = word if word in memories else f"{word}-0"
     memory = memories.get(slot)
-    live = [node for node in memory.nodes if not node.dead and node.delete_asked_at is None] if memory else []
+    live = [node for node in memory.nodes if node.serves] if memory else []
     if memory is None or not live:
         raise Failure(f"{word} has no node that is remembered, and no daemon runs")
     past, record = live[-1], records.get(memory.fleet)

@@ -182,7 +182,7 @@ class Calm:
             return False
         if memory.end is End.FAILED:
             return any(past.id == node_id for past in memory.nodes)
-        live = [past for past in memory.nodes if past.delete_asked_at is None and not past.dead]
+        live = [past for past in memory.nodes if past.serves]
         return any(past.id == node_id for past in live)
 
 
