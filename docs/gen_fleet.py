@@ -86,6 +86,10 @@ care:
   create takes a new number. So the name of a fleet must not end in `-<digits>` or `-a<digits>`.
 * **`{{slot}}`** stands for the slot's name in `run`, `checkpoint`, the values of `env` and both paths of `files`.
   Only this exact token is replaced: `${{VAR}}`, awk and f-strings survive. A script may as well use `$TPUCARE_SLOT`.
+* **Where the job runs.** In `~/.tpucare/work` on every worker (the clone, or the copy of `workdir`), as the login user,
+  in the screen `tpucare-SLOT`. `setup` and `run` are scripts of `bash -e` each: the first command that fails ends them.
+  `python3` is that of the worker's image. `tpucare ssh` and `tpucare exec` begin in the home of that user, without the
+  job's environment.
 * **Checkpoints of many slots.** With `count` above 1, `/<slot>` is appended to a `checkpoint` without `{{slot}}`. If
   `count` may grow from 1 later, write `{{slot}}` from the start: the path of slot 0 then stays the same.
 * **Files.** At most {FILES_LIMIT}, each up to {FILE_LIMIT_BYTES >> 20} MB, together {TOTAL_LIMIT_BYTES >> 20} MB.

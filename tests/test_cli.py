@@ -25,13 +25,15 @@ import typer
 
 from tests.office import BEAT, QUICK, REPOSITORY, Process, fleet_text
 from tpucare import cli
-from tpucare.cli.app import HOMES, first_line, function_of
+from tpucare.cli.app import HOMES, OTHER_WORDS, first_line, function_of, with_flags_first
 from tpucare.cli.common import Exit, exit_code
+from tpucare.cli.nodes import worker_behind
 from tpucare.control import NoDaemon, request
 from tpucare.emulator import running
 from tpucare.emulator.config import WorldConfig
 from tpucare.emulator.server import EmulatorServer
 from tpucare.errors import AnswerLost, AuthRefused, ConfigError, StoreLocked
+from tpucare.logs import LogKeeper
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -298,14 +300,14 @@ def test_plan_reads_the_folder_that_a_daemon_would_begin_with(run: Run, cloud: E
 @pytest.mark.parametrize(
     ("words", "code", "text"),
     [
-        (("status",), Exit.STORE, "no store here"),
+        (("status", "--json"), Exit.STORE, "no store here"),
         (("events",), Exit.STORE, "no store here"),
         (("down", "nobody", "--yes"), Exit.FAILED, "no fleet or slot nobody"),
         (("ssh", "nobody"), Exit.STORE, "no store here"),
         (("apply", "missing.yaml"), Exit.CONFIG, "missing.yaml: cannot be read"),
         (("--endpoint", "nonsense", "gc", "--apply"), Exit.CONFIG, "127.0.0.1:PORT"),
         (("--emulator", "nowhere", "status"), Exit.CONFIG, "no emulator runs"),
-        (("logs", "pod"), Exit.FAILED, "no log of pod-0"),
+        (("logs", "pod"), Exit.FAILED, "no fleet or slot pod; no fleet is known yet"),
         (("emulator", "preempt", "x"), Exit.CONFIG, "no emulator runs"),
     ],
 )
@@ -367,7 +369,7 @@ def test_logs_outlive_the_node_and_cannot_drive_a_terminal(run: Run, tmp_path: P
     assert "step 2" in run("logs", "pod").out
     assert "step 1" in run("logs", "pod-0", "--attempt", "1").out
     assert "other" in run("logs", "pod-0", "--worker", "3").out
-    assert run("logs", "pod-0", "--list").out == "attempt 1: workers 0\nattempt 2: workers 0, 3\n"
+    assert run("logs", "pod-0", "--list").out.splitlines()[1].startswith("attempt 2: pod-0-a1, 1 run, workers 0, 3, ")
     assert "kept are 1, 2" in run("logs", "pod-0", "--attempt", "9").err
 
 
@@ -546,3 +548,107 @@ def test_gc_in_an_outage_is_no_empty_zone(run: Run, cloud: EmulatorServer) -> No
     done = run("gc")
     assert (done.code, done.out) == (Exit.CLOUD, "")
     assert done.err.startswith("tpucare: not looked: ")
+
+
+# --- what one types by mistake, or out of habit ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "want"),
+    [
+        (["status", "--state", "X"], ["--state", "X", "status"]),
+        (["status", "--emulator=E", "pod", "--watch"], ["--emulator=E", "status", "pod", "--watch"]),
+        (
+            ["exec", "pod-0", "--project", "p", "--", "echo", "--state", "X"],
+            ["--project", "p", "exec", "pod-0", "--", "echo", "--state", "X"],
+        ),
+        (["ssh", "pod-0", "echo", "--state"], ["ssh", "pod-0", "echo", "--state"]),
+        (["ssh", "--state", "X", "pod-0", "--project"], ["--state", "X", "ssh", "pod-0", "--project"]),
+        (["plan", "--state"], ["--state", "plan"]),
+    ],
+)
+def test_flags_of_the_program_may_stand_behind_the_command(words: list[str], want: list[str]) -> None:
+    assert with_flags_first(words) == want
+
+
+@pytest.mark.parametrize(
+    ("words", "want"),
+    [
+        (["--worker", "2", "--", "echo", "x"], (2, ["echo", "x"])),
+        (["-w", "1"], (1, [])),
+        (["-L", "1:h:1", "--worker=3"], (3, ["-L", "1:h:1"])),
+        (["-L", "1:h:1", "--", "x"], (None, ["-L", "1:h:1", "--", "x"])),
+        (["--", "echo", "--worker", "2"], (None, ["echo", "--worker", "2"])),
+        ([], (None, [])),
+    ],
+)
+def test_the_worker_of_ssh_may_stand_behind_the_slot(words: list[str], want: tuple[int | None, list[str]]) -> None:
+    assert worker_behind(words) == want
+
+
+@pytest.mark.parametrize(("word", "meant"), [("delete", "tpucare down FLEET"), ("list", "tpucare status")])
+def test_a_word_of_another_tool_is_answered_with_ours(run: Run, word: str, meant: str) -> None:
+    done = run(word, "pod")
+    assert (done.code, meant in done.err) == (Exit.USAGE, True)
+    assert all(known not in HOMES for known in OTHER_WORDS)
+
+
+def test_a_first_look_says_how_to_begin(run: Run) -> None:
+    done = run("status")
+    assert (done.code, done.err) == (0, "")
+    assert "tpucare init" in done.out
+
+
+def test_a_name_that_nobody_knows_is_said_so(run: Run, cloud: EmulatorServer, pod: Path) -> None:
+    assert run("apply", str(pod)).code == 0
+    for words in (("logs", "pot"), ("events", "pot"), ("status", "pot"), ("down", "pot")):
+        done = run(*words)
+        assert (done.code, done.out) == (Exit.FAILED, "")
+        assert done.err.startswith("tpucare: no fleet or slot pot; nearest: pod"), words
+
+
+def test_init_fills_in_the_name_and_writes_over_nothing(run: Run, tmp_path: Path) -> None:
+    assert "checkpoint: gs://my-bucket/mine " in run("init", "mine").out
+    assert "checkpoint: gs://my-bucket/mine/{slot}" in run("init", "mine", "--template", "many").out
+    for name in ("My Run", "pod-1"):
+        assert run("init", name).code == Exit.CONFIG
+    path = tmp_path / "mine.yaml"
+    assert run("init", "mine", "-o", str(path)).code == 0
+    assert path.read_text() == run("init", "mine").out
+    done = run("init", "other", "-o", str(path))
+    assert (done.code, "is there already" in done.err) == (Exit.FAILED, True)
+
+
+def test_down_all_takes_every_fleet_down(run: Run, cloud: EmulatorServer, pod: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.yaml"
+    other.write_text(fleet_text("other"))
+    assert run("apply", str(pod)).code == run("apply", str(other)).code == 0
+    assert run("down").code == run("down", "pod", "--all").code == Exit.USAGE
+    done = run("down", "--all", "--yes")
+    assert (done.code, done.out) == (0, "other: nothing is left of it\npod: nothing is left of it\n")
+    assert run("down", "--all").out == "nothing is up\n"
+
+
+def test_logs_name_what_is_kept(run: Run, tmp_path: Path) -> None:
+    keeper = LogKeeper(tmp_path / "state" / "logs")
+    for worker in (0, 1, 2):
+        keeper.append("pod-0", 1, "pod-0-a0.1", worker, b"one\ntwo\nthree\n")
+    keeper.append("pod-0", 1, "pod-0-a0.2", 0, b"four\n")
+    assert run("logs", "pod", "--list").out == ("attempt 1: pod-0-a0, 2 runs, workers 0 to 2, last line 0 s ago\n")
+    assert run("logs", "pod", "--tail", "2").out == "--- run pod-0-a0.2 ---\nfour\n"
+    assert run("logs", "pod", "--tail", "0").out == ""
+    for words, text in (
+        (("-w", "5"), "no log of worker 5 of pod-0, attempt 1; kept: workers 0 to 2"),
+        (("-a", "2", "-w", "1"), "no log of pod-0, attempt 2; kept are 1"),
+    ):
+        done = run("logs", "pod", *words)
+        assert (done.code, done.err) == (Exit.FAILED, f"tpucare: {text}\n")
+
+
+def test_following_a_log_ends_with_the_slot(run: Run, cloud: EmulatorServer, pod: Path, tmp_path: Path) -> None:
+    keeper = LogKeeper(Path(os.environ["TPUCARE_STATE"]) / "logs")
+    assert run("apply", str(pod)).code == 0
+    assert run("pause", "pod-0").code == run("down", "pod-0", "--yes").code == 0
+    keeper.append("pod-0", 1, "pod-0-a0.1", 0, b"one\n")
+    done = run("logs", "pod-0", "--follow")
+    assert (done.code, done.out, done.err) == (0, "--- run pod-0-a0.1 ---\none\n", "pod-0: down\n")

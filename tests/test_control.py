@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tpucare import control
-from tpucare.control import LINE_LIMIT, Control, NoDaemon, Refused, is_running, request
+from tpucare.control import LINE_LIMIT, Control, NoDaemon, Refused, Stopping, is_running, request
 from tpucare.errors import ConfigError, StoreFull
 
 
@@ -263,5 +263,5 @@ def test_orders_that_wait_when_the_daemon_stops_are_refused(path: Path) -> None:
     assert loop.nudged.wait(30)
     loop.close()
     asking.join(30)
-    assert [type(error) for error in refused] == [Refused]
+    assert [type(error) for error in refused] == [Stopping]
     assert "stopping" in str(refused[0])

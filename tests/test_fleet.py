@@ -823,7 +823,7 @@ def valid_fleets(draw: st.DrawFn) -> dict[str, Any]:
             "run": draw(SCRIPTS),
             "env": draw(st.dictionaries(st.from_regex(r"[A-S_][A-Z0-9_]{0,9}", fullmatch=True), SCRIPTS, max_size=3)),
             "files": {"conf": "./" + draw(st.from_regex(r"[a-z]{1,9}", fullmatch=True))},
-            "checkpoint": "gs://bucket/{slot}/" + draw(ONE_LINE),
+            "checkpoint": "gs://bucket/{slot}/" + draw(ONE_LINE).replace("{", ""),
         },
         "care": {"grace": f"{draw(DURATIONS)}s", "on_success": draw(st.sampled_from(["delete", "keep", "restart"]))},
     }
@@ -921,3 +921,25 @@ def test_a_ready_fleet_is_right_as_it_is(path: Path) -> None:
 
 def test_there_are_ready_fleets() -> None:
     assert len(list((ROOT / "templates" / "fleets").glob("*.yaml"))) >= 5
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "problem"),
+    [
+        ("s3://bucket/x", "s3:// is not read; write gs://BUCKET/PATH, or an absolute path that all nodes share"),
+        ("gs://bucket/{job}", "{job} stands for nothing; only {slot} does"),
+        ("gs://bucket/{slot}/{step}", "{step} stands for nothing; only {slot} does"),
+        ("gs://bucket/{slot}", ""),
+        ("/mnt/all/{slot}", ""),
+    ],
+)
+def test_a_checkpoint_that_nobody_would_find_is_refused(checkpoint: str, problem: str) -> None:
+    text = f"name: pod\ntpu: {{type: v4-8, zones: [us-central2-b]}}\njob: {{run: x, checkpoint: '{checkpoint}'}}\n"
+    accepted = parse(text, file="pod.yaml", accepted=True)
+    if not problem:
+        assert parse(text, file="pod.yaml").warnings == accepted.warnings == ()
+        return
+    with pytest.raises(ConfigError) as refused:
+        parse(text, file="pod.yaml")
+    assert str(refused.value) == f"pod.yaml:3: job.checkpoint: {problem}"
+    assert len(accepted.warnings) == 1, "a fleet that an older version accepted goes on"

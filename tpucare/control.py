@@ -48,6 +48,10 @@ class Refused(TpuCareError):
     """The daemon would not do it; the text is its one line."""
 
 
+class Stopping(Refused):
+    """It is on its way out, and did nothing of what was asked."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Call:
     order: object
@@ -148,7 +152,7 @@ class Control:
                 return _refusal("the daemon is busy and did nothing of it; ask again", "busy")
             return _refusal("the daemon began with it and is not done; look at `tpucare status`", "busy")
         except CancelledError:
-            return _refusal("the daemon is stopping", "busy")
+            return _refusal("the daemon is stopping", Stopping.__name__)
         except TpuCareError as error:
             return _refusal(str(error), _kind(error))
         except Exception as error:
@@ -211,7 +215,7 @@ def _reachable(path: Path) -> Iterator[str]:
 
 
 def _gone(_: object) -> Answer:
-    raise Refused("the daemon is stopping")
+    raise Stopping("the daemon is stopping")
 
 
 def _refusal(text: str, kind: str) -> Answer:
@@ -225,6 +229,8 @@ def _kind(error: TpuCareError) -> str:
 def _error_of(answer: Mapping[str, Any]) -> TpuCareError:
     """The same class on this side, so that one error has one exit code wherever it happened."""
     text = str(answer.get("error", "the daemon refused without a reason"))
+    if answer.get("kind") == Stopping.__name__:
+        return Stopping(text)
     known = getattr(errors, str(answer.get("kind", "")), None)
     if isinstance(known, type) and issubclass(known, TpuCareError) and not issubclass(known, errors.CommandFailed):
         return known(text)

@@ -132,9 +132,10 @@ def parse(
     folder: Path | None = None,
     default_project: str | None = None,
     read_file: ReadFile = read_local,
+    accepted: bool = False,
 ) -> Fleet:
     """
-    The fleet that *text* declares.
+    The fleet that *text* declares. `accepted`: it was before; what is refused since then is a warning.
 
     `file` is only named in errors; relative paths in the text start at `folder` (absolute). `default_project` serves a
     text without one.
@@ -147,7 +148,7 @@ def parse(
     except yaml_lines.Unreadable as error:
         raise ConfigError(error.problem.render(file)) from None
     declared, problems = _validated(document)
-    findings = fleet_rules.check(document)
+    findings = fleet_rules.check(document, accepted=accepted)
     problems += [*document.problems, *findings.problems]
     contents: dict[str, bytes] = {}
     if declared is not None:

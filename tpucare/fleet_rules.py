@@ -10,7 +10,7 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tpucare import accelerators, fleet_values
 from tpucare.accelerators import Accelerator
@@ -22,6 +22,7 @@ from tpucare.yaml_lines import Document, KeyPath, Problem
 
 _SECRET_NAME = re.compile(r"(?i)(^|_)(api_?key|token|secret|password|passwd|credentials?|private_key)s?$")
 _PLACEHOLDER = "{slot}"
+_IN_BRACES = re.compile(r"\{[^{}/]*\}")
 _CONTAINER = re.compile(r"\b(?:docker|podman)\s+(?:container\s+)?run\b")
 _UNEXPANDED = ("setup", "repository", "branch", "workdir", "progress")
 
@@ -41,10 +42,15 @@ class _Finding:
     is_warning: bool = False
 
 
-def check(document: Document) -> Findings:
-    """Everything that the values of *document* break together; values of a wrong shape are passed over."""
+def check(document: Document, *, accepted: bool = False) -> Findings:
+    """
+    Everything that the values of *document* break together; values of a wrong shape are passed over.
+
+    accepted: it was accepted before, so what is refused since then is told as a warning, and its fleet goes on.
+    """
     top = _mapping(document.value)
-    found = [*_tpu(top), *_job(_mapping(top.get("job")))]
+    job = _mapping(top.get("job"))
+    found = [*_tpu(top), *_job(job), *(replace(one, is_warning=accepted) for one in _checkpoint(job))]
     placed = [(finding.is_warning, document.problem(finding.path, finding.text)) for finding in found]
     return Findings(
         problems=tuple(problem for is_warning, problem in placed if not is_warning),
@@ -187,6 +193,21 @@ def _job(job: dict[str, object]) -> Iterator[_Finding]:
     env = _mapping(job.get("env"))
     yield from _secrets(_list(job.get("secrets")), env)
     yield from _job_warnings(job, env)
+
+
+def _checkpoint(job: dict[str, object]) -> Iterator[_Finding]:
+    """What the runner cannot read would never show a checkpoint, and a name in braces would be a folder's name."""
+    value = job.get("checkpoint")
+    if not isinstance(value, str):
+        return
+    path = ("job", "checkpoint")
+    scheme, colon, _ = value.partition("://")
+    if colon and scheme != "gs":
+        text = f"{shown(scheme)}:// is not read; write gs://BUCKET/PATH, or an absolute path that all nodes share"
+        yield _Finding(path, text)
+    for found in dict.fromkeys(_IN_BRACES.findall(value)):
+        if found != _PLACEHOLDER:
+            yield _Finding(path, f"{shown(found)} stands for nothing; only {_PLACEHOLDER} does")
 
 
 def _secrets(names: list[object], env: dict[str, object]) -> Iterator[_Finding]:

@@ -246,7 +246,7 @@ def folder(value: str) -> str:
 
 
 def checkpoint(value: str) -> str:
-    """Where checkpoints lie: `gs://bucket/path`, another URL, or an absolute path that all nodes share."""
+    """Where checkpoints lie: `gs://bucket/path`, or an absolute path that all nodes share."""
     line(value)
     if not _CHECKPOINT.fullmatch(value):
         raise ValueError(f"{shown(value)} must be a URL such as gs://BUCKET/PATH, or an absolute path, without blanks")

@@ -105,7 +105,7 @@ class Roster:
             fleet: Fleet = fleet_python.parse(record.text, file=f"{record.name} (as started)")
         else:
             folder = Path(record.folder)
-            fleet = fleets.parse(record.text, file=file, folder=folder, read_file=read)
+            fleet = fleets.parse(record.text, file=file, folder=folder, read_file=read, accepted=True)
             fleet = self._with_surplus_files(fleet, lambda path: contents.get(str(folder / path)))
         if fleet.project and not record.project:
             self._pin(record.name, fleet.project)

@@ -83,6 +83,14 @@ class LogKeeper:
             found.setdefault(attempt, []).append(worker)
         return {attempt: tuple(sorted(found[attempt])) for attempt in sorted(found)}
 
+    def written_at(self, slot: str, attempt: int) -> float:
+        """Unix time of the newest line of any worker of that attempt; 0 where nothing is kept."""
+        stamps = []
+        for path, number, _ in self._kept(slot):
+            with contextlib.suppress(OSError):
+                stamps.append(path.stat().st_mtime if number == attempt else 0.0)
+        return max(stamps, default=0.0)
+
     def _write(self, slot: str, attempt: int, worker: int, text: bytes, place: Place) -> None:
         path = self._file(slot, attempt, worker)
         _write_to(path, os.O_APPEND, text)

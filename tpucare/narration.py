@@ -20,9 +20,13 @@ class Told(NamedTuple):
 
 
 def event_line(at: datetime, level: str, slot: str, text: str) -> str:
-    """One event as a line for people, wherever it is shown; its text is to be made `plain` by whoever shows it."""
+    """
+    One event as a line for people, wherever it is shown; its text is to be made `plain` by whoever shows it.
+
+    at: in the zone of whoever reads it
+    """
     mark = "" if level in ("info", "debug") else f"{level.upper()} "
-    return f"{at:%Y-%m-%d %H:%M:%S} {slot or '-':12} {mark}{text}"
+    return f"{at:%Y-%m-%d %H:%M:%S %Z} {slot or '-':12} {mark}{text}"
 
 
 def kind_of(action: Settle | Effect) -> str:

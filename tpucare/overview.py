@@ -7,15 +7,16 @@ Doors show it (`tpucare status`, `tpucare.status()`); nothing here decides anyth
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import replace
 from typing import Any
 
 import tpucare
-from tpucare.control import NoDaemon, request
+from tpucare.control import NoDaemon, Stopping, request
 from tpucare.errors import TpuCareError
 from tpucare.memory import Wish
 from tpucare.options import DAEMON_STORE, Options
+from tpucare.words import hint, shown
 
 Answer = dict[str, Any]
 
@@ -26,10 +27,18 @@ def status(options: Options, target: str = "") -> Answer:
 
     Each row of a slot bears the `store` that knows it. Raises: StoreError: there is none. TpuCareError: no such target.
     """
-    answers = [_status_of(one, target) for one in _chosen(options, target)]
+    answers = [of_store(one, target) for one in _chosen(options, target)]
     if len(answers) == 1:
-        return answers[0]
+        return _only(answers[0], target)
     return _merged([answer for number, answer in enumerate(answers) if number == 0 or not _is_past(answer)])
+
+
+def _only(answer: Answer, target: str) -> Answer:
+    """What is said of fleets is said of those that *target* means."""
+    if not target:
+        return answer
+    meant = {target} | {row["fleet"] for row in answer["slots"]}
+    return {**answer, "fleets": [row for row in answer["fleets"] if row["fleet"] in meant]}
 
 
 def _chosen(options: Options, target: str) -> list[Options]:
@@ -44,10 +53,11 @@ def _chosen(options: Options, target: str) -> list[Options]:
     return [replace(options, store=name) for name in sorted(names, key=lambda name: name != DAEMON_STORE)]
 
 
-def _status_of(options: Options, target: str) -> Answer:
+def of_store(options: Options, target: str) -> Answer:
+    """What one store has to say, by whoever cares for it now, else from itself alone. Raises: as `status`."""
     try:
         answer = {"daemon": True, **request(options.socket, {"do": "status", "target": target})}
-    except NoDaemon:
+    except (NoDaemon, Stopping):
         answer = {"daemon": False, **_remembered(options, target)}
     for row in answer["slots"]:
         row["store"] = options.store
@@ -62,8 +72,11 @@ def _remembered(options: Options, target: str) -> Answer:
     now = SystemClock().now()
     with open_reader(options.state, name=options.store) as store:
         records, memories = store.fleets(), store.memories()
-        if target and target not in records and target not in memories:
-            raise TpuCareError(f"no fleet or slot {target}")
+        if target and target not in memories and _fleet_meant(target, records) not in records:
+            known = [*records, *memories]
+            raise TpuCareError(
+                f"no fleet or slot {shown(target)}{hint(target, known)}" + ("" if known else "; no fleet is known yet")
+            )
         chosen = {name: memory for name, memory in memories.items() if not target or target in (name, memory.fleet)}
         rows = [view.remembered_row(name, memory, now) for name, memory in chosen.items()]
         if options.store != DAEMON_STORE:
@@ -78,6 +91,12 @@ def _remembered(options: Options, target: str) -> Answer:
             "slots": rows,
             "strays": [],
         }
+
+
+def _fleet_meant(word: str, fleets: Container[str]) -> str:
+    """The fleet that is called so, or of which *word* may be a slot that has no memory yet."""
+    fleet, _, index = word.rpartition("-")
+    return fleet if word not in fleets and index.isdecimal() else word
 
 
 def _is_past(answer: Answer) -> bool:

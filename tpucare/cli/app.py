@@ -48,6 +48,21 @@ HOMES: Mapping[str, tuple[str, str]] = {
 # What follows the slot goes to ssh as it is; a command for all workers stands behind `--`, so flags may come anywhere.
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
 _SETTINGS: Mapping[str, dict[str, Any]] = {"ssh": _PASS_ON, "exec": {"allow_extra_args": True}}
+PROGRAM_FLAGS = ("--state", "--endpoint", "--project", "--emulator")
+# What other tools call it.
+OTHER_WORDS: Mapping[str, str] = {
+    **dict.fromkeys(("delete", "destroy", "kill", "remove", "rm", "stop", "terminate"), "down FLEET"),
+    **dict.fromkeys(("list", "ls", "ps", "queue", "describe", "get", "show"), "status"),
+    **dict.fromkeys(("top", "monitor", "watch"), "status --watch"),
+    **dict.fromkeys(("create", "launch", "run", "start", "submit", "up"), "apply FILE"),
+    **dict.fromkeys(("attach", "log", "tail"), "logs --follow SLOT"),
+    **dict.fromkeys(("adopt",), "adopt-node NODE SLOT"),
+    **dict.fromkeys(("restart",), "apply FILE --restart"),
+    **dict.fromkeys(("validate", "lint"), "check FILE"),
+    **dict.fromkeys(("version",), "--version"),
+    **dict.fromkeys(("cp", "rsync"), "scp"),
+    **dict.fromkeys(("history", "timeline"), "events"),
+}
 LINE_LIMIT = 100
 _HELP_FLAGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
@@ -62,7 +77,7 @@ The caretaker of preemptible Google Cloud TPUs: keeps the declared number of sli
   tpucare status --watch           see it live
   tpucare down pod                 the only way a fleet ends
 
-Flags before the command hold for all of them; each is also an environment variable.
+The flags below hold for all commands; each is also an environment variable.
 """
 
 
@@ -70,6 +85,27 @@ def _version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"tpucare {tpucare.__version__}")
         raise typer.Exit
+
+
+def with_flags_first(args: list[str]) -> list[str]:
+    """
+    *args* with the flags of the program, which may stand behind the command too, at the beginning.
+
+    What follows `--`, and what follows the slot of `ssh`, belongs to another program.
+    """
+    flags: list[str] = []
+    rest: list[str] = []
+    left = list(args)
+    while left and left[0] != "--" and not (rest[:1] == ["ssh"] and len(rest) > 1 and not rest[-1].startswith("-")):
+        word = left.pop(0)
+        name, equals, _ = word.partition("=")
+        if name not in PROGRAM_FLAGS:
+            rest.append(word)
+            continue
+        flags.append(word)
+        if not equals and left:
+            flags.append(left.pop(0))
+    return [*flags, *rest, *left]
 
 
 class _Commands(Mapping[str, Any]):
@@ -96,6 +132,14 @@ class _Program(TyperGroup):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self.commands = _Commands()  # type: ignore[assignment]
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, with_flags_first(args))
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] in OTHER_WORDS:
+            ctx.fail(f"No such command {args[0]!r}; you may mean `tpucare {OTHER_WORDS[args[0]]}`.")
+        return super().resolve_command(ctx, args)
 
     def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002
         return list(HOMES)

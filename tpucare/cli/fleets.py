@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,13 +20,15 @@ TargetWord = Annotated[str, typer.Argument(metavar="FLEET|SLOT", help="A fleet w
 def init(
     name: Annotated[str, typer.Argument(help="Name of the fleet; default: the template's.")] = "",
     template: Annotated[str, typer.Option(help="Which ready fleet to begin with.", metavar="NAME")] = "single",
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write it there, never over a file.")] = None,
     list_them: Annotated[bool, typer.Option("--list", help="List the templates, one a line.")] = False,
 ) -> None:
     """
-    Print a ready fleet file to edit.
+    Print a ready fleet file to edit, or write it to a file that is not there yet.
 
     \b
     Example: tpucare init my-run --template pod > my-run.yaml
+    Example: tpucare init my-run -o my-run.yaml
     """
     ready = _templates()
     if list_them:
@@ -34,10 +37,29 @@ def init(
         return
     if template not in ready:
         raise Failure(f"no template {template}; there are {', '.join(sorted(ready))}")
-    lines = ready[template].splitlines(keepends=True)
-    if name:
-        lines = [f"name: {name}\n" if line.startswith("name:") else line for line in lines]
-    typer.echo("".join(lines), nl=False)
+    text = _named(ready[template], name) if name else ready[template]
+    if output is None:
+        typer.echo(text, nl=False)
+        return
+    try:
+        with output.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise Failure(f"{output} is there already; choose another name, or delete it") from None
+    say(f"{output}: edit it, then `tpucare check {output}`")
+
+
+def _named(text: str, name: str) -> str:
+    """The template for a fleet of that name, its checkpoint too. Raises: ConfigError: no fleet can be called so."""
+    from tpucare.errors import ConfigError
+    from tpucare.fleet_values import fleet_name
+
+    try:
+        fleet_name(name)
+    except ValueError as error:
+        raise ConfigError(f"name: {error}") from None
+    old = next(line for line in text.splitlines() if line.startswith("name:")).partition(":")[2].strip()
+    return re.sub(rf"(?m)(^name: |checkpoint: gs://my-bucket/){re.escape(old)}\b", rf"\g<1>{name}", text)
 
 
 def _templates() -> dict[str, str]:
@@ -205,7 +227,8 @@ def _hint_daemon(chosen: Any) -> None:
 
 def down(
     context: typer.Context,
-    target: TargetWord,
+    target: Annotated[str, typer.Argument(metavar="FLEET|SLOT", help="A fleet with all its slots, or one slot.")] = "",
+    every: Annotated[bool, typer.Option("--all", help="Every fleet of the daemon; no target.")] = False,
     yes: YesFlag = False,
     wait: Annotated[bool, typer.Option(help="Return only when nothing is left.")] = True,
     json_out: JsonFlag = False,
@@ -218,17 +241,27 @@ def down(
     \b
     Example: tpucare down pod
     Example: tpucare down pod-3 --yes
+    Example: tpucare down --all
     """
     from tpucare.cli import taking_down
 
-    ask(f"Stop the runs of {target} and delete its nodes?", yes=yes)
-    answer = taking_down.take_down(options(context, target), target, wait=wait)
+    if bool(target) is every:
+        raise typer.BadParameter("give a FLEET or SLOT, or --all")
+    chosen = options(context, target)
+    targets = [target] if target else taking_down.fleets_that_are_up(chosen)
+    if target:
+        taking_down.refuse_unknown(chosen, target)
+    elif not targets:
+        say("nothing is up")
+        return
+    ask(f"Stop the runs of {', '.join(targets)} and delete {'its' if target else 'their'} nodes?", yes=yes)
+    answers = taking_down.take_down(chosen, targets, wait=wait)
     if json_out:
-        print_json(answer)
-    elif answer["left"]:
-        say(f"{target}: going down: {', '.join(answer['left'])}")
-    else:
-        say(f"{target}: nothing is left of it")
+        print_json(answers[target] if target else {"fleets": list(answers.values())})
+        return
+    for name, answer in answers.items():
+        left = f"going down: {', '.join(answer['left'])}" if answer["left"] else "nothing is left of it"
+        say(f"{name}: {left}")
 
 
 def pause(context: typer.Context, target: TargetWord, json_out: JsonFlag = False) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tpucare.cli.common import Exit, Failure, ask, leave, options, print_json, say, warn
+from tpucare.cli.common import Exit, ask, leave, options, print_json, say, warn
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 REFRESH_SECONDS = 1.0
@@ -30,6 +30,9 @@ def status(
     from tpucare.cli import looking
 
     chosen = options(context)
+    if not json_out and looking.is_untouched(chosen):
+        say(looking.NOTHING_YET.format(folder=chosen.state))
+        return
     if not watch:
         answer = overview.status(chosen, target)
         print_json(answer) if json_out else looking.show(answer)
@@ -45,11 +48,14 @@ def events(
     context: typer.Context,
     slot: Annotated[str, typer.Argument(metavar="[FLEET|SLOT]", help="Default: everything.")] = "",
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as they happen.")] = False,
-    number: Annotated[int, typer.Option("--number", "-n", help="How many of the last ones.", min=0, max=100_000)] = 50,
+    number: Annotated[
+        int, typer.Option("--number", "-n", help="How many of the last ones.", min=0, max=100_000, metavar="N")
+    ] = 50,
+    everything: Annotated[bool, typer.Option("--all", help="Those of level debug, too.")] = False,
     json_out: Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")] = False,
 ) -> None:
     """
-    The story so far, oldest first: what was seen, decided and done. Needs no daemon.
+    Show past events, oldest first: what was seen, decided and done. Needs no daemon.
 
     \b
     Example: tpucare events pod-0 --follow
@@ -57,39 +63,44 @@ def events(
     """
     from tpucare.cli import looking
 
-    looking.events(options(context, slot), slot, follow=follow, number=number, as_json=json_out)
+    looking.events(options(context, slot), slot, follow=follow, number=number, as_json=json_out, all_levels=everything)
 
 
 def logs(
     context: typer.Context,
     slot: Annotated[str, typer.Argument(metavar="SLOT", help="A slot; a fleet's name is its slot 0.")],
-    attempt: Annotated[int, typer.Option("--attempt", "-a", help="Default: the last.", min=0)] = 0,
-    worker: Annotated[int, typer.Option("--worker", "-w", help="Which host of the slice.", min=0)] = 0,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as it grows, over attempts too.")] = False,
-    list_them: Annotated[bool, typer.Option("--list", help="List attempts and workers that are kept.")] = False,
+    attempt: Annotated[
+        int | None, typer.Option("--attempt", "-a", help="Default: the last.", min=1, metavar="N")
+    ] = None,
+    worker: Annotated[int, typer.Option("--worker", "-w", help="Which host of the slice.", min=0, metavar="N")] = 0,
+    tail: Annotated[int | None, typer.Option("--tail", "-n", help="Only the last lines.", min=0, metavar="N")] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Go on as it grows, over attempts too, until the slot ends.")
+    ] = False,
+    list_them: Annotated[bool, typer.Option("--list", help="List what is kept: attempt, node, workers, time.")] = False,
 ) -> None:
     """
     What the job printed, also of nodes that are gone. Newest part comes with each probe (15 s).
 
     \b
     Example: tpucare logs pod-0 --attempt 3
-    Example: tpucare logs pod --follow
+    Example: tpucare logs pod --follow --tail 20
     """
-    from tpucare.cli import looking
+    from tpucare.cli import printed
 
-    chosen = options(context)
-    keeper, name = looking.log_keeper(chosen, slot)
-    kept = keeper.attempts(name)
+    chosen = options(context, slot)
+    keeper, name = printed.log_keeper(chosen, slot)
     if list_them:
-        for number, workers in kept.items():
-            say(f"attempt {number}: workers {', '.join(map(str, workers))}")
-    elif follow:
-        looking.follow_log(keeper, name, attempt or None, worker, REFRESH_SECONDS)
-    elif not kept or (attempt and attempt not in kept):
-        had = f"; kept are {', '.join(map(str, kept))}" if kept else "; it has not printed anything yet"
-        raise Failure(f"no log of {name}" + (f", attempt {attempt}" if attempt else "") + had)
+        for line in printed.kept(keeper, name):
+            say(line)
+        return
+    if not follow or attempt is not None:
+        printed.refuse_unkept(keeper, name, attempt, worker)
+    shown = printed.Tail(keeper, name, attempt, worker, tail)
+    if follow:
+        printed.follow(shown, chosen, REFRESH_SECONDS)
     else:
-        typer.echo(looking.log_text(keeper.read(name, attempt or max(kept), worker)), nl=False)
+        shown.show()
 
 
 def gc(

@@ -16,11 +16,13 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from tpucare.cli.common import say
-from tpucare.logs import LogKeeper
+from tpucare.cli.common import Failure, say
+from tpucare.model import Event
 from tpucare.narration import event_line
 from tpucare.options import Options
-from tpucare.plain import plain, plain_lines
+from tpucare.owner import OWNER_FILE
+from tpucare.plain import plain
+from tpucare.words import hint, shown
 
 Answer = dict[str, Any]
 
@@ -144,20 +146,42 @@ def length(seconds: float) -> str:
 # --- events ----------------------------------------------------------------------------------------------------------
 
 
-def events(options: Options, slot: str, *, follow: bool, number: int, as_json: bool) -> None:
+def events(options: Options, slot: str, *, follow: bool, number: int, as_json: bool, all_levels: bool) -> None:
+    """Raises: StoreError: there is no store. Failure: nothing is known of *slot*, and nothing ever was."""
     from tpucare.desk import event_row
     from tpucare.store import open_reader
 
+    def tell(found: Sequence[tuple[int, Event]]) -> None:
+        _print_events([event_row(*pair) for pair in found if all_levels or pair[1].level != "debug"], as_json)
+
     with open_reader(options.state, name=options.store) as store:
         found = store.last_events(slot=slot, limit=number) if number else []
+        if slot and not store.last_events(slot=slot, limit=1):
+            refuse_unknown(slot, [*store.fleets(), *store.memories()])
         last = found[-1][0] if found else _newest_number(store)
-        _print_events([event_row(*pair) for pair in found], as_json)
+        tell(found)
         while follow:
             time.sleep(0.5)
             store.refresh()
             while found := store.events(slot=slot, after=last):
-                _print_events([event_row(*pair) for pair in found], as_json)
+                tell(found)
                 last = found[-1][0]
+
+
+def refuse_unknown(word: str, known: Sequence[str]) -> None:
+    """Raises: Failure: *word* is no fleet or slot of *known*."""
+    if word not in known:
+        raise Failure(f"no fleet or slot {shown(word)}" + (hint(word, known) if known else "; no fleet is known yet"))
+
+
+def is_untouched(options: Options) -> bool:
+    """Whether nothing was ever cared for from this state folder."""
+    return not any(options.state.glob("*.sqlite")) and not (options.state / OWNER_FILE).exists()
+
+
+NOTHING_YET = (
+    "nothing yet in {folder}: `tpucare init -o pod.yaml` writes a fleet file, `tpucare apply pod.yaml` hands it over"
+)
 
 
 def _newest_number(store: Any) -> int:
@@ -170,37 +194,4 @@ def _print_events(rows: Sequence[Answer], as_json: bool) -> None:
         if as_json:
             typer.echo(json.dumps(row, ensure_ascii=False))
         else:
-            say(event_line(datetime.fromisoformat(row["at"]), row["level"], row["slot"], row["text"]))
-
-
-# --- logs ------------------------------------------------------------------------------------------------------------
-
-
-def log_keeper(options: Options, word: str) -> tuple[LogKeeper, str]:
-    """The kept logs, and the slot that *word* means: itself, or slot 0 of that fleet."""
-    keeper = LogKeeper(options.logs)
-    return keeper, word if keeper.attempts(word) or _has_index(word) else f"{word}-0"
-
-
-def _has_index(word: str) -> bool:
-    return word.rpartition("-")[2].isdecimal()
-
-
-def log_text(content: bytes) -> str:
-    return plain_lines(content.decode("utf-8", "replace"))
-
-
-def follow_log(keeper: LogKeeper, slot: str, attempt: int | None, worker: int, seconds: float) -> None:
-    """The log as it grows; with no attempt named, that of the newest one."""
-    shown, current = 0, -1
-    with contextlib.suppress(KeyboardInterrupt):
-        while True:
-            newest = attempt or max(keeper.attempts(slot), default=current)
-            if newest != current:
-                current, shown = newest, 0
-            content = keeper.read(slot, current, worker) if current >= 0 else b""
-            # The beginning is dropped when a log outgrows its bound: then only what is new can be told from here on.
-            if len(content) > shown:
-                typer.echo(log_text(content[shown:]), nl=False)
-            shown = len(content)
-            time.sleep(seconds)
+            say(event_line(datetime.fromisoformat(row["at"]).astimezone(), row["level"], row["slot"], row["text"]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -9,21 +10,46 @@ import typer
 from tpucare.cli.common import ask, leave, options, print_json, say
 
 SlotWord = Annotated[str, typer.Argument(metavar="SLOT", help="A slot; a fleet's name is its slot 0.")]
-WorkerFlag = Annotated[int, typer.Option("--worker", "-w", help="Which host of the slice.", min=0)]
+WorkerFlag = Annotated[int, typer.Option("--worker", "-w", help="Which host of the slice.", min=0, metavar="N")]
 
 
 def ssh(context: typer.Context, slot: SlotWord, worker: WorkerFlag = 0) -> None:
     """
-    Log in to a worker, or run one command there; what follows the slot goes to ssh as it is.
+    Log in to a worker, or run one command there. It begins in the home of the login user; the job runs in
+    ~/.tpucare/work, in `screen -r tpucare-SLOT`. What follows the slot goes to ssh, but for --worker.
 
     \b
     Example: tpucare ssh pod-0
-    Example: tpucare ssh --worker 3 pod-0 -- htop
+    Example: tpucare ssh pod-0 --worker 3 -- htop
+    Example: tpucare ssh pod-0 -L 8888:localhost:8888
     """
     from tpucare.cli import reaching
 
-    arguments = [word for number, word in enumerate(context.args) if number or word != "--"]
-    reaching.run_ssh(options(context, slot), slot, worker, arguments)
+    behind, arguments = worker_behind(context.args)
+    reaching.run_ssh(options(context, slot), slot, worker if behind is None else behind, arguments)
+
+
+def worker_behind(words: Sequence[str]) -> tuple[int | None, list[str]]:
+    """
+    `--worker N` taken out of *words*, and a `--` at their beginning; what follows `--` is a command.
+
+    Raises: BadParameter: no number follows.
+    """
+    end = words.index("--") if "--" in words else len(words)
+    mine, rest = list(words[:end]), list(words[end:])
+    found: int | None = None
+    for flag in ("--worker", "-w"):
+        for place, word in enumerate(mine):
+            name, equals, value = word.partition("=")
+            if name != flag:
+                continue
+            given = value if equals else "".join(mine[place + 1 : place + 2])
+            if not given.isdecimal():
+                raise typer.BadParameter(f"{flag} is the number of a worker")
+            found = int(given)
+            del mine[place : place + (1 if equals else 2)]
+            break
+    return found, [*mine, *rest] if mine else rest[1:]
 
 
 def ssh_config(
@@ -31,10 +57,11 @@ def ssh_config(
     slot: Annotated[str, typer.Argument(metavar="[SLOT]", help="Default: every slot that has a node.")] = "",
 ) -> None:
     """
-    Print ssh_config entries (`Host SLOT`, `Host SLOT.WORKER`), for editors and rsync.
+    Print ssh_config entries (`Host SLOT`, `Host SLOT.WORKER`), for editors and rsync. They name the node of now: write
+    them anew after a preemption, into a file of their own that ~/.ssh/config has an `Include` for.
 
     \b
-    Example: tpucare ssh-config >> ~/.ssh/config
+    Example: tpucare ssh-config > ~/.ssh/tpucare.config
     """
     from tpucare.cli import reaching
 
@@ -49,10 +76,11 @@ def scp(
     recursive: Annotated[bool, typer.Option("--recursive", "-r", help="Whole folders.")] = False,
 ) -> None:
     """
-    Copy files to or from a worker; one of the two is SLOT:PATH.
+    Copy files to or from a worker; one of the two is SLOT:PATH. PATH begins in the home of the login user; the job runs
+    in .tpucare/work below it.
 
     \b
-    Example: tpucare scp pod-0:train.log .
+    Example: tpucare scp pod-0:.tpucare/work/results.json .
     Example: tpucare scp -r data pod-0:data
     """
     from tpucare.cli import reaching
@@ -65,15 +93,21 @@ def execute(
     context: typer.Context,
     slot: SlotWord,
     worker: Annotated[str, typer.Option("--worker", "-w", help="A number, or all.", metavar="N|all")] = "all",
-    timeout: Annotated[int, typer.Option(help="Longest wait in seconds.", min=1, max=86400)] = 600,
+    timeout: Annotated[
+        int,
+        typer.Option(
+            help="Seconds to wait for an answer; the command itself may go on.", min=1, max=86400, metavar="N"
+        ),
+    ] = 600,
     json_out: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """
-    Run one command, behind `--`, on all workers of a slot at once; the exit status is the worst of theirs.
+    Run one command, behind `--`, on all workers of a slot at once; the exit status is the worst of theirs. It begins in
+    the home of the login user, without the environment of the job.
 
     \b
     Example: tpucare exec pod-0 -- df -h /
-    Example: tpucare exec pod-0 --worker 0 -- tail -n 5 train.log
+    Example: tpucare exec pod-0 --worker 0 -- ls .tpucare/work
     """
     from tpucare.cli import reaching
 

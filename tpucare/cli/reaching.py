@@ -20,10 +20,11 @@ import typer
 from tpucare.assembly import project_finder, remote_of
 from tpucare.cli.common import Exit, Failure
 from tpucare.control import NoDaemon, request
-from tpucare.errors import ConfigError, RemoteError
+from tpucare.errors import ConfigError, RemoteError, WorkerSilent
 from tpucare.model import NodeKey, Ran, Worker, workers_of
 from tpucare.options import Options
 from tpucare.plain import plain, plain_lines
+from tpucare.ssh_connection import NeverSent
 from tpucare.ssh_keys import PinStore, load_or_make_key
 
 OUTPUT_LIMIT = 16 << 20
@@ -92,7 +93,8 @@ def _workers_without_daemon(options: Options, word: str) -> list[Worker]:
 def one_worker(options: Options, slot: str, number: int) -> Worker:
     found = workers(options, slot)
     if number >= len(found):
-        raise Failure(f"{slot} has {len(found)} workers, 0 to {len(found) - 1}; there is no {number}")
+        has = f"{len(found)} workers, 0 to {len(found) - 1}" if len(found) > 1 else "one worker, 0"
+        raise Failure(f"{slot} has {has}; there is no {number}")
     return found[number]
 
 
@@ -213,7 +215,13 @@ def _result(worker: Worker, answer: Ran | Exception) -> Result:
         texts = (plain_lines(stream.decode("utf-8", "replace")) for stream in (answer.stdout, answer.stderr))
         return Result(worker.number, answer.exit_status, *texts)
     if isinstance(answer, RemoteError | ConfigError):
-        return Result(worker.number, SSH_FAILED, stderr=f"tpucare: {plain(str(answer))}\n")
+        text = str(answer).removeprefix(f"{worker.host}: ")
+        # Nothing on the worker ends a command whose connection is gone.
+        went = isinstance(answer, WorkerSilent) and not isinstance(answer, NeverSent)
+        ending = "; the command may still run there" if went else ""
+        return Result(
+            worker.number, SSH_FAILED, stderr=plain(f"tpucare: worker {worker.number}: {text}{ending}") + "\n"
+        )
     raise answer
 
 

@@ -3,28 +3,51 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from tpucare.cli.common import warn
+from tpucare import overview
+from tpucare.cli.common import Failure, warn
+from tpucare.cli.looking import is_untouched
 from tpucare.cli.offline import alone
 from tpucare.control import NoDaemon, Refused, is_running, request
 from tpucare.errors import StoreLocked
+from tpucare.memory import Wish
 from tpucare.model import Event, Slot
 from tpucare.options import Options
+from tpucare.words import shown
 
 LOOK_EVERY_SECONDS = 0.5
 # A process that stops lets go of its store within this.
 END_SECONDS = 20.0
 
 
-def take_down(options: Options, target: str, *, wait: bool) -> dict[str, Any]:
-    """Returns `changed` and `left`: slots of which something was there when this returned."""
-    order = {"do": "down", "target": target}
+def fleets_that_are_up(options: Options) -> list[str]:
+    """Of the daemon's own store. Raises: StoreError: there is none."""
+    rows = overview.of_store(options, "")["fleets"]
+    return [row["fleet"] for row in rows if row["wish"] != Wish.DOWN.value]
+
+
+def refuse_unknown(options: Options, target: str) -> None:
+    """Before a person is asked. Raises: TpuCareError: no fleet or slot is called so."""
+    if is_untouched(options):
+        raise Failure(f"no fleet or slot {shown(target)}; no fleet is known yet")
+    overview.status(options, target)
+
+
+def take_down(options: Options, targets: Sequence[str], *, wait: bool) -> dict[str, dict[str, Any]]:
+    """By target: `changed`, and `left`: slots of which something was there when this returned."""
     try:
-        answer = request(options.socket, order)
+        # All are told before one is waited for.
+        told = {target: request(options.socket, {"do": "down", "target": target}) for target in targets}
     except NoDaemon:
-        return _here(options, order, wait=wait)
+        return {target: _here(options, {"do": "down", "target": target}, wait=wait) for target in targets}
+    return {target: _watched(options, target, answer, wait=wait) for target, answer in told.items()}
+
+
+def _watched(options: Options, target: str, answer: dict[str, Any], *, wait: bool) -> dict[str, Any]:
+    order = {"do": "down", "target": target}
     slots = list(answer["changed"])
     left = slots
     try:
