@@ -12,7 +12,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from tpucare.actions import Action
-from tpucare.evidence import Evidence, Mark, Moment, NodeEvidence, Progress
+from tpucare.evidence import Evidence, Mark, Moment, NodeEvidence, Progress, Voucher
 from tpucare.memory import CreateIntent, Memory, NodeMemory, RunMemory
 from tpucare.model import (
     LABEL_OWNER,
@@ -130,7 +130,7 @@ def seen(
         "seen_since": ago(hours=1),
         "state_since": ago(hours=1),
         "workers": workers_of(what, external=True, expected=WORKERS),
-        "vouched": True,
+        "voucher": Voucher.VOUCHED,
         "answering_since": ago(minutes=50) if all_answer else None,
         "phase_since": ago(minutes=40) if report is not None else None,
         "progress": Progress(token(), 100, ago(20), timedelta(seconds=15), ago(10)),

@@ -158,8 +158,9 @@ class LocalRemote:
     def forget(self, key: NodeKey) -> None:
         self.disconnect(key)
 
-    def repin(self, worker: Worker, host_keys: Iterable[str]) -> None:
+    def repin(self, worker: Worker, host_keys: Iterable[str]) -> bool:
         """There are no host keys here."""
+        return True
 
     def hints(self) -> frozenset[NodeKey]:
         with self._lock:

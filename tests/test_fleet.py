@@ -20,7 +20,7 @@ from tpucare import accelerators, fleet_files, fleet_values
 from tpucare.errors import ConfigError
 from tpucare.fleet import Fleet, json_schema, parse, read_local, read_text, refuse_shared_names
 from tpucare.fleet_schema import SECTIONS
-from tpucare.model import NODE_NAME_LIMIT, Care, Network, OnSuccess, Place, Provisioning, node_name
+from tpucare.model import NODE_NAME_LIMIT, Care, HostKeys, Network, OnSuccess, Place, Provisioning, node_name
 
 ROOT = Path(__file__).parent.parent
 FOLDER = Path("/fleets")
@@ -217,6 +217,7 @@ def test_every_setting_of_care_arrives() -> None:
         "success_after": "5s",
     }
     others = {"fence": "proceed", "stopped": "delete", "on_success": "restart", "crash_budget": 3, "setup_budget": 0}
+    others["host_keys"] = "vouched"
     care = fleet({"care": {**lengths, **others, "sigterm_on_preemption": False}}).care
     minutes = timedelta(minutes=1)
     assert care == Care(
@@ -232,6 +233,7 @@ def test_every_setting_of_care_arrives() -> None:
         success_after=timedelta(seconds=5),
         fence_proceed=True,
         stopped_delete=True,
+        host_keys=HostKeys.VOUCHED,
         on_success=OnSuccess.RESTART,
         crash_budget=3,
         setup_budget=0,

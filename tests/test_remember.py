@@ -12,7 +12,7 @@ from tests.evidence_kit import FRESH, NOW, TRAINS, after, intent, launched, memo
 from tests.remember_kit import ACCEPTED, OPEN, asked, came, delete, look, poll
 from tpucare.actions import Action, Fact, Notice, PushKey, Reason, Settle, Vouch
 from tpucare.errors import AnswerLost, NodeGone
-from tpucare.memory import Book, BookName, End
+from tpucare.memory import Book, BookName, End, Publishing, Trust
 from tpucare.remember import recover
 
 
@@ -63,6 +63,24 @@ def test_a_notice_and_a_key_are_noted_on_the_node() -> None:
     assert came(TRAINS, key, None, AnswerLost("x")) == TRAINS
     assert came(TRAINS, key, None, NodeGone("x")) == TRAINS, "GetNode and DeleteNode alone prove that a node is gone"
     assert came(memory(), key) == memory()
+
+
+def test_why_host_keys_are_believed_is_remembered_and_of_whom_it_tells() -> None:
+    vouch = Vouch(node().key, "why", "p/runtime")
+    known = came(TRAINS, vouch, True)
+    told = known.node(name_of(0))
+    assert told is not None
+    assert told.trust is Trust.VOUCHED
+    assert known.publishing == {"p/runtime": Publishing(NOW, published=True)}
+    for result, error in ((False, None), (None, AnswerLost("x")), (True, AnswerLost("x"))):
+        assert came(TRAINS, vouch, result, error) == TRAINS
+    first = asked(known, Settle(Fact.FIRST_USE, "why", name=name_of(0), publisher="p/runtime"))
+    told = first.node(name_of(0))
+    assert told is not None
+    assert told.trust is Trust.FIRST_USE
+    assert first.publishing == {"p/runtime": Publishing(NOW, published=False)}
+    forbidden = asked(TRAINS, Settle(Fact.FIRST_USE, "why", name=name_of(0)))
+    assert forbidden.publishing == {}
 
 
 @pytest.mark.parametrize("action", [look(), poll(), Vouch(node().key, "why"), PushKey(node().key, "why")])

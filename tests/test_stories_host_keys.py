@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.virtual.harness import Daemon
+from tests.virtual.harness import CARE, Daemon, slots_of
+from tpucare.emulator.config import WorldConfig
 from tpucare.errors import NodeGone
 from tpucare.failures import Where, classify
-from tpucare.model import NodeKey
+from tpucare.memory import Trust
+from tpucare.model import HostKeys, NodeKey
 
 NOT_PUBLISHED = "The resource 'hostkeys/' of type 'Guest Attribute' was not found."
 
@@ -90,3 +94,156 @@ def test_an_update_that_misses_its_node_is_a_reason_to_look(daemon: Daemon) -> N
     daemon.run_until(lambda: daemon.trains("pod-0"))
     assert daemon.told("gone") == []
     assert len(daemon.zone.created()) == 1
+
+
+# --- the policy ----------------------------------------------------------------------------------------------------
+
+
+def care_for_private(daemon: Daemon, fleet: str = "pod", count: int = 1, **care: Any) -> None:
+    """A fleet whose job carries a secret."""
+    slots = [
+        replace(slot, job=replace(slot.job, secrets=("WANDB_API_KEY",)), care=replace(CARE, **care))
+        for slot in slots_of(fleet, count)
+        if slot.job is not None
+    ]
+    daemon.care_for_slots(fleet, slots)
+
+
+def launched_after(daemon: Daemon, slot: str) -> float:
+    """Seconds from "all workers answer" to the launch, for the newest node of *slot*."""
+    daemon.run_until(lambda: daemon.trains(slot), minutes=60)
+    node = daemon.node_of(slot).name
+    of_node = {event.kind: event.at for event in daemon.events if event.node == node}
+    return (of_node["launch"] - of_node["answers"]).total_seconds()
+
+
+def published(after: float | None, unpublished: str = "not-found") -> WorldConfig:
+    return WorldConfig.calm(guest_attributes={"published_after": after, "unpublished": unpublished})
+
+
+@pytest.mark.parametrize("care", [{}, {"host_keys": HostKeys.VOUCHED}], ids=["auto", "vouched"])
+def test_keys_that_are_published_late_are_waited_for(tmp_path: Path, care: dict[str, Any]) -> None:
+    daemon = Daemon(tmp_path / "state", config=published(40))
+    care_for_private(daemon, **care)
+    assert 25 < launched_after(daemon, "pod-0") < 60
+    assert len(daemon.zone.calls("GetGuestAttributes")) <= 6
+    assert daemon.told("host-keys") == daemon.told("person") == []
+    assert [node.trust for node in daemon.memory("pod-0").nodes] == [Trust.VOUCHED]
+    daemon.check()
+
+
+@pytest.mark.parametrize("unpublished", ["empty", "not-found"])
+def test_where_nothing_is_published_the_first_node_waits_two_minutes_and_later_ones_ten_seconds(
+    tmp_path: Path, unpublished: str
+) -> None:
+    daemon = Daemon(tmp_path / "state", config=published(None, unpublished))
+    care_for_private(daemon)
+    assert 115 < launched_after(daemon, "pod-0") < 135
+    assert len(daemon.zone.calls("GetGuestAttributes")) <= 13
+    (said,) = daemon.told("host-keys")
+    assert "pod-0-a0" in said
+    assert "not published within 0:02:00" in said
+    daemon.restart()
+    care_for_private(daemon, "other")
+    assert 5 < launched_after(daemon, "other-0") < 25, "what one slot learned, all know, also after a restart"
+    daemon.run(hours=25)
+    daemon.zone.world.preempt("pod-0", daemon.clock.true_now())
+    daemon.run_until(lambda: daemon.memory("pod-0").attempts == 2 and daemon.trains("pod-0"))
+    assert launched_after(daemon, "pod-0") > 115, "a day later it is found out anew"
+    assert daemon.told("person") == []
+    daemon.check()
+
+
+def test_vouched_fails_closed_until_a_person_has_mended_it(tmp_path: Path) -> None:
+    daemon = Daemon(tmp_path / "state", config=published(None))
+    care_for_private(daemon, host_keys=HostKeys.VOUCHED)
+    daemon.run(hours=2)
+    assert daemon.launcher.launches == []
+    (said,) = daemon.told("person")
+    assert "care.host_keys is vouched" in said
+    daemon.zone.world.reconfigure(published(0), daemon.clock.true_now())
+    daemon.run_until(lambda: daemon.trains("pod-0"), minutes=3)
+
+
+def test_who_may_not_read_guest_attributes_trusts_on_first_use_at_once(tmp_path: Path) -> None:
+    access = {"denied_permissions": ["tpu.nodes.getGuestAttributes"]}
+    daemon = Daemon(tmp_path / "state", config=WorldConfig.calm(access=access))
+    care_for_private(daemon)
+    assert launched_after(daemon, "pod-0") < 5
+    (said,) = daemon.told("host-keys")
+    assert "may not be read" in said
+    care_for_private(daemon, "strict", host_keys=HostKeys.VOUCHED)
+    daemon.run(minutes=20)
+    assert not daemon.trains("strict-0")
+
+
+def test_no_answer_is_not_taken_for_a_no_and_a_person_is_told(daemon: Daemon) -> None:
+    calls = refuse_guest_attributes(daemon, 14, "The service is currently unavailable.")
+    care_for_private(daemon)
+    daemon.care_for("public")
+    daemon.run(hours=1)
+    assert daemon.trains("public-0"), "nothing private is told by it"
+    assert [token for token in daemon.launcher.launches if token.startswith("pod")] == []
+    (said,) = daemon.told("person")
+    assert "no answer" in said
+    assert len(calls) < 400
+    del daemon.cloud.host_keys
+    daemon.run_until(lambda: daemon.trains("pod-0"), minutes=1)
+    assert daemon.told("host-keys") == []
+
+
+@pytest.mark.parametrize("code", [4, 13, 8])
+def test_a_transient_answer_is_asked_again_before_a_secret_travels(daemon: Daemon, code: int) -> None:
+    for _ in range(9):
+        daemon.zone.world.fail_next("GetGuestAttributes", code, "Too many requests" if code == 8 else "not now")
+    care_for_private(daemon)
+    daemon.run_until(lambda: daemon.trains("pod-0"))
+    assert [node.trust for node in daemon.memory("pod-0").nodes] == [Trust.VOUCHED]
+
+
+def test_what_carries_nothing_private_begins_at_once(tmp_path: Path) -> None:
+    daemon = Daemon(tmp_path / "state", config=published(None))
+    daemon.care_for("pod")
+    assert launched_after(daemon, "pod-0") < 5
+    slots = [replace(slot, care=replace(CARE, host_keys=HostKeys.VOUCHED)) for slot in slots_of("strict")]
+    daemon.care_for_slots("strict", slots)
+    daemon.run(minutes=20)
+    assert not daemon.trains("strict-0")
+
+
+def test_a_key_that_changes_before_the_first_launch_is_repinned_if_it_is_vouched_for(tmp_path: Path) -> None:
+    """cloud-init may make new host keys after sshd has answered once; the agent then publishes these."""
+    daemon = Daemon(tmp_path / "state", config=published(30))
+    care_for_private(daemon)
+    daemon.run_until(lambda: bool(daemon.told("answers")))
+    change_host_keys(daemon, "pod-0")
+    for worker in daemon.launcher.of_node(*daemon.node_of("pod-0").key):
+        daemon.zone._publish(worker)
+    assert launched_after(daemon, "pod-0") < 60
+    assert daemon.told("person") == []
+
+
+def test_a_key_that_changes_before_the_first_launch_waits_for_a_person_where_nothing_vouches(tmp_path: Path) -> None:
+    daemon = Daemon(tmp_path / "state", config=published(None))
+    care_for_private(daemon)
+    daemon.run_until(lambda: bool(daemon.told("answers")))
+    change_host_keys(daemon, "pod-0")
+    daemon.run(hours=3)
+    assert daemon.launcher.launches == []
+    (said,) = daemon.told("person")
+    assert "shows another host key" in said
+
+
+def test_what_was_vouched_for_is_not_asked_to_death_after_a_restart(tmp_path: Path) -> None:
+    """A run that crashes under the next process is relaunched at once, though nothing is published any more."""
+    daemon = Daemon(tmp_path / "state", config=published(0))
+    care_for_private(daemon)
+    daemon.run_until(lambda: daemon.trains("pod-0"))
+    daemon.zone.world.reconfigure(published(None), daemon.clock.true_now())
+    daemon.restart()
+    care_for_private(daemon)
+    daemon.run(minutes=1)
+    for worker in daemon.launcher.of_node(*daemon.node_of("pod-0").key):
+        daemon.launcher.end(worker, status=1)
+    daemon.run_until(lambda: len(daemon.launcher.launches) == 2 and daemon.trains("pod-0"), minutes=3)
+    assert daemon.told("host-keys") == []

@@ -758,6 +758,23 @@ def test_guest_attributes_hold_what_machines_report(world: World) -> None:
     assert refusal(world.guest_attributes, name("gone"), "", (), at(minutes=1)).code == 5
 
 
+def test_host_keys_are_published_some_time_after_sshd_or_never() -> None:
+    for after, unpublished in ((30, "empty"), (30, "not-found"), (None, "not-found")):
+        world = calm(guest_attributes={"published_after": after, "unpublished": unpublished})
+        world.create_node(PARENT, "a", spec("v3-8"), START)
+        world.get_node(name("a"), at(minutes=5))
+        world.set_guest_attribute(name("a"), 0, "hostkeys", "ssh-ed25519", "key")
+        asked = (world.guest_attributes, name("a"), "hostkeys/", ())
+        if unpublished == "empty":
+            assert world.guest_attributes(*asked[1:], at(minutes=5, seconds=29)) == {0: ()}
+        else:
+            assert "The resource 'hostkeys/'" in refusal(*asked, at(minutes=5, seconds=29)).message
+        if after is None:
+            assert refusal(*asked, at(hours=9)).code == 5
+        else:
+            assert world.guest_attributes(*asked[1:], at(minutes=5, seconds=30))[0][0].value == "key"
+
+
 def test_what_a_zone_offers() -> None:
     world = calm(zones={ZONE: {}, "us-west4-a": {"accelerators": ["v5litepod-4"]}, "mars-1-a": {}})
     assert world.locations() == ["mars-1-a", ZONE, "us-west4-a"]

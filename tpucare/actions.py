@@ -154,10 +154,11 @@ class PushKey:
 
 @dataclass(frozen=True, slots=True)
 class Vouch:
-    """Ask guest attributes for host keys, and pin those."""
+    """Ask guest attributes for host keys, and pin those. `publisher`: of whose habits the answer tells."""
 
     key: NodeKey
     why: str
+    publisher: str = ""
 
     @property
     def kind(self) -> str:
@@ -199,6 +200,7 @@ class Fact(StrEnum):
     RUN_OVER = "run over"
     RUN_BACK = "run back"
     SETUP_DONE = "setup done"
+    FIRST_USE = "host keys trusted on first use"
     CREATE_SUPERSEDED = "create superseded"
     CREATE_KEPT = "create kept"
     ENDED = "ended"
@@ -217,6 +219,7 @@ class Settle:
     step: int | None = None
     checkpoint: int | None = None
     gap: timedelta | None = None
+    publisher: str = ""
 
     @property
     def kind(self) -> str:

@@ -17,7 +17,7 @@ from datetime import timedelta
 
 from tpucare.actions import Wait
 from tpucare.errors import StoreError, StoreFull
-from tpucare.memory import Memory
+from tpucare.memory import Memory, Publishing
 from tpucare.model import Event, Node, NodeKey, Slot
 from tpucare.placement import Budget
 from tpucare.ports import Clock, Executor, Lane, Store
@@ -80,6 +80,7 @@ class Board:
         self.braked: set[str] = set()
         self.lacks_quota: set[str] = set()
         self._homes: dict[NodeKey, str] = {}
+        self.publishing: dict[str, Publishing] = {}
         self._wakes: list[tuple[float, str]] = []
         self._pending = _Pending()
         self._marked = -math.inf
@@ -140,7 +141,15 @@ class Board:
                     self._homes.pop(key, None)
                 self._homes.update(dict.fromkeys(_keys_of(track, memory), track.slot.name))
             track.memory = memory
+            self.note_publishing(memory)
             self._pending.memories[track.slot.name] = memory
+
+    def note_publishing(self, memory: Memory) -> None:
+        """What one slot learns of the host keys of a project and runtime holds for all; the newest word counts."""
+        for publisher, told in memory.publishing.items():
+            known = self.publishing.get(publisher)
+            if known is None or known.at < told.at:
+                self.publishing[publisher] = told
 
     def event(
         self,

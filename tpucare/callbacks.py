@@ -252,8 +252,8 @@ class CallbackLauncher:
     def notice(self, order: NoticeOrder) -> None:
         self._inner.notice(order)
 
-    def vouch(self, workers: Sequence[Worker], keys: Mapping[int, tuple[str, ...]]) -> None:
-        self._inner.vouch(workers, keys)
+    def vouch(self, workers: Sequence[Worker], keys: Mapping[int, tuple[str, ...]]) -> frozenset[int]:
+        return self._inner.vouch(workers, keys)
 
     def expect(self, workers: Sequence[Worker]) -> None:
         self._inner.expect(workers)

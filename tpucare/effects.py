@@ -137,11 +137,10 @@ def delete_ours(action: Delete, cloud: Cloud, owner: str) -> None:
     cloud.delete_node(action.key)
 
 
-def vouch(key: NodeKey, workers: tuple[Worker, ...], ports: Ports) -> None:
-    """Guest attributes may be missing, and are then no reason not to use the node: the first key seen is kept."""
-    keys = ports.cloud.host_keys(key)
-    if keys:
-        ports.launcher.vouch(workers, keys)
+def vouch(key: NodeKey, workers: tuple[Worker, ...], ports: Ports) -> bool:
+    """Pin the host keys that guest attributes give; whether they gave some for every worker."""
+    vouched = ports.launcher.vouch(workers, ports.cloud.host_keys(key))
+    return bool(workers) and vouched >= {worker.number for worker in workers}
 
 
 def labels_of(slot: Slot, number: int | None, ports: Ports) -> dict[str, str]:

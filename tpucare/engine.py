@@ -305,6 +305,7 @@ class Engine:
             store_old=self.store.old,
             complete=view.complete,
             unanswered=view.unanswered or frozenset(),
+            publishing=self.board.publishing,
         )
 
     def _rest(self, track: SlotTrack, action: Wait, moment: Moment, now: float) -> None:

@@ -11,8 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
+from enum import StrEnum
 from typing import NamedTuple
 
+from tpucare.memory import Publishing
 from tpucare.model import Node, Place, Worker
 from tpucare.orders import NodeReport
 
@@ -131,6 +133,20 @@ class Progress:
     unchanged: int = SUPPORTING_OBSERVATIONS
 
 
+class Voucher(StrEnum):
+    """
+    What guest attributes said of a node's host keys when this process asked last.
+
+    UNPUBLISHED: not of all workers, or the feature is off    UNANSWERED: the call brought no answer (14, 4, 13, 429)
+    """
+
+    UNASKED = "unasked"
+    VOUCHED = "vouched"
+    UNPUBLISHED = "unpublished"
+    FORBIDDEN = "forbidden"
+    UNANSWERED = "unanswered"
+
+
 @dataclass(frozen=True, slots=True)
 class NodeEvidence:
     """
@@ -141,7 +157,8 @@ class NodeEvidence:
     workers:  addresses of all workers, or None while the node does not list them all
     lacking_since: it listed them all once, and not since then
     arrived_since: when a worker answered last that had not before
-    vouched:  guest attributes were asked for host keys since this process runs
+    changed_since: a worker shows another host key than it had
+    voucher:  what guest attributes say of its host keys    unanswered_since: they were asked, and no answer came
     """
 
     node: Node
@@ -160,7 +177,10 @@ class NodeEvidence:
     phase_since: Mark | None = None
     lacking_since: Mark | None = None
     arrived_since: Mark | None = None
-    vouched: bool = False
+    changed_since: Mark | None = None
+    voucher: Voucher = Voucher.UNASKED
+    voucher_why: str = ""
+    unanswered_since: Mark | None = None
     progress: Progress = Progress()
 
 
@@ -187,6 +207,7 @@ class Evidence:
     store_lost:       memory was lost and nobody confirmed yet
     store_old:        memory may be that of a backup: nobody cared on it for a while before this process
     complete:         every zone has answered since this process runs
+    publishing:       where host keys are published, and where they were not, as the slots of the project remember
     unanswered:       those that have not
     """
 
@@ -205,6 +226,7 @@ class Evidence:
     unanswered: frozenset[str] = frozenset()
     unreachable: frozenset[str] = frozenset()
     blind_why: str = ""
+    publishing: Mapping[str, Publishing] = field(default_factory=dict)
 
     def node(self, name: str) -> NodeEvidence | None:
         return next((seen for seen in self.nodes if seen.node.name == name), None)

@@ -17,7 +17,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from tpucare import fleet_values as values
 from tpucare.accelerators import known_types, known_zones
-from tpucare.model import Care, OnSuccess, Provisioning
+from tpucare.model import Care, HostKeys, OnSuccess, Provisioning
 
 COUNT_LIMIT = 10_000
 ALTERNATIVES_LIMIT = 20
@@ -264,6 +264,12 @@ class CareSection(Section):
     fence_after: PositiveDuration = _length(_CARE.fence_after, "How long proof is waited for before `fence` is asked.")
     stopped: Annotated[Stopped, Field(strict=False)] = Field(
         Stopped.HOLD, description="A node that somebody stopped: hold the slot, or delete the node and make a new one."
+    )
+    host_keys: Annotated[HostKeys, Field(strict=False)] = Field(
+        HostKeys.AUTO,
+        description="When guest attributes do not vouch for the host keys of a node (not published within 2 minutes, "
+        "switched off, not permitted): `auto` trusts the keys of the first login and says so, `vouched` sends no job "
+        "and waits for a person.",
     )
     on_success: Annotated[OnSuccess, Field(strict=False)] = Field(
         OnSuccess.DELETE, description="The node of a run that finished: delete it, keep it, or restart the run."

@@ -148,10 +148,9 @@ class ScriptLauncher:
 
     # --- what the Remote does by itself ---
 
-    def vouch(self, workers: Sequence[Worker], keys: Mapping[int, tuple[str, ...]]) -> None:
-        for worker in workers:
-            if host_keys := keys.get(worker.number):
-                self._remote.repin(worker, host_keys)
+    def vouch(self, workers: Sequence[Worker], keys: Mapping[int, tuple[str, ...]]) -> frozenset[int]:
+        told = [worker for worker in workers if self._remote.repin(worker, keys.get(worker.number, ()))]
+        return frozenset(worker.number for worker in told)
 
     def expect(self, workers: Sequence[Worker]) -> None:
         self._remote.knock(workers)

@@ -68,6 +68,22 @@ class PlaceMemory:
     unanswered_nodes: int = 0
 
 
+class Trust(StrEnum):
+    """Why the host keys of a node are believed: guest attributes vouched for all workers, or they were the first."""
+
+    NONE = ""
+    VOUCHED = "vouched"
+    FIRST_USE = "first-use"
+
+
+@dataclass(frozen=True, slots=True)
+class Publishing:
+    """Whether the guest attributes of a project and runtime brought host keys when they were asked for last."""
+
+    at: datetime
+    published: bool
+
+
 @dataclass(frozen=True, slots=True)
 class CreateIntent:
     """
@@ -135,6 +151,7 @@ class NodeMemory:
     asked: bool = False
     revived: bool = False
     taken: bool = False
+    trust: Trust = Trust.NONE
 
     @property
     def serves(self) -> bool:
@@ -184,7 +201,8 @@ class Memory:
     Everything remembered of one slot.
 
     `step_job`: the job whose run told of a step last, as in `RunMemory.job`. `asked_from`: the first create number that
-    this store used; None: it used none, or was made by a version that did not keep it.
+    this store used; None: it used none, or was made by a version that did not keep it. `publishing`: by what
+    `plan_trust.publisher_of` names.
     """
 
     fleet: str
@@ -207,6 +225,7 @@ class Memory:
     recent_creates: tuple[datetime, ...] = ()
     step_job: str = ""
     asked_from: int | None = None
+    publishing: Mapping[str, Publishing] = field(default_factory=dict)
 
     def has_asked_for(self, number: int) -> bool:
         return self.asked_from is not None and self.asked_from <= number < self.next_number

@@ -141,6 +141,13 @@ class OnSuccess(StrEnum):
     RESTART = "restart"
 
 
+class HostKeys(StrEnum):
+    """What is done with a node of whose host keys nothing vouches for good."""
+
+    AUTO = "auto"
+    VOUCHED = "vouched"
+
+
 class OnExit(StrEnum):
     """What happens when a foreign run has ended, of which nobody knows whether it succeeded."""
 
@@ -190,6 +197,7 @@ class Care:
     success_after: timedelta = timedelta(seconds=60)
     fence_proceed: bool = False
     stopped_delete: bool = False
+    host_keys: HostKeys = HostKeys.AUTO
     on_success: OnSuccess = OnSuccess.DELETE
     on_exit: OnExit = OnExit.LEAVE
     crash_budget: int = 10

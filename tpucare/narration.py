@@ -31,7 +31,7 @@ def event_line(at: datetime, level: str, slot: str, text: str) -> str:
 
 def kind_of(action: Settle | Effect) -> str:
     if isinstance(action, Settle):
-        return "done" if action.fact is Fact.ENDED else "settle"
+        return {Fact.ENDED: "done", Fact.FIRST_USE: "host-keys"}.get(action.fact, "settle")
     return type(action).__name__.lower()
 
 

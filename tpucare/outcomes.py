@@ -71,7 +71,7 @@ class Outcomes:
         elif isinstance(action, Poll) and failed(finished.result):
             track.looked[f"failed:{name}"] = view.mark
         elif isinstance(action, Vouch) and seen is not None:
-            seen.vouched = True
+            seen.hear_voucher(finished.result is True, error, view.mark)
         elif isinstance(action, PushKey) and isinstance(error, LostRace):
             track.looked[f"missed:{name}"] = view.mark
         elif isinstance(action, Launch | Stop) and seen is not None:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from tpucare.actions import Action, Delete, Fact, Launch, Look, PushKey, Reason, Settle, Stop, Vouch, Wait
+from tpucare.actions import Action, Delete, Fact, Launch, Look, PushKey, Reason, Settle, Stop, Wait
 from tpucare.evidence import Evidence, Mark, NodeEvidence, Timers, latest
 from tpucare.memory import Memory, NodeMemory
 from tpucare.model import PENDING_STATES, USABLE_STATES, NodeKey, NodeState, Provisioning, Slot
 from tpucare.orders import Contact
 from tpucare.plan_foreign import decide_foreign, is_foreign
 from tpucare.plan_run import decide_run
+from tpucare.plan_trust import decide_changed_key, decide_trust
 from tpucare.plan_words import (
     backoff_over,
     busy,
@@ -39,7 +40,6 @@ FAILED_CREATE_SILENCE = timedelta(seconds=60)
 KEY_MAY_BE_LATE = timedelta(seconds=30)
 KEY_PUSH_EVERY = timedelta(minutes=1)
 KEY_PUSH_SERVES = timedelta(minutes=3)
-VOUCH_EVERY = timedelta(minutes=1)
 ELDER_LOOK_EVERY = timedelta(seconds=5)
 CANARY_FACTOR = 3
 NEVER_ANSWERED_FACTOR = 2
@@ -95,7 +95,7 @@ def _decide_pending(
     if timers.lasted(since, slot.care.boot_timeout):
         why = f"still {seen.node.state.name} at boot_timeout"
         return deletion(seen, why, Reason.JUDGED, unanswered=not past.answered)
-    return contact_trouble(seen, past, evidence, timers) or Wait(f"{seen.node.name} is {seen.node.state.name}")
+    return contact_trouble(slot, seen, past, evidence, timers) or Wait(f"{seen.node.name} is {seen.node.state.name}")
 
 
 def _decide_usable(
@@ -114,7 +114,7 @@ def _decide_usable(
         return Wait(f"{node.name} does not list all its workers yet")
     if seen.report is None:
         return Wait(f"asking the workers of {node.name}")
-    if trouble := contact_trouble(seen, past, evidence, timers):
+    if trouble := contact_trouble(slot, seen, past, evidence, timers):
         return _silence_beside(trouble, slot, seen, past, evidence, memory, timers)
     if not seen.report.all_answer:
         return _decide_silent(slot, seen, past, evidence, memory, timers)
@@ -137,13 +137,15 @@ def _silence_beside(
     return verdict if isinstance(verdict, Delete) else trouble
 
 
-def contact_trouble(seen: NodeEvidence, past: NodeMemory, evidence: Evidence, timers: Timers) -> Action | None:
+def contact_trouble(
+    slot: Slot, seen: NodeEvidence, past: NodeMemory, evidence: Evidence, timers: Timers
+) -> Action | None:
     """Workers that listen and will not have us: a key that is not there yet, a host key that changed."""
     if seen.report is None:
         return None
     contacts = {worker.contact for worker in seen.report.workers}
     if Contact.HOST_KEY_CHANGED in contacts:
-        return _decide_changed_key(seen, evidence, timers)
+        return decide_changed_key(slot, seen, past, evidence, timers)
     if Contact.AUTH_REFUSED in contacts:
         return _decide_refused(seen, past, evidence, timers)
     return None
@@ -163,16 +165,6 @@ def _decide_refused(seen: NodeEvidence, past: NodeMemory, evidence: Evidence, ti
         why = "is OS Login on, by policy (requireOsLogin) or for want of enable-oslogin: FALSE, or is a key blocked?"
         return Wait(f"{name} refuses our key, though its metadata has it: {why}", needs_person=True)
     return Wait(f"our key was written to the metadata of {name}; waiting until its workers take it")
-
-
-def _decide_changed_key(seen: NodeEvidence, evidence: Evidence, timers: Timers) -> Action:
-    kind = f"vouch:{seen.node.name}"
-    last = evidence.looked.get(kind)
-    if kind not in evidence.in_flight and (last is None or timers.lasted(last, VOUCH_EVERY)):
-        return Vouch(seen.node.key, "a host key changed on the same node")
-    why = f"a worker of {seen.node.name} shows another host key, and guest attributes do not vouch for it"
-    advice = "look at it; `tpucare apply FILE --replace` gives the slot a new node, `tpucare down` ends it"
-    return Wait(f"{why}: {advice}", needs_person=last is not None)
 
 
 def _decide_silent(
@@ -240,21 +232,21 @@ def _decide_answering(
     if run is not None and ours and not run.stopped:
         decide_own = decide_foreign if is_foreign(seen.report, run) else decide_run
         return decide_own(slot, seen, past, evidence, memory, timers)
-    return _decide_launch(slot, seen, evidence, memory, timers)
+    return _decide_launch(slot, seen, past, evidence, memory, timers)
 
 
 def _newer(token: str, known: str) -> bool:
     return int(token.rpartition(".")[2]) > int(known.rpartition(".")[2])
 
 
-def _decide_launch(slot: Slot, seen: NodeEvidence, evidence: Evidence, memory: Memory, timers: Timers) -> Action:
+def _decide_launch(
+    slot: Slot, seen: NodeEvidence, past: NodeMemory, evidence: Evidence, memory: Memory, timers: Timers
+) -> Action:
     node = seen.node
     if slot.job is None:
         return without_job(slot, "the node is kept")
-    if not seen.vouched:
-        if f"vouch:{node.name}" in evidence.in_flight:
-            return Wait(f"asking for the host keys of {node.name}")
-        return Vouch(node.key, "its workers answer for the first time")
+    if action := decide_trust(slot, seen, past, evidence, timers):
+        return action
     if not quiet(seen):
         return _decide_not_quiet(seen, evidence, memory)
     if wait := backoff_over(memory, timers):

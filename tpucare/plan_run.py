@@ -15,6 +15,7 @@ from tpucare.model import Slot
 from tpucare.orders import WorkerReport
 from tpucare.plan_ended import decide_ended
 from tpucare.plan_living import decide_living
+from tpucare.plan_trust import decide_trust
 from tpucare.plan_words import backoff_over, deletion, ending, job_mark, keeps_node, quiet, without_job
 
 # Stops that some worker did not hear, before its node is given up.
@@ -30,7 +31,7 @@ def decide_unsettled(
     if memory.run.stop_why:
         return _stop_again(seen, evidence, memory, timers)
     if not memory.run.complete:
-        return _decide_incomplete(slot, seen, memory, timers)
+        return _decide_incomplete(slot, seen, evidence, memory, timers)
     if memory.restart_asked:
         return ending(seen, memory, "restart was asked for", None)
     return None
@@ -73,9 +74,10 @@ def _stop_again(seen: NodeEvidence, evidence: Evidence, memory: Memory, timers: 
     return deletion(seen, "processes or chips are not free after SIGKILL", Reason.DEAD)
 
 
-def _decide_incomplete(slot: Slot, seen: NodeEvidence, memory: Memory, timers: Timers) -> Action:
-    run = memory.run
+def _decide_incomplete(slot: Slot, seen: NodeEvidence, evidence: Evidence, memory: Memory, timers: Timers) -> Action:
+    run, past = memory.run, memory.node(seen.node.name)
     assert run is not None
+    assert past is not None
     assert seen.report is not None
     holding = [worker for worker in seen.report.workers if worker.token == run.token]
     if len(holding) == len(seen.report.workers):
@@ -90,6 +92,8 @@ def _decide_incomplete(slot: Slot, seen: NodeEvidence, memory: Memory, timers: T
         return without_job(slot, "the node is kept")
     if wait := backoff_over(memory, timers):
         return wait
-    # What is launched is the job as it is declared now.
+    # What is launched is the job as it is declared now, and that may be another one than was refused.
+    if action := decide_trust(slot, seen, past, evidence, timers):
+        return action
     why, job = "no worker took the launch: once more", job_mark(slot.job)
     return Launch(seen.node.key, seen.node.id, run.token, run.number, why, job)

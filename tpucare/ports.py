@@ -111,8 +111,11 @@ class Remote(Protocol):
         """The node is proven gone: `disconnect`, and drop its pinned host keys."""
         ...
 
-    def repin(self, worker: Worker, host_keys: Iterable[str]) -> None:
-        """Replace the pinned host key of *worker* by those that guest attributes vouch for (`type base64`)."""
+    def repin(self, worker: Worker, host_keys: Iterable[str]) -> bool:
+        """
+        Replace the pinned host key of *worker* by those that guest attributes vouch for (`type base64`). False: none
+        of them can be read as a host key, and what was pinned stays.
+        """
         ...
 
     def hints(self) -> frozenset[NodeKey]:
@@ -131,8 +134,8 @@ class Launcher(Protocol):
 
     def notice(self, order: NoticeOrder) -> None: ...
 
-    def vouch(self, workers: Sequence[Worker], keys: Mapping[int, tuple[str, ...]]) -> None:
-        """Host keys as guest attributes give them: pin, or re-pin, those workers."""
+    def vouch(self, workers: Sequence[Worker], keys: Mapping[int, tuple[str, ...]]) -> frozenset[int]:
+        """Host keys as guest attributes give them: pin, or re-pin, those workers. Returns the numbers of these."""
         ...
 
     def expect(self, workers: Sequence[Worker]) -> None:

@@ -12,11 +12,26 @@ import random
 from dataclasses import replace
 from datetime import datetime
 
-from tpucare.actions import Action, Create, Delete, Fact, Launch, Look, Notice, Poll, PushKey, Reason, Settle, Stop
-from tpucare.memory import BookName, Memory, RunMemory
+from tpucare.actions import (
+    Action,
+    Create,
+    Delete,
+    Fact,
+    Launch,
+    Look,
+    Notice,
+    Poll,
+    PushKey,
+    Reason,
+    Settle,
+    Stop,
+    Vouch,
+)
+from tpucare.memory import BookName, Memory, RunMemory, Trust
 from tpucare.remember_creates import after_create, after_look, after_poll, intend_create, keep, served, supersede
 from tpucare.remember_deletes import after_delete, intend_delete, undelete
 from tpucare.remember_runs import after_launch, after_stop, attempted, far, intend_launch, intend_stop, row_over
+from tpucare.remember_seen import believed
 
 
 def intend(memory: Memory, action: Action, now: datetime, rng: random.Random) -> Memory:
@@ -57,6 +72,8 @@ def _settle(memory: Memory, action: Settle, now: datetime, rng: random.Random) -
             return replace(memory, run=replace(run, stopped=True)) if run is not None else memory
         case Fact.RUN_OVER | Fact.RUN_BACK:
             return replace(memory, run=replace(run, over=action.fact is Fact.RUN_OVER)) if run is not None else memory
+        case Fact.FIRST_USE:
+            return believed(memory, action.name, Trust.FIRST_USE, action.publisher, now)
         case Fact.SETUP_DONE:
             return row_over(memory, BookName.SETUP)
         case Fact.RUN_PROGRESSED:
@@ -88,6 +105,11 @@ def remember(
             return after_look(memory, action, result, error, now, rng)
         case Poll():
             return after_poll(memory, action, result, error, now, rng)
+        case Vouch():
+            # The result is whether guest attributes vouch for every worker.
+            if error is None and result is True:
+                return believed(memory, action.key.name, Trust.VOUCHED, action.publisher, now)
+            return memory
         case PushKey():
             past = memory.node(action.key.name)
             return memory.with_node(replace(past, keyed=True)) if past is not None and error is None else memory

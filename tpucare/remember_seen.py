@@ -12,7 +12,7 @@ from datetime import datetime
 
 from tpucare import placement
 from tpucare.errors import NoCapacity
-from tpucare.memory import BookName, CreateIntent, Memory, NodeMemory
+from tpucare.memory import BookName, CreateIntent, Memory, NodeMemory, Publishing, Trust
 from tpucare.model import DEAD_STATES, LABEL_NUMBER, PENDING_STATES, USABLE_STATES, Node, NodeState, parse_node_name
 
 
@@ -99,6 +99,17 @@ def answered(memory: Memory, name: str) -> Memory:
     if past.place and memory.place(past.place).unanswered_nodes:
         memory = memory.with_place(past.place, placement.acquitted(memory.place(past.place)))
     return memory
+
+
+def believed(memory: Memory, name: str, trust: Trust, publisher: str, now: datetime) -> Memory:
+    """The host keys of the node are believed; and what that tells of *publisher*, when it is not empty."""
+    past = memory.node(name)
+    if past is not None:
+        memory = memory.with_node(replace(past, trust=trust))
+    if not publisher:
+        return memory
+    told = Publishing(now, published=trust is Trust.VOUCHED)
+    return replace(memory, publishing={**memory.publishing, publisher: told})
 
 
 def gone(memory: Memory, name: str, now: datetime, rng: random.Random) -> Memory:

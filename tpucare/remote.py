@@ -127,12 +127,13 @@ class ParamikoRemote:
         self.disconnect(key)
         self._pins.forget(key)
 
-    def repin(self, worker: Worker, host_keys: Iterable[str]) -> None:
+    def repin(self, worker: Worker, host_keys: Iterable[str]) -> bool:
         """What cannot be read as a host key is left out; when nothing is left, what was pinned stays."""
         vouched = clean_host_keys(host_keys)
         if vouched and vouched != self._pins.pinned(worker):
             self._pins.pin(worker, vouched)
             self._pool.drop(worker)
+        return bool(vouched)
 
     def hints(self) -> frozenset[NodeKey]:
         with self._lock:

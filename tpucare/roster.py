@@ -96,6 +96,7 @@ class Roster:
             board.settle_in(track)
             board.project(slot.project).adopt(slot.name)
             self._spending.restore(slot.project, memory)
+            board.note_publishing(memory)
         track.slot = slot
         board.dirty[slot.name] = None
         return track

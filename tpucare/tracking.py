@@ -8,13 +8,16 @@ a decision could turn on it comes out.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from statistics import median
 
+from tpucare import failures
 from tpucare.actions import Action, Wait
-from tpucare.evidence import Evidence, Holding, Mark, NodeEvidence, Progress
-from tpucare.memory import End, Memory
+from tpucare.errors import NeedsPerson, NotPublished
+from tpucare.evidence import Evidence, Holding, Mark, NodeEvidence, Progress, Voucher
+from tpucare.memory import End, Memory, Publishing
 from tpucare.model import Health, Node, NodeState, Slot, Worker
 from tpucare.orders import Contact, NodeReport, Phase, WorkerReport
 
@@ -77,12 +80,15 @@ class NodeTrack:
     generation: int = 0
     probe_due: float | None = None
     probing: bool = False
-    vouched: bool = False
+    voucher: Voucher = Voucher.UNASKED
+    voucher_why: str = ""
+    unanswered_since: Mark | None = None
     unhealthy_since: Mark | None = None
     silent_since: Mark | None = None
     silent_probes: int = 0
     answering_since: Mark | None = None
     refused_since: Mark | None = None
+    changed_since: Mark | None = None
     ended_since: Mark | None = None
     phase_since: Mark | None = None
     lacking_since: Mark | None = None
@@ -132,6 +138,15 @@ class NodeTrack:
         self.ended_since = None
         self.phase_since = None
 
+    def hear_voucher(self, vouched: bool, error: Exception | None, mark: Mark) -> None:
+        """Guest attributes were asked for host keys. *vouched*: they had some of every worker."""
+        before, self.voucher = self.voucher, _voucher_of(vouched, error)
+        if self.voucher is not before:
+            # Texts of the API bear an id of each answer: a person is told the first, and not every one as news.
+            self.voucher_why = str(error) if error is not None else ""
+        unanswered = self.voucher is Voucher.UNANSWERED
+        self.unanswered_since = (self.unanswered_since or mark) if unanswered else None
+
     def hear(self, report: NodeReport, mark: Mark) -> bool:
         """Workers answered, or did not; true when a decision could turn on it."""
         before, self.report = self.report, report
@@ -155,6 +170,7 @@ class NodeTrack:
             self.arrived |= came
             self.arrived_since = mark
         self.refused_since = (self.refused_since or mark) if Contact.AUTH_REFUSED in contacts else None
+        self.changed_since = (self.changed_since or mark) if Contact.HOST_KEY_CHANGED in contacts else None
         answering = bool(contacts) and all(contact is Contact.ANSWERED for contact in contacts)
         self.answering_since = (self.answering_since or mark) if answering else None
 
@@ -182,9 +198,26 @@ class NodeTrack:
             phase_since=self.phase_since,
             lacking_since=self.lacking_since,
             arrived_since=self.arrived_since,
-            vouched=self.vouched,
+            changed_since=self.changed_since,
+            voucher=self.voucher,
+            voucher_why=self.voucher_why,
+            unanswered_since=self.unanswered_since,
             progress=self.progress.freeze(),
         )
+
+
+def _voucher_of(vouched: bool, error: Exception | None) -> Voucher:
+    match error:
+        case None:
+            return Voucher.VOUCHED if vouched else Voucher.UNPUBLISHED
+        case NotPublished():
+            return Voucher.UNPUBLISHED
+        case NeedsPerson(code=failures.PERMISSION_DENIED):
+            return Voucher.FORBIDDEN
+        case NeedsPerson():
+            # A precondition that fails may be that the node still boots, or the feature that is off.
+            return Voucher.UNPUBLISHED
+    return Voucher.UNANSWERED
 
 
 def _later(mark: Mark | None, length: timedelta, passes: int) -> Mark | None:
@@ -253,6 +286,7 @@ class SlotTrack:
         store_old: bool,
         complete: bool,
         unanswered: frozenset[str],
+        publishing: Mapping[str, Publishing],
     ) -> Evidence:
         nodes = sorted(self.nodes.values(), key=lambda track: (track.node.create_time, track.node.name))
         return Evidence(
@@ -271,6 +305,7 @@ class SlotTrack:
             unanswered=unanswered,
             unreachable=unreachable,
             blind_why=blind_why,
+            publishing=publishing,
         )
 
     def mark_creates(self, mark: Mark) -> None:

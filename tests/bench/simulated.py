@@ -59,7 +59,8 @@ class SteadyLauncher:
 
     def notice(self, order: NoticeOrder) -> None: ...
 
-    def vouch(self, workers: Sequence[Worker], keys: Mapping[int, tuple[str, ...]]) -> None: ...
+    def vouch(self, workers: Sequence[Worker], keys: Mapping[int, tuple[str, ...]]) -> frozenset[int]:
+        return frozenset(worker.number for worker in workers)
 
     def expect(self, workers: Sequence[Worker]) -> None: ...
 

@@ -75,13 +75,6 @@ BOOTS = [
         "Wait",
     ),
     case("not asked yet", evidence(seen(node())), FRESH, "Wait"),
-    case("host keys first", evidence(seen(node(), QUIET, vouched=False)), FRESH, "Vouch"),
-    case(
-        "host keys are asked for",
-        evidence(seen(node(), QUIET, vouched=False), in_flight=frozenset({f"vouch:{name_of(0)}"})),
-        FRESH,
-        "Wait",
-    ),
     case("no job: the node is kept", evidence(seen(node(), QUIET)), FRESH, "Wait", slot(job=False)),
     case(
         "health bad, run not launched: launch",

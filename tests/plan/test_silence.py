@@ -5,7 +5,6 @@ from __future__ import annotations
 from datetime import timedelta
 
 from tests.evidence_kit import (
-    CHANGED,
     FRESH,
     NO_PROGRESS,
     QUIET,
@@ -166,19 +165,6 @@ SILENCE = [
         evidence(seen(node(), REFUSED, refused_since=ago(minutes=3))),
         memory(past(keyed=True)),
         "Wait person",
-    ),
-    case("a host key changed: guest attributes", evidence(seen(node(), (QUIET, CHANGED))), TRAINS, "Vouch"),
-    case(
-        "guest attributes do not vouch",
-        evidence(seen(node(), (QUIET, CHANGED)), looked={f"vouch:{name_of(0)}": ago(30)}),
-        TRAINS,
-        "Wait person",
-    ),
-    case(
-        "guest attributes are asked again",
-        evidence(seen(node(), (QUIET, CHANGED)), looked={f"vouch:{name_of(0)}": ago(61)}),
-        TRAINS,
-        "Vouch",
     ),
 ]
 

@@ -306,7 +306,9 @@ class Actions(QueueLife):
         """For example `hostkeys`, `ssh-ed25519` and the key. Ignored when the node is gone."""
         life = self.state.nodes.get(parse_node_path(name))
         if life is not None and 0 <= worker < len(life.workers):
-            life.workers[worker].guest[namespace, key] = value
+            told = life.workers[worker]
+            told.guest[namespace, key] = value
+            told.guest_since = told.guest_since or self.state.now
 
     def note(self, event: str, now: datetime, **fields: object) -> None:
         """A machine's word for the audit log: `run-started`, `run-ended` with token=, name= (the node's), worker=."""

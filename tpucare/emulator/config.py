@@ -55,6 +55,16 @@ class Access(Strict):
     free_trial: bool = False
 
 
+class GuestAttributes(Strict):
+    """
+    What GetGuestAttributes answers of host keys. What the TPU service says of keys that are not published is not
+    documented; Compute Engine, which it asks, says NOT_FOUND.
+    """
+
+    published_after: Seconds | None = Field(default=0.0, description="from sshd on until they can be read; none: never")
+    unpublished: Literal["empty", "not-found"] = Field(default="empty", description="the answer until then")
+
+
 class Listing(Strict):
     """Page sizes of ListNodes. The real limits are not published."""
 
@@ -81,6 +91,7 @@ class WorldConfig(Strict):
     health: HealthCourse = HealthCourse()
     access: Access = Access()
     listing: Listing = Listing()
+    guest_attributes: GuestAttributes = GuestAttributes()
     addresses: Addresses = Addresses()
     buckets: tuple[str, ...] = Field(default=(), description="Cloud Storage buckets that exist from the start")
     audit_reads: bool = Field(default=True, description="log Get and List calls too")

@@ -44,6 +44,11 @@ def not_found(name: str) -> ApiError:
     return ApiError(NOT_FOUND, f"Resource '{name}' was not found", resource=name)
 
 
+def no_guest_attribute(query_path: str) -> ApiError:
+    """Source: what Compute Engine's getGuestAttributes answers until the guest has written some."""
+    return ApiError(NOT_FOUND, f"The resource '{query_path}' of type 'Guest Attribute' was not found.")
+
+
 def already_exists(path: NodePath) -> ApiError:
     return exists(str(path))
 

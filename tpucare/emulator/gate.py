@@ -25,7 +25,7 @@ from tpucare.emulator.records import (
     parse_parent,
 )
 from tpucare.emulator.requests import offered_runtimes, offered_types
-from tpucare.emulator.state import NodeLife
+from tpucare.emulator.state import NodeLife, WorkerLife
 
 
 class Gate(QueueLife):
@@ -156,11 +156,22 @@ class Gate(QueueLife):
             life = self._find(name)
             asked = [worker for worker in life.workers if not worker_ids or str(worker.number) in worker_ids]
             matches = _query(query_path)
-            return {
+            found = {
                 worker.number: tuple(one for one in worker.guest_attributes() if matches(one))
+                if self._is_published(worker)
+                else ()
                 for worker in asked
                 if not worker.missing
             }
+            if self.config.guest_attributes.unpublished == "not-found" and not any(found.values()):
+                raise texts.no_guest_attribute(query_path)
+            return found
+
+    def _is_published(self, worker: WorkerLife) -> bool:
+        after = self.config.guest_attributes.published_after
+        if after is None or worker.guest_since is None:
+            return False
+        return (self.state.now - worker.guest_since).total_seconds() >= after
 
     def locations(self) -> list[str]:
         """Names of the zones, sorted."""

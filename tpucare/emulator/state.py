@@ -36,8 +36,10 @@ class WorkerLife:
     up: bool = False
     silent: bool = False
     guest: dict[tuple[str, str], str] = field(default_factory=dict)
+    guest_since: datetime | None = None
 
     def guest_attributes(self) -> tuple[GuestAttribute, ...]:
+        """What its guest agent wrote, be it published yet or not."""
         return tuple(GuestAttribute(space, key, value) for (space, key), value in sorted(self.guest.items()))
 
 

@@ -174,11 +174,14 @@ class VirtualLauncher(Machines):
     def notice(self, order: NoticeOrder) -> None:
         self.notices.append(order.token)
 
-    def vouch(self, workers: Sequence[Worker], keys: Mapping[int, tuple[str, ...]]) -> None:
+    def vouch(self, workers: Sequence[Worker], keys: Mapping[int, tuple[str, ...]]) -> frozenset[int]:
+        vouched = set()
         for worker in workers:
             told = [line.partition(" ")[2] for line in keys.get(worker.number, ())]
             if told:
                 self._pins.setdefault(worker.key, {})[worker.node_id, worker.number] = told[0]
+                vouched.add(worker.number)
+        return frozenset(vouched)
 
     def expect(self, workers: Sequence[Worker]) -> None: ...
 
