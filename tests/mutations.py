@@ -13,7 +13,18 @@ from typing import Any
 
 import pytest
 
-from tpucare import effects, engine, plan, plan_living, plan_node, plan_run, plan_words, remember_deletes, remember_seen
+from tpucare import (
+    effects,
+    engine,
+    placement,
+    plan,
+    plan_living,
+    plan_node,
+    plan_run,
+    plan_words,
+    remember_deletes,
+    remember_seen,
+)
 from tpucare.actions import Reason, Wait
 from tpucare.board import Board
 from tpucare.brake import Brake
@@ -40,6 +51,7 @@ from tpucare.simulation.store import OWNER
 Change = Callable[[pytest.MonkeyPatch], None]
 Prepare = Callable[[History], None]
 HOUR = 3600.0
+NINE_ZONES = tuple(f"us-central1-{letter}" for letter in "abcdefghi")
 
 
 def _nothing(_history: History) -> None: ...
@@ -47,7 +59,7 @@ def _nothing(_history: History) -> None: ...
 
 @dataclass(frozen=True)
 class Mutation:
-    """`hours` of weather; `prepare` orders what no strike does."""
+    """`hours` of weather; `prepare` orders what no strike does; `zones` in which each slot may be."""
 
     name: str
     rule: str
@@ -57,13 +69,14 @@ class Mutation:
     slots: int = 3
     prepare: Prepare = _nothing
     months: bool = False
+    zones: tuple[str, ...] = ZONES
 
     def scenario(self) -> Scenario:
-        us, eu = ZONES
         pace = MONTHS if self.months else CLOSE
-        slots = slots_of("mini", self.slots, place(us, "v2-8", 1), place(eu, "v2-8", 1), care=STORM_CARE)
+        places = tuple(place(zone, "v2-8", 1) for zone in self.zones)
+        slots = slots_of("mini", self.slots, *places, care=STORM_CARE)
         world: dict[str, Any] = {
-            "zones": {zone: {"accelerators": ["*"]} for zone in ZONES},
+            "zones": {zone: {"accelerators": ["*"]} for zone in self.zones},
             "latencies": {"read": 0.2, "write": 0.4, "list_lag_share": 0.0, "operation_lingers_share": 0.0},
             "preemption": {"silent_share": 0.0},
             "rates": {"create": None},
@@ -230,6 +243,14 @@ MUTATIONS = (
         "fresh-numbers",
         _swap(remember_seen, "number_after", lambda memory, _name: memory),
         (Strike(1600, "preempted", "mini-0"),),
+    ),
+    Mutation(
+        "places in declared order",
+        "no-starved-place",
+        _swap(placement, "by_turn", lambda places, _memory: list(places)),
+        tuple(Strike(0, "zone-sold-out", zone, 3000) for zone in NINE_ZONES),
+        slots=1,
+        zones=NINE_ZONES,
     ),
     Mutation(
         "no create budget",

@@ -169,13 +169,13 @@ ZoneChoice = Annotated[ZoneSection, BeforeValidator(_as_zone, json_schema_input_
 
 
 class TpuSection(Section):
-    """What to ask the cloud for. A list of such sections is a list of alternatives, tried in order."""
+    """What to ask the cloud for. A list of such sections is a list of alternatives, tried in order, round by round."""
 
     type: Line = Field(description="Accelerator type, such as `v4-32`.")
     zones: list[ZoneChoice] = Field(
         min_length=1,
         max_length=ZONES_LIMIT,
-        description="Zones in order: names, or mappings with settings of their own.",
+        description="Zones, which take turns, the first declared first: names, or mappings with settings of their own.",
     )
     provisioning: Tier = Field(Provisioning.SPOT, description="How the capacity is paid for.")
     runtime: Runtime = _inherited("", "Runtime version. Default: the one that the catalogue names for the type.")

@@ -55,7 +55,11 @@ class Book:
 
 @dataclass(frozen=True, slots=True)
 class PlaceMemory:
-    """What a place gave: failures in a row, when it may be asked again, and whether only a person can help."""
+    """
+    What a place gave: failures in a row, when it may be asked again, and whether only a person can help.
+
+    `asked`: number of the slot's last create there, -1 = none. Numbers only grow, whatever becomes of the clock.
+    """
 
     failures: int = 0
     retry_at: datetime | None = None
@@ -66,6 +70,7 @@ class PlaceMemory:
     last_success: datetime | None = None
     own_quota_since: datetime | None = None
     unanswered_nodes: int = 0
+    asked: int = -1
 
 
 class Trust(StrEnum):
@@ -202,7 +207,8 @@ class Memory:
 
     `step_job`: the job whose run told of a step last, as in `RunMemory.job`. `asked_from`: the first create number that
     this store used; None: it used none, or was made by a version that did not keep it. `publishing`: by what
-    `plan_trust.publisher_of` names.
+    `plan_trust.publisher_of` names. `round_from`: the first create number of this round over the slot's places
+    (`placement.by_turn`).
     """
 
     fleet: str
@@ -226,6 +232,7 @@ class Memory:
     step_job: str = ""
     asked_from: int | None = None
     publishing: Mapping[str, Publishing] = field(default_factory=dict)
+    round_from: int = 0
 
     def has_asked_for(self, number: int) -> bool:
         return self.asked_from is not None and self.asked_from <= number < self.next_number

@@ -1,15 +1,17 @@
 """
 Where to ask next, how long to stay away from a place that refused, and how many creates a project may ask for.
 
-Pure: places are tried in the order of the declaration; each refusal is booked at its place by the class of the error,
-and survives restarts in the slot's memory. What an answer means for the node itself is left to `plan`.
+Pure. Places are asked in rounds: each open one once before any of them again, so that none starves behind others. What
+the declaration prefers (a type and its terms) goes first in a round; of alike places the one not asked for longest.
+Each refusal is booked at its place by the class of the error, and survives restarts in the slot's memory. What an
+answer means for the node itself is left to `plan`.
 """
 
 from __future__ import annotations
 
 import random
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from types import MappingProxyType
@@ -27,7 +29,7 @@ from tpucare.backoff import (
 from tpucare.errors import CloudError, NeedsPerson, NoCapacity, QuotaExceeded, RateLimited, Transient
 from tpucare.evidence import Evidence, Timers, holding_of, region_of
 from tpucare.memory import Memory, PlaceMemory
-from tpucare.model import Place, Slot
+from tpucare.model import Place, Provisioning, Slot
 
 # Two creates in a row that met nothing but silent workers point at the place, not at the nodes.
 UNANSWERED_LIMIT = 2
@@ -48,15 +50,58 @@ class Choice:
 
 
 def choose(slot: Slot, evidence: Evidence, memory: Memory, timers: Timers) -> Choice:
-    """The first place, in order of preference, that may be asked now."""
+    """The place whose turn it is, of those that may be asked now."""
     reasons = []
-    for place in slot.places:
+    for place in by_turn(slot.places, memory):
         refusal = _refusal(place, memory.place(place.key), evidence, timers)
         if refusal is None:
             return Choice(place, f"{place.accelerator_type} in {place.zone}")
         reasons.append(f"{place.zone}: {refusal}")
     stopped = all(_stopped(memory.place(place.key)) for place in slot.places)
     return Choice(None, "; ".join(reasons) or "no place is declared", needs_person=stopped)
+
+
+def by_turn(places: Sequence[Place], memory: Memory) -> list[Place]:
+    """
+    *places* in the order in which an open one is to be asked: not yet in this round, preferred by the declaration, not
+    asked for longest, declared first.
+
+    In declared order alone the first few places would be asked for ever, since their pauses are shorter than a round.
+    """
+    preference = _preferences(places)
+
+    def turn(index: int) -> tuple[bool, int, int, int]:
+        asked = memory.place(places[index].key).asked
+        return asked >= memory.round_from, preference[index], asked, index
+
+    return [places[index] for index in sorted(range(len(places)), key=turn)]
+
+
+def _preferences(places: Sequence[Place]) -> list[int]:
+    """Rank of each place: zones that stand side by side with one type and one set of terms are alike."""
+    ranks: list[int] = []
+    for before, place in zip((None, *places), places, strict=False):
+        alike = before is not None and _terms(before) == _terms(place)
+        ranks.append((ranks[-1] if ranks else 0) + (not alike))
+    return ranks
+
+
+def _terms(place: Place) -> tuple[str, Provisioning]:
+    return place.accelerator_type, place.provisioning
+
+
+def asked(memory: Memory, key: str, number: int) -> Memory:
+    """A create of that *number* is asked for at the place *key*; the second one of a place begins the next round."""
+    past = memory.place(key)
+    if past.asked >= memory.round_from:
+        memory = replace(memory, round_from=number)
+    return memory.with_place(key, replace(past, asked=number))
+
+
+def came_up(memory: Memory, key: str, now: datetime) -> Memory:
+    """A node came up at the place *key*: the slot's next node is looked for in a new round."""
+    memory = memory.with_place(key, succeeded(memory.place(key), now))
+    return replace(memory, round_from=memory.next_number)
 
 
 def _refusal(place: Place, past: PlaceMemory, evidence: Evidence, timers: Timers) -> str | None:
@@ -145,9 +190,12 @@ def _pause(error: CloudError, failures: int, rng: random.Random) -> tuple[str, t
 
 
 def succeeded(past: PlaceMemory, now: datetime) -> PlaceMemory:
-    """A node came up at this place: every grudge is forgotten, but that of nodes that never answered."""
+    """
+    A node came up at this place: its row of refusals ends, but that of nodes that never answered. When it was asked is
+    kept: a place that gave a node and took it back is not the first to be asked for the next one.
+    """
     kept = past.refusals if _never_answers(past) else 0
-    return PlaceMemory(last_success=now, unanswered_nodes=past.unanswered_nodes, refusals=kept)
+    return PlaceMemory(last_success=now, unanswered_nodes=past.unanswered_nodes, refusals=kept, asked=past.asked)
 
 
 def acquitted(past: PlaceMemory) -> PlaceMemory:

@@ -54,6 +54,7 @@ def intend_create(memory: Memory, action: Create, now: datetime) -> Memory:
         # was said before the last one became one of them.
         first = memory.asked_from if memory.asked_from is not None else action.number
         memory = replace(memory, replace_asked=False, fence_confirmed=False, asked_from=first)
+        memory = placement.asked(memory, action.place.key, action.number)
     return remember_seen.number_after(memory.with_create(intent), action.name)
 
 
@@ -85,7 +86,7 @@ def served(memory: Memory, past: NodeMemory) -> Memory:
     if intent is None:
         return memory
     if intent.place:
-        memory = memory.with_place(intent.place, placement.succeeded(memory.place(intent.place), past.create_time))
+        memory = placement.came_up(memory, intent.place, past.create_time)
     return memory.without_create(past.name)
 
 

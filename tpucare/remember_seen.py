@@ -33,7 +33,7 @@ def absorb(memory: Memory, node: Node) -> Memory:
     if intent is not None and not intent.superseded and _settled(node):
         memory = memory.without_create(node.name)
         if node.state is NodeState.READY and intent.place:
-            memory = memory.with_place(intent.place, placement.succeeded(memory.place(intent.place), node.create_time))
+            memory = placement.came_up(memory, intent.place, node.create_time)
     return number_after(memory, node.name)
 
 

@@ -84,6 +84,7 @@ class History:
             self.daemon.disk,
             self.slots,
             self.daemon.clock.monotonic,
+            wall=self.daemon.clock.now,
             creates_per_minute=pace.settings.creates_per_minute,
             poll=pace.poll,
             hangs=lambda life: self.daemon.launcher.hangs_on(NodeKey(*life.path)),
@@ -164,7 +165,10 @@ class History:
         name, event = record["name"], record["event"]
         if event == "created":
             self._ready[name] = (self.now, self.now)
-        elif event == "ready" and name in self._ready:
+        elif event == "ready":
+            self.properties.came_up(name.rpartition("/")[2])
+            if name not in self._ready:
+                return
             self._ready[name] = (self._ready[name][0], self.now)
             if self.now - self._ready[name][0] > SLOW_CREATE:
                 self.tally.faults["slow-create"] += 1

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any
 
 from tpucare.actions import Reason
 from tpucare.emulator.records import parse_node_path
 from tpucare.emulator.state import NodeLife
 from tpucare.emulator.world import World
-from tpucare.memory import Memory, NodeMemory
+from tpucare.memory import Memory, NodeMemory, PlaceMemory
 from tpucare.model import LABEL_FLEET, LABEL_NUMBER, LABEL_OWNER, LABEL_SLOT, Event, Health, NodeState, Slot
 from tpucare.orders import NodeReport
 from tpucare.simulation.machines import RunMark
@@ -34,6 +35,7 @@ PROPERTIES: Mapping[str, str] = {
     "intent-first": "rule 5: what is asked for was on the disk before the call",
     "labelled": "rule 5: everything ever asked for bears our labels",
     "fresh-numbers": "rule 5: a create number is never used again",
+    "no-starved-place": "no open place stays unasked for more asks of others than two rounds, while a slot has no node",
     "create-budget": "no more creates in any minute than the budget",
     "brake": "rule 12: no more verdicts within ten minutes than the brake lets through",
     "observed-time": "rule 11: a timeout has counted as much observed time as it claims",
@@ -79,6 +81,27 @@ class _SlotRuns:
     since: float | None = None
 
 
+@dataclass(slots=True)
+class Turns:
+    """
+    Whose turn it was, at one slot of so many `places`.
+
+    unasked: by place, how many creates went elsewhere since it was last asked, was closed, or the slot had a node
+    """
+
+    places: int
+    unasked: dict[str, int] = field(default_factory=dict)
+
+    def asked(self, place: str, open_places: Collection[str]) -> list[str]:
+        """A create goes to *place*. Returns those that starve: left out for more than two rounds over all places."""
+        others = [other for other in open_places if other != place]
+        self.unasked = {other: self.unasked.get(other, 0) + 1 for other in others}
+        return sorted(other for other, count in self.unasked.items() if count > 2 * self.places)
+
+    def served(self) -> None:
+        self.unasked.clear()
+
+
 class ObservedClock:
     """The observed time of one process, counted from outside: gaps between listings that succeeded, each capped."""
 
@@ -101,7 +124,8 @@ class Properties:
     """
     `broken` holds what was found. `trouble`: until when something explains a verdict on a slot ("": on every slot).
 
-    now: seconds of virtual time    hangs: whether a run on that node stands still, in truth
+    now: seconds of virtual time    wall: what the daemon's machine takes for the time
+    hangs: whether a run on that node stands still, in truth
     """
 
     def __init__(
@@ -111,6 +135,7 @@ class Properties:
         slots: Mapping[str, Slot],
         now: Callable[[], float],
         *,
+        wall: Callable[[], datetime],
         creates_per_minute: int,
         poll: float,
         hangs: Callable[[NodeLife], bool] = lambda _life: False,
@@ -119,6 +144,7 @@ class Properties:
         self.disk = disk
         self.slots = slots
         self.now = now
+        self.wall = wall
         self.creates_per_minute = creates_per_minute
         self.hangs = hangs
         self.broken: list[Broken] = []
@@ -130,6 +156,7 @@ class Properties:
         self._answered: dict[int, float] = {}
         self._made: dict[str, tuple[float, bool]] = {}
         self._creates: deque[float] = deque()
+        self._turns: dict[str, Turns] = {}
         self._judged: deque[tuple[float, str]] = deque()
 
     def _break(self, rule: str, text: str) -> None:
@@ -170,6 +197,7 @@ class Properties:
         if memory is None or memory.run is None or memory.run.token != mark.token:
             self._break("intent-first", f"{mark.token} starts, and no launch of it is on the disk")
         runs.alive[place] = mark.token
+        self._turns.pop(mark.slot, None)
         runs.launched_on.add(mark.node_id)
         runs.node = mark.node_id
         runs.since = mark.seconds if len(runs.alive) >= runs.workers else None
@@ -233,6 +261,7 @@ class Properties:
         if SECRET in f"{labels} {record.get('metadata')}":
             self._break("no-secret", f"in labels or metadata of {name}")
         self._check_intent(name, labels.get(LABEL_SLOT, ""))
+        self._check_turns(name.rpartition("/")[2], labels.get(LABEL_SLOT, ""))
         self._check_number(record, name, now)
 
     def _check_intent(self, name: str, slot: str) -> None:
@@ -242,6 +271,22 @@ class Properties:
             number = int(node.rpartition("-a")[2])
             if memory is None or memory.next_number <= number:
                 self._break("intent-first", f"{node} is asked for, and nothing of it is on the disk")
+
+    def _check_turns(self, node: str, slot: str) -> None:
+        memory, declared = self.disk.memories.get(slot), self.slots.get(slot)
+        intent = memory.create(node) if memory is not None else None
+        if memory is None or declared is None or intent is None or intent.tries > 1:
+            # A late call, or the same one again, is nobody's turn.
+            return
+        now = self.wall()
+        open_places = [place.key for place in declared.places if _is_open(memory.place(place.key), now)]
+        for starved in self._turns.setdefault(slot, Turns(len(declared.places))).asked(intent.place, open_places):
+            self._break("no-starved-place", f"{slot} asks at {intent.place} again, and never at {starved}")
+
+    def came_up(self, node: str) -> None:
+        """A node is READY: its slot's turns begin anew."""
+        if turns := self._turns.get(node.rpartition("-a")[0]):
+            turns.served()
 
     def _check_number(self, record: Mapping[str, Any], name: str, now: float) -> None:
         before = self._made.get(name)
@@ -342,3 +387,8 @@ class Properties:
             return
         if self._trains(event.slot, runs.node):
             self._break("unasked-stop", f"{event.text}: it was training and well")
+
+
+def _is_open(past: PlaceMemory, now: datetime) -> bool:
+    # What waits for a dead node of ours may be open as well; to know it takes the engine's evidence.
+    return not past.kind.startswith("own quota") and (past.retry_at is None or past.retry_at <= now)

@@ -135,7 +135,7 @@ def slots_of(fleet: str, count: int, *places: Place, care: Care) -> tuple[Slot, 
 
 
 def storm_slots() -> tuple[Slot, ...]:
-    """Gangs with two zones, gangs with one, single hosts, a preemptible one and one paid for by the hour."""
+    """Gangs with two zones and with one; single hosts: some with two places, one each of other terms, one with six."""
     us, eu = ZONES
     return (
         *slots_of("pod", 3, place(us, "v3-32", 4), place(eu, "v3-32", 4), care=STORM_CARE),
@@ -143,7 +143,18 @@ def storm_slots() -> tuple[Slot, ...]:
         *slots_of("mini", 3, place(us, "v2-8", 1), place(eu, "v2-8", 1), care=STORM_CARE),
         *slots_of("old", 1, place(us, "v2-8", 1, Provisioning.PREEMPTIBLE), care=STORM_CARE),
         *slots_of("paid", 1, place(us, "v2-8", 1, Provisioning.ON_DEMAND), care=STORM_CARE),
+        *slots_of("wide", 1, *_many_places(), care=STORM_CARE),
     )
+
+
+def _many_places() -> Iterable[Place]:
+    """Three ways of asking, in each of two zones."""
+    for kind, tier in (
+        ("v2-8", Provisioning.SPOT),
+        ("v3-8", Provisioning.SPOT),
+        ("v2-8", Provisioning.PREEMPTIBLE),
+    ):
+        yield from (place(zone, kind, 1, tier) for zone in ZONES)
 
 
 def month_slots(count: int) -> tuple[Slot, ...]:
