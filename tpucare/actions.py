@@ -20,6 +20,7 @@ class Wait:
     Nothing to do before something changes, or until an instant: `observed` or `wall`, whichever comes first.
 
     `needs_person`: waiting alone will not help. `ended`: nothing is left of a slot that was taken down.
+    `out_of_reach`: all that is left of it, where none of that can be looked at.
     """
 
     why: str
@@ -27,6 +28,7 @@ class Wait:
     wall: datetime | None = None
     needs_person: bool = False
     ended: bool = False
+    out_of_reach: tuple[NodeKey, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +205,7 @@ class Fact(StrEnum):
     FIRST_USE = "host keys trusted on first use"
     CREATE_SUPERSEDED = "create superseded"
     CREATE_KEPT = "create kept"
+    NODE_OUT_OF_SIGHT = "node out of sight"
     ENDED = "ended"
 
 

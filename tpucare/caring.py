@@ -22,6 +22,7 @@ from tpucare import view
 from tpucare.assembly import Caretaker
 from tpucare.control import Control
 from tpucare.desk import Answer, Desk
+from tpucare.ending import Ending
 from tpucare.errors import ConfigError, TpuCareError
 from tpucare.fleet import Fleet
 from tpucare.fleets import Roster
@@ -88,6 +89,7 @@ class Foreground:
         self._known: set[str] = set()
         self.roster = Roster.of(caretaker)
         self._unowned = UnownedNodes(caretaker, self.roster, self._fleet, delete=declared.delete_unowned)
+        self._ending = Ending(self._engine, caretaker.clock, lambda slot: slot.fleet == self._fleet.name, progress.say)
         self._desk = Desk(caretaker, self.roster, None, self._stop)
         self._control = Control(caretaker.options.socket, caretaker.executor.nudge, stumbled=self._tell_stumble)
 
@@ -238,12 +240,7 @@ class Foreground:
     # --- the end ---
 
     def _is_over(self) -> bool:
-        names = self.roster.slots_of(self._fleet.name)
-        if not all(self._engine.is_over(name) for name in names):
-            return False
-        # Only a listing that saw every zone can say that nothing is left.
-        views = self._engine.projects.values()
-        return bool(views) and all(seen.fresh and seen.complete for seen in views) and self._may_begin
+        return self._may_begin and self._ending.is_over()
 
     def _finish(self) -> How:
         """Tell how it ended. Raises: SlotFailed."""
@@ -255,6 +252,7 @@ class Foreground:
                 failures.append(f"{name} failed: {plain(memory.end_why)}")
             else:
                 self._declared.ended(name)
+        self._ending.tell_left(self._fleet.name)
         record = self.roster.records[self._fleet.name]
         self.roster.say("stop", f"{self._fleet.name} is over", self._fleet.name, "info")
         self._care.settle(SETTLE_SECONDS)

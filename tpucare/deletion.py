@@ -124,7 +124,7 @@ def _await_caretaker(session: Session, order: Order) -> bool:
 
 
 def _are_left(status: dict[str, Any], slots: tuple[str, ...]) -> bool:
-    return any(row["slot"] in slots and not row["over"] for row in status["slots"])
+    return any(row["slot"] in slots and not (row["over"] or row["out_of_reach"]) for row in status["slots"])
 
 
 # --- here ------------------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from tpucare.evidence import ADOPTING, Evidence, Moment
 from tpucare.hearing import Hearing
 from tpucare.leave import Leave
 from tpucare.memory import End, Memory, Wish
-from tpucare.model import Event, Listing, Node, Slot
+from tpucare.model import Event, Listing, Node, NodeKey, Slot
 from tpucare.narration import fields_of, kind_of, node_of, text_of
 from tpucare.observer import Observer
 from tpucare.outcomes import Outcomes
@@ -227,6 +227,17 @@ class Engine:
         empty = not (memory.ours or memory.creates or track.in_flight or track.nodes)
         return empty and (memory.wish is Wish.DOWN or memory.end is not End.NONE)
 
+    def out_of_reach(self, slot: str) -> tuple[NodeKey, ...]:
+        """All that is left of a slot that goes down, where none of that can be looked at; it may never be again."""
+        action = self.slots[slot].action
+        return action.out_of_reach if isinstance(action, Wait) else ()
+
+    def zones_of(self, slot: str) -> frozenset[str]:
+        """Where something of the slot is, or may be."""
+        track = self.slots[slot]
+        places = {place.zone for place in track.slot.places}
+        return frozenset(places | {part.zone for part in track.memory.ours} | {c.zone for c in track.memory.creates})
+
     # --- decide ------------------------------------------------------------------------------------------------------
 
     def _decide_all(self) -> None:
@@ -296,7 +307,7 @@ class Engine:
             foreign=tuple(view.foreign.get(track.slot.name, {}).values()),
             fresh=view.fresh,
             blind_why=view.blind_why,
-            unreachable=view.unreachable,
+            dark_since=view.dark_since,
             holdings=view.holdings,
             elsewhere_answers=elsewhere,
             # Asked for only where nobody answers: it is the rarer question, and the dearer one.

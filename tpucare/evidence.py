@@ -192,6 +192,15 @@ class Holding(NamedTuple):
     on_demand: bool
 
 
+class FailedLook(NamedTuple):
+    """GetNode of a node fails: since when, how often in a row, how at last. `human`: only a person can change that."""
+
+    since: Mark
+    times: int
+    error: type[Exception]
+    human: bool
+
+
 @dataclass(frozen=True, slots=True)
 class Evidence:
     """
@@ -209,6 +218,8 @@ class Evidence:
     complete:         every zone has answered since this process runs
     publishing:       where host keys are published, and where they were not, as the slots of the project remember
     unanswered:       those that have not
+    dark_since:       zones that did not answer the last listing, and since when that is so
+    failed_looks:     nodes of which GetNode says nothing
     """
 
     fresh: bool
@@ -224,9 +235,16 @@ class Evidence:
     store_old: bool = False
     complete: bool = False
     unanswered: frozenset[str] = frozenset()
-    unreachable: frozenset[str] = frozenset()
+    dark_since: Mapping[str, Mark] = field(default_factory=dict)
+    failed_looks: Mapping[str, FailedLook] = field(default_factory=dict)
     blind_why: str = ""
     publishing: Mapping[str, Publishing] = field(default_factory=dict)
+
+    def hidden_since(self, zone: str, name: str) -> Mark | None:
+        """Since when nothing can be learned of a node that is not listed; None where it can."""
+        failed = self.failed_looks.get(name)
+        marks = [mark for mark in (self.dark_since.get(zone), failed.since if failed is not None else None) if mark]
+        return min(marks, default=None)
 
     def node(self, name: str) -> NodeEvidence | None:
         return next((seen for seen in self.nodes if seen.node.name == name), None)

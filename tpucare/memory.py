@@ -128,6 +128,8 @@ class NodeMemory:
     `asked`: this store asked for it, though the create was closed before it came.
     `dead`: proven dead (rule 1), though it may still be listed. `revived`: listed alive after it was shown dead, so
     that this proved nothing; it serves no more. `taken`: it bears another owner's label now, and is not touched.
+    `out_of_sight`: neither a listing nor GetNode told of it for `fence_after`; another may be asked for elsewhere.
+    `written_off`: a person said that nothing trains there, while it was taken or out of sight.
     `delete_*`: our own delete, repeated by rule 7.
     """
 
@@ -157,11 +159,18 @@ class NodeMemory:
     revived: bool = False
     taken: bool = False
     trust: Trust = Trust.NONE
+    out_of_sight: bool = False
+    written_off: bool = False
 
     @property
     def serves(self) -> bool:
         """It may be the slot's node: not known to be dead, on its way out, or somebody else's."""
-        return not (self.dead or self.revived or self.taken) and self.delete_asked_at is None
+        return not (self.spent or self.taken or self.out_of_sight)
+
+    @property
+    def spent(self) -> bool:
+        """Dead or on its way out: it is awaited until it is gone, whatever it is listed as."""
+        return self.dead or self.revived or self.delete_asked_at is not None
 
     @property
     def given(self) -> bool:
@@ -171,7 +180,8 @@ class NodeMemory:
     @property
     def in_doubt(self) -> bool:
         """Not proven to train no more (rule 1): a younger node of the slot has to wait for it."""
-        return self.launched and not self.dead and not (self.delete_accepted and self.delete_quiet)
+        proven = self.dead or self.written_off or (self.delete_accepted and self.delete_quiet)
+        return self.launched and not proven
 
 
 @dataclass(frozen=True, slots=True)

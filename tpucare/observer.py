@@ -114,6 +114,8 @@ class Observer:
                 if seen.node.key.zone in unreachable:
                     seen.darken(view.mark)
                 else:
+                    if seen.dark and seen.listed:
+                        self.board.update(track, memories.in_sight(track.memory, seen.node.name))
                     seen.light(view.mark)
                     self.prober.resume(track, seen)
 
@@ -179,6 +181,7 @@ class Observer:
         seen.light(view.mark)
         seen.see(node, view.mark)
         seen.listed = True
+        track.failed_looks.pop(node.name, None)
         view.hold(node)
         self.board.update(track, memories.absorb(track.memory, node))
         if before is not node.state or fresh:

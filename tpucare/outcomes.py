@@ -79,7 +79,8 @@ class Outcomes:
                 track.looked.pop(f"stop:{name}", None)
             seen.forget_report()
             self._prober.schedule(track, seen, self._board.clock.monotonic())
-        told = end_of(action, finished.result, error)
+        news = not isinstance(action, Look) or track.look_ended(name, error, view.mark)
+        told = end_of(action, finished.result, error) if news else None
         if told is not None:
             self._board.event(track, told.kind, told.text, node=name, level=told.level)
 

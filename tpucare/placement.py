@@ -105,6 +105,8 @@ def came_up(memory: Memory, key: str, now: datetime) -> Memory:
 
 
 def _refusal(place: Place, past: PlaceMemory, evidence: Evidence, timers: Timers) -> str | None:
+    if place.zone in evidence.dark_since:
+        return "the zone does not answer"
     if past.kind in _OWN:
         # A PREEMPTED node holds its quota until DELETING has ended: the create can succeed the instant it is gone.
         if not holds_quota(place, evidence, region_wide=past.kind == OWN_REGION_QUOTA):

@@ -8,6 +8,8 @@ The rows of the design's evidence table (§6) are cited where they are decided.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 
 from tpucare.actions import Action, Create, Delete, Fact, Look, Poll, PushKey, Reason, Settle, Vouch, Wait
@@ -16,11 +18,12 @@ from tpucare.evidence import ADOPTING, Evidence, Mark, Moment, NodeEvidence, Tim
 from tpucare.memory import CreateIntent, End, Memory, NodeMemory, Wish
 from tpucare.model import DEAD_STATES, NodeKey, NodeState, OnSuccess, Slot, node_name
 from tpucare.placement import choose, holds_quota
-from tpucare.plan_node import decide_node
-from tpucare.plan_words import busy, deletion, ending, keeps_node, quiet, stop_before, unseen, without_job
+from tpucare.plan_node import decide_hidden, decide_node
+from tpucare.plan_words import busy, deletion, ending, keeps_node, look, quiet, stop_before, unseen, without_job
 
 POLL_OPERATION_EVERY = timedelta(seconds=10)
-LOOK_EVERY = timedelta(seconds=5)
+# What `down` waits for a zone that does not answer, before it ends without it.
+DOWN_PATIENCE = timedelta(minutes=2)
 # A node that was labelled as the slot's is listed as such by then, or never.
 ADOPTED_WITHIN = timedelta(minutes=5)
 # A create whose call was cut off may still arrive this long after the call's deadline (60 s + the deadline's 30 s).
@@ -32,7 +35,7 @@ def decide(slot: Slot, evidence: Evidence, memory: Memory, now: Moment) -> Actio
     timers = Timers(now)
     action = _decide(slot, evidence, memory, timers)
     if isinstance(action, Wait):
-        return Wait(action.why, timers.observed_due, timers.wall_due, action.needs_person, action.ended)
+        return replace(action, observed=timers.observed_due, wall=timers.wall_due)
     return action
 
 
@@ -44,7 +47,7 @@ def _decide(slot: Slot, evidence: Evidence, memory: Memory, timers: Timers) -> A
     if chore := _chore(slot, evidence, memory, timers):
         return chore
     if memory.wish is Wish.DOWN:
-        return _take_down(evidence, memory)
+        return _take_down(slot, evidence, memory, timers)
     if memory.end is not End.NONE:
         return _after_end(slot, evidence, memory, timers)
     live = live_nodes(evidence, memory)
@@ -82,10 +85,10 @@ def _chore(slot: Slot, evidence: Evidence, memory: Memory, timers: Timers) -> Ac
     for past in memory.nodes:
         if past.taken and (past.zone, past.name, past.id) in theirs:
             continue
-        if evidence.node(past.name) is None and past.zone not in evidence.unreachable:
+        if evidence.node(past.name) is None and past.zone not in evidence.dark_since:
             key = NodeKey(slot.project, past.zone, past.name)
-            if look := _look(key, evidence, timers, "remembered, and not in the listing"):
-                return look
+            if action := look(key, evidence, timers, "remembered, and not in the listing"):
+                return action
     for intent in memory.creates:
         if action := _create_chore(slot, intent, evidence, memory, timers):
             return action
@@ -107,9 +110,9 @@ def _node_chore(seen: NodeEvidence, evidence: Evidence, memory: Memory, timers: 
         return None
     if not seen.listed:
         # Absence from a list proves nothing; GetNode does.
-        return _look(seen.node.key, evidence, timers, "was there, and is not in the listing")
+        return look(seen.node.key, evidence, timers, "was there, and is not in the listing")
     if f"missed:{seen.node.name}" in evidence.looked:
-        return _look(seen.node.key, evidence, timers, "another call did not find it")
+        return look(seen.node.key, evidence, timers, "another call did not find it")
     if _is_welcome(seen, evidence, memory):
         return Settle(Fact.CREATE_KEPT, "came after its create was given up, and before any other", seen.node.name)
     return _delete_chore(seen, evidence, memory, timers)
@@ -164,13 +167,6 @@ def _reason(past: NodeMemory) -> Reason:
     return Reason(past.delete_reason) if past.delete_reason else Reason.ASKED
 
 
-def _look(key: NodeKey, evidence: Evidence, timers: Timers, why: str, every: timedelta = LOOK_EVERY) -> Look | None:
-    kind = f"look:{key.name}"
-    if kind in evidence.in_flight or not _due(evidence.looked.get(kind), timers, every):
-        return None
-    return Look(key, why)
-
-
 def _due(last: Mark | None, timers: Timers, every: timedelta) -> bool:
     return last is None or timers.lasted(last, every, observations=0)
 
@@ -190,9 +186,9 @@ def _create_chore(
         # It goes on unseen: that its node is not there yet proves nothing.
         return None
     if intent.accepted:
-        return _look(key, evidence, timers, "accepted, its operation is over or unknown")
+        return look(key, evidence, timers, "accepted, its operation is over or unknown")
     if intent.lost and (intent.refused or intent.superseded) and timers.passed(may_arrive_until, CREATE_MAY_ARRIVE):
-        return _look(key, evidence, timers, "its answer was lost; it could have arrived until now")
+        return look(key, evidence, timers, "its answer was lost; it could have arrived until now")
     return None
 
 
@@ -210,7 +206,7 @@ def _poll(intent: CreateIntent, evidence: Evidence, memory: Memory, timers: Time
 # --- wishes ----------------------------------------------------------------------------------------------------------
 
 
-def _take_down(evidence: Evidence, memory: Memory) -> Action:
+def _take_down(slot: Slot, evidence: Evidence, memory: Memory, timers: Timers) -> Action:
     """`down`: stop the run (SIGTERM, grace), delete; over when every node and every create is accounted for."""
     if intent := _open_create(memory):
         return Settle(Fact.CREATE_SUPERSEDED, "the slot is taken down", name=intent.name)
@@ -221,8 +217,29 @@ def _take_down(evidence: Evidence, memory: Memory) -> Action:
             return wait
         return stop_before(seen, evidence, memory, deletion(seen, "down was asked for", Reason.ASKED))
     if memory.ours or memory.creates or evidence.in_flight:
-        return Wait("going down: waiting until every node is gone")
+        return _await_last(slot, evidence, memory, timers)
     return Wait("down; nothing is left", ended=True)
+
+
+def _await_last(slot: Slot, evidence: Evidence, memory: Memory, timers: Timers) -> Wait:
+    """Until every node and create is accounted for; what cannot be looked at may take longer than anybody waits."""
+    left = {past.name: past.zone for past in memory.ours} | {intent.name: intent.zone for intent in memory.creates}
+    hidden = {name: since for name, zone in left.items() if (since := evidence.hidden_since(zone, name)) is not None}
+    others = [kind for kind in evidence.in_flight if kind.partition(":")[2] not in hidden]
+    if others or hidden.keys() != left.keys():
+        return Wait("going down: waiting until every node is gone")
+    lasted = [timers.lasted(since, DOWN_PATIENCE) for since in hidden.values()]
+    if not all(lasted):
+        return Wait(f"going down: {', '.join(sorted({*left.values()}))} does not answer")
+    keys = tuple(NodeKey(slot.project, zone, name) for name, zone in left.items())
+    why = f"{not_looked_at(keys)}: remembered, and deleted once that is possible"
+    return Wait(f"going down: {why}", needs_person=True, out_of_reach=keys)
+
+
+def not_looked_at(keys: Sequence[NodeKey]) -> str:
+    """What `down` has to say of *keys*, which it could not look at."""
+    zones = ", ".join(sorted({key.zone for key in keys}))
+    return f"{len(keys)} node{'s' if len(keys) > 1 else ''} in {zones} could not be looked at"
 
 
 def _after_end(slot: Slot, evidence: Evidence, memory: Memory, timers: Timers) -> Action:
@@ -271,11 +288,8 @@ def _decide_empty(slot: Slot, evidence: Evidence, memory: Memory, timers: Timers
     if ADOPTING in evidence.looked and not timers.lasted(evidence.looked[ADOPTING], ADOPTED_WITHIN):
         return Wait("a node is being adopted")
     for past in memory.nodes:
-        if past.taken:
-            why = f"{past.name} in {past.zone} bears another owner's label now, and our run may live there"
-            return Wait(f"{why}: `tpucare adopt-node` it back, or wait until it is gone", needs_person=True)
-        if past.serves and evidence.node(past.name) is None:
-            return Wait(f"whether {past.name} lives is not known yet ({past.zone})")
+        if action := _decide_unaccounted(slot, past, evidence, timers):
+            return action
     if intent := _open_create(memory):
         return _decide_open_create(slot, intent, evidence, timers)
     if evidence.foreign:
@@ -298,6 +312,22 @@ def _decide_empty(slot: Slot, evidence: Evidence, memory: Memory, timers: Timers
         held_in_zone=holds_quota(choice.place, evidence, region_wide=False),
         held_in_region=holds_quota(choice.place, evidence, region_wide=True),
     )
+
+
+def _decide_unaccounted(slot: Slot, past: NodeMemory, evidence: Evidence, timers: Timers) -> Action | None:
+    """A node that is not known to be gone, and that nobody can look at; None where the slot need not wait for it."""
+    said = f"`tpucare confirm {slot.name}` if nothing trains there"
+    if past.taken and past.in_doubt:
+        why = f"{past.name} in {past.zone} bears another owner's label now, and our run may live there"
+        return Wait(f"{why}: `tpucare adopt-node` it back, or {said}", needs_person=True)
+    if past.out_of_sight and past.in_doubt and not (past.spent or slot.care.fence_proceed):
+        why = f"nothing is heard of {past.name} in {past.zone} for {slot.care.fence_after}; it may still be training"
+        return Wait(f"{why}: {said}, and a node is asked for elsewhere", needs_person=True)
+    if not past.serves or evidence.node(past.name) is not None:
+        return None
+    if evidence.hidden_since(past.zone, past.name) is not None:
+        return decide_hidden(slot, past.zone, past.name, evidence, timers)
+    return Wait(f"whether {past.name} lives is not known yet ({past.zone})")
 
 
 def _decide_open_create(slot: Slot, intent: CreateIntent, evidence: Evidence, timers: Timers) -> Action:
@@ -329,7 +359,7 @@ def _decide_several(slot: Slot, live: list[NodeEvidence], evidence: Evidence, me
             return wait
         if seen.dark or seen.report is None or not seen.report.all_answer:
             action = decide_node(slot, seen, evidence, memory, timers)
-            if isinstance(action, Delete | Vouch | PushKey | Look) or (
+            if isinstance(action, Delete | Vouch | PushKey | Look | Settle) or (
                 isinstance(action, Wait) and action.needs_person
             ):
                 return action

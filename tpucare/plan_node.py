@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from tpucare.actions import Action, Delete, Fact, Launch, Look, PushKey, Reason, Settle, Stop, Wait
+from tpucare.actions import Action, Delete, Fact, Launch, PushKey, Reason, Settle, Stop, Wait
 from tpucare.evidence import Evidence, Mark, NodeEvidence, Timers, latest
 from tpucare.memory import Memory, NodeMemory
 from tpucare.model import PENDING_STATES, USABLE_STATES, NodeKey, NodeState, Provisioning, Slot
@@ -23,6 +23,7 @@ from tpucare.plan_words import (
     deletion,
     job_mark,
     keeps_node,
+    look,
     made_progress_since,
     next_number,
     patience_with_silence,
@@ -40,7 +41,6 @@ FAILED_CREATE_SILENCE = timedelta(seconds=60)
 KEY_MAY_BE_LATE = timedelta(seconds=30)
 KEY_PUSH_EVERY = timedelta(minutes=1)
 KEY_PUSH_SERVES = timedelta(minutes=3)
-ELDER_LOOK_EVERY = timedelta(seconds=5)
 CANARY_FACTOR = 3
 NEVER_ANSWERED_FACTOR = 2
 
@@ -48,8 +48,8 @@ NEVER_ANSWERED_FACTOR = 2
 def decide_node(slot: Slot, seen: NodeEvidence, evidence: Evidence, memory: Memory, timers: Timers) -> Action:
     """The next step for the slot's only live node."""
     node, past = seen.node, memory.node(seen.node.name)
-    if seen.dark:
-        return Wait(f"{node.key.zone} does not answer: what is known of {node.name} stays")
+    if seen.dark or (not seen.listed and node.name in evidence.failed_looks):
+        return decide_hidden(slot, node.key.zone, node.name, evidence, timers)
     if not seen.listed and f"look:{node.name}" not in evidence.looked:
         return Wait(f"looking for {node.name} by name")
     if past is None:
@@ -63,6 +63,15 @@ def decide_node(slot: Slot, seen: NodeEvidence, evidence: Evidence, memory: Memo
     if node.state in USABLE_STATES:
         return _decide_usable(slot, seen, past, evidence, memory, timers)
     return _decide_odd(slot, seen)
+
+
+def decide_hidden(slot: Slot, zone: str, name: str, evidence: Evidence, timers: Timers) -> Action:
+    """A node that neither the listing nor GetNode tells of; after `fence_after` another may be asked for elsewhere."""
+    if timers.lasted(evidence.hidden_since(zone, name), slot.care.fence_after):
+        return Settle(Fact.NODE_OUT_OF_SIGHT, f"nothing is heard of it for {slot.care.fence_after}", name=name)
+    if zone in evidence.dark_since:
+        return Wait(f"{zone} does not answer: what is known of {name} stays")
+    return Wait(f"{name} is not in the listing, and may not be looked at: what is known of it stays")
 
 
 def _decide_odd(slot: Slot, seen: NodeEvidence) -> Action:
@@ -283,10 +292,8 @@ def _fence(slot: Slot, seen: NodeEvidence, evidence: Evidence, memory: Memory, t
         waited = timers.lasted(seen.answering_since, slot.care.fence_after)
         if waited and (slot.care.fence_proceed or memory.fence_confirmed):
             continue
-        kind = f"look:{elder.name}"
-        last = evidence.looked.get(kind)
-        if kind not in evidence.in_flight and (last is None or timers.lasted(last, ELDER_LOOK_EVERY, observations=0)):
-            return Look(NodeKey(slot.project, elder.zone, elder.name), "is it proven dead?")
+        if action := look(NodeKey(slot.project, elder.zone, elder.name), evidence, timers, "is it proven dead?"):
+            return action
         why = f"{elder.name} may still be training"
         return Wait(f"{why} (`tpucare confirm` to go on)" if waited else why, needs_person=waited)
     return None

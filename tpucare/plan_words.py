@@ -11,14 +11,27 @@ import json
 from datetime import timedelta
 from typing import NamedTuple
 
-from tpucare.actions import Delete, Reason, Stop, Wait
+from tpucare.actions import Delete, Look, Reason, Stop, Wait
 from tpucare.backoff import book_cap
 from tpucare.evidence import Evidence, Mark, NodeEvidence, Timers
 from tpucare.memory import BookName, Memory
-from tpucare.model import Job, Provisioning, Slot
+from tpucare.model import Job, NodeKey, Provisioning, Slot
 
 ON_DEMAND_SILENCE = timedelta(minutes=30)
 STALL_FACTOR = 10
+LOOK_EVERY = timedelta(seconds=5)
+LOOK_CAP, LOOK_CAP_HUMAN = timedelta(minutes=1), timedelta(minutes=10)
+
+
+def look(key: NodeKey, evidence: Evidence, timers: Timers, why: str) -> Look | None:
+    """GetNode, unless it was asked a moment ago; where it fails it is asked ever more seldom."""
+    kind = f"look:{key.name}"
+    last, failed, every = evidence.looked.get(kind), evidence.failed_looks.get(key.name), LOOK_EVERY
+    if failed is not None:
+        every = min(LOOK_EVERY * 2 ** min(failed.times, 10), LOOK_CAP_HUMAN if failed.human else LOOK_CAP)
+    if kind in evidence.in_flight or not (last is None or timers.lasted(last, every, observations=0)):
+        return None
+    return Look(key, why)
 
 
 def deletion(seen: NodeEvidence, why: str, reason: Reason, *, unanswered: bool = False) -> Delete:

@@ -34,6 +34,7 @@ class ProjectView:
     fresh: bool = False
     blind_why: str = ""
     unreachable: frozenset[str] = frozenset()
+    dark_since: dict[str, Mark] = field(default_factory=dict)
     unanswered: frozenset[str] | None = None
     failures: int = 0
     decided_blind: set[str] = field(default_factory=set)
@@ -72,6 +73,7 @@ class ProjectView:
         self.passes += 1
         self.fresh, self.blind_why, self.failures = True, "", 0
         self.unreachable = listing.unreachable
+        self.dark_since = {zone: self.dark_since.get(zone, self.mark) for zone in sorted(listing.unreachable)}
         before = listing.unreachable if self.unanswered is None else self.unanswered
         self.unanswered = before & listing.unreachable
         self.nodes = len(listing.nodes)

@@ -63,6 +63,9 @@ def _settle(memory: Memory, action: Settle, now: datetime, rng: random.Random) -
             return supersede(memory, action, now, rng)
         case Fact.CREATE_KEPT:
             return keep(memory, action.name)
+        case Fact.NODE_OUT_OF_SIGHT:
+            past = memory.node(action.name)
+            return memory.with_node(replace(past, out_of_sight=True)) if past is not None else memory
         case Fact.RUN_ADOPTED:
             run = RunMemory(action.token, action.name, action.number, launched_at=now, complete=True)
             return attempted(replace(memory, run=run), action.name)

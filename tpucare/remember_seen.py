@@ -27,14 +27,21 @@ def absorb(memory: Memory, node: Node) -> Memory:
     if past is None or past.id != node.id:
         past = _met(node, intent, memory)
         memory = memory.with_node(past)
-    elif past.taken:
-        memory = memory.with_node(replace(past, taken=False))
+    memory = in_sight(memory, node.name)
     memory = _live_or_dead(memory, node)
     if intent is not None and not intent.superseded and _settled(node):
         memory = memory.without_create(node.name)
         if node.state is NodeState.READY and intent.place:
             memory = placement.came_up(memory, intent.place, node.create_time)
     return number_after(memory, node.name)
+
+
+def in_sight(memory: Memory, name: str) -> Memory:
+    """The node is listed as ours: whatever was believed of it while it was not is over."""
+    past = memory.node(name)
+    if past is None or not (past.taken or past.out_of_sight or past.written_off):
+        return memory
+    return memory.with_node(replace(past, taken=False, out_of_sight=False, written_off=False))
 
 
 def _live_or_dead(memory: Memory, node: Node) -> Memory:

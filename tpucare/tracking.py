@@ -16,7 +16,7 @@ from statistics import median
 from tpucare import failures
 from tpucare.actions import Action, Wait
 from tpucare.errors import NeedsPerson, NotPublished
-from tpucare.evidence import Evidence, Holding, Mark, NodeEvidence, Progress, Voucher
+from tpucare.evidence import Evidence, FailedLook, Holding, Mark, NodeEvidence, Progress, Voucher
 from tpucare.memory import End, Memory, Publishing
 from tpucare.model import Health, Node, NodeState, Slot, Worker
 from tpucare.orders import Contact, NodeReport, Phase, WorkerReport
@@ -259,6 +259,7 @@ class SlotTrack:
     nodes: dict[str, NodeTrack] = field(default_factory=dict)
     in_flight: dict[str, Action] = field(default_factory=dict)
     looked: dict[str, Mark] = field(default_factory=dict)
+    failed_looks: dict[str, FailedLook] = field(default_factory=dict)
     creates_since: dict[str, Mark] = field(default_factory=dict)
     action: Action = field(default_factory=lambda: Wait("not looked at yet"))
     wake_observed: timedelta | None = None
@@ -278,7 +279,7 @@ class SlotTrack:
         foreign: tuple[Node, ...],
         fresh: bool,
         blind_why: str,
-        unreachable: frozenset[str],
+        dark_since: Mapping[str, Mark],
         holdings: frozenset[Holding],
         elsewhere_answers: bool,
         may_be_canary: bool,
@@ -303,7 +304,8 @@ class SlotTrack:
             store_old=store_old,
             complete=complete,
             unanswered=unanswered,
-            unreachable=unreachable,
+            dark_since=dark_since,
+            failed_looks=dict(self.failed_looks),
             blind_why=blind_why,
             publishing=publishing,
         )
@@ -319,6 +321,17 @@ class SlotTrack:
         known = {"", *names, *self.nodes, *(past.name for past in self.memory.nodes)}
         for kind in [kind for kind in self.looked if kind.partition(":")[2] not in known]:
             del self.looked[kind]
+        for name in [name for name in self.failed_looks if name not in known]:
+            del self.failed_looks[name]
+
+    def look_ended(self, name: str, error: Exception | None, mark: Mark) -> bool:
+        """GetNode was asked for *name*, and says nothing where *error* is not None; true when that is news."""
+        before = self.failed_looks.pop(name, None)
+        if error is None:
+            return True
+        since, times = (before.since, before.times + 1) if before is not None else (mark, 1)
+        self.failed_looks[name] = FailedLook(since, times, type(error), isinstance(error, NeedsPerson))
+        return before is None or before.error is not type(error)
 
     def hold(self, node: str, observed: timedelta) -> bool:
         """The brake holds the verdict on *node*; true when that is news."""
@@ -337,13 +350,14 @@ class SlotTrack:
 
     def forget_node(self, name: str) -> None:
         self.nodes.pop(name, None)
+        self.failed_looks.pop(name, None)
         for kind in [kind for kind in self.looked if kind.partition(":")[2] == name]:
             del self.looked[kind]
 
     def is_busy(self, now: Mark) -> bool:
         """Something is under way, or fell silent just now, that the next listing may explain: worth a closer look."""
         memory = self.memory
-        deleting = any(not (past.serves or past.taken) for past in memory.nodes)
+        deleting = any(past.spent for past in memory.nodes)
         booting = any(track.node.state is NodeState.CREATING for track in self.nodes.values())
         marks = [seen.silent_since for seen in self.nodes.values() if seen.silent_since is not None]
         silent = any(now.observed - mark.observed < FRESH_SILENCE for mark in marks)

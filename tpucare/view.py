@@ -13,7 +13,7 @@ from typing import Any
 from tpucare.actions import Wait
 from tpucare.engine import Engine
 from tpucare.memory import End, FleetRecord, Memory, NodeMemory, Wish
-from tpucare.model import Node, NodeState, Worker
+from tpucare.model import Node, NodeKey, NodeState, Worker
 from tpucare.orders import Contact, Phase
 from tpucare.plain import plain
 from tpucare.projects import ProjectView
@@ -45,6 +45,7 @@ def slot_row(engine: Engine, track: SlotTrack, now: datetime) -> Row:
         "phase": phase_of(track, seen, past),
         "training": engine.is_training(track.slot.name),
         "over": engine.is_over(track.slot.name),
+        "out_of_reach": key_rows(engine.out_of_reach(track.slot.name)),
         "project": track.slot.project,
         "nodes": [_node_row(node, memory) for node in track.nodes.values()],
         "action": action_word(track),
@@ -78,6 +79,7 @@ def _remembered(slot: str, memory: Memory, now: datetime) -> Row:
         "phase": "",
         "training": False,
         "over": False,
+        "out_of_reach": [],
         "project": "",
         "node": "",
         "zone": "",
@@ -99,6 +101,10 @@ def _remembered(slot: str, memory: Memory, now: datetime) -> Row:
         "why": "",
         "needs_person": False,
     }
+
+
+def key_rows(keys: Iterable[NodeKey]) -> list[Row]:
+    return [{"node": plain(key.name), "zone": plain(key.zone)} for key in keys]
 
 
 def _books(memory: Memory, now: datetime) -> Row:

@@ -59,8 +59,12 @@ def confirm(memory: Memory) -> Memory:
     """
     A person says that no older node of this slot trains any more: of those that are in doubt now.
 
-    Where none is, the word is about something else (the brake, say), and opens no fence that comes up later.
+    Where none is, the word is about something else (the brake, say), and opens no fence that comes up later. Of nodes
+    that nobody can look at, or that are another's by now, it holds until they are seen again.
     """
+    lost = [past for past in memory.nodes if past.in_doubt and (past.taken or past.out_of_sight)]
+    for past in lost:
+        memory = memory.with_node(replace(past, written_off=True))
     return replace(memory, fence_confirmed=memory.fence_confirmed or memory.has_elder_in_doubt)
 
 

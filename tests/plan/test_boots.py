@@ -116,54 +116,54 @@ GONE_ON = memory(launched(0, **DELETED), past(1))
 LOOKED = {f"look:{name_of(0)}": ago(2)}
 
 FENCES = [
-    case("an older node may train: GetNode", evidence(NEXT, unreachable=frozenset({US})), GONE_ON, "Look"),
-    case("asked just now", evidence(NEXT, unreachable=frozenset({US}), looked=LOOKED), GONE_ON, "Wait"),
+    case("an older node may train: GetNode", evidence(NEXT, dark_since={US: ago(60)}), GONE_ON, "Look"),
+    case("asked just now", evidence(NEXT, dark_since={US: ago(60)}, looked=LOOKED), GONE_ON, "Wait"),
     case(
         "its delete was accepted, which proves nothing",
-        evidence(NEXT, unreachable=frozenset({US}), looked=LOOKED),
+        evidence(NEXT, dark_since={US: ago(60)}, looked=LOOKED),
         memory(launched(0, **DELETED, delete_accepted=True), past(1)),
         "Wait",
     ),
     case(
         "its delete was accepted after every worker was quiet",
-        evidence(NEXT, unreachable=frozenset({US}), looked=LOOKED),
+        evidence(NEXT, dark_since={US: ago(60)}, looked=LOOKED),
         memory(launched(0, **DELETED, delete_accepted=True, delete_quiet=True), past(1)),
         "Launch",
     ),
     case(
         "it was quiet, its delete is not accepted",
-        evidence(NEXT, unreachable=frozenset({US}), looked=LOOKED),
+        evidence(NEXT, dark_since={US: ago(60)}, looked=LOOKED),
         memory(launched(0, **DELETED, delete_quiet=True), past(1)),
         "Wait",
     ),
     case(
         "it was once seen PREEMPTED, however dark its zone is now",
-        evidence(NEXT, unreachable=frozenset({US}), looked=LOOKED),
+        evidence(NEXT, dark_since={US: ago(60)}, looked=LOOKED),
         memory(launched(0, **DELETED, dead=True), past(1)),
         "Launch",
     ),
     case(
         "this store wrote no launch for it",
-        evidence(NEXT, unreachable=frozenset({US}), looked=LOOKED),
+        evidence(NEXT, dark_since={US: ago(60)}, looked=LOOKED),
         memory(past(0, **DELETED), past(1)),
         "Launch",
     ),
     case(
         "no proof after fence_after: loudly",
-        evidence(WAITED, unreachable=frozenset({US}), looked=LOOKED),
+        evidence(WAITED, dark_since={US: ago(60)}, looked=LOOKED),
         GONE_ON,
         "Wait person",
     ),
     case(
         "care.fence: proceed, before fence_after",
-        evidence(NEXT, unreachable=frozenset({US}), looked=LOOKED),
+        evidence(NEXT, dark_since={US: ago(60)}, looked=LOOKED),
         GONE_ON,
         "Wait",
         slot(fence_proceed=True),
     ),
     case(
         "care.fence: proceed",
-        evidence(WAITED, unreachable=frozenset({US}), looked=LOOKED),
+        evidence(WAITED, dark_since={US: ago(60)}, looked=LOOKED),
         GONE_ON,
         "Launch",
         slot(fence_proceed=True),
@@ -184,7 +184,7 @@ FENCES = [
     case("the store was lost, and every zone has answered", evidence(NEXT, store_lost=True), memory(past(1)), "Launch"),
     case(
         "a person confirmed",
-        evidence(WAITED, unreachable=frozenset({US}), looked=LOOKED),
+        evidence(WAITED, dark_since={US: ago(60)}, looked=LOOKED),
         replace(GONE_ON, fence_confirmed=True),
         "Launch",
     ),

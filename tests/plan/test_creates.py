@@ -220,7 +220,7 @@ CREATES = [
     case("a store in use, and a dark zone", evidence(complete=False), memory(), "Create"),
     case(
         "remembered and not seen, its zone dark",
-        evidence(unreachable=frozenset({US})),
+        evidence(dark_since={US: ago(60)}),
         memory(launched()),
         "Wait",
     ),

@@ -93,7 +93,7 @@ WISHES = [
     ),
     case(
         "down, its zone is dark",
-        evidence(seen(node(), running(), dark=True), unreachable=frozenset({US})),
+        evidence(seen(node(), running(), dark=True), dark_since={US: ago(60)}),
         ASKED,
         "Wait",
     ),

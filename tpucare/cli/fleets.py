@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -258,10 +258,21 @@ def down(
     answers = taking_down.take_down(chosen, targets, wait=wait)
     if json_out:
         print_json(answers[target] if target else {"fleets": list(answers.values())})
-        return
-    for name, answer in answers.items():
-        left = f"going down: {', '.join(answer['left'])}" if answer["left"] else "nothing is left of it"
-        say(f"{name}: {left}")
+    else:
+        for name, answer in answers.items():
+            if answer["left"] and not answer["out_of_reach"]:
+                say(f"{name}: going down: {', '.join(answer['left'])}")
+            elif not answer["left"]:
+                say(f"{name}: nothing is left of it")
+    if hidden := [_hidden(name, answer["out_of_reach"]) for name, answer in answers.items() if answer["out_of_reach"]]:
+        raise Failure("; ".join(hidden))
+
+
+def _hidden(target: str, nodes: Sequence[Mapping[str, str]]) -> str:
+    zones = ", ".join(sorted({node["zone"] for node in nodes}))
+    names = ", ".join(node["node"] for node in nodes)
+    why = f"{target}: {len(nodes)} node{'s' if len(nodes) > 1 else ''} in {zones} could not be looked at ({names})"
+    return f"{why}: remembered; a daemon or `tpucare down {target}` deletes them once it answers"
 
 
 def pause(context: typer.Context, target: TargetWord, json_out: JsonFlag = False) -> None:

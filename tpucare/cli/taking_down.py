@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from tpucare import overview
+from tpucare import overview, view
 from tpucare.cli.common import Failure, warn
 from tpucare.cli.looking import is_untouched
 from tpucare.cli.offline import alone
 from tpucare.control import NoDaemon, Refused, is_running, request
+from tpucare.ending import Ending
 from tpucare.errors import StoreLocked
 from tpucare.memory import Wish
 from tpucare.model import Event, Slot
@@ -37,7 +38,10 @@ def refuse_unknown(options: Options, target: str) -> None:
 
 
 def take_down(options: Options, targets: Sequence[str], *, wait: bool) -> dict[str, dict[str, Any]]:
-    """By target: `changed`, and `left`: slots of which something was there when this returned."""
+    """
+    By target: `changed`; `left`: slots of which something was there when this returned; `out_of_reach`: what of that
+    could not be looked at.
+    """
     try:
         # All are told before one is waited for.
         told = {target: request(options.socket, {"do": "down", "target": target}) for target in targets}
@@ -49,15 +53,19 @@ def take_down(options: Options, targets: Sequence[str], *, wait: bool) -> dict[s
 def _watched(options: Options, target: str, answer: dict[str, Any], *, wait: bool) -> dict[str, Any]:
     order = {"do": "down", "target": target}
     slots = list(answer["changed"])
-    left = slots
+    left, rows = slots, dict[str, view.Row]()
     try:
-        while wait and (left := _left(options, slots)):
+        while wait:
+            rows = _rows(options, slots)
+            left = [slot for slot, row in rows.items() if not row["over"]]
+            if all(rows[slot]["out_of_reach"] for slot in left):
+                break
             time.sleep(LOOK_EVERY_SECONDS)
     except (NoDaemon, Refused):
         if is_running(options.socket):
             raise
         return _after_it(options, order)
-    return {**answer, "left": left}
+    return {**answer, "left": left, "out_of_reach": [key for row in rows.values() for key in row["out_of_reach"]]}
 
 
 def _after_it(options: Options, order: dict[str, str]) -> dict[str, Any]:
@@ -72,10 +80,10 @@ def _after_it(options: Options, order: dict[str, str]) -> dict[str, Any]:
         time.sleep(LOOK_EVERY_SECONDS)
 
 
-def _left(options: Options, slots: list[str]) -> list[str]:
+def _rows(options: Options, slots: list[str]) -> dict[str, view.Row]:
+    """What the daemon says of those of *slots* that it still knows."""
     status = request(options.socket, {"do": "status"})
-    rows = {row["slot"]: row for row in status["slots"]}
-    return [slot for slot in slots if slot in rows and not rows[slot]["over"]]
+    return {row["slot"]: row for row in status["slots"] if row["slot"] in slots}
 
 
 def _here(options: Options, order: dict[str, str], *, wait: bool) -> dict[str, Any]:
@@ -86,18 +94,13 @@ def _here(options: Options, order: dict[str, str], *, wait: bool) -> dict[str, A
         def is_meant(slot: Slot) -> bool:
             return slot.fleet == fleet if fleet else slot.name in slots
 
-        def left() -> list[str]:
-            return [name for name, track in engine.slots.items() if is_meant(track.slot) and not engine.is_over(name)]
-
-        def done() -> bool:
-            # Only a listing that saw every zone can say that nothing is left.
-            return not left() and all(view.fresh and view.complete for view in engine.projects.values())
-
+        ending = Ending(engine, here.care.clock, is_meant, warn)
         if wait:
             # This process ends soon: it begins nothing for slots that it was not asked about.
             engine.settings = replace(engine.settings, dry_run=False, acts_for=is_meant)
-            here.run(done)
-        return {**answer, "left": left()}
+            here.run(ending.is_over)
+        left = [name for name, track in engine.slots.items() if is_meant(track.slot) and not engine.is_over(name)]
+        return {**answer, "left": left, "out_of_reach": view.key_rows(ending.left)}
 
 
 def _tell(event: Event) -> None:
