@@ -184,6 +184,9 @@ def test_where_the_project_comes_from(no_google: Path) -> None:
     env = {"HOME": str(no_google)}
     assert find_project("by-flag", {**env, "GOOGLE_CLOUD_PROJECT": "by-env"}) == "by-flag"
     assert find_project(None, {**env, "GOOGLE_CLOUD_PROJECT": "by-env"}) == "by-env"
+    both = {**env, "GOOGLE_CLOUD_PROJECT": "by-env", "CLOUDSDK_CORE_PROJECT": "by-gcloud"}
+    assert find_project(None, both) == "by-env"
+    assert find_project(None, {**env, "CLOUDSDK_CORE_PROJECT": "by-gcloud"}) == "by-gcloud", "as gcloud itself has it"
     assert find_project("", env) == "by-work-file"
     assert find_project(None, {**env, "CLOUDSDK_ACTIVE_CONFIG_NAME": "default"}) == "by-file"
     moved = no_google / "moved"

@@ -137,8 +137,8 @@ def test_small_words() -> None:
     assert latest(None) is None
     assert later(SECOND).mark == Mark(HERE.observed + SECOND, HERE.passes)
     assert region_of(US) == "us-central1"
-    assert holding_of(place(EU, Provisioning.RESERVED)) == Holding(EU, "v3", True)
-    assert holding_of(place()) == Holding(US, "v3", False)
+    assert holding_of(place(EU, Provisioning.RESERVED)) == Holding(EU, "v3", True, "pod")
+    assert holding_of(place()) == Holding(US, "v3", False, "pod")
     what = evidence(seen(node()))
     assert what.node("pod-0-a0") is what.nodes[0]
     assert what.node("pod-0-a1") is None

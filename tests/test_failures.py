@@ -28,10 +28,11 @@ STOCKOUT = (
     "offered (see https://cloud.google.com/tpu/docs/regions) [EID: 0x1f2e3d]"
 )
 QUOTA = (
-    "Quota limit 'TPUV6EPreemptiblePerProjectPerRegionForTPUAPI' has been exceeded. Limit: 0 in region us-east5."
+    "Quota limit 'TPUV6EPreemptiblePerProjectPerRegionForTPUAPI' has been exceeded. Limit: 64 in region us-east5."
     " [EID: 0x1]"
 )
-QUOTA_BOTH = "Quota limit 'A,B' has been exceeded. Limit: 0,0 in region us-east5,zone us-east5-a."
+QUOTA_BOTH = "Quota limit 'A,B' has been exceeded. Limit: 64,20 in region us-east5,zone us-east5-a."
+NO_QUOTA = QUOTA.replace("64", "0")
 QUOTA_OTHER = "Quota 'TPUV2sPreemptiblePodPerProjectPerZoneForTPUAPI' exhausted. Limit 32 in zone europe-west4-a"
 RATE = (
     "Quota exceeded for quota metric 'CreateNode requests': Maximum number of CreateNode requests per minute, "
@@ -53,6 +54,10 @@ WILD = [
     (8, QUOTA, Where.CREATE, QuotaExceeded),
     (8, QUOTA, Where.OPERATION, QuotaExceeded),
     (8, QUOTA_OTHER, Where.CREATE, QuotaExceeded),
+    (8, NO_QUOTA, Where.CREATE, NeedsPerson),
+    (8, NO_QUOTA, Where.OPERATION, NeedsPerson),
+    (8, QUOTA_BOTH.replace("64,20", "64,0"), Where.CREATE, NeedsPerson),
+    (8, QUOTA_OTHER.replace("32", "0"), Where.OPERATION, NeedsPerson),
     (9, QUOTA_OTHER, Where.OPERATION, QuotaExceeded),
     (8, "Quota 'IN_USE_ADDRESSES' exceeded. Limit: 8.0 in region us-central1.", Where.OPERATION, QuotaExceeded),
     (13, "HEALTH_CHECKS limit of 75 reached", Where.OPERATION, QuotaExceeded),
@@ -157,6 +162,20 @@ def test_scope_of_a_quota(text: str, region_wide: bool) -> None:
         (7, "requires a quota project", "set-quota-project"),
         (7, "Cloud TPU API has not been used in project 1 before or it is disabled.", "gcloud services enable"),
         (3, "the accelerator v6e-1 was not found in zone asia-east1-a", "`zones`"),
+        (7, "Cloud TPU API has not been used in project 764086051850 before", "set-quota-project PROJECT"),
+        (
+            7,
+            "Your application is using local Application Default Credentials from gcloud.",
+            "set-quota-project PROJECT",
+        ),
+        (7, "The billing account for the owning project is disabled in state absent", "billing account to the project"),
+        (7, "Request had insufficient authentication scopes.", "--scopes=cloud-platform"),
+        (5, 'The referenced network "default" was not found in project p', "`network` under `tpu`"),
+        (3, "Subnetwork projects/p/regions/r/subnetworks/s does not exist", "`network` under `tpu`"),
+        (9, "Constraint constraints/compute.vmExternalIpAccess violated for project 1.", "external_ips: false"),
+        (8, "Quota 'IN_USE_ADDRESSES' exceeded. Limit: 8.0 in region us-central1.", "In-use regional external IPv4"),
+        (13, "HEALTH_CHECKS limit of 75 reached", '"Health checks"'),
+        (8, "Quota limit 'TPUV6E' has been exceeded. Limit: 0 in region us-east5.", "no quota for this"),
         (9, "Constraint constraints/compute.requireOsLogin violated for project 123456.", "`os_login: true`"),
     ],
 )
@@ -170,4 +189,4 @@ def test_every_answer_has_a_class_and_one_line(code: int, text: str, where: Wher
     error = classify(code, text, where)
     assert isinstance(error, CloudError)
     assert str(error).splitlines() == [str(error)]
-    assert len(str(error)) <= MESSAGE_LIMIT + 200
+    assert len(str(error)) <= MESSAGE_LIMIT + 300

@@ -24,7 +24,7 @@ from tpucare.errors import (
     RateLimited,
     Transient,
 )
-from tpucare.evidence import Evidence, Holding, Moment, Timers
+from tpucare.evidence import Evidence, Holding, Moment, Timers, holding_of
 from tpucare.memory import Memory, PlaceMemory
 from tpucare.model import Place, Provisioning
 from tpucare.placement import (
@@ -46,7 +46,7 @@ from tpucare.placement import (
 
 FIRST, SECOND = place(US), place(EU)
 SISTER = place("us-central1-b")
-DEAD_IN_US = frozenset({Holding(US, "v3", False)})
+DEAD_IN_US = frozenset({Holding(US, "v3", False, "pod")})
 NOTHING = PlaceMemory()
 RNG = random.Random(5)
 
@@ -193,6 +193,36 @@ def test_a_clock_that_was_set_back_stretches_no_pause(error: CloudError) -> None
     assert choose(slot(FIRST), evidence(), known, Timers(set_back)).place == FIRST
 
 
+def test_a_row_of_refusals_is_of_one_kind() -> None:
+    """Once three stockouts had passed, the first refusal for quota waited up to half an hour."""
+    stockouts = replace(NOTHING, failures=40, kind="no capacity", since=before(hours=1))
+    first = turned_down(QuotaExceeded("8"), stockouts)
+    assert (first.failures, first.since) == (1, NOW)
+    assert first.retry_at is not None
+    assert first.retry_at - NOW <= timedelta(minutes=5)
+    again = refused(first, QuotaExceeded("8"), held=False, now=after(minutes=9), rng=RNG)
+    assert (again.failures, again.since) == (2, NOW)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "hours", "person"),
+    [
+        (("quota", "quota"), 2.1, True),
+        (("quota", "human"), 2.1, True),
+        (("quota", "quota"), 1.9, False),
+        (("quota", "no capacity"), 9.0, False),
+    ],
+)
+def test_where_quota_stays_used_up_everywhere_a_person_is_told(
+    kinds: tuple[str, str], hours: float, person: bool
+) -> None:
+    """Found on a grant that was over: 196 creates in three days, and nobody was told."""
+    pasts = [PlaceMemory(9, after(60), kind, "x", kind == "human", 2, since=before(hours=hours)) for kind in kinds]
+    choice = chosen(remembering((FIRST, pasts[0]), (SECOND, pasts[1])))
+    assert (choice.place, choice.needs_person) == (None, person)
+    assert ("ask for more" in choice.why) is person
+
+
 def test_failover_goes_through_all_places_and_returns() -> None:
     known, now, turns = memory(), HERE, []
     for _ in range(6):
@@ -220,14 +250,19 @@ def test_a_person_is_needed_after_ten_minutes_then_hourly() -> None:
 @pytest.mark.parametrize(
     ("where", "held", "region_wide", "want"),
     [
-        (FIRST, Holding(US, "v3", False), False, True),
-        (SISTER, Holding(US, "v3", False), False, False),
-        (SISTER, Holding(US, "v3", False), True, True),
-        (SECOND, Holding(US, "v3", False), True, False),
-        (FIRST, Holding(US, "v2", False), True, False),
-        (FIRST, Holding(US, "v3", True), False, False),
-        (place(US, Provisioning.RESERVED), Holding(US, "v3", True), False, True),
-        (place(US, Provisioning.PREEMPTIBLE), Holding(US, "v3", False), False, True),
+        (FIRST, Holding(US, "v3", False, "pod"), False, True),
+        (SISTER, Holding(US, "v3", False, "pod"), False, False),
+        (SISTER, Holding(US, "v3", False, "pod"), True, True),
+        (SECOND, Holding(US, "v3", False, "pod"), True, False),
+        (FIRST, Holding(US, "v2", False, "pod"), True, False),
+        (FIRST, Holding(US, "v3", True, "pod"), False, False),
+        (place(US, Provisioning.RESERVED), Holding(US, "v3", True, "pod"), False, True),
+        (place(US, Provisioning.PREEMPTIBLE), Holding(US, "v3", False, "pod"), False, True),
+        (FIRST, holding_of(place(kind="v3-8")), True, False),
+        (place(kind="v2-8"), holding_of(place(kind="v2-8")), False, True),
+        (place(kind="v5litepod-8"), holding_of(place(kind="v5litepod-16")), True, False),
+        (place(kind="v5litepod-8"), holding_of(place(kind="v5litepod-4")), False, True),
+        (place(kind="v4-8"), holding_of(place(kind="v4-64")), False, True),
     ],
 )
 def test_which_dead_node_holds_whose_quota(where: Place, held: Holding, region_wide: bool, want: bool) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.virtual.harness import PROJECT, US, Daemon
+from tpucare.actions import Wait
 from tpucare.emulator.config import WorldConfig
 from tpucare.emulator.errors_text import RESOURCE_EXHAUSTED
 from tpucare.emulator.inprocess import InProcessCloud
@@ -67,3 +68,18 @@ def test_a_node_that_came_after_its_create_was_closed_is_ours_to_clear(tmp_path:
     assert daemon.trains("pod-0")
     assert len(daemon.zone.nodes()) == 1
     daemon.check("pod-0-a0")
+
+
+@pytest.mark.parametrize("form", ["limit", "exhausted"])
+def test_a_project_without_any_quota_is_told_to_a_person_and_hardly_asked_for(tmp_path: Path, form: str) -> None:
+    """A grant that is over: 196 creates in three days, and nobody was told."""
+    none = [{"generation": "v3", "zone": US, "limit": 0, "unit": "chips", "form": form}]
+    daemon = Daemon(tmp_path, config=WorldConfig.calm(quotas=none))
+    daemon.care_for("pod")
+    daemon.run(hours=24)
+    action = daemon.engine.slots["pod-0"].action
+    assert isinstance(action, Wait)
+    assert action.needs_person
+    assert "no quota for this" in action.why
+    assert len(daemon.zone.created()) <= 26
+    daemon.check()

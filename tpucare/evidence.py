@@ -15,7 +15,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from tpucare.memory import Publishing
-from tpucare.model import Node, Place, Worker
+from tpucare.model import Node, Place, Provisioning, Worker
 from tpucare.orders import NodeReport
 
 SUPPORTING_OBSERVATIONS = 3
@@ -185,11 +185,17 @@ class NodeEvidence:
 
 
 class Holding(NamedTuple):
-    """A dead or DELETING node of ours that still counts against a quota."""
+    """
+    A dead or DELETING node of ours that still counts against a quota: its own one, apart from those of other shares.
+
+    share: what has a quota apart within a generation: `single` devices and `pod` slices of v2 and v3 (Cloud TPU docs,
+    quotas), sizes 1, 4 and 8 of v5e, which draw on `serving` (seen in the wild); empty where there is one only
+    """
 
     zone: str
     generation: str
     on_demand: bool
+    share: str = ""
 
 
 class FailedLook(NamedTuple):
@@ -252,8 +258,18 @@ class Evidence:
 
 def holding_of(place: Place) -> Holding:
     """What a node at *place* holds of a quota while it is listed."""
-    generation = place.accelerator_type.partition("-")[0]
-    return Holding(place.zone, generation, place.provisioning.value in ("on-demand", "reserved"))
+    return holding(place.zone, place.accelerator_type, place.provisioning)
+
+
+def holding(zone: str, accelerator_type: str, provisioning: Provisioning) -> Holding:
+    generation, _, size = accelerator_type.partition("-")
+    share = ""
+    if generation in ("v2", "v3"):
+        share = "single" if size == "8" else "pod"
+    elif generation == "v5litepod" and size in ("1", "4", "8"):
+        share = "serving"
+    on_demand = provisioning in (Provisioning.ON_DEMAND, Provisioning.RESERVED)
+    return Holding(zone, generation, on_demand, share)
 
 
 def region_of(zone: str) -> str:

@@ -74,6 +74,7 @@ _CAPACITY = _pattern(
 )
 # "requires a quota project" is a matter of credentials, and code 7; all others speak of a limit that is used up.
 _QUOTA = _pattern(r"\bquotas?\b(?! project)|IN_USE_ADDRESSES|HEALTH_CHECKS")
+_LIMIT = _pattern(r"\blimit:? ([\d.,]*\d)")
 _REGION = _pattern(r"\bin region \S")
 _ZONE = _pattern(r"\bzone [a-z\"']")
 _BEING_DELETED = _pattern(r"\bDELETING\b|being deleted")
@@ -90,11 +91,38 @@ _ADVICE = tuple(
             "`os_login: true` under `tpu` and provision tpucare's key on the account by hand",
         ),
         (
+            r"764086051850|local Application Default Credentials|quota project",
+            "run `gcloud auth application-default set-quota-project PROJECT`",
+        ),
+        (
+            r"insufficient authentication scopes|ACCESS_TOKEN_SCOPE_INSUFFICIENT",
+            "give the VM that tpucare runs on the scope `cloud-platform`: stop it, run "
+            "`gcloud compute instances set-service-account VM --scopes=cloud-platform`, start it",
+        ),
+        (r"free-trial billing", "link the project to a paid billing account"),
+        (r"\bbilling\b", "link an open billing account to the project (console: Billing)"),
+        (
+            r"vmExternalIpAccess",
+            "set `network: {external_ips: false}` under `tpu`, and see docs/installing.md for the way in",
+        ),
+        (
+            r"\bsubnetwork|\bnetworks?/|\bnetwork \"?[\w-]+\"? (was )?not found|network .*(not found|not exist)",
+            "create the network (`gcloud compute networks create default`), or name yours: `network` under `tpu`",
+        ),
+        (
+            r"IN_USE_ADDRESSES",
+            'each host takes one: ask for more "In-use regional external IPv4 addresses" on '
+            "https://console.cloud.google.com/iam-admin/quotas, or set `network: {external_ips: false}` under `tpu`",
+        ),
+        (
+            r"HEALTH_CHECKS",
+            'each host takes about five: ask for more "Health checks" on '
+            "https://console.cloud.google.com/iam-admin/quotas, or for fewer hosts",
+        ),
+        (
             r"service account",
             "check `service_account`, and give the caller roles/iam.serviceAccountUser on it",
         ),
-        (r"free-trial billing", "link the project to a paid billing account"),
-        (r"quota project", "run `gcloud auth application-default set-quota-project PROJECT`"),
         (
             r"has not been used in project|is disabled|SERVICE_DISABLED",
             "run `gcloud services enable tpu.googleapis.com`",
@@ -110,6 +138,12 @@ _ADVICE = tuple(
         ),
         (r"runtime.?version", "change `runtime` under `tpu`"),
     )
+)
+
+
+_NO_QUOTA = (
+    "the project has no quota for this: ask for it on https://console.cloud.google.com/iam-admin/quotas, or change "
+    "`zones` or `provisioning` under `tpu`"
 )
 
 
@@ -156,7 +190,9 @@ def _by_text(code: int, text: str, where: str) -> CloudError | None:
     if _CAPACITY.search(text):
         return NoCapacity(text, code)
     if _QUOTA.search(text):
-        return QuotaExceeded(text, code, region_wide=_is_region_wide(text))
+        if _is_limit_zero(text):
+            return NeedsPerson(f"{text} -> {_NO_QUOTA}", code)
+        return QuotaExceeded(_with_advice(text), code, region_wide=_is_region_wide(text))
     return _being_deleted(code, text, where)
 
 
@@ -165,6 +201,12 @@ def _being_deleted(code: int, text: str, where: str) -> CloudError | None:
     if where == Where.DELETE and code in (FAILED_PRECONDITION, ABORTED) and _BEING_DELETED.search(text):
         return LostRace(text, code)
     return None
+
+
+def _is_limit_zero(text: str) -> bool:
+    """Whether one of the limits that are named ("Limit: 0,64") is nothing at all: no wait can help."""
+    found = _LIMIT.search(text)
+    return found is not None and any(limit.strip("0.") == "" for limit in found[1].split(",") if limit)
 
 
 def _is_region_wide(text: str) -> bool:

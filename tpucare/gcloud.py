@@ -1,5 +1,5 @@
 """
-Which project is meant: flag, environment, gcloud's configuration or credentials, in this order.
+Which project is meant: flag, environment (Google's libraries', then gcloud's), gcloud's configuration or credentials.
 
 gcloud itself is not called: it costs a second, and need not be installed where its configuration was copied to.
 """
@@ -23,11 +23,13 @@ _NO_PROJECT = (
 
 def find_project(explicit: str | None, env: Mapping[str, str]) -> str:
     """
-    *explicit*, else GOOGLE_CLOUD_PROJECT, else the project of gcloud's active configuration, else of the credentials.
+    *explicit*, else GOOGLE_CLOUD_PROJECT, else CLOUDSDK_CORE_PROJECT, else the project of gcloud's active
+    configuration, else of the credentials.
 
     env: the process's environment. Raises: ConfigError: none of them says.
     """
-    project = explicit or env.get("GOOGLE_CLOUD_PROJECT") or _configured_project(env) or _credentials_project()
+    named = explicit or env.get("GOOGLE_CLOUD_PROJECT") or env.get("CLOUDSDK_CORE_PROJECT")
+    project = named or _configured_project(env) or _credentials_project()
     if not project:
         raise ConfigError(_NO_PROJECT)
     return project

@@ -58,7 +58,8 @@ class PlaceMemory:
     """
     What a place gave: failures in a row, when it may be asked again, and whether only a person can help.
 
-    `asked`: number of the slot's last create there, -1 = none. Numbers only grow, whatever becomes of the clock.
+    `since`: when the row of refusals of that `kind` began. `asked`: number of the slot's last create there, -1 = none;
+    numbers only grow, whatever becomes of the clock.
     """
 
     failures: int = 0
@@ -71,6 +72,7 @@ class PlaceMemory:
     own_quota_since: datetime | None = None
     unanswered_nodes: int = 0
     asked: int = -1
+    since: datetime | None = None
 
 
 class Trust(StrEnum):

@@ -38,6 +38,11 @@ OWN_QUOTA_PATIENCE = timedelta(minutes=5)
 OWN_QUOTA = "own quota"
 OWN_REGION_QUOTA = "own quota of the region"
 _OWN = (OWN_QUOTA, OWN_REGION_QUOTA)
+NO_CAPACITY, QUOTA, RATE, TRANSIENT, REFUSED, HUMAN = "no capacity", "quota", "rate", "transient", "refused", "human"
+
+# What others hold of a quota comes back within hours; what stays used up for longer only a person can change.
+QUOTA_PATIENCE = timedelta(hours=2)
+_QUOTA_PAGE = "https://console.cloud.google.com/iam-admin/quotas"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +62,9 @@ def choose(slot: Slot, evidence: Evidence, memory: Memory, timers: Timers) -> Ch
         if refusal is None:
             return Choice(place, f"{place.accelerator_type} in {place.zone}")
         reasons.append(f"{place.zone}: {refusal}")
-    stopped = all(_stopped(memory.place(place.key)) for place in slot.places)
+    stopped = all(_stopped(memory.place(place.key), timers.now.wall) for place in slot.places)
+    if stopped and any(memory.place(place.key).kind == QUOTA for place in slot.places):
+        reasons.append(f"used up for {QUOTA_PATIENCE}: free some, or ask for more on {_QUOTA_PAGE}")
     return Choice(None, "; ".join(reasons) or "no place is declared", needs_person=stopped)
 
 
@@ -119,7 +126,10 @@ def _refusal(place: Place, past: PlaceMemory, evidence: Evidence, timers: Timers
     return f"{past.kind or 'refused'} ({past.reason}), again {past.retry_at:%H:%M:%S}"
 
 
-def _stopped(past: PlaceMemory) -> bool:
+def _stopped(past: PlaceMemory, now: datetime) -> bool:
+    """Only a person can open that place: it refused twice what waiting does not change, or its quota stays used up."""
+    if past.kind == QUOTA:
+        return past.since is not None and now - past.since > QUOTA_PATIENCE
     return past.blocked and past.refusals >= 2
 
 
@@ -127,9 +137,8 @@ def holds_quota(place: Place, evidence: Evidence, *, region_wide: bool) -> bool:
     """Whether a dead or DELETING node of ours counts against the quota that a create at *place* needs."""
     wanted = holding_of(place)
     for held in evidence.holdings:
-        same_kind = held.generation == wanted.generation and held.on_demand == wanted.on_demand
         same_scope = region_of(held.zone) == region_of(wanted.zone) if region_wide else held.zone == wanted.zone
-        if same_kind and same_scope:
+        if same_scope and held._replace(zone=wanted.zone) == wanted:
             return True
     return False
 
@@ -137,11 +146,11 @@ def holds_quota(place: Place, evidence: Evidence, *, region_wide: bool) -> bool:
 # The longest that each kind of refusal keeps a place closed, by whatever clock.
 _LONGEST: Mapping[str, timedelta] = MappingProxyType(
     {
-        "no capacity": CAPACITY_BACKOFF.cap,
-        "quota": QUOTA_BACKOFF.cap,
-        "rate": RATE_PAUSE * RATE_PAUSE_SPREAD,
-        "transient": TRANSIENT_BACKOFF.cap,
-        "refused": TRANSIENT_BACKOFF.cap,
+        NO_CAPACITY: CAPACITY_BACKOFF.cap,
+        QUOTA: QUOTA_BACKOFF.cap,
+        RATE: RATE_PAUSE * RATE_PAUSE_SPREAD,
+        TRANSIENT: TRANSIENT_BACKOFF.cap,
+        REFUSED: TRANSIENT_BACKOFF.cap,
     }
 )
 
@@ -155,16 +164,25 @@ def refused(
     `held`: a dead node of ours held that quota when the create was decided, in the scope that the error names.
     """
     reason = text or str(error)
-    failures = past.failures + 1
     if isinstance(error, QuotaExceeded) and held and not _out_of_patience(past, now):
         since = past.own_quota_since or now
         kind = OWN_REGION_QUOTA if error.region_wide else OWN_QUOTA
         return replace(past, kind=kind, reason=reason, own_quota_since=since, retry_at=None, blocked=False)
     if isinstance(error, NeedsPerson):
         return blocked(past, reason, now=now)
-    kind, delay = _pause(error, failures, rng)
+    kind = _kind(error)
+    # A row is of one kind: after an hour of stockouts the first refusal for quota is the first.
+    again = past.kind == kind
+    failures = past.failures + 1 if again else 1
     return replace(
-        past, failures=failures, kind=kind, reason=reason, retry_at=now + delay, blocked=False, own_quota_since=None
+        past,
+        failures=failures,
+        kind=kind,
+        reason=reason,
+        retry_at=now + _pause(error, failures, rng),
+        blocked=False,
+        own_quota_since=None,
+        since=past.since if again else now,
     )
 
 
@@ -172,23 +190,31 @@ def blocked(past: PlaceMemory, reason: str, *, now: datetime) -> PlaceMemory:
     """A person has to change something: ask again after ten minutes, then hourly, without end."""
     refusals = past.refusals + 1
     delay = PERSON_FIRST if refusals == 1 else PERSON_LATER
-    return replace(past, kind="human", reason=reason, retry_at=now + delay, blocked=True, refusals=refusals)
+    return replace(past, kind=HUMAN, reason=reason, retry_at=now + delay, blocked=True, refusals=refusals)
 
 
 def _out_of_patience(past: PlaceMemory, now: datetime) -> bool:
     return past.own_quota_since is not None and not (timedelta() <= now - past.own_quota_since < OWN_QUOTA_PATIENCE)
 
 
-def _pause(error: CloudError, failures: int, rng: random.Random) -> tuple[str, timedelta]:
+def _kind(error: CloudError) -> str:
     if isinstance(error, NoCapacity):
-        return "no capacity", CAPACITY_BACKOFF.delay(failures, rng)
+        return NO_CAPACITY
     if isinstance(error, QuotaExceeded):
-        return "quota", QUOTA_BACKOFF.delay(failures, rng)
+        return QUOTA
     if isinstance(error, RateLimited):
-        return "rate", RATE_PAUSE * rng.uniform(1.0, RATE_PAUSE_SPREAD)
-    if isinstance(error, Transient):
-        return "transient", TRANSIENT_BACKOFF.delay(failures, rng)
-    return "refused", TRANSIENT_BACKOFF.delay(failures, rng)
+        return RATE
+    return TRANSIENT if isinstance(error, Transient) else REFUSED
+
+
+def _pause(error: CloudError, failures: int, rng: random.Random) -> timedelta:
+    if isinstance(error, NoCapacity):
+        return CAPACITY_BACKOFF.delay(failures, rng)
+    if isinstance(error, QuotaExceeded):
+        return QUOTA_BACKOFF.delay(failures, rng)
+    if isinstance(error, RateLimited):
+        return RATE_PAUSE * rng.uniform(1.0, RATE_PAUSE_SPREAD)
+    return TRANSIENT_BACKOFF.delay(failures, rng)
 
 
 def succeeded(past: PlaceMemory, now: datetime) -> PlaceMemory:
@@ -211,9 +237,11 @@ def _never_answers(past: PlaceMemory) -> bool:
 
 def quota_granted(past: PlaceMemory) -> PlaceMemory:
     """The call was accepted: quota and person were not the matter; capacity may still be."""
-    if past.kind in (*_OWN, "quota", "human", "rate"):
+    if past.kind in (*_OWN, QUOTA, HUMAN, RATE):
         kept = past.refusals if _never_answers(past) else 0
-        return replace(past, kind="", reason="", retry_at=None, blocked=False, refusals=kept, own_quota_since=None)
+        return replace(
+            past, kind="", reason="", retry_at=None, blocked=False, refusals=kept, own_quota_since=None, since=None
+        )
     return past
 
 

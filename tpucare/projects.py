@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
-from tpucare.evidence import Holding, Mark
-from tpucare.model import Listing, Node, NodeState, Provisioning
+from tpucare.evidence import Holding, Mark, holding
+from tpucare.model import Listing, Node, NodeState
 
 HOLDS_QUOTA_DEAD = frozenset({NodeState.PREEMPTED, NodeState.TERMINATED, NodeState.DELETING})
 
@@ -97,9 +97,7 @@ class ProjectView:
         if node.state not in HOLDS_QUOTA_DEAD:
             self.release(node.name)
             return
-        generation = node.accelerator_type.partition("-")[0]
-        on_demand = node.provisioning in (Provisioning.ON_DEMAND, Provisioning.RESERVED)
-        self._held[node.name] = Holding(node.key.zone, generation, on_demand)
+        self._held[node.name] = holding(node.key.zone, node.accelerator_type, node.provisioning)
         self._recount()
 
     def release(self, name: str) -> None:

@@ -44,6 +44,7 @@ def retry(memory: Memory) -> Memory:
             refusals=0,
             own_quota_since=None,
             unanswered_nodes=0,
+            since=None,
         )
         for key, place in memory.places.items()
     }
