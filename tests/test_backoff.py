@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 from datetime import timedelta
 
-from tpucare.backoff import BOOK_BACKOFF, CAPACITY_BACKOFF, Backoff, book_cap
+import pytest
+
+from tpucare.backoff import BOOK_BACKOFF, CAPACITY_BACKOFF, Backoff, book_cap, listing_pause, poll_pause
 
 RNG = random.Random(1)
 
@@ -22,3 +24,16 @@ def test_the_cap_of_a_book_is_that_of_its_pauses() -> None:
     for name, backoff in BOOK_BACKOFF.items():
         longest = backoff.delay(100, RNG) if backoff is not None else timedelta()
         assert longest <= book_cap(name)
+
+
+@pytest.mark.parametrize(("operations", "seconds"), [(0, 10), (20, 10), (21, 20), (40, 20), (41, 40), (1000, 640)])
+def test_open_operations_are_read_at_no_more_than_two_a_second(operations: int, seconds: float) -> None:
+    assert poll_pause(operations) == timedelta(seconds=seconds)
+
+
+def test_a_listing_refused_for_its_rate_is_put_off_up_to_a_minute() -> None:
+    pauses = [0.0]
+    for _ in range(7):
+        pauses.append(listing_pause(pauses[-1], 5.0, RNG))
+    assert 7.5 <= pauses[1] <= 10
+    assert all(45 <= pause <= 60 for pause in pauses[6:])

@@ -108,7 +108,7 @@ def test_no_open_place_starves_while_a_slot_has_no_node(data: st.DataObject, cou
     """Found on measured capacity: the later ones of nine places were never asked, for days."""
     kinds = data.draw(st.lists(st.sampled_from(Provisioning), min_size=count, max_size=count))
     places = tuple(place(f"us-central1-{'abcdefghi'[index]}", kind) for index, kind in enumerate(kinds))
-    known, now, waiting = memory(), HERE, Counter[str]()
+    known, now, waiting, rng = memory(), HERE, Counter[str](), random.Random(count)
     for number in range(6 * count):
         now = later(timedelta(seconds=data.draw(st.sampled_from([1, 15, 45, 300]))), now)
         choice = choose(slot(*places), evidence(), known, Timers(now))
@@ -121,7 +121,7 @@ def test_no_open_place_starves_while_a_slot_has_no_node(data: st.DataObject, cou
         known = asked(known, key, number)
         error = data.draw(st.sampled_from([NoCapacity("8"), Transient("13"), QuotaExceeded("8"), None]))
         if error is not None:
-            past = refused(known.place(key), error, held=False, now=now.wall, rng=RNG)
+            past = refused(known.place(key), error, held=False, now=now.wall, rng=rng)
             known = known.with_place(key, past)
 
 

@@ -9,11 +9,12 @@ import pytest
 
 from tests.virtual.harness import PROJECT, US, Daemon
 from tpucare.actions import Wait
+from tpucare.backoff import POLL_OPERATION_EVERY
 from tpucare.emulator.config import WorldConfig
 from tpucare.emulator.errors_text import RESOURCE_EXHAUSTED
 from tpucare.emulator.inprocess import InProcessCloud
-from tpucare.errors import NeedsPerson
-from tpucare.model import Care, NodeState, Operation
+from tpucare.errors import NeedsPerson, RateLimited
+from tpucare.model import Care, Listing, NodeState, Operation
 
 
 def test_a_role_that_may_not_read_operations_costs_no_slot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,10 +77,46 @@ def test_a_project_without_any_quota_is_told_to_a_person_and_hardly_asked_for(tm
     none = [{"generation": "v3", "zone": US, "limit": 0, "unit": "chips", "form": form}]
     daemon = Daemon(tmp_path, config=WorldConfig.calm(quotas=none))
     daemon.care_for("pod")
-    daemon.run(hours=24)
+    daemon.run(hours=6)
     action = daemon.engine.slots["pod-0"].action
     assert isinstance(action, Wait)
     assert action.needs_person
     assert "no quota for this" in action.why
-    assert len(daemon.zone.created()) <= 26
+    assert len(daemon.zone.created()) <= 8
     daemon.check()
+
+
+def test_a_listing_that_is_refused_for_its_rate_is_asked_for_less_often_and_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each 5 s without end, it could use up the very quota that it waited for."""
+    daemon = Daemon(tmp_path)
+    daemon.care_for("pod")
+    daemon.run(minutes=15)
+    asked, listed = [], InProcessCloud.list_nodes
+
+    def limited(*_: object) -> Listing:
+        asked.append(daemon.clock.seconds)
+        raise RateLimited("Quota exceeded for quota metric 'ListNodes requests' per minute")
+
+    monkeypatch.setattr(InProcessCloud, "list_nodes", limited)
+    daemon.run(minutes=20)
+    assert 15 <= len(asked) <= 40
+    monkeypatch.setattr(InProcessCloud, "list_nodes", listed)
+    daemon.run(minutes=3)
+    assert daemon.engine.projects[PROJECT].fresh
+    assert daemon.engine.projects[PROJECT].listing_pause == 0.0, "as often as ever"
+    assert daemon.trains("pod-0")
+    daemon.check()
+
+
+def test_operations_of_many_creates_are_read_at_a_bounded_rate(tmp_path: Path) -> None:
+    daemon = Daemon(tmp_path, config=WorldConfig.calm(latencies={"create_slice": 600}, rates={"create": None}))
+    daemon.care_for("pod", 40)
+    daemon.run(minutes=2)
+    mark = len(daemon.zone.calls("GetOperation"))
+    daemon.run(minutes=5)
+    assert 60 * 5 <= len(daemon.zone.calls("GetOperation")) - mark <= 130 * 5, "240 a minute at one each 10 s"
+    daemon.run(minutes=20)
+    assert daemon.all_train()
+    assert daemon.engine.board.poll_every == POLL_OPERATION_EVERY

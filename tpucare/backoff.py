@@ -46,6 +46,28 @@ RESEND_BACKOFF = Backoff(timedelta(seconds=2), timedelta(minutes=1))
 DELETE_AGAIN = timedelta(seconds=60)
 DELETE_AGAIN_CAP = timedelta(minutes=16)
 
+POLL_OPERATION_EVERY = timedelta(seconds=10)
+# No limit of reads is published; others list every 3 s, so a few more a second than that were never complained of.
+POLLS_PER_SECOND = 2.0
+
+
+def poll_pause(operations: int) -> timedelta:
+    """Between two GetOperation calls of one create while so many are open; it doubles, so that it seldom changes."""
+    pause = POLL_OPERATION_EVERY
+    while operations > POLLS_PER_SECOND * pause.total_seconds():
+        pause *= 2
+    return pause
+
+
+# LIST refused for its rate: every slot is blind until it succeeds, so it is not left alone for long.
+LISTING_PAUSE_CAP = 60.0
+
+
+def listing_pause(before: float, poll: float, rng: random.Random) -> float:
+    """Seconds until the next listing after one that was refused for its rate; `before`: the pause before that one."""
+    return min(LISTING_PAUSE_CAP, 2 * max(before, poll)) * rng.uniform(0.75, 1.0)
+
+
 # --- runs ------------------------------------------------------------------------------------------------------------
 
 BOOK_BACKOFF: Mapping[BookName, Backoff | None] = MappingProxyType(

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 
 from tpucare.actions import Wait
+from tpucare.backoff import POLL_OPERATION_EVERY, poll_pause
 from tpucare.errors import StoreError, StoreFull
 from tpucare.memory import Memory, Publishing
 from tpucare.model import Event, Node, NodeKey, Slot
@@ -79,6 +80,8 @@ class Board:
         self.busy: set[str] = set()
         self.braked: set[str] = set()
         self.lacks_quota: set[str] = set()
+        self.polling: set[str] = set()
+        self.poll_every = POLL_OPERATION_EVERY
         self._homes: dict[NodeKey, str] = {}
         self.publishing: dict[str, Publishing] = {}
         self._wakes: list[tuple[float, str]] = []
@@ -126,9 +129,15 @@ class Board:
         (self.braked.add if track.braked or track.brake_lifted else self.braked.discard)(name)
         lacks = any(place.kind.startswith("own quota") for place in track.memory.places.values())
         (self.lacks_quota.add if lacks else self.lacks_quota.discard)(name)
+        polls = any(intent.operation for intent in track.memory.creates)
+        (self.polling.add if polls else self.polling.discard)(name)
+        pause = poll_pause(len(self.polling))
+        if pause != self.poll_every:
+            self.poll_every = pause
+            self.decide_again(self.polling)
 
     def drop(self, slot: str) -> None:
-        for names in (self.busy, self.braked, self.lacks_quota):
+        for names in (self.busy, self.braked, self.lacks_quota, self.polling):
             names.discard(slot)
         self.dirty.pop(slot, None)
 

@@ -28,8 +28,8 @@ from google.cloud.tpu_v2.services.tpu.transports.grpc import TpuGrpcTransport
 from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_random
 
 from tpucare import cloud_wire as wire
-from tpucare.errors import ConfigError, OwnCredentials, Transient
-from tpucare.failures import READ_TRIES, UNKNOWN, Where, classify, is_worth_repeating
+from tpucare.errors import ConfigError, NeedsPerson, OwnCredentials, Transient
+from tpucare.failures import INVALID_ARGUMENT, READ_TRIES, UNKNOWN, Where, classify, is_worth_repeating
 from tpucare.gcloud import find_project
 from tpucare.listing import Roll, key_of
 from tpucare.model import Listing, Node, NodeKey, NodeRequest, Operation
@@ -117,10 +117,11 @@ class GoogleCloud:
         self._write = deadlines.write.total_seconds()
         self._rolls: dict[str, Roll[Any]] = {}
         self._closed = threading.Event()
+        self._page_size = PAGE_SIZE
 
     def list_nodes(self, project: str) -> Listing:
         """All nodes of all zones: one call, plus one per further page. A page that failed fails the listing."""
-        pages = list(self._pages(project))
+        pages = self._pages(project)
         records = ((raw.name, raw) for page in pages for raw in page.nodes)
         unreachable = {zone for page in pages for zone in page.unreachable}
         roll = self._rolls.setdefault(project, Roll(project, wire.node_of))
@@ -132,7 +133,7 @@ class GoogleCloud:
 
         Raises: NeedsPerson: no such zone, or not open to the project. Transient: the zone does not answer for now.
         """
-        pages = list(self._pages(project, zone))
+        pages = self._pages(project, zone)
         if any(page.unreachable for page in pages):
             raise Transient(f"zone {zone} does not answer, so its nodes are unknown")
         named = ((key_of(raw.name, project), raw) for page in pages for raw in page.nodes)
@@ -204,9 +205,25 @@ class GoogleCloud:
 
         return types.Node.pb(_repeat(read))
 
-    def _pages(self, project: str, zone: str = "-") -> Iterator[Any]:
-        """Raw ListNodesResponse messages until no token is left."""
-        request = types.ListNodesRequest(parent=wire.parent_name(project, zone), page_size=PAGE_SIZE)
+    def _pages(self, project: str, zone: str = "-") -> list[Any]:
+        """
+        Raw ListNodesResponse messages until no token is left.
+
+        How large a page may be is published nowhere: where ours is refused, the service chooses from then on. Else one
+        refused number would blind the daemon for good.
+        """
+        try:
+            return list(self._read_pages(project, zone))
+        except NeedsPerson as error:
+            if error.code != INVALID_ARGUMENT or not self._page_size:
+                raise
+        pages = list(self._read_pages(project, zone, plain=True))
+        self._page_size = 0
+        return pages
+
+    def _read_pages(self, project: str, zone: str, *, plain: bool = False) -> Iterator[Any]:
+        size = 0 if plain else self._page_size
+        request = types.ListNodesRequest(parent=wire.parent_name(project, zone), page_size=size)
         tokens: set[str] = set()
         with self._translated(Where.LIST):
             for page in self._client.list_nodes(request=request, timeout=self._listing).pages:

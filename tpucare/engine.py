@@ -79,7 +79,7 @@ class Engine:
         self.prober = Prober(self.board, ports, self.hearing, rng)
         self.spending = Spending(self.board, Leave(gate), self._try_to_begin)
         self.roster = Roster(self.board, self.spending)
-        self.observer = Observer(self.board, ports, self.prober, self.hearing, self.roster.take_in)
+        self.observer = Observer(self.board, ports, self.prober, self.hearing, self.roster.take_in, rng)
         self.verdicts = Verdicts(self.board, self.hearing, self._try_to_begin)
         self.outcomes = Outcomes(self.board, ports, self.observer, self.prober, self.spending, rng)
         self._told: deque[Event] = deque()
@@ -317,6 +317,7 @@ class Engine:
             complete=view.complete,
             unanswered=view.unanswered or frozenset(),
             publishing=self.board.publishing,
+            poll_every=self.board.poll_every,
         )
 
     def _rest(self, track: SlotTrack, action: Wait, moment: Moment, now: float) -> None:

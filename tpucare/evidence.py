@@ -14,6 +14,7 @@ from datetime import datetime, timedelta
 from enum import StrEnum
 from typing import NamedTuple
 
+from tpucare.backoff import POLL_OPERATION_EVERY
 from tpucare.memory import Publishing
 from tpucare.model import Node, Place, Provisioning, Worker
 from tpucare.orders import NodeReport
@@ -226,6 +227,7 @@ class Evidence:
     unanswered:       those that have not
     dark_since:       zones that did not answer the last listing, and since when that is so
     failed_looks:     nodes of which GetNode says nothing
+    poll_every:       between two GetOperation calls of one create; longer where many are open
     """
 
     fresh: bool
@@ -245,6 +247,7 @@ class Evidence:
     failed_looks: Mapping[str, FailedLook] = field(default_factory=dict)
     blind_why: str = ""
     publishing: Mapping[str, Publishing] = field(default_factory=dict)
+    poll_every: timedelta = POLL_OPERATION_EVERY
 
     def hidden_since(self, zone: str, name: str) -> Mark | None:
         """Since when nothing can be learned of a node that is not listed; None where it can."""

@@ -6,14 +6,16 @@ On the deciding thread only. It chooses nothing: it writes down what is seen, an
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from functools import partial
 
 from tpucare import remember_seen as memories
 from tpucare.accelerators import derive
+from tpucare.backoff import listing_pause
 from tpucare.board import Board, slots_of
 from tpucare.effects import Ports
-from tpucare.errors import CloudError, ConfigError, NeedsPerson, OwnCredentials
+from tpucare.errors import CloudError, ConfigError, NeedsPerson, OwnCredentials, RateLimited
 from tpucare.evidence import ADOPTING
 from tpucare.hearing import Hearing
 from tpucare.model import Listing, Node, NodeKey, Place, workers_of
@@ -39,12 +41,14 @@ class Observer:
         prober: Prober,
         hearing: Hearing,
         adopt: Callable[[Node], SlotTrack | None],
+        rng: random.Random,
     ) -> None:
         self.board = board
         self.ports = ports
         self.prober = prober
         self.hearing = hearing
         self.adopt = adopt
+        self.rng = rng
 
     def poll(self, now: float) -> None:
         """One listing per project, one under way at a time."""
@@ -66,7 +70,11 @@ class Observer:
         # A listing of ten thousand nodes is not free: looking more often must not become the load itself.
         cost = self.board.clock.monotonic() - began
         pause = max(self.board.settings.fast_poll, 5 * cost) if fast else self.board.settings.poll
-        view.poll_due = began + (pause if listing is not None else self.board.settings.poll)
+        if listing is None:
+            pause = self.board.settings.poll
+            if isinstance(error, RateLimited):
+                pause = listing_pause(view.listing_pause, pause, self.rng)
+        view.listed(began, pause, limited=isinstance(error, RateLimited))
 
     def _blind(self, view: ProjectView, error: Exception | None) -> None:
         if error is not None and not isinstance(error, CloudError):

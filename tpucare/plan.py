@@ -21,7 +21,6 @@ from tpucare.placement import choose, holds_quota
 from tpucare.plan_node import decide_hidden, decide_node
 from tpucare.plan_words import busy, deletion, ending, keeps_node, look, quiet, stop_before, unseen, without_job
 
-POLL_OPERATION_EVERY = timedelta(seconds=10)
 # What `down` waits for a zone that does not answer, before it ends without it.
 DOWN_PATIENCE = timedelta(minutes=2)
 # A node that was labelled as the slot's is listed as such by then, or never.
@@ -196,7 +195,7 @@ def _poll(intent: CreateIntent, evidence: Evidence, memory: Memory, timers: Time
     kind = f"poll:{intent.name}"
     vanished = evidence.node(intent.name) is None and memory.node(intent.name) is None
     known_before = f"gone:{intent.name}" in evidence.looked
-    every = timedelta(seconds=1) if vanished and known_before else POLL_OPERATION_EVERY
+    every = timedelta(seconds=1) if vanished and known_before else evidence.poll_every
     last = evidence.looked.get(kind) or evidence.creates_since.get(intent.name)
     if kind in evidence.in_flight or not (_due(last, timers, every)):
         return None

@@ -25,6 +25,7 @@ class ProjectView:
 
     failures: listings that failed in a row    decided_blind: slots that were decided since the last one that succeeded
     unanswered: zones that never answered since this process runs; None = nothing was listed yet
+    listing_pause: seconds that the last listing was put off since those before it were refused for their rate; 0 = none
     foreign: nodes of other owners, by each slot whose name they bear    lost: whose they were until somebody took them
     """
 
@@ -42,6 +43,7 @@ class ProjectView:
     passes: int = 0
     listing: bool = False
     poll_due: float = 0.0
+    listing_pause: float = 0.0
     holdings: frozenset[Holding] = frozenset()
     holdings_changed: bool = False
     nodes: int = 0
@@ -80,8 +82,19 @@ class ProjectView:
         if listing.cloud_time is not None:
             self._cloud = (listing.cloud_time, now)
 
+    def listed(self, began: float, pause: float, *, limited: bool) -> None:
+        """A listing that *began* then has ended; the next is *pause* seconds later. *limited*: its rate was refused."""
+        if limited:
+            self.listing_pause = pause
+        else:
+            # The limit that was met is still near: back to the usual pace by halves.
+            self.listing_pause = self.listing_pause / 2 if self.listing_pause > 2 * pause else 0.0
+        self.poll_due = began + max(pause, self.listing_pause)
+
     def look_soon(self, now: float, pause: float) -> None:
-        """List as soon as *pause* seconds have passed since the last listing."""
+        """List as soon as *pause* seconds have passed since the last listing, unless its rate was refused just now."""
+        if self.listing_pause:
+            return
         since = self._last_pass if self._last_pass is not None else now - pause
         self.poll_due = min(self.poll_due, max(now, since + pause))
 

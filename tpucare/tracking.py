@@ -288,6 +288,7 @@ class SlotTrack:
         complete: bool,
         unanswered: frozenset[str],
         publishing: Mapping[str, Publishing],
+        poll_every: timedelta,
     ) -> Evidence:
         nodes = sorted(self.nodes.values(), key=lambda track: (track.node.create_time, track.node.name))
         return Evidence(
@@ -308,6 +309,7 @@ class SlotTrack:
             failed_looks=dict(self.failed_looks),
             blind_why=blind_why,
             publishing=publishing,
+            poll_every=poll_every,
         )
 
     def mark_creates(self, mark: Mark) -> None:
