@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +18,7 @@ from tpucare import (
     engine,
     placement,
     plan,
+    plan_ended,
     plan_living,
     plan_node,
     plan_run,
@@ -25,18 +26,21 @@ from tpucare import (
     remember_deletes,
     remember_seen,
 )
-from tpucare.actions import Reason, Wait
+from tpucare.actions import Reason, Vouch, Wait
 from tpucare.board import Board
 from tpucare.brake import Brake
 from tpucare.emulator.records import NodeSpec
+from tpucare.memory import Memory
 from tpucare.model import LABEL_FLEET, LABEL_NUMBER, LABEL_OWNER, LABEL_SLOT, Node, NodeKey
 from tpucare.observer import Observer
+from tpucare.outcomes import Outcomes
 from tpucare.placement import CreateBudget
 from tpucare.projects import ProjectView
 from tpucare.simulation.history import History, Outcome
 from tpucare.simulation.scenario import (
     CLOSE,
     MONTHS,
+    PERSON_EVERY,
     PROJECT,
     SECRET,
     STORM_CARE,
@@ -70,6 +74,8 @@ class Mutation:
     prepare: Prepare = _nothing
     months: bool = False
     zones: tuple[str, ...] = ZONES
+    person: float | None = PERSON_EVERY
+    saves_alone: frozenset[str] = frozenset()
 
     def scenario(self) -> Scenario:
         pace = MONTHS if self.months else CLOSE
@@ -82,7 +88,8 @@ class Mutation:
             "rates": {"create": None},
             "audit_reads": False,
         }
-        return Scenario(1, slots, world, self.hours / 24, pace, self.strikes)
+        days = self.hours / 24
+        return Scenario(1, slots, world, days, pace, self.strikes, person=self.person, saves_alone=self.saves_alone)
 
     def tell(self) -> Outcome:
         history = History(self.scenario())
@@ -182,6 +189,91 @@ def _judge_for_nothing(patch: pytest.MonkeyPatch) -> None:
         return answering(slot, seen, past, evidence, memory, timers)
 
     patch.setattr(plan_node, "_decide_answering", fickle)
+
+
+def _replace_what_was_edited(patch: pytest.MonkeyPatch) -> None:
+    """A live node that is not as declared any more is deleted."""
+    answering = plan_node._decide_answering
+
+    def strict(slot: Any, seen: Any, past: Any, evidence: Any, memory: Any, timers: Any) -> Any:
+        if past.place and past.place not in {one.key for one in slot.places}:
+            return plan_words.deletion(seen, "it is not as declared", Reason.DEAD)
+        return answering(slot, seen, past, evidence, memory, timers)
+
+    patch.setattr(plan_node, "_decide_answering", strict)
+
+
+def _follow_labels(patch: pytest.MonkeyPatch) -> None:
+    """Whose a node is, its labels say, and nobody remembers."""
+    home = Board.home
+
+    def labelled(self: Board, node: Node) -> Any:
+        track = home(self, node)
+        if track is None or track.slot.name == node.slot:
+            return track
+        self.update(track, track.memory.without_node(node.name))
+        track.forget_node(node.name)
+        return None
+
+    patch.setattr(Board, "home", labelled)
+
+
+def _forget_what_was_taken(memory: Memory, name: str) -> Memory:
+    """A node that bears another owner's label is none of our business, nor is the run on it."""
+    return replace(memory.without_node(name), run=None)
+
+
+def _forget_pins_unvouched(patch: pytest.MonkeyPatch) -> None:
+    after = Outcomes._after
+
+    def trusting(self: Outcomes, track: Any, view: Any, action: Any, name: Any, finished: Any) -> None:
+        if isinstance(action, Vouch) and finished.error is not None:
+            self._ports.launcher.forget(action.key)
+        after(self, track, view, action, name, finished)
+
+    patch.setattr(Outcomes, "_after", trusting)
+
+
+def _tell_no_person(patch: pytest.MonkeyPatch) -> None:
+    event = Board.event
+
+    def discreet(self: Board, track: Any, kind: str, text: str, **more: Any) -> None:
+        if kind != "person":
+            event(self, track, kind, text, **more)
+
+    patch.setattr(Board, "event", discreet)
+
+
+def _judge_what_was_seen_to_move(patch: pytest.MonkeyPatch) -> None:
+    """Only the process that saw a run move finds out that it stands still."""
+    stalled = plan_living._stalled
+
+    def forgetful(slot: Any, seen: Any, past: Any, memory: Any, timers: Any) -> Any:
+        return stalled(slot, seen, past, memory, timers) if seen.progress.median_gap is not None else None
+
+    patch.setattr(plan_living, "_stalled", forgetful)
+
+
+def _run_what_finished_again(patch: pytest.MonkeyPatch) -> None:
+    success = plan_ended._decide_success
+
+    def doubtful(slot: Any, seen: Any, memory: Any, timers: Any) -> Any:
+        action = success(slot, seen, memory, timers)
+        return action if isinstance(action, Wait) else plan_ended.infrastructure(seen, memory, "nobody knows why")
+
+    patch.setattr(plan_ended, "_decide_success", doubtful)
+
+
+def _forget_nodes_unvouched(patch: pytest.MonkeyPatch) -> None:
+    """Guest attributes that are not there prove that the node is gone."""
+    after = Outcomes._after
+
+    def hasty(self: Outcomes, track: Any, view: Any, action: Any, name: Any, finished: Any) -> None:
+        after(self, track, view, action, name, finished)
+        if isinstance(action, Vouch) and finished.error is not None:
+            self._observer.forget(track, view, name)
+
+    patch.setattr(Outcomes, "_after", hasty)
 
 
 # --- what the stories need besides strikes ---------------------------------------------------------------------------
@@ -297,6 +389,61 @@ MUTATIONS = (
         "no-orphan",
         _delete_again_late,
         (Strike(3300, "stuck-delete", "mini-0"), Strike(3301, "preempted", "mini-0")),
+    ),
+    Mutation(
+        "an edit deletes what lives",
+        "unasked-delete",
+        _replace_what_was_edited,
+        (Strike(1602, "edited", "mini-0", 600),),
+    ),
+    Mutation(
+        "labels say whose a node is",
+        "one-run",
+        _follow_labels,
+        (Strike(1602, "relabelled", "mini-0", 1500),),
+    ),
+    Mutation(
+        "what was taken is forgotten",
+        "one-run",
+        _swap(remember_seen, "taken", _forget_what_was_taken),
+        (Strike(1602, "taken-back", "mini-0", 1500),),
+    ),
+    Mutation(
+        "who cannot vouch is trusted",
+        "pinned-key",
+        _forget_pins_unvouched,
+        (Strike(1600, "guest-404", "mini-0", 1500),),
+    ),
+    Mutation(
+        "who cannot vouch is gone",
+        "no-flood",
+        _forget_nodes_unvouched,
+        (Strike(1600, "guest-404", "mini-0", 1500),),
+    ),
+    Mutation(
+        "a hang of another process is none",
+        "trains-again",
+        _judge_what_was_seen_to_move,
+        (Strike(1600, "hang-then-restart", "mini-0", 30),),
+    ),
+    Mutation(
+        "one stall is too many",
+        "failed-rightly",
+        _swap(plan_living, "STALL_BUDGET", 0),
+        (Strike(1600, "hung", "mini-0"),),
+    ),
+    Mutation(
+        "a person is told nothing",
+        "says-so",
+        _tell_no_person,
+        (Strike(1600, "key-refused-for-good"), Strike(1601, "preempted", "mini-0")),
+        person=None,
+    ),
+    Mutation(
+        "what finished runs again",
+        "finished-once",
+        _run_what_finished_again,
+        prepare=_finish,
     ),
     Mutation("what finished is kept", "finished-empty", _swap(plan, "_end_node", lambda *_: None), prepare=_finish),
 )

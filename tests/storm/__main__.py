@@ -23,7 +23,6 @@ from tpucare.simulation.tally import PHASES
 
 PAGE = Path(__file__).parents[2] / "docs" / "storms.md"
 BEGIN, END = "<!-- figures: begin (make storm) -->", "<!-- figures: end -->"
-OFTEN_ENOUGH = 100
 _OUTCOME: TypeAdapter[Outcome] = TypeAdapter(Outcome)
 STORM_DAYS, MONTH_DAYS, MONTH_SLOTS = 0.25, 90.0, 1000
 
@@ -82,7 +81,8 @@ def _again(kept: Path | None) -> list[Outcome]:
 
 def _rare(storms: Sums) -> list[str]:
     """Kinds that did not occur often enough for the campaign to prove anything about them."""
-    return [f"{kind} ({storms.tally.faults[kind]})" for kind in FAULTS if storms.tally.faults[kind] < OFTEN_ENOUGH]
+    met = storms.tally.faults
+    return [f"{kind} ({met[kind]})" for kind, fault in FAULTS.items() if fault.drawn and met[kind] < fault.enough]
 
 
 def write(sums: dict[str, Sums], page: Path = PAGE) -> None:

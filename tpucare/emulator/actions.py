@@ -278,9 +278,11 @@ class Actions(QueueLife):
         else:
             self.fail_next("CreateNode", code, text)
 
-    def forget_orders(self) -> None:
-        """What was ordered for next calls and creates, and has not come yet, will not come."""
-        self.fates.forget_orders()
+    def forget_orders(self, method: str = "") -> None:
+        """What was ordered for next calls (of *method*, or of all) and creates, and has not come yet, will not come."""
+        self.fates.forget_orders(method)
+        if method:
+            return
         self._next_create_errors.clear()
         self._next_missing.clear()
 

@@ -65,9 +65,12 @@ class Fates:
         """The next call of *method* takes effect only after so long, whether or not its caller still waits."""
         self._orders[method].append(_Order(None, applied=True, late=seconds))
 
-    def forget_orders(self) -> None:
-        """What was ordered for next calls, and has not come yet, will not come."""
-        self._orders.clear()
+    def forget_orders(self, method: str = "") -> None:
+        """What was ordered for next calls (of *method*, or of all), and has not come yet, will not come."""
+        if method:
+            self._orders.pop(method, None)
+        else:
+            self._orders.clear()
 
     def reconfigure(self, config: WorldConfig) -> None:
         """Draw by *config* from now on."""

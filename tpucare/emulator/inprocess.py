@@ -56,6 +56,7 @@ class InProcessCloud:
     now:  the virtual clock
     wait: told of every length (seconds) that a caller of the real service would wait for an answer; a virtual
           executor lets the effect end so much later. The world sees a call at the instant at which it is made.
+    `asked` is told of method and name of every call, reads too, which an audit log may leave out.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class InProcessCloud:
         self._now = now
         self._wait = wait
         self._limits = limits
+        self.asked: Callable[[str, str], object] = lambda _method, _name: None
         self._followed: dict[str, _Followed] = {}
 
     def list_nodes(self, project: str) -> Listing:
@@ -167,6 +169,7 @@ class InProcessCloud:
 
     def _call(self, where: Where, method: str, name: str, deadline: timedelta, act: Callable[[CallFate], T]) -> T:
         """One call with the fate that the world draws for it; past its deadline the caller knows nothing."""
+        self.asked(method, name)
         fate = self._world.fate(method, name, self._now(), PEER)
         patience = deadline.total_seconds()
         with _translated(where):

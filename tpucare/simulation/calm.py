@@ -9,19 +9,25 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from tpucare.actions import Wait
 from tpucare.backoff import DELETE_AGAIN_CAP, PERSON_FIRST, QUOTA_BACKOFF
-from tpucare.memory import End, Memory, PlaceMemory, Wish
-from tpucare.model import LABEL_FLEET, LABEL_OWNER, NodeState, Slot
+from tpucare.memory import End, Memory
+from tpucare.model import LABEL_FLEET, LABEL_OWNER, Slot
 from tpucare.plan import decide
 from tpucare.plan_words import STALL_FACTOR
 from tpucare.simulation.daemon import Daemon
 from tpucare.simulation.properties import Broken
+from tpucare.simulation.scenario import PERSON_EVERY
+from tpucare.simulation.strikes_api import FOR_EVER
 
 if TYPE_CHECKING:
     from tpucare.simulation.history import History
 
+IN_THE_DARK = "waits for a zone that never answers again"
+UNVISITED = "waits for a person who never comes"
 SWEEP = timedelta(minutes=10)
-PERSON_EVERY = 120.0
+# Who comes rarely lets a verdict pass that the brake held, and comes once more for what is held behind it.
+VISITS = 2
 
 
 class Calm:
@@ -30,6 +36,7 @@ class Calm:
     def __init__(self, history: History) -> None:
         self.history = history
         self.daemon = history.daemon
+        self._next_visit = history.now
 
     def settle(self) -> None:
         """Until every slot trains and nothing is left over, or a bound has passed."""
@@ -39,7 +46,7 @@ class Calm:
         bounds = {name: self._bound(slot) for name, slot in history.slots.items()}
         waiting = set(bounds)
         while waiting and not history.properties.broken:
-            self._person()
+            self._visit()
             history.live(history.now + PERSON_EVERY)
             passed = history.now - began
             for name in sorted(waiting):
@@ -53,7 +60,14 @@ class Calm:
             history.live(max(history.now, began + DELETE_AGAIN_CAP.total_seconds()) + 2 * SWEEP.total_seconds())
             self._look_for_orphans()
 
+    def _visit(self) -> None:
+        every = self.history.scenario.person
+        if every is not None and self.history.now >= self._next_visit:
+            self.history.person.visit(gentle=True)
+            self._next_visit = self.history.now + every
+
     def _quieten(self) -> None:
+        self.history.is_calm = True
         history, world = self.history, self.daemon.zone.world
         now = self.daemon.clock.true_now()
         # Whatever was to be undone later is undone now.
@@ -65,6 +79,8 @@ class Calm:
             if self.daemon.store is None:
                 history._start()
         world.end_outages(now)
+        for zone in sorted(self.daemon.zone.dark_for_ever):
+            world.outage("zone", FOR_EVER, now, zone=zone)
         world.reconfigure(_quiet(history.scenario.world, history.scenario), now)
         world.forget_orders()
         for pool in list(world.pools):
@@ -75,35 +91,9 @@ class Calm:
         launcher.lost.clear()
         launcher.script.ignores_stop.clear()
         launcher.script.on_notice.clear()
+        launcher.script.hangs_early.clear()
+        launcher.script.outage = None
         self.daemon.disk.faults.clear()
-
-    # --- the person
-
-    def _person(self) -> None:
-        """Lifts the brake, asks again where only a person can, and gives up a node that nobody vouches for."""
-        daemon = self.daemon
-        if daemon.store is None:
-            return
-        self._start_what_was_stopped()
-        for name, track in daemon.engine.slots.items():
-            memory = track.memory
-            if track.braked:
-                self.history.properties.lifted.add(name)
-                daemon.engine.lift_brake(name)
-            if memory.wish is not Wish.UP:
-                daemon.wish(name, Wish.UP)
-            if any(place.blocked for place in memory.places.values()):
-                daemon.engine.change(name, _unblocked, "retry", f"{name}: retry")
-            why = track.action.why
-            stuck = "host key" in why or "refuses our key" in why
-            if stuck and getattr(track.action, "needs_person", False) and not memory.replace_asked:
-                daemon.engine.change(name, lambda m: replace(m, replace_asked=True), "replace", f"{name}: replace")
-
-    def _start_what_was_stopped(self) -> None:
-        world = self.daemon.zone.world
-        for life in list(world.state.nodes.values()):
-            if life.record.state == NodeState.STOPPED:
-                world.start_node(life.record.name, self.daemon.clock.true_now())
 
     # --- the bound
 
@@ -118,7 +108,8 @@ class Calm:
             create = max(lengths.create_slice.p95, lengths.create_slice.median)
         p95 = lengths.delete.p95 + create + lengths.boot_late.p95 + lengths.boot_skew
         backoff = max(QUOTA_BACKOFF.cap, PERSON_FIRST).total_seconds()
-        return 2 * p95 + backoff + self._timeout(slot) + 3 * self.history.scenario.pace.poll + PERSON_EVERY
+        visits = VISITS * (self.history.scenario.person or 0.0)
+        return 2 * p95 + backoff + self._timeout(slot) + 3 * self.history.scenario.pace.poll + PERSON_EVERY + visits
 
     def _timeout(self, slot: Slot) -> float:
         """Of everything that could be waited for in the state that this slot is in."""
@@ -133,6 +124,8 @@ class Calm:
             gap = timedelta(seconds=gaps[len(gaps) // 2]) if gaps else timedelta()
             lengths += [care.boot_timeout, care.unhealthy_after, care.first_step_timeout]
             lengths += [care.stalled_after, gap * STALL_FACTOR, timedelta(minutes=30)]
+        if (run := track.memory.run) is not None:
+            lengths.append(timedelta(seconds=run.gap_seconds) * STALL_FACTOR)
         longest = max(lengths).total_seconds()
         # That a run stands still is seen by probes only, and three of them have to say so.
         return longest + 3 * self.history.scenario.pace.probe
@@ -148,14 +141,30 @@ class Calm:
         return name in self.history.properties.training()
 
     def _apart(self, name: str) -> str:
-        memory = self.daemon.engine.slots[name].memory
-        return "failed" if memory.end is End.FAILED else "done" if memory.end is End.DONE else ""
+        end = self.daemon.engine.slots[name].memory.end
+        if end is End.FAILED and self.history.properties.is_blameless(name):
+            return ""
+        return end.value
 
     def _late(self, name: str, passed: float) -> None:
-        track = self.daemon.engine.slots.get(name)
+        track, properties = self.daemon.engine.slots.get(name), self.history.properties
         why = track.action.why if track is not None else "it is not even known"
         text = f"{name} does not train {passed / 60:.0f} min after the calm began: {why}"
-        self.history.properties.broken.append(Broken("trains-again", self.history.now, text))
+        waits = track is not None and isinstance(track.action, Wait) and track.action.needs_person
+        if not waits or (self.history.scenario.person is not None and not self._is_in_the_dark(name)):
+            properties.broken.append(Broken("trains-again", self.history.now, text))
+        elif properties.said.get(name) != why:
+            properties.broken.append(
+                Broken("says-so", self.history.now, f"{text}; told last: {properties.said.get(name)}")
+            )
+        else:
+            self.history.tally.apart[IN_THE_DARK if self._is_in_the_dark(name) else UNVISITED] += 1
+
+    def _is_in_the_dark(self, name: str) -> bool:
+        """There is no other zone for it than one that never answers again."""
+        slots = self.daemon.declared[self.history.slots[name].fleet]
+        slot = next((one for one in slots if one.name == name), slots[0])
+        return all(place.zone in self.daemon.zone.dark_for_ever for place in slot.places)
 
     def _look_for_orphans(self) -> None:
         history, engine = self.history, self.daemon.engine
@@ -167,7 +176,7 @@ class Calm:
             ours = (
                 labels.get(LABEL_OWNER) == self.daemon.disk.owner and labels.get(LABEL_FLEET) in self.daemon.disk.fleets
             )
-            if not ours:
+            if not ours or life.path.zone in self.daemon.zone.dark_for_ever:
                 continue
             slot = life.path.node_id.rpartition("-a")[0]
             track = engine.slots.get(slot)
@@ -184,11 +193,6 @@ class Calm:
             return any(past.id == node_id for past in memory.nodes)
         live = [past for past in memory.nodes if past.serves]
         return any(past.id == node_id for past in live)
-
-
-def _unblocked(memory: Memory) -> Memory:
-    """As `tpucare retry` leaves it."""
-    return replace(memory, places={key: PlaceMemory() if p.blocked else p for key, p in memory.places.items()})
 
 
 def _quiet(world: Any, scenario: Any) -> Any:

@@ -36,6 +36,7 @@ class Zone:
         self.world = World(config, seed=seed, start=START)
         self.clock = clock
         self.launcher = launcher
+        self.dark_for_ever: set[str] = set()
         self._told: tuple[datetime | None, float] = (None, 0.0)
         launcher.on_boot = self._publish
 
@@ -76,7 +77,11 @@ class Zone:
 
 
 class Daemon:
-    """The real engine on a store, under virtual time; `settings` hold from the next start on."""
+    """
+    The real engine on a store, under virtual time; `settings` hold from the next start on.
+
+    `own_files`: fleets whose slots have a file each, which is not read for a slot beyond the count.
+    """
 
     def __init__(
         self,
@@ -100,6 +105,8 @@ class Daemon:
         self.events: list[Event] = []
         self.listen: Callable[[Event], None] = self.events.append
         self.declared: dict[str, list[Slot]] = {}
+        self.own_files: set[str] = set()
+        self.on_edit: Callable[[list[Slot]], None] = lambda _slots: None
         self.store: Store | None = None
         self.restarts: list[datetime] = []
 
@@ -148,9 +155,24 @@ class Daemon:
         self.store.save_fleet(FleetRecord(fleet, "", "", self.clock.now()))
         self._declare(fleet, slots)
 
+    def edit(self, fleet: str, slots: list[Slot]) -> None:
+        """The fleet's file says something else from now on; who is not running reads it at its next start."""
+        self.declared[fleet] = slots
+        self.on_edit(slots)
+        if self.store is not None:
+            self._declare(fleet, slots)
+
     def _declare(self, fleet: str, slots: list[Slot]) -> None:
         known = {slot.name: slot for slot in slots}
-        self.engine.declare(fleet, slots, lambda name: known.get(name) or replace(slots[0], name=name))
+        self.engine.declare(fleet, slots, lambda name: known.get(name) or self._surplus(fleet, name))
+
+    def _surplus(self, fleet: str, name: str) -> Slot:
+        """As `fleets` has it."""
+        first = self.declared[fleet][0]
+        if fleet not in self.own_files:
+            return replace(first, name=name)
+        track = self.engine.slots.get(name)
+        return track.slot if track is not None else replace(first, name=name, job=None)
 
     def wish(self, slot: str, wish: Wish) -> None:
         self.engine.change(slot, lambda memory: replace(memory, wish=wish), wish.value, f"{slot}: {wish.value}")

@@ -45,7 +45,11 @@ def _preemptible(slot: Slot) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One kind. `low`, `high`: per day, see the module; `fits`: which slots it can befall."""
+    """
+    One kind. `low`, `high`: per day, see the module; `fits`: which slots it can befall. `enough`: how often a campaign
+    has to meet it; fewer where one of them changes a whole history. `drawn`: False while it breaks what is to be mended
+    yet; a story by hand may have it all the same.
+    """
 
     text: str
     low: float
@@ -53,10 +57,12 @@ class Fault:
     span: Span = Span.SLOT
     length: tuple[float, float] = (0.0, 0.0)
     fits: Callable[[Slot], bool] = _any
+    enough: int = 100
+    drawn: bool = True
 
     @property
     def rates(self) -> Mapping[str, float]:
-        return {"none": 0.0, "low": self.low, "high": self.high}
+        return {"none": 0.0, "low": self.low * self.drawn, "high": self.high * self.drawn}
 
 
 MINUTE, HOUR = 60.0, 3600.0
@@ -74,12 +80,27 @@ FAULTS: Mapping[str, Fault] = MappingProxyType(
         "preempted-while-creating": Fault("a node goes before it was READY", 0.002, 10.0, fits=_preemptible),
         "terminated": Fault("the end of 24 hours", 0.002, 0.8, fits=_preemptible),
         "forgotten": Fault("the API answers 404 from one moment to the next", 0.001, 0.5),
+        "flips-back": Fault(
+            "PREEMPTED or TERMINATED is shown for a moment, then READY",
+            0.001,
+            0.5,
+            length=(MINUTE, 10 * MINUTE),
+            fits=_preemptible,
+            drawn=False,
+        ),
         # Workers.
         "silent-worker": Fault("one worker does not answer for a while", 0.01, 1.0, length=(30.0, HOUR)),
         "lost-worker": Fault("one worker dies and the API shows nothing", 0.002, 0.5),
         "missing-worker": Fault("a slice comes up without one of its workers", 0.002, 1.2, fits=_gang),
         "rebooted": Fault("maintenance restarts all workers", 0.002, 0.6),
         "key-refused": Fault("a new machine does not know our key yet", 0.002, 0.8),
+        "key-refused-for-good": Fault("a new machine never takes our key", 0.0005, 0.5),
+        "guest-404": Fault(
+            "the same machine shows another host key, and guest attributes answer 404",
+            0.0005,
+            0.5,
+            length=(MINUTE, HOUR),
+        ),
         "host-key-changed": Fault("the same machine shows another host key", 0.001, 0.6),
         "dirty-host": Fault("the chips of a new machine are lost to an earlier run", 0.001, 0.6),
         "foreign-process": Fault("somebody's process holds the chips of a new machine", 0.001, 0.6),
@@ -93,6 +114,25 @@ FAULTS: Mapping[str, Fault] = MappingProxyType(
         "crashed": Fault("the run exits with 1 on one worker", 0.01, 0.8),
         "out-of-memory": Fault("the run is gone without an exit status", 0.005, 0.8),
         "hung": Fault("the run lives on and makes no step", 0.005, 0.6),
+        "hang-then-restart": Fault(
+            "the run makes no step any more, and the daemon is killed", 0.0005, 0.5, length=(1.0, 2 * MINUTE)
+        ),
+        "one-signal-hang": Fault(
+            "the next run makes no step after its first ones", 0.0005, 0.5, length=(20 * MINUTE, HOUR), drawn=False
+        ),
+        "dependency-down": Fault(
+            "what every run needs is down", 0.005, 2.5, Span.ALL, (10 * MINUTE, 2 * HOUR), drawn=False
+        ),
+        "finished-then-preempted": Fault(
+            "the run ends well, and its node is taken within the minute", 0.0005, 0.4, fits=_preemptible, drawn=False
+        ),
+        "notice-without-end": Fault(
+            "a maintenance is announced and comes to nothing, and later the run ends well",
+            0.0005,
+            0.4,
+            length=(10 * MINUTE, HOUR),
+            drawn=False,
+        ),
         "exit-0-under-preemption": Fault(
             "the run exits with 0 when it is told of a preemption", 0.002, 0.6, fits=_preemptible
         ),
@@ -126,6 +166,7 @@ FAULTS: Mapping[str, Fault] = MappingProxyType(
         "answer-lost-after": Fault("a create or delete takes effect, and nobody says so", 0.005, 1.2),
         "listing-failed": Fault("a listing fails", 0.5, 20.0, Span.ALL),
         "zone-unreachable": Fault("a zone does not answer", 0.1, 6.0, Span.ZONE, (MINUTE, 40 * MINUTE)),
+        "zone-dark-for-ever": Fault("a zone never answers again", 0.001, 0.4, Span.ZONE, enough=20, drawn=False),
         "api-down": Fault("no call is answered", 0.05, 6.0, Span.ALL, (20.0, 30 * MINUTE)),
         "api-slow": Fault("every call takes 5 to 40 s longer", 0.05, 6.0, Span.ALL, (MINUTE, 30 * MINUTE)),
         "everything-slow": Fault("calls and workers alike are slow", 0.02, 5.0, Span.ALL, (MINUTE, 30 * MINUTE)),
@@ -148,6 +189,19 @@ FAULTS: Mapping[str, Fault] = MappingProxyType(
         "taken-down": Fault("down, and up again later", 0.002, 0.6, length=(MINUTE, 30 * MINUTE)),
         "replaced": Fault("somebody asks for a new node", 0.001, 0.6),
         "restarted": Fault("somebody asks for a new run", 0.001, 0.6),
+        "edited": Fault(
+            "the file says another count, type, zone or job, or has a file per slot",
+            0.001,
+            0.6,
+            length=(5 * MINUTE, 2 * HOUR),
+        ),
+        "relabelled": Fault("somebody edits the slot's or fleet's label of a node", 0.001, 0.5, length=(MINUTE, HOUR)),
+        "taken-back": Fault(
+            "somebody writes another owner on a node, and gives it back or deletes it",
+            0.001,
+            0.5,
+            length=(5 * MINUTE, HOUR),
+        ),
         "foreign-node": Fault("somebody else's node bears our next name", 0.001, 0.6, length=(MINUTE, HOUR)),
         "stray": Fault("a node with our label and a fleet that nobody knows", 0.001, 0.6, length=(MINUTE, 3 * HOUR)),
     }

@@ -19,14 +19,15 @@ from datetime import timedelta
 from typing import Any
 
 from tpucare.errors import StoreError
-from tpucare.model import Event, Listing, NodeKey
+from tpucare.model import Event, Listing, NodeKey, Slot
 from tpucare.ports import Lane
 from tpucare.simulation.calm import Calm, is_overslept
 from tpucare.simulation.daemon import Daemon
 from tpucare.simulation.hand import Hand, Undo
 from tpucare.simulation.machines import RunMark
+from tpucare.simulation.person import Person
 from tpucare.simulation.properties import Broken, Properties
-from tpucare.simulation.scenario import PROJECT, Scenario, Strike
+from tpucare.simulation.scenario import PERSON_EVERY, PROJECT, Scenario, Strike
 from tpucare.simulation.store import ProcessDied
 from tpucare.simulation.strikes import STRIKES
 from tpucare.simulation.tally import Tally, Watch
@@ -96,6 +97,9 @@ class History:
         self._ready: dict[str, tuple[float, float]] = {}
         self._suspects: dict[str, int] = {}
         self._jumped_at = -math.inf
+        self.person = Person(self)
+        self.is_calm = False
+        self.daemon.launcher.script.saves_alone |= scenario.saves_alone
         self._listen()
 
     def _listen(self) -> None:
@@ -104,8 +108,10 @@ class History:
         launcher.eager = not self.scenario.pace.close
         launcher.on_run = self._ran
         launcher.on_report = self.properties.answered
+        launcher.on_trust = self.properties.trusted
         daemon.zone.world.on_audit(self._audited, keep=False)
         daemon.listen = self._told
+        daemon.on_edit = self._edited
 
     def _delay(self, lane: Lane) -> float:
         """How late effects begin: mostly at once, now and then by seconds."""
@@ -113,6 +119,11 @@ class History:
         if lane is Lane.PROBE or lot < 0.8:
             return 0.0
         return self.rng.uniform(0.01, 0.3) if lot < 0.98 else self.rng.uniform(0.3, 5.0)
+
+    def _edited(self, slots: list[Slot]) -> None:
+        """From now on they are declared so, and what they should have asked for is counted anew."""
+        self.slots.update({slot.name: slot for slot in slots})
+        self.properties.edited(slots)
 
     # --- what happens is told
 
@@ -190,6 +201,7 @@ class History:
             return listing
 
         cloud.list_nodes = list_nodes  # type: ignore[method-assign]
+        cloud.asked = self.properties.asked
         self.tally.restarts += 1
 
     def later(self, seconds: float, undo: Undo) -> None:
@@ -257,6 +269,20 @@ class History:
                 # What turns on silence or on others is decided in the next pass.
                 self.properties.broken.append(Broken("no-oversleep", self.now, found))
 
+    # --- people
+
+    def person_asks(self, slot: str, seconds: float) -> None:
+        """A person asks something of that slot, which explains for so many seconds what happens to it."""
+        self.properties.explain(slot, seconds)
+        self.properties.wanted_anew(slot)
+
+    def _visit(self) -> None:
+        """Somebody who comes rarely, and goes on coming; one who comes often is there in the calm only."""
+        if self.is_calm or self.scenario.person is None:
+            return
+        self.person.visit(gentle=False)
+        self.later(self.scenario.person, self._visit)
+
     # --- the whole
 
     def run(self) -> Outcome:
@@ -267,6 +293,8 @@ class History:
             fleets.setdefault(slot.fleet, []).append(slot)
         for fleet, slots in fleets.items():
             daemon.care_for_slots(fleet, slots)
+        if self.scenario.person is not None and self.scenario.person > PERSON_EVERY:
+            self.later(self.scenario.person, self._visit)
         struck = 0
         for strike in scenario.strikes:
             self.live(strike.at)
@@ -296,7 +324,7 @@ class History:
 
     def _strike(self, strike: Strike) -> bool:
         rng = random.Random(f"{self.scenario.seed}/{strike.kind}/{strike.at}")
-        hand = Hand(self.daemon, self.later, self._down_for, self.properties.explain, rng, strike)
+        hand = Hand(self.daemon, self.later, self._down_for, self.person_asks, rng, strike)
         try:
             took = STRIKES[strike.kind](hand)
         except (StoreError, ProcessDied) as error:

@@ -11,9 +11,10 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from tpucare.emulator.machine_effects import AuthorizeKeys, Boot, Kill, MachineEffect, Resume, SetAttribute, Silence
-from tpucare.emulator.records import PREEMPTED_ATTRIBUTE
+from tpucare.emulator.records import MAINTENANCE_ATTRIBUTE, PREEMPTED_ATTRIBUTE
 from tpucare.model import NodeKey
 from tpucare.orders import Failure
 from tpucare.simulation.time import VirtualClock
@@ -27,7 +28,9 @@ class Script:
     What training does in this story. Seconds; `exits` maps a slot or a run to (worker, exit status, after seconds).
 
     `vanishes`: slots whose runs end without a status, as the OOM killer ends them. `on_notice`: slots whose run ends
-    with status 0 as soon as a preemption is announced.
+    with status 0 as soon as a preemption is announced. `saves_alone`: slots whose log tells no step, so that their
+    checkpoints are all that is told. `hangs_early`: slots whose next run stands still after so many steps. `outage`:
+    what every run that begins now comes to after `outage_seconds`, since something that all of them need is down.
     """
 
     setup_seconds: float = 20.0
@@ -40,6 +43,10 @@ class Script:
     ignores_stop: set[str] = field(default_factory=set)
     vanishes: set[str] = field(default_factory=set)
     on_notice: set[str] = field(default_factory=set)
+    saves_alone: set[str] = field(default_factory=set)
+    hangs_early: dict[str, int] = field(default_factory=dict)
+    outage: Failure | None = None
+    outage_seconds: float = 30.0
     tells_progress: bool = True
 
 
@@ -48,8 +55,8 @@ class SimulatedRun:
     """
     One run on one worker. `ended` in seconds; `status` None where it ended without one.
 
-    `hung_at`: the step at which it stands still. `foreign`: what a user's function started; its folder outlives a
-    reboot, and `boots` tells that there was one.
+    `hung_at`: the step at which it stands still. `fails_after`: seconds after which it exits with 1. `foreign`: what a
+    user's function started; its folder outlives a reboot, and `boots` tells that there was one.
     """
 
     token: str
@@ -63,6 +70,7 @@ class SimulatedRun:
     status: int | None = None
     failure: Failure = Failure.CRASH
     hung_at: int | None = None
+    fails_after: float | None = None
     foreign: bool = False
     boots: int = 1
 
@@ -70,7 +78,8 @@ class SimulatedRun:
 @dataclass(eq=False, slots=True)
 class SimulatedWorker:
     """
-    One host VM. `refuses`: it takes no key of ours; `refuses_until`: not yet, in seconds. `dirty`: the chips are lost
+    One host VM. `refuses`: it takes no key of ours, `for_good` whatever is written into the metadata;
+    `refuses_until`: not yet, in seconds. `dirty`: the chips are lost
     to whatever ran before us, so that a run exits at once. `foreign_chips`: somebody else's process holds them, until
     it is stopped.
     """
@@ -83,6 +92,7 @@ class SimulatedWorker:
     silent: bool = False
     preempted: bool = False
     refuses: bool = False
+    for_good: bool = False
     refuses_until: float = 0.0
     foreign_chips: bool = False
     dirty: bool = False
@@ -92,9 +102,21 @@ class SimulatedWorker:
     host_key: str = ""
 
 
+class RunEnd(StrEnum):
+    """How a run ended on a worker, in truth. `DIED`: with its machine; `LOST`: by itself, and nobody can tell how."""
+
+    NONE = ""
+    FINISHED = "finished"
+    FAILED = "failed"
+    LOST = "lost"
+    STOPPED = "stopped"
+    STOOD_STILL = "stopped while it stood still"
+    DIED = "died"
+
+
 @dataclass(frozen=True, slots=True)
 class RunMark:
-    """A run began or ended on a worker, at that second."""
+    """A run began or ended on a worker, at that second and step. `blameless`: what it needed was down."""
 
     seconds: float
     what: str
@@ -103,6 +125,9 @@ class RunMark:
     node_id: int
     worker: int
     slot: str
+    step: int = 0
+    how: RunEnd = RunEnd.NONE
+    blameless: bool = False
 
 
 class Machines:
@@ -117,6 +142,7 @@ class Machines:
         self.script = script
         self.workers: dict[tuple[NodeKey, int], SimulatedWorker] = {}
         self.bucket: dict[str, int] = {}
+        self.jobs: dict[str, str] = {}
         self.history: list[tuple[float, str, str, int]] = []
         self.keep_history = True
         self.on_run: Callable[[RunMark], None] | None = None
@@ -161,7 +187,7 @@ class Machines:
         worker.host_key = f"AAAA{effect.node_id:x}-{effect.worker}"
         if again and old is not None:
             worker.boots, worker.last_number = old.boots + 1, old.last_number
-            worker.host_key, worker.refuses = old.host_key, old.refuses
+            worker.host_key, worker.refuses, worker.for_good = old.host_key, old.refuses, old.for_good
             worker.run = old.run
         elif self.boots:
             self._spoil(worker, self.boots.popleft())
@@ -177,6 +203,7 @@ class Machines:
         if how == "refuses":
             # The guest agent writes the keys of the metadata some time after sshd listens.
             worker.refuses_until = self.clock.seconds + KEYS_LATE
+        worker.refuses = worker.for_good = how == "refuses for good"
         worker.foreign_chips = how == "foreign"
         worker.dirty = how == "dirty"
 
@@ -193,10 +220,13 @@ class Machines:
         elif isinstance(effect, Resume):
             worker.silent = False
         elif isinstance(effect, AuthorizeKeys):
-            if self.key in effect.ssh_keys:
+            if self.key in effect.ssh_keys and not worker.for_good:
                 worker.refuses = False
         elif isinstance(effect, SetAttribute) and effect.name == PREEMPTED_ATTRIBUTE:
             self._announce(worker, effect.value == "TRUE")
+        elif isinstance(effect, SetAttribute) and effect.name == MAINTENANCE_ATTRIBUTE and worker.run is not None:
+            # As the runner has it: a notice is a signal, whatever comes of it.
+            worker.run.signalled = True
 
     def _bereave(self, lost: SimulatedWorker) -> None:
         """The others of a gang wait in a collective for the one that died, for ever."""
@@ -253,9 +283,19 @@ class Machines:
                 if self.lives(worker):
                     yield worker
 
+    def begins(self, slot: str, job: str) -> None:
+        """*slot* runs *job* from now on: another one than before finds nothing of its own in the bucket."""
+        if self.jobs.setdefault(slot, job) != job:
+            self.jobs[slot] = job
+            self.bucket.pop(slot, None)
+
     def start(self, worker: SimulatedWorker, token: str, slot: str) -> SimulatedRun:
         now, script = self.clock.seconds, self.script
         run = worker.run = SimulatedRun(token, slot, now, self.bucket.get(slot, 0))
+        if slot in script.hangs_early:
+            run.hung_at = run.first_step + script.hangs_early[slot]
+        if script.outage is not None:
+            run.failure, run.fails_after = script.outage, script.outage_seconds
         worker.last_number, run.boots = int(token.rpartition(".")[2]), worker.boots
         self._mark("start", worker, run)
         if worker.dirty:
@@ -289,7 +329,12 @@ class Machines:
     def hangs_on(self, key: NodeKey) -> bool:
         """Whether any run on that node stands still."""
         runs = [worker.run for worker in self._nodes.get(key, {}).values() if worker.run is not None]
-        return any(run.hung_at is not None or run.slot in self.script.stands_still for run in runs)
+        return any(self.stands_still(run) for run in runs)
+
+    def stands_still(self, run: SimulatedRun) -> bool:
+        if run.slot in self.script.stands_still:
+            return True
+        return run.hung_at is not None and self.step(run) >= run.hung_at
 
     def _end_run(self, worker: SimulatedWorker | None) -> None:
         if worker is None:
@@ -311,12 +356,25 @@ class Machines:
     def _mark(self, what: str, worker: SimulatedWorker, run: SimulatedRun) -> None:
         if self.keep_history:
             self.history.append((self.clock.seconds, what, run.token, worker.number))
-        if self.on_run is not None:
-            self.on_run(
-                RunMark(self.clock.seconds, what, run.token, worker.key, worker.node_id, worker.number, run.slot)
-            )
+        if self.on_run is None:
+            return
+        seconds, key, how = self.clock.seconds, worker.key, RunEnd.NONE
+        if what == "end":
+            how = self._how(worker, run)
+        place = (key, worker.node_id, worker.number, run.slot)
+        self.on_run(RunMark(seconds, what, run.token, *place, self.step(run), how, run.fails_after is not None))
+
+    def _how(self, worker: SimulatedWorker, run: SimulatedRun) -> RunEnd:
+        if run.stopped:
+            return RunEnd.STOOD_STILL if self.stands_still(run) else RunEnd.STOPPED
+        status = self.exit_of(worker)
+        if status is not None:
+            return RunEnd.FINISHED if status == 0 else RunEnd.FAILED
+        return RunEnd.LOST if run.failed else RunEnd.DIED
 
     def _planned(self, run: SimulatedRun) -> tuple[int, int, float] | None:
+        if run.fails_after is not None:
+            return (0, 1, run.fails_after)
         exits = self.script.exits
         return exits.get(run.token) or exits.get(run.slot) if exits else None
 
@@ -330,10 +388,9 @@ class Machines:
     def step(self, run: SimulatedRun) -> int:
         if run.slot in self.script.stands_still:
             return run.first_step + 3
-        if run.hung_at is not None:
-            return run.hung_at
         trained = max(0.0, self.elapsed(run) - self.script.setup_seconds)
-        return min(self.script.steps, run.first_step + int(trained / self.script.step_seconds))
+        step = min(self.script.steps, run.first_step + int(trained / self.script.step_seconds))
+        return step if run.hung_at is None else min(step, run.hung_at)
 
     def save(self, run: SimulatedRun) -> None:
         saved = self.step(run) // self.script.save_every * self.script.save_every

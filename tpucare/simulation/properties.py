@@ -9,7 +9,7 @@ the world and the machines know.
 from __future__ import annotations
 
 import re
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -19,10 +19,11 @@ from tpucare.actions import Reason
 from tpucare.emulator.records import parse_node_path
 from tpucare.emulator.state import NodeLife
 from tpucare.emulator.world import World
-from tpucare.memory import Memory, NodeMemory, PlaceMemory
-from tpucare.model import LABEL_FLEET, LABEL_NUMBER, LABEL_OWNER, LABEL_SLOT, Event, Health, NodeState, Slot
+from tpucare.memory import End, Memory, NodeMemory, PlaceMemory
+from tpucare.model import LABEL_FLEET, LABEL_NUMBER, LABEL_OWNER, LABEL_SLOT, Event, Health, NodeState, OnSuccess, Slot
 from tpucare.orders import NodeReport
-from tpucare.simulation.machines import RunMark
+from tpucare.simulation.lives import Lives
+from tpucare.simulation.machines import RunMark, SimulatedWorker
 from tpucare.simulation.scenario import SECRET
 from tpucare.simulation.store import Disk
 
@@ -39,10 +40,15 @@ PROPERTIES: Mapping[str, str] = {
     "create-budget": "no more creates in any minute than the budget",
     "brake": "rule 12: no more verdicts within ten minutes than the brake lets through",
     "observed-time": "rule 11: a timeout has counted as much observed time as it claims",
+    "pinned-key": "rule 8: a host key that changed is trusted only where guest attributes vouch for it",
     "no-secret": "rule 8: no secret in any event, label or metadata",
     "no-surprise": "no error that nobody named in the work of a slot",
+    "no-flood": "no node or operation is asked for more often than once a second",
+    "failed-rightly": "a slot fails only when its runs ended by themselves as often as a budget says, none advancing",
+    "finished-once": "what was seen to finish, and nobody interrupted, is not run again",
     "no-oversleep": "a slot at rest would decide nothing else now",
-    "trains-again": "after calm and with capacity every slot trains within its bound",
+    "trains-again": "after calm and with capacity every slot trains within its bound, or needs a person and none comes",
+    "says-so": "who waits for a person has said so",
     "no-orphan": "after calm nothing is left that no slot holds, within two sweeps",
     "finished-empty": "a finished slot holds nothing",
 }
@@ -53,6 +59,9 @@ TROUBLE_LASTS = 900.0
 """What was wrong with a node may explain a verdict for so long after it ended."""
 BRAKE_WINDOW = 540.0
 GIVEN_UP_AFTER = 30.0
+FLOOD = 60
+"""Calls of one method about one thing in a minute."""
+FINISHED_FOR_SURE = 10.0
 LATEST_ANSWER = 45.0
 """The longest way of an answer to the engine; by so much may its observed time differ from ours."""
 _LASTED = re.compile(r"(?:silent for|no progress for) (?:(\d+) days?, )?(\d+):(\d\d):(\d\d)")
@@ -123,6 +132,7 @@ class ObservedClock:
 class Properties:
     """
     `broken` holds what was found. `trouble`: until when something explains a verdict on a slot ("": on every slot).
+    `said`: what was last told to a person of a slot.
 
     now: seconds of virtual time    wall: what the daemon's machine takes for the time
     hangs: whether a run on that node stands still, in truth
@@ -158,6 +168,12 @@ class Properties:
         self._creates: deque[float] = deque()
         self._turns: dict[str, Turns] = {}
         self._judged: deque[tuple[float, str]] = deque()
+        self.said: dict[str, str] = {}
+        self._lives = Lives()
+        self._failed: set[str] = set()
+        self._asked: tuple[int, Counter[tuple[str, str]]] = (0, Counter())
+        self._finished: dict[str, tuple[str, float]] = {}
+        self._over: dict[str, str] = {}
 
     def _break(self, rule: str, text: str) -> None:
         self.broken.append(Broken(rule, self.now(), text))
@@ -173,8 +189,19 @@ class Properties:
         now = self.now()
         return self.trouble.get(slot, 0.0) >= now or self.trouble.get("", 0.0) >= now
 
+    def wanted_anew(self, slot: str) -> None:
+        """A person asks for a run of *slot*, whatever became of the last."""
+        self._finished.pop(slot, None)
+        self._over.pop(slot, None)
+
+    def edited(self, slots: Collection[Slot]) -> None:
+        """Their places may be others now: turns begin anew."""
+        for slot in slots:
+            self._turns.pop(slot.name, None)
+
     def process_began(self) -> None:
         self.restarted = self.now()
+        self._finished.clear()
         self.observed.begin()
         self._judged.clear()
 
@@ -184,6 +211,7 @@ class Properties:
         runs = self._runs.get(mark.slot)
         if runs is None:
             return
+        self._lives.ran(mark)
         place = (mark.node_id, mark.worker)
         if mark.what == "end":
             runs.alive.pop(place, None)
@@ -193,6 +221,8 @@ class Properties:
         if others or place in runs.alive:
             self._break("one-run", f"{mark.token} starts on worker {mark.worker} beside {others or [mark.token]}")
         self._check_elders(mark, runs)
+        if self._over.get(mark.slot, mark.token) != mark.token:
+            self._break("finished-once", f"{mark.token} starts, and {self._over[mark.slot]} was seen to finish")
         memory = self.disk.memories.get(mark.slot)
         if memory is None or memory.run is None or memory.run.token != mark.token:
             self._break("intent-first", f"{mark.token} starts, and no launch of it is on the disk")
@@ -212,8 +242,40 @@ class Properties:
                 self._break("dead-elders", f"{mark.token} starts while {name}, launched on before, is not dead")
 
     def answered(self, report: NodeReport) -> None:
-        if report.all_answer:
-            self._answered[report.node_id] = self.observed.seconds
+        if not report.all_answer:
+            return
+        self._answered[report.node_id] = self.observed.seconds
+        first = report.workers[0]
+        if first.exit_status == 0 and not first.alive:
+            self._see_finish(report)
+
+    def _see_finish(self, report: NodeReport) -> None:
+        """The same process was told twice, some seconds apart, that the run of all workers is over and went well."""
+        token, now = report.workers[0].token, self.now()
+        slot = token.rpartition("-a")[0]
+        interrupted = any(worker.signalled or worker.preempted for worker in report.workers)
+        whole = all((worker.token, worker.exit_status, worker.alive) == (token, 0, False) for worker in report.workers)
+        declared = self.slots.get(slot)
+        if declared is None or interrupted or not whole or declared.care.on_success is OnSuccess.RESTART:
+            return
+        seen, since = self._finished.setdefault(slot, (token, now))
+        if seen != token:
+            self._finished[slot] = (token, now)
+        elif now - since >= FINISHED_FOR_SURE:
+            self._over[slot] = token
+
+    def trusted(self, worker: SimulatedWorker) -> None:
+        self._break("pinned-key", f"worker {worker.number} of {worker.key.name} shows another key, and is trusted")
+
+    def asked(self, method: str, name: str) -> None:
+        """A call to the cloud, reads too."""
+        minute = int(self.now() // 60)
+        if minute != self._asked[0]:
+            self._asked = (minute, Counter())
+        counts = self._asked[1]
+        counts[method, name] += 1
+        if counts[method, name] == FLOOD and not method.startswith("List"):
+            self._break("no-flood", f"{method} of {name} was asked for {FLOOD} times within a minute")
 
     def _trains(self, slot: str, node_id: int) -> bool:
         """In truth: every worker of that node runs the slot's job, and has for a while."""
@@ -224,8 +286,16 @@ class Properties:
         return life is not None and not self.hangs(life) and self.now() - runs.since >= STEADY_SECONDS
 
     def training(self) -> set[str]:
-        """Slots of which every worker of one node runs the job now, in truth."""
-        return {name for name, runs in self._runs.items() if runs.since is not None}
+        """Slots of which every worker of one node runs the job now and gets on with it, in truth."""
+        return {name for name, runs in self._runs.items() if runs.since is not None and not self._stands(runs)}
+
+    def _stands(self, runs: _SlotRuns) -> bool:
+        life = self.world.state.by_id.get(runs.node)
+        return life is None or self.hangs(life)
+
+    def is_blameless(self, slot: str) -> bool:
+        """Its runs failed for want of what every run needs."""
+        return self._lives.is_blameless(slot)
 
     # --- calls
 
@@ -236,7 +306,7 @@ class Properties:
         elif record["applied"] and record["code"] == 0:
             if method == "DeleteNode" and not record.get("repeated"):
                 self._check_delete(record)
-            elif method == "UpdateNode":
+            elif method == "UpdateNode" and record["peer"]:
                 life = self._life(record["name"])
                 self._check_ours("UpdateNode", record["name"], life.record.spec.labels if life is not None else {})
 
@@ -307,9 +377,14 @@ class Properties:
 
     def _check_delete(self, record: Mapping[str, Any]) -> None:
         labels, name = record["labels"], record["name"]
-        if not self._check_ours("DeleteNode", name, labels):
+        node = name.rpartition("/")[2]
+        # A node stays with the slot that made it, whatever its labels say; only the owner's can take it away.
+        home = self.disk.memories.get(node.rpartition("-a")[0])
+        known = home is not None and any((one.name, one.id) == (node, record["id"]) for one in home.nodes)
+        ours = {**labels, LABEL_FLEET: home.fleet} if known and home is not None else labels
+        if not self._check_ours("DeleteNode", name, ours):
             return
-        slot, node = labels.get(LABEL_SLOT, ""), name.rpartition("/")[2]
+        slot = node.rpartition("-a")[0] if known else labels.get(LABEL_SLOT, "")
         memory = self.disk.memories.get(slot)
         past = memory.node(node) if memory is not None else None
         if memory is None or past is None or past.delete_asked_at is None:
@@ -331,6 +406,10 @@ class Properties:
     def told(self, event: Event) -> None:
         if SECRET in event.text or SECRET in f"{event.fields}":
             self._break("no-secret", f"in the event {event.kind} of {event.slot}")
+        if event.kind in ("person", "brake"):
+            self.said[event.slot] = event.text
+        if event.slot in self.slots:
+            self._check_end(event.slot)
         if event.kind == "error":
             self._break("no-surprise", f"{event.slot}: {event.text}")
         elif (
@@ -340,6 +419,15 @@ class Properties:
             self._check_observed(event)
         elif event.kind == "stop":
             self._check_stop(event)
+
+    def _check_end(self, slot: str) -> None:
+        memory = self.disk.memories.get(slot)
+        if memory is None or memory.end is not End.FAILED:
+            self._failed.discard(slot)
+        elif slot not in self._failed:
+            self._failed.add(slot)
+            if wrong := self._lives.wronged(slot, memory, self.slots[slot].care):
+                self._break("failed-rightly", f"{slot} failed ({memory.end_why}): {wrong}")
 
     def _check_brake(self, event: Event) -> None:
         now = self.now()

@@ -23,8 +23,16 @@ from tpucare.simulation.faults import FAULTS, LEVELS, Span
 
 PROJECT = "simulated"
 SECRET = "s3cr3t-value-that-nobody-may-see"
+PERSON_EVERY = 120.0
+PERSON_RARELY = 12 * 3600.0
 ZONES = ("us-central1-a", "europe-west4-a")
 RUNTIME = "tpu-ubuntu2204-base"
+# Who comes, by chance: in histories of hours, and in those of a day or more.
+PEOPLE: tuple[float | None, ...] = (PERSON_EVERY, PERSON_EVERY, PERSON_EVERY, None)
+PEOPLE_LONG: tuple[float | None, ...] = (PERSON_EVERY, PERSON_RARELY, PERSON_RARELY, None)
+LONG = 1.0
+# The share of slots whose log tells no step. None yet: what stands still behind a restart is not found there.
+SAVES_ALONE = 0.0
 STORM_CARE = Care(
     boot_timeout=timedelta(minutes=20),
     unhealthy_after=timedelta(minutes=40),
@@ -70,7 +78,13 @@ MONTHS = Pace(30.0, 30.0, 4 * 3600.0, 60.0, grain=10.0, close=False)
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """Everything that a history follows from. `days` of weather come before the calm in which it is judged."""
+    """
+    Everything that a history follows from. `days` of weather come before the calm in which it is judged.
+
+    person: how often somebody comes and looks, in seconds; None: nobody ever does. Who comes more rarely than
+        PERSON_EVERY comes in the weather, too
+    saves_alone: slots whose progress is told by checkpoints alone
+    """
 
     seed: int
     slots: tuple[Slot, ...]
@@ -79,6 +93,8 @@ class Scenario:
     pace: Pace
     strikes: tuple[Strike, ...] = ()
     level: str = "none"
+    person: float | None = PERSON_EVERY
+    saves_alone: frozenset[str] = frozenset()
 
     @property
     def config(self) -> WorldConfig:
@@ -225,7 +241,12 @@ def draw(
     chosen["audit_reads"] = False
     strikes = [one for kind in FAULTS for one in _drawn(seed, kind, slots, chosen["zones"], days, level)]
     strikes.sort(key=lambda one: (one.at, one.kind, one.target))
-    return Scenario(seed, slots, chosen, days, pace, tuple(strikes), level)
+    person = (
+        random.Random(f"{seed}/person").choice(PEOPLE_LONG if days >= LONG else PEOPLE) if LEVELS[level] else PEOPLE[0]
+    )
+    telling = random.Random(f"{seed}/telling")
+    quiet = frozenset(slot.name for slot in slots if LEVELS[level] and telling.random() < SAVES_ALONE)
+    return Scenario(seed, slots, chosen, days, pace, tuple(strikes), level, person, quiet)
 
 
 def _drawn(

@@ -3,8 +3,8 @@ What each kind of fault does to the world, to machines, to runs, to the daemon a
 
 A strike acts through doors that exist for others too: the operator's hand on the world, the machines, a person's wish.
 Each says whether it took hold; what did not (nothing to preempt just now) is not counted. How often they come is in
-`faults`; the acts themselves are in `strikes_nodes`, `strikes_workers`, `strikes_api`, `strikes_daemon` and
-`strikes_people`.
+`faults`; the acts themselves are in `strikes_nodes`, `strikes_workers`, `strikes_api`, `strikes_daemon`,
+`strikes_people` and `strikes_edits`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from tpucare.model import NodeState
 from tpucare.orders import Failure
 from tpucare.simulation import strikes_api as api
 from tpucare.simulation import strikes_daemon as daemon
+from tpucare.simulation import strikes_edits as edits
 from tpucare.simulation import strikes_nodes as nodes
 from tpucare.simulation import strikes_people as people
 from tpucare.simulation import strikes_workers as workers
@@ -36,18 +37,26 @@ STRIKES: Mapping[str, Act] = MappingProxyType(
         "preempted-while-creating": nodes.preempt_creating,
         "terminated": nodes.terminate,
         "forgotten": nodes.forget,
+        "flips-back": nodes.flip_back,
         "silent-worker": workers.silence,
         "lost-worker": workers.lose_worker,
         "missing-worker": workers.miss_worker,
         "rebooted": workers.reboot,
         "key-refused": workers.next_boot("refuses"),
+        "key-refused-for-good": workers.next_boot("refuses for good"),
         "host-key-changed": workers.change_host_key,
+        "guest-404": workers.change_key_unvouched,
         "dirty-host": workers.next_boot("dirty"),
         "foreign-process": workers.next_boot("foreign"),
         "address-reused": people.take_addresses,
         "crashed": workers.end_run(1),
         "out-of-memory": workers.end_run(None),
         "hung": workers.hang,
+        "hang-then-restart": workers.hang_and_restart,
+        "one-signal-hang": workers.hang_early,
+        "dependency-down": workers.fail_together,
+        "finished-then-preempted": workers.finish_and_preempt,
+        "notice-without-end": workers.notice_without_end,
         "exit-0-under-preemption": workers.exit_on_notice,
         "setup-failed": workers.end_run(1, Failure.SETUP),
         "stop-ignored": workers.ignore_stop,
@@ -72,6 +81,7 @@ STRIKES: Mapping[str, Act] = MappingProxyType(
         "answer-lost-after": api.lose_answer(applied=True),
         "listing-failed": api.fail_listing,
         "zone-unreachable": api.outage("zone"),
+        "zone-dark-for-ever": api.darken_for_ever,
         "api-down": api.outage("api"),
         "api-slow": api.outage("slow"),
         "everything-slow": api.all_slow,
@@ -90,6 +100,9 @@ STRIKES: Mapping[str, Act] = MappingProxyType(
         "taken-down": people.wish(Wish.DOWN),
         "replaced": people.asked("replace"),
         "restarted": people.asked_again,
+        "edited": edits.edit,
+        "relabelled": edits.relabel,
+        "taken-back": edits.take_back,
         "foreign-node": people.foreign,
         "stray": people.stray,
     }

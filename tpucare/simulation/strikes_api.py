@@ -6,9 +6,12 @@ What a listing says of one node is in `strikes_nodes`.
 
 from __future__ import annotations
 
+from datetime import timedelta
 from functools import partial
 
 from tpucare.simulation.hand import Act, Hand
+
+FOR_EVER = timedelta(days=3650)
 
 # --- creates and answers ---------------------------------------------------------------------------------------------
 
@@ -64,6 +67,16 @@ def outage(kind: str) -> Act:
         return True
 
     return act
+
+
+def darken_for_ever(hand: Hand) -> bool:
+    """A zone does not answer any more, not in the calm either."""
+    dark = hand.daemon.zone.dark_for_ever
+    if dark:
+        return False
+    dark.add(hand.strike.target)
+    hand.world.outage("zone", FOR_EVER, hand.now, zone=hand.strike.target)
+    return True
 
 
 def all_slow(hand: Hand) -> bool:

@@ -12,9 +12,11 @@ from tpucare.emulator.ending import OTHER_ENDS
 from tpucare.emulator.records import ApiError
 from tpucare.emulator.state import NodeLife
 from tpucare.emulator.world import World
+from tpucare.memory import Wish
 from tpucare.model import Health, NodeState
 from tpucare.simulation.hand import Act, Hand
 from tpucare.simulation.strikes_api import sold_out
+from tpucare.simulation.strikes_people import wish
 
 # --- how nodes end ---------------------------------------------------------------------------------------------------
 
@@ -93,9 +95,27 @@ def hide(hand: Hand) -> bool:
     life = hand.node()
     if life is None:
         return False
+    hide_for(hand, life, hand.strike.length)
+    return True
+
+
+def hide_for(hand: Hand, life: NodeLife, seconds: float) -> None:
+    """Lists leave the node out for so long."""
     listing = hand.world.state.listing(life.path.project)
     listing.hide(life.path, life.record.id)
-    hand.later(hand.strike.length, lambda: None if life.gone else listing.show(life.record))
+    hand.later(seconds, lambda: None if life.gone else listing.show(life.record))
+
+
+def flip_back(hand: Hand) -> bool:
+    """Dead for a moment, by what the API shows, and READY again; sometimes of a slot that is paused just then."""
+    life = hand.node()
+    if life is None or not life.record.spec.is_preemptible:
+        return False
+    if hand.rng.random() < 0.5:
+        wish(Wish.PAUSED)(hand)
+    state = hand.rng.choice((int(NodeState.PREEMPTED), int(NodeState.TERMINATED)))
+    hand.world.set_state(life.path.node_id, state, hand.now)
+    hand.later(hand.rng.uniform(1.0, 30.0), lambda: _show_again(hand.world, life, hand.now))
     return True
 
 

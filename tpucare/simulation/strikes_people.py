@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from tpucare import wishes
 from tpucare.emulator.records import ApiError, NodeSpec
 from tpucare.emulator.world import World
-from tpucare.memory import Memory, Wish
+from tpucare.memory import End, Memory, Wish
 from tpucare.model import LABEL_FLEET, LABEL_OWNER, LABEL_SLOT
 from tpucare.simulation.daemon import Daemon
 from tpucare.simulation.hand import Act, Hand
@@ -39,6 +40,15 @@ def _back_up(daemon: Daemon, slot: str, hand: Hand) -> None:
         hand.later(60.0, lambda: _back_up(daemon, slot, hand))
     else:
         daemon.wish(slot, Wish.UP)
+
+
+def want_again(hand: Hand) -> None:
+    """Whoever has the results of a slot that is done asks for more of them."""
+    daemon, slot = hand.daemon, hand.strike.target
+    memory = daemon.disk.memories.get(slot)
+    if daemon.store is not None and memory is not None and memory.end is End.DONE and slot in daemon.engine.slots:
+        hand.asked(slot, 0.0)
+        daemon.engine.change(slot, wishes.up, "up", f"{slot}: wanted again")
 
 
 def asked(name: str) -> Act:

@@ -10,7 +10,11 @@ from datetime import timedelta
 
 from tpucare.orders import Failure
 from tpucare.simulation.hand import Act, Hand
-from tpucare.simulation.strikes_people import asked_again
+from tpucare.simulation.strikes_people import asked_again, want_again
+
+UNPUBLISHED = 1000
+WANTED_AGAIN_AFTER = 1800.0
+NO_GUEST_ATTRIBUTES = "The resource 'hostkeys/' of type 'Guest Attribute' was not found."
 
 # --- workers ---------------------------------------------------------------------------------------------------------
 
@@ -61,6 +65,16 @@ def change_host_key(hand: Hand) -> bool:
     return True
 
 
+def change_key_unvouched(hand: Hand) -> bool:
+    """Another host key, and guest attributes that answer 404, as those of a guest that has published nothing."""
+    if not change_host_key(hand):
+        return False
+    for _ in range(UNPUBLISHED):
+        hand.world.fail_next("GetGuestAttributes", 5, NO_GUEST_ATTRIBUTES)
+    hand.later(hand.strike.length, lambda: hand.world.forget_orders("GetGuestAttributes"))
+    return True
+
+
 # --- runs ------------------------------------------------------------------------------------------------------------
 
 
@@ -79,6 +93,78 @@ def hang(hand: Hand) -> bool:
     for worker in hung:
         hand.daemon.launcher.hang(worker)
     return bool(hung)
+
+
+def hang_and_restart(hand: Hand) -> bool:
+    """It stands still, and whoever saw it move is killed."""
+    if hand.daemon.store is None or not hang(hand):
+        return False
+    hand.later(hand.rng.uniform(0.0, 120.0), lambda: _kill(hand))
+    return True
+
+
+def _kill(hand: Hand) -> None:
+    if hand.daemon.store is not None:
+        hand.daemon.kill()
+        hand.down_for(hand.strike.length)
+
+
+def hang_early(hand: Hand) -> bool:
+    """The slot's next run stands still after its first steps."""
+    early, slot = hand.daemon.launcher.script.hangs_early, hand.strike.target
+    early[slot] = hand.rng.randint(1, 3)
+    hand.later(hand.strike.length, lambda: early.pop(slot, None))
+    # Something has to begin it, or nobody would notice.
+    return asked_again(hand)
+
+
+def fail_together(hand: Hand) -> bool:
+    """What all runs need is down: those that begin fail, in their setup or after it, and half of the others crash."""
+    launcher = hand.daemon.launcher
+    in_setup = hand.rng.random() < 0.5
+    launcher.script.outage = Failure.SETUP if in_setup else Failure.CRASH
+    launcher.script.outage_seconds = 10.0 if in_setup else 40.0
+    for worker in list(launcher.running()):
+        if worker.number == 0 and hand.rng.random() < 0.5:
+            launcher.end(worker, status=1)
+    hand.later(hand.strike.length, lambda: setattr(launcher.script, "outage", None))
+    return True
+
+
+def _finish(hand: Hand) -> bool:
+    launcher = hand.daemon.launcher
+    ending = [worker for worker in launcher.running() if worker.run and worker.run.slot == hand.strike.target]
+    for worker in ending:
+        launcher.end(worker, status=0)
+    hand.later(WANTED_AGAIN_AFTER, lambda: want_again(hand))
+    return bool(ending)
+
+
+def finish_and_preempt(hand: Hand) -> bool:
+    """The run ends well, and within the minute its node is taken."""
+    life = hand.node()
+    if life is None or not _finish(hand):
+        return False
+    node_id, name = life.record.id, life.path.node_id
+    hand.later(hand.rng.uniform(15.0, 55.0), lambda: _preempt_same(hand, name, node_id))
+    return True
+
+
+def _preempt_same(hand: Hand, name: str, node_id: int) -> None:
+    if any(life.record.id == node_id for life in hand.world.select(name, living=True)):
+        hand.world.preempt(name, hand.now)
+
+
+def notice_without_end(hand: Hand) -> bool:
+    """A maintenance is announced and comes to nothing; some time after it was over, the run ends well."""
+    life = hand.node()
+    if life is None or hand.running() is None:
+        return False
+    hand.world.maintenance(
+        life.path.node_id, hand.now, duration=timedelta(seconds=60), event="MIGRATE_ON_HOST_MAINTENANCE"
+    )
+    hand.later(hand.strike.length, lambda: _finish(hand))
+    return True
 
 
 def exit_on_notice(hand: Hand) -> bool:

@@ -55,6 +55,8 @@ class VirtualLauncher(Machines):
         self.lost: Counter[str] = Counter()
         self.slow = 0.0
         self.met_strangers = 0
+        self.on_trust: Callable[[SimulatedWorker], None] | None = None
+        self._trusted: dict[tuple[int, int], str] = {}
         self._pins: dict[NodeKey, dict[tuple[int, int], str]] = {}
 
     def _meet(self, address: Worker) -> SimulatedWorker | WorkerReport:
@@ -64,11 +66,18 @@ class VirtualLauncher(Machines):
             return _SILENT
         if found.node_id != address.node_id:
             self.met_strangers += 1
-        pins = self._pins.setdefault(address.key, {})
-        pin = pins.setdefault((address.node_id, address.number), found.host_key)
+        pins, machine = self._pins.setdefault(address.key, {}), (address.node_id, address.number)
+        if machine not in pins:
+            self._trust(machine, found)
+        pin = pins.setdefault(machine, found.host_key)
         if pin != found.host_key:
             return _CHANGED
         return _REFUSED if found.refuses or found.refuses_until > self.clock.seconds else found
+
+    def _trust(self, machine: tuple[int, int], found: SimulatedWorker) -> None:
+        """The first key of a machine is pinned as it is met; whoever asks after that was told of another one before."""
+        if self._trusted.setdefault(machine, found.host_key) != found.host_key and self.on_trust is not None:
+            self.on_trust(found)
 
     def probe(self, order: ProbeOrder) -> NodeReport:
         self.probes.append(self.clock.seconds)
@@ -107,6 +116,7 @@ class VirtualLauncher(Machines):
         if lives:
             self.save(run)
         tells = self.script.tells_progress and worker.number == 0 and not in_setup
+        tells_steps = tells and run.slot not in self.script.saves_alone
         report = WorkerReport(
             Contact.ANSWERED,
             token=run.token,
@@ -119,7 +129,7 @@ class VirtualLauncher(Machines):
             preempted=worker.preempted,
             last_number=worker.last_number,
             boot_id=str(worker.boots),
-            step=self.step(run) if tells else None,
+            step=self.step(run) if tells_steps else None,
             checkpoint=self.bucket.get(run.slot) if tells else None,
             log_bytes=int(elapsed),
         )
@@ -128,7 +138,8 @@ class VirtualLauncher(Machines):
     def _failure(self, run: SimulatedRun, status: int | None) -> Failure:
         if status in (None, 0):
             return Failure.NONE
-        return run.failure if run.failed else self.script.failures.get(run.slot, Failure.CRASH)
+        own = run.failed or run.fails_after is not None
+        return run.failure if own else self.script.failures.get(run.slot, Failure.CRASH)
 
     def launch(self, order: LaunchOrder) -> LaunchResult:
         self.launches.append(order.token)
@@ -143,6 +154,7 @@ class VirtualLauncher(Machines):
             return None
         if worker.run is not None and self.lives(worker):
             return WorkerSilent("another run lives here")
+        self.begins(order.slot, order.job.run)
         self.start(worker, order.token, order.slot).foreign = order.job.foreign
         return WorkerSilent("the connection dropped") if self._loses("launch-after") else None
 
@@ -179,7 +191,8 @@ class VirtualLauncher(Machines):
         for worker in workers:
             told = [line.partition(" ")[2] for line in keys.get(worker.number, ())]
             if told:
-                self._pins.setdefault(worker.key, {})[worker.node_id, worker.number] = told[0]
+                machine = (worker.node_id, worker.number)
+                self._pins.setdefault(worker.key, {})[machine] = self._trusted[machine] = told[0]
                 vouched.add(worker.number)
         return frozenset(vouched)
 
@@ -189,7 +202,10 @@ class VirtualLauncher(Machines):
         self.forget_dead(key)
 
     def forget(self, key: NodeKey) -> None:
-        self._pins.pop(key, None)
+        for machine in self._pins.pop(key, {}):
+            worker = self.workers.get((key, machine[1]))
+            if worker is None or worker.node_id != machine[0] or not worker.up:
+                self._trusted.pop(machine, None)
         self.forget_dead(key)
 
     def hints(self) -> frozenset[NodeKey]:

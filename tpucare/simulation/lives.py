@@ -1,0 +1,103 @@
+"""
+What became of the runs of each slot, in truth: whether they advanced, and how they ended.
+
+The machines know how far a run came, whoever asked it meanwhile. From that alone is judged whether a slot that was
+given up had lost its right to go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from tpucare.memory import BookName, Memory
+from tpucare.model import Care
+from tpucare.plan_ended import INFRASTRUCTURE_BUDGET
+from tpucare.plan_living import STALL_BUDGET
+from tpucare.simulation.machines import RunEnd, RunMark
+
+ADVANCES_AFTER = 3600.0
+"""A run that lived this long in seconds and got further than any before it has advanced, as anybody can see."""
+
+# What may count for which book: a run that stood still was stopped for it, and anything may interrupt one.
+_COUNTS: Mapping[BookName, frozenset[RunEnd]] = MappingProxyType(
+    {
+        BookName.CRASH: frozenset({RunEnd.FAILED}),
+        BookName.SETUP: frozenset({RunEnd.FAILED, RunEnd.STOPPED}),
+        BookName.STALL: frozenset({RunEnd.STOOD_STILL}),
+        BookName.INFRASTRUCTURE: frozenset(RunEnd),
+    }
+)
+
+
+@dataclass(slots=True)
+class _Row:
+    """Ends of runs since the last one that advanced, by token; of a gang the worst end counts."""
+
+    furthest: int = 0
+    since: dict[str, float] = field(default_factory=dict)
+    ends: dict[str, set[RunEnd]] = field(default_factory=dict)
+    blameless: set[str] = field(default_factory=set)
+
+    def begin(self, mark: RunMark) -> None:
+        self.since.setdefault(mark.token, mark.seconds)
+        if mark.worker == 0 and mark.step < self.furthest and mark.step == 0:
+            # Another experiment, which begins at its beginning.
+            self.furthest, self.ends = 0, {}
+            self.blameless.clear()
+
+    def end(self, mark: RunMark) -> None:
+        since = self.since.pop(mark.token, mark.seconds) if mark.worker == 0 else mark.seconds
+        if mark.blameless:
+            self.blameless.add(mark.token)
+        if mark.worker == 0 and mark.step > self.furthest:
+            self.furthest = mark.step
+            if mark.seconds - since >= ADVANCES_AFTER:
+                self.ends = {mark.token: self.ends.get(mark.token, set())}
+        if mark.how is RunEnd.FINISHED:
+            self.ends.clear()
+            self.blameless.clear()
+            return
+        self.ends.setdefault(mark.token, set()).add(mark.how)
+
+    def count(self, kinds: frozenset[RunEnd]) -> int:
+        return sum(1 for ends in self.ends.values() if ends & kinds)
+
+
+class Lives:
+    """Fed with every beginning and end of a run; slots of which nothing is known have had none."""
+
+    def __init__(self) -> None:
+        self._rows: dict[str, _Row] = {}
+
+    def ran(self, mark: RunMark) -> None:
+        row = self._rows.setdefault(mark.slot, _Row())
+        if mark.what == "start":
+            row.begin(mark)
+        else:
+            row.end(mark)
+
+    def is_blameless(self, slot: str) -> bool:
+        """Whatever ended of it since a run advanced ended because something was down that every run needs."""
+        row = self._rows.get(slot)
+        failed = {token for token, ends in row.ends.items() if RunEnd.FAILED in ends} if row is not None else set()
+        return row is not None and bool(failed) and failed <= row.blameless
+
+    def wronged(self, slot: str, memory: Memory, care: Care) -> str | None:
+        """Why a slot that is given up with that *memory* should not have been; None: it was its own doing."""
+        budgets = {
+            BookName.CRASH: care.crash_budget,
+            BookName.SETUP: care.setup_budget,
+            BookName.STALL: STALL_BUDGET,
+            BookName.INFRASTRUCTURE: INFRASTRUCTURE_BUDGET,
+        }
+        spent = [book for book, budget in budgets.items() if memory.book(book).failures > budget]
+        if not spent:
+            return "no budget is spent"
+        row = self._rows.get(slot, _Row())
+        counts = {book: row.count(_COUNTS[book]) for book in spent}
+        if any(count >= budgets[book] for book, count in counts.items()):
+            return None
+        told = ", ".join(f"{count} of {budgets[book]} for {book.value}" for book, count in counts.items())
+        return f"since a run of it advanced so many ended by themselves: {told}"

@@ -1,0 +1,94 @@
+"""
+The scripted person: what somebody who looks at `status` does about what it says, in the weather and in the calm.
+
+Only what a person can do is done here, through the doors that a person has. What is true of the machines a person can
+find out (who looks at the old node sees whether anything runs there), and the engine is not told of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from tpucare import wishes
+from tpucare.actions import Wait
+from tpucare.emulator.records import ApiError
+from tpucare.memory import End, Memory, PlaceMemory, Wish
+from tpucare.model import NodeKey, NodeState
+from tpucare.tracking import SlotTrack
+
+if TYPE_CHECKING:
+    from tpucare.simulation.history import History
+
+
+class Person:
+    """
+    Who comes now and then.
+
+    gentle: what has ended is left as it is, so that it can be judged
+    """
+
+    def __init__(self, history: History) -> None:
+        self.history = history
+        self.daemon = history.daemon
+
+    def visit(self, *, gentle: bool) -> None:
+        """Lifts the brake, asks again where only a person can, and gives up a node that nobody vouches for."""
+        if self.daemon.store is None:
+            return
+        self._start_what_was_stopped()
+        for name, track in self.daemon.engine.slots.items():
+            self._look_after(name, track, gentle=gentle)
+
+    def _look_after(self, name: str, track: SlotTrack, *, gentle: bool) -> None:
+        daemon, memory = self.daemon, track.memory
+        if track.braked:
+            self.history.properties.lifted.add(name)
+            daemon.engine.lift_brake(name)
+        if memory.end is not End.NONE and not gentle:
+            self._ask(name, 0.0)
+            daemon.engine.change(name, wishes.up, "up", f"{name}: wanted again")
+            return
+        if memory.wish is not Wish.UP and gentle:
+            daemon.wish(name, Wish.UP)
+        if any(place.blocked for place in memory.places.values()):
+            daemon.engine.change(name, _unblocked, "retry", f"{name}: retry")
+        action = track.action
+        if not isinstance(action, Wait) or not action.needs_person or track.braked or memory.end is not End.NONE:
+            return
+        dark = self.daemon.zone.dark_for_ever
+        if memory.has_elder_in_doubt or any(past.zone in dark for past in memory.nodes):
+            self._confirm(name, track)
+        elif track.nodes and not memory.replace_asked:
+            self._ask(name, 3600.0)
+            daemon.engine.change(name, wishes.replace_node, "replace", f"{name}: replace")
+
+    def _ask(self, slot: str, seconds: float) -> None:
+        self.history.person_asks(slot, seconds)
+
+    def _confirm(self, name: str, track: SlotTrack) -> None:
+        """Only of what was looked at: a run that lives on an older node is ended first."""
+        launcher = self.daemon.launcher
+        newest = max((past.create_time for past in track.memory.nodes), default=None)
+        for past in track.memory.nodes:
+            if past.create_time == newest:
+                continue
+            for worker in launcher.of_node(*NodeKey(track.slot.project, past.zone, past.name)):
+                if worker.node_id == past.id:
+                    launcher.end(worker, status=None)
+        self._ask(name, 3600.0)
+        self.daemon.engine.change(name, wishes.confirm, "confirm", f"{name}: confirm")
+
+    def _start_what_was_stopped(self) -> None:
+        world = self.daemon.zone.world
+        for life in list(world.state.nodes.values()):
+            if life.record.state == NodeState.STOPPED:
+                try:
+                    world.start_node(life.record.name, self.daemon.clock.true_now())
+                except ApiError:
+                    continue
+
+
+def _unblocked(memory: Memory) -> Memory:
+    """As `tpucare retry` leaves it."""
+    return replace(memory, places={key: PlaceMemory() if p.blocked else p for key, p in memory.places.items()})
