@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.mutations import MUTATIONS, Mutation
+from tests.storm import __main__ as storm
 from tpucare.simulation.campaign import Plan, Sums, campaign
 from tpucare.simulation.properties import PROPERTIES
 
@@ -27,6 +30,22 @@ def test_a_short_storm_breaks_no_promise(seed: int) -> None:
         sums.add(outcome)
     assert [str(broken) for outcome in sums.failed.values() for broken in outcome.broken] == []
     assert sums.tally.launches >= 10
+
+
+def test_a_campaign_goes_on_where_it_was_and_only_there(tmp_path: Path) -> None:
+    """Outcomes that other sources lived were taken for those of this campaign."""
+    sources, plan, path = tmp_path / "sources", Plan(days=0.01, level="low"), tmp_path / "kept.jsonl"
+    sources.mkdir()
+    (sources / "one.py").write_text("1")
+    first = storm.live("storms", plan, range(1, 3), 1, storm.Kept(path, plan, sources))
+    lines = path.read_text().splitlines(keepends=True)
+    assert len(lines) == 3
+    path.write_text("".join([*lines[:-1], lines[-1][:50]]))
+    again = storm.live("storms", plan, range(1, 3), 1, storm.Kept(path, plan, sources))
+    assert (again.digests, path.read_text().splitlines(keepends=True)) == (first.digests, lines)
+    for other in (storm.Kept(path, Plan(days=0.02, level="low"), sources), storm.Kept(path, plan, tmp_path)):
+        with pytest.raises(storm.OtherSources, match="other sources"):
+            other.outcomes()
 
 
 @pytest.mark.slow
