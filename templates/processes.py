@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 DEVICES = "/dev/accel*:/dev/vfio/*"
+LIBTPU_LOCK = "/tmp/libtpu_lockfile"
 RUNS_KEPT = 5
 
 # What a run's processes bear, and what bears the launch script, screen and the runner: a launch is to be found by a
@@ -172,6 +173,23 @@ def chip_holders() -> dict[int, str]:
     if not holders and os.geteuid() != 0:
         holders = _holders_by_sudo(devices)
     return holders
+
+
+def drop_libtpu_lock() -> None:
+    """
+    Remove libtpu's lock file, which survives a SIGKILL and, if another user's, keeps libtpu from loading.
+
+    To be called where nobody holds a chip. On a machine without chips it is left alone.
+    """
+    path = os.environ.get("TPUCARE_LIBTPU_LOCK", LIBTPU_LOCK)
+    if not _devices(os.environ.get("TPUCARE_DEVICE_GLOB", DEVICES)) or not os.path.lexists(path):
+        return
+    try:
+        os.unlink(path)
+    except PermissionError:
+        quietly(["sudo", "-n", "rm", "-f", path])
+    except OSError:
+        pass
 
 
 def send(pid: int, number: int) -> None:

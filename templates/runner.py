@@ -100,6 +100,7 @@ def _refusal(base: str, folder: str, order: dict[str, str], lock: int) -> str:
         return f"busy {processes.lock_token(base)}"
     for pid, device in processes.chip_holders().items():
         return f"chips process {pid} holds {device}"
+    processes.drop_libtpu_lock()
     return ""
 
 

@@ -12,6 +12,7 @@ from tpucare.actions import Reason
 from tpucare.errors import AnswerLost, LostRace, NeedsPerson, NodeGone, RateLimited
 from tpucare.model import Operation
 from tpucare.remember import changed_meanwhile, recover
+from tpucare.remember_runs import attempted
 from tpucare.remember_seen import absorb, answered
 
 
@@ -98,6 +99,20 @@ def test_two_nodes_that_never_answered_block_their_place() -> None:
     known = asked(known, delete(1, Reason.JUDGED, unanswered=True))
     assert known.place(PLACE).blocked
     assert "OS Login" in known.place(PLACE).reason
+
+
+def test_two_nodes_whose_chips_were_held_block_their_place_until_a_launch() -> None:
+    known = memory(past(0), past(1), past(2))
+    known = asked(known, delete(0, Reason.DEAD, held=True))
+    assert not known.place(PLACE).blocked
+    known = asked(known, delete(1, Reason.DEAD, held=True))
+    assert known.place(PLACE).blocked
+    assert "`runtime`" in known.place(PLACE).reason
+    known = came(known.with_create(intent(10)), create(10), Operation("op"))
+    known = absorb(known, node("READY", 10))
+    assert known.place(PLACE).held_nodes == 2, "that a node came up says nothing about its chips"
+    known = attempted(known, name_of(2))
+    assert (known.place(PLACE).held_nodes, known.place(PLACE).refusals) == (0, 0)
 
 
 def test_a_place_whose_nodes_never_answer_is_asked_hourly_though_its_creates_succeed() -> None:

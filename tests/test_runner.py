@@ -205,6 +205,16 @@ def test_busy_chips_forbid_a_start_and_are_told(tmp_path: Path) -> None:
         assert (report.alive, report.chips_free) == (True, False)
 
 
+def test_a_lock_file_of_libtpu_that_nobody_holds_is_removed_at_a_launch(tmp_path: Path) -> None:
+    """It survives a SIGKILL, and another user's keeps libtpu from loading: that looked like a dirty host."""
+    (tmp_path / "accel0").touch()
+    left = tmp_path / "libtpu_lockfile"
+    left.touch()
+    with node(TPUCARE_DEVICE_GLOB=f"{tmp_path}/accel*", TPUCARE_LIBTPU_LOCK=str(left)) as made:
+        assert made.launch(Job(run=f"test ! -e {left}")).complete
+        eventually(lambda: made.probe().exit_status == 0)
+
+
 # --- the metadata server ---
 
 

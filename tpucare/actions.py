@@ -68,7 +68,8 @@ class Delete:
     Re-read the node; when it is still the one decided about, and ours, delete it.
 
     `quiet`: every worker answered "no run, chips free", so an accepted delete proves that nothing trains there.
-    `unanswered`: its workers never answered; twice in a row blocks the place.
+    `unanswered`: its workers never answered. `held`: what is not ours held its chips before any launch. Twice in a row
+    blocks the place.
     """
 
     key: NodeKey
@@ -78,6 +79,7 @@ class Delete:
     reason: Reason
     quiet: bool = False
     unanswered: bool = False
+    held: bool = False
 
     @property
     def kind(self) -> str:

@@ -60,6 +60,8 @@ class PlaceMemory:
 
     `since`: when the row of refusals of that `kind` began. `asked`: number of the slot's last create there, -1 = none;
     numbers only grow, whatever becomes of the clock.
+    Nodes in a row that were of no use: `unanswered_nodes` never answered, on `held_nodes` something that is not ours
+    held the chips before any launch.
     """
 
     failures: int = 0
@@ -73,6 +75,7 @@ class PlaceMemory:
     unanswered_nodes: int = 0
     asked: int = -1
     since: datetime | None = None
+    held_nodes: int = 0
 
 
 class Trust(StrEnum):

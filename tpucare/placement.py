@@ -219,11 +219,16 @@ def _pause(error: CloudError, failures: int, rng: random.Random) -> timedelta:
 
 def succeeded(past: PlaceMemory, now: datetime) -> PlaceMemory:
     """
-    A node came up at this place: its row of refusals ends, but that of nodes that never answered. When it was asked is
+    A node came up at this place: its row of refusals ends, but that of nodes that were of no use. When it was asked is
     kept: a place that gave a node and took it back is not the first to be asked for the next one.
     """
-    kept = past.refusals if _never_answers(past) else 0
-    return PlaceMemory(last_success=now, unanswered_nodes=past.unanswered_nodes, refusals=kept, asked=past.asked)
+    return PlaceMemory(
+        last_success=now,
+        unanswered_nodes=past.unanswered_nodes,
+        held_nodes=past.held_nodes,
+        refusals=past.refusals if _is_useless(past) else 0,
+        asked=past.asked,
+    )
 
 
 def acquitted(past: PlaceMemory) -> PlaceMemory:
@@ -231,14 +236,19 @@ def acquitted(past: PlaceMemory) -> PlaceMemory:
     return replace(past, unanswered_nodes=0, refusals=0, blocked=False)
 
 
-def _never_answers(past: PlaceMemory) -> bool:
-    return past.unanswered_nodes >= UNANSWERED_LIMIT
+def served(past: PlaceMemory) -> PlaceMemory:
+    """A run was launched on a node of this place: its chips were free."""
+    return replace(past, held_nodes=0, refusals=0, blocked=False)
+
+
+def _is_useless(past: PlaceMemory) -> bool:
+    return max(past.unanswered_nodes, past.held_nodes) >= UNANSWERED_LIMIT
 
 
 def quota_granted(past: PlaceMemory) -> PlaceMemory:
     """The call was accepted: quota and person were not the matter; capacity may still be."""
     if past.kind in (*_OWN, QUOTA, HUMAN, RATE):
-        kept = past.refusals if _never_answers(past) else 0
+        kept = past.refusals if _is_useless(past) else 0
         return replace(
             past, kind="", reason="", retry_at=None, blocked=False, refusals=kept, own_quota_since=None, since=None
         )

@@ -12,7 +12,7 @@ from datetime import timedelta
 from tpucare.actions import Action, Delete, Fact, Launch, PushKey, Reason, Settle, Stop, Wait
 from tpucare.evidence import Evidence, Mark, NodeEvidence, Timers, latest
 from tpucare.memory import Memory, NodeMemory
-from tpucare.model import PENDING_STATES, USABLE_STATES, NodeKey, NodeState, Provisioning, Slot
+from tpucare.model import PENDING_STATES, USABLE_STATES, NodeKey, NodeState, Slot
 from tpucare.orders import Contact
 from tpucare.plan_foreign import decide_foreign, is_foreign
 from tpucare.plan_run import decide_run
@@ -257,7 +257,7 @@ def _decide_launch(
     if action := decide_trust(slot, seen, past, evidence, timers):
         return action
     if not quiet(seen):
-        return _decide_not_quiet(seen, evidence, memory)
+        return _decide_not_quiet(seen, memory)
     if wait := backoff_over(memory, timers):
         return wait
     if blocked := _fence(slot, seen, evidence, memory, timers):
@@ -267,19 +267,15 @@ def _decide_launch(
     return Launch(node.key, node.id, f"{node.name}.{number}", number, why, job_mark(slot.job))
 
 
-def _decide_not_quiet(seen: NodeEvidence, evidence: Evidence, memory: Memory) -> Action:
-    tried = f"stop:{seen.node.name}" in evidence.looked
+def _decide_not_quiet(seen: NodeEvidence, memory: Memory) -> Action:
+    """A stop, or a person; whether it served, and what follows if not, is for `plan_run` to say."""
     why = "something that is not our run holds the chips or the lock"
     past = memory.node(seen.node.name)
     launched_by_us = memory.run is not None and memory.run.node == seen.node.name
     if past is not None and past.given and not launched_by_us:
         return Wait(f"{why} of {seen.node.name}, which is adopted: stop it, or `apply --replace`", needs_person=True)
-    if not tried:
-        token = token_of(seen) or f"{seen.node.name}.0"
-        return Stop(seen.node.key, seen.node.id, token, why, step=memory.step, checkpoint=memory.checkpoint)
-    if seen.node.provisioning in (Provisioning.ON_DEMAND, Provisioning.RESERVED):
-        return Wait(f"{why} of {seen.node.name}, and does not let go", needs_person=True)
-    return deletion(seen, f"{why} and does not let go", Reason.DEAD)
+    token = token_of(seen) or f"{seen.node.name}.0"
+    return Stop(seen.node.key, seen.node.id, token, why, step=memory.step, checkpoint=memory.checkpoint)
 
 
 def _fence(slot: Slot, seen: NodeEvidence, evidence: Evidence, memory: Memory, timers: Timers) -> Action | None:

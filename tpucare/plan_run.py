@@ -9,7 +9,7 @@ from __future__ import annotations
 from datetime import timedelta
 
 from tpucare.actions import Action, Fact, Launch, Reason, Settle, Wait
-from tpucare.evidence import Evidence, NodeEvidence, Timers
+from tpucare.evidence import Evidence, Mark, NodeEvidence, Timers
 from tpucare.memory import BookName, Memory, NodeMemory, RunMemory
 from tpucare.model import Slot
 from tpucare.orders import WorkerReport
@@ -21,6 +21,8 @@ from tpucare.plan_words import backoff_over, deletion, ending, job_mark, keeps_n
 # Stops that some worker did not hear, before its node is given up.
 STOPS_UNHEARD = 5
 STOP_AGAIN_AFTER = timedelta(seconds=10)
+# Somebody may be at work there, and would lose it with the node.
+OTHERS_LEFT_ALONE = timedelta(minutes=10)
 
 
 def decide_unsettled(
@@ -69,9 +71,24 @@ def _stop_again(seen: NodeEvidence, evidence: Evidence, memory: Memory, timers: 
         return Settle(Fact.RUN_STOPPED, "its workers are quiet now", seen.node.name, run.token, run.number)
     if not timers.lasted(last, STOP_AGAIN_AFTER, observations=1):
         return Wait("the run was stopped; its processes or the chips are not free yet")
-    if keeps_node(seen) or (not run.stuck and run.stops < STOPS_UNHEARD):
+    past = memory.node(seen.node.name)
+    is_heard = run.stuck or run.stops >= STOPS_UNHEARD
+    if is_heard and past is not None and not past.launched:
+        return _held_by_others(seen, last, timers)
+    if keeps_node(seen) or not is_heard:
         return ending(seen, memory, run.stop_why)
     return deletion(seen, "processes or chips are not free after SIGKILL", Reason.DEAD)
+
+
+def _held_by_others(seen: NodeEvidence, since: Mark, timers: Timers) -> Action:
+    """Nothing of ours was ever launched there, and what holds the chips or the lock outlived a stop."""
+    what = f"something that is not our run holds the chips or the lock of {seen.node.name}, and does not let go"
+    if keeps_node(seen):
+        return Wait(what, needs_person=True)
+    if not timers.lasted(since, OTHERS_LEFT_ALONE):
+        minutes = OTHERS_LEFT_ALONE.seconds // 60
+        return Wait(f"{what}: the node is deleted after {minutes} min of that", needs_person=True)
+    return deletion(seen, what, Reason.DEAD, held=True)
 
 
 def _decide_incomplete(slot: Slot, seen: NodeEvidence, evidence: Evidence, memory: Memory, timers: Timers) -> Action:

@@ -34,10 +34,10 @@ def look(key: NodeKey, evidence: Evidence, timers: Timers, why: str) -> Look | N
     return Look(key, why)
 
 
-def deletion(seen: NodeEvidence, why: str, reason: Reason, *, unanswered: bool = False) -> Delete:
+def deletion(seen: NodeEvidence, why: str, reason: Reason, *, unanswered: bool = False, held: bool = False) -> Delete:
     """A Delete of this node, with the proof of quiet that the last probe gives, if it gives one."""
     node = seen.node
-    return Delete(node.key, node.id, node.create_time, why, reason, quiet=quiet(seen), unanswered=unanswered)
+    return Delete(node.key, node.id, node.create_time, why, reason, quiet=quiet(seen), unanswered=unanswered, held=held)
 
 
 def quiet(seen: NodeEvidence) -> bool:

@@ -35,8 +35,8 @@ def intend_delete(memory: Memory, action: Delete, now: datetime) -> Memory:
         delete_quiet=(past.delete_quiet or action.quiet) and not past.revived,
     )
     # A verdict that was taken back at a restart and is given again is still one node.
-    if tries == 1 and action.unanswered and past.place:
-        memory = _count_unanswered(memory, past.place, action.why, now)
+    if tries == 1 and past.place and (action.unanswered or action.held):
+        memory = _count_useless(memory, past.place, action, now)
     memory = memory.with_node(past).without_create(action.key.name)
     # What a person asked of the slot's node is still to be done when another one goes, and is not done by saying again
     # what was asked before.
@@ -49,12 +49,17 @@ def intend_delete(memory: Memory, action: Delete, now: datetime) -> Memory:
     )
 
 
-def _count_unanswered(memory: Memory, key: str, why: str, now: datetime) -> Memory:
+def _count_useless(memory: Memory, key: str, action: Delete, now: datetime) -> Memory:
+    """One more node of no use in a row; from the second on the place is blocked."""
     place = memory.place(key)
-    place = replace(place, unanswered_nodes=place.unanswered_nodes + 1)
-    if place.unanswered_nodes >= placement.UNANSWERED_LIMIT:
-        text = f"{place.unanswered_nodes} nodes in a row never answered ({why}): check network, firewall, key, OS Login"
-        place = placement.blocked(place, text, now=now)
+    if action.unanswered:
+        place = replace(place, unanswered_nodes=place.unanswered_nodes + 1)
+        count, what, check = place.unanswered_nodes, "never answered", "network, firewall, key, OS Login"
+    else:
+        place = replace(place, held_nodes=place.held_nodes + 1)
+        count, what, check = place.held_nodes, "had their chips held before any launch", "`runtime`, startup scripts"
+    if count >= placement.UNANSWERED_LIMIT:
+        place = placement.blocked(place, f"{count} nodes in a row {what} ({action.why}): check {check}", now=now)
     return memory.with_place(key, place)
 
 

@@ -10,6 +10,7 @@ import random
 from dataclasses import replace
 from datetime import datetime
 
+from tpucare import placement
 from tpucare.actions import Launch, Stop
 from tpucare.backoff import BOOK_BACKOFF
 from tpucare.errors import CommandFailed, ConfigError
@@ -86,6 +87,8 @@ def attempted(memory: Memory, name: str) -> Memory:
         return memory
     attempts = memory.attempts if past.attempt else memory.attempts + 1
     past = replace(past, attempt=past.attempt or attempts, launched=True)
+    if past.place and memory.place(past.place).held_nodes:
+        memory = memory.with_place(past.place, placement.served(memory.place(past.place)))
     return served(replace(memory.with_node(past), attempts=attempts), past)
 
 

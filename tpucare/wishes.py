@@ -45,6 +45,7 @@ def retry(memory: Memory) -> Memory:
             own_quota_since=None,
             unanswered_nodes=0,
             since=None,
+            held_nodes=0,
         )
         for key, place in memory.places.items()
     }

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from tests.evidence_kit import (
     FOREIGN,
     FRESH,
     QUIET,
     TRAINS,
     US,
+    act,
     after,
     ago,
     before,
@@ -19,6 +22,7 @@ from tests.evidence_kit import (
     name_of,
     node,
     past,
+    run,
     running,
     seen,
     slot,
@@ -32,8 +36,12 @@ from tests.plan.kit import (
     case,
     table,
 )
+from tpucare.actions import Delete
 from tpucare.memory import Book
 from tpucare.model import Health
+
+# What a stop leaves behind on a node on which nothing of ours was ever launched.
+HELD = memory(past(launched=False), run=run(0, stop_why="held", stops=1, stuck=True))
 
 BOOTS = [
     case("CREATING within boot_timeout", evidence(seen(node("CREATING"), state_since=ago(minutes=29))), FRESH, "Wait"),
@@ -96,16 +104,40 @@ BOOTS = [
     ),
     case("something else holds the chips", evidence(seen(node(), (QUIET, FOREIGN))), FRESH, "Stop"),
     case(
-        "and does not let go",
-        evidence(seen(node(), (QUIET, FOREIGN)), looked={f"stop:{name_of(0)}": ago(20)}),
+        "held again, long after it let go",
+        evidence(seen(node(), (QUIET, FOREIGN)), looked={f"stop:{name_of(0)}": ago(hours=1)}),
         FRESH,
+        "Stop",
+    ),
+    case(
+        "and does not let go: somebody may be at work there",
+        evidence(seen(node(), (QUIET, FOREIGN)), looked={f"stop:{name_of(0)}": ago(minutes=9)}),
+        HELD,
+        "Wait person",
+    ),
+    case(
+        "and does not let go for ten minutes",
+        evidence(seen(node(), (QUIET, FOREIGN)), looked={f"stop:{name_of(0)}": ago(minutes=11)}),
+        HELD,
         "Delete dead",
     ),
     case(
         "and does not let go of an on-demand node",
-        evidence(seen(node(tier=ON_DEMAND), (QUIET, FOREIGN)), looked={f"stop:{name_of(0)}": ago(20)}),
-        FRESH,
+        evidence(seen(node(tier=ON_DEMAND), (QUIET, FOREIGN)), looked={f"stop:{name_of(0)}": ago(hours=1)}),
+        HELD,
         "Wait person",
+    ),
+    case(
+        "some worker did not hear of the stop",
+        evidence(seen(node(), (QUIET, FOREIGN)), looked={f"stop:{name_of(0)}": ago(minutes=11)}),
+        replace(HELD, run=run(0, stop_why="held", stops=1)),
+        "Stop",
+    ),
+    case(
+        "it let go",
+        evidence(seen(node(), QUIET), looked={f"stop:{name_of(0)}": ago(minutes=9)}),
+        HELD,
+        "Settle run stopped",
     ),
 ]
 
@@ -195,3 +227,11 @@ test_what_comes_of_boots = table(BOOTS)
 
 
 test_the_fence = table(FENCES)
+
+
+@pytest.mark.parametrize("launched_before", [False, True])
+def test_chips_held_before_any_launch_of_ours_speak_against_the_place(launched_before: bool) -> None:
+    what = evidence(seen(node(), (QUIET, FOREIGN)), looked={f"stop:{name_of(0)}": ago(minutes=11)})
+    delete = act(what, replace(HELD, nodes=(past(launched=launched_before),)))
+    assert isinstance(delete, Delete)
+    assert delete.held is not launched_before
