@@ -15,6 +15,7 @@ from tpucare.emulator.config import WorldConfig
 from tpucare.emulator.gate import Gate
 from tpucare.emulator.machine_effects import Kill
 from tpucare.emulator.machinery import CAPACITY_TIERS
+from tpucare.emulator.policies import check_network
 from tpucare.emulator.quota import RateWindow
 from tpucare.emulator.records import (
     PLAIN,
@@ -71,6 +72,7 @@ class Calls(Gate):
             if zone == "-":
                 raise texts.bad_argument("A node is created in one zone.")
             kept, accelerator = check_spec(zone, node_id, spec, self.config)
+            check_network(project, kept, self.config.project)
             if path in self.state.nodes:
                 raise texts.already_exists(path)
             exceeded = self.quota.exceeded(project, zone, accelerator, CAPACITY_TIERS[kept.tier])
@@ -106,6 +108,8 @@ class Calls(Gate):
         """Raises: ApiError (3): no parent, no size or no token of ours."""
         project, zone = parse_parent(parent)
         settings = self.config.listing
+        if settings.page_refused is not None and page_size > settings.page_refused:
+            raise texts.page_too_large(settings.page_refused)
         size = min(page_size or settings.page_default, settings.page_cap)
         if size < 0:
             raise texts.bad_argument("page_size must not be negative.")

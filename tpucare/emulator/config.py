@@ -16,6 +16,7 @@ import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from tpucare.emulator.config_faults import Faults, HealthCourse, Preemption
+from tpucare.emulator.config_project import Guest, Project
 from tpucare.emulator.config_zones import Quota, Zone
 from tpucare.emulator.lengths import FAST, FAST_QUEUE, Latencies, Latency, Seconds, Share, Strict, around
 from tpucare.errors import ConfigError
@@ -26,6 +27,7 @@ class Rates(Strict):
 
     create: int | None = Field(default=91, ge=0)
     delete: int | None = Field(default=None, ge=0)
+    read: int | None = Field(default=None, ge=0, description="every Get and List; no public number is known")
 
 
 class Queueing(Strict):
@@ -70,6 +72,7 @@ class Listing(Strict):
 
     page_default: int = Field(default=100, ge=1)
     page_cap: int = Field(default=1000, ge=1)
+    page_refused: int | None = Field(default=None, ge=1, description="a larger page_size is refused with 3")
 
 
 class Addresses(Strict):
@@ -90,6 +93,8 @@ class WorldConfig(Strict):
     queue: Queueing = Queueing()
     health: HealthCourse = HealthCourse()
     access: Access = Access()
+    project: Project = Project()
+    guest: Guest = Guest()
     listing: Listing = Listing()
     guest_attributes: GuestAttributes = GuestAttributes()
     addresses: Addresses = Addresses()

@@ -73,6 +73,7 @@ class Zone(Strict):
     runtimes: tuple[str, ...] | None = None
     supported: bool = Field(default=True, description="false: 'The requested zone is not supported'")
     denied_types: tuple[str, ...] = Field(default=(), description="types that the project is not allow-listed for")
+    dark: bool = Field(default=False, description="never answers: named in `unreachable` of every list")
     create_errors: Share = Field(default=0.0, description="share of creates that end with an internal error")
 
 
@@ -80,11 +81,14 @@ class Quota(Strict):
     """
     A limit of the project: of one generation and tier, in one zone or region.
 
-    `types` narrows it to some accelerator types. `id` and `text` shape the refusal; both have usual forms.
+    `types` narrows it to some accelerator types, `size` to slices of one host or of several: single devices and pods of
+    v2 and v3 have quotas of their own, and so have sizes for serving and for training of v5e. `id` and `form` shape the
+    refusal; both have usual forms.
     """
 
     generation: str = ""
     types: tuple[str, ...] = ()
+    size: Literal["", "single-host", "multi-host"] = ""
     tier: Tier = "spot"
     zone: str = ""
     region: str = ""

@@ -111,13 +111,62 @@ def rate_limit(verb: str, project: str, limit: int) -> ApiError:
     return ApiError(RESOURCE_EXHAUSTED, text, reason="RATE_LIMIT_EXCEEDED")
 
 
+def read_rate(project: str, limit: int) -> ApiError:
+    text = (
+        "Quota exceeded for quota metric 'Read requests' and limit 'Read requests per minute' of service "
+        f"'tpu.googleapis.com' for consumer 'project_number:{project}'. Limit: {limit}"
+    )
+    return ApiError(RESOURCE_EXHAUSTED, text, reason="RATE_LIMIT_EXCEEDED")
+
+
+def page_too_large(limit: int) -> ApiError:
+    return bad_argument(f"Invalid value for field page_size: must be at most {limit}.")
+
+
+_CONSOLE = "https://console.developers.google.com"
+_REFUSALS = {
+    "api-disabled": (
+        "Cloud TPU API has not been used in project {project} before or it is disabled. Enable it by visiting "
+        f"{_CONSOLE}/apis/api/tpu.googleapis.com/overview?project={{project}} then retry.",
+        "SERVICE_DISABLED",
+    ),
+    # gcloud's own project: what credentials of a person without a quota project are counted for.
+    "no-quota-project": (
+        "Your application is authenticating by using local Application Default Credentials. The tpu.googleapis.com API "
+        "requires a quota project, which is not set by default. Cloud TPU API has not been used in project "
+        "764086051850 before or it is disabled.",
+        "SERVICE_DISABLED",
+    ),
+    "billing-disabled": (
+        "This API method requires billing to be enabled. Please enable billing on project #{project} by visiting "
+        f"{_CONSOLE}/billing/enable?project={{project}} then retry. The billing account for the project is disabled.",
+        "BILLING_DISABLED",
+    ),
+    "narrow-scopes": ("Request had insufficient authentication scopes.", "ACCESS_TOKEN_SCOPE_INSUFFICIENT"),
+}
+
+
+def project_refuses(why: str, project: str) -> ApiError:
+    text, reason = _REFUSALS[why]
+    return ApiError(PERMISSION_DENIED, text.format(project=project), reason=reason)
+
+
+def no_network(project: str, name: str) -> ApiError:
+    return bad_argument(f'The network "{name}" was not found in project {project}.')
+
+
 def quota_id(quota: Quota) -> str:
     """Usual name of a limit, for example TPUV6EPreemptiblePerProjectPerRegionForTPUAPI."""
     if quota.id:
         return quota.id
     scope = "Region" if quota.region else "Zone"
     generation = _QUOTA_NAMES.get(quota.generation, quota.generation.upper())
-    return f"TPU{generation}{_TIER_NAMES[quota.tier]}PerProjectPer{scope}ForTPUAPI"
+    kind = ""
+    if quota.generation in ("v2", "v3"):
+        kind = "Pod" if quota.size == "multi-host" else ""
+    elif quota.generation == "v5e":
+        kind = "Serving" if quota.size == "single-host" else ""
+    return f"TPU{generation}{_TIER_NAMES[quota.tier]}{kind}PerProjectPer{scope}ForTPUAPI"
 
 
 def quota(exceeded: Sequence[Quota], project: str) -> ApiError:
@@ -191,6 +240,14 @@ def reservation_short() -> Status:
     return FAILED_PRECONDITION, (
         "Insufficient reserved capacity. Contact customer support to increase your reservation."
     )
+
+
+def constraint(name: str, project: str) -> Status:
+    return FAILED_PRECONDITION, f"Constraint constraints/{name} violated for project {project}."
+
+
+def compute_quota(name: str, limit: int, scope: str) -> Status:
+    return RESOURCE_EXHAUSTED, f"Quota '{name}' exceeded. Limit: {limit}.0 {scope}."
 
 
 def queue_expired() -> Status:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import random
 from collections import defaultdict, deque
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 
 from tpucare.emulator import errors_text as texts
 from tpucare.emulator.config import WorldConfig
 from tpucare.emulator.config_faults import FaultRates
 from tpucare.emulator.records import ApiError, CallFate
 
+FOR_EVER = datetime.max.replace(tzinfo=UTC)
 OUTAGE_KINDS = ("api", "internal", "zone", "slow")
 
 
@@ -56,6 +57,8 @@ class Fates:
             )
             for one in config.faults.outages
         ]
+        dark = [name for name, zone in config.zones.items() if zone.dark]
+        self._outages += [ActiveOutage("zone", name, start, FOR_EVER, 0.0) for name in dark]
 
     def order(self, method: str, error: ApiError, *, applied: bool) -> None:
         """The next call of *method* gets this error; orders of one method queue up."""

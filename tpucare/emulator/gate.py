@@ -15,6 +15,7 @@ from typing import Any
 from tpucare.emulator import errors_text as texts
 from tpucare.emulator.config import WorldConfig
 from tpucare.emulator.queue_life import QueueLife
+from tpucare.emulator.quota import RateWindow
 from tpucare.emulator.records import (
     PLAIN,
     ApiError,
@@ -34,6 +35,7 @@ class Gate(QueueLife):
     def __init__(self, config: WorldConfig, *, seed: int, start: datetime) -> None:
         super().__init__(config, seed=seed, start=start)
         self._requests: dict[tuple[str, str, str], str] = {}
+        self._read_rate = RateWindow(config.rates.read)
 
     # --- the way of a call
 
@@ -84,9 +86,13 @@ class Gate(QueueLife):
         parent = f"projects/{project}/locations/{zone}"
         access = self.config.access
         permission = _permission(method)
+        if self.config.project.refuses:
+            raise texts.project_refuses(self.config.project.refuses, project)
         is_foreign = access.projects is not None and project not in access.projects
         if is_foreign or permission in access.denied_permissions:
             raise texts.permission(permission, parent)
+        if method.startswith(("Get", "List")) and not self._read_rate.admit(project, self.state.now):
+            raise texts.read_rate(project, self._read_rate.limit or 0)
         if zone not in ("", "-") and zone not in self.config.zones:
             raise texts.closed_zone(zone)
 

@@ -11,6 +11,7 @@ from datetime import datetime
 
 from tpucare.accelerators import Accelerator
 from tpucare.emulator import errors_text as texts
+from tpucare.emulator import policies
 from tpucare.emulator.capacity import Pool, Supply, supply
 from tpucare.emulator.config import WorldConfig
 from tpucare.emulator.ending import Ending
@@ -136,6 +137,8 @@ class Life(Ending):
             if of_zone in ("", zone):
                 del self._next_create_errors[index]
                 return status
+        if (refused := policies.refusal(life, self.state.nodes.values(), self.config.project)) is not None:
+            return refused
         pool = self.pool_of(zone, life.accelerator, tier)
         if pool is not None and not pool.claim(life.record.id, life.accelerator):
             return texts.reservation_short() if tier == "reserved" else texts.stockout(zone)

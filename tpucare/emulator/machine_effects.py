@@ -21,6 +21,8 @@ class Boot:
 
     attributes: the metadata server's content, path -> value, for example `instance/attributes/ssh-keys`
     peers:      addresses of all workers of the slice, index = worker number; empty where one is missing
+    takes_keys: its `ssh-keys` log in at once, and not only after an AuthorizeKeys
+    holds_chips: a service of the image holds them from the boot on
     """
 
     at: datetime
@@ -31,6 +33,8 @@ class Boot:
     hostname: str
     attributes: Mapping[str, str]
     peers: tuple[str, ...]
+    takes_keys: bool = True
+    holds_chips: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +87,7 @@ class AuthorizeKeys:
     path: NodePath
     node_id: int
     ssh_keys: str
+    worker: int | None = None
 
 
 MachineEffect = Boot | Kill | Silence | Resume | SetAttribute | AuthorizeKeys

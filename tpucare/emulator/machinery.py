@@ -6,7 +6,8 @@ Every scheduled step asks first whether its node still is there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import fnmatch
+from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime, timedelta
 
 from tpucare.emulator.config import WorldConfig
@@ -14,6 +15,7 @@ from tpucare.emulator.faults import Fates
 from tpucare.emulator.instance import worker_attributes
 from tpucare.emulator.lengths import Latency
 from tpucare.emulator.machine_effects import AuthorizeKeys, Boot, Kill, SetAttribute
+from tpucare.emulator.policies import has_os_login
 from tpucare.emulator.quota import QuotaBook
 from tpucare.emulator.records import Response
 from tpucare.emulator.state import NodeLife, State, WorkerLife
@@ -49,6 +51,7 @@ class Machinery:
         if worker.missing or worker.up or life.dead or life.killed or life.stopped:
             return
         worker.up, worker.silent = True, False
+        late = self.config.guest.keys_late
         peers = tuple("" if other.missing else other.address for other in life.workers)
         self.state.tell(
             Boot(
@@ -60,8 +63,12 @@ class Machinery:
                 f"{life.hostname_stem}-w-{worker.number}",
                 worker_attributes(life, worker, peers, self._megascale(life)),
                 peers,
+                takes_keys=late is None and not self._ignores_keys(life),
+                holds_chips=_matches(life.record.spec.runtime_version, self.config.guest.chip_holding_runtimes),
             )
         )
+        if late is not None:
+            self._later(life, late, lambda: self._authorize(life, worker.number))
 
     def _kill(self, life: NodeLife) -> None:
         """End everything on all workers, once and for ever."""
@@ -83,10 +90,13 @@ class Machinery:
         if life.is_any_up:
             self.state.tell(SetAttribute(self.state.now, life.path, life.record.id, None, name, value))
 
-    def _authorize(self, life: NodeLife) -> None:
+    def _authorize(self, life: NodeLife, worker: int | None = None) -> None:
         keys = life.record.spec.metadata.get("ssh-keys", "")
-        if not life.dead:
-            self.state.tell(AuthorizeKeys(self.state.now, life.path, life.record.id, keys))
+        if not life.dead and not self._ignores_keys(life):
+            self.state.tell(AuthorizeKeys(self.state.now, life.path, life.record.id, keys, worker))
+
+    def _ignores_keys(self, life: NodeLife) -> bool:
+        return has_os_login(life.record.spec, self.config.project)
 
     # --- small steps
 
@@ -121,3 +131,7 @@ class Machinery:
 
     def _later(self, life: NodeLife, latency: Latency, step: Callable[[], None]) -> None:
         self._after(life, latency.draw(self._rng), step)
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)

@@ -136,7 +136,8 @@ class Machines:
                 return self._each(machines, lambda machine: machine.set_attributes({effect.name: effect.value}))
             case AuthorizeKeys():
                 return self._each(
-                    self._select(effect.path, effect.node_id, None), lambda machine: machine.authorize(effect.ssh_keys)
+                    self._select(effect.path, effect.node_id, effect.worker),
+                    lambda machine: machine.authorize(effect.ssh_keys),
                 )
 
     # --- faults that a test or an operator asks for, of the newest incarnation

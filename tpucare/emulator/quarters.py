@@ -63,7 +63,7 @@ def furnish(site: Site, folders: Folders, order: Boot, *, mark: str, boot_id: st
             (folders.home / name).write_text(text)
         make_host_key(folders)
     replace(folders.boot_id, f"{boot_id}\n", 0o644)
-    authorize(folders, order.attributes.get(SSH_KEYS_ATTRIBUTE, ""))
+    authorize(folders, order.attributes.get(SSH_KEYS_ATTRIBUTE, "") if order.takes_keys else "")
     _write_sshd_files(site, folders, order, mark, boot_id)
 
 

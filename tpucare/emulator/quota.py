@@ -53,6 +53,7 @@ def _counts(quota: Quota, zone: str, accelerator: Accelerator, tier: str) -> boo
         quota.tier == tier
         and quota.generation in ("", accelerator.generation)
         and (not quota.types or accelerator.type in quota.types)
+        and quota.size in ("", "single-host" if accelerator.hosts == 1 else "multi-host")
         and (quota.zone == zone if quota.zone else quota.region == region_of(zone))
     )
 

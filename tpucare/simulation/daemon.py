@@ -39,6 +39,7 @@ class Zone:
         self.dark_for_ever: set[str] = set()
         self._told: tuple[datetime | None, float] = (None, 0.0)
         launcher.on_boot = self._publish
+        launcher.sshguard = config.guest.sshguard
 
     def _publish(self, worker: SimulatedWorker) -> None:
         """The guest agent of a machine that boots publishes its host key."""

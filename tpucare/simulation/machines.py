@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from tpucare.emulator.config_project import SshGuard
+from tpucare.emulator.guard import Guard
 from tpucare.emulator.machine_effects import AuthorizeKeys, Boot, Kill, MachineEffect, Resume, SetAttribute, Silence
 from tpucare.emulator.records import MAINTENANCE_ATTRIBUTE, PREEMPTED_ATTRIBUTE
 from tpucare.model import NodeKey
@@ -81,7 +83,8 @@ class SimulatedWorker:
     One host VM. `refuses`: it takes no key of ours, `for_good` whatever is written into the metadata;
     `refuses_until`: not yet, in seconds. `dirty`: the chips are lost
     to whatever ran before us, so that a run exits at once. `foreign_chips`: somebody else's process holds them, until
-    it is stopped.
+    it is stopped; `holds_chips`: a service of the image does, for ever.
+    `guard`: it blocks us, and is silent then, after too many refused logins.
     """
 
     node_id: int
@@ -95,6 +98,8 @@ class SimulatedWorker:
     for_good: bool = False
     refuses_until: float = 0.0
     foreign_chips: bool = False
+    holds_chips: bool = False
+    guard: Guard | None = None
     dirty: bool = False
     run: SimulatedRun | None = None
     last_number: int = 0
@@ -153,6 +158,7 @@ class Machines:
         self.hangs_up = True
         self.eager = False
         self.key = ""
+        self.sshguard: SshGuard | None = None
         self._nodes: dict[NodeKey, dict[int, SimulatedWorker]] = {}
         self._at: dict[str, SimulatedWorker] = {}
         self._hints: set[NodeKey] = set()
@@ -185,6 +191,8 @@ class Machines:
         self._end_run(old)
         worker = SimulatedWorker(effect.node_id, effect.worker, key, effect.address)
         worker.host_key = f"AAAA{effect.node_id:x}-{effect.worker}"
+        worker.refuses, worker.holds_chips = not effect.takes_keys, effect.holds_chips
+        worker.guard = Guard(self.sshguard) if self.sshguard is not None else None
         if again and old is not None:
             worker.boots, worker.last_number = old.boots + 1, old.last_number
             worker.host_key, worker.refuses, worker.for_good = old.host_key, old.refuses, old.for_good

@@ -64,6 +64,8 @@ class VirtualLauncher(Machines):
         found = self._at.get(address.host)
         if self.deaf or found is None or not found.up or found.silent:
             return _SILENT
+        if found.guard is not None and found.guard.blocks(self.clock.seconds):
+            return _SILENT
         if found.node_id != address.node_id:
             self.met_strangers += 1
         pins, machine = self._pins.setdefault(address.key, {}), (address.node_id, address.number)
@@ -72,7 +74,11 @@ class VirtualLauncher(Machines):
         pin = pins.setdefault(machine, found.host_key)
         if pin != found.host_key:
             return _CHANGED
-        return _REFUSED if found.refuses or found.refuses_until > self.clock.seconds else found
+        if not found.refuses and found.refuses_until <= self.clock.seconds:
+            return found
+        if found.guard is not None:
+            found.guard.attacked(self.clock.seconds)
+        return _REFUSED
 
     def _trust(self, machine: tuple[int, int], found: SimulatedWorker) -> None:
         """The first key of a machine is pinned as it is met; whoever asks after that was told of another one before."""
@@ -98,7 +104,7 @@ class VirtualLauncher(Machines):
             return WorkerReport(
                 Contact.ANSWERED,
                 alive=worker.foreign_chips,
-                chips_free=not worker.foreign_chips,
+                chips_free=not (worker.foreign_chips or worker.holds_chips),
                 preempted=worker.preempted,
                 last_number=worker.last_number,
             )
@@ -121,7 +127,7 @@ class VirtualLauncher(Machines):
             Contact.ANSWERED,
             token=run.token,
             alive=lives,
-            chips_free=not lives and not worker.foreign_chips,
+            chips_free=not lives and not worker.foreign_chips and not worker.holds_chips,
             phase=Phase.EXITED if not lives else Phase.SETUP if in_setup else Phase.RUN,
             exit_status=status,
             failure=self._failure(run, status),
@@ -181,7 +187,7 @@ class VirtualLauncher(Machines):
             run.stopped = run.signalled = True
             self.note_end(worker, run)
         worker.foreign_chips = False
-        return True
+        return not worker.holds_chips
 
     def notice(self, order: NoticeOrder) -> None:
         self.notices.append(order.token)
