@@ -51,7 +51,7 @@ def serve(
         base = _open_wandb(open_servers, folder, wandb_port, seed, wandb_lost_after)
 
         def machines(**hooks: Any) -> Machines:
-            dress = _dress(base, server.storage_endpoint)
+            dress = {"guest": config.guest, **_dress(base, server.storage_endpoint)}
             return Machines(folder / "machines", ssh_port=ssh_port, metadata_port=metadata_port, **dress, **hooks)
 
         server = EmulatorServer(

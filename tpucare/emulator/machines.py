@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Self
 
 from tpucare.emulator import outfit, proctree
+from tpucare.emulator.config_project import Guest
 from tpucare.emulator.flood import Flooding
 from tpucare.emulator.jobs import JobThread, done
 from tpucare.emulator.machine_effects import AuthorizeKeys, Boot, Kill, MachineEffect, Resume, SetAttribute, Silence
@@ -58,6 +59,7 @@ class Machines:
         on_gone: OnGone = lambda *_: None,
         sandbox: Sandbox | None = None,
         silence_freezes: bool = True,
+        guest: Guest | None = None,
         keep_dead: int = 64,
     ) -> None:
         """
@@ -66,6 +68,7 @@ class Machines:
         sandbox:         None: the best way that works here
         silence_freezes: whether a Silence also stops what runs (a machine that vanished), or only cuts the network
         keep_dead:       so many homes of workers that ended are kept (a reboot needs its own), the oldest go first
+        guest:           what an image brings and lacks; None: nothing but what is needed
         on_host_keys, on_gone are called on threads of this object and must not wait for it.
         Raises: MachineError: no sshd, a folder that another emulator uses, or a user who cannot log in.
         """
@@ -73,7 +76,12 @@ class Machines:
         try:
             self._metadata = MetadataServer(metadata_port)
             self._site = self._premises.open(
-                ssh_port, self._metadata, sandbox=sandbox, path_prefix=path_prefix, extra_env=extra_env or {}
+                ssh_port,
+                self._metadata,
+                sandbox=sandbox,
+                path_prefix=path_prefix,
+                extra_env=extra_env or {},
+                guest=guest or Guest(),
             )
         except BaseException:
             self._premises.release()
@@ -311,7 +319,11 @@ class Machines:
 
     def _watch(self) -> None:
         with self._changed:
-            died = [machine for machine in self._machines.values() if machine.has_died()]
+            machines = list(self._machines.values())
+        if self._site.guest.sshguard is not None:
+            for machine in machines:
+                machine.guard()
+        died = [machine for machine in machines if machine.has_died()]
         for machine in died:
             self._kill([machine])
             self._on_gone(machine.key.path, machine.key.worker, "its sshd ended by itself")

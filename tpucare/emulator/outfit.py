@@ -6,10 +6,13 @@ Pure text; `worker` writes it. Where a worker differs from a real TPU VM on purp
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from tpucare.emulator.config_project import Guest
 
 MARK = "TPUEMU_WORKER"
 """Environment variable that every process of a worker bears, so that a later emulator finds what a crash left over."""
@@ -17,7 +20,6 @@ MARK = "TPUEMU_WORKER"
 _SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 # One key exchange (by both of its names: paramiko knows the older): the default, sntrup761, costs 8 times the CPU.
-# MaxStartups: the default drops connections at random when many come at once.
 _SSHD_CONFIG = """\
 ListenAddress {address}:{port}
 HostKey {host_key}
@@ -32,13 +34,14 @@ PermitRootLogin prohibit-password
 PrintMotd no
 PrintLastLog no
 UseDNS no
-MaxStartups 500
-MaxSessions 200
-KexAlgorithms curve25519-sha256,curve25519-sha256@libssh.org
+{limits}KexAlgorithms curve25519-sha256,curve25519-sha256@libssh.org
 Subsystem sftp {sftp_server}
 ForceCommand {wrapper}
 SetEnv HOME=/nonexistent {mark}={mark_value}
 """
+
+# The default (10:30:100, 10) drops connections at random when many come at once.
+_ROOMY = "MaxStartups 500\nMaxSessions 200\n"
 
 # sshd's own shell must not read the dot files of whoever runs the emulator (hence HOME=/nonexistent); this script then
 # gives exec, login shell, scp and sftp alike the worker's home.
@@ -107,6 +110,73 @@ shift
 exec "$@"
 """
 
+# In the first minutes of a real image; `-o DPkg::Lock::Timeout=` waits as apt does.
+_LOCKED = """\
+#!/bin/bash
+free=$(( $(stat -c %Y "$HOME/../boot_id") + {seconds} ))
+while [ "$(date +%s)" -lt "$free" ]; do
+  case "$*" in
+    *DPkg::Lock::Timeout=*) sleep 0.2 ;;
+    *) echo "E: Could not get lock /var/lib/dpkg/lock-frontend. It is held by process 1234 (unattended-upgr)" >&2
+       exit 100 ;;
+  esac
+done
+echo "emulated worker: ${{0##*/}} $* (pretended)" >&2
+"""
+_NO_PYTHON = '#!/bin/sh\necho "bash: line 1: python: command not found" >&2\nexit 127\n'
+
+# The client writes down what to run and waits; `_SERVICES` runs it as a child of the daemon, without the client's
+# environment. A privileged container holds the chip.
+_DOCKER = """\
+#!/bin/bash
+folder=$HOME/../docker verb=$1 name=c$$ chips= detached=
+shift
+case "$verb" in
+  run) ;;
+  rm|stop|kill)
+    for name in "$@"; do [ ! -e "$folder/$name.pid" ] || kill -TERM "-$(cat "$folder/$name.pid")"; done; exit 0 ;;
+  ps) cd "$folder" && ls *.pid 2>/dev/null | sed 's/[.]pid$//'; exit 0 ;;
+  *) echo "emulated worker: docker $verb is not known" >&2; exit 1 ;;
+esac
+while [ $# -gt 0 ]; do
+  case "$1" in
+    --name) name=$2; shift 2 ;;
+    --privileged) chips=1; shift ;;
+    -d|--detach) detached=1; shift ;;
+    -e|-v|-w|-u|--env|--volume|--workdir|--user|--network|--net|--entrypoint) shift 2 ;;
+    -*) shift ;;
+    *) break ;;
+  esac
+done
+shift
+[ -z "$chips" ] || chips="exec 9<$folder/../dev/accel0;"
+{ echo "$chips cd /"; printf 'exec'; printf ' %q' "$@"; echo; } >"$folder/$name.sh"
+echo "$name" >"$folder/orders"
+[ -z "$detached" ] || exit 0
+trap '[ ! -e "$folder/$name.pid" ] || kill -TERM "-$(cat "$folder/$name.pid")"' TERM
+until [ -e "$folder/$name.exit" ]; do sleep 0.1; done
+cat "$folder/$name.log"
+exit "$(cat "$folder/$name.exit")"
+"""
+
+# What an image runs besides us, as a public listing of such a host names it, and Docker's daemon; then what $3 on says.
+# $1: the worker's folder, $2: the service that holds the chip, if any.
+_SERVICES = """\
+google="google-runtime-monitor google-collectd"
+for name in tpu-runtime instance_agent vbarcontrolagent $google healthagent monitoringagent; do
+  device=/dev/null
+  [ "$name" != "$2" ] || device=$1/dev/accel0
+  (exec -a "$name" sleep infinity <"$device" >/dev/null 2>&1) &
+done
+rm -rf "$1/docker" && mkdir "$1/docker" && mkfifo "$1/docker/orders"
+(cd "$1/docker" && exec <>orders && while read -r name; do
+  (setsid bash -c 'echo $$ >"$0.pid"; exec bash "$0.sh" >"$0.log" 2>&1 </dev/null' "$name"
+   status=$?; rm "$name.pid"; echo "$status" >"$name.new" && mv "$name.new" "$name.exit") &
+done) >/dev/null 2>&1 &
+shift 2
+exec "$@"
+"""
+
 # The workers share one real machine, whose packages, services and power are not theirs.
 _PRETENDS = '#!/bin/sh\necho "emulated worker: ${0##*/} $* (pretended)" >&2\n'
 _REFUSES = (
@@ -120,6 +190,18 @@ STUBS: Mapping[str, str] = {
     **dict.fromkeys(("reboot", "shutdown", "poweroff", "halt"), _REFUSES),
 }
 """Commands that stand before the system's on a worker's PATH: file name -> content."""
+
+
+def stubs(guest: Guest) -> dict[str, str]:
+    """STUBS, and those of an image that is not ready, or not as on a laptop."""
+    found = dict(STUBS)
+    if not guest.python:
+        found["python"] = _NO_PYTHON
+    if guest.containers:
+        found["docker"] = _DOCKER
+    if guest.dpkg_locked:
+        found |= dict.fromkeys(("apt-get", "apt", "dpkg"), _LOCKED.format(seconds=math.ceil(guest.dpkg_locked)))
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,11 +253,25 @@ class Folders:
         return self.root / "pids"
 
     @property
+    def chip(self) -> Path:
+        """Stands for the device of a TPU, where an image's services are imitated."""
+        return self.root / "dev" / "accel0"
+
+    @property
     def log(self) -> Path:
         return self.root / "sshd.log"
 
 
-def sshd_config(folders: Folders, address: str, port: int, *, sftp_server: Path, use_pam: bool, mark_value: str) -> str:
+def sshd_config(
+    folders: Folders,
+    address: str,
+    port: int,
+    *,
+    sftp_server: Path,
+    use_pam: bool,
+    mark_value: str,
+    default_limits: bool = False,
+) -> str:
     """Raises: ValueError: a path that sshd_config cannot carry."""
     return _SSHD_CONFIG.format(
         address=address,
@@ -184,6 +280,7 @@ def sshd_config(folders: Folders, address: str, port: int, *, sftp_server: Path,
         authorized_keys=_quoted(folders.authorized_keys),
         use_pam="yes" if use_pam else "no",
         sftp_server=_quoted(sftp_server),
+        limits="" if default_limits else _ROOMY,
         wrapper=shlex.quote(str(folders.wrapper)),
         mark=MARK,
         mark_value=mark_value,
@@ -227,8 +324,16 @@ def session_env(
     }
 
 
-def boot_command(folders: Folders, sshd: Sequence[str]) -> list[str]:
-    """What a boot begins with: sshd, and before it what the crontab of an earlier boot says to start with a reboot."""
+def boot_command(
+    folders: Folders, sshd: Sequence[str], *, services: bool = False, holds_chips: bool = False
+) -> list[str]:
+    """
+    What a boot begins with: sshd, and before it what the crontab of an earlier boot says to start with a reboot, and
+    the image's own services.
+    """
+    if services or holds_chips:
+        holder = "tpu-runtime" if holds_chips else ""
+        sshd = ["/bin/bash", "-c", _SERVICES, "services", str(folders.root), holder, *sshd]
     if not folders.crontab.is_file():
         return list(sshd)
     return ["/bin/bash", "-c", _BOOT, str(folders.crontab), str(folders.wrapper), *sshd]

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TextIO
 
 from tpucare.emulator import outfit, proctree
+from tpucare.emulator.config_project import Guest
 from tpucare.emulator.metadata import MetadataServer
 from tpucare.emulator.proctree import Process
 from tpucare.emulator.quarters import Site
@@ -50,6 +51,7 @@ class Premises:
         sandbox: Sandbox | None,
         path_prefix: Sequence[Path],
         extra_env: Mapping[str, str],
+        guest: Guest,
     ) -> Site:
         """Sweep what was left over, and say what all workers share. Raises: MachineError: no sshd, stuck leftovers."""
         sshd = shutil.which("sshd", path=f"{os.environ.get('PATH', os.defpath)}:{_SYSTEM_FOLDERS}")
@@ -61,7 +63,7 @@ class Premises:
         if os.geteuid() == 0:
             # Without it: "Missing privilege separation directory". The package makes it only for its own service.
             Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)
-        self._write_stubs()
+        self._write_stubs(guest)
         # Short, since a socket's path is limited to 108 bytes; noted, so that a later sweep can remove it.
         self._screens = Path(tempfile.mkdtemp(prefix="tpuemu-", dir="/tmp"))
         (self._root / "screens").write_text(str(self._screens))
@@ -79,6 +81,7 @@ class Premises:
             path_prefix=tuple(path_prefix),
             extra_env=dict(extra_env),
             metadata=metadata,
+            guest=guest,
         )
 
     def vacate(self, *, keep_workers: bool) -> None:
@@ -117,10 +120,10 @@ class Premises:
         if screens.exists() and (folder := Path(screens.read_text())).name.startswith("tpuemu-"):
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _write_stubs(self) -> None:
+    def _write_stubs(self, guest: Guest) -> None:
         folder = self._root / "bin"
         folder.mkdir(exist_ok=True)
-        for name, text in outfit.STUBS.items():
+        for name, text in outfit.stubs(guest).items():
             (folder / name).write_text(text)
             (folder / name).chmod(0o755)
 

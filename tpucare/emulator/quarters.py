@@ -16,6 +16,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 
 from tpucare.emulator import outfit
+from tpucare.emulator.config_project import Guest
 from tpucare.emulator.machine_effects import Boot
 from tpucare.emulator.metadata import MetadataServer
 from tpucare.emulator.outfit import Folders
@@ -41,6 +42,7 @@ class Site:
     path_prefix: Sequence[Path]
     extra_env: Mapping[str, str]
     metadata: MetadataServer
+    guest: Guest
 
 
 def folders_of(site: Site, order: Boot, short_name: str) -> Folders:
@@ -75,7 +77,7 @@ def _write_sshd_files(site: Site, folders: Folders, order: Boot, mark: str, boot
         mark_value=mark,
         boot_id=boot_id,
         path_prefix=site.path_prefix,
-        extra=site.extra_env,
+        extra={**site.extra_env, **_chip_env(site, folders, order)},
     )
     replace(folders.wrapper, outfit.session_wrapper(env, sftp_server=site.sftp_server), 0o700)
     config = outfit.sshd_config(
@@ -85,8 +87,23 @@ def _write_sshd_files(site: Site, folders: Folders, order: Boot, mark: str, boot
         sftp_server=site.sftp_server,
         use_pam=site.use_pam,
         mark_value=mark,
+        default_limits=site.guest.sshd_limits == "default",
     )
     replace(folders.sshd_config, config, 0o600)
+
+
+def has_chips(guest: Guest, order: Boot) -> bool:
+    """Whether a device stands for the worker's chips: only where an image's services are imitated."""
+    return guest.containers or order.holds_chips
+
+
+def _chip_env(site: Site, folders: Folders, order: Boot) -> dict[str, str]:
+    if not has_chips(site.guest, order):
+        return {}
+    folders.chip.parent.mkdir(exist_ok=True)
+    folders.chip.touch()
+    lock = folders.tmp / "libtpu_lockfile"
+    return {"TPUCARE_DEVICE_GLOB": f"{folders.chip.parent}/accel*", "TPUCARE_LIBTPU_LOCK": str(lock)}
 
 
 def move_sshd(folders: Folders, address: str, port: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import select
 import shutil
 import socket
@@ -18,11 +19,12 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from signal import SIGCONT, SIGHUP
+from signal import SIGCONT, SIGHUP, SIGSTOP
 from typing import NamedTuple
 
 from tpucare.emulator import outfit, proctree, quarters, sandbox
 from tpucare.emulator.flood import Flood, Flooding
+from tpucare.emulator.guard import Guard
 from tpucare.emulator.machine_effects import Boot
 from tpucare.emulator.metadata import MetadataServer
 from tpucare.emulator.proctree import Process
@@ -34,6 +36,13 @@ _LISTENING = b"Server listening on"
 _LISTEN_TIMEOUT_SECONDS = 30.0
 # sshd listens with a backlog of 128, which the kernel fills with 129 connections.
 _BACKLOG_ATTEMPTS = 160
+_GUARD_SETTLES_SECONDS = 0.5
+# A connection that ended before its login; of one that had logged in, sshd names the `user` alone.
+_ATTACK = re.compile(
+    rb"^Connection (?:closed|reset) by (?:(?:authenticating|invalid) user \S+ )?[0-9.]+ port"
+    rb"|^Disconnected from (?:authenticating|invalid) user",
+    re.MULTILINE,
+)
 
 
 class WorkerKey(NamedTuple):
@@ -71,6 +80,9 @@ class WorkerMachine:
         self._stopped: list[Process] = []
         self._flood: Flood | None = None
         self._before_flood: dict[Path, str] = {}
+        guarded = site.guest.sshguard
+        self._guard = Guard(guarded) if guarded is not None else None
+        self._guard_read, self._blocking = 0, False
         self.folders = quarters.folders_of(site, order, self.mark[-12:])
 
     # --- life
@@ -188,6 +200,32 @@ class WorkerMachine:
         self.host_keys = quarters.host_keys(self.folders)
         self._reload_sshd()
 
+    def guard(self) -> None:
+        """What sshguard does on a real image: read sshd's log, and block who attacks; sessions that are open go on."""
+        cage, guard, now = self._cage, self._guard, time.monotonic()
+        if guard is None or cage is None or not self.listening.is_set() or self.doomed:
+            return
+        if self._blocking and guard.blocks(now):
+            return
+        listener = cage.first_process()
+        if self._blocking and listener is not None:
+            # What filled the queue is accepted now, and is no attack.
+            self._blocking = False
+            proctree.send(listener, SIGCONT)
+            time.sleep(_GUARD_SETTLES_SECONDS)
+            self._guard_read = self.folders.log.stat().st_size
+        with self.folders.log.open("rb") as log:
+            log.seek(self._guard_read)
+            # A line that is not whole yet is read with the next look.
+            said = log.read().rpartition(b"\n")[0]
+        self._guard_read += len(said)
+        for _ in _ATTACK.findall(said):
+            guard.attacked(now)
+        if guard.blocks(now) and listener is not None:
+            self._blocking = True
+            proctree.send(listener, SIGSTOP)
+            _fill_accept_queue(self.address, self._site.ssh_port)
+
     def freeze(self) -> None:
         """Stop every process and let connects time out: a machine that vanished without a word, seen from outside."""
         self._stop(lambda _: True)
@@ -252,7 +290,9 @@ class WorkerMachine:
     def _sshd(self) -> list[str]:
         # -D: stay in the foreground, -e: log to stderr, where we read when it listens.
         sshd = [str(self._site.sshd), "-D", "-e", "-f", str(self.folders.sshd_config)]
-        return outfit.boot_command(self.folders, sshd)
+        return outfit.boot_command(
+            self.folders, sshd, services=self._site.guest.containers, holds_chips=self.order.holds_chips
+        )
 
     def _note_pids(self, cage: Cage) -> None:
         """For a later emulator, should this one crash: sshd's own environment cannot always be read."""
