@@ -8,15 +8,18 @@ from __future__ import annotations
 
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.virtual.harness import EU, US, Daemon, place
 from tpucare import wishes
 from tpucare.emulator.config import WorldConfig
+from tpucare.emulator.inprocess import InProcessCloud
 from tpucare.emulator.records import NodeSpec
+from tpucare.engine import Settings
 from tpucare.memory import BookName, End, Wish
-from tpucare.model import Care, NodeState, OnSuccess, Provisioning
+from tpucare.model import Care, NodeRequest, NodeState, OnSuccess, Operation, Provisioning
 from tpucare.orders import Failure
 from tpucare.simulation.machines import Script
 
@@ -568,16 +571,32 @@ def test_a_preemptible_node_is_asked_to_save_and_leaves_with_a_newer_checkpoint(
     daemon.check("pod-0-a0")
 
 
-def test_another_owners_node_of_our_name_stops_creates_until_a_person_looks(daemon: Daemon) -> None:
-    daemon.care_for("pod")
+def test_a_name_that_another_owners_node_bears_is_skipped_and_that_node_never_touched(daemon: Daemon) -> None:
+    """Two people may call their fleets alike: one of their nodes anywhere stopped ours at its next preemption."""
     spec = NodeSpec(accelerator_type="v3-32", runtime_version="tpu-ubuntu2204-base", spot=True)
-    parent = f"projects/my-project/locations/{US}"
-    daemon.zone.world.create_node(parent, "other-0-a7", spec, daemon.clock.true_now())
-    daemon.run(minutes=1)
-    daemon.care_for("other")
-    daemon.run(minutes=30)
-    assert [node.path.node_id for node in daemon.zone.nodes("other")] == ["other-0-a7"]
-    assert "another owner" in daemon.why()["other-0"]
+    for zone, name in ((US, "pod-0-a1"), (EU, "pod-0-a2"), (US, "pod-0-a41")):
+        daemon.zone.world.create_node(f"projects/my-project/locations/{zone}", name, spec, daemon.clock.true_now())
+    daemon.care_for("pod")
+    daemon.run(minutes=15)
+    for number in (0, 2, 3):
+        assert daemon.trains("pod-0")
+        assert daemon.node_of("pod-0").name == f"pod-0-a{number}"
+        daemon.zone.world.preempt(daemon.node_of("pod-0").key.name, daemon.clock.true_now())
+        daemon.run(minutes=15)
+    assert len(daemon.told("foreign")) == 3
+    daemon.check()
+
+
+def test_a_node_of_our_name_that_no_listing_showed_spends_the_name_alone(daemon: Daemon) -> None:
+    spec = NodeSpec(accelerator_type="v3-32", runtime_version="tpu-ubuntu2204-base", spot=True)
+    daemon.zone.world.create_node(f"projects/my-project/locations/{US}", "pod-0-a0", spec, daemon.clock.true_now())
+    life = daemon.zone.world.select("pod-0-a0")[0]
+    daemon.zone.world.state.listing(life.path.project).hide(life.path, life.record.id)
+    daemon.care_for("pod")
+    daemon.run(minutes=15)
+    assert daemon.trains("pod-0")
+    assert daemon.node_of("pod-0").name == "pod-0-a1"
+    daemon.check()
 
 
 def test_a_node_of_another_owner_is_adopted_when_a_person_says_so(daemon: Daemon) -> None:
@@ -587,8 +606,10 @@ def test_a_node_of_another_owner_is_adopted_when_a_person_says_so(daemon: Daemon
     daemon.care_for("other")
     daemon.run(minutes=10)
     daemon.care_for("pod")
+    daemon.wish("pod-0", Wish.PAUSED)
     daemon.run(minutes=1)
     daemon.engine.adopt("pod-0", "pod-0")
+    daemon.wish("pod-0", Wish.UP)
     daemon.run(minutes=10)
     assert [node.path.node_id for node in daemon.zone.nodes("pod-0")] == ["pod-0"]
     assert daemon.trains("pod-0")
@@ -609,6 +630,88 @@ def test_a_node_that_somebody_else_labels_as_theirs_is_left_alone(daemon: Daemon
     daemon.run(minutes=20)
     assert daemon.zone.states() == ["PREEMPTED"], "not ours to delete, and no second node beside a run that may live"
     assert "another owner" in daemon.why()["pod-0"]
+
+
+def test_a_glitch_of_the_api_that_shows_unknown_deletes_nothing_that_moves(daemon: Daemon) -> None:
+    daemon.care_for("pod", 5)
+    daemon.run(minutes=20)
+    assert daemon.all_train()
+    daemon.zone.world.set_state("*", int(NodeState.UNKNOWN), daemon.clock.true_now())
+    daemon.run(minutes=30)
+    assert len(daemon.zone.nodes()) == 5
+    daemon.zone.world.set_state("*", int(NodeState.READY), daemon.clock.true_now())
+    daemon.run(minutes=1)
+    assert daemon.all_train()
+    daemon.check()
+
+
+def test_unknown_nodes_that_are_silent_pass_the_brake_or_wait_for_a_person(daemon: Daemon) -> None:
+    daemon.care_for("pod", 8)
+    daemon.run(minutes=20)
+    daemon.zone.world.set_state("*", int(NodeState.UNKNOWN), daemon.clock.true_now())
+    for worker in list(daemon.launcher.workers.values()):
+        worker.silent = True
+    daemon.run(minutes=30)
+    assert len(daemon.told("delete")) == 0
+    assert len(daemon.told("brake")) == 8
+
+
+def test_one_worker_that_refuses_our_key_for_good_is_a_bad_node(daemon: Daemon) -> None:
+    """Its guest agent is broken; READY, billed and idle the slice waited for a person, and was told of OS Login."""
+    daemon.care_for("pod")
+    daemon.care_for("other")
+    daemon.run_until(lambda: len([w for w in daemon.launcher.workers.values() if w.key.name == "pod-0-a0"]) == 4)
+    broken = daemon.launcher.of_node(*daemon.node_of("pod-0").key)[2]
+    obey = daemon.launcher._apply_to
+
+    def stubborn(worker: Any, effect: Any) -> None:
+        obey(worker, effect)
+        broken.refuses = True
+
+    daemon.launcher._apply_to = stubborn  # type: ignore[method-assign]
+    broken.refuses = True
+    daemon.run(hours=1)
+    assert daemon.trains("pod-0")
+    assert daemon.node_of("pod-0").name == "pod-0-a1"
+
+
+def test_a_node_that_trains_while_it_shows_creating_is_kept_as_long_as_it_makes_progress(daemon: Daemon) -> None:
+    daemon.care_for("pod", 2)
+    daemon.run(minutes=20)
+    daemon.zone.world.set_state("pod-0", int(NodeState.CREATING), daemon.clock.true_now())
+    daemon.launcher.of_node(*daemon.node_of("pod-0").key)[2].silent = True
+    daemon.run(hours=2)
+    assert daemon.node_of("pod-0").name == "pod-0-a0"
+    daemon.launcher.of_node(*daemon.node_of("pod-0").key)[0].silent = True
+    daemon.run(hours=1)
+    assert daemon.node_of("pod-0").name == "pod-0-a1", "mute, too"
+
+
+def test_a_create_whose_operation_never_ends_is_closed_after_a_day(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were polled every ten seconds for ever, and `down` never ended."""
+    daemon = Daemon(tmp_path, settings=Settings(poll=60.0, fast_poll=60.0))
+
+    def create_node(cloud: InProcessCloud, request: NodeRequest) -> Operation:
+        return Operation(f"operations/{request.key.name}", False, None, daemon.clock.true_now())
+
+    def get_operation(cloud: InProcessCloud, name: str) -> Operation:
+        return Operation(name, False, None, daemon.clock.true_now())
+
+    monkeypatch.setattr(InProcessCloud, "create_node", create_node)
+    monkeypatch.setattr(InProcessCloud, "get_operation", get_operation)
+    daemon.care_for("pod", care=Care(boot_timeout=timedelta(hours=5)))
+    daemon.run(hours=12)
+    assert len(daemon.memory("pod-0").creates) == 3
+    daemon.wish("pod-0", Wish.DOWN)
+    daemon.run(hours=10)
+    daemon.restart()
+    daemon.run(hours=10)
+    assert 0 < len(daemon.memory("pod-0").creates) < 3
+    daemon.run(hours=6)
+    assert daemon.engine.is_over("pod-0")
+    assert daemon.memory("pod-0").next_number == 3, "their names stay spent, and watched"
 
 
 def test_a_job_that_is_always_killed_without_a_word_fails_the_slot_in_the_end(tmp_path: Path) -> None:

@@ -43,6 +43,7 @@ PERSON_LATER = timedelta(hours=1)
 
 # After this many resends the same name is tried only as often as a place in a stockout.
 RESEND_BACKOFF = Backoff(timedelta(seconds=2), timedelta(minutes=1))
+MISSING_LOOK_EVERY = timedelta(hours=1)
 DELETE_AGAIN = timedelta(seconds=60)
 DELETE_AGAIN_CAP = timedelta(minutes=16)
 

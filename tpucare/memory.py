@@ -102,7 +102,8 @@ class CreateIntent:
     `accepted`: the call was answered; `operation` may then be polled. Open until the node's id was seen, the operation
     ended, or (operation unknown) GetNode is NOT_FOUND 60 s after the call's deadline. `superseded`: its name stays
     watched, and is deleted if it appears. `unread`: we may not read the operation, so that only GetNode tells of it.
-    `held_*`: dead nodes of ours held that quota when it was asked for.
+    `held_*`: dead nodes of ours held that quota when it was asked for. `missing`: hourly looks in a row that found no
+    node of it since it was given up.
     """
 
     name: str
@@ -122,6 +123,7 @@ class CreateIntent:
     held_in_zone: bool = False
     held_in_region: bool = False
     unread: bool = False
+    missing: int = 0
 
 
 @dataclass(frozen=True, slots=True)

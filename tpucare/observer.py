@@ -131,11 +131,11 @@ class Observer:
         if node.owner != self.ports.owner:
             self.see_foreign(view, node)
             if (home := self.board.home(node)) is not None:
-                view.foreign.setdefault(home.slot.name, {})[node.name] = node
-                view.lost[node.name] = home.slot.name
+                view.foreign.setdefault(home.slot.name, {})[node.key] = node
+                view.lost[node.key] = home.slot.name
                 self.lose(view, node, home)
             return
-        self._no_longer_foreign(view, node.name)
+        self._no_longer_foreign(view, node.key)
         home = self.board.home(node)
         if home is not None and home.slot.name != node.slot:
             self._keep_relabelled(home, node)
@@ -160,13 +160,18 @@ class Observer:
 
     def see_foreign(self, view: ProjectView, node: Node) -> None:
         for slot in slots_of(node.name):
-            view.foreign.setdefault(slot, {})[node.name] = node
+            known = view.foreign.setdefault(slot, {})
             if slot in view.slots:
                 self.board.dirty[slot] = None
+                if node.key not in known and self.board.home(node) is None:
+                    whose = f"another owner ({node.owner})" if node.owner else "no owner's label"
+                    text = f"{node.name} in {node.key.zone} bears the name of {slot} and {whose}: it is left alone"
+                    self.board.say("foreign", f"{text}; `tpucare adopt-node` takes it over", node=node.name)
+            known[node.key] = node
 
-    def _no_longer_foreign(self, view: ProjectView, name: str) -> None:
-        for slot in (*slots_of(name), view.lost.pop(name, "")):
-            if view.foreign.get(slot, {}).pop(name, None) is not None and slot in view.slots:
+    def _no_longer_foreign(self, view: ProjectView, key: NodeKey) -> None:
+        for slot in (*slots_of(key.name), view.lost.pop(key, "")):
+            if view.foreign.get(slot, {}).pop(key, None) is not None and slot in view.slots:
                 self.board.dirty[slot] = None
 
     def lose(self, view: ProjectView, node: Node, track: SlotTrack) -> None:
@@ -203,7 +208,7 @@ class Observer:
         name = key.name
         self.board.strays.pop(name, None)
         view.release(name)
-        self._no_longer_foreign(view, name)
+        self._no_longer_foreign(view, key)
         if found := self.board.find(key):
             found[1].listed = False
             self.board.dirty[found[0].slot.name] = None

@@ -65,7 +65,8 @@ class Outcomes:
         if isinstance(action, Look | Delete) and isinstance(error, NodeGone):
             # GetNode and DeleteNode alone prove that a node is gone; its host keys die with it, and not before.
             self._ports.launcher.forget(action.key)
-            self._observer.forget(track, view, name)
+            if seen is not None or track.memory.create(name) is None:
+                self._observer.forget(track, view, name)
         elif isinstance(action, Look) and isinstance(finished.result, Node):
             self._looked(track, view, finished.result)
         elif isinstance(action, Poll) and failed(finished.result):
@@ -99,7 +100,7 @@ class Outcomes:
         if past is not None and past.id == node.id:
             self._observer.lose(view, node, track)
             return
-        # Our create met a node of that name that is not ours: the name is spent, and a person has to look.
+        # Our create met a node of that name that is not ours: the name is spent, and the next one is asked for.
         memory = track.memory.without_create(node.name)
         if past is not None:
             # No two nodes bear one name at a time: the one that was remembered is gone.

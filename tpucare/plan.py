@@ -8,12 +8,13 @@ The rows of the design's evidence table (§6) are cited where they are decided.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 
 from tpucare.actions import Action, Create, Delete, Fact, Look, Poll, PushKey, Reason, Settle, Vouch, Wait
-from tpucare.backoff import DELETE_AGAIN_CAP, RESEND_BACKOFF
+from tpucare.backoff import DELETE_AGAIN_CAP, MISSING_LOOK_EVERY, RESEND_BACKOFF
 from tpucare.evidence import ADOPTING, Evidence, Mark, Moment, NodeEvidence, Timers
 from tpucare.memory import CreateIntent, End, Memory, NodeMemory, Wish
 from tpucare.model import DEAD_STATES, NodeKey, NodeState, OnSuccess, Slot, node_name
@@ -21,6 +22,8 @@ from tpucare.placement import choose, holds_quota
 from tpucare.plan_node import decide_hidden, decide_node
 from tpucare.plan_words import busy, deletion, ending, keeps_node, look, quiet, stop_before, unseen, without_job
 
+# Of a create that was given up: nothing waits for its word.
+POLL_SPENT_EVERY = timedelta(minutes=1)
 # What `down` waits for a zone that does not answer, before it ends without it.
 DOWN_PATIENCE = timedelta(minutes=2)
 # A node that was labelled as the slot's is listed as such by then, or never.
@@ -170,13 +173,23 @@ def _due(last: Mark | None, timers: Timers, every: timedelta) -> bool:
     return last is None or timers.lasted(last, every, observations=0)
 
 
+def _watch_spent(slot: Slot, intent: CreateIntent, evidence: Evidence, timers: Timers) -> Action | None:
+    """An operation may never end; that no node of it is there for a day does."""
+    kind, key = f"look:{intent.name}", NodeKey(slot.project, intent.zone, intent.name)
+    if not intent.superseded or kind in evidence.in_flight or evidence.node(intent.name) is not None:
+        return None
+    if not _due(evidence.looked.get(kind) or evidence.creates_since.get(intent.name), timers, MISSING_LOOK_EVERY):
+        return None
+    return Look(key, "given up, and its operation goes on: is its node there?")
+
+
 def _create_chore(
     slot: Slot, intent: CreateIntent, evidence: Evidence, memory: Memory, timers: Timers
 ) -> Action | None:
     if "create" in evidence.in_flight and not intent.accepted:
         return None
     if intent.operation:
-        return _poll(intent, evidence, memory, timers)
+        return _watch_spent(slot, intent, evidence, timers) or _poll(intent, evidence, memory, timers)
     if intent.failed or evidence.node(intent.name) is not None:
         return None
     key = NodeKey(slot.project, intent.zone, intent.name)
@@ -196,6 +209,8 @@ def _poll(intent: CreateIntent, evidence: Evidence, memory: Memory, timers: Time
     vanished = evidence.node(intent.name) is None and memory.node(intent.name) is None
     known_before = f"gone:{intent.name}" in evidence.looked
     every = timedelta(seconds=1) if vanished and known_before else evidence.poll_every
+    if intent.superseded:
+        every = max(every, POLL_SPENT_EVERY)
     last = evidence.looked.get(kind) or evidence.creates_since.get(intent.name)
     if kind in evidence.in_flight or not (_due(last, timers, every)):
         return None
@@ -226,7 +241,7 @@ def _await_last(slot: Slot, evidence: Evidence, memory: Memory, timers: Timers) 
     hidden = {name: since for name, zone in left.items() if (since := evidence.hidden_since(zone, name)) is not None}
     others = [kind for kind in evidence.in_flight if kind.partition(":")[2] not in hidden]
     if others or hidden.keys() != left.keys():
-        return Wait("going down: waiting until every node is gone")
+        return Wait(f"going down: waiting until every node is gone ({', '.join(sorted(left))})")
     lasted = [timers.lasted(since, DOWN_PATIENCE) for since in hidden.values()]
     if not all(lasted):
         return Wait(f"going down: {', '.join(sorted({*left.values()}))} does not answer")
@@ -291,10 +306,6 @@ def _decide_empty(slot: Slot, evidence: Evidence, memory: Memory, timers: Timers
             return action
     if intent := _open_create(memory):
         return _decide_open_create(slot, intent, evidence, timers)
-    if evidence.foreign:
-        other = evidence.foreign[0]
-        why = f"{other.name} in {other.key.zone} bears this slot's name and another owner ({other.owner or 'none'})"
-        return Wait(f"{why}: `tpucare adopt-node` it, or rename the fleet", needs_person=True)
     if slot.job is None and (slot.job_problem or memory.run is not None):
         # It would be READY, billed and idle.
         return without_job(slot, "no node is asked for")
@@ -303,14 +314,21 @@ def _decide_empty(slot: Slot, evidence: Evidence, memory: Memory, timers: Timers
     choice = choose(slot, evidence, memory, timers)
     if choice.place is None:
         return Wait(choice.why, needs_person=choice.needs_person)
+    number = _free_number(slot, choice.place.zone, evidence, memory)
     return Create(
-        node_name(slot.name, memory.next_number),
-        memory.next_number,
+        node_name(slot.name, number),
+        number,
         choice.place,
         why=f"no node; asking for {choice.why}",
         held_in_zone=holds_quota(choice.place, evidence, region_wide=False),
         held_in_region=holds_quota(choice.place, evidence, region_wide=True),
     )
+
+
+def _free_number(slot: Slot, zone: str, evidence: Evidence, memory: Memory) -> int:
+    """The next one of which no node of another owner bears the name there."""
+    taken = {node.name for node in evidence.foreign if node.key.zone == zone}
+    return next(n for n in itertools.count(memory.next_number) if node_name(slot.name, n) not in taken)
 
 
 def _decide_unaccounted(slot: Slot, past: NodeMemory, evidence: Evidence, timers: Timers) -> Action | None:

@@ -41,6 +41,7 @@ FAILED_CREATE_SILENCE = timedelta(seconds=60)
 KEY_MAY_BE_LATE = timedelta(seconds=30)
 KEY_PUSH_EVERY = timedelta(minutes=1)
 KEY_PUSH_SERVES = timedelta(minutes=3)
+KEY_REFUSED_BY_SOME = timedelta(minutes=10)
 CANARY_FACTOR = 3
 NEVER_ANSWERED_FACTOR = 2
 
@@ -62,7 +63,20 @@ def decide_node(slot: Slot, seen: NodeEvidence, evidence: Evidence, memory: Memo
         return _decide_pending(slot, seen, past, evidence, memory, timers)
     if node.state in USABLE_STATES:
         return _decide_usable(slot, seen, past, evidence, memory, timers)
+    if node.state is NodeState.UNKNOWN:
+        return _decide_unknown(slot, seen, evidence, memory, timers)
     return _decide_odd(slot, seen)
+
+
+def _decide_unknown(slot: Slot, seen: NodeEvidence, evidence: Evidence, memory: Memory, timers: Timers) -> Action:
+    """By its meaning a repair failed, and it never becomes READY; but one field alone is no proof of that."""
+    limit = max(patience_with_silence(slot, seen), usual_pause(seen))
+    answers = seen.report is not None and any(w.contact is Contact.ANSWERED for w in seen.report.workers)
+    life = latest(seen.state_since, seen.progress.last, seen.progress.life) if answers else seen.state_since
+    if timers.lasted(life, limit):
+        what = f"nothing moves on it for {limit}" if answers else f"no worker of it answers for {limit}"
+        return stop_before(seen, evidence, memory, deletion(seen, f"UNKNOWN, and {what}", Reason.JUDGED))
+    return Wait(f"{seen.node.name} is UNKNOWN: waiting whether anything moves on it")
 
 
 def decide_hidden(slot: Slot, zone: str, name: str, evidence: Evidence, timers: Timers) -> Action:
@@ -76,8 +90,6 @@ def decide_hidden(slot: Slot, zone: str, name: str, evidence: Evidence, timers: 
 
 def _decide_odd(slot: Slot, seen: NodeEvidence) -> Action:
     node = seen.node
-    if node.state is NodeState.UNKNOWN:
-        return deletion(seen, "its repair failed (UNKNOWN); it never becomes READY", Reason.DEAD)
     if node.state in STOPPED:
         if slot.care.stopped_delete:
             return deletion(seen, f"it is {node.state.name} and care.stopped is delete", Reason.ASKED)
@@ -97,11 +109,14 @@ def _decide_pending(
         if timers.lasted(failed_since, FAILED_CREATE_SILENCE):
             return deletion(seen, f"its create failed ({intent.refused}) and no worker answers", Reason.DEAD)
         return Wait(f"create of {seen.node.name} failed: {intent.refused}; waiting until it is gone")
-    since = seen.state_since
+    since, limit = seen.state_since, slot.care.boot_timeout
     if past.answered:
         # Its workers came up long ago, whatever the API shows of it: what lasts is that some do not answer now.
         since = latest(since, seen.silent_since, seen.refused_since) or since
-    if timers.lasted(since, slot.care.boot_timeout):
+    if past.launched and seen.silent_since is not None and made_progress_since(seen, seen.silent_since):
+        # It may train for hours while it shows CREATING; a worker that tells of steps vouches for the one that is mute.
+        since, limit = latest(since, seen.progress.last) or since, max(limit, usual_pause(seen))
+    if timers.lasted(since, limit):
         why = f"still {seen.node.state.name} at boot_timeout"
         return deletion(seen, why, Reason.JUDGED, unanswered=not past.answered)
     return contact_trouble(slot, seen, past, evidence, timers) or Wait(f"{seen.node.name} is {seen.node.state.name}")
@@ -156,11 +171,13 @@ def contact_trouble(
     if Contact.HOST_KEY_CHANGED in contacts:
         return decide_changed_key(slot, seen, past, evidence, timers)
     if Contact.AUTH_REFUSED in contacts:
-        return _decide_refused(seen, past, evidence, timers)
+        return _decide_refused(seen, past, evidence, timers, some_accept=Contact.ANSWERED in contacts)
     return None
 
 
-def _decide_refused(seen: NodeEvidence, past: NodeMemory, evidence: Evidence, timers: Timers) -> Action:
+def _decide_refused(
+    seen: NodeEvidence, past: NodeMemory, evidence: Evidence, timers: Timers, *, some_accept: bool
+) -> Action:
     name = seen.node.name
     if not past.keyed:
         # The guest agent writes the key some seconds after sshd listens; UpdateNode too early is a call for nothing.
@@ -170,6 +187,12 @@ def _decide_refused(seen: NodeEvidence, past: NodeMemory, evidence: Evidence, ti
         if late and pause_over and f"key:{name}" not in evidence.in_flight:
             return PushKey(seen.node.key, "a worker refuses our key")
         return Wait(f"a worker of {name} does not know our key yet", needs_person=last is not None)
+    if some_accept and not (past.launched or keeps_node(seen)):
+        # No setting of the project tells workers of one node apart: the guest agent of that one is broken.
+        if timers.lasted(seen.refused_since, KEY_REFUSED_BY_SOME):
+            why = f"a worker refuses our key for {KEY_REFUSED_BY_SOME}, others take it"
+            return deletion(seen, why, Reason.JUDGED, unanswered=True)
+        return Wait(f"a worker of {name} refuses our key, and others take it: waiting until it does")
     if timers.lasted(seen.refused_since, KEY_PUSH_SERVES):
         why = "is OS Login on, by policy (requireOsLogin) or for want of enable-oslogin: FALSE, or is a key blocked?"
         return Wait(f"{name} refuses our key, though its metadata has it: {why}", needs_person=True)

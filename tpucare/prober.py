@@ -17,12 +17,13 @@ from tpucare.board import Board
 from tpucare.effects import Ports
 from tpucare.evidence import SUPPORTING_OBSERVATIONS
 from tpucare.hearing import Hearing
-from tpucare.model import NodeState
+from tpucare.model import PENDING_STATES, USABLE_STATES, NodeState
 from tpucare.orders import NodeReport, Phase, ProbeOrder
 from tpucare.ports import Finished, Lane
 from tpucare.tracking import NodeTrack, SlotTrack, is_running, newest_checkpoint, newest_step
 
-PROBED = frozenset({NodeState.CREATING, NodeState.READY, NodeState.REPAIRING, NodeState.STARTING, NodeState.RESTARTING})
+# What is UNKNOWN by the API may be known by its workers.
+PROBED = PENDING_STATES | USABLE_STATES | {NodeState.UNKNOWN}
 # A job that never tells of its progress, a long set-up, a worker that stays dark: asked at leisure from then on.
 NEWS_IS_FRESH_FOR = timedelta(minutes=10)
 # Asking costs 3 to 4 ms of CPU a worker, and must not take more than a tenth of a core in all. A dropped connection

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
 from tpucare.evidence import Holding, Mark, holding
-from tpucare.model import Listing, Node, NodeState
+from tpucare.model import Listing, Node, NodeKey, NodeState
 
 HOLDS_QUOTA_DEAD = frozenset({NodeState.PREEMPTED, NodeState.TERMINATED, NodeState.DELETING})
 
@@ -47,8 +47,8 @@ class ProjectView:
     holdings: frozenset[Holding] = frozenset()
     holdings_changed: bool = False
     nodes: int = 0
-    foreign: dict[str, dict[str, Node]] = field(default_factory=dict)
-    lost: dict[str, str] = field(default_factory=dict)
+    foreign: dict[str, dict[NodeKey, Node]] = field(default_factory=dict)
+    lost: dict[NodeKey, str] = field(default_factory=dict)
     _last_pass: float | None = None
     _cloud: tuple[datetime, float] | None = None
     _held: dict[str, Holding] = field(default_factory=dict)

@@ -13,7 +13,7 @@ from datetime import datetime, timedelta
 
 from tpucare import placement, remember_seen
 from tpucare.actions import Create, Look, Poll, Settle
-from tpucare.backoff import RESEND_BACKOFF
+from tpucare.backoff import MISSING_LOOK_EVERY, RESEND_BACKOFF
 from tpucare.errors import (
     AlreadyExists,
     CloudError,
@@ -29,6 +29,7 @@ from tpucare.memory import CreateIntent, End, Memory, NodeMemory, PlaceMemory, W
 from tpucare.model import Node, Operation
 
 BUDGET_WINDOW = timedelta(minutes=1)
+MISSING_LOOKS = 24
 
 
 def intend_create(memory: Memory, action: Create, now: datetime) -> Memory:
@@ -125,11 +126,30 @@ def after_look(
     memory: Memory, action: Look, result: object, error: Exception | None, now: datetime, rng: random.Random
 ) -> Memory:
     if isinstance(error, NodeGone):
+        memory = _missing_for_long(memory, action.key.name, now)
         return remember_seen.gone(_came_to_nothing(memory, action.key.name, now, rng), action.key.name, now, rng)
     intent = memory.create(action.key.name)
+    if isinstance(result, Node) and intent is not None and intent.missing:
+        intent = replace(intent, missing=0)
+        memory = memory.with_create(intent)
     if isinstance(result, Node) and intent is not None and intent.lost:
         return memory.with_create(replace(intent, lost=False, accepted=True))
     return memory
+
+
+def _missing_for_long(memory: Memory, name: str, now: datetime) -> Memory:
+    """
+    A create that was given up and of which no node is there for a day is closed, whatever its operation says.
+
+    The looks are an hour of observed time apart, so that a clock that was set closes none. Its number stays spent, so a
+    node that comes later still is known as ours (`NodeMemory.asked`).
+    """
+    intent = memory.create(name)
+    if intent is None or not intent.superseded or not intent.operation:
+        return memory
+    if intent.missing + 1 >= MISSING_LOOKS and now - intent.asked_at >= MISSING_LOOKS * MISSING_LOOK_EVERY:
+        return memory.without_create(name)
+    return memory.with_create(replace(intent, missing=intent.missing + 1))
 
 
 def _came_to_nothing(memory: Memory, name: str, now: datetime, rng: random.Random) -> Memory:

@@ -15,7 +15,7 @@ from statistics import median
 
 from tpucare import failures
 from tpucare.actions import Action, Wait
-from tpucare.errors import NeedsPerson, NotPublished
+from tpucare.errors import NeedsPerson, NodeGone, NotPublished
 from tpucare.evidence import Evidence, FailedLook, Holding, Mark, NodeEvidence, Progress, Voucher
 from tpucare.memory import End, Memory, Publishing
 from tpucare.model import Health, Node, NodeState, Slot, Worker
@@ -329,7 +329,7 @@ class SlotTrack:
     def look_ended(self, name: str, error: Exception | None, mark: Mark) -> bool:
         """GetNode was asked for *name*, and says nothing where *error* is not None; true when that is news."""
         before = self.failed_looks.pop(name, None)
-        if error is None:
+        if error is None or isinstance(error, NodeGone):
             return True
         since, times = (before.since, before.times + 1) if before is not None else (mark, 1)
         self.failed_looks[name] = FailedLook(since, times, type(error), isinstance(error, NeedsPerson))

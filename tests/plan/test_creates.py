@@ -158,9 +158,15 @@ CREATES = [
     ),
     case(
         "superseded and still to come: the next create goes on",
-        evidence(looked={f"poll:{name_of(0)}": ago(1)}),
+        evidence(looked={f"poll:{name_of(0)}": ago(1)}, creates_since={name_of(0): ago(minutes=40)}),
         memory(creates=(intent(superseded=True, accepted=True, operation="op"),)),
         "Create",
+    ),
+    case(
+        "superseded for an hour: is its node there?",
+        evidence(looked={f"poll:{name_of(0)}": ago(1)}, creates_since={name_of(0): ago(minutes=60)}),
+        memory(creates=(intent(superseded=True, accepted=True, operation="op"),)),
+        "Look",
     ),
     case(
         "its operation failed, its workers answer: the workers win",
@@ -192,7 +198,7 @@ CREATES = [
         memory(places={place().key: PlaceMemory(0, after(30), "human", blocked=True, refusals=2)}),
         "Wait person",
     ),
-    case("another owner's node of our name", evidence(foreign=(node(owner="them"),)), memory(), "Wait person"),
+    case("another owner's node of our name", evidence(foreign=(node(owner="them"),)), memory(), "Create"),
     case(
         "a lost store, and a zone that has not answered yet",
         evidence(store_lost=True, complete=False),

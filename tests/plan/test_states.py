@@ -43,7 +43,6 @@ ALIVE_AND_TRAINING = {
     NodeState.STOPPING: "Wait person",
     NodeState.PREEMPTED: "Delete dead",
     NodeState.TERMINATED: "Delete dead",
-    NodeState.UNKNOWN: "Delete dead",
     NodeState.DELETING: "Create",
 }
 ANSWERING_AND_FRESH = {
@@ -63,7 +62,7 @@ STATES = [*NodeState, NodeState(99)]
     [
         (TRAINS, running(), ALIVE_AND_TRAINING),
         (FRESH, QUIET, ANSWERING_AND_FRESH),
-        (FRESH, None, ALIVE_AND_TRAINING),
+        (FRESH, None, {**ALIVE_AND_TRAINING, NodeState.UNKNOWN: "Delete judged"}),
     ],
     ids=["training", "answering", "not asked yet"],
 )
