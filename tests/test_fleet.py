@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from tpucare import accelerators, fleet_files, fleet_values
 from tpucare.errors import ConfigError
 from tpucare.fleet import Fleet, json_schema, parse, read_local, read_text, refuse_shared_names
+from tpucare.fleet_limits import warnings_of
 from tpucare.fleet_schema import SECTIONS
 from tpucare.model import NODE_NAME_LIMIT, Care, HostKeys, Network, OnSuccess, Place, Provisioning, node_name
 
@@ -923,6 +924,58 @@ def test_a_ready_fleet_is_right_as_it_is(path: Path) -> None:
 
 def test_there_are_ready_fleets() -> None:
     assert len(list((ROOT / "templates" / "fleets").glob("*.yaml"))) >= 5
+
+
+@pytest.mark.parametrize(
+    ("kind", "zone", "runtime", "problem"),
+    [
+        ("v5p-8", "us-east5-a", "tpu-ubuntu2204-base", "not listed for v5p; usual is v2-alpha-tpuv5"),
+        ("v5litepod-8", "us-west4-a", "v2-alpha-tpuv6e", "not listed for v5e; usual is v2-alpha-tpuv5-lite"),
+        ("v6e-8", "us-east1-d", "tpu-vm-base", "not listed for v6e; usual is v2-alpha-tpuv6e"),
+        ("v4-32", "us-central2-b", "tpu-vm-tf-2.17.0-pod", "take tpu-vm-tf-2.17.0-pod-pjrt"),
+    ],
+)
+def test_a_runtime_on_which_no_run_finds_its_chips_is_refused(kind: str, zone: str, runtime: str, problem: str) -> None:
+    """Each node of it was made, billed, found dirty and made again."""
+    text = f"name: pod\ntpu: {{type: {kind}, zones: [{zone}], runtime: {runtime}}}\njob: {{run: x}}\n"
+    with pytest.raises(ConfigError, match=re.escape(problem)):
+        parse(text, file="pod.yaml")
+    assert problem in parse(text, file="pod.yaml", accepted=True).warnings[0], "a fleet that was accepted goes on"
+    if "tf" not in runtime:
+        new = text.replace("runtime:", "unlisted: true, runtime:")
+        assert problem in parse(new, file="pod.yaml").warnings[0]
+
+
+ACCOUNT = "trainer@my-project.iam.gserviceaccount.com"
+
+
+@pytest.mark.parametrize(
+    ("count", "tpu", "said"),
+    [
+        (1, "type: v4-64, zones: [us-central2-b]", []),
+        (2, "type: v4-64, zones: [us-central2-b]", ["16 hosts with external addresses", "16 hosts in all"]),
+        (9, "type: v2-8, zones: [us-central1-b]", ["9 hosts with external addresses may be in us-central1"]),
+        (9, "type: v2-8, zones: [us-central1-b], network: {external_ips: false}", []),
+        (16, "type: v2-8, zones: [us-central1-b], network: {external_ips: false}", ["16 hosts in all"]),
+    ],
+)
+def test_what_a_fresh_project_has_no_quota_for_is_said_before(count: int, tpu: str, said: list[str]) -> None:
+    job = "job: {run: x}\n"
+    fleet = parse(
+        f"name: pod\ncount: {count}\nproject: my-project\ntpu: {{service_account: {ACCOUNT}, {tpu}}}\n{job}",
+        file="pod.yaml",
+    )
+    lines = warnings_of([fleet])
+    assert [part in line for part, line in zip(said, lines, strict=True)] == [True] * len(said)
+    assert all("https://console.cloud.google.com/iam-admin/quotas" in line for line in lines)
+
+
+def test_fleets_of_one_project_share_its_quotas_and_nodes_without_an_account_are_told_of() -> None:
+    text = "name: pod-{}\ncount: 5\nproject: my-project\ntpu: {{type: v2-8, zones: [us-central1-b]}}\njob: {{run: x}}\n"
+    lines = warnings_of([parse(text.format(index), file=f"{index}.yaml") for index in "ab"])
+    assert [line.partition(":")[0] for line in lines] == ["a.yaml", "b.yaml", "project my-project"]
+    assert "service_account: is not set" in lines[0]
+    assert "10 hosts" in lines[2]
 
 
 @pytest.mark.parametrize(

@@ -223,6 +223,17 @@ def test_where_quota_stays_used_up_everywhere_a_person_is_told(
     assert ("ask for more" in choice.why) is person
 
 
+def test_where_quota_lacks_the_shell_that_may_hold_it_is_named() -> None:
+    """A queued resource whose node was preempted is left SUSPENDED, and counts until it is deleted."""
+    quota, stockout = PlaceMemory(1, after(60), "quota", "x"), PlaceMemory(1, after(60), "no capacity", "x")
+    shell = "projects/p/locations/us-central1-a/queuedResources/my-request"
+    for past, named in ((quota, True), (stockout, False)):
+        known = replace(remembering((FIRST, past)), shell=shell)
+        why = chosen(known, None, FIRST).why
+        assert ("queued-resources delete my-request --zone=us-central1-a --project=p --force" in why) is named
+    assert came_up(replace(memory(), shell=shell), FIRST.key, NOW).shell == ""
+
+
 def test_failover_goes_through_all_places_and_returns() -> None:
     known, now, turns = memory(), HERE, []
     for _ in range(6):

@@ -110,3 +110,10 @@ def test_the_late_fruit_of_a_closed_create_is_told_from_what_was_given(number: i
     assert told is not None
     assert (told.asked, told.given) == (asked, not asked)
     assert told.launched, "it may have been, whoever made it"
+
+
+def test_the_queued_resource_of_a_node_that_is_gone_is_remembered() -> None:
+    request = "projects/p/locations/us-central1-a/queuedResources/my-request"
+    known = absorb(memory(), replace(node(), queued_resource=request))
+    assert known.shell == ""
+    assert vanished(known, name_of(0)).shell == request

@@ -24,6 +24,7 @@ _SECRET_NAME = re.compile(r"(?i)(^|_)(api_?key|token|secret|password|passwd|cred
 _PLACEHOLDER = "{slot}"
 _IN_BRACES = re.compile(r"\{[^{}/]*\}")
 _CONTAINER = re.compile(r"\b(?:docker|podman)\s+(?:container\s+)?run\b")
+_OWN_IMAGE = frozenset({"v5e", "v5p", "v6e"})
 _UNEXPANDED = ("setup", "repository", "branch", "workdir", "progress")
 
 
@@ -37,9 +38,12 @@ class Findings:
 
 @dataclass(frozen=True, slots=True)
 class _Finding:
+    """`is_recent`: files with it were accepted by earlier versions, and go on with a warning."""
+
     path: KeyPath
     text: str
     is_warning: bool = False
+    is_recent: bool = False
 
 
 def check(document: Document, *, accepted: bool = False) -> Findings:
@@ -50,8 +54,8 @@ def check(document: Document, *, accepted: bool = False) -> Findings:
     """
     top = _mapping(document.value)
     job = _mapping(top.get("job"))
-    found = [*_tpu(top), *_job(job), *(replace(one, is_warning=accepted) for one in _checkpoint(job))]
-    placed = [(finding.is_warning, document.problem(finding.path, finding.text)) for finding in found]
+    found = [*_tpu(top), *_job(job), *(replace(one, is_recent=True) for one in _checkpoint(job))]
+    placed = [(one.is_warning or (accepted and one.is_recent), document.problem(one.path, one.text)) for one in found]
     return Findings(
         problems=tuple(problem for is_warning, problem in placed if not is_warning),
         warnings=tuple(problem for is_warning, problem in placed if is_warning),
@@ -150,9 +154,20 @@ def _terms(
         offered = ", ".join(accelerator.provisionings)
         text = f"{accelerator.generation} is not offered as {tier}; it is as {offered}"
         yield _Finding((*path, "provisioning"), text, is_warning=unlisted)
-    if isinstance(runtime, str) and runtime and not _fits(runtime, accelerator.runtimes):
+    if isinstance(runtime, str) and runtime:
+        yield from _runtime(runtime, (*path, "runtime"), accelerator, unlisted=unlisted)
+
+
+def _runtime(runtime: str, path: KeyPath, accelerator: Accelerator, *, unlisted: bool) -> Iterator[_Finding]:
+    if fnmatch.fnmatchcase(runtime, "tpu-vm-tf-*-pod"):
+        # Its service `tpu-runtime` holds the chips on every host, so that no run could begin, on any node.
+        text = f"{shown(runtime)} holds the chips for TensorFlow's own server; take {runtime}-pjrt"
+        yield _Finding(path, text, is_recent=True)
+    elif not _fits(runtime, accelerator.runtimes):
         text = f"{shown(runtime)} is not listed for {accelerator.generation}; usual is {accelerator.default_runtime}"
-        yield _Finding((*path, "runtime"), text, is_warning=True)
+        # These chips are driven by an image of their own: on another one a run finds no TPU (docs, "TPU VM images").
+        is_foreign = accelerator.generation in _OWN_IMAGE and not unlisted
+        yield _Finding(path, text, is_warning=not is_foreign, is_recent=True)
 
 
 def _fits(runtime: str, patterns: Iterable[str]) -> bool:

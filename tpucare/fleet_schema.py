@@ -178,7 +178,9 @@ class TpuSection(Section):
         description="Zones, which take turns, the first declared first: names, or mappings with settings of their own.",
     )
     provisioning: Tier = Field(Provisioning.SPOT, description="How the capacity is paid for.")
-    runtime: Runtime = _inherited("", "Runtime version. Default: the one that the catalogue names for the type.")
+    runtime: Runtime = _inherited(
+        "", "Runtime version. Default: the one that the catalogue names for the type; v5e, v5p and v6e run on no other."
+    )
     service_account: ServiceAccount = Field(
         "", description="Service account of the workers. Default: the project's default one."
     )

@@ -137,7 +137,7 @@ class NodeMemory:
     that this proved nothing; it serves no more. `taken`: it bears another owner's label now, and is not touched.
     `out_of_sight`: neither a listing nor GetNode told of it for `fence_after`; another may be asked for elsewhere.
     `written_off`: a person said that nothing trains there, while it was taken or out of sight.
-    `delete_*`: our own delete, repeated by rule 7.
+    `delete_*`: our own delete, repeated by rule 7. `queued`: path of the queued resource that it came from.
     """
 
     name: str
@@ -168,6 +168,7 @@ class NodeMemory:
     trust: Trust = Trust.NONE
     out_of_sight: bool = False
     written_off: bool = False
+    queued: str = ""
 
     @property
     def serves(self) -> bool:
@@ -225,7 +226,7 @@ class Memory:
     `step_job`: the job whose run told of a step last, as in `RunMemory.job`. `asked_from`: the first create number that
     this store used; None: it used none, or was made by a version that did not keep it. `publishing`: by what
     `plan_trust.publisher_of` names. `round_from`: the first create number of this round over the slot's places
-    (`placement.by_turn`).
+    (`placement.by_turn`). `shell`: path of the queued resource that the slot's last node came from, which is gone.
     """
 
     fleet: str
@@ -250,6 +251,7 @@ class Memory:
     asked_from: int | None = None
     publishing: Mapping[str, Publishing] = field(default_factory=dict)
     round_from: int = 0
+    shell: str = ""
 
     def has_asked_for(self, number: int) -> bool:
         return self.asked_from is not None and self.asked_from <= number < self.next_number

@@ -63,7 +63,10 @@ def choose(slot: Slot, evidence: Evidence, memory: Memory, timers: Timers) -> Ch
             return Choice(place, f"{place.accelerator_type} in {place.zone}")
         reasons.append(f"{place.zone}: {refusal}")
     stopped = all(_stopped(memory.place(place.key), timers.now.wall) for place in slot.places)
-    if stopped and any(memory.place(place.key).kind == QUOTA for place in slot.places):
+    lacks_quota = any(memory.place(place.key).kind == QUOTA for place in slot.places)
+    if lacks_quota and memory.shell:
+        reasons.append(_shell(memory.shell))
+    elif lacks_quota and stopped:
         reasons.append(f"used up for {QUOTA_PATIENCE}: free some, or ask for more on {_QUOTA_PAGE}")
     return Choice(None, "; ".join(reasons) or "no place is declared", needs_person=stopped)
 
@@ -108,7 +111,14 @@ def asked(memory: Memory, key: str, number: int) -> Memory:
 def came_up(memory: Memory, key: str, now: datetime) -> Memory:
     """A node came up at the place *key*: the slot's next node is looked for in a new round."""
     memory = memory.with_place(key, succeeded(memory.place(key), now))
-    return replace(memory, round_from=memory.next_number)
+    return replace(memory, round_from=memory.next_number, shell="")
+
+
+def _shell(path: str) -> str:
+    """A queued resource outlives its node, and holds the quota of it until somebody deletes it."""
+    _, project, _, zone, _, name = path.split("/") if path.count("/") == 5 else ("", "", "", "", "", path)
+    order = f"gcloud compute tpus queued-resources delete {name} --zone={zone} --project={project} --force"
+    return f"the queued resource {name}, which the last node came from, may hold it still: `{order}`"
 
 
 def _refusal(place: Place, past: PlaceMemory, evidence: Evidence, timers: Timers) -> str | None:

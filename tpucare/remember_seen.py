@@ -65,6 +65,7 @@ def _met(node: Node, intent: CreateIntent | None, memory: Memory) -> NodeMemory:
         launched=intent is None,
         attempt=memory.attempts if intent is None else 0,
         asked=intent is None and _was_asked_for(node, memory),
+        queued=node.queued_resource,
     )
 
 
@@ -127,6 +128,8 @@ def gone(memory: Memory, name: str, now: datetime, rng: random.Random) -> Memory
         if not (past.dead or past.taken) and past.delete_asked_at is None and intent is None:
             memory = _book_preemption(memory, f"{name} is gone")
         memory = memory.without_node(name)
+        if past.queued:
+            memory = replace(memory, shell=past.queued)
     if intent is not None and (not intent.operation or intent.failed):
         memory = memory.without_create(name)
         if past is not None and past.delete_asked_at is None and not intent.refused:

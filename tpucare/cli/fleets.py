@@ -85,6 +85,7 @@ def check(
     """
     from tpucare import fleet as fleets
     from tpucare.errors import ConfigError
+    from tpucare.fleet_limits import warnings_of
     from tpucare.folder import folder_of, read_text
 
     if schema:
@@ -105,14 +106,17 @@ def check(
         fleets.refuse_shared_names(good)
     except ConfigError as error:
         problems += str(error).splitlines()
+    limits = warnings_of(good)
     if json_out:
         rows = [_summary(fleet) for fleet in good]
-        print_json({"ok": not problems, "fleets": rows, "problems": problems})
+        print_json({"ok": not problems, "fleets": rows, "problems": problems, "warnings": limits})
     else:
         for fleet in good:
             for line in fleet.warnings:
                 warn(line)
             say("{file}: {name}: {count} x {types} in {zones}".format(**_summary(fleet)))
+        for line in limits:
+            warn(line)
     if problems:
         raise ConfigError("\n".join(problems))
 
