@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.evidence_kit import EU, HERE, NOW, US, after, ago, before, evidence, later, node, place, seen
+from tests.evidence_kit import EU, HERE, NOW, SILENT, US, after, ago, before, evidence, later, node, place, seen
 from tpucare.evidence import (
     CLOCK_SLACK,
     SUPPORTING_OBSERVATIONS,
@@ -21,6 +21,7 @@ from tpucare.evidence import (
     region_of,
 )
 from tpucare.model import Provisioning
+from tpucare.orders import NodeReport
 from tpucare.tracking import NodeTrack
 
 SECOND = timedelta(seconds=1)
@@ -153,3 +154,17 @@ def test_a_track_knows_since_when_a_worker_is_missing() -> None:
     track.workers = None
     track.see(node(endpoints=1), ago(10))
     assert track.freeze().lacking_since == ago(20)
+
+
+def test_silence_of_before_a_darkness_supports_no_verdict_after_it() -> None:
+    """Three probes have to find it anew (rule 11): what was counted before is of another time."""
+    track = NodeTrack(node(), ago(hours=1), ago(hours=1))
+    mute = NodeReport(node().key, node().id, (SILENT, SILENT))
+    for seconds in (600, 585, 570):
+        track.hear(mute, ago(seconds))
+    assert (track.freeze().silent_probes, track.freeze().silent_since) == (3, ago(600))
+    track.darken(ago(560))
+    track.light(ago(60))
+    assert (track.freeze().silent_probes, track.freeze().silent_since) == (0, ago(100))
+    track.hear(mute, ago(45))
+    assert (track.freeze().silent_probes, track.freeze().silent_since) == (1, ago(100))

@@ -92,6 +92,16 @@ def test_a_delete_of_another_node_is_void() -> None:
     assert changed_meanwhile(memory(), "other") == memory()
 
 
+def test_a_delete_that_is_taken_back_takes_its_proof_of_quiet_along() -> None:
+    """What the workers said then is of then: a run may be launched on the node, and the proof opened the fence."""
+    known = asked(TRAINS, delete(reason=Reason.JUDGED, quiet=True))
+    for back in (changed_meanwhile(known, name_of(0)), recover(known)):
+        (told,) = back.nodes
+        assert (told.delete_asked_at, told.delete_quiet) == (None, False)
+        (again,) = came(asked(back, delete(reason=Reason.JUDGED)), delete(), None).nodes
+        assert (again.delete_accepted, again.in_doubt) == (True, True)
+
+
 def test_two_nodes_that_never_answered_block_their_place() -> None:
     known = memory(past(0, answered=False), past(1, answered=False))
     known = asked(known, delete(0, Reason.JUDGED, unanswered=True))

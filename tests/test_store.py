@@ -67,6 +67,10 @@ VERSION_1 = """
 """
 
 
+def on(folder: Path, instance_id: str, *, machine_id: str = HERE) -> SqliteStore:
+    return open_store(folder, machine_id=machine_id, instance_id=instance_id, now=NOW)
+
+
 def opened(folder: Path, *, machine_id: str = HERE, name: str = "tpucare") -> SqliteStore:
     return open_store(folder, machine_id=machine_id, now=NOW, name=name)
 
@@ -322,6 +326,35 @@ class TestMachine:
         opened(folder).close()
         accept_move(folder, machine_id=HERE, now=NOW)
         with opened(folder) as store:
+            assert not store.lost
+
+    def test_a_clone_of_the_disk_is_another_machine(self, folder: Path) -> None:
+        """A snapshot or a machine image has the same machine id: both daemons cared for the same slots."""
+        on(folder, "11").close()
+        with pytest.raises(StoreForeign, match="confirm --moved"):
+            on(folder, "22")
+        accept_move(folder, machine_id=HERE, instance_id="22", now=NOW)
+        with on(folder, "22") as store:
+            assert store.lost
+        with pytest.raises(StoreForeign):
+            on(folder, "11")
+
+    def test_a_store_that_knows_the_machine_id_alone_is_taken_over_without_a_word(self, folder: Path) -> None:
+        with opened(folder) as store:
+            assert store.machine == owners.machine_fingerprint(HERE)
+        with on(folder, "11") as store:
+            assert (store.machine, store.lost) == (owners.machine_fingerprint(HERE, "11"), False)
+        with pytest.raises(StoreForeign):
+            on(folder, "22")
+        with pytest.raises(StoreForeign):
+            on(folder, "11", machine_id=ELSEWHERE)
+
+    def test_a_metadata_server_that_does_not_answer_refuses_and_forgets_nothing(self, folder: Path) -> None:
+        on(folder, "11").close()
+        with on(folder, "") as store:
+            assert store.machine == owners.machine_fingerprint(HERE, "11")
+        accept_move(folder, machine_id=HERE, now=NOW)
+        with on(folder, "11") as store:
             assert not store.lost
 
     def test_the_machine_id_itself_is_not_kept(self, folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -12,14 +13,17 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.bench_worker import eventually
+from tests.local_server import serving
 from tpucare import system
 from tpucare.ports import Finished, Lane
-from tpucare.system import SystemClock, ThreadExecutor, machine_id, random_source
+from tpucare.system import SystemClock, ThreadExecutor, instance_id, machine_id, random_source
 
 LONG = timedelta(seconds=20)
 LANES = {Lane.LIST: 1, Lane.CLOUD: 2, Lane.PROBE: 3, Lane.LAUNCH: 1}
@@ -86,6 +90,52 @@ class TestMachineId:
         assert machine_id() == "b" * 32
         first.write_text("a" * 32 + "\n")
         assert machine_id() == "a" * 32
+
+
+class Metadata(BaseHTTPRequestHandler):
+    """A metadata server as Compute Engine has it; `told` is what it says, after `seconds`."""
+
+    told, status, seconds = b"4242424242\n", 200, 0.0
+
+    def do_GET(self) -> None:
+        assert self.path == "/computeMetadata/v1/instance/id"
+        assert self.headers["Metadata-Flavor"] == "Google"
+        threading.Event().wait(self.seconds)
+        self.send_response(self.status)
+        self.end_headers()
+        self.wfile.write(self.told)
+
+    def log_message(self, format: str, *args: object) -> None: ...
+
+
+class TestInstanceId:
+    @pytest.fixture
+    def google(self, tmp_path: Path) -> Path:
+        (tmp_path / "product_name").write_text("Google Compute Engine\n")
+        return tmp_path / "product_name"
+
+    @pytest.mark.parametrize(
+        ("answer", "want"),
+        [({}, "4242424242"), ({"status": 404}, ""), ({"told": b"<html>"}, ""), ({"seconds": 0.4}, "")],
+        ids=["told", "refused", "a captive portal", "late"],
+    )
+    def test_it_is_what_the_metadata_server_says(
+        self, google: Path, monkeypatch: pytest.MonkeyPatch, answer: dict[str, Any], want: str
+    ) -> None:
+        monkeypatch.setattr(system, "METADATA_SECONDS", 0.2)
+        handler = type("Handler", (Metadata,), answer)
+        with serving(HTTPServer(("127.0.0.1", 0), handler)) as server:
+            assert instance_id(google, ("127.0.0.1", server.server_port)) == want
+
+    def test_nobody_is_asked_on_another_machine(self, tmp_path: Path) -> None:
+        (tmp_path / "product_name").write_text("ThinkPad\n")
+        for product in (tmp_path / "product_name", tmp_path / "none"):
+            assert instance_id(product, ("nowhere.invalid", 80)) == ""
+
+    def test_a_server_that_is_away_refuses_nothing(self, google: Path) -> None:
+        with socket.socket() as unused:
+            unused.bind(("127.0.0.1", 0))
+            assert instance_id(google, unused.getsockname()) == ""
 
 
 class TestEffects:

@@ -33,7 +33,7 @@ from tpucare.remote import ParamikoRemote
 from tpucare.ssh_keys import LoginKey, load_or_make_key
 from tpucare.store import SqliteStore, open_store
 from tpucare.stores import Neighbours
-from tpucare.system import SystemClock, ThreadExecutor, machine_id, random_source
+from tpucare.system import SystemClock, ThreadExecutor, instance_id, machine_id, random_source
 
 if TYPE_CHECKING:
     from tpucare.cloud import GoogleCloud
@@ -129,7 +129,9 @@ def assemble(
     Raises: StoreLocked, StoreError: the store cannot be had; ConfigError: credentials, endpoint or key.
     """
     clock = SystemClock()
-    store = open_store(options.state, machine_id=machine_id(), now=clock.now(), name=options.store)
+    store = open_store(
+        options.state, machine_id=machine_id(), instance_id=instance_id(), now=clock.now(), name=options.store
+    )
     try:
         cloud = cast("GoogleCloud", _LaterCloud(options, clock)) if alone else _connect(options, clock)
         key = load_or_make_key(options.key)

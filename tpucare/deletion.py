@@ -23,7 +23,7 @@ from tpucare.model import Event, Node, NodeKey, NodeState
 from tpucare.ownership import caretaker_of, socket_of
 from tpucare.session import Session
 from tpucare.store import SqliteStore, open_store
-from tpucare.system import SystemClock, machine_id, random_source
+from tpucare.system import SystemClock, instance_id, machine_id, random_source
 
 LOOK_EVERY_SECONDS = 1.0
 ASK_AGAIN_SECONDS = 0.2
@@ -134,7 +134,10 @@ def _here(session: Session, order: Order) -> _Left:
     """Raises: StoreLocked: somebody cares for it."""
     with session.alone_with(order.store):
         now = SystemClock().now()
-        with open_store(session.options.state, machine_id=machine_id(), now=now, name=order.store) as store:
+        machine, instance = machine_id(), instance_id()
+        with open_store(
+            session.options.state, machine_id=machine, instance_id=instance, now=now, name=order.store
+        ) as store:
             memories = store.memories()
             found = {slot: _nodes_of(session, order, slot, memories[slot]) for slot in order.slots if slot in memories}
             _write_down(store, memories, found)

@@ -39,9 +39,21 @@ def new_owner() -> str:
     return "o-" + base64.b32encode(secrets.token_bytes(8)).decode("ascii").lower()[:12]
 
 
-def machine_fingerprint(machine_id: str) -> str:
-    """What a store keeps of a machine id; machines without one (bare containers) cannot be told apart."""
-    return hashlib.blake2b(machine_id.strip().encode("utf-8"), digest_size=16, key=_MACHINE_SALT).hexdigest()
+def machine_fingerprint(machine_id: str, instance_id: str = "") -> str:
+    """
+    What a store keeps of a machine; machines without a machine id (bare containers) cannot be told apart.
+
+    A disk that was cloned (a snapshot, a machine image) has the machine id of the first; its instance id tells them
+    apart, where there is one. Stores of before have the first part alone.
+    """
+    parts = [machine_id.strip(), *filter(None, [instance_id.strip()])]
+    return ".".join(hashlib.blake2b(p.encode(), digest_size=16, key=_MACHINE_SALT).hexdigest() for p in parts)
+
+
+def is_same_machine(stored: str, here: str) -> bool:
+    """By two fingerprints; an instance id that only one of them has says nothing."""
+    machines, instances = zip(stored.partition(".")[::2], here.partition(".")[::2], strict=True)
+    return machines[0] == machines[1] and ("" in instances or instances[0] == instances[1])
 
 
 def is_store_name(name: str) -> bool:

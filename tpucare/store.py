@@ -46,9 +46,13 @@ def holder(folder: Path, name: str = DEFAULT_NAME) -> int | None:
     return lock_holder(_lock_path(folder, name))
 
 
-def open_store(folder: Path, *, machine_id: str, now: datetime, name: str = DEFAULT_NAME) -> SqliteStore:
+def open_store(
+    folder: Path, *, machine_id: str, now: datetime, instance_id: str = "", name: str = DEFAULT_NAME
+) -> SqliteStore:
     """
     The store *name* in the state folder *folder*, made when there is none, and locked until it is closed.
+
+    instance_id: of the virtual machine; empty: there is none, or it is not told now, which refuses nothing
 
     Raises:
         StoreLocked: another process takes care of it.
@@ -56,29 +60,33 @@ def open_store(folder: Path, *, machine_id: str, now: datetime, name: str = DEFA
         StoreCorrupt: not a store of a version that this tpucare knows; left untouched.
         StoreFull: no room. StoreError: folder or file cannot be used.
     """
-    fingerprint = owners.machine_fingerprint(machine_id)
+    fingerprint = owners.machine_fingerprint(machine_id, instance_id)
     store = _open_locked(folder, name, fingerprint, now)
     try:
-        if store.machine != fingerprint:
+        if not owners.is_same_machine(store.machine, fingerprint):
             raise StoreForeign(
                 f"{store.path}: made on another machine, and two daemons with one owner would fight; "
                 "stop the one there for good, then run `tpucare confirm --moved` here"
             )
+        if instance_id and store.machine != fingerprint:
+            store.note_machine(fingerprint)
     except BaseException:
         store.close()
         raise
     return store
 
 
-def accept_move(folder: Path, *, machine_id: str, now: datetime, name: str = DEFAULT_NAME) -> None:
+def accept_move(
+    folder: Path, *, machine_id: str, now: datetime, instance_id: str = "", name: str = DEFAULT_NAME
+) -> None:
     """
     A person said that the store moved to this machine, and that nobody uses it on the old one any more.
 
     The store counts as `lost` from then on: the old machine may have launched runs after the copy was taken.
     """
-    fingerprint = owners.machine_fingerprint(machine_id)
+    fingerprint = owners.machine_fingerprint(machine_id, instance_id)
     with _open_locked(folder, name, fingerprint, now) as store:
-        if store.machine != fingerprint:
+        if not owners.is_same_machine(store.machine, fingerprint):
             store.take_over(fingerprint, now)
 
 
@@ -117,6 +125,11 @@ class SqliteStore(StoreReading):
         with self._transaction() as write:
             write.execute("UPDATE meta SET value = '' WHERE key = 'lost'")
         self._lost, self.old = None, False
+
+    def note_machine(self, fingerprint: str) -> None:
+        """It lives where it did, of which more is known now than when that was written."""
+        with self._transaction() as write:
+            write.execute("UPDATE meta SET value = ? WHERE key = 'machine'", (fingerprint,))
 
     def take_over(self, fingerprint: str, now: datetime) -> None:
         """From now on this store lives on the machine of that fingerprint; see `accept_move`."""

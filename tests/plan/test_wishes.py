@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from tests.evidence_kit import (
     FRESH,
     QUIET,
@@ -35,8 +37,10 @@ from tests.plan.kit import (
 )
 from tpucare.actions import (
     Delete,
+    Reason,
+    Stop,
 )
-from tpucare.memory import End, Wish
+from tpucare.memory import End, RunMemory, Wish
 from tpucare.model import OnSuccess
 
 ASKED = replace(TRAINS, wish=Wish.DOWN)
@@ -209,3 +213,17 @@ test_what_comes_of_wishes = table(WISHES)
 
 
 test_one_of_several_stays = table(SEVERAL)
+
+
+@pytest.mark.parametrize(
+    ("known", "goes"),
+    [(run(1), 0), (run(0), 1), (None, 1), (run(1, stopped=True), 1), (run(1, stop_why="stall"), 1)],
+    ids=["the younger is known", "the older is known", "neither", "the younger was stopped", "it is being stopped"],
+)
+def test_of_two_live_runs_the_one_that_memory_knows_stays_else_the_older_launch(
+    known: RunMemory | None, goes: int
+) -> None:
+    both = evidence(seen(node(), running()), seen(node(number=1), running(token(1))))
+    action = act(both, replace(BOTH, run=known))
+    assert isinstance(action, Stop)
+    assert (action.key.name, action.then) == (name_of(goes), Reason.SURPLUS)

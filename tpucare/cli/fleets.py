@@ -336,11 +336,11 @@ def confirm(
 
 def _confirm_move(context: typer.Context, *, yes: bool) -> None:
     from tpucare.store import accept_move
-    from tpucare.system import SystemClock, machine_id
+    from tpucare.system import SystemClock, instance_id, machine_id
 
     ask("Is the daemon on the old machine stopped for good? Two of them would fight.", yes=yes)
     chosen = options(context)
-    accept_move(chosen.state, machine_id=machine_id(), now=SystemClock().now())
+    accept_move(chosen.state, machine_id=machine_id(), instance_id=instance_id(), now=SystemClock().now())
     say(f"{chosen.state}: lives on this machine now")
 
 
