@@ -20,6 +20,7 @@ from tpucare import accelerators, fleet_files, fleet_values
 from tpucare.errors import ConfigError
 from tpucare.fleet import Fleet, json_schema, parse, read_local, read_text, refuse_shared_names
 from tpucare.fleet_limits import warnings_of
+from tpucare.fleet_problems import PROBLEMS_LIMIT
 from tpucare.fleet_schema import SECTIONS
 from tpucare.model import NODE_NAME_LIMIT, Care, HostKeys, Network, OnSuccess, Place, Provisioning, node_name
 
@@ -66,7 +67,12 @@ SMALL: dict[str, Any] = {
 
 
 def read(text: str, **options: Any) -> Fleet:
-    options = {"file": "pod.yaml", "folder": FOLDER, "read_file": lambda path: str(path).encode(), **options}
+    options = {
+        "file": "pod.yaml",
+        "folder": FOLDER,
+        "read_file": lambda folder, path: str(folder / path).encode(),
+        **options,
+    }
     return parse(text, **options)
 
 
@@ -102,7 +108,7 @@ def problems(changes: dict[str, Any], **options: Any) -> list[str]:
 
 
 def test_the_example_of_the_design_becomes_a_slot() -> None:
-    big_pod = read(EXAMPLE, read_file={FOLDER / "config.yaml": b"lr: 1"}.__getitem__)
+    big_pod = read(EXAMPLE, read_file=lambda folder, path: {FOLDER / "config.yaml": b"lr: 1"}[folder / path])
     slot = big_pod.slot(0)
     assert (slot.name, slot.fleet, slot.project, slot.workers) == ("big-pod-0", "big-pod", "my-project", 32)
     assert slot.places == (
@@ -709,21 +715,47 @@ def test_the_text_of_a_file_is_utf8_or_a_config_error(tmp_path: Path) -> None:
 
 def test_all_files_together_are_bounded() -> None:
     files = {f"f{i}": f"f{i}" for i in range(20)}
-    found = problems({"job.files": files}, read_file=lambda path: b"x" * fleet_files.FILE_LIMIT_BYTES)
+    found = problems({"job.files": files}, read_file=lambda folder, path: b"x" * fleet_files.FILE_LIMIT_BYTES)
     assert "all files together are larger than 16 MB" in found[0]
 
 
 def test_a_file_is_read_once_for_all_slots() -> None:
     asked: list[Path] = []
 
-    def read_file(path: Path) -> bytes:
-        asked.append(path)
+    def read_file(folder: Path, path: str) -> bytes:
+        asked.append(folder / path)
         return b"x"
 
     slots = fleet({"count": 50, "job.files": {"{slot}": "one", "b": "one"}}, read_file=read_file).slots()
     assert asked == [FOLDER / "one"]
     assert slots[7].job is not None
     assert slots[7].job.files == {"pod-7": b"x", "b": b"x"}
+
+
+def test_a_file_per_slot_is_bounded_before_any_is_read() -> None:
+    """2 KB of text had a million files opened on the thread of the loop, each miss kept as text."""
+    files = {f"f{i}": f"{{slot}}/{i}" for i in range(11)}
+    (found,) = problems({"count": 1000, "job.files": files}, read_file=lambda folder, path: pytest.fail(path))
+    assert found == "job.files: names 11000 files for 1000 slots, more than 10000; send a folder with `workdir`"
+
+
+def test_files_that_are_missing_are_looked_for_only_until_a_person_has_enough() -> None:
+    asked: list[str] = []
+
+    def missing(folder: Path, path: str) -> bytes:
+        asked.append(path)
+        raise FileNotFoundError(2, "No such file or directory")
+
+    found = problems({"count": 9000, "job.files": {"a": "{slot}"}}, read_file=missing)
+    assert len(asked) == len(found) == PROBLEMS_LIMIT + 1
+    assert "and 1 more" in found[-1]
+
+
+def test_texts_that_name_their_slot_are_bounded_over_all_slots() -> None:
+    changes = {"job.run": "{slot} " + "x" * 30_000, "job.env": {"A": "x" * 100_000}}
+    assert len(fleet({**changes, "count": 1000}).slots()) == 1000
+    (found,) = problems({**changes, "count": 2000})
+    assert found.startswith("job: `run` and `env` with {slot} are 57 MB for 2000 slots, more than 32 MB")
 
 
 def test_a_surplus_slot_whose_file_was_not_read_says_so() -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.office import Office, fleet_text
-from tpucare.errors import ConfigError, StoreError
+from tpucare.control import Control, request
+from tpucare.errors import ConfigError
 from tpucare.folder import TEXT_LIMIT, Watch, folder_of, read_text
 from tpucare.memory import Wish
 
@@ -312,12 +314,30 @@ def test_an_applied_fleet_replaces_the_file_that_declares_it(office: Office, tmp
     assert "new" in office.roster.records["pod"].text
 
 
-def test_a_fleets_folder_that_is_a_file_is_an_error_of_the_store(office: Office, tmp_path: Path) -> None:
-    office.folder.rmdir()
-    office.folder.touch()
-    with pytest.raises(StoreError, match="fleets folder cannot be made"):
-        office.apply(fleet_text(), tmp_path)
+@pytest.mark.parametrize("harm", ["no folder", "no file"])
+def test_a_fleets_folder_that_cannot_be_written_is_an_error_of_that_order_alone(
+    office: Office, tmp_path: Path, harm: str
+) -> None:
+    """Of a process it would be an end: each `tpucare apply` ended the daemon of a unit with ProtectSystem=strict."""
+    if harm == "no folder":
+        office.folder.rmdir()
+        office.folder.touch()
+    else:
+        (office.folder / "pod.yaml" / "in-the-way").mkdir(parents=True)
+    control = Control(tmp_path / "control.sock", lambda: None)
+    control.start()
+    try:
+        with ThreadPoolExecutor(1) as person:
+            order = {"do": "apply", "text": fleet_text(), "folder": str(tmp_path), "file": ""}
+            answer = person.submit(request, control.path, order)
+            while not answer.done():
+                control.serve(office.desk.carry)
+            with pytest.raises(ConfigError, match=r"cannot be (made|written)"):
+                answer.result()
+    finally:
+        control.close()
     assert office.slots == []
+    office.run(1)
 
 
 def test_an_applied_fleet_does_not_overwrite_another_one(office: Office, tmp_path: Path) -> None:

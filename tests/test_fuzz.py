@@ -102,8 +102,8 @@ def bent_fleets(draw: st.DrawFn) -> str:
 
 
 def read_fleet(text: str) -> None:
-    def read_file(path: Path) -> bytes:
-        if "missing" in path.name:
+    def read_file(_: Path, path: str) -> bytes:
+        if "missing" in Path(path).name:
             raise FileNotFoundError(2, "No such file or directory")
         return b"content"
 

@@ -25,6 +25,7 @@ from tpucare.errors import ConfigError
 from tpucare.failpoints import failpoint_of
 from tpucare.gate import ContextGate
 from tpucare.launch import ScriptLauncher
+from tpucare.local_files import Private
 from tpucare.logs import LogKeeper
 from tpucare.model import Event
 from tpucare.options import Options
@@ -76,6 +77,7 @@ class Caretaker:
     neighbours: Neighbours
     find_project: Callable[[], str]
     """Project for fleets that name none. Raises: ConfigError: nothing names one."""
+    private: Private
 
     def __enter__(self) -> Caretaker:
         return self
@@ -140,7 +142,10 @@ def assemble(
         keeper = LogKeeper(options.logs)
         point = failpoint_of(env)
         reached = remote if point is None else point.remote(remote)
-        scripts = ScriptLauncher(reached, state_dir=options.state, secrets=secrets_of(env), logs=keeper)
+        private = options.private(env)
+        scripts = ScriptLauncher(
+            reached, state_dir=options.state, secrets=secrets_of(env), logs=keeper, private=private
+        )
         made = launcher(Leaves(options, store, clock, remote, scripts, executor.nudge))
         ports = Ports(cloud, made, store.owner, f"{options.ssh_user}:{key.public}")
         kept: Store = store
@@ -155,7 +160,7 @@ def assemble(
         store.close()
         raise
     finder = project_finder(options, env)
-    return Caretaker(options, store, clock, executor, cloud, remote, made, engine, gate, neighbours, finder)
+    return Caretaker(options, store, clock, executor, cloud, remote, made, engine, gate, neighbours, finder, private)
 
 
 def _connect(options: Options, clock: SystemClock) -> GoogleCloud:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tpucare.errors import ConfigError
+from tpucare.local_files import EVERYWHERE_PRIVATE, NEVER_SENT, Private, open_below
 
 LIMIT_BYTES = 256 << 20
 GIT_SECONDS = 30
@@ -49,58 +50,66 @@ class Bundle:
     content: bytes
 
 
-def pack(folder: str, limit: int = LIMIT_BYTES) -> Bundle:
+def pack(folder: str, private: Private = EVERYWHERE_PRIVATE, limit: int = LIMIT_BYTES) -> Bundle:
     """
     Pack *folder* (an absolute path). `limit` is in bytes of its files, since each worker gets them all.
 
-    Raises: ConfigError: not a folder, unreadable, or too large; the largest files are named.
+    Raises: ConfigError: not a folder, unreadable, private or with private files, or too large; the largest are named.
     """
     root = Path(folder)
     if not root.is_dir():
         raise ConfigError(f"job.workdir: {folder} is not a folder")
+    if refusal := private.refusal(root):
+        raise ConfigError(f"job.workdir: {folder} {refusal}")
     try:
-        names = _names(root)
+        names = _names(root, private)
         _check_size(root, names, limit)
-        content = _packed(root, names)
+        content = _packed(root, names, private)
     except OSError as error:
-        raise ConfigError(f"job.workdir: {folder}: {error.strerror} ({error.filename})") from error
+        named = f" ({error.filename})" if error.filename else ""
+        raise ConfigError(f"job.workdir: {folder}: {error.strerror or error}{named}") from error
     return Bundle(f"bundle.{hashlib.sha256(content).hexdigest()[:16]}.tar.gz", content)
 
 
-def _packed(root: Path, names: list[str]) -> bytes:
+def _packed(root: Path, names: list[str], private: Private) -> bytes:
     target = io.BytesIO()
     with (
         gzip.GzipFile(fileobj=target, mode="wb", compresslevel=3, mtime=0) as zipped,
         tarfile.open(fileobj=zipped, mode="w", format=tarfile.PAX_FORMAT) as archive,
     ):
         for name in names:
-            _add(archive, root / name, name)
+            _add(archive, root, name, private)
     return target.getvalue()
 
 
-def _add(archive: tarfile.TarFile, path: Path, name: str) -> None:
-    info = archive.gettarinfo(path, arcname=name)
-    if info is None:  # A socket: nothing that code needs.
+def _add(archive: tarfile.TarFile, root: Path, name: str, private: Private) -> None:
+    if stat.S_ISREG(os.lstat(root / name).st_mode):
+        with open_below(root, name, private) as stream:
+            info = _cleaned(archive.gettarinfo(arcname=name, fileobj=stream))
+            if info.islnk():
+                # A second name of the same file; which one comes first must not matter.
+                info.type, info.linkname, info.size = tarfile.REGTYPE, "", os.fstat(stream.fileno()).st_size
+            archive.addfile(info, stream)
         return
+    info = archive.gettarinfo(root / name, arcname=name)
+    if info is not None and (info.issym() or info.isdir()):  # Sockets, pipes and devices: nothing that code needs.
+        archive.addfile(_cleaned(info))
+
+
+def _cleaned(info: tarfile.TarInfo) -> tarfile.TarInfo:
+    """Without what differs between two copies of the same files."""
     info.mtime = info.uid = info.gid = 0
     info.uname = info.gname = ""
     info.mode = 0o755 if info.mode & stat.S_IXUSR or info.isdir() else 0o644
-    if info.islnk():
-        # A second name of the same file; which one comes first must not matter.
-        info.type, info.linkname, info.size = tarfile.REGTYPE, "", path.stat().st_size
-    if info.isreg():
-        with path.open("rb") as stream:
-            archive.addfile(info, stream)
-    elif info.issym() or info.isdir():
-        archive.addfile(info)
+    return info
 
 
-def _names(root: Path) -> list[str]:
+def _names(root: Path, private: Private = EVERYWHERE_PRIVATE) -> list[str]:
     """Paths of files and links below *root*, sorted."""
     if not _in_work_tree(root.resolve()):
-        return sorted(_names_by_walking(root))
+        return sorted(_names_by_walking(root, private))
     names = sorted(_names_by_git(root))
-    if not names and _names_by_walking(root):
+    if not names and _names_by_walking(root, private):
         raise ConfigError(
             f"job.workdir: git ignores every file in {root}, so there is nothing to send; "
             "`git init` there makes it a repository of its own"
@@ -139,12 +148,17 @@ def _names_by_git(root: Path) -> list[str]:
     return [name for name in names if os.path.lexists(root / name) and not _is_folder(root / name)]
 
 
-def _names_by_walking(root: Path) -> list[str]:
+def _names_by_walking(root: Path, private: Private) -> list[str]:
+    """Raises: ConfigError: a folder there is private, or what lies in a folder is: it is named before more is read."""
+    real = os.path.realpath(root)
     found = []
-    for folder, below, files in os.walk(root):
+    for folder, below, files in os.walk(real):
+        for path in (os.path.join(folder, name) for name in (*below, *files)):
+            if private.holds(Path(path)) and not os.path.islink(path):
+                raise ConfigError(f"job.workdir: {root}: {path} {NEVER_SENT}; name a folder without it")
         links = [name for name in below if os.path.islink(os.path.join(folder, name))]
         below[:] = [name for name in below if name not in (".git", "__pycache__") and name not in links]
-        found += [os.path.relpath(os.path.join(folder, name), root) for name in (*files, *links)]
+        found += [os.path.relpath(os.path.join(folder, name), real) for name in (*files, *links)]
     return found
 
 

@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import tpucare
-from tpucare import fleet as fleets
 from tpucare import view, wishes
 from tpucare.actions import Wait
 from tpucare.assembly import Caretaker
 from tpucare.errors import ConfigError, TpuCareError
 from tpucare.fleets import Roster
-from tpucare.folder import Intake, folder_of, without_header
+from tpucare.folder import Intake, without_header
 from tpucare.memory import Memory, Wish
 from tpucare.model import Node, parse_node_name
 from tpucare.plain import plain
@@ -150,8 +149,8 @@ class Desk:
             raise ConfigError(f"folder {shown(folder)} is not an absolute path")
         # A byte order mark is allowed at the very beginning, where the copy says its folder.
         text = text.removeprefix("\ufeff")
-        base = folder_of(text, Path(folder))
-        parsed = fleets.parse(without_header(text), file=file or "fleet.yaml", folder=base)
+        base = self._intake.base_of(text) or Path(folder)
+        parsed = self._roster.parse(without_header(text), file=file or "fleet.yaml", folder=base)
         fleet = self._roster.with_project(parsed)
         self._roster.refuse_taken(fleet)
         lying = self._intake.copy_in(fleet, text, base, file)

@@ -20,12 +20,15 @@ from tpucare.fleet_build import care_of, job_template, places_of
 from tpucare.fleet_files import ReadFile, read_local
 from tpucare.fleet_problems import PROBLEMS_LIMIT, shape_problems
 from tpucare.fleet_schema import COUNT_LIMIT, FleetFile
+from tpucare.local_files import open_regular
 from tpucare.model import Care, Job, Place, Slot
 from tpucare.yaml_lines import Document, Problem
 
 __all__ = ["Fleet", "json_schema", "parse", "read_local", "read_text", "refuse_shared_names"]
 
 SLOT_PLACEHOLDER = "{slot}"
+# Texts that name their slot are kept once per slot, as long as the fleet is cared for.
+EXPANDED_LIMIT_BYTES = 32 << 20
 
 json_schema = fleet_schema.json_schema
 
@@ -152,7 +155,7 @@ def parse(
     problems += [*document.problems, *findings.problems]
     contents: dict[str, bytes] = {}
     if declared is not None:
-        problems += _folder_problems(declared, document, folder)
+        problems += [*_folder_problems(declared, document, folder), *_size_problems(declared, document)]
         if not findings.problems:
             problems += _place_problems(declared, document)
         contents, unread = _read_files(declared, document, folder, read_file)
@@ -162,7 +165,7 @@ def parse(
     return _built(declared, contents, tuple(_lines(findings.warnings, file)), file, folder, default_project)
 
 
-def read_text(path: Path, read_file: ReadFile = read_local) -> str:
+def read_text(path: Path) -> str:
     """
     Text of the fleet file at *path*, for `parse` and for the record of what was accepted.
 
@@ -170,7 +173,8 @@ def read_text(path: Path, read_file: ReadFile = read_local) -> str:
         ConfigError: It cannot be read, or is not UTF-8.
     """
     try:
-        content = read_file(path)
+        with open_regular(path) as file:
+            content = file.read(fleet_files.FILE_LIMIT_BYTES + 1)
         return content.decode("utf-8-sig")
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
@@ -214,6 +218,17 @@ def _folder_problems(declared: FleetFile, document: Document, folder: Path | Non
         yield document.problem(("job", "workdir"), "must be an absolute path: this text lies in no folder")
 
 
+def _size_problems(declared: FleetFile, document: Document) -> Iterator[Problem]:
+    texts = [declared.job.run, *declared.job.env.values()]
+    size = declared.count * sum(len(text) for text in texts if SLOT_PLACEHOLDER in text)
+    if size > EXPANDED_LIMIT_BYTES:
+        text = (
+            f"`run` and `env` with {SLOT_PLACEHOLDER} are {size >> 20} MB for {declared.count} slots, more than "
+            f"{EXPANDED_LIMIT_BYTES >> 20} MB; read $TPUCARE_SLOT in the script, or put the text into the repository"
+        )
+        yield document.problem(("job",), text)
+
+
 def _place_problems(declared: FleetFile, document: Document) -> Iterator[Problem]:
     """What is remembered of a place is kept under its key, so two places of one key would mix their memories."""
     taken = set()
@@ -235,6 +250,10 @@ def _read_files(
     if wrong or folder is None:
         return {}, [document.problem(_file_path(remote), text) for remote, text in wrong]
     names = [f"{declared.name}-{index}" for index in range(declared.count)]
+    reads = sum(len(names) if SLOT_PLACEHOLDER in local else 1 for local in files.values())
+    if reads > (limit := fleet_files.READS_LIMIT):
+        text = f"names {reads} files for {len(names)} slots, more than {limit}; send a folder with `workdir`"
+        return {}, [document.problem(("job", "files"), text)]
     owner = {path: remote for remote, local in files.items() for path in _expansions(local, names)}
     contents, unread = fleet_files.read_all(owner, folder, read_file)
     return contents, [document.problem(_file_path(owner[path]), text) for path, text in unread.items()]

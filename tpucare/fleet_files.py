@@ -1,36 +1,37 @@
 """
 `job.files`: which paths a fleet may name on workers and on this machine, and the reading of the latter within bounds.
 
-On a worker a path stays below the job's folder; on this machine below the folder of the fleet file, since whoever
-writes a fleet file may not be allowed to read what the daemon can. Reading goes through a function that the door hands
-in; `read_local` is the usual one.
+On a worker a path stays below the job's folder; on this machine below the folder of the fleet file (`local_files`).
+Reading goes through a function that the door hands in; `read_local` is the usual one.
 """
 
 from __future__ import annotations
 
-import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 
+from tpucare.fleet_problems import PROBLEMS_LIMIT
+from tpucare.local_files import EVERYWHERE_PRIVATE, Private, open_below
 from tpucare.words import shown
 
-ReadFile = Callable[[Path], bytes]
+ReadFile = Callable[[Path, str], bytes]
+"""Content of the file at a relative path below a folder. Raises: OSError, ValueError."""
 
 FILES_LIMIT = 100
 FILE_LIMIT_BYTES = 1 << 20
 TOTAL_LIMIT_BYTES = 16 << 20
+# A file per slot is asked for at every parse, on the thread of the loop: 10,000 take half a second.
+READS_LIMIT = 10_000
 
 
-def read_local(path: Path) -> bytes:
+def read_local(folder: Path, path: str, private: Private = EVERYWHERE_PRIVATE) -> bytes:
     """
     Content of a regular file; of a larger one, one byte more than FILE_LIMIT_BYTES.
 
     Raises:
-        OSError: Missing, unreadable, or no regular file (a device or a pipe might never end).
+        OSError: As `local_files.open_below`.
     """
-    if not stat.S_ISREG(path.stat().st_mode):
-        raise OSError("no regular file")
-    with path.open("rb") as file:
+    with open_below(folder, path, private) as file:
         return file.read(FILE_LIMIT_BYTES + 1)
 
 
@@ -47,14 +48,20 @@ def path_problems(files: Mapping[str, str]) -> Iterator[tuple[str, str]]:
         taken[PurePosixPath(remote)] = remote
 
 
-def read_all(paths: Iterable[str], folder: Path, read_file: ReadFile) -> tuple[dict[str, bytes], dict[str, str]]:
-    """Contents of the local *paths* that could be read, and what is wrong with the others; both by path as written."""
+def read_all(paths: Collection[str], folder: Path, read_file: ReadFile) -> tuple[dict[str, bytes], dict[str, str]]:
+    """
+    Contents of the local *paths* that could be read, and what is wrong with the others; both by path as written.
+
+    Ends where more could not be read than a person is told of.
+    """
     contents: dict[str, bytes] = {}
     wrong: dict[str, str] = {}
     total = 0
     for path in dict.fromkeys(paths):
+        if len(wrong) > PROBLEMS_LIMIT:
+            break
         try:
-            content = read_file(folder / path)
+            content = read_file(folder, path)
         except (OSError, ValueError) as error:
             reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
             wrong[path] = f"{shown(path)} cannot be read: {shown(reason)}"

@@ -19,6 +19,7 @@ from tpucare import fleet_python, owner, wishes
 from tpucare.engine import Engine
 from tpucare.errors import ConfigError
 from tpucare.fleet import Fleet
+from tpucare.local_files import EVERYWHERE_PRIVATE, Private
 from tpucare.memory import End, FleetRecord, Wish
 from tpucare.model import Event, Slot
 from tpucare.ports import Clock, Store
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from tpucare.assembly import Caretaker
 
 ACCEPTED = "accepted"
+FOLDER_SUFFIX = ".folder"
 
 
 class Roster:
@@ -46,8 +48,10 @@ class Roster:
         find_project: Callable[[], str],
         keeps: bool = True,
         neighbours: Neighbours | None = None,
+        private: Private = EVERYWHERE_PRIVATE,
     ) -> None:
         """
+        private: what no fleet may have sent to its workers
         keeps: False: only to see what would come of it; nothing is written down, and nobody is told.
         neighbours: the other stores of the state folder, whose slots may not be declared here too
         """
@@ -59,6 +63,7 @@ class Roster:
         self._find_project = find_project
         self.keeps = keeps
         self._neighbours = neighbours
+        self._private = private
         self._unpinned: set[str] = set()
 
     @classmethod
@@ -72,6 +77,7 @@ class Roster:
             find_project=caretaker.find_project,
             keeps=keeps,
             neighbours=caretaker.neighbours,
+            private=caretaker.private,
         )
 
     # --- from the store ----------------------------------------------------------------------------------------------
@@ -96,9 +102,11 @@ class Roster:
     def _read(self, record: FleetRecord) -> Fleet:
         contents = self._contents_of(record.name)
 
-        def read(path: Path) -> bytes:
-            kept = contents.get(str(path))
-            return kept if kept is not None else fleets.read_local(path)
+        def read(folder: Path, path: str) -> bytes:
+            kept = contents.get(str(folder / path))
+            if kept is None and record.wish is Wish.DOWN:
+                return b""  # let go of when nothing of the fleet was left, and wanted by nobody
+            return kept if kept is not None else fleets.read_local(folder, path, self._private)
 
         file = f"{record.name}.yaml (as accepted)"
         if fleet_python.is_python(record.text):
@@ -141,6 +149,38 @@ class Roster:
 
     # --- a new text --------------------------------------------------------------------------------------------------
 
+    def parse(self, text: str, *, file: str, folder: Path | None) -> Fleet:
+        """
+        The fleet that *text* declares; its relative paths start at *folder*.
+
+        Raises: ConfigError: what is wrong with it, or it would have something private sent to its workers.
+        """
+
+        def read(base: Path, path: str) -> bytes:
+            return fleets.read_local(base, path, self._private)
+
+        fleet = fleets.parse(text, file=file, folder=folder, read_file=read)
+        if fleet.job.workdir and (refusal := self._private.refusal(fleet.job.workdir)):
+            raise ConfigError(f"{file}: job.workdir: {fleet.job.workdir} {refusal}")
+        return fleet
+
+    def was_applied_from(self, fleet: str, folder: Path) -> bool:
+        """Whether `tpucare apply` brought *fleet* here from *folder*; a text that merely says so may lie."""
+        record = self.records.get(fleet)
+        return (record is not None and record.folder == str(folder)) or self._noted_folder(fleet) == str(folder)
+
+    def note_applied(self, fleet: str, folder: Path) -> None:
+        """Beside the store, so that a copy of the applied file keeps its meaning where the store is lost."""
+        if self._noted_folder(fleet) != str(folder):
+            owner.prepare_folder(self._kept)
+            owner.write_private(self._kept / f"{fleet}{FOLDER_SUFFIX}", str(folder))
+
+    def _noted_folder(self, fleet: str) -> str:
+        try:
+            return (self._kept / f"{fleet}{FOLDER_SUFFIX}").read_text("utf-8")
+        except (OSError, ValueError):
+            return ""
+
     def refuse_taken(self, fleet: Fleet) -> None:
         """Raises: ConfigError: another store of the state folder cares for a slot of that name; see `_refuse_moved`."""
         self._refuse_moved(fleet)
@@ -179,7 +219,7 @@ class Roster:
         contents = {str(folder / path): content for path, content in fleet.contents.items()}
         record = FleetRecord(fleet.name, text, str(folder), self._clock.now(), wish, fleet.project or "")
         if self.keeps:
-            if contents != self._contents_of(fleet.name):
+            if wish is not Wish.DOWN and contents != self._contents_of(fleet.name):
                 self._keep(fleet.name, contents)
             self._store.save_fleet(record)
         self.records[fleet.name] = record

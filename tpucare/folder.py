@@ -16,11 +16,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tpucare import fleet as fleets
 from tpucare import owner, yaml_lines
 from tpucare.errors import ConfigError, StoreError
 from tpucare.fleet import Fleet
 from tpucare.fleets import Roster
+from tpucare.local_files import open_regular
 from tpucare.memory import Wish
 from tpucare.words import shown
 
@@ -142,7 +142,7 @@ class Intake:
         Put the text of an applied file into the folder; returns the text that lies there then.
 
         A copy says in its first line where its relative paths start, so that it means the same here.
-        Raises: ConfigError: too large with that line, too; StoreError: the folder cannot be written.
+        Raises: ConfigError: too large with that line, too, or the folder cannot be written; StoreError.
         """
         target = self.path_of(fleet.name)
         if file and Path(file).exists() and target.exists() and Path(file).samefile(target):
@@ -151,11 +151,19 @@ class Intake:
         whole = _HEADER + json.dumps(str(folder)) + "\n" + without_header(text)
         if len(whole.encode()) > TEXT_LIMIT:
             raise ConfigError(f"{file or target}: larger than {TEXT_LIMIT >> 10} KB as a copy that names its folder")
+        self._roster.note_applied(fleet.name, folder)
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
-            raise StoreError(f"{self.folder}: the fleets folder cannot be made: {error.strerror}") from error
-        owner.write_private(target, whole)
+            raise ConfigError(f"{self.folder}: the fleets folder cannot be made: {error.strerror}") from error
+        try:
+            owner.write_private(target, whole)
+        except StoreError as error:
+            # The folder may belong to somebody else, and be read-only for good (ProtectSystem=, a ConfigMap).
+            raise ConfigError(
+                f"{error}: put the file there yourself, and it is taken in; or let tpucare write to {self.folder} "
+                "(under systemd: ReadWritePaths=)"
+            ) from error
         self._declared[target] = fleet.name
         self._unmark(fleet.name)
         return whole
@@ -194,7 +202,7 @@ class Intake:
             try:
                 mark.unlink()
             except OSError as error:
-                raise StoreError(f"{mark}: cannot be deleted: {error.strerror}") from error
+                raise ConfigError(f"{mark}: cannot be deleted: {error.strerror}; delete it yourself") from error
 
     def _marks(self, fleet: str) -> list[Path]:
         found = (path for suffix in SUFFIXES for path in self.folder.glob(f"*{suffix}{DOWN}"))
@@ -218,8 +226,7 @@ class Intake:
         """Which file declares what, without taking anything in."""
         for path in Watch(self.folder).look().changed:
             try:
-                text = read_text(path)
-                fleet = fleets.parse(text, file=str(path), folder=folder_of(text, path.parent))
+                _, fleet, _ = self._read(path)
             except ConfigError:
                 continue
             self._declared.setdefault(path, fleet.name)
@@ -228,9 +235,8 @@ class Intake:
 
     def _take(self, path: Path) -> None:
         try:
-            text = read_text(path)
-            folder = folder_of(text, path.parent)
-            fleet = self._roster.with_project(fleets.parse(text, file=str(path), folder=folder))
+            text, parsed, folder = self._read(path)
+            fleet = self._roster.with_project(parsed)
             self._refuse_double(fleet, path)
             self._roster.refuse_taken(fleet)
         except ConfigError as error:
@@ -242,6 +248,27 @@ class Intake:
             self._orphan(str(before), f"{path} declares {fleet.name} now")
         if self._roster.is_news(fleet, text, folder):
             self._accept(fleet, text, folder, path)
+
+    def _read(self, path: Path) -> tuple[str, Fleet, Path]:
+        """Text of a file, its fleet, and where its relative paths start. Raises: ConfigError."""
+        text = read_text(path)
+        if not text.startswith(_HEADER):
+            return text, self._roster.parse(text, file=str(path), folder=path.parent), path.parent
+        if (base := self.base_of(text)) is not None:
+            return text, self._roster.parse(text, file=str(path), folder=base), base
+        # Whoever may write to this folder could name any other in that line.
+        try:
+            return text, self._roster.parse(text, file=str(path), folder=None), path.parent
+        except ConfigError as error:
+            told = f"{path}:1: `tpucare apply` did not write this line here, so it counts for nothing: apply the file"
+            raise ConfigError(f"{told}, or delete the line\n{error}") from error
+
+    def base_of(self, text: str) -> Path | None:
+        """Where an applied copy says that its paths start, if the fleet was applied from there. Raises: ConfigError."""
+        if not text.startswith(_HEADER):
+            return None
+        named = folder_of(text, self.folder)
+        return named if self._roster.was_applied_from(yaml_lines.named(text, "name"), named) else None
 
     def _accept(self, fleet: Fleet, text: str, folder: Path, path: Path) -> None:
         record = self._roster.records.get(fleet.name)
@@ -294,13 +321,13 @@ class Intake:
 def read_text(path: Path) -> str:
     """Raises: ConfigError: cannot be read, is too large to be a fleet file, or is no UTF-8."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             content = file.read(TEXT_LIMIT + 1)
         if len(content) > TEXT_LIMIT:
             raise ConfigError(f"{path}: larger than {TEXT_LIMIT >> 10} KB, so no fleet file")
         return content.decode("utf-8-sig")
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: is not UTF-8 (byte {error.start})") from error
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from tpucare import answers, bundle, script
 from tpucare.errors import AuthRefused, HostKeyChanged, RemoteError
+from tpucare.local_files import EVERYWHERE_PRIVATE, Private
 from tpucare.logs import LogKeeper, Place
 from tpucare.model import NodeKey, Ran, Worker
 from tpucare.orders import (
@@ -59,7 +60,7 @@ class ScriptLauncher:
     ports.Launcher over a Remote. Thread-safe as far as its Remote is.
 
     `secrets` gives the value of a name, or None when it is not set; it is asked at each launch, and nothing is kept.
-    Logs go below `state_dir`/logs.
+    Logs go below `state_dir`/logs. No file of a `workdir` that is `private` is sent.
     """
 
     def __init__(
@@ -69,8 +70,9 @@ class ScriptLauncher:
         state_dir: Path,
         secrets: Callable[[str], str | None],
         logs: LogKeeper | None = None,
+        private: Private = EVERYWHERE_PRIVATE,
     ) -> None:
-        self._remote, self._pusher = remote, Pusher(remote, secrets)
+        self._remote, self._pusher = remote, Pusher(remote, secrets, private)
         self.logs = logs or LogKeeper(state_dir / "logs")
         # Probes run on many threads.
         self._lock = threading.Lock()

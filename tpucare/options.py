@@ -16,6 +16,7 @@ from pathlib import Path
 
 from tpucare.emulator import running
 from tpucare.errors import ConfigError
+from tpucare.local_files import Private
 
 # Every TPU VM image has it, with sudo and a home; the first tpucare logged in as it, and scripts name its folders.
 DEFAULT_USER = "ubuntu"
@@ -80,6 +81,22 @@ class Options:
         except (OSError, UnicodeDecodeError):
             noted = ""
         return Path(noted) if noted else self.state / "fleets"
+
+    def private(self, env: Mapping[str, str]) -> Private:
+        """What no fleet may have sent to workers: this folder, but for its fleets, and what the user logs in with."""
+        home = Path(env.get("HOME") or Path.home())
+        named = [env.get(name) for name in ("CREDENTIALS_DIRECTORY", "GOOGLE_APPLICATION_CREDENTIALS")]
+        return Private.of(
+            (
+                self.state,
+                home / ".local" / "state" / "tpucare",
+                home / ".ssh",
+                env.get("CLOUDSDK_CONFIG") or home / ".config" / "gcloud",
+                env.get("NETRC") or home / ".netrc",
+                *(path for path in named if path),
+            ),
+            shown=self.fleets(env),
+        )
 
 
 def resolve(

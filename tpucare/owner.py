@@ -155,14 +155,19 @@ def write_private(path: Path, text: str) -> None:
 
     Raises: StoreError.
     """
-    scratch = path.with_name(path.name + ".new")
+    # Who else may write to the folder must not know the name: what lies there could be a link to another file.
+    scratch = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        handle = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        with open(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        scratch.replace(path)
+        handle = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            with open(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            scratch.replace(path)
+        except OSError:
+            scratch.unlink(missing_ok=True)
+            raise
         sync_folder(path.parent)
     except OSError as error:
         raise StoreError(f"{path}: cannot be written: {error.strerror}") from error

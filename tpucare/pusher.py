@@ -15,6 +15,7 @@ from datetime import timedelta
 
 from tpucare import answers, bundle, script
 from tpucare.errors import CommandFailed, ConfigError
+from tpucare.local_files import EVERYWHERE_PRIVATE, Private
 from tpucare.model import NodeKey, Ran, Worker
 from tpucare.orders import LaunchOrder, LaunchResult
 from tpucare.ports import Remote
@@ -43,8 +44,10 @@ class Pusher:
     `secrets` gives the value of a name, or None when it is not set; it is asked at each launch, and nothing is kept.
     """
 
-    def __init__(self, remote: Remote, secrets: Callable[[str], str | None]) -> None:
-        self._remote, self._secrets = remote, secrets
+    def __init__(
+        self, remote: Remote, secrets: Callable[[str], str | None], private: Private = EVERYWHERE_PRIVATE
+    ) -> None:
+        self._remote, self._secrets, self._private = remote, secrets, private
         self._lock = threading.Lock()
         self._bundles: dict[Worker, str] = {}
 
@@ -55,7 +58,7 @@ class Pusher:
         """
         try:
             secrets = self._secret_values(order)
-            parcel = parcel_of(order, secrets)
+            parcel = parcel_of(order, secrets, self._private)
         except ConfigError as error:
             return LaunchResult(tuple(error for _ in order.workers))
         if not script.needs_commit(order.job):
@@ -119,8 +122,8 @@ class Pusher:
                 self._bundles.pop(worker)
 
 
-def parcel_of(order: LaunchOrder, secrets: Mapping[str, str]) -> Parcel:
-    packed = bundle.pack(order.job.workdir) if order.job.workdir else None
+def parcel_of(order: LaunchOrder, secrets: Mapping[str, str], private: Private = EVERYWHERE_PRIVATE) -> Parcel:
+    packed = bundle.pack(order.job.workdir, private) if order.job.workdir else None
     name = packed.name if packed else ""
     files = [(file.path, file.content, file.mode) for file in script.run_files(order, secrets, name)]
     light = bundle.stream(files)
