@@ -371,3 +371,27 @@ def test_a_surplus_slot_whose_file_is_lost_gets_no_node_that_would_lie_idle(offi
     office.ask("down", target="pod-1")
     office.run(10)
     assert office.slots == ["pod-0"]
+
+
+def test_files_of_a_fleet_that_was_taken_down_are_let_go(office: Office, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "conf").write_text("s3cr3t")
+    text = fleet_text("cod") + "  files: {conf: conf}\n"
+    office.apply(text, home)
+    office.run(5)
+    kept = office.state / "accepted"
+    assert {path.name for path in kept.iterdir()} >= {"cod.json", "cod.folder"}
+    office.ask("down", target="cod")
+    office.run(10)
+    assert [path.name for path in kept.iterdir() if path.name.startswith("cod")] == []
+    (home / "conf").unlink()
+    office.again()
+    office.look()
+    assert office.roster.unread == {}
+    assert [path.name for path in kept.iterdir() if path.name.startswith("cod")] == []
+    (home / "conf").write_text("new")
+    office.apply(text, home)
+    job = office.daemon.engine.slots["cod-0"].slot.job
+    assert job is not None
+    assert job.files == {"conf": b"new"}

@@ -504,6 +504,38 @@ def test_a_crashed_emulator_is_swept_up_by_the_next(tmp_path: Path, way: Sandbox
         bystander.wait()
 
 
+def test_secrets_of_a_worker_go_with_it_and_stay_over_a_reboot(zone: Zone, tmp_path: Path) -> None:
+    """Homes of the dead are kept, and outlived the emulator with real keys in them."""
+    secrets = "mkdir -p .tpucare/pod-0-a1.1; echo s3cr3t | tee .tpucare/pod-0-a1.1/env run.sh.netrc; echo kept >.note"
+    for node_id, worker in ((7, 0), (8, 1)):
+        zone.boot(worker, node_id)
+        zone.run(secrets, worker)
+    zone.machines.reboot(NODE, 0).result(timeout=30)
+    assert zone.run("cat .tpucare/pod-0-a1.1/env") == "s3cr3t"
+    zone.kill(8)
+    holders = [path for path in (tmp_path / "state").rglob("*") if path.is_file() and b"s3cr3t" in path.read_bytes()]
+    assert {path.name for path in holders} == {"env", "run.sh.netrc"}
+    assert all("7" in path.relative_to(tmp_path / "state").parts[2] for path in holders), holders
+    zone.machines.close()
+    left = [path for path in (tmp_path / "state").rglob("*") if path.is_file()]
+    assert not [path for path in left if b"s3cr3t" in path.read_bytes()]
+    assert len([path for path in left if path.name == ".note"]) == 2
+
+
+def test_what_is_on_the_path_of_every_worker_is_closed_to_writers(tmp_path: Path) -> None:
+    mask = os.umask(0)
+    try:
+        (tmp_path / "state").mkdir()
+        zone = Zone(tmp_path)
+    finally:
+        os.umask(mask)
+    zone.machines.close()
+    bin_folder = tmp_path / "state/machines/bin"
+    assert [
+        path for path in (bin_folder.parent, bin_folder, *bin_folder.iterdir()) if path.stat().st_mode & 0o022
+    ] == []
+
+
 def test_close_leaves_nothing(tmp_path: Path) -> None:
     threads = set(threading.enumerate())
     zone = Zone(tmp_path, keep_dead=0)

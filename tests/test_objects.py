@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -25,7 +26,7 @@ from tpucare.emulator.config import WorldConfig
 from tpucare.emulator.http_face import HttpAnswer, HttpRequest, HttpService
 from tpucare.emulator.metadata import MetadataServer
 from tpucare.emulator.object_face import ObjectFace
-from tpucare.emulator.objects import Conditions, Listing, ObjectError, ObjectStore
+from tpucare.emulator.objects import Conditions, Glob, Listing, ObjectError, ObjectStore
 from tpucare.emulator.server import EmulatorServer
 from tpucare.model import Job
 
@@ -89,6 +90,35 @@ def test_listings_are_cut_at_a_delimiter_and_paged(store: ObjectStore) -> None:
     globbed = store.list(BUCKET, Listing(glob="ckpt/*/x"))
     assert [one.name for one in globbed.items] == ["ckpt/1/x", "ckpt/10/x", "ckpt/2/x"]
     assert [one.name for one in store.list(BUCKET, Listing(glob="**/{y,note}")).items] == ["ckpt/1/y", "ckpt/note"]
+
+
+@pytest.mark.parametrize(
+    ("glob", "matched"),
+    [
+        ("a*c", {"abc", "ac"}),
+        ("a**c", {"abc", "ac", "a/b/c", "a/c"}),
+        ("a/**/c", {"a/b/c", "a/c"}),
+        ("**/c", {"a/b/c", "a/c", "c"}),
+        ("a?c", {"abc"}),
+        ("a[!x]c", {"abc", "a/c"}),
+        ("{a{b,},}c", {"abc", "ac", "c"}),
+        ("a}c,", set()),
+        ("", set()),
+    ],
+)
+def test_a_glob_matches_whole_names(glob: str, matched: set[str]) -> None:
+    names = {"abc", "ac", "a/b/c", "a/c", "c", "axc/d"}
+    assert {name for name in names if Glob(glob).matches(name)} == matched
+
+
+def test_no_glob_takes_long() -> None:
+    """As a regular expression, five `**/` took seconds on one name, and each further one 25 times as long."""
+    began = time.process_time()
+    assert not Glob("**/" * 40 + "*a*" * 40 + "b").matches("a/" * 300)
+    assert time.process_time() - began < 1
+    for wrong in ("{a", "{" * 5000, "[z-a]"):
+        with pytest.raises(ObjectError):
+            Glob(wrong)
 
 
 def test_buckets_come_first(store: ObjectStore) -> None:

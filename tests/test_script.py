@@ -271,6 +271,17 @@ def test_logs_of_a_slot_are_bounded_oldest_first(tmp_path: Path) -> None:
     assert [path.parent for path in tmp_path.iterdir()] == [tmp_path, tmp_path]
 
 
+def test_logs_of_all_slots_are_bounded_those_first_that_were_written_longest_ago(tmp_path: Path) -> None:
+    """320 names of slots, each with its 32 MB, filled a disk of 10 GB."""
+    keeper = LogKeeper(tmp_path, limit_bytes=100_000)
+    for number in range(200):
+        keeper.append(f"pod-{number}", 1, "n-a1.1", 0, b"x" * 2000)
+        os.utime(tmp_path / f"slot-pod-{number}" / "a1-w0.log", (number, number))
+    assert 80_000 < sum(path.stat().st_size for path in tmp_path.rglob("*.log")) < 110_000
+    assert keeper.read("pod-199", 1)
+    assert not keeper.read("pod-100", 1)
+
+
 def test_kept_logs_hold_nothing_that_a_terminal_obeys(tmp_path: Path) -> None:
     keeper = LogKeeper(tmp_path)
     keeper.append("pod-0", 1, "pod-0-a1.1", 0, b"\x1b[1;31mred\x1b[0m \x1b]0;title\x07a\r\nb\r50%\r51%\x1b(B\x1b7 \xff")

@@ -13,6 +13,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+import zlib
 from base64 import b64encode
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -28,6 +29,7 @@ from tests.bench_worker import eventually
 from tpucare.emulator.wandb import WandbServer, World, filters, search
 from tpucare.emulator.wandb.records import Agent, Run, RunState, Sweep, SweepState
 from tpucare.emulator.wandb.search import BadSweep
+from tpucare.emulator.wandb.server import BODY_LIMIT, inflated
 from tpucare.emulator.wandb.state import NotFound
 from tpucare.errors import ConfigError
 
@@ -353,6 +355,19 @@ def test_a_short_key_is_refused_and_an_unknown_operation_named(server: WandbServ
         assert [note["kind"] for note in json.load(window)["audit"]] == ["unknown"]
     with urllib.request.urlopen(f"{server.url}/control/state", timeout=10) as window:
         assert json.load(window) == {"sweeps": [], "runs": []}
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate"])
+def test_a_body_is_inflated_only_as_far_as_one_may_be(encoding: str) -> None:
+    """400 KB of zeros, packed, took 800 MB."""
+    window = zlib.MAX_WBITS + (16 if encoding == "gzip" else 0)
+    packer = zlib.compressobj(wbits=window)
+    packed = b"".join([packer.compress(bytes(1 << 20)) for _ in range(BODY_LIMIT // (1 << 20) + 2)] + [packer.flush()])
+    assert len(inflated(packed, encoding)) == BODY_LIMIT
+    small = zlib.compressobj(wbits=window)
+    assert inflated(small.compress(b"{}") + small.flush(), encoding) == b"{}"
+    assert inflated(b"{}", encoding) == b""
+    assert inflated(b"{}", "") == b"{}"
 
 
 def test_a_port_that_is_taken_is_one_clear_line(server: WandbServer) -> None:

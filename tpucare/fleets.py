@@ -8,6 +8,7 @@ who reads files and who may ask for what is left to `folder` and `desk`. On the 
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -292,9 +293,12 @@ class Roster:
         if self._unpinned:
             self._pin_seen()
         gone = [name for name in self._going_down() if self._engine.is_over(name) and not self._is_declared(name)]
+        fleets_of = {self._engine.slots[name].slot.fleet for name in gone}
         for name in gone:
             self._engine.roster.end(name)
             self.say("down", f"{name}: nothing is left of it", name, "info")
+        for fleet in fleets_of:
+            self._let_go(fleet)
         return gone
 
     def _going_down(self) -> list[str]:
@@ -333,6 +337,14 @@ class Roster:
             return {str(path): base64.b64decode(content) for path, content in raw.items()}
         except (OSError, ValueError, AttributeError, TypeError):
             return {}
+
+    def _let_go(self, fleet: str) -> None:
+        """The files of a fleet that was taken down, and of which nothing is left: they may hold what is secret."""
+        record = self.records.get(fleet)
+        if record is not None and record.wish is Wish.DOWN and not self._engine.roster.has_left(fleet):
+            for suffix in (".json", FOLDER_SUFFIX):
+                with contextlib.suppress(OSError):
+                    (self._kept / f"{fleet}{suffix}").unlink()
 
     def _keep(self, fleet: str, contents: Mapping[str, bytes]) -> None:
         owner.prepare_folder(self._kept)

@@ -20,6 +20,8 @@ from urllib.parse import quote
 from tpucare.plain import plain_lines
 
 DEFAULT_LIMIT_BYTES = 32 << 20
+# Of all slots together, those that are no more included: a fifth of the smallest disk that docs/installing.md asks for.
+TOTAL_LIMIT_BYTES = 2 << 30
 # A token has at most 138 characters, an offset 19. Always of one length, so that a shorter one overwrites a longer one.
 PLACE_BYTES = 192
 
@@ -35,14 +37,18 @@ class Place(NamedTuple):
 
 class LogKeeper:
     """
-    Keeps at most *limit_bytes_per_slot* of each slot, the oldest attempts going first. Thread-safe.
+    Keeps at most *limit_bytes_per_slot* of each slot, the oldest attempts going first, and *limit_bytes* of all slots,
+    those going first that were written to longest ago. Thread-safe.
 
     A full disk loses log lines, and nothing else: `append` never raises for one.
     """
 
-    def __init__(self, folder: Path, limit_bytes_per_slot: int = DEFAULT_LIMIT_BYTES) -> None:
-        self._folder, self._limit = folder, limit_bytes_per_slot
+    def __init__(
+        self, folder: Path, limit_bytes_per_slot: int = DEFAULT_LIMIT_BYTES, limit_bytes: int = TOTAL_LIMIT_BYTES
+    ) -> None:
+        self._folder, self._limit, self._total_limit = folder, limit_bytes_per_slot, limit_bytes
         self._lock = threading.Lock()
+        self._written_in_all = limit_bytes
         self._written: dict[str, int] = {}
 
     def place(self, slot: str, attempt: int, worker: int) -> Place:
@@ -99,6 +105,7 @@ class LogKeeper:
         mark = f"{place.token} {place.offset}".ljust(PLACE_BYTES)
         _write_to(self._place_file(slot, attempt, worker), 0, mark.encode())
         self._bound(slot, path, len(text))
+        self._bound_all(path, len(text))
 
     def _bound(self, slot: str, newest: Path, added: int) -> None:
         """Counting files costs a listing, so it is done once per sixteenth of the limit."""
@@ -115,6 +122,21 @@ class LogKeeper:
             keep = max(0, size - excess) // 2 if path == newest else 0
             excess -= size - keep
             _cut(path, keep)
+
+    def _bound_all(self, newest: Path, added: int) -> None:
+        """As `_bound`, over all slots; a folder whose last log goes is left, since its slot may write again."""
+        self._written_in_all += added
+        if self._written_in_all < self._total_limit // 16:
+            return
+        self._written_in_all = 0
+        found = [(path, path.stat()) for path in self._folder.glob("slot-*/*.log")]
+        excess = sum(status.st_size for _, status in found) - self._total_limit
+        for path, status in sorted(found, key=lambda entry: entry[1].st_mtime):
+            if excess <= 0:
+                return
+            if path != newest:
+                excess -= status.st_size
+                _cut(path, 0)
 
     def _kept(self, slot: str) -> Iterator[tuple[Path, int, int]]:
         folder = self._slot_folder(slot)

@@ -28,7 +28,7 @@ INTERVAL_VARIABLE = "WANDB_X_FILE_STREAM_TRANSMIT_INTERVAL"
 INTERVAL_SECONDS = "5"
 # The usual variable differs by slot, and a run that was interrupted goes on in whichever slot asks next.
 CHECKPOINT_VARIABLE = "TPUCARE_SWEEP_CHECKPOINT"
-INSTALL = "command -v wandb >/dev/null || python3 -m pip install --quiet --user wandb"
+INSTALL = "command -v wandb >/dev/null || python3 -m pip install --quiet --user 'wandb<1'"
 # A sweep whose id is not known yet: what the fleet is checked with before anything is created.
 UNKNOWN = SweepPath("entity", "project", "unknown")
 

@@ -25,7 +25,7 @@ THREADS = 256
 STOP_GRACE_SECONDS = 0.2
 
 SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
-    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_receive_message_length", 16 << 20),
     ("grpc.max_send_message_length", -1),
     ("grpc.so_reuseport", 0),  # a second emulator on the same port must fail, not share the calls
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000),

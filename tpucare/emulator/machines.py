@@ -13,7 +13,7 @@ from __future__ import annotations
 import shutil
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -308,8 +308,14 @@ class Machines:
                 self._ending = [machine for machine in self._ending if not machine.ended.is_set()]
             self._bury(machines)
 
-    def _bury(self, machines: Iterable[WorkerMachine]) -> None:
+    def _bury(self, machines: Sequence[WorkerMachine]) -> None:
         self._dead.extend(machines)
+        with self._changed:
+            booted = {machine.folders.root for machine in self._machines.values()}
+        for machine in machines:
+            # Homes of the dead are kept for a look, and a worker that boots again has its own: neither needs secrets.
+            if machine.folders.root not in booted:
+                machine.forget_secrets()
         while len(self._dead) > self._keep_dead:
             oldest = self._dead.popleft()
             with self._changed:

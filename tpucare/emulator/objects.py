@@ -260,7 +260,7 @@ class ObjectStore:
         with self._lock:
             objects = self._of(bucket)
             names = sorted(objects)
-        pattern = glob_pattern(asked.glob) if asked.glob else None
+        pattern = Glob(asked.glob) if asked.glob else None
         items: list[StoredObject] = []
         prefixes: list[str] = []
         last = ""
@@ -269,7 +269,7 @@ class ObjectStore:
                 break
             cut = _cut(name, asked)
             entry = cut or name
-            if entry <= asked.after or entry == last or (pattern and not pattern.fullmatch(entry)):
+            if entry <= asked.after or entry == last or (pattern and not pattern.matches(entry)):
                 continue
             if len(items) + len(prefixes) >= asked.size:
                 return ObjectPage(tuple(items), tuple(prefixes), last)
@@ -289,30 +289,86 @@ def _cut(name: str, asked: Listing) -> str:
     return asked.prefix + head + found if found else ""
 
 
-def glob_pattern(glob: str) -> re.Pattern[str]:
-    """`matchGlob`: `*` and `?` stop at slashes, `**` does not; `[a-z]`, `{a,b}` as in a shell. Raises: ObjectError."""
-    out, place, depth = "", 0, 0
+class Glob:
+    """
+    `matchGlob`: `*` and `?` stop at slashes, `**` does not, `**/` may match nothing; `[a-z]`, `{a,b}` as in a shell.
+
+    No pattern takes longer than its length times that of the name: all ends of a match are followed side by side, where
+    a regular expression would try one after the other.
+    """
+
+    def __init__(self, glob: str) -> None:
+        """Raises: ObjectError: a set or braces that mean nothing."""
+        self._parts, rest = _alternatives(glob, 0, 0)
+        assert rest == len(glob)
+
+    def matches(self, name: str) -> bool:
+        return len(name) in _ends(self._parts[0], name, {0})
+
+
+BRACES_LIMIT = 8
+_Part = re.Pattern[str] | list["list[_Part]"] | str
+"""One character's pattern, alternatives, or `*`, `**` and `**/`."""
+
+
+def _alternatives(glob: str, place: int, depth: int) -> tuple[list[list[_Part]], int]:
+    """What stands between commas from *place* on, to the end or the brace that closes; and the place behind it."""
+    found: list[list[_Part]] = [[]]
     while place < len(glob):
         char = glob[place]
-        if glob.startswith("**", place):
-            # `**/` may also match nothing at all.
-            folder = glob.startswith("**/", place)
-            out += "(?:.*/)?" if folder else ".*"
-            place += 3 if folder else 2
-            continue
-        if char == "[" and (end := glob.find("]", place + 2)) > 0:
-            inside = glob[place + 1 : end].replace("\\", "\\\\")
-            out += "[" + ("^" + inside[1:] if inside[0] in "!^" else inside) + "]"
-            place = end
+        if depth and char in ",}":
+            place += 1
+            if char == "}":
+                return found, place
+            found.append([])
+        elif char == "{":
+            if depth == BRACES_LIMIT:
+                raise ObjectError(400, "invalid", "Invalid matchGlob: braces in braces")
+            inner, place = _alternatives(glob, place + 1, depth + 1)
+            found[-1].append(inner)
+        elif char == "*":
+            wild = next(wild for wild in ("**/", "**", "*") if glob.startswith(wild, place))
+            found[-1].append(wild)
+            place += len(wild)
+        elif char == "[" and (end := glob.find("]", place + 2)) > 0:
+            found[-1].append(_set_of(glob[place + 1 : end]))
+            place = end + 1
         else:
-            depth += {"{": 1, "}": -1}.get(char, 0)
-            known = {"*": "[^/]*", "?": "[^/]", "{": "(?:", "}": ")"} | ({",": "|"} if depth else {})
-            out += known.get(char, re.escape(char))
-        place += 1
+            found[-1].append(re.compile("[^/]" if char == "?" else re.escape(char)))
+            place += 1
+    if depth:
+        raise ObjectError(400, "invalid", "Invalid matchGlob: a brace that is not closed")
+    return found, place
+
+
+def _set_of(inside: str) -> re.Pattern[str]:
+    escaped = inside.replace("\\", "\\\\")
     try:
-        return re.compile(out, re.DOTALL)
+        return re.compile("[" + ("^" + escaped[1:] if escaped[0] in "!^" else escaped) + "]", re.DOTALL)
     except re.error as error:
         raise ObjectError(400, "invalid", f"Invalid matchGlob: {error}") from None
+
+
+def _ends(parts: Sequence[_Part], name: str, ends: set[int]) -> set[int]:
+    """Where in *name* a match of *parts* may end that begins at one of *ends*."""
+    for part in parts:
+        if not ends:
+            return ends
+        first = min(ends)
+        if isinstance(part, re.Pattern):
+            ends = {end + 1 for end in ends if part.match(name, end)}
+        elif isinstance(part, list):
+            ends = {end for inner in part for end in _ends(inner, name, ends)}
+        elif part == "**":
+            ends = set(range(first, len(name) + 1))
+        elif part == "**/":
+            ends = ends | {place + 1 for place in range(first, len(name)) if name[place] == "/"}
+        else:
+            ends = set(ends)
+            for place in range(first, len(name)):
+                if place in ends and name[place] != "/":
+                    ends.add(place + 1)
+    return ends
 
 
 def _not_met() -> ObjectError:

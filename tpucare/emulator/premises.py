@@ -39,6 +39,8 @@ class Premises:
         """Raises: MachineError: another emulator uses the folder, or this user could not log in to a worker."""
         self._root = state_dir.resolve() / "machines"
         self._root.mkdir(parents=True, exist_ok=True)
+        # Its `bin` is on every worker's PATH: whatever the umask, nobody else writes there.
+        self._root.chmod(0o755)
         self.login_user = _login_user()
         self._lock = _locked(self._root / "lock")
         self._screens: Path | None = None
@@ -123,6 +125,7 @@ class Premises:
     def _write_stubs(self, guest: Guest) -> None:
         folder = self._root / "bin"
         folder.mkdir(exist_ok=True)
+        folder.chmod(0o755)
         for name, text in outfit.stubs(guest).items():
             (folder / name).write_text(text)
             (folder / name).chmod(0o755)

@@ -33,6 +33,8 @@ from tpucare.emulator.records import NodePath
 from tpucare.emulator.sandbox import Cage, MachineError, living
 
 _LISTENING = b"Server listening on"
+# What tpucare writes of secrets below a home: the environment of each run, W&B keys beside scripts.
+_SECRETS = (".tpucare/*/env", "*.netrc")
 _LISTEN_TIMEOUT_SECONDS = 30.0
 # sshd listens with a backlog of 128, which the kernel fills with 129 connections.
 _BACKLOG_ATTEMPTS = 160
@@ -166,6 +168,12 @@ class WorkerMachine:
     def conflicts_with(self, order: Boot) -> bool:
         """They cannot run at the same time: same address, or same folder."""
         return self.address == order.address or self.key == (order.path, order.node_id, order.worker)
+
+    def forget_secrets(self) -> None:
+        """Remove the secrets from a home that is only kept for a look."""
+        for pattern in _SECRETS:
+            for path in self.folders.home.glob(pattern):
+                path.unlink(missing_ok=True)
 
     def give_up_folder(self) -> Path:
         """Home and all, moved out of the way of a worker of the same name; the caller removes it at leisure."""

@@ -187,7 +187,7 @@ if [ ! -s "$delivered" ] && [ -z "${WANDB_API_KEY:-}" ] && ! knows_machine; then
   fail 83 "no W&B key: $delivered is not there (send_to_tpu delivers it with the unchanged text of exec_command), WANDB_API_KEY is not set, and $netrc has no entry for "wandb.example.org:8443
 fi
 if ! command -v wandb >/dev/null && ! python3 -c 'import wandb' 2>/dev/null; then
-  PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install -q --upgrade wandb </dev/null 8>&- ||
+  PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install -q --upgrade 'wandb<1' </dev/null 8>&- ||
     fail 80 'wandb could not be installed'
 fi
 if [ -s "$delivered" ]; then

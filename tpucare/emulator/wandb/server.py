@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import gzip
 import json
 import sys
 import threading
@@ -157,6 +156,18 @@ class WandbServer:
             run.files[path] = content[:FILE_LIMIT]
 
 
+def inflated(raw: bytes, encoding: str) -> bytes:
+    """A body as it was before it was packed, cut at BODY_LIMIT; empty where it was not packed so."""
+    # zlib's window; 16 more is a gzip header.
+    window = {"gzip": zlib.MAX_WBITS + 16, "deflate": zlib.MAX_WBITS}.get(encoding)
+    if window is None:
+        return raw
+    try:
+        return zlib.decompressobj(window).decompress(raw, BODY_LIMIT)
+    except zlib.error:
+        return b""
+
+
 def _take_lines(run: Run, file: str, offset: int, content: list[str]) -> None:
     if file == "wandb-summary.json":
         for line in content:
@@ -242,13 +253,7 @@ class _Conversation(OurConversation):
     def _body(self) -> bytes:
         length = min(int(self.headers.get("Content-Length") or 0), BODY_LIMIT)
         raw = self.rfile.read(length)
-        encoding = (self.headers.get("Content-Encoding") or "").lower()
-        try:
-            return (
-                gzip.decompress(raw) if encoding == "gzip" else zlib.decompress(raw) if encoding == "deflate" else raw
-            )
-        except (OSError, zlib.error, EOFError):
-            return b""
+        return inflated(raw, (self.headers.get("Content-Encoding") or "").lower())
 
     def _is_known(self) -> bool:
         scheme, _, value = (self.headers.get("Authorization") or "").partition(" ")
