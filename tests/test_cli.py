@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 import typer
 
+from tests.bench_worker import eventually
 from tests.office import BEAT, QUICK, REPOSITORY, Process, fleet_text
 from tpucare import cli
 from tpucare.cli.app import HOMES, OTHER_WORDS, first_line, function_of, with_flags_first
@@ -31,6 +32,7 @@ from tpucare.cli.nodes import worker_behind
 from tpucare.control import NoDaemon, request
 from tpucare.emulator import running
 from tpucare.emulator.config import WorldConfig
+from tpucare.emulator.records import NodeSpec
 from tpucare.emulator.server import EmulatorServer
 from tpucare.errors import AnswerLost, AuthRefused, ConfigError, StoreLocked
 from tpucare.logs import LogKeeper
@@ -377,14 +379,24 @@ def test_logs_outlive_the_node_and_cannot_drive_a_terminal(run: Run, tmp_path: P
 
 
 def test_a_running_emulator_takes_orders(run: Run, cloud: EmulatorServer) -> None:
-    assert run("emulator", "capacity", "us-central1-a", "0").out == "capacity: done\n"
-    assert run("emulator", "outage", "1s").out == "outage: done\n"
-    assert run("emulator", "end-outages").code == 0
+    said = run("emulator", "capacity", "us-central1-a", "0").out
+    assert said == "capacity: zone us-central1-a, tier spot, amount 0\n"
+    assert run("emulator", "outage", "1s").out == "outage: duration 1s, kind api\n"
+    assert run("emulator", "end-outages").out == "end-outages: done\n"
     assert run("emulator", "status").json["nodes"] == []
-    assert "no node is called" in run("emulator", "preempt", "pod-0").err
+    assert "no node is called pod-0; there is none" in run("emulator", "preempt", "pod-0").err
+    spec = NodeSpec("v2-8", runtime_version="tpu-ubuntu2204-base", spot=True)
+    with cloud.lock:
+        cloud.world.set_capacity("us-central1-a", "v2-8", "spot", None, cloud.now())
+        cloud.world.create_node("projects/emulated/locations/us-central1-a", "pod-0-a1", spec, cloud.now())
+    eventually(lambda: run("emulator", "status").json["nodes"][0]["state"] == "READY")
+    assert run("emulator", "preempt", "pod-0").out == "preempt: pod-0-a1\n"
+    eventually(lambda: run("emulator", "status").json["nodes"][0]["state"] == "PREEMPTED")
+    assert "preempt: pod-0-a1 is PREEMPTED: nothing to do" in run("emulator", "preempt", "pod-0").err
+    assert "no node is called cod; there are pod-0-a1" in run("emulator", "preempt", "cod").err
     assert run("emulator", "preempt", "pod-0", "--shown", "sideways").code == Exit.CONFIG
-    assert "no node is called" in run("emulator", "state", "pod-0", "77").err
-    assert "no node is called" in run("emulator", "unknown-fields", "pod-0", "--off").err
+    assert "no node is called" in run("emulator", "state", "cod", "77").err
+    assert "no node is called" in run("emulator", "unknown-fields", "cod", "--off").err
     assert run("emulator", "order", '{"do": "end-outages"}').code == 0
     assert run("emulator", "order", "{").code == Exit.USAGE
     with cloud.lock:

@@ -412,7 +412,7 @@ def test_every_action_can_be_ordered(state: Path) -> None:
         (b"\xff\xfe", "one JSON object"),
         (b"[" * 30_000, "one JSON object"),
         (b"[]", "JSON object such as"),
-        (b"{}", "no action None"),
+        (b"{}", "an order names its action"),
         (b'{"do": "premept"}', "did you mean 'preempt'"),
         (b'{"do": ["preempt"]}', "no action"),
         (b'{"do": "preempt"}', "preempt: selector: is missing"),

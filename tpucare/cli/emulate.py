@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -299,8 +300,21 @@ def _send(context: typer.Context, what: dict[str, Any]) -> None:
     answer = _request(context, what)
     touched = answer.get("touched")
     if touched == []:
-        raise Failure(f"{what['do']}: no node is called {what.get('selector')}")
-    say(f"{what['do']}: {', '.join(touched)}" if touched else f"{what['do']}: done")
+        raise Failure(f"{what['do']}: {_why_nothing(str(what.get('selector')), _request(context, {'do': 'status'}))}")
+    if touched is None:
+        told = {key: value for key, value in what.items() if key != "do" and value != ""}
+        touched = [f"{key} {'none' if value is None else value}" for key, value in told.items()] or ["done"]
+    say(f"{what['do']}: {', '.join(touched)}")
+
+
+def _why_nothing(selector: str, status: Mapping[str, Any]) -> str:
+    """Why an order touched no node: none is meant, or those that are meant are past it."""
+    nodes = {row["name"]: row["state"] for row in status["nodes"]}
+    patterns = (selector, f"{selector}-a*", f"{selector}-*-a*")
+    meant = [name for name in nodes if any(fnmatchcase(name, pattern) for pattern in patterns)]
+    if meant:
+        return ", ".join(f"{name} is {nodes[name]}" for name in meant) + ": nothing to do"
+    return f"no node is called {selector}; there " + (f"are {', '.join(nodes)}" if nodes else "is none")
 
 
 def _request(context: typer.Context, what: Any) -> dict[str, Any]:

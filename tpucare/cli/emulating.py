@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from tpucare.cli.common import say
-from tpucare.emulator.config import WorldConfig, load_world
+from tpucare.emulator.config import Addresses, WorldConfig, load_world
 from tpucare.emulator.config_zones import Zone
+from tpucare.emulator.loopback import claim
 from tpucare.emulator.machines import Machines
 from tpucare.emulator.requests import ANY_TYPE, offered_types
 from tpucare.emulator.server import EmulatorServer
@@ -48,6 +49,10 @@ def serve(
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stopping.set())
     with ExitStack() as open_servers:
+        if ssh_port and "network" not in config.addresses.model_fields_set:
+            part = claim((ssh_port, metadata_port))
+            open_servers.callback(part.close)
+            config = config.model_copy(update={"addresses": Addresses(network=str(part.network))})
         base = _open_wandb(open_servers, folder, wandb_port, seed, wandb_lost_after)
 
         def machines(**hooks: Any) -> Machines:

@@ -76,7 +76,11 @@ class Listing(Strict):
 
 
 class Addresses(Strict):
-    """Workers get unique addresses of this network; on Linux all of 127/8 needs no set-up."""
+    """
+    Workers get unique addresses of this network; on Linux all of 127/8 needs no set-up.
+
+    Where it is not named, `tpucare emulator` takes a part of it that no other emulator of the machine uses.
+    """
 
     network: str = "127.64.0.0/10"
 

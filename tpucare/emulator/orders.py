@@ -94,6 +94,8 @@ def parse_order(raw: object) -> Order:
     if not isinstance(raw, Mapping):
         raise ConfigError('an order is a JSON object such as {"do": "preempt", "selector": "*"}')
     action = raw.get("do")
+    if action is None:
+        raise ConfigError(f'an order names its action, such as {{"do": "status"}}; there are {", ".join(ACTIONS)}')
     if action not in ACTIONS:
         raise ConfigError(f"no action {action!r}{_nearest(str(action), ACTIONS)}; there are {', '.join(ACTIONS)}")
     try:

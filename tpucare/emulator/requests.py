@@ -149,8 +149,21 @@ def offered_runtimes(zone: str, settings: Zone) -> tuple[str, ...]:
 
 
 def _knows_runtime(runtime: str, accelerator: Accelerator, settings: Zone) -> bool:
-    known = settings.runtimes if settings.runtimes is not None else accelerator.runtimes
+    former = FORMER_RUNTIMES.get(accelerator.generation, ())
+    known = settings.runtimes if settings.runtimes is not None else (*accelerator.runtimes, *former)
     return any(_runtime_pattern(one).fullmatch(runtime) for one in known)
+
+
+FORMER_RUNTIMES: Mapping[str, tuple[str, ...]] = {
+    "v2": ("v2-alpha", "v2-nightly", "tpu-vm-base"),
+    "v3": ("v2-alpha", "v2-nightly", "tpu-vm-base"),
+    "v4": ("v2-alpha-tpuv4", "v2-alpha-tpuv4-pod", "v2-nightly-tpuv4", "tpu-vm-v4-base"),
+}
+"""
+Taken, and listed no more: gcloud scripts of 2022 name them.
+
+Source: the first tpucare (`v2-alpha`), and Google's pages on TPU software versions of 2021 to 2023.
+"""
 
 
 @functools.cache
