@@ -61,12 +61,20 @@ class Office:
         self.folder.mkdir()
         self.state = tmp_path / "state"
         self.daemon = Daemon(self.state)
+        self.secrets: Callable[[str], str | None] | None = None
         self._open()
 
     def _open(self) -> None:
         daemon = self.daemon
         assert daemon.store is not None
-        self.roster = Roster(daemon.engine, daemon.store, daemon.clock, state=self.state, find_project=lambda: PROJECT)
+        self.roster = Roster(
+            daemon.engine,
+            daemon.store,
+            daemon.clock,
+            state=self.state,
+            find_project=lambda: PROJECT,
+            secrets=self.secrets,
+        )
         self.roster.load()
         self.intake = Intake(self.folder, self.roster)
         parts = SimpleNamespace(engine=daemon.engine, store=daemon.store, clock=daemon.clock)

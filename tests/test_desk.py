@@ -395,3 +395,58 @@ def test_files_of_a_fleet_that_was_taken_down_are_let_go(office: Office, tmp_pat
     job = office.daemon.engine.slots["cod-0"].slot.job
     assert job is not None
     assert job.files == {"conf": b"new"}
+
+
+def test_a_secret_that_is_not_set_costs_no_node(office: Office, tmp_path: Path) -> None:
+    """The node was made, booted, and stood idle and paid for through the whole setup budget."""
+    known = {"HF_TOKEN": "x"}
+    office.secrets = known.get
+    office.again()
+    text = fleet_text("cod") + "  secrets: [HF_TOKEN, WANDB_API_KEY]\n"
+    answer = office.apply(text, tmp_path)
+    (warning,) = answer["warnings"]
+    assert warning.startswith("cod: secret WANDB_API_KEY is not set: put it into the daemon's environment")
+    office.run(30)
+    assert "cod-0-a0" not in office.nodes
+    (row,) = office.ask("status", target="cod")["slots"]
+    assert row["needs_person"]
+    assert "WANDB_API_KEY is not set" in row["why"]
+    known["WANDB_API_KEY"] = "y"
+    office.again()
+    office.look()
+    office.run(30)
+    assert "cod-0-a0" in office.nodes
+    del known["WANDB_API_KEY"]
+    office.again()
+    office.run(30)
+    assert "cod-0-a0" in office.nodes, "what trains is left alone"
+
+
+@pytest.mark.parametrize("harm", ["broken", "gone"])
+def test_a_file_that_does_not_count_is_seen_in_status(office: Office, harm: str) -> None:
+    """One warning in the events, hours ago, and `status` said that all is well."""
+    path = office.folder / "pod.yaml"
+    good = path.read_text()
+    if harm == "broken":
+        path.write_text(good.replace("job:", "jobb:"))
+        (office.folder / "new.yaml").write_text("name: new\n")
+    else:
+        path.unlink()
+    office.look()
+    answer = office.ask("status")
+    (row,) = answer["fleets"]
+    assert {"broken": "job: is missing (and 1 more", "gone": "no file in"}[harm] in row["problem"]
+    assert row["problem"].endswith("it runs on as last accepted")
+    if harm == "broken":
+        (other,) = answer["files"]
+        assert other["file"].endswith("new.yaml")
+        assert f"and 1 more: `tpucare check {other['file']}`" in other["problem"]
+        (office.folder / "new.yaml").unlink()
+    path.write_text(good)
+    office.look()
+    answer = office.ask("status")
+    assert (answer["fleets"][0]["problem"], answer["files"]) == ("", [])
+    office.folder.rename(office.folder.with_name("elsewhere"))
+    office.look()
+    (row,) = office.ask("status")["files"]
+    assert "cannot be read" in row["problem"]

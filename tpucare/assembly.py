@@ -78,6 +78,8 @@ class Caretaker:
     find_project: Callable[[], str]
     """Project for fleets that name none. Raises: ConfigError: nothing names one."""
     private: Private
+    secrets: Callable[[str], str | None] | None
+    """As `secrets_of`; None for a command without a daemon, whose environment is not the daemon's."""
 
     def __enter__(self) -> Caretaker:
         return self
@@ -142,10 +144,8 @@ def assemble(
         keeper = LogKeeper(options.logs)
         point = failpoint_of(env)
         reached = remote if point is None else point.remote(remote)
-        private = options.private(env)
-        scripts = ScriptLauncher(
-            reached, state_dir=options.state, secrets=secrets_of(env), logs=keeper, private=private
-        )
+        private, secrets = options.private(env), secrets_of(env)
+        scripts = ScriptLauncher(reached, state_dir=options.state, secrets=secrets, logs=keeper, private=private)
         made = launcher(Leaves(options, store, clock, remote, scripts, executor.nudge))
         ports = Ports(cloud, made, store.owner, f"{options.ssh_user}:{key.public}")
         kept: Store = store
@@ -160,7 +160,21 @@ def assemble(
         store.close()
         raise
     finder = project_finder(options, env)
-    return Caretaker(options, store, clock, executor, cloud, remote, made, engine, gate, neighbours, finder, private)
+    return Caretaker(
+        options,
+        store,
+        clock,
+        executor,
+        cloud,
+        remote,
+        made,
+        engine,
+        gate,
+        neighbours,
+        finder,
+        private,
+        None if alone else secrets,
+    )
 
 
 def _connect(options: Options, clock: SystemClock) -> GoogleCloud:

@@ -17,8 +17,9 @@ from tpucare import view, wishes
 from tpucare.actions import Wait
 from tpucare.assembly import Caretaker
 from tpucare.errors import ConfigError, TpuCareError
+from tpucare.fleet import Fleet
 from tpucare.fleets import Roster
-from tpucare.folder import Intake, without_header
+from tpucare.folder import FileProblems, Intake, without_header
 from tpucare.memory import Memory, Wish
 from tpucare.model import Node, parse_node_name
 from tpucare.plain import plain
@@ -94,6 +95,7 @@ class Desk:
     def _status(self, target: str) -> Answer:
         now = self._care.clock.now()
         names = self._target(target).slots if target else self._all_slots()
+        files = self._intake.problems() if self._intake is not None else FileProblems()
         counts = {name: fleet.count for name, fleet in self._roster.fleets.items()}
         return {
             "version": tpucare.__version__,
@@ -101,7 +103,8 @@ class Desk:
             "owner": self._care.store.owner,
             "store_lost": self._care.store.lost,
             "projects": view.project_rows(self._engine),
-            "fleets": view.fleet_rows(self._roster.records, self._roster.unread, counts),
+            "fleets": view.fleet_rows(self._roster.records, {**files.of_fleets, **self._roster.unread}, counts),
+            "files": [{"file": plain(file), "problem": plain(text)} for file, text in files.others.items()],
             "slots": view.slot_rows(self._engine, names, now),
             "strays": view.stray_rows(self._engine),
         }
@@ -165,10 +168,14 @@ class Desk:
             "surplus": [name for name in self._roster.slots_of(fleet.name) if self._roster.is_surplus(name)],
             "started_again": raised,
             "paused": paused,
-            "warnings": list(fleet.warnings),
+            "warnings": [*fleet.warnings, *self._lacking(fleet)],
             "replaced": self._ask_nodes(fleet.name, wishes.replace_node, "replace") if replace else [],
             "restarted": self._ask_nodes(fleet.name, wishes.restart, "restart") if restart and not replace else [],
         }
+
+    def _lacking(self, fleet: Fleet) -> list[str]:
+        lacks = self._roster.lacks(fleet)
+        return [f"{fleet.name}: {lacks}; until then no node is asked for"] if lacks else []
 
     def _ask_nodes(self, fleet: str, alter: Callable[[Memory], Memory], kind: str) -> list[str]:
         names = [name for name in self._roster.slots_of(fleet) if self._engine.slots[name].nodes]

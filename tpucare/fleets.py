@@ -50,9 +50,11 @@ class Roster:
         keeps: bool = True,
         neighbours: Neighbours | None = None,
         private: Private = EVERYWHERE_PRIVATE,
+        secrets: Callable[[str], str | None] | None = None,
     ) -> None:
         """
         private: what no fleet may have sent to its workers
+        secrets: value of a secret by name, None = not set; without it nobody can tell here which are set
         keeps: False: only to see what would come of it; nothing is written down, and nobody is told.
         neighbours: the other stores of the state folder, whose slots may not be declared here too
         """
@@ -64,7 +66,7 @@ class Roster:
         self._find_project = find_project
         self.keeps = keeps
         self._neighbours = neighbours
-        self._private = private
+        self._private, self._secrets = private, secrets
         self._unpinned: set[str] = set()
 
     @classmethod
@@ -79,6 +81,7 @@ class Roster:
             keeps=keeps,
             neighbours=caretaker.neighbours,
             private=caretaker.private,
+            secrets=caretaker.secrets,
         )
 
     # --- from the store ----------------------------------------------------------------------------------------------
@@ -237,17 +240,31 @@ class Roster:
 
     def _declare(self, fleet: Fleet, wish: Wish) -> None:
         self.fleets[fleet.name] = fleet
-        slots = () if wish is Wish.DOWN else fleet.slots()
+        lacks = self.lacks(fleet)
+        slots = () if wish is Wish.DOWN else [replace(slot, lacks=lacks) for slot in fleet.slots()]
         if fleet.project:
             self._engine.watch(fleet.project)
         self._engine.declare(fleet.name, slots, lambda name: self._surplus(fleet, name), wish)
+
+    def lacks(self, fleet: Fleet) -> str:
+        """Which secrets of *fleet* are not set, and what to do; empty when none is missing, or nobody can tell."""
+        if self._secrets is None:
+            return ""
+        try:
+            missing = [name for name in fleet.job.secrets if self._secrets(name) is None]
+        except ConfigError as error:
+            return str(error)
+        if not missing:
+            return ""
+        which = f"secret {missing[0]} is" if len(missing) == 1 else f"secrets {', '.join(missing)} are"
+        return f"{which} not set: put it into the daemon's environment or credentials folder, and start it again"
 
     def _surplus(self, fleet: Fleet, name: str) -> Slot | None:
         index = fleet.index_of(name)
         if index is None or name != fleet.slot_name(index):
             return None
         try:
-            return fleet.slot(index)
+            return replace(fleet.slot(index), lacks=self.lacks(fleet))
         except ConfigError as error:
             # A file of that slot alone was not read, since it is not declared any more: it goes on as it was.
             track = self._engine.slots.get(name)

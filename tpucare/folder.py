@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -40,6 +40,18 @@ class Changes:
     changed: list[Path] = field(default_factory=list)
     missing: list[Path] = field(default_factory=list)
     problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class FileProblems:
+    """
+    What is wrong in the folder now, one line each.
+
+    of_fleets: by fleets, which run on as last accepted    others: by files that declare none, or by the folder
+    """
+
+    of_fleets: Mapping[str, str] = field(default_factory=dict)
+    others: Mapping[str, str] = field(default_factory=dict)
 
 
 class Watch:
@@ -102,6 +114,8 @@ class Intake:
         self._roster = roster
         self._declared: dict[Path, str] = {}
         self._said = ""
+        self._refused: dict[Path, str] = {}
+        self._unlisted = ""
         self._looked = False
 
     def again(self) -> None:
@@ -115,11 +129,31 @@ class Intake:
             self._take(path)
         for path in changes.missing:
             self._miss(path)
+        self._unlisted = changes.problem
         self._complain(changes.problem or self._emptiness())
         if not self._looked and not changes.problem:
             self._looked = True
             self._name_orphans()
             self._mark_what_is_down()
+
+    def problems(self) -> FileProblems:
+        """What a person should know of the folder as it was at the last look."""
+        if self._unlisted:
+            return FileProblems(others={str(self.folder): self._unlisted})
+        cared = {name for name, record in self._roster.records.items() if record.wish is not Wish.DOWN}
+        of_fleets = {}
+        if self._looked:
+            missing = cared.difference(self._declared.values())
+            of_fleets = dict.fromkeys(missing, f"no file in {self.folder} declares it; it runs on as last accepted")
+        others = {}
+        for path, text in self._refused.items():
+            first, *more = text.splitlines()
+            line = f"{first} (and {len(more)} more: `tpucare check {path}`)" if more else first
+            if (name := self._declared.get(path, "")) in cared:
+                of_fleets[name] = f"{line}; it runs on as last accepted"
+            else:
+                others[str(path)] = line
+        return FileProblems(of_fleets, others)
 
     def path_of(self, fleet: str) -> Path:
         """
@@ -240,8 +274,10 @@ class Intake:
             self._refuse_double(fleet, path)
             self._roster.refuse_taken(fleet)
         except ConfigError as error:
+            self._refused[path] = str(error)
             self._roster.say("fleet-refused", str(error), self._declared.get(path, ""))
             return
+        self._refused.pop(path, None)
         before = self._declared.get(path)
         self._declared[path] = fleet.name
         if before not in (None, fleet.name):
@@ -280,7 +316,7 @@ class Intake:
             return
         wish = record.wish if record is not None else Wish.UP
         self._roster.accept(fleet, text, folder, wish)
-        for warning in fleet.warnings:
+        for warning in (*fleet.warnings, *filter(None, [self._roster.lacks(fleet)])):
             self._roster.say("fleet-warning", warning, fleet.name)
         if wish is Wish.DOWN:
             told = f"{path}: {fleet.name} was taken down and stays so; `tpucare apply {path}` starts it"
@@ -294,6 +330,7 @@ class Intake:
                 raise ConfigError(f"{path}: name: {name} is declared in {other} already; choose another")
 
     def _miss(self, path: Path) -> None:
+        self._refused.pop(path, None)
         name = self._declared.pop(path, None)
         if name is not None and name not in self._declared.values():
             self._orphan(name, f"{path} is gone")

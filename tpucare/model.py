@@ -211,6 +211,7 @@ class Slot:
     A place that should always hold one live node; everything that is needed to make the next one.
 
     `job_problem`: why the job of this slot is not known (a file of it was not read); `job` is then None.
+    `lacks`: what no run could be launched without, as a secret that is not set; while it lacks that, no node is made.
     """
 
     name: str
@@ -222,6 +223,7 @@ class Slot:
     ssh_keys: tuple[str, ...] = ()
     workers: int = 1
     job_problem: str = ""
+    lacks: str = ""
 
 
 class NodeKey(NamedTuple):

@@ -88,6 +88,7 @@ def _remembered(options: Options, target: str) -> Answer:
             "store_lost": store.lost,
             "projects": [],
             "fleets": view.fleet_rows(records, {}, {}),
+            "files": [],
             "slots": rows,
             "strays": [],
         }

@@ -309,6 +309,8 @@ def _decide_empty(slot: Slot, evidence: Evidence, memory: Memory, timers: Timers
     if slot.job is None and (slot.job_problem or memory.run is not None):
         # It would be READY, billed and idle.
         return without_job(slot, "no node is asked for")
+    if slot.lacks:
+        return Wait(f"{slot.lacks}; until then no node is asked for", needs_person=True)
     if wait := unseen(slot, evidence, timers):
         return wait
     choice = choose(slot, evidence, memory, timers)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tests.evidence_kit import (
     EU,
     QUIET,
@@ -32,8 +34,12 @@ from tests.plan.kit import (
 )
 from tpucare.memory import PlaceMemory, Wish
 
+POOR = replace(slot(), lacks="secret WANDB_API_KEY is not set")
+
 CREATES = [
     case("no node, no open intent: create", evidence(), memory(), "Create"),
+    case("a secret is not set: no node that would lie idle", evidence(), memory(), "Wait person", POOR),
+    case("a secret is not set: what trains is left alone", evidence(seen(node(), running())), TRAINS, "Wait", POOR),
     case("a node in DELETING counts as none", evidence(seen(node("DELETING"))), memory(launched()), "Create"),
     case(
         "an open intent: no second create", evidence(), memory(creates=(intent(accepted=True, operation="op"),)), "Poll"

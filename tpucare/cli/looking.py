@@ -81,6 +81,7 @@ def _notices(answer: Answer) -> list[str]:
         waiting = [row["fleet"] for row in answer["fleets"] if row["fleet"] not in begun and row["wish"] != "down"]
         lines += [f"{fleet}: accepted; it begins when a daemon runs" for fleet in waiting]
     lines += [f"{row['fleet']}: {row['problem']}" for row in answer["fleets"] if row["problem"]]
+    lines += [row["problem"] for row in answer.get("files", ())]
     lines += [_sweep(row) for row in answer.get("sweeps", ())]
     if answer["strays"]:
         lines.append(f"{len(answer['strays'])} nodes bear our label and belong to no fleet: `tpucare gc`")
