@@ -7,6 +7,7 @@ was named, whatever links or changes of the folder meanwhile say, and is never o
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Iterable
@@ -66,9 +67,9 @@ def open_below(folder: Path, path: str, private: Private = EVERYWHERE_PRIVATE) -
     base = _real(folder)
     real = _real(base / path)
     if not real.is_relative_to(base) or real == base:
-        raise OSError("leads out of the folder of the fleet file")
+        raise OSError(errno.EPERM, "leads out of the folder", str(real))
     if private.holds(real):
-        raise OSError(NEVER_SENT)
+        raise OSError(errno.EPERM, NEVER_SENT, str(real))
     at = os.open(base, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         # What became a link since it was resolved is met here, part by part.
