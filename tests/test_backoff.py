@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import pytest
 
-from tpucare.backoff import BOOK_BACKOFF, CAPACITY_BACKOFF, Backoff, book_cap, listing_pause, poll_pause
+from tpucare.backoff import BOOK_BACKOFF, CAPACITY_BACKOFF, Backoff, book_cap, listing_pause, poll_pause, refusal_pause
 
 RNG = random.Random(1)
 
@@ -37,3 +37,7 @@ def test_a_listing_refused_for_its_rate_is_put_off_up_to_a_minute() -> None:
         pauses.append(listing_pause(pauses[-1], 5.0, RNG))
     assert 7.5 <= pauses[1] <= 10
     assert all(45 <= pause <= 60 for pause in pauses[6:])
+
+
+def test_a_login_that_was_refused_is_tried_again_at_leisure() -> None:
+    assert [refusal_pause(refusals).total_seconds() for refusals in (1, 2, 3, 4, 5, 99)] == [5, 10, 20, 30, 30, 30]

@@ -276,7 +276,10 @@ def test_server_without_the_pinned_kind_of_key_has_changed(door: Door, server: S
     assert server.logins == 0
 
 
-def test_refused_key(key: LoginKey, door: Door, server: SshStandIn, tmp_path: Path) -> None:
+def test_refused_key(
+    key: LoginKey, door: Door, server: SshStandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tpucare.remote.refusal_pause", lambda _refusals: timedelta(0))
     worker = worker_at(server)
     server.authorized = " ".join(load_or_make_key(tmp_path / "other").public.split()[:2])
     with pytest.raises(AuthRefused):
@@ -799,6 +802,51 @@ def test_knock_at_many_keeps_its_sockets_bounded_and_wakes_for_each(key: LoginKe
             server.stop()
         for worker in awaited:
             door.remote.forget(worker.key)
+
+
+def test_the_knock_is_the_first_login(door: Door, server: SshStandIn) -> None:
+    """A connection that is closed without a login is an attack to sshguard."""
+    worker = worker_at(server)
+    door.remote.knock([worker])
+    assert door.next_hints(SOON) == {worker.key}
+    assert door.remote.run(worker, "echo in").stdout == b"in\n"
+    assert (server.accepted, server.logins) == (1, 1)
+
+
+def test_a_knock_that_the_server_hung_up_on_is_followed_by_a_login(door: Door, server: SshStandIn) -> None:
+    worker = worker_at(server)
+    door.remote.knock([worker])
+    assert door.next_hints(SOON) == {worker.key}
+    wait_until(lambda: server.open == 1)
+    server.drop()
+    assert door.remote.run(worker, "echo in").stdout == b"in\n"
+    assert server.accepted == 2
+
+
+def test_a_knock_that_nobody_needs_any_more_is_closed(door: Door, server: SshStandIn) -> None:
+    worker = worker_at(server)
+    door.remote.knock([worker])
+    assert door.next_hints(SOON) == {worker.key}
+    wait_until(lambda: server.open == 1)
+    door.remote.disconnect(worker.key)
+    wait_until(lambda: server.open == 0)
+
+
+def test_a_worker_that_refused_our_key_is_left_alone_for_a_while(
+    door: Door, server: SshStandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    authorized, server.authorized = server.authorized, "ssh-ed25519 another"
+    worker, pauses = worker_at(server), iter((timedelta(0), timedelta(hours=1)))
+    monkeypatch.setattr("tpucare.remote.refusal_pause", lambda _refusals: next(pauses))
+    for logins in (1, 2, 2):
+        with pytest.raises(AuthRefused):
+            door.remote.run(worker, "true")
+        assert server.logins == logins
+    server.authorized = authorized
+    with pytest.raises(AuthRefused, match="not tried again"):
+        door.remote.run(worker, "true")
+    door.remote.disconnect(worker.key)
+    assert door.remote.run(worker, "echo in").stdout == b"in\n"
 
 
 def test_knock_at_a_dark_address_tries_again(key: LoginKey, opened: Callable[..., Door]) -> None:

@@ -86,3 +86,12 @@ def book_cap(name: BookName) -> timedelta:
     """The longest pause that a book asks for."""
     backoff = BOOK_BACKOFF[name]
     return backoff.cap if backoff is not None else timedelta()
+
+
+def refusal_pause(refusals: int) -> timedelta:
+    """
+    Before the next login where *refusals* in a row were refused: 5, 10, 20, then 30 s.
+
+    Source: sshguard on Ubuntu images of Compute Engine blocked an address after "4 attacks over 15 seconds".
+    """
+    return timedelta(seconds=min(30, 5 * 2 ** min(max(refusals - 1, 0), 3)))

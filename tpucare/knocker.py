@@ -1,7 +1,9 @@
 """
 Who begins to listen? One thread tries a TCP connect to every awaited worker, again and again, until it is taken.
 
-An open port says only that a probe is worth its while now; who listens there is for SSH to find out.
+An open port says only that a probe is worth its while now; who listens there is for SSH to find out. The connection
+that was taken is handed on, to be the first login: guards such as sshguard count one that is closed without a login as
+an attack, and soon drop all packets of its address.
 """
 
 from __future__ import annotations
@@ -39,13 +41,14 @@ class _Knock:
 
 class Knocker:
     """
-    `heard` is called once per awaited worker, in the knocker's thread, when its port takes a connection.
+    `heard` is called once per awaited worker, in the knocker's thread, when its port takes a connection: it owns that
+    socket, which does not block, from then on.
 
     At most `in_flight` sockets are open; with more awaited workers than that the tries take turns. The thread starts
     with the first knock and ends with `close`; while nobody is awaited it sleeps.
     """
 
-    def __init__(self, port: int, heard: Callable[[Worker], None], *, in_flight: int = 512) -> None:
+    def __init__(self, port: int, heard: Callable[[Worker, socket.socket], None], *, in_flight: int = 512) -> None:
         self._port = port
         self._heard = heard
         self._limit = in_flight
@@ -191,9 +194,8 @@ class Knocker:
             self._resting.append(knock)
 
     def _hear(self, knock: _Knock) -> None:
-        if knock.sock is not None:
-            knock.sock.close()
-            knock.sock = None
+        sock, knock.sock = knock.sock, None
+        assert sock is not None
         with self._lock:
             wanted, knock.wanted = knock.wanted, False
             of_node = self._awaited.get(knock.worker.key, {})
@@ -202,4 +204,6 @@ class Knocker:
                 if not of_node:
                     del self._awaited[knock.worker.key]
         if wanted:
-            self._heard(knock.worker)
+            self._heard(knock.worker, sock)
+        else:
+            sock.close()

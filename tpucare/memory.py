@@ -149,6 +149,7 @@ class NodeMemory:
     launched: bool = False
     dead: bool = False
     answered: bool = False
+    refused: bool = False
     delete_asked_at: datetime | None = None
     delete_accepted: bool = False
     delete_tries: int = 0

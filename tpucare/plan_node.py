@@ -217,11 +217,13 @@ def _decide_silent(
         if not timers.lasted(since, limit):
             return Wait(f"a worker of {name} is silent, progress goes on")
     supported = seen.silent_probes >= 3
-    if supported and timers.lasted(since, limit) and evidence.elsewhere_answers:
+    # Who refused our key may be a guard that drops our packets by now, and lets us in minutes later.
+    guarded = past.refused and not past.answered
+    if supported and not guarded and timers.lasted(since, limit) and evidence.elsewhere_answers:
         why = f"a worker is silent for {limit}, others answer"
         return deletion(seen, why, Reason.JUDGED, unanswered=not past.answered)
     if not past.answered:
-        # Where nobody answers, a node that never did tells nothing new: only boot_timeout ends the wait.
+        # Where nobody answers, or a guard may be at work, only boot_timeout ends the wait for a node that never did.
         if supported and timers.lasted(seen.seen_since, slot.care.boot_timeout):
             return deletion(seen, "its workers never answered until boot_timeout", Reason.JUDGED, unanswered=True)
     elif supported and timers.lasted(since, limit * CANARY_FACTOR) and evidence.may_be_canary:

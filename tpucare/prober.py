@@ -13,6 +13,7 @@ import random
 from datetime import timedelta
 
 from tpucare import remember_seen as memories
+from tpucare.backoff import refusal_pause
 from tpucare.board import Board
 from tpucare.effects import Ports
 from tpucare.evidence import SUPPORTING_OBSERVATIONS
@@ -108,6 +109,8 @@ class Prober:
         self.schedule(track, seen, now if hinted else now + self._pause(track, seen))
 
     def _pause(self, track: SlotTrack, seen: NodeTrack) -> float:
+        if seen.refusals:
+            return refusal_pause(seen.refusals).total_seconds()
         report = seen.report
         steady = report is not None and report.all_answer and is_running(report) and seen.progress.signals > 0
         if not steady and self._has_news(track, seen):
@@ -132,6 +135,8 @@ class Prober:
         self.hearing.note(track)
         if report.all_answer:
             self.board.update(track, memories.answered(track.memory, seen.node.name))
+        if seen.refusals:
+            self.board.update(track, memories.refused(track.memory, seen.node.name))
         self._tell(track, seen, before, report, signals)
         # Nothing turns on a second signal but the note that this job tells of its progress at all.
         # But that it stands still is said by so many reports without one.

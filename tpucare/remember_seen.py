@@ -109,6 +109,12 @@ def answered(memory: Memory, name: str) -> Memory:
     return memory
 
 
+def refused(memory: Memory, name: str) -> Memory:
+    """A worker listened and did not take our key: a guard on it may drop our packets from now on."""
+    past = memory.node(name)
+    return memory if past is None or past.refused else memory.with_node(replace(past, refused=True))
+
+
 def believed(memory: Memory, name: str, trust: Trust, publisher: str, now: datetime) -> Memory:
     """The host keys of the node are believed; and what that tells of *publisher*, when it is not empty."""
     past = memory.node(name)

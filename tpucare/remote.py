@@ -8,17 +8,20 @@ Reads the monotonic clock, since it blocks: every call is bounded by its deadlin
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import resource
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
-from tpucare.errors import HostKeyChanged, WorkerSilent
+from tpucare.backoff import refusal_pause
+from tpucare.errors import AuthRefused, HostKeyChanged, WorkerSilent
 from tpucare.knocker import INTERVAL_SECONDS, Knocker
 from tpucare.model import NodeKey, Ran, Worker
 from tpucare.ssh_connection import Connection, NeverSent
@@ -31,6 +34,14 @@ T = TypeVar("T")
 # A server that drops each connection right after a command would otherwise be probed without a pause: drop, hint,
 # probe, drop.
 FLAP_SECONDS = 5.0
+
+
+class _Refusals(NamedTuple):
+    """Logins that a worker refused in a row, and until when (monotonic) the next one waits."""
+
+    tries: int
+    until: float
+    text: str
 
 
 class ParamikoRemote:
@@ -68,6 +79,9 @@ class ParamikoRemote:
         self._hints: set[NodeKey] = set()
         self._heard: dict[NodeKey, dict[Identity, bool]] = {}
         self._drops: dict[Identity, float] = {}
+        self._knocked: dict[Worker, socket.socket] = {}
+        self._knocked_limit = files // 8
+        self._refusals: dict[Identity, _Refusals] = {}
 
     # --- ports.Remote ---
 
@@ -122,6 +136,10 @@ class ParamikoRemote:
             self._hints.discard(key)
             for one in self._heard.pop(key, {}):
                 self._drops.pop(one, None)
+            for one in [one for one in self._refusals if one[0] == key]:
+                del self._refusals[one]
+            for worker in [worker for worker in self._knocked if worker.key == key]:
+                self._knocked.pop(worker).close()
 
     def forget(self, key: NodeKey) -> None:
         self.disconnect(key)
@@ -157,6 +175,8 @@ class ParamikoRemote:
         connections = self._pool.close()
         with self._lock:
             connections += self._opening
+            while self._knocked:
+                self._knocked.popitem()[1].close()
         for connection in connections:
             connection.close()
         for connection in connections:
@@ -181,18 +201,44 @@ class ParamikoRemote:
             return act(connection)
 
     def _connect(self, worker: Worker, until: Deadline, lost: Callable[[Connection], None]) -> Connection:
+        with self._lock:
+            refused = self._refusals.get(identity(worker))
+        if refused is not None and time.monotonic() < refused.until:
+            raise AuthRefused(f"{refused.text}; not tried again for {refused.until - time.monotonic():.0f} s")
+        with self._lock:
+            taken = self._knocked.pop(worker, None)
+        if taken is not None:
+            with contextlib.suppress(WorkerSilent):
+                # The server may have hung up on a connection that nobody used for a while: a new one says more.
+                return self._log_in(Connection(worker, self._port, self._watchdog, lost, taken), until)
+        return self._log_in(Connection(worker, self._port, self._watchdog, lost), until)
+
+    def _log_in(self, connection: Connection, until: Deadline) -> Connection:
+        worker = connection.worker
         pinned = self._pins.pinned(worker)
-        connection = Connection(worker, self._port, self._watchdog, lost)
         with self._lock:
             self._opening.add(connection)
         try:
             connection.open(user=self._user, key=self._key.private, pinned=pinned, deadline=until)
             self._trust(connection)
+        except AuthRefused as error:
+            self._note_refusal(worker, str(error))
+            raise
         finally:
             with self._lock:
                 self._opening.discard(connection)
+        with self._lock:
+            self._refusals.pop(identity(worker), None)
         self._mark(worker, answers=True)
         return connection
+
+    def _note_refusal(self, worker: Worker, text: str) -> None:
+        """Guards such as sshguard block an address after a few refused logins: the next one comes after a pause."""
+        with self._lock:
+            before = self._refusals.get(identity(worker))
+            tries = before.tries + 1 if before is not None else 1
+            until = time.monotonic() + refusal_pause(tries).total_seconds()
+            self._refusals[identity(worker)] = _Refusals(tries, until, text)
 
     def _trust(self, connection: Connection) -> None:
         """Pin on first use, and only after the login: who refused our key may be whoever had the address before."""
@@ -213,7 +259,12 @@ class ParamikoRemote:
             elif identity(worker) in self._heard.get(worker.key, {}):
                 self._heard[worker.key][identity(worker)] = False
 
-    def _listens(self, worker: Worker) -> None:
+    def _listens(self, worker: Worker, sock: socket.socket) -> None:
+        with self._lock:
+            if worker in self._knocked or len(self._knocked) >= self._knocked_limit:
+                sock.close()
+            else:
+                self._knocked[worker] = sock
         self._mark(worker, answers=True)
         self._hint(worker.key)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import select
+import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -52,10 +53,17 @@ class Connection:
     and it was not `close` that ended it.
     """
 
-    def __init__(self, worker: Worker, port: int, watchdog: Watchdog, lost: Callable[[Connection], None]) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        port: int,
+        watchdog: Watchdog,
+        lost: Callable[[Connection], None],
+        taken: socket.socket | None = None,
+    ) -> None:
         self.worker = worker
         self.host_key = ""
-        self._wire = Wire(worker.host, port)
+        self._wire = Wire(worker.host, port, taken)
         self._transport = Transport(self._wire, self._ended)
         self._watchdog = watchdog
         self._lost = lost

@@ -60,10 +60,12 @@ class Wire:
     can then never be read or written by mistake.
     """
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int, taken: socket.socket | None = None) -> None:
+        """*taken*: a connection to there that is open already."""
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         self._address: tuple[Any, ...] = address
-        self._sock = socket.socket(family, socket.SOCK_STREAM)
+        self._is_open = taken is not None
+        self._sock = taken or socket.socket(family, socket.SOCK_STREAM)
         # Without it every request waits 40 ms for the delayed acknowledgement of the one before.
         self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._closed = False  # paramiko reads this name
@@ -73,8 +75,9 @@ class Wire:
 
     def connect(self, seconds: float) -> None:
         """Raises: OSError, TimeoutError; ConnectionAbortedError: closed from our side meanwhile."""
-        self._sock.settimeout(max(seconds, 0.001))
-        self._sock.connect(self._address)
+        if not self._is_open:
+            self._sock.settimeout(max(seconds, 0.001))
+            self._sock.connect(self._address)
         self._sock.settimeout(None)
         if self._closed:
             raise ConnectionAbortedError(errno.ECONNABORTED, "closed from our side")

@@ -88,6 +88,7 @@ class NodeTrack:
     silent_probes: int = 0
     answering_since: Mark | None = None
     refused_since: Mark | None = None
+    refusals: int = 0
     changed_since: Mark | None = None
     ended_since: Mark | None = None
     phase_since: Mark | None = None
@@ -170,6 +171,7 @@ class NodeTrack:
             self.arrived |= came
             self.arrived_since = mark
         self.refused_since = (self.refused_since or mark) if Contact.AUTH_REFUSED in contacts else None
+        self.refusals = self.refusals + 1 if Contact.AUTH_REFUSED in contacts else 0
         self.changed_since = (self.changed_since or mark) if Contact.HOST_KEY_CHANGED in contacts else None
         answering = bool(contacts) and all(contact is Contact.ANSWERED for contact in contacts)
         self.answering_since = (self.answering_since or mark) if answering else None

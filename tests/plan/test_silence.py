@@ -80,6 +80,24 @@ SILENCE = [
         "Delete judged",
     ),
     case(
+        "it refused our key and is silent since: a guard may drop our packets",
+        evidence(silent(25, seen_since=ago(minutes=26)), elsewhere_answers=True),
+        memory(past(answered=False, refused=True)),
+        "Wait",
+    ),
+    case(
+        "and boot_timeout ends that",
+        evidence(silent(25, seen_since=ago(minutes=31)), elsewhere_answers=True),
+        memory(past(answered=False, refused=True)),
+        "Delete judged",
+    ),
+    case(
+        "it answered since: silence is silence",
+        evidence(silent(3), elsewhere_answers=True),
+        memory(launched(refused=True), run=run()),
+        "Delete judged",
+    ),
+    case(
         "on-demand: never for silence under 30 min",
         evidence(silent(29, what=node(tier=ON_DEMAND)), elsewhere_answers=True),
         TRAINS,
