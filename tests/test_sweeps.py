@@ -12,8 +12,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from datetime import timedelta
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ import pytest
 import yaml
 
 from tests import wandb_kit
+from tests.local_server import serving
 from tests.office import House, Office, Process, fleet_text, house
 from tpucare import fleet as fleets
 from tpucare import script, sweeps_fleet
@@ -35,7 +37,7 @@ from tpucare.sweeps import create, prepare
 from tpucare.sweeps_care import PATIENCE_SECONDS, SweepCare
 from tpucare.sweeps_client import GraphqlSweeps, SweepRefused, SweepSilent
 from tpucare.sweeps_plan import Changes, SlotState, SweepPath, SweepReport, Verdict, decide, judge, parse_path
-from tpucare.sweeps_watch import Answer, SweepWatch
+from tpucare.sweeps_watch import Answer, Asked, SweepWatch
 
 # Seconds until a process of its own has come up, or has left.
 PATIENCE = 120.0
@@ -81,8 +83,9 @@ def test_what_the_state_of_a_sweep_means(seen: SweepReport, verdict: Verdict) ->
 
 
 BUSY, IDLE = SlotState("busy", busy=True), SlotState("idle")
-OURS, DONE = SlotState("ours", ended=True, by_us=True), SlotState("done", ended=True)
-ALL = (BUSY, IDLE, OURS, DONE)
+OURS, FAILED = SlotState("ours", ended=True, by_us=True), SlotState("failed", ended=True)
+EXITED = SlotState("exited", ended=True, done=True)
+ALL = (BUSY, IDLE, OURS, FAILED, EXITED)
 
 
 @pytest.mark.parametrize(
@@ -92,6 +95,9 @@ ALL = (BUSY, IDLE, OURS, DONE)
         (report("FINISHED", finished=8, running=1), True, Changes(end=("idle",))),
         (report("FINISHED", finished=8, preempted=1), True, Changes()),
         (report("FINISHED", finished=7, preempted=2), True, Changes(revive=("ours",))),
+        (report("FINISHED", finished=5, preempted=4), True, Changes(revive=("ours", "exited"))),
+        (report("RUNNING", finished=5, preempted=3), True, Changes(revive=("ours",))),
+        (report("RUNNING", finished=5, preempted=4), True, Changes(revive=("ours", "exited"))),
         (report("FINISHED", finished=9), True, Changes(end=("idle",))),
         (report("FINISHED", finished=9), False, Changes(end=("busy", "idle"))),
         (report("CANCELED", running=1), True, Changes(end=("busy", "idle"))),
@@ -99,6 +105,13 @@ ALL = (BUSY, IDLE, OURS, DONE)
 )
 def test_what_changes_for_the_slots(seen: SweepReport, patient: bool, changes: Changes) -> None:
     assert decide(seen, ALL, patient=patient) == changes
+
+
+def test_who_came_for_a_queue_and_got_nothing_does_not_come_again_at_once() -> None:
+    seen = report("FINISHED", finished=3, preempted=1)
+    assert decide(seen, (EXITED, FAILED)) == Changes(revive=("exited",))
+    assert decide(seen, (EXITED, FAILED), again=False) == Changes()
+    assert decide(report("FINISHED", finished=9), (EXITED,)) == Changes()
 
 
 def test_progress_for_people() -> None:
@@ -231,11 +244,11 @@ def test_the_watch_looks_at_once_and_again_and_survives_a_bad_answer() -> None:
         let.release()
         while not (news := watch.news()):
             time.sleep(0.005)
-        return news[PATH]
+        return news[PATH, "http://here"]
 
     watch = SweepWatch(service, every=0.001, monotonic=time.monotonic)
     try:
-        watch.follow({PATH: "http://here"})
+        watch.follow({(PATH, "http://here")})
         assert next_news() == report()
         assert str(next_news()) == "gone"
         assert isinstance(next_news(), SweepSilent), "whatever it stumbles over is no knowledge"
@@ -247,6 +260,39 @@ def test_the_watch_looks_at_once_and_again_and_survives_a_bad_answer() -> None:
     assert not any(thread.name == "tpucare-sweeps" for thread in threading.enumerate())
 
 
+def test_a_redirect_is_not_followed_and_plain_http_stays_on_this_machine() -> None:
+    heard: list[str] = []
+
+    class Redirecting(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            heard.append(self.path)
+            self.send_response(302)
+            self.send_header("Location", f"http://{self.headers['Host']}/elsewhere")
+            self.end_headers()
+
+        def do_GET(self) -> None:
+            heard.append(self.path)
+
+        def log_message(self, *_: object) -> None: ...
+
+    with serving(HTTPServer(("127.0.0.1", 0), Redirecting)) as server, pytest.raises(SweepSilent, match="302"):
+        GraphqlSweeps(f"http://127.0.0.1:{server.server_port}", "k" * 40).look(PATH)
+    assert heard == ["/graphql"]
+    for url in ("http://10.0.0.7", "http://wandb.example"):
+        with pytest.raises(SweepRefused, match="https"):
+            GraphqlSweeps(url, "k" * 40)
+    for url in ("https://wandb.example", "http://localhost:8", "http://[::1]:8"):
+        GraphqlSweeps(url, "k" * 40)
+
+
+def test_the_key_goes_to_the_w_and_b_of_our_own_environment_and_to_those_listed(tmp_path: Path) -> None:
+    env = {"HOME": str(tmp_path), "WANDB_BASE_URL": "https://own", "TPUCARE_WANDB_URLS": "https://a, https://b/"}
+    for url in ("https://own", "https://own/", "https://a", "https://b"):
+        assert account.key_refusal(env, url) == ""
+    for url in ("https://api.wandb.ai", "https://own.evil", "http://own", ""):
+        assert "TPUCARE_WANDB_URLS" in account.key_refusal(env, url)
+
+
 # --- what becomes of the fleet ---------------------------------------------------------------------------------------
 
 
@@ -254,13 +300,13 @@ class HandWatch:
     """A watch whose answers are laid before it."""
 
     def __init__(self) -> None:
-        self.wanted: dict[SweepPath, str] = {}
-        self.laid: dict[SweepPath, Answer] = {}
+        self.wanted: Set[Asked] = set()
+        self.laid: dict[Asked, Answer] = {}
 
-    def follow(self, wanted: Mapping[SweepPath, str]) -> None:
-        self.wanted = dict(wanted)
+    def follow(self, wanted: Set[Asked]) -> None:
+        self.wanted = wanted
 
-    def news(self) -> Mapping[SweepPath, Answer]:
+    def news(self) -> Mapping[Asked, Answer]:
         laid, self.laid = self.laid, {}
         return laid
 
@@ -289,11 +335,12 @@ class Swarm:
             base_url=lambda: "http://wandb",
             now=clock.now,
             monotonic=clock.monotonic,
+            refusal=lambda url: "not ours" if "evil" in url else "",
         )
 
     def hear(self, answer: Answer, minutes: float = 10) -> None:
         self.care.look()
-        self.watch.laid = {PATH: answer}
+        self.watch.laid = {(PATH, "http://wandb"): answer}
         self.care.look()
         self.office.run(minutes)
 
@@ -322,7 +369,7 @@ def swarm(tmp_path: Path) -> Swarm:
 
 def test_a_running_sweep_changes_nothing(swarm: Swarm) -> None:
     swarm.hear(report(finished=3, running=2))
-    assert swarm.watch.wanted == {PATH: "http://wandb"}
+    assert swarm.watch.wanted == {(PATH, "http://wandb")}
     assert swarm.office.nodes == ["swarm-0-a0", "swarm-1-a0"]
     (row,) = swarm.care.rows()
     assert (row["fleet"], row["finished"], row["running"], row["expected"]) == ("swarm", 3, 2, 9)
@@ -363,6 +410,58 @@ def test_no_node_is_made_again_for_a_sweep_that_is_finished(swarm: Swarm) -> Non
     assert len(swarm.office.nodes) == 2
 
 
+def exit_agent(swarm: Swarm, slot: str) -> None:
+    """W&B told the agent of *slot* that there is nothing to hand out."""
+    daemon = swarm.office.daemon
+    for worker in daemon.launcher.of_node(*daemon.node_of(slot).key):
+        daemon.launcher.end(worker, status=0)
+    swarm.office.run(5)
+    assert swarm.end(slot) == "done"
+
+
+def test_a_run_that_is_queued_when_every_agent_has_left_gets_a_node(swarm: Swarm) -> None:
+    for slot in ("swarm-0", "swarm-1"):
+        exit_agent(swarm, slot)
+    assert swarm.office.nodes == []
+    assert swarm.care.may_come_back("swarm"), "W&B has not said since that nothing is left"
+    swarm.hear(report("FINISHED", expected=4, finished=3, running=1), minutes=1)
+    assert swarm.care.may_come_back("swarm"), "it may be the run of a node that was lost"
+    swarm.hear(report("FINISHED", expected=4, finished=3, preempted=1))
+    assert swarm.office.nodes == ["swarm-0-a1"]
+    assert swarm.care.sum_of("swarm") == "FINISHED, 3 of 4 runs finished, 1 requeued"
+    # It gets nothing: its node is not made again each time that this is said.
+    exit_agent(swarm, "swarm-0")
+    swarm.hear(report("FINISHED", expected=4, finished=3, preempted=1))
+    assert swarm.office.nodes == []
+    swarm.office.run(30)
+    swarm.hear(report("FINISHED", expected=4, finished=3, preempted=1))
+    assert swarm.office.nodes == ["swarm-0-a2"]
+    exit_agent(swarm, "swarm-0")
+    swarm.hear(report("FINISHED", expected=4, finished=4))
+    assert not swarm.care.may_come_back("swarm")
+    assert swarm.office.nodes == []
+
+
+def test_who_left_a_sweep_that_goes_on_elsewhere_is_done(swarm: Swarm) -> None:
+    for slot in ("swarm-0", "swarm-1"):
+        exit_agent(swarm, slot)
+    swarm.hear(report(finished=3, running=4))
+    assert swarm.office.nodes == []
+    assert not swarm.care.may_come_back("swarm")
+
+
+def test_a_fleet_that_names_another_w_and_b_is_not_followed_with_our_key(swarm: Swarm) -> None:
+    for name in ("evil", "twin"):
+        url = f"http://{'evil' if name == 'evil' else 'wandb/'}"
+        text = fleet_text(name) + f"  env: {{TPUCARE_SWEEP: {PATH}, WANDB_BASE_URL: '{url}'}}\n"
+        swarm.office.apply(text, swarm.office.folder)
+    swarm.care.look()
+    swarm.care.look()
+    assert swarm.watch.wanted == {(PATH, "http://wandb")}
+    assert swarm.office.daemon.told("sweep-unknown") == ["evil: its sweep is not followed: not ours"]
+    assert {row["fleet"] for row in swarm.care.rows()} == {"swarm", "twin"}
+
+
 def test_agents_get_time_to_leave_and_then_their_nodes_go(swarm: Swarm) -> None:
     swarm.hear(report("FINISHED", finished=9), minutes=1)
     assert swarm.office.nodes == ["swarm-0-a0", "swarm-1-a0"]
@@ -390,7 +489,7 @@ def test_the_end_of_a_sweep_outlives_the_daemon(swarm: Swarm) -> None:
 def test_a_fleet_that_is_down_is_followed_no_more(swarm: Swarm) -> None:
     swarm.office.ask("down", target="swarm")
     swarm.care.look()
-    assert swarm.watch.wanted == {}
+    assert swarm.watch.wanted == set()
     assert swarm.care.rows() == []
 
 
@@ -549,6 +648,13 @@ def test_what_can_be_known_is_said_before_anything_is_made(desk: Desk, server: W
             desk.prepare(what, **more)
         assert wandb_kit.KEY not in str(refused.value)
     assert server.summary()["sweeps"] == []
+
+
+def test_check_shows_the_fleet_without_the_source_of_the_agent(desk: Desk, server: WandbServer) -> None:
+    prepared = desk.prepare(str(make_sweep(server)))
+    assert "{agent}" in prepared.shown()
+    assert "python3 -c" in prepared.text(prepared.path)
+    assert "python3 -c" not in prepared.shown()
 
 
 def test_a_fleet_that_works_for_something_else_is_not_taken_over(desk: Desk, server: WandbServer) -> None:

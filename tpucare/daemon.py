@@ -25,7 +25,7 @@ from tpucare.model import Event
 from tpucare.notify import Notifier
 from tpucare.options import FLEETS_NOTE, Options
 from tpucare.signals import caught
-from tpucare.sweeps_account import KEY_VARIABLE, api_key, base_url, with_key
+from tpucare.sweeps_account import KEY_VARIABLE, api_key, base_url, key_refusal, with_key
 from tpucare.sweeps_care import SweepCare
 from tpucare.sweeps_client import GraphqlSweeps, SweepService
 from tpucare.sweeps_watch import SweepWatch
@@ -60,6 +60,7 @@ class Daemon:
             base_url=lambda: base_url(env),
             now=caretaker.clock.now,
             monotonic=caretaker.clock.monotonic,
+            refusal=lambda url: key_refusal(env, url),
         )
         self.until: Callable[[], bool] = lambda: False
         self.first_orders: Sequence[Mapping[str, Any]] = ()

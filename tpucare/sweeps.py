@@ -67,10 +67,16 @@ class Prepared:
     def fleet_name(self, path: SweepPath) -> str:
         return sweeps_fleet.name_of(self.base, path, self.name)
 
-    def text(self, path: SweepPath) -> str:
-        """The fleet file of this swarm for the sweep at *path*."""
+    def text(self, path: SweepPath, *, agent: str | None = None) -> str:
+        """The fleet file of this swarm for the sweep at *path*; *agent* as in `sweeps_fleet.fleet_text`."""
         base, url = self.base, self.base_url
-        return sweeps_fleet.fleet_text(base, path, count=self.count, base_url=url, name=self.name, file=self.file)
+        return sweeps_fleet.fleet_text(
+            base, path, count=self.count, base_url=url, name=self.name, file=self.file, agent=agent
+        )
+
+    def shown(self) -> str:
+        """The same for people: `{agent}` stands where the source of the agent would."""
+        return self.text(self.path, agent=sweeps_fleet.AGENT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +84,7 @@ class Outcome:
     """
     daemon: a running daemon took the fleet; nothing else is known then
     over:   the sweep came to its end here, and nothing is left of the fleet    failed: slots that gave up, with why
+    runs:   what W&B said last: `FINISHED, 3 of 4 runs finished, 1 requeued`; empty where it has not
     """
 
     sweep: str
@@ -86,6 +93,7 @@ class Outcome:
     daemon: bool
     over: bool = False
     failed: Mapping[str, str] | None = None
+    runs: str = ""
 
 
 def sweep(
@@ -300,6 +308,7 @@ def _care(
         failed = {slot: str(row["end_why"]) for slot, row in rows.items() if row["end"] == End.FAILED.value}
         over = is_over(here, name)
         outcome = replace(outcome, slots=tuple(rows) or outcome.slots, failed=failed or outcome.failed, over=over)
+        outcome = replace(outcome, runs=here.sweeps.sum_of(name) or outcome.runs)
         return over
 
     def prepare_daemon(here: daemon.Daemon) -> None:
@@ -320,6 +329,5 @@ def is_over(here: daemon.Daemon, fleet: str) -> bool:
         return record is not None and record.wish is Wish.DOWN
     if not all(here.is_over(name) for name in names):
         return False
-    rows = [row for row in here.sweeps.rows() if row["fleet"] == fleet]
-    # Slots that were ended for the sweep's sake come back when an interrupted run is queued after all.
-    return not here.sweeps.holds_back(names) or any(row.get("verdict") in ("over", "end") for row in rows)
+    # Slots come back when an interrupted run is queued after all.
+    return not here.sweeps.may_come_back(fleet)

@@ -8,6 +8,7 @@ client's own settings file (INI, `[default]`) and netrc entries, whose machine n
 from __future__ import annotations
 
 import configparser
+import ipaddress
 import netrc
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,6 +21,7 @@ KNOWN_BASE_URLS = ("https://api.wandb.ai", "https://api.forge.coreweave.com")
 DEFAULT_BASE_URL = KNOWN_BASE_URLS[0]
 KEY_VARIABLE = "WANDB_API_KEY"
 URL_VARIABLE = "WANDB_BASE_URL"
+URLS_VARIABLE = "TPUCARE_WANDB_URLS"
 KEY_LENGTH = 40
 
 
@@ -35,6 +37,35 @@ def base_url(env: Mapping[str, str]) -> str:
     if not _is_address(found):
         raise ConfigError(f"{URL_VARIABLE}={found!r} is no address such as {DEFAULT_BASE_URL}")
     return found.rstrip("/")
+
+
+def key_refusal(env: Mapping[str, str], url: str) -> str:
+    """
+    Why the caretaker's own key is not sent to *url*, which a fleet names; empty where it is.
+
+    Whoever writes a fleet may name any address: the key goes to the W&B of the caretaker's environment, and to what
+    TPUCARE_WANDB_URLS lists.
+    Raises: ConfigError: as `base_url`.
+    """
+    own = base_url(env)
+    allowed = {own, *(listed.rstrip("/") for listed in env.get(URLS_VARIABLE, "").replace(",", " ").split())}
+    if url.rstrip("/") in allowed:
+        return ""
+    return (
+        f"it names W&B at {url}, and the caretaker's key is for {own}: set {URL_VARIABLE} for the daemon, or list the "
+        f"address in its {URLS_VARIABLE}"
+    )
+
+
+def is_private_way(url: str) -> bool:
+    """https, or an address of this machine."""
+    split = urlsplit(url)
+    if split.scheme == "https" or split.hostname == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(split.hostname or "").is_loopback
+    except ValueError:
+        return False
 
 
 def _is_address(text: str) -> bool:

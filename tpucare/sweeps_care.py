@@ -7,7 +7,7 @@ again. As long as W&B does not answer nothing is known, and everything goes on (
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any, Protocol
@@ -29,12 +29,14 @@ from tpucare.sweeps_plan import (
     parse_path,
     why,
 )
-from tpucare.sweeps_watch import Answer
+from tpucare.sweeps_watch import Answer, Asked
 from tpucare.tracking import SlotTrack
 
 # An agent asks every few seconds and is told to exit; one that does not for so long is ended with its node.
 PATIENCE_SECONDS = 300.0
 END_MARK = "sweep "
+# For the same runs in the queue, after the agents that came back for them exited.
+TRY_AGAIN_SECONDS = 1800.0
 
 
 class Fleets(Protocol):
@@ -54,27 +56,34 @@ class Fleets(Protocol):
 class Watch(Protocol):
     """What is needed of `sweeps_watch.SweepWatch`."""
 
-    def follow(self, wanted: Mapping[SweepPath, str]) -> None: ...
+    def follow(self, wanted: Set[Asked]) -> None: ...
 
-    def news(self) -> Mapping[SweepPath, Answer]: ...
+    def news(self) -> Mapping[Asked, Answer]: ...
 
     def close(self) -> None: ...
 
 
 @dataclass(slots=True)
 class _Known:
-    """What is known of one sweep; `over_since` on the steady clock, from the first of an unbroken row of answers on."""
+    """
+    What is known of one sweep; `over_since` on the steady clock, from the first of an unbroken row of answers on.
+
+    `tried`: the counts of runs for which slots whose agents had exited came back last, and when (steady clock).
+    """
 
     report: SweepReport | None = None
     heard_at: datetime | None = None
     problem: str = ""
     over_since: float | None = None
     verdict: Verdict = Verdict.CARE
+    tried: Mapping[str, int] | None = None
+    tried_at: float = 0.0
 
 
 class SweepCare:
     """
     base_url: of sweeps whose fleet names none    now, monotonic: the clocks
+    refusal: why no key of ours is sent to a base URL that a fleet names; empty where it is
 
     On the thread of the loop only; `look` never blocks.
     """
@@ -88,27 +97,28 @@ class SweepCare:
         base_url: Callable[[], str],
         now: Callable[[], datetime],
         monotonic: Callable[[], float],
+        refusal: Callable[[str], str] = lambda _: "",
     ) -> None:
         self._engine, self._roster, self._watch = engine, roster, watch
+        self._refusal = refusal
         self._base_url, self._now, self._monotonic = base_url, now, monotonic
-        self._known: dict[SweepPath, _Known] = {}
+        self._known: dict[Asked, _Known] = {}
         self._misread: dict[str, str] = {}
 
     def look(self) -> None:
         """Follow the sweeps of all fleets that are not down, and carry out what was heard of them."""
         sweeps = self._sweeps()
-        self._known = {path: self._known.get(path, _Known()) for path, _ in sweeps.values()}
-        self._watch.follow(dict(sweeps.values()))
-        for path, answer in self._watch.news().items():
-            names = [name for name, (one, _) in sweeps.items() if one == path]
-            if path in self._known and names:
-                self._hear(path, answer, names)
+        self._known = {asked: self._known.get(asked, _Known()) for asked in sweeps.values()}
+        self._watch.follow(set(sweeps.values()))
+        for asked, answer in self._watch.news().items():
+            if names := [name for name, one in sweeps.items() if one == asked]:
+                self._hear(asked, answer, names)
 
     def rows(self) -> list[dict[str, Any]]:
         """Progress for `status`, one row per fleet."""
         found = []
-        for name, (path, _) in self._sweeps().items():
-            known = self._known.get(path, _Known())
+        for name, asked in self._sweeps().items():
+            path, known = asked[0], self._known.get(asked, _Known())
             row: dict[str, Any] = {"fleet": name, "sweep": plain(str(path)), "problem": plain(known.problem)}
             if known.report is not None and known.heard_at is not None:
                 report = known.report
@@ -119,24 +129,48 @@ class SweepCare:
             found.append(row)
         return found
 
-    def holds_back(self, slots: Iterable[str]) -> bool:
-        """Whether some of them were ended for the sweep's sake, so that it may bring them back."""
-        return any(slot_state(self._engine.slots[name]).by_us for name in slots)
+    def may_come_back(self, fleet: str) -> bool:
+        """
+        Whether the sweep may still ask for slots of *fleet*, all of which ended: W&B has not said since that nothing is
+        left to run. A run that was interrupted may be queued minutes after the last agent was told to exit.
+        """
+        asked = self._sweeps().get(fleet)
+        known = self._known.get(asked, _Known()) if asked is not None else None
+        tracks = [self._engine.slots[name] for name in self._roster.slots_of(fleet)]
+        states = [slot_state(track) for track in tracks]
+        if known is None or not any(state.by_us or state.done for state in states):
+            return False
+        ended = max((track.memory.ended_at for track in tracks if track.memory.ended_at is not None), default=None)
+        if known.heard_at is None or (ended is not None and known.heard_at < ended):
+            return True
+        if known.verdict is Verdict.CARE:
+            queued = known.report.queued if known.report is not None else 0
+            return bool(queued) or any(state.by_us for state in states)
+        return known.verdict is Verdict.DRAIN
+
+    def sum_of(self, fleet: str) -> str:
+        """How far its sweep is, as W&B said last; empty where it has not."""
+        asked = self._sweeps().get(fleet)
+        known = self._known.get(asked) if asked is not None else None
+        return plain(known.report.text()) if known is not None and known.report is not None else ""
 
     def close(self) -> None:
         self._watch.close()
 
     # --- which sweeps ------------------------------------------------------------------------------------------------
 
-    def _sweeps(self) -> dict[str, tuple[SweepPath, str]]:
-        """By fleet: the sweep, and where its W&B is."""
+    def _sweeps(self) -> dict[str, Asked]:
+        """By fleet: the sweep, and where its W&B is; those left out whose W&B must not have our key."""
         found = {}
         for name, fleet in self._roster.fleets.items():
             record, named = self._roster.records.get(name), fleet.job.env.get(SWEEP_VARIABLE)
             if named is None or record is None or record.wish is Wish.DOWN:
                 continue
             try:
-                found[name] = (parse_path(named), fleet.job.env.get("WANDB_BASE_URL") or self._base_url())
+                url = (fleet.job.env.get("WANDB_BASE_URL") or self._base_url()).rstrip("/")
+                if refusal := self._refusal(url):
+                    raise ConfigError(f"its sweep is not followed: {refusal}")
+                found[name] = (parse_path(named), url)
             except ConfigError as error:
                 self._misreads(name, str(error))
         return found
@@ -148,8 +182,8 @@ class SweepCare:
 
     # --- what was heard ----------------------------------------------------------------------------------------------
 
-    def _hear(self, path: SweepPath, answer: Answer, fleets: list[str]) -> None:
-        known = self._known[path]
+    def _hear(self, asked: Asked, answer: Answer, fleets: list[str]) -> None:
+        path, known = asked[0], self._known[asked]
         if not isinstance(answer, SweepReport):
             if known.problem != str(answer):
                 self._tell(fleets, "sweep-silent", f"sweep {path}: {answer}; its fleet goes on", "warning")
@@ -173,12 +207,21 @@ class SweepCare:
         patient = known.over_since is None or self._monotonic() - known.over_since < PATIENCE_SECONDS
         tracks = self._engine.slots
         states = [slot_state(tracks[name]) for name in self._roster.slots_of(fleet)]
-        changes = decide(report, states, patient=patient)
+        changes = decide(report, states, patient=patient, again=self._may_try_again(report, known))
         text = f"{END_MARK}{path} is {why(report, known.verdict)}"
         for name in changes.end:
             self._engine.change(name, lambda memory: finish(memory, text, self._now()), "done", f"{name}: {text}")
+        exited = {state.name for state in states if state.done}
+        if exited & set(changes.revive):
+            known.tried, known.tried_at = dict(report.runs), self._monotonic()
         for name in changes.revive:
             self._engine.change(name, wishes.up, "up", f"{name}: wanted again, {text}")
+
+    def _may_try_again(self, report: SweepReport, known: _Known) -> bool:
+        """An agent that came back for a run and was given none exits at once: its node is not made again at once."""
+        if known.tried is not None and known.tried != report.runs:
+            known.tried = None
+        return known.tried is None or self._monotonic() - known.tried_at >= TRY_AGAIN_SECONDS
 
     def _tell(self, fleets: list[str], kind: str, text: str, level: str) -> None:
         for fleet in fleets:
@@ -190,7 +233,8 @@ def slot_state(track: SlotTrack) -> SlotState:
     memory = track.memory
     by_us = memory.end is End.DONE and memory.end_why.startswith(END_MARK) and memory.wish is Wish.UP
     ended = memory.end is not End.NONE or memory.wish is Wish.DOWN
-    return SlotState(track.slot.name, busy=_is_busy(track), ended=ended, by_us=by_us)
+    done = memory.end is End.DONE and not by_us and memory.wish is Wish.UP
+    return SlotState(track.slot.name, busy=_is_busy(track), ended=ended, by_us=by_us, done=done)
 
 
 def _is_busy(track: SlotTrack) -> bool:

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from tpucare.errors import TpuCareError
+from tpucare.sweeps_account import is_private_way
 from tpucare.sweeps_plan import SweepPath, SweepReport
 
 TIMEOUT_SECONDS = 20.0
@@ -60,10 +61,26 @@ class SweepService(Protocol):
         ...
 
 
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """A redirect would carry the key to whatever host it names."""
+
+    def redirect_request(self, *_: Any) -> None:
+        """None: the redirect itself is the answer, and an error."""
+
+
+_OPENER = urllib.request.build_opener(_NoRedirects)
+
+
 class GraphqlSweeps:
-    """One W&B server and one key. Thread-safe: it keeps nothing."""
+    """
+    One W&B server and one key. Thread-safe: it keeps nothing.
+
+    Raises: SweepRefused: *base_url* is plain HTTP to another machine, which would show the key to the network.
+    """
 
     def __init__(self, base_url: str, key: str) -> None:
+        if not is_private_way(base_url):
+            raise SweepRefused(f"the W&B key is not sent to {base_url}: write https://")
         self._url = f"{base_url}/graphql"
         self._authorization = f"Basic {base64.b64encode(f'api:{key}'.encode()).decode()}"
 
@@ -110,7 +127,7 @@ class GraphqlSweeps:
         headers = {"Authorization": self._authorization, "Content-Type": "application/json"}
         request = urllib.request.Request(self._url, body, headers)
         try:
-            with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as answer:
+            with _OPENER.open(request, timeout=TIMEOUT_SECONDS) as answer:
                 said = json.loads(answer.read(ANSWER_LIMIT))
         except urllib.error.HTTPError as error:
             error.close()

@@ -68,9 +68,18 @@ def name_of(base: Base, path: SweepPath, given: str = "") -> str:
     return f"sweep{''.join(char for char in path.name.lower() if char.isalnum())}"[:24]
 
 
-def fleet_text(base: Base, path: SweepPath, *, count: int, base_url: str, name: str = "", file: str = "") -> str:
+def fleet_text(
+    base: Base,
+    path: SweepPath,
+    *,
+    count: int,
+    base_url: str,
+    name: str = "",
+    file: str = "",
+    agent: str | None = None,
+) -> str:
     """
-    The fleet file, complete.
+    The fleet file, complete; *agent* stands for the agent's command where somebody only wants to look at it.
 
     Raises: ConfigError: `job.run` says something else than where the agent stands, or a part is of another kind.
     """
@@ -85,7 +94,7 @@ def fleet_text(base: Base, path: SweepPath, *, count: int, base_url: str, name: 
     if checkpoint := job.pop("checkpoint", ""):
         env[CHECKPOINT_VARIABLE] = _shared(checkpoint, file)
     secrets = _part(job, "secrets", [], f"{place}: job.secrets")
-    job |= {"run": run.replace(AGENT, agent_command()), "env": env}
+    job |= {"run": run.replace(AGENT, agent if agent is not None else agent_command()), "env": env}
     job["secrets"] = secrets if KEY_VARIABLE in secrets else [*secrets, KEY_VARIABLE]
     whole |= {"name": name_of(base, path, name), "count": count, "job": job}
     return yaml.dump(whole, Dumper=_Blocks, sort_keys=False, allow_unicode=True, width=120)

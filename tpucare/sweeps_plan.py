@@ -125,12 +125,14 @@ class SlotState:
     """
     busy:  a run of the job lives on its node, as far as is known    ended: done or failed, whoever said so
     by_us: it was ended for the sweep's sake, so the sweep may bring it back
+    done:  its agent exited 0, as W&B tells agents when it has nothing to hand out
     """
 
     name: str
     busy: bool = False
     ended: bool = False
     by_us: bool = False
+    done: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,22 +143,26 @@ class Changes:
     revive: tuple[str, ...] = ()
 
 
-def decide(report: SweepReport, slots: Sequence[SlotState], *, patient: bool = True) -> Changes:
+def decide(report: SweepReport, slots: Sequence[SlotState], *, patient: bool = True, again: bool = True) -> Changes:
     """
     What must change, in the order of *slots*.
 
     A slot whose agent runs ends by itself, when W&B tells the agent to exit; *patient* False: it was given the time.
-    While interrupted runs wait in the queue of a sweep that gives out nothing else, as many slots as runs wait stay.
+    While interrupted runs wait in the queue of a sweep, as many slots as runs wait stay, or come back: those that were
+    ended for its sake first, then those whose agents exited; the latter unless *again* is False, since their last
+    agents got nothing of this very queue.
     """
     verdict = judge(report)
     alive = [slot for slot in slots if not slot.ended]
     idle = [slot.name for slot in alive if not slot.busy]
     ours = [slot.name for slot in slots if slot.ended and slot.by_us]
+    exited = [slot.name for slot in slots if slot.ended and slot.done] if again else []
     if verdict is Verdict.CARE:
-        return Changes(revive=tuple(ours))
+        missing = max(0, report.queued - len(alive) - len(ours))
+        return Changes(revive=(*ours, *exited[:missing]))
     if verdict is Verdict.END or (verdict is Verdict.OVER and not patient):
         return Changes(end=tuple(slot.name for slot in alive))
     if verdict is Verdict.OVER:
         return Changes(end=tuple(idle))
     needed = report.queued
-    return Changes(end=tuple(idle[needed:]), revive=tuple(ours[: max(0, needed - len(idle))]))
+    return Changes(end=tuple(idle[needed:]), revive=tuple([*ours, *exited][: max(0, needed - len(idle))]))

@@ -7,13 +7,15 @@ A server that hangs costs this thread its time and nobody else's. What an answer
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Set
 
 from tpucare.errors import TpuCareError
 from tpucare.sweeps_client import SweepService, SweepSilent
 from tpucare.sweeps_plan import SweepPath, SweepReport
 
 Answer = SweepReport | TpuCareError
+# A sweep and the base URL of its W&B: what one server says of a path is nothing to a fleet that names another.
+Asked = tuple[SweepPath, str]
 
 
 class SweepWatch:
@@ -26,26 +28,26 @@ class SweepWatch:
     def __init__(self, service: Callable[[str], SweepService], *, every: float, monotonic: Callable[[], float]) -> None:
         self._service, self._every, self._monotonic = service, every, monotonic
         self._changed = threading.Condition()
-        self._wanted: dict[SweepPath, str] = {}
-        self._due: dict[SweepPath, float] = {}
-        self._news: dict[SweepPath, Answer] = {}
+        self._wanted: frozenset[Asked] = frozenset()
+        self._due: dict[Asked, float] = {}
+        self._news: dict[Asked, Answer] = {}
         self._closing = False
         self._thread: threading.Thread | None = None
 
-    def follow(self, wanted: Mapping[SweepPath, str]) -> None:
-        """From now on these sweeps, by base URL, and no others; a new one is looked at at once. Never blocks."""
+    def follow(self, wanted: Set[Asked]) -> None:
+        """From now on these sweeps and no others; a new one is looked at at once. Never blocks."""
         with self._changed:
             if wanted == self._wanted:
                 return
-            self._wanted = dict(wanted)
-            self._due = {path: self._due.get(path, self._monotonic()) for path in wanted}
+            self._wanted = frozenset(wanted)
+            self._due = {asked: self._due.get(asked, self._monotonic()) for asked in sorted(wanted)}
             if wanted and self._thread is None:
                 # It may hang in a request; it must not keep the process from ending.
                 self._thread = threading.Thread(target=self._run, name="tpucare-sweeps", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
 
-    def news(self) -> dict[SweepPath, Answer]:
+    def news(self) -> dict[Asked, Answer]:
         """Newest answers since the last call. Never blocks."""
         with self._changed:
             news, self._news = self._news, {}
@@ -61,21 +63,20 @@ class SweepWatch:
 
     def _run(self) -> None:
         while (turn := self._next()) is not None:
-            path, url = turn
-            answer = self._look(path, url)
+            answer = self._look(*turn)
             with self._changed:
-                if path in self._wanted:
-                    self._news[path] = answer
-                    self._due[path] = self._monotonic() + self._every
+                if turn in self._wanted:
+                    self._news[turn] = answer
+                    self._due[turn] = self._monotonic() + self._every
 
-    def _next(self) -> tuple[SweepPath, str] | None:
+    def _next(self) -> Asked | None:
         """The sweep whose time has come, waited for; None at the end."""
         with self._changed:
             while not self._closing:
-                path = min(self._due, key=lambda one: self._due[one], default=None)
-                left = self._due[path] - self._monotonic() if path is not None else None
-                if path is not None and left is not None and left <= 0:
-                    return path, self._wanted[path]
+                asked = min(self._due, key=lambda one: self._due[one], default=None)
+                left = self._due[asked] - self._monotonic() if asked is not None else None
+                if asked is not None and left is not None and left <= 0:
+                    return asked
                 self._changed.wait(left)
         return None
 

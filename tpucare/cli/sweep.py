@@ -40,7 +40,7 @@ def sweep(
         what, count, fleet, name=name, accelerator_type=accelerator_type, zone=zone, options=chosen, env=os.environ
     )
     if check:
-        typer.echo(prepared.text(prepared.path), nl=False)
+        typer.echo(prepared.shown(), nl=False)
         return
     path = sweeps.create(prepared, os.environ)
     warn(f"sweep {path} at {prepared.base_url}")
@@ -62,11 +62,12 @@ def _teller() -> Any:
 def _tell(outcome: Any, json_out: bool) -> None:
     if json_out:
         row = {"sweep": outcome.sweep, "fleet": outcome.fleet, "slots": list(outcome.slots), "daemon": outcome.daemon}
-        print_json({**row, "over": outcome.over, "failed": dict(outcome.failed or {})})
+        print_json({**row, "over": outcome.over, "failed": dict(outcome.failed or {}), "runs": outcome.runs})
     elif outcome.daemon:
         say(f"{outcome.fleet}: accepted, {len(outcome.slots)} slots; `tpucare status {outcome.fleet}` shows the sweep")
     elif outcome.over:
-        say(f"{outcome.fleet}: sweep {outcome.sweep} is over, and nothing is left of the fleet")
+        runs = f" ({outcome.runs})" if outcome.runs else ""
+        say(f"{outcome.fleet}: sweep {outcome.sweep} is over{runs}, and nothing is left of the fleet")
     else:
         warn(
             f"{outcome.fleet}: nodes are left alive; `tpucare daemon` goes on with them, "
