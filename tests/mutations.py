@@ -23,6 +23,7 @@ from tpucare import (
     plan_node,
     plan_run,
     plan_words,
+    remember,
     remember_deletes,
     remember_seen,
 )
@@ -31,7 +32,7 @@ from tpucare.board import Board
 from tpucare.brake import Brake
 from tpucare.emulator.records import NodeSpec
 from tpucare.memory import Memory
-from tpucare.model import LABEL_FLEET, LABEL_NUMBER, LABEL_OWNER, LABEL_SLOT, Node, NodeKey
+from tpucare.model import DEAD_STATES, LABEL_FLEET, LABEL_NUMBER, LABEL_OWNER, LABEL_SLOT, Node, NodeKey
 from tpucare.observer import Observer
 from tpucare.outcomes import Outcomes
 from tpucare.placement import CreateBudget
@@ -216,6 +217,25 @@ def _follow_labels(patch: pytest.MonkeyPatch) -> None:
         return None
 
     patch.setattr(Board, "home", labelled)
+
+
+def _once_dead_for_ever(memory: Memory, node: Node) -> Memory:
+    """What the API said once of a node proves its death, whatever it says later."""
+    past = memory.node(node.name)
+    assert past is not None
+    return memory.with_node(replace(past, dead=past.dead or node.state in DEAD_STATES))
+
+
+def _write_off_unasked(patch: pytest.MonkeyPatch) -> None:
+    """Of what nothing is heard for half an hour trains no more."""
+    settle = remember._settle
+
+    def rash(memory: Memory, action: Any, now: Any, rng: Any) -> Memory:
+        memory = settle(memory, action, now, rng)
+        past = memory.node(action.name)
+        return memory.with_node(replace(past, written_off=True)) if past is not None and past.out_of_sight else memory
+
+    patch.setattr(remember, "_settle", rash)
 
 
 def _forget_what_was_taken(memory: Memory, name: str) -> Memory:
@@ -407,6 +427,20 @@ MUTATIONS = (
         "one-run",
         _swap(remember_seen, "taken", _forget_what_was_taken),
         (Strike(1602, "taken-back", "mini-0", 1500),),
+    ),
+    Mutation(
+        "once dead, dead for ever",
+        "dead-elders",
+        _swap(remember_seen, "_live_or_dead", _once_dead_for_ever),
+        (Strike(1604, "flips-back", "mini-0", 600),),
+    ),
+    Mutation(
+        "who is not heard of is dead",
+        "one-run",
+        _write_off_unasked,
+        (Strike(1600, "zone-dark-for-ever", ZONES[0]),),
+        hours=1.5,
+        person=None,
     ),
     Mutation(
         "who cannot vouch is trusted",

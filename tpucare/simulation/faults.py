@@ -86,7 +86,6 @@ FAULTS: Mapping[str, Fault] = MappingProxyType(
             0.5,
             length=(MINUTE, 10 * MINUTE),
             fits=_preemptible,
-            drawn=False,
         ),
         # Workers.
         "silent-worker": Fault("one worker does not answer for a while", 0.01, 1.0, length=(30.0, HOUR)),
@@ -166,7 +165,7 @@ FAULTS: Mapping[str, Fault] = MappingProxyType(
         "answer-lost-after": Fault("a create or delete takes effect, and nobody says so", 0.005, 1.2),
         "listing-failed": Fault("a listing fails", 0.5, 20.0, Span.ALL),
         "zone-unreachable": Fault("a zone does not answer", 0.1, 6.0, Span.ZONE, (MINUTE, 40 * MINUTE)),
-        "zone-dark-for-ever": Fault("a zone never answers again", 0.001, 0.4, Span.ZONE, enough=20, drawn=False),
+        "zone-dark-for-ever": Fault("a zone never answers again", 0.001, 0.4, Span.ZONE, enough=10),
         "api-down": Fault("no call is answered", 0.05, 6.0, Span.ALL, (20.0, 30 * MINUTE)),
         "api-slow": Fault("every call takes 5 to 40 s longer", 0.05, 6.0, Span.ALL, (MINUTE, 30 * MINUTE)),
         "everything-slow": Fault("calls and workers alike are slow", 0.02, 5.0, Span.ALL, (MINUTE, 30 * MINUTE)),

@@ -37,6 +37,10 @@ class Person:
         if self.daemon.store is None:
             return
         self._start_what_was_stopped()
+        if self.daemon.store.old and any(_needs_person(track) for track in self.daemon.engine.slots.values()):
+            # It is no backup, and the person who never put one back knows it.
+            self.daemon.store.confirm()
+            self.daemon.engine.board.decide_again(self.daemon.engine.slots)
         for name, track in self.daemon.engine.slots.items():
             self._look_after(name, track, gentle=gentle)
 
@@ -53,11 +57,10 @@ class Person:
             daemon.wish(name, Wish.UP)
         if any(place.blocked for place in memory.places.values()):
             daemon.engine.change(name, _unblocked, "retry", f"{name}: retry")
-        action = track.action
-        if not isinstance(action, Wait) or not action.needs_person or track.braked or memory.end is not End.NONE:
+        if not _needs_person(track) or track.braked or memory.end is not End.NONE:
             return
-        dark = self.daemon.zone.dark_for_ever
-        if memory.has_elder_in_doubt or any(past.zone in dark for past in memory.nodes):
+        hidden = any(past.in_doubt and (past.out_of_sight or past.taken) for past in memory.nodes)
+        if memory.has_elder_in_doubt or hidden:
             self._confirm(name, track)
         elif track.nodes and not memory.replace_asked:
             self._ask(name, 3600.0)
@@ -67,15 +70,19 @@ class Person:
         self.history.person_asks(slot, seconds)
 
     def _confirm(self, name: str, track: SlotTrack) -> None:
-        """Only of what was looked at: a run that lives on an older node is ended first."""
+        """
+        Only of what was looked at. A run on an older node is ended first; one that nobody can look at through the API,
+        and that lives, is left alone.
+        """
         launcher = self.daemon.launcher
         newest = max((past.create_time for past in track.memory.nodes), default=None)
         for past in track.memory.nodes:
-            if past.create_time == newest:
-                continue
-            for worker in launcher.of_node(*NodeKey(track.slot.project, past.zone, past.name)):
-                if worker.node_id == past.id:
-                    launcher.end(worker, status=None)
+            machines = launcher.of_node(*NodeKey(track.slot.project, past.zone, past.name))
+            living = [worker for worker in machines if worker.node_id == past.id and launcher.lives(worker)]
+            if living and (past.create_time == newest or past.zone in self.daemon.zone.dark_for_ever):
+                return
+            for worker in living:
+                launcher.end(worker, status=None)
         self._ask(name, 3600.0)
         self.daemon.engine.change(name, wishes.confirm, "confirm", f"{name}: confirm")
 
@@ -87,6 +94,10 @@ class Person:
                     world.start_node(life.record.name, self.daemon.clock.true_now())
                 except ApiError:
                     continue
+
+
+def _needs_person(track: SlotTrack) -> bool:
+    return isinstance(track.action, Wait) and track.action.needs_person
 
 
 def _unblocked(memory: Memory) -> Memory:

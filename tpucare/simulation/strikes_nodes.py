@@ -107,12 +107,18 @@ def hide_for(hand: Hand, life: NodeLife, seconds: float) -> None:
 
 
 def flip_back(hand: Hand) -> bool:
-    """Dead for a moment, by what the API shows, and READY again; sometimes of a slot that is paused just then."""
+    """
+    Dead for a moment, by what the API shows, and READY again; sometimes its slot is paused just then, or its delete
+    is answered 14.
+    """
     life = hand.node()
     if life is None or not life.record.spec.is_preemptible:
         return False
     if hand.rng.random() < 0.5:
         wish(Wish.PAUSED)(hand)
+    if hand.rng.random() < 0.5:
+        for _ in range(10):
+            hand.world.fail_next("DeleteNode", 14, "The service is currently unavailable.")
     state = hand.rng.choice((int(NodeState.PREEMPTED), int(NodeState.TERMINATED)))
     hand.world.set_state(life.path.node_id, state, hand.now)
     hand.later(hand.rng.uniform(1.0, 30.0), lambda: _show_again(hand.world, life, hand.now))
