@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.evidence_kit import EU, HERE, NOW, US, after, before, evidence, later, memory, place, slot
+from tests.evidence_kit import EU, HERE, NOW, US, after, ago, before, evidence, later, memory, place, slot
 from tpucare.errors import (
     AnswerLost,
     CloudError,
@@ -253,6 +253,26 @@ def test_a_person_is_needed_after_ten_minutes_then_hourly() -> None:
     for refusals in (2, 3, 9):
         past = blocked(replace(past, refusals=refusals - 1), "still", now=NOW)
         assert past.retry_at == after(hours=1)
+
+
+@pytest.mark.parametrize(
+    ("dark", "past", "person"),
+    [
+        ({US: 60}, NOTHING, False),
+        ({US: 60, EU: 60}, NOTHING, True),
+        ({US: 60, EU: 10}, NOTHING, False),
+        ({US: 60}, PlaceMemory(2, after(10), "human", blocked=True, refusals=2), True),
+    ],
+    ids=["another zone answers", "no zone for half an hour", "one went dark just now", "the other only a person opens"],
+)
+def test_where_no_zone_answers_for_half_an_hour_a_person_is_told(
+    dark: dict[str, int], past: PlaceMemory, person: bool
+) -> None:
+    """A slot whose only zone was closed waited for ever, and nobody was told (storm at high, seed 22)."""
+    since = {zone: ago(minutes=minutes) for zone, minutes in dark.items()}
+    choice = chosen(remembering((SECOND, past)), evidence(dark_since=since))
+    assert choice.needs_person is person
+    assert ("declare another one" in choice.why) is person
 
 
 # --- own quota -------------------------------------------------------------------------------------------------------

@@ -62,7 +62,13 @@ def choose(slot: Slot, evidence: Evidence, memory: Memory, timers: Timers) -> Ch
         if refusal is None:
             return Choice(place, f"{place.accelerator_type} in {place.zone}")
         reasons.append(f"{place.zone}: {refusal}")
-    stopped = all(_stopped(memory.place(place.key), timers.now.wall) for place in slot.places)
+    stopped = all(
+        _stopped(memory.place(place.key), timers.now.wall)
+        or timers.lasted(evidence.dark_since.get(place.zone), slot.care.fence_after)
+        for place in slot.places
+    )
+    if stopped and any(place.zone in evidence.dark_since for place in slot.places):
+        reasons.append("a zone that does not answer may be closed for good: declare another one, or wait")
     lacks_quota = any(memory.place(place.key).kind == QUOTA for place in slot.places)
     if lacks_quota and memory.shell:
         reasons.append(_shell(memory.shell))

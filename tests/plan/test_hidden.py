@@ -72,7 +72,7 @@ HIDDEN = [
         "out of sight, and no other place",
         evidence(SEEN, dark_since=LONG_DARK),
         known(out_of_sight=True, written_off=True),
-        "Wait",
+        "Wait person",
         slot(),
     ),
     case(
