@@ -10,7 +10,7 @@ import pytest
 
 from tpucare.demo.director import scenes
 from tpucare.demo.play import Report
-from tpucare.demo.stage import MOST_PREEMPTIONS, Options, accelerator_for
+from tpucare.demo.stage import MOST_PREEMPTIONS, ZONES, Options, accelerator_for
 from tpucare.demo.story import Life, Recovery, Told, read_life, recoveries
 from tpucare.errors import ConfigError
 
@@ -119,6 +119,28 @@ def test_what_cannot_be_shown_is_refused_in_one_line(options: Options) -> None:
     with pytest.raises(ConfigError) as caught:
         options.check()
     assert "\n" not in str(caught.value)
+
+
+def test_the_demo_has_its_zones_in_whatever_world(tmp_path: Path) -> None:
+    realistic = Options(world=Path("realistic")).world_config()
+    assert set(ZONES) < set(realistic.zones)
+    assert realistic.guest.sshguard is not None
+    (tmp_path / "w.yaml").write_text("zones: {us-central1-a: {}}\nspeed: fast\n")
+    assert set(Options(world=tmp_path / "w.yaml").world_config().zones) == {*ZONES, "us-central1-a"}
+    with pytest.raises(ConfigError, match="unrealistic"):
+        Options(world=Path("unrealistic")).check()
+
+
+def test_the_realistic_world_has_every_trouble_of_a_first_day_on() -> None:
+    """Of the options that a node can live with; the others would refuse every create."""
+    world = Options(world=Path("realistic")).world_config()
+    for section, left_out in (
+        (world.guest, {"chip_holding_runtimes"}),
+        (world.project, {"refuses", "external_ips", "health_checks_per_worker"}),
+    ):
+        defaults = type(section)()
+        same = {key for key in type(section).model_fields if getattr(section, key) == getattr(defaults, key)}
+        assert same == left_out
 
 
 def test_a_file_is_no_folder_to_keep_things_in(tmp_path: Path) -> None:

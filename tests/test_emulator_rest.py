@@ -98,8 +98,9 @@ class Place:
         with self.server.lock:
             self.server.world.advance(self.server.now())
 
-    def ask(self, path: str, body: bytes | None = None, **headers: str) -> Any:
-        request = Request(self.server.rest_endpoint + path, body, {"Content-Type": "application/json", **headers})
+    def ask(self, path: str, body: bytes | None = None, method: str | None = None, **headers: str) -> Any:
+        told = {"Content-Type": "application/json", **headers}
+        request = Request(self.server.rest_endpoint + path, body, told, method=method)
         return json.loads(urlopen(request, timeout=10).read())
 
 
@@ -251,6 +252,81 @@ def test_what_is_malformed_is_told(place: Place, path: str, body: bytes, said: s
     error = json.loads(refused.value.read())["error"]
     assert (refused.value.code, error["code"], error["status"]) == (400, 400, "INVALID_ARGUMENT")
     assert said in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("query", "body", "field", "said"),
+    [
+        (
+            "nodeId=a",
+            {"colour": 1},
+            "node",
+            "Invalid JSON payload received. Unknown name \"colour\" at 'node': Cannot find field.",
+        ),
+        (
+            "nodeId=a",
+            {"schedulingConfig": {"hot": True}},
+            "node.scheduling_config",
+            "Invalid JSON payload received. Unknown name \"hot\" at 'node.scheduling_config': Cannot find field.",
+        ),
+        ("nodeId=a&pageSize=abc", {}, "", 'Unknown name "pageSize": Cannot bind query parameter.'),
+    ],
+)
+def test_a_wrong_field_is_named_in_the_services_words(
+    place: Place, query: str, body: dict[str, object], field: str, said: str
+) -> None:
+    with pytest.raises(HTTPError) as refused:
+        place.ask(f"/v2/{PARENT}/nodes?{query}", json.dumps(body).encode())
+    error = json.loads(refused.value.read())["error"]
+    assert said in error["message"]
+    [detail] = error["details"]
+    assert detail["@type"] == "type.googleapis.com/google.rpc.BadRequest"
+    assert detail["fieldViolations"][0].get("field", "") == field
+
+
+def test_a_page_size_is_a_number(place: Place) -> None:
+    with pytest.raises(HTTPError) as refused:
+        place.ask(f"/v2/{PARENT}/nodes?pageSize=abc")
+    said = json.loads(refused.value.read())["error"]["message"]
+    assert said == "Invalid value at 'page_size' (TYPE_INT32), \"abc\""
+
+
+@pytest.mark.parametrize("word", ["true", "True", "TRUE", "1"])
+def test_force_is_read_as_clients_write_it(place: Place, word: str) -> None:
+    body = json.dumps({"tpu": {"nodeSpec": [{"parent": PARENT, "nodeId": "pod-0-a1", "node": NODE}]}}).encode()
+    place.ask(f"/v2/{PARENT}/queuedResources?queuedResourceId=q1", body)
+    place.play(600)
+    place.ask(f"/v2/{PARENT}/queuedResources/q1?force={word}", method="DELETE")
+
+
+def test_a_node_shows_what_its_caller_left_out(place: Place) -> None:
+    place.nodes().create(parent=PARENT, nodeId="pod-0-a1", body=NODE).execute()
+    place.play(1)
+    node = place.ask(f"/v2/{PARENT}/nodes/pod-0-a1")
+    region = ZONE.rpartition("-")[0]
+    assert node["networkConfig"] == {
+        "network": f"projects/{PROJECT}/global/networks/default",
+        "subnetwork": f"projects/{PROJECT}/regions/{region}/subnetworks/default",
+    }
+    assert node["acceleratorConfig"].keys() == {"type", "topology"}
+    assert node["cidrBlock"].endswith(".0.0/20")
+    assert node["serviceAccount"]["email"].endswith("-compute@developer.gserviceaccount.com")
+    assert node["serviceAccount"]["scope"] == ["https://www.googleapis.com/auth/cloud-platform"]
+
+
+def test_v1_lists_locations_and_types(place: Place) -> None:
+    zones = [one["locationId"] for one in place.ask(f"/v1/projects/{PROJECT}/locations")["locations"]]
+    assert ZONE in zones
+    assert place.ask(f"/v1/{PARENT}/acceleratorTypes?pageSize=2")["acceleratorTypes"]
+    with pytest.raises(HTTPError) as refused:
+        place.ask(f"/v1/{PARENT}/nodes")
+    assert refused.value.code == 404
+
+
+@pytest.mark.parametrize("runtime", ["v2-alpha", "tpu-vm-base"])
+def test_runtimes_of_former_years_are_taken(place: Place, runtime: str) -> None:
+    body = {**NODE, "acceleratorType": "v2-8", "runtimeVersion": runtime}
+    place.nodes().create(parent=PARENT, nodeId="pod-0-a1", body=body).execute()
 
 
 def test_what_only_rest_has_is_taken(place: Place) -> None:

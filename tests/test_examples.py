@@ -44,7 +44,9 @@ def test_the_readme_names_every_example() -> None:
     assert len(FLEETS) >= 3
 
 
-@pytest.mark.parametrize("name", ["pod.py", "sweep.py", "inference.py", "inference_server.py", "sweep/train.py"])
+@pytest.mark.parametrize(
+    "name", ["pod.py", "sweep.py", "inference.py", "inference_server.py", "sweep/train.py", "first_hour.py"]
+)
 def test_every_script_says_how_it_is_used(name: str) -> None:
     command = [sys.executable, str(ROOT / "examples" / name), "--help"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)

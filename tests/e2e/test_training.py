@@ -19,6 +19,12 @@ SAVE_EVERY = 20
 STEPS = 120
 
 
+@pytest.mark.slow
+def test_a_first_day_with_everything_that_breaks_one(tmp_path: Path) -> None:
+    report = _demo(tmp_path / "kept", "--preemptions", "1", "--hosts", "2", "--world", "realistic")
+    assert report["ok"] is True, report["faults"]
+
+
 def _demo(folder: Path, *words: str) -> dict[str, object]:
     done = subprocess.run(
         [sys.executable, "-m", "tpucare.cli", "demo", "--json", "--keep", str(folder), "--steps", str(STEPS), *words],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import signal
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -25,6 +26,9 @@ def demo(
     seed: Annotated[int, typer.Option(help="Decides the moments, and the training's data.")] = 0,
     steps: Annotated[int, typer.Option(help="Steps of the training.", min=50)] = 200,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else.")] = False,
+    world: Annotated[
+        str, typer.Option(help="Another emulated cloud: a world file, or realistic.", metavar="NAME|FILE")
+    ] = "",
     keep: Annotated[str, typer.Option(help="Leave everything in this new folder.", metavar="DIR")] = "",
 ) -> int:
     """
@@ -37,6 +41,7 @@ def demo(
     \b
     Example:
       tpucare demo
+      tpucare demo --world realistic
       tpucare demo --preemptions 3 --hosts 1 --seed 7 --keep /tmp/demo
     """
     _require_training()
@@ -49,7 +54,9 @@ def demo(
     # Ended by a service manager or by a terminal that closes, the demo still ends everything that it started.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupt)
-    options = Options(preemptions, hosts, seed, steps, keep=expanded(keep) if keep else None)
+    options = Options(
+        preemptions, hosts, seed, steps, keep=expanded(keep) if keep else None, world=Path(world) if world else None
+    )
     options.check()
     console = Console(stderr=json, quiet=json)
     screen, show = live.watch(console, options)

@@ -42,7 +42,8 @@ Selector = Annotated[str, typer.Argument(metavar="NODES", help="Node, slot, zone
 def run(
     context: typer.Context,
     world: Annotated[
-        Path | None, typer.Argument(metavar="[WORLD.yaml]", help="Default: two zones with room for every type, fast.")
+        Path | None,
+        typer.Argument(metavar="[WORLD.yaml]", help="A file, or `realistic`. Default: two zones with room, fast."),
     ] = None,
     port: Annotated[int, typer.Option(help="Of the API; 0 = any.", min=0, max=65535)] = 0,
     rest_port: Annotated[int, typer.Option(help="Of the API as JSON; 0 = any.", min=0, max=65535)] = 0,
@@ -66,6 +67,7 @@ def run(
 
     \b
     Example: tpucare emulator world.yaml --seed 7
+    Example: tpucare emulator realistic
     Example: tpucare emulator --no-machines --audit audit.jsonl
     Example: tpucare emulator --bucket my-bucket
     Example: tpucare emulator --wandb

@@ -22,7 +22,8 @@ from types import TracebackType
 import yaml
 
 from tpucare import accelerators
-from tpucare.emulator.config import WorldConfig
+from tpucare.emulator.config import WorldConfig, load_world
+from tpucare.emulator.config_zones import Zone
 from tpucare.emulator.machines import Machines
 from tpucare.emulator.resources import example_folder
 from tpucare.emulator.server import EmulatorServer
@@ -43,7 +44,7 @@ class Options:
     """
     What to show. `steps` in all; a checkpoint each `save_every` of them; a step takes at least `step_seconds`.
 
-    `keep`: leave everything in this folder, for an outside check.
+    `keep`: leave everything in this folder, for an outside check. `world`: a file, or the name of a shipped world.
     """
 
     preemptions: int = 2
@@ -53,6 +54,7 @@ class Options:
     save_every: int = 20
     step_seconds: float = 0.1
     keep: Path | None = None
+    world: Path | None = None
 
     def check(self) -> None:
         """Raises: ConfigError: a number that cannot be shown."""
@@ -60,8 +62,16 @@ class Options:
             most = f"0 to {MOST_PREEMPTIONS}: each waits for a fifth of all steps"
             raise ConfigError(f"--preemptions {self.preemptions} is not possible ({most})")
         accelerator_for(self.hosts)
+        self.world_config()
         if self.keep is not None and self.keep.exists() and (not self.keep.is_dir() or any(self.keep.iterdir())):
             raise ConfigError(f"--keep {self.keep} is a file or not empty: name a folder that is new")
+
+    def world_config(self) -> WorldConfig:
+        """The zones of the demo are there whatever the world says of others. Raises: ConfigError."""
+        if self.world is None:
+            return WorldConfig.fast(zones={zone: {} for zone in ZONES})
+        config = load_world(self.world)
+        return config.model_copy(update={"zones": {**dict.fromkeys(ZONES, Zone()), **config.zones}})
 
 
 def accelerator_for(hosts: int) -> str:
@@ -150,7 +160,7 @@ class Stage:
     # --- who lives there
 
     def _open_cloud(self) -> None:
-        ssh_port = free_port()
+        ssh_port, config = free_port(), self.options.world_config()
         beside_python = Path(sys.executable).parent
         machines = partial(
             Machines,
@@ -159,8 +169,8 @@ class Stage:
             metadata_port=free_port(),
             # What a TPU VM's image brings: a python3 that has JAX.
             path_prefix=[beside_python],
+            guest=config.guest,
         )
-        config = WorldConfig.fast(zones={zone: {} for zone in ZONES})
         self.server = EmulatorServer(
             config,
             seed=self.options.seed,

@@ -94,6 +94,10 @@ def _details(error: ApiError) -> list[AnyMessage]:
         details.append(error_details_pb2.QuotaFailure(violations=[violation]))
     if error.reason:
         details.append(error_details_pb2.ErrorInfo(reason=error.reason, domain="tpu.googleapis.com"))
+    if error.field is not None:
+        field, description = error.field
+        wrong = error_details_pb2.BadRequest.FieldViolation(field=field, description=description)
+        details.append(error_details_pb2.BadRequest(field_violations=[wrong]))
     packed = []
     for detail in details:
         packed.append(AnyMessage())

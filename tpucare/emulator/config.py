@@ -21,6 +21,8 @@ from tpucare.emulator.config_zones import Quota, Zone
 from tpucare.emulator.lengths import FAST, FAST_QUEUE, Latencies, Latency, Seconds, Share, Strict, around
 from tpucare.errors import ConfigError
 
+_WORLDS = Path(__file__).with_name("worlds")
+
 
 class Rates(Strict):
     """Calls per minute and project; None = unlimited. 91 creates a minute were seen in one large project."""
@@ -202,8 +204,15 @@ def parse_world(text: str, source: str = "world") -> WorldConfig:
         raise ConfigError(f"{source}: {_first_line(error)}") from error
 
 
+def shipped_worlds() -> tuple[str, ...]:
+    """Names that `load_world` takes instead of a file."""
+    return tuple(sorted(file.stem for file in _WORLDS.glob("*.yaml")))
+
+
 def load_world(path: Path) -> WorldConfig:
-    """Raises: ConfigError: cannot be read, or see `parse_world`."""
+    """A file, or the name of a shipped world. Raises: ConfigError: cannot be read, or see `parse_world`."""
+    if str(path) in shipped_worlds() and not path.exists():
+        path = _WORLDS / f"{path}.yaml"
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -34,7 +34,9 @@ _TIER_NAMES = {"spot": "Preemptible", "on-demand": "", "reserved": "Reserved"}
 def with_event_id(error: ApiError, event_id: int) -> ApiError:
     """The same error, its text ending as the service's do."""
     text = f"{error.message} [EID: 0x{event_id:016x}]"
-    return ApiError(error.code, text, resource=error.resource, quota=error.quota, reason=error.reason)
+    return ApiError(
+        error.code, text, resource=error.resource, quota=error.quota, reason=error.reason, field=error.field
+    )
 
 
 # --- in the call -----------------------------------------------------------------------------------------------------

@@ -64,7 +64,7 @@ def worker_attributes(
 def _service_account(life: NodeLife) -> dict[str, str]:
     """The account under `default` and under its own name; `token` is the secret that the server wraps in JSON."""
     spec = life.record.spec
-    email = spec.service_account or f"{project_number(life.path.project)}-compute@developer.gserviceaccount.com"
+    email = spec.service_account or default_account(life.path.project)
     secret = hashlib.sha256(f"{life.record.id}/{email}".encode()).hexdigest()
     said = {
         "aliases": "default",
@@ -73,6 +73,11 @@ def _service_account(life: NodeLife) -> dict[str, str]:
         "token": f"ya29.emulated-{secret}",
     }
     return {f"{SERVICE_ACCOUNT}{name}/{key}": value for name in ("default", email) for key, value in said.items()}
+
+
+def default_account(project: str) -> str:
+    """Compute Engine's, which nodes run as that were given no other."""
+    return f"{project_number(project)}-compute@developer.gserviceaccount.com"
 
 
 def project_number(project: str) -> int:

@@ -9,6 +9,7 @@ and operations have a module of their own, `queue_messages`.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,9 @@ from google.cloud import tpu_v2, tpu_v2alpha1
 from google.cloud.location.locations_pb2 import ListLocationsResponse, Location  # type: ignore[import-untyped]
 from google.longrunning.operations_pb2 import ListOperationsResponse  # type: ignore[import-untyped]
 
+from tpucare.accelerators import region_of
+from tpucare.emulator.instance import DEFAULT_SCOPE, default_account
+from tpucare.emulator.policies import DEFAULT_NETWORK
 from tpucare.emulator.records import (
     AcceleratorConfig,
     DataDisk,
@@ -90,6 +94,7 @@ def node_message(wire: Wire, record: NodeRecord) -> Any:
     message.queued_resource, message.multislice_node = record.queued_resource, record.multislice
     message.api_version = record.spec.api_version
     message.create_time.FromDatetime(record.create_time)
+    _fill_in(message, record)
     for pair in record.endpoints:
         endpoint = message.network_endpoints.add(ip_address=pair.internal, port=TPU_PORT)
         endpoint.access_config.external_ip = pair.external
@@ -101,6 +106,28 @@ def node_message(wire: Wire, record: NodeRecord) -> Any:
     if record.unknown_fields:
         message.MergeFromString(UNKNOWN_FIELDS)
     return message
+
+
+def _fill_in(message: Any, record: NodeRecord) -> None:
+    """What the service says of a node that its caller left out: networks by their full names, account, shape, range."""
+    project, zone, spec = record.path.project, record.path.zone, record.spec
+    for network in message.network_configs if spec.networks else (message.network_config,):
+        # A network of one's own in custom mode has subnetworks by other names; those have to be said.
+        subnetwork = network.subnetwork or network.network.rpartition("/")[2] or DEFAULT_NETWORK
+        network.network = _full(network.network or DEFAULT_NETWORK, f"projects/{project}/global/networks")
+        network.subnetwork = _full(subnetwork, f"projects/{project}/regions/{region_of(zone)}/subnetworks")
+    if not spec.service_account:
+        message.service_account.email = default_account(project)
+    if not spec.scopes:
+        message.service_account.scope.append(DEFAULT_SCOPE)
+    if spec.accelerator_config is None:
+        for config in offered_configs(spec.accelerator_type):
+            _fill_accelerator(message.accelerator_config, config)
+    message.cidr_block = f"10.{128 + zlib.crc32(region_of(zone).encode()) % 64}.0.0/20"
+
+
+def _full(name: str, folder: str) -> str:
+    return name if "/" in name else f"{folder}/{name}"
 
 
 def settings_message(wire: Wire, spec: NodeSpec) -> Any:

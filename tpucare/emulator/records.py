@@ -29,10 +29,18 @@ class ApiError(Exception):
     resource: name for a google.rpc.ResourceInfo detail, empty for none
     quota:    (subject, description) for a google.rpc.QuotaFailure detail
     reason:   for a google.rpc.ErrorInfo detail, for example LOCATION_POLICY_VIOLATED
+    field:    (field, description) for a google.rpc.BadRequest detail
     """
 
     def __init__(
-        self, code: int, message: str, *, resource: str = "", quota: tuple[str, str] | None = None, reason: str = ""
+        self,
+        code: int,
+        message: str,
+        *,
+        resource: str = "",
+        quota: tuple[str, str] | None = None,
+        reason: str = "",
+        field: tuple[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.code = code
@@ -40,6 +48,7 @@ class ApiError(Exception):
         self.resource = resource
         self.quota = quota
         self.reason = reason
+        self.field = field
 
 
 # --- nodes ---------------------------------------------------------------------------------------------------------

@@ -62,6 +62,8 @@ _LOCATION_RULES: tuple[tuple[str, str, str, str], ...] = (
     ("GetLocation", "GET", f"{{name={_PLACE}}}", ""),
 )
 
+_OF_V1 = frozenset({"ListLocations", "GetLocation", "ListAcceleratorTypes", "GetAcceleratorType"})
+
 SYSTEM_PARAMETERS = frozenset(
     {
         "$.xgafv",
@@ -109,6 +111,13 @@ def routes() -> Sequence[Route]:
                 for name, verb, template, body in rules
                 if name in methods
             ]
+    # Current tools still ask v1 for these two lists.
+    methods = {**known["google.cloud.tpu.v2.Tpu"], **known[LOCATIONS]}
+    found += [
+        _route("v1", methods[name], name, verb, template, body)
+        for name, verb, template, body in (*_TPU_RULES, *_LOCATION_RULES)
+        if name in _OF_V1
+    ]
     return found
 
 

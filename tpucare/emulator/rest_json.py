@@ -127,7 +127,7 @@ def parse_query(request: Any, query: Sequence[tuple[str, str]]) -> dict[str, Any
             place = place.setdefault(field.json_name, {})
             descriptor = field.message_type
         field = _field(descriptor, last, name)
-        value: Any = text == "true" if field.type == FieldDescriptor.TYPE_BOOL else text
+        value: Any = _boolean(text, field) if field.type == FieldDescriptor.TYPE_BOOL else text
         if field.message_type is not None and field.message_type.full_name == "google.protobuf.FieldMask":
             value = ",".join(json_format.MessageToDict(_mask(text)).split(",")) if "_" in text else text
         if field.is_repeated:
@@ -135,6 +135,13 @@ def parse_query(request: Any, query: Sequence[tuple[str, str]]) -> dict[str, Any
         else:
             place[field.json_name] = value
     return found
+
+
+def _boolean(text: str, field: Any) -> bool:
+    """Clients write `force=True` and `force=1`, and the service takes them."""
+    if text.lower() not in ("true", "1", "false", "0", ""):
+        raise _wrong_value(field, text)
+    return text.lower() in ("true", "1")
 
 
 def _mask(text: str) -> Any:
@@ -149,16 +156,54 @@ def _field(descriptor: Any, part: str, name: str) -> Any:
     for field in fields:
         if part in (field.json_name, field.name):
             return field
-    raise _invalid(f"Unknown name \"{name}\": Cannot bind query parameter. Field '{name}' could not be found.")
+    what = f"Cannot bind query parameter. Field '{name}' could not be found in request message."
+    raise _invalid(f'Unknown name "{name}": {what}', "")
 
 
 def build(request: Any, values: dict[str, Any]) -> Any:
     """The request message. Raises: ApiError (3): names the field that does not fit."""
     _drop_rest_only(request.DESCRIPTOR, values)
+    _check_names(request.DESCRIPTOR, values, "")
     try:
         return json_format.ParseDict(values, request())
     except json_format.ParseError as error:
         raise _invalid(" ".join(str(error).split())) from None
+
+
+def _check_names(descriptor: Any, values: dict[str, Any], place: str) -> None:
+    """Raises: ApiError (3): a name that the message has not, or a word for a number, in the service's words."""
+    known = {name: field for field in descriptor.fields for name in (field.json_name, field.name)}
+    for name, value in values.items():
+        field = known.get(name)
+        if field is None:
+            at = f" at '{place}'" if place else ""
+            raise _invalid(f'Unknown name "{name}"{at}: Cannot find field.', place)
+        if field.message_type is None:
+            if field.cpp_type in _NUMBERS and isinstance(value, str) and not _is_number(value):
+                raise _wrong_value(field, value, place)
+            continue
+        if field.message_type.GetOptions().map_entry or field.message_type.file.package == "google.protobuf":
+            continue
+        inside = f"{place}.{field.name}" if place else field.name
+        for index, one in enumerate(value if isinstance(value, list) else [value]):
+            if isinstance(one, dict):
+                _check_names(field.message_type, one, f"{inside}[{index}]" if isinstance(value, list) else inside)
+
+
+_NUMBERS = (FieldDescriptor.CPPTYPE_INT32, FieldDescriptor.CPPTYPE_INT64)
+
+
+def _is_number(text: str) -> bool:
+    return text.removeprefix("-").isdecimal()
+
+
+def _wrong_value(field: Any, text: str, place: str = "") -> ApiError:
+    name = f"{place}.{field.name}" if place else field.name
+    kind = {FieldDescriptor.TYPE_BOOL: "TYPE_BOOL", FieldDescriptor.TYPE_INT64: "TYPE_INT64"}.get(
+        field.type, "TYPE_INT32"
+    )
+    said = f"Invalid value at '{name}' ({kind}), \"{text}\""
+    return ApiError(3, said, field=(name, said))
 
 
 def _drop_rest_only(descriptor: Any, values: dict[str, Any]) -> None:
@@ -174,5 +219,7 @@ def _drop_rest_only(descriptor: Any, values: dict[str, Any]) -> None:
                 _drop_rest_only(field.message_type, one)
 
 
-def _invalid(what: str) -> ApiError:
-    return ApiError(3, f"Invalid JSON payload received. {what}")
+def _invalid(what: str, field: str | None = None) -> ApiError:
+    """*field*: where it is, for the detail that clients decode; None for text that is no JSON at all."""
+    said = f"Invalid JSON payload received. {what}"
+    return ApiError(3, said, field=None if field is None else (field, said))
