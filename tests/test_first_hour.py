@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -32,20 +32,30 @@ WORLD: dict[str, Any] = {
 }
 
 
+class Cloud(NamedTuple):
+    """The emulated cloud, and the port of its workers' sshd."""
+
+    server: EmulatorServer
+    ssh_port: int
+
+    @property
+    def has_nodes(self) -> bool:
+        with self.server.lock:
+            return bool(self.server.world.nodes())
+
+
 @pytest.fixture
-def cloud(tmp_path: Path) -> Iterator[EmulatorServer]:
+def cloud(tmp_path: Path) -> Iterator[Cloud]:
     config, ssh_port = WorldConfig.fast(**WORLD), free_port()
     make = partial(Machines, tmp_path, ssh_port=ssh_port, metadata_port=free_port(), guest=config.guest)
     with EmulatorServer(config, machines=make, ssh_port=ssh_port) as server:
-        server.chosen_ssh_port = ssh_port  # type: ignore[attr-defined]
-        yield server
+        yield Cloud(server, ssh_port)
 
 
-def hour(cloud: EmulatorServer, *more: str, user: str | None = None) -> subprocess.Popen[str]:
-    assert cloud.machines is not None
-    words = ["--project", "emulated", "--zone", ZONE, "--endpoint", cloud.endpoint, "--minutes", "1"]
-    port = str(cloud.chosen_ssh_port)  # type: ignore[attr-defined]
-    login = ["--user", user or cloud.machines.login_user, "--ssh-port", port]
+def hour(cloud: Cloud, *more: str, user: str | None = None) -> subprocess.Popen[str]:
+    assert cloud.server.machines is not None
+    words = ["--project", "emulated", "--zone", ZONE, "--endpoint", cloud.server.endpoint, "--minutes", "1"]
+    login = ["--user", user or cloud.server.machines.login_user, "--ssh-port", str(cloud.ssh_port)]
     return subprocess.Popen(
         [sys.executable, str(SCRIPT), *words, *login, *more],
         stdin=subprocess.PIPE,
@@ -63,7 +73,7 @@ def observed(text: str) -> dict[str, list[Any]]:
     return found
 
 
-def test_an_hour_answers_its_questions_and_leaves_nothing(cloud: EmulatorServer) -> None:
+def test_an_hour_answers_its_questions_and_leaves_nothing(cloud: Cloud) -> None:
     out, errors = hour(cloud, "--yes").communicate(timeout=100)
     found = observed(out)
     assert found["page_size 1000"][0]["code"] == "INVALID_ARGUMENT"
@@ -75,29 +85,22 @@ def test_an_hour_answers_its_questions_and_leaves_nothing(cloud: EmulatorServer)
     assert found["100 GetNode"][0]["refused"] == {}
     assert len(found["gone"]) == 2
     assert "USD an hour" in errors
-    with cloud.lock:
-        assert not cloud.world.nodes()
+    assert not cloud.has_nodes
     assert not re.search(r"AAAA|ya29|127\.\d+\.\d+\.\d+|@|emulated", out), "no key, token, address, account"
 
 
-def test_it_is_interrupted_and_deletes_what_it_made_first(cloud: EmulatorServer) -> None:
+def test_it_is_interrupted_and_deletes_what_it_made_first(cloud: Cloud) -> None:
     process = hour(cloud, "--yes", user="nobody-we-know")
-
-    def is_made() -> bool:
-        with cloud.lock:
-            return bool(cloud.world.nodes())
-
-    eventually(is_made)
+    eventually(lambda: cloud.has_nodes)
     time.sleep(1)
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=60)
     assert len(observed(out)["gone"]) == 1
-    with cloud.lock:
-        assert not cloud.world.nodes()
+    assert not cloud.has_nodes
 
 
-def test_nothing_is_made_without_a_yes(cloud: EmulatorServer) -> None:
+def test_nothing_is_made_without_a_yes(cloud: Cloud) -> None:
     process = hour(cloud)
     process.communicate("\n", timeout=60)
     assert process.returncode == 2
-    assert not any(record.get("method") == "CreateNode" for record in cloud.world.audit)
+    assert not any(record.get("method") == "CreateNode" for record in cloud.server.world.audit)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.mutations import Mutation
 from tests.test_world import EVERYWHERE, PARENT, START, ZONE, at, calm, name, refusal, spec
 from tests.virtual.harness import Daemon
 from tpucare.emulator.config import WorldConfig
@@ -16,6 +17,8 @@ from tpucare.emulator.records import NetworkConfig
 from tpucare.emulator.world import World
 from tpucare.errors import CloudError, NeedsPerson, QuotaExceeded, RateLimited
 from tpucare.failures import Where, classify
+from tpucare.simulation.faults import FAULTS, Span
+from tpucare.simulation.scenario import Strike
 
 EXTERNAL = NetworkConfig(enable_external_ips=True)
 SWITCHED_OFF = {"ssh-keys": "ubuntu:ssh-ed25519 AAAA", "enable-oslogin": "FALSE"}
@@ -235,3 +238,15 @@ def test_an_image_that_holds_the_chips_is_not_tried_for_ever(tmp_path: Path) -> 
     assert len(daemon.zone.calls("CreateNode")) <= 2 * 8, "two of each slot, then one after ten minutes and one an hour"
     assert any("had their chips held before any launch" in why for why in daemon.why().values())
     assert any("holds the chips" in text for text in daemon.told("person"))
+
+
+FIRST_DAY = ("chips-held", "container-left", "guarded", "policy-refused", "reads-limited")
+
+
+@pytest.mark.parametrize("kind", FIRST_DAY)
+def test_a_strike_of_a_first_day_takes_hold_and_is_recovered_from(kind: str) -> None:
+    target = "mini-0" if FAULTS[kind].span is Span.SLOT else ""
+    lost = Strike(1700, "preempted", "mini-0")
+    told = Mutation(kind, "", lambda _: None, (Strike(1600, kind, target, 600), lost), slots=1).tell()
+    assert told.broken == []
+    assert told.tally.faults[kind] == 1

@@ -37,6 +37,10 @@ class Gate(QueueLife):
         self._requests: dict[tuple[str, str, str], str] = {}
         self._read_rate = RateWindow(config.rates.read)
 
+    def limit_reads(self, limit: int | None) -> None:
+        """From now on, over whatever the world was made with."""
+        self._read_rate.limit = limit
+
     # --- the way of a call
 
     def fate(self, method: str, name: str, now: datetime, peer: str = "") -> CallFate:

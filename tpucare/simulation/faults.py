@@ -103,6 +103,11 @@ FAULTS: Mapping[str, Fault] = MappingProxyType(
         "host-key-changed": Fault("the same machine shows another host key", 0.001, 0.6),
         "dirty-host": Fault("the chips of a new machine are lost to an earlier run", 0.001, 0.6),
         "foreign-process": Fault("somebody's process holds the chips of a new machine", 0.001, 0.6),
+        "chips-held": Fault("a service of the image holds the chips of a new machine", 0.0005, 0.5),
+        "container-left": Fault(
+            "a run ends, and what it began in a container holds the chips", 0.001, 0.5, length=(MINUTE, HOUR)
+        ),
+        "guarded": Fault("a new machine takes our key late, and blocks whom it refuses", 0.001, 0.6),
         "address-reused": Fault(
             "a node vanishes, lists lag behind, and its addresses are another's",
             0.001,
@@ -156,6 +161,7 @@ FAULTS: Mapping[str, Fault] = MappingProxyType(
         "quota-refused": Fault("the call says: quota", 0.002, 0.6),
         "rate-limited": Fault("the call says: too many a minute", 0.002, 0.6),
         "permission-denied": Fault("the call says: 7", 0.0005, 0.5),
+        "policy-refused": Fault("the operation says: a policy of the organisation", 0.0005, 0.5),
         "create-failed": Fault("the operation says: internal error", 0.002, 0.6),
         "create-granted-late": Fault(
             "the call takes effect long after it was given up", 0.001, 0.8, length=(40.0, 90 * MINUTE)
@@ -164,6 +170,7 @@ FAULTS: Mapping[str, Fault] = MappingProxyType(
         "answer-lost-before": Fault("a create or delete never arrives, and nobody says so", 0.005, 1.2),
         "answer-lost-after": Fault("a create or delete takes effect, and nobody says so", 0.005, 1.2),
         "listing-failed": Fault("a listing fails", 0.5, 20.0, Span.ALL),
+        "reads-limited": Fault("reads are refused: too many a minute", 0.02, 4.0, Span.ALL, (MINUTE, 20 * MINUTE)),
         "zone-unreachable": Fault("a zone does not answer", 0.1, 6.0, Span.ZONE, (MINUTE, 40 * MINUTE)),
         "zone-dark-for-ever": Fault("a zone never answers again", 0.001, 0.4, Span.ZONE, enough=10),
         "api-down": Fault("no call is answered", 0.05, 6.0, Span.ALL, (20.0, 30 * MINUTE)),

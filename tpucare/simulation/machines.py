@@ -211,7 +211,12 @@ class Machines:
         if how == "refuses":
             # The guest agent writes the keys of the metadata some time after sshd listens.
             worker.refuses_until = self.clock.seconds + KEYS_LATE
-        worker.refuses = worker.for_good = how == "refuses for good"
+        worker.refuses = worker.refuses or how == "refuses for good"
+        worker.for_good = how == "refuses for good"
+        worker.holds_chips = worker.holds_chips or how == "held"
+        if how == "guarded":
+            worker.refuses_until = self.clock.seconds + KEYS_LATE
+            worker.guard = Guard(SshGuard(block=630))
         worker.foreign_chips = how == "foreign"
         worker.dirty = how == "dirty"
 

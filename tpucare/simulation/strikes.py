@@ -25,6 +25,7 @@ from tpucare.simulation.hand import Act
 from tpucare.simulation.store import DiskFault
 
 QUOTA_TEXT = "Quota limit 'TPUV2sPreemptiblePodPerProjectPerZoneForTPUAPI' has been exceeded. Limit: 8 in zone {zone}."
+POLICY_TEXT = "Constraint constraints/compute.requireOsLogin violated for project simulated."
 RATE_TEXT = "Quota exceeded for quota metric 'Create requests' and limit 'Create requests per minute' of service 'tpu.googleapis.com'."  # noqa: E501
 
 STRIKES: Mapping[str, Act] = MappingProxyType(
@@ -48,6 +49,9 @@ STRIKES: Mapping[str, Act] = MappingProxyType(
         "guest-404": workers.change_key_unvouched,
         "dirty-host": workers.next_boot("dirty"),
         "foreign-process": workers.next_boot("foreign"),
+        "chips-held": workers.next_boot("held"),
+        "container-left": workers.leave_container,
+        "guarded": workers.next_boot("guarded"),
         "address-reused": people.take_addresses,
         "crashed": workers.end_run(1),
         "out-of-memory": workers.end_run(None),
@@ -75,11 +79,13 @@ STRIKES: Mapping[str, Act] = MappingProxyType(
         "quota-refused": api.fail_create(8, QUOTA_TEXT, in_operation=False),
         "rate-limited": api.fail_create(8, RATE_TEXT, in_operation=False),
         "permission-denied": api.fail_create(7, "Permission 'tpu.nodes.create' denied", in_operation=False),
+        "policy-refused": api.fail_create(9, POLICY_TEXT, in_operation=True),
         "create-failed": api.fail_create(13, "an internal error has occurred", in_operation=True),
         "create-granted-late": api.late_create,
         "answer-lost-before": api.lose_answer(applied=False),
         "answer-lost-after": api.lose_answer(applied=True),
         "listing-failed": api.fail_listing,
+        "reads-limited": api.limit_reads,
         "zone-unreachable": api.outage("zone"),
         "zone-dark-for-ever": api.darken_for_ever,
         "api-down": api.outage("api"),

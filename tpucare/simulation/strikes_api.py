@@ -12,6 +12,7 @@ from functools import partial
 from tpucare.simulation.hand import Act, Hand
 
 FOR_EVER = timedelta(days=3650)
+READS_LEFT = 8
 
 # --- creates and answers ---------------------------------------------------------------------------------------------
 
@@ -53,6 +54,13 @@ def lose_answer(*, applied: bool) -> Act:
         return True
 
     return act
+
+
+def limit_reads(hand: Hand) -> bool:
+    """A project whose other tools use up most of what may be read in a minute."""
+    hand.world.limit_reads(READS_LEFT)
+    hand.later(hand.strike.length, lambda: hand.world.limit_reads(None))
+    return True
 
 
 def fail_listing(hand: Hand) -> bool:

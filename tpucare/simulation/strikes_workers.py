@@ -88,6 +88,17 @@ def end_run(status: int | None, failure: Failure = Failure.CRASH) -> Act:
     return act
 
 
+def leave_container(hand: Hand) -> bool:
+    """It is no child of the run, and nobody but its own daemon ends it."""
+    worker = hand.running()
+    if worker is None:
+        return False
+    worker.holds_chips = True
+    hand.daemon.launcher.end(worker, 137)
+    hand.later(hand.strike.length, lambda: setattr(worker, "holds_chips", False))
+    return True
+
+
 def hang(hand: Hand) -> bool:
     hung = [worker for worker in hand.daemon.launcher.running() if worker.run and worker.run.slot == hand.strike.target]
     for worker in hung:
