@@ -213,7 +213,7 @@ def test_workers_that_are_asked_seldom_are_not_taken_for_stalled(tmp_path: Path)
     assert daemon.told("stop") == []
     daemon.launcher.script.stands_still.add("pod-0")
     daemon.run(hours=24)
-    assert [text.partition(".")[0] for text in daemon.told("stop")][:1] == ["pod-0-a0"]
+    assert [text.partition(".")[0] for text in daemon.told("stop")][:1] == ["stopping pod-0-a0"]
 
 
 def test_a_person_is_told_once_however_often_the_api_fails_meanwhile(tmp_path: Path) -> None:

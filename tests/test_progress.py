@@ -59,9 +59,8 @@ def test_a_pipe_gets_plain_lines_of_the_wanted_level() -> None:
         progress.event(event(f"{level} \x1b[31mline\n", level))
     progress.show([row()])
     progress.close()
-    assert out.getvalue() == (
-        "2026-11-21 12:00:00 pod          info line\n2026-11-21 12:00:00 pod          ERROR error line\n"
-    )
+    here = f"{NOW.astimezone():%Y-%m-%d %H:%M:%S %Z}"
+    assert out.getvalue() == (f"{here} pod          info line\n{here} pod          ERROR error line\n")
 
 
 def test_a_terminal_gets_a_line_that_lives() -> None:

@@ -208,7 +208,7 @@ class Desk:
         return self._change(found, wishes.resume, "resume", "resumed")
 
     def _retry(self, target: str) -> Answer:
-        return self._change(self._going(target), wishes.retry, "retry", "asked again now: books and places are clean")
+        return self._change(self._going(target), wishes.retry, "retry", "retry: failure counts and backoffs are reset")
 
     def _confirm(self, target: str) -> Answer:
         if not target:
@@ -221,7 +221,7 @@ class Desk:
         for name in found.slots:
             self._engine.lift_brake(name)
         return self._change(
-            found, wishes.confirm, "confirm", "a person confirmed it: what is held may go, no elder in doubt trains"
+            found, wishes.confirm, "confirm", "confirmed by a person: held deletes go ahead, and no older node trains"
         )
 
     # --- nodes -------------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from tpucare.hearing import Hearing
 from tpucare.leave import Leave
 from tpucare.memory import End, Memory, Wish
 from tpucare.model import Event, Listing, Node, NodeKey, Slot
-from tpucare.narration import fields_of, kind_of, node_of, text_of
+from tpucare.narration import fields_of, kind_of, level_of, node_of, text_of
 from tpucare.observer import Observer
 from tpucare.outcomes import Outcomes
 from tpucare.plan import decide, live_nodes
@@ -351,7 +351,8 @@ class Engine:
         """The intent into memory, the effect behind it; it starts when `commit` has written the intent."""
         self.board.update(track, memories.intend(track.memory, action, self.clock.now(), self.rng))
         if not isinstance(action, Look | Poll | Vouch):
-            self.board.event(track, kind_of(action), text_of(action), node=node_of(action), **fields_of(action))
+            name, level = node_of(action), level_of(action)
+            self.board.event(track, kind_of(action), text_of(action), node=name, level=level, **fields_of(action))
         if isinstance(action, Settle):
             return
         if isinstance(action, Delete):

@@ -261,7 +261,7 @@ class CareSection(Section):
         _CARE.first_step_timeout, "Limit from the start of `job.run` to the first step, restoring included."
     )
     fence: Annotated[Fence, Field(strict=False)] = Field(
-        Fence.WAIT, description="When an older node cannot be proven dead: wait for proof, or proceed all the same."
+        Fence.WAIT, description="When an older node cannot be proven dead: wait for proof, or proceed anyway."
     )
     fence_after: PositiveDuration = _length(_CARE.fence_after, "How long proof is waited for before `fence` is asked.")
     stopped: Annotated[Stopped, Field(strict=False)] = Field(

@@ -39,11 +39,20 @@ def text_of(action: Settle | Effect) -> str:
     match action:
         case Create():
             return f"{action.name}: {action.why}"
-        case Launch() | Stop():
-            return f"{action.token}: {action.why}"
+        case Launch():
+            return f"launching {action.token}: {action.why}"
+        case Stop():
+            return f"stopping {action.token}: {action.why}"
+        case Delete():
+            return f"deleting {action.key.name}: {action.why}"
         case Settle():
             return f"{action.fact.value}: {action.why}"
     return f"{node_of(action)}: {action.why}"
+
+
+def level_of(action: Settle | Effect) -> str:
+    """That a run makes progress is a mark for the store, and no news to a person."""
+    return "debug" if isinstance(action, Settle) and action.fact is Fact.RUN_PROGRESSED else "info"
 
 
 def node_of(action: Settle | Effect) -> str:

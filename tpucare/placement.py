@@ -139,7 +139,8 @@ def _refusal(place: Place, past: PlaceMemory, evidence: Evidence, timers: Timers
     if timers.passed(past.retry_at, _LONGEST.get(past.kind, PERSON_LATER)):
         return None
     assert past.retry_at is not None
-    return f"{past.kind or 'refused'} ({past.reason}), again {past.retry_at:%H:%M:%S}"
+    kind = "needs you" if past.blocked else past.kind or "refused"
+    return f"{kind} ({past.reason}), next try {past.retry_at:%H:%M:%S} UTC"
 
 
 def _stopped(past: PlaceMemory, now: datetime) -> bool:

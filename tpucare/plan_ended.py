@@ -14,6 +14,7 @@ from tpucare.memory import BookName, End, Memory
 from tpucare.model import OnSuccess, Slot
 from tpucare.orders import Failure, Phase, WorkerReport
 from tpucare.plan_words import ending, furthest_of, keeps_node, standing, usual_pause
+from tpucare.words import length
 
 CLOUD_MAY_BE_LATE = timedelta(minutes=5)
 CRASH_IS_OURS_AFTER = timedelta(seconds=30)
@@ -60,7 +61,8 @@ def _decide_living_rest(slot: Slot, seen: NodeEvidence, memory: Memory, timers: 
     since = latest(seen.ended_since, seen.progress.life)
     if timers.lasted(since, max(slot.care.stalled_after, usual_pause(seen))):
         return infrastructure(seen, memory, "some workers finished and the others stand still")
-    return Wait("some workers have finished; the others go on")
+    workers = seen.report.workers if seen.report is not None else ()
+    return Wait(f"{sum(worker.phase is Phase.EXITED for worker in workers)} of {len(workers)} workers finished")
 
 
 def infrastructure(seen: NodeEvidence, memory: Memory, why: str) -> Action:
@@ -89,7 +91,7 @@ def _decide_failed(
     if not timers.lasted(seen.ended_since, CRASH_IS_OURS_AFTER) or not timers.lasted(
         seen.answering_since, CRASH_IS_OURS_AFTER
     ):
-        return Wait("the run failed; waiting whether the cloud reports a preemption")
+        return Wait("run failed; checking for a preemption before it counts as a crash")
     worst = failed[0]
     kinds = {worker.failure for worker in failed}
     if Failure.DIRTY_HOST in kinds and not keeps_node(seen):
@@ -126,7 +128,7 @@ def booked(seen: NodeEvidence, memory: Memory, why: str, book: BookName, budget:
 def _decide_success(slot: Slot, seen: NodeEvidence, memory: Memory, timers: Timers) -> Action:
     # From the end of the last worker that ended, not of the first.
     if not timers.lasted(latest(seen.ended_since, seen.phase_since), slot.care.success_after):
-        return Wait(f"worker 0 finished with exit status 0; sure after {slot.care.success_after}")
+        return Wait(f"finished; confirming for {length(slot.care.success_after.total_seconds())}")
     if slot.care.on_success is OnSuccess.RESTART:
         return ending(seen, memory, "finished; on_success is restart", None)
     far = standing(seen, memory)

@@ -62,13 +62,13 @@ def _living(workers: tuple[WorkerReport, ...]) -> str:
     ended = [n for n, w in enumerate(workers) if w.foreign is not None and w.foreign.seen and not w.alive]
     if ended:
         return f"running; what ran on worker {', '.join(map(str, ended))} has ended"
-    return "running, as far as what start_fn started can be seen"
+    return "running (processes that start_fn started are alive)"
 
 
 def _decide_failed(slot: Slot, seen: NodeEvidence, memory: Memory, timers: Timers, worst: WorkerReport) -> Action:
     """A node that is preempted fails the functions that use it: the cloud is given time to say so."""
     if not timers.lasted(seen.ended_since, CRASH_IS_OURS_AFTER):
-        return Wait(f"setup failed; waiting whether the cloud reports a preemption ({worst.detail})")
+        return Wait(f"setup failed; checking for a preemption before it counts ({worst.detail})")
     text = worst.detail or f"setup exited with {worst.exit_status}"
     return booked(seen, memory, text, BookName.SETUP, slot.care.setup_budget)
 

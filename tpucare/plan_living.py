@@ -44,7 +44,17 @@ def decide_living(slot: Slot, seen: NodeEvidence, past: NodeMemory, memory: Memo
         far = standing(seen, memory)
         why, gap = "the run makes progress", seen.progress.median_gap
         return Settle(Fact.RUN_PROGRESSED, why, seen.node.name, step=far.step, checkpoint=far.checkpoint, gap=gap)
-    return Wait("running" if seen.progress.signals else "running; no progress signal")
+    return Wait(_course(seen))
+
+
+def _course(seen: NodeEvidence) -> str:
+    """What the run does now, by the worker that has got least far."""
+    phases = {worker.phase for worker in (seen.report.workers if seen.report is not None else ())}
+    if phases & {Phase.NONE, Phase.FETCH}:
+        return "fetching the code"
+    if Phase.SETUP in phases:
+        return "running setup"
+    return "running" if seen.progress.signals else "running; no step seen yet"
 
 
 def past_setup(workers: tuple[WorkerReport, ...]) -> bool:

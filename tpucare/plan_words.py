@@ -184,5 +184,5 @@ def backoff_over(memory: Memory, timers: Timers) -> Wait | None:
     for name, book in memory.books.items():
         if not timers.passed(book.retry_at, book_cap(BookName(name))):
             assert book.retry_at is not None
-            return Wait(f"{name} {book.failures} in a row ({book.reason}); next launch at {book.retry_at:%H:%M:%S}")
+            return Wait(f"{name} {book.failures} in a row ({book.reason}); next launch at {book.retry_at:%H:%M:%S} UTC")
     return None

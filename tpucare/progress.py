@@ -133,7 +133,7 @@ class LiveProgress:
 
 
 def line_of(event: Event) -> str:
-    return event_line(event.at, event.level, event.slot, event.text)
+    return event_line(event.at.astimezone(), event.level, event.slot, event.text)
 
 
 def summary(rows: Sequence[Row]) -> str:

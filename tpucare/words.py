@@ -33,6 +33,15 @@ def naming(close: Sequence[str]) -> str:
     return f"; nearest: {', '.join(close)}" if close else ""
 
 
+def length(seconds: float) -> str:
+    """A short length of time for people: 4 s, 3 min, 2.5 h, 3 d."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    if seconds < 6000:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h" if seconds < 172800 else f"{seconds / 86400:.0f} d"
+
+
 def shown(value: object) -> str:
     """*value* on one line, short and without control characters, so that a hostile file cannot paint the terminal."""
     text = value if isinstance(value, str) else repr(value)

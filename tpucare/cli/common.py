@@ -118,7 +118,7 @@ def ask(question: str, *, yes: bool) -> None:
     if yes:
         return
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
-        raise NotConfirmed(f"{plain(question)} Nobody is here to ask: say --yes")
+        raise NotConfirmed(f"{plain(question)} This is no terminal to ask at; pass --yes to confirm")
     if not typer.confirm(plain(question), err=True):
         raise NotConfirmed("nothing was done")
 

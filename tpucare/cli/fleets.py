@@ -301,12 +301,12 @@ def resume(context: typer.Context, target: TargetWord, json_out: JsonFlag = Fals
 
 def retry(context: typer.Context, target: TargetWord, json_out: JsonFlag = False) -> None:
     """
-    Ask now: forget backoffs, spent budgets and blocked places. For slots that failed or wait for a person.
+    Try again now: forget backoffs, spent budgets and blocked places. For slots that failed or wait for a person.
 
     \b
     Example: tpucare retry pod-0
     """
-    _wish(context, "retry", target, "asked for again now", json_out)
+    _wish(context, "retry", target, "tried again now", json_out)
 
 
 def confirm(
@@ -318,8 +318,8 @@ def confirm(
     json_out: JsonFlag = False,
 ) -> None:
     """
-    Say what only a person can know: that no older node of a slot trains any more, that a brake may be lifted, that a
-    lost store's nodes are all there are, or that a state folder moved here for good.
+    Confirm something that tpucare cannot verify: that no older node of a slot trains any more, that a brake may be
+    lifted, that a lost store's nodes are all there are, or that a state folder moved here for good.
 
     \b
     Example: tpucare confirm pod-0

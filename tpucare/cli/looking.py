@@ -22,7 +22,7 @@ from tpucare.narration import event_line
 from tpucare.options import Options
 from tpucare.owner import OWNER_FILE
 from tpucare.plain import plain
-from tpucare.words import hint, shown
+from tpucare.words import hint, length, shown
 
 Answer = dict[str, Any]
 
@@ -133,15 +133,6 @@ def _books(row: Answer) -> str:
         for name, book in row["books"].items()
         if book["total"]
     )
-
-
-def length(seconds: float) -> str:
-    """A short length of time for people: 4 s, 3 min, 2.5 h, 3 d."""
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    if seconds < 6000:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.1f} h" if seconds < 172800 else f"{seconds / 86400:.0f} d"
 
 
 # --- events ----------------------------------------------------------------------------------------------------------

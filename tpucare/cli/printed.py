@@ -11,11 +11,12 @@ from datetime import UTC, datetime
 import typer
 
 from tpucare.cli.common import Failure, warn
-from tpucare.cli.looking import length, refuse_unknown
+from tpucare.cli.looking import refuse_unknown
 from tpucare.errors import TpuCareError
 from tpucare.logs import LogKeeper
 from tpucare.options import Options
 from tpucare.plain import plain, plain_lines
+from tpucare.words import length
 
 # Of a slot that has ended: its last lines are brought before its end is written down.
 ENDS = ("done", "failed", "down")

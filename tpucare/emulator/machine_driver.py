@@ -110,7 +110,7 @@ class MachineDriver:
 
     def _disobeyed(self, effect: MachineEffect, error: BaseException) -> None:
         kind = type(effect).__name__
-        _log.error("a machine did not obey", effect=kind, node=str(effect.path), error=str(error))
+        _log.error("a worker's machine failed", effect=kind, node=str(effect.path), error=str(error))
         self.note("machine-error", name=str(effect.path), effect=kind, text=f"{type(error).__name__}: {error}")
 
     def _publish(self, path: NodePath, worker: int, keys: Mapping[str, str]) -> None:
