@@ -234,7 +234,7 @@ def test_without_a_daemon_wishes_are_written_down_and_plan_decides_as_it_would(
     run: Run, cloud: EmulatorServer, pod: Path
 ) -> None:
     done = run("apply", str(pod))
-    assert (done.code, done.out) == (0, "pod: accepted, 1 slots\n")
+    assert (done.code, done.out) == (0, "pod: new, 1 slot\n")
     assert "tpucare daemon" in done.err
     (row,) = run("plan", "--json").json["slots"]
     assert (row["slot"], row["action"]) == ("pod-0", "create")
@@ -296,7 +296,7 @@ def test_plan_reads_the_folder_that_a_daemon_would_begin_with(run: Run, cloud: E
     (folder / "pod.yaml").write_text(fleet_text())
     (tmp_path / "state").chmod(0o700)
     assert run("plan").out.startswith("pod-0: create pod-0-a0 in us-central1-a")
-    assert run("status", "--json").json["fleets"] == [], "and writes nothing down"
+    assert [path.name for path in (tmp_path / "state").iterdir()] == ["fleets"], "no owner, no key, no store"
 
 
 @pytest.mark.parametrize(
@@ -560,6 +560,27 @@ def test_gc_in_an_outage_is_no_empty_zone(run: Run, cloud: EmulatorServer) -> No
     done = run("gc")
     assert (done.code, done.out) == (Exit.CLOUD, "")
     assert done.err.startswith("tpucare: not looked: ")
+
+
+# --- what an edit changes ---------------------------------------------------------------------------------------------
+
+
+def test_apply_says_what_it_changed_and_plan_of_a_file_what_it_would(
+    run: Run, cloud: EmulatorServer, pod: Path, tmp_path: Path
+) -> None:
+    state = Path(os.environ["TPUCARE_STATE"])
+    assert run("plan", str(pod)).out == ("pod: new, 1 slot\napply would ask for 1 node: v2-8 in us-central1-a\n")
+    assert not state.exists(), "no owner, no key, no store"
+    assert run("apply", str(pod)).out == "pod: new, 1 slot\n"
+    assert run("apply", str(pod)).out == "pod: unchanged, 1 slot\n"
+    pod.write_text(fleet_text(run="python3 other.py", count=2).replace("v2-8", "v3-8"))
+    want = "pod: changed, 2 slots\n  count: 1 -> 2\n  tpu.type: v2-8 -> v3-8\n  job.run: python3 train.py -> "
+    would = run("plan", str(pod)).out
+    assert would.startswith(want)
+    assert "live runs keep the job they have" in would
+    assert run("plan", str(pod)).out == would, "a plan changes nothing"
+    assert run("apply", str(pod)).out.startswith(want)
+    assert run("plan", "missing.yaml").code == Exit.CONFIG
 
 
 # --- what one types by mistake, or out of habit ----------------------------------------------------------------------

@@ -107,12 +107,38 @@ def test_a_lowered_count_lets_surplus_slots_run_on_until_they_are_taken_down(off
     assert office.nodes == ["pod-0-a0"]
 
 
+def test_what_is_not_as_declared_is_marked_and_what_is_gone_does_not_run(office: Office) -> None:
+    office.apply(fleet_text(count=1, run="python3 other.py").replace("v2-8", "v3-8"), office.folder)
+    office.run(1)
+    rows = {row["slot"]: row for row in office.ask("status")["slots"]}
+    assert (rows["pod-0"]["behind"], rows["pod-0"]["surplus"]) == (["job", "tpu"], False)
+    assert rows["pod-1"]["surplus"] is True
+    answer = office.apply(fleet_text(count=1), office.folder)
+    assert (answer["surplus"], answer["is_new"]) == (["pod-1"], False)
+    assert {row["key"]: (row["before"], row["after"]) for row in answer["changes"]} == {
+        "tpu.type": ("v3-8", "v2-8"),
+        "job.run": ("python3 other.py", "python3 train.py"),
+    }
+    office.run(1)
+    assert office.ask("status")["slots"][0]["behind"] == []
+    office.ask("down", target="pod")
+    office.run(10)
+    assert office.apply(fleet_text(count=1), office.folder)["surplus"] == [], "what is gone does not run on"
+
+
+def test_a_slot_whose_places_all_need_a_person_says_so_at_once(office: Office) -> None:
+    office.apply(fleet_text("other").replace("v2-8", "v2-8").replace("us-central1-a", "us-central1-b"), office.folder)
+    office.run(2)
+    row = next(row for row in office.ask("status")["slots"] if row["slot"] == "other-0")
+    assert (row["phase"], row["waits_for_place"], row["needs_person"]) == ("waiting", True, True)
+
+
 def test_pause_observes_and_touches_nothing_over_a_restart(office: Office) -> None:
     office.ask("pause", target="pod")
     office.again()
     office.daemon.zone.world.preempt("pod-0", office.daemon.clock.true_now())
     office.run(20)
-    assert "PREEMPTED" in office.daemon.zone.states("pod-0")
+    assert office.nodes == ["pod-1-a0"], "a dead node of ours is deleted, and none is asked for"
     answer = office.apply(fleet_text(count=3), office.folder)
     assert answer["paused"] is True
     office.run(10)

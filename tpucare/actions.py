@@ -20,7 +20,7 @@ class Wait:
     Nothing to do before something changes, or until an instant: `observed` or `wall`, whichever comes first.
 
     `needs_person`: waiting alone will not help. `ended`: nothing is left of a slot that was taken down.
-    `out_of_reach`: all that is left of it, where none of that can be looked at.
+    `out_of_reach`: all that is left of it, where none of that can be looked at. `for_place`: no place may be asked now.
     """
 
     why: str
@@ -29,6 +29,7 @@ class Wait:
     needs_person: bool = False
     ended: bool = False
     out_of_reach: tuple[NodeKey, ...] = ()
+    for_place: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import tpucare
-from tpucare import view, wishes
+from tpucare import view, wishes, yaml_lines
 from tpucare.actions import Wait
 from tpucare.assembly import Caretaker
 from tpucare.errors import ConfigError, TpuCareError
@@ -64,6 +65,7 @@ class Desk:
             "plan": (self._plan, {"target": ""}),
             "workers": (self._workers, {"slot": str}),
             "apply": (self._apply, {"text": str, "folder": str, "file": "", "restart": False, "replace": False}),
+            "preview": (self._preview, {"text": str, "folder": str, "file": ""}),
             "down": (self._down, {"target": str}),
             "pause": (self._pause, {"target": str}),
             "resume": (self._resume, {"target": str}),
@@ -105,9 +107,12 @@ class Desk:
             "projects": view.project_rows(self._engine),
             "fleets": view.fleet_rows(self._roster.records, {**files.of_fleets, **self._roster.unread}, counts),
             "files": [{"file": plain(file), "problem": plain(text)} for file, text in files.others.items()],
-            "slots": view.slot_rows(self._engine, names, now),
+            "slots": [self._slot_row(name, now) for name in names],
             "strays": view.stray_rows(self._engine),
         }
+
+    def _slot_row(self, name: str, now: datetime) -> Answer:
+        return {**view.slot_row(self._engine, self._engine.slots[name], now), "surplus": self._roster.is_surplus(name)}
 
     def _plan(self, target: str) -> Answer:
         names = self._target(target).slots if target else self._all_slots()
@@ -156,6 +161,8 @@ class Desk:
         parsed = self._roster.parse(without_header(text), file=file or "fleet.yaml", folder=base)
         fleet = self._roster.with_project(parsed)
         self._roster.refuse_taken(fleet)
+        before = self._roster.fleets.get(fleet.name)
+        changes = self._changes(fleet, text)
         lying = self._intake.copy_in(fleet, text, base, file)
         record = self._roster.records.get(fleet.name)
         paused = record is not None and record.wish is Wish.PAUSED
@@ -165,7 +172,9 @@ class Desk:
         return {
             "fleet": fleet.name,
             "slots": [fleet.slot_name(index) for index in range(fleet.count)],
-            "surplus": [name for name in self._roster.slots_of(fleet.name) if self._roster.is_surplus(name)],
+            "surplus": self._surplus_alive(fleet.name),
+            "is_new": before is None,
+            "changes": changes,
             "started_again": raised,
             "paused": paused,
             "warnings": [*fleet.warnings, *self._lacking(fleet)],
@@ -176,6 +185,53 @@ class Desk:
     def _lacking(self, fleet: Fleet) -> list[str]:
         lacks = self._roster.lacks(fleet)
         return [f"{fleet.name}: {lacks}; until then no node is asked for"] if lacks else []
+
+    def _preview(self, text: str, folder: str, file: str) -> Answer:
+        """What `apply` would do. Changes nothing."""
+        if self._intake is None:
+            raise CannotDo("a Python script declares what is cared for here; no file changes it")
+        text = text.removeprefix("\ufeff")
+        base = self._intake.base_of(text) or Path(folder)
+        parsed = self._roster.parse(without_header(text), file=file or "fleet.yaml", folder=base)
+        fleet = self._roster.with_project(parsed)
+        self._roster.refuse_taken(fleet)
+        known = set(self._roster.slots_of(fleet.name))
+        slots = [fleet.slot_name(index) for index in range(fleet.count)]
+        return {
+            "fleet": fleet.name,
+            "is_new": fleet.name not in self._roster.fleets,
+            "slots": slots,
+            "added": [name for name in slots if name not in known],
+            "surplus": [name for name in self._alive(fleet.name) if name not in slots],
+            "places": [f"{place.accelerator_type} in {place.zone}" for place in fleet.places],
+            "changes": self._changes(fleet, text),
+            "warnings": [*fleet.warnings, *self._lacking(fleet)],
+        }
+
+    def _changes(self, fleet: Fleet, text: str) -> list[Answer]:
+        """What *text* says otherwise than the text that was accepted last, key by key."""
+        record, before = self._roster.records.get(fleet.name), self._roster.fleets.get(fleet.name)
+        if record is None or before is None:
+            return []
+        found: list[Answer] = [
+            {"key": key, "before": old, "after": new}
+            for key, old, new in yaml_lines.differences(without_header(record.text), without_header(text))
+        ]
+        for path in sorted({*fleet.contents, *before.contents}):
+            if path in fleet.contents and path in before.contents and fleet.contents[path] != before.contents[path]:
+                found.append({"key": f"job.files: {path}", "before": "its old content", "after": "its new content"})
+        return found
+
+    def _surplus_alive(self, fleet: str) -> list[str]:
+        return [name for name in self._alive(fleet) if self._roster.is_surplus(name)]
+
+    def _alive(self, fleet: str) -> list[str]:
+        """Slots of *fleet* that have a node or ask for one, and were not taken down."""
+        return [
+            name
+            for name in self._roster.slots_of(fleet)
+            if (memory := self._engine.slots[name].memory).wish is not Wish.DOWN and (memory.nodes or memory.creates)
+        ]
 
     def _ask_nodes(self, fleet: str, alter: Callable[[Memory], Memory], kind: str) -> list[str]:
         names = [name for name in self._roster.slots_of(fleet) if self._engine.slots[name].nodes]

@@ -38,6 +38,7 @@ class Options:
     emulator:  state folder of the emulator that is meant, if one is
     poll, fast_poll, probe, fast_probe: seconds; see `engine.Settings`
     sweep_poll: seconds between two looks at a W&B sweep
+    fleets_in: where fleet files lie, whatever the environment and the state folder say
     """
 
     state: Path
@@ -53,6 +54,7 @@ class Options:
     creates_per_minute: int = 60
     sweep_poll: float = 30.0
     store: str = DAEMON_STORE
+    fleets_in: Path | None = None
 
     @property
     def socket(self) -> Path:
@@ -74,6 +76,8 @@ class Options:
 
     def fleets(self, env: Mapping[str, str]) -> Path:
         """Where fleet files lie: TPUCARE_FLEETS, else where the last daemon of this state folder looked for them."""
+        if self.fleets_in is not None:
+            return self.fleets_in
         if given := env.get("TPUCARE_FLEETS"):
             return Path(given).absolute()
         try:

@@ -14,11 +14,15 @@ from typing import Any
 import tpucare
 from tpucare.control import NoDaemon, Stopping, request
 from tpucare.errors import TpuCareError
-from tpucare.memory import Wish
+from tpucare.memory import End, Wish
 from tpucare.options import DAEMON_STORE, Options
+from tpucare.plain import plain
 from tpucare.words import hint, shown
 
 Answer = dict[str, Any]
+
+# Of a log, where its last line is looked for.
+LAST_BYTES = 64 << 10
 
 
 def status(options: Options, target: str = "") -> Answer:
@@ -61,7 +65,26 @@ def of_store(options: Options, target: str) -> Answer:
         answer = {"daemon": False, **_remembered(options, target)}
     for row in answer["slots"]:
         row["store"] = options.store
+        if row["end"] == End.FAILED.value:
+            row["last_line"] = _last_line(options, row["slot"])
     return answer
+
+
+def _last_line(options: Options, slot: str) -> str:
+    """What the failed run of a slot said last, of the first worker of which anything is kept."""
+    from tpucare.logs import LogKeeper
+
+    keeper = LogKeeper(options.logs)
+    attempts = keeper.attempts(slot)
+    for worker in attempts[max(attempts)] if attempts else ():
+        lines = keeper.read(slot, max(attempts), worker)[-LAST_BYTES:].decode("utf-8", "replace").splitlines()
+        if said := next((line.strip() for line in reversed(lines) if _is_said(line)), ""):
+            return plain(said)
+    return ""
+
+
+def _is_said(line: str) -> bool:
+    return bool(line.strip()) and not line.startswith(("--- run ", "[tpucare:"))
 
 
 def _remembered(options: Options, target: str) -> Answer:
@@ -82,6 +105,8 @@ def _remembered(options: Options, target: str) -> Answer:
         if options.store != DAEMON_STORE:
             rows = [{**row, "why": "its script does not run"} for row in rows]
         return {
+            "last_event": last[-1][1].at.isoformat() if (last := store.last_events(limit=1)) else None,
+            "stopped": bool(last) and last[-1][1].kind == "stop",
             "version": tpucare.__version__,
             "at": now.isoformat(),
             "owner": store.owner,

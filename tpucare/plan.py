@@ -315,7 +315,7 @@ def _decide_empty(slot: Slot, evidence: Evidence, memory: Memory, timers: Timers
         return wait
     choice = choose(slot, evidence, memory, timers)
     if choice.place is None:
-        return Wait(choice.why, needs_person=choice.needs_person)
+        return Wait(choice.why, needs_person=choice.needs_person, for_place=True)
     number = _free_number(slot, choice.place.zone, evidence, memory)
     return Create(
         node_name(slot.name, number),

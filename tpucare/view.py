@@ -13,9 +13,10 @@ from typing import Any
 from tpucare.actions import Wait
 from tpucare.engine import Engine
 from tpucare.memory import End, FleetRecord, Memory, NodeMemory, Wish
-from tpucare.model import Node, NodeKey, NodeState, Worker
+from tpucare.model import Node, NodeKey, NodeState, Provisioning, Worker
 from tpucare.orders import Contact, Phase
 from tpucare.plain import plain
+from tpucare.plan_words import job_mark
 from tpucare.projects import ProjectView
 from tpucare.tracking import NodeTrack, SlotTrack, newest_checkpoint, newest_step
 
@@ -50,11 +51,44 @@ def slot_row(engine: Engine, track: SlotTrack, now: datetime) -> Row:
         "nodes": [_node_row(node, memory) for node in track.nodes.values()],
         "action": action_word(track),
         "why": plain(track.action.why),
-        "needs_person": isinstance(track.action, Wait) and track.action.needs_person,
+        "needs_person": isinstance(track.action, Wait) and (track.action.needs_person or _all_blocked(track)),
+        "waits_for_place": isinstance(track.action, Wait) and track.action.for_place,
+        "behind": _behind(track, seen),
+        "kept_until": _kept_until(track, seen),
     }
     if seen is not None:
         row |= _place_row(seen.node) | _workers_row(seen, track) | _progress_row(seen, memory, view)
     return row
+
+
+def _all_blocked(track: SlotTrack) -> bool:
+    """No node is asked for anywhere before a person changed something, though each place is tried now and then."""
+    action, places = track.action, track.slot.places
+    waits = isinstance(action, Wait) and action.for_place
+    return waits and bool(places) and all(track.memory.place(place.key).blocked for place in places)
+
+
+def _behind(track: SlotTrack, seen: NodeTrack | None) -> list[str]:
+    """What of the slot is not yet as declared: `job`, `tpu`."""
+    run, job = track.memory.run, track.slot.job
+    if seen is None:
+        return []
+    ours = run is not None and run.node == seen.node.name and not run.stopped and not run.over
+    found = ["job"] if ours and run and run.job and job is not None and run.job != job_mark(job) else []
+    node = seen.node
+    declared = {(place.zone, place.accelerator_type, place.provisioning) for place in track.slot.places}
+    if (node.key.zone, node.accelerator_type, node.provisioning) not in declared:
+        found.append("tpu")
+    return found
+
+
+def _kept_until(track: SlotTrack, seen: NodeTrack | None) -> str | None:
+    """Until when the node of a failed slot is kept; None where it has none, or where it stays."""
+    ended = track.memory.ended_at
+    if seen is None or ended is None or track.memory.end is not End.FAILED:
+        return None
+    stays = seen.node.provisioning in (Provisioning.ON_DEMAND, Provisioning.RESERVED)
+    return None if stays else (ended + track.slot.care.keep_failed).isoformat()
 
 
 def remembered_row(slot: str, memory: Memory, now: datetime) -> Row:
@@ -99,7 +133,11 @@ def _remembered(slot: str, memory: Memory, now: datetime) -> Row:
         "nodes": [],
         "action": "",
         "why": "",
-        "needs_person": False,
+        "needs_person": memory.end is End.FAILED,
+        "waits_for_place": False,
+        "behind": [],
+        "kept_until": None,
+        "surplus": False,
     }
 
 

@@ -242,6 +242,29 @@ def named(text: str, key: str) -> str:
     return str(value.get(key) or "") if isinstance(value, dict) else ""
 
 
+def differences(before: str, after: str) -> list[tuple[str, str, str]]:
+    """Keys whose values differ, as (dotted key, old, new); an absent value is "-". Empty where one cannot be read."""
+    try:
+        old, new = (dict(_leaves(read(text).value)) for text in (before, after))
+    except Unreadable:
+        return []
+    keys = dict.fromkeys((*old, *new))
+    return [(key, old.get(key, "-"), new.get(key, "-")) for key in keys if old.get(key, "-") != new.get(key, "-")]
+
+
+def _leaves(value: object, path: str = "") -> Iterator[tuple[str, str]]:
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from _leaves(inner, _joined(path, str(key)))
+    elif isinstance(value, list) and any(isinstance(inner, dict | list) for inner in value):
+        for number, inner in enumerate(value):
+            yield from _leaves(inner, _joined(path, number))
+    elif isinstance(value, list):
+        yield path, shown("[" + ", ".join(map(str, value)) + "]")
+    else:
+        yield path, shown(getattr(value, "text", value) if value is not None else "-")
+
+
 def scalar(text: str) -> object:
     """The value of a plain scalar by the core schema of YAML 1.2, without octal, hexadecimal, infinity and NaN."""
     if text in _CONSTANTS:

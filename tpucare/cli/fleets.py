@@ -135,27 +135,33 @@ def _summary(fleet: Any) -> dict[str, Any]:
 
 def plan(
     context: typer.Context,
-    target: Annotated[str, typer.Argument(metavar="[FLEET|SLOT]", help="Default: everything.")] = "",
+    target: Annotated[
+        str, typer.Argument(metavar="[FLEET|SLOT|FILE]", help="Default: everything. FILE: what apply would change.")
+    ] = "",
     json_out: JsonFlag = False,
 ) -> None:
     """
     Print what the daemon would do next for every slot, and why. Changes nothing.
 
-    Without a daemon this process reads the fleets folder, looks at the cloud and the workers once, and decides as the
-    daemon would.
+    Of a fleet file: what `apply` of it would change. Without a daemon this process reads the fleets folder, looks at
+    the cloud and the workers once, and decides as the daemon would.
 
     \b
     Example: tpucare plan pod
+    Example: tpucare plan pod.yaml
     """
-    from tpucare.cli.offline import alone
+    from tpucare.cli.offline import alone, untouched
     from tpucare.control import NoDaemon, request
 
-    chosen = options(context)
+    if target.endswith((".yaml", ".yml")):
+        _preview(options(context), Path(target), json_out)
+        return
+    chosen = options(context, target)
     what = {"do": "plan", "target": target}
     try:
         answer = request(chosen.socket, what)
     except NoDaemon:
-        with alone(chosen, keeps=False) as here:
+        with untouched(chosen) as kept, alone(kept, keeps=False) as here:
             # What lies in the folder is what a daemon would begin with.
             if here.intake is not None:
                 here.intake.look()
@@ -170,6 +176,32 @@ def plan(
         say(f"{row['slot']}: {doing}: {row['why']}{busy}")
     if not answer["slots"]:
         say("nothing is declared: `tpucare apply FILE` hands a fleet over")
+
+
+def _preview(chosen: Any, file: Path, json_out: bool) -> None:
+    from tpucare.cli.offline import alone, untouched
+    from tpucare.control import NoDaemon, request
+    from tpucare.folder import read_text
+
+    path = file.absolute()
+    what = {"do": "preview", "text": read_text(file), "folder": str(path.parent), "file": str(file)}
+    try:
+        answer = request(chosen.socket, what)
+    except NoDaemon:
+        with untouched(chosen) as kept, alone(kept, keeps=False) as here:
+            answer = here.desk.carry(what)
+    if json_out:
+        print_json(answer)
+        return
+    for line in answer["warnings"]:
+        warn(line)
+    _tell_changes(answer)
+    if answer["added"]:
+        count = len(answer["added"])
+        say(f"apply would ask for {count} node{'s' if count != 1 else ''}: {', or '.join(answer['places'])}")
+    if answer["changes"]:
+        _tell_when(answer)
+    _tell(answer["surplus"], "would be no longer declared, and run on: `tpucare down SLOT` ends it")
 
 
 def apply(
@@ -207,7 +239,9 @@ def apply(
         return
     for line in answer["warnings"]:
         warn(line)
-    say(f"{answer['fleet']}: accepted, {len(answer['slots'])} slots")
+    _tell_changes(answer)
+    if answer["changes"] and not (restart or replace):
+        _tell_when(answer)
     _tell(answer["started_again"], "starts again")
     _tell(answer["restarted"], "restarts its job")
     _tell(answer["replaced"], "gets a new node")
@@ -215,6 +249,23 @@ def apply(
     if answer["paused"]:
         say(f"{answer['fleet']} is paused: `tpucare resume {answer['fleet']}`")
     _hint_daemon(chosen)
+
+
+def _tell_changes(answer: Mapping[str, Any]) -> None:
+    slots = len(answer["slots"])
+    what = "new" if answer["is_new"] else "changed" if answer["changes"] else "unchanged"
+    say(f"{answer['fleet']}: {what}, {slots} slot{'s' if slots != 1 else ''}")
+    for row in answer["changes"]:
+        say(f"  {row['key']}: {row['before']} -> {row['after']}")
+
+
+def _tell_when(answer: Mapping[str, Any]) -> None:
+    """When what was changed begins to count; only where something lives that it does not count for yet."""
+    sections = {row["key"].partition(".")[0].partition("[")[0] for row in answer["changes"]}
+    if "job" in sections:
+        say("live runs keep the job they have; the next launch uses this one, `apply --restart` uses it now")
+    if "tpu" in sections:
+        say("live nodes stay; the next node is as declared here, `apply --replace` makes it now")
 
 
 def _tell(slots: Sequence[str], text: str) -> None:

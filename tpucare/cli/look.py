@@ -16,11 +16,14 @@ REFRESH_SECONDS = 1.0
 def status(
     context: typer.Context,
     target: Annotated[str, typer.Argument(metavar="[FLEET|SLOT]", help="Default: everything.")] = "",
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Keep it live until Ctrl-C.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Keep it live until q or Ctrl-C.")] = False,
+    failed: Annotated[bool, typer.Option("--failed", help="Only slots that failed or need a person.")] = False,
+    wide: Annotated[bool, typer.Option("--wide", help="Every column, and every reason in full.")] = False,
     json_out: JsonFlag = False,
 ) -> None:
     """
-    Every slot: node, place, phase, attempt, step and its age, books, and why it waits.
+    Every slot on a line: phase, node, place, attempt, step and its age, newest checkpoint, failures, and why it waits.
+    What needs a person stands first; waiting slots of a fleet that say the same are one line.
 
     \b
     Example: tpucare status
@@ -33,15 +36,19 @@ def status(
     if not json_out and looking.is_untouched(chosen):
         say(looking.NOTHING_YET.format(folder=chosen.state))
         return
-    if not watch:
+
+    def look() -> dict[str, Any]:
         answer = overview.status(chosen, target)
-        print_json(answer) if json_out else looking.show(answer)
+        return {**answer, "slots": [row for row in answer["slots"] if row["needs_person"] or not failed]}
+
+    if not watch:
+        print_json(look()) if json_out else looking.show(look(), wide=wide)
     elif json_out:
         while True:
-            print_json(overview.status(chosen, target))
+            print_json(look())
             time.sleep(REFRESH_SECONDS)
     else:
-        looking.watch(lambda: overview.status(chosen, target), REFRESH_SECONDS)
+        looking.watch(look, REFRESH_SECONDS, wide=wide)
 
 
 def events(

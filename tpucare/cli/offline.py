@@ -8,12 +8,17 @@ run the engine until they are done, and `plan` for one look.
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
+from tpucare import owner
 from tpucare.assembly import Caretaker, assemble
 from tpucare.control import NoDaemon, request
 from tpucare.desk import Desk
@@ -80,6 +85,24 @@ def alone(options: Options, *, keeps: bool = True, listen: Callable[[Event], Non
     with assemble(options, os.environ, listen=listen, alone=True) as caretaker:
         yield Alone(caretaker, keeps=keeps)
         caretaker.settle(SETTLE_SECONDS)
+
+
+@contextmanager
+def untouched(options: Options) -> Iterator[Options]:
+    """
+    Options for a look that makes nothing: where there is no store yet, one that is thrown away, with what is beside it.
+    """
+    if (options.state / f"{options.store}.sqlite").exists():
+        yield options
+        return
+    with tempfile.TemporaryDirectory(prefix="tpucare-plan-") as folder:
+        for name in (owner.OWNER_FILE, owner.STORES_FILE, options.key.parent.name, options.host_keys.name):
+            source = options.state / name
+            if source.is_dir():
+                shutil.copytree(source, Path(folder, name))
+            elif source.exists():
+                shutil.copy2(source, Path(folder, name))
+        yield replace(options, state=Path(folder), fleets_in=options.fleets(os.environ))
 
 
 def order(options: Options, what: Mapping[str, Any]) -> dict[str, Any]:
