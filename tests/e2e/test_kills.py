@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.kit import TWO_HOSTS, House, house
+from tests.e2e.kit import FAR, NEAR, TWO_HOSTS, House, house
+from tpucare.emulator import witness
 
 pytestmark = [pytest.mark.machines, pytest.mark.timeout(120)]
 
@@ -122,3 +123,57 @@ def test_killed_again_and_again(tmp_path: Path) -> None:
         home.start()
         home.await_training("pod-0")
         _run_alone(home, "pod-0")
+
+
+KILLS = 50
+LOST = {"calls": {"lost_before": 0.06, "lost_after": 0.06, "unavailable": 0.02}, "delete_stuck": 0.1}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", [1])
+def test_fifty_kills_at_any_instant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """
+    Preemptions of every kind, lost answers, stuck deletes and dark zones meanwhile; a witness looks every 50 ms.
+
+    What the house finds at its end is the verdict: no leak, no run twice, no delete without cause, no traceback.
+    """
+    monkeypatch.setattr(witness, "LOOK_EVERY_SECONDS", 0.05)
+    rng = random.Random(seed)
+    with house(tmp_path, world={"faults": LOST}) as home:
+        home.declare("pod", count=2, zones=(NEAR, FAR))
+        home.declare("gang", kind=TWO_HOSTS, zones=(NEAR, FAR))
+        for _ in range(KILLS):
+            home.start(ready=rng.random() < 0.7)
+            _strike(home, rng)
+            # As above: that the kill comes at any instant is the point.
+            time.sleep(rng.uniform(0.0, 4.0))
+            home.kill()
+        home.order("end-outages")
+        with home.server.lock:
+            quiet = home.server.world.config.model_copy(update={"faults": type(home.server.world.config.faults)()})
+            home.server.world.reconfigure(quiet, home.server.now())
+        home.start()
+        for slot in ("pod-0", "pod-1", "gang-0"):
+            home.await_training(slot, seconds=240)
+        home.await_(lambda: len(home.names()) == 3, "one node for each slot", 240)
+        assert len(home.restarts) == KILLS
+        assert len(home.audit("CreateNode")) > 5, "nodes were lost, and made anew"
+
+
+def _strike(home: House, rng: random.Random) -> None:
+    """What happens to the fleet while this daemon lives, if anything."""
+    slot = rng.choice(("pod-0", "pod-1", "gang-0"))
+    match rng.choice(("preempt", "preempt", "silent", "forget", "stick", "dark", "slow", "", "")):
+        case "preempt":
+            home.order("preempt", selector=slot)
+        case "silent":
+            home.order("preempt", selector=slot, silent=True, visible_after=3)
+        case "forget":
+            home.order("forget", selector=slot)
+        case "stick":
+            home.order("stick-deleting", selector=slot)
+        case "dark":
+            home.order("outage", kind="zone", zone=rng.choice((NEAR, FAR)), duration=rng.uniform(1, 8))
+        case "slow":
+            home.order("outage", kind="slow", seconds=rng.uniform(0.5, 3), duration=rng.uniform(1, 8))
