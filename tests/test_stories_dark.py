@@ -15,8 +15,10 @@ from tpucare.actions import Wait
 from tpucare.emulator.inprocess import InProcessCloud
 from tpucare.ending import Ending
 from tpucare.failures import Where, classify
-from tpucare.memory import Wish
+from tpucare.memory import BookName, End, Wish
 from tpucare.model import Care
+from tpucare.orders import Failure
+from tpucare.simulation.machines import Script
 
 
 @pytest.fixture
@@ -185,7 +187,7 @@ def test_a_zone_that_may_not_be_looked_at_is_asked_ever_more_seldom(
     close(monkeypatch, daemon)
     for worker in daemon.launcher.workers.values():
         worker.silent = True
-    daemon.run(hours=6)
+    daemon.run(hours=1)
     assert needs_person(daemon)
     assert len(daemon.told("look-failed")) == 1
     confirm(daemon)
@@ -196,3 +198,79 @@ def test_a_zone_that_may_not_be_looked_at_is_asked_ever_more_seldom(
     daemon.run(minutes=30)
     assert [key.name for key in daemon.engine.out_of_reach("pod-0")] == ["pod-0-a0"]
     assert named(daemon) == ["pod-0-a0"], "which is hidden, and there"
+
+
+# --- what workers tell is enough for ----------------------------------------------------------------------------------
+
+
+def crash(daemon: Daemon, slot: str = "pod-0") -> None:
+    key = daemon.node_of(slot).key
+    for worker in daemon.launcher.of_node(*key):
+        daemon.launcher.end(worker, 1, Failure.CRASH)
+    daemon.launcher.hint(key)
+
+
+def outage(daemon: Daemon, kind: str, hours: float = 1) -> None:
+    daemon.zone.world.outage(kind, timedelta(hours=hours), daemon.clock.true_now(), zone=US if kind == "zone" else "")
+
+
+@pytest.mark.parametrize("kind", ["api", "zone"])
+def test_a_run_that_crashes_while_the_api_tells_nothing_is_launched_again_on_its_node(
+    daemon: Daemon, kind: str
+) -> None:
+    """It waited for the end of the outage, and all its workers answered all the time."""
+    daemon.care_for("pod", 1, place(US), place(EU))
+    daemon.run(minutes=15)
+    outage(daemon, kind)
+    daemon.run(minutes=20)
+    crashed = daemon.clock.seconds
+    crash(daemon)
+    daemon.run_until(lambda: daemon.launcher.launches[-1] == "pod-0-a0.2", minutes=5)
+    assert daemon.clock.seconds - crashed >= 30, "a preemption takes its siblings down first"
+    daemon.run(hours=1)
+    assert daemon.trains("pod-0")
+    assert daemon.launcher.launches == ["pod-0-a0.1", "pod-0-a0.2"]
+    assert daemon.memory("pod-0").book(BookName.CRASH).total == 1
+    daemon.check()
+
+
+@pytest.mark.parametrize("kind", ["api", "zone"])
+def test_with_one_mute_worker_nothing_is_launched_while_the_api_tells_nothing(daemon: Daemon, kind: str) -> None:
+    daemon.care_for("pod", 1, place(US), place(EU), care=Care(fence_after=timedelta(hours=9)))
+    daemon.run(minutes=15)
+    outage(daemon, kind)
+    daemon.launcher.of_node(*daemon.node_of("pod-0").key)[2].silent = True
+    daemon.run(minutes=5)
+    crash(daemon)
+    daemon.run(minutes=50)
+    assert daemon.launcher.launches == ["pod-0-a0.1"]
+    assert named(daemon) == ["pod-0-a0"]
+
+
+def test_a_finished_run_is_settled_and_its_node_kept_while_the_api_tells_nothing(tmp_path: Path) -> None:
+    daemon = Daemon(tmp_path, script=Script(exits={"pod-0": (-1, 0, 1800.0)}))
+    daemon.care_for("pod", 1)
+    daemon.run(minutes=15)
+    outage(daemon, "api")
+    daemon.run(minutes=45)
+    assert daemon.memory("pod-0").end is End.DONE
+    assert named(daemon) == ["pod-0-a0"]
+    daemon.run(hours=1)
+    assert named(daemon) == []
+    daemon.check("pod-0-a0")
+
+
+def test_what_was_noted_while_no_listing_came_condemns_nobody_after_it(daemon: Daemon) -> None:
+    """The clock of a node that is heard alone runs ahead of the observed one, and is set back to it."""
+    daemon.care_for("pod", 4)
+    daemon.run(minutes=15)
+    outage(daemon, "api", hours=1)
+    daemon.run(minutes=30)
+    daemon.launcher.of_node(*daemon.node_of("pod-0").key)[2].silent = True
+    daemon.run(minutes=31)
+    told = daemon.clock.seconds
+    daemon.run_until(lambda: len(daemon.told("delete")) > 0 or daemon.clock.seconds - told > 900, minutes=30)
+    seen = daemon.engine.slots["pod-1"].nodes["pod-1-a0"]
+    mark = daemon.engine.projects["my-project"].mark
+    assert all(value <= mark for value in (seen.state_since, seen.answering_since, seen.progress.last) if value)
+    assert daemon.trains("pod-1")

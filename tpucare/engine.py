@@ -264,9 +264,11 @@ class Engine:
             self.spending.spend(creates, now)
             self._decide_all()
 
-    def moment(self, view: ProjectView) -> Moment:
-        now = self.clock.monotonic()
-        return Moment(self.clock.now(), view.observed, view.passes, view.cloud_now(now, self.clock.now()))
+    def moment(self, track: SlotTrack) -> Moment:
+        """Now, for this slot; where no listing comes, by the clock of the node that is heard."""
+        view, now = self.board.project(track.slot.project), self.clock.monotonic()
+        mark = max((seen.own_mark(view.mark, view.cap) for seen in track.nodes.values()), default=view.mark)
+        return Moment(self.clock.now(), mark.observed, mark.passes, view.cloud_now(now, self.clock.now()))
 
     def _decide_slot(self, track: SlotTrack, judged: dict[str, Delete | Stop], creates: dict[str, Create]) -> None:
         now = self.clock.monotonic()
@@ -278,7 +280,7 @@ class Engine:
         steps = STEPS_PER_SLOT + STEPS_PER_THING * (len(track.memory.creates) + len(track.memory.nodes))
         for _ in range(steps):
             track.mark_creates(view.mark)
-            moment = self.moment(view)
+            moment = self.moment(track)
             action = decide(track.slot, self._evidence(view, track), track.memory, moment)
             track.action = action
             if isinstance(action, Wait):

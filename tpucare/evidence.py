@@ -155,6 +155,7 @@ class NodeEvidence:
 
     listed:   in the last listing. A node that is not, in a zone that answered, is looked for by name
     dark:     its zone did not answer the last listing: whatever stands here is old
+    heard_alone: its workers were heard since it went dark, or since no listing comes any more
     workers:  addresses of all workers, or None while the node does not list them all
     lacking_since: it listed them all once, and not since then
     arrived_since: when a worker answered last that had not before
@@ -183,6 +184,7 @@ class NodeEvidence:
     voucher_why: str = ""
     unanswered_since: Mark | None = None
     progress: Progress = Progress()
+    heard_alone: bool = False
 
 
 class Holding(NamedTuple):

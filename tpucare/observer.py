@@ -83,9 +83,12 @@ class Observer:
         if view.fresh or why != view.blind_why:
             level = "error" if isinstance(error, OwnCredentials | NeedsPerson) else "warning"
             self.board.say("blind", why, level=level)
+        if view.fresh:
+            for seen in self._seen_in(view):
+                seen.alone()
         view.fresh, view.blind_why = False, why
         view.failures += 1
-        # Blind slots do nothing, whether or not they are told so: one listing of many that fails is not worth a
+        # Blind slots do little, and by what workers tell: one listing of many that fails is not worth a
         # decision of every slot, and another one when the next succeeds.
         if view.failures == BLIND_AFTER or view.passes == 0:
             self.board.decide_again(view.slots)
@@ -95,6 +98,8 @@ class Observer:
         long_blind = view.failures >= BLIND_AFTER or view.passes == 0
         view.observe(listing, now)
         if was_blind:
+            for seen in self._seen_in(view):
+                seen.in_company(view.mark)
             self.board.say("seeing", f"listing {view.name}: {len(listing.nodes)} nodes", level="debug")
         for key in sorted(listing.changed):
             self.see(view, listing.nodes[key])
@@ -110,6 +115,9 @@ class Observer:
         # Silence and the brake turn on what others do, so these slots are judged anew in each pass.
         self.board.decide_again(self.hearing.judged())
         self.board.decide_again(self.board.braked)
+
+    def _seen_in(self, view: ProjectView) -> list[NodeTrack]:
+        return [seen for name in view.slots for seen in self.board.slots[name].nodes.values()]
 
     def _darken(self, view: ProjectView, unreachable: frozenset[str]) -> None:
         if unreachable:

@@ -19,13 +19,15 @@ from tpucare.evidence import ADOPTING, Evidence, Mark, Moment, NodeEvidence, Tim
 from tpucare.memory import CreateIntent, End, Memory, NodeMemory, Wish
 from tpucare.model import DEAD_STATES, NodeKey, NodeState, OnSuccess, Slot, node_name
 from tpucare.placement import choose, holds_quota
-from tpucare.plan_node import decide_hidden, decide_node
+from tpucare.plan_node import decide_by_workers, decide_hidden, decide_node
 from tpucare.plan_words import busy, deletion, ending, keeps_node, look, quiet, stop_before, unseen, without_job
 
 # Of a create that was given up: nothing waits for its word.
 POLL_SPENT_EVERY = timedelta(minutes=1)
 # What `down` waits for a zone that does not answer, before it ends without it.
 DOWN_PATIENCE = timedelta(minutes=2)
+# Deletes take minutes; one that hangs goes on when it is asked for again.
+DELETING_IS_STUCK = timedelta(minutes=10)
 # A node that was labelled as the slot's is listed as such by then, or never.
 ADOPTED_WITHIN = timedelta(minutes=5)
 # A create whose call was cut off may still arrive this long after the call's deadline (60 s + the deadline's 30 s).
@@ -43,6 +45,10 @@ def decide(slot: Slot, evidence: Evidence, memory: Memory, now: Moment) -> Actio
 
 def _decide(slot: Slot, evidence: Evidence, memory: Memory, timers: Timers) -> Action:
     if not evidence.fresh:
+        if len(evidence.nodes) == 1 and (
+            action := decide_by_workers(slot, evidence.nodes[0], evidence, memory, timers)
+        ):
+            return action
         return Wait(f"no observation: {evidence.blind_why or 'the first listing is under way'}")
     if memory.wish is Wish.PAUSED:
         return _clear_dead(evidence, memory, timers) or Wait("paused")
@@ -159,6 +165,9 @@ def _delete_chore(seen: NodeEvidence, evidence: Evidence, memory: Memory, timers
         return deletion(seen, f"the cloud reports {node.state.name}", Reason.DEAD)
     if past is not None and (past.dead or past.revived) and node.state is not NodeState.DELETING:
         return deletion(seen, f"it was shown dead, and is {node.state.name} again", Reason.DEAD)
+    if node.state is NodeState.DELETING and timers.lasted(seen.state_since, DELETING_IS_STUCK):
+        # Whoever asked for it, and if it was us, before a kill, no memory tells: it would hold the fence for ever.
+        return deletion(seen, f"it is DELETING for {DELETING_IS_STUCK}: asked again", Reason.SURPLUS)
     surplus = intent is not None and intent.superseded and node.state is not NodeState.DELETING
     if surplus and not busy(seen, evidence):
         return deletion(seen, "came after its create was given up", Reason.SURPLUS)

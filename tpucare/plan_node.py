@@ -11,7 +11,7 @@ from datetime import timedelta
 
 from tpucare.actions import Action, Delete, Fact, Launch, PushKey, Reason, Settle, Stop, Wait
 from tpucare.evidence import Evidence, Mark, NodeEvidence, Timers, latest
-from tpucare.memory import Memory, NodeMemory
+from tpucare.memory import End, Memory, NodeMemory, Wish
 from tpucare.model import PENDING_STATES, USABLE_STATES, NodeKey, NodeState, Slot
 from tpucare.orders import Contact
 from tpucare.plan_foreign import decide_foreign, is_foreign
@@ -49,6 +49,8 @@ NEVER_ANSWERED_FACTOR = 2
 def decide_node(slot: Slot, seen: NodeEvidence, evidence: Evidence, memory: Memory, timers: Timers) -> Action:
     """The next step for the slot's only live node."""
     node, past = seen.node, memory.node(seen.node.name)
+    if seen.dark and (action := decide_by_workers(slot, seen, evidence, memory, timers)):
+        return action
     if seen.dark or (not seen.listed and node.name in evidence.failed_looks):
         return decide_hidden(slot, node.key.zone, node.name, evidence, timers)
     if not seen.listed and f"look:{node.name}" not in evidence.looked:
@@ -77,6 +79,31 @@ def _decide_unknown(slot: Slot, seen: NodeEvidence, evidence: Evidence, memory: 
         what = f"nothing moves on it for {limit}" if answers else f"no worker of it answers for {limit}"
         return stop_before(seen, evidence, memory, deletion(seen, f"UNKNOWN, and {what}", Reason.JUDGED))
     return Wait(f"{seen.node.name} is UNKNOWN: waiting whether anything moves on it")
+
+
+def decide_by_workers(
+    slot: Slot, seen: NodeEvidence, evidence: Evidence, memory: Memory, timers: Timers
+) -> Action | None:
+    """
+    What the API need not be asked for: all workers of the node were heard since it tells nothing, so the run that was
+    launched on this very node may be settled, stopped and launched again there. None: nothing of that kind.
+
+    Nothing is deleted, and no node is asked for; where an older one is in doubt, nothing is launched.
+    """
+    run, past, name = memory.run, memory.node(seen.node.name), seen.node.name
+    if memory.wish is not Wish.UP or memory.end is not End.NONE or memory.replace_asked:
+        return None
+    if past is None or past.id != seen.node.id or not past.serves or run is None or run.node != name:
+        return None
+    if any(other.serves or other.in_doubt for other in memory.nodes if other.name != name):
+        return None
+    if seen.node.state not in PENDING_STATES | USABLE_STATES or busy(seen, evidence):
+        return None
+    if not seen.heard_alone or seen.report is None or not seen.report.all_answer:
+        return None
+    action = _decide_answering(slot, seen, past, evidence, memory, timers)
+    is_bound = isinstance(action, Settle | Launch) or (isinstance(action, Stop) and action.then is None)
+    return action if is_bound else None
 
 
 def decide_hidden(slot: Slot, zone: str, name: str, evidence: Evidence, timers: Timers) -> Action:

@@ -72,7 +72,7 @@ class Prober:
                 continue
             past = track.memory.node(name)
             dying = past is None or not past.serves
-            if seen.workers is None or seen.dark or seen.node.state not in PROBED or dying:
+            if seen.workers is None or seen.node.state not in PROBED or dying:
                 seen.probe_due = None
                 continue
             self._ask(track, seen, past.attempt if past is not None else 0)
@@ -128,7 +128,8 @@ class Prober:
         view = self.board.project(track.slot.project)
         before, token, signals = seen.report, seen.progress.token, seen.progress.signals
         self.hearing.hear(seen.node.name, report)
-        changed = seen.hear(report, view.mark)
+        mark = view.mark if view.fresh else seen.hear_alone(self.board.clock.monotonic(), view.mark, view.cap)
+        changed = seen.hear(report, mark) or not view.fresh
         if seen.progress.token != token:
             # Signs of the run before this one are none of this one's.
             signals = 0

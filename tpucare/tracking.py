@@ -55,11 +55,10 @@ class ProgressTrack:
             self.seen, self.last, self.life = told, mark, mark
             self.signals, self.unchanged = self.signals + 1, 0
 
-    def leave_out(self, length: timedelta, passes: int) -> None:
+    def leave_out(self, now: Mark, length: timedelta, passes: int) -> None:
         """That much time went by unseen: it is no standstill."""
-        self.last = _later(self.last, length, passes)
-        self.life = _later(self.life, length, passes)
-        self.unchanged = 0
+        self.last = _later(self.last, now, length, passes)
+        self.life = _later(self.life, now, length, passes)
 
     def freeze(self) -> Progress:
         gap = timedelta(seconds=median(self.gaps)) if self.gaps else None
@@ -75,6 +74,8 @@ class NodeTrack:
     state_since: Mark
     listed: bool = True
     dark_since: Mark | None = None
+    heard_alone: bool = False
+    alone_for: timedelta = timedelta()
     workers: tuple[Worker, ...] | None = None
     report: NodeReport | None = None
     generation: int = 0
@@ -96,6 +97,7 @@ class NodeTrack:
     arrived_since: Mark | None = None
     arrived: set[int] = field(default_factory=set)
     progress: ProgressTrack = field(default_factory=ProgressTrack)
+    _heard_at: float | None = None
 
     def see(self, node: Node, mark: Mark) -> None:
         """The listing, or GetNode, shows *node*."""
@@ -114,8 +116,38 @@ class NodeTrack:
         return self.dark_since is not None
 
     def darken(self, mark: Mark) -> None:
-        """Its zone does not answer: from here on nothing of the node is seen, and no worker is asked."""
-        self.dark_since = self.dark_since or mark
+        """Its zone does not answer: from here on nothing of the node is seen but what its workers say."""
+        if self.dark_since is None:
+            self.dark_since, self.heard_alone = mark, False
+
+    def alone(self) -> None:
+        """No listing comes any more: from here on nothing of the node is seen but what its workers say."""
+        self.heard_alone, self.alone_for, self._heard_at = False, timedelta(), None
+
+    def hear_alone(self, now: float, mark: Mark, cap: timedelta) -> Mark:
+        """
+        Its workers are heard while no listing comes; the instant at which they were, by a clock of this node alone,
+        which begins where the observed clock stands and moves by gaps between reports, each capped.
+        """
+        if self._heard_at is not None:
+            self.alone_for += min(timedelta(seconds=max(0.0, now - self._heard_at)), cap)
+        self._heard_at = now
+        return self.own_mark(mark, cap)
+
+    def own_mark(self, mark: Mark, cap: timedelta) -> Mark:
+        """Now, by the node's own clock; a poll, a third of *cap*, counts as an observation."""
+        return Mark(mark.observed + self.alone_for, mark.passes + round(self.alone_for / (cap / 3)))
+
+    def in_company(self, mark: Mark) -> None:
+        """Listings come again: what was noted by the node's own clock was noted just now, by the observed one."""
+        self._shift(mark, timedelta(), 0)
+        self.alone()
+
+    def _shift(self, now: Mark, length: timedelta, passes: int) -> None:
+        for name in (each.name for each in fields(self)):
+            if isinstance(value := getattr(self, name), Mark):
+                setattr(self, name, _later(value, now, length, passes))
+        self.progress.leave_out(now, length, passes)
 
     def light(self, mark: Mark) -> None:
         """
@@ -125,10 +157,8 @@ class NodeTrack:
         if self.dark_since is None:
             return
         length, passes = mark.observed - self.dark_since.observed, mark.passes - self.dark_since.passes
-        for name in (each.name for each in fields(self)):
-            if isinstance(value := getattr(self, name), Mark):
-                setattr(self, name, _later(value, length, passes))
-        self.progress.leave_out(length, passes)
+        self._shift(mark, length, passes)
+        self.progress.unchanged = 0
         self.silent_probes = 0
         self.dark_since = None
 
@@ -150,7 +180,7 @@ class NodeTrack:
 
     def hear(self, report: NodeReport, mark: Mark) -> bool:
         """Workers answered, or did not; true when a decision could turn on it."""
-        before, self.report = self.report, report
+        before, self.report, self.heard_alone = self.report, report, True
         contacts = [worker.contact for worker in report.workers]
         self._mark_contacts(contacts, mark)
         self._mark_run(before, report, mark)
@@ -187,6 +217,7 @@ class NodeTrack:
             node=self.node,
             listed=self.listed,
             dark=self.dark,
+            heard_alone=self.heard_alone,
             seen_since=self.seen_since,
             state_since=self.state_since,
             workers=self.workers,
@@ -222,8 +253,8 @@ def _voucher_of(vouched: bool, error: Exception | None) -> Voucher:
     return Voucher.UNANSWERED
 
 
-def _later(mark: Mark | None, length: timedelta, passes: int) -> Mark | None:
-    return Mark(mark.observed + length, mark.passes + passes) if mark is not None else None
+def _later(mark: Mark | None, now: Mark, length: timedelta, passes: int) -> Mark | None:
+    return min(Mark(mark.observed + length, mark.passes + passes), now) if mark is not None else None
 
 
 def _has_ended(report: NodeReport) -> bool:

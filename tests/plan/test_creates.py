@@ -40,7 +40,12 @@ CREATES = [
     case("no node, no open intent: create", evidence(), memory(), "Create"),
     case("a secret is not set: no node that would lie idle", evidence(), memory(), "Wait person", POOR),
     case("a secret is not set: what trains is left alone", evidence(seen(node(), running())), TRAINS, "Wait", POOR),
-    case("a node in DELETING counts as none", evidence(seen(node("DELETING"))), memory(launched()), "Create"),
+    case(
+        "a node in DELETING counts as none",
+        evidence(seen(node("DELETING"), state_since=ago(minutes=5))),
+        memory(launched()),
+        "Create",
+    ),
     case(
         "an open intent: no second create", evidence(), memory(creates=(intent(accepted=True, operation="op"),)), "Poll"
     ),

@@ -83,7 +83,14 @@ def test_what_is_not_seen_now_is_not_judged(state: NodeState) -> None:
 def test_a_node_that_was_shown_dead_is_deleted_whatever_it_is_listed_as(state: NodeState) -> None:
     want = "Create" if state is NodeState.DELETING else "Delete dead"
     for known in (launched(dead=True), launched(revived=True)):
-        assert told(act(evidence(seen(node(state), running())), memory(known, run=run()))) == want
+        what = evidence(seen(node(state), running(), state_since=ago(minutes=5)))
+        assert told(act(what, memory(known, run=run()))) == want
+
+
+def test_a_delete_that_hangs_is_repeated_whoever_asked_for_it() -> None:
+    """A judged delete that a kill took from memory was never asked for again, and its node held the fence for ever."""
+    for minutes, want in ((9, "Create"), (10, "Delete surplus")):
+        assert told(act(evidence(seen(node("DELETING"), state_since=ago(minutes=minutes))), TRAINS)) == want
 
 
 def test_beside_a_node_that_was_shown_dead_and_lives_nothing_is_launched() -> None:

@@ -214,7 +214,7 @@ def is_overslept(daemon: Daemon, name: str) -> str | None:
     if track.in_flight or held or name in engine.board.dirty:
         return None
     view = engine.projects[track.slot.project]
-    moment = engine.moment(view)
+    moment = engine.moment(track)
     # A wake-up may be late by as much as floats and microseconds round.
     moment = replace(moment, wall=moment.wall - timedelta(milliseconds=2))
     action = decide(track.slot, engine._evidence(view, track), track.memory, moment)
