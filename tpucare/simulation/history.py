@@ -88,6 +88,7 @@ class History:
             wall=self.daemon.clock.now,
             creates_per_minute=pace.settings.creates_per_minute,
             poll=pace.poll,
+            probe=pace.probe,
             hangs=lambda life: self.daemon.launcher.hangs_on(NodeKey(*life.path)),
         )
         self.lines: list[str] = []

@@ -18,7 +18,7 @@ from tpucare.plan_living import STALL_BUDGET
 from tpucare.simulation.machines import RunEnd, RunMark
 
 ADVANCES_AFTER = 3600.0
-"""A run that lived this long in seconds and got further than any before it has advanced, as anybody can see."""
+"""A run that lived this long in seconds, and two probes, and got further than any before it has advanced."""
 
 # What may count for which book: a run that stood still was stopped for it, and anything may interrupt one.
 _COUNTS: Mapping[BookName, frozenset[RunEnd]] = MappingProxyType(
@@ -35,6 +35,7 @@ _COUNTS: Mapping[BookName, frozenset[RunEnd]] = MappingProxyType(
 class _Row:
     """Ends of runs since the last one that advanced, by token; of a gang the worst end counts."""
 
+    advances_after: float
     furthest: int = 0
     since: dict[str, float] = field(default_factory=dict)
     ends: dict[str, set[RunEnd]] = field(default_factory=dict)
@@ -53,7 +54,7 @@ class _Row:
             self.blameless.add(mark.token)
         if mark.worker == 0 and mark.step > self.furthest:
             self.furthest = mark.step
-            if mark.seconds - since >= ADVANCES_AFTER:
+            if mark.seconds - since >= self.advances_after:
                 self.ends = {mark.token: self.ends.get(mark.token, set())}
         if mark.how is RunEnd.FINISHED:
             self.ends.clear()
@@ -66,13 +67,19 @@ class _Row:
 
 
 class Lives:
-    """Fed with every beginning and end of a run; slots of which nothing is known have had none."""
+    """
+    Fed with every beginning and end of a run; slots of which nothing is known have had none.
 
-    def __init__(self) -> None:
+    probe: how often workers are asked, in seconds
+    """
+
+    def __init__(self, probe: float) -> None:
+        # Whoever asks seldom cannot know how far a run came that died with its machine.
+        self._advances_after = ADVANCES_AFTER + 2 * probe
         self._rows: dict[str, _Row] = {}
 
     def ran(self, mark: RunMark) -> None:
-        row = self._rows.setdefault(mark.slot, _Row())
+        row = self._rows.setdefault(mark.slot, _Row(self._advances_after))
         if mark.what == "start":
             row.begin(mark)
         else:
@@ -95,7 +102,7 @@ class Lives:
         spent = [book for book, budget in budgets.items() if memory.book(book).failures > budget]
         if not spent:
             return "no budget is spent"
-        row = self._rows.get(slot, _Row())
+        row = self._rows.get(slot) or _Row(self._advances_after)
         counts = {book: row.count(_COUNTS[book]) for book in spent}
         if any(count >= budgets[book] for book, count in counts.items()):
             return None

@@ -148,6 +148,7 @@ class Properties:
         wall: Callable[[], datetime],
         creates_per_minute: int,
         poll: float,
+        probe: float,
         hangs: Callable[[NodeLife], bool] = lambda _life: False,
     ) -> None:
         self.world = world
@@ -169,7 +170,7 @@ class Properties:
         self._turns: dict[str, Turns] = {}
         self._judged: deque[tuple[float, str]] = deque()
         self.said: dict[str, str] = {}
-        self._lives = Lives()
+        self._lives = Lives(probe)
         self._failed: set[str] = set()
         self._asked: tuple[int, Counter[tuple[str, str]]] = (0, Counter())
         self._finished: dict[str, tuple[str, float]] = {}
