@@ -26,7 +26,8 @@ from hypothesis import strategies as st
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, HttpUrl, PrivateAttr, RootModel, SecretStr
 
 from tpucare import contexts
-from tpucare.contexts import StoredContexts
+from tpucare.context_values import Misfit
+from tpucare.contexts import StoredContexts, decode
 from tpucare.errors import ConfigError
 from tpucare.store import SqliteStore, open_store
 
@@ -421,3 +422,21 @@ def test_types_of_a_script_are_found_again_by_its_next_process(tmp_path: Path) -
     command = [sys.executable, str(script), str(tmp_path / "state")]
     said = [subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout for _ in range(2)]
     assert said == ["1\n", "2\n"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        {"$": "namedtuple", "type": "subprocess:Popen", "items": [["touch", "TARGET"]]},
+        {"$": "bag", "type": "subprocess:Popen", "fields": {"args": ["touch", "TARGET"]}},
+        {"$": "bag", "type": "pathlib:Path", "fields": {}},
+        {"$": "enum", "type": "subprocess:Popen", "name": "x"},
+        {"$": "namedtuple", "type": "builtins:tuple", "items": []},
+    ],
+)
+def test_a_text_makes_nothing_but_what_is_written_down(tmp_path: Path, text: dict[str, Any]) -> None:
+    """A store from somewhere else must not name a class to be called."""
+    target = tmp_path / "touched"
+    with pytest.raises(Misfit):
+        decode(json.dumps(text).replace("TARGET", str(target)))
+    assert not target.exists()

@@ -265,3 +265,44 @@ def test_orders_that_wait_when_the_daemon_stops_are_refused(path: Path) -> None:
     asking.join(30)
     assert [type(error) for error in refused] == [Stopping]
     assert "stopping" in str(refused[0])
+
+
+def test_only_apply_may_be_long(loop: Loop) -> None:
+    long = "x" * (1 << 20)
+    orders: list[Any] = [{"do": "echo", "text": long}, [[]] * 100_000, {"text": long, "do": "apply"}]
+    for order in orders:
+        with pytest.raises((Refused, ConfigError), match="at most 65536 bytes"):
+            request(loop.control.path, order)
+    assert loop.carried == []
+    with pytest.raises(ConfigError, match="verb"):
+        request(loop.control.path, {"do": "apply", "text": long})
+    assert len(loop.carried) == 1
+
+
+def test_a_line_that_does_not_end_gives_its_place_back(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "LINE_SECONDS", 0.3)
+    with socket.socket(socket.AF_UNIX) as channel:
+        channel.connect(str(loop.control.path))
+        channel.settimeout(20)
+        ended = threading.Event()
+
+        def drip() -> None:
+            while not ended.wait(0.05):
+                try:
+                    channel.sendall(b" ")
+                except OSError:
+                    return
+
+        dripping = threading.Thread(target=drip)
+        dripping.start()
+        assert channel.recv(100) == b""
+        ended.set()
+        dripping.join()
+
+
+def test_lines_that_come_together_are_answered_one_by_one(loop: Loop) -> None:
+    with socket.socket(socket.AF_UNIX) as channel:
+        channel.connect(str(loop.control.path))
+        channel.sendall(b'{"do": "echo", "text": "a"}\n\n{"do": "echo", "text": "b"}\n')
+        with channel.makefile("rb") as lines:
+            assert [json.loads(lines.readline())["text"] for _ in range(2)] == ["a", "b"]

@@ -331,6 +331,7 @@ def test_events_are_told_from_the_newest_or_after_a_number(office: Office) -> No
         ({"do": "down", "target": ["pod"]}, "target must be text"),
         ({"do": "gc", "apply": 1}, "apply must be true or false"),
         ({"do": "events", "limit": True}, "limit must be a whole number"),
+        ({"do": "events", "after": 2**63}, "after must be the number of an event"),
         ({"do": "down", "target": "a\0b"}, "target must be text"),
         ({"do": "apply", "text": "", "folder": "/a\udcff"}, "folder must be text in UTF-8, without NUL: "),
         ({"do": "down", "target": "\ud800"}, "target must be text"),

@@ -772,9 +772,9 @@ def test_knock_again_after_the_worker_was_heard_says_nothing(door: Door, server:
 
 def test_knock_again_after_silence_hints_again(door: Door, server: SshStandIn) -> None:
     worker = worker_at(server)
+    server.hang = True
     door.remote.knock([worker])
     assert door.next_hints(SOON) == {worker.key}
-    server.hang = True
     with pytest.raises(WorkerSilent):
         door.remote.run(worker, "true", deadline=SHORT)
     door.remote.knock([worker])
@@ -802,6 +802,26 @@ def test_knock_at_many_keeps_its_sockets_bounded_and_wakes_for_each(key: LoginKe
             server.stop()
         for worker in awaited:
             door.remote.forget(worker.key)
+
+
+def test_a_server_that_talks_without_being_asked_is_hung_up_on(
+    door: Door, server: SshStandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tpucare.ssh_connection.UNASKED_BYTES", 1000)
+    worker = worker_at(server)
+    big = "x" * 100_000
+    assert len(door.remote.run(worker, f"echo {big}").stdout) == len(big) + 1, "what was asked for is not bounded so"
+    assert door.remote.connections == 1
+    for _ in range(3):
+        with server._lock:
+            transports = list(server._open)
+        for transport in transports:
+            message = paramiko.Message()
+            message.add_byte(b"\x02")  # SSH_MSG_IGNORE
+            message.add_string(b"x" * 700)
+            transport._send_user_message(message)  # type: ignore[attr-defined]
+    wait_until(lambda: door.remote.connections == 0)
+    assert door.remote.run(worker, "echo again").stdout == b"again\n"
 
 
 def test_the_knock_is_the_first_login(door: Door, server: SshStandIn) -> None:

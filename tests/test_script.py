@@ -292,3 +292,31 @@ def test_the_coordinator_listens_apart_from_libtpu_and_jax() -> None:
     """8431: libtpu's metrics. 8470 to 8479: its workers and mesh controller. 8482: JAX. From 32768: any connection."""
     assert COORDINATOR_PORT not in {8431, *range(8470, 8480), 8482}
     assert 1024 < COORDINATOR_PORT < 32768
+
+
+@pytest.mark.parametrize(
+    ("repository", "asked", "given"),
+    [
+        ("https://github.com/me/x", "Username for 'https://github.com': ", "x-access-token"),
+        ("https://github.com/me/x", "Password for 'https://x-access-token@github.com': ", "ghp"),
+        ("https://github.com/me/x", "Password for 'https://x-access-token@github.com/me/x': ", "ghp"),
+        ("https://git.example:8443/x", "Password for 'https://x-access-token@git.example:8443': ", "ghp"),
+        ("https://github.com/me/x", "Password for 'https://x-access-token@evil.example': ", ""),
+        ("https://github.com/me/x", "Password for 'http://x-access-token@github.com': ", ""),
+        ("https://github.com/me/x", "Password for 'https://github.com@evil.example/github.com': ", ""),
+        ("https://github.com/me/x", "Password for 'https://github.com.evil.example': ", ""),
+        ("https://github.com/me/x", "Password: ", ""),
+        ("git@github.com:me/x", "Password for 'https://github.com': ", ""),
+        ("", "Password for '://': ", ""),
+    ],
+)
+def test_a_token_is_given_to_the_host_of_the_repository_alone(
+    tmp_path: Path, repository: str, asked: str, given: str
+) -> None:
+    """A redirect or a submodule may name any other host."""
+    script_text = script.render("askpass.sh.j2", origin=script._origin(repository))
+    program = tmp_path / "askpass.sh"
+    program.write_text(script_text)
+    done = subprocess.run(["sh", str(program), asked], env={"GIT_TOKEN": "ghp"}, capture_output=True, text=True)
+    assert done.stdout.strip() == given
+    assert (done.returncode == 0) == bool(given)

@@ -42,3 +42,9 @@ def test_a_pin_that_cannot_be_read_lets_no_key_in(tmp_path: Path) -> None:
         PinStore(tmp_path).check(WORKER, "ssh-ed25519 other")
     with pytest.raises(ConfigError, match="is not UTF-8"):
         PinStore(tmp_path).pinned(WORKER)
+
+
+def test_a_file_with_a_number_that_is_none_is_no_pin(tmp_path: Path) -> None:
+    (tmp_path / "a@b@c@\u00b2").write_text("c.2.\u00b2 ssh-ed25519 AAAA\n")
+    (tmp_path / "a@b@c@7").write_text("c.7.\u00b2 ssh-ed25519 AAAA\n")
+    assert PinStore(tmp_path).pinned(Worker(NodeKey("a", "b", "c"), 7, 0, "127.0.0.1")) == frozenset()

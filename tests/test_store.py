@@ -100,6 +100,14 @@ class TestMemory:
             assert store.fleets() == {"pod": FLEET}
             assert not store.lost
 
+    def test_a_fleet_under_another_name_than_its_own_is_corrupt(self, folder: Path) -> None:
+        with opened(folder) as store:
+            store.save_fleet(FLEET)
+        with contextlib.closing(sqlite3.connect(folder / "tpucare.sqlite")) as connection, connection:
+            connection.execute("UPDATE fleets SET name = 'other'")
+        with opened(folder) as store, pytest.raises(StoreCorrupt, match="fleet other is that of pod"):
+            store.fleets()
+
     def test_the_newest_memory_wins_and_a_dropped_slot_is_forgotten(self, store: SqliteStore) -> None:
         store.save({"pod-0": MEMORY, "pod-1": MEMORY})
         store.save({"pod-0": replace(MEMORY, step=130)})

@@ -7,6 +7,7 @@ times as long. Enum numbers stay numbers, since the service may know more of the
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from typing import Any, cast
@@ -49,10 +50,19 @@ def node_of(key: NodeKey, raw: Any) -> Node:
         provisioning=_provisioning(raw.scheduling_config),
         labels=dict(raw.labels),
         endpoints=tuple(
-            Endpoint(endpoint.ip_address, endpoint.access_config.external_ip) for endpoint in raw.network_endpoints
+            Endpoint(_address(endpoint.ip_address), _address(endpoint.access_config.external_ip))
+            for endpoint in raw.network_endpoints
         ),
         queued_resource=raw.queued_resource,
     )
+
+
+def _address(text: str) -> str:
+    """What is no IP address is none: it goes into commands and files that ssh reads."""
+    try:
+        return str(ipaddress.ip_address(text)) if text else ""
+    except ValueError:
+        return ""
 
 
 def rest_of(raw: Any) -> dict[str, Any]:

@@ -171,6 +171,8 @@ def _written_tuple(value: tuple[Any, ...], path: str) -> dict[str, Any]:
     items = [_written(entry, f"{path}[{index}]") for index, entry in enumerate(value)]
     if type(value) is tuple:
         return {TAG: "tuple", "items": items}
+    if not hasattr(value, "_fields"):
+        raise Misfit(f"{path} is a {type(value).__name__}, a tuple of its own kind: use a NamedTuple")
     return {TAG: "namedtuple", "type": _name_of(type(value), path), "items": items}
 
 
@@ -231,17 +233,23 @@ class _Reader:
         return tuple(self.read(entry) for entry in written["items"])
 
     def _read_namedtuple(self, written: dict[str, Any]) -> Any:
-        items = [self.read(entry) for entry in written["items"]]
-        return self._type(written)(*items)
+        items, kind = [self.read(entry) for entry in written["items"]], self._type(written)
+        # The text names a class, and this calls it: nothing but what was written may be made so.
+        if not (issubclass(kind, tuple) and hasattr(kind, "_fields")):
+            raise Misfit(f"{written['type']} is no named tuple any more")
+        return kind(*items)
 
     def _read_enum(self, written: dict[str, Any]) -> Any:
         kind = self._type(written)
-        if written["name"] not in kind.__members__:
+        if not issubclass(kind, enum.Enum) or written["name"] not in kind.__members__:
             raise Misfit(f"{written['type']} has no member {shown(written['name'])} any more")
         return kind[written["name"]]
 
     def _read_bag(self, written: dict[str, Any]) -> Any:
-        return self._type(written)(**{name: self.read(entry) for name, entry in written["fields"].items()})
+        kind = self._type(written)
+        if kind not in _BAGS:
+            raise Misfit(f"{written['type']} is no namespace")
+        return kind(**{name: self.read(entry) for name, entry in written["fields"].items()})
 
     def _read_defaultdict(self, written: dict[str, Any]) -> Any:
         makes = None if written["makes"] is None else self._named(written["makes"])

@@ -15,9 +15,11 @@ import contextlib
 import json
 import os
 import queue
+import re
 import socket
 import socketserver
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
@@ -29,6 +31,12 @@ from tpucare.errors import ConfigError, StoreError, TpuCareError
 
 # A fleet file has at most 256 KB; escaped as JSON it may be six times as long.
 LINE_LIMIT = 2 << 20
+# Every order but `apply` is a handful of names.
+SMALL_LINE_LIMIT = 64 << 10
+# JSON takes many times its length when it is read, so few of the long lines are read at a time.
+LONG_LINES = 2
+LINE_SECONDS = 30.0
+_APPLY = re.compile(rb'\s*\{\s*"do"\s*:\s*"apply"\s*,')
 ANSWER_SECONDS = 30.0
 IDLE_SECONDS = 60.0
 CONNECTIONS_LIMIT = 32
@@ -246,6 +254,7 @@ class _Server(socketserver.ThreadingUnixStreamServer):
     def __init__(self, path: str, conversation: type[socketserver.BaseRequestHandler]) -> None:
         super().__init__(path, conversation)
         self.places = threading.BoundedSemaphore(CONNECTIONS_LIMIT)
+        self.long_lines = threading.BoundedSemaphore(LONG_LINES)
         self.quiet = threading.Condition()
         self.answering = 0
 
@@ -256,6 +265,11 @@ class _Server(socketserver.ThreadingUnixStreamServer):
 
     def handle_error(self, request: object, client_address: object) -> None:
         """A client that hung up: its loss. The usual traceback on stderr helps nobody."""
+
+
+def _limit_of(line: bytes | bytearray) -> int:
+    """How long a line that begins so may be."""
+    return LINE_LIMIT if _APPLY.match(line) else SMALL_LINE_LIMIT
 
 
 class _Conversation(socketserver.StreamRequestHandler):
@@ -273,25 +287,49 @@ class _Conversation(socketserver.StreamRequestHandler):
             self.server.places.release()
 
     def _converse(self, server: _Server) -> None:
-        while line := self.rfile.readline(LINE_LIMIT + 1):
-            if len(line) > LINE_LIMIT:
-                self._write(_refusal(f"a line has at most {LINE_LIMIT} bytes", "config"))
+        while line := self._read_line():
+            if len(line) > _limit_of(line):
+                self._write(_refusal(f"a line has at most {_limit_of(line)} bytes", "config"))
                 return
             if not line.strip():
                 continue
-            try:
-                order = json.loads(line)
-            except (ValueError, RecursionError):
-                self._write(_refusal("not a line of JSON", "config"))
-                continue
+            with server.long_lines if len(line) > SMALL_LINE_LIMIT else contextlib.nullcontext():
+                self._answer(server, line)
+
+    def _answer(self, server: _Server, line: bytes) -> None:
+        try:
+            order = json.loads(line)
+        except (ValueError, RecursionError):
+            self._write(_refusal("not a line of JSON", "config"))
+            return
+        with server.quiet:
+            server.answering += 1
+        try:
+            self._write(server.carry(order))
+        finally:
             with server.quiet:
-                server.answering += 1
-            try:
-                self._write(server.carry(order))
-            finally:
-                with server.quiet:
-                    server.answering -= 1
-                    server.quiet.notify_all()
+                server.answering -= 1
+                server.quiet.notify_all()
+
+    def _read_line(self) -> bytes:
+        """
+        The next line, or what there is of one that is too long; empty at the end.
+
+        Raises: TimeoutError: nothing came for IDLE_SECONDS, or a line that was begun is not ended in LINE_SECONDS.
+        """
+        line, until = bytearray(), time.monotonic() + IDLE_SECONDS
+        while b"\n" not in line and len(line) <= _limit_of(line):
+            self.connection.settimeout(max(until - time.monotonic(), 0.001))
+            # `peek` gives what has arrived, and takes it not: what follows the line is left for the next one.
+            arrived = self.rfile.peek(1)  # type: ignore[attr-defined]
+            if not arrived:
+                break
+            if not line:
+                until = time.monotonic() + LINE_SECONDS
+            end = arrived.find(b"\n") + 1
+            line += self.rfile.read(end or len(arrived))
+        self.connection.settimeout(IDLE_SECONDS)
+        return bytes(line)
 
     def _write(self, answer: Answer) -> None:
         self.wfile.write(json.dumps(answer, default=str).encode() + b"\n")

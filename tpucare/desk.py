@@ -27,6 +27,8 @@ from tpucare.plain import plain
 from tpucare.words import hint, shown
 
 EVENTS_AT_ONCE = 1000
+# SQLite's largest integer.
+LAST_NUMBER = 2**63 - 1
 Answer = dict[str, Any]
 
 
@@ -139,6 +141,8 @@ class Desk:
         return {"slot": name, "workers": view.worker_rows(seen.node, seen.workers)}
 
     def _events(self, slot: str, after: int, limit: int) -> Answer:
+        if after > LAST_NUMBER:
+            raise ConfigError(f"after must be the number of an event, at most {LAST_NUMBER}")
         limit = max(1, min(limit, EVENTS_AT_ONCE))
         store = self._care.store
         found = (

@@ -94,11 +94,19 @@ def run_files(order: LaunchOrder, secrets: Mapping[str, str], bundle: str = "") 
     pushed = [
         *tool_files(),
         PushedFile("env", environment),
-        PushedFile("askpass.sh", render("askpass.sh.j2").encode(), 0o700),
+        PushedFile("askpass.sh", render("askpass.sh.j2", origin=_origin(job.repository)).encode(), 0o700),
     ]
     pushed += [PushedFile(name, text.encode()) for name, text in sorted(texts.items())]
     pushed += [PushedFile(f"files/{path}", content) for path, content in sorted(job.files.items())]
     return pushed
+
+
+def _origin(repository: str) -> str:
+    """`https://host:port` of a repository that is fetched over HTTP, as git names it when it asks; else empty."""
+    scheme, found, rest = repository.partition("://")
+    if not found or scheme not in ("http", "https"):
+        return ""
+    return f"{scheme}://{rest.partition('/')[0].rpartition('@')[2]}"
 
 
 def tool_files() -> list[PushedFile]:

@@ -30,6 +30,9 @@ CHANNELS = 8
 # Up to this size stdin is sent before output is read; sshd buffers 2 MB, so it cannot block on a command that writes.
 INLINE_STDIN_BYTES = 1 << 16
 
+# What a server may send while no command is under way: new keys and signs of life need a few KB in a day.
+UNASKED_BYTES = 1 << 20
+
 # A child in the background may hold stdout open after the command ended: wait this long for more output, then go on.
 LINGER_SECONDS = 1.0
 
@@ -70,6 +73,8 @@ class Connection:
         self._established = False
         self._ours = False
         self._slots = threading.BoundedSemaphore(CHANNELS)
+        self._counting = threading.Lock()
+        self._under_way = 0
 
     # --- life ---
 
@@ -85,6 +90,7 @@ class Connection:
                 self._negotiate(pinned, deadline)
                 self._log_in(user, key, deadline)
             self._established = True
+            self._wire.listen_idly(UNASKED_BYTES)
         except BaseException:
             self.close()
             if self._transport.ident is None:
@@ -175,6 +181,7 @@ class Connection:
         """A channel of its own, closed at the end. sshd opens it by itself, so silence here means a dead connection."""
         if not self._slots.acquire(timeout=deadline.remaining):
             raise WorkerSilent(f"{self.worker.host}: {CHANNELS} commands under way for {deadline.seconds:g} s")
+        self._count(1)
         try:
             channel = self._open_channel(deadline)
             try:
@@ -183,7 +190,14 @@ class Connection:
                 with self._watchdog.guard(self._wire, time.monotonic() + STUCK_SECONDS):
                     _quietly(channel.close)
         finally:
+            self._count(-1)
             self._slots.release()
+
+    def _count(self, change: int) -> None:
+        """How many commands are under way; while none is, what the server sends is bounded."""
+        with self._counting:
+            self._under_way += change
+            self._wire.listen_idly(None if self._under_way else UNASKED_BYTES)
 
     def _open_channel(self, deadline: Deadline) -> paramiko.Channel:
         try:

@@ -177,7 +177,7 @@ class PinStore:
         nodes: dict[NodeKey, set[int]] = {}
         for name in os.listdir(self._folder):
             parts = name.split(_SEPARATOR)
-            if len(parts) == 4 and parts[3].isdigit():
+            if len(parts) == 4 and parts[3].isascii() and parts[3].isdigit():
                 nodes.setdefault(NodeKey(*map(unquote, parts[:3])), set()).add(int(parts[3]))
         return nodes
 
@@ -215,6 +215,6 @@ def _read_pins(path: Path) -> dict[int, frozenset[str]]:
     for line in text.splitlines():
         alias, _, key = line.partition(" ")
         number = alias.rpartition(".")[2]
-        if number.isdigit() and key:
+        if number.isascii() and number.isdigit() and key:
             pins[int(number)] = pins.get(int(number), frozenset()) | {key}
     return pins

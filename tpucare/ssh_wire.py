@@ -70,6 +70,7 @@ class Wire:
         self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._closed = False  # paramiko reads this name
         self._left: int | None = None
+        self._unasked: int | None = None
         self._ending = threading.Lock()
         self._sending = threading.Lock()
 
@@ -94,9 +95,18 @@ class Wire:
         finally:
             self._left = None
 
+    def listen_idly(self, limit: int | None) -> None:
+        """From now on at most *limit* bytes are taken, since nothing is asked of the other side; None: something is."""
+        self._unasked = limit
+
     def recv(self, size: int) -> bytes:
         if self._left is None:
-            return self._sock.recv(size)
+            content = self._sock.recv(size)
+            if (unasked := self._unasked) is not None:
+                self._unasked = unasked - len(content)
+                if unasked < len(content):
+                    raise ConnectionAbortedError(errno.ECONNABORTED, "it says too much unasked")
+            return content
         if self._left <= 0:
             raise ConnectionAbortedError(errno.ECONNABORTED, "it says too much")
         content = self._sock.recv(min(size, self._left))

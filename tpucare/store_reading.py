@@ -105,7 +105,11 @@ class StoreReading:
     def fleets(self) -> dict[str, FleetRecord]:
         """Fleets as last accepted, ended ones included, by name."""
         rows = self._rows("SELECT name, record FROM fleets ORDER BY name")
-        return {fleet: FLEET.decode(text, f"{self.path}: fleet {fleet}") for fleet, text in rows}
+        records = {fleet: FLEET.decode(text, f"{self.path}: fleet {fleet}") for fleet, text in rows}
+        for fleet, record in records.items():
+            if record.name != fleet:
+                raise schema.corrupt(self.path, f"the record of fleet {fleet} is that of {record.name}")
+        return records
 
     def context(self, slot: str) -> str | None:
         """What the Python door keeps of a slot's context, as `contexts` wrote it."""

@@ -143,6 +143,9 @@ def _slots_with_nodes(options: Options) -> list[str]:
 
 
 def _entry(options: Options, slot: str, worker: Worker) -> str:
+    if not PinStore(options.host_keys).pinned(worker):
+        # Whatever would stand here would be trusted for as long as the file is kept.
+        return f"# {slot}, worker {worker.number}: its host key is not known yet; ask again once its workers answer\n"
     names = f"{slot} {slot}.0" if worker.number == 0 else f"{slot}.{worker.number}"
     lines = [f"Host {names}", f"  HostName {worker.host}", f"  Port {options.ssh_port}", f"  User {options.ssh_user}"]
     return "\n".join([*lines, *(f"  {key} {_quoted(value)}" for key, value in _settings(options, worker))]) + "\n"
