@@ -119,11 +119,13 @@ class Progress:
     """
     Signs of progress of one run, as this process saw them.
 
-    signals:    how often step or checkpoint moved
+    signals:    how often step or checkpoint moved; the first of each is where the run begins
     last:       when it moved last
     median_gap: between two moves, of the last few
     life:       when anything moved last, the length of the log included
-    unchanged:  reports since `last` that showed no other step or checkpoint
+    unchanged:  reports since `last`, or since `told`, that showed no other step or checkpoint
+    begun:      the first report of this run
+    told:       when it told a step first
     """
 
     token: str = ""
@@ -132,6 +134,8 @@ class Progress:
     median_gap: timedelta | None = None
     life: Mark | None = None
     unchanged: int = SUPPORTING_OBSERVATIONS
+    begun: Mark | None = None
+    told: Mark | None = None
 
 
 class Voucher(StrEnum):

@@ -254,11 +254,14 @@ class CareSection(Section):
         _CARE.unhealthy_after, "A node of bad health and no progress is replaced after this."
     )
     stalled_after: PositiveDuration = _length(
-        _CARE.stalled_after, "A run whose step stood still for this (or 10 times the usual gap) is restarted."
+        _CARE.stalled_after,
+        "A run whose step stood still for this is restarted, or for 10 times its usual gap where that is longer: "
+        "workers are asked every 15 s, so 150 s at least.",
     )
     setup_timeout: PositiveDuration = _length(_CARE.setup_timeout, "Limit of `job.setup`.")
     first_step_timeout: PositiveDuration = _length(
-        _CARE.first_step_timeout, "Limit from the start of `job.run` to the first step, restoring included."
+        _CARE.first_step_timeout,
+        "Limit from the start of `job.run` to the first step, restoring included; `restored at step 100` is none yet.",
     )
     fence: Annotated[Fence, Field(strict=False)] = Field(
         Fence.WAIT, description="When an older node cannot be proven dead: wait for proof, or proceed anyway."
@@ -281,9 +284,13 @@ class CareSection(Section):
     success_after: Duration = _length(
         _CARE.success_after, "A run that exited 0 has finished when every worker still answers after this."
     )
-    crash_budget: Budget = Field(_CARE.crash_budget, description="Crashes in a row before the slot counts as failed.")
+    crash_budget: Budget = Field(
+        _CARE.crash_budget,
+        description="Crashes in a row that are tried again; one more and the slot has failed (stalls: 6; reboots: 12).",
+    )
     setup_budget: Budget = Field(
-        _CARE.setup_budget, description="Failed setups in a row before the slot counts as failed."
+        _CARE.setup_budget,
+        description="Failed setups in a row that are tried again; one more, and the slot has failed.",
     )
     sigterm_on_preemption: bool = Field(
         _CARE.sigterm_on_preemption, description="Send the run SIGTERM once when a preemption is announced."

@@ -228,6 +228,7 @@ class Memory:
     this store used; None: it used none, or was made by a version that did not keep it. `publishing`: by what
     `plan_trust.publisher_of` names. `round_from`: the first create number of this round over the slot's places
     (`placement.by_turn`). `shell`: path of the queued resource that the slot's last node came from, which is gone.
+    `step`, `checkpoint`: how far `step_job` ever got; `gap_seconds`: between its first signs of progress.
     """
 
     fleet: str
@@ -253,6 +254,7 @@ class Memory:
     publishing: Mapping[str, Publishing] = field(default_factory=dict)
     round_from: int = 0
     shell: str = ""
+    gap_seconds: float = 0.0
 
     def has_asked_for(self, number: int) -> bool:
         return self.asked_from is not None and self.asked_from <= number < self.next_number

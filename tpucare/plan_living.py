@@ -9,18 +9,20 @@ from __future__ import annotations
 from datetime import timedelta
 
 from tpucare.actions import Action, Fact, Notice, Reason, Settle, Wait
-from tpucare.evidence import SUPPORTING_OBSERVATIONS, NodeEvidence, Timers
-from tpucare.memory import BookName, Memory, NodeMemory
+from tpucare.evidence import SUPPORTING_OBSERVATIONS, Mark, NodeEvidence, Timers, latest
+from tpucare.memory import BookName, Memory, NodeMemory, RunMemory
 from tpucare.model import Provisioning, Slot
 from tpucare.orders import Phase, WorkerReport
 from tpucare.plan_ended import booked
-from tpucare.plan_words import STALL_FACTOR, ending, furthest_of, keeps_node, standing, usual_pause
+from tpucare.plan_words import STALL_FACTOR, ending, furthest_of, keeps_node, spoken, standing, usual_pause
 
 PREEMPTIBLE_LIFE = timedelta(hours=23, minutes=45)
 NO_PREEMPTIBLE_LIVES = timedelta(days=2)
 CHECKPOINT_LOOK_EVERY = timedelta(seconds=15)
 # In a row, over several nodes: then it is the job's own doing.
 STALL_BUDGET = 6
+FIRST_WAIT_FACTOR = 2
+NO_TIME = timedelta()
 
 
 def decide_living(slot: Slot, seen: NodeEvidence, past: NodeMemory, memory: Memory, timers: Timers) -> Action:
@@ -54,7 +56,9 @@ def _course(seen: NodeEvidence) -> str:
         return "fetching the code"
     if Phase.SETUP in phases:
         return "running setup"
-    return "running" if seen.progress.signals else "running; no step seen yet"
+    if seen.progress.signals:
+        return "running"
+    return "running; no second step seen yet" if seen.progress.told is not None else "running; no step seen yet"
 
 
 def past_setup(workers: tuple[WorkerReport, ...]) -> bool:
@@ -68,26 +72,55 @@ def _overdue_phase(slot: Slot, seen: NodeEvidence, memory: Memory, timers: Timer
         if timers.lasted(seen.phase_since, slot.care.setup_timeout):
             return booked(seen, memory, "setup does not end", BookName.SETUP, slot.care.setup_budget)
         return None
-    # Only a job that is known to tell of its progress can be late with its first step; another one told nothing yet.
-    tells = memory.step is not None and memory.run is not None and memory.run.job == memory.step_job
-    if tells and seen.progress.signals == 0 and timers.lasted(seen.phase_since, slot.care.first_step_timeout):
-        return _stall(seen, memory, memory.node(seen.node.name), "no first step")
     return None
 
 
 def _stalled(slot: Slot, seen: NodeEvidence, past: NodeMemory, memory: Memory, timers: Timers) -> Action | None:
     progress, run = seen.progress, memory.run
-    if run is None or (progress.signals < 2 and not run.progressed):
+    assert run is not None
+    assert seen.report is not None
+    if not past_setup(seen.report.workers):
         return None
-    limit = max(slot.care.stalled_after, usual_pause(seen))
-    if progress.median_gap is None:
-        # An earlier process saw its progress; how often it comes is known from its beginning only.
-        limit = max(limit, slot.care.first_step_timeout, timedelta(seconds=run.gap_seconds) * STALL_FACTOR)
+    if progress.signals or run.progressed:
+        # Signs that an earlier process saw are not known here: it stands still since it was met.
+        since = progress.last or progress.begun
+        limit = _patience(slot, seen, run)
+        why = f"no progress for {spoken(limit)}"
+        if limit > slot.care.stalled_after:
+            why = f"{why} (longer than stalled_after, by how often its signs come)"
+    elif progress.told is not None or _job_tells(memory):
+        since, why = latest(seen.phase_since, progress.told), "no first step"
+        limit = max(slot.care.first_step_timeout, _wait_for_the_next(seen, progress.told))
+        if memory.step is None:
+            # Checkpoints alone tell of this job, and may come more seldom than a step.
+            limit = max(limit, timedelta(seconds=memory.gap_seconds) * STALL_FACTOR)
+    else:
+        return None
     # Time alone is no observation: workers that are asked seldom, or late, have not been seen to stand still.
     stood_still = progress.unchanged >= SUPPORTING_OBSERVATIONS
-    if timers.lasted(progress.last, limit) and stood_still:
-        return _stall(seen, memory, past, f"no progress for {limit}")
-    return None
+    return _stall(seen, memory, past, why) if timers.lasted(since, limit) and stood_still else None
+
+
+def _job_tells(memory: Memory) -> bool:
+    """Whether runs of this job are known to tell of their progress; one that told nothing yet is not late with it."""
+    run = memory.run
+    return run is not None and run.job == memory.step_job and (memory.step is not None or memory.gap_seconds > 0)
+
+
+def _patience(slot: Slot, seen: NodeEvidence, run: RunMemory) -> timedelta:
+    """How long a run that makes progress may stand still."""
+    limit = max(slot.care.stalled_after, usual_pause(seen))
+    if seen.progress.median_gap is not None:
+        return limit
+    # How often its signs come is known from its beginning only, or from the time until the first one.
+    known = timedelta(seconds=run.gap_seconds) * STALL_FACTOR
+    return max(limit, slot.care.first_step_timeout, known, _wait_for_the_next(seen, seen.progress.last))
+
+
+def _wait_for_the_next(seen: NodeEvidence, first: Mark | None) -> timedelta:
+    """A step or checkpoint that took long to come for the first time may take as long again, and some more."""
+    begun = seen.progress.begun
+    return (first.observed - begun.observed) * FIRST_WAIT_FACTOR if first is not None and begun is not None else NO_TIME
 
 
 def _stall(seen: NodeEvidence, memory: Memory, past: NodeMemory | None, why: str) -> Action:

@@ -112,7 +112,8 @@ class Prober:
         if seen.refusals:
             return refusal_pause(seen.refusals).total_seconds()
         report = seen.report
-        steady = report is not None and report.all_answer and is_running(report) and seen.progress.signals > 0
+        tells = seen.progress.told is not None or seen.progress.signals > 0
+        steady = report is not None and report.all_answer and is_running(report) and tells
         if not steady and self._has_news(track, seen):
             return self.board.settings.fast_probe
         crowd = (len(self._probes) + 1) * len(seen.workers or ())

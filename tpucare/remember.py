@@ -85,7 +85,7 @@ def _settle(memory: Memory, action: Settle, now: datetime, rng: random.Random) -
             gap = action.gap.total_seconds() if action.gap is not None else 0.0
             if run is None:
                 return memory
-            memory = replace(memory, step_job=run.job)
+            memory = replace(memory, step_job=run.job, gap_seconds=gap)
             return replace(memory, run=replace(run, progressed=True, gap_seconds=gap))
         case Fact.ENDED:
             return replace(memory, end=action.end, end_why=action.why, ended_at=now)

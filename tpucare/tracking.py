@@ -28,10 +28,18 @@ FRESH_SILENCE = timedelta(minutes=3)
 
 @dataclass(slots=True)
 class ProgressTrack:
-    """Signs of progress of one run; see `evidence.Progress`."""
+    """
+    Signs of progress of one run; see `evidence.Progress`.
+
+    A sign is a step or checkpoint that differs from one known before. The first of each is only where the run begins:
+    "restored at step 100" is no step made, and the checkpoint of an older run may be read late.
+    """
 
     token: str = ""
-    seen: tuple[int | None, int | None] = (None, None)
+    step: int | None = None
+    checkpoint: int | None = None
+    begun: Mark | None = None
+    told: Mark | None = None
     log_bytes: int = 0
     signals: int = 0
     unchanged: int = 0
@@ -41,28 +49,36 @@ class ProgressTrack:
 
     def see(self, token: str, step: int | None, checkpoint: int | None, log_bytes: int, mark: Mark) -> None:
         if token != self.token:
-            # The checkpoint that a run begins from is not its own progress.
-            self.token, self.seen, self.log_bytes, self.signals = token, (None, checkpoint), 0, 0
-            self.last, self.life = None, mark
+            self.token, self.step, self.checkpoint, self.log_bytes = token, None, None, 0
+            self.begun, self.told, self.last, self.life = mark, None, None, mark
+            self.signals = 0
             self.gaps.clear()
         if log_bytes != self.log_bytes:
             self.log_bytes, self.life = log_bytes, mark
-        told = (step, checkpoint)
         self.unchanged += 1
-        if told != self.seen and told != (None, None):
+        if step is not None and self.told is None:
+            self.told, self.life, self.unchanged = mark, mark, 0
+        moved = _differs(step, self.step) or _differs(checkpoint, self.checkpoint)
+        self.step = self.step if step is None else step
+        self.checkpoint = self.checkpoint if checkpoint is None else checkpoint
+        if moved:
             if self.last is not None:
                 self.gaps.append((mark.observed - self.last.observed).total_seconds())
-            self.seen, self.last, self.life = told, mark, mark
+            self.last, self.life = mark, mark
             self.signals, self.unchanged = self.signals + 1, 0
 
     def leave_out(self, now: Mark, length: timedelta, passes: int) -> None:
         """That much time went by unseen: it is no standstill."""
+        self.begun = _later(self.begun, now, length, passes)
+        self.told = _later(self.told, now, length, passes)
         self.last = _later(self.last, now, length, passes)
         self.life = _later(self.life, now, length, passes)
 
     def freeze(self) -> Progress:
         gap = timedelta(seconds=median(self.gaps)) if self.gaps else None
-        return Progress(self.token, self.signals, self.last, gap, self.life, self.unchanged)
+        return Progress(
+            self.token, self.signals, self.last, gap, self.life, self.unchanged, begun=self.begun, told=self.told
+        )
 
 
 @dataclass(slots=True)
@@ -187,7 +203,7 @@ class NodeTrack:
         first = report.workers[0] if report.workers else None
         if first is not None and first.contact is Contact.ANSWERED:
             log_bytes = sum(worker.log_bytes for worker in report.workers)
-            self.progress.see(first.token, first.step, newest_checkpoint(report), log_bytes, mark)
+            self.progress.see(first.token, newest_step(report), newest_checkpoint(report), log_bytes, mark)
         return before is None or before.workers != report.workers
 
     def _mark_contacts(self, contacts: list[Contact], mark: Mark) -> None:
@@ -251,6 +267,10 @@ def _voucher_of(vouched: bool, error: Exception | None) -> Voucher:
             # A precondition that fails may be that the node still boots, or the feature that is off.
             return Voucher.UNPUBLISHED
     return Voucher.UNANSWERED
+
+
+def _differs(value: int | None, known: int | None) -> bool:
+    return value is not None and known is not None and value != known
 
 
 def _later(mark: Mark | None, now: Mark, length: timedelta, passes: int) -> Mark | None:

@@ -29,6 +29,8 @@ from tpucare.evidence import Progress
 from tpucare.memory import Book, Wish
 from tpucare.orders import Phase
 
+# It told its step once, an hour ago: "restored at step 100".
+TOLD = Progress(token(), 0, begun=ago(minutes=65), told=ago(hours=1))
 LAUNCHING = frozenset({f"launch:{name_of(0)}"})
 IN_FLIGHT = [
     case(
@@ -144,8 +146,56 @@ RUNS = [
     case(
         "no first step",
         evidence(seen(node(), running(), phase_since=ago(hours=1), progress=NO_PROGRESS)),
-        replace(TRAINS, step=5),
+        replace(TRAINS, run=run(progressed=False), step=5),
         "Stop stall",
+    ),
+    case(
+        "it told where it begins, and nothing since",
+        evidence(seen(node(), running(), phase_since=ago(minutes=65), progress=TOLD)),
+        memory(launched(), run=run(progressed=False)),
+        "Stop stall",
+    ),
+    case(
+        "it told where it begins less than an hour ago",
+        evidence(seen(node(), running(), progress=replace(TOLD, told=ago(minutes=50)))),
+        memory(launched(), run=run(progressed=False)),
+        "Wait",
+    ),
+    case(
+        "its first step came after two hours: the second may take as long",
+        evidence(seen(node(), running(), progress=replace(TOLD, begun=ago(hours=4), told=ago(hours=2)))),
+        memory(launched(), run=run(progressed=False)),
+        "Wait",
+    ),
+    case(
+        "setup goes on, of a job that tells of steps",
+        evidence(seen(node(), running(phase=Phase.SETUP), progress=replace(NO_PROGRESS, begun=ago(hours=2)))),
+        replace(TRAINS, step=5),
+        "Wait",
+    ),
+    case(
+        "no checkpoint of a job that is known to save each 20 minutes",
+        evidence(seen(node(), running(), phase_since=ago(hours=4), progress=NO_PROGRESS)),
+        replace(TRAINS, run=run(progressed=False), gap_seconds=1200.0),
+        "Stop stall",
+    ),
+    case(
+        "no checkpoint of a job that is known to save each hour",
+        evidence(seen(node(), running(), phase_since=ago(hours=4), progress=NO_PROGRESS)),
+        replace(TRAINS, run=run(progressed=False), gap_seconds=3600.0),
+        "Wait",
+    ),
+    case(
+        "it stands still since this process met it, and made progress before",
+        evidence(seen(node(), running(), progress=replace(NO_PROGRESS, begun=ago(hours=1)))),
+        TRAINS,
+        "Stop stall",
+    ),
+    case(
+        "three reports have to support a standstill",
+        evidence(seen(node(), running(), phase_since=ago(minutes=65), progress=replace(TOLD, unchanged=2))),
+        memory(launched(), run=run(progressed=False)),
+        "Wait",
     ),
     case(
         "no signal ever: no verdict",
@@ -172,8 +222,20 @@ RUNS = [
         "Wait",
     ),
     case(
-        "one signal only, and no earlier process saw two",
-        evidence(seen(node(), running(), progress=Progress(token(), 1, ago(hours=2), None, ago(hours=2)))),
+        "one signal only",
+        evidence(seen(node(), running(), progress=Progress(token(), 1, ago(hours=1), None, ago(hours=1)))),
+        memory(launched(), run=run(progressed=False)),
+        "Stop stall",
+    ),
+    case(
+        "one signal only, less than an hour ago",
+        evidence(seen(node(), running(), progress=Progress(token(), 1, ago(minutes=50), None, ago(minutes=50)))),
+        memory(launched(), run=run(progressed=False)),
+        "Wait",
+    ),
+    case(
+        "one checkpoint only, after two hours: the second may take as long",
+        evidence(seen(node(), running(), progress=Progress(token(), 1, ago(hours=2), None, begun=ago(hours=4)))),
         memory(launched(), run=run(progressed=False)),
         "Wait",
     ),
