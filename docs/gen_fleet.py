@@ -92,6 +92,7 @@ care:
   job's environment.
 * **Checkpoints of many slots.** With `count` above 1, `/<slot>` is appended to a `checkpoint` without `{{slot}}`. If
   `count` may grow from 1 later, write `{{slot}}` from the start: the path of slot 0 then stays the same.
+  Once slot 0 has run, an edit that would move its folder by `count` alone is refused.
 * **Files.** At most {FILES_LIMIT}, each up to {FILE_LIMIT_BYTES >> 20} MB, together {TOTAL_LIMIT_BYTES >> 20} MB.
   Local paths stay in the folder of the fleet file or below, paths on the worker below the job's folder.
 * **Alternatives.** `tpu` may be a list of sections: every zone of the first one is asked before those of the second.

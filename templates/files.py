@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 RESERVE = "reserve"
+# How the runner's own notice of a maintenance begins.
+MAINTENANCE = "maintenance: "
 
 
 def write_whole(path: str, content: str, durable: bool = False) -> bool:
@@ -48,6 +50,12 @@ def read_text(path: str, limit: int = 1 << 16) -> str:
             return stream.read(limit).decode(errors="replace")
     except OSError:
         return ""
+
+
+def was_told(folder: str) -> bool:
+    """Whether somebody asked the run to end, or to save since its end is near. A maintenance alone asks for nothing."""
+    notices = [line.partition(" ")[2] for line in read_text(os.path.join(folder, "notice")).splitlines()]
+    return os.path.exists(os.path.join(folder, "stopped")) or any(not n.startswith(MAINTENANCE) for n in notices)
 
 
 def read_pairs(arguments: list[str]) -> dict[str, str]:

@@ -76,12 +76,11 @@ def _of_run(base: str, token: str, folder: str, question: dict[str, str]) -> lis
     state = files.read_text(os.path.join(folder, "phase"))
     ended = files.read_text(os.path.join(folder, "exit"))
     failed = bool(ended) and not ended.startswith('{"status": 0,')
-    told = any(os.path.exists(os.path.join(folder, name)) for name in ("notice", "stopped"))
     known = question["token"] == token
     # Asked once: a step that is written between two looks must not be taken for one that was seen.
     end = files.log_end(folder)
     more = {
-        "told": told,
+        "told": files.was_told(folder),
         "step": _step(folder, question, int(question["offset"]) if known else 0, end),
         "checkpoint": _checkpoint(base, folder, question["checkpoint"]),
         "log_bytes": end,

@@ -35,6 +35,7 @@ LOCK_WAIT_SECONDS = 2.0
 STRAGGLER_GRACE_SECONDS = 5.0
 KILL_SECONDS = 120.0
 SWEEP_SECONDS = 0.05
+MAINTENANCE_COUNTS_SECONDS = 300.0
 RESERVE_BYTES = 1 << 18
 DISK_FULL_BYTES = 1 << 20
 TAIL_BYTES = 1 << 16
@@ -130,6 +131,7 @@ class Runner:
         self._stop_asked = False
         self._stop_at: float | None = None
         self._termed = False
+        self._maintained_at: float | None = None
         self._news: list[tuple[str, str]] = []
         self._output, self._input = os.pipe()
         self._wake, self._waker = os.pipe()
@@ -334,19 +336,27 @@ class Runner:
 
     def _tell(self, entry: str, value: str) -> None:
         if entry == "preempted" and value.upper() == "TRUE":
-            self._state["preempted"] = True
+            self._state.update(preempted=True, signalled=True)
             self._notice("preempted: the cloud takes this machine back; save now")
             if self._order["sigterm_on_preemption"] == "1" and self._state["phase"] == "run":
                 self._term()
         elif entry == "maintenance-event":
             event = "" if value.upper() in ("", "NONE") else value[:100]
+            if self._state["maintenance"] and not event:
+                self._maintained_at = time.monotonic()
             self._state["maintenance"] = event
             if event:
-                self._notice(f"maintenance: {event}")
+                self._notice(f"{files.MAINTENANCE}{event}")
         self._save_state()
 
+    def _is_maintained(self) -> bool:
+        """A maintenance is on, or was a moment ago: days after it, it is no reason to doubt how a run ended."""
+        over = self._maintained_at
+        return bool(self._state["maintenance"]) or (
+            over is not None and time.monotonic() - over < MAINTENANCE_COUNTS_SECONDS
+        )
+
     def _notice(self, text: str) -> None:
-        self._state["signalled"] = True
         self.note(f"notice: {text}")
         stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         try:
@@ -402,7 +412,7 @@ class Runner:
     def _publish(self, phase: str, status: int) -> None:
         """The exit, once nothing of the run is left. A full disk is met with the reserve, then with patience."""
         told = (
-            bool(self._state["signalled"]) or self._stop_asked or os.path.exists(os.path.join(self._folder, "notice"))
+            bool(self._state["signalled"]) or self._stop_asked or self._is_maintained() or files.was_told(self._folder)
         )
         failure = self._failure(phase, status, told)
         self.note(f"{phase} ended with status {status}" + (f" ({failure})" if failure else ""))

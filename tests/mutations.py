@@ -145,7 +145,7 @@ def _count_all_time(patch: pytest.MonkeyPatch) -> None:
 def _see_stalls_everywhere(patch: pytest.MonkeyPatch) -> None:
     def stalled(slot: Any, seen: Any, past: Any, memory: Any, timers: Any) -> Any:
         long = timers.lasted(seen.phase_since, timedelta(minutes=10))
-        return plan_living._stall(seen, memory, past, "it may have stalled") if long else None
+        return plan_living._stall(seen, memory, past, "it may have stalled", timedelta(minutes=10)) if long else None
 
     patch.setattr(plan_living, "_stalled", stalled)
 

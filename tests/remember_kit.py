@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from datetime import datetime
+from typing import Any
 
 from tests.evidence_kit import NOW, intent, memory, name_of, node, place, token
 from tpucare.actions import Action, Create, Delete, Launch, Look, Poll, Reason, Stop
@@ -22,7 +23,7 @@ def create(number: int = 10, **more: object) -> Create:
     return Create(name_of(number), number, place(), "why", **more)  # type: ignore[arg-type]
 
 
-def delete(number: int = 0, reason: Reason = Reason.DEAD, **more: bool) -> Delete:
+def delete(number: int = 0, reason: Reason = Reason.DEAD, **more: Any) -> Delete:
     what = node(number=number)
     return Delete(what.key, what.id, what.create_time, "why", reason, **more)
 

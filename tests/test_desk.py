@@ -477,3 +477,29 @@ def test_a_file_that_does_not_count_is_seen_in_status(office: Office, harm: str)
     office.look()
     (row,) = office.ask("status")["files"]
     assert "cannot be read" in row["problem"]
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
+def test_an_edit_of_count_alone_does_not_move_the_checkpoints_of_slot_0(
+    tmp_path: Path, before: int, after: int
+) -> None:
+    office = Office(tmp_path)
+    path = office.write(fleet_text(count=before, checkpoint="gs://bucket/pod"))
+    office.look()
+    office.write(fleet_text(count=after, checkpoint="gs://bucket/pod"))
+    office.look()
+    assert len(office.slots) == 2, "it has not run yet"
+    office.write(fleet_text(count=before, checkpoint="gs://bucket/pod"))
+    office.look()
+    office.run()
+    path.write_text(fleet_text(count=after, checkpoint="gs://bucket/pod"))
+    office.look()
+    (told,) = office.daemon.told("fleet-refused")
+    assert "gs://bucket/pod/pod-0" in told
+    assert "{slot}" in told
+    job = office.daemon.engine.slots["pod-0"].slot.job
+    assert job is not None
+    assert job.checkpoint == ("gs://bucket/pod" if before == 1 else "gs://bucket/pod/pod-0")
+    with pytest.raises(ConfigError, match="begins anew"):
+        office.apply(fleet_text(count=after, checkpoint="gs://bucket/pod"), office.folder)
+    office.apply(fleet_text(count=after, checkpoint="gs://bucket/pod/{slot}"), office.folder)

@@ -49,6 +49,46 @@ def test_what_vanishes_while_old_runs_are_removed_ends_nothing(tmp_path: Path) -
     assert left == [".in-1-2", ".in-new", *(f"pod-a1.{number}" for number in range(4, 9))]
 
 
+# --- what a run was told ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("notices", "stopped", "told"),
+    [
+        ([], False, "False"),
+        ([], True, "True"),
+        (["maintenance: TERMINATE_ON_HOST_MAINTENANCE"], False, "False"),
+        (["maintenance: MIGRATE", "preempted: the cloud takes this machine back; save now"], False, "True"),
+        (["a preemptible node ends after 24 hours: please save"], False, "True"),
+    ],
+)
+def test_a_maintenance_alone_asks_no_run_to_end(
+    tmp_path: Path, notices: list[str], *, stopped: bool, told: str
+) -> None:
+    if notices:
+        (tmp_path / "notice").write_text("".join(f"2026-11-01T12:00:00Z {notice}\n" for notice in notices))
+    if stopped:
+        (tmp_path / "stopped").write_text("30")
+    assert said_by(f"import files; print(files.was_told({str(tmp_path)!r}))") == told
+
+
+def test_a_maintenance_that_is_long_over_makes_no_end_doubtful(tmp_path: Path) -> None:
+    code = f"""
+import files, runner
+made = runner.Runner.__new__(runner.Runner)
+made._folder, made._maintained_at, made.note = {str(tmp_path)!r}, None, lambda text: None
+made._state = dict(signalled=False, preempted=False, maintenance="")
+def tell(value):
+    made._tell("maintenance-event", value)
+    print(made._is_maintained(), made._state["signalled"], end=" ")
+tell("NONE"); tell("TERMINATE_ON_HOST_MAINTENANCE"); tell("NONE")
+runner.MAINTENANCE_COUNTS_SECONDS = 0
+print(made._is_maintained())
+"""
+    assert said_by(code) == "False False True False True False False"
+    assert "maintenance: TERMINATE" in (tmp_path / "notice").read_text()
+
+
 # --- checkpoints of a bucket -----------------------------------------------------------------------------------------
 
 

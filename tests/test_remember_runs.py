@@ -7,14 +7,17 @@ from datetime import timedelta
 
 import pytest
 
-from tests.evidence_kit import FRESH, NOW, TRAINS, intent, launched, memory, name_of, past, run, token
-from tests.remember_kit import PLACE, asked, came, launch, poll, stop
-from tpucare.actions import Fact, Reason, Settle
+from tests.evidence_kit import FRESH, NOW, TRAINS, intent, launched, memory, name_of, node, past, run, token
+from tests.remember_kit import PLACE, asked, came, delete, launch, poll, stop, vanished
+from tpucare.actions import Action, Fact, Reason, Settle
 from tpucare.errors import AuthRefused, CommandFailed, ConfigError, WorkerSilent
-from tpucare.memory import BookName, End, PlaceMemory
+from tpucare.memory import Book, BookName, End, PlaceMemory
 from tpucare.model import Operation
 from tpucare.orders import LaunchResult, StopResult
 from tpucare.remember import recover
+from tpucare.remember_runs import saw
+from tpucare.remember_seen import absorb
+from tpucare.wishes import replace_node, restart, retry
 
 
 def test_a_launch_is_on_record_before_it_begins_and_counts_nodes_not_runs() -> None:
@@ -136,10 +139,82 @@ def test_a_stop_on_one_node_says_nothing_of_the_run_adopted_on_another() -> None
 
 def test_which_job_tells_of_steps_is_known_and_an_edited_one_begins_anew() -> None:
     edited = replace(launch(0, 2), job="new")
-    known = asked(asked(replace(FRESH, step=None), replace(launch(), job="old")), stop(step=100))
-    assert (known.step, known.step_job) == (100, "old")
+    known = asked(asked(replace(FRESH, step=None), replace(launch(), job="old")), stop(step=100, book=BookName.CRASH))
+    known = saw(known, 90, 80)
+    assert (known.step, known.step_job, known.last_step) == (100, "old", 90)
+    again = asked(known, replace(edited, job="old"))
+    assert (again.step, again.book(BookName.CRASH).failures) == (100, 1)
     known = asked(known, edited)
     assert known.run is not None
-    assert (known.run.job, known.step_job) == ("new", "old")
-    assert asked(known, stop(0, 2, step=100)).step_job == "old", "it told nothing further"
+    assert (known.run.job, known.step_job) == ("new", "")
+    assert (known.step, known.checkpoint, known.last_step, known.last_checkpoint) == (None, None, None, None)
+    assert (known.book(BookName.CRASH).failures, known.book(BookName.CRASH).total) == (0, 1)
+    told = asked(known, stop(0, 2, step=7))
+    assert (told.step, told.step_job) == (7, "new")
     assert asked(known, Settle(Fact.RUN_PROGRESSED, "why", name_of(0))).step_job == "new"
+
+
+IN_A_ROW = replace(TRAINS, step=100, checkpoint=50, books={name.value: Book(3, 3) for name in BookName})
+
+
+@pytest.mark.parametrize(
+    ("what", "is_over"),
+    [
+        (Settle(Fact.RUN_PROGRESSED, "why", name_of(0), step=101), True),
+        (Settle(Fact.RUN_PROGRESSED, "why", name_of(0), step=100), False),
+        (Settle(Fact.RUN_PROGRESSED, "why", name_of(0), checkpoint=100), True),
+        (Settle(Fact.RUN_PROGRESSED, "why", name_of(0), step=9, checkpoint=51), True),
+        (Settle(Fact.RUN_PROGRESSED, "why", name_of(0), step=9, checkpoint=50), False),
+        (Settle(Fact.RUN_LASTED, "why", name_of(0)), True),
+        (Settle(Fact.ENDED, "why", name_of(0), end=End.DONE), True),
+        (stop(served=True), True),
+        (stop(), False),
+    ],
+)
+def test_what_ends_a_row_of_failures(what: Action, *, is_over: bool) -> None:
+    known = asked(IN_A_ROW, what)
+    rows = [known.book(name) for name in (BookName.STALL, BookName.CRASH, BookName.INFRASTRUCTURE)]
+    assert rows == [Book(0 if is_over else 3, 3)] * 3
+    assert known.book(BookName.SETUP).failures == 3, "a setup that serves ends that one"
+
+
+def test_after_a_success_the_next_run_may_begin_anew() -> None:
+    known = asked(replace(IN_A_ROW, checkpoint=100), stop(served=True, step=100))
+    assert (known.step, known.checkpoint) == (None, None)
+
+
+def test_a_run_that_goes_with_its_silent_node_is_booked_once() -> None:
+    lost = delete(book=BookName.INFRASTRUCTURE, gives_up=True, step=9)
+    known = asked(TRAINS, lost)
+    assert (known.book(BookName.INFRASTRUCTURE).failures, known.end, known.step) == (1, End.FAILED, 9)
+    assert asked(TRAINS, delete()).book(BookName.INFRASTRUCTURE).failures == 0
+
+
+def test_a_launch_that_failed_on_a_node_that_died_is_free() -> None:
+    failed = came(asked(FRESH, launch()), launch(), LaunchResult((None, WorkerSilent("x"))))
+    assert failed.book(BookName.INFRASTRUCTURE).failures == 1
+    for known in (absorb(failed, node("PREEMPTED")), vanished(failed, name_of(0))):
+        assert (known.book(BookName.INFRASTRUCTURE).failures, known.book(BookName.INFRASTRUCTURE).retry_at) == (0, None)
+    assert absorb(failed, node()).book(BookName.INFRASTRUCTURE).failures == 1
+    whole = came(failed, launch(), LaunchResult((None, None)))
+    assert absorb(whole, node("PREEMPTED")).book(BookName.INFRASTRUCTURE).failures == 1, "a later try served"
+
+
+def test_what_a_person_asks_for_is_done_though_the_run_had_finished() -> None:
+    known = replace(TRAINS, run=run(finished=True))
+    for alter in (restart, replace_node, lambda m: retry(replace(m, end=End.DONE))):
+        altered = alter(known)
+        assert altered.run is not None
+        assert not altered.run.finished
+    assert not asked(known, stop()).run.finished  # type: ignore[union-attr]
+    finished = asked(TRAINS, Settle(Fact.RUN_FINISHED, "why", name_of(0)))
+    assert finished.run is not None
+    assert finished.run.finished
+
+
+def test_a_node_that_was_judged_with_its_run_is_judged_anew_by_the_next_process() -> None:
+    """It was deleted as of bad health for an hour, seconds after a process had begun that saw it well."""
+    for then, left in ((Reason.JUDGED, ""), (Reason.ASKED, "asked"), (None, "")):
+        run_after = recover(asked(TRAINS, stop(then=then))).run
+        assert run_after is not None
+        assert (run_after.then_delete, run_after.stop_why) == (left, "why")

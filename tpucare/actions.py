@@ -71,6 +71,8 @@ class Delete:
     `quiet`: every worker answered "no run, chips free", so an accepted delete proves that nothing trains there.
     `unanswered`: its workers never answered. `held`: what is not ours held its chips before any launch. Twice in a row
     blocks the place.
+    `book`, `advanced`, `gives_up`, `step`, `checkpoint`: as of a Stop, for a run that goes with its node.
+    `lasted`: for how long, in observed time, what it is judged for had lasted.
     """
 
     key: NodeKey
@@ -81,6 +83,12 @@ class Delete:
     quiet: bool = False
     unanswered: bool = False
     held: bool = False
+    book: BookName | None = None
+    advanced: bool = False
+    gives_up: bool = False
+    step: int | None = None
+    checkpoint: int | None = None
+    lasted: timedelta | None = None
 
     @property
     def kind(self) -> str:
@@ -109,8 +117,9 @@ class Stop:
     End whatever runs on the workers that answer, and book why (`book` None: free).
 
     `advanced`: the run got further than any before it, so its failure is the first of a row.
+    `served`: the run ended well, so every row of failures is over.
     `gives_up`: the budget is spent; the slot has failed once this is done.
-    `then`: the node is deleted for this reason once its workers are quiet.
+    `then`: the node is deleted for this reason once its workers are quiet. `lasted`: as of a Delete.
     """
 
     key: NodeKey
@@ -119,11 +128,13 @@ class Stop:
     why: str
     book: BookName | None = None
     advanced: bool = False
+    served: bool = False
     gives_up: bool = False
     stacks: bool = False
     step: int | None = None
     checkpoint: int | None = None
     then: Reason | None = None
+    lasted: timedelta | None = None
 
     @property
     def kind(self) -> str:
@@ -202,6 +213,8 @@ class Fact(StrEnum):
     RUN_COMPLETE = "run complete"
     RUN_STOPPED = "run stopped"
     RUN_PROGRESSED = "run progressed"
+    RUN_LASTED = "run lasted"
+    RUN_FINISHED = "run finished"
     RUN_OVER = "run over"
     RUN_BACK = "run back"
     SETUP_DONE = "setup done"
@@ -210,6 +223,7 @@ class Fact(StrEnum):
     CREATE_KEPT = "create kept"
     NODE_OUT_OF_SIGHT = "node out of sight"
     ENDED = "ended"
+    TRIED_AGAIN = "tried again"
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,8 @@ from tpucare.projects import ProjectView
 from tpucare.tracking import NodeTrack, SlotTrack
 
 ASIDE_FIRST, ASIDE_CAP = 10.0, 600.0
+# After so long without one, an error is the first of a row again.
+ERRORS_LAPSE = 3600.0
 # Ten of them are missed before a store counts as old; each is a synced commit.
 MARK_EVERY = 60.0
 
@@ -236,9 +238,11 @@ class Board:
         """An error nobody named, in one slot's work: that slot waits, loudly; the others go on."""
         if isinstance(error, StoreError):
             raise error
-        track.errors += 1
+        now = self.clock.monotonic()
+        track.errors = 1 if now - track.erred_at > ERRORS_LAPSE else track.errors + 1
+        track.erred_at = now
         pause = min(ASIDE_CAP, ASIDE_FIRST * 2 ** min(track.errors - 1, 10))
-        track.aside_until = self.clock.monotonic() + pause
+        track.aside_until = now + pause
         track.action = Wait(f"set aside for {pause:.0f} s: {type(error).__name__}: {error}", needs_person=True)
         self.wake_at(track, track.aside_until)
         self.event(track, "error", f"{type(error).__name__}: {error}", level="error", errors=track.errors)

@@ -29,11 +29,12 @@ from tpucare.model import Event, Listing, Node, NodeKey, Slot
 from tpucare.narration import fields_of, kind_of, level_of, node_of, text_of
 from tpucare.observer import Observer
 from tpucare.outcomes import Outcomes
-from tpucare.plan import decide, live_nodes
+from tpucare.plan import decide, live_nodes, tries_again_at
 from tpucare.plan_foreign import is_foreign
 from tpucare.ports import Clock, Executor, Finished, Gate, Lane, Store
 from tpucare.prober import Prober
 from tpucare.projects import ProjectView
+from tpucare.remember_runs import saw
 from tpucare.roster import Roster
 from tpucare.spending import Spending
 from tpucare.tracking import SlotTrack
@@ -225,7 +226,8 @@ class Engine:
         track = self.slots[slot]
         memory = track.memory
         empty = not (memory.ours or memory.creates or track.in_flight or track.nodes)
-        return empty and (memory.wish is Wish.DOWN or memory.end is not End.NONE)
+        ended = memory.end is not End.NONE and tries_again_at(track.slot, memory) is None
+        return empty and (memory.wish is Wish.DOWN or ended)
 
     def out_of_reach(self, slot: str) -> tuple[NodeKey, ...]:
         """All that is left of a slot that goes down, where none of that can be looked at; it may never be again."""
@@ -351,6 +353,7 @@ class Engine:
 
     def _begin(self, track: SlotTrack, action: Settle | Effect) -> None:
         """The intent into memory, the effect behind it; it starts when `commit` has written the intent."""
+        self.board.update(track, saw(track.memory, *track.last_told()))
         self.board.update(track, memories.intend(track.memory, action, self.clock.now(), self.rng))
         if not isinstance(action, Look | Poll | Vouch):
             name, level = node_of(action), level_of(action)

@@ -161,6 +161,7 @@ class NodeEvidence:
     dark:     its zone did not answer the last listing: whatever stands here is old
     heard_alone: its workers were heard since it went dark, or since no listing comes any more
     workers:  addresses of all workers, or None while the node does not list them all
+    ended_reports: in a row, that say that the run has ended
     lacking_since: it listed them all once, and not since then
     arrived_since: when a worker answered last that had not before
     changed_since: a worker shows another host key than it had
@@ -180,6 +181,7 @@ class NodeEvidence:
     answering_since: Mark | None = None
     refused_since: Mark | None = None
     ended_since: Mark | None = None
+    ended_reports: int = 0
     phase_since: Mark | None = None
     lacking_since: Mark | None = None
     arrived_since: Mark | None = None

@@ -116,12 +116,13 @@ class Fleet:
             job,
             run=_expand(job.run, name),
             env={key: _expand(value, name) for key, value in job.env.items()},
-            checkpoint=self._checkpoint_of(index, name),
+            checkpoint=self.checkpoint_of(index),
             files=files,
         )
 
-    def _checkpoint_of(self, index: int, name: str) -> str:
-        template = self.job.checkpoint
+    def checkpoint_of(self, index: int) -> str:
+        """Where slot *index* keeps its checkpoints; empty where none is declared."""
+        template, name = self.job.checkpoint, self.slot_name(index)
         if not template or SLOT_PLACEHOLDER in template:
             return _expand(template, name)
         # Two slots that write to one folder destroy each other's checkpoints; a surplus slot had its own already.

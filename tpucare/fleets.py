@@ -188,6 +188,7 @@ class Roster:
     def refuse_taken(self, fleet: Fleet) -> None:
         """Raises: ConfigError: another store of the state folder cares for a slot of that name; see `_refuse_moved`."""
         self._refuse_moved(fleet)
+        self._refuse_moved_checkpoint(fleet)
         if self._neighbours is not None and fleet.project:
             names = [fleet.slot_name(index) for index in range(fleet.count)]
             self._neighbours.refuse_shared(fleet.name, names, fleet.project)
@@ -206,6 +207,25 @@ class Roster:
                 f"move to {fleet.project}: name {before}, or `tpucare down {fleet.name}` first"
             )
 
+    def _refuse_moved_checkpoint(self, fleet: Fleet) -> None:
+        """
+        Slot 0 keeps its checkpoints in `checkpoint` while it is alone, and in a folder of its own below it later.
+
+        Raises: ConfigError: it has trained, and would begin anew at another folder, by an edit of `count` alone.
+        """
+        before, record, name = self.fleets.get(fleet.name), self.records.get(fleet.name), fleet.slot_name(0)
+        track = self._engine.slots.get(name)
+        if before is None or track is None or record is None or record.wish is Wish.DOWN or not track.memory.attempts:
+            return
+        old, new = before.checkpoint_of(0), fleet.checkpoint_of(0)
+        if old != new and before.job.checkpoint == fleet.job.checkpoint:
+            own = f"{fleet.job.checkpoint.rstrip('/')}/{{slot}}"
+            raise ConfigError(
+                f"{fleet.file or fleet.name}: count: {before.count} -> {fleet.count} would move the "
+                f"checkpoints of {name} from {old} to {new}, where it begins anew: copy them there and write "
+                f"`checkpoint: {own}`, or `tpucare down {fleet.name}` first"
+            )
+
     def is_news(self, fleet: Fleet, text: str, folder: Path) -> bool:
         """Whether accepting that would change anything."""
         record, before = self.records.get(fleet.name), self.fleets.get(fleet.name)
@@ -218,6 +238,7 @@ class Roster:
     def accept(self, fleet: Fleet, text: str, folder: Path, wish: Wish) -> None:
         """From now on *fleet* is this, durably; no node is touched for it. Raises: ConfigError: see `_refuse_moved`."""
         self._refuse_moved(fleet)
+        self._refuse_moved_checkpoint(fleet)
         if (before := self.fleets.get(fleet.name)) is not None:
             fleet = self._with_surplus_files(fleet, before.contents.get)
         contents = {str(folder / path): content for path, content in fleet.contents.items()}

@@ -35,6 +35,10 @@ class BookName(StrEnum):
     STALL = "stall"
 
 
+# Rows that end where a run gets further than any before it; those of setup end with a setup that serves.
+ENDED_BY_PROGRESS = (BookName.INFRASTRUCTURE, BookName.CRASH, BookName.STALL)
+
+
 class End(StrEnum):
     """How a slot ended, while its wish is still up."""
 
@@ -200,6 +204,8 @@ class RunMemory:
 
     `stop_why` is set from the intent to end it until it is known to be quiet. `stops`: how often that was tried;
     `stuck`: every worker heard it, and something does not let go. `gap_seconds`: between its first signs of progress.
+    `launch_book`: in which its failed launch was entered; it is given back where the node died meanwhile.
+    `finished`: every worker exited 0, and nothing had asked it to; what becomes of the node then takes nothing back.
     `over`: a foreign run that ended, and is left at that. `job`: which job it was launched with; empty: not known.
     """
 
@@ -217,6 +223,8 @@ class RunMemory:
     gap_seconds: float = 0.0
     over: bool = False
     job: str = ""
+    launch_book: str = ""
+    finished: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +236,9 @@ class Memory:
     this store used; None: it used none, or was made by a version that did not keep it. `publishing`: by what
     `plan_trust.publisher_of` names. `round_from`: the first create number of this round over the slot's places
     (`placement.by_turn`). `shell`: path of the queued resource that the slot's last node came from, which is gone.
-    `step`, `checkpoint`: how far `step_job` ever got; `gap_seconds`: between its first signs of progress.
+    `step`, `checkpoint`: how far `step_job` ever got; `gap_seconds`: between its first signs of progress;
+    `last_step`, `last_checkpoint`: where its last run was seen. `served_job`: the job that trained on this slot; it is
+    tried again where it fails. `failed_since`: when the slot failed first, of those tries.
     """
 
     fleet: str
@@ -255,6 +265,10 @@ class Memory:
     round_from: int = 0
     shell: str = ""
     gap_seconds: float = 0.0
+    last_step: int | None = None
+    last_checkpoint: int | None = None
+    served_job: str | None = None
+    failed_since: datetime | None = None
 
     def has_asked_for(self, number: int) -> bool:
         return self.asked_from is not None and self.asked_from <= number < self.next_number

@@ -88,6 +88,12 @@ def _end_of_launch(action: Launch, result: LaunchResult) -> Told:
 
 def fields_of(action: Settle | Effect) -> dict[str, str]:
     """What a script would look for in the event of an action that begins."""
+    if isinstance(action, Delete | Stop) and action.lasted is not None:
+        return {**_names(action), "lasted_seconds": f"{action.lasted.total_seconds():.0f}"}
+    return _names(action)
+
+
+def _names(action: Settle | Effect) -> dict[str, str]:
     if isinstance(action, Create):
         return {"zone": action.place.zone, "accelerator_type": action.place.accelerator_type}
     if isinstance(action, Delete):

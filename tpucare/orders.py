@@ -70,7 +70,7 @@ class WorkerReport:
     alive:       the lock is held, or processes of a run live, or a foreign process holds the chips
     chips_free:  nobody holds `/dev/accel*` or `/dev/vfio/*`
     last_number: the highest run number that this worker has a folder for
-    signalled:   runner or run was sent SIGTERM or a notice
+    signalled:   runner or run was sent SIGTERM or a notice; of a maintenance only while it is on, or 5 min after
     exit_status: set only when the run is over and its status is known
     foreign:     set when the run is one that tpucare's runner did not start
     """

@@ -20,6 +20,7 @@ from tpucare.observer import Observer
 from tpucare.ports import Finished
 from tpucare.prober import Prober
 from tpucare.projects import ProjectView
+from tpucare.remember_runs import saw
 from tpucare.spending import Spending
 from tpucare.tracking import SlotTrack
 
@@ -55,7 +56,8 @@ class Outcomes:
             self._board.set_aside(track, error)
         if isinstance(error, ChangedMeanwhile):
             self._board.update(track, memories.changed_meanwhile(track.memory, name))
-        memory = memories.remember(track.memory, action, finished.result, error, self._board.clock.now(), self._rng)
+        told = saw(track.memory, *track.last_told())
+        memory = memories.remember(told, action, finished.result, error, self._board.clock.now(), self._rng)
         self._board.update(track, memory)
         self._after(track, view, action, name, finished)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import timedelta
+from datetime import datetime, timedelta
 
 from tpucare.actions import Action, Create, Delete, Fact, Look, Poll, PushKey, Reason, Settle, Vouch, Wait
 from tpucare.backoff import DELETE_AGAIN_CAP, MISSING_LOOK_EVERY, RESEND_BACKOFF
@@ -19,8 +19,21 @@ from tpucare.evidence import ADOPTING, Evidence, Mark, Moment, NodeEvidence, Tim
 from tpucare.memory import CreateIntent, End, Memory, NodeMemory, Wish
 from tpucare.model import DEAD_STATES, NodeKey, NodeState, OnSuccess, Slot, node_name
 from tpucare.placement import choose, holds_quota
+from tpucare.plan_ended import done
 from tpucare.plan_node import decide_by_workers, decide_hidden, decide_node
-from tpucare.plan_words import busy, deletion, ending, keeps_node, look, quiet, stop_before, unseen, without_job
+from tpucare.plan_words import (
+    Standing,
+    busy,
+    deletion,
+    ending,
+    job_mark,
+    keeps_node,
+    look,
+    quiet,
+    stop_before,
+    unseen,
+    without_job,
+)
 
 # Of a create that was given up: nothing waits for its word.
 POLL_SPENT_EVERY = timedelta(minutes=1)
@@ -28,6 +41,8 @@ POLL_SPENT_EVERY = timedelta(minutes=1)
 DOWN_PATIENCE = timedelta(minutes=2)
 # Deletes take minutes; one that hangs goes on when it is asked for again.
 DELETING_IS_STUCK = timedelta(minutes=10)
+# A slot that failed though its job had trained.
+TRY_FAILED_EVERY, TRY_FAILED_FOR = timedelta(hours=1), timedelta(days=1)
 # A node that was labelled as the slot's is listed as such by then, or never.
 ADOPTED_WITHIN = timedelta(minutes=5)
 # A create whose call was cut off may still arrive this long after the call's deadline (60 s + the deadline's 30 s).
@@ -268,6 +283,9 @@ def not_looked_at(keys: Sequence[NodeKey]) -> str:
 def _after_end(slot: Slot, evidence: Evidence, memory: Memory, timers: Timers) -> Action:
     if intent := _open_create(memory):
         return Settle(Fact.CREATE_SUPERSEDED, f"the slot is {memory.end.value}", name=intent.name)
+    again = tries_again_at(slot, memory)
+    if again is not None and timers.passed(again, TRY_FAILED_EVERY):
+        return Settle(Fact.TRIED_AGAIN, f"it had trained, and failed an hour ago ({memory.end_why})")
     for seen in live_nodes(evidence, memory):
         if seen.dark:
             continue
@@ -276,7 +294,22 @@ def _after_end(slot: Slot, evidence: Evidence, memory: Memory, timers: Timers) -
         if action := _end_node(slot, seen, evidence, memory, timers):
             return action
     why = f"{memory.end.value}: {memory.end_why}"
+    if again is not None:
+        why = f"{why}; it had trained, and is tried again at {again:%H:%M}"
     return Wait(why, needs_person=memory.end is End.FAILED)
+
+
+def tries_again_at(slot: Slot, memory: Memory) -> datetime | None:
+    """
+    When a failed slot is tried once more by itself; None: never.
+
+    What made a job fail that had trained is often not its own: a bucket, a package index, W&B, which come back.
+    """
+    if memory.end is not End.FAILED or memory.ended_at is None or memory.failed_since is None or slot.job is None:
+        return None
+    has_trained = memory.run is not None and memory.run.job == memory.served_job == job_mark(slot.job)
+    again = memory.ended_at + TRY_FAILED_EVERY
+    return again if has_trained and not slot.job.foreign and again <= memory.failed_since + TRY_FAILED_FOR else None
 
 
 def _end_node(slot: Slot, seen: NodeEvidence, evidence: Evidence, memory: Memory, timers: Timers) -> Action | None:
@@ -315,6 +348,8 @@ def _decide_empty(slot: Slot, evidence: Evidence, memory: Memory, timers: Timers
             return action
     if intent := _open_create(memory):
         return _decide_open_create(slot, intent, evidence, timers)
+    if memory.run is not None and memory.run.finished:
+        return done(memory.run.node, Standing(memory.step, memory.checkpoint))
     if slot.job is None and (slot.job_problem or memory.run is not None):
         # It would be READY, billed and idle.
         return without_job(slot, "no node is asked for")

@@ -13,16 +13,23 @@ from tpucare.evidence import NodeEvidence, Timers, latest
 from tpucare.memory import BookName, End, Memory
 from tpucare.model import OnSuccess, Slot
 from tpucare.orders import Failure, Phase, WorkerReport
-from tpucare.plan_words import ending, furthest_of, keeps_node, standing, usual_pause
+from tpucare.plan_words import (
+    INFRASTRUCTURE_BUDGET,
+    Standing,
+    ending,
+    has_advanced,
+    keeps_node,
+    standing,
+    usual_pause,
+)
 from tpucare.words import length
 
 CLOUD_MAY_BE_LATE = timedelta(minutes=5)
 CRASH_IS_OURS_AFTER = timedelta(seconds=30)
 GONE_IS_SURE_AFTER = timedelta(seconds=5)
-LONG_LIFE = timedelta(hours=1)
+EXIT_IS_SEEN_AFTER = timedelta(seconds=5)
+EXIT_IS_SEEN_REPORTS = 2
 INFRASTRUCTURE_LIMIT = 3
-# In a row, over several nodes, without a step beyond the furthest: then it is the job's own doing (an OOM, a deadlock).
-INFRASTRUCTURE_BUDGET = 12
 COMMAND_NOT_FOUND = 127
 """The exit status of a shell that does not find a command."""
 
@@ -36,9 +43,11 @@ def decide_ended(
 ) -> Action:
     run = memory.run
     assert run is not None
+    if run.finished:
+        return _decide_success(slot, seen, memory, timers)
     own = [worker for worker in workers if worker.token == run.token]
     failed = [worker for worker in own if worker.exit_status not in (None, 0)]
-    interrupted = any(worker.signalled or worker.preempted for worker in own)
+    interrupted = any(w.signalled or w.preempted or (w.alive and w.maintenance) for w in own)
     if interrupted:
         if any(worker.preempted for worker in own) and not timers.lasted(seen.ended_since, CLOUD_MAY_BE_LATE):
             return Wait("a preemption was announced on the worker; waiting for the cloud's word")
@@ -66,22 +75,13 @@ def _decide_living_rest(slot: Slot, seen: NodeEvidence, memory: Memory, timers: 
 
 
 def infrastructure(seen: NodeEvidence, memory: Memory, why: str) -> Action:
-    past, advanced = memory.node(seen.node.name), _advanced(seen, memory)
+    past, advanced = memory.node(seen.node.name), has_advanced(seen, memory)
     if not advanced and memory.book(BookName.INFRASTRUCTURE).failures >= INFRASTRUCTURE_BUDGET:
         return ending(seen, memory, why, BookName.INFRASTRUCTURE, gives_up=True)
     if past is not None and past.infrastructure >= INFRASTRUCTURE_LIMIT and not keeps_node(seen):
         text = f"{why}, {past.infrastructure + 1} times on this node"
         return ending(seen, memory, text, BookName.INFRASTRUCTURE, then=Reason.JUDGED)
     return ending(seen, memory, why, BookName.INFRASTRUCTURE, advanced=advanced)
-
-
-def _advanced(seen: NodeEvidence, memory: Memory) -> bool:
-    """The run got further than any before it; or it cannot be told, and it lived long."""
-    furthest = furthest_of(seen, "step", None)
-    if furthest is not None:
-        return memory.step is None or furthest > memory.step
-    start, end = seen.phase_since, seen.ended_since
-    return start is not None and end is not None and end.observed - start.observed >= LONG_LIFE
 
 
 def _decide_failed(
@@ -120,17 +120,33 @@ def _decide_dirty(slot: Slot, seen: NodeEvidence, memory: Memory) -> Action:
 
 
 def booked(seen: NodeEvidence, memory: Memory, why: str, book: BookName, budget: int) -> Action:
-    advanced = _advanced(seen, memory) and book is BookName.CRASH
+    advanced = has_advanced(seen, memory) and book is BookName.CRASH
     failures = 1 if advanced else memory.book(book).failures + 1
     return ending(seen, memory, why, book, gives_up=failures > budget, advanced=advanced)
 
 
 def _decide_success(slot: Slot, seen: NodeEvidence, memory: Memory, timers: Timers) -> Action:
     # From the end of the last worker that ended, not of the first.
-    if not timers.lasted(latest(seen.ended_since, seen.phase_since), slot.care.success_after):
+    since = latest(seen.ended_since, seen.phase_since)
+    if not timers.lasted(since, slot.care.success_after):
+        if _may_be_noted(slot, seen, memory) and timers.lasted(since, EXIT_IS_SEEN_AFTER, observations=1):
+            return Settle(Fact.RUN_FINISHED, "every worker exited 0, and nothing had asked it to", seen.node.name)
         return Wait(f"finished; confirming for {length(slot.care.success_after.total_seconds())}")
     if slot.care.on_success is OnSuccess.RESTART:
-        return ending(seen, memory, "finished; on_success is restart", None)
-    far = standing(seen, memory)
+        return ending(seen, memory, "finished; on_success is restart", None, served=True)
+    return done(seen.node.name, standing(seen, memory))
+
+
+def _may_be_noted(slot: Slot, seen: NodeEvidence, memory: Memory) -> bool:
+    """All workers said so, and more than once; while one still runs, the node's death may yet cost something."""
+    assert memory.run is not None
+    assert seen.report is not None
+    if memory.run.finished or slot.care.on_success is OnSuccess.RESTART or seen.ended_reports < EXIT_IS_SEEN_REPORTS:
+        return False
+    return all(worker.exit_status == 0 for worker in seen.report.workers)
+
+
+def done(node: str, far: Standing) -> Settle:
+    """The run on that node finished, and the slot with it."""
     why = "the run finished with exit status 0"
-    return Settle(Fact.ENDED, why, seen.node.name, end=End.DONE, step=far.step, checkpoint=far.checkpoint)
+    return Settle(Fact.ENDED, why, node, end=End.DONE, step=far.step, checkpoint=far.checkpoint)

@@ -10,11 +10,21 @@ from datetime import timedelta
 
 from tpucare.actions import Action, Fact, Notice, Reason, Settle, Wait
 from tpucare.evidence import SUPPORTING_OBSERVATIONS, Mark, NodeEvidence, Timers, latest
-from tpucare.memory import BookName, Memory, NodeMemory, RunMemory
+from tpucare.memory import ENDED_BY_PROGRESS, BookName, Memory, NodeMemory, RunMemory
 from tpucare.model import Provisioning, Slot
 from tpucare.orders import Phase, WorkerReport
 from tpucare.plan_ended import booked
-from tpucare.plan_words import STALL_FACTOR, ending, furthest_of, keeps_node, spoken, standing, usual_pause
+from tpucare.plan_words import (
+    LONG_LIFE,
+    STALL_FACTOR,
+    ending,
+    furthest_of,
+    has_advanced,
+    keeps_node,
+    spoken,
+    standing,
+    usual_pause,
+)
 
 PREEMPTIBLE_LIFE = timedelta(hours=23, minutes=45)
 NO_PREEMPTIBLE_LIVES = timedelta(days=2)
@@ -22,6 +32,7 @@ CHECKPOINT_LOOK_EVERY = timedelta(seconds=15)
 # In a row, over several nodes: then it is the job's own doing.
 STALL_BUDGET = 6
 FIRST_WAIT_FACTOR = 2
+FURTHER_LOOK_EVERY = timedelta(minutes=1)
 NO_TIME = timedelta()
 
 
@@ -36,17 +47,39 @@ def decide_living(slot: Slot, seen: NodeEvidence, past: NodeMemory, memory: Memo
         life = seen.progress.life
         dead = life is None or timers.lasted(life, slot.care.unhealthy_after)
         if dead and not keeps_node(seen):
-            why = f"health {seen.node.health.name} and no progress for {slot.care.unhealthy_after}"
-            return ending(seen, memory, why, then=Reason.JUDGED)
+            limit = slot.care.unhealthy_after
+            why = f"health {seen.node.health.name} and no progress for {spoken(limit)}"
+            return ending(seen, memory, why, then=Reason.JUDGED, lasted=limit)
     if action := _end_of_day(seen, past, memory, timers):
         return action
     if memory.book(BookName.SETUP).failures and seen.report is not None and past_setup(seen.report.workers):
         return Settle(Fact.SETUP_DONE, "setup served on every worker: its failures begin anew", seen.node.name)
     if seen.progress.signals >= 2 and not run.progressed:
-        far = standing(seen, memory)
-        why, gap = "the run makes progress", seen.progress.median_gap
-        return Settle(Fact.RUN_PROGRESSED, why, seen.node.name, step=far.step, checkpoint=far.checkpoint, gap=gap)
+        return _progressed(seen, memory, "the run makes progress")
+    if action := _row_ends(seen, memory, timers):
+        return action
     return Wait(_course(seen))
+
+
+def _row_ends(seen: NodeEvidence, memory: Memory, timers: Timers) -> Settle | None:
+    """What failed before is no row any more once a run gets further, or lives long where it tells of no step."""
+    name, run = seen.node.name, memory.run
+    assert run is not None
+    if memory.failed_since is None and not any(memory.book(name).failures for name in ENDED_BY_PROGRESS):
+        return None
+    if seen.progress.told is None:
+        if not timers.lasted(seen.progress.begun, LONG_LIFE):
+            return None
+        return Settle(Fact.RUN_LASTED, f"it tells of no step, and lives for {spoken(LONG_LIFE)}", name)
+    if run.progressed and has_advanced(seen, memory):
+        return _progressed(seen, memory, "the run got further than any before it")
+    timers.again(FURTHER_LOOK_EVERY)
+    return None
+
+
+def _progressed(seen: NodeEvidence, memory: Memory, why: str) -> Settle:
+    far, gap = standing(seen, memory), seen.progress.median_gap
+    return Settle(Fact.RUN_PROGRESSED, why, seen.node.name, step=far.step, checkpoint=far.checkpoint, gap=gap)
 
 
 def _course(seen: NodeEvidence) -> str:
@@ -98,7 +131,7 @@ def _stalled(slot: Slot, seen: NodeEvidence, past: NodeMemory, memory: Memory, t
         return None
     # Time alone is no observation: workers that are asked seldom, or late, have not been seen to stand still.
     stood_still = progress.unchanged >= SUPPORTING_OBSERVATIONS
-    return _stall(seen, memory, past, why) if timers.lasted(since, limit) and stood_still else None
+    return _stall(seen, memory, past, why, limit) if timers.lasted(since, limit) and stood_still else None
 
 
 def _job_tells(memory: Memory) -> bool:
@@ -123,13 +156,15 @@ def _wait_for_the_next(seen: NodeEvidence, first: Mark | None) -> timedelta:
     return (first.observed - begun.observed) * FIRST_WAIT_FACTOR if first is not None and begun is not None else NO_TIME
 
 
-def _stall(seen: NodeEvidence, memory: Memory, past: NodeMemory | None, why: str) -> Action:
+def _stall(seen: NodeEvidence, memory: Memory, past: NodeMemory, why: str, lasted: timedelta) -> Action:
+    if has_advanced(seen, memory):
+        return ending(seen, memory, why, BookName.STALL, advanced=True, stacks=True, lasted=lasted)
     if memory.book(BookName.STALL).failures >= STALL_BUDGET:
-        return ending(seen, memory, why, BookName.STALL, gives_up=True, stacks=True)
-    if past is not None and past.stalls >= 1 and not keeps_node(seen):
+        return ending(seen, memory, why, BookName.STALL, gives_up=True, stacks=True, lasted=lasted)
+    if past.stalls >= 1 and not keeps_node(seen):
         text = f"{why}, for the second time on this node"
-        return ending(seen, memory, text, BookName.STALL, then=Reason.JUDGED, stacks=True)
-    return ending(seen, memory, why, BookName.STALL, stacks=True)
+        return ending(seen, memory, text, BookName.STALL, then=Reason.JUDGED, stacks=True, lasted=lasted)
+    return ending(seen, memory, why, BookName.STALL, stacks=True, lasted=lasted)
 
 
 def _end_of_day(seen: NodeEvidence, past: NodeMemory, memory: Memory, timers: Timers) -> Action | None:

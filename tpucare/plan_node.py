@@ -7,20 +7,24 @@ still be training (design, rule 1).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
 
 from tpucare.actions import Action, Delete, Fact, Launch, PushKey, Reason, Settle, Stop, Wait
 from tpucare.evidence import Evidence, Mark, NodeEvidence, Timers, latest
-from tpucare.memory import End, Memory, NodeMemory, Wish
+from tpucare.memory import BookName, End, Memory, NodeMemory, Wish
 from tpucare.model import PENDING_STATES, USABLE_STATES, NodeKey, NodeState, Slot
 from tpucare.orders import Contact
+from tpucare.plan_ended import done
 from tpucare.plan_foreign import decide_foreign, is_foreign
 from tpucare.plan_run import decide_run
 from tpucare.plan_trust import decide_changed_key, decide_trust
 from tpucare.plan_words import (
+    INFRASTRUCTURE_BUDGET,
     backoff_over,
     busy,
     deletion,
+    has_advanced,
     job_mark,
     keeps_node,
     look,
@@ -28,6 +32,8 @@ from tpucare.plan_words import (
     next_number,
     patience_with_silence,
     quiet,
+    spoken,
+    standing,
     stop_before,
     token_of,
     unseen,
@@ -145,7 +151,7 @@ def _decide_pending(
         since, limit = latest(since, seen.progress.last) or since, max(limit, usual_pause(seen))
     if timers.lasted(since, limit):
         why = f"still {seen.node.state.name} at boot_timeout"
-        return deletion(seen, why, Reason.JUDGED, unanswered=not past.answered)
+        return deletion(seen, why, Reason.JUDGED, unanswered=not past.answered, lasted=slot.care.boot_timeout)
     return contact_trouble(slot, seen, past, evidence, timers) or Wait(f"{seen.node.name} is {seen.node.state.name}")
 
 
@@ -156,12 +162,14 @@ def _decide_usable(
     repairing = node.state is NodeState.REPAIRING and not keeps_node(seen)
     life = latest(seen.state_since, seen.progress.last, seen.progress.life)
     if repairing and timers.lasted(life, slot.care.unhealthy_after):
-        delete = deletion(seen, "REPAIRING for too long without progress", Reason.JUDGED)
+        delete = deletion(
+            seen, "REPAIRING for too long without progress", Reason.JUDGED, lasted=slot.care.unhealthy_after
+        )
         return stop_before(seen, evidence, memory, delete)
     if seen.workers is None:
         if timers.lasted(latest(seen.state_since, seen.lacking_since), slot.care.boot_timeout):
             why = "its list of workers is incomplete at boot_timeout"
-            return deletion(seen, why, Reason.JUDGED, unanswered=not past.answered)
+            return deletion(seen, why, Reason.JUDGED, unanswered=not past.answered, lasted=slot.care.boot_timeout)
         return Wait(f"{node.name} does not list all its workers yet")
     if seen.report is None:
         return Wait(f"asking the workers of {node.name}")
@@ -231,6 +239,14 @@ def _decide_silent(
 ) -> Action:
     """Silence is a verdict only when the network is known to carry, or for one canary at a time."""
     name, limit = seen.node.name, patience_with_silence(slot, seen)
+    run = memory.run
+    if (
+        run is not None
+        and run.finished
+        and run.node == name
+        and timers.lasted(seen.silent_since, slot.care.success_after)
+    ):
+        return done(name, standing(seen, memory))
     if not past.answered:
         limit = limit * NEVER_ANSWERED_FACTOR
     # Workers that are silent while the node is CREATING are booting, whichever of them answer early.
@@ -247,18 +263,40 @@ def _decide_silent(
     # Who refused our key may be a guard that drops our packets by now, and lets us in minutes later.
     guarded = past.refused and not past.answered
     if supported and not guarded and timers.lasted(since, limit) and evidence.elsewhere_answers:
-        why = f"a worker is silent for {limit}, others answer"
-        return deletion(seen, why, Reason.JUDGED, unanswered=not past.answered)
+        return _silence_ends(seen, past, memory, f"a worker is silent for {spoken(limit)}, others answer", limit)
     if not past.answered:
         # Where nobody answers, or a guard may be at work, only boot_timeout ends the wait for a node that never did.
         if supported and timers.lasted(seen.seen_since, slot.care.boot_timeout):
-            return deletion(seen, "its workers never answered until boot_timeout", Reason.JUDGED, unanswered=True)
+            why = "its workers never answered until boot_timeout"
+            return deletion(seen, why, Reason.JUDGED, unanswered=True, lasted=slot.care.boot_timeout)
     elif supported and timers.lasted(since, limit * CANARY_FACTOR) and evidence.may_be_canary:
-        why = f"no worker anywhere answers for {limit * CANARY_FACTOR}; this slot tries first whether a new node does"
-        return deletion(seen, why, Reason.JUDGED)
+        for_so_long = spoken(limit * CANARY_FACTOR)
+        why = f"no worker anywhere answers for {for_so_long}; this slot tries first whether a new node does"
+        return deletion(seen, why, Reason.JUDGED, lasted=limit * CANARY_FACTOR)
     if stop := _stop_half_gang(slot, seen, since, evidence, memory, timers):
         return stop
     return Wait(f"a worker of {name} is silent")
+
+
+def _silence_ends(seen: NodeEvidence, past: NodeMemory, memory: Memory, why: str, lasted: timedelta) -> Delete:
+    """
+    A job may cut off its own nodes (memory, firewall, sshd): what a run was on when it fell silent is an interruption.
+
+    Preemptions that the cloud never tells of look alike; progress between them ends the row.
+    """
+    delete, run = deletion(seen, why, Reason.JUDGED, unanswered=not past.answered, lasted=lasted), memory.run
+    if not past.answered or run is None or run.node != past.name or not run.complete or run.stopped:
+        return delete
+    advanced, far = has_advanced(seen, memory), standing(seen, memory)
+    spent = not advanced and memory.book(BookName.INFRASTRUCTURE).failures >= INFRASTRUCTURE_BUDGET
+    return replace(
+        delete,
+        book=BookName.INFRASTRUCTURE,
+        advanced=advanced,
+        gives_up=spent,
+        step=far.step,
+        checkpoint=far.checkpoint,
+    )
 
 
 def _stop_half_gang(

@@ -23,6 +23,8 @@ STOPS_UNHEARD = 5
 STOP_AGAIN_AFTER = timedelta(seconds=10)
 # Somebody may be at work there, and would lose it with the node.
 OTHERS_LEFT_ALONE = timedelta(minutes=10)
+# On a node that is kept: a person has been told by then.
+STOP_AGAIN_SELDOM = timedelta(minutes=15)
 
 
 def decide_unsettled(
@@ -75,9 +77,14 @@ def _stop_again(seen: NodeEvidence, evidence: Evidence, memory: Memory, timers: 
     is_heard = run.stuck or run.stops >= STOPS_UNHEARD
     if is_heard and past is not None and not past.launched:
         return _held_by_others(seen, last, timers)
-    if keeps_node(seen) or not is_heard:
+    if run.stops < STOPS_UNHEARD and (keeps_node(seen) or not is_heard):
         return ending(seen, memory, run.stop_why)
-    return deletion(seen, "processes or chips are not free after SIGKILL", Reason.DEAD)
+    if not keeps_node(seen):
+        return deletion(seen, "processes or chips are not free after SIGKILL", Reason.DEAD)
+    if timers.lasted(last, STOP_AGAIN_SELDOM, observations=1):
+        return ending(seen, memory, run.stop_why)
+    why = f"processes on {seen.node.name} do not end, or the chips are not free, after SIGKILL"
+    return Wait(f"{why}: log in and end them, or `tpucare apply FILE --replace`", needs_person=True)
 
 
 def _held_by_others(seen: NodeEvidence, since: Mark, timers: Timers) -> Action:
@@ -104,7 +111,8 @@ def _decide_incomplete(slot: Slot, seen: NodeEvidence, evidence: Evidence, memor
         return ending(seen, memory, f"it cannot be launched: {book.reason}", gives_up=True)
     if holding or not quiet(seen):
         why = f"only {len(holding)} of {len(seen.report.workers)} workers took the run"
-        return ending(seen, memory, why, BookName.INFRASTRUCTURE)
+        # A launch that is known to have failed is entered already.
+        return ending(seen, memory, why, None if run.launch_book else BookName.INFRASTRUCTURE)
     if slot.job is None:
         return without_job(slot, "the node is kept")
     if wait := backoff_over(memory, timers):

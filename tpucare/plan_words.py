@@ -19,6 +19,9 @@ from tpucare.model import Job, NodeKey, Provisioning, Slot
 
 ON_DEMAND_SILENCE = timedelta(minutes=30)
 STALL_FACTOR = 10
+LONG_LIFE = timedelta(hours=1)
+# In a row, over several nodes, without a step beyond the furthest: then it is the job's own doing (an OOM, a deadlock).
+INFRASTRUCTURE_BUDGET = 12
 LOOK_EVERY = timedelta(seconds=5)
 LOOK_CAP, LOOK_CAP_HUMAN = timedelta(minutes=1), timedelta(minutes=10)
 
@@ -34,10 +37,28 @@ def look(key: NodeKey, evidence: Evidence, timers: Timers, why: str) -> Look | N
     return Look(key, why)
 
 
-def deletion(seen: NodeEvidence, why: str, reason: Reason, *, unanswered: bool = False, held: bool = False) -> Delete:
+def deletion(
+    seen: NodeEvidence,
+    why: str,
+    reason: Reason,
+    *,
+    unanswered: bool = False,
+    held: bool = False,
+    lasted: timedelta | None = None,
+) -> Delete:
     """A Delete of this node, with the proof of quiet that the last probe gives, if it gives one."""
-    node = seen.node
-    return Delete(node.key, node.id, node.create_time, why, reason, quiet=quiet(seen), unanswered=unanswered, held=held)
+    node, is_quiet = seen.node, quiet(seen)
+    return Delete(
+        node.key,
+        node.id,
+        node.create_time,
+        why,
+        reason,
+        quiet=is_quiet,
+        unanswered=unanswered,
+        held=held,
+        lasted=lasted,
+    )
 
 
 def quiet(seen: NodeEvidence) -> bool:
@@ -100,7 +121,7 @@ def stop_before(seen: NodeEvidence, evidence: Evidence, memory: Memory, delete: 
     tried = f"stop:{seen.node.name}" in evidence.looked
     if tried or seen.workers is None or not _may_run(seen, memory):
         return delete
-    return ending(seen, memory, delete.why, then=delete.reason)
+    return ending(seen, memory, delete.why, then=delete.reason, lasted=delete.lasted)
 
 
 def _may_run(seen: NodeEvidence, memory: Memory) -> bool:
@@ -120,12 +141,28 @@ def ending(
     then: Reason | None = None,
     gives_up: bool = False,
     advanced: bool = False,
+    served: bool = False,
     stacks: bool = False,
+    lasted: timedelta | None = None,
 ) -> Stop:
     """A Stop of whatever runs on this node, with how far it got."""
     node, far = seen.node, standing(seen, memory)
     token = token_of(seen) or (memory.run.token if memory.run and memory.run.node == node.name else f"{node.name}.0")
-    return Stop(node.key, node.id, token, why, book, advanced, gives_up, stacks, far.step, far.checkpoint, then)
+    return Stop(
+        node.key,
+        node.id,
+        token,
+        why,
+        book,
+        advanced=advanced,
+        served=served,
+        gives_up=gives_up,
+        stacks=stacks,
+        step=far.step,
+        checkpoint=far.checkpoint,
+        then=then,
+        lasted=lasted,
+    )
 
 
 class Standing(NamedTuple):
@@ -137,6 +174,21 @@ class Standing(NamedTuple):
 
 def standing(seen: NodeEvidence, memory: Memory) -> Standing:
     return Standing(furthest_of(seen, "step", memory.step), furthest_of(seen, "checkpoint", memory.checkpoint))
+
+
+def has_advanced(seen: NodeEvidence, memory: Memory) -> bool:
+    """
+    The run got further than any before it of its job, so its failure is the first of a row; where it tells of no step,
+    it lived long.
+    """
+    step, checkpoint = furthest_of(seen, "step", None), furthest_of(seen, "checkpoint", None)
+    if checkpoint is not None and memory.checkpoint is not None and checkpoint > memory.checkpoint:
+        return True
+    if step is not None:
+        return memory.step is None or step > memory.step
+    # A run that stands still lives until it stood still.
+    begun, ended = seen.progress.begun or seen.phase_since, seen.ended_since or seen.progress.last
+    return begun is not None and ended is not None and ended.observed - begun.observed >= LONG_LIFE
 
 
 def furthest_of(seen: NodeEvidence, what: str, known: int | None) -> int | None:

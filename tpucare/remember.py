@@ -27,10 +27,20 @@ from tpucare.actions import (
     Stop,
     Vouch,
 )
-from tpucare.memory import BookName, Memory, RunMemory, Trust
+from tpucare.memory import BookName, End, Memory, RunMemory, Trust
 from tpucare.remember_creates import after_create, after_look, after_poll, intend_create, keep, served, supersede
 from tpucare.remember_deletes import after_delete, intend_delete, undelete
-from tpucare.remember_runs import after_launch, after_stop, attempted, far, intend_launch, intend_stop, row_over
+from tpucare.remember_runs import (
+    after_launch,
+    after_stop,
+    attempted,
+    far,
+    intend_launch,
+    intend_stop,
+    progress_over,
+    row_over,
+    with_a_lost_run,
+)
 from tpucare.remember_seen import believed
 
 
@@ -40,7 +50,7 @@ def intend(memory: Memory, action: Action, now: datetime, rng: random.Random) ->
         case Create():
             return intend_create(memory, action, now)
         case Delete():
-            return intend_delete(memory, action, now)
+            return with_a_lost_run(intend_delete(memory, action, now), action, now, rng)
         case Launch():
             return intend_launch(memory, action, now)
         case Stop():
@@ -56,7 +66,7 @@ def intend(memory: Memory, action: Action, now: datetime, rng: random.Random) ->
 
 
 def _settle(memory: Memory, action: Settle, now: datetime, rng: random.Random) -> Memory:
-    further = action.step is not None and (memory.step is None or action.step > memory.step)
+    further = _is_further(memory, action)
     memory, run = far(memory, action.step, action.checkpoint), memory.run
     match action.fact:
         case Fact.CREATE_SUPERSEDED:
@@ -81,14 +91,31 @@ def _settle(memory: Memory, action: Settle, now: datetime, rng: random.Random) -
             return row_over(memory, BookName.SETUP)
         case Fact.RUN_PROGRESSED:
             if further:
-                memory = row_over(memory, BookName.INFRASTRUCTURE)
-            gap = action.gap.total_seconds() if action.gap is not None else 0.0
+                memory = progress_over(memory)
             if run is None:
                 return memory
-            memory = replace(memory, step_job=run.job, gap_seconds=gap)
+            gap = action.gap.total_seconds() if action.gap is not None else run.gap_seconds
+            memory = replace(memory, step_job=run.job, gap_seconds=gap, served_job=run.job)
             return replace(memory, run=replace(run, progressed=True, gap_seconds=gap))
+        case Fact.RUN_FINISHED:
+            return replace(memory, run=replace(run, finished=True)) if run is not None else memory
+        case Fact.RUN_LASTED:
+            return progress_over(memory)
+        case Fact.TRIED_AGAIN:
+            return replace(memory, end=End.NONE, end_why="", ended_at=None)
         case Fact.ENDED:
+            if action.end is End.DONE:
+                memory = progress_over(memory)
             return replace(memory, end=action.end, end_why=action.why, ended_at=now)
+
+
+def _is_further(memory: Memory, action: Settle) -> bool:
+    """A step that an epoch counts anew gets no further; a newer checkpoint does."""
+    if action.step is not None and (memory.step is None or action.step > memory.step):
+        return True
+    if memory.checkpoint is None:
+        return action.step is None and action.checkpoint is not None
+    return action.checkpoint is not None and action.checkpoint > memory.checkpoint
 
 
 def remember(
@@ -138,6 +165,9 @@ def recover(memory: Memory) -> Memory:
     for intent in memory.creates:
         if not intent.accepted:
             memory = memory.with_create(replace(intent, lost=True, retry_at=None))
+    if memory.run is not None and memory.run.then_delete == Reason.JUDGED:
+        # As of a delete: its run is stopped, and whether its node is well is found out anew.
+        memory = replace(memory, run=replace(memory.run, then_delete=""))
     for past in memory.nodes:
         if past.launched:
             # Stores of before kept the create open until its operation was over.

@@ -11,18 +11,30 @@ from dataclasses import replace
 from datetime import datetime
 
 from tpucare import placement
-from tpucare.actions import Launch, Stop
+from tpucare.actions import Delete, Launch, Stop
 from tpucare.backoff import BOOK_BACKOFF
 from tpucare.errors import CommandFailed, ConfigError
-from tpucare.memory import Book, BookName, End, Memory, RunMemory
+from tpucare.memory import ENDED_BY_PROGRESS, Book, BookName, End, Memory, RunMemory
 from tpucare.orders import LaunchResult, StopResult
 from tpucare.remember_creates import served
 
 
 def intend_launch(memory: Memory, action: Launch, now: datetime) -> Memory:
-    memory = attempted(memory, action.key.name)
+    memory = attempted(_of_job(memory, action.job), action.key.name)
     run = RunMemory(action.token, action.key.name, action.number, launched_at=now, job=action.job)
     return replace(memory, run=run, restart_asked=False, fence_confirmed=False)
+
+
+def _of_job(memory: Memory, job: str) -> Memory:
+    """How far an older job got, and what failed of it, says nothing of another one."""
+    before = memory.step_job or (memory.run.job if memory.run is not None else "")
+    if not before or before == job:
+        return memory
+    for name in BookName:
+        memory = row_over(memory, name)
+    return replace(
+        memory, step=None, checkpoint=None, step_job="", gap_seconds=0.0, last_step=None, last_checkpoint=None
+    )
 
 
 def intend_stop(memory: Memory, action: Stop, now: datetime, rng: random.Random) -> Memory:
@@ -31,14 +43,40 @@ def intend_stop(memory: Memory, action: Stop, now: datetime, rng: random.Random)
     if run is None or run.node != action.key.name:
         run = RunMemory(action.token, action.key.name, number, launched_at=now)
     then = action.then.value if action.then else run.then_delete
-    run = replace(run, stop_why=action.why, then_delete=then, stopped=False, stops=run.stops + 1)
+    run = replace(run, stop_why=action.why, then_delete=then, stopped=False, stops=run.stops + 1, finished=False)
     memory = far(replace(memory, run=run, restart_asked=False), action.step, action.checkpoint)
     if action.book is not None:
         memory = _enter(memory, action.book, action.why, action.advanced, now, rng)
         memory = _count_on_node(memory, action)
+    if action.served:
+        # The next run may begin anew: what this one reached is no measure for it.
+        memory = replace(progress_over(memory), step=None, checkpoint=None)
     if action.gives_up:
-        memory = replace(memory, end=End.FAILED, end_why=action.why, ended_at=now)
+        memory = _failed(memory, action.why, now)
     return memory
+
+
+def with_a_lost_run(memory: Memory, action: Delete, now: datetime, rng: random.Random) -> Memory:
+    """The run goes with its node: what a Stop would book."""
+    if action.book is not None:
+        memory = _enter(far(memory, action.step, action.checkpoint), action.book, action.why, action.advanced, now, rng)
+    if action.gives_up:
+        memory = _failed(memory, action.why, now)
+    return memory
+
+
+def _failed(memory: Memory, why: str, now: datetime) -> Memory:
+    since = memory.failed_since or now
+    return replace(memory, end=End.FAILED, end_why=why, ended_at=now, failed_since=since)
+
+
+def saw(memory: Memory, step: int | None, checkpoint: int | None) -> Memory:
+    """Where the run of now was seen last, which need not be the furthest."""
+    return replace(
+        memory,
+        last_step=step if step is not None else memory.last_step,
+        last_checkpoint=checkpoint if checkpoint is not None else memory.last_checkpoint,
+    )
 
 
 def far(memory: Memory, step: int | None, checkpoint: int | None) -> Memory:
@@ -55,11 +93,21 @@ def far(memory: Memory, step: int | None, checkpoint: int | None) -> Memory:
 def _enter(memory: Memory, name: BookName, why: str, advanced: bool, now: datetime, rng: random.Random) -> Memory:
     book = memory.book(name)
     failures = 1 if advanced else book.failures + 1
+    if advanced:
+        memory = replace(memory, failed_since=None)
     backoff = BOOK_BACKOFF[name]
     retry_at = now + backoff.delay(failures, rng) if backoff is not None else None
     if name is BookName.INFRASTRUCTURE and failures == 1:
         retry_at = None
     return memory.with_book(name, Book(failures, book.total + 1, retry_at, why))
+
+
+def progress_over(memory: Memory) -> Memory:
+    """It got further, lived long or ended well: whatever fails next is the first of its row."""
+    for name in ENDED_BY_PROGRESS:
+        memory = row_over(memory, name)
+    served = memory.run.job if memory.run is not None else memory.served_job
+    return replace(memory, served_job=served, failed_since=None)
 
 
 def row_over(memory: Memory, name: BookName) -> Memory:
@@ -73,7 +121,7 @@ def _count_on_node(memory: Memory, action: Stop) -> Memory:
     if past is None:
         return memory
     if action.book is BookName.STALL:
-        return memory.with_node(replace(past, stalls=past.stalls + 1))
+        return memory.with_node(replace(past, stalls=1 if action.advanced else past.stalls + 1))
     if action.book is BookName.INFRASTRUCTURE:
         count = 1 if action.advanced else past.infrastructure + 1
         return memory.with_node(replace(past, infrastructure=count))
@@ -99,11 +147,12 @@ def after_launch(
     if run is None or run.token != action.token:
         return memory
     if isinstance(result, LaunchResult) and result.complete:
-        return replace(memory, run=replace(run, complete=True))
+        return replace(memory, run=replace(run, complete=True, launch_book=""))
     errors = [e for e in result.workers if e is not None] if isinstance(result, LaunchResult) else [error]
     reason = next((str(e) for e in errors if e is not None), "launch failed")
     human = any(isinstance(e, CommandFailed | ConfigError) for e in errors)
     book = BookName.SETUP if human else BookName.INFRASTRUCTURE
+    memory = replace(memory, run=replace(run, launch_book=book.value))
     return _enter(memory, book, reason, advanced=False, now=now, rng=rng)
 
 

@@ -48,7 +48,7 @@ def _live_or_dead(memory: Memory, node: Node) -> Memory:
     past = memory.node(node.name)
     assert past is not None
     if node.state in DEAD_STATES and not (past.dead or past.revived):
-        return _book_preemption(memory.with_node(replace(past, dead=True)), f"{node.name} {node.state.name}")
+        return _preempted(memory.with_node(replace(past, dead=True)), node.name, node.state.name)
     if past.dead and node.state in PENDING_STATES | USABLE_STATES:
         # That it was shown dead proves nothing, now or the next time: its run may have lived all the while.
         return memory.with_node(replace(past, dead=False, revived=True, delete_quiet=False))
@@ -93,9 +93,18 @@ def number_after(memory: Memory, name: str) -> Memory:
     return replace(memory, next_number=parsed[1] + 1)
 
 
-def _book_preemption(memory: Memory, reason: str) -> Memory:
+def _preempted(memory: Memory, name: str, what: str) -> Memory:
+    """The node was lost. A launch that failed on it meanwhile was the cloud's doing, and is free of any book."""
     book = memory.book(BookName.PREEMPTION)
-    return memory.with_book(BookName.PREEMPTION, replace(book, total=book.total + 1, reason=reason))
+    book = replace(book, total=book.total + 1, reason=f"{name} {what}")
+    memory = memory.with_book(BookName.PREEMPTION, book)
+    run = memory.run
+    if run is None or run.node != name or not run.launch_book:
+        return memory
+    entered = BookName(run.launch_book)
+    book = memory.book(entered)
+    book = replace(book, failures=max(0, book.failures - 1), total=max(0, book.total - 1), retry_at=None)
+    return replace(memory.with_book(entered, book), run=replace(run, launch_book=""))
 
 
 def answered(memory: Memory, name: str) -> Memory:
@@ -132,7 +141,7 @@ def gone(memory: Memory, name: str, now: datetime, rng: random.Random) -> Memory
     if past is not None:
         # A node whose create failed was never there to be preempted.
         if not (past.dead or past.taken) and past.delete_asked_at is None and intent is None:
-            memory = _book_preemption(memory, f"{name} is gone")
+            memory = _preempted(memory, name, "is gone")
         memory = memory.without_node(name)
         if past.queued:
             memory = replace(memory, shell=past.queued)

@@ -7,6 +7,7 @@ a decision could turn on it comes out.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -108,6 +109,7 @@ class NodeTrack:
     refusals: int = 0
     changed_since: Mark | None = None
     ended_since: Mark | None = None
+    ended_reports: int = 0
     phase_since: Mark | None = None
     lacking_since: Mark | None = None
     arrived_since: Mark | None = None
@@ -183,6 +185,7 @@ class NodeTrack:
         self.report = None
         self.generation += 1
         self.ended_since = None
+        self.ended_reports = 0
         self.phase_since = None
 
     def hear_voucher(self, vouched: bool, error: Exception | None, mark: Mark) -> None:
@@ -223,7 +226,9 @@ class NodeTrack:
         self.answering_since = (self.answering_since or mark) if answering else None
 
     def _mark_run(self, before: NodeReport | None, report: NodeReport, mark: Mark) -> None:
-        self.ended_since = (self.ended_since or mark) if _has_ended(report) else None
+        has_ended = _has_ended(report)
+        self.ended_since = (self.ended_since or mark) if has_ended else None
+        self.ended_reports = self.ended_reports + 1 if has_ended else 0
         phases = {(worker.token, worker.phase) for worker in report.workers}
         if before is None or self.phase_since is None or phases != {(w.token, w.phase) for w in before.workers}:
             self.phase_since = mark
@@ -244,6 +249,7 @@ class NodeTrack:
             answering_since=self.answering_since,
             refused_since=self.refused_since,
             ended_since=self.ended_since,
+            ended_reports=self.ended_reports,
             phase_since=self.phase_since,
             lacking_since=self.lacking_since,
             arrived_since=self.arrived_since,
@@ -319,6 +325,7 @@ class SlotTrack:
     wake_wall: float | None = None
     aside_until: float | None = None
     errors: int = 0
+    erred_at: float = -math.inf
     wants_create_since: float | None = None
     braked: bool = False
     brake_lifted: bool = False
@@ -364,6 +371,14 @@ class SlotTrack:
             publishing=publishing,
             poll_every=poll_every,
         )
+
+    def last_told(self) -> tuple[int | None, int | None]:
+        """Step and checkpoint that the run launched last was seen at, by this process."""
+        run = self.memory.run
+        seen = self.nodes.get(run.node) if run is not None else None
+        if run is None or seen is None or seen.progress.token != run.token:
+            return None, None
+        return seen.progress.step, seen.progress.checkpoint
 
     def mark_creates(self, mark: Mark) -> None:
         """Since when this process knows each open create; and no mark outlives what it was about."""

@@ -18,7 +18,7 @@ from tpucare.orders import Contact, Phase
 from tpucare.plain import plain
 from tpucare.plan_words import job_mark
 from tpucare.projects import ProjectView
-from tpucare.tracking import NodeTrack, SlotTrack, newest_checkpoint, newest_step
+from tpucare.tracking import NodeTrack, SlotTrack
 
 Row = dict[str, Any]
 
@@ -123,9 +123,9 @@ def _remembered(slot: str, memory: Memory, now: datetime) -> Row:
         "attempt": memory.attempts,
         "run": run.token if run is not None else "",
         "run_age_seconds": _age(run.launched_at, now) if run is not None else None,
-        "step": memory.step,
+        "step": memory.last_step if memory.last_step is not None else memory.step,
         "step_age_seconds": None,
-        "checkpoint": memory.checkpoint,
+        "checkpoint": memory.last_checkpoint if memory.last_checkpoint is not None else memory.checkpoint,
         "workers": 0,
         "workers_answering": 0,
         "books": _books(memory, now),
@@ -240,15 +240,15 @@ def _workers_row(seen: NodeTrack, track: SlotTrack) -> Row:
 
 
 def _progress_row(seen: NodeTrack, memory: Memory, view: ProjectView) -> Row:
-    report, last = seen.report, seen.progress.last
-    if report is None or memory.run is None or memory.run.node != seen.node.name:
+    """Of the run of now; until it tells of any, what the run before it was seen at stands."""
+    progress, last = seen.progress, seen.progress.last or seen.progress.told
+    if memory.run is None or memory.run.token != progress.token:
         return {}
-    step, checkpoint = newest_step(report), newest_checkpoint(report)
     age = (view.observed - last.observed).total_seconds() if last is not None else None
+    told = {"step": progress.step, "checkpoint": progress.checkpoint}
     return {
-        "step": step if step is not None else memory.step,
         "step_age_seconds": round(age, 1) if age is not None else None,
-        "checkpoint": checkpoint if checkpoint is not None else memory.checkpoint,
+        **{name: value for name, value in told.items() if value is not None},
     }
 
 

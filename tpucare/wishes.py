@@ -53,8 +53,10 @@ def retry(memory: Memory) -> Memory:
     run = memory.run
     if run is not None and memory.end is End.DONE:
         # Where its node was kept, a run that finished is over, and not finished once more.
-        run = replace(run, stopped=True, then_delete="")
-    return replace(memory, places=places, books=books, run=run, end=End.NONE, end_why="", ended_at=None)
+        run = replace(run, stopped=True, then_delete="", finished=False)
+    return replace(
+        memory, places=places, books=books, run=run, end=End.NONE, end_why="", ended_at=None, failed_since=None
+    )
 
 
 def confirm(memory: Memory) -> Memory:
@@ -72,12 +74,17 @@ def confirm(memory: Memory) -> Memory:
 
 def restart(memory: Memory) -> Memory:
     """`apply --restart`: the job as declared now, on the node that is there."""
-    return replace(memory, restart_asked=True)
+    return replace(_unfinished(memory), restart_asked=True)
 
 
 def replace_node(memory: Memory) -> Memory:
     """`apply --replace`: a new node, as declared now."""
-    return replace(memory, replace_asked=True)
+    return replace(_unfinished(memory), replace_asked=True)
+
+
+def _unfinished(memory: Memory) -> Memory:
+    """A run is wanted, whatever is known of the one before."""
+    return replace(memory, run=replace(memory.run, finished=False)) if memory.run is not None else memory
 
 
 WISHES: Mapping[str, Callable[[Memory], Memory]] = {

@@ -49,7 +49,7 @@ def told(action: Action) -> str:
     """What kind of action it is, with the part that tells it from others of its kind."""
     match action:
         case Delete():
-            return f"Delete {action.reason.value}"
+            return f"Delete {action.reason.value}{' gives up' if action.gives_up else ''}"
         case Settle():
             return f"Settle {action.fact.value}"
         case Stop():

@@ -43,6 +43,7 @@ from tpucare.memory import Book
 from tpucare.model import OnSuccess, Provisioning
 from tpucare.orders import Failure, Phase
 
+FINISHED = memory(launched(), run=run(finished=True))
 EXITS = [
     case("setup failed, within 30 s", evidence(over(1, 20, failure=Failure.SETUP)), TRAINS, "Wait"),
     case("setup failed", evidence(over(1, failure=Failure.SETUP)), TRAINS, "Stop setup"),
@@ -89,6 +90,18 @@ EXITS = [
         "Stop crash",
     ),
     case("gone without a status", evidence(over(None)), TRAINS, "Stop infrastructure"),
+    case(
+        "gone without a status twelve times in a row",
+        evidence(over(None)),
+        replace(TRAINS, books={"infrastructure": Book(11, 11)}),
+        "Stop infrastructure",
+    ),
+    case(
+        "gone without a status once more",
+        evidence(over(None)),
+        replace(TRAINS, books={"infrastructure": Book(12, 12)}),
+        "Stop infrastructure gives up",
+    ),
     case("gone without a status, seen once", evidence(over(None, 0)), TRAINS, "Wait"),
     case(
         "gone without a status again and again",
@@ -106,7 +119,55 @@ EXITS = [
     case("signalled, and no word: not done", evidence(over(0, 60, signalled=True)), TRAINS, "Stop infrastructure"),
     case("preempted is TRUE: 5 min for the cloud's word", evidence(over(1, 200, preempted=True)), TRAINS, "Wait"),
     case("preempted is TRUE, and no word", evidence(over(1, 301, preempted=True)), TRAINS, "Stop infrastructure"),
+    case(
+        "exit 0 beside a worker under maintenance",
+        evidence(seen(node(), (ended(0), running(maintenance="MIGRATE")), ended_since=ago(60))),
+        TRAINS,
+        "Stop infrastructure",
+    ),
+    case("exit 0 after a maintenance that is over", evidence(over(0, 61, maintenance="")), TRAINS, "Settle ended"),
     case("exit 0: sure in a minute", evidence(over(0, 59)), TRAINS, "Wait"),
+    case(
+        "exit 0 is seen twice: it is noted",
+        evidence(seen(node(), ended(0), ended_since=ago(10), phase_since=ago(10), ended_reports=2)),
+        TRAINS,
+        "Settle run finished",
+    ),
+    case(
+        "exit 0 is seen once",
+        evidence(seen(node(), ended(0), ended_since=ago(10), phase_since=ago(10), ended_reports=1)),
+        TRAINS,
+        "Wait",
+    ),
+    case(
+        "exit 0, and another worker still runs",
+        evidence(seen(node(), (ended(0), running()), ended_since=ago(10), phase_since=ago(10), ended_reports=9)),
+        TRAINS,
+        "Wait",
+    ),
+    case(
+        "exit 0 is seen twice, and another run comes after it",
+        evidence(seen(node(), ended(0), ended_since=ago(10), phase_since=ago(10), ended_reports=2)),
+        TRAINS,
+        "Wait",
+        slot(on_success=OnSuccess.RESTART),
+    ),
+    case("noted, and preempted is TRUE since", evidence(over(0, 61, preempted=True)), FINISHED, "Settle ended"),
+    case("noted, and its workers were started anew", evidence(over(None, 61)), FINISHED, "Settle ended"),
+    case("noted, and its node is dead", evidence(seen(node("PREEMPTED"), SILENT)), FINISHED, "Delete dead"),
+    case("noted, and its node is gone", evidence(), replace(FINISHED, nodes=()), "Settle ended"),
+    case(
+        "noted, and a worker is silent for a minute",
+        evidence(seen(node(), (ended(0), SILENT), silent_since=ago(61), silent_probes=9)),
+        FINISHED,
+        "Settle ended",
+    ),
+    case(
+        "noted, and a worker is silent for less",
+        evidence(seen(node(), (ended(0), SILENT), silent_since=ago(50), silent_probes=9)),
+        FINISHED,
+        "Wait",
+    ),
     case("exit 0: done", evidence(over(0, 61)), TRAINS, "Settle ended"),
     case(
         "exit 0 just now, a sibling's long ago: sure in a minute",
@@ -201,6 +262,18 @@ STOPS = [
         "chips not free after SIGKILL, on-demand",
         evidence(seen(node(tier=ON_DEMAND), running()), looked=LONG_STOPPED),
         STOPPING,
+        "Stop",
+    ),
+    case(
+        "chips not free after five stops, on-demand",
+        evidence(seen(node(tier=ON_DEMAND), running()), looked=LONG_STOPPED),
+        memory(launched(), run=run(stop_why="it crashed", stops=5, stuck=True)),
+        "Wait person",
+    ),
+    case(
+        "chips not free for a quarter of an hour more, on-demand",
+        evidence(seen(node(tier=ON_DEMAND), running()), looked={f"stop:{name_of(0)}": ago(minutes=15)}),
+        memory(launched(), run=run(stop_why="it crashed", stops=5, stuck=True)),
         "Stop",
     ),
     case(

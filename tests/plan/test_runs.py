@@ -31,6 +31,7 @@ from tpucare.orders import Phase
 
 # It told its step once, an hour ago: "restored at step 100".
 TOLD = Progress(token(), 0, begun=ago(minutes=65), told=ago(hours=1))
+MOVES = Progress(token(), 9, ago(9), timedelta(seconds=15), ago(9), begun=ago(hours=1), told=ago(minutes=59))
 LAUNCHING = frozenset({f"launch:{name_of(0)}"})
 IN_FLIGHT = [
     case(
@@ -73,6 +74,12 @@ RUNS = [
         "a newer run than the store knows", evidence(seen(node(), running(token(0, 5)))), TRAINS, "Settle run adopted"
     ),
     case("partial launch", evidence(seen(node(), (running(), QUIET))), PARTIAL, "Stop infrastructure"),
+    case(
+        "partial launch that is in a book already",
+        evidence(seen(node(), (running(), QUIET))),
+        memory(launched(), run=run(complete=False, launch_book="infrastructure")),
+        "Stop",
+    ),
     case("the whole launch arrived", evidence(seen(node(), running())), PARTIAL, "Settle run complete"),
     case("nothing of the launch arrived", evidence(seen(node(), QUIET)), PARTIAL, "Launch"),
     case(
@@ -250,6 +257,66 @@ RUNS = [
             )
         ),
         memory(launched(), run=run()),
+        "Wait",
+    ),
+    case(
+        "stalled six times in a row",
+        evidence(seen(node(), running(step=9), progress=STALE)),
+        replace(TRAINS, books={"stall": Book(5, 9)}, step=9),
+        "Stop stall",
+    ),
+    case(
+        "stalled once more, and the budget is spent",
+        evidence(seen(node(), running(step=9), progress=STALE)),
+        replace(TRAINS, books={"stall": Book(6, 9)}, step=9),
+        "Stop stall gives up",
+    ),
+    case(
+        "stalled once more, further than ever",
+        evidence(seen(node(), running(step=10), progress=STALE)),
+        replace(TRAINS, books={"stall": Book(6, 9)}, step=9),
+        "Stop stall",
+    ),
+    case(
+        "stalled twice on its node, further each time",
+        evidence(seen(node(), running(step=10), progress=STALE)),
+        memory(launched(stalls=1), run=run(), step=9),
+        "Stop stall",
+    ),
+    case(
+        "stalled once more after hours, and tells of no step",
+        evidence(seen(node(), running(), progress=replace(STALE, begun=ago(hours=4)))),
+        replace(TRAINS, books={"stall": Book(6, 9)}),
+        "Stop stall",
+    ),
+    case(
+        "further than any before it: what failed before is no row",
+        evidence(seen(node(), running(step=10), progress=MOVES)),
+        replace(TRAINS, books={"crash": Book(3, 3)}, step=9),
+        "Settle run progressed",
+    ),
+    case(
+        "steps of an epoch that was reached before, and a newer checkpoint",
+        evidence(seen(node(), running(step=8, checkpoint=5), progress=MOVES)),
+        replace(TRAINS, books={"crash": Book(3, 3)}, step=9, checkpoint=4),
+        "Settle run progressed",
+    ),
+    case(
+        "no further than before",
+        evidence(seen(node(), running(step=9, checkpoint=4), progress=MOVES)),
+        replace(TRAINS, books={"crash": Book(3, 3)}, step=9, checkpoint=4),
+        "Wait",
+    ),
+    case(
+        "tells of no step, and lives for an hour: what failed before is no row",
+        evidence(seen(node(), running(), progress=replace(NO_PROGRESS, begun=ago(hours=1)))),
+        memory(launched(), run=run(progressed=False), books={"infrastructure": Book(3, 3)}),
+        "Settle run lasted",
+    ),
+    case(
+        "tells of no step, and lives for less",
+        evidence(seen(node(), running(), progress=replace(NO_PROGRESS, begun=ago(minutes=59)))),
+        memory(launched(), run=run(progressed=False), books={"infrastructure": Book(3, 3)}),
         "Wait",
     ),
     case(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
 
 from tests.evidence_kit import (
@@ -25,6 +26,7 @@ from tests.evidence_kit import (
 )
 from tests.plan.kit import MUTE, ON_DEMAND, STALE, case, silent, table
 from tpucare.evidence import Progress
+from tpucare.memory import Book
 from tpucare.model import Health
 
 SILENCE = [
@@ -107,6 +109,24 @@ SILENCE = [
         "on-demand: after 30 min",
         evidence(silent(30, what=node(tier=ON_DEMAND)), elsewhere_answers=True),
         TRAINS,
+        "Delete judged",
+    ),
+    case(
+        "silent on node after node, without a further step",
+        evidence(silent(9), elsewhere_answers=True),
+        replace(TRAINS, books={"infrastructure": Book(12, 12)}, step=9),
+        "Delete judged gives up",
+    ),
+    case(
+        "silent on node after node, and further each time",
+        evidence(silent(9, running(step=10), SILENT), elsewhere_answers=True),
+        replace(TRAINS, books={"infrastructure": Book(12, 12)}, step=9),
+        "Delete judged",
+    ),
+    case(
+        "silent on node after node, and nothing was launched on this one",
+        evidence(silent(9), elsewhere_answers=True),
+        memory(past(), books={"infrastructure": Book(12, 12)}),
         "Delete judged",
     ),
     case(

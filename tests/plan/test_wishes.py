@@ -41,12 +41,22 @@ from tpucare.actions import (
     Stop,
 )
 from tpucare.memory import End, RunMemory, Wish
-from tpucare.model import OnSuccess
+from tpucare.model import Job, OnSuccess
+from tpucare.plan_words import job_mark
 
 ASKED = replace(TRAINS, wish=Wish.DOWN)
 PAUSED = replace(TRAINS, wish=Wish.PAUSED)
 PAUSED_DEAD = replace(PAUSED, nodes=(launched(dead=True),))
 DONE = replace(TRAINS, end=End.DONE, end_why="exit 0", ended_at=before(60))
+MARK = job_mark(slot().job or Job(run=""))
+HAD_TRAINED = memory(
+    run=run(job=MARK, stopped=True),
+    end=End.FAILED,
+    end_why="it crashed",
+    ended_at=before(hours=1),
+    failed_since=before(hours=1),
+    served_job=MARK,
+)
 FAILED = replace(
     TRAINS, end=End.FAILED, end_why="crashes", ended_at=before(60), run=run(stop_why="crashes", stopped=True)
 )
@@ -132,6 +142,39 @@ WISHES = [
         evidence(seen(node(), ended(143))),
         replace(FAILED, ended_at=before(hours=1)),
         "Delete finished",
+    ),
+    case("failed though it had trained: tried an hour later", evidence(), HAD_TRAINED, "Settle tried again"),
+    case(
+        "failed though it had trained: on the node that was kept",
+        evidence(seen(node(), ended(143))),
+        replace(HAD_TRAINED, nodes=(launched(),)),
+        "Settle tried again",
+    ),
+    case(
+        "failed though it had trained: less than an hour ago",
+        evidence(),
+        replace(HAD_TRAINED, ended_at=before(minutes=59)),
+        "Wait person",
+    ),
+    case(
+        "failed though it had trained: tried for a day",
+        evidence(),
+        replace(HAD_TRAINED, failed_since=before(hours=25)),
+        "Wait person",
+    ),
+    case(
+        "failed, and it was another job that had trained",
+        evidence(),
+        replace(HAD_TRAINED, served_job="another"),
+        "Wait person",
+    ),
+    case("failed, and it never trained", evidence(), replace(HAD_TRAINED, served_job=None), "Wait person"),
+    case(
+        "failed though it had trained: the job was edited since",
+        evidence(),
+        HAD_TRAINED,
+        "Wait person",
+        replace(slot(), job=Job(run="python3 other.py")),
     ),
     case(
         "done while a create is open",

@@ -13,8 +13,8 @@ from types import MappingProxyType
 
 from tpucare.memory import BookName, Memory
 from tpucare.model import Care
-from tpucare.plan_ended import INFRASTRUCTURE_BUDGET
 from tpucare.plan_living import STALL_BUDGET
+from tpucare.plan_words import INFRASTRUCTURE_BUDGET
 from tpucare.simulation.machines import RunEnd, RunMark
 
 ADVANCES_AFTER = 3600.0

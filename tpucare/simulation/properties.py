@@ -8,7 +8,6 @@ the world and the machines know.
 
 from __future__ import annotations
 
-import re
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -64,7 +63,6 @@ FLOOD = 60
 FINISHED_FOR_SURE = 10.0
 LATEST_ANSWER = 45.0
 """The longest way of an answer to the engine; by so much may its observed time differ from ours."""
-_LASTED = re.compile(r"(?:silent for|no progress for) (?:(\d+) days?, )?(\d+):(\d\d):(\d\d)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -419,6 +417,7 @@ class Properties:
             self._check_brake(event)
             self._check_observed(event)
         elif event.kind == "stop":
+            self._check_observed(event)
             self._check_stop(event)
 
     def _check_end(self, slot: str) -> None:
@@ -451,18 +450,11 @@ class Properties:
 
     def _claim(self, event: Event) -> tuple[float, float]:
         """How much observed time a verdict claims, and since when (observed) at the earliest."""
-        care = self.slots[event.slot].care if event.slot in self.slots else None
-        if care is None:
+        claimed = event.fields.get("lasted_seconds")
+        if not isinstance(claimed, str):
             return 0.0, 0.0
-        if "boot_timeout" in event.text:
-            return care.boot_timeout.total_seconds(), 0.0
-        if match := _LASTED.search(event.text):
-            days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
-            life = self._life_of(event)
-            answered = self._answered.get(life.record.id, 0.0) if life is not None else 0.0
-            since = answered if "silent for" in event.text else 0.0
-            return days * 86400.0 + hours * 3600.0 + minutes * 60.0 + seconds, since
-        return 0.0, 0.0
+        life = self._life_of(event) if "silent for" in event.text else None
+        return float(claimed), self._answered.get(life.record.id, 0.0) if life is not None else 0.0
 
     def _life_of(self, event: Event) -> NodeLife | None:
         return next((life for path, life in self.world.state.nodes.items() if path.node_id == event.node), None)
