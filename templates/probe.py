@@ -132,7 +132,18 @@ def _match_apart(pattern: str, data: bytes) -> int | None:
     os.close(writer)
     text = os.read(reader, 32).decode(errors="replace")
     os.waitpid(child, 0)
-    return int(text) if text.isascii() and text.isdigit() else None
+    return _count(text)
+
+
+def _count(text: str) -> int | None:
+    """`450`, or `1.2k` as bars shorten it. Answered in digits that a number of a step has, else with None."""
+    if text.isascii() and text.isdigit():
+        return int(text)
+    scale = {"k": 10**3, "m": 10**6, "g": 10**9}.get(text[-1:].lower())
+    whole, _, part = text[:-1].partition(".")
+    if scale is None or not (whole + part).isascii() or not whole.isdigit() or not (part or "0").isdigit():
+        return None
+    return int(float(f"{whole}.{part or 0}") * scale + 0.5)
 
 
 def _match(pattern: str, data: bytes, writer: int) -> None:
@@ -145,7 +156,8 @@ def _match(pattern: str, data: bytes, writer: int) -> None:
     for match in re.finditer(pattern, data.decode(errors="replace")):
         last = match
     if last is not None:
-        text = last.group(1) if last.re.groups else last.group(0)
+        # Of a pattern with alternatives, the group of the one that matched.
+        text = next((group for group in last.groups() if group is not None), last.group(0))
         os.write(writer, (text or "").encode()[:18])
 
 

@@ -16,6 +16,7 @@ import pytest
 
 from tests.bench_worker import eventually
 from tests.local_server import serving
+from tpucare.script import DEFAULT_PROGRESS
 
 TEMPLATES = Path(__file__).resolve().parents[1] / "templates"
 BOOT = "import sys; sys.dont_write_bytecode = True; sys.path.insert(0, sys.argv[1]); exec(sys.argv[2])"
@@ -47,6 +48,27 @@ def test_what_vanishes_while_old_runs_are_removed_ends_nothing(tmp_path: Path) -
     said_by(f"import processes; processes.prune_runs({str(tmp_path)!r}, 'pod-a1.8')")
     left = sorted(path.name for path in tmp_path.iterdir())
     assert left == [".in-1-2", ".in-new", *(f"pod-a1.{number}" for number in range(4, 9))]
+
+
+# --- steps of a log --------------------------------------------------------------------------------------------------
+
+
+def test_a_step_is_read_from_the_last_line_that_is_whole_whatever_ends_it(tmp_path: Path) -> None:
+    bar = "Epoch 3: {}%|█ | {}/1000 [00:17<00:21]"
+    log = f"{bar.format(44, 449)}\r{bar.format(45, 450)}\r{bar.format(46, 460)}"
+    (tmp_path / "log.0").write_text(log)
+    question = {"progress": DEFAULT_PROGRESS, "rescan": "1"}
+    code = f"import probe; print(probe._step({str(tmp_path)!r}, {question!r}, 0, {len(log.encode())}))"
+    assert said_by(code) == "450"
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("450", "450"), ("1.02k", "1020"), ("24.0k", "24000"), ("3M", "3000000"), ("", "None"), ("k", "None"),
+     ("1.2.3k", "None"), ("²k", "None"), ("12x", "None"), ("-1k", "None")],
+)  # fmt: skip
+def test_counts_that_bars_shorten_are_numbers(text: str, count: str) -> None:
+    assert said_by(f"import probe; print(probe._count({text!r}))") == count
 
 
 # --- what a run was told ---------------------------------------------------------------------------------------------

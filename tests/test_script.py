@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -320,3 +321,74 @@ def test_a_token_is_given_to_the_host_of_the_repository_alone(
     done = subprocess.run(["sh", str(program), asked], env={"GIT_TOKEN": "ghp"}, capture_output=True, text=True)
     assert done.stdout.strip() == given
     assert (done.returncode == 0) == bool(given)
+
+
+# Lines as trainers write them: the source, the line, the step.
+LINES = [
+    ("a loop of one's own", "step 12 loss 3.1", "12"),
+    (
+        "MaxText, maxtext#4847",
+        "I0811 21:54:55.531340 138304841739136 metric_logger.py:226] completed step: 1, seconds: 0.631, "
+        "TFLOP/s/device: 5688.282, Tokens/s/device: 311629.521, total_weights: 1572864, loss: 12.979",
+        "1",
+    ),
+    (
+        "transformers, transformers#9613",
+        "[INFO|trainer_tf.py:398] 2021-01-15 10:28:56,791 >> {'loss': 0.604829, 'learning_rate': 4.7826084e-05, "
+        "'epoch': 0.17391304347826086, 'step': 20}",
+        "20",
+    ),
+    ("tqdm, maxtext#3192", " 73%|███████▎  | 97/132 [00:12<00:02, 13.38it/s, RAM: 40.1/251.9GB (15.9%)]", "97"),
+    ("tqdm without an end", "Training: 412it [00:51, 8.01it/s]", "412"),
+    ("tqdm with short units", "  5%|▌         | 1.20k/24.0k [02:10<41:02, 9.26it/s]", "1.20k"),
+    ("Lightning, pytorch-lightning#4225", "Epoch 0:  22%|██▏       | 4/18 [00:17<01:02,  4.47s/it, loss=10.072]", "4"),
+    (
+        "levanter, MarinFold#160",
+        "Progress on:train 586it/2.06kit rate:5.5s/it remaining:2:16:02 elapsed:55:45 loss=2.45",
+        "586",
+    ),
+    ("levanter beyond a thousand", "Progress on:train 1.02kit/2.06kit rate:5.5s/it remaining:1:36:02", "1.02k"),
+    ("Keras 2", "1213/1213 [==============================] - 0s - loss: 0.1760", "1213"),
+    ("Keras 2 on its way", " 512/1213 [===========>..................] - ETA: 3s - loss: 0.1760", "512"),
+    ("Keras 3", "\r 450/1875 ━━━━━━━━━━━━━━━━━━━━ 4s 2ms/step - loss: 0.3456", "450"),
+    (
+        "rich, kraken#486",
+        "stage 1/∞ ━╺━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━ 712/25483 0:00:20 • 0:11:35 35.65it/s v_num: 0",
+        "712",
+    ),
+    (
+        "written anew on its line",
+        "Epoch 3:  44%|██ | 449/1000 [00:17\rEpoch 3:  45%|██ | 450/1000 [00:17<00:21]",
+        "450",
+    ),
+    # What is no step.
+    ("a percentage", "step: 45% of the warmup", None),
+    ("a length of time", "seconds per step: 0.631", None),
+    ("a date", "last step: 2026-11-22 10:00:00", None),
+    ("an estimate", "ETA 3:20, 12/11/2026 [10:33:01] 45%", None),
+    ("a download", "model.safetensors:  45%|████▌     | 450M/1.00G [00:12<00:14, 38.2MB/s]", None),
+    ("shards that are loaded", "Loading checkpoint shards:  67%|██████▋   | 2/3 [00:04<00:02,  2.1s/it]", None),
+    ("data that is prepared", "Map:  45%|████▌     | 450/1000 [00:01<00:01, 380 examples/s]", None),
+    ("other words", "footstep 7 or steps 8, stepwise 9", None),
+]
+
+
+@pytest.mark.parametrize(("line", "want"), [line[1:] for line in LINES], ids=[line[0] for line in LINES])
+def test_the_default_pattern_understands_the_usual_trainers(line: str, want: str | None) -> None:
+    found = re.finditer(script.DEFAULT_PROGRESS, f"2026-11-22 begins\n{line}\n")
+    told = [next(group for group in match.groups() if group is not None) for match in found]
+    assert (told[-1] if told else None) == want
+
+
+@pytest.mark.parametrize("unit", ["1", "Epoch ", "train x", " 45%|", "━", "step = ", "|", "\r 1/1 [="])
+def test_the_default_pattern_takes_time_in_proportion(unit: str) -> None:
+    """Twice the log takes about twice as long, whatever is in it; a pattern that backtracks would take four times."""
+
+    def seconds(size: int) -> float:
+        text = unit * (size // len(unit))
+        begun = time.process_time()
+        for _ in re.finditer(script.DEFAULT_PROGRESS, text):
+            pass
+        return time.process_time() - begun
+
+    assert seconds(1 << 18) < 1.0, "a probe allows a second"

@@ -235,7 +235,9 @@ class JobSection(Section):
         "", description="Where checkpoints lie: `gs://BUCKET/PATH`, or an absolute path that all nodes share."
     )
     progress: Annotated[str, AfterValidator(values.progress)] = _inherited(
-        "", "Regular expression whose one group is the step in the log. Default: the usual ways to write `step 123`."
+        "",
+        "Regular expression whose one group is the step in the log. Default: the usual ways to write `step 123`, and "
+        "bars of tqdm, Lightning, Keras and levanter.",
     )
 
 

@@ -27,7 +27,26 @@ from tpucare.orders import LaunchOrder
 if TYPE_CHECKING:
     import jinja2
 
-DEFAULT_PROGRESS = r"(?i)\bstep[\"']?[ =:]+(\d+)"
+# Where a line begins, or is written anew.
+_BEGIN = r"(?:\A|[\r\n])[ \t]*"
+_TITLE = rf"{_BEGIN}(?:(?:epoch|train|step|iter)[^|\r\n]{{0,60}}?[ \t])?[ \t]*"
+_COUNT = r"(\d+(?:\.\d+)?[kMG]?)"
+# Each repetition is bounded, so that matching takes time in proportion to the log. A bar of tqdm counts where it has no
+# title or one of training: those of downloads and of preparing data say nothing of steps.
+DEFAULT_PROGRESS = "(?i)" + "|".join(
+    (
+        # A loop of one's own, MaxText, trainers that print a dictionary; no date, no length of time, no percentage.
+        r"\bstep[\"']?[ =:]+(\d+)\b(?!\.\d|%|-\d\d-)",
+        # tqdm, Lightning.
+        rf"{_TITLE}\d{{1,3}}%\|[^|\r\n]{{0,200}}\|[ \t]*{_COUNT}/\S{{1,12}} \[\d",
+        rf"{_TITLE}{_COUNT}it \[\d",
+        # levanter.
+        rf"\bprogress on:[ \t]?train[ \t]+{_COUNT}it/",
+        # Keras, and bars of rich.
+        rf"{_BEGIN}(\d+)/\d+ (?:\[[=>.]{{5}}|\u2501{{3}})",
+        r"\u2501[\u2578\u257a]?[ \t]*(\d+)/\d+[ \t]\d+:\d\d",
+    )
+)
 TOOL_NAMES = (
     "checkpoints.py",
     "files.py",
