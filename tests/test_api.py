@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import pytest
 
 import tpucare
 from tests.office import BEAT, QUICK, REPOSITORY
-from tpucare import stores
+from tpucare import api, stores
 from tpucare.arguments import Door
 from tpucare.caring import Blind, refusing_blindness
 from tpucare.cloud import connect
@@ -263,6 +264,14 @@ def test_a_listener_that_raises_ends_nothing(grant: Grant, capsys: pytest.Captur
     assert capsys.readouterr().err.count("on_event raised ValueError: mine") == 1
 
 
+def test_a_context_that_is_kept_from_the_last_start_is_named_at_this_one() -> None:
+    """A script that makes a new sweep at each start must hear that the next node works for the old one."""
+    said = api._kept_context("pod", {"sweep": "old"}, datetime(2026, 11, 1, tzinfo=UTC))
+    assert (said.kind, said.slot) == ("context", "pod")
+    assert "the last start (dict) is kept" in said.text
+    assert "fresh=True begins without it" in said.text
+
+
 # --- what is refused -------------------------------------------------------------------------------------------------
 
 
@@ -273,6 +282,7 @@ def test_the_same_host_twice_is_one_clear_line(grant: Grant) -> None:
         tpucare.start_single("pod", 3, ZONE, True, None, 1, start_fn, created, **grant.arguments())
     assert str(caught.value).startswith(f"pod is cared for already, by process {os.getpid()}: ")
     assert "\n" not in str(caught.value)
+    assert caught.value.__suppress_context__, "one traceback, and no lock of the operating system above it"
 
 
 @pytest.mark.parametrize(

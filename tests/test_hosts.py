@@ -101,7 +101,7 @@ def test_a_command_that_fails_says_how(house: House) -> None:
         hosts.exec_on_tpu("pod", NEAR, 'test "${HOSTNAME##*-}" = 0', "all")
     with pytest.raises(CommandFailed, match=r"2 of 2 workers failed: .*worker 0.*worker 1"):
         hosts.exec_on_tpu("pod", NEAR, "exit 4", "all")
-    with pytest.raises(CommandFailed, match="No such file"):
+    with pytest.raises(CommandFailed, match=r"^pod, worker 0: nowhere/config.yaml cannot be written: No such file"):
         hosts.send_to_tpu("pod", NEAR, "nowhere/config.yaml", "x")
 
 

@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -191,7 +192,10 @@ def _start(call: Call) -> None:
                 parts.contexts.drop(name)
             # One that does not fit this script is told now, and not by a setup that fails on every node.
             for index in range(fleet.count):
-                parts.contexts.get(fleet.slot_name(index))
+                name = fleet.slot_name(index)
+                kept = parts.contexts.get(name)
+                if kept is not None and parts.care is not None:
+                    parts.care.engine.tell(_kept_context(name, kept, parts.care.clock.now()))
 
         def ended(slot: str) -> None:
             assert parts.contexts is not None
@@ -231,6 +235,15 @@ def _launcher_of(start: Start, starter: Starter, parts: _Parts) -> MakeLauncher:
         return parts.launcher
 
     return make
+
+
+def _kept_context(slot: str, kept: object, now: datetime) -> Event:
+    """A script that makes something anew at each start, such as a sweep, must hear that the last start's goes on."""
+    text = (
+        f"{slot}: the context of the last start ({type(kept).__name__}) is kept, and creation_callback gets it for the "
+        "next node; fresh=True begins without it"
+    )
+    return Event(now, "context", text, slot)
 
 
 def _forgotten(memories: dict[str, Memory], fleet: fleets.Fleet, *, fresh: bool) -> list[str]:
@@ -280,13 +293,14 @@ def _assembled(
     listen = refusing_blindness(_listener(progress, door.on_event))
     try:
         return assemble(options, os.environ, listen=listen, launcher=launcher, creation=creation)
-    except StoreLocked as error:
+    except StoreLocked:
         pid = holder(options.state, options.store)
         whose = f"process {pid}" if pid else "another process"
         name = declared.fleet.name
+        # What the operating system said of the lock is under this line in no way that helps.
         raise StoreLocked(
             f"{name} is cared for already, by {whose}: stop that one, or give this one another name"
-        ) from error
+        ) from None
 
 
 def _listener(progress: Progress, on_event: Callable[[Event], None] | None) -> Callable[[Event], None]:

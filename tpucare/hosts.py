@@ -59,8 +59,8 @@ def send_to_tpu(host: str, zone: str, filename_on_tpu: str, command: str, worker
     def put(number: int) -> None:
         # First, so that a script which is there has its key.
         if isinstance(command, Command) and command.netrc:
-            reach.put(number, path + NETRC_SUFFIX, command.netrc.encode(), 0o600)
-        reach.put(number, path, content, mode)
+            _put(host, reach, number, path + NETRC_SUFFIX, command.netrc.encode(), 0o600)
+        _put(host, reach, number, path, content, mode)
 
     _on_each(host, _numbers(host, reach, worker), put)
 
@@ -81,7 +81,7 @@ def exec_on_tpu(host: str, zone: str, command: str, worker: WorkerIndex = 0) -> 
 
     def run(number: int) -> str:
         if isinstance(command, Command) and command.netrc:
-            reach.put(number, NAMELESS + NETRC_SUFFIX, command.netrc.encode(), 0o600)
+            _put(host, reach, number, NAMELESS + NETRC_SUFFIX, command.netrc.encode(), 0o600)
         return _checked(host, number, reach.run(number, text, limit=OUTPUT_LIMIT))
 
     outputs = _on_each(host, _numbers(host, reach, worker), run)
@@ -194,6 +194,16 @@ def _together(host: str, count: int, errors: Mapping[int, BaseException]) -> Bas
         return CommandFailed(text, failed[0].exit_status, tail)
     silent = next(error for error in errors.values() if not isinstance(error, CommandFailed))
     return type(silent)(text)
+
+
+def _put(host: str, reach: Reach, number: int, path: str, content: bytes, mode: int) -> None:
+    """Raises: CommandFailed: in the words of the other functions, host and worker rather than an address."""
+    try:
+        reach.put(number, path, content, mode)
+    except CommandFailed as error:
+        why = error.stderr_tail or str(error)
+        text = f"{host}, worker {number}: {path} cannot be written: {why}"
+        raise CommandFailed(text, error.exit_status, error.stderr_tail) from error
 
 
 def _checked(host: str, number: int, ran: Ran) -> str:
