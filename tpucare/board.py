@@ -161,6 +161,9 @@ class Board:
             known = self.publishing.get(publisher)
             if known is None or known.at < told.at:
                 self.publishing[publisher] = told
+                if known is None or known.published is not told.published:
+                    # How long a slot waits for host keys there turns on that word.
+                    self.decide_again(self.slots)
 
     def event(
         self,
