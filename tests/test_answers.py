@@ -43,3 +43,33 @@ def test_a_worker_whose_shell_greets_is_launched_on(tmp_path: Path) -> None:
         assert made.ended().exit_status == 0
         assert "here" in made.log()
         assert made.stop().quiet
+
+
+NOWHERE = """\
+Warning: Permanently added 'github.com' (ED25519) to the list of known hosts.
+fatal: '/home/me/nowhere.git' does not appear to be a git repository
+fatal: Could not read from remote repository.
+
+Please make sure you have the correct access rights
+and the repository exists.
+"""
+ASK = " (private? name GIT_TOKEN or GIT_SSH_KEY in job.secrets)"
+
+
+@pytest.mark.parametrize(
+    ("stderr", "secrets", "text"),
+    [
+        (NOWHERE, (), f"'/home/me/nowhere.git' does not appear to be a git repository{ASK}"),
+        (NOWHERE, ("GIT_TOKEN",), "'/home/me/nowhere.git' does not appear to be a git repository"),
+        ("remote: Repository not found.\nfatal: repository 'x' not found\n", (), f"Repository not found.{ASK}"),
+        (
+            "git@h: Permission denied (publickey).\nfatal: Could not\n",
+            (),
+            f"git@h: Permission denied (publickey).{ASK}",
+        ),
+        ("https://h/x has no branch or tag named b\n", (), "https://h/x has no branch or tag named b"),
+        ("", (), "git ended with status 81"),
+    ],
+)
+def test_of_git_the_first_line_that_says_it_is_told(stderr: str, secrets: tuple[str, ...], text: str) -> None:
+    assert answers.git_failed(Ran(81, b"", stderr.encode()), secrets) == text

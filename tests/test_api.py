@@ -581,7 +581,7 @@ def test_sigterm_and_sighup_leave_the_node_and_say_how_to_go_on(
     code, out, err = script.end(number)
     assert (code, out) == (128 + number, "")
     assert "the same call goes on where this one stopped" in err
-    assert f"{number.name}: 1 nodes are left alive ({name} in {ZONE})" in err
+    assert f"{number.name}: 1 node is left alive ({name} in {ZONE})" in err
     assert list(grant.nodes()) == [name]
     assert "Traceback" not in err
 

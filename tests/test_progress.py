@@ -10,7 +10,9 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
+import structlog
 
+from tpucare import events
 from tpucare.model import Event
 from tpucare.progress import LiveProgress, PlainProgress, progress_on, summary
 
@@ -95,3 +97,15 @@ def test_a_stream_that_is_gone_stops_nobody(make: Any) -> None:
     progress.event(event("x"))
     progress.show([row()])
     progress.close()
+
+
+def test_the_log_for_people_says_nothing_twice() -> None:
+    out = io.StringIO()
+    events.configure(events.LogForm.CONSOLE, "info", out)
+    tell = events.teller()
+    fields = {"state": "READY", "zone": "us-east1-d"}
+    tell(Event(NOW, "state", "pod-0-a0 is READY", "pod-0", "pod-0-a0", "info", fields))
+    tell(Event(NOW, "gone", "pod-0-a0 is gone", "pod-0", "pod-0-a0", "warning"))
+    structlog.reset_defaults()
+    said = [line.split(" ", 3)[3] for line in out.getvalue().splitlines()]
+    assert said == ["pod-0        pod-0-a0 is READY zone=us-east1-d", "pod-0        WARNING pod-0-a0 is gone"]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import binascii
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from tpucare.errors import CommandFailed, RemoteError
@@ -22,6 +22,8 @@ from tpucare.plain import plain
 TOKEN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\.\d{1,9}")
 BOOT_ID = re.compile(r"[0-9a-f-]{1,64}")
 DETAIL_LIMIT = 500
+_GIT_ASIDES = ("warning:", "hint:", "cloning into", "note:")
+_GIT_PREFIXES = ("fatal: ", "remote: ", "error: ")
 NUMBER_LIMIT = 10**18
 
 _COMMIT = re.compile(rb"^commit ([0-9a-f]{40}|[0-9a-f]{64})$", re.MULTILINE)
@@ -120,6 +122,24 @@ def failed(ran: Ran, what: str) -> CommandFailed:
     lines = [line for line in ran.stderr[-4096:].decode(errors="replace").splitlines() if line.strip()]
     tail = one_line(lines[-1]) if lines else ""
     return CommandFailed(f"{what}: {tail or f'exit status {ran.exit_status}'}", ran.exit_status, tail)
+
+
+def git_failed(ran: Ran, secrets: Collection[str]) -> str:
+    """
+    Why a repository or branch was not found, by the first line of git that says it: the last ones are general advice.
+
+    secrets: names of those that the job has
+    """
+    lines = [line.strip() for line in ran.stderr[-4096:].decode(errors="replace").splitlines() if line.strip()]
+    said = [line for line in lines if not line.lower().startswith(_GIT_ASIDES)] or lines
+    if not said:
+        return f"git ended with status {ran.exit_status}"
+    text = said[0]
+    for prefix in _GIT_PREFIXES:
+        text = text.removeprefix(prefix)
+    is_gits = any(line.startswith("fatal: ") for line in lines)
+    private = is_gits and not {"GIT_TOKEN", "GIT_SSH_KEY"} & set(secrets)
+    return one_line(text) + (" (private? name GIT_TOKEN or GIT_SSH_KEY in job.secrets)" if private else "")
 
 
 def one_line(text: str) -> str:

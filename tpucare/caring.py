@@ -215,7 +215,8 @@ class Foreground:
     def _leave_alive(self, number: int) -> None:
         name = signal.Signals(number).name
         left = self._nodes(living=True)
-        alive = f"{len(left)} nodes are left alive ({', '.join(left)})" if left else "no node is there"
+        count = f"{len(left)} nodes are" if len(left) != 1 else "1 node is"
+        alive = f"{count} left alive ({', '.join(left)})" if left else "no node is there"
         again = "the same call goes on where this one stopped"
         self._progress.say(f"{name}: {alive}; {again}, `tpucare down {self._fleet.name}` deletes them")
         self.roster.say("stop", f"{name}: {alive}", self._fleet.name, "info")

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
+from datetime import datetime
 from enum import StrEnum
 from typing import Any, TextIO
 
 import structlog
 
 from tpucare.model import Event
+from tpucare.narration import event_line
 from tpucare.plain import plain
 
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
@@ -31,15 +33,11 @@ def configure(form: LogForm, level: str = "info", stream: TextIO | None = None) 
     """Once per process, before the first line."""
     out = stream or sys.stderr
     logging.getLogger().setLevel(logging.WARNING)
-    last: Any = (
-        structlog.processors.JSONRenderer(default=str)
-        if form is LogForm.JSON
-        else structlog.dev.ConsoleRenderer(colors=out.isatty())
-    )
+    last: Any = structlog.processors.JSONRenderer(default=str) if form is LogForm.JSON else _line_for_people
     structlog.configure(
         processors=[
             structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True, key="at" if form is LogForm.JSON else "timestamp"),
+            structlog.processors.TimeStamper(fmt="iso", utc=True, key="at"),
             structlog.processors.format_exc_info,
             last,
         ],
@@ -47,6 +45,20 @@ def configure(form: LogForm, level: str = "info", stream: TextIO | None = None) 
         logger_factory=structlog.WriteLoggerFactory(out),
         cache_logger_on_first_use=True,
     )
+
+
+def _line_for_people(_: object, __: str, said: MutableMapping[str, Any]) -> str:
+    """Local time, slot and text; of the fields only what the text does not say already."""
+    text, trace = str(said.pop("event", "")), said.pop("exception", "")
+    at, level = datetime.fromisoformat(said.pop("at")).astimezone(), said.pop("level", "info")
+    slot = said.pop("slot", "")
+    more = [f"{key}={value}" for key, value in said.items() if key != "kind" and _is_news(value, text)]
+    line = event_line(at, level, slot, " ".join([text, *more]))
+    return f"{line}\n{trace}" if trace else line
+
+
+def _is_news(value: object, text: str) -> bool:
+    return value not in (None, "") and str(value) not in text
 
 
 def teller() -> Callable[[Event], None]:

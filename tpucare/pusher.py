@@ -142,7 +142,7 @@ def _commit_of(pushed: Sequence[Ran | Exception], secrets: Mapping[str, str]) ->
         return "", ""
     if commit := answers.read_commit(first):
         return commit, ""
-    text = str(answers.failed(first, "the branch could not be resolved to a commit"))
+    text = f"the branch could not be resolved to a commit: {answers.git_failed(first, secrets.keys())}"
     for value in secrets.values():
         text = text.replace(value, "***") if value else text
     return "", text

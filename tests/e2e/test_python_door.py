@@ -266,7 +266,7 @@ def test_after_sigterm_the_next_start_goes_on_with_node_context_and_attempt(thea
     theatre.await_(lambda: len(home.names()) == 1, "the first node is gone")
     (node,), before, (token,) = home.names(), len(script.told()), home.runs()
     assert script.end(signal.SIGTERM) == 128 + signal.SIGTERM
-    assert f"SIGTERM: 1 nodes are left alive ({node} in {ZONE})" in script.text
+    assert f"SIGTERM: 1 node is left alive ({node} in {ZONE})" in script.text
     assert "returned" not in script.text
     assert list(home.runs()) == [token], "what start_fn started goes on"
 
