@@ -199,6 +199,7 @@ class History:
         def list_nodes(project: str) -> Listing:
             listing = listed(project)
             self.properties.observed.listed(self.now)
+            self.properties.dark = listing.unreachable
             return listing
 
         cloud.list_nodes = list_nodes  # type: ignore[method-assign]

@@ -166,6 +166,7 @@ class Properties:
         self._made: dict[str, tuple[float, bool]] = {}
         self._creates: deque[float] = deque()
         self._turns: dict[str, Turns] = {}
+        self.dark: frozenset[str] = frozenset()
         self._judged: deque[tuple[float, str]] = deque()
         self.said: dict[str, str] = {}
         self._lives = Lives(probe)
@@ -348,7 +349,9 @@ class Properties:
             # A late call, or the same one again, is nobody's turn.
             return
         now = self.wall()
-        open_places = [place.key for place in declared.places if _is_open(memory.place(place.key), now)]
+        # In a zone that does not answer nothing is asked for.
+        lit = [place for place in declared.places if place.zone not in self.dark]
+        open_places = [place.key for place in lit if _is_open(memory.place(place.key), now)]
         for starved in self._turns.setdefault(slot, Turns(len(declared.places))).asked(intent.place, open_places):
             self._break("no-starved-place", f"{slot} asks at {intent.place} again, and never at {starved}")
 
