@@ -135,7 +135,7 @@ def test_a_dependency_that_is_away_for_hours_fails_no_slot_that_had_trained_for_
     """A bucket, a package index or W&B: every run dies soon after its start, and then it is there again."""
     daemon = Daemon(tmp_path)
     daemon.care_for("pod", 2, SINGLE)
-    daemon.run_until(lambda: all(daemon.memory(slot).served_job for slot in daemon.engine.slots))
+    daemon.run(minutes=75)
     for slot in daemon.engine.slots:
         daemon.launcher.script.exits[slot], daemon.launcher.script.failures[slot] = (-1, 1, 10.0), phase
     end_all(daemon)
@@ -154,13 +154,15 @@ def test_a_dependency_that_is_away_for_hours_fails_no_slot_that_had_trained_for_
 def test_a_job_that_cannot_serve_any_more_is_given_up_after_a_day(tmp_path: Path) -> None:
     daemon = Daemon(tmp_path)
     daemon.care_for("pod", 1, SINGLE, care=Care(crash_budget=1))
-    await_training(daemon)
+    daemon.run(minutes=75)
     daemon.launcher.script.exits["pod-0"] = (-1, 1, 10.0)
     end_all(daemon)
-    daemon.run(hours=26)
+    daemon.run(hours=3, minutes=30)
+    assert daemon.zone.nodes() == [], "what failed first is kept for a look, for an hour; what was tried since is not"
+    daemon.run(hours=22, minutes=30)
     tried = len(daemon.launcher.launches)
     daemon.run(hours=5)
-    assert len(daemon.launcher.launches) == tried <= 30
+    assert 20 <= len(daemon.launcher.launches) == tried <= 30
     assert daemon.why()["pod-0"] == "failed: the run exited with 1"
     assert daemon.engine.is_over("pod-0")
 

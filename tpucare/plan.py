@@ -320,7 +320,9 @@ def _end_node(slot: Slot, seen: NodeEvidence, evidence: Evidence, memory: Memory
     else:
         # What was paid for by the hour is kept for a look until somebody has looked.
         # No backoff: a person may want days, and a clock that was set back only keeps it for longer.
-        kept_until = memory.ended_at + slot.care.keep_failed if memory.ended_at is not None else None
+        # What an hourly try brings was looked at when the slot failed first.
+        failed_at = memory.failed_since or memory.ended_at
+        kept_until = failed_at + slot.care.keep_failed if failed_at is not None else None
         due = kept_until is not None and timers.passed(kept_until, timedelta.max)
         goes = due and not keeps_node(seen)
     if goes:

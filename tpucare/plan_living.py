@@ -32,7 +32,6 @@ CHECKPOINT_LOOK_EVERY = timedelta(seconds=15)
 # In a row, over several nodes: then it is the job's own doing.
 STALL_BUDGET = 6
 FIRST_WAIT_FACTOR = 2
-FURTHER_LOOK_EVERY = timedelta(minutes=1)
 NO_TIME = timedelta()
 
 
@@ -63,18 +62,22 @@ def decide_living(slot: Slot, seen: NodeEvidence, past: NodeMemory, memory: Memo
 
 def _row_ends(seen: NodeEvidence, memory: Memory, timers: Timers) -> Settle | None:
     """What failed before is no row any more once a run gets further, or lives long where it tells of no step."""
-    name, run = seen.node.name, memory.run
-    assert run is not None
-    if memory.failed_since is None and not any(memory.book(name).failures for name in ENDED_BY_PROGRESS):
-        return None
-    if seen.progress.told is None:
-        if not timers.lasted(seen.progress.begun, LONG_LIFE):
-            return None
-        return Settle(Fact.RUN_LASTED, f"it tells of no step, and lives for {spoken(LONG_LIFE)}", name)
-    if run.progressed and has_advanced(seen, memory):
+    if got_further(seen, memory):
         return _progressed(seen, memory, "the run got further than any before it")
-    timers.again(FURTHER_LOOK_EVERY)
-    return None
+    lasted = seen.progress.told is None and _is_row_open(memory) and timers.lasted(seen.progress.begun, LONG_LIFE)
+    why = f"it tells of no step, and lives for {spoken(LONG_LIFE)}"
+    return Settle(Fact.RUN_LASTED, why, seen.node.name) if lasted else None
+
+
+def got_further(seen: NodeEvidence, memory: Memory) -> bool:
+    """A row of failures ends with what the workers said just now; no timer tells when that will be."""
+    run = memory.run
+    tells = run is not None and run.progressed and seen.progress.told is not None
+    return tells and _is_row_open(memory) and has_advanced(seen, memory)
+
+
+def _is_row_open(memory: Memory) -> bool:
+    return memory.failed_since is not None or any(memory.book(name).failures for name in ENDED_BY_PROGRESS)
 
 
 def _progressed(seen: NodeEvidence, memory: Memory, why: str) -> Settle:
@@ -101,10 +104,8 @@ def past_setup(workers: tuple[WorkerReport, ...]) -> bool:
 def _overdue_phase(slot: Slot, seen: NodeEvidence, memory: Memory, timers: Timers) -> Action | None:
     assert seen.report is not None
     phases = {worker.phase for worker in seen.report.workers}
-    if phases & {Phase.FETCH, Phase.SETUP, Phase.NONE}:
-        if timers.lasted(seen.phase_since, slot.care.setup_timeout):
-            return booked(seen, memory, "setup does not end", BookName.SETUP, slot.care.setup_budget)
-        return None
+    if phases & {Phase.FETCH, Phase.SETUP, Phase.NONE} and timers.lasted(seen.phase_since, slot.care.setup_timeout):
+        return booked(seen, memory, "setup does not end", BookName.SETUP, slot.care.setup_budget)
     return None
 
 

@@ -20,6 +20,8 @@ from tpucare.evidence import SUPPORTING_OBSERVATIONS
 from tpucare.hearing import Hearing
 from tpucare.model import PENDING_STATES, USABLE_STATES, NodeState
 from tpucare.orders import NodeReport, Phase, ProbeOrder
+from tpucare.plan_ended import EXIT_IS_SEEN_REPORTS
+from tpucare.plan_living import got_further
 from tpucare.ports import Finished, Lane
 from tpucare.tracking import NodeTrack, SlotTrack, is_running, newest_checkpoint, newest_step
 
@@ -143,7 +145,10 @@ class Prober:
         # Nothing turns on a second signal but the note that this job tells of its progress at all.
         # But that it stands still is said by so many reports without one.
         stood_still = seen.progress.unchanged == SUPPORTING_OBSERVATIONS
-        if changed or stood_still or (seen.progress.signals == 2 and signals < 2):
+        # So is that it ended for sure, and that it got further than what failed before.
+        ended = seen.ended_reports == EXIT_IS_SEEN_REPORTS
+        second = seen.progress.signals == 2 and signals < 2
+        if changed or stood_still or ended or second or got_further(seen.freeze(), track.memory):
             self.board.dirty[track.slot.name] = None
 
     def _tell(

@@ -35,6 +35,7 @@ from tpucare.remember_runs import (
     after_stop,
     attempted,
     far,
+    has_served,
     intend_launch,
     intend_stop,
     progress_over,
@@ -95,17 +96,17 @@ def _settle(memory: Memory, action: Settle, now: datetime, rng: random.Random) -
             if run is None:
                 return memory
             gap = action.gap.total_seconds() if action.gap is not None else run.gap_seconds
-            memory = replace(memory, step_job=run.job, gap_seconds=gap, served_job=run.job)
+            memory = replace(memory, step_job=run.job, gap_seconds=gap)
             return replace(memory, run=replace(run, progressed=True, gap_seconds=gap))
         case Fact.RUN_FINISHED:
             return replace(memory, run=replace(run, finished=True)) if run is not None else memory
         case Fact.RUN_LASTED:
-            return progress_over(memory)
+            return has_served(memory)
         case Fact.TRIED_AGAIN:
             return replace(memory, end=End.NONE, end_why="", ended_at=None)
         case Fact.ENDED:
             if action.end is End.DONE:
-                memory = progress_over(memory)
+                memory = has_served(memory)
             return replace(memory, end=action.end, end_why=action.why, ended_at=now)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from datetime import datetime
+from datetime import datetime, timedelta
 
 from tpucare import placement
 from tpucare.actions import Delete, Launch, Stop
@@ -18,9 +18,12 @@ from tpucare.memory import ENDED_BY_PROGRESS, Book, BookName, End, Memory, RunMe
 from tpucare.orders import LaunchResult, StopResult
 from tpucare.remember_creates import served
 
+# A run that lived for as long, by the wall clock, has trained: one that crashes after a minute each time never did.
+SERVED_AFTER = timedelta(hours=1)
+
 
 def intend_launch(memory: Memory, action: Launch, now: datetime) -> Memory:
-    memory = attempted(_of_job(memory, action.job), action.key.name)
+    memory = attempted(_of_job(_trained(memory, now), action.job), action.key.name)
     run = RunMemory(action.token, action.key.name, action.number, launched_at=now, job=action.job)
     return replace(memory, run=run, restart_asked=False, fence_confirmed=False)
 
@@ -40,6 +43,7 @@ def _of_job(memory: Memory, job: str) -> Memory:
 def intend_stop(memory: Memory, action: Stop, now: datetime, rng: random.Random) -> Memory:
     run = memory.run
     number = int(action.token.rpartition(".")[2])
+    memory = _trained(memory, now)
     if run is None or run.node != action.key.name:
         run = RunMemory(action.token, action.key.name, number, launched_at=now)
     then = action.then.value if action.then else run.then_delete
@@ -50,7 +54,7 @@ def intend_stop(memory: Memory, action: Stop, now: datetime, rng: random.Random)
         memory = _count_on_node(memory, action)
     if action.served:
         # The next run may begin anew: what this one reached is no measure for it.
-        memory = replace(progress_over(memory), step=None, checkpoint=None)
+        memory = replace(has_served(memory), step=None, checkpoint=None)
     if action.gives_up:
         memory = _failed(memory, action.why, now)
     return memory
@@ -58,6 +62,7 @@ def intend_stop(memory: Memory, action: Stop, now: datetime, rng: random.Random)
 
 def with_a_lost_run(memory: Memory, action: Delete, now: datetime, rng: random.Random) -> Memory:
     """The run goes with its node: what a Stop would book."""
+    memory = _trained(memory, now)
     if action.book is not None:
         memory = _enter(far(memory, action.step, action.checkpoint), action.book, action.why, action.advanced, now, rng)
     if action.gives_up:
@@ -106,8 +111,21 @@ def progress_over(memory: Memory) -> Memory:
     """It got further, lived long or ended well: whatever fails next is the first of its row."""
     for name in ENDED_BY_PROGRESS:
         memory = row_over(memory, name)
-    served = memory.run.job if memory.run is not None else memory.served_job
-    return replace(memory, served_job=served, failed_since=None)
+    return replace(memory, failed_since=None)
+
+
+def has_served(memory: Memory) -> Memory:
+    """The run of now did what its job is for: where that job fails later, it is tried again."""
+    memory = progress_over(memory)
+    return replace(memory, served_job=memory.run.job) if memory.run is not None else memory
+
+
+def _trained(memory: Memory, now: datetime) -> Memory:
+    """A run that made progress and lived long has trained, however it ends."""
+    run = memory.run
+    if run is None or run.stop_why or not run.progressed or now - run.launched_at < SERVED_AFTER:
+        return memory
+    return replace(memory, served_job=run.job)
 
 
 def row_over(memory: Memory, name: BookName) -> Memory:
