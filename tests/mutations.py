@@ -31,11 +31,12 @@ from tpucare.actions import Reason, Vouch, Wait
 from tpucare.board import Board
 from tpucare.brake import Brake
 from tpucare.emulator.records import NodeSpec
-from tpucare.memory import Memory
+from tpucare.memory import BookName, Memory
 from tpucare.model import DEAD_STATES, LABEL_FLEET, LABEL_NUMBER, LABEL_OWNER, LABEL_SLOT, Node, NodeKey
 from tpucare.observer import Observer
 from tpucare.outcomes import Outcomes
 from tpucare.placement import CreateBudget
+from tpucare.plan_words import ending
 from tpucare.projects import ProjectView
 from tpucare.simulation.history import History, Outcome
 from tpucare.simulation.scenario import (
@@ -254,6 +255,10 @@ def _forget_pins_unvouched(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Outcomes, "_after", trusting)
 
 
+def _fail_at_a_stall(seen: Any, memory: Any, past: Any, why: str, lasted: timedelta) -> Any:
+    return ending(seen, memory, why, BookName.STALL, gives_up=True, stacks=True, lasted=lasted)
+
+
 def _tell_no_person(patch: pytest.MonkeyPatch) -> None:
     event = Board.event
 
@@ -463,7 +468,7 @@ MUTATIONS = (
     Mutation(
         "one stall is too many",
         "failed-rightly",
-        _swap(plan_living, "STALL_BUDGET", 0),
+        _swap(plan_living, "_stall", _fail_at_a_stall),
         (Strike(1600, "hung", "mini-0"),),
     ),
     Mutation(

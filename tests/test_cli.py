@@ -499,7 +499,7 @@ def test_from_the_emulator_to_nothing_left(shell: Shell, tmp_path: Path) -> None
     assert daemon.end(signal.SIGTERM) == 0
     assert shell.json("emulator", "status")["nodes"][0]["state"] == "READY"
     assert shell("ssh", "pod-0", "--", "echo", "still").stdout == "still\n", "GetNode says where it is"
-    assert shell("plan").stdout == "pod-0: wait: running\n"
+    assert shell("plan").stdout.startswith("pod-0: wait: running")
 
     again = shell.start("daemon")
     shell.until(lambda: shell.slot().get("training"))

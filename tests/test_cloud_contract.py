@@ -343,10 +343,11 @@ def test_a_quota_arrives_from_the_call(build: Build) -> None:
     rig = build(
         quotas=[
             {"generation": "v2", "zone": ZONE, "limit": 4},
-            {"generation": "v2", "region": "europe-west4", "limit": 0, "form": "limit"},
+            {"generation": "v2", "region": "europe-west4", "limit": 4, "form": "limit"},
         ]
     )
     rig.cloud.create_node(wanted("pod-0-a1"))
+    rig.cloud.create_node(wanted("pod-2-a1", OTHER_ZONE))
     with pytest.raises(QuotaExceeded) as zonal:
         rig.cloud.create_node(wanted("pod-1-a1"))
     assert not zonal.value.region_wide

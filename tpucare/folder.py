@@ -105,6 +105,12 @@ class Watch:
                         yield self.folder / entry.name, (status.st_mtime_ns, status.st_size, status.st_ino)
 
 
+def where_it_lies(path: Path) -> Path:
+    """The file that a person means by *path*, also after `down` has renamed it."""
+    mark = path.with_name(path.name + DOWN)
+    return mark if mark.is_file() and not path.exists() else path
+
+
 class Intake:
     """Brings changed files into the roster. On the thread of the loop only."""
 

@@ -62,14 +62,15 @@ def test_a_node_of_somebody_else_with_our_name_is_left_alone(tmp_path: Path) -> 
         home.declare("pod")
         _create_as(home, "o-somebodyelse", "pod-0-a0")
         home.start()
-        person = home.await_event("person", "pod-0")
-        assert "o-somebodyelse" in person.text
+        foreign = home.await_event("foreign")
+        assert "o-somebodyelse" in foreign.text
+        assert home.await_training("pod-0") == "pod-0-a1", "the number is theirs; the next one is free"
         home.await_(lambda: len(home.audit("ListNodes")) > 10, "some more passes")
-        assert len(home.events("person", "pod-0")) == 1
-        assert home.names() == ["pod-0-a0"]
-        assert len(home.audit("CreateNode")) == 1, "nothing but theirs"
-        home.order("forget", selector="pod-0-a0")
-        home.await_training("pod-0")
+        assert len(home.events("foreign")) == 1
+        assert home.events("person") == []
+        assert home.names() == ["pod-0-a0", "pod-0-a1"]
+        assert len(home.audit("CreateNode")) == 2, "theirs and ours"
+        assert home.audit("DeleteNode") == home.audit("UpdateNode") == []
 
 
 def _create_as(home: House, owner: str, name: str) -> None:

@@ -64,10 +64,11 @@ def test_a_stockout_sends_the_slot_to_the_next_zone(tmp_path: Path) -> None:
         # At one instant: no create may come between the two.
         with home.server.lock:
             home.order("preempt", selector="pod-0")
-            home.order("capacity", zone=NEAR, amount=0)
+            home.order("capacity", zone=FAR, amount=0)
         home.await_training("pod-0", "pod-0-a2")
 
-        assert home.path("pod-0-a2").zone == FAR
+        # The zone that was not asked for longest goes first, and it has no room.
+        assert home.path("pod-0-a2").zone == NEAR
         assert "no more capacity" in home.await_event("create-failed", node="pod-0-a1").text
 
 

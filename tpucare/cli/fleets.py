@@ -224,8 +224,9 @@ def apply(
     """
     from tpucare import fleet as fleets
     from tpucare.cli.offline import order
-    from tpucare.folder import folder_of, read_text, without_header
+    from tpucare.folder import folder_of, read_text, where_it_lies, without_header
 
+    file = where_it_lies(file)
     text = read_text(file)
     path = file.absolute()
     fleet = fleets.parse(without_header(text), file=str(file), folder=folder_of(text, path.parent))
