@@ -27,7 +27,7 @@ from tpucare import (
     remember_deletes,
     remember_seen,
 )
-from tpucare.actions import Reason, Vouch, Wait
+from tpucare.actions import Fact, Reason, Settle, Vouch, Wait
 from tpucare.board import Board
 from tpucare.brake import Brake
 from tpucare.emulator.records import NodeSpec
@@ -284,7 +284,8 @@ def _run_what_finished_again(patch: pytest.MonkeyPatch) -> None:
 
     def doubtful(slot: Any, seen: Any, memory: Any, timers: Any) -> Any:
         action = success(slot, seen, memory, timers)
-        return action if isinstance(action, Wait) else plan_ended.infrastructure(seen, memory, "nobody knows why")
+        is_over = isinstance(action, Settle) and action.fact is Fact.ENDED
+        return plan_ended.infrastructure(seen, memory, "nobody knows why") if is_over else action
 
     patch.setattr(plan_ended, "_decide_success", doubtful)
 
