@@ -84,6 +84,10 @@ def _decide_unknown(slot: Slot, seen: NodeEvidence, evidence: Evidence, memory: 
     if timers.lasted(life, limit):
         what = f"nothing moves on it for {limit}" if answers else f"no worker of it answers for {limit}"
         return stop_before(seen, evidence, memory, deletion(seen, f"UNKNOWN, and {what}", Reason.JUDGED))
+    past = memory.node(seen.node.name)
+    if answers and past is not None and past.launched:
+        # What moves may be a log alone: the run is cared for like any, so that one that hangs is found.
+        return _decide_usable(slot, seen, past, evidence, memory, timers)
     return Wait(f"{seen.node.name} is UNKNOWN: waiting whether anything moves on it")
 
 
@@ -108,8 +112,9 @@ def decide_by_workers(
     if not seen.heard_alone or seen.report is None or not seen.report.all_answer:
         return None
     action = _decide_answering(slot, seen, past, evidence, memory, timers)
-    is_bound = isinstance(action, Settle | Launch) or (isinstance(action, Stop) and action.then is None)
-    return action if is_bound else None
+    # Rule 11: what takes a length of time to judge waits for listings, whose gaps alone count as observed.
+    may_stop = isinstance(action, Stop) and action.then is None and action.lasted is None
+    return action if may_stop or isinstance(action, Settle | Launch) else None
 
 
 def decide_hidden(slot: Slot, zone: str, name: str, evidence: Evidence, timers: Timers) -> Action:
