@@ -62,9 +62,11 @@ def decide_living(slot: Slot, seen: NodeEvidence, past: NodeMemory, memory: Memo
 
 def _row_ends(seen: NodeEvidence, memory: Memory, timers: Timers) -> Settle | None:
     """What failed before is no row any more once a run gets further, or lives long where it tells of no step."""
+    if not is_row_open(memory):
+        return None
     if got_further(seen, memory):
         return _progressed(seen, memory, "the run got further than any before it")
-    lasted = seen.progress.told is None and _is_row_open(memory) and timers.lasted(seen.progress.begun, LONG_LIFE)
+    lasted = seen.progress.told is None and timers.lasted(seen.progress.begun, LONG_LIFE)
     why = f"it tells of no step, and lives for {spoken(LONG_LIFE)}"
     return Settle(Fact.RUN_LASTED, why, seen.node.name) if lasted else None
 
@@ -72,11 +74,10 @@ def _row_ends(seen: NodeEvidence, memory: Memory, timers: Timers) -> Settle | No
 def got_further(seen: NodeEvidence, memory: Memory) -> bool:
     """A row of failures ends with what the workers said just now; no timer tells when that will be."""
     run = memory.run
-    tells = run is not None and run.progressed and seen.progress.told is not None
-    return tells and _is_row_open(memory) and has_advanced(seen, memory)
+    return run is not None and run.progressed and seen.progress.told is not None and has_advanced(seen, memory)
 
 
-def _is_row_open(memory: Memory) -> bool:
+def is_row_open(memory: Memory) -> bool:
     return memory.failed_since is not None or any(memory.book(name).failures for name in ENDED_BY_PROGRESS)
 
 

@@ -21,7 +21,7 @@ from tpucare.hearing import Hearing
 from tpucare.model import PENDING_STATES, USABLE_STATES, NodeState
 from tpucare.orders import NodeReport, Phase, ProbeOrder
 from tpucare.plan_ended import EXIT_IS_SEEN_REPORTS
-from tpucare.plan_living import got_further
+from tpucare.plan_living import got_further, is_row_open
 from tpucare.ports import Finished, Lane
 from tpucare.tracking import NodeTrack, SlotTrack, is_running, newest_checkpoint, newest_step
 
@@ -148,7 +148,8 @@ class Prober:
         # So is that it ended for sure, and that it got further than what failed before.
         ended = seen.ended_reports == EXIT_IS_SEEN_REPORTS
         second = seen.progress.signals == 2 and signals < 2
-        if changed or stood_still or ended or second or got_further(seen.freeze(), track.memory):
+        further = is_row_open(track.memory) and got_further(seen.freeze(), track.memory)
+        if changed or stood_still or ended or second or further:
             self.board.dirty[track.slot.name] = None
 
     def _tell(
