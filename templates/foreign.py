@@ -3,10 +3,11 @@ Runs that tpucare's runner did not start: how they are claimed, what counts as t
 
 A run is whatever a user's function started: processes that bear its token in their environment, what is below them,
 and sessions of screen or tmux that they made. What was once seen is written down here, so that it outlives whoever
-asked. No exit status is known of such a run, and none is made up.
+asked. An exit status is known only where the script of `exec_command` left one for this very run, with what its screen
+showed last; else none is made up.
 
 In a run's folder: `foreign` (sessions that were there before it, and the boot it was launched in), `sessions` (its
-own), `phase`, `seen` (something of it lived after its setup). Standard library only, Python 3.8 and newer: this runs on
+own), `phase`, `seen` (something of it lived after its setup), `log.0` (what its screen showed last). Standard library only, Python 3.8 and newer: this runs on
 the TPU VM.
 """
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 RECORD, OWN, SEEN, PHASE = "foreign", "sessions", "seen", "phase"
+# Of `exec_model.sh.j2`, beside our own folder. `exit` has a line with the status and one with the run.
+MODEL, EXIT, SCREEN = ".tpucare-model", "exit", "screen"
 BOOT_ID = "/proc/sys/kernel/random/boot_id"
 LOCK_WAIT_SECONDS = 5.0
 
@@ -100,7 +103,7 @@ def phase(base: str, token: str) -> str:
     return str(said.get("phase", ""))
 
 
-def look(base: str, token: str, worker: int, settled: str) -> tuple[set[int], dict[str, bool]]:
+def look(base: str, token: str, worker: int, settled: str) -> tuple[set[int], dict[str, bool | int | None]]:
     """
     What lives of a run now, and what is to be told of it. What is seen for the first time is written down.
 
@@ -123,7 +126,22 @@ def look(base: str, token: str, worker: int, settled: str) -> tuple[set[int], di
     seen = os.path.exists(os.path.join(folder, SEEN))
     if alive and not seen and not in_setup:
         seen = files.write_whole(os.path.join(folder, SEEN), "")
-    return alive, {"seen": seen, "rebooted": rebooted}
+    status = None if in_setup else _status(base, token)
+    return alive, {"seen": seen, "rebooted": rebooted, "ended_with": status}
+
+
+def _status(base: str, token: str) -> int | None:
+    """The exit status that the script of `exec_command` left of this run; what its screen showed becomes the log."""
+    model = os.path.join(os.path.dirname(base), MODEL)
+    status, _, run = files.read_text(os.path.join(model, EXIT), 512).partition("\n")
+    if run.strip() != token or not (status.isascii() and status.isdigit() and len(status) < 4):
+        return None
+    screen, log = os.path.join(model, SCREEN), os.path.join(base, token, "log.0")
+    # Once, for a run that a reboot brings back adds to it; what a full disk cannot take is left out.
+    text = files.read_text(screen, 1 << 20).strip("\n")
+    if files.remove(screen) and text:
+        files.write_whole(log, files.read_text(log, 1 << 20) + text + "\n")
+    return int(status)
 
 
 def _own_sessions(

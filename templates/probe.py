@@ -61,7 +61,7 @@ def _presence(base: str, worker: int) -> dict[str, str | int | bool]:
     return {"alive": bool(rest or holders), "chips_free": not holders, "detail": detail}
 
 
-def _of_foreign(base: str, token: str, worker: int, settled: str) -> dict[str, str | int | bool]:
+def _of_foreign(base: str, token: str, worker: int, settled: str) -> dict[str, str | int | bool | None]:
     """While anything of the run lives the chips count as its own; else whoever holds them is in the way."""
     from foreign import look
 

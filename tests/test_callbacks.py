@@ -6,10 +6,12 @@ import contextlib
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from tests import sshd
 from tests.bench_worker import NO_METADATA, eventually
 from tests.foreign_node import FOREIGN, ForeignNode, foreign_node, in_screen, own_attempt
 from tpucare.attempts import Attempt
+from tpucare.commands import build
 from tpucare.errors import CommandFailed, ConfigError, NodeGone
 from tpucare.model import Job, Worker
 from tpucare.orders import Failure, Phase
@@ -116,6 +119,45 @@ def test_a_session_that_was_killed_is_the_end_of_the_run_and_no_status_is_made_u
     assert (report.phase, report.exit_status, report.failure) == (Phase.RUN, None, Failure.NONE)
     assert report.foreign is not None
     assert report.foreign.seen
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> str:
+    """One to clone, and a crontab that is nobody's."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "crontab").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "bin" / "crontab").chmod(0o755)
+    folder = tmp_path / "job"
+    git = ["git", "-C", str(folder), "-c", "user.name=me", "-c", "user.email=me@example.org"]
+    subprocess.run(["git", "init", "-q", "-b", "main", folder], check=True)
+    subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "first"], check=True)
+    return f"file://{folder}"
+
+
+def test_the_script_of_exec_command_leaves_its_status_and_the_end_of_its_screen(
+    repository: str, tmp_path: Path
+) -> None:
+    run = "for n in $(seq 300); do echo line $n; done; echo no such dataset; exit 3"
+    script = build(repository, None, "main", "true", run, False, ())
+
+    def start(attempt: Attempt, worker: Any) -> None:
+        attempt.put(worker, "setup.sh", script.encode(), 0o700)
+        assert attempt.run(worker, "bash setup.sh").exit_status == 0
+
+    with foreign_node(start, env={"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}) as node:
+        node.go()
+        eventually(lambda: node.is_set_up() and not any(node.lives()))
+        report = node.look()
+        (worker,) = report.workers
+        assert worker.foreign is not None
+        assert (worker.phase, worker.exit_status, worker.foreign.status) == (Phase.RUN, None, 3)
+        kept = node.launcher.logs.read(node.slot, 1).decode()
+        assert [line for line in kept.splitlines() if line.startswith("line ")] == [f"line {n}" for n in range(1, 301)]
+        assert "no such dataset" in kept
+        # A status of another run is none of this one's.
+        (node.homes[0] / ".tpucare-model" / "exit").write_text("0\nother-a1.1\n")
+        assert node.look().workers[0].foreign == replace(worker.foreign, status=None)
+        assert node.end().quiet
 
 
 def test_what_was_started_without_a_session_lives_by_its_marks() -> None:

@@ -161,7 +161,7 @@ def _of_run(report: WorkerReport, said: Mapping[str, object]) -> WorkerReport:
         log_bytes=_number(said, "log_bytes") or 0,
     )
     if "seen" in said:
-        report = replace(report, foreign=ForeignRun(_flag(said, "seen"), _flag(said, "rebooted")))
+        report = replace(report, foreign=_foreign(said))
     if ended is None:
         return report
     status = _number(ended, "status")
@@ -173,6 +173,10 @@ def _of_run(report: WorkerReport, said: Mapping[str, object]) -> WorkerReport:
         signalled=report.signalled or _flag(ended, "signalled"),
         detail=report.detail or one_line(_text(ended, "detail", 10_000)),
     )
+
+
+def _foreign(said: Mapping[str, object]) -> ForeignRun:
+    return ForeignRun(_flag(said, "seen"), _flag(said, "rebooted"), status=_number(said, "ended_with"))
 
 
 def _phase(word: str) -> Phase:

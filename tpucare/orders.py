@@ -52,11 +52,13 @@ class ForeignRun:
     seen:     something of it lived there after its setup was over
     rebooted: the worker was started anew since the launch
     lost:     its setup is not over, and whoever did it is gone
+    status:   exit status that the script of `exec_command` left of it; None: nobody knows
     """
 
     seen: bool = False
     rebooted: bool = False
     lost: bool = False
+    status: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

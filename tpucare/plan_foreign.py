@@ -1,7 +1,8 @@
 """
 What to do about a run that tpucare did not start: it lives or it does not, and nobody knows whether it succeeded.
 
-Pure. What is common to all runs is `plan_run`'s (stops, launches that are not complete) and `plan_living`'s
+Pure. Where a script of `exec_command` left its exit status it is told; nothing turns on it, for what else `start_fn`
+started has none. What is common to all runs is `plan_run`'s (stops, launches that are not complete) and `plan_living`'s
 (standstill, health, the end of a day). The run is over when nothing of it lives on any worker: a worker on which
 nothing was ever started is no sign of an end, and of one that was started anew what it had may come back by itself.
 """
@@ -86,13 +87,35 @@ def _decide_rebooted(seen: NodeEvidence, memory: Memory, timers: Timers) -> Acti
 def _decide_ended(slot: Slot, seen: NodeEvidence, memory: Memory, timers: Timers) -> Action:
     run, on_exit = memory.run, slot.care.on_exit
     assert run is not None
+    assert seen.report is not None
+    why = ended_why(seen.report.workers)
     if run.over and on_exit is OnExit.LEAVE:
-        return Wait(f"{ENDED} (care.on_exit is leave)")
+        return Wait(f"{why} (care.on_exit is leave)")
     if not timers.lasted(seen.ended_since, GONE_IS_SURE_AFTER, observations=1):
         return Wait("nothing of its run lives; looking once more")
     if on_exit is OnExit.RESTART:
-        return booked(seen, memory, ENDED, BookName.CRASH, slot.care.crash_budget)
+        return booked(seen, memory, why, BookName.CRASH, slot.care.crash_budget)
     far, name = standing(seen, memory), seen.node.name
     if on_exit is OnExit.DELETE:
-        return Settle(Fact.ENDED, ENDED, name, end=End.DONE, step=far.step, checkpoint=far.checkpoint)
-    return Settle(Fact.RUN_OVER, ENDED, name, step=far.step, checkpoint=far.checkpoint)
+        return Settle(Fact.ENDED, why, name, end=End.DONE, step=far.step, checkpoint=far.checkpoint)
+    return Settle(Fact.RUN_OVER, why, name, step=far.step, checkpoint=far.checkpoint)
+
+
+def ended_why(workers: tuple[WorkerReport, ...]) -> str:
+    """How its run ended: by the exit statuses that are known, those of failures first."""
+    left: dict[int, list[int]] = {}
+    for number, worker in enumerate(workers):
+        if worker.foreign is not None and worker.foreign.status is not None:
+            left.setdefault(worker.foreign.status, []).append(number)
+    if not left:
+        return ENDED
+    if len(workers) == 1:
+        return f"its run ended with exit status {min(left)}"
+    parts = [f"{status} on {_named(left[status])}" for status in sorted(left, key=lambda status: (not status, status))]
+    silent = len(workers) - sum(map(len, left.values()))
+    rest = f"; of {silent} other{'s' * (silent > 1)} it is unknown" if silent else ""
+    return f"its run ended with exit status {', '.join(parts)}{rest}"
+
+
+def _named(numbers: list[int]) -> str:
+    return f"worker {numbers[0]}" if len(numbers) == 1 else f"{len(numbers)} workers"

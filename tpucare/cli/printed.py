@@ -21,6 +21,7 @@ from tpucare.words import length
 # Of a slot that has ended: its last lines are brought before its end is written down.
 ENDS = ("done", "failed", "down")
 ASK_EVERY_SECONDS = 3.0
+NOTHING = "it has not printed anything yet, or prints into a session of its own (`screen -ls` on the worker)"
 _RUN = re.compile(rb"^--- run (\S+) ---$", re.M)
 
 
@@ -63,14 +64,14 @@ def kept(keeper: LogKeeper, slot: str) -> Iterator[str]:
         runs = f"{len(tokens)} run{'s' if len(tokens) != 1 else ''}"
         yield plain(f"attempt {attempt}: {nodes}, {runs}, {_workers(workers)}, last line {age} ago")
     if not found:
-        yield f"{slot}: nothing is kept; it has not printed anything yet"
+        yield f"{slot}: nothing is kept; {NOTHING}"
 
 
 def refuse_unkept(keeper: LogKeeper, slot: str, attempt: int | None, worker: int) -> None:
     """Raises: Failure: nothing is kept of that; what is kept instead is said."""
     found = keeper.attempts(slot)
     if not found:
-        raise Failure(f"no log of {slot}; it has not printed anything yet")
+        raise Failure(f"no log of {slot}; {NOTHING}")
     if attempt is not None and attempt not in found:
         raise Failure(f"no log of {slot}, attempt {attempt}; kept are {', '.join(map(str, found))}")
     chosen = attempt or max(found)

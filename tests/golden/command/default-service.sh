@@ -215,9 +215,9 @@ is_live() {
 
 # `screen -dmS` returns before the command starts, so its exit status says nothing.
 start() {
-  rm -f "$tpucare_model/exit"
+  rm -f "$tpucare_model/exit" "$tpucare_model/screen"
   : >"$tpucare_model/wanted"
-  screen -dmS model bash "$tpucare_model/model.sh" run </dev/null >/dev/null 2>&1 8>&- || return 1
+  screen -h 1000 -dmS model bash "$tpucare_model/model.sh" run </dev/null >/dev/null 2>&1 8>&- || return 1
   for _ in {1..100}; do
     if is_locked || [ -e "$tpucare_model/exit" ]; then return 0; fi
     sleep 0.1
@@ -237,6 +237,17 @@ boot() {
   start
 }
 
+# What the screen shows goes with it. Its server does what it is told later, and reads what was printed just before.
+keep_screen() {
+  [ -n "${STY:-}" ] || return
+  sleep 0.2
+  timeout 5 screen -S "$STY" -p 0 -X hardcopy -h "$tpucare_model/screen" </dev/null >/dev/null 2>&1 9>&- || return
+  for _ in {1..20}; do
+    [ ! -s "$tpucare_model/screen" ] || return
+    sleep 0.1
+  done
+}
+
 # Everything that is started here inherits lock and mark: the run is live as long as anything of it lives.
 run() {
   exec 9>>"$tpucare_model/run.lock"
@@ -250,7 +261,9 @@ run() {
   cd "$HOME/"HomebrewNLP-Jax || exit 72
   bash -c '"'"'bash run.sh'"'"'
   status=$?
-  printf '"'"'%s\n'"'"' "$status" >"$tpucare_model/exit"
+  keep_screen
+  printf '"'"'%s\n%s\n'"'"' "$status" "${TPUCARE_RUN:-}" >"$tpucare_model/exit.new"
+  mv -f "$tpucare_model/exit.new" "$tpucare_model/exit"
   # A run that ended is over; one that a shutdown ended is wanted again.
   case "$signalled$status" in
     yes* | 129 | 143) ;;
