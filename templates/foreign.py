@@ -7,8 +7,8 @@ asked. An exit status is known only where the script of `exec_command` left one 
 showed last; else none is made up.
 
 In a run's folder: `foreign` (sessions that were there before it, and the boot it was launched in), `sessions` (its
-own), `phase`, `seen` (something of it lived after its setup), `log.0` (what its screen showed last). Standard library only, Python 3.8 and newer: this runs on
-the TPU VM.
+own), `phase`, `seen` (something of it lived after its setup), `log.0` (what its screen showed last). Standard library
+only, Python 3.8 and newer: this runs on the TPU VM.
 """
 
 from __future__ import annotations

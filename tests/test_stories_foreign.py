@@ -103,6 +103,7 @@ def test_a_restart_of_the_caretaker_keeps_to_what_was_said(door: Made) -> None:
     assert daemon.launcher.launches == ["pod-0-a0.1"]
     assert daemon.told("settle").count(f"run over: {ENDED}") == 1
     assert row(daemon)["phase"] == "ended"
+    assert daemon.told("phase")[-2:] == ["pod-0-a0.1: run", "pod-0-a0.1: ended"]
 
 
 def test_on_exit_restart_calls_the_functions_again_until_its_budget_is_spent(door: Made) -> None:

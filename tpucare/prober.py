@@ -165,7 +165,10 @@ class Prober:
             return
         old = before.workers[0].phase if before is not None and before.workers else None
         if first.phase is not old and first.phase is not Phase.NONE:
-            self.board.event(track, "phase", f"{run.token}: {first.phase.value}", node=name, phase=first.phase.value)
+            # A run that start_fn began stays in its last phase: where it is found, it may have ended long ago.
+            over = old is None and first.foreign is not None and not any(worker.alive for worker in report.workers)
+            word = "ended" if over and first.phase is Phase.RUN else first.phase.value
+            self.board.event(track, "phase", f"{run.token}: {word}", node=name, phase=word)
         if signals == 0 and seen.progress.signals > 0:
             step, checkpoint = newest_step(report), newest_checkpoint(report)
             text = f"{run.token}: first sign of progress"

@@ -134,12 +134,13 @@ def test_its_end_is_told_as_what_it_is() -> None:
         ((1,), "its run ended with exit status 1"),
         ((0,), "its run ended with exit status 0"),
         ((0, 1), "its run ended with exit status 1 on worker 1, 0 on worker 0"),
-        ((0, 137, 137, None), "its run ended with exit status 137 on 2 workers, 0 on worker 0; of 1 other it is unknown"),
+        (
+            (0, 137, 137, None),
+            "its run ended with exit status 137 on 2 workers, 0 on worker 0; of 1 other it is unknown",
+        ),
     ],
 )
-def test_a_status_that_the_script_left_is_told_and_changes_nothing(
-    statuses: tuple[int | None, ...], want: str
-) -> None:
+def test_a_status_that_the_script_left_is_told_and_changes_nothing(statuses: tuple[int | None, ...], want: str) -> None:
     workers = tuple(replace(GONE, foreign=ForeignRun(seen=True, status=status)) for status in statuses)
     left = act(evidence(on(*workers, **LONG_AGO)), RUNS, LEAVE)
     assert (told(left), left.why) == ("Settle run over", want)
