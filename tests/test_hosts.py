@@ -299,5 +299,5 @@ def test_a_worker_that_vanished_ends_the_call(house: House, monkeypatch: pytest.
     call = session.in_background(lambda: hosts.exec_on_tpu("pod", NEAR, "touch begun; sleep 600"))
     eventually(lambda: "begun" in hosts.exec_on_tpu("pod", NEAR, "ls"), "it began")
     house.order("lose-worker", selector="pod-a1", worker=0, silent=True)
-    with pytest.raises(WorkerSilent):
+    with pytest.raises(WorkerSilent, match=r"^pod, worker 0 \([0-9.]+\): [a-z]"):
         call.result(timeout=30)

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 from tpucare.errors import ConfigError, NodeGone, RemoteError, WorkerSilent
 from tpucare.model import Ran, Worker
 from tpucare.ports import Remote
+from tpucare.words import worker_range
 
 T = TypeVar("T")
 
@@ -157,7 +158,7 @@ class Attempt:
 
     def _worker(self, number: int) -> Worker:
         if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < len(self.workers):
-            raise ConfigError(f"{self.slot} has no worker {number!r}: its workers are 0 to {len(self.workers) - 1}")
+            raise ConfigError(f"{self.slot} has no worker {number!r}: {worker_range(len(self.workers))}")
         return self.workers[number]
 
     def _marked(self, worker: int, command: str) -> str:

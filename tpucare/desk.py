@@ -24,7 +24,7 @@ from tpucare.folder import FileProblems, Intake, without_header
 from tpucare.memory import Memory, Wish
 from tpucare.model import Node, parse_node_name
 from tpucare.plain import plain
-from tpucare.words import hint, shown
+from tpucare.words import counted, hint, shown
 
 EVENTS_AT_ONCE = 1000
 # SQLite's largest integer.
@@ -171,7 +171,7 @@ class Desk:
         record = self._roster.records.get(fleet.name)
         paused = record is not None and record.wish is Wish.PAUSED
         self._roster.accept(fleet, lying, base, Wish.PAUSED if paused else Wish.UP)
-        self._roster.say("fleet", f"{fleet.name} applied: {fleet.count} slots", fleet.name, "info")
+        self._roster.say("fleet", f"{fleet.name} applied: {counted(fleet.count, 'slot')}", fleet.name, "info")
         raised = self._roster.bring_up(fleet.name)
         return {
             "fleet": fleet.name,

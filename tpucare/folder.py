@@ -22,7 +22,7 @@ from tpucare.fleet import Fleet
 from tpucare.fleets import Roster
 from tpucare.local_files import open_regular
 from tpucare.memory import Wish
-from tpucare.words import shown
+from tpucare.words import counted, shown
 
 SUFFIXES = (".yaml", ".yml")
 DOWN = ".down"
@@ -328,7 +328,8 @@ class Intake:
             told = f"{path}: {fleet.name} was taken down and stays so; `tpucare apply {path}` starts it"
             self._roster.say("fleet-down", told, fleet.name)
         else:
-            self._roster.say("fleet", f"{path}: {fleet.name} accepted, {fleet.count} slots", fleet.name, "info")
+            slots = counted(fleet.count, "slot")
+            self._roster.say("fleet", f"{path}: {fleet.name} accepted, {slots}", fleet.name, "info")
 
     def _refuse_double(self, fleet: Fleet, path: Path) -> None:
         for other, name in self._declared.items():

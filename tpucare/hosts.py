@@ -14,11 +14,19 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from tpucare.attempts import attempt_of
 from tpucare.commands import NAMELESS, NETRC_SUFFIX, Command
-from tpucare.errors import CommandFailed, ConfigError, NodeGone, RemoteError
+from tpucare.errors import (
+    AuthRefused,
+    CommandFailed,
+    ConfigError,
+    HostKeyChanged,
+    NodeGone,
+    RemoteError,
+    WorkerSilent,
+)
 from tpucare.model import Ran, Worker
 from tpucare.plain import plain, plain_lines
 from tpucare.session import OUTPUT_LIMIT, check_name, current, in_background
-from tpucare.words import shown
+from tpucare.words import shown, worker_range
 
 WorkerIndex = int | Literal["all"]
 T = TypeVar("T")
@@ -62,7 +70,7 @@ def send_to_tpu(host: str, zone: str, filename_on_tpu: str, command: str, worker
             _put(host, reach, number, path + NETRC_SUFFIX, command.netrc.encode(), 0o600)
         _put(host, reach, number, path, content, mode)
 
-    _on_each(host, _numbers(host, reach, worker), put)
+    _on_each(host, reach, worker, put)
 
 
 def exec_on_tpu(host: str, zone: str, command: str, worker: WorkerIndex = 0) -> str:
@@ -84,7 +92,7 @@ def exec_on_tpu(host: str, zone: str, command: str, worker: WorkerIndex = 0) -> 
             _put(host, reach, number, NAMELESS + NETRC_SUFFIX, command.netrc.encode(), 0o600)
         return _checked(host, number, reach.run(number, text, limit=OUTPUT_LIMIT))
 
-    outputs = _on_each(host, _numbers(host, reach, worker), run)
+    outputs = _on_each(host, reach, worker, run)
     *first, last = outputs
     return "".join(text if not text or text.endswith("\n") else f"{text}\n" for text in first) + last
 
@@ -166,15 +174,26 @@ def _numbers(host: str, reach: Reach, worker: object) -> Sequence[int]:
         raise ConfigError(f'worker {shown(worker)} is neither a number nor "all"')
     number = worker.__index__()
     if not 0 <= number < count:
-        raise ConfigError(f"{host} has no worker {number}: its workers are 0 to {count - 1}")
+        raise ConfigError(f"{host} has no worker {number}: {worker_range(count)}")
     return (int(number),)
 
 
-def _on_each(host: str, numbers: Sequence[int], call: Callable[[int], T]) -> list[T]:
+def _on_each(host: str, reach: Reach, worker: object, call: Callable[[int], T]) -> list[T]:
     """On this thread for one worker, else on all at once. Raises: what went wrong, of all workers in one error."""
+    numbers = _numbers(host, reach, worker)
+
+    def named(number: int) -> T:
+        try:
+            return call(number)
+        except (WorkerSilent, AuthRefused, HostKeyChanged) as error:
+            # Below, a worker is its address; whoever calls this knows it as the worker of a host.
+            address = reach.workers[number].host
+            why = str(error).removeprefix(f"{address}: ")
+            raise type(error)(f"{host}, worker {number} ({address}): {why}") from error
+
     if len(numbers) == 1:
-        return [call(numbers[0])]
-    futures = [in_background(lambda number=number: call(number)) for number in numbers]  # type: ignore[misc]
+        return [named(numbers[0])]
+    futures = [in_background(lambda number=number: named(number)) for number in numbers]  # type: ignore[misc]
     errors = {number: error for number, future in zip(numbers, futures, strict=True) if (error := future.exception())}
     if errors:
         raise _together(host, len(numbers), errors)

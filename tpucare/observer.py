@@ -23,6 +23,7 @@ from tpucare.ports import Lane
 from tpucare.prober import Prober
 from tpucare.projects import ProjectView
 from tpucare.tracking import NodeTrack, SlotTrack
+from tpucare.words import counted
 
 # So many listings that failed in a row are what every slot has to tell.
 BLIND_AFTER = 2
@@ -100,7 +101,7 @@ class Observer:
         if was_blind:
             for seen in self._seen_in(view):
                 seen.in_company(view.mark)
-            self.board.say("seeing", f"listing {view.name}: {len(listing.nodes)} nodes", level="debug")
+            self.board.say("seeing", f"listing {view.name}: {counted(len(listing.nodes), 'node')}", level="debug")
         for key in sorted(listing.changed):
             self.see(view, listing.nodes[key])
         for key in sorted(listing.gone):

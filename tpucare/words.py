@@ -33,6 +33,16 @@ def naming(close: Sequence[str]) -> str:
     return f"; nearest: {', '.join(close)}" if close else ""
 
 
+def counted(number: int, noun: str, several: str = "") -> str:
+    """`1 node`, `2 nodes`; *several*: where an `s` does not do."""
+    return f"{number:,} {noun if number == 1 else several or noun + 's'}"
+
+
+def worker_range(count: int) -> str:
+    """Which workers a node has: `its workers are 0 to 3`."""
+    return f"its workers are 0 to {count - 1}" if count != 1 else "its only worker is 0"
+
+
 def length(seconds: float) -> str:
     """A short length of time for people: 4 s, 3 min, 2.5 h, 3 d."""
     if seconds < 100:

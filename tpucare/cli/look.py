@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from tpucare.cli.common import Exit, ask, leave, options, print_json, say, warn
+from tpucare.words import counted
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 REFRESH_SECONDS = 1.0
@@ -130,7 +131,7 @@ def gc(
     if apply and answer["strays"]:
         names = ", ".join(row["node"] for row in answer["strays"])
         # While the store is lost it is refused; nobody need say yes to that.
-        ask(f"Delete {len(answer['strays'])} nodes ({names})?", yes=yes or answer["store_lost"])
+        ask(f"Delete {counted(len(answer['strays']), 'node')} ({names})?", yes=yes or answer["store_lost"])
         answer = claiming.sweep(chosen)
     if json_out:
         print_json(answer)

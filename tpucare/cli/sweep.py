@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from tpucare.cli.common import Exit, options, print_json, say, warn
+from tpucare.words import counted
 
 
 def sweep(
@@ -64,7 +65,8 @@ def _tell(outcome: Any, json_out: bool) -> None:
         row = {"sweep": outcome.sweep, "fleet": outcome.fleet, "slots": list(outcome.slots), "daemon": outcome.daemon}
         print_json({**row, "over": outcome.over, "failed": dict(outcome.failed or {}), "runs": outcome.runs})
     elif outcome.daemon:
-        say(f"{outcome.fleet}: accepted, {len(outcome.slots)} slots; `tpucare status {outcome.fleet}` shows the sweep")
+        slots = counted(len(outcome.slots), "slot")
+        say(f"{outcome.fleet}: accepted, {slots}; `tpucare status {outcome.fleet}` shows the sweep")
     elif outcome.over:
         runs = f" ({outcome.runs})" if outcome.runs else ""
         say(f"{outcome.fleet}: sweep {outcome.sweep} is over{runs}, and nothing is left of the fleet")

@@ -17,6 +17,7 @@ from rich.text import Text
 from tpucare.demo.play import Glance, Report
 from tpucare.demo.stage import Options
 from tpucare.demo.story import PHASES, Told
+from tpucare.words import counted
 
 # What happens to the slot, in words that a person who sees tpucare for the first time understands.
 _SAID = {
@@ -111,7 +112,8 @@ def show_report(console: Console, report: Report) -> None:
     console.print(f"{report.attempts} attempts ({zones}), step {report.final_step}", highlight=False)
     same = "equal, bit for bit" if report.params_match else "DIFFER"
     console.print(f"parameters  {report.params}\nundisturbed {report.reference}\n  -> {same}", highlight=False)
-    left = f"{len(report.leaked_nodes)} nodes, {len(report.leaked_processes)} processes"
+    nodes, processes = len(report.leaked_nodes), len(report.leaked_processes)
+    left = f"{counted(nodes, 'node')}, {counted(processes, 'process', 'processes')}"
     console.print(f"left over: {left}; {report.seconds:.0f} s in all", highlight=False)
     for fault in report.faults:
         console.print(f"[bold red]broken:[/bold red] {fault}", highlight=False)
