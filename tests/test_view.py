@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,13 @@ def test_the_step_ages_while_there_is_no_progress(office: Office) -> None:
     office.daemon.launcher.deaf = True
     office.daemon.run(seconds=60)
     assert row(office)["step_age_seconds"] >= 45
+
+
+def test_a_setup_says_for_how_long_it_goes_on(office: Office) -> None:
+    while row(office)["phase"] != "setup":
+        office.daemon.run(seconds=1)
+    office.daemon.run(seconds=10)
+    assert re.fullmatch(r"running setup; launched 1\d s ago", row(office)["why"])
 
 
 def test_a_preempted_node_shows_and_the_next_attempt_stands_for_the_slot(office: Office) -> None:

@@ -33,6 +33,7 @@ CHECKPOINT_LOOK_EVERY = timedelta(seconds=15)
 STALL_BUDGET = 6
 FIRST_WAIT_FACTOR = 2
 NO_TIME = timedelta()
+FETCHING, SETTING_UP = "fetching the code", "running setup"
 
 
 def decide_living(slot: Slot, seen: NodeEvidence, past: NodeMemory, memory: Memory, timers: Timers) -> Action:
@@ -90,9 +91,9 @@ def _course(seen: NodeEvidence) -> str:
     """What the run does now, by the worker that has got least far."""
     phases = {worker.phase for worker in (seen.report.workers if seen.report is not None else ())}
     if phases & {Phase.NONE, Phase.FETCH}:
-        return "fetching the code"
+        return FETCHING
     if Phase.SETUP in phases:
-        return "running setup"
+        return SETTING_UP
     if seen.progress.signals:
         return "running"
     return "running; no second step seen yet" if seen.progress.told is not None else "running; no step seen yet"

@@ -16,9 +16,11 @@ from tpucare.memory import End, FleetRecord, Memory, NodeMemory, Wish
 from tpucare.model import Node, NodeKey, NodeState, Provisioning, Worker
 from tpucare.orders import Contact, Phase
 from tpucare.plain import plain
+from tpucare.plan_living import FETCHING, SETTING_UP
 from tpucare.plan_words import job_mark
 from tpucare.projects import ProjectView
 from tpucare.tracking import NodeTrack, SlotTrack
+from tpucare.words import length
 
 Row = dict[str, Any]
 
@@ -50,7 +52,7 @@ def slot_row(engine: Engine, track: SlotTrack, now: datetime) -> Row:
         "project": track.slot.project,
         "nodes": [_node_row(node, memory) for node in track.nodes.values()],
         "action": action_word(track),
-        "why": plain(track.action.why),
+        "why": _why(track, row["run_age_seconds"]),
         "needs_person": isinstance(track.action, Wait) and (track.action.needs_person or _all_blocked(track)),
         "waits_for_place": isinstance(track.action, Wait) and track.action.for_place,
         "behind": _behind(track, seen),
@@ -59,6 +61,14 @@ def slot_row(engine: Engine, track: SlotTrack, now: datetime) -> Row:
     if seen is not None:
         row |= _place_row(seen.node) | _workers_row(seen, track) | _progress_row(seen, memory, view)
     return row
+
+
+def _why(track: SlotTrack, run_age: float | None) -> str:
+    """What a decision cannot say, for it is not made again while nothing changes: how long a setup goes on."""
+    why = plain(track.action.why)
+    if run_age is not None and why in (FETCHING, SETTING_UP):
+        return f"{why}; launched {length(run_age)} ago"
+    return why
 
 
 def _all_blocked(track: SlotTrack) -> bool:
