@@ -20,12 +20,13 @@ from typing import Any
 from tpucare.model import Slot
 from tpucare.simulation.faults import EMERGENT, FAULTS
 from tpucare.simulation.history import History, Outcome
-from tpucare.simulation.scenario import CLOSE, MONTHS, Pace, Scenario, draw, month_slots, storm_slots
+from tpucare.simulation.scenario import CLOSE, MONTHS, WEEKS, Pace, Scenario, draw, month_slots, storm_slots
 from tpucare.simulation.tally import PHASES, Tally
 
 MONTH_LIFETIME: Mapping[str, str] = {"median": "3d", "p95": "16d"}
-MONTHS_BEGIN = 3.0
-"""A history of more days than this is lived at the pace of months, unless said otherwise."""
+WEEKS_BEGIN = 3.0
+MANY_SLOTS = 50
+"""A history of more days, or of more slots as well, is not lived as close up, unless said otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +45,8 @@ class Plan:
     pace: Pace | None = None
 
     def scenario(self, seed: int) -> Scenario:
-        pace = self.pace or (CLOSE if self.days < MONTHS_BEGIN else MONTHS)
         slots = self.slots or (month_slots(self.count) if self.count else storm_slots())
+        pace = self.pace or (CLOSE if self.days < WEEKS_BEGIN else WEEKS if len(slots) < MANY_SLOTS else MONTHS)
         lifetime = None if pace.close else MONTH_LIFETIME
         return draw(seed, slots, days=self.days, level=self.level, pace=pace, world=self.world, lifetime=lifetime)
 

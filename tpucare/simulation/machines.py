@@ -58,7 +58,7 @@ class SimulatedRun:
     One run on one worker. `ended` in seconds; `status` None where it ended without one.
 
     `hung_at`: the step at which it stands still. `fails_after`: seconds after which it exits with 1. `foreign`: what a
-    user's function started; its folder outlives a reboot, and `boots` tells that there was one.
+    user's function started; `boots` tells that there was a reboot.
     """
 
     token: str
@@ -115,6 +115,7 @@ class RunEnd(StrEnum):
     FAILED = "failed"
     LOST = "lost"
     STOPPED = "stopped"
+    INTERRUPTED = "finished because it was told of its end"
     STOOD_STILL = "stopped while it stood still"
     DIED = "died"
 
@@ -342,7 +343,7 @@ class Machines:
     def hangs_on(self, key: NodeKey) -> bool:
         """Whether any run on that node stands still."""
         runs = [worker.run for worker in self._nodes.get(key, {}).values() if worker.run is not None]
-        return any(self.stands_still(run) for run in runs)
+        return any(self.stands_still(run) for run in runs if run.ended is None)
 
     def stands_still(self, run: SimulatedRun) -> bool:
         if run.slot in self.script.stands_still:
@@ -356,10 +357,9 @@ class Machines:
             self.save(worker.run)
             worker.run.ended = self.clock.seconds
             self._mark("end", worker, worker.run)
-        if worker.run is not None and worker.run.foreign:
+        if worker.run is not None:
+            # Its folder outlives a reboot, and tells how far it came; nobody can tell how it ended.
             worker.run.failed = True
-        else:
-            worker.run = None
 
     def note_end(self, worker: SimulatedWorker, run: SimulatedRun) -> None:
         if run.ended is None:
@@ -381,8 +381,10 @@ class Machines:
         if run.stopped:
             return RunEnd.STOOD_STILL if self.stands_still(run) else RunEnd.STOPPED
         status = self.exit_of(worker)
+        if status == 0:
+            return RunEnd.INTERRUPTED if run.signalled else RunEnd.FINISHED
         if status is not None:
-            return RunEnd.FINISHED if status == 0 else RunEnd.FAILED
+            return RunEnd.FAILED
         return RunEnd.LOST if run.failed else RunEnd.DIED
 
     def _planned(self, run: SimulatedRun) -> tuple[int, int, float] | None:

@@ -84,6 +84,7 @@ class Person:
             for worker in living:
                 launcher.end(worker, status=None)
         self._ask(name, 3600.0)
+        self.history.properties.confirmed(name, [past.id for past in track.memory.nodes])
         self.daemon.engine.change(name, wishes.confirm, "confirm", f"{name}: confirm")
 
     def _start_what_was_stopped(self) -> None:

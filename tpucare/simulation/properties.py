@@ -28,7 +28,7 @@ from tpucare.simulation.store import Disk
 
 PROPERTIES: Mapping[str, str] = {
     "one-run": "rule 1: never two live runs of one slot",
-    "dead-elders": "rule 1: a launch finds every older node that was launched on dead, or deleted after it was quiet",
+    "dead-elders": "rule 1: a launch finds each older node of earlier launches dead, deleted when quiet, or confirmed",
     "ours-only": "rule 2: nothing without our owner label and a known fleet is changed or deleted",
     "unasked-delete": "rules 3 and 6: no node is deleted whose run lives, and which nothing was wrong with",
     "unasked-stop": "rule 6: no run is stopped which nothing was wrong with, and of which nobody asked it",
@@ -193,6 +193,11 @@ class Properties:
         """A person asks for a run of *slot*, whatever became of the last."""
         self._finished.pop(slot, None)
         self._over.pop(slot, None)
+
+    def confirmed(self, slot: str, nodes: Collection[int]) -> None:
+        """A person has looked at these nodes and says that nothing trains there: rule 1 is content. Truth is one-run's."""
+        if runs := self._runs.get(slot):
+            runs.launched_on.difference_update(nodes)
 
     def edited(self, slots: Collection[Slot]) -> None:
         """Their places may be others now: turns begin anew."""
