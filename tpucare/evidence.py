@@ -124,6 +124,7 @@ class Progress:
     median_gap: between two moves, of the last few
     life:       when anything moved last, the length of the log included
     unchanged:  reports since `last`, or since `told`, that showed no other step or checkpoint
+    still:      reports since `life` that showed nothing move
     begun:      the first report of this run
     told:       when it told a step first
     """
@@ -134,6 +135,7 @@ class Progress:
     median_gap: timedelta | None = None
     life: Mark | None = None
     unchanged: int = SUPPORTING_OBSERVATIONS
+    still: int = SUPPORTING_OBSERVATIONS
     begun: Mark | None = None
     told: Mark | None = None
 

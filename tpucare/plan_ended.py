@@ -19,6 +19,7 @@ from tpucare.plan_words import (
     ending,
     has_advanced,
     keeps_node,
+    nothing_moves,
     standing,
     usual_pause,
 )
@@ -68,7 +69,7 @@ def decide_ended(
 def _decide_living_rest(slot: Slot, seen: NodeEvidence, memory: Memory, timers: Timers) -> Action:
     # A worker other than 0 finished with 0 and the rest goes on: frameworks do that; only a standstill is a fault.
     since = latest(seen.ended_since, seen.progress.life)
-    if timers.lasted(since, max(slot.care.stalled_after, usual_pause(seen))):
+    if timers.lasted(since, max(slot.care.stalled_after, usual_pause(seen))) and nothing_moves(seen):
         return infrastructure(seen, memory, "some workers finished and the others stand still")
     workers = seen.report.workers if seen.report is not None else ()
     return Wait(f"{sum(worker.phase is Phase.EXITED for worker in workers)} of {len(workers)} workers finished")

@@ -21,6 +21,7 @@ from tpucare.plan_words import (
     furthest_of,
     has_advanced,
     keeps_node,
+    nothing_moves,
     spoken,
     standing,
     usual_pause,
@@ -46,7 +47,7 @@ def decide_living(slot: Slot, seen: NodeEvidence, past: NodeMemory, memory: Memo
     if seen.unhealthy_since is not None and timers.lasted(seen.unhealthy_since, slot.care.unhealthy_after):
         life = seen.progress.life
         dead = life is None or timers.lasted(life, slot.care.unhealthy_after)
-        if dead and not keeps_node(seen):
+        if dead and nothing_moves(seen) and not keeps_node(seen):
             limit = slot.care.unhealthy_after
             why = f"health {seen.node.health.name} and no progress for {spoken(limit)}"
             return ending(seen, memory, why, then=Reason.JUDGED, lasted=limit)

@@ -30,6 +30,7 @@ from tpucare.plan_words import (
     look,
     made_progress_since,
     next_number,
+    nothing_moves,
     patience_with_silence,
     quiet,
     spoken,
@@ -81,7 +82,7 @@ def _decide_unknown(slot: Slot, seen: NodeEvidence, evidence: Evidence, memory: 
     limit = max(patience_with_silence(slot, seen), usual_pause(seen))
     answers = seen.report is not None and any(w.contact is Contact.ANSWERED for w in seen.report.workers)
     life = latest(seen.state_since, seen.progress.last, seen.progress.life) if answers else seen.state_since
-    if timers.lasted(life, limit):
+    if timers.lasted(life, limit) and nothing_moves(seen):
         what = f"nothing moves on it for {limit}" if answers else f"no worker of it answers for {limit}"
         return stop_before(seen, evidence, memory, deletion(seen, f"UNKNOWN, and {what}", Reason.JUDGED))
     past = memory.node(seen.node.name)
@@ -166,7 +167,7 @@ def _decide_usable(
     node = seen.node
     repairing = node.state is NodeState.REPAIRING and not keeps_node(seen)
     life = latest(seen.state_since, seen.progress.last, seen.progress.life)
-    if repairing and timers.lasted(life, slot.care.unhealthy_after):
+    if repairing and timers.lasted(life, slot.care.unhealthy_after) and nothing_moves(seen):
         delete = deletion(
             seen, "REPAIRING for too long without progress", Reason.JUDGED, lasted=slot.care.unhealthy_after
         )

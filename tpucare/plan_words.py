@@ -13,9 +13,10 @@ from typing import NamedTuple
 
 from tpucare.actions import Delete, Look, Reason, Stop, Wait
 from tpucare.backoff import book_cap
-from tpucare.evidence import Evidence, Mark, NodeEvidence, Timers
+from tpucare.evidence import SUPPORTING_OBSERVATIONS, Evidence, Mark, NodeEvidence, Timers
 from tpucare.memory import BookName, Memory
 from tpucare.model import Job, NodeKey, Provisioning, Slot
+from tpucare.orders import Contact
 
 ON_DEMAND_SILENCE = timedelta(minutes=30)
 STALL_FACTOR = 10
@@ -234,6 +235,16 @@ def patience_with_silence(slot: Slot, seen: NodeEvidence) -> timedelta:
 def usual_pause(seen: NodeEvidence) -> timedelta:
     """How long this run may be without a sign of progress and still be going on, by what it showed until now."""
     return (seen.progress.median_gap or timedelta()) * STALL_FACTOR
+
+
+def nothing_moves(seen: NodeEvidence) -> bool:
+    """
+    What a verdict on a standstill needs beside its length: time alone is no observation, and workers that are asked
+    seldom have not been seen to stand still. Where none of them answers nothing moves, as far as anybody can tell.
+    """
+    workers = seen.report.workers if seen.report is not None else ()
+    answers = any(worker.contact is Contact.ANSWERED for worker in workers)
+    return not answers or seen.progress.still >= SUPPORTING_OBSERVATIONS
 
 
 def made_progress_since(seen: NodeEvidence, mark: Mark) -> bool:

@@ -144,7 +144,7 @@ class Prober:
         self._tell(track, seen, before, report, signals)
         # Nothing turns on a second signal but the note that this job tells of its progress at all.
         # But that it stands still is said by so many reports without one.
-        stood_still = seen.progress.unchanged == SUPPORTING_OBSERVATIONS
+        stood_still = SUPPORTING_OBSERVATIONS in (seen.progress.unchanged, seen.progress.still)
         # So is that it ended for sure, and that it got further than what failed before.
         ended = seen.ended_reports == EXIT_IS_SEEN_REPORTS
         second = seen.progress.signals == 2 and signals < 2

@@ -44,6 +44,7 @@ class ProgressTrack:
     log_bytes: int = 0
     signals: int = 0
     unchanged: int = 0
+    still: int = 0
     last: Mark | None = None
     life: Mark | None = None
     gaps: deque[float] = field(default_factory=lambda: deque(maxlen=GAPS_KEPT))
@@ -54,18 +55,20 @@ class ProgressTrack:
             self.begun, self.told, self.last, self.life = mark, None, None, mark
             self.signals = 0
             self.gaps.clear()
-        if log_bytes != self.log_bytes:
-            self.log_bytes, self.life = log_bytes, mark
+            self.still = 0
         self.unchanged += 1
+        self.still += 1
+        if log_bytes != self.log_bytes:
+            self.log_bytes, self.life, self.still = log_bytes, mark, 0
         if step is not None and self.told is None:
-            self.told, self.life, self.unchanged = mark, mark, 0
+            self.told, self.life, self.unchanged, self.still = mark, mark, 0, 0
         moved = _differs(step, self.step) or _differs(checkpoint, self.checkpoint)
         self.step = self.step if step is None else step
         self.checkpoint = self.checkpoint if checkpoint is None else checkpoint
         if moved:
             if self.last is not None:
                 self.gaps.append((mark.observed - self.last.observed).total_seconds())
-            self.last, self.life = mark, mark
+            self.last, self.life, self.still = mark, mark, 0
             self.signals, self.unchanged = self.signals + 1, 0
 
     def leave_out(self, now: Mark, length: timedelta, passes: int) -> None:
@@ -78,7 +81,15 @@ class ProgressTrack:
     def freeze(self) -> Progress:
         gap = timedelta(seconds=median(self.gaps)) if self.gaps else None
         return Progress(
-            self.token, self.signals, self.last, gap, self.life, self.unchanged, begun=self.begun, told=self.told
+            self.token,
+            self.signals,
+            self.last,
+            gap,
+            self.life,
+            self.unchanged,
+            self.still,
+            begun=self.begun,
+            told=self.told,
         )
 
 
@@ -176,7 +187,7 @@ class NodeTrack:
             return
         length, passes = mark.observed - self.dark_since.observed, mark.passes - self.dark_since.passes
         self._shift(mark, length, passes)
-        self.progress.unchanged = 0
+        self.progress.unchanged = self.progress.still = 0
         self.silent_probes = 0
         self.dark_since = None
 

@@ -9,6 +9,7 @@ import pytest
 
 from tests.evidence_kit import (
     FRESH,
+    NO_PROGRESS,
     QUIET,
     SILENT,
     TRAINS,
@@ -107,3 +108,15 @@ def test_the_next_create_does_not_wait_for_a_dead_node(state: NodeState) -> None
     assert told(action) == "Create"
     assert isinstance(action, Create)
     assert (action.name, action.number) == (name_of(10), 10)
+
+
+@pytest.mark.parametrize(
+    ("still", "expected"), [(2, "Wait"), (3, "Stop then judged")], ids=["asked seldom", "seen to stand still"]
+)
+def test_minutes_between_two_questions_are_no_standstill(still: int, expected: str) -> None:
+    """An UNKNOWN node whose run trained was deleted where its workers were asked every four minutes."""
+    progress = replace(
+        NO_PROGRESS, signals=9, last=ago(minutes=4), life=ago(minutes=4), begun=ago(hours=1), still=still
+    )
+    shown = evidence(seen(node("UNKNOWN"), running(), state_since=ago(hours=1), progress=progress))
+    assert told(act(shown, TRAINS)) == expected

@@ -28,7 +28,7 @@ from tpucare.simulation.store import Disk
 
 PROPERTIES: Mapping[str, str] = {
     "one-run": "rule 1: never two live runs of one slot",
-    "dead-elders": "rule 1: a launch finds each older node of earlier launches dead, deleted when quiet, or confirmed",
+    "dead-elders": "rule 1: a launch finds each older node that was launched on dead, deleted when quiet, or confirmed",
     "ours-only": "rule 2: nothing without our owner label and a known fleet is changed or deleted",
     "unasked-delete": "rules 3 and 6: no node is deleted whose run lives, and which nothing was wrong with",
     "unasked-stop": "rule 6: no run is stopped which nothing was wrong with, and of which nobody asked it",
@@ -195,7 +195,7 @@ class Properties:
         self._over.pop(slot, None)
 
     def confirmed(self, slot: str, nodes: Collection[int]) -> None:
-        """A person has looked at these nodes and says that nothing trains there: rule 1 is content. Truth is one-run's."""
+        """A person has looked at these and says that nothing trains there. The truth is one-run's."""
         if runs := self._runs.get(slot):
             runs.launched_on.difference_update(nodes)
 

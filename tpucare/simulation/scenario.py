@@ -71,8 +71,8 @@ class Pace:
         return Settings(poll=self.poll, fast_poll=self.fast_poll, probe=self.probe, fast_probe=self.fast_probe)
 
 
-# As the daemon beats, for storms of hours; for those of weeks, where a daemon that is killed every half hour still has to
-# see how far its runs come; and what is needed to get many slots through months, where workers tell by themselves.
+# As the daemon beats, for storms of hours; for those of weeks, where a daemon that is killed every half hour still has
+# to see how far its runs come; and what is needed to get many slots through months, where workers tell by themselves.
 CLOSE = Pace(5.0, 1.0, 15.0, 1.0)
 WEEKS = Pace(30.0, 30.0, 240.0, 30.0, grain=10.0, close=False)
 MONTHS = Pace(30.0, 30.0, 4 * 3600.0, 60.0, grain=10.0, close=False)
