@@ -34,6 +34,7 @@ from tpucare.plan_words import (
     unseen,
     without_job,
 )
+from tpucare.words import length
 
 # Of a create that was given up: nothing waits for its word.
 POLL_SPENT_EVERY = timedelta(minutes=1)
@@ -386,7 +387,8 @@ def _decide_unaccounted(slot: Slot, past: NodeMemory, evidence: Evidence, timers
         why = f"{past.name} in {past.zone} bears another owner's label now, and our run may live there"
         return Wait(f"{why}: `tpucare adopt-node` it back, or {said}", needs_person=True)
     if past.out_of_sight and past.in_doubt and not (past.spent or slot.care.fence_proceed):
-        why = f"nothing is heard of {past.name} in {past.zone} for {slot.care.fence_after}; it may still be training"
+        since = length(slot.care.fence_after)
+        why = f"nothing is heard of {past.name} in {past.zone} for {since}; it may still be training"
         return Wait(f"{why}: {said}, and a node is asked for elsewhere", needs_person=True)
     if not past.serves or evidence.node(past.name) is not None:
         return None

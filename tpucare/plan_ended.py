@@ -132,7 +132,7 @@ def _decide_success(slot: Slot, seen: NodeEvidence, memory: Memory, timers: Time
     if not timers.lasted(since, slot.care.success_after):
         if _may_be_noted(slot, seen, memory) and timers.lasted(since, EXIT_IS_SEEN_AFTER, observations=1):
             return Settle(Fact.RUN_FINISHED, "every worker exited 0, and nothing had asked it to", seen.node.name)
-        return Wait(f"finished; confirming for {length(slot.care.success_after.total_seconds())}")
+        return Wait(f"finished; confirming for {length(slot.care.success_after)}")
     if slot.care.on_success is OnSuccess.RESTART:
         return ending(seen, memory, "finished; on_success is restart", None, served=True)
     return done(seen.node.name, standing(seen, memory))

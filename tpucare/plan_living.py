@@ -22,10 +22,10 @@ from tpucare.plan_words import (
     has_advanced,
     keeps_node,
     nothing_moves,
-    spoken,
     standing,
     usual_pause,
 )
+from tpucare.words import length
 
 PREEMPTIBLE_LIFE = timedelta(hours=23, minutes=45)
 NO_PREEMPTIBLE_LIVES = timedelta(days=2)
@@ -49,7 +49,7 @@ def decide_living(slot: Slot, seen: NodeEvidence, past: NodeMemory, memory: Memo
         dead = life is None or timers.lasted(life, slot.care.unhealthy_after)
         if dead and nothing_moves(seen) and not keeps_node(seen):
             limit = slot.care.unhealthy_after
-            why = f"health {seen.node.health.name} and no progress for {spoken(limit)}"
+            why = f"health {seen.node.health.name} and no progress for {length(limit)}"
             return ending(seen, memory, why, then=Reason.JUDGED, lasted=limit)
     if action := _end_of_day(seen, past, memory, timers):
         return action
@@ -69,7 +69,7 @@ def _row_ends(seen: NodeEvidence, memory: Memory, timers: Timers) -> Settle | No
     if got_further(seen, memory):
         return _progressed(seen, memory, "the run got further than any before it")
     lasted = seen.progress.told is None and timers.lasted(seen.progress.begun, LONG_LIFE)
-    why = f"it tells of no step, and lives for {spoken(LONG_LIFE)}"
+    why = f"it tells of no step, and lives for {length(LONG_LIFE)}"
     return Settle(Fact.RUN_LASTED, why, seen.node.name) if lasted else None
 
 
@@ -122,7 +122,7 @@ def _stalled(slot: Slot, seen: NodeEvidence, past: NodeMemory, memory: Memory, t
         # Signs that an earlier process saw are not known here: it stands still since it was met.
         since = progress.last or progress.begun
         limit = _patience(slot, seen, run)
-        why = f"no progress for {spoken(limit)}"
+        why = f"no progress for {length(limit)}"
         if limit > slot.care.stalled_after:
             why = f"{why} (longer than stalled_after, by how often its signs come)"
     elif progress.told is not None or _job_tells(memory):

@@ -33,7 +33,6 @@ from tpucare.plan_words import (
     nothing_moves,
     patience_with_silence,
     quiet,
-    spoken,
     standing,
     stop_before,
     token_of,
@@ -41,6 +40,7 @@ from tpucare.plan_words import (
     usual_pause,
     without_job,
 )
+from tpucare.words import length
 
 STOPPED = frozenset({NodeState.STOPPING, NodeState.STOPPED})
 
@@ -83,7 +83,8 @@ def _decide_unknown(slot: Slot, seen: NodeEvidence, evidence: Evidence, memory: 
     answers = seen.report is not None and any(w.contact is Contact.ANSWERED for w in seen.report.workers)
     life = latest(seen.state_since, seen.progress.last, seen.progress.life) if answers else seen.state_since
     if timers.lasted(life, limit) and nothing_moves(seen):
-        what = f"nothing moves on it for {limit}" if answers else f"no worker of it answers for {limit}"
+        what = "nothing moves on it" if answers else "no worker of it answers"
+        what = f"{what} for {length(limit)}"
         return stop_before(seen, evidence, memory, deletion(seen, f"UNKNOWN, and {what}", Reason.JUDGED))
     past = memory.node(seen.node.name)
     if answers and past is not None and past.launched:
@@ -121,7 +122,7 @@ def decide_by_workers(
 def decide_hidden(slot: Slot, zone: str, name: str, evidence: Evidence, timers: Timers) -> Action:
     """A node that neither the listing nor GetNode tells of; after `fence_after` another may be asked for elsewhere."""
     if timers.lasted(evidence.hidden_since(zone, name), slot.care.fence_after):
-        return Settle(Fact.NODE_OUT_OF_SIGHT, f"nothing is heard of it for {slot.care.fence_after}", name=name)
+        return Settle(Fact.NODE_OUT_OF_SIGHT, f"nothing is heard of it for {length(slot.care.fence_after)}", name=name)
     if zone in evidence.dark_since:
         return Wait(f"{zone} does not answer: what is known of {name} stays")
     return Wait(f"{name} is not in the listing, and may not be looked at: what is known of it stays")
@@ -269,14 +270,14 @@ def _decide_silent(
     # Who refused our key may be a guard that drops our packets by now, and lets us in minutes later.
     guarded = past.refused and not past.answered
     if supported and not guarded and timers.lasted(since, limit) and evidence.elsewhere_answers:
-        return _silence_ends(seen, past, memory, f"a worker is silent for {spoken(limit)}, others answer", limit)
+        return _silence_ends(seen, past, memory, f"a worker is silent for {length(limit)}, others answer", limit)
     if not past.answered:
         # Where nobody answers, or a guard may be at work, only boot_timeout ends the wait for a node that never did.
         if supported and timers.lasted(seen.seen_since, slot.care.boot_timeout):
             why = "its workers never answered until boot_timeout"
             return deletion(seen, why, Reason.JUDGED, unanswered=True, lasted=slot.care.boot_timeout)
     elif supported and timers.lasted(since, limit * CANARY_FACTOR) and evidence.may_be_canary:
-        for_so_long = spoken(limit * CANARY_FACTOR)
+        for_so_long = length(limit * CANARY_FACTOR)
         why = f"no worker anywhere answers for {for_so_long}; this slot tries first whether a new node does"
         return deletion(seen, why, Reason.JUDGED, lasted=limit * CANARY_FACTOR)
     if stop := _stop_half_gang(slot, seen, since, evidence, memory, timers):

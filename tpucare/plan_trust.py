@@ -14,6 +14,7 @@ from tpucare.actions import Action, Fact, Settle, Vouch, Wait
 from tpucare.evidence import Evidence, NodeEvidence, Timers, Voucher
 from tpucare.memory import NodeMemory, Trust
 from tpucare.model import HostKeys, Job, Slot
+from tpucare.words import length
 
 ASK_EVERY = timedelta(seconds=10)
 # The guest agent publishes some time after sshd answers; the longest that was seen elsewhere is about a minute.
@@ -48,7 +49,9 @@ def decide_trust(slot: Slot, seen: NodeEvidence, past: NodeMemory, evidence: Evi
     if seen.voucher is Voucher.UNANSWERED:
         return _ask_again(slot, seen, past, evidence, timers) or _unanswered(seen, timers)
     if seen.voucher is Voucher.UNPUBLISHED and not timers.lasted(seen.arrived_since, limit):
-        wait = Wait(f"waiting until {name} publishes its host keys, for {limit} from the first answer of its workers")
+        wait = Wait(
+            f"waiting until {name} publishes its host keys, for {length(limit)} from the first answer of its workers"
+        )
         return _ask_again(slot, seen, past, evidence, timers) or wait
     if strict:
         why = f"nothing vouches for the host keys of {name} ({_reason(seen, limit)}) and care.host_keys is vouched"
@@ -123,4 +126,6 @@ def _patience(slot: Slot, past: NodeMemory, evidence: Evidence, timers: Timers) 
 def _reason(seen: NodeEvidence, limit: timedelta) -> str:
     if seen.voucher is Voucher.FORBIDDEN:
         return f"guest attributes may not be read: {seen.voucher_why}"
-    return f"its host keys were not published within {limit}" + (f": {seen.voucher_why}" if seen.voucher_why else "")
+    return f"its host keys were not published within {length(limit)}" + (
+        f": {seen.voucher_why}" if seen.voucher_why else ""
+    )

@@ -99,16 +99,6 @@ def unseen(slot: Slot, evidence: Evidence, timers: Timers) -> Wait | None:
     return Wait(f"{why} (`tpucare confirm --store` to go on)" if loud else why, needs_person=loud)
 
 
-def spoken(length: timedelta) -> str:
-    """*length* in the two largest of its units, as a person would say it: `2 min 17 s`."""
-    seconds = round(length.total_seconds())
-    parts = []
-    for unit, size in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
-        count, seconds = divmod(seconds, size)
-        parts += [f"{count} {unit}"] if count else []
-    return " ".join(parts[:2]) or "0 s"
-
-
 def without_job(slot: Slot, then: str) -> Wait:
     """Nothing can be launched for a slot whose job is not known, or was never declared."""
     if slot.job_problem:

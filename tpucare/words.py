@@ -1,5 +1,6 @@
 """
-Words of a person's file as an error may quote them: the nearest valid one, and a form that is safe on a terminal.
+Words of a person's file as an error may quote them: the nearest valid one, and a form that is safe on a terminal; how
+counts and lengths are said.
 
 Standard library only. What is valid is the caller's knowledge.
 """
@@ -8,8 +9,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
+from datetime import timedelta
 
 SHOWN_CHARACTERS = 60
+_UNITS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
 
 
 def nearest(word: str, choices: Iterable[str], *, at_most: int = 2) -> tuple[str, ...]:
@@ -43,13 +46,17 @@ def worker_range(count: int) -> str:
     return f"its workers are 0 to {count - 1}" if count != 1 else "its only worker is 0"
 
 
-def length(seconds: float) -> str:
-    """A short length of time for people: 4 s, 3 min, 2.5 h, 3 d."""
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    if seconds < 6000:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.1f} h" if seconds < 172800 else f"{seconds / 86400:.0f} d"
+def length(of: timedelta | float) -> str:
+    """A length of time (seconds, if a number) as a person would say it: 4 s, 2 min 17 s, 25 min, 1 h 30 min, 3 d."""
+    left = round(of.total_seconds() if isinstance(of, timedelta) else of)
+    for place, (unit, size) in enumerate(_UNITS):
+        count, left = divmod(left, size)
+        if count:
+            smaller, its_size = _UNITS[place + 1] if unit != "s" else ("", 1)
+            # Of a dozen minutes nobody wants the seconds.
+            rest = left // its_size if count < 10 else 0
+            return f"{count} {unit}" + (f" {rest} {smaller}" if rest else "")
+    return "0 s"
 
 
 def shown(value: object) -> str:

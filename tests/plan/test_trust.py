@@ -153,7 +153,7 @@ def test_it_says_why_a_node_is_trusted_and_of_whom_that_tells() -> None:
     action = act(asked(Voucher.UNPUBLISHED, arrived=120), FRESH, AUTO)
     assert isinstance(action, Settle)
     assert (action.name, action.publisher) == (name_of(0), PUBLISHER)
-    assert "not published within 0:02:00" in action.why
+    assert "not published within 2 min" in action.why
     forbidden = act(asked(Voucher.FORBIDDEN), FRESH, AUTO)
     assert isinstance(forbidden, Settle)
     assert forbidden.publisher == "", "who may not look has not learned what is published"

@@ -24,6 +24,7 @@ from tpucare.emulator.resources import example_folder
 from tpucare.emulator.witness import Witness
 from tpucare.errors import TpuCareError
 from tpucare.memory import End
+from tpucare.words import length
 
 LOOK_SECONDS = 0.2
 PATIENCE = timedelta(minutes=15)
@@ -179,7 +180,7 @@ def _watch_to_the_end(
         if memory is not None and memory.end is not End.NONE:
             raise TpuCareError(f"the slot {SLOT} is {memory.end.value} too early: {memory.end_why}")
         time.sleep(LOOK_SECONDS)
-    raise TpuCareError(f"the training did not end within {PATIENCE}")
+    raise TpuCareError(f"the training did not end within {length(PATIENCE)}")
 
 
 def _await_empty(stage: Stage) -> list[str]:

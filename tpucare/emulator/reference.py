@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from tpucare.errors import ConfigError, TpuCareError
+from tpucare.words import length
 
 # Several times what 1,000 steps on two busy cores take.
 DEADLINE = timedelta(minutes=10)
@@ -147,7 +148,7 @@ def _wait_for_all(processes: Sequence[subprocess.Popen[bytes]], logs: Sequence[P
         while selector.get_map():
             events = selector.select(max(0.0, end - time.monotonic()))
             if not events:
-                raise TpuCareError(f"the undisturbed training did not end within {deadline}{_tail(logs[0])}")
+                raise TpuCareError(f"the undisturbed training did not end within {length(deadline)}{_tail(logs[0])}")
             for key, _ in events:
                 selector.unregister(key.fd)
                 if status := processes[key.data].wait():
