@@ -8,19 +8,24 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 
 from tests.hand_clock import HandClock
+from tpucare import cloud as cloud_module
 from tpucare.cloud import CloudClock, Deadlines, GoogleCloud, connect, find_project
 from tpucare.cloud_wire import with_ssh_key
 from tpucare.emulator.config import WorldConfig
 from tpucare.emulator.server import EmulatorServer
-from tpucare.errors import AnswerLost, ConfigError, NeedsPerson, Transient
+from tpucare.errors import AnswerLost, ConfigError, NeedsPerson, OwnCredentials, Transient
+from tpucare.gcloud import credentials_file
 from tpucare.model import Health, NodeKey, NodeRequest, Place, Provisioning
 
 PROJECT, ZONE = "emulated", "us-central1-a"
@@ -79,7 +84,8 @@ def test_missing_credentials_say_which_command_to_run(no_google: Path) -> None:
         connect(None, monotonic=still)
 
 
-def test_credentials_open_a_channel_of_the_real_service(no_google: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def account_file(folder: Path) -> Path:
+    """A service account's key, a new one each time."""
     key = rsa.generate_private_key(public_exponent=65537, key_size=2048).private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
@@ -90,11 +96,80 @@ def test_credentials_open_a_channel_of_the_real_service(no_google: Path, monkeyp
         "private_key": key.decode(),
         "token_uri": "https://oauth2.googleapis.com/token",
     }
-    file = no_google / "key.json"
+    file = folder / "key.json"
     file.write_text(json.dumps(account))
-    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(file))
+    return file
+
+
+def test_credentials_open_a_channel_of_the_real_service(no_google: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(account_file(no_google)))
     connect(None, monotonic=still).close()  # no call is made
     assert find_project(None, {"HOME": str(no_google)}) == "by-credentials"
+
+
+class Refusing(grpc.GenericRpcHandler):  # type: ignore[type-arg]
+    """A service that knows the key of nobody."""
+
+    def service(self, _: grpc.HandlerCallDetails) -> Any:
+        def refuse(_: bytes, context: grpc.ServicerContext) -> Any:
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, "Request had invalid authentication credentials.")
+
+        return grpc.unary_unary_rpc_method_handler(refuse)
+
+
+def test_a_key_that_was_rotated_is_read_again(
+    server: EmulatorServer, no_google: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The daemon was blind until somebody restarted it: it does not end, so systemd does not either."""
+    file = account_file(no_google)
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(file))
+    refusing = grpc.server(ThreadPoolExecutor(2), handlers=[Refusing()])
+    port = refusing.add_insecure_port("127.0.0.1:0")
+    refusing.start()
+    logins: list[str] = []
+
+    def transport(reader: Any) -> Any:
+        logins.append(file.read_text())
+        return cloud_module._emulator_transport(f"127.0.0.1:{port}" if len(logins) == 1 else server.endpoint, reader)
+
+    original = cloud_module._google_transport
+    monkeypatch.setattr(cloud_module, "_google_transport", lambda reader: once_real(original, transport, reader))
+    client = connect(None, monotonic=still)
+    try:
+        for _ in range(2):
+            with pytest.raises(OwnCredentials):
+                client.list_nodes(PROJECT)
+        assert len(logins) == 1, "the same file says the same"
+        file.write_text('{"type": "service_acc')
+        with pytest.raises(OwnCredentials):
+            client.list_nodes(PROJECT)
+        assert len(logins) == 1, "half a file is none"
+        account_file(no_google)
+        with pytest.raises(OwnCredentials):
+            client.list_nodes(PROJECT)
+        assert not client.list_nodes(PROJECT).nodes
+        assert len(logins) == 2
+    finally:
+        client.close()
+        refusing.stop(None)
+
+
+def once_real(original: Any, transport: Any, reader: Any) -> Any:
+    """The credentials are read as they are, and the emulator is spoken to."""
+    original(reader).close()
+    return transport(reader)
+
+
+@pytest.mark.parametrize(
+    ("env", "path"),
+    [
+        ({"GOOGLE_APPLICATION_CREDENTIALS": "/k.json", "CLOUDSDK_CONFIG": "/c"}, "/k.json"),
+        ({"CLOUDSDK_CONFIG": "/c"}, "/c/application_default_credentials.json"),
+        ({"HOME": "/h"}, "/h/.config/gcloud/application_default_credentials.json"),
+    ],
+)
+def test_credentials_lie_where_google_looks_for_them(env: dict[str, str], path: str) -> None:
+    assert str(credentials_file(env)) == path
 
 
 def test_an_unreachable_endpoint_is_a_lost_answer_and_quick() -> None:

@@ -10,6 +10,7 @@ Importing this module costs 200 ms and 50 MB (grpc, google-cloud-tpu): do it onl
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -17,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from email.utils import parsedate_to_datetime
+from pathlib import Path
 from typing import Any, TypeVar
 
 import google.auth
@@ -30,7 +32,7 @@ from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_rand
 from tpucare import cloud_wire as wire
 from tpucare.errors import ConfigError, NeedsPerson, OwnCredentials, Transient
 from tpucare.failures import INVALID_ARGUMENT, READ_TRIES, UNKNOWN, Where, classify, is_worth_repeating
-from tpucare.gcloud import find_project
+from tpucare.gcloud import credentials_file, find_project
 from tpucare.listing import Roll, key_of
 from tpucare.model import Listing, Node, NodeKey, NodeRequest, Operation
 
@@ -107,10 +109,19 @@ class GoogleCloud:
     `ports.Cloud`. Thread-safe, but for one listing of a project at a time.
 
     A deadline that passed and a connection that broke are AnswerLost; what a call asked for may have happened.
+
+    log_in_again: asked after a call that was refused for our credentials; a client with other ones, if there are any
     """
 
-    def __init__(self, client: TpuClient, clock: CloudClock, deadlines: Deadlines = Deadlines()) -> None:
-        self._client = client
+    def __init__(
+        self,
+        client: TpuClient,
+        clock: CloudClock,
+        deadlines: Deadlines = Deadlines(),
+        log_in_again: Callable[[], TpuClient | None] = lambda: None,
+    ) -> None:
+        self._client, self._log_in_again = client, log_in_again
+        self._renewing = threading.Lock()
         self._clock = clock
         self._listing = deadlines.listing.total_seconds()
         self._read = deadlines.read.total_seconds()
@@ -245,8 +256,12 @@ class GoogleCloud:
         try:
             yield
         except GoogleAPICallError as error:
-            raise classify(_status_number(error), error.message or str(error), where) from error
+            meant = classify(_status_number(error), error.message or str(error), where)
+            if isinstance(meant, OwnCredentials):
+                self._renew()
+            raise meant from error
         except GoogleAuthError as error:
+            self._renew()
             raise OwnCredentials(f"{_one_line(error)} -> run `gcloud auth application-default login`") from error
         except grpc.RpcError as error:
             raise classify(UNKNOWN, _one_line(error), where) from error
@@ -254,6 +269,13 @@ class GoogleCloud:
             if not self._closed.is_set():
                 raise
             raise Transient("the connection to the API was closed by us") from error
+
+    def _renew(self) -> None:
+        """For later calls; what was refused stays so. Calls under way end on the client that they began with."""
+        with self._renewing:
+            client = self._log_in_again()
+            if client is not None and not self._closed.is_set():
+                self._client = client
 
 
 def connect(endpoint: str | None, *, monotonic: Callable[[], float], deadlines: Deadlines = Deadlines()) -> GoogleCloud:
@@ -265,8 +287,39 @@ def connect(endpoint: str | None, *, monotonic: Callable[[], float], deadlines: 
     """
     clock = CloudClock(monotonic)
     reader = _DateReader(clock)
-    transport = _emulator_transport(endpoint, reader) if endpoint else _google_transport(reader)
-    return GoogleCloud(TpuClient(transport=transport), clock, deadlines)
+    if endpoint:
+        return GoogleCloud(TpuClient(transport=_emulator_transport(endpoint, reader)), clock, deadlines)
+    log_in_again = _with_the_file_of_now(reader)
+    return GoogleCloud(TpuClient(transport=_google_transport(reader)), clock, deadlines, log_in_again)
+
+
+def _with_the_file_of_now(reader: _DateReader) -> Callable[[], TpuClient | None]:
+    """A key that was rotated, or a login that was done anew, is read again; while the file is the same, nothing is."""
+    path = credentials_file(os.environ)
+    seen = _stamp(path)
+
+    def log_in_again() -> TpuClient | None:
+        nonlocal seen
+        found = _stamp(path)
+        if found is None or found == seen:
+            return None
+        try:
+            client = TpuClient(transport=_google_transport(reader))
+        except (ConfigError, ValueError):
+            # Half of it is written: the next refusal finds the rest.
+            return None
+        seen = found
+        return client
+
+    return log_in_again
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_ino, status.st_size
 
 
 def _emulator_transport(endpoint: str, reader: _DateReader) -> TpuGrpcTransport:

@@ -1,7 +1,8 @@
 """
 Which project is meant: flag, environment (Google's libraries', then gcloud's), gcloud's configuration or credentials.
 
-gcloud itself is not called: it costs a second, and need not be installed where its configuration was copied to.
+Where its credentials lie is told here, too. gcloud itself is not called: it costs a second, and need not be installed
+where its configuration was copied to.
 """
 
 from __future__ import annotations
@@ -35,10 +36,19 @@ def find_project(explicit: str | None, env: Mapping[str, str]) -> str:
     return project
 
 
+def credentials_file(env: Mapping[str, str]) -> Path:
+    """Where `google.auth.default` looks for a file first; on a VM with an account of its own there need be none."""
+    return Path(env.get("GOOGLE_APPLICATION_CREDENTIALS") or _folder(env) / "application_default_credentials.json")
+
+
+def _folder(env: Mapping[str, str]) -> Path:
+    home = env.get("HOME") or str(Path.home())
+    return Path(env.get("CLOUDSDK_CONFIG") or Path(home, ".config", "gcloud"))
+
+
 def _configured_project(env: Mapping[str, str]) -> str:
     """`core/project` of gcloud's active configuration, empty when there is none."""
-    home = env.get("HOME") or str(Path.home())
-    folder = Path(env.get("CLOUDSDK_CONFIG") or Path(home, ".config", "gcloud"))
+    folder = _folder(env)
     try:
         name = env.get("CLOUDSDK_ACTIVE_CONFIG_NAME") or (folder / "active_config").read_text("utf-8").strip()
         parser = configparser.ConfigParser(interpolation=None)
