@@ -40,8 +40,9 @@ if TYPE_CHECKING:
     from tpucare.cloud import GoogleCloud
 
 # One listing per project at a time; creates and deletes of a burst must not wait for threads; a launch of a large
-# slice takes a minute at worst, so many of them run beside each other.
-LANES: Mapping[Lane, int] = {Lane.LIST: 4, Lane.CLOUD: 64, Lane.PROBE: 64, Lane.LAUNCH: 48}
+# slice takes a minute at worst, so many of them run beside each other. A stop takes as long as its `grace`, which may
+# be half an hour, and no launch must wait for that.
+LANES: Mapping[Lane, int] = {Lane.LIST: 4, Lane.CLOUD: 64, Lane.PROBE: 64, Lane.LAUNCH: 48, Lane.STOP: 48}
 CLOSE_SECONDS = 4.0
 CREDENTIAL_LIMIT = 1 << 20
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 
 from tpucare.actions import Create, Delete, Effect, Launch, Look, Notice, Poll, PushKey, Stop, Vouch
 from tpucare.errors import LostRace, WorkerSilent
@@ -33,9 +34,12 @@ COORDINATOR_PORT = 9470
 
 LANES: Mapping[type, Lane] = {
     Launch: Lane.LAUNCH,
-    Stop: Lane.LAUNCH,
+    Stop: Lane.STOP,
     Notice: Lane.LAUNCH,
 }
+
+
+SAME_INSTANT = timedelta(seconds=1)
 
 
 class ChangedMeanwhile(LostRace):
@@ -132,7 +136,10 @@ def delete(action: Delete, ports: Ports) -> None:
 def delete_ours(action: Delete, cloud: Cloud, owner: str) -> None:
     """Raises: ChangedMeanwhile: another node bears that name now, or it is not ours. NodeGone: it is gone already."""
     node = cloud.get_node(action.key)
-    if (node.id, node.create_time) != (action.id, action.create_time) or node.owner != owner:
+    # ListNodes and GetNode may write an instant with more digits or fewer: were they compared as they are, nothing
+    # could ever be deleted.
+    is_other = node.id != action.id or abs(node.create_time - action.create_time) >= SAME_INSTANT
+    if is_other or node.owner != owner:
         raise ChangedMeanwhile(f"{action.key.name} is not the node it was: nothing deleted")
     cloud.delete_node(action.key)
 

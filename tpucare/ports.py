@@ -250,6 +250,7 @@ class Lane(StrEnum):
     CLOUD = "cloud"
     PROBE = "probe"
     LAUNCH = "launch"
+    STOP = "stop"
 
 
 @dataclass(frozen=True, slots=True)

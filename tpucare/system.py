@@ -22,7 +22,9 @@ from tpucare.ports import Finished, Lane
 
 # Bounds of threads per lane, sized for 2 shared cores: an effect mostly waits for the network. One listing per project
 # is under way at a time, and creates are rate-limited by the API long before 32 calls are.
-DEFAULT_LANES: Mapping[Lane, int] = MappingProxyType({Lane.LIST: 4, Lane.CLOUD: 32, Lane.PROBE: 64, Lane.LAUNCH: 32})
+DEFAULT_LANES: Mapping[Lane, int] = MappingProxyType(
+    {Lane.LIST: 4, Lane.CLOUD: 32, Lane.PROBE: 64, Lane.LAUNCH: 32, Lane.STOP: 32}
+)
 
 _PRODUCT_FILE = Path("/sys/class/dmi/id/product_name")
 # Link-local and by number: no resolver and no proxy can be in the way.
