@@ -8,6 +8,7 @@ the world and the machines know.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right, insort
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -58,6 +59,8 @@ TROUBLE_LASTS = 900.0
 """What was wrong with a node may explain a verdict for so long after it ended."""
 BRAKE_WINDOW = 540.0
 GIVEN_UP_AFTER = 30.0
+LATEST_CREATE = 2 * 3600.0
+"""Longer than any create that was given up is on its way."""
 FLOOD = 60
 """Calls of one method about one thing in a minute."""
 FINISHED_FOR_SURE = 10.0
@@ -164,7 +167,7 @@ class Properties:
         self._runs = {name: _SlotRuns(max(place.workers for place in slot.places)) for name, slot in slots.items()}
         self._answered: dict[int, float] = {}
         self._made: dict[str, tuple[float, bool]] = {}
-        self._creates: deque[float] = deque()
+        self._creates: list[float] = []
         self._turns: dict[str, Turns] = {}
         self.dark: frozenset[str] = frozenset()
         self._judged: deque[tuple[float, str]] = deque()
@@ -323,11 +326,7 @@ class Properties:
         if not record["peer"]:
             # Made by the strike of somebody else, who is not asked for anything.
             return
-        self._creates.append(now)
-        while self._creates[0] <= now - 60.0:
-            self._creates.popleft()
-        if len(self._creates) > self.creates_per_minute:
-            self._break("create-budget", f"{len(self._creates)} creates within a minute")
+        self._check_budget(record, now)
         if labels is None:
             return
         name = record["name"]
@@ -338,6 +337,18 @@ class Properties:
         self._check_intent(name, labels.get(LABEL_SLOT, ""))
         self._check_turns(name.rpartition("/")[2], labels.get(LABEL_SLOT, ""))
         self._check_number(record, name, now)
+
+    def _check_budget(self, record: Mapping[str, Any], now: float) -> None:
+        # A call that was given up may arrive much later; what the budget is about is when it was asked for.
+        asked = now - record["latency"] if _arrives_late(record) else now
+        insort(self._creates, asked)
+        del self._creates[: bisect_right(self._creates, now - LATEST_CREATE)]
+        first = bisect_left(self._creates, asked)
+        for index in range(first, bisect_right(self._creates, asked + 60.0)):
+            count = index + 1 - bisect_right(self._creates, self._creates[index] - 60.0)
+            if count > self.creates_per_minute:
+                self._break("create-budget", f"{count} creates within a minute")
+                return
 
     def _check_intent(self, name: str, slot: str) -> None:
         node, memory = name.rpartition("/")[2], self.disk.memories.get(slot)
@@ -367,7 +378,7 @@ class Properties:
 
     def _check_number(self, record: Mapping[str, Any], name: str, now: float) -> None:
         before = self._made.get(name)
-        if record["answer"] == "lost" and record["latency"] >= GIVEN_UP_AFTER:
+        if _arrives_late(record):
             # The call of long ago arrives only now; it was not asked for again.
             return
         if before is not None and not before[1] and self.restarted < before[0]:
@@ -476,6 +487,10 @@ class Properties:
             return
         if self._trains(event.slot, runs.node):
             self._break("unasked-stop", f"{event.text}: it was training and well")
+
+
+def _arrives_late(record: Mapping[str, Any]) -> bool:
+    return bool(record["answer"] == "lost" and record["latency"] >= GIVEN_UP_AFTER)
 
 
 def _is_open(past: PlaceMemory, now: datetime) -> bool:
