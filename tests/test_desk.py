@@ -170,6 +170,36 @@ def test_apply_with_replace_makes_new_nodes_and_with_restart_new_runs(office: Of
     assert office.nodes == ["pod-0-a1", "pod-1-a1"]
 
 
+def test_apply_paused_asks_for_no_node_so_that_one_can_be_adopted(office: Office) -> None:
+    text = fleet_text("new", count=2)
+    answer = office.apply(text, office.folder.parent, paused=True)
+    assert (answer["is_new"], answer["paused"], answer["slots"]) == (True, True, ["new-0", "new-1"])
+    office.look()
+    office.run(30)
+    assert office.nodes == ["pod-0-a0", "pod-1-a0"], "of the paused fleet there is none"
+    make_node(office, "mine", {})
+    office.run(1)
+    office.ask("adopt-node", node="mine", slot="new-0")
+    office.run(2)
+    assert office.daemon.memory("new-0").node("mine") is not None
+    office.ask("resume", target="new")
+    office.run(15)
+    assert office.nodes == ["mine", "new-1-a0", "pod-0-a0", "pod-1-a0"]
+    assert office.daemon.trains("new-0")
+
+
+def test_apply_paused_pauses_what_is_up_and_what_was_taken_down(office: Office) -> None:
+    office.ask("down", target="pod-1")
+    office.run(10)
+    assert office.apply(fleet_text(count=3), office.folder, paused=True)["paused"]
+    office.run(10)
+    assert office.nodes == ["pod-0-a0"]
+    assert [row["phase"] for row in office.ask("status")["slots"]] == ["paused"] * 3
+    office.ask("resume", target="pod")
+    office.run(10)
+    assert office.nodes == ["pod-0-a0", "pod-1-a1", "pod-2-a0"]
+
+
 def test_apply_refuses_a_bad_text_and_changes_nothing(office: Office) -> None:
     before = (office.folder / "pod.yaml").read_text()
     with pytest.raises(ConfigError, match="unknown key"):

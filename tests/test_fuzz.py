@@ -318,7 +318,21 @@ VERBS = (
     "gc",
     "events",
 )
-ARGUMENTS = ("target", "slot", "text", "folder", "file", "restart", "replace", "node", "apply", "after", "limit", "do")
+ARGUMENTS = (
+    "target",
+    "slot",
+    "text",
+    "folder",
+    "file",
+    "restart",
+    "replace",
+    "paused",
+    "node",
+    "apply",
+    "after",
+    "limit",
+    "do",
+)
 named = st.sampled_from(["pod", "pod-0", "pod-1", "pod-7", "other", fleet_text(), "/", ""])
 orders = st.builds(
     lambda do, rest: {**rest, "do": do},

@@ -66,7 +66,10 @@ class Desk:
             "status": (self._status, {"target": ""}),
             "plan": (self._plan, {"target": ""}),
             "workers": (self._workers, {"slot": str}),
-            "apply": (self._apply, {"text": str, "folder": str, "file": "", "restart": False, "replace": False}),
+            "apply": (
+                self._apply,
+                {"text": str, "folder": str, "file": "", "restart": False, "replace": False, "paused": False},
+            ),
             "preview": (self._preview, {"text": str, "folder": str, "file": ""}),
             "down": (self._down, {"target": str}),
             "pause": (self._pause, {"target": str}),
@@ -154,7 +157,7 @@ class Desk:
 
     # --- fleets ------------------------------------------------------------------------------------------------------
 
-    def _apply(self, text: str, folder: str, file: str, restart: bool, replace: bool) -> Answer:
+    def _apply(self, text: str, folder: str, file: str, restart: bool, replace: bool, paused: bool) -> Answer:
         if self._intake is None:
             raise CannotDo("a Python script declares what is cared for here: change its arguments, and start it again")
         if not Path(folder).is_absolute():
@@ -169,10 +172,13 @@ class Desk:
         changes = self._changes(fleet, text)
         lying = self._intake.copy_in(fleet, text, base, file)
         record = self._roster.records.get(fleet.name)
-        paused = record is not None and record.wish is Wish.PAUSED
-        self._roster.accept(fleet, lying, base, Wish.PAUSED if paused else Wish.UP)
+        is_paused = paused or (record is not None and record.wish is Wish.PAUSED)
+        self._roster.accept(fleet, lying, base, Wish.PAUSED if is_paused else Wish.UP)
         self._roster.say("fleet", f"{fleet.name} applied: {counted(fleet.count, 'slot')}", fleet.name, "info")
         raised = self._roster.bring_up(fleet.name)
+        if paused:
+            # Before anything is decided about them: a paused slot asks for no node.
+            self._pause(fleet.name)
         return {
             "fleet": fleet.name,
             "slots": [fleet.slot_name(index) for index in range(fleet.count)],
@@ -180,7 +186,7 @@ class Desk:
             "is_new": before is None,
             "changes": changes,
             "started_again": raised,
-            "paused": paused,
+            "paused": is_paused,
             "warnings": [*fleet.warnings, *self._lacking(fleet)],
             "replaced": self._ask_nodes(fleet.name, wishes.replace_node, "replace") if replace else [],
             "restarted": self._ask_nodes(fleet.name, wishes.restart, "restart") if restart and not replace else [],

@@ -156,7 +156,8 @@ class Engine:
         track = self.slots[slot]
         view = self.board.project(track.slot.project)
         if live := live_nodes(self._evidence(view, track), track.memory):
-            raise ConfigError(f"{slot} has a node, {live[0].node.name}: choose a slot that has none")
+            advice = "choose a slot that has none; of a fleet that is declared with `apply --paused` none has"
+            raise ConfigError(f"{slot} has a node, {live[0].node.name}: {advice}")
         known = view.foreign.values()
         found = [seen for nodes in known for seen in nodes.values() if seen.name == node]
         if not found:

@@ -209,6 +209,9 @@ def apply(
     file: Annotated[Path, typer.Argument(help="Fleet file.", metavar="FILE")],
     restart: Annotated[bool, typer.Option("--restart", help="Restart the job now, on the node it has.")] = False,
     replace: Annotated[bool, typer.Option("--replace", help="Replace the nodes now; asks first.")] = False,
+    paused: Annotated[
+        bool, typer.Option("--paused", help="Ask for no node until `resume`: time for `adopt-node`.")
+    ] = False,
     yes: YesFlag = False,
     json_out: JsonFlag = False,
 ) -> None:
@@ -221,11 +224,14 @@ def apply(
     \b
     Example: tpucare apply pod.yaml
     Example: tpucare apply pod.yaml --restart
+    Example: tpucare apply pod.yaml --paused
     """
     from tpucare import fleet as fleets
     from tpucare.cli.offline import order
     from tpucare.folder import folder_of, read_text, where_it_lies, without_header
 
+    if paused and (restart or replace):
+        raise typer.BadParameter("--paused asks for nothing now; --restart and --replace do")
     file = where_it_lies(file)
     text = read_text(file)
     path = file.absolute()
@@ -234,7 +240,7 @@ def apply(
         ask(f"Delete the nodes of {fleet.name} and make new ones?", yes=yes)
     what = {"do": "apply", "text": text, "folder": str(path.parent), "file": str(path)}
     chosen = options(context)
-    answer = order(chosen, {**what, "restart": restart, "replace": replace})
+    answer = order(chosen, {**what, "restart": restart, "replace": replace, "paused": paused})
     if json_out:
         print_json(answer)
         return

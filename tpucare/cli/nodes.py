@@ -134,8 +134,11 @@ def adopt_node(
     """
     Make a node that somebody else created the node of a slot that has none: it gets our labels, and our care.
 
+    A slot asks for a node of its own as soon as it is declared, unless that is done with `apply --paused`.
+
     \b
-    Example: tpucare adopt-node my-old-tpu pod-0
+    Example: tpucare apply pod.yaml --paused
+    Example: tpucare adopt-node my-old-tpu pod-0 && tpucare resume pod
     """
     from tpucare.cli import claiming
 
