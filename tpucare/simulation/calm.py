@@ -138,7 +138,7 @@ class Calm:
             return False
         if self._apart(name):
             return True
-        return name in self.history.properties.training()
+        return self.history.properties.is_training(name)
 
     def _apart(self, name: str) -> str:
         end = self.daemon.engine.slots[name].memory.end

@@ -293,9 +293,10 @@ class Properties:
         life = self.world.state.by_id.get(node_id)
         return life is not None and not self.hangs(life) and self.now() - runs.since >= STEADY_SECONDS
 
-    def training(self) -> set[str]:
-        """Slots of which every worker of one node runs the job now and gets on with it, in truth."""
-        return {name for name, runs in self._runs.items() if runs.since is not None and not self._stands(runs)}
+    def is_training(self, slot: str) -> bool:
+        """Every worker of one node runs the slot's job now and gets on with it, in truth."""
+        runs = self._runs.get(slot)
+        return runs is not None and runs.since is not None and not self._stands(runs)
 
     def _stands(self, runs: _SlotRuns) -> bool:
         life = self.world.state.by_id.get(runs.node)
