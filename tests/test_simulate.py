@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -25,6 +26,7 @@ from tpucare.memory import Book, CreateIntent, FleetRecord, Memory, Wish
 from tpucare.model import Event
 from tpucare.ports import Finished, Lane, Store
 from tpucare.simulation.campaign import Plan, Sums, live
+from tpucare.simulation.daemon import Daemon
 from tpucare.simulation.faults import FAULTS
 from tpucare.simulation.history import History
 from tpucare.simulation.scenario import CLOSE, Strike, draw, storm_slots, told_again
@@ -290,3 +292,22 @@ def bearing(mark: str) -> list[int]:
             if mark.encode() in path.read_bytes():
                 found.append(int(path.parent.name))
     return found
+
+
+def test_a_process_that_was_killed_is_told_of_no_change_any_more() -> None:
+    """Its listings were followed until the collector came, which is off there: each change was noted for each of them."""
+    daemon = Daemon()
+    daemon.start()
+    daemon.care_for_slots("pod", list(storm_slots()[:1]))
+    project = daemon.declared["pod"][0].project
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        for _ in range(5):
+            daemon.run(minutes=1)
+            daemon.restart()
+        listing = daemon.zone.world.state.listing(project)
+        assert sum(follower() is not None for follower in listing._followers) <= 1
+    finally:
+        if was_on:
+            gc.enable()

@@ -86,6 +86,10 @@ class InProcessCloud:
             dark = self._call(Where.LIST, "ListNodes", parent, self._limits.listing, self._looking(project))
         return followed.listing(shown, dark, self._now())
 
+    def close(self) -> None:
+        """Whoever listed is no more, and follows no listing: each change would be noted for it without end."""
+        self._followed.clear()
+
     def _looking(self, project: str) -> Callable[[CallFate], frozenset[str]]:
         return lambda fate: self._world.look_at_list(project, self._now(), fate)
 

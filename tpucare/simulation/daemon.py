@@ -142,6 +142,7 @@ class Daemon:
         """
         assert self.store is not None
         self.executor.die(arrives)
+        self.cloud.close()
         self.close_store()
         self.store = None
         self.restarts.append(self.clock.true_now())
