@@ -295,7 +295,7 @@ def bearing(mark: str) -> list[int]:
 
 
 def test_a_process_that_was_killed_is_told_of_no_change_any_more() -> None:
-    """Its listings were followed until the collector came, which is off there: each change was noted for each of them."""
+    """Its listings were followed until the collector came, which is off: each change was noted for each of them."""
     daemon = Daemon()
     daemon.start()
     daemon.care_for_slots("pod", list(storm_slots()[:1]))

@@ -146,7 +146,7 @@ class Board:
     # --- what is pending
 
     def update(self, track: SlotTrack, memory: Memory) -> None:
-        if memory != track.memory:
+        if memory is not track.memory and memory != track.memory:
             if memory.nodes is not track.memory.nodes:
                 for key in _keys_of(track, track.memory):
                     self._homes.pop(key, None)
@@ -191,7 +191,10 @@ class Board:
 
     def commit(self) -> None:
         """Everything pending on disk in one transaction, then the effects begin, then the events are told."""
-        pending, self._pending = self._pending, _Pending()
+        pending = self._pending
+        if not (pending.memories or pending.events or pending.effects):
+            return
+        self._pending = _Pending()
         if pending.memories or pending.events:
             self.store.save(pending.memories, pending.events)
         for lane, tag, effect in pending.effects:

@@ -203,7 +203,10 @@ class Engine:
         if self.board.dirty:
             return 0.0
         dues = [view.poll_due for view in self.projects.values() if not view.listing]
-        dues += [due for due in (self.prober.next_due(), self.board.next_wake()) if due is not None]
+        if (due := self.prober.next_due()) is not None:
+            dues.append(due)
+        if (due := self.board.next_wake()) is not None:
+            dues.append(due)
         # Shorter sleeps than a clock can tell apart would be a busy loop.
         return max(0.001, min(dues, default=now + self.settings.poll) - now)
 
@@ -270,8 +273,10 @@ class Engine:
     def moment(self, track: SlotTrack) -> Moment:
         """Now, for this slot; where no listing comes, by the clock of the node that is heard."""
         view, now = self.board.project(track.slot.project), self.clock.monotonic()
-        mark = max((seen.own_mark(view.mark, view.cap) for seen in track.nodes.values()), default=view.mark)
-        return Moment(self.clock.now(), mark.observed, mark.passes, view.cloud_now(now, self.clock.now()))
+        mark, wall = view.mark, self.clock.now()
+        if track.nodes:
+            mark = max([seen.own_mark(mark, view.cap) for seen in track.nodes.values()])
+        return Moment(wall, mark.observed, mark.passes, view.cloud_now(now, wall))
 
     def _decide_slot(self, track: SlotTrack, judged: dict[str, Delete | Stop], creates: dict[str, Create]) -> None:
         now = self.clock.monotonic()

@@ -266,7 +266,10 @@ class Evidence:
         return min(marks, default=None)
 
     def node(self, name: str) -> NodeEvidence | None:
-        return next((seen for seen in self.nodes if seen.node.name == name), None)
+        for seen in self.nodes:
+            if seen.node.name == name:
+                return seen
+        return None
 
 
 def holding_of(place: Place) -> Holding:

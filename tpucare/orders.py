@@ -111,7 +111,10 @@ class NodeReport:
 
     @property
     def all_answer(self) -> bool:
-        return bool(self.workers) and all(worker.contact is Contact.ANSWERED for worker in self.workers)
+        for worker in self.workers:
+            if worker.contact is not Contact.ANSWERED:
+                return False
+        return bool(self.workers)
 
 
 @dataclass(frozen=True, slots=True)

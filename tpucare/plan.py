@@ -54,7 +54,7 @@ def decide(slot: Slot, evidence: Evidence, memory: Memory, now: Moment) -> Actio
     """Choose the one next step for `slot`, from what is there now, never from what just happened."""
     timers = Timers(now)
     action = _decide(slot, evidence, memory, timers)
-    if isinstance(action, Wait):
+    if isinstance(action, Wait) and not (timers.observed_due is None and timers.wall_due is None):
         return replace(action, observed=timers.observed_due, wall=timers.wall_due)
     return action
 

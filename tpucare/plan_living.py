@@ -80,7 +80,9 @@ def got_further(seen: NodeEvidence, memory: Memory) -> bool:
 
 
 def is_row_open(memory: Memory) -> bool:
-    return memory.failed_since is not None or any(memory.book(name).failures for name in ENDED_BY_PROGRESS)
+    if memory.failed_since is not None:
+        return True
+    return bool(memory.books) and any(memory.book(name).failures for name in ENDED_BY_PROGRESS)
 
 
 def _progressed(seen: NodeEvidence, memory: Memory, why: str) -> Settle:

@@ -77,11 +77,11 @@ def _failed(memory: Memory, why: str, now: datetime) -> Memory:
 
 def saw(memory: Memory, step: int | None, checkpoint: int | None) -> Memory:
     """Where the run of now was seen last, which need not be the furthest."""
-    return replace(
-        memory,
-        last_step=step if step is not None else memory.last_step,
-        last_checkpoint=checkpoint if checkpoint is not None else memory.last_checkpoint,
-    )
+    last_step = step if step is not None else memory.last_step
+    last_checkpoint = checkpoint if checkpoint is not None else memory.last_checkpoint
+    if (last_step, last_checkpoint) == (memory.last_step, memory.last_checkpoint):
+        return memory
+    return replace(memory, last_step=last_step, last_checkpoint=last_checkpoint)
 
 
 def far(memory: Memory, step: int | None, checkpoint: int | None) -> Memory:

@@ -48,6 +48,7 @@ class ProgressTrack:
     last: Mark | None = None
     life: Mark | None = None
     gaps: deque[float] = field(default_factory=lambda: deque(maxlen=GAPS_KEPT))
+    median_gap: timedelta | None = None
 
     def see(self, token: str, step: int | None, checkpoint: int | None, log_bytes: int, mark: Mark) -> None:
         if token != self.token:
@@ -56,6 +57,7 @@ class ProgressTrack:
             self.signals = 0
             self.gaps.clear()
             self.still = 0
+            self.median_gap = None
         self.unchanged += 1
         self.still += 1
         if log_bytes != self.log_bytes:
@@ -68,6 +70,7 @@ class ProgressTrack:
         if moved:
             if self.last is not None:
                 self.gaps.append((mark.observed - self.last.observed).total_seconds())
+                self.median_gap = timedelta(seconds=median(self.gaps))
             self.last, self.life, self.still = mark, mark, 0
             self.signals, self.unchanged = self.signals + 1, 0
 
@@ -79,12 +82,11 @@ class ProgressTrack:
         self.life = _later(self.life, now, length, passes)
 
     def freeze(self) -> Progress:
-        gap = timedelta(seconds=median(self.gaps)) if self.gaps else None
         return Progress(
             self.token,
             self.signals,
             self.last,
-            gap,
+            self.median_gap,
             self.life,
             self.unchanged,
             self.still,
@@ -165,6 +167,8 @@ class NodeTrack:
 
     def own_mark(self, mark: Mark, cap: timedelta) -> Mark:
         """Now, by the node's own clock; a poll, a third of *cap*, counts as an observation."""
+        if not self.alone_for:
+            return mark
         return Mark(mark.observed + self.alone_for, mark.passes + round(self.alone_for / (cap / 3)))
 
     def in_company(self, mark: Mark) -> None:
@@ -361,7 +365,9 @@ class SlotTrack:
         publishing: Mapping[str, Publishing],
         poll_every: timedelta,
     ) -> Evidence:
-        nodes = sorted(self.nodes.values(), key=lambda track: (track.node.create_time, track.node.name))
+        nodes = list(self.nodes.values())
+        if len(nodes) > 1:
+            nodes.sort(key=lambda track: (track.node.create_time, track.node.name))
         return Evidence(
             fresh=fresh,
             nodes=tuple(track.freeze() for track in nodes),

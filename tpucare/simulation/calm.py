@@ -5,12 +5,12 @@ person can. Then every slot has to train within a bound that follows from the wo
 
 from __future__ import annotations
 
-from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from tpucare.actions import Wait
 from tpucare.backoff import DELETE_AGAIN_CAP, PERSON_FIRST, QUOTA_BACKOFF
+from tpucare.evidence import Moment
 from tpucare.memory import End, Memory
 from tpucare.model import LABEL_FLEET, LABEL_OWNER, Slot
 from tpucare.plan import decide
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 IN_THE_DARK = "waits for a zone that never answers again"
 UNVISITED = "waits for a person who never comes"
 SWEEP = timedelta(minutes=10)
+# A wake-up may be late by as much as floats and microseconds round.
+WAKES_LATE = timedelta(milliseconds=2)
 # Who comes rarely lets a verdict pass that the brake held, and comes once more for what is held behind it.
 VISITS = 2
 
@@ -215,8 +217,7 @@ def is_overslept(daemon: Daemon, name: str) -> str | None:
         return None
     view = engine.projects[track.slot.project]
     moment = engine.moment(track)
-    # A wake-up may be late by as much as floats and microseconds round.
-    moment = replace(moment, wall=moment.wall - timedelta(milliseconds=2))
+    moment = Moment(moment.wall - WAKES_LATE, moment.observed, moment.passes, moment.cloud)
     action = decide(track.slot, engine._evidence(view, track), track.memory, moment)
     if type(action) is type(resting):
         return None
