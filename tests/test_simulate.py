@@ -20,19 +20,22 @@ from typer.testing import CliRunner
 
 from tests.bench_worker import eventually
 from tests.mutations import MUTATIONS
+from tpucare.cli import simulate as cli_simulate
 from tpucare.cli.app import app
 from tpucare.errors import ConfigError, StoreFull
 from tpucare.memory import Book, CreateIntent, FleetRecord, Memory, Wish
-from tpucare.model import Event
+from tpucare.model import Event, NodeKey
 from tpucare.ports import Finished, Lane, Store
 from tpucare.simulation.campaign import Plan, Sums, live
 from tpucare.simulation.daemon import Daemon
 from tpucare.simulation.faults import FAULTS
 from tpucare.simulation.history import History
+from tpucare.simulation.machines import RunEnd, RunMark
 from tpucare.simulation.scenario import CLOSE, Strike, draw, storm_slots, told_again
 from tpucare.simulation.shrink import shrink, tell
 from tpucare.simulation.store import Disk, DiskFault, MemoryStore, ProcessDied
 from tpucare.simulation.strikes import STRIKES
+from tpucare.simulation.tally import Watch as TallyWatch
 from tpucare.simulation.time import VirtualClock, VirtualExecutor
 from tpucare.store import SqliteStore, open_store
 
@@ -232,6 +235,53 @@ def test_sums_name_the_faults_that_never_occurred() -> None:
     assert sums.unmet("none") == []
 
 
+# --- figures ---------------------------------------------------------------------------------------------------------
+
+
+def mark(what: str, seconds: float, step: int, how: RunEnd = RunEnd.NONE) -> RunMark:
+    return RunMark(seconds, what, "mini-0-a0.1", NodeKey("p", "z", "mini-0-a0"), 1, 0, "mini-0", step, how)
+
+
+def test_goodput_leaves_out_what_is_trained_again_and_what_stands_still() -> None:
+    slot = replace(storm_slots()[0], name="mini-0")
+    slot = replace(slot, places=(replace(slot.places[0], workers=1),))
+    watch = TallyWatch((slot,), setup_seconds=20.0)
+    watch.ran(mark("start", 0, 0))
+    watch.ran(mark("end", 1020, 1000, RunEnd.DIED))
+    assert (watch.tally.trained_seconds, watch.tally.good_seconds) == (1000, 1000)
+    watch.ran(mark("start", 2000, 960))
+    assert watch.tally.good_seconds == 960, "40 steps since the last checkpoint went with the node"
+    watch.ran(mark("end", 5020, 1960, RunEnd.STOOD_STILL))
+    assert (watch.tally.trained_seconds, watch.tally.good_seconds) == (4000, 1960), "of 3,000 s it stood still 2,000"
+    watch.ran(mark("start", 6000, 1960))
+    watch.close(6120)
+    assert (watch.tally.trained_seconds, watch.tally.good_seconds) == (4100, 2060)
+    watch.tally.slot_seconds = 8240
+    assert watch.tally.goodput == 0.25
+
+
+def test_another_experiment_loses_nothing_of_the_one_before() -> None:
+    slot = replace(storm_slots()[0], name="mini-0")
+    slot = replace(slot, places=(replace(slot.places[0], workers=1),))
+    watch = TallyWatch((slot,), setup_seconds=0.0)
+    watch.ran(mark("start", 0, 0))
+    watch.ran(mark("end", 9000, 9000, RunEnd.STOPPED))
+    watch.ran(mark("start", 9000, 0))
+    assert watch.tally.good_seconds == 9000
+
+
+def test_node_hours_are_those_in_which_a_node_of_ours_was_ready() -> None:
+    watch = TallyWatch((replace(storm_slots()[0], name="mini-0"),), setup_seconds=20.0)
+    for name, slot in (("mini-0-a0", "mini-0"), ("mini-0-a1", "mini-0"), ("theirs", "")):
+        watch.node(name, "created", slot, 0)
+        watch.node(name, "ready", "", 600)
+    watch.node("mini-0-a0", "preempted", "", 4200)
+    watch.node("mini-0-a0", "gone", "", 9000)
+    watch.node("theirs", "gone", "", 9000)
+    watch.close(7800)
+    assert watch.tally.node_hours == 3
+
+
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
@@ -243,6 +293,25 @@ def test_simulate_tells_figures(tmp_path: Path) -> None:
     told = json.loads(ran.stdout)
     assert (told["clean"], told["histories"], told["launches"] >= 4) == (True, 2, True)
     assert 0.5 < told["availability"] <= 1
+    assert 0.5 < told["goodput"] <= told["availability"]
+    assert 2 < told["node_hours"] < 10
+    assert ran.stderr == "", "nobody looks at it"
+
+
+def test_a_person_sees_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setattr(cli_simulate, "SHOWN_EVERY_SECONDS", 0.0)
+    with cli_simulate._Progress(2) as progress:
+        progress.on_way(0.25)
+        progress.lived(1)
+    lines = capsys.readouterr().err.split("\r\x1b[K")
+    assert lines == [
+        "",
+        "lived 0 of 2 histories",
+        "lived 0 of 2 histories, 25% of the next",
+        "lived 1 of 2 histories; 1 broke a property",
+        "",
+    ]
 
 
 def test_simulate_exits_non_zero_and_tells_the_shortest_story(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

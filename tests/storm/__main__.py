@@ -148,6 +148,7 @@ def _table(sums: dict[str, Sums]) -> list[str]:
     rows.append(("launches", [f"{one.tally.launches:,}" for one in every]))
     rows.append(("create calls", [f"{one.tally.creates:,}" for one in every]))
     rows.append(("availability", [f"{one.tally.availability:.1%}" for one in every]))
+    rows.append(("goodput", [f"{one.tally.goodput:.1%}" for one in every]))
     rows.append(
         ("latest to train after calm, of its bound", [f"{max(one.tally.settled, default=0):.0%}" for one in every])
     )

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import sys
+import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import typer
 
 from tpucare.cli.common import print_json, say
 from tpucare.errors import ConfigError
+from tpucare.words import counted
 
 if TYPE_CHECKING:
     from tpucare.model import Slot
     from tpucare.simulation.campaign import Plan, Sums
 
+SHOWN_EVERY_SECONDS = 0.2
 _LEVELS = ("none", "low", "high")
 
 
@@ -49,11 +54,49 @@ def simulate(
         sums = _again(plan, chosen[0], story)
     else:
         sums = Sums()
-        for outcome in campaign(plan, chosen, jobs or len(os.sched_getaffinity(0))):
-            sums.add(outcome)
+        with _Progress(len(chosen)) as progress:
+            for outcome in campaign(plan, chosen, jobs or len(os.sched_getaffinity(0)), progress.on_way):
+                sums.add(outcome)
+                progress.lived(len(sums.failed))
     _tell(plan, sums, save, as_json=as_json, shrinks=story is None)
     if not sums.clean:
         raise typer.Exit(1)
+
+
+class _Progress:
+    """One line on stderr while histories are lived, where a person looks at it."""
+
+    def __init__(self, histories: int) -> None:
+        self._histories, self._lived, self._failed, self._part = histories, 0, 0, 0.0
+        self._is_shown, self._next = sys.stderr.isatty(), 0.0
+
+    def __enter__(self) -> Self:
+        self._show()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._write("")
+
+    def on_way(self, part: float) -> None:
+        self._part = part
+        self._show()
+
+    def lived(self, failed: int) -> None:
+        self._lived, self._failed, self._part = self._lived + 1, failed, 0.0
+        self._show()
+
+    def _show(self) -> None:
+        if time.monotonic() < self._next:
+            return
+        self._next = time.monotonic() + SHOWN_EVERY_SECONDS
+        part = f", {self._part:.0%} of the next" if self._part else ""
+        broken = f"; {self._failed} broke a property" if self._failed else ""
+        self._write(f"lived {self._lived} of {counted(self._histories, 'history', 'histories')}{part}{broken}")
+
+    def _write(self, line: str) -> None:
+        if self._is_shown:
+            with contextlib.suppress(OSError):
+                print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
 
 
 def _tell(plan: Plan, sums: Sums, save: Path | None, *, as_json: bool, shrinks: bool) -> None:

@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
@@ -22,6 +22,7 @@ from tpucare.simulation.faults import EMERGENT, FAULTS
 from tpucare.simulation.history import History, Outcome
 from tpucare.simulation.scenario import CLOSE, MONTHS, WEEKS, Pace, Scenario, draw, month_slots, storm_slots
 from tpucare.simulation.tally import PHASES, Tally
+from tpucare.words import counted
 
 MONTH_LIFETIME: Mapping[str, str] = {"median": "3d", "p95": "16d"}
 WEEKS_BEGIN = 3.0
@@ -51,28 +52,30 @@ class Plan:
         return draw(seed, slots, days=self.days, level=self.level, pace=pace, world=self.world, lifetime=lifetime)
 
 
-def live(plan: Plan, seed: int, remember: int = 0) -> Outcome:
+def live(plan: Plan, seed: int, remember: int = 0, on_way: Callable[[float], None] = lambda _: None) -> Outcome:
     """One history. Runs in a process of its own kind, too: everything it needs is in *plan* and *seed*."""
     # A history makes millions of small records that die by themselves; looking through those that live takes an eighth
     # of its time. What has to be looked for is collected now and then (`history`).
     was_on = gc.isenabled()
     gc.disable()
     try:
-        return History(plan.scenario(seed), remember=remember).run()
+        return History(plan.scenario(seed), remember=remember, on_way=on_way).run()
     finally:
         if was_on:
             gc.enable()
 
 
-def campaign(plan: Plan, seeds: Sequence[int], jobs: int = 1) -> Iterator[Outcome]:
+def campaign(
+    plan: Plan, seeds: Sequence[int], jobs: int = 1, on_way: Callable[[float], None] = lambda _: None
+) -> Iterator[Outcome]:
     """
-    Outcomes as they come; with one job in the order of seeds and in this process.
+    Outcomes as they come; with one job in the order of seeds and in this process, which alone tells how far it is.
 
     The processes of several jobs end at once when nobody wants their outcomes any more, however that came about.
     """
     if jobs <= 1 or len(seeds) == 1:
         for seed in seeds:
-            yield live(plan, seed)
+            yield live(plan, seed, on_way=on_way)
         return
     context = multiprocessing.get_context("forkserver")
     held, line = context.Pipe(duplex=False)
@@ -127,7 +130,9 @@ class Sums:
             "clean": self.clean,
             "histories": self.histories,
             "node_days": round(tally.node_days, 1),
+            "node_hours": round(tally.node_hours, 1),
             "availability": round(tally.availability, 4),
+            "goodput": round(tally.goodput, 4),
             "launches": tally.launches,
             "creates": tally.creates,
             "steps": tally.steps,
@@ -145,11 +150,13 @@ class Sums:
     def lines(self) -> list[str]:
         tally, told = self.tally, []
         verdict = "every property held" if self.clean else f"{len(self.failed)} of {self.histories} broke a property"
-        told.append(f"{self.histories} histories, {tally.node_days:,.0f} node-days: {verdict}")
-        told.append(
-            f"availability {tally.availability:.1%}, {tally.launches:,} launches, {tally.creates:,} create calls"
-        )
-        told.append(f"{tally.steps:,} steps, {tally.restarts:,} processes")
+        histories = counted(self.histories, "history", "histories")
+        told.append(f"{histories}, {tally.node_days:,.0f} node-days: {verdict}")
+        hours = f"{tally.node_hours:,.0f} node-hours READY"
+        told.append(f"availability {tally.availability:.1%}, goodput {tally.goodput:.1%}, {hours}")
+        calls = counted(tally.creates, "create call")
+        told.append(f"{counted(tally.launches, 'launch', 'launches')}, {calls}")
+        told.append(f"{counted(tally.steps, 'step')}, {counted(tally.restarts, 'process', 'processes')}")
         phases = ", ".join(f"{name} {_mean(tally, name):,.0f} s" for name in PHASES if name in tally.phases)
         told.append(f"of a recovery, on average: {phases or 'there was none'}")
         if tally.settled:

@@ -13,13 +13,13 @@ import heapq
 import math
 import random
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 from tpucare.errors import StoreError
-from tpucare.model import Event, Listing, NodeKey, Slot
+from tpucare.model import LABEL_SLOT, Event, Listing, NodeKey, Slot
 from tpucare.ports import Lane
 from tpucare.simulation.calm import Calm, is_overslept
 from tpucare.simulation.daemon import Daemon
@@ -62,10 +62,13 @@ class History:
     `run` lives through it. Raises nothing that the product raises: an error of the engine is a broken property.
 
     remember: how many of the last lines of the story are kept for a person
+    on_way: told now and then which part of the weather is over
     """
 
-    def __init__(self, scenario: Scenario, remember: int = 400) -> None:
-        self.scenario = scenario
+    def __init__(
+        self, scenario: Scenario, remember: int = 400, on_way: Callable[[float], None] = lambda _: None
+    ) -> None:
+        self.scenario, self._on_way = scenario, on_way
         self.remember = remember
         pace = scenario.pace
         self.rng = random.Random(f"{scenario.seed}/history")
@@ -175,6 +178,7 @@ class History:
 
     def _count_node(self, record: Mapping[str, Any]) -> None:
         name, event = record["name"], record["event"]
+        self.watch.node(name, event, str(record.get("labels", {}).get(LABEL_SLOT, "")), self.now)
         if event == "created":
             self._ready[name] = (self.now, self.now)
         elif event == "ready":
@@ -302,6 +306,7 @@ class History:
             self.live(strike.at)
             if self.properties.broken:
                 break
+            self._on_way(strike.at / (scenario.days * 86400.0))
             struck += self._strike(strike)
         self.live(scenario.days * 86400.0)
         if not self.properties.broken:
