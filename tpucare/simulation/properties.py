@@ -340,8 +340,9 @@ class Properties:
         self._check_number(record, name, now)
 
     def _check_budget(self, record: Mapping[str, Any], now: float) -> None:
-        # A call that was given up may arrive much later; what the budget is about is when it was asked for.
-        asked = now - record["latency"] if _arrives_late(record) else now
+        # A call that was given up may arrive much later; what the budget is about is when it was asked for. Calls that
+        # arrive in time are counted as they come: at the pace of months they do so at once.
+        asked = now - record["under_way"] if _arrives_late(record) else now
         insort(self._creates, asked)
         del self._creates[: bisect_right(self._creates, now - LATEST_CREATE)]
         first = bisect_left(self._creates, asked)
