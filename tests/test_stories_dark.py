@@ -110,6 +110,22 @@ def test_a_zone_that_answers_again_gives_the_slot_its_node_back(daemon: Daemon, 
     daemon.check()
 
 
+def test_a_listing_that_fails_hides_nothing_that_workers_in_the_dark_say_once_more(daemon: Daemon) -> None:
+    """They said it before, so that no report is news; it is news that they are heard again."""
+    daemon.care_for("pod", 1, place(US), place(EU))
+    daemon.run(minutes=15)
+    darken(daemon)
+    daemon.run(minutes=2)
+    daemon.launcher.end(next(daemon.launcher.running()), status=1)
+    daemon.run(seconds=35)
+    # The next report is on its way while a listing fails and the one after it comes.
+    daemon.launcher.slow = 12.0
+    daemon.run(seconds=2)
+    daemon.zone.world.fail_next("ListNodes", 14, "no listing for now")
+    daemon.run(seconds=30)
+    assert daemon.launcher.stops == ["pod-0-a0"]
+
+
 def test_with_fence_proceed_a_node_is_made_elsewhere_and_the_launch_still_waits(daemon: Daemon) -> None:
     daemon.care_for("pod", 1, place(US), place(EU), care=Care(fence_proceed=True))
     daemon.run(minutes=15)

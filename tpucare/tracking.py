@@ -214,6 +214,8 @@ class NodeTrack:
 
     def hear(self, report: NodeReport, mark: Mark) -> bool:
         """Workers answered, or did not; true when a decision could turn on it."""
+        # Of a node in a dark zone this alone lets something be decided, whatever the workers say.
+        heard_again = self.dark and not self.heard_alone
         before, self.report, self.heard_alone = self.report, report, True
         contacts = [worker.contact for worker in report.workers]
         self._mark_contacts(contacts, mark)
@@ -222,7 +224,7 @@ class NodeTrack:
         if first is not None and first.contact is Contact.ANSWERED:
             log_bytes = sum(worker.log_bytes for worker in report.workers)
             self.progress.see(first.token, newest_step(report), newest_checkpoint(report), log_bytes, mark)
-        return before is None or before.workers != report.workers
+        return heard_again or before is None or before.workers != report.workers
 
     def _mark_contacts(self, contacts: list[Contact], mark: Mark) -> None:
         if Contact.SILENT in contacts:
