@@ -129,7 +129,7 @@ def live(name: str, plan: Plan, seeds: range, jobs: int, kept: Kept | None) -> S
 def _rare(storms: Sums) -> list[str]:
     """Kinds that did not occur often enough for the campaign to prove anything about them."""
     met = storms.tally.faults
-    return [f"{kind} ({met[kind]})" for kind, fault in FAULTS.items() if fault.drawn and met[kind] < fault.enough]
+    return [f"{kind} ({met[kind]})" for kind, fault in FAULTS.items() if met[kind] < fault.enough]
 
 
 def write(sums: dict[str, Sums], page: Path = PAGE) -> None:

@@ -20,12 +20,10 @@ from tpucare.emulator.machine_effects import Resume, Silence
 from tpucare.emulator.queue_life import QueueLife
 from tpucare.emulator.queue_records import QueueState
 from tpucare.emulator.queue_state import QueuedLife
-from tpucare.emulator.records import MAINTENANCE_ATTRIBUTE, ApiError, parse_node_path
+from tpucare.emulator.records import MAINTENANCE_ATTRIBUTE, NO_MAINTENANCE, ApiError, parse_node_path
 from tpucare.emulator.state import NodeLife
 from tpucare.errors import ConfigError
 from tpucare.model import Health, NodeState
-
-NO_MAINTENANCE = "NONE"
 
 
 class Actions(QueueLife):

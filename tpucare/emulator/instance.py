@@ -12,7 +12,7 @@ import hashlib
 from collections.abc import Mapping
 
 from tpucare.accelerators import Accelerator, region_of
-from tpucare.emulator.records import INSTANCE_ATTRIBUTES, MAINTENANCE_ATTRIBUTE, PREEMPTED_ATTRIBUTE
+from tpucare.emulator.records import INSTANCE_ATTRIBUTES, MAINTENANCE_ATTRIBUTE, NO_MAINTENANCE, PREEMPTED_ATTRIBUTE
 from tpucare.emulator.state import NodeLife, WorkerLife
 
 SERVICE_ACCOUNT = "instance/service-accounts/"
@@ -55,7 +55,7 @@ def worker_attributes(
         "project/project-id": project,
         "project/numeric-project-id": str(number),
         PREEMPTED_ATTRIBUTE: "FALSE",
-        MAINTENANCE_ATTRIBUTE: "NONE",
+        MAINTENANCE_ATTRIBUTE: NO_MAINTENANCE,
         **_service_account(life),
         **life.attributes,
     }

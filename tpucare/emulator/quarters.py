@@ -20,7 +20,7 @@ from tpucare.emulator.config_project import Guest
 from tpucare.emulator.machine_effects import Boot
 from tpucare.emulator.metadata import MetadataServer
 from tpucare.emulator.outfit import Folders
-from tpucare.emulator.records import INSTANCE_ATTRIBUTES, MAINTENANCE_ATTRIBUTE, PREEMPTED_ATTRIBUTE
+from tpucare.emulator.records import INSTANCE_ATTRIBUTES, MAINTENANCE_ATTRIBUTE, NO_MAINTENANCE, PREEMPTED_ATTRIBUTE
 from tpucare.emulator.sandbox import Sandbox
 
 SSH_KEYS_ATTRIBUTE = INSTANCE_ATTRIBUTES + "ssh-keys"
@@ -145,7 +145,7 @@ def first_metadata(order: Boot) -> dict[str, str]:
         "instance/hostname": f"{order.hostname}.{path.zone}.c.{path.project}.internal",
         "instance/zone": f"projects/{path.project}/zones/{path.zone}",
         PREEMPTED_ATTRIBUTE: "FALSE",
-        MAINTENANCE_ATTRIBUTE: "NONE",
+        MAINTENANCE_ATTRIBUTE: NO_MAINTENANCE,
         INSTANCE_ATTRIBUTES + "agent-worker-number": str(order.worker),
         INSTANCE_ATTRIBUTES + "worker-network-endpoints": ",".join(f"unknown:unknown:{ip}" for ip in order.peers),
         "project/project-id": path.project,

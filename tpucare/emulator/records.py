@@ -18,6 +18,7 @@ from tpucare.model import Health, NodeState
 
 PREEMPTED_ATTRIBUTE = "instance/preempted"
 MAINTENANCE_ATTRIBUTE = "instance/maintenance-event"
+NO_MAINTENANCE = "NONE"
 INSTANCE_ATTRIBUTES = "instance/attributes/"
 
 

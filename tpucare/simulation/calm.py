@@ -143,16 +143,19 @@ class Calm:
         return self.history.properties.is_training(name)
 
     def _apart(self, name: str) -> str:
+        return "" if self._is_wronged(name) else self.daemon.engine.slots[name].memory.end.value
+
+    def _is_wronged(self, name: str) -> bool:
+        """It was given up for what was not its own doing: it is to be tried again, whether or not a person comes."""
         end = self.daemon.engine.slots[name].memory.end
-        if end is End.FAILED and self.history.properties.is_blameless(name):
-            return ""
-        return end.value
+        return end is End.FAILED and self.history.properties.is_blameless(name)
 
     def _late(self, name: str, passed: float) -> None:
         track, properties = self.daemon.engine.slots.get(name), self.history.properties
         why = track.action.why if track is not None else "it is not even known"
         text = f"{name} does not train {passed / 60:.0f} min after the calm began: {why}"
         waits = track is not None and isinstance(track.action, Wait) and track.action.needs_person
+        waits = waits and not self._is_wronged(name)
         if not waits or (self.history.scenario.person is not None and not self._is_in_the_dark(name)):
             properties.broken.append(Broken("trains-again", self.history.now, text))
         elif properties.said.get(name) != why:

@@ -47,8 +47,7 @@ def _preemptible(slot: Slot) -> bool:
 class Fault:
     """
     One kind. `low`, `high`: per day, see the module; `fits`: which slots it can befall. `enough`: how often a campaign
-    has to meet it; fewer where one of them changes a whole history. `drawn`: False while it breaks what is to be mended
-    yet; a story by hand may have it all the same.
+    has to meet it; fewer where one of them changes a whole history.
     """
 
     text: str
@@ -58,11 +57,10 @@ class Fault:
     length: tuple[float, float] = (0.0, 0.0)
     fits: Callable[[Slot], bool] = _any
     enough: int = 100
-    drawn: bool = True
 
     @property
     def rates(self) -> Mapping[str, float]:
-        return {"none": 0.0, "low": self.low * self.drawn, "high": self.high * self.drawn}
+        return {"none": 0.0, "low": self.low, "high": self.high}
 
 
 MINUTE, HOUR = 60.0, 3600.0
@@ -122,20 +120,17 @@ FAULTS: Mapping[str, Fault] = MappingProxyType(
             "the run makes no step any more, and the daemon is killed", 0.0005, 0.5, length=(1.0, 2 * MINUTE)
         ),
         "one-signal-hang": Fault(
-            "the next run makes no step after its first ones", 0.0005, 0.5, length=(20 * MINUTE, HOUR), drawn=False
+            "the next run makes no step after its first ones", 0.0005, 0.5, length=(20 * MINUTE, HOUR)
         ),
-        "dependency-down": Fault(
-            "what every run needs is down", 0.005, 2.5, Span.ALL, (10 * MINUTE, 2 * HOUR), drawn=False
-        ),
+        "dependency-down": Fault("what every run needs is down", 0.005, 2.5, Span.ALL, (10 * MINUTE, 2 * HOUR)),
         "finished-then-preempted": Fault(
-            "the run ends well, and its node is taken within the minute", 0.0005, 0.4, fits=_preemptible, drawn=False
+            "the run ends well, and its node is taken within the minute", 0.0005, 0.4, fits=_preemptible
         ),
         "notice-without-end": Fault(
             "a maintenance is announced and comes to nothing, and later the run ends well",
             0.0005,
             0.4,
             length=(10 * MINUTE, HOUR),
-            drawn=False,
         ),
         "exit-0-under-preemption": Fault(
             "the run exits with 0 when it is told of a preemption", 0.002, 0.6, fits=_preemptible

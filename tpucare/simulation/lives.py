@@ -37,15 +37,17 @@ class _Row:
 
     advances_after: float
     furthest: int = 0
+    job: str = ""
+    served_job: str | None = None
     since: dict[str, float] = field(default_factory=dict)
     ends: dict[str, set[RunEnd]] = field(default_factory=dict)
     blameless: set[str] = field(default_factory=set)
 
     def begin(self, mark: RunMark) -> None:
         self.since.setdefault(mark.token, mark.seconds)
-        if mark.worker == 0 and mark.step < self.furthest and mark.step == 0:
+        if mark.job != self.job:
             # Another experiment, which begins at its beginning.
-            self.furthest, self.ends = 0, {}
+            self.furthest, self.ends, self.job = 0, {}, mark.job
             self.blameless.clear()
 
     def end(self, mark: RunMark) -> None:
@@ -56,7 +58,9 @@ class _Row:
             self.furthest = mark.step
             if mark.seconds - since >= self.advances_after:
                 self.ends = {mark.token: self.ends.get(mark.token, set())}
+                self.served_job = mark.job
         if mark.how is RunEnd.FINISHED:
+            self.served_job = mark.job
             self.ends.clear()
             self.blameless.clear()
             return
@@ -86,10 +90,15 @@ class Lives:
             row.end(mark)
 
     def is_blameless(self, slot: str) -> bool:
-        """Whatever ended of it since a run advanced ended because something was down that every run needs."""
+        """
+        It had trained, and whatever ended of it since then ended because something was down that every run needs. A job
+        that never trained may as well be a broken one.
+        """
         row = self._rows.get(slot)
-        failed = {token for token, ends in row.ends.items() if RunEnd.FAILED in ends} if row is not None else set()
-        return row is not None and bool(failed) and failed <= row.blameless
+        if row is None or row.served_job != row.job:
+            return False
+        failed = {token for token, ends in row.ends.items() if RunEnd.FAILED in ends}
+        return bool(failed) and failed <= row.blameless
 
     def wronged(self, slot: str, memory: Memory, care: Care) -> str | None:
         """Why a slot that is given up with that *memory* should not have been; None: it was its own doing."""

@@ -16,12 +16,14 @@ from enum import StrEnum
 from tpucare.emulator.config_project import SshGuard
 from tpucare.emulator.guard import Guard
 from tpucare.emulator.machine_effects import AuthorizeKeys, Boot, Kill, MachineEffect, Resume, SetAttribute, Silence
-from tpucare.emulator.records import MAINTENANCE_ATTRIBUTE, PREEMPTED_ATTRIBUTE
+from tpucare.emulator.records import MAINTENANCE_ATTRIBUTE, NO_MAINTENANCE, PREEMPTED_ATTRIBUTE
 from tpucare.model import NodeKey
 from tpucare.orders import Failure
 from tpucare.simulation.time import VirtualClock
 
 KEYS_LATE = 150.0
+# As the runner has it: so long after a maintenance was over, a run that ends may have ended of it.
+MAINTENANCE_COUNTS = 300.0
 
 
 @dataclass
@@ -57,8 +59,9 @@ class SimulatedRun:
     """
     One run on one worker. `ended` in seconds; `status` None where it ended without one.
 
-    `hung_at`: the step at which it stands still. `fails_after`: seconds after which it exits with 1. `foreign`: what a
-    user's function started; `boots` tells that there was a reboot.
+    `hung_at`: the step at which it stands still. `fails_after`: seconds after which it exits with 1.
+    `blameless`: for want of what every run needs. `foreign`: what a user's function started; `boots` tells that there was
+    a reboot. `maintenance`: the one that was announced and is not over, `maintained_at`: when the last one was.
     """
 
     token: str
@@ -67,12 +70,15 @@ class SimulatedRun:
     first_step: int
     stopped: bool = False
     signalled: bool = False
+    maintenance: str = ""
+    maintained_at: float | None = None
     ended: float | None = None
     failed: bool = False
     status: int | None = None
     failure: Failure = Failure.CRASH
     hung_at: int | None = None
     fails_after: float | None = None
+    blameless: bool = False
     foreign: bool = False
     boots: int = 1
 
@@ -94,6 +100,7 @@ class SimulatedWorker:
     up: bool = True
     silent: bool = False
     preempted: bool = False
+    maintenance: str = ""
     refuses: bool = False
     for_good: bool = False
     refuses_until: float = 0.0
@@ -122,7 +129,10 @@ class RunEnd(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RunMark:
-    """A run began or ended on a worker, at that second and step. `blameless`: what it needed was down."""
+    """
+    A run of *job* began or ended on a worker, at that second and step. `blameless`: what it needed was down.
+    `chips_held`: something else holds them.
+    """
 
     seconds: float
     what: str
@@ -134,6 +144,8 @@ class RunMark:
     step: int = 0
     how: RunEnd = RunEnd.NONE
     blameless: bool = False
+    job: str = ""
+    chips_held: bool = False
 
 
 class Machines:
@@ -197,7 +209,7 @@ class Machines:
         if again and old is not None:
             worker.boots, worker.last_number = old.boots + 1, old.last_number
             worker.host_key, worker.refuses, worker.for_good = old.host_key, old.refuses, old.for_good
-            worker.run = old.run
+            worker.run, worker.maintenance = old.run, old.maintenance
         elif self.boots:
             self._spoil(worker, self.boots.popleft())
         self.workers[key, effect.worker] = worker
@@ -237,10 +249,9 @@ class Machines:
             if self.key in effect.ssh_keys and not worker.for_good:
                 worker.refuses = False
         elif isinstance(effect, SetAttribute) and effect.name == PREEMPTED_ATTRIBUTE:
-            self._announce(worker, effect.value == "TRUE")
-        elif isinstance(effect, SetAttribute) and effect.name == MAINTENANCE_ATTRIBUTE and worker.run is not None:
-            # As the runner has it: a notice is a signal, whatever comes of it.
-            worker.run.signalled = True
+            self._announce(worker, preempted=effect.value == "TRUE")
+        elif isinstance(effect, SetAttribute) and effect.name == MAINTENANCE_ATTRIBUTE:
+            self._maintain(worker, "" if effect.value == NO_MAINTENANCE else effect.value)
 
     def _bereave(self, lost: SimulatedWorker) -> None:
         """The others of a gang wait in a collective for the one that died, for ever."""
@@ -248,14 +259,30 @@ class Machines:
             if worker is not lost and worker.run is not None:
                 self.hang(worker)
 
-    def _announce(self, worker: SimulatedWorker, preempted: bool) -> None:
+    def _announce(self, worker: SimulatedWorker, *, preempted: bool) -> None:
         worker.preempted = preempted
         run = worker.run
-        if run is None:
+        if run is None or not preempted or not self.lives(worker):
             return
         run.signalled = True
-        if run.slot in self.script.on_notice and preempted:
+        if run.slot in self.script.on_notice:
             self.end(worker, status=0)
+
+    def _maintain(self, worker: SimulatedWorker, event: str) -> None:
+        """The runner of a run that lives keeps what was announced apart from what asks the run for something."""
+        worker.maintenance, run = event, worker.run
+        if run is not None and self.lives(worker):
+            if run.maintenance and not event:
+                run.maintained_at = self.clock.seconds
+            run.maintenance = event
+
+    def was_signalled(self, worker: SimulatedWorker, run: SimulatedRun) -> bool:
+        """As the runner writes it; a maintenance is a part of how a run ended, and no signal while it lives."""
+        if run.signalled or self.lives(worker):
+            return run.signalled
+        ended = run.ended if run.ended is not None else self.clock.seconds
+        over = run.maintained_at
+        return bool(run.maintenance) or (over is not None and ended - over < MAINTENANCE_COUNTS)
 
     def forget_dead(self, key: NodeKey) -> None:
         """Let go of machines that are no more."""
@@ -309,8 +336,9 @@ class Machines:
         if slot in script.hangs_early:
             run.hung_at = run.first_step + script.hangs_early[slot]
         if script.outage is not None:
-            run.failure, run.fails_after = script.outage, script.outage_seconds
+            run.failure, run.fails_after, run.blameless = script.outage, script.outage_seconds, True
         worker.last_number, run.boots = int(token.rpartition(".")[2]), worker.boots
+        run.maintenance = worker.maintenance
         self._mark("start", worker, run)
         if worker.dirty:
             self.end(worker, status=1, failure=Failure.DIRTY_HOST)
@@ -345,6 +373,13 @@ class Machines:
         runs = [worker.run for worker in self._nodes.get(key, {}).values() if worker.run is not None]
         return any(self.stands_still(run) for run in runs if run.ended is None)
 
+    def guards(self, key: NodeKey) -> bool:
+        """Whether a guard of that node keeps us out now, where nothing else is wrong with any of its machines."""
+        workers = self._nodes.get(key, {}).values()
+        if self.deaf or not all(worker.up and not worker.silent for worker in workers):
+            return False
+        return any(worker.guard is not None and worker.guard.blocks(self.clock.seconds) for worker in workers)
+
     def stands_still(self, run: SimulatedRun) -> bool:
         if run.slot in self.script.stands_still:
             return True
@@ -375,14 +410,16 @@ class Machines:
         if what == "end":
             how = self._how(worker, run)
         place = (key, worker.node_id, worker.number, run.slot)
-        self.on_run(RunMark(seconds, what, run.token, *place, self.step(run), how, run.fails_after is not None))
+        job = self.jobs.get(run.slot, "")
+        held = worker.holds_chips or worker.foreign_chips
+        self.on_run(RunMark(seconds, what, run.token, *place, self.step(run), how, run.blameless, job, held))
 
     def _how(self, worker: SimulatedWorker, run: SimulatedRun) -> RunEnd:
         if run.stopped:
             return RunEnd.STOOD_STILL if self.stands_still(run) else RunEnd.STOPPED
         status = self.exit_of(worker)
         if status == 0:
-            return RunEnd.INTERRUPTED if run.signalled else RunEnd.FINISHED
+            return RunEnd.INTERRUPTED if self.was_signalled(worker, run) else RunEnd.FINISHED
         if status is not None:
             return RunEnd.FAILED
         return RunEnd.LOST if run.failed else RunEnd.DIED

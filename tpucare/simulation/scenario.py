@@ -31,8 +31,8 @@ RUNTIME = "tpu-ubuntu2204-base"
 PEOPLE: tuple[float | None, ...] = (PERSON_EVERY, PERSON_EVERY, PERSON_EVERY, None)
 PEOPLE_LONG: tuple[float | None, ...] = (PERSON_EVERY, PERSON_RARELY, PERSON_RARELY, None)
 LONG = 1.0
-# The share of slots whose log tells no step. None yet: what stands still behind a restart is not found there.
-SAVES_ALONE = 0.0
+# The share of slots whose log tells no step, so that checkpoints are all that is told of their progress.
+SAVES_ALONE = 0.2
 STORM_CARE = Care(
     boot_timeout=timedelta(minutes=20),
     unhealthy_after=timedelta(minutes=40),

@@ -12,14 +12,17 @@ from dataclasses import replace
 from tpucare import wishes
 from tpucare.emulator.records import ApiError, NodeSpec
 from tpucare.emulator.world import World
+from tpucare.errors import StoreError
 from tpucare.memory import End, Memory, Wish
 from tpucare.model import LABEL_FLEET, LABEL_OWNER, LABEL_SLOT
 from tpucare.simulation.daemon import Daemon
 from tpucare.simulation.hand import Act, Hand
 from tpucare.simulation.scenario import PROJECT
+from tpucare.simulation.store import ProcessDied
 
 # In seconds; the world gives them out again after two.
 ADDRESSES_FREE_AFTER = 3.0
+ASKED_AGAIN_AFTER = 60.0
 
 
 def wish(wish: Wish) -> Act:
@@ -37,9 +40,14 @@ def wish(wish: Wish) -> Act:
 
 def _back_up(daemon: Daemon, slot: str, hand: Hand) -> None:
     if daemon.store is None:
-        hand.later(60.0, lambda: _back_up(daemon, slot, hand))
-    else:
+        hand.later(ASKED_AGAIN_AFTER, lambda: _back_up(daemon, slot, hand))
+        return
+    try:
         daemon.wish(slot, Wish.UP)
+    except (StoreError, ProcessDied):
+        # Whoever saw the command fail gives it once more.
+        hand.later(ASKED_AGAIN_AFTER, lambda: _back_up(daemon, slot, hand))
+        raise
 
 
 def want_again(hand: Hand) -> None:

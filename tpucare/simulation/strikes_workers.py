@@ -136,7 +136,8 @@ def fail_together(hand: Hand) -> bool:
     launcher.script.outage = Failure.SETUP if in_setup else Failure.CRASH
     launcher.script.outage_seconds = 10.0 if in_setup else 40.0
     for worker in list(launcher.running()):
-        if worker.number == 0 and hand.rng.random() < 0.5:
+        if worker.number == 0 and worker.run is not None and hand.rng.random() < 0.5:
+            worker.run.blameless = True
             launcher.end(worker, status=1)
     hand.later(hand.strike.length, lambda: setattr(launcher.script, "outage", None))
     return True

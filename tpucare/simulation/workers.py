@@ -131,8 +131,9 @@ class VirtualLauncher(Machines):
             phase=Phase.EXITED if not lives else Phase.SETUP if in_setup else Phase.RUN,
             exit_status=status,
             failure=self._failure(run, status),
-            signalled=run.signalled,
+            signalled=self.was_signalled(worker, run),
             preempted=worker.preempted,
+            maintenance=run.maintenance,
             last_number=worker.last_number,
             boot_id=str(worker.boots),
             step=self.step(run) if tells_steps else None,
@@ -191,6 +192,11 @@ class VirtualLauncher(Machines):
 
     def notice(self, order: NoticeOrder) -> None:
         self.notices.append(order.token)
+        for address in order.workers:
+            worker = self._meet(address)
+            if isinstance(worker, SimulatedWorker) and worker.run is not None and worker.run.token == order.token:
+                # Whoever ends after that may have been asked to.
+                worker.run.signalled = worker.run.signalled or self.lives(worker)
 
     def vouch(self, workers: Sequence[Worker], keys: Mapping[int, tuple[str, ...]]) -> frozenset[int]:
         vouched = set()
@@ -227,4 +233,4 @@ def _as_foreign(report: WorkerReport, run: SimulatedRun, worker: SimulatedWorker
     report = replace(report, foreign=foreign, step=None, checkpoint=None, log_bytes=0)
     if report.alive or (not was_set_up and report.exit_status is not None and not run.stopped):
         return report
-    return replace(report, phase=Phase.RUN, exit_status=None, failure=Failure.NONE, signalled=False)
+    return replace(report, phase=Phase.RUN, exit_status=None, failure=Failure.NONE, signalled=False, maintenance="")
