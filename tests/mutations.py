@@ -16,6 +16,7 @@ import pytest
 from tpucare import (
     effects,
     engine,
+    observer,
     placement,
     plan,
     plan_ended,
@@ -53,6 +54,7 @@ from tpucare.simulation.scenario import (
     slots_of,
 )
 from tpucare.simulation.store import OWNER
+from tpucare.tracking import NodeTrack
 
 Change = Callable[[pytest.MonkeyPatch], None]
 Prepare = Callable[[History], None]
@@ -302,6 +304,64 @@ def _forget_nodes_unvouched(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Outcomes, "_after", hasty)
 
 
+def _need_a_second_sign(patch: pytest.MonkeyPatch) -> None:
+    """A run that gave one sign of progress may take any time for the next."""
+    stalled = plan_living._stalled
+
+    def patient(slot: Any, seen: Any, past: Any, memory: Any, timers: Any) -> Any:
+        if seen.progress.signals == 1 and not memory.run.progressed:
+            return None
+        return stalled(slot, seen, past, memory, timers)
+
+    patch.setattr(plan_living, "_stalled", patient)
+
+
+def _remember_maintenance(patch: pytest.MonkeyPatch) -> None:
+    """Whoever was ever told of a maintenance was interrupted, however well it ended."""
+    told: set[str] = set()
+    hear, ended = NodeTrack.hear, plan_ended.decide_ended
+
+    def noting(self: NodeTrack, report: Any, mark: Any) -> bool:
+        told.update(worker.token for worker in report.workers if worker.maintenance)
+        return hear(self, report, mark)
+
+    def doubting(slot: Any, seen: Any, memory: Memory, timers: Any, workers: Any) -> Any:
+        if memory.run is not None and memory.run.token in told:
+            if not timers.lasted(seen.ended_since, plan_ended.CRASH_IS_OURS_AFTER):
+                return Wait("the run was interrupted; waiting for the cloud's word")
+            return plan_ended.infrastructure(seen, memory, "there was a maintenance")
+        return ended(slot, seen, memory, timers, workers)
+
+    patch.setattr(NodeTrack, "hear", noting)
+    patch.setattr(plan_run, "decide_ended", doubting)
+
+
+def _never_try_again(patch: pytest.MonkeyPatch) -> None:
+    for module in (plan, engine):
+        patch.setattr(module, "tries_again_at", lambda *_: None)
+
+
+def _look_past_the_chips(patch: pytest.MonkeyPatch) -> None:
+    """Who runs nothing is quiet."""
+
+    def idle(seen: Any) -> bool:
+        return seen.report is not None and seen.report.all_answer and not any(w.alive for w in seen.report.workers)
+
+    for module in (plan, plan_node, plan_run):
+        patch.setattr(module, "quiet", idle)
+
+
+def _close_for_good(patch: pytest.MonkeyPatch) -> None:
+    """What a person has to change is not asked for again, and nobody is told."""
+    far = timedelta(days=3000)
+
+    def blocked(past: Any, reason: str, *, now: Any) -> Any:
+        return replace(past, kind=placement.HUMAN, reason=reason, retry_at=now + far, refusals=past.refusals + 1)
+
+    patch.setattr(placement, "blocked", blocked)
+    patch.setattr(placement, "PERSON_LATER", 2 * far)
+
+
 # --- what the stories need besides strikes ---------------------------------------------------------------------------
 
 
@@ -484,6 +544,65 @@ MUTATIONS = (
         "finished-once",
         _run_what_finished_again,
         prepare=_finish,
+    ),
+    Mutation(
+        "a hang after one sign is none",
+        "trains-again",
+        _need_a_second_sign,
+        (Strike(1600, "one-signal-hang", "mini-0", 1500),),
+    ),
+    Mutation(
+        "that it finished is not noted",
+        "finished-once",
+        _swap(plan_ended, "_may_be_noted", lambda *_: False),
+        (Strike(1600, "finished-then-preempted", "mini-0"),),
+    ),
+    Mutation(
+        "a maintenance counts for ever",
+        "finished-once",
+        _remember_maintenance,
+        (Strike(1600, "notice-without-end", "mini-0", 600),),
+    ),
+    Mutation(
+        "what failed is not tried again",
+        "trains-again",
+        _never_try_again,
+        (Strike(2.5 * HOUR, "dependency-down", "", 2 * HOUR),),
+        hours=4.6,
+        slots=1,
+        person=None,
+    ),
+    Mutation(
+        "held chips are waited for",
+        "trains-again",
+        _swap(plan_run, "_held_by_others", lambda *_: Wait("something holds the chips")),
+        (Strike(1600, "chips-held"), Strike(1601, "preempted", "mini-0")),
+    ),
+    Mutation(
+        "held chips are looked past",
+        "free-chips",
+        _look_past_the_chips,
+        (Strike(1600, "container-left", "mini-0", 1500),),
+    ),
+    Mutation(
+        "who refused us may not be a guard",
+        "guard-outwaited",
+        _swap(remember_seen, "refused", lambda memory, _name: memory),
+        (Strike(1600, "guarded"), Strike(1601, "preempted", "mini-0")),
+    ),
+    Mutation(
+        "a policy closes a place for good",
+        "trains-again",
+        _close_for_good,
+        (Strike(1600, "policy-refused"), Strike(1601, "preempted", "mini-0")),
+        zones=ZONES[:1],
+        person=None,
+    ),
+    Mutation(
+        "a limit of reads is not heeded",
+        "rate-heeded",
+        _swap(observer, "listing_pause", lambda _before, poll, _rng: poll),
+        (Strike(1600, "reads-limited", "", 1800),),
     ),
     Mutation("what finished is kept", "finished-empty", _swap(plan, "_end_node", lambda *_: None), prepare=_finish),
 )

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-from tpucare.errors import StoreError
+from tpucare.errors import CloudError, StoreError
 from tpucare.model import LABEL_SLOT, Event, Listing, NodeKey, Slot
 from tpucare.ports import Lane
 from tpucare.simulation.calm import Calm, is_overslept
@@ -93,6 +93,7 @@ class History:
             poll=pace.poll,
             probe=pace.probe,
             hangs=lambda life: self.daemon.launcher.hangs_on(NodeKey(*life.path)),
+            guarded=lambda life: self.daemon.launcher.guards(NodeKey(*life.path)),
         )
         self.lines: list[str] = []
         self._digest = hashlib.sha256()
@@ -201,7 +202,11 @@ class History:
         listed, cloud = self.daemon.cloud.list_nodes, self.daemon.cloud
 
         def list_nodes(project: str) -> Listing:
-            listing = listed(project)
+            try:
+                listing = listed(project)
+            except CloudError as error:
+                self.properties.listing_failed(error)
+                raise
             self.properties.observed.listed(self.now)
             self.properties.dark = listing.unreachable
             return listing

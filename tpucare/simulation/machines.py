@@ -376,7 +376,7 @@ class Machines:
     def guards(self, key: NodeKey) -> bool:
         """Whether a guard of that node keeps us out now, where nothing else is wrong with any of its machines."""
         workers = self._nodes.get(key, {}).values()
-        if self.deaf or not all(worker.up and not worker.silent for worker in workers):
+        if self.deaf or not all(worker.up and not worker.silent and not worker.refuses for worker in workers):
             return False
         return any(worker.guard is not None and worker.guard.blocks(self.clock.seconds) for worker in workers)
 

@@ -24,6 +24,7 @@ from tpucare.model import LABEL_FLEET, LABEL_NUMBER, LABEL_OWNER, LABEL_SLOT, Ev
 from tpucare.orders import NodeReport
 from tpucare.simulation.lives import Lives
 from tpucare.simulation.machines import RunMark, SimulatedWorker
+from tpucare.simulation.manners import Manners
 from tpucare.simulation.scenario import SECRET
 from tpucare.simulation.store import Disk
 
@@ -45,6 +46,9 @@ PROPERTIES: Mapping[str, str] = {
     "no-surprise": "no error that nobody named in the work of a slot",
     "no-flood": "no node or operation is asked for more often than once a second",
     "failed-rightly": "a slot fails only when its runs ended by themselves as often as a budget says, none advancing",
+    "free-chips": "a run starts only where nothing else holds the chips",
+    "guard-outwaited": "a new machine whose guard keeps us out is not given up before boot_timeout",
+    "rate-heeded": "listings that are refused for their rate become fewer",
     "finished-once": "what was seen to finish, and nobody interrupted, is not run again",
     "no-oversleep": "a slot at rest would decide nothing else now",
     "trains-again": "after calm and with capacity every slot trains within its bound, or needs a person and none comes",
@@ -136,7 +140,7 @@ class Properties:
     `said`: what was last told to a person of a slot.
 
     now: seconds of virtual time    wall: what the daemon's machine takes for the time
-    hangs: whether a run on that node stands still, in truth
+    hangs: whether a run on that node stands still, in truth    guarded: whether a guard of it keeps us out
     """
 
     def __init__(
@@ -151,6 +155,7 @@ class Properties:
         poll: float,
         probe: float,
         hangs: Callable[[NodeLife], bool] = lambda _life: False,
+        guarded: Callable[[NodeLife], bool] = lambda _life: False,
     ) -> None:
         self.world = world
         self.disk = disk
@@ -173,6 +178,7 @@ class Properties:
         self._judged: deque[tuple[float, str]] = deque()
         self.said: dict[str, str] = {}
         self._lives = Lives(probe)
+        self._manners = Manners(now, guarded)
         self._failed: set[str] = set()
         self._asked: tuple[int, Counter[tuple[str, str]]] = (0, Counter())
         self._finished: dict[str, tuple[str, float]] = {}
@@ -212,6 +218,7 @@ class Properties:
         self._finished.clear()
         self.observed.begin()
         self._judged.clear()
+        self._manners.process_began()
 
     # --- runs
 
@@ -228,6 +235,8 @@ class Properties:
         others = sorted({token for token in runs.alive.values() if token != mark.token})
         if others or place in runs.alive:
             self._break("one-run", f"{mark.token} starts on worker {mark.worker} beside {others or [mark.token]}")
+        if mark.chips_held:
+            self._break("free-chips", f"{mark.token} starts on worker {mark.worker}, whose chips something else holds")
         self._check_elders(mark, runs)
         if self._over.get(mark.slot, mark.token) != mark.token:
             self._break("finished-once", f"{mark.token} starts, and {self._over[mark.slot]} was seen to finish")
@@ -274,6 +283,10 @@ class Properties:
 
     def trusted(self, worker: SimulatedWorker) -> None:
         self._break("pinned-key", f"worker {worker.number} of {worker.key.name} shows another key, and is trusted")
+
+    def listing_failed(self, error: Exception) -> None:
+        if wrong := self._manners.listing_failed(error):
+            self._break("rate-heeded", wrong)
 
     def asked(self, method: str, name: str) -> None:
         """A call to the cloud, reads too."""
@@ -410,6 +423,9 @@ class Properties:
         if memory is None or past is None or past.delete_asked_at is None:
             self._break("intent-first", f"{node} is deleted, and nothing of it is on the disk")
             return
+        declared = self.slots.get(slot)
+        if declared is not None and (wrong := self._manners.deleted(record, self._life(name), past, declared)):
+            self._break("guard-outwaited", wrong)
         healthy = record["state"] == NodeState.READY and record["health"] in (Health.UNSPECIFIED, Health.HEALTHY)
         if healthy and record["serving"] and self._trains(slot, record["id"]) and not self._may_go(slot, past, memory):
             self._break("unasked-delete", f"{node} was training and well: {past.delete_why}")
