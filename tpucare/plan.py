@@ -308,7 +308,9 @@ def tries_again_at(slot: Slot, memory: Memory) -> datetime | None:
     """
     if memory.end is not End.FAILED or memory.ended_at is None or memory.failed_since is None or slot.job is None:
         return None
-    has_trained = memory.run is not None and memory.run.job == memory.served_job == job_mark(slot.job)
+    # What failed is not known any more where somebody took the node since: the job that trained is wanted all the same.
+    failed_job = memory.run.job if memory.run is not None else memory.served_job
+    has_trained = failed_job == memory.served_job == job_mark(slot.job)
     again = memory.ended_at + TRY_FAILED_EVERY
     return again if has_trained and not slot.job.foreign and again <= memory.failed_since + TRY_FAILED_FOR else None
 

@@ -151,6 +151,12 @@ WISHES = [
         "Settle tried again",
     ),
     case(
+        "failed though it had trained: its node bears another owner since",
+        evidence(),
+        replace(HAD_TRAINED, run=None),
+        "Settle tried again",
+    ),
+    case(
         "failed though it had trained: less than an hour ago",
         evidence(),
         replace(HAD_TRAINED, ended_at=before(minutes=59)),
