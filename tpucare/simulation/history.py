@@ -349,6 +349,8 @@ class History:
         self._explain(strike)
         if strike.kind in ("clock-forward", "clock-back"):
             self._jumped_at = self.now
+        if strike.kind == "clock-back":
+            self.properties.clock_set_back(strike.length)
         if strike.kind == "suspended":
             self._suspend(strike.length)
         return True

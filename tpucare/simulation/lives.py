@@ -33,13 +33,18 @@ _COUNTS: Mapping[BookName, frozenset[RunEnd]] = MappingProxyType(
 
 @dataclass(slots=True)
 class _Row:
-    """Ends of runs since the last one that advanced, by token; of a gang the worst end counts."""
+    """
+    Ends of runs since the last one that advanced, by token; of a gang the worst end counts.
+
+    set_back: by how many seconds clocks were set back while it lived
+    """
 
     advances_after: float
     furthest: int = 0
     job: str = ""
     served_job: str | None = None
     since: dict[str, float] = field(default_factory=dict)
+    set_back: dict[str, float] = field(default_factory=dict)
     ends: dict[str, set[RunEnd]] = field(default_factory=dict)
     blameless: set[str] = field(default_factory=set)
 
@@ -51,14 +56,17 @@ class _Row:
             self.blameless.clear()
 
     def end(self, mark: RunMark) -> None:
-        since = self.since.pop(mark.token, mark.seconds) if mark.worker == 0 else mark.seconds
+        since, set_back = mark.seconds, 0.0
+        if mark.worker == 0:
+            since, set_back = self.since.pop(mark.token, mark.seconds), self.set_back.pop(mark.token, 0.0)
         if mark.blameless:
             self.blameless.add(mark.token)
         if mark.worker == 0 and mark.step > self.furthest:
             self.furthest = mark.step
             if mark.seconds - since >= self.advances_after:
                 self.ends = {mark.token: self.ends.get(mark.token, set())}
-                self.served_job = mark.job
+                if mark.seconds - since - set_back >= self.advances_after:
+                    self.served_job = mark.job
         if mark.how is RunEnd.FINISHED:
             self.served_job = mark.job
             self.ends.clear()
@@ -88,6 +96,12 @@ class Lives:
             row.begin(mark)
         else:
             row.end(mark)
+
+    def set_back(self, seconds: float) -> None:
+        """The clock by which it is measured how long a run has lived goes back by so much."""
+        for row in self._rows.values():
+            for token in row.since:
+                row.set_back[token] = row.set_back.get(token, 0.0) + seconds
 
     def is_blameless(self, slot: str) -> bool:
         """

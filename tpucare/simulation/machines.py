@@ -59,9 +59,9 @@ class SimulatedRun:
     """
     One run on one worker. `ended` in seconds; `status` None where it ended without one.
 
-    `hung_at`: the step at which it stands still. `fails_after`: seconds after which it exits with 1.
-    `blameless`: for want of what every run needs. `foreign`: what a user's function started; `boots` tells that there was
-    a reboot. `maintenance`: the one that was announced and is not over, `maintained_at`: when the last one was.
+    `hung_at`: the step at which it stands still. `fails_after`: seconds after which it exits with 1. `blameless`: for
+    want of what every run needs. `foreign`: what a user's function started; `boots` tells that there was a reboot.
+    `maintenance`: the one that was announced and is not over, `maintained_at`: when the last one was.
     """
 
     token: str

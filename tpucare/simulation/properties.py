@@ -315,6 +315,9 @@ class Properties:
         life = self.world.state.by_id.get(runs.node)
         return life is None or self.hangs(life)
 
+    def clock_set_back(self, seconds: float) -> None:
+        self._lives.set_back(seconds)
+
     def is_blameless(self, slot: str) -> bool:
         """Its runs failed for want of what every run needs."""
         return self._lives.is_blameless(slot)
