@@ -18,8 +18,8 @@ from tpucare.model import Health, NodeState, Slot
 from tpucare.simulation.time import START
 
 LIMITED_WINDOW = 300.0
-LIMITED_LISTINGS = 15
-"""So many of one process within the window are no courtesy any more; the pauses of a minute bring a third of them."""
+LIMITED_LISTINGS = 26
+"""No more of one process within the window: half of those that a poll of 5 s would bring."""
 
 
 class Manners:

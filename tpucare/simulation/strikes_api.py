@@ -12,7 +12,7 @@ from functools import partial
 from tpucare.simulation.hand import Act, Hand
 
 FOR_EVER = timedelta(days=3650)
-READS_LEFT = 8
+READS_LEFT = 4
 
 # --- creates and answers ---------------------------------------------------------------------------------------------
 
