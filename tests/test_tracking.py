@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
 
+from tests.evidence_kit import SILENT, node, running, token
 from tpucare.evidence import Mark
-from tpucare.tracking import ProgressTrack
+from tpucare.orders import NodeReport, WorkerReport
+from tpucare.tracking import NodeTrack, ProgressTrack
 
 Report = tuple[int | None, int | None]
 
@@ -53,3 +56,37 @@ def test_nothing_of_one_run_counts_for_the_next() -> None:
     made.see("pod-0-a0.2", 3, 3, 0, Mark(timedelta(hours=1), 60))
     seen = made.freeze()
     assert (seen.signals, seen.last, seen.begun) == (0, None, Mark(timedelta(hours=1), 60))
+
+
+def _report(*workers: WorkerReport) -> NodeReport:
+    return NodeReport(node().key, node().id, workers)
+
+
+def at(minute: int) -> Mark:
+    return Mark(timedelta(minutes=minute), minute)
+
+
+def test_while_the_first_worker_is_silent_the_others_tell_of_progress() -> None:
+    """Its host may be too busy to answer within ten seconds: a gang that trains was deleted for it."""
+    seen = NodeTrack(node(), at(0), at(0))
+    seen.hear(_report(running(step=10), running(step=7)), at(1))
+    seen.hear(_report(SILENT, running(step=7)), at(2))
+    assert seen.progress.last is None, "the other's count is held against its own, not against the first one's"
+    seen.hear(_report(SILENT, running(step=8)), at(3))
+    assert seen.freeze().progress.last == at(3)
+    assert seen.silent_since == at(2)
+    assert seen.progress.step == 10
+    seen.hear(_report(SILENT, running(step=8)), at(4))
+    seen.hear(_report(SILENT, SILENT), at(5))
+    seen.hear(_report(SILENT, replace(running(step=99), token="other-a0.1")), at(6))
+    assert seen.freeze().progress.last == at(3), "another run's step is no sign of this one's"
+    seen.hear(_report(running(step=10), running(step=8)), at(7))
+    assert seen.freeze().progress.last == at(3)
+
+
+def test_steps_of_the_run_before_are_not_held_against_those_of_now() -> None:
+    seen = NodeTrack(node(), at(0), at(0))
+    seen.hear(_report(running(step=10), running(step=7)), at(1))
+    seen.hear(_report(running(token(run=2)), running(token(run=2))), at(2))
+    seen.hear(_report(SILENT, running(token(run=2), step=1)), at(3))
+    assert seen.freeze().progress.last is None

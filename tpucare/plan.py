@@ -183,7 +183,7 @@ def _delete_chore(seen: NodeEvidence, evidence: Evidence, memory: Memory, timers
         return deletion(seen, f"it was shown dead, and is {node.state.name} again", Reason.DEAD)
     if node.state is NodeState.DELETING and timers.lasted(seen.state_since, DELETING_IS_STUCK):
         # Whoever asked for it, and if it was us, before a kill, no memory tells: it would hold the fence for ever.
-        return deletion(seen, f"it is DELETING for {DELETING_IS_STUCK}: asked again", Reason.SURPLUS)
+        return deletion(seen, f"it is DELETING for {length(DELETING_IS_STUCK)}: asked again", Reason.SURPLUS)
     surplus = intent is not None and intent.superseded and node.state is not NodeState.DELETING
     if surplus and not busy(seen, evidence):
         return deletion(seen, "came after its create was given up", Reason.SURPLUS)

@@ -232,7 +232,7 @@ def _decide_refused(
     if some_accept and not (past.launched or keeps_node(seen)):
         # No setting of the project tells workers of one node apart: the guest agent of that one is broken.
         if timers.lasted(seen.refused_since, KEY_REFUSED_BY_SOME):
-            why = f"a worker refuses our key for {KEY_REFUSED_BY_SOME}, others take it"
+            why = f"a worker refuses our key for {length(KEY_REFUSED_BY_SOME)}, others take it"
             return deletion(seen, why, Reason.JUDGED, unanswered=True)
         return Wait(f"a worker of {name} refuses our key, and others take it: waiting until it does")
     if timers.lasted(seen.refused_since, KEY_PUSH_SERVES):

@@ -49,6 +49,7 @@ class ProgressTrack:
     life: Mark | None = None
     gaps: deque[float] = field(default_factory=lambda: deque(maxlen=GAPS_KEPT))
     median_gap: timedelta | None = None
+    steps: dict[int, int] = field(default_factory=dict)
 
     def see(self, token: str, step: int | None, checkpoint: int | None, log_bytes: int, mark: Mark) -> None:
         if token != self.token:
@@ -58,6 +59,7 @@ class ProgressTrack:
             self.gaps.clear()
             self.still = 0
             self.median_gap = None
+            self.steps.clear()
         self.unchanged += 1
         self.still += 1
         if log_bytes != self.log_bytes:
@@ -68,11 +70,25 @@ class ProgressTrack:
         self.step = self.step if step is None else step
         self.checkpoint = self.checkpoint if checkpoint is None else checkpoint
         if moved:
-            if self.last is not None:
-                self.gaps.append((mark.observed - self.last.observed).total_seconds())
-                self.median_gap = timedelta(seconds=median(self.gaps))
-            self.last, self.life, self.still = mark, mark, 0
-            self.signals, self.unchanged = self.signals + 1, 0
+            self._sign(mark)
+
+    def overhear(self, steps: Mapping[int, int], mark: Mark) -> None:
+        """
+        Steps of the other workers, by number, while the first one is silent: it may be too busy to answer.
+
+        Each is held against its own alone, for workers need not count alike.
+        """
+        moved = any(_differs(step, self.steps.get(number)) for number, step in steps.items())
+        self.steps.update(steps)
+        if moved:
+            self._sign(mark)
+
+    def _sign(self, mark: Mark) -> None:
+        if self.last is not None:
+            self.gaps.append((mark.observed - self.last.observed).total_seconds())
+            self.median_gap = timedelta(seconds=median(self.gaps))
+        self.last, self.life, self.still = mark, mark, 0
+        self.signals, self.unchanged = self.signals + 1, 0
 
     def leave_out(self, now: Mark, length: timedelta, passes: int) -> None:
         """That much time went by unseen: it is no standstill."""
@@ -224,6 +240,9 @@ class NodeTrack:
         if first is not None and first.contact is Contact.ANSWERED:
             log_bytes = sum(worker.log_bytes for worker in report.workers)
             self.progress.see(first.token, newest_step(report), newest_checkpoint(report), log_bytes, mark)
+            self.progress.steps.update(_steps_of_others(report, first.token))
+        elif self.progress.token:
+            self.progress.overhear(_steps_of_others(report, self.progress.token), mark)
         return heard_again or before is None or before.workers != report.workers
 
     def _mark_contacts(self, contacts: list[Contact], mark: Mark) -> None:
@@ -320,6 +339,12 @@ def newest_checkpoint(report: NodeReport) -> int | None:
 
 def newest_step(report: NodeReport) -> int | None:
     return next((worker.step for worker in report.workers if worker.step is not None), None)
+
+
+def _steps_of_others(report: NodeReport, token: str) -> dict[int, int]:
+    """Of the same run, by the worker's number; the first worker's is left out."""
+    told = enumerate(report.workers)
+    return {number: w.step for number, w in told if number and w.token == token and w.step is not None}
 
 
 def is_running(report: NodeReport) -> bool:
