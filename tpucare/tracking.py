@@ -189,7 +189,8 @@ class NodeTrack:
 
     def in_company(self, mark: Mark) -> None:
         """Listings come again: what was noted by the node's own clock was noted just now, by the observed one."""
-        self._shift(mark, timedelta(), 0)
+        if self.alone_for:
+            self._shift(mark, timedelta(), 0)
         self.alone()
 
     def _shift(self, now: Mark, length: timedelta, passes: int) -> None:

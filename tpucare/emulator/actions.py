@@ -326,8 +326,10 @@ class Actions(QueueLife):
 
 
 def _means(selector: str, prefix: str, life: NodeLife) -> bool:
-    node_id = life.path.node_id
-    return node_id.startswith(prefix) or selector in ("*", node_id) or selector == life.record.name
+    node_id = life.record.path.node_id
+    if node_id.startswith(prefix) or selector in ("*", node_id):
+        return True
+    return "/" in selector and selector == life.record.name
 
 
 def _ids(lives: list[NodeLife]) -> list[str]:

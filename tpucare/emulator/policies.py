@@ -36,6 +36,8 @@ def refusal(life: NodeLife, others: Iterable[NodeLife], settings: Project) -> St
         return texts.constraint("compute.vmExternalIpAccess", project)
     if settings.os_login == "required" and _says(spec, "FALSE"):
         return texts.constraint("compute.requireOsLogin", project)
+    if settings.addresses_per_region is None and settings.health_checks is None:
+        return None
     # Workers of a node that was preempted are stopped: they hold neither an address nor a check.
     living = [one for one in others if one is not life and one.path.project == project and not one.dead]
     hosts = len(life.workers)
