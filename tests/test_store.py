@@ -133,6 +133,32 @@ class TestMemory:
         with pytest.raises(StoreCorrupt, match=r"tpucare\.sqlite: slot pod-0: .*next_number"):
             store.memories()
 
+    @pytest.mark.parametrize(("was", "becomes"), [('"launched":true', '"launched":nul '), ('"step":120', '"step":920')])
+    def test_a_digit_that_became_another_is_noticed(
+        self, folder: Path, store: SqliteStore, was: str, becomes: str
+    ) -> None:
+        """SQLite looks at the form of a page; a memory that says something else would be believed."""
+        node = NodeMemory("pod-0-a0", "us-central1-a", 7, NOW, launched=True)
+        store.save({"pod-0": Memory(fleet="pod", step=120, nodes=(node,))})
+        store.save_fleet(FLEET)
+        with sqlite3.connect(store_path(folder)) as shell:
+            (text,) = shell.execute("SELECT memory FROM slots").fetchone()
+            assert was in text
+            shell.execute("UPDATE slots SET memory = ?", (text.replace(was, becomes),))
+            shell.execute("UPDATE fleets SET record = replace(record, '\"down\"', '\"up\"')")
+        with pytest.raises(StoreCorrupt, match=r"slot pod-0: damaged \(its sum does not fit\); .*away"):
+            store.memories()
+        with pytest.raises(StoreCorrupt, match="fleet pod: damaged"):
+            store.fleets()
+
+    def test_a_text_without_a_sum_is_of_an_earlier_version(self, folder: Path, store: SqliteStore) -> None:
+        store.save({"pod-0": MEMORY})
+        with sqlite3.connect(store_path(folder)) as shell:
+            (text,) = shell.execute("SELECT memory FROM slots").fetchone()
+            assert text.startswith('{"sum":"')
+            shell.execute("UPDATE slots SET memory = ?", ("{" + text[len('{"sum":"01234567",') :],))
+        assert store.memories() == {"pod-0": MEMORY}
+
     def test_threads_may_write_at_the_same_time(self, store: SqliteStore) -> None:
         def write(slot: str) -> None:
             for step in range(20):

@@ -3,10 +3,15 @@ Records as JSON text and back, by the types of `memory` and `model` themselves: 
 
 A field that this version does not know is dropped, one that is missing takes its default, so that neighbouring versions
 read each other's stores. What does not fit the types at all is an error, never a guess.
+
+SQLite notices a damaged page by its form alone: a digit in a memory could become another one, and say that a node was
+never launched on. So what decisions rest on begins with a sum over the rest of its text; versions that know of none
+drop it as they do any field that they do not know, and a text without one is taken as it is.
 """
 
 from __future__ import annotations
 
+import zlib
 from typing import Generic, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
@@ -15,18 +20,23 @@ from pydantic_core import PydanticSerializationError, to_json
 from tpucare.errors import StoreCorrupt
 from tpucare.memory import FleetRecord, Memory
 from tpucare.model import Event
+from tpucare.store_schema import REMEDY
 
 T = TypeVar("T")
 
 
 class Codec(Generic[T]):
-    """JSON of one record type. Instants become ISO 8601 text in UTC."""
+    """JSON of one record type. Instants become ISO 8601 text in UTC. `summed`: the text begins with its sum."""
 
-    def __init__(self, record: type[T]) -> None:
+    def __init__(self, record: type[T], *, summed: bool = False) -> None:
         self._adapter = TypeAdapter(record)
-        self._noun = record.__name__
+        self._noun, self._summed = record.__name__, summed
 
     def encode(self, record: T) -> str:
+        text = self._encode(record)
+        return f"{_SUM}{_sum_of(text[1:])}{_AFTER}{text[1:]}" if self._summed else text
+
+    def _encode(self, record: T) -> str:
         try:
             return self._adapter.dump_json(record).decode("utf-8")
         except PydanticSerializationError:
@@ -36,6 +46,10 @@ class Codec(Generic[T]):
 
     def decode(self, text: str, where: str) -> T:
         """Raises: StoreCorrupt: naming *where* the text lies and what does not fit."""
+        if self._summed and text.startswith(_SUM):
+            rest = text[_HEAD:]
+            if text[len(_SUM) : _HEAD] != f"{_sum_of(rest)}{_AFTER}":
+                raise StoreCorrupt(f"{where}: damaged (its sum does not fit); {REMEDY}")
         try:
             return self._adapter.validate_json(text)
         except ValidationError as error:
@@ -44,8 +58,15 @@ class Codec(Generic[T]):
             raise StoreCorrupt(f"{where}: not a {self._noun} of this version ({key}: {first['msg']})") from error
 
 
-MEMORY: Codec[Memory] = Codec(Memory)
-FLEET: Codec[FleetRecord] = Codec(FleetRecord)
+def _sum_of(text: str) -> str:
+    return f"{zlib.crc32(text.encode('utf-8', 'surrogatepass')):08x}"
+
+
+_SUM, _AFTER = '{"sum":"', '",'
+_HEAD = len(_SUM) + 8 + len(_AFTER)
+
+MEMORY: Codec[Memory] = Codec(Memory, summed=True)
+FLEET: Codec[FleetRecord] = Codec(FleetRecord, summed=True)
 EVENT: Codec[Event] = Codec(Event)
 
 

@@ -40,14 +40,12 @@ _NO_ROOM = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.S
 _DAMAGED = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
 _MAGIC = b"SQLite format 3\x00"
 _HEADER_BYTES = 100
-_REMEDY = (
-    "it is left as it is: move it (with its -wal and -shm) away and start again; nodes are adopted by their labels"
-)
+REMEDY = "it is left as it is: move it (with its -wal and -shm) away and start again; nodes are adopted by their labels"
 
 
 def corrupt(path: Path, what: str) -> StoreCorrupt:
     """The one line that a person reads about a file that is refused."""
-    return StoreCorrupt(f"{path}: {what}; {_REMEDY}")
+    return StoreCorrupt(f"{path}: {what}; {REMEDY}")
 
 
 def check_header(path: Path) -> None:
