@@ -348,13 +348,13 @@ def _decide_empty(slot: Slot, evidence: Evidence, memory: Memory, timers: Timers
         return Wait("create is under way")
     if ADOPTING in evidence.looked and not timers.lasted(evidence.looked[ADOPTING], ADOPTED_WITHIN):
         return Wait("a node is being adopted")
+    if memory.run is not None and memory.run.finished:
+        return done(memory.run.node, Standing(memory.step, memory.checkpoint))
     for past in memory.nodes:
         if action := _decide_unaccounted(slot, past, evidence, timers):
             return action
     if intent := _open_create(memory):
         return _decide_open_create(slot, intent, evidence, timers)
-    if memory.run is not None and memory.run.finished:
-        return done(memory.run.node, Standing(memory.step, memory.checkpoint))
     if slot.job is None and (slot.job_problem or memory.run is not None):
         # It would be READY, billed and idle.
         return without_job(slot, "no node is asked for")

@@ -166,4 +166,7 @@ def taken(memory: Memory, name: str) -> Memory:
     past, memory = memory.node(name), memory.without_create(name)
     if past is not None:
         memory = memory.with_node(replace(past, taken=True)) if past.in_doubt else memory.without_node(name)
-    return replace(memory, run=None) if memory.run is not None and memory.run.node == name else memory
+    run = memory.run
+    # What has finished has: whoever takes the node afterwards takes nothing back.
+    lost = run is not None and run.node == name and not run.finished
+    return replace(memory, run=None) if lost else memory

@@ -42,6 +42,7 @@ from tpucare.evidence import Progress
 from tpucare.memory import Book
 from tpucare.model import OnSuccess, Provisioning
 from tpucare.orders import Failure, Phase
+from tpucare.remember_seen import taken
 
 FINISHED = memory(launched(), run=run(finished=True))
 EXITS = [
@@ -156,6 +157,7 @@ EXITS = [
     case("noted, and its workers were started anew", evidence(over(None, 61)), FINISHED, "Settle ended"),
     case("noted, and its node is dead", evidence(seen(node("PREEMPTED"), SILENT)), FINISHED, "Delete dead"),
     case("noted, and its node is gone", evidence(), replace(FINISHED, nodes=()), "Settle ended"),
+    case("noted, and somebody took its node", evidence(foreign=(node(),)), taken(FINISHED, name_of(0)), "Settle ended"),
     case(
         "noted, and a worker is silent for a minute",
         evidence(seen(node(), (ended(0), SILENT), silent_since=ago(61), silent_probes=9)),
