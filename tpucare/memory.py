@@ -241,7 +241,7 @@ class Memory:
     (`placement.by_turn`). `shell`: path of the queued resource that the slot's last node came from, which is gone.
     `step`, `checkpoint`: how far `step_job` ever got; `gap_seconds`: between its first signs of progress;
     `last_step`, `last_checkpoint`: where its last run was seen. `served_job`: the job that trained on this slot; it is
-    tried again where it fails. `failed_since`: when the slot failed first, of those tries.
+    tried again where it fails. `failed_since`: when the slot failed first, of those `tries`.
     """
 
     fleet: str
@@ -272,6 +272,7 @@ class Memory:
     last_checkpoint: int | None = None
     served_job: str | None = None
     failed_since: datetime | None = None
+    tries: int = 0
 
     def has_asked_for(self, number: int) -> bool:
         return self.asked_from is not None and self.asked_from <= number < self.next_number

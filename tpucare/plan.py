@@ -43,7 +43,7 @@ DOWN_PATIENCE = timedelta(minutes=2)
 # Deletes take minutes; one that hangs goes on when it is asked for again.
 DELETING_IS_STUCK = timedelta(minutes=10)
 # A slot that failed though its job had trained.
-TRY_FAILED_EVERY, TRY_FAILED_FOR = timedelta(hours=1), timedelta(days=1)
+TRY_FAILED_EVERY, TRY_FAILED_TIMES = timedelta(hours=1), 24
 # A node that was labelled as the slot's is listed as such by then, or never.
 ADOPTED_WITHIN = timedelta(minutes=5)
 # A create whose call was cut off may still arrive this long after the call's deadline (60 s + the deadline's 30 s).
@@ -311,8 +311,10 @@ def tries_again_at(slot: Slot, memory: Memory) -> datetime | None:
     # What failed is not known any more where somebody took the node since: the job that trained is wanted all the same.
     failed_job = memory.run.job if memory.run is not None else memory.served_job
     has_trained = failed_job == memory.served_job == job_mark(slot.job)
-    again = memory.ended_at + TRY_FAILED_EVERY
-    return again if has_trained and not slot.job.foreign and again <= memory.failed_since + TRY_FAILED_FOR else None
+    # Tries are counted: a daemon that was off for a day, or a clock that leapt, has tried nothing.
+    if not has_trained or slot.job.foreign or memory.tries >= TRY_FAILED_TIMES:
+        return None
+    return memory.ended_at + TRY_FAILED_EVERY
 
 
 def _end_node(slot: Slot, seen: NodeEvidence, evidence: Evidence, memory: Memory, timers: Timers) -> Action | None:

@@ -103,7 +103,7 @@ def _settle(memory: Memory, action: Settle, now: datetime, rng: random.Random) -
         case Fact.RUN_LASTED:
             return has_served(memory)
         case Fact.TRIED_AGAIN:
-            return replace(memory, end=End.NONE, end_why="", ended_at=None)
+            return replace(memory, end=End.NONE, end_why="", ended_at=None, tries=memory.tries + 1)
         case Fact.ENDED:
             if action.end is End.DONE:
                 memory = has_served(memory)

@@ -71,8 +71,8 @@ def with_a_lost_run(memory: Memory, action: Delete, now: datetime, rng: random.R
 
 
 def _failed(memory: Memory, why: str, now: datetime) -> Memory:
-    since = memory.failed_since or now
-    return replace(memory, end=End.FAILED, end_why=why, ended_at=now, failed_since=since)
+    since, tries = memory.failed_since or now, memory.tries if memory.failed_since is not None else 0
+    return replace(memory, end=End.FAILED, end_why=why, ended_at=now, failed_since=since, tries=tries)
 
 
 def saw(memory: Memory, step: int | None, checkpoint: int | None) -> Memory:

@@ -163,9 +163,15 @@ WISHES = [
         "Wait person",
     ),
     case(
-        "failed though it had trained: tried for a day",
+        "failed though it had trained: a clock that leapt, or a daemon that was off, has tried nothing",
         evidence(),
         replace(HAD_TRAINED, failed_since=before(hours=25)),
+        "Settle tried again",
+    ),
+    case(
+        "failed though it had trained: tried 24 times",
+        evidence(),
+        replace(HAD_TRAINED, tries=24),
         "Wait person",
     ),
     case(
