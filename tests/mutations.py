@@ -20,6 +20,7 @@ from tpucare import (
     placement,
     plan,
     plan_ended,
+    plan_foreign,
     plan_living,
     plan_node,
     plan_run,
@@ -27,13 +28,15 @@ from tpucare import (
     remember,
     remember_deletes,
     remember_seen,
+    sweeps_care,
+    sweeps_plan,
 )
 from tpucare.actions import Fact, Reason, Settle, Vouch, Wait
 from tpucare.board import Board
 from tpucare.brake import Brake
 from tpucare.emulator.records import NodeSpec
 from tpucare.memory import BookName, Memory
-from tpucare.model import DEAD_STATES, LABEL_FLEET, LABEL_NUMBER, LABEL_OWNER, LABEL_SLOT, Node, NodeKey
+from tpucare.model import DEAD_STATES, LABEL_FLEET, LABEL_NUMBER, LABEL_OWNER, LABEL_SLOT, Care, Job, Node, NodeKey
 from tpucare.observer import Observer
 from tpucare.outcomes import Outcomes
 from tpucare.placement import CreateBudget
@@ -42,11 +45,15 @@ from tpucare.projects import ProjectView
 from tpucare.simulation.history import History, Outcome
 from tpucare.simulation.scenario import (
     CLOSE,
+    FOREIGN_CARE,
+    FOREIGN_JOB,
     MONTHS,
     PERSON_EVERY,
     PROJECT,
     SECRET,
     STORM_CARE,
+    STORM_JOB,
+    SWEEP_JOB,
     ZONES,
     Scenario,
     Strike,
@@ -80,11 +87,13 @@ class Mutation:
     zones: tuple[str, ...] = ZONES
     person: float | None = PERSON_EVERY
     saves_alone: frozenset[str] = frozenset()
+    care: Care = STORM_CARE
+    job: Job = STORM_JOB
 
     def scenario(self) -> Scenario:
         pace = MONTHS if self.months else CLOSE
         places = tuple(place(zone, "v2-8", 1) for zone in self.zones)
-        slots = slots_of("mini", self.slots, *places, care=STORM_CARE)
+        slots = slots_of("mini", self.slots, *places, care=self.care, job=self.job)
         world: dict[str, Any] = {
             "zones": {zone: {"accelerators": ["*"]} for zone in self.zones},
             "latencies": {"read": 0.2, "write": 0.4, "list_lag_share": 0.0, "operation_lingers_share": 0.0},
@@ -362,6 +371,29 @@ def _close_for_good(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(placement, "PERSON_LATER", 2 * far)
 
 
+def _wait_for_who_is_gone(patch: pytest.MonkeyPatch) -> None:
+    """A setup goes on for as long as its run lives."""
+    decide = plan_foreign.decide_foreign
+
+    def patient(slot: Any, seen: Any, past: Any, evidence: Any, memory: Any, timers: Any) -> Any:
+        if any(worker.foreign is not None and worker.foreign.lost for worker in seen.report.workers):
+            return Wait("its setup is not over")
+        return decide(slot, seen, past, evidence, memory, timers)
+
+    patch.setattr(plan_node, "decide_foreign", patient)
+
+
+def _end_what_is_silent(patch: pytest.MonkeyPatch) -> None:
+    """A server that does not answer has no sweep."""
+    hear = sweeps_care.SweepCare._hear
+
+    def rash(self: sweeps_care.SweepCare, asked: Any, answer: Any, fleets: list[str]) -> None:
+        known = isinstance(answer, sweeps_plan.SweepReport)
+        hear(self, asked, answer if known else sweeps_plan.SweepReport("FINISHED", None, {}), fleets)
+
+    patch.setattr(sweeps_care.SweepCare, "_hear", rash)
+
+
 # --- what the stories need besides strikes ---------------------------------------------------------------------------
 
 
@@ -389,6 +421,21 @@ def _finish(history: History) -> None:
                 launcher.end(worker, status=0)
 
     history.later(1600.0, end)
+
+
+def _killed_in_setup(history: History) -> None:
+    """Once, as soon as a function of mini-0 is at work after the strike."""
+    launcher = history.daemon.launcher
+
+    def look() -> None:
+        runs = [worker.run for worker in launcher.running() if worker.run and worker.run.slot == "mini-0"]
+        if history.daemon.store is None or not runs or launcher.elapsed(runs[0]) >= 15.0:
+            history.later(2.0, look)
+        elif history.daemon.store is not None:
+            history.daemon.kill()
+            history.later(5.0, history._come_back)
+
+    history.later(1700.0, look)
 
 
 MUTATIONS = (
@@ -538,6 +585,49 @@ MUTATIONS = (
         _tell_no_person,
         (Strike(1600, "key-refused-for-good"), Strike(1601, "preempted", "mini-0")),
         person=None,
+    ),
+    Mutation(
+        "what a user's function started is over",
+        "trains-again",
+        _swap(plan_foreign, "_decide_ended", lambda *_: Wait(plan_foreign.ENDED)),
+        (Strike(1600, "crashed", "mini-0"),),
+        care=FOREIGN_CARE,
+        job=FOREIGN_JOB,
+    ),
+    Mutation(
+        "who did the setup is gone, and is waited for",
+        "trains-again",
+        _wait_for_who_is_gone,
+        (Strike(1600, "preempted", "mini-0"),),
+        prepare=_killed_in_setup,
+        care=FOREIGN_CARE,
+        job=FOREIGN_JOB,
+    ),
+    Mutation(
+        "who does not hear of a sweep ends it",
+        "over-once",
+        _end_what_is_silent,
+        (Strike(1600, "wandb-down", "", 1500),),
+        job=SWEEP_JOB,
+    ),
+    Mutation(
+        "interrupted runs of a sweep are nobody's",
+        "over-once",
+        _swap(sweeps_plan, "QUEUED", frozenset()),
+        # An instant at which chance has it that nobody resumes the sweep.
+        (Strike(1605, "sweep-stopped", "", 1500),),
+        hours=2.0,
+        slots=1,
+        job=SWEEP_JOB,
+    ),
+    Mutation(
+        "who is ended for a sweep's sake is not done",
+        "over-once",
+        _swap(sweeps_care, "finish", lambda memory, _why, _now: memory),
+        # An instant at which chance has it that nobody resumes the sweep.
+        (Strike(1605, "sweep-stopped", "", 1500),),
+        hours=2.0,
+        job=SWEEP_JOB,
     ),
     Mutation(
         "what finished runs again",

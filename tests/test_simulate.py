@@ -230,7 +230,7 @@ def test_what_is_no_story_is_refused() -> None:
 def test_sums_name_the_faults_that_never_occurred() -> None:
     sums = Sums()
     sums.add(live(Plan(days=0.02, level="high"), 1))
-    assert "permission-denied" in sums.unmet("high")
+    assert "chips-held" in sums.unmet("high")
     assert sums.unmet("none") == []
 
 

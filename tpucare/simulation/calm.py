@@ -60,6 +60,7 @@ class Calm:
                     self._late(name, passed)
         if not history.properties.broken:
             history.live(max(history.now, began + DELETE_AGAIN_CAP.total_seconds()) + 2 * SWEEP.total_seconds())
+            self.history.swarm.settle()
             self._look_for_orphans()
 
     def _visit(self) -> None:
@@ -147,8 +148,9 @@ class Calm:
 
     def _is_wronged(self, name: str) -> bool:
         """It was given up for what was not its own doing: it is to be tried again, whether or not a person comes."""
-        end = self.daemon.engine.slots[name].memory.end
-        return end is End.FAILED and self.history.properties.is_blameless(name)
+        end, job = self.daemon.engine.slots[name].memory.end, self.history.slots[name].job
+        is_foreign = job is not None and job.foreign
+        return end is End.FAILED and not is_foreign and self.history.properties.is_blameless(name)
 
     def _late(self, name: str, passed: float) -> None:
         track, properties = self.daemon.engine.slots.get(name), self.history.properties

@@ -23,6 +23,7 @@ from tpucare.model import Event, Node, NodeState, Slot
 from tpucare.ports import Lane, Store
 from tpucare.simulation.machines import SimulatedWorker
 from tpucare.simulation.store import Disk, MemoryStore
+from tpucare.simulation.sweep import SimulatedSweep
 from tpucare.simulation.time import START, VirtualClock, VirtualExecutor
 from tpucare.simulation.workers import Script, VirtualLauncher
 
@@ -110,6 +111,7 @@ class Daemon:
         self.on_edit: Callable[[list[Slot]], None] = lambda _slots: None
         self.store: Store | None = None
         self.restarts: list[datetime] = []
+        self.sweeps: dict[str, SimulatedSweep] = {}
 
     # --- the process
 
@@ -143,6 +145,7 @@ class Daemon:
         assert self.store is not None
         self.executor.die(arrives)
         self.cloud.close()
+        self.launcher.process_ended()
         self.close_store()
         self.store = None
         self.restarts.append(self.clock.true_now())

@@ -43,6 +43,15 @@ def _preemptible(slot: Slot) -> bool:
     return all(p.provisioning in (Provisioning.SPOT, Provisioning.PREEMPTIBLE) for p in slot.places)
 
 
+def _own(slot: Slot) -> bool:
+    """Its runs tell of their progress and of their end; those of a user's function do not."""
+    return slot.job is None or not slot.job.foreign
+
+
+def _own_preemptible(slot: Slot) -> bool:
+    return _own(slot) and _preemptible(slot)
+
+
 @dataclass(frozen=True, slots=True)
 class Fault:
     """
@@ -115,22 +124,23 @@ FAULTS: Mapping[str, Fault] = MappingProxyType(
         # Runs.
         "crashed": Fault("the run exits with 1 on one worker", 0.01, 0.8),
         "out-of-memory": Fault("the run is gone without an exit status", 0.005, 0.8),
-        "hung": Fault("the run lives on and makes no step", 0.005, 0.6),
+        "hung": Fault("the run lives on and makes no step", 0.005, 0.6, fits=_own),
         "hang-then-restart": Fault(
-            "the run makes no step any more, and the daemon is killed", 0.0005, 0.5, length=(1.0, 2 * MINUTE)
+            "the run makes no step any more, and the daemon is killed", 0.0005, 0.5, length=(1.0, 2 * MINUTE), fits=_own
         ),
         "one-signal-hang": Fault(
-            "the next run makes no step after its first ones", 0.0005, 0.5, length=(20 * MINUTE, HOUR)
+            "the next run makes no step after its first ones", 0.0005, 0.5, length=(20 * MINUTE, HOUR), fits=_own
         ),
         "dependency-down": Fault("what every run needs is down", 0.005, 2.5, Span.ALL, (10 * MINUTE, 2 * HOUR)),
         "finished-then-preempted": Fault(
-            "the run ends well, and its node is taken within the minute", 0.0005, 0.4, fits=_preemptible
+            "the run ends well, and its node is taken within the minute", 0.0005, 0.4, fits=_own_preemptible
         ),
         "notice-without-end": Fault(
             "a maintenance is announced and comes to nothing, and later the run ends well",
             0.0005,
             0.4,
             length=(10 * MINUTE, HOUR),
+            fits=_own,
         ),
         "exit-0-under-preemption": Fault(
             "the run exits with 0 when it is told of a preemption", 0.002, 0.6, fits=_preemptible
@@ -195,6 +205,7 @@ FAULTS: Mapping[str, Fault] = MappingProxyType(
             0.001,
             0.6,
             length=(5 * MINUTE, 2 * HOUR),
+            fits=_own,
         ),
         "relabelled": Fault("somebody edits the slot's or fleet's label of a node", 0.001, 0.5, length=(MINUTE, HOUR)),
         "taken-back": Fault(
@@ -202,6 +213,11 @@ FAULTS: Mapping[str, Fault] = MappingProxyType(
             0.001,
             0.5,
             length=(5 * MINUTE, HOUR),
+        ),
+        # Sweeps.
+        "wandb-down": Fault("the server of the sweeps does not answer", 0.01, 3.0, Span.ALL, (MINUTE, 2 * HOUR)),
+        "sweep-stopped": Fault(
+            "a sweep is stopped while a run of it is interrupted", 0.005, 3.0, Span.ALL, (20 * MINUTE, 2 * HOUR)
         ),
         "foreign-node": Fault("somebody else's node bears our next name", 0.001, 0.6, length=(MINUTE, HOUR)),
         "stray": Fault("a node with our label and a fleet that nobody knows", 0.001, 0.6, length=(MINUTE, 3 * HOUR)),

@@ -30,6 +30,7 @@ from tpucare.simulation.properties import Broken, Properties
 from tpucare.simulation.scenario import PERSON_EVERY, PROJECT, Scenario, Strike
 from tpucare.simulation.store import ProcessDied
 from tpucare.simulation.strikes import STRIKES
+from tpucare.simulation.swarm import Swarm
 from tpucare.simulation.tally import Tally, Watch
 from tpucare.simulation.workers import Script
 
@@ -105,6 +106,7 @@ class History:
         self.person = Person(self)
         self.is_calm = False
         self.daemon.launcher.script.saves_alone |= scenario.saves_alone
+        self.swarm = Swarm(self)
         self._listen()
 
     def _listen(self) -> None:
@@ -146,11 +148,13 @@ class History:
     def _ran(self, mark: RunMark) -> None:
         self._say(f"run {mark.what} {mark.token} {mark.worker}")
         self.properties.ran(mark)
+        self.swarm.ran(mark)
         self.watch.ran(mark)
 
     def _told(self, event: Event) -> None:
         self._say(f"{event.kind} {event.slot} {event.text}")
         self.properties.told(event)
+        self.swarm.told(event)
         self.watch.told(event, self.now)
 
     def _audited(self, record: Mapping[str, Any]) -> None:
@@ -170,6 +174,8 @@ class History:
     def _count_call(self, record: Mapping[str, Any]) -> None:
         if record["method"] == "CreateNode":
             self.tally.creates += 1
+            if record["peer"]:
+                self.swarm.created(record["name"].rpartition("/")[2], record["latency"])
             if record["code"] == 8 and record["applied"] and OWN_QUOTA.search(record.get("message", "")):
                 self.tally.faults["quota-used-up"] += 1
         if record["code"] in (13, 14) and not record["applied"]:
@@ -199,6 +205,7 @@ class History:
         self._suspects.clear()
         self._jumped_at = -math.inf
         self.properties.process_began()
+        self.swarm.process_began()
         listed, cloud = self.daemon.cloud.list_nodes, self.daemon.cloud
 
         def list_nodes(project: str) -> Listing:
@@ -250,6 +257,7 @@ class History:
 
     def _step(self, until: float) -> None:
         daemon = self.daemon
+        self.swarm.advance()
         if daemon.store is None:
             daemon.executor.sleep_until(until)
             return
@@ -258,6 +266,7 @@ class History:
             gc.collect()
         try:
             idle = daemon.engine.step()
+            self.swarm.look()
         except (StoreError, ProcessDied) as error:
             self._die(str(error))
             return
@@ -286,6 +295,7 @@ class History:
         """A person asks something of that slot, which explains for so many seconds what happens to it."""
         self.properties.explain(slot, seconds)
         self.properties.wanted_anew(slot)
+        self.swarm.wanted(slot)
 
     def _visit(self) -> None:
         """Somebody who comes rarely, and goes on coming; one who comes often is there in the calm only."""
@@ -350,7 +360,10 @@ class History:
         if strike.kind in ("clock-forward", "clock-back"):
             self._jumped_at = self.now
         if strike.kind == "clock-back":
-            self.properties.clock_set_back(strike.length)
+            self.properties.time_lost(strike.length)
+        elif strike.kind == "taken-back":
+            # A run that is taken in again is as old as that.
+            self.properties.time_lost(math.inf, strike.target)
         if strike.kind == "suspended":
             self._suspend(strike.length)
         return True

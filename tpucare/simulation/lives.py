@@ -36,7 +36,7 @@ class _Row:
     """
     Ends of runs since the last one that advanced, by token; of a gang the worst end counts.
 
-    set_back: by how many seconds clocks were set back while it lived
+    unknown: of how many seconds that a run has lived nobody knows any more
     """
 
     advances_after: float
@@ -44,7 +44,7 @@ class _Row:
     job: str = ""
     served_job: str | None = None
     since: dict[str, float] = field(default_factory=dict)
-    set_back: dict[str, float] = field(default_factory=dict)
+    unknown: dict[str, float] = field(default_factory=dict)
     ends: dict[str, set[RunEnd]] = field(default_factory=dict)
     blameless: set[str] = field(default_factory=set)
 
@@ -56,16 +56,16 @@ class _Row:
             self.blameless.clear()
 
     def end(self, mark: RunMark) -> None:
-        since, set_back = mark.seconds, 0.0
+        since, unknown = mark.seconds, 0.0
         if mark.worker == 0:
-            since, set_back = self.since.pop(mark.token, mark.seconds), self.set_back.pop(mark.token, 0.0)
+            since, unknown = self.since.pop(mark.token, mark.seconds), self.unknown.pop(mark.token, 0.0)
         if mark.blameless:
             self.blameless.add(mark.token)
         if mark.worker == 0 and mark.step > self.furthest:
             self.furthest = mark.step
             if mark.seconds - since >= self.advances_after:
                 self.ends = {mark.token: self.ends.get(mark.token, set())}
-                if mark.seconds - since - set_back >= self.advances_after:
+                if mark.seconds - since - unknown >= self.advances_after:
                     self.served_job = mark.job
         if mark.how is RunEnd.FINISHED:
             self.served_job = mark.job
@@ -97,11 +97,11 @@ class Lives:
         else:
             row.end(mark)
 
-    def set_back(self, seconds: float) -> None:
-        """The clock by which it is measured how long a run has lived goes back by so much."""
-        for row in self._rows.values():
+    def lose_time(self, seconds: float, slot: str = "") -> None:
+        """Of so many seconds that the runs of *slot* (of all, when empty) have lived nobody knows any more."""
+        for row in [self._rows[slot]] if slot in self._rows else [] if slot else self._rows.values():
             for token in row.since:
-                row.set_back[token] = row.set_back.get(token, 0.0) + seconds
+                row.unknown[token] = row.unknown.get(token, 0.0) + seconds
 
     def is_blameless(self, slot: str) -> bool:
         """

@@ -61,7 +61,8 @@ class SimulatedRun:
 
     `hung_at`: the step at which it stands still. `fails_after`: seconds after which it exits with 1. `blameless`: for
     want of what every run needs. `foreign`: what a user's function started; `boots` tells that there was a reboot.
-    `maintenance`: the one that was announced and is not over, `maintained_at`: when the last one was.
+    `orphaned`: the process of that function died before its setup was over. `maintenance`: the one that was announced
+    and is not over, `maintained_at`: when the last one was.
     """
 
     token: str
@@ -80,6 +81,7 @@ class SimulatedRun:
     fails_after: float | None = None
     blameless: bool = False
     foreign: bool = False
+    orphaned: bool = False
     boots: int = 1
 
 
@@ -131,7 +133,7 @@ class RunEnd(StrEnum):
 class RunMark:
     """
     A run of *job* began or ended on a worker, at that second and step. `blameless`: what it needed was down.
-    `chips_held`: something else holds them.
+    `chips_held`: something else holds them. `signalled`: it was told of its end.
     """
 
     seconds: float
@@ -146,6 +148,7 @@ class RunMark:
     blameless: bool = False
     job: str = ""
     chips_held: bool = False
+    signalled: bool = False
 
 
 class Machines:
@@ -368,6 +371,13 @@ class Machines:
         if worker.run is not None:
             worker.run.hung_at = self.step(worker.run)
 
+    def process_ended(self) -> None:
+        """What a user's function was setting up from there is never begun."""
+        for worker in self.running():
+            run = worker.run
+            if run is not None and run.foreign and self.elapsed(run) < self.script.setup_seconds:
+                run.orphaned, run.hung_at = True, run.first_step
+
     def hangs_on(self, key: NodeKey) -> bool:
         """Whether any run on that node stands still."""
         runs = [worker.run for worker in self._nodes.get(key, {}).values() if worker.run is not None]
@@ -412,12 +422,17 @@ class Machines:
         place = (key, worker.node_id, worker.number, run.slot)
         job = self.jobs.get(run.slot, "")
         held = worker.holds_chips or worker.foreign_chips
-        self.on_run(RunMark(seconds, what, run.token, *place, self.step(run), how, run.blameless, job, held))
+        self.on_run(
+            RunMark(seconds, what, run.token, *place, self.step(run), how, run.blameless, job, held, run.signalled)
+        )
 
     def _how(self, worker: SimulatedWorker, run: SimulatedRun) -> RunEnd:
         if run.stopped:
             return RunEnd.STOOD_STILL if self.stands_still(run) else RunEnd.STOPPED
         status = self.exit_of(worker)
+        if run.foreign and run.failed:
+            # Of what a user's function started nobody knows that it succeeded.
+            return RunEnd.FAILED
         if status == 0:
             return RunEnd.INTERRUPTED if self.was_signalled(worker, run) else RunEnd.FINISHED
         if status is not None:

@@ -50,6 +50,7 @@ PROPERTIES: Mapping[str, str] = {
     "guard-outwaited": "a new machine whose guard keeps us out is not given up before boot_timeout",
     "rate-heeded": "listings that are refused for their rate become fewer",
     "finished-once": "what was seen to finish, and nobody interrupted, is not run again",
+    "over-once": "a slot is ended for its sweep's sake once, and only when no interrupted run is left waiting for it",
     "no-oversleep": "a slot at rest would decide nothing else now",
     "trains-again": "after calm and with capacity every slot trains within its bound, or needs a person and none comes",
     "says-so": "who waits for a person has said so",
@@ -183,6 +184,7 @@ class Properties:
         self._asked: tuple[int, Counter[tuple[str, str]]] = (0, Counter())
         self._finished: dict[str, tuple[str, float]] = {}
         self._over: dict[str, str] = {}
+        self._outdated: dict[str, str] = {}
 
     def _break(self, rule: str, text: str) -> None:
         self.broken.append(Broken(rule, self.now(), text))
@@ -199,9 +201,13 @@ class Properties:
         return self.trouble.get(slot, 0.0) >= now or self.trouble.get("", 0.0) >= now
 
     def wanted_anew(self, slot: str) -> None:
-        """A person asks for a run of *slot*, whatever became of the last."""
-        self._finished.pop(slot, None)
-        self._over.pop(slot, None)
+        """A person asks for a run of *slot*, whatever became of the last, and however often that is told again."""
+        finished, memory = self._finished.pop(slot, None), self.disk.memories.get(slot)
+        over = self._over.pop(slot, None) or (finished[0] if finished is not None else None)
+        if over is None and memory is not None and memory.end is End.DONE and memory.run is not None:
+            over = memory.run.token
+        if over is not None:
+            self._outdated[slot] = over
 
     def confirmed(self, slot: str, nodes: Collection[int]) -> None:
         """A person has looked at these and says that nothing trains there. The truth is one-run's."""
@@ -275,6 +281,8 @@ class Properties:
         declared = self.slots.get(slot)
         if declared is None or interrupted or not whole or declared.care.on_success is OnSuccess.RESTART:
             return
+        if self._outdated.get(slot) == token:
+            return
         seen, since = self._finished.setdefault(slot, (token, now))
         if seen != token:
             self._finished[slot] = (token, now)
@@ -315,8 +323,9 @@ class Properties:
         life = self.world.state.by_id.get(runs.node)
         return life is None or self.hangs(life)
 
-    def clock_set_back(self, seconds: float) -> None:
-        self._lives.set_back(seconds)
+    def time_lost(self, seconds: float, slot: str = "") -> None:
+        """See `Lives.lose_time`."""
+        self._lives.lose_time(seconds, slot)
 
     def is_blameless(self, slot: str) -> bool:
         """Its runs failed for want of what every run needs."""

@@ -18,8 +18,9 @@ from tpucare.emulator.config import WorldConfig
 from tpucare.emulator.machinery import CAPACITY_TIERS
 from tpucare.engine import Settings
 from tpucare.errors import ConfigError
-from tpucare.model import Care, Job, Place, Provisioning, Slot
+from tpucare.model import Care, Job, OnExit, Place, Provisioning, Slot
 from tpucare.simulation.faults import FAULTS, LEVELS, Span
+from tpucare.sweeps_plan import SWEEP_VARIABLE
 
 PROJECT = "simulated"
 SECRET = "s3cr3t-value-that-nobody-may-see"
@@ -147,13 +148,21 @@ def place(zone: str, kind: str, workers: int, tier: Provisioning = Provisioning.
     return Place(zone, kind, tier, RUNTIME, workers=workers)
 
 
-def slots_of(fleet: str, count: int, *places: Place, care: Care) -> tuple[Slot, ...]:
-    job = Job(run="python3 train.py", secrets=("TOKEN",))
+STORM_JOB = Job(run="python3 train.py", secrets=("TOKEN",))
+FOREIGN_JOB = Job(run="", foreign=True)
+SWEEP_JOB = replace(STORM_JOB, run="exec wandb agent", env={SWEEP_VARIABLE: "lab/storms/sweep"})
+FOREIGN_CARE = replace(STORM_CARE, on_exit=OnExit.RESTART)
+
+
+def slots_of(fleet: str, count: int, *places: Place, care: Care, job: Job = STORM_JOB) -> tuple[Slot, ...]:
     return tuple(Slot(f"{fleet}-{index}", fleet, PROJECT, places, job, care) for index in range(count))
 
 
 def storm_slots() -> tuple[Slot, ...]:
-    """Gangs with two zones and with one; single hosts: some with two places, one each of other terms, one with six."""
+    """
+    Gangs with two zones and with one; single hosts: some with two places, one each of other terms, one with six, one
+    whose runs a user's function starts; two that work for a sweep.
+    """
     us, eu = ZONES
     return (
         *slots_of("pod", 3, place(us, "v3-32", 4), place(eu, "v3-32", 4), care=STORM_CARE),
@@ -162,6 +171,8 @@ def storm_slots() -> tuple[Slot, ...]:
         *slots_of("old", 1, place(us, "v2-8", 1, Provisioning.PREEMPTIBLE), care=STORM_CARE),
         *slots_of("paid", 1, place(us, "v2-8", 1, Provisioning.ON_DEMAND), care=STORM_CARE),
         *slots_of("wide", 1, *_many_places(), care=STORM_CARE),
+        *slots_of("door", 1, place(us, "v2-8", 1), place(eu, "v2-8", 1), care=FOREIGN_CARE, job=FOREIGN_JOB),
+        *slots_of("swarm", 2, place(us, "v2-8", 1), place(eu, "v2-8", 1), care=STORM_CARE, job=SWEEP_JOB),
     )
 
 

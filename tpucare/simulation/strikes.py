@@ -4,7 +4,7 @@ What each kind of fault does to the world, to machines, to runs, to the daemon a
 A strike acts through doors that exist for others too: the operator's hand on the world, the machines, a person's wish.
 Each says whether it took hold; what did not (nothing to preempt just now) is not counted. How often they come is in
 `faults`; the acts themselves are in `strikes_nodes`, `strikes_workers`, `strikes_api`, `strikes_daemon`,
-`strikes_people` and `strikes_edits`.
+`strikes_people`, `strikes_edits` and `strikes_sweeps`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from tpucare.simulation import strikes_daemon as daemon
 from tpucare.simulation import strikes_edits as edits
 from tpucare.simulation import strikes_nodes as nodes
 from tpucare.simulation import strikes_people as people
+from tpucare.simulation import strikes_sweeps as sweeps
 from tpucare.simulation import strikes_workers as workers
 from tpucare.simulation.hand import Act
 from tpucare.simulation.store import DiskFault
@@ -109,6 +110,8 @@ STRIKES: Mapping[str, Act] = MappingProxyType(
         "edited": edits.edit,
         "relabelled": edits.relabel,
         "taken-back": edits.take_back,
+        "wandb-down": sweeps.silence_server,
+        "sweep-stopped": sweeps.stop_interrupted,
         "foreign-node": people.foreign,
         "stray": people.stray,
     }

@@ -50,9 +50,9 @@ def _back_up(daemon: Daemon, slot: str, hand: Hand) -> None:
         raise
 
 
-def want_again(hand: Hand) -> None:
+def want_again(hand: Hand, slot: str) -> None:
     """Whoever has the results of a slot that is done asks for more of them."""
-    daemon, slot = hand.daemon, hand.strike.target
+    daemon = hand.daemon
     memory = daemon.disk.memories.get(slot)
     if daemon.store is not None and memory is not None and memory.end is End.DONE and slot in daemon.engine.slots:
         hand.asked(slot, 0.0)

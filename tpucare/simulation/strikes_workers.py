@@ -148,7 +148,7 @@ def _finish(hand: Hand) -> bool:
     ending = [worker for worker in launcher.running() if worker.run and worker.run.slot == hand.strike.target]
     for worker in ending:
         launcher.end(worker, status=0)
-    hand.later(WANTED_AGAIN_AFTER, lambda: want_again(hand))
+    hand.later(WANTED_AGAIN_AFTER, lambda: want_again(hand, hand.strike.target))
     return bool(ending)
 
 

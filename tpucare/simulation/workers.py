@@ -118,7 +118,7 @@ class VirtualLauncher(Machines):
         if run.slot in self.script.vanishes:
             status = None
         elapsed = self.elapsed(run)
-        in_setup = elapsed < self.script.setup_seconds
+        in_setup = elapsed < self.script.setup_seconds or run.orphaned
         if lives:
             self.save(run)
         tells = self.script.tells_progress and worker.number == 0 and not in_setup
@@ -229,7 +229,7 @@ class VirtualLauncher(Machines):
 
 def _as_foreign(report: WorkerReport, run: SimulatedRun, worker: SimulatedWorker, *, was_set_up: bool) -> WorkerReport:
     """Nobody knows how it ended, but for a setup that failed; and of its progress nothing is told."""
-    foreign = ForeignRun(seen=was_set_up, rebooted=worker.boots != run.boots)
+    foreign = ForeignRun(seen=was_set_up, rebooted=worker.boots != run.boots, lost=run.orphaned)
     report = replace(report, foreign=foreign, step=None, checkpoint=None, log_bytes=0)
     if report.alive or (not was_set_up and report.exit_status is not None and not run.stopped):
         return report
