@@ -45,7 +45,11 @@ class _Agent:
 
 @dataclass
 class SimulatedSweep:
-    """What the server has: `hands_out` new runs until somebody stops the sweep; `down`: it does not answer."""
+    """
+    What the server has: `hands_out` new runs until somebody stops the sweep; `down`: it does not answer.
+
+    runs: that may still be worked on    ended: how many are not, by state
+    """
 
     path: SweepPath
     fleet: str
@@ -53,6 +57,7 @@ class SimulatedSweep:
     hands_out: bool = True
     down: bool = False
     runs: list[_Run] = field(default_factory=list)
+    ended: Counter[str] = field(default_factory=Counter)
     agents: dict[str, _Agent] = field(default_factory=dict)
 
     # --- what happens on workers
@@ -72,9 +77,13 @@ class SimulatedSweep:
 
     def advance(self, now: float) -> None:
         """What its server and its agents do until now, agents that can be reached or not."""
-        for run in self.runs:
-            if run.lost is not None and now - run.lost >= HEARTBEAT_SECONDS:
-                run.state, run.lost = ("preempted" if run.state == "preempting" else "crashed"), None
+        for run in list(self.runs):
+            if run.lost is None or now - run.lost < HEARTBEAT_SECONDS:
+                continue
+            if run.state == "preempting":
+                run.state, run.lost = "preempted", None
+            else:
+                self._close(run, "crashed")
         for token, agent in list(self.agents.items()):
             self._work(token, agent)
 
@@ -88,10 +97,14 @@ class SimulatedSweep:
         if agent.run is not None:
             if agent.run.done + step - agent.began < RUN_STEPS:
                 return
-            agent.run.state = "finished"
+            self._close(agent.run, "finished")
         agent.run, agent.began = self._next(), step
         if agent.run is None:
             self.launcher.end(agent.worker, status=0)
+
+    def _close(self, run: _Run, state: str) -> None:
+        self.runs.remove(run)
+        self.ended[state] += 1
 
     def _next(self) -> _Run | None:
         queued = next((run for run in self.runs if run.state == "preempted"), None)
@@ -108,7 +121,7 @@ class SimulatedSweep:
     def answer(self) -> Answer:
         if self.down:
             return SweepSilent("W&B does not answer")
-        counts = Counter(run.state for run in self.runs)
+        counts = self.ended + Counter(run.state for run in self.runs)
         return SweepReport("RUNNING" if self.hands_out else "FINISHED", None, dict(counts))
 
     @property
@@ -119,7 +132,7 @@ class SimulatedSweep:
     @property
     def is_over(self) -> bool:
         """Nothing is handed out, and nothing is left that was."""
-        return not self.hands_out and all(run.state in ("finished", "crashed") for run in self.runs)
+        return not self.hands_out and not self.runs
 
 
 class SimulatedWatch:
