@@ -185,6 +185,8 @@ class Properties:
         self._finished: dict[str, tuple[str, float]] = {}
         self._over: dict[str, str] = {}
         self._outdated: dict[str, str] = {}
+        self._newest: dict[str, str] = {}
+        self._stops: dict[str, tuple[str, float]] = {}
 
     def _break(self, rule: str, text: str) -> None:
         self.broken.append(Broken(rule, self.now(), text))
@@ -249,7 +251,7 @@ class Properties:
         memory = self.disk.memories.get(mark.slot)
         if memory is None or memory.run is None or memory.run.token != mark.token:
             self._break("intent-first", f"{mark.token} starts, and no launch of it is on the disk")
-        runs.alive[place] = mark.token
+        runs.alive[place] = self._newest[mark.slot] = mark.token
         self._turns.pop(mark.slot, None)
         runs.launched_on.add(mark.node_id)
         runs.node = mark.node_id
@@ -286,8 +288,13 @@ class Properties:
         seen, since = self._finished.setdefault(slot, (token, now))
         if seen != token:
             self._finished[slot] = (token, now)
-        elif now - since >= FINISHED_FOR_SURE:
+        elif now - since >= FINISHED_FOR_SURE and not self._was_stopped(slot, token, since + FINISHED_FOR_SURE):
             self._over[slot] = token
+
+    def _was_stopped(self, slot: str, token: str, until: float) -> bool:
+        """We interrupted it ourselves before it could be known for sure that it had finished."""
+        stopped, at = self._stops.get(slot, ("", 0.0))
+        return stopped == token and at <= until
 
     def trusted(self, worker: SimulatedWorker) -> None:
         self._break("pinned-key", f"worker {worker.number} of {worker.key.name} shows another key, and is trusted")
@@ -466,6 +473,7 @@ class Properties:
             self._check_brake(event)
             self._check_observed(event)
         elif event.kind == "stop":
+            self._stops[event.slot] = (self._newest.get(event.slot, ""), self.now())
             self._check_observed(event)
             self._check_stop(event)
 
