@@ -68,7 +68,8 @@ LATEST_CREATE = 2 * 3600.0
 """Longer than any create that was given up is on its way."""
 FLOOD = 60
 """Calls of one method about one thing in a minute."""
-FINISHED_FOR_SURE = 10.0
+POLLS_FOR_SURE = 2
+"""Between two reports of a run's end; a verdict rests on observed time, which polls make."""
 LATEST_ANSWER = 45.0
 """The longest way of an answer to the engine; by so much may its observed time differ from ours."""
 
@@ -167,6 +168,7 @@ class Properties:
         self.hangs = hangs
         self.broken: list[Broken] = []
         self.observed = ObservedClock(3 * poll)
+        self.sure = POLLS_FOR_SURE * poll
         self.trouble: dict[str, float] = {}
         self.restarted = 0.0
         self.lifted: set[str] = set()
@@ -288,7 +290,7 @@ class Properties:
         seen, since = self._finished.setdefault(slot, (token, now))
         if seen != token:
             self._finished[slot] = (token, now)
-        elif now - since >= FINISHED_FOR_SURE and not self._was_stopped(slot, token, since + FINISHED_FOR_SURE):
+        elif now - since >= self.sure and not self._was_stopped(slot, token, since + self.sure):
             self._over[slot] = token
 
     def _was_stopped(self, slot: str, token: str, until: float) -> bool:

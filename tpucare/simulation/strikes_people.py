@@ -31,8 +31,9 @@ def wish(wish: Wish) -> Act:
         if daemon.store is None or slot not in daemon.engine.slots:
             return False
         hand.asked(slot, hand.strike.length + 3600.0)
-        daemon.wish(slot, wish)
+        # First, since the process may die of the very command.
         hand.later(hand.strike.length, lambda: _back_up(daemon, slot, hand))
+        daemon.wish(slot, wish)
         return True
 
     return act
