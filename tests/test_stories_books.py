@@ -10,8 +10,9 @@ import pytest
 
 from tests.virtual.harness import Daemon, place, slots_of
 from tpucare import wishes
+from tpucare.emulator.records import NodeSpec
 from tpucare.memory import BookName, End
-from tpucare.model import Care, OnSuccess, Provisioning
+from tpucare.model import LABEL_OWNER, Care, OnSuccess, Provisioning
 from tpucare.orders import Failure, NodeReport, ProbeOrder
 from tpucare.simulation.machines import Script
 
@@ -149,6 +150,25 @@ def test_a_dependency_that_is_away_for_hours_fails_no_slot_that_had_trained_for_
     assert daemon.all_train()
     daemon.run(minutes=10)
     assert daemon.memory("pod-0").failed_since is None
+
+
+def test_of_a_run_that_was_taken_in_again_the_job_is_not_known_and_what_had_trained_still_is(tmp_path: Path) -> None:
+    """Somebody writes another owner on the node for a while; its run trains for hours more, and then all runs fail."""
+    daemon = Daemon(tmp_path)
+    daemon.care_for("pod", 1, SINGLE)
+    daemon.run(minutes=75)
+    daemon.engine.change("pod-0", wishes.restart, "restart", "restart")
+    daemon.run(minutes=10)
+    name, world = daemon.node_of("pod-0").key, daemon.zone.world
+    path = f"projects/{name.project}/locations/{name.zone}/nodes/{name.name}"
+    labels = dict(daemon.node_of("pod-0").labels)
+    for owner in ("o-somebodyelse", labels[LABEL_OWNER]):
+        world.update_node(path, ("labels",), NodeSpec(labels={**labels, LABEL_OWNER: owner}), daemon.clock.true_now())
+        daemon.run(minutes=75)
+    daemon.launcher.script.exits["pod-0"] = (-1, 1, 10.0)
+    end_all(daemon)
+    daemon.run(hours=3)
+    assert "tried again at" in daemon.why()["pod-0"]
 
 
 def test_a_job_that_cannot_serve_any_more_is_given_up_after_a_day(tmp_path: Path) -> None:

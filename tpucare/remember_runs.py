@@ -116,8 +116,13 @@ def progress_over(memory: Memory) -> Memory:
 
 def has_served(memory: Memory) -> Memory:
     """The run of now did what its job is for: where that job fails later, it is tried again."""
-    memory = progress_over(memory)
-    return replace(memory, served_job=memory.run.job) if memory.run is not None else memory
+    return _of_served(progress_over(memory))
+
+
+def _of_served(memory: Memory) -> Memory:
+    """The job of a run that was taken in is not known: which one trained before is no less true for it."""
+    run = memory.run
+    return replace(memory, served_job=run.job) if run is not None and run.job else memory
 
 
 def _trained(memory: Memory, now: datetime) -> Memory:
@@ -125,7 +130,7 @@ def _trained(memory: Memory, now: datetime) -> Memory:
     run = memory.run
     if run is None or run.stop_why or not run.progressed or now - run.launched_at < SERVED_AFTER:
         return memory
-    return replace(memory, served_job=run.job)
+    return _of_served(memory)
 
 
 def row_over(memory: Memory, name: BookName) -> Memory:
