@@ -67,7 +67,7 @@ class _Row:
                 self.ends = {mark.token: self.ends.get(mark.token, set())}
                 if mark.seconds - since - unknown >= self.advances_after:
                     self.served_job = mark.job
-        if mark.how is RunEnd.FINISHED:
+        if mark.how is RunEnd.FINISHED and not self.ends.get(mark.token):
             self.served_job = mark.job
             self.ends.clear()
             self.blameless.clear()
