@@ -218,3 +218,13 @@ def test_a_node_that_was_judged_with_its_run_is_judged_anew_by_the_next_process(
         run_after = recover(asked(TRAINS, stop(then=then))).run
         assert run_after is not None
         assert (run_after.then_delete, run_after.stop_why) == (left, "why")
+
+
+def test_what_failed_of_another_job_is_forgotten_though_its_last_run_is_forgotten_too() -> None:
+    """A job that never told a step, and whose node somebody took: the job that replaced it inherited its failures."""
+    known = asked(FRESH, replace(launch(), job="old"))
+    known = replace(known, run=None, books={"infrastructure": Book(11, 11), "setup": Book(3, 3)})
+    same = asked(known, replace(launch(1), job="old"))
+    assert (same.book(BookName.INFRASTRUCTURE).failures, same.book(BookName.SETUP).failures) == (11, 3)
+    other = asked(known, replace(launch(1), job="new"))
+    assert (other.book(BookName.INFRASTRUCTURE).failures, other.book(BookName.SETUP).failures) == (0, 0)

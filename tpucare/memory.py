@@ -235,7 +235,8 @@ class Memory:
     """
     Everything remembered of one slot.
 
-    `step_job`: the job whose run told of a step last, as in `RunMemory.job`. `asked_from`: the first create number that
+    `step_job`: the job whose run told of a step last, as in `RunMemory.job`; `launched_job`: the one that was launched
+    last, whose failures the books hold. `asked_from`: the first create number that
     this store used; None: it used none, or was made by a version that did not keep it. `publishing`: by what
     `plan_trust.publisher_of` names. `round_from`: the first create number of this round over the slot's places
     (`placement.by_turn`). `shell`: path of the queued resource that the slot's last node came from, which is gone.
@@ -273,6 +274,7 @@ class Memory:
     served_job: str | None = None
     failed_since: datetime | None = None
     tries: int = 0
+    launched_job: str = ""
 
     def has_asked_for(self, number: int) -> bool:
         return self.asked_from is not None and self.asked_from <= number < self.next_number

@@ -30,8 +30,10 @@ def intend_launch(memory: Memory, action: Launch, now: datetime) -> Memory:
 
 def _of_job(memory: Memory, job: str) -> Memory:
     """How far an older job got, and what failed of it, says nothing of another one."""
-    before = memory.step_job or (memory.run.job if memory.run is not None else "")
-    if not before or before == job:
+    # A store of an earlier version does not know which it launched last.
+    known = memory.launched_job or memory.step_job or (memory.run.job if memory.run is not None else "")
+    memory = replace(memory, launched_job=job)
+    if not known or known == job:
         return memory
     for name in BookName:
         memory = row_over(memory, name)
