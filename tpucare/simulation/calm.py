@@ -150,7 +150,11 @@ class Calm:
         """It was given up for what was not its own doing: it is to be tried again, whether or not a person comes."""
         end, job = self.daemon.engine.slots[name].memory.end, self.history.slots[name].job
         is_foreign = job is not None and job.foreign
-        return end is End.FAILED and not is_foreign and self.history.properties.is_blameless(name)
+        return (
+            end is End.FAILED
+            and not is_foreign
+            and self.history.properties.is_blameless(name, job.run if job is not None else "")
+        )
 
     def _late(self, name: str, passed: float) -> None:
         track, properties = self.daemon.engine.slots.get(name), self.history.properties

@@ -103,13 +103,13 @@ class Lives:
             for token in row.since:
                 row.unknown[token] = row.unknown.get(token, 0.0) + seconds
 
-    def is_blameless(self, slot: str) -> bool:
+    def is_blameless(self, slot: str, job: str) -> bool:
         """
-        It had trained, and whatever ended of it since then ended because something was down that every run needs. A job
-        that never trained may as well be a broken one.
+        *job*, which it is to run now, had trained, and whatever ended of it since then ended because something was down
+        that every run needs. A job that never trained may as well be a broken one.
         """
         row = self._rows.get(slot)
-        if row is None or row.served_job != row.job:
+        if row is None or not row.served_job == row.job == job:
             return False
         failed = {token for token, ends in row.ends.items() if RunEnd.FAILED in ends}
         return bool(failed) and failed <= row.blameless

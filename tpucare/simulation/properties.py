@@ -336,9 +336,9 @@ class Properties:
         """See `Lives.lose_time`."""
         self._lives.lose_time(seconds, slot)
 
-    def is_blameless(self, slot: str) -> bool:
-        """Its runs failed for want of what every run needs."""
-        return self._lives.is_blameless(slot)
+    def is_blameless(self, slot: str, job: str) -> bool:
+        """Its runs of *job* failed for want of what every run needs."""
+        return self._lives.is_blameless(slot, job)
 
     # --- calls
 
