@@ -173,7 +173,7 @@ class Properties:
         self.restarted = 0.0
         self.lifted: set[str] = set()
         self._runs = {name: _SlotRuns(max(place.workers for place in slot.places)) for name, slot in slots.items()}
-        self._answered: dict[int, float] = {}
+        self._answered: dict[int, list[tuple[float, float]]] = {}
         self._made: dict[str, tuple[float, bool]] = {}
         self._creates: list[float] = []
         self._turns: dict[str, Turns] = {}
@@ -271,7 +271,8 @@ class Properties:
     def answered(self, report: NodeReport) -> None:
         if not report.all_answer:
             return
-        self._answered[report.node_id] = self.observed.seconds
+        self._answered.setdefault(report.node_id, []).append((self.now(), self.observed.seconds))
+        self._heard_last(report.node_id)
         first = report.workers[0]
         if first.exit_status == 0 and not first.alive:
             self._see_finish(report)
@@ -513,7 +514,14 @@ class Properties:
         if not isinstance(claimed, str):
             return 0.0, 0.0
         life = self._life_of(event) if "silent for" in event.text else None
-        return float(claimed), self._answered.get(life.record.id, 0.0) if life is not None else 0.0
+        return float(claimed), self._heard_last(life.record.id) if life is not None else 0.0
+
+    def _heard_last(self, node_id: int) -> float:
+        """When, in observed time, a node answered last; an answer that may be on its way was not heard yet."""
+        answers = self._answered.get(node_id, [])
+        while len(answers) > 1 and answers[1][0] <= self.now() - LATEST_ANSWER:
+            del answers[0]
+        return answers[0][1] if answers else 0.0
 
     def _life_of(self, event: Event) -> NodeLife | None:
         return next((life for path, life in self.world.state.nodes.items() if path.node_id == event.node), None)
