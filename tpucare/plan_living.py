@@ -68,7 +68,11 @@ def _row_ends(seen: NodeEvidence, memory: Memory, timers: Timers) -> Settle | No
         return None
     if got_further(seen, memory):
         return _progressed(seen, memory, "the run got further than any before it")
-    lasted = seen.progress.told is None and timers.lasted(seen.progress.begun, LONG_LIFE)
+    if seen.progress.told is not None:
+        return None
+    # By the clock of the wall: it is no verdict, and a daemon may be started again more often than each hour.
+    launched_at = memory.run.launched_at if memory.run is not None else None
+    lasted = launched_at is not None and timers.passed(launched_at + LONG_LIFE, LONG_LIFE)
     why = f"it tells of no step, and lives for {length(LONG_LIFE)}"
     return Settle(Fact.RUN_LASTED, why, seen.node.name) if lasted else None
 

@@ -12,6 +12,7 @@ from tests.evidence_kit import (
     TRAINS,
     after,
     ago,
+    before,
     ended,
     evidence,
     intent,
@@ -314,9 +315,17 @@ RUNS = [
         "Settle run lasted",
     ),
     case(
+        "tells of no step, and lives for an hour, most of it before the daemon was started again",
+        evidence(seen(node(), running(), progress=replace(NO_PROGRESS, begun=ago(minutes=20)))),
+        memory(launched(), run=run(progressed=False), books={"infrastructure": Book(3, 3)}),
+        "Settle run lasted",
+    ),
+    case(
         "tells of no step, and lives for less",
         evidence(seen(node(), running(), progress=replace(NO_PROGRESS, begun=ago(minutes=59)))),
-        memory(launched(), run=run(progressed=False), books={"infrastructure": Book(3, 3)}),
+        memory(
+            launched(), run=run(progressed=False, launched_at=before(minutes=59)), books={"infrastructure": Book(3, 3)}
+        ),
         "Wait",
     ),
     case(
