@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
 
-from tpucare.actions import Action, Create, Delete, Fact, Look, Poll, PushKey, Reason, Settle, Vouch, Wait
+from tpucare.actions import Action, Create, Delete, Fact, Look, Poll, PushKey, Reason, Settle, Stop, Vouch, Wait
 from tpucare.backoff import DELETE_AGAIN_CAP, MISSING_LOOK_EVERY, RESEND_BACKOFF
 from tpucare.evidence import ADOPTING, Evidence, Mark, Moment, NodeEvidence, Timers
 from tpucare.memory import CreateIntent, End, Memory, NodeMemory, Wish
@@ -430,9 +430,9 @@ def _decide_several(slot: Slot, live: list[NodeEvidence], evidence: Evidence, me
             return wait
         if seen.dark or seen.report is None or not seen.report.all_answer:
             action = decide_node(slot, seen, evidence, memory, timers)
-            if isinstance(action, Delete | Vouch | PushKey | Look | Settle) or (
-                isinstance(action, Wait) and action.needs_person
-            ):
+            goes = isinstance(action, Stop) and action.then is not None
+            waits_for_person = isinstance(action, Wait) and action.needs_person
+            if goes or waits_for_person or isinstance(action, Delete | Vouch | PushKey | Look | Settle):
                 return action
             return Wait(f"several nodes ({names}); waiting until every worker of each has answered")
     running = [seen for seen in live if not quiet(seen)]

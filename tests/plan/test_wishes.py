@@ -237,6 +237,12 @@ SEVERAL = [
         "Wait",
     ),
     case("one refuses our key", evidence(seen(node(), REFUSED, refused_since=ago(99)), NEXT), BOTH, "PushKey"),
+    case(
+        "one half of which refuses our key, and a person asks for another: it is stopped, not waited for",
+        evidence(seen(node(), (running(), REFUSED), refused_since=ago(99)), NEXT),
+        replace(BOTH, replace_asked=True),
+        "Stop then asked",
+    ),
     case("one is dark", evidence(seen(node(), running(), dark=True), seen(node(number=1), QUIET)), BOTH, "Wait"),
     case("one was not asked yet", evidence(seen(node(), running()), seen(node(number=1))), BOTH, "Wait"),
     case(

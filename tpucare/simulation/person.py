@@ -71,15 +71,17 @@ class Person:
 
     def _confirm(self, name: str, track: SlotTrack) -> None:
         """
-        Only of what was looked at. A run on an older node is ended first; one that nobody can look at through the API,
-        and that lives, is left alone.
+        Only of what was looked at. A run on an older node is ended first, by hand; one that nobody can look at through
+        the API is left alone while it trains, and ended where it stands still.
         """
         launcher = self.daemon.launcher
         newest = max((past.create_time for past in track.memory.nodes), default=None)
         for past in track.memory.nodes:
             machines = launcher.of_node(*NodeKey(track.slot.project, past.zone, past.name))
             living = [worker for worker in machines if worker.node_id == past.id and launcher.lives(worker)]
-            if living and (past.create_time == newest or past.zone in self.daemon.zone.dark_for_ever):
+            hidden = past.zone in self.daemon.zone.dark_for_ever
+            trains = any(worker.run is not None and not launcher.stands_still(worker.run) for worker in living)
+            if living and (trains if hidden else past.create_time == newest):
                 return
             for worker in living:
                 launcher.end(worker, status=None)
