@@ -379,6 +379,7 @@ class History:
     def _suspend(self, seconds: float) -> None:
         """The world goes on, and the process does not take a step."""
         executor, until = self.daemon.executor, self.now + seconds
+        self.swarm.woke = until
         while self.now < until:
             executor.pass_time(until)
             while self._timers and self._timers[0][0] <= self.now:

@@ -476,9 +476,12 @@ class Properties:
             self._check_brake(event)
             self._check_observed(event)
         elif event.kind == "stop":
-            self._stops[event.slot] = (self._newest.get(event.slot, ""), self.now())
             self._check_observed(event)
-            self._check_stop(event)
+            token, before = self._newest.get(event.slot, ""), self._stops.get(event.slot, ("", 0.0))[0]
+            if token != before:
+                # One that was not heard is said again, for whatever it was said first.
+                self._stops[event.slot] = (token, self.now())
+                self._check_stop(event)
 
     def _check_end(self, slot: str) -> None:
         memory = self.disk.memories.get(slot)

@@ -198,7 +198,9 @@ def ignore_stop(hand: Hand) -> bool:
 
 def lose(what: str) -> Act:
     def act(hand: Hand) -> bool:
-        hand.daemon.launcher.lost[what] += 1
-        return True
+        # One at a time: in long storms there are more of these strikes than stops, and no stop would ever be heard.
+        lost = hand.daemon.launcher.lost
+        is_new, lost[what] = not lost[what], 1
+        return is_new
 
     return act

@@ -49,6 +49,8 @@ class Swarm:
         self._over_heard: dict[str, float] = {}
         self._ended: set[str] = set()
         self._wanted: dict[str, float] = {}
+        # When the process last went on after it had stood still.
+        self.woke = 0.0
 
     # --- what is needed of `fleets.Roster`
 
@@ -146,7 +148,10 @@ class Swarm:
         slot = node.rpartition("-a")[0]
         heard = self._over_heard.get(slot.rpartition("-")[0])
         asked = self.history.now - latency
-        if heard is not None and asked - max(heard, self._wanted.get(slot, 0.0)) > TAKEN_DOWN_AFTER:
+        if heard is None:
+            return
+        # While the process stood still it could take nothing down.
+        if asked - max(heard, self._wanted.get(slot, 0.0), self.woke) > TAKEN_DOWN_AFTER:
             self._break(f"{node} is asked for, and its sweep is over for {asked - heard:.0f} s")
 
     def settle(self) -> None:
