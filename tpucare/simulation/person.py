@@ -31,6 +31,8 @@ class Person:
     def __init__(self, history: History) -> None:
         self.history = history
         self.daemon = history.daemon
+        # What a slot waited for when it was last confirmed.
+        self._confirmed: dict[str, str] = {}
 
     def visit(self, *, gentle: bool) -> None:
         """Lifts the brake, asks again where only a person can, and gives up a node that nobody vouches for."""
@@ -60,7 +62,9 @@ class Person:
         if not _needs_person(track) or track.braked or memory.end is not End.NONE:
             return
         hidden = any(past.in_doubt and (past.out_of_sight or past.taken) for past in memory.nodes)
-        if memory.has_elder_in_doubt or hidden:
+        in_doubt, helped = memory.has_elder_in_doubt or hidden, self._confirmed.get(name) != track.action.why
+        if in_doubt and (helped or not track.nodes):
+            self._confirmed[name] = track.action.why
             self._confirm(name, track)
         elif track.nodes and not memory.replace_asked:
             self._ask(name, 3600.0)

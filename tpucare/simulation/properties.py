@@ -184,7 +184,7 @@ class Properties:
         self._manners = Manners(now, guarded)
         self._failed: set[str] = set()
         self._asked: tuple[int, Counter[tuple[str, str]]] = (0, Counter())
-        self._finished: dict[str, tuple[str, float]] = {}
+        self._finished: dict[str, tuple[str, float, float]] = {}
         self._over: dict[str, str] = {}
         self._outdated: dict[str, str] = {}
         self._newest: dict[str, str] = {}
@@ -288,10 +288,11 @@ class Properties:
             return
         if self._outdated.get(slot) == token:
             return
-        seen, since = self._finished.setdefault(slot, (token, now))
+        observed = self.observed.seconds
+        seen, since, at = self._finished.setdefault(slot, (token, now, observed))
         if seen != token:
-            self._finished[slot] = (token, now)
-        elif now - since >= self.sure and not self._was_stopped(slot, token, since + self.sure):
+            self._finished[slot] = (token, now, observed)
+        elif observed - at >= self.sure and not self._was_stopped(slot, token, since + self.sure):
             self._over[slot] = token
 
     def _was_stopped(self, slot: str, token: str, until: float) -> bool:
@@ -466,6 +467,9 @@ class Properties:
             self._break("no-secret", f"in the event {event.kind} of {event.slot}")
         if event.kind in ("person", "brake"):
             self.said[event.slot] = event.text
+        if event.kind in ("restart", "replace"):
+            # However the run of now ends until that is done, another one is wanted.
+            self._outdated[event.slot] = self._newest.get(event.slot, "")
         if event.slot in self.slots:
             self._check_end(event.slot)
         if event.kind == "error":
