@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 IN_THE_DARK = "waits for a zone that never answers again"
 UNVISITED = "waits for a person who never comes"
+UNSEEN = "stands still, and no run of its job ever told of progress"
 SWEEP = timedelta(minutes=10)
 # A wake-up may be late by as much as floats and microseconds round.
 WAKES_LATE = timedelta(milliseconds=2)
@@ -162,6 +163,9 @@ class Calm:
         text = f"{name} does not train {passed / 60:.0f} min after the calm began: {why}"
         waits = track is not None and isinstance(track.action, Wait) and track.action.needs_person
         waits = waits and not self._is_wronged(name)
+        if properties.stands_unseen(name):
+            self.history.tally.apart[UNSEEN] += 1
+            return
         if not waits or (self.history.scenario.person is not None and not self._is_in_the_dark(name)):
             properties.broken.append(Broken("trains-again", self.history.now, text))
         elif properties.said.get(name) != why:

@@ -188,6 +188,9 @@ class Properties:
         self._over: dict[str, str] = {}
         self._outdated: dict[str, str] = {}
         self._newest: dict[str, str] = {}
+        self._jobs: dict[str, str] = {}
+        self._checkpoints: dict[str, tuple[str, int | None]] = {}
+        self._tells: set[tuple[str, str]] = set()
         self._stops: dict[str, tuple[str, float]] = {}
 
     def _break(self, rule: str, text: str) -> None:
@@ -254,6 +257,7 @@ class Properties:
         if memory is None or memory.run is None or memory.run.token != mark.token:
             self._break("intent-first", f"{mark.token} starts, and no launch of it is on the disk")
         runs.alive[place] = self._newest[mark.slot] = mark.token
+        self._jobs[mark.slot] = mark.job
         self._turns.pop(mark.slot, None)
         runs.launched_on.add(mark.node_id)
         runs.node = mark.node_id
@@ -274,8 +278,29 @@ class Properties:
         self._answered.setdefault(report.node_id, []).append((self.now(), self.observed.seconds))
         self._heard_last(report.node_id)
         first = report.workers[0]
+        self._see_signs(report)
         if first.exit_status == 0 and not first.alive:
             self._see_finish(report)
+
+    def _see_signs(self, report: NodeReport) -> None:
+        token = report.workers[0].token
+        slot = token.rpartition("-a")[0]
+        checkpoint = max((one.checkpoint for one in report.workers if one.checkpoint is not None), default=None)
+        known, before = self._checkpoints.get(slot, ("", None))
+        moved = known == token and None not in (before, checkpoint) and checkpoint != before
+        if moved or any(worker.step is not None for worker in report.workers):
+            self._tells.add((slot, self._jobs.get(slot, "")))
+        self._checkpoints[slot] = (token, checkpoint)
+
+    def stands_unseen(self, slot: str) -> bool:
+        """
+        Its run stands still, in truth, and no run of its job ever told a step, or two checkpoints: there is no telling
+        such a run from one that tells nothing.
+        """
+        runs = self._runs.get(slot)
+        if runs is None or runs.since is None or not self._stands(runs):
+            return False
+        return (slot, self._jobs.get(slot, "")) not in self._tells
 
     def _see_finish(self, report: NodeReport) -> None:
         """The same process was told twice, some seconds apart, that the run of all workers is over and went well."""
