@@ -429,6 +429,8 @@ def _decide_several(slot: Slot, live: list[NodeEvidence], evidence: Evidence, me
         if wait := busy(seen, evidence):
             return wait
         if seen.dark or seen.report is None or not seen.report.all_answer:
+            if delete := _never_used(seen, live, evidence, memory):
+                return delete
             action = decide_node(slot, seen, evidence, memory, timers)
             goes = isinstance(action, Stop) and action.then is not None
             waits_for_person = isinstance(action, Wait) and action.needs_person
@@ -440,6 +442,20 @@ def _decide_several(slot: Slot, live: list[NodeEvidence], evidence: Evidence, me
     surplus = next(seen for seen in live if seen is not keep)
     delete = deletion(surplus, f"{keep.node.name} holds this slot", Reason.SURPLUS)
     return stop_before(surplus, evidence, memory, delete)
+
+
+def _never_used(seen: NodeEvidence, live: list[NodeEvidence], evidence: Evidence, memory: Memory) -> Delete | None:
+    """
+    A node that we made and never launched on, whatever its workers do, beside one on which our run lives: nobody needs
+    to be waited for, least of all a person who would mend what nobody wants.
+    """
+    past, run = memory.node(seen.node.name), memory.run
+    if past is None or past.launched or seen.dark or evidence.store_old or run is None:
+        return None
+    holds = next((other for other in live if other.node.name == run.node and other is not seen), None)
+    if holds is None or holds.report is None or not holds.report.all_answer or quiet(holds):
+        return None
+    return deletion(seen, f"{holds.node.name} holds this slot", Reason.SURPLUS)
 
 
 def _newest(live: list[NodeEvidence], memory: Memory) -> NodeEvidence:
