@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,7 +30,7 @@ from tpucare.control import NoDaemon, request
 from tpucare.emulator.config import WorldConfig
 from tpucare.emulator.server import EmulatorServer
 from tpucare.errors import ConfigError, StoreError, StoreLocked
-from tpucare.memory import FleetRecord, Memory, NodeMemory, Wish
+from tpucare.memory import FleetRecord, Wish
 from tpucare.model import (
     LABEL_FLEET,
     LABEL_OWNER,
@@ -265,22 +264,12 @@ def test_a_listener_that_raises_ends_nothing(grant: Grant, capsys: pytest.Captur
     assert capsys.readouterr().err.count("on_event raised ValueError: mine") == 1
 
 
-@pytest.mark.parametrize(
-    ("always", "when"), [(False, "next node if a node of that start lives;"), (True, "next node;")]
-)
-def test_a_context_that_is_kept_from_the_last_start_is_named_at_this_one(always: bool, when: str) -> None:
+def test_a_context_that_is_kept_from_the_last_start_is_named_at_this_one() -> None:
     """A script that makes a new sweep at each start must hear that the next node works for the old one."""
-    said = api._kept_context("pod", {"sweep": "old"}, always=always)
-    assert said.startswith("pod: the context of the last start (dict) is kept")
-    assert when in said
-    assert said.endswith("fresh=True begins without it")
-
-
-def test_nodes_of_the_last_start_are_those_that_memory_has() -> None:
-    node = NodeMemory("pod-1-a3", ZONE, 7, datetime(2026, 11, 1, tzinfo=UTC))
-    memories = {"pod-1": Memory("pod", nodes=(node,)), "other": Memory("other", nodes=(node,))}
-    fleet = SimpleNamespace(name="pod", count=2, slot_name=lambda index: f"pod-{index}")
-    assert api._earlier(memories, fleet) == {"pod-0": frozenset(), "pod-1": {"pod-1-a3"}}  # type: ignore[arg-type]
+    said = api._kept_context("pod", {"sweep": "old"}, datetime(2026, 11, 1, tzinfo=UTC))
+    assert (said.kind, said.slot) == ("context", "pod")
+    assert "the last start (dict) is kept" in said.text
+    assert "fresh=True begins without it" in said.text
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------

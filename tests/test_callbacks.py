@@ -304,69 +304,6 @@ def test_another_process_that_finds_an_interrupted_setup_tells_so_and_begins_ane
         hold.set()
 
 
-# --- a context of an earlier start ---
-
-
-def _successor(node: ForeignNode) -> None:
-    """From now on the slot's node is the one after."""
-    node.key = node.key._replace(name=f"{node.slot}-a2")
-    node.workers = tuple(worker._replace(key=node.key, host=f"{worker.host}-2") for worker in node.workers)
-    node.homes = [node.remote.home(worker) for worker in node.workers]
-
-
-def _contexts_given() -> tuple[list[object], Any]:
-    given: list[object] = []
-
-    def created(_: str, ctx: object) -> object:
-        given.append(ctx)
-        return {"sweep": "of this start"}
-
-    return given, created
-
-
-@pytest.mark.parametrize("had", [{"gone-a7"}, set()])
-def test_a_context_of_an_earlier_start_is_not_handed_on_where_no_node_of_it_lives(had: set[str]) -> None:
-    """A script that makes a sweep at each start would have its new nodes work for the old one."""
-    given, created = _contexts_given()
-    with foreign_node(nothing, created=created) as node:
-        node.contexts.put(node.slot, {"sweep": "old"})
-        node.callbacks.begin({node.slot: frozenset(had)})
-        node.go()
-        eventually(node.is_set_up)
-        assert (given, node.started) == ([None], [({"sweep": "of this start"}, 0)])
-        (event,) = node.events
-        assert (event.kind, event.slot, "no node of the last start lives" in event.text) == ("context", node.slot, True)
-        _successor(node)
-        node.go()
-        eventually(node.is_set_up)
-        assert given == [None, {"sweep": "of this start"}], "what this start made goes on"
-
-
-def test_a_context_of_an_earlier_start_goes_on_after_a_node_that_lived_at_this_one() -> None:
-    given, created = _contexts_given()
-    with foreign_node(nothing, created=created) as node:
-        node.contexts.put(node.slot, {"sweep": "old"})
-        node.callbacks.begin({node.slot: frozenset({node.key.name})})
-        node.look()
-        _successor(node)
-        node.go()
-        eventually(node.is_set_up)
-        assert (given, node.events) == ([{"sweep": "old"}], [])
-
-
-def test_a_node_of_an_earlier_start_that_had_no_calls_yet_gets_the_context_that_was_kept() -> None:
-    given, created = _contexts_given()
-    with foreign_node(nothing, created=created) as node:
-        node.contexts.put(node.slot, {"sweep": "old"})
-        node.callbacks.begin({node.slot: frozenset({node.key.name})})
-        node.go()
-        eventually(node.is_set_up)
-        assert given == [{"sweep": "old"}]
-
-
-# --- launches that come late ---
-
-
 def test_a_relaunch_waits_for_what_still_runs(in_a_screen: ForeignNode) -> None:
     (error,) = in_a_screen.go(2).workers
     assert isinstance(error, CommandFailed)

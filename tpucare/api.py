@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -69,7 +70,7 @@ def start_single(
     and its keys, `on_exit`), and `endpoint`, `project`, `store`, `on_event`, `start_method`, `delete_unowned`, `fresh`
 
     Ctrl-C deletes the node and returns. SIGTERM and SIGHUP leave it alive and end the process; the same call goes on
-    with the same context, attempt and node; without the context where the node has died (`fresh=False` keeps it).
+    with the same context, attempt and node.
     Raises: ConfigError: before anything is created. SlotFailed: it gave up. StoreLocked: somebody cares for it already.
     """
     _start(
@@ -187,20 +188,14 @@ def _start(call: Call) -> None:
 
         def begun(memories: dict[str, Memory]) -> None:
             assert parts.contexts is not None
-            assert parts.launcher is not None
-            assert parts.care is not None
-            fresh = start.door.fresh
-            for name in _forgotten(memories, fleet, fresh=fresh is True):
+            for name in _forgotten(memories, fleet, fresh=start.door.fresh):
                 parts.contexts.drop(name)
-            earlier = {} if fresh is False else _earlier(memories, fleet)
-            parts.launcher.begin(earlier)
             # One that does not fit this script is told now, and not by a setup that fails on every node.
             for index in range(fleet.count):
                 name = fleet.slot_name(index)
-                kept = parts.contexts.get(name) if earlier.get(name, {name}) else None
-                if kept is not None:
-                    text = _kept_context(name, kept, always=fresh is False)
-                    parts.care.engine.tell(Event(parts.care.clock.now(), "context", text, name))
+                kept = parts.contexts.get(name)
+                if kept is not None and parts.care is not None:
+                    parts.care.engine.tell(_kept_context(name, kept, parts.care.clock.now()))
 
         def ended(slot: str) -> None:
             assert parts.contexts is not None
@@ -242,20 +237,13 @@ def _launcher_of(start: Start, starter: Starter, parts: _Parts) -> MakeLauncher:
     return make
 
 
-def _kept_context(slot: str, kept: object, *, always: bool) -> str:
+def _kept_context(slot: str, kept: object, now: datetime) -> Event:
     """A script that makes something anew at each start, such as a sweep, must hear that the last start's goes on."""
-    when = "" if always else " if a node of that start lives"
-    return (
+    text = (
         f"{slot}: the context of the last start ({type(kept).__name__}) is kept, and creation_callback gets it for the "
-        f"next node{when}; fresh=True begins without it"
+        "next node; fresh=True begins without it"
     )
-
-
-def _earlier(memories: dict[str, Memory], fleet: fleets.Fleet) -> dict[str, frozenset[str]]:
-    """Nodes that each slot had when the last start ended. Whether one of them lives, its workers say."""
-    declared = dict.fromkeys(map(fleet.slot_name, range(fleet.count)), frozenset[str]())
-    ours = {name: memory for name, memory in memories.items() if memory.fleet == fleet.name}
-    return declared | {name: frozenset(node.name for node in memory.nodes) for name, memory in ours.items()}
+    return Event(now, "context", text, slot)
 
 
 def _forgotten(memories: dict[str, Memory], fleet: fleets.Fleet, *, fresh: bool) -> list[str]:

@@ -64,7 +64,7 @@ class Door:
     on_event: Callable[[Event], None] | None = None
     start_method: str = "thread"
     delete_unowned: bool = False
-    fresh: bool | None = None
+    fresh: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +248,7 @@ def _door(call: Call) -> Door:
         on_event=listen,
         start_method=method,
         delete_unowned=yes_or_no(more.get("delete_unowned", False), "delete_unowned"),
-        fresh=None if more.get("fresh") is None else yes_or_no(more["fresh"], "fresh"),
+        fresh=yes_or_no(more.get("fresh", False), "fresh"),
     )
 
 

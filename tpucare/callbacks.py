@@ -5,12 +5,7 @@ Each new node: every worker is claimed (`templates/foreign.py`), `creation_callb
 each worker, each with its own copy of the context. A launch returns at once; how far it is, probes tell: setup while a
 call goes on, a failed setup when one raised, a run after all have returned. What lives on the workers then is told by
 the probe of fleets (`launch`), which this launcher stands on. A launch that an earlier process left in its setup is
-told as lost, for nobody is there any more to end it.
-
-A kept context belongs to what the script made when it started, such as a sweep. So a context of an earlier start goes
-on only where a node of that start is found alive; else the next node begins without one.
-
-What the calls of one launch came to is in `called_launch`.
+told as lost, for nobody is there any more to end it. What the calls of one launch came to is in `called_launch`.
 """
 
 from __future__ import annotations
@@ -94,15 +89,6 @@ class CallbackLauncher:
         self._launches: dict[NodeKey, CalledLaunch] = {}
         self._hints: set[NodeKey] = set()
         self._settled: dict[NodeKey, str] = {}
-        self._earlier: dict[str, frozenset[str]] = {}
-
-    def begin(self, earlier: Mapping[str, frozenset[str]]) -> None:
-        """
-        Before the first launch: slots whose kept context is of an earlier start, each with the nodes that it had then.
-
-        Until one of them answers, or the context is written anew, `creation_callback` of another node gets None.
-        """
-        self._earlier = dict(earlier)
 
     # --- launch ---
 
@@ -160,14 +146,7 @@ class CallbackLauncher:
         launch.all_made = True
 
     def _context(self, attempt: Attempt, *, is_created: bool) -> object:
-        if self._is_left_behind(attempt):
-            kept = None
-            text = (
-                "no node of the last start lives: creation_callback gets no context (fresh=False hands on the kept one)"
-            )
-            self._report(Event(self._now(), "context", f"{attempt.slot}: {text}", attempt.slot, attempt.node))
-        else:
-            kept = self._contexts.get(attempt.slot)
+        kept = self._contexts.get(attempt.slot)
         if is_created:
             return kept
         before = None if kept is None else self._contexts.copy(kept)
@@ -177,13 +156,8 @@ class CallbackLauncher:
             # The next node has been prepared, or will be, from what was kept before this one.
             raise NodeGone(f"{attempt.node}: {attempt.why}")
         self._contexts.put(attempt.slot, ctx)
-        self._earlier.pop(attempt.slot, None)
         attempt.put(0, CREATED, b"", 0o600)
         return ctx
-
-    def _is_left_behind(self, attempt: Attempt) -> bool:
-        earlier = self._earlier.get(attempt.slot)
-        return earlier is not None and attempt.node not in earlier
 
     # --- probe ---
 
@@ -193,17 +167,11 @@ class CallbackLauncher:
         if launch is not None and launch.has_returned:
             self._settled[key] = launch.attempt.token
         report = self._inner.probe(replace(order, settled=self._settled.get(key, "")))
-        if any(worker.contact is Contact.ANSWERED for worker in report.workers):
-            self._tell_alive(order.slot, key)
         if launch is None:
             self._find_settled(report)
         if launch is not None:
             self._keep_tracebacks(launch, order)
         return replace(report, workers=tuple(self._told(launch, number, w) for number, w in enumerate(report.workers)))
-
-    def _tell_alive(self, slot: str, key: NodeKey) -> None:
-        if key.name in self._earlier.get(slot, ()):
-            self._earlier.pop(slot, None)
 
     def _find_settled(self, report: NodeReport) -> None:
         """An earlier process told some workers that setup is over everywhere, and ended before it told the others."""

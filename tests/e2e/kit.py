@@ -385,7 +385,9 @@ class House:
         return "\n".join([*lines, self._log_tail()])
 
     def _log_tail(self) -> str:
-        return "\n".join(self.daemon_log.read_text(errors="replace").splitlines()[-5:])
+        """Nothing where no daemon was started."""
+        known = self.daemon_log.read_text(errors="replace") if self.daemon_log.exists() else ""
+        return "\n".join(known.splitlines()[-5:])
 
     # --- the end -----------------------------------------------------------------------------------------------------
 

@@ -291,19 +291,6 @@ def test_after_sigterm_the_next_start_goes_on_with_node_context_and_attempt(thea
         assert store.context("pod") is None, "who was taken down begins anew"
 
 
-def test_a_start_that_finds_no_node_of_the_last_one_begins_without_its_context(theatre: Theatre) -> None:
-    home, script = theatre.home, theatre.pod()
-    theatre.await_(lambda: script.row().get("phase") == "run", "it runs")
-    assert script.end(signal.SIGTERM) == 128 + signal.SIGTERM
-    home.order("preempt", selector="pod")
-    script.again()
-    theatre.await_(lambda: len(script.told(created="pod", retry=0)) == 2, "the second start is a first one")
-    theatre.await_(lambda: script.row().get("phase") == "run", "it runs")
-    assert "no node of the last start lives" in script.text
-    theatre.gone("pod")
-    assert script.end(signal.SIGINT) == 0
-
-
 def test_two_scripts_side_by_side(theatre: Theatre) -> None:
     home, pod = theatre.home, theatre.pod()
     talk = home.folder / "script-tuning" / "talk"
