@@ -21,7 +21,7 @@ from tpucare.emulator.state import NodeLife
 from tpucare.emulator.world import World
 from tpucare.memory import End, Memory, NodeMemory, PlaceMemory
 from tpucare.model import LABEL_FLEET, LABEL_NUMBER, LABEL_OWNER, LABEL_SLOT, Event, Health, NodeState, OnSuccess, Slot
-from tpucare.orders import NodeReport
+from tpucare.orders import NodeReport, Phase
 from tpucare.simulation.lives import Lives
 from tpucare.simulation.machines import RunMark, SimulatedWorker
 from tpucare.simulation.manners import Manners
@@ -191,6 +191,7 @@ class Properties:
         self._jobs: dict[str, str] = {}
         self._checkpoints: dict[str, tuple[str, int | None]] = {}
         self._tells: set[tuple[str, str]] = set()
+        self._runs_now: dict[str, bool] = {}
         self._stops: dict[str, tuple[str, float]] = {}
 
     def _break(self, rule: str, text: str) -> None:
@@ -291,14 +292,15 @@ class Properties:
         if moved or any(worker.step is not None for worker in report.workers):
             self._tells.add((slot, self._jobs.get(slot, "")))
         self._checkpoints[slot] = (token, checkpoint)
+        self._runs_now[slot] = all(worker.phase is Phase.RUN for worker in report.workers)
 
     def stands_unseen(self, slot: str) -> bool:
         """
         Its run stands still, in truth, and no run of its job ever told a step, or two checkpoints: there is no telling
-        such a run from one that tells nothing.
+        such a run from one that tells nothing. A setup that does not end is seen.
         """
         runs = self._runs.get(slot)
-        if runs is None or runs.since is None or not self._stands(runs):
+        if not self._runs_now.get(slot) or runs is None or runs.since is None or not self._stands(runs):
             return False
         return (slot, self._jobs.get(slot, "")) not in self._tells
 
