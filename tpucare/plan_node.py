@@ -33,6 +33,7 @@ from tpucare.plan_words import (
     nothing_moves,
     patience_with_silence,
     quiet,
+    some_answer,
     standing,
     stop_before,
     token_of,
@@ -80,7 +81,7 @@ def decide_node(slot: Slot, seen: NodeEvidence, evidence: Evidence, memory: Memo
 def _decide_unknown(slot: Slot, seen: NodeEvidence, evidence: Evidence, memory: Memory, timers: Timers) -> Action:
     """By its meaning a repair failed, and it never becomes READY; but one field alone is no proof of that."""
     limit = max(patience_with_silence(slot, seen), usual_pause(seen))
-    answers = seen.report is not None and any(w.contact is Contact.ANSWERED for w in seen.report.workers)
+    answers = some_answer(seen)
     life = latest(seen.state_since, seen.progress.last, seen.progress.life) if answers else seen.state_since
     if timers.lasted(life, limit) and nothing_moves(seen):
         what = "nothing moves on it" if answers else "no worker of it answers"

@@ -232,9 +232,12 @@ def nothing_moves(seen: NodeEvidence) -> bool:
     What a verdict on a standstill needs beside its length: time alone is no observation, and workers that are asked
     seldom have not been seen to stand still. Where none of them answers nothing moves, as far as anybody can tell.
     """
+    return not some_answer(seen) or seen.progress.still >= SUPPORTING_OBSERVATIONS
+
+
+def some_answer(seen: NodeEvidence) -> bool:
     workers = seen.report.workers if seen.report is not None else ()
-    answers = any(worker.contact is Contact.ANSWERED for worker in workers)
-    return not answers or seen.progress.still >= SUPPORTING_OBSERVATIONS
+    return any(worker.contact is Contact.ANSWERED for worker in workers)
 
 
 def made_progress_since(seen: NodeEvidence, mark: Mark) -> bool:

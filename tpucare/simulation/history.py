@@ -175,7 +175,7 @@ class History:
         if record["method"] == "CreateNode":
             self.tally.creates += 1
             if record["peer"]:
-                self.swarm.created(record["name"].rpartition("/")[2], record["latency"])
+                self.swarm.created(record["name"].rpartition("/")[2], record["under_way"])
             if record["code"] == 8 and record["applied"] and OWN_QUOTA.search(record.get("message", "")):
                 self.tally.faults["quota-used-up"] += 1
         if record["code"] in (13, 14) and not record["applied"]:

@@ -27,6 +27,7 @@ from tpucare.simulation.machines import RunMark, SimulatedWorker
 from tpucare.simulation.manners import Manners
 from tpucare.simulation.scenario import SECRET
 from tpucare.simulation.store import Disk
+from tpucare.tracking import newest_checkpoint, newest_step
 
 PROPERTIES: Mapping[str, str] = {
     "one-run": "rule 1: never two live runs of one slot",
@@ -286,10 +287,10 @@ class Properties:
     def _see_signs(self, report: NodeReport) -> None:
         token = report.workers[0].token
         slot = token.rpartition("-a")[0]
-        checkpoint = max((one.checkpoint for one in report.workers if one.checkpoint is not None), default=None)
+        checkpoint = newest_checkpoint(report)
         known, before = self._checkpoints.get(slot, ("", None))
         moved = known == token and None not in (before, checkpoint) and checkpoint != before
-        if moved or any(worker.step is not None for worker in report.workers):
+        if moved or newest_step(report) is not None:
             self._tells.add((slot, self._jobs.get(slot, "")))
         self._checkpoints[slot] = (token, checkpoint)
         self._runs_now[slot] = all(worker.phase is Phase.RUN for worker in report.workers)

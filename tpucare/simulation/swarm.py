@@ -143,11 +143,11 @@ class Swarm:
         elif sweep.waiting > len(left):
             self._break(f"{event.slot} is ended, and {sweep.waiting} interrupted runs wait for {len(left)} slots")
 
-    def created(self, node: str, latency: float) -> None:
-        """A create was asked for that reached the API *latency* seconds later, now."""
+    def created(self, node: str, under_way: float) -> None:
+        """A create was asked for that reached the API *under_way* seconds later, now."""
         slot = node.rpartition("-a")[0]
         heard = self._over_heard.get(slot.rpartition("-")[0])
-        asked = self.history.now - latency
+        asked = self.history.now - under_way
         if heard is None:
             return
         # While the process stood still it could take nothing down.
