@@ -22,9 +22,10 @@ from tests.bench_worker import eventually
 from tests.mutations import MUTATIONS
 from tpucare.cli import simulate as cli_simulate
 from tpucare.cli.app import app
-from tpucare.errors import ConfigError, StoreFull
+from tpucare.errors import AnswerLost, ConfigError, StoreFull
 from tpucare.memory import Book, CreateIntent, FleetRecord, Memory, Wish
 from tpucare.model import Event, NodeKey
+from tpucare.orders import Contact, NodeReport, Phase, WorkerReport
 from tpucare.ports import Finished, Lane, Store
 from tpucare.simulation.campaign import Plan, Sums, live
 from tpucare.simulation.daemon import Daemon
@@ -199,6 +200,30 @@ def test_a_commit_that_fails_is_made_whole_or_not_at_all(
     with pytest.raises(error):
         MemoryStore(disk).save({"pod-0": MEMORY})
     assert MemoryStore(disk).memories() == kept
+
+
+@pytest.mark.parametrize(
+    ("listings", "is_over"),
+    [
+        ({0: True, 5: True, 10: True}, True),
+        ({0: True, 5: False, 15: True}, False),
+        ({0: True, 5: False, 15: True, 20: True, 25: True}, True),
+    ],
+)
+def test_a_finish_is_seen_by_what_was_observed_of_it(listings: dict[int, bool], is_over: bool) -> None:
+    """
+    A run finished while listings failed for 90 s, and its node was preempted right after they came back: the property
+    counted that gap, and the engine, by rule 11, could not.
+    """
+    history = History(replace(draw(1, storm_slots(), days=0.1, level="none", pace=CLOSE), strikes=()))
+    properties, clock = history.properties, history.daemon.clock
+    exited = WorkerReport(Contact.ANSWERED, token="mini-0-a0.1", exit_status=0, phase=Phase.EXITED)
+    for at, succeeds in listings.items():
+        clock.seconds = at
+        properties.listed() if succeeds else properties.listing_failed(AnswerLost("14"))
+        properties.answered(NodeReport(NodeKey("p", "z", "mini-0-a0"), 7, (exited,)))
+    properties.ran(RunMark(clock.seconds, "start", "mini-0-a1.1", NodeKey("p", "z", "mini-0-a1"), 8, 0, "mini-0"))
+    assert ("finished-once" in {broken.rule for broken in properties.broken}) is is_over
 
 
 # --- stories ---------------------------------------------------------------------------------------------------------

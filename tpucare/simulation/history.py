@@ -214,7 +214,7 @@ class History:
             except CloudError as error:
                 self.properties.listing_failed(error)
                 raise
-            self.properties.observed.listed(self.now)
+            self.properties.listed()
             self.properties.dark = listing.unreachable
             return listing
 

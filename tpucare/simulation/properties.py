@@ -186,6 +186,7 @@ class Properties:
         self._failed: set[str] = set()
         self._asked: tuple[int, Counter[tuple[str, str]]] = (0, Counter())
         self._finished: dict[str, tuple[str, float, float]] = {}
+        self._blind = False
         self._over: dict[str, str] = {}
         self._outdated: dict[str, str] = {}
         self._newest: dict[str, str] = {}
@@ -331,7 +332,16 @@ class Properties:
     def trusted(self, worker: SimulatedWorker) -> None:
         self._break("pinned-key", f"worker {worker.number} of {worker.key.name} shows another key, and is trusted")
 
+    def listed(self) -> None:
+        self.observed.listed(self.now())
+        if self._blind:
+            # What workers said while no listing came was said just now, by observed time (rule 11).
+            for slot, (token, since, _) in self._finished.items():
+                self._finished[slot] = (token, since, self.observed.seconds)
+        self._blind = False
+
     def listing_failed(self, error: Exception) -> None:
+        self._blind = True
         if wrong := self._manners.listing_failed(error):
             self._break("rate-heeded", wrong)
 
