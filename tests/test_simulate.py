@@ -19,7 +19,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.bench_worker import eventually
-from tests.mutations import MUTATIONS
+from tests.mutations import MUTATIONS, Mutation
 from tpucare.cli import simulate as cli_simulate
 from tpucare.cli.app import app
 from tpucare.errors import AnswerLost, ConfigError, StoreFull
@@ -224,6 +224,15 @@ def test_a_finish_is_seen_by_what_was_observed_of_it(listings: dict[int, bool], 
         properties.answered(NodeReport(NodeKey("p", "z", "mini-0-a0"), 7, (exited,)))
     properties.ran(RunMark(clock.seconds, "start", "mini-0-a1.1", NodeKey("p", "z", "mini-0-a1"), 8, 0, "mini-0"))
     assert ("finished-once" in {broken.rule for broken in properties.broken}) is is_over
+
+
+def test_a_new_run_that_hangs_is_given_as_long_as_checkpoints_of_its_job_usually_take() -> None:
+    """A month told of a slot that did not train; what asks workers each four hours sees checkpoints as seldom."""
+    hang = Strike(20.5 * 3600, "one-signal-hang", "mini-0", 1500)
+    saves_alone = frozenset({"mini-0"})
+    hung = Mutation("", "", lambda _: None, (hang,), hours=21, slots=1, months=True, saves_alone=saves_alone)
+    outcome = hung.tell()
+    assert (outcome.broken, outcome.tally.faults["one-signal-hang"]) == ([], 1)
 
 
 # --- stories ---------------------------------------------------------------------------------------------------------

@@ -129,7 +129,8 @@ class Calm:
             lengths += [care.boot_timeout, care.unhealthy_after, care.first_step_timeout]
             lengths += [care.stalled_after, gap * STALL_FACTOR, timedelta(minutes=30)]
         if (run := track.memory.run) is not None:
-            lengths.append(timedelta(seconds=run.gap_seconds) * STALL_FACTOR)
+            # A run that has shown no step yet is measured by how often the checkpoints of those before it came.
+            lengths.append(timedelta(seconds=max(run.gap_seconds, track.memory.gap_seconds)) * STALL_FACTOR)
         longest = max(lengths).total_seconds()
         # That a run stands still is seen by probes only, and three of them have to say so.
         return longest + 3 * self.history.scenario.pace.probe
