@@ -214,7 +214,7 @@ class History:
             except CloudError as error:
                 self.properties.listing_failed(error)
                 raise
-            self.properties.listed()
+            self.properties.observed.listed(self._heard_at(self.now + self.daemon.executor.waited))
             self.properties.dark = listing.unreachable
             return listing
 
@@ -376,10 +376,16 @@ class History:
         elif strike.kind in _WORKER_TROUBLE or strike.kind == "preempted-in-a-burst":
             self.properties.explain("", strike.length)
 
+    def _heard_at(self, arrives: float) -> float:
+        """When the process, which wakes up at multiples of its grain, hears what arrives then."""
+        grain = self.scenario.pace.grain
+        return math.ceil(arrives / grain) * grain if grain else arrives
+
     def _suspend(self, seconds: float) -> None:
         """The world goes on, and the process does not take a step."""
         executor, until = self.daemon.executor, self.now + seconds
         self.swarm.woke = until
+        self.properties.observed.suspended(until)
         while self.now < until:
             executor.pass_time(until)
             while self._timers and self._timers[0][0] <= self.now:

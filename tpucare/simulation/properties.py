@@ -69,8 +69,11 @@ LATEST_CREATE = 2 * 3600.0
 """Longer than any create that was given up is on its way."""
 FLOOD = 60
 """Calls of one method about one thing in a minute."""
-POLLS_FOR_SURE = 2
-"""Between two reports of a run's end; a verdict rests on observed time, which polls make."""
+POLLS_FOR_SURE = 2 + 3
+"""
+Between two reports of a run's end; a verdict rests on observed time, which polls make. A report on its way may be heard
+after the next listing only, whose gap counts as three polls at most.
+"""
 LATEST_ANSWER = 45.0
 """The longest way of an answer to the engine; by so much may its observed time differ from ours."""
 
@@ -120,21 +123,54 @@ class Turns:
 
 
 class ObservedClock:
-    """The observed time of one process, counted from outside: gaps between listings that succeeded, each capped."""
+    """
+    The observed time of one process, counted from outside: gaps between listings that succeeded, each capped.
 
-    def __init__(self, cap: float) -> None:
+    A listing counts when the process hears its answer: calls that take long at an outage, and a process that stands
+    still when an answer comes, would make other gaps.
+    """
+
+    def __init__(self, cap: float, now: Callable[[], float]) -> None:
         self.cap = cap
-        self.seconds = 0.0
         self.started = 0.0
+        self._now = now
+        self._seconds = 0.0
         self._last: float | None = None
+        self._before: tuple[float, float | None] = (0.0, None)
+        self._arriving: deque[float] = deque()
+        self._blind = False
+
+    @property
+    def seconds(self) -> float:
+        while self._arriving and self._arriving[0] <= self._now():
+            arrived, self._blind = self._arriving.popleft(), False
+            self._before = (self._seconds, self._last)
+            if self._last is not None:
+                self._seconds += min(self.cap, max(0.0, arrived - self._last))
+            self._last = arrived
+        return self._seconds
+
+    @property
+    def is_blind(self) -> bool:
+        """A listing failed, and none has succeeded since."""
+        return self.seconds >= 0.0 and self._blind
 
     def begin(self) -> None:
-        self.started, self._last = self.seconds, None
+        self.started, self._last, self._blind = self.seconds, None, False
+        self._arriving.clear()
 
-    def listed(self, now: float) -> None:
-        if self._last is not None:
-            self.seconds += min(self.cap, max(0.0, now - self._last))
-        self._last = now
+    def listed(self, arrives: float) -> None:
+        self._arriving.append(arrives)
+
+    def failed(self) -> None:
+        self._blind = True
+
+    def suspended(self, until: float) -> None:
+        """The process stands still from this instant until then, and hears what comes meanwhile when it goes on."""
+        if self.seconds >= 0.0 and self._last == self._now():
+            self._arriving.appendleft(self._last)
+            self._seconds, self._last = self._before
+        self._arriving = deque(max(at, until) for at in self._arriving)
 
 
 class Properties:
@@ -168,7 +204,7 @@ class Properties:
         self.creates_per_minute = creates_per_minute
         self.hangs = hangs
         self.broken: list[Broken] = []
-        self.observed = ObservedClock(3 * poll)
+        self.observed = ObservedClock(3 * poll, now)
         self.sure = POLLS_FOR_SURE * poll
         self.trouble: dict[str, float] = {}
         self.restarted = 0.0
@@ -186,7 +222,6 @@ class Properties:
         self._failed: set[str] = set()
         self._asked: tuple[int, Counter[tuple[str, str]]] = (0, Counter())
         self._finished: dict[str, tuple[str, float, float]] = {}
-        self._blind = False
         self._over: dict[str, str] = {}
         self._outdated: dict[str, str] = {}
         self._newest: dict[str, str] = {}
@@ -317,6 +352,10 @@ class Properties:
             return
         if self._outdated.get(slot) == token:
             return
+        if self.observed.is_blind:
+            # What workers say while no listing comes is noted when one comes again, by observed time (rule 11).
+            self._finished.pop(slot, None)
+            return
         observed = self.observed.seconds
         seen, since, at = self._finished.setdefault(slot, (token, now, observed))
         if seen != token:
@@ -332,16 +371,8 @@ class Properties:
     def trusted(self, worker: SimulatedWorker) -> None:
         self._break("pinned-key", f"worker {worker.number} of {worker.key.name} shows another key, and is trusted")
 
-    def listed(self) -> None:
-        self.observed.listed(self.now())
-        if self._blind:
-            # What workers said while no listing came was said just now, by observed time (rule 11).
-            for slot, (token, since, _) in self._finished.items():
-                self._finished[slot] = (token, since, self.observed.seconds)
-        self._blind = False
-
     def listing_failed(self, error: Exception) -> None:
-        self._blind = True
+        self.observed.failed()
         if wrong := self._manners.listing_failed(error):
             self._break("rate-heeded", wrong)
 

@@ -91,6 +91,11 @@ class VirtualExecutor:
         """A call that is under way takes that long."""
         self._waited += seconds
 
+    @property
+    def waited(self) -> float:
+        """For how many seconds the call that is under way has waited so far."""
+        return self._waited
+
     def submit(self, lane: Lane, tag: Hashable, effect: Callable[[], object]) -> None:
         if self.dead:
             return
