@@ -196,6 +196,17 @@ def test_a_daemon_that_was_killed_may_send_again(world: World) -> None:
     assert found(world, Expected("me", live_slots=frozenset(), restarts=(at(1),))) == []
 
 
+def test_a_call_that_its_process_did_not_outlive_may_be_sent_again(world: World) -> None:
+    """It was on its way when the daemon was killed, and arrived after the next one had begun."""
+    world.create_node(PARENT, "pod-0-a1", spec(), at(10), CallFate(8.0, 0.2, peer="daemon"))
+    with pytest.raises(ApiError, match="already exists"):
+        world.create_node(PARENT, "pod-0-a1", spec(), at(11))
+    world.forget("*", at(60))
+    assert found(world) == ["repeated-name"]
+    assert found(world, Expected("me", live_slots=frozenset(), restarts=(at(5),))) == []
+    assert found(world, Expected("me", live_slots=frozenset(), restarts=(at(1),))) == ["repeated-name"]
+
+
 def test_deletes_that_were_asked_for_are_allowed(world: World) -> None:
     healthy_delete(world)
     assert found(world, Expected("me", live_slots=frozenset(), allowed_deletes=frozenset({"pod-0-a1"}))) == []
