@@ -214,7 +214,7 @@ class History:
             except CloudError as error:
                 self.properties.listing_failed(error)
                 raise
-            self.properties.observed.listed(self._heard_at(self.now + self.daemon.executor.waited))
+            self.properties.observed.listed(self.daemon.executor.heard_at)
             self.properties.dark = listing.unreachable
             return listing
 
@@ -375,11 +375,6 @@ class History:
             self.properties.explain(strike.target, max(strike.length, lasting))
         elif strike.kind in _WORKER_TROUBLE or strike.kind == "preempted-in-a-burst":
             self.properties.explain("", strike.length)
-
-    def _heard_at(self, arrives: float) -> float:
-        """When the process, which wakes up at multiples of its grain, hears what arrives then."""
-        grain = self.scenario.pace.grain
-        return math.ceil(arrives / grain) * grain if grain else arrives
 
     def _suspend(self, seconds: float) -> None:
         """The world goes on, and the process does not take a step."""

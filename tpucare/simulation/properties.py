@@ -142,18 +142,23 @@ class ObservedClock:
 
     @property
     def seconds(self) -> float:
+        self._hear()
+        return self._seconds
+
+    @property
+    def is_blind(self) -> bool:
+        """A listing failed, and none has succeeded since."""
+        self._hear()
+        return self._blind
+
+    def _hear(self) -> None:
+        """Count what has arrived by now."""
         while self._arriving and self._arriving[0] <= self._now():
             arrived, self._blind = self._arriving.popleft(), False
             self._before = (self._seconds, self._last)
             if self._last is not None:
                 self._seconds += min(self.cap, max(0.0, arrived - self._last))
             self._last = arrived
-        return self._seconds
-
-    @property
-    def is_blind(self) -> bool:
-        """A listing failed, and none has succeeded since."""
-        return self.seconds >= 0.0 and self._blind
 
     def begin(self) -> None:
         self.started, self._last, self._blind = self.seconds, None, False
@@ -167,7 +172,9 @@ class ObservedClock:
 
     def suspended(self, until: float) -> None:
         """The process stands still from this instant until then, and hears what comes meanwhile when it goes on."""
-        if self.seconds >= 0.0 and self._last == self._now():
+        self._hear()
+        if self._last == self._now():
+            # It had come, and nobody has looked at it yet.
             self._arriving.appendleft(self._last)
             self._seconds, self._last = self._before
         self._arriving = deque(max(at, until) for at in self._arriving)

@@ -92,9 +92,12 @@ class VirtualExecutor:
         self._waited += seconds
 
     @property
-    def waited(self) -> float:
-        """For how many seconds the call that is under way has waited so far."""
-        return self._waited
+    def heard_at(self) -> float:
+        """When the process hears how the call ends that is under way, if that waits no more."""
+        return self._wakes_at(self.clock.seconds + self._waited)
+
+    def _wakes_at(self, due: float) -> float:
+        return math.ceil(due / self._grain) * self._grain if self._grain else due
 
     def submit(self, lane: Lane, tag: Hashable, effect: Callable[[], object]) -> None:
         if self.dead:
@@ -136,7 +139,7 @@ class VirtualExecutor:
                 break
             self._live_until(due)
         if self._grain:
-            until = math.ceil((self.clock.seconds if self._nudged or self._done else until) / self._grain) * self._grain
+            until = self._wakes_at(self.clock.seconds if self._nudged or self._done else until)
             while (due := self._next_due()) is not None and due <= until:
                 self._live_until(due)
             self._live_until(until)
