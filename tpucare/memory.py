@@ -162,7 +162,6 @@ class NodeMemory:
     delete_tries: int = 0
     delete_next_at: datetime | None = None
     delete_why: str = ""
-    external: bool = True
     stalls: int = 0
     keyed: bool = False
     delete_reason: str = ""

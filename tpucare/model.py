@@ -9,7 +9,7 @@ Numbers of states and health are those of google.cloud.tpu.v2 (Cloud TPU API v2,
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from enum import IntEnum, StrEnum
@@ -314,6 +314,18 @@ def workers_of(node: Node, *, external: bool, expected: int) -> tuple[Worker, ..
     if len(hosts) < expected or not all(hosts):
         return None
     return tuple(Worker(node.key, node.id, number, host) for number, host in enumerate(hosts))
+
+
+def reaches_externally(node: Node, place: Place | None, places: Sequence[Place]) -> bool:
+    """
+    Whether the workers of *node* are reached at their external addresses. `place`: the one of *places*, which its slot
+    declares, that the node was asked for at. A node of none, such as an adopted one, tells by itself, unless all of
+    them are reached inside the VPC.
+    """
+    if place is not None:
+        return place.network.is_reached_externally
+    is_inside = bool(places) and all(one.network.reach_internal for one in places)
+    return not is_inside and any(endpoint.external for endpoint in node.endpoints)
 
 
 # --- what crosses the Cloud port ---------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from tpucare.effects import Ports
 from tpucare.errors import CloudError, ConfigError, NeedsPerson, OwnCredentials, RateLimited
 from tpucare.evidence import ADOPTING
 from tpucare.hearing import Hearing
-from tpucare.model import Listing, Node, NodeKey, Place, workers_of
+from tpucare.model import Listing, Node, NodeKey, reaches_externally, workers_of
 from tpucare.ports import Lane
 from tpucare.prober import Prober
 from tpucare.projects import ProjectView
@@ -241,7 +241,7 @@ class Observer:
         """Addresses of the workers, once all are listed; then the launcher is told to expect them."""
         past = track.memory.node(seen.node.name)
         place = next((p for p in track.slot.places if past is not None and p.key == past.place), None)
-        external = _is_external(place, track, seen)
+        external = reaches_externally(seen.node, place, track.slot.places)
         workers = workers_of(seen.node, external=external, expected=place.workers if place else _hosts_of(seen.node))
         if workers == seen.workers:
             return
@@ -249,14 +249,6 @@ class Observer:
         if workers is not None:
             self.ports.launcher.expect(workers)
             self.prober.schedule(track, seen, self.board.clock.monotonic())
-
-
-def _is_external(place: Place | None, track: SlotTrack, seen: NodeTrack) -> bool:
-    """Which addresses to go to. A node of no place, such as an adopted one, tells by itself, unless none may be so."""
-    if place is not None:
-        return place.network.is_reached_externally
-    listed = any(endpoint.external for endpoint in seen.node.endpoints)
-    return listed and not all(one.network.reach_internal for one in track.slot.places)
 
 
 def _hosts_of(node: Node) -> int:

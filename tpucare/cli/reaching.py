@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -21,7 +22,8 @@ from tpucare.assembly import project_finder, remote_of
 from tpucare.cli.common import Exit, Failure
 from tpucare.control import NoDaemon, request
 from tpucare.errors import ConfigError, RemoteError, WorkerSilent
-from tpucare.model import NodeKey, Ran, Worker, workers_of
+from tpucare.memory import FleetRecord
+from tpucare.model import NodeKey, Place, Ran, Worker, reaches_externally, workers_of
 from tpucare.options import Options
 from tpucare.plain import plain, plain_lines
 from tpucare.ssh_connection import NeverSent
@@ -78,16 +80,35 @@ def _workers_without_daemon(options: Options, word: str) -> list[Worker]:
     if memory is None or not live:
         raise Failure(f"{word} has no node that is remembered, and no daemon runs")
     past, record = live[-1], records.get(memory.fleet)
-    project = named(record.text if record else "", "project") or project_finder(options, os.environ)()
+    known = (named(record.text, "project") or record.project) if record is not None else ""
+    project = known or project_finder(options, os.environ)()
     cloud = connect(options.endpoint or None, monotonic=SystemClock().monotonic)
     try:
         node = cloud.get_node(NodeKey(project, past.zone, past.name))
     finally:
         cloud.close()
-    found = workers_of(node, external=past.external, expected=1)
+    places = _places_of(record) if record is not None else ()
+    place = next((place for place in places if place.key == past.place), None)
+    found = workers_of(node, external=reaches_externally(node, place, places), expected=1)
     if found is None:
         raise Failure(f"{past.name} lists no workers now: it is {node.state.name}")
     return list(found)
+
+
+def _places_of(record: FleetRecord) -> tuple[Place, ...]:
+    """Where nodes of the fleet as last accepted are asked for; empty where this version cannot read it."""
+    from tpucare import fleet, fleet_python
+
+    file = f"{record.name} (as accepted)"
+    try:
+        if fleet_python.is_python(record.text):
+            return fleet_python.parse(record.text, file=file).places
+        # Files of the job have no part in it, and may be gone by now.
+        return fleet.parse(
+            record.text, file=file, folder=Path(record.folder), read_file=lambda _folder, _path: b"", accepted=True
+        ).places
+    except ConfigError:
+        return ()
 
 
 def one_worker(options: Options, slot: str, number: int) -> Worker:
