@@ -29,13 +29,23 @@ from tpucare import cli
 from tpucare.cli.app import HOMES, OTHER_WORDS, first_line, function_of, with_flags_first
 from tpucare.cli.common import Exit, exit_code
 from tpucare.cli.nodes import worker_behind
+from tpucare.cli.offline import alone
 from tpucare.control import NoDaemon, request
 from tpucare.emulator import running
 from tpucare.emulator.config import WorldConfig
 from tpucare.emulator.records import NodeSpec
 from tpucare.emulator.server import EmulatorServer
-from tpucare.errors import AnswerLost, AuthRefused, ConfigError, StoreLocked
+from tpucare.errors import (
+    AnswerLost,
+    AuthRefused,
+    CloudError,
+    ConfigError,
+    NeedsPerson,
+    OwnCredentials,
+    StoreLocked,
+)
 from tpucare.logs import LogKeeper
+from tpucare.options import resolve
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -560,6 +570,31 @@ def test_gc_in_an_outage_is_no_empty_zone(run: Run, cloud: EmulatorServer) -> No
     done = run("gc")
     assert (done.code, done.out) == (Exit.CLOUD, "")
     assert done.err.startswith("tpucare: not looked: ")
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "kind", "advice"),
+    [
+        (16, "Request had invalid credentials.", OwnCredentials, ""),
+        (7, "Permission 'tpu.nodes.list' denied", NeedsPerson, "give the caller roles/tpu.admin on the project"),
+    ],
+)
+def test_a_look_without_a_daemon_ends_with_the_error_of_the_listing(
+    run: Run, cloud: EmulatorServer, code: int, said: str, kind: type[CloudError], advice: str
+) -> None:
+    with cloud.lock:
+        cloud.world.fail_next("ListNodes", code, said)
+    with alone(resolve(os.environ)) as here:
+        here.care.engine.watch("emulated")
+        with pytest.raises(kind) as failed:
+            here.look()
+    assert (failed.value.code, failed.value.message) == (code, f"listing emulated failed: {said}")
+    assert failed.value.advice == advice
+    with cloud.lock:
+        cloud.world.fail_next("ListNodes", code, said)
+    done = run("gc")
+    line = f"tpucare: not looked: listing emulated failed: {said}"
+    assert (done.code, done.err) == (Exit.CLOUD, f"{line} -> {advice}\n" if advice else f"{line}\n")
 
 
 # --- what an edit changes ---------------------------------------------------------------------------------------------

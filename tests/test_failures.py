@@ -180,7 +180,18 @@ def test_scope_of_a_quota(text: str, region_wide: bool) -> None:
     ],
 )
 def test_a_person_is_told_what_to_change(code: int, text: str, advice: str) -> None:
-    assert advice in str(classify(code, text, Where.CREATE))
+    error = classify(code, text, Where.CREATE)
+    assert advice in error.advice
+    assert (error.message, str(error)) == (text, f"{text} -> {error.advice}")
+
+
+def test_an_error_reworded_is_the_same_error() -> None:
+    error = classify(8, "Quota 'IN_USE_ADDRESSES' exceeded. Limit: 8.0 in region us-central1.", Where.CREATE)
+    other = error.reworded("zone -> zone")
+    assert isinstance(other, QuotaExceeded)
+    assert (other.code, other.region_wide, other.advice) == (8, True, error.advice)
+    assert str(other) == f"zone -> zone -> {error.advice}"
+    assert str(error).startswith("Quota 'IN_USE_ADDRESSES'")
 
 
 @settings(max_examples=200)

@@ -16,7 +16,7 @@ from tpucare import hosts, session
 from tpucare import owner as owners
 from tpucare.attempts import Attempt, Host, bind
 from tpucare.commands import exec_command
-from tpucare.errors import CommandFailed, ConfigError, NodeGone, TpuCareError, WorkerSilent
+from tpucare.errors import CommandFailed, ConfigError, NeedsPerson, NodeGone, TpuCareError, WorkerSilent
 from tpucare.model import (
     LABEL_FLEET,
     LABEL_OWNER,
@@ -54,6 +54,10 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
         finally:
             session.close()
             built.close(judge=False)
+
+
+def deny(*_: object) -> object:
+    raise NeedsPerson("type a -> b is not in location", advice="list another zone under `tpu`")
 
 
 def create(house: House, name: str, labels: dict[str, str], zone: str = NEAR) -> None:
@@ -259,6 +263,16 @@ def test_bad_input_is_one_line(house: House, call: Callable[[], object], word: s
         call()
     assert word in str(refused.value)
     assert len(str(refused.value).splitlines()) == 1
+
+
+def test_a_zone_that_is_denied_is_told_without_advice_about_fleet_files(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(session.current().cloud), "list_zone", deny)
+    with pytest.raises(ConfigError) as refused:
+        hosts.tpu_names("us-east5-b")
+    assert ": type a -> b is not in location -> check the zone's name" in str(refused.value)
+    assert "under `tpu`" not in str(refused.value)
 
 
 def test_who_looks_in_the_wrong_place_is_told_the_right_one(house: House) -> None:

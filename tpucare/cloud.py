@@ -59,6 +59,7 @@ _NO_CREDENTIALS = (
     "no Google credentials found: run `gcloud auth application-default login`, or set GOOGLE_APPLICATION_CREDENTIALS "
     "to the key file of a service account, or run on a VM that has one"
 )
+_LOG_IN = "run `gcloud auth application-default login`"
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +263,7 @@ class GoogleCloud:
             raise meant from error
         except GoogleAuthError as error:
             self._renew()
-            raise OwnCredentials(f"{_one_line(error)} -> run `gcloud auth application-default login`") from error
+            raise OwnCredentials(_one_line(error), advice=_LOG_IN) from error
         except grpc.RpcError as error:
             raise classify(UNKNOWN, _one_line(error), where) from error
         except ValueError as error:

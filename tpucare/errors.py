@@ -11,7 +11,7 @@ a door prints ``str(error)``, which is one line that says what to change.
     │   ├── StoreCorrupt       refused, never silently started over
     │   ├── StoreForeign       copied from another machine: a person has to confirm
     │   └── StoreFull          the disk is full: nothing was lost, nothing more is promised
-    ├── CloudError             the API answered, or did not; carries `code` (gRPC number, 0 = none)
+    ├── CloudError             the API answered, or did not; carries `code` (gRPC, 0 = none), `advice`
     │   ├── NoCapacity         next place, jittered backoff per place
     │   ├── QuotaExceeded      own quota: retry when it is free; else wait long
     │   ├── RateLimited        wait a minute
@@ -32,6 +32,9 @@ a door prints ``str(error)``, which is one line that says what to change.
 """
 
 from __future__ import annotations
+
+import copy
+from typing import Self
 
 
 class TpuCareError(Exception):
@@ -63,11 +66,27 @@ class StoreFull(StoreError):
 
 
 class CloudError(TpuCareError):
-    """Something the Cloud TPU API said. `code` is the gRPC status number, 0 where there was none."""
+    """
+    Something the Cloud TPU API said. `str()` is `message -> advice`, or the message alone.
 
-    def __init__(self, message: str, code: int = 0) -> None:
+    code: gRPC status number, 0 where there was none    advice: what a person can do about it; empty = none is known
+    """
+
+    def __init__(self, message: str, code: int = 0, *, advice: str = "") -> None:
         super().__init__(message)
+        self.message = message
         self.code = code
+        self.advice = advice
+
+    def __str__(self) -> str:
+        return f"{self.message} -> {self.advice}" if self.advice else self.message
+
+    def reworded(self, message: str) -> Self:
+        """The same error, class, code and advice, with another message; it keeps nothing of the place of the first."""
+        twin = copy.copy(self)
+        twin.args = (message,)
+        twin.message = message
+        return twin
 
 
 class NoCapacity(CloudError):
@@ -81,8 +100,8 @@ class QuotaExceeded(CloudError):
     `region_wide` is true when the text names a region and no zone as the limit's scope.
     """
 
-    def __init__(self, message: str, code: int = 8, region_wide: bool = False) -> None:
-        super().__init__(message, code)
+    def __init__(self, message: str, code: int = 8, *, region_wide: bool = False, advice: str = "") -> None:
+        super().__init__(message, code, advice=advice)
         self.region_wide = region_wide
 
 

@@ -184,15 +184,15 @@ def _by_text(code: int, text: str, where: str) -> CloudError | None:
     if code in (PERMISSION_DENIED, UNAUTHENTICATED):
         return None
     if _POLICY.search(text):
-        return NeedsPerson(_with_advice(text), code)
+        return NeedsPerson(text, code, advice=_advice(text))
     if _RATE.search(text):
         return RateLimited(text, code)
     if _CAPACITY.search(text):
         return NoCapacity(text, code)
     if _QUOTA.search(text):
         if _is_limit_zero(text):
-            return NeedsPerson(f"{text} -> {_NO_QUOTA}", code)
-        return QuotaExceeded(_with_advice(text), code, region_wide=_is_region_wide(text))
+            return NeedsPerson(text, code, advice=_NO_QUOTA)
+        return QuotaExceeded(text, code, region_wide=_is_region_wide(text), advice=_advice(text))
     return _being_deleted(code, text, where)
 
 
@@ -231,7 +231,7 @@ def _by_code(code: int, text: str, where: str) -> CloudError:
         case 16:  # UNAUTHENTICATED
             return OwnCredentials(text, code)
         case 3 | 7 | 9 | 11 | 12:
-            return NeedsPerson(_with_advice(text), code)
+            return NeedsPerson(text, code, advice=_advice(text))
         case _:
             return Transient(text, code)
 
@@ -260,14 +260,13 @@ def _not_found(code: int, text: str, where: str) -> CloudError:
     if where == Where.GUEST:
         return NotPublished(text, code)
     if _NAMES_OTHER.search(text) and not _NAMES_NODE.search(text):
-        return NeedsPerson(_with_advice(text), code)
+        return NeedsPerson(text, code, advice=_advice(text))
     if where == Where.UPDATE:
         return LostRace(text, code)
     if where in _PROVES_ABSENCE or _NAMES_NODE.search(text):
         return NodeGone(text, code)
-    return NeedsPerson(_with_advice(text), code)
+    return NeedsPerson(text, code, advice=_advice(text))
 
 
-def _with_advice(text: str) -> str:
-    advice = next((advice for pattern, advice in _ADVICE if pattern.search(text)), "")
-    return f"{text} -> {advice}" if advice else text
+def _advice(text: str) -> str:
+    return next((advice for pattern, advice in _ADVICE if pattern.search(text)), "")

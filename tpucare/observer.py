@@ -78,16 +78,17 @@ class Observer:
         view.listed(began, pause, limited=isinstance(error, RateLimited))
 
     def _blind(self, view: ProjectView, error: Exception | None) -> None:
-        if error is not None and not isinstance(error, CloudError):
-            raise error
-        why = f"listing {view.name} failed: {error}"
-        if view.fresh or why != view.blind_why:
-            level = "error" if isinstance(error, OwnCredentials | NeedsPerson) else "warning"
-            self.board.say("blind", why, level=level)
+        if not isinstance(error, CloudError):
+            raise error or RuntimeError(f"listing {view.name} ended with neither nodes nor an error")
+        # Not the error itself: its traceback holds what the call had read.
+        blind = error.reworded(f"listing {view.name} failed: {error.message}")
+        if view.fresh or str(blind) != view.blind_why:
+            level = "error" if isinstance(blind, OwnCredentials | NeedsPerson) else "warning"
+            self.board.say("blind", str(blind), level=level)
         if view.fresh:
             for seen in self._seen_in(view):
                 seen.alone()
-        view.fresh, view.blind_why = False, why
+        view.fresh, view.blind = False, blind
         view.failures += 1
         # Blind slots do little, and by what workers tell: one listing of many that fails is not worth a
         # decision of every slot, and another one when the next succeeds.

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
+from tpucare.errors import CloudError
 from tpucare.evidence import Holding, Mark, holding
 from tpucare.model import Listing, Node, NodeKey, NodeState
 
@@ -23,6 +24,7 @@ class ProjectView:
     """
     One project, as the last listings showed it.
 
+    blind: why the last listing failed, in words that name the project; None when it did not
     failures: listings that failed in a row    decided_blind: slots that were decided since the last one that succeeded
     unanswered: zones that never answered since this process runs; None = nothing was listed yet
     listing_pause: seconds that the last listing was put off since those before it were refused for their rate; 0 = none
@@ -33,7 +35,7 @@ class ProjectView:
     cap: timedelta
     slots: set[str] = field(default_factory=set)
     fresh: bool = False
-    blind_why: str = ""
+    blind: CloudError | None = None
     unreachable: frozenset[str] = frozenset()
     dark_since: dict[str, Mark] = field(default_factory=dict)
     unanswered: frozenset[str] | None = None
@@ -56,6 +58,11 @@ class ProjectView:
     _wanted: dict[str, timedelta] = field(default_factory=dict)
 
     @property
+    def blind_why(self) -> str:
+        """Why the last listing failed; empty when it did not."""
+        return str(self.blind) if self.blind is not None else ""
+
+    @property
     def complete(self) -> bool:
         """Every zone has answered since this process runs."""
         return self.unanswered is not None and not self.unanswered
@@ -73,7 +80,7 @@ class ProjectView:
             self.observed += min(timedelta(seconds=max(0.0, now - self._last_pass)), self.cap)
         self._last_pass = now
         self.passes += 1
-        self.fresh, self.blind_why, self.failures = True, "", 0
+        self.fresh, self.blind, self.failures = True, None, 0
         self.unreachable = listing.unreachable
         self.dark_since = {zone: self.dark_since.get(zone, self.mark) for zone in sorted(listing.unreachable)}
         before = listing.unreachable if self.unanswered is None else self.unanswered

@@ -158,10 +158,9 @@ class Session:
             return self.cloud.list_zone(project, zone)
         except (NeedsPerson, NodeGone) as error:
             # What the error advises is about fleet files.
-            why = str(error).partition(" -> ")[0]
             raise ConfigError(
-                f"zone {zone} of project {project} cannot be seen{_near(zone)}: {why} -> check the zone's name, the "
-                "project, and what the credentials may do there"
+                f"zone {zone} of project {project} cannot be seen{_near(zone)}: {error.message} -> check the "
+                "zone's name, the project, and what the credentials may do there"
             ) from error
 
     def forget_listings(self) -> None:

@@ -50,7 +50,7 @@ def _gc(options: Options, *, apply: bool) -> dict[str, Any]:
         try:
             here.look()
         except CloudError as error:
-            raise NotLooked(f"not looked: {error}", error.code) from error
+            raise NotLooked(f"not looked: {error.message}", error.code, advice=error.advice) from error
         answer = here.desk.carry(order)
         here.run(lambda: set(answer["deleting"]) <= set(ended), LOOK_SECONDS)
         return answer

@@ -60,14 +60,14 @@ class Alone:
         """
         Observe every project once, and each worker once.
 
-        Raises: CloudError: a project could not be listed, with the reason.
+        Raises: CloudError: a project could not be listed; of the class that its listing failed with.
         """
         engine = self.care.engine
-        if not self.run(lambda: all(view.fresh or view.blind_why for view in engine.projects.values()), LOOK_SECONDS):
+        if not self.run(lambda: all(view.fresh or view.blind for view in engine.projects.values()), LOOK_SECONDS):
             raise CloudError(f"the API did not answer within {LOOK_SECONDS:.0f} s")
         for view in engine.projects.values():
-            if not view.fresh:
-                raise CloudError(view.blind_why)
+            if view.blind is not None:
+                raise view.blind
         self.run(self._all_probed, LOOK_SECONDS)
 
     def _all_probed(self) -> bool:
