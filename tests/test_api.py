@@ -324,6 +324,18 @@ class TestNodesOfTheOldKind:
         assert "\n" not in text
         assert list(grant.nodes()) == ["pod"]
 
+    def test_a_call_that_begins_nothing_leaves_its_store_as_old_as_it_is(self, grant: Grant) -> None:
+        grant.make("pod")
+        marks = []
+        for _ in range(2):
+            call = grant.single("pod")
+            call.end()
+            assert isinstance(call.error, ConfigError)
+            with open_reader(grant.state, name=stores.store_name("pod", PROJECT)) as store:
+                marks.append(store.marked)
+        assert marks[0] is not None
+        assert marks[1] == marks[0]
+
     def test_exactly_that_one_is_deleted_where_it_was_asked_for(self, grant: Grant) -> None:
         for name in ("pod", "pod-other", "pods"):
             grant.make(name)

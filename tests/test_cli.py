@@ -46,6 +46,7 @@ from tpucare.errors import (
 )
 from tpucare.logs import LogKeeper
 from tpucare.options import resolve
+from tpucare.store import open_reader
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -685,6 +686,19 @@ def test_init_fills_in_the_name_and_writes_over_nothing(run: Run, tmp_path: Path
     assert path.read_text() == run("init", "mine").out
     done = run("init", "other", "-o", str(path))
     assert (done.code, "is there already" in done.err) == (Exit.FAILED, True)
+
+
+def test_down_without_a_daemon_cares_for_the_store(run: Run, cloud: EmulatorServer, pod: Path, tmp_path: Path) -> None:
+    marks = []
+    for words in (("apply", str(pod)), ("pause", "pod"), ("down", "pod", "--yes")):
+        assert run(*words).code == 0
+        with open_reader(tmp_path / "state") as store:
+            marks.append(store.marked)
+    made, paused, down = marks
+    assert made is not None
+    assert paused == made, "an order alone is no care"
+    assert down is not None
+    assert down > made
 
 
 def test_down_all_takes_every_fleet_down(run: Run, cloud: EmulatorServer, pod: Path, tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ class Caretaker:
 
     def settle(self, seconds: float) -> bool:
         """Begin nothing more, and give what is under way up to *seconds* to end and be remembered."""
-        self.engine.settings = dataclasses.replace(self.engine.settings, dry_run=True)
+        self.engine.hold()
         until = time.monotonic() + seconds
         while not self.engine.settled() and (left := until - time.monotonic()) > 0:
             self.executor.sleep(timedelta(seconds=min(left, self.engine.step(), 0.2)))
@@ -154,9 +154,11 @@ def assemble(
             ports = dataclasses.replace(ports, cloud=point.port(ports.cloud), launcher=point.port(ports.launcher))
             kept = point.store(store)
         neighbours = Neighbours(options.state, options.store, clock.monotonic)
-        settings = settings_of(options, neighbours, dry_run=alone)
+        settings = settings_of(options, neighbours)
         gate = ContextGate(creation, executor.nudge) if creation is not None else None
         engine = Engine(ports, kept, clock, executor, random_source(), settings, listen, gate)
+        if alone:
+            engine.hold()
     except BaseException:
         store.close()
         raise
@@ -208,14 +210,13 @@ def remote_of(options: Options, key: LoginKey, *, nudge: Callable[[], None] = la
     return ParamikoRemote(key, user=options.ssh_user, pins=options.host_keys, nudge=nudge, port=options.ssh_port)
 
 
-def settings_of(options: Options, neighbours: Neighbours | None = None, *, dry_run: bool = False) -> Settings:
+def settings_of(options: Options, neighbours: Neighbours | None = None) -> Settings:
     return Settings(
         poll=options.poll,
         fast_poll=min(options.fast_poll, options.poll),
         probe=options.probe,
         fast_probe=min(options.fast_probe, options.probe),
         creates_per_minute=options.creates_per_minute,
-        dry_run=dry_run,
         budget=lambda project: shared_budget(options.state, project, options.creates_per_minute),
         elsewhere=neighbours.care_for if neighbours is not None else None,
     )

@@ -37,9 +37,8 @@ Begun = tuple[Lane, tuple[str, ...], Callable[[], object]]
 @dataclass(frozen=True, slots=True)
 class Settings:
     """
-    How the loop beats. Seconds, but for the budget.
+    How the loop beats. Seconds, but for the budget. Fixed for the life of an engine.
 
-    dry_run: observe and decide, begin nothing    acts_for: the slots for which anything is begun; None = all
     budget: the create budget of a project; None = one of this engine's own, of `creates_per_minute`
     elsewhere: whether a node that bears our owner label is cared for by another store of our state folder
     """
@@ -51,8 +50,6 @@ class Settings:
     creates_per_minute: int = 60
     brake_minimum: int = 3
     brake_share: float = 0.2
-    dry_run: bool = False
-    acts_for: Callable[[Slot], bool] | None = None
     budget: Callable[[str], Budget] | None = None
     elsewhere: Callable[[Node], bool] | None = None
 
@@ -75,6 +72,9 @@ class Board:
         self.executor = executor
         self.settings = settings
         self.listen = listen
+        # Set by `Engine.hold` and `Engine.release` alone.
+        self.is_held = False
+        self.acts_for: Callable[[Slot], bool] | None = None
         self.slots: dict[str, SlotTrack] = {}
         self.projects: dict[str, ProjectView] = {}
         self.strays: dict[str, Node] = {}
@@ -204,10 +204,10 @@ class Board:
 
     def mark(self, now: float) -> None:
         """
-        Note in the store that it is cared for. One that may be a backup is left as old as it is until every zone in
-        which a slot may have a node has answered, so that the next process doubts it, too.
+        Note in the store that it is cared for, unless the engine is held. One that may be a backup is left as old as it
+        is until every zone in which a slot may have a node has answered, so that the next process doubts it, too.
         """
-        if self.settings.dry_run or now - self._marked < MARK_EVERY:
+        if self.is_held or now - self._marked < MARK_EVERY:
             return
         if self.store.old and not self._all_zones_answered():
             return

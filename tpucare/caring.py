@@ -13,7 +13,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
 from pathlib import Path
@@ -127,7 +127,7 @@ class Foreground:
         self._refuse_others()
         self.roster.refuse_taken(self._fleet)
         self._declared.begun(self._care.store.memories())
-        self._engine.settings = replace(self._engine.settings, dry_run=True)
+        self._engine.hold()
         self.roster.load()
         record = self.roster.records.get(self._fleet.name)
         wish = Wish.PAUSED if record is not None and record.wish is Wish.PAUSED else Wish.UP
@@ -201,8 +201,7 @@ class Foreground:
 
     def _let_begin(self) -> None:
         self._may_begin = True
-        self._engine.settings = replace(self._engine.settings, dry_run=False)
-        self._engine.board.decide_again(self._engine.slots)
+        self._engine.release()
 
     def _leave_behind(self, number: int) -> None:
         left = self._nodes()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -76,7 +75,7 @@ class Daemon:
 
     def act_only_for(self, fleet: str) -> None:
         """Begin nothing for slots of other fleets."""
-        self._engine.settings = replace(self._engine.settings, acts_for=lambda slot: slot.fleet == fleet)
+        self._engine.release(lambda slot: slot.fleet == fleet)
 
     def status(self, target: str = "") -> Answer:
         """As the order `status`."""

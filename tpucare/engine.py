@@ -74,8 +74,7 @@ class Engine:
         self.clock = clock
         self.executor = executor
         self.rng = rng
-        self.settings = settings or Settings()
-        self.board = Board(store, clock, executor, self.settings, listen or (lambda _: None))
+        self.board = Board(store, clock, executor, settings or Settings(), listen or (lambda _: None))
         self.hearing = Hearing(self.board)
         self.prober = Prober(self.board, ports, self.hearing, rng)
         self.spending = Spending(self.board, Leave(gate), self._try_to_begin)
@@ -174,6 +173,16 @@ class Engine:
         self._told.append(event)
         self.executor.nudge()
 
+    def hold(self) -> None:
+        """Observe and decide, and begin nothing, until `release`; the store does not count as cared for meanwhile."""
+        self.board.is_held = True
+
+    def release(self, acts_for: Callable[[Slot], bool] | None = None) -> None:
+        """Begin what is decided for the slots that *acts_for* chooses; None = all."""
+        self.board.is_held = False
+        self.board.acts_for = acts_for
+        self.board.decide_again(self.slots)
+
     # --- the loop ----------------------------------------------------------------------------------------------------
 
     def run(self, until: Callable[[], bool]) -> None:
@@ -208,7 +217,7 @@ class Engine:
         if (due := self.board.next_wake()) is not None:
             dues.append(due)
         # Shorter sleeps than a clock can tell apart would be a busy loop.
-        return max(0.001, min(dues, default=now + self.settings.poll) - now)
+        return max(0.001, min(dues, default=now + self.board.settings.poll) - now)
 
     def settled(self) -> bool:
         """No slot has anything under way: what a door waits for before it leaves."""
@@ -307,8 +316,8 @@ class Engine:
         raise TpuCareError(f"no rest after {steps} steps, the last was {track.action}")
 
     def _acts_for(self, slot: Slot) -> bool:
-        chosen = self.settings.acts_for
-        return not self.settings.dry_run and (chosen is None or chosen(slot))
+        chosen = self.board.acts_for
+        return not self.board.is_held and (chosen is None or chosen(slot))
 
     def _evidence(self, view: ProjectView, track: SlotTrack) -> Evidence:
         silent = track.slot.name in self.hearing.silent

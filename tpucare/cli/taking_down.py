@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from tpucare import overview, view
@@ -97,7 +96,7 @@ def _here(options: Options, order: dict[str, str], *, wait: bool) -> dict[str, A
         ending = Ending(engine, here.care.clock, is_meant, warn)
         if wait:
             # This process ends soon: it begins nothing for slots that it was not asked about.
-            engine.settings = replace(engine.settings, dry_run=False, acts_for=is_meant)
+            engine.release(is_meant)
             here.run(ending.is_over)
         left = [name for name, track in engine.slots.items() if is_meant(track.slot) and not engine.is_over(name)]
         return {**answer, "left": left, "out_of_reach": view.key_rows(ending.left)}
