@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -117,3 +118,25 @@ def test_the_queued_resource_of_a_node_that_is_gone_is_remembered() -> None:
     known = absorb(memory(), replace(node(), queued_resource=request))
     assert known.shell == ""
     assert vanished(known, name_of(0)).shell == request
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_leaving", "serves"),
+    [
+        ({}, False, True),
+        ({"dead": True}, True, False),
+        ({"revived": True}, True, False),
+        ({"delete_asked_at": NOW}, True, False),
+        ({"taken": True}, False, False),
+        ({"out_of_sight": True}, False, False),
+    ],
+)
+def test_which_node_is_on_its_way_out_and_which_may_be_the_slots(
+    changes: dict[str, Any], is_leaving: bool, serves: bool
+) -> None:
+    met = replace(NodeMemory("pod-0-a0", "z", 1, NOW), **changes)
+    known = memory(met)
+    assert (met.is_leaving, met.serves) == (is_leaving, serves)
+    assert (known.serves("pod-0-a0"), known.has_given_up("pod-0-a0")) == (serves, not serves)
+    assert not known.serves("pod-0-a1"), "it was never met"
+    assert not known.has_given_up("pod-0-a1"), "it was never met, so it may be the slot's next"

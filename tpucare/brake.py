@@ -52,4 +52,5 @@ def is_judged(action: Settle | Effect, memory: Memory) -> bool:
         return False
     past, run = memory.node(action.key.name), memory.run
     stopped = run is not None and run.node == action.key.name and run.then_delete == Reason.JUDGED
-    return not stopped and (past is None or past.delete_asked_at is None)
+    # A delete that was asked for has passed the brake; that its node was shown dead lets none pass.
+    return not stopped and (past is None or not past.is_being_deleted)

@@ -27,7 +27,7 @@ from tpucare.errors import ConfigError, TpuCareError
 from tpucare.fleet import Fleet
 from tpucare.fleets import Roster
 from tpucare.memory import End, Memory, Wish
-from tpucare.model import Event, NodeState
+from tpucare.model import Event
 from tpucare.plain import plain
 from tpucare.progress import Progress
 from tpucare.signals import caught
@@ -223,15 +223,13 @@ class Foreground:
         raise Left(128 + number)
 
     def _nodes(self, *, living: bool = False) -> list[str]:
-        """`living`: without those that are dead or on their way out."""
+        """`living`: without those that are given up."""
         found: dict[str, str] = {}
         for name in self.roster.slots_of(self._fleet.name):
             track = self._engine.slots[name]
             found |= {intent.name: intent.zone for intent in track.memory.creates if not intent.failed}
             for seen in track.nodes.values():
-                past = track.memory.node(seen.node.name)
-                leaving = seen.node.state is NodeState.DELETING or (past is not None and not past.serves)
-                if living and leaving:
+                if living and view.is_given_up(seen, track.memory):
                     found.pop(seen.node.name, None)
                 else:
                     found[seen.node.name] = seen.node.key.zone

@@ -60,9 +60,7 @@ class Leave:
 def _needs(track: SlotTrack, name: str) -> bool:
     if "create" in track.in_flight or track.action is WAITS_FOR_BUDGET:
         return True
-    intent, past, seen = track.memory.create(name), track.memory.node(name), track.nodes.get(name)
-    if intent is None or intent.superseded or intent.failed:
-        return False
-    if past is not None and not past.serves:
+    intent, seen = track.memory.create(name), track.nodes.get(name)
+    if intent is None or intent.superseded or intent.failed or track.memory.has_given_up(name):
         return False
     return seen is None or seen.node.state is NodeState.CREATING

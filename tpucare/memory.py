@@ -180,12 +180,22 @@ class NodeMemory:
     @property
     def serves(self) -> bool:
         """It may be the slot's node: not known to be dead, on its way out, or somebody else's."""
-        return not (self.spent or self.taken or self.out_of_sight)
+        return not (self.is_leaving or self.taken or self.out_of_sight)
 
     @property
-    def spent(self) -> bool:
+    def is_leaving(self) -> bool:
         """Dead or on its way out: it is awaited until it is gone, whatever it is listed as."""
-        return self.dead or self.revived or self.delete_asked_at is not None
+        return self.was_shown_dead or self.is_being_deleted
+
+    @property
+    def was_shown_dead(self) -> bool:
+        """Whether that proved anything (`dead`) or not (`revived`)."""
+        return self.dead or self.revived
+
+    @property
+    def is_being_deleted(self) -> bool:
+        """Our own delete was asked for, whether or not it was accepted yet."""
+        return self.delete_asked_at is not None
 
     @property
     def given(self) -> bool:
@@ -296,6 +306,16 @@ class Memory:
             if node.name == name:
                 return node
         return None
+
+    def serves(self, name: str) -> bool:
+        """The node *name* is remembered, and may be the slot's."""
+        past = self.node(name)
+        return past is not None and past.serves
+
+    def has_given_up(self, name: str) -> bool:
+        """The node *name* is remembered, and may not be the slot's any more; one that was never met may become it."""
+        past = self.node(name)
+        return past is not None and not past.serves
 
     @property
     def ours(self) -> tuple[NodeMemory, ...]:

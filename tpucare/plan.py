@@ -88,8 +88,7 @@ def live_nodes(evidence: Evidence, memory: Memory) -> list[NodeEvidence]:
 
 
 def _is_live(seen: NodeEvidence, memory: Memory) -> bool:
-    past = memory.node(seen.node.name)
-    if past is not None and not past.serves:
+    if memory.has_given_up(seen.node.name):
         return False
     intent = memory.create(seen.node.name)
     if intent is not None and intent.superseded:
@@ -147,8 +146,8 @@ def _is_welcome(seen: NodeEvidence, evidence: Evidence, memory: Memory) -> bool:
     A create that was given up has brought its node, and no other serves yet: whoever is granted a node after hours
     would be granted the next one after hours, too.
     """
-    intent, past = memory.create(seen.node.name), memory.node(seen.node.name)
-    if intent is None or not intent.superseded or (past is not None and not past.serves):
+    intent = memory.create(seen.node.name)
+    if intent is None or not intent.superseded or memory.has_given_up(seen.node.name):
         return False
     if memory.wish is not Wish.UP or memory.end is not End.NONE:
         return False
@@ -172,14 +171,14 @@ def _delete_chore(seen: NodeEvidence, evidence: Evidence, memory: Memory, timers
     node, past, intent = seen.node, memory.node(seen.node.name), memory.create(seen.node.name)
     if f"delete:{node.name}" in evidence.in_flight:
         return None
-    if past is not None and past.delete_asked_at is not None:
+    if past is not None and past.is_being_deleted:
         if timers.passed(past.delete_next_at, DELETE_AGAIN_CAP):
             why = past.delete_why or "delete asked for"
             return deletion(seen, f"{why} (asked again: still {node.state.name})", _reason(past))
         return None
     if node.state in DEAD_STATES:
         return deletion(seen, f"the cloud reports {node.state.name}", Reason.DEAD)
-    if past is not None and (past.dead or past.revived) and node.state is not NodeState.DELETING:
+    if past is not None and past.was_shown_dead and node.state is not NodeState.DELETING:
         return deletion(seen, f"it was shown dead, and is {node.state.name} again", Reason.DEAD)
     if node.state is NodeState.DELETING and timers.lasted(seen.state_since, DELETING_IS_STUCK):
         # Whoever asked for it, and if it was us, before a kill, no memory tells: it would hold the fence for ever.
@@ -390,7 +389,7 @@ def _decide_unaccounted(slot: Slot, past: NodeMemory, evidence: Evidence, timers
     if past.taken and past.in_doubt:
         why = f"{past.name} in {past.zone} bears another owner's label now, and our run may live there"
         return Wait(f"{why}: `tpucare adopt-node` it back, or {said}", needs_person=True)
-    if past.out_of_sight and past.in_doubt and not (past.spent or slot.care.fence_proceed):
+    if past.out_of_sight and past.in_doubt and not (past.is_leaving or slot.care.fence_proceed):
         since = length(slot.care.fence_after)
         why = f"nothing is heard of {past.name} in {past.zone} for {since}; it may still be training"
         return Wait(f"{why}: {said}, and a node is asked for elsewhere", needs_person=True)

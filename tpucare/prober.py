@@ -73,8 +73,9 @@ class Prober:
             if track is None or seen is None or seen.probe_due != due or seen.probing:
                 continue
             past = track.memory.node(name)
-            dying = past is None or not past.serves
-            if seen.workers is None or seen.node.state not in PROBED or dying:
+            # A node that memory does not know is not asked either.
+            is_asked = past is not None and past.serves
+            if seen.workers is None or seen.node.state not in PROBED or not is_asked:
                 seen.probe_due = None
                 continue
             self._ask(track, seen, past.attempt if past is not None else 0)

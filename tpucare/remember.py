@@ -174,8 +174,8 @@ def recover(memory: Memory) -> Memory:
             # Stores of before kept the create open until its operation was over.
             memory = served(memory, past)
         judged = past.delete_reason == Reason.JUDGED and not past.delete_accepted
-        if past.delete_asked_at is not None and judged and not succeeded:
+        if past.is_being_deleted and judged and not succeeded:
             memory = memory.with_node(undelete(past))
-        elif past.delete_asked_at is not None:
+        elif past.is_being_deleted:
             memory = memory.with_node(replace(past, delete_next_at=None))
     return memory

@@ -22,7 +22,7 @@ def intend_delete(memory: Memory, action: Delete, now: datetime) -> Memory:
     past = memory.node(action.key.name)
     if past is None:
         past = NodeMemory(action.key.name, action.key.zone, action.id, action.create_time, launched=True)
-    first = past.delete_asked_at is None
+    first = not past.is_being_deleted
     tries = past.delete_tries + 1
     past = replace(
         past,

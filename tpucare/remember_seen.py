@@ -47,7 +47,7 @@ def in_sight(memory: Memory, name: str) -> Memory:
 def _live_or_dead(memory: Memory, node: Node) -> Memory:
     past = memory.node(node.name)
     assert past is not None
-    if node.state in DEAD_STATES and not (past.dead or past.revived):
+    if node.state in DEAD_STATES and not past.was_shown_dead:
         return _preempted(memory.with_node(replace(past, dead=True)), node.name, node.state.name)
     if past.dead and node.state in PENDING_STATES | USABLE_STATES:
         # That it was shown dead proves nothing, now or the next time: its run may have lived all the while.
@@ -139,16 +139,18 @@ def gone(memory: Memory, name: str, now: datetime, rng: random.Random) -> Memory
     """GetNode said NOT_FOUND."""
     past, intent = memory.node(name), memory.create(name)
     if past is not None:
-        # A node whose create failed was never there to be preempted.
-        if not (past.dead or past.taken) and past.delete_asked_at is None and intent is None:
+        # A node whose create failed was never there to be preempted. One that was shown dead and lived on is lost only
+        # now, so `is_leaving` would say too much.
+        if not (past.dead or past.taken or past.is_being_deleted) and intent is None:
             memory = _preempted(memory, name, "is gone")
         memory = memory.without_node(name)
         if past.queued:
             memory = replace(memory, shell=past.queued)
     if intent is not None and (not intent.operation or intent.failed):
         memory = memory.without_create(name)
-        if past is not None and past.delete_asked_at is None and not intent.refused:
-            # Nobody will say why: what is listed as CREATING and vanishes found no capacity.
+        if past is not None and not past.is_being_deleted and not intent.refused:
+            # Nobody will say why: what is listed as CREATING and vanishes, though we did not have it deleted, found no
+            # capacity.
             error = NoCapacity(f"{name} vanished while CREATING")
             place = placement.refused(memory.place(intent.place), error, held=False, now=now, rng=rng)
             memory = memory.with_place(intent.place, place)

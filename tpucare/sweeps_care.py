@@ -242,8 +242,7 @@ def _is_busy(track: SlotTrack) -> bool:
     run = track.memory.run
     if run is None or run.stopped or run.stop_why or run.node not in track.nodes:
         return False
-    past = track.memory.node(run.node)
-    return past is None or past.serves
+    return not track.memory.has_given_up(run.node)
 
 
 def finish(memory: Memory, why: str, now: datetime) -> Memory:

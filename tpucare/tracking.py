@@ -472,7 +472,7 @@ class SlotTrack:
     def is_busy(self, now: Mark) -> bool:
         """Something is under way, or fell silent just now, that the next listing may explain: worth a closer look."""
         memory = self.memory
-        deleting = any(past.spent for past in memory.nodes)
+        deleting = any(past.is_leaving for past in memory.nodes)
         booting = any(track.node.state is NodeState.CREATING for track in self.nodes.values())
         marks = [seen.silent_since for seen in self.nodes.values() if seen.silent_since is not None]
         silent = any(now.observed - mark.observed < FRESH_SILENCE for mark in marks)

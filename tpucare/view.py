@@ -185,17 +185,18 @@ def _places(memory: Memory, now: datetime) -> Row:
 def newest(track: SlotTrack) -> NodeTrack | None:
     """The node that stands for the slot: the one that runs, else the youngest that is not on its way out."""
     run = track.memory.run
-    if run is not None and run.node in track.nodes:
-        past = track.memory.node(run.node)
-        if past is not None and past.serves:
-            return track.nodes[run.node]
+    if run is not None and run.node in track.nodes and track.memory.serves(run.node):
+        return track.nodes[run.node]
     return max(track.nodes.values(), key=lambda seen: _rank(seen, track.memory), default=None)
 
 
 def _rank(seen: NodeTrack, memory: Memory) -> tuple[bool, datetime]:
-    past = memory.node(seen.node.name)
-    leaving = seen.node.state is NodeState.DELETING or (past is not None and not past.serves)
-    return (not leaving, seen.node.create_time)
+    return (not is_given_up(seen, memory), seen.node.create_time)
+
+
+def is_given_up(seen: NodeTrack, memory: Memory) -> bool:
+    """By us, or by whoever deletes it."""
+    return seen.node.state is NodeState.DELETING or memory.has_given_up(seen.node.name)
 
 
 def phase_of(track: SlotTrack, seen: NodeTrack | None, past: NodeMemory | None) -> str:
@@ -203,7 +204,8 @@ def phase_of(track: SlotTrack, seen: NodeTrack | None, past: NodeMemory | None) 
         return ended
     if seen is None:
         return "creating" if track.memory.creates else "waiting"
-    if past is not None and past.delete_asked_at is not None:
+    # What is dead, and not deleted by us yet, is shown as the state that the cloud reports.
+    if past is not None and past.is_being_deleted:
         return "deleting"
     state = seen.node.state
     if state is NodeState.CREATING:
@@ -271,7 +273,7 @@ def _node_row(seen: NodeTrack, memory: Memory) -> Row:
         "health": node.health.name,
         "created": node.create_time.isoformat(),
         "listed": seen.listed,
-        "deleting": past is not None and past.delete_asked_at is not None,
+        "deleting": past is not None and past.is_being_deleted,
     }
 
 

@@ -519,7 +519,7 @@ class Properties:
         slot = node.rpartition("-a")[0] if known else labels.get(LABEL_SLOT, "")
         memory = self.disk.memories.get(slot)
         past = memory.node(node) if memory is not None else None
-        if memory is None or past is None or past.delete_asked_at is None:
+        if memory is None or past is None or not past.is_being_deleted:
             self._break("intent-first", f"{node} is deleted, and nothing of it is on the disk")
             return
         declared = self.slots.get(slot)
