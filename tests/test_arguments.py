@@ -200,6 +200,7 @@ class TestPlaces:
                 {"network": {"extrenal_ips": False}},
                 "start_single: network.extrenal_ips: unknown key; nearest: external_ips",
             ),
+            ({"network": {"external ips": False}}, "start_single: network[external ips]: unknown key; nearest"),
             ({"ssh_keys": ["me"]}, "start_single: ssh_keys[0]: must be USER:KEY"),
             ({"zones": "us-central1-a"}, "zones must be a list"),
             ({"tpu": "v3-8"}, "tpu must be a mapping as in a fleet file, or a list of such, not v3-8"),
@@ -211,6 +212,13 @@ class TestPlaces:
         text = refusal(**changes)
         assert words.replace("'", "") in text.replace("'", "")
         assert ":1:" not in text
+
+    def test_problems_are_renamed_one_by_one(self) -> None:
+        with pytest.raises(ConfigError) as caught:
+            read(call(zone="europe-west4-z", slices=3))
+        problems = caught.value.problems
+        assert [(problem.line, problem.key) for problem in problems] == [(0, "tpu_version and slices"), (0, "zone")]
+        assert str(caught.value).split("\n") == [problem.render("start_single") for problem in problems]
 
 
 class TestCare:

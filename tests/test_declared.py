@@ -63,3 +63,14 @@ def test_what_is_wrong_is_told_when_it_is_made(changes: dict[str, Any], words: s
         Fleet(**{"name": "pod", "tpu": TPU, "job": JOB, **changes})
     assert words in str(caught.value)
     assert ":1:" not in str(caught.value)
+
+
+def test_problems_have_keys_and_no_lines() -> None:
+    # U+2028 ends a line of YAML.
+    with pytest.raises(ConfigError) as caught:
+        Fleet("pod", tpu=TPU, job={**JOB, "run": "echo \u2028", "setup": 5, "env": {"A B": "x"}})
+    assert [(problem.line, problem.key) for problem in caught.value.problems] == [
+        (0, "job.env[A B]"),
+        (0, "job.setup"),
+    ]
+    assert [line.partition(": ")[0] for line in str(caught.value).split("\n")] == ["Fleet('pod')"] * 2

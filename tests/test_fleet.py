@@ -670,6 +670,7 @@ def test_a_file_of_nothing_but_errors_stays_readable_and_quick() -> None:
     with pytest.raises(ConfigError) as caught:
         read(text)
     assert len(str(caught.value).split("\n")) <= 51
+    assert str(caught.value).split("\n") == [problem.render("pod.yaml") for problem in caught.value.problems]
     zones = {"tpu.zones": ["us-central2-c"] * 9_000, "job.secrets": ["A"] * 4_000}
     found = problems(zones)
     assert len(found) == 51

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tpucare import yaml_lines
-from tpucare.yaml_lines import DEPTH_LIMIT, Problem, Unreadable, WrittenFloat, WrittenInt, read
+from tpucare.errors import Problem
+from tpucare.yaml_lines import DEPTH_LIMIT, Unreadable, WrittenFloat, WrittenInt, read
 
 LOADERS = [yaml.SafeLoader, yaml.CSafeLoader] if yaml.__with_libyaml__ else [yaml.SafeLoader]
 
@@ -124,6 +125,7 @@ def test_a_problem_finds_its_line_and_name(path: tuple[str | int, ...], line: in
     assert document.problem(path, "?") == Problem(line, key, "?")
     assert Problem(3, "a.b", "is wrong").render("f.yaml") == "f.yaml:3: a.b: is wrong"
     assert Problem(3, "", "is wrong").render("f.yaml") == "f.yaml:3: is wrong"
+    assert Problem(0, "a.b", "is wrong").render("f.yaml") == "f.yaml: a.b: is wrong"
 
 
 YAML_PIECES = st.sampled_from(

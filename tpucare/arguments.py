@@ -22,7 +22,7 @@ from tpucare import fleet_python
 from tpucare.arguments_call import UNHEALTHY_SECONDS, Call, text_of, whole, yes_or_no
 from tpucare.arguments_tpu import TPU_KEYS, alternatives
 from tpucare.declared import plain_value
-from tpucare.errors import ConfigError
+from tpucare.errors import ConfigError, Problem
 from tpucare.fleet_python import PythonFleet
 from tpucare.fleet_schema import CareSection
 from tpucare.model import Event, OnExit
@@ -198,17 +198,16 @@ def _parsed(text: str, call: Call) -> PythonFleet:
     try:
         return fleet_python.parse(text, file=call.function)
     except ConfigError as error:
-        lines = (_renamed(line, call) for line in str(error).splitlines())
-        raise ConfigError("\n".join(dict.fromkeys(lines))) from None
+        if not error.problems:
+            raise
+        renamed = dict.fromkeys(_renamed(problem, call) for problem in error.problems)
+        raise ConfigError.of(renamed, call.function) from None
 
 
-def _renamed(line: str, call: Call) -> str:
-    """`start_single:1: tpu[0].zones[0]: us-x is no known zone` -> `start_single: zone: us-x is no known zone`."""
-    line = line.removeprefix(f"{call.function}:1: ").replace("`unlisted: true`", "unlisted=True")
-    key, colon, text = line.partition(": ")
-    if not colon or " " in key:
-        return f"{call.function}: {line}"
-    return f"{call.function}: {_argument(key, call)}: {text}"
+def _renamed(problem: Problem, call: Call) -> Problem:
+    """`tpu[0].zones[0]: us-x is no known zone` -> `zone: us-x is no known zone`."""
+    text = problem.text.replace("`unlisted: true`", "unlisted=True")
+    return Problem(0, _argument(problem.key, call), text)
 
 
 def _argument(key: str, call: Call) -> str:

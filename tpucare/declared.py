@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
@@ -73,9 +73,10 @@ class Fleet:
         try:
             return fleets.parse(self.text, file=file, folder=self.home)
         except ConfigError as error:
-            # Everything is on one line here, so its number says nothing.
-            lines = (line.replace(f"{file}:1: ", f"{file}: ", 1) for line in str(error).splitlines())
-            raise ConfigError("\n".join(lines)) from None
+            if not error.problems:
+                raise
+            # Nobody wrote these lines, so their numbers say nothing.
+            raise ConfigError.of((replace(problem, line=0) for problem in error.problems), file) from None
 
 
 def _values(text: str) -> dict[str, Any]:

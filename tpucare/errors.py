@@ -5,7 +5,7 @@ Leaves translate what the world throws into these at the edge; `plan` and `engin
 a door prints ``str(error)``, which is one line that says what to change.
 
     TpuCareError
-    ├── ConfigError            stop; a person has to edit the file (or flag, or environment)
+    ├── ConfigError            stop; a person has to edit the file (or flag, or environment); carries `problems`
     ├── StoreError             the process ends; the next start adopts
     │   ├── StoreLocked        another process takes care of this store
     │   ├── StoreCorrupt       refused, never silently started over
@@ -34,6 +34,8 @@ a door prints ``str(error)``, which is one line that says what to change.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Self
 
 
@@ -41,8 +43,40 @@ class TpuCareError(Exception):
     """Base of everything that tpucare raises on purpose; ``str()`` is one line for a person."""
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class Problem:
+    """
+    One thing that a person has to change.
+
+    line: counts from 1; 0 = the text has no lines worth naming    key: a dotted path, "" for the whole file
+    """
+
+    line: int
+    key: str
+    text: str
+
+    def render(self, file: str) -> str:
+        """`file:line: key.path: what is wrong`, always one line."""
+        place = f"{file}:{self.line}" if self.line else file
+        return f"{place}: {self.key + ': ' if self.key else ''}{self.text}"
+
+
 class ConfigError(TpuCareError):
-    """A person has to edit something: file, line and key are named in the text."""
+    """
+    A person has to edit something: file, line and key are named in the text.
+
+    problems: what the text says, one by one; empty where the error is about no declaration
+    """
+
+    def __init__(self, message: str, problems: tuple[Problem, ...] = ()) -> None:
+        super().__init__(message)
+        self.problems = problems
+
+    @classmethod
+    def of(cls, problems: Iterable[Problem], file: str) -> Self:
+        """One line per problem, of what errors call *file*."""
+        found = tuple(problems)
+        return cls("\n".join(problem.render(file) for problem in found), found)
 
 
 class StoreError(TpuCareError):

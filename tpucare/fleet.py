@@ -15,14 +15,14 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from tpucare import fleet_files, fleet_rules, fleet_schema, yaml_lines
-from tpucare.errors import ConfigError
+from tpucare.errors import ConfigError, Problem
 from tpucare.fleet_build import care_of, job_template, places_of
 from tpucare.fleet_files import ReadFile, read_local
 from tpucare.fleet_problems import PROBLEMS_LIMIT, shape_problems
 from tpucare.fleet_schema import COUNT_LIMIT, FleetFile
 from tpucare.local_files import open_regular
 from tpucare.model import Care, Job, Place, Slot
-from tpucare.yaml_lines import Document, Problem
+from tpucare.yaml_lines import Document
 
 __all__ = ["Fleet", "json_schema", "parse", "read_local", "read_text", "refuse_shared_names"]
 
@@ -150,7 +150,7 @@ def parse(
     try:
         document = yaml_lines.read(text)
     except yaml_lines.Unreadable as error:
-        raise ConfigError(error.problem.render(file)) from None
+        raise ConfigError.of([error.problem], file) from None
     declared, problems = _validated(document)
     findings = fleet_rules.check(document, accepted=accepted)
     problems += [*document.problems, *findings.problems]
@@ -162,8 +162,15 @@ def parse(
         contents, unread = _read_files(declared, document, folder, read_file)
         problems += unread
     if problems or declared is None:
-        raise ConfigError("\n".join(_lines(problems, file)))
-    return _built(declared, contents, tuple(_lines(findings.warnings, file)), file, folder, default_project)
+        raise ConfigError.of(_first(problems), file)
+    return _built(
+        declared,
+        contents,
+        tuple(warning.render(file) for warning in _first(findings.warnings)),
+        file,
+        folder,
+        default_project,
+    )
 
 
 def read_text(path: Path) -> str:
@@ -264,11 +271,12 @@ def _file_path(remote: str) -> tuple[str, ...]:
     return ("job", "files", remote) if remote else ("job", "files")
 
 
-def _lines(problems: Sequence[Problem], file: str) -> Iterator[str]:
+def _first(problems: Sequence[Problem]) -> Iterator[Problem]:
+    """Each once, in the order of the file; the last says how many are left out."""
     unique = sorted(set(problems))
-    yield from (problem.render(file) for problem in unique[:PROBLEMS_LIMIT])
+    yield from unique[:PROBLEMS_LIMIT]
     if len(unique) > PROBLEMS_LIMIT:
-        yield f"{file}:{unique[PROBLEMS_LIMIT].line}: and {len(unique) - PROBLEMS_LIMIT} more"
+        yield Problem(unique[PROBLEMS_LIMIT].line, "", f"and {len(unique) - PROBLEMS_LIMIT} more")
 
 
 # --- building ----------------------------------------------------------------------------------------------------

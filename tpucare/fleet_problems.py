@@ -13,9 +13,10 @@ from itertools import islice
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from tpucare.errors import Problem
 from tpucare.fleet_schema import LATER_KEYS, SECTIONS, SYNONYMS
 from tpucare.words import hint, nearest, shown
-from tpucare.yaml_lines import Document, KeyPath, Problem, WrittenFloat, WrittenInt
+from tpucare.yaml_lines import Document, KeyPath, WrittenFloat, WrittenInt
 
 # Nearest words are searched for each problem, so a file of nothing but unknown keys must not cost minutes.
 PROBLEMS_LIMIT = 50

@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 
 from tpucare import accelerators, fleet_values
 from tpucare.accelerators import Accelerator
-from tpucare.errors import ConfigError
+from tpucare.errors import ConfigError, Problem
 from tpucare.fleet_schema import ALTERNATIVES_LIMIT, ZONES_LIMIT, Reach
 from tpucare.model import Provisioning
 from tpucare.words import hint, naming, nearest, shown
-from tpucare.yaml_lines import Document, KeyPath, Problem
+from tpucare.yaml_lines import Document, KeyPath
 
 _SECRET_NAME = re.compile(r"(?i)(^|_)(api_?key|token|secret|password|passwd|credentials?|private_key)s?$")
 _PLACEHOLDER = "{slot}"

@@ -51,9 +51,9 @@ def read_base(text: str, file: str) -> Base:
     try:
         document = yaml_lines.read(text)
     except yaml_lines.Unreadable as error:
-        raise ConfigError(error.problem.render(file)) from None
+        raise ConfigError.of([error.problem], file) from None
     if document.problems:
-        raise ConfigError("\n".join(problem.render(file) for problem in document.problems))
+        raise ConfigError.of(document.problems, file)
     if not isinstance(document.value, dict):
         raise ConfigError(f"{file}: must be a fleet file: a mapping whose `job` is a mapping too")
     return document.value

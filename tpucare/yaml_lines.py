@@ -17,6 +17,7 @@ from typing import TypeAlias
 
 import yaml
 
+from tpucare.errors import Problem
 from tpucare.words import shown
 
 KeyPath: TypeAlias = tuple[str | int, ...]
@@ -39,19 +40,6 @@ _CONSTANTS: Mapping[str, bool | None] = {
 _HARMLESS_TAGS = frozenset({None, *(f"tag:yaml.org,2002:{kind}" for kind in ("str", "map", "seq"))})
 _NEEDS_QUOTES = re.compile(r"""[:\-]\s+[{\[*&!%@`]""")
 _PLAIN_WORD = re.compile(r"[A-Za-z0-9_-]+")
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Problem:
-    """One thing that a person has to change. `line` counts from 1; `key` is a dotted path, "" for the whole file."""
-
-    line: int
-    key: str
-    text: str
-
-    def render(self, file: str) -> str:
-        """`file:line: key.path: what is wrong`, always one line."""
-        return f"{file}:{self.line}: {self.key + ': ' if self.key else ''}{self.text}"
 
 
 class Unreadable(Exception):
