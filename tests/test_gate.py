@@ -19,6 +19,7 @@ from tpucare.gate import ContextGate
 from tpucare.leave import WAITS, WAITS_FOR_BUDGET, Leave
 from tpucare.memory import Wish
 from tpucare.model import Care
+from tpucare.tracking import Admission
 
 WAITS_FOR_IT = WAITS.why
 
@@ -259,9 +260,12 @@ def test_a_turn_that_waits_for_the_budget_in_vain_is_given_back(tmp_path: Path) 
     daemon.run(seconds=20)
     assert gate.held == {"pod-0"}
     assert daemon.why() == {"pod-0": WAITS_FOR_BUDGET.why, "pod-1": WAITS.why}
+    slots = daemon.engine.slots
+    assert [slots[name].awaits for name in ("pod-0", "pod-1")] == [Admission.BUDGET, Admission.LEAVE]
     daemon.wish("pod-0", Wish.DOWN)
     daemon.run(seconds=10)
     assert gate.held == {"pod-1"}
+    assert slots["pod-0"].awaits is Admission.NOTHING
     daemon.run(minutes=15)
     assert daemon.trains("pod-1")
     assert [call["node"] for call in calls(daemon, "CreateNode")] == ["pod-1-a0"]

@@ -249,7 +249,7 @@ class Board:
         track.erred_at = now
         pause = min(ASIDE_CAP, ASIDE_FIRST * 2 ** min(track.errors - 1, 10))
         track.aside_until = now + pause
-        track.action = Wait(f"set aside for {pause:.0f} s: {type(error).__name__}: {error}", needs_person=True)
+        track.decided(Wait(f"set aside for {pause:.0f} s: {type(error).__name__}: {error}", needs_person=True))
         self.wake_at(track, track.aside_until)
         self.event(track, "error", f"{type(error).__name__}: {error}", level="error", errors=track.errors)
 

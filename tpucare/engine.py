@@ -299,7 +299,7 @@ class Engine:
             track.mark_creates(view.mark)
             moment = self.moment(track)
             action = decide(track.slot, self._evidence(view, track), track.memory, moment)
-            track.action = action
+            track.decided(action)
             if isinstance(action, Wait):
                 self._rest(track, action, moment, now)
                 return

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from tpucare.actions import Wait
 from tpucare.model import NodeState
 from tpucare.ports import Gate
-from tpucare.tracking import SlotTrack
+from tpucare.tracking import Admission, SlotTrack
 
 WAITS = Wait("waiting for the creation semaphore")
 WAITS_FOR_BUDGET = Wait("the create budget of the project is used up for this minute")
@@ -35,7 +35,7 @@ class Leave:
         self._waits.discard(slot)
         if not self._gate.ask(slot):
             self._waits.add(slot)
-            track.action = WAITS
+            track.decided(WAITS, Admission.LEAVE)
             return False
         self._holds[slot] = name
         return True
@@ -48,7 +48,7 @@ class Leave:
         """Give back what is not needed any more."""
         if self._gate is None:
             return
-        for slot in [slot for slot in self._waits if slot not in slots or slots[slot].action is not WAITS]:
+        for slot in [slot for slot in self._waits if slot not in slots or slots[slot].awaits is not Admission.LEAVE]:
             self._waits.discard(slot)
             self._gate.release(slot)
         for slot, name in [*self._holds.items()]:
@@ -58,7 +58,7 @@ class Leave:
 
 
 def _needs(track: SlotTrack, name: str) -> bool:
-    if "create" in track.in_flight or track.action is WAITS_FOR_BUDGET:
+    if "create" in track.in_flight or track.awaits is Admission.BUDGET:
         return True
     intent, seen = track.memory.create(name), track.nodes.get(name)
     if intent is None or intent.superseded or intent.failed or track.memory.has_given_up(name):

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
+from enum import Enum
 from statistics import median
 
 from tpucare import failures
@@ -352,6 +353,14 @@ def is_running(report: NodeReport) -> bool:
     return any(worker.alive and worker.phase is Phase.RUN for worker in report.workers)
 
 
+class Admission(Enum):
+    """What holds up the create that a slot wants now."""
+
+    NOTHING = "nothing"
+    LEAVE = "leave to create"
+    BUDGET = "the create budget"
+
+
 @dataclass(slots=True)
 class SlotTrack:
     """One slot: what is declared, what is remembered, what is seen, and what is under way."""
@@ -364,6 +373,7 @@ class SlotTrack:
     failed_looks: dict[str, FailedLook] = field(default_factory=dict)
     creates_since: dict[str, Mark] = field(default_factory=dict)
     action: Action = field(default_factory=lambda: Wait("not looked at yet"))
+    awaits: Admission = Admission.NOTHING
     wake_observed: timedelta | None = None
     wake_wall: float | None = None
     aside_until: float | None = None
@@ -375,6 +385,10 @@ class SlotTrack:
     held_node: str = ""
     held_at: timedelta = timedelta()
     said: str = ""
+
+    def decided(self, action: Action, awaits: Admission = Admission.NOTHING) -> None:
+        """*action* is the slot's until the next decision; `awaits`: what holds up the create that it wanted instead."""
+        self.action, self.awaits = action, awaits
 
     def evidence(
         self,

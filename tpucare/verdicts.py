@@ -51,4 +51,4 @@ class Verdicts:
         if track.hold(action.key.name, self._board.project(track.slot.project).observed):
             self._board.event(track, "brake", why, node=action.key.name, level="error")
         self._board.rest(track)
-        track.action = Wait(why, needs_person=True)
+        track.decided(Wait(why, needs_person=True))
