@@ -10,6 +10,7 @@ import pytest
 
 from tests.office import Office, fleet_text
 from tests.virtual.harness import PROJECT
+from tpucare.actions import ANY_CREATE, EffectKind
 from tpucare.desk import CannotDo
 from tpucare.emulator.records import NodeSpec
 from tpucare.errors import ConfigError
@@ -533,3 +534,13 @@ def test_an_edit_of_count_alone_does_not_move_the_checkpoints_of_slot_0(
     with pytest.raises(ConfigError, match="begins anew"):
         office.apply(fleet_text(count=after, checkpoint="gs://bucket/pod"), office.folder)
     office.apply(fleet_text(count=after, checkpoint="gs://bucket/pod/{slot}"), office.folder)
+
+
+def test_what_is_under_way_is_told_as_text(office: Office) -> None:
+    track = office.daemon.engine.slots["pod-0"]
+    resting = track.action
+    for key in (EffectKind.STOP.of("pod-0-a0"), ANY_CREATE, EffectKind.DELETE.of("pod-0-a0")):
+        track.in_flight[key] = resting
+    row = office.ask("plan", target="pod-0")["slots"][0]
+    assert row["in_flight"] == ["create", "delete:pod-0-a0", "stop:pod-0-a0"]
+    assert json.loads(json.dumps(row)) == row

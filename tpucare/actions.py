@@ -9,9 +9,54 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from enum import StrEnum
+from typing import NamedTuple
 
 from tpucare.memory import BookName, End
 from tpucare.model import NodeKey, Place
+
+
+class EffectKind(StrEnum):
+    """What tpucare does about a node, or notes of it (the last four)."""
+
+    CREATE = "create"
+    DELETE = "delete"
+    LAUNCH = "launch"
+    STOP = "stop"
+    NOTICE = "notice"
+    KEY = "key"
+    VOUCH = "vouch"
+    LOOK = "look"
+    POLL = "poll"
+    # A person asked for a node to be labelled as this slot's, and it is not seen as such yet.
+    ADOPT = "adopt"
+    # This process saw the node, and forgot it: it is gone, or another's.
+    GONE = "gone"
+    # The operation of the node's create ended with an error.
+    FAILED = "failed"
+    # A call other than GetNode did not find the node.
+    MISSED = "missed"
+
+    def of(self, node: str) -> EffectKey:
+        return EffectKey(self, node)
+
+
+class EffectKey(NamedTuple):
+    """
+    What one effect of a slot is told from its others by; one of each is in flight at a time.
+
+    `node`: the name of its node; empty for a create and an adoption, of which a slot has one at a time, whatever the
+    name.
+    """
+
+    kind: EffectKind
+    node: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.node}" if self.node else f"{self.kind}"
+
+
+ANY_CREATE = EffectKey(EffectKind.CREATE)
+ADOPTING = EffectKey(EffectKind.ADOPT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +94,8 @@ class Create:
     held_in_region: bool = False
 
     @property
-    def kind(self) -> str:
-        return "create"
+    def effect_key(self) -> EffectKey:
+        return ANY_CREATE
 
 
 class Reason(StrEnum):
@@ -91,8 +136,8 @@ class Delete:
     lasted: timedelta | None = None
 
     @property
-    def kind(self) -> str:
-        return f"delete:{self.key.name}"
+    def effect_key(self) -> EffectKey:
+        return EffectKind.DELETE.of(self.key.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +152,8 @@ class Launch:
     job: str = ""
 
     @property
-    def kind(self) -> str:
-        return f"launch:{self.key.name}"
+    def effect_key(self) -> EffectKey:
+        return EffectKind.LAUNCH.of(self.key.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +182,8 @@ class Stop:
     lasted: timedelta | None = None
 
     @property
-    def kind(self) -> str:
-        return f"stop:{self.key.name}"
+    def effect_key(self) -> EffectKey:
+        return EffectKind.STOP.of(self.key.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +197,8 @@ class Notice:
     checkpoint: int | None = None
 
     @property
-    def kind(self) -> str:
-        return f"notice:{self.key.name}"
+    def effect_key(self) -> EffectKey:
+        return EffectKind.NOTICE.of(self.key.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,8 +209,8 @@ class PushKey:
     why: str
 
     @property
-    def kind(self) -> str:
-        return f"key:{self.key.name}"
+    def effect_key(self) -> EffectKey:
+        return EffectKind.KEY.of(self.key.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,8 +222,8 @@ class Vouch:
     publisher: str = ""
 
     @property
-    def kind(self) -> str:
-        return f"vouch:{self.key.name}"
+    def effect_key(self) -> EffectKey:
+        return EffectKind.VOUCH.of(self.key.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,8 +234,8 @@ class Look:
     why: str
 
     @property
-    def kind(self) -> str:
-        return f"look:{self.key.name}"
+    def effect_key(self) -> EffectKey:
+        return EffectKind.LOOK.of(self.key.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,8 +247,8 @@ class Poll:
     why: str
 
     @property
-    def kind(self) -> str:
-        return f"poll:{self.name}"
+    def effect_key(self) -> EffectKey:
+        return EffectKind.POLL.of(self.name)
 
 
 class Fact(StrEnum):
@@ -240,10 +285,6 @@ class Settle:
     checkpoint: int | None = None
     gap: timedelta | None = None
     publisher: str = ""
-
-    @property
-    def kind(self) -> str:
-        return "settle"
 
 
 Effect = Create | Delete | Launch | Stop | Notice | PushKey | Vouch | Look | Poll

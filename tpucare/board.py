@@ -11,7 +11,7 @@ import contextlib
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -31,7 +31,7 @@ ERRORS_LAPSE = 3600.0
 # Ten of them are missed before a store counts as old; each is a synced commit.
 MARK_EVERY = 60.0
 
-Begun = tuple[Lane, tuple[str, ...], Callable[[], object]]
+Begun = tuple[Lane, tuple[Hashable, ...], Callable[[], object]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -132,7 +132,7 @@ class Desk:
             "about": plain(_about(action)),
             "why": plain(action.why),
             "needs_person": isinstance(action, Wait) and action.needs_person,
-            "in_flight": sorted(track.in_flight),
+            "in_flight": sorted(str(key) for key in track.in_flight),
         }
 
     def _workers(self, slot: str) -> Answer:

@@ -16,12 +16,12 @@ from datetime import timedelta
 
 from tpucare import effects
 from tpucare import remember as memories
-from tpucare.actions import Create, Delete, Effect, Look, Poll, Reason, Settle, Stop, Vouch, Wait
+from tpucare.actions import ADOPTING, Create, Delete, Effect, Look, Poll, Reason, Settle, Stop, Vouch, Wait
 from tpucare.board import Board, Settings
 from tpucare.brake import HOLD_LAPSES, is_judged
 from tpucare.effects import Ports, lane_of, prepare
 from tpucare.errors import ConfigError, TpuCareError
-from tpucare.evidence import ADOPTING, Evidence, Moment
+from tpucare.evidence import Evidence, Moment
 from tpucare.hearing import Hearing
 from tpucare.leave import Leave
 from tpucare.memory import End, Memory, Wish
@@ -384,8 +384,8 @@ class Engine:
         coordinator = seen.node.endpoints[0].internal if seen is not None and seen.node.endpoints else ""
         workers = seen.workers if seen is not None else None
         effect = prepare(action, track.slot, track.memory, workers, coordinator, self.ports)
-        track.in_flight[action.kind] = action
-        tag = ("effect", track.slot.name, action.kind)
+        track.in_flight[action.effect_key] = action
+        tag = ("effect", track.slot.name, action.effect_key)
         self.board.begin((lane_of(action), tag, effect))
 
     # --- remember ----------------------------------------------------------------------------------------------------

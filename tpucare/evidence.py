@@ -14,6 +14,7 @@ from datetime import datetime, timedelta
 from enum import StrEnum
 from typing import NamedTuple
 
+from tpucare.actions import EffectKey
 from tpucare.backoff import POLL_OPERATION_EVERY
 from tpucare.memory import Publishing
 from tpucare.model import Node, Place, Provisioning, Worker
@@ -21,8 +22,6 @@ from tpucare.orders import NodeReport
 
 SUPPORTING_OBSERVATIONS = 3
 CLOCK_SLACK = timedelta(seconds=10)
-# In `Evidence.looked`: when a node was asked to be labelled as this slot's, until it is seen as such.
-ADOPTING = "adopt"
 
 
 class Mark(NamedTuple):
@@ -226,7 +225,7 @@ class Evidence:
     fresh:            the last listing of the project succeeded
     blind_why:        why it is not fresh
     foreign:          nodes that bear this slot's name and another owner
-    looked:           when a node, create or operation was last asked for by name
+    looked:           when an effect of that kind on that node ended last, or that was noted of it
     creates_since:    since when this process knows an open create
     elsewhere_answers: any other worker answered within the last minute
     may_be_canary:    no worker anywhere answers, and this slot is the one to go first
@@ -243,8 +242,8 @@ class Evidence:
     fresh: bool
     nodes: tuple[NodeEvidence, ...] = ()
     foreign: tuple[Node, ...] = ()
-    in_flight: frozenset[str] = frozenset()
-    looked: Mapping[str, Mark] = field(default_factory=dict)
+    in_flight: frozenset[EffectKey] = frozenset()
+    looked: Mapping[EffectKey, Mark] = field(default_factory=dict)
     creates_since: Mapping[str, Mark] = field(default_factory=dict)
     holdings: frozenset[Holding] = frozenset()
     elsewhere_answers: bool = False

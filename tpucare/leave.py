@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tpucare.actions import Wait
+from tpucare.actions import ANY_CREATE, Wait
 from tpucare.model import NodeState
 from tpucare.ports import Gate
 from tpucare.tracking import Admission, SlotTrack
@@ -58,7 +58,7 @@ class Leave:
 
 
 def _needs(track: SlotTrack, name: str) -> bool:
-    if "create" in track.in_flight or track.awaits is Admission.BUDGET:
+    if ANY_CREATE in track.in_flight or track.awaits is Admission.BUDGET:
         return True
     intent, seen = track.memory.create(name), track.nodes.get(name)
     if intent is None or intent.superseded or intent.failed or track.memory.has_given_up(name):

@@ -12,11 +12,11 @@ from functools import partial
 
 from tpucare import remember_seen as memories
 from tpucare.accelerators import derive
+from tpucare.actions import ADOPTING, EffectKind
 from tpucare.backoff import listing_pause
 from tpucare.board import Board, slots_of
 from tpucare.effects import Ports
 from tpucare.errors import CloudError, ConfigError, NeedsPerson, OwnCredentials, RateLimited
-from tpucare.evidence import ADOPTING
 from tpucare.hearing import Hearing
 from tpucare.model import Listing, Node, NodeKey, reaches_externally, workers_of
 from tpucare.ports import Lane
@@ -227,7 +227,7 @@ class Observer:
     def forget(self, track: SlotTrack, view: ProjectView, name: str, why: str = "") -> None:
         """The slot knows *name* no more: it is gone, or `why` not. Its host keys are the launcher's to forget."""
         track.forget_node(name)
-        track.looked[f"gone:{name}"] = view.mark
+        track.looked[EffectKind.GONE.of(name)] = view.mark
         view.release(name)
         self.hearing.note(track)
         self.board.event(track, "lost" if why else "gone", why or f"{name} is gone", node=name)

@@ -10,7 +10,7 @@ import random
 
 from tpucare import remember as memories
 from tpucare import remember_seen
-from tpucare.actions import Create, Delete, Effect, Launch, Look, Poll, PushKey, Stop, Vouch
+from tpucare.actions import Create, Delete, Effect, EffectKind, Launch, Look, Poll, PushKey, Stop, Vouch
 from tpucare.board import Board
 from tpucare.effects import ChangedMeanwhile, Ports
 from tpucare.errors import LostRace, NodeGone, TpuCareError
@@ -48,7 +48,7 @@ class Outcomes:
         """*action*, begun for the slot of *track*, is over, one way or the other."""
         view, error = self._board.project(track.slot.project), finished.error
         name = action.name if isinstance(action, Create | Poll) else action.key.name
-        track.looked[action.kind] = view.mark
+        track.looked[action.effect_key] = view.mark
         self._board.dirty[track.slot.name] = None
         if isinstance(action, Create):
             self._spending.answered(track, self._board.clock.monotonic())
@@ -72,14 +72,14 @@ class Outcomes:
         elif isinstance(action, Look) and isinstance(finished.result, Node):
             self._looked(track, view, finished.result)
         elif isinstance(action, Poll) and failed(finished.result):
-            track.looked[f"failed:{name}"] = view.mark
+            track.looked[EffectKind.FAILED.of(name)] = view.mark
         elif isinstance(action, Vouch) and seen is not None:
             seen.hear_voucher(finished.result is True, error, view.mark)
         elif isinstance(action, PushKey) and isinstance(error, LostRace):
-            track.looked[f"missed:{name}"] = view.mark
+            track.looked[EffectKind.MISSED.of(name)] = view.mark
         elif isinstance(action, Launch | Stop) and seen is not None:
             if isinstance(action, Launch):
-                track.looked.pop(f"stop:{name}", None)
+                track.looked.pop(EffectKind.STOP.of(name), None)
             seen.forget_report()
             self._prober.schedule(track, seen, self._board.clock.monotonic())
         news = not isinstance(action, Look) or track.look_ended(name, error, view.mark)
@@ -88,7 +88,7 @@ class Outcomes:
             self._board.event(track, told.kind, told.text, node=name, level=told.level)
 
     def _looked(self, track: SlotTrack, view: ProjectView, node: Node) -> None:
-        track.looked.pop(f"missed:{node.name}", None)
+        track.looked.pop(EffectKind.MISSED.of(node.name), None)
         is_its = node.slot == track.slot.name or self._board.home(node) is track
         if node.owner != self._ports.owner or not is_its:
             self._met_another(track, view, node)

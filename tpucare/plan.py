@@ -13,9 +13,25 @@ from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
 
-from tpucare.actions import Action, Create, Delete, Fact, Look, Poll, PushKey, Reason, Settle, Stop, Vouch, Wait
+from tpucare.actions import (
+    ADOPTING,
+    ANY_CREATE,
+    Action,
+    Create,
+    Delete,
+    EffectKind,
+    Fact,
+    Look,
+    Poll,
+    PushKey,
+    Reason,
+    Settle,
+    Stop,
+    Vouch,
+    Wait,
+)
 from tpucare.backoff import DELETE_AGAIN_CAP, MISSING_LOOK_EVERY, RESEND_BACKOFF
-from tpucare.evidence import ADOPTING, Evidence, Mark, Moment, NodeEvidence, Timers
+from tpucare.evidence import Evidence, Mark, Moment, NodeEvidence, Timers
 from tpucare.memory import CreateIntent, End, Memory, NodeMemory, Wish
 from tpucare.model import DEAD_STATES, NodeKey, NodeState, OnSuccess, Slot, node_name
 from tpucare.placement import choose, holds_quota
@@ -134,7 +150,7 @@ def _node_chore(seen: NodeEvidence, evidence: Evidence, memory: Memory, timers: 
     if not seen.listed:
         # Absence from a list proves nothing; GetNode does.
         return look(seen.node.key, evidence, timers, "was there, and is not in the listing")
-    if f"missed:{seen.node.name}" in evidence.looked:
+    if EffectKind.MISSED.of(seen.node.name) in evidence.looked:
         return look(seen.node.key, evidence, timers, "another call did not find it")
     if _is_welcome(seen, evidence, memory):
         return Settle(Fact.CREATE_KEPT, "came after its create was given up, and before any other", seen.node.name)
@@ -169,7 +185,7 @@ def _is_being_made(seen: NodeEvidence, memory: Memory) -> bool:
 
 def _delete_chore(seen: NodeEvidence, evidence: Evidence, memory: Memory, timers: Timers) -> Action | None:
     node, past, intent = seen.node, memory.node(seen.node.name), memory.create(seen.node.name)
-    if f"delete:{node.name}" in evidence.in_flight:
+    if EffectKind.DELETE.of(node.name) in evidence.in_flight:
         return None
     if past is not None and past.is_being_deleted:
         if timers.passed(past.delete_next_at, DELETE_AGAIN_CAP):
@@ -199,10 +215,10 @@ def _due(last: Mark | None, timers: Timers, every: timedelta) -> bool:
 
 def _watch_spent(slot: Slot, intent: CreateIntent, evidence: Evidence, timers: Timers) -> Action | None:
     """An operation may never end; that no node of it is there for a day does."""
-    kind, key = f"look:{intent.name}", NodeKey(slot.project, intent.zone, intent.name)
-    if not intent.superseded or kind in evidence.in_flight or evidence.node(intent.name) is not None:
+    this, key = EffectKind.LOOK.of(intent.name), NodeKey(slot.project, intent.zone, intent.name)
+    if not intent.superseded or this in evidence.in_flight or evidence.node(intent.name) is not None:
         return None
-    if not _due(evidence.looked.get(kind) or evidence.creates_since.get(intent.name), timers, MISSING_LOOK_EVERY):
+    if not _due(evidence.looked.get(this) or evidence.creates_since.get(intent.name), timers, MISSING_LOOK_EVERY):
         return None
     return Look(key, "given up, and its operation goes on: is its node there?")
 
@@ -210,7 +226,7 @@ def _watch_spent(slot: Slot, intent: CreateIntent, evidence: Evidence, timers: T
 def _create_chore(
     slot: Slot, intent: CreateIntent, evidence: Evidence, memory: Memory, timers: Timers
 ) -> Action | None:
-    if "create" in evidence.in_flight and not intent.accepted:
+    if ANY_CREATE in evidence.in_flight and not intent.accepted:
         return None
     if intent.operation:
         return _watch_spent(slot, intent, evidence, timers) or _poll(intent, evidence, memory, timers)
@@ -229,14 +245,14 @@ def _create_chore(
 
 
 def _poll(intent: CreateIntent, evidence: Evidence, memory: Memory, timers: Timers) -> Poll | None:
-    kind = f"poll:{intent.name}"
+    this = EffectKind.POLL.of(intent.name)
     vanished = evidence.node(intent.name) is None and memory.node(intent.name) is None
-    known_before = f"gone:{intent.name}" in evidence.looked
+    known_before = EffectKind.GONE.of(intent.name) in evidence.looked
     every = timedelta(seconds=1) if vanished and known_before else evidence.poll_every
     if intent.superseded:
         every = max(every, POLL_SPENT_EVERY)
-    last = evidence.looked.get(kind) or evidence.creates_since.get(intent.name)
-    if kind in evidence.in_flight or not (_due(last, timers, every)):
+    last = evidence.looked.get(this) or evidence.creates_since.get(intent.name)
+    if this in evidence.in_flight or not (_due(last, timers, every)):
         return None
     return Poll(intent.name, intent.operation, "create under way")
 
@@ -263,7 +279,7 @@ def _await_last(slot: Slot, evidence: Evidence, memory: Memory, timers: Timers) 
     """Until every node and create is accounted for; what cannot be looked at may take longer than anybody waits."""
     left = {past.name: past.zone for past in memory.ours} | {intent.name: intent.zone for intent in memory.creates}
     hidden = {name: since for name, zone in left.items() if (since := evidence.hidden_since(zone, name)) is not None}
-    others = [kind for kind in evidence.in_flight if kind.partition(":")[2] not in hidden]
+    others = [key for key in evidence.in_flight if key.node not in hidden]
     if others or hidden.keys() != left.keys():
         return Wait(f"going down: waiting until every node is gone ({', '.join(sorted(left))})")
     lasted = [timers.lasted(since, DOWN_PATIENCE) for since in hidden.values()]
@@ -332,7 +348,7 @@ def _end_node(slot: Slot, seen: NodeEvidence, evidence: Evidence, memory: Memory
     if goes:
         return stop_before(seen, evidence, memory, deletion(seen, why, Reason.FINISHED))
     # Its node is kept; only what still runs there ends.
-    tried = f"stop:{seen.node.name}" in evidence.looked
+    tried = EffectKind.STOP.of(seen.node.name) in evidence.looked
     runs = seen.report is not None and any(worker.alive for worker in seen.report.workers)
     return ending(seen, memory, why) if runs and not tried and seen.workers is not None else None
 
@@ -345,7 +361,7 @@ def _open_create(memory: Memory) -> CreateIntent | None:
 
 
 def _decide_empty(slot: Slot, evidence: Evidence, memory: Memory, timers: Timers) -> Action:
-    if "create" in evidence.in_flight:
+    if ANY_CREATE in evidence.in_flight:
         return Wait("create is under way")
     if ADOPTING in evidence.looked and not timers.lasted(evidence.looked[ADOPTING], ADOPTED_WITHIN):
         return Wait("a node is being adopted")

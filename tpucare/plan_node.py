@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import timedelta
 
-from tpucare.actions import Action, Delete, Fact, Launch, PushKey, Reason, Settle, Stop, Wait
+from tpucare.actions import Action, Delete, EffectKind, Fact, Launch, PushKey, Reason, Settle, Stop, Wait
 from tpucare.evidence import Evidence, Mark, NodeEvidence, Timers, latest
 from tpucare.memory import BookName, End, Memory, NodeMemory, Wish
 from tpucare.model import PENDING_STATES, USABLE_STATES, NodeKey, NodeState, Slot
@@ -61,7 +61,7 @@ def decide_node(slot: Slot, seen: NodeEvidence, evidence: Evidence, memory: Memo
         return action
     if seen.dark or (not seen.listed and node.name in evidence.failed_looks):
         return decide_hidden(slot, node.key.zone, node.name, evidence, timers)
-    if not seen.listed and f"look:{node.name}" not in evidence.looked:
+    if not seen.listed and EffectKind.LOOK.of(node.name) not in evidence.looked:
         return Wait(f"looking for {node.name} by name")
     if past is None:
         return Wait(f"{node.name} is being looked at")
@@ -146,7 +146,7 @@ def _decide_pending(
         return _decide_answering(slot, seen, past, evidence, memory, timers)
     intent = memory.create(seen.node.name)
     if intent is not None and intent.failed:
-        failed_since = evidence.looked.get(f"failed:{seen.node.name}") or seen.seen_since
+        failed_since = evidence.looked.get(EffectKind.FAILED.of(seen.node.name)) or seen.seen_since
         if timers.lasted(failed_since, FAILED_CREATE_SILENCE):
             return deletion(seen, f"its create failed ({intent.refused}) and no worker answers", Reason.DEAD)
         return Wait(f"create of {seen.node.name} failed: {intent.refused}; waiting until it is gone")
@@ -224,10 +224,10 @@ def _decide_refused(
     name = seen.node.name
     if not past.keyed:
         # The guest agent writes the key some seconds after sshd listens; UpdateNode too early is a call for nothing.
-        last = evidence.looked.get(f"key:{name}")
+        last = evidence.looked.get(EffectKind.KEY.of(name))
         pause_over = last is None or timers.lasted(last, KEY_PUSH_EVERY)
         late = timers.lasted(seen.refused_since, KEY_MAY_BE_LATE)
-        if late and pause_over and f"key:{name}" not in evidence.in_flight:
+        if late and pause_over and EffectKind.KEY.of(name) not in evidence.in_flight:
             return PushKey(seen.node.key, "a worker refuses our key")
         return Wait(f"a worker of {name} does not know our key yet", needs_person=last is not None)
     if some_accept and not (past.launched or keeps_node(seen)):
@@ -317,7 +317,7 @@ def _stop_half_gang(
     if report.workers[0].contact is not Contact.ANSWERED or not any(w.alive for w in report.workers):
         return None
     # Worker 0 tells of progress; where it never told of any, silence elsewhere is no proof of a standstill.
-    if seen.progress.signals < 2 or f"stop:{seen.node.name}" in evidence.looked:
+    if seen.progress.signals < 2 or EffectKind.STOP.of(seen.node.name) in evidence.looked:
         return None
     if timers.lasted(since, slot.care.unreachable_after / 3):
         why = "a worker is silent and the run stands still"

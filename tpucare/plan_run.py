@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from tpucare.actions import Action, Fact, Launch, Reason, Settle, Wait
+from tpucare.actions import Action, EffectKind, Fact, Launch, Reason, Settle, Wait
 from tpucare.evidence import Evidence, Mark, NodeEvidence, Timers
 from tpucare.memory import BookName, Memory, NodeMemory, RunMemory
 from tpucare.model import Slot
@@ -64,7 +64,7 @@ def _stop_again(seen: NodeEvidence, evidence: Evidence, memory: Memory, timers: 
     """A stop was intended: it is repeated until it is known to have served, or the node goes."""
     run = memory.run
     assert run is not None
-    last = evidence.looked.get(f"stop:{seen.node.name}")
+    last = evidence.looked.get(EffectKind.STOP.of(seen.node.name))
     if last is None:
         return ending(seen, memory, run.stop_why, then=Reason(run.then_delete) if run.then_delete else None)
     if run.then_delete:

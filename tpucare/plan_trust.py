@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from tpucare.actions import Action, Fact, Settle, Vouch, Wait
+from tpucare.actions import Action, EffectKind, Fact, Settle, Vouch, Wait
 from tpucare.evidence import Evidence, NodeEvidence, Timers, Voucher
 from tpucare.memory import NodeMemory, Trust
 from tpucare.model import HostKeys, Job, Slot
@@ -38,7 +38,7 @@ def publisher_of(slot: Slot, past: NodeMemory) -> str:
 def decide_trust(slot: Slot, seen: NodeEvidence, past: NodeMemory, evidence: Evidence, timers: Timers) -> Action | None:
     """What comes before a launch on workers that all answer; None when the job may be sent to them."""
     name, strict = seen.node.name, slot.care.host_keys is HostKeys.VOUCHED
-    asking = f"vouch:{name}" in evidence.in_flight
+    asking = EffectKind.VOUCH.of(name) in evidence.in_flight
     if seen.voucher is Voucher.UNASKED:
         return Wait(f"asking for the host keys of {name}") if asking else _ask(slot, seen, past, _FIRST)
     if seen.voucher is Voucher.VOUCHED or past.trust is Trust.VOUCHED:
@@ -76,10 +76,10 @@ def is_private(job: Job | None) -> bool:
 
 def decide_changed_key(slot: Slot, seen: NodeEvidence, past: NodeMemory, evidence: Evidence, timers: Timers) -> Action:
     """A worker shows another host key than it had: only guest attributes, or a person, can say that it is the same."""
-    name, last = seen.node.name, evidence.looked.get(f"vouch:{seen.node.name}")
+    name, last = seen.node.name, evidence.looked.get(EffectKind.VOUCH.of(seen.node.name))
     asked = last is not None and seen.changed_since is not None and last.observed >= seen.changed_since.observed
     long = timers.lasted(seen.changed_since, PUBLISHED_WITHIN)
-    if not asked and f"vouch:{name}" not in evidence.in_flight:
+    if not asked and EffectKind.VOUCH.of(name) not in evidence.in_flight:
         return _ask(slot, seen, past, "a host key changed on the same node")
     if again := _ask_again(slot, seen, past, evidence, timers, every=ASK_LATER_EVERY if long else ASK_EVERY):
         return again
@@ -104,9 +104,9 @@ def _ask_again(
     every: timedelta = ASK_EVERY,
 ) -> Vouch | None:
     """Nothing while a question is under way: what is known so far stays, and a person is not told of it anew."""
-    kind = f"vouch:{seen.node.name}"
-    last = evidence.looked.get(kind)
-    due = kind not in evidence.in_flight and (last is None or timers.lasted(last, every, observations=0))
+    this = EffectKind.VOUCH.of(seen.node.name)
+    last = evidence.looked.get(this)
+    due = this not in evidence.in_flight and (last is None or timers.lasted(last, every, observations=0))
     return _ask(slot, seen, past, "nothing vouches for its host keys yet") if due else None
 
 

@@ -11,7 +11,7 @@ import json
 from datetime import timedelta
 from typing import NamedTuple
 
-from tpucare.actions import Delete, Look, Reason, Stop, Wait
+from tpucare.actions import Delete, EffectKind, Look, Reason, Stop, Wait
 from tpucare.backoff import book_cap
 from tpucare.evidence import SUPPORTING_OBSERVATIONS, Evidence, Mark, NodeEvidence, Timers
 from tpucare.memory import BookName, Memory
@@ -29,11 +29,11 @@ LOOK_CAP, LOOK_CAP_HUMAN = timedelta(minutes=1), timedelta(minutes=10)
 
 def look(key: NodeKey, evidence: Evidence, timers: Timers, why: str) -> Look | None:
     """GetNode, unless it was asked a moment ago; where it fails it is asked ever more seldom."""
-    kind = f"look:{key.name}"
-    last, failed, every = evidence.looked.get(kind), evidence.failed_looks.get(key.name), LOOK_EVERY
+    this = EffectKind.LOOK.of(key.name)
+    last, failed, every = evidence.looked.get(this), evidence.failed_looks.get(key.name), LOOK_EVERY
     if failed is not None:
         every = min(LOOK_EVERY * 2 ** min(failed.times, 10), LOOK_CAP_HUMAN if failed.human else LOOK_CAP)
-    if kind in evidence.in_flight or not (last is None or timers.lasted(last, every, observations=0)):
+    if this in evidence.in_flight or not (last is None or timers.lasted(last, every, observations=0)):
         return None
     return Look(key, why)
 
@@ -75,9 +75,9 @@ def busy(seen: NodeEvidence, evidence: Evidence) -> Wait | None:
     Nothing is decided about a node meanwhile: what its workers said before a launch ended is no proof of quiet.
     """
     name = seen.node.name
-    for kind in (f"launch:{name}", f"stop:{name}", f"delete:{name}"):
-        if kind in evidence.in_flight:
-            return Wait(f"{kind.partition(':')[0]} of {name} is under way")
+    for kind in (EffectKind.LAUNCH, EffectKind.STOP, EffectKind.DELETE):
+        if kind.of(name) in evidence.in_flight:
+            return Wait(f"{kind} of {name} is under way")
     return None
 
 
@@ -109,7 +109,7 @@ def without_job(slot: Slot, then: str) -> Wait:
 
 def stop_before(seen: NodeEvidence, evidence: Evidence, memory: Memory, delete: Delete) -> Stop | Delete:
     """Stop the gang first where workers answer and something runs; a stop that was tried is not tried again."""
-    tried = f"stop:{seen.node.name}" in evidence.looked
+    tried = EffectKind.STOP.of(seen.node.name) in evidence.looked
     if tried or seen.workers is None or not _may_run(seen, memory):
         return delete
     return ending(seen, memory, delete.why, then=delete.reason, lasted=delete.lasted)

@@ -16,7 +16,7 @@ from enum import Enum
 from statistics import median
 
 from tpucare import failures
-from tpucare.actions import Action, Wait
+from tpucare.actions import Action, EffectKey, Wait
 from tpucare.errors import NeedsPerson, NodeGone, NotPublished
 from tpucare.evidence import Evidence, FailedLook, Holding, Mark, NodeEvidence, Progress, Voucher
 from tpucare.memory import End, Memory, Publishing
@@ -368,8 +368,8 @@ class SlotTrack:
     slot: Slot
     memory: Memory
     nodes: dict[str, NodeTrack] = field(default_factory=dict)
-    in_flight: dict[str, Action] = field(default_factory=dict)
-    looked: dict[str, Mark] = field(default_factory=dict)
+    in_flight: dict[EffectKey, Action] = field(default_factory=dict)
+    looked: dict[EffectKey, Mark] = field(default_factory=dict)
     failed_looks: dict[str, FailedLook] = field(default_factory=dict)
     creates_since: dict[str, Mark] = field(default_factory=dict)
     action: Action = field(default_factory=lambda: Wait("not looked at yet"))
@@ -448,8 +448,8 @@ class SlotTrack:
             if name not in names:
                 del self.creates_since[name]
         known = {"", *names, *self.nodes, *(past.name for past in self.memory.nodes)}
-        for kind in [kind for kind in self.looked if kind.partition(":")[2] not in known]:
-            del self.looked[kind]
+        for key in [key for key in self.looked if key.node not in known]:
+            del self.looked[key]
         for name in [name for name in self.failed_looks if name not in known]:
             del self.failed_looks[name]
 
@@ -480,8 +480,8 @@ class SlotTrack:
     def forget_node(self, name: str) -> None:
         self.nodes.pop(name, None)
         self.failed_looks.pop(name, None)
-        for kind in [kind for kind in self.looked if kind.partition(":")[2] == name]:
-            del self.looked[kind]
+        for key in [key for key in self.looked if key.node == name]:
+            del self.looked[key]
 
     def is_busy(self, now: Mark) -> bool:
         """Something is under way, or fell silent just now, that the next listing may explain: worth a closer look."""

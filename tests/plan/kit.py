@@ -25,6 +25,7 @@ from tpucare.actions import (
     Action,
     Create,
     Delete,
+    EffectKind,
     Settle,
     Stop,
     Wait,
@@ -42,7 +43,7 @@ OURS, DARK = frozenset({US}), frozenset({"asia-east1-c"})
 # Longer than the ten hours that were observed since the start.
 PATIENT = slot(fence_after=timedelta(hours=11))
 NEXT = seen(node(number=1), QUIET, answering_since=ago(minutes=1))
-STOPPED = {f"stop:{name_of(0)}": ago(5)}
+STOPPED = {EffectKind.STOP.of(name_of(0)): ago(5)}
 
 
 def told(action: Action) -> str:

@@ -36,7 +36,7 @@ from tests.plan.kit import (
     case,
     table,
 )
-from tpucare.actions import Delete
+from tpucare.actions import Delete, EffectKind
 from tpucare.memory import Book
 from tpucare.model import Health
 
@@ -92,7 +92,7 @@ BOOTS = [
     ),
     case(
         "the launch is under way",
-        evidence(seen(node(), QUIET), in_flight=frozenset({f"launch:{name_of(0)}"})),
+        evidence(seen(node(), QUIET), in_flight=frozenset({EffectKind.LAUNCH.of(name_of(0))})),
         TRAINS,
         "Wait",
     ),
@@ -105,37 +105,37 @@ BOOTS = [
     case("something else holds the chips", evidence(seen(node(), (QUIET, FOREIGN))), FRESH, "Stop"),
     case(
         "held again, long after it let go",
-        evidence(seen(node(), (QUIET, FOREIGN)), looked={f"stop:{name_of(0)}": ago(hours=1)}),
+        evidence(seen(node(), (QUIET, FOREIGN)), looked={EffectKind.STOP.of(name_of(0)): ago(hours=1)}),
         FRESH,
         "Stop",
     ),
     case(
         "and does not let go: somebody may be at work there",
-        evidence(seen(node(), (QUIET, FOREIGN)), looked={f"stop:{name_of(0)}": ago(minutes=9)}),
+        evidence(seen(node(), (QUIET, FOREIGN)), looked={EffectKind.STOP.of(name_of(0)): ago(minutes=9)}),
         HELD,
         "Wait person",
     ),
     case(
         "and does not let go for ten minutes",
-        evidence(seen(node(), (QUIET, FOREIGN)), looked={f"stop:{name_of(0)}": ago(minutes=11)}),
+        evidence(seen(node(), (QUIET, FOREIGN)), looked={EffectKind.STOP.of(name_of(0)): ago(minutes=11)}),
         HELD,
         "Delete dead",
     ),
     case(
         "and does not let go of an on-demand node",
-        evidence(seen(node(tier=ON_DEMAND), (QUIET, FOREIGN)), looked={f"stop:{name_of(0)}": ago(hours=1)}),
+        evidence(seen(node(tier=ON_DEMAND), (QUIET, FOREIGN)), looked={EffectKind.STOP.of(name_of(0)): ago(hours=1)}),
         HELD,
         "Wait person",
     ),
     case(
         "some worker did not hear of the stop",
-        evidence(seen(node(), (QUIET, FOREIGN)), looked={f"stop:{name_of(0)}": ago(minutes=11)}),
+        evidence(seen(node(), (QUIET, FOREIGN)), looked={EffectKind.STOP.of(name_of(0)): ago(minutes=11)}),
         replace(HELD, run=run(0, stop_why="held", stops=1)),
         "Stop",
     ),
     case(
         "it let go",
-        evidence(seen(node(), QUIET), looked={f"stop:{name_of(0)}": ago(minutes=9)}),
+        evidence(seen(node(), QUIET), looked={EffectKind.STOP.of(name_of(0)): ago(minutes=9)}),
         HELD,
         "Settle run stopped",
     ),
@@ -145,7 +145,7 @@ FENCED = memory(launched(0), past(1))
 DELETED = {"delete_asked_at": before(60), "delete_next_at": after(60)}
 WAITED = replace(NEXT, answering_since=ago(minutes=31))
 GONE_ON = memory(launched(0, **DELETED), past(1))
-LOOKED = {f"look:{name_of(0)}": ago(2)}
+LOOKED = {EffectKind.LOOK.of(name_of(0)): ago(2)}
 
 FENCES = [
     case("an older node may train: GetNode", evidence(NEXT, dark_since={US: ago(60)}), GONE_ON, "Look"),
@@ -231,7 +231,7 @@ test_the_fence = table(FENCES)
 
 @pytest.mark.parametrize("launched_before", [False, True])
 def test_chips_held_before_any_launch_of_ours_speak_against_the_place(launched_before: bool) -> None:
-    what = evidence(seen(node(), (QUIET, FOREIGN)), looked={f"stop:{name_of(0)}": ago(minutes=11)})
+    what = evidence(seen(node(), (QUIET, FOREIGN)), looked={EffectKind.STOP.of(name_of(0)): ago(minutes=11)})
     delete = act(what, replace(HELD, nodes=(past(launched=launched_before),)))
     assert isinstance(delete, Delete)
     assert delete.held is not launched_before

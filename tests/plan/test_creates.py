@@ -32,6 +32,7 @@ from tests.plan.kit import (
     case,
     table,
 )
+from tpucare.actions import ANY_CREATE, EffectKind
 from tpucare.memory import PlaceMemory, Wish
 
 POOR = replace(slot(), lacks="secret WANDB_API_KEY is not set")
@@ -51,11 +52,11 @@ CREATES = [
     ),
     case(
         "an open intent that was polled just now",
-        evidence(looked={f"poll:{name_of(0)}": ago(3)}),
+        evidence(looked={EffectKind.POLL.of(name_of(0)): ago(3)}),
         memory(creates=(intent(accepted=True, operation="op"),)),
         "Wait",
     ),
-    case("the call is under way", evidence(in_flight=frozenset({"create"})), memory(creates=(intent(),)), "Wait"),
+    case("the call is under way", evidence(in_flight=frozenset({ANY_CREATE})), memory(creates=(intent(),)), "Wait"),
     case(
         "its answer was lost: the same name again",
         evidence(),
@@ -102,7 +103,7 @@ CREATES = [
     ),
     case(
         "unanswered at boot_timeout",
-        evidence(creates_since={name_of(0): ago(minutes=31)}, looked={f"poll:{name_of(0)}": ago(1)}),
+        evidence(creates_since={name_of(0): ago(minutes=31)}, looked={EffectKind.POLL.of(name_of(0)): ago(1)}),
         memory(creates=(intent(accepted=True, operation="op"),)),
         "Settle create superseded",
     ),
@@ -169,13 +170,13 @@ CREATES = [
     ),
     case(
         "superseded and still to come: the next create goes on",
-        evidence(looked={f"poll:{name_of(0)}": ago(1)}, creates_since={name_of(0): ago(minutes=40)}),
+        evidence(looked={EffectKind.POLL.of(name_of(0)): ago(1)}, creates_since={name_of(0): ago(minutes=40)}),
         memory(creates=(intent(superseded=True, accepted=True, operation="op"),)),
         "Create",
     ),
     case(
         "superseded for an hour: is its node there?",
-        evidence(looked={f"poll:{name_of(0)}": ago(1)}, creates_since={name_of(0): ago(minutes=60)}),
+        evidence(looked={EffectKind.POLL.of(name_of(0)): ago(1)}, creates_since={name_of(0): ago(minutes=60)}),
         memory(creates=(intent(superseded=True, accepted=True, operation="op"),)),
         "Look",
     ),
@@ -187,13 +188,13 @@ CREATES = [
     ),
     case(
         "its operation failed, listed CREATING and silent for less than 60 s",
-        evidence(seen(node("CREATING")), looked={f"failed:{name_of(0)}": ago(40)}),
+        evidence(seen(node("CREATING")), looked={EffectKind.FAILED.of(name_of(0)): ago(40)}),
         memory(past(), creates=(intent(failed=True, accepted=True, refused="no more capacity"),)),
         "Wait",
     ),
     case(
         "its operation failed, listed CREATING and silent for 60 s",
-        evidence(seen(node("CREATING")), looked={f"failed:{name_of(0)}": ago(61)}),
+        evidence(seen(node("CREATING")), looked={EffectKind.FAILED.of(name_of(0)): ago(61)}),
         memory(past(), creates=(intent(failed=True, accepted=True, refused="no more capacity"),)),
         "Delete dead",
     ),
@@ -245,7 +246,7 @@ CREATES = [
     case("404 for a node that was there", evidence(seen(node(), running(), listed=False)), TRAINS, "Look"),
     case(
         "404 for a node that was there: asked just now",
-        evidence(seen(node(), running(), listed=False), looked={f"look:{name_of(0)}": ago(2)}),
+        evidence(seen(node(), running(), listed=False), looked={EffectKind.LOOK.of(name_of(0)): ago(2)}),
         TRAINS,
         "Wait",
     ),
@@ -266,7 +267,7 @@ DELETES = [
     ),
     case(
         "nor while it is under way",
-        evidence(seen(node("PREEMPTED")), in_flight=frozenset({f"delete:{name_of(0)}", "create"})),
+        evidence(seen(node("PREEMPTED")), in_flight=frozenset({EffectKind.DELETE.of(name_of(0)), ANY_CREATE})),
         memory(launched(dead=True)),
         "Wait",
     ),

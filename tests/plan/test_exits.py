@@ -37,7 +37,7 @@ from tests.plan.kit import (
     over,
     table,
 )
-from tpucare.actions import Stop, Wait
+from tpucare.actions import EffectKind, Stop, Wait
 from tpucare.evidence import Progress
 from tpucare.memory import Book
 from tpucare.model import OnSuccess, Provisioning
@@ -231,12 +231,12 @@ EXITS = [
 ]
 
 STOPPING = memory(launched(), run=run(stop_why="it crashed"))
-LONG_STOPPED = {f"stop:{name_of(0)}": ago(11)}
+LONG_STOPPED = {EffectKind.STOP.of(name_of(0)): ago(11)}
 STOPS = [
     case("a stop was intended before a restart", evidence(seen(node(), running())), STOPPING, "Stop"),
     case(
         "a stop is under way",
-        evidence(seen(node(), running()), in_flight=frozenset({f"stop:{name_of(0)}"})),
+        evidence(seen(node(), running()), in_flight=frozenset({EffectKind.STOP.of(name_of(0))})),
         STOPPING,
         "Wait",
     ),
@@ -274,7 +274,7 @@ STOPS = [
     ),
     case(
         "chips not free for a quarter of an hour more, on-demand",
-        evidence(seen(node(tier=ON_DEMAND), running()), looked={f"stop:{name_of(0)}": ago(minutes=15)}),
+        evidence(seen(node(tier=ON_DEMAND), running()), looked={EffectKind.STOP.of(name_of(0)): ago(minutes=15)}),
         memory(launched(), run=run(stop_why="it crashed", stops=5, stuck=True)),
         "Stop",
     ),

@@ -22,6 +22,7 @@ from tests.evidence_kit import (
     slot,
 )
 from tests.plan.kit import HOUR, NEXT, case, table
+from tpucare.actions import EffectKind
 from tpucare.errors import NeedsPerson, Transient
 from tpucare.evidence import FailedLook
 from tpucare.memory import Memory, Wish
@@ -47,7 +48,7 @@ HIDDEN = [
     case("fence_after counts", evidence(SEEN, dark_since=LONG_DARK), TRAINS, "Wait", slot(fence_after=HOUR)),
     case(
         "GetNode is refused",
-        evidence(failed_looks=REFUSED, looked=dict.fromkeys(["look:pod-0-a0"], ago(9))),
+        evidence(failed_looks=REFUSED, looked=dict.fromkeys([EffectKind.LOOK.of("pod-0-a0")], ago(9))),
         TRAINS,
         "Settle node out of sight",
         BOTH,
@@ -77,7 +78,7 @@ HIDDEN = [
     ),
     case(
         "the fence guards the launch",
-        evidence(SEEN, NEXT, dark_since=LONG_DARK, looked={"look:pod-0-a0": ago(1)}),
+        evidence(SEEN, NEXT, dark_since=LONG_DARK, looked={EffectKind.LOOK.of("pod-0-a0"): ago(1)}),
         memory(launched(out_of_sight=True), past(1)),
         "Wait",
         PROCEED,
@@ -97,10 +98,15 @@ HIDDEN = [
         BOTH,
     ),
     case("taken: a person", evidence(), known(taken=True), "Look", BOTH),
-    case("taken, looked at: a person", evidence(looked={"look:pod-0-a0": ago(1)}), known(taken=True), "Wait person"),
+    case(
+        "taken, looked at: a person",
+        evidence(looked={EffectKind.LOOK.of("pod-0-a0"): ago(1)}),
+        known(taken=True),
+        "Wait person",
+    ),
     case(
         "taken: a person's word",
-        evidence(looked={"look:pod-0-a0": ago(1)}),
+        evidence(looked={EffectKind.LOOK.of("pod-0-a0"): ago(1)}),
         known(taken=True, written_off=True),
         "Create",
     ),
@@ -112,10 +118,23 @@ HIDDEN = [
         "Wait person",
     ),
     case(
-        "a look that fails is repeated", evidence(failed_looks=FAILS, looked={"look:pod-0-a0": ago(40)}), TRAINS, "Look"
+        "a look that fails is repeated",
+        evidence(failed_looks=FAILS, looked={EffectKind.LOOK.of("pod-0-a0"): ago(40)}),
+        TRAINS,
+        "Look",
     ),
-    case("ever more seldom", evidence(failed_looks=FAILS, looked={"look:pod-0-a0": ago(39)}), TRAINS, "Wait"),
-    case("at least each 10 min", evidence(failed_looks=REFUSED, looked={"look:pod-0-a0": ago(600)}), TRAINS, "Look"),
+    case(
+        "ever more seldom",
+        evidence(failed_looks=FAILS, looked={EffectKind.LOOK.of("pod-0-a0"): ago(39)}),
+        TRAINS,
+        "Wait",
+    ),
+    case(
+        "at least each 10 min",
+        evidence(failed_looks=REFUSED, looked={EffectKind.LOOK.of("pod-0-a0"): ago(600)}),
+        TRAINS,
+        "Look",
+    ),
     case(
         "a dead one in the dark holds nothing up",
         evidence(SEEN, dark_since=LONG_DARK),

@@ -26,6 +26,7 @@ from tests.evidence_kit import (
     token,
 )
 from tests.plan.kit import ON_DEMAND, STALE, case, table
+from tpucare.actions import EffectKind
 from tpucare.evidence import Progress
 from tpucare.memory import Book, Wish
 from tpucare.orders import Phase
@@ -33,7 +34,7 @@ from tpucare.orders import Phase
 # It told its step once, an hour ago: "restored at step 100".
 TOLD = Progress(token(), 0, begun=ago(minutes=65), told=ago(hours=1))
 MOVES = Progress(token(), 9, ago(9), timedelta(seconds=15), ago(9), begun=ago(hours=1), told=ago(minutes=59))
-LAUNCHING = frozenset({f"launch:{name_of(0)}"})
+LAUNCHING = frozenset({EffectKind.LAUNCH.of(name_of(0))})
 IN_FLIGHT = [
     case(
         "replace is asked for while a launch is under way: its workers are not known to be quiet",
@@ -110,7 +111,7 @@ RUNS = [
     ),
     case(
         "replace is asked for, and it is stopped",
-        evidence(seen(node(), ended(143)), looked={f"stop:{name_of(0)}": ago(5)}),
+        evidence(seen(node(), ended(143)), looked={EffectKind.STOP.of(name_of(0)): ago(5)}),
         replace(TRAINS, replace_asked=True),
         "Delete asked",
     ),

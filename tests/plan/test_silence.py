@@ -25,6 +25,7 @@ from tests.evidence_kit import (
     token,
 )
 from tests.plan.kit import MUTE, ON_DEMAND, STALE, case, silent, table
+from tpucare.actions import EffectKind
 from tpucare.evidence import Progress
 from tpucare.memory import Book
 from tpucare.model import Health
@@ -168,7 +169,7 @@ SILENCE = [
     case("some workers silent, no progress: stop the rest", evidence(silent(1, running(), SILENT)), TRAINS, "Stop"),
     case(
         "the rest was stopped already",
-        evidence(silent(1, running(), SILENT), looked={f"stop:{name_of(0)}": ago(30)}),
+        evidence(silent(1, running(), SILENT), looked={EffectKind.STOP.of(name_of(0)): ago(30)}),
         TRAINS,
         "Wait",
     ),
@@ -182,13 +183,13 @@ SILENCE = [
     case("our key is refused", evidence(seen(node(), REFUSED, refused_since=ago(31))), FRESH, "PushKey"),
     case(
         "our key could not be written: not at once again",
-        evidence(seen(node(), REFUSED, refused_since=ago(99)), looked={f"key:{name_of(0)}": ago(50)}),
+        evidence(seen(node(), REFUSED, refused_since=ago(99)), looked={EffectKind.KEY.of(name_of(0)): ago(50)}),
         FRESH,
         "Wait person",
     ),
     case(
         "our key could not be written: again",
-        evidence(seen(node(), REFUSED, refused_since=ago(99)), looked={f"key:{name_of(0)}": ago(61)}),
+        evidence(seen(node(), REFUSED, refused_since=ago(99)), looked={EffectKind.KEY.of(name_of(0)): ago(61)}),
         FRESH,
         "PushKey",
     ),
@@ -276,7 +277,7 @@ HEALTH = [
         "REPAIRING, stopped",
         evidence(
             seen(node("REPAIRING"), QUIET, state_since=ago(hours=1), progress=STALE),
-            looked={f"stop:{name_of(0)}": ago(9)},
+            looked={EffectKind.STOP.of(name_of(0)): ago(9)},
         ),
         TRAINS,
         "Delete judged",

@@ -30,6 +30,7 @@ from tests.evidence_kit import (
 from tests.plan.kit import NEXT, told
 from tpucare.actions import (
     Create,
+    EffectKind,
 )
 from tpucare.memory import Memory, Wish
 from tpucare.model import NodeState
@@ -96,7 +97,7 @@ def test_a_delete_that_hangs_is_repeated_whoever_asked_for_it() -> None:
 
 def test_beside_a_node_that_was_shown_dead_and_lives_nothing_is_launched() -> None:
     old = launched(revived=True, delete_asked_at=before(10), delete_next_at=after(50))
-    both = evidence(seen(node(), running()), NEXT, looked={f"look:{name_of(0)}": ago(1)})
+    both = evidence(seen(node(), running()), NEXT, looked={EffectKind.LOOK.of(name_of(0)): ago(1)})
     assert told(act(both, memory(old, past(1), run=run()))) == "Wait"
     assert told(act(both, memory(replace(old, revived=False, dead=True), past(1), run=run()))) == "Launch"
 

@@ -26,7 +26,7 @@ from tests.evidence_kit import (
     slot,
 )
 from tests.plan.kit import case, table
-from tpucare.actions import Launch, Settle, Vouch, Wait
+from tpucare.actions import EffectKind, Launch, Settle, Vouch, Wait
 from tpucare.errors import (
     CloudError,
     NotPublished,
@@ -53,7 +53,7 @@ def asked(voucher: Voucher, seconds: float = 5, arrived: float = 30, **more: Any
     known = {"answering_since": ago(arrived), "arrived_since": ago(arrived), "voucher_why": "so it said", **more}
     return evidence(
         seen(node(), QUIET, voucher=voucher, **known),
-        looked={f"vouch:{name_of(0)}": ago(seconds)},
+        looked={EffectKind.VOUCH.of(name_of(0)): ago(seconds)},
     )
 
 
@@ -64,13 +64,13 @@ def unpublished(**more: Any) -> Evidence:
 
 
 def changed(voucher: Voucher = Voucher.VOUCHED, since: float = 60, at: float | None = 5, **more: Any) -> Evidence:
-    looked = {f"vouch:{name_of(0)}": ago(at)} if at is not None else {}
+    looked = {EffectKind.VOUCH.of(name_of(0)): ago(at)} if at is not None else {}
     known = {"voucher": voucher, "changed_since": ago(since), **more}
     return evidence(seen(node(), (QUIET, CHANGED), **known), looked=looked)
 
 
 UNASKED = evidence(seen(node(), QUIET, voucher=Voucher.UNASKED))
-IN_FLIGHT = replace(UNASKED, in_flight=frozenset({f"vouch:{name_of(0)}"}))
+IN_FLIGHT = replace(UNASKED, in_flight=frozenset({EffectKind.VOUCH.of(name_of(0))}))
 SILENT_FOR_LONG = asked(Voucher.UNANSWERED, arrived=700, unanswered_since=ago(minutes=10))
 
 test_whether_a_job_may_be_sent = table(

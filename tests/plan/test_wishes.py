@@ -38,6 +38,7 @@ from tests.plan.kit import (
 )
 from tpucare.actions import (
     Delete,
+    EffectKind,
     Reason,
     Stop,
 )
@@ -88,7 +89,7 @@ WISHES = [
     case("down: then delete", evidence(seen(node(), ended(143)), looked=STOPPED), ASKED, "Delete asked"),
     case(
         "down while a launch is under way",
-        evidence(seen(node(), QUIET), in_flight=frozenset({f"launch:{name_of(0)}"})),
+        evidence(seen(node(), QUIET), in_flight=frozenset({EffectKind.LAUNCH.of(name_of(0))})),
         ASKED,
         "Wait",
     ),
@@ -102,7 +103,7 @@ WISHES = [
     ),
     case(
         "down while a create is under way",
-        evidence(looked={f"poll:{name_of(3)}": ago(1)}),
+        evidence(looked={EffectKind.POLL.of(name_of(3)): ago(1)}),
         memory(creates=(intent(3, accepted=True, operation="op"),), wish=Wish.DOWN),
         "Settle create superseded",
     ),
@@ -133,7 +134,10 @@ WISHES = [
     case("failed: what still runs is stopped", evidence(seen(node(), running())), FAILED, "Stop"),
     case("done: not asked since a restart", evidence(seen(node())), DONE, "Wait", slot(on_success=OnSuccess.KEEP)),
     case(
-        "done: under way", evidence(seen(node(), ended(0)), in_flight=frozenset({f"stop:{name_of(0)}"})), DONE, "Wait"
+        "done: under way",
+        evidence(seen(node(), ended(0)), in_flight=frozenset({EffectKind.STOP.of(name_of(0))})),
+        DONE,
+        "Wait",
     ),
     case("done: no new node", evidence(), memory(end=End.DONE), "Wait"),
     case("done: its zone is dark", evidence(seen(node(), ended(0), dark=True)), DONE, "Wait"),
@@ -191,7 +195,7 @@ WISHES = [
     ),
     case(
         "done while a create is open",
-        evidence(looked={f"poll:{name_of(3)}": ago(1)}),
+        evidence(looked={EffectKind.POLL.of(name_of(3)): ago(1)}),
         memory(creates=(intent(3, accepted=True, operation="op"),), end=End.DONE),
         "Settle create superseded",
     ),
@@ -220,7 +224,9 @@ SEVERAL = [
     case(
         "both train, and the stop of the younger was not heard by all: the older still stays",
         evidence(
-            seen(node(), running()), seen(node(number=1), running(token(1))), looked={f"stop:{name_of(1)}": ago(9)}
+            seen(node(), running()),
+            seen(node(number=1), running(token(1))),
+            looked={EffectKind.STOP.of(name_of(1)): ago(9)},
         ),
         replace(BOTH, run=run(1, stop_why="pod-0-a0 holds this slot", then_delete="surplus")),
         "Delete surplus",
@@ -266,7 +272,9 @@ SEVERAL = [
     ),
     case(
         "something is under way on one",
-        evidence(seen(node(), QUIET), seen(node(number=1), QUIET), in_flight=frozenset({f"launch:{name_of(0)}"})),
+        evidence(
+            seen(node(), QUIET), seen(node(number=1), QUIET), in_flight=frozenset({EffectKind.LAUNCH.of(name_of(0))})
+        ),
         BOTH,
         "Wait",
     ),
@@ -276,7 +284,9 @@ SEVERAL = [
 def test_of_two_runs_the_one_whose_stop_failed_is_deleted() -> None:
     younger = replace(BOTH, run=run(1, stop_why="surplus", then_delete="surplus"))
     both = evidence(
-        seen(node(), running()), seen(node(number=1), running(token(1))), looked={f"stop:{name_of(1)}": ago(9)}
+        seen(node(), running()),
+        seen(node(number=1), running(token(1))),
+        looked={EffectKind.STOP.of(name_of(1)): ago(9)},
     )
     action = act(both, younger)
     assert isinstance(action, Delete)
