@@ -34,6 +34,7 @@ from tpucare.control import NoDaemon, request
 from tpucare.emulator import running
 from tpucare.emulator.config import WorldConfig
 from tpucare.emulator.records import NodeSpec
+from tpucare.emulator.sandbox import MachineError
 from tpucare.emulator.server import EmulatorServer
 from tpucare.errors import (
     AnswerLost,
@@ -194,6 +195,12 @@ def test_a_wrong_command_line_is_code_2(run: Run, words: tuple[str, ...]) -> Non
 def test_errors_have_codes_from_the_narrow_to_the_wide() -> None:
     errors = (ConfigError(""), StoreLocked(""), AnswerLost(""), AuthRefused(""), ZeroDivisionError())
     assert [exit_code(error) for error in errors] == [Exit.CONFIG, Exit.DAEMON, Exit.CLOUD, Exit.REMOTE, Exit.BUG]
+
+
+def test_what_an_emulated_machine_cannot_do_is_no_bug() -> None:
+    assert exit_code(MachineError("no sshd")) is Exit.FAILED
+    namesake = type("MachineError", (Exception,), {})
+    assert exit_code(namesake("of somebody else")) is Exit.BUG
 
 
 # --- fleets ----------------------------------------------------------------------------------------------------------

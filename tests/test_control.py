@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tpucare import control
+from tpucare import control, errors
 from tpucare.control import LINE_LIMIT, Control, NoDaemon, Refused, Stopping, is_running, request
 from tpucare.errors import ConfigError, StoreFull
 
@@ -134,6 +134,15 @@ def test_an_error_arrives_as_the_class_that_it_was(loop: Loop, path: Path) -> No
     # Whoever asked has the answer before the loop has the error: one turn of it later it has both.
     assert request(path, {"do": "echo", "text": "on"}) == {"text": "on"}
     assert [type(error) for error in loop.stumbles] == [StoreFull], "an error of the store ends the loop, too"
+
+
+def test_every_class_but_that_with_an_exit_status_crosses_the_socket() -> None:
+    for kind in vars(errors).values():
+        if isinstance(kind, type) and issubclass(kind, errors.TpuCareError):
+            error = control._error_of({"kind": kind.__name__, "error": "no -> yes"})
+            assert type(error) is (Refused if kind is errors.CommandFailed else kind)
+            assert str(error) == "no -> yes"
+    assert type(control._error_of({"kind": "Problem", "error": "no"})) is Refused
 
 
 def test_an_order_that_stumbles_ends_nothing_else(loop: Loop, path: Path) -> None:

@@ -60,6 +60,18 @@ class Stopping(Refused):
     """It is on its way out, and did nothing of what was asked."""
 
 
+def _kinds() -> Iterator[type[TpuCareError]]:
+    yield Stopping
+    for value in vars(errors).values():
+        # An exit status does not cross the socket.
+        if isinstance(value, type) and issubclass(value, TpuCareError) and not issubclass(value, errors.CommandFailed):
+            yield value
+
+
+# What a refusal is called on the socket -> its class on this side, as which it has the same exit code.
+_KINDS = {kind.__name__: kind for kind in _kinds()}
+
+
 @dataclass(frozen=True, slots=True)
 class _Call:
     order: object
@@ -235,14 +247,9 @@ def _kind(error: TpuCareError) -> str:
 
 
 def _error_of(answer: Mapping[str, Any]) -> TpuCareError:
-    """The same class on this side, so that one error has one exit code wherever it happened."""
+    """Of the same class on this side, if both know it."""
     text = str(answer.get("error", "the daemon refused without a reason"))
-    if answer.get("kind") == Stopping.__name__:
-        return Stopping(text)
-    known = getattr(errors, str(answer.get("kind", "")), None)
-    if isinstance(known, type) and issubclass(known, TpuCareError) and not issubclass(known, errors.CommandFailed):
-        return known(text)
-    return Refused(text)
+    return _KINDS.get(str(answer.get("kind", "")), Refused)(text)
 
 
 class _Server(socketserver.ThreadingUnixStreamServer):

@@ -178,8 +178,7 @@ def exit_code(error: BaseException) -> Exit:
     for kind, code in _CODES:
         if isinstance(error, kind):
             return code
-    # Machines of the emulator raise an error of their own, which is no bug.
-    return Exit.FAILED if type(error).__name__ == "MachineError" else Exit.BUG
+    return Exit.BUG
 
 
 def _show(error: Exception) -> None:
