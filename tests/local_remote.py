@@ -64,7 +64,7 @@ class LocalRemote:
 
     def silence(self, worker: Worker) -> None:
         """From now on nothing is heard of *worker*; its processes live on. Commands under way are lost, too."""
-        self.fail(worker, WorkerSilent(f"{worker.host}: silenced by the test"))
+        self.fail(worker, WorkerSilent("silenced by the test", host=worker.host))
 
     def fail(self, worker: Worker, error: RemoteError) -> None:
         """From now on every use of *worker* raises *error*."""
@@ -123,7 +123,7 @@ class LocalRemote:
                 stream.write(content)
             os.replace(name, target)
         except OSError as error:
-            raise CommandFailed(f"{worker.host}: put {path}: {error.strerror}", 1, str(error)) from error
+            raise CommandFailed(f"put {path}: {error.strerror}", 1, str(error), host=worker.host) from error
 
     def each(self, workers: Sequence[Worker], call: Callable[[Worker], T]) -> list[T | Exception]:
         if not workers:
@@ -212,14 +212,14 @@ class LocalRemote:
             status = process.wait(seconds)
         except subprocess.TimeoutExpired:
             # As with SSH the command itself may live on; nothing is known about it.
-            raise WorkerSilent(f"{worker.host}: no answer within {seconds:g} s") from None
+            raise WorkerSilent(f"no answer within {seconds:g} s", host=worker.host) from None
         self._check(worker)
         for reader in (out, err):
             reader.join(LINGER_SECONDS)
             reader.drain()
         # sshd reports no status for a command that a signal ended; OpenSSH's paramiko side then says "unknown".
         if status < 0:
-            raise WorkerSilent(f"{worker.host}: the command ended without a status")
+            raise WorkerSilent("the command ended without a status", host=worker.host)
         return Ran(status, bytes(out.kept), bytes(err.kept), out.truncated or err.truncated)
 
 

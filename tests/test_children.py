@@ -22,7 +22,7 @@ from tests.local_remote import LocalRemote
 from tpucare import pipes
 from tpucare.attempts import Attempt, Host
 from tpucare.children import ChildEnded, ProcessStarter
-from tpucare.errors import CommandFailed, ConfigError, NodeGone
+from tpucare.errors import CommandFailed, ConfigError, NodeGone, Problem, QuotaExceeded, TpuCareError
 from tpucare.hosts import exec_on_tpu, send_to_tpu
 from tpucare.model import NodeKey, Worker
 
@@ -302,3 +302,17 @@ def test_an_error_keeps_its_class_values_and_place() -> None:
     error = pipes.unpack_error(pipes.pack_error(CommandFailed("it failed", 7, "tail")))
     assert isinstance(error, CommandFailed)
     assert (str(error), error.exit_status, error.stderr_tail) == ("it failed", 7, "tail")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        CommandFailed("it failed", 7, host="10.0.0.1"),
+        QuotaExceeded("used up", region_wide=True, advice="ask for more"),
+        ConfigError.of([Problem(3, "job.run", "is missing")], "pod.yaml"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_error_keeps_what_it_knows_beside_its_text(error: TpuCareError) -> None:
+    other = pipes.unpack_error(pipes.pack_error(error))
+    assert (type(other), str(other), vars(other)) == (type(error), str(error), vars(error))

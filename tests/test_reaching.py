@@ -9,9 +9,11 @@ import pytest
 
 from tpucare import cloud, fleet, fleet_python
 from tpucare.cli import reaching
+from tpucare.errors import ConfigError, WorkerSilent
 from tpucare.memory import FleetRecord, Memory, NodeMemory
-from tpucare.model import Endpoint, Node, NodeKey, NodeState
+from tpucare.model import Endpoint, Node, NodeKey, NodeState, Worker
 from tpucare.options import Options
+from tpucare.ssh_connection import NeverSent
 from tpucare.store import open_store
 
 NOW = datetime(2026, 11, 22, 7, 0, tzinfo=UTC)
@@ -93,3 +95,20 @@ def test_a_fleet_that_names_no_project_is_asked_for_where_it_was_accepted(
 ) -> None:
     monkeypatch.setenv("GOOGLE_CLOUD_PROJECT", "another")
     assert hosts(monkeypatch, tmp_path, fleet_text(project=""), BOTH, project="my-project") == ["203.0.113.5"]
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (
+            WorkerSilent("dropped during a command", host="10.0.0.2"),
+            "dropped during a command; the command may still run",
+        ),
+        (NeverSent("no session was granted", host="10.0.0.2"), "no session was granted\n"),
+        (ConfigError("10.0.0.2: no such key"), "10.0.0.2: no such key\n"),
+    ],
+)
+def test_a_worker_that_cannot_be_used_is_named_by_its_number(error: Exception, line: str) -> None:
+    worker = Worker(NodeKey("my-project", ZONE, "pod-0-a3"), 7, 1, "10.0.0.2")
+    told = reaching._result(worker, error)
+    assert told.stderr.startswith(f"tpucare: worker 1: {line}")

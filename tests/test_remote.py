@@ -865,8 +865,9 @@ def test_a_worker_that_refused_our_key_is_left_alone_for_a_while(
             door.remote.run(worker, "true")
         assert server.logins == logins
     server.authorized = authorized
-    with pytest.raises(AuthRefused, match="not tried again"):
+    with pytest.raises(AuthRefused, match=r"was refused; not tried again for 3\d\d\d s$") as refused:
         door.remote.run(worker, "true")
+    assert (refused.value.host, str(refused.value)) == (worker.host, f"{worker.host}: {refused.value.message}")
     door.remote.disconnect(worker.key)
     assert door.remote.run(worker, "echo in").stdout == b"in\n"
 

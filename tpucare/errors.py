@@ -180,7 +180,19 @@ class OwnCredentials(CloudError):
 
 
 class RemoteError(TpuCareError):
-    """One worker could not be used over SSH."""
+    """
+    One worker could not be used over SSH. `str()` is `host: message`, or the message alone.
+
+    host: address of the worker; empty where the message names it, or is about no one worker
+    """
+
+    def __init__(self, message: str, *, host: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.host = host
+
+    def __str__(self) -> str:
+        return f"{self.host}: {self.message}" if self.host else self.message
 
 
 class WorkerSilent(RemoteError):
@@ -198,7 +210,7 @@ class HostKeyChanged(RemoteError):
 class CommandFailed(RemoteError):
     """The command ran to its end and exited non-zero."""
 
-    def __init__(self, message: str, exit_status: int, stderr_tail: str = "") -> None:
-        super().__init__(message)
+    def __init__(self, message: str, exit_status: int, stderr_tail: str = "", *, host: str = "") -> None:
+        super().__init__(message, host=host)
         self.exit_status = exit_status
         self.stderr_tail = stderr_tail

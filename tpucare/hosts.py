@@ -188,8 +188,7 @@ def _on_each(host: str, reach: Reach, worker: object, call: Callable[[int], T]) 
         except (WorkerSilent, AuthRefused, HostKeyChanged) as error:
             # Below, a worker is its address; whoever calls this knows it as the worker of a host.
             address = reach.workers[number].host
-            why = str(error).removeprefix(f"{address}: ")
-            raise type(error)(f"{host}, worker {number} ({address}): {why}") from error
+            raise type(error)(f"{host}, worker {number} ({address}): {error.message}") from error
 
     if len(numbers) == 1:
         return [named(numbers[0])]

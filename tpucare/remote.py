@@ -204,7 +204,8 @@ class ParamikoRemote:
         with self._lock:
             refused = self._refusals.get(identity(worker))
         if refused is not None and time.monotonic() < refused.until:
-            raise AuthRefused(f"{refused.text}; not tried again for {refused.until - time.monotonic():.0f} s")
+            pause = refused.until - time.monotonic()
+            raise AuthRefused(f"{refused.text}; not tried again for {pause:.0f} s", host=worker.host)
         with self._lock:
             taken = self._knocked.pop(worker, None)
         if taken is not None:
@@ -222,7 +223,7 @@ class ParamikoRemote:
             connection.open(user=self._user, key=self._key.private, pinned=pinned, deadline=until)
             self._trust(connection)
         except AuthRefused as error:
-            self._note_refusal(worker, str(error))
+            self._note_refusal(worker, error.message)
             raise
         finally:
             with self._lock:
@@ -245,9 +246,9 @@ class ParamikoRemote:
         worker = connection.worker
         try:
             if not self._pool.knows(worker):
-                raise WorkerSilent(f"{worker.host}: forgotten while it was being connected to")
+                raise WorkerSilent("forgotten while it was being connected to", host=worker.host)
             if not self._pins.check(worker, connection.host_key):
-                raise HostKeyChanged(f"{worker.host}: another host key was vouched for meanwhile")
+                raise HostKeyChanged("another host key was vouched for meanwhile", host=worker.host)
         except BaseException:
             connection.close()
             raise

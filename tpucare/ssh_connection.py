@@ -120,11 +120,13 @@ class Connection:
         try:
             self._wire.connect(deadline.remaining)
         except TimeoutError as error:
-            raise WorkerSilent(f"{self.worker.host}: no answer within {deadline.seconds:g} s (connecting)") from error
+            raise WorkerSilent(
+                f"no answer within {deadline.seconds:g} s (connecting)", host=self.worker.host
+            ) from error
         except OSError as error:
             if error.errno in _OURS:
                 raise
-            raise WorkerSilent(f"{self.worker.host}: {error.strerror or error} (connecting)") from error
+            raise WorkerSilent(f"{error.strerror or error} (connecting)", host=self.worker.host) from error
 
     def _negotiate(self, pinned: Collection[str], deadline: Deadline) -> None:
         options = self._transport.get_security_options()
@@ -140,9 +142,8 @@ class Connection:
         except paramiko.SSHException as error:
             raise self._silent("the SSH handshake", deadline, error) from error
         if pinned and self.host_key not in pinned:
-            raise HostKeyChanged(
-                f"{self.worker.host}: not the host key that worker {self.worker.number} of {self.worker.key.name} had"
-            )
+            which = f"worker {self.worker.number} of {self.worker.key.name}"
+            raise HostKeyChanged(f"not the host key that {which} had", host=self.worker.host)
 
     def _log_in(self, user: str, key: paramiko.PKey, deadline: Deadline) -> None:
         answered = threading.Event()
@@ -155,15 +156,15 @@ class Connection:
         if self._transport.is_authenticated():
             return
         if self._transport.is_active() or "authentication" in self._transport.disconnect_text.lower():
-            raise AuthRefused(f"{self.worker.host}: the key of {user!r} was refused")
+            raise AuthRefused(f"the key of {user!r} was refused", host=self.worker.host)
         raise self._silent("the login", deadline)
 
     def _silent(self, when: str, deadline: Deadline, error: Exception | None = None) -> WorkerSilent:
         host = self.worker.host
         if deadline.passed:
-            return WorkerSilent(f"{host}: no answer within {deadline.seconds:g} s ({when})")
+            return WorkerSilent(f"no answer within {deadline.seconds:g} s ({when})", host=host)
         why = self._transport.disconnect_text or _text(error or self._transport.saved_exception)
-        return WorkerSilent(f"{host}: dropped during {when}{f' ({why})' if why else ''}")
+        return WorkerSilent(f"dropped during {when}{f' ({why})' if why else ''}", host=host)
 
     # --- commands ---
 
@@ -180,7 +181,7 @@ class Connection:
     def _session(self, deadline: Deadline) -> Iterator[paramiko.Channel]:
         """A channel of its own, closed at the end. sshd opens it by itself, so silence here means a dead connection."""
         if not self._slots.acquire(timeout=deadline.remaining):
-            raise WorkerSilent(f"{self.worker.host}: {CHANNELS} commands under way for {deadline.seconds:g} s")
+            raise WorkerSilent(f"{CHANNELS} commands under way for {deadline.seconds:g} s", host=self.worker.host)
         self._count(1)
         try:
             channel = self._open_channel(deadline)
@@ -206,11 +207,11 @@ class Connection:
                 channel.event = LastingEvent(channel)
                 return channel
         except paramiko.ChannelException as error:
-            raise NeverSent(f"{self.worker.host}: no session was granted ({error})") from error
+            raise NeverSent(f"no session was granted ({error})", host=self.worker.host) from error
         except (paramiko.SSHException, EOFError, OSError) as error:
             silent = self._silent("opening a session", deadline, error)
             self.close()
-            raise silent if deadline.passed else NeverSent(*silent.args) from error
+            raise silent if deadline.passed else NeverSent(silent.message, host=silent.host) from error
 
     def _request(self, deadline: Deadline, ask: Callable[[], None]) -> None:
         """Ask for a command or subsystem; paramiko waits for the answer without a limit, the watchdog does not."""
@@ -238,7 +239,7 @@ class Connection:
             raise self._silent("a command", deadline)
         if channel.exit_status < 0:
             # Killed by a signal, or dropped between the last output and the status: paramiko says -1 to both.
-            raise WorkerSilent(f"{self.worker.host}: the command ended without a status")
+            raise WorkerSilent("the command ended without a status", host=self.worker.host)
         return Ran(channel.exit_status, bytes(out.content), bytes(err.content), out.truncated or err.truncated)
 
     # --- files ---
@@ -257,7 +258,7 @@ class Connection:
                 raise self._silent("a file transfer", deadline, error) from error
             except paramiko.SFTPError as error:
                 why = f"{error}; does a start-up file of the login shell print something?"
-                raise CommandFailed(f"{self.worker.host}: put {path}: {why}", 1, why) from error
+                raise CommandFailed(f"put {path}: {why}", 1, why, host=self.worker.host) from error
             except OSError as error:
                 if channel.closed or not self._transport.is_active():
                     raise self._silent("a file transfer", deadline, error) from error
@@ -273,7 +274,7 @@ class Connection:
                 reason += "; df: " + " ".join(asked.stdout.decode(errors="replace").splitlines()[-1:])
             except WorkerSilent:
                 reason += "; the disk may be full"
-        return CommandFailed(f"{self.worker.host}: put {path}: {reason}", 1, reason)
+        return CommandFailed(f"put {path}: {reason}", 1, reason, host=self.worker.host)
 
 
 class _Kept:

@@ -114,7 +114,7 @@ class ConnectionPool:
         if (connection := self._take(line, worker)) is not None:
             return connection
         if not line.connecting.acquire(timeout=deadline.remaining):
-            raise WorkerSilent(f"{worker.host}: no answer within {deadline.seconds:g} s (another thread connects)")
+            raise WorkerSilent(f"no answer within {deadline.seconds:g} s (another thread connects)", host=worker.host)
         try:
             if (connection := self._take(line, worker)) is not None:
                 return connection
@@ -127,7 +127,7 @@ class ConnectionPool:
     def _line(self, worker: Worker) -> _Line:
         with self._lock:
             if self._closed:
-                raise WorkerSilent(f"{worker.host}: closed from our side")
+                raise WorkerSilent("closed from our side", host=worker.host)
             one = identity(worker)
             self._nodes.setdefault(worker.key, set()).add(one)
             return self._lines.setdefault(one, _Line())
@@ -148,7 +148,7 @@ class ConnectionPool:
         with self._lock:
             if line.forgotten or not connection.alive:
                 connection.close()
-                raise WorkerSilent(f"{connection.worker.host}: dropped right after the login")
+                raise WorkerSilent("dropped right after the login", host=connection.worker.host)
             line.connection = connection
             self._uses[connection] = _Use(users=1)
             if len(self._uses) > self._limit:

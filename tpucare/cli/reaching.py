@@ -239,7 +239,7 @@ def _result(worker: Worker, answer: Ran | Exception) -> Result:
         texts = (plain_lines(stream.decode("utf-8", "replace")) for stream in (answer.stdout, answer.stderr))
         return Result(worker.number, answer.exit_status, *texts)
     if isinstance(answer, RemoteError | ConfigError):
-        text = str(answer).removeprefix(f"{worker.host}: ")
+        text = answer.message if isinstance(answer, RemoteError) else str(answer)
         # Nothing on the worker ends a command whose connection is gone.
         went = isinstance(answer, WorkerSilent) and not isinstance(answer, NeverSent)
         ending = "; the command may still run there" if went else ""
