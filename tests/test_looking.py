@@ -86,6 +86,17 @@ def test_what_needs_a_person_stands_first_with_what_to_do() -> None:
     assert [line.split()[0] for line in lines[4:]] == ["crash-0", "other-0", "gpt-0"]
 
 
+def test_what_needs_a_person_is_named_once_and_before_the_places_that_do_not() -> None:
+    both = waiting("pod-0", needs_person=True)
+    human = {"kind": "human", "failures": 1, "blocked": True, "retry_in_seconds": 600.0, "reason": "Permission denied"}
+    both["places"]["us-east1-d/v6e-1/spot"] = human
+    other = row("fence-0", why="needs your key again", needs_person=True)
+    lines = screen(answer(both, other), 150)
+    refused = "needs you: Permission denied in us-east1-d; no capacity in europe-west4-a, next try in 12 s"
+    assert lines[1] == f"! pod-0 {refused}"
+    assert lines[2] == "! fence-0 needs you: needs your key again"
+
+
 def test_slots_that_are_not_as_declared_are_marked() -> None:
     rows = training("gpt-0", behind=["job", "tpu"]), training("gpt-1", surplus=True)
     lines = screen(answer(*rows), 0)

@@ -200,8 +200,8 @@ def _attention(rows: Sequence[Answer]) -> list[Text]:
 
 def _need(row: Answer) -> str:
     if row["end"] != "failed":
-        text = _short(_waits(row) or row["why"])
-        return text if text.startswith(NEEDS_YOU) else f"{NEEDS_YOU}: {text}"
+        waits = _waits(row)
+        return _short(waits) if waits and _is_blocked(row) else f"{NEEDS_YOU}: {_short(waits or row['why'])}"
     why, last = row["end_why"], row.get("last_line", "")
     parts = [f"failed: {why}" + (f": {_short(last)}" if last and last not in why else "")]
     if row.get("kept_until"):
@@ -317,17 +317,21 @@ def _why(row: Answer) -> str:
 
 
 def _waits(row: Answer, *, with_next: bool = True) -> str:
-    """Which places refuse, in a few words; empty where something else is waited for."""
+    """Which places refuse, in a few words, blocked ones first; empty where something else is waited for."""
     if not row.get("waits_for_place"):
         return ""
     kinds: dict[str, list[str]] = {}
-    for key, place in row["places"].items():
+    for key, place in sorted(row["places"].items(), key=lambda entry: not entry[1]["blocked"]):
         if place["retry_in_seconds"] or place["blocked"]:
             word = f"{NEEDS_YOU}: {_short(place['reason'])}" if place["blocked"] else place["kind"] or "refused"
             kinds.setdefault(word, []).append(key.partition("/")[0])
     told = "; ".join(f"{word} in {', '.join(dict.fromkeys(zones))}" for word, zones in kinds.items())
     soon = _next_try(row)
     return told + (f", next try in {length(soon)}" if told and with_next and soon is not None else "")
+
+
+def _is_blocked(row: Answer) -> bool:
+    return any(place["blocked"] for place in row["places"].values())
 
 
 def _next_try(row: Answer) -> float | None:
