@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,12 @@ import tpucare
 from tests.office import BEAT, QUICK, REPOSITORY
 from tpucare import api, stores
 from tpucare.arguments import Door
-from tpucare.caring import Blind, refusing_blindness
+from tpucare.caring import refuse_blindness
 from tpucare.cloud import connect
 from tpucare.control import NoDaemon, request
 from tpucare.emulator.config import WorldConfig
 from tpucare.emulator.server import EmulatorServer
-from tpucare.errors import ConfigError, StoreError, StoreLocked
+from tpucare.errors import CloudError, ConfigError, NeedsPerson, OwnCredentials, StoreError, StoreLocked, Transient
 from tpucare.memory import FleetRecord, Wish
 from tpucare.model import (
     LABEL_FLEET,
@@ -43,6 +43,7 @@ from tpucare.model import (
     Place,
     Provisioning,
 )
+from tpucare.projects import ProjectView
 from tpucare.store import open_reader, open_store
 from tpucare.system import SystemClock, machine_id
 from tpucare.whereabouts import options_of
@@ -479,19 +480,35 @@ def test_store_is_checked_by_every_function_that_takes_it(tmp_path: Path, monkey
 
 
 class TestBlindness:
-    def event(self, kind: str, level: str) -> Event:
-        return Event(SystemClock().now(), kind, "listing failed: no permission", level=level)
+    DENIED = NeedsPerson("listing grant failed: no permission", 7, advice="ask for it")
 
-    def test_a_listing_that_needs_a_person_ends_a_call_that_has_seen_nothing(self) -> None:
-        listen = refusing_blindness(lambda _: None)
-        listen(self.event("blind", "warning"))
-        with pytest.raises(Blind, match="no permission"):
-            listen(self.event("blind", "error"))
+    def view(self, blind: CloudError | None = None, passes: int = 0) -> ProjectView:
+        return ProjectView("grant", timedelta(minutes=1), blind=blind, passes=passes)
+
+    @pytest.mark.parametrize("blind", [DENIED, OwnCredentials("expired", 16)])
+    def test_a_listing_that_needs_a_person_ends_a_call_that_has_seen_nothing(self, blind: CloudError) -> None:
+        refuse_blindness([self.view()])
+        refuse_blindness([self.view(Transient("not now", 13))])
+        with pytest.raises(CloudError) as caught:
+            refuse_blindness([self.view(Transient("not now", 13)), self.view(blind)])
+        assert caught.value is blind
 
     def test_later_it_is_waited_out(self) -> None:
-        listen = refusing_blindness(lambda _: None)
-        listen(self.event("seeing", "debug"))
-        listen(self.event("blind", "error"))
+        refuse_blindness([self.view(self.DENIED, passes=1)])
+        refuse_blindness([self.view(self.DENIED), self.view(passes=1)])
+
+
+def test_a_call_without_permission_ends_with_what_its_first_listing_was_refused_with(grant: Grant) -> None:
+    events: list[Event] = []
+    with grant.server.lock:
+        grant.server.world.fail_next("ListNodes", 7, "Permission 'tpu.nodes.list' denied")
+    with pytest.raises(NeedsPerson, match=r"^listing .* failed: Permission .* denied -> give the caller") as caught:
+        tpucare.start_single(
+            "pod", 3, ZONE, True, None, 1, start_fn, created, **grant.arguments(on_event=events.append)
+        )
+    assert (caught.value.code, caught.value.advice[:16]) == (7, "give the caller ")
+    assert "blind" in [event.kind for event in events]
+    assert grant.created() == []
 
 
 # --- the public names ------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from tpucare.arguments import CreationCallback, Door, Start, StartFn
 from tpucare.arguments_call import UNHEALTHY_SECONDS, Call
 from tpucare.assembly import Caretaker, Leaves, MakeLauncher, assemble
 from tpucare.callbacks import CallbackLauncher
-from tpucare.caring import Declared, Left, care, refusing_blindness
+from tpucare.caring import Declared, Left, care
 from tpucare.children import ProcessStarter
 from tpucare.contexts import StoredContexts
 from tpucare.declared import Fleet
@@ -72,6 +72,7 @@ def start_single(
     Ctrl-C deletes the node and returns. SIGTERM and SIGHUP leave it alive and end the process; the same call goes on
     with the same context, attempt and node.
     Raises: ConfigError: before anything is created. SlotFailed: it gave up. StoreLocked: somebody cares for it already.
+    CloudError: its first listing was refused for credentials or permissions.
     """
     _start(
         Call(
@@ -290,7 +291,7 @@ def _assembled(
     launcher: MakeLauncher,
     creation: contextlib.AbstractContextManager[Any] | None,
 ) -> Caretaker:
-    listen = refusing_blindness(_listener(progress, door.on_event))
+    listen = _listener(progress, door.on_event)
     try:
         return assemble(options, os.environ, listen=listen, launcher=launcher, creation=creation)
     except StoreLocked:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,13 +23,13 @@ from tpucare.assembly import Caretaker
 from tpucare.control import Control
 from tpucare.desk import Answer, Desk
 from tpucare.ending import Ending
-from tpucare.errors import ConfigError, TpuCareError
+from tpucare.errors import ConfigError, NeedsPerson, OwnCredentials, TpuCareError
 from tpucare.fleet import Fleet
 from tpucare.fleets import Roster
 from tpucare.memory import End, Memory, Wish
-from tpucare.model import Event
 from tpucare.plain import plain
 from tpucare.progress import Progress
+from tpucare.projects import ProjectView
 from tpucare.signals import caught
 from tpucare.unowned import UnownedNodes
 
@@ -113,7 +113,8 @@ class Foreground:
         Until every slot is over.
 
         Raises: Left: it had to leave before. SlotFailed: a slot gave up. ConfigError: refused before anything was
-        created. StoreError: nothing may be done that cannot be written.
+        created. OwnCredentials, NeedsPerson: as `refuse_blindness`. StoreError: nothing may be done that cannot be
+        written.
         """
         try:
             self._begin()
@@ -153,6 +154,7 @@ class Foreground:
 
     def _turn(self) -> None:
         idle = self._engine.step()
+        refuse_blindness(self._engine.projects.values())
         if self._control.serve(self._carry):
             idle = 0.0
         self._obey()
@@ -281,23 +283,14 @@ def _signals(foreground: Foreground) -> Iterator[None]:
         yield
 
 
-class Blind(TpuCareError):
-    """The project cannot be listed until a person changes something."""
-
-
-def refusing_blindness(listen: Callable[[Event], None]) -> Callable[[Event], None]:
+def refuse_blindness(projects: Collection[ProjectView]) -> None:
     """
-    A listener that, until the first listing has come, raises where a person has to act before one can.
+    To be asked until the first listing has come: a call would wait for ever for a cloud that will never answer it.
 
-    Without credentials or permission a call would wait for ever for a cloud that will never answer it.
+    Raises: OwnCredentials, NeedsPerson: a person has to act before anything can be listed.
     """
-    seen = False
-
-    def told(event: Event) -> None:
-        nonlocal seen
-        listen(event)
-        seen = seen or event.kind == "seeing"
-        if event.kind == "blind" and event.level == "error" and not seen:
-            raise Blind(event.text)
-
-    return told
+    if any(project.passes for project in projects):
+        return
+    for project in projects:
+        if isinstance(project.blind, OwnCredentials | NeedsPerson):
+            raise project.blind
