@@ -6,12 +6,12 @@ import json
 import re
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from tests.office import Office, fleet_text
-from tpucare import view
+from tpucare import actions, narration, view
 from tpucare.plain import plain, plain_lines
 
 
@@ -139,3 +139,11 @@ def test_projects_that_are_not_seen_say_why(office: Office) -> None:
 def test_no_text_from_elsewhere_drives_a_terminal(text: str, want: str) -> None:
     assert plain(text) == want
     assert "\x1b" not in plain_lines(text)
+
+
+def test_every_action_has_a_word_of_its_own() -> None:
+    kinds = get_args(actions.Action)
+    words = [narration._WORDS[kind] for kind in kinds]
+    assert words[:2] == ["wait", "settle"]
+    assert set(words[2:]) == {"create", "delete", "launch", "stop", "notice", "pushkey", "vouch", "look", "poll"}
+    assert set(narration._WORDS) == set(kinds)

@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import datetime
 from typing import NamedTuple
 
-from tpucare.actions import Create, Delete, Effect, Fact, Launch, Poll, Settle, Stop
+from tpucare.actions import (
+    Action,
+    Create,
+    Delete,
+    Effect,
+    Fact,
+    Launch,
+    Look,
+    Notice,
+    Poll,
+    PushKey,
+    Settle,
+    Stop,
+    Vouch,
+    Wait,
+)
 from tpucare.errors import NodeGone
 from tpucare.model import Operation
 from tpucare.orders import LaunchResult
@@ -19,6 +35,22 @@ class Told(NamedTuple):
     level: str = "info"
 
 
+# What events, `status` and failpoints call an action. Scripts read these words, so they are no names of classes.
+_WORDS: Mapping[type[Action], str] = {
+    Wait: "wait",
+    Settle: "settle",
+    Create: "create",
+    Delete: "delete",
+    Launch: "launch",
+    Stop: "stop",
+    Notice: "notice",
+    PushKey: "pushkey",
+    Vouch: "vouch",
+    Look: "look",
+    Poll: "poll",
+}
+
+
 def event_line(at: datetime, level: str, slot: str, text: str) -> str:
     """
     One event as a line for people, wherever it is shown; its text is to be made `plain` by whoever shows it.
@@ -29,10 +61,14 @@ def event_line(at: datetime, level: str, slot: str, text: str) -> str:
     return f"{at:%Y-%m-%d %H:%M:%S %Z} {slot or '-':12} {mark}{text}"
 
 
+def word_of(action: Action) -> str:
+    return _WORDS[type(action)]
+
+
 def kind_of(action: Settle | Effect) -> str:
     if isinstance(action, Settle):
         return {Fact.ENDED: "done", Fact.FIRST_USE: "host-keys"}.get(action.fact, "settle")
-    return type(action).__name__.lower()
+    return word_of(action)
 
 
 def text_of(action: Settle | Effect) -> str:

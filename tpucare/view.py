@@ -14,6 +14,7 @@ from tpucare.actions import Wait
 from tpucare.engine import Engine
 from tpucare.memory import End, FleetRecord, Memory, NodeMemory, Wish
 from tpucare.model import Node, NodeKey, NodeState, Provisioning, Worker
+from tpucare.narration import word_of
 from tpucare.orders import Contact, Phase
 from tpucare.plain import plain
 from tpucare.plan_living import FETCHING, SETTING_UP
@@ -278,7 +279,7 @@ def _node_row(seen: NodeTrack, memory: Memory) -> Row:
 
 
 def action_word(track: SlotTrack) -> str:
-    return type(track.action).__name__.lower()
+    return word_of(track.action)
 
 
 # --- what surrounds the slots ----------------------------------------------------------------------------------------
