@@ -12,6 +12,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from tpucare.actions import Action
+from tpucare.causes import Cause
 from tpucare.evidence import Evidence, Mark, Moment, NodeEvidence, Progress, Voucher
 from tpucare.memory import CreateIntent, Memory, NodeMemory, RunMemory
 from tpucare.model import (
@@ -153,6 +154,7 @@ def past(number: int = 0, **more: Any) -> NodeMemory:
         "create_time": what.create_time,
         "place": place().key,
         "answered": True,
+        "delete_cause": Cause.REPORTED_DEAD if more.get("delete_asked_at") else Cause.UNRECORDED,
     }
     return NodeMemory(name_of(number), **{**known, **more})
 
@@ -166,7 +168,13 @@ def run(number: int = 0, n: int = 1, **more: Any) -> RunMemory:
         token(number, n),
         name_of(number),
         n,
-        **{"launched_at": before(hours=1), "complete": True, "progressed": True, **more},
+        **{
+            "launched_at": before(hours=1),
+            "complete": True,
+            "progressed": True,
+            "stop_cause": Cause.STALLED if more.get("stop_why") else Cause.UNRECORDED,
+            **more,
+        },
     )
 
 

@@ -34,8 +34,9 @@ from tpucare import (
 from tpucare.actions import Fact, Reason, Settle, Vouch, Wait
 from tpucare.board import Board
 from tpucare.brake import Brake
+from tpucare.causes import Cause
 from tpucare.emulator.records import NodeSpec
-from tpucare.memory import BookName, Memory
+from tpucare.memory import BookName, Memory, Refusal
 from tpucare.model import DEAD_STATES, LABEL_FLEET, LABEL_NUMBER, LABEL_OWNER, LABEL_SLOT, Care, Job, Node, NodeKey
 from tpucare.observer import Observer
 from tpucare.outcomes import Outcomes
@@ -157,7 +158,11 @@ def _count_all_time(patch: pytest.MonkeyPatch) -> None:
 def _see_stalls_everywhere(patch: pytest.MonkeyPatch) -> None:
     def stalled(slot: Any, seen: Any, past: Any, memory: Any, timers: Any) -> Any:
         long = timers.lasted(seen.phase_since, timedelta(minutes=10))
-        return plan_living._stall(seen, memory, past, "it may have stalled", timedelta(minutes=10)) if long else None
+        return (
+            plan_living._stall(seen, memory, past, Cause.STALLED, "it may have stalled", timedelta(minutes=10))
+            if long
+            else None
+        )
 
     patch.setattr(plan_living, "_stalled", stalled)
 
@@ -187,7 +192,7 @@ def _delete_again_late(patch: pytest.MonkeyPatch) -> None:
 
 def _never_judge_silence(patch: pytest.MonkeyPatch) -> None:
     def wait(_slot: Any, seen: Any, *_rest: Any) -> Any:
-        return Wait(f"a worker of {seen.node.name} is silent")
+        return Wait(Cause.SILENT, f"a worker of {seen.node.name} is silent")
 
     patch.setattr(plan_node, "_decide_silent", wait)
 
@@ -198,7 +203,7 @@ def _judge_for_nothing(patch: pytest.MonkeyPatch) -> None:
 
     def fickle(slot: Any, seen: Any, past: Any, evidence: Any, memory: Any, timers: Any) -> Any:
         if timers.lasted(seen.phase_since, timedelta(minutes=10)):
-            return plan_words.deletion(seen, "it looks odd", Reason.JUDGED)
+            return plan_words.deletion(seen, Cause.REPORTED_DEAD, "it looks odd", Reason.JUDGED)
         return answering(slot, seen, past, evidence, memory, timers)
 
     patch.setattr(plan_node, "_decide_answering", fickle)
@@ -210,7 +215,7 @@ def _replace_what_was_edited(patch: pytest.MonkeyPatch) -> None:
 
     def strict(slot: Any, seen: Any, past: Any, evidence: Any, memory: Any, timers: Any) -> Any:
         if past.place and past.place not in {one.key for one in slot.places}:
-            return plan_words.deletion(seen, "it is not as declared", Reason.DEAD)
+            return plan_words.deletion(seen, Cause.REPORTED_DEAD, "it is not as declared", Reason.DEAD)
         return answering(slot, seen, past, evidence, memory, timers)
 
     patch.setattr(plan_node, "_decide_answering", strict)
@@ -266,8 +271,8 @@ def _forget_pins_unvouched(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Outcomes, "_after", trusting)
 
 
-def _fail_at_a_stall(seen: Any, memory: Any, past: Any, why: str, lasted: timedelta) -> Any:
-    return ending(seen, memory, why, BookName.STALL, gives_up=True, stacks=True, lasted=lasted)
+def _fail_at_a_stall(seen: Any, memory: Any, past: Any, cause: Cause, why: str, lasted: timedelta) -> Any:
+    return ending(seen, memory, cause, why, BookName.STALL, gives_up=True, stacks=True, lasted=lasted)
 
 
 def _tell_no_person(patch: pytest.MonkeyPatch) -> None:
@@ -296,7 +301,7 @@ def _run_what_finished_again(patch: pytest.MonkeyPatch) -> None:
     def doubtful(slot: Any, seen: Any, memory: Any, timers: Any) -> Any:
         action = success(slot, seen, memory, timers)
         is_over = isinstance(action, Settle) and action.fact is Fact.ENDED
-        return plan_ended.infrastructure(seen, memory, "nobody knows why") if is_over else action
+        return plan_ended.infrastructure(seen, memory, Cause.INTERRUPTED, "nobody knows why") if is_over else action
 
     patch.setattr(plan_ended, "_decide_success", doubtful)
 
@@ -337,8 +342,8 @@ def _remember_maintenance(patch: pytest.MonkeyPatch) -> None:
     def doubting(slot: Any, seen: Any, memory: Memory, timers: Any, workers: Any) -> Any:
         if memory.run is not None and memory.run.token in told:
             if not timers.lasted(seen.ended_since, plan_ended.CRASH_IS_OURS_AFTER):
-                return Wait("the run was interrupted; waiting for the cloud's word")
-            return plan_ended.infrastructure(seen, memory, "there was a maintenance")
+                return Wait(Cause.INTERRUPTED, "the run was interrupted; waiting for the cloud's word")
+            return plan_ended.infrastructure(seen, memory, Cause.INTERRUPTED, "there was a maintenance")
         return ended(slot, seen, memory, timers, workers)
 
     patch.setattr(NodeTrack, "hear", noting)
@@ -365,7 +370,7 @@ def _close_for_good(patch: pytest.MonkeyPatch) -> None:
     far = timedelta(days=3000)
 
     def blocked(past: Any, reason: str, *, now: Any) -> Any:
-        return replace(past, kind=placement.HUMAN, reason=reason, retry_at=now + far, refusals=past.refusals + 1)
+        return replace(past, kind=Refusal.HUMAN, reason=reason, retry_at=now + far, refusals=past.refusals + 1)
 
     patch.setattr(placement, "blocked", blocked)
     patch.setattr(placement, "PERSON_LATER", 2 * far)
@@ -377,7 +382,7 @@ def _wait_for_who_is_gone(patch: pytest.MonkeyPatch) -> None:
 
     def patient(slot: Any, seen: Any, past: Any, evidence: Any, memory: Any, timers: Any) -> Any:
         if any(worker.foreign is not None and worker.foreign.lost for worker in seen.report.workers):
-            return Wait("its setup is not over")
+            return Wait(Cause.SETTING_UP, "its setup is not over")
         return decide(slot, seen, past, evidence, memory, timers)
 
     patch.setattr(plan_node, "decide_foreign", patient)
@@ -589,7 +594,7 @@ MUTATIONS = (
     Mutation(
         "what a user's function started is over",
         "trains-again",
-        _swap(plan_foreign, "_decide_ended", lambda *_: Wait(plan_foreign.ENDED)),
+        _swap(plan_foreign, "_decide_ended", lambda *_: Wait(Cause.FOREIGN_RUN_ENDED, plan_foreign.ENDED)),
         (Strike(1600, "crashed", "mini-0"),),
         care=FOREIGN_CARE,
         job=FOREIGN_JOB,
@@ -665,7 +670,7 @@ MUTATIONS = (
     Mutation(
         "held chips are waited for",
         "trains-again",
-        _swap(plan_run, "_held_by_others", lambda *_: Wait("something holds the chips")),
+        _swap(plan_run, "_held_by_others", lambda *_: Wait(Cause.HELD_BY_OTHERS, "something holds the chips")),
         (Strike(1600, "chips-held"), Strike(1601, "preempted", "mini-0")),
     ),
     Mutation(

@@ -8,6 +8,7 @@ from typing import Any
 
 from tests.evidence_kit import NOW, intent, memory, name_of, node, place, token
 from tpucare.actions import Action, Create, Delete, Launch, Look, Poll, Reason, Stop
+from tpucare.causes import Cause
 from tpucare.memory import Memory
 from tpucare.remember import intend, remember
 from tpucare.remember_seen import gone
@@ -20,30 +21,30 @@ OPEN = memory(creates=(intent(10),))
 
 
 def create(number: int = 10, **more: object) -> Create:
-    return Create(name_of(number), number, place(), "why", **more)  # type: ignore[arg-type]
+    return Create(name_of(number), number, place(), Cause.UNRECORDED, "why", **more)  # type: ignore[arg-type]
 
 
 def delete(number: int = 0, reason: Reason = Reason.DEAD, **more: Any) -> Delete:
     what = node(number=number)
-    return Delete(what.key, what.id, what.create_time, "why", reason, **more)
+    return Delete(what.key, what.id, what.create_time, Cause.UNRECORDED, "why", reason, **more)
 
 
 def launch(number: int = 0, n: int = 1) -> Launch:
     what = node(number=number)
-    return Launch(what.key, what.id, token(number, n), n, "why")
+    return Launch(what.key, what.id, token(number, n), n, Cause.UNRECORDED, "why")
 
 
 def stop(number: int = 0, n: int = 1, **more: object) -> Stop:
     what = node(number=number)
-    return Stop(what.key, what.id, token(number, n), "why", **more)  # type: ignore[arg-type]
+    return Stop(what.key, what.id, token(number, n), Cause.UNRECORDED, "why", **more)  # type: ignore[arg-type]
 
 
 def poll(number: int = 10) -> Poll:
-    return Poll(name_of(number), "op", "why")
+    return Poll(name_of(number), "op", Cause.UNRECORDED, "why")
 
 
 def look(number: int = 0) -> Look:
-    return Look(node(number=number).key, "why")
+    return Look(node(number=number).key, Cause.UNRECORDED, "why")
 
 
 def asked(known: Memory, action: Action, now: datetime = NOW) -> Memory:

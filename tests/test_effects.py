@@ -13,6 +13,7 @@ from tests.bench_worker import eventually
 from tests.evidence_kit import node
 from tpucare.actions import Delete, Launch, Reason, Stop
 from tpucare.assembly import LANES
+from tpucare.causes import Cause
 from tpucare.effects import ChangedMeanwhile, delete_ours, lane_of
 from tpucare.model import Node, NodeKey
 from tpucare.ports import Cloud, Lane
@@ -34,7 +35,7 @@ class OneNode:
 
 
 SEEN = replace(node(), create_time=node().create_time.replace(microsecond=123_456))
-DELETE = Delete(SEEN.key, SEEN.id, SEEN.create_time, "a test", Reason.ASKED)
+DELETE = Delete(SEEN.key, SEEN.id, SEEN.create_time, Cause.UNRECORDED, "a test", Reason.ASKED)
 
 
 @pytest.mark.parametrize(
@@ -60,8 +61,8 @@ def test_a_node_is_deleted_only_if_it_is_the_one_that_was_listed(there: Node, is
 
 def test_stops_with_a_long_grace_keep_no_launch_waiting() -> None:
     executor, over, launched = ThreadExecutor(LANES), threading.Event(), threading.Event()
-    stop = Stop(SEEN.key, SEEN.id, "pod-0-a0.1", "a test")
-    launch = Launch(SEEN.key, SEEN.id, "pod-0-a0.2", 1, "a test")
+    stop = Stop(SEEN.key, SEEN.id, "pod-0-a0.1", Cause.UNRECORDED, "a test")
+    launch = Launch(SEEN.key, SEEN.id, "pod-0-a0.2", 1, Cause.UNRECORDED, "a test")
     try:
         for number in range(200):
             executor.submit(lane_of(stop), number, over.wait)

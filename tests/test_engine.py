@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.virtual.harness import EU, US, Daemon, place, two_runs_at_once
+from tpucare.causes import Cause
 from tpucare.emulator.config import WorldConfig
 from tpucare.engine import Settings
 from tpucare.memory import End, Wish
@@ -32,7 +33,7 @@ CARE = Care(
     first_step_timeout=timedelta(minutes=30),
 )
 # Deletes of nodes that were well, and rightly so: nobody wants them.
-SURPLUS = ("came after its create was given up", "holds this slot")
+SURPLUS = {Cause.CREATE_ABANDONED, Cause.ANOTHER_NODE_HOLDS_SLOT, Cause.DOWN}
 
 
 def weather(rng: random.Random) -> WorldConfig:
@@ -164,7 +165,7 @@ class Storm:
 
     def judge(self) -> None:
         told = [event for event in self.daemon.events if event.kind == "delete"]
-        allowed = {event.node for event in told if any(text in event.text for text in (*SURPLUS, "down was asked"))}
+        allowed = {event.node for event in told if event.fields["cause"] in SURPLUS}
         self.daemon.check(*allowed)
         assert all(self.daemon.memory(name).end is End.NONE for name in self.daemon.engine.slots)
 

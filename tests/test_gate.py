@@ -14,15 +14,12 @@ from tests.bench_worker import eventually
 from tests.field.kit import calls
 from tests.virtual.harness import PROJECT, Daemon, place
 from tpucare.budget import shared_budget
+from tpucare.causes import Cause
 from tpucare.engine import Settings
 from tpucare.gate import ContextGate
-from tpucare.leave import WAITS, WAITS_FOR_BUDGET, Leave
+from tpucare.leave import Leave
 from tpucare.memory import Wish
 from tpucare.model import Care
-from tpucare.tracking import Admission
-
-WAITS_FOR_IT = WAITS.why
-
 
 # --- over real context managers ---
 
@@ -181,7 +178,7 @@ def test_waiting_for_it_is_told(gated: tuple[Daemon, FakeGate]) -> None:
     gate.free = 0
     daemon.care_for("pod", 2)
     daemon.run(minutes=5)
-    assert set(daemon.why().values()) == {WAITS_FOR_IT}
+    assert set(daemon.causes().values()) == {Cause.CREATE_SEMAPHORE}
     assert daemon.zone.nodes() == []
     assert all(not daemon.memory(f"pod-{number}").creates for number in range(2)), "no intent before it is held"
     gate.free = 2
@@ -259,13 +256,11 @@ def test_a_turn_that_waits_for_the_budget_in_vain_is_given_back(tmp_path: Path) 
     daemon.care_for("pod", 2)
     daemon.run(seconds=20)
     assert gate.held == {"pod-0"}
-    assert daemon.why() == {"pod-0": WAITS_FOR_BUDGET.why, "pod-1": WAITS.why}
-    slots = daemon.engine.slots
-    assert [slots[name].awaits for name in ("pod-0", "pod-1")] == [Admission.BUDGET, Admission.LEAVE]
+    assert daemon.causes() == {"pod-0": Cause.CREATE_BUDGET, "pod-1": Cause.CREATE_SEMAPHORE}
     daemon.wish("pod-0", Wish.DOWN)
     daemon.run(seconds=10)
     assert gate.held == {"pod-1"}
-    assert slots["pod-0"].awaits is Admission.NOTHING
+    assert daemon.causes()["pod-0"] is not Cause.CREATE_BUDGET
     daemon.run(minutes=15)
     assert daemon.trains("pod-1")
     assert [call["node"] for call in calls(daemon, "CreateNode")] == ["pod-1-a0"]

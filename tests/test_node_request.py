@@ -11,6 +11,7 @@ from google.protobuf.json_format import MessageToDict  # type: ignore[import-unt
 
 from tests.evidence_kit import OWNER, place, slot
 from tpucare.actions import Create
+from tpucare.causes import Cause
 from tpucare.cloud_wire import create_request
 from tpucare.effects import Ports, node_request
 from tpucare.model import Network, Place
@@ -40,7 +41,9 @@ GOLDEN: dict[str, Any] = {
 def request(where: Place) -> dict[str, Any]:
     """CreateNode for a slot of *where*, as REST would write it."""
     wanted = replace(slot(where), ssh_keys=(PERSON,))
-    made = node_request(Create("pod-0-a7", 7, where, "no node"), wanted, Ports(Mock(), Mock(), OWNER, OURS))
+    made = node_request(
+        Create("pod-0-a7", 7, where, Cause.NO_NODE, "no node"), wanted, Ports(Mock(), Mock(), OWNER, OURS)
+    )
     message = create_request(made)
     said: dict[str, Any] = MessageToDict(type(message).pb(message))
     return said

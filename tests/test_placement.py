@@ -25,11 +25,9 @@ from tpucare.errors import (
     Transient,
 )
 from tpucare.evidence import Evidence, Holding, Moment, Timers, holding_of
-from tpucare.memory import Memory, PlaceMemory
+from tpucare.memory import Memory, PlaceMemory, Refusal
 from tpucare.model import Place, Provisioning
 from tpucare.placement import (
-    OWN_QUOTA,
-    OWN_REGION_QUOTA,
     Choice,
     CreateBudget,
     acquitted,
@@ -68,8 +66,8 @@ def turned_down(error: CloudError, past: PlaceMemory = NOTHING, *, held: bool = 
 
 def test_the_first_place_in_order_that_may_be_asked() -> None:
     assert chosen(memory()).place is FIRST
-    assert chosen(remembering((FIRST, PlaceMemory(1, after(1), "no capacity")))).place is SECOND
-    assert chosen(remembering((FIRST, PlaceMemory(1, before(1), "no capacity")))).place is FIRST
+    assert chosen(remembering((FIRST, PlaceMemory(1, after(1), Refusal.NO_CAPACITY)))).place is SECOND
+    assert chosen(remembering((FIRST, PlaceMemory(1, before(1), Refusal.NO_CAPACITY)))).place is FIRST
 
 
 @pytest.mark.parametrize(
@@ -132,7 +130,7 @@ def before_or_at(now: Moment, known: Memory) -> list[datetime]:
 
 def test_where_no_place_may_be_asked_each_says_why() -> None:
     choice = chosen(
-        remembering((FIRST, PlaceMemory(1, after(9), "no capacity", "gone")), (SECOND, PlaceMemory(1, after(5))))
+        remembering((FIRST, PlaceMemory(1, after(9), Refusal.NO_CAPACITY, "gone")), (SECOND, PlaceMemory(1, after(5))))
     )
     assert choice.place is None
     assert US in choice.why
@@ -143,8 +141,8 @@ def test_where_no_place_may_be_asked_each_says_why() -> None:
 
 @pytest.mark.parametrize(("refusals", "other", "person"), [(1, True, False), (2, True, True), (2, False, False)])
 def test_a_slot_whose_places_all_refused_twice_is_reported(refusals: int, other: bool, person: bool) -> None:
-    human = PlaceMemory(0, after(60), "human", "no permission", blocked=True, refusals=refusals)
-    capacity = PlaceMemory(1, after(60), "no capacity")
+    human = PlaceMemory(0, after(60), Refusal.HUMAN, "no permission", blocked=True, refusals=refusals)
+    capacity = PlaceMemory(1, after(60), Refusal.NO_CAPACITY)
     choice = chosen(remembering((FIRST, human), (SECOND, human if other else capacity)))
     assert choice.place is None
     assert choice.needs_person is person
@@ -195,7 +193,7 @@ def test_a_clock_that_was_set_back_stretches_no_pause(error: CloudError) -> None
 
 def test_a_row_of_refusals_is_of_one_kind() -> None:
     """Once three stockouts had passed, the first refusal for quota waited up to half an hour."""
-    stockouts = replace(NOTHING, failures=40, kind="no capacity", since=before(hours=1))
+    stockouts = replace(NOTHING, failures=40, kind=Refusal.NO_CAPACITY, since=before(hours=1))
     first = turned_down(QuotaExceeded("8"), stockouts)
     assert (first.failures, first.since) == (1, NOW)
     assert first.retry_at is not None
@@ -217,7 +215,9 @@ def test_where_quota_stays_used_up_everywhere_a_person_is_told(
     kinds: tuple[str, str], hours: float, person: bool
 ) -> None:
     """Found on a grant that was over: 196 creates in three days, and nobody was told."""
-    pasts = [PlaceMemory(9, after(60), kind, "x", kind == "human", 2, since=before(hours=hours)) for kind in kinds]
+    pasts = [
+        PlaceMemory(9, after(60), Refusal(kind), "x", kind == "human", 2, since=before(hours=hours)) for kind in kinds
+    ]
     choice = chosen(remembering((FIRST, pasts[0]), (SECOND, pasts[1])))
     assert (choice.place, choice.needs_person) == (None, person)
     assert ("ask for more" in choice.why) is person
@@ -225,7 +225,7 @@ def test_where_quota_stays_used_up_everywhere_a_person_is_told(
 
 def test_where_quota_lacks_the_shell_that_may_hold_it_is_named() -> None:
     """A queued resource whose node was preempted is left SUSPENDED, and counts until it is deleted."""
-    quota, stockout = PlaceMemory(1, after(60), "quota", "x"), PlaceMemory(1, after(60), "no capacity", "x")
+    quota, stockout = PlaceMemory(1, after(60), Refusal.QUOTA, "x"), PlaceMemory(1, after(60), Refusal.NO_CAPACITY, "x")
     shell = "projects/p/locations/us-central1-a/queuedResources/my-request"
     for past, named in ((quota, True), (stockout, False)):
         known = replace(remembering((FIRST, past)), shell=shell)
@@ -261,7 +261,7 @@ def test_a_person_is_needed_after_ten_minutes_then_hourly() -> None:
         ({US: 60}, NOTHING, False),
         ({US: 60, EU: 60}, NOTHING, True),
         ({US: 60, EU: 10}, NOTHING, False),
-        ({US: 60}, PlaceMemory(2, after(10), "human", blocked=True, refusals=2), True),
+        ({US: 60}, PlaceMemory(2, after(10), Refusal.HUMAN, blocked=True, refusals=2), True),
     ],
     ids=["another zone answers", "no zone for half an hour", "one went dark just now", "the other only a person opens"],
 )
@@ -300,8 +300,8 @@ def test_which_dead_node_holds_whose_quota(where: Place, held: Holding, region_w
     assert holds_quota(where, evidence(holdings=frozenset({held})), region_wide=region_wide) is want
 
 
-@pytest.mark.parametrize(("region_wide", "kind"), [(False, OWN_QUOTA), (True, OWN_REGION_QUOTA)])
-def test_own_quota_takes_no_step_of_backoff(region_wide: bool, kind: str) -> None:
+@pytest.mark.parametrize(("region_wide", "kind"), [(False, Refusal.OWN_QUOTA), (True, Refusal.OWN_REGION_QUOTA)])
+def test_own_quota_takes_no_step_of_backoff(region_wide: bool, kind: Refusal) -> None:
     past = turned_down(QuotaExceeded("quota", region_wide=region_wide), held=True)
     assert (past.kind, past.failures, past.retry_at, past.own_quota_since) == (kind, 0, None, NOW)
 
@@ -337,21 +337,23 @@ def test_after_five_minutes_own_quota_is_ordinary_quota() -> None:
 # --- success ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [OWN_QUOTA, OWN_REGION_QUOTA, "quota", "human", "rate"])
-def test_an_accepted_call_clears_what_it_disproves(kind: str) -> None:
+@pytest.mark.parametrize(
+    "kind", [Refusal.OWN_QUOTA, Refusal.OWN_REGION_QUOTA, Refusal.QUOTA, Refusal.HUMAN, Refusal.RATE]
+)
+def test_an_accepted_call_clears_what_it_disproves(kind: Refusal) -> None:
     past = quota_granted(PlaceMemory(3, after(9), kind, "x", blocked=True, refusals=2, own_quota_since=NOW))
     assert (past.kind, past.retry_at, past.blocked, past.refusals, past.own_quota_since) == ("", None, False, 0, None)
 
 
 def test_an_accepted_call_says_nothing_of_capacity() -> None:
-    past = PlaceMemory(3, after(9), "no capacity")
+    past = PlaceMemory(3, after(9), Refusal.NO_CAPACITY)
     assert quota_granted(past) is past
 
 
 def test_a_node_that_came_up_ends_the_row_of_refusals_but_not_of_silence_and_its_turn_is_remembered() -> None:
-    past = succeeded(PlaceMemory(9, after(9), "no capacity", "x", unanswered_nodes=1, asked=7), NOW)
+    past = succeeded(PlaceMemory(9, after(9), Refusal.NO_CAPACITY, "x", unanswered_nodes=1, asked=7), NOW)
     assert past == PlaceMemory(last_success=NOW, unanswered_nodes=1, asked=7)
-    mute = PlaceMemory(kind="human", blocked=True, refusals=3, unanswered_nodes=2)
+    mute = PlaceMemory(kind=Refusal.HUMAN, blocked=True, refusals=3, unanswered_nodes=2)
     assert succeeded(mute, NOW).refusals == 3
     assert quota_granted(mute).refusals == 3
     assert (acquitted(mute).unanswered_nodes, acquitted(mute).refusals, acquitted(mute).blocked) == (0, 0, False)

@@ -11,6 +11,7 @@ import pytest
 from tests.evidence_kit import FRESH, NOW, TRAINS, after, intent, launched, memory, name_of, node, past, run, token
 from tests.remember_kit import ACCEPTED, OPEN, asked, came, delete, look, poll
 from tpucare.actions import Action, Fact, Notice, PushKey, Reason, Settle, Vouch
+from tpucare.causes import Cause
 from tpucare.errors import AnswerLost, NodeGone
 from tpucare.memory import Book, BookName, End, Publishing, Trust
 from tpucare.remember import recover
@@ -51,12 +52,12 @@ def test_facts_are_written_down() -> None:
 
 
 def test_a_notice_and_a_key_are_noted_on_the_node() -> None:
-    notice = Notice(node().key, token(), "save", "why", checkpoint=5)
+    notice = Notice(node().key, token(), "save", Cause.UNRECORDED, "why", checkpoint=5)
     told = asked(TRAINS, notice).node(name_of(0))
     assert told is not None
     assert (told.noticed_at, told.noticed_checkpoint) == (NOW, 5)
     assert asked(memory(), notice) == memory()
-    key = PushKey(node().key, "why")
+    key = PushKey(node().key, Cause.UNRECORDED, "why")
     told = came(TRAINS, key).node(name_of(0))
     assert told is not None
     assert told.keyed
@@ -66,7 +67,7 @@ def test_a_notice_and_a_key_are_noted_on_the_node() -> None:
 
 
 def test_why_host_keys_are_believed_is_remembered_and_of_whom_it_tells() -> None:
-    vouch = Vouch(node().key, "why", "p/runtime")
+    vouch = Vouch(node().key, Cause.UNRECORDED, "why", "p/runtime")
     known = came(TRAINS, vouch, True)
     told = known.node(name_of(0))
     assert told is not None
@@ -83,14 +84,16 @@ def test_why_host_keys_are_believed_is_remembered_and_of_whom_it_tells() -> None
     assert forbidden.publishing == {}
 
 
-@pytest.mark.parametrize("action", [look(), poll(), Vouch(node().key, "why"), PushKey(node().key, "why")])
+@pytest.mark.parametrize(
+    "action", [look(), poll(), Vouch(node().key, Cause.UNRECORDED, "why"), PushKey(node().key, Cause.UNRECORDED, "why")]
+)
 def test_what_only_asks_has_no_intent(action: Action) -> None:
     assert asked(TRAINS, action) is TRAINS
 
 
 def test_what_only_tells_leaves_nothing() -> None:
-    assert came(TRAINS, Vouch(node().key, "why"), {}) is TRAINS
-    assert came(TRAINS, Notice(node().key, token(), "save", "why")) is TRAINS
+    assert came(TRAINS, Vouch(node().key, Cause.UNRECORDED, "why"), {}) is TRAINS
+    assert came(TRAINS, Notice(node().key, token(), "save", Cause.UNRECORDED, "why")) is TRAINS
 
 
 def test_after_a_kill_an_unanswered_create_may_have_arrived() -> None:

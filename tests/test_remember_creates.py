@@ -24,7 +24,7 @@ from tpucare.errors import (
     RateLimited,
     Transient,
 )
-from tpucare.memory import BookName, CreateIntent, PlaceMemory, Wish
+from tpucare.memory import BookName, CreateIntent, PlaceMemory, Refusal, Wish
 from tpucare.model import Operation
 from tpucare.remember import recover
 from tpucare.remember_seen import absorb
@@ -90,7 +90,7 @@ def test_a_refusal_of_a_resend_leaves_the_first_call_in_doubt() -> None:
 
 
 def test_an_accepted_create_clears_quota_and_person_at_its_place() -> None:
-    blamed = OPEN.with_place(PLACE, PlaceMemory(3, after(60), "human", blocked=True, refusals=2))
+    blamed = OPEN.with_place(PLACE, PlaceMemory(3, after(60), Refusal.HUMAN, blocked=True, refusals=2))
     known = came(blamed, create(10), Operation("op"))
     told = known.create(name_of(10))
     assert told is not None

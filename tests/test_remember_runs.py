@@ -11,7 +11,7 @@ from tests.evidence_kit import FRESH, NOW, TRAINS, intent, launched, memory, nam
 from tests.remember_kit import PLACE, asked, came, delete, launch, poll, stop, vanished
 from tpucare.actions import Action, Fact, Reason, Settle
 from tpucare.errors import AuthRefused, CommandFailed, ConfigError, WorkerSilent
-from tpucare.memory import Book, BookName, End, PlaceMemory
+from tpucare.memory import Book, BookName, End, PlaceMemory, Refusal
 from tpucare.model import Operation
 from tpucare.orders import LaunchResult, StopResult
 from tpucare.remember import recover
@@ -36,7 +36,7 @@ def test_a_launch_is_on_record_before_it_begins_and_counts_nodes_not_runs() -> N
 def test_a_launch_settles_the_create_of_its_node_however_long_the_operation_goes_on() -> None:
     """Else a node that trains while it shows CREATING is given up with its create: no stop, no grace, no look."""
     open_intent, other = intent(0, accepted=True, operation="op"), intent(1, accepted=True, operation="op")
-    made = memory(past(), creates=(open_intent, other)).with_place(PLACE, PlaceMemory(3, kind="no capacity"))
+    made = memory(past(), creates=(open_intent, other)).with_place(PLACE, PlaceMemory(3, kind=Refusal.NO_CAPACITY))
     for known in (
         asked(made, launch()),
         asked(made, Settle(Fact.RUN_ADOPTED, "why", name_of(0), token(), 1)),

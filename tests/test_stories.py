@@ -14,6 +14,8 @@ import pytest
 
 from tests.virtual.harness import EU, US, Daemon, place
 from tpucare import wishes
+from tpucare.actions import Wait
+from tpucare.causes import Cause
 from tpucare.emulator.config import WorldConfig
 from tpucare.emulator.inprocess import InProcessCloud
 from tpucare.emulator.records import NodeSpec
@@ -154,7 +156,7 @@ def silence(daemon: Daemon, slots: list[str], *, silent: bool = True) -> None:
 
 
 def held(daemon: Daemon) -> list[str]:
-    return sorted(name for name, why in daemon.why().items() if "held by the brake" in why)
+    return sorted(name for name, cause in daemon.causes().items() if cause is Cause.BRAKE)
 
 
 def test_a_confirmation_where_nothing_is_held_lifts_no_brake_of_another_day(daemon: Daemon) -> None:
@@ -214,7 +216,9 @@ def test_a_confirmation_for_the_brake_opens_no_fence_that_comes_up_days_later(da
     daemon.zone.world.set_state("pod-0-a0", NodeState.DELETING, daemon.clock.true_now())
     daemon.run(hours=3)
     assert daemon.launcher.launches == ["pod-0-a0.1"]
-    assert "`tpucare confirm` to go on" in daemon.why()["pod-0"]
+    waits = daemon.engine.slots["pod-0"].action
+    assert isinstance(waits, Wait)
+    assert (waits.cause, waits.needs_person) == (Cause.FENCED, True)
     daemon.check()
     daemon.engine.change("pod-0", wishes.confirm, "confirm", "pod-0: confirm")
     daemon.run(minutes=5)
@@ -283,7 +287,7 @@ def test_a_node_in_a_state_that_nobody_knows_is_left_alone(daemon: Daemon) -> No
     daemon.zone.world.set_state("pod-0", 99, daemon.clock.true_now())
     daemon.run(hours=5)
     assert [node.path.node_id for node in daemon.zone.nodes()] == ["pod-0-a0"]
-    assert "NUMBER_99" in daemon.why()["pod-0"]
+    assert daemon.causes()["pod-0"] is Cause.STATE_ODD
 
 
 # --- the process is killed, the store is lost ------------------------------------------------------------------------
@@ -427,7 +431,7 @@ def test_the_dead_node_of_a_paused_slot_holds_no_quota_of_others(tmp_path: Path)
     daemon.run(minutes=30)
     assert daemon.trains("other-0")
     assert daemon.zone.nodes("pod-0") == []
-    assert daemon.why("pod-0")["pod-0"] == "paused"
+    assert daemon.causes()["pod-0"] is Cause.PAUSED
     daemon.check()
 
 
@@ -629,7 +633,7 @@ def test_a_node_that_somebody_else_labels_as_theirs_is_left_alone(daemon: Daemon
     daemon.zone.world.preempt("pod-0", daemon.clock.true_now())
     daemon.run(minutes=20)
     assert daemon.zone.states() == ["PREEMPTED"], "not ours to delete, and no second node beside a run that may live"
-    assert "another owner" in daemon.why()["pod-0"]
+    assert daemon.causes()["pod-0"] is Cause.NODE_TAKEN
 
 
 def test_a_glitch_of_the_api_that_shows_unknown_deletes_nothing_that_moves(daemon: Daemon) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.virtual.harness import EU, US, Daemon, place
+from tpucare.causes import Cause
 from tpucare.model import Care
 
 
@@ -60,7 +61,7 @@ def test_a_backup_makes_no_second_run_while_the_newer_node_is_in_the_dark(daemon
     # What it waits for outlives a process.
     daemon.restart()
     daemon.run(minutes=20)
-    assert "may be a backup" in daemon.why()["pod-0"]
+    assert daemon.causes()["pod-0"] is Cause.STORE_OLD
     assert [node.path.zone for node in daemon.zone.nodes()] == [EU]
     daemon.run(hours=1)
     assert daemon.all_train()

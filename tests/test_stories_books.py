@@ -10,10 +10,12 @@ import pytest
 
 from tests.virtual.harness import Daemon, place, slots_of
 from tpucare import wishes
+from tpucare.causes import Cause
 from tpucare.emulator.records import NodeSpec
 from tpucare.memory import BookName, End
 from tpucare.model import LABEL_OWNER, Care, OnSuccess, Provisioning
 from tpucare.orders import Failure, NodeReport, ProbeOrder
+from tpucare.plan import tries_again_at
 from tpucare.simulation.machines import Script
 
 SINGLE = place(kind="v2-8", workers=1)
@@ -117,7 +119,7 @@ def test_a_run_that_finished_is_not_run_again_for_what_becomes_of_its_node(tmp_p
     daemon = Daemon(tmp_path, script=Script(steps=600, save_every=10**9))
     daemon.care_for("pod")
     daemon.care_for("other", 1, SINGLE, care=Care(on_success=OnSuccess.RESTART))
-    daemon.run_until(lambda: daemon.why()["pod-0"].startswith("finished; confirming"))
+    daemon.run_until(lambda: daemon.causes()["pod-0"] is Cause.RUN_FINISHED)
     daemon.run(seconds=40)
     if fate == "preempted":
         daemon.zone.world.preempt("pod-0", daemon.clock.true_now(), visible_after=timedelta(seconds=15))
@@ -143,7 +145,7 @@ def test_a_dependency_that_is_away_for_hours_fails_no_slot_that_had_trained_for_
     daemon.zone.world.preempt("pod-1", daemon.clock.true_now())
     daemon.run(hours=4)
     assert [daemon.memory(slot).end for slot in daemon.engine.slots] == [End.FAILED] * 2
-    assert "tried again at" in daemon.why()["pod-0"]
+    assert tries_again_at(daemon.engine.slots["pod-0"].slot, daemon.memory("pod-0"))
     assert not daemon.engine.is_over("pod-0")
     daemon.launcher.script.exits.clear()
     daemon.run(minutes=75)
@@ -168,7 +170,7 @@ def test_of_a_run_that_was_taken_in_again_the_job_is_not_known_and_what_had_trai
     daemon.launcher.script.exits["pod-0"] = (-1, 1, 10.0)
     end_all(daemon)
     daemon.run(hours=3)
-    assert "tried again at" in daemon.why()["pod-0"]
+    assert tries_again_at(daemon.engine.slots["pod-0"].slot, daemon.memory("pod-0"))
 
 
 def test_a_job_that_cannot_serve_any_more_is_given_up_after_a_day(tmp_path: Path) -> None:
@@ -183,7 +185,8 @@ def test_a_job_that_cannot_serve_any_more_is_given_up_after_a_day(tmp_path: Path
     tried = len(daemon.launcher.launches)
     daemon.run(hours=5)
     assert 20 <= len(daemon.launcher.launches) == tried <= 30
-    assert daemon.why()["pod-0"] == "failed: the run exited with 1"
+    assert daemon.memory("pod-0").end_cause is Cause.CRASHED
+    assert not tries_again_at(daemon.engine.slots["pod-0"].slot, daemon.memory("pod-0"))
     assert daemon.engine.is_over("pod-0")
 
 

@@ -10,10 +10,12 @@ import pytest
 from tests.virtual.harness import PROJECT, US, Daemon
 from tpucare.actions import Wait
 from tpucare.backoff import POLL_OPERATION_EVERY
+from tpucare.causes import Cause
 from tpucare.emulator.config import WorldConfig
 from tpucare.emulator.errors_text import RESOURCE_EXHAUSTED
 from tpucare.emulator.inprocess import InProcessCloud
 from tpucare.errors import NeedsPerson, RateLimited
+from tpucare.memory import Refusal
 from tpucare.model import Care, Listing, NodeState, Operation
 
 
@@ -81,7 +83,8 @@ def test_a_project_without_any_quota_is_told_to_a_person_and_hardly_asked_for(tm
     action = daemon.engine.slots["pod-0"].action
     assert isinstance(action, Wait)
     assert action.needs_person
-    assert "no quota for this" in action.why
+    assert action.cause is Cause.NO_PLACE_OPEN
+    assert {past.kind for past in daemon.memory("pod-0").places.values()} == {Refusal.HUMAN}
     assert len(daemon.zone.created()) <= 8
     daemon.check()
 

@@ -10,6 +10,7 @@ import pytest
 
 from tests.virtual.harness import Daemon, place
 from tpucare.actions import Effect, Launch
+from tpucare.causes import Cause
 from tpucare.effects import prepare
 from tpucare.model import Listing
 
@@ -50,7 +51,7 @@ def test_a_launch_is_not_repeated_for_a_slot_that_has_no_job_any_more(tmp_path: 
     daemon.care_for("pod", 1, single, job=False)
     daemon.run(minutes=15)
     assert daemon.launcher.launches == ["pod-0-a0.1", "pod-0-a1.1"]
-    assert daemon.why()["pod-0"] == "no job is declared; the node is kept"
+    assert daemon.causes()["pod-0"] is Cause.JOB_MISSING
     daemon.care_for("pod", 1, single)
     daemon.run(minutes=15)
     assert daemon.trains("pod-0")
@@ -71,7 +72,7 @@ def test_an_assertion_that_fails_in_one_slots_work_sets_that_slot_aside(
     daemon.care_for("other")
     daemon.run(minutes=15)
     assert daemon.trains("other-0")
-    assert "set aside" in daemon.why()["pod-0"]
+    assert daemon.causes()["pod-0"] is Cause.SET_ASIDE
     monkeypatch.setattr("tpucare.engine.prepare", prepare)
     daemon.run(minutes=30)
     assert daemon.trains("pod-0")

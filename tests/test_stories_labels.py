@@ -9,6 +9,7 @@ import pytest
 
 from tests.field.kit import named
 from tests.virtual.harness import PROJECT, US, Daemon
+from tpucare.causes import Cause
 from tpucare.emulator.records import NodeSpec
 from tpucare.errors import ConfigError
 from tpucare.memory import Wish
@@ -75,7 +76,7 @@ def test_a_slot_keeps_the_node_it_made_whatever_its_labels_say(
 def test_an_adopted_node_that_somebody_takes_back_is_left_alone_until_it_is_gone(adopted: Daemon) -> None:
     label(adopted, "mine", {})
     adopted.run(minutes=1)
-    assert "another owner" in adopted.why()["pod-0"]
+    assert adopted.causes()["pod-0"] is Cause.NODE_TAKEN
     adopted.zone.world.preempt(full_name("mine"), adopted.clock.true_now())
     adopted.run(minutes=20)
     assert adopted.zone.states() == [NodeState.PREEMPTED.name]
@@ -95,7 +96,7 @@ def test_an_adopted_node_that_was_taken_back_is_remembered_over_a_restart(adopte
     if restarts:
         adopted.restart()
     adopted.run(hours=1)
-    assert "another owner" in adopted.why()["pod-0"]
+    assert adopted.causes()["pod-0"] is Cause.NODE_TAKEN
     assert [text for text in adopted.told("person") if "bears this slot's name" in text] == []
     assert named(adopted) == ["mine"]
     adopted.engine.adopt("mine", "pod-0")
@@ -125,7 +126,7 @@ def test_a_node_that_was_taken_and_that_one_listing_leaves_out_is_not_gone(daemo
     listing.show(life.record)
     daemon.run(hours=1)
     assert daemon.launcher.launches == ["pod-0-a0.1"]
-    assert "another owner" in daemon.why()["pod-0"]
+    assert daemon.causes()["pod-0"] is Cause.NODE_TAKEN
     daemon.check()
     daemon.zone.world.delete_node(full_name("pod-0-a0"), daemon.clock.true_now())
     daemon.run(minutes=15)
@@ -146,7 +147,7 @@ def test_a_node_that_was_taken_outlives_down_and_apply(daemon: Daemon) -> None:
     daemon.wish("pod-0", Wish.UP)
     daemon.run(minutes=15)
     assert daemon.launcher.launches == ["pod-0-a0.1"]
-    assert "another owner" in daemon.why()["pod-0"]
+    assert daemon.causes()["pod-0"] is Cause.NODE_TAKEN
     daemon.check()
 
 

@@ -27,7 +27,7 @@ from tests.evidence_kit import (
 )
 from tpucare import wishes
 from tpucare.actions import Create, Launch, Wait
-from tpucare.memory import Book, End, PlaceMemory, Wish
+from tpucare.memory import Book, End, PlaceMemory, Refusal, Wish
 from tpucare.model import OnSuccess
 
 TIRED = replace(
@@ -37,7 +37,7 @@ TIRED = replace(
     ended_at=NOW,
     step=7,
     books={"crash": Book(11, 40, after(60), "exit 1")},
-    places={place().key: PlaceMemory(3, after(60), "human", "no permission", True, 4, NOW, NOW, 2)},
+    places={place().key: PlaceMemory(3, after(60), Refusal.HUMAN, "no permission", True, 4, NOW, NOW, 2)},
 )
 
 

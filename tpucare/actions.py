@@ -1,7 +1,8 @@
 """
 What `decide` can choose, as data: `tpucare plan` prints the same actions that `tpucare daemon` applies.
 
-Every action says `why`, and carries the identity it was decided about. Frozen, standard library only.
+Every action says `why` to people and its `cause` to code, and carries the identity it was decided about. Frozen,
+standard library only.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from datetime import datetime, timedelta
 from enum import StrEnum
 from typing import NamedTuple
 
+from tpucare.causes import Cause
 from tpucare.memory import BookName, End
 from tpucare.model import NodeKey, Place
 
@@ -65,16 +67,16 @@ class Wait:
     Nothing to do before something changes, or until an instant: `observed` or `wall`, whichever comes first.
 
     `needs_person`: waiting alone will not help. `ended`: nothing is left of a slot that was taken down.
-    `out_of_reach`: all that is left of it, where none of that can be looked at. `for_place`: no place may be asked now.
+    `out_of_reach`: all that is left of it, where none of that can be looked at.
     """
 
+    cause: Cause
     why: str
     observed: timedelta | None = None
     wall: datetime | None = None
     needs_person: bool = False
     ended: bool = False
     out_of_reach: tuple[NodeKey, ...] = ()
-    for_place: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,7 @@ class Create:
     name: str
     number: int
     place: Place
+    cause: Cause
     why: str
     resend: bool = False
     held_in_zone: bool = False
@@ -117,12 +120,13 @@ class Delete:
     `unanswered`: its workers never answered. `held`: what is not ours held its chips before any launch. Twice in a row
     blocks the place.
     `book`, `advanced`, `gives_up`, `step`, `checkpoint`: as of a Stop, for a run that goes with its node.
-    `lasted`: for how long, in observed time, what it is judged for had lasted.
+    `lasted`: for how long, in observed time, what it is judged for had lasted. `again`: it was asked for before.
     """
 
     key: NodeKey
     id: int
     create_time: datetime
+    cause: Cause
     why: str
     reason: Reason
     quiet: bool = False
@@ -134,6 +138,7 @@ class Delete:
     step: int | None = None
     checkpoint: int | None = None
     lasted: timedelta | None = None
+    again: bool = False
 
     @property
     def effect_key(self) -> EffectKey:
@@ -148,6 +153,7 @@ class Launch:
     id: int
     token: str
     number: int
+    cause: Cause
     why: str
     job: str = ""
 
@@ -170,6 +176,7 @@ class Stop:
     key: NodeKey
     id: int
     token: str
+    cause: Cause
     why: str
     book: BookName | None = None
     advanced: bool = False
@@ -193,6 +200,7 @@ class Notice:
     key: NodeKey
     token: str
     text: str
+    cause: Cause
     why: str
     checkpoint: int | None = None
 
@@ -206,6 +214,7 @@ class PushKey:
     """Append our public key to the node's metadata, since a worker refuses it."""
 
     key: NodeKey
+    cause: Cause
     why: str
 
     @property
@@ -218,6 +227,7 @@ class Vouch:
     """Ask guest attributes for host keys, and pin those. `publisher`: of whose habits the answer tells."""
 
     key: NodeKey
+    cause: Cause
     why: str
     publisher: str = ""
 
@@ -231,6 +241,7 @@ class Look:
     """GetNode: the only proof of absence."""
 
     key: NodeKey
+    cause: Cause
     why: str
 
     @property
@@ -244,6 +255,7 @@ class Poll:
 
     name: str
     operation: str
+    cause: Cause
     why: str
 
     @property
@@ -273,7 +285,11 @@ class Fact(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Settle:
-    """No effect in the world: write down what is known now, and decide again."""
+    """
+    No effect in the world: write down what is known now, and decide again.
+
+    `cause`: of an end, and of a create that is given up; every other fact says it all.
+    """
 
     fact: Fact
     why: str
@@ -285,6 +301,7 @@ class Settle:
     checkpoint: int | None = None
     gap: timedelta | None = None
     publisher: str = ""
+    cause: Cause = Cause.UNRECORDED
 
 
 Effect = Create | Delete | Launch | Stop | Notice | PushKey | Vouch | Look | Poll

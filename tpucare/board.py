@@ -17,6 +17,7 @@ from datetime import timedelta
 
 from tpucare.actions import Wait
 from tpucare.backoff import POLL_OPERATION_EVERY, poll_pause
+from tpucare.causes import Cause
 from tpucare.errors import StoreError, StoreFull
 from tpucare.memory import Memory, Publishing
 from tpucare.model import Event, Node, NodeKey, Slot
@@ -129,7 +130,7 @@ class Board:
             self.busy.add(name)
             view.look_soon(self.clock.monotonic(), self.settings.fast_poll)
         (self.braked.add if track.braked or track.brake_lifted else self.braked.discard)(name)
-        lacks = any(place.kind.startswith("own quota") for place in track.memory.places.values())
+        lacks = any(place.kind.is_own_quota for place in track.memory.places.values())
         (self.lacks_quota.add if lacks else self.lacks_quota.discard)(name)
         polls = any(intent.operation for intent in track.memory.creates)
         (self.polling.add if polls else self.polling.discard)(name)
@@ -249,7 +250,8 @@ class Board:
         track.erred_at = now
         pause = min(ASIDE_CAP, ASIDE_FIRST * 2 ** min(track.errors - 1, 10))
         track.aside_until = now + pause
-        track.decided(Wait(f"set aside for {pause:.0f} s: {type(error).__name__}: {error}", needs_person=True))
+        why = f"set aside for {pause:.0f} s: {type(error).__name__}: {error}"
+        track.decided(Wait(Cause.SET_ASIDE, why, needs_person=True))
         self.wake_at(track, track.aside_until)
         self.event(track, "error", f"{type(error).__name__}: {error}", level="error", errors=track.errors)
 

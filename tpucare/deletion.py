@@ -16,6 +16,7 @@ from typing import Any
 
 from tpucare import control, remember, wishes
 from tpucare.actions import Delete, Reason
+from tpucare.causes import Cause
 from tpucare.effects import ChangedMeanwhile, delete_ours
 from tpucare.errors import LostRace, NodeGone, StoreLocked, TpuCareError, Transient
 from tpucare.memory import CreateIntent, Memory
@@ -230,4 +231,4 @@ def await_gone(session: Session, key: NodeKey) -> None:
 
 
 def _action(node: Node) -> Delete:
-    return Delete(node.key, node.id, node.create_time, "a person asked for it", Reason.ASKED)
+    return Delete(node.key, node.id, node.create_time, Cause.DOWN, "a person asked for it", Reason.ASKED)

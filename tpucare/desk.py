@@ -131,6 +131,7 @@ class Desk:
             "action": view.action_word(track),
             "about": plain(_about(action)),
             "why": plain(action.why),
+            "cause": action.cause.value,
             "needs_person": isinstance(action, Wait) and action.needs_person,
             "in_flight": sorted(str(key) for key in track.in_flight),
         }

@@ -19,6 +19,7 @@ from tpucare import remember as memories
 from tpucare.actions import ADOPTING, Create, Delete, Effect, Look, Poll, Reason, Settle, Stop, Vouch, Wait
 from tpucare.board import Board, Settings
 from tpucare.brake import HOLD_LAPSES, is_judged
+from tpucare.causes import Cause
 from tpucare.effects import Ports, lane_of, prepare
 from tpucare.errors import ConfigError, TpuCareError
 from tpucare.evidence import Evidence, Moment
@@ -122,11 +123,11 @@ class Engine:
         """List *project* though no slot of it is declared: strays and late nodes are seen there too."""
         self.board.project(project)
 
-    def change(self, slot: str, alter: Callable[[Memory], Memory], kind: str, text: str) -> None:
-        """Write a person's wish into the memory of a slot, durably, before it returns."""
+    def change(self, slot: str, alter: Callable[[Memory], Memory], kind: str, text: str, **fields: str) -> None:
+        """Write a person's wish into the memory of a slot, durably, before it returns; *fields*: of its event."""
         track = self.slots[slot]
         self.board.update(track, alter(track.memory))
-        self.board.event(track, kind, text)
+        self.board.event(track, kind, text, **fields)
         track.braked = False
         self.board.dirty[slot] = None
         self.board.commit()
@@ -140,7 +141,7 @@ class Engine:
     def collect(self, name: str) -> None:
         """`gc --apply`: delete a stray node, which bears our owner label and an unknown fleet; the end is an event."""
         node = self.strays[name]
-        action = Delete(node.key, node.id, node.create_time, "gc was asked for", Reason.ASKED)
+        action = Delete(node.key, node.id, node.create_time, Cause.GC_ASKED, "gc was asked for", Reason.ASKED)
         self.board.begin((Lane.CLOUD, ("collect", name), lambda: effects.delete(action, self.ports)))
         self.board.say("collect", f"{name}: delete asked for", node=name)
         self.board.commit()

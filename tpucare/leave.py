@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tpucare.actions import ANY_CREATE, Wait
+from tpucare.causes import Cause
 from tpucare.model import NodeState
 from tpucare.ports import Gate
-from tpucare.tracking import Admission, SlotTrack
+from tpucare.tracking import SlotTrack
 
-WAITS = Wait("waiting for the creation semaphore")
-WAITS_FOR_BUDGET = Wait("the create budget of the project is used up for this minute")
+WAITS = Wait(Cause.CREATE_SEMAPHORE, "waiting for the creation semaphore")
+WAITS_FOR_BUDGET = Wait(Cause.CREATE_BUDGET, "the create budget of the project is used up for this minute")
 
 
 class Leave:
@@ -35,7 +36,7 @@ class Leave:
         self._waits.discard(slot)
         if not self._gate.ask(slot):
             self._waits.add(slot)
-            track.decided(WAITS, Admission.LEAVE)
+            track.decided(WAITS)
             return False
         self._holds[slot] = name
         return True
@@ -48,7 +49,7 @@ class Leave:
         """Give back what is not needed any more."""
         if self._gate is None:
             return
-        for slot in [slot for slot in self._waits if slot not in slots or slots[slot].awaits is not Admission.LEAVE]:
+        for slot in [slot for slot in self._waits if slot not in slots or not _waits(slots[slot])]:
             self._waits.discard(slot)
             self._gate.release(slot)
         for slot, name in [*self._holds.items()]:
@@ -57,8 +58,12 @@ class Leave:
                 self._gate.release(slot)
 
 
+def _waits(track: SlotTrack) -> bool:
+    return track.action.cause is Cause.CREATE_SEMAPHORE
+
+
 def _needs(track: SlotTrack, name: str) -> bool:
-    if ANY_CREATE in track.in_flight or track.awaits is Admission.BUDGET:
+    if ANY_CREATE in track.in_flight or track.action.cause is Cause.CREATE_BUDGET:
         return True
     intent, seen = track.memory.create(name), track.nodes.get(name)
     if intent is None or intent.superseded or intent.failed or track.memory.has_given_up(name):

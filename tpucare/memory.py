@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from enum import StrEnum
 
+from tpucare.causes import Cause
+
 # Nobody cared on this store for so long that it may be a backup, whose daemon did more after it was taken.
 OLD_AFTER = timedelta(minutes=10)
 
@@ -60,6 +62,24 @@ class Book:
 NO_BOOK = Book()
 
 
+class Refusal(StrEnum):
+    """How a place answered the last create that it did not grant; `OWN_*`: a dead node of ours held that quota."""
+
+    NONE = ""
+    NO_CAPACITY = "no capacity"
+    QUOTA = "quota"
+    OWN_QUOTA = "own quota"
+    OWN_REGION_QUOTA = "own quota of the region"
+    RATE = "rate"
+    TRANSIENT = "transient"
+    REFUSED = "refused"
+    HUMAN = "human"
+
+    @property
+    def is_own_quota(self) -> bool:
+        return self in (Refusal.OWN_QUOTA, Refusal.OWN_REGION_QUOTA)
+
+
 @dataclass(frozen=True, slots=True)
 class PlaceMemory:
     """
@@ -73,7 +93,7 @@ class PlaceMemory:
 
     failures: int = 0
     retry_at: datetime | None = None
-    kind: str = ""
+    kind: Refusal = Refusal.NONE
     reason: str = ""
     blocked: bool = False
     refusals: int = 0
@@ -162,6 +182,8 @@ class NodeMemory:
     delete_tries: int = 0
     delete_next_at: datetime | None = None
     delete_why: str = ""
+    delete_cause: Cause = Cause.UNRECORDED
+    external: bool = True
     stalls: int = 0
     keyed: bool = False
     delete_reason: str = ""
@@ -227,6 +249,7 @@ class RunMemory:
     launched_at: datetime
     complete: bool = False
     stop_why: str = ""
+    stop_cause: Cause = Cause.UNRECORDED
     then_delete: str = ""
     stopped: bool = False
     progressed: bool = False
@@ -258,6 +281,7 @@ class Memory:
     wish: Wish = Wish.UP
     end: End = End.NONE
     end_why: str = ""
+    end_cause: Cause = Cause.UNRECORDED
     ended_at: datetime | None = None
     next_number: int = 0
     attempts: int = 0
@@ -284,6 +308,10 @@ class Memory:
     failed_since: datetime | None = None
     tries: int = 0
     launched_job: str = ""
+
+    def without_end(self) -> Memory:
+        """The slot is wanted again: whatever it had ended with."""
+        return replace(self, end=End.NONE, end_why="", end_cause=Cause.UNRECORDED, ended_at=None)
 
     def has_asked_for(self, number: int) -> bool:
         return self.asked_from is not None and self.asked_from <= number < self.next_number

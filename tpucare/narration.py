@@ -22,6 +22,7 @@ from tpucare.actions import (
     Vouch,
     Wait,
 )
+from tpucare.causes import Cause
 from tpucare.errors import NodeGone
 from tpucare.model import Operation
 from tpucare.orders import LaunchResult
@@ -123,13 +124,20 @@ def _end_of_launch(action: Launch, result: LaunchResult) -> Told:
 
 
 def fields_of(action: Settle | Effect) -> dict[str, str]:
-    """What a script would look for in the event of an action that begins."""
+    """What a script would look for in the event of an action that begins: its cause, and what it is about."""
+    fields = _names(action)
+    if action.cause is not Cause.UNRECORDED:
+        fields["cause"] = action.cause.value
     if isinstance(action, Delete | Stop) and action.lasted is not None:
-        return {**_names(action), "lasted_seconds": f"{action.lasted.total_seconds():.0f}"}
-    return _names(action)
+        fields["lasted_seconds"] = f"{action.lasted.total_seconds():.0f}"
+    if isinstance(action, Delete) and action.again:
+        fields["again"] = "true"
+    return fields
 
 
 def _names(action: Settle | Effect) -> dict[str, str]:
+    if isinstance(action, Settle):
+        return {"fact": action.fact.name.lower().replace("_", "-")}
     if isinstance(action, Create):
         return {"zone": action.place.zone, "accelerator_type": action.place.accelerator_type}
     if isinstance(action, Delete):

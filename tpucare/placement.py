@@ -28,17 +28,12 @@ from tpucare.backoff import (
 )
 from tpucare.errors import CloudError, NeedsPerson, NoCapacity, QuotaExceeded, RateLimited, Transient
 from tpucare.evidence import Evidence, Timers, holding_of, region_of
-from tpucare.memory import Memory, PlaceMemory
+from tpucare.memory import Memory, PlaceMemory, Refusal
 from tpucare.model import Place, Provisioning, Slot
 
 # Two creates in a row that met nothing but silent workers point at the place, not at the nodes.
 UNANSWERED_LIMIT = 2
 OWN_QUOTA_PATIENCE = timedelta(minutes=5)
-
-OWN_QUOTA = "own quota"
-OWN_REGION_QUOTA = "own quota of the region"
-_OWN = (OWN_QUOTA, OWN_REGION_QUOTA)
-NO_CAPACITY, QUOTA, RATE, TRANSIENT, REFUSED, HUMAN = "no capacity", "quota", "rate", "transient", "refused", "human"
 
 # What others hold of a quota comes back within hours; what stays used up for longer only a person can change.
 QUOTA_PATIENCE = timedelta(hours=2)
@@ -69,7 +64,7 @@ def choose(slot: Slot, evidence: Evidence, memory: Memory, timers: Timers) -> Ch
     )
     if stopped and any(place.zone in evidence.dark_since for place in slot.places):
         reasons.append("a zone that does not answer may be closed for good: declare another one, or wait")
-    lacks_quota = any(memory.place(place.key).kind == QUOTA for place in slot.places)
+    lacks_quota = any(memory.place(place.key).kind == Refusal.QUOTA for place in slot.places)
     if lacks_quota and memory.shell:
         reasons.append(_shell(memory.shell))
     elif lacks_quota and stopped:
@@ -130,9 +125,9 @@ def _shell(path: str) -> str:
 def _refusal(place: Place, past: PlaceMemory, evidence: Evidence, timers: Timers) -> str | None:
     if place.zone in evidence.dark_since:
         return "the zone does not answer"
-    if past.kind in _OWN:
+    if past.kind.is_own_quota:
         # A PREEMPTED node holds its quota until DELETING has ended: the create can succeed the instant it is gone.
-        if not holds_quota(place, evidence, region_wide=past.kind == OWN_REGION_QUOTA):
+        if not holds_quota(place, evidence, region_wide=past.kind == Refusal.OWN_REGION_QUOTA):
             return None
         if past.own_quota_since and not timers.passed(past.own_quota_since + OWN_QUOTA_PATIENCE, OWN_QUOTA_PATIENCE):
             return "our own dead node still holds the quota"
@@ -145,7 +140,7 @@ def _refusal(place: Place, past: PlaceMemory, evidence: Evidence, timers: Timers
 
 def _stopped(past: PlaceMemory, now: datetime) -> bool:
     """Only a person can open that place: it refused twice what waiting does not change, or its quota stays used up."""
-    if past.kind == QUOTA:
+    if past.kind == Refusal.QUOTA:
         return past.since is not None and now - past.since > QUOTA_PATIENCE
     return past.blocked and past.refusals >= 2
 
@@ -161,13 +156,13 @@ def holds_quota(place: Place, evidence: Evidence, *, region_wide: bool) -> bool:
 
 
 # The longest that each kind of refusal keeps a place closed, by whatever clock.
-_LONGEST: Mapping[str, timedelta] = MappingProxyType(
+_LONGEST: Mapping[Refusal, timedelta] = MappingProxyType(
     {
-        NO_CAPACITY: CAPACITY_BACKOFF.cap,
-        QUOTA: QUOTA_BACKOFF.cap,
-        RATE: RATE_PAUSE * RATE_PAUSE_SPREAD,
-        TRANSIENT: TRANSIENT_BACKOFF.cap,
-        REFUSED: TRANSIENT_BACKOFF.cap,
+        Refusal.NO_CAPACITY: CAPACITY_BACKOFF.cap,
+        Refusal.QUOTA: QUOTA_BACKOFF.cap,
+        Refusal.RATE: RATE_PAUSE * RATE_PAUSE_SPREAD,
+        Refusal.TRANSIENT: TRANSIENT_BACKOFF.cap,
+        Refusal.REFUSED: TRANSIENT_BACKOFF.cap,
     }
 )
 
@@ -183,7 +178,7 @@ def refused(
     reason = text or str(error)
     if isinstance(error, QuotaExceeded) and held and not _out_of_patience(past, now):
         since = past.own_quota_since or now
-        kind = OWN_REGION_QUOTA if error.region_wide else OWN_QUOTA
+        kind = Refusal.OWN_REGION_QUOTA if error.region_wide else Refusal.OWN_QUOTA
         return replace(past, kind=kind, reason=reason, own_quota_since=since, retry_at=None, blocked=False)
     if isinstance(error, NeedsPerson):
         return blocked(past, reason, now=now)
@@ -207,21 +202,21 @@ def blocked(past: PlaceMemory, reason: str, *, now: datetime) -> PlaceMemory:
     """A person has to change something: ask again after ten minutes, then hourly, without end."""
     refusals = past.refusals + 1
     delay = PERSON_FIRST if refusals == 1 else PERSON_LATER
-    return replace(past, kind=HUMAN, reason=reason, retry_at=now + delay, blocked=True, refusals=refusals)
+    return replace(past, kind=Refusal.HUMAN, reason=reason, retry_at=now + delay, blocked=True, refusals=refusals)
 
 
 def _out_of_patience(past: PlaceMemory, now: datetime) -> bool:
     return past.own_quota_since is not None and not (timedelta() <= now - past.own_quota_since < OWN_QUOTA_PATIENCE)
 
 
-def _kind(error: CloudError) -> str:
+def _kind(error: CloudError) -> Refusal:
     if isinstance(error, NoCapacity):
-        return NO_CAPACITY
+        return Refusal.NO_CAPACITY
     if isinstance(error, QuotaExceeded):
-        return QUOTA
+        return Refusal.QUOTA
     if isinstance(error, RateLimited):
-        return RATE
-    return TRANSIENT if isinstance(error, Transient) else REFUSED
+        return Refusal.RATE
+    return Refusal.TRANSIENT if isinstance(error, Transient) else Refusal.REFUSED
 
 
 def _pause(error: CloudError, failures: int, rng: random.Random) -> timedelta:
@@ -264,11 +259,10 @@ def _is_useless(past: PlaceMemory) -> bool:
 
 def quota_granted(past: PlaceMemory) -> PlaceMemory:
     """The call was accepted: quota and person were not the matter; capacity may still be."""
-    if past.kind in (*_OWN, QUOTA, HUMAN, RATE):
+    if past.kind.is_own_quota or past.kind in (Refusal.QUOTA, Refusal.HUMAN, Refusal.RATE):
         kept = past.refusals if _is_useless(past) else 0
-        return replace(
-            past, kind="", reason="", retry_at=None, blocked=False, refusals=kept, own_quota_since=None, since=None
-        )
+        past = replace(past, kind=Refusal.NONE, reason="", retry_at=None, blocked=False, refusals=kept)
+        return replace(past, own_quota_since=None, since=None)
     return past
 
 

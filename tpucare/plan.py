@@ -31,6 +31,7 @@ from tpucare.actions import (
     Wait,
 )
 from tpucare.backoff import DELETE_AGAIN_CAP, MISSING_LOOK_EVERY, RESEND_BACKOFF
+from tpucare.causes import Cause
 from tpucare.evidence import Evidence, Mark, Moment, NodeEvidence, Timers
 from tpucare.memory import CreateIntent, End, Memory, NodeMemory, Wish
 from tpucare.model import DEAD_STATES, NodeKey, NodeState, OnSuccess, Slot, node_name
@@ -81,9 +82,10 @@ def _decide(slot: Slot, evidence: Evidence, memory: Memory, timers: Timers) -> A
             action := decide_by_workers(slot, evidence.nodes[0], evidence, memory, timers)
         ):
             return action
-        return Wait(f"no observation: {evidence.blind_why or 'the first listing is under way'}")
+        why = evidence.blind_why or "the first listing is under way"
+        return Wait(Cause.NO_OBSERVATION, f"no observation: {why}")
     if memory.wish is Wish.PAUSED:
-        return _clear_dead(evidence, memory, timers) or Wait("paused")
+        return _clear_dead(evidence, memory, timers) or Wait(Cause.PAUSED, "paused")
     if chore := _chore(slot, evidence, memory, timers):
         return chore
     if memory.wish is Wish.DOWN:
@@ -126,7 +128,7 @@ def _chore(slot: Slot, evidence: Evidence, memory: Memory, timers: Timers) -> Ac
             continue
         if evidence.node(past.name) is None and past.zone not in evidence.dark_since:
             key = NodeKey(slot.project, past.zone, past.name)
-            if action := look(key, evidence, timers, "remembered, and not in the listing"):
+            if action := look(key, evidence, timers, Cause.NODE_ABSENT, "remembered, and not in the listing"):
                 return action
     for intent in memory.creates:
         if action := _create_chore(slot, intent, evidence, memory, timers):
@@ -149,9 +151,9 @@ def _node_chore(seen: NodeEvidence, evidence: Evidence, memory: Memory, timers: 
         return None
     if not seen.listed:
         # Absence from a list proves nothing; GetNode does.
-        return look(seen.node.key, evidence, timers, "was there, and is not in the listing")
+        return look(seen.node.key, evidence, timers, Cause.NODE_ABSENT, "was there, and is not in the listing")
     if EffectKind.MISSED.of(seen.node.name) in evidence.looked:
-        return look(seen.node.key, evidence, timers, "another call did not find it")
+        return look(seen.node.key, evidence, timers, Cause.NODE_ABSENT, "another call did not find it")
     if _is_welcome(seen, evidence, memory):
         return Settle(Fact.CREATE_KEPT, "came after its create was given up, and before any other", seen.node.name)
     return _delete_chore(seen, evidence, memory, timers)
@@ -190,18 +192,21 @@ def _delete_chore(seen: NodeEvidence, evidence: Evidence, memory: Memory, timers
     if past is not None and past.is_being_deleted:
         if timers.passed(past.delete_next_at, DELETE_AGAIN_CAP):
             why = past.delete_why or "delete asked for"
-            return deletion(seen, f"{why} (asked again: still {node.state.name})", _reason(past))
+            why = f"{why} (asked again: still {node.state.name})"
+            return replace(deletion(seen, past.delete_cause, why, _reason(past)), again=True)
         return None
     if node.state in DEAD_STATES:
-        return deletion(seen, f"the cloud reports {node.state.name}", Reason.DEAD)
+        return deletion(seen, Cause.REPORTED_DEAD, f"the cloud reports {node.state.name}", Reason.DEAD)
     if past is not None and past.was_shown_dead and node.state is not NodeState.DELETING:
-        return deletion(seen, f"it was shown dead, and is {node.state.name} again", Reason.DEAD)
+        why = f"it was shown dead, and is {node.state.name} again"
+        return deletion(seen, Cause.REVIVED, why, Reason.DEAD)
     if node.state is NodeState.DELETING and timers.lasted(seen.state_since, DELETING_IS_STUCK):
         # Whoever asked for it, and if it was us, before a kill, no memory tells: it would hold the fence for ever.
-        return deletion(seen, f"it is DELETING for {length(DELETING_IS_STUCK)}: asked again", Reason.SURPLUS)
+        why = f"it is DELETING for {length(DELETING_IS_STUCK)}: asked again"
+        return deletion(seen, Cause.DELETE_STUCK, why, Reason.SURPLUS)
     surplus = intent is not None and intent.superseded and node.state is not NodeState.DELETING
     if surplus and not busy(seen, evidence):
-        return deletion(seen, "came after its create was given up", Reason.SURPLUS)
+        return deletion(seen, Cause.CREATE_ABANDONED, "came after its create was given up", Reason.SURPLUS)
     return None
 
 
@@ -220,7 +225,7 @@ def _watch_spent(slot: Slot, intent: CreateIntent, evidence: Evidence, timers: T
         return None
     if not _due(evidence.looked.get(this) or evidence.creates_since.get(intent.name), timers, MISSING_LOOK_EVERY):
         return None
-    return Look(key, "given up, and its operation goes on: is its node there?")
+    return Look(key, Cause.CREATE_ABANDONED, "given up, and its operation goes on: is its node there?")
 
 
 def _create_chore(
@@ -238,9 +243,9 @@ def _create_chore(
         # It goes on unseen: that its node is not there yet proves nothing.
         return None
     if intent.accepted:
-        return look(key, evidence, timers, "accepted, its operation is over or unknown")
+        return look(key, evidence, timers, Cause.CREATE_UNDER_WAY, "accepted, its operation is over or unknown")
     if intent.lost and (intent.refused or intent.superseded) and timers.passed(may_arrive_until, CREATE_MAY_ARRIVE):
-        return look(key, evidence, timers, "its answer was lost; it could have arrived until now")
+        return look(key, evidence, timers, Cause.ANSWER_LOST, "its answer was lost; it could have arrived until now")
     return None
 
 
@@ -254,7 +259,7 @@ def _poll(intent: CreateIntent, evidence: Evidence, memory: Memory, timers: Time
     last = evidence.looked.get(this) or evidence.creates_since.get(intent.name)
     if this in evidence.in_flight or not (_due(last, timers, every)):
         return None
-    return Poll(intent.name, intent.operation, "create under way")
+    return Poll(intent.name, intent.operation, Cause.CREATE_UNDER_WAY, "create under way")
 
 
 # --- wishes ----------------------------------------------------------------------------------------------------------
@@ -263,16 +268,16 @@ def _poll(intent: CreateIntent, evidence: Evidence, memory: Memory, timers: Time
 def _take_down(slot: Slot, evidence: Evidence, memory: Memory, timers: Timers) -> Action:
     """`down`: stop the run (SIGTERM, grace), delete; over when every node and every create is accounted for."""
     if intent := _open_create(memory):
-        return Settle(Fact.CREATE_SUPERSEDED, "the slot is taken down", name=intent.name)
+        return Settle(Fact.CREATE_SUPERSEDED, "the slot is taken down", name=intent.name, cause=Cause.DOWN)
     for seen in live_nodes(evidence, memory):
         if seen.dark:
             continue
         if wait := busy(seen, evidence):
             return wait
-        return stop_before(seen, evidence, memory, deletion(seen, "down was asked for", Reason.ASKED))
+        return stop_before(seen, evidence, memory, deletion(seen, Cause.DOWN, "down was asked for", Reason.ASKED))
     if memory.ours or memory.creates or evidence.in_flight:
         return _await_last(slot, evidence, memory, timers)
-    return Wait("down; nothing is left", ended=True)
+    return Wait(Cause.DOWN, "down; nothing is left", ended=True)
 
 
 def _await_last(slot: Slot, evidence: Evidence, memory: Memory, timers: Timers) -> Wait:
@@ -281,13 +286,13 @@ def _await_last(slot: Slot, evidence: Evidence, memory: Memory, timers: Timers) 
     hidden = {name: since for name, zone in left.items() if (since := evidence.hidden_since(zone, name)) is not None}
     others = [key for key in evidence.in_flight if key.node not in hidden]
     if others or hidden.keys() != left.keys():
-        return Wait(f"going down: waiting until every node is gone ({', '.join(sorted(left))})")
+        return Wait(Cause.DOWN, f"going down: waiting until every node is gone ({', '.join(sorted(left))})")
     lasted = [timers.lasted(since, DOWN_PATIENCE) for since in hidden.values()]
     if not all(lasted):
-        return Wait(f"going down: {', '.join(sorted({*left.values()}))} does not answer")
+        return Wait(Cause.ZONE_UNREACHABLE, f"going down: {', '.join(sorted({*left.values()}))} does not answer")
     keys = tuple(NodeKey(slot.project, zone, name) for name, zone in left.items())
     why = f"{not_looked_at(keys)}: remembered, and deleted once that is possible"
-    return Wait(f"going down: {why}", needs_person=True, out_of_reach=keys)
+    return Wait(Cause.ZONE_UNREACHABLE, f"going down: {why}", needs_person=True, out_of_reach=keys)
 
 
 def not_looked_at(keys: Sequence[NodeKey]) -> str:
@@ -298,7 +303,8 @@ def not_looked_at(keys: Sequence[NodeKey]) -> str:
 
 def _after_end(slot: Slot, evidence: Evidence, memory: Memory, timers: Timers) -> Action:
     if intent := _open_create(memory):
-        return Settle(Fact.CREATE_SUPERSEDED, f"the slot is {memory.end.value}", name=intent.name)
+        why = f"the slot is {memory.end.value}"
+        return Settle(Fact.CREATE_SUPERSEDED, why, name=intent.name, cause=Cause.SLOT_ENDED)
     again = tries_again_at(slot, memory)
     if again is not None and timers.passed(again, TRY_FAILED_EVERY):
         return Settle(Fact.TRIED_AGAIN, f"it had trained, and failed an hour ago ({memory.end_why})")
@@ -312,7 +318,7 @@ def _after_end(slot: Slot, evidence: Evidence, memory: Memory, timers: Timers) -
     why = f"{memory.end.value}: {memory.end_why}"
     if again is not None:
         why = f"{why}; it had trained, and is tried again at {again:%H:%M}"
-    return Wait(why, needs_person=memory.end is End.FAILED)
+    return Wait(Cause.SLOT_ENDED, why, needs_person=memory.end is End.FAILED)
 
 
 def tries_again_at(slot: Slot, memory: Memory) -> datetime | None:
@@ -346,11 +352,11 @@ def _end_node(slot: Slot, seen: NodeEvidence, evidence: Evidence, memory: Memory
         due = kept_until is not None and timers.passed(kept_until, timedelta.max)
         goes = due and not keeps_node(seen)
     if goes:
-        return stop_before(seen, evidence, memory, deletion(seen, why, Reason.FINISHED))
+        return stop_before(seen, evidence, memory, deletion(seen, Cause.SLOT_ENDED, why, Reason.FINISHED))
     # Its node is kept; only what still runs there ends.
     tried = EffectKind.STOP.of(seen.node.name) in evidence.looked
     runs = seen.report is not None and any(worker.alive for worker in seen.report.workers)
-    return ending(seen, memory, why) if runs and not tried and seen.workers is not None else None
+    return ending(seen, memory, Cause.SLOT_ENDED, why) if runs and not tried and seen.workers is not None else None
 
 
 # --- no node, or several ---------------------------------------------------------------------------------------------
@@ -362,9 +368,9 @@ def _open_create(memory: Memory) -> CreateIntent | None:
 
 def _decide_empty(slot: Slot, evidence: Evidence, memory: Memory, timers: Timers) -> Action:
     if ANY_CREATE in evidence.in_flight:
-        return Wait("create is under way")
+        return Wait(Cause.CREATE_UNDER_WAY, "create is under way")
     if ADOPTING in evidence.looked and not timers.lasted(evidence.looked[ADOPTING], ADOPTED_WITHIN):
-        return Wait("a node is being adopted")
+        return Wait(Cause.ADOPTING, "a node is being adopted")
     if memory.run is not None and memory.run.finished:
         return done(memory.run.node, Standing(memory.step, memory.checkpoint))
     for past in memory.nodes:
@@ -376,18 +382,20 @@ def _decide_empty(slot: Slot, evidence: Evidence, memory: Memory, timers: Timers
         # It would be READY, billed and idle.
         return without_job(slot, "no node is asked for")
     if slot.lacks:
-        return Wait(f"{slot.lacks}; until then no node is asked for", needs_person=True)
+        why = f"{slot.lacks}; until then no node is asked for"
+        return Wait(Cause.DECLARATION_INCOMPLETE, why, needs_person=True)
     if wait := unseen(slot, evidence, timers):
         return wait
     choice = choose(slot, evidence, memory, timers)
     if choice.place is None:
-        return Wait(choice.why, needs_person=choice.needs_person, for_place=True)
+        return Wait(Cause.NO_PLACE_OPEN, choice.why, needs_person=choice.needs_person)
     number = _free_number(slot, choice.place.zone, evidence, memory)
     return Create(
         node_name(slot.name, number),
         number,
         choice.place,
-        why=f"no node; asking for {choice.why}",
+        Cause.NO_NODE,
+        f"no node; asking for {choice.why}",
         held_in_zone=holds_quota(choice.place, evidence, region_wide=False),
         held_in_region=holds_quota(choice.place, evidence, region_wide=True),
     )
@@ -404,31 +412,34 @@ def _decide_unaccounted(slot: Slot, past: NodeMemory, evidence: Evidence, timers
     said = f"`tpucare confirm {slot.name}` if nothing trains there"
     if past.taken and past.in_doubt:
         why = f"{past.name} in {past.zone} bears another owner's label now, and our run may live there"
-        return Wait(f"{why}: `tpucare adopt-node` it back, or {said}", needs_person=True)
+        return Wait(Cause.NODE_TAKEN, f"{why}: `tpucare adopt-node` it back, or {said}", needs_person=True)
     if past.out_of_sight and past.in_doubt and not (past.is_leaving or slot.care.fence_proceed):
         since = length(slot.care.fence_after)
         why = f"nothing is heard of {past.name} in {past.zone} for {since}; it may still be training"
-        return Wait(f"{why}: {said}, and a node is asked for elsewhere", needs_person=True)
+        why = f"{why}: {said}, and a node is asked for elsewhere"
+        return Wait(Cause.NODE_OUT_OF_SIGHT, why, needs_person=True)
     if not past.serves or evidence.node(past.name) is not None:
         return None
     if evidence.hidden_since(past.zone, past.name) is not None:
         return decide_hidden(slot, past.zone, past.name, evidence, timers)
-    return Wait(f"whether {past.name} lives is not known yet ({past.zone})")
+    return Wait(Cause.NODE_ABSENT, f"whether {past.name} lives is not known yet ({past.zone})")
 
 
 def _decide_open_create(slot: Slot, intent: CreateIntent, evidence: Evidence, timers: Timers) -> Action:
     if timers.lasted(evidence.creates_since.get(intent.name), slot.care.boot_timeout):
-        return Settle(Fact.CREATE_SUPERSEDED, "unanswered at boot_timeout", name=intent.name)
+        return Settle(Fact.CREATE_SUPERSEDED, "unanswered at boot_timeout", name=intent.name, cause=Cause.BOOT_TIMEOUT)
     if intent.lost and not intent.refused:
         place = next((place for place in slot.places if place.key == intent.place), None)
         if place is None:
             # The declaration no longer has that place, so the same request cannot be sent again.
-            return Settle(Fact.CREATE_SUPERSEDED, "its place is no longer declared", name=intent.name)
+            why = "its place is no longer declared"
+            return Settle(Fact.CREATE_SUPERSEDED, why, name=intent.name, cause=Cause.PLACE_WITHDRAWN)
         if timers.passed(intent.retry_at, RESEND_BACKOFF.cap):
             why = "the answer was lost: the same name at the same place again"
-            return Create(intent.name, intent.number, place, why, resend=True)
-        return Wait(f"the answer to the create of {intent.name} was lost; asking again soon")
-    return Wait(f"create of {intent.name} is under way")
+            return Create(intent.name, intent.number, place, Cause.ANSWER_LOST, why, resend=True)
+        why = f"the answer to the create of {intent.name} was lost; asking again soon"
+        return Wait(Cause.ANSWER_LOST, why)
+    return Wait(Cause.CREATE_UNDER_WAY, f"create of {intent.name} is under way")
 
 
 def _decide_several(slot: Slot, live: list[NodeEvidence], evidence: Evidence, memory: Memory, timers: Timers) -> Action:
@@ -439,7 +450,8 @@ def _decide_several(slot: Slot, live: list[NodeEvidence], evidence: Evidence, me
     """
     names = ", ".join(seen.node.name for seen in live)
     if evidence.store_lost:
-        return Wait(f"several nodes ({names}) and a lost store: `tpucare confirm`", needs_person=True)
+        why = f"several nodes ({names}) and a lost store: `tpucare confirm`"
+        return Wait(Cause.STORE_LOST, why, needs_person=True)
     for seen in live:
         if wait := busy(seen, evidence):
             return wait
@@ -451,11 +463,13 @@ def _decide_several(slot: Slot, live: list[NodeEvidence], evidence: Evidence, me
             waits_for_person = isinstance(action, Wait) and action.needs_person
             if goes or waits_for_person or isinstance(action, Delete | Vouch | PushKey | Look | Settle):
                 return action
-            return Wait(f"several nodes ({names}); waiting until every worker of each has answered")
+            why = f"several nodes ({names}); waiting until every worker of each has answered"
+            return Wait(Cause.SEVERAL_NODES, why)
     running = [seen for seen in live if not quiet(seen)]
     keep = _older_launch(running, memory) if running else _newest(live, memory)
     surplus = next(seen for seen in live if seen is not keep)
-    delete = deletion(surplus, f"{keep.node.name} holds this slot", Reason.SURPLUS)
+    why = f"{keep.node.name} holds this slot"
+    delete = deletion(surplus, Cause.ANOTHER_NODE_HOLDS_SLOT, why, Reason.SURPLUS)
     return stop_before(surplus, evidence, memory, delete)
 
 
@@ -470,7 +484,8 @@ def _never_used(seen: NodeEvidence, live: list[NodeEvidence], evidence: Evidence
     holds = next((other for other in live if other.node.name == run.node and other is not seen), None)
     if holds is None or holds.report is None or not holds.report.all_answer or quiet(holds):
         return None
-    return deletion(seen, f"{holds.node.name} holds this slot", Reason.SURPLUS)
+    why = f"{holds.node.name} holds this slot"
+    return deletion(seen, Cause.ANOTHER_NODE_HOLDS_SLOT, why, Reason.SURPLUS)
 
 
 def _newest(live: list[NodeEvidence], memory: Memory) -> NodeEvidence:

@@ -9,9 +9,11 @@ nothing was ever started is no sign of an end, and of one that was started anew 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
 
 from tpucare.actions import Action, Fact, Settle, Wait
+from tpucare.causes import Cause
 from tpucare.evidence import Evidence, NodeEvidence, Timers
 from tpucare.memory import BookName, End, Memory, NodeMemory, RunMemory
 from tpucare.model import OnExit, Slot
@@ -43,7 +45,7 @@ def decide_foreign(
         return action
     workers = report.workers
     if any(worker.foreign is not None and worker.foreign.lost for worker in workers):
-        return ending(seen, memory, "its setup was interrupted: whoever did it is gone", None)
+        return ending(seen, memory, Cause.SETUP_INTERRUPTED, "its setup was interrupted: whoever did it is gone")
     failed = [worker for worker in workers if worker.exit_status not in (None, 0)]
     if failed:
         return _decide_failed(slot, seen, memory, timers, failed[0])
@@ -56,7 +58,7 @@ def decide_foreign(
     if run.over:
         return Settle(Fact.RUN_BACK, "something of its run lives again", seen.node.name)
     action = decide_living(slot, seen, past, memory, timers)
-    return Wait(_living(workers)) if isinstance(action, Wait) and past_setup(workers) else action
+    return replace(action, why=_living(workers)) if isinstance(action, Wait) and past_setup(workers) else action
 
 
 def _living(workers: tuple[WorkerReport, ...]) -> str:
@@ -69,9 +71,10 @@ def _living(workers: tuple[WorkerReport, ...]) -> str:
 def _decide_failed(slot: Slot, seen: NodeEvidence, memory: Memory, timers: Timers, worst: WorkerReport) -> Action:
     """A node that is preempted fails the functions that use it: the cloud is given time to say so."""
     if not timers.lasted(seen.ended_since, CRASH_IS_OURS_AFTER):
-        return Wait(f"setup failed; checking for a preemption before it counts ({worst.detail})")
+        why = f"setup failed; checking for a preemption before it counts ({worst.detail})"
+        return Wait(Cause.SETUP_FAILED, why)
     text = worst.detail or f"setup exited with {worst.exit_status}"
-    return booked(seen, memory, text, BookName.SETUP, slot.care.setup_budget)
+    return booked(seen, memory, Cause.SETUP_FAILED, text, BookName.SETUP, slot.care.setup_budget)
 
 
 def _decide_rebooted(seen: NodeEvidence, memory: Memory, timers: Timers) -> Action | None:
@@ -80,8 +83,9 @@ def _decide_rebooted(seen: NodeEvidence, memory: Memory, timers: Timers) -> Acti
     if not any(worker.is_torn for worker in seen.report.workers):
         return None
     if timers.lasted(seen.ended_since, MAY_COME_BACK):
-        return infrastructure(seen, memory, "a worker was started anew, and its run did not come back")
-    return Wait("a worker was started anew; waiting whether its run comes back by itself")
+        why = "a worker was started anew, and its run did not come back"
+        return infrastructure(seen, memory, Cause.REBOOTED, why)
+    return Wait(Cause.REBOOTED, "a worker was started anew; waiting whether its run comes back by itself")
 
 
 def _decide_ended(slot: Slot, seen: NodeEvidence, memory: Memory, timers: Timers) -> Action:
@@ -90,14 +94,22 @@ def _decide_ended(slot: Slot, seen: NodeEvidence, memory: Memory, timers: Timers
     assert seen.report is not None
     why = ended_why(seen.report.workers)
     if run.over and on_exit is OnExit.LEAVE:
-        return Wait(f"{why} (care.on_exit is leave)")
+        return Wait(Cause.FOREIGN_RUN_ENDED, f"{why} (care.on_exit is leave)")
     if not timers.lasted(seen.ended_since, GONE_IS_SURE_AFTER, observations=1):
-        return Wait("nothing of its run lives; looking once more")
+        return Wait(Cause.FOREIGN_RUN_ENDED, "nothing of its run lives; looking once more")
     if on_exit is OnExit.RESTART:
-        return booked(seen, memory, why, BookName.CRASH, slot.care.crash_budget)
+        return booked(seen, memory, Cause.FOREIGN_RUN_ENDED, why, BookName.CRASH, slot.care.crash_budget)
     far, name = standing(seen, memory), seen.node.name
     if on_exit is OnExit.DELETE:
-        return Settle(Fact.ENDED, why, name, end=End.DONE, step=far.step, checkpoint=far.checkpoint)
+        return Settle(
+            Fact.ENDED,
+            why,
+            name,
+            end=End.DONE,
+            step=far.step,
+            checkpoint=far.checkpoint,
+            cause=Cause.FOREIGN_RUN_ENDED,
+        )
     return Settle(Fact.RUN_OVER, why, name, step=far.step, checkpoint=far.checkpoint)
 
 

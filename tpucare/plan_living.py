@@ -9,6 +9,7 @@ from __future__ import annotations
 from datetime import timedelta
 
 from tpucare.actions import Action, Fact, Notice, Reason, Settle, Wait
+from tpucare.causes import Cause
 from tpucare.evidence import SUPPORTING_OBSERVATIONS, Mark, NodeEvidence, Timers, latest
 from tpucare.memory import ENDED_BY_PROGRESS, BookName, Memory, NodeMemory, RunMemory
 from tpucare.model import Provisioning, Slot
@@ -34,7 +35,6 @@ CHECKPOINT_LOOK_EVERY = timedelta(seconds=15)
 STALL_BUDGET = 6
 FIRST_WAIT_FACTOR = 2
 NO_TIME = timedelta()
-FETCHING, SETTING_UP = "fetching the code", "running setup"
 
 
 def decide_living(slot: Slot, seen: NodeEvidence, past: NodeMemory, memory: Memory, timers: Timers) -> Action:
@@ -50,7 +50,7 @@ def decide_living(slot: Slot, seen: NodeEvidence, past: NodeMemory, memory: Memo
         if dead and nothing_moves(seen) and not keeps_node(seen):
             limit = slot.care.unhealthy_after
             why = f"health {seen.node.health.name} and no progress for {length(limit)}"
-            return ending(seen, memory, why, then=Reason.JUDGED, lasted=limit)
+            return ending(seen, memory, Cause.UNHEALTHY, why, then=Reason.JUDGED, lasted=limit)
     if action := _end_of_day(seen, past, memory, timers):
         return action
     if memory.book(BookName.SETUP).failures and seen.report is not None and past_setup(seen.report.workers):
@@ -59,7 +59,7 @@ def decide_living(slot: Slot, seen: NodeEvidence, past: NodeMemory, memory: Memo
         return _progressed(seen, memory, "the run makes progress")
     if action := _row_ends(seen, memory, timers):
         return action
-    return Wait(_course(seen))
+    return _course(seen)
 
 
 def _row_ends(seen: NodeEvidence, memory: Memory, timers: Timers) -> Settle | None:
@@ -94,16 +94,17 @@ def _progressed(seen: NodeEvidence, memory: Memory, why: str) -> Settle:
     return Settle(Fact.RUN_PROGRESSED, why, seen.node.name, step=far.step, checkpoint=far.checkpoint, gap=gap)
 
 
-def _course(seen: NodeEvidence) -> str:
+def _course(seen: NodeEvidence) -> Wait:
     """What the run does now, by the worker that has got least far."""
     phases = {worker.phase for worker in (seen.report.workers if seen.report is not None else ())}
     if phases & {Phase.NONE, Phase.FETCH}:
-        return FETCHING
+        return Wait(Cause.SETTING_UP, "fetching the code")
     if Phase.SETUP in phases:
-        return SETTING_UP
+        return Wait(Cause.SETTING_UP, "running setup")
     if seen.progress.signals:
-        return "running"
-    return "running; no second step seen yet" if seen.progress.told is not None else "running; no step seen yet"
+        return Wait(Cause.RUNNING, "running")
+    which = "second step" if seen.progress.told is not None else "step"
+    return Wait(Cause.RUNNING, f"running; no {which} seen yet")
 
 
 def past_setup(workers: tuple[WorkerReport, ...]) -> bool:
@@ -114,7 +115,7 @@ def _overdue_phase(slot: Slot, seen: NodeEvidence, memory: Memory, timers: Timer
     assert seen.report is not None
     phases = {worker.phase for worker in seen.report.workers}
     if phases & {Phase.FETCH, Phase.SETUP, Phase.NONE} and timers.lasted(seen.phase_since, slot.care.setup_timeout):
-        return booked(seen, memory, "setup does not end", BookName.SETUP, slot.care.setup_budget)
+        return booked(seen, memory, Cause.SETUP_TIMEOUT, "setup does not end", BookName.SETUP, slot.care.setup_budget)
     return None
 
 
@@ -128,11 +129,12 @@ def _stalled(slot: Slot, seen: NodeEvidence, past: NodeMemory, memory: Memory, t
         # Signs that an earlier process saw are not known here: it stands still since it was met.
         since = progress.last or progress.begun
         limit = _patience(slot, seen, run)
-        why = f"no progress for {length(limit)}"
+        cause, why = Cause.STALLED, f"no progress for {length(limit)}"
         if limit > slot.care.stalled_after:
             why = f"{why} (longer than stalled_after, by how often its signs come)"
     elif progress.told is not None or _job_tells(memory):
-        since, why = latest(seen.phase_since, progress.told), "no first step"
+        since = latest(seen.phase_since, progress.told)
+        cause, why = Cause.NO_FIRST_STEP, "no first step"
         limit = max(slot.care.first_step_timeout, _wait_for_the_next(seen, progress.told))
         if memory.step is None:
             # Checkpoints alone tell of this job, and may come more seldom than a step.
@@ -141,7 +143,7 @@ def _stalled(slot: Slot, seen: NodeEvidence, past: NodeMemory, memory: Memory, t
         return None
     # Time alone is no observation: workers that are asked seldom, or late, have not been seen to stand still.
     stood_still = progress.unchanged >= SUPPORTING_OBSERVATIONS
-    return _stall(seen, memory, past, why, limit) if timers.lasted(since, limit) and stood_still else None
+    return _stall(seen, memory, past, cause, why, limit) if timers.lasted(since, limit) and stood_still else None
 
 
 def _job_tells(memory: Memory) -> bool:
@@ -166,15 +168,15 @@ def _wait_for_the_next(seen: NodeEvidence, first: Mark | None) -> timedelta:
     return (first.observed - begun.observed) * FIRST_WAIT_FACTOR if first is not None and begun is not None else NO_TIME
 
 
-def _stall(seen: NodeEvidence, memory: Memory, past: NodeMemory, why: str, lasted: timedelta) -> Action:
+def _stall(seen: NodeEvidence, memory: Memory, past: NodeMemory, cause: Cause, why: str, lasted: timedelta) -> Action:
     if has_advanced(seen, memory):
-        return ending(seen, memory, why, BookName.STALL, advanced=True, stacks=True, lasted=lasted)
+        return ending(seen, memory, cause, why, BookName.STALL, advanced=True, stacks=True, lasted=lasted)
     if memory.book(BookName.STALL).failures >= STALL_BUDGET:
-        return ending(seen, memory, why, BookName.STALL, gives_up=True, stacks=True, lasted=lasted)
+        return ending(seen, memory, cause, why, BookName.STALL, gives_up=True, stacks=True, lasted=lasted)
     if past.stalls >= 1 and not keeps_node(seen):
         text = f"{why}, for the second time on this node"
-        return ending(seen, memory, text, BookName.STALL, then=Reason.JUDGED, stacks=True, lasted=lasted)
-    return ending(seen, memory, why, BookName.STALL, stacks=True, lasted=lasted)
+        return ending(seen, memory, cause, text, BookName.STALL, then=Reason.JUDGED, stacks=True, lasted=lasted)
+    return ending(seen, memory, cause, why, BookName.STALL, stacks=True, lasted=lasted)
 
 
 def _end_of_day(seen: NodeEvidence, past: NodeMemory, memory: Memory, timers: Timers) -> Action | None:
@@ -190,8 +192,9 @@ def _end_of_day(seen: NodeEvidence, past: NodeMemory, memory: Memory, timers: Ti
     checkpoint = furthest_of(seen, "checkpoint", None)
     if past.noticed_at is None:
         text = "a preemptible node ends after 24 hours: please save\n"
-        return Notice(node.key, run.token, text, "its 24 hours end soon", checkpoint)
+        return Notice(node.key, run.token, text, Cause.END_OF_DAY, "its 24 hours end soon", checkpoint)
     if checkpoint is not None and (past.noticed_checkpoint is None or checkpoint > past.noticed_checkpoint):
-        return ending(seen, memory, "its 24 hours end, and a newer checkpoint is complete", then=Reason.FINISHED)
+        why = "its 24 hours end, and a newer checkpoint is complete"
+        return ending(seen, memory, Cause.END_OF_DAY, why, then=Reason.FINISHED)
     timers.again(CHECKPOINT_LOOK_EVERY)
     return None

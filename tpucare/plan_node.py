@@ -11,6 +11,7 @@ from dataclasses import replace
 from datetime import timedelta
 
 from tpucare.actions import Action, Delete, EffectKind, Fact, Launch, PushKey, Reason, Settle, Stop, Wait
+from tpucare.causes import Cause
 from tpucare.evidence import Evidence, Mark, NodeEvidence, Timers, latest
 from tpucare.memory import BookName, End, Memory, NodeMemory, Wish
 from tpucare.model import PENDING_STATES, USABLE_STATES, NodeKey, NodeState, Slot
@@ -62,13 +63,14 @@ def decide_node(slot: Slot, seen: NodeEvidence, evidence: Evidence, memory: Memo
     if seen.dark or (not seen.listed and node.name in evidence.failed_looks):
         return decide_hidden(slot, node.key.zone, node.name, evidence, timers)
     if not seen.listed and EffectKind.LOOK.of(node.name) not in evidence.looked:
-        return Wait(f"looking for {node.name} by name")
+        return Wait(Cause.NODE_ABSENT, f"looking for {node.name} by name")
     if past is None:
-        return Wait(f"{node.name} is being looked at")
+        return Wait(Cause.NODE_ABSENT, f"{node.name} is being looked at")
     if wait := busy(seen, evidence):
         return wait
     if memory.replace_asked:
-        return stop_before(seen, evidence, memory, deletion(seen, "replace was asked for", Reason.ASKED))
+        delete = deletion(seen, Cause.REPLACE_ASKED, "replace was asked for", Reason.ASKED)
+        return stop_before(seen, evidence, memory, delete)
     if node.state in PENDING_STATES:
         return _decide_pending(slot, seen, past, evidence, memory, timers)
     if node.state in USABLE_STATES:
@@ -85,13 +87,14 @@ def _decide_unknown(slot: Slot, seen: NodeEvidence, evidence: Evidence, memory: 
     life = latest(seen.state_since, seen.progress.last, seen.progress.life) if answers else seen.state_since
     if timers.lasted(life, limit) and nothing_moves(seen):
         what = "nothing moves on it" if answers else "no worker of it answers"
-        what = f"{what} for {length(limit)}"
-        return stop_before(seen, evidence, memory, deletion(seen, f"UNKNOWN, and {what}", Reason.JUDGED))
+        why = f"UNKNOWN, and {what} for {length(limit)}"
+        delete = deletion(seen, Cause.STATE_UNKNOWN, why, Reason.JUDGED)
+        return stop_before(seen, evidence, memory, delete)
     past = memory.node(seen.node.name)
     if answers and past is not None and past.launched:
         # What moves may be a log alone: the run is cared for like any, so that one that hangs is found.
         return _decide_usable(slot, seen, past, evidence, memory, timers)
-    return Wait(f"{seen.node.name} is UNKNOWN: waiting whether anything moves on it")
+    return Wait(Cause.STATE_UNKNOWN, f"{seen.node.name} is UNKNOWN: waiting whether anything moves on it")
 
 
 def decide_by_workers(
@@ -125,17 +128,20 @@ def decide_hidden(slot: Slot, zone: str, name: str, evidence: Evidence, timers: 
     if timers.lasted(evidence.hidden_since(zone, name), slot.care.fence_after):
         return Settle(Fact.NODE_OUT_OF_SIGHT, f"nothing is heard of it for {length(slot.care.fence_after)}", name=name)
     if zone in evidence.dark_since:
-        return Wait(f"{zone} does not answer: what is known of {name} stays")
-    return Wait(f"{name} is not in the listing, and may not be looked at: what is known of it stays")
+        return Wait(Cause.ZONE_UNREACHABLE, f"{zone} does not answer: what is known of {name} stays")
+    why = f"{name} is not in the listing, and may not be looked at: what is known of it stays"
+    return Wait(Cause.NODE_HIDDEN, why)
 
 
 def _decide_odd(slot: Slot, seen: NodeEvidence) -> Action:
     node = seen.node
     if node.state in STOPPED:
         if slot.care.stopped_delete:
-            return deletion(seen, f"it is {node.state.name} and care.stopped is delete", Reason.ASKED)
-        return Wait(f"{node.name} is {node.state.name}: somebody stopped it; start it, or `down`", needs_person=True)
-    return Wait(f"{node.name} is {node.state.name}: waiting, nothing is known to do about it")
+            why = f"it is {node.state.name} and care.stopped is delete"
+            return deletion(seen, Cause.NODE_STOPPED, why, Reason.ASKED)
+        why = f"{node.name} is {node.state.name}: somebody stopped it; start it, or `down`"
+        return Wait(Cause.NODE_STOPPED, why, needs_person=True)
+    return Wait(Cause.STATE_ODD, f"{node.name} is {node.state.name}: waiting, nothing is known to do about it")
 
 
 def _decide_pending(
@@ -148,8 +154,10 @@ def _decide_pending(
     if intent is not None and intent.failed:
         failed_since = evidence.looked.get(EffectKind.FAILED.of(seen.node.name)) or seen.seen_since
         if timers.lasted(failed_since, FAILED_CREATE_SILENCE):
-            return deletion(seen, f"its create failed ({intent.refused}) and no worker answers", Reason.DEAD)
-        return Wait(f"create of {seen.node.name} failed: {intent.refused}; waiting until it is gone")
+            why = f"its create failed ({intent.refused}) and no worker answers"
+            return deletion(seen, Cause.CREATE_FAILED, why, Reason.DEAD)
+        why = f"create of {seen.node.name} failed: {intent.refused}; waiting until it is gone"
+        return Wait(Cause.CREATE_FAILED, why)
     since, limit = seen.state_since, slot.care.boot_timeout
     if past.answered:
         # Its workers came up long ago, whatever the API shows of it: what lasts is that some do not answer now.
@@ -159,8 +167,10 @@ def _decide_pending(
         since, limit = latest(since, seen.progress.last) or since, max(limit, usual_pause(seen))
     if timers.lasted(since, limit):
         why = f"still {seen.node.state.name} at boot_timeout"
-        return deletion(seen, why, Reason.JUDGED, unanswered=not past.answered, lasted=slot.care.boot_timeout)
-    return contact_trouble(slot, seen, past, evidence, timers) or Wait(f"{seen.node.name} is {seen.node.state.name}")
+        never, lasted = not past.answered, slot.care.boot_timeout
+        return deletion(seen, Cause.BOOT_TIMEOUT, why, Reason.JUDGED, unanswered=never, lasted=lasted)
+    booting = Wait(Cause.BOOTING, f"{seen.node.name} is {seen.node.state.name}")
+    return contact_trouble(slot, seen, past, evidence, timers) or booting
 
 
 def _decide_usable(
@@ -170,17 +180,17 @@ def _decide_usable(
     repairing = node.state is NodeState.REPAIRING and not keeps_node(seen)
     life = latest(seen.state_since, seen.progress.last, seen.progress.life)
     if repairing and timers.lasted(life, slot.care.unhealthy_after) and nothing_moves(seen):
-        delete = deletion(
-            seen, "REPAIRING for too long without progress", Reason.JUDGED, lasted=slot.care.unhealthy_after
-        )
+        why = "REPAIRING for too long without progress"
+        delete = deletion(seen, Cause.REPAIRING, why, Reason.JUDGED, lasted=slot.care.unhealthy_after)
         return stop_before(seen, evidence, memory, delete)
     if seen.workers is None:
         if timers.lasted(latest(seen.state_since, seen.lacking_since), slot.care.boot_timeout):
             why = "its list of workers is incomplete at boot_timeout"
-            return deletion(seen, why, Reason.JUDGED, unanswered=not past.answered, lasted=slot.care.boot_timeout)
-        return Wait(f"{node.name} does not list all its workers yet")
+            never, lasted = not past.answered, slot.care.boot_timeout
+            return deletion(seen, Cause.WORKERS_MISSING, why, Reason.JUDGED, unanswered=never, lasted=lasted)
+        return Wait(Cause.WORKERS_MISSING, f"{node.name} does not list all its workers yet")
     if seen.report is None:
-        return Wait(f"asking the workers of {node.name}")
+        return Wait(Cause.BOOTING, f"asking the workers of {node.name}")
     if trouble := contact_trouble(slot, seen, past, evidence, timers):
         return _silence_beside(trouble, slot, seen, past, evidence, memory, timers)
     if not seen.report.all_answer:
@@ -228,18 +238,20 @@ def _decide_refused(
         pause_over = last is None or timers.lasted(last, KEY_PUSH_EVERY)
         late = timers.lasted(seen.refused_since, KEY_MAY_BE_LATE)
         if late and pause_over and EffectKind.KEY.of(name) not in evidence.in_flight:
-            return PushKey(seen.node.key, "a worker refuses our key")
-        return Wait(f"a worker of {name} does not know our key yet", needs_person=last is not None)
+            return PushKey(seen.node.key, Cause.KEY_REFUSED, "a worker refuses our key")
+        why = f"a worker of {name} does not know our key yet"
+        return Wait(Cause.KEY_REFUSED, why, needs_person=last is not None)
     if some_accept and not (past.launched or keeps_node(seen)):
         # No setting of the project tells workers of one node apart: the guest agent of that one is broken.
         if timers.lasted(seen.refused_since, KEY_REFUSED_BY_SOME):
             why = f"a worker refuses our key for {length(KEY_REFUSED_BY_SOME)}, others take it"
-            return deletion(seen, why, Reason.JUDGED, unanswered=True)
-        return Wait(f"a worker of {name} refuses our key, and others take it: waiting until it does")
+            return deletion(seen, Cause.KEY_REFUSED, why, Reason.JUDGED, unanswered=True)
+        why = f"a worker of {name} refuses our key, and others take it: waiting until it does"
+        return Wait(Cause.KEY_REFUSED, why)
     if timers.lasted(seen.refused_since, KEY_PUSH_SERVES):
         why = "is OS Login on, by policy (requireOsLogin) or for want of enable-oslogin: FALSE, or is a key blocked?"
-        return Wait(f"{name} refuses our key, though its metadata has it: {why}", needs_person=True)
-    return Wait(f"our key was written to the metadata of {name}; waiting until its workers take it")
+        return Wait(Cause.KEY_REFUSED, f"{name} refuses our key, though its metadata has it: {why}", needs_person=True)
+    return Wait(Cause.KEY_REFUSED, f"our key was written to the metadata of {name}; waiting until its workers take it")
 
 
 def _decide_silent(
@@ -266,7 +278,7 @@ def _decide_silent(
         # The last step before a gang hangs may be seen after a worker fell silent: progress has to go on to count.
         since, limit = latest(since, seen.progress.last), max(limit, usual_pause(seen))
         if not timers.lasted(since, limit):
-            return Wait(f"a worker of {name} is silent, progress goes on")
+            return Wait(Cause.SILENT, f"a worker of {name} is silent, progress goes on")
     supported = seen.silent_probes >= 3
     # Who refused our key may be a guard that drops our packets by now, and lets us in minutes later.
     guarded = past.refused and not past.answered
@@ -276,14 +288,16 @@ def _decide_silent(
         # Where nobody answers, or a guard may be at work, only boot_timeout ends the wait for a node that never did.
         if supported and timers.lasted(seen.seen_since, slot.care.boot_timeout):
             why = "its workers never answered until boot_timeout"
-            return deletion(seen, why, Reason.JUDGED, unanswered=True, lasted=slot.care.boot_timeout)
+            return deletion(
+                seen, Cause.NEVER_ANSWERED, why, Reason.JUDGED, unanswered=True, lasted=slot.care.boot_timeout
+            )
     elif supported and timers.lasted(since, limit * CANARY_FACTOR) and evidence.may_be_canary:
         for_so_long = length(limit * CANARY_FACTOR)
         why = f"no worker anywhere answers for {for_so_long}; this slot tries first whether a new node does"
-        return deletion(seen, why, Reason.JUDGED, lasted=limit * CANARY_FACTOR)
+        return deletion(seen, Cause.CANARY, why, Reason.JUDGED, lasted=limit * CANARY_FACTOR)
     if stop := _stop_half_gang(slot, seen, since, evidence, memory, timers):
         return stop
-    return Wait(f"a worker of {name} is silent")
+    return Wait(Cause.SILENT, f"a worker of {name} is silent")
 
 
 def _silence_ends(seen: NodeEvidence, past: NodeMemory, memory: Memory, why: str, lasted: timedelta) -> Delete:
@@ -292,7 +306,8 @@ def _silence_ends(seen: NodeEvidence, past: NodeMemory, memory: Memory, why: str
 
     Preemptions that the cloud never tells of look alike; progress between them ends the row.
     """
-    delete, run = deletion(seen, why, Reason.JUDGED, unanswered=not past.answered, lasted=lasted), memory.run
+    delete = deletion(seen, Cause.SILENT, why, Reason.JUDGED, unanswered=not past.answered, lasted=lasted)
+    run = memory.run
     if not past.answered or run is None or run.node != past.name or not run.complete or run.stopped:
         return delete
     advanced, far = has_advanced(seen, memory), standing(seen, memory)
@@ -320,8 +335,8 @@ def _stop_half_gang(
     if seen.progress.signals < 2 or EffectKind.STOP.of(seen.node.name) in evidence.looked:
         return None
     if timers.lasted(since, slot.care.unreachable_after / 3):
-        why = "a worker is silent and the run stands still"
-        return Stop(seen.node.key, seen.node.id, run.token, why, step=memory.step, checkpoint=memory.checkpoint)
+        why, step, checkpoint = "a worker is silent and the run stands still", memory.step, memory.checkpoint
+        return Stop(seen.node.key, seen.node.id, run.token, Cause.SILENT, why, step=step, checkpoint=checkpoint)
     return None
 
 
@@ -335,7 +350,7 @@ def _decide_answering(
         number = int(token.rpartition(".")[2])
         return Settle(Fact.RUN_ADOPTED, f"{token} is what the workers have", name=node.name, token=token, number=number)
     if run is not None and ours and run.stopped and run.then_delete:
-        return deletion(seen, run.stop_why, Reason(run.then_delete))
+        return deletion(seen, run.stop_cause, run.stop_why, Reason(run.then_delete))
     if run is not None and ours and not run.stopped:
         decide_own = decide_foreign if is_foreign(seen.report, run) else decide_run
         return decide_own(slot, seen, past, evidence, memory, timers)
@@ -360,9 +375,8 @@ def _decide_launch(
         return wait
     if blocked := _fence(slot, seen, evidence, memory, timers):
         return blocked
-    number = next_number(seen, memory)
-    why = "all workers answer and nothing runs"
-    return Launch(node.key, node.id, f"{node.name}.{number}", number, why, job_mark(slot.job))
+    number, why = next_number(seen, memory), "all workers answer and nothing runs"
+    return Launch(node.key, node.id, f"{node.name}.{number}", number, Cause.QUIET, why, job_mark(slot.job))
 
 
 def _decide_not_quiet(seen: NodeEvidence, memory: Memory) -> Action:
@@ -371,9 +385,10 @@ def _decide_not_quiet(seen: NodeEvidence, memory: Memory) -> Action:
     past = memory.node(seen.node.name)
     launched_by_us = memory.run is not None and memory.run.node == seen.node.name
     if past is not None and past.given and not launched_by_us:
-        return Wait(f"{why} of {seen.node.name}, which is adopted: stop it, or `apply --replace`", needs_person=True)
-    token = token_of(seen) or f"{seen.node.name}.0"
-    return Stop(seen.node.key, seen.node.id, token, why, step=memory.step, checkpoint=memory.checkpoint)
+        why = f"{why} of {seen.node.name}, which is adopted: stop it, or `apply --replace`"
+        return Wait(Cause.HELD_BY_OTHERS, why, needs_person=True)
+    token, step, checkpoint = token_of(seen) or f"{seen.node.name}.0", memory.step, memory.checkpoint
+    return Stop(seen.node.key, seen.node.id, token, Cause.HELD_BY_OTHERS, why, step=step, checkpoint=checkpoint)
 
 
 def _fence(slot: Slot, seen: NodeEvidence, evidence: Evidence, memory: Memory, timers: Timers) -> Action | None:
@@ -386,8 +401,9 @@ def _fence(slot: Slot, seen: NodeEvidence, evidence: Evidence, memory: Memory, t
         waited = timers.lasted(seen.answering_since, slot.care.fence_after)
         if waited and (slot.care.fence_proceed or memory.fence_confirmed):
             continue
-        if action := look(NodeKey(slot.project, elder.zone, elder.name), evidence, timers, "is it proven dead?"):
+        key = NodeKey(slot.project, elder.zone, elder.name)
+        if action := look(key, evidence, timers, Cause.FENCED, "is it proven dead?"):
             return action
         why = f"{elder.name} may still be training"
-        return Wait(f"{why} (`tpucare confirm` to go on)" if waited else why, needs_person=waited)
+        return Wait(Cause.FENCED, f"{why} (`tpucare confirm` to go on)" if waited else why, needs_person=waited)
     return None

@@ -9,6 +9,7 @@ from __future__ import annotations
 from datetime import timedelta
 
 from tpucare.actions import Action, EffectKind, Fact, Launch, Reason, Settle, Wait
+from tpucare.causes import Cause
 from tpucare.evidence import Evidence, Mark, NodeEvidence, Timers
 from tpucare.memory import BookName, Memory, NodeMemory, RunMemory
 from tpucare.model import Slot
@@ -37,7 +38,7 @@ def decide_unsettled(
     if not memory.run.complete:
         return _decide_incomplete(slot, seen, evidence, memory, timers)
     if memory.restart_asked:
-        return ending(seen, memory, "restart was asked for", None)
+        return ending(seen, memory, Cause.RESTART_ASKED, "restart was asked for")
     return None
 
 
@@ -66,36 +67,40 @@ def _stop_again(seen: NodeEvidence, evidence: Evidence, memory: Memory, timers: 
     assert run is not None
     last = evidence.looked.get(EffectKind.STOP.of(seen.node.name))
     if last is None:
-        return ending(seen, memory, run.stop_why, then=Reason(run.then_delete) if run.then_delete else None)
+        then = Reason(run.then_delete) if run.then_delete else None
+        return ending(seen, memory, run.stop_cause, run.stop_why, then=then)
     if run.then_delete:
-        return deletion(seen, run.stop_why, Reason(run.then_delete))
+        return deletion(seen, run.stop_cause, run.stop_why, Reason(run.then_delete))
     if quiet(seen):
         return Settle(Fact.RUN_STOPPED, "its workers are quiet now", seen.node.name, run.token, run.number)
     if not timers.lasted(last, STOP_AGAIN_AFTER, observations=1):
-        return Wait("the run was stopped; its processes or the chips are not free yet")
+        return Wait(Cause.STOPPING, "the run was stopped; its processes or the chips are not free yet")
     past = memory.node(seen.node.name)
     is_heard = run.stuck or run.stops >= STOPS_UNHEARD
     if is_heard and past is not None and not past.launched:
         return _held_by_others(seen, last, timers)
     if run.stops < STOPS_UNHEARD and (keeps_node(seen) or not is_heard):
-        return ending(seen, memory, run.stop_why)
+        return ending(seen, memory, run.stop_cause, run.stop_why)
     if not keeps_node(seen):
-        return deletion(seen, "processes or chips are not free after SIGKILL", Reason.DEAD)
+        why = "processes or chips are not free after SIGKILL"
+        return deletion(seen, Cause.NOT_FREE_AFTER_KILL, why, Reason.DEAD)
     if timers.lasted(last, STOP_AGAIN_SELDOM, observations=1):
-        return ending(seen, memory, run.stop_why)
+        return ending(seen, memory, run.stop_cause, run.stop_why)
     why = f"processes on {seen.node.name} do not end, or the chips are not free, after SIGKILL"
-    return Wait(f"{why}: log in and end them, or `tpucare apply FILE --replace`", needs_person=True)
+    why = f"{why}: log in and end them, or `tpucare apply FILE --replace`"
+    return Wait(Cause.NOT_FREE_AFTER_KILL, why, needs_person=True)
 
 
 def _held_by_others(seen: NodeEvidence, since: Mark, timers: Timers) -> Action:
     """Nothing of ours was ever launched there, and what holds the chips or the lock outlived a stop."""
     what = f"something that is not our run holds the chips or the lock of {seen.node.name}, and does not let go"
     if keeps_node(seen):
-        return Wait(what, needs_person=True)
+        return Wait(Cause.HELD_BY_OTHERS, what, needs_person=True)
     if not timers.lasted(since, OTHERS_LEFT_ALONE):
         minutes = OTHERS_LEFT_ALONE.seconds // 60
-        return Wait(f"{what}: the node is deleted after {minutes} min of that", needs_person=True)
-    return deletion(seen, what, Reason.DEAD, held=True)
+        why = f"{what}: the node is deleted after {minutes} min of that"
+        return Wait(Cause.HELD_BY_OTHERS, why, needs_person=True)
+    return deletion(seen, Cause.HELD_BY_OTHERS, what, Reason.DEAD, held=True)
 
 
 def _decide_incomplete(slot: Slot, seen: NodeEvidence, evidence: Evidence, memory: Memory, timers: Timers) -> Action:
@@ -108,11 +113,13 @@ def _decide_incomplete(slot: Slot, seen: NodeEvidence, evidence: Evidence, memor
         return Settle(Fact.RUN_COMPLETE, "every worker has it", name=seen.node.name, token=run.token)
     book = memory.book(BookName.SETUP)
     if book.failures > slot.care.setup_budget:
-        return ending(seen, memory, f"it cannot be launched: {book.reason}", gives_up=True)
+        why = f"it cannot be launched: {book.reason}"
+        return ending(seen, memory, Cause.LAUNCH_FAILED, why, gives_up=True)
     if holding or not quiet(seen):
         why = f"only {len(holding)} of {len(seen.report.workers)} workers took the run"
         # A launch that is known to have failed is entered already.
-        return ending(seen, memory, why, None if run.launch_book else BookName.INFRASTRUCTURE)
+        book_name = None if run.launch_book else BookName.INFRASTRUCTURE
+        return ending(seen, memory, Cause.LAUNCH_INCOMPLETE, why, book_name)
     if slot.job is None:
         return without_job(slot, "the node is kept")
     if wait := backoff_over(memory, timers):
@@ -121,4 +128,4 @@ def _decide_incomplete(slot: Slot, seen: NodeEvidence, evidence: Evidence, memor
     if action := decide_trust(slot, seen, past, evidence, timers):
         return action
     why, job = "no worker took the launch: once more", job_mark(slot.job)
-    return Launch(seen.node.key, seen.node.id, run.token, run.number, why, job)
+    return Launch(seen.node.key, seen.node.id, run.token, run.number, Cause.LAUNCH_INCOMPLETE, why, job)

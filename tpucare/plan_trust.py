@@ -11,6 +11,7 @@ from __future__ import annotations
 from datetime import timedelta
 
 from tpucare.actions import Action, EffectKind, Fact, Settle, Vouch, Wait
+from tpucare.causes import Cause
 from tpucare.evidence import Evidence, NodeEvidence, Timers, Voucher
 from tpucare.memory import NodeMemory, Trust
 from tpucare.model import HostKeys, Job, Slot
@@ -39,8 +40,9 @@ def decide_trust(slot: Slot, seen: NodeEvidence, past: NodeMemory, evidence: Evi
     """What comes before a launch on workers that all answer; None when the job may be sent to them."""
     name, strict = seen.node.name, slot.care.host_keys is HostKeys.VOUCHED
     asking = EffectKind.VOUCH.of(name) in evidence.in_flight
+    asked = Wait(Cause.UNDER_WAY, f"asking for the host keys of {name}")
     if seen.voucher is Voucher.UNASKED:
-        return Wait(f"asking for the host keys of {name}") if asking else _ask(slot, seen, past, _FIRST)
+        return asked if asking else _ask(slot, seen, past, Cause.HOST_KEYS_UNVOUCHED, _FIRST)
     if seen.voucher is Voucher.VOUCHED or past.trust is Trust.VOUCHED:
         return None
     if not strict and (past.trust is Trust.FIRST_USE or not is_private(slot.job)):
@@ -49,17 +51,15 @@ def decide_trust(slot: Slot, seen: NodeEvidence, past: NodeMemory, evidence: Evi
     if seen.voucher is Voucher.UNANSWERED:
         return _ask_again(slot, seen, past, evidence, timers) or _unanswered(seen, timers)
     if seen.voucher is Voucher.UNPUBLISHED and not timers.lasted(seen.arrived_since, limit):
-        wait = Wait(
-            f"waiting until {name} publishes its host keys, for {length(limit)} from the first answer of its workers"
-        )
-        return _ask_again(slot, seen, past, evidence, timers) or wait
+        why = f"waiting until {name} publishes its host keys, for {length(limit)} from the first answer of its workers"
+        return _ask_again(slot, seen, past, evidence, timers) or Wait(Cause.HOST_KEYS_UNPUBLISHED, why)
     if strict:
         why = f"nothing vouches for the host keys of {name} ({_reason(seen, limit)}) and care.host_keys is vouched"
         advice = "let guest attributes be published and read, or set care.host_keys: auto"
         again = _ask_again(slot, seen, past, evidence, timers, every=ASK_LATER_EVERY)
-        return again or Wait(f"{why}: {advice}", needs_person=True)
+        return again or Wait(Cause.HOST_KEYS_UNVOUCHED, f"{why}: {advice}", needs_person=True)
     if asking:
-        return Wait(f"asking for the host keys of {name}")
+        return asked
     publisher = publisher_of(slot, past) if seen.voucher is Voucher.UNPUBLISHED else ""
     why = f"nothing vouches for {name} ({_reason(seen, limit)})"
     return Settle(Fact.FIRST_USE, why, name=name, publisher=publisher)
@@ -80,18 +80,18 @@ def decide_changed_key(slot: Slot, seen: NodeEvidence, past: NodeMemory, evidenc
     asked = last is not None and seen.changed_since is not None and last.observed >= seen.changed_since.observed
     long = timers.lasted(seen.changed_since, PUBLISHED_WITHIN)
     if not asked and EffectKind.VOUCH.of(name) not in evidence.in_flight:
-        return _ask(slot, seen, past, "a host key changed on the same node")
+        return _ask(slot, seen, past, Cause.HOST_KEY_CHANGED, "a host key changed on the same node")
     if again := _ask_again(slot, seen, past, evidence, timers, every=ASK_LATER_EVERY if long else ASK_EVERY):
         return again
     if seen.voucher is Voucher.UNANSWERED:
         return _unanswered(seen, timers, f"a worker of {name} shows another host key; ")
     why = f"a worker of {name} shows another host key, and guest attributes do not vouch for it"
     advice = "look at it; `tpucare apply FILE --replace` gives the slot a new node, `tpucare down` ends it"
-    return Wait(f"{why}: {advice}", needs_person=long)
+    return Wait(Cause.HOST_KEY_CHANGED, f"{why}: {advice}", needs_person=long)
 
 
-def _ask(slot: Slot, seen: NodeEvidence, past: NodeMemory, why: str) -> Vouch:
-    return Vouch(seen.node.key, why, publisher_of(slot, past))
+def _ask(slot: Slot, seen: NodeEvidence, past: NodeMemory, cause: Cause, why: str) -> Vouch:
+    return Vouch(seen.node.key, cause, why, publisher_of(slot, past))
 
 
 def _ask_again(
@@ -104,16 +104,17 @@ def _ask_again(
     every: timedelta = ASK_EVERY,
 ) -> Vouch | None:
     """Nothing while a question is under way: what is known so far stays, and a person is not told of it anew."""
-    this = EffectKind.VOUCH.of(seen.node.name)
-    last = evidence.looked.get(this)
-    due = this not in evidence.in_flight and (last is None or timers.lasted(last, every, observations=0))
-    return _ask(slot, seen, past, "nothing vouches for its host keys yet") if due else None
+    kind = EffectKind.VOUCH.of(seen.node.name)
+    last = evidence.looked.get(kind)
+    due = kind not in evidence.in_flight and (last is None or timers.lasted(last, every, observations=0))
+    return _ask(slot, seen, past, Cause.HOST_KEYS_UNVOUCHED, "nothing vouches for its host keys yet") if due else None
 
 
 def _unanswered(seen: NodeEvidence, timers: Timers, before: str = "") -> Wait:
     """No answer is never taken for "nothing vouches": who stands between us and a node may hold up the API, too."""
     why = f"{before}guest attributes of {seen.node.name} give no answer ({seen.voucher_why}): asked again"
-    return Wait(why, needs_person=timers.lasted(seen.unanswered_since, UNANSWERED_TOLD_AFTER))
+    long = timers.lasted(seen.unanswered_since, UNANSWERED_TOLD_AFTER)
+    return Wait(Cause.HOST_KEYS_UNANSWERED, why, needs_person=long)
 
 
 def _patience(slot: Slot, past: NodeMemory, evidence: Evidence, timers: Timers) -> timedelta:

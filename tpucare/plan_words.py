@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from tpucare.actions import Delete, EffectKind, Look, Reason, Stop, Wait
 from tpucare.backoff import book_cap
+from tpucare.causes import Cause
 from tpucare.evidence import SUPPORTING_OBSERVATIONS, Evidence, Mark, NodeEvidence, Timers
 from tpucare.memory import BookName, Memory
 from tpucare.model import Job, NodeKey, Provisioning, Slot
@@ -27,7 +28,7 @@ LOOK_EVERY = timedelta(seconds=5)
 LOOK_CAP, LOOK_CAP_HUMAN = timedelta(minutes=1), timedelta(minutes=10)
 
 
-def look(key: NodeKey, evidence: Evidence, timers: Timers, why: str) -> Look | None:
+def look(key: NodeKey, evidence: Evidence, timers: Timers, cause: Cause, why: str) -> Look | None:
     """GetNode, unless it was asked a moment ago; where it fails it is asked ever more seldom."""
     this = EffectKind.LOOK.of(key.name)
     last, failed, every = evidence.looked.get(this), evidence.failed_looks.get(key.name), LOOK_EVERY
@@ -35,11 +36,12 @@ def look(key: NodeKey, evidence: Evidence, timers: Timers, why: str) -> Look | N
         every = min(LOOK_EVERY * 2 ** min(failed.times, 10), LOOK_CAP_HUMAN if failed.human else LOOK_CAP)
     if this in evidence.in_flight or not (last is None or timers.lasted(last, every, observations=0)):
         return None
-    return Look(key, why)
+    return Look(key, cause, why)
 
 
 def deletion(
     seen: NodeEvidence,
+    cause: Cause,
     why: str,
     reason: Reason,
     *,
@@ -53,6 +55,7 @@ def deletion(
         node.key,
         node.id,
         node.create_time,
+        cause,
         why,
         reason,
         quiet=is_quiet,
@@ -77,7 +80,7 @@ def busy(seen: NodeEvidence, evidence: Evidence) -> Wait | None:
     name = seen.node.name
     for kind in (EffectKind.LAUNCH, EffectKind.STOP, EffectKind.DELETE):
         if kind.of(name) in evidence.in_flight:
-            return Wait(f"{kind} of {name} is under way")
+            return Wait(Cause.UNDER_WAY, f"{kind} of {name} is under way")
     return None
 
 
@@ -89,22 +92,24 @@ def unseen(slot: Slot, evidence: Evidence, timers: Timers) -> Wait | None:
     """
     places = {place.zone for place in slot.places} & evidence.unanswered
     if evidence.store_lost and not evidence.complete:
-        what = "the store was lost, and a zone that has not answered yet"
+        cause, what = Cause.STORE_LOST, "the store was lost, and a zone that has not answered yet"
     elif evidence.store_old and places:
+        cause = Cause.STORE_OLD
         what = f"the store lay idle and may be a backup, and {min(places)}, which has not answered yet,"
     else:
         return None
     why = f"{what} may hold a node that it does not know"
     loud = timers.lasted(Mark(timedelta(), 0), slot.care.fence_after)
-    return Wait(f"{why} (`tpucare confirm --store` to go on)" if loud else why, needs_person=loud)
+    return Wait(cause, f"{why} (`tpucare confirm --store` to go on)" if loud else why, needs_person=loud)
 
 
 def without_job(slot: Slot, then: str) -> Wait:
     """Nothing can be launched for a slot whose job is not known, or was never declared."""
     if slot.job_problem:
         advice = f"raise `count` and apply its file, or `tpucare down {slot.name}`"
-        return Wait(f"its job is not known ({slot.job_problem}): {advice}; {then}", needs_person=True)
-    return Wait(f"no job is declared; {then}")
+        why = f"its job is not known ({slot.job_problem}): {advice}; {then}"
+        return Wait(Cause.JOB_UNKNOWN, why, needs_person=True)
+    return Wait(Cause.JOB_MISSING, f"no job is declared; {then}")
 
 
 def stop_before(seen: NodeEvidence, evidence: Evidence, memory: Memory, delete: Delete) -> Stop | Delete:
@@ -112,7 +117,7 @@ def stop_before(seen: NodeEvidence, evidence: Evidence, memory: Memory, delete: 
     tried = EffectKind.STOP.of(seen.node.name) in evidence.looked
     if tried or seen.workers is None or not _may_run(seen, memory):
         return delete
-    return ending(seen, memory, delete.why, then=delete.reason, lasted=delete.lasted)
+    return ending(seen, memory, delete.cause, delete.why, then=delete.reason, lasted=delete.lasted)
 
 
 def _may_run(seen: NodeEvidence, memory: Memory) -> bool:
@@ -126,6 +131,7 @@ def _may_run(seen: NodeEvidence, memory: Memory) -> bool:
 def ending(
     seen: NodeEvidence,
     memory: Memory,
+    cause: Cause,
     why: str,
     book: BookName | None = None,
     *,
@@ -143,6 +149,7 @@ def ending(
         node.key,
         node.id,
         token,
+        cause,
         why,
         book,
         advanced=advanced,
@@ -250,5 +257,6 @@ def backoff_over(memory: Memory, timers: Timers) -> Wait | None:
     for name, book in memory.books.items():
         if not timers.passed(book.retry_at, book_cap(BookName(name))):
             assert book.retry_at is not None
-            return Wait(f"{name} {book.failures} in a row ({book.reason}); next launch at {book.retry_at:%H:%M:%S} UTC")
+            why = f"{name} {book.failures} in a row ({book.reason}); next launch at {book.retry_at:%H:%M:%S} UTC"
+            return Wait(Cause.BACKOFF, why)
     return None

@@ -103,11 +103,11 @@ def _settle(memory: Memory, action: Settle, now: datetime, rng: random.Random) -
         case Fact.RUN_LASTED:
             return has_served(memory)
         case Fact.TRIED_AGAIN:
-            return replace(memory, end=End.NONE, end_why="", ended_at=None, tries=memory.tries + 1)
+            return replace(memory.without_end(), tries=memory.tries + 1)
         case Fact.ENDED:
             if action.end is End.DONE:
                 memory = has_served(memory)
-            return replace(memory, end=action.end, end_why=action.why, ended_at=now)
+            return replace(memory, end=action.end, end_why=action.why, end_cause=action.cause, ended_at=now)
 
 
 def _is_further(memory: Memory, action: Settle) -> bool:

@@ -13,6 +13,7 @@ from datetime import datetime, timedelta
 from tpucare import placement
 from tpucare.actions import Delete, Reason
 from tpucare.backoff import DELETE_AGAIN, DELETE_AGAIN_CAP
+from tpucare.causes import Cause
 from tpucare.errors import LostRace, NodeGone, RateLimited
 from tpucare.memory import Memory, NodeMemory
 from tpucare.remember_seen import gone
@@ -30,6 +31,7 @@ def intend_delete(memory: Memory, action: Delete, now: datetime) -> Memory:
         delete_tries=tries,
         delete_next_at=now + min(DELETE_AGAIN * 2 ** min(tries - 1, 10), DELETE_AGAIN_CAP),
         delete_why=action.why if first else past.delete_why,
+        delete_cause=action.cause if first else past.delete_cause,
         delete_reason=action.reason.value,
         # Nobody asks the workers of a node that was shown dead, so what they said is of before.
         delete_quiet=(past.delete_quiet or action.quiet) and not past.revived,
@@ -83,4 +85,5 @@ def after_delete(memory: Memory, action: Delete, error: Exception | None, now: d
 
 
 def undelete(past: NodeMemory) -> NodeMemory:
-    return replace(past, delete_asked_at=None, delete_why="", delete_reason="", delete_next_at=None, delete_quiet=False)
+    past = replace(past, delete_why="", delete_cause=Cause.UNRECORDED, delete_reason="")
+    return replace(past, delete_asked_at=None, delete_next_at=None, delete_quiet=False)

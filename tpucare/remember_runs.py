@@ -49,7 +49,8 @@ def intend_stop(memory: Memory, action: Stop, now: datetime, rng: random.Random)
     if run is None or run.node != action.key.name:
         run = RunMemory(action.token, action.key.name, number, launched_at=now)
     then = action.then.value if action.then else run.then_delete
-    run = replace(run, stop_why=action.why, then_delete=then, stopped=False, stops=run.stops + 1, finished=False)
+    run = replace(run, stop_why=action.why, stop_cause=action.cause, then_delete=then)
+    run = replace(run, stopped=False, stops=run.stops + 1, finished=False)
     memory = far(replace(memory, run=run, restart_asked=False), action.step, action.checkpoint)
     if action.book is not None:
         memory = _enter(memory, action.book, action.why, action.advanced, now, rng)
@@ -58,7 +59,7 @@ def intend_stop(memory: Memory, action: Stop, now: datetime, rng: random.Random)
         # The next run may begin anew: what this one reached is no measure for it.
         memory = replace(has_served(memory), step=None, checkpoint=None)
     if action.gives_up:
-        memory = _failed(memory, action.why, now)
+        memory = _failed(memory, action, now)
     return memory
 
 
@@ -68,13 +69,14 @@ def with_a_lost_run(memory: Memory, action: Delete, now: datetime, rng: random.R
     if action.book is not None:
         memory = _enter(far(memory, action.step, action.checkpoint), action.book, action.why, action.advanced, now, rng)
     if action.gives_up:
-        memory = _failed(memory, action.why, now)
+        memory = _failed(memory, action, now)
     return memory
 
 
-def _failed(memory: Memory, why: str, now: datetime) -> Memory:
+def _failed(memory: Memory, action: Stop | Delete, now: datetime) -> Memory:
     since, tries = memory.failed_since or now, memory.tries if memory.failed_since is not None else 0
-    return replace(memory, end=End.FAILED, end_why=why, ended_at=now, failed_since=since, tries=tries)
+    memory = replace(memory, end=End.FAILED, end_why=action.why, end_cause=action.cause, ended_at=now)
+    return replace(memory, failed_since=since, tries=tries)
 
 
 def saw(memory: Memory, step: int | None, checkpoint: int | None) -> Memory:

@@ -9,7 +9,7 @@ from tpucare.board import Board
 from tpucare.leave import WAITS_FOR_BUDGET, Leave
 from tpucare.memory import Memory
 from tpucare.placement import Budget, CreateBudget
-from tpucare.tracking import Admission, SlotTrack
+from tpucare.tracking import SlotTrack
 
 
 class Spending:
@@ -48,7 +48,7 @@ class Spending:
         budget = self._budget_of(track.slot.project)
         free_at = budget.free_at(now)
         if free_at is not None:
-            track.decided(WAITS_FOR_BUDGET, Admission.BUDGET)
+            track.decided(WAITS_FOR_BUDGET)
             self._board.wake_at(track, free_at)
             return
         budget.take(track.slot.name, now)

@@ -12,13 +12,16 @@ drop it as they do any field that they do not know, and a text without one is ta
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Generic, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import PydanticSerializationError, to_json
 
+from tpucare.causes import Cause
 from tpucare.errors import StoreCorrupt
-from tpucare.memory import FleetRecord, Memory
+from tpucare.memory import End, FleetRecord, Memory
 from tpucare.model import Event
 from tpucare.store_schema import REMEDY
 
@@ -26,10 +29,15 @@ T = TypeVar("T")
 
 
 class Codec(Generic[T]):
-    """JSON of one record type. Instants become ISO 8601 text in UTC. `summed`: the text begins with its sum."""
+    """
+    JSON of one record type. Instants become ISO 8601 text in UTC. `summed`: the text begins with its sum.
 
-    def __init__(self, record: type[T], *, summed: bool = False) -> None:
+    upgrade: what is read as this version would have written it
+    """
+
+    def __init__(self, record: type[T], *, summed: bool = False, upgrade: Callable[[T], T] | None = None) -> None:
         self._adapter = TypeAdapter(record)
+        self._upgrade = upgrade
         self._noun, self._summed = record.__name__, summed
 
     def encode(self, record: T) -> str:
@@ -51,11 +59,19 @@ class Codec(Generic[T]):
             if text[len(_SUM) : _HEAD] != f"{_sum_of(rest)}{_AFTER}":
                 raise StoreCorrupt(f"{where}: damaged (its sum does not fit); {REMEDY}")
         try:
-            return self._adapter.validate_json(text)
+            record = self._adapter.validate_json(text)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             key = ".".join(str(part) for part in first["loc"])
             raise StoreCorrupt(f"{where}: not a {self._noun} of this version ({key}: {first['msg']})") from error
+        return self._upgrade(record) if self._upgrade is not None else record
+
+
+def _with_causes(memory: Memory) -> Memory:
+    """Versions before causes kept that a slot was ended for its sweep's sake in the text alone, by how it begins."""
+    if memory.end is End.DONE and memory.end_cause is Cause.UNRECORDED and memory.end_why.startswith("sweep "):
+        return replace(memory, end_cause=Cause.SWEEP_OVER)
+    return memory
 
 
 def _sum_of(text: str) -> str:
@@ -65,7 +81,7 @@ def _sum_of(text: str) -> str:
 _SUM, _AFTER = '{"sum":"', '",'
 _HEAD = len(_SUM) + 8 + len(_AFTER)
 
-MEMORY: Codec[Memory] = Codec(Memory, summed=True)
+MEMORY: Codec[Memory] = Codec(Memory, summed=True, upgrade=_with_causes)
 FLEET: Codec[FleetRecord] = Codec(FleetRecord, summed=True)
 EVENT: Codec[Event] = Codec(Event)
 

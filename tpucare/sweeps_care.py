@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import partial
 from typing import Any, Protocol
 
 from tpucare import wishes
+from tpucare.causes import Cause
 from tpucare.engine import Engine
 from tpucare.errors import ConfigError
 from tpucare.fleet import Fleet
@@ -34,7 +36,6 @@ from tpucare.tracking import SlotTrack
 
 # An agent asks every few seconds and is told to exit; one that does not for so long is ended with its node.
 PATIENCE_SECONDS = 300.0
-END_MARK = "sweep "
 # For the same runs in the queue, after the agents that came back for them exited.
 TRY_AGAIN_SECONDS = 1800.0
 
@@ -208,14 +209,18 @@ class SweepCare:
         tracks = self._engine.slots
         states = [slot_state(tracks[name]) for name in self._roster.slots_of(fleet)]
         changes = decide(report, states, patient=patient, again=self._may_try_again(report, known))
-        text = f"{END_MARK}{path} is {why(report, known.verdict)}"
+        text, told = (
+            f"sweep {path} is {why(report, known.verdict)}",
+            {"cause": Cause.SWEEP_OVER.value, "sweep": str(path)},
+        )
         for name in changes.end:
-            self._engine.change(name, lambda memory: finish(memory, text, self._now()), "done", f"{name}: {text}")
+            end = partial(finish, why=text, now=self._now())
+            self._engine.change(name, end, "done", f"{name}: {text}", **told)
         exited = {state.name for state in states if state.done}
         if exited & set(changes.revive):
             known.tried, known.tried_at = dict(report.runs), self._monotonic()
         for name in changes.revive:
-            self._engine.change(name, wishes.up, "up", f"{name}: wanted again, {text}")
+            self._engine.change(name, wishes.up, "up", f"{name}: wanted again, {text}", **told)
 
     def _may_try_again(self, report: SweepReport, known: _Known) -> bool:
         """An agent that came back for a run and was given none exits at once: its node is not made again at once."""
@@ -231,7 +236,7 @@ class SweepCare:
 def slot_state(track: SlotTrack) -> SlotState:
     """What the sweep's rules have to know of a slot."""
     memory = track.memory
-    by_us = memory.end is End.DONE and memory.end_why.startswith(END_MARK) and memory.wish is Wish.UP
+    by_us = memory.end is End.DONE and memory.end_cause is Cause.SWEEP_OVER and memory.wish is Wish.UP
     ended = memory.end is not End.NONE or memory.wish is Wish.DOWN
     done = memory.end is End.DONE and not by_us and memory.wish is Wish.UP
     return SlotState(track.slot.name, busy=_is_busy(track), ended=ended, by_us=by_us, done=done)
@@ -247,4 +252,4 @@ def _is_busy(track: SlotTrack) -> bool:
 
 def finish(memory: Memory, why: str, now: datetime) -> Memory:
     """Done, though no run of the slot said so: nothing is left for it to do."""
-    return replace(memory, end=End.DONE, end_why=why, ended_at=now)
+    return replace(memory, end=End.DONE, end_why=why, end_cause=Cause.SWEEP_OVER, ended_at=now)

@@ -12,11 +12,11 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
-from enum import Enum
 from statistics import median
 
 from tpucare import failures
 from tpucare.actions import Action, EffectKey, Wait
+from tpucare.causes import Cause
 from tpucare.errors import NeedsPerson, NodeGone, NotPublished
 from tpucare.evidence import Evidence, FailedLook, Holding, Mark, NodeEvidence, Progress, Voucher
 from tpucare.memory import End, Memory, Publishing
@@ -353,14 +353,6 @@ def is_running(report: NodeReport) -> bool:
     return any(worker.alive and worker.phase is Phase.RUN for worker in report.workers)
 
 
-class Admission(Enum):
-    """What holds up the create that a slot wants now."""
-
-    NOTHING = "nothing"
-    LEAVE = "leave to create"
-    BUDGET = "the create budget"
-
-
 @dataclass(slots=True)
 class SlotTrack:
     """One slot: what is declared, what is remembered, what is seen, and what is under way."""
@@ -372,8 +364,7 @@ class SlotTrack:
     looked: dict[EffectKey, Mark] = field(default_factory=dict)
     failed_looks: dict[str, FailedLook] = field(default_factory=dict)
     creates_since: dict[str, Mark] = field(default_factory=dict)
-    action: Action = field(default_factory=lambda: Wait("not looked at yet"))
-    awaits: Admission = Admission.NOTHING
+    action: Action = field(default_factory=lambda: Wait(Cause.NO_OBSERVATION, "not looked at yet"))
     wake_observed: timedelta | None = None
     wake_wall: float | None = None
     aside_until: float | None = None
@@ -386,9 +377,9 @@ class SlotTrack:
     held_at: timedelta = timedelta()
     said: str = ""
 
-    def decided(self, action: Action, awaits: Admission = Admission.NOTHING) -> None:
-        """*action* is the slot's until the next decision; `awaits`: what holds up the create that it wanted instead."""
-        self.action, self.awaits = action, awaits
+    def decided(self, action: Action) -> None:
+        """*action* is the slot's until the next decision."""
+        self.action = action
 
     def evidence(
         self,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from tpucare.actions import Delete, Stop, Wait
 from tpucare.board import Board
 from tpucare.brake import Brake
+from tpucare.causes import Cause
 from tpucare.hearing import Hearing
 from tpucare.tracking import SlotTrack
 
@@ -51,4 +52,4 @@ class Verdicts:
         if track.hold(action.key.name, self._board.project(track.slot.project).observed):
             self._board.event(track, "brake", why, node=action.key.name, level="error")
         self._board.rest(track)
-        track.decided(Wait(why, needs_person=True))
+        track.decided(Wait(Cause.BRAKE, why, needs_person=True))

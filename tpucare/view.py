@@ -11,13 +11,13 @@ from datetime import datetime
 from typing import Any
 
 from tpucare.actions import Wait
+from tpucare.causes import Cause
 from tpucare.engine import Engine
 from tpucare.memory import End, FleetRecord, Memory, NodeMemory, Wish
 from tpucare.model import Node, NodeKey, NodeState, Provisioning, Worker
 from tpucare.narration import word_of
 from tpucare.orders import Contact, Phase
 from tpucare.plain import plain
-from tpucare.plan_living import FETCHING, SETTING_UP
 from tpucare.plan_words import job_mark
 from tpucare.projects import ProjectView
 from tpucare.tracking import NodeTrack, SlotTrack
@@ -54,8 +54,9 @@ def slot_row(engine: Engine, track: SlotTrack, now: datetime) -> Row:
         "nodes": [_node_row(node, memory) for node in track.nodes.values()],
         "action": action_word(track),
         "why": _why(track, row["run_age_seconds"]),
+        "cause": track.action.cause.value,
         "needs_person": isinstance(track.action, Wait) and (track.action.needs_person or _all_blocked(track)),
-        "waits_for_place": isinstance(track.action, Wait) and track.action.for_place,
+        "waits_for_place": track.action.cause is Cause.NO_PLACE_OPEN,
         "behind": _behind(track, seen),
         "kept_until": _kept_until(track, seen),
     }
@@ -67,7 +68,7 @@ def slot_row(engine: Engine, track: SlotTrack, now: datetime) -> Row:
 def _why(track: SlotTrack, run_age: float | None) -> str:
     """What a decision cannot say, for it is not made again while nothing changes: how long a setup goes on."""
     why = plain(track.action.why)
-    if run_age is not None and why in (FETCHING, SETTING_UP):
+    if run_age is not None and track.action.cause is Cause.SETTING_UP:
         return f"{why}; launched {length(run_age)} ago"
     return why
 
@@ -75,7 +76,7 @@ def _why(track: SlotTrack, run_age: float | None) -> str:
 def _all_blocked(track: SlotTrack) -> bool:
     """No node is asked for anywhere before a person changed something, though each place is tried now and then."""
     action, places = track.action, track.slot.places
-    waits = isinstance(action, Wait) and action.for_place
+    waits = action.cause is Cause.NO_PLACE_OPEN
     return waits and bool(places) and all(track.memory.place(place.key).blocked for place in places)
 
 
@@ -107,7 +108,11 @@ def remembered_row(slot: str, memory: Memory, now: datetime) -> Row:
     row = _remembered(slot, memory, now)
     live = [node for node in memory.nodes if node.serves]
     node = live[-1] if live else None
-    row |= {"phase": _ended_phase(memory) or ("unknown" if node else "waiting"), "why": "no daemon runs"}
+    row |= {
+        "phase": _ended_phase(memory) or ("unknown" if node else "waiting"),
+        "why": "no daemon runs",
+        "cause": Cause.NOT_RUNNING.value,
+    }
     if node is not None:
         row |= {"node": node.name, "zone": node.zone, "type": _part(node.place, 1), "tier": _part(node.place, 2)}
     return row
@@ -121,6 +126,7 @@ def _remembered(slot: str, memory: Memory, now: datetime) -> Row:
         "wish": memory.wish.value,
         "end": memory.end.value,
         "end_why": plain(memory.end_why),
+        "end_cause": memory.end_cause.value,
         "phase": "",
         "training": False,
         "over": False,
@@ -144,6 +150,7 @@ def _remembered(slot: str, memory: Memory, now: datetime) -> Row:
         "nodes": [],
         "action": "",
         "why": "",
+        "cause": "",
         "needs_person": memory.end is End.FAILED,
         "waits_for_place": False,
         "behind": [],
@@ -172,7 +179,7 @@ def _places(memory: Memory, now: datetime) -> Row:
     """Only places that failed: where and why the next create is not asked for now."""
     return {
         key: {
-            "kind": place.kind,
+            "kind": place.kind.value,
             "failures": place.failures,
             "blocked": place.blocked,
             "retry_in_seconds": _ahead(place.retry_at, now),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from tpucare.memory import Book, End, Memory, Wish
+from tpucare.memory import Book, End, Memory, Refusal, Wish
 
 
 def up(memory: Memory) -> Memory:
@@ -39,7 +39,7 @@ def retry(memory: Memory) -> Memory:
             place,
             failures=0,
             retry_at=None,
-            kind="",
+            kind=Refusal.NONE,
             blocked=False,
             refusals=0,
             own_quota_since=None,
@@ -54,9 +54,7 @@ def retry(memory: Memory) -> Memory:
     if run is not None and memory.end is End.DONE:
         # Where its node was kept, a run that finished is over, and not finished once more.
         run = replace(run, stopped=True, then_delete="", finished=False)
-    return replace(
-        memory, places=places, books=books, run=run, end=End.NONE, end_why="", ended_at=None, failed_since=None
-    )
+    return replace(memory.without_end(), places=places, books=books, run=run, failed_since=None)
 
 
 def confirm(memory: Memory) -> Memory:

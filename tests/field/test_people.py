@@ -12,6 +12,7 @@ import pytest
 from tests.field.kit import calls, named, preempt
 from tests.office import Office, fleet_text
 from tests.virtual.harness import PROJECT, US, Daemon
+from tpucare.causes import Cause
 from tpucare.emulator.records import NodeSpec
 from tpucare.memory import Wish
 
@@ -113,7 +114,7 @@ def test_a_node_is_handed_over_with_what_works_on_it(daemon: Daemon, trained: bo
     daemon.run(minutes=20)
     workers = daemon.launcher.of_node(PROJECT, US, "mine")
     assert [worker.foreign_chips for worker in workers] == [True] * 4
-    assert "which is adopted" in daemon.why()["pod-0"]
+    assert daemon.causes()["pod-0"] is Cause.HELD_BY_OTHERS
     for worker in workers:
         worker.foreign_chips = False
     daemon.run(minutes=5)

@@ -77,6 +77,7 @@ def table(rows: Iterable[Any]) -> Callable[..., None]:
         action = act(what, known, declared)
         assert told(action) == want, action
         assert action.why
+        assert isinstance(action, Settle) or action.cause
 
     return row
 

@@ -33,7 +33,7 @@ from tests.plan.kit import (
     table,
 )
 from tpucare.actions import ANY_CREATE, EffectKind
-from tpucare.memory import PlaceMemory, Wish
+from tpucare.memory import PlaceMemory, Refusal, Wish
 
 POOR = replace(slot(), lacks="secret WANDB_API_KEY is not set")
 
@@ -201,13 +201,13 @@ CREATES = [
     case(
         "a place in its backoff",
         evidence(),
-        memory(places={place().key: PlaceMemory(1, after(30), "no capacity")}),
+        memory(places={place().key: PlaceMemory(1, after(30), Refusal.NO_CAPACITY)}),
         "Wait",
     ),
     case(
         "every place refused twice: reported as stopped",
         evidence(),
-        memory(places={place().key: PlaceMemory(0, after(30), "human", blocked=True, refusals=2)}),
+        memory(places={place().key: PlaceMemory(0, after(30), Refusal.HUMAN, blocked=True, refusals=2)}),
         "Wait person",
     ),
     case("another owner's node of our name", evidence(foreign=(node(owner="them"),)), memory(), "Create"),

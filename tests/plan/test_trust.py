@@ -27,6 +27,7 @@ from tests.evidence_kit import (
 )
 from tests.plan.kit import case, table
 from tpucare.actions import EffectKind, Launch, Settle, Vouch, Wait
+from tpucare.causes import Cause
 from tpucare.errors import (
     CloudError,
     NotPublished,
@@ -162,7 +163,9 @@ def test_it_says_why_a_node_is_trusted_and_of_whom_that_tells() -> None:
 
 def test_a_node_without_a_known_place_is_asked_about_too() -> None:
     action = act(UNASKED, memory(past(place="")), AUTO)
-    assert action == Vouch(node().key, "its workers answer for the first time", f"{PROJECT}/")
+    assert action == Vouch(
+        node().key, Cause.HOST_KEYS_UNVOUCHED, "its workers answer for the first time", f"{PROJECT}/"
+    )
 
 
 ANSWERS: list[tuple[bool, CloudError | None, Voucher]] = [

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tpucare.actions import Wait
 from tpucare.backoff import DELETE_AGAIN_CAP, PERSON_FIRST, QUOTA_BACKOFF
+from tpucare.causes import Cause
 from tpucare.evidence import Moment
 from tpucare.memory import End, Memory
 from tpucare.model import LABEL_FLEET, LABEL_OWNER, Slot
@@ -226,7 +227,7 @@ def is_overslept(daemon: Daemon, name: str) -> str | None:
     """What a slot at rest would be decided to do now, when that is something else: a wake-up was missed."""
     engine, track = daemon.engine, daemon.engine.slots[name]
     resting = track.action
-    held = track.braked or track.aside_until is not None or "create budget" in resting.why
+    held = track.braked or track.aside_until is not None or resting.cause is Cause.CREATE_BUDGET
     if track.in_flight or held or name in engine.board.dirty:
         return None
     view = engine.projects[track.slot.project]

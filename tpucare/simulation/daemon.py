@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime, timedelta
 
+from tpucare.causes import Cause
 from tpucare.effects import Ports
 from tpucare.emulator.config import WorldConfig
 from tpucare.emulator.inprocess import InProcessCloud
@@ -203,6 +204,9 @@ class Daemon:
 
     def why(self, slot: str = "") -> dict[str, str]:
         return {name: track.action.why for name, track in self.engine.slots.items() if name.startswith(slot)}
+
+    def causes(self, slot: str = "") -> dict[str, Cause]:
+        return {name: track.action.cause for name, track in self.engine.slots.items() if name.startswith(slot)}
 
     def trains(self, slot: str) -> bool:
         return self.engine.is_training(slot)

@@ -16,6 +16,7 @@ from datetime import datetime
 from typing import Any
 
 from tpucare.actions import Reason
+from tpucare.causes import Cause
 from tpucare.emulator.records import parse_node_path
 from tpucare.emulator.state import NodeLife
 from tpucare.emulator.world import World
@@ -550,9 +551,7 @@ class Properties:
             self._check_end(event.slot)
         if event.kind == "error":
             self._break("no-surprise", f"{event.slot}: {event.text}")
-        elif (
-            event.kind == "delete" and event.fields.get("reason") == Reason.JUDGED and "(asked again" not in event.text
-        ):
+        elif event.kind == "delete" and event.fields.get("reason") == Reason.JUDGED and "again" not in event.fields:
             self._check_brake(event)
             self._check_observed(event)
         elif event.kind == "stop":
@@ -596,7 +595,7 @@ class Properties:
         claimed = event.fields.get("lasted_seconds")
         if not isinstance(claimed, str):
             return 0.0, 0.0
-        life = self._life_of(event) if "silent for" in event.text else None
+        life = self._life_of(event) if event.fields.get("cause") == Cause.SILENT else None
         return float(claimed), self._heard_last(life.record.id) if life is not None else 0.0
 
     def _heard_last(self, node_id: int) -> float:
@@ -626,4 +625,4 @@ def _arrives_late(record: Mapping[str, Any]) -> bool:
 
 def _is_open(past: PlaceMemory, now: datetime) -> bool:
     # What waits for a dead node of ours may be open as well; to know it takes the engine's evidence.
-    return not past.kind.startswith("own quota") and (past.retry_at is None or past.retry_at <= now)
+    return not past.kind.is_own_quota and (past.retry_at is None or past.retry_at <= now)

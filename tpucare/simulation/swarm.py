@@ -15,7 +15,7 @@ from tpucare.model import Event
 from tpucare.simulation.machines import RunMark
 from tpucare.simulation.properties import Broken
 from tpucare.simulation.sweep import HEARTBEAT_SECONDS, SimulatedSweep, SimulatedWatch
-from tpucare.sweeps_care import END_MARK, PATIENCE_SECONDS, TRY_AGAIN_SECONDS, SweepCare
+from tpucare.sweeps_care import PATIENCE_SECONDS, TRY_AGAIN_SECONDS, SweepCare
 from tpucare.sweeps_plan import SWEEP_VARIABLE, SweepReport, parse_path
 from tpucare.sweeps_watch import Answer
 
@@ -122,10 +122,10 @@ class Swarm:
         sweep = self.sweeps.get(event.slot.rpartition("-")[0])
         if sweep is None:
             return
-        if event.kind == "done" and f"{END_MARK}{sweep.path}" in event.text:
+        if event.kind == "done" and event.fields.get("sweep") == str(sweep.path):
             self._check_end(sweep, event)
             self.history.properties.explain(event.slot, PATIENCE_SECONDS)
-        elif event.kind == "up" and f"{END_MARK}{sweep.path}" in event.text:
+        elif event.kind == "up" and event.fields.get("sweep") == str(sweep.path):
             self._ended.discard(event.slot)
             if sweep.waiting or sweep.hands_out:
                 self.history.properties.wanted_anew(event.slot)
