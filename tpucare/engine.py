@@ -354,7 +354,7 @@ class Engine:
         if action.wall is not None:
             self.board.wake_at(track, now + max(0.0, (action.wall - moment.wall).total_seconds()))
         if action.needs_person and action.why != track.said:
-            self.board.event(track, "person", action.why, level="warning")
+            self.board.event(track, "person", action.why, level="warning", cause=action.cause.value)
         # A listing that fails meanwhile changes nothing that a person would have to hear of once more.
         if action.needs_person or view.fresh:
             track.said = action.why if action.needs_person else ""
