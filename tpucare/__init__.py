@@ -11,6 +11,8 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from tpucare._version import __version__
+
 if TYPE_CHECKING:
     from tpucare import sweeps, training
     from tpucare.api import All, Context, SliceIndex, run, start_multiple, start_single, status
@@ -32,8 +34,6 @@ if TYPE_CHECKING:
     from tpucare.hosts import all_tpus, exec_on_tpu, send_to_tpu, tpu_ips, tpu_names
     from tpucare.model import Event
     from tpucare.removal import NotDeleted, delete_all, delete_one_tpu, synchronous_deletion
-
-__version__ = "1.0.0"
 
 LOG_LEVEL = 20
 """What a blocking call shows: events of this level of `logging` and above; 0 shows everything."""

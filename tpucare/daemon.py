@@ -12,10 +12,10 @@ import signal
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from tpucare import owner
-from tpucare.assembly import Caretaker, assemble, secrets_of
+from tpucare.assembly import Caretaker, assemble
 from tpucare.control import Control
 from tpucare.desk import Answer, Desk
 from tpucare.fleets import Roster
@@ -24,26 +24,47 @@ from tpucare.model import Event
 from tpucare.notify import Notifier
 from tpucare.options import FLEETS_NOTE, Options
 from tpucare.signals import caught
-from tpucare.sweeps_account import KEY_VARIABLE, api_key, base_url, key_refusal, with_key
-from tpucare.sweeps_care import SweepCare
-from tpucare.sweeps_client import GraphqlSweeps, SweepService
-from tpucare.sweeps_watch import SweepWatch
 
 LOOK_EVERY_SECONDS = 1.0
 STATUS_EVERY_SECONDS = 10.0
 SETTLE_SECONDS = 3.0
 
 
+class Companion(Protocol):
+    """
+    Something elsewhere that fleets work for, followed beside the engine: a W&B sweep, say.
+
+    On the thread of the loop only, and nothing here blocks. `topic`: the key of its rows in the answer to `status`.
+    """
+
+    topic: str
+
+    def look(self) -> None:
+        """Once a second: fetch what was heard, and carry it out."""
+
+    def rows(self) -> list[dict[str, Any]]:
+        """For `status`, as JSON; each names its `fleet`."""
+
+    def close(self) -> None: ...
+
+
+Companions = Callable[[Caretaker, Roster], Sequence[Companion]]
+"""Makes what the daemon takes along; the daemon knows none of them by name."""
+
+
+def no_companions(_caretaker: Caretaker, _roster: Roster) -> Sequence[Companion]:
+    return ()
+
+
 class Daemon:
     """
     The loop. `stop` and `reload` may be called from a signal handler.
 
-    env:   where W&B and its key are looked for    until: asked once a second; when it says so, the daemon stops
-    first_orders: carried out when it begins
+    until: asked once a second; when it says so, the daemon stops    first_orders: carried out when it begins
     """
 
     def __init__(
-        self, caretaker: Caretaker, fleets: Path, notifier: Notifier, *, env: Mapping[str, str] = os.environ
+        self, caretaker: Caretaker, fleets: Path, notifier: Notifier, *, companions: Companions = no_companions
     ) -> None:
         self._care, self._notifier = caretaker, notifier
         self._engine = caretaker.engine
@@ -52,15 +73,7 @@ class Daemon:
         self.roster = Roster.of(caretaker)
         self._intake = Intake(fleets, self.roster)
         self._desk = Desk(caretaker, self.roster, self._intake, self.stop)
-        self.sweeps = SweepCare(
-            self._engine,
-            self.roster,
-            SweepWatch(_sweep_service(env), every=caretaker.options.sweep_poll, monotonic=caretaker.clock.monotonic),
-            base_url=lambda: base_url(env),
-            now=caretaker.clock.now,
-            monotonic=caretaker.clock.monotonic,
-            refusal=lambda url: key_refusal(env, url),
-        )
+        self._companions = companions(caretaker, self.roster)
         self.until: Callable[[], bool] = lambda: False
         self.first_orders: Sequence[Mapping[str, Any]] = ()
         self._control = Control(caretaker.options.socket, caretaker.executor.nudge, stumbled=self._tell_stumble)
@@ -96,7 +109,8 @@ class Daemon:
         finally:
             self._notifier.stopping("stopping; nodes are left alive")
             self._control.close()
-            self.sweeps.close()
+            for companion in self._companions:
+                companion.close()
         self.roster.say("stop", "the daemon stops; nodes are left alive", level="info")
         self._care.settle(SETTLE_SECONDS)
 
@@ -132,7 +146,8 @@ class Daemon:
             self._reloading = False
             self._intake.again()
         self._intake.look()
-        self.sweeps.look()
+        for companion in self._companions:
+            companion.look()
         self.roster.bury()
         if self.until():
             self.stop()
@@ -141,7 +156,8 @@ class Daemon:
         answer = self._desk.carry(order)
         if isinstance(order, Mapping) and order.get("do") == "status":
             meant = {self._engine.slots[row["slot"]].slot.fleet for row in answer["slots"]}
-            answer["sweeps"] = [row for row in self.sweeps.rows() if not order.get("target") or row["fleet"] in meant]
+            for one in self._companions:
+                answer[one.topic] = [row for row in one.rows() if not order.get("target") or row["fleet"] in meant]
         return answer
 
     def _tell_stumble(self, error: Exception) -> None:
@@ -170,6 +186,7 @@ def run(
     env: Mapping[str, str],
     *,
     listen: Callable[[Event], None],
+    companions: Companions = no_companions,
     prepare: Callable[[Daemon], None] = lambda _: None,
 ) -> bool:
     """
@@ -182,11 +199,10 @@ def run(
     if fleets == options.state / "fleets":
         owner.prepare_folder(options.state)
         owner.prepare_folder(fleets)
-    env = with_key(env)
     caretaker = assemble(options, env, listen=listen)
     closed = False
     try:
-        daemon = Daemon(caretaker, fleets, Notifier.from_environment(env, pid=os.getpid()), env=env)
+        daemon = Daemon(caretaker, fleets, Notifier.from_environment(env, pid=os.getpid()), companions=companions)
         prepare(daemon)
         handlers: dict[int, Callable[[int], object]] = {
             signal.SIGTERM: lambda _: daemon.stop(),
@@ -198,9 +214,3 @@ def run(
     finally:
         closed = caretaker.close()
     return closed
-
-
-def _sweep_service(env: Mapping[str, str]) -> Callable[[str], SweepService]:
-    """W&B at a base URL, with the key that jobs get, else that of netrc; both are read anew each time."""
-    secret = secrets_of(env)
-    return lambda url: GraphqlSweeps(url, secret(KEY_VARIABLE) or api_key(env, url))

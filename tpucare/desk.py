@@ -13,8 +13,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import tpucare
 from tpucare import view, wishes, yaml_lines
+from tpucare._version import __version__
 from tpucare.actions import Wait
 from tpucare.assembly import Caretaker
 from tpucare.errors import ConfigError, TpuCareError
@@ -105,7 +105,7 @@ class Desk:
         files = self._intake.problems() if self._intake is not None else FileProblems()
         counts = {name: fleet.count for name, fleet in self._roster.fleets.items()}
         return {
-            "version": tpucare.__version__,
+            "version": __version__,
             "at": now.isoformat(),
             "owner": self._care.store.owner,
             "store_lost": self._care.store.lost,

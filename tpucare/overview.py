@@ -11,11 +11,12 @@ from collections.abc import Container, Iterable
 from dataclasses import replace
 from typing import Any
 
-import tpucare
+from tpucare._version import __version__
 from tpucare.control import NoDaemon, Stopping, request
 from tpucare.errors import TpuCareError
 from tpucare.memory import End, Wish
 from tpucare.options import DAEMON_STORE, Options
+from tpucare.owner import OWNER_FILE
 from tpucare.plain import plain
 from tpucare.words import hint, shown
 
@@ -35,6 +36,11 @@ def status(options: Options, target: str = "") -> Answer:
     if len(answers) == 1:
         return _only(answers[0], target)
     return _merged([answer for number, answer in enumerate(answers) if number == 0 or not _is_past(answer)])
+
+
+def is_untouched(options: Options) -> bool:
+    """Whether nothing was ever cared for from this state folder."""
+    return not any(options.state.glob("*.sqlite")) and not (options.state / OWNER_FILE).exists()
 
 
 def _only(answer: Answer, target: str) -> Answer:
@@ -107,7 +113,7 @@ def _remembered(options: Options, target: str) -> Answer:
         return {
             "last_event": last[-1][1].at.isoformat() if (last := store.last_events(limit=1)) else None,
             "stopped": bool(last) and last[-1][1].kind == "stop",
-            "version": tpucare.__version__,
+            "version": __version__,
             "at": now.isoformat(),
             "owner": store.owner,
             "store_lost": store.lost,

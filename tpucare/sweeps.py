@@ -23,13 +23,16 @@ import yaml
 from tpucare import daemon, sweeps_fleet
 from tpucare import fleet as fleets
 from tpucare import sweeps_account as account
+from tpucare.assembly import Caretaker
 from tpucare.control import NoDaemon, request
 from tpucare.errors import ConfigError, TpuCareError
+from tpucare.fleets import Roster
 from tpucare.folder import read_text
 from tpucare.memory import End, Memory, Wish
 from tpucare.model import Event
 from tpucare.options import Options, resolve
 from tpucare.store import open_reader
+from tpucare.sweeps_care import SweepCare
 from tpucare.sweeps_client import GraphqlSweeps, SweepRefused
 from tpucare.sweeps_plan import SWEEP_VARIABLE, SweepPath, Verdict, is_path, judge, parse_path
 
@@ -300,15 +303,21 @@ def _care(
     env: Mapping[str, str],
     on_event: Callable[[Event], None],
 ) -> Outcome:
-    outcome = Outcome(str(path), name, (), daemon=False)
+    outcome, env = Outcome(str(path), name, (), daemon=False), account.with_key(env)
+    followed: list[SweepCare] = []
+
+    def companions(caretaker: Caretaker, roster: Roster) -> list[SweepCare]:
+        followed.append(SweepCare.beside(caretaker, roster, env))
+        return followed
 
     def look(here: daemon.Daemon) -> bool:
         nonlocal outcome
         rows = {row["slot"]: row for row in here.status(name)["slots"]}
         failed = {slot: str(row["end_why"]) for slot, row in rows.items() if row["end"] == End.FAILED.value}
-        over = is_over(here, name)
+        (sweeps,) = followed
+        over = is_over(here, sweeps, name)
         outcome = replace(outcome, slots=tuple(rows) or outcome.slots, failed=failed or outcome.failed, over=over)
-        outcome = replace(outcome, runs=here.sweeps.sum_of(name) or outcome.runs)
+        outcome = replace(outcome, runs=sweeps.sum_of(name) or outcome.runs)
         return over
 
     def prepare_daemon(here: daemon.Daemon) -> None:
@@ -317,11 +326,11 @@ def _care(
         here.first_orders = [order]
         here.until = lambda: look(here)
 
-    daemon.run(options, options.fleets(env), account.with_key(env), listen=on_event, prepare=prepare_daemon)
+    daemon.run(options, options.fleets(env), env, listen=on_event, companions=companions, prepare=prepare_daemon)
     return outcome
 
 
-def is_over(here: daemon.Daemon, fleet: str) -> bool:
+def is_over(here: daemon.Daemon, sweeps: SweepCare, fleet: str) -> bool:
     """Nothing is left of *fleet*, and nothing that the sweep could still ask of it."""
     names = here.roster.slots_of(fleet)
     if not names:
@@ -330,4 +339,4 @@ def is_over(here: daemon.Daemon, fleet: str) -> bool:
     if not all(here.is_over(name) for name in names):
         return False
     # Slots come back when an interrupted run is queued after all.
-    return not here.sweeps.may_come_back(fleet)
+    return not sweeps.may_come_back(fleet)

@@ -14,12 +14,16 @@ from functools import partial
 from typing import Any, Protocol
 
 from tpucare import wishes
+from tpucare.assembly import Caretaker, secrets_of
 from tpucare.causes import Cause
 from tpucare.engine import Engine
 from tpucare.errors import ConfigError
 from tpucare.fleet import Fleet
+from tpucare.fleets import Roster
 from tpucare.memory import End, FleetRecord, Memory, Wish
 from tpucare.plain import plain
+from tpucare.sweeps_account import KEY_VARIABLE, api_key, base_url, key_refusal
+from tpucare.sweeps_client import GraphqlSweeps, SweepService
 from tpucare.sweeps_plan import (
     SWEEP_VARIABLE,
     SlotState,
@@ -31,7 +35,7 @@ from tpucare.sweeps_plan import (
     parse_path,
     why,
 )
-from tpucare.sweeps_watch import Answer, Asked
+from tpucare.sweeps_watch import Answer, Asked, SweepWatch
 from tpucare.tracking import SlotTrack
 
 # An agent asks every few seconds and is told to exit; one that does not for so long is ended with its node.
@@ -86,8 +90,10 @@ class SweepCare:
     base_url: of sweeps whose fleet names none    now, monotonic: the clocks
     refusal: why no key of ours is sent to a base URL that a fleet names; empty where it is
 
-    On the thread of the loop only; `look` never blocks.
+    A companion of the daemon: on the thread of the loop only; `look` never blocks.
     """
+
+    topic = "sweeps"
 
     def __init__(
         self,
@@ -105,6 +111,28 @@ class SweepCare:
         self._base_url, self._now, self._monotonic = base_url, now, monotonic
         self._known: dict[Asked, _Known] = {}
         self._misread: dict[str, str] = {}
+
+    @classmethod
+    def beside(cls, caretaker: Caretaker, roster: Roster, env: Mapping[str, str]) -> SweepCare:
+        """
+        The one of a daemon; *env*: where W&B and its key are looked for.
+
+        The key is the one that jobs get, else that of netrc; both are read anew each time.
+        """
+        clock, secret = caretaker.clock, secrets_of(env)
+
+        def service(url: str) -> SweepService:
+            return GraphqlSweeps(url, secret(KEY_VARIABLE) or api_key(env, url))
+
+        return cls(
+            caretaker.engine,
+            roster,
+            SweepWatch(service, every=caretaker.options.sweep_poll, monotonic=clock.monotonic),
+            base_url=lambda: base_url(env),
+            now=clock.now,
+            monotonic=clock.monotonic,
+            refusal=lambda url: key_refusal(env, url),
+        )
 
     def look(self) -> None:
         """Follow the sweeps of all fleets that are not down, and carry out what was heard of them."""

@@ -6,10 +6,9 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from tpucare.cli.common import Failure
 from tpucare.cli.offline import LOOK_SECONDS, Alone, alone
 from tpucare.control import NoDaemon, request
-from tpucare.errors import CloudError, ConfigError
+from tpucare.errors import CloudError, ConfigError, TpuCareError
 from tpucare.model import Event
 from tpucare.options import Options
 
@@ -65,7 +64,7 @@ def _project_of(here: Alone) -> str:
 
 
 def adopt(options: Options, node: str, slot: str) -> dict[str, Any]:
-    """Returns once the node bears our labels. Raises: Failure: the API refused."""
+    """Returns once the node bears our labels. Raises: TpuCareError: the API refused."""
     order = {"do": "adopt-node", "node": node, "slot": slot}
     try:
         newest = request(options.socket, {"do": "events", "limit": 1})["events"]
@@ -82,7 +81,7 @@ def adopt(options: Options, node: str, slot: str) -> dict[str, Any]:
                 return answer
         after = rows[-1]["number"] if rows else after
         time.sleep(ASK_EVERY_SECONDS)
-    raise Failure(f"{node}: the API did not answer within {LOOK_SECONDS:.0f} s; look at `tpucare events`")
+    raise TpuCareError(f"{node}: the API did not answer within {LOOK_SECONDS:.0f} s; look at `tpucare events`")
 
 
 def _adopt_here(options: Options, order: Mapping[str, str]) -> dict[str, Any]:
@@ -96,11 +95,11 @@ def _adopt_here(options: Options, order: Mapping[str, str]) -> dict[str, Any]:
         here.look()
         answer = here.desk.carry(order)
         if not here.run(lambda: bool(ended), LOOK_SECONDS):
-            raise Failure(f"{order['node']}: the API did not answer within {LOOK_SECONDS:.0f} s")
+            raise TpuCareError(f"{order['node']}: the API did not answer within {LOOK_SECONDS:.0f} s")
         _refuse(ended[0].level, ended[0].text)
         return answer
 
 
 def _refuse(level: str, text: str) -> None:
     if level != "info":
-        raise Failure(text)
+        raise TpuCareError(text)

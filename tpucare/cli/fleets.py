@@ -317,7 +317,7 @@ def down(
         say("nothing is up")
         return
     ask(f"Stop the runs of {', '.join(targets)} and delete {'its' if target else 'their'} nodes?", yes=yes)
-    answers = taking_down.take_down(chosen, targets, wait=wait)
+    answers = taking_down.take_down(chosen, targets, warn, wait=wait)
     if json_out:
         print_json(answers[target] if target else {"fleets": list(answers.values())})
     else:

@@ -34,7 +34,7 @@ def status(
     from tpucare.cli import looking
 
     chosen = options(context)
-    if not json_out and looking.is_untouched(chosen):
+    if not json_out and overview.is_untouched(chosen):
         say(looking.NOTHING_YET.format(folder=chosen.state))
         return
 

@@ -22,7 +22,6 @@ from tpucare.errors import TpuCareError
 from tpucare.model import Event
 from tpucare.narration import event_line
 from tpucare.options import Options
-from tpucare.owner import OWNER_FILE
 from tpucare.plain import plain
 from tpucare.words import hint, length, shown
 
@@ -373,11 +372,6 @@ def refuse_unknown(word: str, known: Sequence[str]) -> None:
     """Raises: Failure: *word* is no fleet or slot of *known*."""
     if word not in known:
         raise Failure(f"no fleet or slot {shown(word)}" + (hint(word, known) if known else "; no fleet is known yet"))
-
-
-def is_untouched(options: Options) -> bool:
-    """Whether nothing was ever cared for from this state folder."""
-    return not any(options.state.glob("*.sqlite")) and not (options.state / OWNER_FILE).exists()
 
 
 NOTHING_YET = (

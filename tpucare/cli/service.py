@@ -32,10 +32,19 @@ def daemon(
     from tpucare import events
     from tpucare.daemon import run
     from tpucare.options import expanded
+    from tpucare.sweeps_account import with_key
+    from tpucare.sweeps_care import SweepCare
 
     events.configure(events.LogForm(log), log_level)
     folder = expanded(fleets) if fleets else chosen.fleets(os.environ)
-    run(chosen, folder, os.environ, listen=events.teller())
+    env = with_key(os.environ)
+    run(
+        chosen,
+        folder,
+        env,
+        listen=events.teller(),
+        companions=lambda care, roster: [SweepCare.beside(care, roster, env)],
+    )
     # Everything is closed. A thread that still waits for a worker or the API would keep the process until its
     # deadline, and taking the threads of grpc apart takes seconds.
     sys.stdout.flush()

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tpucare import overview, view
-from tpucare.cli.common import Failure, warn
-from tpucare.cli.looking import is_untouched
 from tpucare.cli.offline import alone
 from tpucare.control import NoDaemon, Refused, is_running, request
 from tpucare.ending import Ending
-from tpucare.errors import StoreLocked
+from tpucare.errors import StoreLocked, TpuCareError
 from tpucare.memory import Wish
 from tpucare.model import Event, Slot
 from tpucare.options import Options
@@ -31,25 +29,29 @@ def fleets_that_are_up(options: Options) -> list[str]:
 
 def refuse_unknown(options: Options, target: str) -> None:
     """Before a person is asked. Raises: TpuCareError: no fleet or slot is called so."""
-    if is_untouched(options):
-        raise Failure(f"no fleet or slot {shown(target)}; no fleet is known yet")
+    if overview.is_untouched(options):
+        raise TpuCareError(f"no fleet or slot {shown(target)}; no fleet is known yet")
     overview.status(options, target)
 
 
-def take_down(options: Options, targets: Sequence[str], *, wait: bool) -> dict[str, dict[str, Any]]:
+def take_down(
+    options: Options, targets: Sequence[str], tell: Callable[[str], None], *, wait: bool
+) -> dict[str, dict[str, Any]]:
     """
     By target: `changed`; `left`: slots of which something was there when this returned; `out_of_reach`: what of that
-    could not be looked at.
+    could not be looked at. *tell* is given a line of text at a time of what goes on here.
     """
     try:
         # All are told before one is waited for.
         told = {target: request(options.socket, {"do": "down", "target": target}) for target in targets}
     except NoDaemon:
-        return {target: _here(options, {"do": "down", "target": target}, wait=wait) for target in targets}
-    return {target: _watched(options, target, answer, wait=wait) for target, answer in told.items()}
+        return {target: _here(options, {"do": "down", "target": target}, tell, wait=wait) for target in targets}
+    return {target: _watched(options, target, answer, tell, wait=wait) for target, answer in told.items()}
 
 
-def _watched(options: Options, target: str, answer: dict[str, Any], *, wait: bool) -> dict[str, Any]:
+def _watched(
+    options: Options, target: str, answer: dict[str, Any], tell: Callable[[str], None], *, wait: bool
+) -> dict[str, Any]:
     order = {"do": "down", "target": target}
     slots = list(answer["changed"])
     left, rows = slots, dict[str, view.Row]()
@@ -63,16 +65,16 @@ def _watched(options: Options, target: str, answer: dict[str, Any], *, wait: boo
     except (NoDaemon, Refused):
         if is_running(options.socket):
             raise
-        return _after_it(options, order)
+        return _after_it(options, order, tell)
     return {**answer, "left": left, "out_of_reach": [key for row in rows.values() for key in row["out_of_reach"]]}
 
 
-def _after_it(options: Options, order: dict[str, str]) -> dict[str, Any]:
+def _after_it(options: Options, order: dict[str, str], tell: Callable[[str], None]) -> dict[str, Any]:
     """Who was told ended, as a script does when nothing is left; what it did not get done is done here."""
     until = time.monotonic() + END_SECONDS
     while True:
         try:
-            return _here(options, order, wait=True)
+            return _here(options, order, tell, wait=True)
         except StoreLocked:
             if time.monotonic() > until:
                 raise
@@ -85,23 +87,22 @@ def _rows(options: Options, slots: list[str]) -> dict[str, view.Row]:
     return {row["slot"]: row for row in status["slots"] if row["slot"] in slots}
 
 
-def _here(options: Options, order: dict[str, str], *, wait: bool) -> dict[str, Any]:
-    with alone(options, listen=_tell) as here:
+def _here(options: Options, order: dict[str, str], tell: Callable[[str], None], *, wait: bool) -> dict[str, Any]:
+    def listen(event: Event) -> None:
+        if event.level != "debug":
+            tell(event.text)
+
+    with alone(options, listen=listen) as here:
         answer = here.desk.carry(order)
         engine, fleet, slots = here.care.engine, answer["fleet"], list(answer["changed"])
 
         def is_meant(slot: Slot) -> bool:
             return slot.fleet == fleet if fleet else slot.name in slots
 
-        ending = Ending(engine, here.care.clock, is_meant, warn)
+        ending = Ending(engine, here.care.clock, is_meant, tell)
         if wait:
             # This process ends soon: it begins nothing for slots that it was not asked about.
             engine.release(is_meant)
             here.run(ending.is_over)
         left = [name for name, track in engine.slots.items() if is_meant(track.slot) and not engine.is_over(name)]
         return {**answer, "left": left, "out_of_reach": view.key_rows(ending.left)}
-
-
-def _tell(event: Event) -> None:
-    if event.level != "debug":
-        warn(event.text)
