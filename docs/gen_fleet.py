@@ -17,10 +17,10 @@ from pathlib import Path
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from tpucare import fleet_schema as schema
-from tpucare.fleet_files import FILE_LIMIT_BYTES, FILES_LIMIT, TOTAL_LIMIT_BYTES
-from tpucare.fleet_schema import Section
-from tpucare.yaml_lines import SIZE_LIMIT_BYTES
+from tpucare.fleetfile import schema as schema
+from tpucare.fleetfile.fleet_files import FILE_LIMIT_BYTES, FILES_LIMIT, TOTAL_LIMIT_BYTES
+from tpucare.fleetfile.schema import Section
+from tpucare.fleetfile.yaml_document import SIZE_LIMIT_BYTES
 
 TARGET = Path(__file__).with_name("fleet-file.md")
 

@@ -34,8 +34,7 @@ from google.api_core.exceptions import GoogleAPICallError, NotFound
 from google.cloud import tpu_v2
 from google.cloud.tpu_v2.services.tpu.transports import TpuGrpcTransport
 
-from tpucare import accelerators
-from tpucare.model import Provisioning
+from tpucare.model.resources import Provisioning, accelerators
 
 LONGEST_MINUTES = 30
 CALL_SECONDS = 30.0

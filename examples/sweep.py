@@ -23,7 +23,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tpucare import Event, sweeps, training
+from tpucare import Event, training
+from tpucare.integrations.wandb import sweep as sweeps
 
 CODE = Path(__file__).resolve().parent / "sweep"
 

@@ -10,9 +10,9 @@ from datetime import timedelta
 from pathlib import Path
 
 from tests.local_remote import LocalRemote
-from tpucare.launch import ScriptLauncher
-from tpucare.model import Job, NodeKey, Worker
-from tpucare.orders import LaunchOrder, LaunchResult, ProbeOrder, StopOrder, StopResult, WorkerReport
+from tpucare.adapters.runner.launch import ScriptLauncher
+from tpucare.model.resources import Job, NodeKey, Worker
+from tpucare.model.runs import LaunchOrder, LaunchResult, ProbeOrder, StopOrder, StopResult, WorkerReport
 
 # Nobody listens there: a runner that looks for the metadata server of a real cloud would wait for its name.
 NO_METADATA = {"GCE_METADATA_HOST": "127.0.0.1:9", "TPUCARE_DEVICE_GLOB": "/nonexistent/*"}

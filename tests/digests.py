@@ -18,9 +18,9 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-from tpucare.model import Event
-from tpucare.simulation.campaign import Plan
-from tpucare.simulation.history import History
+from tpucare.model.resources import Event
+from tpucare.testbed.simulation.campaign import Plan
+from tpucare.testbed.simulation.history import History
 
 KEPT = Path(__file__).with_name("digests.json")
 PLANS: Mapping[str, Plan] = {"storm": Plan(0.25, "high"), "month": Plan(90.0, "low", count=1000)}

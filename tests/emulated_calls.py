@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tpucare.emulator.records import CallFate
-from tpucare.emulator.world import World
+from tpucare.testbed.emulator.world.records import CallFate
+from tpucare.testbed.emulator.world.world import World
 
 
 def next_call(world: World, monkeypatch: pytest.MonkeyPatch) -> threading.Event:

@@ -11,11 +11,11 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from tpucare.actions import Action
-from tpucare.causes import Cause
-from tpucare.evidence import Evidence, Mark, Moment, NodeEvidence, Progress, Voucher
-from tpucare.memory import CreateIntent, Memory, NodeMemory, RunMemory
-from tpucare.model import (
+from tpucare.model.actions import Action
+from tpucare.model.causes import Cause
+from tpucare.model.evidence import Evidence, Mark, Moment, NodeEvidence, Progress, Voucher
+from tpucare.model.memory import CreateIntent, Memory, NodeMemory, RunMemory
+from tpucare.model.resources import (
     LABEL_OWNER,
     Care,
     Endpoint,
@@ -29,8 +29,8 @@ from tpucare.model import (
     Slot,
     workers_of,
 )
-from tpucare.orders import Contact, NodeReport, Phase, WorkerReport
-from tpucare.plan import decide
+from tpucare.model.runs import Contact, NodeReport, Phase, WorkerReport
+from tpucare.planner.decide import decide
 
 PROJECT = "my-project"
 US, EU = "us-central1-a", "europe-west4-a"

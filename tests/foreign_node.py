@@ -11,13 +11,13 @@ from typing import Any
 
 from tests.bench_worker import NO_METADATA, Node
 from tests.local_remote import LocalRemote
-from tpucare.attempts import Attempt, attempt_of
-from tpucare.callbacks import CallbackLauncher
-from tpucare.launch import ScriptLauncher
-from tpucare.model import Event, Job
-from tpucare.orders import LaunchResult, NodeReport, Phase, ProbeOrder, StopOrder, StopResult
-from tpucare.ports import Remote
-from tpucare.starters import ThreadStarter
+from tpucare.adapters.runner.launch import ScriptLauncher
+from tpucare.api.attempt import Attempt, attempt_of
+from tpucare.api.callbacks import CallbackLauncher
+from tpucare.api.threads import ThreadStarter
+from tpucare.model.ports import Remote
+from tpucare.model.resources import Event, Job
+from tpucare.model.runs import LaunchResult, NodeReport, Phase, ProbeOrder, StopOrder, StopResult
 
 FOREIGN = Job(run="", foreign=True)
 

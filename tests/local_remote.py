@@ -21,8 +21,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import IO, TypeVar
 
-from tpucare.errors import CommandFailed, RemoteError, WorkerSilent
-from tpucare.model import NodeKey, Ran, Worker
+from tpucare.model.errors import CommandFailed, RemoteError, WorkerSilent
+from tpucare.model.resources import NodeKey, Ran, Worker
 
 T = TypeVar("T")
 

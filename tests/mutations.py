@@ -13,38 +13,47 @@ from typing import Any
 
 import pytest
 
-from tpucare import (
-    effects,
-    engine,
-    observer,
+from tpucare.engine import effects, engine, observer
+from tpucare.engine.board import Board
+from tpucare.engine.brake import Brake
+from tpucare.engine.observer import Observer
+from tpucare.engine.outcomes import Outcomes
+from tpucare.engine.projects import ProjectView
+from tpucare.engine.tracking import NodeTrack
+from tpucare.integrations.wandb import rules as sweeps_plan
+from tpucare.integrations.wandb import sweeps_care
+from tpucare.model.actions import Fact, Reason, Settle, Vouch, Wait
+from tpucare.model.causes import Cause
+from tpucare.model.memory import BookName, Memory, Refusal
+from tpucare.model.resources import (
+    DEAD_STATES,
+    LABEL_FLEET,
+    LABEL_NUMBER,
+    LABEL_OWNER,
+    LABEL_SLOT,
+    Care,
+    Job,
+    Node,
+    NodeKey,
+)
+from tpucare.planner import decide as plan
+from tpucare.planner import node as plan_node
+from tpucare.planner import (
     placement,
-    plan,
     plan_ended,
     plan_foreign,
     plan_living,
-    plan_node,
     plan_run,
-    plan_words,
     remember,
     remember_deletes,
     remember_seen,
-    sweeps_care,
-    sweeps_plan,
 )
-from tpucare.actions import Fact, Reason, Settle, Vouch, Wait
-from tpucare.board import Board
-from tpucare.brake import Brake
-from tpucare.causes import Cause
-from tpucare.emulator.records import NodeSpec
-from tpucare.memory import BookName, Memory, Refusal
-from tpucare.model import DEAD_STATES, LABEL_FLEET, LABEL_NUMBER, LABEL_OWNER, LABEL_SLOT, Care, Job, Node, NodeKey
-from tpucare.observer import Observer
-from tpucare.outcomes import Outcomes
-from tpucare.placement import CreateBudget
-from tpucare.plan_words import ending
-from tpucare.projects import ProjectView
-from tpucare.simulation.history import History, Outcome
-from tpucare.simulation.scenario import (
+from tpucare.planner import predicates as plan_words
+from tpucare.planner.placement import CreateBudget
+from tpucare.planner.predicates import ending
+from tpucare.testbed.emulator.world.records import NodeSpec
+from tpucare.testbed.simulation.history import History, Outcome
+from tpucare.testbed.simulation.scenario import (
     CLOSE,
     FOREIGN_CARE,
     FOREIGN_JOB,
@@ -61,8 +70,7 @@ from tpucare.simulation.scenario import (
     place,
     slots_of,
 )
-from tpucare.simulation.store import OWNER
-from tpucare.tracking import NodeTrack
+from tpucare.testbed.simulation.store import OWNER
 
 Change = Callable[[pytest.MonkeyPatch], None]
 Prepare = Callable[[History], None]

@@ -16,13 +16,13 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from tests.virtual.harness import PROJECT, Daemon
-from tpucare.assembly import Caretaker
-from tpucare.control import NoDaemon, request
-from tpucare.desk import Desk
-from tpucare.emulator.config import WorldConfig
-from tpucare.emulator.server import EmulatorServer
-from tpucare.fleets import Roster
-from tpucare.folder import Intake
+from tpucare.service.assembly import Caretaker
+from tpucare.service.commands import Desk
+from tpucare.service.control_socket import NoDaemon, request
+from tpucare.service.fleet_folder import Intake
+from tpucare.service.fleet_registry import Roster
+from tpucare.testbed.emulator.server import EmulatorServer
+from tpucare.testbed.emulator.world.config import WorldConfig
 
 REPOSITORY = Path(__file__).parent.parent
 QUICK: dict[str, object] = {

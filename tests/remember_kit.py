@@ -7,11 +7,11 @@ from datetime import datetime
 from typing import Any
 
 from tests.evidence_kit import NOW, intent, memory, name_of, node, place, token
-from tpucare.actions import Action, Create, Delete, Launch, Look, Poll, Reason, Stop
-from tpucare.causes import Cause
-from tpucare.memory import Memory
-from tpucare.remember import intend, remember
-from tpucare.remember_seen import gone
+from tpucare.model.actions import Action, Create, Delete, Launch, Look, Poll, Reason, Stop
+from tpucare.model.causes import Cause
+from tpucare.model.memory import Memory
+from tpucare.planner.remember import intend, remember
+from tpucare.planner.remember_seen import gone
 
 PLACE = place().key
 RNG = random.Random(4)

@@ -34,7 +34,7 @@ from paramiko.common import (
 )
 from paramiko.sftp import SFTP_OK
 
-from tpucare.model import Ran
+from tpucare.model.resources import Ran
 
 Answer = Callable[[str], Ran]
 

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tpucare import accelerators
-from tpucare.errors import ConfigError
-from tpucare.model import Provisioning
-from tpucare.words import hint, nearest, shown
+from tpucare.model import accelerators
+from tpucare.model.errors import ConfigError
+from tpucare.model.resources import Provisioning
+from tpucare.model.words import hint, nearest, shown
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,9 @@ def test_any_word_is_a_type_or_a_config_error(word: str) -> None:
 
 
 def test_importing_the_module_reads_no_catalogue_and_no_yaml() -> None:
-    code = "import sys, tpucare.accelerators as a; print(a._catalogue.cache_info().currsize, 'yaml' in sys.modules)"
+    code = (
+        "import sys, tpucare.model.accelerators as a; print(a._catalogue.cache_info().currsize, 'yaml' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.split() == ["0", "False"]
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.bench_worker import node
-from tpucare import answers
-from tpucare.model import Job, Ran
+from tpucare.adapters.runner import answers
+from tpucare.model.resources import Job, Ran
 
 GREETING = b"Welcome to TPU land\n\nstarted is what this is not\n"
 

@@ -22,16 +22,25 @@ import pytest
 
 import tpucare
 from tests.office import BEAT, QUICK, REPOSITORY
-from tpucare import api, stores
-from tpucare.arguments import Door
-from tpucare.caring import refuse_blindness
-from tpucare.cloud import connect
-from tpucare.control import NoDaemon, request
-from tpucare.emulator.config import WorldConfig
-from tpucare.emulator.server import EmulatorServer
-from tpucare.errors import CloudError, ConfigError, NeedsPerson, OwnCredentials, StoreError, StoreLocked, Transient
-from tpucare.memory import FleetRecord, Wish
-from tpucare.model import (
+from tpucare.adapters.google.cloud import connect
+from tpucare.adapters.state.store import open_reader, open_store
+from tpucare.adapters.system import SystemClock, machine_id
+from tpucare.api import api
+from tpucare.api.arguments import Door
+from tpucare.api.caring import refuse_blindness
+from tpucare.api.whereabouts import options_of
+from tpucare.engine.projects import ProjectView
+from tpucare.model.errors import (
+    CloudError,
+    ConfigError,
+    NeedsPerson,
+    OwnCredentials,
+    StoreError,
+    StoreLocked,
+    Transient,
+)
+from tpucare.model.memory import FleetRecord, Wish
+from tpucare.model.resources import (
     LABEL_FLEET,
     LABEL_OWNER,
     LABEL_SLOT,
@@ -43,10 +52,10 @@ from tpucare.model import (
     Place,
     Provisioning,
 )
-from tpucare.projects import ProjectView
-from tpucare.store import open_reader, open_store
-from tpucare.system import SystemClock, machine_id
-from tpucare.whereabouts import options_of
+from tpucare.service import stores
+from tpucare.service.control_socket import NoDaemon, request
+from tpucare.testbed.emulator.server import EmulatorServer
+from tpucare.testbed.emulator.world.config import WorldConfig
 
 ZONE = "europe-west4-a"
 PROJECT = "emulated"

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from tpucare import fleet_python
-from tpucare.arguments import Start, read
-from tpucare.arguments_call import Call
-from tpucare.arguments_tpu import type_of
-from tpucare.errors import ConfigError
-from tpucare.model import OnExit, Provisioning
+from tpucare.api.arguments import Start, read
+from tpucare.api.arguments_call import Call
+from tpucare.api.arguments_tpu import type_of
+from tpucare.fleetfile import python_fleet as fleet_python
+from tpucare.model.errors import ConfigError
+from tpucare.model.resources import OnExit, Provisioning
 
 
 def start_fn(ctx: object, worker: object) -> None: ...

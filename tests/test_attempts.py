@@ -14,9 +14,9 @@ import pytest
 
 from tests.bench_worker import eventually
 from tests.local_remote import LocalRemote
-from tpucare.attempts import Attempt, Host, attempt_of, bind
-from tpucare.errors import CommandFailed, ConfigError, NodeGone, WorkerSilent
-from tpucare.model import NodeKey, Worker
+from tpucare.api.attempt import Attempt, Host, attempt_of, bind
+from tpucare.model.errors import CommandFailed, ConfigError, NodeGone, WorkerSilent
+from tpucare.model.resources import NodeKey, Worker
 
 KEY = NodeKey("p", "z", "pod-a3")
 

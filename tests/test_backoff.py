@@ -7,7 +7,15 @@ from datetime import timedelta
 
 import pytest
 
-from tpucare.backoff import BOOK_BACKOFF, CAPACITY_BACKOFF, Backoff, book_cap, listing_pause, poll_pause, refusal_pause
+from tpucare.planner.backoff import (
+    BOOK_BACKOFF,
+    CAPACITY_BACKOFF,
+    Backoff,
+    book_cap,
+    listing_pause,
+    poll_pause,
+    refusal_pause,
+)
 
 RNG = random.Random(1)
 

@@ -8,8 +8,8 @@ import pytest
 
 from tests.bench import child, goodput, lost
 from tests.bench.report import BEGIN, END, Measure, percentile, read_json, table, write_docs, write_json
-from tpucare.model import NodeKey
-from tpucare.simulation.machines import RunMark
+from tpucare.model.resources import NodeKey
+from tpucare.testbed.simulation.machines import RunMark
 
 
 def test_a_percentile_is_one_of_the_samples() -> None:

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from tpucare import budget as budgets
-from tpucare.budget import SharedBudget, shared_budget
-from tpucare.errors import StoreError
+from tpucare.adapters.state import create_budget as budgets
+from tpucare.adapters.state.create_budget import SharedBudget, shared_budget
+from tpucare.model.errors import StoreError
 
 
 def budget(folder: Path, limit: int = 3) -> SharedBudget:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tpucare import bundle
-from tpucare.errors import ConfigError
+from tpucare.adapters.runner import bundle
+from tpucare.model.errors import ConfigError
 
 
 @pytest.fixture

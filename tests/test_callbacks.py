@@ -20,13 +20,13 @@ import pytest
 from tests import sshd
 from tests.bench_worker import NO_METADATA, eventually
 from tests.foreign_node import FOREIGN, ForeignNode, foreign_node, in_screen, own_attempt
-from tpucare.attempts import Attempt
-from tpucare.commands import build
-from tpucare.errors import CommandFailed, ConfigError, NodeGone
-from tpucare.model import Job, Worker
-from tpucare.orders import Failure, Phase
-from tpucare.remote import ParamikoRemote
-from tpucare.ssh_keys import load_or_make_key
+from tpucare.adapters.ssh.keys import load_or_make_key
+from tpucare.adapters.ssh.remote import ParamikoRemote
+from tpucare.api.attempt import Attempt
+from tpucare.api.exec_command import build
+from tpucare.model.errors import CommandFailed, ConfigError, NodeGone
+from tpucare.model.resources import Job, Worker
+from tpucare.model.runs import Failure, Phase
 
 pytestmark = [
     pytest.mark.machines,

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from tpucare import accelerators
-from tpucare.emulator.capacity import Pool, load_trace, shipped_traces, supply
-from tpucare.emulator.config import WorldConfig
-from tpucare.emulator.config_zones import Capacity
-from tpucare.emulator.records import NodeSpec
-from tpucare.emulator.world import World
-from tpucare.errors import ConfigError
-from tpucare.model import NodeState
+from tpucare.model import accelerators
+from tpucare.model.errors import ConfigError
+from tpucare.model.resources import NodeState
+from tpucare.testbed.emulator.world.capacity import Pool, load_trace, shipped_traces, supply
+from tpucare.testbed.emulator.world.config import WorldConfig
+from tpucare.testbed.emulator.world.config_zones import Capacity
+from tpucare.testbed.emulator.world.records import NodeSpec
+from tpucare.testbed.emulator.world.world import World
 
 START = datetime(2026, 11, 1, tzinfo=UTC)
 ZONE = "us-central1-a"

@@ -11,11 +11,11 @@ import pytest
 import tpucare
 from tests.evidence_kit import NOW, memory, node
 from tests.remember_kit import asked, delete, stop
-from tpucare.causes import Cause
-from tpucare.memory import End, Memory
-from tpucare.narration import fields_of
-from tpucare.store_records import MEMORY
-from tpucare.sweeps_care import finish
+from tpucare.adapters.state.store_records import MEMORY
+from tpucare.integrations.wandb.sweeps_care import finish
+from tpucare.model.causes import Cause
+from tpucare.model.memory import End, Memory
+from tpucare.model.narration import fields_of
 
 PACKAGE = Path(tpucare.__file__).parent
 

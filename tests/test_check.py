@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from tpucare.emulator import check as rules
-from tpucare.emulator.check import Expected, check
-from tpucare.emulator.config import WorldConfig
-from tpucare.emulator.records import ApiError, CallFate, NodeSpec
-from tpucare.emulator.world import World
+from tpucare.testbed import audit as rules
+from tpucare.testbed.audit import Expected, check
+from tpucare.testbed.emulator.world.config import WorldConfig
+from tpucare.testbed.emulator.world.records import ApiError, CallFate, NodeSpec
+from tpucare.testbed.emulator.world.world import World
 
 START = datetime(2026, 11, 1, tzinfo=UTC)
 PARENT = "projects/p/locations/us-central1-a"

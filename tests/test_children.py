@@ -19,12 +19,12 @@ import psutil
 import pytest
 
 from tests.local_remote import LocalRemote
-from tpucare import pipes
-from tpucare.attempts import Attempt, Host
-from tpucare.children import ChildEnded, ProcessStarter
-from tpucare.errors import CommandFailed, ConfigError, NodeGone, Problem, QuotaExceeded, TpuCareError
-from tpucare.hosts import exec_on_tpu, send_to_tpu
-from tpucare.model import NodeKey, Worker
+from tpucare.api import pipes
+from tpucare.api.attempt import Attempt, Host
+from tpucare.api.children import ChildEnded, ProcessStarter
+from tpucare.api.hosts import exec_on_tpu, send_to_tpu
+from tpucare.model.errors import CommandFailed, ConfigError, NodeGone, Problem, QuotaExceeded, TpuCareError
+from tpucare.model.resources import NodeKey, Worker
 
 ZONE = "us-east5-a"
 PATIENCE = 30.0
@@ -262,9 +262,9 @@ def test_a_helper_that_was_killed_is_told(attempt: Attempt, context: Context) ->
 ORPHANS = """
     import os, sys, time
     from pathlib import Path
-    from tpucare.attempts import Attempt, Host
-    from tpucare.children import ProcessStarter
-    from tpucare.model import NodeKey, Worker
+    from tpucare.api.attempt import Attempt, Host
+    from tpucare.api.children import ProcessStarter
+    from tpucare.model.resources import NodeKey, Worker
 
     def start_fn(ctx, worker):
         Path(sys.argv[1], "child").write_text(str(os.getpid()))

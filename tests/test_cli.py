@@ -26,17 +26,12 @@ import typer
 from tests.bench_worker import eventually
 from tests.office import BEAT, QUICK, REPOSITORY, Process, fleet_text
 from tpucare import cli
+from tpucare.adapters.runner.logs import LogKeeper
+from tpucare.adapters.state.store import open_reader
 from tpucare.cli.app import HOMES, OTHER_WORDS, first_line, function_of, with_flags_first
 from tpucare.cli.common import Exit, exit_code
 from tpucare.cli.nodes import worker_behind
-from tpucare.cli.offline import alone
-from tpucare.control import NoDaemon, request
-from tpucare.emulator import running
-from tpucare.emulator.config import WorldConfig
-from tpucare.emulator.records import NodeSpec
-from tpucare.emulator.sandbox import MachineError
-from tpucare.emulator.server import EmulatorServer
-from tpucare.errors import (
+from tpucare.model.errors import (
     AnswerLost,
     AuthRefused,
     CloudError,
@@ -45,9 +40,14 @@ from tpucare.errors import (
     OwnCredentials,
     StoreLocked,
 )
-from tpucare.logs import LogKeeper
-from tpucare.options import resolve
-from tpucare.store import open_reader
+from tpucare.service import emulator_address as running
+from tpucare.service.control_socket import NoDaemon, request
+from tpucare.service.offline import alone
+from tpucare.service.options import resolve
+from tpucare.testbed.emulator.machines.sandbox import MachineError
+from tpucare.testbed.emulator.server import EmulatorServer
+from tpucare.testbed.emulator.world.config import WorldConfig
+from tpucare.testbed.emulator.world.records import NodeSpec
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -380,7 +380,7 @@ def test_a_full_disk_is_no_bug(tmp_path: Path) -> None:
 
 
 def test_logs_outlive_the_node_and_cannot_drive_a_terminal(run: Run, tmp_path: Path) -> None:
-    from tpucare.logs import LogKeeper
+    from tpucare.adapters.runner.logs import LogKeeper
 
     keeper = LogKeeper(tmp_path / "state" / "logs")
     keeper.append("pod-0", 1, "pod-0-a0.1", 0, b"step 1\n")
@@ -565,9 +565,9 @@ def test_gc_says_none_only_where_all_was_looked_at(
         "unreachable": [],
         "store_lost": False,
     }
-    monkeypatch.setattr("tpucare.cli.claiming.request", lambda *_: seen)
+    monkeypatch.setattr("tpucare.service.claiming.request", lambda *_: seen)
     assert (run("gc").code, run("gc").out) == (0, "no stray nodes in p\n")
-    monkeypatch.setattr("tpucare.cli.claiming.request", lambda *_: {**seen, **blind})
+    monkeypatch.setattr("tpucare.service.claiming.request", lambda *_: {**seen, **blind})
     done = run("gc")
     assert (done.code, done.out, done.err) == (Exit.CLOUD, "", f"{line}\n")
 

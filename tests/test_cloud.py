@@ -19,14 +19,14 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 
 from tests.hand_clock import HandClock
-from tpucare import cloud as cloud_module
-from tpucare.cloud import CloudClock, Deadlines, GoogleCloud, connect, find_project
-from tpucare.cloud_wire import with_ssh_key
-from tpucare.emulator.config import WorldConfig
-from tpucare.emulator.server import EmulatorServer
-from tpucare.errors import AnswerLost, ConfigError, NeedsPerson, OwnCredentials, Transient
-from tpucare.gcloud import credentials_file
-from tpucare.model import Health, NodeKey, NodeRequest, Place, Provisioning
+from tpucare.adapters.google import cloud as cloud_module
+from tpucare.adapters.google.cloud import CloudClock, Deadlines, GoogleCloud, connect, find_project
+from tpucare.adapters.google.gcloud import credentials_file
+from tpucare.adapters.google.wire import with_ssh_key
+from tpucare.model.errors import AnswerLost, ConfigError, NeedsPerson, OwnCredentials, Transient
+from tpucare.model.resources import Health, NodeKey, NodeRequest, Place, Provisioning
+from tpucare.testbed.emulator.server import EmulatorServer
+from tpucare.testbed.emulator.world.config import WorldConfig
 
 PROJECT, ZONE = "emulated", "us-central1-a"
 INSTANT: dict[str, object] = {"read": 0, "write": 0, "list_lag_share": 0}
@@ -239,7 +239,8 @@ def answers(client: GoogleCloud) -> bool:
 
 
 def test_importing_the_core_does_not_load_the_client() -> None:
-    program = "import sys, tpucare, tpucare.ports, tpucare.failures, tpucare.listing; print('grpc' in sys.modules)"
+    modules = "tpucare, tpucare.model.ports, tpucare.adapters.google.classify, tpucare.adapters.google.snapshot"
+    program = f"import sys, {modules}; print('grpc' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", program], text=True).strip() == "False"
 
 

@@ -16,12 +16,8 @@ from typing import Any
 import pytest
 
 from tests.hand_clock import START, HandClock
-from tpucare.cloud import Deadlines, connect
-from tpucare.emulator.config import WorldConfig
-from tpucare.emulator.inprocess import InProcessCloud, Limits
-from tpucare.emulator.server import EmulatorServer
-from tpucare.emulator.world import World
-from tpucare.errors import (
+from tpucare.adapters.google.cloud import Deadlines, connect
+from tpucare.model.errors import (
     AlreadyExists,
     AnswerLost,
     LostRace,
@@ -35,7 +31,8 @@ from tpucare.errors import (
     RateLimited,
     Transient,
 )
-from tpucare.model import (
+from tpucare.model.ports import Cloud
+from tpucare.model.resources import (
     LABEL_OWNER,
     Endpoint,
     Health,
@@ -46,7 +43,10 @@ from tpucare.model import (
     Place,
     Provisioning,
 )
-from tpucare.ports import Cloud
+from tpucare.testbed.emulator.inprocess import InProcessCloud, Limits
+from tpucare.testbed.emulator.server import EmulatorServer
+from tpucare.testbed.emulator.world.config import WorldConfig
+from tpucare.testbed.emulator.world.world import World
 
 pytestmark = pytest.mark.contract
 

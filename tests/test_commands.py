@@ -22,10 +22,10 @@ from hypothesis import strategies as st
 
 from tests.e2e.kit import eventually
 from tests.local_remote import LocalRemote
-from tpucare import script
-from tpucare.commands import NAMELESS, Command, ScriptStatus, build, exec_command
-from tpucare.errors import ConfigError
-from tpucare.model import NodeKey, Ran, Worker
+from tpucare.adapters.runner import scripts as script
+from tpucare.api.exec_command import NAMELESS, Command, ScriptStatus, build, exec_command
+from tpucare.model.errors import ConfigError
+from tpucare.model.resources import NodeKey, Ran, Worker
 
 GOLDEN = Path(__file__).parent / "golden" / "command"
 KEY = "0123456789abcdef" * 2 + "01234567"

@@ -25,11 +25,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, HttpUrl, PrivateAttr, RootModel, SecretStr
 
-from tpucare import contexts
-from tpucare.context_values import Misfit
-from tpucare.contexts import StoredContexts, decode
-from tpucare.errors import ConfigError
-from tpucare.store import SqliteStore, open_store
+from tpucare.adapters.state.store import SqliteStore, open_store
+from tpucare.api import contexts
+from tpucare.api.context_values import Misfit
+from tpucare.api.contexts import StoredContexts, decode
+from tpucare.model.errors import ConfigError
 
 NOW = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
 
@@ -399,8 +399,8 @@ SCRIPT = """
     from dataclasses import dataclass
     from datetime import UTC, datetime
     from pathlib import Path
-    from tpucare.contexts import StoredContexts
-    from tpucare.store import open_store
+    from tpucare.api.contexts import StoredContexts
+    from tpucare.adapters.state.store import open_store
 
     @dataclass
     class Mine:

@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
-from tpucare import control, errors
-from tpucare.control import LINE_LIMIT, Control, NoDaemon, Refused, Stopping, is_running, request
-from tpucare.errors import ConfigError, StoreFull
+from tpucare.model import errors
+from tpucare.model.errors import ConfigError, StoreFull
+from tpucare.service import control_socket as control
+from tpucare.service.control_socket import LINE_LIMIT, Control, NoDaemon, Refused, Stopping, is_running, request
 
 
 class Loop:

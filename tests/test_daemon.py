@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.office import House, fleet_text, house
-from tpucare.store import open_reader
+from tpucare.adapters.state.store import open_reader
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tpucare import Fleet
-from tpucare import fleet as fleets
-from tpucare.errors import ConfigError
+from tpucare.fleetfile import fleet as fleets
+from tpucare.model.errors import ConfigError
 
 TPU = {"type": "v3-8", "zones": ["europe-west4-a"], "provisioning": "spot"}
 JOB = {"run": "python3 train.py", "checkpoint": "gs://b/pod"}

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tpucare.demo.director import scenes
-from tpucare.demo.play import Report
-from tpucare.demo.stage import MOST_PREEMPTIONS, ZONES, Options, accelerator_for
-from tpucare.demo.story import Life, Recovery, Told, read_life, recoveries
-from tpucare.errors import ConfigError
+from tpucare.model.errors import ConfigError
+from tpucare.testbed.demo.preemptions import scenes
+from tpucare.testbed.demo.run import Report
+from tpucare.testbed.demo.setup import MOST_PREEMPTIONS, ZONES, Options, accelerator_for
+from tpucare.testbed.demo.timeline import Life, Recovery, Told, read_life, recoveries
 
 NOW = datetime(2026, 11, 1, tzinfo=UTC)
 

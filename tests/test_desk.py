@@ -10,11 +10,11 @@ import pytest
 
 from tests.office import Office, fleet_text
 from tests.virtual.harness import PROJECT
-from tpucare.actions import ANY_CREATE, EffectKind
-from tpucare.desk import CannotDo
-from tpucare.emulator.records import NodeSpec
-from tpucare.errors import ConfigError
-from tpucare.memory import Wish
+from tpucare.model.actions import ANY_CREATE, EffectKind
+from tpucare.model.errors import ConfigError
+from tpucare.model.memory import Wish
+from tpucare.service.commands import CannotDo
+from tpucare.testbed.emulator.world.records import NodeSpec
 
 
 @pytest.fixture

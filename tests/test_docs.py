@@ -14,7 +14,7 @@ from typer.main import get_command
 import tpucare
 from tpucare.cli.app import app
 from tpucare.cli.emulating import zones_text
-from tpucare.emulator.config import WorldConfig
+from tpucare.testbed.emulator.world.config import WorldConfig
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "systemd" / "README.md"]

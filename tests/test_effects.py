@@ -11,13 +11,13 @@ import pytest
 
 from tests.bench_worker import eventually
 from tests.evidence_kit import node
-from tpucare.actions import Delete, Launch, Reason, Stop
-from tpucare.assembly import LANES
-from tpucare.causes import Cause
-from tpucare.effects import ChangedMeanwhile, delete_ours, lane_of
-from tpucare.model import Node, NodeKey
-from tpucare.ports import Cloud, Lane
-from tpucare.system import DEFAULT_LANES, ThreadExecutor
+from tpucare.adapters.system import DEFAULT_LANES, ThreadExecutor
+from tpucare.engine.effects import ChangedMeanwhile, delete_ours, lane_of
+from tpucare.model.actions import Delete, Launch, Reason, Stop
+from tpucare.model.causes import Cause
+from tpucare.model.ports import Cloud, Lane
+from tpucare.model.resources import Node, NodeKey
+from tpucare.service.assembly import LANES
 
 
 class OneNode:

@@ -13,9 +13,9 @@ from google.cloud import tpu_v2, tpu_v2alpha1
 from google.cloud.tpu_v2.services.tpu.transports.grpc import TpuGrpcTransport
 from google.cloud.tpu_v2alpha1.services.tpu.transports.grpc import TpuGrpcTransport as TpuAlphaTransport
 
-from tpucare.emulator.config import WorldConfig
-from tpucare.emulator.messages import UNKNOWN_FIELDS
-from tpucare.emulator.server import EmulatorServer
+from tpucare.testbed.emulator.api.messages import UNKNOWN_FIELDS
+from tpucare.testbed.emulator.server import EmulatorServer
+from tpucare.testbed.emulator.world.config import WorldConfig
 
 PROJECT, ZONE = "emulated", "us-central1-a"
 PARENT = f"projects/{PROJECT}/locations/{ZONE}"

@@ -13,12 +13,12 @@ from http import HTTPStatus
 
 import pytest
 
-from tpucare.emulator import peers
-from tpucare.emulator.config import WorldConfig
-from tpucare.emulator.metadata import MetadataServer
-from tpucare.emulator.peers import Address, UidOf, uid_by_netlink, uid_by_table
-from tpucare.emulator.server import EmulatorServer
-from tpucare.emulator.wandb.server import WandbServer
+from tpucare.testbed.emulator import peers
+from tpucare.testbed.emulator.machines.metadata_server import MetadataServer
+from tpucare.testbed.emulator.peers import Address, UidOf, uid_by_netlink, uid_by_table
+from tpucare.testbed.emulator.server import EmulatorServer
+from tpucare.testbed.emulator.world.config import WorldConfig
+from tpucare.testbed.wandb.server import WandbServer
 
 NOBODY = 65534
 GUEST = "127.64.0.9"

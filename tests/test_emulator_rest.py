@@ -21,12 +21,12 @@ from hypothesis import strategies as st
 
 from tests.emulated_calls import next_call
 from tests.hand_clock import HandClock
-from tpucare.emulator.carrying import Carrier
-from tpucare.emulator.config import WorldConfig
-from tpucare.emulator.http_face import HttpRequest
-from tpucare.emulator.rest import RestFace, routes
-from tpucare.emulator.server import EmulatorServer
-from tpucare.emulator.world import World
+from tpucare.testbed.emulator.api.calls import Carrier
+from tpucare.testbed.emulator.api.rest import RestFace, routes
+from tpucare.testbed.emulator.http_server import HttpRequest
+from tpucare.testbed.emulator.server import EmulatorServer
+from tpucare.testbed.emulator.world.config import WorldConfig
+from tpucare.testbed.emulator.world.world import World
 
 PROJECT, ZONE = "emulated", "us-central1-a"
 PARENT = f"projects/{PROJECT}/locations/{ZONE}"

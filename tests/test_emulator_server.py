@@ -26,17 +26,17 @@ from google.cloud.tpu_v2.services.tpu.transports.rest import TpuRestTransport
 
 from tests.emulated_calls import next_call
 from tests.hand_clock import HandClock
-from tpucare.cloud import connect
-from tpucare.emulator import running
-from tpucare.emulator.config import WorldConfig
-from tpucare.emulator.control import request
-from tpucare.emulator.machine_effects import Boot, Kill, MachineEffect, SetAttribute
-from tpucare.emulator.machines import Machines
-from tpucare.emulator.orders import ACTIONS, parse_order
-from tpucare.emulator.records import NodePath
-from tpucare.emulator.server import EmulatorServer
-from tpucare.errors import AnswerLost, ConfigError, NoCapacity
-from tpucare.model import NodeKey, NodeRequest, NodeState, Place, Provisioning
+from tpucare.adapters.google.cloud import connect
+from tpucare.model.errors import AnswerLost, ConfigError, NoCapacity
+from tpucare.model.resources import NodeKey, NodeRequest, NodeState, Place, Provisioning
+from tpucare.service import emulator_address as running
+from tpucare.testbed.emulator.control_socket import request
+from tpucare.testbed.emulator.machines.machines import Machines
+from tpucare.testbed.emulator.orders import ACTIONS, parse_order
+from tpucare.testbed.emulator.server import EmulatorServer
+from tpucare.testbed.emulator.world.config import WorldConfig
+from tpucare.testbed.emulator.world.machine_effects import Boot, Kill, MachineEffect, SetAttribute
+from tpucare.testbed.emulator.world.records import NodePath
 
 PROJECT, ZONE = "emulated", "us-central1-a"
 PARENT = f"projects/{PROJECT}/locations/{ZONE}"

@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 
 from tests.virtual.harness import EU, US, Daemon, place, two_runs_at_once
-from tpucare.causes import Cause
-from tpucare.emulator.config import WorldConfig
-from tpucare.engine import Settings
-from tpucare.memory import End, Wish
-from tpucare.model import Care
-from tpucare.simulation.calm import is_overslept
-from tpucare.simulation.machines import Script
+from tpucare.engine.engine import Settings
+from tpucare.model.causes import Cause
+from tpucare.model.memory import End, Wish
+from tpucare.model.resources import Care
+from tpucare.testbed.emulator.world.config import WorldConfig
+from tpucare.testbed.simulation.calm import is_overslept
+from tpucare.testbed.simulation.machines import Script
 
 ROOT = Path(__file__).parents[1]
 CARE = Care(

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.evidence_kit import EU, HERE, NOW, SILENT, US, after, ago, before, evidence, later, node, place, seen
-from tpucare.evidence import (
+from tpucare.engine.tracking import NodeTrack
+from tpucare.model.evidence import (
     CLOCK_SLACK,
     SUPPORTING_OBSERVATIONS,
     Holding,
@@ -20,9 +21,8 @@ from tpucare.evidence import (
     latest,
     region_of,
 )
-from tpucare.model import Provisioning
-from tpucare.orders import NodeReport
-from tpucare.tracking import NodeTrack
+from tpucare.model.resources import Provisioning
+from tpucare.model.runs import NodeReport
 
 SECOND = timedelta(seconds=1)
 LONGEST = timedelta(hours=2)

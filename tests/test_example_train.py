@@ -21,8 +21,8 @@ from types import ModuleType
 
 import pytest
 
-from tpucare.emulator.reference import free_loopback_endpoint, host_environment, undisturbed
-from tpucare.emulator.resources import example_folder
+from tpucare.testbed.demo.examples import example_folder
+from tpucare.testbed.demo.reference import free_loopback_endpoint, host_environment, undisturbed
 
 TRAIN = example_folder("train")
 SEED, SAVE_EVERY = 7, 10

@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 
-from tpucare import fleet
-from tpucare.emulator.reference import free_loopback_endpoint
-from tpucare.emulator.resources import example_folder
+from tpucare.fleetfile import fleet
+from tpucare.testbed.demo.examples import example_folder
+from tpucare.testbed.demo.reference import free_loopback_endpoint
 
 ROOT = Path(__file__).parents[1]
 FLEETS = sorted((ROOT / "examples" / "fleets").glob("*.yaml"))

@@ -9,16 +9,16 @@ from typing import cast
 
 import pytest
 
-from tpucare.assembly import assemble
-from tpucare.errors import ConfigError
-from tpucare.failpoints import NAMES, Failpoint, failpoint_of
-from tpucare.memory import Memory
-from tpucare.model import Event, Job, NodeKey, Worker
-from tpucare.options import resolve
-from tpucare.orders import LaunchOrder
-from tpucare.ports import Remote
-from tpucare.script import install_command, launch_command
-from tpucare.store import open_store
+from tpucare.adapters.runner.scripts import install_command, launch_command
+from tpucare.adapters.state.store import open_store
+from tpucare.model.errors import ConfigError
+from tpucare.model.memory import Memory
+from tpucare.model.ports import Remote
+from tpucare.model.resources import Event, Job, NodeKey, Worker
+from tpucare.model.runs import LaunchOrder
+from tpucare.service.assembly import assemble
+from tpucare.service.failpoints import NAMES, Failpoint, failpoint_of
+from tpucare.service.options import resolve
 
 NOW = datetime(2026, 11, 21, tzinfo=UTC)
 

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tpucare.errors import (
+from tpucare.adapters.google.classify import MESSAGE_LIMIT, Where, classify
+from tpucare.model.errors import (
     AlreadyExists,
     AnswerLost,
     CloudError,
@@ -21,7 +22,6 @@ from tpucare.errors import (
     RateLimited,
     Transient,
 )
-from tpucare.failures import MESSAGE_LIMIT, Where, classify
 
 STOCKOUT = (
     'There is no more capacity in the zone "europe-west4-a"; you can try in another zone where Cloud TPU Nodes are '

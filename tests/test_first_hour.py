@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.bench_worker import eventually
-from tpucare.demo.stage import free_port
-from tpucare.emulator.config import WorldConfig
-from tpucare.emulator.machines import Machines
-from tpucare.emulator.server import EmulatorServer
+from tpucare.testbed.demo.setup import free_port
+from tpucare.testbed.emulator.machines.machines import Machines
+from tpucare.testbed.emulator.server import EmulatorServer
+from tpucare.testbed.emulator.world.config import WorldConfig
 
 pytestmark = [pytest.mark.machines, pytest.mark.timeout(120)]
 

@@ -16,13 +16,24 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tpucare import accelerators, fleet_files, fleet_values
-from tpucare.errors import ConfigError
-from tpucare.fleet import Fleet, json_schema, parse, read_local, read_text, refuse_shared_names
-from tpucare.fleet_limits import warnings_of
-from tpucare.fleet_problems import PROBLEMS_LIMIT
-from tpucare.fleet_schema import SECTIONS
-from tpucare.model import NODE_NAME_LIMIT, Care, HostKeys, Network, OnSuccess, Place, Provisioning, node_name
+from tpucare.fleetfile import fleet_files
+from tpucare.fleetfile import values as fleet_values
+from tpucare.fleetfile.fleet import Fleet, json_schema, parse, read_local, read_text, refuse_shared_names
+from tpucare.fleetfile.limits import warnings_of
+from tpucare.fleetfile.problems import PROBLEMS_LIMIT
+from tpucare.fleetfile.schema import SECTIONS
+from tpucare.model import accelerators
+from tpucare.model.errors import ConfigError
+from tpucare.model.resources import (
+    NODE_NAME_LIMIT,
+    Care,
+    HostKeys,
+    Network,
+    OnSuccess,
+    Place,
+    Provisioning,
+    node_name,
+)
 
 ROOT = Path(__file__).parent.parent
 FOLDER = Path("/fleets")

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from tests.office import Office, fleet_text
-from tpucare.control import Control, request
-from tpucare.errors import ConfigError
-from tpucare.folder import TEXT_LIMIT, Watch, folder_of, read_text
-from tpucare.memory import Wish
+from tpucare.model.errors import ConfigError
+from tpucare.model.memory import Wish
+from tpucare.service.control_socket import Control, request
+from tpucare.service.fleet_folder import TEXT_LIMIT, Watch, folder_of, read_text
 
 
 @pytest.fixture

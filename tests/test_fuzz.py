@@ -22,12 +22,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.office import Office, fleet_text
-from tpucare import answers, cloud_wire, yaml_lines
-from tpucare.desk import CannotDo
-from tpucare.errors import CloudError, ConfigError
-from tpucare.fleet import Fleet, parse
-from tpucare.model import Health, NodeKey, NodeState, Ran
-from tpucare.orders import Contact
+from tpucare.adapters.google import wire as cloud_wire
+from tpucare.adapters.runner import answers
+from tpucare.fleetfile import yaml_document as yaml_lines
+from tpucare.fleetfile.fleet import Fleet, parse
+from tpucare.model.errors import CloudError, ConfigError
+from tpucare.model.resources import Health, NodeKey, NodeState, Ran
+from tpucare.model.runs import Contact
+from tpucare.service.commands import CannotDo
 
 FEW, MANY = 25, 3000
 QUIET = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]

@@ -13,13 +13,13 @@ import pytest
 from tests.bench_worker import eventually
 from tests.field.kit import calls
 from tests.virtual.harness import PROJECT, Daemon, place
-from tpucare.budget import shared_budget
-from tpucare.causes import Cause
-from tpucare.engine import Settings
-from tpucare.gate import ContextGate
-from tpucare.leave import Leave
-from tpucare.memory import Wish
-from tpucare.model import Care
+from tpucare.adapters.semaphore import ContextGate
+from tpucare.adapters.state.create_budget import shared_budget
+from tpucare.engine.engine import Settings
+from tpucare.engine.leave import Leave
+from tpucare.model.causes import Cause
+from tpucare.model.memory import Wish
+from tpucare.model.resources import Care
 
 # --- over real context managers ---
 

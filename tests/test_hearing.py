@@ -10,7 +10,7 @@ import pytest
 
 from tests.field.kit import named, preempt
 from tests.virtual.harness import EU, US, Daemon, place
-from tpucare.memory import Wish
+from tpucare.model.memory import Wish
 
 
 def paused(daemon: Daemon) -> None:

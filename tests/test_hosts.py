@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 
 from tests.e2e.kit import FAR, NEAR, PROJECT, TWO_HOSTS, House, eventually
-from tpucare import hosts, session
-from tpucare import owner as owners
-from tpucare.attempts import Attempt, Host, bind
-from tpucare.commands import exec_command
-from tpucare.errors import CommandFailed, ConfigError, NeedsPerson, NodeGone, TpuCareError, WorkerSilent
-from tpucare.model import (
+from tpucare.adapters.ssh.keys import load_or_make_key
+from tpucare.adapters.state import owner as owners
+from tpucare.api import hosts, session
+from tpucare.api.attempt import Attempt, Host, bind
+from tpucare.api.exec_command import exec_command
+from tpucare.model.errors import CommandFailed, ConfigError, NeedsPerson, NodeGone, TpuCareError, WorkerSilent
+from tpucare.model.resources import (
     LABEL_FLEET,
     LABEL_OWNER,
     LABEL_SLOT,
@@ -27,7 +28,6 @@ from tpucare.model import (
     Place,
     Provisioning,
 )
-from tpucare.ssh_keys import load_or_make_key
 
 pytestmark = [pytest.mark.machines, pytest.mark.timeout(120)]
 

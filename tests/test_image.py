@@ -15,7 +15,7 @@ from paramiko import SSHException
 
 from tests.bench_worker import eventually
 from tests.test_machines import SSH_PORT, Zone
-from tpucare.emulator.config_project import Guest
+from tpucare.testbed.emulator.world.config_project import Guest
 
 pytestmark = [pytest.mark.machines, pytest.mark.timeout(60)]
 

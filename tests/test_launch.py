@@ -16,10 +16,11 @@ import pytest
 
 from tests.bench_worker import NO_METADATA, Node, eventually, node
 from tests.local_remote import LocalRemote
-from tpucare import answers, pusher, script
-from tpucare.errors import AuthRefused, CommandFailed, ConfigError, HostKeyChanged, RemoteError, WorkerSilent
-from tpucare.model import Job, Ran, Worker
-from tpucare.orders import Contact, Failure, LaunchResult, NoticeOrder, Phase, ProbeOrder, WorkerReport
+from tpucare.adapters.runner import answers, pusher
+from tpucare.adapters.runner import scripts as script
+from tpucare.model.errors import AuthRefused, CommandFailed, ConfigError, HostKeyChanged, RemoteError, WorkerSilent
+from tpucare.model.resources import Job, Ran, Worker
+from tpucare.model.runs import Contact, Failure, LaunchResult, NoticeOrder, Phase, ProbeOrder, WorkerReport
 
 pytestmark = [
     pytest.mark.machines,

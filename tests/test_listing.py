@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 
-from tpucare.listing import Roll, key_of
-from tpucare.model import Node, NodeKey, NodeState
+from tpucare.adapters.google.snapshot import Roll, key_of
+from tpucare.model.resources import Node, NodeKey, NodeState
 
 START = datetime(2026, 3, 1, tzinfo=UTC)
 Raw = tuple[int, NodeState, str]

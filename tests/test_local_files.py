@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 
 from tests.office import Office, fleet_text
-from tpucare import bundle, owner
-from tpucare.errors import ConfigError, StoreError
-from tpucare.fleet_files import read_local
-from tpucare.folder import read_text
-from tpucare.local_files import Private, open_below, open_regular
-from tpucare.options import Options
+from tpucare.adapters.runner import bundle
+from tpucare.adapters.state import owner
+from tpucare.fleetfile.fleet_files import read_local
+from tpucare.model.errors import ConfigError, StoreError
+from tpucare.model.local_files import Private, open_below, open_regular
+from tpucare.service.fleet_folder import read_text
+from tpucare.service.options import Options
 
 SECRET = b"s3cr3t"
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tpucare import view
-from tpucare.cli import looking
-from tpucare.memory import Memory
+from tpucare.cli import render as looking
+from tpucare.model.memory import Memory
+from tpucare.service import view
 
 NOW = datetime(2026, 11, 22, 7, 0, tzinfo=UTC)
 STOCKOUT = (

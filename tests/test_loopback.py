@@ -8,9 +8,9 @@ from contextlib import closing
 
 import pytest
 
-from tpucare.emulator import loopback
-from tpucare.emulator.loopback import claim
-from tpucare.errors import ConfigError
+from tpucare.model.errors import ConfigError
+from tpucare.testbed.emulator.machines import loopback
+from tpucare.testbed.emulator.machines.loopback import claim
 
 
 @pytest.fixture

@@ -22,12 +22,12 @@ from pathlib import Path
 import paramiko
 import pytest
 
-from tpucare.emulator import outfit, proctree
-from tpucare.emulator.flood import Flooding
-from tpucare.emulator.machine_effects import AuthorizeKeys, Boot, Kill, Resume, SetAttribute, Silence
-from tpucare.emulator.machines import Machines
-from tpucare.emulator.records import NodePath
-from tpucare.emulator.sandbox import MachineError, Sandbox
+from tpucare.testbed.emulator.machines import outfit, proctree
+from tpucare.testbed.emulator.machines.flood import Flooding
+from tpucare.testbed.emulator.machines.machines import Machines
+from tpucare.testbed.emulator.machines.sandbox import MachineError, Sandbox
+from tpucare.testbed.emulator.world.machine_effects import AuthorizeKeys, Boot, Kill, Resume, SetAttribute, Silence
+from tpucare.testbed.emulator.world.records import NodePath
 
 pytestmark = [pytest.mark.machines, pytest.mark.timeout(60)]
 
@@ -467,7 +467,7 @@ CRASHER = """\
 import os, signal, sys
 from pathlib import Path
 from tests.test_machines import NODE, Zone
-from tpucare.emulator.sandbox import Sandbox
+from tpucare.testbed.emulator.machines.sandbox import Sandbox
 
 zone = Zone(Path(sys.argv[1]), sandbox=Sandbox(sys.argv[2]) if sys.argv[2] else None)
 zone.boot()
@@ -559,7 +559,7 @@ ORDINARY = """\
 import sys
 from pathlib import Path
 from tests.test_machines import DAEMONS, NODE, Zone
-from tpucare.emulator.sandbox import Sandbox
+from tpucare.testbed.emulator.machines.sandbox import Sandbox
 
 zone = Zone(Path(sys.argv[1]), sandbox=Sandbox(sys.argv[2]) if sys.argv[2] else None)
 zone.boot()

@@ -14,15 +14,15 @@ import yaml
 from google.auth.compute_engine import Credentials
 from google.auth.transport.requests import Request
 
-from tpucare import accelerators
-from tpucare.emulator.config import WorldConfig
-from tpucare.emulator.instance import bounds
-from tpucare.emulator.machine_effects import Boot
-from tpucare.emulator.metadata import MetadataServer
-from tpucare.emulator.quarters import first_metadata
-from tpucare.emulator.queue_records import NodeWish, QueuedSpec
-from tpucare.emulator.records import NetworkConfig, NodeSpec
-from tpucare.emulator.world import World
+from tpucare.model import accelerators
+from tpucare.testbed.emulator.machines.metadata_server import MetadataServer
+from tpucare.testbed.emulator.machines.quarters import first_metadata
+from tpucare.testbed.emulator.world.config import WorldConfig
+from tpucare.testbed.emulator.world.instance_metadata import bounds
+from tpucare.testbed.emulator.world.machine_effects import Boot
+from tpucare.testbed.emulator.world.queue_records import NodeWish, QueuedSpec
+from tpucare.testbed.emulator.world.records import NetworkConfig, NodeSpec
+from tpucare.testbed.emulator.world.world import World
 
 PARENT = "projects/emulated/locations/us-central2-b"
 START = datetime(2026, 3, 1, 12, tzinfo=UTC)

@@ -10,11 +10,11 @@ import pytest
 from google.protobuf.json_format import MessageToDict  # type: ignore[import-untyped]
 
 from tests.evidence_kit import OWNER, place, slot
-from tpucare.actions import Create
-from tpucare.causes import Cause
-from tpucare.cloud_wire import create_request
-from tpucare.effects import Ports, node_request
-from tpucare.model import Network, Place
+from tpucare.adapters.google.wire import create_request
+from tpucare.engine.effects import Ports, node_request
+from tpucare.model.actions import Create
+from tpucare.model.causes import Cause
+from tpucare.model.resources import Network, Place
 
 OURS = "ubuntu:ssh-ed25519 AAAA tpucare"
 PERSON = "me:ssh-ed25519 BBBB me"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tpucare.notify import Notifier
+from tpucare.adapters.systemd import Notifier
 
 
 @pytest.fixture(params=["path", "abstract"])

@@ -22,13 +22,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.bench_worker import eventually, node
-from tpucare.emulator.config import WorldConfig
-from tpucare.emulator.http_face import HttpAnswer, HttpRequest, HttpService
-from tpucare.emulator.metadata import MetadataServer
-from tpucare.emulator.object_face import ObjectFace
-from tpucare.emulator.objects import Conditions, Glob, Listing, ObjectError, ObjectStore
-from tpucare.emulator.server import EmulatorServer
-from tpucare.model import Job
+from tpucare.model.resources import Job
+from tpucare.testbed.emulator.http_server import HttpAnswer, HttpRequest, HttpService
+from tpucare.testbed.emulator.machines.metadata_server import MetadataServer
+from tpucare.testbed.emulator.server import EmulatorServer
+from tpucare.testbed.emulator.storage.object_face import ObjectFace
+from tpucare.testbed.emulator.storage.objects import Conditions, Glob, Listing, ObjectError, ObjectStore
+from tpucare.testbed.emulator.world.config import WorldConfig
 
 BUCKET = "team-bucket"
 START = datetime(2026, 3, 1, tzinfo=UTC)

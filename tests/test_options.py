@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tpucare.assembly import secrets_of, settings_of
-from tpucare.emulator import running
-from tpucare.errors import ConfigError
-from tpucare.options import FLEETS_NOTE, resolve
+from tpucare.model.errors import ConfigError
+from tpucare.service import emulator_address as running
+from tpucare.service.assembly import secrets_of, settings_of
+from tpucare.service.options import FLEETS_NOTE, resolve
 
 HOME = {"HOME": "/home/me"}
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.evidence_kit import EU, HERE, NOW, US, after, ago, before, evidence, later, memory, place, slot
-from tpucare.errors import (
+from tpucare.model.errors import (
     AnswerLost,
     CloudError,
     LostRace,
@@ -24,10 +24,10 @@ from tpucare.errors import (
     RateLimited,
     Transient,
 )
-from tpucare.evidence import Evidence, Holding, Moment, Timers, holding_of
-from tpucare.memory import Memory, PlaceMemory, Refusal
-from tpucare.model import Place, Provisioning
-from tpucare.placement import (
+from tpucare.model.evidence import Evidence, Holding, Moment, Timers, holding_of
+from tpucare.model.memory import Memory, PlaceMemory, Refusal
+from tpucare.model.resources import Place, Provisioning
+from tpucare.planner.placement import (
     Choice,
     CreateBudget,
     acquitted,

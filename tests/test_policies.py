@@ -11,14 +11,14 @@ import pytest
 from tests.mutations import Mutation
 from tests.test_world import EVERYWHERE, PARENT, START, ZONE, at, calm, name, refusal, spec
 from tests.virtual.harness import Daemon
-from tpucare.emulator.config import WorldConfig
-from tpucare.emulator.machine_effects import AuthorizeKeys, Boot, MachineEffect
-from tpucare.emulator.records import NetworkConfig
-from tpucare.emulator.world import World
-from tpucare.errors import CloudError, NeedsPerson, QuotaExceeded, RateLimited
-from tpucare.failures import Where, classify
-from tpucare.simulation.faults import FAULTS, Span
-from tpucare.simulation.scenario import Strike
+from tpucare.adapters.google.classify import Where, classify
+from tpucare.model.errors import CloudError, NeedsPerson, QuotaExceeded, RateLimited
+from tpucare.testbed.emulator.world.config import WorldConfig
+from tpucare.testbed.emulator.world.machine_effects import AuthorizeKeys, Boot, MachineEffect
+from tpucare.testbed.emulator.world.records import NetworkConfig
+from tpucare.testbed.emulator.world.world import World
+from tpucare.testbed.simulation.faults import FAULTS, Span
+from tpucare.testbed.simulation.scenario import Strike
 
 EXTERNAL = NetworkConfig(enable_external_ips=True)
 SWITCHED_OFF = {"ssh-keys": "ubuntu:ssh-ed25519 AAAA", "enable-oslogin": "FALSE"}

@@ -16,7 +16,7 @@ import pytest
 
 from tests.bench_worker import eventually
 from tests.local_server import serving
-from tpucare.script import DEFAULT_PROGRESS
+from tpucare.adapters.runner.scripts import DEFAULT_PROGRESS
 
 TEMPLATES = Path(__file__).resolve().parents[1] / "templates"
 BOOT = "import sys; sys.dont_write_bytecode = True; sys.path.insert(0, sys.argv[1]); exec(sys.argv[2])"

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import structlog
 
-from tpucare import events
-from tpucare.model import Event
-from tpucare.progress import LiveProgress, PlainProgress, progress_on, summary
+from tpucare.api.progress import LiveProgress, PlainProgress, progress_on, summary
+from tpucare.model.resources import Event
+from tpucare.service import event_log as events
 
 NOW = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
 

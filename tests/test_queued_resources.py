@@ -15,13 +15,20 @@ from google.cloud.tpu_v2alpha1.services.tpu.transports.grpc import TpuGrpcTransp
 from googleapiclient.discovery import build as discover  # type: ignore[import-untyped]
 
 from tests.hand_clock import HandClock
-from tpucare.emulator.check import Expected, check
-from tpucare.emulator.config import WorldConfig
-from tpucare.emulator.queue_records import Initiator, NodeWish, QueuedRecord, QueuedSpec, QueueState, Validity
-from tpucare.emulator.records import ApiError, NodeSpec, OperationRecord
-from tpucare.emulator.server import EmulatorServer
-from tpucare.emulator.world import World
-from tpucare.model import NodeState
+from tpucare.model.resources import NodeState
+from tpucare.testbed.audit import Expected, check
+from tpucare.testbed.emulator.server import EmulatorServer
+from tpucare.testbed.emulator.world.config import WorldConfig
+from tpucare.testbed.emulator.world.queue_records import (
+    Initiator,
+    NodeWish,
+    QueuedRecord,
+    QueuedSpec,
+    QueueState,
+    Validity,
+)
+from tpucare.testbed.emulator.world.records import ApiError, NodeSpec, OperationRecord
+from tpucare.testbed.emulator.world.world import World
 
 PROJECT, ZONE = "emulated", "us-central1-a"
 PARENT = f"projects/{PROJECT}/locations/{ZONE}"

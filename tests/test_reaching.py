@@ -7,14 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from tpucare import cloud, fleet, fleet_python
-from tpucare.cli import reaching
-from tpucare.errors import ConfigError, WorkerSilent
-from tpucare.memory import FleetRecord, Memory, NodeMemory
-from tpucare.model import Endpoint, Node, NodeKey, NodeState, Worker
-from tpucare.options import Options
-from tpucare.ssh_connection import NeverSent
-from tpucare.store import open_store
+from tpucare.adapters.google import cloud
+from tpucare.adapters.ssh.ssh_connection import NeverSent
+from tpucare.adapters.state.store import open_store
+from tpucare.cli import ssh as reaching
+from tpucare.fleetfile import fleet
+from tpucare.fleetfile import python_fleet as fleet_python
+from tpucare.model.errors import ConfigError, WorkerSilent
+from tpucare.model.memory import FleetRecord, Memory, NodeMemory
+from tpucare.model.resources import Endpoint, Node, NodeKey, NodeState, Worker
+from tpucare.service.options import Options
 
 NOW = datetime(2026, 11, 22, 7, 0, tzinfo=UTC)
 ZONE = "us-central1-a"

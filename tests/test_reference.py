@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tpucare.emulator.reference import free_loopback_endpoint, host_environment, undisturbed
-from tpucare.errors import ConfigError, TpuCareError
+from tpucare.model.errors import ConfigError, TpuCareError
+from tpucare.testbed.demo.reference import free_loopback_endpoint, host_environment, undisturbed
 
 
 def train_folder(tmp_path: Path, script: str) -> Path:

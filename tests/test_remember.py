@@ -10,11 +10,11 @@ import pytest
 
 from tests.evidence_kit import FRESH, NOW, TRAINS, after, intent, launched, memory, name_of, node, past, run, token
 from tests.remember_kit import ACCEPTED, OPEN, asked, came, delete, look, poll
-from tpucare.actions import Action, Fact, Notice, PushKey, Reason, Settle, Vouch
-from tpucare.causes import Cause
-from tpucare.errors import AnswerLost, NodeGone
-from tpucare.memory import Book, BookName, End, Publishing, Trust
-from tpucare.remember import recover
+from tpucare.model.actions import Action, Fact, Notice, PushKey, Reason, Settle, Vouch
+from tpucare.model.causes import Cause
+from tpucare.model.errors import AnswerLost, NodeGone
+from tpucare.model.memory import Book, BookName, End, Publishing, Trust
+from tpucare.planner.remember import recover
 
 
 def test_facts_are_written_down() -> None:

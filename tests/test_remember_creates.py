@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from tests.evidence_kit import FRESH, NOW, TRAINS, US, after, before, intent, memory, name_of, node
 from tests.remember_kit import ACCEPTED, OPEN, PLACE, asked, came, create, delete, look, poll, vanished
-from tpucare.actions import Fact, Settle
-from tpucare.errors import (
+from tpucare.model.actions import Fact, Settle
+from tpucare.model.errors import (
     AlreadyExists,
     AnswerLost,
     LostRace,
@@ -24,10 +24,10 @@ from tpucare.errors import (
     RateLimited,
     Transient,
 )
-from tpucare.memory import BookName, CreateIntent, PlaceMemory, Refusal, Wish
-from tpucare.model import Operation
-from tpucare.remember import recover
-from tpucare.remember_seen import absorb
+from tpucare.model.memory import BookName, CreateIntent, PlaceMemory, Refusal, Wish
+from tpucare.model.resources import Operation
+from tpucare.planner.remember import recover
+from tpucare.planner.remember_seen import absorb
 
 
 def test_a_create_is_on_record_before_it_is_asked_for_and_takes_a_new_number() -> None:

@@ -8,12 +8,12 @@ import pytest
 
 from tests.evidence_kit import NOW, TRAINS, after, intent, memory, name_of, node, past
 from tests.remember_kit import PLACE, asked, came, create, delete
-from tpucare.actions import Reason
-from tpucare.errors import AnswerLost, LostRace, NeedsPerson, NodeGone, RateLimited
-from tpucare.model import Operation
-from tpucare.remember import changed_meanwhile, recover
-from tpucare.remember_runs import attempted
-from tpucare.remember_seen import absorb, answered
+from tpucare.model.actions import Reason
+from tpucare.model.errors import AnswerLost, LostRace, NeedsPerson, NodeGone, RateLimited
+from tpucare.model.resources import Operation
+from tpucare.planner.remember import changed_meanwhile, recover
+from tpucare.planner.remember_runs import attempted
+from tpucare.planner.remember_seen import absorb, answered
 
 
 def test_a_delete_is_asked_again_after_60_s_then_twice_that() -> None:

@@ -9,15 +9,15 @@ import pytest
 
 from tests.evidence_kit import FRESH, NOW, TRAINS, intent, launched, memory, name_of, node, past, run, token
 from tests.remember_kit import PLACE, asked, came, delete, launch, poll, stop, vanished
-from tpucare.actions import Action, Fact, Reason, Settle
-from tpucare.errors import AuthRefused, CommandFailed, ConfigError, WorkerSilent
-from tpucare.memory import Book, BookName, End, PlaceMemory, Refusal
-from tpucare.model import Operation
-from tpucare.orders import LaunchResult, StopResult
-from tpucare.remember import recover
-from tpucare.remember_runs import saw
-from tpucare.remember_seen import absorb
-from tpucare.wishes import replace_node, restart, retry
+from tpucare.model.actions import Action, Fact, Reason, Settle
+from tpucare.model.errors import AuthRefused, CommandFailed, ConfigError, WorkerSilent
+from tpucare.model.memory import Book, BookName, End, PlaceMemory, Refusal
+from tpucare.model.resources import Operation
+from tpucare.model.runs import LaunchResult, StopResult
+from tpucare.planner.desired_state import replace_node, restart, retry
+from tpucare.planner.remember import recover
+from tpucare.planner.remember_runs import saw
+from tpucare.planner.remember_seen import absorb
 
 
 def test_a_launch_is_on_record_before_it_begins_and_counts_nodes_not_runs() -> None:

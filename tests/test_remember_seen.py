@@ -9,9 +9,9 @@ import pytest
 
 from tests.evidence_kit import NOW, TRAINS, intent, launched, memory, name_of, node, past
 from tests.remember_kit import PLACE, vanished
-from tpucare.memory import Book, BookName, NodeMemory, PlaceMemory
-from tpucare.model import LABEL_NUMBER, LABEL_SLOT, NodeState
-from tpucare.remember_seen import absorb, answered, taken
+from tpucare.model.memory import Book, BookName, NodeMemory, PlaceMemory
+from tpucare.model.resources import LABEL_NUMBER, LABEL_SLOT, NodeState
+from tpucare.planner.remember_seen import absorb, answered, taken
 
 
 def test_a_node_that_nobody_asked_for_may_have_been_launched() -> None:

@@ -25,12 +25,12 @@ import pytest
 
 from tests import ssh_stand_in, sshd
 from tests.ssh_stand_in import SshStandIn, make_host_key
-from tpucare.emulator.flood import Flood, Flooding
-from tpucare.errors import AuthRefused, CommandFailed, ConfigError, HostKeyChanged, WorkerSilent
-from tpucare.model import NodeKey, Ran, Worker
-from tpucare.remote import ParamikoRemote
-from tpucare.ssh_keys import LoginKey, PinStore, clean_host_keys, host_key_text, load_or_make_key
-from tpucare.ssh_wire import Transport, Wire
+from tpucare.adapters.ssh.keys import LoginKey, PinStore, clean_host_keys, host_key_text, load_or_make_key
+from tpucare.adapters.ssh.remote import ParamikoRemote
+from tpucare.adapters.ssh.transport import Transport, Wire
+from tpucare.model.errors import AuthRefused, CommandFailed, ConfigError, HostKeyChanged, WorkerSilent
+from tpucare.model.resources import NodeKey, Ran, Worker
+from tpucare.testbed.emulator.machines.flood import Flood, Flooding
 
 SHORT = timedelta(milliseconds=500)
 
@@ -280,7 +280,7 @@ def test_server_without_the_pinned_kind_of_key_has_changed(door: Door, server: S
 def test_refused_key(
     key: LoginKey, door: Door, server: SshStandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tpucare.remote.refusal_pause", lambda _refusals: timedelta(0))
+    monkeypatch.setattr("tpucare.adapters.ssh.remote.refusal_pause", lambda _refusals: timedelta(0))
     worker = worker_at(server)
     server.authorized = " ".join(load_or_make_key(tmp_path / "other").public.split()[:2])
     with pytest.raises(AuthRefused):
@@ -448,7 +448,7 @@ def test_dropped_while_idle_is_noticed_at_once(door: Door, server: SshStandIn) -
 def test_server_that_keeps_dropping_does_not_cause_a_storm_of_hints(
     door: Door, server: SshStandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tpucare.remote.FLAP_SECONDS", 60.0)
+    monkeypatch.setattr("tpucare.adapters.ssh.remote.FLAP_SECONDS", 60.0)
     worker = worker_at(server)
     hints = 0
     for _ in range(5):
@@ -808,7 +808,7 @@ def test_knock_at_many_keeps_its_sockets_bounded_and_wakes_for_each(key: LoginKe
 def test_a_server_that_talks_without_being_asked_is_hung_up_on(
     door: Door, server: SshStandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tpucare.ssh_connection.UNASKED_BYTES", 1000)
+    monkeypatch.setattr("tpucare.adapters.ssh.ssh_connection.UNASKED_BYTES", 1000)
     worker = worker_at(server)
     big = "x" * 100_000
     assert len(door.remote.run(worker, f"echo {big}").stdout) == len(big) + 1, "what was asked for is not bounded so"
@@ -859,7 +859,7 @@ def test_a_worker_that_refused_our_key_is_left_alone_for_a_while(
 ) -> None:
     authorized, server.authorized = server.authorized, "ssh-ed25519 another"
     worker, pauses = worker_at(server), iter((timedelta(0), timedelta(hours=1)))
-    monkeypatch.setattr("tpucare.remote.refusal_pause", lambda _refusals: next(pauses))
+    monkeypatch.setattr("tpucare.adapters.ssh.remote.refusal_pause", lambda _refusals: next(pauses))
     for logins in (1, 2, 2):
         with pytest.raises(AuthRefused):
             door.remote.run(worker, "true")

@@ -17,11 +17,11 @@ from tests import sshd
 from tests.bench_worker import eventually
 from tests.local_remote import LocalRemote
 from tests.ssh_stand_in import SshStandIn
-from tpucare.errors import CommandFailed, WorkerSilent
-from tpucare.model import NodeKey, Worker
-from tpucare.ports import Remote
-from tpucare.remote import ParamikoRemote
-from tpucare.ssh_keys import load_or_make_key
+from tpucare.adapters.ssh.keys import load_or_make_key
+from tpucare.adapters.ssh.remote import ParamikoRemote
+from tpucare.model.errors import CommandFailed, WorkerSilent
+from tpucare.model.ports import Remote
+from tpucare.model.resources import NodeKey, Worker
 
 pytestmark = pytest.mark.contract
 

@@ -14,14 +14,15 @@ import pytest
 
 from tests.e2e.kit import eventually, house
 from tests.local_remote import LocalRemote
-from tpucare import control, deletion, hosts, session
-from tpucare import owner as owners
-from tpucare.attempts import Attempt, Host, bind
-from tpucare.emulator.config import WorldConfig
-from tpucare.emulator.server import EmulatorServer
-from tpucare.errors import ConfigError, NodeGone
-from tpucare.memory import CreateIntent, FleetRecord, Memory, NodeMemory, Wish
-from tpucare.model import (
+from tpucare.adapters.state import owner as owners
+from tpucare.adapters.state.store import open_reader, open_store
+from tpucare.adapters.system import machine_id
+from tpucare.api import deletion, hosts, session
+from tpucare.api.attempt import Attempt, Host, bind
+from tpucare.api.removal import NotDeleted, delete_all, delete_one_tpu, synchronous_deletion
+from tpucare.model.errors import ConfigError, NodeGone
+from tpucare.model.memory import CreateIntent, FleetRecord, Memory, NodeMemory, Wish
+from tpucare.model.resources import (
     LABEL_FLEET,
     LABEL_NUMBER,
     LABEL_OWNER,
@@ -34,9 +35,9 @@ from tpucare.model import (
     Provisioning,
     Worker,
 )
-from tpucare.removal import NotDeleted, delete_all, delete_one_tpu, synchronous_deletion
-from tpucare.store import open_reader, open_store
-from tpucare.system import machine_id
+from tpucare.service import control_socket as control
+from tpucare.testbed.emulator.server import EmulatorServer
+from tpucare.testbed.emulator.world.config import WorldConfig
 
 PROJECT, NEAR, FAR = "grant", "us-east5-a", "europe-west4-b"
 PLACE = Place(NEAR, "v5p-8", Provisioning.SPOT, "v2-alpha-tpuv5")

@@ -17,9 +17,9 @@ import pytest
 
 from tests.bench_worker import Node, eventually, node
 from tests.local_server import serving
-from tpucare import script
-from tpucare.model import Job
-from tpucare.orders import Failure, Phase
+from tpucare.adapters.runner import scripts as script
+from tpucare.model.resources import Job
+from tpucare.model.runs import Failure, Phase
 
 pytestmark = [
     pytest.mark.machines,

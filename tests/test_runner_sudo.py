@@ -14,7 +14,7 @@ import pytest
 
 from tests.bench_worker import NO_METADATA, Node, eventually
 from tests.local_remote import LocalRemote
-from tpucare.model import Ran, Worker
+from tpucare.model.resources import Ran, Worker
 
 pytestmark = [
     pytest.mark.machines,

@@ -18,13 +18,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tpucare import bundle, script
-from tpucare.effects import COORDINATOR_PORT
-from tpucare.errors import ConfigError
-from tpucare.logs import LogKeeper, Place
-from tpucare.model import Job, NodeKey, Worker
-from tpucare.orders import LaunchOrder
-from tpucare.script import VARIABLE_LIMIT
+from tpucare.adapters.runner import bundle
+from tpucare.adapters.runner import scripts as script
+from tpucare.adapters.runner.logs import LogKeeper, Place
+from tpucare.adapters.runner.scripts import VARIABLE_LIMIT
+from tpucare.engine.effects import COORDINATOR_PORT
+from tpucare.model.errors import ConfigError
+from tpucare.model.resources import Job, NodeKey, Worker
+from tpucare.model.runs import LaunchOrder
 
 GOLDEN = Path(__file__).parent / "golden"
 KEY = NodeKey("my-project", "europe-west4-a", "pod-0-a3")

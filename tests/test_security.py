@@ -25,14 +25,14 @@ from hypothesis import strategies as st
 
 from tests.bench_worker import eventually, node
 from tests.office import REPOSITORY, House, fleet_text, house
-from tpucare.errors import ConfigError
-from tpucare.fleet import parse
-from tpucare.logs import LogKeeper
-from tpucare.memory import End, FleetRecord, Memory
-from tpucare.model import Event, Job
-from tpucare.plain import plain, plain_lines
-from tpucare.store import open_store
-from tpucare.system import machine_id
+from tpucare.adapters.runner.logs import LogKeeper
+from tpucare.adapters.state.store import open_store
+from tpucare.adapters.system import machine_id
+from tpucare.fleetfile.fleet import parse
+from tpucare.model.errors import ConfigError
+from tpucare.model.memory import End, FleetRecord, Memory
+from tpucare.model.plain import plain, plain_lines
+from tpucare.model.resources import Event, Job
 
 NOW = datetime(2026, 11, 21, tzinfo=UTC)
 NOBODY = 65534

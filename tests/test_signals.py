@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 
-from tpucare.signals import caught
+from tpucare.service.signals import caught
 
 
 def test_a_signal_calls_its_handler_and_what_was_before_comes_back() -> None:

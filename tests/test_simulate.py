@@ -20,27 +20,27 @@ from typer.testing import CliRunner
 
 from tests.bench_worker import eventually
 from tests.mutations import MUTATIONS, Mutation
+from tpucare.adapters.state.store import SqliteStore, open_store
 from tpucare.cli import simulate as cli_simulate
 from tpucare.cli.app import app
-from tpucare.errors import AnswerLost, ConfigError, StoreFull
-from tpucare.memory import Book, CreateIntent, FleetRecord, Memory, Wish
-from tpucare.model import Event, Listing, NodeKey
-from tpucare.orders import Contact, NodeReport, Phase, WorkerReport
-from tpucare.ports import Finished, Lane, Store
-from tpucare.projects import ProjectView
-from tpucare.simulation.campaign import Plan, Sums, live
-from tpucare.simulation.daemon import Daemon
-from tpucare.simulation.faults import FAULTS
-from tpucare.simulation.history import History
-from tpucare.simulation.machines import RunEnd, RunMark
-from tpucare.simulation.properties import ObservedClock
-from tpucare.simulation.scenario import CLOSE, Strike, draw, storm_slots, told_again
-from tpucare.simulation.shrink import shrink, tell
-from tpucare.simulation.store import Disk, DiskFault, MemoryStore, ProcessDied
-from tpucare.simulation.strikes import STRIKES
-from tpucare.simulation.tally import Watch as TallyWatch
-from tpucare.simulation.time import VirtualClock, VirtualExecutor
-from tpucare.store import SqliteStore, open_store
+from tpucare.engine.projects import ProjectView
+from tpucare.model.errors import AnswerLost, ConfigError, StoreFull
+from tpucare.model.memory import Book, CreateIntent, FleetRecord, Memory, Wish
+from tpucare.model.ports import Finished, Lane, Store
+from tpucare.model.resources import Event, Listing, NodeKey
+from tpucare.model.runs import Contact, NodeReport, Phase, WorkerReport
+from tpucare.testbed.simulation.campaign import Plan, Sums, live
+from tpucare.testbed.simulation.daemon import Daemon
+from tpucare.testbed.simulation.faults import FAULTS
+from tpucare.testbed.simulation.history import History
+from tpucare.testbed.simulation.machines import RunEnd, RunMark
+from tpucare.testbed.simulation.properties import ObservedClock
+from tpucare.testbed.simulation.scenario import CLOSE, Strike, draw, storm_slots, told_again
+from tpucare.testbed.simulation.shrink import shrink, tell
+from tpucare.testbed.simulation.store import Disk, DiskFault, MemoryStore, ProcessDied
+from tpucare.testbed.simulation.strikes import STRIKES
+from tpucare.testbed.simulation.tally import Watch as TallyWatch
+from tpucare.testbed.simulation.time import VirtualClock, VirtualExecutor
 
 ROOT = Path(__file__).parents[1]
 NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)
@@ -55,7 +55,7 @@ MEMORY = Memory(
 
 DIGEST = """
 import sys
-from tpucare.simulation.campaign import Plan, live
+from tpucare.testbed.simulation.campaign import Plan, live
 print(live(Plan(days=0.03, level="high"), int(sys.argv[1])).digest)
 """
 

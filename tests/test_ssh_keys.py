@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tpucare.errors import ConfigError
-from tpucare.model import NodeKey, Worker
-from tpucare.ssh_keys import PinStore, load_or_make_key
+from tpucare.adapters.ssh.keys import PinStore, load_or_make_key
+from tpucare.model.errors import ConfigError
+from tpucare.model.resources import NodeKey, Worker
 
 WORKER = Worker(NodeKey("grant", "us-central2-b", "pod-0-a1"), 1, 0, "127.0.0.2")
 

@@ -21,12 +21,22 @@ from pathlib import Path
 
 import pytest
 
-from tpucare import owner as owners
-from tpucare import store_schema as schema
-from tpucare.errors import StoreCorrupt, StoreError, StoreForeign, StoreFull, StoreLocked
-from tpucare.memory import Book, BookName, CreateIntent, FleetRecord, Memory, NodeMemory, PlaceMemory, RunMemory, Wish
-from tpucare.model import Event
-from tpucare.store import SqliteStore, accept_move, holder, open_reader, open_store, store_path
+from tpucare.adapters.state import owner as owners
+from tpucare.adapters.state import schema as schema
+from tpucare.adapters.state.store import SqliteStore, accept_move, holder, open_reader, open_store, store_path
+from tpucare.model.errors import StoreCorrupt, StoreError, StoreForeign, StoreFull, StoreLocked
+from tpucare.model.memory import (
+    Book,
+    BookName,
+    CreateIntent,
+    FleetRecord,
+    Memory,
+    NodeMemory,
+    PlaceMemory,
+    RunMemory,
+    Wish,
+)
+from tpucare.model.resources import Event
 
 NOW = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
 HERE = "4f6b1c1a8b6d4f7f9d3f0a2b5c6d7e8f"
@@ -203,9 +213,9 @@ class TestEvents:
     def test_the_log_is_bounded_and_numbers_are_never_reused(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("tpucare.store.EVENTS_KEPT", 60)
-        monkeypatch.setattr("tpucare.store.EVENTS_KEPT_PER_SLOT", 10)
-        monkeypatch.setattr("tpucare.store._TRIM_EVERY", 25)
+        monkeypatch.setattr("tpucare.adapters.state.store.EVENTS_KEPT", 60)
+        monkeypatch.setattr("tpucare.adapters.state.store.EVENTS_KEPT_PER_SLOT", 10)
+        monkeypatch.setattr("tpucare.adapters.state.store._TRIM_EVERY", 25)
         with opened(folder) as store:
             store.save({}, [event("quiet", "quiet-0")])
             for number in range(100):
@@ -755,10 +765,10 @@ class TestSpeed:
 PROLOGUE = """
 from datetime import UTC, datetime
 from pathlib import Path
-from tpucare.errors import StoreError
-from tpucare.memory import Memory
-from tpucare.model import Event
-from tpucare.store import open_store
+from tpucare.model.errors import StoreError
+from tpucare.model.memory import Memory
+from tpucare.model.resources import Event
+from tpucare.adapters.state.store import open_store
 import sys
 
 folder = Path(sys.argv[1])
@@ -815,7 +825,7 @@ FIRST = """
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
-from tpucare.store import open_store
+from tpucare.adapters.state.store import open_store
 
 sys.stdin.readline()
 with open_store(Path(sys.argv[1]), machine_id="m", now=datetime.now(UTC), name=sys.argv[2]) as store:

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from tpucare import stores
-from tpucare.errors import ConfigError
-from tpucare.memory import FleetRecord, Memory, NodeMemory, Wish
-from tpucare.model import LABEL_FLEET, Node, NodeKey, NodeState
-from tpucare.options import Options
-from tpucare.overview import status
-from tpucare.owner import check_store_name
-from tpucare.store import open_store
-from tpucare.stores import Neighbours, each, meant, store_name
+from tpucare.adapters.state.owner import check_store_name
+from tpucare.adapters.state.store import open_store
+from tpucare.model.errors import ConfigError
+from tpucare.model.memory import FleetRecord, Memory, NodeMemory, Wish
+from tpucare.model.resources import LABEL_FLEET, Node, NodeKey, NodeState
+from tpucare.service import stores
+from tpucare.service.options import Options
+from tpucare.service.overview import status
+from tpucare.service.stores import Neighbours, each, meant, store_name
 
 NOW = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
 NODE = NodeMemory("pod-a1", "us-east5-a", 7, NOW)

@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 
 from tests.virtual.harness import EU, US, Daemon, place
-from tpucare import wishes
-from tpucare.actions import Wait
-from tpucare.causes import Cause
-from tpucare.emulator.config import WorldConfig
-from tpucare.emulator.inprocess import InProcessCloud
-from tpucare.emulator.records import NodeSpec
-from tpucare.engine import Settings
-from tpucare.memory import BookName, End, Wish
-from tpucare.model import Care, NodeRequest, NodeState, OnSuccess, Operation, Provisioning
-from tpucare.orders import Failure
-from tpucare.simulation.machines import Script
+from tpucare.engine.engine import Settings
+from tpucare.model.actions import Wait
+from tpucare.model.causes import Cause
+from tpucare.model.memory import BookName, End, Wish
+from tpucare.model.resources import Care, NodeRequest, NodeState, OnSuccess, Operation, Provisioning
+from tpucare.model.runs import Failure
+from tpucare.planner import desired_state as wishes
+from tpucare.testbed.emulator.inprocess import InProcessCloud
+from tpucare.testbed.emulator.world.config import WorldConfig
+from tpucare.testbed.emulator.world.records import NodeSpec
+from tpucare.testbed.simulation.machines import Script
 
 
 @pytest.fixture

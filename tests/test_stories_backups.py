@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.virtual.harness import EU, US, Daemon, place
-from tpucare.causes import Cause
-from tpucare.model import Care
+from tpucare.model.causes import Cause
+from tpucare.model.resources import Care
 
 
 @pytest.fixture

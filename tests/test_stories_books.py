@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from tests.virtual.harness import Daemon, place, slots_of
-from tpucare import wishes
-from tpucare.causes import Cause
-from tpucare.emulator.records import NodeSpec
-from tpucare.memory import BookName, End
-from tpucare.model import LABEL_OWNER, Care, OnSuccess, Provisioning
-from tpucare.orders import Failure, NodeReport, ProbeOrder
-from tpucare.plan import tries_again_at
-from tpucare.simulation.machines import Script
+from tpucare.model.causes import Cause
+from tpucare.model.memory import BookName, End
+from tpucare.model.resources import LABEL_OWNER, Care, OnSuccess, Provisioning
+from tpucare.model.runs import Failure, NodeReport, ProbeOrder
+from tpucare.planner import desired_state as wishes
+from tpucare.planner.decide import tries_again_at
+from tpucare.testbed.emulator.world.records import NodeSpec
+from tpucare.testbed.simulation.machines import Script
 
 SINGLE = place(kind="v2-8", workers=1)
 

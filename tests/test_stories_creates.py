@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 from tests.virtual.harness import PROJECT, US, Daemon
-from tpucare.actions import Wait
-from tpucare.backoff import POLL_OPERATION_EVERY
-from tpucare.causes import Cause
-from tpucare.emulator.config import WorldConfig
-from tpucare.emulator.errors_text import RESOURCE_EXHAUSTED
-from tpucare.emulator.inprocess import InProcessCloud
-from tpucare.errors import NeedsPerson, RateLimited
-from tpucare.memory import Refusal
-from tpucare.model import Care, Listing, NodeState, Operation
+from tpucare.model.actions import Wait
+from tpucare.model.causes import Cause
+from tpucare.model.errors import NeedsPerson, RateLimited
+from tpucare.model.memory import Refusal
+from tpucare.model.resources import Care, Listing, NodeState, Operation
+from tpucare.planner.backoff import POLL_OPERATION_EVERY
+from tpucare.testbed.emulator.inprocess import InProcessCloud
+from tpucare.testbed.emulator.world.config import WorldConfig
+from tpucare.testbed.emulator.world.error_texts import RESOURCE_EXHAUSTED
 
 
 def test_a_role_that_may_not_read_operations_costs_no_slot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

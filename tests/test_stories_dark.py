@@ -10,15 +10,15 @@ import pytest
 
 from tests.field.kit import named
 from tests.virtual.harness import EU, US, Daemon, place
-from tpucare import wishes
-from tpucare.actions import Wait
-from tpucare.emulator.inprocess import InProcessCloud
-from tpucare.ending import Ending
-from tpucare.failures import Where, classify
-from tpucare.memory import BookName, End, Wish
-from tpucare.model import Care
-from tpucare.orders import Failure
-from tpucare.simulation.machines import Script
+from tpucare.adapters.google.classify import Where, classify
+from tpucare.model.actions import Wait
+from tpucare.model.memory import BookName, End, Wish
+from tpucare.model.resources import Care
+from tpucare.model.runs import Failure
+from tpucare.planner import desired_state as wishes
+from tpucare.service.ending import Ending
+from tpucare.testbed.emulator.inprocess import InProcessCloud
+from tpucare.testbed.simulation.machines import Script
 
 
 @pytest.fixture

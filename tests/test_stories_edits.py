@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from tests.virtual.harness import Daemon, place
-from tpucare.actions import Effect, Launch
-from tpucare.causes import Cause
-from tpucare.effects import prepare
-from tpucare.model import Listing
+from tpucare.engine.effects import prepare
+from tpucare.model.actions import Effect, Launch
+from tpucare.model.causes import Cause
+from tpucare.model.resources import Listing
 
 ALL_LISTED_AT = 700.0
 
@@ -66,13 +66,13 @@ def test_an_assertion_that_fails_in_one_slots_work_sets_that_slot_aside(
         assert not (isinstance(action, Launch) and action.key.name.startswith("pod-"))
         return prepare(action, *more)
 
-    monkeypatch.setattr("tpucare.engine.prepare", fails)
+    monkeypatch.setattr("tpucare.engine.engine.prepare", fails)
     daemon = Daemon(tmp_path)
     daemon.care_for("pod")
     daemon.care_for("other")
     daemon.run(minutes=15)
     assert daemon.trains("other-0")
     assert daemon.causes()["pod-0"] is Cause.SET_ASIDE
-    monkeypatch.setattr("tpucare.engine.prepare", prepare)
+    monkeypatch.setattr("tpucare.engine.engine.prepare", prepare)
     daemon.run(minutes=30)
     assert daemon.trains("pod-0")

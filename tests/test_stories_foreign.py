@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from tests.virtual.harness import Daemon, place, slots_of
-from tpucare import view
-from tpucare.emulator.machine_effects import Boot, Kill
-from tpucare.memory import End
-from tpucare.model import Care, Job, OnExit
-from tpucare.orders import Failure
-from tpucare.plan_foreign import ENDED
-from tpucare.simulation.machines import Script
+from tpucare.model.memory import End
+from tpucare.model.resources import Care, Job, OnExit
+from tpucare.model.runs import Failure
+from tpucare.planner.plan_foreign import ENDED
+from tpucare.service import view
+from tpucare.testbed.emulator.world.machine_effects import Boot, Kill
+from tpucare.testbed.simulation.machines import Script
 
 MINUTE = 60.0
 Made = Callable[..., Daemon]

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.virtual.harness import Daemon
-from tpucare.model import NodeKey, Worker
-from tpucare.orders import Contact, NodeReport, ProbeOrder, WorkerReport
-from tpucare.simulation.machines import SimulatedWorker
+from tpucare.model.resources import NodeKey, Worker
+from tpucare.model.runs import Contact, NodeReport, ProbeOrder, WorkerReport
+from tpucare.testbed.simulation.machines import SimulatedWorker
 
 ATTACKS, WITHIN = 4, 1800.0
 

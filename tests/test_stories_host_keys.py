@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from tests.virtual.harness import CARE, Daemon, slots_of
-from tpucare.causes import Cause
-from tpucare.emulator.config import WorldConfig
-from tpucare.errors import NodeGone
-from tpucare.failures import Where, classify
-from tpucare.memory import Trust
-from tpucare.model import HostKeys, NodeKey
+from tpucare.adapters.google.classify import Where, classify
+from tpucare.model.causes import Cause
+from tpucare.model.errors import NodeGone
+from tpucare.model.memory import Trust
+from tpucare.model.resources import HostKeys, NodeKey
+from tpucare.testbed.emulator.world.config import WorldConfig
 
 NOT_PUBLISHED = "The resource 'hostkeys/' of type 'Guest Attribute' was not found."
 

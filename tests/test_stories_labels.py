@@ -9,11 +9,11 @@ import pytest
 
 from tests.field.kit import named
 from tests.virtual.harness import PROJECT, US, Daemon
-from tpucare.causes import Cause
-from tpucare.emulator.records import NodeSpec
-from tpucare.errors import ConfigError
-from tpucare.memory import Wish
-from tpucare.model import NodeState
+from tpucare.model.causes import Cause
+from tpucare.model.errors import ConfigError
+from tpucare.model.memory import Wish
+from tpucare.model.resources import NodeState
+from tpucare.testbed.emulator.world.records import NodeSpec
 
 
 @pytest.fixture

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.virtual.harness import Daemon, place
-from tpucare.memory import BookName
-from tpucare.orders import WorkerReport
-from tpucare.simulation.machines import Script, SimulatedRun, SimulatedWorker
-from tpucare.simulation.workers import VirtualLauncher
+from tpucare.model.memory import BookName
+from tpucare.model.runs import WorkerReport
+from tpucare.testbed.simulation.machines import Script, SimulatedRun, SimulatedWorker
+from tpucare.testbed.simulation.workers import VirtualLauncher
 
 SINGLE = place(kind="v2-8", workers=1)
 

@@ -8,8 +8,8 @@ import pytest
 
 from tests.mutations import MUTATIONS, Mutation
 from tests.storm import __main__ as storm
-from tpucare.simulation.campaign import Plan, Sums, campaign
-from tpucare.simulation.properties import PROPERTIES
+from tpucare.testbed.simulation.campaign import Plan, Sums, campaign
+from tpucare.testbed.simulation.properties import PROPERTIES
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda one: one.name)

@@ -25,19 +25,29 @@ import yaml
 from tests import wandb_kit
 from tests.local_server import serving
 from tests.office import House, Office, Process, fleet_text, house
-from tpucare import fleet as fleets
-from tpucare import script, sweeps_fleet
-from tpucare import sweeps_account as account
-from tpucare.emulator.orders import parse_order
-from tpucare.emulator.wandb import WandbServer
-from tpucare.emulator.wandb.records import SweepState
-from tpucare.errors import ConfigError
-from tpucare.options import Options
-from tpucare.sweeps import create, prepare
-from tpucare.sweeps_care import PATIENCE_SECONDS, SweepCare
-from tpucare.sweeps_client import GraphqlSweeps, SweepRefused, SweepSilent
-from tpucare.sweeps_plan import Changes, SlotState, SweepPath, SweepReport, Verdict, decide, judge, parse_path
-from tpucare.sweeps_watch import Answer, Asked, SweepWatch
+from tpucare.adapters.runner import scripts as script
+from tpucare.fleetfile import fleet as fleets
+from tpucare.integrations.wandb import account as account
+from tpucare.integrations.wandb import fleet as sweeps_fleet
+from tpucare.integrations.wandb.client import GraphqlSweeps, SweepRefused, SweepSilent
+from tpucare.integrations.wandb.rules import (
+    Changes,
+    SlotState,
+    SweepPath,
+    SweepReport,
+    Verdict,
+    decide,
+    judge,
+    parse_path,
+)
+from tpucare.integrations.wandb.sweep import create, prepare
+from tpucare.integrations.wandb.sweeps_care import PATIENCE_SECONDS, SweepCare
+from tpucare.integrations.wandb.sweeps_watch import Answer, Asked, SweepWatch
+from tpucare.model.errors import ConfigError
+from tpucare.service.options import Options
+from tpucare.testbed.emulator.orders import parse_order
+from tpucare.testbed.wandb import WandbServer
+from tpucare.testbed.wandb.records import SweepState
 
 # Seconds until a process of its own has come up, or has left.
 PATIENCE = 120.0

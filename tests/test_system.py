@@ -21,9 +21,9 @@ import pytest
 
 from tests.bench_worker import eventually
 from tests.local_server import serving
-from tpucare import system
-from tpucare.ports import Finished, Lane
-from tpucare.system import SystemClock, ThreadExecutor, instance_id, machine_id, random_source
+from tpucare.adapters import system
+from tpucare.adapters.system import SystemClock, ThreadExecutor, instance_id, machine_id, random_source
+from tpucare.model.ports import Finished, Lane
 
 LONG = timedelta(seconds=20)
 LANES = {Lane.LIST: 1, Lane.CLOUD: 2, Lane.PROBE: 3, Lane.LAUNCH: 1}
@@ -388,8 +388,8 @@ class TestClose:
         script = """
 import threading
 from datetime import timedelta
-from tpucare.ports import Lane
-from tpucare.system import ThreadExecutor
+from tpucare.model.ports import Lane
+from tpucare.adapters.system import ThreadExecutor
 executor = ThreadExecutor()
 begun = threading.Event()
 executor.submit(Lane.CLOUD, "hangs", lambda: (begun.set(), threading.Event().wait()))

@@ -8,9 +8,9 @@ from datetime import timedelta
 import pytest
 
 from tests.evidence_kit import SILENT, node, running, token
-from tpucare.evidence import Mark
-from tpucare.orders import NodeReport, WorkerReport
-from tpucare.tracking import NodeTrack, ProgressTrack
+from tpucare.engine.tracking import NodeTrack, ProgressTrack
+from tpucare.model.evidence import Mark
+from tpucare.model.runs import NodeReport, WorkerReport
 
 Report = tuple[int | None, int | None]
 

@@ -24,8 +24,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tpucare import training
-from tpucare.emulator.reference import free_loopback_endpoint
-from tpucare.emulator.wandb.server import WandbServer
+from tpucare.testbed.demo.reference import free_loopback_endpoint
+from tpucare.testbed.wandb.server import WandbServer
 from tpucare.training import Process, Requests, Wish
 
 ROOT = Path(__file__).parents[1]

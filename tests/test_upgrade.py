@@ -19,15 +19,15 @@ from tests.bench_worker import NO_METADATA, eventually
 from tests.local_remote import LocalRemote
 from tests.upgrade import story
 from tests.virtual.harness import Daemon
-from tpucare.contexts import StoredContexts
-from tpucare.emulator.config import WorldConfig
-from tpucare.emulator.records import NetworkConfig, NodePath, NodeSpec
-from tpucare.launch import ScriptLauncher
-from tpucare.memory import ENDED_BY_PROGRESS, End, Memory, Wish
-from tpucare.model import NodeState
-from tpucare.orders import Phase, ProbeOrder, StopOrder
-from tpucare.simulation.daemon import Zone
-from tpucare.store import open_store
+from tpucare.adapters.runner.launch import ScriptLauncher
+from tpucare.adapters.state.store import open_store
+from tpucare.api.contexts import StoredContexts
+from tpucare.model.memory import ENDED_BY_PROGRESS, End, Memory, Wish
+from tpucare.model.resources import NodeState
+from tpucare.model.runs import Phase, ProbeOrder, StopOrder
+from tpucare.testbed.emulator.world.config import WorldConfig
+from tpucare.testbed.emulator.world.records import NetworkConfig, NodePath, NodeSpec
+from tpucare.testbed.simulation.daemon import Zone
 
 # Named after the commit that wrote it; see `story`.
 LEFT = Path(__file__).parent / "upgrade" / "471f598"

@@ -11,8 +11,9 @@ from typing import Any, get_args
 import pytest
 
 from tests.office import Office, fleet_text
-from tpucare import actions, narration, view
-from tpucare.plain import plain, plain_lines
+from tpucare.model import actions, narration
+from tpucare.model.plain import plain, plain_lines
+from tpucare.service import view
 
 
 @pytest.fixture

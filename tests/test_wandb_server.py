@@ -26,12 +26,12 @@ import yaml
 
 from tests import wandb_kit
 from tests.bench_worker import eventually
-from tpucare.emulator.wandb import WandbServer, World, filters, search
-from tpucare.emulator.wandb.records import Agent, Run, RunState, Sweep, SweepState
-from tpucare.emulator.wandb.search import BadSweep
-from tpucare.emulator.wandb.server import BODY_LIMIT, inflated
-from tpucare.emulator.wandb.state import NotFound
-from tpucare.errors import ConfigError
+from tpucare.model.errors import ConfigError
+from tpucare.testbed.wandb import WandbServer, World, filters, search
+from tpucare.testbed.wandb.records import Agent, Run, RunState, Sweep, SweepState
+from tpucare.testbed.wandb.search import BadSweep
+from tpucare.testbed.wandb.server import BODY_LIMIT, inflated
+from tpucare.testbed.wandb.state import NotFound
 
 LOST = 10.0
 GRID = {"method": "grid", "program": "t.py", "parameters": {"a": {"values": [1, 2]}, "b": {"value": 3}}}

@@ -25,10 +25,10 @@ from tests.evidence_kit import (
     seen,
     slot,
 )
-from tpucare import wishes
-from tpucare.actions import Create, Launch, Wait
-from tpucare.memory import Book, End, PlaceMemory, Refusal, Wish
-from tpucare.model import OnSuccess
+from tpucare.model.actions import Create, Launch, Wait
+from tpucare.model.memory import Book, End, PlaceMemory, Refusal, Wish
+from tpucare.model.resources import OnSuccess
+from tpucare.planner import desired_state as wishes
 
 TIRED = replace(
     TRAINS,

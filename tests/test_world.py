@@ -15,14 +15,22 @@ from typing import Any
 
 import pytest
 
-from tpucare.emulator.config import WorldConfig, load_world, parse_world
-from tpucare.emulator.config_faults import Preemption
-from tpucare.emulator.config_zones import Capacity
-from tpucare.emulator.machine_effects import AuthorizeKeys, Boot, Kill, MachineEffect, Resume, SetAttribute, Silence
-from tpucare.emulator.records import AcceleratorConfig, ApiError, NetworkConfig, NodeSpec
-from tpucare.emulator.world import World
-from tpucare.errors import ConfigError
-from tpucare.model import Health, NodeState
+from tpucare.model.errors import ConfigError
+from tpucare.model.resources import Health, NodeState
+from tpucare.testbed.emulator.world.config import WorldConfig, load_world, parse_world
+from tpucare.testbed.emulator.world.config_faults import Preemption
+from tpucare.testbed.emulator.world.config_zones import Capacity
+from tpucare.testbed.emulator.world.machine_effects import (
+    AuthorizeKeys,
+    Boot,
+    Kill,
+    MachineEffect,
+    Resume,
+    SetAttribute,
+    Silence,
+)
+from tpucare.testbed.emulator.world.records import AcceleratorConfig, ApiError, NetworkConfig, NodeSpec
+from tpucare.testbed.emulator.world.world import World
 
 START = datetime(2026, 11, 1, tzinfo=UTC)
 ZONE = "us-central1-a"

@@ -9,9 +9,9 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tpucare import yaml_lines
-from tpucare.errors import Problem
-from tpucare.yaml_lines import DEPTH_LIMIT, Unreadable, WrittenFloat, WrittenInt, read
+from tpucare.fleetfile import yaml_document as yaml_lines
+from tpucare.fleetfile.yaml_document import DEPTH_LIMIT, Unreadable, WrittenFloat, WrittenInt, read
+from tpucare.model.errors import Problem
 
 LOADERS = [yaml.SafeLoader, yaml.CSafeLoader] if yaml.__with_libyaml__ else [yaml.SafeLoader]
 

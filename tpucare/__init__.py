@@ -14,13 +14,16 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from tpucare._version import __version__
 
 if TYPE_CHECKING:
-    from tpucare import sweeps, training
-    from tpucare.api import All, Context, SliceIndex, run, start_multiple, start_single, status
-    from tpucare.attempts import Host
-    from tpucare.caring import SlotFailed
-    from tpucare.commands import exec_command
-    from tpucare.declared import Fleet
-    from tpucare.errors import (
+    from tpucare import training
+    from tpucare.api.api import All, Context, SliceIndex, run, start_multiple, start_single, status
+    from tpucare.api.attempt import Host
+    from tpucare.api.caring import SlotFailed
+    from tpucare.api.exec_command import exec_command
+    from tpucare.api.fleet import Fleet
+    from tpucare.api.hosts import all_tpus, exec_on_tpu, send_to_tpu, tpu_ips, tpu_names
+    from tpucare.api.removal import NotDeleted, delete_all, delete_one_tpu, synchronous_deletion
+    from tpucare.integrations.wandb import sweep as sweeps
+    from tpucare.model.errors import (
         CloudError,
         CommandFailed,
         ConfigError,
@@ -31,9 +34,7 @@ if TYPE_CHECKING:
         TpuCareError,
         WorkerSilent,
     )
-    from tpucare.hosts import all_tpus, exec_on_tpu, send_to_tpu, tpu_ips, tpu_names
-    from tpucare.model import Event
-    from tpucare.removal import NotDeleted, delete_all, delete_one_tpu, synchronous_deletion
+    from tpucare.model.resources import Event
 
 LOG_LEVEL = 20
 """What a blocking call shows: events of this level of `logging` and above; 0 shows everything."""
@@ -77,17 +78,17 @@ __all__ = [
 
 _ERRORS = "CloudError CommandFailed ConfigError NodeGone RemoteError StoreError StoreLocked TpuCareError WorkerSilent"
 _HOMES = {
-    **dict.fromkeys(["All", "Context", "SliceIndex", "run", "start_multiple", "start_single", "status"], "api"),
-    **dict.fromkeys(["all_tpus", "exec_on_tpu", "send_to_tpu", "tpu_ips", "tpu_names"], "hosts"),
-    **dict.fromkeys(["NotDeleted", "delete_all", "delete_one_tpu", "synchronous_deletion"], "removal"),
-    **dict.fromkeys(_ERRORS.split(), "errors"),
-    "Event": "model",
-    "Fleet": "declared",
-    "Host": "attempts",
-    "SlotFailed": "caring",
-    "exec_command": "commands",
+    **dict.fromkeys(["All", "Context", "SliceIndex", "run", "start_multiple", "start_single", "status"], "api.api"),
+    **dict.fromkeys(["all_tpus", "exec_on_tpu", "send_to_tpu", "tpu_ips", "tpu_names"], "api.hosts"),
+    **dict.fromkeys(["NotDeleted", "delete_all", "delete_one_tpu", "synchronous_deletion"], "api.removal"),
+    **dict.fromkeys(_ERRORS.split(), "model.errors"),
+    "Event": "model.resources",
+    "Fleet": "api.fleet",
+    "Host": "api.attempt",
+    "SlotFailed": "api.caring",
+    "exec_command": "api.exec_command",
 }
-_MODULES = ("sweeps", "training")
+_MODULES = {"sweeps": "integrations.wandb.sweep", "training": "training"}
 # Scripts import these names and seldom call them; to fail at the import would be to fail at nothing.
 _GONE = {
     "create_tpu": "start_single and start_multiple make nodes, and replace them",
@@ -99,7 +100,7 @@ _GONE = {
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
-        return importlib.import_module(f"tpucare.{name}")
+        return importlib.import_module(f"tpucare.{_MODULES[name]}")
     if name in _GONE:
         return _gone(name)
     home = _HOMES.get(name)
@@ -116,7 +117,7 @@ def __dir__() -> list[str]:
 
 def _gone(name: str) -> Callable[..., NoReturn]:
     def refuse(*_: object, **__: object) -> NoReturn:
-        from tpucare.errors import ConfigError
+        from tpucare.model.errors import ConfigError
 
         raise ConfigError(f"tpucare.{name} is gone: {_GONE[name]}")
 

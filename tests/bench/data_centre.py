@@ -24,12 +24,12 @@ from typing import Any, Self
 from tests.bench.meter import wait_until
 from tests.bench.stand_in_workers import StandInMachines
 from tests.sshd import free_port
-from tpucare.emulator.config import WorldConfig
-from tpucare.emulator.machine_driver import MakeMachines
-from tpucare.emulator.machines import Machines, OnGone, OnHostKeys
-from tpucare.emulator.records import NetworkConfig, NodePath, NodeSpec
-from tpucare.emulator.server import EmulatorServer
-from tpucare.model import LABEL_FLEET, LABEL_NUMBER, LABEL_OWNER, LABEL_SLOT, NodeState
+from tpucare.model.resources import LABEL_FLEET, LABEL_NUMBER, LABEL_OWNER, LABEL_SLOT, NodeState
+from tpucare.testbed.emulator.machines.driver import MakeMachines
+from tpucare.testbed.emulator.machines.machines import Machines, OnGone, OnHostKeys
+from tpucare.testbed.emulator.server import EmulatorServer
+from tpucare.testbed.emulator.world.config import WorldConfig
+from tpucare.testbed.emulator.world.records import NetworkConfig, NodePath, NodeSpec
 
 PROJECT, ZONE, KIND, RUNTIME = "bench", "us-central1-a", "v2-8", "tpu-ubuntu2204-base"
 POPULATE_SECONDS = 120.0

@@ -18,13 +18,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.bench.report import Measure
-from tpucare.emulator.capacity import load_trace
-from tpucare.emulator.config import WorldConfig
-from tpucare.engine import Settings
-from tpucare.model import Care
-from tpucare.simulation.daemon import Daemon
-from tpucare.simulation.machines import RunMark, Script
-from tpucare.simulation.scenario import place, slots_of
+from tpucare.engine.engine import Settings
+from tpucare.model.resources import Care
+from tpucare.testbed.emulator.world.capacity import load_trace
+from tpucare.testbed.emulator.world.config import WorldConfig
+from tpucare.testbed.simulation.daemon import Daemon
+from tpucare.testbed.simulation.machines import RunMark, Script
+from tpucare.testbed.simulation.scenario import place, slots_of
 
 DATASET = "gcp-h100-2025"
 CHEAPEST_FIRST = (

@@ -15,9 +15,9 @@ from typing import Self
 
 from tests.bench.data_centre import KIND, PROJECT, RUNTIME, ZONE
 from tests.bench.meter import Use, use_of
-from tpucare.ssh_keys import load_or_make_key
-from tpucare.store import open_store
-from tpucare.system import SystemClock, machine_id
+from tpucare.adapters.ssh.keys import load_or_make_key
+from tpucare.adapters.state.store import open_store
+from tpucare.adapters.system import SystemClock, machine_id
 
 FLEET = "bench"
 _FLEET = """\

@@ -15,14 +15,14 @@ from typing import Self
 from tests.bench.data_centre import KIND, PROJECT, RUNTIME, ZONE
 from tests.bench.household import FLEET
 from tests.bench.simulated import SteadyLauncher
-from tpucare.assembly import LANES
-from tpucare.cloud import connect
-from tpucare.effects import Ports
-from tpucare.engine import Engine, Settings
-from tpucare.memory import FleetRecord
-from tpucare.model import Event, Job, Place, Provisioning, Slot
-from tpucare.store import SqliteStore, open_store
-from tpucare.system import SystemClock, ThreadExecutor, machine_id
+from tpucare.adapters.google.cloud import connect
+from tpucare.adapters.state.store import SqliteStore, open_store
+from tpucare.adapters.system import SystemClock, ThreadExecutor, machine_id
+from tpucare.engine.effects import Ports
+from tpucare.engine.engine import Engine, Settings
+from tpucare.model.memory import FleetRecord
+from tpucare.model.resources import Event, Job, Place, Provisioning, Slot
+from tpucare.service.assembly import LANES
 
 SSH_KEY = "tpucare:ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIO"
 

@@ -19,7 +19,7 @@ from tests.bench.household import FLEET, Household
 from tests.bench.keeper import Keeper
 from tests.bench.meter import wait_until
 from tests.bench.report import Measure, percentile
-from tpucare.engine import Settings
+from tpucare.engine.engine import Settings
 
 SETTLE_SECONDS = 120.0
 DELETE_LATENCY = READ_SECONDS / 2 + READ_SECONDS + WRITE_SECONDS / 2

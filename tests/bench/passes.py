@@ -25,17 +25,17 @@ from tests.bench.keeper import SSH_KEY, Keeper, slots
 from tests.bench.meter import use_of, wait_until
 from tests.bench.report import Measure
 from tests.bench.simulated import SteadyLauncher
-from tpucare.cloud import connect
-from tpucare.effects import Ports
-from tpucare.engine import Engine, Settings
-from tpucare.memory import FleetRecord
-from tpucare.model import NodeKey, Worker
-from tpucare.ports import Finished, Lane
-from tpucare.remote import ParamikoRemote
-from tpucare.simulation.time import VirtualClock
-from tpucare.ssh_keys import load_or_make_key
-from tpucare.store import open_store
-from tpucare.system import machine_id
+from tpucare.adapters.google.cloud import connect
+from tpucare.adapters.ssh.keys import load_or_make_key
+from tpucare.adapters.ssh.remote import ParamikoRemote
+from tpucare.adapters.state.store import open_store
+from tpucare.adapters.system import machine_id
+from tpucare.engine.effects import Ports
+from tpucare.engine.engine import Engine, Settings
+from tpucare.model.memory import FleetRecord
+from tpucare.model.ports import Finished, Lane
+from tpucare.model.resources import NodeKey, Worker
+from tpucare.testbed.simulation.time import VirtualClock
 
 CPU_LIMIT_MS = 250
 POLL_SECONDS = 5.0

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from tpucare.model import NodeKey, Worker
-from tpucare.orders import (
+from tpucare.model.resources import NodeKey, Worker
+from tpucare.model.runs import (
     Contact,
     LaunchOrder,
     LaunchResult,

@@ -16,8 +16,8 @@ from concurrent.futures import Future
 import paramiko
 
 from tests.ssh_stand_in import SshStandIn, make_host_key
-from tpucare.emulator.machine_effects import Boot, Kill, MachineEffect
-from tpucare.model import Ran
+from tpucare.model.resources import Ran
+from tpucare.testbed.emulator.world.machine_effects import Boot, Kill, MachineEffect
 
 LAUNCH = re.compile(r"\bTPUCARE_LAUNCH='?([^' ]+)")
 OFFSET = re.compile(r"\boffset=(\d+)")

@@ -19,11 +19,11 @@ from typing import Any
 from tests.bench.lost import BUDGET, BURST, NODES, budget_measures, one_lost_measures
 from tests.bench.report import Measure
 from tests.virtual.harness import US, Daemon, place
-from tpucare.emulator.config import WorldConfig
-from tpucare.engine import Settings
-from tpucare.simulation.campaign import Plan, live
-from tpucare.simulation.machines import Script
-from tpucare.simulation.time import START
+from tpucare.engine.engine import Settings
+from tpucare.testbed.emulator.world.config import WorldConfig
+from tpucare.testbed.simulation.campaign import Plan, live
+from tpucare.testbed.simulation.machines import Script
+from tpucare.testbed.simulation.time import START
 
 READ_SECONDS, WRITE_SECONDS = 0.15, 0.4
 

@@ -27,18 +27,18 @@ from typing import Any, TypeVar
 import psutil
 import yaml
 
-from tpucare import control
-from tpucare.demo.stage import free_port
-from tpucare.emulator.check import Expected, Finding, check
-from tpucare.emulator.config import WorldConfig
-from tpucare.emulator.machines import Machines
-from tpucare.emulator.records import NodePath, NodeRecord
-from tpucare.emulator.server import EmulatorServer
-from tpucare.emulator.witness import Witness
-from tpucare.logs import LogKeeper
-from tpucare.memory import Memory
-from tpucare.model import Event, NodeState
-from tpucare.store import SqliteReader, open_reader
+from tpucare.adapters.runner.logs import LogKeeper
+from tpucare.adapters.state.store import SqliteReader, open_reader
+from tpucare.model.memory import Memory
+from tpucare.model.resources import Event, NodeState
+from tpucare.service import control_socket as control
+from tpucare.testbed.audit import Expected, Finding, check
+from tpucare.testbed.demo.setup import free_port
+from tpucare.testbed.emulator.machines.machines import Machines
+from tpucare.testbed.emulator.server import EmulatorServer
+from tpucare.testbed.emulator.witness import Witness
+from tpucare.testbed.emulator.world.config import WorldConfig
+from tpucare.testbed.emulator.world.records import NodePath, NodeRecord
 
 T = TypeVar("T")
 

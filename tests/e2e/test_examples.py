@@ -22,7 +22,7 @@ import yaml
 
 from tests import wandb_kit
 from tests.e2e.kit import NEAR, TWO_HOSTS, House, environment_of, eventually, house
-from tpucare.emulator.wandb.server import WandbServer
+from tpucare.testbed.wandb.server import WandbServer
 
 pytestmark = [pytest.mark.machines, pytest.mark.timeout(150)]
 

@@ -14,7 +14,7 @@ import pytest
 
 from tests.e2e.kit import ONE_HOST, TRAIN, TWO_HOSTS, House, house
 from tests.e2e.test_examples import commit
-from tpucare.failpoints import NAMES, VARIABLE
+from tpucare.service.failpoints import NAMES, VARIABLE
 
 pytestmark = [pytest.mark.machines, pytest.mark.timeout(240)]
 

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tests.e2e.kit import House, house
-from tpucare.emulator.flood import Flooding
+from tpucare.testbed.emulator.machines.flood import Flooding
 
 pytestmark = [pytest.mark.machines, pytest.mark.timeout(300)]
 

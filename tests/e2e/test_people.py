@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.kit import NEAR, PROJECT, House, environment_of, house
-from tpucare.cloud import connect
-from tpucare.model import LABEL_OWNER, LABEL_SLOT, NodeKey, NodeRequest, Place, Provisioning
-from tpucare.system import SystemClock
+from tpucare.adapters.google.cloud import connect
+from tpucare.adapters.system import SystemClock
+from tpucare.model.resources import LABEL_OWNER, LABEL_SLOT, NodeKey, NodeRequest, Place, Provisioning
 
 pytestmark = [pytest.mark.machines, pytest.mark.timeout(120)]
 

@@ -21,10 +21,10 @@ import psutil
 import pytest
 
 from tests.e2e.kit import House, eventually, house
-from tpucare.cloud import connect
-from tpucare.control import NoDaemon, request
-from tpucare.model import NodeKey, NodeRequest, Place, Provisioning
-from tpucare.store import open_reader
+from tpucare.adapters.google.cloud import connect
+from tpucare.adapters.state.store import open_reader
+from tpucare.model.resources import NodeKey, NodeRequest, Place, Provisioning
+from tpucare.service.control_socket import NoDaemon, request
 
 pytestmark = [pytest.mark.machines, pytest.mark.timeout(180)]
 

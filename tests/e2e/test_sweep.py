@@ -11,7 +11,7 @@ import yaml
 
 from tests import wandb_kit
 from tests.e2e.kit import House, environment_of, house
-from tpucare.emulator.wandb import WandbServer
+from tpucare.testbed.wandb import WandbServer
 
 pytestmark = [pytest.mark.machines, pytest.mark.timeout(290)]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tpucare.emulator.check import Expected, check
+from tpucare.testbed.audit import Expected, check
 
 pytestmark = [pytest.mark.machines, pytest.mark.timeout(480)]
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.e2e.kit import TRAIN, TWO_HOSTS, House, house
-from tpucare.emulator.records import NodeSpec
+from tpucare.testbed.emulator.world.records import NodeSpec
 
 pytestmark = [pytest.mark.machines, pytest.mark.timeout(180)]
 

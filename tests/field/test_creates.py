@@ -8,10 +8,10 @@ import pytest
 
 from tests.field.kit import calls, named, preempt
 from tests.virtual.harness import EU, US, Daemon, place
-from tpucare.emulator.config import WorldConfig
-from tpucare.emulator.lengths import around
-from tpucare.memory import BookName
-from tpucare.model import NodeState
+from tpucare.model.memory import BookName
+from tpucare.model.resources import NodeState
+from tpucare.testbed.emulator.world.config import WorldConfig
+from tpucare.testbed.emulator.world.latency import around
 
 
 def test_one_worker_of_many_never_comes_up(daemon: Daemon) -> None:

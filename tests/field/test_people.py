@@ -12,9 +12,9 @@ import pytest
 from tests.field.kit import calls, named, preempt
 from tests.office import Office, fleet_text
 from tests.virtual.harness import PROJECT, US, Daemon
-from tpucare.causes import Cause
-from tpucare.emulator.records import NodeSpec
-from tpucare.memory import Wish
+from tpucare.model.causes import Cause
+from tpucare.model.memory import Wish
+from tpucare.testbed.emulator.world.records import NodeSpec
 
 
 def neighbour(first: Daemon, folder: Path) -> Daemon:

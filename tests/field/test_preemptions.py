@@ -9,12 +9,12 @@ import pytest
 
 from tests.field.kit import calls, launches_on, named, preempt
 from tests.virtual.harness import EU, US, Daemon, place
-from tpucare.emulator.config import WorldConfig
-from tpucare.engine import Settings
-from tpucare.memory import BookName, End
-from tpucare.model import Care, NodeState, Provisioning
-from tpucare.orders import Failure
-from tpucare.simulation.machines import Script
+from tpucare.engine.engine import Settings
+from tpucare.model.memory import BookName, End
+from tpucare.model.resources import Care, NodeState, Provisioning
+from tpucare.model.runs import Failure
+from tpucare.testbed.emulator.world.config import WorldConfig
+from tpucare.testbed.simulation.machines import Script
 
 
 @pytest.mark.parametrize("shown", [NodeState.TERMINATED, NodeState.REPAIRING, NodeState.UNKNOWN, "gone"])

@@ -9,12 +9,12 @@ import pytest
 
 from tests.field.kit import calls, named, preempt
 from tests.virtual.harness import PROJECT, SSH_KEY, US, Daemon
-from tpucare import wishes
-from tpucare.emulator.config import WorldConfig
-from tpucare.emulator.lengths import around
-from tpucare.emulator.records import NodeSpec
-from tpucare.memory import Wish
-from tpucare.simulation.machines import SimulatedWorker
+from tpucare.model.memory import Wish
+from tpucare.planner import desired_state as wishes
+from tpucare.testbed.emulator.world.config import WorldConfig
+from tpucare.testbed.emulator.world.latency import around
+from tpucare.testbed.emulator.world.records import NodeSpec
+from tpucare.testbed.simulation.machines import SimulatedWorker
 
 OLD_KEY = "tpucare:ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIOld"
 PERSON = "me:ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIMe"

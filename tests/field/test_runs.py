@@ -13,13 +13,13 @@ import pytest
 from tests.bench_worker import eventually, node
 from tests.field.kit import calls, launches_on, named, preempt
 from tests.virtual.harness import Daemon
-from tpucare.emulator.config import WorldConfig
-from tpucare.emulator.lengths import around
-from tpucare.engine import Settings
-from tpucare.memory import BookName, End, Wish
-from tpucare.model import Care, Job
-from tpucare.orders import Failure
-from tpucare.simulation.machines import Script
+from tpucare.engine.engine import Settings
+from tpucare.model.memory import BookName, End, Wish
+from tpucare.model.resources import Care, Job
+from tpucare.model.runs import Failure
+from tpucare.testbed.emulator.world.config import WorldConfig
+from tpucare.testbed.emulator.world.latency import around
+from tpucare.testbed.simulation.machines import Script
 
 
 def test_a_failed_node_is_kept_for_a_look(tmp_path: Path) -> None:

@@ -9,10 +9,10 @@ from weakref import ReferenceType
 
 from tests.field.kit import calls, named, preempt
 from tests.virtual.harness import Daemon
-from tpucare.emulator.config import WorldConfig
-from tpucare.emulator.lengths import around
-from tpucare.engine import Settings
-from tpucare.simulation.machines import Script
+from tpucare.engine.engine import Settings
+from tpucare.testbed.emulator.world.config import WorldConfig
+from tpucare.testbed.emulator.world.latency import around
+from tpucare.testbed.simulation.machines import Script
 
 
 def test_a_job_that_tells_no_progress_is_asked_all_the_time(tmp_path: Path) -> None:

@@ -21,18 +21,10 @@ from tests.evidence_kit import (
     slot,
     token,
 )
-from tpucare.actions import (
-    Action,
-    Create,
-    Delete,
-    EffectKind,
-    Settle,
-    Stop,
-    Wait,
-)
-from tpucare.evidence import Evidence, Progress
-from tpucare.memory import Memory
-from tpucare.model import Provisioning, Slot
+from tpucare.model.actions import Action, Create, Delete, EffectKind, Settle, Stop, Wait
+from tpucare.model.evidence import Evidence, Progress
+from tpucare.model.memory import Memory
+from tpucare.model.resources import Provisioning, Slot
 
 HOUR = timedelta(hours=1)
 ON_DEMAND = Provisioning.ON_DEMAND

@@ -36,9 +36,9 @@ from tests.plan.kit import (
     case,
     table,
 )
-from tpucare.actions import Delete, EffectKind
-from tpucare.memory import Book
-from tpucare.model import Health
+from tpucare.model.actions import Delete, EffectKind
+from tpucare.model.memory import Book
+from tpucare.model.resources import Health
 
 # What a stop leaves behind on a node on which nothing of ours was ever launched.
 HELD = memory(past(launched=False), run=run(0, stop_why="held", stops=1, stuck=True))

@@ -32,8 +32,8 @@ from tests.plan.kit import (
     case,
     table,
 )
-from tpucare.actions import ANY_CREATE, EffectKind
-from tpucare.memory import PlaceMemory, Refusal, Wish
+from tpucare.model.actions import ANY_CREATE, EffectKind
+from tpucare.model.memory import PlaceMemory, Refusal, Wish
 
 POOR = replace(slot(), lacks="secret WANDB_API_KEY is not set")
 

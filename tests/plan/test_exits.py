@@ -37,12 +37,12 @@ from tests.plan.kit import (
     over,
     table,
 )
-from tpucare.actions import EffectKind, Stop, Wait
-from tpucare.evidence import Progress
-from tpucare.memory import Book
-from tpucare.model import OnSuccess, Provisioning
-from tpucare.orders import Failure, Phase
-from tpucare.remember_seen import taken
+from tpucare.model.actions import EffectKind, Stop, Wait
+from tpucare.model.evidence import Progress
+from tpucare.model.memory import Book
+from tpucare.model.resources import OnSuccess, Provisioning
+from tpucare.model.runs import Failure, Phase
+from tpucare.planner.remember_seen import taken
 
 FINISHED = memory(launched(), run=run(finished=True))
 EXITS = [

@@ -26,12 +26,12 @@ from tests.evidence_kit import (
     token,
 )
 from tests.plan.kit import told
-from tpucare.actions import Settle, Stop, Wait
-from tpucare.evidence import NodeEvidence
-from tpucare.memory import Book, End, Memory
-from tpucare.model import Health, Job, OnExit, OnSuccess, Provisioning, Slot
-from tpucare.orders import Failure, ForeignRun, Phase, WorkerReport
-from tpucare.plan_foreign import ENDED
+from tpucare.model.actions import Settle, Stop, Wait
+from tpucare.model.evidence import NodeEvidence
+from tpucare.model.memory import Book, End, Memory
+from tpucare.model.resources import Health, Job, OnExit, OnSuccess, Provisioning, Slot
+from tpucare.model.runs import Failure, ForeignRun, Phase, WorkerReport
+from tpucare.planner.plan_foreign import ENDED
 
 HAD, HAD_NOTHING = ForeignRun(seen=True), ForeignRun()
 LIVES = running(foreign=HAD)

@@ -22,10 +22,10 @@ from tests.evidence_kit import (
     slot,
 )
 from tests.plan.kit import HOUR, NEXT, case, table
-from tpucare.actions import EffectKind
-from tpucare.errors import NeedsPerson, Transient
-from tpucare.evidence import FailedLook
-from tpucare.memory import Memory, Wish
+from tpucare.model.actions import EffectKind
+from tpucare.model.errors import NeedsPerson, Transient
+from tpucare.model.evidence import FailedLook
+from tpucare.model.memory import Memory, Wish
 
 BOTH = slot(place(US), place(EU))
 PROCEED = slot(place(US), place(EU), fence_proceed=True)

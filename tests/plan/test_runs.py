@@ -26,10 +26,10 @@ from tests.evidence_kit import (
     token,
 )
 from tests.plan.kit import ON_DEMAND, STALE, case, table
-from tpucare.actions import EffectKind
-from tpucare.evidence import Progress
-from tpucare.memory import Book, Wish
-from tpucare.orders import Phase
+from tpucare.model.actions import EffectKind
+from tpucare.model.evidence import Progress
+from tpucare.model.memory import Book, Wish
+from tpucare.model.runs import Phase
 
 # It told its step once, an hour ago: "restored at step 100".
 TOLD = Progress(token(), 0, begun=ago(minutes=65), told=ago(hours=1))

@@ -25,10 +25,10 @@ from tests.evidence_kit import (
     token,
 )
 from tests.plan.kit import MUTE, ON_DEMAND, STALE, case, silent, table
-from tpucare.actions import EffectKind
-from tpucare.evidence import Progress
-from tpucare.memory import Book
-from tpucare.model import Health
+from tpucare.model.actions import EffectKind
+from tpucare.model.evidence import Progress
+from tpucare.model.memory import Book
+from tpucare.model.resources import Health
 
 SILENCE = [
     case("silent for less than unreachable_after", evidence(silent(2), elsewhere_answers=True), TRAINS, "Wait"),

@@ -28,12 +28,9 @@ from tests.evidence_kit import (
     seen,
 )
 from tests.plan.kit import NEXT, told
-from tpucare.actions import (
-    Create,
-    EffectKind,
-)
-from tpucare.memory import Memory, Wish
-from tpucare.model import NodeState
+from tpucare.model.actions import Create, EffectKind
+from tpucare.model.memory import Memory, Wish
+from tpucare.model.resources import NodeState
 
 ALIVE_AND_TRAINING = {
     NodeState.CREATING: "Wait",

@@ -26,18 +26,14 @@ from tests.evidence_kit import (
     slot,
 )
 from tests.plan.kit import case, table
-from tpucare.actions import EffectKind, Launch, Settle, Vouch, Wait
-from tpucare.causes import Cause
-from tpucare.errors import (
-    CloudError,
-    NotPublished,
-    Transient,
-)
-from tpucare.evidence import Evidence, Voucher
-from tpucare.failures import Where, classify
-from tpucare.memory import Publishing, Trust
-from tpucare.model import HostKeys, Job
-from tpucare.tracking import NodeTrack
+from tpucare.adapters.google.classify import Where, classify
+from tpucare.engine.tracking import NodeTrack
+from tpucare.model.actions import EffectKind, Launch, Settle, Vouch, Wait
+from tpucare.model.causes import Cause
+from tpucare.model.errors import CloudError, NotPublished, Transient
+from tpucare.model.evidence import Evidence, Voucher
+from tpucare.model.memory import Publishing, Trust
+from tpucare.model.resources import HostKeys, Job
 
 PRIVATE = Job(run="python3 train.py", secrets=("WANDB_API_KEY",))
 AUTO = replace(slot(), job=PRIVATE)

@@ -36,15 +36,10 @@ from tests.plan.kit import (
     silent,
     table,
 )
-from tpucare.actions import (
-    Delete,
-    EffectKind,
-    Reason,
-    Stop,
-)
-from tpucare.memory import End, RunMemory, Wish
-from tpucare.model import Job, OnSuccess
-from tpucare.plan_words import job_mark
+from tpucare.model.actions import Delete, EffectKind, Reason, Stop
+from tpucare.model.memory import End, RunMemory, Wish
+from tpucare.model.resources import Job, OnSuccess
+from tpucare.planner.predicates import job_mark
 
 ASKED = replace(TRAINS, wish=Wish.DOWN)
 PAUSED = replace(TRAINS, wish=Wish.PAUSED)

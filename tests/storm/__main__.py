@@ -19,10 +19,10 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from tests.bench.report import renew
-from tpucare.simulation.campaign import Plan, Sums, campaign
-from tpucare.simulation.faults import EMERGENT, FAULTS
-from tpucare.simulation.history import Outcome
-from tpucare.simulation.tally import PHASES
+from tpucare.testbed.simulation.campaign import Plan, Sums, campaign
+from tpucare.testbed.simulation.faults import EMERGENT, FAULTS
+from tpucare.testbed.simulation.history import Outcome
+from tpucare.testbed.simulation.tally import PHASES
 
 PAGE = Path(__file__).parents[2] / "docs" / "storms.md"
 BEGIN, END = "<!-- figures: begin (make storm) -->", "<!-- figures: end -->"

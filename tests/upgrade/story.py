@@ -22,14 +22,15 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel
 
 from tests.virtual.harness import CARE, PROJECT, US, Daemon, place, slots_of
-from tpucare import pusher, script
-from tpucare.contexts import StoredContexts
-from tpucare.emulator.config import WorldConfig
-from tpucare.emulator.records import NodeSpec
-from tpucare.memory import FleetRecord, Memory, Wish
-from tpucare.model import Job, NodeKey, Provisioning, Slot, Worker
-from tpucare.orders import LaunchOrder
-from tpucare.store import open_store
+from tpucare.adapters.runner import pusher
+from tpucare.adapters.runner import scripts as script
+from tpucare.adapters.state.store import open_store
+from tpucare.api.contexts import StoredContexts
+from tpucare.model.memory import FleetRecord, Memory, Wish
+from tpucare.model.resources import Job, NodeKey, Provisioning, Slot, Worker
+from tpucare.model.runs import LaunchOrder
+from tpucare.testbed.emulator.world.config import WorldConfig
+from tpucare.testbed.emulator.world.records import NodeSpec
 
 MACHINE = "machine"
 DOOR = "script.my-project"

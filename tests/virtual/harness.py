@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tpucare.emulator.check import Expected, check
-from tpucare.emulator.config import WorldConfig
-from tpucare.engine import Settings
-from tpucare.model import Care, Job, Place, Provisioning, Slot
-from tpucare.simulation.daemon import SSH_KEY, Zone
-from tpucare.simulation.daemon import Daemon as SimulatedDaemon
-from tpucare.simulation.workers import Script
-from tpucare.store import SqliteStore, open_store
+from tpucare.adapters.state.store import SqliteStore, open_store
+from tpucare.engine.engine import Settings
+from tpucare.model.resources import Care, Job, Place, Provisioning, Slot
+from tpucare.testbed.audit import Expected, check
+from tpucare.testbed.emulator.world.config import WorldConfig
+from tpucare.testbed.simulation.daemon import SSH_KEY, Zone
+from tpucare.testbed.simulation.daemon import Daemon as SimulatedDaemon
+from tpucare.testbed.simulation.workers import Script
 
 __all__ = ["CARE", "EU", "PROJECT", "SSH_KEY", "US", "Daemon", "Zone", "place", "slots_of", "two_runs_at_once"]
 

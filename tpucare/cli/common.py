@@ -16,9 +16,10 @@ from typing import Any, NoReturn
 
 import typer
 
-from tpucare import control, errors
-from tpucare.options import DAEMON_STORE, Options, expanded, resolve
-from tpucare.plain import plain, plain_lines
+from tpucare.model import errors
+from tpucare.model.plain import plain, plain_lines
+from tpucare.service import control_socket as control
+from tpucare.service.options import DAEMON_STORE, Options, expanded, resolve
 
 
 class Exit(IntEnum):
@@ -76,7 +77,7 @@ def options(context: typer.Context, target: str = "") -> Options:
     found = context.find_object(Globals)
     chosen = (found or Globals()).options()
     if target and any(path.stem != DAEMON_STORE for path in chosen.state.glob("*.sqlite")):
-        from tpucare.stores import meant
+        from tpucare.service.stores import meant
 
         return meant(chosen, target)
     return chosen

@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 
 from tpucare.cli.common import Exit, print_json
-from tpucare.errors import ConfigError
-from tpucare.options import expanded
+from tpucare.model.errors import ConfigError
+from tpucare.service.options import expanded
 
 _NEEDED = ("jax", "optax", "orbax.checkpoint")
 
@@ -47,9 +47,9 @@ def demo(
     _require_training()
     from rich.console import Console
 
-    from tpucare.demo import live
-    from tpucare.demo.play import play
-    from tpucare.demo.stage import Options
+    from tpucare.testbed.demo import screen as live
+    from tpucare.testbed.demo.run import play
+    from tpucare.testbed.demo.setup import Options
 
     # Ended by a service manager or by a terminal that closes, the demo still ends everything that it started.
     for number in (signal.SIGTERM, signal.SIGHUP):

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from tpucare.cli.common import say
-from tpucare.emulator.config import Addresses, WorldConfig, load_world
-from tpucare.emulator.config_zones import Zone
-from tpucare.emulator.loopback import claim
-from tpucare.emulator.machines import Machines
-from tpucare.emulator.requests import ANY_TYPE, offered_types
-from tpucare.emulator.server import EmulatorServer
+from tpucare.testbed.emulator.machines.loopback import claim
+from tpucare.testbed.emulator.machines.machines import Machines
+from tpucare.testbed.emulator.server import EmulatorServer
+from tpucare.testbed.emulator.world.config import Addresses, WorldConfig, load_world
+from tpucare.testbed.emulator.world.config_zones import Zone
+from tpucare.testbed.emulator.world.requests import ANY_TYPE, offered_types
 
 WANDB_AUDIT = "wandb-audit.jsonl"
 DUMMY_KEY = "0123456789" * 4
@@ -98,7 +98,7 @@ def _open_wandb(open_servers: ExitStack, folder: Path, port: int | None, seed: i
     """The URL of the W&B stand-in; empty without one."""
     if port is None:
         return ""
-    from tpucare.emulator.wandb import WandbServer
+    from tpucare.testbed.wandb import WandbServer
 
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     server = WandbServer(port=port, seed=seed, lost_after=lost_after, audit_path=folder / WANDB_AUDIT)

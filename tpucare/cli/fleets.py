@@ -51,8 +51,8 @@ def init(
 
 def _named(text: str, name: str) -> str:
     """The template for a fleet of that name, its checkpoint too. Raises: ConfigError: no fleet can be called so."""
-    from tpucare.errors import ConfigError
-    from tpucare.fleet_values import fleet_name
+    from tpucare.fleetfile.values import fleet_name
+    from tpucare.model.errors import ConfigError
 
     try:
         fleet_name(name)
@@ -83,10 +83,10 @@ def check(
     Example: tpucare check pod.yaml
     Example: tpucare check --schema > fleet.schema.json
     """
-    from tpucare import fleet as fleets
-    from tpucare.errors import ConfigError
-    from tpucare.fleet_limits import warnings_of
-    from tpucare.folder import folder_of, read_text
+    from tpucare.fleetfile import fleet as fleets
+    from tpucare.fleetfile.limits import warnings_of
+    from tpucare.model.errors import ConfigError
+    from tpucare.service.fleet_folder import folder_of, read_text
 
     if schema:
         print_json(fleets.json_schema())
@@ -150,8 +150,8 @@ def plan(
     Example: tpucare plan pod
     Example: tpucare plan pod.yaml
     """
-    from tpucare.cli.offline import alone, untouched
-    from tpucare.control import NoDaemon, request
+    from tpucare.service.control_socket import NoDaemon, request
+    from tpucare.service.offline import alone, untouched
 
     if target.endswith((".yaml", ".yml")):
         _preview(options(context), Path(target), json_out)
@@ -179,9 +179,9 @@ def plan(
 
 
 def _preview(chosen: Any, file: Path, json_out: bool) -> None:
-    from tpucare.cli.offline import alone, untouched
-    from tpucare.control import NoDaemon, request
-    from tpucare.folder import read_text
+    from tpucare.service.control_socket import NoDaemon, request
+    from tpucare.service.fleet_folder import read_text
+    from tpucare.service.offline import alone, untouched
 
     path = file.absolute()
     what = {"do": "preview", "text": read_text(file), "folder": str(path.parent), "file": str(file)}
@@ -226,9 +226,9 @@ def apply(
     Example: tpucare apply pod.yaml --restart
     Example: tpucare apply pod.yaml --paused
     """
-    from tpucare import fleet as fleets
-    from tpucare.cli.offline import order
-    from tpucare.folder import folder_of, read_text, where_it_lies, without_header
+    from tpucare.fleetfile import fleet as fleets
+    from tpucare.service.fleet_folder import folder_of, read_text, where_it_lies, without_header
+    from tpucare.service.offline import order
 
     if paused and (restart or replace):
         raise typer.BadParameter("--paused asks for nothing now; --restart and --replace do")
@@ -281,7 +281,7 @@ def _tell(slots: Sequence[str], text: str) -> None:
 
 
 def _hint_daemon(chosen: Any) -> None:
-    from tpucare.control import is_running
+    from tpucare.service.control_socket import is_running
 
     if not is_running(chosen.socket):
         warn("no daemon runs: start one with `tpucare daemon`")
@@ -305,7 +305,7 @@ def down(
     Example: tpucare down pod-3 --yes
     Example: tpucare down --all
     """
-    from tpucare.cli import taking_down
+    from tpucare.service import taking_down
 
     if bool(target) is every:
         raise typer.BadParameter("give a FLEET or SLOT, or --all")
@@ -393,8 +393,8 @@ def confirm(
 
 
 def _confirm_move(context: typer.Context, *, yes: bool) -> None:
-    from tpucare.store import accept_move
-    from tpucare.system import SystemClock, instance_id, machine_id
+    from tpucare.adapters.state.store import accept_move
+    from tpucare.adapters.system import SystemClock, instance_id, machine_id
 
     ask("Is the daemon on the old machine stopped for good? Two of them would fight.", yes=yes)
     chosen = options(context)
@@ -403,7 +403,7 @@ def _confirm_move(context: typer.Context, *, yes: bool) -> None:
 
 
 def _wish(context: typer.Context, verb: str, target: str, done: str, json_out: bool) -> None:
-    from tpucare.cli.offline import order
+    from tpucare.service.offline import order
 
     answer = order(options(context, target), {"do": verb, "target": target})
     if json_out:

@@ -23,7 +23,7 @@ def ssh(context: typer.Context, slot: SlotWord, worker: WorkerFlag = 0) -> None:
     Example: tpucare ssh pod-0 --worker 3 -- htop
     Example: tpucare ssh pod-0 -L 8888:localhost:8888
     """
-    from tpucare.cli import reaching
+    from tpucare.cli import ssh as reaching
 
     behind, arguments = worker_behind(context.args)
     reaching.run_ssh(options(context, slot), slot, worker if behind is None else behind, arguments)
@@ -63,7 +63,7 @@ def ssh_config(
     \b
     Example: tpucare ssh-config > ~/.ssh/tpucare.config
     """
-    from tpucare.cli import reaching
+    from tpucare.cli import ssh as reaching
 
     say(reaching.config_text(options(context, slot), slot))
 
@@ -83,7 +83,7 @@ def scp(
     Example: tpucare scp pod-0:.tpucare/work/results.json .
     Example: tpucare scp -r data pod-0:data
     """
-    from tpucare.cli import reaching
+    from tpucare.cli import ssh as reaching
 
     slot = next((text.partition(":")[0] for text in (source, target) if ":" in text), "")
     reaching.run_scp(options(context, slot), source, target, worker, recursive=recursive)
@@ -109,7 +109,7 @@ def execute(
     Example: tpucare exec pod-0 -- df -h /
     Example: tpucare exec pod-0 --worker 0 -- ls .tpucare/work
     """
-    from tpucare.cli import reaching
+    from tpucare.cli import ssh as reaching
 
     words = [word for number, word in enumerate(context.args) if number or word != "--"]
     if not words:
@@ -140,7 +140,7 @@ def adopt_node(
     Example: tpucare apply pod.yaml --paused
     Example: tpucare adopt-node my-old-tpu pod-0 && tpucare resume pod
     """
-    from tpucare.cli import claiming
+    from tpucare.service import claiming
 
     ask(f"From now on {node} is deleted and replaced as {slot} needs. Go on?", yes=yes)
     answer = claiming.adopt(options(context, slot), node, slot)

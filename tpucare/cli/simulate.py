@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 import typer
 
 from tpucare.cli.common import print_json, say
-from tpucare.errors import ConfigError
-from tpucare.words import counted
+from tpucare.model.errors import ConfigError
+from tpucare.model.words import counted
 
 if TYPE_CHECKING:
-    from tpucare.model import Slot
-    from tpucare.simulation.campaign import Plan, Sums
+    from tpucare.model.resources import Slot
+    from tpucare.testbed.simulation.campaign import Plan, Sums
 
 SHOWN_EVERY_SECONDS = 0.2
 _LEVELS = ("none", "low", "high")
@@ -46,7 +46,7 @@ def simulate(
     Example: tpucare simulate --faults high --seeds 1..8
     Example: tpucare simulate --fleet pod.yaml --days 90 --faults low
     """
-    from tpucare.simulation.campaign import Plan, Sums, campaign
+    from tpucare.testbed.simulation.campaign import Plan, Sums, campaign
 
     plan = Plan(days, _level(faults), _slots(fleet), count, _world(world))
     chosen = _seeds(seeds)
@@ -110,7 +110,7 @@ def _tell(plan: Plan, sums: Sums, save: Path | None, *, as_json: bool, shrinks: 
 
 def _failures(plan: Plan, sums: Sums, save: Path | None) -> list[str]:
     """Every seed that failed, and the shortest story of the first."""
-    from tpucare.simulation.shrink import shrink, tell
+    from tpucare.testbed.simulation.shrink import shrink, tell
 
     told = [f"seed {seed}, step {o.steps}: {o.broken[0]}" for seed, o in sorted(sums.failed.items())]
     if not sums.failed:
@@ -124,9 +124,9 @@ def _failures(plan: Plan, sums: Sums, save: Path | None) -> list[str]:
 
 
 def _again(plan: Plan, seed: int, path: Path) -> Sums:
-    from tpucare.simulation.campaign import Sums
-    from tpucare.simulation.history import History
-    from tpucare.simulation.scenario import told_again
+    from tpucare.testbed.simulation.campaign import Sums
+    from tpucare.testbed.simulation.history import History
+    from tpucare.testbed.simulation.scenario import told_again
 
     raw = _read(path)
     scenario = told_again(raw, plan.scenario(int(raw.get("seed", seed))))
@@ -164,8 +164,8 @@ def _seeds(text: str) -> list[int]:
 def _slots(path: Path | None) -> tuple[Slot, ...]:
     if path is None:
         return ()
-    from tpucare import fleet as fleets
-    from tpucare.simulation.scenario import PROJECT, as_simulated
+    from tpucare.fleetfile import fleet as fleets
+    from tpucare.testbed.simulation.scenario import PROJECT, as_simulated
 
     text = fleets.read_text(path)
     declared = fleets.parse(text, file=str(path), folder=path.absolute().parent, default_project=PROJECT)
@@ -175,6 +175,6 @@ def _slots(path: Path | None) -> tuple[Slot, ...]:
 def _world(path: Path | None) -> dict[str, Any] | None:
     if path is None:
         return None
-    from tpucare.emulator.config import load_world
+    from tpucare.testbed.emulator.world.config import load_world
 
     return load_world(path).model_dump(mode="json")

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from tpucare.cli.common import Exit, options, print_json, say, warn
-from tpucare.words import counted
+from tpucare.model.words import counted
 
 
 def sweep(
@@ -34,7 +34,7 @@ def sweep(
     Example: tpucare sweep sweep.yaml --count 8 --fleet fleet.yaml
     Example: tpucare sweep me/my-project/a1b2c3d4 --count 8 --fleet fleet.yaml
     """
-    from tpucare import sweeps
+    from tpucare.integrations.wandb import sweep as sweeps
 
     chosen = options(context)
     prepared = sweeps.prepare(
@@ -54,7 +54,7 @@ def sweep(
 
 
 def _teller() -> Any:
-    from tpucare import events
+    from tpucare.service import event_log as events
 
     events.configure(events.LogForm.CONSOLE, "info")
     return events.teller()

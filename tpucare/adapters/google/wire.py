@@ -1,0 +1,167 @@
+"""
+Between the protobuf messages of google.cloud.tpu_v2 and the records of `model`, in both directions.
+
+Raw protobuf throughout (`Type.pb(message)`): reading ten fields of a thousand nodes through proto-plus takes twelve
+times as long. Enum numbers stay numbers, since the service may know more of them than the package does.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from typing import Any, cast
+
+from google.cloud.tpu_v2 import types
+from google.protobuf.json_format import MessageToDict  # type: ignore[import-untyped]
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+
+from tpucare.adapters.google.classify import Where, classify
+from tpucare.model.resources import (
+    SSH_KEYS,
+    Endpoint,
+    Health,
+    Node,
+    NodeKey,
+    NodeRequest,
+    NodeState,
+    Operation,
+    Place,
+    Provisioning,
+)
+
+CLOUD_PLATFORM = "https://www.googleapis.com/auth/cloud-platform"
+HOST_KEYS = "hostkeys"
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+"""What a message without a timestamp says."""
+
+_METADATA = types.OperationMetadata.pb()
+
+
+def node_of(key: NodeKey, raw: Any) -> Node:
+    """*raw* is a protobuf Node; *key* is what it was asked for as, since the name in it may bear a project number."""
+    return Node(
+        key=key,
+        id=raw.id,
+        create_time=_instant(raw.create_time),
+        state=NodeState(raw.state),
+        health=Health(raw.health),
+        accelerator_type=raw.accelerator_type,
+        provisioning=_provisioning(raw.scheduling_config),
+        labels=dict(raw.labels),
+        endpoints=tuple(
+            Endpoint(_address(endpoint.ip_address), _address(endpoint.access_config.external_ip))
+            for endpoint in raw.network_endpoints
+        ),
+        queued_resource=raw.queued_resource,
+    )
+
+
+def _address(text: str) -> str:
+    """What is no IP address is none: it goes into commands and files that ssh reads."""
+    try:
+        return str(ipaddress.ip_address(text)) if text else ""
+    except ValueError:
+        return ""
+
+
+def rest_of(raw: Any) -> dict[str, Any]:
+    """A protobuf Node as the REST API v2 writes it: camelCase, enums by name, 64-bit numbers as text, no defaults."""
+    return dict(MessageToDict(raw))
+
+
+def operation_of(raw: Any) -> Operation:
+    """*raw* is a google.longrunning.Operation; the error that it ended with, if any, is classified."""
+    error = None
+    if raw.done and raw.HasField("error"):
+        error = classify(raw.error.code, raw.error.message, Where.OPERATION)
+    return Operation(raw.name, raw.done, error, operation_time(raw))
+
+
+def operation_time(raw: Any) -> datetime | None:
+    """The service's clock when it took the operation in, where it says so."""
+    if not raw.metadata.Is(_METADATA.DESCRIPTOR):
+        return None
+    metadata = _METADATA()
+    try:
+        raw.metadata.Unpack(metadata)
+    except DecodeError:
+        return None
+    return _instant(metadata.create_time) if metadata.HasField("create_time") else None
+
+
+def create_request(request: NodeRequest) -> types.CreateNodeRequest:
+    """CreateNode as one message; `enable_external_ips` is said always, since API and gcloud differ in its default."""
+    place = request.place
+    node = types.Node(
+        accelerator_type=place.accelerator_type,
+        runtime_version=place.runtime,
+        network_config=types.NetworkConfig(
+            network=place.network.name,
+            subnetwork=place.network.subnetwork,
+            enable_external_ips=place.network.external_ips,
+        ),
+        scheduling_config=_scheduling(place),
+        tags=list(place.network.tags),
+        labels=dict(request.labels),
+        metadata=dict(request.metadata),
+    )
+    if place.service_account:
+        node.service_account = types.ServiceAccount(email=place.service_account, scope=[CLOUD_PLATFORM])
+    key = request.key
+    return types.CreateNodeRequest(parent=parent_name(key.project, key.zone), node_id=key.name, node=node)
+
+
+def host_keys_of(answers: Iterable[Any]) -> Mapping[int, tuple[str, ...]]:
+    """`type base64` per worker number, from the protobuf GuestAttributes of all workers in order."""
+    found = {
+        number: tuple(
+            f"{item.key} {item.value}".strip() for item in answer.query_value.items if item.namespace == HOST_KEYS
+        )
+        for number, answer in enumerate(answers)
+    }
+    return {number: keys for number, keys in found.items() if keys}
+
+
+def with_ssh_key(metadata: Mapping[str, str], line: str) -> dict[str, str] | None:
+    """*metadata* with *line* appended to its `ssh-keys`, or None when it stands there already."""
+    lines = metadata.get(SSH_KEYS, "").splitlines()
+    if line.strip() in (known.strip() for known in lines):
+        return None
+    return {**metadata, SSH_KEYS: "\n".join([*(known for known in lines if known.strip()), line.strip()])}
+
+
+def parent_name(project: str, zone: str) -> str:
+    return f"projects/{project}/locations/{zone}"
+
+
+def node_path(key: NodeKey) -> str:
+    return f"{parent_name(key.project, key.zone)}/nodes/{key.name}"
+
+
+def _instant(timestamp: Any) -> datetime:
+    """A timestamp that no calendar has is as one that was not said; one bad node must not blind us for all others."""
+    try:
+        return cast(datetime, timestamp.ToDatetime(tzinfo=UTC))
+    except (ValueError, OverflowError):
+        return EPOCH
+
+
+def _provisioning(scheduling: Any) -> Provisioning:
+    if scheduling.spot:
+        return Provisioning.SPOT
+    if scheduling.preemptible:
+        return Provisioning.PREEMPTIBLE
+    return Provisioning.RESERVED if scheduling.reserved else Provisioning.ON_DEMAND
+
+
+def _scheduling(place: Place) -> types.SchedulingConfig | None:
+    match place.provisioning:
+        case Provisioning.SPOT:
+            return types.SchedulingConfig(spot=True)
+        case Provisioning.PREEMPTIBLE:
+            return types.SchedulingConfig(preemptible=True)
+        case Provisioning.RESERVED:
+            return types.SchedulingConfig(reserved=True)
+        case _:
+            return None

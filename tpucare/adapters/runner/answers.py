@@ -1,0 +1,258 @@
+"""
+What a worker answers, read strictly: the text comes from a machine that runs other people's code.
+
+Pure. Every field has a type and a bound; an answer that does not fit raises `Nonsense`: half of it is no
+knowledge.
+The other half of the agreement is in `templates/probe.py`, `stop.py` and `runner.py`.
+"""
+
+from __future__ import annotations
+
+import binascii
+import json
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+
+from tpucare.model.errors import CommandFailed, RemoteError
+from tpucare.model.plain import plain
+from tpucare.model.resources import Ran
+from tpucare.model.runs import Contact, Failure, ForeignRun, Phase, WorkerReport
+
+TOKEN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\.\d{1,9}")
+BOOT_ID = re.compile(r"[0-9a-f-]{1,64}")
+DETAIL_LIMIT = 500
+_GIT_ASIDES = ("warning:", "hint:", "cloning into", "note:")
+_GIT_PREFIXES = ("fatal: ", "remote: ", "error: ")
+NUMBER_LIMIT = 10**18
+
+_COMMIT = re.compile(rb"^commit ([0-9a-f]{40}|[0-9a-f]{64})$", re.MULTILINE)
+
+
+class Nonsense(RemoteError):
+    """The worker ran our command and said something that is no answer to it."""
+
+
+class ToolsMissing(Exception):
+    """The worker has a tpucare folder, and in it not the tools of this version."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogNews:
+    """New bytes of the log of run *token*, which begin at offset *start*."""
+
+    token: str
+    start: int
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeAnswer:
+    report: WorkerReport
+    log: LogNews | None = None
+
+
+def read_probe(ran: Ran) -> ProbeAnswer:
+    """Raises: ToolsMissing; Nonsense."""
+    said = _object(ran)
+    boot_id = _text(said, "boot_id", 64)
+    report = WorkerReport(Contact.ANSWERED, boot_id=boot_id if BOOT_ID.fullmatch(boot_id) else "")
+    if said.get("fresh") is True:
+        return ProbeAnswer(report)
+    report = replace(
+        report,
+        token=_token(said, "token"),
+        alive=_flag(said, "alive"),
+        chips_free=_flag(said, "chips_free"),
+        last_number=_number(said, "last_number") or 0,
+        detail=one_line(_text(said, "detail", 10_000)),
+    )
+    return ProbeAnswer(_of_run(report, said), _log_news(_part(said, "log"))) if report.token else ProbeAnswer(report)
+
+
+def read_stop(ran: Ran) -> bool:
+    """True: no run and chips free. Raises: ToolsMissing; Nonsense."""
+    said = _object(ran)
+    return said.get("fresh") is True or _flag(said, "quiet")
+
+
+def read_start(ran: Ran, name: str) -> CommandFailed | None:
+    """
+    None when the run holds the worker *name* now: started, found running, or over already, which a probe will tell.
+
+    The runner says so itself, after it took the lock.
+    """
+    word, _, rest = one_line(_last_line(ran).decode(errors="replace")).partition(" ")
+    if ran.exit_status:
+        return failed(ran, f"{name}: the launch failed")
+    return None if word in ("started", "alive", "over") else _refusal(word, rest, name)
+
+
+def _refusal(word: str, rest: str, name: str) -> CommandFailed:
+    reasons = {
+        "busy": f"run {rest or 'of unknown name'} lives there",
+        "chips": f"its chips are not free: {rest}",
+        "stopped": "this run was stopped before it began; a relaunch needs a new number",
+        "silent": f"the runner did not start: {rest or 'no word from it'}",
+    }
+    return CommandFailed(f"{name}: {reasons.get(word, f'unknown answer {word!r}')}", 75, rest)
+
+
+def read_claim(ran: Ran, name: str) -> tuple[CommandFailed | None, bool, bool]:
+    """
+    Of a worker *name* claimed for a foreign run: what is in the way; whether that run's setup is over there already;
+    whether a run of this node was prepared for before. Raises: ToolsMissing; Nonsense.
+    """
+    said = _object(ran)
+    if said.get("fresh") is True:
+        raise ToolsMissing
+    word, rest = _text(said, "claim", 20), one_line(_text(said, "rest", 1000))
+    problem = None if word in ("started", "alive") else _refusal(word, rest, name)
+    return problem, _text(said, "phase", 20) == Phase.RUN, _flag(said, "created")
+
+
+def read_commit(ran: Ran) -> str:
+    """The commit that the branch was resolved to, or an empty text."""
+    found = _COMMIT.findall(ran.stdout[-4096:])
+    return found[-1].decode() if found and ran.exit_status == 0 else ""
+
+
+def failed(ran: Ran, what: str) -> CommandFailed:
+    """The error of a command that exited non-zero, with the last line that it wrote."""
+    lines = [line for line in ran.stderr[-4096:].decode(errors="replace").splitlines() if line.strip()]
+    tail = one_line(lines[-1]) if lines else ""
+    return CommandFailed(f"{what}: {tail or f'exit status {ran.exit_status}'}", ran.exit_status, tail)
+
+
+def git_failed(ran: Ran, secrets: Collection[str]) -> str:
+    """
+    Why a repository or branch was not found, by the first line of git that says it: the last ones are general advice.
+
+    secrets: names of those that the job has
+    """
+    lines = [line.strip() for line in ran.stderr[-4096:].decode(errors="replace").splitlines() if line.strip()]
+    said = [line for line in lines if not line.lower().startswith(_GIT_ASIDES)] or lines
+    if not said:
+        return f"git ended with status {ran.exit_status}"
+    text = said[0]
+    for prefix in _GIT_PREFIXES:
+        text = text.removeprefix(prefix)
+    is_gits = any(line.startswith("fatal: ") for line in lines)
+    private = is_gits and not {"GIT_TOKEN", "GIT_SSH_KEY"} & set(secrets)
+    return one_line(text) + (" (private? name GIT_TOKEN or GIT_SSH_KEY in job.secrets)" if private else "")
+
+
+def one_line(text: str) -> str:
+    """*text* in one bounded line that no terminal obeys."""
+    return plain(text[: 4 * DETAIL_LIMIT])[:DETAIL_LIMIT]
+
+
+def _of_run(report: WorkerReport, said: Mapping[str, object]) -> WorkerReport:
+    """What the run's own files say: its state, which lasts, and its exit, when there is one."""
+    state, ended = _part(said, "state") or {}, _part(said, "exit")
+    report = replace(
+        report,
+        phase=_phase(_text(state, "phase", 20)),
+        signalled=_flag(said, "told") or _flag(state, "signalled"),
+        preempted=_flag(state, "preempted"),
+        maintenance=one_line(_text(state, "maintenance", 200)),
+        step=_number(said, "step"),
+        checkpoint=_number(said, "checkpoint"),
+        log_bytes=_number(said, "log_bytes") or 0,
+    )
+    if "seen" in said:
+        report = replace(report, foreign=_foreign(said))
+    if ended is None:
+        return report
+    status = _number(ended, "status")
+    return replace(
+        report,
+        phase=Phase.EXITED,
+        exit_status=status,
+        failure=_failure(_text(ended, "failure", 40), status),
+        signalled=report.signalled or _flag(ended, "signalled"),
+        detail=report.detail or one_line(_text(ended, "detail", 10_000)),
+    )
+
+
+def _foreign(said: Mapping[str, object]) -> ForeignRun:
+    return ForeignRun(_flag(said, "seen"), _flag(said, "rebooted"), status=_number(said, "ended_with"))
+
+
+def _phase(word: str) -> Phase:
+    return Phase(word) if word in (Phase.FETCH, Phase.SETUP, Phase.RUN) else Phase.NONE
+
+
+def _failure(word: str, status: int | None) -> Failure:
+    if not status:
+        return Failure.NONE
+    return Failure(word) if word in set(Failure) else Failure.CRASH
+
+
+def _log_news(said: Mapping[str, object] | None) -> LogNews | None:
+    if said is None:
+        return None
+    try:
+        data = binascii.a2b_base64(_text(said, "data", 1 << 23), strict_mode=True)
+    except ValueError as error:
+        raise Nonsense(f"log: {error}") from None
+    token = _token(said, "token")
+    return LogNews(token, _number(said, "start") or 0, data) if token and data else None
+
+
+def _part(said: Mapping[str, object], key: str) -> Mapping[str, object] | None:
+    part = said.get(key)
+    if part is not None and not isinstance(part, dict):
+        raise Nonsense(f"{key} is no object")
+    return part
+
+
+def _object(ran: Ran) -> Mapping[str, object]:
+    if ran.exit_status:
+        raise Nonsense(str(failed(ran, "the worker's tool failed")))
+    if ran.truncated:
+        raise Nonsense("the answer is too long")
+    try:
+        said = json.loads(_last_line(ran))
+    except (ValueError, RecursionError):
+        raise Nonsense("the answer is no JSON") from None
+    if not isinstance(said, dict):
+        raise Nonsense("the answer is no object")
+    if said.get("tools") is False:
+        raise ToolsMissing
+    return said
+
+
+def _last_line(ran: Ran) -> bytes:
+    """The answer: before it may stand what the login user's shell greets with, for bash reads ~/.bashrc under sshd."""
+    return ran.stdout.strip().rpartition(b"\n")[2]
+
+
+def _text(said: Mapping[str, object], key: str, limit: int) -> str:
+    value = said.get(key, "")
+    if not isinstance(value, str) or len(value) > limit:
+        raise Nonsense(f"{key} is no text of at most {limit} characters")
+    return value
+
+
+def _token(said: Mapping[str, object], key: str) -> str:
+    token = _text(said, key, 200)
+    if token and not TOKEN.fullmatch(token):
+        raise Nonsense(f"{key} is no run token")
+    return token
+
+
+def _flag(said: Mapping[str, object], key: str) -> bool:
+    value = said.get(key, False)
+    if not isinstance(value, bool):
+        raise Nonsense(f"{key} is neither true nor false")
+    return value
+
+
+def _number(said: Mapping[str, object], key: str) -> int | None:
+    value = said.get(key)
+    if value is None:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= NUMBER_LIMIT:
+        raise Nonsense(f"{key} is no number")
+    return value

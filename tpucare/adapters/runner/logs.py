@@ -1,0 +1,200 @@
+"""
+Logs that outlive the node: the tails that probes bring, kept per slot, attempt and worker in the state folder.
+
+One file per worker of an attempt, runs of one attempt one after another, each under a line with its token. What comes
+from a worker is not trusted: it is cut to a bound, and control sequences that a terminal would obey are taken out.
+Files have mode 0600, for a job may print what nobody else should read. Knows nothing of how the bytes arrive.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import quote
+
+from tpucare.model.plain import plain_lines
+
+DEFAULT_LIMIT_BYTES = 32 << 20
+# Of all slots together, those that are no more included: a fifth of the smallest disk that docs/installing.md asks for.
+TOTAL_LIMIT_BYTES = 2 << 30
+# A token has at most 138 characters, an offset 19. Always of one length, so that a shorter one overwrites a longer one.
+PLACE_BYTES = 192
+
+_NAME = re.compile(r"a(\d+)-w(\d+)\.log")
+
+
+class Place(NamedTuple):
+    """How far the log of one worker has been brought: the run, and the offset of the next byte."""
+
+    token: str = ""
+    offset: int = 0
+
+
+class LogKeeper:
+    """
+    Keeps at most *limit_bytes_per_slot* of each slot, the oldest attempts going first, and *limit_bytes* of all slots,
+    those going first that were written to longest ago. Thread-safe.
+
+    A full disk loses log lines, and nothing else: `append` never raises for one.
+    """
+
+    def __init__(
+        self, folder: Path, limit_bytes_per_slot: int = DEFAULT_LIMIT_BYTES, limit_bytes: int = TOTAL_LIMIT_BYTES
+    ) -> None:
+        self._folder, self._limit, self._total_limit = folder, limit_bytes_per_slot, limit_bytes
+        self._lock = threading.Lock()
+        self._written_in_all = limit_bytes
+        self._written: dict[str, int] = {}
+
+    def place(self, slot: str, attempt: int, worker: int) -> Place:
+        """Where the kept log of that worker ends, so that the next probe asks for what comes after it."""
+        try:
+            token, offset = self._place_file(slot, attempt, worker).read_text(encoding="utf-8").split()
+            return Place(token, int(offset))
+        except (OSError, ValueError):
+            return Place()
+
+    def append(self, slot: str, attempt: int, token: str, worker: int, data: bytes, start: int = 0) -> Place:
+        """
+        Keep *data*, which begins at offset *start* of the log of run *token*; what is kept already is left out.
+
+        Returns the place after it. A gap (the worker wrote more than was brought) is marked by a line.
+        """
+        end = start + len(data)
+        with self._lock:
+            before = self.place(slot, attempt, worker)
+            text = _continued(before, token, start, data)
+            if text is None:
+                return before
+            with contextlib.suppress(OSError):
+                self._write(slot, attempt, worker, text, Place(token, end))
+        return Place(token, end)
+
+    def read(self, slot: str, attempt: int, worker: int = 0) -> bytes:
+        """All that is kept of one worker of an attempt; empty when nothing is."""
+        try:
+            return self._file(slot, attempt, worker).read_bytes()
+        except OSError:
+            return b""
+
+    def attempts(self, slot: str) -> dict[int, tuple[int, ...]]:
+        """Attempts of which something is kept, with the workers of each."""
+        found: dict[int, list[int]] = {}
+        for _, attempt, worker in self._kept(slot):
+            found.setdefault(attempt, []).append(worker)
+        return {attempt: tuple(sorted(found[attempt])) for attempt in sorted(found)}
+
+    def written_at(self, slot: str, attempt: int) -> float:
+        """Unix time of the newest line of any worker of that attempt; 0 where nothing is kept."""
+        stamps = []
+        for path, number, _ in self._kept(slot):
+            with contextlib.suppress(OSError):
+                stamps.append(path.stat().st_mtime if number == attempt else 0.0)
+        return max(stamps, default=0.0)
+
+    def _write(self, slot: str, attempt: int, worker: int, text: bytes, place: Place) -> None:
+        path = self._file(slot, attempt, worker)
+        _write_to(path, os.O_APPEND, text)
+        # After the text: a process that is killed between the two brings some lines twice, and loses none. In its place
+        # and at once, for a rename per probe would be half of what a log costs.
+        mark = f"{place.token} {place.offset}".ljust(PLACE_BYTES)
+        _write_to(self._place_file(slot, attempt, worker), 0, mark.encode())
+        self._bound(slot, path, len(text))
+        self._bound_all(path, len(text))
+
+    def _bound(self, slot: str, newest: Path, added: int) -> None:
+        """Counting files costs a listing, so it is done once per sixteenth of the limit."""
+        self._written[slot] = self._written.get(slot, self._limit) + added
+        if self._written[slot] < self._limit // 16:
+            return
+        self._written[slot] = 0
+        kept = sorted(self._kept(slot), key=lambda entry: (entry[0] == newest, entry[1]))
+        sizes = {path: path.stat().st_size for path, _, _ in kept}
+        excess = sum(sizes.values()) - self._limit
+        for path, size in sizes.items():
+            if excess <= 0:
+                return
+            keep = max(0, size - excess) // 2 if path == newest else 0
+            excess -= size - keep
+            _cut(path, keep)
+
+    def _bound_all(self, newest: Path, added: int) -> None:
+        """As `_bound`, over all slots; a folder whose last log goes is left, since its slot may write again."""
+        self._written_in_all += added
+        if self._written_in_all < self._total_limit // 16:
+            return
+        self._written_in_all = 0
+        found = [(path, path.stat()) for path in self._folder.glob("slot-*/*.log")]
+        excess = sum(status.st_size for _, status in found) - self._total_limit
+        for path, status in sorted(found, key=lambda entry: entry[1].st_mtime):
+            if excess <= 0:
+                return
+            if path != newest:
+                excess -= status.st_size
+                _cut(path, 0)
+
+    def _kept(self, slot: str) -> Iterator[tuple[Path, int, int]]:
+        folder = self._slot_folder(slot)
+        for path in folder.iterdir() if folder.is_dir() else ():
+            if match := _NAME.fullmatch(path.name):
+                yield path, int(match[1]), int(match[2])
+
+    def _slot_folder(self, slot: str) -> Path:
+        # A name from the Python door may hold anything; quoted and prefixed it is neither a path nor `..`.
+        return self._folder / f"slot-{quote(slot, safe='')}"
+
+    def _file(self, slot: str, attempt: int, worker: int) -> Path:
+        return self._slot_folder(slot) / f"a{attempt}-w{worker}.log"
+
+    def _place_file(self, slot: str, attempt: int, worker: int) -> Path:
+        return self._slot_folder(slot) / f"a{attempt}-w{worker}.at"
+
+
+def _continued(before: Place, token: str, start: int, data: bytes) -> bytes | None:
+    """What to append, or None when all of it is kept already."""
+    if before.token != token:
+        skipped = start
+        header = b"--- run %s ---\n" % token.encode()
+    else:
+        skipped = start - before.offset
+        header = b""
+    if skipped < 0:
+        data, skipped = data[-skipped:], 0
+    if not data:
+        return None
+    gap = b"\n[tpucare: %d bytes of the log were not brought]\n" % skipped if skipped else b""
+    return header + gap + plain_lines(data.decode(errors="replace")).encode()
+
+
+def _write_to(path: Path, how: int, content: bytes) -> None:
+    """Into a file of mode 0600, which is made with its folder when it is missing."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | how
+    try:
+        handle = os.open(path, flags, 0o600)
+    except FileNotFoundError:
+        # One after the other: what `parents` makes has the mode that the umask likes.
+        path.parent.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        handle = os.open(path, flags, 0o600)
+    with os.fdopen(handle, "wb") as stream:
+        stream.write(content)
+
+
+def _cut(path: Path, keep: int) -> None:
+    """Keep the last *keep* bytes of a log; without any it goes, and its place with it."""
+    if not keep:
+        path.unlink(missing_ok=True)
+        path.with_suffix(".at").unlink(missing_ok=True)
+        return
+    with path.open("rb") as stream:
+        stream.seek(-keep, os.SEEK_END)
+        tail = stream.read()
+    new = path.with_suffix(".cut")
+    new.touch(mode=0o600)
+    new.write_bytes(b"[tpucare: the beginning was dropped]\n" + tail)
+    new.replace(path)

@@ -1,0 +1,220 @@
+"""
+Keys of both sides: the one that tpucare logs in with, made once, and the host keys that workers are known by.
+
+Host keys are pinned per node (path and id) and worker number, never per address: an address is reused by the next node
+within minutes, and its key differs. Whether a key may be trusted is asked here; what to do about it is decided above.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import os
+import secrets
+import stat
+import threading
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import quote, unquote
+
+import paramiko
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+
+from tpucare.model.errors import ConfigError
+from tpucare.model.resources import NodeKey, Worker
+
+_SEPARATOR = "@"  # `quote` escapes it, so it cannot be part of a field.
+
+
+@dataclass(frozen=True, slots=True)
+class LoginKey:
+    """The private key for paramiko, and its public half as one `type base64 comment` line for node metadata."""
+
+    private: paramiko.PKey = field(repr=False)
+    public: str
+
+
+def load_or_make_key(path: Path) -> LoginKey:
+    """
+    The key at *path*; a new ed25519 key is written there first when there is none. Mode 0600 from its first byte.
+
+    Two processes that start at once end up with the same key: the slower one takes what the faster one wrote.
+    Raises: ConfigError: the file is readable by others, no private key without passphrase, or cannot be used at all.
+    """
+    with _named(path, "the private key"):
+        return _load_or_make_key(path)
+
+
+def _load_or_make_key(path: Path) -> LoginKey:
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        _make_key(path)
+        mode = path.stat().st_mode
+    if not stat.S_ISREG(mode):
+        raise ConfigError(f"{path}: is no file, so no private key")
+    if stat.S_IMODE(mode) & 0o077:
+        raise ConfigError(f"{path}: others may read this private key; run: chmod 600 {path}")
+    try:
+        private = paramiko.PKey.from_path(path)
+    except (paramiko.SSHException, ValueError, TypeError) as error:
+        raise ConfigError(f"{path}: no private key that can be used without a passphrase ({error})") from error
+    return LoginKey(private, f"{private.get_name()} {private.get_base64()} tpucare")
+
+
+@contextlib.contextmanager
+def _named(path: Path, what: str) -> Iterator[None]:
+    """Raises: ConfigError: what the file system refused, of what and where."""
+    try:
+        yield
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "is not UTF-8"
+        raise ConfigError(f"{path}: {what} cannot be used: {why}") from error
+
+
+def _make_key(path: Path) -> None:
+    """Write a new key under a name of its own, then link it: the link fails when somebody else was faster."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    text = Ed25519PrivateKey.generate().private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
+    scratch = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    _write_private(scratch, text, durable=True)
+    try:
+        os.link(scratch, path)
+    except FileExistsError:
+        pass
+    finally:
+        scratch.unlink()
+
+
+def _write_private(path: Path, content: bytes, *, durable: bool) -> None:
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with os.fdopen(handle, "wb") as stream:
+        stream.write(content)
+        if durable:
+            stream.flush()
+            os.fsync(handle)
+
+
+class PinStore:
+    """
+    Host keys by node and worker, one small file of mode 0600 per node, so that a restart does not trust anew.
+
+    The files are in OpenSSH's known_hosts format with an alias for a host name, so that `ssh -o HostKeyAlias=…` can use
+    them too (`known_hosts`). A host key is a text `type base64`. Thread-safe.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Raises: ConfigError: *folder* is none, or cannot be made or read; so do those that read a file of it."""
+        self._folder = folder
+        self._lock = threading.Lock()
+        with _named(folder, "the folder of host keys"):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._ids = self._list_nodes()
+        self._pins: dict[Path, dict[int, frozenset[str]]] = {}
+
+    def pinned(self, worker: Worker) -> frozenset[str]:
+        """Host keys that *worker* is known by; empty before its first use."""
+        with self._lock:
+            return self._of_node(worker).get(worker.number, frozenset())
+
+    def pin(self, worker: Worker, host_keys: Iterable[str]) -> None:
+        """Know *worker* by *host_keys* from now on, and by no other."""
+        with self._lock:
+            self._set(worker, frozenset(host_keys))
+
+    def check(self, worker: Worker, host_key: str) -> bool:
+        """Is *worker* known by *host_key*? The first one that is shown becomes the one it is known by."""
+        with self._lock:
+            pins = self._of_node(worker)
+            if worker.number in pins:
+                return host_key in pins[worker.number]
+            self._set(worker, frozenset({host_key}))
+            return True
+
+    def forget(self, key: NodeKey) -> None:
+        """Drop what is known of every node that ever had this path."""
+        with self._lock:
+            for node_id in self._ids.pop(key, set()):
+                path = self._path(key, node_id)
+                self._pins.pop(path, None)
+                path.unlink(missing_ok=True)
+
+    def known_hosts(self, worker: Worker) -> tuple[Path, str]:
+        """A known_hosts file, and the `HostKeyAlias` under which it knows *worker*."""
+        return self._path(worker.key, worker.node_id), _alias(worker, worker.number)
+
+    def _of_node(self, worker: Worker) -> dict[int, frozenset[str]]:
+        path = self._path(worker.key, worker.node_id)
+        if path not in self._pins:
+            known = worker.node_id in self._ids.get(worker.key, ())
+            self._pins[path] = _read_pins(path) if known else {}
+        return self._pins[path]
+
+    def _set(self, worker: Worker, host_keys: frozenset[str]) -> None:
+        pins = self._of_node(worker)
+        pins[worker.number] = host_keys
+        self._ids.setdefault(worker.key, set()).add(worker.node_id)
+        self._write(worker, pins)
+
+    def _write(self, worker: Worker, pins: dict[int, frozenset[str]]) -> None:
+        # Without fsync: only a power cut can lose a pin, and fsync for 64 workers at once would hold up a launch.
+        path = self._path(worker.key, worker.node_id)
+        lines = [f"{_alias(worker, number)} {key}\n" for number in sorted(pins) for key in sorted(pins[number])]
+        scratch = path.with_name(f".{secrets.token_hex(8)}")
+        try:
+            _write_private(scratch, "".join(lines).encode(), durable=False)
+            os.replace(scratch, path)
+        except OSError:
+            scratch.unlink(missing_ok=True)
+            raise
+
+    def _path(self, key: NodeKey, node_id: int) -> Path:
+        return self._folder / _SEPARATOR.join((*(quote(part, safe="") for part in key), str(node_id)))
+
+    def _list_nodes(self) -> dict[NodeKey, set[int]]:
+        nodes: dict[NodeKey, set[int]] = {}
+        for name in os.listdir(self._folder):
+            parts = name.split(_SEPARATOR)
+            if len(parts) == 4 and parts[3].isascii() and parts[3].isdigit():
+                nodes.setdefault(NodeKey(*map(unquote, parts[:3])), set()).add(int(parts[3]))
+        return nodes
+
+
+def clean_host_keys(lines: Iterable[str]) -> frozenset[str]:
+    """Those of *lines* that are host keys, as `type base64`; comments and what cannot be parsed are dropped."""
+    return frozenset(" ".join(parts[:2]) for line in lines if _is_key(parts := line.split()))
+
+
+def host_key_text(key: paramiko.PKey) -> str:
+    """A server's key as `type base64`."""
+    return f"{key.get_name()} {key.get_base64()}"
+
+
+def _is_key(parts: list[str]) -> bool:
+    """The blob of an SSH key begins with its type as a string: four bytes of length, then the text (RFC 4253, 6.6)."""
+    try:
+        blob = base64.b64decode(parts[1], validate=True)
+    except (IndexError, ValueError):
+        return False
+    name = parts[0].encode()
+    return bool(name) and blob.startswith(len(name).to_bytes(4, "big") + name)
+
+
+def _alias(worker: Worker, number: int) -> str:
+    return f"{worker.key.name}.{worker.node_id}.{number}"
+
+
+def _read_pins(path: Path) -> dict[int, frozenset[str]]:
+    pins: dict[int, frozenset[str]] = {}
+    text = ""
+    # One that cannot be read is not taken for an absent one: then any host key would be trusted.
+    with _named(path, "the file of host keys"), contextlib.suppress(FileNotFoundError):
+        text = path.read_text("utf-8")
+    for line in text.splitlines():
+        alias, _, key = line.partition(" ")
+        number = alias.rpartition(".")[2]
+        if number.isascii() and number.isdigit() and key:
+            pins[int(number)] = pins.get(int(number), frozenset()) | {key}
+    return pins

@@ -1,0 +1,198 @@
+"""
+The state folder: who owns it, which stores were ever made in it, and on which machine it lives.
+
+The owner id is what nodes bear as a label, so it must outlive the store: it lies in a file of its own, made once.
+What is inside a store is `store`'s; nothing here opens a database.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import fcntl
+import hashlib
+import os
+import pwd
+import re
+import secrets
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from tpucare.model.errors import StoreCorrupt, StoreError
+
+OWNER_FILE = "owner"
+# Names of all stores that were ever made beside this owner: a store that is listed here and missing was lost, while one
+# that is not listed is simply new (the Python door opens stores of its own next to the daemon's).
+STORES_FILE = "stores"
+SHARED_LOCK = "owner.lock"
+SHARED_SECONDS = 30.0
+
+_OWNER = re.compile(r"o-[a-z0-9]{12}")
+_STORE_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
+# machine-id(5) asks applications to hash the id with a salt of their own, so that it cannot be followed across them.
+_MACHINE_SALT = b"tpucare machine 1\0"
+
+
+def new_owner() -> str:
+    """A fresh owner id, 60 random bits; fits a label value (`[a-z0-9_-]{1,63}`)."""
+    return "o-" + base64.b32encode(secrets.token_bytes(8)).decode("ascii").lower()[:12]
+
+
+def machine_fingerprint(machine_id: str, instance_id: str = "") -> str:
+    """
+    What a store keeps of a machine; machines without a machine id (bare containers) cannot be told apart.
+
+    A disk that was cloned (a snapshot, a machine image) has the machine id of the first; its instance id tells them
+    apart, where there is one. Stores of before have the first part alone.
+    """
+    parts = [machine_id.strip(), *filter(None, [instance_id.strip()])]
+    return ".".join(hashlib.blake2b(p.encode(), digest_size=16, key=_MACHINE_SALT).hexdigest() for p in parts)
+
+
+def is_same_machine(stored: str, here: str) -> bool:
+    """By two fingerprints; an instance id that only one of them has says nothing."""
+    machines, instances = zip(stored.partition(".")[::2], here.partition(".")[::2], strict=True)
+    return machines[0] == machines[1] and ("" in instances or instances[0] == instances[1])
+
+
+def is_store_name(name: str) -> bool:
+    return _STORE_NAME.fullmatch(name) is not None
+
+
+def check_store_name(name: str) -> None:
+    """Raises: StoreError: *name* would not be a plain file name."""
+    if not is_store_name(name):
+        raise StoreError(f"{name!r} is no name for a store: use lowercase letters, digits, '.', '_' and '-'")
+
+
+def prepare_folder(folder: Path) -> None:
+    """
+    Make the state folder, or see that it is ours alone: mode 0700, owned by the user who runs this.
+
+    Raises: StoreError: not a folder, another user's, or not writable.
+    """
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.stat()
+        # Files that root would leave in a service's folder lock the service out of its own store.
+        if status.st_uid != os.geteuid():
+            user = _user_name(status.st_uid)
+            raise StoreError(f"{folder}: belongs to user {user}, not to {_user_name(os.geteuid())}; run this as {user}")
+        if status.st_mode & 0o077:
+            folder.chmod(0o700)
+    except OSError as error:
+        raise StoreError(f"{folder}: the state folder cannot be used: {error.strerror}") from error
+
+
+@contextlib.contextmanager
+def one_at_a_time(folder: Path) -> Iterator[None]:
+    """
+    Within it no other process changes what all stores of *folder* share: the owner, and the list of stores.
+
+    Raises: StoreError: another process did not let go within SHARED_SECONDS, or the folder cannot be used.
+    """
+    try:
+        handle = os.open(folder / SHARED_LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise StoreError(f"{folder}: cannot be locked: {error.strerror}") from error
+    try:
+        until = time.monotonic() + SHARED_SECONDS
+        while not _is_locked(handle):
+            if time.monotonic() > until:
+                raise StoreError(f"{folder}: another process begins with it, and does not get on; end that one")
+            time.sleep(0.02)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _is_locked(handle: int) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def read_owner(folder: Path) -> str | None:
+    """
+    The owner id that lies in *folder*, or None when there is none yet.
+
+    Raises: StoreCorrupt: the file holds something else; StoreError: it cannot be read.
+    """
+    path = folder / OWNER_FILE
+    text = _read_text(path)
+    if text is None:
+        return None
+    owner = text.strip()
+    if not _OWNER.fullmatch(owner):
+        raise StoreCorrupt(f"{path}: not an owner id (o- and 12 letters or digits); put back the one your nodes bear")
+    return owner
+
+
+def write_owner(folder: Path, owner: str) -> None:
+    """Keep *owner* in *folder*, mode 0600, durably."""
+    write_private(folder / OWNER_FILE, owner + "\n")
+
+
+def known_stores(folder: Path) -> frozenset[str] | None:
+    """Names of the stores ever made here; None when nothing tells."""
+    text = _read_text(folder / STORES_FILE)
+    return None if text is None else frozenset(text.split())
+
+
+def remember_store(folder: Path, name: str) -> None:
+    """Note, durably, that a store of that name was made here."""
+    known = known_stores(folder) or frozenset()
+    if name not in known:
+        write_private(folder / STORES_FILE, "".join(f"{entry}\n" for entry in sorted({*known, name})))
+
+
+def write_private(path: Path, text: str) -> None:
+    """
+    Replace *path* by *text*, mode 0600: whole or not at all, and on the disk when this returns.
+
+    Raises: StoreError.
+    """
+    # Who else may write to the folder must not know the name: what lies there could be a link to another file.
+    scratch = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        handle = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            with open(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            scratch.replace(path)
+        except OSError:
+            scratch.unlink(missing_ok=True)
+            raise
+        sync_folder(path.parent)
+    except OSError as error:
+        raise StoreError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames in *folder* durable."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _read_text(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise StoreError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _user_name(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"number {uid}"

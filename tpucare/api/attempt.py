@@ -1,0 +1,281 @@
+"""
+One launch of a slot's `start_fn` on one node, and the only way in which it reaches that node.
+
+Threads of users cannot be ended, and a node can vanish under them at any instant. So what they do goes through their
+`Attempt`: once it is over, calls in flight and later ones raise `NodeGone`, and a thread that is late can never act on
+the next node, even where that has the same address. Every command bears the marks of the run in its environment, so
+that whatever it starts is found again by them. When an attempt ends is decided by others (`callbacks`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import shlex
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Any, NamedTuple, TypeVar
+
+from tpucare.model.errors import ConfigError, NodeGone, RemoteError, WorkerSilent
+from tpucare.model.ports import Remote
+from tpucare.model.resources import Ran, Worker
+from tpucare.model.words import worker_range
+
+T = TypeVar("T")
+
+# A call without a deadline may be the training itself.
+NO_DEADLINE = timedelta(days=3650)
+OUTPUT_LIMIT = 1 << 20
+# One connection carries eight commands at once, and heartbeat and stop need theirs.
+CALLS_PER_WORKER = 5
+
+# A command that was on its way while its run was stopped must not begin behind its back: see `templates/stop.py`.
+GUARD = 'if [ -e "$HOME/.tpucare/$TPUCARE_RUN/stopped" ]; then echo "this run was stopped" >&2; exit 75; fi'
+
+# After a call was cut off: until the worker answers again, or the loop gave the node up (30 minutes at most).
+WORD_EVERY_SECONDS = 2.0
+WORD_DEADLINE = timedelta(seconds=10)
+WORD_TRIES = 1800
+
+
+class _Call(NamedTuple):
+    worker: int
+    since: float
+
+
+class Attempt:
+    """
+    A slot's node as one launch of its `start_fn` may use it. Thread-safe.
+
+    number: the attempt that users see    token: of the run, `<node>.<n>`    workers: index = worker number
+    """
+
+    def __init__(
+        self,
+        remote: Remote,
+        *,
+        slot: str,
+        token: str,
+        number: int,
+        workers: tuple[Worker, ...],
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        key = workers[0].key
+        self.slot, self.token, self.number, self.workers = slot, token, number, workers
+        self.project, self.zone, self.node = key.project, key.zone, key.name
+        self._remote, self._monotonic = remote, monotonic
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._why = ""
+        self._calls: dict[Future[Any], _Call] = {}
+        self._places = [threading.Semaphore(CALLS_PER_WORKER) for _ in workers]
+
+    def __repr__(self) -> str:
+        return f"<Attempt {self.token}{' (over)' if self.over else ''}>"
+
+    # --- what users do with it ---
+
+    def run(
+        self,
+        worker: int,
+        command: str,
+        *,
+        stdin: bytes = b"",
+        deadline: timedelta | None = None,
+        limit: int = OUTPUT_LIMIT,
+    ) -> Ran:
+        """
+        Run *command* with bash on that worker and wait for its end; for ever, without a *deadline*.
+
+        `limit` is in bytes per stream; what comes after it is dropped.
+        Raises: NodeGone: this attempt is over, or ended meanwhile. WorkerSilent: the connection broke, and the worker
+        answers again: nothing is known about the command. ConfigError: there is no such worker.
+        """
+        text, patience = self._marked(worker, command), deadline or NO_DEADLINE
+        return self._call(
+            worker, lambda target: self._remote.run(target, text, stdin=stdin, deadline=patience, limit=limit)
+        )
+
+    def put(self, worker: int, path: str, content: bytes, mode: int) -> None:
+        """Write a file of *mode*, below the login user's home. Raises: as `run`; CommandFailed: a missing folder."""
+        self._call(worker, lambda target: self._remote.put(target, path, content, mode))
+
+    def environment(self, worker: int) -> dict[str, str]:
+        """What every command on that worker sees, and by which whatever it starts is found again."""
+        return {
+            "TPUCARE_RUN": self.token,
+            "TPUCARE_SLOT": self.slot,
+            "TPUCARE_NODE": self.node,
+            "TPUCARE_ATTEMPT": str(self.number),
+            "TPUCARE_WORKER": str(worker),
+            "TPUCARE_WORKERS": str(len(self.workers)),
+        }
+
+    # --- what becomes of it ---
+
+    def end(self, why: str) -> None:
+        """From now on every call raises NodeGone, calls in flight included."""
+        with self._lock:
+            if self._ended.is_set():
+                return
+            self._why = why
+            self._ended.set()
+            for call in self._calls:
+                call.set_exception(self._gone())
+            self._calls.clear()
+
+    @property
+    def over(self) -> bool:
+        return self._ended.is_set()
+
+    @property
+    def why(self) -> str:
+        """Why it is over; empty while it is not."""
+        return self._why
+
+    def wait_end(self, timeout: float | None = None) -> bool:
+        """True once it is over; waits up to *timeout* seconds for that."""
+        return self._ended.wait(timeout)
+
+    def calls_in_flight(self, worker: int) -> int:
+        """How many calls to that worker are waited for now."""
+        with self._lock:
+            return sum(call.worker == worker for call in self._calls.values())
+
+    def longest_call(self) -> timedelta:
+        """For how long the oldest of the calls has been waited for that go on now; zero without one."""
+        with self._lock:
+            since = min((call.since for call in self._calls.values()), default=None)
+        return timedelta(seconds=self._monotonic() - since) if since is not None else timedelta()
+
+    # --- inside ---
+
+    def _gone(self) -> NodeGone:
+        return NodeGone(f"{self.node} (attempt {self.number} of {self.slot}): {self._why}")
+
+    def _worker(self, number: int) -> Worker:
+        if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < len(self.workers):
+            raise ConfigError(f"{self.slot} has no worker {number!r}: {worker_range(len(self.workers))}")
+        return self.workers[number]
+
+    def _marked(self, worker: int, command: str) -> str:
+        # Bash itself bears the marks from its first instruction on, so a stop finds it whatever it does.
+        self._worker(worker)
+        text = f"{GUARD}\n{command}"
+        return f"{marks(self.environment(worker))} exec bash -c {shlex.quote(text)}"
+
+    def _call(self, worker: int, effect: Callable[[Worker], T]) -> T:
+        """On a thread of its own, since a node that is gone may leave it without an answer for long."""
+        target = self._worker(worker)
+        call = self._begin(worker)
+        try:
+            name = f"tpucare-call-{self.token}-w{worker}"
+            threading.Thread(target=self._work, args=(call, target, effect), name=name, daemon=True).start()
+            return call.result()  # type: ignore[no-any-return]
+        finally:
+            with self._lock:
+                self._calls.pop(call, None)
+
+    def _begin(self, worker: int) -> Future[Any]:
+        call: Future[Any] = Future()
+        with self._lock:
+            if self._ended.is_set():
+                raise self._gone()
+            self._calls[call] = _Call(worker, self._monotonic())
+        return call
+
+    def _work(self, call: Future[Any], target: Worker, effect: Callable[[Worker], Any]) -> None:
+        result: object = None
+        error: Exception | None = None
+        with self._places[target.number]:
+            try:
+                if not self.over:
+                    result = effect(target)
+            except WorkerSilent as silence:
+                self._await_word(target)
+                error = silence
+            except Exception as trouble:
+                error = trouble
+        with self._lock:
+            if call not in self._calls:
+                return
+            del self._calls[call]
+            call.set_exception(error) if error is not None else call.set_result(result)
+
+    def _await_word(self, target: Worker) -> None:
+        """
+        A connection breaks before the cloud says that its node is gone; only who answers again is not gone.
+
+        Without this a preemption would reach users as a broken connection, and count as a failure of their function.
+        """
+        tries = 0
+        while not self.over and tries < WORD_TRIES:
+            tries += 1
+            try:
+                self._remote.run(target, "true", deadline=WORD_DEADLINE)
+                return
+            except RemoteError:
+                # A host key that changed may be another node's, at the same address: no word of this one either.
+                self._ended.wait(WORD_EVERY_SECONDS)
+
+
+def marks(environment: Mapping[str, str]) -> str:
+    """Assignments before a command, quoted for the shell."""
+    return " ".join(f"{name}={shlex.quote(value)}" for name, value in environment.items())
+
+
+# --- which attempt a thread acts for ---------------------------------------------------------------------------------
+
+_bound: contextvars.ContextVar[Attempt | None] = contextvars.ContextVar("tpucare_attempt", default=None)
+
+
+@contextlib.contextmanager
+def bind(attempt: Attempt) -> Iterator[None]:
+    """Within it the calling thread acts for *attempt* where it names that slot."""
+    known = _bound.set(attempt)
+    try:
+        yield
+    finally:
+        _bound.reset(known)
+
+
+class Host(str):
+    """
+    The slot's name as callbacks get it, bound to one attempt. Pickled, or written as JSON, it is a plain text.
+
+    A copy that is made for another attempt (under `bind`) is bound to that one: contexts outlive nodes.
+    """
+
+    __slots__ = ("attempt",)
+    attempt: Attempt
+
+    def __new__(cls, attempt: Attempt) -> Host:
+        host = super().__new__(cls, attempt.slot)
+        host.attempt = attempt
+        return host
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, (str(self),)
+
+    def __copy__(self) -> Host:
+        return self
+
+    def __deepcopy__(self, _: dict[int, Any]) -> Host:
+        here = _bound.get()
+        return Host(here) if here is not None and here.slot == self else self
+
+
+def attempt_of(host: str) -> Attempt | None:
+    """
+    The attempt that a call about *host* belongs to: of the calling thread, else of the Host; None: of no attempt.
+
+    The thread's own comes first: a context may bear the Host of an earlier node, and a thread never acts for a later
+    attempt than its own. `host` may be the slot's name, or the name of the attempt's node.
+    """
+    here = _bound.get()
+    if here is not None and host in (here.slot, here.node):
+        return here
+    return host.attempt if isinstance(host, Host) else None

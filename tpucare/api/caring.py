@@ -1,0 +1,296 @@
+"""
+Care for one fleet in the foreground, until it is over or a person leaves: what every call of the Python door does.
+
+One loop on the calling thread, as the daemon has: a step of the engine, orders at the store's control socket, then a
+look at what a person wants. Ctrl-C takes the fleet down and goes on until nothing is left; a second one names what is
+left and leaves; SIGTERM and SIGHUP leave the nodes alive. Before anything is created, a node that bears a slot's own
+name and is not ours is refused or, if that was asked for, deleted.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import Enum
+from pathlib import Path
+
+from tpucare.api.progress import Progress
+from tpucare.api.unowned import UnownedNodes
+from tpucare.engine.projects import ProjectView
+from tpucare.fleetfile.fleet import Fleet
+from tpucare.model.errors import ConfigError, NeedsPerson, OwnCredentials, TpuCareError
+from tpucare.model.memory import End, Memory, Wish
+from tpucare.model.plain import plain
+from tpucare.service import view
+from tpucare.service.assembly import Caretaker
+from tpucare.service.commands import Answer, Desk
+from tpucare.service.control_socket import Control
+from tpucare.service.ending import Ending
+from tpucare.service.fleet_registry import Roster
+from tpucare.service.signals import caught
+
+SETTLE_SECONDS = 3.0
+# Without a reason to wake earlier: the lock of a neighbour's delete may end a slot, and no event tells of it.
+LONGEST_SLEEP_SECONDS = 5.0
+
+
+class SlotFailed(TpuCareError):
+    """A slot spent the budget of one of its books, and its node has been kept for `keep_failed` and is gone."""
+
+
+class Left(Exception):
+    """A person or the system asked this process to leave before the fleet was over; `status` is its exit status."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(status)
+        self.status = status
+
+
+class How(Enum):
+    """How a fleet's care ended."""
+
+    OVER = "over"
+    TAKEN_DOWN = "taken down"
+
+
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """What is to be cared for. `text` and `folder`: as `fleets.Roster` keeps them; `ended`: told of each slot's end."""
+
+    fleet: Fleet
+    text: str
+    folder: Path
+    delete_unowned: bool = False
+    begun: Callable[[dict[str, Memory]], None] = lambda _: None
+    ended: Callable[[str], None] = lambda _: None
+
+
+@dataclass(slots=True)
+class _Asked:
+    """What signals asked for; written by handlers, read by the loop."""
+
+    interrupts: int = 0
+    leave: int = 0
+
+
+class Foreground:
+    """One call. Use `care`."""
+
+    def __init__(self, caretaker: Caretaker, declared: Declared, progress: Progress) -> None:
+        self._care, self._engine, self._progress = caretaker, caretaker.engine, progress
+        self._declared, self._fleet = declared, declared.fleet
+        self._asked = _Asked()
+        self._going_down = self._may_begin = False
+        self._next_show = 0.0
+        self._known: set[str] = set()
+        self.roster = Roster.of(caretaker)
+        self._unowned = UnownedNodes(caretaker, self.roster, self._fleet, delete=declared.delete_unowned)
+        self._ending = Ending(self._engine, caretaker.clock, lambda slot: slot.fleet == self._fleet.name, progress.say)
+        self._desk = Desk(caretaker, self.roster, None, self._stop)
+        self._control = Control(caretaker.options.socket, caretaker.executor.nudge, stumbled=self._tell_stumble)
+
+    # --- what others ask for, from handlers and orders ---
+
+    def interrupt(self, number: int = signal.SIGINT) -> None:  # noqa: ARG002
+        self._asked.interrupts += 1
+        self._care.executor.nudge()
+
+    def leave(self, number: int) -> None:
+        self._asked.leave = number
+        self._care.executor.nudge()
+
+    def _stop(self) -> None:
+        self.leave(signal.SIGTERM)
+
+    # --- the call ---
+
+    def run(self) -> How:
+        """
+        Until every slot is over.
+
+        Raises: Left: it had to leave before. SlotFailed: a slot gave up. ConfigError: refused before anything was
+        created. OwnCredentials, NeedsPerson: as `refuse_blindness`. StoreError: nothing may be done that cannot be
+        written.
+        """
+        try:
+            self._begin()
+            while not self._is_over():
+                self._turn()
+        finally:
+            self._control.close()
+        return self._finish()
+
+    def _begin(self) -> None:
+        self._refuse_others()
+        self.roster.refuse_taken(self._fleet)
+        self._declared.begun(self._care.store.memories())
+        self._engine.hold()
+        self.roster.load()
+        record = self.roster.records.get(self._fleet.name)
+        wish = Wish.PAUSED if record is not None and record.wish is Wish.PAUSED else Wish.UP
+        self.roster.accept(self._fleet, self._declared.text, self._declared.folder, wish)
+        self.roster.bring_up(self._fleet.name)
+        self._control.start()
+        text = f"caring for {self._names()} in project {self._fleet.project}, process {os.getpid()}"
+        self.roster.say("start", text, self._fleet.name, "info", pid=os.getpid())
+        if wish is Wish.PAUSED:
+            self._progress.say(f"{self._fleet.name} is paused: `tpucare resume {self._fleet.name}`")
+
+    def _refuse_others(self) -> None:
+        """One store, one host or prefix: the callbacks of this script must not serve another's slots."""
+        for name, record in self._care.store.fleets().items():
+            if name != self._fleet.name and record.wish is not Wish.DOWN:
+                raise ConfigError(
+                    f"store {self._care.store.path} cares for {name}: give another store=, or `tpucare down {name}`"
+                )
+
+    def _names(self) -> str:
+        count = self._fleet.count
+        return self._fleet.slot_name(0) + (f" to {self._fleet.slot_name(count - 1)}" if count > 1 else "")
+
+    def _turn(self) -> None:
+        idle = self._engine.step()
+        refuse_blindness(self._engine.projects.values())
+        if self._control.serve(self._carry):
+            idle = 0.0
+        self._obey()
+        if not self._may_begin and self._unowned.are_gone():
+            self._let_begin()
+            idle = 0.0
+        self._known.update(self.roster.slots_of(self._fleet.name))
+        self.roster.bury()
+        now = self._care.clock.monotonic()
+        self._show(now)
+        pause = min(
+            idle, LONGEST_SLEEP_SECONDS, *([self._progress.every_seconds] if self._progress.every_seconds else [])
+        )
+        self._care.executor.sleep(timedelta(seconds=pause))
+
+    def _carry(self, order: object) -> Answer:
+        return self._desk.carry(order)
+
+    def _show(self, now: float) -> None:
+        if self._progress.every_seconds is not None and now >= self._next_show:
+            self._next_show = now + self._progress.every_seconds
+            names = self.roster.slots_of(self._fleet.name)
+            if names:
+                self._progress.show(view.slot_rows(self._engine, names, self._care.clock.now()))
+
+    def _tell_stumble(self, error: Exception) -> None:
+        self.roster.say("error", f"an order failed: {type(error).__name__}: {error}", level="error")
+
+    # --- what a person wants ---
+
+    def _obey(self) -> None:
+        """Raises: Left."""
+        if self._asked.interrupts and not self._going_down:
+            self._take_down()
+        if self._asked.leave and not self._going_down:
+            self._leave_alive(self._asked.leave)
+        if self._asked.interrupts > 1 or self._asked.leave:
+            self._leave_behind(self._asked.leave or signal.SIGINT)
+
+    def _take_down(self) -> None:
+        self._going_down = True
+        name = self._fleet.name
+        self._progress.say(f"interrupted: deleting every node of {name}; once more to leave at once")
+        self._desk.carry({"do": "down", "target": name})
+        self._let_begin()
+
+    def _let_begin(self) -> None:
+        self._may_begin = True
+        self._engine.release()
+
+    def _leave_behind(self, number: int) -> None:
+        left = self._nodes()
+        what = ", ".join(left) if left else "nothing that is known of"
+        self._progress.say(f"left behind: {what}; `tpucare down {self._fleet.name}` deletes it")
+        self.roster.say("stop", f"{signal.Signals(number).name} while it was taken down: {what} left", self._fleet.name)
+        self._care.settle(SETTLE_SECONDS / 3)
+        raise Left(128 + number)
+
+    def _leave_alive(self, number: int) -> None:
+        name = signal.Signals(number).name
+        left = self._nodes(living=True)
+        count = f"{len(left)} nodes are" if len(left) != 1 else "1 node is"
+        alive = f"{count} left alive ({', '.join(left)})" if left else "no node is there"
+        again = "the same call goes on where this one stopped"
+        self._progress.say(f"{name}: {alive}; {again}, `tpucare down {self._fleet.name}` deletes them")
+        self.roster.say("stop", f"{name}: {alive}", self._fleet.name, "info")
+        self._care.settle(SETTLE_SECONDS)
+        raise Left(128 + number)
+
+    def _nodes(self, *, living: bool = False) -> list[str]:
+        """`living`: without those that are given up."""
+        found: dict[str, str] = {}
+        for name in self.roster.slots_of(self._fleet.name):
+            track = self._engine.slots[name]
+            found |= {intent.name: intent.zone for intent in track.memory.creates if not intent.failed}
+            for seen in track.nodes.values():
+                if living and view.is_given_up(seen, track.memory):
+                    found.pop(seen.node.name, None)
+                else:
+                    found[seen.node.name] = seen.node.key.zone
+        return [plain(f"{node} in {zone}") for node, zone in found.items()]
+
+    # --- the end ---
+
+    def _is_over(self) -> bool:
+        return self._may_begin and self._ending.is_over()
+
+    def _finish(self) -> How:
+        """Tell how it ended. Raises: SlotFailed."""
+        failures = []
+        for name in sorted(self._known):
+            track = self._engine.slots.get(name)
+            memory = track.memory if track is not None else None
+            if memory is not None and memory.wish is not Wish.DOWN and memory.end is End.FAILED:
+                failures.append(f"{name} failed: {plain(memory.end_why)}")
+            else:
+                self._declared.ended(name)
+        self._ending.tell_left(self._fleet.name)
+        record = self.roster.records[self._fleet.name]
+        self.roster.say("stop", f"{self._fleet.name} is over", self._fleet.name, "info")
+        self._care.settle(SETTLE_SECONDS)
+        if failures:
+            raise SlotFailed("; ".join(failures))
+        return How.TAKEN_DOWN if record.wish is Wish.DOWN else How.OVER
+
+
+def care(caretaker: Caretaker, declared: Declared, progress: Progress) -> How:
+    """
+    Care for *declared* on the calling thread until it is over; signals are caught if that is the main thread.
+
+    Raises: as `Foreground.run`.
+    """
+    foreground = Foreground(caretaker, declared, progress)
+    with _signals(foreground):
+        return foreground.run()
+
+
+@contextmanager
+def _signals(foreground: Foreground) -> Iterator[None]:
+    handlers: dict[int, Callable[[int], object]] = {
+        signal.SIGINT: foreground.interrupt,
+        signal.SIGTERM: foreground.leave,
+        signal.SIGHUP: foreground.leave,
+    }
+    with caught(handlers, spare_ignored=True):
+        yield
+
+
+def refuse_blindness(projects: Collection[ProjectView]) -> None:
+    """
+    To be asked until the first listing has come: a call would wait for ever for a cloud that will never answer it.
+
+    Raises: OwnCredentials, NeedsPerson: a person has to act before anything can be listed.
+    """
+    if any(project.passes for project in projects):
+        return
+    for project in projects:
+        if isinstance(project.blind, OwnCredentials | NeedsPerson):
+            raise project.blind

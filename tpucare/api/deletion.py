@@ -1,0 +1,236 @@
+"""
+How a deletion that a person asked for is carried out from a process that cares for nothing.
+
+Where a process cares for the slot now, it is ordered to take it down, and does so in its own way. Where none does, the
+store's lock is taken for a moment, the slot is written down as down, with the intent of each delete, and then deleted.
+What is deleted at all is decided by `removal`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from tpucare.adapters.state.store import SqliteStore, open_store
+from tpucare.adapters.system import SystemClock, instance_id, machine_id, random_source
+from tpucare.api.session import Session
+from tpucare.engine.effects import ChangedMeanwhile, delete_ours
+from tpucare.model.actions import Delete, Reason
+from tpucare.model.causes import Cause
+from tpucare.model.errors import LostRace, NodeGone, StoreLocked, TpuCareError, Transient
+from tpucare.model.memory import CreateIntent, Memory
+from tpucare.model.resources import Event, Node, NodeKey, NodeState
+from tpucare.planner import desired_state as wishes
+from tpucare.planner import remember
+from tpucare.service import control_socket as control
+from tpucare.service.ownership import caretaker_of, socket_of
+
+LOOK_EVERY_SECONDS = 1.0
+ASK_AGAIN_SECONDS = 0.2
+# A delete that was accepted may be forgotten by the service: say it again, ever more seldom.
+DELETE_AGAIN_SECONDS = 60.0
+# A create whose answer nobody heard has arrived by then, or never will.
+LOST_CREATE_AFTER = timedelta(seconds=90)
+# Whoever has just taken the lock may not listen yet, and a command holds it for a moment.
+BEGIN_SECONDS = 15.0
+
+
+class NotDeleted(TpuCareError):
+    """Something of that name is there and may not be deleted from here; the text names all of it, and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """
+    What one store has to do with it: slots to take down, and the listed nodes of ours that this is about.
+
+    Nodes of those slots are their caretaker's, if there is one; others are deleted one by one.
+    """
+
+    store: str
+    slots: tuple[str, ...] = ()
+    nodes: tuple[Node, ...] = ()
+
+    def with_more(self, other: Order) -> Order:
+        slots = dict.fromkeys((*self.slots, *other.slots))
+        return Order(self.store, tuple(slots), (*self.nodes, *other.nodes))
+
+
+@dataclass(frozen=True, slots=True)
+class _Left:
+    """What is to be awaited: nodes whose deletion was asked for, and creates that may still come to be."""
+
+    nodes: tuple[NodeKey, ...] = ()
+    creates: tuple[CreateIntent, ...] = ()
+
+
+def carry_out(session: Session, order: Order, *, wait: bool) -> None:
+    """
+    `wait`: until nothing of it is left.
+
+    Raises: NotDeleted: somebody cares for it, and takes no orders; what the caretaker has against it; CloudError.
+    """
+    strays = [node for node in order.nodes if node.slot not in order.slots]
+    for node in strays:
+        delete(session, node)
+    left = _take_down(session, order, wait=wait) if order.slots else _Left()
+    if wait:
+        for key in (*left.nodes, *(node.key for node in strays)):
+            await_gone(session, key)
+        for intent in left.creates:
+            _await_create(session, intent)
+
+
+def _take_down(session: Session, order: Order, *, wait: bool) -> _Left:
+    """By whoever cares for it; nobody does: here. What is left to be awaited then."""
+    until = time.monotonic() + BEGIN_SECONDS
+    while True:
+        with contextlib.suppress(StoreLocked):
+            return _here(session, order)
+        why_not = _tell_caretaker(session, order)
+        if not why_not:
+            if not wait or _await_caretaker(session, order):
+                return _Left()
+            until = time.monotonic() + BEGIN_SECONDS
+        elif time.monotonic() > until:
+            raise NotDeleted(f"{', '.join(order.slots)}: {why_not}")
+        time.sleep(ASK_AGAIN_SECONDS)
+
+
+# --- by the caretaker ------------------------------------------------------------------------------------------------
+
+
+def _tell_caretaker(session: Session, order: Order) -> str:
+    """Why it was not told; empty when it was. One that begins, or ends, at this moment may be asked again."""
+    try:
+        for slot in order.slots:
+            control.request(socket_of(session.options, order.store), {"do": "down", "target": slot})
+    except control.NoDaemon:
+        pid = caretaker_of(session.options, order.store)
+        return f"{f'process {pid}' if pid else 'another process'} cares for it and takes no orders: end it there"
+    except control.Refused as refusal:
+        return str(refusal)
+    return ""
+
+
+def _await_caretaker(session: Session, order: Order) -> bool:
+    """Until nothing is left; False: it ended before it said so."""
+    try:
+        while _are_left(control.request(socket_of(session.options, order.store), {"do": "status"}), order.slots):
+            time.sleep(LOOK_EVERY_SECONDS)
+    except (control.NoDaemon, control.Refused):
+        return False
+    return True
+
+
+def _are_left(status: dict[str, Any], slots: tuple[str, ...]) -> bool:
+    return any(row["slot"] in slots and not (row["over"] or row["out_of_reach"]) for row in status["slots"])
+
+
+# --- here ------------------------------------------------------------------------------------------------------------
+
+
+def _here(session: Session, order: Order) -> _Left:
+    """Raises: StoreLocked: somebody cares for it."""
+    with session.alone_with(order.store):
+        now = SystemClock().now()
+        machine, instance = machine_id(), instance_id()
+        with open_store(
+            session.options.state, machine_id=machine, instance_id=instance, now=now, name=order.store
+        ) as store:
+            memories = store.memories()
+            found = {slot: _nodes_of(session, order, slot, memories[slot]) for slot in order.slots if slot in memories}
+            _write_down(store, memories, found)
+    nodes = {node.key: node for those in found.values() for node in those}
+    for node in nodes.values():
+        delete(session, node)
+    names = {node.name for node in nodes.values()}
+    creates = (intent for slot in found for intent in open_creates(memories[slot]) if intent.name not in names)
+    return _Left(tuple(nodes), tuple(creates))
+
+
+def _nodes_of(session: Session, order: Order, slot: str, memory: Memory) -> list[Node]:
+    """Everything of ours that the slot has, remembered or listed, wherever that is, as the API shows it now."""
+    keys = [node.key for node in order.nodes if node.slot == slot]
+    keys += [NodeKey(session.project, past.zone, past.name) for past in memory.nodes]
+    keys += [NodeKey(session.project, intent.zone, intent.name) for intent in memory.creates]
+    found = []
+    for key in dict.fromkeys(keys):
+        with contextlib.suppress(NodeGone):
+            node = session.cloud.get_node(key)
+            if node.owner == session.owner:
+                found.append(node)
+    return found
+
+
+def _write_down(store: SqliteStore, memories: dict[str, Memory], found: dict[str, list[Node]]) -> None:
+    """The wish, and the intent of every delete, before the first of them is asked for."""
+    now, rng = SystemClock().now(), random_source()
+    for slot, nodes in found.items():
+        memory = wishes.down(memories[slot])
+        for node in nodes:
+            memory = remember.intend(memory, _action(node), now, rng)
+        store.save({slot: memory}, (Event(now, "down", f"{slot}: taken down, and nobody cares for it now", slot),))
+
+
+def open_creates(memory: Memory) -> list[CreateIntent]:
+    """Creates of which a node may still come."""
+    return [intent for intent in memory.creates if not intent.failed]
+
+
+def _await_create(session: Session, intent: CreateIntent) -> None:
+    """What was asked for when the last caretaker ended may come to be only now."""
+    while not _is_settled(session, intent):
+        time.sleep(LOOK_EVERY_SECONDS)
+    await_gone(session, NodeKey(session.project, intent.zone, intent.name))
+
+
+def _is_settled(session: Session, intent: CreateIntent) -> bool:
+    if not intent.operation:
+        return SystemClock().now() - intent.asked_at > LOST_CREATE_AFTER
+    try:
+        return session.cloud.get_operation(intent.operation).done
+    except Transient:
+        return False
+    except LostRace:
+        return True
+
+
+# --- one node --------------------------------------------------------------------------------------------------------
+
+
+def delete(session: Session, node: Node) -> None:
+    """
+    Ask for the deletion of exactly that node, once more if need be; accepted, not gone, when this returns.
+
+    One that is gone, or being deleted or created at this moment, or whose name another bears, is no error.
+    """
+    with contextlib.suppress(NodeGone, ChangedMeanwhile, LostRace):
+        delete_ours(_action(node), session.cloud, session.owner)
+    session.forget_listings()
+
+
+def await_gone(session: Session, key: NodeKey) -> None:
+    """Return when the API says NOT_FOUND, or what bears that name is another node; asks again for a lost deletion."""
+    pause, again_at = DELETE_AGAIN_SECONDS, time.monotonic()
+    first: Node | None = None
+    while True:
+        with contextlib.suppress(Transient):
+            try:
+                node = session.cloud.get_node(key)
+            except NodeGone:
+                return session.forget_listings()
+            first = first or node
+            if node.id != first.id or node.owner != session.owner:
+                return session.forget_listings()
+            if node.state is not NodeState.DELETING and time.monotonic() >= again_at:
+                delete(session, node)
+                again_at, pause = time.monotonic() + pause, pause * 2
+        time.sleep(LOOK_EVERY_SECONDS)
+
+
+def _action(node: Node) -> Delete:
+    return Delete(node.key, node.id, node.create_time, Cause.DOWN, "a person asked for it", Reason.ASKED)

@@ -1,0 +1,265 @@
+"""
+What the parts of the engine share on the deciding thread: slots, projects, what to decide again, what is pending.
+
+Everything that a step wants written is gathered here and goes to disk in one transaction, before any effect of that
+step begins and before anybody is told of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+from tpucare.engine.projects import ProjectView
+from tpucare.engine.tracking import NodeTrack, SlotTrack
+from tpucare.model.actions import Wait
+from tpucare.model.causes import Cause
+from tpucare.model.errors import StoreError, StoreFull
+from tpucare.model.memory import Memory, Publishing
+from tpucare.model.ports import Clock, Executor, Lane, Store
+from tpucare.model.resources import Event, Node, NodeKey, Slot
+from tpucare.planner.backoff import POLL_OPERATION_EVERY, poll_pause
+from tpucare.planner.placement import Budget
+
+ASIDE_FIRST, ASIDE_CAP = 10.0, 600.0
+# After so long without one, an error is the first of a row again.
+ERRORS_LAPSE = 3600.0
+# Ten of them are missed before a store counts as old; each is a synced commit.
+MARK_EVERY = 60.0
+
+Begun = tuple[Lane, tuple[Hashable, ...], Callable[[], object]]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """
+    How the loop beats. Seconds, but for the budget. Fixed for the life of an engine.
+
+    budget: the create budget of a project; None = one of this engine's own, of `creates_per_minute`
+    elsewhere: whether a node that bears our owner label is cared for by another store of our state folder
+    """
+
+    poll: float = 5.0
+    fast_poll: float = 1.0
+    probe: float = 15.0
+    fast_probe: float = 1.0
+    creates_per_minute: int = 60
+    brake_minimum: int = 3
+    brake_share: float = 0.2
+    budget: Callable[[str], Budget] | None = None
+    elsewhere: Callable[[Node], bool] | None = None
+
+
+@dataclass(slots=True)
+class _Pending:
+    memories: dict[str, Memory] = field(default_factory=dict)
+    events: list[Event] = field(default_factory=list)
+    effects: list[Begun] = field(default_factory=list)
+
+
+class Board:
+    """The shared state of one engine; its methods only keep it consistent, and choose nothing."""
+
+    def __init__(
+        self, store: Store, clock: Clock, executor: Executor, settings: Settings, listen: Callable[[Event], None]
+    ) -> None:
+        self.store = store
+        self.clock = clock
+        self.executor = executor
+        self.settings = settings
+        self.listen = listen
+        # Set by `Engine.hold` and `Engine.release` alone.
+        self.is_held = False
+        self.acts_for: Callable[[Slot], bool] | None = None
+        self.slots: dict[str, SlotTrack] = {}
+        self.projects: dict[str, ProjectView] = {}
+        self.strays: dict[str, Node] = {}
+        self.dirty: dict[str, None] = {}
+        self.busy: set[str] = set()
+        self.braked: set[str] = set()
+        self.lacks_quota: set[str] = set()
+        self.polling: set[str] = set()
+        self.poll_every = POLL_OPERATION_EVERY
+        self._homes: dict[NodeKey, str] = {}
+        self.publishing: dict[str, Publishing] = {}
+        self._wakes: list[tuple[float, str]] = []
+        self._pending = _Pending()
+        self._marked = -math.inf
+
+    def project(self, name: str) -> ProjectView:
+        view = self.projects.get(name)
+        if view is None:
+            view = self.projects[name] = ProjectView(name, cap=timedelta(seconds=3 * self.settings.poll))
+        return view
+
+    def find(self, key: NodeKey) -> tuple[SlotTrack, NodeTrack] | None:
+        """The tracks of a node. One that was adopted may bear any name."""
+        named = [self.slots[slot] for slot in slots_of(key.name) if slot in self.slots]
+        for track in itertools.chain(named, self.slots.values()):
+            seen = track.nodes.get(key.name)
+            if seen is not None and seen.node.key == key:
+                return track, seen
+        return None
+
+    def home(self, node: Node) -> SlotTrack | None:
+        """The slot that remembers *node*, whatever its labels say by now, for anybody may edit them."""
+        track = self.slots.get(self._homes.get(node.key, ""))
+        past = track.memory.node(node.name) if track is not None else None
+        return track if past is not None and (past.id, past.zone) == (node.id, node.key.zone) else None
+
+    def settle_in(self, track: SlotTrack) -> None:
+        """A slot has come, with what is remembered of its nodes."""
+        self.slots[track.slot.name] = track
+        self._homes.update(dict.fromkeys(_keys_of(track, track.memory), track.slot.name))
+
+    def decide_again(self, names: Iterable[str]) -> None:
+        """In the order of names: that of a set differs from process to process, and a seed has to give one run."""
+        self.dirty.update(dict.fromkeys(sorted(names)))
+
+    def rest(self, track: SlotTrack) -> None:
+        """A slot has been decided: is something under way, or held by the brake?"""
+        name, view = track.slot.name, self.project(track.slot.project)
+        if not track.is_busy(view.mark):
+            self.busy.discard(name)
+        elif name not in self.busy:
+            self.busy.add(name)
+            view.look_soon(self.clock.monotonic(), self.settings.fast_poll)
+        (self.braked.add if track.braked or track.brake_lifted else self.braked.discard)(name)
+        lacks = any(place.kind.is_own_quota for place in track.memory.places.values())
+        (self.lacks_quota.add if lacks else self.lacks_quota.discard)(name)
+        polls = any(intent.operation for intent in track.memory.creates)
+        (self.polling.add if polls else self.polling.discard)(name)
+        pause = poll_pause(len(self.polling))
+        if pause != self.poll_every:
+            self.poll_every = pause
+            self.decide_again(self.polling)
+
+    def drop(self, slot: str) -> None:
+        for names in (self.busy, self.braked, self.lacks_quota, self.polling):
+            names.discard(slot)
+        self.dirty.pop(slot, None)
+
+    # --- what is pending
+
+    def update(self, track: SlotTrack, memory: Memory) -> None:
+        if memory is not track.memory and memory != track.memory:
+            if memory.nodes is not track.memory.nodes:
+                for key in _keys_of(track, track.memory):
+                    self._homes.pop(key, None)
+                self._homes.update(dict.fromkeys(_keys_of(track, memory), track.slot.name))
+            track.memory = memory
+            self.note_publishing(memory)
+            self._pending.memories[track.slot.name] = memory
+
+    def note_publishing(self, memory: Memory) -> None:
+        """What one slot learns of the host keys of a project and runtime holds for all; the newest word counts."""
+        for publisher, told in memory.publishing.items():
+            known = self.publishing.get(publisher)
+            if known is None or known.at < told.at:
+                self.publishing[publisher] = told
+                if known is None or known.published is not told.published:
+                    # How long a slot waits for host keys there turns on that word.
+                    self.decide_again(self.slots)
+
+    def event(
+        self,
+        track: SlotTrack,
+        kind: str,
+        text: str,
+        *,
+        node: str = "",
+        level: str = "info",
+        **fields: str | int | float | bool | None,
+    ) -> None:
+        event = Event(self.clock.now(), kind, text, track.slot.name, node, level, fields)
+        self._pending.events.append(event)
+
+    def say(self, kind: str, text: str, *, node: str = "", level: str = "info") -> None:
+        self._pending.events.append(Event(self.clock.now(), kind, text, "", node, level))
+
+    def pass_on(self, event: Event) -> None:
+        """What somebody else saw, to be written and told like any event."""
+        self._pending.events.append(event)
+
+    def begin(self, effect: Begun) -> None:
+        """Start *effect* once everything pending is on disk."""
+        self._pending.effects.append(effect)
+
+    def commit(self) -> None:
+        """Everything pending on disk in one transaction, then the effects begin, then the events are told."""
+        pending = self._pending
+        if not (pending.memories or pending.events or pending.effects):
+            return
+        self._pending = _Pending()
+        if pending.memories or pending.events:
+            self.store.save(pending.memories, pending.events)
+        for lane, tag, effect in pending.effects:
+            self.executor.submit(lane, tag, effect)
+        for event in pending.events:
+            self.listen(event)
+
+    def mark(self, now: float) -> None:
+        """
+        Note in the store that it is cared for, unless the engine is held. One that may be a backup is left as old as it
+        is until every zone in which a slot may have a node has answered, so that the next process doubts it, too.
+        """
+        if self.is_held or now - self._marked < MARK_EVERY:
+            return
+        if self.store.old and not self._all_zones_answered():
+            return
+        # Without room it only looks older than it is.
+        with contextlib.suppress(StoreFull):
+            self.store.mark(self.clock.now())
+        self._marked = now
+
+    def _all_zones_answered(self) -> bool:
+        if any(view.unanswered is None for view in self.projects.values()):
+            return False
+        slots = [track.slot for track in self.slots.values()]
+        dark = {slot.project: self.project(slot.project).unanswered or () for slot in slots}
+        return not any(place.zone in dark[slot.project] for slot in slots for place in slot.places)
+
+    # --- when to decide again
+
+    def wake_at(self, track: SlotTrack, due: float) -> None:
+        track.wake_wall = due
+        heapq.heappush(self._wakes, (due, track.slot.name))
+
+    def wake(self, now: float) -> None:
+        while self._wakes and self._wakes[0][0] <= now:
+            due, name = heapq.heappop(self._wakes)
+            track = self.slots.get(name)
+            if track is not None and track.wake_wall == due:
+                track.wake_wall = None
+                self.dirty[name] = None
+
+    def next_wake(self) -> float | None:
+        return self._wakes[0][0] if self._wakes else None
+
+    def set_aside(self, track: SlotTrack, error: Exception) -> None:
+        """An error nobody named, in one slot's work: that slot waits, loudly; the others go on."""
+        if isinstance(error, StoreError):
+            raise error
+        now = self.clock.monotonic()
+        track.errors = 1 if now - track.erred_at > ERRORS_LAPSE else track.errors + 1
+        track.erred_at = now
+        pause = min(ASIDE_CAP, ASIDE_FIRST * 2 ** min(track.errors - 1, 10))
+        track.aside_until = now + pause
+        why = f"set aside for {pause:.0f} s: {type(error).__name__}: {error}"
+        track.decided(Wait(Cause.SET_ASIDE, why, needs_person=True))
+        self.wake_at(track, track.aside_until)
+        self.event(track, "error", f"{type(error).__name__}: {error}", level="error", errors=track.errors)
+
+
+def _keys_of(track: SlotTrack, memory: Memory) -> list[NodeKey]:
+    return [NodeKey(track.slot.project, past.zone, past.name) for past in memory.nodes]
+
+
+def slots_of(node: str) -> tuple[str, ...]:
+    """Names of the slots that a node of this name may belong to."""
+    return (node.rpartition("-a")[0], node)

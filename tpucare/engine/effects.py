@@ -1,0 +1,160 @@
+"""
+apply(action, ports): each effect as one blocking call, to be run by the Executor. No choice is made here.
+
+What is worth a check at the last moment is checked here, since time passes between deciding and doing: a node is read
+again before it is deleted (rule 2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+from tpucare.model.actions import Create, Delete, Effect, Launch, Look, Notice, Poll, PushKey, Stop, Vouch
+from tpucare.model.errors import LostRace, WorkerSilent
+from tpucare.model.memory import Memory
+from tpucare.model.ports import Cloud, Lane, Launcher
+from tpucare.model.resources import (
+    LABEL_FLEET,
+    LABEL_NUMBER,
+    LABEL_OWNER,
+    LABEL_SLOT,
+    OS_LOGIN,
+    SSH_KEYS,
+    NodeKey,
+    NodeRequest,
+    Slot,
+    Worker,
+)
+from tpucare.model.runs import LaunchOrder, NoticeOrder, StopOrder
+
+COORDINATOR_PORT = 9470
+"""Of jax.distributed on CPUs. On a TPU host 8476 is libtpu's mesh controller, 8482 JAX's own coordinator."""
+
+LANES: Mapping[type, Lane] = {
+    Launch: Lane.LAUNCH,
+    Stop: Lane.STOP,
+    Notice: Lane.LAUNCH,
+}
+
+
+SAME_INSTANT = timedelta(seconds=1)
+
+
+class ChangedMeanwhile(LostRace):
+    """The node under that name is not the one decided about: nothing was deleted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """What effects reach the world through. `ssh_key`: our `user:ssh-… key` line; `owner`: our label."""
+
+    cloud: Cloud
+    launcher: Launcher
+    owner: str
+    ssh_key: str
+
+
+def lane_of(action: Effect) -> Lane:
+    return LANES.get(type(action), Lane.CLOUD)
+
+
+def prepare(
+    action: Effect, slot: Slot, memory: Memory, workers: tuple[Worker, ...] | None, coordinator: str, ports: Ports
+) -> Callable[[], object]:
+    """The effect of *action* as a call without arguments; everything it needs is taken now, on the deciding thread."""
+    match action:
+        case Create():
+            request = node_request(action, slot, ports)
+            return lambda: ports.cloud.create_node(request)
+        case Delete():
+            return lambda: delete(action, ports)
+        case Look(key=key):
+            return lambda: ports.cloud.get_node(key)
+        case Poll(operation=operation):
+            return lambda: ports.cloud.get_operation(operation)
+        case PushKey(key=key):
+            return lambda: ports.cloud.add_ssh_key(key, ports.ssh_key)
+        case Vouch(key=key):
+            return lambda: vouch(key, workers or (), ports)
+        case Launch() | Stop() | Notice():
+            return _prepare_run(action, slot, memory, workers, coordinator, ports)
+
+
+def _prepare_run(
+    action: Launch | Stop | Notice,
+    slot: Slot,
+    memory: Memory,
+    workers: tuple[Worker, ...] | None,
+    coordinator: str,
+    ports: Ports,
+) -> Callable[[], object]:
+    if workers is None:
+        raise WorkerSilent(f"{action.key.name} does not list its workers")
+    past = memory.node(action.key.name)
+    attempt = past.attempt if past is not None else memory.attempts
+    match action:
+        case Stop():
+            order = StopOrder(workers, slot.name, attempt, slot.care.grace, action.stacks)
+            return lambda: ports.launcher.stop(order)
+        case Notice():
+            notice = NoticeOrder(workers, action.token, action.text)
+            return lambda: ports.launcher.notice(notice)
+        case Launch():
+            assert slot.job is not None
+            launch = LaunchOrder(
+                workers=workers,
+                slot=slot.name,
+                fleet=slot.fleet,
+                token=action.token,
+                attempt=attempt,
+                job=slot.job,
+                coordinator=f"{coordinator}:{COORDINATOR_PORT}",
+                grace=slot.care.grace,
+                sigterm_on_preemption=slot.care.sigterm_on_preemption,
+            )
+            return lambda: ports.launcher.launch(launch)
+
+
+def node_request(action: Create, slot: Slot, ports: Ports) -> NodeRequest:
+    labels = labels_of(slot, action.number, ports)
+    metadata = dict(action.place.metadata)
+    metadata[SSH_KEYS] = "\n".join((ports.ssh_key, *slot.ssh_keys))
+    if not action.place.os_login:
+        # Where OS Login is on, the agent of the image ignores `ssh-keys`, and nobody could log in.
+        metadata[OS_LOGIN] = "FALSE"
+    key = NodeKey(slot.project, action.place.zone, action.name)
+    return NodeRequest(key, action.place, labels, metadata)
+
+
+def delete(action: Delete, ports: Ports) -> None:
+    """Raises: as `delete_ours`."""
+    delete_ours(action, ports.cloud, ports.owner)
+
+
+def delete_ours(action: Delete, cloud: Cloud, owner: str) -> None:
+    """Raises: ChangedMeanwhile: another node bears that name now, or it is not ours. NodeGone: it is gone already."""
+    node = cloud.get_node(action.key)
+    # ListNodes and GetNode may write an instant with more digits or fewer: were they compared as they are, nothing
+    # could ever be deleted.
+    is_other = node.id != action.id or abs(node.create_time - action.create_time) >= SAME_INSTANT
+    if is_other or node.owner != owner:
+        raise ChangedMeanwhile(f"{action.key.name} is not the node it was: nothing deleted")
+    cloud.delete_node(action.key)
+
+
+def vouch(key: NodeKey, workers: tuple[Worker, ...], ports: Ports) -> bool:
+    """Pin the host keys that guest attributes give; whether they gave some for every worker."""
+    vouched = ports.launcher.vouch(workers, ports.cloud.host_keys(key))
+    return bool(workers) and vouched >= {worker.number for worker in workers}
+
+
+def labels_of(slot: Slot, number: int | None, ports: Ports) -> dict[str, str]:
+    """What makes a node ours, and this slot's; *number* of the create that made it, None: no create of ours did."""
+    return {
+        LABEL_OWNER: ports.owner,
+        LABEL_FLEET: slot.fleet,
+        LABEL_SLOT: slot.name,
+        LABEL_NUMBER: "adopted" if number is None else str(number),
+    }

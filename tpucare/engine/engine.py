@@ -1,0 +1,413 @@
+"""
+The loop: observe, decide, apply, remember.
+
+It decides on one thread and starts none itself: listings, probes and effects run on the Executor and come back as
+finished. Everything that one step writes into memory is one transaction, on disk before any effect of that step begins.
+It leaves every choice to `plan`, every effect to `effects`, what is seen to `observer`, `prober` and `hearing`, and the
+meaning of wishes to the doors.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+
+from tpucare.engine import effects
+from tpucare.engine.board import Board, Settings
+from tpucare.engine.brake import HOLD_LAPSES, is_judged
+from tpucare.engine.effects import Ports, lane_of, prepare
+from tpucare.engine.hearing import Hearing
+from tpucare.engine.leave import Leave
+from tpucare.engine.observer import Observer
+from tpucare.engine.outcomes import Outcomes
+from tpucare.engine.prober import Prober
+from tpucare.engine.projects import ProjectView
+from tpucare.engine.slots import Roster
+from tpucare.engine.spending import Spending
+from tpucare.engine.tracking import SlotTrack
+from tpucare.engine.verdicts import Verdicts
+from tpucare.model.actions import ADOPTING, Create, Delete, Effect, Look, Poll, Reason, Settle, Stop, Vouch, Wait
+from tpucare.model.causes import Cause
+from tpucare.model.errors import ConfigError, TpuCareError
+from tpucare.model.evidence import Evidence, Moment
+from tpucare.model.memory import End, Memory, Wish
+from tpucare.model.narration import fields_of, kind_of, level_of, node_of, text_of
+from tpucare.model.ports import Clock, Executor, Finished, Gate, Lane, Store
+from tpucare.model.resources import Event, Listing, Node, NodeKey, Slot
+from tpucare.planner import remember as memories
+from tpucare.planner.decide import decide, live_nodes, tries_again_at
+from tpucare.planner.plan_foreign import is_foreign
+from tpucare.planner.remember_runs import saw
+
+__all__ = ["Engine", "Settings"]
+
+# One slot cannot ask for more steps in one pass than this: a rule that never comes to rest is an error of that slot.
+STEPS_PER_SLOT = 40
+# And this much more for each create and node that it has to look after.
+STEPS_PER_THING = 2
+
+
+class Engine:
+    """
+    Keeps every declared slot at what is wished of it.
+
+    Args:
+        ports: the cloud, the launcher, our owner label and our public key
+        listen: called with every event, after it is on disk; never with a secret
+        gate: without its leave nothing is created; None = everything may be
+    """
+
+    def __init__(
+        self,
+        ports: Ports,
+        store: Store,
+        clock: Clock,
+        executor: Executor,
+        rng: random.Random,
+        settings: Settings | None = None,
+        listen: Callable[[Event], None] | None = None,
+        gate: Gate | None = None,
+    ) -> None:
+        self.ports = ports
+        self.store = store
+        self.clock = clock
+        self.executor = executor
+        self.rng = rng
+        self.board = Board(store, clock, executor, settings or Settings(), listen or (lambda _: None))
+        self.hearing = Hearing(self.board)
+        self.prober = Prober(self.board, ports, self.hearing, rng)
+        self.spending = Spending(self.board, Leave(gate), self._try_to_begin)
+        self.roster = Roster(self.board, self.spending)
+        self.observer = Observer(self.board, ports, self.prober, self.hearing, self.roster.take_in, rng)
+        self.verdicts = Verdicts(self.board, self.hearing, self._try_to_begin)
+        self.outcomes = Outcomes(self.board, ports, self.observer, self.prober, self.spending, rng)
+        self._told: deque[Event] = deque()
+
+    @property
+    def slots(self) -> dict[str, SlotTrack]:
+        return self.board.slots
+
+    @property
+    def projects(self) -> dict[str, ProjectView]:
+        return self.board.projects
+
+    @property
+    def listen(self) -> Callable[[Event], None]:
+        """Who is told of events."""
+        return self.board.listen
+
+    @property
+    def strays(self) -> dict[str, Node]:
+        """Nodes that bear our owner label and a fleet that this store has never known."""
+        return self.board.strays
+
+    # --- what is declared, and what is wished ------------------------------------------------------------------------
+
+    def declare(
+        self, fleet: str, slots: Iterable[Slot], surplus: Callable[[str], Slot | None], wish: Wish = Wish.UP
+    ) -> None:
+        """
+        Slots of *fleet* as last accepted; what `surplus` and `wish` are, `Roster.declare` says.
+
+        A live node is never touched for an edit alone.
+        """
+        self.roster.declare(fleet, slots, surplus, wish)
+        # Nodes that bore our label before their fleet was known are seen now.
+        for node in [node for node in self.strays.values() if node.fleet == fleet]:
+            del self.strays[node.name]
+            self.observer.see(self.board.project(node.key.project), node)
+
+    def watch(self, project: str) -> None:
+        """List *project* though no slot of it is declared: strays and late nodes are seen there too."""
+        self.board.project(project)
+
+    def change(self, slot: str, alter: Callable[[Memory], Memory], kind: str, text: str, **fields: str) -> None:
+        """Write a person's wish into the memory of a slot, durably, before it returns; *fields*: of its event."""
+        track = self.slots[slot]
+        self.board.update(track, alter(track.memory))
+        self.board.event(track, kind, text, **fields)
+        track.braked = False
+        self.board.dirty[slot] = None
+        self.board.commit()
+
+    def lift_brake(self, slot: str) -> None:
+        """Let the verdict pass that is held now. Where none is, a person has said nothing of one that comes later."""
+        track = self.slots[slot]
+        track.brake_lifted = track.brake_lifted or track.braked
+        self.board.dirty[slot] = None
+
+    def collect(self, name: str) -> None:
+        """`gc --apply`: delete a stray node, which bears our owner label and an unknown fleet; the end is an event."""
+        node = self.strays[name]
+        action = Delete(node.key, node.id, node.create_time, Cause.GC_ASKED, "gc was asked for", Reason.ASKED)
+        self.board.begin((Lane.CLOUD, ("collect", name), lambda: effects.delete(action, self.ports)))
+        self.board.say("collect", f"{name}: delete asked for", node=name)
+        self.board.commit()
+
+    def adopt(self, node: str, slot: str) -> None:
+        """
+        `adopt-node`: a person says that *node*, whoever made it, is this slot's from now on; the end is an event.
+
+        Raises: ConfigError: no such node was listed, it is ours already, or the slot has a node, and of two nodes one
+        would have to go.
+        """
+        track = self.slots[slot]
+        view = self.board.project(track.slot.project)
+        if live := live_nodes(self._evidence(view, track), track.memory):
+            advice = "choose a slot that has none; of a fleet that is declared with `apply --paused` none has"
+            raise ConfigError(f"{slot} has a node, {live[0].node.name}: {advice}")
+        known = view.foreign.values()
+        found = [seen for nodes in known for seen in nodes.values() if seen.name == node]
+        if not found:
+            raise ConfigError(f"no node {node} of another owner is listed in {track.slot.project}")
+        key, labels = found[0].key, effects.labels_of(track.slot, None, self.ports)
+        self.board.begin((Lane.CLOUD, ("adopt", node, slot), lambda: self.ports.cloud.add_labels(key, labels)))
+        track.looked[ADOPTING] = view.mark
+        self.board.dirty[slot] = None
+        self.board.event(track, "adopt", f"{node}: to be labelled as ours", node=node)
+        self.board.commit()
+
+    def tell(self, event: Event) -> None:
+        """Let *event* go the way of all events: on disk, then to whoever listens. From any thread."""
+        self._told.append(event)
+        self.executor.nudge()
+
+    def hold(self) -> None:
+        """Observe and decide, and begin nothing, until `release`; the store does not count as cared for meanwhile."""
+        self.board.is_held = True
+
+    def release(self, acts_for: Callable[[Slot], bool] | None = None) -> None:
+        """Begin what is decided for the slots that *acts_for* chooses; None = all."""
+        self.board.is_held = False
+        self.board.acts_for = acts_for
+        self.board.decide_again(self.slots)
+
+    # --- the loop ----------------------------------------------------------------------------------------------------
+
+    def run(self, until: Callable[[], bool]) -> None:
+        """Step and sleep until *until* says so. Raises: StoreError: nothing may be done that cannot be written."""
+        while not until():
+            self.executor.sleep(timedelta(seconds=self.step()))
+
+    def step(self) -> float:
+        """One turn of the loop; returns for how many seconds there is nothing to do unless something ends."""
+        for finished in self.executor.finished():
+            self._finish(finished)
+        now = self.clock.monotonic()
+        self.prober.take_hints(now)
+        self.board.wake(now)
+        self.board.decide_again(self.spending.leave.news() & self.slots.keys())
+        self._decide_all()
+        self.spending.leave.sweep(self.slots)
+        while self._told:
+            self.board.pass_on(self._told.popleft())
+        self.observer.poll(now)
+        self.prober.probe(now)
+        self.board.commit()
+        self.board.mark(now)
+        return self._idle_for(self.clock.monotonic())
+
+    def _idle_for(self, now: float) -> float:
+        if self.board.dirty:
+            return 0.0
+        dues = [view.poll_due for view in self.projects.values() if not view.listing]
+        if (due := self.prober.next_due()) is not None:
+            dues.append(due)
+        if (due := self.board.next_wake()) is not None:
+            dues.append(due)
+        # Shorter sleeps than a clock can tell apart would be a busy loop.
+        return max(0.001, min(dues, default=now + self.board.settings.poll) - now)
+
+    def settled(self) -> bool:
+        """No slot has anything under way: what a door waits for before it leaves."""
+        return not any(track.in_flight for track in self.slots.values())
+
+    def is_training(self, slot: str) -> bool:
+        """Every worker of the slot's node answers and holds the run launched last; of a foreign one it is on some."""
+        track = self.slots[slot]
+        run = track.memory.run
+        seen = track.nodes.get(run.node) if run is not None else None
+        if seen is None or seen.report is None or run is None or not seen.report.all_answer:
+            return False
+        workers = seen.report.workers
+        lives = any if is_foreign(seen.report, run) else all
+        return all(w.token == run.token for w in workers) and lives(w.alive for w in workers)
+
+    def is_over(self, slot: str) -> bool:
+        """Nothing more will happen to this slot by itself: done, or taken down, and nothing is left of it."""
+        track = self.slots[slot]
+        memory = track.memory
+        empty = not (memory.ours or memory.creates or track.in_flight or track.nodes)
+        ended = memory.end is not End.NONE and tries_again_at(track.slot, memory) is None
+        return empty and (memory.wish is Wish.DOWN or ended)
+
+    def out_of_reach(self, slot: str) -> tuple[NodeKey, ...]:
+        """All that is left of a slot that goes down, where none of that can be looked at; it may never be again."""
+        action = self.slots[slot].action
+        return action.out_of_reach if isinstance(action, Wait) else ()
+
+    def zones_of(self, slot: str) -> frozenset[str]:
+        """Where something of the slot is, or may be."""
+        track = self.slots[slot]
+        places = {place.zone for place in track.slot.places}
+        return frozenset(places | {part.zone for part in track.memory.ours} | {c.zone for c in track.memory.creates})
+
+    # --- decide ------------------------------------------------------------------------------------------------------
+
+    def _decide_all(self) -> None:
+        """Until every slot says Wait: judged deletions pass the brake together, creates share the budget."""
+        judged: dict[str, Delete | Stop] = {}
+        creates: dict[str, Create] = {}
+        while self.board.dirty:
+            name = next(iter(self.board.dirty))
+            del self.board.dirty[name]
+            track = self.slots.get(name)
+            if track is None:
+                continue
+            try:
+                self._decide_slot(track, judged, creates)
+            except Exception as error:
+                # Raises it again where it is the store's: nothing may be done that cannot be written.
+                self.board.set_aside(track, error)
+            self.board.rest(track)
+        now = self.clock.monotonic()
+        if judged:
+            self.verdicts.judge(judged, now)
+            self._decide_all()
+        if creates:
+            self.spending.spend(creates, now)
+            self._decide_all()
+
+    def moment(self, track: SlotTrack) -> Moment:
+        """Now, for this slot; where no listing comes, by the clock of the node that is heard."""
+        view, now = self.board.project(track.slot.project), self.clock.monotonic()
+        mark, wall = view.mark, self.clock.now()
+        if track.nodes:
+            mark = max([seen.own_mark(mark, view.cap) for seen in track.nodes.values()])
+        return Moment(wall, mark.observed, mark.passes, view.cloud_now(now, wall))
+
+    def _decide_slot(self, track: SlotTrack, judged: dict[str, Delete | Stop], creates: dict[str, Create]) -> None:
+        now = self.clock.monotonic()
+        if track.aside_until is not None and now < track.aside_until:
+            self.board.wake_at(track, track.aside_until)
+            return
+        track.aside_until = None
+        view = self.board.project(track.slot.project)
+        steps = STEPS_PER_SLOT + STEPS_PER_THING * (len(track.memory.creates) + len(track.memory.nodes))
+        for _ in range(steps):
+            track.mark_creates(view.mark)
+            moment = self.moment(track)
+            action = decide(track.slot, self._evidence(view, track), track.memory, moment)
+            track.decided(action)
+            if isinstance(action, Wait):
+                self._rest(track, action, moment, now)
+                return
+            if not self._acts_for(track.slot):
+                return
+            if isinstance(action, Create):
+                creates[track.slot.name] = action
+                return
+            if is_judged(action, track.memory):
+                assert isinstance(action, Delete | Stop)
+                judged[track.slot.name] = action
+                return
+            self._begin(track, action)
+        raise TpuCareError(f"no rest after {steps} steps, the last was {track.action}")
+
+    def _acts_for(self, slot: Slot) -> bool:
+        chosen = self.board.acts_for
+        return not self.board.is_held and (chosen is None or chosen(slot))
+
+    def _evidence(self, view: ProjectView, track: SlotTrack) -> Evidence:
+        silent = track.slot.name in self.hearing.silent
+        elsewhere = silent and self.hearing.elsewhere_answers(track)
+        return track.evidence(
+            foreign=tuple(view.foreign.get(track.slot.name, {}).values()),
+            fresh=view.fresh,
+            blind_why=view.blind_why,
+            dark_since=view.dark_since,
+            holdings=view.holdings,
+            elsewhere_answers=elsewhere,
+            # Asked for only where nobody answers: it is the rarer question, and the dearer one.
+            may_be_canary=silent and not elsewhere and self.hearing.may_be_canary(track),
+            store_lost=self.store.lost,
+            store_old=self.store.old,
+            complete=view.complete,
+            unanswered=view.unanswered or frozenset(),
+            publishing=self.board.publishing,
+            poll_every=self.board.poll_every,
+        )
+
+    def _rest(self, track: SlotTrack, action: Wait, moment: Moment, now: float) -> None:
+        track.wants_create_since = None
+        view = self.board.project(track.slot.project)
+        # A verdict may be away for a moment, while its node is looked at once more; and while no listing comes at all,
+        # whatever clock runs on for the workers.
+        if view.observed - track.held_at > HOLD_LAPSES:
+            track.release()
+        if action.observed is not None:
+            view.wake(action.observed, track.slot.name)
+        if not view.fresh:
+            view.decided_blind.add(track.slot.name)
+        if action.wall is not None:
+            self.board.wake_at(track, now + max(0.0, (action.wall - moment.wall).total_seconds()))
+        if action.needs_person and action.why != track.said:
+            self.board.event(track, "person", action.why, level="warning", cause=action.cause.value)
+        # A listing that fails meanwhile changes nothing that a person would have to hear of once more.
+        if action.needs_person or view.fresh:
+            track.said = action.why if action.needs_person else ""
+
+    # --- apply -------------------------------------------------------------------------------------------------------
+
+    def _try_to_begin(self, track: SlotTrack, action: Effect) -> None:
+        """What breaks in one slot's work sets that slot aside, and is no reason for the others to end."""
+        try:
+            self._begin(track, action)
+        except Exception as error:
+            self.board.set_aside(track, error)
+
+    def _begin(self, track: SlotTrack, action: Settle | Effect) -> None:
+        """The intent into memory, the effect behind it; it starts when `commit` has written the intent."""
+        self.board.update(track, saw(track.memory, *track.last_told()))
+        self.board.update(track, memories.intend(track.memory, action, self.clock.now(), self.rng))
+        if not isinstance(action, Look | Poll | Vouch):
+            name, level = node_of(action), level_of(action)
+            self.board.event(track, kind_of(action), text_of(action), node=name, level=level, **fields_of(action))
+        if isinstance(action, Settle):
+            return
+        if isinstance(action, Delete):
+            # Nobody is asked any more, and whoever still waits for a word of it waits for nothing.
+            self.ports.launcher.disconnect(action.key)
+        name = action.key.name if not isinstance(action, Create | Poll) else action.name
+        seen = track.nodes.get(name)
+        coordinator = seen.node.endpoints[0].internal if seen is not None and seen.node.endpoints else ""
+        workers = seen.workers if seen is not None else None
+        effect = prepare(action, track.slot, track.memory, workers, coordinator, self.ports)
+        track.in_flight[action.effect_key] = action
+        tag = ("effect", track.slot.name, action.effect_key)
+        self.board.begin((lane_of(action), tag, effect))
+
+    # --- remember ----------------------------------------------------------------------------------------------------
+
+    def _finish(self, finished: Finished) -> None:
+        assert isinstance(finished.tag, tuple)
+        kind, *rest = finished.tag
+        if kind == "list":
+            result = finished.result if isinstance(finished.result, Listing) else None
+            self.observer.listed(self.projects[rest[0]], result, finished.error)
+        elif kind == "probe":
+            self.prober.probed(rest[0], rest[1], rest[2], finished)
+        elif kind in ("collect", "adopt"):
+            text = f"{rest[0]}: " + (f"{finished.error}" if finished.error is not None else "accepted")
+            level = "info" if finished.error is None else "warning"
+            self.board.say(f"{kind}ed", text, node=rest[0], level=level)
+            if kind == "adopt" and finished.error is not None and rest[1] in self.slots:
+                self.slots[rest[1]].looked.pop(ADOPTING, None)
+                self.board.dirty[rest[1]] = None
+        else:
+            track = self.slots.get(rest[0])
+            action = track.in_flight.pop(rest[1], None) if track is not None else None
+            if track is not None and action is not None and not isinstance(action, Wait | Settle):
+                self.outcomes.ended(track, action, finished)

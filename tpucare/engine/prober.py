@@ -1,0 +1,176 @@
+"""
+When to ask which node's workers how they are, and what their answers change.
+
+On the deciding thread only; the asking itself runs on the Executor. A node is asked every second until its run makes
+progress or nothing new was heard for ten minutes, then every 15 s (more seldom where there are hundreds), and at once
+when the launcher hints that something happened.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from datetime import timedelta
+
+from tpucare.engine.board import Board
+from tpucare.engine.effects import Ports
+from tpucare.engine.hearing import Hearing
+from tpucare.engine.tracking import NodeTrack, SlotTrack, is_running, newest_checkpoint, newest_step
+from tpucare.model.evidence import SUPPORTING_OBSERVATIONS
+from tpucare.model.ports import Finished, Lane
+from tpucare.model.resources import PENDING_STATES, USABLE_STATES, NodeState
+from tpucare.model.runs import NodeReport, Phase, ProbeOrder
+from tpucare.planner import remember_seen as memories
+from tpucare.planner.backoff import refusal_pause
+from tpucare.planner.plan_ended import EXIT_IS_SEEN_REPORTS
+from tpucare.planner.plan_living import got_further, is_row_open
+
+# What is UNKNOWN by the API may be known by its workers.
+PROBED = PENDING_STATES | USABLE_STATES | {NodeState.UNKNOWN}
+# A job that never tells of its progress, a long set-up, a worker that stays dark: asked at leisure from then on.
+NEWS_IS_FRESH_FOR = timedelta(minutes=10)
+# Asking costs 3 to 4 ms of CPU a worker, and must not take more than a tenth of a core in all. A dropped connection
+# tells at once of most that happens, so the heartbeats of a large fleet may be slower.
+WORKERS_A_SECOND = 18
+
+
+class Prober:
+    """The heartbeat of every node."""
+
+    def __init__(self, board: Board, ports: Ports, hearing: Hearing, rng: random.Random) -> None:
+        self.board = board
+        self.ports = ports
+        self.hearing = hearing
+        self.rng = rng
+        self._probes: list[tuple[float, str, str]] = []
+
+    def next_due(self) -> float | None:
+        return self._probes[0][0] if self._probes else None
+
+    def take_hints(self, now: float) -> None:
+        """A dropped connection or a port that opened is a reason to look now, never a verdict."""
+        for key in sorted(self.ports.launcher.hints()):
+            if found := self.board.find(key):
+                self.schedule(*found, now)
+                # What made a worker hang up may have reached the API by now.
+                self.board.project(key.project).look_soon(now, self.board.settings.fast_poll)
+
+    def schedule(self, track: SlotTrack, seen: NodeTrack, due: float) -> None:
+        seen.probe_due = due
+        heapq.heappush(self._probes, (due, track.slot.name, seen.node.name))
+
+    def resume(self, track: SlotTrack, seen: NodeTrack) -> None:
+        """Ask again what was not asked while it could not answer: its zone was dark, or it was stopped."""
+        if seen.probe_due is None and seen.workers is not None:
+            self.schedule(track, seen, self.board.clock.monotonic())
+
+    def probe(self, now: float) -> None:
+        """Ask every node that is due."""
+        while self._probes and self._probes[0][0] <= now:
+            due, slot, name = heapq.heappop(self._probes)
+            track = self.board.slots.get(slot)
+            seen = track.nodes.get(name) if track is not None else None
+            if track is None or seen is None or seen.probe_due != due or seen.probing:
+                continue
+            past = track.memory.node(name)
+            # A node that memory does not know is not asked either.
+            is_asked = past is not None and past.serves
+            if seen.workers is None or seen.node.state not in PROBED or not is_asked:
+                seen.probe_due = None
+                continue
+            self._ask(track, seen, past.attempt if past is not None else 0)
+
+    def _ask(self, track: SlotTrack, seen: NodeTrack, attempt: int) -> None:
+        job, run = track.slot.job, track.memory.run
+        assert seen.workers is not None
+        order = ProbeOrder(
+            seen.workers,
+            track.slot.name,
+            attempt,
+            progress=job.progress if job is not None else "",
+            checkpoint=job.checkpoint if job is not None else "",
+            everything=run is not None and bool(run.stop_why),
+        )
+        seen.probing, seen.probe_due = True, None
+        tag = ("probe", track.slot.name, seen.node.name, str(seen.generation))
+        self.board.begin((Lane.PROBE, tag, lambda: self.ports.launcher.probe(order)))
+
+    def probed(self, slot: str, name: str, generation: str, finished: Finished) -> None:
+        track = self.board.slots.get(slot)
+        seen = track.nodes.get(name) if track is not None else None
+        if track is None or seen is None:
+            return
+        seen.probing = False
+        now = self.board.clock.monotonic()
+        report = finished.result
+        if finished.error is not None:
+            self.board.set_aside(track, finished.error)
+        elif isinstance(report, NodeReport) and report.node_id == seen.node.id and str(seen.generation) == generation:
+            self._hear(track, seen, report)
+        # Something happened while it was asked: the answer may be older than that.
+        hinted = seen.probe_due is not None
+        self.schedule(track, seen, now if hinted else now + self._pause(track, seen))
+
+    def _pause(self, track: SlotTrack, seen: NodeTrack) -> float:
+        if seen.refusals:
+            return refusal_pause(seen.refusals).total_seconds()
+        report = seen.report
+        tells = seen.progress.told is not None or seen.progress.signals > 0
+        steady = report is not None and report.all_answer and is_running(report) and tells
+        if not steady and self._has_news(track, seen):
+            return self.board.settings.fast_probe
+        crowd = (len(self._probes) + 1) * len(seen.workers or ())
+        return max(self.board.settings.probe, crowd / WORKERS_A_SECOND) * self.rng.uniform(0.8, 1.2)
+
+    def _has_news(self, track: SlotTrack, seen: NodeTrack) -> bool:
+        marks = (seen.phase_since, seen.ended_since, seen.answering_since, seen.silent_since, seen.refused_since)
+        newest = max((mark.observed for mark in marks if mark is not None), default=None)
+        now = self.board.project(track.slot.project).observed
+        return newest is None or now - newest < NEWS_IS_FRESH_FOR
+
+    def _hear(self, track: SlotTrack, seen: NodeTrack, report: NodeReport) -> None:
+        view = self.board.project(track.slot.project)
+        before, token, signals = seen.report, seen.progress.token, seen.progress.signals
+        self.hearing.hear(seen.node.name, report)
+        mark = view.mark if view.fresh else seen.hear_alone(self.board.clock.monotonic(), view.mark, view.cap)
+        changed = seen.hear(report, mark) or not view.fresh
+        if seen.progress.token != token:
+            # Signs of the run before this one are none of this one's.
+            signals = 0
+        self.hearing.note(track)
+        if report.all_answer:
+            self.board.update(track, memories.answered(track.memory, seen.node.name))
+        if seen.refusals:
+            self.board.update(track, memories.refused(track.memory, seen.node.name))
+        self._tell(track, seen, before, report, signals)
+        # Nothing turns on a second signal but the note that this job tells of its progress at all.
+        # But that it stands still is said by so many reports without one.
+        stood_still = SUPPORTING_OBSERVATIONS in (seen.progress.unchanged, seen.progress.still)
+        # So is that it ended for sure, and that it got further than what failed before.
+        ended = seen.ended_reports == EXIT_IS_SEEN_REPORTS
+        second = seen.progress.signals == 2 and signals < 2
+        further = is_row_open(track.memory) and got_further(seen.freeze(), track.memory)
+        if changed or stood_still or ended or second or further:
+            self.board.dirty[track.slot.name] = None
+
+    def _tell(
+        self, track: SlotTrack, seen: NodeTrack, before: NodeReport | None, report: NodeReport, signals: int
+    ) -> None:
+        name = seen.node.name
+        new = track.memory.run is None or track.memory.run.node != name
+        if new and report.all_answer and (before is None or not before.all_answer):
+            self.board.event(track, "answers", f"all workers of {name} answer", node=name)
+        run = track.memory.run
+        first = report.workers[0] if report.workers else None
+        if first is None or run is None or first.token != run.token:
+            return
+        old = before.workers[0].phase if before is not None and before.workers else None
+        if first.phase is not old and first.phase is not Phase.NONE:
+            # A run that start_fn began stays in its last phase: where it is found, it may have ended long ago.
+            over = old is None and first.foreign is not None and not any(worker.alive for worker in report.workers)
+            word = "ended" if over and first.phase is Phase.RUN else first.phase.value
+            self.board.event(track, "phase", f"{run.token}: {word}", node=name, phase=word)
+        if signals == 0 and seen.progress.signals > 0:
+            step, checkpoint = newest_step(report), newest_checkpoint(report)
+            text = f"{run.token}: first sign of progress"
+            self.board.event(track, "progress", text, node=name, step=step, checkpoint=checkpoint)

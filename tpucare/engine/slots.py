@@ -1,0 +1,108 @@
+"""
+Which slots there are: declared now, or remembered and not declared any more. On the deciding thread only.
+
+A slot is never forgotten: what is left of one that was let go are its numbers, so that no name comes twice, and nodes
+that somebody took, on which its run may live.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from tpucare.engine.board import Board
+from tpucare.engine.spending import Spending
+from tpucare.engine.tracking import SlotTrack
+from tpucare.model.memory import Memory, Wish
+from tpucare.model.resources import Node, Slot
+from tpucare.planner import remember as memories
+
+
+class Roster:
+    """The slots of the board, made from what doors declare and from what the store remembers."""
+
+    def __init__(self, board: Board, spending: Spending) -> None:
+        self._board = board
+        self._spending = spending
+        self._remembered = {name: memories.recover(memory) for name, memory in board.store.memories().items()}
+        self._surplus: dict[str, Callable[[str], Slot | None]] = {}
+        self._wishes: dict[str, Wish] = {}
+
+    def declare(self, fleet: str, slots: Iterable[Slot], surplus: Callable[[str], Slot | None], wish: Wish) -> None:
+        """
+        Slots of *fleet* as last accepted.
+
+        `surplus` makes the Slot of a name that is no longer declared and still remembered or listed (rule 3: a lowered
+        count lets surplus slots run on). `wish` is what a slot begins with that nothing is remembered of: a node of a
+        fleet that was taken down must not bring its slot back.
+        """
+        declared = {slot.name: slot for slot in slots}
+        self._surplus[fleet] = surplus
+        self._wishes[fleet] = wish
+        for name in self.known(fleet):
+            extra = surplus(name) if name not in declared else None
+            if extra is not None:
+                declared[name] = extra
+        for slot in declared.values():
+            self._track(slot)
+
+    def known(self, fleet: str) -> list[str]:
+        """Slots of *fleet* that are declared, or remembered, whatever its count is by now."""
+        known = [name for name, memory in self._remembered.items() if memory.fleet == fleet]
+        return known + [name for name, track in self._board.slots.items() if track.slot.fleet == fleet]
+
+    def take_in(self, node: Node) -> SlotTrack | None:
+        """The slot that *node* is of, though it is not declared any more. None: its fleet does not know that name."""
+        surplus = self._surplus.get(node.fleet)
+        slot = surplus(node.slot) if surplus is not None and node.slot else None
+        return self._track(slot) if slot is not None else None
+
+    def has_left(self, fleet: str) -> bool:
+        """Whether something of *fleet* is there, or may be: a node, or a create that was asked for."""
+        tracks = [track for track in self._board.slots.values() if track.slot.fleet == fleet]
+        memories = [track.memory for track in tracks]
+        memories += [memory for memory in self._remembered.values() if memory.fleet == fleet]
+        return any(track.nodes for track in tracks) or any(memory.nodes or memory.creates for memory in memories)
+
+    def end(self, slot: str) -> None:
+        """Let go of a slot that was taken down and of which nothing is left. Its numbers stay: no name comes twice."""
+        track = self._board.slots[slot]
+        self._leave(track)
+        past = track.memory
+        memory = Memory(
+            past.fleet,
+            past.wish,
+            nodes=tuple(node for node in past.nodes if node.taken),
+            next_number=past.next_number,
+            asked_from=past.asked_from,
+            attempts=past.attempts,
+            recent_creates=past.recent_creates,
+        )
+        self._remembered[slot] = memory
+        self._board.store.save({slot: memory})
+
+    def _track(self, slot: Slot) -> SlotTrack:
+        board = self._board
+        track = board.slots.get(slot.name)
+        if track is not None and track.slot.project != slot.project:
+            # The doors see to it that nothing of the slot is left there. Marks of one project's observed clock say
+            # nothing on that of another.
+            self._leave(track)
+            self._remembered[slot.name] = track.memory
+            track = None
+        if track is None:
+            fresh = Memory(fleet=slot.fleet, wish=self._wishes.get(slot.fleet, Wish.UP))
+            memory = self._remembered.pop(slot.name, None) or fresh
+            track = SlotTrack(slot, memory)
+            board.settle_in(track)
+            board.project(slot.project).adopt(slot.name)
+            self._spending.restore(slot.project, memory)
+            board.note_publishing(memory)
+        track.slot = slot
+        board.dirty[slot.name] = None
+        return track
+
+    def _leave(self, track: SlotTrack) -> None:
+        name = track.slot.name
+        del self._board.slots[name]
+        self._board.project(track.slot.project).slots.discard(name)
+        self._board.drop(name)

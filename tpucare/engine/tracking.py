@@ -1,0 +1,486 @@
+"""
+What the engine keeps of each slot and node between passes, and turns into evidence when `decide` asks for it.
+
+Mutable, and used on the deciding thread only. Nothing here chooses anything; a report or a listing goes in, and whether
+a decision could turn on it comes out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from datetime import timedelta
+from statistics import median
+
+from tpucare.adapters.google import classify as failures
+from tpucare.model.actions import Action, EffectKey, Wait
+from tpucare.model.causes import Cause
+from tpucare.model.errors import NeedsPerson, NodeGone, NotPublished
+from tpucare.model.evidence import Evidence, FailedLook, Holding, Mark, NodeEvidence, Progress, Voucher
+from tpucare.model.memory import End, Memory, Publishing
+from tpucare.model.resources import Health, Node, NodeState, Slot, Worker
+from tpucare.model.runs import Contact, NodeReport, Phase, WorkerReport
+
+BAD_HEALTH = frozenset({Health.TIMEOUT, Health.UNHEALTHY_TENSORFLOW, Health.UNHEALTHY_MAINTENANCE})
+GAPS_KEPT = 20
+FRESH_SILENCE = timedelta(minutes=3)
+
+
+@dataclass(slots=True)
+class ProgressTrack:
+    """
+    Signs of progress of one run; see `evidence.Progress`.
+
+    A sign is a step or checkpoint that differs from one known before. The first of each is only where the run begins:
+    "restored at step 100" is no step made, and the checkpoint of an older run may be read late.
+    """
+
+    token: str = ""
+    step: int | None = None
+    checkpoint: int | None = None
+    begun: Mark | None = None
+    told: Mark | None = None
+    log_bytes: int = 0
+    signals: int = 0
+    unchanged: int = 0
+    still: int = 0
+    last: Mark | None = None
+    life: Mark | None = None
+    gaps: deque[float] = field(default_factory=lambda: deque(maxlen=GAPS_KEPT))
+    median_gap: timedelta | None = None
+    steps: dict[int, int] = field(default_factory=dict)
+
+    def see(self, token: str, step: int | None, checkpoint: int | None, log_bytes: int, mark: Mark) -> None:
+        if token != self.token:
+            self.token, self.step, self.checkpoint, self.log_bytes = token, None, None, 0
+            self.begun, self.told, self.last, self.life = mark, None, None, mark
+            self.signals = 0
+            self.gaps.clear()
+            self.still = 0
+            self.median_gap = None
+            self.steps.clear()
+        self.unchanged += 1
+        self.still += 1
+        if log_bytes != self.log_bytes:
+            self.log_bytes, self.life, self.still = log_bytes, mark, 0
+        if step is not None and self.told is None:
+            self.told, self.life, self.unchanged, self.still = mark, mark, 0, 0
+        moved = _differs(step, self.step) or _differs(checkpoint, self.checkpoint)
+        self.step = self.step if step is None else step
+        self.checkpoint = self.checkpoint if checkpoint is None else checkpoint
+        if moved:
+            self._sign(mark)
+
+    def overhear(self, steps: Mapping[int, int], mark: Mark) -> None:
+        """
+        Steps of the other workers, by number, while the first one is silent: it may be too busy to answer.
+
+        Each is held against its own alone, for workers need not count alike.
+        """
+        moved = any(_differs(step, self.steps.get(number)) for number, step in steps.items())
+        self.steps.update(steps)
+        if moved:
+            self._sign(mark)
+
+    def _sign(self, mark: Mark) -> None:
+        if self.last is not None:
+            self.gaps.append((mark.observed - self.last.observed).total_seconds())
+            self.median_gap = timedelta(seconds=median(self.gaps))
+        self.last, self.life, self.still = mark, mark, 0
+        self.signals, self.unchanged = self.signals + 1, 0
+
+    def leave_out(self, now: Mark, length: timedelta, passes: int) -> None:
+        """That much time went by unseen: it is no standstill."""
+        self.begun = _later(self.begun, now, length, passes)
+        self.told = _later(self.told, now, length, passes)
+        self.last = _later(self.last, now, length, passes)
+        self.life = _later(self.life, now, length, passes)
+
+    def freeze(self) -> Progress:
+        return Progress(
+            self.token,
+            self.signals,
+            self.last,
+            self.median_gap,
+            self.life,
+            self.unchanged,
+            self.still,
+            begun=self.begun,
+            told=self.told,
+        )
+
+
+@dataclass(slots=True)
+class NodeTrack:
+    """One node of a slot, as observed by this process."""
+
+    node: Node
+    seen_since: Mark
+    state_since: Mark
+    listed: bool = True
+    dark_since: Mark | None = None
+    heard_alone: bool = False
+    alone_for: timedelta = timedelta()
+    workers: tuple[Worker, ...] | None = None
+    report: NodeReport | None = None
+    generation: int = 0
+    probe_due: float | None = None
+    probing: bool = False
+    voucher: Voucher = Voucher.UNASKED
+    voucher_why: str = ""
+    unanswered_since: Mark | None = None
+    unhealthy_since: Mark | None = None
+    silent_since: Mark | None = None
+    silent_probes: int = 0
+    answering_since: Mark | None = None
+    refused_since: Mark | None = None
+    refusals: int = 0
+    changed_since: Mark | None = None
+    ended_since: Mark | None = None
+    ended_reports: int = 0
+    phase_since: Mark | None = None
+    lacking_since: Mark | None = None
+    arrived_since: Mark | None = None
+    arrived: set[int] = field(default_factory=set)
+    progress: ProgressTrack = field(default_factory=ProgressTrack)
+    _heard_at: float | None = None
+
+    def see(self, node: Node, mark: Mark) -> None:
+        """The listing, or GetNode, shows *node*."""
+        if node.state is not self.node.state:
+            self.state_since = mark
+        if self.workers is not None and len(node.endpoints) < len(self.workers):
+            self.lacking_since = mark
+        if node.health not in BAD_HEALTH:
+            self.unhealthy_since = None
+        elif self.unhealthy_since is None:
+            self.unhealthy_since = mark
+        self.node = node
+
+    @property
+    def dark(self) -> bool:
+        return self.dark_since is not None
+
+    def darken(self, mark: Mark) -> None:
+        """Its zone does not answer: from here on nothing of the node is seen but what its workers say."""
+        if self.dark_since is None:
+            self.dark_since, self.heard_alone = mark, False
+
+    def alone(self) -> None:
+        """No listing comes any more: from here on nothing of the node is seen but what its workers say."""
+        self.heard_alone, self.alone_for, self._heard_at = False, timedelta(), None
+
+    def hear_alone(self, now: float, mark: Mark, cap: timedelta) -> Mark:
+        """
+        Its workers are heard while no listing comes; the instant at which they were, by a clock of this node alone,
+        which begins where the observed clock stands and moves by gaps between reports, each capped.
+        """
+        if self._heard_at is not None:
+            self.alone_for += min(timedelta(seconds=max(0.0, now - self._heard_at)), cap)
+        self._heard_at = now
+        return self.own_mark(mark, cap)
+
+    def own_mark(self, mark: Mark, cap: timedelta) -> Mark:
+        """Now, by the node's own clock; a poll, a third of *cap*, counts as an observation."""
+        if not self.alone_for:
+            return mark
+        return Mark(mark.observed + self.alone_for, mark.passes + round(self.alone_for / (cap / 3)))
+
+    def in_company(self, mark: Mark) -> None:
+        """Listings come again: what was noted by the node's own clock was noted just now, by the observed one."""
+        if self.alone_for:
+            self._shift(mark, timedelta(), 0)
+        self.alone()
+
+    def _shift(self, now: Mark, length: timedelta, passes: int) -> None:
+        for name in (each.name for each in fields(self)):
+            if isinstance(value := getattr(self, name), Mark):
+                setattr(self, name, _later(value, now, length, passes))
+        self.progress.leave_out(now, length, passes)
+
+    def light(self, mark: Mark) -> None:
+        """
+        Its zone answers again. Observed time went on, for other zones did answer, but not for this node (rule 11): no
+        condition has lasted through the darkness, and what is to support a verdict has to be seen anew.
+        """
+        if self.dark_since is None:
+            return
+        length, passes = mark.observed - self.dark_since.observed, mark.passes - self.dark_since.passes
+        self._shift(mark, length, passes)
+        self.progress.unchanged = self.progress.still = 0
+        self.silent_probes = 0
+        self.dark_since = None
+
+    def forget_report(self) -> None:
+        """What runs on the workers was just changed by us: earlier answers are void, those on their way too."""
+        self.report = None
+        self.generation += 1
+        self.ended_since = None
+        self.ended_reports = 0
+        self.phase_since = None
+
+    def hear_voucher(self, vouched: bool, error: Exception | None, mark: Mark) -> None:
+        """Guest attributes were asked for host keys. *vouched*: they had some of every worker."""
+        before, self.voucher = self.voucher, _voucher_of(vouched, error)
+        if self.voucher is not before:
+            # Texts of the API bear an id of each answer: a person is told the first, and not every one as news.
+            self.voucher_why = str(error) if error is not None else ""
+        unanswered = self.voucher is Voucher.UNANSWERED
+        self.unanswered_since = (self.unanswered_since or mark) if unanswered else None
+
+    def hear(self, report: NodeReport, mark: Mark) -> bool:
+        """Workers answered, or did not; true when a decision could turn on it."""
+        # Of a node in a dark zone this alone lets something be decided, whatever the workers say.
+        heard_again = self.dark and not self.heard_alone
+        before, self.report, self.heard_alone = self.report, report, True
+        contacts = [worker.contact for worker in report.workers]
+        self._mark_contacts(contacts, mark)
+        self._mark_run(before, report, mark)
+        first = report.workers[0] if report.workers else None
+        if first is not None and first.contact is Contact.ANSWERED:
+            log_bytes = sum(worker.log_bytes for worker in report.workers)
+            self.progress.see(first.token, newest_step(report), newest_checkpoint(report), log_bytes, mark)
+            self.progress.steps.update(_steps_of_others(report, first.token))
+        elif self.progress.token:
+            self.progress.overhear(_steps_of_others(report, self.progress.token), mark)
+        return heard_again or before is None or before.workers != report.workers
+
+    def _mark_contacts(self, contacts: list[Contact], mark: Mark) -> None:
+        if Contact.SILENT in contacts:
+            self.silent_since = self.silent_since or mark
+            self.silent_probes += 1
+        else:
+            self.silent_since, self.silent_probes = None, 0
+        came = {number for number, contact in enumerate(contacts) if contact is not Contact.SILENT} - self.arrived
+        if came:
+            self.arrived |= came
+            self.arrived_since = mark
+        self.refused_since = (self.refused_since or mark) if Contact.AUTH_REFUSED in contacts else None
+        self.refusals = self.refusals + 1 if Contact.AUTH_REFUSED in contacts else 0
+        self.changed_since = (self.changed_since or mark) if Contact.HOST_KEY_CHANGED in contacts else None
+        answering = bool(contacts) and all(contact is Contact.ANSWERED for contact in contacts)
+        self.answering_since = (self.answering_since or mark) if answering else None
+
+    def _mark_run(self, before: NodeReport | None, report: NodeReport, mark: Mark) -> None:
+        has_ended = _has_ended(report)
+        self.ended_since = (self.ended_since or mark) if has_ended else None
+        self.ended_reports = self.ended_reports + 1 if has_ended else 0
+        phases = {(worker.token, worker.phase) for worker in report.workers}
+        if before is None or self.phase_since is None or phases != {(w.token, w.phase) for w in before.workers}:
+            self.phase_since = mark
+
+    def freeze(self) -> NodeEvidence:
+        return NodeEvidence(
+            node=self.node,
+            listed=self.listed,
+            dark=self.dark,
+            heard_alone=self.heard_alone,
+            seen_since=self.seen_since,
+            state_since=self.state_since,
+            workers=self.workers,
+            report=self.report,
+            unhealthy_since=self.unhealthy_since,
+            silent_since=self.silent_since,
+            silent_probes=self.silent_probes,
+            answering_since=self.answering_since,
+            refused_since=self.refused_since,
+            ended_since=self.ended_since,
+            ended_reports=self.ended_reports,
+            phase_since=self.phase_since,
+            lacking_since=self.lacking_since,
+            arrived_since=self.arrived_since,
+            changed_since=self.changed_since,
+            voucher=self.voucher,
+            voucher_why=self.voucher_why,
+            unanswered_since=self.unanswered_since,
+            progress=self.progress.freeze(),
+        )
+
+
+def _voucher_of(vouched: bool, error: Exception | None) -> Voucher:
+    match error:
+        case None:
+            return Voucher.VOUCHED if vouched else Voucher.UNPUBLISHED
+        case NotPublished():
+            return Voucher.UNPUBLISHED
+        case NeedsPerson(code=failures.PERMISSION_DENIED):
+            return Voucher.FORBIDDEN
+        case NeedsPerson():
+            # A precondition that fails may be that the node still boots, or the feature that is off.
+            return Voucher.UNPUBLISHED
+    return Voucher.UNANSWERED
+
+
+def _differs(value: int | None, known: int | None) -> bool:
+    return value is not None and known is not None and value != known
+
+
+def _later(mark: Mark | None, now: Mark, length: timedelta, passes: int) -> Mark | None:
+    return min(Mark(mark.observed + length, mark.passes + passes), now) if mark is not None else None
+
+
+def _has_ended(report: NodeReport) -> bool:
+    """On some worker at least; a foreign run may never have been on some, so it ended when nothing of it lives."""
+    over = [_is_over(worker) for worker in report.workers]
+    foreign = [worker for worker in report.workers if worker.foreign is not None]
+    if not foreign or any(worker.exit_status is not None for worker in foreign):
+        return any(over)
+    return any(worker.is_torn for worker in foreign) or all(over)
+
+
+def _is_over(worker: WorkerReport) -> bool:
+    return worker.contact is Contact.ANSWERED and (worker.exit_status is not None or not worker.alive)
+
+
+def newest_checkpoint(report: NodeReport) -> int | None:
+    """The newest complete checkpoint that any worker can see."""
+    return max((w.checkpoint for w in report.workers if w.checkpoint is not None), default=None)
+
+
+def newest_step(report: NodeReport) -> int | None:
+    return next((worker.step for worker in report.workers if worker.step is not None), None)
+
+
+def _steps_of_others(report: NodeReport, token: str) -> dict[int, int]:
+    """Of the same run, by the worker's number; the first worker's is left out."""
+    told = enumerate(report.workers)
+    return {number: w.step for number, w in told if number and w.token == token and w.step is not None}
+
+
+def is_running(report: NodeReport) -> bool:
+    return any(worker.alive and worker.phase is Phase.RUN for worker in report.workers)
+
+
+@dataclass(slots=True)
+class SlotTrack:
+    """One slot: what is declared, what is remembered, what is seen, and what is under way."""
+
+    slot: Slot
+    memory: Memory
+    nodes: dict[str, NodeTrack] = field(default_factory=dict)
+    in_flight: dict[EffectKey, Action] = field(default_factory=dict)
+    looked: dict[EffectKey, Mark] = field(default_factory=dict)
+    failed_looks: dict[str, FailedLook] = field(default_factory=dict)
+    creates_since: dict[str, Mark] = field(default_factory=dict)
+    action: Action = field(default_factory=lambda: Wait(Cause.NO_OBSERVATION, "not looked at yet"))
+    wake_observed: timedelta | None = None
+    wake_wall: float | None = None
+    aside_until: float | None = None
+    errors: int = 0
+    erred_at: float = -math.inf
+    wants_create_since: float | None = None
+    braked: bool = False
+    brake_lifted: bool = False
+    held_node: str = ""
+    held_at: timedelta = timedelta()
+    said: str = ""
+
+    def decided(self, action: Action) -> None:
+        """*action* is the slot's until the next decision."""
+        self.action = action
+
+    def evidence(
+        self,
+        *,
+        foreign: tuple[Node, ...],
+        fresh: bool,
+        blind_why: str,
+        dark_since: Mapping[str, Mark],
+        holdings: frozenset[Holding],
+        elsewhere_answers: bool,
+        may_be_canary: bool,
+        store_lost: bool,
+        store_old: bool,
+        complete: bool,
+        unanswered: frozenset[str],
+        publishing: Mapping[str, Publishing],
+        poll_every: timedelta,
+    ) -> Evidence:
+        nodes = list(self.nodes.values())
+        if len(nodes) > 1:
+            nodes.sort(key=lambda track: (track.node.create_time, track.node.name))
+        return Evidence(
+            fresh=fresh,
+            nodes=tuple(track.freeze() for track in nodes),
+            foreign=foreign,
+            in_flight=frozenset(self.in_flight),
+            looked=dict(self.looked),
+            creates_since=dict(self.creates_since),
+            holdings=holdings,
+            elsewhere_answers=elsewhere_answers,
+            may_be_canary=may_be_canary,
+            store_lost=store_lost,
+            store_old=store_old,
+            complete=complete,
+            unanswered=unanswered,
+            dark_since=dark_since,
+            failed_looks=dict(self.failed_looks),
+            blind_why=blind_why,
+            publishing=publishing,
+            poll_every=poll_every,
+        )
+
+    def last_told(self) -> tuple[int | None, int | None]:
+        """Step and checkpoint that the run launched last was seen at, by this process."""
+        run = self.memory.run
+        seen = self.nodes.get(run.node) if run is not None else None
+        if run is None or seen is None or seen.progress.token != run.token:
+            return None, None
+        return seen.progress.step, seen.progress.checkpoint
+
+    def mark_creates(self, mark: Mark) -> None:
+        """Since when this process knows each open create; and no mark outlives what it was about."""
+        names = {intent.name for intent in self.memory.creates}
+        for name in names:
+            self.creates_since.setdefault(name, mark)
+        for name in list(self.creates_since):
+            if name not in names:
+                del self.creates_since[name]
+        known = {"", *names, *self.nodes, *(past.name for past in self.memory.nodes)}
+        for key in [key for key in self.looked if key.node not in known]:
+            del self.looked[key]
+        for name in [name for name in self.failed_looks if name not in known]:
+            del self.failed_looks[name]
+
+    def look_ended(self, name: str, error: Exception | None, mark: Mark) -> bool:
+        """GetNode was asked for *name*, and says nothing where *error* is not None; true when that is news."""
+        before = self.failed_looks.pop(name, None)
+        if error is None or isinstance(error, NodeGone):
+            return True
+        since, times = (before.since, before.times + 1) if before is not None else (mark, 1)
+        self.failed_looks[name] = FailedLook(since, times, type(error), isinstance(error, NeedsPerson))
+        return before is None or before.error is not type(error)
+
+    def hold(self, node: str, observed: timedelta) -> bool:
+        """The brake holds the verdict on *node*; true when that is news."""
+        news = not self.braked or self.held_node != node
+        self.braked, self.brake_lifted = True, False
+        self.held_node, self.held_at = node, observed
+        return news
+
+    def may_pass(self, node: str) -> bool:
+        """A person let the verdict on *node* pass that is, or was a moment ago, held."""
+        return self.brake_lifted and self.held_node == node
+
+    def release(self) -> None:
+        """Nothing is held any more: the next verdict is counted like any, and told when it is held."""
+        self.braked = self.brake_lifted = False
+
+    def forget_node(self, name: str) -> None:
+        self.nodes.pop(name, None)
+        self.failed_looks.pop(name, None)
+        for key in [key for key in self.looked if key.node == name]:
+            del self.looked[key]
+
+    def is_busy(self, now: Mark) -> bool:
+        """Something is under way, or fell silent just now, that the next listing may explain: worth a closer look."""
+        memory = self.memory
+        deleting = any(past.is_leaving for past in memory.nodes)
+        booting = any(track.node.state is NodeState.CREATING for track in self.nodes.values())
+        marks = [seen.silent_since for seen in self.nodes.values() if seen.silent_since is not None]
+        silent = any(now.observed - mark.observed < FRESH_SILENCE for mark in marks)
+        left = memory.end is not End.NONE or (memory.run is not None and memory.run.over)
+        ended = any(seen.ended_since is not None for seen in self.nodes.values()) and not left
+        return bool(self.in_flight or memory.creates or deleting or booting or silent or ended)

@@ -1,0 +1,319 @@
+"""
+Text of a fleet.yaml -> `Fleet`, from which every `model.Slot` follows; or a ConfigError with one line per problem.
+
+The doors read the file and know where it lies; the words are checked in `fleet_schema` (shape), `fleet_values`,
+`fleet_rules` (together, and against the catalogue) and `fleet_files`. Nothing here asks the cloud or the environment.
+"""
+
+from __future__ import annotations
+
+import os.path
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from tpucare.fleetfile import fleet_files
+from tpucare.fleetfile import rules as fleet_rules
+from tpucare.fleetfile import schema as fleet_schema
+from tpucare.fleetfile import yaml_document as yaml_lines
+from tpucare.fleetfile.fleet_build import care_of, job_template, places_of
+from tpucare.fleetfile.fleet_files import ReadFile, read_local
+from tpucare.fleetfile.problems import PROBLEMS_LIMIT, shape_problems
+from tpucare.fleetfile.schema import COUNT_LIMIT, FleetFile
+from tpucare.fleetfile.yaml_document import Document
+from tpucare.model.errors import ConfigError, Problem
+from tpucare.model.local_files import open_regular
+from tpucare.model.resources import Care, Job, Place, Slot
+
+__all__ = ["Fleet", "json_schema", "parse", "read_local", "read_text", "refuse_shared_names"]
+
+SLOT_PLACEHOLDER = "{slot}"
+# Texts that name their slot are kept once per slot, as long as the fleet is cared for.
+EXPANDED_LIMIT_BYTES = 32 << 20
+
+json_schema = fleet_schema.json_schema
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """
+    What a person declares in one file: *count* equal slots.
+
+    `job` is no slot's job yet: its placeholders are unexpanded and its files empty. `files`: path on the worker ->
+    local path; `contents`: by local path with placeholders expanded. `project` is None when neither the file nor the
+    caller named one. `warnings` are lines for a person, of the same form as the lines of a ConfigError.
+    """
+
+    name: str
+    count: int
+    project: str | None
+    places: tuple[Place, ...]
+    job: Job
+    care: Care
+    ssh_keys: tuple[str, ...] = ()
+    files: Mapping[str, str] = field(default_factory=dict)
+    contents: Mapping[str, bytes] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+    file: str = ""
+
+    @property
+    def workers(self) -> int:
+        """Hosts of the largest type among the places."""
+        return max(place.workers for place in self.places)
+
+    def slot_name(self, index: int) -> str:
+        return f"{self.name}-{index}"
+
+    def slot(self, index: int) -> Slot:
+        """
+        Everything that makes and cares for slot *index*. An index beyond `count` serves slots that a lowered count
+        left running.
+
+        Raises:
+            ConfigError: The project is known to nobody, or a file of a surplus slot was not read.
+        """
+        if not 0 <= index < COUNT_LIMIT:
+            raise ConfigError(f"{self.file}: {self.name} has no slot {index}")
+        if self.project is None:
+            raise ConfigError(
+                f"{self.file}: project: is named nowhere; add it here, or set GOOGLE_CLOUD_PROJECT, "
+                "or run `gcloud config set project PROJECT`"
+            )
+        name = self.slot_name(index)
+        return Slot(
+            name=name,
+            fleet=self.name,
+            project=self.project,
+            places=self.places,
+            job=self._job_of(index, name),
+            care=self.care,
+            ssh_keys=self.ssh_keys,
+            workers=self.workers,
+        )
+
+    def slots(self) -> tuple[Slot, ...]:
+        """All *count* slots in order. Raises: ConfigError, as `slot`."""
+        return tuple(self.slot(index) for index in range(self.count))
+
+    def index_of(self, word: str) -> int | None:
+        """Index of the slot that a person means by *word*: `<fleet>-<i>`, or `<fleet>` for slot 0; None for others."""
+        if word == self.name:
+            return 0
+        digits = word.removeprefix(f"{self.name}-")
+        is_index = digits.isascii() and digits.isdecimal() and len(digits) <= 4 and str(int(digits)) == digits
+        return int(digits) if is_index and digits != word else None
+
+    def local_files(self, index: int) -> tuple[str, ...]:
+        """Local paths, as in `contents`, of the files that the job of slot *index* names."""
+        return tuple(_expand(local, self.slot_name(index)) for local in self.files.values())
+
+    def _job_of(self, index: int, name: str) -> Job:
+        job = self.job
+        try:
+            files = {_expand(remote, name): self.contents[_expand(local, name)] for remote, local in self.files.items()}
+        except KeyError as error:
+            raise ConfigError(f"{self.file}: job.files: {error.args[0]} was not read for slot {name}") from None
+        return replace(
+            job,
+            run=_expand(job.run, name),
+            env={key: _expand(value, name) for key, value in job.env.items()},
+            checkpoint=self.checkpoint_of(index),
+            files=files,
+        )
+
+    def checkpoint_of(self, index: int) -> str:
+        """Where slot *index* keeps its checkpoints; empty where none is declared."""
+        template, name = self.job.checkpoint, self.slot_name(index)
+        if not template or SLOT_PLACEHOLDER in template:
+            return _expand(template, name)
+        # Two slots that write to one folder destroy each other's checkpoints; a surplus slot had its own already.
+        return f"{template.rstrip('/')}/{name}" if self.count > 1 or index > 0 else template
+
+
+def parse(
+    text: str,
+    *,
+    file: str,
+    folder: Path | None = None,
+    default_project: str | None = None,
+    read_file: ReadFile = read_local,
+    accepted: bool = False,
+) -> Fleet:
+    """
+    The fleet that *text* declares. `accepted`: it was before; what is refused since then is a warning.
+
+    `file` is only named in errors; relative paths in the text start at `folder` (absolute). `default_project` serves a
+    text without one.
+
+    Raises:
+        ConfigError: Any number of lines `file:line: key.path: what is wrong`, in the order of the file.
+    """
+    try:
+        document = yaml_lines.read(text)
+    except yaml_lines.Unreadable as error:
+        raise ConfigError.of([error.problem], file) from None
+    declared, problems = _validated(document)
+    findings = fleet_rules.check(document, accepted=accepted)
+    problems += [*document.problems, *findings.problems]
+    contents: dict[str, bytes] = {}
+    if declared is not None:
+        problems += [*_folder_problems(declared, document, folder), *_size_problems(declared, document)]
+        if not findings.problems:
+            problems += _place_problems(declared, document)
+        contents, unread = _read_files(declared, document, folder, read_file)
+        problems += unread
+    if problems or declared is None:
+        raise ConfigError.of(_first(problems), file)
+    return _built(
+        declared,
+        contents,
+        tuple(warning.render(file) for warning in _first(findings.warnings)),
+        file,
+        folder,
+        default_project,
+    )
+
+
+def read_text(path: Path) -> str:
+    """
+    Text of the fleet file at *path*, for `parse` and for the record of what was accepted.
+
+    Raises:
+        ConfigError: It cannot be read, or is not UTF-8.
+    """
+    try:
+        with open_regular(path) as file:
+            content = file.read(fleet_files.FILE_LIMIT_BYTES + 1)
+        return content.decode("utf-8-sig")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise ConfigError(f"{path}:{line}: is not UTF-8; save it as UTF-8 text") from None
+
+
+def refuse_shared_names(fleets: Iterable[Fleet]) -> None:
+    """
+    Slots are unique over all fleets of a project, so no two fleets may bear one name.
+
+    Raises:
+        ConfigError: One line per name that is declared again.
+    """
+    first: dict[str, Fleet] = {}
+    lines = [
+        f"{fleet.file}: name: {fleet.name} is declared in {first[fleet.name].file} already; choose another"
+        for fleet in fleets
+        if first.setdefault(fleet.name, fleet) is not fleet
+    ]
+    if lines:
+        raise ConfigError("\n".join(lines))
+
+
+# --- checking ----------------------------------------------------------------------------------------------------
+
+
+def _validated(document: Document) -> tuple[FleetFile | None, list[Problem]]:
+    if not isinstance(document.value, dict):
+        return None, [document.problem((), "must be a mapping (key: value) that begins with `name: …`")]
+    try:
+        return FleetFile.model_validate(document.value), []
+    except ValidationError as error:
+        return None, list(shape_problems(document, error))
+
+
+def _folder_problems(declared: FleetFile, document: Document, folder: Path | None) -> Iterator[Problem]:
+    workdir = declared.job.workdir
+    if workdir and folder is None and not os.path.isabs(workdir):
+        yield document.problem(("job", "workdir"), "must be an absolute path: this text lies in no folder")
+
+
+def _size_problems(declared: FleetFile, document: Document) -> Iterator[Problem]:
+    texts = [declared.job.run, *declared.job.env.values()]
+    size = declared.count * sum(len(text) for text in texts if SLOT_PLACEHOLDER in text)
+    if size > EXPANDED_LIMIT_BYTES:
+        text = (
+            f"`run` and `env` with {SLOT_PLACEHOLDER} are {size >> 20} MB for {declared.count} slots, more than "
+            f"{EXPANDED_LIMIT_BYTES >> 20} MB; read $TPUCARE_SLOT in the script, or put the text into the repository"
+        )
+        yield document.problem(("job",), text)
+
+
+def _place_problems(declared: FleetFile, document: Document) -> Iterator[Problem]:
+    """What is remembered of a place is kept under its key, so two places of one key would mix their memories."""
+    taken = set()
+    for number, alternative in enumerate(declared.tpu):
+        for index, place in enumerate(places_of(alternative)):
+            if place.key in taken:
+                text = f"{place.accelerator_type} as {place.provisioning} in {place.zone} is listed twice"
+                yield document.problem(("tpu", number, "zones", index), text)
+            taken.add(place.key)
+
+
+def _read_files(
+    declared: FleetFile, document: Document, folder: Path | None, read_file: ReadFile
+) -> tuple[dict[str, bytes], list[Problem]]:
+    files = declared.job.files
+    wrong = list(fleet_files.path_problems(files))
+    if not wrong and files and folder is None:
+        wrong = [("", "needs a folder to read from: this text lies in none")]
+    if wrong or folder is None:
+        return {}, [document.problem(_file_path(remote), text) for remote, text in wrong]
+    names = [f"{declared.name}-{index}" for index in range(declared.count)]
+    reads = sum(len(names) if SLOT_PLACEHOLDER in local else 1 for local in files.values())
+    if reads > (limit := fleet_files.READS_LIMIT):
+        text = f"names {reads} files for {len(names)} slots, more than {limit}; send a folder with `workdir`"
+        return {}, [document.problem(("job", "files"), text)]
+    owner = {path: remote for remote, local in files.items() for path in _expansions(local, names)}
+    contents, unread = fleet_files.read_all(owner, folder, read_file)
+    return contents, [document.problem(_file_path(owner[path]), text) for path, text in unread.items()]
+
+
+def _file_path(remote: str) -> tuple[str, ...]:
+    return ("job", "files", remote) if remote else ("job", "files")
+
+
+def _first(problems: Sequence[Problem]) -> Iterator[Problem]:
+    """Each once, in the order of the file; the last says how many are left out."""
+    unique = sorted(set(problems))
+    yield from unique[:PROBLEMS_LIMIT]
+    if len(unique) > PROBLEMS_LIMIT:
+        yield Problem(unique[PROBLEMS_LIMIT].line, "", f"and {len(unique) - PROBLEMS_LIMIT} more")
+
+
+# --- building ----------------------------------------------------------------------------------------------------
+
+
+def _built(
+    declared: FleetFile,
+    contents: Mapping[str, bytes],
+    warnings: tuple[str, ...],
+    file: str,
+    folder: Path | None,
+    default_project: str | None,
+) -> Fleet:
+    places = tuple(place for alternative in declared.tpu for place in places_of(alternative))
+    keys = dict.fromkeys(key for alternative in declared.tpu for key in alternative.ssh_keys)
+    return Fleet(
+        name=declared.name,
+        count=declared.count,
+        project=declared.project or default_project or None,
+        places=places,
+        job=job_template(declared.job, folder),
+        care=care_of(declared.care, max(place.workers for place in places)),
+        ssh_keys=tuple(keys),
+        files=declared.job.files,
+        contents=contents,
+        warnings=warnings,
+        file=file,
+    )
+
+
+def _expand(text: str, name: str) -> str:
+    """Only the exact token is replaced, so that `${VAR}`, awk and f-strings survive."""
+    return text.replace(SLOT_PLACEHOLDER, name)
+
+
+def _expansions(text: str, names: Sequence[str]) -> Iterable[str]:
+    return dict.fromkeys(_expand(text, name) for name in names) if SLOT_PLACEHOLDER in text else (text,)

@@ -1,0 +1,65 @@
+"""
+What a project has by itself, and a fleet may exceed: quotas that fail creates hours later, said before.
+
+Pure. Numbers are those of ordinary projects, seen in the wild; what a project really has, nobody tells without a
+permission that tpucare does not ask for. So this only warns.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from tpucare.fleetfile.fleet import Fleet
+from tpucare.model.accelerators import region_of
+
+QUOTA_PAGE = "https://console.cloud.google.com/iam-admin/quotas"
+ADDRESSES_PER_REGION = 8
+# 75 health checks, of which each host takes about five.
+HOSTS_PER_PROJECT = 15
+
+
+def warnings_of(fleets: Sequence[Fleet]) -> list[str]:
+    """One line for each limit that *fleets*, together, may meet; and for each that leaves the account of nodes open."""
+    return [*_accounts(fleets), *_addresses(fleets), *_health_checks(fleets)]
+
+
+def _accounts(fleets: Iterable[Fleet]) -> Iterable[str]:
+    for fleet in fleets:
+        if not all(place.service_account for place in fleet.places):
+            yield (
+                f"{fleet.file}: tpu.service_account: is not set: nodes run as the project's default Compute Engine "
+                "account, which may edit the whole project, or nothing where an organisation takes its roles away"
+            )
+
+
+def _addresses(fleets: Iterable[Fleet]) -> Iterable[str]:
+    hosts: Counter[tuple[str, str]] = Counter()
+    for fleet in fleets:
+        for region in sorted({region_of(place.zone) for place in fleet.places}):
+            own = [p.workers for p in fleet.places if region_of(p.zone) == region and p.network.external_ips]
+            hosts[fleet.project or "", region] += fleet.count * max(own, default=0)
+    for (project, region), count in sorted(hosts.items()):
+        if count > ADDRESSES_PER_REGION:
+            yield (
+                f"{_named(project)}{count} hosts with external addresses may be in {region}, and a project has "
+                f'{ADDRESSES_PER_REGION} a region by itself: ask for more "In-use regional external IPv4 addresses" '
+                f"({QUOTA_PAGE}), or set `network: {{external_ips: false}}` under `tpu`"
+            )
+
+
+def _health_checks(fleets: Iterable[Fleet]) -> Iterable[str]:
+    hosts: Counter[str] = Counter()
+    for fleet in fleets:
+        hosts[fleet.project or ""] += fleet.count * fleet.workers
+    for project, count in sorted(hosts.items()):
+        if count > HOSTS_PER_PROJECT:
+            yield (
+                f'{_named(project)}{count} hosts in all, and the 75 "Health checks" that a project has by itself are '
+                f"enough for about {HOSTS_PER_PROJECT}: ask for more ({QUOTA_PAGE}), which may take days, or begin "
+                "with fewer"
+            )
+
+
+def _named(project: str) -> str:
+    return f"project {project}: " if project else ""

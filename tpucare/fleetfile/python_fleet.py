@@ -1,0 +1,138 @@
+"""
+A fleet that a Python script declares: TPU and care as in a fleet file, and a job that the script starts itself.
+
+Its text lies in the store as that of any fleet, as one object of JSON that begins with `{"python": `, so that the
+command line can look at it, take it down and adopt its nodes when the script does not run. Pure; what arguments of
+`start_single` mean is left to `arguments`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tpucare.fleetfile import fleet as fleets
+from tpucare.fleetfile.fleet import Fleet
+from tpucare.fleetfile.schema import COUNT_LIMIT
+from tpucare.model.errors import ConfigError
+from tpucare.model.resources import Job, OnExit
+from tpucare.model.words import hint, shown
+
+VERSION = 1
+# A node is `<slot>-a<number>` in at most 40 characters; five digits last for ten years of an hour each.
+SLOT_NAME_LIMIT = 33
+_HEAD = '{"python": '
+_NAME = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
+_LIKE_A_NODE = re.compile(r".*-a[0-9]+")
+# A fleet file cannot do without a job; this one is taken out again, and its checkpoint keeps a warning away.
+_NO_JOB = {"run": ":", "checkpoint": "/none"}
+
+
+@dataclass(frozen=True, slots=True)
+class PythonFleet(Fleet):
+    """`single`: its one slot bears the fleet's own name, as the host of `start_single` does."""
+
+    single: bool = False
+
+    def slot_name(self, index: int) -> str:
+        return self.name if self.single and index == 0 else f"{self.name}-{index}"
+
+    def index_of(self, word: str) -> int | None:
+        if self.single:
+            return 0 if word == self.name else None
+        # Without super(): a dataclass with slots is made twice, and its methods know the first one.
+        return Fleet.index_of(self, word)
+
+    def _job_of(self, index: int, name: str) -> Job:  # noqa: ARG002
+        return self.job
+
+
+def render(
+    name: str,
+    tpu: list[dict[str, Any]],
+    care: Mapping[str, Any],
+    *,
+    count: int = 1,
+    single: bool = False,
+    project: str = "",
+    on_exit: str = OnExit.LEAVE.value,
+) -> str:
+    """The text that `parse` reads. `tpu` and `care` are as in a fleet file, lengths written as text."""
+    body = {
+        "python": VERSION,
+        "name": name,
+        "single": single,
+        "count": count,
+        "project": project,
+        "on_exit": on_exit,
+        "tpu": tpu,
+        "care": dict(care),
+    }
+    return json.dumps(body, ensure_ascii=False)
+
+
+def with_project(text: str, project: str) -> str:
+    """The same fleet, in a project that the environment named."""
+    return json.dumps({**json.loads(text), "project": project}, ensure_ascii=False)
+
+
+def is_python(text: str) -> bool:
+    """Whether *text* is one that `render` made."""
+    return text.startswith(_HEAD)
+
+
+def parse(text: str, *, file: str = "") -> PythonFleet:
+    """
+    The fleet of a text that `render` made.
+
+    Raises: ConfigError: lines of the form `file:1: key: what is wrong`, as for a fleet file.
+    """
+    body = json.loads(text)
+    if body["python"] != VERSION:
+        raise ConfigError(f"{file}: written by another version of tpucare; start its script again")
+    name, count, single = body["name"], body["count"], body["single"]
+    check_name(name, count=count, single=single)
+    declared = {"name": "python", "count": count, "tpu": body["tpu"], "job": _NO_JOB, "care": body["care"]}
+    if body["project"]:
+        declared["project"] = body["project"]
+    base = fleets.parse(json.dumps(declared, ensure_ascii=False), file=file or name)
+    return PythonFleet(
+        name=name,
+        count=count,
+        project=base.project,
+        places=base.places,
+        job=Job(run="", foreign=True),
+        care=replace(base.care, on_exit=OnExit(body["on_exit"])),
+        ssh_keys=base.ssh_keys,
+        warnings=base.warnings,
+        file=file or name,
+        single=single,
+    )
+
+
+def check_name(name: object, *, count: int, single: bool) -> None:
+    """Raises: ConfigError: slots and nodes of a fleet of that name could not be named."""
+    word = "host" if single else "prefix"
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ConfigError(
+            f"{word}={shown(name)} is no name for a TPU: a-z, 0-9 and -, beginning with a letter and not ending in -"
+        )
+    if single and _LIKE_A_NODE.fullmatch(name):
+        raise ConfigError(f"{word}={shown(name)} must not end in -a<digits>: nodes of a slot are named so")
+    if not 1 <= count <= COUNT_LIMIT:
+        raise ConfigError(f"tpus={count} is no number of TPUs: 1 to {COUNT_LIMIT}")
+    longest = name if single else f"{name}-{count - 1}"
+    if len(longest) > SLOT_NAME_LIMIT:
+        room = SLOT_NAME_LIMIT - (len(longest) - len(name))
+        raise ConfigError(f"{word}={shown(name)} has {len(name)} characters, and a node's name has room for {room}")
+
+
+def choice_of(word: object) -> OnExit:
+    """What `on_exit` says. Raises: ConfigError."""
+    if isinstance(word, str) and word in list(OnExit):
+        return OnExit(word)
+    known = [choice.value for choice in OnExit]
+    raise ConfigError(f"on_exit={shown(word)} is none of {', '.join(known)}{hint(str(word), known)}")

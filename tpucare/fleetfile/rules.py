@@ -1,0 +1,261 @@
+"""
+What may stand together in a fleet file: types and zones of the catalogue, and keys that exclude or need each other.
+
+Works on the plain values of the file, whatever else is wrong with them, so that one reading reports everything.
+What is right in shape but unwise is a warning.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from tpucare.fleetfile import values as fleet_values
+from tpucare.fleetfile.schema import ALTERNATIVES_LIMIT, ZONES_LIMIT, Reach
+from tpucare.fleetfile.yaml_document import Document, KeyPath
+from tpucare.model import accelerators
+from tpucare.model.accelerators import Accelerator
+from tpucare.model.errors import ConfigError, Problem
+from tpucare.model.resources import Provisioning
+from tpucare.model.words import hint, naming, nearest, shown
+
+_SECRET_NAME = re.compile(r"(?i)(^|_)(api_?key|token|secret|password|passwd|credentials?|private_key)s?$")
+_PLACEHOLDER = "{slot}"
+_IN_BRACES = re.compile(r"\{[^{}/]*\}")
+_CONTAINER = re.compile(r"\b(?:docker|podman)\s+(?:container\s+)?run\b")
+_OWN_IMAGE = frozenset({"v5e", "v5p", "v6e"})
+_UNEXPANDED = ("setup", "repository", "branch", "workdir", "progress")
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """`problems` refuse the file; `warnings` let it pass."""
+
+    problems: tuple[Problem, ...]
+    warnings: tuple[Problem, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Finding:
+    """`is_recent`: files with it were accepted by earlier versions, and go on with a warning."""
+
+    path: KeyPath
+    text: str
+    is_warning: bool = False
+    is_recent: bool = False
+
+
+def check(document: Document, *, accepted: bool = False) -> Findings:
+    """
+    Everything that the values of *document* break together; values of a wrong shape are passed over.
+
+    accepted: it was accepted before, so what is refused since then is told as a warning, and its fleet goes on.
+    """
+    top = _mapping(document.value)
+    job = _mapping(top.get("job"))
+    found = [*_tpu(top), *_job(job), *(replace(one, is_recent=True) for one in _checkpoint(job))]
+    placed = [(one.is_warning or (accepted and one.is_recent), document.problem(one.path, one.text)) for one in found]
+    return Findings(
+        problems=tuple(problem for is_warning, problem in placed if not is_warning),
+        warnings=tuple(problem for is_warning, problem in placed if is_warning),
+    )
+
+
+# --- tpu: against the catalogue ----------------------------------------------------------------------------------
+
+
+def _tpu(top: dict[str, object]) -> Iterator[_Finding]:
+    tpu = top.get("tpu")
+    for index, entry in enumerate(tpu[:ALTERNATIVES_LIMIT] if isinstance(tpu, list) else [tpu]):
+        alternative = _mapping(entry)
+        yield from _alternative(alternative, ("tpu", index), unlisted=alternative.get("unlisted") is True)
+
+
+def _alternative(alternative: dict[str, object], path: KeyPath, *, unlisted: bool) -> Iterator[_Finding]:
+    word, accelerator = alternative.get("type"), None
+    if isinstance(word, str):
+        try:
+            accelerator = accelerators.derive(word) if unlisted else accelerators.lookup(word)
+        except ConfigError as error:
+            is_new = not unlisted and _is_derivable(word)
+            text = _unlisted(word, accelerators.nearest_types(word)) if is_new else str(error)
+            yield _Finding((*path, "type"), text)
+    if accelerator and not accelerator.topology:
+        text = f"{accelerator.type} is not listed; {accelerator.hosts} hosts are derived from its name"
+        yield _Finding((*path, "type"), text, is_warning=True)
+    yield from _terms(alternative, path, accelerator, unlisted=unlisted)
+    yield from _login(alternative, path)
+    around = _mapping(alternative.get("network"))
+    yield from _reach(around, (*path, "network"))
+    for index, entry in enumerate(_list(alternative.get("zones"))[:ZONES_LIMIT]):
+        here = (*path, "zones", index)
+        if isinstance(entry, str):
+            yield from _zone(entry, here, accelerator, unlisted=unlisted)
+            continue
+        settings = _mapping(entry)
+        yield from _zone(settings.get("zone"), (*here, "zone"), accelerator, unlisted=unlisted)
+        yield from _terms(settings, here, accelerator, unlisted=unlisted)
+        if own := _mapping(settings.get("network")):
+            yield from _reach({**around, **own}, (*here, "network"))
+
+
+def _reach(network: dict[str, object], path: KeyPath) -> Iterator[_Finding]:
+    if network.get("reach") == Reach.EXTERNAL and network.get("external_ips") is False:
+        yield _Finding((*path, "reach"), "is external, and `external_ips: false` leaves no external address to go to")
+
+
+def _login(alternative: dict[str, object], path: KeyPath) -> Iterator[_Finding]:
+    if alternative.get("os_login") is True:
+        text = "tpucare cannot log in by OS Login yet: it gets in only where its key is put on the account by hand"
+        yield _Finding((*path, "os_login"), text, is_warning=True)
+    for key in _mapping(alternative.get("metadata")):
+        if _SECRET_NAME.search(key.replace("-", "_")):
+            text = "looks like a secret, and everybody on a worker can read metadata; name it in `job.secrets` instead"
+            yield _Finding((*path, "metadata", key), text, is_warning=True)
+
+
+def _zone(zone: object, path: KeyPath, accelerator: Accelerator | None, *, unlisted: bool) -> Iterator[_Finding]:
+    if not isinstance(zone, str):
+        return
+    known = accelerators.known_zones()
+    if zone not in known:
+        if unlisted and _is_zone(zone):
+            yield _Finding(path, f"{zone} is not listed{hint(zone, known)}", is_warning=True)
+        elif not unlisted:
+            text = (
+                _unlisted(zone, nearest(zone, known))
+                if _is_zone(zone)
+                else f"{shown(zone)} is no known zone{hint(zone, known)}"
+            )
+            yield _Finding(path, text)
+    elif accelerator is not None:
+        yield from _offer(accelerator, zone, path, unlisted=unlisted)
+
+
+def _offer(accelerator: Accelerator, zone: str, path: KeyPath, *, unlisted: bool) -> Iterator[_Finding]:
+    offer = accelerators.offer(accelerator.type, zone)
+    if offer is None:
+        zones = ", ".join(offer.zone for offer in accelerators.zones_for(accelerator.type)[:4])
+        text = f"{accelerator.generation} is not offered in {zone}; it is in {zones}"
+        yield _Finding(path, text, is_warning=unlisted)
+    elif offer.only and accelerator.type not in offer.only:
+        text = f"only {', '.join(offer.only)} is listed for {zone}; {accelerator.type} may be refused there"
+        yield _Finding(path, text, is_warning=True)
+
+
+def _terms(
+    settings: dict[str, object], path: KeyPath, accelerator: Accelerator | None, *, unlisted: bool
+) -> Iterator[_Finding]:
+    if accelerator is None:
+        return
+    tier, runtime = settings.get("provisioning"), settings.get("runtime")
+    if isinstance(tier, str) and tier in set(Provisioning) - set(accelerator.provisionings):
+        offered = ", ".join(accelerator.provisionings)
+        text = f"{accelerator.generation} is not offered as {tier}; it is as {offered}"
+        yield _Finding((*path, "provisioning"), text, is_warning=unlisted)
+    if isinstance(runtime, str) and runtime:
+        yield from _runtime(runtime, (*path, "runtime"), accelerator, unlisted=unlisted)
+
+
+def _runtime(runtime: str, path: KeyPath, accelerator: Accelerator, *, unlisted: bool) -> Iterator[_Finding]:
+    if fnmatch.fnmatchcase(runtime, "tpu-vm-tf-*-pod"):
+        # Its service `tpu-runtime` holds the chips on every host, so that no run could begin, on any node.
+        text = f"{shown(runtime)} holds the chips for TensorFlow's own server; take {runtime}-pjrt"
+        yield _Finding(path, text, is_recent=True)
+    elif not _fits(runtime, accelerator.runtimes):
+        text = f"{shown(runtime)} is not listed for {accelerator.generation}; usual is {accelerator.default_runtime}"
+        # These chips are driven by an image of their own: on another one a run finds no TPU (docs, "TPU VM images").
+        is_foreign = accelerator.generation in _OWN_IMAGE and not unlisted
+        yield _Finding(path, text, is_warning=not is_foreign, is_recent=True)
+
+
+def _fits(runtime: str, patterns: Iterable[str]) -> bool:
+    """The catalogue writes `tpu-vm-tf-<version>[-pod][-pjrt]` for a family of names."""
+    return any(fnmatch.fnmatchcase(runtime, re.sub(r"<.*", "*", pattern)) for pattern in patterns)
+
+
+def _unlisted(word: str, close: Sequence[str]) -> str:
+    return f"{word} is not listed (`unlisted: true` would let it pass){naming(close)}"
+
+
+def _is_derivable(word: str) -> bool:
+    try:
+        accelerators.derive(word)
+    except ConfigError:
+        return False
+    return True
+
+
+def _is_zone(word: str) -> bool:
+    try:
+        fleet_values.zone(word)
+    except ValueError:
+        return False
+    return True
+
+
+# --- job: keys that exclude or need each other -------------------------------------------------------------------
+
+
+def _job(job: dict[str, object]) -> Iterator[_Finding]:
+    if job.get("repository") and job.get("workdir"):
+        yield _Finding(("job", "workdir"), "excludes `repository`; keep one of the two")
+    if not job.get("repository"):
+        for key in ("branch", "follow"):
+            if job.get(key):
+                yield _Finding(("job", key), "needs `repository`")
+    env = _mapping(job.get("env"))
+    yield from _secrets(_list(job.get("secrets")), env)
+    yield from _job_warnings(job, env)
+
+
+def _checkpoint(job: dict[str, object]) -> Iterator[_Finding]:
+    """What the runner cannot read would never show a checkpoint, and a name in braces would be a folder's name."""
+    value = job.get("checkpoint")
+    if not isinstance(value, str):
+        return
+    path = ("job", "checkpoint")
+    scheme, colon, _ = value.partition("://")
+    if colon and scheme != "gs":
+        text = f"{shown(scheme)}:// is not read; write gs://BUCKET/PATH, or an absolute path that all nodes share"
+        yield _Finding(path, text)
+    for found in dict.fromkeys(_IN_BRACES.findall(value)):
+        if found != _PLACEHOLDER:
+            yield _Finding(path, f"{shown(found)} stands for nothing; only {_PLACEHOLDER} does")
+
+
+def _secrets(names: list[object], env: dict[str, object]) -> Iterator[_Finding]:
+    seen = set()
+    for index, name in enumerate(names):
+        if not isinstance(name, str):
+            continue
+        if name in env:
+            yield _Finding(("job", "secrets", index), f"{shown(name)} is in `env` too; keep one of the two")
+        if name in seen:
+            yield _Finding(("job", "secrets", index), f"{shown(name)} is listed twice")
+        seen.add(name)
+
+
+def _job_warnings(job: dict[str, object], env: dict[str, object]) -> Iterator[_Finding]:
+    for name in env:
+        if _SECRET_NAME.search(name):
+            text = "looks like a secret, and `env` is stored and shown; name it in `job.secrets` instead"
+            yield _Finding(("job", "env", name), text, is_warning=True)
+    for key in _UNEXPANDED:
+        if isinstance(value := job.get(key), str) and _PLACEHOLDER in value:
+            yield _Finding(("job", key), f"{_PLACEHOLDER} is not expanded here; use $TPUCARE_SLOT", is_warning=True)
+    if isinstance(run := job.get("run"), str) and _CONTAINER.search(run):
+        text = "what runs in a container is no process of the run, and may outlive its stop (docs/training.md)"
+        yield _Finding(("job", "run"), text, is_warning=True)
+    if "run" in job and "checkpoint" not in job:
+        yield _Finding(("job",), "names no checkpoint: every new node begins at step 0", is_warning=True)
+
+
+def _mapping(value: object) -> dict[str, object]:
+    return value if isinstance(value, dict) else {}
+
+
+def _list(value: object) -> list[object]:
+    return value if isinstance(value, list) else []

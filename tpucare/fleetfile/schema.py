@@ -1,0 +1,354 @@
+"""
+The shape of a fleet file: every key with its type, default and meaning. Error lines, the JSON schema for editors and
+`docs/fleet-file.md` all come from these models.
+
+What single values may be is in `fleet_values`, what may stand together in `fleet_rules`; turning the models into slots
+is left to `fleet`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from enum import StrEnum
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+from tpucare.fleetfile import values as values
+from tpucare.model.accelerators import known_types, known_zones
+from tpucare.model.resources import Care, HostKeys, OnSuccess, Provisioning
+
+COUNT_LIMIT = 10_000
+ALTERNATIVES_LIMIT = 20
+ZONES_LIMIT = 50
+
+# Keys that later versions bring. They are refused by name, so that nobody believes they had an effect.
+LATER_KEYS = ("queued", "cache", "image", "notify", "until", "max_cost")
+
+# What people write who come from other tools, and what it is called here.
+SYNONYMS: Mapping[str, str] = {
+    "zone": "zones: [ZONE]",
+    "accelerator": "type",
+    "accelerator_type": "type",
+    "tpu_type": "type",
+    "spot": "provisioning: spot",
+    "preemptible": "provisioning: preemptible",
+    "reserved": "provisioning: reserved",
+    "tier": "provisioning",
+    "runtime_version": "runtime",
+    "version": "runtime",
+    "replicas": "count",
+    "slots": "count",
+    "command": "run",
+    "cmd": "run",
+    "script": "run",
+    "repo": "repository",
+    "git": "repository",
+    "environment": "env",
+    "envs": "env",
+    "bucket": "checkpoint",
+    "enable-oslogin": "os_login",
+    "enable_oslogin": "os_login",
+    "oslogin": "os_login",
+}
+
+
+class Fence(StrEnum):
+    """What happens when an old node cannot be proven dead for `fence_after`."""
+
+    WAIT = "wait"
+    PROCEED = "proceed"
+
+
+class Stopped(StrEnum):
+    """What happens to a node that somebody stopped."""
+
+    HOLD = "hold"
+    DELETE = "delete"
+
+
+class Reach(StrEnum):
+    """Which addresses of the workers the daemon goes to."""
+
+    EXTERNAL = "external"
+    INTERNAL = "internal"
+
+
+def _as_list(value: object) -> object:
+    """A single alternative stands for a list of one."""
+    return [value] if isinstance(value, dict) else value
+
+
+def _as_zone(value: object) -> object:
+    """A zone's bare name stands for a mapping without settings of its own."""
+    return {"zone": value} if isinstance(value, str) else value
+
+
+def _length(default: timedelta, description: str) -> Any:
+    return Field(default, description=description, json_schema_extra={"default": duration_text(default)})
+
+
+def _inherited(default: object, description: str) -> Any:
+    """A key whose default is what the section around it says; the schema for editors then shows none."""
+
+    def without_default(schema: dict[str, Any]) -> None:
+        schema.pop("default", None)
+
+    return Field(default, description=description, json_schema_extra=without_default)
+
+
+def duration_text(length: timedelta) -> str:
+    """The shortest way to write *length* in a fleet file: `90s`, `30m`, `1h`, `2d`."""
+    seconds = int(length.total_seconds())
+    for unit, size in (("d", 86400), ("h", 3600), ("m", 60)):
+        if seconds and seconds % size == 0:
+            return f"{seconds // size}{unit}"
+    return f"{seconds}s"
+
+
+_CARE = Care()
+_DURATION_SCHEMA = Annotated[
+    str, Field(pattern=r"^([0-9]+d)?([0-9]+h)?([0-9]+m)?([0-9]+s)?$", examples=["90s", "30m", "1h30m"])
+]
+Duration = Annotated[timedelta, BeforeValidator(values.duration, json_schema_input_type=_DURATION_SCHEMA)]
+PositiveDuration = Annotated[Duration, AfterValidator(values.positive)]
+Variable = Annotated[str, AfterValidator(values.variable)]
+VariableValue = Annotated[str, BeforeValidator(values.variable_value, json_schema_input_type=str | int | float)]
+MetadataKey = Annotated[str, AfterValidator(values.metadata_key)]
+MetadataValue = Annotated[str, BeforeValidator(values.metadata_value, json_schema_input_type=str | int | float)]
+Script = Annotated[str, AfterValidator(values.script)]
+Line = Annotated[str, AfterValidator(values.line)]
+Tier = Annotated[Provisioning, Field(strict=False)]
+Budget = Annotated[int, Field(ge=0, le=1000)]
+Zone = Annotated[str, AfterValidator(values.zone)]
+Runtime = Annotated[str, AfterValidator(values.runtime)]
+ServiceAccount = Annotated[str, AfterValidator(values.service_account)]
+
+
+class Section(BaseModel):
+    """Unknown keys and wrong types are errors: a typo that passes costs days of a grant."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class NetworkSection(Section):
+    """Where workers are attached. Without it: the project's default network, with external addresses."""
+
+    external_ips: bool = Field(
+        True, description="Give every worker an external address. If false, the daemon reaches workers inside the VPC."
+    )
+    reach: Annotated[Reach, Field(strict=False)] = _inherited(
+        Reach.EXTERNAL,
+        "Addresses the daemon goes to; `internal` needs it inside the VPC. Default: external ones where there are.",
+    )
+    name: Annotated[str, AfterValidator(values.network)] = Field(
+        "", description="Network: its name, or `projects/PROJECT/global/networks/NAME`."
+    )
+    subnetwork: Annotated[str, AfterValidator(values.subnetwork)] = Field(
+        "", description="Subnetwork: its name, or `projects/PROJECT/regions/REGION/subnetworks/NAME`."
+    )
+    tags: list[Annotated[str, AfterValidator(values.tag)]] = Field(
+        [], max_length=64, description="Network tags, which firewall rules name."
+    )
+
+
+class ZoneSection(Section):
+    """One zone with settings of its own; what is absent is as in the `tpu` section around it."""
+
+    zone: Zone = Field(description="Zone, such as `us-central2-b`.")
+    provisioning: Tier = _inherited(Provisioning.SPOT, "As `tpu.provisioning`, for this zone.")
+    runtime: Runtime = _inherited("", "As `tpu.runtime`, for this zone.")
+    service_account: ServiceAccount = _inherited("", "As `tpu.service_account`, for this zone.")
+    network: NetworkSection = _inherited(
+        NetworkSection(), "As `tpu.network`, for this zone: keys given here replace those given there."
+    )
+
+
+ZoneChoice = Annotated[ZoneSection, BeforeValidator(_as_zone, json_schema_input_type=str | ZoneSection)]
+
+
+class TpuSection(Section):
+    """What to ask the cloud for. A list of such sections is a list of alternatives, tried in order, round by round."""
+
+    type: Line = Field(description="Accelerator type, such as `v4-32`.")
+    zones: list[ZoneChoice] = Field(
+        min_length=1,
+        max_length=ZONES_LIMIT,
+        description="Zones, which take turns, the first declared first: names, or mappings with settings of their own.",
+    )
+    provisioning: Tier = Field(Provisioning.SPOT, description="How the capacity is paid for.")
+    runtime: Runtime = _inherited(
+        "", "Runtime version. Default: the one that the catalogue names for the type; v5e, v5p and v6e run on no other."
+    )
+    service_account: ServiceAccount = Field(
+        "", description="Service account of the workers. Default: the project's default one."
+    )
+    network: NetworkSection = Field(NetworkSection(), description="Where the workers are attached.")
+    ssh_keys: list[Annotated[str, AfterValidator(values.ssh_key)]] = Field(
+        [], max_length=50, description="People who may log in too: lines `USER:ssh-ed25519 AAAA… COMMENT`."
+    )
+    metadata: dict[MetadataKey, MetadataValue] = Field(
+        {},
+        max_length=100,
+        description="Metadata of the node, such as `startup-script`: text, or numbers as they are written. "
+        "Everybody on a worker can read it: no secrets.",
+    )
+    os_login: bool = Field(
+        False,
+        description="Leave OS Login as the project has it. Default: it is switched off for the node "
+        "(`enable-oslogin: FALSE`), since tpucare logs in by a key in the metadata.",
+    )
+    unlisted: bool = Field(
+        False, description="Let types, zones and terms pass that the catalogue does not list; each is then a warning."
+    )
+
+
+class JobSection(Section):
+    """What every worker of a node runs, all of them together."""
+
+    run: Script = Field(description="Shell script that trains. Exit status 0 on every worker means finished.")
+    setup: Script = _inherited("", "Shell script that prepares a new node, once per node.")
+    repository: Annotated[str, AfterValidator(values.repository)] = Field(
+        "", description="Git repository to run in: an https, ssh or file URL, without credentials. Excludes `workdir`."
+    )
+    branch: Annotated[str, AfterValidator(values.branch)] = Field(
+        "", description="Branch, tag or commit of the repository. Default: its default branch."
+    )
+    follow: bool = Field(
+        False, description="Each worker takes the branch's newest commit by itself, instead of one commit for all."
+    )
+    workdir: Annotated[str, AfterValidator(values.folder)] = Field(
+        "", description="Folder to send and run in, relative to the fleet file. Excludes `repository`."
+    )
+    files: dict[str, Line] = Field(
+        {}, description="More files: path below the job's folder -> local path, relative to the fleet file."
+    )
+    env: dict[Variable, VariableValue] = Field({}, description="Environment: text, or numbers as they are written.")
+    secrets: list[Variable] = Field(
+        [],
+        max_length=100,
+        description="Names of variables whose values the daemon has and hands on over SSH only. "
+        "`GIT_TOKEN` or `GIT_SSH_KEY` open a private repository.",
+    )
+    checkpoint: Annotated[str, AfterValidator(values.checkpoint)] = Field(
+        "", description="Where checkpoints lie: `gs://BUCKET/PATH`, or an absolute path that all nodes share."
+    )
+    progress: Annotated[str, AfterValidator(values.progress)] = _inherited(
+        "",
+        "Regular expression whose one group is the step in the log. Default: the usual ways to write `step 123`, and "
+        "bars of tqdm, Lightning, Keras and levanter.",
+    )
+
+
+class CareSection(Section):
+    """How slots are cared for. Lengths count observed time: a suspended daemon lets none of them pass."""
+
+    boot_timeout: PositiveDuration = _inherited(
+        _CARE.boot_timeout,
+        "A node that has not answered on all workers by then is replaced. Default by hosts of the largest type: "
+        "30m up to 16, 1h above, 2h from 64, 3h from 256.",
+    )
+    unreachable_after: PositiveDuration = _length(
+        _CARE.unreachable_after, "A ready node with a silent worker and no progress is replaced after this."
+    )
+    unhealthy_after: PositiveDuration = _length(
+        _CARE.unhealthy_after, "A node of bad health and no progress is replaced after this."
+    )
+    stalled_after: PositiveDuration = _length(
+        _CARE.stalled_after,
+        "A run whose step stood still for this is restarted, or for 10 times its usual gap where that is longer: "
+        "workers are asked every 15 s, so 150 s at least.",
+    )
+    setup_timeout: PositiveDuration = _length(_CARE.setup_timeout, "Limit of `job.setup`.")
+    first_step_timeout: PositiveDuration = _length(
+        _CARE.first_step_timeout,
+        "Limit from the start of `job.run` to the first step, restoring included; `restored at step 100` is none yet.",
+    )
+    fence: Annotated[Fence, Field(strict=False)] = Field(
+        Fence.WAIT, description="When an older node cannot be proven dead: wait for proof, or proceed anyway."
+    )
+    fence_after: PositiveDuration = _length(_CARE.fence_after, "How long proof is waited for before `fence` is asked.")
+    stopped: Annotated[Stopped, Field(strict=False)] = Field(
+        Stopped.HOLD, description="A node that somebody stopped: hold the slot, or delete the node and make a new one."
+    )
+    host_keys: Annotated[HostKeys, Field(strict=False)] = Field(
+        HostKeys.AUTO,
+        description="When guest attributes do not vouch for the host keys of a node (not published within 2 minutes, "
+        "switched off, not permitted): `auto` trusts the keys of the first login and says so, `vouched` sends no job "
+        "and waits for a person.",
+    )
+    on_success: Annotated[OnSuccess, Field(strict=False)] = Field(
+        OnSuccess.DELETE, description="The node of a run that finished: delete it, keep it, or restart the run."
+    )
+    keep_failed: Duration = _length(_CARE.keep_failed, "How long the node of a failed slot is kept for a look.")
+    grace: Duration = _length(_CARE.grace, "Time between SIGTERM and SIGKILL.")
+    success_after: Duration = _length(
+        _CARE.success_after, "A run that exited 0 has finished when every worker still answers after this."
+    )
+    crash_budget: Budget = Field(
+        _CARE.crash_budget,
+        description="Crashes in a row that are tried again; one more and the slot has failed (stalls: 6; reboots: 12).",
+    )
+    setup_budget: Budget = Field(
+        _CARE.setup_budget,
+        description="Failed setups in a row that are tried again; one more, and the slot has failed.",
+    )
+    sigterm_on_preemption: bool = Field(
+        _CARE.sigterm_on_preemption, description="Send the run SIGTERM once when a preemption is announced."
+    )
+
+
+Alternatives = Annotated[
+    list[TpuSection], BeforeValidator(_as_list, json_schema_input_type=TpuSection | list[TpuSection])
+]
+
+
+class FleetFile(Section):
+    """A fleet of equal slots: the TPU they want, the job they run, the care they get."""
+
+    name: Annotated[str, AfterValidator(values.fleet_name)] = Field(
+        description="Name, from which slots (`<name>-<i>`) and nodes follow: up to 24 of a-z, 0-9 and `-`."
+    )
+    count: int = Field(1, ge=1, le=COUNT_LIMIT, description="Number of slots.")
+    project: Annotated[str, AfterValidator(values.project)] = _inherited(
+        "", "Google Cloud project. Default: that of the environment, gcloud's settings or the credentials."
+    )
+    tpu: Alternatives = Field(
+        min_length=1,
+        max_length=ALTERNATIVES_LIMIT,
+        description="What to ask the cloud for, or a list of alternatives in order.",
+    )
+    job: JobSection = Field(description="What runs.")
+    care: CareSection = _inherited(CareSection(), "How slots are cared for.")
+
+
+# Every section under the path of its keys, list positions left out; a key's usual home comes after its other ones.
+SECTIONS: Mapping[tuple[str, ...], type[Section]] = {
+    ("tpu", "zones", "network"): NetworkSection,
+    ("tpu", "network"): NetworkSection,
+    ("tpu", "zones"): ZoneSection,
+    ("tpu",): TpuSection,
+    ("job",): JobSection,
+    ("care",): CareSection,
+    (): FleetFile,
+}
+
+
+def json_schema() -> dict[str, Any]:
+    """
+    JSON schema (2020-12) of a fleet file, for the completion and checks of editors.
+
+    It names the listed types and zones without insisting on them, since `tpu.unlisted` lets others pass.
+    """
+    schema = FleetFile.model_json_schema()
+    sections = schema["$defs"]
+    _suggest(sections["TpuSection"]["properties"]["type"], known_types())
+    _suggest(sections["ZoneSection"]["properties"]["zone"], known_zones())
+    _suggest(sections["TpuSection"]["properties"]["zones"]["items"]["anyOf"][0], known_zones())
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "tpucare fleet"}
+
+
+def _suggest(schema: dict[str, Any], words: tuple[str, ...]) -> None:
+    schema.pop("type", None)
+    schema["anyOf"] = [{"enum": list(words)}, {"type": "string"}]

@@ -1,0 +1,152 @@
+"""
+From a fleet file and a sweep to the fleet that works for it: N slots whose job is one W&B agent each. Pure.
+
+What the file says of TPUs, code, setup and care stays; `{agent}` in `job.run` is where the agent stands, and a file
+without `job.run` runs nothing else.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import yaml
+
+from tpucare.adapters.runner.scripts import read_template
+from tpucare.api.fleet import plain_value
+from tpucare.fleetfile import yaml_document as yaml_lines
+from tpucare.fleetfile.fleet import Fleet
+from tpucare.integrations.wandb.account import KEY_VARIABLE, URL_VARIABLE
+from tpucare.integrations.wandb.rules import SWEEP_VARIABLE, SweepPath
+from tpucare.model.errors import ConfigError
+from tpucare.model.resources import OnSuccess
+
+AGENT = "{agent}"
+INTERVAL_VARIABLE = "WANDB_X_FILE_STREAM_TRANSMIT_INTERVAL"
+# By default the client sends every 15 s what a preemption then takes away. Whole seconds: less counts as not set.
+INTERVAL_SECONDS = "5"
+# The usual variable differs by slot, and a run that was interrupted goes on in whichever slot asks next.
+CHECKPOINT_VARIABLE = "TPUCARE_SWEEP_CHECKPOINT"
+INSTALL = "command -v wandb >/dev/null || python3 -m pip install --quiet --user 'wandb<1'"
+# A sweep whose id is not known yet: what the fleet is checked with before anything is created.
+UNKNOWN = SweepPath("entity", "project", "unknown")
+
+Base = Mapping[str, Any]
+_Kind = TypeVar("_Kind", dict[str, Any], list[Any])
+
+
+def default_base(accelerator: str, zone: str, workdir: str) -> Base:
+    """Where no fleet file is given: the folder of the sweep's file is sent, and wandb installed where it is missing."""
+    tpu = {"type": accelerator, "zones": [zone]}
+    return {"tpu": tpu, "job": {"workdir": workdir, "setup": INSTALL}}
+
+
+def read_base(text: str, file: str) -> Base:
+    """
+    Read as `apply` reads it. Everything that is not about YAML is said by the check of the fleet.
+
+    Raises: ConfigError: it is no YAML, or no mapping.
+    """
+    try:
+        document = yaml_lines.read(text)
+    except yaml_lines.Unreadable as error:
+        raise ConfigError.of([error.problem], file) from None
+    if document.problems:
+        raise ConfigError.of(document.problems, file)
+    if not isinstance(document.value, dict):
+        raise ConfigError(f"{file}: must be a fleet file: a mapping whose `job` is a mapping too")
+    return document.value
+
+
+def name_of(base: Base, path: SweepPath, given: str = "") -> str:
+    """What the fleet is called: as said, as the file says, else after the sweep."""
+    named = base.get("name")
+    if given or isinstance(named, str):
+        return given or str(named)
+    # Without a hyphen: a name must not end like a slot's.
+    return f"sweep{''.join(char for char in path.name.lower() if char.isalnum())}"[:24]
+
+
+def fleet_text(
+    base: Base,
+    path: SweepPath,
+    *,
+    count: int,
+    base_url: str,
+    name: str = "",
+    file: str = "",
+    agent: str | None = None,
+) -> str:
+    """
+    The fleet file, complete; *agent* stands for the agent's command where somebody only wants to look at it.
+
+    Raises: ConfigError: `job.run` says something else than where the agent stands, or a part is of another kind.
+    """
+    whole = {str(key): plain_value(value, str(key)) for key, value in base.items()}
+    place = file or "the fleet"
+    job = _part(whole, "job", {}, f"{place}: job")
+    run = job.get("run", f"exec {AGENT}")
+    if not isinstance(run, str) or AGENT not in run:
+        raise ConfigError(f"{file or 'job'}: job.run: write {AGENT} where the W&B agent runs, or leave job.run out")
+    env = {INTERVAL_VARIABLE: INTERVAL_SECONDS, **_part(job, "env", {}, f"{place}: job.env")}
+    env |= {SWEEP_VARIABLE: str(path), URL_VARIABLE: base_url}
+    if checkpoint := job.pop("checkpoint", ""):
+        env[CHECKPOINT_VARIABLE] = _shared(checkpoint, file)
+    secrets = _part(job, "secrets", [], f"{place}: job.secrets")
+    job |= {"run": run.replace(AGENT, agent if agent is not None else agent_command()), "env": env}
+    job["secrets"] = secrets if KEY_VARIABLE in secrets else [*secrets, KEY_VARIABLE]
+    whole |= {"name": name_of(base, path, name), "count": count, "job": job}
+    return yaml.dump(whole, Dumper=_Blocks, sort_keys=False, allow_unicode=True, width=120)
+
+
+def _part(section: Mapping[str, Any], key: str, otherwise: _Kind, name: str) -> _Kind:
+    """What *section* has under *key*, of the kind of *otherwise*, which stands for nothing."""
+    value = section.get(key)
+    if value is None:
+        return otherwise
+    if not isinstance(value, type(otherwise)):
+        raise ConfigError(f"{name}: must be a {'mapping' if isinstance(otherwise, dict) else 'list'}")
+    return value
+
+
+def _shared(checkpoint: object, file: str) -> str:
+    text = str(checkpoint)
+    if "{slot}" in text or not text.startswith(("gs://", "/")):
+        raise ConfigError(
+            f"{file or 'job'}: job.checkpoint: runs of a sweep move between slots, so it must be one folder for all of "
+            "them: gs://BUCKET/PATH or an absolute path, without {slot}"
+        )
+    return text
+
+
+def agent_command() -> str:
+    """One command for bash; its source stands in it, so that a worker needs nothing but python3."""
+    return f"python3 -c {shlex.quote(read_template('sweep_agent.py'))}"
+
+
+def refuse_unfit(fleet: Fleet) -> None:
+    """Raises: ConfigError: a fleet that no sweep can use."""
+    if fleet.workers > 1:
+        kinds = sorted({place.accelerator_type for place in fleet.places if place.workers > 1})
+        raise ConfigError(
+            f"{fleet.file}: tpu.type: {', '.join(kinds)} has several hosts, and a W&B agent starts its program on one; "
+            "choose a type with one host"
+        )
+    if fleet.care.on_success is OnSuccess.RESTART:
+        raise ConfigError(f"{fleet.file}: care.on_success: restart would start agents again for a sweep that is over")
+
+
+class _Blocks(yaml.SafeDumper):
+    """Scripts as blocks of lines, as people write them."""
+
+
+def _text(dumper: _Blocks, value: str) -> yaml.ScalarNode:
+    # Also quoted is what only `yaml_lines` takes for a number: `1e-4` and `08` are texts in the YAML of the dumper.
+    plain = None if isinstance(yaml_lines.scalar(value), str) else "'"
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="|" if "\n" in value else plain)
+
+
+_Blocks.add_representer(str, _text)
+_Blocks.add_representer(yaml_lines.WrittenInt, _Blocks.represent_int)
+_Blocks.add_representer(yaml_lines.WrittenFloat, _Blocks.represent_float)

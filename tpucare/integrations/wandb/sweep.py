@@ -1,0 +1,343 @@
+"""
+W&B sweeps on a swarm of TPU nodes: `sweep` makes one (or takes one that is there) and keeps N agents at work for it.
+
+Everything that a person could have got wrong is found before the sweep and before any node is made. Making a sweep is
+left to the client of W&B (extra `wandb`), in a process of its own; caring for the fleet to the daemon, or to this
+process where none runs.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tpucare.adapters.state.store import open_reader
+from tpucare.fleetfile import fleet as fleets
+from tpucare.integrations.wandb import account as account
+from tpucare.integrations.wandb import fleet as sweeps_fleet
+from tpucare.integrations.wandb.client import GraphqlSweeps, SweepRefused
+from tpucare.integrations.wandb.rules import SWEEP_VARIABLE, SweepPath, Verdict, is_path, judge, parse_path
+from tpucare.integrations.wandb.sweeps_care import SweepCare
+from tpucare.model.errors import ConfigError, TpuCareError
+from tpucare.model.memory import End, Memory, Wish
+from tpucare.model.resources import Event
+from tpucare.service import daemon
+from tpucare.service.assembly import Caretaker
+from tpucare.service.control_socket import NoDaemon, request
+from tpucare.service.fleet_folder import read_text
+from tpucare.service.fleet_registry import Roster
+from tpucare.service.options import Options, resolve
+
+__all__ = ["Outcome", "Prepared", "create", "hand_over", "prepare", "sweep"]
+
+CREATE_SECONDS = 120.0
+METHODS = ("grid", "random", "bayes")
+
+_CREATE = """\
+import json, sys
+import wandb
+said = json.load(sys.stdin)
+name = wandb.sweep(said["config"], entity=said["entity"], project=said["project"])
+print("\\n" + json.dumps({"sweep": name}))
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """
+    A sweep and its fleet, checked; nothing was created.
+
+    config: of a sweep that is to be made; None: `path` is there already    folder: where relative paths start
+    """
+
+    base: sweeps_fleet.Base
+    folder: Path
+    file: str
+    count: int
+    name: str
+    base_url: str
+    path: SweepPath
+    config: Mapping[str, Any] | None = None
+
+    def fleet_name(self, path: SweepPath) -> str:
+        return sweeps_fleet.name_of(self.base, path, self.name)
+
+    def text(self, path: SweepPath, *, agent: str | None = None) -> str:
+        """The fleet file of this swarm for the sweep at *path*; *agent* as in `sweeps_fleet.fleet_text`."""
+        base, url = self.base, self.base_url
+        return sweeps_fleet.fleet_text(
+            base, path, count=self.count, base_url=url, name=self.name, file=self.file, agent=agent
+        )
+
+    def shown(self) -> str:
+        """The same for people: `{agent}` stands where the source of the agent would."""
+        return self.text(self.path, agent=sweeps_fleet.AGENT)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """
+    daemon: a running daemon took the fleet; nothing else is known then
+    over:   the sweep came to its end here, and nothing is left of the fleet    failed: slots that gave up, with why
+    runs:   what W&B said last: `FINISHED, 3 of 4 runs finished, 1 requeued`; empty where it has not
+    """
+
+    sweep: str
+    fleet: str
+    slots: tuple[str, ...]
+    daemon: bool
+    over: bool = False
+    failed: Mapping[str, str] | None = None
+    runs: str = ""
+
+
+def sweep(
+    what: str | Path | Mapping[str, Any],
+    count: int = 1,
+    fleet: str | Path | Mapping[str, Any] | None = None,
+    *,
+    name: str = "",
+    accelerator_type: str = "",
+    zone: str = "",
+    options: Options | None = None,
+    env: Mapping[str, str] | None = None,
+    on_event: Callable[[Event], None] = lambda _: None,
+) -> Outcome:
+    """
+    Keep *count* nodes running `wandb agent` until the sweep is over.
+
+    what:  a file or mapping of a sweep that is to be made, or `entity/project/id` of one that is there
+    fleet: a fleet file or mapping; without one, *accelerator_type* and *zone* say which TPU
+
+    With a running daemon this returns once the daemon has taken the fleet. Without one it blocks and cares itself, and
+    must be called on the main thread; SIGINT and SIGTERM end it and leave the nodes alive.
+    Raises: ConfigError: what has to be changed, before anything was made; TpuCareError.
+    """
+    env = os.environ if env is None else env
+    chosen = options or resolve(env)
+    prepared = prepare(
+        what, count, fleet, name=name, accelerator_type=accelerator_type, zone=zone, options=chosen, env=env
+    )
+    return hand_over(prepared, create(prepared, env), chosen, env, on_event)
+
+
+# --- before anything is made -----------------------------------------------------------------------------------------
+
+
+def prepare(
+    what: str | Path | Mapping[str, Any],
+    count: int,
+    fleet: str | Path | Mapping[str, Any] | None = None,
+    *,
+    name: str = "",
+    accelerator_type: str = "",
+    zone: str = "",
+    options: Options,
+    env: Mapping[str, str],
+) -> Prepared:
+    """Raises: ConfigError: whatever could be known to be wrong."""
+    url = account.base_url(env)
+    key = account.need_key(env, url)
+    path, config, folder = sweeps_fleet.UNKNOWN, None, Path.cwd()
+    if isinstance(what, str) and is_path(what) and not Path(what).is_file():
+        path = parse_path(what)
+    else:
+        config, folder = _read_sweep(what)
+        path = _place_of(config, env, GraphqlSweeps(url, key))
+        if importlib.util.find_spec("wandb") is None:
+            raise ConfigError("making a sweep needs the client of W&B: `pip install wandb`")
+    base, file, folder = _read_fleet(fleet, accelerator_type, zone, folder, has_code=config is not None)
+    prepared = Prepared(base, folder, file, count, name, url, path, config)
+    parsed = fleets.parse(prepared.text(path), file=file, folder=folder)
+    sweeps_fleet.refuse_unfit(parsed)
+    _refuse_other(options, prepared)
+    if config is None:
+        _refuse_over(GraphqlSweeps(url, key), path)
+    return prepared
+
+
+def _read_sweep(what: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any], Path]:
+    """The configuration of a sweep, and where its paths start."""
+    if isinstance(what, Mapping):
+        config, file, folder = dict(what), "the sweep", Path.cwd()
+    else:
+        file, folder = str(what), Path(what).absolute().parent
+        try:
+            # As the client of W&B reads it: another YAML than that of fleet files.
+            config = yaml.safe_load(read_text(Path(what)))
+        except (yaml.YAMLError, ValueError, RecursionError) as error:
+            raise ConfigError(f"{file}: is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(config, dict) or not isinstance(config.get("parameters"), dict):
+        raise ConfigError(f"{file}: must be a sweep: a mapping with `method` and `parameters`")
+    if config.get("method") not in METHODS:
+        raise ConfigError(f"{file}: method: must be one of {', '.join(METHODS)}")
+    if not config.get("program") and not config.get("command"):
+        raise ConfigError(f"{file}: program: names no program for the agents to run")
+    return config, folder
+
+
+def _place_of(config: Mapping[str, Any], env: Mapping[str, str], service: GraphqlSweeps) -> SweepPath:
+    """Where the sweep is to be made. Asking W&B who the key belongs to also finds a key that is refused."""
+    project = str(config.get("project") or account.setting(env, "project"))
+    if not project:
+        raise ConfigError("the sweep names no W&B project: add `project: NAME` to its file, or set WANDB_PROJECT")
+    try:
+        own = service.entity()
+    except SweepRefused as error:
+        raise ConfigError(str(error)) from None
+    entity = str(config.get("entity") or account.setting(env, "entity") or own)
+    return parse_path("/".join((entity, project, sweeps_fleet.UNKNOWN.name)))
+
+
+def _read_fleet(
+    fleet: str | Path | Mapping[str, Any] | None, accelerator: str, zone: str, folder: Path, *, has_code: bool
+) -> tuple[sweeps_fleet.Base, str, Path]:
+    """The fleet to begin with, what errors call it, and where its paths start."""
+    if isinstance(fleet, Mapping):
+        return fleet, "the fleet", Path.cwd()
+    if fleet is not None:
+        path = Path(fleet)
+        return sweeps_fleet.read_base(read_text(path), str(path)), str(path), path.absolute().parent
+    if not (accelerator and zone and has_code):
+        raise ConfigError(
+            "which TPU, and which code? Give --fleet FILE (`tpucare init --template sweep` prints one), "
+            "or --type and --zone with a sweep file whose folder is sent to the workers"
+        )
+    return sweeps_fleet.default_base(accelerator, zone, str(folder)), "--type and --zone", folder
+
+
+def _refuse_other(options: Options, prepared: Prepared) -> None:
+    """Raises: ConfigError: a fleet of that name still works for something else."""
+    name = prepared.fleet_name(prepared.path)
+    if not any(options.state.glob("*.sqlite")):
+        return
+    with open_reader(options.state) as store:
+        record = store.fleets().get(name)
+        memories = [memory for memory in store.memories().values() if memory.fleet == name]
+    if record is None or record.wish is Wish.DOWN or not any(_is_at_work(memory) for memory in memories):
+        return
+    job = sweeps_fleet.read_base(record.text, f"{name}.yaml (as accepted)").get("job") or {}
+    works_for = (job.get("env") or {}).get(SWEEP_VARIABLE, "a job of its own")
+    if works_for != str(prepared.path):
+        raise ConfigError(f"fleet {name} works for {works_for}: choose another --name, or `tpucare down {name}` first")
+
+
+def _is_at_work(memory: Memory) -> bool:
+    return memory.end is End.NONE and memory.wish is not Wish.DOWN
+
+
+def _refuse_over(service: GraphqlSweeps, path: SweepPath) -> None:
+    try:
+        report = service.look(path)
+    except SweepRefused as error:
+        raise ConfigError(str(error)) from None
+    if judge(report) in (Verdict.OVER, Verdict.END):
+        raise ConfigError(f"sweep {path} is over ({report.text()}): nothing is left to run")
+
+
+# --- the sweep -------------------------------------------------------------------------------------------------------
+
+
+def create(prepared: Prepared, env: Mapping[str, str]) -> SweepPath:
+    """
+    Make the sweep, if it is not there yet, with the client of W&B in a process of its own; the key is in its
+    environment only. Raises: TpuCareError: what the client said.
+    """
+    if prepared.config is None:
+        return prepared.path
+    path, url = prepared.path, prepared.base_url
+    order = {"config": prepared.config, "entity": path.entity, "project": path.project}
+    ours = {account.URL_VARIABLE: url, account.KEY_VARIABLE: account.need_key(env, url), "WANDB_SILENT": "true"}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _CREATE],
+            input=json.dumps(order, default=str),
+            env={**env, **ours},
+            capture_output=True,
+            text=True,
+            timeout=CREATE_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise TpuCareError(f"W&B at {url} made no sweep within {CREATE_SECONDS:.0f} s") from None
+    if done.returncode:
+        tail = [line for line in done.stderr.splitlines() if line.strip()][-1:]
+        raise TpuCareError(f"W&B made no sweep: {' '.join(tail) or f'exit status {done.returncode}'}")
+    name = json.loads(done.stdout.strip().splitlines()[-1])["sweep"]
+    return path._replace(name=str(name))
+
+
+# --- the fleet -------------------------------------------------------------------------------------------------------
+
+
+def hand_over(
+    prepared: Prepared,
+    path: SweepPath,
+    options: Options,
+    env: Mapping[str, str],
+    on_event: Callable[[Event], None] = lambda _: None,
+) -> Outcome:
+    """The fleet to the running daemon; where none runs, care for it here until it is over."""
+    name = prepared.fleet_name(path)
+    order = {"do": "apply", "text": prepared.text(path), "folder": str(prepared.folder), "file": f"{name}.yaml"}
+    try:
+        answer = request(options.socket, order)
+    except NoDaemon:
+        return _care(name, path, order, options, env, on_event)
+    return Outcome(str(path), name, tuple(answer["slots"]), daemon=True)
+
+
+def _care(
+    name: str,
+    path: SweepPath,
+    order: Mapping[str, Any],
+    options: Options,
+    env: Mapping[str, str],
+    on_event: Callable[[Event], None],
+) -> Outcome:
+    outcome, env = Outcome(str(path), name, (), daemon=False), account.with_key(env)
+    followed: list[SweepCare] = []
+
+    def companions(caretaker: Caretaker, roster: Roster) -> list[SweepCare]:
+        followed.append(SweepCare.beside(caretaker, roster, env))
+        return followed
+
+    def look(here: daemon.Daemon) -> bool:
+        nonlocal outcome
+        rows = {row["slot"]: row for row in here.status(name)["slots"]}
+        failed = {slot: str(row["end_why"]) for slot, row in rows.items() if row["end"] == End.FAILED.value}
+        (sweeps,) = followed
+        over = is_over(here, sweeps, name)
+        outcome = replace(outcome, slots=tuple(rows) or outcome.slots, failed=failed or outcome.failed, over=over)
+        outcome = replace(outcome, runs=sweeps.sum_of(name) or outcome.runs)
+        return over
+
+    def prepare_daemon(here: daemon.Daemon) -> None:
+        # This process is here for one fleet; others that the store knows wait for a daemon.
+        here.act_only_for(name)
+        here.first_orders = [order]
+        here.until = lambda: look(here)
+
+    daemon.run(options, options.fleets(env), env, listen=on_event, companions=companions, prepare=prepare_daemon)
+    return outcome
+
+
+def is_over(here: daemon.Daemon, sweeps: SweepCare, fleet: str) -> bool:
+    """Nothing is left of *fleet*, and nothing that the sweep could still ask of it."""
+    names = here.roster.slots_of(fleet)
+    if not names:
+        record = here.roster.records.get(fleet)
+        return record is not None and record.wish is Wish.DOWN
+    if not all(here.is_over(name) for name in names):
+        return False
+    # Slots come back when an interrupted run is queued after all.
+    return not sweeps.may_come_back(fleet)

@@ -1,0 +1,306 @@
+"""
+The catalogue of Cloud TPU accelerators: what "v4-32" means, where it is offered, what a chip-hour costs.
+
+The data and its sources are `accelerators.yaml`, read once and only when somebody asks, since `tpucare --help` and a
+daemon between two reloads need none of it. Whether a zone has capacity, or a project quota, only the API knows.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from importlib import resources
+from typing import Any
+
+from tpucare.model.errors import ConfigError
+from tpucare.model.resources import Provisioning
+from tpucare.model.words import naming, nearest, shown
+
+_TYPE = re.compile(r"(?P<prefix>[a-z0-9]+)-(?P<count>[1-9][0-9]{0,5})")
+
+# gcloud's and people's names of v5e, which the API calls v5litepod.
+_OTHER_PREFIXES = {"v5e": "v5litepod", "v5lite": "v5litepod", "v6": "v6e", "v7x": "tpu7x"}
+
+
+@dataclass(frozen=True, slots=True)
+class Accelerator:
+    """
+    One accelerator type, i.e. one shape of slice.
+
+    `hosts` is the number of workers of a node; `device_glob` matches the chips on a worker; `topology` is "" for a
+    size that the catalogue does not list. `mark`: D documented, O observed in public code, I derived from the name.
+    """
+
+    type: str
+    generation: str
+    chips: int
+    hosts: int
+    chips_per_host: int
+    cores_per_chip: int
+    topology: str
+    default_runtime: str
+    runtimes: tuple[str, ...]
+    provisionings: tuple[Provisioning, ...]
+    device_glob: str
+    jax_devices_per_chip: int
+    hbm_gib_per_chip: int
+    api_enum: str
+    mark: str
+
+    @property
+    def cores(self) -> int:
+        return self.chips * self.cores_per_chip
+
+    @property
+    def jax_devices(self) -> int:
+        """What `jax.device_count()` says on the whole slice."""
+        return self.chips * self.jax_devices_per_chip
+
+
+@dataclass(frozen=True, slots=True)
+class ZoneOffer:
+    """
+    A zone in which a generation was seen. `mark`: D documented, O observed, I derived.
+
+    `only` names the types listed there, when the sources do not list the whole generation.
+    """
+
+    zone: str
+    mark: str
+    note: str = ""
+    only: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """USD per chip-hour as a public catalogue gave it on `date`; spot prices move."""
+
+    usd_per_chip_hour: float
+    location: str
+    source: str
+    date: str
+
+
+@dataclass(frozen=True, slots=True)
+class _PriceRow:
+    location: str
+    applies_to: str
+    on_demand: float | None
+    spot: float | None
+    source: str
+    date: str
+
+    def covers(self, accelerator: Accelerator) -> bool:
+        if self.applies_to == "all":
+            return True
+        if self.applies_to.endswith("-pods"):
+            return accelerator.hosts > 1
+        return self.applies_to == accelerator.type
+
+
+@dataclass(frozen=True, slots=True)
+class _Generation:
+    name: str
+    prefix: str
+    counts_cores: bool
+    served: bool
+    status: str
+    sizes: tuple[Accelerator, ...]
+    zones: tuple[ZoneOffer, ...]
+    prices: tuple[_PriceRow, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Catalogue:
+    generations: tuple[_Generation, ...]
+    types: Mapping[str, Accelerator]
+
+
+def lookup(type: str) -> Accelerator:
+    """
+    The accelerator that the catalogue lists under *type*, e.g. "v4-32".
+
+    Raises:
+        ConfigError: Not listed, or not served by the Cloud TPU API; names the nearest listed types.
+    """
+    found = _catalogue().types.get(type)
+    if found is not None:
+        return found
+    _refuse_unserved(type)
+    raise ConfigError(f"{shown(type)} is no known accelerator type{naming(nearest_types(type))}")
+
+
+def derive(type: str) -> Accelerator:
+    """
+    As `lookup`, but for any size of a known generation: hosts follow from the name, the topology stays unknown.
+
+    Raises:
+        ConfigError: Not `<known generation>-<count>`, or a count that fills no whole number of hosts.
+    """
+    listed = _catalogue().types.get(type)
+    if listed is not None:
+        return listed
+    _refuse_unserved(type)
+    match, generation = _TYPE.fullmatch(type), _generation_of(type)
+    if match is None or generation is None:
+        raise ConfigError(f"{shown(type)} is of no known accelerator generation{naming(nearest_types(type))}")
+    like = generation.sizes[-1]
+    chips, rest = divmod(int(match["count"]), like.cores_per_chip if generation.counts_cores else 1)
+    hosts, left = divmod(chips, like.chips_per_host)
+    if rest or left or not hosts:
+        raise ConfigError(
+            f"{type} is no whole number of hosts of {like.chips_per_host} chips{naming(nearest_types(type))}"
+        )
+    return replace(like, type=type, chips=chips, hosts=hosts, topology="", mark="I")
+
+
+def known_types() -> tuple[str, ...]:
+    """Every type that the Cloud TPU API serves and the catalogue lists, by generation and size."""
+    return tuple(_catalogue().types)
+
+
+def nearest_types(type: str) -> tuple[str, ...]:
+    """Up to three listed types that *type* was most likely meant to be: the same generation's nearest sizes first."""
+    match = _TYPE.fullmatch(type.lower().strip().replace("_", "-").removeprefix("tpu-"))
+    prefix = _OTHER_PREFIXES.get(match["prefix"], match["prefix"]) if match else ""
+    generation = _by_prefix().get(prefix)
+    if match is None or generation is None or not generation.served:
+        return nearest(type, known_types(), at_most=3)
+    wanted = int(match["count"])
+    sizes = sorted(generation.sizes, key=lambda size: abs(_count(size.type) - wanted))
+    if _count(sizes[0].type) == wanted:
+        return (sizes[0].type,)
+    return tuple(size.type for size in sizes[:2])
+
+
+def known_zones() -> tuple[str, ...]:
+    """Every zone in which some generation that the API serves was seen, sorted."""
+    return tuple(sorted({offer.zone for generation in _served() for offer in generation.zones}))
+
+
+def zones_for(type: str) -> tuple[ZoneOffer, ...]:
+    """
+    Zones in which the generation of *type* was seen, documented ones first; those that list other types only are last.
+
+    Raises:
+        ConfigError: No type of a generation that the API serves.
+    """
+    generation = _served_generation(derive(type).generation)
+    return tuple(sorted(generation.zones, key=lambda offer: (bool(offer.only) and type not in offer.only, offer.mark)))
+
+
+def offer(type: str, zone: str) -> ZoneOffer | None:
+    """How *zone* offers the generation of *type*, or None where nobody saw it. Raises: ConfigError, as `zones_for`."""
+    return next((offer for offer in zones_for(type) if offer.zone == zone), None)
+
+
+def types_in(zone: str) -> tuple[Accelerator, ...]:
+    """Every listed type whose generation was seen in *zone*."""
+    offered = [generation for generation in _served() if any(offer.zone == zone for offer in generation.zones)]
+    return tuple(size for generation in offered for size in generation.sizes)
+
+
+def region_of(zone: str) -> str:
+    """`us-central2` of `us-central2-b`."""
+    return zone.rpartition("-")[0]
+
+
+def chip_hour_price(type: str, zone: str, provisioning: Provisioning) -> Price | None:
+    """
+    What one chip of *type* costs per hour in *zone*, or None where no source says so.
+
+    A price of the zone goes before one of its region, a newer source before an older one. Preemptible nodes are priced
+    as spot; reservations have prices of their own, so they have none here. Raises: ConfigError, as `zones_for`.
+    """
+    if provisioning is Provisioning.RESERVED:
+        return None
+    accelerator = derive(type)
+    rows = [row for row in _served_generation(accelerator.generation).prices if row.covers(accelerator)]
+    for location in (zone, region_of(zone)):
+        for row in rows:
+            usd = row.on_demand if provisioning is Provisioning.ON_DEMAND else row.spot
+            if row.location == location and usd is not None:
+                return Price(usd, row.location, row.source, row.date)
+    return None
+
+
+# --- reading the catalogue ---------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _catalogue() -> _Catalogue:
+    import yaml
+
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    text = (resources.files("tpucare.model") / "accelerators.yaml").read_text(encoding="utf-8")
+    data = yaml.load(text, Loader=loader)
+    generations = tuple(_read_generation(name, entry) for name, entry in data["generations"].items())
+    types = {size.type: size for generation in generations if generation.served for size in generation.sizes}
+    return _Catalogue(generations, types)
+
+
+def _read_generation(name: str, entry: dict[str, Any]) -> _Generation:
+    return _Generation(
+        name=name,
+        prefix=entry["name_prefix"],
+        counts_cores=entry["name_counts"] == "cores",
+        served=entry["api_enum"] is not None,
+        status=entry["status"],
+        sizes=tuple(_read_size(name, entry, size) for size in entry["sizes"]),
+        zones=tuple(
+            ZoneOffer(zone["zone"], zone["mark"], zone.get("note", ""), tuple(zone.get("only", ())))
+            for zone in entry["zones"]
+        ),
+        prices=tuple(_PriceRow(**row) for row in entry["prices"]),
+    )
+
+
+def _read_size(name: str, entry: dict[str, Any], size: dict[str, Any]) -> Accelerator:
+    offered = {word.replace("_", "-") for word in entry["provisioning"]}
+    return Accelerator(
+        type=size["type"],
+        generation=name,
+        chips=size["chips"],
+        hosts=size["hosts"],
+        chips_per_host=size["chips_per_host"],
+        cores_per_chip=entry["cores_per_chip"],
+        topology=size["topology"],
+        default_runtime=entry["default_runtime"] or "",
+        runtimes=tuple(entry["runtimes"]),
+        provisionings=tuple(tier for tier in Provisioning if tier.value in offered),
+        device_glob=entry["device_nodes"] or "",
+        jax_devices_per_chip=entry["jax_devices_per_chip"],
+        hbm_gib_per_chip=entry["hbm_gib_per_chip"],
+        api_enum=entry["api_enum"] or "",
+        mark=size["mark"],
+    )
+
+
+@functools.cache
+def _by_prefix() -> Mapping[str, _Generation]:
+    return {generation.prefix: generation for generation in _catalogue().generations}
+
+
+def _served() -> tuple[_Generation, ...]:
+    return tuple(generation for generation in _catalogue().generations if generation.served)
+
+
+def _served_generation(name: str) -> _Generation:
+    return next(generation for generation in _served() if generation.name == name)
+
+
+def _generation_of(type: str) -> _Generation | None:
+    match = _TYPE.fullmatch(type)
+    return _by_prefix().get(match["prefix"]) if match else None
+
+
+def _refuse_unserved(type: str) -> None:
+    generation = _generation_of(type)
+    if generation is not None and not generation.served:
+        raise ConfigError(f"{generation.name} is {generation.status}")
+
+
+def _count(type: str) -> int:
+    return int(type.rpartition("-")[2])

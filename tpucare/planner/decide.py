@@ -1,0 +1,506 @@
+"""
+decide(slot, evidence, memory, now) -> Action: every choice of tpucare is made here and in the modules below it.
+
+Pure. This module sees to what must be done whatever else is true (watching creates and deletes to their end), to the
+wishes of people, and to slots without a node; `plan_node` decides about one live node, `plan_run` about a run on it.
+The rows of the design's evidence table (§6) are cited where they are decided.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import datetime, timedelta
+
+from tpucare.model.actions import (
+    ADOPTING,
+    ANY_CREATE,
+    Action,
+    Create,
+    Delete,
+    EffectKind,
+    Fact,
+    Look,
+    Poll,
+    PushKey,
+    Reason,
+    Settle,
+    Stop,
+    Vouch,
+    Wait,
+)
+from tpucare.model.causes import Cause
+from tpucare.model.evidence import Evidence, Mark, Moment, NodeEvidence, Timers
+from tpucare.model.memory import CreateIntent, End, Memory, NodeMemory, Wish
+from tpucare.model.resources import DEAD_STATES, NodeKey, NodeState, OnSuccess, Slot, node_name
+from tpucare.model.words import length
+from tpucare.planner.backoff import DELETE_AGAIN_CAP, MISSING_LOOK_EVERY, RESEND_BACKOFF
+from tpucare.planner.node import decide_by_workers, decide_hidden, decide_node
+from tpucare.planner.placement import choose, holds_quota
+from tpucare.planner.plan_ended import done
+from tpucare.planner.predicates import (
+    Standing,
+    busy,
+    deletion,
+    ending,
+    job_mark,
+    keeps_node,
+    look,
+    quiet,
+    stop_before,
+    unseen,
+    without_job,
+)
+
+# Of a create that was given up: nothing waits for its word.
+POLL_SPENT_EVERY = timedelta(minutes=1)
+# What `down` waits for a zone that does not answer, before it ends without it.
+DOWN_PATIENCE = timedelta(minutes=2)
+# Deletes take minutes; one that hangs goes on when it is asked for again.
+DELETING_IS_STUCK = timedelta(minutes=10)
+# A slot that failed though its job had trained.
+TRY_FAILED_EVERY, TRY_FAILED_TIMES = timedelta(hours=1), 24
+# A node that was labelled as the slot's is listed as such by then, or never.
+ADOPTED_WITHIN = timedelta(minutes=5)
+# A create whose call was cut off may still arrive this long after the call's deadline (60 s + the deadline's 30 s).
+CREATE_MAY_ARRIVE = timedelta(seconds=90)
+
+
+def decide(slot: Slot, evidence: Evidence, memory: Memory, now: Moment) -> Action:
+    """Choose the one next step for `slot`, from what is there now, never from what just happened."""
+    timers = Timers(now)
+    action = _decide(slot, evidence, memory, timers)
+    if isinstance(action, Wait) and not (timers.observed_due is None and timers.wall_due is None):
+        return replace(action, observed=timers.observed_due, wall=timers.wall_due)
+    return action
+
+
+def _decide(slot: Slot, evidence: Evidence, memory: Memory, timers: Timers) -> Action:
+    if not evidence.fresh:
+        if len(evidence.nodes) == 1 and (
+            action := decide_by_workers(slot, evidence.nodes[0], evidence, memory, timers)
+        ):
+            return action
+        why = evidence.blind_why or "the first listing is under way"
+        return Wait(Cause.NO_OBSERVATION, f"no observation: {why}")
+    if memory.wish is Wish.PAUSED:
+        return _clear_dead(evidence, memory, timers) or Wait(Cause.PAUSED, "paused")
+    if chore := _chore(slot, evidence, memory, timers):
+        return chore
+    if memory.wish is Wish.DOWN:
+        return _take_down(slot, evidence, memory, timers)
+    if memory.end is not End.NONE:
+        return _after_end(slot, evidence, memory, timers)
+    live = live_nodes(evidence, memory)
+    if len(live) > 1:
+        return _decide_several(slot, live, evidence, memory, timers)
+    if live:
+        return decide_node(slot, live[0], evidence, memory, timers)
+    return _decide_empty(slot, evidence, memory, timers)
+
+
+def live_nodes(evidence: Evidence, memory: Memory) -> list[NodeEvidence]:
+    """Nodes of the slot that are neither dead nor being deleted, oldest first; one in a dark zone counts."""
+    return [seen for seen in evidence.nodes if _is_live(seen, memory)]
+
+
+def _is_live(seen: NodeEvidence, memory: Memory) -> bool:
+    if memory.has_given_up(seen.node.name):
+        return False
+    intent = memory.create(seen.node.name)
+    if intent is not None and intent.superseded:
+        return False
+    return seen.node.state is not NodeState.DELETING and seen.node.state not in DEAD_STATES
+
+
+# --- chores: whatever was begun is watched to its end ----------------------------------------------------------------
+
+
+def _chore(slot: Slot, evidence: Evidence, memory: Memory, timers: Timers) -> Action | None:
+    for seen in evidence.nodes:
+        action = _node_chore(seen, evidence, memory, timers)
+        if action is not None:
+            return action
+    theirs = {(node.key.zone, node.name, node.id) for node in evidence.foreign}
+    for past in memory.nodes:
+        if past.taken and (past.zone, past.name, past.id) in theirs:
+            continue
+        if evidence.node(past.name) is None and past.zone not in evidence.dark_since:
+            key = NodeKey(slot.project, past.zone, past.name)
+            if action := look(key, evidence, timers, Cause.NODE_ABSENT, "remembered, and not in the listing"):
+                return action
+    for intent in memory.creates:
+        if action := _create_chore(slot, intent, evidence, memory, timers):
+            return action
+    return None
+
+
+def _clear_dead(evidence: Evidence, memory: Memory, timers: Timers) -> Action | None:
+    """What is proven dead is nothing to pause; while it is there it holds quota that other slots wait for."""
+    for seen in evidence.nodes:
+        past = memory.node(seen.node.name)
+        seen_now = seen.listed and not seen.dark
+        if seen_now and past is not None and past.dead and (delete := _delete_chore(seen, evidence, memory, timers)):
+            return delete
+    return None
+
+
+def _node_chore(seen: NodeEvidence, evidence: Evidence, memory: Memory, timers: Timers) -> Action | None:
+    if seen.dark:
+        return None
+    if not seen.listed:
+        # Absence from a list proves nothing; GetNode does.
+        return look(seen.node.key, evidence, timers, Cause.NODE_ABSENT, "was there, and is not in the listing")
+    if EffectKind.MISSED.of(seen.node.name) in evidence.looked:
+        return look(seen.node.key, evidence, timers, Cause.NODE_ABSENT, "another call did not find it")
+    if _is_welcome(seen, evidence, memory):
+        return Settle(Fact.CREATE_KEPT, "came after its create was given up, and before any other", seen.node.name)
+    return _delete_chore(seen, evidence, memory, timers)
+
+
+def _is_welcome(seen: NodeEvidence, evidence: Evidence, memory: Memory) -> bool:
+    """
+    A create that was given up has brought its node, and no other serves yet: whoever is granted a node after hours
+    would be granted the next one after hours, too.
+    """
+    intent = memory.create(seen.node.name)
+    if intent is None or not intent.superseded or memory.has_given_up(seen.node.name):
+        return False
+    if memory.wish is not Wish.UP or memory.end is not End.NONE:
+        return False
+    others = live_nodes(evidence, memory)
+    match seen.node.state:
+        case NodeState.READY:
+            return all(_is_being_made(other, memory) for other in others)
+        case NodeState.CREATING:
+            return not others
+        case _:
+            return False
+
+
+def _is_being_made(seen: NodeEvidence, memory: Memory) -> bool:
+    # A node may train long before it stops to show CREATING.
+    past = memory.node(seen.node.name)
+    return seen.node.state is NodeState.CREATING and not (past is not None and past.launched)
+
+
+def _delete_chore(seen: NodeEvidence, evidence: Evidence, memory: Memory, timers: Timers) -> Action | None:
+    node, past, intent = seen.node, memory.node(seen.node.name), memory.create(seen.node.name)
+    if EffectKind.DELETE.of(node.name) in evidence.in_flight:
+        return None
+    if past is not None and past.is_being_deleted:
+        if timers.passed(past.delete_next_at, DELETE_AGAIN_CAP):
+            why = past.delete_why or "delete asked for"
+            why = f"{why} (asked again: still {node.state.name})"
+            return replace(deletion(seen, past.delete_cause, why, _reason(past)), again=True)
+        return None
+    if node.state in DEAD_STATES:
+        return deletion(seen, Cause.REPORTED_DEAD, f"the cloud reports {node.state.name}", Reason.DEAD)
+    if past is not None and past.was_shown_dead and node.state is not NodeState.DELETING:
+        why = f"it was shown dead, and is {node.state.name} again"
+        return deletion(seen, Cause.REVIVED, why, Reason.DEAD)
+    if node.state is NodeState.DELETING and timers.lasted(seen.state_since, DELETING_IS_STUCK):
+        # Whoever asked for it, and if it was us, before a kill, no memory tells: it would hold the fence for ever.
+        why = f"it is DELETING for {length(DELETING_IS_STUCK)}: asked again"
+        return deletion(seen, Cause.DELETE_STUCK, why, Reason.SURPLUS)
+    surplus = intent is not None and intent.superseded and node.state is not NodeState.DELETING
+    if surplus and not busy(seen, evidence):
+        return deletion(seen, Cause.CREATE_ABANDONED, "came after its create was given up", Reason.SURPLUS)
+    return None
+
+
+def _reason(past: NodeMemory) -> Reason:
+    return Reason(past.delete_reason) if past.delete_reason else Reason.ASKED
+
+
+def _due(last: Mark | None, timers: Timers, every: timedelta) -> bool:
+    return last is None or timers.lasted(last, every, observations=0)
+
+
+def _watch_spent(slot: Slot, intent: CreateIntent, evidence: Evidence, timers: Timers) -> Action | None:
+    """An operation may never end; that no node of it is there for a day does."""
+    this, key = EffectKind.LOOK.of(intent.name), NodeKey(slot.project, intent.zone, intent.name)
+    if not intent.superseded or this in evidence.in_flight or evidence.node(intent.name) is not None:
+        return None
+    if not _due(evidence.looked.get(this) or evidence.creates_since.get(intent.name), timers, MISSING_LOOK_EVERY):
+        return None
+    return Look(key, Cause.CREATE_ABANDONED, "given up, and its operation goes on: is its node there?")
+
+
+def _create_chore(
+    slot: Slot, intent: CreateIntent, evidence: Evidence, memory: Memory, timers: Timers
+) -> Action | None:
+    if ANY_CREATE in evidence.in_flight and not intent.accepted:
+        return None
+    if intent.operation:
+        return _watch_spent(slot, intent, evidence, timers) or _poll(intent, evidence, memory, timers)
+    if intent.failed or evidence.node(intent.name) is not None:
+        return None
+    key = NodeKey(slot.project, intent.zone, intent.name)
+    may_arrive_until = intent.asked_at + CREATE_MAY_ARRIVE
+    if intent.unread and not timers.passed(may_arrive_until, CREATE_MAY_ARRIVE):
+        # It goes on unseen: that its node is not there yet proves nothing.
+        return None
+    if intent.accepted:
+        return look(key, evidence, timers, Cause.CREATE_UNDER_WAY, "accepted, its operation is over or unknown")
+    if intent.lost and (intent.refused or intent.superseded) and timers.passed(may_arrive_until, CREATE_MAY_ARRIVE):
+        return look(key, evidence, timers, Cause.ANSWER_LOST, "its answer was lost; it could have arrived until now")
+    return None
+
+
+def _poll(intent: CreateIntent, evidence: Evidence, memory: Memory, timers: Timers) -> Poll | None:
+    this = EffectKind.POLL.of(intent.name)
+    vanished = evidence.node(intent.name) is None and memory.node(intent.name) is None
+    known_before = EffectKind.GONE.of(intent.name) in evidence.looked
+    every = timedelta(seconds=1) if vanished and known_before else evidence.poll_every
+    if intent.superseded:
+        every = max(every, POLL_SPENT_EVERY)
+    last = evidence.looked.get(this) or evidence.creates_since.get(intent.name)
+    if this in evidence.in_flight or not (_due(last, timers, every)):
+        return None
+    return Poll(intent.name, intent.operation, Cause.CREATE_UNDER_WAY, "create under way")
+
+
+# --- wishes ----------------------------------------------------------------------------------------------------------
+
+
+def _take_down(slot: Slot, evidence: Evidence, memory: Memory, timers: Timers) -> Action:
+    """`down`: stop the run (SIGTERM, grace), delete; over when every node and every create is accounted for."""
+    if intent := _open_create(memory):
+        return Settle(Fact.CREATE_SUPERSEDED, "the slot is taken down", name=intent.name, cause=Cause.DOWN)
+    for seen in live_nodes(evidence, memory):
+        if seen.dark:
+            continue
+        if wait := busy(seen, evidence):
+            return wait
+        return stop_before(seen, evidence, memory, deletion(seen, Cause.DOWN, "down was asked for", Reason.ASKED))
+    if memory.ours or memory.creates or evidence.in_flight:
+        return _await_last(slot, evidence, memory, timers)
+    return Wait(Cause.DOWN, "down; nothing is left", ended=True)
+
+
+def _await_last(slot: Slot, evidence: Evidence, memory: Memory, timers: Timers) -> Wait:
+    """Until every node and create is accounted for; what cannot be looked at may take longer than anybody waits."""
+    left = {past.name: past.zone for past in memory.ours} | {intent.name: intent.zone for intent in memory.creates}
+    hidden = {name: since for name, zone in left.items() if (since := evidence.hidden_since(zone, name)) is not None}
+    others = [key for key in evidence.in_flight if key.node not in hidden]
+    if others or hidden.keys() != left.keys():
+        return Wait(Cause.DOWN, f"going down: waiting until every node is gone ({', '.join(sorted(left))})")
+    lasted = [timers.lasted(since, DOWN_PATIENCE) for since in hidden.values()]
+    if not all(lasted):
+        return Wait(Cause.ZONE_UNREACHABLE, f"going down: {', '.join(sorted({*left.values()}))} does not answer")
+    keys = tuple(NodeKey(slot.project, zone, name) for name, zone in left.items())
+    why = f"{not_looked_at(keys)}: remembered, and deleted once that is possible"
+    return Wait(Cause.ZONE_UNREACHABLE, f"going down: {why}", needs_person=True, out_of_reach=keys)
+
+
+def not_looked_at(keys: Sequence[NodeKey]) -> str:
+    """What `down` has to say of *keys*, which it could not look at."""
+    zones = ", ".join(sorted({key.zone for key in keys}))
+    return f"{len(keys)} node{'s' if len(keys) > 1 else ''} in {zones} could not be looked at"
+
+
+def _after_end(slot: Slot, evidence: Evidence, memory: Memory, timers: Timers) -> Action:
+    if intent := _open_create(memory):
+        why = f"the slot is {memory.end.value}"
+        return Settle(Fact.CREATE_SUPERSEDED, why, name=intent.name, cause=Cause.SLOT_ENDED)
+    again = tries_again_at(slot, memory)
+    if again is not None and timers.passed(again, TRY_FAILED_EVERY):
+        return Settle(Fact.TRIED_AGAIN, f"it had trained, and failed an hour ago ({memory.end_why})")
+    for seen in live_nodes(evidence, memory):
+        if seen.dark:
+            continue
+        if wait := busy(seen, evidence):
+            return wait
+        if action := _end_node(slot, seen, evidence, memory, timers):
+            return action
+    why = f"{memory.end.value}: {memory.end_why}"
+    if again is not None:
+        why = f"{why}; it had trained, and is tried again at {again:%H:%M}"
+    return Wait(Cause.SLOT_ENDED, why, needs_person=memory.end is End.FAILED)
+
+
+def tries_again_at(slot: Slot, memory: Memory) -> datetime | None:
+    """
+    When a failed slot is tried once more by itself; None: never.
+
+    What made a job fail that had trained is often not its own: a bucket, a package index, W&B, which come back.
+    """
+    if memory.end is not End.FAILED or memory.ended_at is None or memory.failed_since is None or slot.job is None:
+        return None
+    # What failed is not known any more where somebody took the node since: the job that trained is wanted all the same.
+    failed_job = memory.run.job if memory.run is not None else memory.served_job
+    has_trained = failed_job == memory.served_job == job_mark(slot.job)
+    # Tries are counted: a daemon that was off for a day, or a clock that leapt, has tried nothing.
+    if not has_trained or slot.job.foreign or memory.tries >= TRY_FAILED_TIMES:
+        return None
+    return memory.ended_at + TRY_FAILED_EVERY
+
+
+def _end_node(slot: Slot, seen: NodeEvidence, evidence: Evidence, memory: Memory, timers: Timers) -> Action | None:
+    why = f"the slot is {memory.end.value}"
+    if memory.end is End.DONE:
+        # A foreign run is done only where `on_exit` says that its node goes then.
+        goes = slot.care.on_success is OnSuccess.DELETE or (slot.job is not None and slot.job.foreign)
+    else:
+        # What was paid for by the hour is kept for a look until somebody has looked.
+        # No backoff: a person may want days, and a clock that was set back only keeps it for longer.
+        # What an hourly try brings was looked at when the slot failed first.
+        failed_at = memory.failed_since or memory.ended_at
+        kept_until = failed_at + slot.care.keep_failed if failed_at is not None else None
+        due = kept_until is not None and timers.passed(kept_until, timedelta.max)
+        goes = due and not keeps_node(seen)
+    if goes:
+        return stop_before(seen, evidence, memory, deletion(seen, Cause.SLOT_ENDED, why, Reason.FINISHED))
+    # Its node is kept; only what still runs there ends.
+    tried = EffectKind.STOP.of(seen.node.name) in evidence.looked
+    runs = seen.report is not None and any(worker.alive for worker in seen.report.workers)
+    return ending(seen, memory, Cause.SLOT_ENDED, why) if runs and not tried and seen.workers is not None else None
+
+
+# --- no node, or several ---------------------------------------------------------------------------------------------
+
+
+def _open_create(memory: Memory) -> CreateIntent | None:
+    return next((intent for intent in memory.creates if not intent.superseded), None)
+
+
+def _decide_empty(slot: Slot, evidence: Evidence, memory: Memory, timers: Timers) -> Action:
+    if ANY_CREATE in evidence.in_flight:
+        return Wait(Cause.CREATE_UNDER_WAY, "create is under way")
+    if ADOPTING in evidence.looked and not timers.lasted(evidence.looked[ADOPTING], ADOPTED_WITHIN):
+        return Wait(Cause.ADOPTING, "a node is being adopted")
+    if memory.run is not None and memory.run.finished:
+        return done(memory.run.node, Standing(memory.step, memory.checkpoint))
+    for past in memory.nodes:
+        if action := _decide_unaccounted(slot, past, evidence, timers):
+            return action
+    if intent := _open_create(memory):
+        return _decide_open_create(slot, intent, evidence, timers)
+    if slot.job is None and (slot.job_problem or memory.run is not None):
+        # It would be READY, billed and idle.
+        return without_job(slot, "no node is asked for")
+    if slot.lacks:
+        why = f"{slot.lacks}; until then no node is asked for"
+        return Wait(Cause.DECLARATION_INCOMPLETE, why, needs_person=True)
+    if wait := unseen(slot, evidence, timers):
+        return wait
+    choice = choose(slot, evidence, memory, timers)
+    if choice.place is None:
+        return Wait(Cause.NO_PLACE_OPEN, choice.why, needs_person=choice.needs_person)
+    number = _free_number(slot, choice.place.zone, evidence, memory)
+    return Create(
+        node_name(slot.name, number),
+        number,
+        choice.place,
+        Cause.NO_NODE,
+        f"no node; asking for {choice.why}",
+        held_in_zone=holds_quota(choice.place, evidence, region_wide=False),
+        held_in_region=holds_quota(choice.place, evidence, region_wide=True),
+    )
+
+
+def _free_number(slot: Slot, zone: str, evidence: Evidence, memory: Memory) -> int:
+    """The next one of which no node of another owner bears the name there."""
+    taken = {node.name for node in evidence.foreign if node.key.zone == zone}
+    return next(n for n in itertools.count(memory.next_number) if node_name(slot.name, n) not in taken)
+
+
+def _decide_unaccounted(slot: Slot, past: NodeMemory, evidence: Evidence, timers: Timers) -> Action | None:
+    """A node that is not known to be gone, and that nobody can look at; None where the slot need not wait for it."""
+    said = f"`tpucare confirm {slot.name}` if nothing trains there"
+    if past.taken and past.in_doubt:
+        why = f"{past.name} in {past.zone} bears another owner's label now, and our run may live there"
+        return Wait(Cause.NODE_TAKEN, f"{why}: `tpucare adopt-node` it back, or {said}", needs_person=True)
+    if past.out_of_sight and past.in_doubt and not (past.is_leaving or slot.care.fence_proceed):
+        since = length(slot.care.fence_after)
+        why = f"nothing is heard of {past.name} in {past.zone} for {since}; it may still be training"
+        why = f"{why}: {said}, and a node is asked for elsewhere"
+        return Wait(Cause.NODE_OUT_OF_SIGHT, why, needs_person=True)
+    if not past.serves or evidence.node(past.name) is not None:
+        return None
+    if evidence.hidden_since(past.zone, past.name) is not None:
+        return decide_hidden(slot, past.zone, past.name, evidence, timers)
+    return Wait(Cause.NODE_ABSENT, f"whether {past.name} lives is not known yet ({past.zone})")
+
+
+def _decide_open_create(slot: Slot, intent: CreateIntent, evidence: Evidence, timers: Timers) -> Action:
+    if timers.lasted(evidence.creates_since.get(intent.name), slot.care.boot_timeout):
+        return Settle(Fact.CREATE_SUPERSEDED, "unanswered at boot_timeout", name=intent.name, cause=Cause.BOOT_TIMEOUT)
+    if intent.lost and not intent.refused:
+        place = next((place for place in slot.places if place.key == intent.place), None)
+        if place is None:
+            # The declaration no longer has that place, so the same request cannot be sent again.
+            why = "its place is no longer declared"
+            return Settle(Fact.CREATE_SUPERSEDED, why, name=intent.name, cause=Cause.PLACE_WITHDRAWN)
+        if timers.passed(intent.retry_at, RESEND_BACKOFF.cap):
+            why = "the answer was lost: the same name at the same place again"
+            return Create(intent.name, intent.number, place, Cause.ANSWER_LOST, why, resend=True)
+        why = f"the answer to the create of {intent.name} was lost; asking again soon"
+        return Wait(Cause.ANSWER_LOST, why)
+    return Wait(Cause.CREATE_UNDER_WAY, f"create of {intent.name} is under way")
+
+
+def _decide_several(slot: Slot, live: list[NodeEvidence], evidence: Evidence, memory: Memory, timers: Timers) -> Action:
+    """
+    The one with a live run stays, else the newest; of two live runs the older launch stays.
+
+    One that does not answer is judged as any node is (silence, boot_timeout): else it would hold the slot for ever.
+    """
+    names = ", ".join(seen.node.name for seen in live)
+    if evidence.store_lost:
+        why = f"several nodes ({names}) and a lost store: `tpucare confirm`"
+        return Wait(Cause.STORE_LOST, why, needs_person=True)
+    for seen in live:
+        if wait := busy(seen, evidence):
+            return wait
+        if seen.dark or seen.report is None or not seen.report.all_answer:
+            if delete := _never_used(seen, live, evidence, memory):
+                return delete
+            action = decide_node(slot, seen, evidence, memory, timers)
+            goes = isinstance(action, Stop) and action.then is not None
+            waits_for_person = isinstance(action, Wait) and action.needs_person
+            if goes or waits_for_person or isinstance(action, Delete | Vouch | PushKey | Look | Settle):
+                return action
+            why = f"several nodes ({names}); waiting until every worker of each has answered"
+            return Wait(Cause.SEVERAL_NODES, why)
+    running = [seen for seen in live if not quiet(seen)]
+    keep = _older_launch(running, memory) if running else _newest(live, memory)
+    surplus = next(seen for seen in live if seen is not keep)
+    why = f"{keep.node.name} holds this slot"
+    delete = deletion(surplus, Cause.ANOTHER_NODE_HOLDS_SLOT, why, Reason.SURPLUS)
+    return stop_before(surplus, evidence, memory, delete)
+
+
+def _never_used(seen: NodeEvidence, live: list[NodeEvidence], evidence: Evidence, memory: Memory) -> Delete | None:
+    """
+    A node that we made and never launched on, whatever its workers do, beside one on which our run lives: nobody needs
+    to be waited for, least of all a person who would mend what nobody wants.
+    """
+    past, run = memory.node(seen.node.name), memory.run
+    if past is None or past.launched or seen.dark or evidence.store_old or run is None:
+        return None
+    holds = next((other for other in live if other.node.name == run.node and other is not seen), None)
+    if holds is None or holds.report is None or not holds.report.all_answer or quiet(holds):
+        return None
+    why = f"{holds.node.name} holds this slot"
+    return deletion(seen, Cause.ANOTHER_NODE_HOLDS_SLOT, why, Reason.SURPLUS)
+
+
+def _newest(live: list[NodeEvidence], memory: Memory) -> NodeEvidence:
+    """One that a person gave to this slot goes before one that it made itself."""
+    known = [(seen, memory.node(seen.node.name)) for seen in live]
+    given = [seen for seen, past in known if past is not None and past.given]
+    return (given or live)[-1]
+
+
+def _older_launch(running: list[NodeEvidence], memory: Memory) -> NodeEvidence:
+    if memory.run is not None:
+        for seen in running:
+            if seen.node.name == memory.run.node and not memory.run.stopped and not memory.run.stop_why:
+                return seen
+    return min(running, key=lambda seen: (seen.node.create_time, seen.node.name))
+
+
+__all__ = ["Delete", "decide", "live_nodes"]

@@ -1,0 +1,97 @@
+"""
+What a person may ask of a slot, as changes of its memory. Pure.
+
+The doors (daemon, command line, Python) call these through `Engine.change`, which writes them before it returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from tpucare.model.memory import Book, End, Memory, Refusal, Wish
+
+
+def up(memory: Memory) -> Memory:
+    """`apply`: wanted again, from a clean slate of books where the slot had ended or was taken down."""
+    if memory.wish is Wish.DOWN or memory.end is not End.NONE:
+        memory = retry(memory)
+    return replace(memory, wish=Wish.UP)
+
+
+def down(memory: Memory) -> Memory:
+    return replace(memory, wish=Wish.DOWN)
+
+
+def pause(memory: Memory) -> Memory:
+    """Observe, touch nothing."""
+    return replace(memory, wish=Wish.PAUSED)
+
+
+def resume(memory: Memory) -> Memory:
+    return replace(memory, wish=Wish.UP)
+
+
+def retry(memory: Memory) -> Memory:
+    """Ask now: no backoff, no blocked place, no spent budget. Totals and what training reached are kept."""
+    places = {
+        key: replace(
+            place,
+            failures=0,
+            retry_at=None,
+            kind=Refusal.NONE,
+            blocked=False,
+            refusals=0,
+            own_quota_since=None,
+            unanswered_nodes=0,
+            since=None,
+            held_nodes=0,
+        )
+        for key, place in memory.places.items()
+    }
+    books = {name: Book(total=book.total) for name, book in memory.books.items()}
+    run = memory.run
+    if run is not None and memory.end is End.DONE:
+        # Where its node was kept, a run that finished is over, and not finished once more.
+        run = replace(run, stopped=True, then_delete="", finished=False)
+    return replace(memory.without_end(), places=places, books=books, run=run, failed_since=None)
+
+
+def confirm(memory: Memory) -> Memory:
+    """
+    A person says that no older node of this slot trains any more: of those that are in doubt now.
+
+    Where none is, the word is about something else (the brake, say), and opens no fence that comes up later. Of nodes
+    that nobody can look at, or that are another's by now, it holds until they are seen again.
+    """
+    lost = [past for past in memory.nodes if past.in_doubt and (past.taken or past.out_of_sight)]
+    for past in lost:
+        memory = memory.with_node(replace(past, written_off=True))
+    return replace(memory, fence_confirmed=memory.fence_confirmed or memory.has_elder_in_doubt)
+
+
+def restart(memory: Memory) -> Memory:
+    """`apply --restart`: the job as declared now, on the node that is there."""
+    return replace(_unfinished(memory), restart_asked=True)
+
+
+def replace_node(memory: Memory) -> Memory:
+    """`apply --replace`: a new node, as declared now."""
+    return replace(_unfinished(memory), replace_asked=True)
+
+
+def _unfinished(memory: Memory) -> Memory:
+    """A run is wanted, whatever is known of the one before."""
+    return replace(memory, run=replace(memory.run, finished=False)) if memory.run is not None else memory
+
+
+WISHES: Mapping[str, Callable[[Memory], Memory]] = {
+    "up": up,
+    "down": down,
+    "pause": pause,
+    "resume": resume,
+    "retry": retry,
+    "confirm": confirm,
+    "restart": restart,
+    "replace": replace_node,
+}

@@ -1,0 +1,322 @@
+"""
+Where to ask next, how long to stay away from a place that refused, and how many creates a project may ask for.
+
+Pure. Places are asked in rounds: each open one once before any of them again, so that none starves behind others. What
+the declaration prefers (a type and its terms) goes first in a round; of alike places the one not asked for longest.
+Each refusal is booked at its place by the class of the error, and survives restarts in the slot's memory. What an
+answer means for the node itself is left to `plan`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta
+from types import MappingProxyType
+from typing import Protocol
+
+from tpucare.model.errors import CloudError, NeedsPerson, NoCapacity, QuotaExceeded, RateLimited, Transient
+from tpucare.model.evidence import Evidence, Timers, holding_of, region_of
+from tpucare.model.memory import Memory, PlaceMemory, Refusal
+from tpucare.model.resources import Place, Provisioning, Slot
+from tpucare.planner.backoff import (
+    CAPACITY_BACKOFF,
+    PERSON_FIRST,
+    PERSON_LATER,
+    QUOTA_BACKOFF,
+    RATE_PAUSE,
+    RATE_PAUSE_SPREAD,
+    TRANSIENT_BACKOFF,
+)
+
+# Two creates in a row that met nothing but silent workers point at the place, not at the nodes.
+UNANSWERED_LIMIT = 2
+OWN_QUOTA_PATIENCE = timedelta(minutes=5)
+
+# What others hold of a quota comes back within hours; what stays used up for longer only a person can change.
+QUOTA_PATIENCE = timedelta(hours=2)
+_QUOTA_PAGE = "https://console.cloud.google.com/iam-admin/quotas"
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Either a place to ask at now, or why there is none; `needs_person` when only a person can open one."""
+
+    place: Place | None
+    why: str
+    needs_person: bool = False
+
+
+def choose(slot: Slot, evidence: Evidence, memory: Memory, timers: Timers) -> Choice:
+    """The place whose turn it is, of those that may be asked now."""
+    reasons = []
+    for place in by_turn(slot.places, memory):
+        refusal = _refusal(place, memory.place(place.key), evidence, timers)
+        if refusal is None:
+            return Choice(place, f"{place.accelerator_type} in {place.zone}")
+        reasons.append(f"{place.zone}: {refusal}")
+    stopped = all(
+        _stopped(memory.place(place.key), timers.now.wall)
+        or timers.lasted(evidence.dark_since.get(place.zone), slot.care.fence_after)
+        for place in slot.places
+    )
+    if stopped and any(place.zone in evidence.dark_since for place in slot.places):
+        reasons.append("a zone that does not answer may be closed for good: declare another one, or wait")
+    lacks_quota = any(memory.place(place.key).kind == Refusal.QUOTA for place in slot.places)
+    if lacks_quota and memory.shell:
+        reasons.append(_shell(memory.shell))
+    elif lacks_quota and stopped:
+        reasons.append(f"used up for {QUOTA_PATIENCE}: free some, or ask for more on {_QUOTA_PAGE}")
+    return Choice(None, "; ".join(reasons) or "no place is declared", needs_person=stopped)
+
+
+def by_turn(places: Sequence[Place], memory: Memory) -> list[Place]:
+    """
+    *places* in the order in which an open one is to be asked: not yet in this round, preferred by the declaration, not
+    asked for longest, declared first.
+
+    In declared order alone the first few places would be asked for ever, since their pauses are shorter than a round.
+    """
+    preference = _preferences(places)
+
+    def turn(index: int) -> tuple[bool, int, int, int]:
+        asked = memory.place(places[index].key).asked
+        return asked >= memory.round_from, preference[index], asked, index
+
+    return [places[index] for index in sorted(range(len(places)), key=turn)]
+
+
+def _preferences(places: Sequence[Place]) -> list[int]:
+    """Rank of each place: zones that stand side by side with one type and one set of terms are alike."""
+    ranks: list[int] = []
+    for before, place in zip((None, *places), places, strict=False):
+        alike = before is not None and _terms(before) == _terms(place)
+        ranks.append((ranks[-1] if ranks else 0) + (not alike))
+    return ranks
+
+
+def _terms(place: Place) -> tuple[str, Provisioning]:
+    return place.accelerator_type, place.provisioning
+
+
+def asked(memory: Memory, key: str, number: int) -> Memory:
+    """A create of that *number* is asked for at the place *key*; the second one of a place begins the next round."""
+    past = memory.place(key)
+    if past.asked >= memory.round_from:
+        memory = replace(memory, round_from=number)
+    return memory.with_place(key, replace(past, asked=number))
+
+
+def came_up(memory: Memory, key: str, now: datetime) -> Memory:
+    """A node came up at the place *key*: the slot's next node is looked for in a new round."""
+    memory = memory.with_place(key, succeeded(memory.place(key), now))
+    return replace(memory, round_from=memory.next_number, shell="")
+
+
+def _shell(path: str) -> str:
+    """A queued resource outlives its node, and holds the quota of it until somebody deletes it."""
+    _, project, _, zone, _, name = path.split("/") if path.count("/") == 5 else ("", "", "", "", "", path)
+    order = f"gcloud compute tpus queued-resources delete {name} --zone={zone} --project={project} --force"
+    return f"the queued resource {name}, which the last node came from, may hold it still: `{order}`"
+
+
+def _refusal(place: Place, past: PlaceMemory, evidence: Evidence, timers: Timers) -> str | None:
+    if place.zone in evidence.dark_since:
+        return "the zone does not answer"
+    if past.kind.is_own_quota:
+        # A PREEMPTED node holds its quota until DELETING has ended: the create can succeed the instant it is gone.
+        if not holds_quota(place, evidence, region_wide=past.kind == Refusal.OWN_REGION_QUOTA):
+            return None
+        if past.own_quota_since and not timers.passed(past.own_quota_since + OWN_QUOTA_PATIENCE, OWN_QUOTA_PATIENCE):
+            return "our own dead node still holds the quota"
+    if timers.passed(past.retry_at, _LONGEST.get(past.kind, PERSON_LATER)):
+        return None
+    assert past.retry_at is not None
+    kind = "needs you" if past.blocked else past.kind or "refused"
+    return f"{kind} ({past.reason}), next try {past.retry_at:%H:%M:%S} UTC"
+
+
+def _stopped(past: PlaceMemory, now: datetime) -> bool:
+    """Only a person can open that place: it refused twice what waiting does not change, or its quota stays used up."""
+    if past.kind == Refusal.QUOTA:
+        return past.since is not None and now - past.since > QUOTA_PATIENCE
+    return past.blocked and past.refusals >= 2
+
+
+def holds_quota(place: Place, evidence: Evidence, *, region_wide: bool) -> bool:
+    """Whether a dead or DELETING node of ours counts against the quota that a create at *place* needs."""
+    wanted = holding_of(place)
+    for held in evidence.holdings:
+        same_scope = region_of(held.zone) == region_of(wanted.zone) if region_wide else held.zone == wanted.zone
+        if same_scope and held._replace(zone=wanted.zone) == wanted:
+            return True
+    return False
+
+
+# The longest that each kind of refusal keeps a place closed, by whatever clock.
+_LONGEST: Mapping[Refusal, timedelta] = MappingProxyType(
+    {
+        Refusal.NO_CAPACITY: CAPACITY_BACKOFF.cap,
+        Refusal.QUOTA: QUOTA_BACKOFF.cap,
+        Refusal.RATE: RATE_PAUSE * RATE_PAUSE_SPREAD,
+        Refusal.TRANSIENT: TRANSIENT_BACKOFF.cap,
+        Refusal.REFUSED: TRANSIENT_BACKOFF.cap,
+    }
+)
+
+
+def refused(
+    past: PlaceMemory, error: CloudError, *, held: bool, now: datetime, rng: random.Random, text: str = ""
+) -> PlaceMemory:
+    """
+    What is remembered of a place that answered a create with *error*.
+
+    `held`: a dead node of ours held that quota when the create was decided, in the scope that the error names.
+    """
+    reason = text or str(error)
+    if isinstance(error, QuotaExceeded) and held and not _out_of_patience(past, now):
+        since = past.own_quota_since or now
+        kind = Refusal.OWN_REGION_QUOTA if error.region_wide else Refusal.OWN_QUOTA
+        return replace(past, kind=kind, reason=reason, own_quota_since=since, retry_at=None, blocked=False)
+    if isinstance(error, NeedsPerson):
+        return blocked(past, reason, now=now)
+    kind = _kind(error)
+    # A row is of one kind: after an hour of stockouts the first refusal for quota is the first.
+    again = past.kind == kind
+    failures = past.failures + 1 if again else 1
+    return replace(
+        past,
+        failures=failures,
+        kind=kind,
+        reason=reason,
+        retry_at=now + _pause(error, failures, rng),
+        blocked=False,
+        own_quota_since=None,
+        since=past.since if again else now,
+    )
+
+
+def blocked(past: PlaceMemory, reason: str, *, now: datetime) -> PlaceMemory:
+    """A person has to change something: ask again after ten minutes, then hourly, without end."""
+    refusals = past.refusals + 1
+    delay = PERSON_FIRST if refusals == 1 else PERSON_LATER
+    return replace(past, kind=Refusal.HUMAN, reason=reason, retry_at=now + delay, blocked=True, refusals=refusals)
+
+
+def _out_of_patience(past: PlaceMemory, now: datetime) -> bool:
+    return past.own_quota_since is not None and not (timedelta() <= now - past.own_quota_since < OWN_QUOTA_PATIENCE)
+
+
+def _kind(error: CloudError) -> Refusal:
+    if isinstance(error, NoCapacity):
+        return Refusal.NO_CAPACITY
+    if isinstance(error, QuotaExceeded):
+        return Refusal.QUOTA
+    if isinstance(error, RateLimited):
+        return Refusal.RATE
+    return Refusal.TRANSIENT if isinstance(error, Transient) else Refusal.REFUSED
+
+
+def _pause(error: CloudError, failures: int, rng: random.Random) -> timedelta:
+    if isinstance(error, NoCapacity):
+        return CAPACITY_BACKOFF.delay(failures, rng)
+    if isinstance(error, QuotaExceeded):
+        return QUOTA_BACKOFF.delay(failures, rng)
+    if isinstance(error, RateLimited):
+        return RATE_PAUSE * rng.uniform(1.0, RATE_PAUSE_SPREAD)
+    return TRANSIENT_BACKOFF.delay(failures, rng)
+
+
+def succeeded(past: PlaceMemory, now: datetime) -> PlaceMemory:
+    """
+    A node came up at this place: its row of refusals ends, but that of nodes that were of no use. When it was asked is
+    kept: a place that gave a node and took it back is not the first to be asked for the next one.
+    """
+    return PlaceMemory(
+        last_success=now,
+        unanswered_nodes=past.unanswered_nodes,
+        held_nodes=past.held_nodes,
+        refusals=past.refusals if _is_useless(past) else 0,
+        asked=past.asked,
+    )
+
+
+def acquitted(past: PlaceMemory) -> PlaceMemory:
+    """Workers of a node at this place answered."""
+    return replace(past, unanswered_nodes=0, refusals=0, blocked=False)
+
+
+def served(past: PlaceMemory) -> PlaceMemory:
+    """A run was launched on a node of this place: its chips were free."""
+    return replace(past, held_nodes=0, refusals=0, blocked=False)
+
+
+def _is_useless(past: PlaceMemory) -> bool:
+    return max(past.unanswered_nodes, past.held_nodes) >= UNANSWERED_LIMIT
+
+
+def quota_granted(past: PlaceMemory) -> PlaceMemory:
+    """The call was accepted: quota and person were not the matter; capacity may still be."""
+    if past.kind.is_own_quota or past.kind in (Refusal.QUOTA, Refusal.HUMAN, Refusal.RATE):
+        kept = past.refusals if _is_useless(past) else 0
+        past = replace(past, kind=Refusal.NONE, reason="", retry_at=None, blocked=False, refusals=kept)
+        return replace(past, own_quota_since=None, since=None)
+    return past
+
+
+class Budget(Protocol):
+    """What `CreateBudget` says of one process, and `budget.SharedBudget` of all processes of a state folder."""
+
+    def restore(self, asked: Iterable[tuple[float, str]]) -> None: ...
+
+    def free_at(self, now: float) -> float | None: ...
+
+    def take(self, slot: str, now: float) -> None: ...
+
+    def answered(self, slot: str, now: float) -> None: ...
+
+    def shares(self) -> Counter[str]: ...
+
+
+@dataclass(slots=True)
+class CreateBudget:
+    """
+    At most `limit` creates in any `window` seconds, over all slots of a project, by the clock of whoever is asked.
+
+    A call may wait for a thread and be on its way for a while, so its place is free again a window after its answer:
+    counted from the asking alone, a slow burst and a swift one after it would be twice the limit at the API. Instants
+    are seconds of a clock that never jumps. Source of the default: the service's `qps/create` quota is not documented
+    and was 91 a minute in one large project; other tools keep to 60.
+    """
+
+    limit: int = 60
+    window: float = 60.0
+    _asked: deque[tuple[float, str]] = field(default_factory=deque)
+
+    def restore(self, asked: Iterable[tuple[float, str]]) -> None:
+        """Creates that an earlier process asked for count as well."""
+        self._asked = deque(sorted([*self._asked, *asked]))
+
+    def free_at(self, now: float) -> float | None:
+        """None when a create may be asked for now, else the instant when one may."""
+        while self._asked and self._asked[0][0] + self.window <= now:
+            self._asked.popleft()
+        if len(self._asked) < self.limit:
+            return None
+        return self._asked[len(self._asked) - self.limit][0] + self.window
+
+    def take(self, slot: str, now: float) -> None:
+        self._asked.append((now, slot))
+
+    def answered(self, slot: str, now: float) -> None:
+        """The create of *slot* has ended, in whatever way; it reached the API at some instant until *now*."""
+        taken = next((entry for entry in reversed(self._asked) if entry[1] == slot), None)
+        if taken is not None:
+            self._asked.remove(taken)
+            self._asked.append((now, slot))
+
+    def shares(self) -> Counter[str]:
+        """How many of the creates in the window each slot had: the fewest go first."""
+        return Counter(slot for _, slot in self._asked)

@@ -1,0 +1,262 @@
+"""
+What decisions about a node and its run have words for: is it quiet, how far did it get, a Stop or Delete of it.
+
+Pure. Shared by `plan` and every module below it; none of these decides by itself what comes next.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from datetime import timedelta
+from typing import NamedTuple
+
+from tpucare.model.actions import Delete, EffectKind, Look, Reason, Stop, Wait
+from tpucare.model.causes import Cause
+from tpucare.model.evidence import SUPPORTING_OBSERVATIONS, Evidence, Mark, NodeEvidence, Timers
+from tpucare.model.memory import BookName, Memory
+from tpucare.model.resources import Job, NodeKey, Provisioning, Slot
+from tpucare.model.runs import Contact
+from tpucare.planner.backoff import book_cap
+
+ON_DEMAND_SILENCE = timedelta(minutes=30)
+STALL_FACTOR = 10
+LONG_LIFE = timedelta(hours=1)
+# In a row, over several nodes, without a step beyond the furthest: then it is the job's own doing (an OOM, a deadlock).
+INFRASTRUCTURE_BUDGET = 12
+LOOK_EVERY = timedelta(seconds=5)
+LOOK_CAP, LOOK_CAP_HUMAN = timedelta(minutes=1), timedelta(minutes=10)
+
+
+def look(key: NodeKey, evidence: Evidence, timers: Timers, cause: Cause, why: str) -> Look | None:
+    """GetNode, unless it was asked a moment ago; where it fails it is asked ever more seldom."""
+    this = EffectKind.LOOK.of(key.name)
+    last, failed, every = evidence.looked.get(this), evidence.failed_looks.get(key.name), LOOK_EVERY
+    if failed is not None:
+        every = min(LOOK_EVERY * 2 ** min(failed.times, 10), LOOK_CAP_HUMAN if failed.human else LOOK_CAP)
+    if this in evidence.in_flight or not (last is None or timers.lasted(last, every, observations=0)):
+        return None
+    return Look(key, cause, why)
+
+
+def deletion(
+    seen: NodeEvidence,
+    cause: Cause,
+    why: str,
+    reason: Reason,
+    *,
+    unanswered: bool = False,
+    held: bool = False,
+    lasted: timedelta | None = None,
+) -> Delete:
+    """A Delete of this node, with the proof of quiet that the last probe gives, if it gives one."""
+    node, is_quiet = seen.node, quiet(seen)
+    return Delete(
+        node.key,
+        node.id,
+        node.create_time,
+        cause,
+        why,
+        reason,
+        quiet=is_quiet,
+        unanswered=unanswered,
+        held=held,
+        lasted=lasted,
+    )
+
+
+def quiet(seen: NodeEvidence) -> bool:
+    """Every worker answered, and none of them runs anything of ours or holds chips."""
+    report = seen.report
+    return report is not None and report.all_answer and all(not w.alive and w.chips_free for w in report.workers)
+
+
+def busy(seen: NodeEvidence, evidence: Evidence) -> Wait | None:
+    """
+    What is under way on this node, if anything is.
+
+    Nothing is decided about a node meanwhile: what its workers said before a launch ended is no proof of quiet.
+    """
+    name = seen.node.name
+    for kind in (EffectKind.LAUNCH, EffectKind.STOP, EffectKind.DELETE):
+        if kind.of(name) in evidence.in_flight:
+            return Wait(Cause.UNDER_WAY, f"{kind} of {name} is under way")
+    return None
+
+
+def unseen(slot: Slot, evidence: Evidence, timers: Timers) -> Wait | None:
+    """
+    Rule 1 where memory is lost or may be a backup's: no create or launch before the zones have answered once.
+
+    Where everything was lost, that is every zone; else those in which this slot may have a node.
+    """
+    places = {place.zone for place in slot.places} & evidence.unanswered
+    if evidence.store_lost and not evidence.complete:
+        cause, what = Cause.STORE_LOST, "the store was lost, and a zone that has not answered yet"
+    elif evidence.store_old and places:
+        cause = Cause.STORE_OLD
+        what = f"the store lay idle and may be a backup, and {min(places)}, which has not answered yet,"
+    else:
+        return None
+    why = f"{what} may hold a node that it does not know"
+    loud = timers.lasted(Mark(timedelta(), 0), slot.care.fence_after)
+    return Wait(cause, f"{why} (`tpucare confirm --store` to go on)" if loud else why, needs_person=loud)
+
+
+def without_job(slot: Slot, then: str) -> Wait:
+    """Nothing can be launched for a slot whose job is not known, or was never declared."""
+    if slot.job_problem:
+        advice = f"raise `count` and apply its file, or `tpucare down {slot.name}`"
+        why = f"its job is not known ({slot.job_problem}): {advice}; {then}"
+        return Wait(Cause.JOB_UNKNOWN, why, needs_person=True)
+    return Wait(Cause.JOB_MISSING, f"no job is declared; {then}")
+
+
+def stop_before(seen: NodeEvidence, evidence: Evidence, memory: Memory, delete: Delete) -> Stop | Delete:
+    """Stop the gang first where workers answer and something runs; a stop that was tried is not tried again."""
+    tried = EffectKind.STOP.of(seen.node.name) in evidence.looked
+    if tried or seen.workers is None or not _may_run(seen, memory):
+        return delete
+    return ending(seen, memory, delete.cause, delete.why, then=delete.reason, lasted=delete.lasted)
+
+
+def _may_run(seen: NodeEvidence, memory: Memory) -> bool:
+    if seen.report is not None:
+        return any(worker.alive for worker in seen.report.workers)
+    # Not asked since the launch, or since this process runs.
+    run = memory.run
+    return run is not None and run.node == seen.node.name and not run.stopped
+
+
+def ending(
+    seen: NodeEvidence,
+    memory: Memory,
+    cause: Cause,
+    why: str,
+    book: BookName | None = None,
+    *,
+    then: Reason | None = None,
+    gives_up: bool = False,
+    advanced: bool = False,
+    served: bool = False,
+    stacks: bool = False,
+    lasted: timedelta | None = None,
+) -> Stop:
+    """A Stop of whatever runs on this node, with how far it got."""
+    node, far = seen.node, standing(seen, memory)
+    token = token_of(seen) or (memory.run.token if memory.run and memory.run.node == node.name else f"{node.name}.0")
+    return Stop(
+        node.key,
+        node.id,
+        token,
+        cause,
+        why,
+        book,
+        advanced=advanced,
+        served=served,
+        gives_up=gives_up,
+        stacks=stacks,
+        step=far.step,
+        checkpoint=far.checkpoint,
+        then=then,
+        lasted=lasted,
+    )
+
+
+class Standing(NamedTuple):
+    """How far a slot's training ever got, as the workers tell it."""
+
+    step: int | None
+    checkpoint: int | None
+
+
+def standing(seen: NodeEvidence, memory: Memory) -> Standing:
+    return Standing(furthest_of(seen, "step", memory.step), furthest_of(seen, "checkpoint", memory.checkpoint))
+
+
+def has_advanced(seen: NodeEvidence, memory: Memory) -> bool:
+    """
+    The run got further than any before it of its job, so its failure is the first of a row; where it tells of no step,
+    it lived long.
+    """
+    step, checkpoint = furthest_of(seen, "step", None), furthest_of(seen, "checkpoint", None)
+    if checkpoint is not None and memory.checkpoint is not None and checkpoint > memory.checkpoint:
+        return True
+    if step is not None:
+        return memory.step is None or step > memory.step
+    # A run that stands still lives until it stood still.
+    begun, ended = seen.progress.begun or seen.phase_since, seen.ended_since or seen.progress.last
+    return begun is not None and ended is not None and ended.observed - begun.observed >= LONG_LIFE
+
+
+def furthest_of(seen: NodeEvidence, what: str, known: int | None) -> int | None:
+    told = [getattr(worker, what) for worker in (seen.report.workers if seen.report else ())]
+    return max((value for value in [*told, known] if value is not None), default=None)
+
+
+def token_of(seen: NodeEvidence) -> str:
+    """The newest run of this very node that its workers know of; empty when there never was one."""
+    tokens = {worker.token for worker in (seen.report.workers if seen.report else ())}
+    own = [token for token in tokens if _belongs(token, seen.node.name)]
+    return max(own, key=lambda token: int(token.rpartition(".")[2]), default="")
+
+
+def _belongs(token: str, node: str) -> bool:
+    name, _, number = token.rpartition(".")
+    return name == node and number.isascii() and number.isdigit()
+
+
+def next_number(seen: NodeEvidence, memory: Memory) -> int:
+    """Run numbers continue from what the workers have, when the store does not know (rule 4)."""
+    known = memory.run.number if memory.run is not None and memory.run.node == seen.node.name else 0
+    told = max((worker.last_number for worker in (seen.report.workers if seen.report else ())), default=0)
+    return max(known, told) + 1
+
+
+def job_mark(job: Job) -> str:
+    """Tells jobs apart by whatever may change what their runs tell of progress; runs of one job have the same."""
+    told = (job.run, job.setup, job.repository, job.branch, job.workdir, sorted(job.env.items()), job.checkpoint)
+    return hashlib.sha256(json.dumps((*told, job.progress, job.foreign)).encode()).hexdigest()[:16]
+
+
+def keeps_node(seen: NodeEvidence) -> bool:
+    """On-demand and reserved nodes are never deleted for stall, crash or health."""
+    return seen.node.provisioning in (Provisioning.ON_DEMAND, Provisioning.RESERVED)
+
+
+def patience_with_silence(slot: Slot, seen: NodeEvidence) -> timedelta:
+    limit = slot.care.unreachable_after
+    return max(limit, ON_DEMAND_SILENCE) if keeps_node(seen) else limit
+
+
+def usual_pause(seen: NodeEvidence) -> timedelta:
+    """How long this run may be without a sign of progress and still be going on, by what it showed until now."""
+    return (seen.progress.median_gap or timedelta()) * STALL_FACTOR
+
+
+def nothing_moves(seen: NodeEvidence) -> bool:
+    """
+    What a verdict on a standstill needs beside its length: time alone is no observation, and workers that are asked
+    seldom have not been seen to stand still. Where none of them answers nothing moves, as far as anybody can tell.
+    """
+    return not some_answer(seen) or seen.progress.still >= SUPPORTING_OBSERVATIONS
+
+
+def some_answer(seen: NodeEvidence) -> bool:
+    workers = seen.report.workers if seen.report is not None else ()
+    return any(worker.contact is Contact.ANSWERED for worker in workers)
+
+
+def made_progress_since(seen: NodeEvidence, mark: Mark) -> bool:
+    last = seen.progress.last
+    return last is not None and last.observed > mark.observed
+
+
+def backoff_over(memory: Memory, timers: Timers) -> Wait | None:
+    """None when no book asks for patience before the next launch."""
+    for name, book in memory.books.items():
+        if not timers.passed(book.retry_at, book_cap(BookName(name))):
+            assert book.retry_at is not None
+            why = f"{name} {book.failures} in a row ({book.reason}); next launch at {book.retry_at:%H:%M:%S} UTC"
+            return Wait(Cause.BACKOFF, why)
+    return None

@@ -1,0 +1,132 @@
+"""
+Whether a node's host keys are believed: asked before anything private is sent to its workers.
+
+Pure. The key of the first login is pinned as it comes; what vouches for it are the guest attributes of the node, which
+the API serves over TLS and only the machine itself can write. They may come late, or never, or the call may fail: each
+of these is something else. `care.host_keys` decides only where nothing vouches for good.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from tpucare.model.actions import Action, EffectKind, Fact, Settle, Vouch, Wait
+from tpucare.model.causes import Cause
+from tpucare.model.evidence import Evidence, NodeEvidence, Timers, Voucher
+from tpucare.model.memory import NodeMemory, Trust
+from tpucare.model.resources import HostKeys, Job, Slot
+from tpucare.model.words import length
+
+ASK_EVERY = timedelta(seconds=10)
+# The guest agent publishes some time after sshd answers; the longest that was seen elsewhere is about a minute.
+PUBLISHED_WITHIN = timedelta(minutes=2)
+# The same where this project and runtime published nothing lately.
+USUALLY_UNPUBLISHED = timedelta(seconds=10)
+REMEMBERED_FOR = timedelta(days=1)
+# Where only a person can help, and may have helped meanwhile.
+ASK_LATER_EVERY = timedelta(minutes=1)
+UNANSWERED_TOLD_AFTER = timedelta(minutes=10)
+
+_FIRST = "its workers answer for the first time"
+
+
+def publisher_of(slot: Slot, past: NodeMemory) -> str:
+    """`PROJECT/RUNTIME`: whose nodes publish host keys alike; no runtime where the node's place is not known."""
+    place = next((place for place in slot.places if place.key == past.place), None)
+    return f"{slot.project}/{place.runtime if place is not None else ''}"
+
+
+def decide_trust(slot: Slot, seen: NodeEvidence, past: NodeMemory, evidence: Evidence, timers: Timers) -> Action | None:
+    """What comes before a launch on workers that all answer; None when the job may be sent to them."""
+    name, strict = seen.node.name, slot.care.host_keys is HostKeys.VOUCHED
+    asking = EffectKind.VOUCH.of(name) in evidence.in_flight
+    asked = Wait(Cause.UNDER_WAY, f"asking for the host keys of {name}")
+    if seen.voucher is Voucher.UNASKED:
+        return asked if asking else _ask(slot, seen, past, Cause.HOST_KEYS_UNVOUCHED, _FIRST)
+    if seen.voucher is Voucher.VOUCHED or past.trust is Trust.VOUCHED:
+        return None
+    if not strict and (past.trust is Trust.FIRST_USE or not is_private(slot.job)):
+        return None
+    limit = _patience(slot, past, evidence, timers)
+    if seen.voucher is Voucher.UNANSWERED:
+        return _ask_again(slot, seen, past, evidence, timers) or _unanswered(seen, timers)
+    if seen.voucher is Voucher.UNPUBLISHED and not timers.lasted(seen.arrived_since, limit):
+        why = f"waiting until {name} publishes its host keys, for {length(limit)} from the first answer of its workers"
+        return _ask_again(slot, seen, past, evidence, timers) or Wait(Cause.HOST_KEYS_UNPUBLISHED, why)
+    if strict:
+        why = f"nothing vouches for the host keys of {name} ({_reason(seen, limit)}) and care.host_keys is vouched"
+        advice = "let guest attributes be published and read, or set care.host_keys: auto"
+        again = _ask_again(slot, seen, past, evidence, timers, every=ASK_LATER_EVERY)
+        return again or Wait(Cause.HOST_KEYS_UNVOUCHED, f"{why}: {advice}", needs_person=True)
+    if asking:
+        return asked
+    publisher = publisher_of(slot, past) if seen.voucher is Voucher.UNPUBLISHED else ""
+    why = f"nothing vouches for {name} ({_reason(seen, limit)})"
+    return Settle(Fact.FIRST_USE, why, name=name, publisher=publisher)
+
+
+def is_private(job: Job | None) -> bool:
+    """
+    Whether a launch of *job* tells its workers something that not everybody may know.
+
+    `env` counts as private, since people put keys there. A foreign run does what a user's function does.
+    """
+    return job is not None and bool(job.secrets or job.files or job.workdir or job.env or job.foreign)
+
+
+def decide_changed_key(slot: Slot, seen: NodeEvidence, past: NodeMemory, evidence: Evidence, timers: Timers) -> Action:
+    """A worker shows another host key than it had: only guest attributes, or a person, can say that it is the same."""
+    name, last = seen.node.name, evidence.looked.get(EffectKind.VOUCH.of(seen.node.name))
+    asked = last is not None and seen.changed_since is not None and last.observed >= seen.changed_since.observed
+    long = timers.lasted(seen.changed_since, PUBLISHED_WITHIN)
+    if not asked and EffectKind.VOUCH.of(name) not in evidence.in_flight:
+        return _ask(slot, seen, past, Cause.HOST_KEY_CHANGED, "a host key changed on the same node")
+    if again := _ask_again(slot, seen, past, evidence, timers, every=ASK_LATER_EVERY if long else ASK_EVERY):
+        return again
+    if seen.voucher is Voucher.UNANSWERED:
+        return _unanswered(seen, timers, f"a worker of {name} shows another host key; ")
+    why = f"a worker of {name} shows another host key, and guest attributes do not vouch for it"
+    advice = "look at it; `tpucare apply FILE --replace` gives the slot a new node, `tpucare down` ends it"
+    return Wait(Cause.HOST_KEY_CHANGED, f"{why}: {advice}", needs_person=long)
+
+
+def _ask(slot: Slot, seen: NodeEvidence, past: NodeMemory, cause: Cause, why: str) -> Vouch:
+    return Vouch(seen.node.key, cause, why, publisher_of(slot, past))
+
+
+def _ask_again(
+    slot: Slot,
+    seen: NodeEvidence,
+    past: NodeMemory,
+    evidence: Evidence,
+    timers: Timers,
+    *,
+    every: timedelta = ASK_EVERY,
+) -> Vouch | None:
+    """Nothing while a question is under way: what is known so far stays, and a person is not told of it anew."""
+    kind = EffectKind.VOUCH.of(seen.node.name)
+    last = evidence.looked.get(kind)
+    due = kind not in evidence.in_flight and (last is None or timers.lasted(last, every, observations=0))
+    return _ask(slot, seen, past, Cause.HOST_KEYS_UNVOUCHED, "nothing vouches for its host keys yet") if due else None
+
+
+def _unanswered(seen: NodeEvidence, timers: Timers, before: str = "") -> Wait:
+    """No answer is never taken for "nothing vouches": who stands between us and a node may hold up the API, too."""
+    why = f"{before}guest attributes of {seen.node.name} give no answer ({seen.voucher_why}): asked again"
+    long = timers.lasted(seen.unanswered_since, UNANSWERED_TOLD_AFTER)
+    return Wait(Cause.HOST_KEYS_UNANSWERED, why, needs_person=long)
+
+
+def _patience(slot: Slot, past: NodeMemory, evidence: Evidence, timers: Timers) -> timedelta:
+    known = evidence.publishing.get(publisher_of(slot, past))
+    if known is None or known.published or abs(timers.now.wall - known.at) > REMEMBERED_FOR:
+        return PUBLISHED_WITHIN
+    return USUALLY_UNPUBLISHED if slot.care.host_keys is HostKeys.AUTO else PUBLISHED_WITHIN
+
+
+def _reason(seen: NodeEvidence, limit: timedelta) -> str:
+    if seen.voucher is Voucher.FORBIDDEN:
+        return f"guest attributes may not be read: {seen.voucher_why}"
+    return f"its host keys were not published within {length(limit)}" + (
+        f": {seen.voucher_why}" if seen.voucher_why else ""
+    )

@@ -1,0 +1,254 @@
+"""
+Picks the leaves and builds an Engine over them: what the daemon and every command that acts by itself have in common.
+
+Reads the environment once, makes what is missing in the state folder (store, key), and closes everything in the order
+in which nothing is lost: effects first, then what they use, the store and its lock last.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from tpucare.adapters.runner.launch import ScriptLauncher
+from tpucare.adapters.runner.logs import LogKeeper
+from tpucare.adapters.semaphore import ContextGate
+from tpucare.adapters.ssh.keys import LoginKey, load_or_make_key
+from tpucare.adapters.ssh.remote import ParamikoRemote
+from tpucare.adapters.state.create_budget import shared_budget
+from tpucare.adapters.state.store import SqliteStore, open_store
+from tpucare.adapters.system import SystemClock, ThreadExecutor, instance_id, machine_id, random_source
+from tpucare.engine.board import Settings
+from tpucare.engine.effects import Ports
+from tpucare.engine.engine import Engine
+from tpucare.model.errors import ConfigError
+from tpucare.model.local_files import Private
+from tpucare.model.ports import Lane, Launcher, Store
+from tpucare.model.resources import Event
+from tpucare.service.failpoints import failpoint_of
+from tpucare.service.options import Options
+from tpucare.service.stores import Neighbours
+
+if TYPE_CHECKING:
+    from tpucare.adapters.google.cloud import GoogleCloud
+
+# One listing per project at a time; creates and deletes of a burst must not wait for threads; a launch of a large
+# slice takes a minute at worst, so many of them run beside each other. A stop takes as long as its `grace`, which may
+# be half an hour, and no launch must wait for that.
+LANES: Mapping[Lane, int] = {Lane.LIST: 4, Lane.CLOUD: 64, Lane.PROBE: 64, Lane.LAUNCH: 48, Lane.STOP: 48}
+CLOSE_SECONDS = 4.0
+CREDENTIAL_LIMIT = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Leaves:
+    """What a launcher may stand on. `scripts` is the launcher of fleets; `nudge` lets the loop look at once."""
+
+    options: Options
+    store: SqliteStore
+    clock: SystemClock
+    remote: ParamikoRemote
+    scripts: ScriptLauncher
+    nudge: Callable[[], None]
+
+
+MakeLauncher = Callable[[Leaves], Launcher]
+
+
+@dataclass(slots=True)
+class Caretaker:
+    """Everything that care needs, put together. `close` it, or use it as a context manager."""
+
+    options: Options
+    store: SqliteStore
+    clock: SystemClock
+    executor: ThreadExecutor
+    cloud: GoogleCloud
+    remote: ParamikoRemote
+    launcher: Launcher
+    engine: Engine
+    gate: ContextGate | None
+    neighbours: Neighbours
+    find_project: Callable[[], str]
+    """Project for fleets that name none. Raises: ConfigError: nothing names one."""
+    private: Private
+    secrets: Callable[[str], str | None] | None
+    """As `secrets_of`; None for a command without a daemon, whose environment is not the daemon's."""
+
+    def __enter__(self) -> Caretaker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def settle(self, seconds: float) -> bool:
+        """Begin nothing more, and give what is under way up to *seconds* to end and be remembered."""
+        self.engine.hold()
+        until = time.monotonic() + seconds
+        while not self.engine.settled() and (left := until - time.monotonic()) > 0:
+            self.executor.sleep(timedelta(seconds=min(left, self.engine.step(), 0.2)))
+        return self.engine.settled()
+
+    def close(self) -> bool:
+        """Within about CLOSE_SECONDS: whether every thread ended; those that did not end with the process."""
+        try:
+            if self.gate is not None:
+                self.gate.close(CLOSE_SECONDS / 4)
+            ended = self.executor.close(timedelta(seconds=CLOSE_SECONDS / 2))
+            # Its threads end when their sockets do; one that hangs must keep neither the lock nor the process.
+            closing = threading.Thread(target=self._close_leaves, name="tpucare-close", daemon=True)
+            closing.start()
+            closing.join(CLOSE_SECONDS / 2)
+            return ended and not closing.is_alive()
+        finally:
+            self.store.close()
+
+    def _close_leaves(self) -> None:
+        self.remote.close()
+        self.cloud.close()
+
+
+def assemble(
+    options: Options,
+    env: Mapping[str, str],
+    *,
+    listen: Callable[[Event], None] | None = None,
+    alone: bool = False,
+    launcher: MakeLauncher = lambda leaves: leaves.scripts,
+    creation: AbstractContextManager[Any] | None = None,
+) -> Caretaker:
+    """
+    Take the lock of the store `options.store` in `options.state` and build everything over it.
+
+    listen: called with every event, after it is on disk
+    alone:  for a command without a daemon: begin nothing, and connect to the cloud only when it is asked something
+    launcher: makes what starts runs; default: that of fleets
+    creation: held while a node is being created, and may block
+    Raises: StoreLocked, StoreError: the store cannot be had; ConfigError: credentials, endpoint or key.
+    """
+    clock = SystemClock()
+    store = open_store(
+        options.state, machine_id=machine_id(), instance_id=instance_id(), now=clock.now(), name=options.store
+    )
+    try:
+        cloud = cast("GoogleCloud", _LaterCloud(options, clock)) if alone else _connect(options, clock)
+        key = load_or_make_key(options.key)
+        executor = ThreadExecutor(LANES)
+        remote = remote_of(options, key, nudge=executor.nudge)
+        keeper = LogKeeper(options.logs)
+        point = failpoint_of(env)
+        reached = remote if point is None else point.remote(remote)
+        private, secrets = options.private(env), secrets_of(env)
+        scripts = ScriptLauncher(reached, state_dir=options.state, secrets=secrets, logs=keeper, private=private)
+        made = launcher(Leaves(options, store, clock, remote, scripts, executor.nudge))
+        ports = Ports(cloud, made, store.owner, f"{options.ssh_user}:{key.public}")
+        kept: Store = store
+        if point is not None:
+            ports = dataclasses.replace(ports, cloud=point.port(ports.cloud), launcher=point.port(ports.launcher))
+            kept = point.store(store)
+        neighbours = Neighbours(options.state, options.store, clock.monotonic)
+        settings = settings_of(options, neighbours)
+        gate = ContextGate(creation, executor.nudge) if creation is not None else None
+        engine = Engine(ports, kept, clock, executor, random_source(), settings, listen, gate)
+        if alone:
+            engine.hold()
+    except BaseException:
+        store.close()
+        raise
+    finder = project_finder(options, env)
+    return Caretaker(
+        options,
+        store,
+        clock,
+        executor,
+        cloud,
+        remote,
+        made,
+        engine,
+        gate,
+        neighbours,
+        finder,
+        private,
+        None if alone else secrets,
+    )
+
+
+def _connect(options: Options, clock: SystemClock) -> GoogleCloud:
+    # 200 ms and 50 MB that a command which only writes down a wish does without.
+    from tpucare.adapters.google.cloud import connect
+
+    return connect(options.endpoint or None, monotonic=clock.monotonic)
+
+
+class _LaterCloud:
+    """Connects at the first call: a wish can be written down without credentials or network."""
+
+    def __init__(self, options: Options, clock: SystemClock) -> None:
+        self._options, self._clock = options, clock
+        self._guard = threading.Lock()
+        self._cloud: GoogleCloud | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        with self._guard:
+            self._cloud = self._cloud or _connect(self._options, self._clock)
+        return getattr(self._cloud, name)
+
+    def close(self) -> None:
+        if self._cloud is not None:
+            self._cloud.close()
+
+
+def remote_of(options: Options, key: LoginKey, *, nudge: Callable[[], None] = lambda: None) -> ParamikoRemote:
+    """Workers as *options* say they are reached; also for commands that use no engine."""
+    return ParamikoRemote(key, user=options.ssh_user, pins=options.host_keys, nudge=nudge, port=options.ssh_port)
+
+
+def settings_of(options: Options, neighbours: Neighbours | None = None) -> Settings:
+    return Settings(
+        poll=options.poll,
+        fast_poll=min(options.fast_poll, options.poll),
+        probe=options.probe,
+        fast_probe=min(options.fast_probe, options.probe),
+        creates_per_minute=options.creates_per_minute,
+        budget=lambda project: shared_budget(options.state, project, options.creates_per_minute),
+        elsewhere=neighbours.care_for if neighbours is not None else None,
+    )
+
+
+def secrets_of(env: Mapping[str, str]) -> Callable[[str], str | None]:
+    """Values of secrets by name: a file in $CREDENTIALS_DIRECTORY (systemd), else the environment; None = not set."""
+    folder = env.get("CREDENTIALS_DIRECTORY", "")
+
+    def value(name: str) -> str | None:
+        if folder and "/" not in name and name not in ("", ".", ".."):
+            try:
+                with Path(folder, name).open("rb") as file:
+                    return file.read(CREDENTIAL_LIMIT).decode("utf-8").rstrip("\r\n")
+            except FileNotFoundError:
+                pass
+            except (OSError, UnicodeDecodeError) as error:
+                raise ConfigError(f"secret {name}: its file in the credentials folder cannot be read") from error
+        return env.get(name)
+
+    return value
+
+
+def project_finder(options: Options, env: Mapping[str, str]) -> Callable[[], str]:
+    """Asked at most once, and only when a fleet names no project: without a network, credentials take seconds."""
+    found: list[str] = []
+
+    def find() -> str:
+        if not found:
+            from tpucare.adapters.google.gcloud import find_project
+
+            found.append(find_project(options.project or None, env))
+        return found[0]
+
+    return find

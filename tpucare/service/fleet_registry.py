@@ -1,0 +1,397 @@
+"""
+Fleets as last accepted: from the store into the engine, and from a new text into both.
+
+What a person declared must survive a file that vanished, so the text, the files it names and the wish are kept here;
+who reads files and who may ask for what is left to `folder` and `desk`. On the thread of the loop only.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tpucare.adapters.state import owner
+from tpucare.engine.engine import Engine
+from tpucare.fleetfile import fleet as fleets
+from tpucare.fleetfile import python_fleet as fleet_python
+from tpucare.fleetfile.fleet import Fleet
+from tpucare.model.errors import ConfigError
+from tpucare.model.local_files import EVERYWHERE_PRIVATE, Private
+from tpucare.model.memory import End, FleetRecord, Wish
+from tpucare.model.ports import Clock, Store
+from tpucare.model.resources import Event, Slot
+from tpucare.planner import desired_state as wishes
+from tpucare.service.stores import Neighbours
+
+if TYPE_CHECKING:
+    from tpucare.service.assembly import Caretaker
+
+ACCEPTED = "accepted"
+FOLDER_SUFFIX = ".folder"
+
+
+class Roster:
+    """
+    records: by fleet name, ended fleets included    fleets: those whose text can be read
+    unread:  why the text of others cannot be read by this version; they are cared for again once a text is accepted
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        store: Store,
+        clock: Clock,
+        *,
+        state: Path,
+        find_project: Callable[[], str],
+        keeps: bool = True,
+        neighbours: Neighbours | None = None,
+        private: Private = EVERYWHERE_PRIVATE,
+        secrets: Callable[[str], str | None] | None = None,
+    ) -> None:
+        """
+        private: what no fleet may have sent to its workers
+        secrets: value of a secret by name, None = not set; without it nobody can tell here which are set
+        keeps: False: only to see what would come of it; nothing is written down, and nobody is told.
+        neighbours: the other stores of the state folder, whose slots may not be declared here too
+        """
+        self.records: dict[str, FleetRecord] = store.fleets()
+        self.fleets: dict[str, Fleet] = {}
+        self.unread: dict[str, str] = {}
+        self._engine, self._store, self._clock = engine, store, clock
+        self._kept = state / ACCEPTED
+        self._find_project = find_project
+        self.keeps = keeps
+        self._neighbours = neighbours
+        self._private, self._secrets = private, secrets
+        self._unpinned: set[str] = set()
+
+    @classmethod
+    def of(cls, caretaker: Caretaker, *, keeps: bool = True) -> Roster:
+        """The fleets of whoever was put together; `keeps` as above."""
+        return cls(
+            caretaker.engine,
+            caretaker.store,
+            caretaker.clock,
+            state=caretaker.options.state,
+            find_project=caretaker.find_project,
+            keeps=keeps,
+            neighbours=caretaker.neighbours,
+            private=caretaker.private,
+            secrets=caretaker.secrets,
+        )
+
+    # --- from the store ----------------------------------------------------------------------------------------------
+
+    def load(self) -> None:
+        """Declare every fleet as last accepted; one that was taken down too, so that its end is carried out."""
+        for record in list(self.records.values()):
+            try:
+                fleet = self._read(record)
+            except ConfigError as error:
+                self.unread[record.name] = str(error)
+                self.say(
+                    "fleet-unread", f"{record.name}: as last accepted it cannot be read: {error}", record.name, "error"
+                )
+                continue
+            self._declare(fleet, record.wish)
+            if not self.records[record.name].project:
+                self._unpinned.add(record.name)
+            if record.wish is Wish.DOWN and self.keeps:
+                self.take_down(record.name)
+
+    def _read(self, record: FleetRecord) -> Fleet:
+        contents = self._contents_of(record.name)
+
+        def read(folder: Path, path: str) -> bytes:
+            kept = contents.get(str(folder / path))
+            if kept is None and record.wish is Wish.DOWN:
+                return b""  # let go of when nothing of the fleet was left, and wanted by nobody
+            return kept if kept is not None else fleets.read_local(folder, path, self._private)
+
+        file = f"{record.name}.yaml (as accepted)"
+        if fleet_python.is_python(record.text):
+            fleet: Fleet = fleet_python.parse(record.text, file=f"{record.name} (as started)")
+        else:
+            folder = Path(record.folder)
+            fleet = fleets.parse(record.text, file=file, folder=folder, read_file=read, accepted=True)
+            fleet = self._with_surplus_files(fleet, lambda path: contents.get(str(folder / path)))
+        if fleet.project and not record.project:
+            self._pin(record.name, fleet.project)
+        return replace(fleet, project=fleet.project or record.project or self._find_project())
+
+    def with_project(self, fleet: Fleet) -> Fleet:
+        """
+        A new text that names no project stays in the one it was accepted for, whatever the default is by now, until it
+        was taken down and nothing of it is left.
+
+        Raises: ConfigError: the fleet names no project, and nothing else does.
+        """
+        record = self.records.get(fleet.name)
+        is_over = record is None or (record.wish is Wish.DOWN and not self._engine.roster.has_left(fleet.name))
+        before = self.fleets.get(fleet.name)
+        kept = before.project if before is not None and not is_over else None
+        return replace(fleet, project=fleet.project or kept or self._find_project())
+
+    def _pin_seen(self) -> None:
+        """
+        A record of an older version names no project; what that is resolved to is right once its nodes are seen there.
+
+        Before, a command in a shell of another default project could write down the wrong one for good.
+        """
+        for name in [name for name in self._unpinned if any(self._engine.slots[s].nodes for s in self.slots_of(name))]:
+            self._unpinned.discard(name)
+            self._pin(name, self.fleets[name].project or "")
+
+    def _pin(self, fleet: str, project: str) -> None:
+        record = self.records[fleet] = replace(self.records[fleet], project=project)
+        if self.keeps:
+            self._store.save_fleet(record)
+
+    # --- a new text --------------------------------------------------------------------------------------------------
+
+    def parse(self, text: str, *, file: str, folder: Path | None) -> Fleet:
+        """
+        The fleet that *text* declares; its relative paths start at *folder*.
+
+        Raises: ConfigError: what is wrong with it, or it would have something private sent to its workers.
+        """
+
+        def read(base: Path, path: str) -> bytes:
+            return fleets.read_local(base, path, self._private)
+
+        fleet = fleets.parse(text, file=file, folder=folder, read_file=read)
+        if fleet.job.workdir and (refusal := self._private.refusal(fleet.job.workdir)):
+            raise ConfigError(f"{file}: job.workdir: {fleet.job.workdir} {refusal}")
+        return fleet
+
+    def was_applied_from(self, fleet: str, folder: Path) -> bool:
+        """Whether `tpucare apply` brought *fleet* here from *folder*; a text that merely says so may lie."""
+        record = self.records.get(fleet)
+        return (record is not None and record.folder == str(folder)) or self._noted_folder(fleet) == str(folder)
+
+    def note_applied(self, fleet: str, folder: Path) -> None:
+        """Beside the store, so that a copy of the applied file keeps its meaning where the store is lost."""
+        if self._noted_folder(fleet) != str(folder):
+            owner.prepare_folder(self._kept)
+            owner.write_private(self._kept / f"{fleet}{FOLDER_SUFFIX}", str(folder))
+
+    def _noted_folder(self, fleet: str) -> str:
+        try:
+            return (self._kept / f"{fleet}{FOLDER_SUFFIX}").read_text("utf-8")
+        except (OSError, ValueError):
+            return ""
+
+    def refuse_taken(self, fleet: Fleet) -> None:
+        """Raises: ConfigError: another store of the state folder cares for a slot of that name; see `_refuse_moved`."""
+        self._refuse_moved(fleet)
+        self._refuse_moved_checkpoint(fleet)
+        if self._neighbours is not None and fleet.project:
+            names = [fleet.slot_name(index) for index in range(fleet.count)]
+            self._neighbours.refuse_shared(fleet.name, names, fleet.project)
+
+    def _refuse_moved(self, fleet: Fleet) -> None:
+        """
+        Rule 1: an older node is proven dead in its own project only; NOT_FOUND in another says nothing of it.
+
+        Raises: ConfigError: the project was changed while something of the fleet is, or may be, in the one before.
+        """
+        record = self.records.get(fleet.name)
+        before = record.project if record is not None else ""
+        if before and fleet.project != before and self._engine.roster.has_left(fleet.name):
+            raise ConfigError(
+                f"{fleet.file or fleet.name}: project: {fleet.name} has nodes or open creates in {before} and cannot "
+                f"move to {fleet.project}: name {before}, or `tpucare down {fleet.name}` first"
+            )
+
+    def _refuse_moved_checkpoint(self, fleet: Fleet) -> None:
+        """
+        Slot 0 keeps its checkpoints in `checkpoint` while it is alone, and in a folder of its own below it later.
+
+        Raises: ConfigError: it has trained, and would begin anew at another folder, by an edit of `count` alone.
+        """
+        before, record, name = self.fleets.get(fleet.name), self.records.get(fleet.name), fleet.slot_name(0)
+        track = self._engine.slots.get(name)
+        if before is None or track is None or record is None or record.wish is Wish.DOWN or not track.memory.attempts:
+            return
+        old, new = before.checkpoint_of(0), fleet.checkpoint_of(0)
+        if old != new and before.job.checkpoint == fleet.job.checkpoint:
+            own = f"{fleet.job.checkpoint.rstrip('/')}/{{slot}}"
+            raise ConfigError(
+                f"{fleet.file or fleet.name}: count: {before.count} -> {fleet.count} would move the "
+                f"checkpoints of {name} from {old} to {new}, where it begins anew: copy them there and write "
+                f"`checkpoint: {own}`, or `tpucare down {fleet.name}` first"
+            )
+
+    def is_news(self, fleet: Fleet, text: str, folder: Path) -> bool:
+        """Whether accepting that would change anything."""
+        record, before = self.records.get(fleet.name), self.fleets.get(fleet.name)
+        if record is None or before is None:
+            return True
+        fleet = self._with_surplus_files(fleet, before.contents.get)
+        now = (text, str(folder), fleet.contents, fleet.project)
+        return now != (record.text, record.folder, before.contents, before.project)
+
+    def accept(self, fleet: Fleet, text: str, folder: Path, wish: Wish) -> None:
+        """From now on *fleet* is this, durably; no node is touched for it. Raises: ConfigError: see `_refuse_moved`."""
+        self._refuse_moved(fleet)
+        self._refuse_moved_checkpoint(fleet)
+        if (before := self.fleets.get(fleet.name)) is not None:
+            fleet = self._with_surplus_files(fleet, before.contents.get)
+        contents = {str(folder / path): content for path, content in fleet.contents.items()}
+        record = FleetRecord(fleet.name, text, str(folder), self._clock.now(), wish, fleet.project or "")
+        if self.keeps:
+            if wish is not Wish.DOWN and contents != self._contents_of(fleet.name):
+                self._keep(fleet.name, contents)
+            self._store.save_fleet(record)
+        self.records[fleet.name] = record
+        self.unread.pop(fleet.name, None)
+        self._unpinned.discard(fleet.name)
+        self._declare(fleet, wish)
+
+    def _with_surplus_files(self, fleet: Fleet, kept: Callable[[str], bytes | None]) -> Fleet:
+        """*fleet* with the files that slots beyond its count need for their next launch, as kept by local path."""
+        indices = [fleet.index_of(name) for name in self._engine.roster.known(fleet.name)]
+        paths = {path for index in indices if index is not None for path in fleet.local_files(index)}
+        contents = {path: content for path in paths if (content := kept(path)) is not None}
+        return replace(fleet, contents={**contents, **fleet.contents}) if contents else fleet
+
+    def _declare(self, fleet: Fleet, wish: Wish) -> None:
+        self.fleets[fleet.name] = fleet
+        lacks = self.lacks(fleet)
+        slots = () if wish is Wish.DOWN else [replace(slot, lacks=lacks) for slot in fleet.slots()]
+        if fleet.project:
+            self._engine.watch(fleet.project)
+        self._engine.declare(fleet.name, slots, lambda name: self._surplus(fleet, name), wish)
+
+    def lacks(self, fleet: Fleet) -> str:
+        """Which secrets of *fleet* are not set, and what to do; empty when none is missing, or nobody can tell."""
+        if self._secrets is None:
+            return ""
+        try:
+            missing = [name for name in fleet.job.secrets if self._secrets(name) is None]
+        except ConfigError as error:
+            return str(error)
+        if not missing:
+            return ""
+        which = f"secret {missing[0]} is" if len(missing) == 1 else f"secrets {', '.join(missing)} are"
+        return f"{which} not set: put it into the daemon's environment or credentials folder, and start it again"
+
+    def _surplus(self, fleet: Fleet, name: str) -> Slot | None:
+        index = fleet.index_of(name)
+        if index is None or name != fleet.slot_name(index):
+            return None
+        try:
+            return replace(fleet.slot(index), lacks=self.lacks(fleet))
+        except ConfigError as error:
+            # A file of that slot alone was not read, since it is not declared any more: it goes on as it was.
+            track = self._engine.slots.get(name)
+            if track is not None:
+                return track.slot
+            return replace(fleet.slot(0), name=name, job=None, job_problem=str(error))
+
+    # --- wishes ------------------------------------------------------------------------------------------------------
+
+    def slots_of(self, fleet: str) -> list[str]:
+        """Slots of *fleet* that the engine cares for, in order of their index."""
+        names = [name for name, track in self._engine.slots.items() if track.slot.fleet == fleet]
+        return sorted(names, key=_slot_order)
+
+    def wish(self, fleet: str, wish: Wish) -> None:
+        """Of the fleet as a whole, durably; slots are asked one by one after it, and again at the next start."""
+        record = replace(self.records[fleet], wish=wish)
+        self._store.save_fleet(record)
+        self.records[fleet] = record
+        if (known := self.fleets.get(fleet)) is not None:
+            self._declare(known, wish)
+
+    def take_down(self, fleet: str) -> list[str]:
+        """Ask every slot of *fleet* that was not asked yet to end; returns all that are on their way."""
+        names = self.slots_of(fleet)
+        for name in names:
+            if self._engine.slots[name].memory.wish is not Wish.DOWN:
+                self._engine.change(name, wishes.down, "down", f"{name}: taken down")
+        return names
+
+    def bring_up(self, fleet: str) -> list[str]:
+        """Ask for every declared slot of *fleet* that had ended or was taken down; returns those."""
+        raised = []
+        for slot in self.fleets[fleet].slots():
+            memory = self._engine.slots[slot.name].memory
+            if memory.wish is Wish.DOWN or memory.end is not End.NONE:
+                self._engine.change(slot.name, wishes.up, "up", f"{slot.name}: wanted again")
+                raised.append(slot.name)
+        return raised
+
+    def bury(self) -> list[str]:
+        """Let go of slots that were taken down, of which nothing is left, and that nobody declares. In every turn."""
+        if self._unpinned:
+            self._pin_seen()
+        gone = [name for name in self._going_down() if self._engine.is_over(name) and not self._is_declared(name)]
+        fleets_of = {self._engine.slots[name].slot.fleet for name in gone}
+        for name in gone:
+            self._engine.roster.end(name)
+            self.say("down", f"{name}: nothing is left of it", name, "info")
+        for fleet in fleets_of:
+            self._let_go(fleet)
+        return gone
+
+    def _going_down(self) -> list[str]:
+        return [name for name, track in self._engine.slots.items() if track.memory.wish is Wish.DOWN]
+
+    def is_surplus(self, slot: str) -> bool:
+        """Beyond a count that was lowered: it runs on until it is taken down by name."""
+        fleet = self.fleets.get(self._engine.slots[slot].slot.fleet)
+        index = fleet.index_of(slot) if fleet is not None else None
+        return fleet is not None and index is not None and index >= fleet.count
+
+    def _is_declared(self, slot: str) -> bool:
+        name = self._engine.slots[slot].slot.fleet
+        fleet, record = self.fleets.get(name), self.records.get(name)
+        if fleet is None or record is None or record.wish is Wish.DOWN:
+            return False
+        index = fleet.index_of(slot)
+        return index is not None and index < fleet.count
+
+    # --- what is said and kept ---------------------------------------------------------------------------------------
+
+    def say(
+        self, kind: str, text: str, about: str = "", level: str = "warning", **fields: str | int | float | bool | None
+    ) -> None:
+        """An event of a fleet or slot, or of the daemon itself."""
+        if not self.keeps:
+            return
+        event = Event(self._clock.now(), kind, text, about, "", level, fields)
+        self._store.save({}, (event,))
+        self._engine.listen(event)
+
+    def _contents_of(self, fleet: str) -> dict[str, bytes]:
+        """Files that a fleet names, by local path, as they were when it was accepted."""
+        try:
+            raw = json.loads((self._kept / f"{fleet}.json").read_text("utf-8"))
+            return {str(path): base64.b64decode(content) for path, content in raw.items()}
+        except (OSError, ValueError, AttributeError, TypeError):
+            return {}
+
+    def _let_go(self, fleet: str) -> None:
+        """The files of a fleet that was taken down, and of which nothing is left: they may hold what is secret."""
+        record = self.records.get(fleet)
+        if record is not None and record.wish is Wish.DOWN and not self._engine.roster.has_left(fleet):
+            for suffix in (".json", FOLDER_SUFFIX):
+                with contextlib.suppress(OSError):
+                    (self._kept / f"{fleet}{suffix}").unlink()
+
+    def _keep(self, fleet: str, contents: Mapping[str, bytes]) -> None:
+        owner.prepare_folder(self._kept)
+        text = json.dumps({path: base64.b64encode(content).decode("ascii") for path, content in contents.items()})
+        owner.write_private(self._kept / f"{fleet}.json", text)
+
+
+def _slot_order(name: str) -> tuple[str, int]:
+    fleet, _, index = name.rpartition("-")
+    return (fleet, int(index)) if index.isdecimal() else (name, 0)

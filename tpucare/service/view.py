@@ -1,0 +1,363 @@
+"""
+What a person sees of every slot, as plain data for tables and JSON: from the running engine, or from the store alone.
+
+Keys are promises to scripts: they are added to, not renamed. Ages are seconds. Nothing here decides anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from datetime import datetime
+from typing import Any
+
+from tpucare.engine.engine import Engine
+from tpucare.engine.projects import ProjectView
+from tpucare.engine.tracking import NodeTrack, SlotTrack
+from tpucare.model.actions import Wait
+from tpucare.model.causes import Cause
+from tpucare.model.memory import End, FleetRecord, Memory, NodeMemory, Wish
+from tpucare.model.narration import word_of
+from tpucare.model.plain import plain
+from tpucare.model.resources import Node, NodeKey, NodeState, Provisioning, Worker
+from tpucare.model.runs import Contact, Phase
+from tpucare.model.words import length
+from tpucare.planner.predicates import job_mark
+
+Row = dict[str, Any]
+
+# The least that any worker got to, in the order in which a run goes on.
+_COURSE = (Phase.NONE, Phase.FETCH, Phase.SETUP, Phase.RUN, Phase.EXITED)
+
+
+def slot_rows(engine: Engine, names: Iterable[str], now: datetime) -> list[Row]:
+    return [slot_row(engine, engine.slots[name], now) for name in names]
+
+
+def slot_row(engine: Engine, track: SlotTrack, now: datetime) -> Row:
+    """
+    One slot as the engine knows it.
+
+    phase: down | paused | done | failed | waiting | creating | booting | connecting | ready | fetch | setup | run |
+    exited | ended | deleting, or the node's state in lower case; `ended`: what start_fn started
+    is over, nobody knows how. `training`: every worker holds the run launched last.
+    """
+    memory, seen = track.memory, newest(track)
+    view = engine.projects[track.slot.project]
+    past = memory.node(seen.node.name) if seen is not None else None
+    row = _remembered(track.slot.name, memory, now)
+    row |= {
+        "phase": phase_of(track, seen, past),
+        "training": engine.is_training(track.slot.name),
+        "over": engine.is_over(track.slot.name),
+        "out_of_reach": key_rows(engine.out_of_reach(track.slot.name)),
+        "project": track.slot.project,
+        "nodes": [_node_row(node, memory) for node in track.nodes.values()],
+        "action": action_word(track),
+        "why": _why(track, row["run_age_seconds"]),
+        "cause": track.action.cause.value,
+        "needs_person": isinstance(track.action, Wait) and (track.action.needs_person or _all_blocked(track)),
+        "waits_for_place": track.action.cause is Cause.NO_PLACE_OPEN,
+        "behind": _behind(track, seen),
+        "kept_until": _kept_until(track, seen),
+    }
+    if seen is not None:
+        row |= _place_row(seen.node) | _workers_row(seen, track) | _progress_row(seen, memory, view)
+    return row
+
+
+def _why(track: SlotTrack, run_age: float | None) -> str:
+    """What a decision cannot say, for it is not made again while nothing changes: how long a setup goes on."""
+    why = plain(track.action.why)
+    if run_age is not None and track.action.cause is Cause.SETTING_UP:
+        return f"{why}; launched {length(run_age)} ago"
+    return why
+
+
+def _all_blocked(track: SlotTrack) -> bool:
+    """No node is asked for anywhere before a person changed something, though each place is tried now and then."""
+    action, places = track.action, track.slot.places
+    waits = action.cause is Cause.NO_PLACE_OPEN
+    return waits and bool(places) and all(track.memory.place(place.key).blocked for place in places)
+
+
+def _behind(track: SlotTrack, seen: NodeTrack | None) -> list[str]:
+    """What of the slot is not yet as declared: `job`, `tpu`."""
+    run, job = track.memory.run, track.slot.job
+    if seen is None:
+        return []
+    ours = run is not None and run.node == seen.node.name and not run.stopped and not run.over
+    found = ["job"] if ours and run and run.job and job is not None and run.job != job_mark(job) else []
+    node = seen.node
+    declared = {(place.zone, place.accelerator_type, place.provisioning) for place in track.slot.places}
+    if (node.key.zone, node.accelerator_type, node.provisioning) not in declared:
+        found.append("tpu")
+    return found
+
+
+def _kept_until(track: SlotTrack, seen: NodeTrack | None) -> str | None:
+    """Until when the node of a failed slot is kept; None where it has none, or where it stays."""
+    ended = track.memory.ended_at
+    if seen is None or ended is None or track.memory.end is not End.FAILED:
+        return None
+    stays = seen.node.provisioning in (Provisioning.ON_DEMAND, Provisioning.RESERVED)
+    return None if stays else (ended + track.slot.care.keep_failed).isoformat()
+
+
+def remembered_row(slot: str, memory: Memory, now: datetime) -> Row:
+    """One slot as the store knows it, when no daemon runs: what was true when the last one stopped."""
+    row = _remembered(slot, memory, now)
+    live = [node for node in memory.nodes if node.serves]
+    node = live[-1] if live else None
+    row |= {
+        "phase": _ended_phase(memory) or ("unknown" if node else "waiting"),
+        "why": "no daemon runs",
+        "cause": Cause.NOT_RUNNING.value,
+    }
+    if node is not None:
+        row |= {"node": node.name, "zone": node.zone, "type": _part(node.place, 1), "tier": _part(node.place, 2)}
+    return row
+
+
+def _remembered(slot: str, memory: Memory, now: datetime) -> Row:
+    run = memory.run
+    return {
+        "slot": slot,
+        "fleet": memory.fleet,
+        "wish": memory.wish.value,
+        "end": memory.end.value,
+        "end_why": plain(memory.end_why),
+        "end_cause": memory.end_cause.value,
+        "phase": "",
+        "training": False,
+        "over": False,
+        "out_of_reach": [],
+        "project": "",
+        "node": "",
+        "zone": "",
+        "type": "",
+        "tier": "",
+        "state": "",
+        "attempt": memory.attempts,
+        "run": run.token if run is not None else "",
+        "run_age_seconds": _age(run.launched_at, now) if run is not None else None,
+        "step": memory.last_step if memory.last_step is not None else memory.step,
+        "step_age_seconds": None,
+        "checkpoint": memory.last_checkpoint if memory.last_checkpoint is not None else memory.checkpoint,
+        "workers": 0,
+        "workers_answering": 0,
+        "books": _books(memory, now),
+        "places": _places(memory, now),
+        "nodes": [],
+        "action": "",
+        "why": "",
+        "cause": "",
+        "needs_person": memory.end is End.FAILED,
+        "waits_for_place": False,
+        "behind": [],
+        "kept_until": None,
+        "surplus": False,
+    }
+
+
+def key_rows(keys: Iterable[NodeKey]) -> list[Row]:
+    return [{"node": plain(key.name), "zone": plain(key.zone)} for key in keys]
+
+
+def _books(memory: Memory, now: datetime) -> Row:
+    return {
+        name: {
+            "failures": book.failures,
+            "total": book.total,
+            "retry_in_seconds": _ahead(book.retry_at, now),
+            "reason": plain(book.reason),
+        }
+        for name, book in memory.books.items()
+    }
+
+
+def _places(memory: Memory, now: datetime) -> Row:
+    """Only places that failed: where and why the next create is not asked for now."""
+    return {
+        key: {
+            "kind": place.kind.value,
+            "failures": place.failures,
+            "blocked": place.blocked,
+            "retry_in_seconds": _ahead(place.retry_at, now),
+            "reason": plain(place.reason),
+        }
+        for key, place in memory.places.items()
+        if place.failures or place.blocked or place.kind
+    }
+
+
+def newest(track: SlotTrack) -> NodeTrack | None:
+    """The node that stands for the slot: the one that runs, else the youngest that is not on its way out."""
+    run = track.memory.run
+    if run is not None and run.node in track.nodes and track.memory.serves(run.node):
+        return track.nodes[run.node]
+    return max(track.nodes.values(), key=lambda seen: _rank(seen, track.memory), default=None)
+
+
+def _rank(seen: NodeTrack, memory: Memory) -> tuple[bool, datetime]:
+    return (not is_given_up(seen, memory), seen.node.create_time)
+
+
+def is_given_up(seen: NodeTrack, memory: Memory) -> bool:
+    """By us, or by whoever deletes it."""
+    return seen.node.state is NodeState.DELETING or memory.has_given_up(seen.node.name)
+
+
+def phase_of(track: SlotTrack, seen: NodeTrack | None, past: NodeMemory | None) -> str:
+    if (ended := _ended_phase(track.memory)) and seen is None:
+        return ended
+    if seen is None:
+        return "creating" if track.memory.creates else "waiting"
+    # What is dead, and not deleted by us yet, is shown as the state that the cloud reports.
+    if past is not None and past.is_being_deleted:
+        return "deleting"
+    state = seen.node.state
+    if state is NodeState.CREATING:
+        return "booting"
+    if state is not NodeState.READY:
+        return state.name.lower()
+    return ended or _run_phase(seen, track.memory)
+
+
+def _run_phase(seen: NodeTrack, memory: Memory) -> str:
+    report, run = seen.report, memory.run
+    if report is None or not report.all_answer:
+        return "connecting"
+    if run is None or run.node != seen.node.name:
+        return "ready"
+    if run.over:
+        return "ended"
+    phases = [worker.phase for worker in report.workers if worker.token == run.token]
+    slowest = min(phases, key=_COURSE.index, default=Phase.NONE)
+    return "ready" if slowest is Phase.NONE else slowest.value
+
+
+def _ended_phase(memory: Memory) -> str:
+    if memory.wish is not Wish.UP:
+        return memory.wish.value
+    return memory.end.value if memory.end is not End.NONE else ""
+
+
+def _place_row(node: Node) -> Row:
+    return {
+        "node": plain(node.name),
+        "zone": node.key.zone,
+        "type": plain(node.accelerator_type),
+        "tier": node.provisioning.value,
+        "state": node.state.name,
+    }
+
+
+def _workers_row(seen: NodeTrack, track: SlotTrack) -> Row:
+    report = seen.report
+    answering = sum(w.contact is Contact.ANSWERED for w in report.workers) if report is not None else 0
+    expected = len(seen.workers) if seen.workers is not None else track.slot.workers
+    return {"workers": expected, "workers_answering": answering}
+
+
+def _progress_row(seen: NodeTrack, memory: Memory, view: ProjectView) -> Row:
+    """Of the run of now; until it tells of any, what the run before it was seen at stands."""
+    progress, last = seen.progress, seen.progress.last or seen.progress.told
+    if memory.run is None or memory.run.token != progress.token:
+        return {}
+    age = (view.observed - last.observed).total_seconds() if last is not None else None
+    told = {"step": progress.step, "checkpoint": progress.checkpoint}
+    return {
+        "step_age_seconds": round(age, 1) if age is not None else None,
+        **{name: value for name, value in told.items() if value is not None},
+    }
+
+
+def _node_row(seen: NodeTrack, memory: Memory) -> Row:
+    node, past = seen.node, memory.node(seen.node.name)
+    return {
+        "name": plain(node.name),
+        "zone": node.key.zone,
+        "state": node.state.name,
+        "health": node.health.name,
+        "created": node.create_time.isoformat(),
+        "listed": seen.listed,
+        "deleting": past is not None and past.is_being_deleted,
+    }
+
+
+def action_word(track: SlotTrack) -> str:
+    return word_of(track.action)
+
+
+# --- what surrounds the slots ----------------------------------------------------------------------------------------
+
+
+def project_rows(engine: Engine) -> list[Row]:
+    return [
+        {
+            "project": view.name,
+            "seen": view.fresh,
+            "why": plain(view.blind_why) or ("" if view.fresh else "the first listing is under way"),
+            "nodes": view.nodes,
+            "unreachable": sorted(view.unreachable),
+        }
+        for view in engine.projects.values()
+    ]
+
+
+def fleet_rows(records: Mapping[str, FleetRecord], unread: Mapping[str, str], counts: Mapping[str, int]) -> list[Row]:
+    return [
+        {
+            "fleet": record.name,
+            "wish": record.wish.value,
+            "count": counts.get(record.name),
+            "accepted": record.accepted_at.isoformat(),
+            "problem": unread.get(record.name, ""),
+        }
+        for record in records.values()
+    ]
+
+
+def stray_rows(engine: Engine) -> list[Row]:
+    """Nodes with our owner label that belong to no slot we care for."""
+    return [
+        {
+            "node": plain(node.name),
+            "project": node.key.project,
+            "zone": node.key.zone,
+            "fleet": plain(node.fleet),
+            "slot": plain(node.slot),
+            "state": node.state.name,
+            "type": plain(node.accelerator_type),
+            "created": node.create_time.isoformat(),
+        }
+        for node in engine.strays.values()
+    ]
+
+
+def worker_rows(node: Node, workers: Iterable[Worker]) -> list[Row]:
+    """What a person's ssh has to know."""
+    return [
+        {
+            "node": node.name,
+            "project": node.key.project,
+            "zone": node.key.zone,
+            "id": node.id,
+            "worker": worker.number,
+            "host": worker.host,
+        }
+        for worker in workers
+    ]
+
+
+def _age(instant: datetime, now: datetime) -> float:
+    return round(max(0.0, (now - instant).total_seconds()), 1)
+
+
+def _ahead(instant: datetime | None, now: datetime) -> float | None:
+    return None if instant is None else round(max(0.0, (instant - now).total_seconds()), 1)
+
+
+def _part(place: str, index: int) -> str:
+    parts = place.split("/")
+    return parts[index] if index < len(parts) else ""

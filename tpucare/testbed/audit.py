@@ -1,0 +1,322 @@
+"""
+Replays the audit log of a world against the promises of tpucare: what a history can show, no cooperation needed.
+
+Each rule is a pure function from records (as `World.audit` gives them, or lines of the JSONL that a server writes) to
+findings; no findings, no broken promise. What a history cannot show (whether a timeout counted observed time, say) is
+left to the tests of the parts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+from tpucare.model.resources import LABEL_FLEET, LABEL_OWNER, LABEL_SLOT, Health, NodeState, parse_node_name
+
+Record = Mapping[str, Any]
+
+LOST_AFTER_SECONDS = 10.0
+"""A caller may have given up on an answer that took longer than this."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One broken promise, at one instant."""
+
+    rule: str
+    at: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.at} {self.rule}: {self.text}"
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """
+    What an outside check knows besides the log.
+
+    owner:          nodes with this owner label are ours; empty: not known, the rules that need it find nothing
+    fleets:         fleets that the store has known; None: any
+    live_slots:     slots that should hold a node at the end; None: not judged
+    allowed_deletes: ids of nodes whose delete a person or a finished run asked for
+    restarts:       instants at which the daemon was killed and started again: what was in flight then is in doubt
+    secrets:        values that must not stand anywhere in the log
+    """
+
+    owner: str = ""
+    fleets: frozenset[str] | None = None
+    creates_per_minute: int = 60
+    live_slots: frozenset[str] | None = None
+    allowed_deletes: frozenset[str] = frozenset()
+    restarts: tuple[datetime, ...] = ()
+    secrets: tuple[str, ...] = field(default=(), repr=False)
+
+
+def check(source: Path | Iterable[Record], expected: Expected) -> list[Finding]:
+    """
+    Every finding, oldest first; empty = clean.
+
+    Raises: OSError, ValueError: a file that cannot be read, or is no JSONL.
+    """
+    records = load(source) if isinstance(source, Path) else list(source)
+    findings = [
+        *doubled_runs(records),
+        *runs_on_two_nodes(records),
+        *foreign_deletes(records, expected),
+        *repeated_names(records, expected),
+        *create_bursts(records, expected),
+        *leaks(records, expected),
+        *unasked_deletes(records, expected),
+        *shown_secrets(records, expected),
+    ]
+    return sorted(findings, key=lambda finding: finding.at)
+
+
+def load(path: Path) -> list[Record]:
+    """The records of a JSONL file. A last line that was cut off (the writer was killed) is left out."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    records: list[Record] = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            if number < len(lines):
+                raise ValueError(f"{path}, line {number}: not JSON") from error
+    return records
+
+
+# --- rule 1: never two runs of one slot at the same time -------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """A run that started on a worker, and what was alive for its slot at that instant, per (node, worker)."""
+
+    record: Record
+    slot: str
+    alive: Mapping[tuple[str, int], str]
+
+
+def doubled_runs(records: Sequence[Record]) -> list[Finding]:
+    """Another run of the same slot, or this one a second time, was alive on the same node."""
+    found = []
+    for start in _starts(records):
+        node, worker, token = start.record["name"], int(start.record["worker"]), str(start.record["token"])
+        others = {other for (of, _), other in start.alive.items() if of == node and other != token}
+        if start.alive.get((node, worker)) == token:
+            others.add(token)
+        if others:
+            text = f"{token} started on worker {worker} of {node} while {', '.join(sorted(others))} ran there"
+            found.append(Finding("doubled-run", start.record["at"], text))
+    return found
+
+
+def runs_on_two_nodes(records: Sequence[Record]) -> list[Finding]:
+    """A run started while a run of the same slot was alive on another node."""
+    found = []
+    for start in _starts(records):
+        node = start.record["name"]
+        others = {f"{token} on {of}" for (of, _), token in start.alive.items() if of != node}
+        if others:
+            text = f"{start.record['token']} of slot {start.slot} started on {node} beside {', '.join(sorted(others))}"
+            found.append(Finding("two-nodes", start.record["at"], text))
+    return found
+
+
+def _starts(records: Sequence[Record]) -> Iterator[_Start]:
+    """A run lives from its start until its end is reported, or its machine is killed; silence does not end it."""
+    slots = _slots(records)
+    alive: dict[str, dict[tuple[str, int], str]] = {}
+    for record in records:
+        if record["kind"] == "note" and record["event"] in ("run-started", "run-ended"):
+            key = (str(record["name"]), int(record["worker"]))
+            slot = _slot_of(record, slots)
+            runs = alive.setdefault(slot, {})
+            if record["event"] == "run-started":
+                yield _Start(record, slot, dict(runs))
+                runs[key] = str(record["token"])
+            elif runs.get(key) == record["token"]:
+                del runs[key]
+        elif record["kind"] == "machine" and record["event"] == "kill":
+            for runs in alive.values():
+                _end_on(runs, record["name"], record.get("worker"))
+
+
+def _end_on(runs: dict[tuple[str, int], str], node: str, worker: int | None) -> None:
+    for key in [key for key in runs if key[0] == node and worker in (None, key[1])]:
+        del runs[key]
+
+
+def _slots(records: Iterable[Record]) -> dict[str, str]:
+    """Slot of every node ever made, by its label."""
+    made = (record for record in records if record["kind"] == "node" and record["event"] == "created")
+    return {record["name"]: record["labels"].get(LABEL_SLOT, "") for record in made}
+
+
+def _slot_of(record: Record, slots: Mapping[str, str]) -> str:
+    """By the node's label, else by the name in the token, `<slot>-a<number>.<n>`."""
+    if labelled := slots.get(record["name"]):
+        return labelled
+    parsed = parse_node_name(str(record["token"]).rpartition(".")[0])
+    return parsed[0] if parsed else str(record["name"])
+
+
+# --- rule 2: touch only what is ours ---------------------------------------------------------------------------------
+
+
+def foreign_deletes(records: Iterable[Record], expected: Expected) -> list[Finding]:
+    """A delete that was accepted for a node without our owner label, or of a fleet that was never known."""
+    if not expected.owner:
+        return []
+    found = []
+    for record in _accepted(records, "DeleteNode"):
+        labels = record["labels"]
+        if labels.get(LABEL_OWNER) != expected.owner:
+            text = f"{record['name']} is owned by {labels.get(LABEL_OWNER) or 'nobody'}"
+            found.append(Finding("foreign-delete", record["at"], text))
+        elif expected.fleets is not None and labels.get(LABEL_FLEET) not in expected.fleets:
+            text = f"{record['name']} is of fleet {labels.get(LABEL_FLEET) or 'none'}, which was never known"
+            found.append(Finding("foreign-delete", record["at"], text))
+    return found
+
+
+# --- rule 5: everything asked for is accounted for -----------------------------------------------------------------
+
+
+def repeated_names(records: Iterable[Record], expected: Expected) -> list[Finding]:
+    """
+    A create under a name that was accepted before.
+
+    Sending again is right only when the answer was lost, may have come too late, or the asker died meanwhile. A call
+    that was sent earlier and was overtaken by its repetition is not asked again.
+    """
+    found = []
+    answered: dict[str, Record] = {}
+    for record in records:
+        if not _is_call(record, "CreateNode") or not _is_ours(record, expected):
+            continue
+        name = record["name"]
+        before = answered.get(name)
+        if (
+            before is not None
+            and _asked_at(record) > _instant(before)
+            and not _restarted_between(before, record, expected)
+        ):
+            text = f"{name} was accepted at {before['at']}, and asked for again"
+            found.append(Finding("repeated-name", record["at"], text))
+        in_doubt = record["answer"] == "lost" or record["latency"] >= LOST_AFTER_SECONDS
+        if record["applied"] and record["code"] == 0 and not in_doubt:
+            answered[name] = record
+    return found
+
+
+def _asked_at(record: Record) -> datetime:
+    return _instant(record) - timedelta(seconds=record.get("under_way", 0.0))
+
+
+def _restarted_between(before: Record, after: Record, expected: Expected) -> bool:
+    # A call may be on its way while the process that asked dies: the next one never hears how it ended.
+    return any(_asked_at(before) <= restart <= _instant(after) for restart in expected.restarts)
+
+
+def create_bursts(records: Iterable[Record], expected: Expected) -> list[Finding]:
+    """More create calls within any 60 s than the budget, refused ones included; one finding per burst."""
+    found = []
+    window: deque[datetime] = deque()
+    over = False
+    for record in records:
+        if not _is_call(record, "CreateNode") or not _is_ours(record, expected):
+            continue
+        now = _instant(record)
+        window.append(now)
+        while window[0] <= now - timedelta(minutes=1):
+            window.popleft()
+        was_over, over = over, len(window) > expected.creates_per_minute
+        if over and not was_over:
+            text = f"{len(window)} creates within a minute, {expected.creates_per_minute} allowed"
+            found.append(Finding("create-burst", record["at"], text))
+    return found
+
+
+def leaks(records: Iterable[Record], expected: Expected) -> list[Finding]:
+    """Our nodes that exist at the end though no slot wants them, or beside a newer node of their slot."""
+    if expected.live_slots is None:
+        return []
+    left: dict[str, Record] = {}
+    for record in records:
+        if record["kind"] == "node" and record["event"] == "created":
+            left[record["name"]] = record
+        elif record["kind"] == "node" and record["event"] == "gone":
+            left.pop(record["name"], None)
+    found = []
+    newest: dict[str, str] = {}
+    ours = [record for record in left.values() if _is_ours(record, expected)]
+    for record in ours:
+        newest[record["labels"].get(LABEL_SLOT, "")] = record["name"]
+    for record in ours:
+        slot = record["labels"].get(LABEL_SLOT, "")
+        if slot not in expected.live_slots or newest[slot] != record["name"]:
+            text = f"{record['name']} of slot {slot or 'none'} is still there"
+            found.append(Finding("leak", record["at"], text))
+    return found
+
+
+# --- rules 6 and 12: nothing that lives is deleted unasked -----------------------------------------------------------
+
+
+def unasked_deletes(records: Iterable[Record], expected: Expected) -> list[Finding]:
+    """A delete that met a READY, healthy node all of whose workers answered, and that nobody had asked for."""
+    found = []
+    for record in _accepted(records, "DeleteNode"):
+        is_well = record["state"] == NodeState.READY and record["health"] in (Health.UNSPECIFIED, Health.HEALTHY)
+        node_id = record["name"].rpartition("/")[2]
+        if is_well and record["serving"] and node_id not in expected.allowed_deletes:
+            found.append(Finding("unasked-delete", record["at"], f"{record['name']} was alive and well"))
+    return found
+
+
+# --- rule 8: secrets -------------------------------------------------------------------------------------------------
+
+
+def shown_secrets(records: Iterable[Record], expected: Expected) -> list[Finding]:
+    """A secret's value in a label, in metadata or anywhere else the cloud could read; it is not repeated here."""
+    secrets = [json.dumps(secret)[1:-1] for secret in expected.secrets if secret]
+    if not secrets:
+        return []
+    found = []
+    for record in records:
+        text = json.dumps(record)
+        if any(secret in text for secret in secrets):
+            where = f"{record['kind']} {record.get('method', record.get('event', ''))} {record.get('name', '')}"
+            found.append(Finding("shown-secret", record["at"], where))
+    return found
+
+
+# --- reading records -------------------------------------------------------------------------------------------------
+
+
+def _is_call(record: Record, method: str) -> bool:
+    return bool(record["kind"] == "call" and record["method"] == method)
+
+
+def _accepted(records: Iterable[Record], method: str) -> Iterator[Record]:
+    """Calls that took effect; a delete that met one under way changed nothing."""
+    for record in records:
+        if _is_call(record, method) and record["applied"] and record["code"] == 0 and not record.get("repeated"):
+            yield record
+
+
+def _is_ours(record: Record, expected: Expected) -> bool:
+    """Calls that never reached the service have no labels; they count as ours."""
+    labels = record.get("labels")
+    return not expected.owner or labels is None or labels.get(LABEL_OWNER) == expected.owner
+
+
+def _instant(record: Record) -> datetime:
+    return datetime.fromisoformat(record["at"])

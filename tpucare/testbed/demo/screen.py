@@ -1,0 +1,127 @@
+"""
+The demo on a terminal: the slot's timeline as it happens, step and loss below it; plain lines where nobody watches.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from tpucare.model.words import counted
+from tpucare.testbed.demo.run import Glance, Report
+from tpucare.testbed.demo.setup import Options
+from tpucare.testbed.demo.timeline import PHASES, Told
+
+# What happens to the slot, in words that a person who sees tpucare for the first time understands.
+_SAID = {
+    "create": ("cyan", "asks for a node"),
+    "create-failed": ("yellow", "no capacity"),
+    "create-accepted": ("cyan", "create accepted"),
+    "answers": ("blue", "all workers answer over SSH"),
+    "launched": ("green", "the run is started on all workers"),
+    "progress": ("bold green", "trains"),
+    "delete": ("magenta", "deletes"),
+    "gone": ("magenta", "is gone"),
+    "done": ("bold green", "finished"),
+}
+
+
+class Screen:
+    """Shows glances; `update` is cheap enough for several a second."""
+
+    def __init__(self, console: Console, options: Options) -> None:
+        self.console = console
+        self.options = options
+        self.began = time.monotonic()
+        self._live = Live(console=console, refresh_per_second=8, transient=True) if console.is_terminal else None
+        self._act = ""
+
+    def shown(self) -> AbstractContextManager[object]:
+        return self._live if self._live is not None else nullcontext()
+
+    def update(self, glance: Glance) -> None:
+        for event in glance.events:
+            line = self._line(event)
+            if line is not None:
+                self.console.print(line)
+        if self._live is not None:
+            self._live.update(self._status(glance))
+        elif glance.act != self._act:
+            self._act = glance.act
+            self.console.print(f"{self._clock()}  {glance.act}", highlight=False)
+
+    def _clock(self) -> str:
+        return f"{time.monotonic() - self.began:5.1f} s"
+
+    def _line(self, event: Told) -> Text | None:
+        if event.kind == "state" and event.fields.get("state") == "PREEMPTED":
+            style, said = "bold red", "is PREEMPTED"
+        elif event.kind in _SAID:
+            style, said = _SAID[event.kind]
+        else:
+            return None
+        detail = f" (step {event.fields['step']})" if event.fields.get("step") is not None else ""
+        reason = ""
+        if event.kind == "create":
+            reason = f": {event.fields.get('accelerator_type')} in {event.fields.get('zone')}"
+        elif event.kind in ("create-failed", "delete"):
+            reason = f": {event.text.partition(': ')[2].partition(';')[0]}"
+        return Text.assemble(
+            (self._clock(), "dim"), "  ", (f"{event.node:<12}", "bold"), (said + detail, style), reason
+        )
+
+    def _status(self, glance: Glance) -> RenderableType:
+        steps, life = self.options.steps, glance.life
+        grid = Table.grid(padding=(0, 2))
+        last = life.last if life is not None else 0
+        loss = f"loss {life.loss:.3f}" if life is not None and life.loss is not None else ""
+        bar = ProgressBar(total=steps, completed=last, width=40)
+        grid.add_row(self._clock(), f"attempt {glance.attempts}", glance.node or "-", glance.zone or "-")
+        return Group(Text(""), grid, Table.grid(padding=(0, 2)), _row(f"step {last}/{steps}", bar, loss, glance.act))
+
+
+def _row(*cells: RenderableType) -> Table:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_row(*cells)
+    return grid
+
+
+def show_report(console: Console, report: Report) -> None:
+    """The end: what was lost, how long each way back took, and the proof."""
+    table = Table(title="recoveries", title_justify="left", title_style="bold", box=None, padding=(0, 1, 0, 0))
+    for head in ("lost", "next"):
+        table.add_column(head, no_wrap=True)
+    for head in (*(phase.replace("_", " ") for phase in PHASES), "in all", "redone"):
+        table.add_column(head, justify="right", no_wrap=True)
+    for recovery in report.recoveries:
+        lengths = [f"{recovery.seconds.get(phase, 0.0):.1f} s" for phase in PHASES]
+        lost, following = (name.rpartition("-")[2] for name in (recovery.lost_node, recovery.new_node))
+        redone = f"{recovery.steps_redone} of {recovery.allowed}"
+        table.add_row(lost, f"{following} {recovery.zone}", *lengths, f"{recovery.total:.1f} s", redone)
+    if report.recoveries:
+        console.print(table)
+        console.print("[dim]redone: steps made twice, of those that one checkpoint interval and a save allow[/dim]")
+    zones = " -> ".join(report.zones)
+    console.print(f"{report.attempts} attempts ({zones}), step {report.final_step}", highlight=False)
+    same = "equal, bit for bit" if report.params_match else "DIFFER"
+    console.print(f"parameters  {report.params}\nundisturbed {report.reference}\n  -> {same}", highlight=False)
+    nodes, processes = len(report.leaked_nodes), len(report.leaked_processes)
+    left = f"{counted(nodes, 'node')}, {counted(processes, 'process', 'processes')}"
+    console.print(f"left over: {left}; {report.seconds:.0f} s in all", highlight=False)
+    for fault in report.faults:
+        console.print(f"[bold red]broken:[/bold red] {fault}", highlight=False)
+    if not report.faults:
+        console.print("[bold green]every promise kept[/bold green]")
+
+
+def watch(console: Console, options: Options) -> tuple[AbstractContextManager[object], Callable[[Glance], None]]:
+    """A context to be in while playing, and what to call with each glance."""
+    screen = Screen(console, options)
+    return screen.shown(), screen.update

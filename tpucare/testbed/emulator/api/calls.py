@@ -1,0 +1,105 @@
+"""
+The way of one call, whatever its transport: draw its fate, wait, act on the world, wait, answer or lose the answer.
+
+Latency is slept in the call's own thread, never under the world's lock. Which methods there are is `methods`, what
+they mean `world`; `grpc` and `rest` turn bytes into requests and answers into bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from datetime import datetime
+from email.utils import format_datetime
+from typing import Any
+
+from google.protobuf.any_pb2 import Any as AnyMessage  # type: ignore[import-untyped]
+from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
+
+from tpucare.testbed.emulator.api.messages import UNKNOWN_FIELDS
+from tpucare.testbed.emulator.api.methods import Method
+from tpucare.testbed.emulator.world.records import ApiError, CallFate
+from tpucare.testbed.emulator.world.world import World
+
+
+@dataclass(frozen=True, slots=True)
+class Carrier:
+    """
+    What carries the world: its lock, its clock, and how time is waited for.
+
+    changed: called after each act, so that effects and new events are seen to
+    dated:   whether answers bear a `date` header, as the real service's do
+    """
+
+    world: World
+    lock: AbstractContextManager[Any]
+    now: Callable[[], datetime]
+    wait: Callable[[float], object]
+    changed: Callable[[], None]
+    dated: bool = True
+
+    def date(self) -> str | None:
+        """The `date` header of an answer that is given now."""
+        return format_datetime(self.now(), usegmt=True) if self.dated else None
+
+
+def carry(carrier: Carrier, name: str, method: Method, request: Any, peer: str) -> Any:
+    """
+    One call from its arrival to its answer: a message, or the bytes of one.
+
+    Raises: ApiError: how it was refused, or that its answer is lost.
+    """
+    with carrier.lock:
+        fate = carrier.world.fate(name, method.subject(request), carrier.now(), peer)
+    carrier.wait(fate.before_seconds)
+    refusal, answer = _act(carrier, method, request, fate) if fate.applied else (None, None)
+    carrier.wait(fate.after_seconds)
+    if (error := fate.error or refusal) is not None:
+        raise error
+    shown = method.show(answer, request)
+    return _from_the_future(shown) if carrier.world.unknown_fields else shown
+
+
+def _act(carrier: Carrier, method: Method, request: Any, fate: CallFate) -> tuple[ApiError | None, Any]:
+    try:
+        with carrier.lock:
+            return None, method.act(carrier.world, request, carrier.now(), fate)
+    except ApiError as error:
+        return error, None
+    finally:
+        carrier.changed()
+
+
+def _from_the_future(answer: Any) -> Any:
+    """The answer with fields that no package knows."""
+    if isinstance(answer, bytes):
+        return answer + UNKNOWN_FIELDS
+    answer.MergeFromString(UNKNOWN_FIELDS)
+    return answer
+
+
+def status_of(error: ApiError) -> Any:
+    """The error as a google.rpc.Status, whose details clients decode."""
+    return status_pb2.Status(code=error.code, message=error.message, details=_details(error))
+
+
+def _details(error: ApiError) -> list[AnyMessage]:
+    details: list[Any] = []
+    if error.resource:
+        details.append(error_details_pb2.ResourceInfo(resource_type="tpu.googleapis.com", resource_name=error.resource))
+    if error.quota is not None:
+        subject, description = error.quota
+        violation = error_details_pb2.QuotaFailure.Violation(subject=subject, description=description)
+        details.append(error_details_pb2.QuotaFailure(violations=[violation]))
+    if error.reason:
+        details.append(error_details_pb2.ErrorInfo(reason=error.reason, domain="tpu.googleapis.com"))
+    if error.field is not None:
+        field, description = error.field
+        wrong = error_details_pb2.BadRequest.FieldViolation(field=field, description=description)
+        details.append(error_details_pb2.BadRequest(field_violations=[wrong]))
+    packed = []
+    for detail in details:
+        packed.append(AnyMessage())
+        packed[-1].Pack(detail)
+    return packed

@@ -1,0 +1,274 @@
+"""
+Every method that the emulator serves, as a table: its request, which resource it names, how it acts on the world, and
+how its answer looks on the wire. No transport here: `grpc` and `rest` carry the calls. Queued resources and what only
+v2alpha1 has stand in `queue_methods`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from operator import attrgetter
+from typing import Any, TypeVar
+
+from google.cloud.location import locations_pb2  # type: ignore[import-untyped]
+from google.longrunning import operations_pb2  # type: ignore[import-untyped]
+from google.protobuf.empty_pb2 import Empty  # type: ignore[import-untyped]
+
+from tpucare.testbed.emulator.api import messages
+from tpucare.testbed.emulator.api.messages import Wire
+from tpucare.testbed.emulator.api.queue_messages import operation_message
+from tpucare.testbed.emulator.world.records import ApiError, CallFate, OperationRecord, parse_parent
+from tpucare.testbed.emulator.world.world import World
+
+Act = Callable[[World, Any, datetime, CallFate], Any]
+"""Acts on the world, under its lock: (world, request message, now, fate) -> record."""
+
+Show = Callable[[Any, Any], Any]
+"""Translates outside the lock: (record, request message) -> message or bytes."""
+
+T = TypeVar("T")
+
+VERSIONS = ("v2", "v2alpha1")
+OPERATIONS = "google.longrunning.Operations"
+LOCATIONS = "google.cloud.location.Locations"
+
+NAME = attrgetter("name")
+PARENT = attrgetter("parent")
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """
+    One method of a service. `subject`: the resource name that a request is about, or its parent.
+
+    answer: class of the answer where `show` gives bytes
+    """
+
+    request: Any
+    subject: Callable[[Any], str]
+    act: Act
+    show: Show
+    answer: Any = None
+
+
+def wires() -> Mapping[str, Wire]:
+    """Both versions of the API, by name."""
+    return {version: Wire(version) for version in VERSIONS}
+
+
+def long_running(wire: Wire, request: Any, subject: Callable[[Any], str], act: Act) -> Method:
+    """A method that answers with an operation, whose messages are of the version that was called."""
+
+    def begin(world: World, ask: Any, now: datetime, fate: CallFate) -> OperationRecord:
+        return world.of_version(act(world, ask, now, fate), wire.version)
+
+    return Method(request, subject, begin, lambda record, _: operation_message(wire, record))
+
+
+def node_methods(wire: Wire) -> Mapping[str, Method]:
+    """Nodes, in either version. Only v2alpha1 has a request_id."""
+    pages = messages.NodePages(wire)
+    return {
+        "ListNodes": Method(
+            wire.pb("ListNodesRequest"),
+            PARENT,
+            lambda world, ask, now, fate: world.list_nodes(ask.parent, ask.page_size, ask.page_token, now, fate),
+            lambda page, _: pages.page(page),
+            answer=wire.pb("ListNodesResponse"),
+        ),
+        "GetNode": Method(
+            wire.pb("GetNodeRequest"),
+            NAME,
+            lambda world, ask, now, fate: world.get_node(ask.name, now, fate),
+            lambda record, _: messages.node_message(wire, record),
+        ),
+        "CreateNode": long_running(
+            wire,
+            wire.pb("CreateNodeRequest"),
+            lambda ask: f"{ask.parent}/nodes/{ask.node_id}",
+            lambda world, ask, now, fate: world.create_node(
+                ask.parent, ask.node_id, messages.spec_of(wire, ask.node), now, fate, request_id=_request_id(ask)
+            ),
+        ),
+        "DeleteNode": long_running(
+            wire,
+            wire.pb("DeleteNodeRequest"),
+            NAME,
+            lambda world, ask, now, fate: world.delete_node(ask.name, now, fate, request_id=_request_id(ask)),
+        ),
+        "StopNode": long_running(
+            wire,
+            wire.pb("StopNodeRequest"),
+            NAME,
+            lambda world, ask, now, fate: world.stop_node(ask.name, now, fate),
+        ),
+        "StartNode": long_running(
+            wire,
+            wire.pb("StartNodeRequest"),
+            NAME,
+            lambda world, ask, now, fate: world.start_node(ask.name, now, fate),
+        ),
+        "UpdateNode": long_running(
+            wire,
+            wire.pb("UpdateNodeRequest"),
+            attrgetter("node.name"),
+            lambda world, ask, now, fate: world.update_node(
+                ask.node.name, list(ask.update_mask.paths), messages.spec_of(wire, ask.node), now, fate
+            ),
+        ),
+        "GetGuestAttributes": Method(
+            wire.pb("GetGuestAttributesRequest"),
+            NAME,
+            lambda world, ask, now, fate: world.guest_attributes(
+                ask.name, ask.query_path, list(ask.worker_ids), now, fate
+            ),
+            lambda found, ask: messages.guest_message(wire, ask.query_path, found, ask.worker_ids),
+        ),
+    }
+
+
+def _request_id(ask: Any) -> str:
+    return getattr(ask, "request_id", "")
+
+
+def catalogue_methods(wire: Wire) -> Mapping[str, Method]:
+    """What a zone offers."""
+
+    def accelerator(parent: str, name: str) -> Any:
+        return messages.accelerator_message(wire, parent, name)
+
+    def runtime(parent: str, name: str) -> Any:
+        return messages.runtime_message(wire, parent, name)
+
+    return {
+        "ListAcceleratorTypes": Method(
+            wire.pb("ListAcceleratorTypesRequest"),
+            PARENT,
+            lambda world, ask, *_: _offers(world, ask.parent, world.accelerator_types),
+            lambda offers, ask: _catalogue(wire, "ListAcceleratorTypesResponse", offers, ask, accelerator),
+        ),
+        "GetAcceleratorType": Method(
+            wire.pb("GetAcceleratorTypeRequest"),
+            NAME,
+            lambda world, ask, *_: _offer(ask.name, world.accelerator_types),
+            lambda offer, _: accelerator(*offer),
+        ),
+        "ListRuntimeVersions": Method(
+            wire.pb("ListRuntimeVersionsRequest"),
+            PARENT,
+            lambda world, ask, *_: _offers(world, ask.parent, world.runtime_versions),
+            lambda offers, ask: _catalogue(wire, "ListRuntimeVersionsResponse", offers, ask, runtime),
+        ),
+        "GetRuntimeVersion": Method(
+            wire.pb("GetRuntimeVersionRequest"),
+            NAME,
+            lambda world, ask, *_: _offer(ask.name, world.runtime_versions),
+            lambda offer, _: runtime(*offer),
+        ),
+        "GenerateServiceIdentity": Method(
+            wire.pb("GenerateServiceIdentityRequest"),
+            PARENT,
+            lambda _world, ask, *_: parse_parent(ask.parent)[0],
+            lambda project, _: wire.pb("GenerateServiceIdentityResponse")(
+                identity={"email": f"service-{project}@cloud-tpu.iam.gserviceaccount.com"}
+            ),
+        ),
+    }
+
+
+def operation_methods(known: Mapping[str, Wire]) -> Mapping[str, Method]:
+    """google.longrunning.Operations: an operation speaks the version of the API that began it."""
+
+    def message(record: OperationRecord, _request: Any = None) -> Any:
+        return operation_message(known[record.api_version], record)
+
+    return {
+        "GetOperation": Method(
+            operations_pb2.GetOperationRequest,
+            NAME,
+            lambda world, ask, now, fate: world.get_operation(ask.name, now, fate),
+            message,
+        ),
+        "ListOperations": Method(
+            operations_pb2.ListOperationsRequest,
+            NAME,
+            lambda world, ask, now, fate: world.list_operations(ask.name, now, fate),
+            lambda records, ask: messages.operations_message(*_page([message(one) for one in records], ask)),
+        ),
+        "CancelOperation": Method(
+            operations_pb2.CancelOperationRequest,
+            NAME,
+            lambda world, ask, now, fate: world.cancel_operation(ask.name, now, fate),
+            _empty,
+        ),
+        "DeleteOperation": Method(
+            operations_pb2.DeleteOperationRequest,
+            NAME,
+            lambda world, ask, now, fate: world.delete_operation(ask.name, now, fate),
+            _empty,
+        ),
+    }
+
+
+def location_methods() -> Mapping[str, Method]:
+    """google.cloud.location.Locations."""
+    return {
+        "ListLocations": Method(
+            locations_pb2.ListLocationsRequest,
+            NAME,
+            lambda world, *_: world.locations(),
+            lambda zones, ask: messages.locations_message(ask.name.rpartition("/")[2], zones),
+        ),
+        "GetLocation": Method(
+            locations_pb2.GetLocationRequest,
+            NAME,
+            lambda world, ask, *_: _location(world, ask.name),
+            lambda place, _: messages.location_message(*place),
+        ),
+    }
+
+
+def _empty(_record: Any, _request: Any) -> Any:
+    return Empty()
+
+
+def _location(world: World, name: str) -> tuple[str, str]:
+    project, zone = parse_parent(name)
+    if zone not in world.locations():
+        raise ApiError(5, f"Location {zone} is not found or access is unauthorized.")
+    return project, zone
+
+
+def _offers(world: World, parent: str, names: Callable[[str], Sequence[str]]) -> list[tuple[str, str]]:
+    """(parent, name) of everything that *names* gives for the zone, or for all zones."""
+    project, zone = parse_parent(parent)
+    zones = world.locations() if zone == "-" else [zone]
+    return [(f"projects/{project}/locations/{one}", name) for one in zones for name in names(one)]
+
+
+def _offer(name: str, names: Callable[[str], Sequence[str]]) -> tuple[str, str]:
+    parent, _, last = name.rpartition("/")
+    place = parent.rpartition("/")[0]
+    if last not in names(parse_parent(place)[1]):
+        raise ApiError(5, f"Resource '{name}' was not found", resource=name)
+    return place, last
+
+
+def _catalogue(
+    wire: Wire, answer: str, offers: Sequence[tuple[str, str]], ask: Any, show: Callable[[str, str], Any]
+) -> Any:
+    """One page of a catalogue."""
+    page, token = _page(offers, ask)
+    message = wire.pb(answer)(next_page_token=token)
+    entries = getattr(message, message.DESCRIPTOR.fields_by_number[1].name)
+    entries.extend(show(*offer) for offer in page)
+    return message
+
+
+def _page(entries: Sequence[T], ask: Any) -> tuple[Sequence[T], str]:
+    """Those that were asked for, and the token of the next; a token is the number of entries before it."""
+    first = int(ask.page_token) if ask.page_token.isdigit() else 0
+    last = first + (ask.page_size or len(entries))
+    return entries[first:last], str(last) if last < len(entries) else ""

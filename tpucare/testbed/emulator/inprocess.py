@@ -1,0 +1,290 @@
+"""
+Cloud straight over a World, without gRPC: for stories and simulations in virtual time, where a month passes in minutes.
+
+It passes the same contract tests as the real client over the real service, shares its classification of errors and
+its notion of what changed, and honours what `World.fate` draws: latency, deadlines, lost answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
+from typing import TypeVar
+
+from tpucare.adapters.google.classify import DEADLINE_EXCEEDED, READ_TRIES, Where, classify, is_worth_repeating
+from tpucare.adapters.google.snapshot import Roll
+from tpucare.model.errors import Transient
+from tpucare.model.resources import (
+    Endpoint,
+    Health,
+    Listing,
+    Node,
+    NodeKey,
+    NodeRequest,
+    NodeState,
+    Operation,
+    Place,
+    Provisioning,
+)
+from tpucare.testbed.emulator.world import error_texts as texts
+from tpucare.testbed.emulator.world.records import (
+    ApiError,
+    CallFate,
+    NetworkConfig,
+    NodeRecord,
+    NodeSpec,
+    OperationRecord,
+)
+from tpucare.testbed.emulator.world.state import Listings, Touched
+from tpucare.testbed.emulator.world.world import World
+
+T = TypeVar("T")
+
+PAGE_SIZE = 1000
+PEER = "in-process"
+SSH_KEYS = "ssh-keys"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Longest wait for one answer, as the real client has them. `listing` is per page."""
+
+    listing: timedelta = timedelta(seconds=30)
+    read: timedelta = timedelta(seconds=10)
+    write: timedelta = timedelta(seconds=30)
+
+
+class InProcessCloud:
+    """
+    `ports.Cloud`. Not thread-safe: virtual time has one thread.
+
+    now:  the virtual clock
+    wait: told of every length (seconds) that a caller of the real service would wait for an answer; a virtual
+          executor lets the effect end so much later. The world sees a call at the instant at which it is made.
+    `asked` is told of method and name of every call, reads too, which an audit log may leave out.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        *,
+        now: Callable[[], datetime],
+        wait: Callable[[float], object] = lambda _seconds: None,
+        limits: Limits = Limits(),
+    ) -> None:
+        self._world = world
+        self._now = now
+        self._wait = wait
+        self._limits = limits
+        self.asked: Callable[[str, str], object] = lambda _method, _name: None
+        self._followed: dict[str, _Followed] = {}
+
+    def list_nodes(self, project: str) -> Listing:
+        shown = self._world.state.listing(project)
+        followed = self._followed.get(project)
+        if followed is None:
+            followed = self._followed[project] = _Followed(Roll(project, node_of), shown.follow())
+        parent = f"projects/{project}/locations/-"
+        pages = max(1, -(-len(shown) // PAGE_SIZE))
+        dark: frozenset[str] = frozenset()
+        for _ in range(pages):
+            dark = self._call(Where.LIST, "ListNodes", parent, self._limits.listing, self._looking(project))
+        return followed.listing(shown, dark, self._now())
+
+    def close(self) -> None:
+        """Whoever listed is no more, and follows no listing: each change would be noted for it without end."""
+        self._followed.clear()
+
+    def _looking(self, project: str) -> Callable[[CallFate], frozenset[str]]:
+        return lambda fate: self._world.look_at_list(project, self._now(), fate)
+
+    def get_node(self, key: NodeKey) -> Node:
+        return node_of(key, self._get(key))
+
+    def create_node(self, request: NodeRequest) -> Operation:
+        parent = f"projects/{request.key.project}/locations/{request.key.zone}"
+        spec = spec_of(request)
+        record = self._call(
+            Where.CREATE,
+            "CreateNode",
+            _path(request.key),
+            self._limits.write,
+            lambda fate: self._world.create_node(parent, request.key.name, spec, self._now(), fate),
+        )
+        return operation_of(record)
+
+    def get_operation(self, name: str) -> Operation:
+        record = self._read(
+            Where.GET_OPERATION,
+            "GetOperation",
+            name,
+            lambda fate: self._world.get_operation(name, self._now(), fate),
+        )
+        return operation_of(record)
+
+    def delete_node(self, key: NodeKey) -> None:
+        name = _path(key)
+        self._call(
+            Where.DELETE,
+            "DeleteNode",
+            name,
+            self._limits.write,
+            lambda fate: self._world.delete_node(name, self._now(), fate),
+        )
+
+    def add_ssh_key(self, key: NodeKey, line: str) -> None:
+        name, metadata = _path(key), self._get(key).spec.metadata
+        lines = [known.strip() for known in metadata.get(SSH_KEYS, "").splitlines() if known.strip()]
+        if line.strip() in lines:
+            return
+        self._update(name, "metadata", NodeSpec(metadata={**metadata, SSH_KEYS: "\n".join([*lines, line.strip()])}))
+
+    def add_labels(self, key: NodeKey, labels: Mapping[str, str]) -> None:
+        self._update(_path(key), "labels", NodeSpec(labels={**self._get(key).spec.labels, **labels}))
+
+    def _update(self, name: str, path: str, spec: NodeSpec) -> None:
+        self._call(
+            Where.UPDATE,
+            "UpdateNode",
+            name,
+            self._limits.write,
+            lambda fate: self._world.update_node(name, (path,), spec, self._now(), fate),
+        )
+
+    def host_keys(self, key: NodeKey) -> Mapping[int, tuple[str, ...]]:
+        name = _path(key)
+        found = self._read(
+            Where.GUEST,
+            "GetGuestAttributes",
+            name,
+            lambda fate: self._world.guest_attributes(name, "hostkeys/", (), self._now(), fate),
+        )
+        keys = {number: tuple(f"{item.key} {item.value}" for item in items) for number, items in found.items()}
+        return {number: lines for number, lines in keys.items() if lines}
+
+    def _get(self, key: NodeKey) -> NodeRecord:
+        name = _path(key)
+        return self._read(Where.GET, "GetNode", name, lambda fate: self._world.get_node(name, self._now(), fate))
+
+    def _read(self, where: Where, method: str, name: str, act: Callable[[CallFate], T]) -> T:
+        """A call that changes nothing: repeated as the real client repeats it."""
+        for _ in range(READ_TRIES - 1):
+            try:
+                return self._call(where, method, name, self._limits.read, act)
+            except Transient as error:
+                if not is_worth_repeating(error):
+                    raise
+        return self._call(where, method, name, self._limits.read, act)
+
+    def _call(self, where: Where, method: str, name: str, deadline: timedelta, act: Callable[[CallFate], T]) -> T:
+        """One call with the fate that the world draws for it; past its deadline the caller knows nothing."""
+        self.asked(method, name)
+        fate = self._world.fate(method, name, self._now(), PEER)
+        patience = deadline.total_seconds()
+        with _translated(where):
+            result: T | None = None
+            refusal = fate.error
+            if fate.before_seconds > patience:
+                # It takes hold after its caller has given up on it.
+                self._world.state.timeline.after(fate.before_seconds, lambda: self._late(act, fate))
+            elif fate.applied:
+                try:
+                    result = act(fate)
+                except ApiError as error:
+                    refusal = refusal or error
+            self._wait(min(fate.latency_seconds, patience))
+            if fate.latency_seconds > patience:
+                raise ApiError(DEADLINE_EXCEEDED, "Deadline Exceeded")
+            if refusal is not None:
+                raise refusal
+        assert result is not None
+        return result
+
+    def _late(self, act: Callable[[CallFate], object], fate: CallFate) -> None:
+        """Nobody waits for the answer any more."""
+        with suppress(ApiError):
+            act(replace(fate, error=texts.lost()))
+
+
+@dataclass(slots=True)
+class _Followed:
+    """One project as last listed, and which of its nodes may have changed since then."""
+
+    roll: Roll[NodeRecord]
+    touched: Touched
+    was_dark: bool = False
+
+    def listing(self, shown: Listings, dark: frozenset[str], now: datetime) -> Listing:
+        """At the cost of what changed; where zones are dark, or were at the last look, at the cost of all."""
+        touched = list(self.touched)
+        self.touched.clear()
+        # Nodes that a dark zone hid from the last look did not change, and are new all the same.
+        was_dark, self.was_dark = self.was_dark, bool(dark)
+        if not (dark or was_dark):
+            project = self.roll.project
+            changes = ((_name(project, *key), shown.get(key)) for key in touched)
+            if (listing := self.roll.amend(changes, now)) is not None:
+                return listing
+        records = [(record.name, record) for record in shown.after("-", None, dark)]
+        return self.roll.take(records, dark, now)
+
+
+@contextmanager
+def _translated(where: Where) -> Iterator[None]:
+    try:
+        yield
+    except ApiError as error:
+        raise classify(error.code, error.message, where) from error
+
+
+def node_of(key: NodeKey, record: NodeRecord) -> Node:
+    """The record as the real client would hand it over."""
+    spec = record.spec
+    return Node(
+        key=key,
+        id=record.id,
+        create_time=record.create_time,
+        state=NodeState(record.state),
+        health=Health(record.health),
+        accelerator_type=spec.accelerator_type,
+        provisioning=Provisioning(spec.tier),
+        labels=spec.labels,
+        endpoints=tuple(Endpoint(pair.internal, pair.external) for pair in record.endpoints),
+    )
+
+
+def operation_of(record: OperationRecord) -> Operation:
+    error = classify(*record.error, Where.OPERATION) if record.done and record.error is not None else None
+    return Operation(record.name, record.done, error, record.create_time)
+
+
+def spec_of(request: NodeRequest) -> NodeSpec:
+    """What the real client would say in CreateNode."""
+    place = request.place
+    return NodeSpec(
+        accelerator_type=place.accelerator_type,
+        runtime_version=place.runtime,
+        preemptible=place.provisioning is Provisioning.PREEMPTIBLE,
+        spot=place.provisioning is Provisioning.SPOT,
+        reserved=place.provisioning is Provisioning.RESERVED,
+        network=_network(place),
+        service_account=place.service_account,
+        labels=dict(request.labels),
+        metadata=dict(request.metadata),
+        tags=place.network.tags,
+    )
+
+
+def _network(place: Place) -> NetworkConfig:
+    network = place.network
+    return NetworkConfig(network.name, network.subnetwork, enable_external_ips=network.external_ips)
+
+
+def _path(key: NodeKey) -> str:
+    return _name(*key)
+
+
+def _name(project: str, zone: str, node: str) -> str:
+    return f"projects/{project}/locations/{zone}/nodes/{node}"

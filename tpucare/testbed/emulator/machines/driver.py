@@ -1,0 +1,123 @@
+"""
+Between world and machines: hands on what machines must do, in order, and tells the world what they say of themselves.
+
+What carries it out stands behind the protocol `Machines`: real workers (`machines`), or those of a test.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from datetime import datetime
+from functools import partial
+from typing import Protocol
+
+import structlog
+
+from tpucare.testbed.emulator.world.machine_effects import MachineEffect
+from tpucare.testbed.emulator.world.records import NodePath
+from tpucare.testbed.emulator.world.world import World
+
+HOST_KEYS = "hostkeys"
+
+_log = structlog.get_logger("tpucare.emulator")
+
+
+class Machines(Protocol):
+    """What carries out machine effects. `apply` is called in order, from one thread, and returns at once."""
+
+    @property
+    def login_user(self) -> str: ...
+
+    def apply(self, effect: MachineEffect) -> Future[None]: ...
+
+    def close(self) -> None:
+        """End every worker."""
+        ...
+
+
+class MakeMachines(Protocol):
+    """
+    Makes the machines, handing them whom to tell; `functools.partial(machines.Machines, folder, ssh_port=…)` is one.
+
+    on_host_keys: node, worker, host key by type     on_gone: node, worker, why it is not there
+    """
+
+    def __call__(
+        self,
+        *,
+        on_host_keys: Callable[[NodePath, int, Mapping[str, str]], None],
+        on_gone: Callable[[NodePath, int, str], None],
+    ) -> Machines: ...
+
+
+class MachineDriver:
+    """
+    lock:     held while the world is touched
+    stopping: set = what still waits is dropped
+    machines: None = no worker ever answers
+    """
+
+    def __init__(
+        self, world: World, lock: threading.RLock, now: Callable[[], datetime], stopping: threading.Event
+    ) -> None:
+        self._world, self._lock, self._now, self._stopping = world, lock, now, stopping
+        self._effects: queue.SimpleQueue[MachineEffect | None] = queue.SimpleQueue()
+        self.machines: Machines | None = None
+
+    def make(self, make: MakeMachines) -> None:
+        """Raises: MachineError: there can be no machines here."""
+        self.machines = make(on_host_keys=self._publish, on_gone=self._miss)
+
+    @property
+    def login_user(self) -> str:
+        """Whom workers let in; empty without machines."""
+        return self.machines.login_user if self.machines is not None else ""
+
+    def put(self, effects: Iterable[MachineEffect]) -> None:
+        for effect in effects:
+            self._effects.put(effect)
+
+    def put_end(self) -> None:
+        """No more effects come: `run` returns when it has been through those that wait."""
+        self._effects.put(None)
+
+    def run(self) -> None:
+        """Hand on effects until the end is put. On a thread of its own."""
+        while (effect := self._effects.get()) is not None:
+            if self.machines is None or self._stopping.is_set():
+                continue
+            try:
+                self.machines.apply(effect).add_done_callback(partial(self._look_after, effect))
+            except Exception as error:
+                self._disobeyed(effect, error)
+
+    def close(self) -> None:
+        """End the machines. Raises: MachineError: something survives."""
+        if self.machines is not None:
+            self.machines.close()
+
+    def note(self, event: str, **fields: object) -> None:
+        """A machine's word for the audit log. From any thread."""
+        with self._lock:
+            self._world.note(event, self._now(), **fields)
+
+    def _look_after(self, effect: MachineEffect, done: Future[None]) -> None:
+        if not done.cancelled() and (error := done.exception()) is not None:
+            self._disobeyed(effect, error)
+
+    def _disobeyed(self, effect: MachineEffect, error: BaseException) -> None:
+        kind = type(effect).__name__
+        _log.error("a worker's machine failed", effect=kind, node=str(effect.path), error=str(error))
+        self.note("machine-error", name=str(effect.path), effect=kind, text=f"{type(error).__name__}: {error}")
+
+    def _publish(self, path: NodePath, worker: int, keys: Mapping[str, str]) -> None:
+        """The guest agent of a worker that booted says which host keys it has."""
+        with self._lock:
+            for kind, key in keys.items():
+                self._world.set_guest_attribute(str(path), worker, HOST_KEYS, kind, key)
+
+    def _miss(self, path: NodePath, worker: int, why: str) -> None:
+        self.note("machine-gone", name=str(path), worker=worker, text=why)

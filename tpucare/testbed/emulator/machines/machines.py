@@ -1,0 +1,343 @@
+"""
+The machines behind the emulated cloud: every TPU worker a real sshd, home and screen, that a preemption ends at once.
+
+`apply` takes what the world says must happen to machines and returns at once; boots run side by side in a bounded pool,
+everything else in order on one thread. As root, workers run as root on the real machine: what a training script does
+there, it does. As another user, one can log in by that user's name only (`login_user`).
+`worker` is one boot of one worker, `sandbox` holds its processes together, `outfit` dresses it, `metadata` tells it
+what the cloud knows, `premises` is the folder that all share.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from tpucare.testbed.emulator.machines import outfit, proctree
+from tpucare.testbed.emulator.machines.flood import Flooding
+from tpucare.testbed.emulator.machines.jobs import JobThread, done
+from tpucare.testbed.emulator.machines.metadata_server import MetadataServer
+from tpucare.testbed.emulator.machines.sandbox import MachineError, Sandbox, living
+from tpucare.testbed.emulator.machines.state_folder import Premises
+from tpucare.testbed.emulator.machines.worker import WorkerKey, WorkerMachine, end_all
+from tpucare.testbed.emulator.world.config_project import Guest
+from tpucare.testbed.emulator.world.machine_effects import (
+    AuthorizeKeys,
+    Boot,
+    Kill,
+    MachineEffect,
+    Resume,
+    SetAttribute,
+    Silence,
+)
+from tpucare.testbed.emulator.world.records import NodePath
+
+OnHostKeys = Callable[[NodePath, int, Mapping[str, str]], None]
+"""Node, worker number, and host key by type (`ssh-ed25519` -> base64), as a guest agent publishes them at boot."""
+
+OnGone = Callable[[NodePath, int, str], None]
+"""Node, worker number, and why a machine is not there that nobody asked to end (or that could not boot)."""
+
+_BOOTS_AT_ONCE = 16
+_WATCH_SECONDS = 0.5
+
+
+class Machines:
+    """
+    All workers of one emulator. Thread-safe. Use as a context manager, or `close` it.
+
+    A second one on the same folder is refused while the first lives; what a crashed one left over is ended.
+    """
+
+    def __init__(
+        self,
+        state_dir: Path,
+        *,
+        ssh_port: int = 2222,
+        metadata_port: int = 8080,
+        path_prefix: Sequence[Path] = (),
+        extra_env: Mapping[str, str] | None = None,
+        on_host_keys: OnHostKeys = lambda *_: None,
+        on_gone: OnGone = lambda *_: None,
+        sandbox: Sandbox | None = None,
+        silence_freezes: bool = True,
+        guest: Guest | None = None,
+        keep_dead: int = 64,
+    ) -> None:
+        """
+        path_prefix:     folders that stand on a worker's PATH before the system's, for example a venv's `bin`
+        extra_env:       variables that every session gets
+        sandbox:         None: the best way that works here
+        silence_freezes: whether a Silence also stops what runs (a machine that vanished), or only cuts the network
+        keep_dead:       so many homes of workers that ended are kept (a reboot needs its own), the oldest go first
+        guest:           what an image brings and lacks; None: nothing but what is needed
+        on_host_keys, on_gone are called on threads of this object and must not wait for it.
+        Raises: MachineError: no sshd, a folder that another emulator uses, or a user who cannot log in.
+        """
+        self._premises = Premises(state_dir)
+        try:
+            self._metadata = MetadataServer(metadata_port)
+            self._site = self._premises.open(
+                ssh_port,
+                self._metadata,
+                sandbox=sandbox,
+                path_prefix=path_prefix,
+                extra_env=extra_env or {},
+                guest=guest or Guest(),
+            )
+        except BaseException:
+            self._premises.release()
+            raise
+        self._on_host_keys, self._on_gone = on_host_keys, on_gone
+        self._silence_freezes, self._keep_dead = silence_freezes, keep_dead
+        self._machines: dict[WorkerKey, WorkerMachine] = {}
+        self._ending: list[WorkerMachine] = []
+        self._dead: deque[WorkerMachine] = deque()
+        self._strays = 0
+        self._changed = threading.Condition()
+        self._closing = False
+        # These threads live until close(): a worker's life hangs on that of the thread that started it.
+        self._boots = ThreadPoolExecutor(_BOOTS_AT_ONCE, thread_name_prefix="machine-boot")
+        self._jobs: JobThread[WorkerMachine] = JobThread(self._end, self._watch, _WATCH_SECONDS)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def login_user(self) -> str:
+        """The one name that can log in, whatever names stand before the keys in `ssh-keys`."""
+        return self._premises.login_user
+
+    @property
+    def sandbox(self) -> Sandbox:
+        """How processes are held together here."""
+        return self._site.way
+
+    @property
+    def strays(self) -> int:
+        """How many processes so far got out of a sandbox and had to be hunted down; 0 is what is promised."""
+        return self._strays
+
+    # --- what the world says
+
+    def apply(self, effect: MachineEffect) -> Future[None]:
+        """
+        Carry out *effect*; never blocks. The future tells when it is done: a Boot listens, a Kill left nothing alive.
+
+        An effect on a worker that is not there is done already. The future of a failed boot holds a MachineError.
+        """
+        match effect:
+            case Boot():
+                return self._boot(effect)
+            case Kill():
+                return self._kill(self._select(effect.path, effect.node_id, effect.worker))
+            case Silence():
+                fault = WorkerMachine.freeze if self._silence_freezes else WorkerMachine.cut_off
+                return self._each(self._select(effect.path, effect.node_id, effect.worker), fault)
+            case Resume():
+                return self._each(self._select(effect.path, effect.node_id, effect.worker), WorkerMachine.resume)
+            case SetAttribute():
+                machines = self._select(effect.path, effect.node_id, effect.worker)
+                return self._each(machines, lambda machine: machine.set_attributes({effect.name: effect.value}))
+            case AuthorizeKeys():
+                return self._each(
+                    self._select(effect.path, effect.node_id, effect.worker),
+                    lambda machine: machine.authorize(effect.ssh_keys),
+                )
+
+    # --- faults that a test or an operator asks for, of the newest incarnation
+
+    def refuse_keys(self, path: NodePath, worker: int) -> Future[None]:
+        """Let nobody log in, until an AuthorizeKeys."""
+        return self._each(self._newest(path, worker), WorkerMachine.refuse_keys)
+
+    def change_host_key(self, path: NodePath, worker: int) -> Future[None]:
+        """Answer with another host key; what runs goes on."""
+
+        def change(machine: WorkerMachine) -> None:
+            machine.change_host_key()
+            self._on_host_keys(path, worker, machine.host_keys)
+
+        return self._each(self._newest(path, worker), change)
+
+    def hang(self, path: NodePath, worker: int) -> Future[None]:
+        """Accept connections and say nothing; what runs goes on."""
+        return self._each(self._newest(path, worker), WorkerMachine.hang)
+
+    def flood(self, path: NodePath, worker: int, what: Flooding) -> Future[None]:
+        """Say more than anybody can hear, before the greeting or out of every command; what runs goes on."""
+        return self._each(self._newest(path, worker), lambda machine: machine.flood(what))
+
+    def freeze(self, path: NodePath, worker: int) -> Future[None]:
+        """Stop everything and let connects time out, whatever `silence_freezes` says."""
+        return self._each(self._newest(path, worker), WorkerMachine.freeze)
+
+    def cut_off(self, path: NodePath, worker: int) -> Future[None]:
+        """Let connects time out and sessions hang, while what runs goes on, whatever `silence_freezes` says."""
+        return self._each(self._newest(path, worker), WorkerMachine.cut_off)
+
+    def resume(self, path: NodePath, worker: int) -> Future[None]:
+        """Undo `hang`, `freeze`, `cut_off` and `flood`."""
+        return self._each(self._newest(path, worker), WorkerMachine.resume)
+
+    def reboot(self, path: NodePath, worker: int) -> Future[None]:
+        """End everything and boot again: same home, same host key, new boot id."""
+        machines = self._newest(path, worker)
+        return self._boot(machines[0].order) if machines else done()
+
+    # --- looking in
+
+    def wait_listening(self, path: NodePath, worker: int, timeout: float = 30.0) -> None:
+        """
+        Return when that worker's sshd answers; *timeout* in seconds.
+
+        Raises: TimeoutError: it does not, or there is no such worker.
+        """
+        with self._changed:
+            if not self._changed.wait_for(
+                lambda: any(machine.listening.is_set() for machine in self._newest(path, worker)), timeout
+            ):
+                raise TimeoutError(f"worker {worker} of {path.node_id} does not listen after {timeout} s")
+
+    def processes(self, path: NodePath, worker: int) -> list[int]:
+        """Pids of all that lives on that worker, its sshd first."""
+        cages = [machine.cage for machine in self._newest(path, worker)]
+        return [process.pid for process in living([cage for cage in cages if cage])]
+
+    def survivors(self) -> list[int]:
+        """Pids of all of ours that live, on workers that should and on ones that should not."""
+        with self._changed:
+            cages = [machine.cage for machine in (*self._machines.values(), *self._ending)]
+        mine = living([cage for cage in cages if cage])
+        marks = proctree.marks(outfit.MARK)
+        marked = [process for process, mark in marks.items() if mark.startswith(f"{self._site.mark}.")]
+        return sorted({process.pid for process in (*mine, *marked)})
+
+    # --- the end
+
+    def close(self) -> None:
+        """
+        End all machines and see that nothing is left. May be called twice.
+
+        Raises: MachineError: something survives.
+        """
+        with self._changed:
+            if self._closing:
+                return
+            self._closing = True
+            ended = self._retire(list(self._machines.values()))
+        try:
+            ended.result(timeout=120)
+        finally:
+            self._jobs.stop()
+            self._boots.shutdown(wait=True)
+            self._metadata.close()
+        if left := self.survivors():
+            raise MachineError(f"processes of the emulator survive: {left}")
+        self._premises.vacate(keep_workers=self._keep_dead > 0)
+
+    # --- inside
+
+    def _boot(self, order: Boot) -> Future[None]:
+        key = WorkerKey(order.path, order.node_id, order.worker)
+        with self._changed:
+            if self._closing:
+                raise MachineError("the emulated machines are closing")
+            if running := self._machines.get(key):
+                self._retire([running])
+            awaited = [*self._ending, *(other for other in self._machines.values() if other.address == order.address)]
+            machine = WorkerMachine(self._site, order, [other for other in awaited if other.conflicts_with(order)])
+            self._machines[key] = machine
+        return self._boots.submit(self._bring_up, machine)
+
+    def _bring_up(self, machine: WorkerMachine) -> None:
+        try:
+            machine.boot()
+        except Exception as error:
+            self._kill([machine])
+            self._on_gone(machine.key.path, machine.key.worker, str(error))
+            raise
+        with self._changed:
+            self._changed.notify_all()
+        if machine.listening.is_set():
+            self._on_host_keys(machine.key.path, machine.key.worker, machine.host_keys)
+
+    def _kill(self, machines: Collection[WorkerMachine]) -> Future[None]:
+        with self._changed:
+            return self._retire(machines)
+
+    def _retire(self, machines: Collection[WorkerMachine]) -> Future[None]:
+        """To be called with the lock: doom at once, see to the end on the operating thread."""
+        current = [machine for machine in machines if self._machines.get(machine.key) is machine]
+        for machine in current:
+            machine.doom()
+            del self._machines[machine.key]
+        self._ending += current
+        return self._jobs.end(current)
+
+    def _each(self, machines: Collection[WorkerMachine], act: Callable[[WorkerMachine], None]) -> Future[None]:
+        def work() -> None:
+            for machine in machines:
+                machine.settled.wait()
+                if not machine.doomed:
+                    act(machine)
+
+        return self._jobs.do(work) if machines else done()
+
+    def _select(self, path: NodePath, node_id: int, worker: int | None) -> list[WorkerMachine]:
+        with self._changed:
+            return [
+                machine
+                for key, machine in self._machines.items()
+                if key.path == path and key.node_id == node_id and worker in (None, key.worker)
+            ]
+
+    def _newest(self, path: NodePath, worker: int) -> list[WorkerMachine]:
+        """The last booted machine of that name and number, as a list of one or none."""
+        with self._changed:
+            return [m for key, m in self._machines.items() if key.path == path and key.worker == worker][-1:]
+
+    def _end(self, machines: Sequence[WorkerMachine]) -> None:
+        try:
+            self._strays += len(end_all(machines, self._metadata))
+        finally:
+            with self._changed:
+                self._ending = [machine for machine in self._ending if not machine.ended.is_set()]
+            self._bury(machines)
+
+    def _bury(self, machines: Sequence[WorkerMachine]) -> None:
+        self._dead.extend(machines)
+        with self._changed:
+            booted = {machine.folders.root for machine in self._machines.values()}
+        for machine in machines:
+            # Homes of the dead are kept for a look, and a worker that boots again has its own: neither needs secrets.
+            if machine.folders.root not in booted:
+                machine.forget_secrets()
+        while len(self._dead) > self._keep_dead:
+            oldest = self._dead.popleft()
+            with self._changed:
+                in_use = {machine.folders.root for machine in (*self._machines.values(), *self._dead)}
+            if oldest.folders.root not in in_use and oldest.folders.root.exists():
+                self._boots.submit(shutil.rmtree, oldest.give_up_folder(), ignore_errors=True)
+
+    def _watch(self) -> None:
+        with self._changed:
+            machines = list(self._machines.values())
+        if self._site.guest.sshguard is not None:
+            for machine in machines:
+                machine.guard()
+        died = [machine for machine in machines if machine.has_died()]
+        for machine in died:
+            self._kill([machine])
+            self._on_gone(machine.key.path, machine.key.worker, "its sshd ended by itself")

@@ -1,0 +1,366 @@
+"""
+What a worker is dressed in: the texts of its sshd configuration, session wrapper, profile and command stubs.
+
+Pure text; `worker` writes it. Where a worker differs from a real TPU VM on purpose, it says so here.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tpucare.testbed.emulator.world.config_project import Guest
+
+MARK = "TPUEMU_WORKER"
+"""Environment variable that every process of a worker bears, so that a later emulator finds what a crash left over."""
+
+_SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+# One key exchange (by both of its names: paramiko knows the older): the default, sntrup761, costs 8 times the CPU.
+_SSHD_CONFIG = """\
+ListenAddress {address}:{port}
+HostKey {host_key}
+AuthorizedKeysFile {authorized_keys}
+PidFile none
+LogLevel INFO
+StrictModes no
+UsePAM {use_pam}
+PasswordAuthentication no
+KbdInteractiveAuthentication no
+PermitRootLogin prohibit-password
+PrintMotd no
+PrintLastLog no
+UseDNS no
+{limits}KexAlgorithms curve25519-sha256,curve25519-sha256@libssh.org
+Subsystem sftp {sftp_server}
+ForceCommand {wrapper}
+SetEnv HOME=/nonexistent {mark}={mark_value}
+"""
+
+# The default (10:30:100, 10) drops connections at random when many come at once.
+_ROOMY = "MaxStartups 500\nMaxSessions 200\n"
+
+# sshd's own shell must not read the dot files of whoever runs the emulator (hence HOME=/nonexistent); this script then
+# gives exec, login shell, scp and sftp alike the worker's home.
+_WRAPPER = """\
+#!/bin/bash
+{exports}
+cd "$HOME" || exit 255
+case "$SSH_ORIGINAL_COMMAND" in
+  "") exec -a -bash /bin/bash ;;
+  internal-sftp*|*/sftp-server*) exec {sftp_server} ;;
+  *) exec /bin/bash -c "$SSH_ORIGINAL_COMMAND" ;;
+esac
+"""
+
+FLOODING_WRAPPER = """\
+#!/bin/bash
+line=$(printf '%4000s' '' | tr ' ' x)
+yes "$line" >&2 &
+exec yes "$line"
+"""
+"""In place of the script that every SSH session goes through: whatever is asked, the answer never ends."""
+
+# /etc/profile, which a login shell reads first, sets PATH anew.
+_PROFILE = """\
+if [ -n "$BASH_VERSION" ] && [ -f "$HOME/.bashrc" ]; then . "$HOME/.bashrc"; fi
+export PATH={path}
+"""
+
+_BASHRC = """\
+case $- in *i*) ;; *) return ;; esac
+PS1='\\u@'"${HOSTNAME:-tpu}"':\\w\\$ '
+"""
+
+# Real TPU VMs have passwordless sudo; here it changes no user, since there is none to change to.
+_SUDO = """\
+#!/bin/bash
+while [ $# -gt 0 ]; do
+  case "$1" in
+    --) shift; break ;;
+    -u|-g|-h|-p|-C|-T|-U|--user|--group) shift 2 ;;
+    -i|-s|--login|--shell) shell=1; shift ;;
+    -*) shift ;;
+    *=*) export "$1"; shift ;;
+    *) break ;;
+  esac
+done
+if [ $# -gt 0 ]; then exec "$@"; fi
+if [ -n "$shell" ]; then exec /bin/bash; fi
+"""
+
+# cron is not run: the lines for a reboot are read at the worker's next boot (`boot_command`), others never.
+_CRONTAB = """\
+#!/bin/sh
+case "$1" in
+  -l) exec cat "$HOME/.crontab" ;;
+  -r) exec rm -f "$HOME/.crontab" ;;
+esac
+cat -- "${1:--}" >"$HOME/.crontab.new" && mv "$HOME/.crontab.new" "$HOME/.crontab"
+"""
+
+_BOOT = """\
+while read -r when line; do
+  [ "$when" != @reboot ] || SSH_ORIGINAL_COMMAND=$line setsid "$1" </dev/null >/dev/null 2>&1 &
+done <"$0"
+shift
+exec "$@"
+"""
+
+# In the first minutes of a real image; `-o DPkg::Lock::Timeout=` waits as apt does.
+_LOCKED = """\
+#!/bin/bash
+free=$(( $(stat -c %Y "$HOME/../boot_id") + {seconds} ))
+while [ "$(date +%s)" -lt "$free" ]; do
+  case "$*" in
+    *DPkg::Lock::Timeout=*) sleep 0.2 ;;
+    *) echo "E: Could not get lock /var/lib/dpkg/lock-frontend. It is held by process 1234 (unattended-upgr)" >&2
+       exit 100 ;;
+  esac
+done
+echo "emulated worker: ${{0##*/}} $* (pretended)" >&2
+"""
+_NO_PYTHON = '#!/bin/sh\necho "bash: line 1: python: command not found" >&2\nexit 127\n'
+
+# The client writes down what to run and waits; `_SERVICES` runs it as a child of the daemon, without the client's
+# environment. A privileged container holds the chip.
+_DOCKER = """\
+#!/bin/bash
+folder=$HOME/../docker verb=$1 name=c$$ chips= detached=
+shift
+case "$verb" in
+  run) ;;
+  rm|stop|kill)
+    for name in "$@"; do [ ! -e "$folder/$name.pid" ] || kill -TERM "-$(cat "$folder/$name.pid")"; done; exit 0 ;;
+  ps) cd "$folder" && ls *.pid 2>/dev/null | sed 's/[.]pid$//'; exit 0 ;;
+  *) echo "emulated worker: docker $verb is not known" >&2; exit 1 ;;
+esac
+while [ $# -gt 0 ]; do
+  case "$1" in
+    --name) name=$2; shift 2 ;;
+    --privileged) chips=1; shift ;;
+    -d|--detach) detached=1; shift ;;
+    -e|-v|-w|-u|--env|--volume|--workdir|--user|--network|--net|--entrypoint) shift 2 ;;
+    -*) shift ;;
+    *) break ;;
+  esac
+done
+shift
+[ -z "$chips" ] || chips="exec 9<$folder/../dev/accel0;"
+{ echo "$chips cd /"; printf 'exec'; printf ' %q' "$@"; echo; } >"$folder/$name.sh"
+echo "$name" >"$folder/orders"
+[ -z "$detached" ] || exit 0
+trap '[ ! -e "$folder/$name.pid" ] || kill -TERM "-$(cat "$folder/$name.pid")"' TERM
+until [ -e "$folder/$name.exit" ]; do sleep 0.1; done
+cat "$folder/$name.log"
+exit "$(cat "$folder/$name.exit")"
+"""
+
+# What an image runs besides us, as a public listing of such a host names it, and Docker's daemon; then what $3 on says.
+# $1: the worker's folder, $2: the service that holds the chip, if any.
+_SERVICES = """\
+google="google-runtime-monitor google-collectd"
+for name in tpu-runtime instance_agent vbarcontrolagent $google healthagent monitoringagent; do
+  device=/dev/null
+  [ "$name" != "$2" ] || device=$1/dev/accel0
+  (exec -a "$name" sleep infinity <"$device" >/dev/null 2>&1) &
+done
+rm -rf "$1/docker" && mkdir "$1/docker" && mkfifo "$1/docker/orders"
+(cd "$1/docker" && exec <>orders && while read -r name; do
+  (setsid bash -c 'echo $$ >"$0.pid"; exec bash "$0.sh" >"$0.log" 2>&1 </dev/null' "$name"
+   status=$?; rm "$name.pid"; echo "$status" >"$name.new" && mv "$name.new" "$name.exit") &
+done) >/dev/null 2>&1 &
+shift 2
+exec "$@"
+"""
+
+# The workers share one real machine, whose packages, services and power are not theirs.
+_PRETENDS = '#!/bin/sh\necho "emulated worker: ${0##*/} $* (pretended)" >&2\n'
+_REFUSES = (
+    '#!/bin/sh\necho "emulated worker: ${0##*/} is refused; ask the emulator to reboot or preempt it" >&2\nexit 1\n'
+)
+
+STUBS: Mapping[str, str] = {
+    "sudo": _SUDO,
+    "crontab": _CRONTAB,
+    **dict.fromkeys(("apt-get", "apt", "snap", "systemctl"), _PRETENDS),
+    **dict.fromkeys(("reboot", "shutdown", "poweroff", "halt"), _REFUSES),
+}
+"""Commands that stand before the system's on a worker's PATH: file name -> content."""
+
+
+def stubs(guest: Guest) -> dict[str, str]:
+    """STUBS, and those of an image that is not ready, or not as on a laptop."""
+    found = dict(STUBS)
+    if not guest.python:
+        found["python"] = _NO_PYTHON
+    if guest.containers:
+        found["docker"] = _DOCKER
+    if guest.dpkg_locked:
+        found |= dict.fromkeys(("apt-get", "apt", "dpkg"), _LOCKED.format(seconds=math.ceil(guest.dpkg_locked)))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Folders:
+    """
+    A worker's places. `bin` holds the stubs of all workers.
+
+    `screens` is short and elsewhere, since a socket's path is limited to 108 bytes.
+    """
+
+    root: Path
+    screens: Path
+    bin: Path
+
+    @property
+    def home(self) -> Path:
+        return self.root / "home"
+
+    @property
+    def tmp(self) -> Path:
+        return self.root / "tmp"
+
+    @property
+    def crontab(self) -> Path:
+        return self.home / ".crontab"
+
+    @property
+    def host_key(self) -> Path:
+        return self.root / "host_ed25519"
+
+    @property
+    def authorized_keys(self) -> Path:
+        return self.root / "authorized_keys"
+
+    @property
+    def sshd_config(self) -> Path:
+        return self.root / "sshd_config"
+
+    @property
+    def wrapper(self) -> Path:
+        return self.root / "session.sh"
+
+    @property
+    def boot_id(self) -> Path:
+        return self.root / "boot_id"
+
+    @property
+    def pids(self) -> Path:
+        return self.root / "pids"
+
+    @property
+    def chip(self) -> Path:
+        """Stands for the device of a TPU, where an image's services are imitated."""
+        return self.root / "dev" / "accel0"
+
+    @property
+    def log(self) -> Path:
+        return self.root / "sshd.log"
+
+
+def sshd_config(
+    folders: Folders,
+    address: str,
+    port: int,
+    *,
+    sftp_server: Path,
+    use_pam: bool,
+    mark_value: str,
+    default_limits: bool = False,
+) -> str:
+    """Raises: ValueError: a path that sshd_config cannot carry."""
+    return _SSHD_CONFIG.format(
+        address=address,
+        port=port,
+        host_key=_quoted(folders.host_key),
+        authorized_keys=_quoted(folders.authorized_keys),
+        use_pam="yes" if use_pam else "no",
+        sftp_server=_quoted(sftp_server),
+        limits="" if default_limits else _ROOMY,
+        wrapper=shlex.quote(str(folders.wrapper)),
+        mark=MARK,
+        mark_value=mark_value,
+    )
+
+
+def session_wrapper(env: Mapping[str, str], *, sftp_server: Path) -> str:
+    """The script that every SSH session goes through."""
+    exports = "\n".join(f"export {name}={shlex.quote(value)}" for name, value in env.items())
+    return _WRAPPER.format(exports=exports, sftp_server=shlex.quote(str(sftp_server)))
+
+
+def session_env(
+    folders: Folders,
+    *,
+    hostname: str,
+    metadata: str,
+    mark_value: str,
+    boot_id: str,
+    path_prefix: Sequence[Path],
+    extra: Mapping[str, str],
+) -> dict[str, str]:
+    """
+    What a session finds in its environment. `metadata` is `address:port` of the metadata server.
+
+    HOSTNAME only names the worker: the kernel's host name stays the machine's, since gloo must be able to resolve it.
+    """
+    return {
+        "HOME": str(folders.home),
+        "PATH": search_path(folders, path_prefix),
+        "TMPDIR": str(folders.tmp),
+        "SCREENDIR": str(folders.screens),
+        "HOSTNAME": hostname,
+        "LANG": "C.UTF-8",
+        "GCE_METADATA_HOST": metadata,
+        "GCE_METADATA_IP": metadata,
+        "GCE_METADATA_ROOT": metadata,
+        "TPUEMU_BOOT_ID": boot_id,
+        **extra,
+        MARK: mark_value,
+    }
+
+
+def boot_command(
+    folders: Folders, sshd: Sequence[str], *, services: bool = False, holds_chips: bool = False
+) -> list[str]:
+    """
+    What a boot begins with: sshd, and before it what the crontab of an earlier boot says to start with a reboot, and
+    the image's own services.
+    """
+    if services or holds_chips:
+        holder = "tpu-runtime" if holds_chips else ""
+        sshd = ["/bin/bash", "-c", _SERVICES, "services", str(folders.root), holder, *sshd]
+    if not folders.crontab.is_file():
+        return list(sshd)
+    return ["/bin/bash", "-c", _BOOT, str(folders.crontab), str(folders.wrapper), *sshd]
+
+
+def search_path(folders: Folders, path_prefix: Iterable[Path]) -> str:
+    return ":".join([str(folders.bin), *map(str, path_prefix), _SYSTEM_PATH])
+
+
+def home_files(folders: Folders, path_prefix: Iterable[Path]) -> dict[str, str]:
+    """Dot files of a fresh home: name -> content."""
+    return {".profile": _PROFILE.format(path=shlex.quote(search_path(folders, path_prefix))), ".bashrc": _BASHRC}
+
+
+def authorized_keys(ssh_keys: str) -> str:
+    """
+    `ssh-keys` metadata (`user:ssh-… key comment`, one a line) as sshd reads it.
+
+    There is one user on an emulated worker, so every line's key lets that one in. What is not a plain key is left out,
+    options of authorized_keys among it.
+    """
+    keys = [line.partition(":")[2].strip() for line in ssh_keys.splitlines()]
+    return "".join(f"{key}\n" for key in keys if key.startswith(("ssh-", "ecdsa-", "sk-")))
+
+
+def _quoted(path: Path) -> str:
+    text = str(path)
+    if any(character in text for character in '"\\%\n'):
+        raise ValueError(f"sshd cannot be given the path {text!r}; choose a folder without quotes, backslashes and %")
+    return f'"{text}"'

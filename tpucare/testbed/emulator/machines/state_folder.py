@@ -1,0 +1,174 @@
+"""
+The folder that an emulator's machines live in: its lock, its identity, and what a crashed emulator left there.
+
+Everything here touches only processes that bear this folder's mark, or that its own pid files name.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pwd
+import shutil
+import tempfile
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TextIO
+
+from tpucare.testbed.emulator.machines import outfit, proctree
+from tpucare.testbed.emulator.machines.metadata_server import MetadataServer
+from tpucare.testbed.emulator.machines.proctree import Process
+from tpucare.testbed.emulator.machines.quarters import Site
+from tpucare.testbed.emulator.machines.sandbox import MachineError, Sandbox, choose
+from tpucare.testbed.emulator.world.config_project import Guest
+
+_SYSTEM_FOLDERS = "/usr/local/sbin:/usr/sbin:/sbin"
+_SFTP_SERVERS = (
+    "/usr/lib/openssh/sftp-server",
+    "/usr/libexec/openssh/sftp-server",
+    "/usr/libexec/sftp-server",
+    "/usr/lib/ssh/sftp-server",
+)
+
+
+class Premises:
+    """A state folder, locked for one emulator at a time. `state_dir/machines` is all that is used of it."""
+
+    def __init__(self, state_dir: Path) -> None:
+        """Raises: MachineError: another emulator uses the folder, or this user could not log in to a worker."""
+        self._root = state_dir.resolve() / "machines"
+        self._root.mkdir(parents=True, exist_ok=True)
+        # Its `bin` is on every worker's PATH: whatever the umask, nobody else writes there.
+        self._root.chmod(0o755)
+        self.login_user = _login_user()
+        self._lock = _locked(self._root / "lock")
+        self._screens: Path | None = None
+
+    def open(
+        self,
+        ssh_port: int,
+        metadata: MetadataServer,
+        *,
+        sandbox: Sandbox | None,
+        path_prefix: Sequence[Path],
+        extra_env: Mapping[str, str],
+        guest: Guest,
+    ) -> Site:
+        """Sweep what was left over, and say what all workers share. Raises: MachineError: no sshd, stuck leftovers."""
+        sshd = shutil.which("sshd", path=f"{os.environ.get('PATH', os.defpath)}:{_SYSTEM_FOLDERS}")
+        sftp_server = next((Path(path) for path in _SFTP_SERVERS if Path(path).exists()), None)
+        if sshd is None or sftp_server is None:
+            raise MachineError("emulated workers need OpenSSH's server: apt-get install openssh-server screen")
+        mark = self._identity()
+        self._sweep(mark)
+        if os.geteuid() == 0:
+            # Without it: "Missing privilege separation directory". The package makes it only for its own service.
+            Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)
+        self._write_stubs(guest)
+        # Short, since a socket's path is limited to 108 bytes; noted, so that a later sweep can remove it.
+        self._screens = Path(tempfile.mkdtemp(prefix="tpuemu-", dir="/tmp"))
+        (self._root / "screens").write_text(str(self._screens))
+        return Site(
+            workers=self._root / "workers",
+            screens=self._screens,
+            bin=self._root / "bin",
+            mark=mark,
+            way=sandbox or choose(self._root),
+            # Absolute and resolved, else "re-exec requires execution with an absolute path".
+            sshd=Path(sshd).resolve(),
+            sftp_server=sftp_server,
+            use_pam=_root_is_locked(),
+            ssh_port=ssh_port,
+            path_prefix=tuple(path_prefix),
+            extra_env=dict(extra_env),
+            metadata=metadata,
+            guest=guest,
+        )
+
+    def vacate(self, *, keep_workers: bool) -> None:
+        """Leave: nothing of ours runs any more."""
+        if self._screens:
+            shutil.rmtree(self._screens, ignore_errors=True)
+        (self._root / "screens").unlink(missing_ok=True)
+        if not keep_workers:
+            shutil.rmtree(self._root / "workers", ignore_errors=True)
+        self.release()
+
+    def release(self) -> None:
+        """Let another emulator use the folder."""
+        self._lock.close()
+
+    def _identity(self) -> str:
+        """One per folder for ever: begins the mark of every process."""
+        file = self._root / "identity"
+        if not file.exists():
+            file.write_text(uuid.uuid4().hex)
+        return file.read_text().strip()
+
+    def _sweep(self, mark: str) -> None:
+        """End what a crashed emulator of this folder left over, and remove its homes and sockets."""
+
+        def leftovers() -> list[Process]:
+            marked = [process for process, value in proctree.marks(outfit.MARK).items() if value.startswith(f"{mark}.")]
+            noted = list(_noted(self._root / "workers"))
+            below = proctree.descendants(proctree.process_table(), [process.pid for process in (*noted, *marked)])
+            return list({process.pid: process for process in (*noted, *marked, *below)}.values())
+
+        if left := proctree.kill_all(leftovers):
+            raise MachineError(f"processes of an earlier emulator survive: {sorted(process.pid for process in left)}")
+        shutil.rmtree(self._root / "workers", ignore_errors=True)
+        screens = self._root / "screens"
+        if screens.exists() and (folder := Path(screens.read_text())).name.startswith("tpuemu-"):
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _write_stubs(self, guest: Guest) -> None:
+        folder = self._root / "bin"
+        folder.mkdir(exist_ok=True)
+        folder.chmod(0o755)
+        for name, text in outfit.stubs(guest).items():
+            (folder / name).write_text(text)
+            (folder / name).chmod(0o755)
+
+
+def _noted(workers: Path) -> Iterator[Process]:
+    """Processes that pid files name and that still are the ones that were meant."""
+    for file in workers.glob("*/pids"):
+        for line in file.read_text().splitlines():
+            pid, _, started = line.partition(" ")
+            process = proctree.read_process(int(pid))
+            if process and process.started == int(started) and not process.is_dead:
+                yield process
+
+
+def _locked(path: Path) -> TextIO:
+    file = path.open("a")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.close()
+        raise MachineError(f"another emulator uses {path.parent.parent}; give this one a folder of its own") from error
+    return file
+
+
+def _login_user() -> str:
+    try:
+        account = pwd.getpwuid(os.geteuid())
+    except KeyError as error:
+        raise MachineError(
+            f"user id {os.geteuid()} has no name, so sshd lets nobody in; run as a named user"
+        ) from error
+    if Path(account.pw_shell).name in ("nologin", "false"):
+        raise MachineError(f"user {account.pw_name} has no login shell ({account.pw_shell}); run as another user")
+    return account.pw_name
+
+
+def _root_is_locked() -> bool:
+    """sshd without PAM refuses an account whose password is locked (`!`), keys or not; with PAM it does not."""
+    if os.geteuid() != 0:
+        return False
+    try:
+        entries = Path("/etc/shadow").read_text().splitlines()
+    except OSError:
+        return False
+    return any(entry.startswith("root:!") for entry in entries)

@@ -1,0 +1,376 @@
+"""
+One boot of one emulated TPU worker: a real sshd on an address of its own, a home, a sandbox around everything.
+
+A reboot is another `WorkerMachine` over the same folder: home and host key stay, boot id, screens and what ran do not.
+Who boots when, and who watches, is for `machines` to say.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import select
+import shutil
+import socket
+import stat
+import threading
+import time
+import uuid
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from signal import SIGCONT, SIGHUP, SIGSTOP
+from typing import NamedTuple
+
+from tpucare.testbed.emulator.machines import outfit, proctree, quarters, sandbox
+from tpucare.testbed.emulator.machines.flood import Flood, Flooding
+from tpucare.testbed.emulator.machines.guard import Guard
+from tpucare.testbed.emulator.machines.metadata_server import MetadataServer
+from tpucare.testbed.emulator.machines.proctree import Process
+from tpucare.testbed.emulator.machines.quarters import SSH_KEYS_ATTRIBUTE, Site
+from tpucare.testbed.emulator.machines.sandbox import Cage, MachineError, living
+from tpucare.testbed.emulator.world.machine_effects import Boot
+from tpucare.testbed.emulator.world.records import NodePath
+
+_LISTENING = b"Server listening on"
+# What tpucare writes of secrets below a home: the environment of each run, W&B keys beside scripts.
+_SECRETS = (".tpucare/*/env", "*.netrc")
+_LISTEN_TIMEOUT_SECONDS = 30.0
+# sshd listens with a backlog of 128, which the kernel fills with 129 connections.
+_BACKLOG_ATTEMPTS = 160
+_GUARD_SETTLES_SECONDS = 0.5
+# A connection that ended before its login; of one that had logged in, sshd names the `user` alone.
+_ATTACK = re.compile(
+    rb"^Connection (?:closed|reset) by (?:(?:authenticating|invalid) user \S+ )?[0-9.]+ port"
+    rb"|^Disconnected from (?:authenticating|invalid) user",
+    re.MULTILINE,
+)
+
+
+class WorkerKey(NamedTuple):
+    """One worker of one incarnation of a node: a name may be used again, an id is not."""
+
+    path: NodePath
+    node_id: int
+    worker: int
+
+
+class WorkerMachine:
+    """
+    One boot of a worker. `doom` and the events may be used from any thread; the rest is called by one at a time.
+
+    listening: its sshd answers; settled: `boot` came to an end, whichever; ended: nothing of it is left.
+    Boot it on a thread that lives as long as the machines (see `Cage`).
+    """
+
+    def __init__(self, site: Site, order: Boot, awaits: Sequence[WorkerMachine] = ()) -> None:
+        """`awaits`: machines that must have ended before this one boots, for they hold its address or its folder."""
+        self.key = WorkerKey(order.path, order.node_id, order.worker)
+        self.address = order.address
+        self.mark = f"{site.mark}.{uuid.uuid4().hex[:12]}"
+        self.listening = threading.Event()
+        self.settled = threading.Event()
+        self.ended = threading.Event()
+        self.doomed = False
+        self.host_keys: Mapping[str, str] = {}
+        self._site = site
+        self.order = order
+        self._awaits = awaits
+        self._cage: Cage | None = None
+        self._lock = threading.Lock()
+        self._begun = False
+        self._stopped: list[Process] = []
+        self._flood: Flood | None = None
+        self._before_flood: dict[Path, str] = {}
+        guarded = site.guest.sshguard
+        self._guard = Guard(guarded) if guarded is not None else None
+        self._guard_read, self._blocking = 0, False
+        self.folders = quarters.folders_of(site, order, self.mark[-12:])
+
+    # --- life
+
+    def boot(self) -> None:
+        """
+        Bring it up and return when its sshd listens, or when it was doomed meanwhile.
+
+        Raises: MachineError: it cannot come up; nothing of it is left running.
+        """
+        with self._lock:
+            if self.doomed:
+                self.settled.set()
+                return
+            self._begun = True
+        try:
+            self._await_predecessors()
+            if not self.doomed:
+                self._boot()
+        except (OSError, ValueError) as error:
+            raise MachineError(f"worker {self.key.worker} of {self.key.path.node_id}: {error}") from error
+        finally:
+            self.settled.set()
+
+    def _await_predecessors(self) -> None:
+        deadline = time.monotonic() + _LISTEN_TIMEOUT_SECONDS
+        for machine in self._awaits:
+            while not machine.ended.wait(0.02) and not self.doomed:
+                if time.monotonic() > deadline:
+                    raise MachineError(f"{self.address} is still used by {machine.key.path.node_id}")
+        self._awaits = ()
+
+    def _boot(self) -> None:
+        boot_id = str(uuid.uuid4())
+        quarters.furnish(self._site, self.folders, self.order, mark=self.mark, boot_id=boot_id)
+        self.host_keys = quarters.host_keys(self.folders)
+        self._site.metadata.add(self.address, quarters.first_metadata(self.order))
+        env = {"PATH": os.defpath, outfit.MARK: self.mark}
+        with self.folders.log.open("wb") as log:
+            cage = Cage(self._site.way, self._sshd(), boot_id=self.folders.boot_id, env=env, log=log)
+        with self._lock:
+            self._cage = cage
+            if self.doomed:
+                cage.doom()
+        if self._await_listening(0):
+            self._note_pids(cage)
+            self.listening.set()
+
+    def doom(self) -> None:
+        """Begin to end every process, without waiting; `end_all` completes it. Any thread."""
+        with self._lock:
+            self.doomed = True
+            if self._cage is not None:
+                self._cage.doom()
+
+    def await_settled(self) -> None:
+        """Wait for a boot that is under way; one that has not begun never will, once doomed."""
+        if self._begun:
+            self.settled.wait(_LISTEN_TIMEOUT_SECONDS)
+
+    def vacate(self) -> None:
+        """Let go of what it used; to be called when its cage has ended and nothing listens on its address."""
+        self._cage = None
+        self._end_flood()
+        self.listening.clear()
+        self.folders.pids.unlink(missing_ok=True)
+        shutil.rmtree(self.folders.screens, ignore_errors=True)
+        self.settled.set()
+        self.ended.set()
+
+    def has_died(self) -> bool:
+        """It was up, and ended without being doomed."""
+        cage = self._cage
+        return self.listening.is_set() and not self.doomed and cage is not None and cage.has_ended()
+
+    @property
+    def cage(self) -> Cage | None:
+        """Its processes, while there may be any."""
+        return self._cage
+
+    def conflicts_with(self, order: Boot) -> bool:
+        """They cannot run at the same time: same address, or same folder."""
+        return self.address == order.address or self.key == (order.path, order.node_id, order.worker)
+
+    def forget_secrets(self) -> None:
+        """Remove the secrets from a home that is only kept for a look."""
+        for pattern in _SECRETS:
+            for path in self.folders.home.glob(pattern):
+                path.unlink(missing_ok=True)
+
+    def give_up_folder(self) -> Path:
+        """Home and all, moved out of the way of a worker of the same name; the caller removes it at leisure."""
+        gone = self.folders.root.with_name(f"{self.mark[-12:]}.gone")
+        self.folders.root.rename(gone)
+        return gone
+
+    # --- what the cloud says
+
+    def set_attributes(self, values: Mapping[str, str]) -> None:
+        """Change values of its metadata server."""
+        self._site.metadata.update(self.address, values)
+
+    def authorize(self, ssh_keys: str) -> None:
+        """From now on these keys (`ssh-keys` metadata) log in, and no others; sessions that are open stay open."""
+        self.set_attributes({SSH_KEYS_ATTRIBUTE: ssh_keys})
+        quarters.authorize(self.folders, ssh_keys)
+
+    # --- faults
+
+    def refuse_keys(self) -> None:
+        """Let nobody log in, though the metadata says otherwise."""
+        quarters.authorize(self.folders, "")
+
+    def change_host_key(self) -> None:
+        """
+        Answer with another host key from now on; what runs goes on running.
+
+        Raises: MachineError: sshd did not come back.
+        """
+        quarters.make_host_key(self.folders)
+        self.host_keys = quarters.host_keys(self.folders)
+        self._reload_sshd()
+
+    def guard(self) -> None:
+        """What sshguard does on a real image: read sshd's log, and block who attacks; sessions that are open go on."""
+        cage, guard, now = self._cage, self._guard, time.monotonic()
+        if guard is None or cage is None or not self.listening.is_set() or self.doomed:
+            return
+        if self._blocking and guard.blocks(now):
+            return
+        listener = cage.first_process()
+        if self._blocking and listener is not None:
+            # What filled the queue is accepted now, and is no attack.
+            self._blocking = False
+            proctree.send(listener, SIGCONT)
+            time.sleep(_GUARD_SETTLES_SECONDS)
+            self._guard_read = self.folders.log.stat().st_size
+        with self.folders.log.open("rb") as log:
+            log.seek(self._guard_read)
+            # A line that is not whole yet is read with the next look.
+            said = log.read().rpartition(b"\n")[0]
+        self._guard_read += len(said)
+        for _ in _ATTACK.findall(said):
+            guard.attacked(now)
+        if guard.blocks(now) and listener is not None:
+            self._blocking = True
+            proctree.send(listener, SIGSTOP)
+            _fill_accept_queue(self.address, self._site.ssh_port)
+
+    def freeze(self) -> None:
+        """Stop every process and let connects time out: a machine that vanished without a word, seen from outside."""
+        self._stop(lambda _: True)
+        _fill_accept_queue(self.address, self._site.ssh_port)
+
+    def cut_off(self) -> None:
+        """Let connects and open sessions hang, while what runs goes on running: a network that is gone."""
+        self._stop(_is_sshd)
+        _fill_accept_queue(self.address, self._site.ssh_port)
+
+    def hang(self) -> None:
+        """Accept connections and say nothing; what runs goes on running."""
+        self._stop(_is_sshd)
+
+    def flood(self, what: Flooding) -> None:
+        """
+        Say more than anybody can hear; what runs goes on running, and so do open sessions.
+
+        Raises: MachineError: sshd did not make room.
+        """
+        if self._before_flood or self._cage is None:
+            return
+        place = self.folders.wrapper if what is Flooding.OUTPUT else self.folders.sshd_config
+        self._before_flood[place] = place.read_text()
+        if what is Flooding.OUTPUT:
+            quarters.replace(place, outfit.FLOODING_WRAPPER, 0o700)
+        else:
+            quarters.move_sshd(self.folders, self.address, self._site.ssh_port)
+            self._reload_sshd()
+            self._flood = Flood(self.address, self._site.ssh_port, what)
+
+    def resume(self) -> None:
+        """Undo `freeze`, `cut_off`, `hang` and `flood`."""
+        # Children first, so that none finds its parent still stopped.
+        for process in reversed(self._stopped):
+            proctree.send(process, SIGCONT)
+        self._stopped = []
+        if self._before_flood:
+            self._end_flood()
+            for path, text in self._before_flood.items():
+                quarters.replace(path, text, stat.S_IMODE(path.stat().st_mode))
+            self._before_flood = {}
+            self._reload_sshd()
+
+    def _end_flood(self) -> None:
+        if self._flood is not None:
+            self._flood.close()
+            self._flood = None
+
+    def _reload_sshd(self) -> None:
+        """Let it read its files again. Raises: MachineError: it did not come back."""
+        cage = self._cage
+        if (first := cage.first_process() if cage else None) is not None:
+            offset = self.folders.log.stat().st_size
+            proctree.send(first, SIGHUP)
+            self._await_listening(offset)
+
+    def _stop(self, concerns: Callable[[Process], bool]) -> None:
+        if (cage := self._cage) is not None:
+            self._stopped += proctree.stop_all(lambda: [process for process in living([cage]) if concerns(process)])
+
+    def _sshd(self) -> list[str]:
+        # -D: stay in the foreground, -e: log to stderr, where we read when it listens.
+        sshd = [str(self._site.sshd), "-D", "-e", "-f", str(self.folders.sshd_config)]
+        return outfit.boot_command(
+            self.folders, sshd, services=self._site.guest.containers, holds_chips=self.order.holds_chips
+        )
+
+    def _note_pids(self, cage: Cage) -> None:
+        """For a later emulator, should this one crash: sshd's own environment cannot always be read."""
+        processes = [proctree.read_process(cage.pid), cage.first_process()]
+        text = "".join(f"{process.pid} {process.started}\n" for process in processes if process)
+        quarters.replace(self.folders.pids, text, 0o600)
+
+    def _await_listening(self, offset: int) -> bool:
+        """Whether sshd listens; False when doomed meanwhile. Its own log is read: another's port would not fool us."""
+        deadline = time.monotonic() + _LISTEN_TIMEOUT_SECONDS
+        while not self.doomed:
+            log = self.folders.log.read_bytes()[offset:]
+            if _LISTENING in log:
+                return True
+            cage = self._cage
+            if cage is None or cage.has_ended() or time.monotonic() > deadline:
+                tail = log.decode(errors="replace").strip() or "its sshd says nothing"
+                raise MachineError(
+                    f"worker {self.key.worker} of {self.key.path.node_id} does not come up: {tail[-500:]}"
+                )
+            time.sleep(0.005)
+        return False
+
+
+def end_all(machines: Collection[WorkerMachine], metadata: MetadataServer) -> list[int]:
+    """
+    End machines together, and kill what got out of a sandbox all the same. Returns the pids of such, hopefully none.
+
+    Raises: MachineError: something survives even that.
+    """
+    for machine in machines:
+        machine.doom()
+    for machine in machines:
+        machine.await_settled()
+    try:
+        sandbox.end([machine.cage for machine in machines if machine.cage])
+    finally:
+        metadata.remove(*(machine.address for machine in machines))
+        for machine in machines:
+            machine.vacate()
+    dead_marks = {machine.mark for machine in machines}
+
+    def strays() -> list[Process]:
+        return [process for process, mark in proctree.marks(outfit.MARK).items() if mark in dead_marks]
+
+    found = strays()
+    if found and (left := proctree.kill_all(strays)):
+        raise MachineError(f"processes survive SIGKILL: {sorted(process.pid for process in left)}")
+    return [process.pid for process in found]
+
+
+def _is_sshd(process: Process) -> bool:
+    """The listener, its sessions and their helpers (`sshd-session` and `sshd-auth` of newer OpenSSH among them)."""
+    return process.name.startswith(("sshd", "sftp-server"))
+
+
+def _fill_accept_queue(address: str, port: int) -> None:
+    """
+    Connect to a stopped listener until its queue is full, so that further connects get no answer at all.
+
+    Connections that we close go on filling the queue until the listener accepts them.
+    """
+    poll = select.poll()
+    with contextlib.ExitStack() as stack:
+        for _ in range(_BACKLOG_ATTEMPTS):
+            client = stack.enter_context(socket.socket())
+            client.setblocking(False)
+            client.connect_ex((address, port))
+            poll.register(client, select.POLLOUT)
+            # Over loopback a handshake ends within the connect call: one that still waits found the queue full.
+            if not poll.poll(20):
+                return
+            poll.unregister(client)

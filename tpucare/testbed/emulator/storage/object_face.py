@@ -1,0 +1,291 @@
+"""
+Cloud Storage's JSON API over an `ObjectStore`, as far as tensorstore, gcsfs, google-cloud-storage and gsutil use it:
+buckets; objects with media, multipart and resumable uploads, ranges, copies, compositions; and batches.
+
+Clients are pointed here by STORAGE_EMULATOR_HOST and TENSORSTORE_GCS_HTTP_URL. Credentials are not looked at. Not
+honoured: `fields`, `projection`, versions, ACLs, encryption keys.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+from urllib.parse import unquote
+
+from tpucare.testbed.emulator.http_server import HttpAnswer, HttpRequest, HttpService
+from tpucare.testbed.emulator.storage.multipart import inner_request, parts_of
+from tpucare.testbed.emulator.storage.object_json import (
+    bucket_json,
+    conditions_of,
+    media,
+    object_json,
+    object_of,
+    refused,
+    said_json,
+)
+from tpucare.testbed.emulator.storage.objects import Conditions, Listing, ObjectError, ObjectStore, StoredObject
+
+PAGE_LIMIT = 1000
+BATCH_LIMIT = 100
+STILL_OPEN = 308
+"""`Resume Incomplete`: what a resumable upload says until its last byte is there."""
+
+
+@dataclass(eq=False)
+class _Upload:
+    """A resumable upload under way."""
+
+    bucket: str
+    name: str
+    content_type: str
+    metadata: Mapping[str, str]
+    conditions: Conditions
+    content: bytearray = field(default_factory=bytearray)
+
+
+class ObjectFace:
+    """Answers HTTP requests from a store."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._store = store
+        self._lock = threading.Lock()
+        self._uploads: dict[str, _Upload] = {}
+        bucket, thing = r"/b/([^/]+)", r"/o/([^/]+)"
+        api, upload = r"(?:/download)?/storage/v1", r"/upload/storage/v1"
+        self._rules: list[tuple[str, re.Pattern[str], Callable[..., HttpAnswer]]] = [
+            (verb, re.compile(pattern + "/?"), act)
+            for verb, pattern, act in (
+                ("GET", f"{api}/b", self._list_buckets),
+                ("POST", f"{api}/b", self._make_bucket),
+                ("GET", f"{api}{bucket}", self._get_bucket),
+                ("DELETE", f"{api}{bucket}", self._delete_bucket),
+                ("GET", f"{api}{bucket}/storageLayout", self._layout),
+                ("GET", f"{api}{bucket}/o", self._list),
+                ("GET", f"{api}{bucket}{thing}", self._get),
+                ("DELETE", f"{api}{bucket}{thing}", self._delete),
+                ("PATCH", f"{api}{bucket}{thing}", self._patch),
+                ("PUT", f"{api}{bucket}{thing}", self._patch),
+                ("POST", f"{api}{bucket}{thing}/rewriteTo{bucket}{thing}", self._rewrite),
+                ("POST", f"{api}{bucket}{thing}/copyTo{bucket}{thing}", self._copy),
+                ("POST", f"{api}{bucket}{thing}/moveTo{thing}", self._move),
+                ("POST", f"{api}{bucket}{thing}/compose", self._compose),
+                ("POST", f"{upload}{bucket}/o", self._upload),
+                ("PUT", f"{upload}{bucket}/o", self._go_on),
+                ("DELETE", f"{upload}{bucket}/o", self._cancel),
+                ("POST", "/batch(?:/storage/v1)?", self._batch),
+            )
+        ]
+
+    def serve(self, port: int = 0) -> HttpService:
+        """Raises: ConfigError: the port is taken."""
+        return HttpService(self.answer, port)
+
+    def answer(self, request: HttpRequest) -> HttpAnswer:
+        for verb, pattern, act in self._rules:
+            if verb == request.method and (match := pattern.fullmatch(request.path)):
+                try:
+                    return act(request, *map(unquote, match.groups()))
+                except ObjectError as error:
+                    return refused(error)
+                except ValueError as error:
+                    return refused(ObjectError(400, "invalid", f"Invalid argument: {error}"))
+        return refused(ObjectError(404, "notFound", f"Not Found: {request.method} {request.path}"))
+
+    # --- buckets
+
+    def _list_buckets(self, _request: HttpRequest) -> HttpAnswer:
+        items = [bucket_json(name, made) for name, made in self._store.buckets().items()]
+        return said_json({"kind": "storage#buckets", "items": items})
+
+    def _make_bucket(self, request: HttpRequest) -> HttpAnswer:
+        name = str(object_of(request.body).get("name", ""))
+        return said_json(bucket_json(name, self._store.make_bucket(name)))
+
+    def _get_bucket(self, _request: HttpRequest, bucket: str) -> HttpAnswer:
+        return said_json(bucket_json(bucket, self._store.bucket(bucket)))
+
+    def _delete_bucket(self, _request: HttpRequest, bucket: str) -> HttpAnswer:
+        self._store.delete_bucket(bucket)
+        return HttpAnswer(204)
+
+    def _layout(self, _request: HttpRequest, bucket: str) -> HttpAnswer:
+        self._store.bucket(bucket)
+        flat = {"hierarchicalNamespace": {"enabled": False}, "location": "US", "locationType": "multi-region"}
+        return said_json({"kind": "storage#storageLayout", "bucket": bucket, **flat})
+
+    # --- objects
+
+    def _list(self, request: HttpRequest, bucket: str) -> HttpAnswer:
+        size = int(request.value("maxResults") or PAGE_LIMIT)
+        asked = Listing(
+            prefix=request.value("prefix"),
+            delimiter=request.value("delimiter"),
+            start=request.value("startOffset"),
+            end=request.value("endOffset"),
+            glob=request.value("matchGlob"),
+            trailing=request.value("includeTrailingDelimiter") == "true",
+            size=max(1, min(size, PAGE_LIMIT)),
+            after=request.value("pageToken"),
+        )
+        page = self._store.list(bucket, asked)
+        said: dict[str, Any] = {"kind": "storage#objects"}
+        if page.items:
+            said["items"] = [object_json(one, request) for one in page.items]
+        if page.prefixes:
+            said["prefixes"] = list(page.prefixes)
+        if page.next_token:
+            said["nextPageToken"] = page.next_token
+        return said_json(said)
+
+    def _get(self, request: HttpRequest, bucket: str, name: str) -> HttpAnswer:
+        wanted = request.value("generation")
+        found = self._store.get(
+            bucket, name, generation=int(wanted) if wanted else None, conditions=conditions_of(request)
+        )
+        if request.value("alt") == "media" or request.path.startswith("/download/"):
+            return media(found, request.headers.get("range", ""))
+        return said_json(object_json(found, request))
+
+    def _delete(self, request: HttpRequest, bucket: str, name: str) -> HttpAnswer:
+        wanted = request.value("generation")
+        generation = int(wanted) if wanted else None
+        self._store.delete(bucket, name, generation=generation, conditions=conditions_of(request))
+        return HttpAnswer(204)
+
+    def _patch(self, request: HttpRequest, bucket: str, name: str) -> HttpAnswer:
+        changes = object_of(request.body)
+        return said_json(
+            object_json(self._store.patch(bucket, name, changes, conditions=conditions_of(request)), request)
+        )
+
+    def _copied(self, request: HttpRequest, *names: str) -> StoredObject:
+        bucket, name, to_bucket, to_name = names
+        return self._store.copy(
+            (bucket, name),
+            (to_bucket, to_name),
+            source_conditions=conditions_of(request, "ifSource"),
+            conditions=conditions_of(request),
+        )
+
+    def _rewrite(self, request: HttpRequest, *names: str) -> HttpAnswer:
+        made = self._copied(request, *names)
+        size = str(len(made.content))
+        said = {"kind": "storage#rewriteResponse", "totalBytesRewritten": size, "objectSize": size, "done": True}
+        return said_json({**said, "resource": object_json(made, request)})
+
+    def _copy(self, request: HttpRequest, *names: str) -> HttpAnswer:
+        return said_json(object_json(self._copied(request, *names), request))
+
+    def _move(self, request: HttpRequest, bucket: str, name: str, to_name: str) -> HttpAnswer:
+        made = self._copied(request, bucket, name, bucket, to_name)
+        self._store.delete(bucket, name)
+        return said_json(object_json(made, request))
+
+    def _compose(self, request: HttpRequest, bucket: str, name: str) -> HttpAnswer:
+        asked = object_of(request.body)
+        sources = [str(one.get("name", "")) for one in asked.get("sourceObjects", ())]
+        kind = str(asked.get("destination", {}).get("contentType", ""))
+        return said_json(object_json(self._store.compose(bucket, sources, name, kind, conditions_of(request)), request))
+
+    # --- uploads
+
+    def _upload(self, request: HttpRequest, bucket: str) -> HttpAnswer:
+        kind = request.value("uploadType")
+        if request.value("upload_id"):
+            return self._go_on(request, bucket)  # gcsfs sends its chunks so
+        if kind == "resumable":
+            return self._begin(request, bucket)
+        described: Mapping[str, Any] = {}
+        content, content_type = request.body, request.headers.get("content-type", "")
+        if kind == "multipart":
+            first, (headers, content) = _two_parts(request)
+            described, content_type = object_of(first[1]), headers.get("content-type", "")
+        made = self._store.insert(
+            bucket,
+            str(described.get("name") or request.value("name")),
+            content,
+            content_type=str(described.get("contentType") or content_type or "application/octet-stream"),
+            metadata=described.get("metadata"),
+            conditions=conditions_of(request),
+        )
+        return said_json(object_json(made, request))
+
+    def _begin(self, request: HttpRequest, bucket: str) -> HttpAnswer:
+        self._store.bucket(bucket)
+        described = object_of(request.body)
+        name = str(described.get("name") or request.value("name"))
+        kind = described.get("contentType") or request.headers.get("x-upload-content-type")
+        token = uuid.uuid4().hex
+        with self._lock:
+            self._uploads[token] = _Upload(
+                bucket,
+                name,
+                str(kind or "application/octet-stream"),
+                described.get("metadata") or {},
+                conditions_of(request),
+            )
+        host = request.headers.get("host", "127.0.0.1")
+        where = f"http://{host}{request.path}?uploadType=resumable&upload_id={token}"
+        return HttpAnswer(200, headers={"Location": where, "X-GUploader-UploadID": token})
+
+    def _go_on(self, request: HttpRequest, _bucket: str) -> HttpAnswer:
+        """A chunk (`bytes 0-99/200`, `bytes 0-99/*`), or a question how far it has come (`bytes */200`)."""
+        with self._lock:
+            upload = self._uploads.get(request.value("upload_id"))
+            if upload is None:
+                raise ObjectError(404, "notFound", "No such upload")
+            span = request.headers.get("content-range", f"bytes 0-{len(request.body) - 1}/{len(request.body)}")
+            match = re.fullmatch(r"bytes (?:(\d+)-(\d+)|\*)/(\d+|\*)", span)
+            if match is None or (match[1] and int(match[1]) > len(upload.content)):
+                raise ObjectError(400, "invalid", f"Invalid Content-Range: {span}")
+            if match[1]:
+                upload.content[int(match[1]) :] = request.body
+            if match[3] == "*" or len(upload.content) < int(match[3]):
+                have = {"Range": f"bytes=0-{len(upload.content) - 1}"} if upload.content else {}
+                return HttpAnswer(STILL_OPEN, headers=have)
+            del self._uploads[request.value("upload_id")]
+        made = self._store.insert(
+            upload.bucket,
+            upload.name,
+            bytes(upload.content),
+            content_type=upload.content_type,
+            metadata=upload.metadata,
+            conditions=upload.conditions,
+        )
+        return said_json(object_json(made, request))
+
+    def _cancel(self, request: HttpRequest, _bucket: str) -> HttpAnswer:
+        with self._lock:
+            self._uploads.pop(request.value("upload_id"), None)
+        return HttpAnswer(499)
+
+    # --- batches
+
+    def _batch(self, request: HttpRequest) -> HttpAnswer:
+        # Calls are text, and Google's own library ends their lines without a carriage return.
+        lines = request.body.replace(b"\r\n", b"\n").replace(b"\n", b"\r\n")
+        parts = parts_of(replace(request, body=lines))
+        if len(parts) > BATCH_LIMIT:
+            raise ObjectError(400, "invalid", f"A batch holds at most {BATCH_LIMIT} calls.")
+        boundary = f"batch_{uuid.uuid4().hex}"
+        out = b""
+        for headers, content in parts:
+            answer = self.answer(inner_request(request, content))
+            known = headers.get("content-id", "").strip("<>")
+            head = [f"--{boundary}", "Content-Type: application/http"]
+            head += [f"Content-ID: <response-{known}>"] if known else []
+            head += ["", f"HTTP/1.1 {answer.status} -", f"Content-Type: {answer.content_type}"]
+            head += [f"Content-Length: {len(answer.body)}", "", ""]
+            out += "\r\n".join(head).encode() + answer.body + b"\r\n"
+        return HttpAnswer(200, out + f"--{boundary}--\r\n".encode(), f"multipart/mixed; boundary={boundary}")
+
+
+def _two_parts(request: HttpRequest) -> list[tuple[dict[str, str], bytes]]:
+    parts = parts_of(request)
+    if len(parts) != 2:
+        raise ObjectError(400, "badContent", "A multipart upload has two parts: metadata and media.")
+    return parts

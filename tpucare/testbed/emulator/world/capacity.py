@@ -1,0 +1,197 @@
+"""
+Capacity of the emulated zones: how much there is at which instant, and who holds it.
+
+A supply is an endless or finite stream of changes (instant, amount), drawn lazily from its own seeded stream, so that
+what callers do never shifts what a zone does. A pool is a supply's present amount and the claims on it.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from importlib import resources
+from pathlib import Path
+
+from tpucare.model.accelerators import Accelerator
+from tpucare.model.errors import ConfigError
+from tpucare.testbed.emulator.world.config_zones import Capacity, Process
+
+Change = tuple[datetime, int]
+Supply = Iterator[Change]
+"""Changes in order of time; the first is the amount at the start."""
+
+TRACE_FORMAT = "spot-capacity-trace/1"
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Ticks of measured capacity; shape: one entry per `interval`, gaps filled with the last value."""
+
+    name: str
+    interval: timedelta
+    maximum: int
+    ticks: tuple[int, ...]
+
+
+def shipped_traces() -> tuple[str, ...]:
+    """Names, as `<dataset>/<zone>`, of the traces that come with the package."""
+    folder = resources.files("tpucare.testbed.emulator") / "traces"
+    datasets = [entry for entry in folder.iterdir() if entry.is_dir() and entry.name != "LICENSES"]
+    names = [f"{dataset.name}/{file.name}" for dataset in datasets for file in dataset.iterdir()]
+    return tuple(sorted(name.removesuffix(".json") for name in names if name.endswith(".json")))
+
+
+@functools.cache
+def load_trace(name: str) -> Trace:
+    """A shipped trace by name, or a file by path. Raises: ConfigError: no such trace, or not of the format."""
+    try:
+        raw = json.loads(_trace_text(name))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ConfigError(f"trace {name}: cannot be read: {error}") from error
+    if not isinstance(raw, dict) or raw.get("format") != TRACE_FORMAT or not raw.get("capacity"):
+        raise ConfigError(f"trace {name}: not in format {TRACE_FORMAT}")
+    try:
+        interval = timedelta(seconds=float(raw["interval_s"]))
+        ticks = _without_gaps([None if tick is None else int(tick) for tick in raw["capacity"]])
+        trace = Trace(name, interval, int(raw["max_capacity"]), ticks)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"trace {name}: interval_s, max_capacity or capacity is missing or malformed") from error
+    if trace.interval <= timedelta() or min(ticks) < 0:
+        raise ConfigError(f"trace {name}: interval_s and capacity must be positive")
+    return trace
+
+
+def _trace_text(name: str) -> str:
+    shipped = resources.files("tpucare.testbed.emulator") / "traces" / f"{name}.json"
+    if shipped.is_file():
+        return shipped.read_text(encoding="utf-8")
+    path = Path(name)
+    if not path.is_file():
+        raise ConfigError(f"trace {name}: neither a file nor one of {', '.join(shipped_traces())}")
+    return path.read_text(encoding="utf-8")
+
+
+def _without_gaps(ticks: list[int | None]) -> tuple[int, ...]:
+    carried = next((tick for tick in ticks if tick is not None), 0)
+    filled = []
+    for tick in ticks:
+        carried = carried if tick is None else tick
+        filled.append(carried)
+    return tuple(filled)
+
+
+def supply(config: Capacity, start: datetime, rng: random.Random) -> Supply:
+    """The stream of changes that *config* describes. Raises: ConfigError: an unreadable trace, at once."""
+    if config.amount is not None:
+        return iter([(start, config.amount)])
+    if config.process is not None:
+        return _from_process(config.process, start, rng)
+    if config.schedule:
+        return _from_schedule(config.schedule, start)
+    return _from_trace(load_trace(config.trace), config.trace_from, start, rng)
+
+
+def _from_schedule(schedule: tuple[tuple[float, int], ...], start: datetime) -> Supply:
+    pairs = sorted(schedule, key=lambda pair: pair[0])
+    if pairs[0][0] > 0:
+        yield start, 0
+    for offset, amount in pairs:
+        yield start + timedelta(seconds=offset), amount
+
+
+def _from_process(process: Process, start: datetime, rng: random.Random) -> Supply:
+    """Exponential waits; during the stockout after a burst nothing is born."""
+    now = start
+    amount = min(process.maximum if process.initial is None else process.initial, process.maximum)
+    barren_until = start
+    yield now, amount
+    total = process.births + process.deaths + process.bursts
+    while total > 0:
+        now += timedelta(hours=rng.expovariate(total))
+        kind = rng.uniform(0, total)
+        if kind < process.births:
+            amount = min(process.maximum, amount + 1) if now >= barren_until else amount
+        elif kind < process.births + process.deaths:
+            amount = max(0, amount - 1)
+        else:
+            amount -= round(amount * process.burst_share)
+            barren_until = now + timedelta(seconds=process.stockout.draw(rng))
+        # A quiet draw is yielded too: the world looks one change ahead, and must not search without end for the next.
+        yield now, amount
+
+
+def _from_trace(trace: Trace, first: int, start: datetime, rng: random.Random) -> Supply:
+    """The instant of a change between two ticks is unknown: uniform within the interval."""
+    count = len(trace.ticks)
+    before = trace.ticks[first % count]
+    yield start, before
+    for tick in itertools.count(1):
+        amount = trace.ticks[(first + tick) % count]
+        if amount == before:
+            continue
+        yield start + (tick - 1 + rng.random()) * trace.interval, amount
+        before = amount
+
+
+@dataclass(slots=True)
+class Pool:
+    """
+    The capacity that some accelerators of a zone share on one tier, and the claims on it by node id.
+
+    `capacity` None is unlimited. A pool of one unit holds whole nodes only: a slice fits entirely or not at all.
+    """
+
+    zone: str
+    accelerator: str
+    tier: str
+    unit: str
+    capacity: int | None
+    burst_seconds: float = 60.0
+    claims: dict[int, int] = field(default_factory=dict)
+    used: int = 0
+
+    def covers(self, accelerator: Accelerator, tier: str) -> bool:
+        return self.tier == tier and self.accelerator in ("", accelerator.type, accelerator.generation)
+
+    def claim(self, node_id: int, accelerator: Accelerator) -> bool:
+        """Take what a node needs; False, and nothing taken, when it does not fit."""
+        need = units(self.unit, accelerator)
+        if self.capacity is not None and self.used + need > self.capacity:
+            return False
+        self.claims[node_id] = need
+        self.used += need
+        return True
+
+    def release(self, node_id: int) -> None:
+        """Harmless when there is no claim."""
+        self.used -= self.claims.pop(node_id, 0)
+
+    def victims(self, rng: random.Random) -> list[int]:
+        """Node ids that have to go so that the rest fits, by chance. Claims stay until `release`."""
+        if self.capacity is None or self.used <= self.capacity:
+            return []
+        order = list(self.claims)
+        rng.shuffle(order)
+        over = self.used - self.capacity
+        chosen: list[int] = []
+        for node_id in order:
+            if over <= 0:
+                break
+            over -= self.claims[node_id]
+            chosen.append(node_id)
+        return chosen
+
+
+def units(unit: str, accelerator: Accelerator) -> int:
+    """How much of a pool, or of a quota, one node takes."""
+    return {
+        "nodes": 1,
+        "hosts": accelerator.hosts,
+        "chips": accelerator.chips,
+        "cores": accelerator.cores,
+    }[unit]

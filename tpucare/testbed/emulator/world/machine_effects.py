@@ -1,0 +1,93 @@
+"""
+What the world tells its machines to do: boot, die, fall silent, answer again, change what the metadata server says.
+
+Plain records, frozen, in the order in which they are to be done; `server` hands them on, `machines` carries them out,
+and in virtual time `tpucare.simulation` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+
+from tpucare.testbed.emulator.world.records import NodePath
+
+
+@dataclass(frozen=True, slots=True)
+class Boot:
+    """
+    Start a worker. A second Boot of the same `node_id` and worker is a reboot: same home, same host keys.
+
+    attributes: the metadata server's content, path -> value, for example `instance/attributes/ssh-keys`
+    peers:      addresses of all workers of the slice, index = worker number; empty where one is missing
+    takes_keys: its `ssh-keys` log in at once, and not only after an AuthorizeKeys
+    holds_chips: a service of the image holds them from the boot on
+    """
+
+    at: datetime
+    path: NodePath
+    node_id: int
+    worker: int
+    address: str
+    hostname: str
+    attributes: Mapping[str, str]
+    peers: tuple[str, ...]
+    takes_keys: bool = True
+    holds_chips: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """End every process of a worker at once and listen no more; None = of all workers of that incarnation."""
+
+    at: datetime
+    path: NodePath
+    node_id: int
+    worker: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Silence:
+    """Answer nothing on the network any more; what runs goes on running."""
+
+    at: datetime
+    path: NodePath
+    node_id: int
+    worker: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """Undo a Silence."""
+
+    at: datetime
+    path: NodePath
+    node_id: int
+    worker: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SetAttribute:
+    """Change a path of the metadata server, for example `instance/preempted` to TRUE."""
+
+    at: datetime
+    path: NodePath
+    node_id: int
+    worker: int | None
+    name: str
+    value: str
+
+
+@dataclass(frozen=True, slots=True)
+class AuthorizeKeys:
+    """The guest agent has seen new `ssh-keys` metadata (`user:ssh-… key`, one a line): log these in, no others."""
+
+    at: datetime
+    path: NodePath
+    node_id: int
+    ssh_keys: str
+    worker: int | None = None
+
+
+MachineEffect = Boot | Kill | Silence | Resume | SetAttribute | AuthorizeKeys

@@ -1,0 +1,150 @@
+"""The nouns of queued resources: what is asked for, where it stands, and which nodes it is about. No protobuf here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from enum import IntEnum
+from typing import NamedTuple
+
+from tpucare.testbed.emulator.world.records import ApiError, NodeSpec
+
+
+class QueueState(IntEnum):
+    """`QueuedResourceState.State`. WAITING_FOR_RESOURCES replaced ACCEPTED; both mean waiting."""
+
+    CREATING = 1
+    ACCEPTED = 2
+    PROVISIONING = 3
+    FAILED = 4
+    DELETING = 5
+    ACTIVE = 6
+    SUSPENDING = 7
+    SUSPENDED = 8
+    WAITING_FOR_RESOURCES = 9
+
+
+WAITING = (QueueState.ACCEPTED, QueueState.WAITING_FOR_RESOURCES)
+SHELLS = (QueueState.FAILED, QueueState.SUSPENDED)
+"""Nothing happens to these any more until somebody deletes or resets them."""
+
+
+class Initiator(IntEnum):
+    """`QueuedResourceState.StateInitiator`: who made it SUSPENDING; SERVICE means preempted."""
+
+    UNSPECIFIED = 0
+    USER = 1
+    SERVICE = 2
+
+
+class QueuedPath(NamedTuple):
+    """`projects/<project>/locations/<zone>/queuedResources/<queued_id>`; sorts in the order of listings."""
+
+    project: str
+    zone: str
+    queued_id: str
+
+    def __str__(self) -> str:
+        return f"{self.parent}/queuedResources/{self.queued_id}"
+
+    @property
+    def parent(self) -> str:
+        return f"projects/{self.project}/locations/{self.zone}"
+
+
+def parse_queued_path(name: str) -> QueuedPath:
+    """Raises: ApiError (3): not the name of a queued resource."""
+    parts = name.split("/")
+    if len(parts) != 6 or parts[0::2] != ["projects", "locations", "queuedResources"] or not all(parts):
+        raise ApiError(3, f"Invalid resource name '{name}'; expected projects/*/locations/*/queuedResources/*")
+    return QueuedPath(parts[1], parts[3], parts[5])
+
+
+@dataclass(frozen=True, slots=True)
+class NodeWish:
+    """
+    One `node_spec`: a node by its id, or a multislice of `count` nodes called `<prefix>-0`, `<prefix>-1`, ...
+
+    prefix: empty where none was given: the id of the queued resource is used
+    """
+
+    spec: NodeSpec
+    parent: str = ""
+    node_id: str = ""
+    count: int = 0
+    prefix: str = ""
+
+    def ids(self, queued_id: str) -> tuple[str, ...]:
+        if not self.count:
+            return (self.node_id,)
+        return tuple(f"{self.prefix or queued_id}-{number}" for number in range(self.count))
+
+
+@dataclass(frozen=True, slots=True)
+class Validity:
+    """`queueing_policy`: instants, or lengths that count from the create."""
+
+    until: datetime | None = None
+    until_after: timedelta | None = None
+    after: datetime | None = None
+    after_after: timedelta | None = None
+    interval: tuple[datetime | None, datetime | None] | None = None
+
+    def begin(self, created: datetime) -> datetime | None:
+        """Not served before this."""
+        if self.interval is not None:
+            return self.interval[0]
+        return created + self.after_after if self.after_after is not None else self.after
+
+    def end(self, created: datetime) -> datetime | None:
+        """Not served after this."""
+        if self.interval is not None:
+            return self.interval[1]
+        return created + self.until_after if self.until_after is not None else self.until
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedSpec:
+    """
+    What a caller asks for.
+
+    tier: `spot`, `guaranteed`, `best-effort` (v2alpha1) or empty; min_duration and reserved belong to `guaranteed`
+    """
+
+    wishes: tuple[NodeWish, ...] = ()
+    tier: str = ""
+    min_duration: timedelta | None = None
+    reserved: bool = False
+    reservation_name: str = ""
+    validity: Validity = Validity()
+    has_policy: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedRecord:
+    """
+    One queued resource as the API shows it at this instant.
+
+    error: (code, message) while it is FAILED     state: a plain number, since an operator may set any
+    """
+
+    path: QueuedPath
+    create_time: datetime
+    spec: QueuedSpec
+    state: int = QueueState.CREATING
+    initiator: int = Initiator.UNSPECIFIED
+    error: tuple[int, str] | None = None
+    unknown_fields: bool = False
+
+    @property
+    def name(self) -> str:
+        return str(self.path)
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedPage:
+    """One page of ListQueuedResources."""
+
+    resources: tuple[QueuedRecord, ...]
+    next_page_token: str = ""
+    unreachable: tuple[str, ...] = ()

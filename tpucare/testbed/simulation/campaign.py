@@ -1,0 +1,175 @@
+"""
+Many histories: seeds over processes, their sums, and what a person or a script is told of them.
+
+One history is lived by one process; the same seeds give the same campaign, in whatever order they end.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from tpucare.model.resources import Slot
+from tpucare.model.words import counted
+from tpucare.testbed.simulation.faults import EMERGENT, FAULTS
+from tpucare.testbed.simulation.history import History, Outcome
+from tpucare.testbed.simulation.scenario import CLOSE, MONTHS, WEEKS, Pace, Scenario, draw, month_slots, storm_slots
+from tpucare.testbed.simulation.tally import PHASES, Tally
+
+MONTH_LIFETIME: Mapping[str, str] = {"median": "3d", "p95": "16d"}
+WEEKS_BEGIN = 3.0
+MANY_SLOTS = 50
+"""A history of more days, or of more slots as well, is not lived as close up, unless said otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """
+    What the histories of a campaign have in common. `slots` empty: those of storms, or `count` equal ones.
+
+    world: as a file of `tpucare emulator` has it; None: drawn from the seed
+    """
+
+    days: float
+    level: str
+    slots: tuple[Slot, ...] = ()
+    count: int = 0
+    world: Mapping[str, Any] | None = None
+    pace: Pace | None = None
+
+    def scenario(self, seed: int) -> Scenario:
+        slots = self.slots or (month_slots(self.count) if self.count else storm_slots())
+        pace = self.pace or (CLOSE if self.days < WEEKS_BEGIN else WEEKS if len(slots) < MANY_SLOTS else MONTHS)
+        lifetime = None if pace.close else MONTH_LIFETIME
+        return draw(seed, slots, days=self.days, level=self.level, pace=pace, world=self.world, lifetime=lifetime)
+
+
+def live(plan: Plan, seed: int, remember: int = 0, on_way: Callable[[float], None] = lambda _: None) -> Outcome:
+    """One history. Runs in a process of its own kind, too: everything it needs is in *plan* and *seed*."""
+    # A history makes millions of small records that die by themselves; looking through those that live takes an eighth
+    # of its time. What has to be looked for is collected now and then (`history`).
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        return History(plan.scenario(seed), remember=remember, on_way=on_way).run()
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def campaign(
+    plan: Plan, seeds: Sequence[int], jobs: int = 1, on_way: Callable[[float], None] = lambda _: None
+) -> Iterator[Outcome]:
+    """
+    Outcomes as they come; with one job in the order of seeds and in this process, which alone tells how far it is.
+
+    The processes of several jobs end at once when nobody wants their outcomes any more, however that came about.
+    """
+    if jobs <= 1 or len(seeds) == 1:
+        for seed in seeds:
+            yield live(plan, seed, on_way=on_way)
+        return
+    context = multiprocessing.get_context("forkserver")
+    held, line = context.Pipe(duplex=False)
+    with line, held, ProcessPoolExecutor(jobs, context, initializer=_end_with, initargs=(held,)) as pool:
+        try:
+            under_way = {pool.submit(live, plan, seed) for seed in seeds}
+            for ended in as_completed(under_way):
+                yield ended.result()
+        except BaseException:
+            line.close()
+            raise
+
+
+def _end_with(held: Connection) -> None:
+    """End this process when the other end of the line is closed: by whoever asked, or by the end of its process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal tells everybody, and the others ask us to end
+
+    def watch() -> None:
+        wait([held])
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+@dataclass(slots=True)
+class Sums:
+    """A campaign in figures; `failed` by seed."""
+
+    histories: int = 0
+    tally: Tally = field(default_factory=Tally)
+    failed: dict[int, Outcome] = field(default_factory=dict)
+    digests: dict[int, str] = field(default_factory=dict)
+
+    def add(self, outcome: Outcome) -> None:
+        self.histories += 1
+        self.tally.add(outcome.tally)
+        self.digests[outcome.seed] = outcome.digest
+        if outcome.broken:
+            self.failed[outcome.seed] = outcome
+
+    @property
+    def clean(self) -> bool:
+        return not self.failed
+
+    def unmet(self, level: str) -> list[str]:
+        """Kinds of faults that the level draws, and that never occurred."""
+        return sorted(kind for kind, fault in FAULTS.items() if fault.rates[level] and not self.tally.faults[kind])
+
+    def as_json(self) -> dict[str, Any]:
+        tally = self.tally
+        return {
+            "clean": self.clean,
+            "histories": self.histories,
+            "node_days": round(tally.node_days, 1),
+            "node_hours": round(tally.node_hours, 1),
+            "availability": round(tally.availability, 4),
+            "goodput": round(tally.goodput, 4),
+            "launches": tally.launches,
+            "creates": tally.creates,
+            "steps": tally.steps,
+            "restarts": tally.restarts,
+            "phases": {name: round(_mean(tally, name), 1) for name in PHASES if name in tally.phases},
+            "settled_share_of_bound": round(max(tally.settled, default=0.0), 3),
+            "apart": dict(sorted(tally.apart.items())),
+            "faults": {kind: tally.faults[kind] for kind in (*FAULTS, *EMERGENT) if tally.faults[kind]},
+            "broken": {
+                str(seed): [{"rule": b.rule, "seconds": b.seconds, "text": b.text} for b in outcome.broken]
+                for seed, outcome in sorted(self.failed.items())
+            },
+        }
+
+    def lines(self) -> list[str]:
+        tally, told = self.tally, []
+        verdict = "every property held" if self.clean else f"{len(self.failed)} of {self.histories} broke a property"
+        histories = counted(self.histories, "history", "histories")
+        told.append(f"{histories}, {tally.node_days:,.0f} node-days: {verdict}")
+        hours = f"{tally.node_hours:,.0f} node-hours READY"
+        told.append(f"availability {tally.availability:.1%}, goodput {tally.goodput:.1%}, {hours}")
+        calls = counted(tally.creates, "create call")
+        told.append(f"{counted(tally.launches, 'launch', 'launches')}, {calls}")
+        told.append(f"{counted(tally.steps, 'step')}, {counted(tally.restarts, 'process', 'processes')}")
+        phases = ", ".join(f"{name} {_mean(tally, name):,.0f} s" for name in PHASES if name in tally.phases)
+        told.append(f"of a recovery, on average: {phases or 'there was none'}")
+        if tally.settled:
+            told.append(f"after calm all trained within {max(tally.settled):.0%} of their bound at the latest")
+        apart = ", ".join(f"{count} {what}" for what, count in sorted(tally.apart.items()))
+        if apart:
+            told.append(f"counted apart: {apart}")
+        counts = [f"{kind} {tally.faults[kind]:,}" for kind in (*FAULTS, *EMERGENT) if tally.faults[kind]]
+        if counts:
+            told.append("faults: " + ", ".join(counts))
+        return told
+
+
+def _mean(tally: Tally, phase: str) -> float:
+    seconds, count = tally.phases.get(phase, (0.0, 0))
+    return seconds / count if count else 0.0

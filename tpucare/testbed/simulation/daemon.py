@@ -1,0 +1,223 @@
+"""
+A data centre, a project and a daemon in virtual time: `Zone` is the hand that acts on the world, `Daemon` the engine.
+
+`Daemon.kill` drops the process at that instant: what is on disk stays, effects under way are lost to it, and those
+that took hold in the world stay there. `Daemon.start` is the next process on the same store.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import datetime, timedelta
+
+from tpucare.engine.effects import Ports
+from tpucare.engine.engine import Engine, Settings
+from tpucare.model.causes import Cause
+from tpucare.model.memory import FleetRecord, Memory, Wish
+from tpucare.model.ports import Lane, Store
+from tpucare.model.resources import Event, Node, NodeState, Slot
+from tpucare.testbed.emulator.inprocess import InProcessCloud
+from tpucare.testbed.emulator.world.config import WorldConfig
+from tpucare.testbed.emulator.world.records import NodeRecord
+from tpucare.testbed.emulator.world.world import World
+from tpucare.testbed.simulation.machines import SimulatedWorker
+from tpucare.testbed.simulation.store import Disk, MemoryStore
+from tpucare.testbed.simulation.sweep import SimulatedSweep
+from tpucare.testbed.simulation.time import START, VirtualClock, VirtualExecutor
+from tpucare.testbed.simulation.workers import Script, VirtualLauncher
+
+SSH_KEY = "tpucare:ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIO"
+
+
+class Zone:
+    """The world, and what a person in the data centre would do to it."""
+
+    def __init__(self, config: WorldConfig, seed: int, clock: VirtualClock, launcher: VirtualLauncher) -> None:
+        self.world = World(config, seed=seed, start=START)
+        self.clock = clock
+        self.launcher = launcher
+        self.dark_for_ever: set[str] = set()
+        self._told: tuple[datetime | None, float] = (None, 0.0)
+        launcher.on_boot = self._publish
+        launcher.sshguard = config.guest.sshguard
+
+    def _publish(self, worker: SimulatedWorker) -> None:
+        """The guest agent of a machine that boots publishes its host key."""
+        name = "projects/{}/locations/{}/nodes/{}".format(*worker.key)
+        self.world.set_guest_attribute(name, worker.number, "hostkeys", "ssh-ed25519", worker.host_key)
+
+    def tick(self) -> None:
+        world = self.world
+        world.advance(self.clock.true_now())
+        if world.state.effects:
+            for effect in world.take_effects():
+                self.launcher.apply(effect)
+        self.launcher.ring()
+
+    def next_event(self) -> float | None:
+        at = self.world.next_event_at()
+        alarm = self.launcher.next_alarm()
+        if at is None:
+            return alarm
+        if self._told[0] is not at:
+            self._told = (at, (at - START).total_seconds())
+        due = max(self.clock.seconds, self._told[1])
+        return due if alarm is None or due < alarm else alarm
+
+    def nodes(self, slot: str = "") -> list[NodeRecord]:
+        return [node for node in self.world.nodes() if node.path.node_id.startswith(slot)]
+
+    def states(self, slot: str = "") -> list[str]:
+        return [NodeState(node.state).name for node in self.nodes(slot)]
+
+    def calls(self, method: str) -> list[dict[str, object]]:
+        return [dict(r) for r in self.world.audit if r["kind"] == "call" and r["method"] == method]
+
+    def created(self) -> list[str]:
+        return [str(call.get("node_id", call["name"])) for call in self.calls("CreateNode")]
+
+
+class Daemon:
+    """
+    The real engine on a store, under virtual time; `settings` hold from the next start on.
+
+    `own_files`: fleets whose slots have a file each, which is not read for a slot beyond the count.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: WorldConfig | None = None,
+        seed: int = 1,
+        script: Script | None = None,
+        settings: Settings | None = None,
+        delay: Callable[[Lane], float] | None = None,
+        grain: float = 0.0,
+    ) -> None:
+        self.clock = VirtualClock()
+        self.launcher = VirtualLauncher(self.clock, script or Script())
+        self.launcher.key = SSH_KEY
+        self.zone = Zone(config or WorldConfig.calm(), seed, self.clock, self.launcher)
+        self.settings = settings or Settings()
+        self.seed = seed
+        self.delay = delay
+        self.grain = grain
+        self.disk = Disk()
+        self.events: list[Event] = []
+        self.listen: Callable[[Event], None] = self.events.append
+        self.declared: dict[str, list[Slot]] = {}
+        self.own_files: set[str] = set()
+        self.on_edit: Callable[[list[Slot]], None] = lambda _slots: None
+        self.store: Store | None = None
+        self.restarts: list[datetime] = []
+        self.sweeps: dict[str, SimulatedSweep] = {}
+
+    # --- the process
+
+    def open_store(self) -> Store:
+        return MemoryStore(self.disk, self.clock.now())
+
+    def close_store(self) -> None: ...
+
+    def start(self) -> None:
+        self.executor = VirtualExecutor(self.clock, self.zone.tick, self.zone.next_event, self.delay, self.grain)
+        self.launcher.waiting = self.executor.waiting
+        self.launcher.nudge = self.executor.nudge
+        self.cloud = InProcessCloud(self.zone.world, now=self.clock.true_now, wait=self.executor.waiting)
+        self.store = self.open_store()
+        ports = Ports(self.cloud, self.launcher, self.store.owner, SSH_KEY)
+        self.engine = Engine(
+            ports, self.store, self.clock, self.executor, random.Random(self.seed), self.settings, self._tell
+        )
+        for fleet, slots in self.declared.items():
+            self._declare(fleet, slots)
+
+    def _tell(self, event: Event) -> None:
+        self.listen(event)
+
+    def kill(self, arrives: Callable[[], bool] = lambda: False) -> None:
+        """
+        SIGKILL: nothing of this process happens any more; the world goes on.
+
+        arrives: asked for each effect that was on its way to the cloud or to a worker: does it get there?
+        """
+        assert self.store is not None
+        self.executor.die(arrives)
+        self.cloud.close()
+        self.launcher.process_ended()
+        self.close_store()
+        self.store = None
+        self.restarts.append(self.clock.true_now())
+
+    def restart(self) -> None:
+        self.kill()
+        self.start()
+
+    def care_for_slots(self, fleet: str, slots: list[Slot]) -> None:
+        self.declared[fleet] = slots
+        assert self.store is not None
+        self.store.save_fleet(FleetRecord(fleet, "", "", self.clock.now()))
+        self._declare(fleet, slots)
+
+    def edit(self, fleet: str, slots: list[Slot]) -> None:
+        """The fleet's file says something else from now on; who is not running reads it at its next start."""
+        self.declared[fleet] = slots
+        self.on_edit(slots)
+        if self.store is not None:
+            self._declare(fleet, slots)
+
+    def _declare(self, fleet: str, slots: list[Slot]) -> None:
+        known = {slot.name: slot for slot in slots}
+        self.engine.declare(fleet, slots, lambda name: known.get(name) or self._surplus(fleet, name))
+
+    def _surplus(self, fleet: str, name: str) -> Slot:
+        """As `fleets` has it."""
+        first = self.declared[fleet][0]
+        if fleet not in self.own_files:
+            return replace(first, name=name)
+        track = self.engine.slots.get(name)
+        return track.slot if track is not None else replace(first, name=name, job=None)
+
+    def wish(self, slot: str, wish: Wish) -> None:
+        self.engine.change(slot, lambda memory: replace(memory, wish=wish), wish.value, f"{slot}: {wish.value}")
+
+    # --- time
+
+    def run(self, *, days: float = 0, hours: float = 0, minutes: float = 0, seconds: float = 0) -> None:
+        until = self.clock.seconds + timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds).total_seconds()
+        while self.clock.seconds < until:
+            idle = self.engine.step()
+            self.executor.sleep(timedelta(seconds=max(0.001, min(idle, until - self.clock.seconds))))
+
+    def run_until(self, condition: Callable[[], bool], *, minutes: float = 120) -> None:
+        until = self.clock.seconds + minutes * 60
+        while not condition():
+            assert self.clock.seconds < until, f"still not after {minutes} min: {self.why()}"
+            self.executor.sleep(timedelta(seconds=min(1.0, self.engine.step())))
+
+    # --- what there is to see
+
+    def memory(self, slot: str) -> Memory:
+        return self.engine.slots[slot].memory
+
+    def why(self, slot: str = "") -> dict[str, str]:
+        return {name: track.action.why for name, track in self.engine.slots.items() if name.startswith(slot)}
+
+    def causes(self, slot: str = "") -> dict[str, Cause]:
+        return {name: track.action.cause for name, track in self.engine.slots.items() if name.startswith(slot)}
+
+    def trains(self, slot: str) -> bool:
+        return self.engine.is_training(slot)
+
+    def all_train(self) -> bool:
+        return all(self.trains(name) for name in self.engine.slots)
+
+    def told(self, kind: str) -> list[str]:
+        return [event.text for event in self.events if event.kind == kind]
+
+    def node_of(self, slot: str) -> Node:
+        tracks = self.engine.slots[slot].nodes
+        assert len(tracks) == 1, f"{slot} has {sorted(tracks)}"
+        return next(iter(tracks.values())).node

@@ -1,0 +1,390 @@
+"""
+One history: a scenario lived through step by step, with the properties looked at after each of them.
+
+The weather lasts as long as the scenario says; then it is calm, a scripted person confirms and asks again, and every
+slot has to train within its bound (`calm`).
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import heapq
+import math
+import random
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+from tpucare.model.errors import CloudError, StoreError
+from tpucare.model.ports import Lane
+from tpucare.model.resources import LABEL_SLOT, Event, Listing, NodeKey, Slot
+from tpucare.testbed.simulation.calm import Calm, is_overslept
+from tpucare.testbed.simulation.daemon import Daemon
+from tpucare.testbed.simulation.hand import Hand, Undo
+from tpucare.testbed.simulation.machines import RunMark
+from tpucare.testbed.simulation.person import Person
+from tpucare.testbed.simulation.properties import Broken, Properties
+from tpucare.testbed.simulation.scenario import PERSON_EVERY, PROJECT, Scenario, Strike
+from tpucare.testbed.simulation.store import ProcessDied
+from tpucare.testbed.simulation.strikes import STRIKES
+from tpucare.testbed.simulation.swarm import Swarm
+from tpucare.testbed.simulation.tally import Tally, Watch
+from tpucare.testbed.simulation.workers import Script
+
+SETUP_SECONDS = 20.0
+RESTART_SECONDS = 5.0
+JUMP_FORGOTTEN = 2 * 3600.0
+# Steps between two looks for what only the collector can free (`campaign` switches it off).
+COLLECT_EVERY = 50_000
+OPERATION_LINGERS, SLOW_CREATE = 300.0, 900.0
+_WORKER_TROUBLE = frozenset({"network-dark", "workers-unreachable", "everything-slow", "api-slow", "suspended"})
+OWN_QUOTA = re.compile(r"^Quota (limit )?'")
+_LASTING = frozenset({"hung", "lost-worker", "host-key-changed", "key-refused"})
+
+
+@dataclass(slots=True)
+class Outcome:
+    """How a history ended; `broken` is empty when every property held. `digest` tells two histories apart."""
+
+    seed: int
+    broken: list[Broken]
+    steps: int
+    digest: str
+    tally: Tally
+    strikes: int = 0
+    told: list[str] = field(default_factory=list)
+
+
+class History:
+    """
+    `run` lives through it. Raises nothing that the product raises: an error of the engine is a broken property.
+
+    remember: how many of the last lines of the story are kept for a person
+    on_way: told now and then which part of the weather is over
+    """
+
+    def __init__(
+        self, scenario: Scenario, remember: int = 400, on_way: Callable[[float], None] = lambda _: None
+    ) -> None:
+        self.scenario, self._on_way = scenario, on_way
+        self.remember = remember
+        pace = scenario.pace
+        self.rng = random.Random(f"{scenario.seed}/history")
+        self.daemon = Daemon(
+            config=scenario.config,
+            seed=scenario.seed,
+            script=Script(setup_seconds=SETUP_SECONDS),
+            settings=pace.settings,
+            delay=self._delay if pace.close else None,
+            grain=pace.grain,
+        )
+        self.slots = {slot.name: slot for slot in scenario.slots}
+        self.watch = Watch(scenario.slots, SETUP_SECONDS)
+        self.tally = self.watch.tally
+        self.properties = Properties(
+            self.daemon.zone.world,
+            self.daemon.disk,
+            self.slots,
+            self.daemon.clock.monotonic,
+            wall=self.daemon.clock.now,
+            creates_per_minute=pace.settings.creates_per_minute,
+            poll=pace.poll,
+            probe=pace.probe,
+            hangs=lambda life: self.daemon.launcher.hangs_on(NodeKey(*life.path)),
+            guarded=lambda life: self.daemon.launcher.guards(NodeKey(*life.path)),
+        )
+        self.lines: list[str] = []
+        self._digest = hashlib.sha256()
+        self._timers: list[tuple[float, int, Undo]] = []
+        self._timer_count = 0
+        self._ready: dict[str, tuple[float, float]] = {}
+        self._suspects: dict[str, int] = {}
+        self._jumped_at = -math.inf
+        self.person = Person(self)
+        self.is_calm = False
+        self.daemon.launcher.script.saves_alone |= scenario.saves_alone
+        self.swarm = Swarm(self)
+        self._listen()
+
+    def _listen(self) -> None:
+        launcher, daemon = self.daemon.launcher, self.daemon
+        launcher.keep_history = False
+        launcher.eager = not self.scenario.pace.close
+        launcher.on_run = self._ran
+        launcher.on_report = self.properties.answered
+        launcher.on_trust = self.properties.trusted
+        daemon.zone.world.on_audit(self._audited, keep=False)
+        daemon.listen = self._told
+        daemon.on_edit = self._edited
+
+    def _delay(self, lane: Lane) -> float:
+        """How late effects begin: mostly at once, now and then by seconds."""
+        lot = self.rng.random()
+        if lane is Lane.PROBE or lot < 0.8:
+            return 0.0
+        return self.rng.uniform(0.01, 0.3) if lot < 0.98 else self.rng.uniform(0.3, 5.0)
+
+    def _edited(self, slots: list[Slot]) -> None:
+        """From now on they are declared so, and what they should have asked for is counted anew."""
+        self.slots.update({slot.name: slot for slot in slots})
+        self.properties.edited(slots)
+
+    # --- what happens is told
+
+    @property
+    def now(self) -> float:
+        return self.daemon.clock.seconds
+
+    def _say(self, line: str) -> None:
+        self._digest.update(line.encode())
+        if self.remember:
+            self.lines.append(f"{self.now:.3f} {line}")
+            if len(self.lines) > 2 * self.remember:
+                del self.lines[: -self.remember]
+
+    def _ran(self, mark: RunMark) -> None:
+        self._say(f"run {mark.what} {mark.token} {mark.worker}")
+        self.properties.ran(mark)
+        self.swarm.ran(mark)
+        self.watch.ran(mark)
+
+    def _told(self, event: Event) -> None:
+        self._say(f"{event.kind} {event.slot} {event.text}")
+        self.properties.told(event)
+        self.swarm.told(event)
+        self.watch.told(event, self.now)
+
+    def _audited(self, record: Mapping[str, Any]) -> None:
+        kind = record["kind"]
+        if kind == "call":
+            self._say(f"call {record['method']} {record['name']} {record['code']} {record['answer']}")
+            self.properties.called(record)
+            self._count_call(record)
+        elif kind == "node":
+            self._say(f"node {record['event']} {record['name']}")
+            self._count_node(record)
+        elif kind == "operation" and record["verb"] == "create" and "code" not in record:
+            born = self._ready.get(record["target"])
+            if born is not None and self.now - born[1] > OPERATION_LINGERS:
+                self.tally.faults["operation-lingers"] += 1
+
+    def _count_call(self, record: Mapping[str, Any]) -> None:
+        if record["method"] == "CreateNode":
+            self.tally.creates += 1
+            if record["peer"]:
+                self.swarm.created(record["name"].rpartition("/")[2], record["under_way"])
+            if record["code"] == 8 and record["applied"] and OWN_QUOTA.search(record.get("message", "")):
+                self.tally.faults["quota-used-up"] += 1
+        if record["code"] in (13, 14) and not record["applied"]:
+            self.tally.faults["call-unavailable"] += 1
+        if record.get("repeated"):
+            self.tally.faults["delete-asked-again"] += 1
+
+    def _count_node(self, record: Mapping[str, Any]) -> None:
+        name, event = record["name"], record["event"]
+        self.watch.node(name, event, str(record.get("labels", {}).get(LABEL_SLOT, "")), self.now)
+        if event == "created":
+            self._ready[name] = (self.now, self.now)
+        elif event == "ready":
+            self.properties.came_up(name.rpartition("/")[2])
+            if name not in self._ready:
+                return
+            self._ready[name] = (self._ready[name][0], self.now)
+            if self.now - self._ready[name][0] > SLOW_CREATE:
+                self.tally.faults["slow-create"] += 1
+        elif event == "gone":
+            self._ready.pop(name, None)
+
+    # --- the process
+
+    def _start(self) -> None:
+        self.daemon.start()
+        self._suspects.clear()
+        self._jumped_at = -math.inf
+        self.properties.process_began()
+        self.swarm.process_began()
+        listed, cloud = self.daemon.cloud.list_nodes, self.daemon.cloud
+
+        def list_nodes(project: str) -> Listing:
+            try:
+                listing = listed(project)
+            except CloudError as error:
+                self.properties.listing_failed(error)
+                raise
+            self.properties.observed.listed(self.daemon.executor.heard_at)
+            self.properties.dark = listing.unreachable
+            return listing
+
+        cloud.list_nodes = list_nodes  # type: ignore[method-assign]
+        cloud.asked = self.properties.asked
+        self.tally.restarts += 1
+
+    def later(self, seconds: float, undo: Undo) -> None:
+        self._timer_count += 1
+        heapq.heappush(self._timers, (self.now + seconds, self._timer_count, undo))
+
+    def _down_for(self, seconds: float) -> None:
+        self.later(max(1.0, seconds), self._come_back)
+
+    def _come_back(self) -> None:
+        if self.daemon.store is None:
+            self._start()
+
+    def _die(self, why: str) -> None:
+        self._say(f"the process ends: {why}")
+        if self.daemon.store is not None:
+            self.daemon.kill(lambda: self.rng.random() < 0.5)
+            self._down_for(RESTART_SECONDS)
+
+    # --- time
+
+    def live(self, until: float) -> None:
+        """Live until then, or until a property broke."""
+        while self.now < until and not self.properties.broken:
+            due = min(until, self._timers[0][0]) if self._timers else until
+            self._step(max(due, self.now))
+            while self._timers and self._timers[0][0] <= self.now:
+                self._act(heapq.heappop(self._timers)[2])
+
+    def _act(self, act: Undo) -> None:
+        try:
+            act()
+        except (StoreError, ProcessDied) as error:
+            self._die(str(error))
+
+    def _step(self, until: float) -> None:
+        daemon = self.daemon
+        self.swarm.advance()
+        if daemon.store is None:
+            daemon.executor.sleep_until(until)
+            return
+        self.tally.steps += 1
+        if self.tally.steps % COLLECT_EVERY == 0:
+            gc.collect()
+        try:
+            idle = daemon.engine.step()
+            self.swarm.look()
+        except (StoreError, ProcessDied) as error:
+            self._die(str(error))
+            return
+        if self.scenario.pace.close:
+            self._look_for_oversleep()
+        daemon.executor.sleep_until(max(self.now + 0.001, min(self.now + idle, until)))
+
+    def _look_for_oversleep(self) -> None:
+        """One slot a step: a wake-up that was missed stays missed for longer than a round."""
+        if self.now - self._jumped_at < JUMP_FORGOTTEN:
+            # Who lay down to sleep for a length sleeps that long, whatever the clock on the wall says meanwhile.
+            return
+        names = list(self.daemon.engine.slots)
+        for name in [names[self.tally.steps % len(names)], *self._suspects] if names else ():
+            view = self.daemon.engine.projects[PROJECT]
+            found = is_overslept(self.daemon, name)
+            if found is None:
+                self._suspects.pop(name, None)
+            elif view.passes > self._suspects.setdefault(name, view.passes) + 2:
+                # What turns on silence or on others is decided in the next pass.
+                self.properties.broken.append(Broken("no-oversleep", self.now, found))
+
+    # --- people
+
+    def person_asks(self, slot: str, seconds: float) -> None:
+        """A person asks something of that slot, which explains for so many seconds what happens to it."""
+        self.properties.explain(slot, seconds)
+        self.properties.wanted_anew(slot)
+        self.swarm.wanted(slot)
+
+    def _visit(self) -> None:
+        """Somebody who comes rarely, and goes on coming; one who comes often is there in the calm only."""
+        if self.is_calm or self.scenario.person is None:
+            return
+        self.person.visit(gentle=False)
+        self.later(self.scenario.person, self._visit)
+
+    # --- the whole
+
+    def run(self) -> Outcome:
+        daemon, scenario = self.daemon, self.scenario
+        self._start()
+        fleets: dict[str, list[Any]] = {}
+        for slot in scenario.slots:
+            fleets.setdefault(slot.fleet, []).append(slot)
+        for fleet, slots in fleets.items():
+            daemon.care_for_slots(fleet, slots)
+        if self.scenario.person is not None and self.scenario.person > PERSON_EVERY:
+            self.later(self.scenario.person, self._visit)
+        struck = 0
+        for strike in scenario.strikes:
+            self.live(strike.at)
+            if self.properties.broken:
+                break
+            self._on_way(strike.at / (scenario.days * 86400.0))
+            struck += self._strike(strike)
+        self.live(scenario.days * 86400.0)
+        if not self.properties.broken:
+            Calm(self).settle()
+        self._close()
+        return Outcome(
+            scenario.seed,
+            self.properties.broken,
+            self.tally.steps,
+            self._digest.hexdigest(),
+            self.tally,
+            struck,
+            self.lines[-self.remember :] if self.remember else [],
+        )
+
+    def _close(self) -> None:
+        self.watch.close(self.now)
+        self.tally.slot_seconds = self.now * len(self.slots)
+        strangers = self.daemon.launcher.met_strangers
+        if strangers:
+            self.tally.faults["address-met-another-machine"] += strangers
+
+    def _strike(self, strike: Strike) -> bool:
+        rng = random.Random(f"{self.scenario.seed}/{strike.kind}/{strike.at}")
+        hand = Hand(self.daemon, self.later, self._down_for, self.person_asks, rng, strike)
+        try:
+            took = STRIKES[strike.kind](hand)
+        except (StoreError, ProcessDied) as error:
+            self._die(str(error))
+            took = True
+        if not took:
+            return False
+        self._say(f"strike {strike.kind} {strike.target} {strike.length:g}")
+        self.tally.faults[strike.kind] += 1
+        self._explain(strike)
+        if strike.kind in ("clock-forward", "clock-back"):
+            self._jumped_at = self.now
+        if strike.kind == "clock-back":
+            self.properties.time_lost(strike.length)
+        elif strike.kind == "taken-back":
+            # A run that is taken in again is as old as that.
+            self.properties.time_lost(math.inf, strike.target)
+        if strike.kind == "suspended":
+            self._suspend(strike.length)
+        return True
+
+    def _explain(self, strike: Strike) -> None:
+        if strike.target in self.slots:
+            # A run that stands still is found out by its gaps, and a person may take part in the rest.
+            lasting = 3 * 3600.0 if strike.kind in _LASTING else 0.0
+            self.properties.explain(strike.target, max(strike.length, lasting))
+        elif strike.kind in _WORKER_TROUBLE or strike.kind == "preempted-in-a-burst":
+            self.properties.explain("", strike.length)
+
+    def _suspend(self, seconds: float) -> None:
+        """The world goes on, and the process does not take a step."""
+        executor, until = self.daemon.executor, self.now + seconds
+        self.swarm.woke = until
+        self.properties.observed.suspended(until)
+        while self.now < until:
+            executor.pass_time(until)
+            while self._timers and self._timers[0][0] <= self.now:
+                self._act(heapq.heappop(self._timers)[2])
+
+    def sleep(self, length: timedelta) -> None:
+        self.live(self.now + length.total_seconds())

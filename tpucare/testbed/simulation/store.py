@@ -1,0 +1,114 @@
+"""
+Store without a disk: the same promises as `tpucare.store`, for histories of months and for kills at every commit.
+
+A second object over the same `Disk` is the next process. What it reads back went through the same JSON as on a real
+disk, so that nothing outlives a kill that a file could not hold.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from enum import StrEnum
+
+from tpucare.adapters.state.store_records import FLEET, MEMORY
+from tpucare.model.errors import StoreFull
+from tpucare.model.memory import FleetRecord, Memory, is_old
+from tpucare.model.resources import Event
+
+OWNER = "o-simulated000"
+
+
+class DiskFault(StrEnum):
+    """What becomes of the next commit. `TORN`: the process dies before it is on the disk; `CUT`: right after it."""
+
+    FULL = "disk-full"
+    TORN = "torn-commit"
+    CUT = "killed-after-commit"
+
+
+class ProcessDied(Exception):
+    """The process is killed at this very point: nothing after it happens."""
+
+
+@dataclass(slots=True)
+class Disk:
+    """What outlives a process. `faults`: of the next commits, in order."""
+
+    owner: str = OWNER
+    lost: bool = False
+    marked: datetime | None = None
+    memories: dict[str, Memory] = field(default_factory=dict)
+    fleets: dict[str, FleetRecord] = field(default_factory=dict)
+    events: deque[tuple[int, Event]] = field(default_factory=lambda: deque(maxlen=1000))
+    written: int = 0
+    commits: int = 0
+    faults: deque[DiskFault] = field(default_factory=deque)
+
+
+class MemoryStore:
+    """`ports.Store` over a `Disk`. Like a file it holds what the last commit made of it, and nothing else."""
+
+    def __init__(self, disk: Disk, now: datetime | None = None) -> None:
+        self.disk = disk
+        self.old = now is not None and disk.marked is not None and is_old(disk.marked, now)
+
+    @property
+    def owner(self) -> str:
+        return self.disk.owner
+
+    @property
+    def lost(self) -> bool:
+        return self.disk.lost
+
+    def mark(self, now: datetime) -> None:
+        self.disk.marked = now
+
+    def confirm(self) -> None:
+        self.disk.lost = self.old = False
+
+    def memories(self) -> dict[str, Memory]:
+        stored = sorted(self.disk.memories.items())
+        return {slot: MEMORY.decode(MEMORY.encode(memory), f"slot {slot}") for slot, memory in stored}
+
+    def save(self, changes: Mapping[str, Memory], events: Sequence[Event] = ()) -> None:
+        if not changes and not events:
+            return
+        disk = self.disk
+        fault = disk.faults.popleft() if disk.faults else None
+        if fault is DiskFault.FULL:
+            raise StoreFull("the disk is full: the last transaction was not made")
+        if fault is DiskFault.TORN:
+            raise ProcessDied(fault.value)
+        disk.memories.update(changes)
+        for event in events:
+            disk.written += 1
+            disk.events.append((disk.written, event))
+        disk.commits += 1
+        if fault is DiskFault.CUT:
+            raise ProcessDied(fault.value)
+
+    def drop(self, slot: str) -> None:
+        self.disk.memories.pop(slot, None)
+
+    def fleets(self) -> dict[str, FleetRecord]:
+        stored = sorted(self.disk.fleets.items())
+        return {name: FLEET.decode(FLEET.encode(record), f"fleet {name}") for name, record in stored}
+
+    def save_fleet(self, record: FleetRecord) -> None:
+        self.disk.fleets[record.name] = record
+
+    def events(self, *, slot: str = "", after: int = 0, limit: int = 1000) -> list[tuple[int, Event]]:
+        """Of the last thousand; oldest first, with their numbers."""
+        found = [
+            (number, event)
+            for number, event in self.disk.events
+            if number > after and (not slot or event.slot == slot or self._fleet_of(event.slot) == slot)
+        ]
+        return found[:limit]
+
+    def _fleet_of(self, slot: str) -> str:
+        memory = self.disk.memories.get(slot)
+        return memory.fleet if memory is not None else slot.rpartition("-")[0]
