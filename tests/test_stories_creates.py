@@ -11,9 +11,9 @@ from tests.virtual.harness import PROJECT, US, Daemon
 from tpucare.model.actions import Wait
 from tpucare.model.causes import Cause
 from tpucare.model.errors import NeedsPerson, RateLimited
+from tpucare.model.evidence import POLL_OPERATION_EVERY
 from tpucare.model.memory import Refusal
 from tpucare.model.resources import Care, Listing, NodeState, Operation
-from tpucare.planner.backoff import POLL_OPERATION_EVERY
 from tpucare.testbed.emulator.inprocess import InProcessCloud
 from tpucare.testbed.emulator.world.config import WorldConfig
 from tpucare.testbed.emulator.world.error_texts import RESOURCE_EXHAUSTED

@@ -16,7 +16,7 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
-import tpucare
+from tpucare._version import __version__
 from tpucare.cli.common import Globals
 
 # Command -> module and function. What an absent module would bring is not listed.
@@ -83,7 +83,7 @@ The flags below hold for all commands; each is also an environment variable.
 
 def _version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"tpucare {tpucare.__version__}")
+        typer.echo(f"tpucare {__version__}")
         raise typer.Exit
 
 

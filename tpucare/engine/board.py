@@ -20,10 +20,11 @@ from tpucare.engine.tracking import NodeTrack, SlotTrack
 from tpucare.model.actions import Wait
 from tpucare.model.causes import Cause
 from tpucare.model.errors import StoreError, StoreFull
+from tpucare.model.evidence import POLL_OPERATION_EVERY
 from tpucare.model.memory import Memory, Publishing
 from tpucare.model.ports import Clock, Executor, Lane, Store
 from tpucare.model.resources import Event, Node, NodeKey, Slot
-from tpucare.planner.backoff import POLL_OPERATION_EVERY, poll_pause
+from tpucare.planner.backoff import poll_pause
 from tpucare.planner.placement import Budget
 
 ASIDE_FIRST, ASIDE_CAP = 10.0, 600.0

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from statistics import median
 
-from tpucare.adapters.google import classify as failures
+from tpucare.model import errors
 from tpucare.model.actions import Action, EffectKey, Wait
 from tpucare.model.causes import Cause
 from tpucare.model.errors import NeedsPerson, NodeGone, NotPublished
@@ -305,7 +305,7 @@ def _voucher_of(vouched: bool, error: Exception | None) -> Voucher:
             return Voucher.VOUCHED if vouched else Voucher.UNPUBLISHED
         case NotPublished():
             return Voucher.UNPUBLISHED
-        case NeedsPerson(code=failures.PERMISSION_DENIED):
+        case NeedsPerson(code=errors.PERMISSION_DENIED):
             return Voucher.FORBIDDEN
         case NeedsPerson():
             # A precondition that fails may be that the node still boots, or the feature that is off.

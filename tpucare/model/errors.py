@@ -123,6 +123,10 @@ class CloudError(TpuCareError):
         return twin
 
 
+# gRPC's number for "your account may not".
+PERMISSION_DENIED = 7
+
+
 class NoCapacity(CloudError):
     """No more capacity in that zone for now."""
 

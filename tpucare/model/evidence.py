@@ -18,8 +18,8 @@ from tpucare.model.actions import EffectKey
 from tpucare.model.memory import Publishing
 from tpucare.model.resources import Node, Place, Provisioning, Worker
 from tpucare.model.runs import NodeReport
-from tpucare.planner.backoff import POLL_OPERATION_EVERY
 
+POLL_OPERATION_EVERY = timedelta(seconds=10)
 SUPPORTING_OBSERVATIONS = 3
 CLOCK_SLACK = timedelta(seconds=10)
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from types import MappingProxyType
 
+from tpucare.model.evidence import POLL_OPERATION_EVERY
 from tpucare.model.memory import BookName
 
 
@@ -47,7 +48,6 @@ MISSING_LOOK_EVERY = timedelta(hours=1)
 DELETE_AGAIN = timedelta(seconds=60)
 DELETE_AGAIN_CAP = timedelta(minutes=16)
 
-POLL_OPERATION_EVERY = timedelta(seconds=10)
 # No limit of reads is published; others list every 3 s, so a few more a second than that were never complained of.
 POLLS_PER_SECOND = 2.0
 
