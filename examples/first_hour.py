@@ -34,7 +34,8 @@ from google.api_core.exceptions import GoogleAPICallError, NotFound
 from google.cloud import tpu_v2
 from google.cloud.tpu_v2.services.tpu.transports import TpuGrpcTransport
 
-from tpucare.model.resources import Provisioning, accelerators
+from tpucare.model import accelerators
+from tpucare.model.resources import Provisioning
 
 LONGEST_MINUTES = 30
 CALL_SECONDS = 30.0
