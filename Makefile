@@ -9,10 +9,9 @@ export NO_MKDOCS_2_WARNING := 1
 BIN := .venv/bin
 # The modules that decide and touch nothing; at least 90 % of their lines and branches are run by their own tests.
 # Those are run once more for it: to trace the whole suite makes stories and storms two to three times as slow.
-NAMES := accelerators backoff failures fleet placement plan remember script
-PURE := $(wildcard $(foreach name,$(NAMES),tpucare/$(name).py tpucare/$(name)_*.py))
-TESTS := $(wildcard tests/plan $(foreach name,$(NAMES),tests/test_$(name).py tests/test_$(name)_*.py))
-COVERAGE := $(patsubst tpucare/%.py,--cov=tpucare.%,$(PURE)) --cov-branch --cov-report=term:skip-covered --cov-fail-under=90
+PURE := fleetfile model.accelerators planner adapters.google.classify adapters.runner.scripts
+TESTS := tests/fleetfile tests/model tests/planner tests/adapters/test_failures.py tests/adapters/test_script.py
+COVERAGE := $(PURE:%=--cov=tpucare.%) --cov-branch --cov-report=term:skip-covered --cov-fail-under=90
 
 .PHONY: help setup demo test check bench storm format
 

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 from xdist.remote import Producer  # type: ignore[import-untyped]
 from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
 
-pytest.register_assert_rewrite("tests.virtual.harness")
+pytest.register_assert_rewrite("tests.kits.harness")
 
 # Started in the background, as CI may be, Ctrl-C would be ignored here and by every process that a test starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -37,7 +37,14 @@ class Lanes(LoadScopeScheduling):  # type: ignore[misc]
 # Their processes share nothing with those of others: trainings that meet at free ports, workers that are folders.
 ALONE = frozenset(
     f"tests/{name}.py"
-    for name in ("test_callbacks", "test_commands", "test_example_train", "test_launch", "test_runner", "test_training")
+    for name in (
+        "adapters/test_launch",
+        "api/test_callbacks",
+        "api/test_commands",
+        "templates/test_runner",
+        "training/test_example_train",
+        "training/test_training",
+    )
 )
 
 

@@ -23,7 +23,7 @@ from typing import Any, Self
 
 from tests.bench.meter import wait_until
 from tests.bench.stand_in_workers import StandInMachines
-from tests.sshd import free_port
+from tests.kits.sshd import free_port
 from tpucare.model.resources import LABEL_FLEET, LABEL_NUMBER, LABEL_OWNER, LABEL_SLOT, NodeState
 from tpucare.testbed.emulator.machines.driver import MakeMachines
 from tpucare.testbed.emulator.machines.machines import Machines, OnGone, OnHostKeys

@@ -12,13 +12,13 @@ from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 
-from tests import sshd
 from tests.bench import child
 from tests.bench.data_centre import DataCentre, world
 from tests.bench.household import FLEET, Daemon, Household
 from tests.bench.meter import Use, use_of, wait_until
 from tests.bench.passes import connect_all
 from tests.bench.report import Measure
+from tests.kits import sshd
 from tpucare.adapters.ssh.keys import load_or_make_key
 from tpucare.adapters.ssh.remote import ParamikoRemote
 from tpucare.adapters.state.store import EVENTS_KEPT_PER_SLOT, open_store

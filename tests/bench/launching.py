@@ -12,11 +12,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests import sshd
 from tests.bench.data_centre import DataCentre, world
 from tests.bench.household import FLEET, Daemon, Household
 from tests.bench.meter import wait_until
 from tests.bench.report import Measure, percentile
+from tests.kits import sshd
 
 ZONE = "europe-west4-a"
 START_SECONDS = 180.0

@@ -17,7 +17,6 @@ from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
 
-from tests import sshd
 from tests.bench import child
 from tests.bench.data_centre import PROJECT, DataCentre, world
 from tests.bench.household import FLEET, Household
@@ -25,6 +24,7 @@ from tests.bench.keeper import SSH_KEY, Keeper, slots
 from tests.bench.meter import use_of, wait_until
 from tests.bench.report import Measure
 from tests.bench.simulated import SteadyLauncher
+from tests.kits import sshd
 from tpucare.adapters.google.cloud import connect
 from tpucare.adapters.ssh.keys import load_or_make_key
 from tpucare.adapters.ssh.remote import ParamikoRemote

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 
 import paramiko
 
-from tests.ssh_stand_in import SshStandIn, make_host_key
+from tests.kits.ssh_stand_in import SshStandIn, make_host_key
 from tpucare.model.resources import Ran
 from tpucare.testbed.emulator.world.machine_effects import Boot, Kill, MachineEffect
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from tests.bench.lost import BUDGET, BURST, NODES, budget_measures, one_lost_measures
 from tests.bench.report import Measure
-from tests.virtual.harness import US, Daemon, place
+from tests.kits.harness import US, Daemon, place
 from tpucare.engine.engine import Settings
 from tpucare.testbed.emulator.world.config import WorldConfig
 from tpucare.testbed.simulation.campaign import Plan, live

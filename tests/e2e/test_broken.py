@@ -22,9 +22,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.kit import TWO_HOSTS, House, house
-from tests.office import fleet_text
-from tests.office import house as office
+from tests.kits.home import TWO_HOSTS, House, house
+from tests.kits.office import fleet_text
+from tests.kits.office import house as office
 
 pytestmark = [pytest.mark.machines, pytest.mark.timeout(300)]
 

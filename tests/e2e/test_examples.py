@@ -20,8 +20,8 @@ import psutil
 import pytest
 import yaml
 
-from tests import wandb_kit
-from tests.e2e.kit import NEAR, TWO_HOSTS, House, environment_of, eventually, house
+from tests.kits import wandb as wandb_kit
+from tests.kits.home import NEAR, TWO_HOSTS, House, environment_of, eventually, house
 from tpucare.testbed.wandb.server import WandbServer
 
 pytestmark = [pytest.mark.machines, pytest.mark.timeout(150)]

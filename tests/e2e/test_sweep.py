@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests import wandb_kit
-from tests.e2e.kit import House, environment_of, house
+from tests.kits import wandb as wandb_kit
+from tests.kits.home import House, environment_of, house
 from tpucare.testbed.wandb import WandbServer
 
 pytestmark = [pytest.mark.machines, pytest.mark.timeout(290)]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.virtual.harness import Daemon
+from tests.kits.harness import Daemon
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.field.kit import calls, named, preempt
-from tests.virtual.harness import EU, US, Daemon, place
+from tests.kits.field import calls, named, preempt
+from tests.kits.harness import EU, US, Daemon, place
 from tpucare.model.memory import BookName
 from tpucare.model.resources import NodeState
 from tpucare.testbed.emulator.world.config import WorldConfig

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.field.kit import calls, named, preempt
-from tests.office import Office, fleet_text
-from tests.virtual.harness import PROJECT, US, Daemon
+from tests.kits.field import calls, named, preempt
+from tests.kits.harness import PROJECT, US, Daemon
+from tests.kits.office import Office, fleet_text
 from tpucare.model.causes import Cause
 from tpucare.model.memory import Wish
 from tpucare.testbed.emulator.world.records import NodeSpec

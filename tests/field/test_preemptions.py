@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.field.kit import calls, launches_on, named, preempt
-from tests.virtual.harness import EU, US, Daemon, place
+from tests.kits.field import calls, launches_on, named, preempt
+from tests.kits.harness import EU, US, Daemon, place
 from tpucare.engine.engine import Settings
 from tpucare.model.memory import BookName, End
 from tpucare.model.resources import Care, NodeState, Provisioning

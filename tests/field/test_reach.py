@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.field.kit import calls, named, preempt
-from tests.virtual.harness import PROJECT, SSH_KEY, US, Daemon
+from tests.kits.field import calls, named, preempt
+from tests.kits.harness import PROJECT, SSH_KEY, US, Daemon
 from tpucare.model.memory import Wish
 from tpucare.planner import desired_state as wishes
 from tpucare.testbed.emulator.world.config import WorldConfig

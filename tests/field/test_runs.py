@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench_worker import eventually, node
-from tests.field.kit import calls, launches_on, named, preempt
-from tests.virtual.harness import Daemon
+from tests.kits.bench_worker import eventually, node
+from tests.kits.field import calls, launches_on, named, preempt
+from tests.kits.harness import Daemon
 from tpucare.engine.engine import Settings
 from tpucare.model.memory import BookName, End, Wish
 from tpucare.model.resources import Care, Job

@@ -7,8 +7,8 @@ from pathlib import Path
 from types import FunctionType, MethodType, ModuleType
 from weakref import ReferenceType
 
-from tests.field.kit import calls, named, preempt
-from tests.virtual.harness import Daemon
+from tests.kits.field import calls, named, preempt
+from tests.kits.harness import Daemon
 from tpucare.engine.engine import Settings
 from tpucare.testbed.emulator.world.config import WorldConfig
 from tpucare.testbed.emulator.world.latency import around

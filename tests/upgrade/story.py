@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
-from tests.virtual.harness import CARE, PROJECT, US, Daemon, place, slots_of
+from tests.kits.harness import CARE, PROJECT, US, Daemon, place, slots_of
 from tpucare.adapters.runner import pusher
 from tpucare.adapters.runner import scripts as script
 from tpucare.adapters.state.store import open_store

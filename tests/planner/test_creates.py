@@ -1,0 +1,287 @@
+"""Decisions: creates, wherever they stand, and deletes that were begun."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tests.kits.decisions import (
+    DARK,
+    PATIENT,
+    case,
+    table,
+)
+from tests.kits.evidence import (
+    EU,
+    QUIET,
+    TRAINS,
+    US,
+    after,
+    ago,
+    before,
+    evidence,
+    intent,
+    launched,
+    memory,
+    name_of,
+    node,
+    past,
+    place,
+    run,
+    running,
+    seen,
+    slot,
+    token,
+)
+from tpucare.model.actions import ANY_CREATE, EffectKind
+from tpucare.model.memory import PlaceMemory, Refusal, Wish
+
+POOR = replace(slot(), lacks="secret WANDB_API_KEY is not set")
+
+CREATES = [
+    case("no node, no open intent: create", evidence(), memory(), "Create"),
+    case("a secret is not set: no node that would lie idle", evidence(), memory(), "Wait person", POOR),
+    case("a secret is not set: what trains is left alone", evidence(seen(node(), running())), TRAINS, "Wait", POOR),
+    case(
+        "a node in DELETING counts as none",
+        evidence(seen(node("DELETING"), state_since=ago(minutes=5))),
+        memory(launched()),
+        "Create",
+    ),
+    case(
+        "an open intent: no second create", evidence(), memory(creates=(intent(accepted=True, operation="op"),)), "Poll"
+    ),
+    case(
+        "an open intent that was polled just now",
+        evidence(looked={EffectKind.POLL.of(name_of(0)): ago(3)}),
+        memory(creates=(intent(accepted=True, operation="op"),)),
+        "Wait",
+    ),
+    case("the call is under way", evidence(in_flight=frozenset({ANY_CREATE})), memory(creates=(intent(),)), "Wait"),
+    case(
+        "its answer was lost: the same name again",
+        evidence(),
+        memory(creates=(intent(lost=True, retry_at=before(1)),)),
+        "Create again",
+    ),
+    case("its answer was lost: not yet", evidence(), memory(creates=(intent(lost=True, retry_at=after(1)),)), "Wait"),
+    case(
+        "its answer was lost, and its place is no longer declared",
+        evidence(),
+        memory(creates=(intent(lost=True),)),
+        "Settle create superseded",
+        slot(place(EU)),
+    ),
+    case(
+        "refused when it was sent again: it could still arrive",
+        evidence(),
+        memory(creates=(intent(lost=True, refused="Quota", asked_at=before(60)),)),
+        "Wait",
+    ),
+    case(
+        "refused when it was sent again: it could have arrived until now",
+        evidence(),
+        memory(creates=(intent(lost=True, refused="Quota", asked_at=before(91)),)),
+        "Look",
+    ),
+    case(
+        "operation over, node not listed: GetNode tells",
+        evidence(),
+        memory(creates=(intent(accepted=True, operation=""),)),
+        "Look",
+    ),
+    case(
+        "operation not ours to read: its node may not be visible yet",
+        evidence(),
+        memory(creates=(intent(accepted=True, unread=True, asked_at=before(89)),)),
+        "Wait",
+    ),
+    case(
+        "operation not ours to read: GetNode tells",
+        evidence(),
+        memory(creates=(intent(accepted=True, unread=True, asked_at=before(91)),)),
+        "Look",
+    ),
+    case(
+        "unanswered at boot_timeout",
+        evidence(creates_since={name_of(0): ago(minutes=31)}, looked={EffectKind.POLL.of(name_of(0)): ago(1)}),
+        memory(creates=(intent(accepted=True, operation="op"),)),
+        "Settle create superseded",
+    ),
+    case(
+        "its answers are lost until boot_timeout: another place may serve",
+        evidence(creates_since={name_of(0): ago(minutes=31)}),
+        memory(creates=(intent(lost=True, retry_at=before(1)),)),
+        "Settle create superseded",
+    ),
+    case(
+        "superseded, and comes after all, before any other",
+        evidence(seen(node("READY"))),
+        memory(past(), creates=(intent(superseded=True, accepted=True), intent(1, accepted=True, operation="op"))),
+        "Settle create kept",
+    ),
+    case(
+        "superseded, is being made after all, and no other is",
+        evidence(seen(node("CREATING"))),
+        memory(past(), creates=(intent(superseded=True, accepted=True),)),
+        "Settle create kept",
+    ),
+    case(
+        "superseded, is being made after all, and so is another",
+        evidence(seen(node("CREATING")), seen(node("CREATING", 1))),
+        memory(
+            past(), past(1), creates=(intent(superseded=True, accepted=True), intent(1, accepted=True, operation="op"))
+        ),
+        "Delete surplus",
+    ),
+    case(
+        "superseded, serves after all, and another is being made",
+        evidence(seen(node("READY")), seen(node("CREATING", 1))),
+        memory(
+            past(), past(1), creates=(intent(superseded=True, accepted=True), intent(1, accepted=True, operation="op"))
+        ),
+        "Settle create kept",
+    ),
+    case(
+        "superseded, serves after all, and another trains that still shows CREATING",
+        evidence(seen(node("READY")), seen(node("CREATING", 1), running(token(1)))),
+        memory(past(), launched(1), run=run(1), creates=(intent(superseded=True, accepted=True),)),
+        "Delete surplus",
+    ),
+    case(
+        "superseded, and comes after another",
+        evidence(seen(node("READY")), seen(node("READY", 1))),
+        memory(past(), past(1), creates=(intent(superseded=True, accepted=True),)),
+        "Delete surplus",
+    ),
+    case(
+        "superseded, and comes while the slot goes down",
+        evidence(seen(node("READY"))),
+        memory(past(), creates=(intent(superseded=True, accepted=True),), wish=Wish.DOWN),
+        "Delete surplus",
+    ),
+    case(
+        "superseded, and was asked to go",
+        evidence(seen(node("READY"))),
+        memory(
+            past(delete_asked_at=before(90), delete_next_at=before(30)),
+            creates=(intent(superseded=True, accepted=True),),
+        ),
+        "Delete asked",
+    ),
+    case(
+        "superseded and still to come: the next create goes on",
+        evidence(looked={EffectKind.POLL.of(name_of(0)): ago(1)}, creates_since={name_of(0): ago(minutes=40)}),
+        memory(creates=(intent(superseded=True, accepted=True, operation="op"),)),
+        "Create",
+    ),
+    case(
+        "superseded for an hour: is its node there?",
+        evidence(looked={EffectKind.POLL.of(name_of(0)): ago(1)}, creates_since={name_of(0): ago(minutes=60)}),
+        memory(creates=(intent(superseded=True, accepted=True, operation="op"),)),
+        "Look",
+    ),
+    case(
+        "its operation failed, its workers answer: the workers win",
+        evidence(seen(node("CREATING"), QUIET)),
+        memory(past(), creates=(intent(failed=True, accepted=True, refused="no more capacity"),)),
+        "Launch",
+    ),
+    case(
+        "its operation failed, listed CREATING and silent for less than 60 s",
+        evidence(seen(node("CREATING")), looked={EffectKind.FAILED.of(name_of(0)): ago(40)}),
+        memory(past(), creates=(intent(failed=True, accepted=True, refused="no more capacity"),)),
+        "Wait",
+    ),
+    case(
+        "its operation failed, listed CREATING and silent for 60 s",
+        evidence(seen(node("CREATING")), looked={EffectKind.FAILED.of(name_of(0)): ago(61)}),
+        memory(past(), creates=(intent(failed=True, accepted=True, refused="no more capacity"),)),
+        "Delete dead",
+    ),
+    case(
+        "a place in its backoff",
+        evidence(),
+        memory(places={place().key: PlaceMemory(1, after(30), Refusal.NO_CAPACITY)}),
+        "Wait",
+    ),
+    case(
+        "every place refused twice: reported as stopped",
+        evidence(),
+        memory(places={place().key: PlaceMemory(0, after(30), Refusal.HUMAN, blocked=True, refusals=2)}),
+        "Wait person",
+    ),
+    case("another owner's node of our name", evidence(foreign=(node(owner="them"),)), memory(), "Create"),
+    case(
+        "a lost store, and a zone that has not answered yet",
+        evidence(store_lost=True, complete=False),
+        memory(),
+        "Wait",
+        PATIENT,
+    ),
+    case("a lost store, and a zone stays dark", evidence(store_lost=True, complete=False), memory(), "Wait person"),
+    case("a lost store, all zones seen", evidence(store_lost=True), memory(), "Create"),
+    case(
+        "maybe a backup, and a dark zone",
+        evidence(store_old=True, unanswered=frozenset({US})),
+        memory(),
+        "Wait",
+        PATIENT,
+    ),
+    case(
+        "maybe a backup, and a zone stays dark",
+        evidence(store_old=True, unanswered=frozenset({US})),
+        memory(),
+        "Wait person",
+    ),
+    case("maybe a backup, and another zone is dark", evidence(store_old=True, unanswered=DARK), memory(), "Create"),
+    case("maybe a backup, all zones seen", evidence(store_old=True), memory(), "Create"),
+    case("a store in use, and a dark zone", evidence(complete=False), memory(), "Create"),
+    case(
+        "remembered and not seen, its zone dark",
+        evidence(dark_since={US: ago(60)}),
+        memory(launched()),
+        "Wait",
+    ),
+    case("remembered and not in the listing: GetNode tells", evidence(), memory(launched()), "Look"),
+    case("404 for a node that was there", evidence(seen(node(), running(), listed=False)), TRAINS, "Look"),
+    case(
+        "404 for a node that was there: asked just now",
+        evidence(seen(node(), running(), listed=False), looked={EffectKind.LOOK.of(name_of(0)): ago(2)}),
+        TRAINS,
+        "Wait",
+    ),
+]
+
+DELETES = [
+    case(
+        "a delete is repeated until the node is not found",
+        evidence(seen(node("DELETING"))),
+        memory(launched(delete_asked_at=before(99), delete_next_at=before(1), delete_reason="asked")),
+        "Delete asked",
+    ),
+    case(
+        "and not before its time",
+        evidence(seen(node("DELETING"))),
+        memory(launched(delete_asked_at=before(9), delete_next_at=after(51)), creates=(intent(3, accepted=True),)),
+        "Look",
+    ),
+    case(
+        "nor while it is under way",
+        evidence(seen(node("PREEMPTED")), in_flight=frozenset({EffectKind.DELETE.of(name_of(0)), ANY_CREATE})),
+        memory(launched(dead=True)),
+        "Wait",
+    ),
+    case(
+        "somebody stopped it, and care.stopped is delete",
+        evidence(seen(node("STOPPED"))),
+        TRAINS,
+        "Delete asked",
+        slot(stopped_delete=True),
+    ),
+]
+
+
+test_what_comes_of_creates = table(CREATES)
+
+
+test_what_comes_of_deletes = table(DELETES)

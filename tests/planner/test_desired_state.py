@@ -1,0 +1,103 @@
+"""What a person may ask of a slot, as changes of its memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.kits.evidence import (
+    FRESH,
+    NOW,
+    QUIET,
+    TRAINS,
+    act,
+    after,
+    ended,
+    evidence,
+    intent,
+    launched,
+    memory,
+    node,
+    past,
+    place,
+    run,
+    seen,
+    slot,
+)
+from tpucare.model.actions import Create, Launch, Wait
+from tpucare.model.memory import Book, End, PlaceMemory, Refusal, Wish
+from tpucare.model.resources import OnSuccess
+from tpucare.planner import desired_state as wishes
+
+TIRED = replace(
+    TRAINS,
+    end=End.FAILED,
+    end_why="crashes",
+    ended_at=NOW,
+    step=7,
+    books={"crash": Book(11, 40, after(60), "exit 1")},
+    places={place().key: PlaceMemory(3, after(60), Refusal.HUMAN, "no permission", True, 4, NOW, NOW, 2)},
+)
+
+
+def test_every_wish_has_its_word() -> None:
+    assert set(wishes.WISHES) == {"up", "down", "pause", "resume", "retry", "confirm", "restart", "replace"}
+    for alter in wishes.WISHES.values():
+        assert alter(TRAINS).nodes == TRAINS.nodes, "a wish touches nothing by itself"
+
+
+@pytest.mark.parametrize(
+    ("word", "wish"), [("up", Wish.UP), ("down", Wish.DOWN), ("pause", Wish.PAUSED), ("resume", Wish.UP)]
+)
+def test_what_is_wished_is_kept(word: str, wish: Wish) -> None:
+    assert wishes.WISHES[word](replace(TRAINS, wish=Wish.PAUSED)).wish is wish
+
+
+def test_retry_begins_with_clean_books_and_places_and_keeps_what_was_reached() -> None:
+    known = wishes.retry(TIRED)
+    assert known.books == {"crash": Book(total=40)}
+    assert known.place(place().key) == PlaceMemory(reason="no permission", last_success=NOW)
+    assert (known.end, known.end_why, known.ended_at) == (End.NONE, "", None)
+    assert (known.step, known.attempts, known.next_number) == (7, TIRED.attempts, TIRED.next_number)
+
+
+def test_up_begins_anew_only_where_something_had_ended() -> None:
+    assert wishes.up(TIRED).books == {"crash": Book(total=40)}
+    assert wishes.up(replace(TIRED, end=End.NONE, wish=Wish.DOWN)).books == {"crash": Book(total=40)}
+    assert wishes.up(replace(TIRED, end=End.NONE)).books == TIRED.books
+
+
+def test_a_confirmation_is_about_older_nodes_that_are_in_doubt_now() -> None:
+    assert not wishes.confirm(TRAINS).fence_confirmed, "its only node is the one that trains"
+    assert not wishes.confirm(memory(past(0, launched=False), past(1))).fence_confirmed
+    assert wishes.confirm(memory(launched(), past(1))).fence_confirmed
+    assert wishes.confirm(replace(TRAINS, creates=(intent(10),))).fence_confirmed
+    assert not wishes.confirm(replace(TRAINS, creates=(intent(0),))).fence_confirmed, "the create of that very node"
+    assert not wishes.confirm(replace(TRAINS, creates=(intent(10, superseded=True),))).fence_confirmed
+
+
+def test_flags_are_raised() -> None:
+    assert wishes.restart(TRAINS).restart_asked
+    assert wishes.replace_node(TRAINS).replace_asked
+
+
+def test_a_failed_slot_that_is_retried_is_launched_on_the_node_that_was_kept() -> None:
+    failed = memory(launched(), run=run(stop_why="crashes", stopped=True), end=End.FAILED, ended_at=NOW)
+    what = evidence(seen(node(), ended(143)))
+    assert isinstance(act(what, failed), Wait)
+    assert isinstance(act(what, wishes.retry(failed)), Launch)
+
+
+def test_a_finished_slot_that_is_applied_again_runs_again_on_the_node_that_was_kept() -> None:
+    done, keep = replace(TRAINS, end=End.DONE, ended_at=NOW), slot(on_success=OnSuccess.KEEP)
+    what = evidence(seen(node(), ended(0)))
+    assert isinstance(act(what, done, keep), Wait)
+    again = act(what, wishes.up(done), keep)
+    assert isinstance(again, Launch)
+    assert again.number == 2
+
+
+def test_a_slot_that_was_down_comes_up_with_a_new_node() -> None:
+    assert isinstance(act(evidence(), wishes.up(memory(wish=Wish.DOWN))), Create)
+    assert isinstance(act(evidence(seen(node(), QUIET)), wishes.up(replace(FRESH, wish=Wish.DOWN))), Launch)

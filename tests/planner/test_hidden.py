@@ -1,0 +1,153 @@
+"""Decisions: nodes that nobody can look at, and what `confirm` and `care.fence` change of that."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from tests.kits.decisions import HOUR, NEXT, case, table
+from tests.kits.evidence import (
+    EU,
+    NOW,
+    QUIET,
+    TRAINS,
+    US,
+    ago,
+    evidence,
+    launched,
+    memory,
+    node,
+    past,
+    place,
+    seen,
+    slot,
+)
+from tpucare.model.actions import EffectKind
+from tpucare.model.errors import NeedsPerson, Transient
+from tpucare.model.evidence import FailedLook
+from tpucare.model.memory import Memory, Wish
+
+BOTH = slot(place(US), place(EU))
+PROCEED = slot(place(US), place(EU), fence_proceed=True)
+DARK, LONG_DARK = {US: ago(minutes=29)}, {US: ago(minutes=30)}
+SEEN = seen(node(), dark=True)
+REFUSED = {"pod-0-a0": FailedLook(ago(minutes=30), 99, NeedsPerson, human=True)}
+FAILS = {"pod-0-a0": FailedLook(ago(minutes=2), 3, Transient, human=False)}
+
+
+def known(**more: Any) -> Memory:
+    return replace(TRAINS, nodes=(launched(**more),))
+
+
+LOST = known(out_of_sight=True)
+HIDDEN = [
+    case("its zone is dark", evidence(SEEN, dark_since=DARK), TRAINS, "Wait", BOTH),
+    case("its zone stays dark", evidence(SEEN, dark_since=LONG_DARK), TRAINS, "Settle node out of sight", BOTH),
+    case("not seen since the start", evidence(dark_since=DARK), TRAINS, "Wait", BOTH),
+    case("never seen since the start", evidence(dark_since=LONG_DARK), TRAINS, "Settle node out of sight", BOTH),
+    case("fence_after counts", evidence(SEEN, dark_since=LONG_DARK), TRAINS, "Wait", slot(fence_after=HOUR)),
+    case(
+        "GetNode is refused",
+        evidence(failed_looks=REFUSED, looked=dict.fromkeys([EffectKind.LOOK.of("pod-0-a0")], ago(9))),
+        TRAINS,
+        "Settle node out of sight",
+        BOTH,
+    ),
+    case("out of sight: a person", evidence(SEEN, dark_since=LONG_DARK), LOST, "Wait person", BOTH),
+    case("out of sight: care.fence is proceed", evidence(SEEN, dark_since=LONG_DARK), LOST, "Create", PROCEED),
+    case(
+        "out of sight: a person's word",
+        evidence(SEEN, dark_since=LONG_DARK),
+        known(out_of_sight=True, written_off=True),
+        "Create",
+        BOTH,
+    ),
+    case(
+        "out of sight: nothing was launched on it",
+        evidence(SEEN, dark_since=LONG_DARK),
+        memory(past(out_of_sight=True)),
+        "Create",
+        BOTH,
+    ),
+    case(
+        "out of sight, and no other place",
+        evidence(SEEN, dark_since=LONG_DARK),
+        known(out_of_sight=True, written_off=True),
+        "Wait person",
+        slot(),
+    ),
+    case(
+        "the fence guards the launch",
+        evidence(SEEN, NEXT, dark_since=LONG_DARK, looked={EffectKind.LOOK.of("pod-0-a0"): ago(1)}),
+        memory(launched(out_of_sight=True), past(1)),
+        "Wait",
+        PROCEED,
+    ),
+    case(
+        "the fence heeds a person's word",
+        evidence(SEEN, NEXT, dark_since=LONG_DARK),
+        memory(launched(out_of_sight=True, written_off=True), past(1)),
+        "Launch",
+        BOTH,
+    ),
+    case(
+        "of two, one is hidden for good",
+        evidence(SEEN, seen(node(number=1), QUIET), dark_since=LONG_DARK),
+        memory(launched(), past(1)),
+        "Settle node out of sight",
+        BOTH,
+    ),
+    case("taken: a person", evidence(), known(taken=True), "Look", BOTH),
+    case(
+        "taken, looked at: a person",
+        evidence(looked={EffectKind.LOOK.of("pod-0-a0"): ago(1)}),
+        known(taken=True),
+        "Wait person",
+    ),
+    case(
+        "taken: a person's word",
+        evidence(looked={EffectKind.LOOK.of("pod-0-a0"): ago(1)}),
+        known(taken=True, written_off=True),
+        "Create",
+    ),
+    case("down: its zone is dark", evidence(SEEN, dark_since={US: ago(119)}), replace(TRAINS, wish=Wish.DOWN), "Wait"),
+    case(
+        "down: its zone stays dark",
+        evidence(SEEN, dark_since={US: ago(120)}),
+        replace(TRAINS, wish=Wish.DOWN),
+        "Wait person",
+    ),
+    case(
+        "a look that fails is repeated",
+        evidence(failed_looks=FAILS, looked={EffectKind.LOOK.of("pod-0-a0"): ago(40)}),
+        TRAINS,
+        "Look",
+    ),
+    case(
+        "ever more seldom",
+        evidence(failed_looks=FAILS, looked={EffectKind.LOOK.of("pod-0-a0"): ago(39)}),
+        TRAINS,
+        "Wait",
+    ),
+    case(
+        "at least each 10 min",
+        evidence(failed_looks=REFUSED, looked={EffectKind.LOOK.of("pod-0-a0"): ago(600)}),
+        TRAINS,
+        "Look",
+    ),
+    case(
+        "a dead one in the dark holds nothing up",
+        evidence(SEEN, dark_since=LONG_DARK),
+        known(dead=True),
+        "Create",
+        BOTH,
+    ),
+    case(
+        "a delete was asked for: the fence alone",
+        evidence(SEEN, dark_since=LONG_DARK),
+        known(delete_asked_at=NOW),
+        "Create",
+        BOTH,
+    ),
+]
+test_what_nobody_can_look_at = table(HIDDEN)

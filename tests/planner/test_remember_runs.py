@@ -1,0 +1,230 @@
+"""What memory becomes by launches and stops: runs, books, attempts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+
+from tests.kits.evidence import FRESH, NOW, TRAINS, intent, launched, memory, name_of, node, past, run, token
+from tests.kits.remembering import PLACE, asked, came, delete, launch, poll, stop, vanished
+from tpucare.model.actions import Action, Fact, Reason, Settle
+from tpucare.model.errors import AuthRefused, CommandFailed, ConfigError, WorkerSilent
+from tpucare.model.memory import Book, BookName, End, PlaceMemory, Refusal
+from tpucare.model.resources import Operation
+from tpucare.model.runs import LaunchResult, StopResult
+from tpucare.planner.desired_state import replace_node, restart, retry
+from tpucare.planner.remember import recover
+from tpucare.planner.remember_runs import saw
+from tpucare.planner.remember_seen import absorb
+
+
+def test_a_launch_is_on_record_before_it_begins_and_counts_nodes_not_runs() -> None:
+    first = asked(replace(FRESH, attempts=4, restart_asked=True, fence_confirmed=True), launch())
+    assert first.run is not None
+    assert (first.run.token, first.run.complete, first.attempts) == (token(), False, 5)
+    assert (first.restart_asked, first.fence_confirmed) == (False, False)
+    told = first.node(name_of(0))
+    assert told is not None
+    assert (told.launched, told.attempt) == (True, 5)
+    again = asked(first, launch(0, 2))
+    assert again.attempts == 5
+    assert asked(memory(), launch()).run is not None
+
+
+def test_a_launch_settles_the_create_of_its_node_however_long_the_operation_goes_on() -> None:
+    """Else a node that trains while it shows CREATING is given up with its create: no stop, no grace, no look."""
+    open_intent, other = intent(0, accepted=True, operation="op"), intent(1, accepted=True, operation="op")
+    made = memory(past(), creates=(open_intent, other)).with_place(PLACE, PlaceMemory(3, kind=Refusal.NO_CAPACITY))
+    for known in (
+        asked(made, launch()),
+        asked(made, Settle(Fact.RUN_ADOPTED, "why", name_of(0), token(), 1)),
+        recover(asked(made, launch()).with_create(open_intent)),
+        recover(asked(made, launch()).with_create(replace(open_intent, superseded=True))),
+    ):
+        assert [one.name for one in known.creates] == [other.name]
+        assert (known.place(PLACE).failures, known.place(PLACE).last_success is None) == (0, False)
+        assert known.node(name_of(0)) == replace(past(), launched=True, attempt=2)
+        assert came(known, poll(0), Operation("op", done=True)) == known
+
+
+@pytest.mark.parametrize(
+    ("workers", "book"),
+    [
+        ((None, WorkerSilent("x")), BookName.INFRASTRUCTURE),
+        ((AuthRefused("x"), None), BookName.INFRASTRUCTURE),
+        ((None, CommandFailed("x", 1)), BookName.SETUP),
+        ((ConfigError("no secret"), WorkerSilent("x")), BookName.SETUP),
+    ],
+)
+def test_a_launch_that_is_not_whole_is_booked(workers: tuple[Exception | None, ...], book: BookName) -> None:
+    known = asked(FRESH, launch())
+    failed = came(known, launch(), LaunchResult(workers))
+    assert failed.book(book).total == 1
+    assert failed.run is not None
+    assert not failed.run.complete
+
+
+def test_a_launch_that_is_whole_or_broke_down_or_is_nobodys() -> None:
+    known = asked(FRESH, launch())
+    whole = came(known, launch(), LaunchResult((None, None)))
+    assert whole.run is not None
+    assert whole.run.complete
+    assert came(known, launch(), None, WorkerSilent("x")).book(BookName.INFRASTRUCTURE).reason == "x"
+    assert came(known, launch(), None, None).book(BookName.INFRASTRUCTURE).reason == "launch failed"
+    assert came(known, launch(0, 2), LaunchResult((None,))) == known
+    assert came(memory(), launch(), LaunchResult((None,))) == memory()
+
+
+def test_a_stop_books_why_and_keeps_how_far_the_run_got() -> None:
+    known = asked(TRAINS, stop(book=BookName.CRASH, step=7, checkpoint=5))
+    assert known.run is not None
+    assert (known.run.stop_why, known.run.stopped) == ("why", False)
+    assert (known.step, known.checkpoint) == (7, 5)
+    book = known.book(BookName.CRASH)
+    assert (book.failures, book.total) == (1, 1)
+    assert book.retry_at is not None
+    assert timedelta(seconds=5) <= book.retry_at - NOW <= timedelta(seconds=10)
+    again = asked(known, stop(book=BookName.CRASH, advanced=True)).book(BookName.CRASH)
+    assert (again.failures, again.total) == (1, 2)
+
+
+def test_a_stop_that_gives_up_ends_the_slot() -> None:
+    known = asked(TRAINS, stop(book=BookName.CRASH, gives_up=True))
+    assert (known.end, known.end_why, known.ended_at) == (End.FAILED, "why", NOW)
+
+
+def test_a_stop_of_what_is_not_our_run_is_remembered_as_a_run() -> None:
+    known = asked(memory(past()), stop(0, 0, then=Reason.JUDGED))
+    assert known.run is not None
+    assert (known.run.token, known.run.then_delete) == (token(0, 0), "judged")
+
+
+def test_stalls_and_infrastructure_are_counted_on_the_node_too() -> None:
+    known = asked(TRAINS, stop(book=BookName.STALL))
+    known = asked(known, stop(book=BookName.INFRASTRUCTURE))
+    told = known.node(name_of(0))
+    assert told is not None
+    assert (told.stalls, told.infrastructure) == (1, 1)
+    assert known.book(BookName.INFRASTRUCTURE).retry_at is None, "the first of a row waits for nothing"
+    known = asked(known, stop(book=BookName.INFRASTRUCTURE))
+    assert known.book(BookName.INFRASTRUCTURE).retry_at is not None
+    known = asked(known, stop(book=BookName.INFRASTRUCTURE, advanced=True))
+    told = known.node(name_of(0))
+    assert told is not None
+    assert told.infrastructure == 1
+    assert asked(memory(), stop(book=BookName.STALL)).nodes == ()
+
+
+def test_what_comes_of_a_stop() -> None:
+    known = asked(TRAINS, stop())
+    quiet = came(known, stop(), StopResult((True, True)))
+    assert quiet.run is not None
+    assert quiet.run.stopped
+    loud = came(known, stop(), StopResult((True, WorkerSilent("x"))))
+    assert loud.run is not None
+    assert (loud.run.stopped, loud.run.stuck, loud.run.stops) == (False, False, 1)
+    stuck = came(known, stop(), StopResult((True, False)))
+    assert stuck.run is not None
+    assert (stuck.run.stopped, stuck.run.stuck) == (False, True)
+    assert came(known, stop(), None, WorkerSilent("x")) == known
+
+
+def test_a_stop_on_one_node_says_nothing_of_the_run_adopted_on_another() -> None:
+    known = memory(launched(0), launched(1), run=run(1))
+    assert came(known, stop(0), StopResult((True, True))) == known
+    assert came(memory(), stop(0), StopResult((True, True))) == memory()
+
+
+def test_which_job_tells_of_steps_is_known_and_an_edited_one_begins_anew() -> None:
+    edited = replace(launch(0, 2), job="new")
+    known = asked(asked(replace(FRESH, step=None), replace(launch(), job="old")), stop(step=100, book=BookName.CRASH))
+    known = saw(known, 90, 80)
+    assert (known.step, known.step_job, known.last_step) == (100, "old", 90)
+    again = asked(known, replace(edited, job="old"))
+    assert (again.step, again.book(BookName.CRASH).failures) == (100, 1)
+    known = asked(known, edited)
+    assert known.run is not None
+    assert (known.run.job, known.step_job) == ("new", "")
+    assert (known.step, known.checkpoint, known.last_step, known.last_checkpoint) == (None, None, None, None)
+    assert (known.book(BookName.CRASH).failures, known.book(BookName.CRASH).total) == (0, 1)
+    told = asked(known, stop(0, 2, step=7))
+    assert (told.step, told.step_job) == (7, "new")
+    assert asked(known, Settle(Fact.RUN_PROGRESSED, "why", name_of(0))).step_job == "new"
+
+
+IN_A_ROW = replace(TRAINS, step=100, checkpoint=50, books={name.value: Book(3, 3) for name in BookName})
+
+
+@pytest.mark.parametrize(
+    ("what", "is_over"),
+    [
+        (Settle(Fact.RUN_PROGRESSED, "why", name_of(0), step=101), True),
+        (Settle(Fact.RUN_PROGRESSED, "why", name_of(0), step=100), False),
+        (Settle(Fact.RUN_PROGRESSED, "why", name_of(0), checkpoint=100), True),
+        (Settle(Fact.RUN_PROGRESSED, "why", name_of(0), step=9, checkpoint=51), True),
+        (Settle(Fact.RUN_PROGRESSED, "why", name_of(0), step=9, checkpoint=50), False),
+        (Settle(Fact.RUN_LASTED, "why", name_of(0)), True),
+        (Settle(Fact.ENDED, "why", name_of(0), end=End.DONE), True),
+        (stop(served=True), True),
+        (stop(), False),
+    ],
+)
+def test_what_ends_a_row_of_failures(what: Action, *, is_over: bool) -> None:
+    known = asked(IN_A_ROW, what)
+    rows = [known.book(name) for name in (BookName.STALL, BookName.CRASH, BookName.INFRASTRUCTURE)]
+    assert rows == [Book(0 if is_over else 3, 3)] * 3
+    assert known.book(BookName.SETUP).failures == 3, "a setup that serves ends that one"
+
+
+def test_after_a_success_the_next_run_may_begin_anew() -> None:
+    known = asked(replace(IN_A_ROW, checkpoint=100), stop(served=True, step=100))
+    assert (known.step, known.checkpoint) == (None, None)
+
+
+def test_a_run_that_goes_with_its_silent_node_is_booked_once() -> None:
+    lost = delete(book=BookName.INFRASTRUCTURE, gives_up=True, step=9)
+    known = asked(TRAINS, lost)
+    assert (known.book(BookName.INFRASTRUCTURE).failures, known.end, known.step) == (1, End.FAILED, 9)
+    assert asked(TRAINS, delete()).book(BookName.INFRASTRUCTURE).failures == 0
+
+
+def test_a_launch_that_failed_on_a_node_that_died_is_free() -> None:
+    failed = came(asked(FRESH, launch()), launch(), LaunchResult((None, WorkerSilent("x"))))
+    assert failed.book(BookName.INFRASTRUCTURE).failures == 1
+    for known in (absorb(failed, node("PREEMPTED")), vanished(failed, name_of(0))):
+        assert (known.book(BookName.INFRASTRUCTURE).failures, known.book(BookName.INFRASTRUCTURE).retry_at) == (0, None)
+    assert absorb(failed, node()).book(BookName.INFRASTRUCTURE).failures == 1
+    whole = came(failed, launch(), LaunchResult((None, None)))
+    assert absorb(whole, node("PREEMPTED")).book(BookName.INFRASTRUCTURE).failures == 1, "a later try served"
+
+
+def test_what_a_person_asks_for_is_done_though_the_run_had_finished() -> None:
+    known = replace(TRAINS, run=run(finished=True))
+    for alter in (restart, replace_node, lambda m: retry(replace(m, end=End.DONE))):
+        altered = alter(known)
+        assert altered.run is not None
+        assert not altered.run.finished
+    assert not asked(known, stop()).run.finished  # type: ignore[union-attr]
+    finished = asked(TRAINS, Settle(Fact.RUN_FINISHED, "why", name_of(0)))
+    assert finished.run is not None
+    assert finished.run.finished
+
+
+def test_a_node_that_was_judged_with_its_run_is_judged_anew_by_the_next_process() -> None:
+    """It was deleted as of bad health for an hour, seconds after a process had begun that saw it well."""
+    for then, left in ((Reason.JUDGED, ""), (Reason.ASKED, "asked"), (None, "")):
+        run_after = recover(asked(TRAINS, stop(then=then))).run
+        assert run_after is not None
+        assert (run_after.then_delete, run_after.stop_why) == (left, "why")
+
+
+def test_what_failed_of_another_job_is_forgotten_though_its_last_run_is_forgotten_too() -> None:
+    """A job that never told a step, and whose node somebody took: the job that replaced it inherited its failures."""
+    known = asked(FRESH, replace(launch(), job="old"))
+    known = replace(known, run=None, books={"infrastructure": Book(11, 11), "setup": Book(3, 3)})
+    same = asked(known, replace(launch(1), job="old"))
+    assert (same.book(BookName.INFRASTRUCTURE).failures, same.book(BookName.SETUP).failures) == (11, 3)
+    other = asked(known, replace(launch(1), job="new"))
+    assert (other.book(BookName.INFRASTRUCTURE).failures, other.book(BookName.SETUP).failures) == (0, 0)

@@ -1,0 +1,142 @@
+"""What memory becomes by what is seen: nodes, preemptions, answers of workers, what is gone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.kits.evidence import NOW, TRAINS, intent, launched, memory, name_of, node, past
+from tests.kits.remembering import PLACE, vanished
+from tpucare.model.memory import Book, BookName, NodeMemory, PlaceMemory
+from tpucare.model.resources import LABEL_NUMBER, LABEL_SLOT, NodeState
+from tpucare.planner.remember_seen import absorb, answered, taken
+
+
+def test_a_node_that_nobody_asked_for_may_have_been_launched() -> None:
+    known = absorb(memory(), node("READY", 12))
+    told = known.node(name_of(12))
+    assert told is not None
+    assert told.launched
+    assert known.next_number == 13
+
+
+def test_a_node_of_another_id_under_the_same_name_is_another_node() -> None:
+    known = absorb(memory(launched(0, dead=True, answered=True)), replace(node(), id=7))
+    told = known.node(name_of(0))
+    assert told is not None
+    assert (told.id, told.dead, told.answered, told.launched) == (7, False, False, True)
+
+
+@pytest.mark.parametrize("state", [NodeState.PREEMPTED, NodeState.TERMINATED])
+def test_a_preemption_is_free_and_proves_the_node_dead_for_good(state: NodeState) -> None:
+    known = absorb(TRAINS, node(state))
+    known = absorb(known, node(NodeState.DELETING))
+    told = known.node(name_of(0))
+    assert told is not None
+    assert told.dead
+    assert known.book(BookName.PREEMPTION) == Book(0, 1, None, f"{name_of(0)} {state.name}")
+    assert absorb(known, node(state)).book(BookName.PREEMPTION).total == 1
+
+
+@pytest.mark.parametrize("state", [NodeState.READY, NodeState.REPAIRING, NodeState.CREATING, NodeState.RESTARTING])
+def test_a_node_that_was_shown_dead_and_is_listed_alive_again_proves_nothing_any_more(state: NodeState) -> None:
+    known = absorb(memory(launched(delete_asked_at=NOW, delete_accepted=True, delete_quiet=True)), node("PREEMPTED"))
+    for shown in (state, NodeState.PREEMPTED, NodeState.DELETING):
+        known = absorb(known, node(shown))
+        (told,) = known.nodes
+        assert (told.dead, told.revived, told.in_doubt, told.serves) == (False, True, True, False)
+    assert known.book(BookName.PREEMPTION).total == 1
+
+
+@pytest.mark.parametrize("state", [NodeState.DELETING, NodeState.STOPPED, NodeState.UNKNOWN, NodeState.HIDDEN])
+def test_what_runs_nothing_leaves_the_proof_of_death_as_it_is(state: NodeState) -> None:
+    (told,) = absorb(memory(launched(dead=True)), node(state)).nodes
+    assert (told.dead, told.revived) == (True, False)
+
+
+def test_a_node_that_somebody_took_is_in_doubt_until_it_is_gone_or_given_back() -> None:
+    known = taken(replace(TRAINS, creates=(intent(0),)), name_of(0))
+    (told,) = known.nodes
+    assert (told.taken, told.in_doubt, told.serves, known.creates, known.ours) == (True, True, False, (), ())
+    assert vanished(known, name_of(0)).nodes == ()
+    assert vanished(known, name_of(0)).book(BookName.PREEMPTION).total == 0, "whose end it is, is theirs to count"
+    (back,) = absorb(known, node()).nodes
+    assert (back.taken, back.serves) == (False, True)
+
+
+@pytest.mark.parametrize(
+    "past", [past(), launched(dead=True), launched(delete_asked_at=NOW, delete_accepted=True, delete_quiet=True)]
+)
+def test_a_node_that_somebody_took_and_on_which_none_of_our_runs_lives_is_theirs(past: NodeMemory) -> None:
+    assert taken(memory(past), name_of(0)).nodes == ()
+
+
+def test_a_foreign_name_takes_no_number() -> None:
+    strange = replace(node(), key=node().key._replace(name="something"))
+    assert absorb(memory(), strange).next_number == 10
+
+
+def test_workers_that_answered_acquit_their_place() -> None:
+    known = memory(past(answered=False), places={PLACE: PlaceMemory(unanswered_nodes=1)})
+    after_all = answered(known, name_of(0))
+    assert after_all.place(PLACE).unanswered_nodes == 0
+    assert answered(after_all, name_of(0)) is after_all
+    assert answered(known, "other") is known
+    assert answered(memory(past(answered=False)), name_of(0)).places == {}
+
+
+def test_gone_ends_the_run_and_books_what_nobody_asked_for() -> None:
+    known = vanished(replace(TRAINS, restart_asked=True), name_of(0))
+    assert known.nodes == ()
+    assert known.run is not None
+    assert known.run.stopped
+    assert not known.restart_asked
+    assert known.book(BookName.PREEMPTION).total == 1
+    ours = vanished(memory(launched(delete_asked_at=NOW)), name_of(0))
+    assert ours.book(BookName.PREEMPTION).total == 0
+    assert vanished(memory(), "other") == memory()
+
+
+@pytest.mark.parametrize(
+    ("number", "label", "asked"),
+    [(3, "3", True), (5, "5", True), (2, "2", False), (6, "6", False), (3, "adopted", False), (3, "", False)],
+    ids=["its first", "its last", "of a store before it", "never used", "adopted", "without a number"],
+)
+def test_the_late_fruit_of_a_closed_create_is_told_from_what_was_given(number: int, label: str, asked: bool) -> None:
+    late = node(number=number)
+    late = replace(late, labels={**late.labels, LABEL_SLOT: "pod-0", LABEL_NUMBER: label})
+    told = absorb(memory(asked_from=3, next_number=6), late).node(late.name)
+    assert told is not None
+    assert (told.asked, told.given) == (asked, not asked)
+    assert told.launched, "it may have been, whoever made it"
+
+
+def test_the_queued_resource_of_a_node_that_is_gone_is_remembered() -> None:
+    request = "projects/p/locations/us-central1-a/queuedResources/my-request"
+    known = absorb(memory(), replace(node(), queued_resource=request))
+    assert known.shell == ""
+    assert vanished(known, name_of(0)).shell == request
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_leaving", "serves"),
+    [
+        ({}, False, True),
+        ({"dead": True}, True, False),
+        ({"revived": True}, True, False),
+        ({"delete_asked_at": NOW}, True, False),
+        ({"taken": True}, False, False),
+        ({"out_of_sight": True}, False, False),
+    ],
+)
+def test_which_node_is_on_its_way_out_and_which_may_be_the_slots(
+    changes: dict[str, Any], is_leaving: bool, serves: bool
+) -> None:
+    met = replace(NodeMemory("pod-0-a0", "z", 1, NOW), **changes)
+    known = memory(met)
+    assert (met.is_leaving, met.serves) == (is_leaving, serves)
+    assert (known.serves("pod-0-a0"), known.has_given_up("pod-0-a0")) == (serves, not serves)
+    assert not known.serves("pod-0-a1"), "it was never met"
+    assert not known.has_given_up("pod-0-a1"), "it was never met, so it may be the slot's next"

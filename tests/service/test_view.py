@@ -1,0 +1,150 @@
+"""What a person sees of a slot at every stage of its life, from the engine and from the store alone."""
+
+from __future__ import annotations
+
+import json
+import re
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from tests.kits.office import Office, fleet_text
+from tpucare.model import actions, narration
+from tpucare.model.plain import plain, plain_lines
+from tpucare.service import view
+
+
+@pytest.fixture
+def office(tmp_path: Path) -> Office:
+    made = Office(tmp_path)
+    made.write(fleet_text())
+    made.look()
+    return made
+
+
+def row(office: Office, slot: str = "pod-0") -> dict[str, Any]:
+    return view.slot_row(office.daemon.engine, office.daemon.engine.slots[slot], office.daemon.clock.now())
+
+
+def phases(office: Office, minutes: float) -> list[str]:
+    """Each phase that shows, once, in the order of its first appearance."""
+    seen: dict[str, None] = {}
+    for _ in range(int(minutes * 60)):
+        office.daemon.run(seconds=1)
+        if "pod-0" in office.slots:
+            seen[row(office)["phase"]] = None
+            json.dumps(row(office))
+        office.roster.bury()
+    return list(seen)
+
+
+def test_a_slot_goes_through_its_phases(office: Office) -> None:
+    assert row(office)["phase"] == "waiting"
+    seen = phases(office, 15)
+    assert [phase for phase in seen if phase in ("creating", "booting", "run")] == ["creating", "booting", "run"]
+    last = row(office)
+    assert (last["node"], last["zone"], last["type"], last["tier"]) == ("pod-0-a0", "us-central1-a", "v2-8", "spot")
+    assert last["training"] is True
+    assert (last["workers"], last["workers_answering"]) == (1, 1)
+    assert last["step"] > 0
+    assert 0 <= last["step_age_seconds"] < 60
+    assert last["attempt"] == 1
+
+
+def test_the_step_ages_while_there_is_no_progress(office: Office) -> None:
+    office.run(15)
+    office.daemon.launcher.deaf = True
+    office.daemon.run(seconds=60)
+    assert row(office)["step_age_seconds"] >= 45
+
+
+def test_a_setup_says_for_how_long_it_goes_on(office: Office) -> None:
+    while row(office)["phase"] != "setup":
+        office.daemon.run(seconds=1)
+    office.daemon.run(seconds=10)
+    assert re.fullmatch(r"running setup; launched 1\d s ago", row(office)["why"])
+
+
+def test_a_preempted_node_shows_and_the_next_attempt_stands_for_the_slot(office: Office) -> None:
+    office.run(15)
+    office.daemon.zone.world.preempt("pod-0", office.daemon.clock.true_now())
+    office.run(15)
+    after = row(office)
+    assert (after["node"], after["attempt"], after["phase"]) == ("pod-0-a1", 2, "run")
+    assert after["books"]["preemption"]["total"] == 1
+
+
+def test_a_stockout_says_where_and_when_it_is_asked_again(office: Office) -> None:
+    zone = office.daemon.zone
+    zone.world.set_capacity("us-central1-a", "v2-8", "spot", 0, office.daemon.clock.true_now())
+    office.run(15)
+    places = row(office)["places"]
+    (place,) = places.values()
+    assert place["failures"] > 0
+    assert place["retry_in_seconds"] is not None
+    assert row(office)["why"]
+
+
+def test_down_is_shown_until_nothing_is_left(office: Office) -> None:
+    office.run(15)
+    office.ask("down", target="pod")
+    assert "deleting" in phases(office, 5)
+    assert office.slots == []
+
+
+def test_a_paused_slot_says_so(office: Office) -> None:
+    office.run(15)
+    office.ask("pause", target="pod")
+    office.run(1)
+    assert (row(office)["phase"], row(office)["why"]) == ("paused", "paused")
+
+
+def test_without_a_daemon_the_store_tells_what_was_remembered(office: Office) -> None:
+    office.run(15)
+    engine_row = row(office)
+    store = office.daemon.store
+    assert store is not None
+    memory = store.memories()["pod-0"]
+    remembered = view.remembered_row("pod-0", memory, office.daemon.clock.now())
+    assert set(remembered) == set(engine_row), "the same keys, whoever tells"
+    for key in ("slot", "fleet", "node", "zone", "type", "tier", "attempt", "run"):
+        assert remembered[key] == engine_row[key], key
+    assert remembered["phase"] == "unknown"
+
+
+def test_projects_that_are_not_seen_say_why(office: Office) -> None:
+    office.run(1)
+    office.daemon.zone.world.outage("api", timedelta(hours=1), office.daemon.clock.true_now())
+    office.run(10)
+    (project,) = view.project_rows(office.daemon.engine)
+    assert project["seen"] is False
+    assert "failed" in project["why"]
+
+
+@pytest.mark.parametrize(
+    ("text", "want"),
+    [
+        ("a\x1b[31mred\x1b[0m b", "ared b"),
+        ("\x1b]0;title\x07x", "x"),
+        ("\x1b]0;title\x1b\\x", "x"),
+        ("a\rb\nc", "a b c"),
+        ("x\x9b31my", "x31my"),
+        ("left\u202eright", "leftright"),
+        ("\ud800half", "half"),
+        ("\x1b(0\x1bM", ""),
+        ("Grüße 東京 🙂", "Grüße 東京 🙂"),
+    ],
+)
+def test_no_text_from_elsewhere_drives_a_terminal(text: str, want: str) -> None:
+    assert plain(text) == want
+    assert "\x1b" not in plain_lines(text)
+
+
+def test_every_action_has_a_word_of_its_own() -> None:
+    kinds = get_args(actions.Action)
+    words = [narration._WORDS[kind] for kind in kinds]
+    assert words[:2] == ["wait", "settle"]
+    assert set(words[2:]) == {"create", "delete", "launch", "stop", "notice", "pushkey", "vouch", "look", "poll"}
+    assert set(narration._WORDS) == set(kinds)
