@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tpucare.model import accelerators
 from tpucare.model.errors import ConfigError
 from tpucare.model.resources import Provisioning
-from tpucare.model.words import hint, nearest, shown
+from tpucare.model.text import hint, nearest, shown
 
 
 @pytest.mark.parametrize(

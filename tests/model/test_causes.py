@@ -13,9 +13,9 @@ from tests.kits.evidence import NOW, memory, node
 from tests.kits.remembering import asked, delete, stop
 from tpucare.adapters.state.store_records import MEMORY
 from tpucare.integrations.wandb.sweeps_care import finish
+from tpucare.model.actions import fields_of
 from tpucare.model.causes import Cause
 from tpucare.model.memory import End, Memory
-from tpucare.model.narration import fields_of
 
 PACKAGE = Path(tpucare.__file__).parent
 

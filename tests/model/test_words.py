@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import pytest
 
-from tpucare.model.words import counted, length, worker_range
+from tpucare.model.text import counted, length, worker_range
 
 
 @pytest.mark.parametrize(

@@ -31,8 +31,8 @@ from tpucare.adapters.system import machine_id
 from tpucare.fleetfile.fleet import parse
 from tpucare.model.errors import ConfigError
 from tpucare.model.memory import End, FleetRecord, Memory
-from tpucare.model.plain import plain, plain_lines
 from tpucare.model.resources import Event, Job
+from tpucare.model.text import plain, plain_lines
 
 NOW = datetime(2026, 11, 21, tzinfo=UTC)
 NOBODY = 65534

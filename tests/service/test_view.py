@@ -11,8 +11,8 @@ from typing import Any, get_args
 import pytest
 
 from tests.kits.office import Office, fleet_text
-from tpucare.model import actions, narration
-from tpucare.model.plain import plain, plain_lines
+from tpucare.model import actions
+from tpucare.model.text import plain, plain_lines
 from tpucare.service import view
 
 
@@ -144,7 +144,7 @@ def test_no_text_from_elsewhere_drives_a_terminal(text: str, want: str) -> None:
 
 def test_every_action_has_a_word_of_its_own() -> None:
     kinds = get_args(actions.Action)
-    words = [narration._WORDS[kind] for kind in kinds]
+    words = [actions._WORDS[kind] for kind in kinds]
     assert words[:2] == ["wait", "settle"]
     assert set(words[2:]) == {"create", "delete", "launch", "stop", "notice", "pushkey", "vouch", "look", "poll"}
-    assert set(narration._WORDS) == set(kinds)
+    assert set(actions._WORDS) == set(kinds)

@@ -26,7 +26,7 @@ from tpucare.fleetfile.python_fleet import PythonFleet
 from tpucare.fleetfile.schema import CareSection
 from tpucare.model.errors import ConfigError, Problem
 from tpucare.model.resources import Event, OnExit
-from tpucare.model.words import hint, shown
+from tpucare.model.text import hint, shown
 
 START_METHODS = ("thread", "process")
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tpucare.model.errors import ConfigError
-from tpucare.model.words import shown
+from tpucare.model.text import shown
 
 UNHEALTHY_SECONDS = 3600
 

@@ -15,7 +15,7 @@ from tpucare.api.fleet import plain_value
 from tpucare.model import accelerators
 from tpucare.model.errors import ConfigError
 from tpucare.model.resources import Provisioning
-from tpucare.model.words import shown
+from tpucare.model.text import shown
 
 CORES_PER_SLICE = 8
 # The generations whose names count cores, eight to a host or slice: `v3-8`, `v4-32`. From v5 on names count otherwise.

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 from tpucare.model.errors import ConfigError, NodeGone, RemoteError, WorkerSilent
 from tpucare.model.ports import Remote
 from tpucare.model.resources import Ran, Worker
-from tpucare.model.words import worker_range
+from tpucare.model.text import worker_range
 
 T = TypeVar("T")
 

@@ -24,7 +24,7 @@ from tpucare.engine.projects import ProjectView
 from tpucare.fleetfile.fleet import Fleet
 from tpucare.model.errors import ConfigError, NeedsPerson, OwnCredentials, TpuCareError
 from tpucare.model.memory import End, Memory, Wish
-from tpucare.model.plain import plain
+from tpucare.model.text import plain
 from tpucare.service import view
 from tpucare.service.assembly import Caretaker
 from tpucare.service.commands import Answer, Desk

@@ -27,7 +27,7 @@ from pydantic import BaseModel, ValidationError
 
 from tpucare.api.context_values import BY_NAME, SECRETS, Misfit, form_of, model_of, parts_of_model
 from tpucare.model.errors import ConfigError
-from tpucare.model.words import shown
+from tpucare.model.text import shown
 
 # The key that marks a mapping which stands for something else; a context's own mapping with it is written as pairs.
 TAG = "$"

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from tpucare.adapters.runner import scripts as script
 from tpucare.model.errors import ConfigError
-from tpucare.model.words import shown
+from tpucare.model.text import shown
 
 WANDB_MACHINE = "api.wandb.ai"
 KEY_LENGTH = 40

@@ -24,9 +24,8 @@ from tpucare.model.errors import (
     RemoteError,
     WorkerSilent,
 )
-from tpucare.model.plain import plain, plain_lines
 from tpucare.model.resources import Ran, Worker
-from tpucare.model.words import shown, worker_range
+from tpucare.model.text import plain, plain_lines, shown, worker_range
 
 WorkerIndex = int | Literal["all"]
 T = TypeVar("T")

@@ -19,9 +19,9 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from tpucare.model.narration import event_line
-from tpucare.model.plain import plain
+from tpucare.model.actions import event_line
 from tpucare.model.resources import Event
+from tpucare.model.text import plain
 
 LEVELS: Mapping[str, int] = {
     "debug": logging.DEBUG,

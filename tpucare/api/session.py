@@ -25,7 +25,7 @@ from tpucare.adapters.ssh.keys import load_or_make_key
 from tpucare.adapters.state import owner as owners
 from tpucare.model.errors import ConfigError, NeedsPerson, NodeGone, RemoteError, WorkerSilent
 from tpucare.model.resources import Node, NodeState, Ran, Worker, workers_of
-from tpucare.model.words import hint, shown
+from tpucare.model.text import hint, shown
 from tpucare.service.assembly import project_finder, remote_of
 from tpucare.service.options import Options, resolve
 

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import typer
 
 from tpucare.model import errors
-from tpucare.model.plain import plain, plain_lines
+from tpucare.model.text import plain, plain_lines
 from tpucare.service import control_socket as control
 from tpucare.service.options import DAEMON_STORE, Options, expanded, resolve
 

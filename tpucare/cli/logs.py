@@ -14,8 +14,7 @@ from tpucare.adapters.runner.logs import LogKeeper
 from tpucare.cli.common import Failure, warn
 from tpucare.cli.render import refuse_unknown
 from tpucare.model.errors import TpuCareError
-from tpucare.model.plain import plain, plain_lines
-from tpucare.model.words import length
+from tpucare.model.text import length, plain, plain_lines
 from tpucare.service.options import Options
 
 # Of a slot that has ended: its last lines are brought before its end is written down.

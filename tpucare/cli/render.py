@@ -18,11 +18,10 @@ from rich.live import Live
 from rich.text import Text
 
 from tpucare.cli.common import Failure, say
+from tpucare.model.actions import event_line
 from tpucare.model.errors import TpuCareError
-from tpucare.model.narration import event_line
-from tpucare.model.plain import plain
 from tpucare.model.resources import Event
-from tpucare.model.words import hint, length, shown
+from tpucare.model.text import hint, length, plain, shown
 from tpucare.service.options import Options
 
 Answer = dict[str, Any]

@@ -14,7 +14,7 @@ import typer
 
 from tpucare.cli.common import print_json, say
 from tpucare.model.errors import ConfigError
-from tpucare.model.words import counted
+from tpucare.model.text import counted
 
 if TYPE_CHECKING:
     from tpucare.model.resources import Slot

@@ -23,8 +23,8 @@ from tpucare.adapters.ssh.ssh_connection import NeverSent
 from tpucare.cli.common import Exit, Failure
 from tpucare.model.errors import ConfigError, RemoteError, WorkerSilent
 from tpucare.model.memory import FleetRecord
-from tpucare.model.plain import plain, plain_lines
 from tpucare.model.resources import NodeKey, Place, Ran, Worker, reaches_externally, workers_of
+from tpucare.model.text import plain, plain_lines
 from tpucare.service.assembly import project_finder, remote_of
 from tpucare.service.control_socket import NoDaemon, request
 from tpucare.service.options import Options

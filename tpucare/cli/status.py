@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from tpucare.cli.common import Exit, ask, leave, options, print_json, say, warn
-from tpucare.model.words import counted
+from tpucare.model.text import counted
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 REFRESH_SECONDS = 1.0

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from tpucare.cli.common import Exit, options, print_json, say, warn
-from tpucare.model.words import counted
+from tpucare.model.text import counted
 
 
 def sweep(

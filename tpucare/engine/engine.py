@@ -28,12 +28,28 @@ from tpucare.engine.slots import Roster
 from tpucare.engine.spending import Spending
 from tpucare.engine.tracking import SlotTrack
 from tpucare.engine.verdicts import Verdicts
-from tpucare.model.actions import ADOPTING, Create, Delete, Effect, Look, Poll, Reason, Settle, Stop, Vouch, Wait
+from tpucare.model.actions import (
+    ADOPTING,
+    Create,
+    Delete,
+    Effect,
+    Look,
+    Poll,
+    Reason,
+    Settle,
+    Stop,
+    Vouch,
+    Wait,
+    fields_of,
+    kind_of,
+    level_of,
+    node_of,
+    text_of,
+)
 from tpucare.model.causes import Cause
 from tpucare.model.errors import ConfigError, TpuCareError
 from tpucare.model.evidence import Evidence, Moment
 from tpucare.model.memory import End, Memory, Wish
-from tpucare.model.narration import fields_of, kind_of, level_of, node_of, text_of
 from tpucare.model.ports import Clock, Executor, Finished, Gate, Lane, Store
 from tpucare.model.resources import Event, Listing, Node, NodeKey, Slot
 from tpucare.planner import remember as memories

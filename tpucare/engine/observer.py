@@ -21,7 +21,7 @@ from tpucare.model.actions import ADOPTING, EffectKind
 from tpucare.model.errors import CloudError, ConfigError, NeedsPerson, OwnCredentials, RateLimited
 from tpucare.model.ports import Lane
 from tpucare.model.resources import Listing, Node, NodeKey, reaches_externally, workers_of
-from tpucare.model.words import counted
+from tpucare.model.text import counted
 from tpucare.planner import remember_seen as memories
 from tpucare.planner.backoff import listing_pause
 

@@ -15,9 +15,21 @@ from tpucare.engine.prober import Prober
 from tpucare.engine.projects import ProjectView
 from tpucare.engine.spending import Spending
 from tpucare.engine.tracking import SlotTrack
-from tpucare.model.actions import Create, Delete, Effect, EffectKind, Launch, Look, Poll, PushKey, Stop, Vouch
+from tpucare.model.actions import (
+    Create,
+    Delete,
+    Effect,
+    EffectKind,
+    Launch,
+    Look,
+    Poll,
+    PushKey,
+    Stop,
+    Vouch,
+    end_of,
+    failed,
+)
 from tpucare.model.errors import LostRace, NodeGone, TpuCareError
-from tpucare.model.narration import end_of, failed
 from tpucare.model.ports import Finished
 from tpucare.model.resources import Node
 from tpucare.planner import remember as memories

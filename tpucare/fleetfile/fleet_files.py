@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 
 from tpucare.fleetfile.problems import PROBLEMS_LIMIT
 from tpucare.model.local_files import EVERYWHERE_PRIVATE, Private, open_below
-from tpucare.model.words import shown
+from tpucare.model.text import shown
 
 ReadFile = Callable[[Path, str], bytes]
 """Content of the file at a relative path below a folder. Raises: OSError, ValueError."""

@@ -16,7 +16,7 @@ from pydantic_core import ErrorDetails
 from tpucare.fleetfile.schema import LATER_KEYS, SECTIONS, SYNONYMS
 from tpucare.fleetfile.yaml_document import Document, KeyPath, WrittenFloat, WrittenInt
 from tpucare.model.errors import Problem
-from tpucare.model.words import hint, nearest, shown
+from tpucare.model.text import hint, nearest, shown
 
 # Nearest words are searched for each problem, so a file of nothing but unknown keys must not cost minutes.
 PROBLEMS_LIMIT = 50

@@ -19,7 +19,7 @@ from tpucare.fleetfile.fleet import Fleet
 from tpucare.fleetfile.schema import COUNT_LIMIT
 from tpucare.model.errors import ConfigError
 from tpucare.model.resources import Job, OnExit
-from tpucare.model.words import hint, shown
+from tpucare.model.text import hint, shown
 
 VERSION = 1
 # A node is `<slot>-a<number>` in at most 40 characters; five digits last for ten years of an hour each.

@@ -19,7 +19,7 @@ from tpucare.model import accelerators
 from tpucare.model.accelerators import Accelerator
 from tpucare.model.errors import ConfigError, Problem
 from tpucare.model.resources import Provisioning
-from tpucare.model.words import hint, naming, nearest, shown
+from tpucare.model.text import hint, naming, nearest, shown
 
 _SECRET_NAME = re.compile(r"(?i)(^|_)(api_?key|token|secret|password|passwd|credentials?|private_key)s?$")
 _PLACEHOLDER = "{slot}"

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from tpucare.fleetfile.yaml_document import WrittenFloat, WrittenInt
 from tpucare.model.resources import OS_LOGIN, SSH_KEYS
-from tpucare.model.words import shown
+from tpucare.model.text import shown
 
 SCRIPT_LIMIT = 64 * 1024
 # Linux lets `name=value` have 128 KiB; the rest is for the name.

@@ -18,7 +18,7 @@ from typing import TypeAlias
 import yaml
 
 from tpucare.model.errors import Problem
-from tpucare.model.words import shown
+from tpucare.model.text import shown
 
 KeyPath: TypeAlias = tuple[str | int, ...]
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from tpucare.model.errors import ConfigError
 from tpucare.model.resources import Provisioning
-from tpucare.model.words import naming, nearest, shown
+from tpucare.model.text import naming, nearest, shown
 
 _TYPE = re.compile(r"(?P<prefix>[a-z0-9]+)-(?P<count>[1-9][0-9]{0,5})")
 

@@ -34,7 +34,7 @@ from tpucare.model.causes import Cause
 from tpucare.model.evidence import Evidence, Mark, Moment, NodeEvidence, Timers
 from tpucare.model.memory import CreateIntent, End, Memory, NodeMemory, Wish
 from tpucare.model.resources import DEAD_STATES, NodeKey, NodeState, OnSuccess, Slot, node_name
-from tpucare.model.words import length
+from tpucare.model.text import length
 from tpucare.planner.backoff import DELETE_AGAIN_CAP, MISSING_LOOK_EVERY, RESEND_BACKOFF
 from tpucare.planner.node import decide_by_workers, decide_hidden, decide_node
 from tpucare.planner.placement import choose, holds_quota

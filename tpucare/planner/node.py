@@ -16,7 +16,7 @@ from tpucare.model.evidence import Evidence, Mark, NodeEvidence, Timers, latest
 from tpucare.model.memory import BookName, End, Memory, NodeMemory, Wish
 from tpucare.model.resources import PENDING_STATES, USABLE_STATES, NodeKey, NodeState, Slot
 from tpucare.model.runs import Contact
-from tpucare.model.words import length
+from tpucare.model.text import length
 from tpucare.planner.plan_ended import done
 from tpucare.planner.plan_foreign import decide_foreign, is_foreign
 from tpucare.planner.plan_run import decide_run

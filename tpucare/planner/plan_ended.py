@@ -14,7 +14,7 @@ from tpucare.model.evidence import NodeEvidence, Timers, latest
 from tpucare.model.memory import BookName, End, Memory
 from tpucare.model.resources import OnSuccess, Slot
 from tpucare.model.runs import Failure, Phase, WorkerReport
-from tpucare.model.words import length
+from tpucare.model.text import length
 from tpucare.planner.predicates import (
     INFRASTRUCTURE_BUDGET,
     Standing,

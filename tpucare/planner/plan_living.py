@@ -14,7 +14,7 @@ from tpucare.model.evidence import SUPPORTING_OBSERVATIONS, Mark, NodeEvidence, 
 from tpucare.model.memory import ENDED_BY_PROGRESS, BookName, Memory, NodeMemory, RunMemory
 from tpucare.model.resources import Provisioning, Slot
 from tpucare.model.runs import Phase, WorkerReport
-from tpucare.model.words import length
+from tpucare.model.text import length
 from tpucare.planner.plan_ended import booked
 from tpucare.planner.predicates import (
     LONG_LIFE,

@@ -15,7 +15,7 @@ from tpucare.model.causes import Cause
 from tpucare.model.evidence import Evidence, NodeEvidence, Timers, Voucher
 from tpucare.model.memory import NodeMemory, Trust
 from tpucare.model.resources import HostKeys, Job, Slot
-from tpucare.model.words import length
+from tpucare.model.text import length
 
 ASK_EVERY = timedelta(seconds=10)
 # The guest agent publishes some time after sshd answers; the longest that was seen elsewhere is about a minute.

@@ -19,9 +19,8 @@ from tpucare.fleetfile.fleet import Fleet
 from tpucare.model.actions import Wait
 from tpucare.model.errors import ConfigError, TpuCareError
 from tpucare.model.memory import Memory, Wish
-from tpucare.model.plain import plain
 from tpucare.model.resources import Node, parse_node_name
-from tpucare.model.words import counted, hint, shown
+from tpucare.model.text import counted, hint, plain, shown
 from tpucare.planner import desired_state as wishes
 from tpucare.service import view
 from tpucare.service.assembly import Caretaker

@@ -15,9 +15,9 @@ from typing import Any, TextIO
 
 import structlog
 
-from tpucare.model.narration import event_line
-from tpucare.model.plain import plain
+from tpucare.model.actions import event_line
 from tpucare.model.resources import Event
+from tpucare.model.text import plain
 
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 

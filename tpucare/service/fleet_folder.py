@@ -22,7 +22,7 @@ from tpucare.fleetfile.fleet import Fleet
 from tpucare.model.errors import ConfigError, StoreError
 from tpucare.model.local_files import open_regular
 from tpucare.model.memory import Wish
-from tpucare.model.words import counted, shown
+from tpucare.model.text import counted, shown
 from tpucare.service.fleet_registry import Roster
 
 SUFFIXES = (".yaml", ".yml")

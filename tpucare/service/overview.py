@@ -15,8 +15,7 @@ from tpucare._version import __version__
 from tpucare.adapters.state.owner import OWNER_FILE
 from tpucare.model.errors import TpuCareError
 from tpucare.model.memory import End, Wish
-from tpucare.model.plain import plain
-from tpucare.model.words import hint, shown
+from tpucare.model.text import hint, plain, shown
 from tpucare.service.control_socket import NoDaemon, Stopping, request
 from tpucare.service.options import DAEMON_STORE, Options
 

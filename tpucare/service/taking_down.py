@@ -9,7 +9,7 @@ from typing import Any
 from tpucare.model.errors import StoreLocked, TpuCareError
 from tpucare.model.memory import Wish
 from tpucare.model.resources import Event, Slot
-from tpucare.model.words import shown
+from tpucare.model.text import shown
 from tpucare.service import overview, view
 from tpucare.service.control_socket import NoDaemon, Refused, is_running, request
 from tpucare.service.ending import Ending

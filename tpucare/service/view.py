@@ -13,14 +13,12 @@ from typing import Any
 from tpucare.engine.engine import Engine
 from tpucare.engine.projects import ProjectView
 from tpucare.engine.tracking import NodeTrack, SlotTrack
-from tpucare.model.actions import Wait
+from tpucare.model.actions import Wait, word_of
 from tpucare.model.causes import Cause
 from tpucare.model.memory import End, FleetRecord, Memory, NodeMemory, Wish
-from tpucare.model.narration import word_of
-from tpucare.model.plain import plain
 from tpucare.model.resources import Node, NodeKey, NodeState, Provisioning, Worker
 from tpucare.model.runs import Contact, Phase
-from tpucare.model.words import length
+from tpucare.model.text import length, plain
 from tpucare.planner.predicates import job_mark
 
 Row = dict[str, Any]

@@ -15,9 +15,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from tpucare.model.errors import CommandFailed, RemoteError
-from tpucare.model.plain import plain
 from tpucare.model.resources import Ran
 from tpucare.model.runs import Contact, Failure, ForeignRun, Phase, WorkerReport
+from tpucare.model.text import plain
 
 TOKEN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\.\d{1,9}")
 BOOT_ID = re.compile(r"[0-9a-f-]{1,64}")

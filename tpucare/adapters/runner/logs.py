@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote
 
-from tpucare.model.plain import plain_lines
+from tpucare.model.text import plain_lines
 
 DEFAULT_LIMIT_BYTES = 32 << 20
 # Of all slots together, those that are no more included: a fifth of the smallest disk that docs/installing.md asks for.

@@ -33,7 +33,7 @@ from tpucare.integrations.wandb.sweeps_watch import Answer, Asked, SweepWatch
 from tpucare.model.causes import Cause
 from tpucare.model.errors import ConfigError
 from tpucare.model.memory import End, FleetRecord, Memory, Wish
-from tpucare.model.plain import plain
+from tpucare.model.text import plain
 from tpucare.planner import desired_state as wishes
 from tpucare.service.assembly import Caretaker, secrets_of
 from tpucare.service.fleet_registry import Roster

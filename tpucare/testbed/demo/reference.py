@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from tpucare.model.errors import ConfigError, TpuCareError
-from tpucare.model.words import length
+from tpucare.model.text import length
 
 # Several times what 1,000 steps on two busy cores take.
 DEADLINE = timedelta(minutes=10)

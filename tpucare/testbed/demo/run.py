@@ -16,7 +16,7 @@ from typing import Any
 
 from tpucare.model.errors import TpuCareError
 from tpucare.model.memory import End
-from tpucare.model.words import length
+from tpucare.model.text import length
 from tpucare.testbed.audit import Expected, check
 from tpucare.testbed.demo.examples import example_folder
 from tpucare.testbed.demo.preemptions import Director, scenes

@@ -14,7 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from tpucare.model.words import counted
+from tpucare.model.text import counted
 from tpucare.testbed.demo.run import Glance, Report
 from tpucare.testbed.demo.setup import Options
 from tpucare.testbed.demo.timeline import PHASES, Told

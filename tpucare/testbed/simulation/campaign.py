@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from tpucare.model.resources import Slot
-from tpucare.model.words import counted
+from tpucare.model.text import counted
 from tpucare.testbed.simulation.faults import EMERGENT, FAULTS
 from tpucare.testbed.simulation.history import History, Outcome
 from tpucare.testbed.simulation.scenario import CLOSE, MONTHS, WEEKS, Pace, Scenario, draw, month_slots, storm_slots

@@ -1,6 +1,6 @@
 """
-Words of a person's file as an error may quote them: the nearest valid one, and a form that is safe on a terminal; how
-counts and lengths are said.
+Text for people: the nearest valid word, how counts and lengths are said, and what came from elsewhere made safe for a
+terminal.
 
 Standard library only. What is valid is the caller's knowledge.
 """
@@ -8,6 +8,7 @@ Standard library only. What is valid is the caller's knowledge.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 
@@ -66,3 +67,28 @@ def shown(value: object) -> str:
         text = text[: SHOWN_CHARACTERS - 1] + "…"
     printable = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
     return printable or "''"
+
+
+# --- text that comes from elsewhere, made safe for a terminal --------------------------------------------------------
+
+
+# ECMA-48: CSI and the string sequences with their terminators, then every other escape.
+_ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b[\]PX^_][^\x07\x1b]{0,4096}(?:\x07|\x1b\\)?|\x1b[ -/]*[0-~]?")
+
+
+def plain(text: str) -> str:
+    """*text* on one line."""
+    return " ".join(plain_lines(text).split("\n")).replace("\t", " ").strip()
+
+
+def plain_lines(text: str) -> str:
+    """*text* with its lines and tabs, without sequences, controls and whatever else nobody can read."""
+    text = _ESCAPES.sub("", text.replace("\r\n", "\n").replace("\r", "\n"))
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() or char in "\n\t" else _instead(char) for char in text)
+
+
+def _instead(char: str) -> str:
+    """A space for the wide, narrow and line-breaking ones of Unicode, nothing for all else."""
+    return " " if char >= "\xa0" and char.isspace() else ""
