@@ -23,7 +23,7 @@ from tpucare.adapters.ssh.keys import load_or_make_key
 from tpucare.adapters.ssh.remote import ParamikoRemote
 from tpucare.adapters.state.store import EVENTS_KEPT_PER_SLOT, open_store
 from tpucare.adapters.system import SystemClock, machine_id
-from tpucare.planner.remember_creates import BUDGET_WINDOW
+from tpucare.planner.remember import BUDGET_WINDOW
 
 START_SECONDS = 300.0
 # After a start every node is asked each second until its run makes progress, and the last commits of that follow.

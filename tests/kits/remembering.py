@@ -10,8 +10,7 @@ from tests.kits.evidence import NOW, intent, memory, name_of, node, place, token
 from tpucare.model.actions import Action, Create, Delete, Launch, Look, Poll, Reason, Stop
 from tpucare.model.causes import Cause
 from tpucare.model.memory import Memory
-from tpucare.planner.remember import intend, remember
-from tpucare.planner.remember_seen import gone
+from tpucare.planner.remember import gone, intend, remember
 
 PLACE = place().key
 RNG = random.Random(4)

@@ -42,7 +42,7 @@ from tpucare.model.evidence import Progress
 from tpucare.model.memory import Book
 from tpucare.model.resources import OnSuccess, Provisioning
 from tpucare.model.runs import Failure, Phase
-from tpucare.planner.remember_seen import taken
+from tpucare.planner.remember import taken
 
 FINISHED = memory(launched(), run=run(finished=True))
 EXITS = [

@@ -31,7 +31,7 @@ from tpucare.model.evidence import NodeEvidence
 from tpucare.model.memory import Book, End, Memory
 from tpucare.model.resources import Health, Job, OnExit, OnSuccess, Provisioning, Slot
 from tpucare.model.runs import Failure, ForeignRun, Phase, WorkerReport
-from tpucare.planner.plan_foreign import ENDED
+from tpucare.planner.run import ENDED
 
 HAD, HAD_NOTHING = ForeignRun(seen=True), ForeignRun()
 LIVES = running(foreign=HAD)

@@ -26,8 +26,7 @@ from tpucare.model.errors import (
 )
 from tpucare.model.memory import BookName, CreateIntent, PlaceMemory, Refusal, Wish
 from tpucare.model.resources import Operation
-from tpucare.planner.remember import recover
-from tpucare.planner.remember_seen import absorb
+from tpucare.planner.remember import absorb, recover
 
 
 def test_a_create_is_on_record_before_it_is_asked_for_and_takes_a_new_number() -> None:

@@ -11,9 +11,7 @@ from tests.kits.remembering import PLACE, asked, came, create, delete
 from tpucare.model.actions import Reason
 from tpucare.model.errors import AnswerLost, LostRace, NeedsPerson, NodeGone, RateLimited
 from tpucare.model.resources import Operation
-from tpucare.planner.remember import changed_meanwhile, recover
-from tpucare.planner.remember_runs import attempted
-from tpucare.planner.remember_seen import absorb, answered
+from tpucare.planner.remember import absorb, answered, attempted, changed_meanwhile, recover
 
 
 def test_a_delete_is_asked_again_after_60_s_then_twice_that() -> None:

@@ -15,9 +15,7 @@ from tpucare.model.memory import Book, BookName, End, PlaceMemory, Refusal
 from tpucare.model.resources import Operation
 from tpucare.model.runs import LaunchResult, StopResult
 from tpucare.planner.desired_state import replace_node, restart, retry
-from tpucare.planner.remember import recover
-from tpucare.planner.remember_runs import saw
-from tpucare.planner.remember_seen import absorb
+from tpucare.planner.remember import absorb, recover, saw
 
 
 def test_a_launch_is_on_record_before_it_begins_and_counts_nodes_not_runs() -> None:

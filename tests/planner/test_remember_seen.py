@@ -11,7 +11,7 @@ from tests.kits.evidence import NOW, TRAINS, intent, launched, memory, name_of, 
 from tests.kits.remembering import PLACE, vanished
 from tpucare.model.memory import Book, BookName, NodeMemory, PlaceMemory
 from tpucare.model.resources import LABEL_NUMBER, LABEL_SLOT, NodeState
-from tpucare.planner.remember_seen import absorb, answered, taken
+from tpucare.planner.remember import absorb, answered, taken
 
 
 def test_a_node_that_nobody_asked_for_may_have_been_launched() -> None:

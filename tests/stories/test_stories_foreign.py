@@ -16,7 +16,7 @@ from tests.kits.harness import Daemon, place, slots_of
 from tpucare.model.memory import End
 from tpucare.model.resources import Care, Job, OnExit
 from tpucare.model.runs import Failure
-from tpucare.planner.plan_foreign import ENDED
+from tpucare.planner.run import ENDED
 from tpucare.service import view
 from tpucare.testbed.emulator.world.machine_effects import Boot, Kill
 from tpucare.testbed.simulation.machines import Script

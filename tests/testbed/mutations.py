@@ -38,16 +38,7 @@ from tpucare.model.resources import (
 )
 from tpucare.planner import decide as plan
 from tpucare.planner import node as plan_node
-from tpucare.planner import (
-    placement,
-    plan_ended,
-    plan_foreign,
-    plan_living,
-    plan_run,
-    remember,
-    remember_deletes,
-    remember_seen,
-)
+from tpucare.planner import placement, remember, run
 from tpucare.planner import predicates as plan_words
 from tpucare.planner.placement import CreateBudget
 from tpucare.planner.predicates import ending
@@ -135,7 +126,7 @@ def _believe_the_list(patch: pytest.MonkeyPatch) -> None:
             track = found[0]
             self.forget(track, view, name)
             now, rng = self.board.clock.now(), random.Random(1)
-            self.board.update(track, remember_seen.gone(track.memory, name, now, rng))
+            self.board.update(track, remember.gone(track.memory, name, now, rng))
             self.board.dirty[track.slot.name] = None
 
     patch.setattr(Observer, "_miss", miss)
@@ -167,12 +158,12 @@ def _see_stalls_everywhere(patch: pytest.MonkeyPatch) -> None:
     def stalled(slot: Any, seen: Any, past: Any, memory: Any, timers: Any) -> Any:
         long = timers.lasted(seen.phase_since, timedelta(minutes=10))
         return (
-            plan_living._stall(seen, memory, past, Cause.STALLED, "it may have stalled", timedelta(minutes=10))
+            run._stall(seen, memory, past, Cause.STALLED, "it may have stalled", timedelta(minutes=10))
             if long
             else None
         )
 
-    patch.setattr(plan_living, "_stalled", stalled)
+    patch.setattr(run, "_stalled", stalled)
 
 
 def _tell_secrets(patch: pytest.MonkeyPatch) -> None:
@@ -194,7 +185,7 @@ def _stumble(*_arguments: Any) -> Any:
 
 def _delete_again_late(patch: pytest.MonkeyPatch) -> None:
     for name in ("DELETE_AGAIN", "DELETE_AGAIN_CAP"):
-        patch.setattr(remember_deletes, name, timedelta(minutes=110))
+        patch.setattr(remember, name, timedelta(minutes=110))
     patch.setattr(plan, "DELETE_AGAIN_CAP", timedelta(minutes=110))
 
 
@@ -295,23 +286,23 @@ def _tell_no_person(patch: pytest.MonkeyPatch) -> None:
 
 def _judge_what_was_seen_to_move(patch: pytest.MonkeyPatch) -> None:
     """Only the process that saw a run move finds out that it stands still."""
-    stalled = plan_living._stalled
+    stalled = run._stalled
 
     def forgetful(slot: Any, seen: Any, past: Any, memory: Any, timers: Any) -> Any:
         return stalled(slot, seen, past, memory, timers) if seen.progress.median_gap is not None else None
 
-    patch.setattr(plan_living, "_stalled", forgetful)
+    patch.setattr(run, "_stalled", forgetful)
 
 
 def _run_what_finished_again(patch: pytest.MonkeyPatch) -> None:
-    success = plan_ended._decide_success
+    success = run._decide_success
 
     def doubtful(slot: Any, seen: Any, memory: Any, timers: Any) -> Any:
         action = success(slot, seen, memory, timers)
         is_over = isinstance(action, Settle) and action.fact is Fact.ENDED
-        return plan_ended.infrastructure(seen, memory, Cause.INTERRUPTED, "nobody knows why") if is_over else action
+        return run.infrastructure(seen, memory, Cause.INTERRUPTED, "nobody knows why") if is_over else action
 
-    patch.setattr(plan_ended, "_decide_success", doubtful)
+    patch.setattr(run, "_decide_success", doubtful)
 
 
 def _forget_nodes_unvouched(patch: pytest.MonkeyPatch) -> None:
@@ -328,20 +319,20 @@ def _forget_nodes_unvouched(patch: pytest.MonkeyPatch) -> None:
 
 def _need_a_second_sign(patch: pytest.MonkeyPatch) -> None:
     """A run that gave one sign of progress may take any time for the next."""
-    stalled = plan_living._stalled
+    stalled = run._stalled
 
     def patient(slot: Any, seen: Any, past: Any, memory: Any, timers: Any) -> Any:
         if seen.progress.signals == 1 and not memory.run.progressed:
             return None
         return stalled(slot, seen, past, memory, timers)
 
-    patch.setattr(plan_living, "_stalled", patient)
+    patch.setattr(run, "_stalled", patient)
 
 
 def _remember_maintenance(patch: pytest.MonkeyPatch) -> None:
     """Whoever was ever told of a maintenance was interrupted, however well it ended."""
     told: set[str] = set()
-    hear, ended = NodeTrack.hear, plan_ended.decide_ended
+    hear, ended = NodeTrack.hear, run.decide_ended
 
     def noting(self: NodeTrack, report: Any, mark: Any) -> bool:
         told.update(worker.token for worker in report.workers if worker.maintenance)
@@ -349,13 +340,13 @@ def _remember_maintenance(patch: pytest.MonkeyPatch) -> None:
 
     def doubting(slot: Any, seen: Any, memory: Memory, timers: Any, workers: Any) -> Any:
         if memory.run is not None and memory.run.token in told:
-            if not timers.lasted(seen.ended_since, plan_ended.CRASH_IS_OURS_AFTER):
+            if not timers.lasted(seen.ended_since, run.CRASH_IS_OURS_AFTER):
                 return Wait(Cause.INTERRUPTED, "the run was interrupted; waiting for the cloud's word")
-            return plan_ended.infrastructure(seen, memory, Cause.INTERRUPTED, "there was a maintenance")
+            return run.infrastructure(seen, memory, Cause.INTERRUPTED, "there was a maintenance")
         return ended(slot, seen, memory, timers, workers)
 
     patch.setattr(NodeTrack, "hear", noting)
-    patch.setattr(plan_run, "decide_ended", doubting)
+    patch.setattr(run, "decide_ended", doubting)
 
 
 def _never_try_again(patch: pytest.MonkeyPatch) -> None:
@@ -369,7 +360,7 @@ def _look_past_the_chips(patch: pytest.MonkeyPatch) -> None:
     def idle(seen: Any) -> bool:
         return seen.report is not None and seen.report.all_answer and not any(w.alive for w in seen.report.workers)
 
-    for module in (plan, plan_node, plan_run):
+    for module in (plan, plan_node, run):
         patch.setattr(module, "quiet", idle)
 
 
@@ -386,7 +377,7 @@ def _close_for_good(patch: pytest.MonkeyPatch) -> None:
 
 def _wait_for_who_is_gone(patch: pytest.MonkeyPatch) -> None:
     """A setup goes on for as long as its run lives."""
-    decide = plan_foreign.decide_foreign
+    decide = run.decide_foreign
 
     def patient(slot: Any, seen: Any, past: Any, evidence: Any, memory: Any, timers: Any) -> Any:
         if any(worker.foreign is not None and worker.foreign.lost for worker in seen.report.workers):
@@ -479,7 +470,7 @@ MUTATIONS = (
     Mutation(
         "numbers begin anew",
         "fresh-numbers",
-        _swap(remember_seen, "number_after", lambda memory, _name: memory),
+        _swap(remember, "number_after", lambda memory, _name: memory),
         (Strike(1600, "preempted", "mini-0"),),
     ),
     Mutation(
@@ -515,7 +506,7 @@ MUTATIONS = (
     Mutation(
         "an error that nobody named",
         "no-surprise",
-        _swap(plan_run, "decide_ended", _stumble),
+        _swap(run, "decide_ended", _stumble),
         (Strike(1600, "crashed", "mini-0"),),
     ),
     Mutation(
@@ -551,13 +542,13 @@ MUTATIONS = (
     Mutation(
         "what was taken is forgotten",
         "one-run",
-        _swap(remember_seen, "taken", _forget_what_was_taken),
+        _swap(remember, "taken", _forget_what_was_taken),
         (Strike(1602, "taken-back", "mini-0", 1500),),
     ),
     Mutation(
         "once dead, dead for ever",
         "dead-elders",
-        _swap(remember_seen, "_live_or_dead", _once_dead_for_ever),
+        _swap(remember, "_live_or_dead", _once_dead_for_ever),
         (Strike(1604, "flips-back", "mini-0", 600),),
     ),
     Mutation(
@@ -589,7 +580,7 @@ MUTATIONS = (
     Mutation(
         "one stall is too many",
         "failed-rightly",
-        _swap(plan_living, "_stall", _fail_at_a_stall),
+        _swap(run, "_stall", _fail_at_a_stall),
         (Strike(1600, "hung", "mini-0"),),
     ),
     Mutation(
@@ -602,7 +593,7 @@ MUTATIONS = (
     Mutation(
         "what a user's function started is over",
         "trains-again",
-        _swap(plan_foreign, "_decide_ended", lambda *_: Wait(Cause.FOREIGN_RUN_ENDED, plan_foreign.ENDED)),
+        _swap(run, "_decide_foreign_end", lambda *_: Wait(Cause.FOREIGN_RUN_ENDED, run.ENDED)),
         (Strike(1600, "crashed", "mini-0"),),
         care=FOREIGN_CARE,
         job=FOREIGN_JOB,
@@ -636,7 +627,7 @@ MUTATIONS = (
     Mutation(
         "who is ended for a sweep's sake is not done",
         "over-once",
-        _swap(sweeps_care, "finish", lambda memory, _why, _now: memory),
+        _swap(sweeps_care, "finish", lambda memory, **_: memory),
         # An instant at which chance has it that nobody resumes the sweep.
         (Strike(1605, "sweep-stopped", "", 1500),),
         hours=2.0,
@@ -657,7 +648,7 @@ MUTATIONS = (
     Mutation(
         "that it finished is not noted",
         "finished-once",
-        _swap(plan_ended, "_may_be_noted", lambda *_: False),
+        _swap(run, "_may_be_noted", lambda *_: False),
         (Strike(1600, "finished-then-preempted", "mini-0"),),
     ),
     Mutation(
@@ -678,7 +669,7 @@ MUTATIONS = (
     Mutation(
         "held chips are waited for",
         "trains-again",
-        _swap(plan_run, "_held_by_others", lambda *_: Wait(Cause.HELD_BY_OTHERS, "something holds the chips")),
+        _swap(run, "_held_by_others", lambda *_: Wait(Cause.HELD_BY_OTHERS, "something holds the chips")),
         (Strike(1600, "chips-held"), Strike(1601, "preempted", "mini-0")),
     ),
     Mutation(
@@ -690,7 +681,7 @@ MUTATIONS = (
     Mutation(
         "who refused us may not be a guard",
         "guard-outwaited",
-        _swap(remember_seen, "refused", lambda memory, _name: memory),
+        _swap(remember, "refused", lambda memory, _name: memory),
         (Strike(1600, "guarded"), Strike(1601, "preempted", "mini-0")),
     ),
     Mutation(

@@ -54,8 +54,8 @@ from tpucare.model.ports import Clock, Executor, Finished, Gate, Lane, Store
 from tpucare.model.resources import Event, Listing, Node, NodeKey, Slot
 from tpucare.planner import remember as memories
 from tpucare.planner.decide import decide, live_nodes, tries_again_at
-from tpucare.planner.plan_foreign import is_foreign
-from tpucare.planner.remember_runs import saw
+from tpucare.planner.remember import saw
+from tpucare.planner.run import is_foreign
 
 __all__ = ["Engine", "Settings"]
 

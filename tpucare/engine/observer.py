@@ -22,7 +22,7 @@ from tpucare.model.errors import CloudError, ConfigError, NeedsPerson, OwnCreden
 from tpucare.model.ports import Lane
 from tpucare.model.resources import Listing, Node, NodeKey, reaches_externally, workers_of
 from tpucare.model.text import counted
-from tpucare.planner import remember_seen as memories
+from tpucare.planner import remember as memories
 from tpucare.planner.backoff import listing_pause
 
 # So many listings that failed in a row are what every slot has to tell.

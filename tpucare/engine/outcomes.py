@@ -32,9 +32,9 @@ from tpucare.model.actions import (
 from tpucare.model.errors import LostRace, NodeGone, TpuCareError
 from tpucare.model.ports import Finished
 from tpucare.model.resources import Node
+from tpucare.planner import remember
 from tpucare.planner import remember as memories
-from tpucare.planner import remember_seen
-from tpucare.planner.remember_runs import saw
+from tpucare.planner.remember import saw
 
 
 class Outcomes:
@@ -119,7 +119,7 @@ class Outcomes:
         if past is not None:
             # No two nodes bear one name at a time: the one that was remembered is gone.
             self._ports.launcher.forget(node.key)
-            memory = remember_seen.gone(memory, node.name, self._board.clock.now(), self._rng)
+            memory = remember.gone(memory, node.name, self._board.clock.now(), self._rng)
             self._observer.forget(track, view, node.name)
         self._board.update(track, memory)
         self._observer.see_foreign(view, node)

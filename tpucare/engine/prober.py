@@ -20,10 +20,9 @@ from tpucare.model.evidence import SUPPORTING_OBSERVATIONS
 from tpucare.model.ports import Finished, Lane
 from tpucare.model.resources import PENDING_STATES, USABLE_STATES, NodeState
 from tpucare.model.runs import NodeReport, Phase, ProbeOrder
-from tpucare.planner import remember_seen as memories
+from tpucare.planner import remember as memories
 from tpucare.planner.backoff import refusal_pause
-from tpucare.planner.plan_ended import EXIT_IS_SEEN_REPORTS
-from tpucare.planner.plan_living import got_further, is_row_open
+from tpucare.planner.run import EXIT_IS_SEEN_REPORTS, got_further, is_row_open
 
 # What is UNKNOWN by the API may be known by its workers.
 PROBED = PENDING_STATES | USABLE_STATES | {NodeState.UNKNOWN}

@@ -38,7 +38,6 @@ from tpucare.model.text import length
 from tpucare.planner.backoff import DELETE_AGAIN_CAP, MISSING_LOOK_EVERY, RESEND_BACKOFF
 from tpucare.planner.node import decide_by_workers, decide_hidden, decide_node
 from tpucare.planner.placement import choose, holds_quota
-from tpucare.planner.plan_ended import done
 from tpucare.planner.predicates import (
     Standing,
     busy,
@@ -52,6 +51,7 @@ from tpucare.planner.predicates import (
     unseen,
     without_job,
 )
+from tpucare.planner.run import done
 
 # Of a create that was given up: nothing waits for its word.
 POLL_SPENT_EVERY = timedelta(minutes=1)

@@ -17,9 +17,6 @@ from tpucare.model.memory import BookName, End, Memory, NodeMemory, Wish
 from tpucare.model.resources import PENDING_STATES, USABLE_STATES, NodeKey, NodeState, Slot
 from tpucare.model.runs import Contact
 from tpucare.model.text import length
-from tpucare.planner.plan_ended import done
-from tpucare.planner.plan_foreign import decide_foreign, is_foreign
-from tpucare.planner.plan_run import decide_run
 from tpucare.planner.predicates import (
     INFRASTRUCTURE_BUDGET,
     backoff_over,
@@ -42,6 +39,7 @@ from tpucare.planner.predicates import (
     usual_pause,
     without_job,
 )
+from tpucare.planner.run import decide_foreign, decide_run, done, is_foreign
 from tpucare.planner.trust import decide_changed_key, decide_trust
 
 STOPPED = frozenset({NodeState.STOPPING, NodeState.STOPPED})

@@ -1,16 +1,16 @@
 """
-How memory changes: by what is about to be done, by what came of it, and by the death of a process.
+How memory changes: by what is about to be done, by what came of it, by what is seen, and by the death of a process.
 
 Pure. `intend` is written to disk before the effect, `remember` after it, `recover` once at start, for what a killed
-process left half done. Here is what each action comes to; the parts are `remember_creates`, `remember_deletes`,
-`remember_runs`, and for what listings and probes show `remember_seen`.
+process left half done. After these come the parts: creates, deletes, runs, and what listings and probes show. What is
+done next is decided in `decide`; where to ask next in `placement`, whose memory of a place is kept here.
 """
 
 from __future__ import annotations
 
 import random
 from dataclasses import replace
-from datetime import datetime
+from datetime import datetime, timedelta
 
 from tpucare.model.actions import (
     Action,
@@ -27,30 +27,48 @@ from tpucare.model.actions import (
     Stop,
     Vouch,
 )
-from tpucare.model.memory import BookName, End, Memory, RunMemory, Trust
-from tpucare.planner.remember_creates import (
-    after_create,
-    after_look,
-    after_poll,
-    intend_create,
-    keep,
-    served,
-    supersede,
+from tpucare.model.causes import Cause
+from tpucare.model.errors import (
+    AlreadyExists,
+    CloudError,
+    CommandFailed,
+    ConfigError,
+    LostRace,
+    NeedsPerson,
+    NoCapacity,
+    NodeGone,
+    PreemptedMeanwhile,
+    QuotaExceeded,
+    RateLimited,
+    Transient,
 )
-from tpucare.planner.remember_deletes import after_delete, intend_delete, undelete
-from tpucare.planner.remember_runs import (
-    after_launch,
-    after_stop,
-    attempted,
-    far,
-    has_served,
-    intend_launch,
-    intend_stop,
-    progress_over,
-    row_over,
-    with_a_lost_run,
+from tpucare.model.memory import (
+    ENDED_BY_PROGRESS,
+    Book,
+    BookName,
+    CreateIntent,
+    End,
+    Memory,
+    NodeMemory,
+    PlaceMemory,
+    Publishing,
+    RunMemory,
+    Trust,
+    Wish,
 )
-from tpucare.planner.remember_seen import believed
+from tpucare.model.resources import (
+    DEAD_STATES,
+    LABEL_NUMBER,
+    PENDING_STATES,
+    USABLE_STATES,
+    Node,
+    NodeState,
+    Operation,
+    parse_node_name,
+)
+from tpucare.model.runs import LaunchResult, StopResult
+from tpucare.planner import placement
+from tpucare.planner.backoff import BOOK_BACKOFF, DELETE_AGAIN, DELETE_AGAIN_CAP, MISSING_LOOK_EVERY, RESEND_BACKOFF
 
 
 def intend(memory: Memory, action: Action, now: datetime, rng: random.Random) -> Memory:
@@ -187,3 +205,583 @@ def recover(memory: Memory) -> Memory:
         elif past.is_being_deleted:
             memory = memory.with_node(replace(past, delete_next_at=None))
     return memory
+
+
+# --- creates: an intent is opened before the call, and closed by what the calls and the operation say -----------------
+
+
+BUDGET_WINDOW = timedelta(minutes=1)
+MISSING_LOOKS = 24
+
+
+def intend_create(memory: Memory, action: Create, now: datetime) -> Memory:
+    past = memory.create(action.name)
+    tries = past.tries + 1 if past is not None else 1
+    intent = CreateIntent(
+        name=action.name,
+        number=action.number,
+        zone=action.place.zone,
+        place=action.place.key,
+        asked_at=now,
+        accelerator_type=action.place.accelerator_type,
+        tries=tries,
+        lost=past is not None,
+        held_in_zone=action.held_in_zone,
+        held_in_region=action.held_in_region,
+    )
+    # The create budget counts them after a restart too, whatever became of their intents.
+    recent = tuple(asked for asked in memory.recent_creates if timedelta() <= now - asked < BUDGET_WINDOW)
+    memory = replace(memory, recent_creates=(*recent, now))
+    if not action.resend:
+        # A node made from now on is as declared now: that is what `replace` asks for. What a person said of older nodes
+        # was said before the last one became one of them.
+        first = memory.asked_from if memory.asked_from is not None else action.number
+        memory = replace(memory, replace_asked=False, fence_confirmed=False, asked_from=first)
+        memory = placement.asked(memory, action.place.key, action.number)
+    return number_after(memory.with_create(intent), action.name)
+
+
+def supersede(memory: Memory, action: Settle, now: datetime, rng: random.Random) -> Memory:
+    intent = memory.create(action.name)
+    if intent is None:
+        return memory
+    memory = memory.with_create(replace(intent, superseded=True))
+    if memory.wish is not Wish.UP or memory.end is not End.NONE:
+        return memory
+    # Another place goes first, where there is one: this one has not answered for a whole boot_timeout.
+    place = placement.refused(memory.place(intent.place), Transient(action.why), held=False, now=now, rng=rng)
+    return memory.with_place(intent.place, place)
+
+
+def keep(memory: Memory, name: str) -> Memory:
+    """The create that was given up holds the slot; those that were sent after it are given up instead."""
+    creates = tuple(replace(intent, superseded=intent.name != name) for intent in memory.creates)
+    return replace(memory, creates=creates)
+
+
+def served(memory: Memory, past: NodeMemory) -> Memory:
+    """
+    The workers of *past* serve: its create is settled, whatever its operation still says, and the node is like any.
+
+    A node may show CREATING, and its operation go on, for hours after that (cloud-tpu API: readiness is the workers').
+    """
+    intent = memory.create(past.name)
+    if intent is None:
+        return memory
+    if intent.place:
+        memory = placement.came_up(memory, intent.place, past.create_time)
+    return memory.without_create(past.name)
+
+
+def after_create(
+    memory: Memory, action: Create, result: object, error: Exception | None, now: datetime, rng: random.Random
+) -> Memory:
+    intent = memory.create(action.name)
+    if intent is None:
+        return memory
+    key = action.place.key
+    if isinstance(result, Operation):
+        memory = memory.with_place(key, placement.quota_granted(memory.place(key)))
+        return memory.with_create(replace(intent, accepted=True, lost=False, operation=result.name))
+    if isinstance(error, AlreadyExists):
+        # On a node with our labels this is success; GetNode tells.
+        return memory.with_create(replace(intent, accepted=True, lost=False, operation=""))
+    transient = isinstance(error, Transient) and not isinstance(error, LostRace)
+    if transient or not isinstance(error, CloudError):
+        return memory.with_create(replace(intent, lost=True, retry_at=now + RESEND_BACKOFF.delay(intent.tries, rng)))
+    memory = memory.with_place(key, _refuse(memory, key, action, error, now, rng))
+    if action.resend:
+        # The first call may have arrived all the same, and used up the very quota that this answer complains of.
+        return memory.with_create(replace(intent, lost=True, refused=str(error)))
+    return memory.without_create(action.name)
+
+
+def _refuse(
+    memory: Memory, key: str, asked: Create | CreateIntent, error: CloudError, now: datetime, rng: random.Random
+) -> PlaceMemory:
+    region_wide = isinstance(error, QuotaExceeded) and error.region_wide
+    held = asked.held_in_region if region_wide else asked.held_in_zone
+    return placement.refused(memory.place(key), error, held=held, now=now, rng=rng)
+
+
+def after_look(
+    memory: Memory, action: Look, result: object, error: Exception | None, now: datetime, rng: random.Random
+) -> Memory:
+    if isinstance(error, NodeGone):
+        memory = _missing_for_long(memory, action.key.name, now)
+        return gone(_came_to_nothing(memory, action.key.name, now, rng), action.key.name, now, rng)
+    intent = memory.create(action.key.name)
+    if isinstance(result, Node) and intent is not None and intent.missing:
+        intent = replace(intent, missing=0)
+        memory = memory.with_create(intent)
+    if isinstance(result, Node) and intent is not None and intent.lost:
+        return memory.with_create(replace(intent, lost=False, accepted=True))
+    return memory
+
+
+def _missing_for_long(memory: Memory, name: str, now: datetime) -> Memory:
+    """
+    A create that was given up and of which no node is there for a day is closed, whatever its operation says.
+
+    The looks are an hour of observed time apart, so that a clock that was set closes none. Its number stays spent, so a
+    node that comes later still is known as ours (`NodeMemory.asked`).
+    """
+    intent = memory.create(name)
+    if intent is None or not intent.superseded or not intent.operation:
+        return memory
+    if intent.missing + 1 >= MISSING_LOOKS and now - intent.asked_at >= MISSING_LOOKS * MISSING_LOOK_EVERY:
+        return memory.without_create(name)
+    return memory.with_create(replace(intent, missing=intent.missing + 1))
+
+
+def _came_to_nothing(memory: Memory, name: str, now: datetime, rng: random.Random) -> Memory:
+    """Without its operation nobody says why: what was accepted and is not there found no capacity."""
+    intent = memory.create(name)
+    if intent is None or not intent.unread or intent.superseded:
+        return memory
+    failure = NoCapacity(f"{name} is not there, and its operation may not be read: {intent.refused}")
+    return memory.with_place(intent.place, _refuse(memory, intent.place, intent, failure, now, rng))
+
+
+def after_poll(
+    memory: Memory, action: Poll, result: object, error: Exception | None, now: datetime, rng: random.Random
+) -> Memory:
+    intent = memory.create(action.name)
+    if intent is None:
+        return memory
+    if isinstance(error, NodeGone):
+        return _operation_over(memory, intent)
+    if isinstance(error, NeedsPerson):
+        # Asked again it would be refused again. The create is accepted and stays open: GetNode tells what became of it.
+        return memory.with_create(replace(intent, operation="", unread=True, refused=str(error)))
+    if not isinstance(result, Operation) or not result.done:
+        return memory
+    if result.error is None:
+        return _operation_over(memory, intent)
+    failure = result.error
+    if isinstance(failure, CloudError) and not isinstance(failure, PreemptedMeanwhile | LostRace):
+        memory = memory.with_place(intent.place, _refuse(memory, intent.place, intent, failure, now, rng))
+    if memory.node(action.name) is None:
+        # The node may be listed a little later, or have failed too early to be listed: GetNode tells.
+        return memory.with_create(replace(intent, operation="", accepted=True, refused=str(failure)))
+    return memory.with_create(replace(intent, operation="", failed=True, refused=str(failure)))
+
+
+def _operation_over(memory: Memory, intent: CreateIntent) -> Memory:
+    if memory.node(intent.name) is not None:
+        return memory.without_create(intent.name)
+    return memory.with_create(replace(intent, operation=""))
+
+
+# --- deletes: asked for, asked again until the node is gone, taken back; which place is to blame ----------------------
+
+
+def intend_delete(memory: Memory, action: Delete, now: datetime) -> Memory:
+    past = memory.node(action.key.name)
+    if past is None:
+        past = NodeMemory(action.key.name, action.key.zone, action.id, action.create_time, launched=True)
+    first = not past.is_being_deleted
+    tries = past.delete_tries + 1
+    past = replace(
+        past,
+        delete_asked_at=past.delete_asked_at or now,
+        delete_tries=tries,
+        delete_next_at=now + min(DELETE_AGAIN * 2 ** min(tries - 1, 10), DELETE_AGAIN_CAP),
+        delete_why=action.why if first else past.delete_why,
+        delete_cause=action.cause if first else past.delete_cause,
+        delete_reason=action.reason.value,
+        # Nobody asks the workers of a node that was shown dead, so what they said is of before.
+        delete_quiet=(past.delete_quiet or action.quiet) and not past.revived,
+    )
+    # A verdict that was taken back at a restart and is given again is still one node.
+    if tries == 1 and past.place and (action.unanswered or action.held):
+        memory = _count_useless(memory, past.place, action, now)
+    memory = memory.with_node(past).without_create(action.key.name)
+    # What a person asked of the slot's node is still to be done when another one goes, and is not done by saying again
+    # what was asked before.
+    replaced = first and action.reason is not Reason.SURPLUS
+    # What a person said of older nodes was said before this one became one.
+    return replace(
+        memory,
+        replace_asked=memory.replace_asked and not replaced,
+        fence_confirmed=memory.fence_confirmed and not first,
+    )
+
+
+def _count_useless(memory: Memory, key: str, action: Delete, now: datetime) -> Memory:
+    """One more node of no use in a row; from the second on the place is blocked."""
+    place = memory.place(key)
+    if action.unanswered:
+        place = replace(place, unanswered_nodes=place.unanswered_nodes + 1)
+        count, what, check = place.unanswered_nodes, "never answered", "network, firewall, key, OS Login"
+    else:
+        place = replace(place, held_nodes=place.held_nodes + 1)
+        count, what, check = place.held_nodes, "had their chips held before any launch", "`runtime`, startup scripts"
+    if count >= placement.UNANSWERED_LIMIT:
+        place = placement.blocked(place, f"{count} nodes in a row {what} ({action.why}): check {check}", now=now)
+    return memory.with_place(key, place)
+
+
+def after_delete(memory: Memory, action: Delete, error: Exception | None, now: datetime, rng: random.Random) -> Memory:
+    past = memory.node(action.key.name)
+    if past is None:
+        return memory
+    if isinstance(error, NodeGone):
+        return gone(memory, action.key.name, now, rng)
+    if error is None:
+        return memory.with_node(replace(past, delete_accepted=True))
+    if isinstance(error, LostRace):
+        return memory
+    if isinstance(error, RateLimited):
+        return memory.with_node(replace(past, delete_next_at=now + timedelta(minutes=1)))
+    if past.delete_accepted:
+        return memory
+    return memory.with_node(
+        replace(past, delete_next_at=now + min(DELETE_AGAIN / 12 * past.delete_tries, DELETE_AGAIN))
+    )
+
+
+def undelete(past: NodeMemory) -> NodeMemory:
+    past = replace(past, delete_why="", delete_cause=Cause.UNRECORDED, delete_reason="")
+    return replace(past, delete_asked_at=None, delete_next_at=None, delete_quiet=False)
+
+
+# --- runs: launched, stopped, how far they got, and the failures that count against them ------------------------------
+
+
+# A run that lived for as long, by the wall clock, has trained: one that crashes after a minute each time never did.
+SERVED_AFTER = timedelta(hours=1)
+
+
+def intend_launch(memory: Memory, action: Launch, now: datetime) -> Memory:
+    memory = attempted(_of_job(_trained(memory, now), action.job), action.key.name)
+    run = RunMemory(action.token, action.key.name, action.number, launched_at=now, job=action.job)
+    return replace(memory, run=run, restart_asked=False, fence_confirmed=False)
+
+
+def _of_job(memory: Memory, job: str) -> Memory:
+    """How far an older job got, and what failed of it, says nothing of another one."""
+    # A store of an earlier version does not know which it launched last.
+    known = memory.launched_job or memory.step_job or (memory.run.job if memory.run is not None else "")
+    memory = replace(memory, launched_job=job)
+    if not known or known == job:
+        return memory
+    for name in BookName:
+        memory = row_over(memory, name)
+    return replace(
+        memory, step=None, checkpoint=None, step_job="", gap_seconds=0.0, last_step=None, last_checkpoint=None
+    )
+
+
+def intend_stop(memory: Memory, action: Stop, now: datetime, rng: random.Random) -> Memory:
+    run = memory.run
+    number = int(action.token.rpartition(".")[2])
+    memory = _trained(memory, now)
+    if run is None or run.node != action.key.name:
+        run = RunMemory(action.token, action.key.name, number, launched_at=now)
+    then = action.then.value if action.then else run.then_delete
+    run = replace(run, stop_why=action.why, stop_cause=action.cause, then_delete=then)
+    run = replace(run, stopped=False, stops=run.stops + 1, finished=False)
+    memory = far(replace(memory, run=run, restart_asked=False), action.step, action.checkpoint)
+    if action.book is not None:
+        memory = _enter(memory, action.book, action.why, action.advanced, now, rng)
+        memory = _count_on_node(memory, action)
+    if action.served:
+        # The next run may begin anew: what this one reached is no measure for it.
+        memory = replace(has_served(memory), step=None, checkpoint=None)
+    if action.gives_up:
+        memory = _failed(memory, action, now)
+    return memory
+
+
+def with_a_lost_run(memory: Memory, action: Delete, now: datetime, rng: random.Random) -> Memory:
+    """The run goes with its node: what a Stop would book."""
+    memory = _trained(memory, now)
+    if action.book is not None:
+        memory = _enter(far(memory, action.step, action.checkpoint), action.book, action.why, action.advanced, now, rng)
+    if action.gives_up:
+        memory = _failed(memory, action, now)
+    return memory
+
+
+def _failed(memory: Memory, action: Stop | Delete, now: datetime) -> Memory:
+    since, tries = memory.failed_since or now, memory.tries if memory.failed_since is not None else 0
+    memory = replace(memory, end=End.FAILED, end_why=action.why, end_cause=action.cause, ended_at=now)
+    return replace(memory, failed_since=since, tries=tries)
+
+
+def saw(memory: Memory, step: int | None, checkpoint: int | None) -> Memory:
+    """Where the run of now was seen last, which need not be the furthest."""
+    last_step = step if step is not None else memory.last_step
+    last_checkpoint = checkpoint if checkpoint is not None else memory.last_checkpoint
+    if (last_step, last_checkpoint) == (memory.last_step, memory.last_checkpoint):
+        return memory
+    return replace(memory, last_step=last_step, last_checkpoint=last_checkpoint)
+
+
+def far(memory: Memory, step: int | None, checkpoint: int | None) -> Memory:
+    """The furthest that training ever got is kept: a crash short of it is one more of the same row."""
+    if step is not None and step != memory.step and memory.run is not None:
+        memory = replace(memory, step_job=memory.run.job)
+    return replace(
+        memory,
+        step=step if step is not None else memory.step,
+        checkpoint=checkpoint if checkpoint is not None else memory.checkpoint,
+    )
+
+
+def _enter(memory: Memory, name: BookName, why: str, advanced: bool, now: datetime, rng: random.Random) -> Memory:
+    book = memory.book(name)
+    failures = 1 if advanced else book.failures + 1
+    if advanced:
+        memory = replace(memory, failed_since=None)
+    backoff = BOOK_BACKOFF[name]
+    retry_at = now + backoff.delay(failures, rng) if backoff is not None else None
+    if name is BookName.INFRASTRUCTURE and failures == 1:
+        retry_at = None
+    return memory.with_book(name, Book(failures, book.total + 1, retry_at, why))
+
+
+def progress_over(memory: Memory) -> Memory:
+    """It got further, lived long or ended well: whatever fails next is the first of its row."""
+    for name in ENDED_BY_PROGRESS:
+        memory = row_over(memory, name)
+    return replace(memory, failed_since=None)
+
+
+def has_served(memory: Memory) -> Memory:
+    """The run of now did what its job is for: where that job fails later, it is tried again."""
+    return _of_served(progress_over(memory))
+
+
+def _of_served(memory: Memory) -> Memory:
+    """The job of a run that was taken in is not known: which one trained before is no less true for it."""
+    run = memory.run
+    return replace(memory, served_job=run.job) if run is not None and run.job else memory
+
+
+def _trained(memory: Memory, now: datetime) -> Memory:
+    """A run that made progress and lived long has trained, however it ends."""
+    run = memory.run
+    if run is None or run.stop_why or not run.progressed or now - run.launched_at < SERVED_AFTER:
+        return memory
+    return _of_served(memory)
+
+
+def row_over(memory: Memory, name: BookName) -> Memory:
+    """It went well once: the next failure is the first of a row again."""
+    book = memory.book(name)
+    return memory.with_book(name, replace(book, failures=0, retry_at=None)) if book.failures else memory
+
+
+def _count_on_node(memory: Memory, action: Stop) -> Memory:
+    past = memory.node(action.key.name)
+    if past is None:
+        return memory
+    if action.book is BookName.STALL:
+        return memory.with_node(replace(past, stalls=1 if action.advanced else past.stalls + 1))
+    if action.book is BookName.INFRASTRUCTURE:
+        count = 1 if action.advanced else past.infrastructure + 1
+        return memory.with_node(replace(past, infrastructure=count))
+    return memory
+
+
+def attempted(memory: Memory, name: str) -> Memory:
+    """A run is about to be there, or was found there: from now on the node is fenced, and its create is settled."""
+    past = memory.node(name)
+    if past is None:
+        return memory
+    attempts = memory.attempts if past.attempt else memory.attempts + 1
+    past = replace(past, attempt=past.attempt or attempts, launched=True)
+    if past.place and memory.place(past.place).held_nodes:
+        memory = memory.with_place(past.place, placement.served(memory.place(past.place)))
+    return served(replace(memory.with_node(past), attempts=attempts), past)
+
+
+def after_launch(
+    memory: Memory, action: Launch, result: object, error: Exception | None, now: datetime, rng: random.Random
+) -> Memory:
+    run = memory.run
+    if run is None or run.token != action.token:
+        return memory
+    if isinstance(result, LaunchResult) and result.complete:
+        return replace(memory, run=replace(run, complete=True, launch_book=""))
+    errors = [e for e in result.workers if e is not None] if isinstance(result, LaunchResult) else [error]
+    reason = next((str(e) for e in errors if e is not None), "launch failed")
+    human = any(isinstance(e, CommandFailed | ConfigError) for e in errors)
+    book = BookName.SETUP if human else BookName.INFRASTRUCTURE
+    memory = replace(memory, run=replace(run, launch_book=book.value))
+    return _enter(memory, book, reason, advanced=False, now=now, rng=rng)
+
+
+def after_stop(memory: Memory, action: Stop, result: object) -> Memory:
+    run = memory.run
+    # Another node's run may have been adopted meanwhile: it was not stopped.
+    if run is None or run.node != action.key.name or not isinstance(result, StopResult):
+        return memory
+    if result.quiet:
+        return replace(memory, run=replace(run, stopped=True))
+    # What every worker heard and did not obey is not asked again; what some did not hear is.
+    deaf = any(isinstance(worker, Exception) for worker in result.workers)
+    return memory if deaf else replace(memory, run=replace(run, stuck=True))
+
+
+# --- sightings: a node is there, its workers answered, it is gone, it is somebody else's ------------------------------
+
+
+def absorb(memory: Memory, node: Node) -> Memory:
+    """
+    Memory after *node*, which is ours and of this slot, was seen.
+
+    A node that no create of this store asked for may have been launched by whoever did: it is fenced like one that was.
+    """
+    intent = memory.create(node.name)
+    past = memory.node(node.name)
+    if past is None or past.id != node.id:
+        past = _met(node, intent, memory)
+        memory = memory.with_node(past)
+    memory = in_sight(memory, node.name)
+    memory = _live_or_dead(memory, node)
+    if intent is not None and not intent.superseded and _settled(node):
+        memory = memory.without_create(node.name)
+        if node.state is NodeState.READY and intent.place:
+            memory = placement.came_up(memory, intent.place, node.create_time)
+    return number_after(memory, node.name)
+
+
+def in_sight(memory: Memory, name: str) -> Memory:
+    """The node is listed as ours: whatever was believed of it while it was not is over."""
+    past = memory.node(name)
+    if past is None or not (past.taken or past.out_of_sight or past.written_off):
+        return memory
+    return memory.with_node(replace(past, taken=False, out_of_sight=False, written_off=False))
+
+
+def _live_or_dead(memory: Memory, node: Node) -> Memory:
+    past = memory.node(node.name)
+    assert past is not None
+    if node.state in DEAD_STATES and not past.was_shown_dead:
+        return _preempted(memory.with_node(replace(past, dead=True)), node.name, node.state.name)
+    if past.dead and node.state in PENDING_STATES | USABLE_STATES:
+        # That it was shown dead proves nothing, now or the next time: its run may have lived all the while.
+        return memory.with_node(replace(past, dead=False, revived=True, delete_quiet=False))
+    return memory
+
+
+def _met(node: Node, intent: CreateIntent | None, memory: Memory) -> NodeMemory:
+    return NodeMemory(
+        name=node.name,
+        zone=node.key.zone,
+        id=node.id,
+        create_time=node.create_time,
+        place=intent.place if intent else "",
+        launched=intent is None,
+        attempt=memory.attempts if intent is None else 0,
+        asked=intent is None and _was_asked_for(node, memory),
+        queued=node.queued_resource,
+    )
+
+
+def _was_asked_for(node: Node, memory: Memory) -> bool:
+    """
+    Whether it is the late fruit of a create that was closed: it bears the number that its name tells, and this store
+    has used that number. What is adopted bears no number, and what a lost store made bears one that was not used since.
+    """
+    parsed = parse_node_name(node.name)
+    if parsed is None or parsed[0] != node.slot or node.labels.get(LABEL_NUMBER) != str(parsed[1]):
+        return False
+    return memory.has_asked_for(parsed[1])
+
+
+def _settled(node: Node) -> bool:
+    # While the node is CREATING its operation still has to say whether there is capacity; and a listing may show the
+    # node before the call that made it was answered.
+    return node.state is not NodeState.CREATING
+
+
+def number_after(memory: Memory, name: str) -> Memory:
+    parsed = parse_node_name(name)
+    if parsed is None or parsed[1] < memory.next_number:
+        return memory
+    return replace(memory, next_number=parsed[1] + 1)
+
+
+def _preempted(memory: Memory, name: str, what: str) -> Memory:
+    """The node was lost. A launch that failed on it meanwhile was the cloud's doing, and is free of any book."""
+    book = memory.book(BookName.PREEMPTION)
+    book = replace(book, total=book.total + 1, reason=f"{name} {what}")
+    memory = memory.with_book(BookName.PREEMPTION, book)
+    run = memory.run
+    if run is None or run.node != name or not run.launch_book:
+        return memory
+    entered = BookName(run.launch_book)
+    book = memory.book(entered)
+    book = replace(book, failures=max(0, book.failures - 1), total=max(0, book.total - 1), retry_at=None)
+    return replace(memory.with_book(entered, book), run=replace(run, launch_book=""))
+
+
+def answered(memory: Memory, name: str) -> Memory:
+    """Every worker of the node answered at least once: its place serves."""
+    past = memory.node(name)
+    if past is None or past.answered:
+        return memory
+    memory = memory.with_node(replace(past, answered=True))
+    if past.place and memory.place(past.place).unanswered_nodes:
+        memory = memory.with_place(past.place, placement.acquitted(memory.place(past.place)))
+    return memory
+
+
+def refused(memory: Memory, name: str) -> Memory:
+    """A worker listened and did not take our key: a guard on it may drop our packets from now on."""
+    past = memory.node(name)
+    return memory if past is None or past.refused else memory.with_node(replace(past, refused=True))
+
+
+def believed(memory: Memory, name: str, trust: Trust, publisher: str, now: datetime) -> Memory:
+    """The host keys of the node are believed; and what that tells of *publisher*, when it is not empty."""
+    past = memory.node(name)
+    if past is not None:
+        memory = memory.with_node(replace(past, trust=trust))
+    if not publisher:
+        return memory
+    told = Publishing(now, published=trust is Trust.VOUCHED)
+    return replace(memory, publishing={**memory.publishing, publisher: told})
+
+
+def gone(memory: Memory, name: str, now: datetime, rng: random.Random) -> Memory:
+    """GetNode said NOT_FOUND."""
+    past, intent = memory.node(name), memory.create(name)
+    if past is not None:
+        # A node whose create failed was never there to be preempted. One that was shown dead and lived on is lost only
+        # now, so `is_leaving` would say too much.
+        if not (past.dead or past.taken or past.is_being_deleted) and intent is None:
+            memory = _preempted(memory, name, "is gone")
+        memory = memory.without_node(name)
+        if past.queued:
+            memory = replace(memory, shell=past.queued)
+    if intent is not None and (not intent.operation or intent.failed):
+        memory = memory.without_create(name)
+        if past is not None and not past.is_being_deleted and not intent.refused:
+            # Nobody will say why: what is listed as CREATING and vanishes, though we did not have it deleted, found no
+            # capacity.
+            error = NoCapacity(f"{name} vanished while CREATING")
+            place = placement.refused(memory.place(intent.place), error, held=False, now=now, rng=rng)
+            memory = memory.with_place(intent.place, place)
+    if memory.run is not None and memory.run.node == name:
+        memory = replace(memory, run=replace(memory.run, stopped=True), restart_asked=False, replace_asked=False)
+    return memory
+
+
+def taken(memory: Memory, name: str) -> Memory:
+    """
+    The node bears another owner's label: it is not touched, and that is no preemption either.
+
+    One on which a run of ours may live is remembered until GetNode says NOT_FOUND.
+    """
+    past, memory = memory.node(name), memory.without_create(name)
+    if past is not None:
+        memory = memory.with_node(replace(past, taken=True)) if past.in_doubt else memory.without_node(name)
+    run = memory.run
+    # What has finished has: whoever takes the node afterwards takes nothing back.
+    lost = run is not None and run.node == name and not run.finished
+    return replace(memory, run=None) if lost else memory

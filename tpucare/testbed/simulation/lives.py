@@ -13,8 +13,8 @@ from types import MappingProxyType
 
 from tpucare.model.memory import BookName, Memory
 from tpucare.model.resources import Care
-from tpucare.planner.plan_living import STALL_BUDGET
 from tpucare.planner.predicates import INFRASTRUCTURE_BUDGET
+from tpucare.planner.run import STALL_BUDGET
 from tpucare.testbed.simulation.machines import RunEnd, RunMark
 
 ADVANCES_AFTER = 3600.0

@@ -1,0 +1,583 @@
+"""
+What to do about a run on a node, from its launch to its end.
+
+Pure. First what was begun with it and is not at its end (`decide_unsettled`); then a run that lives on every worker
+(`decide_living`), one that ended on any of them (`decide_ended`), and one that tpucare did not start
+(`decide_foreign`). Each end counts against the failure budget that pays for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+
+from tpucare.model.actions import Action, EffectKind, Fact, Launch, Notice, Reason, Settle, Wait
+from tpucare.model.causes import Cause
+from tpucare.model.evidence import SUPPORTING_OBSERVATIONS, Evidence, Mark, NodeEvidence, Timers, latest
+from tpucare.model.memory import ENDED_BY_PROGRESS, BookName, End, Memory, NodeMemory, RunMemory
+from tpucare.model.resources import OnExit, OnSuccess, Provisioning, Slot
+from tpucare.model.runs import Failure, NodeReport, Phase, WorkerReport
+from tpucare.model.text import length
+from tpucare.planner.predicates import (
+    INFRASTRUCTURE_BUDGET,
+    LONG_LIFE,
+    STALL_FACTOR,
+    Standing,
+    backoff_over,
+    deletion,
+    ending,
+    furthest_of,
+    has_advanced,
+    job_mark,
+    keeps_node,
+    nothing_moves,
+    quiet,
+    standing,
+    usual_pause,
+    without_job,
+)
+from tpucare.planner.trust import decide_trust
+
+# Stops that some worker did not hear, before its node is given up.
+STOPS_UNHEARD = 5
+STOP_AGAIN_AFTER = timedelta(seconds=10)
+# Somebody may be at work there, and would lose it with the node.
+OTHERS_LEFT_ALONE = timedelta(minutes=10)
+# On a node that is kept: a person has been told by then.
+STOP_AGAIN_SELDOM = timedelta(minutes=15)
+
+
+def decide_unsettled(
+    slot: Slot, seen: NodeEvidence, evidence: Evidence, memory: Memory, timers: Timers
+) -> Action | None:
+    """What was begun with a run, or asked for, and is not at its end: comes before how the run itself is."""
+    assert memory.run is not None
+    if memory.run.stop_why:
+        return _stop_again(seen, evidence, memory, timers)
+    if not memory.run.complete:
+        return _decide_incomplete(slot, seen, evidence, memory, timers)
+    if memory.restart_asked:
+        return ending(seen, memory, Cause.RESTART_ASKED, "restart was asked for")
+    return None
+
+
+def decide_run(
+    slot: Slot, seen: NodeEvidence, past: NodeMemory, evidence: Evidence, memory: Memory, timers: Timers
+) -> Action:
+    """The next step for a run that was launched on this node and is not known to be stopped; all workers answer."""
+    run, report = memory.run, seen.report
+    assert run is not None
+    assert report is not None
+    if action := decide_unsettled(slot, seen, evidence, memory, timers):
+        return action
+    workers = report.workers
+    if all(_lives(worker, run) for worker in workers):
+        return decide_living(slot, seen, past, memory, timers)
+    return decide_ended(slot, seen, memory, timers, workers)
+
+
+def _lives(worker: WorkerReport, run: RunMemory) -> bool:
+    return worker.alive and worker.token == run.token and worker.exit_status is None
+
+
+def _stop_again(seen: NodeEvidence, evidence: Evidence, memory: Memory, timers: Timers) -> Action:
+    """A stop was intended: it is repeated until it is known to have served, or the node goes."""
+    run = memory.run
+    assert run is not None
+    last = evidence.looked.get(EffectKind.STOP.of(seen.node.name))
+    if last is None:
+        then = Reason(run.then_delete) if run.then_delete else None
+        return ending(seen, memory, run.stop_cause, run.stop_why, then=then)
+    if run.then_delete:
+        return deletion(seen, run.stop_cause, run.stop_why, Reason(run.then_delete))
+    if quiet(seen):
+        return Settle(Fact.RUN_STOPPED, "its workers are quiet now", seen.node.name, run.token, run.number)
+    if not timers.lasted(last, STOP_AGAIN_AFTER, observations=1):
+        return Wait(Cause.STOPPING, "the run was stopped; its processes or the chips are not free yet")
+    past = memory.node(seen.node.name)
+    is_heard = run.stuck or run.stops >= STOPS_UNHEARD
+    if is_heard and past is not None and not past.launched:
+        return _held_by_others(seen, last, timers)
+    if run.stops < STOPS_UNHEARD and (keeps_node(seen) or not is_heard):
+        return ending(seen, memory, run.stop_cause, run.stop_why)
+    if not keeps_node(seen):
+        why = "processes or chips are not free after SIGKILL"
+        return deletion(seen, Cause.NOT_FREE_AFTER_KILL, why, Reason.DEAD)
+    if timers.lasted(last, STOP_AGAIN_SELDOM, observations=1):
+        return ending(seen, memory, run.stop_cause, run.stop_why)
+    why = f"processes on {seen.node.name} do not end, or the chips are not free, after SIGKILL"
+    why = f"{why}: log in and end them, or `tpucare apply FILE --replace`"
+    return Wait(Cause.NOT_FREE_AFTER_KILL, why, needs_person=True)
+
+
+def _held_by_others(seen: NodeEvidence, since: Mark, timers: Timers) -> Action:
+    """Nothing of ours was ever launched there, and what holds the chips or the lock outlived a stop."""
+    what = f"something that is not our run holds the chips or the lock of {seen.node.name}, and does not let go"
+    if keeps_node(seen):
+        return Wait(Cause.HELD_BY_OTHERS, what, needs_person=True)
+    if not timers.lasted(since, OTHERS_LEFT_ALONE):
+        minutes = OTHERS_LEFT_ALONE.seconds // 60
+        why = f"{what}: the node is deleted after {minutes} min of that"
+        return Wait(Cause.HELD_BY_OTHERS, why, needs_person=True)
+    return deletion(seen, Cause.HELD_BY_OTHERS, what, Reason.DEAD, held=True)
+
+
+def _decide_incomplete(slot: Slot, seen: NodeEvidence, evidence: Evidence, memory: Memory, timers: Timers) -> Action:
+    run, past = memory.run, memory.node(seen.node.name)
+    assert run is not None
+    assert past is not None
+    assert seen.report is not None
+    holding = [worker for worker in seen.report.workers if worker.token == run.token]
+    if len(holding) == len(seen.report.workers):
+        return Settle(Fact.RUN_COMPLETE, "every worker has it", name=seen.node.name, token=run.token)
+    book = memory.book(BookName.SETUP)
+    if book.failures > slot.care.setup_budget:
+        why = f"it cannot be launched: {book.reason}"
+        return ending(seen, memory, Cause.LAUNCH_FAILED, why, gives_up=True)
+    if holding or not quiet(seen):
+        why = f"only {len(holding)} of {len(seen.report.workers)} workers took the run"
+        # A launch that is known to have failed is entered already.
+        book_name = None if run.launch_book else BookName.INFRASTRUCTURE
+        return ending(seen, memory, Cause.LAUNCH_INCOMPLETE, why, book_name)
+    if slot.job is None:
+        return without_job(slot, "the node is kept")
+    if wait := backoff_over(memory, timers):
+        return wait
+    # What is launched is the job as it is declared now, and that may be another one than was refused.
+    if action := decide_trust(slot, seen, past, evidence, timers):
+        return action
+    why, job = "no worker took the launch: once more", job_mark(slot.job)
+    return Launch(seen.node.key, seen.node.id, run.token, run.number, Cause.LAUNCH_INCOMPLETE, why, job)
+
+
+# --- a run that lives: a setup that does not end, a standstill, bad health, the end of its day ------------------------
+
+
+PREEMPTIBLE_LIFE = timedelta(hours=23, minutes=45)
+NO_PREEMPTIBLE_LIVES = timedelta(days=2)
+CHECKPOINT_LOOK_EVERY = timedelta(seconds=15)
+# In a row, over several nodes: then it is the job's own doing.
+STALL_BUDGET = 6
+FIRST_WAIT_FACTOR = 2
+NO_TIME = timedelta()
+
+
+def decide_living(slot: Slot, seen: NodeEvidence, past: NodeMemory, memory: Memory, timers: Timers) -> Action:
+    run = memory.run
+    assert run is not None
+    if verdict := _overdue_phase(slot, seen, memory, timers):
+        return verdict
+    if verdict := _stalled(slot, seen, past, memory, timers):
+        return verdict
+    if seen.unhealthy_since is not None and timers.lasted(seen.unhealthy_since, slot.care.unhealthy_after):
+        life = seen.progress.life
+        dead = life is None or timers.lasted(life, slot.care.unhealthy_after)
+        if dead and nothing_moves(seen) and not keeps_node(seen):
+            limit = slot.care.unhealthy_after
+            why = f"health {seen.node.health.name} and no progress for {length(limit)}"
+            return ending(seen, memory, Cause.UNHEALTHY, why, then=Reason.JUDGED, lasted=limit)
+    if action := _end_of_day(seen, past, memory, timers):
+        return action
+    if memory.book(BookName.SETUP).failures and seen.report is not None and past_setup(seen.report.workers):
+        return Settle(Fact.SETUP_DONE, "setup served on every worker: its failures begin anew", seen.node.name)
+    if seen.progress.signals >= 2 and not run.progressed:
+        return _progressed(seen, memory, "the run makes progress")
+    if action := _row_ends(seen, memory, timers):
+        return action
+    return _course(seen)
+
+
+def _row_ends(seen: NodeEvidence, memory: Memory, timers: Timers) -> Settle | None:
+    """What failed before is no row any more once a run gets further, or lives long where it tells of no step."""
+    if not is_row_open(memory):
+        return None
+    if got_further(seen, memory):
+        return _progressed(seen, memory, "the run got further than any before it")
+    if seen.progress.told is not None:
+        return None
+    # By the clock of the wall: it is no verdict, and a daemon may be started again more often than each hour.
+    launched_at = memory.run.launched_at if memory.run is not None else None
+    lasted = launched_at is not None and timers.passed(launched_at + LONG_LIFE, LONG_LIFE)
+    why = f"it tells of no step, and lives for {length(LONG_LIFE)}"
+    return Settle(Fact.RUN_LASTED, why, seen.node.name) if lasted else None
+
+
+def got_further(seen: NodeEvidence, memory: Memory) -> bool:
+    """A row of failures ends with what the workers said just now; no timer tells when that will be."""
+    run = memory.run
+    return run is not None and run.progressed and seen.progress.told is not None and has_advanced(seen, memory)
+
+
+def is_row_open(memory: Memory) -> bool:
+    if memory.failed_since is not None:
+        return True
+    return bool(memory.books) and any(memory.book(name).failures for name in ENDED_BY_PROGRESS)
+
+
+def _progressed(seen: NodeEvidence, memory: Memory, why: str) -> Settle:
+    far, gap = standing(seen, memory), seen.progress.median_gap
+    return Settle(Fact.RUN_PROGRESSED, why, seen.node.name, step=far.step, checkpoint=far.checkpoint, gap=gap)
+
+
+def _course(seen: NodeEvidence) -> Wait:
+    """What the run does now, by the worker that has got least far."""
+    phases = {worker.phase for worker in (seen.report.workers if seen.report is not None else ())}
+    if phases & {Phase.NONE, Phase.FETCH}:
+        return Wait(Cause.SETTING_UP, "fetching the code")
+    if Phase.SETUP in phases:
+        return Wait(Cause.SETTING_UP, "running setup")
+    if seen.progress.signals:
+        return Wait(Cause.RUNNING, "running")
+    which = "second step" if seen.progress.told is not None else "step"
+    return Wait(Cause.RUNNING, f"running; no {which} seen yet")
+
+
+def past_setup(workers: tuple[WorkerReport, ...]) -> bool:
+    return all(worker.phase is Phase.RUN for worker in workers)
+
+
+def _overdue_phase(slot: Slot, seen: NodeEvidence, memory: Memory, timers: Timers) -> Action | None:
+    assert seen.report is not None
+    phases = {worker.phase for worker in seen.report.workers}
+    if phases & {Phase.FETCH, Phase.SETUP, Phase.NONE} and timers.lasted(seen.phase_since, slot.care.setup_timeout):
+        return booked(seen, memory, Cause.SETUP_TIMEOUT, "setup does not end", BookName.SETUP, slot.care.setup_budget)
+    return None
+
+
+def _stalled(slot: Slot, seen: NodeEvidence, past: NodeMemory, memory: Memory, timers: Timers) -> Action | None:
+    progress, run = seen.progress, memory.run
+    assert run is not None
+    assert seen.report is not None
+    if not past_setup(seen.report.workers):
+        return None
+    if progress.signals or run.progressed:
+        # Signs that an earlier process saw are not known here: it stands still since it was met.
+        since = progress.last or progress.begun
+        limit = _patience(slot, seen, run)
+        cause, why = Cause.STALLED, f"no progress for {length(limit)}"
+        if limit > slot.care.stalled_after:
+            why = f"{why} (longer than stalled_after, by how often its signs come)"
+    elif progress.told is not None or _job_tells(memory):
+        since = latest(seen.phase_since, progress.told)
+        cause, why = Cause.NO_FIRST_STEP, "no first step"
+        limit = max(slot.care.first_step_timeout, _wait_for_the_next(seen, progress.told))
+        if memory.step is None:
+            # Checkpoints alone tell of this job, and may come more seldom than a step.
+            limit = max(limit, timedelta(seconds=memory.gap_seconds) * STALL_FACTOR)
+    else:
+        return None
+    # Time alone is no observation: workers that are asked seldom, or late, have not been seen to stand still.
+    stood_still = progress.unchanged >= SUPPORTING_OBSERVATIONS
+    return _stall(seen, memory, past, cause, why, limit) if timers.lasted(since, limit) and stood_still else None
+
+
+def _job_tells(memory: Memory) -> bool:
+    """Whether runs of this job are known to tell of their progress; one that told nothing yet is not late with it."""
+    run = memory.run
+    return run is not None and run.job == memory.step_job and (memory.step is not None or memory.gap_seconds > 0)
+
+
+def _patience(slot: Slot, seen: NodeEvidence, run: RunMemory) -> timedelta:
+    """How long a run that makes progress may stand still."""
+    limit = max(slot.care.stalled_after, usual_pause(seen))
+    if seen.progress.median_gap is not None:
+        return limit
+    # How often its signs come is known from its beginning only, or from the time until the first one.
+    known = timedelta(seconds=run.gap_seconds) * STALL_FACTOR
+    return max(limit, slot.care.first_step_timeout, known, _wait_for_the_next(seen, seen.progress.last))
+
+
+def _wait_for_the_next(seen: NodeEvidence, first: Mark | None) -> timedelta:
+    """A step or checkpoint that took long to come for the first time may take as long again, and some more."""
+    begun = seen.progress.begun
+    return (first.observed - begun.observed) * FIRST_WAIT_FACTOR if first is not None and begun is not None else NO_TIME
+
+
+def _stall(seen: NodeEvidence, memory: Memory, past: NodeMemory, cause: Cause, why: str, lasted: timedelta) -> Action:
+    if has_advanced(seen, memory):
+        return ending(seen, memory, cause, why, BookName.STALL, advanced=True, stacks=True, lasted=lasted)
+    if memory.book(BookName.STALL).failures >= STALL_BUDGET:
+        return ending(seen, memory, cause, why, BookName.STALL, gives_up=True, stacks=True, lasted=lasted)
+    if past.stalls >= 1 and not keeps_node(seen):
+        text = f"{why}, for the second time on this node"
+        return ending(seen, memory, cause, text, BookName.STALL, then=Reason.JUDGED, stacks=True, lasted=lasted)
+    return ending(seen, memory, cause, why, BookName.STALL, stacks=True, lasted=lasted)
+
+
+def _end_of_day(seen: NodeEvidence, past: NodeMemory, memory: Memory, timers: Timers) -> Action | None:
+    """A preemptible node lives 24 h: ask to save in time, and use the moment when a newer checkpoint is there."""
+    node, run = seen.node, memory.run
+    if node.provisioning is not Provisioning.PREEMPTIBLE or run is None:
+        return None
+    if not timers.reached(node.create_time + PREEMPTIBLE_LIFE):
+        return None
+    if timers.reached(node.create_time + NO_PREEMPTIBLE_LIVES):
+        # An instant that is missing reads as 1970, and no node that is as old as that could be here.
+        return None
+    checkpoint = furthest_of(seen, "checkpoint", None)
+    if past.noticed_at is None:
+        text = "a preemptible node ends after 24 hours: please save\n"
+        return Notice(node.key, run.token, text, Cause.END_OF_DAY, "its 24 hours end soon", checkpoint)
+    if checkpoint is not None and (past.noticed_checkpoint is None or checkpoint > past.noticed_checkpoint):
+        why = "its 24 hours end, and a newer checkpoint is complete"
+        return ending(seen, memory, Cause.END_OF_DAY, why, then=Reason.FINISHED)
+    timers.again(CHECKPOINT_LOOK_EVERY)
+    return None
+
+
+# --- a run that ended, on one worker or all: success, a crash, a preemption not told yet, a lost worker ---------------
+
+
+CLOUD_MAY_BE_LATE = timedelta(minutes=5)
+CRASH_IS_OURS_AFTER = timedelta(seconds=30)
+GONE_IS_SURE_AFTER = timedelta(seconds=5)
+EXIT_IS_SEEN_AFTER = timedelta(seconds=5)
+EXIT_IS_SEEN_REPORTS = 2
+INFRASTRUCTURE_LIMIT = 3
+COMMAND_NOT_FOUND = 127
+"""The exit status of a shell that does not find a command."""
+
+
+def decide_ended(
+    slot: Slot,
+    seen: NodeEvidence,
+    memory: Memory,
+    timers: Timers,
+    workers: tuple[WorkerReport, ...],
+) -> Action:
+    run = memory.run
+    assert run is not None
+    if run.finished:
+        return _decide_success(slot, seen, memory, timers)
+    own = [worker for worker in workers if worker.token == run.token]
+    failed = [worker for worker in own if worker.exit_status not in (None, 0)]
+    interrupted = any(w.signalled or w.preempted or (w.alive and w.maintenance) for w in own)
+    if interrupted:
+        if any(worker.preempted for worker in own) and not timers.lasted(seen.ended_since, CLOUD_MAY_BE_LATE):
+            return Wait(Cause.INTERRUPTED, "a preemption was announced on the worker; waiting for the cloud's word")
+        if not timers.lasted(seen.ended_since, CRASH_IS_OURS_AFTER):
+            return Wait(Cause.INTERRUPTED, "the run was interrupted; waiting for the cloud's word")
+        return infrastructure(seen, memory, Cause.INTERRUPTED, "the run was interrupted by a signal or a notice")
+    if failed:
+        return _decide_failed(slot, seen, memory, timers, failed)
+    if any(w.exit_status is None and not w.alive for w in workers) or len(own) < len(workers):
+        if timers.lasted(seen.ended_since, GONE_IS_SURE_AFTER, observations=1):
+            why = "the run is gone without an exit status (reboot, OOM killer)"
+            return infrastructure(seen, memory, Cause.RUN_GONE, why)
+        return Wait(Cause.RUN_GONE, "the run is gone from a worker; looking once more")
+    if workers[0].exit_status == 0:
+        return _decide_success(slot, seen, memory, timers)
+    return _decide_living_rest(slot, seen, memory, timers)
+
+
+def _decide_living_rest(slot: Slot, seen: NodeEvidence, memory: Memory, timers: Timers) -> Action:
+    # A worker other than 0 finished with 0 and the rest goes on: frameworks do that; only a standstill is a fault.
+    since = latest(seen.ended_since, seen.progress.life)
+    if timers.lasted(since, max(slot.care.stalled_after, usual_pause(seen))) and nothing_moves(seen):
+        return infrastructure(seen, memory, Cause.STALLED, "some workers finished and the others stand still")
+    workers = seen.report.workers if seen.report is not None else ()
+    finished = sum(worker.phase is Phase.EXITED for worker in workers)
+    return Wait(Cause.PARTLY_FINISHED, f"{finished} of {len(workers)} workers finished")
+
+
+def infrastructure(seen: NodeEvidence, memory: Memory, cause: Cause, why: str) -> Action:
+    past, advanced = memory.node(seen.node.name), has_advanced(seen, memory)
+    if not advanced and memory.book(BookName.INFRASTRUCTURE).failures >= INFRASTRUCTURE_BUDGET:
+        return ending(seen, memory, cause, why, BookName.INFRASTRUCTURE, gives_up=True)
+    if past is not None and past.infrastructure >= INFRASTRUCTURE_LIMIT and not keeps_node(seen):
+        text = f"{why}, {past.infrastructure + 1} times on this node"
+        return ending(seen, memory, cause, text, BookName.INFRASTRUCTURE, then=Reason.JUDGED)
+    return ending(seen, memory, cause, why, BookName.INFRASTRUCTURE, advanced=advanced)
+
+
+def _decide_failed(
+    slot: Slot, seen: NodeEvidence, memory: Memory, timers: Timers, failed: list[WorkerReport]
+) -> Action:
+    """A sibling may have been preempted and taken this one with it: the cloud is given time to say so."""
+    if not timers.lasted(seen.ended_since, CRASH_IS_OURS_AFTER) or not timers.lasted(
+        seen.answering_since, CRASH_IS_OURS_AFTER
+    ):
+        return Wait(Cause.CRASHED, "run failed; checking for a preemption before it counts as a crash")
+    worst = failed[0]
+    kinds = {worker.failure for worker in failed}
+    if Failure.DIRTY_HOST in kinds and not keeps_node(seen):
+        return _decide_dirty(slot, seen, memory)
+    what = "the run" if worst.phase is Phase.EXITED else worst.phase.value
+    text = f"{what} exited with {worst.exit_status}"
+    if worst.exit_status == COMMAND_NOT_FOUND:
+        text = f"{text} (a command was not found; images have python3, not python)"
+    if worst.detail:
+        text = f"{text}: {worst.detail}"
+    if kinds & {Failure.FETCH, Failure.SETUP, Failure.SECRET_MISSING, Failure.DISK_FULL} or any(
+        worker.phase in (Phase.FETCH, Phase.SETUP) for worker in failed
+    ):
+        return booked(seen, memory, Cause.SETUP_FAILED, text, BookName.SETUP, slot.care.setup_budget)
+    return booked(seen, memory, Cause.CRASHED, text, BookName.CRASH, slot.care.crash_budget)
+
+
+def _decide_dirty(slot: Slot, seen: NodeEvidence, memory: Memory) -> Action:
+    """A new node; but where new nodes do not help either, it is the job that finds no TPU, and its budget counts."""
+    text = "the host is dirty: device busy, or no TPU found"
+    if memory.book(BookName.INFRASTRUCTURE).failures < INFRASTRUCTURE_LIMIT:
+        return ending(seen, memory, Cause.DIRTY_HOST, text, BookName.INFRASTRUCTURE, then=Reason.DEAD)
+    if memory.book(BookName.CRASH).failures >= slot.care.crash_budget:
+        text = f"{text}, on node after node"
+        return ending(seen, memory, Cause.DIRTY_HOST, text, BookName.CRASH, gives_up=True)
+    return ending(seen, memory, Cause.DIRTY_HOST, text, BookName.CRASH, then=Reason.DEAD)
+
+
+def booked(seen: NodeEvidence, memory: Memory, cause: Cause, why: str, book: BookName, budget: int) -> Action:
+    advanced = has_advanced(seen, memory) and book is BookName.CRASH
+    failures = 1 if advanced else memory.book(book).failures + 1
+    return ending(seen, memory, cause, why, book, gives_up=failures > budget, advanced=advanced)
+
+
+def _decide_success(slot: Slot, seen: NodeEvidence, memory: Memory, timers: Timers) -> Action:
+    # From the end of the last worker that ended, not of the first.
+    since = latest(seen.ended_since, seen.phase_since)
+    if not timers.lasted(since, slot.care.success_after):
+        if _may_be_noted(slot, seen, memory) and timers.lasted(since, EXIT_IS_SEEN_AFTER, observations=1):
+            return Settle(Fact.RUN_FINISHED, "every worker exited 0, and nothing had asked it to", seen.node.name)
+        return Wait(Cause.RUN_FINISHED, f"finished; confirming for {length(slot.care.success_after)}")
+    if slot.care.on_success is OnSuccess.RESTART:
+        return ending(seen, memory, Cause.RUN_FINISHED, "finished; on_success is restart", None, served=True)
+    return done(seen.node.name, standing(seen, memory))
+
+
+def _may_be_noted(slot: Slot, seen: NodeEvidence, memory: Memory) -> bool:
+    """All workers said so, and more than once; while one still runs, the node's death may yet cost something."""
+    assert memory.run is not None
+    assert seen.report is not None
+    if memory.run.finished or slot.care.on_success is OnSuccess.RESTART or seen.ended_reports < EXIT_IS_SEEN_REPORTS:
+        return False
+    return all(worker.exit_status == 0 for worker in seen.report.workers)
+
+
+def done(node: str, far: Standing) -> Settle:
+    """The run on that node finished, and the slot with it."""
+    why = "the run finished with exit status 0"
+    return Settle(
+        Fact.ENDED,
+        why,
+        node,
+        end=End.DONE,
+        step=far.step,
+        checkpoint=far.checkpoint,
+        cause=Cause.RUN_FINISHED,
+    )
+
+
+# --- a run that tpucare did not start: nobody knows whether it succeeded ----------------------------------------------
+# Where a script of `exec_command` left its exit status it is told; nothing turns on it, for what else `start_fn`
+# started has none. The run is over when nothing of it lives on any worker: a worker on which nothing was ever started
+# is no sign of an end, and what a worker that was started anew had may come back by itself.
+
+
+# A session that begins at boot is up about when sshd is.
+MAY_COME_BACK = timedelta(minutes=1)
+ENDED = "its run ended; not known to have succeeded"
+
+
+def is_foreign(report: NodeReport | None, run: RunMemory) -> bool:
+    """Whether *run* is one that tpucare's runner did not start, as the workers tell it."""
+    workers = report.workers if report is not None else ()
+    return any(worker.foreign is not None and worker.token == run.token for worker in workers)
+
+
+def decide_foreign(
+    slot: Slot, seen: NodeEvidence, past: NodeMemory, evidence: Evidence, memory: Memory, timers: Timers
+) -> Action:
+    """The next step for a foreign run that is not known to be stopped; all workers answer."""
+    run, report = memory.run, seen.report
+    assert run is not None
+    assert report is not None
+    if action := decide_unsettled(slot, seen, evidence, memory, timers):
+        return action
+    workers = report.workers
+    if any(worker.foreign is not None and worker.foreign.lost for worker in workers):
+        return ending(seen, memory, Cause.SETUP_INTERRUPTED, "its setup was interrupted: whoever did it is gone")
+    failed = [worker for worker in workers if worker.exit_status not in (None, 0)]
+    if failed:
+        return _decide_failed_setup(slot, seen, memory, timers, failed[0])
+    if memory.book(BookName.SETUP).failures and past_setup(workers):
+        return Settle(Fact.SETUP_DONE, "setup served on every worker: its failures begin anew", seen.node.name)
+    if not run.over and (action := _decide_rebooted(seen, memory, timers)):
+        return action
+    if not any(worker.alive for worker in workers):
+        return _decide_foreign_end(slot, seen, memory, timers)
+    if run.over:
+        return Settle(Fact.RUN_BACK, "something of its run lives again", seen.node.name)
+    action = decide_living(slot, seen, past, memory, timers)
+    return replace(action, why=_living_rest(workers)) if isinstance(action, Wait) and past_setup(workers) else action
+
+
+def _living_rest(workers: tuple[WorkerReport, ...]) -> str:
+    ended = [n for n, w in enumerate(workers) if w.foreign is not None and w.foreign.seen and not w.alive]
+    if ended:
+        return f"running; what ran on worker {', '.join(map(str, ended))} has ended"
+    return "running (processes that start_fn started are alive)"
+
+
+def _decide_failed_setup(slot: Slot, seen: NodeEvidence, memory: Memory, timers: Timers, worst: WorkerReport) -> Action:
+    """A node that is preempted fails the functions that use it: the cloud is given time to say so."""
+    if not timers.lasted(seen.ended_since, CRASH_IS_OURS_AFTER):
+        why = f"setup failed; checking for a preemption before it counts ({worst.detail})"
+        return Wait(Cause.SETUP_FAILED, why)
+    text = worst.detail or f"setup exited with {worst.exit_status}"
+    return booked(seen, memory, Cause.SETUP_FAILED, text, BookName.SETUP, slot.care.setup_budget)
+
+
+def _decide_rebooted(seen: NodeEvidence, memory: Memory, timers: Timers) -> Action | None:
+    """A worker was started anew and has nothing of what it had: that was no end of the run's own."""
+    assert seen.report is not None
+    if not any(worker.is_torn for worker in seen.report.workers):
+        return None
+    if timers.lasted(seen.ended_since, MAY_COME_BACK):
+        why = "a worker was started anew, and its run did not come back"
+        return infrastructure(seen, memory, Cause.REBOOTED, why)
+    return Wait(Cause.REBOOTED, "a worker was started anew; waiting whether its run comes back by itself")
+
+
+def _decide_foreign_end(slot: Slot, seen: NodeEvidence, memory: Memory, timers: Timers) -> Action:
+    run, on_exit = memory.run, slot.care.on_exit
+    assert run is not None
+    assert seen.report is not None
+    why = ended_why(seen.report.workers)
+    if run.over and on_exit is OnExit.LEAVE:
+        return Wait(Cause.FOREIGN_RUN_ENDED, f"{why} (care.on_exit is leave)")
+    if not timers.lasted(seen.ended_since, GONE_IS_SURE_AFTER, observations=1):
+        return Wait(Cause.FOREIGN_RUN_ENDED, "nothing of its run lives; looking once more")
+    if on_exit is OnExit.RESTART:
+        return booked(seen, memory, Cause.FOREIGN_RUN_ENDED, why, BookName.CRASH, slot.care.crash_budget)
+    far, name = standing(seen, memory), seen.node.name
+    if on_exit is OnExit.DELETE:
+        return Settle(
+            Fact.ENDED,
+            why,
+            name,
+            end=End.DONE,
+            step=far.step,
+            checkpoint=far.checkpoint,
+            cause=Cause.FOREIGN_RUN_ENDED,
+        )
+    return Settle(Fact.RUN_OVER, why, name, step=far.step, checkpoint=far.checkpoint)
+
+
+def ended_why(workers: tuple[WorkerReport, ...]) -> str:
+    """How its run ended: by the exit statuses that are known, those of failures first."""
+    left: dict[int, list[int]] = {}
+    for number, worker in enumerate(workers):
+        if worker.foreign is not None and worker.foreign.status is not None:
+            left.setdefault(worker.foreign.status, []).append(number)
+    if not left:
+        return ENDED
+    if len(workers) == 1:
+        return f"its run ended with exit status {min(left)}"
+    parts = [f"{status} on {_named(left[status])}" for status in sorted(left, key=lambda status: (not status, status))]
+    silent = len(workers) - sum(map(len, left.values()))
+    rest = f"; of {silent} other{'s' * (silent > 1)} it is unknown" if silent else ""
+    return f"its run ended with exit status {', '.join(parts)}{rest}"
+
+
+def _named(numbers: list[int]) -> str:
+    return f"worker {numbers[0]}" if len(numbers) == 1 else f"{len(numbers)} workers"
