@@ -29,7 +29,7 @@ from tpucare.api import api
 from tpucare.api.arguments import Door
 from tpucare.api.caring import refuse_blindness
 from tpucare.api.whereabouts import options_of
-from tpucare.engine.projects import ProjectView
+from tpucare.engine.state import ProjectView
 from tpucare.model.errors import (
     CloudError,
     ConfigError,

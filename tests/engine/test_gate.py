@@ -15,8 +15,8 @@ from tests.kits.field import calls
 from tests.kits.harness import PROJECT, Daemon, place
 from tpucare.adapters.semaphore import ContextGate
 from tpucare.adapters.state.create_budget import shared_budget
+from tpucare.engine.admission import Leave
 from tpucare.engine.engine import Settings
-from tpucare.engine.leave import Leave
 from tpucare.model.causes import Cause
 from tpucare.model.memory import Wish
 from tpucare.model.resources import Care

@@ -14,11 +14,10 @@ from typing import Any
 import pytest
 
 from tpucare.engine import effects, engine, observer
-from tpucare.engine.board import Board
-from tpucare.engine.brake import Brake
+from tpucare.engine.admission import Brake
+from tpucare.engine.engine import Outcomes
 from tpucare.engine.observer import Observer
-from tpucare.engine.outcomes import Outcomes
-from tpucare.engine.projects import ProjectView
+from tpucare.engine.state import Board, ProjectView
 from tpucare.engine.tracking import NodeTrack
 from tpucare.integrations.wandb import rules as sweeps_plan
 from tpucare.integrations.wandb import sweeps_care

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from tpucare.api.progress import Progress
 from tpucare.api.unowned import UnownedNodes
-from tpucare.engine.projects import ProjectView
+from tpucare.engine.state import ProjectView
 from tpucare.fleetfile.fleet import Fleet
 from tpucare.model.errors import ConfigError, NeedsPerson, OwnCredentials, TpuCareError
 from tpucare.model.memory import End, Memory, Wish

@@ -3,8 +3,8 @@ The loop: observe, decide, apply, remember.
 
 It decides on one thread and starts none itself: listings, probes and effects run on the Executor and come back as
 finished. Everything that one step writes into memory is one transaction, on disk before any effect of that step begins.
-It leaves every choice to `plan`, every effect to `effects`, what is seen to `observer`, `prober` and `hearing`, and the
-meaning of wishes to the doors.
+Every choice is the planner's, every effect is in `effects`, what is seen in `observer` and `probes`; what a person
+wants comes through `change`.
 """
 
 from __future__ import annotations
@@ -15,31 +15,30 @@ from collections.abc import Callable, Iterable
 from datetime import timedelta
 
 from tpucare.engine import effects
-from tpucare.engine.board import Board, Settings
-from tpucare.engine.brake import HOLD_LAPSES, is_judged
-from tpucare.engine.effects import Ports, lane_of, prepare
-from tpucare.engine.hearing import Hearing
-from tpucare.engine.leave import Leave
+from tpucare.engine.admission import HOLD_LAPSES, Leave, Spending, Verdicts, is_judged
+from tpucare.engine.effects import ChangedMeanwhile, Ports, lane_of, prepare
 from tpucare.engine.observer import Observer
-from tpucare.engine.outcomes import Outcomes
-from tpucare.engine.prober import Prober
-from tpucare.engine.projects import ProjectView
+from tpucare.engine.probes import Hearing, Prober
 from tpucare.engine.slots import Roster
-from tpucare.engine.spending import Spending
+from tpucare.engine.state import Board, ProjectView, Settings
 from tpucare.engine.tracking import SlotTrack
-from tpucare.engine.verdicts import Verdicts
 from tpucare.model.actions import (
     ADOPTING,
     Create,
     Delete,
     Effect,
+    EffectKind,
+    Launch,
     Look,
     Poll,
+    PushKey,
     Reason,
     Settle,
     Stop,
     Vouch,
     Wait,
+    end_of,
+    failed,
     fields_of,
     kind_of,
     level_of,
@@ -47,11 +46,12 @@ from tpucare.model.actions import (
     text_of,
 )
 from tpucare.model.causes import Cause
-from tpucare.model.errors import ConfigError, TpuCareError
+from tpucare.model.errors import ConfigError, LostRace, NodeGone, TpuCareError
 from tpucare.model.evidence import Evidence, Moment
 from tpucare.model.memory import End, Memory, Wish
 from tpucare.model.ports import Clock, Executor, Finished, Gate, Lane, Store
 from tpucare.model.resources import Event, Listing, Node, NodeKey, Slot
+from tpucare.planner import remember
 from tpucare.planner import remember as memories
 from tpucare.planner.decide import decide, live_nodes, tries_again_at
 from tpucare.planner.remember import saw
@@ -427,3 +427,94 @@ class Engine:
             action = track.in_flight.pop(rest[1], None) if track is not None else None
             if track is not None and action is not None and not isinstance(action, Wait | Settle):
                 self.outcomes.ended(track, action, finished)
+
+
+# --- the end of an effect: for the memory of its slot, for what is seen of its node, and for its events ---------------
+
+
+class Outcomes:
+    """How effects end."""
+
+    def __init__(
+        self,
+        board: Board,
+        ports: Ports,
+        observer: Observer,
+        prober: Prober,
+        spending: Spending,
+        rng: random.Random,
+    ) -> None:
+        self._board = board
+        self._ports = ports
+        self._observer = observer
+        self._prober = prober
+        self._spending = spending
+        self._rng = rng
+
+    def ended(self, track: SlotTrack, action: Effect, finished: Finished) -> None:
+        """*action*, begun for the slot of *track*, is over, one way or the other."""
+        view, error = self._board.project(track.slot.project), finished.error
+        name = action.name if isinstance(action, Create | Poll) else action.key.name
+        track.looked[action.effect_key] = view.mark
+        self._board.dirty[track.slot.name] = None
+        if isinstance(action, Create):
+            self._spending.answered(track, self._board.clock.monotonic())
+        if error is not None and not isinstance(error, TpuCareError):
+            self._board.set_aside(track, error)
+        if isinstance(error, ChangedMeanwhile):
+            self._board.update(track, memories.changed_meanwhile(track.memory, name))
+        told = saw(track.memory, *track.last_told())
+        memory = memories.remember(told, action, finished.result, error, self._board.clock.now(), self._rng)
+        self._board.update(track, memory)
+        self._after(track, view, action, name, finished)
+
+    def _after(self, track: SlotTrack, view: ProjectView, action: Effect, name: str, finished: Finished) -> None:
+        """What the trackers have to know of an effect that ended."""
+        seen, error = track.nodes.get(name), finished.error
+        if isinstance(action, Look | Delete) and isinstance(error, NodeGone):
+            # GetNode and DeleteNode alone prove that a node is gone; its host keys die with it, and not before.
+            self._ports.launcher.forget(action.key)
+            if seen is not None or track.memory.create(name) is None:
+                self._observer.forget(track, view, name)
+        elif isinstance(action, Look) and isinstance(finished.result, Node):
+            self._looked(track, view, finished.result)
+        elif isinstance(action, Poll) and failed(finished.result):
+            track.looked[EffectKind.FAILED.of(name)] = view.mark
+        elif isinstance(action, Vouch) and seen is not None:
+            seen.hear_voucher(finished.result is True, error, view.mark)
+        elif isinstance(action, PushKey) and isinstance(error, LostRace):
+            track.looked[EffectKind.MISSED.of(name)] = view.mark
+        elif isinstance(action, Launch | Stop) and seen is not None:
+            if isinstance(action, Launch):
+                track.looked.pop(EffectKind.STOP.of(name), None)
+            seen.forget_report()
+            self._prober.schedule(track, seen, self._board.clock.monotonic())
+        news = not isinstance(action, Look) or track.look_ended(name, error, view.mark)
+        told = end_of(action, finished.result, error) if news else None
+        if told is not None:
+            self._board.event(track, told.kind, told.text, node=name, level=told.level)
+
+    def _looked(self, track: SlotTrack, view: ProjectView, node: Node) -> None:
+        track.looked.pop(EffectKind.MISSED.of(node.name), None)
+        is_its = node.slot == track.slot.name or self._board.home(node) is track
+        if node.owner != self._ports.owner or not is_its:
+            self._met_another(track, view, node)
+            return
+        listed = track.nodes[node.name].listed if node.name in track.nodes else False
+        self._observer.see_ours(view, track, node)
+        track.nodes[node.name].listed = listed
+
+    def _met_another(self, track: SlotTrack, view: ProjectView, node: Node) -> None:
+        past = track.memory.node(node.name)
+        if past is not None and past.id == node.id:
+            self._observer.lose(view, node, track)
+            return
+        # Our create met a node of that name that is not ours: the name is spent, and the next one is asked for.
+        memory = track.memory.without_create(node.name)
+        if past is not None:
+            # No two nodes bear one name at a time: the one that was remembered is gone.
+            self._ports.launcher.forget(node.key)
+            memory = remember.gone(memory, node.name, self._board.clock.now(), self._rng)
+            self._observer.forget(track, view, node.name)
+        self._board.update(track, memory)
+        self._observer.see_foreign(view, node)

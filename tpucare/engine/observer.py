@@ -10,11 +10,9 @@ import random
 from collections.abc import Callable
 from functools import partial
 
-from tpucare.engine.board import Board, slots_of
 from tpucare.engine.effects import Ports
-from tpucare.engine.hearing import Hearing
-from tpucare.engine.prober import Prober
-from tpucare.engine.projects import ProjectView
+from tpucare.engine.probes import Hearing, Prober
+from tpucare.engine.state import Board, ProjectView, slots_of
 from tpucare.engine.tracking import NodeTrack, SlotTrack
 from tpucare.model.accelerators import derive
 from tpucare.model.actions import ADOPTING, EffectKind

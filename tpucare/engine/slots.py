@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from tpucare.engine.board import Board
-from tpucare.engine.spending import Spending
+from tpucare.engine.admission import Spending
+from tpucare.engine.state import Board
 from tpucare.engine.tracking import SlotTrack
 from tpucare.model.memory import Memory, Wish
 from tpucare.model.resources import Node, Slot

@@ -25,9 +25,9 @@ from tpucare.adapters.ssh.remote import ParamikoRemote
 from tpucare.adapters.state.create_budget import shared_budget
 from tpucare.adapters.state.store import SqliteStore, open_store
 from tpucare.adapters.system import SystemClock, ThreadExecutor, instance_id, machine_id, random_source
-from tpucare.engine.board import Settings
 from tpucare.engine.effects import Ports
 from tpucare.engine.engine import Engine
+from tpucare.engine.state import Settings
 from tpucare.model.errors import ConfigError
 from tpucare.model.local_files import Private
 from tpucare.model.ports import Lane, Launcher, Store

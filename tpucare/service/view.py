@@ -11,7 +11,7 @@ from datetime import datetime
 from typing import Any
 
 from tpucare.engine.engine import Engine
-from tpucare.engine.projects import ProjectView
+from tpucare.engine.state import ProjectView
 from tpucare.engine.tracking import NodeTrack, SlotTrack
 from tpucare.model.actions import Wait, word_of
 from tpucare.model.causes import Cause

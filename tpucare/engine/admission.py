@@ -1,0 +1,238 @@
+"""
+What an action passes before it begins: the creation semaphore of a user, the create budget of the project, the brake.
+
+On the deciding thread only. The semaphore is held from before a create is intended until nothing of that create is
+open: its operation ended, or its node is READY, gone, given up or being deleted; and while the create budget is all
+that the slot still waits for. How it is acquired is the business of `ports.Gate`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+from tpucare.engine.probes import Hearing
+from tpucare.engine.state import Board
+from tpucare.engine.tracking import SlotTrack
+from tpucare.model.actions import ANY_CREATE, Create, Delete, Effect, Reason, Settle, Stop, Wait
+from tpucare.model.causes import Cause
+from tpucare.model.memory import Memory
+from tpucare.model.ports import Gate
+from tpucare.model.resources import NodeState
+from tpucare.planner.placement import Budget, CreateBudget
+
+WAITS = Wait(Cause.CREATE_SEMAPHORE, "waiting for the creation semaphore")
+WAITS_FOR_BUDGET = Wait(Cause.CREATE_BUDGET, "the create budget of the project is used up for this minute")
+
+
+class Leave:
+    """Without a gate everybody has leave, always."""
+
+    def __init__(self, gate: Gate | None) -> None:
+        self._gate = gate
+        self._holds: dict[str, str] = {}
+        self._waits: set[str] = set()
+
+    def may_create(self, track: SlotTrack, name: str) -> bool:
+        """Whether *name* may be created now; else the slot waits. Raises: whatever acquiring it raised."""
+        if self._gate is None:
+            return True
+        slot = track.slot.name
+        self._waits.discard(slot)
+        if not self._gate.ask(slot):
+            self._waits.add(slot)
+            track.decided(WAITS)
+            return False
+        self._holds[slot] = name
+        return True
+
+    def news(self) -> frozenset[str]:
+        """Slots that are to be decided again, since their leave was given or refused."""
+        return self._gate.news() if self._gate is not None else frozenset()
+
+    def sweep(self, slots: Mapping[str, SlotTrack]) -> None:
+        """Give back what is not needed any more."""
+        if self._gate is None:
+            return
+        for slot in [slot for slot in self._waits if slot not in slots or not _waits(slots[slot])]:
+            self._waits.discard(slot)
+            self._gate.release(slot)
+        for slot, name in [*self._holds.items()]:
+            if slot not in slots or not _needs(slots[slot], name):
+                del self._holds[slot]
+                self._gate.release(slot)
+
+
+def _waits(track: SlotTrack) -> bool:
+    return track.action.cause is Cause.CREATE_SEMAPHORE
+
+
+def _needs(track: SlotTrack, name: str) -> bool:
+    if ANY_CREATE in track.in_flight or track.action.cause is Cause.CREATE_BUDGET:
+        return True
+    intent, seen = track.memory.create(name), track.nodes.get(name)
+    if intent is None or intent.superseded or intent.failed or track.memory.has_given_up(name):
+        return False
+    return seen is None or seen.node.state is NodeState.CREATING
+
+
+# --- the create budget: which of the creates that are wanted begin now ------------------------------------------------
+
+
+class Spending:
+    """
+    The creates that all slots of one moment want, and which of them begin.
+
+    begin: writes the intent of a create and lets it start
+    """
+
+    def __init__(self, board: Board, leave: Leave, begin: Callable[[SlotTrack, Create], None]) -> None:
+        self._board = board
+        self.leave = leave
+        self._begin = begin
+        self._budgets: dict[str, Budget] = {}
+
+    def spend(self, creates: Mapping[str, Create], now: float) -> None:
+        """The create budget of each project goes to the slots that had the least of it, the longest waiting first."""
+        shares = {project: budget.shares() for project, budget in self._budgets.items()}
+        order: list[tuple[int, float, str]] = []
+        for name in creates:
+            track = self._board.slots[name]
+            track.wants_create_since = now if track.wants_create_since is None else track.wants_create_since
+            share = shares[track.slot.project][name] if track.slot.project in shares else 0
+            order.append((share, track.wants_create_since, name))
+        for _, _, name in sorted(order):
+            self._spend_on(self._board.slots[name], creates[name], now)
+
+    def _spend_on(self, track: SlotTrack, create: Create, now: float) -> None:
+        try:
+            if not self.leave.may_create(track, create.name):
+                return
+        except Exception as error:
+            self._board.set_aside(track, error)
+            return
+        # Asked for last: a place that is found is reserved, and is lost to all processes if no create follows.
+        budget = self._budget_of(track.slot.project)
+        free_at = budget.free_at(now)
+        if free_at is not None:
+            track.decided(WAITS_FOR_BUDGET)
+            self._board.wake_at(track, free_at)
+            return
+        budget.take(track.slot.name, now)
+        track.wants_create_since = None
+        self._begin(track, create)
+        self._board.dirty[track.slot.name] = None
+
+    def answered(self, track: SlotTrack, now: float) -> None:
+        """A create of that slot ended."""
+        self._budget_of(track.slot.project).answered(track.slot.name, now)
+
+    def restore(self, project: str, memory: Memory) -> None:
+        """What the process before this one spent within the last minute."""
+        clock = self._board.clock
+        wall, now = clock.now(), clock.monotonic()
+        ages = [(wall - asked).total_seconds() for asked in memory.recent_creates]
+        self._budget_of(project).restore((now - age, "") for age in ages if 0 <= age < 60)
+
+    def _budget_of(self, project: str) -> Budget:
+        budget = self._budgets.get(project)
+        if budget is None:
+            settings = self._board.settings
+            shared = settings.budget
+            budget = shared(project) if shared is not None else CreateBudget(settings.creates_per_minute)
+            self._budgets[project] = budget
+        return budget
+
+
+# --- the brake (rule 12): many verdicts at once say more about us than about the nodes --------------------------------
+# Pure but for its own window of past verdicts; time is an argument.
+
+
+WINDOW_SECONDS = 600.0
+# Of observed time without that verdict. Longer than a second look at the node takes, shorter than what a new verdict
+# takes to come about.
+HOLD_LAPSES = timedelta(minutes=1)
+
+
+@dataclass(slots=True)
+class Brake:
+    """
+    Holds all verdicts of a moment when, with those of the last ten minutes, they are more than
+    max(`minimum`, `share` of the live nodes).
+    """
+
+    minimum: int = 3
+    share: float = 0.2
+    _judged: deque[tuple[float, str]] = field(default_factory=deque)
+
+    def counted(self, slots: Collection[str], now: float) -> int:
+        """How many slots were or are to be judged, *slots* included."""
+        while self._judged and now - self._judged[0][0] > WINDOW_SECONDS:
+            self._judged.popleft()
+        return len({name for _, name in self._judged} | set(slots))
+
+    def limit(self, live_nodes: int) -> int:
+        return max(self.minimum, int(self.share * live_nodes))
+
+    def passed(self, slot: str, now: float) -> None:
+        self._judged.append((now, slot))
+
+
+def is_judged(action: Settle | Effect, memory: Memory) -> bool:
+    """Whether *action* is a verdict of ours that the brake has not let pass yet."""
+    if isinstance(action, Stop):
+        return action.then is Reason.JUDGED
+    if not isinstance(action, Delete) or action.reason is not Reason.JUDGED:
+        return False
+    past, run = memory.node(action.key.name), memory.run
+    stopped = run is not None and run.node == action.key.name and run.then_delete == Reason.JUDGED
+    # A delete that was asked for has passed the brake; that its node was shown dead lets none pass.
+    return not stopped and (past is None or not past.is_being_deleted)
+
+
+# --- the brake in the loop: the verdicts of one moment pass it together, or are held together -------------------------
+
+
+class Verdicts:
+    """
+    What becomes of the nodes that were judged.
+
+    begin: writes the intent of a stop or delete and lets it start
+    """
+
+    def __init__(self, board: Board, hearing: Hearing, begin: Callable[[SlotTrack, Delete | Stop], None]) -> None:
+        self._board = board
+        self._hearing = hearing
+        self._begin = begin
+        self.brake = Brake(board.settings.brake_minimum, board.settings.brake_share)
+
+    def judge(self, judged: Mapping[str, Delete | Stop], now: float) -> None:
+        """Let them pass, or hold those that no person lifted the brake for."""
+        slots = self._board.slots
+        lifted = {name for name, action in judged.items() if slots[name].may_pass(action.key.name)}
+        live = sum(len(track.nodes) for track in slots.values())
+        count = self.brake.counted(judged.keys() - lifted, now)
+        for name, action in judged.items():
+            if count > self.brake.limit(live) and name not in lifted:
+                self._hold(slots[name], action, count, live)
+            else:
+                self._pass(slots[name], action, now)
+
+    def _pass(self, track: SlotTrack, action: Delete | Stop, now: float) -> None:
+        name = track.slot.name
+        self.brake.passed(name, now)
+        track.release()
+        silent = isinstance(action, Delete) and name in self._hearing.silent
+        if silent and not self._hearing.elsewhere_answers(track):
+            self._hearing.canary = name
+        self._begin(track, action)
+        self._board.dirty[name] = None
+
+    def _hold(self, track: SlotTrack, action: Delete | Stop, count: int, live: int) -> None:
+        why = f"held by the brake: {count} of {live} nodes judged within 10 minutes ({action.why}); `tpucare confirm`"
+        if track.hold(action.key.name, self._board.project(track.slot.project).observed):
+            self._board.event(track, "brake", why, node=action.key.name, level="error")
+        self._board.rest(track)
+        track.decided(Wait(Cause.BRAKE, why, needs_person=True))
