@@ -19,9 +19,8 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 
 from tests.kits.hand_clock import HandClock
-from tpucare.adapters.google import cloud as cloud_module
-from tpucare.adapters.google.cloud import CloudClock, Deadlines, GoogleCloud, connect, find_project
-from tpucare.adapters.google.gcloud import credentials_file
+from tpucare.adapters.google import client as cloud_module
+from tpucare.adapters.google.client import CloudClock, Deadlines, GoogleCloud, connect, credentials_file, find_project
 from tpucare.adapters.google.wire import with_ssh_key
 from tpucare.model.errors import AnswerLost, ConfigError, NeedsPerson, OwnCredentials, Transient
 from tpucare.model.resources import Health, NodeKey, NodeRequest, Place, Provisioning

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.kits.hand_clock import START, HandClock
-from tpucare.adapters.google.cloud import Deadlines, connect
+from tpucare.adapters.google.client import Deadlines, connect
 from tpucare.model.errors import (
     AlreadyExists,
     AnswerLost,

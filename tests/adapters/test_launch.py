@@ -16,7 +16,7 @@ import pytest
 
 from tests.kits.bench_worker import NO_METADATA, Node, eventually, node
 from tests.kits.local_remote import LocalRemote
-from tpucare.adapters.runner import answers, pusher
+from tpucare.adapters.runner import answers, launcher
 from tpucare.adapters.runner import scripts as script
 from tpucare.model.errors import AuthRefused, CommandFailed, ConfigError, HostKeyChanged, RemoteError, WorkerSilent
 from tpucare.model.resources import Job, Ran, Worker
@@ -94,7 +94,7 @@ def test_another_token_is_refused_while_a_run_lives(one: Node) -> None:
 def test_a_run_that_was_stopped_before_it_began_never_begins(one: Node) -> None:
     order = one.order(Job(run=COUNT_STARTS))
     push = script.launch_command(order, 0, push=True)
-    assert one.remote.run(one.workers[0], push, stdin=pusher.parcel_of(order, {}).full).exit_status == 0
+    assert one.remote.run(one.workers[0], push, stdin=launcher.parcel_of(order, {}).full).exit_status == 0
     assert one.stop().quiet
     (error,) = one.launch(Job(run=COUNT_STARTS)).workers
     assert "stopped" in str(error)
@@ -149,7 +149,7 @@ def cut() -> Iterator[tuple[Cut, Node]]:
 def test_a_push_that_is_cut_leaves_nothing_that_matters(cut: tuple[Cut, Node]) -> None:
     remote, made = cut
     job = Job(run=COUNT_STARTS, files={"big": b"x" * 5000})
-    whole = len(pusher.parcel_of(made.order(job), {}).full)
+    whole = len(launcher.parcel_of(made.order(job), {}).full)
     for remote.after_bytes in (0, 700, 1024, whole // 2 // 512 * 512, whole - 10240, whole - 10240 + 512):
         assert isinstance(made.launch(job).workers[0], WorkerSilent)
         assert not made.folder().exists()

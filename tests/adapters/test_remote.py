@@ -808,7 +808,7 @@ def test_knock_at_many_keeps_its_sockets_bounded_and_wakes_for_each(key: LoginKe
 def test_a_server_that_talks_without_being_asked_is_hung_up_on(
     door: Door, server: SshStandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tpucare.adapters.ssh.ssh_connection.UNASKED_BYTES", 1000)
+    monkeypatch.setattr("tpucare.adapters.ssh.connection.UNASKED_BYTES", 1000)
     worker = worker_at(server)
     big = "x" * 100_000
     assert len(door.remote.run(worker, f"echo {big}").stdout) == len(big) + 1, "what was asked for is not bounded so"

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 
-from tpucare.adapters.state import owner as owners
+from tpucare.adapters.state import folder as state_folder
 from tpucare.adapters.state import schema as schema
 from tpucare.adapters.state.store import SqliteStore, accept_move, holder, open_reader, open_store, store_path
 from tpucare.model.errors import StoreCorrupt, StoreError, StoreForeign, StoreFull, StoreLocked
@@ -246,7 +246,7 @@ class TestOwner:
         assert owner == owner.lower()
         with opened(folder) as store:
             assert store.owner == owner
-        assert owners.read_owner(folder) == owner
+        assert state_folder.read_owner(folder) == owner
 
     def test_everything_is_private(self, folder: Path, store: SqliteStore) -> None:
         store.save({"pod-0": MEMORY})
@@ -308,7 +308,7 @@ class TestOwner:
 
     def test_only_the_owner_file_is_left(self, folder: Path) -> None:
         folder.mkdir(mode=0o700)
-        owners.write_owner(folder, "o-abcdefghij23")
+        state_folder.write_owner(folder, "o-abcdefghij23")
         with opened(folder) as store:
             assert store.lost
             assert store.owner == "o-abcdefghij23"
@@ -328,7 +328,7 @@ class TestOwner:
         (folder / "stores").unlink()
         with opened(folder) as store:
             assert (store.owner, store.lost) == (owner, False)
-        assert owners.read_owner(folder) == owner
+        assert state_folder.read_owner(folder) == owner
 
     def test_a_half_made_store_is_made_again(self, folder: Path) -> None:
         folder.mkdir(mode=0o700)
@@ -339,7 +339,7 @@ class TestOwner:
 
     def test_a_store_of_another_owner_is_refused(self, folder: Path) -> None:
         opened(folder).close()
-        owners.write_owner(folder, "o-222222222222")
+        state_folder.write_owner(folder, "o-222222222222")
         with pytest.raises(StoreForeign, match="o-222222222222"):
             opened(folder)
 
@@ -385,9 +385,9 @@ class TestMachine:
 
     def test_a_store_that_knows_the_machine_id_alone_is_taken_over_without_a_word(self, folder: Path) -> None:
         with opened(folder) as store:
-            assert store.machine == owners.machine_fingerprint(HERE)
+            assert store.machine == state_folder.machine_fingerprint(HERE)
         with on(folder, "11") as store:
-            assert (store.machine, store.lost) == (owners.machine_fingerprint(HERE, "11"), False)
+            assert (store.machine, store.lost) == (state_folder.machine_fingerprint(HERE, "11"), False)
         with pytest.raises(StoreForeign):
             on(folder, "22")
         with pytest.raises(StoreForeign):
@@ -396,7 +396,7 @@ class TestMachine:
     def test_a_metadata_server_that_does_not_answer_refuses_and_forgets_nothing(self, folder: Path) -> None:
         on(folder, "11").close()
         with on(folder, "") as store:
-            assert store.machine == owners.machine_fingerprint(HERE, "11")
+            assert store.machine == state_folder.machine_fingerprint(HERE, "11")
         accept_move(folder, machine_id=HERE, now=NOW)
         with on(folder, "11") as store:
             assert not store.lost
@@ -571,7 +571,7 @@ class TestSchema:
     def test_version_1_is_read_by_every_later_version(self, folder: Path) -> None:
         folder.mkdir(mode=0o700)
         shell = sqlite3.connect(store_path(folder))
-        shell.executescript(VERSION_1.format(machine=owners.machine_fingerprint(HERE)))
+        shell.executescript(VERSION_1.format(machine=state_folder.machine_fingerprint(HERE)))
         shell.close()
         with opened(folder) as store:
             assert store.owner == "o-abcdefghij23"
@@ -588,7 +588,7 @@ class TestSchema:
     def test_a_reader_of_version_1_knows_of_no_contexts(self, folder: Path) -> None:
         folder.mkdir(mode=0o700)
         shell = sqlite3.connect(store_path(folder))
-        shell.executescript(VERSION_1.format(machine=owners.machine_fingerprint(HERE)))
+        shell.executescript(VERSION_1.format(machine=state_folder.machine_fingerprint(HERE)))
         shell.close()
         with open_reader(folder) as reader:
             assert reader.context("pod-0") is None
@@ -851,4 +851,4 @@ def test_first_stores_that_are_made_at_once_have_one_owner(tmp_path: Path) -> No
     ((out, err),) = said
     assert out.endswith("False\n")
     assert err == ""
-    assert sorted(owners.known_stores(folder) or ()) == [f"s{index}" for index in range(6)]
+    assert sorted(state_folder.known_stores(folder) or ()) == [f"s{index}" for index in range(6)]

@@ -22,7 +22,7 @@ import pytest
 
 import tpucare
 from tests.kits.office import BEAT, QUICK, REPOSITORY
-from tpucare.adapters.google.cloud import connect
+from tpucare.adapters.google.client import connect
 from tpucare.adapters.state.store import open_reader, open_store
 from tpucare.adapters.system import SystemClock, machine_id
 from tpucare.api import api

@@ -13,7 +13,7 @@ import pytest
 
 from tests.kits.home import FAR, NEAR, PROJECT, TWO_HOSTS, House, eventually
 from tpucare.adapters.ssh.keys import load_or_make_key
-from tpucare.adapters.state import owner as owners
+from tpucare.adapters.state import folder as state_folder
 from tpucare.api import hosts, session
 from tpucare.api.attempt import Attempt, Host, bind
 from tpucare.api.exec_command import exec_command
@@ -46,8 +46,8 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
         for name in ("TPUCARE_EMULATOR", "TPUCARE_STATE"):
             patch.setenv(name, built.environment[name])
         try:
-            owners.prepare_folder(built.state)
-            owners.write_owner(built.state, OWNER)
+            state_folder.prepare_folder(built.state)
+            state_folder.write_owner(built.state, OWNER)
             create(built, "pod-a1", {**OURS, LABEL_SLOT: "pod"})
             eventually(lambda: "pod" in hosts.tpu_names(NEAR, preempted=False) and answers("pod"), "pod answers")
             yield built

@@ -14,7 +14,7 @@ import pytest
 
 from tests.kits.home import eventually, house
 from tests.kits.local_remote import LocalRemote
-from tpucare.adapters.state import owner as owners
+from tpucare.adapters.state import folder as state_folder
 from tpucare.adapters.state.store import open_reader, open_store
 from tpucare.adapters.system import machine_id
 from tpucare.api import deletion, hosts, session
@@ -53,7 +53,7 @@ class Scene:
 
     @property
     def owner(self) -> str:
-        return owners.read_owner(self.state) or ""
+        return state_folder.read_owner(self.state) or ""
 
     def create(self, name: str, slot: str = "", fleet: str = "", owner: str | None = None) -> Node:
         """`slot` empty: a node of somebody who has never heard of tpucare. Returns it as soon as it is listed."""

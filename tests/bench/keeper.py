@@ -15,7 +15,7 @@ from typing import Self
 from tests.bench.data_centre import KIND, PROJECT, RUNTIME, ZONE
 from tests.bench.household import FLEET
 from tests.bench.simulated import SteadyLauncher
-from tpucare.adapters.google.cloud import connect
+from tpucare.adapters.google.client import connect
 from tpucare.adapters.state.store import SqliteStore, open_store
 from tpucare.adapters.system import SystemClock, ThreadExecutor, machine_id
 from tpucare.engine.effects import Ports

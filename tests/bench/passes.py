@@ -25,7 +25,7 @@ from tests.bench.meter import use_of, wait_until
 from tests.bench.report import Measure
 from tests.bench.simulated import SteadyLauncher
 from tests.kits import sshd
-from tpucare.adapters.google.cloud import connect
+from tpucare.adapters.google.client import connect
 from tpucare.adapters.ssh.keys import load_or_make_key
 from tpucare.adapters.ssh.remote import ParamikoRemote
 from tpucare.adapters.state.store import open_store

@@ -41,8 +41,8 @@ from tpucare.model.errors import (
     StoreLocked,
 )
 from tpucare.service import emulator_address as running
+from tpucare.service.client import alone
 from tpucare.service.control_socket import NoDaemon, request
-from tpucare.service.offline import alone
 from tpucare.service.options import resolve
 from tpucare.testbed.emulator.machines.sandbox import MachineError
 from tpucare.testbed.emulator.server import EmulatorServer
@@ -565,9 +565,9 @@ def test_gc_says_none_only_where_all_was_looked_at(
         "unreachable": [],
         "store_lost": False,
     }
-    monkeypatch.setattr("tpucare.service.claiming.request", lambda *_: seen)
+    monkeypatch.setattr("tpucare.service.client.request", lambda *_: seen)
     assert (run("gc").code, run("gc").out) == (0, "no stray nodes in p\n")
-    monkeypatch.setattr("tpucare.service.claiming.request", lambda *_: {**seen, **blind})
+    monkeypatch.setattr("tpucare.service.client.request", lambda *_: {**seen, **blind})
     done = run("gc")
     assert (done.code, done.out, done.err) == (Exit.CLOUD, "", f"{line}\n")
 

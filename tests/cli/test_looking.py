@@ -9,7 +9,7 @@ import pytest
 
 from tpucare.cli import render as looking
 from tpucare.model.memory import Memory
-from tpucare.service import view
+from tpucare.service import status
 
 NOW = datetime(2026, 11, 22, 7, 0, tzinfo=UTC)
 STOCKOUT = (
@@ -20,7 +20,7 @@ STOCKOUT = (
 
 def row(slot: str, **values: Any) -> dict[str, Any]:
     fleet = slot.rpartition("-")[0]
-    return {**view.remembered_row(slot, Memory(fleet=fleet), NOW), "why": "", **values}
+    return {**status.remembered_row(slot, Memory(fleet=fleet), NOW), "why": "", **values}
 
 
 def waiting(slot: str, seconds: float = 12.0, **values: Any) -> dict[str, Any]:

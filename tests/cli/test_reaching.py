@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tpucare.adapters.google import cloud
-from tpucare.adapters.ssh.ssh_connection import NeverSent
+from tpucare.adapters.google import client
+from tpucare.adapters.ssh.connection import NeverSent
 from tpucare.adapters.state.store import open_store
 from tpucare.cli import ssh as reaching
 from tpucare.fleetfile import fleet
@@ -53,7 +53,7 @@ def hosts(
 ) -> list[str]:
     """Where the workers of slot pod-0 are said to be. `place`: key of the one that its node was asked for at."""
     zone = Zone(endpoint)
-    monkeypatch.setattr(cloud, "connect", lambda *_, **__: zone)
+    monkeypatch.setattr(client, "connect", lambda *_, **__: zone)
     with open_store(state, machine_id="m", now=NOW) as store:
         store.save_fleet(FleetRecord("pod", text, "/nowhere", NOW, project=project))
         store.save({"pod-0": Memory("pod", nodes=(NodeMemory("pod-0-a3", ZONE, 7, NOW, place=place),))})

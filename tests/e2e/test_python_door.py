@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 from tests.kits.home import House, eventually, house
-from tpucare.adapters.google.cloud import connect
+from tpucare.adapters.google.client import connect
 from tpucare.adapters.state.store import open_reader
 from tpucare.model.resources import NodeKey, NodeRequest, Place, Provisioning
 from tpucare.service.control_socket import NoDaemon, request

@@ -10,7 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from tests.kits.local_remote import LocalRemote
-from tpucare.adapters.runner.launch import ScriptLauncher
+from tpucare.adapters.runner.launcher import ScriptLauncher
 from tpucare.model.resources import Job, NodeKey, Worker
 from tpucare.model.runs import LaunchOrder, LaunchResult, ProbeOrder, StopOrder, StopResult, WorkerReport
 

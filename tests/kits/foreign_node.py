@@ -11,7 +11,7 @@ from typing import Any
 
 from tests.kits.bench_worker import NO_METADATA, Node
 from tests.kits.local_remote import LocalRemote
-from tpucare.adapters.runner.launch import ScriptLauncher
+from tpucare.adapters.runner.launcher import ScriptLauncher
 from tpucare.api.attempt import Attempt, attempt_of
 from tpucare.api.callbacks import CallbackLauncher
 from tpucare.api.threads import ThreadStarter

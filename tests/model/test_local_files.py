@@ -10,7 +10,7 @@ import pytest
 
 from tests.kits.office import Office, fleet_text
 from tpucare.adapters.runner import bundle
-from tpucare.adapters.state import owner
+from tpucare.adapters.state import folder as state_folder
 from tpucare.fleetfile.fleet_files import read_local
 from tpucare.model.errors import ConfigError, StoreError
 from tpucare.model.local_files import Private, open_below, open_regular
@@ -221,7 +221,7 @@ def test_a_file_is_written_through_no_link(tmp_path: Path) -> None:
     victim.write_text("precious")
     for name in ("pod.yaml", "pod.yaml.new", ".pod.yaml.new"):
         (tmp_path / name).symlink_to(victim)
-    owner.write_private(tmp_path / "pod.yaml", "text")
+    state_folder.write_private(tmp_path / "pod.yaml", "text")
     assert victim.read_text() == "precious"
     assert (tmp_path / "pod.yaml").read_text() == "text"
     assert not (tmp_path / "pod.yaml").is_symlink()
@@ -230,5 +230,5 @@ def test_a_file_is_written_through_no_link(tmp_path: Path) -> None:
 def test_a_file_that_could_not_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
     (tmp_path / "pod.yaml" / "in-the-way").mkdir(parents=True)
     with pytest.raises(StoreError, match="cannot be written"):
-        owner.write_private(tmp_path / "pod.yaml", "text")
+        state_folder.write_private(tmp_path / "pod.yaml", "text")
     assert [path.name for path in tmp_path.iterdir()] == ["pod.yaml"]

@@ -19,7 +19,7 @@ from tests.kits.bench_worker import NO_METADATA, eventually
 from tests.kits.harness import Daemon
 from tests.kits.local_remote import LocalRemote
 from tests.upgrade import story
-from tpucare.adapters.runner.launch import ScriptLauncher
+from tpucare.adapters.runner.launcher import ScriptLauncher
 from tpucare.adapters.state.store import open_store
 from tpucare.api.contexts import StoredContexts
 from tpucare.model.memory import ENDED_BY_PROGRESS, End, Memory, Wish

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from tpucare.adapters.state.owner import check_store_name
+from tpucare.adapters.state.folder import check_store_name
 from tpucare.adapters.state.store import open_store
 from tpucare.model.errors import ConfigError
 from tpucare.model.memory import FleetRecord, Memory, NodeMemory, Wish
 from tpucare.model.resources import LABEL_FLEET, Node, NodeKey, NodeState
 from tpucare.service import stores
 from tpucare.service.options import Options
-from tpucare.service.overview import status
+from tpucare.service.status import status
 from tpucare.service.stores import Neighbours, each, meant, store_name
 
 NOW = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)

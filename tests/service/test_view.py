@@ -13,7 +13,7 @@ import pytest
 from tests.kits.office import Office, fleet_text
 from tpucare.model import actions
 from tpucare.model.text import plain, plain_lines
-from tpucare.service import view
+from tpucare.service import status
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def office(tmp_path: Path) -> Office:
 
 
 def row(office: Office, slot: str = "pod-0") -> dict[str, Any]:
-    return view.slot_row(office.daemon.engine, office.daemon.engine.slots[slot], office.daemon.clock.now())
+    return status.slot_row(office.daemon.engine, office.daemon.engine.slots[slot], office.daemon.clock.now())
 
 
 def phases(office: Office, minutes: float) -> list[str]:
@@ -107,7 +107,7 @@ def test_without_a_daemon_the_store_tells_what_was_remembered(office: Office) ->
     store = office.daemon.store
     assert store is not None
     memory = store.memories()["pod-0"]
-    remembered = view.remembered_row("pod-0", memory, office.daemon.clock.now())
+    remembered = status.remembered_row("pod-0", memory, office.daemon.clock.now())
     assert set(remembered) == set(engine_row), "the same keys, whoever tells"
     for key in ("slot", "fleet", "node", "zone", "type", "tier", "attempt", "run"):
         assert remembered[key] == engine_row[key], key
@@ -118,7 +118,7 @@ def test_projects_that_are_not_seen_say_why(office: Office) -> None:
     office.run(1)
     office.daemon.zone.world.outage("api", timedelta(hours=1), office.daemon.clock.true_now())
     office.run(10)
-    (project,) = view.project_rows(office.daemon.engine)
+    (project,) = status.project_rows(office.daemon.engine)
     assert project["seen"] is False
     assert "failed" in project["why"]
 

@@ -16,7 +16,7 @@ from tpucare.model.memory import BookName, End, Wish
 from tpucare.model.resources import Care
 from tpucare.model.runs import Failure
 from tpucare.planner import desired_state as wishes
-from tpucare.service.ending import Ending
+from tpucare.service.client import Ending
 from tpucare.testbed.emulator.inprocess import InProcessCloud
 from tpucare.testbed.simulation.machines import Script
 

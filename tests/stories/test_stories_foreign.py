@@ -17,7 +17,7 @@ from tpucare.model.memory import End
 from tpucare.model.resources import Care, Job, OnExit
 from tpucare.model.runs import Failure
 from tpucare.planner.run import ENDED
-from tpucare.service import view
+from tpucare.service import status
 from tpucare.testbed.emulator.world.machine_effects import Boot, Kill
 from tpucare.testbed.simulation.machines import Script
 
@@ -51,7 +51,7 @@ def door(tmp_path: Path) -> Iterator[Made]:
 
 
 def row(daemon: Daemon) -> dict[str, object]:
-    return view.slot_row(daemon.engine, daemon.engine.slots["pod-0"], daemon.clock.now())
+    return status.slot_row(daemon.engine, daemon.engine.slots["pod-0"], daemon.clock.now())
 
 
 def test_a_node_that_is_preempted_is_replaced_and_the_functions_are_called_there(door: Made) -> None:

@@ -26,7 +26,7 @@ from google.cloud.tpu_v2.services.tpu.transports.rest import TpuRestTransport
 
 from tests.kits.emulated_calls import next_call
 from tests.kits.hand_clock import HandClock
-from tpucare.adapters.google.cloud import connect
+from tpucare.adapters.google.client import connect
 from tpucare.model.errors import AnswerLost, ConfigError, NoCapacity
 from tpucare.model.resources import NodeKey, NodeRequest, NodeState, Place, Provisioning
 from tpucare.service import emulator_address as running

@@ -34,7 +34,7 @@ from tpucare.fleetfile import python_fleet as fleet_python
 from tpucare.model.errors import ConfigError, StoreLocked
 from tpucare.model.memory import End, Memory, Wish
 from tpucare.model.resources import Event
-from tpucare.service import overview
+from tpucare.service import status as service_status
 from tpucare.service.assembly import Caretaker, Leaves, MakeLauncher, assemble
 from tpucare.service.options import Options
 
@@ -166,7 +166,7 @@ def status(
     options = options_of(Door(endpoint, project, arguments.store_of(store)))
     if not any(options.state.glob("*.sqlite")):
         return []
-    rows: list[dict[str, Any]] = overview.status(options, target)["slots"]
+    rows: list[dict[str, Any]] = service_status.status(options, target)["slots"]
     return rows
 
 

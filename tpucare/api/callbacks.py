@@ -19,8 +19,7 @@ from typing import Protocol
 
 from tpucare.adapters.runner import answers
 from tpucare.adapters.runner import scripts as script
-from tpucare.adapters.runner.launch import ScriptLauncher
-from tpucare.adapters.runner.pusher import LAUNCH_DEADLINE
+from tpucare.adapters.runner.launcher import LAUNCH_DEADLINE, ScriptLauncher
 from tpucare.api.attempt import Attempt, Host
 from tpucare.api.called_launch import CalledLaunch
 from tpucare.api.threads import CreationCallback, Handle, Starter, Target, ThreadHandle, ThreadStarter, check_call

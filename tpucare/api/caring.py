@@ -25,11 +25,11 @@ from tpucare.fleetfile.fleet import Fleet
 from tpucare.model.errors import ConfigError, NeedsPerson, OwnCredentials, TpuCareError
 from tpucare.model.memory import End, Memory, Wish
 from tpucare.model.text import plain
-from tpucare.service import view
+from tpucare.service import status
 from tpucare.service.assembly import Caretaker
+from tpucare.service.client import Ending
 from tpucare.service.commands import Answer, Desk
 from tpucare.service.control_socket import Control
-from tpucare.service.ending import Ending
 from tpucare.service.fleet_registry import Roster
 from tpucare.service.signals import caught
 
@@ -178,7 +178,7 @@ class Foreground:
             self._next_show = now + self._progress.every_seconds
             names = self.roster.slots_of(self._fleet.name)
             if names:
-                self._progress.show(view.slot_rows(self._engine, names, self._care.clock.now()))
+                self._progress.show(status.slot_rows(self._engine, names, self._care.clock.now()))
 
     def _tell_stumble(self, error: Exception) -> None:
         self.roster.say("error", f"an order failed: {type(error).__name__}: {error}", level="error")
@@ -231,7 +231,7 @@ class Foreground:
             track = self._engine.slots[name]
             found |= {intent.name: intent.zone for intent in track.memory.creates if not intent.failed}
             for seen in track.nodes.values():
-                if living and view.is_given_up(seen, track.memory):
+                if living and status.is_given_up(seen, track.memory):
                     found.pop(seen.node.name, None)
                 else:
                     found[seen.node.name] = seen.node.key.zone

@@ -26,7 +26,7 @@ from tpucare.model.resources import Event, Node, NodeKey, NodeState
 from tpucare.planner import desired_state as wishes
 from tpucare.planner import remember
 from tpucare.service import control_socket as control
-from tpucare.service.ownership import caretaker_of, socket_of
+from tpucare.service.stores import caretaker_of, socket_of
 
 LOOK_EVERY_SECONDS = 1.0
 ASK_AGAIN_SECONDS = 0.2

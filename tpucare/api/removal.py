@@ -19,8 +19,14 @@ from tpucare.api.session import Session, check_name, check_zone, current, in_bac
 from tpucare.model.errors import ConfigError, NodeGone
 from tpucare.model.memory import Memory
 from tpucare.model.resources import Node, NodeKey
-from tpucare.service.ownership import KnownStore, caretaker_of, known_stores, store_of_node, store_of_slot
-from tpucare.service.stores import is_of_another_project
+from tpucare.service.stores import (
+    KnownStore,
+    caretaker_of,
+    is_of_another_project,
+    known_stores,
+    store_of_node,
+    store_of_slot,
+)
 
 __all__ = ["NotDeleted", "delete_all", "delete_one_tpu", "synchronous_deletion"]
 

@@ -22,7 +22,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tpucare.adapters.ssh.keys import load_or_make_key
-from tpucare.adapters.state import owner as owners
+from tpucare.adapters.state import folder as state_folder
 from tpucare.model.errors import ConfigError, NeedsPerson, NodeGone, RemoteError, WorkerSilent
 from tpucare.model.resources import Node, NodeState, Ran, Worker, workers_of
 from tpucare.model.text import hint, shown
@@ -30,7 +30,7 @@ from tpucare.service.assembly import project_finder, remote_of
 from tpucare.service.options import Options, resolve
 
 if TYPE_CHECKING:
-    from tpucare.adapters.google.cloud import GoogleCloud
+    from tpucare.adapters.google.client import GoogleCloud
     from tpucare.adapters.ssh.remote import ParamikoRemote
 
 T = TypeVar("T")
@@ -96,7 +96,7 @@ class Session:
     @property
     def owner(self) -> str:
         """What our nodes bear as a label; empty while nothing was ever cared for from this state folder."""
-        return owners.read_owner(self.options.state) or ""
+        return state_folder.read_owner(self.options.state) or ""
 
     @property
     def cloud(self) -> GoogleCloud:
@@ -112,7 +112,7 @@ class Session:
     @cached_property
     def _cloud(self) -> GoogleCloud:
         # 200 ms and 50 MB, for those alone who ask the cloud.
-        from tpucare.adapters.google.cloud import connect
+        from tpucare.adapters.google.client import connect
 
         cloud = connect(self.options.endpoint or None, monotonic=self._monotonic)
         self._opened.append(cloud)
@@ -120,7 +120,7 @@ class Session:
 
     @cached_property
     def _remote(self) -> ParamikoRemote:
-        owners.prepare_folder(self.options.state)
+        state_folder.prepare_folder(self.options.state)
         remote = remote_of(self.options, load_or_make_key(self.options.key))
         self._opened.append(remote)
         return remote

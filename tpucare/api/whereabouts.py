@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from tpucare.adapters.state.owner import check_store_name
+from tpucare.adapters.state.folder import check_store_name
 from tpucare.api.arguments import Door
 from tpucare.fleetfile.fleet import Fleet
 from tpucare.model.errors import ConfigError

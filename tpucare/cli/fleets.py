@@ -150,8 +150,8 @@ def plan(
     Example: tpucare plan pod
     Example: tpucare plan pod.yaml
     """
+    from tpucare.service.client import alone, untouched
     from tpucare.service.control_socket import NoDaemon, request
-    from tpucare.service.offline import alone, untouched
 
     if target.endswith((".yaml", ".yml")):
         _preview(options(context), Path(target), json_out)
@@ -179,9 +179,9 @@ def plan(
 
 
 def _preview(chosen: Any, file: Path, json_out: bool) -> None:
+    from tpucare.service.client import alone, untouched
     from tpucare.service.control_socket import NoDaemon, request
     from tpucare.service.fleet_folder import read_text
-    from tpucare.service.offline import alone, untouched
 
     path = file.absolute()
     what = {"do": "preview", "text": read_text(file), "folder": str(path.parent), "file": str(file)}
@@ -227,8 +227,8 @@ def apply(
     Example: tpucare apply pod.yaml --paused
     """
     from tpucare.fleetfile import fleet as fleets
+    from tpucare.service.client import order
     from tpucare.service.fleet_folder import folder_of, read_text, where_it_lies, without_header
-    from tpucare.service.offline import order
 
     if paused and (restart or replace):
         raise typer.BadParameter("--paused asks for nothing now; --restart and --replace do")
@@ -305,19 +305,19 @@ def down(
     Example: tpucare down pod-3 --yes
     Example: tpucare down --all
     """
-    from tpucare.service import taking_down
+    from tpucare.service import client
 
     if bool(target) is every:
         raise typer.BadParameter("give a FLEET or SLOT, or --all")
     chosen = options(context, target)
-    targets = [target] if target else taking_down.fleets_that_are_up(chosen)
+    targets = [target] if target else client.fleets_that_are_up(chosen)
     if target:
-        taking_down.refuse_unknown(chosen, target)
+        client.refuse_unknown(chosen, target)
     elif not targets:
         say("nothing is up")
         return
     ask(f"Stop the runs of {', '.join(targets)} and delete {'its' if target else 'their'} nodes?", yes=yes)
-    answers = taking_down.take_down(chosen, targets, warn, wait=wait)
+    answers = client.take_down(chosen, targets, warn, wait=wait)
     if json_out:
         print_json(answers[target] if target else {"fleets": list(answers.values())})
     else:
@@ -403,7 +403,7 @@ def _confirm_move(context: typer.Context, *, yes: bool) -> None:
 
 
 def _wish(context: typer.Context, verb: str, target: str, done: str, json_out: bool) -> None:
-    from tpucare.service.offline import order
+    from tpucare.service.client import order
 
     answer = order(options(context, target), {"do": verb, "target": target})
     if json_out:

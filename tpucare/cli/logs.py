@@ -42,10 +42,10 @@ def log_keeper(options: Options, word: str) -> tuple[LogKeeper, str]:
 
 
 def _known(options: Options) -> dict[str, list[str]]:
-    from tpucare.service import overview
+    from tpucare.service import status
 
     try:
-        answer = overview.status(options)
+        answer = status.status(options)
     except TpuCareError:
         # Without a store there may be logs still, and nothing to choose from.
         return {"slots": [], "fleets": []}
@@ -128,10 +128,10 @@ def follow(tail: Tail, options: Options, seconds: float) -> None:
 
 def _end_of(options: Options, slot: str) -> str:
     """How the slot ended; empty while it goes on, or where nobody knows."""
-    from tpucare.service import overview
+    from tpucare.service import status
 
     try:
-        rows = overview.status(options, slot)["slots"]
+        rows = status.status(options, slot)["slots"]
     except (TpuCareError, OSError):
         return ""
     row = next((row for row in rows if row["slot"] == slot), None)

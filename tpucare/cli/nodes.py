@@ -140,8 +140,8 @@ def adopt_node(
     Example: tpucare apply pod.yaml --paused
     Example: tpucare adopt-node my-old-tpu pod-0 && tpucare resume pod
     """
-    from tpucare.service import claiming
+    from tpucare.service import client
 
     ask(f"From now on {node} is deleted and replaced as {slot} needs. Go on?", yes=yes)
-    answer = claiming.adopt(options(context, slot), node, slot)
+    answer = client.adopt_node(options(context, slot), node, slot)
     say(f"{answer['node']} is the node of {answer['slot']}")

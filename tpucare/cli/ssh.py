@@ -18,8 +18,8 @@ from typing import Any
 
 import typer
 
+from tpucare.adapters.ssh.connection import NeverSent
 from tpucare.adapters.ssh.keys import PinStore, load_or_make_key
-from tpucare.adapters.ssh.ssh_connection import NeverSent
 from tpucare.cli.common import Exit, Failure
 from tpucare.model.errors import ConfigError, RemoteError, WorkerSilent
 from tpucare.model.memory import FleetRecord
@@ -67,7 +67,7 @@ def workers(options: Options, slot: str) -> list[Worker]:
 
 
 def _workers_without_daemon(options: Options, word: str) -> list[Worker]:
-    from tpucare.adapters.google.cloud import connect
+    from tpucare.adapters.google.client import connect
     from tpucare.adapters.state.store import open_reader
     from tpucare.adapters.system import SystemClock
     from tpucare.fleetfile.yaml_document import named

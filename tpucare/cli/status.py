@@ -31,15 +31,15 @@ def status(
     Example: tpucare status pod --watch
     """
     from tpucare.cli import render as looking
-    from tpucare.service import overview
+    from tpucare.service import status as service_status
 
     chosen = options(context)
-    if not json_out and overview.is_untouched(chosen):
+    if not json_out and service_status.is_untouched(chosen):
         say(looking.NOTHING_YET.format(folder=chosen.state))
         return
 
     def look() -> dict[str, Any]:
-        answer = overview.status(chosen, target)
+        answer = service_status.status(chosen, target)
         return {**answer, "slots": [row for row in answer["slots"] if row["needs_person"] or not failed]}
 
     if not watch:
@@ -124,15 +124,15 @@ def gc(
     Example: tpucare gc
     Example: tpucare gc --apply
     """
-    from tpucare.service import claiming
+    from tpucare.service import client
 
     chosen = options(context)
-    answer = claiming.find(chosen)
+    answer = client.find_orphans(chosen)
     if apply and answer["strays"]:
         names = ", ".join(row["node"] for row in answer["strays"])
         # While the store is lost it is refused; nobody need say yes to that.
         ask(f"Delete {counted(len(answer['strays']), 'node')} ({names})?", yes=yes or answer["store_lost"])
-        answer = claiming.sweep(chosen)
+        answer = client.delete_orphans(chosen)
     if json_out:
         print_json(answer)
     else:

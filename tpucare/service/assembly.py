@@ -17,7 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from tpucare.adapters.runner.launch import ScriptLauncher
+from tpucare.adapters.runner.launcher import ScriptLauncher
 from tpucare.adapters.runner.logs import LogKeeper
 from tpucare.adapters.semaphore import ContextGate
 from tpucare.adapters.ssh.keys import LoginKey, load_or_make_key
@@ -37,7 +37,7 @@ from tpucare.service.options import Options
 from tpucare.service.stores import Neighbours
 
 if TYPE_CHECKING:
-    from tpucare.adapters.google.cloud import GoogleCloud
+    from tpucare.adapters.google.client import GoogleCloud
 
 # One listing per project at a time; creates and deletes of a burst must not wait for threads; a launch of a large
 # slice takes a minute at worst, so many of them run beside each other. A stop takes as long as its `grace`, which may
@@ -182,7 +182,7 @@ def assemble(
 
 def _connect(options: Options, clock: SystemClock) -> GoogleCloud:
     # 200 ms and 50 MB that a command which only writes down a wish does without.
-    from tpucare.adapters.google.cloud import connect
+    from tpucare.adapters.google.client import connect
 
     return connect(options.endpoint or None, monotonic=clock.monotonic)
 
@@ -246,7 +246,7 @@ def project_finder(options: Options, env: Mapping[str, str]) -> Callable[[], str
 
     def find() -> str:
         if not found:
-            from tpucare.adapters.google.gcloud import find_project
+            from tpucare.adapters.google.client import find_project
 
             found.append(find_project(options.project or None, env))
         return found[0]

@@ -22,7 +22,7 @@ from tpucare.model.memory import Memory, Wish
 from tpucare.model.resources import Node, parse_node_name
 from tpucare.model.text import counted, hint, plain, shown
 from tpucare.planner import desired_state as wishes
-from tpucare.service import view
+from tpucare.service import status
 from tpucare.service.assembly import Caretaker
 from tpucare.service.fleet_folder import FileProblems, Intake, without_header
 from tpucare.service.fleet_registry import Roster
@@ -110,26 +110,29 @@ class Desk:
             "at": now.isoformat(),
             "owner": self._care.store.owner,
             "store_lost": self._care.store.lost,
-            "projects": view.project_rows(self._engine),
-            "fleets": view.fleet_rows(self._roster.records, {**files.of_fleets, **self._roster.unread}, counts),
+            "projects": status.project_rows(self._engine),
+            "fleets": status.fleet_rows(self._roster.records, {**files.of_fleets, **self._roster.unread}, counts),
             "files": [{"file": plain(file), "problem": plain(text)} for file, text in files.others.items()],
             "slots": [self._slot_row(name, now) for name in names],
-            "strays": view.stray_rows(self._engine),
+            "strays": status.stray_rows(self._engine),
         }
 
     def _slot_row(self, name: str, now: datetime) -> Answer:
-        return {**view.slot_row(self._engine, self._engine.slots[name], now), "surplus": self._roster.is_surplus(name)}
+        return {
+            **status.slot_row(self._engine, self._engine.slots[name], now),
+            "surplus": self._roster.is_surplus(name),
+        }
 
     def _plan(self, target: str) -> Answer:
         names = self._target(target).slots if target else self._all_slots()
-        return {"projects": view.project_rows(self._engine), "slots": [self._intention(name) for name in names]}
+        return {"projects": status.project_rows(self._engine), "slots": [self._intention(name) for name in names]}
 
     def _intention(self, name: str) -> Answer:
         track = self._engine.slots[name]
         action = track.action
         return {
             "slot": name,
-            "action": view.action_word(track),
+            "action": status.action_word(track),
             "about": plain(_about(action)),
             "why": plain(action.why),
             "cause": action.cause.value,
@@ -140,10 +143,10 @@ class Desk:
     def _workers(self, slot: str) -> Answer:
         name = self.slot_named(slot)
         track = self._engine.slots[name]
-        seen = view.newest(track)
+        seen = status.newest(track)
         if seen is None or seen.workers is None:
             raise CannotDo(f"{name} has no node that lists its workers now: {plain(track.action.why)}")
-        return {"slot": name, "workers": view.worker_rows(seen.node, seen.workers)}
+        return {"slot": name, "workers": status.worker_rows(seen.node, seen.workers)}
 
     def _events(self, slot: str, after: int, limit: int) -> Answer:
         if after > LAST_NUMBER:
@@ -305,13 +308,13 @@ class Desk:
                 "the store was lost, so a node without a fleet may be one that trains: start the daemon, which adopts "
                 "what it knows, look at `tpucare gc`, then say `tpucare confirm --store`"
             )
-        projects = view.project_rows(self._engine)
+        projects = status.project_rows(self._engine)
         lying = self._intake.fleets_that_lie_here() if self._intake is not None else frozenset()
         left = [node for node in self._engine.strays.values() if not self._is_cared_for(node, lying)]
         strays = {node.name for node in left if _is_our_make(node)}
         for name in strays if apply else ():
             self._engine.collect(name)
-        rows = {row["node"]: row for row in view.stray_rows(self._engine)}
+        rows = {row["node"]: row for row in status.stray_rows(self._engine)}
         return {
             "strays": [row for name, row in rows.items() if name in strays],
             "adopted": [rows[node.name] for node in left if node.name not in strays],

@@ -14,7 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
-from tpucare.adapters.state import owner
+from tpucare.adapters.state import folder as state_folder
 from tpucare.adapters.systemd import Notifier
 from tpucare.model.resources import Event
 from tpucare.service.assembly import Caretaker, assemble
@@ -116,7 +116,7 @@ class Daemon:
 
     def _begin(self) -> None:
         options = self._care.options
-        owner.write_private(options.state / FLEETS_NOTE, f"{self._intake.folder}\n")
+        state_folder.write_private(options.state / FLEETS_NOTE, f"{self._intake.folder}\n")
         self.roster.say("start", f"the daemon starts, process {os.getpid()}", level="info", pid=os.getpid())
         if options.project:
             self._engine.watch(options.project)
@@ -197,8 +197,8 @@ def run(
     """
     fleets = fleets.absolute()
     if fleets == options.state / "fleets":
-        owner.prepare_folder(options.state)
-        owner.prepare_folder(fleets)
+        state_folder.prepare_folder(options.state)
+        state_folder.prepare_folder(fleets)
     caretaker = assemble(options, env, listen=listen)
     closed = False
     try:

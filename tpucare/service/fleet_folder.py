@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tpucare.adapters.state import owner
+from tpucare.adapters.state import folder as state_folder
 from tpucare.fleetfile import yaml_document as yaml_lines
 from tpucare.fleetfile.fleet import Fleet
 from tpucare.model.errors import ConfigError, StoreError
@@ -198,7 +198,7 @@ class Intake:
         except OSError as error:
             raise ConfigError(f"{self.folder}: the fleets folder cannot be made: {error.strerror}") from error
         try:
-            owner.write_private(target, whole)
+            state_folder.write_private(target, whole)
         except StoreError as error:
             # The folder may belong to somebody else, and be read-only for good (ProtectSystem=, a ConfigMap).
             raise ConfigError(
@@ -225,7 +225,7 @@ class Intake:
                 continue
             try:
                 path.rename(mark)
-                owner.sync_folder(path.parent)
+                state_folder.sync_folder(path.parent)
             except OSError as error:
                 told = f"{path} cannot be renamed to {mark.name}: {error.strerror}"
                 self._roster.say("fleet-down", f"{told}; a store that is lost would start {fleet} again", fleet)

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tpucare.adapters.state import owner
+from tpucare.adapters.state import folder as state_folder
 from tpucare.engine.engine import Engine
 from tpucare.fleetfile import fleet as fleets
 from tpucare.fleetfile import python_fleet as fleet_python
@@ -178,8 +178,8 @@ class Roster:
     def note_applied(self, fleet: str, folder: Path) -> None:
         """Beside the store, so that a copy of the applied file keeps its meaning where the store is lost."""
         if self._noted_folder(fleet) != str(folder):
-            owner.prepare_folder(self._kept)
-            owner.write_private(self._kept / f"{fleet}{FOLDER_SUFFIX}", str(folder))
+            state_folder.prepare_folder(self._kept)
+            state_folder.write_private(self._kept / f"{fleet}{FOLDER_SUFFIX}", str(folder))
 
     def _noted_folder(self, fleet: str) -> str:
         try:
@@ -387,9 +387,9 @@ class Roster:
                     (self._kept / f"{fleet}{suffix}").unlink()
 
     def _keep(self, fleet: str, contents: Mapping[str, bytes]) -> None:
-        owner.prepare_folder(self._kept)
+        state_folder.prepare_folder(self._kept)
         text = json.dumps({path: base64.b64encode(content).decode("ascii") for path, content in contents.items()})
-        owner.write_private(self._kept / f"{fleet}.json", text)
+        state_folder.write_private(self._kept / f"{fleet}.json", text)
 
 
 def _slot_order(name: str) -> tuple[str, int]:

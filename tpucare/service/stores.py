@@ -1,7 +1,7 @@
 """
 The stores of one state folder side by side: which one is meant, and what the others care for.
 
-The daemon has one store, the Python door one per project and host (or prefix); all bear one owner. So each has to know
+The daemon has one store, the Python API one per project and host (or prefix); all bear one owner. So each has to know
 whose the other nodes of that owner are, two must not hold slots of one name, and a person who names a slot means the
 store that knows it. Reads only, and takes no lock.
 """
@@ -11,16 +11,16 @@ from __future__ import annotations
 import hashlib
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tpucare.adapters.state.store import DEFAULT_NAME, open_reader
+from tpucare.adapters.state import folder as state_folder
+from tpucare.adapters.state.store import DEFAULT_NAME, holder, open_reader
 from tpucare.model.errors import ConfigError, StoreError
-from tpucare.model.memory import FleetRecord, Wish
+from tpucare.model.memory import FleetRecord, Memory, Wish
 from tpucare.model.resources import Node
 from tpucare.service.options import Options
-from tpucare.service.ownership import KnownStore, known_stores
 
 # New fleets of neighbours are seen this late: by then they have had no time to get a node that could be a stray.
 LOOK_AGAIN_SECONDS = 5.0
@@ -156,3 +156,58 @@ def _readable(folder: Path) -> list[KnownStore]:
 
 
 __all__ = ["Neighbours", "each", "meant", "store_name", "store_names"]
+
+
+# --- which store knows a node or a slot, and which process cares for it now -------------------------------------------
+# A process that deletes for another has to find the right one: the process that cares there is told, and what no store
+# ever knew is not touched.
+
+
+SUFFIX = ".sqlite"
+
+
+@dataclass(frozen=True, slots=True)
+class KnownStore:
+    """One store as it was a moment ago. `fleets`: every fleet that it has known, ended ones included."""
+
+    name: str
+    memories: Mapping[str, Memory]
+    fleets: frozenset[str]
+
+
+def known_stores(folder: Path) -> tuple[KnownStore, ...]:
+    """Every store in the state folder *folder*. Raises: StoreError: one of them cannot be read."""
+    names = sorted(path.name.removesuffix(SUFFIX) for path in folder.glob(f"*{SUFFIX}"))
+    return tuple(_read(folder, name) for name in names if state_folder.is_store_name(name))
+
+
+def _read(folder: Path, name: str) -> KnownStore:
+    with open_reader(folder, name=name) as store:
+        memories = store.memories()
+        fleets = frozenset(store.fleets()) | {memory.fleet for memory in memories.values()}
+    return KnownStore(name, memories, fleets)
+
+
+def store_of_slot(stores: tuple[KnownStore, ...], slot: str) -> KnownStore | None:
+    """The one that has something of it, where several have known a slot of that name."""
+    known = [store for store in stores if slot in store.memories]
+    return max(known, key=lambda store: bool(store.memories[slot].nodes or store.memories[slot].creates), default=None)
+
+
+def store_of_node(stores: tuple[KnownStore, ...], node: Node) -> KnownStore | None:
+    """The store that knows the node's slot, else one that has known its fleet."""
+    by_fleet = next((store for store in stores if node.fleet in store.fleets), None)
+    return store_of_slot(stores, node.slot) or by_fleet
+
+
+def socket_of(options: Options, store: str) -> Path:
+    """Where the caretaker of that store takes orders."""
+    return replace(options, store=store).socket
+
+
+def caretaker_of(options: Options, store: str) -> int | None:
+    """Process id of whoever takes care of that store now, or None."""
+    try:
+        return holder(options.state, store)
+    except StoreError:
+        return None

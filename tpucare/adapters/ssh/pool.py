@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from tpucare.adapters.ssh.ssh_connection import Connection
+from tpucare.adapters.ssh.connection import Connection
 from tpucare.adapters.ssh.transport import Deadline
 from tpucare.model.errors import WorkerSilent
 from tpucare.model.resources import NodeKey, Worker

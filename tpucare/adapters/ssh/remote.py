@@ -20,10 +20,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+from tpucare.adapters.ssh.connection import Connection, NeverSent
 from tpucare.adapters.ssh.keys import LoginKey, PinStore, clean_host_keys
 from tpucare.adapters.ssh.pool import ConnectionPool, Identity, identity
 from tpucare.adapters.ssh.port_watcher import INTERVAL_SECONDS, Knocker
-from tpucare.adapters.ssh.ssh_connection import Connection, NeverSent
 from tpucare.adapters.ssh.transport import Deadline, Watchdog, silence_paramiko
 from tpucare.model.errors import AuthRefused, HostKeyChanged, WorkerSilent
 from tpucare.model.resources import NodeKey, Ran, Worker

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from urllib.parse import quote
 
-from tpucare.adapters.state import owner
+from tpucare.adapters.state import folder as state_folder
 from tpucare.model.errors import StoreError
 
 FOLDER = "creates"
@@ -43,7 +43,7 @@ class SharedBudget:
         self._path, self.limit, self.window = path, limit, window
         self._boot = _boot_id()
         self._reserved = f"process {os.getpid()}"
-        owner.prepare_folder(path.parent)
+        state_folder.prepare_folder(path.parent)
         self._known = self._read()[1]
 
     def restore(self, asked: Iterable[tuple[float, str]]) -> None:

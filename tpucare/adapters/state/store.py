@@ -3,33 +3,278 @@ Store in one SQLite file: what is remembered of slots, fleets as last accepted, 
 
 Intents must be on the disk before the call they announce, so every write is one transaction in a write-ahead log that
 is synced at each commit. A file that cannot be trusted is refused and left alone: starting over silently would forget
-launches and let two runs of one slot train at once. Who owns the folder is `owner`'s, the file's form `store_schema`'s.
+launches and let two runs of one slot train at once. The owner of the folder is the business of `folder`, the form of
+the file that of `schema`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sqlite3
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
 
-from tpucare.adapters.state import owner as owners
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import PydanticSerializationError, to_json
+
+from tpucare.adapters.state import folder as state_folder
 from tpucare.adapters.state import schema as schema
-from tpucare.adapters.state.store_lock import StoreLock
-from tpucare.adapters.state.store_lock import holder as lock_holder
-from tpucare.adapters.state.store_reading import (
-    DEFAULT_NAME,
-    SqliteReader,
-    StoreReading,
-    open_reader,
-    store_path,
-    translated,
-)
-from tpucare.adapters.state.store_records import EVENT, FLEET, MEMORY
-from tpucare.model.errors import StoreError, StoreForeign
-from tpucare.model.memory import FleetRecord, Memory, is_old
+from tpucare.adapters.state.folder import StoreLock
+from tpucare.adapters.state.folder import holder as lock_holder
+from tpucare.adapters.state.schema import REMEDY
+from tpucare.model.causes import Cause
+from tpucare.model.errors import StoreCorrupt, StoreError, StoreForeign
+from tpucare.model.memory import End, FleetRecord, Memory, is_old
 from tpucare.model.resources import Event
+
+# --- records as JSON text and back ------------------------------------------------------------------------------------
+# By the types of `memory` and `resources` themselves: a field added there needs nothing here. A field that this version
+# does not know is dropped, one that is missing takes its default, so that neighbouring versions read each other's
+# stores. What does not fit the types at all is an error, never a guess.
+#
+# SQLite notices a damaged page by its form alone: a digit in a memory could become another one, and say that a node was
+# never launched on. So what decisions rest on begins with a sum over the rest of its text; versions that know of none
+# drop it as they do any field that they do not know, and a text without one is taken as it is.
+
+
+T = TypeVar("T")
+
+
+class Codec(Generic[T]):
+    """
+    JSON of one record type. Instants become ISO 8601 text in UTC. `summed`: the text begins with its sum.
+
+    upgrade: what is read as this version would have written it
+    """
+
+    def __init__(self, record: type[T], *, summed: bool = False, upgrade: Callable[[T], T] | None = None) -> None:
+        self._adapter = TypeAdapter(record)
+        self._upgrade = upgrade
+        self._noun, self._summed = record.__name__, summed
+
+    def encode(self, record: T) -> str:
+        text = self._encode(record)
+        return f"{_SUM}{_sum_of(text[1:])}{_AFTER}{text[1:]}" if self._summed else text
+
+    def _encode(self, record: T) -> str:
+        try:
+            return self._adapter.dump_json(record).decode("utf-8")
+        except PydanticSerializationError:
+            # Lone surrogates: bytes of a worker that were no UTF-8 and were carried through. Worth keeping readable,
+            # and certainly not worth ending the daemon for.
+            return to_json(_printable(self._adapter.dump_python(record))).decode("utf-8")
+
+    def decode(self, text: str, where: str) -> T:
+        """Raises: StoreCorrupt: naming *where* the text lies and what does not fit."""
+        if self._summed and text.startswith(_SUM):
+            rest = text[_HEAD:]
+            if text[len(_SUM) : _HEAD] != f"{_sum_of(rest)}{_AFTER}":
+                raise StoreCorrupt(f"{where}: damaged (its sum does not fit); {REMEDY}")
+        try:
+            record = self._adapter.validate_json(text)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            key = ".".join(str(part) for part in first["loc"])
+            raise StoreCorrupt(f"{where}: not a {self._noun} of this version ({key}: {first['msg']})") from error
+        return self._upgrade(record) if self._upgrade is not None else record
+
+
+def _with_causes(memory: Memory) -> Memory:
+    """Versions before causes kept that a slot was ended for its sweep's sake in the text alone, by how it begins."""
+    if memory.end is End.DONE and memory.end_cause is Cause.UNRECORDED and memory.end_why.startswith("sweep "):
+        return replace(memory, end_cause=Cause.SWEEP_OVER)
+    return memory
+
+
+def _sum_of(text: str) -> str:
+    return f"{zlib.crc32(text.encode('utf-8', 'surrogatepass')):08x}"
+
+
+_SUM, _AFTER = '{"sum":"', '",'
+_HEAD = len(_SUM) + 8 + len(_AFTER)
+
+MEMORY: Codec[Memory] = Codec(Memory, summed=True, upgrade=_with_causes)
+FLEET: Codec[FleetRecord] = Codec(FleetRecord, summed=True)
+EVENT: Codec[Event] = Codec(Event)
+
+
+def _printable(value: object) -> object:
+    if isinstance(value, str):
+        return str(value).encode("utf-8", "backslashreplace").decode("utf-8")
+    if isinstance(value, dict):
+        return {_printable(key): _printable(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_printable(entry) for entry in value]
+    return value
+
+
+# --- reading: what the daemon and those who only look (`tpucare status`) have in common -------------------------------
+# A reader stands beside a daemon that writes: it takes no lock, creates nothing and sees one consistent moment.
+
+
+DEFAULT_NAME = "tpucare"
+# A reader meets files that no newer writer has opened yet.
+_CONTEXTS_SINCE = 2
+
+
+def store_path(folder: Path, name: str = DEFAULT_NAME) -> Path:
+    """The file of a store; its `-wal` and `-shm` and its `.lock` lie beside it."""
+    state_folder.check_store_name(name)
+    return folder / f"{name}.sqlite"
+
+
+def open_reader(folder: Path, *, name: str = DEFAULT_NAME) -> SqliteReader:
+    """
+    Read a store beside the daemon that writes it, or without one. Takes no lock, creates nothing.
+
+    Raises: StoreError: there is none; StoreCorrupt: it cannot be read.
+    """
+    return SqliteReader(store_path(folder, name))
+
+
+@contextlib.contextmanager
+def translated(path: Path) -> Iterator[None]:
+    """Errors of SQLite leave the block as ours."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        raise schema.translate(error, path) from error
+
+
+class StoreReading:
+    """What reader and writer have in common. Any thread may call, one at a time is served."""
+
+    _connection: sqlite3.Connection
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._guard = threading.RLock()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        with self._guard:
+            self._connection.close()
+
+    @property
+    def owner(self) -> str:
+        """Label-safe id of this state folder, as the store noted it when it was made."""
+        return self._meta("owner")
+
+    @property
+    def lost(self) -> bool:
+        """The owner is older than this store: something was lost, and nobody confirmed it yet."""
+        return bool(self._meta("lost"))
+
+    @property
+    def marked(self) -> datetime | None:
+        """When somebody last took care of it; None: not known, as in stores of versions that did not note it."""
+        rows = self._rows("SELECT value FROM meta WHERE key = 'marked'")
+        try:
+            at = datetime.fromisoformat(str(rows[0][0]))
+        except (IndexError, ValueError):
+            return None
+        return at if at.tzinfo is not None else None
+
+    @property
+    def machine(self) -> str:
+        """Fingerprint of the machine that this store lives on."""
+        return self._meta("machine")
+
+    def memories(self) -> dict[str, Memory]:
+        """Memory of every slot, by slot name."""
+        rows = self._rows("SELECT name, memory FROM slots ORDER BY name")
+        return {slot: MEMORY.decode(text, f"{self.path}: slot {slot}") for slot, text in rows}
+
+    def fleets(self) -> dict[str, FleetRecord]:
+        """Fleets as last accepted, ended ones included, by name."""
+        rows = self._rows("SELECT name, record FROM fleets ORDER BY name")
+        records = {fleet: FLEET.decode(text, f"{self.path}: fleet {fleet}") for fleet, text in rows}
+        for fleet, record in records.items():
+            if record.name != fleet:
+                raise schema.corrupt(self.path, f"the record of fleet {fleet} is that of {record.name}")
+        return records
+
+    def context(self, slot: str) -> str | None:
+        """What the Python door keeps of a slot's context, as `contexts` wrote it."""
+        if self._version() < _CONTEXTS_SINCE:
+            return None
+        rows = self._rows("SELECT context FROM contexts WHERE slot = ?", (slot,))
+        return str(rows[0][0]) if rows else None
+
+    def events(self, *, slot: str = "", after: int = 0, limit: int = 1000) -> list[tuple[int, Event]]:
+        """Oldest first, with their numbers; *slot* may be a fleet's name."""
+        where, names = (" AND (slot = ? OR fleet = ?)", (slot, slot)) if slot else ("", ())
+        rows = self._rows(
+            f"SELECT number, event FROM events WHERE number > ?{where} ORDER BY number LIMIT ?", (after, *names, limit)
+        )
+        return [(number, EVENT.decode(text, f"{self.path}: event {number}")) for number, text in rows]
+
+    def last_events(self, *, slot: str = "", limit: int = 100) -> list[tuple[int, Event]]:
+        """The newest *limit* events, still oldest first."""
+        where, names = (" WHERE slot = ? OR fleet = ?", (slot, slot)) if slot else ("", ())
+        rows = self._rows(f"SELECT number FROM events{where} ORDER BY number DESC LIMIT ?", (*names, limit))
+        return self.events(slot=slot, after=rows[-1][0] - 1, limit=limit) if rows else []
+
+    def _version(self) -> int:
+        return int(self._rows("PRAGMA user_version")[0][0])
+
+    def _meta(self, key: str) -> str:
+        rows = self._rows("SELECT value FROM meta WHERE key = ?", (key,))
+        if not rows:
+            raise schema.corrupt(self.path, f"no {key} is noted in it")
+        return str(rows[0][0])
+
+    def _rows(self, query: str, values: tuple[str | int, ...] = ()) -> list[tuple[Any, ...]]:
+        with self._guard, translated(self.path):
+            return self._connection.execute(query, values).fetchall()
+
+
+class SqliteReader(StoreReading):
+    """
+    One consistent view of a store, as of when it was opened or last refreshed.
+
+    Not for keeping open without `refresh`: as long as a view is held, the daemon's write-ahead log cannot shrink.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._connection = self._look()
+
+    def refresh(self) -> None:
+        """Look again: from now on the view is of this moment."""
+        with self._guard:
+            self._connection.close()
+            self._connection = self._look()
+
+    def _look(self) -> sqlite3.Connection:
+        if not self.path.exists():
+            raise StoreError(f"{self.path}: no store here; has a daemon run with this state folder?")
+        schema.check_header(self.path)
+        with translated(self.path):
+            connection = schema.connect_read_only(self.path)
+            try:
+                connection.execute("BEGIN")
+                schema.check_version(connection, self.path)
+            except BaseException:
+                connection.close()
+                raise
+        return connection
+
+
+# --- opening and writing: one process per store, which holds its lock -------------------------------------------------
 
 __all__ = [
     "DEFAULT_NAME",
@@ -67,10 +312,10 @@ def open_store(
         StoreCorrupt: not a store of a version that this tpucare knows; left untouched.
         StoreFull: no room. StoreError: folder or file cannot be used.
     """
-    fingerprint = owners.machine_fingerprint(machine_id, instance_id)
+    fingerprint = state_folder.machine_fingerprint(machine_id, instance_id)
     store = _open_locked(folder, name, fingerprint, now)
     try:
-        if not owners.is_same_machine(store.machine, fingerprint):
+        if not state_folder.is_same_machine(store.machine, fingerprint):
             raise StoreForeign(
                 f"{store.path}: made on another machine, and two daemons with one owner would fight; "
                 "stop the one there for good, then run `tpucare confirm --moved` here"
@@ -91,9 +336,9 @@ def accept_move(
 
     The store counts as `lost` from then on: the old machine may have launched runs after the copy was taken.
     """
-    fingerprint = owners.machine_fingerprint(machine_id, instance_id)
+    fingerprint = state_folder.machine_fingerprint(machine_id, instance_id)
     with _open_locked(folder, name, fingerprint, now) as store:
-        if not owners.is_same_machine(store.machine, fingerprint):
+        if not state_folder.is_same_machine(store.machine, fingerprint):
             store.take_over(fingerprint, now)
 
 
@@ -209,11 +454,11 @@ class SqliteStore(StoreReading):
 
 def _open_locked(folder: Path, name: str, fingerprint: str, now: datetime) -> SqliteStore:
     path = store_path(folder, name)
-    owners.prepare_folder(folder)
+    state_folder.prepare_folder(folder)
     lock = StoreLock(_lock_path(folder, name))
     try:
         # Two first stores of one folder that are made at once must not each have an owner of its own.
-        with owners.one_at_a_time(folder):
+        with state_folder.one_at_a_time(folder):
             return _open_settled(path, lock, name, fingerprint, now)
     except BaseException:
         lock.release()
@@ -248,11 +493,11 @@ def _make(path: Path, name: str, fingerprint: str, now: datetime) -> None:
     a kill in between is not taken for a loss.
     """
     folder = path.parent
-    owner = owners.read_owner(folder)
-    known = owners.known_stores(folder)
+    owner = state_folder.read_owner(folder)
+    known = state_folder.known_stores(folder)
     lost = owner is not None and (known is None or name in known)
     meta = {
-        "owner": owner or owners.new_owner(),
+        "owner": owner or state_folder.new_owner(),
         "machine": fingerprint,
         "lost": now.isoformat() if lost else "",
         "marked": now.isoformat(),
@@ -265,7 +510,7 @@ def _make(path: Path, name: str, fingerprint: str, now: datetime) -> None:
         with translated(path), contextlib.closing(_connect(scratch)) as connection:
             connection.executemany("INSERT INTO meta (key, value) VALUES (?, ?)", meta.items())
         scratch.rename(path)
-        owners.sync_folder(folder)
+        state_folder.sync_folder(folder)
     except OSError as error:
         raise StoreError(f"{path}: cannot be made: {error.strerror}") from error
 
@@ -279,15 +524,15 @@ def _set_aside_logs(path: Path, now: datetime) -> None:
 
 
 def _settle_owner(store: SqliteStore, folder: Path, name: str) -> None:
-    inside, outside = store.owner, owners.read_owner(folder)
+    inside, outside = store.owner, state_folder.read_owner(folder)
     if outside is None:
-        owners.write_owner(folder, inside)
+        state_folder.write_owner(folder, inside)
     elif outside != inside:
         raise StoreForeign(
-            f"{store.path}: made for owner {inside}, but {folder / owners.OWNER_FILE} says {outside}; "
+            f"{store.path}: made for owner {inside}, but {folder / state_folder.OWNER_FILE} says {outside}; "
             "put the right one of the two files back"
         )
-    owners.remember_store(folder, name)
+    state_folder.remember_store(folder, name)
 
 
 def _connect(path: Path) -> sqlite3.Connection:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
 
-from tpucare.adapters.state.store_records import FLEET, MEMORY
+from tpucare.adapters.state.store import FLEET, MEMORY
 from tpucare.model.errors import StoreFull
 from tpucare.model.memory import FleetRecord, Memory, is_old
 from tpucare.model.resources import Event

@@ -3,13 +3,14 @@ Cloud over the official google-cloud-tpu client: gRPC calls in, model records an
 
 Every call has a deadline (the client has none of its own), only reads are repeated, and operations are polled by the
 loop through `get_operation` (the client's futures notice a failed create up to 20 s late, or give up at an outage).
-What an error means is `failures`, what a message means `cloud_wire`, what changed since the last listing `listing`.
+What an error means is in `classify`, what a message means in `wire`, what changed since the last listing in `snapshot`.
 
 Importing this module costs 200 ms and 50 MB (grpc, google-cloud-tpu): do it only where a cloud is needed.
 """
 
 from __future__ import annotations
 
+import configparser
 import os
 import re
 import threading
@@ -31,7 +32,6 @@ from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_rand
 
 from tpucare.adapters.google import wire as wire
 from tpucare.adapters.google.classify import INVALID_ARGUMENT, READ_TRIES, UNKNOWN, Where, classify, is_worth_repeating
-from tpucare.adapters.google.gcloud import credentials_file, find_project
 from tpucare.adapters.google.snapshot import Roll, key_of
 from tpucare.model.errors import ConfigError, NeedsPerson, OwnCredentials, Transient
 from tpucare.model.resources import Listing, Node, NodeKey, NodeRequest, Operation
@@ -371,3 +371,57 @@ def _parse_date(value: str | bytes) -> datetime | None:
 
 def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
+
+
+# --- which project is meant, and where credentials lie: flag, environment, gcloud's configuration ---------------------
+# gcloud itself is not called: it costs a second, and need not be installed where its configuration was copied to.
+
+
+_NO_PROJECT = (
+    "no Google Cloud project is known: set `project` in the fleet file or GOOGLE_CLOUD_PROJECT, "
+    "or run `gcloud config set project PROJECT`"
+)
+
+
+def find_project(explicit: str | None, env: Mapping[str, str]) -> str:
+    """
+    *explicit*, else GOOGLE_CLOUD_PROJECT, else CLOUDSDK_CORE_PROJECT, else the project of gcloud's active
+    configuration, else of the credentials.
+
+    env: the process's environment. Raises: ConfigError: none of them says.
+    """
+    named = explicit or env.get("GOOGLE_CLOUD_PROJECT") or env.get("CLOUDSDK_CORE_PROJECT")
+    project = named or _configured_project(env) or _credentials_project()
+    if not project:
+        raise ConfigError(_NO_PROJECT)
+    return project
+
+
+def credentials_file(env: Mapping[str, str]) -> Path:
+    """Where `google.auth.default` looks for a file first; on a VM with an account of its own there need be none."""
+    return Path(env.get("GOOGLE_APPLICATION_CREDENTIALS") or _folder(env) / "application_default_credentials.json")
+
+
+def _folder(env: Mapping[str, str]) -> Path:
+    home = env.get("HOME") or str(Path.home())
+    return Path(env.get("CLOUDSDK_CONFIG") or Path(home, ".config", "gcloud"))
+
+
+def _configured_project(env: Mapping[str, str]) -> str:
+    """`core/project` of gcloud's active configuration, empty when there is none."""
+    folder = _folder(env)
+    try:
+        name = env.get("CLOUDSDK_ACTIVE_CONFIG_NAME") or (folder / "active_config").read_text("utf-8").strip()
+        parser = configparser.ConfigParser(interpolation=None)
+        parser.read_string((folder / "configurations" / f"config_{name}").read_text("utf-8"))
+    except (OSError, UnicodeDecodeError, configparser.Error):
+        return ""
+    return parser.get("core", "project", fallback="").strip()
+
+
+def _credentials_project() -> str:
+    try:
+        _, project = google.auth.default()
+    except GoogleAuthError:
+        return ""
+    return str(project or "")
