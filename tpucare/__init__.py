@@ -15,13 +15,13 @@ from tpucare._version import __version__
 
 if TYPE_CHECKING:
     from tpucare import training
-    from tpucare.api.api import All, Context, SliceIndex, run, start_multiple, start_single, status
     from tpucare.api.attempt import Host
-    from tpucare.api.caring import SlotFailed
+    from tpucare.api.deletion import NotDeleted, delete_all, delete_one_tpu, synchronous_deletion
     from tpucare.api.exec_command import exec_command
     from tpucare.api.fleet import Fleet
+    from tpucare.api.foreground import SlotFailed
     from tpucare.api.hosts import all_tpus, exec_on_tpu, send_to_tpu, tpu_ips, tpu_names
-    from tpucare.api.removal import NotDeleted, delete_all, delete_one_tpu, synchronous_deletion
+    from tpucare.api.start import All, Context, SliceIndex, run, start_multiple, start_single, status
     from tpucare.integrations.wandb import sweep as sweeps
     from tpucare.model.errors import (
         CloudError,

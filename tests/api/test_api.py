@@ -25,10 +25,10 @@ from tests.kits.office import BEAT, QUICK, REPOSITORY
 from tpucare.adapters.google.client import connect
 from tpucare.adapters.state.store import open_reader, open_store
 from tpucare.adapters.system import SystemClock, machine_id
-from tpucare.api import api
+from tpucare.api import start as api
 from tpucare.api.arguments import Door
-from tpucare.api.caring import refuse_blindness
-from tpucare.api.whereabouts import options_of
+from tpucare.api.foreground import refuse_blindness
+from tpucare.api.start import options_of
 from tpucare.engine.state import ProjectView
 from tpucare.model.errors import (
     CloudError,

@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 
-from tpucare.api.arguments import Start, read
-from tpucare.api.arguments_call import Call
-from tpucare.api.arguments_tpu import type_of
+from tpucare.api.arguments import Call, Start, read, type_of
 from tpucare.fleetfile import python_fleet as fleet_python
 from tpucare.model.errors import ConfigError
 from tpucare.model.resources import OnExit, Provisioning

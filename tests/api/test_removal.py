@@ -19,7 +19,7 @@ from tpucare.adapters.state.store import open_reader, open_store
 from tpucare.adapters.system import machine_id
 from tpucare.api import deletion, hosts, session
 from tpucare.api.attempt import Attempt, Host, bind
-from tpucare.api.removal import NotDeleted, delete_all, delete_one_tpu, synchronous_deletion
+from tpucare.api.deletion import NotDeleted, delete_all, delete_one_tpu, synchronous_deletion
 from tpucare.model.errors import ConfigError, NodeGone
 from tpucare.model.memory import CreateIntent, FleetRecord, Memory, NodeMemory, Wish
 from tpucare.model.resources import (

@@ -13,7 +13,7 @@ from tests.kits.bench_worker import NO_METADATA, Node
 from tests.kits.local_remote import LocalRemote
 from tpucare.adapters.runner.launcher import ScriptLauncher
 from tpucare.api.attempt import Attempt, attempt_of
-from tpucare.api.callbacks import CallbackLauncher
+from tpucare.api.callback_launcher import CallbackLauncher
 from tpucare.api.threads import ThreadStarter
 from tpucare.model.ports import Remote
 from tpucare.model.resources import Event, Job

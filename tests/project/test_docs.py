@@ -13,7 +13,7 @@ from typer.main import get_command
 
 import tpucare
 from tpucare.cli.app import app
-from tpucare.cli.emulating import zones_text
+from tpucare.testbed.emulator.serve import zones_text
 from tpucare.testbed.emulator.world.config import WorldConfig
 
 ROOT = Path(__file__).parents[2]

@@ -72,12 +72,13 @@ def run(
     Example: tpucare emulator --bucket my-bucket
     Example: tpucare emulator --wandb
     """
-    from tpucare.cli import emulating
+    from tpucare.testbed.emulator.serve import serve
 
     folder = emulator_folder(context)
-    emulating.serve(
+    serve(
         folder,
         world,
+        say,
         ports=(port, rest_port, storage_port),
         buckets=bucket or (),
         seed=seed,

@@ -1,9 +1,9 @@
 """
-The Python door: `start_single`, `start_multiple`, `run` and `status`.
+`start_single`, `start_multiple`, `run` and `status` of the Python API.
 
-Each call that cares puts the parts together for one fleet (options, store, launcher), and blocks in `caring` until the
-fleet is over. What arguments mean is `arguments`', what users' functions are given is `callbacks`', where they run is
-`starters`' and `children`'s.
+Each call that cares puts the parts together for one fleet (options, store, launcher), and blocks in `foreground` until
+the fleet is over. What arguments mean is told by `arguments`, what users' functions are given by `callback_launcher`,
+where they run by `threads` and `children`.
 """
 
 from __future__ import annotations
@@ -12,31 +12,31 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from tpucare.adapters.state.folder import check_store_name
 from tpucare.adapters.state.store import holder
 from tpucare.api import arguments
-from tpucare.api.arguments import CreationCallback, Door, Start, StartFn
-from tpucare.api.arguments_call import UNHEALTHY_SECONDS, Call
-from tpucare.api.callbacks import CallbackLauncher
-from tpucare.api.caring import Declared, Left, care
+from tpucare.api.arguments import UNHEALTHY_SECONDS, Call, CreationCallback, Door, Start, StartFn
+from tpucare.api.callback_launcher import CallbackLauncher
 from tpucare.api.children import ProcessStarter
 from tpucare.api.contexts import StoredContexts
 from tpucare.api.fleet import Fleet
+from tpucare.api.foreground import Declared, Left, care
 from tpucare.api.progress import Progress, progress_on
 from tpucare.api.threads import Starter, ThreadStarter
-from tpucare.api.whereabouts import options_of, place_of
 from tpucare.fleetfile import fleet as fleets
 from tpucare.fleetfile import python_fleet as fleet_python
 from tpucare.model.errors import ConfigError, StoreLocked
 from tpucare.model.memory import End, Memory, Wish
 from tpucare.model.resources import Event
 from tpucare.service import status as service_status
-from tpucare.service.assembly import Caretaker, Leaves, MakeLauncher, assemble
-from tpucare.service.options import Options
+from tpucare.service.assembly import Caretaker, Leaves, MakeLauncher, assemble, project_finder
+from tpucare.service.options import DAEMON_STORE, Options, resolve
+from tpucare.service.stores import store_name
 
 __all__ = ["All", "Context", "SliceIndex", "run", "start_multiple", "start_single", "status"]
 
@@ -329,3 +329,42 @@ def _log_level() -> int:
     """`tpucare.LOG_LEVEL`, as scripts of 2022 set it: a level of `logging`, 0 for everything."""
     level = getattr(sys.modules.get("tpucare"), "LOG_LEVEL", 20)
     return level if isinstance(level, int) else 20
+
+
+# --- where a call keeps what it remembers: the state folder, the store in it, and the project -------------------------
+# Explicit arguments go before the environment. Nothing is made or asked for yet, but a project that nobody named.
+
+
+AnyFleet = TypeVar("AnyFleet", bound=fleets.Fleet)
+
+
+def place_of(door: Door, fleet: AnyFleet) -> tuple[Options, AnyFleet]:
+    """
+    Options with the store of *fleet*, and *fleet* with its project.
+
+    Raises: ConfigError: no project is named anywhere, or no emulator runs where one was named.
+    """
+    options = options_of(door)
+    project = fleet.project or project_finder(options, os.environ)()
+    if options.store == DAEMON_STORE:
+        options = replace(options, store=store_name(fleet.name, project))
+    return options, replace(fleet, project=project)
+
+
+def options_of(door: Door) -> Options:
+    """`store`: a folder, a file `<folder>/<name>.sqlite`, or a name beside the others; else as the environment says."""
+    store, state, name = door.store, "", ""
+    if isinstance(store, Path) and store.suffix == ".sqlite":
+        state, name = str(store.parent), store.stem
+    elif isinstance(store, Path) or "/" in store or store in (".", ".."):
+        path = Path(store)
+        state, name = (str(path.parent), path.stem) if path.suffix == ".sqlite" else (str(path), "")
+    else:
+        name = store.removesuffix(".sqlite")
+    options = resolve(os.environ, state=state, endpoint=door.endpoint, project=door.project)
+    if not name:
+        return options
+    if name == DAEMON_STORE:
+        raise ConfigError(f"store={name!r} is the daemon's; choose another name")
+    check_store_name(name)
+    return replace(options, store=name)

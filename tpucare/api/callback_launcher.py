@@ -1,11 +1,11 @@
 """
-The Launcher of the Python door: a launch is a call of the user's own functions, the run whatever they start.
+The Launcher of the Python API: a launch is a call of the user's own functions, the run whatever they start.
 
 Each new node: every worker is claimed (`templates/foreign.py`), `creation_callback` is called once, then `start_fn` for
 each worker, each with its own copy of the context. A launch returns at once; how far it is, probes tell: setup while a
 call goes on, a failed setup when one raised, a run after all have returned. What lives on the workers then is told by
-the probe of fleets (`launch`), which this launcher stands on. A launch that an earlier process left in its setup is
-told as lost, for nobody is there any more to end it. What the calls of one launch came to is in `called_launch`.
+the probe of fleets, which this launcher stands on. A launch that an earlier process left in its setup is told as lost,
+for nobody is there any more to end it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from typing import Protocol
 
@@ -21,13 +21,13 @@ from tpucare.adapters.runner import answers
 from tpucare.adapters.runner import scripts as script
 from tpucare.adapters.runner.launcher import LAUNCH_DEADLINE, ScriptLauncher
 from tpucare.api.attempt import Attempt, Host
-from tpucare.api.called_launch import CalledLaunch
 from tpucare.api.threads import CreationCallback, Handle, Starter, Target, ThreadHandle, ThreadStarter, check_call
 from tpucare.model.errors import CommandFailed, NodeGone
 from tpucare.model.ports import Remote
 from tpucare.model.resources import Event, NodeKey, Worker
 from tpucare.model.runs import (
     Contact,
+    Failure,
     LaunchOrder,
     LaunchResult,
     NodeReport,
@@ -290,3 +290,69 @@ class _Claim:
 
 def _problem_of(answer: _Claim | Exception) -> Exception | None:
     return answer if isinstance(answer, Exception) else answer.problem
+
+
+# --- the calls of one launch, and what a probe tells of them: setup, a failed setup, or a run -------------------------
+
+
+# A call that blocks for longer is no step of a setup any more: it is the run itself.
+LONG_CALL = timedelta(minutes=10)
+
+
+@dataclass(slots=True)
+class CalledLaunch:
+    """One attempt and the calls made for it. `all_made`: no more of them will be made; `logged`: whose error is."""
+
+    attempt: Attempt
+    order: LaunchOrder
+    created: Handle | None = None
+    handles: dict[Target, Handle] = field(default_factory=dict)
+    all_made: bool = False
+    logged: set[Target] = field(default_factory=set)
+
+    def going_on(self) -> list[Handle]:
+        known = [self.created, *self.handles.values()]
+        return [handle for handle in known if handle is not None and not handle.done()]
+
+    def failures(self) -> dict[int, BaseException]:
+        """What was raised, by worker; what concerns all workers is told of worker 0."""
+        first: dict[Target, Handle] = {0: self.created} if self.created is not None else {}
+        found: dict[int, BaseException] = {}
+        for target, handle in (*first.items(), *self.handles.items()):
+            error = handle.exception() if handle.done() else None
+            if error is not None and not (isinstance(error, SystemExit) and not error.code):
+                found.setdefault(0 if target == "all" else target, error)
+        return found
+
+    @property
+    def has_returned(self) -> bool:
+        return self.all_made and not self.going_on() and not self.failures()
+
+    def told(self, worker: int, report: WorkerReport) -> WorkerReport:
+        """What that worker said of this very attempt, with what is known here of the calls."""
+        failures = self.failures()
+        if error := failures.get(worker):
+            return replace(
+                report,
+                phase=Phase.EXITED,
+                exit_status=_status_of(error),
+                failure=Failure.SETUP,
+                detail=answers.one_line(self._line_of(worker, error)),
+            )
+        calls = self.attempt.calls_in_flight(worker) > 0
+        if failures or self.has_returned:
+            return replace(report, alive=report.alive or calls)
+        blocks = self.attempt.longest_call() >= LONG_CALL
+        return replace(report, phase=Phase.RUN if blocks else Phase.SETUP, alive=True)
+
+    def _line_of(self, worker: int, error: BaseException) -> str:
+        said = " ".join("".join(traceback.format_exception_only(error)).split())
+        if not self.handles:
+            return f"creation_callback: {said}"
+        return f"start_fn of {'all workers' if 'all' in self.handles else f'worker {worker}'}: {said}"
+
+
+def _status_of(error: BaseException) -> int:
+    """What the call itself would have exited with: of its command, of `sys.exit`, or Python's own for an exception."""
+    status = error.code if isinstance(error, SystemExit) else getattr(error, "exit_status", 1)
+    return status if isinstance(status, int) and 0 < status < 256 else 1

@@ -6,12 +6,11 @@ import shlex
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from tpucare.cli.common import say
 from tpucare.testbed.emulator.machines.loopback import claim
 from tpucare.testbed.emulator.machines.machines import Machines
 from tpucare.testbed.emulator.server import EmulatorServer
@@ -26,6 +25,7 @@ DUMMY_KEY = "0123456789" * 4
 def serve(
     folder: Path,
     world: Path | None,
+    say: Callable[[str], None],
     *,
     ports: tuple[int, int, int],
     buckets: Sequence[str],
@@ -39,7 +39,7 @@ def serve(
     """
     Until SIGINT or SIGTERM.
 
-    ports: of gRPC, REST and Cloud Storage, each 0 = any
+    say: takes a line of text    ports: of gRPC, REST and Cloud Storage, each 0 = any
     ssh_port: 0 = no machines    wandb_port: of a W&B stand-in beside the cloud; 0 = any, None = there is none
     Raises: ConfigError, MachineError.
     """
