@@ -22,7 +22,7 @@ from tpucare.model.causes import Cause
 from tpucare.model.memory import End, Wish
 from tpucare.model.resources import Care
 from tpucare.testbed.emulator.world.config import WorldConfig
-from tpucare.testbed.simulation.calm import is_overslept
+from tpucare.testbed.simulation.history import is_overslept
 from tpucare.testbed.simulation.machines import Script
 
 ROOT = Path(__file__).parents[2]

@@ -15,8 +15,7 @@ from tpucare.model import accelerators
 from tpucare.model.errors import ConfigError
 from tpucare.model.resources import NodeState
 from tpucare.testbed.emulator.world.capacity import Pool, load_trace, shipped_traces, supply
-from tpucare.testbed.emulator.world.config import WorldConfig
-from tpucare.testbed.emulator.world.config_zones import Capacity
+from tpucare.testbed.emulator.world.config import Capacity, WorldConfig
 from tpucare.testbed.emulator.world.records import NodeSpec
 from tpucare.testbed.emulator.world.world import World
 

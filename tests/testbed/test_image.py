@@ -15,7 +15,7 @@ from paramiko import SSHException
 
 from tests.kits.bench_worker import eventually
 from tests.testbed.test_machines import SSH_PORT, Zone
-from tpucare.testbed.emulator.world.config_project import Guest
+from tpucare.testbed.emulator.world.config import Guest
 
 pytestmark = [pytest.mark.machines, pytest.mark.timeout(60)]
 

@@ -22,7 +22,7 @@ from pathlib import Path
 import paramiko
 import pytest
 
-from tpucare.testbed.emulator.machines import outfit, proctree
+from tpucare.testbed.emulator.machines import proctree, worker_files
 from tpucare.testbed.emulator.machines.flood import Flooding
 from tpucare.testbed.emulator.machines.machines import Machines
 from tpucare.testbed.emulator.machines.sandbox import MachineError, Sandbox
@@ -490,7 +490,7 @@ def test_a_crashed_emulator_is_swept_up_by_the_next(tmp_path: Path, way: Sandbox
     pids = [int(pid) for pid in crashed.stdout.split()]
     # `env -i` takes the mark off: with the subreaper gone, too, such a daemon cannot be known any more.
     markless = [pid for pid in pids if way and _command(pid) == "sleep 603"]
-    bystander = subprocess.Popen(["sleep", "60"], env={outfit.MARK: "another-emulator.1"})
+    bystander = subprocess.Popen(["sleep", "60"], env={worker_files.MARK: "another-emulator.1"})
     try:
         with Machines(tmp_path / "state", ssh_port=SSH_PORT, metadata_port=METADATA_PORT):
             assert crashed.returncode == -signal.SIGKILL, crashed.stderr
@@ -628,7 +628,7 @@ def test_only_plain_keys_of_the_metadata_let_in() -> None:
         evil:command="rm -rf /" ssh-ed25519 CCCC
         not a line
         """)
-    assert [line.split()[1] for line in outfit.authorized_keys(metadata).splitlines()] == ["AAAA", "BBBB"]
+    assert [line.split()[1] for line in worker_files.authorized_keys(metadata).splitlines()] == ["AAAA", "BBBB"]
 
 
 def _lives(pid: int) -> bool:

@@ -16,11 +16,11 @@ from google.auth.transport.requests import Request
 
 from tpucare.model import accelerators
 from tpucare.testbed.emulator.machines.metadata_server import MetadataServer
-from tpucare.testbed.emulator.machines.quarters import first_metadata
+from tpucare.testbed.emulator.machines.worker_files import first_metadata
 from tpucare.testbed.emulator.world.config import WorldConfig
 from tpucare.testbed.emulator.world.instance_metadata import bounds
 from tpucare.testbed.emulator.world.machine_effects import Boot
-from tpucare.testbed.emulator.world.queue_records import NodeWish, QueuedSpec
+from tpucare.testbed.emulator.world.queued_records import NodeWish, QueuedSpec
 from tpucare.testbed.emulator.world.records import NetworkConfig, NodeSpec
 from tpucare.testbed.emulator.world.world import World
 

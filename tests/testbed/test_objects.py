@@ -26,7 +26,7 @@ from tpucare.model.resources import Job
 from tpucare.testbed.emulator.http_server import HttpAnswer, HttpRequest, HttpService
 from tpucare.testbed.emulator.machines.metadata_server import MetadataServer
 from tpucare.testbed.emulator.server import EmulatorServer
-from tpucare.testbed.emulator.storage.object_face import ObjectFace
+from tpucare.testbed.emulator.storage.api import ObjectFace
 from tpucare.testbed.emulator.storage.objects import Conditions, Glob, Listing, ObjectError, ObjectStore
 from tpucare.testbed.emulator.world.config import WorldConfig
 

@@ -19,7 +19,7 @@ from tpucare.model.resources import NodeState
 from tpucare.testbed.audit import Expected, check
 from tpucare.testbed.emulator.server import EmulatorServer
 from tpucare.testbed.emulator.world.config import WorldConfig
-from tpucare.testbed.emulator.world.queue_records import (
+from tpucare.testbed.emulator.world.queued_records import (
     Initiator,
     NodeWish,
     QueuedRecord,

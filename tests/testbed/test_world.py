@@ -17,9 +17,7 @@ import pytest
 
 from tpucare.model.errors import ConfigError
 from tpucare.model.resources import Health, NodeState
-from tpucare.testbed.emulator.world.config import WorldConfig, load_world, parse_world
-from tpucare.testbed.emulator.world.config_faults import Preemption
-from tpucare.testbed.emulator.world.config_zones import Capacity
+from tpucare.testbed.emulator.world.config import Capacity, Preemption, WorldConfig, load_world, parse_world
 from tpucare.testbed.emulator.world.machine_effects import (
     AuthorizeKeys,
     Boot,

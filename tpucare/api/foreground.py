@@ -298,7 +298,8 @@ def refuse_blindness(projects: Collection[ProjectView]) -> None:
 
 
 # --- nodes of the old kind: one that bears exactly a slot's name and is not ours --------------------------------------
-# The caller that asked for it has that very node deleted before anything is created; any other is told the two ways out.
+# The caller that asked for it has that very node deleted before anything is created; any other is told the two ways
+# out.
 
 
 ASK_AGAIN_SECONDS = 5.0

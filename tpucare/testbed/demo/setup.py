@@ -26,8 +26,7 @@ from tpucare.model.errors import ConfigError, TpuCareError
 from tpucare.testbed.demo.examples import example_folder
 from tpucare.testbed.emulator.machines.machines import Machines
 from tpucare.testbed.emulator.server import EmulatorServer
-from tpucare.testbed.emulator.world.config import WorldConfig, load_world
-from tpucare.testbed.emulator.world.config_zones import Zone
+from tpucare.testbed.emulator.world.config import WorldConfig, Zone, load_world
 
 FLEET = "demo"
 SLOT = f"{FLEET}-0"

@@ -1,40 +1,313 @@
 """
 What an operator may ask of a running world, as strict records: one class per action of `World`, checked before it acts.
 
-An order is a JSON object whose `do` names the action; lengths are seconds or texts such as `90s`, states and health
-are numbers or names. A wrong order is a ConfigError of one line. Here they are told apart; what each does is in
-`node_orders` and `api_orders`.
+An order is a JSON object whose `do` names the action; lengths are seconds or texts such as `90s`, states and health are
+numbers or names. An unknown key, a length beyond ten years, a code that gRPC lacks are refused: a wrong order is a
+ConfigError of one line.
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from datetime import datetime
-from typing import Annotated, Literal
+from datetime import datetime, timedelta
+from enum import IntEnum
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
 from tpucare.model.errors import ConfigError
 from tpucare.model.resources import Health, NodeState
-from tpucare.testbed.emulator.api_orders import Capacity, EndOutages, FailNext, FailNextCreate, LoseNextAnswer, Outage
-from tpucare.testbed.emulator.node_orders import (
-    FailQueued,
-    Forget,
-    LoseWorker,
-    Maintenance,
-    MissWorker,
-    Preempt,
-    RestoreWorker,
-    SetHealth,
-    SetQueuedState,
-    SetState,
-    StickDeleting,
-    Terminate,
-    UnknownFields,
-)
-from tpucare.testbed.emulator.order_fields import Answer, BaseOrder
+from tpucare.testbed.emulator.world import latency as lengths
+from tpucare.testbed.emulator.world.latency import Strict
+from tpucare.testbed.emulator.world.queued_records import QueueState
 from tpucare.testbed.emulator.world.world import World
+
+
+def number_of(names: type[IntEnum]) -> BeforeValidator:
+    """Numbers as they are, names of *names* as their numbers."""
+
+    def convert(value: object) -> object:
+        if isinstance(value, str) and value.isdigit():
+            return int(value)
+        known = {member.name: int(member) for member in names}
+        return known.get(value.upper().replace("-", "_"), value) if isinstance(value, str) else value
+
+    return BeforeValidator(convert)
+
+
+Seconds = Annotated[lengths.Seconds, Field(le=10 * 365 * 86400)]
+"""A date of this world plus ten years still is a date; infinity is none."""
+State = Annotated[int, number_of(NodeState)]
+Shown = Annotated[int | Literal["never", "gone"], number_of(NodeState)]
+HealthNumber = Annotated[int, number_of(Health)]
+Code = Annotated[int, Field(ge=1, le=16)]
+Answer = Mapping[str, Any]
+
+
+class BaseOrder(Strict):
+    """`carry` acts on the world, under its lock, and says what was touched."""
+
+    def carry(self, world: World, now: datetime) -> Answer:
+        raise NotImplementedError
+
+
+def touched(ids: Sequence[str]) -> Answer:
+    return {"touched": list(ids)}
+
+
+def length(seconds: float | None) -> timedelta | None:
+    return None if seconds is None else timedelta(seconds=seconds)
+
+
+# --- nodes, their workers and queued resources: how they end, and what the API says of those that live ----------------
+
+
+class Preempt(BaseOrder):
+    """Take nodes away."""
+
+    do: Literal["preempt"]
+    selector: str
+    notice: Seconds | None = None
+    visible_after: Seconds | None = None
+    silent: bool = False
+    shown: Shown = int(NodeState.PREEMPTED)
+    burst: Seconds = 0.0
+
+    def carry(self, world: World, now: datetime) -> Answer:
+        return touched(
+            world.preempt(
+                self.selector,
+                now,
+                notice=length(self.notice),
+                visible_after=length(self.visible_after),
+                silent=self.silent,
+                shown=self.shown,
+                burst=timedelta(seconds=self.burst),
+            )
+        )
+
+
+class Terminate(BaseOrder):
+    """Workers die, the node shows TERMINATED."""
+
+    do: Literal["terminate"]
+    selector: str
+
+    def carry(self, world: World, now: datetime) -> Answer:
+        return touched(world.terminate(self.selector, now))
+
+
+class Forget(BaseOrder):
+    """The node is gone at once."""
+
+    do: Literal["forget"]
+    selector: str
+
+    def carry(self, world: World, now: datetime) -> Answer:
+        return touched(world.forget(self.selector, now))
+
+
+class SetHealth(BaseOrder):
+    """Show a health value."""
+
+    do: Literal["health"]
+    selector: str
+    health: HealthNumber
+    description: str = ""
+
+    def carry(self, world: World, now: datetime) -> Answer:
+        return touched(world.set_health(self.selector, self.health, now, self.description))
+
+
+class SetState(BaseOrder):
+    """Show a state, known or not."""
+
+    do: Literal["state"]
+    selector: str
+    state: State
+
+    def carry(self, world: World, now: datetime) -> Answer:
+        return touched(world.set_state(self.selector, self.state, now))
+
+
+class UnknownFields(BaseOrder):
+    """Show fields that no package knows, in nodes, and with `answers` in every answer."""
+
+    do: Literal["unknown-fields"]
+    selector: str
+    on: bool = True
+    answers: bool = False
+
+    def carry(self, world: World, now: datetime) -> Answer:
+        return touched(world.show_unknown_fields(self.selector, now, on=self.on, answers=self.answers))
+
+
+class FailQueued(BaseOrder):
+    """Queued resources fail late."""
+
+    do: Literal["fail-queued"]
+    selector: str
+    code: Code = 13
+    text: str = "an internal error has occurred"
+
+    def carry(self, world: World, now: datetime) -> Answer:
+        return touched(world.fail_queued(self.selector, self.code, self.text, now))
+
+
+class SetQueuedState(BaseOrder):
+    """Show a state of queued resources, known or not."""
+
+    do: Literal["queued-state"]
+    selector: str
+    state: Annotated[int, number_of(QueueState)]
+
+    def carry(self, world: World, now: datetime) -> Answer:
+        return touched(world.set_queued_state(self.selector, self.state, now))
+
+
+class Maintenance(BaseOrder):
+    """Announce a maintenance, perhaps with a restart."""
+
+    do: Literal["maintenance"]
+    selector: str
+    event: str = "TERMINATE_ON_HOST_MAINTENANCE"
+    duration: Seconds = 300.0
+    restart: bool = False
+
+    def carry(self, world: World, now: datetime) -> Answer:
+        duration = timedelta(seconds=self.duration)
+        return touched(world.maintenance(self.selector, now, event=self.event, duration=duration, restart=self.restart))
+
+
+class StickDeleting(BaseOrder):
+    """Deletes hang until repeated."""
+
+    do: Literal["stick-deleting"]
+    selector: str
+    repeats: Annotated[int, Field(ge=1)] = 1
+
+    def carry(self, world: World, now: datetime) -> Answer:
+        return touched(world.stick_deleting(self.selector, now, repeats=self.repeats))
+
+
+class LoseWorker(BaseOrder):
+    """One worker dies or falls silent; the API shows nothing."""
+
+    do: Literal["lose-worker"]
+    selector: str
+    worker: Annotated[int, Field(ge=0)]
+    silent: bool = False
+
+    def carry(self, world: World, now: datetime) -> Answer:
+        return touched(world.lose_worker(self.selector, self.worker, now, silent=self.silent))
+
+
+class RestoreWorker(BaseOrder):
+    """Boot a lost worker again, or let a silent one answer."""
+
+    do: Literal["restore-worker"]
+    selector: str
+    worker: Annotated[int, Field(ge=0)]
+
+    def carry(self, world: World, now: datetime) -> Answer:
+        return touched(world.restore_worker(self.selector, self.worker, now))
+
+
+class MissWorker(BaseOrder):
+    """The next node lacks a worker for ever."""
+
+    do: Literal["miss-worker"]
+    worker: int = -1
+    zone: str = ""
+
+    def carry(self, world: World, now: datetime) -> Answer:  # noqa: ARG002
+        world.miss_worker(self.worker, zone=self.zone)
+        return {}
+
+
+# --- the service as a whole: how much room a zone has, outages, and what becomes of the next call ---------------------
+
+
+class Capacity(BaseOrder):
+    """Capacity of a pool from now on; `amount` null is unlimited."""
+
+    do: Literal["capacity"]
+    zone: str
+    accelerator: str = ""
+    tier: Literal["spot", "on-demand", "reserved"] = "spot"
+    amount: Annotated[int, Field(ge=0)] | None
+
+    def carry(self, world: World, now: datetime) -> Answer:
+        world.set_capacity(self.zone, self.accelerator, self.tier, self.amount, now)
+        return {}
+
+
+class Outage(BaseOrder):
+    """Break the API, one zone of it, or its speed (`slow`: every answer takes `seconds` longer)."""
+
+    do: Literal["outage"]
+    kind: Literal["api", "internal", "zone", "slow"] = "api"
+    duration: Seconds
+    zone: str = ""
+    seconds: Seconds = 30.0
+
+    def carry(self, world: World, now: datetime) -> Answer:
+        world.outage(self.kind, timedelta(seconds=self.duration), now, zone=self.zone, seconds=self.seconds)
+        return {}
+
+
+class EndOutages(BaseOrder):
+    """Everything answers again."""
+
+    do: Literal["end-outages"]
+
+    def carry(self, world: World, now: datetime) -> Answer:
+        world.end_outages(now)
+        return {}
+
+
+class FailNextCreate(BaseOrder):
+    """The next create fails, in its operation or in the call."""
+
+    do: Literal["fail-next-create"]
+    code: Code
+    text: str
+    in_operation: bool = True
+    zone: str = ""
+
+    def carry(self, world: World, now: datetime) -> Answer:  # noqa: ARG002
+        world.fail_next_create(self.code, self.text, in_operation=self.in_operation, zone=self.zone)
+        return {}
+
+
+class LoseNextAnswer(BaseOrder):
+    """The next call of a method gets no answer."""
+
+    do: Literal["lose-next-answer"]
+    method: str
+    applied: bool = True
+    code: Code = 14
+
+    def carry(self, world: World, now: datetime) -> Answer:  # noqa: ARG002
+        world.lose_next_answer(self.method, applied=self.applied, code=self.code)
+        return {}
+
+
+class FailNext(BaseOrder):
+    """The next call of a method is refused."""
+
+    do: Literal["fail-next"]
+    method: str
+    code: Code
+    text: str
+
+    def carry(self, world: World, now: datetime) -> Answer:  # noqa: ARG002
+        world.fail_next(self.method, self.code, self.text)
+        return {}
+
+
+# --- all orders, told apart by `do` -----------------------------------------------------------------------------------
 
 
 class Status(BaseOrder):

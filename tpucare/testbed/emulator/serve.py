@@ -14,8 +14,7 @@ from typing import Any
 from tpucare.testbed.emulator.machines.loopback import claim
 from tpucare.testbed.emulator.machines.machines import Machines
 from tpucare.testbed.emulator.server import EmulatorServer
-from tpucare.testbed.emulator.world.config import Addresses, WorldConfig, load_world
-from tpucare.testbed.emulator.world.config_zones import Zone
+from tpucare.testbed.emulator.world.config import Addresses, WorldConfig, Zone, load_world
 from tpucare.testbed.emulator.world.requests import ANY_TYPE, offered_types
 
 WANDB_AUDIT = "wandb-audit.jsonl"

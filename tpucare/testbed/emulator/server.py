@@ -1,8 +1,9 @@
 """
-One emulated cloud, running: world, its faces to the network, machines, control socket and audit log put together.
+One emulated cloud, running: world, its servers (gRPC, REST, buckets), machines, control socket and audit log put
+together.
 
 The world has no clock and no threads; this gives it both. One thread plays what happens by itself and collects what
-machines must do, another hands that to them (`machine_driver`). Everything that touches the world holds `lock`.
+machines must do, another hands that to them (`machines.driver`). Everything that touches the world holds `lock`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import TracebackType
@@ -23,14 +25,49 @@ import structlog
 
 from tpucare.model.errors import ConfigError
 from tpucare.service import emulator_address as running
+from tpucare.testbed.emulator.api import grpc
 from tpucare.testbed.emulator.api.calls import Carrier
+from tpucare.testbed.emulator.api.rest import RestFace
 from tpucare.testbed.emulator.control_socket import Control, request
-from tpucare.testbed.emulator.faces import Faces, Ports
 from tpucare.testbed.emulator.machines.driver import MachineDriver, Machines, MakeMachines
 from tpucare.testbed.emulator.orders import parse_order
+from tpucare.testbed.emulator.storage.api import ObjectFace
 from tpucare.testbed.emulator.storage.objects import ObjectStore
 from tpucare.testbed.emulator.world.config import WorldConfig
 from tpucare.testbed.emulator.world.world import World
+
+
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """Where to listen on the loopback; 0 is a free port."""
+
+    api: int = 0
+    rest: int = 0
+    storage: int = 0
+
+
+class Faces:
+    """Serves from its making until `stop`; `ports` are those that were found."""
+
+    def __init__(self, carrier: Carrier, objects: ObjectStore, ports: Ports) -> None:
+        """Raises: ConfigError: a port is taken."""
+        with ExitStack() as opened:
+            service = grpc.Service(carrier, ports.api)
+            opened.callback(service.stop)
+            rest = RestFace(carrier).serve(ports.rest)
+            opened.callback(rest.stop)
+            storage = ObjectFace(objects).serve(ports.storage)
+            opened.callback(storage.stop)
+            self.ports = Ports(service.port, rest.port, storage.port)
+            self._opened = opened.pop_all()
+
+    def stop(self) -> None:
+        """Cut off what is under way, and wait for its threads: `Carrier.wait` must return by then."""
+        self._opened.close()
+
+
+# --- the cloud --------------------------------------------------------------------------------------------------------
+
 
 LONGEST_PAUSE_SECONDS = 1.0
 SOCKET_NAME = "control.sock"

@@ -16,7 +16,7 @@ from enum import StrEnum
 from tpucare.model.resources import NodeKey
 from tpucare.model.runs import Failure
 from tpucare.testbed.emulator.machines.guard import Guard
-from tpucare.testbed.emulator.world.config_project import SshGuard
+from tpucare.testbed.emulator.world.config import SshGuard
 from tpucare.testbed.emulator.world.machine_effects import (
     AuthorizeKeys,
     Boot,

@@ -1,29 +1,835 @@
 """
 What each kind of fault does to the world, to machines, to runs, to the daemon and to what people ask for.
 
-A strike acts through doors that exist for others too: the operator's hand on the world, the machines, a person's wish.
+A strike acts through what exists for others too: the operator's orders to the world, the machines, a person's wish.
 Each says whether it took hold; what did not (nothing to preempt just now) is not counted. How often they come is in
-`faults`; the acts themselves are in `strikes_nodes`, `strikes_workers`, `strikes_api`, `strikes_daemon`,
-`strikes_people`, `strikes_edits` and `strikes_sweeps`.
+`faults`; how long something lasts, and what explains it, is kept by `history`. `STRIKES`, at the end, names them all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import random
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
+from functools import partial
 from types import MappingProxyType
 
-from tpucare.model.memory import Wish
-from tpucare.model.resources import NodeState
+from tpucare.model.errors import StoreError
+from tpucare.model.memory import End, Memory, Wish
+from tpucare.model.resources import LABEL_FLEET, LABEL_OWNER, LABEL_SLOT, Health, Job, NodeState, Place, Slot
 from tpucare.model.runs import Failure
-from tpucare.testbed.simulation import strikes_api as api
-from tpucare.testbed.simulation import strikes_daemon as daemon
-from tpucare.testbed.simulation import strikes_edits as edits
-from tpucare.testbed.simulation import strikes_nodes as nodes
-from tpucare.testbed.simulation import strikes_people as people
-from tpucare.testbed.simulation import strikes_sweeps as sweeps
-from tpucare.testbed.simulation import strikes_workers as workers
-from tpucare.testbed.simulation.hand import Act
-from tpucare.testbed.simulation.store import DiskFault
+from tpucare.planner import desired_state as wishes
+from tpucare.testbed.emulator.world.ending import OTHER_ENDS
+from tpucare.testbed.emulator.world.records import ApiError, NodeSpec
+from tpucare.testbed.emulator.world.state import NodeLife
+from tpucare.testbed.emulator.world.world import World
+from tpucare.testbed.simulation.daemon import Daemon
+from tpucare.testbed.simulation.machines import SimulatedWorker
+from tpucare.testbed.simulation.scenario import PROJECT, ZONES, Strike
+from tpucare.testbed.simulation.store import DiskFault, ProcessDied
+from tpucare.testbed.simulation.sweep import SimulatedSweep
+
+Undo = Callable[[], object]
+
+
+@dataclass
+class Hand:
+    """What a strike acts with. `later` plays something after so many seconds, whether or not a daemon runs then."""
+
+    daemon: Daemon
+    later: Callable[[float, Undo], None]
+    down_for: Callable[[float], None]
+    """The daemon's process was killed: start the next one after so many seconds."""
+    asked: Callable[[str, float], None]
+    """A person asks something of that slot, which explains for so many seconds what happens to it."""
+    rng: random.Random
+    strike: Strike
+
+    @property
+    def world(self) -> World:
+        return self.daemon.zone.world
+
+    @property
+    def now(self) -> datetime:
+        return self.daemon.clock.true_now()
+
+    @property
+    def length(self) -> timedelta:
+        return timedelta(seconds=self.strike.length)
+
+    def zone(self) -> str:
+        return self.rng.choice(sorted(self.world.config.zones))
+
+    def living(self) -> list[NodeLife]:
+        return self.world.select(self.strike.target, living=True)
+
+    def node(self, *, ready: bool = True) -> NodeLife | None:
+        wanted = NodeState.READY if ready else NodeState.CREATING
+        return next((life for life in self.living() if life.record.state == wanted), None)
+
+    def worker(self) -> SimulatedWorker | None:
+        """A machine of the slot that is up, by chance."""
+        found = [
+            worker
+            for life in self.living()
+            for worker in self.daemon.launcher.of_node(*life.path)
+            if worker.up and worker.node_id == life.record.id
+        ]
+        return self.rng.choice(found) if found else None
+
+    def running(self) -> SimulatedWorker | None:
+        worker = self.worker()
+        return worker if worker is not None and self.daemon.launcher.lives(worker) else None
+
+
+Act = Callable[[Hand], bool]
+"""It takes hold, or says that there was nothing to take hold of."""
+
+
+# --- nodes: how they end, and what the API says of those that live ----------------------------------------------------
+
+
+# --- how nodes end ---------------------------------------------------------------------------------------------------
+
+
+def preempt(hand: Hand, *, shown: int | str = int(NodeState.PREEMPTED), silent: bool = False) -> bool:
+    life = hand.node()
+    if life is None:
+        return False
+    notice = timedelta(seconds=hand.rng.uniform(5, 30)) if hand.rng.random() < 0.5 else None
+    return bool(hand.world.preempt(life.path.node_id, hand.now, notice=notice, silent=silent, shown=shown))
+
+
+def preempt_otherwise(hand: Hand) -> bool:
+    return preempt(hand, shown=hand.rng.choice(OTHER_ENDS))
+
+
+def preempt_creating(hand: Hand) -> bool:
+    life = hand.node(ready=False)
+    return life is not None and bool(hand.world.preempt(life.path.node_id, hand.now))
+
+
+def burst(hand: Hand) -> bool:
+    """A third of a zone's nodes; and for a while there is no room for new ones."""
+    nodes = [life for life in hand.world.select("*", living=True) if life.path.zone == hand.strike.target]
+    spot = [life for life in nodes if life.record.spec.is_preemptible]
+    chosen = spot[:: max(1, len(spot) // max(1, len(spot) // 3))][: max(1, len(spot) // 3)] if spot else []
+    for life in chosen:
+        hand.world.preempt(life.path.node_id, hand.now, shown=None, burst=timedelta(minutes=1))
+    if chosen:
+        sold_out(hand)
+    return bool(chosen)
+
+
+def terminate(hand: Hand) -> bool:
+    life = hand.node()
+    return life is not None and bool(hand.world.terminate(life.path.node_id, hand.now))
+
+
+def forget(hand: Hand) -> bool:
+    lives = hand.living()
+    return bool(lives) and bool(hand.world.forget(lives[0].path.node_id, hand.now))
+
+
+# --- what the API shows ----------------------------------------------------------------------------------------------
+
+
+def unhealthy(hand: Hand) -> bool:
+    life = hand.node()
+    if life is None:
+        return False
+    name, bad = life.path.node_id, hand.rng.choice((0, 3, 4, 5, 99))
+    hand.world.set_health(name, bad, hand.now)
+    hand.later(hand.strike.length, lambda: hand.world.set_health(name, int(Health.HEALTHY), hand.now))
+    return True
+
+
+def show(*states: int) -> Act:
+    def act(hand: Hand) -> bool:
+        life = hand.node()
+        if life is None:
+            return False
+        hand.world.set_state(life.path.node_id, hand.rng.choice(states), hand.now)
+        if hand.strike.length:
+            hand.later(hand.strike.length, lambda: _show_again(hand.world, life, hand.now))
+        return True
+
+    return act
+
+
+def _show_again(world: World, life: NodeLife, now: datetime) -> None:
+    if not (life.gone or life.deleting or life.dead):
+        world.set_state(life.path.node_id, int(NodeState.READY), now)
+
+
+def hide(hand: Hand) -> bool:
+    life = hand.node()
+    if life is None:
+        return False
+    hide_for(hand, life, hand.strike.length)
+    return True
+
+
+def hide_for(hand: Hand, life: NodeLife, seconds: float) -> None:
+    """Lists leave the node out for so long."""
+    listing = hand.world.state.listing(life.path.project)
+    listing.hide(life.path, life.record.id)
+    hand.later(seconds, lambda: None if life.gone else listing.show(life.record))
+
+
+def flip_back(hand: Hand) -> bool:
+    """
+    Dead for a moment, by what the API shows, and READY again; sometimes its slot is paused just then, or its delete
+    is answered 14.
+    """
+    life = hand.node()
+    if life is None or not life.record.spec.is_preemptible:
+        return False
+    if hand.rng.random() < 0.5:
+        wish(Wish.PAUSED)(hand)
+    if hand.rng.random() < 0.5:
+        for _ in range(10):
+            hand.world.fail_next("DeleteNode", 14, "The service is currently unavailable.")
+    state = hand.rng.choice((int(NodeState.PREEMPTED), int(NodeState.TERMINATED)))
+    hand.world.set_state(life.path.node_id, state, hand.now)
+    hand.later(hand.rng.uniform(1.0, 30.0), lambda: _show_again(hand.world, life, hand.now))
+    return True
+
+
+def stick(hand: Hand) -> bool:
+    return bool(hand.world.stick_deleting(hand.strike.target, hand.now, repeats=hand.rng.randint(1, 2)))
+
+
+def stop_node(hand: Hand) -> bool:
+    life = hand.node()
+    if life is None:
+        return False
+    name = life.record.name
+    try:
+        hand.world.stop_node(name, hand.now)
+    except ApiError:
+        return False
+    hand.later(hand.strike.length + 300.0, lambda: _start_node(hand.world, name, hand.now))
+    return True
+
+
+def _start_node(world: World, name: str, now: datetime) -> None:
+    try:
+        world.start_node(name, now)
+    except ApiError:
+        return
+
+
+# --- workers and the runs on them: silence, reboots, host keys, exits and hangs, stops that go unheard ----------------
+
+
+UNPUBLISHED = 1000
+WANTED_AGAIN_AFTER = 1800.0
+NO_GUEST_ATTRIBUTES = "The resource 'hostkeys/' of type 'Guest Attribute' was not found."
+
+# --- workers ---------------------------------------------------------------------------------------------------------
+
+
+def silence(hand: Hand) -> bool:
+    worker = hand.worker()
+    if worker is None:
+        return False
+    name, number = worker.key.name, worker.number
+    hand.world.lose_worker(name, number, hand.now, silent=True)
+    hand.later(hand.strike.length, lambda: hand.world.restore_worker(name, number, hand.now))
+    return True
+
+
+def lose_worker(hand: Hand) -> bool:
+    worker = hand.worker()
+    return worker is not None and bool(hand.world.lose_worker(worker.key.name, worker.number, hand.now))
+
+
+def miss_worker(hand: Hand) -> bool:
+    hand.world.miss_worker()
+    return True
+
+
+def reboot(hand: Hand) -> bool:
+    life = hand.node()
+    return life is not None and bool(hand.world.maintenance(life.path.node_id, hand.now, restart=True))
+
+
+def next_boot(how: str) -> Act:
+    def act(hand: Hand) -> bool:
+        hand.daemon.launcher.boots.append(how)
+        return True
+
+    return act
+
+
+def change_host_key(hand: Hand) -> bool:
+    """The guest agent publishes the new one a little later, so that it can be vouched for."""
+    worker = hand.worker()
+    if worker is None:
+        return False
+    worker.host_key += "x"
+    name = "projects/{}/locations/{}/nodes/{}".format(*worker.key)
+    number, key = worker.number, worker.host_key
+    delay = hand.rng.uniform(0, 300)
+    hand.later(delay, lambda: hand.world.set_guest_attribute(name, number, "hostkeys", "ssh-ed25519", key))
+    return True
+
+
+def change_key_unvouched(hand: Hand) -> bool:
+    """Another host key, and guest attributes that answer 404, as those of a guest that has published nothing."""
+    if not change_host_key(hand):
+        return False
+    for _ in range(UNPUBLISHED):
+        hand.world.fail_next("GetGuestAttributes", 5, NO_GUEST_ATTRIBUTES)
+    hand.later(hand.strike.length, lambda: hand.world.forget_orders("GetGuestAttributes"))
+    return True
+
+
+# --- runs ------------------------------------------------------------------------------------------------------------
+
+
+def end_run(status: int | None, failure: Failure = Failure.CRASH) -> Act:
+    def act(hand: Hand) -> bool:
+        worker = hand.running()
+        if worker is not None:
+            hand.daemon.launcher.end(worker, status, failure)
+        return worker is not None
+
+    return act
+
+
+def leave_container(hand: Hand) -> bool:
+    """It is no child of the run, and nobody but its own daemon ends it."""
+    worker = hand.running()
+    if worker is None:
+        return False
+    worker.holds_chips = True
+    hand.daemon.launcher.end(worker, 137)
+    hand.later(hand.strike.length, lambda: setattr(worker, "holds_chips", False))
+    return True
+
+
+def hang(hand: Hand) -> bool:
+    hung = [worker for worker in hand.daemon.launcher.running() if worker.run and worker.run.slot == hand.strike.target]
+    for worker in hung:
+        hand.daemon.launcher.hang(worker)
+    return bool(hung)
+
+
+def hang_and_restart(hand: Hand) -> bool:
+    """It stands still, and whoever saw it move is killed."""
+    if hand.daemon.store is None or not hang(hand):
+        return False
+    hand.later(hand.rng.uniform(0.0, 120.0), lambda: _kill(hand))
+    return True
+
+
+def _kill(hand: Hand) -> None:
+    if hand.daemon.store is not None:
+        hand.daemon.kill()
+        hand.down_for(hand.strike.length)
+
+
+def hang_early(hand: Hand) -> bool:
+    """The slot's next run stands still after its first steps."""
+    early, slot = hand.daemon.launcher.script.hangs_early, hand.strike.target
+    early[slot] = hand.rng.randint(1, 3)
+    hand.later(hand.strike.length, lambda: early.pop(slot, None))
+    # Something has to begin it, or nobody would notice.
+    return asked_again(hand)
+
+
+def fail_together(hand: Hand) -> bool:
+    """What all runs need is down: those that begin fail, in their setup or after it, and half of the others crash."""
+    launcher = hand.daemon.launcher
+    in_setup = hand.rng.random() < 0.5
+    launcher.script.outage = Failure.SETUP if in_setup else Failure.CRASH
+    launcher.script.outage_seconds = 10.0 if in_setup else 40.0
+    for worker in list(launcher.running()):
+        if worker.number == 0 and worker.run is not None and hand.rng.random() < 0.5:
+            worker.run.blameless = True
+            launcher.end(worker, status=1)
+    hand.later(hand.strike.length, lambda: setattr(launcher.script, "outage", None))
+    return True
+
+
+def _finish(hand: Hand) -> bool:
+    launcher = hand.daemon.launcher
+    ending = [worker for worker in launcher.running() if worker.run and worker.run.slot == hand.strike.target]
+    for worker in ending:
+        launcher.end(worker, status=0)
+    hand.later(WANTED_AGAIN_AFTER, lambda: want_again(hand, hand.strike.target))
+    return bool(ending)
+
+
+def finish_and_preempt(hand: Hand) -> bool:
+    """The run ends well, and within the minute its node is taken."""
+    life = hand.node()
+    if life is None or not _finish(hand):
+        return False
+    node_id, name = life.record.id, life.path.node_id
+    hand.later(hand.rng.uniform(15.0, 55.0), lambda: _preempt_same(hand, name, node_id))
+    return True
+
+
+def _preempt_same(hand: Hand, name: str, node_id: int) -> None:
+    if any(life.record.id == node_id for life in hand.world.select(name, living=True)):
+        hand.world.preempt(name, hand.now)
+
+
+def notice_without_end(hand: Hand) -> bool:
+    """A maintenance is announced and comes to nothing; some time after it was over, the run ends well."""
+    life = hand.node()
+    if life is None or hand.running() is None:
+        return False
+    hand.world.maintenance(
+        life.path.node_id, hand.now, duration=timedelta(seconds=60), event="MIGRATE_ON_HOST_MAINTENANCE"
+    )
+    hand.later(hand.strike.length, lambda: _finish(hand))
+    return True
+
+
+def exit_on_notice(hand: Hand) -> bool:
+    life, script, slot = hand.node(), hand.daemon.launcher.script, hand.strike.target
+    if life is None or hand.running() is None:
+        return False
+    script.on_notice.add(slot)
+    hand.later(120.0, lambda: script.on_notice.discard(slot))
+    return bool(hand.world.preempt(life.path.node_id, hand.now, notice=timedelta(seconds=hand.rng.uniform(10, 30))))
+
+
+def ignore_stop(hand: Hand) -> bool:
+    ignored, slot = hand.daemon.launcher.script.ignores_stop, hand.strike.target
+    ignored.add(slot)
+    hand.later(hand.strike.length, lambda: ignored.discard(slot))
+    # Something has to stop it, or nobody would notice.
+    return asked_again(hand)
+
+
+def lose(what: str) -> Act:
+    def act(hand: Hand) -> bool:
+        # One at a time: in long storms there are more of these strikes than stops, and no stop would ever be heard.
+        lost = hand.daemon.launcher.lost
+        is_new, lost[what] = not lost[what], 1
+        return is_new
+
+    return act
+
+
+# --- the API and the way to it: creates refused or granted late, answers lost, listings, outages, no room -------------
+
+
+FOR_EVER = timedelta(days=3650)
+READS_LEFT = 4
+
+# --- creates and answers ---------------------------------------------------------------------------------------------
+
+
+def fail_create(code: int, text: str, *, in_operation: bool) -> Act:
+    def act(hand: Hand) -> bool:
+        zone = hand.zone()
+        hand.world.fail_next_create(code, text.format(zone=zone), in_operation=in_operation)
+        return True
+
+    return act
+
+
+def sold_out(hand: Hand) -> bool:
+    """What there is may stay; there is no more of it."""
+    world, zone = hand.world, hand.strike.target
+    declared = [place for slots in hand.daemon.declared.values() for slot in slots for place in slot.places]
+    for kind in sorted({place.accelerator_type for place in declared if place.zone == zone}):
+        held = [life for life in world.select("*", living=True) if life.path.zone == zone]
+        spot = [life for life in held if life.accelerator.type == kind and life.record.spec.is_preemptible]
+        world.set_capacity(zone, kind, "spot", len(spot), hand.now)
+        hand.later(hand.strike.length, partial(_open_up, hand, zone, kind))
+    return True
+
+
+def _open_up(hand: Hand, zone: str, kind: str) -> None:
+    hand.world.set_capacity(zone, kind, "spot", None, hand.now)
+
+
+def late_create(hand: Hand) -> bool:
+    hand.world.delay_next("CreateNode", hand.strike.length)
+    return True
+
+
+def lose_answer(*, applied: bool) -> Act:
+    def act(hand: Hand) -> bool:
+        method = hand.rng.choice(("CreateNode", "DeleteNode"))
+        hand.world.lose_next_answer(method, applied=applied, code=hand.rng.choice((14, 4)))
+        return True
+
+    return act
+
+
+def limit_reads(hand: Hand) -> bool:
+    """A project whose other tools use up most of what may be read in a minute."""
+    hand.world.limit_reads(READS_LEFT)
+    hand.later(hand.strike.length, lambda: hand.world.limit_reads(None))
+    return True
+
+
+def fail_listing(hand: Hand) -> bool:
+    hand.world.fail_next("ListNodes", hand.rng.choice((14, 13, 16, 8)), "no listing for now")
+    return True
+
+
+def outage(kind: str) -> Act:
+    def act(hand: Hand) -> bool:
+        zone = hand.strike.target if kind == "zone" else ""
+        hand.world.outage(kind, hand.length, hand.now, zone=zone, seconds=hand.rng.uniform(5, 40))
+        return True
+
+    return act
+
+
+def darken_for_ever(hand: Hand) -> bool:
+    """A zone does not answer any more, not in the calm either."""
+    dark = hand.daemon.zone.dark_for_ever
+    if dark:
+        return False
+    dark.add(hand.strike.target)
+    hand.world.outage("zone", FOR_EVER, hand.now, zone=hand.strike.target)
+    return True
+
+
+def all_slow(hand: Hand) -> bool:
+    launcher = hand.daemon.launcher
+    launcher.slow = hand.rng.uniform(2, 30)
+    hand.later(hand.strike.length, lambda: setattr(launcher, "slow", 0.0))
+    return outage("slow")(hand)
+
+
+def deafen(hand: Hand) -> bool:
+    launcher = hand.daemon.launcher
+    launcher.deaf = True
+    hand.later(hand.strike.length, lambda: setattr(launcher, "deaf", False))
+    return True
+
+
+def go_dark(hand: Hand) -> bool:
+    return deafen(hand) and outage("api")(hand)
+
+
+# --- the daemon's process and its machine: kills, the disk, the clock -------------------------------------------------
+# What a disk keeps of it is told by `store`.
+
+
+def kill(hand: Hand) -> bool:
+    if hand.daemon.store is None:
+        return False
+    hand.daemon.kill()
+    hand.down_for(hand.strike.length)
+    return True
+
+
+def kill_before_effects(hand: Hand) -> bool:
+    """Intents are on the disk, and none of their effects begins."""
+    if hand.daemon.store is None:
+        return False
+    hand.daemon.executor.dead = True
+    hand.daemon.engine.step()
+    return kill(hand)
+
+
+def kill_under_way(hand: Hand) -> bool:
+    """Of the calls that are on their way some arrive, although nobody waits for them any more."""
+    if hand.daemon.store is None or not hand.daemon.executor.under_way:
+        return False
+    hand.daemon.kill(lambda: hand.rng.random() < 0.5)
+    hand.down_for(hand.strike.length)
+    return True
+
+
+def disk(fault: DiskFault) -> Act:
+    def act(hand: Hand) -> bool:
+        faults = hand.daemon.disk.faults
+        faults.append(fault)
+        if fault is DiskFault.FULL:
+            # Each start and each commit fails until there is room again.
+            hand.later(hand.strike.length, faults.clear)
+            faults.extend([fault] * 50)
+        return True
+
+    return act
+
+
+def jump(sign: int) -> Act:
+    def act(hand: Hand) -> bool:
+        hand.daemon.clock.jump(sign * hand.length)
+        return True
+
+    return act
+
+
+# --- people: wishes for a slot, which explain what happens to it, and nodes of their own beside ours ------------------
+
+
+# In seconds; the world gives them out again after two.
+ADDRESSES_FREE_AFTER = 3.0
+ASKED_AGAIN_AFTER = 60.0
+
+
+def wish(wish: Wish) -> Act:
+    def act(hand: Hand) -> bool:
+        daemon, slot = hand.daemon, hand.strike.target
+        if daemon.store is None or slot not in daemon.engine.slots:
+            return False
+        hand.asked(slot, hand.strike.length + 3600.0)
+        # First, since the process may die of the very command.
+        hand.later(hand.strike.length, lambda: _back_up(daemon, slot, hand))
+        daemon.wish(slot, wish)
+        return True
+
+    return act
+
+
+def _back_up(daemon: Daemon, slot: str, hand: Hand) -> None:
+    if daemon.store is None:
+        hand.later(ASKED_AGAIN_AFTER, lambda: _back_up(daemon, slot, hand))
+        return
+    try:
+        daemon.wish(slot, Wish.UP)
+    except (StoreError, ProcessDied):
+        # Whoever saw the command fail gives it once more.
+        hand.later(ASKED_AGAIN_AFTER, lambda: _back_up(daemon, slot, hand))
+        raise
+
+
+def want_again(hand: Hand, slot: str) -> None:
+    """Whoever has the results of a slot that is done asks for more of them."""
+    daemon = hand.daemon
+    memory = daemon.disk.memories.get(slot)
+    if daemon.store is not None and memory is not None and memory.end is End.DONE and slot in daemon.engine.slots:
+        hand.asked(slot, 0.0)
+        daemon.engine.change(slot, wishes.up, "up", f"{slot}: wanted again")
+
+
+def asked(name: str) -> Act:
+    def act(hand: Hand) -> bool:
+        daemon, slot = hand.daemon, hand.strike.target
+        if daemon.store is None or slot not in daemon.engine.slots:
+            return False
+        hand.asked(slot, 7200.0)
+        daemon.engine.change(slot, lambda memory: _with(memory, name), name, f"{slot}: {name}")
+        return True
+
+    return act
+
+
+def _with(memory: Memory, name: str) -> Memory:
+    return replace(memory, replace_asked=True) if name == "replace" else replace(memory, restart_asked=True)
+
+
+asked_again = asked("restart")
+
+
+def foreign(hand: Hand) -> bool:
+    memory = hand.daemon.disk.memories.get(hand.strike.target)
+    number = memory.next_number if memory is not None else 0
+    return _other_node(hand, f"{hand.strike.target}-a{number}", {LABEL_OWNER: "o-somebodyelse"})
+
+
+def stray(hand: Hand) -> bool:
+    labels = {LABEL_OWNER: hand.daemon.disk.owner, LABEL_FLEET: "forgotten", LABEL_SLOT: "forgotten-0"}
+    return _other_node(hand, f"forgotten-0-a{hand.rng.randrange(10**6)}", labels)
+
+
+def take_addresses(hand: Hand) -> bool:
+    """A node vanishes, lists show it for a while longer, and somebody's machines come up under its addresses."""
+    life = hand.node()
+    if life is None:
+        return False
+    record, listing = life.record, hand.world.state.listing(PROJECT)
+    hand.world.forget(record.path.node_id, hand.now)
+    listing.show(record)
+    hand.later(hand.strike.length, lambda: listing.hide(record.path, record.id))
+    name, kind, zone = f"theirs-{hand.rng.randrange(10**6)}", record.spec.accelerator_type, record.path.zone
+    hand.later(ADDRESSES_FREE_AFTER, lambda: _other_node(hand, name, {}, kind, zone))
+    return True
+
+
+def _other_node(hand: Hand, name: str, labels: Mapping[str, str], kind: str = "v2-8", zone: str = "") -> bool:
+    """Somebody else's node, which is there for a while and then taken away by whoever made it."""
+    world, parent = hand.world, f"projects/{PROJECT}/locations/{zone or hand.zone()}"
+    spec = NodeSpec(kind, runtime_version="tpu-ubuntu2204-base", labels=dict(labels))
+    try:
+        world.create_node(parent, name, spec, hand.now)
+    except ApiError:
+        return False
+    path = f"{parent}/nodes/{name}"
+    hand.later(hand.strike.length, lambda: _remove(world, path, hand))
+    return True
+
+
+def _remove(world: World, path: str, hand: Hand) -> None:
+    if path in {record.name for record in world.nodes()}:
+        world.forget(path, hand.now)
+
+
+# --- people with a pen: the fleet's file says something else, and labels of our nodes are changed ---------------------
+
+
+SOMEBODY = "o-somebodyelse"
+# Kinds with as many hosts as the other, so that a gang stays as large as it is.
+OTHER_KINDS = {"v2-8": "v3-8", "v3-8": "v2-8", "v3-32": "v2-32", "v2-32": "v3-32"}
+
+# --- the fleet's file ------------------------------------------------------------------------------------------------
+
+Edit = Callable[[Hand, list[Slot]], list[Slot]]
+
+
+def edit(hand: Hand) -> bool:
+    """One key of the file of the slot's fleet: its count, with or without a file per slot, type, zones or job."""
+    daemon, fleet = hand.daemon, hand.strike.target.rpartition("-")[0]
+    slots = daemon.declared.get(fleet)
+    if not slots:
+        return False
+    name, change = hand.rng.choice(sorted(EDITS.items()))
+    edited = change(hand, slots)
+    if edited == slots:
+        return False
+    if name.startswith("count"):
+        (daemon.own_files.add if name == "count with own files" else daemon.own_files.discard)(fleet)
+        hand.later(hand.strike.length, lambda: _raise_count(hand, fleet, slots[-1]))
+    daemon.edit(fleet, edited)
+    return True
+
+
+def _lower_count(_hand: Hand, slots: list[Slot]) -> list[Slot]:
+    return slots[:-1] if len(slots) > 1 else slots
+
+
+def _raise_count(hand: Hand, fleet: str, slot: Slot) -> None:
+    slots = hand.daemon.declared[fleet]
+    if slot.name not in {one.name for one in slots}:
+        hand.daemon.edit(fleet, [*slots, replace(slot, places=slots[0].places, job=slots[0].job)])
+
+
+def _change_places(change: Callable[[tuple[Place, ...]], tuple[Place, ...]]) -> Edit:
+    return lambda _hand, slots: [replace(slot, places=change(slot.places)) for slot in slots]
+
+
+def _other_kind(places: tuple[Place, ...]) -> tuple[Place, ...]:
+    kinds = [OTHER_KINDS.get(place.accelerator_type, place.accelerator_type) for place in places]
+    return tuple(replace(place, accelerator_type=kind) for place, kind in zip(places, kinds, strict=True))
+
+
+def _other_zone(places: tuple[Place, ...]) -> tuple[Place, ...]:
+    if len(places) > 1:
+        return (*places[1:], places[0])
+    other = next((zone for zone in ZONES if zone != places[0].zone), places[0].zone)
+    return (replace(places[0], zone=other),)
+
+
+def _other_job(hand: Hand, slots: list[Slot]) -> list[Slot]:
+    job = slots[0].job or Job(run="python3 train.py")
+    edited = replace(job, run=f"python3 train.py --edit {hand.rng.randrange(10**6)}")
+    return [replace(slot, job=edited) for slot in slots]
+
+
+EDITS: Mapping[str, Edit] = {
+    "count": _lower_count,
+    "count with own files": _lower_count,
+    "job": _other_job,
+    "type": _change_places(_other_kind),
+    "zones": _change_places(_other_zone),
+}
+
+# --- labels ----------------------------------------------------------------------------------------------------------
+
+
+def relabel(hand: Hand) -> bool:
+    """The slot's or the fleet's label of a node says something else for a while, or from now on."""
+    life = hand.node()
+    if life is None:
+        return False
+    label, value = hand.rng.choice(
+        ((LABEL_SLOT, "other-0"), (LABEL_SLOT, ""), (LABEL_FLEET, "other"), (LABEL_FLEET, ""))
+    )
+    before = dict(life.record.spec.labels)
+    _label(hand, life, {**before, label: value})
+    if hand.rng.random() < 0.5:
+        hide_for(hand, life, hand.rng.uniform(5.0, 300.0))
+    if hand.rng.random() < 0.5:
+        hand.later(hand.strike.length, lambda: _label(hand, life, before))
+    return True
+
+
+def take_back(hand: Hand) -> bool:
+    """A node bears another owner's label; later it is given back, or its new owner deletes it."""
+    life = hand.node()
+    if life is None or life.record.spec.labels.get(LABEL_OWNER) != hand.daemon.disk.owner:
+        return False
+    before = dict(life.record.spec.labels)
+    _label(hand, life, {**before, LABEL_OWNER: SOMEBODY})
+    if hand.rng.random() < 0.5:
+        hide_for(hand, life, hand.rng.uniform(5.0, 300.0))
+    if hand.rng.random() < 0.5:
+        hand.later(hand.strike.length, lambda: _label(hand, life, before))
+    else:
+        hand.later(hand.strike.length, lambda: _delete(hand, life))
+    if hand.daemon.store is not None and hand.rng.random() < 0.3:
+        hand.daemon.kill()
+        hand.down_for(hand.rng.uniform(1.0, 60.0))
+    return True
+
+
+def _label(hand: Hand, life: NodeLife, labels: Mapping[str, str]) -> None:
+    if life.gone or life.deleting:
+        return
+    spec = NodeSpec(labels={key: value for key, value in labels.items() if value})
+    with suppress(ApiError):
+        hand.world.update_node(life.record.name, ("labels",), spec, hand.now)
+
+
+def _delete(hand: Hand, life: NodeLife) -> None:
+    if not life.gone:
+        hand.world.forget(life.record.name, hand.now)
+
+
+# --- sweeps of W&B: its server is away, or a sweep is stopped of which a run was just interrupted ---------------------
+# Where no fleet works for a sweep there is nothing to take hold of.
+
+
+def silence_server(hand: Hand) -> bool:
+    sweeps = list(hand.daemon.sweeps.values())
+    for sweep in sweeps:
+        sweep.down = True
+        hand.later(hand.strike.length, lambda sweep=sweep: setattr(sweep, "down", False))  # type: ignore[misc]
+    return bool(sweeps)
+
+
+def stop_interrupted(hand: Hand) -> bool:
+    """The node of an agent is taken with a notice; around then the sweep is stopped, in half of the cases for good."""
+    for fleet in sorted(hand.daemon.sweeps):
+        sweep = hand.daemon.sweeps[fleet]
+        working = [agent.worker for agent in sweep.agents.values() if agent.run is not None]
+        if not sweep.hands_out or not working:
+            continue
+        notice = timedelta(seconds=hand.rng.uniform(10.0, 30.0))
+        hand.world.preempt(hand.rng.choice(working).key.name, hand.now, notice=notice)
+        hand.later(hand.rng.uniform(1.0, 180.0), lambda sweep=sweep: setattr(sweep, "hands_out", False))  # type: ignore[misc]
+        if hand.rng.random() < 0.5:
+            hand.later(600.0 + hand.strike.length, lambda sweep=sweep: _resume(hand, sweep))  # type: ignore[misc]
+        return True
+    return False
+
+
+def _resume(hand: Hand, sweep: SimulatedSweep) -> None:
+    """`wandb sweep --resume`, and `up` for those whose agents had left."""
+    sweep.hands_out = True
+    for slot in [slot.name for slot in hand.daemon.declared[sweep.fleet]]:
+        want_again(hand, slot)
+
+
+# --- all strikes ------------------------------------------------------------------------------------------------------
+
 
 QUOTA_TEXT = "Quota limit 'TPUV2sPreemptiblePodPerProjectPerZoneForTPUAPI' has been exceeded. Limit: 8 in zone {zone}."
 POLICY_TEXT = "Constraint constraints/compute.requireOsLogin violated for project simulated."
@@ -31,88 +837,88 @@ RATE_TEXT = "Quota exceeded for quota metric 'Create requests' and limit 'Create
 
 STRIKES: Mapping[str, Act] = MappingProxyType(
     {
-        "preempted": nodes.preempt,
-        "preempted-in-a-burst": nodes.burst,
-        "preempted-unreported": lambda hand: nodes.preempt(hand, shown="never"),
-        "preempted-shown-otherwise": nodes.preempt_otherwise,
-        "preempted-silently": lambda hand: nodes.preempt(hand, silent=True),
-        "preempted-while-creating": nodes.preempt_creating,
-        "terminated": nodes.terminate,
-        "forgotten": nodes.forget,
-        "flips-back": nodes.flip_back,
-        "silent-worker": workers.silence,
-        "lost-worker": workers.lose_worker,
-        "missing-worker": workers.miss_worker,
-        "rebooted": workers.reboot,
-        "key-refused": workers.next_boot("refuses"),
-        "key-refused-for-good": workers.next_boot("refuses for good"),
-        "host-key-changed": workers.change_host_key,
-        "guest-404": workers.change_key_unvouched,
-        "dirty-host": workers.next_boot("dirty"),
-        "foreign-process": workers.next_boot("foreign"),
-        "chips-held": workers.next_boot("held"),
-        "container-left": workers.leave_container,
-        "guarded": workers.next_boot("guarded"),
-        "address-reused": people.take_addresses,
-        "crashed": workers.end_run(1),
-        "out-of-memory": workers.end_run(None),
-        "hung": workers.hang,
-        "hang-then-restart": workers.hang_and_restart,
-        "one-signal-hang": workers.hang_early,
-        "dependency-down": workers.fail_together,
-        "finished-then-preempted": workers.finish_and_preempt,
-        "notice-without-end": workers.notice_without_end,
-        "exit-0-under-preemption": workers.exit_on_notice,
-        "setup-failed": workers.end_run(1, Failure.SETUP),
-        "stop-ignored": workers.ignore_stop,
-        "launch-lost-before": workers.lose("launch-before"),
-        "launch-lost-after": workers.lose("launch-after"),
-        "stop-lost": workers.lose("stop"),
-        "unhealthy": nodes.unhealthy,
-        "repairing": nodes.show(int(NodeState.REPAIRING)),
-        "repair-failed": nodes.show(int(NodeState.UNKNOWN)),
-        "odd-state": nodes.show(int(NodeState.HIDDEN), int(NodeState.REIMAGING), 0, 77),
-        "missing-from-list": nodes.hide,
-        "stuck-delete": nodes.stick,
-        "stopped-by-somebody": nodes.stop_node,
-        "stockout": api.fail_create(8, 'There is no more capacity in the zone "{zone}"', in_operation=True),
-        "zone-sold-out": api.sold_out,
-        "quota-refused": api.fail_create(8, QUOTA_TEXT, in_operation=False),
-        "rate-limited": api.fail_create(8, RATE_TEXT, in_operation=False),
-        "permission-denied": api.fail_create(7, "Permission 'tpu.nodes.create' denied", in_operation=False),
-        "policy-refused": api.fail_create(9, POLICY_TEXT, in_operation=True),
-        "create-failed": api.fail_create(13, "an internal error has occurred", in_operation=True),
-        "create-granted-late": api.late_create,
-        "answer-lost-before": api.lose_answer(applied=False),
-        "answer-lost-after": api.lose_answer(applied=True),
-        "listing-failed": api.fail_listing,
-        "reads-limited": api.limit_reads,
-        "zone-unreachable": api.outage("zone"),
-        "zone-dark-for-ever": api.darken_for_ever,
-        "api-down": api.outage("api"),
-        "api-slow": api.outage("slow"),
-        "everything-slow": api.all_slow,
-        "network-dark": api.go_dark,
-        "workers-unreachable": api.deafen,
-        "killed": daemon.kill,
-        "killed-before-effects": daemon.kill_before_effects,
-        "killed-with-effects-under-way": daemon.kill_under_way,
-        "torn-commit": daemon.disk(DiskFault.TORN),
-        "killed-after-commit": daemon.disk(DiskFault.CUT),
-        "disk-full": daemon.disk(DiskFault.FULL),
-        "clock-forward": daemon.jump(1),
-        "clock-back": daemon.jump(-1),
+        "preempted": preempt,
+        "preempted-in-a-burst": burst,
+        "preempted-unreported": lambda hand: preempt(hand, shown="never"),
+        "preempted-shown-otherwise": preempt_otherwise,
+        "preempted-silently": lambda hand: preempt(hand, silent=True),
+        "preempted-while-creating": preempt_creating,
+        "terminated": terminate,
+        "forgotten": forget,
+        "flips-back": flip_back,
+        "silent-worker": silence,
+        "lost-worker": lose_worker,
+        "missing-worker": miss_worker,
+        "rebooted": reboot,
+        "key-refused": next_boot("refuses"),
+        "key-refused-for-good": next_boot("refuses for good"),
+        "host-key-changed": change_host_key,
+        "guest-404": change_key_unvouched,
+        "dirty-host": next_boot("dirty"),
+        "foreign-process": next_boot("foreign"),
+        "chips-held": next_boot("held"),
+        "container-left": leave_container,
+        "guarded": next_boot("guarded"),
+        "address-reused": take_addresses,
+        "crashed": end_run(1),
+        "out-of-memory": end_run(None),
+        "hung": hang,
+        "hang-then-restart": hang_and_restart,
+        "one-signal-hang": hang_early,
+        "dependency-down": fail_together,
+        "finished-then-preempted": finish_and_preempt,
+        "notice-without-end": notice_without_end,
+        "exit-0-under-preemption": exit_on_notice,
+        "setup-failed": end_run(1, Failure.SETUP),
+        "stop-ignored": ignore_stop,
+        "launch-lost-before": lose("launch-before"),
+        "launch-lost-after": lose("launch-after"),
+        "stop-lost": lose("stop"),
+        "unhealthy": unhealthy,
+        "repairing": show(int(NodeState.REPAIRING)),
+        "repair-failed": show(int(NodeState.UNKNOWN)),
+        "odd-state": show(int(NodeState.HIDDEN), int(NodeState.REIMAGING), 0, 77),
+        "missing-from-list": hide,
+        "stuck-delete": stick,
+        "stopped-by-somebody": stop_node,
+        "stockout": fail_create(8, 'There is no more capacity in the zone "{zone}"', in_operation=True),
+        "zone-sold-out": sold_out,
+        "quota-refused": fail_create(8, QUOTA_TEXT, in_operation=False),
+        "rate-limited": fail_create(8, RATE_TEXT, in_operation=False),
+        "permission-denied": fail_create(7, "Permission 'tpu.nodes.create' denied", in_operation=False),
+        "policy-refused": fail_create(9, POLICY_TEXT, in_operation=True),
+        "create-failed": fail_create(13, "an internal error has occurred", in_operation=True),
+        "create-granted-late": late_create,
+        "answer-lost-before": lose_answer(applied=False),
+        "answer-lost-after": lose_answer(applied=True),
+        "listing-failed": fail_listing,
+        "reads-limited": limit_reads,
+        "zone-unreachable": outage("zone"),
+        "zone-dark-for-ever": darken_for_ever,
+        "api-down": outage("api"),
+        "api-slow": outage("slow"),
+        "everything-slow": all_slow,
+        "network-dark": go_dark,
+        "workers-unreachable": deafen,
+        "killed": kill,
+        "killed-before-effects": kill_before_effects,
+        "killed-with-effects-under-way": kill_under_way,
+        "torn-commit": disk(DiskFault.TORN),
+        "killed-after-commit": disk(DiskFault.CUT),
+        "disk-full": disk(DiskFault.FULL),
+        "clock-forward": jump(1),
+        "clock-back": jump(-1),
         "suspended": lambda _hand: True,
-        "paused": people.wish(Wish.PAUSED),
-        "taken-down": people.wish(Wish.DOWN),
-        "replaced": people.asked("replace"),
-        "restarted": people.asked_again,
-        "edited": edits.edit,
-        "relabelled": edits.relabel,
-        "taken-back": edits.take_back,
-        "wandb-down": sweeps.silence_server,
-        "sweep-stopped": sweeps.stop_interrupted,
-        "foreign-node": people.foreign,
-        "stray": people.stray,
+        "paused": wish(Wish.PAUSED),
+        "taken-down": wish(Wish.DOWN),
+        "replaced": asked("replace"),
+        "restarted": asked_again,
+        "edited": edit,
+        "relabelled": relabel,
+        "taken-back": take_back,
+        "wandb-down": silence_server,
+        "sweep-stopped": stop_interrupted,
+        "foreign-node": foreign,
+        "stray": stray,
     }
 )

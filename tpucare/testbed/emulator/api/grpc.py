@@ -16,8 +16,7 @@ from grpc_status import rpc_status
 
 from tpucare.model.errors import ConfigError
 from tpucare.testbed.emulator.api.calls import Carrier, carry, status_of
-from tpucare.testbed.emulator.api.methods import Method
-from tpucare.testbed.emulator.api.services import services
+from tpucare.testbed.emulator.api.methods import Method, services
 from tpucare.testbed.emulator.peers import is_ours
 from tpucare.testbed.emulator.world.records import ApiError
 

@@ -1,9 +1,13 @@
 """
 The emulated cloud over REST, as the real service serves it: `/v2/projects/...` and `/v2alpha1/...`, JSON in and out.
 
-The same methods over the same world as `grpc`; here stands only which path and verb mean which method. Source of the
-paths: the HTTP rules in the transports of google-cloud-tpu, and the discovery documents of v2 and v2alpha1. Not
-honoured: the system parameters `fields`, `callback` and `prettyPrint`; credentials are not looked at.
+The same methods over the same world as `grpc`; here stands only which path and verb mean which method, and proto3 JSON
+over the official message classes. Source of the paths: the HTTP rules in the transports of google-cloud-tpu, and the
+discovery documents of v2 and v2alpha1. Not honoured: the system parameters `fields`, `callback` and `prettyPrint`;
+credentials are not looked at.
+
+What protobuf's own JSON mapping does not do is done here: query parameters, the words of a refusal, names for enum
+numbers that no package knows, and fields that REST has and the packages have not.
 """
 
 from __future__ import annotations
@@ -15,12 +19,224 @@ from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import parse_qsl, unquote
 
-from tpucare.testbed.emulator.api.calls import Carrier, carry
-from tpucare.testbed.emulator.api.methods import LOCATIONS, OPERATIONS, VERSIONS, Method
-from tpucare.testbed.emulator.api.rest_json import build, error_json, parse_body, parse_query, to_json
-from tpucare.testbed.emulator.api.services import services
+from google.protobuf import json_format, unknown_fields  # type: ignore[import-untyped]
+from google.protobuf.descriptor import FieldDescriptor  # type: ignore[import-untyped]
+from google.rpc import error_details_pb2  # type: ignore[import-untyped]  # noqa: F401  (details are found by name)
+
+from tpucare.testbed.emulator.api.calls import Carrier, carry, status_of
+from tpucare.testbed.emulator.api.methods import LOCATIONS, OPERATIONS, VERSIONS, Method, services
 from tpucare.testbed.emulator.http_server import HttpAnswer, HttpRequest, HttpService
 from tpucare.testbed.emulator.world.records import ApiError
+
+HTTP_CODES: Mapping[int, tuple[int, str]] = {
+    1: (499, "CANCELLED"),
+    2: (500, "UNKNOWN"),
+    3: (400, "INVALID_ARGUMENT"),
+    4: (504, "DEADLINE_EXCEEDED"),
+    5: (404, "NOT_FOUND"),
+    6: (409, "ALREADY_EXISTS"),
+    7: (403, "PERMISSION_DENIED"),
+    8: (429, "RESOURCE_EXHAUSTED"),
+    9: (400, "FAILED_PRECONDITION"),
+    10: (409, "ABORTED"),
+    11: (400, "OUT_OF_RANGE"),
+    12: (501, "UNIMPLEMENTED"),
+    13: (500, "INTERNAL"),
+    14: (503, "UNAVAILABLE"),
+    15: (500, "DATA_LOSS"),
+    16: (401, "UNAUTHENTICATED"),
+}
+"""gRPC status number -> HTTP status and name. Source: google/rpc/code.proto."""
+
+# Fields of the REST documents that no package has: the emulator takes them and lets them fall.
+_REST_ONLY = frozenset(
+    {
+        "bootDiskConfig",
+        "upcomingMaintenance",
+        "protectionTier",
+        "provisioningModel",
+        "reservationName",
+        "terminationTimestamp",
+        "runDuration",
+    }
+)
+
+LATER = {"laterCount": 7, "laterText": "later", "laterSettings": {"level": 3}}
+"""How the fields of `messages.UNKNOWN_FIELDS` look to a client of REST."""
+
+
+def error_json(error: ApiError) -> tuple[int, dict[str, Any]]:
+    """HTTP status and body of a refusal."""
+    code, name = HTTP_CODES.get(error.code, (500, "UNKNOWN"))
+    said: dict[str, Any] = {"code": code, "message": error.message, "status": name}
+    details = [json_format.MessageToDict(detail) for detail in status_of(error).details]
+    if details:
+        said["details"] = details
+    return code, {"error": said}
+
+
+# --- answers -----------------------------------------------------------------------------------------------------
+
+
+def to_json(message: Any, *, numbers: bool = False) -> dict[str, Any]:
+    """
+    The message as JSON values: fields at their defaults are left out, int64 are strings.
+
+    numbers: enums as numbers (`$alt=json;enum-encoding=int`) instead of names
+    """
+    said: dict[str, Any] = json_format.MessageToDict(message, use_integers_for_enums=numbers)
+    _complete(message, said, numbers)
+    return said
+
+
+def _complete(message: Any, said: dict[str, Any], numbers: bool) -> None:
+    """Names for numbers that the package does not know (the service knows its own), and fields of later versions."""
+    for field, value in message.ListFields():
+        if field.message_type is not None and field.message_type.GetOptions().map_entry:
+            continue
+        if field.type == FieldDescriptor.TYPE_ENUM and not numbers:
+            said[field.json_name] = _named(field.enum_type, value, said[field.json_name])
+        elif field.type == FieldDescriptor.TYPE_MESSAGE:
+            below = said.get(field.json_name)
+            pairs = zip(value, below, strict=True) if isinstance(below, list) else [(value, below)]
+            for one, shown in pairs:
+                if isinstance(shown, dict) and "@type" not in shown:
+                    _complete(one, shown, numbers)
+    if len(unknown_fields.UnknownFieldSet(message)):
+        said |= LATER
+
+
+def _named(enum: Any, number: int, shown: object) -> object:
+    return shown if number in enum.values_by_number else f"{enum.name.upper()}_{number}"
+
+
+# --- requests ----------------------------------------------------------------------------------------------------
+
+
+def parse_body(body: bytes) -> dict[str, Any]:
+    """Raises: ApiError (3): not a JSON object."""
+    if not body.strip():
+        return {}
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise _invalid(f"{error}") from None
+    if not isinstance(value, dict):
+        raise _invalid("Root element must be a message.")
+    return value
+
+
+def parse_query(request: Any, query: Sequence[tuple[str, str]]) -> dict[str, Any]:
+    """Query parameters as the JSON of a *request* class. Raises: ApiError (3): a name that it has not."""
+    found: dict[str, Any] = {}
+    for name, text in query:
+        place, descriptor = found, request.DESCRIPTOR
+        *path, last = name.split(".")
+        for part in path:
+            field = _field(descriptor, part, name)
+            place = place.setdefault(field.json_name, {})
+            descriptor = field.message_type
+        field = _field(descriptor, last, name)
+        value: Any = _boolean(text, field) if field.type == FieldDescriptor.TYPE_BOOL else text
+        if field.message_type is not None and field.message_type.full_name == "google.protobuf.FieldMask":
+            value = ",".join(json_format.MessageToDict(_mask(text)).split(",")) if "_" in text else text
+        if field.is_repeated:
+            place.setdefault(field.json_name, []).append(value)
+        else:
+            place[field.json_name] = value
+    return found
+
+
+def _boolean(text: str, field: Any) -> bool:
+    """Clients write `force=True` and `force=1`, and the service takes them."""
+    if text.lower() not in ("true", "1", "false", "0", ""):
+        raise _wrong_value(field, text)
+    return text.lower() in ("true", "1")
+
+
+def _mask(text: str) -> Any:
+    """Some clients write `network_config.enable_external_ips`, which the service takes as well as camel case."""
+    from google.protobuf.field_mask_pb2 import FieldMask  # type: ignore[import-untyped]
+
+    return FieldMask(paths=text.split(","))
+
+
+def _field(descriptor: Any, part: str, name: str) -> Any:
+    fields = descriptor.fields if descriptor is not None else ()
+    for field in fields:
+        if part in (field.json_name, field.name):
+            return field
+    what = f"Cannot bind query parameter. Field '{name}' could not be found in request message."
+    raise _invalid(f'Unknown name "{name}": {what}', "")
+
+
+def build(request: Any, values: dict[str, Any]) -> Any:
+    """The request message. Raises: ApiError (3): names the field that does not fit."""
+    _drop_rest_only(request.DESCRIPTOR, values)
+    _check_names(request.DESCRIPTOR, values, "")
+    try:
+        return json_format.ParseDict(values, request())
+    except json_format.ParseError as error:
+        raise _invalid(" ".join(str(error).split())) from None
+
+
+def _check_names(descriptor: Any, values: dict[str, Any], place: str) -> None:
+    """Raises: ApiError (3): a name that the message has not, or a word for a number, in the service's words."""
+    known = {name: field for field in descriptor.fields for name in (field.json_name, field.name)}
+    for name, value in values.items():
+        field = known.get(name)
+        if field is None:
+            at = f" at '{place}'" if place else ""
+            raise _invalid(f'Unknown name "{name}"{at}: Cannot find field.', place)
+        if field.message_type is None:
+            if field.cpp_type in _NUMBERS and isinstance(value, str) and not _is_number(value):
+                raise _wrong_value(field, value, place)
+            continue
+        if field.message_type.GetOptions().map_entry or field.message_type.file.package == "google.protobuf":
+            continue
+        inside = f"{place}.{field.name}" if place else field.name
+        for index, one in enumerate(value if isinstance(value, list) else [value]):
+            if isinstance(one, dict):
+                _check_names(field.message_type, one, f"{inside}[{index}]" if isinstance(value, list) else inside)
+
+
+_NUMBERS = (FieldDescriptor.CPPTYPE_INT32, FieldDescriptor.CPPTYPE_INT64)
+
+
+def _is_number(text: str) -> bool:
+    return text.removeprefix("-").isdecimal()
+
+
+def _wrong_value(field: Any, text: str, place: str = "") -> ApiError:
+    name = f"{place}.{field.name}" if place else field.name
+    kind = {FieldDescriptor.TYPE_BOOL: "TYPE_BOOL", FieldDescriptor.TYPE_INT64: "TYPE_INT64"}.get(
+        field.type, "TYPE_INT32"
+    )
+    said = f"Invalid value at '{name}' ({kind}), \"{text}\""
+    return ApiError(3, said, field=(name, said))
+
+
+def _drop_rest_only(descriptor: Any, values: dict[str, Any]) -> None:
+    known = {name: field for field in descriptor.fields for name in (field.json_name, field.name)}
+    for name in [name for name in values if name not in known and name in _REST_ONLY]:
+        del values[name]
+    for name, value in values.items():
+        field = known.get(name)
+        if field is None or field.message_type is None or field.message_type.GetOptions().map_entry:
+            continue
+        for one in value if isinstance(value, list) else [value]:
+            if isinstance(one, dict):
+                _drop_rest_only(field.message_type, one)
+
+
+def _invalid(what: str, field: str | None = None) -> ApiError:
+    """*field*: where it is, for the detail that clients decode; None for text that is no JSON at all."""
+    said = f"Invalid JSON payload received. {what}"
+    return ApiError(3, said, field=None if field is None else (field, said))
+
+
+# --- paths and verbs --------------------------------------------------------------------------------------------------
+
 
 _PLACE = "projects/*/locations/*"
 _NODE = f"{_PLACE}/nodes/*"

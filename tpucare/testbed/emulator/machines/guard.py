@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from tpucare.testbed.emulator.world.config_project import SshGuard
+from tpucare.testbed.emulator.world.config import SshGuard
 
 
 class Guard:

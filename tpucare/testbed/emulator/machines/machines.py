@@ -19,14 +19,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from tpucare.testbed.emulator.machines import outfit, proctree
+from tpucare.testbed.emulator.machines import proctree, worker_files
 from tpucare.testbed.emulator.machines.flood import Flooding
 from tpucare.testbed.emulator.machines.jobs import JobThread, done
 from tpucare.testbed.emulator.machines.metadata_server import MetadataServer
 from tpucare.testbed.emulator.machines.sandbox import MachineError, Sandbox, living
 from tpucare.testbed.emulator.machines.state_folder import Premises
 from tpucare.testbed.emulator.machines.worker import WorkerKey, WorkerMachine, end_all
-from tpucare.testbed.emulator.world.config_project import Guest
+from tpucare.testbed.emulator.world.config import Guest
 from tpucare.testbed.emulator.world.machine_effects import (
     AuthorizeKeys,
     Boot,
@@ -220,7 +220,7 @@ class Machines:
         with self._changed:
             cages = [machine.cage for machine in (*self._machines.values(), *self._ending)]
         mine = living([cage for cage in cages if cage])
-        marks = proctree.marks(outfit.MARK)
+        marks = proctree.marks(worker_files.MARK)
         marked = [process for process, mark in marks.items() if mark.startswith(f"{self._site.mark}.")]
         return sorted({process.pid for process in (*mine, *marked)})
 

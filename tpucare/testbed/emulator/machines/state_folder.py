@@ -16,12 +16,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from tpucare.testbed.emulator.machines import outfit, proctree
+from tpucare.testbed.emulator.machines import proctree, worker_files
 from tpucare.testbed.emulator.machines.metadata_server import MetadataServer
 from tpucare.testbed.emulator.machines.proctree import Process
-from tpucare.testbed.emulator.machines.quarters import Site
 from tpucare.testbed.emulator.machines.sandbox import MachineError, Sandbox, choose
-from tpucare.testbed.emulator.world.config_project import Guest
+from tpucare.testbed.emulator.machines.worker_files import Site
+from tpucare.testbed.emulator.world.config import Guest
 
 _SYSTEM_FOLDERS = "/usr/local/sbin:/usr/sbin:/sbin"
 _SFTP_SERVERS = (
@@ -110,7 +110,9 @@ class Premises:
         """End what a crashed emulator of this folder left over, and remove its homes and sockets."""
 
         def leftovers() -> list[Process]:
-            marked = [process for process, value in proctree.marks(outfit.MARK).items() if value.startswith(f"{mark}.")]
+            marked = [
+                process for process, value in proctree.marks(worker_files.MARK).items() if value.startswith(f"{mark}.")
+            ]
             noted = list(_noted(self._root / "workers"))
             below = proctree.descendants(proctree.process_table(), [process.pid for process in (*noted, *marked)])
             return list({process.pid: process for process in (*noted, *marked, *below)}.values())
@@ -126,7 +128,7 @@ class Premises:
         folder = self._root / "bin"
         folder.mkdir(exist_ok=True)
         folder.chmod(0o755)
-        for name, text in outfit.stubs(guest).items():
+        for name, text in worker_files.stubs(guest).items():
             (folder / name).write_text(text)
             (folder / name).chmod(0o755)
 

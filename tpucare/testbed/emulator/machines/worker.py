@@ -22,13 +22,13 @@ from pathlib import Path
 from signal import SIGCONT, SIGHUP, SIGSTOP
 from typing import NamedTuple
 
-from tpucare.testbed.emulator.machines import outfit, proctree, quarters, sandbox
+from tpucare.testbed.emulator.machines import proctree, sandbox, worker_files
 from tpucare.testbed.emulator.machines.flood import Flood, Flooding
 from tpucare.testbed.emulator.machines.guard import Guard
 from tpucare.testbed.emulator.machines.metadata_server import MetadataServer
 from tpucare.testbed.emulator.machines.proctree import Process
-from tpucare.testbed.emulator.machines.quarters import SSH_KEYS_ATTRIBUTE, Site
 from tpucare.testbed.emulator.machines.sandbox import Cage, MachineError, living
+from tpucare.testbed.emulator.machines.worker_files import SSH_KEYS_ATTRIBUTE, Site
 from tpucare.testbed.emulator.world.machine_effects import Boot
 from tpucare.testbed.emulator.world.records import NodePath
 
@@ -85,7 +85,7 @@ class WorkerMachine:
         guarded = site.guest.sshguard
         self._guard = Guard(guarded) if guarded is not None else None
         self._guard_read, self._blocking = 0, False
-        self.folders = quarters.folders_of(site, order, self.mark[-12:])
+        self.folders = worker_files.folders_of(site, order, self.mark[-12:])
 
     # --- life
 
@@ -119,10 +119,10 @@ class WorkerMachine:
 
     def _boot(self) -> None:
         boot_id = str(uuid.uuid4())
-        quarters.furnish(self._site, self.folders, self.order, mark=self.mark, boot_id=boot_id)
-        self.host_keys = quarters.host_keys(self.folders)
-        self._site.metadata.add(self.address, quarters.first_metadata(self.order))
-        env = {"PATH": os.defpath, outfit.MARK: self.mark}
+        worker_files.furnish(self._site, self.folders, self.order, mark=self.mark, boot_id=boot_id)
+        self.host_keys = worker_files.host_keys(self.folders)
+        self._site.metadata.add(self.address, worker_files.first_metadata(self.order))
+        env = {"PATH": os.defpath, worker_files.MARK: self.mark}
         with self.folders.log.open("wb") as log:
             cage = Cage(self._site.way, self._sshd(), boot_id=self.folders.boot_id, env=env, log=log)
         with self._lock:
@@ -190,13 +190,13 @@ class WorkerMachine:
     def authorize(self, ssh_keys: str) -> None:
         """From now on these keys (`ssh-keys` metadata) log in, and no others; sessions that are open stay open."""
         self.set_attributes({SSH_KEYS_ATTRIBUTE: ssh_keys})
-        quarters.authorize(self.folders, ssh_keys)
+        worker_files.authorize(self.folders, ssh_keys)
 
     # --- faults
 
     def refuse_keys(self) -> None:
         """Let nobody log in, though the metadata says otherwise."""
-        quarters.authorize(self.folders, "")
+        worker_files.authorize(self.folders, "")
 
     def change_host_key(self) -> None:
         """
@@ -204,8 +204,8 @@ class WorkerMachine:
 
         Raises: MachineError: sshd did not come back.
         """
-        quarters.make_host_key(self.folders)
-        self.host_keys = quarters.host_keys(self.folders)
+        worker_files.make_host_key(self.folders)
+        self.host_keys = worker_files.host_keys(self.folders)
         self._reload_sshd()
 
     def guard(self) -> None:
@@ -259,9 +259,9 @@ class WorkerMachine:
         place = self.folders.wrapper if what is Flooding.OUTPUT else self.folders.sshd_config
         self._before_flood[place] = place.read_text()
         if what is Flooding.OUTPUT:
-            quarters.replace(place, outfit.FLOODING_WRAPPER, 0o700)
+            worker_files.replace(place, worker_files.FLOODING_WRAPPER, 0o700)
         else:
-            quarters.move_sshd(self.folders, self.address, self._site.ssh_port)
+            worker_files.move_sshd(self.folders, self.address, self._site.ssh_port)
             self._reload_sshd()
             self._flood = Flood(self.address, self._site.ssh_port, what)
 
@@ -274,7 +274,7 @@ class WorkerMachine:
         if self._before_flood:
             self._end_flood()
             for path, text in self._before_flood.items():
-                quarters.replace(path, text, stat.S_IMODE(path.stat().st_mode))
+                worker_files.replace(path, text, stat.S_IMODE(path.stat().st_mode))
             self._before_flood = {}
             self._reload_sshd()
 
@@ -298,7 +298,7 @@ class WorkerMachine:
     def _sshd(self) -> list[str]:
         # -D: stay in the foreground, -e: log to stderr, where we read when it listens.
         sshd = [str(self._site.sshd), "-D", "-e", "-f", str(self.folders.sshd_config)]
-        return outfit.boot_command(
+        return worker_files.boot_command(
             self.folders, sshd, services=self._site.guest.containers, holds_chips=self.order.holds_chips
         )
 
@@ -306,7 +306,7 @@ class WorkerMachine:
         """For a later emulator, should this one crash: sshd's own environment cannot always be read."""
         processes = [proctree.read_process(cage.pid), cage.first_process()]
         text = "".join(f"{process.pid} {process.started}\n" for process in processes if process)
-        quarters.replace(self.folders.pids, text, 0o600)
+        worker_files.replace(self.folders.pids, text, 0o600)
 
     def _await_listening(self, offset: int) -> bool:
         """Whether sshd listens; False when doomed meanwhile. Its own log is read: another's port would not fool us."""
@@ -344,7 +344,7 @@ def end_all(machines: Collection[WorkerMachine], metadata: MetadataServer) -> li
     dead_marks = {machine.mark for machine in machines}
 
     def strays() -> list[Process]:
-        return [process for process, mark in proctree.marks(outfit.MARK).items() if mark in dead_marks]
+        return [process for process, mark in proctree.marks(worker_files.MARK).items() if mark in dead_marks]
 
     found = strays()
     if found and (left := proctree.kill_all(strays)):

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 from tpucare.model.resources import Health, NodeState
 from tpucare.testbed.emulator.world import error_texts as texts
+from tpucare.testbed.emulator.world.capacity import RateWindow
 from tpucare.testbed.emulator.world.config import WorldConfig
 from tpucare.testbed.emulator.world.gate import Gate
 from tpucare.testbed.emulator.world.machine_effects import Kill
 from tpucare.testbed.emulator.world.machinery import CAPACITY_TIERS
 from tpucare.testbed.emulator.world.policies import check_network
-from tpucare.testbed.emulator.world.quota import RateWindow
 from tpucare.testbed.emulator.world.records import (
     PLAIN,
     CallFate,

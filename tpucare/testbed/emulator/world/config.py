@@ -1,25 +1,228 @@
 """
-What a world is made of: zones, capacity, quotas, latencies, faults. Strict, loadable from YAML.
+What a world is made of: zones, capacity, quotas, latencies, faults, habits of a project. Strict, loadable from YAML.
 
 `speed: fast` shrinks every latency to fractions of a second, for tests and demos with real machines. Lengths are
-numbers of seconds or texts such as `90s`, `5m`, `1h`, `2d`. What there is of a zone is in `config_zones`, what goes
-wrong in `config_faults`, how long things take in `lengths`.
+numbers of seconds or texts such as `90s`, `5m`, `1h`, `2d`. How long things take is read by `latency`; how capacity
+moves and what a quota refuses is in `capacity`, what becomes of a call is drawn by `faults`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from tpucare.model.errors import ConfigError
-from tpucare.testbed.emulator.world.config_faults import Faults, HealthCourse, Preemption
-from tpucare.testbed.emulator.world.config_project import Guest, Project
-from tpucare.testbed.emulator.world.config_zones import Quota, Zone
 from tpucare.testbed.emulator.world.latency import FAST, FAST_QUEUE, Latencies, Latency, Seconds, Share, Strict, around
+
+Tier = Literal["spot", "on-demand", "reserved"]
+
+
+class Process(Strict):
+    """
+    Capacity as a seeded birth and death process with bursts, between 0 and `maximum`.
+
+    Rates are per hour: `births` add one, `deaths` take one, `bursts` take `burst_share` of what is there at once and
+    let nothing be born for `stockout`. Real spot capacity goes that way: bursts, then hours of nothing.
+    """
+
+    maximum: int = Field(ge=0)
+    initial: int | None = Field(default=None, ge=0)
+    births: float = Field(default=1.0, ge=0)
+    deaths: float = Field(default=0.5, ge=0)
+    bursts: float = Field(default=0.05, ge=0)
+    burst_share: Share = 1.0
+    stockout: Latency = around(3600, 4 * 3600)
+
+
+class Capacity(Strict):
+    """
+    Capacity of one pool: an accelerator type, or a generation, or everything of a zone, on one tier.
+
+    Exactly one of `amount`, `process`, `schedule` and `trace`. Spot and preemptible nodes share the tier `spot`.
+    `schedule`: pairs of an offset from the start of the world and an amount. `trace`: `<dataset>/<zone>` of those that
+    are shipped, or the path of a file in format spot-capacity-trace/1; it begins at tick `trace_from` and repeats.
+    When capacity falls below what is in use, spot nodes are preempted, within `burst` seconds.
+    """
+
+    type: str = Field(default="", description="accelerator type or generation; empty: any")
+    tier: Tier = "spot"
+    unit: Literal["nodes", "hosts", "chips"] | None = Field(default=None, description="nodes; for a trace: hosts")
+    amount: int | None = Field(default=None, ge=0)
+    process: Process | None = None
+    schedule: tuple[tuple[Seconds, Annotated[int, Field(ge=0)]], ...] = ()
+    trace: str = ""
+    trace_from: int = Field(default=0, ge=0)
+    burst: Seconds = 60.0
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Capacity:
+        given = [self.amount is not None, self.process is not None, bool(self.schedule), bool(self.trace)]
+        if sum(given) != 1:
+            raise ValueError("give exactly one of amount, process, schedule, trace")
+        return self
+
+
+class Zone(Strict):
+    """
+    One zone. What no pool of `capacity` covers is unlimited.
+
+    `accelerators` and `runtimes` default to the catalogue's for a zone it knows, and to everything for one it does not;
+    `accelerators: ["*"]` is everything, sizes that the catalogue does not list included.
+    """
+
+    capacity: tuple[Capacity, ...] = ()
+    accelerators: tuple[str, ...] | None = None
+    runtimes: tuple[str, ...] | None = None
+    supported: bool = Field(default=True, description="false: 'The requested zone is not supported'")
+    denied_types: tuple[str, ...] = Field(default=(), description="types that the project is not allow-listed for")
+    dark: bool = Field(default=False, description="never answers: named in `unreachable` of every list")
+    create_errors: Share = Field(default=0.0, description="share of creates that end with an internal error")
+
+
+class Quota(Strict):
+    """
+    A limit of the project: of one generation and tier, in one zone or region.
+
+    `types` narrows it to some accelerator types, `size` to slices of one host or of several: single devices and pods of
+    v2 and v3 have quotas of their own, and so have sizes for serving and for training of v5e. `id` and `form` shape the
+    refusal; both have usual forms.
+    """
+
+    generation: str = ""
+    types: tuple[str, ...] = ()
+    size: Literal["", "single-host", "multi-host"] = ""
+    tier: Tier = "spot"
+    zone: str = ""
+    region: str = ""
+    limit: int = Field(ge=0)
+    unit: Literal["chips", "cores", "nodes"] = "chips"
+    id: str = ""
+    form: Literal["limit", "exhausted"] = "limit"
+
+    @model_validator(mode="after")
+    def _one_scope(self) -> Quota:
+        if bool(self.zone) == bool(self.region):
+            raise ValueError("give either zone or region")
+        return self
+
+
+# --- what goes wrong by itself: calls, outages, deletes that hang, preemptions, health --------------------------------
+
+
+class FaultRates(Strict):
+    """Chances per call. `lost_before`: 14, nothing happened. `lost_after`: 14, though it took effect."""
+
+    unavailable: Share = 0.0
+    internal: Share = 0.0
+    lost_before: Share = 0.0
+    lost_after: Share = 0.0
+    slow: Share = 0.0
+    slow_latency: Latency = around(20, 60)
+
+
+class Outage(Strict):
+    """Something that breaks at a time known beforehand; offsets count from the start of the world."""
+
+    at: Seconds
+    duration: Seconds
+    kind: Literal["api", "internal", "zone", "slow"]
+    zone: str = ""
+    seconds: Seconds = 30.0
+
+
+class Faults(Strict):
+    """What goes wrong by itself."""
+
+    calls: FaultRates = FaultRates()
+    methods: dict[str, FaultRates] = Field(default={}, description="instead of `calls`, by method: ListNodes, ...")
+    outages: tuple[Outage, ...] = ()
+    repeated_delete: tuple[Literal[0, 9, 10], ...] = Field(
+        default=(0, 9, 10), min_length=1, description="answers to a delete in DELETING: 0 = a second operation"
+    )
+    delete_stuck: Share = Field(default=0.0, description="share of deletes that need to be repeated")
+    failed_create_left: Share = Field(default=0.0, description="share of failed creates whose node stays listed")
+    missing_worker: Share = Field(default=0.0, description="share of large slices that lack one worker for ever")
+    missing_worker_hosts: int = Field(default=64, ge=1, description="large begins at this many hosts")
+
+
+class Preemption(Strict):
+    """How nodes are taken away, whatever took them: capacity, their lifetime, or an operator who says no more."""
+
+    lifetime: Latency | None = Field(default=None, description="of each spot node after READY; none: capacity decides")
+    preemptible_limit: Seconds = Field(default=24 * 3600.0, description="preemptible nodes end this long after READY")
+    notice: Latency | None = Field(default=around(10, 30), description="from preempted=TRUE to death; none: without")
+    silent_share: Share = Field(default=0.1, description="share that falls silent first instead of dying at once")
+    never_shown: Share = Field(default=0.0, description="share that the API shows READY for ever")
+    shown_otherwise: Share = Field(default=0.0, description="share shown REPAIRING, TERMINATED or gone instead")
+
+
+class HealthCourse(Strict):
+    """Health of READY nodes: 0 at first, then HEALTHY; `flap_every` is the mean time between bad spells of a node."""
+
+    flap_every: Seconds | None = None
+    flap_length: Latency = around(300, 1800)
+    values: tuple[int, ...] = (0, 3, 4, 5)
+
+
+# --- what a project and its organisation allow, and what the image of a worker brings ---------------------------------
+# The ways in which a first day fails. Everything is off by default. What each comes to is in `policies` for the API,
+# and in `worker_files` and `guard` for workers.
+
+
+Refusal = Literal["", "api-disabled", "no-quota-project", "billing-disabled", "narrow-scopes"]
+
+
+class Project(Strict):
+    """The project itself. Quotas of Compute Engine count what lives; they are told in the operation of a create."""
+
+    refuses: Refusal = Field(default="", description="every call is refused with 7, and the text of this")
+    networks: tuple[str, ...] | None = Field(default=None, description="the only networks there are; none: any")
+    external_ips: bool = Field(default=True, description="false: compute.vmExternalIpAccess refuses external addresses")
+    os_login: Literal["off", "on", "required"] = Field(
+        default="off",
+        description="on: keys in metadata count for nothing, unless the node says enable-oslogin: FALSE; "
+        "required: a node that says so is refused",
+    )
+    addresses_per_region: int | None = Field(default=None, ge=0, description="IN_USE_ADDRESSES: one a worker")
+    health_checks: int | None = Field(default=None, ge=0, description="HEALTH_CHECKS of the project")
+    health_checks_per_worker: int = Field(default=5, ge=0)
+
+
+class SshGuard(Strict):
+    """
+    A guard that blocks an address which connects and does not log in, as some Ubuntu images have it.
+
+    A refused login and a connection that is closed before any are `attacks`. Each block is `growth` times the last.
+    """
+
+    attacks: int = Field(default=4, ge=1)
+    within: Seconds = Field(default=120.0, gt=0)
+    block: Seconds = Field(default=120.0, gt=0)
+    growth: float = Field(default=1.5, ge=1)
+
+
+class Guest(Strict):
+    """What an image brings, and when it is ready."""
+
+    keys_late: Latency | None = Field(default=None, description="from sshd's start until keys of the metadata log in")
+    sshguard: SshGuard | None = None
+    sshd_limits: Literal["roomy", "default"] = Field(
+        default="roomy", description="default: MaxStartups 10:30:100 and MaxSessions 10, as OpenSSH has them"
+    )
+    python: bool = Field(default=True, description="false: there is `python3`, and no `python`")
+    dpkg_locked: Seconds = Field(default=0.0, description="after a boot, the image's own upgrades hold dpkg's lock")
+    containers: bool = Field(default=False, description="the image's own services run, and hold no chip")
+    chip_holding_runtimes: tuple[str, ...] = Field(
+        default=(), description="runtime versions (a `*` at the end) whose service tpu-runtime holds the chips"
+    )
+
+
+# --- the world --------------------------------------------------------------------------------------------------------
+
 
 _WORLDS = Path(__file__).parents[1] / "worlds"
 

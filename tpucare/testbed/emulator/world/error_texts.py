@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tpucare.testbed.emulator.world.config_zones import Quota
+from tpucare.testbed.emulator.world.config import Quota
 from tpucare.testbed.emulator.world.records import ApiError, NodePath
 
 CANCELLED = 1

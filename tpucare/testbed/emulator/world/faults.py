@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
 from tpucare.testbed.emulator.world import error_texts as texts
-from tpucare.testbed.emulator.world.config import WorldConfig
-from tpucare.testbed.emulator.world.config_faults import FaultRates
+from tpucare.testbed.emulator.world.config import FaultRates, WorldConfig
 from tpucare.testbed.emulator.world.records import ApiError, CallFate
 
 FOR_EVER = datetime.max.replace(tzinfo=UTC)

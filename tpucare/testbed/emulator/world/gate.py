@@ -13,9 +13,9 @@ from datetime import datetime
 from typing import Any
 
 from tpucare.testbed.emulator.world import error_texts as texts
+from tpucare.testbed.emulator.world.capacity import RateWindow
 from tpucare.testbed.emulator.world.config import WorldConfig
 from tpucare.testbed.emulator.world.queued_life import QueueLife
-from tpucare.testbed.emulator.world.quota import RateWindow
 from tpucare.testbed.emulator.world.records import (
     PLAIN,
     ApiError,

@@ -10,13 +10,13 @@ import fnmatch
 from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime, timedelta
 
+from tpucare.testbed.emulator.world.capacity import QuotaBook
 from tpucare.testbed.emulator.world.config import WorldConfig
 from tpucare.testbed.emulator.world.faults import Fates
 from tpucare.testbed.emulator.world.instance_metadata import worker_attributes
 from tpucare.testbed.emulator.world.latency import Latency
 from tpucare.testbed.emulator.world.machine_effects import AuthorizeKeys, Boot, Kill, SetAttribute
 from tpucare.testbed.emulator.world.policies import has_os_login
-from tpucare.testbed.emulator.world.quota import QuotaBook
 from tpucare.testbed.emulator.world.records import Response
 from tpucare.testbed.emulator.world.state import NodeLife, State, WorkerLife
 

@@ -19,9 +19,8 @@ from tpucare.testbed.emulator.world.config import WorldConfig
 from tpucare.testbed.emulator.world.ending import Departure
 from tpucare.testbed.emulator.world.faults import OUTAGE_KINDS, ActiveOutage
 from tpucare.testbed.emulator.world.machine_effects import Resume, Silence
-from tpucare.testbed.emulator.world.queue_records import QueueState
-from tpucare.testbed.emulator.world.queue_state import QueuedLife
 from tpucare.testbed.emulator.world.queued_life import QueueLife
+from tpucare.testbed.emulator.world.queued_records import QueuedLife, QueueState
 from tpucare.testbed.emulator.world.records import MAINTENANCE_ATTRIBUTE, NO_MAINTENANCE, ApiError, parse_node_path
 from tpucare.testbed.emulator.world.state import NodeLife
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from tpucare.model.accelerators import region_of
 from tpucare.testbed.emulator.world import error_texts as texts
-from tpucare.testbed.emulator.world.config_project import Project
+from tpucare.testbed.emulator.world.config import Project
 from tpucare.testbed.emulator.world.error_texts import Status
 from tpucare.testbed.emulator.world.records import NodeSpec
 from tpucare.testbed.emulator.world.state import NodeLife

@@ -10,11 +10,13 @@ from itertools import islice
 from tpucare.model.resources import Health
 from tpucare.testbed.emulator.world import error_texts as texts
 from tpucare.testbed.emulator.world.calls import Calls, page_token_of
-from tpucare.testbed.emulator.world.queue_records import (
+from tpucare.testbed.emulator.world.queued_records import (
     SHELLS,
     WAITING,
     Initiator,
     NodeWish,
+    Planned,
+    QueuedLife,
     QueuedPage,
     QueuedPath,
     QueuedRecord,
@@ -22,7 +24,6 @@ from tpucare.testbed.emulator.world.queue_records import (
     QueueState,
     parse_queued_path,
 )
-from tpucare.testbed.emulator.world.queue_state import Planned, QueuedLife
 from tpucare.testbed.emulator.world.records import PLAIN, CallFate, NodePath, NodeSpec, OperationRecord, parse_parent
 from tpucare.testbed.emulator.world.requests import check_queued_id, check_spec
 from tpucare.testbed.emulator.world.state import NodeLife

@@ -23,8 +23,15 @@ from tpucare.testbed.emulator.world.error_texts import Status
 from tpucare.testbed.emulator.world.latency import Latency
 from tpucare.testbed.emulator.world.life import Life
 from tpucare.testbed.emulator.world.machinery import CAPACITY_TIERS
-from tpucare.testbed.emulator.world.queue_records import WAITING, Initiator, QueuedPath, QueuedRecord, QueueState
-from tpucare.testbed.emulator.world.queue_state import Planned, QueuedLife
+from tpucare.testbed.emulator.world.queued_records import (
+    WAITING,
+    Initiator,
+    Planned,
+    QueuedLife,
+    QueuedPath,
+    QueuedRecord,
+    QueueState,
+)
 from tpucare.testbed.emulator.world.records import OperationRecord
 from tpucare.testbed.emulator.world.state import NodeLife
 

@@ -11,8 +11,7 @@ from tpucare.model import accelerators
 from tpucare.model.accelerators import Accelerator
 from tpucare.model.errors import ConfigError
 from tpucare.testbed.emulator.world import error_texts as texts
-from tpucare.testbed.emulator.world.config import WorldConfig
-from tpucare.testbed.emulator.world.config_zones import Zone
+from tpucare.testbed.emulator.world.config import WorldConfig, Zone
 from tpucare.testbed.emulator.world.records import AcceleratorConfig, NodeSpec
 
 ANY_TYPE = "*"

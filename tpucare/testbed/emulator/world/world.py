@@ -22,8 +22,8 @@ from datetime import datetime
 from tpucare.testbed.emulator.world.config import WorldConfig
 from tpucare.testbed.emulator.world.machine_effects import MachineEffect
 from tpucare.testbed.emulator.world.operator import Actions
-from tpucare.testbed.emulator.world.queue_records import QueuedRecord
 from tpucare.testbed.emulator.world.queued_calls import QueueCalls
+from tpucare.testbed.emulator.world.queued_records import QueuedRecord
 from tpucare.testbed.emulator.world.records import NodeRecord, parse_node_path
 from tpucare.testbed.emulator.world.state import AuditRecord
 

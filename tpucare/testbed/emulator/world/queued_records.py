@@ -1,13 +1,58 @@
-"""The nouns of queued resources: what is asked for, where it stands, and which nodes it is about. No protobuf here."""
+"""
+Queued resources as records: what is asked for, where it stands, and which nodes it is about. No protobuf here; how they
+move is in `queued_life`.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from enum import IntEnum
 from typing import NamedTuple
 
-from tpucare.testbed.emulator.world.records import ApiError, NodeSpec
+from tpucare.model.accelerators import Accelerator
+from tpucare.testbed.emulator.world.records import ApiError, NodePath, NodeSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """One node that a resource is to have."""
+
+    path: NodePath
+    spec: NodeSpec
+    accelerator: Accelerator
+    multislice: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class QueuedLife:
+    """
+    One queued resource, with what the API does not show.
+
+    tries:     counts the spells of waiting: what was scheduled in an earlier one must do nothing
+    resetting: SUSPENDING on the way back to waiting, and not to SUSPENDED
+    shell:     it holds quota though it has no nodes
+    """
+
+    record: QueuedRecord
+    planned: tuple[Planned, ...]
+    create_operation: str
+    tries: int = 0
+    begun_at: datetime | None = None
+    resetting: str = ""
+    shell: bool = False
+    gone: bool = False
+    lingers: bool = False
+    delete_due: bool = False
+    stuck_repeats: int = 0
+    delete_operations: list[str] = field(default_factory=list)
+
+    @property
+    def path(self) -> QueuedPath:
+        return self.record.path
+
+
+# --- what a caller asks for, and what it is told ----------------------------------------------------------------------
 
 
 class QueueState(IntEnum):
