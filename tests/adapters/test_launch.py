@@ -446,7 +446,7 @@ BASE = {"token": "n.1", "alive": True, "chips_free": False, "last_number": 1, "b
 )
 def test_an_answer_that_does_not_fit_is_no_answer(wrong: dict[str, object]) -> None:
     assert read(BASE).alive
-    with pytest.raises(answers.Nonsense):
+    with pytest.raises(answers.MalformedAnswer):
         read({**BASE, **wrong})
 
 

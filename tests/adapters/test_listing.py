@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 
-from tpucare.adapters.google.snapshot import Roll, key_of
+from tpucare.adapters.google.snapshot import SnapshotDiffer, key_of
 from tpucare.model.resources import Node, NodeKey, NodeState
 
 START = datetime(2026, 3, 1, tzinfo=UTC)
@@ -20,8 +20,8 @@ def translate(key: NodeKey, raw: Raw) -> Node:
     return Node(key, raw[0], START, raw[1])
 
 
-def roll() -> Roll[Raw]:
-    return Roll("p", translate)
+def roll() -> SnapshotDiffer[Raw]:
+    return SnapshotDiffer("p", translate)
 
 
 def test_key_of_a_resource_name() -> None:

@@ -26,15 +26,15 @@ from tpucare.adapters.state import schema as schema
 from tpucare.adapters.state.store import SqliteStore, accept_move, holder, open_reader, open_store, store_path
 from tpucare.model.errors import StoreCorrupt, StoreError, StoreForeign, StoreFull, StoreLocked
 from tpucare.model.memory import (
-    Book,
     BookName,
     CreateIntent,
+    DesiredState,
+    FailureCounter,
     FleetRecord,
     Memory,
     NodeMemory,
     PlaceMemory,
     RunMemory,
-    Wish,
 )
 from tpucare.model.resources import Event
 
@@ -44,16 +44,16 @@ ELSEWHERE = "00000000000000000000000000000001"
 
 MEMORY = Memory(
     fleet="pod",
-    wish=Wish.PAUSED,
+    wish=DesiredState.PAUSED,
     next_number=4,
     creates=(CreateIntent("pod-0-a3", 3, "us-central1-a", "us-central1-a/v4-8", NOW, tries=2, lost=True),),
     nodes=(NodeMemory("pod-0-a2", "us-central1-a", 2**63 + 11, NOW, launched=True, delete_next_at=NOW),),
     run=RunMemory("pod-0-a2.1", "pod-0-a2", 1, NOW, complete=True),
     places={"us-central1-a/v4-8": PlaceMemory(failures=3, retry_at=NOW, reason="no more capacity — 容量")},
-    books={BookName.CRASH.value: Book(failures=1, total=7, retry_at=NOW)},
+    books={BookName.CRASH.value: FailureCounter(failures=1, total=7, retry_at=NOW)},
     step=120,
 )
-FLEET = FleetRecord("pod", "name: pod\n", "/etc/tpucare/fleets", NOW, Wish.DOWN)
+FLEET = FleetRecord("pod", "name: pod\n", "/etc/tpucare/fleets", NOW, DesiredState.DOWN)
 
 # What version 1 looked like when it was released. Frozen: a later schema must still read it.
 VERSION_1 = """

@@ -39,7 +39,7 @@ from tpucare.model.errors import (
     StoreLocked,
     Transient,
 )
-from tpucare.model.memory import FleetRecord, Wish
+from tpucare.model.memory import DesiredState, FleetRecord
 from tpucare.model.resources import (
     LABEL_FLEET,
     LABEL_OWNER,
@@ -403,7 +403,7 @@ def test_a_fleet_of_the_daemon_is_not_declared_again(grant: Grant) -> None:
         daemons.save_fleet(FleetRecord("pod", "name: pod\n", "/", clock.now()))
         with pytest.raises(ConfigError, match="pod is cared for already, by store tpucare"):
             tpucare.start_multiple("pod", 3, ZONE, 1, None, 1, start_fn, created, 2, **grant.arguments())
-        daemons.save_fleet(FleetRecord("pod", "name: pod\n", "/", clock.now(), Wish.DOWN))
+        daemons.save_fleet(FleetRecord("pod", "name: pod\n", "/", clock.now(), DesiredState.DOWN))
     grant.multiple("pod", 1)
     grant.until(grant.nodes, "it is made once the daemon's is down")
 
@@ -684,4 +684,4 @@ def test_a_script_that_was_killed_can_be_taken_down_without_it(grant: Grant, scr
     assert done.returncode == 0, done.stderr
     assert grant.nodes() == {}
     with open_reader(grant.state, name=f"pod.{PROJECT}") as store:
-        assert store.fleets()["pod"].wish is Wish.DOWN
+        assert store.fleets()["pod"].wish is DesiredState.DOWN

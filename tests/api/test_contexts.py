@@ -27,7 +27,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, HttpUrl, Priv
 
 from tpucare.adapters.state.store import SqliteStore, open_store
 from tpucare.api import contexts
-from tpucare.api.context_values import Misfit
+from tpucare.api.context_values import Unserialisable
 from tpucare.api.contexts import StoredContexts, decode
 from tpucare.model.errors import ConfigError
 
@@ -437,6 +437,6 @@ def test_types_of_a_script_are_found_again_by_its_next_process(tmp_path: Path) -
 def test_a_text_makes_nothing_but_what_is_written_down(tmp_path: Path, text: dict[str, Any]) -> None:
     """A store from somewhere else must not name a class to be called."""
     target = tmp_path / "touched"
-    with pytest.raises(Misfit):
+    with pytest.raises(Unserialisable):
         decode(json.dumps(text).replace("TARGET", str(target)))
     assert not target.exists()

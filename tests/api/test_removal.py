@@ -21,7 +21,7 @@ from tpucare.api import deletion, hosts, session
 from tpucare.api.attempt import Attempt, Host, bind
 from tpucare.api.deletion import NotDeleted, delete_all, delete_one_tpu, synchronous_deletion
 from tpucare.model.errors import ConfigError, NodeGone
-from tpucare.model.memory import CreateIntent, FleetRecord, Memory, NodeMemory, Wish
+from tpucare.model.memory import CreateIntent, DesiredState, FleetRecord, Memory, NodeMemory
 from tpucare.model.resources import (
     LABEL_FLEET,
     LABEL_NUMBER,
@@ -89,7 +89,7 @@ class Scene:
         with open_store(self.state, machine_id=machine_id(), now=NOW, name=store) as opened:
             yield opened
 
-    def wish(self, store: str, slot: str) -> Wish:
+    def wish(self, store: str, slot: str) -> DesiredState:
         with open_reader(self.state, name=store) as reader:
             return reader.memories()[slot].wish
 
@@ -121,8 +121,8 @@ def test_a_slot_that_nobody_cares_for_is_deleted_and_stays_down(scene: Scene) ->
     scene.remember("other", "other")
     delete_one_tpu("", "pod", NEAR)
     eventually(lambda: scene.names() == {"other-a1"}, "it is being deleted")
-    assert scene.wish("pod", "pod") is Wish.DOWN
-    assert scene.wish("other", "other") is Wish.UP
+    assert scene.wish("pod", "pod") is DesiredState.DOWN
+    assert scene.wish("other", "other") is DesiredState.UP
     synchronous_deletion("pod", "pod", NEAR)
     assert scene.node("pod-a1") is None
     assert "pod" not in hosts.tpu_names(NEAR, no_filter=True)
@@ -177,10 +177,10 @@ def test_by_its_own_name_an_old_node_goes_without_its_successor(scene: Scene) ->
     scene.create("pod-a2", "pod")
     synchronous_deletion("", "pod-a1", NEAR)
     assert scene.names() == {"pod-a2"}
-    assert scene.wish("pod", "pod") is Wish.UP
+    assert scene.wish("pod", "pod") is DesiredState.UP
     synchronous_deletion("", "pod-a2", NEAR)
     assert scene.names() == set()
-    assert scene.wish("pod", "pod") is Wish.DOWN
+    assert scene.wish("pod", "pod") is DesiredState.DOWN
 
 
 def test_what_was_asked_for_and_not_heard_of_is_deleted_when_it_comes(scene: Scene) -> None:
@@ -212,8 +212,8 @@ def test_a_host_of_the_same_name_in_another_project_is_left_alone(scene: Scene) 
     scene.create("pod-a1", "pod")
     synchronous_deletion("", "pod", NEAR)
     assert scene.names() == set()
-    assert scene.wish("pod.grant", "pod") is Wish.DOWN
-    assert scene.wish("pod.other", "pod") is Wish.UP
+    assert scene.wish("pod.grant", "pod") is DesiredState.DOWN
+    assert scene.wish("pod.other", "pod") is DesiredState.UP
 
 
 def test_nothing_in_another_zone_is_touched(scene: Scene) -> None:
@@ -221,7 +221,7 @@ def test_nothing_in_another_zone_is_touched(scene: Scene) -> None:
     synchronous_deletion("", "pod", FAR)
     delete_all("pod", FAR)
     assert scene.names() == {"pod-a1"}
-    assert scene.wish("pod", "pod") is Wish.UP
+    assert scene.wish("pod", "pod") is DesiredState.UP
 
 
 def test_without_anything_ever_cared_for_nothing_is_ours(scene: Scene) -> None:
@@ -259,7 +259,7 @@ def test_inside_an_attempt_its_own_node_is_deleted_and_no_other(scene: Scene) ->
         with bind(attempts[0]):
             synchronous_deletion("pod", "pod", NEAR)
         assert scene.names() == {"pod-a2"}
-        assert scene.wish("pod", "pod") is Wish.UP
+        assert scene.wish("pod", "pod") is DesiredState.UP
         attempts[0].end("preempted")
         with pytest.raises(NodeGone, match="preempted"):
             delete_one_tpu("", Host(attempts[0]), NEAR)

@@ -19,7 +19,7 @@ import pytest
 from tests.kits.harness import EU, US, Daemon, place, two_runs_at_once
 from tpucare.engine.engine import Settings
 from tpucare.model.causes import Cause
-from tpucare.model.memory import End, Wish
+from tpucare.model.memory import DesiredState, End
 from tpucare.model.resources import Care
 from tpucare.testbed.emulator.world.config import WorldConfig
 from tpucare.testbed.simulation.history import is_overslept
@@ -111,13 +111,13 @@ class Storm:
             self.live(300)
             self.daemon.zone.world.restore_worker(slot, 2, now)
         elif blow < 0.8:
-            self.daemon.wish(slot, Wish.PAUSED)
+            self.daemon.wish(slot, DesiredState.PAUSED)
             self.live(200)
-            self.daemon.wish(slot, Wish.UP)
+            self.daemon.wish(slot, DesiredState.UP)
         elif blow < 0.9:
-            self.daemon.wish(slot, Wish.DOWN)
+            self.daemon.wish(slot, DesiredState.DOWN)
             self.live(120)
-            self.daemon.wish(slot, Wish.UP)
+            self.daemon.wish(slot, DesiredState.UP)
         else:
             self.script.stands_still.symmetric_difference_update({slot})
 

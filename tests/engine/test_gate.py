@@ -18,7 +18,7 @@ from tpucare.adapters.state.create_budget import shared_budget
 from tpucare.engine.admission import Leave
 from tpucare.engine.engine import Settings
 from tpucare.model.causes import Cause
-from tpucare.model.memory import Wish
+from tpucare.model.memory import DesiredState
 from tpucare.model.resources import Care
 
 # --- over real context managers ---
@@ -194,7 +194,7 @@ def test_a_slot_that_is_taken_down_meanwhile_gives_its_place_up(gated: tuple[Dae
     daemon.care_for("pod", 2)
     daemon.run(minutes=1)
     assert sorted(gate.queue) == ["pod-0", "pod-1"]
-    daemon.wish("pod-0", Wish.DOWN)
+    daemon.wish("pod-0", DesiredState.DOWN)
     daemon.run(seconds=10)
     assert gate.queue == ["pod-1"]
     gate.free = 1
@@ -257,7 +257,7 @@ def test_a_turn_that_waits_for_the_budget_in_vain_is_given_back(tmp_path: Path) 
     daemon.run(seconds=20)
     assert gate.held == {"pod-0"}
     assert daemon.causes() == {"pod-0": Cause.CREATE_BUDGET, "pod-1": Cause.CREATE_SEMAPHORE}
-    daemon.wish("pod-0", Wish.DOWN)
+    daemon.wish("pod-0", DesiredState.DOWN)
     daemon.run(seconds=10)
     assert gate.held == {"pod-1"}
     assert daemon.causes()["pod-0"] is not Cause.CREATE_BUDGET

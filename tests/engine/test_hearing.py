@@ -10,12 +10,12 @@ import pytest
 
 from tests.kits.field import named, preempt
 from tests.kits.harness import EU, US, Daemon, place
-from tpucare.model.memory import Wish
+from tpucare.model.memory import DesiredState
 
 
 def paused(daemon: Daemon) -> None:
     """The slot waits for a person, and its dead node stays."""
-    daemon.wish("aaa-0", Wish.PAUSED)
+    daemon.wish("aaa-0", DesiredState.PAUSED)
 
 
 def dark(daemon: Daemon) -> None:
@@ -52,6 +52,6 @@ def test_a_node_that_a_paused_slot_has_lost_for_good_is_not_waited_for(tmp_path:
     daemon.run(minutes=15)
     daemon.zone.world.stick_deleting("aaa", daemon.clock.true_now(), repeats=99)
     preempt(daemon, "aaa")
-    daemon.wish("aaa-0", Wish.PAUSED)
+    daemon.wish("aaa-0", DesiredState.PAUSED)
     daemon.run(minutes=1)
     lose_the_other(daemon)

@@ -13,7 +13,7 @@ from tests.kits.field import calls, named, preempt
 from tests.kits.harness import PROJECT, US, Daemon
 from tests.kits.office import Office, fleet_text
 from tpucare.model.causes import Cause
-from tpucare.model.memory import Wish
+from tpucare.model.memory import DesiredState
 from tpucare.testbed.emulator.world.records import NodeSpec
 
 
@@ -102,7 +102,7 @@ def test_a_node_is_handed_over_with_what_works_on_it(daemon: Daemon, trained: bo
     if trained:
         daemon.run(minutes=15)
         preempt(daemon, "pod-0")
-    daemon.wish("pod-0", Wish.PAUSED)
+    daemon.wish("pod-0", DesiredState.PAUSED)
     daemon.run(minutes=1)
     daemon.launcher.boots.extend(["foreign"] * 4)
     spec = NodeSpec(accelerator_type="v3-32", runtime_version="tpu-ubuntu2204-base", spot=True)
@@ -110,7 +110,7 @@ def test_a_node_is_handed_over_with_what_works_on_it(daemon: Daemon, trained: bo
     daemon.run(minutes=8)
     daemon.engine.adopt("mine", "pod-0")
     daemon.run(minutes=1)
-    daemon.wish("pod-0", Wish.UP)
+    daemon.wish("pod-0", DesiredState.UP)
     daemon.run(minutes=20)
     workers = daemon.launcher.of_node(PROJECT, US, "mine")
     assert [worker.foreign_chips for worker in workers] == [True] * 4

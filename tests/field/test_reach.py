@@ -9,7 +9,7 @@ import pytest
 
 from tests.kits.field import calls, named, preempt
 from tests.kits.harness import PROJECT, SSH_KEY, US, Daemon
-from tpucare.model.memory import Wish
+from tpucare.model.memory import DesiredState
 from tpucare.planner import desired_state as wishes
 from tpucare.testbed.emulator.world.config import WorldConfig
 from tpucare.testbed.emulator.world.latency import around
@@ -134,7 +134,7 @@ def test_one_address_of_a_lost_node_leads_to_a_stranger(daemon: Daemon, key: boo
     preempt(daemon, "pod-0", shown="never")
     if not others:
         preempt(daemon, "other-0")
-        daemon.wish("other-0", Wish.DOWN)
+        daemon.wish("other-0", DesiredState.DOWN)
     daemon.launcher.key = "no key counts there" if not key else daemon.launcher.key
     daemon.launcher._at[address] = stranger
     daemon.run(minutes=10)

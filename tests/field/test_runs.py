@@ -14,7 +14,7 @@ from tests.kits.bench_worker import eventually, node
 from tests.kits.field import calls, launches_on, named, preempt
 from tests.kits.harness import Daemon
 from tpucare.engine.engine import Settings
-from tpucare.model.memory import BookName, End, Wish
+from tpucare.model.memory import BookName, DesiredState, End
 from tpucare.model.resources import Care, Job
 from tpucare.model.runs import Failure
 from tpucare.testbed.emulator.world.config import WorldConfig
@@ -43,7 +43,7 @@ def test_a_failed_node_goes_at_once_when_asked(tmp_path: Path) -> None:
     daemon.run_until(lambda: daemon.memory("pod-0").end is End.FAILED)
     daemon.run(minutes=5)
     assert named(daemon) == ["pod-0-a0"]
-    daemon.wish("pod-0", Wish.DOWN)
+    daemon.wish("pod-0", DesiredState.DOWN)
     daemon.run(minutes=5)
     assert named(daemon) == []
     daemon.check("pod-0-a0")

@@ -21,7 +21,7 @@ from tests.kits.evidence import (
     slot,
     token,
 )
-from tpucare.model.actions import Action, Create, Delete, EffectKind, Settle, Stop, Wait
+from tpucare.model.actions import Action, Create, Delete, EffectKind, Record, Stop, Wait
 from tpucare.model.evidence import Evidence, Progress
 from tpucare.model.memory import Memory
 from tpucare.model.resources import Provisioning, Slot
@@ -43,8 +43,8 @@ def told(action: Action) -> str:
     match action:
         case Delete():
             return f"Delete {action.reason.value}{' gives up' if action.gives_up else ''}"
-        case Settle():
-            return f"Settle {action.fact.value}"
+        case Record():
+            return f"Record {action.fact.value}"
         case Stop():
             book = f" {action.book.value}" if action.book else ""
             then = f" then {action.then.value}" if action.then else ""
@@ -69,7 +69,7 @@ def table(rows: Iterable[Any]) -> Callable[..., None]:
         action = act(what, known, declared)
         assert told(action) == want, action
         assert action.why
-        assert isinstance(action, Settle) or action.cause
+        assert isinstance(action, Record) or action.cause
 
     return row
 

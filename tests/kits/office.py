@@ -16,11 +16,11 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from tests.kits.harness import PROJECT, Daemon
-from tpucare.service.assembly import Caretaker
-from tpucare.service.commands import Desk
+from tpucare.service.assembly import Runtime
+from tpucare.service.commands import CommandHandler
 from tpucare.service.control_socket import NoDaemon, request
-from tpucare.service.fleet_folder import Intake
-from tpucare.service.fleet_registry import Roster
+from tpucare.service.fleet_folder import FleetFolder
+from tpucare.service.fleet_registry import FleetRegistry
 from tpucare.testbed.emulator.server import EmulatorServer
 from tpucare.testbed.emulator.world.config import WorldConfig
 
@@ -67,7 +67,7 @@ class Office:
     def _open(self) -> None:
         daemon = self.daemon
         assert daemon.store is not None
-        self.roster = Roster(
+        self.roster = FleetRegistry(
             daemon.engine,
             daemon.store,
             daemon.clock,
@@ -76,9 +76,9 @@ class Office:
             secrets=self.secrets,
         )
         self.roster.load()
-        self.intake = Intake(self.folder, self.roster)
+        self.intake = FleetFolder(self.folder, self.roster)
         parts = SimpleNamespace(engine=daemon.engine, store=daemon.store, clock=daemon.clock)
-        self.desk = Desk(cast(Caretaker, parts), self.roster, self.intake)
+        self.desk = CommandHandler(cast(Runtime, parts), self.roster, self.intake)
 
     def again(self) -> None:
         self.daemon.restart()

@@ -7,7 +7,7 @@ from datetime import datetime
 from typing import Any
 
 from tests.kits.evidence import NOW, intent, memory, name_of, node, place, token
-from tpucare.model.actions import Action, Create, Delete, Launch, Look, Poll, Reason, Stop
+from tpucare.model.actions import Action, Create, Delete, GetNode, GetOperation, Launch, Reason, Stop
 from tpucare.model.causes import Cause
 from tpucare.model.memory import Memory
 from tpucare.planner.remember import gone, intend, remember
@@ -38,12 +38,12 @@ def stop(number: int = 0, n: int = 1, **more: object) -> Stop:
     return Stop(what.key, what.id, token(number, n), Cause.UNRECORDED, "why", **more)  # type: ignore[arg-type]
 
 
-def poll(number: int = 10) -> Poll:
-    return Poll(name_of(number), "op", Cause.UNRECORDED, "why")
+def poll(number: int = 10) -> GetOperation:
+    return GetOperation(name_of(number), "op", Cause.UNRECORDED, "why")
 
 
-def look(number: int = 0) -> Look:
-    return Look(node(number=number).key, Cause.UNRECORDED, "why")
+def look(number: int = 0) -> GetNode:
+    return GetNode(node(number=number).key, Cause.UNRECORDED, "why")
 
 
 def asked(known: Memory, action: Action, now: datetime = NOW) -> Memory:

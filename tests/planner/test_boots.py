@@ -37,7 +37,7 @@ from tests.kits.evidence import (
     slot,
 )
 from tpucare.model.actions import Delete, EffectKind
-from tpucare.model.memory import Book
+from tpucare.model.memory import FailureCounter
 from tpucare.model.resources import Health
 
 # What a stop leaves behind on a node on which nothing of ours was ever launched.
@@ -99,7 +99,7 @@ BOOTS = [
     case(
         "a book asks for patience",
         evidence(seen(node(), QUIET)),
-        replace(FRESH, books={"crash": Book(2, 2, after(60), "exit 1")}),
+        replace(FRESH, books={"crash": FailureCounter(2, 2, after(60), "exit 1")}),
         "Wait",
     ),
     case("something else holds the chips", evidence(seen(node(), (QUIET, FOREIGN))), FRESH, "Stop"),
@@ -137,7 +137,7 @@ BOOTS = [
         "it let go",
         evidence(seen(node(), QUIET), looked={EffectKind.STOP.of(name_of(0)): ago(minutes=9)}),
         HELD,
-        "Settle run stopped",
+        "Record run stopped",
     ),
 ]
 
@@ -148,7 +148,7 @@ GONE_ON = memory(launched(0, **DELETED), past(1))
 LOOKED = {EffectKind.LOOK.of(name_of(0)): ago(2)}
 
 FENCES = [
-    case("an older node may train: GetNode", evidence(NEXT, dark_since={US: ago(60)}), GONE_ON, "Look"),
+    case("an older node may train: GetNode", evidence(NEXT, dark_since={US: ago(60)}), GONE_ON, "GetNode"),
     case("asked just now", evidence(NEXT, dark_since={US: ago(60)}, looked=LOOKED), GONE_ON, "Wait"),
     case(
         "its delete was accepted, which proves nothing",

@@ -33,7 +33,7 @@ from tests.kits.evidence import (
     token,
 )
 from tpucare.model.actions import ANY_CREATE, EffectKind
-from tpucare.model.memory import PlaceMemory, Refusal, Wish
+from tpucare.model.memory import DesiredState, PlaceMemory, Refusal
 
 POOR = replace(slot(), lacks="secret WANDB_API_KEY is not set")
 
@@ -48,7 +48,10 @@ CREATES = [
         "Create",
     ),
     case(
-        "an open intent: no second create", evidence(), memory(creates=(intent(accepted=True, operation="op"),)), "Poll"
+        "an open intent: no second create",
+        evidence(),
+        memory(creates=(intent(accepted=True, operation="op"),)),
+        "GetOperation",
     ),
     case(
         "an open intent that was polled just now",
@@ -68,7 +71,7 @@ CREATES = [
         "its answer was lost, and its place is no longer declared",
         evidence(),
         memory(creates=(intent(lost=True),)),
-        "Settle create superseded",
+        "Record create superseded",
         slot(place(EU)),
     ),
     case(
@@ -81,13 +84,13 @@ CREATES = [
         "refused when it was sent again: it could have arrived until now",
         evidence(),
         memory(creates=(intent(lost=True, refused="Quota", asked_at=before(91)),)),
-        "Look",
+        "GetNode",
     ),
     case(
         "operation over, node not listed: GetNode tells",
         evidence(),
         memory(creates=(intent(accepted=True, operation=""),)),
-        "Look",
+        "GetNode",
     ),
     case(
         "operation not ours to read: its node may not be visible yet",
@@ -99,31 +102,31 @@ CREATES = [
         "operation not ours to read: GetNode tells",
         evidence(),
         memory(creates=(intent(accepted=True, unread=True, asked_at=before(91)),)),
-        "Look",
+        "GetNode",
     ),
     case(
         "unanswered at boot_timeout",
         evidence(creates_since={name_of(0): ago(minutes=31)}, looked={EffectKind.POLL.of(name_of(0)): ago(1)}),
         memory(creates=(intent(accepted=True, operation="op"),)),
-        "Settle create superseded",
+        "Record create superseded",
     ),
     case(
         "its answers are lost until boot_timeout: another place may serve",
         evidence(creates_since={name_of(0): ago(minutes=31)}),
         memory(creates=(intent(lost=True, retry_at=before(1)),)),
-        "Settle create superseded",
+        "Record create superseded",
     ),
     case(
         "superseded, and comes after all, before any other",
         evidence(seen(node("READY"))),
         memory(past(), creates=(intent(superseded=True, accepted=True), intent(1, accepted=True, operation="op"))),
-        "Settle create kept",
+        "Record create kept",
     ),
     case(
         "superseded, is being made after all, and no other is",
         evidence(seen(node("CREATING"))),
         memory(past(), creates=(intent(superseded=True, accepted=True),)),
-        "Settle create kept",
+        "Record create kept",
     ),
     case(
         "superseded, is being made after all, and so is another",
@@ -139,7 +142,7 @@ CREATES = [
         memory(
             past(), past(1), creates=(intent(superseded=True, accepted=True), intent(1, accepted=True, operation="op"))
         ),
-        "Settle create kept",
+        "Record create kept",
     ),
     case(
         "superseded, serves after all, and another trains that still shows CREATING",
@@ -156,7 +159,7 @@ CREATES = [
     case(
         "superseded, and comes while the slot goes down",
         evidence(seen(node("READY"))),
-        memory(past(), creates=(intent(superseded=True, accepted=True),), wish=Wish.DOWN),
+        memory(past(), creates=(intent(superseded=True, accepted=True),), wish=DesiredState.DOWN),
         "Delete surplus",
     ),
     case(
@@ -178,7 +181,7 @@ CREATES = [
         "superseded for an hour: is its node there?",
         evidence(looked={EffectKind.POLL.of(name_of(0)): ago(1)}, creates_since={name_of(0): ago(minutes=60)}),
         memory(creates=(intent(superseded=True, accepted=True, operation="op"),)),
-        "Look",
+        "GetNode",
     ),
     case(
         "its operation failed, its workers answer: the workers win",
@@ -242,8 +245,8 @@ CREATES = [
         memory(launched()),
         "Wait",
     ),
-    case("remembered and not in the listing: GetNode tells", evidence(), memory(launched()), "Look"),
-    case("404 for a node that was there", evidence(seen(node(), running(), listed=False)), TRAINS, "Look"),
+    case("remembered and not in the listing: GetNode tells", evidence(), memory(launched()), "GetNode"),
+    case("404 for a node that was there", evidence(seen(node(), running(), listed=False)), TRAINS, "GetNode"),
     case(
         "404 for a node that was there: asked just now",
         evidence(seen(node(), running(), listed=False), looked={EffectKind.LOOK.of(name_of(0)): ago(2)}),
@@ -263,7 +266,7 @@ DELETES = [
         "and not before its time",
         evidence(seen(node("DELETING"))),
         memory(launched(delete_asked_at=before(9), delete_next_at=after(51)), creates=(intent(3, accepted=True),)),
-        "Look",
+        "GetNode",
     ),
     case(
         "nor while it is under way",

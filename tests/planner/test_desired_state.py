@@ -26,7 +26,7 @@ from tests.kits.evidence import (
     slot,
 )
 from tpucare.model.actions import Create, Launch, Wait
-from tpucare.model.memory import Book, End, PlaceMemory, Refusal, Wish
+from tpucare.model.memory import DesiredState, End, FailureCounter, PlaceMemory, Refusal
 from tpucare.model.resources import OnSuccess
 from tpucare.planner import desired_state as wishes
 
@@ -36,7 +36,7 @@ TIRED = replace(
     end_why="crashes",
     ended_at=NOW,
     step=7,
-    books={"crash": Book(11, 40, after(60), "exit 1")},
+    books={"crash": FailureCounter(11, 40, after(60), "exit 1")},
     places={place().key: PlaceMemory(3, after(60), Refusal.HUMAN, "no permission", True, 4, NOW, NOW, 2)},
 )
 
@@ -48,23 +48,24 @@ def test_every_wish_has_its_word() -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "wish"), [("up", Wish.UP), ("down", Wish.DOWN), ("pause", Wish.PAUSED), ("resume", Wish.UP)]
+    ("word", "wish"),
+    [("up", DesiredState.UP), ("down", DesiredState.DOWN), ("pause", DesiredState.PAUSED), ("resume", DesiredState.UP)],
 )
-def test_what_is_wished_is_kept(word: str, wish: Wish) -> None:
-    assert wishes.WISHES[word](replace(TRAINS, wish=Wish.PAUSED)).wish is wish
+def test_what_is_wished_is_kept(word: str, wish: DesiredState) -> None:
+    assert wishes.WISHES[word](replace(TRAINS, wish=DesiredState.PAUSED)).wish is wish
 
 
 def test_retry_begins_with_clean_books_and_places_and_keeps_what_was_reached() -> None:
     known = wishes.retry(TIRED)
-    assert known.books == {"crash": Book(total=40)}
+    assert known.books == {"crash": FailureCounter(total=40)}
     assert known.place(place().key) == PlaceMemory(reason="no permission", last_success=NOW)
     assert (known.end, known.end_why, known.ended_at) == (End.NONE, "", None)
     assert (known.step, known.attempts, known.next_number) == (7, TIRED.attempts, TIRED.next_number)
 
 
 def test_up_begins_anew_only_where_something_had_ended() -> None:
-    assert wishes.up(TIRED).books == {"crash": Book(total=40)}
-    assert wishes.up(replace(TIRED, end=End.NONE, wish=Wish.DOWN)).books == {"crash": Book(total=40)}
+    assert wishes.up(TIRED).books == {"crash": FailureCounter(total=40)}
+    assert wishes.up(replace(TIRED, end=End.NONE, wish=DesiredState.DOWN)).books == {"crash": FailureCounter(total=40)}
     assert wishes.up(replace(TIRED, end=End.NONE)).books == TIRED.books
 
 
@@ -99,5 +100,5 @@ def test_a_finished_slot_that_is_applied_again_runs_again_on_the_node_that_was_k
 
 
 def test_a_slot_that_was_down_comes_up_with_a_new_node() -> None:
-    assert isinstance(act(evidence(), wishes.up(memory(wish=Wish.DOWN))), Create)
-    assert isinstance(act(evidence(seen(node(), QUIET)), wishes.up(replace(FRESH, wish=Wish.DOWN))), Launch)
+    assert isinstance(act(evidence(), wishes.up(memory(wish=DesiredState.DOWN))), Create)
+    assert isinstance(act(evidence(seen(node(), QUIET)), wishes.up(replace(FRESH, wish=DesiredState.DOWN))), Launch)

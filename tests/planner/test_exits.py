@@ -39,7 +39,7 @@ from tests.kits.evidence import (
 )
 from tpucare.model.actions import EffectKind, Stop, Wait
 from tpucare.model.evidence import Progress
-from tpucare.model.memory import Book
+from tpucare.model.memory import FailureCounter
 from tpucare.model.resources import OnSuccess, Provisioning
 from tpucare.model.runs import Failure, Phase
 from tpucare.planner.remember import taken
@@ -54,20 +54,20 @@ EXITS = [
     case(
         "setup budget spent",
         evidence(over(1, failure=Failure.SETUP)),
-        replace(TRAINS, books={"setup": Book(5, 5)}),
+        replace(TRAINS, books={"setup": FailureCounter(5, 5)}),
         "Stop setup gives up",
     ),
     case("crashed", evidence(over(1, failure=Failure.CRASH)), TRAINS, "Stop crash"),
     case(
         "crash budget spent",
         evidence(over(1, failure=Failure.CRASH, progress=NO_PROGRESS)),
-        replace(TRAINS, books={"crash": Book(10, 10)}, step=9),
+        replace(TRAINS, books={"crash": FailureCounter(10, 10)}, step=9),
         "Stop crash gives up",
     ),
     case(
         "crash budget spent, but it got further",
         evidence(over(1, failure=Failure.CRASH, step=20)),
-        replace(TRAINS, books={"crash": Book(10, 10)}, step=9),
+        replace(TRAINS, books={"crash": FailureCounter(10, 10)}, step=9),
         "Stop crash",
     ),
     case("crashed, one worker silent a moment ago", evidence(over(1, answering_since=ago(9))), TRAINS, "Wait"),
@@ -75,13 +75,13 @@ EXITS = [
     case(
         "a dirty host, node after node",
         evidence(over(1, failure=Failure.DIRTY_HOST)),
-        replace(TRAINS, books={"infrastructure": Book(3, 3)}),
+        replace(TRAINS, books={"infrastructure": FailureCounter(3, 3)}),
         "Stop crash then dead",
     ),
     case(
         "a dirty host, node after node, crash budget spent",
         evidence(over(1, failure=Failure.DIRTY_HOST)),
-        replace(TRAINS, books={"infrastructure": Book(3, 3), "crash": Book(10, 10)}),
+        replace(TRAINS, books={"infrastructure": FailureCounter(3, 3), "crash": FailureCounter(10, 10)}),
         "Stop crash gives up",
     ),
     case(
@@ -94,13 +94,13 @@ EXITS = [
     case(
         "gone without a status twelve times in a row",
         evidence(over(None)),
-        replace(TRAINS, books={"infrastructure": Book(11, 11)}),
+        replace(TRAINS, books={"infrastructure": FailureCounter(11, 11)}),
         "Stop infrastructure",
     ),
     case(
         "gone without a status once more",
         evidence(over(None)),
-        replace(TRAINS, books={"infrastructure": Book(12, 12)}),
+        replace(TRAINS, books={"infrastructure": FailureCounter(12, 12)}),
         "Stop infrastructure gives up",
     ),
     case("gone without a status, seen once", evidence(over(None, 0)), TRAINS, "Wait"),
@@ -126,13 +126,13 @@ EXITS = [
         TRAINS,
         "Stop infrastructure",
     ),
-    case("exit 0 after a maintenance that is over", evidence(over(0, 61, maintenance="")), TRAINS, "Settle ended"),
+    case("exit 0 after a maintenance that is over", evidence(over(0, 61, maintenance="")), TRAINS, "Record ended"),
     case("exit 0: sure in a minute", evidence(over(0, 59)), TRAINS, "Wait"),
     case(
         "exit 0 is seen twice: it is noted",
         evidence(seen(node(), ended(0), ended_since=ago(10), phase_since=ago(10), ended_reports=2)),
         TRAINS,
-        "Settle run finished",
+        "Record run finished",
     ),
     case(
         "exit 0 is seen once",
@@ -153,16 +153,16 @@ EXITS = [
         "Wait",
         slot(on_success=OnSuccess.RESTART),
     ),
-    case("noted, and preempted is TRUE since", evidence(over(0, 61, preempted=True)), FINISHED, "Settle ended"),
-    case("noted, and its workers were started anew", evidence(over(None, 61)), FINISHED, "Settle ended"),
+    case("noted, and preempted is TRUE since", evidence(over(0, 61, preempted=True)), FINISHED, "Record ended"),
+    case("noted, and its workers were started anew", evidence(over(None, 61)), FINISHED, "Record ended"),
     case("noted, and its node is dead", evidence(seen(node("PREEMPTED"), SILENT)), FINISHED, "Delete dead"),
-    case("noted, and its node is gone", evidence(), replace(FINISHED, nodes=()), "Settle ended"),
-    case("noted, and somebody took its node", evidence(foreign=(node(),)), taken(FINISHED, name_of(0)), "Settle ended"),
+    case("noted, and its node is gone", evidence(), replace(FINISHED, nodes=()), "Record ended"),
+    case("noted, and somebody took its node", evidence(foreign=(node(),)), taken(FINISHED, name_of(0)), "Record ended"),
     case(
         "noted, and a worker is silent for a minute",
         evidence(seen(node(), (ended(0), SILENT), silent_since=ago(61), silent_probes=9)),
         FINISHED,
-        "Settle ended",
+        "Record ended",
     ),
     case(
         "noted, and a worker is silent for less",
@@ -170,7 +170,7 @@ EXITS = [
         FINISHED,
         "Wait",
     ),
-    case("exit 0: done", evidence(over(0, 61)), TRAINS, "Settle ended"),
+    case("exit 0: done", evidence(over(0, 61)), TRAINS, "Record ended"),
     case(
         "exit 0 just now, a sibling's long ago: sure in a minute",
         evidence(seen(node(), ended(0), ended_since=ago(hours=1), phase_since=ago(10))),
@@ -240,7 +240,7 @@ STOPS = [
         STOPPING,
         "Wait",
     ),
-    case("stopped and quiet", evidence(seen(node(), ended(143)), looked=STOPPED), STOPPING, "Settle run stopped"),
+    case("stopped and quiet", evidence(seen(node(), ended(143)), looked=STOPPED), STOPPING, "Record run stopped"),
     case("stopped and not quiet yet", evidence(seen(node(), running()), looked=STOPPED), STOPPING, "Wait"),
     case(
         "chips not free after SIGKILL",

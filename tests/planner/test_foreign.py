@@ -26,9 +26,9 @@ from tests.kits.evidence import (
     slot,
     token,
 )
-from tpucare.model.actions import Settle, Stop, Wait
+from tpucare.model.actions import Record, Stop, Wait
 from tpucare.model.evidence import NodeEvidence
-from tpucare.model.memory import Book, End, Memory
+from tpucare.model.memory import End, FailureCounter, Memory
 from tpucare.model.resources import Health, Job, OnExit, OnSuccess, Provisioning, Slot
 from tpucare.model.runs import Failure, ForeignRun, Phase, WorkerReport
 from tpucare.planner.run import ENDED
@@ -58,9 +58,9 @@ def on(*workers: WorkerReport, **more: Any) -> NodeEvidence:
 
 
 RECENT, LONG_AGO = {"ended_since": ago(1)}, {"ended_since": ago(minutes=2)}
-SETUP_FAILED_5 = replace(RUNS, books={"setup": Book(5, 5, None, "no")})
-CRASHED_10 = replace(RUNS, books={"crash": Book(10, 10, None, ENDED)})
-INTERRUPTED_12 = replace(RUNS, books={"infrastructure": Book(12, 12, None, "reboot")})
+SETUP_FAILED_5 = replace(RUNS, books={"setup": FailureCounter(5, 5, None, "no")})
+CRASHED_10 = replace(RUNS, books={"crash": FailureCounter(10, 10, None, ENDED)})
+INTERRUPTED_12 = replace(RUNS, books={"infrastructure": FailureCounter(12, 12, None, "reboot")})
 LEAVE, RESTART, DELETE = door(), door(OnExit.RESTART), door(OnExit.DELETE)
 
 
@@ -76,22 +76,22 @@ LEAVE, RESTART, DELETE = door(), door(OnExit.RESTART), door(OnExit.DELETE)
         (on(LIVES, LIVES, phase_since=ago(hours=20)), RUNS, LEAVE, "Wait"),
         # It does not.
         (on(GONE, GONE, **RECENT), RUNS, LEAVE, "Wait"),
-        (on(GONE, GONE, **LONG_AGO), RUNS, LEAVE, "Settle run over"),
-        (on(GONE, IDLE, **LONG_AGO), RUNS, LEAVE, "Settle run over"),
-        (on(IDLE, IDLE, **LONG_AGO), RUNS, LEAVE, "Settle run over"),
+        (on(GONE, GONE, **LONG_AGO), RUNS, LEAVE, "Record run over"),
+        (on(GONE, IDLE, **LONG_AGO), RUNS, LEAVE, "Record run over"),
+        (on(IDLE, IDLE, **LONG_AGO), RUNS, LEAVE, "Record run over"),
         (on(GONE, GONE, **LONG_AGO), OVER, LEAVE, "Wait"),
-        (on(LIVES, GONE), OVER, LEAVE, "Settle run back"),
+        (on(LIVES, GONE), OVER, LEAVE, "Record run back"),
         (on(GONE, GONE, **RECENT), RUNS, RESTART, "Wait"),
         (on(GONE, GONE, **LONG_AGO), RUNS, RESTART, "Stop crash"),
         (on(GONE, GONE, **LONG_AGO), CRASHED_10, RESTART, "Stop crash gives up"),
         (on(GONE, GONE, phase_since=ago(hours=3), **LONG_AGO), CRASHED_10, RESTART, "Stop crash"),
         (on(GONE, GONE, **LONG_AGO), OVER, RESTART, "Stop crash"),
-        (on(GONE, GONE, **LONG_AGO), RUNS, DELETE, "Settle ended"),
+        (on(GONE, GONE, **LONG_AGO), RUNS, DELETE, "Record ended"),
         # Its setup failed, or nobody is there to end it.
         (on(RAISED, SETS_UP, **RECENT), RUNS, LEAVE, "Wait"),
         (on(RAISED, SETS_UP, **LONG_AGO), RUNS, LEAVE, "Stop setup"),
         (on(RAISED, SETS_UP, **LONG_AGO), SETUP_FAILED_5, LEAVE, "Stop setup gives up"),
-        (on(LIVES, LIVES), SETUP_FAILED_5, LEAVE, "Settle setup done"),
+        (on(LIVES, LIVES), SETUP_FAILED_5, LEAVE, "Record setup done"),
         (on(LOST, LOST), RUNS, LEAVE, "Stop"),
         (on(LOST_QUIET, LOST_QUIET), RUNS, DELETE, "Stop"),
         # A worker was started anew.
@@ -123,7 +123,7 @@ def test_its_end_is_told_as_what_it_is() -> None:
     left = act(evidence(on(GONE, GONE, **LONG_AGO)), OVER, LEAVE)
     assert left.why == "its run ended; not known to have succeeded (care.on_exit is leave)"
     done = act(evidence(on(GONE, GONE, **LONG_AGO)), RUNS, DELETE)
-    assert isinstance(done, Settle)
+    assert isinstance(done, Record)
     assert (done.end, done.why) == (End.DONE, ENDED)
 
 
@@ -143,7 +143,7 @@ def test_its_end_is_told_as_what_it_is() -> None:
 def test_a_status_that_the_script_left_is_told_and_changes_nothing(statuses: tuple[int | None, ...], want: str) -> None:
     workers = tuple(replace(GONE, foreign=ForeignRun(seen=True, status=status)) for status in statuses)
     left = act(evidence(on(*workers, **LONG_AGO)), RUNS, LEAVE)
-    assert (told(left), left.why) == ("Settle run over", want)
+    assert (told(left), left.why) == ("Record run over", want)
     assert act(evidence(on(*workers, **LONG_AGO)), OVER, LEAVE).why == f"{want} (care.on_exit is leave)"
 
 
@@ -168,9 +168,9 @@ def test_a_done_slot_lets_its_node_go_whatever_becomes_of_finished_runs() -> Non
 
 
 def test_a_relaunch_waits_for_its_book() -> None:
-    stopped = memory(launched(), run=run(stopped=True), books={"crash": Book(1, 1, after(seconds=30), ENDED)})
+    stopped = memory(launched(), run=run(stopped=True), books={"crash": FailureCounter(1, 1, after(seconds=30), ENDED)})
     waits = act(evidence(on(GONE, GONE, **LONG_AGO)), stopped, RESTART)
     assert isinstance(waits, Wait)
-    ready = memory(launched(), run=run(stopped=True), books={"crash": Book(1, 1, before(seconds=30), ENDED)})
+    ready = memory(launched(), run=run(stopped=True), books={"crash": FailureCounter(1, 1, before(seconds=30), ENDED)})
     launch = act(evidence(on(GONE, GONE, **LONG_AGO)), ready, RESTART)
     assert (told(launch), getattr(launch, "token", "")) == ("Launch", token(0, 2))

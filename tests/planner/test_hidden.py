@@ -25,7 +25,7 @@ from tests.kits.evidence import (
 from tpucare.model.actions import EffectKind
 from tpucare.model.errors import NeedsPerson, Transient
 from tpucare.model.evidence import FailedLook
-from tpucare.model.memory import Memory, Wish
+from tpucare.model.memory import DesiredState, Memory
 
 BOTH = slot(place(US), place(EU))
 PROCEED = slot(place(US), place(EU), fence_proceed=True)
@@ -42,15 +42,15 @@ def known(**more: Any) -> Memory:
 LOST = known(out_of_sight=True)
 HIDDEN = [
     case("its zone is dark", evidence(SEEN, dark_since=DARK), TRAINS, "Wait", BOTH),
-    case("its zone stays dark", evidence(SEEN, dark_since=LONG_DARK), TRAINS, "Settle node out of sight", BOTH),
+    case("its zone stays dark", evidence(SEEN, dark_since=LONG_DARK), TRAINS, "Record node out of sight", BOTH),
     case("not seen since the start", evidence(dark_since=DARK), TRAINS, "Wait", BOTH),
-    case("never seen since the start", evidence(dark_since=LONG_DARK), TRAINS, "Settle node out of sight", BOTH),
+    case("never seen since the start", evidence(dark_since=LONG_DARK), TRAINS, "Record node out of sight", BOTH),
     case("fence_after counts", evidence(SEEN, dark_since=LONG_DARK), TRAINS, "Wait", slot(fence_after=HOUR)),
     case(
         "GetNode is refused",
         evidence(failed_looks=REFUSED, looked=dict.fromkeys([EffectKind.LOOK.of("pod-0-a0")], ago(9))),
         TRAINS,
-        "Settle node out of sight",
+        "Record node out of sight",
         BOTH,
     ),
     case("out of sight: a person", evidence(SEEN, dark_since=LONG_DARK), LOST, "Wait person", BOTH),
@@ -94,10 +94,10 @@ HIDDEN = [
         "of two, one is hidden for good",
         evidence(SEEN, seen(node(number=1), QUIET), dark_since=LONG_DARK),
         memory(launched(), past(1)),
-        "Settle node out of sight",
+        "Record node out of sight",
         BOTH,
     ),
-    case("taken: a person", evidence(), known(taken=True), "Look", BOTH),
+    case("taken: a person", evidence(), known(taken=True), "GetNode", BOTH),
     case(
         "taken, looked at: a person",
         evidence(looked={EffectKind.LOOK.of("pod-0-a0"): ago(1)}),
@@ -110,18 +110,23 @@ HIDDEN = [
         known(taken=True, written_off=True),
         "Create",
     ),
-    case("down: its zone is dark", evidence(SEEN, dark_since={US: ago(119)}), replace(TRAINS, wish=Wish.DOWN), "Wait"),
+    case(
+        "down: its zone is dark",
+        evidence(SEEN, dark_since={US: ago(119)}),
+        replace(TRAINS, wish=DesiredState.DOWN),
+        "Wait",
+    ),
     case(
         "down: its zone stays dark",
         evidence(SEEN, dark_since={US: ago(120)}),
-        replace(TRAINS, wish=Wish.DOWN),
+        replace(TRAINS, wish=DesiredState.DOWN),
         "Wait person",
     ),
     case(
         "a look that fails is repeated",
         evidence(failed_looks=FAILS, looked={EffectKind.LOOK.of("pod-0-a0"): ago(40)}),
         TRAINS,
-        "Look",
+        "GetNode",
     ),
     case(
         "ever more seldom",
@@ -133,7 +138,7 @@ HIDDEN = [
         "at least each 10 min",
         evidence(failed_looks=REFUSED, looked={EffectKind.LOOK.of("pod-0-a0"): ago(600)}),
         TRAINS,
-        "Look",
+        "GetNode",
     ),
     case(
         "a dead one in the dark holds nothing up",

@@ -10,44 +10,44 @@ import pytest
 
 from tests.kits.evidence import FRESH, NOW, TRAINS, after, intent, launched, memory, name_of, node, past, run, token
 from tests.kits.remembering import ACCEPTED, OPEN, asked, came, delete, look, poll
-from tpucare.model.actions import Action, Fact, Notice, PushKey, Reason, Settle, Vouch
+from tpucare.model.actions import Action, AddSshKey, Fact, FetchHostKeys, Notice, Reason, Record
 from tpucare.model.causes import Cause
 from tpucare.model.errors import AnswerLost, NodeGone
-from tpucare.model.memory import Book, BookName, End, Publishing, Trust
+from tpucare.model.memory import BookName, End, FailureCounter, Publishing, Trust
 from tpucare.planner.remember import recover
 
 
 def test_facts_are_written_down() -> None:
-    adopted = asked(FRESH, Settle(Fact.RUN_ADOPTED, "why", name_of(0), token(0, 3), 3))
+    adopted = asked(FRESH, Record(Fact.RUN_ADOPTED, "why", name_of(0), token(0, 3), 3))
     assert adopted.run is not None
     assert (adopted.run.token, adopted.run.complete, adopted.attempts) == (token(0, 3), True, 2)
-    again = asked(adopted, Settle(Fact.RUN_ADOPTED, "why", name_of(0), token(0, 4), 4))
+    again = asked(adopted, Record(Fact.RUN_ADOPTED, "why", name_of(0), token(0, 4), 4))
     assert again.attempts == 2
-    assert asked(memory(), Settle(Fact.RUN_ADOPTED, "why", name_of(0), token(), 1)).attempts == 0
+    assert asked(memory(), Record(Fact.RUN_ADOPTED, "why", name_of(0), token(), 1)).attempts == 0
     for fact, field in (
         (Fact.RUN_COMPLETE, "complete"),
         (Fact.RUN_STOPPED, "stopped"),
         (Fact.RUN_PROGRESSED, "progressed"),
     ):
         known = memory(past(), run=run(complete=False, progressed=False))
-        told = asked(known, Settle(fact, "why", name_of(0), token())).run
+        told = asked(known, Record(fact, "why", name_of(0), token())).run
         assert told is not None
         assert getattr(told, field)
-        assert asked(memory(), Settle(fact, "why")).run is None
+        assert asked(memory(), Record(fact, "why")).run is None
     tired = replace(
-        TRAINS, step=5, books={name: Book(3, 9, after(60)) for name in ("setup", "infrastructure", "crash")}
+        TRAINS, step=5, books={name: FailureCounter(3, 9, after(60)) for name in ("setup", "infrastructure", "crash")}
     )
-    rested = asked(tired, Settle(Fact.SETUP_DONE, "why", name_of(0)))
-    assert rested.book(BookName.SETUP) == Book(0, 9)
+    rested = asked(tired, Record(Fact.SETUP_DONE, "why", name_of(0)))
+    assert rested.book(BookName.SETUP) == FailureCounter(0, 9)
     assert rested.book(BookName.INFRASTRUCTURE).failures == 3
-    assert asked(rested, Settle(Fact.SETUP_DONE, "why", name_of(0))) == rested
+    assert asked(rested, Record(Fact.SETUP_DONE, "why", name_of(0))) == rested
     for step, failures in ((5, 3), (6, 0)):
-        further = asked(tired, Settle(Fact.RUN_PROGRESSED, "why", name_of(0), step=step))
+        further = asked(tired, Record(Fact.RUN_PROGRESSED, "why", name_of(0), step=step))
         assert further.book(BookName.INFRASTRUCTURE).failures == failures
-    slow = asked(TRAINS, Settle(Fact.RUN_PROGRESSED, "why", name_of(0), gap=timedelta(minutes=2))).run
+    slow = asked(TRAINS, Record(Fact.RUN_PROGRESSED, "why", name_of(0), gap=timedelta(minutes=2))).run
     assert slow is not None
     assert slow.gap_seconds == 120
-    ended = asked(TRAINS, Settle(Fact.ENDED, "exit 0", end=End.DONE, step=9))
+    ended = asked(TRAINS, Record(Fact.ENDED, "exit 0", end=End.DONE, step=9))
     assert (ended.end, ended.end_why, ended.ended_at, ended.step) == (End.DONE, "exit 0", NOW, 9)
 
 
@@ -57,7 +57,7 @@ def test_a_notice_and_a_key_are_noted_on_the_node() -> None:
     assert told is not None
     assert (told.noticed_at, told.noticed_checkpoint) == (NOW, 5)
     assert asked(memory(), notice) == memory()
-    key = PushKey(node().key, Cause.UNRECORDED, "why")
+    key = AddSshKey(node().key, Cause.UNRECORDED, "why")
     told = came(TRAINS, key).node(name_of(0))
     assert told is not None
     assert told.keyed
@@ -67,7 +67,7 @@ def test_a_notice_and_a_key_are_noted_on_the_node() -> None:
 
 
 def test_why_host_keys_are_believed_is_remembered_and_of_whom_it_tells() -> None:
-    vouch = Vouch(node().key, Cause.UNRECORDED, "why", "p/runtime")
+    vouch = FetchHostKeys(node().key, Cause.UNRECORDED, "why", "p/runtime")
     known = came(TRAINS, vouch, True)
     told = known.node(name_of(0))
     assert told is not None
@@ -75,24 +75,30 @@ def test_why_host_keys_are_believed_is_remembered_and_of_whom_it_tells() -> None
     assert known.publishing == {"p/runtime": Publishing(NOW, published=True)}
     for result, error in ((False, None), (None, AnswerLost("x")), (True, AnswerLost("x"))):
         assert came(TRAINS, vouch, result, error) == TRAINS
-    first = asked(known, Settle(Fact.FIRST_USE, "why", name=name_of(0), publisher="p/runtime"))
+    first = asked(known, Record(Fact.FIRST_USE, "why", name=name_of(0), publisher="p/runtime"))
     told = first.node(name_of(0))
     assert told is not None
     assert told.trust is Trust.FIRST_USE
     assert first.publishing == {"p/runtime": Publishing(NOW, published=False)}
-    forbidden = asked(TRAINS, Settle(Fact.FIRST_USE, "why", name=name_of(0)))
+    forbidden = asked(TRAINS, Record(Fact.FIRST_USE, "why", name=name_of(0)))
     assert forbidden.publishing == {}
 
 
 @pytest.mark.parametrize(
-    "action", [look(), poll(), Vouch(node().key, Cause.UNRECORDED, "why"), PushKey(node().key, Cause.UNRECORDED, "why")]
+    "action",
+    [
+        look(),
+        poll(),
+        FetchHostKeys(node().key, Cause.UNRECORDED, "why"),
+        AddSshKey(node().key, Cause.UNRECORDED, "why"),
+    ],
 )
 def test_what_only_asks_has_no_intent(action: Action) -> None:
     assert asked(TRAINS, action) is TRAINS
 
 
 def test_what_only_tells_leaves_nothing() -> None:
-    assert came(TRAINS, Vouch(node().key, Cause.UNRECORDED, "why"), {}) is TRAINS
+    assert came(TRAINS, FetchHostKeys(node().key, Cause.UNRECORDED, "why"), {}) is TRAINS
     assert came(TRAINS, Notice(node().key, token(), "save", Cause.UNRECORDED, "why")) is TRAINS
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.kits.evidence import FRESH, NOW, TRAINS, US, after, before, intent, memory, name_of, node
 from tests.kits.remembering import ACCEPTED, OPEN, PLACE, asked, came, create, delete, look, poll, vanished
-from tpucare.model.actions import Fact, Settle
+from tpucare.model.actions import Fact, Record
 from tpucare.model.errors import (
     AlreadyExists,
     AnswerLost,
@@ -24,7 +24,7 @@ from tpucare.model.errors import (
     RateLimited,
     Transient,
 )
-from tpucare.model.memory import BookName, CreateIntent, PlaceMemory, Refusal, Wish
+from tpucare.model.memory import BookName, CreateIntent, DesiredState, PlaceMemory, Refusal
 from tpucare.model.resources import Operation
 from tpucare.planner.remember import absorb, recover
 
@@ -117,7 +117,7 @@ def test_while_creating_the_operation_has_still_to_tell() -> None:
 
 
 def test_a_superseded_intent_stays_until_its_node_is_gone() -> None:
-    known = asked(ACCEPTED, Settle(Fact.CREATE_SUPERSEDED, "why", name_of(10)))
+    known = asked(ACCEPTED, Record(Fact.CREATE_SUPERSEDED, "why", name_of(10)))
     assert known.place(PLACE).retry_at is not None, "another place goes first"
     known = absorb(known, node("READY", 10))
     told = known.create(name_of(10))
@@ -125,15 +125,15 @@ def test_a_superseded_intent_stays_until_its_node_is_gone() -> None:
     assert told.superseded
     over = came(known, poll(), Operation("op", done=True))
     assert over.create(name_of(10)) is None or over.create(name_of(10)).superseded  # type: ignore[union-attr]
-    assert asked(memory(), Settle(Fact.CREATE_SUPERSEDED, "why", name_of(10))) == memory()
-    down = asked(replace(ACCEPTED, wish=Wish.DOWN), Settle(Fact.CREATE_SUPERSEDED, "taken down", name_of(10)))
+    assert asked(memory(), Record(Fact.CREATE_SUPERSEDED, "why", name_of(10))) == memory()
+    down = asked(replace(ACCEPTED, wish=DesiredState.DOWN), Record(Fact.CREATE_SUPERSEDED, "taken down", name_of(10)))
     assert down.places == {}, "a person's wish is no fault of the place"
 
 
 def test_a_create_that_was_given_up_and_serves_first_holds_the_slot() -> None:
-    known = absorb(asked(ACCEPTED, Settle(Fact.CREATE_SUPERSEDED, "why", name_of(10))), node("READY", 10))
+    known = absorb(asked(ACCEPTED, Record(Fact.CREATE_SUPERSEDED, "why", name_of(10))), node("READY", 10))
     known = known.with_create(replace(ACCEPTED.creates[0], name=name_of(11), number=11))
-    kept = asked(known, Settle(Fact.CREATE_KEPT, "it came first", name_of(10)))
+    kept = asked(known, Record(Fact.CREATE_KEPT, "it came first", name_of(10)))
     assert {intent.name: intent.superseded for intent in kept.creates} == {name_of(10): False, name_of(11): True}
     assert came(kept, poll(), Operation("op", done=True)).create(name_of(10)) is None
     assert kept.node(name_of(10)) == known.node(name_of(10))

@@ -9,9 +9,9 @@ import pytest
 
 from tests.kits.evidence import FRESH, NOW, TRAINS, intent, launched, memory, name_of, node, past, run, token
 from tests.kits.remembering import PLACE, asked, came, delete, launch, poll, stop, vanished
-from tpucare.model.actions import Action, Fact, Reason, Settle
+from tpucare.model.actions import Action, Fact, Reason, Record
 from tpucare.model.errors import AuthRefused, CommandFailed, ConfigError, WorkerSilent
-from tpucare.model.memory import Book, BookName, End, PlaceMemory, Refusal
+from tpucare.model.memory import BookName, End, FailureCounter, PlaceMemory, Refusal
 from tpucare.model.resources import Operation
 from tpucare.model.runs import LaunchResult, StopResult
 from tpucare.planner.desired_state import replace_node, restart, retry
@@ -37,7 +37,7 @@ def test_a_launch_settles_the_create_of_its_node_however_long_the_operation_goes
     made = memory(past(), creates=(open_intent, other)).with_place(PLACE, PlaceMemory(3, kind=Refusal.NO_CAPACITY))
     for known in (
         asked(made, launch()),
-        asked(made, Settle(Fact.RUN_ADOPTED, "why", name_of(0), token(), 1)),
+        asked(made, Record(Fact.RUN_ADOPTED, "why", name_of(0), token(), 1)),
         recover(asked(made, launch()).with_create(open_intent)),
         recover(asked(made, launch()).with_create(replace(open_intent, superseded=True))),
     ):
@@ -149,22 +149,22 @@ def test_which_job_tells_of_steps_is_known_and_an_edited_one_begins_anew() -> No
     assert (known.book(BookName.CRASH).failures, known.book(BookName.CRASH).total) == (0, 1)
     told = asked(known, stop(0, 2, step=7))
     assert (told.step, told.step_job) == (7, "new")
-    assert asked(known, Settle(Fact.RUN_PROGRESSED, "why", name_of(0))).step_job == "new"
+    assert asked(known, Record(Fact.RUN_PROGRESSED, "why", name_of(0))).step_job == "new"
 
 
-IN_A_ROW = replace(TRAINS, step=100, checkpoint=50, books={name.value: Book(3, 3) for name in BookName})
+IN_A_ROW = replace(TRAINS, step=100, checkpoint=50, books={name.value: FailureCounter(3, 3) for name in BookName})
 
 
 @pytest.mark.parametrize(
     ("what", "is_over"),
     [
-        (Settle(Fact.RUN_PROGRESSED, "why", name_of(0), step=101), True),
-        (Settle(Fact.RUN_PROGRESSED, "why", name_of(0), step=100), False),
-        (Settle(Fact.RUN_PROGRESSED, "why", name_of(0), checkpoint=100), True),
-        (Settle(Fact.RUN_PROGRESSED, "why", name_of(0), step=9, checkpoint=51), True),
-        (Settle(Fact.RUN_PROGRESSED, "why", name_of(0), step=9, checkpoint=50), False),
-        (Settle(Fact.RUN_LASTED, "why", name_of(0)), True),
-        (Settle(Fact.ENDED, "why", name_of(0), end=End.DONE), True),
+        (Record(Fact.RUN_PROGRESSED, "why", name_of(0), step=101), True),
+        (Record(Fact.RUN_PROGRESSED, "why", name_of(0), step=100), False),
+        (Record(Fact.RUN_PROGRESSED, "why", name_of(0), checkpoint=100), True),
+        (Record(Fact.RUN_PROGRESSED, "why", name_of(0), step=9, checkpoint=51), True),
+        (Record(Fact.RUN_PROGRESSED, "why", name_of(0), step=9, checkpoint=50), False),
+        (Record(Fact.RUN_LASTED, "why", name_of(0)), True),
+        (Record(Fact.ENDED, "why", name_of(0), end=End.DONE), True),
         (stop(served=True), True),
         (stop(), False),
     ],
@@ -172,7 +172,7 @@ IN_A_ROW = replace(TRAINS, step=100, checkpoint=50, books={name.value: Book(3, 3
 def test_what_ends_a_row_of_failures(what: Action, *, is_over: bool) -> None:
     known = asked(IN_A_ROW, what)
     rows = [known.book(name) for name in (BookName.STALL, BookName.CRASH, BookName.INFRASTRUCTURE)]
-    assert rows == [Book(0 if is_over else 3, 3)] * 3
+    assert rows == [FailureCounter(0 if is_over else 3, 3)] * 3
     assert known.book(BookName.SETUP).failures == 3, "a setup that serves ends that one"
 
 
@@ -205,7 +205,7 @@ def test_what_a_person_asks_for_is_done_though_the_run_had_finished() -> None:
         assert altered.run is not None
         assert not altered.run.finished
     assert not asked(known, stop()).run.finished  # type: ignore[union-attr]
-    finished = asked(TRAINS, Settle(Fact.RUN_FINISHED, "why", name_of(0)))
+    finished = asked(TRAINS, Record(Fact.RUN_FINISHED, "why", name_of(0)))
     assert finished.run is not None
     assert finished.run.finished
 
@@ -221,7 +221,7 @@ def test_a_node_that_was_judged_with_its_run_is_judged_anew_by_the_next_process(
 def test_what_failed_of_another_job_is_forgotten_though_its_last_run_is_forgotten_too() -> None:
     """A job that never told a step, and whose node somebody took: the job that replaced it inherited its failures."""
     known = asked(FRESH, replace(launch(), job="old"))
-    known = replace(known, run=None, books={"infrastructure": Book(11, 11), "setup": Book(3, 3)})
+    known = replace(known, run=None, books={"infrastructure": FailureCounter(11, 11), "setup": FailureCounter(3, 3)})
     same = asked(known, replace(launch(1), job="old"))
     assert (same.book(BookName.INFRASTRUCTURE).failures, same.book(BookName.SETUP).failures) == (11, 3)
     other = asked(known, replace(launch(1), job="new"))

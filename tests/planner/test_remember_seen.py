@@ -9,7 +9,7 @@ import pytest
 
 from tests.kits.evidence import NOW, TRAINS, intent, launched, memory, name_of, node, past
 from tests.kits.remembering import PLACE, vanished
-from tpucare.model.memory import Book, BookName, NodeMemory, PlaceMemory
+from tpucare.model.memory import BookName, FailureCounter, NodeMemory, PlaceMemory
 from tpucare.model.resources import LABEL_NUMBER, LABEL_SLOT, NodeState
 from tpucare.planner.remember import absorb, answered, taken
 
@@ -36,7 +36,7 @@ def test_a_preemption_is_free_and_proves_the_node_dead_for_good(state: NodeState
     told = known.node(name_of(0))
     assert told is not None
     assert told.dead
-    assert known.book(BookName.PREEMPTION) == Book(0, 1, None, f"{name_of(0)} {state.name}")
+    assert known.book(BookName.PREEMPTION) == FailureCounter(0, 1, None, f"{name_of(0)} {state.name}")
     assert absorb(known, node(state)).book(BookName.PREEMPTION).total == 1
 
 

@@ -28,7 +28,7 @@ from tests.kits.evidence import (
 )
 from tpucare.model.actions import EffectKind
 from tpucare.model.evidence import Progress
-from tpucare.model.memory import Book, Wish
+from tpucare.model.memory import DesiredState, FailureCounter
 from tpucare.model.runs import Phase
 
 # It told its step once, an hour ago: "restored at step 100".
@@ -45,7 +45,12 @@ IN_FLIGHT = [
     case(
         "superseded while a launch is under way",
         evidence(seen(node("CREATING"), QUIET), in_flight=LAUNCHING),
-        memory(launched(), run=run(complete=False), wish=Wish.DOWN, creates=(intent(superseded=True, accepted=True),)),
+        memory(
+            launched(),
+            run=run(complete=False),
+            wish=DesiredState.DOWN,
+            creates=(intent(superseded=True, accepted=True),),
+        ),
         "Wait",
     ),
     case(
@@ -71,9 +76,9 @@ IN_FLIGHT = [
 PARTIAL = memory(launched(), run=run(complete=False))
 RUNS = [
     case("trains", evidence(seen(node(), running())), TRAINS, "Wait"),
-    case("trains, unknown to the store", evidence(seen(node(), running())), FRESH, "Settle run adopted"),
+    case("trains, unknown to the store", evidence(seen(node(), running())), FRESH, "Record run adopted"),
     case(
-        "a newer run than the store knows", evidence(seen(node(), running(token(0, 5)))), TRAINS, "Settle run adopted"
+        "a newer run than the store knows", evidence(seen(node(), running(token(0, 5)))), TRAINS, "Record run adopted"
     ),
     case("partial launch", evidence(seen(node(), (running(), QUIET))), PARTIAL, "Stop infrastructure"),
     case(
@@ -82,24 +87,24 @@ RUNS = [
         memory(launched(), run=run(complete=False, launch_book="infrastructure")),
         "Stop",
     ),
-    case("the whole launch arrived", evidence(seen(node(), running())), PARTIAL, "Settle run complete"),
+    case("the whole launch arrived", evidence(seen(node(), running())), PARTIAL, "Record run complete"),
     case("nothing of the launch arrived", evidence(seen(node(), QUIET)), PARTIAL, "Launch"),
     case(
         "a launch that a person has to mend, within the setup budget",
         evidence(seen(node(), QUIET)),
-        replace(PARTIAL, books={"setup": Book(5, 5)}),
+        replace(PARTIAL, books={"setup": FailureCounter(5, 5)}),
         "Launch",
     ),
     case(
         "a launch that a person has to mend, setup budget spent",
         evidence(seen(node(), QUIET)),
-        replace(PARTIAL, books={"setup": Book(6, 6, after(60), "WANDB_API_KEY is not set")}),
+        replace(PARTIAL, books={"setup": FailureCounter(6, 6, after(60), "WANDB_API_KEY is not set")}),
         "Stop gives up",
     ),
     case(
         "nothing of the launch arrived, patience",
         evidence(seen(node(), QUIET)),
-        replace(PARTIAL, books={"infrastructure": Book(2, 2, after(9))}),
+        replace(PARTIAL, books={"infrastructure": FailureCounter(2, 2, after(9))}),
         "Wait",
     ),
     case("restart is asked for", evidence(seen(node(), running())), replace(TRAINS, restart_asked=True), "Stop"),
@@ -119,18 +124,18 @@ RUNS = [
         "first two signals are noted",
         evidence(seen(node(), running(), progress=Progress(token(), 2, ago(5), timedelta(seconds=5), ago(5)))),
         memory(launched(), run=run(progressed=False)),
-        "Settle run progressed",
+        "Record run progressed",
     ),
     case(
         "setup served: its book begins anew",
         evidence(seen(node(), running())),
-        replace(TRAINS, books={"setup": Book(3, 3)}),
-        "Settle setup done",
+        replace(TRAINS, books={"setup": FailureCounter(3, 3)}),
+        "Record setup done",
     ),
     case(
         "setup goes on on one worker",
         evidence(seen(node(), (running(), running(phase=Phase.SETUP)))),
-        replace(TRAINS, books={"setup": Book(3, 3)}),
+        replace(TRAINS, books={"setup": FailureCounter(3, 3)}),
         "Wait",
     ),
     case("setup goes on", evidence(seen(node(), running(phase=Phase.SETUP), progress=NO_PROGRESS)), TRAINS, "Wait"),
@@ -264,19 +269,19 @@ RUNS = [
     case(
         "stalled six times in a row",
         evidence(seen(node(), running(step=9), progress=STALE)),
-        replace(TRAINS, books={"stall": Book(5, 9)}, step=9),
+        replace(TRAINS, books={"stall": FailureCounter(5, 9)}, step=9),
         "Stop stall",
     ),
     case(
         "stalled once more, and the budget is spent",
         evidence(seen(node(), running(step=9), progress=STALE)),
-        replace(TRAINS, books={"stall": Book(6, 9)}, step=9),
+        replace(TRAINS, books={"stall": FailureCounter(6, 9)}, step=9),
         "Stop stall gives up",
     ),
     case(
         "stalled once more, further than ever",
         evidence(seen(node(), running(step=10), progress=STALE)),
-        replace(TRAINS, books={"stall": Book(6, 9)}, step=9),
+        replace(TRAINS, books={"stall": FailureCounter(6, 9)}, step=9),
         "Stop stall",
     ),
     case(
@@ -288,44 +293,46 @@ RUNS = [
     case(
         "stalled once more after hours, and tells of no step",
         evidence(seen(node(), running(), progress=replace(STALE, begun=ago(hours=4)))),
-        replace(TRAINS, books={"stall": Book(6, 9)}),
+        replace(TRAINS, books={"stall": FailureCounter(6, 9)}),
         "Stop stall",
     ),
     case(
         "further than any before it: what failed before is no row",
         evidence(seen(node(), running(step=10), progress=MOVES)),
-        replace(TRAINS, books={"crash": Book(3, 3)}, step=9),
-        "Settle run progressed",
+        replace(TRAINS, books={"crash": FailureCounter(3, 3)}, step=9),
+        "Record run progressed",
     ),
     case(
         "steps of an epoch that was reached before, and a newer checkpoint",
         evidence(seen(node(), running(step=8, checkpoint=5), progress=MOVES)),
-        replace(TRAINS, books={"crash": Book(3, 3)}, step=9, checkpoint=4),
-        "Settle run progressed",
+        replace(TRAINS, books={"crash": FailureCounter(3, 3)}, step=9, checkpoint=4),
+        "Record run progressed",
     ),
     case(
         "no further than before",
         evidence(seen(node(), running(step=9, checkpoint=4), progress=MOVES)),
-        replace(TRAINS, books={"crash": Book(3, 3)}, step=9, checkpoint=4),
+        replace(TRAINS, books={"crash": FailureCounter(3, 3)}, step=9, checkpoint=4),
         "Wait",
     ),
     case(
         "tells of no step, and lives for an hour: what failed before is no row",
         evidence(seen(node(), running(), progress=replace(NO_PROGRESS, begun=ago(hours=1)))),
-        memory(launched(), run=run(progressed=False), books={"infrastructure": Book(3, 3)}),
-        "Settle run lasted",
+        memory(launched(), run=run(progressed=False), books={"infrastructure": FailureCounter(3, 3)}),
+        "Record run lasted",
     ),
     case(
         "tells of no step, and lives for an hour, most of it before the daemon was started again",
         evidence(seen(node(), running(), progress=replace(NO_PROGRESS, begun=ago(minutes=20)))),
-        memory(launched(), run=run(progressed=False), books={"infrastructure": Book(3, 3)}),
-        "Settle run lasted",
+        memory(launched(), run=run(progressed=False), books={"infrastructure": FailureCounter(3, 3)}),
+        "Record run lasted",
     ),
     case(
         "tells of no step, and lives for less",
         evidence(seen(node(), running(), progress=replace(NO_PROGRESS, begun=ago(minutes=59)))),
         memory(
-            launched(), run=run(progressed=False, launched_at=before(minutes=59)), books={"infrastructure": Book(3, 3)}
+            launched(),
+            run=run(progressed=False, launched_at=before(minutes=59)),
+            books={"infrastructure": FailureCounter(3, 3)},
         ),
         "Wait",
     ),

@@ -27,7 +27,7 @@ from tests.kits.evidence import (
 )
 from tpucare.model.actions import EffectKind
 from tpucare.model.evidence import Progress
-from tpucare.model.memory import Book
+from tpucare.model.memory import FailureCounter
 from tpucare.model.resources import Health
 
 SILENCE = [
@@ -115,19 +115,19 @@ SILENCE = [
     case(
         "silent on node after node, without a further step",
         evidence(silent(9), elsewhere_answers=True),
-        replace(TRAINS, books={"infrastructure": Book(12, 12)}, step=9),
+        replace(TRAINS, books={"infrastructure": FailureCounter(12, 12)}, step=9),
         "Delete judged gives up",
     ),
     case(
         "silent on node after node, and further each time",
         evidence(silent(9, running(step=10), SILENT), elsewhere_answers=True),
-        replace(TRAINS, books={"infrastructure": Book(12, 12)}, step=9),
+        replace(TRAINS, books={"infrastructure": FailureCounter(12, 12)}, step=9),
         "Delete judged",
     ),
     case(
         "silent on node after node, and nothing was launched on this one",
         evidence(silent(9), elsewhere_answers=True),
-        memory(past(), books={"infrastructure": Book(12, 12)}),
+        memory(past(), books={"infrastructure": FailureCounter(12, 12)}),
         "Delete judged",
     ),
     case(
@@ -180,7 +180,7 @@ SILENCE = [
         "Wait",
     ),
     case("our key is refused: it may be late", evidence(seen(node(), REFUSED, refused_since=ago(20))), FRESH, "Wait"),
-    case("our key is refused", evidence(seen(node(), REFUSED, refused_since=ago(31))), FRESH, "PushKey"),
+    case("our key is refused", evidence(seen(node(), REFUSED, refused_since=ago(31))), FRESH, "AddSshKey"),
     case(
         "our key could not be written: not at once again",
         evidence(seen(node(), REFUSED, refused_since=ago(99)), looked={EffectKind.KEY.of(name_of(0)): ago(50)}),
@@ -191,7 +191,7 @@ SILENCE = [
         "our key could not be written: again",
         evidence(seen(node(), REFUSED, refused_since=ago(99)), looked={EffectKind.KEY.of(name_of(0)): ago(61)}),
         FRESH,
-        "PushKey",
+        "AddSshKey",
     ),
     case(
         "our key was written",

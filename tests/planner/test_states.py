@@ -29,7 +29,7 @@ from tests.kits.evidence import (
     seen,
 )
 from tpucare.model.actions import Create, EffectKind
-from tpucare.model.memory import Memory, Wish
+from tpucare.model.memory import DesiredState, Memory
 from tpucare.model.resources import NodeState
 
 ALIVE_AND_TRAINING = {
@@ -75,7 +75,7 @@ def test_what_is_not_seen_now_is_not_judged(state: NodeState) -> None:
     what = seen(node(state), SILENT, silent_since=ago(hours=5), silent_probes=99, unhealthy_since=ago(hours=5))
     assert told(act(replace(evidence(what), fresh=False, blind_why="HTTP 500"), TRAINS)) == "Wait"
     assert told(act(evidence(replace(what, dark=True), elsewhere_answers=True), TRAINS)) in ("Wait", "Create")
-    assert told(act(evidence(what, elsewhere_answers=True), replace(TRAINS, wish=Wish.PAUSED))) == "Wait"
+    assert told(act(evidence(what, elsewhere_answers=True), replace(TRAINS, wish=DesiredState.PAUSED))) == "Wait"
 
 
 @pytest.mark.parametrize("state", STATES, ids=lambda state: f"{state.value}-{state.name}")

@@ -28,7 +28,7 @@ from tests.kits.evidence import (
 )
 from tpucare.adapters.google.classify import Where, classify
 from tpucare.engine.tracking import NodeTrack
-from tpucare.model.actions import EffectKind, Launch, Settle, Vouch, Wait
+from tpucare.model.actions import EffectKind, FetchHostKeys, Launch, Record, Wait
 from tpucare.model.causes import Cause
 from tpucare.model.errors import CloudError, NotPublished, Transient
 from tpucare.model.evidence import Evidence, Voucher
@@ -40,7 +40,7 @@ AUTO = replace(slot(), job=PRIVATE)
 STRICT = replace(slot(host_keys=HostKeys.VOUCHED), job=PRIVATE)
 PUBLIC_STRICT = slot(host_keys=HostKeys.VOUCHED)
 PUBLISHER = f"{PROJECT}/tpu-ubuntu2204-base"
-FIRST_USE = "Settle host keys trusted on first use"
+FIRST_USE = "Record host keys trusted on first use"
 BELIEVED = memory(past(trust=Trust.FIRST_USE))
 VOUCHED = memory(past(trust=Trust.VOUCHED))
 
@@ -72,16 +72,16 @@ SILENT_FOR_LONG = asked(Voucher.UNANSWERED, arrived=700, unanswered_since=ago(mi
 
 test_whether_a_job_may_be_sent = table(
     [
-        case("host keys first", UNASKED, FRESH, "Vouch"),
+        case("host keys first", UNASKED, FRESH, "FetchHostKeys"),
         case("host keys are asked for", IN_FLIGHT, FRESH, "Wait"),
-        case("asked anew by each process, for pins may be lost", UNASKED, VOUCHED, "Vouch", AUTO),
+        case("asked anew by each process, for pins may be lost", UNASKED, VOUCHED, "FetchHostKeys", AUTO),
         case("guest attributes vouch", asked(Voucher.VOUCHED), FRESH, "Launch", STRICT),
         case("they did, and say nothing now", asked(Voucher.UNANSWERED), VOUCHED, "Launch", STRICT),
         case("not published yet", asked(Voucher.UNPUBLISHED), FRESH, "Wait", AUTO),
-        case("asked again after 10 s", asked(Voucher.UNPUBLISHED, seconds=10), FRESH, "Vouch", AUTO),
+        case("asked again after 10 s", asked(Voucher.UNPUBLISHED, seconds=10), FRESH, "FetchHostKeys", AUTO),
         case("not within 2 minutes", asked(Voucher.UNPUBLISHED, arrived=120), FRESH, FIRST_USE, AUTO),
         case("not within 2 minutes, vouched", asked(Voucher.UNPUBLISHED, arrived=120), FRESH, "Wait person", STRICT),
-        case("and asked each minute", asked(Voucher.UNPUBLISHED, 60, 120), FRESH, "Vouch", STRICT),
+        case("and asked each minute", asked(Voucher.UNPUBLISHED, 60, 120), FRESH, "FetchHostKeys", STRICT),
         case("on first use already", asked(Voucher.UNPUBLISHED), BELIEVED, "Launch", AUTO),
         case("first use is not vouched", asked(Voucher.UNPUBLISHED, arrived=120), BELIEVED, "Wait person", STRICT),
         case("usually unpublished: 10 s", unpublished(), FRESH, FIRST_USE, AUTO),
@@ -93,7 +93,7 @@ test_whether_a_job_may_be_sent = table(
         case("not permitted", asked(Voucher.FORBIDDEN), FRESH, FIRST_USE, AUTO),
         case("not permitted, vouched", asked(Voucher.FORBIDDEN), FRESH, "Wait person", STRICT),
         case("no answer", asked(Voucher.UNANSWERED, arrived=300, unanswered_since=ago(300)), FRESH, "Wait", AUTO),
-        case("no answer: again after 10 s", asked(Voucher.UNANSWERED, 10, 300), FRESH, "Vouch", AUTO),
+        case("no answer: again after 10 s", asked(Voucher.UNANSWERED, 10, 300), FRESH, "FetchHostKeys", AUTO),
         case("no answer for 10 minutes is no voucher's word", SILENT_FOR_LONG, FRESH, "Wait person", AUTO),
         case("nor with vouched", SILENT_FOR_LONG, FRESH, "Wait person", STRICT),
         case("nothing private begins meanwhile", asked(Voucher.UNPUBLISHED), FRESH, "Launch"),
@@ -112,15 +112,15 @@ test_a_launch_that_is_repeated_asks_as_the_first = table(
 
 test_a_changed_host_key_is_believed_by_nobodys_silence = table(
     [
-        case("asked at once", changed(at=None), TRAINS, "Vouch"),
-        case("what was said before it changed does not count", changed(since=5, at=60), TRAINS, "Vouch"),
+        case("asked at once", changed(at=None), TRAINS, "FetchHostKeys"),
+        case("what was said before it changed does not count", changed(since=5, at=60), TRAINS, "FetchHostKeys"),
         case("the agent may be late", changed(), TRAINS, "Wait"),
-        case("asked again after 10 s", changed(at=10), TRAINS, "Vouch"),
+        case("asked again after 10 s", changed(at=10), TRAINS, "FetchHostKeys"),
         case("they vouch for another", changed(since=120), TRAINS, "Wait person"),
         case("nothing is published", changed(Voucher.UNPUBLISHED, since=120), TRAINS, "Wait person"),
         case("not permitted", changed(Voucher.FORBIDDEN, since=120), TRAINS, "Wait person"),
         case("asked each minute from then on", changed(since=600, at=30), TRAINS, "Wait person"),
-        case("a minute later", changed(since=600, at=60), TRAINS, "Vouch"),
+        case("a minute later", changed(since=600, at=60), TRAINS, "FetchHostKeys"),
         case("before a first launch, too", changed(Voucher.UNPUBLISHED, since=600), BELIEVED, "Wait person"),
         case("no answer", changed(Voucher.UNANSWERED, since=300, unanswered_since=ago(300)), TRAINS, "Wait"),
         case("no answer for long", changed(Voucher.UNANSWERED, since=900, unanswered_since=ago(600)), TRAINS,
@@ -148,18 +148,18 @@ def test_what_counts_as_private(job: Job) -> None:
 
 def test_it_says_why_a_node_is_trusted_and_of_whom_that_tells() -> None:
     action = act(asked(Voucher.UNPUBLISHED, arrived=120), FRESH, AUTO)
-    assert isinstance(action, Settle)
+    assert isinstance(action, Record)
     assert (action.name, action.publisher) == (name_of(0), PUBLISHER)
     assert "not published within 2 min" in action.why
     forbidden = act(asked(Voucher.FORBIDDEN), FRESH, AUTO)
-    assert isinstance(forbidden, Settle)
+    assert isinstance(forbidden, Record)
     assert forbidden.publisher == "", "who may not look has not learned what is published"
     assert "may not be read: so it said" in forbidden.why
 
 
 def test_a_node_without_a_known_place_is_asked_about_too() -> None:
     action = act(UNASKED, memory(past(place="")), AUTO)
-    assert action == Vouch(
+    assert action == FetchHostKeys(
         node().key, Cause.HOST_KEYS_UNVOUCHED, "its workers answer for the first time", f"{PROJECT}/"
     )
 

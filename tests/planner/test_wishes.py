@@ -37,12 +37,12 @@ from tests.kits.evidence import (
     token,
 )
 from tpucare.model.actions import Delete, EffectKind, Reason, Stop
-from tpucare.model.memory import End, RunMemory, Wish
+from tpucare.model.memory import DesiredState, End, RunMemory
 from tpucare.model.resources import Job, OnSuccess
 from tpucare.planner.predicates import job_mark
 
-ASKED = replace(TRAINS, wish=Wish.DOWN)
-PAUSED = replace(TRAINS, wish=Wish.PAUSED)
+ASKED = replace(TRAINS, wish=DesiredState.DOWN)
+PAUSED = replace(TRAINS, wish=DesiredState.PAUSED)
 PAUSED_DEAD = replace(PAUSED, nodes=(launched(dead=True),))
 DONE = replace(TRAINS, end=End.DONE, end_why="exit 0", ended_at=before(60))
 MARK = job_mark(slot().job or Job(run=""))
@@ -58,7 +58,7 @@ FAILED = replace(
     TRAINS, end=End.FAILED, end_why="crashes", ended_at=before(60), run=run(stop_why="crashes", stopped=True)
 )
 WISHES = [
-    case("paused", evidence(seen(node(), running())), replace(TRAINS, wish=Wish.PAUSED), "Wait"),
+    case("paused", evidence(seen(node(), running())), replace(TRAINS, wish=DesiredState.PAUSED), "Wait"),
     case("paused: stopped by somebody", evidence(seen(node("STOPPED"))), PAUSED, "Wait"),
     case("paused: what is proven dead holds quota", evidence(seen(node("PREEMPTED"))), PAUSED_DEAD, "Delete dead"),
     case("paused: in a dark zone", evidence(seen(node("PREEMPTED"), dark=True)), PAUSED_DEAD, "Wait"),
@@ -89,7 +89,12 @@ WISHES = [
         "Wait",
     ),
     case("down before its workers were asked: stop first", evidence(seen(node())), ASKED, "Stop then asked"),
-    case("down before anything was launched", evidence(seen(node())), replace(FRESH, wish=Wish.DOWN), "Delete asked"),
+    case(
+        "down before anything was launched",
+        evidence(seen(node())),
+        replace(FRESH, wish=DesiredState.DOWN),
+        "Delete asked",
+    ),
     case(
         "down while its workers are not listed",
         evidence(seen(node(endpoints=1), running())),
@@ -99,8 +104,8 @@ WISHES = [
     case(
         "down while a create is under way",
         evidence(looked={EffectKind.POLL.of(name_of(3)): ago(1)}),
-        memory(creates=(intent(3, accepted=True, operation="op"),), wish=Wish.DOWN),
-        "Settle create superseded",
+        memory(creates=(intent(3, accepted=True, operation="op"),), wish=DesiredState.DOWN),
+        "Record create superseded",
     ),
     case(
         "down, its zone is dark",
@@ -108,7 +113,7 @@ WISHES = [
         ASKED,
         "Wait",
     ),
-    case("down, nothing is left", evidence(), memory(wish=Wish.DOWN), "Wait"),
+    case("down, nothing is left", evidence(), memory(wish=DesiredState.DOWN), "Wait"),
     case("done: delete", evidence(seen(node(), ended(0))), DONE, "Delete finished"),
     case("done: siblings are stopped first", evidence(seen(node(), (ended(0), running()))), DONE, "Stop then finished"),
     case("done: keep", evidence(seen(node(), ended(0))), DONE, "Wait", slot(on_success=OnSuccess.KEEP)),
@@ -143,18 +148,18 @@ WISHES = [
         replace(FAILED, ended_at=before(hours=1)),
         "Delete finished",
     ),
-    case("failed though it had trained: tried an hour later", evidence(), HAD_TRAINED, "Settle tried again"),
+    case("failed though it had trained: tried an hour later", evidence(), HAD_TRAINED, "Record tried again"),
     case(
         "failed though it had trained: on the node that was kept",
         evidence(seen(node(), ended(143))),
         replace(HAD_TRAINED, nodes=(launched(),)),
-        "Settle tried again",
+        "Record tried again",
     ),
     case(
         "failed though it had trained: its node bears another owner since",
         evidence(),
         replace(HAD_TRAINED, run=None),
-        "Settle tried again",
+        "Record tried again",
     ),
     case(
         "failed though it had trained: less than an hour ago",
@@ -166,7 +171,7 @@ WISHES = [
         "failed though it had trained: a clock that leapt, or a daemon that was off, has tried nothing",
         evidence(),
         replace(HAD_TRAINED, failed_since=before(hours=25)),
-        "Settle tried again",
+        "Record tried again",
     ),
     case(
         "failed though it had trained: tried 24 times",
@@ -192,7 +197,7 @@ WISHES = [
         "done while a create is open",
         evidence(looked={EffectKind.POLL.of(name_of(3)): ago(1)}),
         memory(creates=(intent(3, accepted=True, operation="op"),), end=End.DONE),
-        "Settle create superseded",
+        "Record create superseded",
     ),
 ]
 
@@ -238,7 +243,7 @@ SEVERAL = [
         BOTH,
         "Wait",
     ),
-    case("one refuses our key", evidence(seen(node(), REFUSED, refused_since=ago(99)), NEXT), BOTH, "PushKey"),
+    case("one refuses our key", evidence(seen(node(), REFUSED, refused_since=ago(99)), NEXT), BOTH, "AddSshKey"),
     case(
         "one half of which refuses our key, and a person asks for another: it is stopped, not waited for",
         evidence(seen(node(), (running(), REFUSED), refused_since=ago(99)), NEXT),
@@ -255,7 +260,7 @@ SEVERAL = [
         "one refuses our key, and was launched on: its run may live",
         evidence(seen(node(), REFUSED, refused_since=ago(99)), seen(node(number=1), running(token(1)))),
         memory(launched(0), launched(1), run=run(1)),
-        "PushKey",
+        "AddSshKey",
     ),
     case("one is dark", evidence(seen(node(), running(), dark=True), seen(node(number=1), QUIET)), BOTH, "Wait"),
     case("one was not asked yet", evidence(seen(node(), running()), seen(node(number=1))), BOTH, "Wait"),

@@ -196,7 +196,7 @@ def understand(output: bytes, status: int, truncated: bool) -> None:
     ran = Ran(status, output, output[:100], truncated)
     try:
         answer = answers.read_probe(ran)
-    except (answers.Nonsense, answers.ToolsMissing) as error:
+    except (answers.MalformedAnswer, answers.ToolsMissing) as error:
         harmless(str(error))
     else:
         report = answer.report
@@ -210,7 +210,7 @@ def understand(output: bytes, status: int, truncated: bool) -> None:
     for read in (answers.read_stop, lambda ran: answers.read_claim(ran, "w"), lambda ran: answers.read_start(ran, "w")):
         try:
             read(ran)
-        except (answers.Nonsense, answers.ToolsMissing):
+        except (answers.MalformedAnswer, answers.ToolsMissing):
             continue
     answers.read_commit(ran)
 

@@ -22,7 +22,7 @@ from tests.upgrade import story
 from tpucare.adapters.runner.launcher import ScriptLauncher
 from tpucare.adapters.state.store import open_store
 from tpucare.api.contexts import StoredContexts
-from tpucare.model.memory import ENDED_BY_PROGRESS, End, Memory, Wish
+from tpucare.model.memory import ENDED_BY_PROGRESS, DesiredState, End, Memory
 from tpucare.model.resources import NodeState
 from tpucare.model.runs import Phase, ProbeOrder, StopOrder
 from tpucare.testbed.emulator.world.config import WorldConfig
@@ -168,7 +168,7 @@ def test_everything_remembered_is_read_as_it_was_written(tmp_path: Path) -> None
         }
         fleets = store.fleets()
         assert {name: record.wish for name, record in fleets.items()} == {
-            name: Wish.DOWN if name == "going" else Wish.UP for name in story.slots()
+            name: DesiredState.DOWN if name == "going" else DesiredState.UP for name in story.slots()
         }
         assert len(store.events(limit=1000)) == (LEFT / "tpucare.sql").read_text().count('INSERT INTO "events"')
 

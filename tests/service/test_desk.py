@@ -12,7 +12,7 @@ from tests.kits.harness import PROJECT
 from tests.kits.office import Office, fleet_text
 from tpucare.model.actions import ANY_CREATE, EffectKind
 from tpucare.model.errors import ConfigError
-from tpucare.model.memory import Wish
+from tpucare.model.memory import DesiredState
 from tpucare.service.commands import CannotDo
 from tpucare.testbed.emulator.world.records import NodeSpec
 
@@ -42,7 +42,7 @@ def test_down_ends_a_fleet_for_good_and_apply_brings_it_back(office: Office, tmp
     office.look()
     office.run(10)
     assert office.nodes == []
-    assert office.roster.records["pod"].wish is Wish.DOWN
+    assert office.roster.records["pod"].wish is DesiredState.DOWN
     answer = office.apply(fleet_text(count=2), office.folder)
     assert answer["started_again"] == ["pod-0", "pod-1"]
     office.run()
@@ -69,7 +69,7 @@ def test_a_daemon_that_is_killed_after_down_carries_it_out(office: Office) -> No
 
 
 def test_a_kill_between_the_wish_of_a_fleet_and_those_of_its_slots_is_made_good(office: Office) -> None:
-    office.roster.wish("pod", Wish.DOWN)
+    office.roster.wish("pod", DesiredState.DOWN)
     office.again()
     office.run(10)
     assert office.nodes == []
@@ -274,7 +274,7 @@ def test_a_lost_store_brings_back_no_fleet_that_was_taken_down(office: Office, t
 
 
 def test_a_kill_between_a_down_and_its_mark_is_made_good(office: Office) -> None:
-    office.roster.wish("pod", Wish.DOWN)
+    office.roster.wish("pod", DesiredState.DOWN)
     office.again()
     office.look()
     assert [path.name for path in office.folder.iterdir()] == ["pod.yaml.down"]

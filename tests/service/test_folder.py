@@ -11,7 +11,7 @@ import pytest
 
 from tests.kits.office import Office, fleet_text
 from tpucare.model.errors import ConfigError
-from tpucare.model.memory import Wish
+from tpucare.model.memory import DesiredState
 from tpucare.service.control_socket import Control, request
 from tpucare.service.fleet_folder import TEXT_LIMIT, Watch, folder_of, read_text
 
@@ -29,7 +29,7 @@ def test_a_file_in_the_folder_is_a_fleet(office: Office) -> None:
     office.write(fleet_text(count=2))
     office.look()
     assert office.slots == ["pod-0", "pod-1"]
-    assert office.roster.records["pod"].wish is Wish.UP
+    assert office.roster.records["pod"].wish is DesiredState.UP
     assert told(office, "fleet") == [f"{office.folder}/pod.yaml: pod accepted, 2 slots"]
 
 

@@ -11,7 +11,7 @@ import pytest
 from tpucare.adapters.state.folder import check_store_name
 from tpucare.adapters.state.store import open_store
 from tpucare.model.errors import ConfigError
-from tpucare.model.memory import FleetRecord, Memory, NodeMemory, Wish
+from tpucare.model.memory import DesiredState, FleetRecord, Memory, NodeMemory
 from tpucare.model.resources import LABEL_FLEET, Node, NodeKey, NodeState
 from tpucare.service import stores
 from tpucare.service.options import Options
@@ -31,7 +31,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def keep(folder: Path) -> Keep:
-    def write(store: str, fleet: str, *slots: str, wish: Wish = Wish.UP, nodes: bool = False) -> None:
+    def write(store: str, fleet: str, *slots: str, wish: DesiredState = DesiredState.UP, nodes: bool = False) -> None:
         with open_store(folder, machine_id="m", now=NOW, name=store) as opened:
             opened.save_fleet(FleetRecord(fleet, f"name: {fleet}", "/", NOW, wish))
             memory = Memory(fleet, wish, nodes=(NODE,) if nodes else ())
@@ -104,10 +104,10 @@ class TestNeighbours:
 
     def test_what_was_taken_down_is_free_once_its_nodes_are_gone(self, folder: Path, keep: Keep) -> None:
         own = Neighbours(folder, "pod.p", lambda: 0.0)
-        keep("tpucare", "pod", "pod-0", wish=Wish.DOWN, nodes=True)
+        keep("tpucare", "pod", "pod-0", wish=DesiredState.DOWN, nodes=True)
         with pytest.raises(ConfigError):
             own.refuse_shared("pod", ("pod-0",), "p")
-        keep("tpucare", "pod", "pod-0", wish=Wish.DOWN)
+        keep("tpucare", "pod", "pod-0", wish=DesiredState.DOWN)
         own.refuse_shared("pod", ("pod-0",), "p")
 
 
@@ -128,7 +128,7 @@ class TestMeant:
         assert [one.store for one in each(options)] == ["tpucare", "pod.p", "tuning.p"]
 
     def test_what_lives_goes_before_what_is_over(self, folder: Path, keep: Keep) -> None:
-        keep("tpucare", "pod", "pod", wish=Wish.DOWN)
+        keep("tpucare", "pod", "pod", wish=DesiredState.DOWN)
         keep("pod.p", "pod", "pod", nodes=True)
         assert meant(Options(folder), "pod").store == "pod.p"
 
@@ -141,8 +141,8 @@ class TestMeant:
 def test_status_shows_all_stores_but_scripts_that_are_over(folder: Path, keep: Keep) -> None:
     keep("tpucare", "big", "big-0")
     keep("pod.p", "pod", "pod", nodes=True)
-    keep("past.p", "past", "past", wish=Wish.DOWN)
-    keep("left.p", "left", "left", wish=Wish.DOWN, nodes=True)
+    keep("past.p", "past", "past", wish=DesiredState.DOWN)
+    keep("left.p", "left", "left", wish=DesiredState.DOWN, nodes=True)
     rows = status(Options(folder))["slots"]
     assert [(row["slot"], row["store"], row["node"]) for row in rows] == [
         ("big-0", "tpucare", ""),

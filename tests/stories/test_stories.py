@@ -16,7 +16,7 @@ from tests.kits.harness import EU, US, Daemon, place
 from tpucare.engine.engine import Settings
 from tpucare.model.actions import Wait
 from tpucare.model.causes import Cause
-from tpucare.model.memory import BookName, End, Wish
+from tpucare.model.memory import BookName, DesiredState, End
 from tpucare.model.resources import Care, NodeRequest, NodeState, OnSuccess, Operation, Provisioning
 from tpucare.model.runs import Failure
 from tpucare.planner import desired_state as wishes
@@ -355,7 +355,7 @@ def test_a_stuck_delete_is_repeated_until_the_node_is_not_found(daemon: Daemon) 
 def test_down_stops_the_run_and_leaves_nothing(daemon: Daemon) -> None:
     daemon.care_for("pod", 2)
     daemon.run(minutes=15)
-    daemon.wish("pod-0", Wish.DOWN)
+    daemon.wish("pod-0", DesiredState.DOWN)
     daemon.run(minutes=10)
     assert [node.path.node_id for node in daemon.zone.nodes()] == ["pod-1-a0"]
     assert daemon.engine.is_over("pod-0")
@@ -370,7 +370,7 @@ def test_down_while_a_create_is_under_way_leaves_nothing(daemon: Daemon) -> None
     daemon.care_for("pod")
     daemon.run(seconds=20)
     assert daemon.zone.states() == ["CREATING"]
-    daemon.wish("pod-0", Wish.DOWN)
+    daemon.wish("pod-0", DesiredState.DOWN)
     daemon.run(minutes=20)
     assert daemon.zone.nodes() == []
     assert daemon.engine.is_over("pod-0")
@@ -395,7 +395,7 @@ def test_replace_is_not_lost_to_the_repeated_delete_of_an_older_node(daemon: Dae
 def test_pause_touches_nothing_that_lives_and_survives_a_restart(daemon: Daemon) -> None:
     daemon.care_for("pod")
     daemon.run(minutes=15)
-    daemon.wish("pod-0", Wish.PAUSED)
+    daemon.wish("pod-0", DesiredState.PAUSED)
     node = daemon.node_of("pod-0").key
     for worker in daemon.launcher.of_node(*node):
         daemon.launcher.end(worker, 1, Failure.CRASH)
@@ -410,7 +410,7 @@ def test_pause_touches_nothing_that_lives_and_survives_a_restart(daemon: Daemon)
     daemon.restart()
     daemon.run(minutes=10)
     assert daemon.zone.states() == [], "what is dead is cleared, and nothing is asked for"
-    daemon.wish("pod-0", Wish.UP)
+    daemon.wish("pod-0", DesiredState.UP)
     daemon.run(minutes=15)
     assert daemon.trains("pod-0")
     daemon.check()
@@ -424,7 +424,7 @@ def test_the_dead_node_of_a_paused_slot_holds_no_quota_of_others(tmp_path: Path)
     daemon = Daemon(tmp_path, config=WorldConfig.calm(quotas=quota))
     daemon.care_for("pod")
     daemon.run(minutes=15)
-    daemon.wish("pod-0", Wish.PAUSED)
+    daemon.wish("pod-0", DesiredState.PAUSED)
     daemon.care_for("other")
     daemon.run(minutes=15)
     daemon.zone.world.preempt("pod-0", daemon.clock.true_now())
@@ -457,14 +457,14 @@ def test_a_node_that_was_shown_dead_and_is_ready_again_is_deleted_before_the_nex
 def test_a_node_that_comes_back_while_its_slot_is_paused_is_deleted_after_it(daemon: Daemon) -> None:
     daemon.care_for("pod")
     daemon.run(minutes=15)
-    daemon.wish("pod-0", Wish.PAUSED)
+    daemon.wish("pod-0", DesiredState.PAUSED)
     daemon.zone.world.stick_deleting("pod-0-a0", daemon.clock.true_now(), repeats=1)
     daemon.zone.world.set_state("pod-0-a0", int(NodeState.TERMINATED), daemon.clock.true_now())
     daemon.run(minutes=1)
     daemon.zone.world.set_state("pod-0-a0", int(NodeState.READY), daemon.clock.true_now())
     daemon.run(hours=1)
     assert daemon.zone.states() == ["READY"], "nothing proves it dead, so it is paused like any"
-    daemon.wish("pod-0", Wish.UP)
+    daemon.wish("pod-0", DesiredState.UP)
     daemon.run(hours=2)
     assert daemon.trains("pod-0")
     assert [node.path.node_id for node in daemon.zone.nodes("pod-0")] == ["pod-0-a1"]
@@ -610,10 +610,10 @@ def test_a_node_of_another_owner_is_adopted_when_a_person_says_so(daemon: Daemon
     daemon.care_for("other")
     daemon.run(minutes=10)
     daemon.care_for("pod")
-    daemon.wish("pod-0", Wish.PAUSED)
+    daemon.wish("pod-0", DesiredState.PAUSED)
     daemon.run(minutes=1)
     daemon.engine.adopt("pod-0", "pod-0")
-    daemon.wish("pod-0", Wish.UP)
+    daemon.wish("pod-0", DesiredState.UP)
     daemon.run(minutes=10)
     assert [node.path.node_id for node in daemon.zone.nodes("pod-0")] == ["pod-0"]
     assert daemon.trains("pod-0")
@@ -708,7 +708,7 @@ def test_a_create_whose_operation_never_ends_is_closed_after_a_day(
     daemon.care_for("pod", care=Care(boot_timeout=timedelta(hours=5)))
     daemon.run(hours=12)
     assert len(daemon.memory("pod-0").creates) == 3
-    daemon.wish("pod-0", Wish.DOWN)
+    daemon.wish("pod-0", DesiredState.DOWN)
     daemon.run(hours=10)
     daemon.restart()
     daemon.run(hours=10)

@@ -12,7 +12,7 @@ from tests.kits.field import named
 from tests.kits.harness import EU, US, Daemon, place
 from tpucare.adapters.google.classify import Where, classify
 from tpucare.model.actions import Wait
-from tpucare.model.memory import BookName, End, Wish
+from tpucare.model.memory import BookName, DesiredState, End
 from tpucare.model.resources import Care
 from tpucare.model.runs import Failure
 from tpucare.planner import desired_state as wishes
@@ -161,7 +161,7 @@ def test_down_ends_with_what_it_could_not_look_at_and_remembers_it(daemon: Daemo
     daemon.run(minutes=15)
     darken(daemon, days=1 / 8)
     daemon.run(minutes=5)
-    daemon.wish("pod-0", Wish.DOWN)
+    daemon.wish("pod-0", DesiredState.DOWN)
     daemon.run(minutes=1)
     (key,) = daemon.engine.out_of_reach("pod-0")
     assert (key.zone, key.name) == (US, "pod-0-a0")
@@ -181,7 +181,7 @@ def test_the_end_waits_for_zones_in_which_something_of_the_slots_may_be(daemon: 
     """Any zone of the project that did not answer kept every call, for ever, and without a word."""
     daemon.care_for("pod", 1, place(US))
     daemon.run(minutes=15)
-    daemon.wish("pod-0", Wish.DOWN)
+    daemon.wish("pod-0", DesiredState.DOWN)
     daemon.run_until(lambda: daemon.engine.is_over("pod-0"))
     darken(daemon, dark)
     daemon.restart()
@@ -210,7 +210,7 @@ def test_a_zone_that_may_not_be_looked_at_is_asked_ever_more_seldom(
     daemon.run(minutes=30)
     assert daemon.trains("pod-0")
     assert sorted(node.path.zone for node in daemon.zone.nodes("pod-0")) == [EU, US]
-    daemon.wish("pod-0", Wish.DOWN)
+    daemon.wish("pod-0", DesiredState.DOWN)
     daemon.run(minutes=30)
     assert [key.name for key in daemon.engine.out_of_reach("pod-0")] == ["pod-0-a0"]
     assert named(daemon) == ["pod-0-a0"], "which is hidden, and there"

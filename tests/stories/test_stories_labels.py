@@ -11,7 +11,7 @@ from tests.kits.field import named
 from tests.kits.harness import PROJECT, US, Daemon
 from tpucare.model.causes import Cause
 from tpucare.model.errors import ConfigError
-from tpucare.model.memory import Wish
+from tpucare.model.memory import DesiredState
 from tpucare.model.resources import NodeState
 from tpucare.testbed.emulator.world.records import NodeSpec
 
@@ -33,11 +33,11 @@ def label(daemon: Daemon, node: str, labels: Mapping[str, str]) -> None:
 def adopted(daemon: Daemon) -> Daemon:
     """`mine` was made by somebody, and trains in pod-0 since it was adopted."""
     daemon.care_for("pod")
-    daemon.wish("pod-0", Wish.PAUSED)
+    daemon.wish("pod-0", DesiredState.PAUSED)
     somebodys(daemon)
     daemon.run(minutes=8)
     daemon.engine.adopt("mine", "pod-0")
-    daemon.wish("pod-0", Wish.UP)
+    daemon.wish("pod-0", DesiredState.UP)
     daemon.run(minutes=10)
     assert daemon.trains("pod-0")
     assert named(daemon) == ["mine"]
@@ -139,12 +139,12 @@ def test_a_node_that_was_taken_outlives_down_and_apply(daemon: Daemon) -> None:
     daemon.run(minutes=15)
     take(daemon, "pod-0-a0")
     daemon.run(minutes=5)
-    daemon.wish("pod-0", Wish.DOWN)
+    daemon.wish("pod-0", DesiredState.DOWN)
     daemon.run(minutes=5)
     assert daemon.engine.is_over("pod-0"), "it is no business of ours"
     daemon.engine.roster.end("pod-0")
     daemon.care_for("pod")
-    daemon.wish("pod-0", Wish.UP)
+    daemon.wish("pod-0", DesiredState.UP)
     daemon.run(minutes=15)
     assert daemon.launcher.launches == ["pod-0-a0.1"]
     assert daemon.causes()["pod-0"] is Cause.NODE_TAKEN

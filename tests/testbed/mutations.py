@@ -17,11 +17,11 @@ from tpucare.engine import effects, engine, observer
 from tpucare.engine.admission import Brake
 from tpucare.engine.engine import Outcomes
 from tpucare.engine.observer import Observer
-from tpucare.engine.state import Board, ProjectView
+from tpucare.engine.state import EngineState, ProjectView
 from tpucare.engine.tracking import NodeTrack
 from tpucare.integrations.wandb import rules as sweeps_plan
 from tpucare.integrations.wandb import sweeps_care
-from tpucare.model.actions import Fact, Reason, Settle, Vouch, Wait
+from tpucare.model.actions import Fact, FetchHostKeys, Reason, Record, Wait
 from tpucare.model.causes import Cause
 from tpucare.model.memory import BookName, Memory, Refusal
 from tpucare.model.resources import (
@@ -132,15 +132,15 @@ def _believe_the_list(patch: pytest.MonkeyPatch) -> None:
 
 
 def _act_before_writing(patch: pytest.MonkeyPatch) -> None:
-    commit = Board.commit
+    commit = EngineState.commit
 
-    def hasty(self: Board) -> None:
+    def hasty(self: EngineState) -> None:
         for lane, tag, effect in self._pending.effects:
             self.executor.submit(lane, tag, effect)
         self._pending.effects.clear()
         commit(self)
 
-    patch.setattr(Board, "commit", hasty)
+    patch.setattr(EngineState, "commit", hasty)
 
 
 def _count_all_time(patch: pytest.MonkeyPatch) -> None:
@@ -221,9 +221,9 @@ def _replace_what_was_edited(patch: pytest.MonkeyPatch) -> None:
 
 def _follow_labels(patch: pytest.MonkeyPatch) -> None:
     """Whose a node is, its labels say, and nobody remembers."""
-    home = Board.home
+    home = EngineState.home
 
-    def labelled(self: Board, node: Node) -> Any:
+    def labelled(self: EngineState, node: Node) -> Any:
         track = home(self, node)
         if track is None or track.slot.name == node.slot:
             return track
@@ -231,7 +231,7 @@ def _follow_labels(patch: pytest.MonkeyPatch) -> None:
         track.forget_node(node.name)
         return None
 
-    patch.setattr(Board, "home", labelled)
+    patch.setattr(EngineState, "home", labelled)
 
 
 def _once_dead_for_ever(memory: Memory, node: Node) -> Memory:
@@ -262,7 +262,7 @@ def _forget_pins_unvouched(patch: pytest.MonkeyPatch) -> None:
     after = Outcomes._after
 
     def trusting(self: Outcomes, track: Any, view: Any, action: Any, name: Any, finished: Any) -> None:
-        if isinstance(action, Vouch) and finished.error is not None:
+        if isinstance(action, FetchHostKeys) and finished.error is not None:
             self._ports.launcher.forget(action.key)
         after(self, track, view, action, name, finished)
 
@@ -274,13 +274,13 @@ def _fail_at_a_stall(seen: Any, memory: Any, past: Any, cause: Cause, why: str, 
 
 
 def _tell_no_person(patch: pytest.MonkeyPatch) -> None:
-    event = Board.event
+    event = EngineState.event
 
-    def discreet(self: Board, track: Any, kind: str, text: str, **more: Any) -> None:
+    def discreet(self: EngineState, track: Any, kind: str, text: str, **more: Any) -> None:
         if kind != "person":
             event(self, track, kind, text, **more)
 
-    patch.setattr(Board, "event", discreet)
+    patch.setattr(EngineState, "event", discreet)
 
 
 def _judge_what_was_seen_to_move(patch: pytest.MonkeyPatch) -> None:
@@ -298,7 +298,7 @@ def _run_what_finished_again(patch: pytest.MonkeyPatch) -> None:
 
     def doubtful(slot: Any, seen: Any, memory: Any, timers: Any) -> Any:
         action = success(slot, seen, memory, timers)
-        is_over = isinstance(action, Settle) and action.fact is Fact.ENDED
+        is_over = isinstance(action, Record) and action.fact is Fact.ENDED
         return run.infrastructure(seen, memory, Cause.INTERRUPTED, "nobody knows why") if is_over else action
 
     patch.setattr(run, "_decide_success", doubtful)
@@ -310,7 +310,7 @@ def _forget_nodes_unvouched(patch: pytest.MonkeyPatch) -> None:
 
     def hasty(self: Outcomes, track: Any, view: Any, action: Any, name: Any, finished: Any) -> None:
         after(self, track, view, action, name, finished)
-        if isinstance(action, Vouch) and finished.error is not None:
+        if isinstance(action, FetchHostKeys) and finished.error is not None:
             self._observer.forget(track, view, name)
 
     patch.setattr(Outcomes, "_after", hasty)
@@ -511,7 +511,7 @@ MUTATIONS = (
     Mutation(
         "wake-ups get lost",
         "no-oversleep",
-        _swap(Board, "wake_at", lambda *_: None),
+        _swap(EngineState, "wake_at", lambda *_: None),
         (Strike(1600, "crashed", "mini-0"), Strike(1700, "crashed", "mini-0"), Strike(1800, "crashed", "mini-0")),
     ),
     Mutation(

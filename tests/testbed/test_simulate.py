@@ -25,7 +25,7 @@ from tpucare.cli import simulate as cli_simulate
 from tpucare.cli.app import app
 from tpucare.engine.projects import ProjectView
 from tpucare.model.errors import AnswerLost, ConfigError, StoreFull
-from tpucare.model.memory import Book, CreateIntent, FleetRecord, Memory, Wish
+from tpucare.model.memory import CreateIntent, DesiredState, FailureCounter, FleetRecord, Memory
 from tpucare.model.ports import Finished, Lane, Store
 from tpucare.model.resources import Event, Listing, NodeKey
 from tpucare.model.runs import Contact, NodeReport, Phase, WorkerReport
@@ -48,7 +48,7 @@ MEMORY = Memory(
     "pod",
     next_number=3,
     creates=(CreateIntent("pod-0-a2", 2, "us-central1-a", "here", NOW, lost=True),),
-    books={"crash": Book(1, 2, NOW, "it fell")},
+    books={"crash": FailureCounter(1, 2, NOW, "it fell")},
 )
 
 # --- one seed, one history -------------------------------------------------------------------------------------------
@@ -158,11 +158,11 @@ def test_the_next_process_finds_what_was_committed(opened: Open) -> None:
     store = opened()
     store.save({"pod-1": Memory("pod"), "pod-0": MEMORY}, [Event(NOW, "create", "asked for", "pod-0")])
     store.save({"pod-0": replace(MEMORY, step=7)})
-    store.save_fleet(FleetRecord("pod", "name: pod", "/f", NOW, Wish.DOWN))
+    store.save_fleet(FleetRecord("pod", "name: pod", "/f", NOW, DesiredState.DOWN))
     again = opened()
     assert again.memories() == {"pod-0": replace(MEMORY, step=7), "pod-1": Memory("pod")}
     assert list(again.memories()) == ["pod-0", "pod-1"]
-    assert again.fleets()["pod"].wish is Wish.DOWN
+    assert again.fleets()["pod"].wish is DesiredState.DOWN
     assert not again.lost
 
 

@@ -26,7 +26,7 @@ from tpucare.adapters.runner import launcher
 from tpucare.adapters.runner import scripts as script
 from tpucare.adapters.state.store import open_store
 from tpucare.api.contexts import StoredContexts
-from tpucare.model.memory import FleetRecord, Memory, Wish
+from tpucare.model.memory import DesiredState, FleetRecord, Memory
 from tpucare.model.resources import Job, NodeKey, Provisioning, Slot, Worker
 from tpucare.model.runs import LaunchOrder
 from tpucare.testbed.emulator.world.config import WorldConfig
@@ -97,15 +97,15 @@ def live(folder: Path) -> Daemon:
     declared = slots()
     late = declared.pop("asked")
     daemon.care_for_slots("given", declared.pop("given"))
-    daemon.wish("given-0", Wish.PAUSED)
+    daemon.wish("given-0", DesiredState.PAUSED)
     theirs = NodeSpec(accelerator_type="v3-32", runtime_version="tpu-ubuntu2204-base", spot=True)
     world.create_node(f"projects/{PROJECT}/locations/{US}", "mine", theirs, daemon.clock.true_now())
     for fleet, fleet_slots in declared.items():
         daemon.care_for_slots(fleet, fleet_slots)
     daemon.run(minutes=20)
     daemon.engine.adopt("mine", "given-0")
-    daemon.wish("given-0", Wish.UP)
-    daemon.wish("held-0", Wish.PAUSED)
+    daemon.wish("given-0", DesiredState.UP)
+    daemon.wish("held-0", DesiredState.PAUSED)
     world.preempt("pod-1", daemon.clock.true_now())
     daemon.run(minutes=15)
     for _ in range(2):
@@ -116,8 +116,8 @@ def live(folder: Path) -> Daemon:
     daemon.run(minutes=60)
     world.stick_deleting("going", daemon.clock.true_now(), repeats=5)
     assert daemon.store is not None
-    daemon.store.save_fleet(replace(daemon.store.fleets()["going"], wish=Wish.DOWN))
-    daemon.wish("going-0", Wish.DOWN)
+    daemon.store.save_fleet(replace(daemon.store.fleets()["going"], wish=DesiredState.DOWN))
+    daemon.wish("going-0", DesiredState.DOWN)
     daemon.run(minutes=2)
     daemon.care_for_slots("asked", late)
     daemon.run(seconds=40)

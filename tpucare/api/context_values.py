@@ -27,7 +27,7 @@ from pydantic_core import PydanticUndefined
 SECRETS = (SecretStr, SecretBytes, Secret)
 
 
-class Misfit(Exception):
+class Unserialisable(Exception):
     """A value, or a type, that cannot be written down or found again; the text names it."""
 
 
@@ -120,7 +120,9 @@ def model_of(kind: type[BaseModel], parts: Mapping[str, Mapping[str, Any]], was_
         if name in parts["fields"]:
             fields[name] = parts["fields"][name]
         elif field.is_required():
-            raise Misfit(f"{kind.__module__}:{kind.__qualname__} has a field {name} now, of which no value was kept")
+            raise Unserialisable(
+                f"{kind.__module__}:{kind.__qualname__} has a field {name} now, of which no value was kept"
+            )
         else:
             fields[name] = field.get_default(call_default_factory=True, validated_data=fields)
     made = kind.__new__(kind)

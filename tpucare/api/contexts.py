@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 from pydantic import BaseModel, ValidationError
 
-from tpucare.api.context_values import BY_NAME, SECRETS, Misfit, form_of, model_of, parts_of_model
+from tpucare.api.context_values import BY_NAME, SECRETS, Unserialisable, form_of, model_of, parts_of_model
 from tpucare.model.errors import ConfigError
 from tpucare.model.text import shown
 
@@ -36,7 +36,7 @@ _BAGS = (types.SimpleNamespace, argparse.Namespace)
 _HOW = "use dataclasses, pydantic models, numbers, text, lists and mappings"
 
 
-class Shelf(Protocol):
+class ContextStore(Protocol):
     """Where texts are kept by slot: the store."""
 
     def context(self, slot: str) -> str | None: ...
@@ -54,7 +54,7 @@ class StoredContexts:
     that is run one day and imported the next has its types in `__main__` first, and elsewhere then.
     """
 
-    def __init__(self, shelf: Shelf, homes: Iterable[str] = ()) -> None:
+    def __init__(self, shelf: ContextStore, homes: Iterable[str] = ()) -> None:
         self._shelf, self._homes = shelf, tuple(homes)
 
     def get(self, slot: str) -> object | None:
@@ -64,7 +64,7 @@ class StoredContexts:
             return None
         try:
             return decode(text, self._homes)
-        except Misfit as problem:
+        except Unserialisable as problem:
             raise ConfigError(
                 f"the context of {slot} is kept, and does not fit this script: {problem}; "
                 "give back what is missing, or begin anew with fresh=True"
@@ -75,8 +75,8 @@ class StoredContexts:
         try:
             text = encode(ctx)
             decode(text)
-        except (Misfit, RecursionError) as problem:
-            why = str(problem) if isinstance(problem, Misfit) else "it contains itself"
+        except (Unserialisable, RecursionError) as problem:
+            why = str(problem) if isinstance(problem, Unserialisable) else "it contains itself"
             raise ConfigError(f"the context of {slot} cannot be stored: {why}") from problem
         self._shelf.save_context(slot, text)
 
@@ -138,8 +138,10 @@ def _written_object(value: Any, path: str) -> dict[str, Any]:
         name, form = named
         return {TAG: name, "value": _written(form.write(value), path)}
     if isinstance(value, SECRETS):
-        raise Misfit(f"{path} is a {type(value).__name__}, and secrets are not written down: read it where it is used")
-    raise Misfit(f"{path} is a {type(value).__name__}, which cannot be written down; {_HOW}")
+        raise Unserialisable(
+            f"{path} is a {type(value).__name__}, and secrets are not written down: read it where it is used"
+        )
+    raise Unserialisable(f"{path} is a {type(value).__name__}, which cannot be written down; {_HOW}")
 
 
 def _written_dataclass(value: Any, path: str) -> dict[str, Any]:
@@ -162,7 +164,9 @@ def _written_model(value: BaseModel, path: str) -> dict[str, Any]:
 def _written_defaultdict(value: defaultdict[Any, Any], path: str) -> dict[str, Any]:
     makes = value.default_factory
     if not (makes is None or isinstance(makes, type)):
-        raise Misfit(f"{path} is a defaultdict of a function, which cannot be written down: give it a class, as int")
+        raise Unserialisable(
+            f"{path} is a defaultdict of a function, which cannot be written down: give it a class, as int"
+        )
     name = None if makes is None else _name_of(makes, path)
     return {TAG: "defaultdict", "makes": name, "items": _written(dict(value), path)}
 
@@ -172,7 +176,7 @@ def _written_tuple(value: tuple[Any, ...], path: str) -> dict[str, Any]:
     if type(value) is tuple:
         return {TAG: "tuple", "items": items}
     if not hasattr(value, "_fields"):
-        raise Misfit(f"{path} is a {type(value).__name__}, a tuple of its own kind: use a NamedTuple")
+        raise Unserialisable(f"{path} is a {type(value).__name__}, a tuple of its own kind: use a NamedTuple")
     return {TAG: "namedtuple", "type": _name_of(type(value), path), "items": items}
 
 
@@ -183,9 +187,11 @@ def _written_fields(fields: Mapping[str, Any], path: str) -> dict[str, Any]:
 def _name_of(kind: type, path: str) -> str:
     name = f"{kind.__module__}:{kind.__qualname__}"
     if "<locals>" in kind.__qualname__:
-        raise Misfit(f"{path} is a {kind.__name__}, a class made inside a function: move it to the top of its module")
+        raise Unserialisable(
+            f"{path} is a {kind.__name__}, a class made inside a function: move it to the top of its module"
+        )
     if _find(name, ()) is not kind:
-        raise Misfit(f"{path} is a {kind.__name__}, and {name} is not that class: it could not be found again")
+        raise Unserialisable(f"{path} is a {kind.__name__}, and {name} is not that class: it could not be found again")
     return name
 
 
@@ -195,7 +201,9 @@ def _model_name(kind: Any, path: str) -> Any:
     if generic and generic["origin"] is not None:
         return [_name_of(generic["origin"], path), *(_model_name(each, path) for each in generic["args"])]
     if not isinstance(kind, type) or isinstance(kind, types.GenericAlias):
-        raise Misfit(f"{path} is a model with the parameter {kind}, which has no name: make a subclass of it that has")
+        raise Unserialisable(
+            f"{path} is a model with the parameter {kind}, which has no name: make a subclass of it that has"
+        )
     return _name_of(kind, path)
 
 
@@ -207,7 +215,7 @@ def decode(text: str, homes: Iterable[str] = ()) -> object:
     try:
         return _Reader(tuple(homes)).read(json.loads(text))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise Misfit(f"it cannot be read ({type(error).__name__}: {_first_line(error)})") from error
+        raise Unserialisable(f"it cannot be read ({type(error).__name__}: {_first_line(error)})") from error
 
 
 class _Reader:
@@ -236,19 +244,19 @@ class _Reader:
         items, kind = [self.read(entry) for entry in written["items"]], self._type(written)
         # The text names a class, and this calls it: nothing but what was written may be made so.
         if not (issubclass(kind, tuple) and hasattr(kind, "_fields")):
-            raise Misfit(f"{written['type']} is no named tuple any more")
+            raise Unserialisable(f"{written['type']} is no named tuple any more")
         return kind(*items)
 
     def _read_enum(self, written: dict[str, Any]) -> Any:
         kind = self._type(written)
         if not issubclass(kind, enum.Enum) or written["name"] not in kind.__members__:
-            raise Misfit(f"{written['type']} has no member {shown(written['name'])} any more")
+            raise Unserialisable(f"{written['type']} has no member {shown(written['name'])} any more")
         return kind[written["name"]]
 
     def _read_bag(self, written: dict[str, Any]) -> Any:
         kind = self._type(written)
         if kind not in _BAGS:
-            raise Misfit(f"{written['type']} is no namespace")
+            raise Unserialisable(f"{written['type']} is no namespace")
         return kind(**{name: self.read(entry) for name, entry in written["fields"].items()})
 
     def _read_defaultdict(self, written: dict[str, Any]) -> Any:
@@ -258,7 +266,7 @@ class _Reader:
     def _read_model(self, written: dict[str, Any]) -> Any:
         kind = self._type(written)
         if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
-            raise Misfit(f"{written['type']} is no model any more")
+            raise Unserialisable(f"{written['type']} is no model any more")
         if "text" in written:
             return self._read_model_text(kind, written)
         parts = {
@@ -274,13 +282,13 @@ class _Reader:
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]
             key = ".".join(str(part) for part in first["loc"])
-            raise Misfit(f"{written['type']} has changed ({key}: {first['msg']})") from error
+            raise Unserialisable(f"{written['type']} has changed ({key}: {first['msg']})") from error
 
     def _read_dataclass(self, written: dict[str, Any]) -> Any:
         """As pickle does: values as they were; `__init__` and `__post_init__` have had their turn."""
         kind = self._type(written)
         if not dataclasses.is_dataclass(kind):
-            raise Misfit(f"{written['type']} is no dataclass any more")
+            raise Unserialisable(f"{written['type']} is no dataclass any more")
         made: Any = object.__new__(kind)  # type: ignore[arg-type]
         for field in dataclasses.fields(kind):
             if field.name in written["fields"]:
@@ -288,7 +296,7 @@ class _Reader:
             elif (fallback := _default_of(field)) is not None:
                 entry = fallback()
             elif field.init:
-                raise Misfit(f"{written['type']} has a field {field.name} now, of which no value was kept")
+                raise Unserialisable(f"{written['type']} has a field {field.name} now, of which no value was kept")
             else:
                 continue
             object.__setattr__(made, field.name, entry)
@@ -305,7 +313,7 @@ class _Reader:
             return model[tuple(parameters)]
         found = _find(name, self._homes)
         if found is None:
-            raise Misfit(f"its type {shown(name)} is not there any more")
+            raise Unserialisable(f"its type {shown(name)} is not there any more")
         return found
 
 

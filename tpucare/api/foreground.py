@@ -23,15 +23,15 @@ from tpucare.api.progress import Progress
 from tpucare.engine.state import ProjectView
 from tpucare.fleetfile.fleet import Fleet
 from tpucare.model.errors import CloudError, ConfigError, NeedsPerson, NodeGone, OwnCredentials, TpuCareError
-from tpucare.model.memory import End, Memory, Wish
+from tpucare.model.memory import DesiredState, End, Memory
 from tpucare.model.resources import Node, NodeKey, NodeState
 from tpucare.model.text import plain
 from tpucare.service import status
-from tpucare.service.assembly import Caretaker
+from tpucare.service.assembly import Runtime
 from tpucare.service.client import Ending
-from tpucare.service.commands import Answer, Desk
+from tpucare.service.commands import Answer, CommandHandler
 from tpucare.service.control_socket import Control
-from tpucare.service.fleet_registry import Roster
+from tpucare.service.fleet_registry import FleetRegistry
 from tpucare.service.signals import caught
 
 SETTLE_SECONDS = 3.0
@@ -59,8 +59,8 @@ class How(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Declared:
-    """What is to be cared for. `text` and `folder`: as `fleets.Roster` keeps them; `ended`: told of each slot's end."""
+class RunSpec:
+    """What is to be cared for. `text`, `folder`: as `FleetRegistry` keeps them; `ended`: told of each slot's end."""
 
     fleet: Fleet
     text: str
@@ -78,20 +78,20 @@ class _Asked:
     leave: int = 0
 
 
-class Foreground:
+class ForegroundRun:
     """One call. Use `care`."""
 
-    def __init__(self, caretaker: Caretaker, declared: Declared, progress: Progress) -> None:
+    def __init__(self, caretaker: Runtime, declared: RunSpec, progress: Progress) -> None:
         self._care, self._engine, self._progress = caretaker, caretaker.engine, progress
         self._declared, self._fleet = declared, declared.fleet
         self._asked = _Asked()
         self._going_down = self._may_begin = False
         self._next_show = 0.0
         self._known: set[str] = set()
-        self.roster = Roster.of(caretaker)
+        self.roster = FleetRegistry.of(caretaker)
         self._unowned = UnownedNodes(caretaker, self.roster, self._fleet, delete=declared.delete_unowned)
         self._ending = Ending(self._engine, caretaker.clock, lambda slot: slot.fleet == self._fleet.name, progress.say)
-        self._desk = Desk(caretaker, self.roster, None, self._stop)
+        self._desk = CommandHandler(caretaker, self.roster, None, self._stop)
         self._control = Control(caretaker.options.socket, caretaker.executor.nudge, stumbled=self._tell_stumble)
 
     # --- what others ask for, from handlers and orders ---
@@ -132,19 +132,19 @@ class Foreground:
         self._engine.hold()
         self.roster.load()
         record = self.roster.records.get(self._fleet.name)
-        wish = Wish.PAUSED if record is not None and record.wish is Wish.PAUSED else Wish.UP
+        wish = DesiredState.PAUSED if record is not None and record.wish is DesiredState.PAUSED else DesiredState.UP
         self.roster.accept(self._fleet, self._declared.text, self._declared.folder, wish)
         self.roster.bring_up(self._fleet.name)
         self._control.start()
         text = f"caring for {self._names()} in project {self._fleet.project}, process {os.getpid()}"
         self.roster.say("start", text, self._fleet.name, "info", pid=os.getpid())
-        if wish is Wish.PAUSED:
+        if wish is DesiredState.PAUSED:
             self._progress.say(f"{self._fleet.name} is paused: `tpucare resume {self._fleet.name}`")
 
     def _refuse_others(self) -> None:
         """One store, one host or prefix: the callbacks of this script must not serve another's slots."""
         for name, record in self._care.store.fleets().items():
-            if name != self._fleet.name and record.wish is not Wish.DOWN:
+            if name != self._fleet.name and record.wish is not DesiredState.DOWN:
                 raise ConfigError(
                     f"store {self._care.store.path} cares for {name}: give another store=, or `tpucare down {name}`"
                 )
@@ -249,7 +249,7 @@ class Foreground:
         for name in sorted(self._known):
             track = self._engine.slots.get(name)
             memory = track.memory if track is not None else None
-            if memory is not None and memory.wish is not Wish.DOWN and memory.end is End.FAILED:
+            if memory is not None and memory.wish is not DesiredState.DOWN and memory.end is End.FAILED:
                 failures.append(f"{name} failed: {plain(memory.end_why)}")
             else:
                 self._declared.ended(name)
@@ -259,22 +259,22 @@ class Foreground:
         self._care.settle(SETTLE_SECONDS)
         if failures:
             raise SlotFailed("; ".join(failures))
-        return How.TAKEN_DOWN if record.wish is Wish.DOWN else How.OVER
+        return How.TAKEN_DOWN if record.wish is DesiredState.DOWN else How.OVER
 
 
-def care(caretaker: Caretaker, declared: Declared, progress: Progress) -> How:
+def care(caretaker: Runtime, declared: RunSpec, progress: Progress) -> How:
     """
     Care for *declared* on the calling thread until it is over; signals are caught if that is the main thread.
 
-    Raises: as `Foreground.run`.
+    Raises: as `ForegroundRun.run`.
     """
-    foreground = Foreground(caretaker, declared, progress)
+    foreground = ForegroundRun(caretaker, declared, progress)
     with _signals(foreground):
         return foreground.run()
 
 
 @contextmanager
-def _signals(foreground: Foreground) -> Iterator[None]:
+def _signals(foreground: ForegroundRun) -> Iterator[None]:
     handlers: dict[int, Callable[[int], object]] = {
         signal.SIGINT: foreground.interrupt,
         signal.SIGTERM: foreground.leave,
@@ -310,7 +310,7 @@ class UnownedNodes:
     Those of one fleet. On the thread of the loop only; the calls that delete one block it, before anything else began.
     """
 
-    def __init__(self, caretaker: Caretaker, roster: Roster, fleet: Fleet, *, delete: bool) -> None:
+    def __init__(self, caretaker: Runtime, roster: FleetRegistry, fleet: Fleet, *, delete: bool) -> None:
         self._care, self._engine, self._roster, self._fleet = caretaker, caretaker.engine, roster, fleet
         self._delete = delete
         # The ones that were there when this was asked for: whatever bears their names later is another node.
@@ -340,7 +340,7 @@ class UnownedNodes:
     def _of(self, slot: str) -> list[Node]:
         """A slot that has nodes of its own, or is going down, asks for no new one that could meet another's."""
         memory = self._engine.slots[slot].memory
-        if memory.ours or memory.creates or memory.wish is Wish.DOWN:
+        if memory.ours or memory.creates or memory.wish is DesiredState.DOWN:
             return []
         nodes = self._engine.projects[str(self._fleet.project)].foreign.get(slot, {}).values()
         return [node for node in nodes if node.name == slot]

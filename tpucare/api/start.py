@@ -25,16 +25,16 @@ from tpucare.api.callback_launcher import CallbackLauncher
 from tpucare.api.children import ProcessStarter
 from tpucare.api.contexts import StoredContexts
 from tpucare.api.fleet import Fleet
-from tpucare.api.foreground import Declared, Left, care
+from tpucare.api.foreground import Left, RunSpec, care
 from tpucare.api.progress import Progress, progress_on
 from tpucare.api.threads import Starter, ThreadStarter
 from tpucare.fleetfile import fleet as fleets
 from tpucare.fleetfile import python_fleet as fleet_python
 from tpucare.model.errors import ConfigError, StoreLocked
-from tpucare.model.memory import End, Memory, Wish
+from tpucare.model.memory import DesiredState, End, Memory
 from tpucare.model.resources import Event
 from tpucare.service import status as service_status
-from tpucare.service.assembly import Caretaker, Leaves, MakeLauncher, assemble, project_finder
+from tpucare.service.assembly import Leaves, MakeLauncher, Runtime, assemble, project_finder
 from tpucare.service.options import DAEMON_STORE, Options, resolve
 from tpucare.service.stores import store_name
 
@@ -151,7 +151,7 @@ def run(
         )
     door = Door(endpoint, project, arguments.store_of(store), on_event)
     options, parsed = place_of(door, fleet.parsed)
-    _care(options, Declared(parsed, fleet.text, fleet.home), door)
+    _care(options, RunSpec(parsed, fleet.text, fleet.home), door)
 
 
 def status(
@@ -179,7 +179,7 @@ class _Parts:
 
     contexts: StoredContexts | None = None
     launcher: CallbackLauncher | None = None
-    care: Caretaker | None = None
+    care: Runtime | None = None
 
 
 def _start(call: Call) -> None:
@@ -204,7 +204,7 @@ def _start(call: Call) -> None:
             assert parts.contexts is not None
             parts.contexts.drop(slot)
 
-        declared = Declared(fleet, text, Path.cwd(), start.door.delete_unowned, begun, ended)
+        declared = RunSpec(fleet, text, Path.cwd(), start.door.delete_unowned, begun, ended)
         _care(options, declared, start.door, _launcher_of(start, starter, parts), start.creation_semaphore, parts)
 
 
@@ -254,12 +254,12 @@ def _forgotten(memories: dict[str, Memory], fleet: fleets.Fleet, *, fresh: bool)
     names = {name for name, memory in memories.items() if memory.fleet == fleet.name}
     if fresh:
         return sorted(names | {fleet.slot_name(index) for index in range(fleet.count)})
-    return sorted(name for name in names if memories[name].wish is Wish.DOWN or memories[name].end is End.DONE)
+    return sorted(name for name in names if memories[name].wish is DesiredState.DOWN or memories[name].end is End.DONE)
 
 
 def _care(
     options: Options,
-    declared: Declared,
+    declared: RunSpec,
     door: Door,
     launcher: MakeLauncher = lambda leaves: leaves.scripts,
     creation: contextlib.AbstractContextManager[Any] | None = None,
@@ -287,12 +287,12 @@ def _care(
 
 def _assembled(
     options: Options,
-    declared: Declared,
+    declared: RunSpec,
     door: Door,
     progress: Progress,
     launcher: MakeLauncher,
     creation: contextlib.AbstractContextManager[Any] | None,
-) -> Caretaker:
+) -> Runtime:
     listen = _listener(progress, door.on_event)
     try:
         return assemble(options, os.environ, listen=listen, launcher=launcher, creation=creation)

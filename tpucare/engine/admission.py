@@ -13,10 +13,10 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 
-from tpucare.engine.probes import Hearing
-from tpucare.engine.state import Board
+from tpucare.engine.probes import Liveness
+from tpucare.engine.state import EngineState
 from tpucare.engine.tracking import SlotTrack
-from tpucare.model.actions import ANY_CREATE, Create, Delete, Effect, Reason, Settle, Stop, Wait
+from tpucare.model.actions import ANY_CREATE, Create, Delete, Effect, Reason, Record, Stop, Wait
 from tpucare.model.causes import Cause
 from tpucare.model.memory import Memory
 from tpucare.model.ports import Gate
@@ -88,7 +88,7 @@ class Spending:
     begin: writes the intent of a create and lets it start
     """
 
-    def __init__(self, board: Board, leave: Leave, begin: Callable[[SlotTrack, Create], None]) -> None:
+    def __init__(self, board: EngineState, leave: Leave, begin: Callable[[SlotTrack, Create], None]) -> None:
         self._board = board
         self.leave = leave
         self._begin = begin
@@ -180,7 +180,7 @@ class Brake:
         self._judged.append((now, slot))
 
 
-def is_judged(action: Settle | Effect, memory: Memory) -> bool:
+def is_judged(action: Record | Effect, memory: Memory) -> bool:
     """Whether *action* is a verdict of ours that the brake has not let pass yet."""
     if isinstance(action, Stop):
         return action.then is Reason.JUDGED
@@ -202,7 +202,9 @@ class Verdicts:
     begin: writes the intent of a stop or delete and lets it start
     """
 
-    def __init__(self, board: Board, hearing: Hearing, begin: Callable[[SlotTrack, Delete | Stop], None]) -> None:
+    def __init__(
+        self, board: EngineState, hearing: Liveness, begin: Callable[[SlotTrack, Delete | Stop], None]
+    ) -> None:
         self._board = board
         self._hearing = hearing
         self._begin = begin

@@ -11,7 +11,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
-from tpucare.model.actions import Create, Delete, Effect, Launch, Look, Notice, Poll, PushKey, Stop, Vouch
+from tpucare.model.actions import (
+    AddSshKey,
+    Create,
+    Delete,
+    Effect,
+    FetchHostKeys,
+    GetNode,
+    GetOperation,
+    Launch,
+    Notice,
+    Stop,
+)
 from tpucare.model.errors import LostRace, WorkerSilent
 from tpucare.model.memory import Memory
 from tpucare.model.ports import Cloud, Lane, Launcher
@@ -70,13 +81,13 @@ def prepare(
             return lambda: ports.cloud.create_node(request)
         case Delete():
             return lambda: delete(action, ports)
-        case Look(key=key):
+        case GetNode(key=key):
             return lambda: ports.cloud.get_node(key)
-        case Poll(operation=operation):
+        case GetOperation(operation=operation):
             return lambda: ports.cloud.get_operation(operation)
-        case PushKey(key=key):
+        case AddSshKey(key=key):
             return lambda: ports.cloud.add_ssh_key(key, ports.ssh_key)
-        case Vouch(key=key):
+        case FetchHostKeys(key=key):
             return lambda: vouch(key, workers or (), ports)
         case Launch() | Stop() | Notice():
             return _prepare_run(action, slot, memory, workers, coordinator, ports)

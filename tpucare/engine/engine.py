@@ -18,24 +18,24 @@ from tpucare.engine import effects
 from tpucare.engine.admission import HOLD_LAPSES, Leave, Spending, Verdicts, is_judged
 from tpucare.engine.effects import ChangedMeanwhile, Ports, lane_of, prepare
 from tpucare.engine.observer import Observer
-from tpucare.engine.probes import Hearing, Prober
-from tpucare.engine.slots import Roster
-from tpucare.engine.state import Board, ProjectView, Settings
+from tpucare.engine.probes import Liveness, Prober
+from tpucare.engine.slots import SlotRegistry
+from tpucare.engine.state import EngineState, ProjectView, Settings
 from tpucare.engine.tracking import SlotTrack
 from tpucare.model.actions import (
     ADOPTING,
+    AddSshKey,
     Create,
     Delete,
     Effect,
     EffectKind,
+    FetchHostKeys,
+    GetNode,
+    GetOperation,
     Launch,
-    Look,
-    Poll,
-    PushKey,
     Reason,
-    Settle,
+    Record,
     Stop,
-    Vouch,
     Wait,
     end_of,
     failed,
@@ -48,7 +48,7 @@ from tpucare.model.actions import (
 from tpucare.model.causes import Cause
 from tpucare.model.errors import ConfigError, LostRace, NodeGone, TpuCareError
 from tpucare.model.evidence import Evidence, Moment
-from tpucare.model.memory import End, Memory, Wish
+from tpucare.model.memory import DesiredState, End, Memory
 from tpucare.model.ports import Clock, Executor, Finished, Gate, Lane, Store
 from tpucare.model.resources import Event, Listing, Node, NodeKey, Slot
 from tpucare.planner import remember
@@ -91,11 +91,11 @@ class Engine:
         self.clock = clock
         self.executor = executor
         self.rng = rng
-        self.board = Board(store, clock, executor, settings or Settings(), listen or (lambda _: None))
-        self.hearing = Hearing(self.board)
+        self.board = EngineState(store, clock, executor, settings or Settings(), listen or (lambda _: None))
+        self.hearing = Liveness(self.board)
         self.prober = Prober(self.board, ports, self.hearing, rng)
         self.spending = Spending(self.board, Leave(gate), self._try_to_begin)
-        self.roster = Roster(self.board, self.spending)
+        self.roster = SlotRegistry(self.board, self.spending)
         self.observer = Observer(self.board, ports, self.prober, self.hearing, self.roster.take_in, rng)
         self.verdicts = Verdicts(self.board, self.hearing, self._try_to_begin)
         self.outcomes = Outcomes(self.board, ports, self.observer, self.prober, self.spending, rng)
@@ -122,10 +122,14 @@ class Engine:
     # --- what is declared, and what is wished ------------------------------------------------------------------------
 
     def declare(
-        self, fleet: str, slots: Iterable[Slot], surplus: Callable[[str], Slot | None], wish: Wish = Wish.UP
+        self,
+        fleet: str,
+        slots: Iterable[Slot],
+        surplus: Callable[[str], Slot | None],
+        wish: DesiredState = DesiredState.UP,
     ) -> None:
         """
-        Slots of *fleet* as last accepted; what `surplus` and `wish` are, `Roster.declare` says.
+        Slots of *fleet* as last accepted; what `surplus` and `wish` are, `SlotRegistry.declare` says.
 
         A live node is never touched for an edit alone.
         """
@@ -257,7 +261,7 @@ class Engine:
         memory = track.memory
         empty = not (memory.ours or memory.creates or track.in_flight or track.nodes)
         ended = memory.end is not End.NONE and tries_again_at(track.slot, memory) is None
-        return empty and (memory.wish is Wish.DOWN or ended)
+        return empty and (memory.wish is DesiredState.DOWN or ended)
 
     def out_of_reach(self, slot: str) -> tuple[NodeKey, ...]:
         """All that is left of a slot that goes down, where none of that can be looked at; it may never be again."""
@@ -384,19 +388,19 @@ class Engine:
         except Exception as error:
             self.board.set_aside(track, error)
 
-    def _begin(self, track: SlotTrack, action: Settle | Effect) -> None:
+    def _begin(self, track: SlotTrack, action: Record | Effect) -> None:
         """The intent into memory, the effect behind it; it starts when `commit` has written the intent."""
         self.board.update(track, saw(track.memory, *track.last_told()))
         self.board.update(track, memories.intend(track.memory, action, self.clock.now(), self.rng))
-        if not isinstance(action, Look | Poll | Vouch):
+        if not isinstance(action, GetNode | GetOperation | FetchHostKeys):
             name, level = node_of(action), level_of(action)
             self.board.event(track, kind_of(action), text_of(action), node=name, level=level, **fields_of(action))
-        if isinstance(action, Settle):
+        if isinstance(action, Record):
             return
         if isinstance(action, Delete):
             # Nobody is asked any more, and whoever still waits for a word of it waits for nothing.
             self.ports.launcher.disconnect(action.key)
-        name = action.key.name if not isinstance(action, Create | Poll) else action.name
+        name = action.key.name if not isinstance(action, Create | GetOperation) else action.name
         seen = track.nodes.get(name)
         coordinator = seen.node.endpoints[0].internal if seen is not None and seen.node.endpoints else ""
         workers = seen.workers if seen is not None else None
@@ -425,7 +429,7 @@ class Engine:
         else:
             track = self.slots.get(rest[0])
             action = track.in_flight.pop(rest[1], None) if track is not None else None
-            if track is not None and action is not None and not isinstance(action, Wait | Settle):
+            if track is not None and action is not None and not isinstance(action, Wait | Record):
                 self.outcomes.ended(track, action, finished)
 
 
@@ -437,7 +441,7 @@ class Outcomes:
 
     def __init__(
         self,
-        board: Board,
+        board: EngineState,
         ports: Ports,
         observer: Observer,
         prober: Prober,
@@ -454,7 +458,7 @@ class Outcomes:
     def ended(self, track: SlotTrack, action: Effect, finished: Finished) -> None:
         """*action*, begun for the slot of *track*, is over, one way or the other."""
         view, error = self._board.project(track.slot.project), finished.error
-        name = action.name if isinstance(action, Create | Poll) else action.key.name
+        name = action.name if isinstance(action, Create | GetOperation) else action.key.name
         track.looked[action.effect_key] = view.mark
         self._board.dirty[track.slot.name] = None
         if isinstance(action, Create):
@@ -471,25 +475,25 @@ class Outcomes:
     def _after(self, track: SlotTrack, view: ProjectView, action: Effect, name: str, finished: Finished) -> None:
         """What the trackers have to know of an effect that ended."""
         seen, error = track.nodes.get(name), finished.error
-        if isinstance(action, Look | Delete) and isinstance(error, NodeGone):
+        if isinstance(action, GetNode | Delete) and isinstance(error, NodeGone):
             # GetNode and DeleteNode alone prove that a node is gone; its host keys die with it, and not before.
             self._ports.launcher.forget(action.key)
             if seen is not None or track.memory.create(name) is None:
                 self._observer.forget(track, view, name)
-        elif isinstance(action, Look) and isinstance(finished.result, Node):
+        elif isinstance(action, GetNode) and isinstance(finished.result, Node):
             self._looked(track, view, finished.result)
-        elif isinstance(action, Poll) and failed(finished.result):
+        elif isinstance(action, GetOperation) and failed(finished.result):
             track.looked[EffectKind.FAILED.of(name)] = view.mark
-        elif isinstance(action, Vouch) and seen is not None:
+        elif isinstance(action, FetchHostKeys) and seen is not None:
             seen.hear_voucher(finished.result is True, error, view.mark)
-        elif isinstance(action, PushKey) and isinstance(error, LostRace):
+        elif isinstance(action, AddSshKey) and isinstance(error, LostRace):
             track.looked[EffectKind.MISSED.of(name)] = view.mark
         elif isinstance(action, Launch | Stop) and seen is not None:
             if isinstance(action, Launch):
                 track.looked.pop(EffectKind.STOP.of(name), None)
             seen.forget_report()
             self._prober.schedule(track, seen, self._board.clock.monotonic())
-        news = not isinstance(action, Look) or track.look_ended(name, error, view.mark)
+        news = not isinstance(action, GetNode) or track.look_ended(name, error, view.mark)
         told = end_of(action, finished.result, error) if news else None
         if told is not None:
             self._board.event(track, told.kind, told.text, node=name, level=told.level)

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from functools import partial
 
 from tpucare.engine.effects import Ports
-from tpucare.engine.probes import Hearing, Prober
-from tpucare.engine.state import Board, ProjectView, slots_of
+from tpucare.engine.probes import Liveness, Prober
+from tpucare.engine.state import EngineState, ProjectView, slots_of
 from tpucare.engine.tracking import NodeTrack, SlotTrack
 from tpucare.model.accelerators import derive
 from tpucare.model.actions import ADOPTING, EffectKind
@@ -35,10 +35,10 @@ class Observer:
 
     def __init__(
         self,
-        board: Board,
+        board: EngineState,
         ports: Ports,
         prober: Prober,
-        hearing: Hearing,
+        hearing: Liveness,
         adopt: Callable[[Node], SlotTrack | None],
         rng: random.Random,
     ) -> None:

@@ -14,10 +14,10 @@ from collections import deque
 from datetime import timedelta
 
 from tpucare.engine.effects import Ports
-from tpucare.engine.state import Board
+from tpucare.engine.state import EngineState
 from tpucare.engine.tracking import NodeTrack, SlotTrack, is_running, newest_checkpoint, newest_step
 from tpucare.model.evidence import SUPPORTING_OBSERVATIONS
-from tpucare.model.memory import End, Wish
+from tpucare.model.memory import DesiredState, End
 from tpucare.model.ports import Finished, Lane
 from tpucare.model.resources import PENDING_STATES, USABLE_STATES, NodeState
 from tpucare.model.runs import Contact, NodeReport, Phase, ProbeOrder
@@ -37,7 +37,7 @@ WORKERS_A_SECOND = 18
 class Prober:
     """The heartbeat of every node."""
 
-    def __init__(self, board: Board, ports: Ports, hearing: Hearing, rng: random.Random) -> None:
+    def __init__(self, board: EngineState, ports: Ports, hearing: Liveness, rng: random.Random) -> None:
         self.board = board
         self.ports = ports
         self.hearing = hearing
@@ -184,10 +184,10 @@ class Prober:
 ANSWER_COUNTS_FOR = 60.0
 
 
-class Hearing:
+class Liveness:
     """Answers and silences of all workers of all slots."""
 
-    def __init__(self, board: Board) -> None:
+    def __init__(self, board: EngineState) -> None:
         self.board = board
         self.silent: set[str] = set()
         self.canary: str | None = None
@@ -243,14 +243,14 @@ class Hearing:
     def may_be_canary(self, track: SlotTrack) -> bool:
         """This slot is the one to go first: the canary already, or the longest silent of those that can go."""
         canary = self.board.slots.get(self.canary) if self.canary is not None else None
-        if canary is not None and canary.memory.wish is Wish.UP and canary.memory.end is End.NONE:
+        if canary is not None and canary.memory.wish is DesiredState.UP and canary.memory.end is End.NONE:
             return canary is track
         return track.slot.name == min(filter(None, map(self._could_go, self.silent)), default=(None, ""))[1]
 
     def _could_go(self, slot: str) -> tuple[timedelta, str] | None:
         """Since when a node of *slot* is silent that `decide` may replace now; all others would wait for any other."""
         track = self.board.slots.get(slot)
-        if track is None or track.memory.wish is not Wish.UP or track.memory.end is not End.NONE:
+        if track is None or track.memory.wish is not DesiredState.UP or track.memory.end is not End.NONE:
             return None
         if not self.board.project(track.slot.project).fresh:
             return None

@@ -10,24 +10,26 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from tpucare.engine.admission import Spending
-from tpucare.engine.state import Board
+from tpucare.engine.state import EngineState
 from tpucare.engine.tracking import SlotTrack
-from tpucare.model.memory import Memory, Wish
+from tpucare.model.memory import DesiredState, Memory
 from tpucare.model.resources import Node, Slot
 from tpucare.planner import remember as memories
 
 
-class Roster:
+class SlotRegistry:
     """The slots of the board, made from what doors declare and from what the store remembers."""
 
-    def __init__(self, board: Board, spending: Spending) -> None:
+    def __init__(self, board: EngineState, spending: Spending) -> None:
         self._board = board
         self._spending = spending
         self._remembered = {name: memories.recover(memory) for name, memory in board.store.memories().items()}
         self._surplus: dict[str, Callable[[str], Slot | None]] = {}
-        self._wishes: dict[str, Wish] = {}
+        self._wishes: dict[str, DesiredState] = {}
 
-    def declare(self, fleet: str, slots: Iterable[Slot], surplus: Callable[[str], Slot | None], wish: Wish) -> None:
+    def declare(
+        self, fleet: str, slots: Iterable[Slot], surplus: Callable[[str], Slot | None], wish: DesiredState
+    ) -> None:
         """
         Slots of *fleet* as last accepted.
 
@@ -90,7 +92,7 @@ class Roster:
             self._remembered[slot.name] = track.memory
             track = None
         if track is None:
-            fresh = Memory(fleet=slot.fleet, wish=self._wishes.get(slot.fleet, Wish.UP))
+            fresh = Memory(fleet=slot.fleet, wish=self._wishes.get(slot.fleet, DesiredState.UP))
             memory = self._remembered.pop(slot.name, None) or fresh
             track = SlotTrack(slot, memory)
             board.settle_in(track)

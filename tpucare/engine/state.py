@@ -62,7 +62,7 @@ class _Pending:
     effects: list[Begun] = field(default_factory=list)
 
 
-class Board:
+class EngineState:
     """The shared state of one engine; its methods only keep it consistent, and choose nothing."""
 
     def __init__(

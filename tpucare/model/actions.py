@@ -214,7 +214,7 @@ class Notice:
 
 
 @dataclass(frozen=True, slots=True)
-class PushKey:
+class AddSshKey:
     """Append our public key to the node's metadata, since a worker refuses it."""
 
     key: NodeKey
@@ -227,7 +227,7 @@ class PushKey:
 
 
 @dataclass(frozen=True, slots=True)
-class Vouch:
+class FetchHostKeys:
     """Ask guest attributes for host keys, and pin those. `publisher`: of whose habits the answer tells."""
 
     key: NodeKey
@@ -241,7 +241,7 @@ class Vouch:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class GetNode:
     """GetNode: the only proof of absence."""
 
     key: NodeKey
@@ -254,7 +254,7 @@ class Look:
 
 
 @dataclass(frozen=True, slots=True)
-class Poll:
+class GetOperation:
     """GetOperation of a create."""
 
     name: str
@@ -268,7 +268,7 @@ class Poll:
 
 
 class Fact(StrEnum):
-    """What a Settle writes into memory."""
+    """What a Record writes into memory."""
 
     RUN_ADOPTED = "run adopted"
     RUN_COMPLETE = "run complete"
@@ -288,7 +288,7 @@ class Fact(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Settle:
+class Record:
     """
     No effect in the world: write down what is known now, and decide again.
 
@@ -308,14 +308,14 @@ class Settle:
     cause: Cause = Cause.UNRECORDED
 
 
-Effect = Create | Delete | Launch | Stop | Notice | PushKey | Vouch | Look | Poll
-Action = Wait | Settle | Effect
+Effect = Create | Delete | Launch | Stop | Notice | AddSshKey | FetchHostKeys | GetNode | GetOperation
+Action = Wait | Record | Effect
 
 
 # --- what events say of actions and of how they ended; texts are for people, kinds for scripts -----------------------
 
 
-class Told(NamedTuple):
+class EventText(NamedTuple):
     """Kind, text and level of an event."""
 
     kind: str
@@ -326,16 +326,16 @@ class Told(NamedTuple):
 # What events, `status` and failpoints call an action. Scripts read these words, so they are no names of classes.
 _WORDS: Mapping[type[Action], str] = {
     Wait: "wait",
-    Settle: "settle",
+    Record: "settle",
     Create: "create",
     Delete: "delete",
     Launch: "launch",
     Stop: "stop",
     Notice: "notice",
-    PushKey: "pushkey",
-    Vouch: "vouch",
-    Look: "look",
-    Poll: "poll",
+    AddSshKey: "pushkey",
+    FetchHostKeys: "vouch",
+    GetNode: "look",
+    GetOperation: "poll",
 }
 
 
@@ -353,13 +353,13 @@ def word_of(action: Action) -> str:
     return _WORDS[type(action)]
 
 
-def kind_of(action: Settle | Effect) -> str:
-    if isinstance(action, Settle):
+def kind_of(action: Record | Effect) -> str:
+    if isinstance(action, Record):
         return {Fact.ENDED: "done", Fact.FIRST_USE: "host-keys"}.get(action.fact, "settle")
     return word_of(action)
 
 
-def text_of(action: Settle | Effect) -> str:
+def text_of(action: Record | Effect) -> str:
     match action:
         case Create():
             return f"{action.name}: {action.why}"
@@ -369,18 +369,18 @@ def text_of(action: Settle | Effect) -> str:
             return f"stopping {action.token}: {action.why}"
         case Delete():
             return f"deleting {action.key.name}: {action.why}"
-        case Settle():
+        case Record():
             return f"{action.fact.value}: {action.why}"
     return f"{node_of(action)}: {action.why}"
 
 
-def level_of(action: Settle | Effect) -> str:
+def level_of(action: Record | Effect) -> str:
     """That a run makes progress is a mark for the store, and no news to a person."""
-    return "debug" if isinstance(action, Settle) and action.fact is Fact.RUN_PROGRESSED else "info"
+    return "debug" if isinstance(action, Record) and action.fact is Fact.RUN_PROGRESSED else "info"
 
 
-def node_of(action: Settle | Effect) -> str:
-    return action.name if isinstance(action, Create | Poll | Settle) else action.key.name
+def node_of(action: Record | Effect) -> str:
+    return action.name if isinstance(action, Create | GetOperation | Record) else action.key.name
 
 
 def failed(result: object) -> bool:
@@ -388,29 +388,29 @@ def failed(result: object) -> bool:
     return isinstance(result, Operation) and result.done and result.error is not None
 
 
-def end_of(action: Effect, result: object, error: Exception | None) -> Told | None:
+def end_of(action: Effect, result: object, error: Exception | None) -> EventText | None:
     """What to tell when an effect has ended; None where nobody wants to know."""
     name, kind = node_of(action), kind_of(action)
     if error is not None:
-        return None if isinstance(error, NodeGone) else Told(f"{kind}-failed", f"{name}: {error}", "warning")
-    if isinstance(action, Poll):
+        return None if isinstance(error, NodeGone) else EventText(f"{kind}-failed", f"{name}: {error}", "warning")
+    if isinstance(action, GetOperation):
         failure = result.error if isinstance(result, Operation) else None
-        return Told("create-failed", f"{name}: {failure}", "warning") if failure is not None else None
+        return EventText("create-failed", f"{name}: {failure}", "warning") if failure is not None else None
     if isinstance(action, Launch) and isinstance(result, LaunchResult):
         return _end_of_launch(action, result)
     if isinstance(action, Create | Delete | Stop):
-        return Told(f"{kind}-accepted", f"{name}: {kind} accepted")
+        return EventText(f"{kind}-accepted", f"{name}: {kind} accepted")
     return None
 
 
-def _end_of_launch(action: Launch, result: LaunchResult) -> Told:
+def _end_of_launch(action: Launch, result: LaunchResult) -> EventText:
     if result.complete:
-        return Told("launched", f"{action.token}: launched on all workers")
+        return EventText("launched", f"{action.token}: launched on all workers")
     errors = sorted({str(error) for error in result.workers if error is not None})
-    return Told("launch-failed", f"{action.token}: {'; '.join(errors)[:500]}", "warning")
+    return EventText("launch-failed", f"{action.token}: {'; '.join(errors)[:500]}", "warning")
 
 
-def fields_of(action: Settle | Effect) -> dict[str, str]:
+def fields_of(action: Record | Effect) -> dict[str, str]:
     """What a script would look for in the event of an action that begins: its cause, and what it is about."""
     fields = _names(action)
     if action.cause is not Cause.UNRECORDED:
@@ -422,8 +422,8 @@ def fields_of(action: Settle | Effect) -> dict[str, str]:
     return fields
 
 
-def _names(action: Settle | Effect) -> dict[str, str]:
-    if isinstance(action, Settle):
+def _names(action: Record | Effect) -> dict[str, str]:
+    if isinstance(action, Record):
         return {"fact": action.fact.name.lower().replace("_", "-")}
     if isinstance(action, Create):
         return {"zone": action.place.zone, "accelerator_type": action.place.accelerator_type}

@@ -19,7 +19,7 @@ from tpucare.model.causes import Cause
 OLD_AFTER = timedelta(minutes=10)
 
 
-class Wish(StrEnum):
+class DesiredState(StrEnum):
     """What a person wants of a slot."""
 
     UP = "up"
@@ -50,7 +50,7 @@ class End(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Book:
+class FailureCounter:
     """`failures` in a row count for the backoff and the budget, `total` for the reports."""
 
     failures: int = 0
@@ -59,7 +59,7 @@ class Book:
     reason: str = ""
 
 
-NO_BOOK = Book()
+NO_BOOK = FailureCounter()
 
 
 class Refusal(StrEnum):
@@ -278,7 +278,7 @@ class Memory:
     """
 
     fleet: str
-    wish: Wish = Wish.UP
+    wish: DesiredState = DesiredState.UP
     end: End = End.NONE
     end_why: str = ""
     end_cause: Cause = Cause.UNRECORDED
@@ -289,7 +289,7 @@ class Memory:
     nodes: tuple[NodeMemory, ...] = ()
     run: RunMemory | None = None
     places: Mapping[str, PlaceMemory] = field(default_factory=dict)
-    books: Mapping[str, Book] = field(default_factory=dict)
+    books: Mapping[str, FailureCounter] = field(default_factory=dict)
     restart_asked: bool = False
     replace_asked: bool = False
     fence_confirmed: bool = False
@@ -316,10 +316,10 @@ class Memory:
     def has_asked_for(self, number: int) -> bool:
         return self.asked_from is not None and self.asked_from <= number < self.next_number
 
-    def book(self, name: BookName) -> Book:
+    def book(self, name: BookName) -> FailureCounter:
         return self.books.get(name.value, NO_BOOK)
 
-    def with_book(self, name: BookName, book: Book) -> Memory:
+    def with_book(self, name: BookName, book: FailureCounter) -> Memory:
         return replace(self, books={**self.books, name.value: book})
 
     def place(self, key: str) -> PlaceMemory:
@@ -396,5 +396,5 @@ class FleetRecord:
     text: str
     folder: str
     accepted_at: datetime
-    wish: Wish = Wish.UP
+    wish: DesiredState = DesiredState.UP
     project: str = ""

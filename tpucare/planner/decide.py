@@ -17,29 +17,29 @@ from tpucare.model.actions import (
     ADOPTING,
     ANY_CREATE,
     Action,
+    AddSshKey,
     Create,
     Delete,
     EffectKind,
     Fact,
-    Look,
-    Poll,
-    PushKey,
+    FetchHostKeys,
+    GetNode,
+    GetOperation,
     Reason,
-    Settle,
+    Record,
     Stop,
-    Vouch,
     Wait,
 )
 from tpucare.model.causes import Cause
 from tpucare.model.evidence import Evidence, Mark, Moment, NodeEvidence, Timers
-from tpucare.model.memory import CreateIntent, End, Memory, NodeMemory, Wish
+from tpucare.model.memory import CreateIntent, DesiredState, End, Memory, NodeMemory
 from tpucare.model.resources import DEAD_STATES, NodeKey, NodeState, OnSuccess, Slot, node_name
 from tpucare.model.text import length
 from tpucare.planner.backoff import DELETE_AGAIN_CAP, MISSING_LOOK_EVERY, RESEND_BACKOFF
 from tpucare.planner.node import decide_by_workers, decide_hidden, decide_node
 from tpucare.planner.placement import choose, holds_quota
 from tpucare.planner.predicates import (
-    Standing,
+    Furthest,
     busy,
     deletion,
     ending,
@@ -84,11 +84,11 @@ def _decide(slot: Slot, evidence: Evidence, memory: Memory, timers: Timers) -> A
             return action
         why = evidence.blind_why or "the first listing is under way"
         return Wait(Cause.NO_OBSERVATION, f"no observation: {why}")
-    if memory.wish is Wish.PAUSED:
+    if memory.wish is DesiredState.PAUSED:
         return _clear_dead(evidence, memory, timers) or Wait(Cause.PAUSED, "paused")
     if chore := _chore(slot, evidence, memory, timers):
         return chore
-    if memory.wish is Wish.DOWN:
+    if memory.wish is DesiredState.DOWN:
         return _take_down(slot, evidence, memory, timers)
     if memory.end is not End.NONE:
         return _after_end(slot, evidence, memory, timers)
@@ -155,7 +155,7 @@ def _node_chore(seen: NodeEvidence, evidence: Evidence, memory: Memory, timers: 
     if EffectKind.MISSED.of(seen.node.name) in evidence.looked:
         return look(seen.node.key, evidence, timers, Cause.NODE_ABSENT, "another call did not find it")
     if _is_welcome(seen, evidence, memory):
-        return Settle(Fact.CREATE_KEPT, "came after its create was given up, and before any other", seen.node.name)
+        return Record(Fact.CREATE_KEPT, "came after its create was given up, and before any other", seen.node.name)
     return _delete_chore(seen, evidence, memory, timers)
 
 
@@ -167,7 +167,7 @@ def _is_welcome(seen: NodeEvidence, evidence: Evidence, memory: Memory) -> bool:
     intent = memory.create(seen.node.name)
     if intent is None or not intent.superseded or memory.has_given_up(seen.node.name):
         return False
-    if memory.wish is not Wish.UP or memory.end is not End.NONE:
+    if memory.wish is not DesiredState.UP or memory.end is not End.NONE:
         return False
     others = live_nodes(evidence, memory)
     match seen.node.state:
@@ -225,7 +225,7 @@ def _watch_spent(slot: Slot, intent: CreateIntent, evidence: Evidence, timers: T
         return None
     if not _due(evidence.looked.get(this) or evidence.creates_since.get(intent.name), timers, MISSING_LOOK_EVERY):
         return None
-    return Look(key, Cause.CREATE_ABANDONED, "given up, and its operation goes on: is its node there?")
+    return GetNode(key, Cause.CREATE_ABANDONED, "given up, and its operation goes on: is its node there?")
 
 
 def _create_chore(
@@ -249,7 +249,7 @@ def _create_chore(
     return None
 
 
-def _poll(intent: CreateIntent, evidence: Evidence, memory: Memory, timers: Timers) -> Poll | None:
+def _poll(intent: CreateIntent, evidence: Evidence, memory: Memory, timers: Timers) -> GetOperation | None:
     this = EffectKind.POLL.of(intent.name)
     vanished = evidence.node(intent.name) is None and memory.node(intent.name) is None
     known_before = EffectKind.GONE.of(intent.name) in evidence.looked
@@ -259,7 +259,7 @@ def _poll(intent: CreateIntent, evidence: Evidence, memory: Memory, timers: Time
     last = evidence.looked.get(this) or evidence.creates_since.get(intent.name)
     if this in evidence.in_flight or not (_due(last, timers, every)):
         return None
-    return Poll(intent.name, intent.operation, Cause.CREATE_UNDER_WAY, "create under way")
+    return GetOperation(intent.name, intent.operation, Cause.CREATE_UNDER_WAY, "create under way")
 
 
 # --- wishes ----------------------------------------------------------------------------------------------------------
@@ -268,7 +268,7 @@ def _poll(intent: CreateIntent, evidence: Evidence, memory: Memory, timers: Time
 def _take_down(slot: Slot, evidence: Evidence, memory: Memory, timers: Timers) -> Action:
     """`down`: stop the run (SIGTERM, grace), delete; over when every node and every create is accounted for."""
     if intent := _open_create(memory):
-        return Settle(Fact.CREATE_SUPERSEDED, "the slot is taken down", name=intent.name, cause=Cause.DOWN)
+        return Record(Fact.CREATE_SUPERSEDED, "the slot is taken down", name=intent.name, cause=Cause.DOWN)
     for seen in live_nodes(evidence, memory):
         if seen.dark:
             continue
@@ -304,10 +304,10 @@ def not_looked_at(keys: Sequence[NodeKey]) -> str:
 def _after_end(slot: Slot, evidence: Evidence, memory: Memory, timers: Timers) -> Action:
     if intent := _open_create(memory):
         why = f"the slot is {memory.end.value}"
-        return Settle(Fact.CREATE_SUPERSEDED, why, name=intent.name, cause=Cause.SLOT_ENDED)
+        return Record(Fact.CREATE_SUPERSEDED, why, name=intent.name, cause=Cause.SLOT_ENDED)
     again = tries_again_at(slot, memory)
     if again is not None and timers.passed(again, TRY_FAILED_EVERY):
-        return Settle(Fact.TRIED_AGAIN, f"it had trained, and failed an hour ago ({memory.end_why})")
+        return Record(Fact.TRIED_AGAIN, f"it had trained, and failed an hour ago ({memory.end_why})")
     for seen in live_nodes(evidence, memory):
         if seen.dark:
             continue
@@ -372,7 +372,7 @@ def _decide_empty(slot: Slot, evidence: Evidence, memory: Memory, timers: Timers
     if ADOPTING in evidence.looked and not timers.lasted(evidence.looked[ADOPTING], ADOPTED_WITHIN):
         return Wait(Cause.ADOPTING, "a node is being adopted")
     if memory.run is not None and memory.run.finished:
-        return done(memory.run.node, Standing(memory.step, memory.checkpoint))
+        return done(memory.run.node, Furthest(memory.step, memory.checkpoint))
     for past in memory.nodes:
         if action := _decide_unaccounted(slot, past, evidence, timers):
             return action
@@ -427,13 +427,13 @@ def _decide_unaccounted(slot: Slot, past: NodeMemory, evidence: Evidence, timers
 
 def _decide_open_create(slot: Slot, intent: CreateIntent, evidence: Evidence, timers: Timers) -> Action:
     if timers.lasted(evidence.creates_since.get(intent.name), slot.care.boot_timeout):
-        return Settle(Fact.CREATE_SUPERSEDED, "unanswered at boot_timeout", name=intent.name, cause=Cause.BOOT_TIMEOUT)
+        return Record(Fact.CREATE_SUPERSEDED, "unanswered at boot_timeout", name=intent.name, cause=Cause.BOOT_TIMEOUT)
     if intent.lost and not intent.refused:
         place = next((place for place in slot.places if place.key == intent.place), None)
         if place is None:
             # The declaration no longer has that place, so the same request cannot be sent again.
             why = "its place is no longer declared"
-            return Settle(Fact.CREATE_SUPERSEDED, why, name=intent.name, cause=Cause.PLACE_WITHDRAWN)
+            return Record(Fact.CREATE_SUPERSEDED, why, name=intent.name, cause=Cause.PLACE_WITHDRAWN)
         if timers.passed(intent.retry_at, RESEND_BACKOFF.cap):
             why = "the answer was lost: the same name at the same place again"
             return Create(intent.name, intent.number, place, Cause.ANSWER_LOST, why, resend=True)
@@ -461,7 +461,7 @@ def _decide_several(slot: Slot, live: list[NodeEvidence], evidence: Evidence, me
             action = decide_node(slot, seen, evidence, memory, timers)
             goes = isinstance(action, Stop) and action.then is not None
             waits_for_person = isinstance(action, Wait) and action.needs_person
-            if goes or waits_for_person or isinstance(action, Delete | Vouch | PushKey | Look | Settle):
+            if goes or waits_for_person or isinstance(action, Delete | FetchHostKeys | AddSshKey | GetNode | Record):
                 return action
             why = f"several nodes ({names}); waiting until every worker of each has answered"
             return Wait(Cause.SEVERAL_NODES, why)

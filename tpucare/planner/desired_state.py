@@ -9,27 +9,27 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from tpucare.model.memory import Book, End, Memory, Refusal, Wish
+from tpucare.model.memory import DesiredState, End, FailureCounter, Memory, Refusal
 
 
 def up(memory: Memory) -> Memory:
     """`apply`: wanted again, from a clean slate of books where the slot had ended or was taken down."""
-    if memory.wish is Wish.DOWN or memory.end is not End.NONE:
+    if memory.wish is DesiredState.DOWN or memory.end is not End.NONE:
         memory = retry(memory)
-    return replace(memory, wish=Wish.UP)
+    return replace(memory, wish=DesiredState.UP)
 
 
 def down(memory: Memory) -> Memory:
-    return replace(memory, wish=Wish.DOWN)
+    return replace(memory, wish=DesiredState.DOWN)
 
 
 def pause(memory: Memory) -> Memory:
     """Observe, touch nothing."""
-    return replace(memory, wish=Wish.PAUSED)
+    return replace(memory, wish=DesiredState.PAUSED)
 
 
 def resume(memory: Memory) -> Memory:
-    return replace(memory, wish=Wish.UP)
+    return replace(memory, wish=DesiredState.UP)
 
 
 def retry(memory: Memory) -> Memory:
@@ -49,7 +49,7 @@ def retry(memory: Memory) -> Memory:
         )
         for key, place in memory.places.items()
     }
-    books = {name: Book(total=book.total) for name, book in memory.books.items()}
+    books = {name: FailureCounter(total=book.total) for name, book in memory.books.items()}
     run = memory.run
     if run is not None and memory.end is End.DONE:
         # Where its node was kept, a run that finished is over, and not finished once more.

@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import timedelta
 
-from tpucare.model.actions import Action, Delete, EffectKind, Fact, Launch, PushKey, Reason, Settle, Stop, Wait
+from tpucare.model.actions import Action, AddSshKey, Delete, EffectKind, Fact, Launch, Reason, Record, Stop, Wait
 from tpucare.model.causes import Cause
 from tpucare.model.evidence import Evidence, Mark, NodeEvidence, Timers, latest
-from tpucare.model.memory import BookName, End, Memory, NodeMemory, Wish
+from tpucare.model.memory import BookName, DesiredState, End, Memory, NodeMemory
 from tpucare.model.resources import PENDING_STATES, USABLE_STATES, NodeKey, NodeState, Slot
 from tpucare.model.runs import Contact
 from tpucare.model.text import length
@@ -105,7 +105,7 @@ def decide_by_workers(
     Nothing is deleted, and no node is asked for; where an older one is in doubt, nothing is launched.
     """
     run, past, name = memory.run, memory.node(seen.node.name), seen.node.name
-    if memory.wish is not Wish.UP or memory.end is not End.NONE or memory.replace_asked:
+    if memory.wish is not DesiredState.UP or memory.end is not End.NONE or memory.replace_asked:
         return None
     if past is None or past.id != seen.node.id or not past.serves or run is None or run.node != name:
         return None
@@ -118,13 +118,13 @@ def decide_by_workers(
     action = _decide_answering(slot, seen, past, evidence, memory, timers)
     # Rule 11: what takes a length of time to judge waits for listings, whose gaps alone count as observed.
     may_stop = isinstance(action, Stop) and action.then is None and action.lasted is None
-    return action if may_stop or isinstance(action, Settle | Launch) else None
+    return action if may_stop or isinstance(action, Record | Launch) else None
 
 
 def decide_hidden(slot: Slot, zone: str, name: str, evidence: Evidence, timers: Timers) -> Action:
     """A node that neither the listing nor GetNode tells of; after `fence_after` another may be asked for elsewhere."""
     if timers.lasted(evidence.hidden_since(zone, name), slot.care.fence_after):
-        return Settle(Fact.NODE_OUT_OF_SIGHT, f"nothing is heard of it for {length(slot.care.fence_after)}", name=name)
+        return Record(Fact.NODE_OUT_OF_SIGHT, f"nothing is heard of it for {length(slot.care.fence_after)}", name=name)
     if zone in evidence.dark_since:
         return Wait(Cause.ZONE_UNREACHABLE, f"{zone} does not answer: what is known of {name} stays")
     why = f"{name} is not in the listing, and may not be looked at: what is known of it stays"
@@ -236,7 +236,7 @@ def _decide_refused(
         pause_over = last is None or timers.lasted(last, KEY_PUSH_EVERY)
         late = timers.lasted(seen.refused_since, KEY_MAY_BE_LATE)
         if late and pause_over and EffectKind.KEY.of(name) not in evidence.in_flight:
-            return PushKey(seen.node.key, Cause.KEY_REFUSED, "a worker refuses our key")
+            return AddSshKey(seen.node.key, Cause.KEY_REFUSED, "a worker refuses our key")
         why = f"a worker of {name} does not know our key yet"
         return Wait(Cause.KEY_REFUSED, why, needs_person=last is not None)
     if some_accept and not (past.launched or keeps_node(seen)):
@@ -346,7 +346,7 @@ def _decide_answering(
     ours = run is not None and run.node == node.name
     if token and (run is None or not ours or _newer(token, run.token)):
         number = int(token.rpartition(".")[2])
-        return Settle(Fact.RUN_ADOPTED, f"{token} is what the workers have", name=node.name, token=token, number=number)
+        return Record(Fact.RUN_ADOPTED, f"{token} is what the workers have", name=node.name, token=token, number=number)
     if run is not None and ours and run.stopped and run.then_delete:
         return deletion(seen, run.stop_cause, run.stop_why, Reason(run.then_delete))
     if run is not None and ours and not run.stopped:

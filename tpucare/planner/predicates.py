@@ -11,7 +11,7 @@ import json
 from datetime import timedelta
 from typing import NamedTuple
 
-from tpucare.model.actions import Delete, EffectKind, Look, Reason, Stop, Wait
+from tpucare.model.actions import Delete, EffectKind, GetNode, Reason, Stop, Wait
 from tpucare.model.causes import Cause
 from tpucare.model.evidence import SUPPORTING_OBSERVATIONS, Evidence, Mark, NodeEvidence, Timers
 from tpucare.model.memory import BookName, Memory
@@ -28,7 +28,7 @@ LOOK_EVERY = timedelta(seconds=5)
 LOOK_CAP, LOOK_CAP_HUMAN = timedelta(minutes=1), timedelta(minutes=10)
 
 
-def look(key: NodeKey, evidence: Evidence, timers: Timers, cause: Cause, why: str) -> Look | None:
+def look(key: NodeKey, evidence: Evidence, timers: Timers, cause: Cause, why: str) -> GetNode | None:
     """GetNode, unless it was asked a moment ago; where it fails it is asked ever more seldom."""
     this = EffectKind.LOOK.of(key.name)
     last, failed, every = evidence.looked.get(this), evidence.failed_looks.get(key.name), LOOK_EVERY
@@ -36,7 +36,7 @@ def look(key: NodeKey, evidence: Evidence, timers: Timers, cause: Cause, why: st
         every = min(LOOK_EVERY * 2 ** min(failed.times, 10), LOOK_CAP_HUMAN if failed.human else LOOK_CAP)
     if this in evidence.in_flight or not (last is None or timers.lasted(last, every, observations=0)):
         return None
-    return Look(key, cause, why)
+    return GetNode(key, cause, why)
 
 
 def deletion(
@@ -163,15 +163,15 @@ def ending(
     )
 
 
-class Standing(NamedTuple):
+class Furthest(NamedTuple):
     """How far a slot's training ever got, as the workers tell it."""
 
     step: int | None
     checkpoint: int | None
 
 
-def standing(seen: NodeEvidence, memory: Memory) -> Standing:
-    return Standing(furthest_of(seen, "step", memory.step), furthest_of(seen, "checkpoint", memory.checkpoint))
+def standing(seen: NodeEvidence, memory: Memory) -> Furthest:
+    return Furthest(furthest_of(seen, "step", memory.step), furthest_of(seen, "checkpoint", memory.checkpoint))
 
 
 def has_advanced(seen: NodeEvidence, memory: Memory) -> bool:

@@ -14,18 +14,18 @@ from datetime import datetime, timedelta
 
 from tpucare.model.actions import (
     Action,
+    AddSshKey,
     Create,
     Delete,
     Fact,
+    FetchHostKeys,
+    GetNode,
+    GetOperation,
     Launch,
-    Look,
     Notice,
-    Poll,
-    PushKey,
     Reason,
-    Settle,
+    Record,
     Stop,
-    Vouch,
 )
 from tpucare.model.causes import Cause
 from tpucare.model.errors import (
@@ -44,17 +44,17 @@ from tpucare.model.errors import (
 )
 from tpucare.model.memory import (
     ENDED_BY_PROGRESS,
-    Book,
     BookName,
     CreateIntent,
+    DesiredState,
     End,
+    FailureCounter,
     Memory,
     NodeMemory,
     PlaceMemory,
     Publishing,
     RunMemory,
     Trust,
-    Wish,
 )
 from tpucare.model.resources import (
     DEAD_STATES,
@@ -87,12 +87,12 @@ def intend(memory: Memory, action: Action, now: datetime, rng: random.Random) ->
             if past is not None:
                 memory = memory.with_node(replace(past, noticed_at=now, noticed_checkpoint=action.checkpoint))
             return memory
-        case Settle():
+        case Record():
             return _settle(memory, action, now, rng)
     return memory
 
 
-def _settle(memory: Memory, action: Settle, now: datetime, rng: random.Random) -> Memory:
+def _settle(memory: Memory, action: Record, now: datetime, rng: random.Random) -> Memory:
     further = _is_further(memory, action)
     memory, run = far(memory, action.step, action.checkpoint), memory.run
     match action.fact:
@@ -136,7 +136,7 @@ def _settle(memory: Memory, action: Settle, now: datetime, rng: random.Random) -
             return replace(memory, end=action.end, end_why=action.why, end_cause=action.cause, ended_at=now)
 
 
-def _is_further(memory: Memory, action: Settle) -> bool:
+def _is_further(memory: Memory, action: Record) -> bool:
     """A step that an epoch counts anew gets no further; a newer checkpoint does."""
     if action.step is not None and (memory.step is None or action.step > memory.step):
         return True
@@ -158,16 +158,16 @@ def remember(
             return after_launch(memory, action, result, error, now, rng)
         case Stop():
             return after_stop(memory, action, result)
-        case Look():
+        case GetNode():
             return after_look(memory, action, result, error, now, rng)
-        case Poll():
+        case GetOperation():
             return after_poll(memory, action, result, error, now, rng)
-        case Vouch():
+        case FetchHostKeys():
             # The result is whether guest attributes vouch for every worker.
             if error is None and result is True:
                 return believed(memory, action.key.name, Trust.VOUCHED, action.publisher, now)
             return memory
-        case PushKey():
+        case AddSshKey():
             past = memory.node(action.key.name)
             return memory.with_node(replace(past, keyed=True)) if past is not None and error is None else memory
     return memory
@@ -241,12 +241,12 @@ def intend_create(memory: Memory, action: Create, now: datetime) -> Memory:
     return number_after(memory.with_create(intent), action.name)
 
 
-def supersede(memory: Memory, action: Settle, now: datetime, rng: random.Random) -> Memory:
+def supersede(memory: Memory, action: Record, now: datetime, rng: random.Random) -> Memory:
     intent = memory.create(action.name)
     if intent is None:
         return memory
     memory = memory.with_create(replace(intent, superseded=True))
-    if memory.wish is not Wish.UP or memory.end is not End.NONE:
+    if memory.wish is not DesiredState.UP or memory.end is not End.NONE:
         return memory
     # Another place goes first, where there is one: this one has not answered for a whole boot_timeout.
     place = placement.refused(memory.place(intent.place), Transient(action.why), held=False, now=now, rng=rng)
@@ -305,7 +305,7 @@ def _refuse(
 
 
 def after_look(
-    memory: Memory, action: Look, result: object, error: Exception | None, now: datetime, rng: random.Random
+    memory: Memory, action: GetNode, result: object, error: Exception | None, now: datetime, rng: random.Random
 ) -> Memory:
     if isinstance(error, NodeGone):
         memory = _missing_for_long(memory, action.key.name, now)
@@ -344,7 +344,7 @@ def _came_to_nothing(memory: Memory, name: str, now: datetime, rng: random.Rando
 
 
 def after_poll(
-    memory: Memory, action: Poll, result: object, error: Exception | None, now: datetime, rng: random.Random
+    memory: Memory, action: GetOperation, result: object, error: Exception | None, now: datetime, rng: random.Random
 ) -> Memory:
     intent = memory.create(action.name)
     if intent is None:
@@ -539,7 +539,7 @@ def _enter(memory: Memory, name: BookName, why: str, advanced: bool, now: dateti
     retry_at = now + backoff.delay(failures, rng) if backoff is not None else None
     if name is BookName.INFRASTRUCTURE and failures == 1:
         retry_at = None
-    return memory.with_book(name, Book(failures, book.total + 1, retry_at, why))
+    return memory.with_book(name, FailureCounter(failures, book.total + 1, retry_at, why))
 
 
 def progress_over(memory: Memory) -> Memory:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import timedelta
 
-from tpucare.model.actions import Action, EffectKind, Fact, Launch, Notice, Reason, Settle, Wait
+from tpucare.model.actions import Action, EffectKind, Fact, Launch, Notice, Reason, Record, Wait
 from tpucare.model.causes import Cause
 from tpucare.model.evidence import SUPPORTING_OBSERVATIONS, Evidence, Mark, NodeEvidence, Timers, latest
 from tpucare.model.memory import ENDED_BY_PROGRESS, BookName, End, Memory, NodeMemory, RunMemory
@@ -22,7 +22,7 @@ from tpucare.planner.predicates import (
     INFRASTRUCTURE_BUDGET,
     LONG_LIFE,
     STALL_FACTOR,
-    Standing,
+    Furthest,
     backoff_over,
     deletion,
     ending,
@@ -91,7 +91,7 @@ def _stop_again(seen: NodeEvidence, evidence: Evidence, memory: Memory, timers: 
     if run.then_delete:
         return deletion(seen, run.stop_cause, run.stop_why, Reason(run.then_delete))
     if quiet(seen):
-        return Settle(Fact.RUN_STOPPED, "its workers are quiet now", seen.node.name, run.token, run.number)
+        return Record(Fact.RUN_STOPPED, "its workers are quiet now", seen.node.name, run.token, run.number)
     if not timers.lasted(last, STOP_AGAIN_AFTER, observations=1):
         return Wait(Cause.STOPPING, "the run was stopped; its processes or the chips are not free yet")
     past = memory.node(seen.node.name)
@@ -129,7 +129,7 @@ def _decide_incomplete(slot: Slot, seen: NodeEvidence, evidence: Evidence, memor
     assert seen.report is not None
     holding = [worker for worker in seen.report.workers if worker.token == run.token]
     if len(holding) == len(seen.report.workers):
-        return Settle(Fact.RUN_COMPLETE, "every worker has it", name=seen.node.name, token=run.token)
+        return Record(Fact.RUN_COMPLETE, "every worker has it", name=seen.node.name, token=run.token)
     book = memory.book(BookName.SETUP)
     if book.failures > slot.care.setup_budget:
         why = f"it cannot be launched: {book.reason}"
@@ -179,7 +179,7 @@ def decide_living(slot: Slot, seen: NodeEvidence, past: NodeMemory, memory: Memo
     if action := _end_of_day(seen, past, memory, timers):
         return action
     if memory.book(BookName.SETUP).failures and seen.report is not None and past_setup(seen.report.workers):
-        return Settle(Fact.SETUP_DONE, "setup served on every worker: its failures begin anew", seen.node.name)
+        return Record(Fact.SETUP_DONE, "setup served on every worker: its failures begin anew", seen.node.name)
     if seen.progress.signals >= 2 and not run.progressed:
         return _progressed(seen, memory, "the run makes progress")
     if action := _row_ends(seen, memory, timers):
@@ -187,7 +187,7 @@ def decide_living(slot: Slot, seen: NodeEvidence, past: NodeMemory, memory: Memo
     return _course(seen)
 
 
-def _row_ends(seen: NodeEvidence, memory: Memory, timers: Timers) -> Settle | None:
+def _row_ends(seen: NodeEvidence, memory: Memory, timers: Timers) -> Record | None:
     """What failed before is no row any more once a run gets further, or lives long where it tells of no step."""
     if not is_row_open(memory):
         return None
@@ -199,7 +199,7 @@ def _row_ends(seen: NodeEvidence, memory: Memory, timers: Timers) -> Settle | No
     launched_at = memory.run.launched_at if memory.run is not None else None
     lasted = launched_at is not None and timers.passed(launched_at + LONG_LIFE, LONG_LIFE)
     why = f"it tells of no step, and lives for {length(LONG_LIFE)}"
-    return Settle(Fact.RUN_LASTED, why, seen.node.name) if lasted else None
+    return Record(Fact.RUN_LASTED, why, seen.node.name) if lasted else None
 
 
 def got_further(seen: NodeEvidence, memory: Memory) -> bool:
@@ -214,9 +214,9 @@ def is_row_open(memory: Memory) -> bool:
     return bool(memory.books) and any(memory.book(name).failures for name in ENDED_BY_PROGRESS)
 
 
-def _progressed(seen: NodeEvidence, memory: Memory, why: str) -> Settle:
+def _progressed(seen: NodeEvidence, memory: Memory, why: str) -> Record:
     far, gap = standing(seen, memory), seen.progress.median_gap
-    return Settle(Fact.RUN_PROGRESSED, why, seen.node.name, step=far.step, checkpoint=far.checkpoint, gap=gap)
+    return Record(Fact.RUN_PROGRESSED, why, seen.node.name, step=far.step, checkpoint=far.checkpoint, gap=gap)
 
 
 def _course(seen: NodeEvidence) -> Wait:
@@ -437,7 +437,7 @@ def _decide_success(slot: Slot, seen: NodeEvidence, memory: Memory, timers: Time
     since = latest(seen.ended_since, seen.phase_since)
     if not timers.lasted(since, slot.care.success_after):
         if _may_be_noted(slot, seen, memory) and timers.lasted(since, EXIT_IS_SEEN_AFTER, observations=1):
-            return Settle(Fact.RUN_FINISHED, "every worker exited 0, and nothing had asked it to", seen.node.name)
+            return Record(Fact.RUN_FINISHED, "every worker exited 0, and nothing had asked it to", seen.node.name)
         return Wait(Cause.RUN_FINISHED, f"finished; confirming for {length(slot.care.success_after)}")
     if slot.care.on_success is OnSuccess.RESTART:
         return ending(seen, memory, Cause.RUN_FINISHED, "finished; on_success is restart", None, served=True)
@@ -453,10 +453,10 @@ def _may_be_noted(slot: Slot, seen: NodeEvidence, memory: Memory) -> bool:
     return all(worker.exit_status == 0 for worker in seen.report.workers)
 
 
-def done(node: str, far: Standing) -> Settle:
+def done(node: str, far: Furthest) -> Record:
     """The run on that node finished, and the slot with it."""
     why = "the run finished with exit status 0"
-    return Settle(
+    return Record(
         Fact.ENDED,
         why,
         node,
@@ -500,13 +500,13 @@ def decide_foreign(
     if failed:
         return _decide_failed_setup(slot, seen, memory, timers, failed[0])
     if memory.book(BookName.SETUP).failures and past_setup(workers):
-        return Settle(Fact.SETUP_DONE, "setup served on every worker: its failures begin anew", seen.node.name)
+        return Record(Fact.SETUP_DONE, "setup served on every worker: its failures begin anew", seen.node.name)
     if not run.over and (action := _decide_rebooted(seen, memory, timers)):
         return action
     if not any(worker.alive for worker in workers):
         return _decide_foreign_end(slot, seen, memory, timers)
     if run.over:
-        return Settle(Fact.RUN_BACK, "something of its run lives again", seen.node.name)
+        return Record(Fact.RUN_BACK, "something of its run lives again", seen.node.name)
     action = decide_living(slot, seen, past, memory, timers)
     return replace(action, why=_living_rest(workers)) if isinstance(action, Wait) and past_setup(workers) else action
 
@@ -551,7 +551,7 @@ def _decide_foreign_end(slot: Slot, seen: NodeEvidence, memory: Memory, timers: 
         return booked(seen, memory, Cause.FOREIGN_RUN_ENDED, why, BookName.CRASH, slot.care.crash_budget)
     far, name = standing(seen, memory), seen.node.name
     if on_exit is OnExit.DELETE:
-        return Settle(
+        return Record(
             Fact.ENDED,
             why,
             name,
@@ -560,7 +560,7 @@ def _decide_foreign_end(slot: Slot, seen: NodeEvidence, memory: Memory, timers: 
             checkpoint=far.checkpoint,
             cause=Cause.FOREIGN_RUN_ENDED,
         )
-    return Settle(Fact.RUN_OVER, why, name, step=far.step, checkpoint=far.checkpoint)
+    return Record(Fact.RUN_OVER, why, name, step=far.step, checkpoint=far.checkpoint)
 
 
 def ended_why(workers: tuple[WorkerReport, ...]) -> str:

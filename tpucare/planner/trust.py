@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from tpucare.model.actions import Action, EffectKind, Fact, Settle, Vouch, Wait
+from tpucare.model.actions import Action, EffectKind, Fact, FetchHostKeys, Record, Wait
 from tpucare.model.causes import Cause
 from tpucare.model.evidence import Evidence, NodeEvidence, Timers, Voucher
 from tpucare.model.memory import NodeMemory, Trust
@@ -62,7 +62,7 @@ def decide_trust(slot: Slot, seen: NodeEvidence, past: NodeMemory, evidence: Evi
         return asked
     publisher = publisher_of(slot, past) if seen.voucher is Voucher.UNPUBLISHED else ""
     why = f"nothing vouches for {name} ({_reason(seen, limit)})"
-    return Settle(Fact.FIRST_USE, why, name=name, publisher=publisher)
+    return Record(Fact.FIRST_USE, why, name=name, publisher=publisher)
 
 
 def is_private(job: Job | None) -> bool:
@@ -90,8 +90,8 @@ def decide_changed_key(slot: Slot, seen: NodeEvidence, past: NodeMemory, evidenc
     return Wait(Cause.HOST_KEY_CHANGED, f"{why}: {advice}", needs_person=long)
 
 
-def _ask(slot: Slot, seen: NodeEvidence, past: NodeMemory, cause: Cause, why: str) -> Vouch:
-    return Vouch(seen.node.key, cause, why, publisher_of(slot, past))
+def _ask(slot: Slot, seen: NodeEvidence, past: NodeMemory, cause: Cause, why: str) -> FetchHostKeys:
+    return FetchHostKeys(seen.node.key, cause, why, publisher_of(slot, past))
 
 
 def _ask_again(
@@ -102,7 +102,7 @@ def _ask_again(
     timers: Timers,
     *,
     every: timedelta = ASK_EVERY,
-) -> Vouch | None:
+) -> FetchHostKeys | None:
     """Nothing while a question is under way: what is known so far stays, and a person is not told of it anew."""
     kind = EffectKind.VOUCH.of(seen.node.name)
     last = evidence.looked.get(kind)

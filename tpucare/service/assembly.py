@@ -63,7 +63,7 @@ MakeLauncher = Callable[[Leaves], Launcher]
 
 
 @dataclass(slots=True)
-class Caretaker:
+class Runtime:
     """Everything that care needs, put together. `close` it, or use it as a context manager."""
 
     options: Options
@@ -82,7 +82,7 @@ class Caretaker:
     secrets: Callable[[str], str | None] | None
     """As `secrets_of`; None for a command without a daemon, whose environment is not the daemon's."""
 
-    def __enter__(self) -> Caretaker:
+    def __enter__(self) -> Runtime:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -123,7 +123,7 @@ def assemble(
     alone: bool = False,
     launcher: MakeLauncher = lambda leaves: leaves.scripts,
     creation: AbstractContextManager[Any] | None = None,
-) -> Caretaker:
+) -> Runtime:
     """
     Take the lock of the store `options.store` in `options.state` and build everything over it.
 
@@ -163,7 +163,7 @@ def assemble(
         store.close()
         raise
     finder = project_finder(options, env)
-    return Caretaker(
+    return Runtime(
         options,
         store,
         clock,

@@ -22,17 +22,17 @@ from typing import Any
 from tpucare.adapters.state import folder as state_folder
 from tpucare.engine.engine import Engine
 from tpucare.model.errors import CloudError, ConfigError, StoreLocked, TpuCareError
-from tpucare.model.memory import Wish
+from tpucare.model.memory import DesiredState
 from tpucare.model.ports import Clock
 from tpucare.model.resources import Event, NodeKey, Slot
 from tpucare.model.text import shown
 from tpucare.planner.decide import DOWN_PATIENCE, not_looked_at
 from tpucare.service import status as service_status
-from tpucare.service.assembly import Caretaker, assemble
-from tpucare.service.commands import Desk
+from tpucare.service.assembly import Runtime, assemble
+from tpucare.service.commands import CommandHandler
 from tpucare.service.control_socket import NoDaemon, Refused, is_running, request
-from tpucare.service.fleet_folder import Intake
-from tpucare.service.fleet_registry import Roster
+from tpucare.service.fleet_folder import FleetFolder
+from tpucare.service.fleet_registry import FleetRegistry
 from tpucare.service.options import DAEMON_STORE, Options
 
 LOOK_SECONDS = 60.0
@@ -42,16 +42,16 @@ SETTLE_SECONDS = 3.0
 class Alone:
     """A desk without a daemon. Made by `alone`, which holds the store's lock for it."""
 
-    def __init__(self, caretaker: Caretaker, *, keeps: bool = True) -> None:
+    def __init__(self, caretaker: Runtime, *, keeps: bool = True) -> None:
         self.care = caretaker
         options = caretaker.options
-        self.roster = Roster.of(caretaker, keeps=keeps)
+        self.roster = FleetRegistry.of(caretaker, keeps=keeps)
         self.roster.load()
         if options.project:
             caretaker.engine.watch(options.project)
         is_daemons = options.store == DAEMON_STORE
-        self.intake = Intake(options.fleets(os.environ), self.roster) if is_daemons else None
-        self.desk = Desk(caretaker, self.roster, self.intake)
+        self.intake = FleetFolder(options.fleets(os.environ), self.roster) if is_daemons else None
+        self.desk = CommandHandler(caretaker, self.roster, self.intake)
 
     def run(self, until: Callable[[], bool], seconds: float | None = None) -> bool:
         """Run the loop until *until*, at most *seconds*; whether it came true."""
@@ -235,7 +235,7 @@ END_SECONDS = 20.0
 def fleets_that_are_up(options: Options) -> list[str]:
     """Of the daemon's own store. Raises: StoreError: there is none."""
     rows = service_status.of_store(options, "")["fleets"]
-    return [row["fleet"] for row in rows if row["wish"] != Wish.DOWN.value]
+    return [row["fleet"] for row in rows if row["wish"] != DesiredState.DOWN.value]
 
 
 def refuse_unknown(options: Options, target: str) -> None:

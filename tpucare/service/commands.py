@@ -18,14 +18,14 @@ from tpucare.fleetfile import yaml_document as yaml_lines
 from tpucare.fleetfile.fleet import Fleet
 from tpucare.model.actions import Wait
 from tpucare.model.errors import ConfigError, TpuCareError
-from tpucare.model.memory import Memory, Wish
+from tpucare.model.memory import DesiredState, Memory
 from tpucare.model.resources import Node, parse_node_name
 from tpucare.model.text import counted, hint, plain, shown
 from tpucare.planner import desired_state as wishes
 from tpucare.service import status
-from tpucare.service.assembly import Caretaker
-from tpucare.service.fleet_folder import FileProblems, Intake, without_header
-from tpucare.service.fleet_registry import Roster
+from tpucare.service.assembly import Runtime
+from tpucare.service.fleet_folder import FileProblems, FleetFolder, without_header
+from tpucare.service.fleet_registry import FleetRegistry
 
 EVENTS_AT_ONCE = 1000
 # SQLite's largest integer.
@@ -50,14 +50,14 @@ class Target:
         return self.fleet if self.whole else self.slots[0]
 
 
-class Desk:
+class CommandHandler:
     """`carry` takes one order. `stop` is called when somebody orders the daemon to stop."""
 
     def __init__(
         self,
-        caretaker: Caretaker,
-        roster: Roster,
-        intake: Intake | None,
+        caretaker: Runtime,
+        roster: FleetRegistry,
+        intake: FleetFolder | None,
         stop: Callable[[], None] = lambda: None,
     ) -> None:
         """intake: where applied files go; None: a script declares what is cared for here."""
@@ -177,8 +177,8 @@ class Desk:
         changes = self._changes(fleet, text)
         lying = self._intake.copy_in(fleet, text, base, file)
         record = self._roster.records.get(fleet.name)
-        is_paused = paused or (record is not None and record.wish is Wish.PAUSED)
-        self._roster.accept(fleet, lying, base, Wish.PAUSED if is_paused else Wish.UP)
+        is_paused = paused or (record is not None and record.wish is DesiredState.PAUSED)
+        self._roster.accept(fleet, lying, base, DesiredState.PAUSED if is_paused else DesiredState.UP)
         self._roster.say("fleet", f"{fleet.name} applied: {counted(fleet.count, 'slot')}", fleet.name, "info")
         raised = self._roster.bring_up(fleet.name)
         if paused:
@@ -245,7 +245,8 @@ class Desk:
         return [
             name
             for name in self._roster.slots_of(fleet)
-            if (memory := self._engine.slots[name].memory).wish is not Wish.DOWN and (memory.nodes or memory.creates)
+            if (memory := self._engine.slots[name].memory).wish is not DesiredState.DOWN
+            and (memory.nodes or memory.creates)
         ]
 
     def _ask_nodes(self, fleet: str, alter: Callable[[Memory], Memory], kind: str) -> list[str]:
@@ -259,7 +260,7 @@ class Desk:
         if found.whole:
             if problem := self._roster.unread.get(found.fleet):
                 raise CannotDo(f"{found.fleet}: its text cannot be read, so what it has is not known: {problem}")
-            self._roster.wish(found.fleet, Wish.DOWN)
+            self._roster.wish(found.fleet, DesiredState.DOWN)
             if self._intake is not None:
                 self._intake.mark_down(found.fleet)
             self._roster.say("fleet-down", f"{found.fleet}: taken down", found.fleet, "info")
@@ -269,13 +270,13 @@ class Desk:
     def _pause(self, target: str) -> Answer:
         found = self._going(target)
         if found.whole:
-            self._roster.wish(found.fleet, Wish.PAUSED)
+            self._roster.wish(found.fleet, DesiredState.PAUSED)
         return self._change(found, wishes.pause, "pause", "paused: observed, and not touched")
 
     def _resume(self, target: str) -> Answer:
         found = self._going(target)
         if found.whole:
-            self._roster.wish(found.fleet, Wish.UP)
+            self._roster.wish(found.fleet, DesiredState.UP)
         return self._change(found, wishes.resume, "resume", "resumed")
 
     def _retry(self, target: str) -> Answer:
@@ -328,7 +329,7 @@ class Desk:
     def _is_cared_for(self, node: Node, lying: frozenset[str]) -> bool:
         """Of a fleet that this store knows, or whose file lies in the folder, readable or not: nobody's to sweep."""
         record = self._roster.records.get(node.fleet)
-        return node.fleet in lying or (record is not None and record.wish is not Wish.DOWN)
+        return node.fleet in lying or (record is not None and record.wish is not DesiredState.DOWN)
 
     def _stop_daemon(self) -> Answer:
         self._stop()
@@ -353,10 +354,10 @@ class Desk:
         found = self._target(word)
         record = self._roster.records.get(found.fleet)
         states = [self._engine.slots[name].memory.wish for name in found.slots]
-        is_down = found.whole and record is not None and record.wish is Wish.DOWN
-        if is_down or (states and all(wish is Wish.DOWN for wish in states)):
+        is_down = found.whole and record is not None and record.wish is DesiredState.DOWN
+        if is_down or (states and all(wish is DesiredState.DOWN for wish in states)):
             raise CannotDo(f"{word} was taken down; `tpucare apply` of its fleet file starts it again")
-        kept = tuple(n for n in found.slots if self._engine.slots[n].memory.wish is not Wish.DOWN)
+        kept = tuple(n for n in found.slots if self._engine.slots[n].memory.wish is not DesiredState.DOWN)
         return Target(found.fleet, kept, found.whole)
 
     def slot_named(self, word: str) -> str:

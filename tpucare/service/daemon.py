@@ -17,11 +17,11 @@ from typing import Any, Protocol
 from tpucare.adapters.state import folder as state_folder
 from tpucare.adapters.systemd import Notifier
 from tpucare.model.resources import Event
-from tpucare.service.assembly import Caretaker, assemble
-from tpucare.service.commands import Answer, Desk
+from tpucare.service.assembly import Runtime, assemble
+from tpucare.service.commands import Answer, CommandHandler
 from tpucare.service.control_socket import Control
-from tpucare.service.fleet_folder import Intake
-from tpucare.service.fleet_registry import Roster
+from tpucare.service.fleet_folder import FleetFolder
+from tpucare.service.fleet_registry import FleetRegistry
 from tpucare.service.options import FLEETS_NOTE, Options
 from tpucare.service.signals import caught
 
@@ -48,11 +48,11 @@ class Companion(Protocol):
     def close(self) -> None: ...
 
 
-Companions = Callable[[Caretaker, Roster], Sequence[Companion]]
+Companions = Callable[[Runtime, FleetRegistry], Sequence[Companion]]
 """Makes what the daemon takes along; the daemon knows none of them by name."""
 
 
-def no_companions(_caretaker: Caretaker, _roster: Roster) -> Sequence[Companion]:
+def no_companions(_caretaker: Runtime, _roster: FleetRegistry) -> Sequence[Companion]:
     return ()
 
 
@@ -64,15 +64,15 @@ class Daemon:
     """
 
     def __init__(
-        self, caretaker: Caretaker, fleets: Path, notifier: Notifier, *, companions: Companions = no_companions
+        self, caretaker: Runtime, fleets: Path, notifier: Notifier, *, companions: Companions = no_companions
     ) -> None:
         self._care, self._notifier = caretaker, notifier
         self._engine = caretaker.engine
         self._stopping = self._reloading = False
         self._next_look = self._next_status = self._next_sign = 0.0
-        self.roster = Roster.of(caretaker)
-        self._intake = Intake(fleets, self.roster)
-        self._desk = Desk(caretaker, self.roster, self._intake, self.stop)
+        self.roster = FleetRegistry.of(caretaker)
+        self._intake = FleetFolder(fleets, self.roster)
+        self._desk = CommandHandler(caretaker, self.roster, self._intake, self.stop)
         self._companions = companions(caretaker, self.roster)
         self.until: Callable[[], bool] = lambda: False
         self.first_orders: Sequence[Mapping[str, Any]] = ()

@@ -21,9 +21,9 @@ from tpucare.fleetfile import yaml_document as yaml_lines
 from tpucare.fleetfile.fleet import Fleet
 from tpucare.model.errors import ConfigError, StoreError
 from tpucare.model.local_files import open_regular
-from tpucare.model.memory import Wish
+from tpucare.model.memory import DesiredState
 from tpucare.model.text import counted, shown
-from tpucare.service.fleet_registry import Roster
+from tpucare.service.fleet_registry import FleetRegistry
 
 SUFFIXES = (".yaml", ".yml")
 DOWN = ".down"
@@ -112,10 +112,10 @@ def where_it_lies(path: Path) -> Path:
     return mark if mark.is_file() and not path.exists() else path
 
 
-class Intake:
+class FleetFolder:
     """Brings changed files into the roster. On the thread of the loop only."""
 
-    def __init__(self, folder: Path, roster: Roster) -> None:
+    def __init__(self, folder: Path, roster: FleetRegistry) -> None:
         self.folder = folder
         self._watch = Watch(folder)
         self._roster = roster
@@ -147,7 +147,7 @@ class Intake:
         """What a person should know of the folder as it was at the last look."""
         if self._unlisted:
             return FileProblems(others={str(self.folder): self._unlisted})
-        cared = {name for name, record in self._roster.records.items() if record.wish is not Wish.DOWN}
+        cared = {name for name, record in self._roster.records.items() if record.wish is not DesiredState.DOWN}
         of_fleets = {}
         if self._looked:
             missing = cared.difference(self._declared.values())
@@ -235,7 +235,7 @@ class Intake:
     def _mark_what_is_down(self) -> None:
         """Also what a daemon that was killed between the two left undone, and what an older version took down."""
         for record in self._roster.records.values() if self._roster.keeps else ():
-            if record.wish is Wish.DOWN:
+            if record.wish is DesiredState.DOWN:
                 self.mark_down(record.name)
 
     def _unmark(self, fleet: str) -> None:
@@ -321,11 +321,11 @@ class Intake:
             )
             self._roster.say("fleet-down", told, fleet.name)
             return
-        wish = record.wish if record is not None else Wish.UP
+        wish = record.wish if record is not None else DesiredState.UP
         self._roster.accept(fleet, text, folder, wish)
         for warning in (*fleet.warnings, *filter(None, [self._roster.lacks(fleet)])):
             self._roster.say("fleet-warning", warning, fleet.name)
-        if wish is Wish.DOWN:
+        if wish is DesiredState.DOWN:
             told = f"{path}: {fleet.name} was taken down and stays so; `tpucare apply {path}` starts it"
             self._roster.say("fleet-down", told, fleet.name)
         else:
@@ -345,7 +345,7 @@ class Intake:
 
     def _orphan(self, name: str, why: str) -> None:
         record = self._roster.records.get(name)
-        if record is not None and record.wish is not Wish.DOWN:
+        if record is not None and record.wish is not DesiredState.DOWN:
             told = f"{why}: {name} runs on as last accepted; `tpucare down {name}` ends it"
             self._roster.say("fleet-missing", told, name)
 

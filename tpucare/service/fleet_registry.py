@@ -22,20 +22,20 @@ from tpucare.fleetfile import python_fleet as fleet_python
 from tpucare.fleetfile.fleet import Fleet
 from tpucare.model.errors import ConfigError
 from tpucare.model.local_files import EVERYWHERE_PRIVATE, Private
-from tpucare.model.memory import End, FleetRecord, Wish
+from tpucare.model.memory import DesiredState, End, FleetRecord
 from tpucare.model.ports import Clock, Store
 from tpucare.model.resources import Event, Slot
 from tpucare.planner import desired_state as wishes
 from tpucare.service.stores import Neighbours
 
 if TYPE_CHECKING:
-    from tpucare.service.assembly import Caretaker
+    from tpucare.service.assembly import Runtime
 
 ACCEPTED = "accepted"
 FOLDER_SUFFIX = ".folder"
 
 
-class Roster:
+class FleetRegistry:
     """
     records: by fleet name, ended fleets included    fleets: those whose text can be read
     unread:  why the text of others cannot be read by this version; they are cared for again once a text is accepted
@@ -72,7 +72,7 @@ class Roster:
         self._unpinned: set[str] = set()
 
     @classmethod
-    def of(cls, caretaker: Caretaker, *, keeps: bool = True) -> Roster:
+    def of(cls, caretaker: Runtime, *, keeps: bool = True) -> FleetRegistry:
         """The fleets of whoever was put together; `keeps` as above."""
         return cls(
             caretaker.engine,
@@ -102,7 +102,7 @@ class Roster:
             self._declare(fleet, record.wish)
             if not self.records[record.name].project:
                 self._unpinned.add(record.name)
-            if record.wish is Wish.DOWN and self.keeps:
+            if record.wish is DesiredState.DOWN and self.keeps:
                 self.take_down(record.name)
 
     def _read(self, record: FleetRecord) -> Fleet:
@@ -110,7 +110,7 @@ class Roster:
 
         def read(folder: Path, path: str) -> bytes:
             kept = contents.get(str(folder / path))
-            if kept is None and record.wish is Wish.DOWN:
+            if kept is None and record.wish is DesiredState.DOWN:
                 return b""  # let go of when nothing of the fleet was left, and wanted by nobody
             return kept if kept is not None else fleets.read_local(folder, path, self._private)
 
@@ -133,7 +133,7 @@ class Roster:
         Raises: ConfigError: the fleet names no project, and nothing else does.
         """
         record = self.records.get(fleet.name)
-        is_over = record is None or (record.wish is Wish.DOWN and not self._engine.roster.has_left(fleet.name))
+        is_over = record is None or (record.wish is DesiredState.DOWN and not self._engine.roster.has_left(fleet.name))
         before = self.fleets.get(fleet.name)
         kept = before.project if before is not None and not is_over else None
         return replace(fleet, project=fleet.project or kept or self._find_project())
@@ -217,7 +217,13 @@ class Roster:
         """
         before, record, name = self.fleets.get(fleet.name), self.records.get(fleet.name), fleet.slot_name(0)
         track = self._engine.slots.get(name)
-        if before is None or track is None or record is None or record.wish is Wish.DOWN or not track.memory.attempts:
+        if (
+            before is None
+            or track is None
+            or record is None
+            or record.wish is DesiredState.DOWN
+            or not track.memory.attempts
+        ):
             return
         old, new = before.checkpoint_of(0), fleet.checkpoint_of(0)
         if old != new and before.job.checkpoint == fleet.job.checkpoint:
@@ -237,7 +243,7 @@ class Roster:
         now = (text, str(folder), fleet.contents, fleet.project)
         return now != (record.text, record.folder, before.contents, before.project)
 
-    def accept(self, fleet: Fleet, text: str, folder: Path, wish: Wish) -> None:
+    def accept(self, fleet: Fleet, text: str, folder: Path, wish: DesiredState) -> None:
         """From now on *fleet* is this, durably; no node is touched for it. Raises: ConfigError: see `_refuse_moved`."""
         self._refuse_moved(fleet)
         self._refuse_moved_checkpoint(fleet)
@@ -246,7 +252,7 @@ class Roster:
         contents = {str(folder / path): content for path, content in fleet.contents.items()}
         record = FleetRecord(fleet.name, text, str(folder), self._clock.now(), wish, fleet.project or "")
         if self.keeps:
-            if wish is not Wish.DOWN and contents != self._contents_of(fleet.name):
+            if wish is not DesiredState.DOWN and contents != self._contents_of(fleet.name):
                 self._keep(fleet.name, contents)
             self._store.save_fleet(record)
         self.records[fleet.name] = record
@@ -261,10 +267,10 @@ class Roster:
         contents = {path: content for path in paths if (content := kept(path)) is not None}
         return replace(fleet, contents={**contents, **fleet.contents}) if contents else fleet
 
-    def _declare(self, fleet: Fleet, wish: Wish) -> None:
+    def _declare(self, fleet: Fleet, wish: DesiredState) -> None:
         self.fleets[fleet.name] = fleet
         lacks = self.lacks(fleet)
-        slots = () if wish is Wish.DOWN else [replace(slot, lacks=lacks) for slot in fleet.slots()]
+        slots = () if wish is DesiredState.DOWN else [replace(slot, lacks=lacks) for slot in fleet.slots()]
         if fleet.project:
             self._engine.watch(fleet.project)
         self._engine.declare(fleet.name, slots, lambda name: self._surplus(fleet, name), wish)
@@ -302,7 +308,7 @@ class Roster:
         names = [name for name, track in self._engine.slots.items() if track.slot.fleet == fleet]
         return sorted(names, key=_slot_order)
 
-    def wish(self, fleet: str, wish: Wish) -> None:
+    def wish(self, fleet: str, wish: DesiredState) -> None:
         """Of the fleet as a whole, durably; slots are asked one by one after it, and again at the next start."""
         record = replace(self.records[fleet], wish=wish)
         self._store.save_fleet(record)
@@ -314,7 +320,7 @@ class Roster:
         """Ask every slot of *fleet* that was not asked yet to end; returns all that are on their way."""
         names = self.slots_of(fleet)
         for name in names:
-            if self._engine.slots[name].memory.wish is not Wish.DOWN:
+            if self._engine.slots[name].memory.wish is not DesiredState.DOWN:
                 self._engine.change(name, wishes.down, "down", f"{name}: taken down")
         return names
 
@@ -323,7 +329,7 @@ class Roster:
         raised = []
         for slot in self.fleets[fleet].slots():
             memory = self._engine.slots[slot.name].memory
-            if memory.wish is Wish.DOWN or memory.end is not End.NONE:
+            if memory.wish is DesiredState.DOWN or memory.end is not End.NONE:
                 self._engine.change(slot.name, wishes.up, "up", f"{slot.name}: wanted again")
                 raised.append(slot.name)
         return raised
@@ -342,7 +348,7 @@ class Roster:
         return gone
 
     def _going_down(self) -> list[str]:
-        return [name for name, track in self._engine.slots.items() if track.memory.wish is Wish.DOWN]
+        return [name for name, track in self._engine.slots.items() if track.memory.wish is DesiredState.DOWN]
 
     def is_surplus(self, slot: str) -> bool:
         """Beyond a count that was lowered: it runs on until it is taken down by name."""
@@ -353,7 +359,7 @@ class Roster:
     def _is_declared(self, slot: str) -> bool:
         name = self._engine.slots[slot].slot.fleet
         fleet, record = self.fleets.get(name), self.records.get(name)
-        if fleet is None or record is None or record.wish is Wish.DOWN:
+        if fleet is None or record is None or record.wish is DesiredState.DOWN:
             return False
         index = fleet.index_of(slot)
         return index is not None and index < fleet.count
@@ -381,7 +387,7 @@ class Roster:
     def _let_go(self, fleet: str) -> None:
         """The files of a fleet that was taken down, and of which nothing is left: they may hold what is secret."""
         record = self.records.get(fleet)
-        if record is not None and record.wish is Wish.DOWN and not self._engine.roster.has_left(fleet):
+        if record is not None and record.wish is DesiredState.DOWN and not self._engine.roster.has_left(fleet):
             for suffix in (".json", FOLDER_SUFFIX):
                 with contextlib.suppress(OSError):
                     (self._kept / f"{fleet}{suffix}").unlink()

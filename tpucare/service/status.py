@@ -20,7 +20,7 @@ from tpucare.engine.tracking import NodeTrack, SlotTrack
 from tpucare.model.actions import Wait, word_of
 from tpucare.model.causes import Cause
 from tpucare.model.errors import TpuCareError
-from tpucare.model.memory import End, FleetRecord, Memory, NodeMemory, Wish
+from tpucare.model.memory import DesiredState, End, FleetRecord, Memory, NodeMemory
 from tpucare.model.resources import Node, NodeKey, NodeState, Provisioning, Worker
 from tpucare.model.runs import Contact, Phase
 from tpucare.model.text import hint, length, plain, shown
@@ -242,7 +242,7 @@ def _run_phase(seen: NodeTrack, memory: Memory) -> str:
 
 
 def _ended_phase(memory: Memory) -> str:
-    if memory.wish is not Wish.UP:
+    if memory.wish is not DesiredState.UP:
         return memory.wish.value
     return memory.end.value if memory.end is not End.NONE else ""
 
@@ -484,8 +484,8 @@ def _fleet_meant(word: str, fleets: Container[str]) -> str:
 
 def _is_past(answer: Answer) -> bool:
     """Of a script that was ended for good, and of which nothing is left."""
-    is_left = any(row["node"] or row["wish"] != Wish.DOWN.value for row in answer["slots"])
-    is_wanted = any(row["wish"] != Wish.DOWN.value for row in answer["fleets"])
+    is_left = any(row["node"] or row["wish"] != DesiredState.DOWN.value for row in answer["slots"])
+    is_wanted = any(row["wish"] != DesiredState.DOWN.value for row in answer["fleets"])
     return not (answer["daemon"] or is_left or is_wanted)
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from tpucare.adapters.state import folder as state_folder
 from tpucare.adapters.state.store import DEFAULT_NAME, holder, open_reader
 from tpucare.model.errors import ConfigError, StoreError
-from tpucare.model.memory import FleetRecord, Memory, Wish
+from tpucare.model.memory import DesiredState, FleetRecord, Memory
 from tpucare.model.resources import Node
 from tpucare.service.options import Options
 
@@ -100,13 +100,13 @@ def _records(folder: Path, store: KnownStore) -> dict[str, FleetRecord]:
 
 
 def _is_wanted(record: FleetRecord | None) -> bool:
-    return record is not None and record.wish is not Wish.DOWN
+    return record is not None and record.wish is not DesiredState.DOWN
 
 
 def _is_alive(folder: Path, store: KnownStore, slot: str) -> bool:
     memory = store.memories[slot]
     return bool(memory.ours or memory.creates) or (
-        memory.wish is not Wish.DOWN and _is_wanted(_records(folder, store).get(memory.fleet))
+        memory.wish is not DesiredState.DOWN and _is_wanted(_records(folder, store).get(memory.fleet))
     )
 
 
@@ -139,7 +139,7 @@ def meant(options: Options, word: str) -> Options:
 
 def _has_something(store: KnownStore, word: str) -> bool:
     named = [memory for slot, memory in store.memories.items() if word in (slot, memory.fleet)]
-    return any(memory.ours or memory.creates or memory.wish is not Wish.DOWN for memory in named)
+    return any(memory.ours or memory.creates or memory.wish is not DesiredState.DOWN for memory in named)
 
 
 def _readable(folder: Path) -> list[KnownStore]:

@@ -32,7 +32,7 @@ from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_rand
 
 from tpucare.adapters.google import wire as wire
 from tpucare.adapters.google.classify import INVALID_ARGUMENT, READ_TRIES, UNKNOWN, Where, classify, is_worth_repeating
-from tpucare.adapters.google.snapshot import Roll, key_of
+from tpucare.adapters.google.snapshot import SnapshotDiffer, key_of
 from tpucare.model.errors import ConfigError, NeedsPerson, OwnCredentials, Transient
 from tpucare.model.resources import Listing, Node, NodeKey, NodeRequest, Operation
 
@@ -127,7 +127,7 @@ class GoogleCloud:
         self._listing = deadlines.listing.total_seconds()
         self._read = deadlines.read.total_seconds()
         self._write = deadlines.write.total_seconds()
-        self._rolls: dict[str, Roll[Any]] = {}
+        self._rolls: dict[str, SnapshotDiffer[Any]] = {}
         self._closed = threading.Event()
         self._page_size = PAGE_SIZE
 
@@ -136,7 +136,7 @@ class GoogleCloud:
         pages = self._pages(project)
         records = ((raw.name, raw) for page in pages for raw in page.nodes)
         unreachable = {zone for page in pages for zone in page.unreachable}
-        roll = self._rolls.setdefault(project, Roll(project, wire.node_of))
+        roll = self._rolls.setdefault(project, SnapshotDiffer(project, wire.node_of))
         return roll.take(records, unreachable, self._clock.now())
 
     def list_zone(self, project: str, zone: str) -> list[tuple[Node, dict[str, Any]]]:

@@ -26,7 +26,7 @@ def key_of(name: str, project: str) -> NodeKey | None:
     return NodeKey(project, parts[3], parts[5]) if len(parts) == 6 else None
 
 
-class Roll(Generic[Raw]):
+class SnapshotDiffer(Generic[Raw]):
     """
     The nodes of one project as last listed. Not thread-safe: one listing of a project is under way at a time.
 

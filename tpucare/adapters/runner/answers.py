@@ -1,7 +1,7 @@
 """
 What a worker answers, read strictly: the text comes from a machine that runs other people's code.
 
-Pure. Every field has a type and a bound; an answer that does not fit raises `Nonsense`: half of it is no
+Pure. Every field has a type and a bound; an answer that does not fit raises `MalformedAnswer`: half of it is no
 knowledge.
 The other half of the agreement is in `templates/probe.py`, `stop.py` and `runner.py`.
 """
@@ -29,7 +29,7 @@ NUMBER_LIMIT = 10**18
 _COMMIT = re.compile(rb"^commit ([0-9a-f]{40}|[0-9a-f]{64})$", re.MULTILINE)
 
 
-class Nonsense(RemoteError):
+class MalformedAnswer(RemoteError):
     """The worker ran our command and said something that is no answer to it."""
 
 
@@ -195,7 +195,7 @@ def _log_news(said: Mapping[str, object] | None) -> LogNews | None:
     try:
         data = binascii.a2b_base64(_text(said, "data", 1 << 23), strict_mode=True)
     except ValueError as error:
-        raise Nonsense(f"log: {error}") from None
+        raise MalformedAnswer(f"log: {error}") from None
     token = _token(said, "token")
     return LogNews(token, _number(said, "start") or 0, data) if token and data else None
 
@@ -203,21 +203,21 @@ def _log_news(said: Mapping[str, object] | None) -> LogNews | None:
 def _part(said: Mapping[str, object], key: str) -> Mapping[str, object] | None:
     part = said.get(key)
     if part is not None and not isinstance(part, dict):
-        raise Nonsense(f"{key} is no object")
+        raise MalformedAnswer(f"{key} is no object")
     return part
 
 
 def _object(ran: Ran) -> Mapping[str, object]:
     if ran.exit_status:
-        raise Nonsense(str(failed(ran, "the worker's tool failed")))
+        raise MalformedAnswer(str(failed(ran, "the worker's tool failed")))
     if ran.truncated:
-        raise Nonsense("the answer is too long")
+        raise MalformedAnswer("the answer is too long")
     try:
         said = json.loads(_last_line(ran))
     except (ValueError, RecursionError):
-        raise Nonsense("the answer is no JSON") from None
+        raise MalformedAnswer("the answer is no JSON") from None
     if not isinstance(said, dict):
-        raise Nonsense("the answer is no object")
+        raise MalformedAnswer("the answer is no object")
     if said.get("tools") is False:
         raise ToolsMissing
     return said
@@ -231,21 +231,21 @@ def _last_line(ran: Ran) -> bytes:
 def _text(said: Mapping[str, object], key: str, limit: int) -> str:
     value = said.get(key, "")
     if not isinstance(value, str) or len(value) > limit:
-        raise Nonsense(f"{key} is no text of at most {limit} characters")
+        raise MalformedAnswer(f"{key} is no text of at most {limit} characters")
     return value
 
 
 def _token(said: Mapping[str, object], key: str) -> str:
     token = _text(said, key, 200)
     if token and not TOKEN.fullmatch(token):
-        raise Nonsense(f"{key} is no run token")
+        raise MalformedAnswer(f"{key} is no run token")
     return token
 
 
 def _flag(said: Mapping[str, object], key: str) -> bool:
     value = said.get(key, False)
     if not isinstance(value, bool):
-        raise Nonsense(f"{key} is neither true nor false")
+        raise MalformedAnswer(f"{key} is neither true nor false")
     return value
 
 
@@ -254,5 +254,5 @@ def _number(said: Mapping[str, object], key: str) -> int | None:
     if value is None:
         return None
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= NUMBER_LIMIT:
-        raise Nonsense(f"{key} is no number")
+        raise MalformedAnswer(f"{key} is no number")
     return value

@@ -237,7 +237,7 @@ EXIT_BUNDLE_MISSING = 75
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
+class Payload:
     """What a launch sends. `light` leaves out the bundle, for workers that have it; both are the same without one."""
 
     light: bytes
@@ -277,7 +277,7 @@ class Pusher:
             return LaunchResult(tuple(_not_started(answer, problem) for answer in pushed))
         return LaunchResult(self._start(order, commit, refusal))
 
-    def _push_and_start(self, order: LaunchOrder, parcel: Parcel) -> tuple[Exception | None, ...]:
+    def _push_and_start(self, order: LaunchOrder, parcel: Payload) -> tuple[Exception | None, ...]:
         heard = self._remote.each(order.workers, lambda worker: self._push(order, worker, parcel, True))
         return tuple(_started(worker, answer) for worker, answer in zip(order.workers, heard, strict=True))
 
@@ -289,7 +289,7 @@ class Pusher:
         heard = self._remote.each(order.workers, start)
         return tuple(_started(worker, answer) for worker, answer in zip(order.workers, heard, strict=True))
 
-    def _push(self, order: LaunchOrder, worker: Worker, parcel: Parcel, start: bool) -> Ran:
+    def _push(self, order: LaunchOrder, worker: Worker, parcel: Payload, start: bool) -> Ran:
         """Send the run's folder; worker 0 then asks for the commit; without one to ask for, each starts at once."""
         command = script.launch_command(
             order,
@@ -330,13 +330,13 @@ class Pusher:
                 self._bundles.pop(worker)
 
 
-def parcel_of(order: LaunchOrder, secrets: Mapping[str, str], private: Private = EVERYWHERE_PRIVATE) -> Parcel:
+def parcel_of(order: LaunchOrder, secrets: Mapping[str, str], private: Private = EVERYWHERE_PRIVATE) -> Payload:
     packed = bundle.pack(order.job.workdir, private) if order.job.workdir else None
     name = packed.name if packed else ""
     files = [(file.path, file.content, file.mode) for file in script.run_files(order, secrets, name)]
     light = bundle.stream(files)
     full = bundle.stream([*files, (packed.name, packed.content, 0o600)]) if packed else light
-    return Parcel(light, full, name)
+    return Payload(light, full, name)
 
 
 def _started(worker: Worker, answer: Ran | Exception) -> Exception | None:

@@ -39,7 +39,7 @@ class _Knock:
     wanted: bool = True
 
 
-class Knocker:
+class PortWatcher:
     """
     `heard` is called once per awaited worker, in the knocker's thread, when its port takes a connection: it owns that
     socket, which does not block, from then on.

@@ -23,7 +23,7 @@ from typing import NamedTuple, TypeVar
 from tpucare.adapters.ssh.connection import Connection, NeverSent
 from tpucare.adapters.ssh.keys import LoginKey, PinStore, clean_host_keys
 from tpucare.adapters.ssh.pool import ConnectionPool, Identity, identity
-from tpucare.adapters.ssh.port_watcher import INTERVAL_SECONDS, Knocker
+from tpucare.adapters.ssh.port_watcher import INTERVAL_SECONDS, PortWatcher
 from tpucare.adapters.ssh.transport import Deadline, Watchdog, silence_paramiko
 from tpucare.model.errors import AuthRefused, HostKeyChanged, WorkerSilent
 from tpucare.model.resources import NodeKey, Ran, Worker
@@ -71,7 +71,7 @@ class ParamikoRemote:
         self._pins = PinStore(pins)
         self._watchdog = Watchdog()
         self._pool = ConnectionPool(self._connect, limit=min(max_connections, files // 2), lost=self._dropped)
-        self._knocker = Knocker(port, self._listens, in_flight=min(512, files // 4))
+        self._knocker = PortWatcher(port, self._listens, in_flight=min(512, files // 4))
         self._threads = ThreadPoolExecutor(parallel, thread_name_prefix="tpucare-each")
         self._parallel = parallel
         self._lock = threading.Lock()

@@ -28,13 +28,13 @@ from tpucare.integrations.wandb.client import GraphqlSweeps, SweepRefused
 from tpucare.integrations.wandb.rules import SWEEP_VARIABLE, SweepPath, Verdict, is_path, judge, parse_path
 from tpucare.integrations.wandb.sweeps_care import SweepCare
 from tpucare.model.errors import ConfigError, TpuCareError
-from tpucare.model.memory import End, Memory, Wish
+from tpucare.model.memory import DesiredState, End, Memory
 from tpucare.model.resources import Event
 from tpucare.service import daemon
-from tpucare.service.assembly import Caretaker
+from tpucare.service.assembly import Runtime
 from tpucare.service.control_socket import NoDaemon, request
 from tpucare.service.fleet_folder import read_text
-from tpucare.service.fleet_registry import Roster
+from tpucare.service.fleet_registry import FleetRegistry
 from tpucare.service.options import Options, resolve
 
 __all__ = ["Outcome", "Prepared", "create", "hand_over", "prepare", "sweep"]
@@ -223,7 +223,7 @@ def _refuse_other(options: Options, prepared: Prepared) -> None:
     with open_reader(options.state) as store:
         record = store.fleets().get(name)
         memories = [memory for memory in store.memories().values() if memory.fleet == name]
-    if record is None or record.wish is Wish.DOWN or not any(_is_at_work(memory) for memory in memories):
+    if record is None or record.wish is DesiredState.DOWN or not any(_is_at_work(memory) for memory in memories):
         return
     job = sweeps_fleet.read_base(record.text, f"{name}.yaml (as accepted)").get("job") or {}
     works_for = (job.get("env") or {}).get(SWEEP_VARIABLE, "a job of its own")
@@ -232,7 +232,7 @@ def _refuse_other(options: Options, prepared: Prepared) -> None:
 
 
 def _is_at_work(memory: Memory) -> bool:
-    return memory.end is End.NONE and memory.wish is not Wish.DOWN
+    return memory.end is End.NONE and memory.wish is not DesiredState.DOWN
 
 
 def _refuse_over(service: GraphqlSweeps, path: SweepPath) -> None:
@@ -307,7 +307,7 @@ def _care(
     outcome, env = Outcome(str(path), name, (), daemon=False), account.with_key(env)
     followed: list[SweepCare] = []
 
-    def companions(caretaker: Caretaker, roster: Roster) -> list[SweepCare]:
+    def companions(caretaker: Runtime, roster: FleetRegistry) -> list[SweepCare]:
         followed.append(SweepCare.beside(caretaker, roster, env))
         return followed
 
@@ -336,7 +336,7 @@ def is_over(here: daemon.Daemon, sweeps: SweepCare, fleet: str) -> bool:
     names = here.roster.slots_of(fleet)
     if not names:
         record = here.roster.records.get(fleet)
-        return record is not None and record.wish is Wish.DOWN
+        return record is not None and record.wish is DesiredState.DOWN
     if not all(here.is_over(name) for name in names):
         return False
     # Slots come back when an interrupted run is queued after all.

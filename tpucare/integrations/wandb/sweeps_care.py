@@ -32,11 +32,11 @@ from tpucare.integrations.wandb.rules import (
 from tpucare.integrations.wandb.sweeps_watch import Answer, Asked, SweepWatch
 from tpucare.model.causes import Cause
 from tpucare.model.errors import ConfigError
-from tpucare.model.memory import End, FleetRecord, Memory, Wish
+from tpucare.model.memory import DesiredState, End, FleetRecord, Memory
 from tpucare.model.text import plain
 from tpucare.planner import desired_state as wishes
-from tpucare.service.assembly import Caretaker, secrets_of
-from tpucare.service.fleet_registry import Roster
+from tpucare.service.assembly import Runtime, secrets_of
+from tpucare.service.fleet_registry import FleetRegistry
 
 # An agent asks every few seconds and is told to exit; one that does not for so long is ended with its node.
 PATIENCE_SECONDS = 300.0
@@ -45,7 +45,7 @@ TRY_AGAIN_SECONDS = 1800.0
 
 
 class Fleets(Protocol):
-    """What is needed of `fleets.Roster`."""
+    """What is needed of `fleets.FleetRegistry`."""
 
     @property
     def records(self) -> Mapping[str, FleetRecord]: ...
@@ -113,7 +113,7 @@ class SweepCare:
         self._misread: dict[str, str] = {}
 
     @classmethod
-    def beside(cls, caretaker: Caretaker, roster: Roster, env: Mapping[str, str]) -> SweepCare:
+    def beside(cls, caretaker: Runtime, roster: FleetRegistry, env: Mapping[str, str]) -> SweepCare:
         """
         The one of a daemon; *env*: where W&B and its key are looked for.
 
@@ -193,7 +193,7 @@ class SweepCare:
         found = {}
         for name, fleet in self._roster.fleets.items():
             record, named = self._roster.records.get(name), fleet.job.env.get(SWEEP_VARIABLE)
-            if named is None or record is None or record.wish is Wish.DOWN:
+            if named is None or record is None or record.wish is DesiredState.DOWN:
                 continue
             try:
                 url = (fleet.job.env.get("WANDB_BASE_URL") or self._base_url()).rstrip("/")
@@ -264,9 +264,9 @@ class SweepCare:
 def slot_state(track: SlotTrack) -> SlotState:
     """What the sweep's rules have to know of a slot."""
     memory = track.memory
-    by_us = memory.end is End.DONE and memory.end_cause is Cause.SWEEP_OVER and memory.wish is Wish.UP
-    ended = memory.end is not End.NONE or memory.wish is Wish.DOWN
-    done = memory.end is End.DONE and not by_us and memory.wish is Wish.UP
+    by_us = memory.end is End.DONE and memory.end_cause is Cause.SWEEP_OVER and memory.wish is DesiredState.UP
+    ended = memory.end is not End.NONE or memory.wish is DesiredState.DOWN
+    done = memory.end is End.DONE and not by_us and memory.wish is DesiredState.UP
     return SlotState(track.slot.name, busy=_is_busy(track), ended=ended, by_us=by_us, done=done)
 
 

@@ -14,7 +14,7 @@ from datetime import datetime, timedelta
 from typing import TypeVar
 
 from tpucare.adapters.google.classify import DEADLINE_EXCEEDED, READ_TRIES, Where, classify, is_worth_repeating
-from tpucare.adapters.google.snapshot import Roll
+from tpucare.adapters.google.snapshot import SnapshotDiffer
 from tpucare.model.errors import Transient
 from tpucare.model.resources import (
     Endpoint,
@@ -85,7 +85,7 @@ class InProcessCloud:
         shown = self._world.state.listing(project)
         followed = self._followed.get(project)
         if followed is None:
-            followed = self._followed[project] = _Followed(Roll(project, node_of), shown.follow())
+            followed = self._followed[project] = _Followed(SnapshotDiffer(project, node_of), shown.follow())
         parent = f"projects/{project}/locations/-"
         pages = max(1, -(-len(shown) // PAGE_SIZE))
         dark: frozenset[str] = frozenset()
@@ -212,7 +212,7 @@ class InProcessCloud:
 class _Followed:
     """One project as last listed, and which of its nodes may have changed since then."""
 
-    roll: Roll[NodeRecord]
+    roll: SnapshotDiffer[NodeRecord]
     touched: Touched
     was_dark: bool = False
 

@@ -15,7 +15,7 @@ from datetime import datetime, timedelta
 from tpucare.engine.effects import Ports
 from tpucare.engine.engine import Engine, Settings
 from tpucare.model.causes import Cause
-from tpucare.model.memory import FleetRecord, Memory, Wish
+from tpucare.model.memory import DesiredState, FleetRecord, Memory
 from tpucare.model.ports import Lane, Store
 from tpucare.model.resources import Event, Node, NodeState, Slot
 from tpucare.testbed.emulator.inprocess import InProcessCloud
@@ -180,7 +180,7 @@ class Daemon:
         track = self.engine.slots.get(name)
         return track.slot if track is not None else replace(first, name=name, job=None)
 
-    def wish(self, slot: str, wish: Wish) -> None:
+    def wish(self, slot: str, wish: DesiredState) -> None:
         self.engine.change(slot, lambda memory: replace(memory, wish=wish), wish.value, f"{slot}: {wish.value}")
 
     # --- time

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from tpucare.engine.tracking import SlotTrack
 from tpucare.model.actions import Wait
-from tpucare.model.memory import End, Memory, PlaceMemory, Wish
+from tpucare.model.memory import DesiredState, End, Memory, PlaceMemory
 from tpucare.model.resources import NodeKey, NodeState
 from tpucare.planner import desired_state as wishes
 from tpucare.testbed.emulator.world.records import ApiError
@@ -55,8 +55,8 @@ class Person:
             self._ask(name, 0.0)
             daemon.engine.change(name, wishes.up, "up", f"{name}: wanted again")
             return
-        if memory.wish is not Wish.UP and gentle:
-            daemon.wish(name, Wish.UP)
+        if memory.wish is not DesiredState.UP and gentle:
+            daemon.wish(name, DesiredState.UP)
         if any(place.blocked for place in memory.places.values()):
             daemon.engine.change(name, _unblocked, "retry", f"{name}: retry")
         if not _needs_person(track) or track.braked or memory.end is not End.NONE:

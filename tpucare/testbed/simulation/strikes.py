@@ -17,7 +17,7 @@ from functools import partial
 from types import MappingProxyType
 
 from tpucare.model.errors import StoreError
-from tpucare.model.memory import End, Memory, Wish
+from tpucare.model.memory import DesiredState, End, Memory
 from tpucare.model.resources import LABEL_FLEET, LABEL_OWNER, LABEL_SLOT, Health, Job, NodeState, Place, Slot
 from tpucare.model.runs import Failure
 from tpucare.planner import desired_state as wishes
@@ -188,7 +188,7 @@ def flip_back(hand: Hand) -> bool:
     if life is None or not life.record.spec.is_preemptible:
         return False
     if hand.rng.random() < 0.5:
-        wish(Wish.PAUSED)(hand)
+        wish(DesiredState.PAUSED)(hand)
     if hand.rng.random() < 0.5:
         for _ in range(10):
             hand.world.fail_next("DeleteNode", 14, "The service is currently unavailable.")
@@ -575,7 +575,7 @@ ADDRESSES_FREE_AFTER = 3.0
 ASKED_AGAIN_AFTER = 60.0
 
 
-def wish(wish: Wish) -> Act:
+def wish(wish: DesiredState) -> Act:
     def act(hand: Hand) -> bool:
         daemon, slot = hand.daemon, hand.strike.target
         if daemon.store is None or slot not in daemon.engine.slots:
@@ -594,7 +594,7 @@ def _back_up(daemon: Daemon, slot: str, hand: Hand) -> None:
         hand.later(ASKED_AGAIN_AFTER, lambda: _back_up(daemon, slot, hand))
         return
     try:
-        daemon.wish(slot, Wish.UP)
+        daemon.wish(slot, DesiredState.UP)
     except (StoreError, ProcessDied):
         # Whoever saw the command fail gives it once more.
         hand.later(ASKED_AGAIN_AFTER, lambda: _back_up(daemon, slot, hand))
@@ -909,8 +909,8 @@ STRIKES: Mapping[str, Act] = MappingProxyType(
         "clock-forward": jump(1),
         "clock-back": jump(-1),
         "suspended": lambda _hand: True,
-        "paused": wish(Wish.PAUSED),
-        "taken-down": wish(Wish.DOWN),
+        "paused": wish(DesiredState.PAUSED),
+        "taken-down": wish(DesiredState.DOWN),
         "replaced": asked("replace"),
         "restarted": asked_again,
         "edited": edit,

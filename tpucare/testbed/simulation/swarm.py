@@ -52,7 +52,7 @@ class Swarm:
         # When the process last went on after it had stood still.
         self.woke = 0.0
 
-    # --- what is needed of `fleets.Roster`
+    # --- what is needed of `fleets.FleetRegistry`
 
     @property
     def records(self) -> Mapping[str, FleetRecord]:
