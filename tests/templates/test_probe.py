@@ -18,7 +18,7 @@ from tests.kits.bench_worker import eventually
 from tests.kits.local_server import serving
 from tpucare.adapters.runner.scripts import DEFAULT_PROGRESS
 
-TEMPLATES = Path(__file__).resolve().parents[2] / "templates"
+TEMPLATES = Path(__file__).resolve().parents[2] / "templates" / "worker"
 BOOT = "import sys; sys.dont_write_bytecode = True; sys.path.insert(0, sys.argv[1]); exec(sys.argv[2])"
 
 

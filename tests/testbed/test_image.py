@@ -20,7 +20,7 @@ from tpucare.testbed.emulator.world.config import Guest
 pytestmark = [pytest.mark.machines, pytest.mark.timeout(60)]
 
 IMAGE: dict[str, Any] = {"python": False, "dpkg_locked": 3, "containers": True, "sshd_limits": "default"}
-TEMPLATES = Path(__file__).parents[2] / "templates"
+TEMPLATES = Path(__file__).parents[2] / "templates" / "worker"
 HOLDERS = f"PYTHONPATH='{TEMPLATES}' python3 -c 'import processes; print(processes.chip_holders())'"
 CONTAINER = "TPUCARE_RUN=pod-0-a0.1 setsid docker run --privileged --name train image sleep 600"
 

@@ -32,7 +32,7 @@ from tpucare.testbed.emulator.world.config import WorldConfig
 
 BUCKET = "team-bucket"
 START = datetime(2026, 3, 1, tzinfo=UTC)
-TEMPLATES = Path(__file__).resolve().parents[2] / "templates"
+TEMPLATES = Path(__file__).resolve().parents[2] / "templates" / "worker"
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ OUTPUT_LIMIT = 1 << 20
 # One connection carries eight commands at once, and heartbeat and stop need theirs.
 CALLS_PER_WORKER = 5
 
-# A command that was on its way while its run was stopped must not begin behind its back: see `templates/stop.py`.
+# A command that was on its way while its run was stopped must not begin behind its back (`templates/worker/stop.py`).
 GUARD = 'if [ -e "$HOME/.tpucare/$TPUCARE_RUN/stopped" ]; then echo "this run was stopped" >&2; exit 75; fi'
 
 # After a call was cut off: until the worker answers again, or the loop gave the node up (30 minutes at most).

@@ -1,11 +1,11 @@
 """
 The Launcher of the Python API: a launch is a call of the user's own functions, the run whatever they start.
 
-Each new node: every worker is claimed (`templates/foreign.py`), `creation_callback` is called once, then `start_fn` for
-each worker, each with its own copy of the context. A launch returns at once; how far it is, probes tell: setup while a
-call goes on, a failed setup when one raised, a run after all have returned. What lives on the workers then is told by
-the probe of fleets, which this launcher stands on. A launch that an earlier process left in its setup is told as lost,
-for nobody is there any more to end it.
+Each new node: every worker is claimed (`templates/worker/foreign.py`), `creation_callback` is called once, then
+`start_fn` for each worker, each with its own copy of the context. A launch returns at once; how far it is, probes tell:
+setup while a call goes on, a failed setup when one raised, a run after all have returned. What lives on the workers
+then is told by the probe of fleets, which this launcher stands on. A launch that an earlier process left in its setup
+is told as lost, for nobody is there any more to end it.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@ From a repository and a command to the text of one script that prepares a worker
 
 Pure but for one look at WANDB_BASE_URL. Every value is quoted for the shell that reads it, and a W&B key is never in
 the text: it rides on the returned `Command` and is delivered beside the script by `hosts.send_to_tpu`. What the script
-does on the worker, and with which exit status it ends, is in `templates/exec_command.sh.j2`.
+does on the worker, and with which exit status it ends, is in `templates/shell/exec_command.sh.j2`.
 """
 
 from __future__ import annotations

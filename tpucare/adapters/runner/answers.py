@@ -3,7 +3,7 @@ What a worker answers, read strictly: the text comes from a machine that runs ot
 
 Pure. Every field has a type and a bound; an answer that does not fit raises `MalformedAnswer`: half of it is no
 knowledge.
-The other half of the agreement is in `templates/probe.py`, `stop.py` and `runner.py`.
+The other half of the agreement is in `templates/worker/probe.py`, `stop.py` and `runner.py`.
 """
 
 from __future__ import annotations

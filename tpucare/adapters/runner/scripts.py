@@ -327,9 +327,10 @@ def _beside(checkpoint: str) -> str:
 
 
 def _template(name: str) -> Traversable:
-    """A template of the wheel, or of the source checkout that this module lies in."""
-    packaged = resources.files("tpucare") / "_templates" / name
-    return packaged if packaged.is_file() else Path(__file__).parents[3] / "templates" / name
+    """A tool or a template of the wheel, or of the source checkout that this module lies in."""
+    kind = "worker" if name.endswith(".py") else "shell"
+    packaged = resources.files("tpucare") / "_templates" / kind / name
+    return packaged if packaged.is_file() else Path(__file__).parents[3] / "templates" / kind / name
 
 
 def render(name: str, **values: object) -> str:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from typing import IO, List, Optional
 
 GAVE_UP = 70
 NO_WANDB = 69
@@ -21,7 +22,7 @@ LAST_WORDS_SECONDS = 5
 STOPS_BY_ITSELF = (b"failed runs in the first", b"failed runs in a row", b"consecutive failed runs")
 
 
-def main():
+def main() -> int:
     sweep = os.environ["TPUCARE_SWEEP"]
     agent = find_agent()
     if agent is None:
@@ -45,7 +46,7 @@ def main():
     return status if status >= 0 else 128 - status
 
 
-def copy(said, gave_up):
+def copy(said: IO[bytes], gave_up: threading.Event) -> None:
     """What the agent says, as it comes; *gave_up* is set when it says that it stops by itself."""
     for line in said:
         sys.stderr.buffer.write(line)
@@ -54,7 +55,7 @@ def copy(said, gave_up):
             gave_up.set()
 
 
-def find_agent():
+def find_agent() -> Optional[List[str]]:
     """The `wandb` of the PATH, or that of this python."""
     found = shutil.which("wandb")
     if found:
@@ -66,7 +67,7 @@ def find_agent():
     return [sys.executable, "-m", "wandb"]
 
 
-def offer_python():
+def offer_python() -> None:
     """Sweeps begin `python program.py` unless they say otherwise, and images of TPU VMs may have python3 alone."""
     if shutil.which("python") is None:
         folder = tempfile.mkdtemp(prefix="tpucare-python-")
@@ -74,7 +75,7 @@ def offer_python():
         os.environ["PATH"] = folder + os.pathsep + os.environ.get("PATH", "")
 
 
-def share_checkpoints():
+def share_checkpoints() -> None:
     """One folder for all slots: a run that was interrupted here goes on elsewhere."""
     shared = os.environ.get("TPUCARE_SWEEP_CHECKPOINT", "").rstrip("/")
     if shared:
@@ -82,7 +83,7 @@ def share_checkpoints():
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", shared + "/.jax-cache")
 
 
-def note(text):
+def note(text: str) -> None:
     sys.stderr.write(f"[tpucare: {text}]\n")
     sys.stderr.flush()
 
