@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from tpucare.fleetfile import schema as schema
-from tpucare.fleetfile.fleet_files import FILE_LIMIT_BYTES, FILES_LIMIT, TOTAL_LIMIT_BYTES
+from tpucare.fleetfile.parse import FILE_LIMIT_BYTES, FILES_LIMIT, TOTAL_LIMIT_BYTES
 from tpucare.fleetfile.schema import Section
 from tpucare.fleetfile.yaml_document import SIZE_LIMIT_BYTES
 

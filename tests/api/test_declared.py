@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tpucare import Fleet
-from tpucare.fleetfile import fleet as fleets
+from tpucare.fleetfile import parse as fleets
 from tpucare.model.errors import ConfigError
 
 TPU = {"type": "v3-8", "zones": ["europe-west4-a"], "provisioning": "spot"}

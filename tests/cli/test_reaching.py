@@ -11,7 +11,7 @@ from tpucare.adapters.google import client
 from tpucare.adapters.ssh.connection import NeverSent
 from tpucare.adapters.state.store import open_store
 from tpucare.cli import ssh as reaching
-from tpucare.fleetfile import fleet
+from tpucare.fleetfile import parse as fleets
 from tpucare.fleetfile import python_fleet as fleet_python
 from tpucare.model.errors import ConfigError, WorkerSilent
 from tpucare.model.memory import FleetRecord, Memory, NodeMemory
@@ -74,7 +74,7 @@ def test_without_a_daemon_the_fleet_says_which_addresses_its_workers_have(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, network: str, endpoint: Endpoint, host: str
 ) -> None:
     text = fleet_text(network)
-    parsed = fleet.parse(text, file="pod.yaml", folder=tmp_path, read_file=lambda _folder, _path: b"")
+    parsed = fleets.parse(text, file="pod.yaml", folder=tmp_path, read_file=lambda _folder, _path: b"")
     assert hosts(monkeypatch, tmp_path, text, endpoint, place=parsed.places[0].key) == [host]
 
 

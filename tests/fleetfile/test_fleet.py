@@ -16,10 +16,10 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tpucare.fleetfile import fleet_files
+from tpucare.fleetfile import parse as fleet_files
 from tpucare.fleetfile import values as fleet_values
-from tpucare.fleetfile.fleet import Fleet, json_schema, parse, read_local, read_text, refuse_shared_names
 from tpucare.fleetfile.limits import warnings_of
+from tpucare.fleetfile.parse import Fleet, json_schema, parse, read_local, read_text, refuse_shared_names
 from tpucare.fleetfile.problems import PROBLEMS_LIMIT
 from tpucare.fleetfile.schema import SECTIONS
 from tpucare.model import accelerators

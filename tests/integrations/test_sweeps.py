@@ -26,10 +26,11 @@ from tests.kits import wandb as wandb_kit
 from tests.kits.local_server import serving
 from tests.kits.office import House, Office, Process, fleet_text, house
 from tpucare.adapters.runner import scripts as script
-from tpucare.fleetfile import fleet as fleets
+from tpucare.fleetfile import parse as fleets
 from tpucare.integrations.wandb import account as account
 from tpucare.integrations.wandb import fleet as sweeps_fleet
 from tpucare.integrations.wandb.client import GraphqlSweeps, SweepRefused, SweepSilent
+from tpucare.integrations.wandb.companion import PATIENCE_SECONDS, Answer, Asked, SweepCare, SweepWatch
 from tpucare.integrations.wandb.rules import (
     Changes,
     SlotState,
@@ -41,8 +42,6 @@ from tpucare.integrations.wandb.rules import (
     parse_path,
 )
 from tpucare.integrations.wandb.sweep import create, prepare
-from tpucare.integrations.wandb.sweeps_care import PATIENCE_SECONDS, SweepCare
-from tpucare.integrations.wandb.sweeps_watch import Answer, Asked, SweepWatch
 from tpucare.model.errors import ConfigError
 from tpucare.service.options import Options
 from tpucare.testbed.emulator.orders import parse_order

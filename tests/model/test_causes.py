@@ -12,7 +12,7 @@ import tpucare
 from tests.kits.evidence import NOW, memory, node
 from tests.kits.remembering import asked, delete, stop
 from tpucare.adapters.state.store import MEMORY
-from tpucare.integrations.wandb.sweeps_care import finish
+from tpucare.integrations.wandb.companion import finish
 from tpucare.model.actions import fields_of
 from tpucare.model.causes import Cause
 from tpucare.model.memory import End, Memory

@@ -11,7 +11,7 @@ import pytest
 from tests.kits.office import Office, fleet_text
 from tpucare.adapters.runner import bundle
 from tpucare.adapters.state import folder as state_folder
-from tpucare.fleetfile.fleet_files import read_local
+from tpucare.fleetfile.parse import read_local
 from tpucare.model.errors import ConfigError, StoreError
 from tpucare.model.local_files import Private, open_below, open_regular
 from tpucare.service.fleet_folder import read_text

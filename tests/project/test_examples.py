@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from tpucare.fleetfile import fleet
+from tpucare.fleetfile import parse as fleets
 from tpucare.testbed.demo.examples import example_folder
 from tpucare.testbed.demo.reference import free_loopback_endpoint
 
@@ -29,7 +29,7 @@ POD_SCRIPTS = ROOT / "examples" / "pod_scripts"
 
 @pytest.mark.parametrize("file", FLEETS, ids=lambda file: file.stem)
 def test_every_example_fleet_is_valid_without_a_warning_and_runs_what_is_there(file: Path) -> None:
-    declared = fleet.parse(file.read_text(), file=file.name, folder=file.parent, default_project="my-project")
+    declared = fleets.parse(file.read_text(), file=file.name, folder=file.parent, default_project="my-project")
     assert declared.warnings == ()
     for script in re.findall(r"bash (\S+)", f"{declared.job.setup}\n{declared.job.run}"):
         assert (file.parent / "../train" / script).is_file()
@@ -90,7 +90,7 @@ def test_the_pod_scripts_are_told_of_and_their_fleet_is_valid() -> None:
     assert {"install.sh", "test.sh", "update.sh", "run.sh", "resume.sh"} <= {script.name for script in scripts}
     assert [script.name for script in scripts if not os.stat(script).st_mode & stat.S_IXUSR] == ["settings.sh"]
     pod = POD_SCRIPTS / "pod.yaml"
-    declared = fleet.parse(pod.read_text(), file=pod.name, folder=POD_SCRIPTS, default_project="my-project")
+    declared = fleets.parse(pod.read_text(), file=pod.name, folder=POD_SCRIPTS, default_project="my-project")
     assert declared.warnings == ()
     for script in re.findall(r"bash (\S+)", f"{declared.job.setup}\n{declared.job.run}"):
         assert (POD_SCRIPTS / script).is_file()

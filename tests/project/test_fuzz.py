@@ -25,7 +25,7 @@ from tests.kits.office import Office, fleet_text
 from tpucare.adapters.google import wire as cloud_wire
 from tpucare.adapters.runner import answers
 from tpucare.fleetfile import yaml_document as yaml_lines
-from tpucare.fleetfile.fleet import Fleet, parse
+from tpucare.fleetfile.parse import Fleet, parse
 from tpucare.model.errors import CloudError, ConfigError
 from tpucare.model.resources import Health, NodeKey, NodeState, Ran
 from tpucare.model.runs import Contact

@@ -28,7 +28,7 @@ from tests.kits.office import REPOSITORY, House, fleet_text, house
 from tpucare.adapters.runner.logs import LogKeeper
 from tpucare.adapters.state.store import open_store
 from tpucare.adapters.system import machine_id
-from tpucare.fleetfile.fleet import parse
+from tpucare.fleetfile.parse import parse
 from tpucare.model.errors import ConfigError
 from tpucare.model.memory import End, FleetRecord, Memory
 from tpucare.model.resources import Event, Job

@@ -19,8 +19,8 @@ from tpucare.engine.engine import Outcomes
 from tpucare.engine.observer import Observer
 from tpucare.engine.state import EngineState, ProjectView
 from tpucare.engine.tracking import NodeTrack
+from tpucare.integrations.wandb import companion
 from tpucare.integrations.wandb import rules as sweeps_plan
-from tpucare.integrations.wandb import sweeps_care
 from tpucare.model.actions import Fact, FetchHostKeys, Reason, Record, Wait
 from tpucare.model.causes import Cause
 from tpucare.model.memory import BookName, Memory, Refusal
@@ -388,13 +388,13 @@ def _wait_for_who_is_gone(patch: pytest.MonkeyPatch) -> None:
 
 def _end_what_is_silent(patch: pytest.MonkeyPatch) -> None:
     """A server that does not answer has no sweep."""
-    hear = sweeps_care.SweepCare._hear
+    hear = companion.SweepCare._hear
 
-    def rash(self: sweeps_care.SweepCare, asked: Any, answer: Any, fleets: list[str]) -> None:
+    def rash(self: companion.SweepCare, asked: Any, answer: Any, fleets: list[str]) -> None:
         known = isinstance(answer, sweeps_plan.SweepReport)
         hear(self, asked, answer if known else sweeps_plan.SweepReport("FINISHED", None, {}), fleets)
 
-    patch.setattr(sweeps_care.SweepCare, "_hear", rash)
+    patch.setattr(companion.SweepCare, "_hear", rash)
 
 
 # --- what the stories need besides strikes ---------------------------------------------------------------------------
@@ -626,7 +626,7 @@ MUTATIONS = (
     Mutation(
         "who is ended for a sweep's sake is not done",
         "over-once",
-        _swap(sweeps_care, "finish", lambda memory, **_: memory),
+        _swap(companion, "finish", lambda memory, **_: memory),
         # An instant at which chance has it that nobody resumes the sweep.
         (Strike(1605, "sweep-stopped", "", 1500),),
         hours=2.0,

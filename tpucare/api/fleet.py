@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tpucare.fleetfile import fleet as fleets
+from tpucare.fleetfile import parse as fleets
 from tpucare.fleetfile.schema import duration_text
 from tpucare.model.errors import ConfigError
 

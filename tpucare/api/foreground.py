@@ -21,7 +21,7 @@ from pathlib import Path
 
 from tpucare.api.progress import Progress
 from tpucare.engine.state import ProjectView
-from tpucare.fleetfile.fleet import Fleet
+from tpucare.fleetfile.parse import Fleet
 from tpucare.model.errors import CloudError, ConfigError, NeedsPerson, NodeGone, OwnCredentials, TpuCareError
 from tpucare.model.memory import DesiredState, End, Memory
 from tpucare.model.resources import Node, NodeKey, NodeState

@@ -28,7 +28,7 @@ from tpucare.api.fleet import Fleet
 from tpucare.api.foreground import Left, RunSpec, care
 from tpucare.api.progress import Progress, progress_on
 from tpucare.api.threads import Starter, ThreadStarter
-from tpucare.fleetfile import fleet as fleets
+from tpucare.fleetfile import parse as fleets
 from tpucare.fleetfile import python_fleet as fleet_python
 from tpucare.model.errors import ConfigError, StoreLocked
 from tpucare.model.memory import DesiredState, End, Memory

@@ -30,7 +30,7 @@ def daemon(
         raise typer.BadParameter("--log is console or json; --log-level is debug, info, warning or error")
     chosen = options(context)
     from tpucare.integrations.wandb.account import with_key
-    from tpucare.integrations.wandb.sweeps_care import SweepCare
+    from tpucare.integrations.wandb.companion import SweepCare
     from tpucare.service import event_log as events
     from tpucare.service.daemon import run
     from tpucare.service.options import expanded

@@ -83,7 +83,7 @@ def check(
     Example: tpucare check pod.yaml
     Example: tpucare check --schema > fleet.schema.json
     """
-    from tpucare.fleetfile import fleet as fleets
+    from tpucare.fleetfile import parse as fleets
     from tpucare.fleetfile.limits import warnings_of
     from tpucare.model.errors import ConfigError
     from tpucare.service.fleet_folder import folder_of, read_text
@@ -226,7 +226,7 @@ def apply(
     Example: tpucare apply pod.yaml --restart
     Example: tpucare apply pod.yaml --paused
     """
-    from tpucare.fleetfile import fleet as fleets
+    from tpucare.fleetfile import parse as fleets
     from tpucare.service.client import order
     from tpucare.service.fleet_folder import folder_of, read_text, where_it_lies, without_header
 

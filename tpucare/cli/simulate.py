@@ -164,7 +164,7 @@ def _seeds(text: str) -> list[int]:
 def _slots(path: Path | None) -> tuple[Slot, ...]:
     if path is None:
         return ()
-    from tpucare.fleetfile import fleet as fleets
+    from tpucare.fleetfile import parse as fleets
     from tpucare.testbed.simulation.scenario import PROJECT, as_simulated
 
     text = fleets.read_text(path)

@@ -97,7 +97,7 @@ def _workers_without_daemon(options: Options, word: str) -> list[Worker]:
 
 def _places_of(record: FleetRecord) -> tuple[Place, ...]:
     """Where nodes of the fleet as last accepted are asked for; empty where this version cannot read it."""
-    from tpucare.fleetfile import fleet
+    from tpucare.fleetfile import parse as fleets
     from tpucare.fleetfile import python_fleet as fleet_python
 
     file = f"{record.name} (as accepted)"
@@ -105,7 +105,7 @@ def _places_of(record: FleetRecord) -> tuple[Place, ...]:
         if fleet_python.is_python(record.text):
             return fleet_python.parse(record.text, file=file).places
         # Files of the job have no part in it, and may be gone by now.
-        return fleet.parse(
+        return fleets.parse(
             record.text, file=file, folder=Path(record.folder), read_file=lambda _folder, _path: b"", accepted=True
         ).places
     except ConfigError:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from tpucare.fleetfile.fleet import Fleet
+from tpucare.fleetfile.parse import Fleet
 from tpucare.model.accelerators import region_of
 
 QUOTA_PAGE = "https://console.cloud.google.com/iam-admin/quotas"

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tpucare.fleetfile import fleet as fleets
-from tpucare.fleetfile.fleet import Fleet
+from tpucare.fleetfile import parse as fleets
+from tpucare.fleetfile.parse import Fleet
 from tpucare.fleetfile.schema import COUNT_LIMIT
 from tpucare.model.errors import ConfigError
 from tpucare.model.resources import Job, OnExit

@@ -15,7 +15,7 @@ from typing import Any
 
 from tpucare._version import __version__
 from tpucare.fleetfile import yaml_document as yaml_lines
-from tpucare.fleetfile.fleet import Fleet
+from tpucare.fleetfile.parse import Fleet
 from tpucare.model.actions import Wait
 from tpucare.model.errors import ConfigError, TpuCareError
 from tpucare.model.memory import DesiredState, Memory

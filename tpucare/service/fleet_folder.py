@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tpucare.adapters.state import folder as state_folder
 from tpucare.fleetfile import yaml_document as yaml_lines
-from tpucare.fleetfile.fleet import Fleet
+from tpucare.fleetfile.parse import Fleet
 from tpucare.model.errors import ConfigError, StoreError
 from tpucare.model.local_files import open_regular
 from tpucare.model.memory import DesiredState

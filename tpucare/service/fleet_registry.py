@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 
 from tpucare.adapters.state import folder as state_folder
 from tpucare.engine.engine import Engine
-from tpucare.fleetfile import fleet as fleets
+from tpucare.fleetfile import parse as fleets
 from tpucare.fleetfile import python_fleet as fleet_python
-from tpucare.fleetfile.fleet import Fleet
+from tpucare.fleetfile.parse import Fleet
 from tpucare.model.errors import ConfigError
 from tpucare.model.local_files import EVERYWHERE_PRIVATE, Private
 from tpucare.model.memory import DesiredState, End, FleetRecord

@@ -16,7 +16,7 @@ import yaml
 from tpucare.adapters.runner.scripts import read_template
 from tpucare.api.fleet import plain_value
 from tpucare.fleetfile import yaml_document as yaml_lines
-from tpucare.fleetfile.fleet import Fleet
+from tpucare.fleetfile.parse import Fleet
 from tpucare.integrations.wandb.account import KEY_VARIABLE, URL_VARIABLE
 from tpucare.integrations.wandb.rules import SWEEP_VARIABLE, SweepPath
 from tpucare.model.errors import ConfigError

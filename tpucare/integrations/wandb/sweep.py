@@ -21,12 +21,12 @@ from typing import Any
 import yaml
 
 from tpucare.adapters.state.store import open_reader
-from tpucare.fleetfile import fleet as fleets
+from tpucare.fleetfile import parse as fleets
 from tpucare.integrations.wandb import account as account
 from tpucare.integrations.wandb import fleet as sweeps_fleet
 from tpucare.integrations.wandb.client import GraphqlSweeps, SweepRefused
+from tpucare.integrations.wandb.companion import SweepCare
 from tpucare.integrations.wandb.rules import SWEEP_VARIABLE, SweepPath, Verdict, is_path, judge, parse_path
-from tpucare.integrations.wandb.sweeps_care import SweepCare
 from tpucare.model.errors import ConfigError, TpuCareError
 from tpucare.model.memory import DesiredState, End, Memory
 from tpucare.model.resources import Event

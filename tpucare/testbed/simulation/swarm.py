@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from tpucare.fleetfile.fleet import Fleet
+from tpucare.fleetfile.parse import Fleet
+from tpucare.integrations.wandb.companion import PATIENCE_SECONDS, TRY_AGAIN_SECONDS, Answer, SweepCare
 from tpucare.integrations.wandb.rules import SWEEP_VARIABLE, SweepReport, parse_path
-from tpucare.integrations.wandb.sweeps_care import PATIENCE_SECONDS, TRY_AGAIN_SECONDS, SweepCare
-from tpucare.integrations.wandb.sweeps_watch import Answer
 from tpucare.model.memory import End, FleetRecord
 from tpucare.model.resources import Event
 from tpucare.testbed.simulation.machines import RunMark

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 
 from tpucare.integrations.wandb.client import SweepSilent
+from tpucare.integrations.wandb.companion import Answer, Asked
 from tpucare.integrations.wandb.rules import SweepPath, SweepReport
-from tpucare.integrations.wandb.sweeps_watch import Answer, Asked
 from tpucare.model.errors import TpuCareError
 from tpucare.testbed.simulation.machines import RunEnd, RunMark, SimulatedWorker
 from tpucare.testbed.simulation.workers import VirtualLauncher

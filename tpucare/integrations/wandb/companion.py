@@ -1,12 +1,15 @@
 """
-Fleets that work for a W&B sweep: what its state means for their slots is carried out here, on the thread of the loop.
+Fleets that work for a W&B sweep: W&B is asked on a thread of its own, and what its answers mean for the slots is
+carried out on the thread of the loop.
 
-A fleet whose sweep is over ends like a fleet whose jobs finished: its slots are done, their nodes go, none is made
-again. As long as W&B does not answer nothing is known, and everything goes on (design, rule 3).
+A server that hangs costs that thread its time and nobody else's. A fleet whose sweep is over ends like a fleet whose
+jobs finished: its slots are done, their nodes go, none is made again. As long as W&B does not answer nothing is known,
+and everything goes on (design, rule 3). What an answer means is told by `rules`.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -15,9 +18,9 @@ from typing import Any, Protocol
 
 from tpucare.engine.engine import Engine
 from tpucare.engine.tracking import SlotTrack
-from tpucare.fleetfile.fleet import Fleet
+from tpucare.fleetfile.parse import Fleet
 from tpucare.integrations.wandb.account import KEY_VARIABLE, api_key, base_url, key_refusal
-from tpucare.integrations.wandb.client import GraphqlSweeps, SweepService
+from tpucare.integrations.wandb.client import GraphqlSweeps, SweepService, SweepSilent
 from tpucare.integrations.wandb.rules import (
     SWEEP_VARIABLE,
     SlotState,
@@ -29,14 +32,92 @@ from tpucare.integrations.wandb.rules import (
     parse_path,
     why,
 )
-from tpucare.integrations.wandb.sweeps_watch import Answer, Asked, SweepWatch
 from tpucare.model.causes import Cause
-from tpucare.model.errors import ConfigError
+from tpucare.model.errors import ConfigError, TpuCareError
 from tpucare.model.memory import DesiredState, End, FleetRecord, Memory
 from tpucare.model.text import plain
 from tpucare.planner import desired_state as wishes
 from tpucare.service.assembly import Runtime, secrets_of
 from tpucare.service.fleet_registry import FleetRegistry
+
+Answer = SweepReport | TpuCareError
+# A sweep and the base URL of its W&B: what one server says of a path is nothing to a fleet that names another.
+Asked = tuple[SweepPath, str]
+
+
+class SweepWatch:
+    """
+    service:   for the base URL of a sweep; made once per look, so that a key which was replaced is taken
+    every:     seconds between two looks at one sweep
+    monotonic: seconds of a clock that never jumps
+    """
+
+    def __init__(self, service: Callable[[str], SweepService], *, every: float, monotonic: Callable[[], float]) -> None:
+        self._service, self._every, self._monotonic = service, every, monotonic
+        self._changed = threading.Condition()
+        self._wanted: frozenset[Asked] = frozenset()
+        self._due: dict[Asked, float] = {}
+        self._news: dict[Asked, Answer] = {}
+        self._closing = False
+        self._thread: threading.Thread | None = None
+
+    def follow(self, wanted: Set[Asked]) -> None:
+        """From now on these sweeps and no others; a new one is looked at at once. Never blocks."""
+        with self._changed:
+            if wanted == self._wanted:
+                return
+            self._wanted = frozenset(wanted)
+            self._due = {asked: self._due.get(asked, self._monotonic()) for asked in sorted(wanted)}
+            if wanted and self._thread is None:
+                # It may hang in a request; it must not keep the process from ending.
+                self._thread = threading.Thread(target=self._run, name="tpucare-sweeps", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def news(self) -> dict[Asked, Answer]:
+        """Newest answers since the last call. Never blocks."""
+        with self._changed:
+            news, self._news = self._news, {}
+        return news
+
+    def close(self, seconds: float = 1.0) -> None:
+        """Waits at most *seconds* for a look that is under way."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join(seconds)
+
+    def _run(self) -> None:
+        while (turn := self._next()) is not None:
+            answer = self._look(*turn)
+            with self._changed:
+                if turn in self._wanted:
+                    self._news[turn] = answer
+                    self._due[turn] = self._monotonic() + self._every
+
+    def _next(self) -> Asked | None:
+        """The sweep whose time has come, waited for; None at the end."""
+        with self._changed:
+            while not self._closing:
+                asked = min(self._due, key=lambda one: self._due[one], default=None)
+                left = self._due[asked] - self._monotonic() if asked is not None else None
+                if asked is not None and left is not None and left <= 0:
+                    return asked
+                self._changed.wait(left)
+        return None
+
+    def _look(self, path: SweepPath, url: str) -> Answer:
+        try:
+            return self._service(url).look(path)
+        except TpuCareError as error:
+            return error
+        except Exception as error:
+            return SweepSilent(f"W&B's answer about {path} cannot be read: {type(error).__name__}: {error}")
+
+
+# --- the companion of the daemon: what is heard of a sweep is carried out ---------------------------------------------
+
 
 # An agent asks every few seconds and is told to exit; one that does not for so long is ended with its node.
 PATIENCE_SECONDS = 300.0

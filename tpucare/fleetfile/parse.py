@@ -1,31 +1,210 @@
 """
-Text of a fleet.yaml -> `Fleet`, from which every `model.Slot` follows; or a ConfigError with one line per problem.
+Text of a fleet.yaml -> `Fleet`, from which every `Slot` follows; or a ConfigError with one line per problem.
 
-The doors read the file and know where it lies; the words are checked in `fleet_schema` (shape), `fleet_values`,
-`fleet_rules` (together, and against the catalogue) and `fleet_files`. Nothing here asks the cloud or the environment.
+The caller reads the file and knows where it lies; the words are checked in `schema` (shape), `values` and `rules`
+(together, and against the catalogue). Nothing here asks the cloud or the environment.
 """
 
 from __future__ import annotations
 
 import os.path
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from datetime import timedelta
+from pathlib import Path, PurePosixPath
+from typing import Any
 
 from pydantic import ValidationError
 
-from tpucare.fleetfile import fleet_files
 from tpucare.fleetfile import rules as fleet_rules
 from tpucare.fleetfile import schema as fleet_schema
 from tpucare.fleetfile import yaml_document as yaml_lines
-from tpucare.fleetfile.fleet_build import care_of, job_template, places_of
-from tpucare.fleetfile.fleet_files import ReadFile, read_local
 from tpucare.fleetfile.problems import PROBLEMS_LIMIT, shape_problems
-from tpucare.fleetfile.schema import COUNT_LIMIT, FleetFile
+from tpucare.fleetfile.schema import (
+    COUNT_LIMIT,
+    CareSection,
+    Fence,
+    FleetFile,
+    JobSection,
+    NetworkSection,
+    Reach,
+    Stopped,
+    TpuSection,
+)
 from tpucare.fleetfile.yaml_document import Document
+from tpucare.model import accelerators
 from tpucare.model.errors import ConfigError, Problem
-from tpucare.model.local_files import open_regular
-from tpucare.model.resources import Care, Job, Place, Slot
+from tpucare.model.local_files import EVERYWHERE_PRIVATE, Private, open_below, open_regular
+from tpucare.model.resources import Care, Job, Network, Place, Slot
+from tpucare.model.text import shown
+
+# --- `job.files`: which paths a fleet may name on workers and on this machine, and their reading ----------------------
+# On a worker a path stays below the job's folder; on this machine below the folder of the fleet file (`local_files`).
+# Reading goes through a function that the caller hands in; `read_local` is the usual one.
+
+
+ReadFile = Callable[[Path, str], bytes]
+"""Content of the file at a relative path below a folder. Raises: OSError, ValueError."""
+
+FILES_LIMIT = 100
+FILE_LIMIT_BYTES = 1 << 20
+TOTAL_LIMIT_BYTES = 16 << 20
+# A file per slot is asked for at every parse, on the thread of the loop: 10,000 take half a second.
+READS_LIMIT = 10_000
+
+
+def read_local(folder: Path, path: str, private: Private = EVERYWHERE_PRIVATE) -> bytes:
+    """
+    Content of a regular file; of a larger one, one byte more than FILE_LIMIT_BYTES.
+
+    Raises:
+        OSError: As `local_files.open_below`.
+    """
+    with open_below(folder, path, private) as file:
+        return file.read(FILE_LIMIT_BYTES + 1)
+
+
+def path_problems(files: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """(worker path, what is wrong with it or its local path) of every entry that may not stand."""
+    if len(files) > FILES_LIMIT:
+        yield "", f"must not have more than {FILES_LIMIT} entries; send a folder with `workdir`"
+        return
+    taken: dict[PurePosixPath, str] = {}
+    for remote, local in files.items():
+        text = _remote_problem(remote) or _local_problem(local) or _clash(PurePosixPath(remote), taken)
+        if text:
+            yield remote, text
+        taken[PurePosixPath(remote)] = remote
+
+
+def read_all(paths: Collection[str], folder: Path, read_file: ReadFile) -> tuple[dict[str, bytes], dict[str, str]]:
+    """
+    Contents of the local *paths* that could be read, and what is wrong with the others; both by path as written.
+
+    Ends where more could not be read than a person is told of.
+    """
+    contents: dict[str, bytes] = {}
+    wrong: dict[str, str] = {}
+    total = 0
+    for path in dict.fromkeys(paths):
+        if len(wrong) > PROBLEMS_LIMIT:
+            break
+        try:
+            content = read_file(folder, path)
+        except (OSError, ValueError) as error:
+            reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+            wrong[path] = f"{shown(path)} cannot be read: {shown(reason)}"
+            continue
+        total += len(content)
+        if len(content) > FILE_LIMIT_BYTES:
+            wrong[path] = f"{shown(path)} is larger than {FILE_LIMIT_BYTES >> 20} MB; keep it in a bucket"
+        elif total > TOTAL_LIMIT_BYTES:
+            wrong[path] = f"all files together are larger than {TOTAL_LIMIT_BYTES >> 20} MB; keep them in a bucket"
+            break
+        else:
+            contents[path] = content
+    return contents, wrong
+
+
+def _remote_problem(path: str) -> str:
+    parts = PurePosixPath(path).parts
+    if not parts or len(path) > 255 or not path.isprintable() or path != path.strip():
+        return "the path on the worker must be 1 to 255 printable characters"
+    if path.startswith(("/", "~")) or ".." in parts or path.endswith("/"):
+        return "the path on the worker must stay below the job's folder: relative and without .."
+    if parts[0] in (".git", ".tpucare"):
+        return f"{parts[0]} on the worker is not for files of a fleet"
+    return ""
+
+
+def _local_problem(path: str) -> str:
+    if path.startswith(("/", "~")) or ".." in PurePosixPath(path).parts:
+        return f"{shown(path)} must lie in the folder of the fleet file or below: relative and without .."
+    return ""
+
+
+def _clash(path: PurePosixPath, taken: Mapping[PurePosixPath, str]) -> str:
+    for other, written in taken.items():
+        if path == other or path in other.parents or other in path.parents:
+            return f"clashes with {shown(written)} on the worker"
+    return ""
+
+
+# --- sections of a fleet file -> records of the model: places, the job, the care with its defaults --------------------
+# Everything is known to be right here.
+
+
+def places_of(alternative: TpuSection) -> Iterator[Place]:
+    """One place per zone in order; a zone's own settings go before those around it."""
+    accelerator = accelerators.derive(alternative.type)
+    for choice in alternative.zones:
+        given = choice.model_fields_set
+        yield Place(
+            zone=choice.zone,
+            accelerator_type=accelerator.type,
+            provisioning=choice.provisioning if "provisioning" in given else alternative.provisioning,
+            runtime=choice.runtime or alternative.runtime or accelerator.default_runtime,
+            service_account=choice.service_account or alternative.service_account,
+            network=_network(alternative.network, choice.network),
+            workers=accelerator.hosts,
+            metadata=tuple(alternative.metadata.items()),
+            os_login=alternative.os_login,
+        )
+
+
+def _network(around: NetworkSection, own: NetworkSection) -> Network:
+    merged = around.model_copy(update={key: getattr(own, key) for key in own.model_fields_set})
+    return Network(
+        name=merged.name,
+        subnetwork=merged.subnetwork,
+        tags=tuple(merged.tags),
+        external_ips=merged.external_ips,
+        reach_internal=merged.reach is Reach.INTERNAL,
+    )
+
+
+def job_template(job: JobSection, folder: Path | None) -> Job:
+    """The job of every slot, with placeholders as they stand and without the content of files."""
+    workdir = os.path.normpath((folder or Path()) / job.workdir) if job.workdir else ""
+    return Job(
+        run=job.run,
+        setup=job.setup,
+        repository=job.repository,
+        branch=job.branch,
+        follow=job.follow,
+        workdir=workdir,
+        env=job.env,
+        secrets=tuple(job.secrets),
+        checkpoint=job.checkpoint,
+        progress=job.progress,
+    )
+
+
+def care_of(declared: CareSection, workers: int) -> Care:
+    same: dict[str, Any] = declared.model_dump(exclude={"fence", "stopped", "boot_timeout"})
+    is_given = "boot_timeout" in declared.model_fields_set
+    return Care(
+        **same,
+        boot_timeout=declared.boot_timeout if is_given else default_boot_timeout(workers),
+        fence_proceed=declared.fence is Fence.PROCEED,
+        stopped_delete=declared.stopped is Stopped.DELETE,
+    )
+
+
+def default_boot_timeout(workers: int) -> timedelta:
+    """
+    How long a node of *workers* hosts may take until all of them answer.
+
+    Source: single hosts were seen to take minutes, slices of some hosts 12 minutes; marin (PR 7030) waits 60 minutes,
+    twice that from 64 hosts and three times from 256.
+    """
+    if workers <= 16:
+        return timedelta(minutes=30)
+    factor = 3 if workers >= 256 else 2 if workers >= 64 else 1
+    return factor * timedelta(minutes=60)
+
+
+# --- the fleet --------------------------------------------------------------------------------------------------------
 
 __all__ = ["Fleet", "json_schema", "parse", "read_local", "read_text", "refuse_shared_names"]
 
@@ -185,7 +364,7 @@ def read_text(path: Path) -> str:
     """
     try:
         with open_regular(path) as file:
-            content = file.read(fleet_files.FILE_LIMIT_BYTES + 1)
+            content = file.read(FILE_LIMIT_BYTES + 1)
         return content.decode("utf-8-sig")
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
@@ -255,18 +434,18 @@ def _read_files(
     declared: FleetFile, document: Document, folder: Path | None, read_file: ReadFile
 ) -> tuple[dict[str, bytes], list[Problem]]:
     files = declared.job.files
-    wrong = list(fleet_files.path_problems(files))
+    wrong = list(path_problems(files))
     if not wrong and files and folder is None:
         wrong = [("", "needs a folder to read from: this text lies in none")]
     if wrong or folder is None:
         return {}, [document.problem(_file_path(remote), text) for remote, text in wrong]
     names = [f"{declared.name}-{index}" for index in range(declared.count)]
     reads = sum(len(names) if SLOT_PLACEHOLDER in local else 1 for local in files.values())
-    if reads > (limit := fleet_files.READS_LIMIT):
+    if reads > (limit := READS_LIMIT):
         text = f"names {reads} files for {len(names)} slots, more than {limit}; send a folder with `workdir`"
         return {}, [document.problem(("job", "files"), text)]
     owner = {path: remote for remote, local in files.items() for path in _expansions(local, names)}
-    contents, unread = fleet_files.read_all(owner, folder, read_file)
+    contents, unread = read_all(owner, folder, read_file)
     return contents, [document.problem(_file_path(owner[path]), text) for path, text in unread.items()]
 
 
