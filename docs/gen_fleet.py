@@ -29,15 +29,15 @@ INTRODUCTION = f"""\
 
 <!-- Written by docs/gen_fleet.py from the models that check the file. Edit those, then run it. -->
 
-One YAML file declares one fleet: a number of equal slots, the TPU they want, the job they run, the care they get.
-`tpucare check FILE` reads it as the daemon would. `tpucare check --schema` prints a JSON schema, with which an editor
-completes and checks keys:
+One YAML file declares one fleet: a number of equal slots, their TPU, their job and their care settings.
+`tpucare check FILE` checks it as the daemon does. `tpucare check --schema` prints a JSON schema, so that an editor can
+complete and check keys:
 
 ```yaml
 # yaml-language-server: $schema=./fleet.schema.json
 ```
 
-Every problem is reported at once, one line each, with the nearest right word:
+The check reports all problems at once, one line each, with the nearest valid word:
 
 ```text
 big-pod.yaml:3: tpu.type: v5e-8 is no known accelerator type; nearest: v5litepod-8
@@ -77,29 +77,29 @@ care:
 ## How it is read
 
 * **YAML 1.2 words.** `on`, `yes` and `no` are words, dates are text; a boolean is `true` or `false`. Anchors and
-  aliases work; merge keys (`<<`), tags, keys given twice and more than one document are errors. At most
+  aliases work; merge keys (`<<`), tags, duplicate keys and multiple documents are errors. The limit is
   {SIZE_LIMIT_BYTES // 1024} KB.
 * **Durations** have a unit: `90s`, `30m`, `1h30m`, `2d`; at most 30 days. A bare number is an error.
-* **Numbers in `env`** reach the job as they are written: `1e-4` stays `1e-4`, `010` stays `010`. `true`, `false` and
-  nothing are errors: quote what the program expects.
+* **Numbers in `env`** reach the job as written: `1e-4` stays `1e-4`, `010` stays `010`. `true`, `false` and an empty
+  value are errors: quote the text that the program expects.
 * **Names.** Slots are `<name>-0`, `<name>-1`, …; `<name>` alone means slot 0. Nodes are `<slot>-a<number>`, and every
   create takes a new number. So the name of a fleet must not end in `-<digits>` or `-a<digits>`.
 * **`{{slot}}`** stands for the slot's name in `run`, `checkpoint`, the values of `env` and both paths of `files`.
-  Only this exact token is replaced: `${{VAR}}`, awk and f-strings survive. A script may as well use `$TPUCARE_SLOT`.
-* **Where the job runs.** In `~/.tpucare/work` on every worker (the clone, or the copy of `workdir`), as the login user,
-  in the screen `tpucare-SLOT`. `setup` and `run` are scripts of `bash -e` each: the first command that fails ends them.
-  `python3` is that of the worker's image. `tpucare ssh` and `tpucare exec` begin in the home of that user, without the
-  job's environment.
+  Only this exact token is replaced: `${{VAR}}`, awk and f-strings are unchanged. A script can also use `$TPUCARE_SLOT`.
+* **Where the job runs.** It runs in `~/.tpucare/work` on every worker (the clone, or the copy of `workdir`), as the
+  login user, in the screen `tpucare-SLOT`. `setup` and `run` are separate `bash -e` scripts: the first failing command
+  ends a script. `python3` is the one of the worker's image. `tpucare ssh` and `tpucare exec` start in the login user's
+  home, without the job's environment.
 * **Checkpoints of many slots.** With `count` above 1, `/<slot>` is appended to a `checkpoint` without `{{slot}}`. If
   `count` may grow from 1 later, write `{{slot}}` from the start: the path of slot 0 then stays the same.
-  Once slot 0 has run, an edit that would move its folder by `count` alone is refused.
+  Once slot 0 has run, an edit of `count` alone that would move its folder is refused.
 * **Files.** At most {FILES_LIMIT}, each up to {FILE_LIMIT_BYTES >> 20} MB, together {TOTAL_LIMIT_BYTES >> 20} MB.
   Local paths stay in the folder of the fleet file or below, paths on the worker below the job's folder.
-* **Alternatives.** `tpu` may be a list of sections: every zone of the first one is asked before those of the second.
-  They may differ in size; a place (zone, type, terms, account, network) is listed once.
-* **The catalogue** knows types, zones and terms. What it does not list is an error that names the nearest; with
-  `unlisted: true` it is a warning, for a zone that opened yesterday or a slice of an unusual size.
-* **Secrets** never stand in this file: `secrets` names variables, and a URL with credentials is refused.
+* **Alternatives.** `tpu` may be a list of sections: tpucare tries every zone of the first section before those of the
+  second. Sections may differ in size; each place (zone, type, terms, account, network) is listed once.
+* **The catalogue** lists types, zones and terms. A value outside it is an error that names the nearest one; with
+  `unlisted: true` it is a warning, for a new zone or a slice of an unusual size.
+* **Secrets** never appear in this file: `secrets` names variables, and a URL with credentials is refused.
 
 Reserved for later versions, and refused until then: {", ".join(f"`{key}`" for key in schema.LATER_KEYS)}.
 """

@@ -133,14 +133,14 @@ class Section(BaseModel):
 
 
 class NetworkSection(Section):
-    """Where workers are attached. Without it: the project's default network, with external addresses."""
+    """The network of the workers. Default: the project's default network, with external addresses."""
 
     external_ips: bool = Field(
-        True, description="Give every worker an external address. If false, the daemon reaches workers inside the VPC."
+        True, description="Every worker gets an external address. If false, the daemon reaches workers inside the VPC."
     )
     reach: Annotated[Reach, Field(strict=False)] = _inherited(
         Reach.EXTERNAL,
-        "Addresses the daemon goes to; `internal` needs it inside the VPC. Default: external ones where there are.",
+        "Addresses that the daemon uses; `internal` needs a daemon inside the VPC. Default: external ones if present.",
     )
     name: Annotated[str, AfterValidator(values.network)] = Field(
         "", description="Network: its name, or `projects/PROJECT/global/networks/NAME`."
@@ -149,19 +149,19 @@ class NetworkSection(Section):
         "", description="Subnetwork: its name, or `projects/PROJECT/regions/REGION/subnetworks/NAME`."
     )
     tags: list[Annotated[str, AfterValidator(values.tag)]] = Field(
-        [], max_length=64, description="Network tags, which firewall rules name."
+        [], max_length=64, description="Network tags for firewall rules."
     )
 
 
 class ZoneSection(Section):
-    """One zone with settings of its own; what is absent is as in the `tpu` section around it."""
+    """One zone with its own settings; absent keys are inherited from the enclosing `tpu` section."""
 
     zone: Zone = Field(description="Zone, such as `us-central2-b`.")
     provisioning: Tier = _inherited(Provisioning.SPOT, "As `tpu.provisioning`, for this zone.")
     runtime: Runtime = _inherited("", "As `tpu.runtime`, for this zone.")
     service_account: ServiceAccount = _inherited("", "As `tpu.service_account`, for this zone.")
     network: NetworkSection = _inherited(
-        NetworkSection(), "As `tpu.network`, for this zone: keys given here replace those given there."
+        NetworkSection(), "As `tpu.network`, for this zone: keys here override those there."
     )
 
 
@@ -169,43 +169,43 @@ ZoneChoice = Annotated[ZoneSection, BeforeValidator(_as_zone, json_schema_input_
 
 
 class TpuSection(Section):
-    """What to ask the cloud for. A list of such sections is a list of alternatives, tried in order, round by round."""
+    """The TPU to request. A list of such sections is a list of alternatives, tried in order, round by round."""
 
     type: Line = Field(description="Accelerator type, such as `v4-32`.")
     zones: list[ZoneChoice] = Field(
         min_length=1,
         max_length=ZONES_LIMIT,
-        description="Zones, which take turns, the first declared first: names, or mappings with settings of their own.",
+        description="Zones, tried in rotation in declared order: names, or mappings with their own settings.",
     )
-    provisioning: Tier = Field(Provisioning.SPOT, description="How the capacity is paid for.")
+    provisioning: Tier = Field(Provisioning.SPOT, description="Provisioning model of the capacity.")
     runtime: Runtime = _inherited(
-        "", "Runtime version. Default: the one that the catalogue names for the type; v5e, v5p and v6e run on no other."
+        "", "Runtime version. Default: the catalogue's version for the type; v5e, v5p and v6e run on no other."
     )
     service_account: ServiceAccount = Field(
         "", description="Service account of the workers. Default: the project's default one."
     )
-    network: NetworkSection = Field(NetworkSection(), description="Where the workers are attached.")
+    network: NetworkSection = Field(NetworkSection(), description="The network of the workers.")
     ssh_keys: list[Annotated[str, AfterValidator(values.ssh_key)]] = Field(
-        [], max_length=50, description="People who may log in too: lines `USER:ssh-ed25519 AAAA… COMMENT`."
+        [], max_length=50, description="Keys of more people who may log in: lines `USER:ssh-ed25519 AAAA… COMMENT`."
     )
     metadata: dict[MetadataKey, MetadataValue] = Field(
         {},
         max_length=100,
-        description="Metadata of the node, such as `startup-script`: text, or numbers as they are written. "
-        "Everybody on a worker can read it: no secrets.",
+        description="Metadata of the node, such as `startup-script`: text, or numbers as written. "
+        "Every user on a worker can read it: no secrets.",
     )
     os_login: bool = Field(
         False,
-        description="Leave OS Login as the project has it. Default: it is switched off for the node "
-        "(`enable-oslogin: FALSE`), since tpucare logs in by a key in the metadata.",
+        description="Keep the project's OS Login setting. By default tpucare switches OS Login off for the node "
+        "(`enable-oslogin: FALSE`), since it logs in with a key in the metadata.",
     )
     unlisted: bool = Field(
-        False, description="Let types, zones and terms pass that the catalogue does not list; each is then a warning."
+        False, description="Accept types, zones and terms outside the catalogue; each is then a warning."
     )
 
 
 class JobSection(Section):
-    """What every worker of a node runs, all of them together."""
+    """The job, which all workers of a node run together."""
 
     run: Script = Field(description="Shell script that trains. Exit status 0 on every worker means finished.")
     setup: Script = _inherited("", "Shell script that prepares a new node, once per node.")
@@ -216,86 +216,86 @@ class JobSection(Section):
         "", description="Branch, tag or commit of the repository. Default: its default branch."
     )
     follow: bool = Field(
-        False, description="Each worker takes the branch's newest commit by itself, instead of one commit for all."
+        False, description="Each worker fetches the branch's newest commit itself, instead of one commit for all."
     )
     workdir: Annotated[str, AfterValidator(values.folder)] = Field(
         "", description="Folder to send and run in, relative to the fleet file. Excludes `repository`."
     )
     files: dict[str, Line] = Field(
-        {}, description="More files: path below the job's folder -> local path, relative to the fleet file."
+        {}, description="More files to send: path below the job's folder -> local path, relative to the fleet file."
     )
-    env: dict[Variable, VariableValue] = Field({}, description="Environment: text, or numbers as they are written.")
+    env: dict[Variable, VariableValue] = Field({}, description="Environment: text, or numbers as written.")
     secrets: list[Variable] = Field(
         [],
         max_length=100,
-        description="Names of variables whose values the daemon has and hands on over SSH only. "
-        "`GIT_TOKEN` or `GIT_SSH_KEY` open a private repository.",
+        description="Names of variables whose values the daemon holds and sends over SSH only. "
+        "`GIT_TOKEN` or `GIT_SSH_KEY` give access to a private repository.",
     )
     checkpoint: Annotated[str, AfterValidator(values.checkpoint)] = Field(
-        "", description="Where checkpoints lie: `gs://BUCKET/PATH`, or an absolute path that all nodes share."
+        "", description="Location of the checkpoints: `gs://BUCKET/PATH`, or an absolute path that all nodes share."
     )
     progress: Annotated[str, AfterValidator(values.progress)] = _inherited(
         "",
-        "Regular expression whose one group is the step in the log. Default: the usual ways to write `step 123`, and "
-        "bars of tqdm, Lightning, Keras and levanter.",
+        "Regular expression whose one group matches the step in the log. Default: common forms of `step 123`, and the "
+        "progress bars of tqdm, Lightning, Keras and levanter.",
     )
 
 
 class CareSection(Section):
-    """How slots are cared for. Lengths count observed time: a suspended daemon lets none of them pass."""
+    """Care settings of the slots. Durations count observed time: none of them passes while the daemon is suspended."""
 
     boot_timeout: PositiveDuration = _inherited(
         _CARE.boot_timeout,
-        "A node that has not answered on all workers by then is replaced. Default by hosts of the largest type: "
+        "A node whose workers do not all answer within this time is replaced. Default by hosts of the largest type: "
         "30m up to 16, 1h above, 2h from 64, 3h from 256.",
     )
     unreachable_after: PositiveDuration = _length(
-        _CARE.unreachable_after, "A ready node with a silent worker and no progress is replaced after this."
+        _CARE.unreachable_after, "A ready node with a silent worker and no progress is replaced after this time."
     )
     unhealthy_after: PositiveDuration = _length(
-        _CARE.unhealthy_after, "A node of bad health and no progress is replaced after this."
+        _CARE.unhealthy_after, "An unhealthy node without progress is replaced after this time."
     )
     stalled_after: PositiveDuration = _length(
         _CARE.stalled_after,
-        "A run whose step stood still for this is restarted, or for 10 times its usual gap where that is longer: "
-        "workers are asked every 15 s, so 150 s at least.",
+        "A run without a new step for this time, or for 10 times its usual gap if longer, is restarted. Workers are "
+        "probed every 15 s, so the limit is at least 150 s.",
     )
     setup_timeout: PositiveDuration = _length(_CARE.setup_timeout, "Limit of `job.setup`.")
     first_step_timeout: PositiveDuration = _length(
         _CARE.first_step_timeout,
-        "Limit from the start of `job.run` to the first step, restoring included; `restored at step 100` is none yet.",
+        "Limit from the start of `job.run` to the first step, including restore; `restored at step 100` is not a step.",
     )
     fence: Annotated[Fence, Field(strict=False)] = Field(
-        Fence.WAIT, description="When an older node cannot be proven dead: wait for proof, or proceed anyway."
+        Fence.WAIT, description="If an older node cannot be proven dead: wait for proof, or proceed without it."
     )
-    fence_after: PositiveDuration = _length(_CARE.fence_after, "How long proof is waited for before `fence` is asked.")
+    fence_after: PositiveDuration = _length(_CARE.fence_after, "Time to wait for proof before `fence` applies.")
     stopped: Annotated[Stopped, Field(strict=False)] = Field(
-        Stopped.HOLD, description="A node that somebody stopped: hold the slot, or delete the node and make a new one."
+        Stopped.HOLD, description="If a node was stopped by hand: hold the slot, or replace the node by a new one."
     )
     host_keys: Annotated[HostKeys, Field(strict=False)] = Field(
         HostKeys.AUTO,
-        description="When guest attributes do not vouch for the host keys of a node (not published within 2 minutes, "
-        "switched off, not permitted): `auto` trusts the keys of the first login and says so, `vouched` sends no job "
-        "and waits for a person.",
+        description="If guest attributes do not confirm the host keys of a node (not published within 2 minutes, "
+        "switched off, not permitted): `auto` trusts the keys of the first login and reports it, `vouched` sends no "
+        "job and waits for a person.",
     )
     on_success: Annotated[OnSuccess, Field(strict=False)] = Field(
-        OnSuccess.DELETE, description="The node of a run that finished: delete it, keep it, or restart the run."
+        OnSuccess.DELETE, description="When a run has finished: delete its node, keep it, or restart the run."
     )
-    keep_failed: Duration = _length(_CARE.keep_failed, "How long the node of a failed slot is kept for a look.")
+    keep_failed: Duration = _length(_CARE.keep_failed, "Time to keep the node of a failed slot for inspection.")
     grace: Duration = _length(_CARE.grace, "Time between SIGTERM and SIGKILL.")
     success_after: Duration = _length(
-        _CARE.success_after, "A run that exited 0 has finished when every worker still answers after this."
+        _CARE.success_after, "A run that exited 0 has finished if every worker still answers after this time."
     )
     crash_budget: Budget = Field(
         _CARE.crash_budget,
-        description="Crashes in a row that are tried again; one more and the slot has failed (stalls: 6; reboots: 12).",
+        description="Consecutive crashes that are retried; one more fails the slot (stalls: 6; reboots: 12).",
     )
     setup_budget: Budget = Field(
         _CARE.setup_budget,
-        description="Failed setups in a row that are tried again; one more, and the slot has failed.",
+        description="Consecutive failed setups that are retried; one more fails the slot.",
     )
     sigterm_on_preemption: bool = Field(
-        _CARE.sigterm_on_preemption, description="Send the run SIGTERM once when a preemption is announced."
+        _CARE.sigterm_on_preemption, description="Send SIGTERM to the run once when a preemption is announced."
     )
 
 
@@ -305,22 +305,22 @@ Alternatives = Annotated[
 
 
 class FleetFile(Section):
-    """A fleet of equal slots: the TPU they want, the job they run, the care they get."""
+    """A fleet of equal slots: their TPU, their job, their care settings."""
 
     name: Annotated[str, AfterValidator(values.fleet_name)] = Field(
-        description="Name, from which slots (`<name>-<i>`) and nodes follow: up to 24 of a-z, 0-9 and `-`."
+        description="Name of the fleet, and prefix of its slots (`<name>-<i>`) and nodes: up to 24 of a-z, 0-9 and `-`."
     )
     count: int = Field(1, ge=1, le=COUNT_LIMIT, description="Number of slots.")
     project: Annotated[str, AfterValidator(values.project)] = _inherited(
-        "", "Google Cloud project. Default: that of the environment, gcloud's settings or the credentials."
+        "", "Google Cloud project. Default: from the environment, gcloud's settings or the credentials."
     )
     tpu: Alternatives = Field(
         min_length=1,
         max_length=ALTERNATIVES_LIMIT,
-        description="What to ask the cloud for, or a list of alternatives in order.",
+        description="The TPU to request, or a list of alternatives in order.",
     )
-    job: JobSection = Field(description="What runs.")
-    care: CareSection = _inherited(CareSection(), "How slots are cared for.")
+    job: JobSection = Field(description="The job that runs.")
+    care: CareSection = _inherited(CareSection(), "Care settings of the slots.")
 
 
 # Every section under the path of its keys, list positions left out; a key's usual home comes after its other ones.
