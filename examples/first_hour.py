@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
 """
-Ask the real service what nobody has written down, with one small node that is deleted again.
+Ask the real service what its documentation leaves open, with one small node that is deleted again.
 
     python3 examples/first_hour.py --project my-project --zone us-central1-a --type v5litepod-1
 
-Ten questions (docs/real-cloud.md); an observation a line of JSON on standard output, with the seconds since the start.
-It names the price and asks first, watches for 30 minutes at most, and does not return before GetNode says NOT_FOUND,
-not even after Ctrl-C. No key, token, address or account is written down. Against the emulated cloud: --endpoint.
+The script asks ten questions (docs/real-cloud.md). Each observation is a line of JSON on standard output, with the
+seconds since the start. The script prints the price and asks before it starts, watches for 30 minutes at most, and
+does not return before GetNode says NOT_FOUND, not even after Ctrl-C. It prints no key, token, address or account.
+Use --endpoint for the emulated cloud.
 """
 
 from __future__ import annotations
@@ -53,25 +54,25 @@ INSIDE = {
     "python": "python -c 1 2>/dev/null && echo python || echo no python; python3 --version",
     "programs": "for p in screen git tar flock curl docker lsof; do command -v $p || echo no $p; done",
     "sshguard": "systemctl is-active sshguard fail2ban; systemctl is-active google-guest-agent ssh",
-    "sshd": "sudo -n sshd -T 2>/dev/null | grep -iE 'maxstartups|maxsessions|persource' || echo not told",
+    "sshd": "sudo -n sshd -T 2>/dev/null | grep -iE 'maxstartups|maxsessions|persource' || echo unknown",
     "sudo": "sudo -n true && echo without a password",
     "dpkg": "sudo -n fuser /var/lib/dpkg/lock-frontend >/dev/null 2>&1 && echo locked || echo free",
-    "chips": "ls /dev/accel* /dev/vfio/* 2>/dev/null; sudo -n lsof -w -F cn /dev/accel* /dev/vfio/* || echo nobody",
+    "chips": "ls /dev/accel* /dev/vfio/* 2>/dev/null; sudo -n lsof -w -F cn /dev/accel* /dev/vfio/* || echo no process",
     "containers": "sudo -n docker ps --format '{{.Names}} {{.Image}}' 2>&1 | head -20",
     "attributes": f"{METADATA}/instance/attributes/",
     "preempted": f"{METADATA}/instance/preempted; {METADATA}/instance/maintenance-event",
     "guest attributes": f"{METADATA}/instance/guest-attributes/hostkeys/ | wc -l",
     "ssh log": "sudo -n journalctl -u ssh --no-pager 2>/dev/null | grep -cE 'Connection closed|preauth' || :",
 }
-"""What is asked on the worker: question -> command of a shell. None of them prints a key, a token or an address."""
+"""Questions for the worker: name -> shell command. No command prints a key, a token or an address."""
 
 
 _PERSONAL = re.compile(r"[\w.+-]+@[\w.-]+|\b\d{1,3}(?:\.\d{1,3}){3}\b|projects?[ /#]\d{6,}")
-"""Accounts, addresses and project numbers, which the service puts into its texts."""
+"""Accounts, addresses and project numbers, which the service includes in its texts."""
 
 
 class Notes:
-    """Observations on standard output, nothing personal in them; of what is asked again and again only what changed."""
+    """Prints observations without personal data; a repeated question prints only changed answers."""
 
     def __init__(self, project: str) -> None:
         self._project = project
@@ -90,18 +91,18 @@ class Notes:
 
 
 class Hour:
-    """One node, and everything that is asked of it. Nodes that were asked for stand in `names` until they are gone."""
+    """One node and all questions about it. `names` holds every requested node until it is gone."""
 
     def __init__(self, chosen: argparse.Namespace, client: tpu_v2.TpuClient, notes: Notes, keys: Path) -> None:
         self.chosen, self.client, self.notes, self.keys = chosen, client, notes, keys
         self.parent = f"projects/{chosen.project}/locations/{chosen.zone}"
         self.names: list[str] = []
-        # A create whose answer was lost may take effect a little later than GetNode said NOT_FOUND.
+        # A create with a lost answer may take effect shortly after GetNode said NOT_FOUND.
         self.may_come_until: dict[str, float] = {}
         self.until = time.monotonic() + chosen.minutes * 60
 
     def answer(self, what: str, call: Callable[[], Any]) -> Any:
-        """What *call* gives; None where it was refused, which is an observation."""
+        """The result of *call*; None if the service refused it, which is an observation."""
         try:
             return call()
         except GoogleAPICallError as error:
@@ -110,7 +111,7 @@ class Hour:
             return None
 
     def create(self, suffix: str) -> str:
-        """Name of the operation, empty if the call was refused."""
+        """Name of the operation; empty if the service refused the call."""
         chosen, name = self.chosen, f"first-hour-{secrets.token_hex(4)}{suffix}"
         node = tpu_v2.Node(
             accelerator_type=chosen.type,
@@ -141,7 +142,7 @@ class Hour:
     # --- the questions
 
     def ask_pages(self) -> None:
-        """Is page_size 1000 taken, and what stands in `unreachable`?"""
+        """Is page_size 1000 accepted, and what does `unreachable` contain?"""
         everywhere = f"projects/{self.chosen.project}/locations/-"
         for size in (1000, 100):
             request = tpu_v2.ListNodesRequest(parent=everywhere, page_size=size)
@@ -150,7 +151,7 @@ class Hour:
                 self.notes.tell(f"page_size {size}", {"taken": True, "unreachable": list(pager.unreachable)})
 
     def watch(self, name: str, operation: str) -> None:
-        """Look each second, until everything on the worker was asked, the create failed, or time is up."""
+        """Poll each second until the worker answered all questions, the create failed, or time is up."""
         knocked = logged = 0.0
         while time.monotonic() < self.until:
             node = self.answer("GetNode", lambda: self.client.get_node(name=self.path(name), timeout=CALL_SECONDS))
@@ -173,7 +174,7 @@ class Hour:
                     self._ask_inside(host)
                     return
             time.sleep(1)
-        self.notes.tell("time", "over before the worker could be asked")
+        self.notes.tell("time", "up before the worker could answer")
 
     def _look_at_list(self, name: str) -> None:
         found = self.answer("ListNodes", lambda: list(self.client.list_nodes(parent=self.parent, timeout=CALL_SECONDS)))
@@ -203,7 +204,7 @@ class Hour:
         return str(endpoint.ip_address if self.chosen.internal else endpoint.access_config.external_ip)
 
     def _login(self, host: str, command: str) -> str:
-        """`in`, or the last line that ssh said."""
+        """`in`, or the last line of ssh's error output."""
         done = self._ssh(host, command)
         return "in" if done.returncode == 0 else _last_line(done.stderr)
 
@@ -246,7 +247,7 @@ class Hour:
     # --- the end
 
     def delete_all(self) -> None:
-        """Delete until GetNode says NOT_FOUND for every name that was asked for, however long that takes."""
+        """Delete until GetNode says NOT_FOUND for every requested name, however long that takes."""
         for look in itertools.count():
             for name in list(self.names):
                 self._delete(name, asks=look % DELETE_EVERY_LOOKS == 0)
@@ -289,14 +290,14 @@ def main() -> int:
                 hour.answer("delete", lambda: client.delete_node(name=hour.path(name), timeout=CALL_SECONDS))
                 hour.answer("second delete", lambda: client.delete_node(name=hour.path(name), timeout=CALL_SECONDS))
             if second := hour.create("-b"):
-                # A create that is deleted while it is CREATING: what becomes of its operation?
+                # Delete a node while it is CREATING: how does its operation end?
                 time.sleep(3)
                 late = hour.names[-1]
                 hour.answer("early delete", lambda: client.delete_node(name=hour.path(late), timeout=CALL_SECONDS))
                 notes.tell("operation of a create that was deleted", hour._has_failed(second))
         finally:
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                signal.signal(number, lambda *_: print("deleting what was made first", file=sys.stderr))
+                signal.signal(number, lambda *_: print("deleting the created nodes first", file=sys.stderr))
             hour.delete_all()
     return 0
 
@@ -306,7 +307,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--project", required=True)
     parser.add_argument("--zone", required=True)
     parser.add_argument("--type", default="v5litepod-1")
-    parser.add_argument("--runtime", default="", help="default: the catalogue's for the type")
+    parser.add_argument("--runtime", default="", help="default: the catalogue's runtime for the type")
     parser.add_argument("--network", default="")
     parser.add_argument("--internal", action="store_true", help="no external address; run this inside the VPC")
     parser.add_argument("--on-demand", action="store_true", help="instead of spot")
@@ -325,15 +326,9 @@ def _price(chosen: argparse.Namespace) -> str:
     tier = Provisioning.ON_DEMAND if chosen.on_demand else Provisioning.SPOT
     price = accelerators.chip_hour_price(chosen.type, chosen.zone, tier)
     chips = accelerators.derive(chosen.type).chips
-    told = (
-        f"about {price.usd_per_chip_hour * chips:.2f} USD an hour"
-        if price
-        else "a price that the catalogue does not have"
-    )
+    told = f"about {price.usd_per_chip_hour * chips:.2f} USD an hour" if price else "price not in the catalogue"
     what = f"{chosen.type} as {tier.value} in {chosen.zone}"
-    return (
-        f"{what}: {told}; watched for {chosen.minutes:g} minutes at most, then deleted; a second one is deleted at once"
-    )
+    return f"{what}: {told}; watched for {chosen.minutes:g} minutes at most, then deleted; a second is deleted at once"
 
 
 @contextlib.contextmanager
@@ -347,7 +342,7 @@ def _client(endpoint: str) -> Iterator[tpu_v2.TpuClient]:
 
 @contextlib.contextmanager
 def _key() -> Iterator[Path]:
-    """A key of its own for this hour, and its known hosts."""
+    """A folder with a new key for this run, and its known hosts."""
     folder = Path(tempfile.mkdtemp(prefix="first-hour-"))
     try:
         subprocess.run(
@@ -359,7 +354,7 @@ def _key() -> Iterator[Path]:
 
 
 def _shown(node: Any) -> dict[str, object]:
-    """Of a node what is worth knowing, without addresses, keys and accounts."""
+    """The relevant fields of a node, without addresses, keys and accounts."""
     network = node.network_config
     return {
         "state": getattr(node.state, "name", str(node.state)),
@@ -377,7 +372,7 @@ def _banner(host: str, port: int) -> str:
     try:
         with socket.create_connection((host, port), timeout=4) as connection:
             connection.settimeout(4)
-            return connection.recv(100).decode(errors="replace").strip() or "closed without a word"
+            return connection.recv(100).decode(errors="replace").strip() or "closed without a banner"
     except OSError as error:
         return type(error).__name__
 

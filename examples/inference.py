@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
 """
-Keep a swarm of HTTP servers alive on preemptible TPUs, and look at their health.
+Keep a swarm of HTTP servers alive on preemptible TPUs, and check their health.
 
     python examples/inference.py serve --zone us-central1-a --tpus 4 --accelerator-type v5litepod-1
     python examples/inference.py health --zone us-central1-a --tpus 4
 
     $ curl -d '{"prompt": "The ", "length": 80}' http://NODE:8000/generate
 
-A node that is preempted is replaced, a server that ends is started again; behind a load balancer nobody notices. What
-is served is inference_server.py: put your model there. `health` asks each server from within its node, so no port has
-to be open, and ends with status 1 unless all of them answer.
+tpucare replaces a preempted node and restarts a server that ended; behind a load balancer, clients do not notice. The
+server is inference_server.py: put your model there. `health` asks each server from within its node, so no port has
+to be open, and exits with status 1 unless all servers answer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import tpucare
 HERE = Path(__file__).resolve().parent
 SERVER = HERE / "inference_server.py"
 
-# Listens where SSH came in: on a TPU VM its address inside the VPC, in the emulator the machine's own address.
+# The server listens on the address of the SSH connection: the VPC address of a TPU VM, the worker's in the emulator.
 START = """\
 set -eu
 address=$(echo "$SSH_CONNECTION" | cut -d ' ' -f 3)
@@ -45,19 +45,19 @@ class Swarm:
         self.options = options
 
     def created(self, host: str, context: dict[str, object] | None) -> dict[str, object]:
-        """Once for each new node. What is returned is kept over nodes and restarts."""
+        """Called once for each new node. The returned context survives nodes and restarts."""
         served = int(str(context["served"])) if context else 0
         return {"host": host, "served": served + 1}
 
     def start(self, context: dict[str, object], worker: int) -> None:
-        """For every host of a new node, and again when its server has ended: the model, the server, its start."""
+        """Called for every host of a new node, and again when its server has ended: sends files, starts the server."""
         host, zone = str(context["host"]), self.options.zone
         tpucare.send_to_tpu(host, zone, "inference_server.py", SERVER.read_text(), worker)
         tpucare.send_to_tpu(host, zone, "corpus.txt", self.options.text.read_text(), worker)
         tpucare.exec_on_tpu(host, zone, f"bash -c {shlex.quote(START)} start {self.options.port}", worker)
 
     def health(self) -> bool:
-        """Ask all servers at once and print a line for each; True when all answer."""
+        """Ask all servers at once and print a line for each; True if all answer."""
         names = [f"{self.options.prefix}-{number}" for number in range(self.options.tpus)]
         with ThreadPoolExecutor(max_workers=32) as pool:
             rows = list(pool.map(self.look, names))
@@ -79,13 +79,13 @@ class Swarm:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("do", choices=("serve", "health"))
-    parser.add_argument("--prefix", default="serve", help="its slots are PREFIX-0, PREFIX-1, ...")
+    parser.add_argument("--prefix", default="serve", help="the slots are PREFIX-0, PREFIX-1, ...")
     parser.add_argument("--zone", required=True)
     parser.add_argument("--tpus", type=int, default=2, help="how many nodes to keep")
     parser.add_argument("--accelerator-type", default="v5litepod-1")
     parser.add_argument("--service-account")
     parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--text", type=Path, default=HERE / "train" / "corpus.txt", help="what the model learns from")
+    parser.add_argument("--text", type=Path, default=HERE / "train" / "corpus.txt", help="training text of the model")
     return parser.parse_args()
 
 
@@ -96,7 +96,7 @@ def main() -> None:
         sys.exit(0 if swarm.health() else 1)
     tpucare.start_multiple(
         prefix=options.prefix,
-        # From v5 on the name of the type counts, and these two do not.
+        # From v5 on only the type name matters; these two values do not.
         tpu_version=5,
         slices=1,
         accelerator_type=options.accelerator_type,

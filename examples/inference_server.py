@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
 """
-Serve a model over HTTP. Standard library only, so that the example starts on any TPU VM at once.
+Serve a model over HTTP. Standard library only, so the example starts on any TPU VM at once.
 
     POST /generate  {"prompt": "The ", "length": 80, "seed": 0}  ->  {"text": "The ..."}
     GET  /health    {"model": ..., "requests": ..., "seconds": ...}
 
-The model is the smallest that generates text: which character follows which five, counted in a file. Yours goes in its
-place; keep `Model.generate`, load it before the server listens, and `/health` says truly when it is ready.
+The model is the smallest that generates text: it counts, in a file, the characters that follow each five characters.
+Replace it with yours: keep `Model.generate`, and load the model before the server listens, so that `/health` answers
+only when the model is ready.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Model:
         rng = random.Random(seed)
         text = prompt
         for _ in range(length):
-            # The longest context that the text knows; the empty one it knows in any case.
+            # The longest context that occurs in the text; the empty context always does.
             known = (text[len(text) - n :] for n in range(min(self.order, len(text)), -1, -1))
             text += rng.choice(next(self.following[context] for context in known if context in self.following))
         return text
@@ -81,7 +82,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--address", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--text", type=Path, required=True, help="what the model learns from")
+    parser.add_argument("--text", type=Path, required=True, help="training text of the model")
     options = parser.parse_args()
     Handler.model = Model(options.text.read_text())
     ThreadingHTTPServer((options.address, options.port), Handler).serve_forever()

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
 """
-Keep one pod training for weeks: every new node is set up, told where to go on, and started on all hosts.
+Keep one pod training for weeks: set up every new node, resume from the newest checkpoint, start it on all hosts.
 
     python examples/pod.py --host my-pod --zone europe-west4-a --tpu-version 3 --slices 4 \\
         --repository https://github.com/YOU/YOUR-TRAINING --checkpoint gs://MY-BUCKET/my-pod -- --batch 512
 
-On each host the repository is cloned, `bash setup.sh` runs, then `bash run.sh --config ~/config.json --batch 512`. The
-training reads from config.json which step to go on from, and saves complete checkpoints in folders named by their step.
+Each host clones the repository, runs `bash setup.sh`, then `bash run.sh --config ~/config.json --batch 512`. The
+training reads the step to resume from in config.json, and saves complete checkpoints in folders named by their step.
 
-Ctrl-C deletes the pod. SIGTERM leaves it alive: started again, the script goes on with it, its config and its counter.
+Ctrl-C deletes the pod. SIGTERM leaves it alive: the next start of the script adopts it with its config and counter.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tpucare.training import resume_step
 
 @dataclass
 class Config:
-    """What the training is told. It is written to ~/config.json on every host."""
+    """The settings of the training, written to ~/config.json on every host."""
 
     checkpoint: str
     steps: int
@@ -34,7 +34,7 @@ class Config:
 
 @dataclass
 class Context:
-    """What outlives a node: tpucare keeps it in its store, and hands it to the callback of the next one."""
+    """The state that outlives a node: tpucare stores it and passes it to the callback of the next node."""
 
     host: str
     config: Config
@@ -46,7 +46,7 @@ class Pod:
         self.options = options
 
     def created(self, host: str, context: Context | None) -> Context:
-        """Called once for each new node, before `start`; with None for the very first."""
+        """Called once for each new node, before `start`; *context* is None for the first node."""
         if context is None:
             return Context(host, Config(self.options.checkpoint, self.options.steps))
         context.host = host
@@ -55,20 +55,20 @@ class Pod:
 
     def start(self, context: Context, worker: tpucare.SliceIndex) -> None:
         """
-        Called for each new node, and again when the training on it has ended without the node's doing. With
-        `all_workers` it is called once, with worker "all", so that all hosts are told the same step.
+        Called for each new node, and again when the training has ended while the node lives. With `all_workers` there
+        is one call, with worker "all", so that all hosts get the same step.
 
-        It has an end: tpucare sees whether the screen lives that it leaves behind. Once the node is gone, all that is
-        called here raises NodeGone, and a new node gets a new call.
+        The call returns: tpucare watches the screen that it leaves behind. Once the node is gone, every function called
+        here raises NodeGone, and a new node gets a new call.
         """
         options, host = self.options, context.host
-        # Nothing trains now, so what is complete is the newest there will be.
+        # No training runs now, so the newest complete checkpoint is final.
         config = replace(context.config, start_step=resume_step(context.config.checkpoint) or 0)
         print(f"{host}: retry {context.retry}, from step {config.start_step}", flush=True)
         tpucare.send_to_tpu(host, options.zone, "config.json", json.dumps(asdict(config), indent=2), worker)
         script = tpucare.exec_command(
             options.repository,
-            # Delivered beside the script, never in it.
+            # tpucare delivers the key beside the script, never in it.
             wandb_key=os.environ.get("WANDB_API_KEY"),
             branch=options.branch,
             setup_command="bash setup.sh",
@@ -85,12 +85,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tpu-version", type=int, default=3)
     parser.add_argument("--slices", type=int, default=4, help="in units of 8 cores: 4 of version 3 are a v3-32")
     parser.add_argument("--preemptible", type=int, default=1, choices=(0, 1))
-    parser.add_argument("--service-account", help="that the hosts run as; default: the project's")
-    parser.add_argument("--repository", required=True, help="with setup.sh and run.sh")
+    parser.add_argument("--service-account", help="account of the hosts; default: the project's")
+    parser.add_argument("--repository", required=True, help="contains setup.sh and run.sh")
     parser.add_argument("--branch", default="main")
-    parser.add_argument("--checkpoint", required=True, help="gs://BUCKET/PATH; a folder that all hosts share also does")
+    parser.add_argument("--checkpoint", required=True, help="gs://BUCKET/PATH, or a folder that all hosts share")
     parser.add_argument("--steps", type=int, default=1_000_000)
-    parser.add_argument("arguments", nargs="*", help="behind --: handed to run.sh")
+    parser.add_argument("arguments", nargs="*", help="after --: arguments for run.sh")
     return parser.parse_args()
 
 

@@ -4,12 +4,12 @@ Search with a W&B sweep on a swarm of preemptible TPUs, and print the best run w
 
     python examples/sweep.py --type v4-8 --zone us-central2-b --count 8 --checkpoint gs://MY-BUCKET/sweep
 
-Each node runs one `wandb agent`. A run whose node is preempted is queued again and goes on from its checkpoint; nodes
-are replaced while points are left, and deleted when none is. Where a daemon runs (`tpucare daemon`), it takes the swarm
-over and this script ends.
+Each node runs one `wandb agent`. W&B requeues the run of a preempted node, and the run resumes from its checkpoint.
+tpucare replaces nodes while points are left, and deletes them when none is. A running daemon (`tpucare daemon`) takes
+the swarm over, and this script ends.
 
-What the workers get is the folder `sweep/` with a copy of `tpucare.training` in it, for their Python may be too old for
-tpucare itself. It is put together in `--code`, which has to stay while the swarm lives.
+The workers get the folder `sweep/` with a copy of `tpucare.training` in it, because their Python may be too old for
+tpucare itself. The script assembles it in `--code`, which has to stay while the swarm lives.
 
 The key and the address of W&B come from your login or WANDB_API_KEY and WANDB_BASE_URL.
 """
@@ -30,7 +30,7 @@ CODE = Path(__file__).resolve().parent / "sweep"
 
 
 def put_together(folder: Path) -> Path:
-    """The code of the trainings with all that it imports, but for wandb."""
+    """The code of the trainings with all of its imports except wandb."""
     without = shutil.ignore_patterns("__pycache__")
     shutil.copytree(CODE, folder, ignore=without, dirs_exist_ok=True)
     own = Path(training.__file__).parent
@@ -39,7 +39,7 @@ def put_together(folder: Path) -> Path:
 
 
 def fleet(options: argparse.Namespace) -> dict[str, Any]:
-    """Which TPUs, which code: what a fleet file says. Where the agent stands, `{agent}` may be written into `run`."""
+    """The content of a fleet file: which TPUs, which code. A custom `run` may place the agent with `{agent}`."""
     return {
         "name": options.name,
         "tpu": {"type": options.type, "zones": [options.zone], "provisioning": "spot"},
@@ -49,7 +49,7 @@ def fleet(options: argparse.Namespace) -> dict[str, Any]:
             "env": pairs(options.env),
             "checkpoint": options.checkpoint,
         },
-        # From SIGTERM until the end: for a run to save and to tell W&B that it was preempted.
+        # The time after SIGTERM for a run to save and to report its preemption to W&B.
         "care": {"grace": "25s", **pairs(options.care)},
     }
 
@@ -60,15 +60,15 @@ def pairs(words: list[str]) -> dict[str, str]:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sweep", default=str(CODE / "sweep.yaml"), help="file, or ENTITY/PROJECT/ID of one there is")
-    parser.add_argument("--name", default="search", help="of the fleet; its slots are NAME-0, NAME-1, ...")
+    parser.add_argument("--sweep", default=str(CODE / "sweep.yaml"), help="file, or ENTITY/PROJECT/ID that exists")
+    parser.add_argument("--name", default="search", help="name of the fleet; its slots are NAME-0, NAME-1, ...")
     parser.add_argument("--type", required=True, help="a TPU type with one host, such as v4-8")
     parser.add_argument("--zone", required=True)
     parser.add_argument("--count", type=int, default=4, help="how many nodes, with one agent each")
-    parser.add_argument("--checkpoint", required=True, help="gs://BUCKET/PATH; a folder that all nodes share also does")
-    parser.add_argument("--setup", default="python3 -m pip install --quiet wandb", help="on each new node")
-    parser.add_argument("--code", type=Path, default=Path("sweep-code"), help="folder that is sent to the workers")
-    parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="for the trainings")
+    parser.add_argument("--checkpoint", required=True, help="gs://BUCKET/PATH, or a folder that all nodes share")
+    parser.add_argument("--setup", default="python3 -m pip install --quiet wandb", help="command on each new node")
+    parser.add_argument("--code", type=Path, default=Path("sweep-code"), help="folder to send to the workers")
+    parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="variables of the trainings")
     parser.add_argument("--care", action="append", default=[], metavar="KEY=VALUE", help="such as boot_timeout=20m")
     return parser.parse_args()
 
@@ -78,7 +78,7 @@ def tell(event: Event) -> None:
 
 
 def best_run(path: str) -> str:
-    """What W&B knows as the best run of a sweep, by the metric that the sweep names."""
+    """The best run of a sweep according to W&B, by the sweep's metric."""
     import wandb
 
     api: Any = wandb.Api()
@@ -92,10 +92,10 @@ def main() -> None:
     for slot, why in (outcome.failed or {}).items():
         print(f"{slot} gave up: {why}", file=sys.stderr)
     if outcome.daemon:
-        print(f"the daemon cares for {outcome.fleet}; `tpucare status` shows how far sweep {outcome.sweep} is")
+        print(f"the daemon took over {outcome.fleet}; `tpucare status` shows the progress of sweep {outcome.sweep}")
     elif outcome.over:
         print(f"sweep {outcome.sweep} is over; best run {best_run(outcome.sweep)}")
-    # A thread that still waits for a worker must not keep the process.
+    # A thread that still waits for a worker must not keep the process alive.
     sys.stdout.flush()
     os._exit(0 if outcome.daemon or (outcome.over and not outcome.failed) else 1)
 

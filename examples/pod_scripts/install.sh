@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Once on every new worker: the programs, the code, what the code needs.
+# Run once on every new worker: installs programs, the code, and its dependencies.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 source "$here/settings.sh"
@@ -9,7 +9,7 @@ for program in git screen python3; do
   command -v "$program" >/dev/null || missing+=("$program")
 done
 if ((${#missing[@]})); then
-  # In a VM's first minutes unattended upgrades hold the lock of dpkg: wait for it.
+  # In a VM's first minutes, unattended upgrades hold dpkg's lock: wait for it.
   sudo env DEBIAN_FRONTEND=noninteractive apt-get -qq -o DPkg::Lock::Timeout=600 update
   sudo env DEBIAN_FRONTEND=noninteractive apt-get -qq -o DPkg::Lock::Timeout=600 install -y "${missing[@]}"
 fi

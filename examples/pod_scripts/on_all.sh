@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# From your machine: send these scripts to all workers of a slot, and run one of them there, on all at once.
+# Run on your machine: sends these scripts to all workers of a slot, and runs one of them on all workers at once.
 #   bash on_all.sh my-pod install.sh
-# Values of settings.sh that are set in your environment go with it.
+# Values of settings.sh that your environment sets are sent along.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 (($# >= 2)) || { sed -n 's/^# \{0,1\}//; 2,4p' "$0" >&2; exit 2; }
@@ -9,7 +9,7 @@ slot=$1 script=$2
 shift 2
 [[ -f $here/$script ]] || { echo "there is no $here/$script" >&2; exit 2; }
 
-# Each worker asking for itself could get another commit, or another newest step, than the worker next door.
+# Workers that ask separately could get different commits, or different newest steps.
 if [[ $script == install.sh || $script == update.sh ]] && [[ -n ${REPOSITORY:-} && -z ${COMMIT:-} ]]; then
   COMMIT=$(git ls-remote --exit-code -- "$REPOSITORY" "refs/heads/${BRANCH:-main}" | cut -f 1)
 fi

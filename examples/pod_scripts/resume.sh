@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# End the run if it is live, and go on from the newest complete checkpoint; without one, begin.
-# resume.sh STEP      from that checkpoint. on_all.sh gives the same one to all workers
+# End a live run and resume from the newest complete checkpoint; without a checkpoint, start from the beginning.
+# resume.sh STEP      resume from that checkpoint; on_all.sh passes the same step to all workers
 # resume.sh --newest  only print the step
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Begin the training, in a screen named `pod` that survives the end of SSH. A live run is left alone.
-# run.sh --from STEP  goes on from that checkpoint; resume.sh finds the step.
+# Start the training in a screen named `pod`, which survives the end of SSH. A live run is left alone.
+# run.sh --from STEP  resumes from that checkpoint; resume.sh finds the step.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 source "$here/settings.sh"
 
 if [[ ${1:-} == --inside ]]; then
-  # In the screen. Whatever is started from here on inherits the lock.
+  # Inside the screen. Every process started from here on inherits the lock.
   exec 9>>"$STATE/lock" >>"$STATE/log" 2>&1
-  # Whoever only looks holds it for an instant; a run that is live keeps it.
+  # A check holds the lock for an instant; a live run keeps it.
   flock --timeout 10 9 || exit 0
   echo $$ >"$STATE/pid"
   echo "$(date -u +%FT%TZ) begins${START_STEP:+ at step $START_STEP}"
@@ -30,7 +30,7 @@ if [[ ${1:-} == --from ]]; then
 else
   START_STEP=
   found=$(newest_step)
-  [[ -z $found ]] || die "$CHECKPOINT holds step $found: resume.sh goes on from there; to begin anew, change CHECKPOINT"
+  [[ -z $found ]] || die "$CHECKPOINT holds step $found: resume.sh resumes from there; to start over, change CHECKPOINT"
 fi
 export START_STEP TRAIN
 rm -f "$STATE/exit"

@@ -1,5 +1,5 @@
 # shellcheck shell=bash disable=SC2034  # Sourced by the other scripts, which read these values.
-# What counts: the environment, then what was given on this worker before, then what stands here.
+# Precedence: the environment, then values given on this worker before, then the defaults below.
 CODE="$HOME/pod-code"
 STATE="$HOME/pod-run"
 mkdir -p "$STATE"
@@ -8,12 +8,12 @@ if [[ -f $STATE/given ]]; then source "$STATE/given"; fi
 
 : "${REPOSITORY:=https://github.com/YOU/YOUR-TRAINING}"
 : "${BRANCH:=main}"
-# One place that all hosts share: gs://BUCKET/PATH, or a mounted folder. The run finds it as CHECKPOINT.
+# A place that all hosts share: gs://BUCKET/PATH, or a mounted folder. The run finds it as CHECKPOINT.
 : "${CHECKPOINT:=${TPUCARE_CHECKPOINT:-gs://MY-BUCKET/my-pod}}"
 # Commands, run by bash in the clone.
 : "${INSTALL:=python3 -m pip install --quiet -r requirements.txt}"
 : "${TEST:=python3 -c 'import jax; jax.distributed.initialize(); print(jax.process_index(), jax.device_count())'}"
-# Sees START_STEP: the step of the newest complete checkpoint, empty for a training that begins.
+# Sees START_STEP: the step of the newest complete checkpoint, empty for a new training.
 : "${TRAIN:=python3 train.py}"
 
 export CHECKPOINT
@@ -29,18 +29,18 @@ die() {
   exit 1
 }
 
-# The lock is held by the run and by everything that it started, so it tells the truth after a crash, too. Shared: two
-# that look at once must not take each other for the run.
+# The run and all its children hold the lock, so it is right after a crash, too. A check takes it shared: two checks at
+# once must not mistake each other for the run.
 is_live() {
   ! flock --shared --nonblock "$STATE/lock" true
 }
 
-# Prints the step of the newest complete checkpoint, or nothing when there is none. A bucket that cannot be read is an
-# error: taken for an empty one, it would begin the training anew.
+# Prints the step of the newest complete checkpoint, or nothing if none exists. A bucket that cannot be read is an
+# error: treated as an empty bucket, it would start the training over.
 newest_step() {
   local listing
   if [[ $CHECKPOINT == gs://* ]]; then
-    # Where a folder cannot be renamed, orbax marks it as complete with this file.
+    # In a bucket, which has no rename, orbax marks a complete folder with this file.
     if ! listing=$(gcloud storage ls "$CHECKPOINT/*/commit_success.txt" 2>&1); then
       [[ $listing == *'matched no objects'* ]] || die "cannot list $CHECKPOINT: $listing"
       return 0

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# End the run: SIGTERM, so that it may save, and SIGKILL after STOP_SECONDS.
+# End the run: send SIGTERM, so that it can save, and SIGKILL after STOP_SECONDS.
 set -euo pipefail
 source "$(dirname "$0")/settings.sh"
 
 is_live || exit 0
 # Never Ctrl-C (SIGINT): it leaves TPU chips unusable.
-# A run that begins has the lock before it writes whom to end; until then the one before it stands there, or nobody.
+# A new run takes the lock before it writes its pid; until then the file has the last run's pid, or none.
 for _ in {1..50}; do
   pid=$(cat "$STATE/pid" 2>/dev/null || true)
   if kill -TERM -- "-$pid" 2>/dev/null || ! is_live; then break; fi
@@ -13,6 +13,6 @@ for _ in {1..50}; do
 done
 if ! flock --timeout "${STOP_SECONDS:-60}" "$STATE/lock" true; then
   kill -KILL -- "-$pid" 2>/dev/null || true
-  flock --timeout 30 "$STATE/lock" true || die "processes of the run are still there: $(fuser "$STATE/lock" 2>/dev/null)"
+  flock --timeout 30 "$STATE/lock" true || die "processes of the run are still alive: $(fuser "$STATE/lock" 2>/dev/null)"
 fi
 echo "stopped"

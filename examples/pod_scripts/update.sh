@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The newest commit of BRANCH, or COMMIT where it is given: on_all.sh gives the same one to all workers. A run that is
-# live keeps what it has loaded; resume.sh starts it again with the new code.
+# Check out the newest commit of BRANCH, or COMMIT if given: on_all.sh passes the same commit to all workers. A live run
+# keeps its loaded code; resume.sh restarts it with the new code.
 set -euo pipefail
 source "$(dirname "$0")/settings.sh"
 

@@ -2,9 +2,9 @@
 """
 One training of the sweep: W&B's agent starts it with a point of the search, `train.py --lr=0.1 --momentum=0.9`.
 
-It stands for yours: a logistic regression in plain Python, so that it starts at once. What counts is around it: a run
-that is preempted says so, saves and leaves with a status that is not 0; W&B then queues it again, and it goes on from
-its checkpoint on whichever node asks next.
+It stands in for your training: a logistic regression in plain Python, so it starts at once. The point is the code
+around it: a preempted run marks itself, saves and exits with a non-zero status; W&B then requeues it, and it resumes
+from its checkpoint on the node that asks next.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def batch(step: int, size: int = 64) -> list[tuple[list[float], float]]:
-    """Points of a plane and their side of a line that is not quite sharp; the same for the same step."""
+    """Points of a plane and, with some noise, their side of a line; the same for the same step."""
     rng = random.Random(step)
     points = [[1.0, rng.uniform(-1, 1), rng.uniform(-1, 1)] for _ in range(size)]
     return [(point, float(0.2 + 2 * point[1] - 3 * point[2] + rng.gauss(0, 0.3) > 0)) for point in points]
@@ -49,7 +49,7 @@ def loss_and_gradient(weights: list[float], step: int) -> tuple[float, list[floa
 
 
 def save(folder: Path, step: int, state: dict[str, list[float]]) -> None:
-    """Whole or not at all: written under another name, then renamed. In a bucket, let orbax do it."""
+    """Save completely or not at all: write under another name, then rename. In a bucket, let orbax do it."""
     half = folder / f"{step}.half-{os.getpid()}"
     half.mkdir(parents=True)
     (half / "state.json").write_text(json.dumps(state))
@@ -59,7 +59,7 @@ def save(folder: Path, step: int, state: dict[str, list[float]]) -> None:
 def main() -> None:
     options = parse_arguments()
     run = init_wandb(config=vars(options))
-    # Runs of a sweep move between nodes, so each has a folder of its own below the one that all nodes share.
+    # Runs of a sweep move between nodes, so each run has its own folder below the shared one.
     folder = Path(os.environ.get("TPUCARE_CHECKPOINT") or "checkpoints", run.id)
     state = {"weights": [0.0] * 3, "velocity": [0.0] * 3}
     step = resume_step(folder, wandb=run) or 0

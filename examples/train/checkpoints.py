@@ -1,8 +1,8 @@
 """
-Checkpoints that survive being killed at any instant, and the result of a finished training.
+Checkpoints that survive a kill at any instant, and the result of a finished training.
 
 Orbax writes a checkpoint in the background under a temporary name and renames it when every byte is there. So on a
-file system a folder named by digits only is complete, and whatever else lies beside it is what a killed save left.
+file system a folder named by digits only is complete, and other folders beside it are remains of killed saves.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class Checkpoints:
         options = ocp.CheckpointManagerOptions(
             max_to_keep=KEPT_CHECKPOINTS,
             enable_async_checkpointing=True,
-            # What killed saves left behind would fill the bucket; only one run at a time uses this folder.
+            # Remains of killed saves would fill the bucket; only one run at a time uses this folder.
             cleanup_tmp_directories=True,
         )
         self._manager = ocp.CheckpointManager(folder, options=options)
 
     def newest(self) -> int:
-        """Step of the newest complete checkpoint; 0 when there is none."""
+        """Step of the newest complete checkpoint; 0 if there is none."""
         return self._manager.latest_step() or 0
 
     def restore(self, step: int, like: Any) -> Any:
@@ -43,18 +43,18 @@ class Checkpoints:
         return self._manager.restore(step, args=ocp.args.StandardRestore(like))
 
     def save(self, step: int, state: Any) -> None:
-        """Start saving; returns as soon as the arrays are copied. Waits first if the save before is not done."""
+        """Start saving; returns once the arrays are copied. Waits first until the previous save is done."""
         self.wait()
         self._manager.save(step, args=ocp.args.StandardSave(state), force=True)
         self._unreported = step
 
     def report(self) -> None:
-        """Say once that the last save is complete; cheap enough for every step."""
+        """Print once that the last save is complete; cheap enough for every step."""
         if self._unreported is not None and not self._manager.is_saving_in_progress():
             self.wait()
 
     def wait(self) -> None:
-        """Return when no save is under way; raises what the background save raised."""
+        """Return when no save is in progress; raises the error of the background save."""
         self._manager.wait_until_finished()
         if self._unreported is not None:
             self._say(f"saved step {self._unreported}")
@@ -66,7 +66,7 @@ class Checkpoints:
 
 
 def params_sha256(params: Any) -> str:
-    """SHA-256 over the bytes of all leaves, in the order of their sorted paths: equal only if every bit is."""
+    """SHA-256 over the bytes of all leaves, in the order of their sorted paths: equal only if every bit is equal."""
     leaves = sorted((jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(params))
     digest = hashlib.sha256()
     for _, leaf in leaves:
@@ -75,7 +75,7 @@ def params_sha256(params: Any) -> str:
 
 
 def write_result(folder: epath.Path, result: dict[str, Any]) -> None:
-    """Write `result.json` so that a reader sees all of it or none."""
+    """Write `result.json` atomically: a reader sees all of it or none."""
     temporary = folder / "result.json.tmp"
     temporary.write_text(json.dumps(result, indent=2, sort_keys=True) + "\n")
     temporary.replace(folder / "result.json")

@@ -1,8 +1,8 @@
 """
-What one host of the slice has to know and to do: who it is, how it joins the others, what it was asked for.
+One host of the slice: its identity, joining the other hosts, and requests to save or stop.
 
-tpucare tells each host through TPUCARE_* variables; without them this is a single host, so that the training runs
-by hand as well. Imports of JAX stay inside the functions, because JAX reads its environment when it is imported.
+tpucare sets TPUCARE_* variables on each host; without them this is a single host, so the training also runs
+by hand. Imports of JAX stay inside the functions, because JAX reads its environment at import.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from enum import IntEnum
 from pathlib import Path
 from types import FrameType
 
-# A host that fell silent is noticed after this long (JAX's own default is 100 s).
+# The others notice a silent host after this long (JAX's default is 100 s).
 HEARTBEAT_TIMEOUT_SECONDS = 10
 
-# All hosts are started together. One that is not there after this long is dead (JAX's own default is 300 s).
+# All hosts start together. A host that has not joined after this long is dead (JAX's default is 300 s).
 JOIN_TIMEOUT_SECONDS = 60
 
-# The order in which XLA adds numbers up depends on its threads. Both flags together give the same bits on every
-# machine of one kind, and keep several hosts on one small machine from fighting over its cores.
+# XLA's order of additions depends on its threads. Both flags together give the same bits on every machine of one kind,
+# and prevent several hosts on one small machine from competing for its cores.
 CPU_XLA_FLAGS = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
 
 
 class Wish(IntEnum):
-    """What a host was asked from outside; the largest wish of any host counts for all."""
+    """A request from outside; the largest wish of any host applies to all."""
 
     NONE = 0
     SAVE = 1
@@ -37,7 +37,7 @@ class Wish(IntEnum):
 
 @dataclass(frozen=True)
 class Host:
-    """One process of the training; there is one per worker of the slice."""
+    """One process of the training, one per worker of the slice."""
 
     index: int
     count: int
@@ -60,12 +60,12 @@ class Host:
 
 
 def prepare_jax(host: Host, environ: MutableMapping[str, str]) -> None:
-    """Set what JAX and XLA read when they are imported; call it before the first import of JAX."""
-    # With the cache of compiled programs beside the checkpoints, a new node reaches its first step in about a second.
+    """Set the variables that JAX and XLA read at import; call it before the first import of JAX."""
+    # With the compilation cache beside the checkpoints, a new node reaches its first step in about a second.
     environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
-    # In a bucket tensorstore writes behind gcsfs's back; from a listing that gcsfs kept, orbax would conclude on a
-    # resume that the folder it is saving to does not exist ("Checkpoint directory does not exist").
+    # In a bucket, tensorstore writes without gcsfs's knowledge. From a listing kept by gcsfs, orbax would conclude on
+    # a resume that the folder it saves to does not exist ("Checkpoint directory does not exist").
     environ.setdefault("FSSPEC_GCS", '{"use_listings_cache": false}')
     if host.on_cpu:
         environ["JAX_PLATFORMS"] = "cpu"
@@ -73,7 +73,7 @@ def prepare_jax(host: Host, environ: MutableMapping[str, str]) -> None:
 
 
 def join(host: Host) -> None:
-    """Connect this process with those on the other hosts; returns when all are there."""
+    """Connect this process with those on the other hosts; returns when all have joined."""
     import jax
 
     if host.count == 1:
@@ -94,7 +94,7 @@ def join(host: Host) -> None:
 
 
 def leave(host: Host) -> None:
-    """Part from the other hosts in order: the coordinator's sudden exit would abort those that are still at work."""
+    """Leave the other hosts in order: a sudden exit of the coordinator would abort those that still work."""
     import jax
     from jax.experimental import multihost_utils
 
@@ -104,12 +104,12 @@ def leave(host: Host) -> None:
 
 
 def agree(host: Host, wish: Wish) -> Wish:
-    """The largest wish of all hosts. All must call it at the same step, since a save needs every one of them."""
+    """The largest wish of all hosts. All must call it at the same step, since a save needs every host."""
     return Wish(max(_from_all_hosts(host, wish)))
 
 
 def agree_on_step(host: Host, step: int) -> int:
-    """The step that host 0 says: two hosts may list a shared folder at different moments."""
+    """The step of host 0: two hosts may list a shared folder at different moments."""
     return _from_all_hosts(host, step)[0]
 
 
@@ -124,18 +124,18 @@ def _from_all_hosts(host: Host, number: int) -> list[int]:
 
 @dataclass
 class Requests:
-    """Listens for SIGTERM and for the notice file, and tells at each step what is wished."""
+    """Watches for SIGTERM and the notice file, and returns the current wish at each step."""
 
     notice: Path | None
     _terminated: bool = False
     _seen_notice: int = field(default=0)
 
     def listen(self) -> None:
-        """Call it after `join`: jax.distributed installs a SIGTERM handler of its own, which swallows the signal."""
+        """Call it after `join`: jax.distributed installs its own SIGTERM handler, which swallows the signal."""
         signal.signal(signal.SIGTERM, self._on_sigterm)
 
     def wish(self) -> Wish:
-        """A notice counts once; the same file written again (another event) counts again."""
+        """A notice counts once; a changed file (another event) counts again."""
         if self._terminated:
             return Wish.SAVE_AND_STOP
         written = self._notice_written()
@@ -148,7 +148,7 @@ class Requests:
         self._terminated = True
 
     def _notice_written(self) -> int:
-        """Time of the notice file's last change in nanoseconds; 0 while there is none."""
+        """Time of the notice file's last change in nanoseconds; 0 if there is none."""
         try:
             return os.stat(self.notice).st_mtime_ns if self.notice else 0
         except FileNotFoundError:
@@ -159,5 +159,5 @@ def _require_resolvable_hostname() -> None:
     try:
         socket.getaddrinfo(socket.gethostname(), None)
     except socket.gaierror as error:
-        # Gloo looks its own host name up and would only say "Unable to initialize backend 'cpu'".
+        # Gloo resolves its own host name; its only error would be "Unable to initialize backend 'cpu'".
         raise RuntimeError(f"this host's name {socket.gethostname()!r} has to resolve: add it to /etc/hosts") from error

@@ -1,7 +1,7 @@
 """
-A small character-level language model (a GRU), its batches, and one step of training. Nothing here knows of hosts.
+A small character-level language model (a GRU), its batches, and one training step, independent of hosts.
 
-The model is chosen so that XLA compiles it in about a second: on a new node that is most of the way to the first step.
+XLA compiles the model in about a second: on a new node, compilation takes most of the time to the first step.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import optax
 EMBEDDING, WIDTH, CONTEXT = 32, 128, 48
 LEARNING_RATE, WARMUP_STEPS = 1e-2, 10
 
-# {"step", "params", "optimizer", "loss"}: everything that a step needs and leaves behind, and all that is saved.
+# {"step", "params", "optimizer", "loss"}: the input and output of a step, and the content of a checkpoint.
 State = dict[str, Any]
 
 
 class Corpus:
-    """A text as numbers: one per character, in the order of the alphabet that occurs in it."""
+    """A text as numbers: each character's index in the sorted alphabet of the text."""
 
     def __init__(self, text: str) -> None:
         alphabet = sorted(set(text))
@@ -32,16 +32,16 @@ class Corpus:
 
     def batch(self, seed: int, step: int, size: int) -> np.ndarray:
         """
-        The windows to learn from at *step*, shape (size, CONTEXT + 1).
+        The training windows of *step*, shape (size, CONTEXT + 1).
 
-        They depend on seed and step alone: a resumed run sees exactly what an undisturbed one would have seen.
+        They depend on seed and step alone: a resumed run sees exactly the data of an undisturbed one.
         """
         starts = np.random.default_rng([seed, step]).integers(0, len(self.tokens) - CONTEXT, size)
         return self.tokens[starts[:, None] + np.arange(CONTEXT + 1)]
 
 
 def initial_state(seed: int, alphabet_size: int) -> State:
-    """The state before the first step; drawn with numpy, whose generators need no compilation."""
+    """The state before the first step, drawn with numpy because its generators need no compilation."""
     rng = np.random.default_rng(seed)
 
     def normal(rows: int, columns: int) -> jax.Array:
@@ -62,7 +62,7 @@ def initial_state(seed: int, alphabet_size: int) -> State:
 
 
 def train_step(state: State, windows: jax.Array, average: Callable[[Any], Any]) -> State:
-    """One step of AdamW on this device's *windows*; *average* takes the mean of what all devices found."""
+    """One step of AdamW on this device's *windows*; *average* takes the mean over all devices."""
     loss, gradients = average(jax.value_and_grad(_loss)(state["params"], windows))
     updates, optimizer_state = _optimizer().update(gradients, state["optimizer"], state["params"])
     params = optax.apply_updates(state["params"], updates)
@@ -71,7 +71,7 @@ def train_step(state: State, windows: jax.Array, average: Callable[[Any], Any]) 
 
 def _optimizer() -> optax.GradientTransformation:
     rate = optax.linear_schedule(LEARNING_RATE / WARMUP_STEPS, LEARNING_RATE, WARMUP_STEPS)
-    # Flattened, one update serves all parameters: less to compile, fewer arrays to save.
+    # Flattened, one update covers all parameters: less to compile, fewer arrays to save.
     return optax.flatten(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, weight_decay=1e-3)))
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Run once on every new worker, before run.sh. Does nothing when everything is there, so that a warm image starts fast.
+# Runs once on every new worker, before run.sh. Does nothing if all packages are installed, so a warm image starts fast.
 set -euo pipefail
 cd "$(dirname "$0")"
 

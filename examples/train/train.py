@@ -1,11 +1,11 @@
 """
 Train a small character-level language model on every host of a TPU slice (or on CPUs), and survive preemption.
 
-The final parameters are the same, bit for bit, whether the run was never disturbed or was killed and resumed any
+The final parameters are the same, bit for bit, whether the run was undisturbed or was killed and resumed any
 number of times on the same number of hosts: batches depend on the step alone, everything a step needs is in the
 checkpoint, and the numerics are pinned.
 
-Exit status: 0 trained to the end; 75 something failed, for instance another host died; 143 asked to stop by SIGTERM.
+Exit status: 0 trained to the end; 75 an error, for instance another host died; 143 stopped by SIGTERM.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ FAILED, TERMINATED = 75, 128 + signal.SIGTERM
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.strip().splitlines()[0])
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--save-every", type=int, default=25, help="steps from one checkpoint to the next")
+    parser.add_argument("--save-every", type=int, default=25, help="steps between checkpoints")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--batch", type=int, default=16, help="windows per step over all hosts (rounded up)")
-    parser.add_argument("--log-every", type=int, default=1, help="steps between looks at loss, notice and SIGTERM")
-    parser.add_argument("--step-seconds", type=float, default=0.0, help="a step takes at least this long")
+    parser.add_argument("--log-every", type=int, default=1, help="steps between checks of loss, notice and SIGTERM")
+    parser.add_argument("--step-seconds", type=float, default=0.0, help="minimum duration of a step")
     return parser.parse_args()
 
 
@@ -54,16 +54,16 @@ def say(text: str) -> None:
 
 
 def data_parallel_step(mesh: Mesh) -> Callable[[language_model.State, jax.Array], language_model.State]:
-    """The step of the model, each device on its own windows; gradients meet once, after the backward pass."""
+    """The step of the model, each device on its own windows; one average of gradients, after the backward pass."""
     average = partial(jax.lax.pmean, axis_name="data")
     step = partial(language_model.train_step, average=average)
     specs = {"in_specs": (REPLICATED, BY_DEVICE), "out_specs": REPLICATED}
-    # With check_vma, JAX would add the gradients up itself, across hosts, in each turn of the model's loop.
+    # With check_vma, JAX would sum the gradients itself, across hosts, in each iteration of the model's loop.
     return jax.jit(jax.shard_map(step, mesh=mesh, check_vma=False, **specs))
 
 
 class Training:
-    """One run: from the newest complete checkpoint (or from nothing) to the last step."""
+    """One run: from the newest complete checkpoint (or the beginning) to the last step."""
 
     def __init__(self, options: argparse.Namespace, requests: hosts.Requests) -> None:
         self.options = options
@@ -75,14 +75,14 @@ class Training:
         self.on_all_devices = NamedSharding(mesh, REPLICATED)
         self.train_step = data_parallel_step(mesh)
         self.corpus = language_model.Corpus(CORPUS.read_text())
-        # Orbax wants an absolute path, and an address such as gs://bucket/run has to stay as it is.
+        # Orbax needs an absolute path, and an address such as gs://bucket/run has to stay unchanged.
         is_address = "://" in HOST.checkpoint
         self.folder = epath.Path(HOST.checkpoint if is_address else os.path.abspath(HOST.checkpoint))
         self.folder.mkdir(parents=True, exist_ok=True)
         self.checkpoints = Checkpoints(self.folder, say)
 
     def run(self) -> int:
-        """Train to the end, or until asked to stop; returns the exit status."""
+        """Train to the end, or until a stop request; returns the exit status."""
         state, step = self.resume()
         first = step + 1
         while step < self.options.steps:
@@ -120,7 +120,7 @@ class Training:
         return jax.make_array_from_callback(windows.shape, self.by_device, lambda index: windows[index])
 
     def look_around(self, step: int, state: language_model.State) -> hosts.Wish:
-        """Say how far we are, and learn what any of the hosts was asked for."""
+        """Print the progress, and return the largest wish of all hosts."""
         say(f"step {step} loss {float(state['loss']):.4f}")
         wish = hosts.agree(HOST, self.requests.wish())
         if wish:
@@ -155,7 +155,7 @@ def main() -> None:
         hosts.leave(HOST)
     except BaseException:
         # An ordinary exit would first wait for the other hosts (JAX's shutdown barrier), and one of them is likely
-        # dead. Leave at once, so that all of the gang can be started again.
+        # dead. Exit at once, so that the whole gang can restart.
         traceback.print_exc()
         sys.stdout.flush()
         os._exit(FAILED)
