@@ -15,7 +15,7 @@ from tests.kits.field import calls
 from tests.kits.harness import PROJECT, Daemon, place
 from tpucare.adapters.semaphore import ContextGate
 from tpucare.adapters.state.create_budget import shared_budget
-from tpucare.engine.admission import Leave
+from tpucare.engine.admission import CreateSemaphore
 from tpucare.engine.engine import Settings
 from tpucare.model.causes import Cause
 from tpucare.model.memory import DesiredState
@@ -152,7 +152,7 @@ class FakeGate:
 @pytest.fixture
 def gated(tmp_path: Path) -> Iterator[tuple[Daemon, FakeGate]]:
     daemon, gate = Daemon(tmp_path), FakeGate(1)
-    daemon.engine.spending.leave = Leave(gate)
+    daemon.engine.create_admission.semaphore = CreateSemaphore(gate)
     yield daemon, gate
     daemon.check()
 
@@ -231,7 +231,7 @@ def test_a_turn_waits_for_the_budget_and_no_place_of_it_is_lost(tmp_path: Path) 
     """Many slots, a budget that all processes share, and turns that come a moment after they were asked for."""
     daemon = Daemon(tmp_path / "state", settings=Settings(budget=lambda project: shared_budget(tmp_path, project, 6)))
     gate = FakeGate(4)
-    daemon.engine.spending.leave = Leave(gate)
+    daemon.engine.create_admission.semaphore = CreateSemaphore(gate)
     daemon.care_for("pod", 20, place(workers=1, kind="v2-8"))
     for _ in range(40):
         daemon.run(seconds=30)
@@ -250,7 +250,7 @@ def test_a_turn_that_waits_for_the_budget_in_vain_is_given_back(tmp_path: Path) 
     others = shared_budget(tmp_path, PROJECT, 1)
     daemon = Daemon(tmp_path / "state", settings=Settings(budget=lambda project: shared_budget(tmp_path, project, 1)))
     gate = FakeGate(1)
-    daemon.engine.spending.leave = Leave(gate)
+    daemon.engine.create_admission.semaphore = CreateSemaphore(gate)
     assert others.free_at(daemon.clock.monotonic()) is None
     others.take("other-0", daemon.clock.monotonic())
     daemon.care_for("pod", 2)

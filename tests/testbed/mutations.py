@@ -15,7 +15,7 @@ import pytest
 
 from tpucare.engine import effects, engine, observer
 from tpucare.engine.admission import Brake
-from tpucare.engine.engine import Outcomes
+from tpucare.engine.engine import Engine
 from tpucare.engine.observer import Observer
 from tpucare.engine.state import EngineState, ProjectView
 from tpucare.engine.tracking import NodeTrack
@@ -259,14 +259,14 @@ def _forget_what_was_taken(memory: Memory, name: str) -> Memory:
 
 
 def _forget_pins_unvouched(patch: pytest.MonkeyPatch) -> None:
-    after = Outcomes._after
+    after = Engine._update_trackers
 
-    def trusting(self: Outcomes, track: Any, view: Any, action: Any, name: Any, finished: Any) -> None:
+    def trusting(self: Engine, track: Any, view: Any, action: Any, name: Any, finished: Any) -> None:
         if isinstance(action, FetchHostKeys) and finished.error is not None:
-            self._ports.launcher.forget(action.key)
+            self.ports.launcher.forget(action.key)
         after(self, track, view, action, name, finished)
 
-    patch.setattr(Outcomes, "_after", trusting)
+    patch.setattr(Engine, "_update_trackers", trusting)
 
 
 def _fail_at_a_stall(seen: Any, memory: Any, past: Any, cause: Cause, why: str, lasted: timedelta) -> Any:
@@ -306,14 +306,14 @@ def _run_what_finished_again(patch: pytest.MonkeyPatch) -> None:
 
 def _forget_nodes_unvouched(patch: pytest.MonkeyPatch) -> None:
     """Guest attributes that are not there prove that the node is gone."""
-    after = Outcomes._after
+    after = Engine._update_trackers
 
-    def hasty(self: Outcomes, track: Any, view: Any, action: Any, name: Any, finished: Any) -> None:
+    def hasty(self: Engine, track: Any, view: Any, action: Any, name: Any, finished: Any) -> None:
         after(self, track, view, action, name, finished)
         if isinstance(action, FetchHostKeys) and finished.error is not None:
-            self._observer.forget(track, view, name)
+            self.observer.forget(track, view, name)
 
-    patch.setattr(Outcomes, "_after", hasty)
+    patch.setattr(Engine, "_update_trackers", hasty)
 
 
 def _need_a_second_sign(patch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ that the slot still waits for. How it is acquired is the business of `ports.Gate
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -27,8 +27,8 @@ WAITS = Wait(Cause.CREATE_SEMAPHORE, "waiting for the creation semaphore")
 WAITS_FOR_BUDGET = Wait(Cause.CREATE_BUDGET, "the create budget of the project is used up for this minute")
 
 
-class Leave:
-    """Without a gate everybody has leave, always."""
+class CreateSemaphore:
+    """Without a gate every create is allowed."""
 
     def __init__(self, gate: Gate | None) -> None:
         self._gate = gate
@@ -49,7 +49,7 @@ class Leave:
         return True
 
     def news(self) -> frozenset[str]:
-        """Slots that are to be decided again, since their leave was given or refused."""
+        """Slots that are to be decided again, since the semaphore was given or refused to them."""
         return self._gate.news() if self._gate is not None else frozenset()
 
     def sweep(self, slots: Mapping[str, SlotTrack]) -> None:
@@ -81,21 +81,20 @@ def _needs(track: SlotTrack, name: str) -> bool:
 # --- the create budget: which of the creates that are wanted begin now ------------------------------------------------
 
 
-class Spending:
-    """
-    The creates that all slots of one moment want, and which of them begin.
+class CreateAdmission:
+    """The creates that all slots of one moment want, and which of them begin."""
 
-    begin: writes the intent of a create and lets it start
-    """
-
-    def __init__(self, board: EngineState, leave: Leave, begin: Callable[[SlotTrack, Create], None]) -> None:
+    def __init__(self, board: EngineState, semaphore: CreateSemaphore) -> None:
         self._board = board
-        self.leave = leave
-        self._begin = begin
+        self.semaphore = semaphore
         self._budgets: dict[str, Budget] = {}
 
-    def spend(self, creates: Mapping[str, Create], now: float) -> None:
-        """The create budget of each project goes to the slots that had the least of it, the longest waiting first."""
+    def admitted(self, creates: Mapping[str, Create], now: float) -> Iterator[tuple[SlotTrack, Create]]:
+        """
+        What is to begin, one after the other; every other slot waits from then on.
+
+        The create budget of each project goes to the slots that had the least of it, the longest waiting first.
+        """
         shares = {project: budget.shares() for project, budget in self._budgets.items()}
         order: list[tuple[int, float, str]] = []
         for name in creates:
@@ -104,26 +103,27 @@ class Spending:
             share = shares[track.slot.project][name] if track.slot.project in shares else 0
             order.append((share, track.wants_create_since, name))
         for _, _, name in sorted(order):
-            self._spend_on(self._board.slots[name], creates[name], now)
+            track = self._board.slots[name]
+            if self._may_begin(track, creates[name], now):
+                yield track, creates[name]
 
-    def _spend_on(self, track: SlotTrack, create: Create, now: float) -> None:
+    def _may_begin(self, track: SlotTrack, create: Create, now: float) -> bool:
         try:
-            if not self.leave.may_create(track, create.name):
-                return
+            if not self.semaphore.may_create(track, create.name):
+                return False
         except Exception as error:
             self._board.set_aside(track, error)
-            return
+            return False
         # Asked for last: a place that is found is reserved, and is lost to all processes if no create follows.
         budget = self._budget_of(track.slot.project)
         free_at = budget.free_at(now)
         if free_at is not None:
             track.decided(WAITS_FOR_BUDGET)
             self._board.wake_at(track, free_at)
-            return
+            return False
         budget.take(track.slot.name, now)
         track.wants_create_since = None
-        self._begin(track, create)
-        self._board.dirty[track.slot.name] = None
+        return True
 
     def answered(self, track: SlotTrack, now: float) -> None:
         """A create of that slot ended."""
@@ -195,23 +195,16 @@ def is_judged(action: Record | Effect, memory: Memory) -> bool:
 # --- the brake in the loop: the verdicts of one moment pass it together, or are held together -------------------------
 
 
-class Verdicts:
-    """
-    What becomes of the nodes that were judged.
+class VerdictAdmission:
+    """The nodes that were judged in one moment, and which of them go."""
 
-    begin: writes the intent of a stop or delete and lets it start
-    """
-
-    def __init__(
-        self, board: EngineState, hearing: Liveness, begin: Callable[[SlotTrack, Delete | Stop], None]
-    ) -> None:
+    def __init__(self, board: EngineState, liveness: Liveness) -> None:
         self._board = board
-        self._hearing = hearing
-        self._begin = begin
+        self._liveness = liveness
         self.brake = Brake(board.settings.brake_minimum, board.settings.brake_share)
 
-    def judge(self, judged: Mapping[str, Delete | Stop], now: float) -> None:
-        """Let them pass, or hold those that no person lifted the brake for."""
+    def admitted(self, judged: Mapping[str, Delete | Stop], now: float) -> Iterator[tuple[SlotTrack, Delete | Stop]]:
+        """What is to begin, one after the other; those are held that the brake stops and no person lifted it for."""
         slots = self._board.slots
         lifted = {name for name, action in judged.items() if slots[name].may_pass(action.key.name)}
         live = sum(len(track.nodes) for track in slots.values())
@@ -221,16 +214,15 @@ class Verdicts:
                 self._hold(slots[name], action, count, live)
             else:
                 self._pass(slots[name], action, now)
+                yield slots[name], action
 
     def _pass(self, track: SlotTrack, action: Delete | Stop, now: float) -> None:
         name = track.slot.name
         self.brake.passed(name, now)
         track.release()
-        silent = isinstance(action, Delete) and name in self._hearing.silent
-        if silent and not self._hearing.elsewhere_answers(track):
-            self._hearing.canary = name
-        self._begin(track, action)
-        self._board.dirty[name] = None
+        silent = isinstance(action, Delete) and name in self._liveness.silent
+        if silent and not self._liveness.elsewhere_answers(track):
+            self._liveness.canary = name
 
     def _hold(self, track: SlotTrack, action: Delete | Stop, count: int, live: int) -> None:
         why = f"held by the brake: {count} of {live} nodes judged within 10 minutes ({action.why}); `tpucare confirm`"

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from datetime import timedelta
 
 from tpucare.engine import effects
-from tpucare.engine.admission import HOLD_LAPSES, Leave, Spending, Verdicts, is_judged
+from tpucare.engine.admission import HOLD_LAPSES, CreateAdmission, CreateSemaphore, VerdictAdmission, is_judged
 from tpucare.engine.effects import ChangedMeanwhile, Ports, lane_of, prepare
 from tpucare.engine.observer import Observer
 from tpucare.engine.probes import Liveness, Prober
@@ -94,11 +94,10 @@ class Engine:
         self.board = EngineState(store, clock, executor, settings or Settings(), listen or (lambda _: None))
         self.hearing = Liveness(self.board)
         self.prober = Prober(self.board, ports, self.hearing, rng)
-        self.spending = Spending(self.board, Leave(gate), self._try_to_begin)
-        self.roster = SlotRegistry(self.board, self.spending)
+        self.create_admission = CreateAdmission(self.board, CreateSemaphore(gate))
+        self.roster = SlotRegistry(self.board, self.create_admission)
         self.observer = Observer(self.board, ports, self.prober, self.hearing, self.roster.take_in, rng)
-        self.verdicts = Verdicts(self.board, self.hearing, self._try_to_begin)
-        self.outcomes = Outcomes(self.board, ports, self.observer, self.prober, self.spending, rng)
+        self.verdict_admission = VerdictAdmission(self.board, self.hearing)
         self._told: deque[Event] = deque()
 
     @property
@@ -218,9 +217,9 @@ class Engine:
         now = self.clock.monotonic()
         self.prober.take_hints(now)
         self.board.wake(now)
-        self.board.decide_again(self.spending.leave.news() & self.slots.keys())
+        self.board.decide_again(self.create_admission.semaphore.news() & self.slots.keys())
         self._decide_all()
-        self.spending.leave.sweep(self.slots)
+        self.create_admission.semaphore.sweep(self.slots)
         while self._told:
             self.board.pass_on(self._told.popleft())
         self.observer.poll(now)
@@ -294,10 +293,12 @@ class Engine:
             self.board.rest(track)
         now = self.clock.monotonic()
         if judged:
-            self.verdicts.judge(judged, now)
+            for track, verdict in self.verdict_admission.admitted(judged, now):
+                self._try_to_begin(track, verdict)
             self._decide_all()
         if creates:
-            self.spending.spend(creates, now)
+            for track, create in self.create_admission.admitted(creates, now):
+                self._try_to_begin(track, create)
             self._decide_all()
 
     def moment(self, track: SlotTrack) -> Moment:
@@ -387,6 +388,7 @@ class Engine:
             self._begin(track, action)
         except Exception as error:
             self.board.set_aside(track, error)
+        self.board.dirty[track.slot.name] = None
 
     def _begin(self, track: SlotTrack, action: Record | Effect) -> None:
         """The intent into memory, the effect behind it; it starts when `commit` has written the intent."""
@@ -430,56 +432,35 @@ class Engine:
             track = self.slots.get(rest[0])
             action = track.in_flight.pop(rest[1], None) if track is not None else None
             if track is not None and action is not None and not isinstance(action, Wait | Record):
-                self.outcomes.ended(track, action, finished)
+                self._effect_ended(track, action, finished)
 
-
-# --- the end of an effect: for the memory of its slot, for what is seen of its node, and for its events ---------------
-
-
-class Outcomes:
-    """How effects end."""
-
-    def __init__(
-        self,
-        board: EngineState,
-        ports: Ports,
-        observer: Observer,
-        prober: Prober,
-        spending: Spending,
-        rng: random.Random,
-    ) -> None:
-        self._board = board
-        self._ports = ports
-        self._observer = observer
-        self._prober = prober
-        self._spending = spending
-        self._rng = rng
-
-    def ended(self, track: SlotTrack, action: Effect, finished: Finished) -> None:
+    def _effect_ended(self, track: SlotTrack, action: Effect, finished: Finished) -> None:
         """*action*, begun for the slot of *track*, is over, one way or the other."""
-        view, error = self._board.project(track.slot.project), finished.error
+        view, error = self.board.project(track.slot.project), finished.error
         name = action.name if isinstance(action, Create | GetOperation) else action.key.name
         track.looked[action.effect_key] = view.mark
-        self._board.dirty[track.slot.name] = None
+        self.board.dirty[track.slot.name] = None
         if isinstance(action, Create):
-            self._spending.answered(track, self._board.clock.monotonic())
+            self.create_admission.answered(track, self.board.clock.monotonic())
         if error is not None and not isinstance(error, TpuCareError):
-            self._board.set_aside(track, error)
+            self.board.set_aside(track, error)
         if isinstance(error, ChangedMeanwhile):
-            self._board.update(track, memories.changed_meanwhile(track.memory, name))
+            self.board.update(track, memories.changed_meanwhile(track.memory, name))
         told = saw(track.memory, *track.last_told())
-        memory = memories.remember(told, action, finished.result, error, self._board.clock.now(), self._rng)
-        self._board.update(track, memory)
-        self._after(track, view, action, name, finished)
+        memory = memories.remember(told, action, finished.result, error, self.board.clock.now(), self.rng)
+        self.board.update(track, memory)
+        self._update_trackers(track, view, action, name, finished)
 
-    def _after(self, track: SlotTrack, view: ProjectView, action: Effect, name: str, finished: Finished) -> None:
+    def _update_trackers(
+        self, track: SlotTrack, view: ProjectView, action: Effect, name: str, finished: Finished
+    ) -> None:
         """What the trackers have to know of an effect that ended."""
         seen, error = track.nodes.get(name), finished.error
         if isinstance(action, GetNode | Delete) and isinstance(error, NodeGone):
             # GetNode and DeleteNode alone prove that a node is gone; its host keys die with it, and not before.
-            self._ports.launcher.forget(action.key)
+            self.ports.launcher.forget(action.key)
             if seen is not None or track.memory.create(name) is None:
-                self._observer.forget(track, view, name)
+                self.observer.forget(track, view, name)
         elif isinstance(action, GetNode) and isinstance(finished.result, Node):
             self._looked(track, view, finished.result)
         elif isinstance(action, GetOperation) and failed(finished.result):
@@ -492,33 +473,33 @@ class Outcomes:
             if isinstance(action, Launch):
                 track.looked.pop(EffectKind.STOP.of(name), None)
             seen.forget_report()
-            self._prober.schedule(track, seen, self._board.clock.monotonic())
+            self.prober.schedule(track, seen, self.board.clock.monotonic())
         news = not isinstance(action, GetNode) or track.look_ended(name, error, view.mark)
         told = end_of(action, finished.result, error) if news else None
         if told is not None:
-            self._board.event(track, told.kind, told.text, node=name, level=told.level)
+            self.board.event(track, told.kind, told.text, node=name, level=told.level)
 
     def _looked(self, track: SlotTrack, view: ProjectView, node: Node) -> None:
         track.looked.pop(EffectKind.MISSED.of(node.name), None)
-        is_its = node.slot == track.slot.name or self._board.home(node) is track
-        if node.owner != self._ports.owner or not is_its:
+        is_its = node.slot == track.slot.name or self.board.home(node) is track
+        if node.owner != self.ports.owner or not is_its:
             self._met_another(track, view, node)
             return
         listed = track.nodes[node.name].listed if node.name in track.nodes else False
-        self._observer.see_ours(view, track, node)
+        self.observer.see_ours(view, track, node)
         track.nodes[node.name].listed = listed
 
     def _met_another(self, track: SlotTrack, view: ProjectView, node: Node) -> None:
         past = track.memory.node(node.name)
         if past is not None and past.id == node.id:
-            self._observer.lose(view, node, track)
+            self.observer.lose(view, node, track)
             return
         # Our create met a node of that name that is not ours: the name is spent, and the next one is asked for.
         memory = track.memory.without_create(node.name)
         if past is not None:
             # No two nodes bear one name at a time: the one that was remembered is gone.
-            self._ports.launcher.forget(node.key)
-            memory = remember.gone(memory, node.name, self._board.clock.now(), self._rng)
-            self._observer.forget(track, view, node.name)
-        self._board.update(track, memory)
-        self._observer.see_foreign(view, node)
+            self.ports.launcher.forget(node.key)
+            memory = remember.gone(memory, node.name, self.board.clock.now(), self.rng)
+            self.observer.forget(track, view, node.name)
+        self.board.update(track, memory)
+        self.observer.see_foreign(view, node)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from tpucare.engine.admission import Spending
+from tpucare.engine.admission import CreateAdmission
 from tpucare.engine.state import EngineState
 from tpucare.engine.tracking import SlotTrack
 from tpucare.model.memory import DesiredState, Memory
@@ -20,9 +20,9 @@ from tpucare.planner import remember as memories
 class SlotRegistry:
     """The slots of the board, made from what doors declare and from what the store remembers."""
 
-    def __init__(self, board: EngineState, spending: Spending) -> None:
+    def __init__(self, board: EngineState, create_admission: CreateAdmission) -> None:
         self._board = board
-        self._spending = spending
+        self._create_admission = create_admission
         self._remembered = {name: memories.recover(memory) for name, memory in board.store.memories().items()}
         self._surplus: dict[str, Callable[[str], Slot | None]] = {}
         self._wishes: dict[str, DesiredState] = {}
@@ -97,7 +97,7 @@ class SlotRegistry:
             track = SlotTrack(slot, memory)
             board.settle_in(track)
             board.project(slot.project).adopt(slot.name)
-            self._spending.restore(slot.project, memory)
+            self._create_admission.restore(slot.project, memory)
             board.note_publishing(memory)
         track.slot = slot
         board.dirty[slot.name] = None
