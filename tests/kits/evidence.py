@@ -7,13 +7,13 @@ The slot is `pod-0`, its nodes have one to four workers in one zone, and now is 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import fields, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from tpucare.model.actions import Action
 from tpucare.model.causes import Cause
-from tpucare.model.evidence import Evidence, Mark, Moment, NodeEvidence, Progress, Voucher
+from tpucare.model.evidence import Evidence, Mark, Moment, NodeEvidence, Progress, ProjectEvidence, Voucher
 from tpucare.model.memory import CreateIntent, Memory, NodeMemory, RunMemory
 from tpucare.model.resources import (
     LABEL_OWNER,
@@ -142,8 +142,13 @@ def seen(
 NO_PROGRESS = Progress()
 
 
+_OF_PROJECT = {one.name for one in fields(ProjectEvidence)}
+
+
 def evidence(*nodes: NodeEvidence, **more: Any) -> Evidence:
-    return Evidence(fresh=True, nodes=nodes, **{"complete": True, **more})
+    """What a slot is decided on; keywords of its project's evidence, too, which is fresh and complete."""
+    common = {"fresh": True, "complete": True} | {key: more.pop(key) for key in _OF_PROJECT & more.keys()}
+    return Evidence(ProjectEvidence(**common), nodes=nodes, **more)
 
 
 def past(number: int = 0, **more: Any) -> NodeMemory:

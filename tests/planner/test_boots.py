@@ -148,54 +148,54 @@ GONE_ON = memory(launched(0, **DELETED), past(1))
 LOOKED = {EffectKind.LOOK.of(name_of(0)): ago(2)}
 
 FENCES = [
-    case("an older node may train: GetNode", evidence(NEXT, dark_since={US: ago(60)}), GONE_ON, "GetNode"),
-    case("asked just now", evidence(NEXT, dark_since={US: ago(60)}, looked=LOOKED), GONE_ON, "Wait"),
+    case("an older node may train: GetNode", evidence(NEXT, unreachable_since={US: ago(60)}), GONE_ON, "GetNode"),
+    case("asked just now", evidence(NEXT, unreachable_since={US: ago(60)}, looked=LOOKED), GONE_ON, "Wait"),
     case(
         "its delete was accepted, which proves nothing",
-        evidence(NEXT, dark_since={US: ago(60)}, looked=LOOKED),
+        evidence(NEXT, unreachable_since={US: ago(60)}, looked=LOOKED),
         memory(launched(0, **DELETED, delete_accepted=True), past(1)),
         "Wait",
     ),
     case(
         "its delete was accepted after every worker was quiet",
-        evidence(NEXT, dark_since={US: ago(60)}, looked=LOOKED),
+        evidence(NEXT, unreachable_since={US: ago(60)}, looked=LOOKED),
         memory(launched(0, **DELETED, delete_accepted=True, delete_quiet=True), past(1)),
         "Launch",
     ),
     case(
         "it was quiet, its delete is not accepted",
-        evidence(NEXT, dark_since={US: ago(60)}, looked=LOOKED),
+        evidence(NEXT, unreachable_since={US: ago(60)}, looked=LOOKED),
         memory(launched(0, **DELETED, delete_quiet=True), past(1)),
         "Wait",
     ),
     case(
         "it was once seen PREEMPTED, however dark its zone is now",
-        evidence(NEXT, dark_since={US: ago(60)}, looked=LOOKED),
+        evidence(NEXT, unreachable_since={US: ago(60)}, looked=LOOKED),
         memory(launched(0, **DELETED, dead=True), past(1)),
         "Launch",
     ),
     case(
         "this store wrote no launch for it",
-        evidence(NEXT, dark_since={US: ago(60)}, looked=LOOKED),
+        evidence(NEXT, unreachable_since={US: ago(60)}, looked=LOOKED),
         memory(past(0, **DELETED), past(1)),
         "Launch",
     ),
     case(
         "no proof after fence_after: loudly",
-        evidence(WAITED, dark_since={US: ago(60)}, looked=LOOKED),
+        evidence(WAITED, unreachable_since={US: ago(60)}, looked=LOOKED),
         GONE_ON,
         "Wait person",
     ),
     case(
         "care.fence: proceed, before fence_after",
-        evidence(NEXT, dark_since={US: ago(60)}, looked=LOOKED),
+        evidence(NEXT, unreachable_since={US: ago(60)}, looked=LOOKED),
         GONE_ON,
         "Wait",
         slot(fence_proceed=True),
     ),
     case(
         "care.fence: proceed",
-        evidence(WAITED, dark_since={US: ago(60)}, looked=LOOKED),
+        evidence(WAITED, unreachable_since={US: ago(60)}, looked=LOOKED),
         GONE_ON,
         "Launch",
         slot(fence_proceed=True),
@@ -216,7 +216,7 @@ FENCES = [
     case("the store was lost, and every zone has answered", evidence(NEXT, store_lost=True), memory(past(1)), "Launch"),
     case(
         "a person confirmed",
-        evidence(WAITED, dark_since={US: ago(60)}, looked=LOOKED),
+        evidence(WAITED, unreachable_since={US: ago(60)}, looked=LOOKED),
         replace(GONE_ON, fence_confirmed=True),
         "Launch",
     ),

@@ -241,7 +241,7 @@ CREATES = [
     case("a store in use, and a dark zone", evidence(complete=False), memory(), "Create"),
     case(
         "remembered and not seen, its zone dark",
-        evidence(dark_since={US: ago(60)}),
+        evidence(unreachable_since={US: ago(60)}),
         memory(launched()),
         "Wait",
     ),

@@ -270,7 +270,7 @@ def test_where_no_zone_answers_for_half_an_hour_a_person_is_told(
 ) -> None:
     """A slot whose only zone was closed waited for ever, and nobody was told (storm at high, seed 22)."""
     since = {zone: ago(minutes=minutes) for zone, minutes in dark.items()}
-    choice = chosen(remembering((SECOND, past)), evidence(dark_since=since))
+    choice = chosen(remembering((SECOND, past)), evidence(unreachable_since=since))
     assert choice.needs_person is person
     assert ("declare another one" in choice.why) is person
 

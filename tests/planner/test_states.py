@@ -73,7 +73,7 @@ def test_every_state_has_its_action(state: NodeState, known: Memory, workers: An
 @pytest.mark.parametrize("state", STATES, ids=lambda state: f"{state.value}-{state.name}")
 def test_what_is_not_seen_now_is_not_judged(state: NodeState) -> None:
     what = seen(node(state), SILENT, silent_since=ago(hours=5), silent_probes=99, unhealthy_since=ago(hours=5))
-    assert told(act(replace(evidence(what), fresh=False, blind_why="HTTP 500"), TRAINS)) == "Wait"
+    assert told(act(evidence(what, fresh=False, blind_why="HTTP 500"), TRAINS)) == "Wait"
     assert told(act(evidence(replace(what, dark=True), elsewhere_answers=True), TRAINS)) in ("Wait", "Create")
     assert told(act(evidence(what, elsewhere_answers=True), replace(TRAINS, wish=DesiredState.PAUSED))) == "Wait"
 

@@ -54,10 +54,11 @@ def asked(voucher: Voucher, seconds: float = 5, arrived: float = 30, **more: Any
     )
 
 
-def unpublished(**more: Any) -> Evidence:
+def unpublished(publisher: str = PUBLISHER, **more: Any) -> Evidence:
     """This project and runtime brought no host keys the last time."""
     told = Publishing(**{"at": before(hours=23), "published": False, **more})
-    return replace(asked(Voucher.UNPUBLISHED, arrived=20), publishing={PUBLISHER: told})
+    what = asked(Voucher.UNPUBLISHED, arrived=20)
+    return replace(what, project=replace(what.project, publishing={publisher: told}))
 
 
 def changed(voucher: Voucher = Voucher.VOUCHED, since: float = 60, at: float | None = 5, **more: Any) -> Evidence:
@@ -88,7 +89,7 @@ test_whether_a_job_may_be_sent = table(
         case("that was more than a day ago", unpublished(at=before(hours=25)), FRESH, "Wait", AUTO),
         case("it publishes here", unpublished(published=True), FRESH, "Wait", AUTO),
         case("vouched waits as long as it may take", unpublished(), FRESH, "Wait", STRICT),
-        case("another runtime", replace(unpublished(), publishing={f"{PROJECT}/v2": Publishing(before(), False)}),
+        case("another runtime", unpublished(f"{PROJECT}/v2", at=before()),
              FRESH, "Wait", AUTO),
         case("not permitted", asked(Voucher.FORBIDDEN), FRESH, FIRST_USE, AUTO),
         case("not permitted, vouched", asked(Voucher.FORBIDDEN), FRESH, "Wait person", STRICT),

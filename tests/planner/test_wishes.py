@@ -109,7 +109,7 @@ WISHES = [
     ),
     case(
         "down, its zone is dark",
-        evidence(seen(node(), running(), dark=True), dark_since={US: ago(60)}),
+        evidence(seen(node(), running(), dark=True), unreachable_since={US: ago(60)}),
         ASKED,
         "Wait",
     ),

@@ -345,20 +345,11 @@ class Engine:
         silent = track.slot.name in self.hearing.silent
         elsewhere = silent and self.hearing.elsewhere_answers(track)
         return track.evidence(
-            foreign=tuple(view.foreign.get(track.slot.name, {}).values()),
-            fresh=view.fresh,
-            blind_why=view.blind_why,
-            dark_since=view.dark_since,
-            holdings=view.holdings,
+            self.board.project_evidence(view),
+            tuple(view.foreign.get(track.slot.name, {}).values()),
             elsewhere_answers=elsewhere,
             # Asked for only where nobody answers: it is the rarer question, and the dearer one.
             may_be_canary=silent and not elsewhere and self.hearing.may_be_canary(track),
-            store_lost=self.store.lost,
-            store_old=self.store.old,
-            complete=view.complete,
-            unanswered=view.unanswered or frozenset(),
-            publishing=self.board.publishing,
-            poll_every=self.board.poll_every,
         )
 
     def _rest(self, track: SlotTrack, action: Wait, moment: Moment, now: float) -> None:

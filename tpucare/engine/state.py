@@ -19,7 +19,7 @@ from tpucare.engine.tracking import NodeTrack, SlotTrack
 from tpucare.model.actions import Wait
 from tpucare.model.causes import Cause
 from tpucare.model.errors import CloudError, StoreError, StoreFull
-from tpucare.model.evidence import POLL_OPERATION_EVERY, Holding, Mark, holding
+from tpucare.model.evidence import POLL_OPERATION_EVERY, Holding, Mark, ProjectEvidence, holding
 from tpucare.model.memory import Memory, Publishing
 from tpucare.model.ports import Clock, Executor, Lane, Store
 from tpucare.model.resources import Event, Listing, Node, NodeKey, NodeState, Slot
@@ -165,6 +165,21 @@ class EngineState:
                 if known is None or known.published is not told.published:
                     # How long a slot waits for host keys there turns on that word.
                     self.decide_again(self.slots)
+
+    def project_evidence(self, view: ProjectView) -> ProjectEvidence:
+        """What every slot of that project is decided on now."""
+        return ProjectEvidence(
+            view.fresh,
+            view.blind_why,
+            view.complete,
+            view.unanswered or frozenset(),
+            view.dark_since,
+            view.holdings,
+            self.publishing,
+            self.store.lost,
+            self.store.old,
+            self.poll_every,
+        )
 
     def event(
         self,

@@ -18,8 +18,8 @@ from tpucare.model import errors
 from tpucare.model.actions import Action, EffectKey, Wait
 from tpucare.model.causes import Cause
 from tpucare.model.errors import NeedsPerson, NodeGone, NotPublished
-from tpucare.model.evidence import Evidence, FailedLook, Holding, Mark, NodeEvidence, Progress, Voucher
-from tpucare.model.memory import End, Memory, Publishing
+from tpucare.model.evidence import Evidence, FailedLook, Mark, NodeEvidence, Progress, ProjectEvidence, Voucher
+from tpucare.model.memory import End, Memory
 from tpucare.model.resources import Health, Node, NodeState, Slot, Worker
 from tpucare.model.runs import Contact, NodeReport, Phase, WorkerReport
 
@@ -382,44 +382,21 @@ class SlotTrack:
         self.action = action
 
     def evidence(
-        self,
-        *,
-        foreign: tuple[Node, ...],
-        fresh: bool,
-        blind_why: str,
-        dark_since: Mapping[str, Mark],
-        holdings: frozenset[Holding],
-        elsewhere_answers: bool,
-        may_be_canary: bool,
-        store_lost: bool,
-        store_old: bool,
-        complete: bool,
-        unanswered: frozenset[str],
-        publishing: Mapping[str, Publishing],
-        poll_every: timedelta,
+        self, project: ProjectEvidence, foreign: tuple[Node, ...], *, elsewhere_answers: bool, may_be_canary: bool
     ) -> Evidence:
         nodes = list(self.nodes.values())
         if len(nodes) > 1:
             nodes.sort(key=lambda track: (track.node.create_time, track.node.name))
         return Evidence(
-            fresh=fresh,
+            project,
             nodes=tuple(track.freeze() for track in nodes),
             foreign=foreign,
             in_flight=frozenset(self.in_flight),
             looked=dict(self.looked),
             creates_since=dict(self.creates_since),
-            holdings=holdings,
             elsewhere_answers=elsewhere_answers,
             may_be_canary=may_be_canary,
-            store_lost=store_lost,
-            store_old=store_old,
-            complete=complete,
-            unanswered=unanswered,
-            dark_since=dark_since,
             failed_looks=dict(self.failed_looks),
-            blind_why=blind_why,
-            publishing=publishing,
-            poll_every=poll_every,
         )
 
     def last_told(self) -> tuple[int | None, int | None]:

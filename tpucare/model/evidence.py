@@ -218,51 +218,62 @@ class FailedLook(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class ProjectEvidence:
+    """
+    What all slots of a project have in common at one moment.
+
+    fresh:             the last listing of the project succeeded
+    blind_why:         why it is not fresh
+    complete:          every zone has answered since this process runs
+    unanswered:        the zones that have not
+    unreachable_since: zones that did not answer the last listing, and since when that is so
+    holdings:          what dead nodes of ours still hold of quotas
+    publishing:        where host keys are published, and where they were not, as the slots of the project remember
+    store_lost:        memory was lost and nobody confirmed yet
+    store_old:         memory may be that of a backup: no process cared for it for a while before this one
+    poll_every:        between two GetOperation calls of one create; longer where many are open
+    """
+
+    fresh: bool
+    blind_why: str = ""
+    complete: bool = False
+    unanswered: frozenset[str] = frozenset()
+    unreachable_since: Mapping[str, Mark] = field(default_factory=dict)
+    holdings: frozenset[Holding] = frozenset()
+    publishing: Mapping[str, Publishing] = field(default_factory=dict)
+    store_lost: bool = False
+    store_old: bool = False
+    poll_every: timedelta = POLL_OPERATION_EVERY
+
+
+@dataclass(frozen=True, slots=True)
 class Evidence:
     """
     All that `decide` may know of one slot.
 
-    fresh:            the last listing of the project succeeded
-    blind_why:        why it is not fresh
     foreign:          nodes that bear this slot's name and another owner
     looked:           when an effect of that kind on that node ended last, or that was noted of it
     creates_since:    since when this process knows an open create
     elsewhere_answers: any other worker answered within the last minute
     may_be_canary:    no worker anywhere answers, and this slot is the one to go first
-    store_lost:       memory was lost and nobody confirmed yet
-    store_old:        memory may be that of a backup: nobody cared on it for a while before this process
-    complete:         every zone has answered since this process runs
-    publishing:       where host keys are published, and where they were not, as the slots of the project remember
-    unanswered:       those that have not
-    dark_since:       zones that did not answer the last listing, and since when that is so
     failed_looks:     nodes of which GetNode says nothing
-    poll_every:       between two GetOperation calls of one create; longer where many are open
     """
 
-    fresh: bool
+    project: ProjectEvidence
     nodes: tuple[NodeEvidence, ...] = ()
     foreign: tuple[Node, ...] = ()
     in_flight: frozenset[EffectKey] = frozenset()
     looked: Mapping[EffectKey, Mark] = field(default_factory=dict)
     creates_since: Mapping[str, Mark] = field(default_factory=dict)
-    holdings: frozenset[Holding] = frozenset()
     elsewhere_answers: bool = False
     may_be_canary: bool = False
-    store_lost: bool = False
-    store_old: bool = False
-    complete: bool = False
-    unanswered: frozenset[str] = frozenset()
-    dark_since: Mapping[str, Mark] = field(default_factory=dict)
     failed_looks: Mapping[str, FailedLook] = field(default_factory=dict)
-    blind_why: str = ""
-    publishing: Mapping[str, Publishing] = field(default_factory=dict)
-    poll_every: timedelta = POLL_OPERATION_EVERY
 
     def hidden_since(self, zone: str, name: str) -> Mark | None:
         """Since when nothing can be learned of a node that is not listed; None where it can."""
         failed = self.failed_looks.get(name)
-        marks = [mark for mark in (self.dark_since.get(zone), failed.since if failed is not None else None) if mark]
-        return min(marks, default=None)
+        unreachable, failing = self.project.unreachable_since.get(zone), failed.since if failed is not None else None
+        return min([mark for mark in (unreachable, failing) if mark], default=None)
 
     def node(self, name: str) -> NodeEvidence | None:
         for seen in self.nodes:

@@ -77,12 +77,12 @@ def decide(slot: Slot, evidence: Evidence, memory: Memory, now: Moment) -> Actio
 
 
 def _decide(slot: Slot, evidence: Evidence, memory: Memory, timers: Timers) -> Action:
-    if not evidence.fresh:
+    if not evidence.project.fresh:
         if len(evidence.nodes) == 1 and (
             action := decide_by_workers(slot, evidence.nodes[0], evidence, memory, timers)
         ):
             return action
-        why = evidence.blind_why or "the first listing is under way"
+        why = evidence.project.blind_why or "the first listing is under way"
         return Wait(Cause.NO_OBSERVATION, f"no observation: {why}")
     if memory.wish is DesiredState.PAUSED:
         return _clear_dead(evidence, memory, timers) or Wait(Cause.PAUSED, "paused")
@@ -126,7 +126,7 @@ def _chore(slot: Slot, evidence: Evidence, memory: Memory, timers: Timers) -> Ac
     for past in memory.nodes:
         if past.taken and (past.zone, past.name, past.id) in theirs:
             continue
-        if evidence.node(past.name) is None and past.zone not in evidence.dark_since:
+        if evidence.node(past.name) is None and past.zone not in evidence.project.unreachable_since:
             key = NodeKey(slot.project, past.zone, past.name)
             if action := look(key, evidence, timers, Cause.NODE_ABSENT, "remembered, and not in the listing"):
                 return action
@@ -253,7 +253,7 @@ def _poll(intent: CreateIntent, evidence: Evidence, memory: Memory, timers: Time
     this = EffectKind.POLL.of(intent.name)
     vanished = evidence.node(intent.name) is None and memory.node(intent.name) is None
     known_before = EffectKind.GONE.of(intent.name) in evidence.looked
-    every = timedelta(seconds=1) if vanished and known_before else evidence.poll_every
+    every = timedelta(seconds=1) if vanished and known_before else evidence.project.poll_every
     if intent.superseded:
         every = max(every, POLL_SPENT_EVERY)
     last = evidence.looked.get(this) or evidence.creates_since.get(intent.name)
@@ -449,7 +449,7 @@ def _decide_several(slot: Slot, live: list[NodeEvidence], evidence: Evidence, me
     One that does not answer is judged as any node is (silence, boot_timeout): else it would hold the slot for ever.
     """
     names = ", ".join(seen.node.name for seen in live)
-    if evidence.store_lost:
+    if evidence.project.store_lost:
         why = f"several nodes ({names}) and a lost store: `tpucare confirm`"
         return Wait(Cause.STORE_LOST, why, needs_person=True)
     for seen in live:
@@ -479,7 +479,7 @@ def _never_used(seen: NodeEvidence, live: list[NodeEvidence], evidence: Evidence
     to be waited for, least of all a person who would mend what nobody wants.
     """
     past, run = memory.node(seen.node.name), memory.run
-    if past is None or past.launched or seen.dark or evidence.store_old or run is None:
+    if past is None or past.launched or seen.dark or evidence.project.store_old or run is None:
         return None
     holds = next((other for other in live if other.node.name == run.node and other is not seen), None)
     if holds is None or holds.report is None or not holds.report.all_answer or quiet(holds):

@@ -125,7 +125,7 @@ def decide_hidden(slot: Slot, zone: str, name: str, evidence: Evidence, timers: 
     """A node that neither the listing nor GetNode tells of; after `fence_after` another may be asked for elsewhere."""
     if timers.lasted(evidence.hidden_since(zone, name), slot.care.fence_after):
         return Record(Fact.NODE_OUT_OF_SIGHT, f"nothing is heard of it for {length(slot.care.fence_after)}", name=name)
-    if zone in evidence.dark_since:
+    if zone in evidence.project.unreachable_since:
         return Wait(Cause.ZONE_UNREACHABLE, f"{zone} does not answer: what is known of {name} stays")
     why = f"{name} is not in the listing, and may not be looked at: what is known of it stays"
     return Wait(Cause.NODE_HIDDEN, why)

@@ -59,10 +59,10 @@ def choose(slot: Slot, evidence: Evidence, memory: Memory, timers: Timers) -> Ch
         reasons.append(f"{place.zone}: {refusal}")
     stopped = all(
         _stopped(memory.place(place.key), timers.now.wall)
-        or timers.lasted(evidence.dark_since.get(place.zone), slot.care.fence_after)
+        or timers.lasted(evidence.project.unreachable_since.get(place.zone), slot.care.fence_after)
         for place in slot.places
     )
-    if stopped and any(place.zone in evidence.dark_since for place in slot.places):
+    if stopped and any(place.zone in evidence.project.unreachable_since for place in slot.places):
         reasons.append("a zone that does not answer may be closed for good: declare another one, or wait")
     lacks_quota = any(memory.place(place.key).kind == Refusal.QUOTA for place in slot.places)
     if lacks_quota and memory.shell:
@@ -123,7 +123,7 @@ def _shell(path: str) -> str:
 
 
 def _refusal(place: Place, past: PlaceMemory, evidence: Evidence, timers: Timers) -> str | None:
-    if place.zone in evidence.dark_since:
+    if place.zone in evidence.project.unreachable_since:
         return "the zone does not answer"
     if past.kind.is_own_quota:
         # A PREEMPTED node holds its quota until DELETING has ended: the create can succeed the instant it is gone.
@@ -148,7 +148,7 @@ def _stopped(past: PlaceMemory, now: datetime) -> bool:
 def holds_quota(place: Place, evidence: Evidence, *, region_wide: bool) -> bool:
     """Whether a dead or DELETING node of ours counts against the quota that a create at *place* needs."""
     wanted = holding_of(place)
-    for held in evidence.holdings:
+    for held in evidence.project.holdings:
         same_scope = region_of(held.zone) == region_of(wanted.zone) if region_wide else held.zone == wanted.zone
         if same_scope and held._replace(zone=wanted.zone) == wanted:
             return True

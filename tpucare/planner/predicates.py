@@ -90,10 +90,10 @@ def unseen(slot: Slot, evidence: Evidence, timers: Timers) -> Wait | None:
 
     Where everything was lost, that is every zone; else those in which this slot may have a node.
     """
-    places = {place.zone for place in slot.places} & evidence.unanswered
-    if evidence.store_lost and not evidence.complete:
+    places = {place.zone for place in slot.places} & evidence.project.unanswered
+    if evidence.project.store_lost and not evidence.project.complete:
         cause, what = Cause.STORE_LOST, "the store was lost, and a zone that has not answered yet"
-    elif evidence.store_old and places:
+    elif evidence.project.store_old and places:
         cause = Cause.STORE_OLD
         what = f"the store lay idle and may be a backup, and {min(places)}, which has not answered yet,"
     else:

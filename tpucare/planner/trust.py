@@ -118,7 +118,7 @@ def _unanswered(seen: NodeEvidence, timers: Timers, before: str = "") -> Wait:
 
 
 def _patience(slot: Slot, past: NodeMemory, evidence: Evidence, timers: Timers) -> timedelta:
-    known = evidence.publishing.get(publisher_of(slot, past))
+    known = evidence.project.publishing.get(publisher_of(slot, past))
     if known is None or known.published or abs(timers.now.wall - known.at) > REMEMBERED_FOR:
         return PUBLISHED_WITHIN
     return USUALLY_UNPUBLISHED if slot.care.host_keys is HostKeys.AUTO else PUBLISHED_WITHIN
