@@ -80,4 +80,4 @@ class Keeper:
     def is_quiet(self) -> bool:
         """Every slot trains and nothing is under way: the project is polled at the idle interval."""
         tracks = list(self.engine.slots.values())
-        return all(self.engine.is_training(track.slot.name) for track in tracks) and not self.engine.board.busy
+        return all(self.engine.is_training(track.slot.name) for track in tracks) and not self.engine.state.busy

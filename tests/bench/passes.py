@@ -122,7 +122,7 @@ def _pass(engine: Engine, clock: VirtualClock) -> float:
     view = engine.projects[PROJECT]
     clock.seconds += POLL_SECONDS
     passes, began = view.passes, time.process_time()
-    while view.passes == passes or engine.board.dirty:
+    while view.passes == passes or engine.state.dirty:
         engine.step()
     return time.process_time() - began
 

@@ -70,7 +70,7 @@ def test_the_caretaker_grows_with_hundreds_of_nodes(tmp_path: Path) -> None:
 
     def weigh() -> tuple[int, int]:
         engine = daemon.engine
-        parts = (engine.slots, engine.projects, vars(engine.hearing), engine.prober._probes, engine.verdict_admission)
+        parts = (engine.slots, engine.projects, vars(engine.liveness), engine.prober._probes, engine.verdict_admission)
         assert daemon.store is not None
         return reachable(*parts), sum(len(repr(memory)) for memory in daemon.store.memories().values())
 

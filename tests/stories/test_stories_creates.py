@@ -122,4 +122,4 @@ def test_operations_of_many_creates_are_read_at_a_bounded_rate(tmp_path: Path) -
     assert 60 * 5 <= len(daemon.zone.calls("GetOperation")) - mark <= 130 * 5, "240 a minute at one each 10 s"
     daemon.run(minutes=20)
     assert daemon.all_train()
-    assert daemon.engine.board.poll_every == POLL_OPERATION_EVERY
+    assert daemon.engine.state.poll_every == POLL_OPERATION_EVERY

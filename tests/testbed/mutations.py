@@ -121,12 +121,12 @@ def _believe_the_list(patch: pytest.MonkeyPatch) -> None:
 
     def miss(self: Observer, view: ProjectView, key: NodeKey) -> None:
         name = key.name
-        if found := self.board.find(key):
+        if found := self.state.find(key):
             track = found[0]
             self.forget(track, view, name)
-            now, rng = self.board.clock.now(), random.Random(1)
-            self.board.update(track, remember.gone(track.memory, name, now, rng))
-            self.board.dirty[track.slot.name] = None
+            now, rng = self.state.clock.now(), random.Random(1)
+            self.state.update(track, remember.gone(track.memory, name, now, rng))
+            self.state.dirty[track.slot.name] = None
 
     patch.setattr(Observer, "_miss", miss)
 

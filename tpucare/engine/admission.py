@@ -84,8 +84,8 @@ def _needs(track: SlotTrack, name: str) -> bool:
 class CreateAdmission:
     """The creates that all slots of one moment want, and which of them begin."""
 
-    def __init__(self, board: EngineState, semaphore: CreateSemaphore) -> None:
-        self._board = board
+    def __init__(self, state: EngineState, semaphore: CreateSemaphore) -> None:
+        self._state = state
         self.semaphore = semaphore
         self._budgets: dict[str, Budget] = {}
 
@@ -98,12 +98,12 @@ class CreateAdmission:
         shares = {project: budget.shares() for project, budget in self._budgets.items()}
         order: list[tuple[int, float, str]] = []
         for name in creates:
-            track = self._board.slots[name]
+            track = self._state.slots[name]
             track.wants_create_since = now if track.wants_create_since is None else track.wants_create_since
             share = shares[track.slot.project][name] if track.slot.project in shares else 0
             order.append((share, track.wants_create_since, name))
         for _, _, name in sorted(order):
-            track = self._board.slots[name]
+            track = self._state.slots[name]
             if self._may_begin(track, creates[name], now):
                 yield track, creates[name]
 
@@ -112,14 +112,14 @@ class CreateAdmission:
             if not self.semaphore.may_create(track, create.name):
                 return False
         except Exception as error:
-            self._board.set_aside(track, error)
+            self._state.set_aside(track, error)
             return False
         # Asked for last: a place that is found is reserved, and is lost to all processes if no create follows.
         budget = self._budget_of(track.slot.project)
         free_at = budget.free_at(now)
         if free_at is not None:
             track.decided(WAITS_FOR_BUDGET)
-            self._board.wake_at(track, free_at)
+            self._state.wake_at(track, free_at)
             return False
         budget.take(track.slot.name, now)
         track.wants_create_since = None
@@ -131,7 +131,7 @@ class CreateAdmission:
 
     def restore(self, project: str, memory: Memory) -> None:
         """What the process before this one spent within the last minute."""
-        clock = self._board.clock
+        clock = self._state.clock
         wall, now = clock.now(), clock.monotonic()
         ages = [(wall - asked).total_seconds() for asked in memory.recent_creates]
         self._budget_of(project).restore((now - age, "") for age in ages if 0 <= age < 60)
@@ -139,7 +139,7 @@ class CreateAdmission:
     def _budget_of(self, project: str) -> Budget:
         budget = self._budgets.get(project)
         if budget is None:
-            settings = self._board.settings
+            settings = self._state.settings
             shared = settings.budget
             budget = shared(project) if shared is not None else CreateBudget(settings.creates_per_minute)
             self._budgets[project] = budget
@@ -198,14 +198,14 @@ def is_judged(action: Record | Effect, memory: Memory) -> bool:
 class VerdictAdmission:
     """The nodes that were judged in one moment, and which of them go."""
 
-    def __init__(self, board: EngineState, liveness: Liveness) -> None:
-        self._board = board
+    def __init__(self, state: EngineState, liveness: Liveness) -> None:
+        self._state = state
         self._liveness = liveness
-        self.brake = Brake(board.settings.brake_minimum, board.settings.brake_share)
+        self.brake = Brake(state.settings.brake_minimum, state.settings.brake_share)
 
     def admitted(self, judged: Mapping[str, Delete | Stop], now: float) -> Iterator[tuple[SlotTrack, Delete | Stop]]:
         """What is to begin, one after the other; those are held that the brake stops and no person lifted it for."""
-        slots = self._board.slots
+        slots = self._state.slots
         lifted = {name for name, action in judged.items() if slots[name].may_pass(action.key.name)}
         live = sum(len(track.nodes) for track in slots.values())
         count = self.brake.counted(judged.keys() - lifted, now)
@@ -226,7 +226,7 @@ class VerdictAdmission:
 
     def _hold(self, track: SlotTrack, action: Delete | Stop, count: int, live: int) -> None:
         why = f"held by the brake: {count} of {live} nodes judged within 10 minutes ({action.why}); `tpucare confirm`"
-        if track.hold(action.key.name, self._board.project(track.slot.project).observed):
-            self._board.event(track, "brake", why, node=action.key.name, level="error")
-        self._board.rest(track)
+        if track.hold(action.key.name, self._state.project(track.slot.project).observed):
+            self._state.event(track, "brake", why, node=action.key.name, level="error")
+        self._state.rest(track)
         track.decided(Wait(Cause.BRAKE, why, needs_person=True))

@@ -91,32 +91,32 @@ class Engine:
         self.clock = clock
         self.executor = executor
         self.rng = rng
-        self.board = EngineState(store, clock, executor, settings or Settings(), listen or (lambda _: None))
-        self.hearing = Liveness(self.board)
-        self.prober = Prober(self.board, ports, self.hearing, rng)
-        self.create_admission = CreateAdmission(self.board, CreateSemaphore(gate))
-        self.roster = SlotRegistry(self.board, self.create_admission)
-        self.observer = Observer(self.board, ports, self.prober, self.hearing, self.roster.take_in, rng)
-        self.verdict_admission = VerdictAdmission(self.board, self.hearing)
+        self.state = EngineState(store, clock, executor, settings or Settings(), listen or (lambda _: None))
+        self.liveness = Liveness(self.state)
+        self.prober = Prober(self.state, ports, self.liveness, rng)
+        self.create_admission = CreateAdmission(self.state, CreateSemaphore(gate))
+        self.roster = SlotRegistry(self.state, self.create_admission)
+        self.observer = Observer(self.state, ports, self.prober, self.liveness, self.roster.take_in, rng)
+        self.verdict_admission = VerdictAdmission(self.state, self.liveness)
         self._told: deque[Event] = deque()
 
     @property
     def slots(self) -> dict[str, SlotTrack]:
-        return self.board.slots
+        return self.state.slots
 
     @property
     def projects(self) -> dict[str, ProjectView]:
-        return self.board.projects
+        return self.state.projects
 
     @property
     def listen(self) -> Callable[[Event], None]:
         """Who is told of events."""
-        return self.board.listen
+        return self.state.listen
 
     @property
     def strays(self) -> dict[str, Node]:
         """Nodes that bear our owner label and a fleet that this store has never known."""
-        return self.board.strays
+        return self.state.strays
 
     # --- what is declared, and what is wished ------------------------------------------------------------------------
 
@@ -136,34 +136,34 @@ class Engine:
         # Nodes that bore our label before their fleet was known are seen now.
         for node in [node for node in self.strays.values() if node.fleet == fleet]:
             del self.strays[node.name]
-            self.observer.see(self.board.project(node.key.project), node)
+            self.observer.see(self.state.project(node.key.project), node)
 
     def watch(self, project: str) -> None:
         """List *project* though no slot of it is declared: strays and late nodes are seen there too."""
-        self.board.project(project)
+        self.state.project(project)
 
     def change(self, slot: str, alter: Callable[[Memory], Memory], kind: str, text: str, **fields: str) -> None:
         """Write a person's wish into the memory of a slot, durably, before it returns; *fields*: of its event."""
         track = self.slots[slot]
-        self.board.update(track, alter(track.memory))
-        self.board.event(track, kind, text, **fields)
+        self.state.update(track, alter(track.memory))
+        self.state.event(track, kind, text, **fields)
         track.braked = False
-        self.board.dirty[slot] = None
-        self.board.commit()
+        self.state.dirty[slot] = None
+        self.state.commit()
 
     def lift_brake(self, slot: str) -> None:
         """Let the verdict pass that is held now. Where none is, a person has said nothing of one that comes later."""
         track = self.slots[slot]
         track.brake_lifted = track.brake_lifted or track.braked
-        self.board.dirty[slot] = None
+        self.state.dirty[slot] = None
 
     def collect(self, name: str) -> None:
         """`gc --apply`: delete a stray node, which bears our owner label and an unknown fleet; the end is an event."""
         node = self.strays[name]
         action = Delete(node.key, node.id, node.create_time, Cause.GC_ASKED, "gc was asked for", Reason.ASKED)
-        self.board.begin((Lane.CLOUD, ("collect", name), lambda: effects.delete(action, self.ports)))
-        self.board.say("collect", f"{name}: delete asked for", node=name)
-        self.board.commit()
+        self.state.begin((Lane.CLOUD, ("collect", name), lambda: effects.delete(action, self.ports)))
+        self.state.say("collect", f"{name}: delete asked for", node=name)
+        self.state.commit()
 
     def adopt(self, node: str, slot: str) -> None:
         """
@@ -173,7 +173,7 @@ class Engine:
         would have to go.
         """
         track = self.slots[slot]
-        view = self.board.project(track.slot.project)
+        view = self.state.project(track.slot.project)
         if live := live_nodes(self._evidence(view, track), track.memory):
             advice = "choose a slot that has none; of a fleet that is declared with `apply --paused` none has"
             raise ConfigError(f"{slot} has a node, {live[0].node.name}: {advice}")
@@ -182,11 +182,11 @@ class Engine:
         if not found:
             raise ConfigError(f"no node {node} of another owner is listed in {track.slot.project}")
         key, labels = found[0].key, effects.labels_of(track.slot, None, self.ports)
-        self.board.begin((Lane.CLOUD, ("adopt", node, slot), lambda: self.ports.cloud.add_labels(key, labels)))
+        self.state.begin((Lane.CLOUD, ("adopt", node, slot), lambda: self.ports.cloud.add_labels(key, labels)))
         track.looked[ADOPTING] = view.mark
-        self.board.dirty[slot] = None
-        self.board.event(track, "adopt", f"{node}: to be labelled as ours", node=node)
-        self.board.commit()
+        self.state.dirty[slot] = None
+        self.state.event(track, "adopt", f"{node}: to be labelled as ours", node=node)
+        self.state.commit()
 
     def tell(self, event: Event) -> None:
         """Let *event* go the way of all events: on disk, then to whoever listens. From any thread."""
@@ -195,13 +195,13 @@ class Engine:
 
     def hold(self) -> None:
         """Observe and decide, and begin nothing, until `release`; the store does not count as cared for meanwhile."""
-        self.board.is_held = True
+        self.state.is_held = True
 
     def release(self, acts_for: Callable[[Slot], bool] | None = None) -> None:
         """Begin what is decided for the slots that *acts_for* chooses; None = all."""
-        self.board.is_held = False
-        self.board.acts_for = acts_for
-        self.board.decide_again(self.slots)
+        self.state.is_held = False
+        self.state.acts_for = acts_for
+        self.state.decide_again(self.slots)
 
     # --- the loop ----------------------------------------------------------------------------------------------------
 
@@ -216,28 +216,28 @@ class Engine:
             self._finish(finished)
         now = self.clock.monotonic()
         self.prober.take_hints(now)
-        self.board.wake(now)
-        self.board.decide_again(self.create_admission.semaphore.news() & self.slots.keys())
+        self.state.wake(now)
+        self.state.decide_again(self.create_admission.semaphore.news() & self.slots.keys())
         self._decide_all()
         self.create_admission.semaphore.sweep(self.slots)
         while self._told:
-            self.board.pass_on(self._told.popleft())
+            self.state.pass_on(self._told.popleft())
         self.observer.poll(now)
         self.prober.probe(now)
-        self.board.commit()
-        self.board.mark(now)
+        self.state.commit()
+        self.state.mark(now)
         return self._idle_for(self.clock.monotonic())
 
     def _idle_for(self, now: float) -> float:
-        if self.board.dirty:
+        if self.state.dirty:
             return 0.0
         dues = [view.poll_due for view in self.projects.values() if not view.listing]
         if (due := self.prober.next_due()) is not None:
             dues.append(due)
-        if (due := self.board.next_wake()) is not None:
+        if (due := self.state.next_wake()) is not None:
             dues.append(due)
         # Shorter sleeps than a clock can tell apart would be a busy loop.
-        return max(0.001, min(dues, default=now + self.board.settings.poll) - now)
+        return max(0.001, min(dues, default=now + self.state.settings.poll) - now)
 
     def settled(self) -> bool:
         """No slot has anything under way: what a door waits for before it leaves."""
@@ -279,9 +279,9 @@ class Engine:
         """Until every slot says Wait: judged deletions pass the brake together, creates share the budget."""
         judged: dict[str, Delete | Stop] = {}
         creates: dict[str, Create] = {}
-        while self.board.dirty:
-            name = next(iter(self.board.dirty))
-            del self.board.dirty[name]
+        while self.state.dirty:
+            name = next(iter(self.state.dirty))
+            del self.state.dirty[name]
             track = self.slots.get(name)
             if track is None:
                 continue
@@ -289,8 +289,8 @@ class Engine:
                 self._decide_slot(track, judged, creates)
             except Exception as error:
                 # Raises it again where it is the store's: nothing may be done that cannot be written.
-                self.board.set_aside(track, error)
-            self.board.rest(track)
+                self.state.set_aside(track, error)
+            self.state.rest(track)
         now = self.clock.monotonic()
         if judged:
             for track, verdict in self.verdict_admission.admitted(judged, now):
@@ -303,7 +303,7 @@ class Engine:
 
     def moment(self, track: SlotTrack) -> Moment:
         """Now, for this slot; where no listing comes, by the clock of the node that is heard."""
-        view, now = self.board.project(track.slot.project), self.clock.monotonic()
+        view, now = self.state.project(track.slot.project), self.clock.monotonic()
         mark, wall = view.mark, self.clock.now()
         if track.nodes:
             mark = max([seen.own_mark(mark, view.cap) for seen in track.nodes.values()])
@@ -312,10 +312,10 @@ class Engine:
     def _decide_slot(self, track: SlotTrack, judged: dict[str, Delete | Stop], creates: dict[str, Create]) -> None:
         now = self.clock.monotonic()
         if track.aside_until is not None and now < track.aside_until:
-            self.board.wake_at(track, track.aside_until)
+            self.state.wake_at(track, track.aside_until)
             return
         track.aside_until = None
-        view = self.board.project(track.slot.project)
+        view = self.state.project(track.slot.project)
         steps = STEPS_PER_SLOT + STEPS_PER_THING * (len(track.memory.creates) + len(track.memory.nodes))
         for _ in range(steps):
             track.mark_creates(view.mark)
@@ -338,23 +338,23 @@ class Engine:
         raise TpuCareError(f"no rest after {steps} steps, the last was {track.action}")
 
     def _acts_for(self, slot: Slot) -> bool:
-        chosen = self.board.acts_for
-        return not self.board.is_held and (chosen is None or chosen(slot))
+        chosen = self.state.acts_for
+        return not self.state.is_held and (chosen is None or chosen(slot))
 
     def _evidence(self, view: ProjectView, track: SlotTrack) -> Evidence:
-        silent = track.slot.name in self.hearing.silent
-        elsewhere = silent and self.hearing.elsewhere_answers(track)
+        silent = track.slot.name in self.liveness.silent
+        elsewhere = silent and self.liveness.elsewhere_answers(track)
         return track.evidence(
-            self.board.project_evidence(view),
+            self.state.project_evidence(view),
             tuple(view.foreign.get(track.slot.name, {}).values()),
             elsewhere_answers=elsewhere,
             # Asked for only where nobody answers: it is the rarer question, and the dearer one.
-            may_be_canary=silent and not elsewhere and self.hearing.may_be_canary(track),
+            may_be_canary=silent and not elsewhere and self.liveness.may_be_canary(track),
         )
 
     def _rest(self, track: SlotTrack, action: Wait, moment: Moment, now: float) -> None:
         track.wants_create_since = None
-        view = self.board.project(track.slot.project)
+        view = self.state.project(track.slot.project)
         # A verdict may be away for a moment, while its node is looked at once more; and while no listing comes at all,
         # whatever clock runs on for the workers.
         if view.observed - track.held_at > HOLD_LAPSES:
@@ -364,9 +364,9 @@ class Engine:
         if not view.fresh:
             view.decided_blind.add(track.slot.name)
         if action.wall is not None:
-            self.board.wake_at(track, now + max(0.0, (action.wall - moment.wall).total_seconds()))
+            self.state.wake_at(track, now + max(0.0, (action.wall - moment.wall).total_seconds()))
         if action.needs_person and action.why != track.said:
-            self.board.event(track, "person", action.why, level="warning", cause=action.cause.value)
+            self.state.event(track, "person", action.why, level="warning", cause=action.cause.value)
         # A listing that fails meanwhile changes nothing that a person would have to hear of once more.
         if action.needs_person or view.fresh:
             track.said = action.why if action.needs_person else ""
@@ -378,16 +378,16 @@ class Engine:
         try:
             self._begin(track, action)
         except Exception as error:
-            self.board.set_aside(track, error)
-        self.board.dirty[track.slot.name] = None
+            self.state.set_aside(track, error)
+        self.state.dirty[track.slot.name] = None
 
     def _begin(self, track: SlotTrack, action: Record | Effect) -> None:
         """The intent into memory, the effect behind it; it starts when `commit` has written the intent."""
-        self.board.update(track, saw(track.memory, *track.last_told()))
-        self.board.update(track, memories.intend(track.memory, action, self.clock.now(), self.rng))
+        self.state.update(track, saw(track.memory, *track.last_told()))
+        self.state.update(track, memories.intend(track.memory, action, self.clock.now(), self.rng))
         if not isinstance(action, GetNode | GetOperation | FetchHostKeys):
             name, level = node_of(action), level_of(action)
-            self.board.event(track, kind_of(action), text_of(action), node=name, level=level, **fields_of(action))
+            self.state.event(track, kind_of(action), text_of(action), node=name, level=level, **fields_of(action))
         if isinstance(action, Record):
             return
         if isinstance(action, Delete):
@@ -400,7 +400,7 @@ class Engine:
         effect = prepare(action, track.slot, track.memory, workers, coordinator, self.ports)
         track.in_flight[action.effect_key] = action
         tag = ("effect", track.slot.name, action.effect_key)
-        self.board.begin((lane_of(action), tag, effect))
+        self.state.begin((lane_of(action), tag, effect))
 
     # --- remember ----------------------------------------------------------------------------------------------------
 
@@ -415,10 +415,10 @@ class Engine:
         elif kind in ("collect", "adopt"):
             text = f"{rest[0]}: " + (f"{finished.error}" if finished.error is not None else "accepted")
             level = "info" if finished.error is None else "warning"
-            self.board.say(f"{kind}ed", text, node=rest[0], level=level)
+            self.state.say(f"{kind}ed", text, node=rest[0], level=level)
             if kind == "adopt" and finished.error is not None and rest[1] in self.slots:
                 self.slots[rest[1]].looked.pop(ADOPTING, None)
-                self.board.dirty[rest[1]] = None
+                self.state.dirty[rest[1]] = None
         else:
             track = self.slots.get(rest[0])
             action = track.in_flight.pop(rest[1], None) if track is not None else None
@@ -427,19 +427,19 @@ class Engine:
 
     def _effect_ended(self, track: SlotTrack, action: Effect, finished: Finished) -> None:
         """*action*, begun for the slot of *track*, is over, one way or the other."""
-        view, error = self.board.project(track.slot.project), finished.error
+        view, error = self.state.project(track.slot.project), finished.error
         name = action.name if isinstance(action, Create | GetOperation) else action.key.name
         track.looked[action.effect_key] = view.mark
-        self.board.dirty[track.slot.name] = None
+        self.state.dirty[track.slot.name] = None
         if isinstance(action, Create):
-            self.create_admission.answered(track, self.board.clock.monotonic())
+            self.create_admission.answered(track, self.state.clock.monotonic())
         if error is not None and not isinstance(error, TpuCareError):
-            self.board.set_aside(track, error)
+            self.state.set_aside(track, error)
         if isinstance(error, ChangedMeanwhile):
-            self.board.update(track, memories.changed_meanwhile(track.memory, name))
+            self.state.update(track, memories.changed_meanwhile(track.memory, name))
         told = saw(track.memory, *track.last_told())
-        memory = memories.remember(told, action, finished.result, error, self.board.clock.now(), self.rng)
-        self.board.update(track, memory)
+        memory = memories.remember(told, action, finished.result, error, self.state.clock.now(), self.rng)
+        self.state.update(track, memory)
         self._update_trackers(track, view, action, name, finished)
 
     def _update_trackers(
@@ -464,15 +464,15 @@ class Engine:
             if isinstance(action, Launch):
                 track.looked.pop(EffectKind.STOP.of(name), None)
             seen.forget_report()
-            self.prober.schedule(track, seen, self.board.clock.monotonic())
+            self.prober.schedule(track, seen, self.state.clock.monotonic())
         news = not isinstance(action, GetNode) or track.look_ended(name, error, view.mark)
         told = end_of(action, finished.result, error) if news else None
         if told is not None:
-            self.board.event(track, told.kind, told.text, node=name, level=told.level)
+            self.state.event(track, told.kind, told.text, node=name, level=told.level)
 
     def _looked(self, track: SlotTrack, view: ProjectView, node: Node) -> None:
         track.looked.pop(EffectKind.MISSED.of(node.name), None)
-        is_its = node.slot == track.slot.name or self.board.home(node) is track
+        is_its = node.slot == track.slot.name or self.state.home(node) is track
         if node.owner != self.ports.owner or not is_its:
             self._met_another(track, view, node)
             return
@@ -490,7 +490,7 @@ class Engine:
         if past is not None:
             # No two nodes bear one name at a time: the one that was remembered is gone.
             self.ports.launcher.forget(node.key)
-            memory = remember.gone(memory, node.name, self.board.clock.now(), self.rng)
+            memory = remember.gone(memory, node.name, self.state.clock.now(), self.rng)
             self.observer.forget(track, view, node.name)
-        self.board.update(track, memory)
+        self.state.update(track, memory)
         self.observer.see_foreign(view, node)

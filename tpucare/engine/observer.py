@@ -35,42 +35,42 @@ class Observer:
 
     def __init__(
         self,
-        board: EngineState,
+        state: EngineState,
         ports: Ports,
         prober: Prober,
-        hearing: Liveness,
+        liveness: Liveness,
         adopt: Callable[[Node], SlotTrack | None],
         rng: random.Random,
     ) -> None:
-        self.board = board
+        self.state = state
         self.ports = ports
         self.prober = prober
-        self.hearing = hearing
+        self.liveness = liveness
         self.adopt = adopt
         self.rng = rng
 
     def poll(self, now: float) -> None:
         """One listing per project, one under way at a time."""
-        for view in self.board.projects.values():
+        for view in self.state.projects.values():
             if view.listing or now < view.poll_due:
                 continue
             view.listing = True
             listing = partial(self.ports.cloud.list_nodes, view.name)
-            self.board.begin((Lane.LIST, ("list", view.name), listing))
+            self.state.begin((Lane.LIST, ("list", view.name), listing))
 
     def listed(self, view: ProjectView, listing: Listing | None, error: Exception | None) -> None:
-        began = self.board.clock.monotonic()
+        began = self.state.clock.monotonic()
         view.listing = False
         if listing is None:
             self._blind(view, error)
         else:
             self._observe(view, listing, began)
-        fast = not view.slots.isdisjoint(self.board.busy)
+        fast = not view.slots.isdisjoint(self.state.busy)
         # A listing of ten thousand nodes is not free: looking more often must not become the load itself.
-        cost = self.board.clock.monotonic() - began
-        pause = max(self.board.settings.fast_poll, 5 * cost) if fast else self.board.settings.poll
+        cost = self.state.clock.monotonic() - began
+        pause = max(self.state.settings.fast_poll, 5 * cost) if fast else self.state.settings.poll
         if listing is None:
-            pause = self.board.settings.poll
+            pause = self.state.settings.poll
             if isinstance(error, RateLimited):
                 pause = listing_pause(view.listing_pause, pause, self.rng)
         view.listed(began, pause, limited=isinstance(error, RateLimited))
@@ -82,7 +82,7 @@ class Observer:
         blind = error.reworded(f"listing {view.name} failed: {error.message}")
         if view.fresh or str(blind) != view.blind_why:
             level = "error" if isinstance(blind, OwnCredentials | NeedsPerson) else "warning"
-            self.board.say("blind", str(blind), level=level)
+            self.state.say("blind", str(blind), level=level)
         if view.fresh:
             for seen in self._seen_in(view):
                 seen.alone()
@@ -91,7 +91,7 @@ class Observer:
         # Blind slots do little, and by what workers tell: one listing of many that fails is not worth a
         # decision of every slot, and another one when the next succeeds.
         if view.failures == BLIND_AFTER or view.passes == 0:
-            self.board.decide_again(view.slots)
+            self.state.decide_again(view.slots)
 
     def _observe(self, view: ProjectView, listing: Listing, now: float) -> None:
         was_blind, went_dark = not view.fresh, view.unreachable != listing.unreachable
@@ -100,7 +100,7 @@ class Observer:
         if was_blind:
             for seen in self._seen_in(view):
                 seen.in_company(view.mark)
-            self.board.say("seeing", f"listing {view.name}: {counted(len(listing.nodes), 'node')}", level="debug")
+            self.state.say("seeing", f"listing {view.name}: {counted(len(listing.nodes), 'node')}", level="debug")
         for key in sorted(listing.changed):
             self.see(view, listing.nodes[key])
         for key in sorted(listing.gone):
@@ -108,55 +108,55 @@ class Observer:
         if went_dark:
             self._darken(view, listing.unreachable)
         if (was_blind and long_blind) or went_dark:
-            self.board.decide_again(view.slots)
-        self.board.decide_again(view.decided_blind & view.slots)
+            self.state.decide_again(view.slots)
+        self.state.decide_again(view.decided_blind & view.slots)
         view.decided_blind.clear()
-        self.board.decide_again(view.due())
+        self.state.decide_again(view.due())
         # Silence and the brake turn on what others do, so these slots are judged anew in each pass.
-        self.board.decide_again(self.hearing.judged())
-        self.board.decide_again(self.board.braked)
+        self.state.decide_again(self.liveness.judged())
+        self.state.decide_again(self.state.braked)
 
     def _seen_in(self, view: ProjectView) -> list[NodeTrack]:
-        return [seen for name in view.slots for seen in self.board.slots[name].nodes.values()]
+        return [seen for name in view.slots for seen in self.state.slots[name].nodes.values()]
 
     def _darken(self, view: ProjectView, unreachable: frozenset[str]) -> None:
         if unreachable:
-            self.board.say(
+            self.state.say(
                 "unreachable", f"zones that do not answer: {', '.join(sorted(unreachable))}", level="warning"
             )
         for name in view.slots:
-            track = self.board.slots[name]
+            track = self.state.slots[name]
             for seen in track.nodes.values():
                 if seen.node.key.zone in unreachable:
                     seen.darken(view.mark)
                 else:
                     if seen.dark and seen.listed:
-                        self.board.update(track, memories.in_sight(track.memory, seen.node.name))
+                        self.state.update(track, memories.in_sight(track.memory, seen.node.name))
                     seen.light(view.mark)
                     self.prober.resume(track, seen)
 
     def see(self, view: ProjectView, node: Node) -> None:
         if node.owner != self.ports.owner:
             self.see_foreign(view, node)
-            if (home := self.board.home(node)) is not None:
+            if (home := self.state.home(node)) is not None:
                 view.foreign.setdefault(home.slot.name, {})[node.key] = node
                 view.lost[node.key] = home.slot.name
                 self.lose(view, node, home)
             return
         self._no_longer_foreign(view, node.key)
-        home = self.board.home(node)
+        home = self.state.home(node)
         if home is not None and home.slot.name != node.slot:
             self._keep_relabelled(home, node)
-        track = home or self.board.slots.get(node.slot) or self.adopt(node)
+        track = home or self.state.slots.get(node.slot) or self.adopt(node)
         if track is None or track.slot.project != view.name:
-            elsewhere = self.board.settings.elsewhere
+            elsewhere = self.state.settings.elsewhere
             if elsewhere is not None and elsewhere(node):
-                self.board.strays.pop(node.name, None)
+                self.state.strays.pop(node.name, None)
                 return
-            if node.name not in self.board.strays:
+            if node.name not in self.state.strays:
                 text = f"{node.name} in {node.key.zone} bears our owner label and an unknown fleet ({node.fleet})"
-                self.board.say("stray", f"{text}: `tpucare gc` lists it", node=node.name, level="warning")
-            self.board.strays[node.name] = node
+                self.state.say("stray", f"{text}: `tpucare gc` lists it", node=node.name, level="warning")
+            self.state.strays[node.name] = node
             return
         self.see_ours(view, track, node)
 
@@ -164,23 +164,23 @@ class Observer:
         seen = track.nodes.get(node.name)
         if seen is None or seen.node.slot != node.slot:
             text = f"{node.name}: its label says {node.slot or 'no slot'} now; it stays with {track.slot.name}"
-            self.board.event(track, "label", text, node=node.name, level="warning")
+            self.state.event(track, "label", text, node=node.name, level="warning")
 
     def see_foreign(self, view: ProjectView, node: Node) -> None:
         for slot in slots_of(node.name):
             known = view.foreign.setdefault(slot, {})
             if slot in view.slots:
-                self.board.dirty[slot] = None
-                if node.key not in known and self.board.home(node) is None:
+                self.state.dirty[slot] = None
+                if node.key not in known and self.state.home(node) is None:
                     whose = f"another owner ({node.owner})" if node.owner else "no owner's label"
                     text = f"{node.name} in {node.key.zone} bears the name of {slot} and {whose}: it is left alone"
-                    self.board.say("foreign", f"{text}; `tpucare adopt-node` takes it over", node=node.name)
+                    self.state.say("foreign", f"{text}; `tpucare adopt-node` takes it over", node=node.name)
             known[node.key] = node
 
     def _no_longer_foreign(self, view: ProjectView, key: NodeKey) -> None:
         for slot in (*slots_of(key.name), view.lost.pop(key, "")):
             if view.foreign.get(slot, {}).pop(key, None) is not None and slot in view.slots:
-                self.board.dirty[slot] = None
+                self.state.dirty[slot] = None
 
     def lose(self, view: ProjectView, node: Node, track: SlotTrack) -> None:
         """A node that was ours bears another owner's label now: rule 2, it is not touched any more."""
@@ -188,8 +188,8 @@ class Observer:
         if past is not None and past.taken:
             return
         self.ports.launcher.disconnect(node.key)
-        self.board.dirty[track.slot.name] = None
-        self.board.update(track, memories.taken(track.memory, node.name))
+        self.state.dirty[track.slot.name] = None
+        self.state.update(track, memories.taken(track.memory, node.name))
         self.forget(track, view, node.name, f"{node.name} bears another owner's label now: left alone")
 
     def see_ours(self, view: ProjectView, track: SlotTrack, node: Node) -> None:
@@ -204,22 +204,22 @@ class Observer:
         seen.listed = True
         track.failed_looks.pop(node.name, None)
         view.hold(node)
-        self.board.update(track, memories.absorb(track.memory, node))
+        self.state.update(track, memories.absorb(track.memory, node))
         if before is not node.state or fresh:
-            self.board.event(track, "state", f"{node.name} is {node.state.name}", node=node.name, state=node.state.name)
+            self.state.event(track, "state", f"{node.name} is {node.state.name}", node=node.name, state=node.state.name)
         self._address(track, seen)
         self.prober.resume(track, seen)
-        self.board.dirty[track.slot.name] = None
+        self.state.dirty[track.slot.name] = None
         self._release_quota(view)
 
     def _miss(self, view: ProjectView, key: NodeKey) -> None:
         name = key.name
-        self.board.strays.pop(name, None)
+        self.state.strays.pop(name, None)
         view.release(name)
         self._no_longer_foreign(view, key)
-        if found := self.board.find(key):
+        if found := self.state.find(key):
             found[1].listed = False
-            self.board.dirty[found[0].slot.name] = None
+            self.state.dirty[found[0].slot.name] = None
         self._release_quota(view)
 
     def forget(self, track: SlotTrack, view: ProjectView, name: str, why: str = "") -> None:
@@ -227,14 +227,14 @@ class Observer:
         track.forget_node(name)
         track.looked[EffectKind.GONE.of(name)] = view.mark
         view.release(name)
-        self.hearing.note(track)
-        self.board.event(track, "lost" if why else "gone", why or f"{name} is gone", node=name)
+        self.liveness.note(track)
+        self.state.event(track, "lost" if why else "gone", why or f"{name} is gone", node=name)
         self._release_quota(view)
 
     def _release_quota(self, view: ProjectView) -> None:
         if view.holdings_changed:
             view.holdings_changed = False
-            self.board.decide_again(self.board.lacks_quota & view.slots)
+            self.state.decide_again(self.state.lacks_quota & view.slots)
 
     def _address(self, track: SlotTrack, seen: NodeTrack) -> None:
         """Addresses of the workers, once all are listed; then the launcher is told to expect them."""
@@ -247,7 +247,7 @@ class Observer:
         seen.workers = workers
         if workers is not None:
             self.ports.launcher.expect(workers)
-            self.prober.schedule(track, seen, self.board.clock.monotonic())
+            self.prober.schedule(track, seen, self.state.clock.monotonic())
 
 
 def _hosts_of(node: Node) -> int:

@@ -37,10 +37,10 @@ WORKERS_A_SECOND = 18
 class Prober:
     """The heartbeat of every node."""
 
-    def __init__(self, board: EngineState, ports: Ports, hearing: Liveness, rng: random.Random) -> None:
-        self.board = board
+    def __init__(self, state: EngineState, ports: Ports, liveness: Liveness, rng: random.Random) -> None:
+        self.state = state
         self.ports = ports
-        self.hearing = hearing
+        self.liveness = liveness
         self.rng = rng
         self._probes: list[tuple[float, str, str]] = []
 
@@ -50,10 +50,10 @@ class Prober:
     def take_hints(self, now: float) -> None:
         """A dropped connection or a port that opened is a reason to look now, never a verdict."""
         for key in sorted(self.ports.launcher.hints()):
-            if found := self.board.find(key):
+            if found := self.state.find(key):
                 self.schedule(*found, now)
                 # What made a worker hang up may have reached the API by now.
-                self.board.project(key.project).look_soon(now, self.board.settings.fast_poll)
+                self.state.project(key.project).look_soon(now, self.state.settings.fast_poll)
 
     def schedule(self, track: SlotTrack, seen: NodeTrack, due: float) -> None:
         seen.probe_due = due
@@ -62,13 +62,13 @@ class Prober:
     def resume(self, track: SlotTrack, seen: NodeTrack) -> None:
         """Ask again what was not asked while it could not answer: its zone was dark, or it was stopped."""
         if seen.probe_due is None and seen.workers is not None:
-            self.schedule(track, seen, self.board.clock.monotonic())
+            self.schedule(track, seen, self.state.clock.monotonic())
 
     def probe(self, now: float) -> None:
         """Ask every node that is due."""
         while self._probes and self._probes[0][0] <= now:
             due, slot, name = heapq.heappop(self._probes)
-            track = self.board.slots.get(slot)
+            track = self.state.slots.get(slot)
             seen = track.nodes.get(name) if track is not None else None
             if track is None or seen is None or seen.probe_due != due or seen.probing:
                 continue
@@ -93,18 +93,18 @@ class Prober:
         )
         seen.probing, seen.probe_due = True, None
         tag = ("probe", track.slot.name, seen.node.name, str(seen.generation))
-        self.board.begin((Lane.PROBE, tag, lambda: self.ports.launcher.probe(order)))
+        self.state.begin((Lane.PROBE, tag, lambda: self.ports.launcher.probe(order)))
 
     def probed(self, slot: str, name: str, generation: str, finished: Finished) -> None:
-        track = self.board.slots.get(slot)
+        track = self.state.slots.get(slot)
         seen = track.nodes.get(name) if track is not None else None
         if track is None or seen is None:
             return
         seen.probing = False
-        now = self.board.clock.monotonic()
+        now = self.state.clock.monotonic()
         report = finished.result
         if finished.error is not None:
-            self.board.set_aside(track, finished.error)
+            self.state.set_aside(track, finished.error)
         elif isinstance(report, NodeReport) and report.node_id == seen.node.id and str(seen.generation) == generation:
             self._hear(track, seen, report)
         # Something happened while it was asked: the answer may be older than that.
@@ -118,30 +118,30 @@ class Prober:
         tells = seen.progress.told is not None or seen.progress.signals > 0
         steady = report is not None and report.all_answer and is_running(report) and tells
         if not steady and self._has_news(track, seen):
-            return self.board.settings.fast_probe
+            return self.state.settings.fast_probe
         crowd = (len(self._probes) + 1) * len(seen.workers or ())
-        return max(self.board.settings.probe, crowd / WORKERS_A_SECOND) * self.rng.uniform(0.8, 1.2)
+        return max(self.state.settings.probe, crowd / WORKERS_A_SECOND) * self.rng.uniform(0.8, 1.2)
 
     def _has_news(self, track: SlotTrack, seen: NodeTrack) -> bool:
         marks = (seen.phase_since, seen.ended_since, seen.answering_since, seen.silent_since, seen.refused_since)
         newest = max((mark.observed for mark in marks if mark is not None), default=None)
-        now = self.board.project(track.slot.project).observed
+        now = self.state.project(track.slot.project).observed
         return newest is None or now - newest < NEWS_IS_FRESH_FOR
 
     def _hear(self, track: SlotTrack, seen: NodeTrack, report: NodeReport) -> None:
-        view = self.board.project(track.slot.project)
+        view = self.state.project(track.slot.project)
         before, token, signals = seen.report, seen.progress.token, seen.progress.signals
-        self.hearing.hear(seen.node.name, report)
-        mark = view.mark if view.fresh else seen.hear_alone(self.board.clock.monotonic(), view.mark, view.cap)
+        self.liveness.hear(seen.node.name, report)
+        mark = view.mark if view.fresh else seen.hear_alone(self.state.clock.monotonic(), view.mark, view.cap)
         changed = seen.hear(report, mark) or not view.fresh
         if seen.progress.token != token:
             # Signs of the run before this one are none of this one's.
             signals = 0
-        self.hearing.note(track)
+        self.liveness.note(track)
         if report.all_answer:
-            self.board.update(track, memories.answered(track.memory, seen.node.name))
+            self.state.update(track, memories.answered(track.memory, seen.node.name))
         if seen.refusals:
-            self.board.update(track, memories.refused(track.memory, seen.node.name))
+            self.state.update(track, memories.refused(track.memory, seen.node.name))
         self._tell(track, seen, before, report, signals)
         # Nothing turns on a second signal but the note that this job tells of its progress at all.
         # But that it stands still is said by so many reports without one.
@@ -151,7 +151,7 @@ class Prober:
         second = seen.progress.signals == 2 and signals < 2
         further = is_row_open(track.memory) and got_further(seen.freeze(), track.memory)
         if changed or stood_still or ended or second or further:
-            self.board.dirty[track.slot.name] = None
+            self.state.dirty[track.slot.name] = None
 
     def _tell(
         self, track: SlotTrack, seen: NodeTrack, before: NodeReport | None, report: NodeReport, signals: int
@@ -159,7 +159,7 @@ class Prober:
         name = seen.node.name
         new = track.memory.run is None or track.memory.run.node != name
         if new and report.all_answer and (before is None or not before.all_answer):
-            self.board.event(track, "answers", f"all workers of {name} answer", node=name)
+            self.state.event(track, "answers", f"all workers of {name} answer", node=name)
         run = track.memory.run
         first = report.workers[0] if report.workers else None
         if first is None or run is None or first.token != run.token:
@@ -169,11 +169,11 @@ class Prober:
             # A run that start_fn began stays in its last phase: where it is found, it may have ended long ago.
             over = old is None and first.foreign is not None and not any(worker.alive for worker in report.workers)
             word = "ended" if over and first.phase is Phase.RUN else first.phase.value
-            self.board.event(track, "phase", f"{run.token}: {word}", node=name, phase=word)
+            self.state.event(track, "phase", f"{run.token}: {word}", node=name, phase=word)
         if signals == 0 and seen.progress.signals > 0:
             step, checkpoint = newest_step(report), newest_checkpoint(report)
             text = f"{run.token}: first sign of progress"
-            self.board.event(track, "progress", text, node=name, step=step, checkpoint=checkpoint)
+            self.state.event(track, "progress", text, node=name, step=step, checkpoint=checkpoint)
 
 
 # --- liveness of workers: silence is a verdict only where our own network is known to carry ---------------------------
@@ -187,8 +187,8 @@ ANSWER_COUNTS_FOR = 60.0
 class Liveness:
     """Answers and silences of all workers of all slots."""
 
-    def __init__(self, board: EngineState) -> None:
-        self.board = board
+    def __init__(self, state: EngineState) -> None:
+        self.state = state
         self.silent: set[str] = set()
         self.canary: str | None = None
         self._answers: deque[tuple[float, str]] = deque()
@@ -197,7 +197,7 @@ class Liveness:
         """A node was probed; to be called before its own track hears of it."""
         if not any(worker.contact is Contact.ANSWERED for worker in report.workers):
             return
-        now = self.board.clock.monotonic()
+        now = self.state.clock.monotonic()
         if not self._answers or now - self._answers[-1][0] > ANSWER_COUNTS_FOR:
             self._count_anew()
         self._answers.append((now, node))
@@ -212,7 +212,7 @@ class Liveness:
 
     def judged(self) -> list[str]:
         """Slots whose silence is judged by who else answers; workers that were never there yet are only booting."""
-        tracks = ((name, self.board.slots.get(name)) for name in self.silent)
+        tracks = ((name, self.state.slots.get(name)) for name in self.silent)
         return [name for name, track in tracks if track is not None and any(map(_is_suspect, track.nodes.values()))]
 
     def _count_anew(self) -> None:
@@ -222,15 +222,15 @@ class Liveness:
         Without this, the first worker heard after an outage of our own network would condemn all that are asked later.
         """
         for name in self.silent:
-            track = self.board.slots.get(name)
-            mark = self.board.project(track.slot.project).mark if track is not None else None
+            track = self.state.slots.get(name)
+            mark = self.state.project(track.slot.project).mark if track is not None else None
             for seen in track.nodes.values() if track is not None else ():
                 if seen.silent_since is not None and mark is not None:
                     seen.silent_since, seen.silent_probes = mark, 0
 
     def elsewhere_answers(self, track: SlotTrack) -> bool:
         """Some other worker answered within the last minute."""
-        now = self.board.clock.monotonic()
+        now = self.state.clock.monotonic()
         while self._answers and now - self._answers[0][0] > ANSWER_COUNTS_FOR:
             self._answers.popleft()
         silent = {name for name, seen in track.nodes.items() if seen.silent_since is not None}
@@ -242,17 +242,17 @@ class Liveness:
 
     def may_be_canary(self, track: SlotTrack) -> bool:
         """This slot is the one to go first: the canary already, or the longest silent of those that can go."""
-        canary = self.board.slots.get(self.canary) if self.canary is not None else None
+        canary = self.state.slots.get(self.canary) if self.canary is not None else None
         if canary is not None and canary.memory.wish is DesiredState.UP and canary.memory.end is End.NONE:
             return canary is track
         return track.slot.name == min(filter(None, map(self._could_go, self.silent)), default=(None, ""))[1]
 
     def _could_go(self, slot: str) -> tuple[timedelta, str] | None:
         """Since when a node of *slot* is silent that `decide` may replace now; all others would wait for any other."""
-        track = self.board.slots.get(slot)
+        track = self.state.slots.get(slot)
         if track is None or track.memory.wish is not DesiredState.UP or track.memory.end is not End.NONE:
             return None
-        if not self.board.project(track.slot.project).fresh:
+        if not self.state.project(track.slot.project).fresh:
             return None
         marks = [
             seen.silent_since.observed for seen in track.nodes.values() if seen.silent_since and _may_go(track, seen)

@@ -18,12 +18,12 @@ from tpucare.planner import remember as memories
 
 
 class SlotRegistry:
-    """The slots of the board, made from what doors declare and from what the store remembers."""
+    """The slots of the engine, made from what is declared and from what the store remembers."""
 
-    def __init__(self, board: EngineState, create_admission: CreateAdmission) -> None:
-        self._board = board
+    def __init__(self, state: EngineState, create_admission: CreateAdmission) -> None:
+        self._state = state
         self._create_admission = create_admission
-        self._remembered = {name: memories.recover(memory) for name, memory in board.store.memories().items()}
+        self._remembered = {name: memories.recover(memory) for name, memory in state.store.memories().items()}
         self._surplus: dict[str, Callable[[str], Slot | None]] = {}
         self._wishes: dict[str, DesiredState] = {}
 
@@ -50,7 +50,7 @@ class SlotRegistry:
     def known(self, fleet: str) -> list[str]:
         """Slots of *fleet* that are declared, or remembered, whatever its count is by now."""
         known = [name for name, memory in self._remembered.items() if memory.fleet == fleet]
-        return known + [name for name, track in self._board.slots.items() if track.slot.fleet == fleet]
+        return known + [name for name, track in self._state.slots.items() if track.slot.fleet == fleet]
 
     def take_in(self, node: Node) -> SlotTrack | None:
         """The slot that *node* is of, though it is not declared any more. None: its fleet does not know that name."""
@@ -60,14 +60,14 @@ class SlotRegistry:
 
     def has_left(self, fleet: str) -> bool:
         """Whether something of *fleet* is there, or may be: a node, or a create that was asked for."""
-        tracks = [track for track in self._board.slots.values() if track.slot.fleet == fleet]
+        tracks = [track for track in self._state.slots.values() if track.slot.fleet == fleet]
         memories = [track.memory for track in tracks]
         memories += [memory for memory in self._remembered.values() if memory.fleet == fleet]
         return any(track.nodes for track in tracks) or any(memory.nodes or memory.creates for memory in memories)
 
     def end(self, slot: str) -> None:
         """Let go of a slot that was taken down and of which nothing is left. Its numbers stay: no name comes twice."""
-        track = self._board.slots[slot]
+        track = self._state.slots[slot]
         self._leave(track)
         past = track.memory
         memory = Memory(
@@ -80,11 +80,11 @@ class SlotRegistry:
             recent_creates=past.recent_creates,
         )
         self._remembered[slot] = memory
-        self._board.store.save({slot: memory})
+        self._state.store.save({slot: memory})
 
     def _track(self, slot: Slot) -> SlotTrack:
-        board = self._board
-        track = board.slots.get(slot.name)
+        state = self._state
+        track = state.slots.get(slot.name)
         if track is not None and track.slot.project != slot.project:
             # The doors see to it that nothing of the slot is left there. Marks of one project's observed clock say
             # nothing on that of another.
@@ -95,16 +95,16 @@ class SlotRegistry:
             fresh = Memory(fleet=slot.fleet, wish=self._wishes.get(slot.fleet, DesiredState.UP))
             memory = self._remembered.pop(slot.name, None) or fresh
             track = SlotTrack(slot, memory)
-            board.settle_in(track)
-            board.project(slot.project).adopt(slot.name)
+            state.settle_in(track)
+            state.project(slot.project).adopt(slot.name)
             self._create_admission.restore(slot.project, memory)
-            board.note_publishing(memory)
+            state.note_publishing(memory)
         track.slot = slot
-        board.dirty[slot.name] = None
+        state.dirty[slot.name] = None
         return track
 
     def _leave(self, track: SlotTrack) -> None:
         name = track.slot.name
-        del self._board.slots[name]
-        self._board.project(track.slot.project).slots.discard(name)
-        self._board.drop(name)
+        del self._state.slots[name]
+        self._state.project(track.slot.project).slots.discard(name)
+        self._state.drop(name)

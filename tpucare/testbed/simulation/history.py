@@ -602,7 +602,7 @@ def is_overslept(daemon: Daemon, name: str) -> str | None:
     engine, track = daemon.engine, daemon.engine.slots[name]
     resting = track.action
     held = track.braked or track.aside_until is not None or resting.cause is Cause.CREATE_BUDGET
-    if track.in_flight or held or name in engine.board.dirty:
+    if track.in_flight or held or name in engine.state.dirty:
         return None
     view = engine.projects[track.slot.project]
     moment = engine.moment(track)

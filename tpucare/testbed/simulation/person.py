@@ -42,7 +42,7 @@ class Person:
         if self.daemon.store.old and any(_needs_person(track) for track in self.daemon.engine.slots.values()):
             # It is no backup, and the person who never put one back knows it.
             self.daemon.store.confirm()
-            self.daemon.engine.board.decide_again(self.daemon.engine.slots)
+            self.daemon.engine.state.decide_again(self.daemon.engine.slots)
         for name, track in self.daemon.engine.slots.items():
             self._look_after(name, track, gentle=gentle)
 

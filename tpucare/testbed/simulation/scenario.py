@@ -55,7 +55,7 @@ class Strike:
 @dataclass(frozen=True, slots=True)
 class Pace:
     """
-    How closely time is followed. Seconds, see `board.Settings`; `grain`, see `time.VirtualExecutor`.
+    How closely time is followed. Seconds, see `engine.state.Settings`; `grain`, see `time.VirtualExecutor`.
 
     close: effects begin late and every step is looked at, slot by slot, for wake-ups that were missed.
     """
