@@ -78,14 +78,14 @@ __all__ = [
 
 _ERRORS = "CloudError CommandFailed ConfigError NodeGone RemoteError StoreError StoreLocked TpuCareError WorkerSilent"
 _HOMES = {
-    **dict.fromkeys(["All", "Context", "SliceIndex", "run", "start_multiple", "start_single", "status"], "api.api"),
+    **dict.fromkeys(["All", "Context", "SliceIndex", "run", "start_multiple", "start_single", "status"], "api.start"),
     **dict.fromkeys(["all_tpus", "exec_on_tpu", "send_to_tpu", "tpu_ips", "tpu_names"], "api.hosts"),
-    **dict.fromkeys(["NotDeleted", "delete_all", "delete_one_tpu", "synchronous_deletion"], "api.removal"),
+    **dict.fromkeys(["NotDeleted", "delete_all", "delete_one_tpu", "synchronous_deletion"], "api.deletion"),
     **dict.fromkeys(_ERRORS.split(), "model.errors"),
     "Event": "model.resources",
     "Fleet": "api.fleet",
     "Host": "api.attempt",
-    "SlotFailed": "api.caring",
+    "SlotFailed": "api.foreground",
     "exec_command": "api.exec_command",
 }
 _MODULES = {"sweeps": "integrations.wandb.sweep", "training": "training"}
