@@ -23,7 +23,7 @@ from tests.testbed.mutations import MUTATIONS, Mutation
 from tpucare.adapters.state.store import SqliteStore, open_store
 from tpucare.cli import simulate as cli_simulate
 from tpucare.cli.app import app
-from tpucare.engine.projects import ProjectView
+from tpucare.engine.state import ProjectView
 from tpucare.model.errors import AnswerLost, ConfigError, StoreFull
 from tpucare.model.memory import CreateIntent, DesiredState, FailureCounter, FleetRecord, Memory
 from tpucare.model.ports import Finished, Lane, Store
