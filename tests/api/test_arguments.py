@@ -184,15 +184,15 @@ class TestPlaces:
                 {"zone": "us-central2-b"},
                 "start_single: zone: v3 is not offered in us-central2-b; it is in us-central1-a",
             ),
-            ({"zone": "a b; c"}, "zone: 'a b; c' is no known zone"),
+            ({"zone": "a b; c"}, "zone: 'a b; c' is not a known zone"),
             ({"zone": None}, "zone"),
             ({"zone": 4}, "zone must be text"),
             (
                 {"slices": 3},
-                "start_single: tpu_version and slices: v3-24 is not listed (unlisted=True would let it pass); nearest",
+                "start_single: tpu_version and slices: v3-24 is not listed (unlisted=True accepts it); nearest",
             ),
             ({"accelerator_type": "v5litepod-9", "zone": "us-west4-a"}, "start_single: accelerator_type: "),
-            ({"service_account": "not an account"}, "service_account: 'not an account' is no service account"),
+            ({"service_account": "not an account"}, "service_account: 'not an account' is not a service account"),
             ({"preemptible": "maybe"}, "preemptible must be True or False"),
             (
                 {"network": {"extrenal_ips": False}},
@@ -244,14 +244,14 @@ class TestCare:
         ("changes", "words"),
         [
             ({"unhealthy_timeout_seconds": 0}, "unhealthy_timeout_seconds=0 must be a number of seconds above 0"),
-            ({"unhealthy_timeout_seconds": "soon"}, "start_single: unhealthy_timeout_seconds: soon is no duration"),
+            ({"unhealthy_timeout_seconds": "soon"}, "start_single: unhealthy_timeout_seconds: soon is not a duration"),
             ({"unhealthy_timeout": 60, "unhealthy_timeout_seconds": 61}, "are the same; give one"),
             ({"unhealthy_after": "1m", "unhealthy_timeout_seconds": 61}, "are the same; give one"),
-            ({"boot_timeout": "4x"}, "start_single: boot_timeout: 4x is no duration such as 90s"),
+            ({"boot_timeout": "4x"}, "start_single: boot_timeout: 4x is not a duration such as 90s"),
             ({"care": {"boot_timeot": 3}}, "start_single: boot_timeot: unknown key; nearest: boot_timeout"),
             ({"care": 3}, "care must be a mapping"),
-            ({"on_exit": "restrt"}, "on_exit=restrt is none of leave, restart, delete; nearest: restart"),
-            ({"on_exit": True}, "on_exit=True is none of"),
+            ({"on_exit": "restrt"}, "on_exit=restrt is not one of leave, restart, delete; nearest: restart"),
+            ({"on_exit": True}, "on_exit=True is not one of"),
         ],
     )
     def test_what_is_wrong(self, changes: dict[str, Any], words: str) -> None:

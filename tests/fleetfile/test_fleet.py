@@ -17,11 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tpucare.fleetfile import parse as fleet_files
-from tpucare.fleetfile import values as fleet_values
+from tpucare.fleetfile import values
 from tpucare.fleetfile.limits import warnings_of
-from tpucare.fleetfile.parse import Fleet, json_schema, parse, read_local, read_text, refuse_shared_names
+from tpucare.fleetfile.parse import Fleet, parse, read_local, read_text, refuse_shared_names
 from tpucare.fleetfile.problems import PROBLEMS_LIMIT
-from tpucare.fleetfile.schema import SECTIONS
+from tpucare.fleetfile.schema import SECTIONS, json_schema
 from tpucare.model import accelerators
 from tpucare.model.errors import ConfigError
 from tpucare.model.resources import (
@@ -212,7 +212,7 @@ def test_metadata_and_reach_arrive_at_every_place() -> None:
 @pytest.mark.parametrize(
     ("key", "value", "warning"),
     [
-        ("tpu.os_login", True, "tpu.os_login: tpucare cannot log in by OS Login yet"),
+        ("tpu.os_login", True, "tpu.os_login: tpucare does not support OS Login yet"),
         ("tpu.metadata", {"wandb-api-key": "x"}, "tpu.metadata.wandb-api-key: looks like a secret"),
     ],
 )
@@ -325,7 +325,7 @@ def test_a_fleet_without_checkpoint_is_warned() -> None:
     job = declared.slot(0).job
     assert job is not None
     assert job.checkpoint == ""
-    assert "names no checkpoint" in declared.warnings[0]
+    assert "has no checkpoint" in declared.warnings[0]
 
 
 def test_names_stay_within_the_limits_of_the_api() -> None:
@@ -425,20 +425,20 @@ def test_every_problem_is_told_at_once_with_file_line_and_key() -> None:
         "pod.yaml:5: zones: unknown key here; zones belongs under tpu",
         "pod.yaml:6: provisoning: unknown key here; provisioning belongs under tpu",
         "pod.yaml:9: tpu.type: v3-257 is no known accelerator type; nearest: v3-256, v3-128",
-        "pod.yaml:11: tpu.zones[0]: europe-west4-q is not listed (`unlisted: true` would let it pass); nearest: "
+        "pod.yaml:11: tpu.zones[0]: europe-west4-q is not listed (`unlisted: true` accepts it); nearest: "
         "europe-west4-b, europe-west4-a",
         "pod.yaml:18: job.run: is missing",
         "pod.yaml:19: job.repository: must hold no credentials, query or fragment; put GIT_TOKEN or GIT_SSH_KEY into "
         "`secrets`",
         'pod.yaml:20: job.branch: must be text; quote it: "1.0"',
-        "pod.yaml:21: job.branch: is given twice, first on line 20",
+        "pod.yaml:21: job.branch: is a duplicate, first on line 20",
         "pod.yaml:22: job.workdir: excludes `repository`; keep one of the two",
         "pod.yaml:24: job.comand: unknown key; nearest: run",
         "pod.yaml:27: job.secrets: must be a list, not text; write [WANDB_API_KEY]",
         "pod.yaml:31: care.unhealthy_after: 90 has no unit; write 90s or 90m",
-        "pod.yaml:32: care.stalled_after: 1.5h is no duration such as 90s, 30m, 1h30m or 2d; write 1h30m rather than "
-        "1.5h",
-        "pod.yaml:33: care.on_success: del is none of delete, keep, restart; nearest: delete",
+        "pod.yaml:32: care.stalled_after: 1.5h is not a duration such as 90s, 30m, 1h30m or 2d; write 1h30m rather "
+        "than 1.5h",
+        "pod.yaml:33: care.on_success: del is not one of delete, keep, restart; nearest: delete",
     ]
 
 
@@ -457,7 +457,7 @@ def test_every_problem_is_told_at_once_with_file_line_and_key() -> None:
         ("count", "3", "count: must be a whole number, not text"),
         ("count", 1.5, "count: must be a whole number, not a number"),
         ("count", True, "count: must be a whole number, not true or false"),
-        ("project", "My Project", "no project id"),
+        ("project", "My Project", "is not a project id"),
         ("project", "123456", "its id"),
         ("tpu", None, "tpu: is missing"),
         ("tpu", "v4-8", "tpu: must be a list, or a mapping, not text"),
@@ -469,7 +469,7 @@ def test_every_problem_is_told_at_once_with_file_line_and_key() -> None:
         ("tpu.spot", True, "tpu.spot: unknown key; nearest: provisioning: spot"),
         ("tpu.accelerator_type", "v4-8", "tpu.accelerator_type: unknown key; nearest: type"),
         ("tpu.type", "v5e-8", "nearest: v5litepod-8"),
-        ("tpu.type", "v4-640", "v4-640 is not listed (`unlisted: true` would let it pass); nearest: v4-"),
+        ("tpu.type", "v4-640", "v4-640 is not listed (`unlisted: true` accepts it); nearest: v4-"),
         ("tpu.type", "tpu7x-8", "not served by the Cloud TPU API"),
         ("tpu.zones", "us-central2-b", "tpu.zones: must be a list, not text; write [us-central2-b]"),
         ("tpu.zones", [], "tpu.zones: must not be empty"),
@@ -478,18 +478,18 @@ def test_every_problem_is_told_at_once_with_file_line_and_key() -> None:
         ("tpu.zones", [{"zone": "us-central2-b", "zoone": 1}], "tpu.zones[0].zoone: unknown key; nearest: zone"),
         ("tpu.zones", ["us-central2-b"] * 2, "tpu.zones[1]: v4-8 as spot in us-central2-b is listed twice"),
         ("tpu.zones", ["us-central1-a"], "v4 is not offered in us-central1-a; it is in us-central2-b"),
-        ("tpu.zones", ["mars-north1-a"], "mars-north1-a is not listed (`unlisted: true` would let it pass)"),
-        ("tpu.zones", ["us central"], "no zone's name"),
-        ("tpu.provisioning", "ondemand", "ondemand is none of spot, preemptible, on-demand, reserved; nearest"),
+        ("tpu.zones", ["mars-north1-a"], "mars-north1-a is not listed (`unlisted: true` accepts it)"),
+        ("tpu.zones", ["us central"], "is not a zone's name"),
+        ("tpu.provisioning", "ondemand", "ondemand is not one of spot, preemptible, on-demand, reserved; nearest"),
         ("tpu.provisioning", ["spot"], "must be one of spot, preemptible, on-demand, reserved, not a list"),
         ("tpu", {"type": "v3-8", "zones": ["europe-west4-a"], "provisioning": "reserved"}, "is not offered as"),
-        ("tpu.runtime", "x y", "no runtime version"),
-        ("tpu.service_account", "me@gmail.com", "no service account"),
-        ("tpu.network", {"external_ips": "yes"}, "must be true or false; yes is a word in YAML 1.2"),
+        ("tpu.runtime", "x y", "is not a runtime version"),
+        ("tpu.service_account", "me@gmail.com", "is not a service account"),
+        ("tpu.network", {"external_ips": "yes"}, "must be true or false; yes is text in YAML 1.2"),
         ("tpu.network", {"external_ips": 1}, "must be true or false, not a number"),
         ("tpu.network", {"external_ip": True}, "tpu.network.external_ip: unknown key; nearest: external_ips"),
-        ("tpu.network", {"name": "a b"}, "no network"),
-        ("tpu.network", {"external_ips": False, "reach": "external"}, "leaves no external address to go to"),
+        ("tpu.network", {"name": "a b"}, "is not a network"),
+        ("tpu.network", {"external_ips": False, "reach": "external"}, "workers have no external address"),
         (
             "tpu",
             {
@@ -499,18 +499,18 @@ def test_every_problem_is_told_at_once_with_file_line_and_key() -> None:
             },
             "tpu.zones[0].network.reach: is external",
         ),
-        ("tpu.network", {"reach": "iap"}, "iap is none of external, internal"),
-        ("tpu.metadata", {"ssh-keys": "x"}, "ssh-keys is a key of tpucare's own: name people in `tpu.ssh_keys`"),
-        ("tpu.metadata", {"enable-oslogin": "TRUE"}, "enable-oslogin is a key of tpucare's own: write `tpu.os_login"),
-        ("tpu.metadata", {"a b": "x"}, "no key of metadata"),
+        ("tpu.network", {"reach": "iap"}, "iap is not one of external, internal"),
+        ("tpu.metadata", {"ssh-keys": "x"}, "ssh-keys is set by tpucare: name people in `tpu.ssh_keys`"),
+        ("tpu.metadata", {"enable-oslogin": "TRUE"}, "enable-oslogin is set by tpucare: write `tpu.os_login"),
+        ("tpu.metadata", {"a b": "x"}, "is not a key of metadata"),
         ("tpu.metadata", {"a": True}, "must be text or a number; quote what the program expects"),
         ("tpu.metadata", ["a"], "must be a mapping"),
-        ("tpu.network", {"subnetwork": "a/b"}, "no subnetwork"),
-        ("tpu.network", {"tags": ["-x"]}, "tpu.network.tags[0]: -x is no network tag"),
+        ("tpu.network", {"subnetwork": "a/b"}, "is not a subnetwork"),
+        ("tpu.network", {"tags": ["-x"]}, "tpu.network.tags[0]: -x is not a network tag"),
         ("tpu.ssh_keys", ["ssh-ed25519 AAAA"], "must be USER:KEY"),
         ("tpu.ssh_keys", ["me:ssh-dss AAAA"], "no key of a known type"),
-        ("tpu.ssh_keys", ["me:ssh-ed25519 AAAA"], "holds no whole ssh-ed25519 key"),
-        ("tpu.ssh_keys", ["me:ssh-ed25519 ????"], "holds no whole ssh-ed25519 key"),
+        ("tpu.ssh_keys", ["me:ssh-ed25519 AAAA"], "is not a complete ssh-ed25519 key"),
+        ("tpu.ssh_keys", ["me:ssh-ed25519 ????"], "is not a complete ssh-ed25519 key"),
         ("tpu.ssh_keys", ["me:-----BEGIN OPENSSH PRIVATE KEY-----"], "is a private key"),
         ("tpu.ssh_keys", [KEY + "\nroot:" + KEY[3:]], "one line without control characters"),
         ("job", None, "job: is missing"),
@@ -532,18 +532,18 @@ def test_every_problem_is_told_at_once_with_file_line_and_key() -> None:
         ("job.env", {"A": []}, "job.env.A: must be text or a number"),
         ("job.env", {"A": "x\0"}, "NUL"),
         ("job.env", {"A": "x" * 140_000}, "job.env.A: is longer than 127 KB"),
-        ("job.env", {"A-B": "x"}, "A-B is no name of an environment variable"),
+        ("job.env", {"A-B": "x"}, "A-B is not a name of an environment variable"),
         ("job.env", {"TPUCARE_SLOT": "x"}, "TPUCARE_SLOT is reserved"),
         ("job.env", "A=1", "job.env: must be a mapping (key: value), not text"),
         ("job.secrets", ["A", "A"], "job.secrets[1]: A is listed twice"),
-        ("job.secrets", ["a b"], "job.secrets[0]: a b is no name of an environment variable"),
+        ("job.secrets", ["a b"], "job.secrets[0]: a b is not a name of an environment variable"),
         ("job.secrets", [1], "job.secrets[0]: must be text"),
         ("job.checkpoint", "ckpt", "must be a URL such as gs://BUCKET/PATH, or an absolute path"),
         ("job.checkpoint", "gs://b/x\ny", "one line"),
-        ("job.progress", "step (", "is no regular expression"),
+        ("job.progress", "step (", "is not a regular expression"),
         ("job.progress", "step", "one group"),
         ("job.progress", "(a)(b)", "it has 2"),
-        ("job.progress", r"step (?>(\d+))", "has (?>, which Python below 3.11 does not know"),
+        ("job.progress", r"step (?>(\d+))", "has (?>, which needs Python 3.11"),
         ("job.progress", r"step=*+(\d+)", "has *+, which"),
         ("job.progress", r"\[*+(\d+)", "has *+, which"),
         ("job.progress", r"[]*+]{,2}+(\d+)", "has {,2}+, which"),
@@ -563,12 +563,12 @@ def test_every_problem_is_told_at_once_with_file_line_and_key() -> None:
         ("job.files", {"a": 1}, 'job.files.a: must be text; quote it: "1"'),
         ("job.files", {str(i): "x" for i in range(101)}, "more than 100 entries"),
         ("care", "x", "care: must be a mapping"),
-        ("care.fence", "yes", "yes is none of wait, proceed"),
-        ("care.stopped", "keep", "keep is none of hold, delete"),
+        ("care.fence", "yes", "yes is not one of wait, proceed"),
+        ("care.stopped", "keep", "keep is not one of hold, delete"),
         ("care.crash_budget", -1, "must be at least 0"),
-        ("care.grace", "-1s", "is no duration"),
+        ("care.grace", "-1s", "is not a duration"),
         ("care.grace", "31d", "is longer than 30d"),
-        ("care.grace", "", "is no duration"),
+        ("care.grace", "", "is not a duration"),
         ("care.grace", True, "must be a duration"),
         ("care.grace", 1.5, "1.5 has no unit; write 1.5s or 1.5m"),
         ("care.boot_timeout", "0s", "must be longer than 0s"),
@@ -638,7 +638,7 @@ def test_a_repository_may_be_https_ssh_or_file(repository: str) -> None:
 @pytest.mark.parametrize("branch", ["-x", "a..b", "a b", "a.lock", "a/.b", "a@{1}", "a//b", "a/", "", "x" * 251, "a\n"])
 def test_a_branch_that_git_would_misread_is_refused(branch: str) -> None:
     (line,) = problems({"job.repository": "https://github.com/me/x", "job.branch": branch})
-    assert "no name of a branch" in line
+    assert "is not a branch, tag or commit" in line
 
 
 def test_a_name_in_env_and_in_secrets_is_refused() -> None:
@@ -648,7 +648,7 @@ def test_a_name_in_env_and_in_secrets_is_refused() -> None:
 
 def test_text_that_no_file_can_hold_is_refused() -> None:
     with pytest.raises(ValueError, match="Unicode"):
-        fleet_values.text("\ud800")
+        values.text("\ud800")
 
 
 def test_relative_paths_need_a_folder() -> None:
@@ -944,7 +944,7 @@ def test_a_pattern_is_refused_for_new_syntax_just_when_it_has_some(pattern: str)
     is_new = "ATOMIC_GROUP" in operations or "POSSESSIVE_REPEAT" in operations
     said = ""
     try:
-        fleet_values.progress(pattern)
+        values.progress(pattern)
     except ValueError as error:
         said = str(error)
     assert ("3.11" in said) == is_new
@@ -976,7 +976,7 @@ def test_there_are_ready_fleets() -> None:
         ("v5p-8", "us-east5-a", "tpu-ubuntu2204-base", "not listed for v5p; usual is v2-alpha-tpuv5"),
         ("v5litepod-8", "us-west4-a", "v2-alpha-tpuv6e", "not listed for v5e; usual is v2-alpha-tpuv5-lite"),
         ("v6e-8", "us-east1-d", "tpu-vm-base", "not listed for v6e; usual is v2-alpha-tpuv6e"),
-        ("v4-32", "us-central2-b", "tpu-vm-tf-2.17.0-pod", "take tpu-vm-tf-2.17.0-pod-pjrt"),
+        ("v4-32", "us-central2-b", "tpu-vm-tf-2.17.0-pod", "write tpu-vm-tf-2.17.0-pod-pjrt"),
     ],
 )
 def test_a_runtime_on_which_no_run_finds_its_chips_is_refused(kind: str, zone: str, runtime: str, problem: str) -> None:
@@ -1025,9 +1025,9 @@ def test_fleets_of_one_project_share_its_quotas_and_nodes_without_an_account_are
 @pytest.mark.parametrize(
     ("checkpoint", "problem"),
     [
-        ("s3://bucket/x", "s3:// is not read; write gs://BUCKET/PATH, or an absolute path that all nodes share"),
-        ("gs://bucket/{job}", "{job} stands for nothing; only {slot} does"),
-        ("gs://bucket/{slot}/{step}", "{step} stands for nothing; only {slot} does"),
+        ("s3://bucket/x", "s3:// is not supported; write gs://BUCKET/PATH, or an absolute path that all nodes share"),
+        ("gs://bucket/{job}", "{job} is not a placeholder; {slot} is the only one"),
+        ("gs://bucket/{slot}/{step}", "{step} is not a placeholder; {slot} is the only one"),
         ("gs://bucket/{slot}", ""),
         ("/mnt/all/{slot}", ""),
     ],

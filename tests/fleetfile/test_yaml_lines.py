@@ -9,7 +9,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tpucare.fleetfile import yaml_document as yaml_lines
+from tpucare.fleetfile import yaml_document
 from tpucare.fleetfile.yaml_document import DEPTH_LIMIT, Unreadable, WrittenFloat, WrittenInt, read
 from tpucare.model.errors import Problem
 
@@ -19,7 +19,7 @@ LOADERS = [yaml.SafeLoader, yaml.CSafeLoader] if yaml.__with_libyaml__ else [yam
 @pytest.fixture(params=LOADERS)
 def loader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine may or may not have libyaml; both readers must hold."""
-    monkeypatch.setattr(yaml_lines, "_LOADER", request.param)
+    monkeypatch.setattr(yaml_document, "_LOADER", request.param)
 
 
 @pytest.mark.parametrize(
@@ -65,8 +65,8 @@ def test_a_number_remembers_how_it_was_written(written: str) -> None:
         ("a:\n\t- b", 2, "spaces"),
         ("a: 1\nrun: {slot}.yaml\n", 2, "quote"),
         ("a: b: c", 1, "is not YAML"),
-        ("a: *nobody", 1, "no finished anchor"),
-        ("a: &a [1, *a]", 1, "no finished anchor"),
+        ("a: *nobody", 1, "complete anchor"),
+        ("a: &a [1, *a]", 1, "complete anchor"),
         ("a: 1\n---\nb: 2", 2, "more than one document"),
         ("[" * 100_000, 1, "nested deeper"),
         ("? " * 100_000, 1, "nested deeper"),
@@ -100,7 +100,7 @@ def test_problems_that_do_not_stop_the_reading_are_collected(loader: None) -> No
     document = read("a:\n  b: 1\n  b: 2\n? [x]\n: 3\n<<: {c: 1}\nd: !!python/object:os.system x\n")
     assert document.value == {"a": {"b": 1}, "d": "x"}
     assert document.problems == (
-        Problem(3, "a.b", "is given twice, first on line 2"),
+        Problem(3, "a.b", "is a duplicate, first on line 2"),
         Problem(4, "", "a key must be a word"),
         Problem(6, "", "merge keys (<<) are not supported; write the keys out"),
         Problem(7, "d", "the tag tag:yaml.org,2002:python/object:os.system is not supported; write plain values"),
@@ -142,7 +142,7 @@ YAML_PIECES = st.sampled_from(
 def test_any_text_is_read_or_refused(text: str) -> None:
     for reader in LOADERS:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(yaml_lines, "_LOADER", reader)
+            patch.setattr(yaml_document, "_LOADER", reader)
             try:
                 document = read(text)
             except Unreadable as refused:

@@ -554,7 +554,7 @@ def test_a_file_may_say_where_the_agent_stands_and_what_it_is_called() -> None:
         ("just text", "mapping"),
         ("job: [", "not YAML"),
         ("[" * 5000, "f.yaml:1: "),
-        (FLEET + "name: one\nname: two\n", "f.yaml:7: name: is given twice"),
+        (FLEET + "name: one\nname: two\n", "f.yaml:7: name: is a duplicate"),
         ("tpu: {type: v4-8}\njob: text\n", "f.yaml: job: must be a mapping"),
         (FLEET.replace('{A: "it\'s"}', "[A=1]"), "f.yaml: job.env: must be a mapping"),
         (FLEET + "  secrets: 5\n", "f.yaml: job.secrets: must be a list"),

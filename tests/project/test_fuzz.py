@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from tests.kits.office import Office, fleet_text
 from tpucare.adapters.google import wire as cloud_wire
 from tpucare.adapters.runner import answers
-from tpucare.fleetfile import yaml_document as yaml_lines
+from tpucare.fleetfile import yaml_document
 from tpucare.fleetfile.parse import Fleet, parse
 from tpucare.model.errors import CloudError, ConfigError
 from tpucare.model.resources import Health, NodeKey, NodeState, Ran
@@ -156,8 +156,8 @@ def test_yaml_that_does_more_than_say_is_refused(text: str, tmp_path: Path, monk
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError):
         parse(text, file="fleet.yaml")
-    with contextlib.suppress(yaml_lines.Unreadable):
-        yaml_lines.read(text)
+    with contextlib.suppress(yaml_document.Unreadable):
+        yaml_document.read(text)
     assert list(tmp_path.iterdir()) == []
 
 

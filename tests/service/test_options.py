@@ -49,9 +49,9 @@ def test_a_beat_that_is_no_sensible_number_is_refused(value: str) -> None:
 
 @pytest.mark.parametrize("project", ["a b", "a\udcff", "gr\u00e4nt", "a\nb"])
 def test_a_project_that_no_api_could_know_is_refused(project: str) -> None:
-    with pytest.raises(ConfigError, match="is no project id"):
+    with pytest.raises(ConfigError, match="is not a project id"):
         resolve({**HOME, "TPUCARE_PROJECT": project})
-    with pytest.raises(ConfigError, match="is no project id"):
+    with pytest.raises(ConfigError, match="is not a project id"):
         resolve(HOME, project=project)
     assert resolve(HOME, project="example.com:grant").project == "example.com:grant"
 

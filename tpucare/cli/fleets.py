@@ -85,11 +85,12 @@ def check(
     """
     from tpucare.fleetfile import parse as fleets
     from tpucare.fleetfile.limits import warnings_of
+    from tpucare.fleetfile.schema import json_schema
     from tpucare.model.errors import ConfigError
     from tpucare.service.fleet_folder import folder_of, read_text
 
     if schema:
-        print_json(fleets.json_schema())
+        print_json(json_schema())
         return
     if not files:
         raise typer.BadParameter("give a FILE, or --schema")

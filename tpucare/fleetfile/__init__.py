@@ -1,1 +1,1 @@
-"""See docs/design.md, section 3."""
+"""Text of a fleet file -> `Fleet`, or errors with file, line and key. Pure; imports `model` alone."""

@@ -1,8 +1,8 @@
 """
-What a project has by itself, and a fleet may exceed: quotas that fail creates hours later, said before.
+Warnings about default quotas that a fleet may exceed: such a quota otherwise fails a create hours later.
 
-Pure. Numbers are those of ordinary projects, seen in the wild; what a project really has, nobody tells without a
-permission that tpucare does not ask for. So this only warns.
+Pure. The numbers are the usual defaults of a project, seen in the wild. Reading the real quotas needs a permission
+that tpucare does not ask for, so the result is a warning, never an error.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ HOSTS_PER_PROJECT = 15
 
 
 def warnings_of(fleets: Sequence[Fleet]) -> list[str]:
-    """One line for each limit that *fleets*, together, may meet; and for each that leaves the account of nodes open."""
+    """One line per quota that all *fleets* together may exceed, and one per fleet without a service account."""
     return [*_accounts(fleets), *_addresses(fleets), *_health_checks(fleets)]
 
 
@@ -29,7 +29,7 @@ def _accounts(fleets: Iterable[Fleet]) -> Iterable[str]:
         if not all(place.service_account for place in fleet.places):
             yield (
                 f"{fleet.file}: tpu.service_account: is not set: nodes run as the project's default Compute Engine "
-                "account, which may edit the whole project, or nothing where an organisation takes its roles away"
+                "account, which may edit the whole project, or do nothing where an organisation removed its roles"
             )
 
 
@@ -42,8 +42,8 @@ def _addresses(fleets: Iterable[Fleet]) -> Iterable[str]:
     for (project, region), count in sorted(hosts.items()):
         if count > ADDRESSES_PER_REGION:
             yield (
-                f"{_named(project)}{count} hosts with external addresses may be in {region}, and a project has "
-                f'{ADDRESSES_PER_REGION} a region by itself: ask for more "In-use regional external IPv4 addresses" '
+                f"{_prefix(project)}{count} hosts with external addresses may be in {region}, and the default quota is "
+                f'{ADDRESSES_PER_REGION} per region: request more "In-use regional external IPv4 addresses" '
                 f"({QUOTA_PAGE}), or set `network: {{external_ips: false}}` under `tpu`"
             )
 
@@ -55,11 +55,10 @@ def _health_checks(fleets: Iterable[Fleet]) -> Iterable[str]:
     for project, count in sorted(hosts.items()):
         if count > HOSTS_PER_PROJECT:
             yield (
-                f'{_named(project)}{count} hosts in all, and the 75 "Health checks" that a project has by itself are '
-                f"enough for about {HOSTS_PER_PROJECT}: ask for more ({QUOTA_PAGE}), which may take days, or begin "
-                "with fewer"
+                f'{_prefix(project)}{count} hosts in all, and the default quota of 75 "Health checks" is enough for '
+                f"about {HOSTS_PER_PROJECT}: request more ({QUOTA_PAGE}), which may take days, or begin with fewer"
             )
 
 
-def _named(project: str) -> str:
+def _prefix(project: str) -> str:
     return f"project {project}: " if project else ""

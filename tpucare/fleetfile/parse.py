@@ -1,8 +1,8 @@
 """
 Text of a fleet.yaml -> `Fleet`, from which every `Slot` follows; or a ConfigError with one line per problem.
 
-The caller reads the file and knows where it lies; the words are checked in `schema` (shape), `values` and `rules`
-(together, and against the catalogue). Nothing here asks the cloud or the environment.
+The caller reads the file and knows its path. The shape is checked in `schema`, single values in `values`, combinations
+of keys and the catalogue in `rules`. Nothing here asks the cloud or the environment.
 """
 
 from __future__ import annotations
@@ -16,18 +16,16 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from tpucare.fleetfile import rules as fleet_rules
-from tpucare.fleetfile import schema as fleet_schema
-from tpucare.fleetfile import yaml_document as yaml_lines
+from tpucare.fleetfile import rules, yaml_document
 from tpucare.fleetfile.problems import PROBLEMS_LIMIT, shape_problems
 from tpucare.fleetfile.schema import (
     COUNT_LIMIT,
+    AddressKind,
     CareSection,
     Fence,
     FleetFile,
     JobSection,
     NetworkSection,
-    Reach,
     Stopped,
     TpuSection,
 )
@@ -38,9 +36,9 @@ from tpucare.model.local_files import EVERYWHERE_PRIVATE, Private, open_below, o
 from tpucare.model.resources import Care, Job, Network, Place, Slot
 from tpucare.model.text import shown
 
-# --- `job.files`: which paths a fleet may name on workers and on this machine, and their reading ----------------------
+# --- `job.files`: paths on the workers and on this machine, and their contents ----------------------------------------
 # On a worker a path stays below the job's folder; on this machine below the folder of the fleet file (`local_files`).
-# Reading goes through a function that the caller hands in; `read_local` is the usual one.
+# The caller hands in the function that reads; `read_local` is the usual one.
 
 
 ReadFile = Callable[[Path, str], bytes]
@@ -49,7 +47,7 @@ ReadFile = Callable[[Path, str], bytes]
 FILES_LIMIT = 100
 FILE_LIMIT_BYTES = 1 << 20
 TOTAL_LIMIT_BYTES = 16 << 20
-# A file per slot is asked for at every parse, on the thread of the loop: 10,000 take half a second.
+# Files per slot are read at every parse, on the thread of the loop: 10,000 take half a second.
 READS_LIMIT = 10_000
 
 
@@ -65,7 +63,7 @@ def read_local(folder: Path, path: str, private: Private = EVERYWHERE_PRIVATE) -
 
 
 def path_problems(files: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """(worker path, what is wrong with it or its local path) of every entry that may not stand."""
+    """(path on the worker, error text) per entry whose path on the worker or on this machine is refused."""
     if len(files) > FILES_LIMIT:
         yield "", f"must not have more than {FILES_LIMIT} entries; send a folder with `workdir`"
         return
@@ -79,9 +77,9 @@ def path_problems(files: Mapping[str, str]) -> Iterator[tuple[str, str]]:
 
 def read_all(paths: Collection[str], folder: Path, read_file: ReadFile) -> tuple[dict[str, bytes], dict[str, str]]:
     """
-    Contents of the local *paths* that could be read, and what is wrong with the others; both by path as written.
+    Contents of the local *paths*, and an error text per path that could not be read; both by path as written.
 
-    Ends where more could not be read than a person is told of.
+    Ends after PROBLEMS_LIMIT errors.
     """
     contents: dict[str, bytes] = {}
     wrong: dict[str, str] = {}
@@ -131,11 +129,11 @@ def _clash(path: PurePosixPath, taken: Mapping[PurePosixPath, str]) -> str:
 
 
 # --- sections of a fleet file -> records of the model: places, the job, the care with its defaults --------------------
-# Everything is known to be right here.
+# The sections have passed every check.
 
 
 def places_of(alternative: TpuSection) -> Iterator[Place]:
-    """One place per zone in order; a zone's own settings go before those around it."""
+    """One place per zone, in declared order; a zone's own settings override those of the section around it."""
     accelerator = accelerators.derive(alternative.type)
     for choice in alternative.zones:
         given = choice.model_fields_set
@@ -159,12 +157,12 @@ def _network(around: NetworkSection, own: NetworkSection) -> Network:
         subnetwork=merged.subnetwork,
         tags=tuple(merged.tags),
         external_ips=merged.external_ips,
-        reach_internal=merged.reach is Reach.INTERNAL,
+        reach_internal=merged.reach is AddressKind.INTERNAL,
     )
 
 
 def job_template(job: JobSection, folder: Path | None) -> Job:
-    """The job of every slot, with placeholders as they stand and without the content of files."""
+    """The job of every slot, with unexpanded placeholders and without the content of files."""
     workdir = os.path.normpath((folder or Path()) / job.workdir) if job.workdir else ""
     return Job(
         run=job.run,
@@ -193,10 +191,10 @@ def care_of(declared: CareSection, workers: int) -> Care:
 
 def default_boot_timeout(workers: int) -> timedelta:
     """
-    How long a node of *workers* hosts may take until all of them answer.
+    Time within which all *workers* hosts of a new node have to answer.
 
-    Source: single hosts were seen to take minutes, slices of some hosts 12 minutes; marin (PR 7030) waits 60 minutes,
-    twice that from 64 hosts and three times from 256.
+    Source: single hosts were seen to take minutes, slices of several hosts 12 minutes; marin (PR 7030) waits 60
+    minutes, twice that from 64 hosts and three times from 256.
     """
     if workers <= 16:
         return timedelta(minutes=30)
@@ -206,23 +204,19 @@ def default_boot_timeout(workers: int) -> timedelta:
 
 # --- the fleet --------------------------------------------------------------------------------------------------------
 
-__all__ = ["Fleet", "json_schema", "parse", "read_local", "read_text", "refuse_shared_names"]
-
 SLOT_PLACEHOLDER = "{slot}"
-# Texts that name their slot are kept once per slot, as long as the fleet is cared for.
+# Texts with a placeholder are kept in memory once per slot.
 EXPANDED_LIMIT_BYTES = 32 << 20
-
-json_schema = fleet_schema.json_schema
 
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
     """
-    What a person declares in one file: *count* equal slots.
+    The declaration in one file: *count* equal slots.
 
-    `job` is no slot's job yet: its placeholders are unexpanded and its files empty. `files`: path on the worker ->
-    local path; `contents`: by local path with placeholders expanded. `project` is None when neither the file nor the
-    caller named one. `warnings` are lines for a person, of the same form as the lines of a ConfigError.
+    `job` is a template: its placeholders are unexpanded and its files empty (`slot` fills both in). `files`: path on
+    the worker -> local path; `contents`: by local path with placeholders expanded. `project` is None when neither the
+    file nor the caller named one. `warnings` are lines for a person, of the same form as the lines of a ConfigError.
     """
 
     name: str
@@ -247,17 +241,16 @@ class Fleet:
 
     def slot(self, index: int) -> Slot:
         """
-        Everything that makes and cares for slot *index*. An index beyond `count` serves slots that a lowered count
-        left running.
+        Slot *index* with its job and care. An index beyond `count` serves slots that a lowered count left running.
 
         Raises:
-            ConfigError: The project is known to nobody, or a file of a surplus slot was not read.
+            ConfigError: No project was named, or a file of a surplus slot was not read.
         """
         if not 0 <= index < COUNT_LIMIT:
             raise ConfigError(f"{self.file}: {self.name} has no slot {index}")
         if self.project is None:
             raise ConfigError(
-                f"{self.file}: project: is named nowhere; add it here, or set GOOGLE_CLOUD_PROJECT, "
+                f"{self.file}: project: is missing; add it here, or set GOOGLE_CLOUD_PROJECT, "
                 "or run `gcloud config set project PROJECT`"
             )
         name = self.slot_name(index)
@@ -273,11 +266,11 @@ class Fleet:
         )
 
     def slots(self) -> tuple[Slot, ...]:
-        """All *count* slots in order. Raises: ConfigError, as `slot`."""
+        """All `count` slots in order. Raises: ConfigError, as `slot`."""
         return tuple(self.slot(index) for index in range(self.count))
 
     def index_of(self, word: str) -> int | None:
-        """Index of the slot that a person means by *word*: `<fleet>-<i>`, or `<fleet>` for slot 0; None for others."""
+        """Index of the slot called *word*: `<fleet>-<i>`, or `<fleet>` for slot 0; None for any other word."""
         if word == self.name:
             return 0
         digits = word.removeprefix(f"{self.name}-")
@@ -303,11 +296,11 @@ class Fleet:
         )
 
     def checkpoint_of(self, index: int) -> str:
-        """Where slot *index* keeps its checkpoints; empty where none is declared."""
+        """Location of the checkpoints of slot *index*; empty if none is declared."""
         template, name = self.job.checkpoint, self.slot_name(index)
         if not template or SLOT_PLACEHOLDER in template:
             return _expand(template, name)
-        # Two slots that write to one folder destroy each other's checkpoints; a surplus slot had its own already.
+        # Two slots that write to one folder destroy each other's checkpoints; a surplus slot has a folder of its own.
         return f"{template.rstrip('/')}/{name}" if self.count > 1 or index > 0 else template
 
 
@@ -321,20 +314,21 @@ def parse(
     accepted: bool = False,
 ) -> Fleet:
     """
-    The fleet that *text* declares. `accepted`: it was before; what is refused since then is a warning.
+    The fleet that *text* declares.
 
-    `file` is only named in errors; relative paths in the text start at `folder` (absolute). `default_project` serves a
-    text without one.
+    `file` is only named in errors; relative paths in the text start at `folder` (absolute). `default_project` is used
+    if the text names no project. `accepted`: an earlier version accepted this text, so a rule that is newer than that
+    gives a warning instead of an error.
 
     Raises:
-        ConfigError: Any number of lines `file:line: key.path: what is wrong`, in the order of the file.
+        ConfigError: One or more lines `file:line: key.path: problem`, in the order of the file.
     """
     try:
-        document = yaml_lines.read(text)
-    except yaml_lines.Unreadable as error:
+        document = yaml_document.read(text)
+    except yaml_document.Unreadable as error:
         raise ConfigError.of([error.problem], file) from None
     declared, problems = _validated(document)
-    findings = fleet_rules.check(document, accepted=accepted)
+    findings = rules.check(document, accepted=accepted)
     problems += [*document.problems, *findings.problems]
     contents: dict[str, bytes] = {}
     if declared is not None:
@@ -357,10 +351,10 @@ def parse(
 
 def read_text(path: Path) -> str:
     """
-    Text of the fleet file at *path*, for `parse` and for the record of what was accepted.
+    Text of the fleet file at *path*, for `parse` and for the store.
 
     Raises:
-        ConfigError: It cannot be read, or is not UTF-8.
+        ConfigError: The file cannot be read, or is not UTF-8.
     """
     try:
         with open_regular(path) as file:
@@ -375,7 +369,7 @@ def read_text(path: Path) -> str:
 
 def refuse_shared_names(fleets: Iterable[Fleet]) -> None:
     """
-    Slots are unique over all fleets of a project, so no two fleets may bear one name.
+    Refuse two fleets of one name: the names of slots are unique over all fleets of a project.
 
     Raises:
         ConfigError: One line per name that is declared again.
@@ -405,7 +399,7 @@ def _validated(document: Document) -> tuple[FleetFile | None, list[Problem]]:
 def _folder_problems(declared: FleetFile, document: Document, folder: Path | None) -> Iterator[Problem]:
     workdir = declared.job.workdir
     if workdir and folder is None and not os.path.isabs(workdir):
-        yield document.problem(("job", "workdir"), "must be an absolute path: this text lies in no folder")
+        yield document.problem(("job", "workdir"), "must be an absolute path: this text has no folder")
 
 
 def _size_problems(declared: FleetFile, document: Document) -> Iterator[Problem]:
@@ -420,7 +414,7 @@ def _size_problems(declared: FleetFile, document: Document) -> Iterator[Problem]
 
 
 def _place_problems(declared: FleetFile, document: Document) -> Iterator[Problem]:
-    """What is remembered of a place is kept under its key, so two places of one key would mix their memories."""
+    """A place's memory is stored under its key, so two places with one key would mix their memories."""
     taken = set()
     for number, alternative in enumerate(declared.tpu):
         for index, place in enumerate(places_of(alternative)):
@@ -436,7 +430,7 @@ def _read_files(
     files = declared.job.files
     wrong = list(path_problems(files))
     if not wrong and files and folder is None:
-        wrong = [("", "needs a folder to read from: this text lies in none")]
+        wrong = [("", "needs a folder to read from: this text has no folder")]
     if wrong or folder is None:
         return {}, [document.problem(_file_path(remote), text) for remote, text in wrong]
     names = [f"{declared.name}-{index}" for index in range(declared.count)]
@@ -454,7 +448,7 @@ def _file_path(remote: str) -> tuple[str, ...]:
 
 
 def _first(problems: Sequence[Problem]) -> Iterator[Problem]:
-    """Each once, in the order of the file; the last says how many are left out."""
+    """The first PROBLEMS_LIMIT problems without repetition, in the order of the file, and how many more there are."""
     unique = sorted(set(problems))
     yield from unique[:PROBLEMS_LIMIT]
     if len(unique) > PROBLEMS_LIMIT:
@@ -490,7 +484,7 @@ def _built(
 
 
 def _expand(text: str, name: str) -> str:
-    """Only the exact token is replaced, so that `${VAR}`, awk and f-strings survive."""
+    """Replace only the exact token, so that `${VAR}`, awk and f-strings survive."""
     return text.replace(SLOT_PLACEHOLDER, name)
 
 

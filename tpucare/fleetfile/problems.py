@@ -1,5 +1,5 @@
 """
-What pydantic found wrong with a fleet file -> one line per problem, in the words of a person who edits YAML.
+Pydantic's validation errors -> one line per problem, in the words of a person who edits YAML.
 
 Never quotes the value of a URL, a key or an environment: pydantic's own texts may, so none of them is passed on whole.
 """
@@ -26,7 +26,7 @@ _QUOTED = re.compile(r"'([^']*)'")
 
 
 def shape_problems(document: Document, error: ValidationError) -> Iterator[Problem]:
-    """A problem for each of the first PROBLEMS_LIMIT findings of *error*."""
+    """One problem per finding of *error*, for the first PROBLEMS_LIMIT of them."""
     for finding in islice(error.errors(include_url=False), PROBLEMS_LIMIT):
         path: KeyPath = tuple(step for step in finding["loc"] if step != "[key]")
         yield document.problem(path, _text(finding))
@@ -34,12 +34,12 @@ def shape_problems(document: Document, error: ValidationError) -> Iterator[Probl
 
 def _text(finding: ErrorDetails) -> str:
     kind = finding["type"]
-    if kind in _SAYERS:
-        return _SAYERS[kind](finding)
+    if kind in _FORMATTERS:
+        return _FORMATTERS[kind](finding)
     return _TEXTS.get(kind, "is not valid").format(**finding.get("ctx", {}))
 
 
-def _own_words(finding: ErrorDetails) -> str:
+def _value_error(finding: ErrorDetails) -> str:
     return str(finding["ctx"]["error"])
 
 
@@ -61,7 +61,7 @@ def _unknown_key(finding: ErrorDetails) -> str:
     return f"unknown key; known are {', '.join(known)}"
 
 
-def _no_text(finding: ErrorDetails) -> str:
+def _not_text(finding: ErrorDetails) -> str:
     value = finding["input"]
     if value is None:
         return "is empty; give it a value or remove the key"
@@ -72,21 +72,21 @@ def _no_text(finding: ErrorDetails) -> str:
     return f"must be text, not {_kind(value)}; quote a value that begins with {{ or ["
 
 
-def _no_bool(finding: ErrorDetails) -> str:
+def _not_bool(finding: ErrorDetails) -> str:
     value = finding["input"]
     if isinstance(value, str) and value.lower() in _YAML_1_1_WORDS:
-        return f"must be true or false; {value} is a word in YAML 1.2"
+        return f"must be true or false; {value} is text in YAML 1.2"
     return f"must be true or false, not {_kind(value)}"
 
 
-def _no_choice(finding: ErrorDetails) -> str:
+def _not_a_choice(finding: ErrorDetails) -> str:
     value, choices = finding["input"], _QUOTED.findall(str(finding["ctx"]["expected"]))
     if isinstance(value, str):
-        return f"{shown(value)} is none of {', '.join(choices)}{hint(value, choices)}"
+        return f"{shown(value)} is not one of {', '.join(choices)}{hint(value, choices)}"
     return f"must be one of {', '.join(choices)}, not {_kind(value)}"
 
 
-def _no_list(finding: ErrorDetails) -> str:
+def _not_a_list(finding: ErrorDetails) -> str:
     value = finding["input"]
     example = (
         f"; write [{shown(value)}]" if isinstance(value, str) and finding["loc"][-1] in ("zones", "secrets") else ""
@@ -95,7 +95,7 @@ def _no_list(finding: ErrorDetails) -> str:
     return f"must be a list{also}, not {_kind(value)}{example}"
 
 
-def _no_mapping(finding: ErrorDetails) -> str:
+def _not_a_mapping(finding: ErrorDetails) -> str:
     value = finding["input"]
     wanted = "a zone's name or a mapping" if finding["loc"][-2:-1] == ("zones",) else "a mapping"
     if value is None:
@@ -103,7 +103,7 @@ def _no_mapping(finding: ErrorDetails) -> str:
     return f"must be {wanted} (key: value), not {_kind(value)}"
 
 
-def _no_whole_number(finding: ErrorDetails) -> str:
+def _not_a_whole_number(finding: ErrorDetails) -> str:
     return f"must be a whole number, not {_kind(finding['input'])}"
 
 
@@ -114,16 +114,16 @@ def _kind(value: object) -> str:
     return next((name for kind, name in kinds if isinstance(value, kind)), "a mapping")
 
 
-_SAYERS: Mapping[str, Callable[[ErrorDetails], str]] = {
+_FORMATTERS: Mapping[str, Callable[[ErrorDetails], str]] = {
     "extra_forbidden": _unknown_key,
-    "value_error": _own_words,
-    "string_type": _no_text,
-    "bool_type": _no_bool,
-    "int_type": _no_whole_number,
-    "enum": _no_choice,
-    "list_type": _no_list,
-    "dict_type": _no_mapping,
-    "model_type": _no_mapping,
+    "value_error": _value_error,
+    "string_type": _not_text,
+    "bool_type": _not_bool,
+    "int_type": _not_a_whole_number,
+    "enum": _not_a_choice,
+    "list_type": _not_a_list,
+    "dict_type": _not_a_mapping,
+    "model_type": _not_a_mapping,
 }
 
 _TEXTS: Mapping[str, str] = {

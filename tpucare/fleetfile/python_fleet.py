@@ -1,9 +1,9 @@
 """
 A fleet that a Python script declares: TPU and care as in a fleet file, and a job that the script starts itself.
 
-Its text lies in the store as that of any fleet, as one object of JSON that begins with `{"python": `, so that the
-command line can look at it, take it down and adopt its nodes when the script does not run. Pure; what arguments of
-`start_single` mean is left to `arguments`.
+Its text is in the store like that of any fleet, as one JSON object that begins with `{"python": `, so that the CLI can
+show it, take it down and adopt its nodes while the script does not run. Pure; the arguments of `start_single` are left
+to `api/arguments.py`.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ SLOT_NAME_LIMIT = 33
 _HEAD = '{"python": '
 _NAME = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
 _LIKE_A_NODE = re.compile(r".*-a[0-9]+")
-# A fleet file cannot do without a job; this one is taken out again, and its checkpoint keeps a warning away.
+# A fleet file needs a job; `parse` replaces this one. Its checkpoint prevents the warning about a missing one.
 _NO_JOB = {"run": ":", "checkpoint": "/none"}
 
 
 @dataclass(frozen=True, slots=True)
 class PythonFleet(Fleet):
-    """`single`: its one slot bears the fleet's own name, as the host of `start_single` does."""
+    """`single`: its one slot has the fleet's own name, as the host of `start_single` has."""
 
     single: bool = False
 
@@ -43,7 +43,7 @@ class PythonFleet(Fleet):
     def index_of(self, word: str) -> int | None:
         if self.single:
             return 0 if word == self.name else None
-        # Without super(): a dataclass with slots is made twice, and its methods know the first one.
+        # super() fails here: `slots=True` makes the class a second time, and the method refers to the first one.
         return Fleet.index_of(self, word)
 
     def _job_of(self, index: int, name: str) -> Job:  # noqa: ARG002
@@ -60,7 +60,7 @@ def render(
     project: str = "",
     on_exit: str = OnExit.LEAVE.value,
 ) -> str:
-    """The text that `parse` reads. `tpu` and `care` are as in a fleet file, lengths written as text."""
+    """The text that `parse` reads. `tpu` and `care` are as in a fleet file, durations written as text."""
     body = {
         "python": VERSION,
         "name": name,
@@ -75,12 +75,12 @@ def render(
 
 
 def with_project(text: str, project: str) -> str:
-    """The same fleet, in a project that the environment named."""
+    """The same fleet in *project*."""
     return json.dumps({**json.loads(text), "project": project}, ensure_ascii=False)
 
 
 def is_python(text: str) -> bool:
-    """Whether *text* is one that `render` made."""
+    """True if `render` made *text*."""
     return text.startswith(_HEAD)
 
 
@@ -88,11 +88,11 @@ def parse(text: str, *, file: str = "") -> PythonFleet:
     """
     The fleet of a text that `render` made.
 
-    Raises: ConfigError: lines of the form `file:1: key: what is wrong`, as for a fleet file.
+    Raises: ConfigError: lines of the form `file:1: key: problem`, as for a fleet file.
     """
     body = json.loads(text)
     if body["python"] != VERSION:
-        raise ConfigError(f"{file}: written by another version of tpucare; start its script again")
+        raise ConfigError(f"{file}: was written by another version of tpucare; start its script again")
     name, count, single = body["name"], body["count"], body["single"]
     check_name(name, count=count, single=single)
     declared = {"name": "python", "count": count, "tpu": body["tpu"], "job": _NO_JOB, "care": body["care"]}
@@ -114,16 +114,16 @@ def parse(text: str, *, file: str = "") -> PythonFleet:
 
 
 def check_name(name: object, *, count: int, single: bool) -> None:
-    """Raises: ConfigError: slots and nodes of a fleet of that name could not be named."""
+    """Raises: ConfigError: *name* or *count* gives a slot or a node an invalid name."""
     word = "host" if single else "prefix"
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ConfigError(
-            f"{word}={shown(name)} is no name for a TPU: a-z, 0-9 and -, beginning with a letter and not ending in -"
+            f"{word}={shown(name)} is not a name for a TPU: a-z, 0-9 and -, beginning with a letter, not ending in -"
         )
     if single and _LIKE_A_NODE.fullmatch(name):
         raise ConfigError(f"{word}={shown(name)} must not end in -a<digits>: nodes of a slot are named so")
     if not 1 <= count <= COUNT_LIMIT:
-        raise ConfigError(f"tpus={count} is no number of TPUs: 1 to {COUNT_LIMIT}")
+        raise ConfigError(f"tpus={count} is not a number of TPUs: 1 to {COUNT_LIMIT}")
     longest = name if single else f"{name}-{count - 1}"
     if len(longest) > SLOT_NAME_LIMIT:
         room = SLOT_NAME_LIMIT - (len(longest) - len(name))
@@ -131,8 +131,8 @@ def check_name(name: object, *, count: int, single: bool) -> None:
 
 
 def choice_of(word: object) -> OnExit:
-    """What `on_exit` says. Raises: ConfigError."""
+    """The `OnExit` that *word* names. Raises: ConfigError."""
     if isinstance(word, str) and word in list(OnExit):
         return OnExit(word)
     known = [choice.value for choice in OnExit]
-    raise ConfigError(f"on_exit={shown(word)} is none of {', '.join(known)}{hint(str(word), known)}")
+    raise ConfigError(f"on_exit={shown(word)} is not one of {', '.join(known)}{hint(str(word), known)}")

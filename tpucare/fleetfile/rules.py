@@ -1,8 +1,8 @@
 """
-What may stand together in a fleet file: types and zones of the catalogue, and keys that exclude or need each other.
+Rules over several keys of a fleet file: types and zones of the catalogue, and keys that exclude or need each other.
 
-Works on the plain values of the file, whatever else is wrong with them, so that one reading reports everything.
-What is right in shape but unwise is a warning.
+They read the plain values, even of a file with a wrong shape, so that one reading reports every problem. A value of
+the right shape that is unwise gives a warning.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from tpucare.fleetfile import values as fleet_values
-from tpucare.fleetfile.schema import ALTERNATIVES_LIMIT, ZONES_LIMIT, Reach
+from tpucare.fleetfile import values
+from tpucare.fleetfile.schema import ALTERNATIVES_LIMIT, ZONES_LIMIT, AddressKind
 from tpucare.fleetfile.yaml_document import Document, KeyPath
 from tpucare.model import accelerators
 from tpucare.model.accelerators import Accelerator
@@ -39,7 +39,7 @@ class Findings:
 
 @dataclass(frozen=True, slots=True)
 class _Finding:
-    """`is_recent`: files with it were accepted by earlier versions, and go on with a warning."""
+    """`is_recent`: earlier versions accepted it, so a file that they accepted gets a warning."""
 
     path: KeyPath
     text: str
@@ -49,9 +49,9 @@ class _Finding:
 
 def check(document: Document, *, accepted: bool = False) -> Findings:
     """
-    Everything that the values of *document* break together; values of a wrong shape are passed over.
+    Problems and warnings of *document*; values of a wrong shape are skipped.
 
-    accepted: it was accepted before, so what is refused since then is told as a warning, and its fleet goes on.
+    accepted: an earlier version accepted the file: a finding with `is_recent` is a warning, and its fleet goes on.
     """
     top = _mapping(document.value)
     job = _mapping(top.get("job"))
@@ -102,17 +102,17 @@ def _alternative(alternative: dict[str, object], path: KeyPath, *, unlisted: boo
 
 
 def _reach(network: dict[str, object], path: KeyPath) -> Iterator[_Finding]:
-    if network.get("reach") == Reach.EXTERNAL and network.get("external_ips") is False:
-        yield _Finding((*path, "reach"), "is external, and `external_ips: false` leaves no external address to go to")
+    if network.get("reach") == AddressKind.EXTERNAL and network.get("external_ips") is False:
+        yield _Finding((*path, "reach"), "is external, but workers have no external address (`external_ips: false`)")
 
 
 def _login(alternative: dict[str, object], path: KeyPath) -> Iterator[_Finding]:
     if alternative.get("os_login") is True:
-        text = "tpucare cannot log in by OS Login yet: it gets in only where its key is put on the account by hand"
+        text = "tpucare does not support OS Login yet: it logs in only if its key was added to the account by hand"
         yield _Finding((*path, "os_login"), text, is_warning=True)
     for key in _mapping(alternative.get("metadata")):
         if _SECRET_NAME.search(key.replace("-", "_")):
-            text = "looks like a secret, and everybody on a worker can read metadata; name it in `job.secrets` instead"
+            text = "looks like a secret, and every user on a worker can read metadata; name it in `job.secrets` instead"
             yield _Finding((*path, "metadata", key), text, is_warning=True)
 
 
@@ -127,7 +127,7 @@ def _zone(zone: object, path: KeyPath, accelerator: Accelerator | None, *, unlis
             text = (
                 _unlisted(zone, nearest(zone, known))
                 if _is_zone(zone)
-                else f"{shown(zone)} is no known zone{hint(zone, known)}"
+                else f"{shown(zone)} is not a known zone{hint(zone, known)}"
             )
             yield _Finding(path, text)
     elif accelerator is not None:
@@ -161,23 +161,23 @@ def _terms(
 
 def _runtime(runtime: str, path: KeyPath, accelerator: Accelerator, *, unlisted: bool) -> Iterator[_Finding]:
     if fnmatch.fnmatchcase(runtime, "tpu-vm-tf-*-pod"):
-        # Its service `tpu-runtime` holds the chips on every host, so that no run could begin, on any node.
-        text = f"{shown(runtime)} holds the chips for TensorFlow's own server; take {runtime}-pjrt"
+        # Its service `tpu-runtime` holds the chips on every host, so a run could not begin on any node.
+        text = f"{shown(runtime)} holds the chips for TensorFlow's own server; write {runtime}-pjrt"
         yield _Finding(path, text, is_recent=True)
     elif not _fits(runtime, accelerator.runtimes):
         text = f"{shown(runtime)} is not listed for {accelerator.generation}; usual is {accelerator.default_runtime}"
-        # These chips are driven by an image of their own: on another one a run finds no TPU (docs, "TPU VM images").
+        # These chips need an image of their own: on another one a run finds no TPU (docs, "TPU VM images").
         is_foreign = accelerator.generation in _OWN_IMAGE and not unlisted
         yield _Finding(path, text, is_warning=not is_foreign, is_recent=True)
 
 
 def _fits(runtime: str, patterns: Iterable[str]) -> bool:
-    """The catalogue writes `tpu-vm-tf-<version>[-pod][-pjrt]` for a family of names."""
+    """True if *runtime* is in the catalogue, which writes a family of names as `tpu-vm-tf-<version>[-pod][-pjrt]`."""
     return any(fnmatch.fnmatchcase(runtime, re.sub(r"<.*", "*", pattern)) for pattern in patterns)
 
 
 def _unlisted(word: str, close: Sequence[str]) -> str:
-    return f"{word} is not listed (`unlisted: true` would let it pass){naming(close)}"
+    return f"{word} is not listed (`unlisted: true` accepts it){naming(close)}"
 
 
 def _is_derivable(word: str) -> bool:
@@ -190,7 +190,7 @@ def _is_derivable(word: str) -> bool:
 
 def _is_zone(word: str) -> bool:
     try:
-        fleet_values.zone(word)
+        values.zone(word)
     except ValueError:
         return False
     return True
@@ -212,18 +212,18 @@ def _job(job: dict[str, object]) -> Iterator[_Finding]:
 
 
 def _checkpoint(job: dict[str, object]) -> Iterator[_Finding]:
-    """What the runner cannot read would never show a checkpoint, and a name in braces would be a folder's name."""
+    """The runner reads only gs:// and local paths, and an unknown placeholder would become a folder's name."""
     value = job.get("checkpoint")
     if not isinstance(value, str):
         return
     path = ("job", "checkpoint")
     scheme, colon, _ = value.partition("://")
     if colon and scheme != "gs":
-        text = f"{shown(scheme)}:// is not read; write gs://BUCKET/PATH, or an absolute path that all nodes share"
+        text = f"{shown(scheme)}:// is not supported; write gs://BUCKET/PATH, or an absolute path that all nodes share"
         yield _Finding(path, text)
     for found in dict.fromkeys(_IN_BRACES.findall(value)):
         if found != _PLACEHOLDER:
-            yield _Finding(path, f"{shown(found)} stands for nothing; only {_PLACEHOLDER} does")
+            yield _Finding(path, f"{shown(found)} is not a placeholder; {_PLACEHOLDER} is the only one")
 
 
 def _secrets(names: list[object], env: dict[str, object]) -> Iterator[_Finding]:
@@ -247,10 +247,10 @@ def _job_warnings(job: dict[str, object], env: dict[str, object]) -> Iterator[_F
         if isinstance(value := job.get(key), str) and _PLACEHOLDER in value:
             yield _Finding(("job", key), f"{_PLACEHOLDER} is not expanded here; use $TPUCARE_SLOT", is_warning=True)
     if isinstance(run := job.get("run"), str) and _CONTAINER.search(run):
-        text = "what runs in a container is no process of the run, and may outlive its stop (docs/training.md)"
+        text = "processes in a container are not processes of the run, and may survive its stop (docs/training.md)"
         yield _Finding(("job", "run"), text, is_warning=True)
     if "run" in job and "checkpoint" not in job:
-        yield _Finding(("job",), "names no checkpoint: every new node begins at step 0", is_warning=True)
+        yield _Finding(("job",), "has no checkpoint: every new node begins at step 0", is_warning=True)
 
 
 def _mapping(value: object) -> dict[str, object]:

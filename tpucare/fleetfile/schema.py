@@ -2,8 +2,8 @@
 The shape of a fleet file: every key with its type, default and meaning. Error lines, the JSON schema for editors and
 `docs/fleet-file.md` all come from these models.
 
-What single values may be is in `fleet_values`, what may stand together in `fleet_rules`; turning the models into slots
-is left to `fleet`.
+Checks of single values are left to `values`, rules over several keys to `rules`, turning the models into slots to
+`parse`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
-from tpucare.fleetfile import values as values
+from tpucare.fleetfile import values
 from tpucare.model.accelerators import known_types, known_zones
 from tpucare.model.resources import Care, HostKeys, OnSuccess, Provisioning
 
@@ -23,10 +23,10 @@ COUNT_LIMIT = 10_000
 ALTERNATIVES_LIMIT = 20
 ZONES_LIMIT = 50
 
-# Keys that later versions bring. They are refused by name, so that nobody believes they had an effect.
+# Keys of later versions. The error names them, so that a user does not believe that they have an effect.
 LATER_KEYS = ("queued", "cache", "image", "notify", "until", "max_cost")
 
-# What people write who come from other tools, and what it is called here.
+# Words of other tools -> the key to write here.
 SYNONYMS: Mapping[str, str] = {
     "zone": "zones: [ZONE]",
     "accelerator": "type",
@@ -55,21 +55,21 @@ SYNONYMS: Mapping[str, str] = {
 
 
 class Fence(StrEnum):
-    """What happens when an old node cannot be proven dead for `fence_after`."""
+    """The choice when an older node cannot be proven dead for `fence_after`."""
 
     WAIT = "wait"
     PROCEED = "proceed"
 
 
 class Stopped(StrEnum):
-    """What happens to a node that somebody stopped."""
+    """The choice for a node that a person stopped."""
 
     HOLD = "hold"
     DELETE = "delete"
 
 
-class Reach(StrEnum):
-    """Which addresses of the workers the daemon goes to."""
+class AddressKind(StrEnum):
+    """The addresses by which the daemon reaches the workers."""
 
     EXTERNAL = "external"
     INTERNAL = "internal"
@@ -90,7 +90,7 @@ def _length(default: timedelta, description: str) -> Any:
 
 
 def _inherited(default: object, description: str) -> Any:
-    """A key whose default is what the section around it says; the schema for editors then shows none."""
+    """A key whose default comes from elsewhere, mostly the section around it: the schema for editors shows none."""
 
     def without_default(schema: dict[str, Any]) -> None:
         schema.pop("default", None)
@@ -138,8 +138,8 @@ class NetworkSection(Section):
     external_ips: bool = Field(
         True, description="Every worker gets an external address. If false, the daemon reaches workers inside the VPC."
     )
-    reach: Annotated[Reach, Field(strict=False)] = _inherited(
-        Reach.EXTERNAL,
+    reach: Annotated[AddressKind, Field(strict=False)] = _inherited(
+        AddressKind.EXTERNAL,
         "Addresses that the daemon uses; `internal` needs a daemon inside the VPC. Default: external ones if present.",
     )
     name: Annotated[str, AfterValidator(values.network)] = Field(
@@ -323,7 +323,7 @@ class FleetFile(Section):
     care: CareSection = _inherited(CareSection(), "Care settings of the slots.")
 
 
-# Every section under the path of its keys, list positions left out; a key's usual home comes after its other ones.
+# Every section by the path of its keys, without list positions. Of two sections with one key, the usual one comes last.
 SECTIONS: Mapping[tuple[str, ...], type[Section]] = {
     ("tpu", "zones", "network"): NetworkSection,
     ("tpu", "network"): NetworkSection,
@@ -339,7 +339,7 @@ def json_schema() -> dict[str, Any]:
     """
     JSON schema (2020-12) of a fleet file, for the completion and checks of editors.
 
-    It names the listed types and zones without insisting on them, since `tpu.unlisted` lets others pass.
+    Types and zones of the catalogue are suggestions in it: `tpu.unlisted` allows others.
     """
     schema = FleetFile.model_json_schema()
     sections = schema["$defs"]

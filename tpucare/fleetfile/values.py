@@ -1,8 +1,8 @@
 """
-Single values of a fleet file: each function takes what was written and gives what is meant, or says what to write.
+Single values of a fleet file: each function takes a value as written and returns the parsed one.
 
-Raises ValueError with the tail of an error line (pydantic turns it into a problem with a place). No value that may be
-a secret (URLs, keys, environment) is ever quoted in such a text.
+Raises ValueError with the tail of an error line, which says what to write; pydantic adds the place. A value that may
+be a secret (URL, key, environment) is never quoted. Rules over several keys are left to `rules`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tpucare.model.resources import OS_LOGIN, SSH_KEYS
 from tpucare.model.text import shown
 
 SCRIPT_LIMIT = 64 * 1024
-# Linux lets `name=value` have 128 KiB; the rest is for the name.
+# Linux limits `name=value` to 128 KiB; the rest is for the name.
 VARIABLE_LIMIT = 127 * 1024
 LINE_LIMIT = 1024
 PATTERN_LIMIT = 500
@@ -29,7 +29,7 @@ _NUMBERED = re.compile(r".*-a?[0-9]+")
 _DURATION = re.compile(r"(?:(\d{1,5})d)?(?:(\d{1,6})h)?(?:(\d{1,7})m)?(?:(\d{1,8})s)?", re.ASCII)
 _FRACTION = re.compile(r"\d+\.\d+\s*[dhms]", re.ASCII)
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
-# Ids are documented as 6 to 30 characters; shorter ones exist, and the API is the judge of those.
+# Ids are documented as 6 to 30 characters; shorter ones exist, and the API decides about those.
 _PROJECT = re.compile(r"([a-z0-9][a-z0-9.-]{0,62}:)?[a-z][a-z0-9-]{0,28}[a-z0-9]")
 _ZONE = re.compile(r"[a-z]+-[a-z]+[0-9]{1,3}-[a-z0-9]{1,8}")
 _RUNTIME = re.compile(r"[a-z0-9][a-z0-9._-]{0,99}")
@@ -42,7 +42,7 @@ _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?")
 _BRANCH = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._/+@#=-]{0,249}")
 _CHECKPOINT = re.compile(r"(/|[a-z][a-z0-9+.-]*://[^/\s])\S*")
 _LOGIN = re.compile(r"[a-z_][a-z0-9_-]{0,31}")
-# Atomic groups and possessive quantifiers, which came with Python 3.11; escapes, comments and sets are passed by.
+# Atomic groups and possessive quantifiers are new in Python 3.11; escapes, comments and sets are skipped.
 _NEW_SYNTAX = re.compile(
     r"\\.|\(\?#[^)]*\)|\[\^?\]?(?:\\.|[^\]\\])*\]|(?P<new>\(\?>|(?:[*+?]|\{(?:\d+(?:,\d*)?|,\d*)\})\+)", re.DOTALL
 )
@@ -62,7 +62,7 @@ _KEY_TYPES = frozenset(
 _METADATA_KEY = re.compile(r"[A-Za-z0-9_-]{1,128}")
 _OWN_METADATA = {SSH_KEYS: "name people in `tpu.ssh_keys`", OS_LOGIN: "write `tpu.os_login: true` to leave it out"}
 
-# Read by tpucare, and by the agent of a W&B sweep; everything else of that name is set on the worker.
+# tpucare and the agent of a W&B sweep read these two from the job; tpucare sets every other TPUCARE_ variable itself.
 _OPEN_VARIABLES = frozenset({"TPUCARE_SWEEP", "TPUCARE_SWEEP_CHECKPOINT"})
 
 
@@ -107,32 +107,32 @@ def fleet_name(value: str) -> str:
 def project(value: str) -> str:
     if value.isdecimal():
         raise ValueError("is a project's number; write its id, as `gcloud projects list` shows it")
-    return _matching(_PROJECT, value, "no project id (a-z, 0-9 and -, 2 to 30 characters)")
+    return _matching(_PROJECT, value, "a project id (a-z, 0-9 and -, 2 to 30 characters)")
 
 
 def zone(value: str) -> str:
-    return _matching(_ZONE, value, "no zone's name, such as us-central2-b")
+    return _matching(_ZONE, value, "a zone's name, such as us-central2-b")
 
 
 def runtime(value: str) -> str:
-    return _matching(_RUNTIME, value, "no runtime version, such as tpu-ubuntu2204-base")
+    return _matching(_RUNTIME, value, "a runtime version, such as tpu-ubuntu2204-base")
 
 
 def service_account(value: str) -> str:
-    return _matching(_SERVICE_ACCOUNT, value, "no service account, such as NAME@PROJECT.iam.gserviceaccount.com")
+    return _matching(_SERVICE_ACCOUNT, value, "a service account, such as NAME@PROJECT.iam.gserviceaccount.com")
 
 
 def network(value: str) -> str:
-    return _matching(_NETWORK, value, "no network: write its name or projects/PROJECT/global/networks/NAME")
+    return _matching(_NETWORK, value, "a network: write its name or projects/PROJECT/global/networks/NAME")
 
 
 def subnetwork(value: str) -> str:
-    wanted = "no subnetwork: write its name or projects/PROJECT/regions/REGION/subnetworks/NAME"
+    wanted = "a subnetwork: write its name or projects/PROJECT/regions/REGION/subnetworks/NAME"
     return _matching(_SUBNETWORK, value, wanted)
 
 
 def tag(value: str) -> str:
-    return _matching(_TAG, value, "no network tag (a-z, 0-9 and -, beginning with a letter)")
+    return _matching(_TAG, value, "a network tag (a-z, 0-9 and -, beginning with a letter)")
 
 
 def duration(value: object) -> timedelta:
@@ -145,7 +145,7 @@ def duration(value: object) -> timedelta:
     match = _DURATION.fullmatch(value)
     if match is None or not any(match.groups()):
         fraction = "; write 1h30m rather than 1.5h" if _FRACTION.fullmatch(value) else ""
-        raise ValueError(f"{shown(value)} is no duration such as 90s, 30m, 1h30m or 2d{fraction}")
+        raise ValueError(f"{shown(value)} is not a duration such as 90s, 30m, 1h30m or 2d{fraction}")
     days, hours, minutes, seconds = (int(group or 0) for group in match.groups())
     length = timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
     if length > LONGEST:
@@ -162,7 +162,7 @@ def positive(value: timedelta) -> timedelta:
 def variable(value: str) -> str:
     """Name of an environment variable that tpucare does not set itself."""
     if not _VARIABLE.fullmatch(value):
-        raise ValueError(f"{shown(value)} is no name of an environment variable (A-Z, a-z, 0-9 and _)")
+        raise ValueError(f"{shown(value)} is not a name of an environment variable (A-Z, a-z, 0-9 and _)")
     if value.startswith("TPUCARE_") and value not in _OPEN_VARIABLES:
         raise ValueError(f"{value} is reserved: variables that begin with TPUCARE_ are set by tpucare")
     return value
@@ -170,10 +170,10 @@ def variable(value: str) -> str:
 
 def variable_value(value: object) -> str:
     """Text, or a number as it was written. Words such as true mean different things to different programs."""
-    said = _text_or_number(value)
-    if len(said.encode()) > VARIABLE_LIMIT:
-        raise ValueError(f"is longer than {VARIABLE_LIMIT // 1024} KB, which no variable can be; put it into a file")
-    return said
+    written = _text_or_number(value)
+    if len(written.encode()) > VARIABLE_LIMIT:
+        raise ValueError(f"is longer than {VARIABLE_LIMIT // 1024} KB, the limit of a variable; put it into a file")
+    return written
 
 
 def _text_or_number(value: object) -> str:
@@ -190,12 +190,12 @@ def _text_or_number(value: object) -> str:
 def metadata_key(value: str) -> str:
     """Key of a node's metadata that tpucare does not write itself."""
     if value in _OWN_METADATA:
-        raise ValueError(f"{value} is a key of tpucare's own: {_OWN_METADATA[value]}")
-    return _matching(_METADATA_KEY, value, "no key of metadata (A-Z, a-z, 0-9, _ and -, at most 128)")
+        raise ValueError(f"{value} is set by tpucare: {_OWN_METADATA[value]}")
+    return _matching(_METADATA_KEY, value, "a key of metadata (A-Z, a-z, 0-9, _ and -, at most 128)")
 
 
 def metadata_value(value: object) -> str:
-    """Text, or a number as it was written. The cloud takes 256 KB of it, which is more than a fleet file may hold."""
+    """Text, or a number as written. The cloud's limit, 256 KB, is that of a whole fleet file: no limit of its own."""
     return _text_or_number(value)
 
 
@@ -213,15 +213,15 @@ def repository(value: str) -> str:
         host, password, user = url.hostname or "", url.password, url.username
         _ = url.port
     except ValueError:
-        raise ValueError("is no URL") from None
+        raise ValueError("is not a URL") from None
     if url.scheme not in ("https", "ssh", "file"):
         raise ValueError("must be an https://, ssh:// or file:// URL, or git@HOST:PATH; a folder is `workdir`")
     if password is not None or (user is not None and url.scheme != "ssh") or url.query or url.fragment:
         raise ValueError("must hold no credentials, query or fragment; put GIT_TOKEN or GIT_SSH_KEY into `secrets`")
     if " " in value or (url.scheme != "file" and not _HOST.fullmatch(host)) or (user or "").startswith("-"):
-        raise ValueError("is no URL of a repository")
+        raise ValueError("is not a URL of a repository")
     if len(url.path) < 2 or (url.scheme == "file" and host):
-        raise ValueError("names no path of a repository" + ("; write file:///PATH" if url.scheme == "file" else ""))
+        raise ValueError("has no path to a repository" + ("; write file:///PATH" if url.scheme == "file" else ""))
     return value
 
 
@@ -234,19 +234,20 @@ def branch(value: str) -> str:
         or ".lock/" in value
     )
     if wrong:
-        raise ValueError(f"{shown(value)} is no name of a branch, tag or commit")
+        raise ValueError(f"{shown(value)} is not a branch, tag or commit")
     return value
 
 
 def folder(value: str) -> str:
+    """A folder on this machine, absolute or relative to the fleet file."""
     line(value)
     if value.startswith("~"):
-        raise ValueError("must not begin with ~: whose home is meant depends on who runs the daemon")
+        raise ValueError("must not begin with ~: it depends on the user that the daemon runs as")
     return value
 
 
 def checkpoint(value: str) -> str:
-    """Where checkpoints lie: `gs://bucket/path`, or an absolute path that all nodes share."""
+    """Location of the checkpoints: `gs://bucket/path`, or an absolute path that all nodes share."""
     line(value)
     if not _CHECKPOINT.fullmatch(value):
         raise ValueError(f"{shown(value)} must be a URL such as gs://BUCKET/PATH, or an absolute path, without blanks")
@@ -260,9 +261,9 @@ def progress(value: str) -> str:
     try:
         groups = re.compile(text(value)).groups
     except (re.error, OverflowError, RecursionError) as error:
-        raise ValueError(f"is no regular expression: {shown(str(error))}") from None
+        raise ValueError(f"is not a regular expression: {shown(str(error))}") from None
     if found := next((match["new"] for match in _NEW_SYNTAX.finditer(value) if match["new"]), ""):
-        raise ValueError(f"has {found}, which Python below 3.11 does not know; that of the workers may be 3.8")
+        raise ValueError(f"has {found}, which needs Python 3.11; workers may have Python 3.8")
     if groups != 1:
         raise ValueError(rf"must have one group, which is the step, such as step[ =:]+(\d+); it has {groups}")
     return value
@@ -280,12 +281,12 @@ def ssh_key(value: str) -> str:
     if kind not in _KEY_TYPES:
         raise ValueError(f"has no key of a known type ({', '.join(sorted(_KEY_TYPES)[:4])}, …)")
     if not _is_key_blob(rest.partition(" ")[0], kind):
-        raise ValueError(f"holds no whole {kind} key; copy the line of the .pub file")
+        raise ValueError(f"is not a complete {kind} key; copy the line of the .pub file")
     return value
 
 
 def _is_key_blob(encoded: str, kind: str) -> bool:
-    """The blob of RFC 4253 §6.6 begins with the length and the name of its type, and then holds something."""
+    """True if *encoded* is base64 of a blob that begins with the length and name of *kind* (RFC 4253 §6.6)."""
     try:
         blob = base64.b64decode(encoded, validate=True)
     except (binascii.Error, ValueError):
@@ -294,9 +295,9 @@ def _is_key_blob(encoded: str, kind: str) -> bool:
     return blob.startswith(head) and len(blob) >= len(head) + 32
 
 
-def _matching(pattern: re.Pattern[str], value: str, otherwise: str) -> str:
+def _matching(pattern: re.Pattern[str], value: str, wanted: str) -> str:
     if not pattern.fullmatch(value):
-        raise ValueError(f"{shown(value)} is {otherwise}")
+        raise ValueError(f"{shown(value)} is not {wanted}")
     return value
 
 

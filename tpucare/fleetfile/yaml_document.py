@@ -1,10 +1,10 @@
 """
 Text of a YAML file -> plain values that know their line, or a problem that names it.
 
-Why not `yaml.safe_load`: it drops positions, lets a key given twice win silently, builds dates and 1.1 booleans out of
-plain words, and expands aliases without end. Here values follow the core schema of YAML 1.2 (`on` and `yes` are
-words), numbers keep the text they were written as, and size, depth and expansion are bounded. What the values mean is
-left to `fleet_schema`.
+Why not `yaml.safe_load`: it drops positions, lets the second of two equal keys win silently, builds dates and 1.1
+booleans out of plain words, and expands aliases without end. Here values follow the core schema of YAML 1.2 (`on` and
+`yes` are text), numbers keep the text they were written as, and size, depth and expansion are bounded. The meaning of
+the values is left to `schema`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _PLAIN_WORD = re.compile(r"[A-Za-z0-9_-]+")
 
 
 class Unreadable(Exception):
-    """The text is no YAML that can be looked at any further; `problem` says why."""
+    """The text cannot be read as YAML; `problem` says why."""
 
     def __init__(self, line: int, text: str) -> None:
         super().__init__(text)
@@ -64,7 +64,7 @@ class WrittenFloat(float):
 
 @dataclass(slots=True)
 class _Node:
-    """A value with its place. `size` and `height` count what it holds, aliases expanded."""
+    """A value with its line. `size` and `height` count its values and levels, aliases expanded."""
 
     line: int
     value: object
@@ -80,7 +80,7 @@ class _Node:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """What a file holds: plain values, and the problems that did not stop the reading."""
+    """Content of a file: plain values, and the problems that did not stop the reading."""
 
     value: object
     problems: tuple[Problem, ...]
@@ -90,8 +90,8 @@ class Document:
         """
         *text* at the line and under the dotted name of *path*.
 
-        A path may be longer than the document (a missing key), and may step into the index 0 of what is no list: a
-        mapping that stands for a list of one.
+        A path may be longer than the document (a missing key), and may step into index 0 of a mapping that stands for
+        a list of one.
         """
         node, line, name = self.root, self.root.line, ""
         for step in path:
@@ -108,7 +108,7 @@ def read(text: str) -> Document:
     The one document in *text*, at most 256 KB.
 
     Raises:
-        Unreadable: No YAML, too large, too deep, expanding without bound, more than one document, or none.
+        Unreadable: Not YAML, empty, too large, too deep, too many values, or more than one document.
     """
     _refuse_unreadable_text(text)
     builder = _Builder()
@@ -151,7 +151,7 @@ class _Builder:
             self._report(event, path, f"the tag {shown(event.tag)} is not supported; write plain values")
         node = self._value(event, events, path)
         if event.anchor is not None:
-            # Known only from here on, so that an alias inside its own anchor is an error and no endless structure.
+            # Registered only after its content, so that an alias inside its own anchor is an error, not a cycle.
             self._anchors[event.anchor] = node
         return node
 
@@ -174,7 +174,7 @@ class _Builder:
             key = self._key(event, events, path)
             child = self._node(next(events), events, (*path, key or "?"))
             if key in value:
-                self._report(event, (*path, key), f"is given twice, first on line {node.children[key][0]}")
+                self._report(event, (*path, key), f"is a duplicate, first on line {node.children[key][0]}")
             elif key is not None:
                 value[key] = child.value
                 node.adopt(key, _line(event), child)
@@ -192,7 +192,7 @@ class _Builder:
         return node
 
     def _key(self, event: yaml.Event, events: Iterator[yaml.Event], path: KeyPath) -> str | None:
-        """A key as it was written, or None (reported) when it is no word."""
+        """A key as written, or None (after a report) if it is not a word."""
         if isinstance(event, yaml.ScalarEvent):
             self._count(event, 1)
             if event.value == "<<" and event.implicit[0]:
@@ -206,7 +206,7 @@ class _Builder:
     def _alias(self, event: yaml.AliasEvent, path: KeyPath) -> _Node:
         target = self._anchors.get(event.anchor or "")
         if target is None:
-            raise Unreadable(_line(event), f"*{shown(event.anchor)} refers to no finished anchor before it")
+            raise Unreadable(_line(event), f"*{shown(event.anchor)} does not refer to a complete anchor before it")
         if len(path) + target.height > DEPTH_LIMIT:
             raise _too_deep(event)
         self._count(event, target.size)
@@ -222,7 +222,7 @@ class _Builder:
 
 
 def named(text: str, key: str) -> str:
-    """Value of the top-level *key* as text; empty where there is none, or where the text cannot be read."""
+    """Value of the top-level *key* as text; empty if the key is missing or *text* cannot be read."""
     try:
         value = read(text).value
     except Unreadable:
@@ -231,7 +231,7 @@ def named(text: str, key: str) -> str:
 
 
 def differences(before: str, after: str) -> list[tuple[str, str, str]]:
-    """Keys whose values differ, as (dotted key, old, new); an absent value is "-". Empty where one cannot be read."""
+    """Keys whose values differ, as (dotted key, old, new); an absent value is "-". Empty if a text cannot be read."""
     try:
         old, new = (dict(_leaves(read(text).value)) for text in (before, after))
     except Unreadable:
@@ -300,7 +300,7 @@ def _line(event: yaml.Event) -> int:
 
 
 def _joined(name: str, step: str | int) -> str:
-    """`tpu.zones[0]` of `tpu.zones` and 0; a key that is no plain word stands in brackets: `job.files[config.yaml]`."""
+    """`tpu.zones[0]` of `tpu.zones` and 0; a key with other characters is in brackets: `job.files[config.yaml]`."""
     if isinstance(step, int):
         return f"{name}[{step}]"
     word = step if _PLAIN_WORD.fullmatch(step) and len(step) <= 60 else f"[{shown(step)}]"

@@ -120,7 +120,7 @@ def resolve(
         raise ConfigError(f"TPUCARE_SSH_PORT={port} is no port: a number from 1 to 65535")
     project = project or env.get("TPUCARE_PROJECT", "") or (found.project if found else "")
     if not _PROJECT.fullmatch(project):
-        raise ConfigError(f"{project!r} is no project id: see --project and TPUCARE_PROJECT")
+        raise ConfigError(f"{project!r} is not a project id: see --project and TPUCARE_PROJECT")
     return Options(
         state=_state_folder(env, state, folder, address),
         endpoint=address,

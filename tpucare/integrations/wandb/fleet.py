@@ -15,7 +15,7 @@ import yaml
 
 from tpucare.adapters.runner.scripts import read_template
 from tpucare.api.fleet import plain_value
-from tpucare.fleetfile import yaml_document as yaml_lines
+from tpucare.fleetfile import yaml_document
 from tpucare.fleetfile.parse import Fleet
 from tpucare.integrations.wandb.account import KEY_VARIABLE, URL_VARIABLE
 from tpucare.integrations.wandb.rules import SWEEP_VARIABLE, SweepPath
@@ -49,8 +49,8 @@ def read_base(text: str, file: str) -> Base:
     Raises: ConfigError: it is no YAML, or no mapping.
     """
     try:
-        document = yaml_lines.read(text)
-    except yaml_lines.Unreadable as error:
+        document = yaml_document.read(text)
+    except yaml_document.Unreadable as error:
         raise ConfigError.of([error.problem], file) from None
     if document.problems:
         raise ConfigError.of(document.problems, file)
@@ -142,11 +142,11 @@ class _Blocks(yaml.SafeDumper):
 
 
 def _text(dumper: _Blocks, value: str) -> yaml.ScalarNode:
-    # Also quoted is what only `yaml_lines` takes for a number: `1e-4` and `08` are texts in the YAML of the dumper.
-    plain = None if isinstance(yaml_lines.scalar(value), str) else "'"
+    # Also quoted is what only `yaml_document` takes for a number: `1e-4` and `08` are texts in the YAML of the dumper.
+    plain = None if isinstance(yaml_document.scalar(value), str) else "'"
     return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="|" if "\n" in value else plain)
 
 
 _Blocks.add_representer(str, _text)
-_Blocks.add_representer(yaml_lines.WrittenInt, _Blocks.represent_int)
-_Blocks.add_representer(yaml_lines.WrittenFloat, _Blocks.represent_float)
+_Blocks.add_representer(yaml_document.WrittenInt, _Blocks.represent_int)
+_Blocks.add_representer(yaml_document.WrittenFloat, _Blocks.represent_float)
