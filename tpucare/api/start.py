@@ -3,7 +3,7 @@
 
 Each call that cares puts the parts together for one fleet (options, store, launcher), and blocks in `foreground` until
 the fleet is over. What arguments mean is told by `arguments`, what users' functions are given by `callback_launcher`,
-where they run by `threads` and `children`.
+where they run by `threads` and `processes`.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from tpucare.adapters.state.store import holder
 from tpucare.api import arguments
 from tpucare.api.arguments import UNHEALTHY_SECONDS, Call, CreationCallback, Door, Start, StartFn
 from tpucare.api.callback_launcher import CallbackLauncher
-from tpucare.api.children import ProcessStarter
 from tpucare.api.contexts import StoredContexts
 from tpucare.api.fleet import Fleet
 from tpucare.api.foreground import Left, RunSpec, care
+from tpucare.api.processes import ProcessStarter
 from tpucare.api.progress import Progress, progress_on
 from tpucare.api.threads import Starter, ThreadStarter
 from tpucare.fleetfile import parse as fleets

@@ -19,15 +19,15 @@ import psutil
 import pytest
 
 from tests.kits.local_remote import LocalRemote
-from tpucare.api import pipes
 from tpucare.api.attempt import Attempt, Host
-from tpucare.api.children import ChildEnded, ProcessStarter
 from tpucare.api.hosts import exec_on_tpu, send_to_tpu
+from tpucare.api.processes import ChildEnded, ProcessStarter, pack_error, unpack_error
 from tpucare.model.errors import CommandFailed, ConfigError, NodeGone, Problem, QuotaExceeded, TpuCareError
 from tpucare.model.resources import NodeKey, Worker
 
 ZONE = "us-east5-a"
 PATIENCE = 30.0
+REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -252,18 +252,52 @@ def test_a_helper_that_was_killed_is_told(attempt: Attempt, context: Context) ->
         handle = starter.start(attempt, Host(attempt), context, 0)
         until(lambda: (context.path / "pid").exists() and (context.path / "pid").read_text(), "it begins")
         child = psutil.Process(int((context.path / "pid").read_text()))
-        os.kill(starter._helper, signal.SIGKILL)
+        starter.helper.kill()
         assert isinstance(outcome(handle), ChildEnded)
         until(lambda: not child.is_running(), "the child ends with it")
         with pytest.raises(ChildEnded, match="helper"):
             starter.start(attempt, Host(attempt), context, 0)
 
 
+UNGUARDED = """
+    import os, sys, time
+    from tpucare.api.attempt import Attempt, Host
+    from tpucare.api.processes import ProcessStarter
+    from tpucare.model.resources import NodeKey, Worker
+
+    worker = Worker(NodeKey("p", "z", "n"), 1, 0, "h")
+    attempt = Attempt(None, slot="pod", token="pod-a1.1", number=1, workers=(worker,))
+    os.umask(0o027)
+    os.environ["GIVEN"] = "by the script"
+    print("begun", end=" ")
+    with ProcessStarter(lambda ctx, worker: print(ctx, os.getcwd(), os.environ["GIVEN"], oct(os.umask(0)))) as starter:
+        handle = starter.start(attempt, Host(attempt), {"made": "here"}, 0)
+        assert handle.exception(30) is None
+"""
+
+
+def test_a_script_on_standard_input_needs_no_guard_and_a_child_has_its_folder_environment_and_output(
+    tmp_path: Path,
+) -> None:
+    script = textwrap.dedent(UNGUARDED)
+    ran = subprocess.run(
+        [sys.executable, "-"],
+        input=script,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+    )
+    assert ran.stdout == f"begun {{'made': 'here'}} {tmp_path} by the script 0o27\n"
+    assert (ran.returncode, ran.stderr) == (0, "")
+
+
 ORPHANS = """
     import os, sys, time
     from pathlib import Path
     from tpucare.api.attempt import Attempt, Host
-    from tpucare.api.children import ProcessStarter
+    from tpucare.api.processes import ProcessStarter
     from tpucare.model.resources import NodeKey, Worker
 
     def start_fn(ctx, worker):
@@ -274,7 +308,7 @@ ORPHANS = """
     attempt = Attempt(None, slot="pod", token="pod-a1.1", number=1, workers=(worker,))
     with ProcessStarter(start_fn) as starter:
         starter.start(attempt, Host(attempt), None, 0)
-        Path(sys.argv[1], "helper").write_text(str(starter._helper))
+        Path(sys.argv[1], "helper").write_text(str(starter.helper.pid))
         time.sleep(600)
 """
 
@@ -294,12 +328,12 @@ def test_no_zombie_is_left_while_it_goes_on(attempt: Attempt, context: Context) 
     with ProcessStarter(lambda ctx, worker: None) as starter:
         for _ in range(5):
             assert outcome(starter.start(attempt, Host(attempt), context, 0)) is None
-        helper = psutil.Process(starter._helper)
+        helper = psutil.Process(starter.helper.pid)
         until(lambda: not helper.children(), "all are reaped")
 
 
 def test_an_error_keeps_its_class_values_and_place() -> None:
-    error = pipes.unpack_error(pipes.pack_error(CommandFailed("it failed", 7, "tail")))
+    error = unpack_error(pack_error(CommandFailed("it failed", 7, "tail")))
     assert isinstance(error, CommandFailed)
     assert (str(error), error.exit_status, error.stderr_tail) == ("it failed", 7, "tail")
 
@@ -314,5 +348,5 @@ def test_an_error_keeps_its_class_values_and_place() -> None:
     ids=lambda error: type(error).__name__,
 )
 def test_an_error_keeps_what_it_knows_beside_its_text(error: TpuCareError) -> None:
-    other = pipes.unpack_error(pipes.pack_error(error))
+    other = unpack_error(pack_error(error))
     assert (type(other), str(other), vars(other)) == (type(error), str(error), vars(error))
