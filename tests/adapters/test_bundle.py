@@ -97,6 +97,9 @@ def git(folder: Path, *words: str) -> str:
 
 
 def test_a_command_in_the_config_of_a_repository_is_not_run(repo: Path, proof: Path) -> None:
+    """
+    `git ls-files` in a `workdir` ran commands that the repository's config names. No command of that config is run.
+    """
     git(repo, "config", "core.fsmonitor", f"env > {proof}; false")
     assert bundle._names(repo) == [".gitignore", "train.py"]
     assert not proof.exists()
@@ -122,7 +125,11 @@ def test_a_bare_repository_in_a_plain_clone_is_not_obeyed(
 
 
 def test_an_object_that_is_missing_is_not_fetched(repo: Path, proof: Path) -> None:
-    """Of a partial clone, git would fetch `.gitignore` to read it; the address of its remote may be a command."""
+    """
+    In a partial clone git would fetch `.gitignore` to read it, and the address of its remote may be a command; where
+    the fetch failed, the files that it hides were sent. Nothing is fetched, and any complaint of git refuses the
+    folder.
+    """
     git(repo, "update-index", "--skip-worktree", ".gitignore")
     (repo / ".gitignore").unlink()
     name = git(repo, "rev-parse", ":.gitignore")

@@ -92,6 +92,10 @@ def test_another_token_is_refused_while_a_run_lives(one: Node) -> None:
 
 
 def test_a_run_that_was_stopped_before_it_began_never_begins(one: Node) -> None:
+    """
+    A launch that arrived after the stop of its run would have started the run again. A stop leaves a tombstone for the
+    token, and a relaunch takes a new run number.
+    """
     order = one.order(Job(run=COUNT_STARTS))
     push = script.launch_command(order, 0, push=True)
     assert one.remote.run(one.workers[0], push, stdin=launcher.parcel_of(order, {}).full).exit_status == 0

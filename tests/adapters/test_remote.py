@@ -808,6 +808,10 @@ def test_knock_at_many_keeps_its_sockets_bounded_and_wakes_for_each(key: LoginKe
 def test_a_server_that_talks_without_being_asked_is_hung_up_on(
     door: Door, server: SshStandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """
+    A worker could send without end on a kept connection that was not in use. 1 MB that was not asked for ends the
+    connection.
+    """
     monkeypatch.setattr("tpucare.adapters.ssh.connection.UNASKED_BYTES", 1000)
     worker = worker_at(server)
     big = "x" * 100_000

@@ -315,7 +315,10 @@ def test_the_coordinator_listens_apart_from_libtpu_and_jax() -> None:
 def test_a_token_is_given_to_the_host_of_the_repository_alone(
     tmp_path: Path, repository: str, asked: str, given: str
 ) -> None:
-    """A redirect or a submodule may name any other host."""
+    """
+    git gave the token of a private repository to any host that a redirect or submodule named. The token is for the
+    repository's host.
+    """
     script_text = script.render("askpass.sh.j2", origin=script._origin(repository))
     program = tmp_path / "askpass.sh"
     program.write_text(script_text)

@@ -147,7 +147,10 @@ class TestMemory:
     def test_a_digit_that_became_another_is_noticed(
         self, folder: Path, store: SqliteStore, was: str, becomes: str
     ) -> None:
-        """SQLite looks at the form of a page; a memory that says something else would be believed."""
+        """
+        Flipped bytes went unnoticed: SQLite checks the form of a page, and a wrong memory may have the right form. The
+        text of each memory and fleet bears a checksum, and a mismatch is refused as damaged.
+        """
         node = NodeMemory("pod-0-a0", "us-central1-a", 7, NOW, launched=True)
         store.save({"pod-0": Memory(fleet="pod", step=120, nodes=(node,))})
         store.save_fleet(FLEET)

@@ -275,7 +275,11 @@ def test_a_listener_that_raises_ends_nothing(grant: Grant, capsys: pytest.Captur
 
 
 def test_a_context_that_is_kept_from_the_last_start_is_named_at_this_one() -> None:
-    """A script that makes a new sweep at each start must hear that the next node works for the old one."""
+    """
+    A script that was started again while its node went lost its context, and with it the count of retries and the run
+    it resumes. A context is kept until a person says `fresh=True`, and a line at the start names it: a script that
+    makes a new sweep at each start must hear that the next node works for the old one.
+    """
     said = api._kept_context("pod", {"sweep": "old"}, datetime(2026, 11, 1, tzinfo=UTC))
     assert (said.kind, said.slot) == ("context", "pod")
     assert "the last start (dict) is kept" in said.text

@@ -145,6 +145,9 @@ def test_a_host_is_the_slots_name_and_nothing_else_outside(one: Attempt) -> None
 
 
 def test_a_thread_acts_for_its_own_attempt_alone(remote: LocalRemote) -> None:
+    """
+    A context keeps the `Host` of an earlier node, whose attempt is over. The attempt of the calling thread comes first.
+    """
     old, new = attempt(remote, number=1), attempt(remote, number=2)
     assert attempt_of("pod") is None
     assert attempt_of(Host(old)) is old, "a thread of the user's own"
@@ -159,6 +162,10 @@ def test_a_thread_acts_for_its_own_attempt_alone(remote: LocalRemote) -> None:
 
 
 def test_a_copy_made_for_an_attempt_is_bound_to_it(remote: LocalRemote) -> None:
+    """
+    A context keeps the `Host` of an earlier node, whose attempt is over. A copy made for an attempt is bound to that
+    attempt.
+    """
     old, new = attempt(remote, number=1), attempt(remote, number=2)
     context: dict[str, Any] = {"host": Host(old), "others": [Host(attempt(remote, slot="other"))]}
     with bind(new):

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -169,11 +170,17 @@ def test_what_was_started_without_a_session_lives_by_its_marks() -> None:
         assert node.lives() == [False]
 
 
-def test_a_call_that_blocks_is_the_run() -> None:
+def test_a_call_that_blocks_is_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """
+    A call that blocks in `start_fn` for days would be stopped as a setup that takes too long. After 10 minutes it
+    counts as the run.
+    """
     with foreign_node(lambda attempt, _: attempt.run(0, FOREVER)) as node:
         node.go()
         eventually(lambda: node.lives() == [True])
         assert node.look().workers[0].phase is Phase.SETUP
+        monkeypatch.setattr("tpucare.api.callback_launcher.LONG_CALL", timedelta(0))
+        assert node.look().workers[0].phase is Phase.RUN
 
 
 def test_somebody_elses_screen_is_left_alone() -> None:
@@ -322,6 +329,10 @@ def test_a_run_that_was_stopped_is_not_begun_by_a_late_launch(in_a_screen: Forei
 
 
 def test_a_stop_is_sigterm_first_also_to_what_runs_in_a_session() -> None:
+    """
+    SIGTERM to `screen` itself hangs up on the processes in it, so training ended without its grace. Servers of sessions
+    get no SIGTERM; they end after the last process in them, or by SIGKILL.
+    """
     train = """trap 'sleep 0.5; echo saved >~/saved; exit 0' TERM; touch ~/ready; while :; do sleep 0.05; done"""
     with foreign_node(lambda attempt, _: attempt.run(0, in_screen(train))) as node:
         node.go()
@@ -400,6 +411,10 @@ def test_a_late_thread_cannot_reach_the_next_node_at_the_same_address() -> None:
 
 
 def test_a_broken_connection_is_told_only_when_the_worker_answers_again() -> None:
+    """
+    A preemption breaks the connection before the cloud reports it, so a call in flight raised an error and `start_fn`
+    failed. The call waits until the worker answers again or its node is given up.
+    """
     met: list[str] = []
 
     def start(attempt: Attempt, worker: Any) -> None:

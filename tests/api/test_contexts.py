@@ -435,7 +435,10 @@ def test_types_of_a_script_are_found_again_by_its_next_process(tmp_path: Path) -
     ],
 )
 def test_a_text_makes_nothing_but_what_is_written_down(tmp_path: Path, text: dict[str, Any]) -> None:
-    """A store from somewhere else must not name a class to be called."""
+    """
+    The text of a kept context could name any class to be called, also in a store from somewhere else. A context makes
+    named tuples, namespaces, enums, dataclasses and models, nothing else.
+    """
     target = tmp_path / "touched"
     with pytest.raises(Unserialisable):
         decode(json.dumps(text).replace("TARGET", str(target)))

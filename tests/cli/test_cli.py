@@ -540,6 +540,7 @@ def test_from_the_emulator_to_nothing_left(shell: Shell, tmp_path: Path) -> None
 
 
 def test_gc_says_not_looked_where_it_could_not(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`gc` said "none" where nothing could be listed. It names what it could not look at and exits with 6."""
     monkeypatch.setenv("NO_GCE_CHECK", "true")
     done = run("gc")
     assert (done.code, done.out) == (Exit.CLOUD, "")

@@ -191,7 +191,10 @@ def test_after_any_storm_every_slot_trains_and_no_rule_was_broken(tmp_path: Path
 
 
 def test_a_slot_that_lives_long_is_not_decided_more_often(tmp_path: Path) -> None:
-    """Each decision set a wake-up of its own, and every one of them brought another, for as long as the slot lived."""
+    """
+    Each decision set a wake-up in observed time, and each wake-up brought another: the longer a slot lived, the more
+    often it was decided. Only the wake-up of the last decision counts.
+    """
     daemon = Daemon(tmp_path)
     daemon.care_for("pod", 5)
     daemon.run(minutes=20)
@@ -206,7 +209,10 @@ def test_a_slot_that_lives_long_is_not_decided_more_often(tmp_path: Path) -> Non
 
 
 def test_workers_that_are_asked_seldom_are_not_taken_for_stalled(tmp_path: Path) -> None:
-    """Seldom asked is not standing still: three reports without a sign of progress have to support the verdict."""
+    """
+    The three observations that support a stall were listings, so workers that were asked seldom or late were taken for
+    stalled. Three reports without a sign of progress are needed.
+    """
     daemon = Daemon(tmp_path, settings=Settings(probe=3600))
     daemon.launcher.eager = True
     daemon.care_for("pod", 3)
@@ -218,7 +224,10 @@ def test_workers_that_are_asked_seldom_are_not_taken_for_stalled(tmp_path: Path)
 
 
 def test_a_person_is_told_once_however_often_the_api_fails_meanwhile(tmp_path: Path) -> None:
-    """Storm seed 1 (high, 6 h): a warning that only a person could end came again after each listing that failed."""
+    """
+    One failed listing had every slot decided twice, and repeated a warning that only a person could end (storm at high,
+    seed 1). Slots are told of the second failure in a row, and the same warning is not repeated.
+    """
     daemon = Daemon(tmp_path)
     daemon.care_for("pod", 2)
     daemon.run_until(lambda: len(daemon.launcher.workers) == 8)

@@ -228,7 +228,11 @@ def test_an_error_of_it_sets_the_slot_aside_loudly(gated: tuple[Daemon, FakeGate
 
 
 def test_a_turn_waits_for_the_budget_and_no_place_of_it_is_lost(tmp_path: Path) -> None:
-    """Many slots, a budget that all processes share, and turns that come a moment after they were asked for."""
+    """
+    A slot reserved a place in the create budget before it held the semaphore, and lost its turn while it waited for the
+    budget: with many slots both were used up and hardly a node was made. The semaphore comes first; its holder keeps it
+    while it waits for the budget.
+    """
     daemon = Daemon(tmp_path / "state", settings=Settings(budget=lambda project: shared_budget(tmp_path, project, 6)))
     gate = FakeGate(4)
     daemon.engine.create_admission.semaphore = CreateSemaphore(gate)

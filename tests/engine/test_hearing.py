@@ -34,6 +34,11 @@ def lose_the_other(daemon: Daemon) -> None:
 
 @pytest.mark.parametrize("hinder", [paused, dark])
 def test_a_slot_that_cannot_act_is_not_waited_for(tmp_path: Path, hinder: Callable[[Daemon], None]) -> None:
+    """
+    Where no worker answered, the slot that was silent longest was to go first, and it could be one that cannot: paused,
+    done, its zone dark, its node dead or its key refused. All others waited for it for ever; the canary is the longest
+    silent slot that can act now.
+    """
     daemon = Daemon(tmp_path)
     daemon.care_for("aaa", 1, place(US))
     daemon.care_for("bbb", 1, place(EU))

@@ -42,6 +42,10 @@ def track(*reports: Report) -> ProgressTrack:
     ],
 )
 def test_a_sign_is_what_differs_from_what_the_run_began_with(reports: list[Report], signals: int) -> None:
+    """
+    The checkpoint that a run starts from was taken for its first sign of progress. Only a change after the first report
+    is a sign.
+    """
     assert track(*reports).signals == signals
 
 
@@ -67,7 +71,10 @@ def at(minute: int) -> Mark:
 
 
 def test_while_the_first_worker_is_silent_the_others_tell_of_progress() -> None:
-    """Its host may be too busy to answer within ten seconds: a gang that trains was deleted for it."""
+    """
+    Progress was read from worker 0 alone, and a gang that trained was deleted when that host was too busy to answer for
+    three minutes. While worker 0 is silent, steps of the others count, each compared with its own earlier step.
+    """
     seen = NodeTrack(node(), at(0), at(0))
     seen.hear(_report(running(step=10), running(step=7)), at(1))
     seen.hear(_report(SILENT, running(step=7)), at(2))

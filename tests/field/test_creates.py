@@ -62,7 +62,10 @@ def test_a_create_was_given_up_and_granted_70_minutes_later(tmp_path: Path) -> N
 
 
 def test_every_create_takes_longer_than_anybody_waits(tmp_path: Path) -> None:
-    """Each create was granted after it had been given up, its node was thrown away, and the slot never trained."""
+    """
+    Every create took longer than `boot_timeout`: each node came after its create was given up, was deleted, and the
+    slot never trained. The first node that appears holds the slot, and the later creates are given up instead.
+    """
     slow = {"visible": around(69 * 60), "create_slice": around(70 * 60)}
     daemon = Daemon(tmp_path, config=WorldConfig.calm(latencies=slow))
     daemon.care_for("pod", 1, place(US), place(EU))

@@ -97,7 +97,11 @@ def test_the_fleet_folder_is_unmounted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("trained", [False, True])
 def test_a_node_is_handed_over_with_what_works_on_it(daemon: Daemon, trained: bool) -> None:
-    """I gave the slot my own machine for later, and what I was doing there was killed."""
+    """
+    `adopt-node` gave a person's machine to a slot that had trained before, and the person's processes were stopped or
+    the node deleted. A node that no create of ours made, and on which no run of ours was launched, is adopted, whatever
+    the slot did before.
+    """
     daemon.care_for("pod")
     if trained:
         daemon.run(minutes=15)

@@ -122,7 +122,10 @@ def test_no_route_to_any_worker(daemon: Daemon) -> None:
 @pytest.mark.parametrize("key", [True, False])
 @pytest.mark.parametrize("others", [1, 0])
 def test_one_address_of_a_lost_node_leads_to_a_stranger(daemon: Daemon, key: bool, others: int) -> None:
-    """Three workers were silent, the address of the fourth was given away: nobody saw that the node was lost."""
+    """
+    Three workers were silent and the address of the fourth led to another machine: the refused key hid that the node
+    was lost, and it was never replaced. Silence beside a refused key is judged like any silence.
+    """
     daemon.care_for("pod")
     daemon.care_for("other", others or 1, job=bool(others))
     daemon.run(minutes=15)

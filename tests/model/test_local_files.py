@@ -114,6 +114,10 @@ PRIVATE_FILES = (
 
 @pytest.mark.parametrize("path", PRIVATE_FILES)
 def test_what_opens_other_doors_is_never_read_for_a_fleet(tmp_path: Path, path: str) -> None:
+    """
+    A fleet file had the daemon's own key sent to a worker. Files that give access elsewhere are refused by their real
+    path, whatever names them.
+    """
     _, private = private_of(tmp_path)
     (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / path).write_bytes(SECRET)
@@ -181,6 +185,11 @@ def applied(folder: Path | str, text: str) -> str:
 
 
 def test_a_first_line_that_tpucare_did_not_write_counts_for_nothing(office: Office, folder: Path) -> None:
+    """
+    The first line of an applied copy names the folder where its paths start; a person who may write to the fleets
+    folder named `/` there and had the daemon's own key sent to a worker. The line counts only where `apply` brought
+    that fleet from that folder.
+    """
     text = applied("/", fleet_text() + "  files: {key: etc/passwd}\n")
     office.write(text)
     office.look()

@@ -70,6 +70,7 @@ BOOTS = [
         memory(past(answered=False)),
         "Delete judged",
     ),
+    # One listing without an endpoint deleted a node. A missing address counts only after `boot_timeout`.
     case(
         "a worker that was listed for hours is missing since a minute",
         evidence(seen(node(endpoints=1), running(), state_since=ago(hours=9), lacking_since=ago(60))),
@@ -200,6 +201,8 @@ FENCES = [
         "Launch",
         slot(fence_proceed=True),
     ),
+    # The store was lost, and an older node could still train in a zone that had not answered since. After a loss
+    # nothing is launched before every zone has answered once.
     case(
         "the store was lost, and a zone has never answered",
         evidence(NEXT, store_lost=True, complete=False),

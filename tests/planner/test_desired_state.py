@@ -70,6 +70,10 @@ def test_up_begins_anew_only_where_something_had_ended() -> None:
 
 
 def test_a_confirmation_is_about_older_nodes_that_are_in_doubt_now() -> None:
+    """
+    A `confirm` that found no node in doubt opened the fence of a node that was made days later. It counts only for
+    nodes that are in doubt when it is said, and until the next create.
+    """
     assert not wishes.confirm(TRAINS).fence_confirmed, "its only node is the one that trains"
     assert not wishes.confirm(memory(past(0, launched=False), past(1))).fence_confirmed
     assert wishes.confirm(memory(launched(), past(1))).fence_confirmed

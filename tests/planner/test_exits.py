@@ -157,6 +157,8 @@ EXITS = [
     case("noted, and its workers were started anew", evidence(over(None, 61)), FINISHED, "Record ended"),
     case("noted, and its node is dead", evidence(seen(node("PREEMPTED"), SILENT)), FINISHED, "Delete dead"),
     case("noted, and its node is gone", evidence(), replace(FINISHED, nodes=()), "Record ended"),
+    # A finished run was forgotten with a node that another owner took, and trained once more. A run that is noted as
+    # finished stays so, whatever becomes of its node.
     case("noted, and somebody took its node", evidence(foreign=(node(),)), taken(FINISHED, name_of(0)), "Record ended"),
     case(
         "noted, and a worker is silent for a minute",
@@ -306,6 +308,8 @@ DAY = [
         memory(launched(), run=run()),
         "Wait",
     ),
+    # A node without a create time is of 1970, and each preemptible one was stopped at its first checkpoint because "its
+    # 24 hours end". An age of more than two days is unknown, and only the cloud ends such a node.
     case(
         "preemptible, and born when nothing was: nobody knows its age",
         evidence(seen(node(tier=Provisioning.PREEMPTIBLE, born=datetime(1970, 1, 1, tzinfo=UTC)), running())),
@@ -340,6 +344,9 @@ DAY = [
 
 
 def test_the_last_quarter_of_a_preemptible_day_is_waited_for() -> None:
+    """
+    No wake-up was set for 23 h 45, nor for the report of a newer checkpoint. The decision to wait names both instants.
+    """
     known = memory(launched(), run=run())
     today = seen(node(tier=Provisioning.PREEMPTIBLE, born=before(hours=23, minutes=40)), running(checkpoint=5))
     waits = act(evidence(today), known)

@@ -103,7 +103,11 @@ def test_what_the_declaration_prefers_goes_first_in_each_round_and_what_it_does_
 @settings(max_examples=200)
 @given(st.data(), st.integers(2, 9))
 def test_no_open_place_starves_while_a_slot_has_no_node(data: st.DataObject, count: int) -> None:
-    """Found on measured capacity: the later ones of nine places were never asked, for days."""
+    """
+    Places were asked in declared order, and a pause after a stockout is shorter than a round over more than four
+    places: the later ones were never asked, for days. Places take turns by the numbers of creates, which no clock can
+    set back.
+    """
     kinds = data.draw(st.lists(st.sampled_from(Provisioning), min_size=count, max_size=count))
     places = tuple(place(f"us-central1-{'abcdefghi'[index]}", kind) for index, kind in enumerate(kinds))
     known, now, waiting, rng = memory(), HERE, Counter[str](), random.Random(count)
@@ -182,7 +186,10 @@ def test_each_class_of_error_has_its_pause(error: CloudError, kind: str, least: 
     [NoCapacity("8"), QuotaExceeded("8"), RateLimited("8"), Transient("13"), LostRace("9"), OwnCredentials("16")],
 )
 def test_a_clock_that_was_set_back_stretches_no_pause(error: CloudError) -> None:
-    """Found by a storm at high, seed 26: set back by 108 minutes, a stockout of two minutes lasted as long."""
+    """
+    After the clock was set back by 108 minutes, a pause of two minutes lasted as long (storm at high, seed 26). A pause
+    that ends later than any pause can be is over.
+    """
     past = turned_down(error, replace(NOTHING, failures=30))
     assert past.retry_at is not None
     known = memory(places={FIRST.key: past})
@@ -268,7 +275,10 @@ def test_a_person_is_needed_after_ten_minutes_then_hourly() -> None:
 def test_where_no_zone_answers_for_half_an_hour_a_person_is_told(
     dark: dict[str, int], past: PlaceMemory, person: bool
 ) -> None:
-    """A slot whose only zone was closed waited for ever, and nobody was told (storm at high, seed 22)."""
+    """
+    A slot without a node, all of whose zones were closed or silent, waited for ever without a word to a person (storm
+    at high, seed 22). A person is told once no place can be asked for `fence_after`.
+    """
     since = {zone: ago(minutes=minutes) for zone, minutes in dark.items()}
     choice = chosen(remembering((SECOND, past)), evidence(unreachable_since=since))
     assert choice.needs_person is person

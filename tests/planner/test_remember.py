@@ -110,6 +110,11 @@ def test_after_a_kill_an_unanswered_create_may_have_arrived() -> None:
 
 
 def test_after_a_kill_a_verdict_that_was_not_accepted_is_judged_anew() -> None:
+    """
+    The daemon was killed between its verdict on a node and the accepted delete; the next process repeated the delete
+    though the node was well again. Such an intent is void after a restart; deletes of dead nodes and deletes that a
+    person asked for are repeated.
+    """
     known = asked(TRAINS, delete(reason=Reason.JUDGED))
     told = recover(known).node(name_of(0))
     assert told is not None

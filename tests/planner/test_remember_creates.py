@@ -39,6 +39,10 @@ def test_a_create_is_on_record_before_it_is_asked_for_and_takes_a_new_number() -
 
 
 def test_creates_of_the_last_minute_are_kept_for_the_budget() -> None:
+    """
+    A restart forgot the creates of the last minute, so the create budget could be exceeded. Each slot remembers them
+    for a minute.
+    """
     known = asked(memory(recent_creates=(before(61), before(59), after(5))), create(10))
     assert known.recent_creates == (before(59), NOW)
 
@@ -69,6 +73,10 @@ def test_a_resend_keeps_the_number_and_counts_the_tries() -> None:
 def test_a_create_closes_when_its_call_is_refused_and_not_when_it_may_have_arrived(
     error: Exception, closed: bool, lost: bool | None
 ) -> None:
+    """
+    INTERNAL and ABORTED (Transient here) do not say whether the create took effect. Like a lost answer they keep the
+    create open, and it is sent again under the same name at the same place.
+    """
     known = came(OPEN, create(10), error=error)
     told = known.create(name_of(10))
     assert (told is None) == closed
@@ -80,6 +88,10 @@ def test_a_create_closes_when_its_call_is_refused_and_not_when_it_may_have_arriv
 
 
 def test_a_refusal_of_a_resend_leaves_the_first_call_in_doubt() -> None:
+    """
+    The first call used up the quota and its answer was lost, so the second call was refused for quota, which closed the
+    create. Such a refusal closes nothing: GetNode has to answer NOT_FOUND 60 s after the deadline of the first call.
+    """
     known = came(OPEN, create(10, resend=True), error=QuotaExceeded("quota"))
     told = known.create(name_of(10))
     assert told is not None
@@ -204,6 +216,10 @@ def test_a_node_that_is_listed_before_its_create_was_answered_leaves_the_intent_
 
 
 def test_a_node_that_vanishes_while_creating_is_its_places_fault_and_no_preemption() -> None:
+    """
+    A stockout that was reported after its node had been listed counted as a preemption, without a pause. The result of
+    the operation counts, whenever the node was seen.
+    """
     known = vanished(absorb(memory(creates=(intent(10, lost=True),)), node("CREATING", 10)), name_of(10))
     assert (known.creates, known.nodes) == ((), ())
     assert known.book(BookName.PREEMPTION).total == 0

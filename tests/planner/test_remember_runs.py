@@ -32,7 +32,10 @@ def test_a_launch_is_on_record_before_it_begins_and_counts_nodes_not_runs() -> N
 
 
 def test_a_launch_settles_the_create_of_its_node_however_long_the_operation_goes_on() -> None:
-    """Else a node that trains while it shows CREATING is given up with its create: no stop, no grace, no look."""
+    """
+    A node that trained while it showed CREATING, its operation still open, was given up with its create and deleted
+    without a stop and its grace. A launch settles the create of its node, which is like any other from then on.
+    """
     open_intent, other = intent(0, accepted=True, operation="op"), intent(1, accepted=True, operation="op")
     made = memory(past(), creates=(open_intent, other)).with_place(PLACE, PlaceMemory(3, kind=Refusal.NO_CAPACITY))
     for known in (
@@ -136,6 +139,11 @@ def test_a_stop_on_one_node_says_nothing_of_the_run_adopted_on_another() -> None
 
 
 def test_which_job_tells_of_steps_is_known_and_an_edited_one_begins_anew() -> None:
+    """
+    A job was edited to one whose log tells no step, and its healthy runs were stopped each hour for "no first step"
+    until the slot failed. The store remembers which job told of steps, and the limit for the first step holds for runs
+    of that job only.
+    """
     edited = replace(launch(0, 2), job="new")
     known = asked(asked(replace(FRESH, step=None), replace(launch(), job="old")), stop(step=100, book=BookName.CRASH))
     known = saw(known, 90, 80)
@@ -211,7 +219,10 @@ def test_what_a_person_asks_for_is_done_though_the_run_had_finished() -> None:
 
 
 def test_a_node_that_was_judged_with_its_run_is_judged_anew_by_the_next_process() -> None:
-    """It was deleted as of bad health for an hour, seconds after a process had begun that saw it well."""
+    """
+    A process deleted a node for an hour of bad health seconds after it had begun and seen the node well. After a
+    restart the stop goes on, but the verdict behind it is void.
+    """
     for then, left in ((Reason.JUDGED, ""), (Reason.ASKED, "asked"), (None, "")):
         run_after = recover(asked(TRAINS, stop(then=then))).run
         assert run_after is not None
@@ -219,7 +230,10 @@ def test_a_node_that_was_judged_with_its_run_is_judged_anew_by_the_next_process(
 
 
 def test_what_failed_of_another_job_is_forgotten_though_its_last_run_is_forgotten_too() -> None:
-    """A job that never told a step, and whose node somebody took: the job that replaced it inherited its failures."""
+    """
+    A job that replaced a broken one inherited its failures, because no run of the broken one was remembered any more.
+    The job launched last is remembered apart from its run.
+    """
     known = asked(FRESH, replace(launch(), job="old"))
     known = replace(known, run=None, books={"infrastructure": FailureCounter(11, 11), "setup": FailureCounter(3, 3)})
     same = asked(known, replace(launch(1), job="old"))

@@ -36,6 +36,9 @@ TOLD = Progress(token(), 0, begun=ago(minutes=65), told=ago(hours=1))
 MOVES = Progress(token(), 9, ago(9), timedelta(seconds=15), ago(9), begun=ago(hours=1), told=ago(minutes=59))
 LAUNCHING = frozenset({EffectKind.LAUNCH.of(name_of(0))})
 IN_FLIGHT = [
+    # `replace`, UNKNOWN or a superseded create asked for the delete during a launch: the last probe still said "no
+    # run", so the delete passed for a proof of quiet. No decision is taken about a node while a launch or stop is under
+    # way on it.
     case(
         "replace is asked for while a launch is under way: its workers are not known to be quiet",
         evidence(seen(node(), QUIET), in_flight=LAUNCHING),
@@ -320,6 +323,9 @@ RUNS = [
         memory(launched(), run=run(progressed=False), books={"infrastructure": FailureCounter(3, 3)}),
         "Record run lasted",
     ),
+    # The daemon was started again each half hour, and a run that told no step and had lived for hours counted as one
+    # more of ten crashes in a row. The life of a run is counted from its launch; it supports no verdict, so the wall
+    # clock is good enough.
     case(
         "tells of no step, and lives for an hour, most of it before the daemon was started again",
         evidence(seen(node(), running(), progress=replace(NO_PROGRESS, begun=ago(minutes=20)))),

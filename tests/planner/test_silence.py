@@ -76,6 +76,9 @@ SILENCE = [
         TRAINS,
         "Delete judged",
     ),
+    # The node that replaced a canary never answered and was replaced again and again, while no worker answered
+    # anywhere. Where no worker answers, `boot_timeout` alone judges a node that never answered; two of them in a row
+    # block the place.
     case(
         "never answered, nobody does: boot_timeout ends the wait",
         evidence(silent(25, seen_since=ago(minutes=31))),
@@ -241,6 +244,8 @@ HEALTH = [
         TRAINS,
         "Stop then judged",
     ),
+    # An hour of REPAIRING deleted a run that tells no step, though its log grew. As with bad health, any change in the
+    # run is a sign of life.
     case(
         "REPAIRING, no step is told and the log moves",
         evidence(

@@ -87,7 +87,11 @@ def test_a_node_that_was_shown_dead_is_deleted_whatever_it_is_listed_as(state: N
 
 
 def test_a_delete_that_hangs_is_repeated_whoever_asked_for_it() -> None:
-    """A judged delete that a kill took from memory was never asked for again, and its node held the fence for ever."""
+    """
+    The delete on a verdict was accepted and hung, but the daemon was killed before it knew, and the verdict was void
+    after the restart: the delete was not repeated, and the node held the fence until a person came (long storm at high,
+    seed 9005). Our node that shows DELETING for 10 minutes is deleted again, also where no delete is remembered.
+    """
     for minutes, want in ((9, "Create"), (10, "Delete surplus")):
         assert told(act(evidence(seen(node("DELETING"), state_since=ago(minutes=minutes))), TRAINS)) == want
 
@@ -112,7 +116,10 @@ def test_the_next_create_does_not_wait_for_a_dead_node(state: NodeState) -> None
     ("still", "expected"), [(2, "Wait"), (3, "Stop then judged")], ids=["asked seldom", "seen to stand still"]
 )
 def test_minutes_between_two_questions_are_no_standstill(still: int, expected: str) -> None:
-    """An UNKNOWN node whose run trained was deleted where its workers were asked every four minutes."""
+    """
+    A training node that showed UNKNOWN was deleted after three minutes in which its workers had not been asked. A
+    verdict needs three reports in which nothing moved; time alone is no observation.
+    """
     progress = replace(
         NO_PROGRESS, signals=9, last=ago(minutes=4), life=ago(minutes=4), begun=ago(hours=1), still=still
     )

@@ -38,7 +38,7 @@ from tests.kits.evidence import (
 )
 from tpucare.model.actions import Delete, EffectKind, Reason, Stop
 from tpucare.model.memory import DesiredState, End, RunMemory
-from tpucare.model.resources import Job, OnSuccess
+from tpucare.model.resources import Job, OnSuccess, Provisioning
 from tpucare.planner.predicates import job_mark
 
 ASKED = replace(TRAINS, wish=DesiredState.DOWN)
@@ -147,6 +147,14 @@ WISHES = [
         evidence(seen(node(), ended(143))),
         replace(FAILED, ended_at=before(hours=1)),
         "Delete finished",
+    ),
+    # The on-demand node of a failed slot was deleted after `keep_failed`. A node that is not preemptible is kept until
+    # a person looked.
+    case(
+        "failed: an on-demand node is kept until somebody looked",
+        evidence(seen(node(tier=Provisioning.ON_DEMAND), ended(143))),
+        replace(FAILED, ended_at=before(hours=99)),
+        "Wait person",
     ),
     case("failed though it had trained: tried an hour later", evidence(), HAD_TRAINED, "Record tried again"),
     case(

@@ -249,6 +249,10 @@ def lose_the_store(office: Office) -> None:
 
 
 def test_a_lost_store_brings_back_no_fleet_that_was_taken_down(office: Office, tmp_path: Path) -> None:
+    """
+    A lost store brought back every fleet that was down, because their files lay in the folder. `down` renames the file
+    to NAME.yaml.down, and a store that does not know the fleet heeds that mark.
+    """
     office.ask("down", target="pod")
     office.run(10)
     assert [path.name for path in office.folder.iterdir()] == ["pod.yaml.down"]
@@ -292,6 +296,7 @@ def test_a_folder_that_cannot_be_written_keeps_no_fleet_up(office: Office, monke
 
 
 def test_gc_lists_no_fleet_whose_file_lies_in_the_folder_and_no_adopted_node(office: Office) -> None:
+    """`gc --apply` deleted nodes of fleets that were only not read yet, and adopted nodes. Both are left out."""
     labels = dict(office.daemon.zone.nodes("pod-0")[0].spec.labels)
     make_node(office, "hand-made", {**labels, "tpucare-fleet": "old", "tpucare-slot": "old-0"})
     make_node(office, "old-1-a0", {**labels, "tpucare-fleet": "old", "tpucare-slot": "old-1"})
@@ -308,6 +313,7 @@ def test_gc_lists_no_fleet_whose_file_lies_in_the_folder_and_no_adopted_node(off
 
 
 def test_gc_deletes_nothing_while_the_store_is_lost(office: Office) -> None:
+    """After a lost store `gc --apply` deleted nodes that trained. It is refused until a person confirms."""
     lose_the_store(office)
     office.daemon.engine.watch(PROJECT)
     office.run(5)
@@ -399,6 +405,10 @@ def preempt(office: Office, slot: str) -> None:
 
 
 def test_a_surplus_slot_keeps_its_own_file_over_a_restart(office: Office) -> None:
+    """
+    The file of a surplus slot was not read after a restart: its launch was repeated without a job, and the assertion
+    ended the process for all fleets at each start. The files of surplus slots are kept with the fleet.
+    """
     lower_the_count(office)
     office.look()
     accepted = [event for event in office.daemon.events if event.kind.startswith("fleet")]
@@ -415,6 +425,10 @@ def test_a_surplus_slot_keeps_its_own_file_over_a_restart(office: Office) -> Non
 
 
 def test_a_surplus_slot_whose_file_is_lost_gets_no_node_that_would_lie_idle(office: Office) -> None:
+    """
+    A surplus slot whose job was not known got a node that stayed READY and idle for ever. Without a job nothing is
+    created or launched, and a person is told.
+    """
     lower_the_count(office)
     (kept,) = (office.state / "accepted").glob("pod.json")
     kept.unlink()
@@ -514,6 +528,10 @@ def test_a_file_that_does_not_count_is_seen_in_status(office: Office, harm: str)
 def test_an_edit_of_count_alone_does_not_move_the_checkpoints_of_slot_0(
     tmp_path: Path, before: int, after: int
 ) -> None:
+    """
+    `count: 1 -> 2` moved the checkpoints of slot 0, which began anew at its next preemption. Such an edit is refused,
+    and the error says what to write instead.
+    """
     office = Office(tmp_path)
     path = office.write(fleet_text(count=before, checkpoint="gs://bucket/pod"))
     office.look()

@@ -37,6 +37,10 @@ def test_a_file_in_the_folder_is_a_fleet(office: Office) -> None:
 
 
 def test_a_changed_default_project_moves_no_fleet(office: Office, monkeypatch: pytest.MonkeyPatch) -> None:
+    """
+    With another default project the node of a live run was looked for where it never was: NOT_FOUND counted as its
+    death, and a second run began. A fleet keeps the project it was accepted for.
+    """
     office.write(fleet_text())
     office.look()
     office.run()
@@ -56,6 +60,10 @@ def test_a_changed_default_project_moves_no_fleet(office: Office, monkeypatch: p
 
 @pytest.mark.parametrize("restarted", [False, True])
 def test_an_edited_project_is_refused_while_nodes_are_left_in_the_one_before(office: Office, restarted: bool) -> None:
+    """
+    An edited `project:` looked for the node of a live run in the wrong project, as a changed default did. The edit is
+    refused while a node or create of the fleet is left.
+    """
     office.write(fleet_text())
     office.look()
     office.run()
@@ -318,7 +326,10 @@ def test_an_applied_fleet_replaces_the_file_that_declares_it(office: Office, tmp
 def test_a_fleets_folder_that_cannot_be_written_is_an_error_of_that_order_alone(
     office: Office, tmp_path: Path, harm: str
 ) -> None:
-    """Of a process it would be an end: each `tpucare apply` ended the daemon of a unit with ProtectSystem=strict."""
+    """
+    A fleets folder that cannot be written was an error of the store, so each `apply` ended the daemon of a unit with
+    ProtectSystem=strict. It is an error of that command.
+    """
     if harm == "no folder":
         office.folder.rmdir()
         office.folder.touch()

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.kits.field import calls
 from tests.kits.harness import EU, US, Daemon, place
 from tpucare.engine.engine import Settings
 from tpucare.model.actions import Wait
@@ -119,6 +120,10 @@ def test_the_only_slot_is_its_own_canary_when_its_workers_fall_silent(daemon: Da
 
 
 def test_our_own_network_down_deletes_one_canary_and_no_more(daemon: Daemon) -> None:
+    """
+    When our own network came back, one answer proved that workers answer elsewhere, and the silence counted during the
+    outage condemned all other nodes. Silence is counted anew when a worker answers after a minute without any answer.
+    """
     daemon.care_for("pod", 10)
     daemon.run(minutes=15)
     daemon.launcher.deaf = True
@@ -159,7 +164,34 @@ def held(daemon: Daemon) -> list[str]:
     return sorted(name for name, cause in daemon.causes().items() if cause is Cause.BRAKE)
 
 
+def test_the_brake_holds_the_stop_before_a_verdict_and_not_the_delete_behind_it(tmp_path: Path) -> None:
+    """
+    The run was stopped on a verdict, and the brake then held the delete: healthy nodes lay idle. The brake counts the
+    stop, and it holds all verdicts of one moment or none.
+    """
+    script = Script()
+    daemon = Daemon(tmp_path, script=script)
+    daemon.care_for("pod", 20)
+    daemon.run(minutes=15)
+    script.stands_still.update(f"pod-{index}" for index in range(10))
+    daemon.run(hours=4)
+    assert len(daemon.told("brake")) == 10
+    assert len(daemon.told("stop")) == 20, "of two runs each that were started again; the third one's stop is held"
+    assert daemon.all_train(), "none of the nodes lies idle while a person is waited for"
+    script.stands_still.clear()
+    for index in range(10):
+        daemon.engine.lift_brake(f"pod-{index}")
+    daemon.run(minutes=30)
+    assert len(daemon.zone.nodes()) == 20
+    assert daemon.all_train()
+
+
 def test_a_confirmation_where_nothing_is_held_lifts_no_brake_of_another_day(daemon: Daemon) -> None:
+    """
+    `confirm` where nothing was held let the next verdict pass whenever it came; and when a verdict went away by itself,
+    its slot stayed braked and the next verdict was not told. `confirm` lets only the held verdict pass, and a minute of
+    observed time without a verdict ends both.
+    """
     daemon.care_for("pod", 20)
     daemon.run(minutes=15)
     for name in daemon.engine.slots:
@@ -208,6 +240,7 @@ def test_confirmed_verdicts_pass_when_they_are_judged_only_after_an_outage_of_th
 
 
 def test_a_confirmation_for_the_brake_opens_no_fence_that_comes_up_days_later(daemon: Daemon) -> None:
+    """`confirm` for the brake also opened the fence of a later node. It says nothing about the fence."""
     daemon.care_for("pod")
     daemon.run(minutes=15)
     daemon.engine.change("pod-0", wishes.confirm, "confirm", "pod-0: confirm")
@@ -250,7 +283,11 @@ def test_a_zone_that_does_not_answer_is_not_an_empty_zone(daemon: Daemon) -> Non
 
 
 def test_nothing_lasts_through_the_darkness_of_a_zone(daemon: Daemon) -> None:
-    """Nobody looked at the worker meanwhile; that it was silent before and answers later is no hour of silence."""
+    """
+    Observed time goes on while one zone does not answer, because the others do; a node that had been silent, without
+    progress or CREATING before the outage was condemned at the first listing after it (storm, seed 39). The marks of a
+    node move on by the length of the outage, and a verdict needs new observations.
+    """
     daemon.care_for("pod", 1)
     daemon.care_for("far", 1, place(EU))
     daemon.run(minutes=15)
@@ -377,6 +414,10 @@ def test_down_while_a_create_is_under_way_leaves_nothing(daemon: Daemon) -> None
 
 
 def test_replace_is_not_lost_to_the_repeated_delete_of_an_older_node(daemon: Daemon) -> None:
+    """
+    The repeated delete of an older node used up the `replace` that was meant for the node that trains. Only a create,
+    or the first delete of the slot's own node, fulfils a `replace`.
+    """
     daemon.care_for("pod")
     daemon.run(minutes=15)
     daemon.zone.world.stick_deleting("pod-0-a0", daemon.clock.true_now(), repeats=8)
@@ -420,6 +461,10 @@ def test_pause_touches_nothing_that_lives_and_survives_a_restart(daemon: Daemon)
 
 
 def test_the_dead_node_of_a_paused_slot_holds_no_quota_of_others(tmp_path: Path) -> None:
+    """
+    The dead node of a paused slot was left alone and held the quota of another slot for as long as the pause. A node
+    that is proven dead is deleted in a pause, too.
+    """
     quota = [{"generation": "v3", "zone": US, "limit": 16, "unit": "chips"}]
     daemon = Daemon(tmp_path, config=WorldConfig.calm(quotas=quota))
     daemon.care_for("pod")
@@ -455,6 +500,11 @@ def test_a_node_that_was_shown_dead_and_is_ready_again_is_deleted_before_the_nex
 
 
 def test_a_node_that_comes_back_while_its_slot_is_paused_is_deleted_after_it(daemon: Daemon) -> None:
+    """
+    A node that was shown TERMINATED during a pause and READY later was neither used nor deleted: it ran on beside its
+    successor, and `down` never ended. Listed alive, it loses the proof of its death and is deleted, and no run begins
+    beside it.
+    """
     daemon.care_for("pod")
     daemon.run(minutes=15)
     daemon.wish("pod-0", DesiredState.PAUSED)
@@ -505,6 +555,10 @@ def test_exit_0_under_a_preemption_notice_is_not_success(tmp_path: Path) -> None
 
 
 def test_a_crash_loop_of_the_users_code_burns_no_nodes_and_fails_the_slot(tmp_path: Path) -> None:
+    """
+    A crash at the same step again and again looked like progress, since each run reached that step. Only a run that
+    gets beyond the furthest step of its slot ends the row of crashes.
+    """
     daemon = Daemon(tmp_path, script=Script(exits={"pod-0": (-1, 1, 50.0)}))
     daemon.care_for("pod", care=Care(crash_budget=3))
     daemon.run(hours=3)
@@ -576,7 +630,10 @@ def test_a_preemptible_node_is_asked_to_save_and_leaves_with_a_newer_checkpoint(
 
 
 def test_a_name_that_another_owners_node_bears_is_skipped_and_that_node_never_touched(daemon: Daemon) -> None:
-    """Two people may call their fleets alike: one of their nodes anywhere stopped ours at its next preemption."""
+    """
+    A colleague's fleet of the same name, in whatever zone, kept a slot from its next node until a person came. Only the
+    same name in the zone that is asked is a clash, and its number is skipped.
+    """
     spec = NodeSpec(accelerator_type="v3-32", runtime_version="tpu-ubuntu2204-base", spot=True)
     for zone, name in ((US, "pod-0-a1"), (EU, "pod-0-a2"), (US, "pod-0-a41")):
         daemon.zone.world.create_node(f"projects/my-project/locations/{zone}", name, spec, daemon.clock.true_now())
@@ -588,6 +645,23 @@ def test_a_name_that_another_owners_node_bears_is_skipped_and_that_node_never_to
         daemon.zone.world.preempt(daemon.node_of("pod-0").key.name, daemon.clock.true_now())
         daemon.run(minutes=15)
     assert len(daemon.told("foreign")) == 3
+    daemon.check()
+
+
+def test_a_foreign_node_that_was_listed_before_its_slot_was_declared_is_known_to_the_slot(daemon: Daemon) -> None:
+    """
+    A slot did not see a foreign node of its name that had been listed before the slot was declared. The project keeps
+    foreign nodes by name, whether or not a slot of that name exists.
+    """
+    daemon.care_for("other")
+    spec = NodeSpec(accelerator_type="v3-32", runtime_version="tpu-ubuntu2204-base", spot=True)
+    daemon.zone.world.create_node(f"projects/my-project/locations/{US}", "pod-0-a0", spec, daemon.clock.true_now())
+    daemon.run(minutes=15)
+    daemon.care_for("pod")
+    daemon.run(minutes=15)
+    assert daemon.node_of("pod-0").name == "pod-0-a1"
+    asked = [one["node"] for one in calls(daemon, "CreateNode")]
+    assert asked == ["pod-0-a0", "other-0-a0", "pod-0-a1"], "the first one is theirs"
     daemon.check()
 
 
@@ -624,6 +698,10 @@ def test_a_node_of_another_owner_is_adopted_when_a_person_says_so(daemon: Daemon
 
 
 def test_a_node_that_somebody_else_labels_as_theirs_is_left_alone(daemon: Daemon) -> None:
+    """
+    A node that another owner labelled was still used as ours. It is left alone, and the slot waits for a person, since
+    our run may live there.
+    """
     daemon.care_for("pod")
     daemon.run(minutes=15)
     name = f"projects/my-project/locations/{US}/nodes/pod-0-a0"
@@ -637,6 +715,10 @@ def test_a_node_that_somebody_else_labels_as_theirs_is_left_alone(daemon: Daemon
 
 
 def test_a_glitch_of_the_api_that_shows_unknown_deletes_nothing_that_moves(daemon: Daemon) -> None:
+    """
+    The API showed UNKNOWN for every node for half a minute, and all of them were deleted while they trained, past the
+    brake. UNKNOWN is a verdict like others: reports of workers count against it, and the brake counts it.
+    """
     daemon.care_for("pod", 5)
     daemon.run(minutes=20)
     assert daemon.all_train()
@@ -661,7 +743,10 @@ def test_unknown_nodes_that_are_silent_pass_the_brake_or_wait_for_a_person(daemo
 
 
 def test_one_worker_that_refuses_our_key_for_good_is_a_bad_node(daemon: Daemon) -> None:
-    """Its guest agent is broken; READY, billed and idle the slice waited for a person, and was told of OS Login."""
+    """
+    The guest agent of one worker was broken and refused our key: the slice was READY, billed and idle for ever, and a
+    person was told of OS Login. No setting applies to one worker alone, so the node is bad and is replaced.
+    """
     daemon.care_for("pod")
     daemon.care_for("other")
     daemon.run_until(lambda: len([w for w in daemon.launcher.workers.values() if w.key.name == "pod-0-a0"]) == 4)
@@ -680,6 +765,10 @@ def test_one_worker_that_refuses_our_key_for_good_is_a_bad_node(daemon: Daemon) 
 
 
 def test_a_node_that_trains_while_it_shows_creating_is_kept_as_long_as_it_makes_progress(daemon: Daemon) -> None:
+    """
+    A node that trained while it showed CREATING was deleted at `boot_timeout` for one silent worker, though worker 0
+    reported steps. Progress keeps the node in that state, too.
+    """
     daemon.care_for("pod", 2)
     daemon.run(minutes=20)
     daemon.zone.world.set_state("pod-0", int(NodeState.CREATING), daemon.clock.true_now())
@@ -694,7 +783,10 @@ def test_a_node_that_trains_while_it_shows_creating_is_kept_as_long_as_it_makes_
 def test_a_create_whose_operation_never_ends_is_closed_after_a_day(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They were polled every ten seconds for ever, and `down` never ended."""
+    """
+    A create whose operation never ended was polled every ten seconds for ever, and `down` waited for it. It is closed
+    after a day without a node.
+    """
     daemon = Daemon(tmp_path, settings=Settings(poll=60.0, fast_poll=60.0))
 
     def create_node(cloud: InProcessCloud, request: NodeRequest) -> Operation:
@@ -719,6 +811,10 @@ def test_a_create_whose_operation_never_ends_is_closed_after_a_day(
 
 
 def test_a_job_that_is_always_killed_without_a_word_fails_the_slot_in_the_end(tmp_path: Path) -> None:
+    """
+    Stalls and interruptions had no failure budget: a job that the OOM killer ended at every start used up node after
+    node. 12 interruptions or 6 stalls in a row without a further step are tried again; one more fails the slot.
+    """
     script = Script(exits={"pod-0": (-1, 137, 40.0)}, vanishes={"pod-0"}, tells_progress=False)
     daemon = Daemon(tmp_path, script=script)
     daemon.care_for("pod")

@@ -54,6 +54,11 @@ def lie_idle_while_the_node_goes(daemon: Daemon) -> None:
 
 
 def test_a_backup_makes_no_second_run_while_the_newer_node_is_in_the_dark(daemon: Daemon) -> None:
+    """
+    A backup of the store was put back while the zone of a newer node did not answer: the slot was taken for empty, and
+    a second run began. After ten minutes without a daemon the store counts as old: no create or launch before every
+    zone of the slot's places has answered once, even over restarts, or a person says `confirm --store`.
+    """
     put_back_an_older_store(daemon)
     daemon.zone.world.outage("zone", timedelta(hours=1), daemon.clock.true_now(), zone=EU)
     daemon.start()

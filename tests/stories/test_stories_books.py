@@ -34,7 +34,10 @@ def await_training(daemon: Daemon) -> None:
 
 
 def test_stalls_that_lie_far_apart_are_no_row(tmp_path: Path) -> None:
-    """The seventh in the life of a slot failed it, whatever it had trained in between."""
+    """
+    The seventh stall in the life of a slot failed it, whatever it had trained in between. Progress in this job, a
+    success, or an hour of life where no step is told ends the row.
+    """
     daemon = Daemon(tmp_path)
     daemon.care_for("pod", 1, SINGLE)
     for _ in range(8):
@@ -48,7 +51,10 @@ def test_stalls_that_lie_far_apart_are_no_row(tmp_path: Path) -> None:
 
 
 def test_crashes_between_successes_are_no_row(tmp_path: Path) -> None:
-    """Each trial of an agent begins at step 0, so none gets further than the last one that served."""
+    """
+    Each trial of an agent begins at step 0, so none got beyond the furthest step, and its crashes were one row for
+    ever. A success ends the row.
+    """
     daemon = Daemon(tmp_path, script=Script(steps=600, save_every=10**9))
     daemon.care_for("pod", 1, SINGLE, care=Care(on_success=OnSuccess.RESTART, crash_budget=2))
     for _ in range(4):
@@ -60,6 +66,10 @@ def test_crashes_between_successes_are_no_row(tmp_path: Path) -> None:
 
 
 def test_what_an_older_experiment_reached_is_no_measure_for_the_next(tmp_path: Path) -> None:
+    """
+    The furthest step of an older experiment made a failure of each run of the next one. Only progress in the same job
+    is compared.
+    """
     daemon = Daemon(tmp_path, script=Script(save_every=10))
     daemon.care_for("pod", 1, SINGLE, care=Care(crash_budget=2))
     daemon.run(hours=2)
@@ -80,7 +90,10 @@ def test_what_an_older_experiment_reached_is_no_measure_for_the_next(tmp_path: P
 
 
 def test_an_hour_of_bad_spot_is_no_row_of_a_job_that_tells_no_step(tmp_path: Path) -> None:
-    """The node goes while it is launched on, again and again: that is preemption, and free."""
+    """
+    Nodes preempted during their launch counted as infrastructure failures, and a job that tells no step never reset
+    that count. The failure is taken back where the node died, and one launch counts once.
+    """
     daemon = Daemon(tmp_path, script=Script(tells_progress=False))
     daemon.care_for("pod", 1, SINGLE)
     daemon.run(minutes=20)
@@ -100,6 +113,10 @@ def test_an_hour_of_bad_spot_is_no_row_of_a_job_that_tells_no_step(tmp_path: Pat
 
 
 def test_a_job_that_cuts_off_its_own_nodes_fails_in_the_end(tmp_path: Path) -> None:
+    """
+    A job that cut off its own nodes used up node after node, because silence counted as no failure. The silence of a
+    node with a run on it is an interruption, and the failure budget of interruptions limits it.
+    """
     daemon = Daemon(tmp_path, script=Script(tells_progress=False))
     daemon.care_for("pod", 1, SINGLE)
     daemon.care_for("other", 1, SINGLE)
@@ -116,6 +133,10 @@ def test_a_job_that_cuts_off_its_own_nodes_fails_in_the_end(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("fate", ["preempted", "one worker silent"])
 def test_a_run_that_finished_is_not_run_again_for_what_becomes_of_its_node(tmp_path: Path, fate: str) -> None:
+    """
+    The run ended with 0 on all workers, its node went within the minute that makes the end sure, and all was trained
+    again. Two such reports 5 s apart are remembered, and the death or silence of the node takes nothing back.
+    """
     daemon = Daemon(tmp_path, script=Script(steps=600, save_every=10**9))
     daemon.care_for("pod")
     daemon.care_for("other", 1, SINGLE, care=Care(on_success=OnSuccess.RESTART))
@@ -135,7 +156,11 @@ def test_a_run_that_finished_is_not_run_again_for_what_becomes_of_its_node(tmp_p
 def test_a_dependency_that_is_away_for_hours_fails_no_slot_that_had_trained_for_good(
     tmp_path: Path, phase: Failure
 ) -> None:
-    """A bucket, a package index or W&B: every run dies soon after its start, and then it is there again."""
+    """
+    A bucket, a package index or W&B was away for two hours, and every slot failed for good. A failed slot whose job had
+    trained is tried again each hour, 24 times; tries are counted, because a daemon that was off, or a clock that
+    jumped, has tried nothing.
+    """
     daemon = Daemon(tmp_path)
     daemon.care_for("pod", 2, SINGLE)
     daemon.run(minutes=75)
@@ -191,6 +216,10 @@ def test_a_job_that_cannot_serve_any_more_is_given_up_after_a_day(tmp_path: Path
 
 
 def test_a_person_is_told_of_processes_that_do_not_end_on_a_node_that_is_kept(tmp_path: Path) -> None:
+    """
+    Processes on an on-demand node did not end and were stopped 13,715 times in two days without a word to a person.
+    After five stops a person is told, and the stop is repeated every 15 min.
+    """
     daemon = Daemon(tmp_path)
     daemon.care_for("pod", 1, place(kind="v2-8", tier=Provisioning.ON_DEMAND, workers=1))
     await_training(daemon)
@@ -205,6 +234,10 @@ def test_a_person_is_told_of_processes_that_do_not_end_on_a_node_that_is_kept(tm
 
 
 def test_errors_that_lie_hours_apart_are_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """
+    After seven unexpected errors in the life of a process, each further one set the slot aside for ten minutes. An hour
+    without an error ends the row.
+    """
     daemon = Daemon(tmp_path)
     daemon.care_for("pod", 1, SINGLE)
     daemon.run(minutes=15)

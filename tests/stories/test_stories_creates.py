@@ -20,7 +20,11 @@ from tpucare.testbed.emulator.world.error_texts import RESOURCE_EXHAUSTED
 
 
 def test_a_role_that_may_not_read_operations_costs_no_slot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every poll was refused: half an hour per stockout, and at forty creates the slot was set aside for good."""
+    """
+    Without `tpu.operations.get` every poll was refused: a stockout took `boot_timeout`, and at forty open creates the
+    slot was set aside for good. A refused operation is not asked for again; GetNode answers instead, 90 s after the
+    call at the earliest, and absence counts as no capacity.
+    """
 
     def denied(*_: object) -> Operation:
         raise NeedsPerson("Permission 'tpu.operations.get' denied")
@@ -57,7 +61,11 @@ def test_a_node_that_trains_while_it_shows_creating_is_not_ended_for_a_moment_of
 
 
 def test_a_node_that_came_after_its_create_was_closed_is_ours_to_clear(tmp_path: Path) -> None:
-    """It was taken for one that a person had adopted: with something on its chips the slot waited for that person."""
+    """
+    A create took effect after it had been closed (its answer lost, its repetition refused, NOT_FOUND at 90 s): its node
+    was taken for an adopted one, and with a process on its chips the slot waited for a person (storm at high, seed
+    154). The store remembers which numbers it used; an adopted node bears none of them.
+    """
     daemon = Daemon(tmp_path)
     world = daemon.zone.world
     world.delay_next("CreateNode", 150)

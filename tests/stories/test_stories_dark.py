@@ -66,6 +66,10 @@ def confirm(daemon: Daemon) -> None:
 def test_a_zone_that_stays_dark_holds_its_slot_until_a_person_says_that_nothing_trains_there(
     daemon: Daemon, restarts: bool
 ) -> None:
+    """
+    A zone that never answered again held its slots for ever without a word to a person; no command helped, and `down`
+    never ended. After `fence_after` its nodes are out of sight: a person is told and may say that nothing trains there.
+    """
     daemon.care_for("pod", 1, place(US), place(EU))
     daemon.run(minutes=15)
     darken(daemon)
@@ -178,7 +182,11 @@ def test_down_ends_with_what_it_could_not_look_at_and_remembers_it(daemon: Daemo
 
 @pytest.mark.parametrize("dark", [US, EU])
 def test_the_end_waits_for_zones_in_which_something_of_the_slots_may_be(daemon: Daemon, dark: str) -> None:
-    """Any zone of the project that did not answer kept every call, for ever, and without a word."""
+    """
+    Any zone of the project that did not answer kept `down` and every Python call waiting for ever without a word. Only
+    the zones of places, remembered nodes and open creates count; what is waited for is said, and the wait ends after 2
+    minutes.
+    """
     daemon.care_for("pod", 1, place(US))
     daemon.run(minutes=15)
     daemon.wish("pod-0", DesiredState.DOWN)
@@ -197,7 +205,10 @@ def test_the_end_waits_for_zones_in_which_something_of_the_slots_may_be(daemon: 
 def test_a_zone_that_may_not_be_looked_at_is_asked_ever_more_seldom(
     daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """GetNode was refused every five seconds, and each refusal told: 15,000 events a day."""
+    """
+    A zone closed to the project refused GetNode every five seconds, and 15,000 events a day pushed out all others. A
+    look that fails is repeated with growing pauses and told once.
+    """
     daemon.care_for("pod", 1, place(US), place(EU))
     daemon.run(minutes=15)
     close(monkeypatch, daemon)
@@ -234,7 +245,10 @@ def outage(daemon: Daemon, kind: str, hours: float = 1) -> None:
 def test_a_run_that_crashes_while_the_api_tells_nothing_is_launched_again_on_its_node(
     daemon: Daemon, kind: str
 ) -> None:
-    """It waited for the end of the outage, and all its workers answered all the time."""
+    """
+    A run that crashed during an outage of the API waited for hours to be launched again, though all its workers
+    answered over SSH. What concerns that node alone needs no listing: the reports of its workers are enough.
+    """
     daemon.care_for("pod", 1, place(US), place(EU))
     daemon.run(minutes=15)
     outage(daemon, kind)

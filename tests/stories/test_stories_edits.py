@@ -60,7 +60,10 @@ def test_a_launch_is_not_repeated_for_a_slot_that_has_no_job_any_more(tmp_path: 
 def test_an_assertion_that_fails_in_one_slots_work_sets_that_slot_aside(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It ended the process, and each next one, for all fleets."""
+    """
+    A failed assertion in the work of one slot ended the process, and each next one, for all fleets. It sets that slot
+    aside.
+    """
 
     def fails(action: Effect, *more: Any) -> Any:
         assert not (isinstance(action, Launch) and action.key.name.startswith("pod-"))

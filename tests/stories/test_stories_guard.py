@@ -47,6 +47,11 @@ class Guard:
 
 @pytest.mark.parametrize(("late", "blocked"), [(25, False), (60, True)])
 def test_keys_that_come_late_behind_a_guard_cost_no_node(tmp_path: Path, late: float, blocked: bool) -> None:
+    """
+    A guard such as sshguard blocked our address, because each knock was closed without a login and each refused login
+    was repeated every second; the silence that followed condemned one new node after another. The knock is the first
+    login, refused logins have a pause, and a node that refused us and never answered has until `boot_timeout`.
+    """
     daemon = Daemon(tmp_path / "state")
     daemon.care_for("old")
     daemon.run_until(lambda: daemon.trains("old-0"))

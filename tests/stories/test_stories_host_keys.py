@@ -44,6 +44,11 @@ def change_host_keys(daemon: Daemon, slot: str) -> None:
 
 
 def test_a_404_of_guest_attributes_says_nothing_about_the_node(daemon: Daemon) -> None:
+    """
+    Guest attributes that are not published answer 404 on a node that lives: the node was forgotten, listed and
+    forgotten again several times a second, and never launched on. Only GetNode and DeleteNode prove that a node is
+    gone.
+    """
     calls = refuse_guest_attributes(daemon, 5, NOT_PUBLISHED)
     daemon.care_for("pod")
     daemon.run(minutes=30)
@@ -54,6 +59,10 @@ def test_a_404_of_guest_attributes_says_nothing_about_the_node(daemon: Daemon) -
 
 
 def test_a_changed_host_key_is_not_trusted_because_nothing_is_published(daemon: Daemon) -> None:
+    """
+    The 404 of guest attributes made a living node count as gone, which dropped its pinned host keys, and a changed key
+    was trusted. NOT_FOUND of GetGuestAttributes says "not published" and nothing else.
+    """
     daemon.care_for("pod")
     daemon.run_until(lambda: daemon.trains("pod-0"))
     change_host_keys(daemon, "pod-0")
@@ -64,7 +73,10 @@ def test_a_changed_host_key_is_not_trusted_because_nothing_is_published(daemon: 
 
 
 def test_a_delete_that_did_not_happen_leaves_the_pins(daemon: Daemon) -> None:
-    """Until the API says NOT_FOUND the node may live, and be somebody else's machine by its looks."""
+    """
+    The request for a delete dropped the pinned host keys; where the delete was refused, or met another node, the next
+    contact trusted whatever key it met. Pins go after NOT_FOUND, never before.
+    """
     daemon.care_for("pod")
     daemon.run_until(lambda: daemon.trains("pod-0"))
     key = daemon.node_of("pod-0").key
@@ -179,6 +191,11 @@ def test_who_may_not_read_guest_attributes_trusts_on_first_use_at_once(tmp_path:
 
 
 def test_no_answer_is_not_taken_for_a_no_and_a_person_is_told(daemon: Daemon) -> None:
+    """
+    A failed call for guest attributes counted as "nothing published", so secrets went to the first machine that
+    answered; an attacker between daemon and node can make that call fail. Only "nothing published" and "not permitted"
+    can end in trust on first use, never a missing answer.
+    """
     calls = refuse_guest_attributes(daemon, 14, "The service is currently unavailable.")
     care_for_private(daemon)
     daemon.care_for("public")

@@ -54,7 +54,11 @@ def somebodys(daemon: Daemon, name: str = "mine") -> None:
 def test_a_slot_keeps_the_node_it_made_whatever_its_labels_say(
     daemon: Daemon, edit: dict[str, str], restarts: bool
 ) -> None:
-    """With another slot's name on it, a node that trains was that slot's second one, and deleted."""
+    """
+    A training node whose slot label was edited became the second node of the slot on the label and was deleted; without
+    the label `gc --apply` deleted it. A node stays with the slot that remembers it; only the owner label can take it
+    away.
+    """
     daemon.care_for("pod", 2)
     daemon.run(minutes=15)
     labels = {**daemon.node_of("pod-0").labels, **edit}
@@ -74,6 +78,11 @@ def test_a_slot_keeps_the_node_it_made_whatever_its_labels_say(
 
 
 def test_an_adopted_node_that_somebody_takes_back_is_left_alone_until_it_is_gone(adopted: Daemon) -> None:
+    """
+    An adopted node bears any name, and events about it (gone, taken back, connection lost) were looked up by the slot's
+    name: a node that was no longer ours was still cared for. The node's key finds its track, and a node that was taken
+    back holds its slot until it is gone.
+    """
     label(adopted, "mine", {})
     adopted.run(minutes=1)
     assert adopted.causes()["pod-0"] is Cause.NODE_TAKEN
@@ -112,7 +121,10 @@ def take(daemon: Daemon, node: str) -> None:
 
 @pytest.mark.parametrize("restarts", [False, True])
 def test_a_node_that_was_taken_and_that_one_listing_leaves_out_is_not_gone(daemon: Daemon, restarts: bool) -> None:
-    """Absence from a list proves nothing: the slot began a second run beside the one that lived."""
+    """
+    A node that its owner took back was forgotten and held its slot only while it was listed: one listing without it
+    brought a second run beside ours. It stays in memory, in doubt, until GetNode says NOT_FOUND.
+    """
     daemon.care_for("pod")
     daemon.run(minutes=15)
     take(daemon, "pod-0-a0")
@@ -182,7 +194,10 @@ def test_an_adopted_node_that_is_preempted_is_replaced(adopted: Daemon) -> None:
 
 
 def test_a_node_that_is_given_goes_before_one_that_is_being_made(daemon: Daemon) -> None:
-    """A slot that waited for capacity got both, and deleted what a person had given it."""
+    """
+    A slot that waited for capacity was given a node by `adopt-node`, got its own as well, and deleted the person's. No
+    create begins before the label is seen, and of the two nodes the adopted one stays.
+    """
     somebodys(daemon)
     daemon.care_for("other")
     daemon.run(minutes=8)
@@ -209,7 +224,7 @@ def test_a_label_that_is_refused_holds_no_create_back(daemon: Daemon) -> None:
 
 
 def test_no_node_is_adopted_into_a_slot_that_has_one(daemon: Daemon) -> None:
-    """It would have been the second one, and deleted as such."""
+    """The person's node would have been the second one of the slot and deleted. `adopt-node` is refused there."""
     somebodys(daemon)
     daemon.care_for("pod")
     daemon.run(minutes=15)

@@ -39,6 +39,10 @@ def no_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("no_steps")
 @pytest.mark.parametrize("restarts", [False, True], ids=["one daemon", "a restart after the hang"])
 def test_a_hang_is_found_where_checkpoints_alone_tell_of_progress(tmp_path: Path, *, restarts: bool) -> None:
+    """
+    Checkpoints alone told of progress, the run hung, and a new process that never saw a sign missed none. A run that is
+    known to have made progress stands still since the process met it.
+    """
     daemon = Daemon(tmp_path, script=Script(save_every=30))
     daemon.care_for("pod", 1, SINGLE)
     daemon.run(hours=3)
@@ -53,7 +57,11 @@ def test_a_hang_is_found_where_checkpoints_alone_tell_of_progress(tmp_path: Path
 
 
 def test_a_run_that_hangs_after_its_first_sign_is_found(tmp_path: Path) -> None:
-    """Its log says "begin at step 0", or one step, and nothing more."""
+    """
+    A run that hung after "begin at step 0", "restored at step N" or one step fell under no limit. The first step and
+    checkpoint are where the run begins and no sign of progress; `first_step_timeout` limits the wait for the next one,
+    and `stalled_after` applies once something moved.
+    """
     daemon = Daemon(tmp_path)
     daemon.care_for("pod", 1, SINGLE)
     daemon.run_until(lambda: daemon.trains("pod-0"))
@@ -67,7 +75,10 @@ def test_a_run_that_hangs_after_its_first_sign_is_found(tmp_path: Path) -> None:
 def test_a_hang_at_the_restart_is_found_though_an_old_checkpoint_is_read_late(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The bucket's answer comes after the first report, and is the checkpoint of the run before."""
+    """
+    The bucket's answer came after the first report: the checkpoint of the run before passed for progress of this one.
+    The first checkpoint of a run is where it begins.
+    """
     daemon = Daemon(tmp_path)
     daemon.care_for("pod", 1, SINGLE)
     daemon.run(hours=3)

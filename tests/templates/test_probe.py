@@ -95,6 +95,10 @@ def test_a_maintenance_alone_asks_no_run_to_end(
 
 
 def test_a_maintenance_that_is_long_over_makes_no_end_doubtful(tmp_path: Path) -> None:
+    """
+    A maintenance notice of days ago made exit 0 doubtful, and the finished job began anew. Only SIGTERM, `preempted`
+    and a request to save do, and a maintenance while it is on.
+    """
     code = f"""
 import files, runner
 made = runner.Runner.__new__(runner.Runner)

@@ -176,7 +176,10 @@ def test_a_client_that_speaks_ipv6_of_an_ipv4_address(served: socket.socket, way
 
 @BOTH_WAYS
 def test_who_sent_and_left_at_once_is_not_taken_for_root(served: socket.socket, way: UidOf) -> None:
-    """The kernel shows uid 0 for what is left of a connection."""
+    """
+    The kernel shows uid 0 for what is left of a closed connection, so a client that sent and left at once was root to
+    the emulator. Only a socket that a process holds has an owner.
+    """
     client = socket.create_connection(address(served))
     end = address(client)
     client.sendall(b"POST")

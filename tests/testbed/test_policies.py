@@ -233,6 +233,12 @@ def test_a_first_day_that_can_go_well_does(tmp_path: Path, world: dict[str, Any]
 
 
 def test_an_image_that_holds_the_chips_is_not_tried_for_ever(tmp_path: Path) -> None:
+    """
+    A service of the image held the chips: the node was stopped, deleted after 10 s as one whose run would not end, and
+    replaced by the next one without end; a person at work on the node lost it, too. A process that outlives a stop, on
+    a node on which no run of ours was launched, is another's: a person is told, the node goes after ten minutes, and
+    two such nodes in a row block the place.
+    """
     daemon = care(tmp_path, guest={"chip_holding_runtimes": ["tpu-ubuntu2204-*"]})
     daemon.run(hours=6)
     assert len(daemon.zone.calls("CreateNode")) <= 2 * 8, "two of each slot, then one after ten minutes and one an hour"
