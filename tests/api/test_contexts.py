@@ -27,8 +27,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, HttpUrl, Priv
 
 from tpucare.adapters.state.store import SqliteStore, open_store
 from tpucare.api import contexts
-from tpucare.api.context_values import Unserialisable
-from tpucare.api.contexts import StoredContexts, decode
+from tpucare.api.contexts import StoredContexts, Unserialisable, decode
 from tpucare.model.errors import ConfigError
 
 NOW = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
@@ -58,6 +57,16 @@ class Checked:
         if self.steps < 0:
             raise ValueError("negative")
         self.doubled = 2 * self.steps
+
+
+@dataclass
+class Reduced:
+    """What pickle would call for it is not called."""
+
+    command: list[str]
+
+    def __reduce__(self) -> Any:
+        return subprocess.Popen, (self.command,)
 
 
 class Model(BaseModel):
@@ -165,6 +174,7 @@ CHECKED.steps = -4
         Context(None, 2),  # type: ignore[arg-type]
         Frozen(Context("z"), NOW),
         CHECKED,
+        Reduced(["false"]),
         Model(name="m", limits={"a": 0.5}),
         Training(hidden=3, otherName=4, more=(1, Color.RED)),
         Model.model_construct(name=Context("z"), limits=None),  # type: ignore[arg-type]
@@ -432,14 +442,42 @@ def test_types_of_a_script_are_found_again_by_its_next_process(tmp_path: Path) -
         {"$": "bag", "type": "pathlib:Path", "fields": {}},
         {"$": "enum", "type": "subprocess:Popen", "name": "x"},
         {"$": "namedtuple", "type": "builtins:tuple", "items": []},
+        {"$": "bag", "type": "builtins:getattr", "fields": {}},
+        {"$": "defaultdict", "makes": "builtins:getattr", "items": {}},
+        {"$": "defaultdict", "makes": "subprocess:Popen", "items": {}},
+        {"$": "defaultdict", "makes": f"{__name__}:SqliteStore", "items": {}},
+        {"$": "defaultdict", "makes": f"{__name__}:subprocess.Popen", "items": {}},
+        {"$": "namedtuple", "type": f"{__name__}:contexts._Form", "items": [1, 2]},
+        {"$": "enum", "type": f"{__name__}:enum.FlagBoundary", "name": "STRICT"},
     ],
+    ids=lambda text: text.get("type", text.get("makes")),
 )
 def test_a_text_makes_nothing_but_what_is_written_down(tmp_path: Path, text: dict[str, Any]) -> None:
     """
     The text of a kept context could name any class to be called, also in a store from somewhere else. A context makes
-    named tuples, namespaces, enums, dataclasses and models, nothing else.
+    named tuples, namespaces, enums, dataclasses and models, under their own names and not where a module imports them.
     """
     target = tmp_path / "touched"
     with pytest.raises(Unserialisable):
         decode(json.dumps(text).replace("TARGET", str(target)))
     assert not target.exists()
+
+
+@pytest.mark.parametrize("module", ["this", "ensurepip.__main__", "pytest.__main__"])
+def test_a_text_imports_no_program(module: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(Unserialisable, match="is not there any more"):
+        decode(json.dumps({"$": "enum", "type": f"{module}:Any", "name": "x"}))
+    assert module not in sys.modules
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_class_that_moved_and_is_imported_where_it_was_is_found(store: SqliteStore) -> None:
+    text = contexts.encode(Context("z")).replace(f"{__name__}:Context", "__main__:Context")
+    main = types.ModuleType("script_that_imports_it")
+    main.Context = Context  # type: ignore[attr-defined]
+    sys.modules[main.__name__] = main
+    try:
+        store.save_context("pod", text)
+        assert StoredContexts(store, homes=[main.__name__]).get("pod") == Context("z")
+    finally:
+        del sys.modules[main.__name__]

@@ -1,31 +1,40 @@
 """
-What a `creation_callback` hands on from node to node, as text in the store and back to the same type.
+What `creation_callback` returns, as typed text in the store, and back to the same types.
 
-A context outlives the process, so it has to be made of what can be written down: dataclasses, pydantic models, values
-of JSON, and a few more that people put into them (tuples, sets, instants, paths, enums, bytes, namespaces). It is
-written by what each value is, not by its annotation: `None` in a field that says `str` comes back as `None`. Types are
-found again by module and name; one that is gone, or lacks a value that was never saved, is an error that says so, never
-a guess. How single values are taken apart is `context_values`'; when contexts are read and written is `callbacks`'; the
-file is the store's.
+A context outlives the process that made it. It may hold dataclasses, pydantic models, named tuples, enums, namespaces,
+the values of JSON, and those of `FORMS`. Each value is written by its own type and not by its annotation: pydantic's
+JSON would drop the fields of a subclass, make a tuple a list and infinity None. Types are found again by module and
+name; a type that is gone, or that lacks a value, is an error that says so.
+
+The text is no pickle: stored contexts of earlier versions have to be read, so a restricted `find_class` would come on
+top of this reader and not instead of it, and a text that names only data types cannot call a function at all.
 """
 
 from __future__ import annotations
 
 import argparse
+import base64
 import copy
 import dataclasses
 import enum
+import functools
 import importlib
+import inspect
 import json
 import sys
 import types
-from collections import defaultdict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
+from ipaddress import IPv4Address, IPv4Interface, IPv4Network, IPv6Address, IPv6Interface, IPv6Network
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+from uuid import UUID
 
-from pydantic import BaseModel, ValidationError
+from pydantic import AnyHttpUrl, AnyUrl, BaseModel, FileUrl, HttpUrl, Secret, SecretBytes, SecretStr, ValidationError
+from pydantic_core import PydanticUndefined
 
-from tpucare.api.context_values import BY_NAME, SECRETS, Unserialisable, form_of, model_of, parts_of_model
 from tpucare.model.errors import ConfigError
 from tpucare.model.text import shown
 
@@ -33,11 +42,46 @@ from tpucare.model.text import shown
 TAG = "$"
 _PLAIN = (bool, int, float, str)
 _BAGS = (types.SimpleNamespace, argparse.Namespace)
+_SECRETS = (SecretStr, SecretBytes, Secret)
 _HOW = "use dataclasses, pydantic models, numbers, text, lists and mappings"
 
 
+class Unserialisable(Exception):
+    """A value, or a type, that cannot be written down or found again; the text names it."""
+
+
+class _Form(NamedTuple):
+    """How values of one type are written; `read` of that equals the value."""
+
+    write: Callable[[Any], Any]
+    read: Callable[[Any], Any]
+
+
+def _pairs(value: Mapping[Any, Any]) -> list[list[Any]]:
+    return [[key, entry] for key, entry in value.items()]
+
+
+_ADDRESSES = (IPv4Address, IPv4Interface, IPv4Network, IPv6Address, IPv6Interface, IPv6Network)
+FORMS: Mapping[type, _Form] = {
+    set: _Form(lambda value: sorted(value, key=repr), set),
+    frozenset: _Form(lambda value: sorted(value, key=repr), frozenset),
+    deque: _Form(lambda value: [list(value), value.maxlen], lambda parts: deque(*parts)),
+    OrderedDict: _Form(_pairs, OrderedDict),
+    Counter: _Form(_pairs, lambda pairs: Counter(dict(pairs))),
+    bytes: _Form(lambda value: base64.b64encode(value).decode("ascii"), base64.b64decode),
+    datetime: _Form(datetime.isoformat, datetime.fromisoformat),
+    date: _Form(date.isoformat, date.fromisoformat),
+    time: _Form(time.isoformat, time.fromisoformat),
+    timedelta: _Form(lambda value: [value.days, value.seconds, value.microseconds], lambda parts: timedelta(*parts)),
+    **{kind: _Form(str, kind) for kind in (Path, UUID, Decimal, *_ADDRESSES, AnyUrl, AnyHttpUrl, HttpUrl, FileUrl)},
+}
+_BY_NAME = {kind.__name__: form for kind, form in FORMS.items()}
+# What a defaultdict may make besides a class of the caller's own: the next missing key calls it.
+_FACTORIES = frozenset((*FORMS, *_PLAIN, *_BAGS, complex, list, dict, tuple, defaultdict))
+
+
 class ContextStore(Protocol):
-    """Where texts are kept by slot: the store."""
+    """Keeps a text for each slot."""
 
     def context(self, slot: str) -> str | None: ...
 
@@ -48,18 +92,18 @@ class ContextStore(Protocol):
 
 class StoredContexts:
     """
-    Contexts by slot. As thread-safe as its shelf.
+    Contexts by slot. As thread-safe as its store.
 
-    homes: modules in which types are looked for that are not where they were, such as those of the callbacks: a script
-    that is run one day and imported the next has its types in `__main__` first, and elsewhere then.
+    homes: modules to search for types that are not where they were, such as the callbacks' modules: a script that is
+    run one day and imported the next has its types in `__main__` first, and elsewhere then.
     """
 
-    def __init__(self, shelf: ContextStore, homes: Iterable[str] = ()) -> None:
-        self._shelf, self._homes = shelf, tuple(homes)
+    def __init__(self, store: ContextStore, homes: Iterable[str] = ()) -> None:
+        self._store, self._homes = store, tuple(homes)
 
     def get(self, slot: str) -> object | None:
-        """Raises: ConfigError: what was kept is of a type that is gone or changed."""
-        text = self._shelf.context(slot)
+        """Raises: ConfigError: the stored context has a type that is gone or changed."""
+        text = self._store.context(slot)
         if text is None:
             return None
         try:
@@ -78,7 +122,7 @@ class StoredContexts:
         except (Unserialisable, RecursionError) as problem:
             why = str(problem) if isinstance(problem, Unserialisable) else "it contains itself"
             raise ConfigError(f"the context of {slot} cannot be stored: {why}") from problem
-        self._shelf.save_context(slot, text)
+        self._store.save_context(slot, text)
 
     def copy(self, ctx: object) -> object:
         """A copy that shares nothing with *ctx*. Raises: ConfigError."""
@@ -88,15 +132,15 @@ class StoredContexts:
             raise ConfigError(f"the context ({type(ctx).__name__}) cannot be copied: {error}") from error
 
     def drop(self, slot: str) -> None:
-        """The next node of *slot* begins without one."""
-        self._shelf.drop_context(slot)
+        """The next node of *slot* starts without a context."""
+        self._store.drop_context(slot)
 
 
 # --- to text ---------------------------------------------------------------------------------------------------------
 
 
 def encode(ctx: object) -> str:
-    """Raises: Misfit: naming the part that cannot be written down. RecursionError: it contains itself."""
+    """Raises: Unserialisable: names the part that cannot be written down. RecursionError: it contains itself."""
     return json.dumps(_written(ctx, "ctx"))
 
 
@@ -106,11 +150,11 @@ def _written(value: Any, path: str) -> Any:
     if isinstance(value, enum.Enum):
         return {TAG: "enum", "type": _name_of(type(value), path), "name": value.name}
     for kind in (str, int, float):
-        # Numbers of numpy, a host's name that is bound to an attempt: their plain value is what lasts.
+        # Numbers of numpy, a host's name that is bound to an attempt: only their plain value lasts.
         if isinstance(value, kind):
             return kind(value)
     if type(value) is list:
-        return [_written(entry, f"{path}[{index}]") for index, entry in enumerate(value)]
+        return _written_items(value, path)
     if type(value) is dict:
         return _written_mapping(value, path)
     return _written_object(value, path)
@@ -130,14 +174,18 @@ def _written_object(value: Any, path: str) -> dict[str, Any]:
         return _written_model(value, path)
     if type(value) in _BAGS:
         return {TAG: "bag", "type": _name_of(type(value), path), "fields": _written_fields(vars(value), path)}
+    if type(value) is tuple:
+        return {TAG: "tuple", "items": _written_items(value, path)}
     if isinstance(value, tuple):
-        return _written_tuple(value, path)
+        if not hasattr(value, "_fields"):
+            raise Unserialisable(f"{path} is a {type(value).__name__}, a tuple of its own kind: use a NamedTuple")
+        return {TAG: "namedtuple", "type": _name_of(type(value), path), "items": _written_items(value, path)}
     if type(value) is defaultdict:
         return _written_defaultdict(value, path)
-    if named := form_of(value):
-        name, form = named
-        return {TAG: name, "value": _written(form.write(value), path)}
-    if isinstance(value, SECRETS):
+    kind = Path if isinstance(value, Path) else type(value)
+    if kind in FORMS:
+        return {TAG: kind.__name__, "value": _written(FORMS[kind].write(value), path)}
+    if isinstance(value, _SECRETS):
         raise Unserialisable(
             f"{path} is a {type(value).__name__}, and secrets are not written down: read it where it is used"
         )
@@ -157,8 +205,22 @@ def _written_dataclass(value: Any, path: str) -> dict[str, Any]:
 
 
 def _written_model(value: BaseModel, path: str) -> dict[str, Any]:
-    parts = {part: _written_fields(held, path) for part, held in parts_of_model(value).items()}
-    return {TAG: "model", "type": _model_name(type(value), path), **parts, "set": sorted(value.model_fields_set)}
+    """Fields, other attributes, extra fields and private attributes; a `cached_property` is computed again instead."""
+    kind = type(value)
+    held = {
+        name: entry
+        for name, entry in vars(value).items()
+        if not isinstance(inspect.getattr_static(kind, name, None), functools.cached_property)
+    }
+    private = value.__pydantic_private__ or {}
+    parts: dict[str, Mapping[str, Any]] = {
+        "fields": {name: entry for name, entry in held.items() if name in kind.model_fields},
+        "more": {name: entry for name, entry in held.items() if name not in kind.model_fields},
+        "extra": value.__pydantic_extra__ or {},
+        "private": {name: entry for name, entry in private.items() if entry is not PydanticUndefined},
+    }
+    written = {part: _written_fields(entries, path) for part, entries in parts.items()}
+    return {TAG: "model", "type": _model_name(kind, path), **written, "set": sorted(value.model_fields_set)}
 
 
 def _written_defaultdict(value: defaultdict[Any, Any], path: str) -> dict[str, Any]:
@@ -171,13 +233,8 @@ def _written_defaultdict(value: defaultdict[Any, Any], path: str) -> dict[str, A
     return {TAG: "defaultdict", "makes": name, "items": _written(dict(value), path)}
 
 
-def _written_tuple(value: tuple[Any, ...], path: str) -> dict[str, Any]:
-    items = [_written(entry, f"{path}[{index}]") for index, entry in enumerate(value)]
-    if type(value) is tuple:
-        return {TAG: "tuple", "items": items}
-    if not hasattr(value, "_fields"):
-        raise Unserialisable(f"{path} is a {type(value).__name__}, a tuple of its own kind: use a NamedTuple")
-    return {TAG: "namedtuple", "type": _name_of(type(value), path), "items": items}
+def _written_items(value: Iterable[Any], path: str) -> list[Any]:
+    return [_written(entry, f"{path}[{index}]") for index, entry in enumerate(value)]
 
 
 def _written_fields(fields: Mapping[str, Any], path: str) -> dict[str, Any]:
@@ -196,7 +253,7 @@ def _name_of(kind: type, path: str) -> str:
 
 
 def _model_name(kind: Any, path: str) -> Any:
-    """Of a generic model with parameters: the names of the model and of each of them, since it has none of its own."""
+    """A generic model with parameters has no name of its own: a list of the model's name and those of each of them."""
     generic = getattr(kind, "__pydantic_generic_metadata__", None)
     if generic and generic["origin"] is not None:
         return [_name_of(generic["origin"], path), *(_model_name(each, path) for each in generic["args"])]
@@ -207,15 +264,16 @@ def _model_name(kind: Any, path: str) -> Any:
     return _name_of(kind, path)
 
 
-# --- from text -------------------------------------------------------------------------------------------------------
+# --- from text: the classes that it names are restored without a call of `__init__` or a validator, as by pickle ------
 
 
 def decode(text: str, homes: Iterable[str] = ()) -> object:
-    """Raises: Misfit: a type that is gone or changed, or a text that nobody here wrote."""
+    """Raises: Unserialisable: a type that is gone or changed, or a text that `encode` did not write."""
     try:
         return _Reader(tuple(homes)).read(json.loads(text))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise Unserialisable(f"it cannot be read ({type(error).__name__}: {_first_line(error)})") from error
+        line = shown((str(error).splitlines() or [""])[0])
+        raise Unserialisable(f"it cannot be read ({type(error).__name__}: {line})") from error
 
 
 class _Reader:
@@ -228,88 +286,102 @@ class _Reader:
         if not isinstance(value, dict):
             return value
         if TAG not in value:
-            return {key: self.read(entry) for key, entry in value.items()}
+            return self._fields(value)
         tag = value[TAG]
-        if tag in BY_NAME:
-            return BY_NAME[tag].read(self.read(value["value"]))
+        if tag in _BY_NAME:
+            return _BY_NAME[tag].read(self.read(value["value"]))
         return getattr(self, f"_read_{tag}")(value)
+
+    def _fields(self, written: dict[str, Any]) -> dict[str, Any]:
+        return {name: self.read(entry) for name, entry in written.items()}
 
     def _read_mapping(self, written: dict[str, Any]) -> dict[Any, Any]:
         return {self.read(key): self.read(entry) for key, entry in written["pairs"]}
 
     def _read_tuple(self, written: dict[str, Any]) -> tuple[Any, ...]:
-        return tuple(self.read(entry) for entry in written["items"])
+        return tuple(self.read(written["items"]))
 
     def _read_namedtuple(self, written: dict[str, Any]) -> Any:
-        items, kind = [self.read(entry) for entry in written["items"]], self._type(written)
-        # The text names a class, and this calls it: nothing but what was written may be made so.
+        kind = self._type(written["type"])
+        # The text names a class, and this calls it: only what `encode` writes may be made.
         if not (issubclass(kind, tuple) and hasattr(kind, "_fields")):
             raise Unserialisable(f"{written['type']} is no named tuple any more")
-        return kind(*items)
+        return kind(*self.read(written["items"]))
 
     def _read_enum(self, written: dict[str, Any]) -> Any:
-        kind = self._type(written)
+        kind = self._type(written["type"])
         if not issubclass(kind, enum.Enum) or written["name"] not in kind.__members__:
             raise Unserialisable(f"{written['type']} has no member {shown(written['name'])} any more")
         return kind[written["name"]]
 
     def _read_bag(self, written: dict[str, Any]) -> Any:
-        kind = self._type(written)
+        kind = self._type(written["type"])
         if kind not in _BAGS:
             raise Unserialisable(f"{written['type']} is no namespace")
-        return kind(**{name: self.read(entry) for name, entry in written["fields"].items()})
+        return kind(**self._fields(written["fields"]))
 
     def _read_defaultdict(self, written: dict[str, Any]) -> Any:
-        makes = None if written["makes"] is None else self._named(written["makes"])
+        makes = None if written["makes"] is None else self._type(written["makes"])
+        if makes is not None and makes not in _FACTORIES and not self._is_callers(makes, written["makes"]):
+            raise Unserialisable(f"{written['makes']} is no class that a defaultdict may make")
         return defaultdict(makes, self.read(written["items"]))
 
-    def _read_model(self, written: dict[str, Any]) -> Any:
-        kind = self._type(written)
-        if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
-            raise Unserialisable(f"{written['type']} is no model any more")
-        if "text" in written:
-            return self._read_model_text(kind, written)
-        parts = {
-            part: {name: self.read(entry) for name, entry in written[part].items()}
-            for part in ("fields", "more", "extra", "private")
-        }
-        return model_of(kind, parts, written["set"])
-
-    def _read_model_text(self, kind: type[BaseModel], written: dict[str, Any]) -> Any:
-        """As it was written at first, in pydantic's own JSON."""
-        try:
-            return kind.model_validate_json(written["text"])
-        except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False)[0]
-            key = ".".join(str(part) for part in first["loc"])
-            raise Unserialisable(f"{written['type']} has changed ({key}: {first['msg']})") from error
+    def _is_callers(self, kind: type, name: str) -> bool:
+        homes = (name.partition(":")[0], *self._homes)
+        return kind.__module__ in homes and not _is_standard(kind.__module__)
 
     def _read_dataclass(self, written: dict[str, Any]) -> Any:
-        """As pickle does: values as they were; `__init__` and `__post_init__` have had their turn."""
-        kind = self._type(written)
+        kind = self._type(written["type"])
         if not dataclasses.is_dataclass(kind):
             raise Unserialisable(f"{written['type']} is no dataclass any more")
         made: Any = object.__new__(kind)  # type: ignore[arg-type]
         for field in dataclasses.fields(kind):
             if field.name in written["fields"]:
                 entry = self.read(written["fields"][field.name])
-            elif (fallback := _default_of(field)) is not None:
-                entry = fallback()
+            elif field.default_factory is not dataclasses.MISSING:
+                entry = field.default_factory()
+            elif field.default is not dataclasses.MISSING:
+                entry = field.default
             elif field.init:
                 raise Unserialisable(f"{written['type']} has a field {field.name} now, of which no value was kept")
             else:
                 continue
             object.__setattr__(made, field.name, entry)
         if hasattr(made, "__dict__"):
-            made.__dict__.update({name: self.read(entry) for name, entry in written["more"].items()})
+            made.__dict__.update(self._fields(written["more"]))
         return made
 
-    def _type(self, written: dict[str, Any]) -> Any:
-        return self._named(written["type"])
+    def _read_model(self, written: dict[str, Any]) -> Any:
+        kind = self._type(written["type"])
+        if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
+            raise Unserialisable(f"{written['type']} is no model any more")
+        if "text" in written:
+            return _model_of_json(kind, written)
+        kept, extra, private = (self._fields(written[part]) for part in ("fields", "extra", "private"))
+        fields: dict[str, Any] = {}
+        for name, field in kind.model_fields.items():
+            if name in kept:
+                fields[name] = kept[name]
+            elif field.is_required():
+                raise Unserialisable(
+                    f"{kind.__module__}:{kind.__qualname__} has a field {name} now, of which no value was kept"
+                )
+            else:
+                fields[name] = field.get_default(call_default_factory=True, validated_data=fields)
+        made = kind.__new__(kind)
+        made.__setstate__(
+            {
+                "__dict__": {**self._fields(written["more"]), **fields},
+                "__pydantic_fields_set__": {name for name in written["set"] if name in fields or name in extra},
+                "__pydantic_extra__": extra if kind.model_config.get("extra") == "allow" else None,
+                "__pydantic_private__": _private_of(kind, private),
+            }
+        )
+        return made
 
-    def _named(self, name: Any) -> Any:
+    def _type(self, name: Any) -> Any:
         if isinstance(name, list):
-            model, *parameters = map(self._named, name)
+            model, *parameters = map(self._type, name)
             return model[tuple(parameters)]
         found = _find(name, self._homes)
         if found is None:
@@ -317,36 +389,52 @@ class _Reader:
         return found
 
 
-def _default_of(field: dataclasses.Field[Any]) -> Callable[[], Any] | None:
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory
-    if field.default is not dataclasses.MISSING:
-        default = field.default
-        return lambda: default
-    return None
+def _model_of_json(kind: type[BaseModel], written: dict[str, Any]) -> BaseModel:
+    """The first versions wrote pydantic's own JSON."""
+    try:
+        return kind.model_validate_json(written["text"])
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        key = ".".join(str(part) for part in first["loc"])
+        raise Unserialisable(f"{written['type']} has changed ({key}: {first['msg']})") from error
+
+
+def _private_of(kind: type[BaseModel], kept: Mapping[str, Any]) -> dict[str, Any] | None:
+    known = kind.__private_attributes__
+    private = {name: kept[name] if name in kept else known[name].get_default() for name in known}
+    return {name: entry for name, entry in private.items() if entry is not PydanticUndefined} if known else None
+
+
+# --- classes by name -------------------------------------------------------------------------------------------------
 
 
 def _find(name: str, homes: tuple[str, ...]) -> type | None:
-    """The class under `module:qualname`; where it is not there any more, under that name in one of *homes*."""
+    """
+    The class `module:qualname`; where it is not there any more, the class of that name in one of *homes*.
+
+    A dotted name means a nested class and nothing else that can be reached from the module, such as its own imports.
+    """
     module, _, qualname = name.partition(":")
     for home in dict.fromkeys((module, *homes)):
         found: Any = _module(home)
         for part in qualname.split("."):
             found = getattr(found, part, None)
-        if isinstance(found, type):
+        if isinstance(found, type) and found.__qualname__ == qualname:
             return found
     return None
 
 
 def _module(name: str) -> types.ModuleType | None:
-    # Only modules of the user's own environment: the text lies in a folder that nobody else can write to.
     if name in sys.modules:
         return sys.modules[name]
+    # A text imports no program, and of the standard library nothing that the script did not import itself.
+    if _is_standard(name) or name.endswith("__main__"):
+        return None
     try:
         return importlib.import_module(name)
     except Exception:
         return None
 
 
-def _first_line(error: Exception) -> str:
-    return shown((str(error).splitlines() or [""])[0])
+def _is_standard(module: str) -> bool:
+    return module.partition(".")[0] in sys.stdlib_module_names
