@@ -23,7 +23,8 @@ import pytest
 
 from tpucare.adapters.state import folder as state_folder
 from tpucare.adapters.state import schema as schema
-from tpucare.adapters.state.store import SqliteStore, accept_move, holder, open_reader, open_store, store_path
+from tpucare.adapters.state.folder import holder, store_path
+from tpucare.adapters.state.store import SqliteStore, accept_move, open_reader, open_store
 from tpucare.model.errors import StoreCorrupt, StoreError, StoreForeign, StoreFull, StoreLocked
 from tpucare.model.memory import (
     BookName,

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Set
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from tests.kits import wandb as wandb_kit
 from tests.kits.local_server import serving
 from tests.kits.office import House, Office, Process, fleet_text, house
 from tpucare.adapters.runner import scripts as script
+from tpucare.adapters.state.store import open_store
 from tpucare.fleetfile import parse as fleets
 from tpucare.integrations.wandb import account as account
 from tpucare.integrations.wandb import fleet as sweeps_fleet
@@ -620,6 +621,12 @@ def test_a_sweep_is_made_by_the_real_client_where_the_file_says(desk: Desk, serv
     assert path == SweepPath("me", "p", row["sweep"])
     assert row["expected"] == 2
     assert prepared.fleet_name(path) == f"sweep{path.name}"
+
+
+def test_a_sweep_is_prepared_beside_the_stores_of_scripts_alone(desk: Desk) -> None:
+    now = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
+    open_store(desk.options.state, machine_id="m", now=now, name="pod.p").close()
+    assert desk.prepare().count == 2
 
 
 def test_a_sweep_that_is_there_is_taken_unless_it_is_over(desk: Desk, server: WandbServer) -> None:

@@ -16,7 +16,7 @@ from tpucare.model.resources import LABEL_FLEET, Node, NodeKey, NodeState
 from tpucare.service import stores
 from tpucare.service.options import Options
 from tpucare.service.status import status
-from tpucare.service.stores import Neighbours, each, meant, store_name
+from tpucare.service.stores import Neighbours, Stores, store_name
 
 NOW = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
 NODE = NodeMemory("pod-a1", "us-east5-a", 7, NOW)
@@ -68,7 +68,7 @@ class TestNeighbours:
         keep("pod.p", "pod", "pod")
         keep("tpucare", "other", "other-0")
         time = [0.0]
-        own = Neighbours(folder, "pod.p", lambda: time[0])
+        own = Neighbours(Options(folder, store="pod.p"), lambda: time[0])
         assert own.care_for(node("other"))
         assert not own.care_for(node("pod"))
         keep("new.p", "new", "new")
@@ -79,7 +79,7 @@ class TestNeighbours:
     def test_a_store_that_cannot_be_read_may_know_any_fleet(self, folder: Path, keep: Keep) -> None:
         keep("pod.p", "pod", "pod")
         (folder / "broken.p.sqlite").write_bytes(b"nonsense")
-        assert Neighbours(folder, "pod.p", lambda: 0.0).care_for(node("whoever"))
+        assert Neighbours(Options(folder, store="pod.p"), lambda: 0.0).care_for(node("whoever"))
 
     @pytest.mark.parametrize(
         ("kept", "fleet", "slots", "refused"),
@@ -95,7 +95,7 @@ class TestNeighbours:
         self, folder: Path, keep: Keep, kept: tuple[str, ...], fleet: str, slots: tuple[str, ...], refused: str
     ) -> None:
         keep(*kept)
-        own = Neighbours(folder, f"{fleet}.p-own", lambda: 0.0)
+        own = Neighbours(Options(folder, store=f"{fleet}.p-own"), lambda: 0.0)
         if not refused:
             own.refuse_shared(fleet, slots, "p")
             return
@@ -103,7 +103,7 @@ class TestNeighbours:
             own.refuse_shared(fleet, slots, "p")
 
     def test_what_was_taken_down_is_free_once_its_nodes_are_gone(self, folder: Path, keep: Keep) -> None:
-        own = Neighbours(folder, "pod.p", lambda: 0.0)
+        own = Neighbours(Options(folder, store="pod.p"), lambda: 0.0)
         keep("tpucare", "pod", "pod-0", wish=DesiredState.DOWN, nodes=True)
         with pytest.raises(ConfigError):
             own.refuse_shared("pod", ("pod-0",), "p")
@@ -117,7 +117,9 @@ class TestMeant:
         keep("pod.p", "pod", "pod")
         keep("tuning.p", "tuning", "tuning-0", "tuning-1")
         options = Options(folder)
-        assert [meant(options, word).store for word in ("big-0", "pod", "tuning-1", "tuning", "nobody", "")] == [
+        assert [
+            Stores(options).options_for(word).store for word in ("big-0", "pod", "tuning-1", "tuning", "nobody", "")
+        ] == [
             "tpucare",
             "pod.p",
             "tuning.p",
@@ -125,17 +127,17 @@ class TestMeant:
             "tpucare",
             "tpucare",
         ]
-        assert [one.store for one in each(options)] == ["tpucare", "pod.p", "tuning.p"]
+        assert [one.store for one in Stores(options).all_options()] == ["tpucare", "pod.p", "tuning.p"]
 
     def test_what_lives_goes_before_what_is_over(self, folder: Path, keep: Keep) -> None:
         keep("tpucare", "pod", "pod", wish=DesiredState.DOWN)
         keep("pod.p", "pod", "pod", nodes=True)
-        assert meant(Options(folder), "pod").store == "pod.p"
+        assert Stores(Options(folder)).options_for("pod").store == "pod.p"
 
     def test_a_store_that_was_named_is_meant(self, folder: Path, keep: Keep) -> None:
         keep("pod.p", "pod", "pod")
         options = Options(folder, store="other.p")
-        assert meant(options, "pod") is options
+        assert Stores(options).options_for("pod") is options
 
 
 def test_status_shows_all_stores_but_scripts_that_are_over(folder: Path, keep: Keep) -> None:

@@ -33,15 +33,7 @@ from tpucare.model.resources import Event, Node, NodeKey, NodeState
 from tpucare.planner import desired_state as wishes
 from tpucare.planner import remember
 from tpucare.service import control_socket as control
-from tpucare.service.stores import (
-    KnownStore,
-    caretaker_of,
-    is_of_another_project,
-    known_stores,
-    socket_of,
-    store_of_node,
-    store_of_slot,
-)
+from tpucare.service.stores import Stores, StoreSnapshot, store_of_node, store_of_slot
 
 LOOK_EVERY_SECONDS = 1.0
 ASK_AGAIN_SECONDS = 0.2
@@ -120,11 +112,13 @@ def _take_down(session: Session, order: Order, *, wait: bool) -> _Left:
 
 def _tell_caretaker(session: Session, order: Order) -> str:
     """Why it was not told; empty when it was. One that begins, or ends, at this moment may be asked again."""
+    stores = Stores(session.options)
+    socket = stores.options_of(order.store).socket
     try:
         for slot in order.slots:
-            control.request(socket_of(session.options, order.store), {"do": "down", "target": slot})
+            control.request(socket, {"do": "down", "target": slot})
     except control.NoDaemon:
-        pid = caretaker_of(session.options, order.store)
+        pid = stores.holder(order.store)
         return f"{f'process {pid}' if pid else 'another process'} cares for it and takes no orders: end it there"
     except control.Refused as refusal:
         return str(refusal)
@@ -133,8 +127,9 @@ def _tell_caretaker(session: Session, order: Order) -> str:
 
 def _await_caretaker(session: Session, order: Order) -> bool:
     """Until nothing is left; False: it ended before it said so."""
+    socket = Stores(session.options).options_of(order.store).socket
     try:
-        while _are_left(control.request(socket_of(session.options, order.store), {"do": "status"}), order.slots):
+        while _are_left(control.request(socket, {"do": "status"}), order.slots):
             time.sleep(LOOK_EVERY_SECONDS)
     except (control.NoDaemon, control.Refused):
         return False
@@ -336,13 +331,15 @@ def _delete_all(session: Session, hosts: Iterable[str], zone: str, *, wait: bool
         raise NotDeleted("; ".join(lines))
 
 
-def _stores(session: Session) -> tuple[KnownStore, ...]:
+def _stores(session: Session) -> tuple[StoreSnapshot, ...]:
     """Those that may know a node of this project: scripts of two projects may have a host of one name each."""
-    found = known_stores(session.options.state)
-    return tuple(store for store in found if not is_of_another_project(store, session.project))
+    found = Stores(session.options).read_all()
+    return tuple(store for store in found if not store.is_of_another_project(session.project))
 
 
-def _orders(session: Session, stores: tuple[KnownStore, ...], host: str, zone: str, refused: list[str]) -> list[Order]:
+def _orders(
+    session: Session, stores: tuple[StoreSnapshot, ...], host: str, zone: str, refused: list[str]
+) -> list[Order]:
     """What *host* means, by store; what may not be deleted goes into *refused*, a line each."""
     nodes = session.named(host, zone, fresh=True)
     store = store_of_slot(stores, host)
@@ -368,10 +365,10 @@ def _is_newest(session: Session, node: Node) -> bool:
     return all(other.create_time <= node.create_time for other in others)
 
 
-def _concerns(session: Session, store: KnownStore, slot: str, zone: str) -> bool:
+def _concerns(session: Session, store: StoreSnapshot, slot: str, zone: str) -> bool:
     """Whether that slot has, or may get, something in *zone*. Without a caretaker nothing new comes."""
     zones = _zones(store.memories[slot])
-    return zone in zones or (not zones and caretaker_of(session.options, store.name) is not None)
+    return zone in zones or (not zones and Stores(session.options).holder(store.name) is not None)
 
 
 def _zones(memory: Memory) -> set[str]:

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from tpucare.adapters.state.folder import check_store_name
-from tpucare.adapters.state.store import holder
 from tpucare.api import arguments
 from tpucare.api.arguments import UNHEALTHY_SECONDS, Call, CreationCallback, Door, Start, StartFn
 from tpucare.api.callback_launcher import CallbackLauncher
@@ -36,7 +35,7 @@ from tpucare.model.resources import Event
 from tpucare.service import status as service_status
 from tpucare.service.assembly import Leaves, MakeLauncher, Runtime, assemble, project_finder
 from tpucare.service.options import DAEMON_STORE, Options, resolve
-from tpucare.service.stores import store_name
+from tpucare.service.stores import Stores, store_name
 
 __all__ = ["All", "Context", "SliceIndex", "run", "start_multiple", "start_single", "status"]
 
@@ -164,7 +163,7 @@ def status(
     cares now is asked; of others it says what was true when they were last cared for.
     """
     options = options_of(Door(endpoint, project, arguments.store_of(store)))
-    if not any(options.state.glob("*.sqlite")):
+    if not Stores(options).names():
         return []
     rows: list[dict[str, Any]] = service_status.status(options, target)["slots"]
     return rows
@@ -297,7 +296,7 @@ def _assembled(
     try:
         return assemble(options, os.environ, listen=listen, launcher=launcher, creation=creation)
     except StoreLocked:
-        pid = holder(options.state, options.store)
+        pid = Stores(options).holder(options.store)
         whose = f"process {pid}" if pid else "another process"
         name = declared.fleet.name
         # What the operating system said of the lock is under this line in no way that helps.

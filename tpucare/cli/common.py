@@ -19,7 +19,7 @@ import typer
 from tpucare.model import errors
 from tpucare.model.text import plain, plain_lines
 from tpucare.service import control_socket as control
-from tpucare.service.options import DAEMON_STORE, Options, expanded, resolve
+from tpucare.service.options import Options, expanded, resolve
 
 
 class Exit(IntEnum):
@@ -76,11 +76,11 @@ def options(context: typer.Context, target: str = "") -> Options:
     """`target`: a fleet or slot; what is known to the store of a script alone is looked for there."""
     found = context.find_object(Globals)
     chosen = (found or Globals()).options()
-    if target and any(path.stem != DAEMON_STORE for path in chosen.state.glob("*.sqlite")):
-        from tpucare.service.stores import meant
+    if not target:
+        return chosen
+    from tpucare.service.stores import Stores
 
-        return meant(chosen, target)
-    return chosen
+    return Stores(chosen).options_for(target)
 
 
 def emulator_folder(context: typer.Context) -> Path:

@@ -28,6 +28,7 @@ from tpucare.model.text import plain, plain_lines
 from tpucare.service.assembly import project_finder, remote_of
 from tpucare.service.control_socket import NoDaemon, request
 from tpucare.service.options import Options
+from tpucare.service.stores import Stores
 
 OUTPUT_LIMIT = 16 << 20
 SSH_FAILED = 255
@@ -68,12 +69,11 @@ def workers(options: Options, slot: str) -> list[Worker]:
 
 def _workers_without_daemon(options: Options, word: str) -> list[Worker]:
     from tpucare.adapters.google.client import connect
-    from tpucare.adapters.state.store import open_reader
     from tpucare.adapters.system import SystemClock
     from tpucare.fleetfile.yaml_document import named
 
-    with open_reader(options.state, name=options.store) as store:
-        memories, records = store.memories(), store.fleets()
+    store = Stores(options).read(options.store)
+    memories, records = store.memories, store.records
     slot = word if word in memories else f"{word}-0"
     memory = memories.get(slot)
     live = [node for node in memory.nodes if node.serves] if memory else []
@@ -158,10 +158,8 @@ def _slots_with_nodes(options: Options) -> list[str]:
         rows = request(options.socket, {"do": "status"})["slots"]
         return [row["slot"] for row in rows if row["workers"] and row["node"] and row["state"] == "READY"]
     except NoDaemon:
-        from tpucare.adapters.state.store import open_reader
-
-        with open_reader(options.state, name=options.store) as store:
-            return [name for name, memory in store.memories().items() if memory.nodes]
+        memories = Stores(options).read(options.store).memories
+        return [name for name, memory in memories.items() if memory.nodes]
 
 
 def _entry(options: Options, slot: str, worker: Worker) -> str:

@@ -32,9 +32,10 @@ def status(
     """
     from tpucare.cli import render as looking
     from tpucare.service import status as service_status
+    from tpucare.service.stores import Stores
 
     chosen = options(context)
-    if not json_out and service_status.is_untouched(chosen):
+    if not json_out and Stores(chosen).is_unused():
         say(looking.NOTHING_YET.format(folder=chosen.state))
         return
 

@@ -153,7 +153,7 @@ def assemble(
         if point is not None:
             ports = dataclasses.replace(ports, cloud=point.port(ports.cloud), launcher=point.port(ports.launcher))
             kept = point.store(store)
-        neighbours = Neighbours(options.state, options.store, clock.monotonic)
+        neighbours = Neighbours(options, clock.monotonic)
         settings = settings_of(options, neighbours)
         gate = ContextGate(creation, executor.nudge) if creation is not None else None
         engine = Engine(ports, kept, clock, executor, random_source(), settings, listen, gate)

@@ -34,6 +34,7 @@ from tpucare.service.control_socket import NoDaemon, Refused, is_running, reques
 from tpucare.service.fleet_folder import FleetFolder
 from tpucare.service.fleet_registry import FleetRegistry
 from tpucare.service.options import DAEMON_STORE, Options
+from tpucare.service.stores import Stores
 
 LOOK_SECONDS = 60.0
 SETTLE_SECONDS = 3.0
@@ -101,7 +102,7 @@ def untouched(options: Options) -> Iterator[Options]:
     """
     Options for a look that makes nothing: where there is no store yet, one that is thrown away, with what is beside it.
     """
-    if (options.state / f"{options.store}.sqlite").exists():
+    if options.store in Stores(options).names():
         yield options
         return
     with tempfile.TemporaryDirectory(prefix="tpucare-plan-") as folder:
@@ -240,7 +241,7 @@ def fleets_that_are_up(options: Options) -> list[str]:
 
 def refuse_unknown(options: Options, target: str) -> None:
     """Before a person is asked. Raises: TpuCareError: no fleet or slot is called so."""
-    if service_status.is_untouched(options):
+    if Stores(options).is_unused():
         raise TpuCareError(f"no fleet or slot {shown(target)}; no fleet is known yet")
     service_status.status(options, target)
 

@@ -8,12 +8,10 @@ are added to, not renamed. Ages are seconds. Nothing here decides anything.
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping
-from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
 from tpucare._version import __version__
-from tpucare.adapters.state.folder import OWNER_FILE
 from tpucare.engine.engine import Engine
 from tpucare.engine.state import ProjectView
 from tpucare.engine.tracking import NodeTrack, SlotTrack
@@ -27,6 +25,7 @@ from tpucare.model.text import hint, length, plain, shown
 from tpucare.planner.predicates import job_mark
 from tpucare.service.control_socket import NoDaemon, Stopping, request
 from tpucare.service.options import DAEMON_STORE, Options
+from tpucare.service.stores import Stores
 
 Row = dict[str, Any]
 
@@ -384,15 +383,11 @@ def status(options: Options, target: str = "") -> Answer:
 
     Each row of a slot bears the `store` that knows it. Raises: StoreError: there is none. TpuCareError: no such target.
     """
-    answers = [of_store(one, target) for one in _chosen(options, target)]
+    stores = Stores(options)
+    answers = [of_store(one, target) for one in ([stores.options_for(target)] if target else stores.all_options())]
     if len(answers) == 1:
         return _only(answers[0], target)
     return _merged([answer for number, answer in enumerate(answers) if number == 0 or not _is_past(answer)])
-
-
-def is_untouched(options: Options) -> bool:
-    """Whether nothing was ever cared for from this state folder."""
-    return not any(options.state.glob("*.sqlite")) and not (options.state / OWNER_FILE).exists()
 
 
 def _only(answer: Answer, target: str) -> Answer:
@@ -401,18 +396,6 @@ def _only(answer: Answer, target: str) -> Answer:
         return answer
     meant = {target} | {row["fleet"] for row in answer["slots"]}
     return {**answer, "fleets": [row for row in answer["fleets"] if row["fleet"] in meant]}
-
-
-def _chosen(options: Options, target: str) -> list[Options]:
-    # Reading stores costs an import that a daemon without neighbours is spared.
-    names = sorted(path.stem for path in options.state.glob("*.sqlite"))
-    if options.store != DAEMON_STORE or names in ([], [DAEMON_STORE]):
-        return [options]
-    if target:
-        from tpucare.service.stores import meant
-
-        return [meant(options, target)]
-    return [replace(options, store=name) for name in sorted(names, key=lambda name: name != DAEMON_STORE)]
 
 
 def of_store(options: Options, target: str) -> Answer:

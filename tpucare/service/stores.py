@@ -1,9 +1,10 @@
 """
-The stores of one state folder side by side: which one is meant, and what the others care for.
+The stores of one state folder: which of them lie there, which one a word means, and which process holds each.
 
-The daemon has one store, the Python API one per project and host (or prefix); all bear one owner. So each has to know
-whose the other nodes of that owner are, two must not hold slots of one name, and a person who names a slot means the
-store that knows it. Reads only, and takes no lock.
+The daemon has one store, the Python API one per project and host (or prefix); all bear one owner. So each process has
+to know which other nodes of that owner are cared for, two stores must not hold slots of one name, and a person who
+names a slot means the store that knows it. Everything that concerns more than one store is here; whatever reads several
+of them (`status`, `plan`, sweeps, deletions) asks `Stores`. Reads only, and takes no lock.
 """
 
 from __future__ import annotations
@@ -11,25 +12,23 @@ from __future__ import annotations
 import hashlib
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from tpucare.adapters.state import folder as state_folder
-from tpucare.adapters.state.store import DEFAULT_NAME, holder, open_reader
 from tpucare.model.errors import ConfigError, StoreError
 from tpucare.model.memory import DesiredState, FleetRecord, Memory
 from tpucare.model.resources import Node
-from tpucare.service.options import Options
+from tpucare.service.options import DAEMON_STORE, Options
 
-# New fleets of neighbours are seen this late: by then they have had no time to get a node that could be a stray.
+# A new fleet of another store is seen this late: by then it has had no time to get a node that could be an orphan.
 LOOK_AGAIN_SECONDS = 5.0
 _NAME_LIMIT = 63
 _UNSUITABLE = re.compile(r"[^a-z0-9._-]")
 
 
 def store_name(fleet: str, project: str) -> str:
-    """Of a host or prefix: `<fleet>.<project>`, shortened where a file's name has no room for it."""
+    """The store of a host or prefix: `<fleet>.<project>`, shortened where a file name has no room for it."""
     plain = f"{fleet}.{_UNSUITABLE.sub('_', project)}"
     if plain == f"{fleet}.{project}" and len(plain) <= _NAME_LIMIT:
         return plain
@@ -37,36 +36,163 @@ def store_name(fleet: str, project: str) -> str:
     return f"{plain[: _NAME_LIMIT - len(digest) - 1]}.{digest}"
 
 
-class Neighbours:
-    """What the other stores of a state folder care for. Thread-safe."""
+@dataclass(frozen=True, slots=True)
+class StoreSnapshot:
+    """One store as it was a moment ago. `records`: fleets as last accepted, ended ones included."""
 
-    def __init__(self, folder: Path, own: str, monotonic: Callable[[], float]) -> None:
-        self._folder, self._own, self._monotonic = folder, own, monotonic
+    name: str
+    memories: Mapping[str, Memory]
+    records: Mapping[str, FleetRecord]
+
+    @property
+    def fleets(self) -> frozenset[str]:
+        """Every fleet that this store has known."""
+        return frozenset(self.records) | {memory.fleet for memory in self.memories.values()}
+
+    def is_of_another_project(self, project: str) -> bool:
+        """Stores of the Python API are of one project each, and their names say which."""
+        homes = {store_name(fleet, project) for fleet in self.fleets}
+        return self.name != DAEMON_STORE and "." in self.name and bool(homes) and self.name not in homes
+
+    def wants_fleet(self, fleet: str) -> bool:
+        """Whether *fleet* was accepted here and not taken down since."""
+        record = self.records.get(fleet)
+        return record is not None and record.wish is not DesiredState.DOWN
+
+    def holds_slot(self, slot: str) -> bool:
+        """Whether something of *slot* exists or may come to exist by this store."""
+        memory = self.memories.get(slot)
+        if memory is None:
+            return False
+        is_wanted = memory.wish is not DesiredState.DOWN and self.wants_fleet(memory.fleet)
+        return bool(memory.ours or memory.creates) or is_wanted
+
+    def is_live(self, word: str) -> bool:
+        """Whether any slot that the fleet or slot *word* means has a node, an open create, or is to have one."""
+        named = [memory for slot, memory in self.memories.items() if word in (slot, memory.fleet)]
+        return any(memory.ours or memory.creates or memory.wish is not DesiredState.DOWN for memory in named)
+
+
+class Stores:
+    """
+    The stores of the folder `options.state`.
+
+    Where `options.store` names a store of the Python API, that one is meant whatever lies beside it.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+
+    def names(self) -> list[str]:
+        """Names of all stores in the folder, the daemon's first."""
+        found = state_folder.store_names(self._options.state)
+        return sorted(found, key=lambda name: (name != DAEMON_STORE, name))
+
+    def is_unused(self) -> bool:
+        """Whether nothing was ever cared for from this folder."""
+        return not self.names() and not (self._options.state / state_folder.OWNER_FILE).exists()
+
+    def options_of(self, name: str) -> Options:
+        """The options for store *name*: its `socket` is where the process that holds it takes commands."""
+        return replace(self._options, store=name)
+
+    def holder(self, name: str) -> int | None:
+        """Id of the process that holds store *name* now; None: no process does, or it cannot be told."""
+        try:
+            return state_folder.holder(self._options.state, name)
+        except StoreError:
+            return None
+
+    # --- which one is meant ------------------------------------------------------------------------------------------
+
+    def all_options(self) -> list[Options]:
+        """Options of every store, the daemon's first; of the daemon's where there is none yet."""
+        if self._options.store != DAEMON_STORE:
+            return [self._options]
+        return [self.options_of(name) for name in self.names()] or [self._options]
+
+    def options_for(self, word: str) -> Options:
+        """Options of the store that knows the fleet or slot *word*, a live one first; else of the daemon's."""
+        if not word or self._options.store != DAEMON_STORE or self.names() in ([], [DAEMON_STORE]):
+            return self._options
+        known = [store for store in self.readable() if word in store.memories or word in store.fleets]
+        found = min(known, key=lambda store: not store.is_live(word), default=None)
+        return self.options_of(found.name) if found is not None else self._options
+
+    # --- what they hold ----------------------------------------------------------------------------------------------
+
+    def read(self, name: str) -> StoreSnapshot:
+        """Raises: StoreError: there is none, or it cannot be read."""
+        # 100 ms that a command without stores to read does without.
+        from tpucare.adapters.state.store import open_reader
+
+        with open_reader(self._options.state, name=name) as store:
+            return StoreSnapshot(name, store.memories(), store.fleets())
+
+    def read_all(self) -> tuple[StoreSnapshot, ...]:
+        """Raises: StoreError: one of them cannot be read."""
+        return tuple(self.read(name) for name in self.names())
+
+    def readable(self) -> list[StoreSnapshot]:
+        """Without those that cannot be read: their own commands say what is wrong with them."""
+        found = []
+        for name in self.names():
+            try:
+                found.append(self.read(name))
+            except StoreError:
+                continue
+        return found
+
+    def known_fleets(self, name: str) -> frozenset[str]:
+        """Fleets that store *name* has accepted; cheap, for memories are not read. Raises: StoreError."""
+        from tpucare.adapters.state.store import open_reader
+
+        with open_reader(self._options.state, name=name) as store:
+            return frozenset(store.fleets())
+
+
+def store_of_slot(stores: Sequence[StoreSnapshot], slot: str) -> StoreSnapshot | None:
+    """The store that knows *slot*; of several, one where it has a node or an open create."""
+    known = [store for store in stores if slot in store.memories]
+    return max(known, key=lambda store: bool(store.memories[slot].nodes or store.memories[slot].creates), default=None)
+
+
+def store_of_node(stores: Sequence[StoreSnapshot], node: Node) -> StoreSnapshot | None:
+    """The store that knows the slot of *node*, else one that has known its fleet."""
+    by_fleet = next((store for store in stores if node.fleet in store.fleets), None)
+    return store_of_slot(stores, node.slot) or by_fleet
+
+
+class Neighbours:
+    """What the other stores of the folder care for, beside the one that `options` name. Thread-safe."""
+
+    def __init__(self, options: Options, monotonic: Callable[[], float]) -> None:
+        self._stores, self._own, self._monotonic = Stores(options), options.store, monotonic
+        self._folder = options.state
         self._lock = threading.Lock()
         self._fleets: frozenset[str] = frozenset()
-        self._unread = False
-        self._again = float("-inf")
+        self._all_read = True
+        self._read_again_at = float("-inf")
 
     def care_for(self, node: Node) -> bool:
         """Whether *node*, which bears our owner label, is of a fleet that another store has known."""
         with self._lock:
-            if self._monotonic() >= self._again:
-                self._look()
-                self._again = self._monotonic() + LOOK_AGAIN_SECONDS
-            # A store that cannot be read now may know any fleet: its nodes are nobody's to sweep.
-            return self._unread or node.fleet in self._fleets
+            if self._monotonic() >= self._read_again_at:
+                self._read_fleets()
+                self._read_again_at = self._monotonic() + LOOK_AGAIN_SECONDS
+            # A store that cannot be read now may know any fleet, so no node may be swept.
+            return not self._all_read or node.fleet in self._fleets
 
-    def _look(self) -> None:
+    def _read_fleets(self) -> None:
         found: set[str] = set()
-        self._unread = False
-        for name in store_names(self._folder):
+        self._all_read = True
+        for name in self._stores.names():
             if name == self._own:
                 continue
             try:
-                with open_reader(self._folder, name=name) as store:
-                    found |= store.fleets().keys()
+                found |= self._stores.known_fleets(name)
             except StoreError:
-                self._unread = True
+                self._all_read = False
         self._fleets = frozenset(found)
 
     def refuse_shared(self, fleet: str, slots: Iterable[str], project: str) -> None:
@@ -75,139 +201,13 @@ class Neighbours:
 
         Raises: ConfigError: another store cares for *fleet*, or for one of *slots*. StoreError.
         """
-        wanted = frozenset(slots)
-        for store in known_stores(self._folder):
-            if store.name == self._own or is_of_another_project(store, project):
+        wanted = sorted(slots)
+        for store in self._stores.read_all():
+            if store.name == self._own or store.is_of_another_project(project):
                 continue
-            taken = sorted(slot for slot in wanted & store.memories.keys() if _is_alive(self._folder, store, slot))
-            if taken or (fleet in store.fleets and _is_wanted(_records(self._folder, store).get(fleet))):
-                what = taken[0] if taken else fleet
+            taken = [*filter(store.holds_slot, wanted), *filter(store.wants_fleet, [fleet])]
+            if taken:
                 raise ConfigError(
-                    f"{what} is cared for already, by store {store.name} in {self._folder}: "
-                    f"`tpucare down {what}` ends it there, or choose another name"
+                    f"{taken[0]} is cared for already, by store {store.name} in {self._folder}: "
+                    f"`tpucare down {taken[0]}` ends it there, or choose another name"
                 )
-
-
-def is_of_another_project(store: KnownStore, project: str) -> bool:
-    """Stores of the Python door are of one project each, and their names say which."""
-    homes = {store_name(fleet, project) for fleet in store.fleets}
-    return store.name != DEFAULT_NAME and "." in store.name and bool(homes) and store.name not in homes
-
-
-def _records(folder: Path, store: KnownStore) -> dict[str, FleetRecord]:
-    with open_reader(folder, name=store.name) as reader:
-        return reader.fleets()
-
-
-def _is_wanted(record: FleetRecord | None) -> bool:
-    return record is not None and record.wish is not DesiredState.DOWN
-
-
-def _is_alive(folder: Path, store: KnownStore, slot: str) -> bool:
-    memory = store.memories[slot]
-    return bool(memory.ours or memory.creates) or (
-        memory.wish is not DesiredState.DOWN and _is_wanted(_records(folder, store).get(memory.fleet))
-    )
-
-
-# --- which one is meant ----------------------------------------------------------------------------------------------
-
-
-def store_names(folder: Path) -> list[str]:
-    """Names of the stores that lie in *folder*, the daemon's first."""
-    found = sorted(path.stem for path in folder.glob("*.sqlite") if path.is_file())
-    return sorted(found, key=lambda name: name != DEFAULT_NAME)
-
-
-def each(options: Options) -> Iterator[Options]:
-    """Options of every store in the state folder, the daemon's first; of the one that is named, if one is."""
-    if options.store != DEFAULT_NAME:
-        yield options
-        return
-    for name in store_names(options.state) or [DEFAULT_NAME]:
-        yield replace(options, store=name)
-
-
-def meant(options: Options, word: str) -> Options:
-    """Options of the store that knows a fleet or slot *word*, else of the daemon's; that which lives goes first."""
-    if not word or options.store != DEFAULT_NAME or store_names(options.state) in ([], [DEFAULT_NAME]):
-        return options
-    known = [store for store in _readable(options.state) if word in store.fleets or word in store.memories]
-    known.sort(key=lambda store: (not _has_something(store, word), store.name != DEFAULT_NAME, store.name))
-    return replace(options, store=known[0].name) if known else options
-
-
-def _has_something(store: KnownStore, word: str) -> bool:
-    named = [memory for slot, memory in store.memories.items() if word in (slot, memory.fleet)]
-    return any(memory.ours or memory.creates or memory.wish is not DesiredState.DOWN for memory in named)
-
-
-def _readable(folder: Path) -> list[KnownStore]:
-    """One store that cannot be read hides no other one; its own commands say what is wrong with it."""
-    found = []
-    for name in store_names(folder):
-        try:
-            with open_reader(folder, name=name) as store:
-                memories, fleets = store.memories(), store.fleets()
-        except StoreError:
-            continue
-        found.append(KnownStore(name, memories, frozenset(fleets) | {memory.fleet for memory in memories.values()}))
-    return found
-
-
-__all__ = ["Neighbours", "each", "meant", "store_name", "store_names"]
-
-
-# --- which store knows a node or a slot, and which process cares for it now -------------------------------------------
-# A process that deletes for another has to find the right one: the process that cares there is told, and what no store
-# ever knew is not touched.
-
-
-SUFFIX = ".sqlite"
-
-
-@dataclass(frozen=True, slots=True)
-class KnownStore:
-    """One store as it was a moment ago. `fleets`: every fleet that it has known, ended ones included."""
-
-    name: str
-    memories: Mapping[str, Memory]
-    fleets: frozenset[str]
-
-
-def known_stores(folder: Path) -> tuple[KnownStore, ...]:
-    """Every store in the state folder *folder*. Raises: StoreError: one of them cannot be read."""
-    names = sorted(path.name.removesuffix(SUFFIX) for path in folder.glob(f"*{SUFFIX}"))
-    return tuple(_read(folder, name) for name in names if state_folder.is_store_name(name))
-
-
-def _read(folder: Path, name: str) -> KnownStore:
-    with open_reader(folder, name=name) as store:
-        memories = store.memories()
-        fleets = frozenset(store.fleets()) | {memory.fleet for memory in memories.values()}
-    return KnownStore(name, memories, fleets)
-
-
-def store_of_slot(stores: tuple[KnownStore, ...], slot: str) -> KnownStore | None:
-    """The one that has something of it, where several have known a slot of that name."""
-    known = [store for store in stores if slot in store.memories]
-    return max(known, key=lambda store: bool(store.memories[slot].nodes or store.memories[slot].creates), default=None)
-
-
-def store_of_node(stores: tuple[KnownStore, ...], node: Node) -> KnownStore | None:
-    """The store that knows the node's slot, else one that has known its fleet."""
-    by_fleet = next((store for store in stores if node.fleet in store.fleets), None)
-    return store_of_slot(stores, node.slot) or by_fleet
-
-
-def socket_of(options: Options, store: str) -> Path:
-    """Where the caretaker of that store takes orders."""
-    return replace(options, store=store).socket
-
-
-def caretaker_of(options: Options, store: str) -> int | None:
-    """Process id of whoever takes care of that store now, or None."""
-    try:
-        return holder(options.state, store)
-    except StoreError:
-        return None

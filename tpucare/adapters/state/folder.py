@@ -25,6 +25,8 @@ OWNER_FILE = "owner"
 # Names of all stores that were ever made beside this owner: a store that is listed here and missing was lost, while one
 # that is not listed is simply new (the Python door opens stores of its own next to the daemon's).
 STORES_FILE = "stores"
+DEFAULT_NAME = "tpucare"
+STORE_SUFFIX = ".sqlite"
 SHARED_LOCK = "owner.lock"
 SHARED_SECONDS = 30.0
 
@@ -64,6 +66,22 @@ def check_store_name(name: str) -> None:
     """Raises: StoreError: *name* would not be a plain file name."""
     if not is_store_name(name):
         raise StoreError(f"{name!r} is no name for a store: use lowercase letters, digits, '.', '_' and '-'")
+
+
+def store_path(folder: Path, name: str = DEFAULT_NAME) -> Path:
+    """The file of a store; its `-wal` and `-shm` and its `.lock` lie beside it. Raises: StoreError: no such name."""
+    check_store_name(name)
+    return folder / f"{name}{STORE_SUFFIX}"
+
+
+def lock_path(folder: Path, name: str = DEFAULT_NAME) -> Path:
+    return store_path(folder, name).with_suffix(".lock")
+
+
+def store_names(folder: Path) -> list[str]:
+    """Names of the stores that lie in *folder*."""
+    found = (path.name.removesuffix(STORE_SUFFIX) for path in folder.glob(f"*{STORE_SUFFIX}") if path.is_file())
+    return sorted(name for name in found if is_store_name(name))
 
 
 def prepare_folder(folder: Path) -> None:
@@ -234,14 +252,14 @@ class StoreLock:
             self._handle = -1
 
 
-def holder(path: Path) -> int | None:
+def holder(folder: Path, name: str = DEFAULT_NAME) -> int | None:
     """
-    The process that holds the lock at *path* now, or None. Creates nothing.
+    The process that holds the lock of store *name* now, or None. Creates nothing.
 
     Asking means to hold a shared lock for a moment, which is why `StoreLock` does not take the first no for an answer.
     """
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        handle = os.open(lock_path(folder, name), os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return None
     try:

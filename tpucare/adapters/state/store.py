@@ -25,8 +25,7 @@ from pydantic_core import PydanticSerializationError, to_json
 
 from tpucare.adapters.state import folder as state_folder
 from tpucare.adapters.state import schema as schema
-from tpucare.adapters.state.folder import StoreLock
-from tpucare.adapters.state.folder import holder as lock_holder
+from tpucare.adapters.state.folder import DEFAULT_NAME, StoreLock, store_path
 from tpucare.adapters.state.schema import REMEDY
 from tpucare.model.causes import Cause
 from tpucare.model.errors import StoreCorrupt, StoreError, StoreForeign
@@ -118,15 +117,8 @@ def _printable(value: object) -> object:
 # A reader stands beside a daemon that writes: it takes no lock, creates nothing and sees one consistent moment.
 
 
-DEFAULT_NAME = "tpucare"
 # A reader meets files that no newer writer has opened yet.
 _CONTEXTS_SINCE = 2
-
-
-def store_path(folder: Path, name: str = DEFAULT_NAME) -> Path:
-    """The file of a store; its `-wal` and `-shm` and its `.lock` lie beside it."""
-    state_folder.check_store_name(name)
-    return folder / f"{name}.sqlite"
 
 
 def open_reader(folder: Path, *, name: str = DEFAULT_NAME) -> SqliteReader:
@@ -281,21 +273,14 @@ __all__ = [
     "SqliteReader",
     "SqliteStore",
     "accept_move",
-    "holder",
     "open_reader",
     "open_store",
-    "store_path",
 ]
 
 EVENTS_KEPT = 100_000
 EVENTS_KEPT_PER_SLOT = 1_000
 # Trimming at each save would cost more than the save; so many events more than the limits are kept for a while.
 _TRIM_EVERY = 500
-
-
-def holder(folder: Path, name: str = DEFAULT_NAME) -> int | None:
-    """Process id of whoever takes care of that store now, or None. Creates nothing."""
-    return lock_holder(_lock_path(folder, name))
 
 
 def open_store(
@@ -455,7 +440,7 @@ class SqliteStore(StoreReading):
 def _open_locked(folder: Path, name: str, fingerprint: str, now: datetime) -> SqliteStore:
     path = store_path(folder, name)
     state_folder.prepare_folder(folder)
-    lock = StoreLock(_lock_path(folder, name))
+    lock = StoreLock(state_folder.lock_path(folder, name))
     try:
         # Two first stores of one folder that are made at once must not each have an owner of its own.
         with state_folder.one_at_a_time(folder):
@@ -552,10 +537,6 @@ def _connect(path: Path) -> sqlite3.Connection:
         connection.close()
         raise
     return connection
-
-
-def _lock_path(folder: Path, name: str) -> Path:
-    return store_path(folder, name).with_suffix(".lock")
 
 
 def _fleet_of(slot: str) -> str:

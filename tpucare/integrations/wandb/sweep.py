@@ -20,7 +20,6 @@ from typing import Any
 
 import yaml
 
-from tpucare.adapters.state.store import open_reader
 from tpucare.fleetfile import parse as fleets
 from tpucare.integrations.wandb import account as account
 from tpucare.integrations.wandb import fleet as sweeps_fleet
@@ -36,6 +35,7 @@ from tpucare.service.control_socket import NoDaemon, request
 from tpucare.service.fleet_folder import read_text
 from tpucare.service.fleet_registry import FleetRegistry
 from tpucare.service.options import Options, resolve
+from tpucare.service.stores import Stores
 
 __all__ = ["Outcome", "Prepared", "create", "hand_over", "prepare", "sweep"]
 
@@ -218,11 +218,12 @@ def _read_fleet(
 def _refuse_other(options: Options, prepared: Prepared) -> None:
     """Raises: ConfigError: a fleet of that name still works for something else."""
     name = prepared.fleet_name(prepared.path)
-    if not any(options.state.glob("*.sqlite")):
+    stores = Stores(options)
+    if options.store not in stores.names():
         return
-    with open_reader(options.state) as store:
-        record = store.fleets().get(name)
-        memories = [memory for memory in store.memories().values() if memory.fleet == name]
+    store = stores.read(options.store)
+    record = store.records.get(name)
+    memories = [memory for memory in store.memories.values() if memory.fleet == name]
     if record is None or record.wish is DesiredState.DOWN or not any(_is_at_work(memory) for memory in memories):
         return
     job = sweeps_fleet.read_base(record.text, f"{name}.yaml (as accepted)").get("job") or {}
