@@ -322,12 +322,12 @@ def test_one_call_per_page(cloud: GoogleCloud, server: EmulatorServer) -> None:
 def test_a_page_size_that_is_refused_is_left_to_the_service(cloud: GoogleCloud, server: EmulatorServer) -> None:
     """It would have blinded the daemon for good."""
     with server.lock:
-        server.world.fail_next("ListNodes", 3, "page_size must be at most 500")
+        server.world.operator.fail_next("ListNodes", 3, "page_size must be at most 500")
     assert not cloud.list_nodes(PROJECT).nodes
     assert not cloud.list_nodes(PROJECT).nodes
     with server.lock:
         assert [record.get("method") for record in server.world.audit] == ["ListNodes"] * 3
-        server.world.fail_next("ListNodes", 3, "no such parent")
+        server.world.operator.fail_next("ListNodes", 3, "no such parent")
     with pytest.raises(NeedsPerson, match="no such parent"):
         cloud.list_nodes(PROJECT)
 
@@ -339,10 +339,10 @@ def test_a_node_whose_hidden_fields_change_is_not_a_change(
     clock.seconds += 60
     cloud.list_nodes(PROJECT)
     with server.lock:
-        server.world.set_health("pod-0-a1", Health.HEALTHY, server.now(), "said in passing")
+        server.world.operator.set_health("pod-0-a1", Health.HEALTHY, server.now(), "said in passing")
     assert cloud.list_nodes(PROJECT).changed == frozenset()
     with server.lock:
-        server.world.set_health("pod-0-a1", Health.TIMEOUT, server.now(), "said in passing")
+        server.world.operator.set_health("pod-0-a1", Health.TIMEOUT, server.now(), "said in passing")
     assert len(cloud.list_nodes(PROJECT).changed) == 1
 
 

@@ -181,7 +181,7 @@ def test_a_page_that_failed_fails_the_listing_and_changes_nothing(build: Build) 
     ready(rig, "pod-0-a1", "pod-1-a1")
     rig.cloud.list_nodes(PROJECT)
     with rig.lock:
-        rig.world.fail_next("ListNodes", 13, "Internal error. Please try again.")
+        rig.world.operator.fail_next("ListNodes", 13, "Internal error. Please try again.")
     with pytest.raises(Transient):
         rig.cloud.list_nodes(PROJECT)
     listing = rig.cloud.list_nodes(PROJECT)
@@ -197,8 +197,8 @@ def test_a_listing_says_what_changed_and_what_is_gone(build: Build) -> None:
     quiet = rig.cloud.list_nodes(PROJECT)
     assert (quiet.changed, quiet.gone, set(quiet.nodes)) == (frozenset(), frozenset(), {zero, one, two})
     with rig.lock:
-        rig.world.set_health("pod-1-a1", Health.TIMEOUT, rig.now)
-        rig.world.forget("pod-2-a1", rig.now)
+        rig.world.operator.set_health("pod-1-a1", Health.TIMEOUT, rig.now)
+        rig.world.operator.remove("pod-2-a1", rig.now)
     listing = rig.cloud.list_nodes(PROJECT)
     assert listing.changed == {one}
     assert listing.gone == {two}
@@ -212,7 +212,7 @@ def test_a_node_of_the_same_name_made_anew_is_a_change(build: Build) -> None:
     key = NodeKey(PROJECT, ZONE, "pod-0-a1")
     before = rig.cloud.list_nodes(PROJECT).nodes[key]
     with rig.lock:
-        rig.world.forget("pod-0-a1", rig.now)
+        rig.world.operator.remove("pod-0-a1", rig.now)
     ready(rig, "pod-0-a1")
     listing = rig.cloud.list_nodes(PROJECT)
     assert listing.changed == {key}
@@ -228,7 +228,7 @@ def test_nodes_of_an_unreachable_zone_are_neither_gone_nor_present(build: Build)
     far = NodeKey(PROJECT, OTHER_ZONE, "far-0-a1")
     rig.cloud.list_nodes(PROJECT)
     with rig.lock:
-        rig.world.outage("zone", timedelta(minutes=5), rig.now, zone=ZONE)
+        rig.world.operator.outage("zone", timedelta(minutes=5), rig.now, zone=ZONE)
     dark = rig.cloud.list_nodes(PROJECT)
     assert set(dark.nodes) == {far}
     assert dark.unreachable == {ZONE}
@@ -236,8 +236,8 @@ def test_nodes_of_an_unreachable_zone_are_neither_gone_nor_present(build: Build)
     with pytest.raises(AnswerLost):
         rig.cloud.get_node(kept)
     with rig.lock:
-        rig.world.forget("pod-1-a1", rig.now)
-        rig.world.end_outages(rig.now)
+        rig.world.operator.remove("pod-1-a1", rig.now)
+        rig.world.operator.end_outages(rig.now)
     light = rig.cloud.list_nodes(PROJECT)
     assert light.changed == {kept}
     assert light.gone == {lost}
@@ -249,10 +249,10 @@ def test_an_unknown_state_keeps_its_number(build: Build, number: int) -> None:
     rig = build()
     ready(rig, "pod-0-a1")
     with rig.lock:
-        rig.world.set_state("pod-0-a1", number, rig.now)
-        rig.world.set_health("pod-0-a1", 42, rig.now)
+        rig.world.operator.set_state("pod-0-a1", number, rig.now)
+        rig.world.operator.set_health("pod-0-a1", 42, rig.now)
         # A service newer than its client: fields that nobody knows, in nodes and around them.
-        rig.world.show_unknown_fields("*", rig.now, answers=True)
+        rig.world.operator.show_unknown_fields("*", rig.now, answers=True)
     (node,) = rig.cloud.list_nodes(PROJECT).nodes.values()
     assert (int(node.state), int(node.health)) == (number, 42)
     assert node == rig.cloud.get_node(node.key)
@@ -273,8 +273,8 @@ def test_reads_ride_out_a_short_failure(build: Build) -> None:
     rig.play(60)
     with rig.lock:
         for method in ("GetNode", "GetOperation"):
-            rig.world.fail_next(method, 14, "The service is currently unavailable.")
-            rig.world.fail_next(method, 13, "Internal error. Please try again.")
+            rig.world.operator.fail_next(method, 14, "The service is currently unavailable.")
+            rig.world.operator.fail_next(method, 13, "Internal error. Please try again.")
     assert rig.cloud.get_node(NodeKey(PROJECT, ZONE, "pod-0-a1")).state is NodeState.READY
     assert rig.cloud.get_operation(operation.name).done
 
@@ -283,7 +283,7 @@ def test_reads_give_up_after_three_tries(build: Build) -> None:
     rig = build()
     with rig.lock:
         for _ in range(3):
-            rig.world.fail_next("GetNode", 14, "The service is currently unavailable.")
+            rig.world.operator.fail_next("GetNode", 14, "The service is currently unavailable.")
     with pytest.raises(AnswerLost):
         rig.cloud.get_node(NodeKey(PROJECT, ZONE, "pod-0-a1"))
     with pytest.raises(NodeGone):
@@ -378,7 +378,7 @@ def test_what_only_a_person_can_mend(build: Build, changes: dict[str, str], want
 def test_credentials_that_do_not_serve(build: Build) -> None:
     rig = build()
     with rig.lock:
-        rig.world.fail_next("ListNodes", 16, "Request had invalid authentication credentials.")
+        rig.world.operator.fail_next("ListNodes", 16, "Request had invalid authentication credentials.")
     with pytest.raises(OwnCredentials):
         rig.cloud.list_nodes(PROJECT)
 
@@ -389,7 +389,7 @@ def test_an_answer_to_a_create_that_was_lost(build: Build, code: int, applied: b
     rig = build()
     key = NodeKey(PROJECT, ZONE, "pod-0-a1")
     with rig.lock:
-        rig.world.lose_next_answer("CreateNode", applied=applied, code=code)
+        rig.world.operator.lose_next_answer("CreateNode", applied=applied, code=code)
     with pytest.raises(AnswerLost):
         rig.cloud.create_node(wanted("pod-0-a1"))
     rig.play(60)
@@ -407,7 +407,7 @@ def test_a_create_and_a_delete_are_sent_once(build: Build) -> None:
     ready(rig, "pod-0-a1")
     with rig.lock:
         for method in ("CreateNode", "DeleteNode", "ListNodes"):
-            rig.world.fail_next(method, 14, "The service is currently unavailable.")
+            rig.world.operator.fail_next(method, 14, "The service is currently unavailable.")
     with pytest.raises(AnswerLost):
         rig.cloud.create_node(wanted("pod-1-a1"))
     with pytest.raises(AnswerLost):
@@ -422,7 +422,7 @@ def test_every_call_has_a_deadline(build: Build) -> None:
     ready(rig, "pod-0-a1")
     key = NodeKey(PROJECT, ZONE, "pod-0-a1")
     with rig.lock:
-        rig.world.outage("slow", timedelta(minutes=5), rig.now, seconds=60)
+        rig.world.operator.outage("slow", timedelta(minutes=5), rig.now, seconds=60)
     cloud = rig.impatient
     calls: list[Callable[[], object]] = [
         lambda: cloud.list_nodes(PROJECT),
@@ -456,7 +456,9 @@ def test_an_operation_nobody_knows(build: Build) -> None:
 def test_a_create_that_met_a_preemption(build: Build) -> None:
     rig = build()
     with rig.lock:
-        rig.world.fail_next_create(3, "Cloud TPU received a bad request. create is not supported in state PREEMPTED")
+        rig.world.operator.fail_next_create(
+            3, "Cloud TPU received a bad request. create is not supported in state PREEMPTED"
+        )
     operation = rig.cloud.create_node(wanted("pod-0-a1"))
     rig.play(5)
     assert isinstance(rig.cloud.get_operation(operation.name).error, PreemptedMeanwhile)
@@ -466,7 +468,7 @@ def test_a_preempted_node_stays_and_keeps_its_addresses(build: Build) -> None:
     rig = build()
     ready(rig, "pod-0-a1")
     with rig.lock:
-        rig.world.preempt("pod-0-a1", rig.now)
+        rig.world.operator.preempt("pod-0-a1", rig.now)
     rig.play(60)
     (node,) = rig.cloud.list_nodes(PROJECT).nodes.values()
     assert node.state is NodeState.PREEMPTED
@@ -517,8 +519,8 @@ def test_host_keys_per_worker_may_be_incomplete(build: Build) -> None:
     name = f"projects/{PROJECT}/locations/{ZONE}/nodes/pod-0-a1"
     with rig.lock:
         for worker in (0, 2):
-            rig.world.set_guest_attribute(name, worker, "hostkeys", "ssh-ed25519", f"AAAA{worker}")
-        rig.world.set_guest_attribute(name, 0, "other", "ssh-ed25519", "no host key")
+            rig.world.operator.set_guest_attribute(name, worker, "hostkeys", "ssh-ed25519", f"AAAA{worker}")
+        rig.world.operator.set_guest_attribute(name, 0, "other", "ssh-ed25519", "no host key")
     assert rig.cloud.host_keys(key) == {0: ("ssh-ed25519 AAAA0",), 2: ("ssh-ed25519 AAAA2",)}
 
 
@@ -527,7 +529,7 @@ def test_a_node_whose_zone_was_dark_at_the_first_listing_is_seen_when_it_answers
     rig = build()
     ready(rig, "pod-0-a0")
     with rig.lock:
-        rig.world.outage("zone", timedelta(seconds=60), rig.now, zone=ZONE)
+        rig.world.operator.outage("zone", timedelta(seconds=60), rig.now, zone=ZONE)
     assert rig.cloud.list_nodes(PROJECT).nodes == {}
     rig.play(120)
     seen = rig.cloud.list_nodes(PROJECT)

@@ -514,7 +514,7 @@ class TestBlindness:
 def test_a_call_without_permission_ends_with_what_its_first_listing_was_refused_with(grant: Grant) -> None:
     events: list[Event] = []
     with grant.server.lock:
-        grant.server.world.fail_next("ListNodes", 7, "Permission 'tpu.nodes.list' denied")
+        grant.server.world.operator.fail_next("ListNodes", 7, "Permission 'tpu.nodes.list' denied")
     with pytest.raises(NeedsPerson, match=r"^listing .* failed: Permission .* denied -> give the caller") as caught:
         tpucare.start_single(
             "pod", 3, ZONE, True, None, 1, start_fn, created, **grant.arguments(on_event=events.append)

@@ -182,7 +182,7 @@ class _Service:
                 self._populate(order["fleet"], order["count"], order["owner"])
             case "preempt":
                 for node in order["nodes"]:
-                    self.server.world.preempt(node, self.server.now(), notice=None, visible_after=timedelta())
+                    self.server.world.operator.preempt(node, self.server.now(), notice=None, visible_after=timedelta())
                 return {"at": time.monotonic()}
             case "calls":
                 calls, self._writes = self._writes, []
@@ -211,7 +211,7 @@ class _Service:
             network = NetworkConfig(enable_external_ips=True)
             spec = NodeSpec(KIND, None, RUNTIME, spot=True, network=network, labels=labels)
             parent = f"projects/{PROJECT}/locations/{ZONE}"
-            self.server.world.create_node(parent, f"{slot}-a0", spec, self.server.now())
+            self.server.world.api.create_node(parent, f"{slot}-a0", spec, self.server.now())
         self._writes.clear()
         self._counts.clear()
 

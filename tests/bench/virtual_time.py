@@ -75,7 +75,7 @@ def _lose(daemon: Daemon, index: int) -> float:
     """Seconds until delete and create were accepted; the answers on the way there are subtracted."""
     slot, now = f"bench-{index}", daemon.clock.true_now()
     mark = len(daemon.zone.world.audit)
-    daemon.zone.world.preempt(daemon.node_of(slot).name, now, notice=None, visible_after=timedelta())
+    daemon.zone.world.operator.preempt(daemon.node_of(slot).name, now, notice=None, visible_after=timedelta())
     daemon.run(seconds=20)
     at = {
         str(call["method"]): (_instant(call) - now).total_seconds()
@@ -100,7 +100,7 @@ def burst(lost: int = BURST, nodes: int = NODES, seeds: int = 3) -> list[Measure
 def _preempt(daemon: Daemon, lost: int) -> None:
     for index in range(lost):
         name = daemon.node_of(f"bench-{index}").name
-        daemon.zone.world.preempt(name, daemon.clock.true_now(), notice=None, visible_after=timedelta())
+        daemon.zone.world.operator.preempt(name, daemon.clock.true_now(), notice=None, visible_after=timedelta())
 
 
 def _creates(daemon: Daemon, mark: int) -> list[float]:

@@ -405,8 +405,8 @@ def test_a_running_emulator_takes_orders(run: Run, cloud: EmulatorServer) -> Non
     assert "no node is called pod-0; there is none" in run("emulator", "preempt", "pod-0").err
     spec = NodeSpec("v2-8", runtime_version="tpu-ubuntu2204-base", spot=True)
     with cloud.lock:
-        cloud.world.set_capacity("us-central1-a", "v2-8", "spot", None, cloud.now())
-        cloud.world.create_node("projects/emulated/locations/us-central1-a", "pod-0-a1", spec, cloud.now())
+        cloud.world.operator.set_capacity("us-central1-a", "v2-8", "spot", None, cloud.now())
+        cloud.world.api.create_node("projects/emulated/locations/us-central1-a", "pod-0-a1", spec, cloud.now())
     eventually(lambda: run("emulator", "status").json["nodes"][0]["state"] == "READY")
     assert run("emulator", "preempt", "pod-0").out == "preempt: pod-0-a1\n"
     eventually(lambda: run("emulator", "status").json["nodes"][0]["state"] == "PREEMPTED")
@@ -592,7 +592,7 @@ def test_a_look_without_a_daemon_ends_with_the_error_of_the_listing(
     run: Run, cloud: EmulatorServer, code: int, said: str, kind: type[CloudError], advice: str
 ) -> None:
     with cloud.lock:
-        cloud.world.fail_next("ListNodes", code, said)
+        cloud.world.operator.fail_next("ListNodes", code, said)
     with alone(resolve(os.environ)) as here:
         here.care.engine.watch("emulated")
         with pytest.raises(kind) as failed:
@@ -600,7 +600,7 @@ def test_a_look_without_a_daemon_ends_with_the_error_of_the_listing(
     assert (failed.value.code, failed.value.message) == (code, f"listing emulated failed: {said}")
     assert failed.value.advice == advice
     with cloud.lock:
-        cloud.world.fail_next("ListNodes", code, said)
+        cloud.world.operator.fail_next("ListNodes", code, said)
     done = run("gc")
     line = f"tpucare: not looked: listing emulated failed: {said}"
     assert (done.code, done.err) == (Exit.CLOUD, f"{line} -> {advice}\n" if advice else f"{line}\n")

@@ -151,8 +151,10 @@ def test_fifty_kills_at_any_instant(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             home.kill()
         home.order("end-outages")
         with home.server.lock:
-            quiet = home.server.world.config.model_copy(update={"faults": type(home.server.world.config.faults)()})
-            home.server.world.reconfigure(quiet, home.server.now())
+            quiet = home.server.world.state.config.model_copy(
+                update={"faults": type(home.server.world.state.config.faults)()}
+            )
+            home.server.world.operator.reconfigure(quiet, home.server.now())
         home.start()
         for slot in ("pod-0", "pod-1", "gang-0"):
             home.await_training(slot, seconds=240)

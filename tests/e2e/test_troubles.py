@@ -50,7 +50,7 @@ def _take_key_away(home: House, node: str) -> None:
     """Somebody overwrote the metadata of the node: its guest agent takes our key away."""
     path = home.path(node)
     with home.server.lock:
-        home.server.world.update_node(str(path), ["metadata"], NodeSpec(metadata={}), home.server.now())
+        home.server.world.api.update_node(str(path), ["metadata"], NodeSpec(metadata={}), home.server.now())
     home.server.poke()
     home.machines.refuse_keys(path, 0).result(10)
     home.cut_connections(node)
@@ -61,7 +61,9 @@ def _change_host_key(home: House, node: str) -> None:
     path = home.path(node)
     home.machines.change_host_key(path, 0).result(10)
     with home.server.lock:
-        home.server.world.set_guest_attribute(str(path), 0, "hostkeys", "ssh-ed25519", "AAAAC3NzaC1lZDI1NTE5AAAAIA==")
+        home.server.world.operator.set_guest_attribute(
+            str(path), 0, "hostkeys", "ssh-ed25519", "AAAAC3NzaC1lZDI1NTE5AAAAIA=="
+        )
     home.cut_connections(node)
 
 

@@ -105,11 +105,11 @@ class Storm:
                 self.daemon.engine.step()
             self.daemon.restart()
         elif blow < 0.6:
-            self.daemon.zone.world.maintenance(slot, now, restart=True)
+            self.daemon.zone.world.operator.maintenance(slot, now, restart=True)
         elif blow < 0.7:
-            self.daemon.zone.world.lose_worker(slot, 2, now, silent=True)
+            self.daemon.zone.world.operator.lose_worker(slot, 2, now, silent=True)
             self.live(300)
-            self.daemon.zone.world.restore_worker(slot, 2, now)
+            self.daemon.zone.world.operator.restore_worker(slot, 2, now)
         elif blow < 0.8:
             self.daemon.wish(slot, DesiredState.PAUSED)
             self.live(200)
@@ -142,13 +142,11 @@ class Storm:
     def calm(self) -> None:
         """Nothing goes wrong by itself any more, and there is room for all; a person confirms what waits for one."""
         world, now = self.daemon.zone.world, self.daemon.clock.true_now()
-        world.end_outages(now)
-        quiet = WorldConfig.calm()
-        world.config = world.fates._config = quiet
-        world.quota._quotas = ()
+        world.operator.end_outages(now)
+        world.operator.reconfigure(WorldConfig.calm(), now)
         for zone in (US, EU):
             for accelerator in ("v3", "v3-32"):
-                world.set_capacity(zone, accelerator, "spot", None, now)
+                world.operator.set_capacity(zone, accelerator, "spot", None, now)
         self.script.stands_still.clear()
         self.daemon.launcher.deaf = False
 
@@ -235,7 +233,7 @@ def test_a_person_is_told_once_however_often_the_api_fails_meanwhile(tmp_path: P
         worker.refuses = worker.key.name.startswith("pod-0")
     for _ in range(20):
         daemon.run(minutes=2)
-        daemon.zone.world.outage("api", timedelta(seconds=30), daemon.clock.true_now())
+        daemon.zone.world.operator.outage("api", timedelta(seconds=30), daemon.clock.true_now())
     [said] = daemon.told("person")
     assert said.startswith("pod-0-a0 refuses our key, though its metadata has it: is OS Login on")
 

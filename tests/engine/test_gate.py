@@ -207,7 +207,9 @@ def test_a_slot_that_is_taken_down_meanwhile_gives_its_place_up(gated: tuple[Dae
 def test_it_is_given_back_when_the_create_is_refused_or_gives_up(gated: tuple[Daemon, FakeGate]) -> None:
     daemon, gate = gated
     where = place()
-    daemon.zone.world.set_capacity(where.zone, where.accelerator_type, where.provisioning.value, 0, daemon.clock.now())
+    daemon.zone.world.operator.set_capacity(
+        where.zone, where.accelerator_type, where.provisioning.value, 0, daemon.clock.now()
+    )
     daemon.care_for("pod", 2, care=Care())
     held = set()
     for _ in range(1800):

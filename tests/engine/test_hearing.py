@@ -20,7 +20,7 @@ def paused(daemon: Daemon) -> None:
 
 def dark(daemon: Daemon) -> None:
     """Its zone does not answer, so nothing is known of its node."""
-    daemon.zone.world.outage("zone", timedelta(hours=10), daemon.clock.true_now(), zone=US)
+    daemon.zone.world.operator.outage("zone", timedelta(hours=10), daemon.clock.true_now(), zone=US)
 
 
 def lose_the_other(daemon: Daemon) -> None:
@@ -55,7 +55,7 @@ def test_a_node_that_a_paused_slot_has_lost_for_good_is_not_waited_for(tmp_path:
     daemon.care_for("aaa")
     daemon.care_for("bbb")
     daemon.run(minutes=15)
-    daemon.zone.world.stick_deleting("aaa", daemon.clock.true_now(), repeats=99)
+    daemon.zone.world.operator.stick_deleting("aaa", daemon.clock.true_now(), repeats=99)
     preempt(daemon, "aaa")
     daemon.wish("aaa-0", DesiredState.PAUSED)
     daemon.run(minutes=1)

@@ -16,7 +16,7 @@ from tpucare.testbed.emulator.world.latency import around
 
 def test_one_worker_of_many_never_comes_up(daemon: Daemon) -> None:
     """A slice of sixteen hosts was READY with fifteen of them, and the launch waited for the last one for ever."""
-    daemon.zone.world.miss_worker(5)
+    daemon.zone.world.operator.miss_worker(5)
     daemon.care_for("pod", 1, place(kind="v3-128", workers=16))
     daemon.run(hours=3)
     assert daemon.trains("pod-0")
@@ -47,8 +47,8 @@ def test_a_create_was_given_up_and_granted_70_minutes_later(tmp_path: Path) -> N
     world = daemon.zone.world
     daemon.care_for("pod", 1, place(US), place(EU))
     daemon.run(minutes=2)
-    world.config = world.config.model_copy(
-        update={"latencies": world.config.latencies.model_copy(update={"visible": around(0.3)})}
+    world.state.config = world.state.config.model_copy(
+        update={"latencies": world.state.config.latencies.model_copy(update={"visible": around(0.3)})}
     )
     daemon.run(minutes=66)
     assert daemon.trains("pod-0"), "asked for again long before"
@@ -115,7 +115,7 @@ def test_stuck_in_deleting(daemon: Daemon) -> None:
     """The node stayed in DELETING for hours, and its slot waited for it."""
     daemon.care_for("pod")
     daemon.run(minutes=15)
-    daemon.zone.world.stick_deleting("pod-0", daemon.clock.true_now(), repeats=4)
+    daemon.zone.world.operator.stick_deleting("pod-0", daemon.clock.true_now(), repeats=4)
     preempt(daemon, "pod-0")
     daemon.run(minutes=10)
     assert daemon.trains("pod-0"), "the next node does not wait for the last one to be gone"
@@ -131,10 +131,10 @@ def test_a_delete_is_answered_and_the_node_stays(daemon: Daemon, shown: NodeStat
     daemon.care_for("pod")
     daemon.run(minutes=15)
     world = daemon.zone.world
-    world.stick_deleting("pod-0", daemon.clock.true_now(), repeats=2)
+    world.operator.stick_deleting("pod-0", daemon.clock.true_now(), repeats=2)
     preempt(daemon, "pod-0")
     daemon.run_until(lambda: bool(calls(daemon, "DeleteNode")))
-    world.set_state("pod-0-a0", int(shown), daemon.clock.true_now())
+    world.operator.set_state("pod-0-a0", int(shown), daemon.clock.true_now())
     daemon.run(hours=2)
     assert named(daemon) == ["pod-0-a1"]
     deletes = [call["node"] for call in calls(daemon, "DeleteNode")]
@@ -154,7 +154,7 @@ def test_a_stockout_of_hours(tmp_path: Path) -> None:
     assert set(daemon.zone.states()) <= {"CREATING"}
     asked = len(calls(daemon, "CreateNode"))
     assert 2 * 2 * 20 < asked < 2 * 2 * 90, "each zone within about two minutes, and not all the time"
-    daemon.zone.world.set_capacity(EU, "v3", "spot", 2, daemon.clock.true_now())
+    daemon.zone.world.operator.set_capacity(EU, "v3", "spot", 2, daemon.clock.true_now())
     daemon.run(minutes=20)
     assert daemon.all_train()
     assert {node.path.zone for node in daemon.zone.nodes()} == {EU}

@@ -110,7 +110,7 @@ def test_a_node_is_handed_over_with_what_works_on_it(daemon: Daemon, trained: bo
     daemon.run(minutes=1)
     daemon.launcher.boots.extend(["foreign"] * 4)
     spec = NodeSpec(accelerator_type="v3-32", runtime_version="tpu-ubuntu2204-base", spot=True)
-    daemon.zone.world.create_node(f"projects/{PROJECT}/locations/{US}", "mine", spec, daemon.clock.true_now())
+    daemon.zone.world.api.create_node(f"projects/{PROJECT}/locations/{US}", "mine", spec, daemon.clock.true_now())
     daemon.run(minutes=8)
     daemon.engine.adopt("mine", "pod-0")
     daemon.run(minutes=1)

@@ -88,12 +88,12 @@ def test_an_on_demand_node_is_lost(daemon: Daemon, how: str) -> None:
     daemon.run(minutes=15)
     now = daemon.clock.true_now()
     if how == "forgotten":
-        daemon.zone.world.forget("pod-0", now)
+        daemon.zone.world.operator.remove("pod-0", now)
     elif how == "terminated":
-        daemon.zone.world.terminate("pod-0", now)
+        daemon.zone.world.operator.terminate("pod-0", now)
     else:
         for worker in range(4):
-            daemon.zone.world.lose_worker("pod-0", worker, now, silent=True)
+            daemon.zone.world.operator.lose_worker("pod-0", worker, now, silent=True)
         daemon.run(minutes=20)
         assert named(daemon) == ["pod-0-a0", "pod-1-a0"], "what was paid for gets more patience"
     daemon.run(minutes=40)
@@ -106,7 +106,7 @@ def test_a_node_that_the_api_forgot(daemon: Daemon) -> None:
     """The node answered 404 from one moment to the next, which the watcher took for its own mistake and gave up."""
     daemon.care_for("pod", 2)
     daemon.run(minutes=15)
-    daemon.zone.world.forget("pod-1", daemon.clock.true_now())
+    daemon.zone.world.operator.remove("pod-1", daemon.clock.true_now())
     daemon.run(minutes=15)
     assert daemon.all_train()
     assert named(daemon) == ["pod-0-a0", "pod-1-a1"]
@@ -140,7 +140,7 @@ def test_a_siblings_exit_after_a_preemption_is_booked_as_a_crash(tmp_path: Path)
         daemon.run(minutes=5)
         # The collective breaks when a neighbour's process is gone; its machine may answer for some seconds more.
         if number % 2:
-            daemon.zone.world.lose_worker("pod-0", 3, daemon.clock.true_now())
+            daemon.zone.world.operator.lose_worker("pod-0", 3, daemon.clock.true_now())
         run = next(worker.run for worker in daemon.launcher.workers.values() if worker.run is not None)
         script.exits[run.token] = (0, 1, daemon.clock.seconds - run.since + 2)
         daemon.run(seconds=20)
@@ -186,7 +186,7 @@ def test_a_zone_that_is_unreachable_is_read_as_empty(daemon: Daemon) -> None:
     daemon.care_for("pod", 2, place(US), place(EU))
     daemon.run(minutes=15)
     before = sorted((str(node.path), node.id) for node in daemon.zone.nodes())
-    daemon.zone.world.outage("zone", timedelta(hours=2), daemon.clock.true_now(), zone=US)
+    daemon.zone.world.operator.outage("zone", timedelta(hours=2), daemon.clock.true_now(), zone=US)
     daemon.run(hours=1)
     daemon.restart()
     daemon.run(hours=2)

@@ -34,7 +34,7 @@ def test_a_reused_address_answers_for_the_wrong_node(tmp_path: Path, lag: float)
     daemon.run(minutes=45)
     assert daemon.all_train()
     # Lists show the lost node and its addresses for a while, and others get them at once.
-    daemon.zone.world.forget("pod-0", daemon.clock.true_now())
+    daemon.zone.world.operator.remove("pod-0", daemon.clock.true_now())
     daemon.run(seconds=4)
     daemon.care_for("colleague", job=False)
     daemon.run(minutes=60)
@@ -56,7 +56,7 @@ def test_the_key_is_replaced_when_the_daemons_vm_is_rebuilt(daemon: Daemon) -> N
     daemon.kill()
     for node in named(daemon):
         theirs = NodeSpec(metadata={"ssh-keys": f"{PERSON}\n{OLD_KEY}"})
-        daemon.zone.world.update_node(path_of(node), ("metadata",), theirs, daemon.clock.true_now())
+        daemon.zone.world.api.update_node(path_of(node), ("metadata",), theirs, daemon.clock.true_now())
     for worker in daemon.launcher.workers.values():
         worker.refuses = True
     daemon.clock.seconds += 60

@@ -366,7 +366,7 @@ class Swarm:
     def strike(self) -> None:
         """Take the node of slot 1, and let there be none for it."""
         daemon = self.office.daemon
-        daemon.zone.world.preempt("swarm-1", daemon.clock.true_now())
+        daemon.zone.world.operator.preempt("swarm-1", daemon.clock.true_now())
         self.capacity(1)
 
 

@@ -13,12 +13,12 @@ from tpucare.testbed.emulator.world.world import World
 
 def next_call(world: World, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Set when *world* has met a call, before the latency of its answer is spent."""
-    arrived, fate = threading.Event(), world.fate
+    arrived, fate = threading.Event(), world.calls.fate
 
     def met(method: str, *more: Any) -> CallFate:
         found = fate(method, *more)
         arrived.set()
         return found
 
-    monkeypatch.setattr(world, "fate", met)
+    monkeypatch.setattr(world.calls, "fate", met)
     return arrived

@@ -10,7 +10,7 @@ from tests.kits.harness import Daemon
 
 def preempt(daemon: Daemon, selector: str, **how: Any) -> None:
     """As `World.preempt`, now."""
-    daemon.zone.world.preempt(selector, daemon.clock.true_now(), **how)
+    daemon.zone.world.operator.preempt(selector, daemon.clock.true_now(), **how)
 
 
 def named(daemon: Daemon) -> list[str]:

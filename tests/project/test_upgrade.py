@@ -70,8 +70,8 @@ def build_cloud(zone: Zone) -> None:
                 zone.launcher.start(worker, token, slot_of(token))
             worker.last_number = node["last_numbers"][number]
         if node["state"] == NodeState.DELETING:
-            zone.world.stick_deleting(node["path"][2], zone.clock.true_now(), repeats=1)
-            zone.world.delete_node(str(NodePath(*node["path"])), zone.clock.true_now())
+            zone.world.operator.stick_deleting(node["path"][2], zone.clock.true_now(), repeats=1)
+            zone.world.api.delete_node(str(NodePath(*node["path"])), zone.clock.true_now())
     zone.launcher.launches.clear()
 
 
@@ -88,7 +88,7 @@ def _build_node(zone: Zone, node: dict[str, Any]) -> None:
     path, world = NodePath(*node["path"]), zone.world
     network = NetworkConfig(enable_external_ips=node["external_ips"])
     spec = NodeSpec(**node["spec"], network=network, has_network=True)
-    world.create_node(path.parent, path.node_id, spec, zone.clock.true_now())
+    world.api.create_node(path.parent, path.node_id, spec, zone.clock.true_now())
     life = world.state.nodes[path]
     del world.state.by_id[life.record.id]
     world.state.by_id[node["id"]] = life
@@ -201,8 +201,8 @@ def test_what_comes_next_goes_on_from_it(daemon: Daemon) -> None:
     left = left_memories()
     daemon.start()
     daemon.run(minutes=5)
-    daemon.zone.world.preempt("pod-1", daemon.clock.true_now())
-    daemon.zone.world.preempt("gang", daemon.clock.true_now())
+    daemon.zone.world.operator.preempt("pod-1", daemon.clock.true_now())
+    daemon.zone.world.operator.preempt("gang", daemon.clock.true_now())
     daemon.run(minutes=15)
     assert daemon.zone.states("pod-1") == ["READY"]
     assert [daemon.node_of(slot).key.name for slot in ("pod-1", "gang-0")] == ["pod-1-a2", "gang-0-a1"]

@@ -30,7 +30,7 @@ def make_node(office: Office, name: str, labels: Mapping[str, str]) -> None:
     """Somebody else's create, or a late one of our own, as the labels have it."""
     spec = NodeSpec(accelerator_type="v2-8", runtime_version="tpu-ubuntu2204-base", spot=True, labels=labels)
     parent = "projects/my-project/locations/us-central1-a"
-    office.daemon.zone.world.create_node(parent, name, spec, office.daemon.clock.true_now())
+    office.daemon.zone.world.api.create_node(parent, name, spec, office.daemon.clock.true_now())
 
 
 def test_down_ends_a_fleet_for_good_and_apply_brings_it_back(office: Office, tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_a_slot_whose_places_all_need_a_person_says_so_at_once(office: Office) -
 def test_pause_observes_and_touches_nothing_over_a_restart(office: Office) -> None:
     office.ask("pause", target="pod")
     office.again()
-    office.daemon.zone.world.preempt("pod-0", office.daemon.clock.true_now())
+    office.daemon.zone.world.operator.preempt("pod-0", office.daemon.clock.true_now())
     office.run(20)
     assert office.nodes == ["pod-1-a0"], "a dead node of ours is deleted, and none is asked for"
     answer = office.apply(fleet_text(count=3), office.folder)
@@ -401,7 +401,7 @@ def lower_the_count(office: Office) -> None:
 
 
 def preempt(office: Office, slot: str) -> None:
-    office.daemon.zone.world.preempt(slot, office.daemon.clock.true_now())
+    office.daemon.zone.world.operator.preempt(slot, office.daemon.clock.true_now())
 
 
 def test_a_surplus_slot_keeps_its_own_file_over_a_restart(office: Office) -> None:

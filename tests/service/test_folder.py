@@ -89,7 +89,7 @@ def test_an_edited_project_is_refused_while_nodes_are_left_in_the_one_before(off
 
 
 def test_a_fleet_without_a_node_moves_when_its_file_says_so(office: Office) -> None:
-    office.daemon.zone.world.set_capacity("us-central1-a", "v2-8", "spot", 0, office.daemon.clock.true_now())
+    office.daemon.zone.world.operator.set_capacity("us-central1-a", "v2-8", "spot", 0, office.daemon.clock.true_now())
     office.write(fleet_text())
     office.look()
     office.run(60)
@@ -99,7 +99,9 @@ def test_a_fleet_without_a_node_moves_when_its_file_says_so(office: Office) -> N
     office.write(fleet_text() + "project: other-project\n")
     office.look()
     assert told(office, "fleet-refused") == []
-    office.daemon.zone.world.set_capacity("us-central1-a", "v2-8", "spot", None, office.daemon.clock.true_now())
+    office.daemon.zone.world.operator.set_capacity(
+        "us-central1-a", "v2-8", "spot", None, office.daemon.clock.true_now()
+    )
     office.run(90)
     assert [node.path.project for node in office.daemon.zone.nodes()] == ["other-project"]
     assert office.daemon.all_train()

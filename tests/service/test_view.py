@@ -69,7 +69,7 @@ def test_a_setup_says_for_how_long_it_goes_on(office: Office) -> None:
 
 def test_a_preempted_node_shows_and_the_next_attempt_stands_for_the_slot(office: Office) -> None:
     office.run(15)
-    office.daemon.zone.world.preempt("pod-0", office.daemon.clock.true_now())
+    office.daemon.zone.world.operator.preempt("pod-0", office.daemon.clock.true_now())
     office.run(15)
     after = row(office)
     assert (after["node"], after["attempt"], after["phase"]) == ("pod-0-a1", 2, "run")
@@ -78,7 +78,7 @@ def test_a_preempted_node_shows_and_the_next_attempt_stands_for_the_slot(office:
 
 def test_a_stockout_says_where_and_when_it_is_asked_again(office: Office) -> None:
     zone = office.daemon.zone
-    zone.world.set_capacity("us-central1-a", "v2-8", "spot", 0, office.daemon.clock.true_now())
+    zone.world.operator.set_capacity("us-central1-a", "v2-8", "spot", 0, office.daemon.clock.true_now())
     office.run(15)
     places = row(office)["places"]
     (place,) = places.values()
@@ -116,7 +116,7 @@ def test_without_a_daemon_the_store_tells_what_was_remembered(office: Office) ->
 
 def test_projects_that_are_not_seen_say_why(office: Office) -> None:
     office.run(1)
-    office.daemon.zone.world.outage("api", timedelta(hours=1), office.daemon.clock.true_now())
+    office.daemon.zone.world.operator.outage("api", timedelta(hours=1), office.daemon.clock.true_now())
     office.run(10)
     (project,) = status.project_rows(office.daemon.engine)
     assert project["seen"] is False

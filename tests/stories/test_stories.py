@@ -44,10 +44,10 @@ def test_a_declared_slot_gets_a_node_and_trains(daemon: Daemon) -> None:
 def test_a_preempted_node_returns_when_capacity_does(daemon: Daemon) -> None:
     daemon.care_for("pod")
     daemon.run(minutes=15)
-    daemon.zone.world.set_capacity(US, "v3-32", "spot", 0, daemon.clock.true_now())
+    daemon.zone.world.operator.set_capacity(US, "v3-32", "spot", 0, daemon.clock.true_now())
     daemon.run(minutes=60)
     assert daemon.zone.nodes("pod-0") == []
-    daemon.zone.world.set_capacity(US, "v3-32", "spot", 1, daemon.clock.true_now())
+    daemon.zone.world.operator.set_capacity(US, "v3-32", "spot", 1, daemon.clock.true_now())
     daemon.run(minutes=20)
     assert daemon.trains("pod-0")
     assert daemon.memory("pod-0").attempts == 2
@@ -75,7 +75,7 @@ def test_a_stockout_in_the_first_zone_sends_the_next_attempt_to_the_second(daemo
     daemon.care_for("pod", 1, place(US), place(EU))
     daemon.run(minutes=15)
     assert daemon.node_of("pod-0").key.zone == US
-    daemon.zone.world.set_capacity(US, "v3-32", "spot", 0, daemon.clock.true_now())
+    daemon.zone.world.operator.set_capacity(US, "v3-32", "spot", 0, daemon.clock.true_now())
     daemon.run(minutes=20)
     assert daemon.node_of("pod-0").key.zone == EU
     assert daemon.trains("pod-0")
@@ -87,7 +87,7 @@ def test_a_quota_of_exactly_one_slice_is_asked_for_again_the_instant_it_is_free(
     daemon = Daemon(tmp_path, config=WorldConfig.calm(quotas=quota))
     daemon.care_for("pod")
     daemon.run(minutes=15)
-    daemon.zone.world.preempt("pod-0", daemon.clock.true_now())
+    daemon.zone.world.operator.preempt("pod-0", daemon.clock.true_now())
     daemon.run_until(lambda: daemon.memory("pod-0").book(BookName.PREEMPTION).total == 1, minutes=10)
     daemon.run_until(lambda: not daemon.zone.nodes("pod-0-a0"), minutes=10)
     gone_at = daemon.clock.seconds
@@ -101,7 +101,7 @@ def test_a_quota_of_exactly_one_slice_is_asked_for_again_the_instant_it_is_free(
 def test_a_preemption_that_the_api_never_reports_is_found_by_silence(daemon: Daemon) -> None:
     daemon.care_for("pod", 4)
     daemon.run(minutes=15)
-    daemon.zone.world.preempt("pod-0", daemon.clock.true_now(), shown="never")
+    daemon.zone.world.operator.preempt("pod-0", daemon.clock.true_now(), shown="never")
     daemon.run(minutes=20)
     assert daemon.all_train()
     assert daemon.memory("pod-0").attempts == 2
@@ -111,7 +111,7 @@ def test_a_preemption_that_the_api_never_reports_is_found_by_silence(daemon: Dae
 def test_the_only_slot_is_its_own_canary_when_its_workers_fall_silent(daemon: Daemon) -> None:
     daemon.care_for("pod")
     daemon.run(minutes=15)
-    daemon.zone.world.preempt("pod-0", daemon.clock.true_now(), shown="never")
+    daemon.zone.world.operator.preempt("pod-0", daemon.clock.true_now(), shown="never")
     daemon.run(minutes=8)
     assert daemon.memory("pod-0").attempts == 1, "no worker elsewhere answers: 3x the patience"
     daemon.run(minutes=20)
@@ -141,7 +141,7 @@ def test_many_silent_nodes_at_once_are_held_by_the_brake_until_a_person_confirms
     daemon.care_for("pod", 20)
     daemon.run(minutes=15)
     for index in range(10):
-        daemon.zone.world.preempt(f"pod-{index}", daemon.clock.true_now(), shown="never")
+        daemon.zone.world.operator.preempt(f"pod-{index}", daemon.clock.true_now(), shown="never")
     daemon.run(minutes=30)
     assert daemon.told("brake")
     first = {node.path.node_id for node in daemon.zone.nodes() if node.path.node_id.endswith("-a0")}
@@ -227,7 +227,7 @@ def test_confirmed_verdicts_pass_when_they_are_judged_only_after_an_outage_of_th
     ten = [f"pod-{index}" for index in range(10)]
     silence(daemon, ten)
     daemon.run(minutes=8)
-    daemon.zone.world.outage("api", timedelta(minutes=20), daemon.clock.true_now())
+    daemon.zone.world.operator.outage("api", timedelta(minutes=20), daemon.clock.true_now())
     daemon.run(minutes=2)
     for name in ten:
         daemon.engine.lift_brake(name)
@@ -245,8 +245,8 @@ def test_a_confirmation_for_the_brake_opens_no_fence_that_comes_up_days_later(da
     daemon.run(minutes=15)
     daemon.engine.change("pod-0", wishes.confirm, "confirm", "pod-0: confirm")
     daemon.run(hours=40)
-    daemon.zone.world.stick_deleting("pod-0-a0", daemon.clock.true_now(), repeats=99)
-    daemon.zone.world.set_state("pod-0-a0", NodeState.DELETING, daemon.clock.true_now())
+    daemon.zone.world.operator.stick_deleting("pod-0-a0", daemon.clock.true_now(), repeats=99)
+    daemon.zone.world.operator.set_state("pod-0-a0", NodeState.DELETING, daemon.clock.true_now())
     daemon.run(hours=3)
     assert daemon.launcher.launches == ["pod-0-a0.1"]
     waits = daemon.engine.slots["pod-0"].action
@@ -265,7 +265,7 @@ def test_an_api_outage_changes_nothing(daemon: Daemon) -> None:
     daemon.care_for("pod", 3)
     daemon.run(minutes=15)
     before = {(node.path, node.id) for node in daemon.zone.nodes()}
-    daemon.zone.world.outage("api", timedelta(hours=2), daemon.clock.true_now())
+    daemon.zone.world.operator.outage("api", timedelta(hours=2), daemon.clock.true_now())
     daemon.run(hours=3)
     assert {(node.path, node.id) for node in daemon.zone.nodes()} == before
     assert daemon.all_train()
@@ -276,7 +276,7 @@ def test_a_zone_that_does_not_answer_is_not_an_empty_zone(daemon: Daemon) -> Non
     daemon.care_for("pod", 2)
     daemon.run(minutes=15)
     before = {(node.path, node.id) for node in daemon.zone.nodes()}
-    daemon.zone.world.outage("zone", timedelta(hours=2), daemon.clock.true_now(), zone=US)
+    daemon.zone.world.operator.outage("zone", timedelta(hours=2), daemon.clock.true_now(), zone=US)
     daemon.run(hours=3)
     assert {(node.path, node.id) for node in daemon.zone.nodes()} == before
     daemon.check()
@@ -294,7 +294,7 @@ def test_nothing_lasts_through_the_darkness_of_a_zone(daemon: Daemon) -> None:
     worker = next(one for one in daemon.launcher.of_node("my-project", US, "pod-0-a0") if one.number == 2)
     worker.silent = True
     daemon.run(minutes=2)
-    daemon.zone.world.outage("zone", timedelta(hours=1), daemon.clock.true_now(), zone=US)
+    daemon.zone.world.operator.outage("zone", timedelta(hours=1), daemon.clock.true_now(), zone=US)
     daemon.run(minutes=30)
     worker.silent = False
     daemon.run(hours=2)
@@ -312,7 +312,7 @@ def test_a_jump_of_the_clock_fires_no_timeout(daemon: Daemon, jump: timedelta) -
     daemon.clock.jump(jump)
     daemon.run(minutes=30)
     assert {(node.path, node.id) for node in daemon.zone.nodes()} == before
-    daemon.zone.world.preempt("pod-1", daemon.clock.true_now())
+    daemon.zone.world.operator.preempt("pod-1", daemon.clock.true_now())
     daemon.run(minutes=20)
     assert daemon.all_train()
     daemon.check()
@@ -321,7 +321,7 @@ def test_a_jump_of_the_clock_fires_no_timeout(daemon: Daemon, jump: timedelta) -
 def test_a_node_in_a_state_that_nobody_knows_is_left_alone(daemon: Daemon) -> None:
     daemon.care_for("pod")
     daemon.run(minutes=15)
-    daemon.zone.world.set_state("pod-0", 99, daemon.clock.true_now())
+    daemon.zone.world.operator.set_state("pod-0", 99, daemon.clock.true_now())
     daemon.run(hours=5)
     assert [node.path.node_id for node in daemon.zone.nodes()] == ["pod-0-a0"]
     assert daemon.causes()["pod-0"] is Cause.STATE_ODD
@@ -359,7 +359,7 @@ def test_a_lost_store_adopts_by_labels_and_keeps_the_run(daemon: Daemon, tmp_pat
 
 
 def test_a_lost_answer_to_a_create_makes_no_second_node(daemon: Daemon) -> None:
-    daemon.zone.world.lose_next_answer("CreateNode", applied=True)
+    daemon.zone.world.operator.lose_next_answer("CreateNode", applied=True)
     daemon.care_for("pod")
     daemon.run(minutes=20)
     assert [node.path.node_id for node in daemon.zone.nodes()] == ["pod-0-a0"]
@@ -368,7 +368,7 @@ def test_a_lost_answer_to_a_create_makes_no_second_node(daemon: Daemon) -> None:
 
 
 def test_a_create_that_never_arrived_is_sent_again_under_the_same_name(daemon: Daemon) -> None:
-    daemon.zone.world.lose_next_answer("CreateNode", applied=False)
+    daemon.zone.world.operator.lose_next_answer("CreateNode", applied=False)
     daemon.care_for("pod")
     daemon.run(minutes=20)
     assert [node.path.node_id for node in daemon.zone.nodes()] == ["pod-0-a0"]
@@ -378,8 +378,8 @@ def test_a_create_that_never_arrived_is_sent_again_under_the_same_name(daemon: D
 def test_a_stuck_delete_is_repeated_until_the_node_is_not_found(daemon: Daemon) -> None:
     daemon.care_for("pod")
     daemon.run(minutes=15)
-    daemon.zone.world.stick_deleting("pod-0", daemon.clock.true_now(), repeats=3)
-    daemon.zone.world.preempt("pod-0", daemon.clock.true_now())
+    daemon.zone.world.operator.stick_deleting("pod-0", daemon.clock.true_now(), repeats=3)
+    daemon.zone.world.operator.preempt("pod-0", daemon.clock.true_now())
     daemon.run(minutes=60)
     assert [node.path.node_id for node in daemon.zone.nodes()] == ["pod-0-a1"]
     assert daemon.trains("pod-0")
@@ -420,10 +420,10 @@ def test_replace_is_not_lost_to_the_repeated_delete_of_an_older_node(daemon: Dae
     """
     daemon.care_for("pod")
     daemon.run(minutes=15)
-    daemon.zone.world.stick_deleting("pod-0-a0", daemon.clock.true_now(), repeats=8)
-    daemon.zone.world.preempt("pod-0", daemon.clock.true_now())
+    daemon.zone.world.operator.stick_deleting("pod-0-a0", daemon.clock.true_now(), repeats=8)
+    daemon.zone.world.operator.preempt("pod-0", daemon.clock.true_now())
     daemon.run(minutes=20)
-    daemon.zone.world.outage("api", timedelta(minutes=20), daemon.clock.true_now())
+    daemon.zone.world.operator.outage("api", timedelta(minutes=20), daemon.clock.true_now())
     daemon.run(minutes=2)
     daemon.care_for("pod", 1, place(kind="v3-64", workers=8))
     daemon.engine.change("pod-0", wishes.replace_node, "replace", "pod-0: replace")
@@ -440,13 +440,13 @@ def test_pause_touches_nothing_that_lives_and_survives_a_restart(daemon: Daemon)
     node = daemon.node_of("pod-0").key
     for worker in daemon.launcher.of_node(*node):
         daemon.launcher.end(worker, 1, Failure.CRASH)
-    daemon.zone.world.set_state("pod-0", int(NodeState.STOPPED), daemon.clock.true_now())
+    daemon.zone.world.operator.set_state("pod-0", int(NodeState.STOPPED), daemon.clock.true_now())
     daemon.run(minutes=10)
     daemon.restart()
     daemon.run(minutes=10)
     assert daemon.zone.states() == ["STOPPED"]
     assert daemon.launcher.launches == ["pod-0-a0.1"]
-    daemon.zone.world.preempt("pod-0", daemon.clock.true_now())
+    daemon.zone.world.operator.preempt("pod-0", daemon.clock.true_now())
     daemon.run(minutes=10)
     daemon.restart()
     daemon.run(minutes=10)
@@ -472,7 +472,7 @@ def test_the_dead_node_of_a_paused_slot_holds_no_quota_of_others(tmp_path: Path)
     daemon.wish("pod-0", DesiredState.PAUSED)
     daemon.care_for("other")
     daemon.run(minutes=15)
-    daemon.zone.world.preempt("pod-0", daemon.clock.true_now())
+    daemon.zone.world.operator.preempt("pod-0", daemon.clock.true_now())
     daemon.run(minutes=30)
     assert daemon.trains("other-0")
     assert daemon.zone.nodes("pod-0") == []
@@ -489,10 +489,10 @@ def test_a_node_that_was_shown_dead_and_is_ready_again_is_deleted_before_the_nex
     daemon.care_for("pod")
     daemon.run(minutes=15)
     # Whatever is asked of it meanwhile is not heard.
-    daemon.zone.world.stick_deleting("pod-0-a0", daemon.clock.true_now(), repeats=2)
-    daemon.zone.world.set_state("pod-0-a0", int(shown), daemon.clock.true_now())
+    daemon.zone.world.operator.stick_deleting("pod-0-a0", daemon.clock.true_now(), repeats=2)
+    daemon.zone.world.operator.set_state("pod-0-a0", int(shown), daemon.clock.true_now())
     daemon.run(seconds=seconds)
-    daemon.zone.world.set_state("pod-0-a0", int(NodeState.READY), daemon.clock.true_now())
+    daemon.zone.world.operator.set_state("pod-0-a0", int(NodeState.READY), daemon.clock.true_now())
     daemon.run(hours=2)
     assert daemon.trains("pod-0")
     assert [node.path.node_id for node in daemon.zone.nodes("pod-0")] == ["pod-0-a1"]
@@ -508,10 +508,10 @@ def test_a_node_that_comes_back_while_its_slot_is_paused_is_deleted_after_it(dae
     daemon.care_for("pod")
     daemon.run(minutes=15)
     daemon.wish("pod-0", DesiredState.PAUSED)
-    daemon.zone.world.stick_deleting("pod-0-a0", daemon.clock.true_now(), repeats=1)
-    daemon.zone.world.set_state("pod-0-a0", int(NodeState.TERMINATED), daemon.clock.true_now())
+    daemon.zone.world.operator.stick_deleting("pod-0-a0", daemon.clock.true_now(), repeats=1)
+    daemon.zone.world.operator.set_state("pod-0-a0", int(NodeState.TERMINATED), daemon.clock.true_now())
     daemon.run(minutes=1)
-    daemon.zone.world.set_state("pod-0-a0", int(NodeState.READY), daemon.clock.true_now())
+    daemon.zone.world.operator.set_state("pod-0-a0", int(NodeState.READY), daemon.clock.true_now())
     daemon.run(hours=1)
     assert daemon.zone.states() == ["READY"], "nothing proves it dead, so it is paused like any"
     daemon.wish("pod-0", DesiredState.UP)
@@ -596,7 +596,7 @@ def test_a_stalled_run_is_relaunched_and_the_second_time_gets_a_new_node(tmp_pat
 def test_one_worker_of_a_slice_reboots_and_the_gang_starts_again_on_the_same_node(daemon: Daemon) -> None:
     daemon.care_for("pod")
     daemon.run(minutes=15)
-    daemon.zone.world.maintenance("pod-0", daemon.clock.true_now(), restart=True)
+    daemon.zone.world.operator.maintenance("pod-0", daemon.clock.true_now(), restart=True)
     daemon.run(minutes=30)
     assert daemon.trains("pod-0")
     assert daemon.memory("pod-0").attempts == 1
@@ -606,7 +606,7 @@ def test_one_worker_of_a_slice_reboots_and_the_gang_starts_again_on_the_same_nod
 def test_an_on_demand_node_is_not_deleted_for_bad_health(daemon: Daemon) -> None:
     daemon.care_for("pod", 1, place(tier=Provisioning.ON_DEMAND))
     daemon.run(minutes=15)
-    daemon.zone.world.set_health("pod-0", 3, daemon.clock.true_now())
+    daemon.zone.world.operator.set_health("pod-0", 3, daemon.clock.true_now())
     daemon.run(hours=3)
     assert [node.path.node_id for node in daemon.zone.nodes()] == ["pod-0-a0"]
 
@@ -614,7 +614,7 @@ def test_an_on_demand_node_is_not_deleted_for_bad_health(daemon: Daemon) -> None
 def test_bad_health_with_progress_is_left_alone(daemon: Daemon) -> None:
     daemon.care_for("pod")
     daemon.run(minutes=15)
-    daemon.zone.world.set_health("pod-0", 3, daemon.clock.true_now())
+    daemon.zone.world.operator.set_health("pod-0", 3, daemon.clock.true_now())
     daemon.run(hours=3)
     assert [node.path.node_id for node in daemon.zone.nodes()] == ["pod-0-a0"]
 
@@ -636,13 +636,13 @@ def test_a_name_that_another_owners_node_bears_is_skipped_and_that_node_never_to
     """
     spec = NodeSpec(accelerator_type="v3-32", runtime_version="tpu-ubuntu2204-base", spot=True)
     for zone, name in ((US, "pod-0-a1"), (EU, "pod-0-a2"), (US, "pod-0-a41")):
-        daemon.zone.world.create_node(f"projects/my-project/locations/{zone}", name, spec, daemon.clock.true_now())
+        daemon.zone.world.api.create_node(f"projects/my-project/locations/{zone}", name, spec, daemon.clock.true_now())
     daemon.care_for("pod")
     daemon.run(minutes=15)
     for number in (0, 2, 3):
         assert daemon.trains("pod-0")
         assert daemon.node_of("pod-0").name == f"pod-0-a{number}"
-        daemon.zone.world.preempt(daemon.node_of("pod-0").key.name, daemon.clock.true_now())
+        daemon.zone.world.operator.preempt(daemon.node_of("pod-0").key.name, daemon.clock.true_now())
         daemon.run(minutes=15)
     assert len(daemon.told("foreign")) == 3
     daemon.check()
@@ -667,8 +667,8 @@ def test_a_foreign_node_that_was_listed_before_its_slot_was_declared_is_known_to
 
 def test_a_node_of_our_name_that_no_listing_showed_spends_the_name_alone(daemon: Daemon) -> None:
     spec = NodeSpec(accelerator_type="v3-32", runtime_version="tpu-ubuntu2204-base", spot=True)
-    daemon.zone.world.create_node(f"projects/my-project/locations/{US}", "pod-0-a0", spec, daemon.clock.true_now())
-    life = daemon.zone.world.select("pod-0-a0")[0]
+    daemon.zone.world.api.create_node(f"projects/my-project/locations/{US}", "pod-0-a0", spec, daemon.clock.true_now())
+    life = daemon.zone.world.operator.select("pod-0-a0")[0]
     daemon.zone.world.state.listing(life.path.project).hide(life.path, life.record.id)
     daemon.care_for("pod")
     daemon.run(minutes=15)
@@ -680,7 +680,7 @@ def test_a_node_of_our_name_that_no_listing_showed_spends_the_name_alone(daemon:
 def test_a_node_of_another_owner_is_adopted_when_a_person_says_so(daemon: Daemon) -> None:
     spec = NodeSpec(accelerator_type="v3-32", runtime_version="tpu-ubuntu2204-base", spot=True)
     parent = f"projects/my-project/locations/{US}"
-    daemon.zone.world.create_node(parent, "pod-0", spec, daemon.clock.true_now())
+    daemon.zone.world.api.create_node(parent, "pod-0", spec, daemon.clock.true_now())
     daemon.care_for("other")
     daemon.run(minutes=10)
     daemon.care_for("pod")
@@ -691,7 +691,7 @@ def test_a_node_of_another_owner_is_adopted_when_a_person_says_so(daemon: Daemon
     daemon.run(minutes=10)
     assert [node.path.node_id for node in daemon.zone.nodes("pod-0")] == ["pod-0"]
     assert daemon.trains("pod-0")
-    daemon.zone.world.preempt("pod-0", daemon.clock.true_now())
+    daemon.zone.world.operator.preempt("pod-0", daemon.clock.true_now())
     daemon.run(minutes=15)
     assert daemon.trains("pod-0")
     daemon.check()
@@ -706,9 +706,9 @@ def test_a_node_that_somebody_else_labels_as_theirs_is_left_alone(daemon: Daemon
     daemon.run(minutes=15)
     name = f"projects/my-project/locations/{US}/nodes/pod-0-a0"
     theirs = NodeSpec(labels={"tpucare-owner": "o-else", "tpucare-slot": "pod-0"})
-    daemon.zone.world.update_node(name, ("labels",), theirs, daemon.clock.true_now())
+    daemon.zone.world.api.update_node(name, ("labels",), theirs, daemon.clock.true_now())
     daemon.run(minutes=20)
-    daemon.zone.world.preempt("pod-0", daemon.clock.true_now())
+    daemon.zone.world.operator.preempt("pod-0", daemon.clock.true_now())
     daemon.run(minutes=20)
     assert daemon.zone.states() == ["PREEMPTED"], "not ours to delete, and no second node beside a run that may live"
     assert daemon.causes()["pod-0"] is Cause.NODE_TAKEN
@@ -722,10 +722,10 @@ def test_a_glitch_of_the_api_that_shows_unknown_deletes_nothing_that_moves(daemo
     daemon.care_for("pod", 5)
     daemon.run(minutes=20)
     assert daemon.all_train()
-    daemon.zone.world.set_state("*", int(NodeState.UNKNOWN), daemon.clock.true_now())
+    daemon.zone.world.operator.set_state("*", int(NodeState.UNKNOWN), daemon.clock.true_now())
     daemon.run(minutes=30)
     assert len(daemon.zone.nodes()) == 5
-    daemon.zone.world.set_state("*", int(NodeState.READY), daemon.clock.true_now())
+    daemon.zone.world.operator.set_state("*", int(NodeState.READY), daemon.clock.true_now())
     daemon.run(minutes=1)
     assert daemon.all_train()
     daemon.check()
@@ -734,7 +734,7 @@ def test_a_glitch_of_the_api_that_shows_unknown_deletes_nothing_that_moves(daemo
 def test_unknown_nodes_that_are_silent_pass_the_brake_or_wait_for_a_person(daemon: Daemon) -> None:
     daemon.care_for("pod", 8)
     daemon.run(minutes=20)
-    daemon.zone.world.set_state("*", int(NodeState.UNKNOWN), daemon.clock.true_now())
+    daemon.zone.world.operator.set_state("*", int(NodeState.UNKNOWN), daemon.clock.true_now())
     for worker in list(daemon.launcher.workers.values()):
         worker.silent = True
     daemon.run(minutes=30)
@@ -771,7 +771,7 @@ def test_a_node_that_trains_while_it_shows_creating_is_kept_as_long_as_it_makes_
     """
     daemon.care_for("pod", 2)
     daemon.run(minutes=20)
-    daemon.zone.world.set_state("pod-0", int(NodeState.CREATING), daemon.clock.true_now())
+    daemon.zone.world.operator.set_state("pod-0", int(NodeState.CREATING), daemon.clock.true_now())
     daemon.launcher.of_node(*daemon.node_of("pod-0").key)[2].silent = True
     daemon.run(hours=2)
     assert daemon.node_of("pod-0").name == "pod-0-a0"

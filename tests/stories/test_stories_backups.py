@@ -20,7 +20,7 @@ def daemon(tmp_path: Path) -> Daemon:
 
 def preempt(daemon: Daemon, zone: str) -> None:
     node = next(str(node.path) for node in daemon.zone.nodes() if node.path.zone == zone)
-    daemon.zone.world.preempt(node, daemon.clock.true_now())
+    daemon.zone.world.operator.preempt(node, daemon.clock.true_now())
 
 
 def put_back_an_older_store(daemon: Daemon) -> None:
@@ -32,11 +32,11 @@ def put_back_an_older_store(daemon: Daemon) -> None:
     shutil.copytree(daemon.folder, backup)
     daemon.start()
     daemon.run(minutes=1)
-    daemon.zone.world.set_capacity(US, "v3-32", "spot", 0, daemon.clock.true_now())
+    daemon.zone.world.operator.set_capacity(US, "v3-32", "spot", 0, daemon.clock.true_now())
     preempt(daemon, US)
     daemon.run(minutes=30)
     assert daemon.node_of("pod-0").key.zone == EU
-    daemon.zone.world.set_capacity(US, "v3-32", "spot", 4, daemon.clock.true_now())
+    daemon.zone.world.operator.set_capacity(US, "v3-32", "spot", 4, daemon.clock.true_now())
     daemon.kill()
     shutil.rmtree(daemon.folder)
     shutil.copytree(backup, daemon.folder)
@@ -46,7 +46,7 @@ def lie_idle_while_the_node_goes(daemon: Daemon) -> None:
     """Half an hour without a daemon, in which the node in US is preempted; EU is dark from then on, for hours."""
     daemon.kill()
     preempt(daemon, US)
-    daemon.zone.world.outage("zone", timedelta(hours=5), daemon.clock.true_now(), zone=EU)
+    daemon.zone.world.operator.outage("zone", timedelta(hours=5), daemon.clock.true_now(), zone=EU)
     until = daemon.clock.seconds + 1800
     while daemon.clock.seconds < until:
         daemon.executor.pass_time(until)
@@ -60,7 +60,7 @@ def test_a_backup_makes_no_second_run_while_the_newer_node_is_in_the_dark(daemon
     zone of the slot's places has answered once, even over restarts, or a person says `confirm --store`.
     """
     put_back_an_older_store(daemon)
-    daemon.zone.world.outage("zone", timedelta(hours=1), daemon.clock.true_now(), zone=EU)
+    daemon.zone.world.operator.outage("zone", timedelta(hours=1), daemon.clock.true_now(), zone=EU)
     daemon.start()
     daemon.run(minutes=20)
     # What it waits for outlives a process.
@@ -107,7 +107,7 @@ def test_a_daemon_that_was_away_for_a_moment_waits_for_no_dark_zone(daemon: Daem
     daemon.care_for("pod", 1, place(US), place(EU))
     daemon.run(minutes=30)
     preempt(daemon, US)
-    daemon.zone.world.outage("zone", timedelta(hours=2), daemon.clock.true_now(), zone=EU)
+    daemon.zone.world.operator.outage("zone", timedelta(hours=2), daemon.clock.true_now(), zone=EU)
     daemon.restart()
     daemon.run(minutes=30)
     assert daemon.all_train()

@@ -99,7 +99,7 @@ def test_an_hour_of_bad_spot_is_no_row_of_a_job_that_tells_no_step(tmp_path: Pat
     daemon.run(minutes=20)
     for _ in range(13):
         daemon.launcher.lost["launch-before"] = 1
-        daemon.zone.world.preempt("pod-0", daemon.clock.true_now())
+        daemon.zone.world.operator.preempt("pod-0", daemon.clock.true_now())
         daemon.run_until(lambda: daemon.launcher.lost["launch-before"] == 0)
     daemon.run(minutes=20)
     assert daemon.trains("pod-0")
@@ -143,7 +143,7 @@ def test_a_run_that_finished_is_not_run_again_for_what_becomes_of_its_node(tmp_p
     daemon.run_until(lambda: daemon.causes()["pod-0"] is Cause.RUN_FINISHED)
     daemon.run(seconds=40)
     if fate == "preempted":
-        daemon.zone.world.preempt("pod-0", daemon.clock.true_now(), visible_after=timedelta(seconds=15))
+        daemon.zone.world.operator.preempt("pod-0", daemon.clock.true_now(), visible_after=timedelta(seconds=15))
     else:
         daemon.launcher.of_node(*daemon.node_of("pod-0").key)[3].silent = True
     daemon.run(minutes=30)
@@ -167,7 +167,7 @@ def test_a_dependency_that_is_away_for_hours_fails_no_slot_that_had_trained_for_
     for slot in daemon.engine.slots:
         daemon.launcher.script.exits[slot], daemon.launcher.script.failures[slot] = (-1, 1, 10.0), phase
     end_all(daemon)
-    daemon.zone.world.preempt("pod-1", daemon.clock.true_now())
+    daemon.zone.world.operator.preempt("pod-1", daemon.clock.true_now())
     daemon.run(hours=4)
     assert [daemon.memory(slot).end for slot in daemon.engine.slots] == [End.FAILED] * 2
     assert tries_again_at(daemon.engine.slots["pod-0"].slot, daemon.memory("pod-0"))
@@ -190,7 +190,9 @@ def test_of_a_run_that_was_taken_in_again_the_job_is_not_known_and_what_had_trai
     path = f"projects/{name.project}/locations/{name.zone}/nodes/{name.name}"
     labels = dict(daemon.node_of("pod-0").labels)
     for owner in ("o-somebodyelse", labels[LABEL_OWNER]):
-        world.update_node(path, ("labels",), NodeSpec(labels={**labels, LABEL_OWNER: owner}), daemon.clock.true_now())
+        world.api.update_node(
+            path, ("labels",), NodeSpec(labels={**labels, LABEL_OWNER: owner}), daemon.clock.true_now()
+        )
         daemon.run(minutes=75)
     daemon.launcher.script.exits["pod-0"] = (-1, 1, 10.0)
     end_all(daemon)

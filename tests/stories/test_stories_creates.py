@@ -38,7 +38,7 @@ def test_a_role_that_may_not_read_operations_costs_no_slot(tmp_path: Path, monke
     assert len(daemon.memory("pod-0").creates) <= 1
     assert not daemon.told("error")
     assert "tpu.operations.get" in daemon.told("poll-failed")[0]
-    daemon.zone.world.set_capacity(US, "v3", "spot", 4, daemon.clock.true_now())
+    daemon.zone.world.operator.set_capacity(US, "v3", "spot", 4, daemon.clock.true_now())
     daemon.run(hours=1)
     assert daemon.trains("pod-0")
     daemon.check()
@@ -48,7 +48,7 @@ def test_a_node_that_trains_while_it_shows_creating_is_not_ended_for_a_moment_of
     daemon = Daemon(tmp_path)
     daemon.care_for("pod", 2)
     daemon.run(minutes=15)
-    daemon.zone.world.set_state("pod-0", int(NodeState.CREATING), daemon.clock.true_now())
+    daemon.zone.world.operator.set_state("pod-0", int(NodeState.CREATING), daemon.clock.true_now())
     daemon.run(hours=2)
     worker = daemon.launcher.of_node(PROJECT, US, "pod-0-a0")[2]
     worker.silent = True
@@ -68,8 +68,10 @@ def test_a_node_that_came_after_its_create_was_closed_is_ours_to_clear(tmp_path:
     """
     daemon = Daemon(tmp_path)
     world = daemon.zone.world
-    world.delay_next("CreateNode", 150)
-    world.fail_next("CreateNode", RESOURCE_EXHAUSTED, "Quota limit 'TPUV3' has been exceeded. Limit: 8 in zone x.")
+    world.operator.delay_next("CreateNode", 150)
+    world.operator.fail_next(
+        "CreateNode", RESOURCE_EXHAUSTED, "Quota limit 'TPUV3' has been exceeded. Limit: 8 in zone x."
+    )
     daemon.launcher.boots.extend(["foreign"] * 4)
     daemon.care_for("pod")
     daemon.run(minutes=2)

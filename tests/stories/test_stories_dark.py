@@ -27,12 +27,12 @@ def daemon(tmp_path: Path) -> Daemon:
 
 
 def darken(daemon: Daemon, zone: str = US, days: float = 30) -> None:
-    daemon.zone.world.outage("zone", timedelta(days=days), daemon.clock.true_now(), zone=zone)
+    daemon.zone.world.operator.outage("zone", timedelta(days=days), daemon.clock.true_now(), zone=zone)
 
 
 def close(monkeypatch: pytest.MonkeyPatch, daemon: Daemon) -> None:
     """As of now nobody of the project may look at US, and its nodes leave the listing."""
-    life = daemon.zone.world.select("pod-0")[0]
+    life = daemon.zone.world.operator.select("pod-0")[0]
     daemon.zone.world.state.listing(life.path.project).hide(life.path, life.record.id)
     get, create = InProcessCloud.get_node, InProcessCloud.create_node
 
@@ -125,7 +125,7 @@ def test_a_listing_that_fails_hides_nothing_that_workers_in_the_dark_say_once_mo
     # The next report is on its way while a listing fails and the one after it comes.
     daemon.launcher.slow = 12.0
     daemon.run(seconds=2)
-    daemon.zone.world.fail_next("ListNodes", 14, "no listing for now")
+    daemon.zone.world.operator.fail_next("ListNodes", 14, "no listing for now")
     daemon.run(seconds=30)
     assert daemon.launcher.stops == ["pod-0-a0"]
 
@@ -238,7 +238,9 @@ def crash(daemon: Daemon, slot: str = "pod-0") -> None:
 
 
 def outage(daemon: Daemon, kind: str, hours: float = 1) -> None:
-    daemon.zone.world.outage(kind, timedelta(hours=hours), daemon.clock.true_now(), zone=US if kind == "zone" else "")
+    daemon.zone.world.operator.outage(
+        kind, timedelta(hours=hours), daemon.clock.true_now(), zone=US if kind == "zone" else ""
+    )
 
 
 @pytest.mark.parametrize("kind", ["api", "zone"])

@@ -45,7 +45,7 @@ def test_a_launch_is_not_repeated_for_a_slot_that_has_no_job_any_more(tmp_path: 
     single = place(kind="v2-8", workers=1)
     daemon.care_for("pod", 1, single)
     daemon.run(minutes=15)
-    daemon.zone.world.preempt("pod-0", daemon.clock.true_now())
+    daemon.zone.world.operator.preempt("pod-0", daemon.clock.true_now())
     daemon.launcher.lost["launch-before"] = 1
     daemon.run_until(lambda: daemon.launcher.lost["launch-before"] == 0)
     daemon.care_for("pod", 1, single, job=False)

@@ -58,7 +58,7 @@ def test_a_node_that_is_preempted_is_replaced_and_the_functions_are_called_there
     daemon = door()
     daemon.run(minutes=15)
     assert daemon.trains("pod-0")
-    daemon.zone.world.preempt("pod-0", daemon.clock.true_now())
+    daemon.zone.world.operator.preempt("pod-0", daemon.clock.true_now())
     daemon.run(minutes=15)
     assert daemon.trains("pod-0")
     assert daemon.launcher.launches == ["pod-0-a0.1", "pod-0-a1.1"]
@@ -79,7 +79,7 @@ def test_a_run_that_ends_is_left_alone_and_told_once(door: Made) -> None:
 def test_a_node_that_was_left_is_still_replaced_when_it_is_preempted(door: Made) -> None:
     daemon = door(ends=(-1, 0, 20 * MINUTE))
     daemon.run(hours=1)
-    daemon.zone.world.preempt("pod-0", daemon.clock.true_now())
+    daemon.zone.world.operator.preempt("pod-0", daemon.clock.true_now())
     daemon.run(minutes=15)
     assert daemon.trains("pod-0")
     assert daemon.memory("pod-0").attempts == 2

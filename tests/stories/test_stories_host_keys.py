@@ -160,7 +160,7 @@ def test_where_nothing_is_published_the_first_node_waits_two_minutes_and_later_o
     care_for_private(daemon, "other")
     assert 5 < launched_after(daemon, "other-0") < 25, "what one slot learned, all know, also after a restart"
     daemon.run(hours=25)
-    daemon.zone.world.preempt("pod-0", daemon.clock.true_now())
+    daemon.zone.world.operator.preempt("pod-0", daemon.clock.true_now())
     daemon.run_until(lambda: daemon.memory("pod-0").attempts == 2 and daemon.trains("pod-0"))
     assert launched_after(daemon, "pod-0") > 115, "a day later it is found out anew"
     assert daemon.told("person") == []
@@ -174,7 +174,7 @@ def test_vouched_fails_closed_until_a_person_has_mended_it(tmp_path: Path) -> No
     assert daemon.launcher.launches == []
     (said,) = daemon.told("person")
     assert "care.host_keys is vouched" in said
-    daemon.zone.world.reconfigure(published(0), daemon.clock.true_now())
+    daemon.zone.world.operator.reconfigure(published(0), daemon.clock.true_now())
     daemon.run_until(lambda: daemon.trains("pod-0"), minutes=3)
 
 
@@ -213,7 +213,9 @@ def test_no_answer_is_not_taken_for_a_no_and_a_person_is_told(daemon: Daemon) ->
 @pytest.mark.parametrize("code", [4, 13, 8])
 def test_a_transient_answer_is_asked_again_before_a_secret_travels(daemon: Daemon, code: int) -> None:
     for _ in range(9):
-        daemon.zone.world.fail_next("GetGuestAttributes", code, "Too many requests" if code == 8 else "not now")
+        daemon.zone.world.operator.fail_next(
+            "GetGuestAttributes", code, "Too many requests" if code == 8 else "not now"
+        )
     care_for_private(daemon)
     daemon.run_until(lambda: daemon.trains("pod-0"))
     assert [node.trust for node in daemon.memory("pod-0").nodes] == [Trust.VOUCHED]
@@ -257,7 +259,7 @@ def test_what_was_vouched_for_is_not_asked_to_death_after_a_restart(tmp_path: Pa
     daemon = Daemon(tmp_path / "state", config=published(0))
     care_for_private(daemon)
     daemon.run_until(lambda: daemon.trains("pod-0"))
-    daemon.zone.world.reconfigure(published(None), daemon.clock.true_now())
+    daemon.zone.world.operator.reconfigure(published(None), daemon.clock.true_now())
     daemon.restart()
     care_for_private(daemon)
     daemon.run(minutes=1)

@@ -26,7 +26,7 @@ def full_name(node: str) -> str:
 
 
 def label(daemon: Daemon, node: str, labels: Mapping[str, str]) -> None:
-    daemon.zone.world.update_node(full_name(node), ("labels",), NodeSpec(labels=labels), daemon.clock.true_now())
+    daemon.zone.world.api.update_node(full_name(node), ("labels",), NodeSpec(labels=labels), daemon.clock.true_now())
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def adopted(daemon: Daemon) -> Daemon:
 
 def somebodys(daemon: Daemon, name: str = "mine") -> None:
     spec = NodeSpec(accelerator_type="v3-32", runtime_version="tpu-ubuntu2204-base", spot=True)
-    daemon.zone.world.create_node(f"projects/{PROJECT}/locations/{US}", name, spec, daemon.clock.true_now())
+    daemon.zone.world.api.create_node(f"projects/{PROJECT}/locations/{US}", name, spec, daemon.clock.true_now())
 
 
 @pytest.mark.parametrize("edit", [{"tpucare-slot": "pod-1"}, {"tpucare-slot": ""}, {"tpucare-fleet": "other"}])
@@ -70,7 +70,7 @@ def test_a_slot_keeps_the_node_it_made_whatever_its_labels_say(
     assert daemon.all_train()
     assert (named(daemon), daemon.engine.strays) == (["pod-0-a0", "pod-1-a0"], {})
     assert len(daemon.told("label")) == (1 + restarts if "tpucare-slot" in edit else 0)
-    daemon.zone.world.preempt("pod-0", daemon.clock.true_now())
+    daemon.zone.world.operator.preempt("pod-0", daemon.clock.true_now())
     daemon.run(minutes=15)
     assert daemon.all_train()
     assert named(daemon) == ["pod-0-a1", "pod-1-a0"]
@@ -86,12 +86,12 @@ def test_an_adopted_node_that_somebody_takes_back_is_left_alone_until_it_is_gone
     label(adopted, "mine", {})
     adopted.run(minutes=1)
     assert adopted.causes()["pod-0"] is Cause.NODE_TAKEN
-    adopted.zone.world.preempt(full_name("mine"), adopted.clock.true_now())
+    adopted.zone.world.operator.preempt(full_name("mine"), adopted.clock.true_now())
     adopted.run(minutes=20)
     assert adopted.zone.states() == [NodeState.PREEMPTED.name]
     assert named(adopted) == ["mine"]
     adopted.check()
-    adopted.zone.world.delete_node(full_name("mine"), adopted.clock.true_now())
+    adopted.zone.world.api.delete_node(full_name("mine"), adopted.clock.true_now())
     adopted.run(minutes=15)
     assert adopted.trains("pod-0")
     assert named(adopted) == ["pod-0-a0"]
@@ -129,7 +129,7 @@ def test_a_node_that_was_taken_and_that_one_listing_leaves_out_is_not_gone(daemo
     daemon.run(minutes=15)
     take(daemon, "pod-0-a0")
     daemon.run(minutes=5)
-    life = daemon.zone.world.select("pod-0-a0")[0]
+    life = daemon.zone.world.operator.select("pod-0-a0")[0]
     listing = daemon.zone.world.state.listing(life.path.project)
     listing.hide(life.path, life.record.id)
     if restarts:
@@ -140,7 +140,7 @@ def test_a_node_that_was_taken_and_that_one_listing_leaves_out_is_not_gone(daemo
     assert daemon.launcher.launches == ["pod-0-a0.1"]
     assert daemon.causes()["pod-0"] is Cause.NODE_TAKEN
     daemon.check()
-    daemon.zone.world.delete_node(full_name("pod-0-a0"), daemon.clock.true_now())
+    daemon.zone.world.api.delete_node(full_name("pod-0-a0"), daemon.clock.true_now())
     daemon.run(minutes=15)
     assert daemon.trains("pod-0")
     assert named(daemon) == ["pod-0-a1"]
@@ -168,7 +168,7 @@ def test_a_taken_node_whose_name_another_bears_by_now_is_gone(daemon: Daemon) ->
     daemon.run(minutes=15)
     take(daemon, "pod-0-a0")
     daemon.run(minutes=5)
-    daemon.zone.world.delete_node(full_name("pod-0-a0"), daemon.clock.true_now())
+    daemon.zone.world.api.delete_node(full_name("pod-0-a0"), daemon.clock.true_now())
     daemon.run_until(lambda: not daemon.zone.nodes("pod-0"))
     somebodys(daemon, "pod-0-a0")
     daemon.run(minutes=1)
@@ -186,7 +186,7 @@ def test_an_adopted_node_that_hangs_up_is_asked_at_once(adopted: Daemon) -> None
 
 
 def test_an_adopted_node_that_is_preempted_is_replaced(adopted: Daemon) -> None:
-    adopted.zone.world.preempt(full_name("mine"), adopted.clock.true_now())
+    adopted.zone.world.operator.preempt(full_name("mine"), adopted.clock.true_now())
     adopted.run(minutes=15)
     assert adopted.trains("pod-0")
     assert named(adopted) == ["pod-0-a0"]
@@ -216,7 +216,7 @@ def test_a_label_that_is_refused_holds_no_create_back(daemon: Daemon) -> None:
     daemon.care_for("other")
     daemon.run(minutes=8)
     daemon.care_for("pod")
-    daemon.zone.world.delete_node(full_name("mine"), daemon.clock.true_now())
+    daemon.zone.world.api.delete_node(full_name("mine"), daemon.clock.true_now())
     daemon.engine.adopt("mine", "pod-0")
     daemon.run(minutes=15)
     assert daemon.all_train()

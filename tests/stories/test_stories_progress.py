@@ -82,7 +82,7 @@ def test_a_hang_at_the_restart_is_found_though_an_old_checkpoint_is_read_late(
     daemon = Daemon(tmp_path)
     daemon.care_for("pod", 1, SINGLE)
     daemon.run(hours=3)
-    daemon.zone.world.preempt("pod-0", daemon.clock.true_now())
+    daemon.zone.world.operator.preempt("pod-0", daemon.clock.true_now())
     report_run = VirtualLauncher._report_run
 
     def late(self: VirtualLauncher, worker: SimulatedWorker, run: SimulatedRun) -> WorkerReport:

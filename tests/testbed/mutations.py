@@ -402,7 +402,7 @@ def _end_what_is_silent(patch: pytest.MonkeyPatch) -> None:
 
 def _deletes_get_lost(history: History) -> None:
     for _ in range(12):
-        history.later(1600.0, lambda: history.daemon.zone.world.lose_next_answer("DeleteNode", applied=False))
+        history.later(1600.0, lambda: history.daemon.zone.world.operator.lose_next_answer("DeleteNode", applied=False))
 
 
 def _lookalike(history: History) -> None:
@@ -410,9 +410,9 @@ def _lookalike(history: History) -> None:
     labels = {LABEL_OWNER: "o-somebodyelse", LABEL_FLEET: "mini", LABEL_SLOT: "mini-0", LABEL_NUMBER: "7"}
     spec = NodeSpec("v2-8", runtime_version="tpu-ubuntu2204-base", labels=labels)
     world, parent = history.daemon.zone.world, f"projects/{PROJECT}/locations/{ZONES[0]}"
-    history.later(1600.0, lambda: world.create_node(parent, "mini-0-a7", spec, history.daemon.clock.true_now()))
+    history.later(1600.0, lambda: world.api.create_node(parent, "mini-0-a7", spec, history.daemon.clock.true_now()))
     path = f"{parent}/nodes/mini-0-a7"
-    history.later(3000.0, lambda: world.forget(path, history.daemon.clock.true_now()))
+    history.later(3000.0, lambda: world.operator.remove(path, history.daemon.clock.true_now()))
 
 
 def _finish(history: History) -> None:

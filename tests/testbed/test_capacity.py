@@ -40,7 +40,7 @@ def world_with(*pools: dict[str, Any], seed: int = 1) -> World:
 def create(world: World, name: str, now: datetime, *, tier: str = "spot") -> str:
     spot, reserved = tier == "spot", tier == "reserved"
     asked = NodeSpec("v3-8", None, "tpu-ubuntu2204-base", spot=spot, reserved=reserved)
-    return world.create_node(PARENT, name, asked, now).name
+    return world.api.create_node(PARENT, name, asked, now).name
 
 
 def test_a_constant_amount_never_changes() -> None:
@@ -126,19 +126,20 @@ def test_a_pool_takes_a_slice_whole_or_not_at_all() -> None:
 def test_the_narrowest_pool_counts() -> None:
     world = world_with({"amount": 0}, {"type": "v3", "amount": 1}, {"type": "v3-32", "amount": 1})
     chosen = {
-        type: world.pool_of(ZONE, accelerators.lookup(type), "spot") for type in ("v2-8", "v3-8", "v3-32", "v3-64")
+        type: world.lifecycle.pools.pool_of(ZONE, accelerators.lookup(type), "spot")
+        for type in ("v2-8", "v3-8", "v3-32", "v3-64")
     }
     assert [pool.accelerator if pool else None for pool in chosen.values()] == ["", "v3", "v3-32", "v3"]
-    assert world.pool_of(ZONE, accelerators.lookup("v3-8"), "on-demand") is None
+    assert world.lifecycle.pools.pool_of(ZONE, accelerators.lookup("v3-8"), "on-demand") is None
 
 
 def test_a_stockout_arrives_in_the_operation_and_the_node_goes() -> None:
     world = world_with({"amount": 1})
     create(world, "a", at())
     operation = create(world, "b", at())
-    assert world.get_node(f"{PARENT}/nodes/b", at(seconds=5)).state == NodeState.CREATING
-    assert not world.get_operation(operation, at(seconds=19)).done
-    error = world.get_operation(operation, at(seconds=20)).error
+    assert world.api.get_node(f"{PARENT}/nodes/b", at(seconds=5)).state == NodeState.CREATING
+    assert not world.api.get_operation(operation, at(seconds=19)).done
+    error = world.api.get_operation(operation, at(seconds=20)).error
     assert error is not None
     assert error[0] == 8
     assert 'There is no more capacity in the zone "us-central1-a"' in error[1]
@@ -148,7 +149,7 @@ def test_a_stockout_arrives_in_the_operation_and_the_node_goes() -> None:
 def test_short_reservations_have_a_text_of_their_own() -> None:
     world = world_with({"tier": "reserved", "amount": 0})
     operation = create(world, "a", at(), tier="reserved")
-    error = world.get_operation(operation, at(minutes=1)).error
+    error = world.api.get_operation(operation, at(minutes=1)).error
     assert error is not None
     assert (error[0], error[1][:30]) == (9, "Insufficient reserved capacity")
 
@@ -170,16 +171,16 @@ def test_capacity_below_use_preempts_spot_nodes_within_a_burst() -> None:
 def test_capacity_of_a_lost_node_is_free_before_the_api_shows_it() -> None:
     world = world_with({"amount": 1})
     create(world, "a", at())
-    world.preempt("a", at(hours=1))
+    world.operator.preempt("a", at(hours=1))
     operation = create(world, "b", at(hours=1, seconds=1))
-    assert world.get_operation(operation, at(hours=2)).error is None
+    assert world.api.get_operation(operation, at(hours=2)).error is None
 
 
 @pytest.mark.parametrize(("tier", "want"), [("on-demand", NodeState.READY), ("spot", NodeState.PREEMPTED)])
 def test_only_spot_capacity_is_taken_back(tier: str, want: NodeState) -> None:
     world = world_with({"tier": "on-demand", "amount": 1}, {"tier": "spot", "amount": 1})
     create(world, "a", at(), tier=tier)
-    world.set_capacity(ZONE, "", tier, 0, at(hours=1))
+    world.operator.set_capacity(ZONE, "", tier, 0, at(hours=1))
     world.advance(at(hours=2))
     assert world.nodes()[0].state == want
 
@@ -187,23 +188,23 @@ def test_only_spot_capacity_is_taken_back(tier: str, want: NodeState) -> None:
 def test_an_operator_can_set_a_capacity_that_nobody_configured() -> None:
     world = world_with()
     create(world, "a", at())
-    world.set_capacity(ZONE, "v3-8", "spot", 1, at(minutes=10))
+    world.operator.set_capacity(ZONE, "v3-8", "spot", 1, at(minutes=10))
     operation = create(world, "b", at(minutes=10))
-    assert world.get_operation(operation, at(minutes=11)).error is not None
-    world.set_capacity(ZONE, "v3-8", "spot", None, at(minutes=12))
-    assert world.get_operation(create(world, "c", at(minutes=12)), at(minutes=20)).error is None
-    world.set_capacity(ZONE, "v3-8", "spot", 0, at(minutes=30))
+    assert world.api.get_operation(operation, at(minutes=11)).error is not None
+    world.operator.set_capacity(ZONE, "v3-8", "spot", None, at(minutes=12))
+    assert world.api.get_operation(create(world, "c", at(minutes=12)), at(minutes=20)).error is None
+    world.operator.set_capacity(ZONE, "v3-8", "spot", 0, at(minutes=30))
     world.advance(at(minutes=40))
     assert {node.state for node in world.nodes()} == {NodeState.PREEMPTED}
     with pytest.raises(ConfigError):
-        world.set_capacity("nowhere", "v3-8", "spot", 1, at(minutes=41))
+        world.operator.set_capacity("nowhere", "v3-8", "spot", 1, at(minutes=41))
 
 
 def test_an_operator_ends_a_process() -> None:
     world = world_with({"process": {"maximum": 3, "initial": 3, "births": 0, "deaths": 60}})
-    world.set_capacity(ZONE, "", "spot", 9, START)
+    world.operator.set_capacity(ZONE, "", "spot", 9, START)
     world.advance(at(days=2))
-    assert world.pools[0].capacity == 9
+    assert world.lifecycle.pools.all[0].capacity == 9
 
 
 def test_callers_do_not_shift_what_a_zone_does() -> None:

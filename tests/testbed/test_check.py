@@ -38,12 +38,12 @@ def world() -> World:
 
 def start(world: World, node: str, number: int, seconds: float, worker: int = 0) -> None:
     token = f"{node}.{number}"
-    world.note("run-started", at(seconds), token=token, name=f"{PARENT}/nodes/{node}", worker=worker)
+    world.operator.note("run-started", at(seconds), token=token, name=f"{PARENT}/nodes/{node}", worker=worker)
 
 
 def end(world: World, node: str, number: int, seconds: float, worker: int = 0) -> None:
     token = f"{node}.{number}"
-    world.note("run-ended", at(seconds), token=token, name=f"{PARENT}/nodes/{node}", worker=worker)
+    world.operator.note("run-ended", at(seconds), token=token, name=f"{PARENT}/nodes/{node}", worker=worker)
 
 
 def found(world: World, expected: Expected = OURS) -> list[str]:
@@ -52,11 +52,11 @@ def found(world: World, expected: Expected = OURS) -> list[str]:
 
 
 def test_a_recovery_by_the_book_is_clean(world: World) -> None:
-    world.create_node(PARENT, "pod-0-a1", spec(), at(0))
+    world.api.create_node(PARENT, "pod-0-a1", spec(), at(0))
     start(world, "pod-0-a1", 1, 130)
-    world.preempt("pod-0", at(300))
-    world.delete_node(f"{PARENT}/nodes/pod-0-a1", at(340))
-    world.create_node(PARENT, "pod-0-a2", spec(), at(341))
+    world.operator.preempt("pod-0", at(300))
+    world.api.delete_node(f"{PARENT}/nodes/pod-0-a1", at(340))
+    world.api.create_node(PARENT, "pod-0-a2", spec(), at(341))
     start(world, "pod-0-a2", 1, 600)
     end(world, "pod-0-a2", 1, 900)
     start(world, "pod-0-a2", 2, 910)
@@ -66,15 +66,15 @@ def test_a_recovery_by_the_book_is_clean(world: World) -> None:
 def silent_twin(world: World) -> None:
     """The old node fell silent, its run is alive, and the next attempt starts elsewhere."""
     for node in ("pod-0-a1", "pod-0-a2"):
-        world.create_node(PARENT, node, spec(), at(0))
+        world.api.create_node(PARENT, node, spec(), at(0))
     start(world, "pod-0-a1", 1, 200)
-    world.preempt("pod-0-a1", at(300), silent=True, visible_after=timedelta(minutes=5))
+    world.operator.preempt("pod-0-a1", at(300), silent=True, visible_after=timedelta(minutes=5))
     start(world, "pod-0-a2", 1, 400)
 
 
 def second_gang(world: World) -> None:
     """Worker 1 of the old run still lives when the new run starts on worker 0."""
-    world.create_node(PARENT, "pod-0-a1", spec(accelerator_type="v3-32"), at(0))
+    world.api.create_node(PARENT, "pod-0-a1", spec(accelerator_type="v3-32"), at(0))
     for worker in (0, 1):
         start(world, "pod-0-a1", 1, 300, worker)
     end(world, "pod-0-a1", 1, 400, 0)
@@ -82,50 +82,50 @@ def second_gang(world: World) -> None:
 
 
 def started_twice(world: World) -> None:
-    world.create_node(PARENT, "pod-0-a1", spec(), at(0))
+    world.api.create_node(PARENT, "pod-0-a1", spec(), at(0))
     start(world, "pod-0-a1", 1, 300)
     start(world, "pod-0-a1", 1, 301)
 
 
 def foreign_owner(world: World) -> None:
-    world.create_node(PARENT, "pod-0-a1", spec(owner="you"), at(0))
-    world.delete_node(f"{PARENT}/nodes/pod-0-a1", at(10))
+    world.api.create_node(PARENT, "pod-0-a1", spec(owner="you"), at(0))
+    world.api.delete_node(f"{PARENT}/nodes/pod-0-a1", at(10))
 
 
 def unknown_fleet(world: World) -> None:
-    world.create_node(PARENT, "old-0-a1", spec("old-0", fleet="old"), at(0))
-    world.delete_node(f"{PARENT}/nodes/old-0-a1", at(10))
+    world.api.create_node(PARENT, "old-0-a1", spec("old-0", fleet="old"), at(0))
+    world.api.delete_node(f"{PARENT}/nodes/old-0-a1", at(10))
     world.advance(at(1000))
 
 
 def name_again(world: World) -> None:
-    world.create_node(PARENT, "pod-0-a1", spec(), at(0))
-    world.delete_node(f"{PARENT}/nodes/pod-0-a1", at(10))
-    world.create_node(PARENT, "pod-0-a1", spec(), at(300))
-    world.delete_node(f"{PARENT}/nodes/pod-0-a1", at(310))
+    world.api.create_node(PARENT, "pod-0-a1", spec(), at(0))
+    world.api.delete_node(f"{PARENT}/nodes/pod-0-a1", at(10))
+    world.api.create_node(PARENT, "pod-0-a1", spec(), at(300))
+    world.api.delete_node(f"{PARENT}/nodes/pod-0-a1", at(310))
     world.advance(at(1000))
 
 
 def too_many_creates(world: World) -> None:
     for number in range(61):
-        world.create_node(PARENT, f"pod-{number}-a1", spec(f"pod-{number}"), at(number * 0.9))
-    world.forget("*", at(100))
+        world.api.create_node(PARENT, f"pod-{number}-a1", spec(f"pod-{number}"), at(number * 0.9))
+    world.operator.remove("*", at(100))
 
 
 def forgotten_node(world: World) -> None:
-    world.create_node(PARENT, "pod-0-a1", spec(), at(0))
+    world.api.create_node(PARENT, "pod-0-a1", spec(), at(0))
     world.advance(at(10_000))
 
 
 def healthy_delete(world: World) -> None:
-    world.create_node(PARENT, "pod-0-a1", spec(), at(0))
-    world.delete_node(f"{PARENT}/nodes/pod-0-a1", at(1000))
+    world.api.create_node(PARENT, "pod-0-a1", spec(), at(0))
+    world.api.delete_node(f"{PARENT}/nodes/pod-0-a1", at(1000))
     world.advance(at(10_000))
 
 
 def secret_in_metadata(world: World) -> None:
-    world.create_node(PARENT, "pod-0-a1", spec(metadata={"startup-script": 'export KEY="hunter2 "'}), at(0))
-    world.forget("*", at(1))
+    world.api.create_node(PARENT, "pod-0-a1", spec(metadata={"startup-script": 'export KEY="hunter2 "'}), at(0))
+    world.operator.remove("*", at(1))
 
 
 @pytest.mark.parametrize(
@@ -163,45 +163,45 @@ def test_a_kill_ends_a_run_and_silence_does_not(world: World) -> None:
 
 @pytest.mark.parametrize("applied", [True, False])
 def test_sending_again_after_a_lost_answer_is_no_repetition(world: World, applied: bool) -> None:
-    world.lose_next_answer("CreateNode", applied=applied)
-    fate = world.fate("CreateNode", f"{PARENT}/nodes/pod-0-a1", at(0))
+    world.operator.lose_next_answer("CreateNode", applied=applied)
+    fate = world.calls.fate("CreateNode", f"{PARENT}/nodes/pod-0-a1", at(0))
     assert fate.applied is applied
     if applied:
-        world.create_node(PARENT, "pod-0-a1", spec(), at(0), fate)
+        world.api.create_node(PARENT, "pod-0-a1", spec(), at(0), fate)
     else:
-        world.create_node(PARENT, "pod-0-a1", spec(), at(5))
-    world.forget("*", at(60))
+        world.api.create_node(PARENT, "pod-0-a1", spec(), at(5))
+    world.operator.remove("*", at(60))
     if applied:
-        world.create_node(PARENT, "pod-0-a1", spec(), at(61))
-        world.forget("*", at(62))
+        world.api.create_node(PARENT, "pod-0-a1", spec(), at(61))
+        world.operator.remove("*", at(62))
     assert found(world) == []
 
 
 @pytest.mark.parametrize(("under_way", "heard"), [(50.0, []), (8.0, ["repeated-name"])])
 def test_a_call_that_its_repetition_overtook_is_no_repetition(world: World, under_way: float, heard: list[str]) -> None:
-    world.create_node(PARENT, "pod-0-a1", spec(), at(30))
+    world.api.create_node(PARENT, "pod-0-a1", spec(), at(30))
     late = CallFate(under_way, 0.2, peer="daemon")
     with pytest.raises(ApiError, match="already exists"):
-        world.create_node(PARENT, "pod-0-a1", spec(), at(51), late)
-    world.forget("*", at(60))
+        world.api.create_node(PARENT, "pod-0-a1", spec(), at(51), late)
+    world.operator.remove("*", at(60))
     assert found(world) == heard
 
 
 def test_a_daemon_that_was_killed_may_send_again(world: World) -> None:
-    world.create_node(PARENT, "pod-0-a1", spec(), at(0))
-    world.forget("*", at(60))
-    world.create_node(PARENT, "pod-0-a1", spec(), at(61))
-    world.forget("*", at(62))
+    world.api.create_node(PARENT, "pod-0-a1", spec(), at(0))
+    world.operator.remove("*", at(60))
+    world.api.create_node(PARENT, "pod-0-a1", spec(), at(61))
+    world.operator.remove("*", at(62))
     assert found(world) == ["repeated-name"]
     assert found(world, Expected("me", live_slots=frozenset(), restarts=(at(1),))) == []
 
 
 def test_a_call_that_its_process_did_not_outlive_may_be_sent_again(world: World) -> None:
     """It was on its way when the daemon was killed, and arrived after the next one had begun."""
-    world.create_node(PARENT, "pod-0-a1", spec(), at(10), CallFate(8.0, 0.2, peer="daemon"))
+    world.api.create_node(PARENT, "pod-0-a1", spec(), at(10), CallFate(8.0, 0.2, peer="daemon"))
     with pytest.raises(ApiError, match="already exists"):
-        world.create_node(PARENT, "pod-0-a1", spec(), at(11))
-    world.forget("*", at(60))
+        world.api.create_node(PARENT, "pod-0-a1", spec(), at(11))
+    world.operator.remove("*", at(60))
     assert found(world) == ["repeated-name"]
     assert found(world, Expected("me", live_slots=frozenset(), restarts=(at(5),))) == []
     assert found(world, Expected("me", live_slots=frozenset(), restarts=(at(1),))) == ["repeated-name"]
@@ -213,7 +213,7 @@ def test_deletes_that_were_asked_for_are_allowed(world: World) -> None:
 
 
 def test_what_is_not_ours_is_not_our_leak(world: World) -> None:
-    world.create_node(PARENT, "pod-0-a1", spec(owner="you"), at(0))
+    world.api.create_node(PARENT, "pod-0-a1", spec(owner="you"), at(0))
     world.advance(at(1000))
     assert found(world) == []
 

@@ -179,7 +179,7 @@ def test_the_rest_of_the_discovery_document_answers(place: Place) -> None:
     begun = place.nodes().create(parent=PARENT, nodeId="pod-0-a1", body=NODE).execute()
     place.play(300)
     with place.server.lock:
-        place.server.world.set_guest_attribute(name, 0, "hostkeys", "ssh-ed25519", "AAAA")
+        place.server.world.operator.set_guest_attribute(name, 0, "hostkeys", "ssh-ed25519", "AAAA")
     asked = place.nodes().getGuestAttributes(name=name, body={"queryPath": "hostkeys/"}).execute()
     assert asked["guestAttributes"][0]["queryValue"]["items"][0]["value"] == "AAAA"
     operations = locations.operations()

@@ -175,7 +175,7 @@ def test_guest_attributes_of_some_workers(client: TpuClient, server: EmulatorSer
     node = types.Node(**{**SPOT, "accelerator_type": "v2-32"})
     name = finished(client.create_node(parent=PARENT, node_id="pod-0-a1", node=node)).name
     with server.lock:
-        server.world.set_guest_attribute(name, 2, "hostkeys", "ssh-ed25519", "AAAA")
+        server.world.operator.set_guest_attribute(name, 2, "hostkeys", "ssh-ed25519", "AAAA")
     asked = client.get_guest_attributes({"name": name, "query_path": "hostkeys/", "worker_ids": ["2", "3"]})
     assert [len(entry.query_value.items) for entry in asked.guest_attributes] == [1, 0]
     assert len(client.get_guest_attributes({"name": name}).guest_attributes) == 4

@@ -79,7 +79,7 @@ def worker() -> Iterator[Server]:
         free.bind((ADDRESS, 0))
         port = free.getsockname()[1]
     made = world()
-    made.create_node(PARENT, "pod-0-a1", SPEC, made.now)
+    made.api.create_node(PARENT, "pod-0-a1", SPEC, made.now)
     boot = next(boot for boot in boots(made) if boot.worker == 2)
     server = MetadataServer(port)
     try:
@@ -121,7 +121,7 @@ def test_what_every_instance_says(worker: Server) -> None:
 
 def test_every_machine_has_an_id_of_its_own() -> None:
     made = world()
-    made.create_node(PARENT, "pod-0-a1", SPEC, made.now)
+    made.api.create_node(PARENT, "pod-0-a1", SPEC, made.now)
     assert len({boot.attributes["instance/id"] for boot in boots(made)}) == 4
 
 
@@ -185,7 +185,7 @@ def test_a_preemption_ends_a_long_poll(worker: Server) -> None:
 def test_slices_of_a_multislice_know_each_other() -> None:
     made = world()
     spec = QueuedSpec((NodeWish(SPEC, count=2, prefix="part"),))
-    made.create_queued_resource(PARENT, "q-0", spec, made.now)
+    made.queued_api.create_queued_resource(PARENT, "q-0", spec, made.now)
     found = {boot.path.node_id: yaml.safe_load(boot.attributes["instance/attributes/tpu-env"]) for boot in boots(made)}
     assert [found[name]["MEGASCALE_SLICE_ID"] for name in ("part-0", "part-1")] == ["0", "1"]
     addresses = {env["MEGASCALE_COORDINATOR_ADDRESS"] for env in found.values()}

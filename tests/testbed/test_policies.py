@@ -33,7 +33,7 @@ def reaction(world: World, node: str) -> CloudError | None:
 
 def made(world: World, node: str, **changes: Any) -> CloudError | None:
     now = world.now
-    world.create_node(PARENT, node, spec(**changes), now)
+    world.api.create_node(PARENT, node, spec(**changes), now)
     world.advance(now + timedelta(hours=1))
     return reaction(world, node)
 
@@ -57,8 +57,8 @@ def boots(world: World) -> list[MachineEffect]:
 def test_a_project_refuses_every_call(why: str, words: str) -> None:
     world = calm(project={"refuses": why})
     for said in (
-        refusal(world.list_nodes, EVERYWHERE, 0, "", START),
-        refusal(world.create_node, PARENT, "a", spec(), START),
+        refusal(world.api.list_nodes, EVERYWHERE, 0, "", START),
+        refusal(world.api.create_node, PARENT, "a", spec(), START),
     ):
         error = classify(said.code, said.message, Where.CREATE)
         assert isinstance(error, NeedsPerson)
@@ -67,11 +67,11 @@ def test_a_project_refuses_every_call(why: str, words: str) -> None:
 
 def test_a_project_without_a_default_network() -> None:
     world = calm(project={"networks": ["training"]})
-    said = refusal(world.create_node, PARENT, "a", spec(), START)
+    said = refusal(world.api.create_node, PARENT, "a", spec(), START)
     assert (said.code, "network" in said.message) == (3, True)
     assert isinstance(classify(said.code, said.message, Where.CREATE), NeedsPerson)
     for number, network in enumerate(("training", "projects/p/global/networks/training")):
-        world.create_node(PARENT, f"b{number}", spec(network=NetworkConfig(network=network)), START)
+        world.api.create_node(PARENT, f"b{number}", spec(network=NetworkConfig(network=network)), START)
 
 
 def test_an_organisation_that_allows_no_external_addresses() -> None:
@@ -89,8 +89,8 @@ def test_addresses_are_counted_by_region_and_are_free_again_with_their_node() ->
     assert isinstance(error, QuotaExceeded)
     assert error.region_wide
     assert made(world, "inside") is None, "without an external address"
-    world.create_node("projects/p/locations/europe-west4-a", "far", spec(network=EXTERNAL), world.now)
-    world.delete_node(name("a"), world.now)
+    world.api.create_node("projects/p/locations/europe-west4-a", "far", spec(network=EXTERNAL), world.now)
+    world.api.delete_node(name("a"), world.now)
     world.advance(world.now + timedelta(hours=1))
     assert reaction(world, "far") is None
     assert made(world, "d", network=EXTERNAL) is None
@@ -117,7 +117,7 @@ def test_health_checks_are_counted_over_the_whole_project() -> None:
 def test_keys_count_for_nothing_under_os_login(project: str, metadata: dict[str, str], lets_in: bool) -> None:
     world = calm(project={"os_login": project})
     assert made(world, "a", metadata=metadata) is None
-    world.update_node(name("a"), ("metadata",), spec(metadata={**metadata, "ssh-keys": "k"}), world.now)
+    world.api.update_node(name("a"), ("metadata",), spec(metadata={**metadata, "ssh-keys": "k"}), world.now)
     world.advance(world.now + timedelta(hours=1))
     first, *later = boots(world)
     assert isinstance(first, Boot)
@@ -137,24 +137,24 @@ def test_an_organisation_that_enforces_os_login_refuses_a_node_without_it() -> N
 def test_reads_have_a_rate_of_their_own() -> None:
     world = calm(rates={"read": 3})
     for _ in range(3):
-        world.list_nodes(EVERYWHERE, 0, "", START)
-    said = refusal(world.get_node, name("a"), START)
+        world.api.list_nodes(EVERYWHERE, 0, "", START)
+    said = refusal(world.api.get_node, name("a"), START)
     assert isinstance(classify(said.code, said.message, Where.GET), RateLimited)
-    world.list_nodes(EVERYWHERE, 0, "", at(seconds=61))
+    world.api.list_nodes(EVERYWHERE, 0, "", at(seconds=61))
 
 
 def test_a_page_may_be_too_large() -> None:
     world = calm(listing={"page_refused": 500})
-    assert refusal(world.list_nodes, EVERYWHERE, 1000, "", START).code == 3
-    world.list_nodes(EVERYWHERE, 500, "", START)
-    world.list_nodes(EVERYWHERE, 0, "", START)
+    assert refusal(world.api.list_nodes, EVERYWHERE, 1000, "", START).code == 3
+    world.api.list_nodes(EVERYWHERE, 500, "", START)
+    world.api.list_nodes(EVERYWHERE, 0, "", START)
 
 
 def test_a_zone_that_never_answers() -> None:
     world = calm(zones={ZONE: {}, "europe-west4-a": {"dark": True}})
     for moment in (START, at(days=30)):
-        assert world.list_nodes(EVERYWHERE, 0, "", moment).unreachable == ("europe-west4-a",)
-    assert world.fate("ListNodes", "projects/p/locations/europe-west4-a", at(days=30)).error is not None
+        assert world.api.list_nodes(EVERYWHERE, 0, "", moment).unreachable == ("europe-west4-a",)
+    assert world.calls.fate("ListNodes", "projects/p/locations/europe-west4-a", at(days=30)).error is not None
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_small_and_large_slices_have_quotas_of_their_own(
 
 def made_or_refused(world: World, node: str, kind: str, runtime: str) -> str:
     try:
-        world.create_node(PARENT, node, spec(kind, runtime_version=runtime), START)
+        world.api.create_node(PARENT, node, spec(kind, runtime_version=runtime), START)
     except Exception as error:
         return str(error)
     return ""

@@ -52,11 +52,11 @@ class Box:
         self.world.advance(self.now)
 
     def ask(self, wishes: tuple[NodeWish, ...] = ONE, tier: str = "spot", **more: Any) -> OperationRecord:
-        return self.world.create_queued_resource(PARENT, "q-0", QueuedSpec(wishes, tier, **more), self.now)
+        return self.world.queued_api.create_queued_resource(PARENT, "q-0", QueuedSpec(wishes, tier, **more), self.now)
 
     @property
     def record(self) -> QueuedRecord:
-        return self.world.get_queued_resource(NAME, self.now)
+        return self.world.queued_api.get_queued_resource(NAME, self.now)
 
     @property
     def state(self) -> QueueState:
@@ -71,7 +71,7 @@ class Box:
         raise AssertionError(f"{self.state.name}, never {state.name}")
 
     def delete(self, *, force: bool = False) -> OperationRecord:
-        return self.world.delete_queued_resource(NAME, force, self.now)
+        return self.world.queued_api.delete_queued_resource(NAME, force, self.now)
 
     def nodes(self) -> list[str]:
         return [record.path.node_id for record in self.world.nodes()]
@@ -91,16 +91,16 @@ def test_from_the_request_to_its_nodes() -> None:
     operation = box.ask()
     assert box.state is QueueState.CREATING
     box.until(QueueState.WAITING_FOR_RESOURCES)
-    ended = box.world.get_operation(operation.name, box.now)
+    ended = box.world.api.get_operation(operation.name, box.now)
     assert (ended.done, ended.error, ended.response) == (True, None, box.record)
     assert box.nodes() == []
-    assert refusal(lambda: box.world.get_node(f"{PARENT}/nodes/pod-0-a1", box.now)) == NOT_FOUND
+    assert refusal(lambda: box.world.api.get_node(f"{PARENT}/nodes/pod-0-a1", box.now)) == NOT_FOUND
     box.until(QueueState.PROVISIONING)
     box.play(1)
-    young = box.world.get_node(f"{PARENT}/nodes/pod-0-a1", box.now)
+    young = box.world.api.get_node(f"{PARENT}/nodes/pod-0-a1", box.now)
     assert (young.state, young.queued_resource, young.spec.spot) == (NodeState.CREATING, NAME, True)
     box.until(QueueState.ACTIVE)
-    assert box.world.get_node(f"{PARENT}/nodes/pod-0-a1", box.now).state == NodeState.READY
+    assert box.world.api.get_node(f"{PARENT}/nodes/pod-0-a1", box.now).state == NodeState.READY
 
 
 def test_a_multislice_is_granted_whole() -> None:
@@ -109,7 +109,7 @@ def test_a_multislice_is_granted_whole() -> None:
     box.until(QueueState.WAITING_FOR_RESOURCES)
     box.play(3600)
     assert (box.state, box.nodes()) == (QueueState.WAITING_FOR_RESOURCES, [])
-    box.world.set_capacity(ZONE, "", "spot", 3, box.now)
+    box.world.operator.set_capacity(ZONE, "", "spot", 3, box.now)
     box.until(QueueState.ACTIVE)
     assert box.nodes() == ["part-0", "part-1", "part-2"]
     assert all(record.multislice for record in box.world.nodes())
@@ -183,7 +183,7 @@ def test_an_expired_request_may_linger_and_gets_nothing() -> None:
     box = Box(zones={ZONE: {"capacity": [{"amount": 0}]}}, queue={"expired_lingers": 1})
     box.ask(validity=Validity(until_after=timedelta(hours=1)))
     box.play(7200)
-    box.world.set_capacity(ZONE, "", "spot", 5, box.now)
+    box.world.operator.set_capacity(ZONE, "", "spot", 5, box.now)
     box.play(7200)
     assert (box.state, box.nodes()) == (QueueState.WAITING_FOR_RESOURCES, [])
 
@@ -200,7 +200,7 @@ def test_a_failed_node_is_tried_again_for_a_while() -> None:
     box = Box()
     box.ask()
     box.until(QueueState.WAITING_FOR_RESOURCES)
-    box.world.fail_next_create(13, "an internal error has occurred")
+    box.world.operator.fail_next_create(13, "an internal error has occurred")
     box.until(QueueState.PROVISIONING)
     ids = {box.world.nodes()[0].id}
     box.play(30)
@@ -235,7 +235,7 @@ def test_without_quota_it_fails_or_waits() -> None:
 
 def test_a_name_that_is_taken_shows_late() -> None:
     box = Box()
-    box.world.create_node(PARENT, "pod-0-a1", NODE, box.now)
+    box.world.api.create_node(PARENT, "pod-0-a1", NODE, box.now)
     box.ask()
     failed = box.until(QueueState.FAILED)
     assert failed.error is not None
@@ -247,7 +247,7 @@ def test_a_person_lets_one_fail_late() -> None:
     box = Box()
     box.ask()
     box.until(QueueState.ACTIVE)
-    assert box.world.fail_queued("q-0", 13, "late", box.now) == ["q-0"]
+    assert box.world.operator.fail_queued("q-0", 13, "late", box.now) == ["q-0"]
     assert (box.record.error, box.nodes()) == ((13, "late"), [])
 
 
@@ -258,10 +258,10 @@ def test_a_preemption_suspends_it_and_takes_all_its_nodes() -> None:
     box = Box()
     box.ask(SLICES)
     box.until(QueueState.ACTIVE)
-    box.world.preempt("part-1", box.now)
+    box.world.operator.preempt("part-1", box.now)
     suspending = box.until(QueueState.SUSPENDING)
     assert suspending.initiator == Initiator.SERVICE
-    assert box.world.get_node(f"{PARENT}/nodes/part-1", box.now).state == NodeState.PREEMPTED
+    assert box.world.api.get_node(f"{PARENT}/nodes/part-1", box.now).state == NodeState.PREEMPTED
     suspended = box.until(QueueState.SUSPENDED)
     assert (suspended.initiator, box.nodes()) == (Initiator.SERVICE, [])
     box.play(30 * 86400)
@@ -275,21 +275,21 @@ def test_the_shell_of_a_suspended_one_holds_quota_until_it_is_deleted() -> None:
     box = Box(quotas=[{"generation": "v2", "zone": ZONE, "limit": 4}])
     box.ask()
     box.until(QueueState.ACTIVE)
-    box.world.preempt("pod-0-a1", box.now)
+    box.world.operator.preempt("pod-0-a1", box.now)
     box.until(QueueState.SUSPENDED)
     plain = NodeSpec(accelerator_type="v2-8", runtime_version="tpu-ubuntu2204-base", spot=True)
-    assert refusal(lambda: box.world.create_node(PARENT, "pod-1-a1", plain, box.now)) == EXHAUSTED
+    assert refusal(lambda: box.world.api.create_node(PARENT, "pod-1-a1", plain, box.now)) == EXHAUSTED
     box.delete()
-    assert refusal(lambda: box.world.create_node(PARENT, "pod-1-a1", plain, box.now)) == EXHAUSTED
+    assert refusal(lambda: box.world.api.create_node(PARENT, "pod-1-a1", plain, box.now)) == EXHAUSTED
     box.play(600)
-    box.world.create_node(PARENT, "pod-1-a1", plain, box.now)
+    box.world.api.create_node(PARENT, "pod-1-a1", plain, box.now)
 
 
 def test_preempted_while_it_is_provisioned() -> None:
     box = Box()
     box.ask()
     box.until(QueueState.PROVISIONING)
-    box.world.preempt("pod-0-a1", box.now)
+    box.world.operator.preempt("pod-0-a1", box.now)
     box.until(QueueState.SUSPENDED)
     assert box.nodes() == []
 
@@ -298,7 +298,7 @@ def test_capacity_that_goes_takes_queued_nodes_like_others() -> None:
     box = Box(zones={ZONE: {"accelerators": ["*"], "capacity": [{"amount": 1}]}})
     box.ask()
     box.until(QueueState.ACTIVE)
-    box.world.set_capacity(ZONE, "", "spot", 0, box.now)
+    box.world.operator.set_capacity(ZONE, "", "spot", 0, box.now)
     box.until(QueueState.SUSPENDED)
 
 
@@ -318,7 +318,7 @@ def test_deleting_needs_force_while_there_are_nodes() -> None:
     box.play(600)
     assert refusal(lambda: box.record) == NOT_FOUND
     assert box.nodes() == []
-    assert box.world.get_operation(operation.name, box.now).done
+    assert box.world.api.get_operation(operation.name, box.now).done
     assert refusal(box.delete) == NOT_FOUND
 
 
@@ -326,7 +326,7 @@ def test_after_its_nodes_were_deleted_by_hand_it_is_deletable_once_suspended() -
     box = Box()
     box.ask()
     box.until(QueueState.ACTIVE)
-    box.world.delete_node(f"{PARENT}/nodes/pod-0-a1", box.now)
+    box.world.api.delete_node(f"{PARENT}/nodes/pod-0-a1", box.now)
     assert (box.state, box.record.initiator) == (QueueState.SUSPENDING, Initiator.USER)
     assert refusal(box.delete) == FAILED_PRECONDITION
     box.until(QueueState.SUSPENDED)
@@ -360,17 +360,17 @@ def test_a_delete_that_is_stuck_has_to_be_repeated() -> None:
 def test_a_reset_lets_it_wait_again() -> None:
     box = Box()
     box.ask()
-    assert refusal(lambda: box.world.reset_queued_resource(NAME, box.now)) == FAILED_PRECONDITION
+    assert refusal(lambda: box.world.queued_api.reset_queued_resource(NAME, box.now)) == FAILED_PRECONDITION
     box.until(QueueState.ACTIVE)
     before = box.world.nodes()[0].id
-    operation = box.world.reset_queued_resource(NAME, box.now)
+    operation = box.world.queued_api.reset_queued_resource(NAME, box.now)
     box.until(QueueState.WAITING_FOR_RESOURCES)
-    assert box.world.get_operation(operation.name, box.now).done
+    assert box.world.api.get_operation(operation.name, box.now).done
     box.until(QueueState.ACTIVE)
     assert box.world.nodes()[0].id != before
-    box.world.preempt("pod-0-a1", box.now)
+    box.world.operator.preempt("pod-0-a1", box.now)
     box.until(QueueState.SUSPENDED)
-    box.world.reset_queued_resource(NAME, box.now)
+    box.world.queued_api.reset_queued_resource(NAME, box.now)
     box.until(QueueState.ACTIVE)
 
 
@@ -389,7 +389,7 @@ def test_what_the_create_refuses_at_once() -> None:
     box.ask()
     assert refusal(box.ask) == EXISTS
     other = QueuedSpec(ONE, "spot")
-    assert refusal(lambda: box.world.create_queued_resource(PARENT, "q-1", other, box.now)) == EXHAUSTED
+    assert refusal(lambda: box.world.queued_api.create_queued_resource(PARENT, "q-1", other, box.now)) == EXHAUSTED
 
 
 def test_a_spurious_refusal_of_one_that_was_made() -> None:
@@ -402,7 +402,7 @@ def test_the_audit_log_tells_of_it_and_stays_clean() -> None:
     box = Box()
     box.ask()
     box.until(QueueState.ACTIVE)
-    box.world.preempt("pod-0-a1", box.now)
+    box.world.operator.preempt("pod-0-a1", box.now)
     box.until(QueueState.SUSPENDED)
     box.delete()
     box.play(600)

@@ -99,14 +99,14 @@ def live(folder: Path) -> Daemon:
     daemon.care_for_slots("given", declared.pop("given"))
     daemon.wish("given-0", DesiredState.PAUSED)
     theirs = NodeSpec(accelerator_type="v3-32", runtime_version="tpu-ubuntu2204-base", spot=True)
-    world.create_node(f"projects/{PROJECT}/locations/{US}", "mine", theirs, daemon.clock.true_now())
+    world.api.create_node(f"projects/{PROJECT}/locations/{US}", "mine", theirs, daemon.clock.true_now())
     for fleet, fleet_slots in declared.items():
         daemon.care_for_slots(fleet, fleet_slots)
     daemon.run(minutes=20)
     daemon.engine.adopt("mine", "given-0")
     daemon.wish("given-0", DesiredState.UP)
     daemon.wish("held-0", DesiredState.PAUSED)
-    world.preempt("pod-1", daemon.clock.true_now())
+    world.operator.preempt("pod-1", daemon.clock.true_now())
     daemon.run(minutes=15)
     for _ in range(2):
         _end(daemon, "pod-2", 1)
@@ -114,7 +114,7 @@ def live(folder: Path) -> Daemon:
     launcher.script.exits["broke-0"] = (0, 1, 5.0)
     _end(daemon, "past-0", 0)
     daemon.run(minutes=60)
-    world.stick_deleting("going", daemon.clock.true_now(), repeats=5)
+    world.operator.stick_deleting("going", daemon.clock.true_now(), repeats=5)
     assert daemon.store is not None
     daemon.store.save_fleet(replace(daemon.store.fleets()["going"], wish=DesiredState.DOWN))
     daemon.wish("going-0", DesiredState.DOWN)

@@ -61,9 +61,9 @@ class Director:
         with server.lock:
             now = server.now()
             zone = self._zone_of(node)
-            server.world.preempt(node, now)
+            server.world.operator.preempt(node, now)
             if scene.stockout:
-                server.world.set_capacity(zone, self.stage.accelerator, TIER, 0, now)
+                server.world.operator.set_capacity(zone, self.stage.accelerator, TIER, 0, now)
                 self._short_zone = zone
         server.poke()
         self.losses.append((node, now))
@@ -73,7 +73,7 @@ class Director:
         server = self.stage.server
         assert server is not None
         with server.lock:
-            server.world.set_capacity(self._short_zone, self.stage.accelerator, TIER, None, server.now())
+            server.world.operator.set_capacity(self._short_zone, self.stage.accelerator, TIER, None, server.now())
         self._short_zone = ""
 
     def _zone_of(self, node: str) -> str:

@@ -98,7 +98,7 @@ class InProcessCloud:
         self._followed.clear()
 
     def _looking(self, project: str) -> Callable[[CallFate], frozenset[str]]:
-        return lambda fate: self._world.look_at_list(project, self._now(), fate)
+        return lambda fate: self._world.api.list_in_place(project, self._now(), fate)
 
     def get_node(self, key: NodeKey) -> Node:
         return node_of(key, self._get(key))
@@ -111,7 +111,7 @@ class InProcessCloud:
             "CreateNode",
             _path(request.key),
             self._limits.write,
-            lambda fate: self._world.create_node(parent, request.key.name, spec, self._now(), fate),
+            lambda fate: self._world.api.create_node(parent, request.key.name, spec, self._now(), fate),
         )
         return operation_of(record)
 
@@ -120,7 +120,7 @@ class InProcessCloud:
             Where.GET_OPERATION,
             "GetOperation",
             name,
-            lambda fate: self._world.get_operation(name, self._now(), fate),
+            lambda fate: self._world.api.get_operation(name, self._now(), fate),
         )
         return operation_of(record)
 
@@ -131,7 +131,7 @@ class InProcessCloud:
             "DeleteNode",
             name,
             self._limits.write,
-            lambda fate: self._world.delete_node(name, self._now(), fate),
+            lambda fate: self._world.api.delete_node(name, self._now(), fate),
         )
 
     def add_ssh_key(self, key: NodeKey, line: str) -> None:
@@ -150,7 +150,7 @@ class InProcessCloud:
             "UpdateNode",
             name,
             self._limits.write,
-            lambda fate: self._world.update_node(name, (path,), spec, self._now(), fate),
+            lambda fate: self._world.api.update_node(name, (path,), spec, self._now(), fate),
         )
 
     def host_keys(self, key: NodeKey) -> Mapping[int, tuple[str, ...]]:
@@ -159,14 +159,14 @@ class InProcessCloud:
             Where.GUEST,
             "GetGuestAttributes",
             name,
-            lambda fate: self._world.guest_attributes(name, "hostkeys/", (), self._now(), fate),
+            lambda fate: self._world.api.guest_attributes(name, "hostkeys/", (), self._now(), fate),
         )
         keys = {number: tuple(f"{item.key} {item.value}" for item in items) for number, items in found.items()}
         return {number: lines for number, lines in keys.items() if lines}
 
     def _get(self, key: NodeKey) -> NodeRecord:
         name = _path(key)
-        return self._read(Where.GET, "GetNode", name, lambda fate: self._world.get_node(name, self._now(), fate))
+        return self._read(Where.GET, "GetNode", name, lambda fate: self._world.api.get_node(name, self._now(), fate))
 
     def _read(self, where: Where, method: str, name: str, act: Callable[[CallFate], T]) -> T:
         """A call that changes nothing: repeated as the real client repeats it."""
@@ -181,7 +181,7 @@ class InProcessCloud:
     def _call(self, where: Where, method: str, name: str, deadline: timedelta, act: Callable[[CallFate], T]) -> T:
         """One call with the fate that the world draws for it; past its deadline the caller knows nothing."""
         self.asked(method, name)
-        fate = self._world.fate(method, name, self._now(), PEER)
+        fate = self._world.calls.fate(method, name, self._now(), PEER)
         patience = deadline.total_seconds()
         with _translated(where):
             result: T | None = None

@@ -76,7 +76,7 @@ class Preempt(BaseOrder):
 
     def carry(self, world: World, now: datetime) -> Answer:
         return touched(
-            world.preempt(
+            world.operator.preempt(
                 self.selector,
                 now,
                 notice=length(self.notice),
@@ -95,7 +95,7 @@ class Terminate(BaseOrder):
     selector: str
 
     def carry(self, world: World, now: datetime) -> Answer:
-        return touched(world.terminate(self.selector, now))
+        return touched(world.operator.terminate(self.selector, now))
 
 
 class Forget(BaseOrder):
@@ -105,7 +105,7 @@ class Forget(BaseOrder):
     selector: str
 
     def carry(self, world: World, now: datetime) -> Answer:
-        return touched(world.forget(self.selector, now))
+        return touched(world.operator.remove(self.selector, now))
 
 
 class SetHealth(BaseOrder):
@@ -117,7 +117,7 @@ class SetHealth(BaseOrder):
     description: str = ""
 
     def carry(self, world: World, now: datetime) -> Answer:
-        return touched(world.set_health(self.selector, self.health, now, self.description))
+        return touched(world.operator.set_health(self.selector, self.health, now, self.description))
 
 
 class SetState(BaseOrder):
@@ -128,7 +128,7 @@ class SetState(BaseOrder):
     state: State
 
     def carry(self, world: World, now: datetime) -> Answer:
-        return touched(world.set_state(self.selector, self.state, now))
+        return touched(world.operator.set_state(self.selector, self.state, now))
 
 
 class UnknownFields(BaseOrder):
@@ -140,7 +140,7 @@ class UnknownFields(BaseOrder):
     answers: bool = False
 
     def carry(self, world: World, now: datetime) -> Answer:
-        return touched(world.show_unknown_fields(self.selector, now, on=self.on, answers=self.answers))
+        return touched(world.operator.show_unknown_fields(self.selector, now, on=self.on, answers=self.answers))
 
 
 class FailQueued(BaseOrder):
@@ -152,7 +152,7 @@ class FailQueued(BaseOrder):
     text: str = "an internal error has occurred"
 
     def carry(self, world: World, now: datetime) -> Answer:
-        return touched(world.fail_queued(self.selector, self.code, self.text, now))
+        return touched(world.operator.fail_queued(self.selector, self.code, self.text, now))
 
 
 class SetQueuedState(BaseOrder):
@@ -163,7 +163,7 @@ class SetQueuedState(BaseOrder):
     state: Annotated[int, number_of(QueueState)]
 
     def carry(self, world: World, now: datetime) -> Answer:
-        return touched(world.set_queued_state(self.selector, self.state, now))
+        return touched(world.operator.set_queued_state(self.selector, self.state, now))
 
 
 class Maintenance(BaseOrder):
@@ -177,7 +177,9 @@ class Maintenance(BaseOrder):
 
     def carry(self, world: World, now: datetime) -> Answer:
         duration = timedelta(seconds=self.duration)
-        return touched(world.maintenance(self.selector, now, event=self.event, duration=duration, restart=self.restart))
+        return touched(
+            world.operator.maintenance(self.selector, now, event=self.event, duration=duration, restart=self.restart)
+        )
 
 
 class StickDeleting(BaseOrder):
@@ -188,7 +190,7 @@ class StickDeleting(BaseOrder):
     repeats: Annotated[int, Field(ge=1)] = 1
 
     def carry(self, world: World, now: datetime) -> Answer:
-        return touched(world.stick_deleting(self.selector, now, repeats=self.repeats))
+        return touched(world.operator.stick_deleting(self.selector, now, repeats=self.repeats))
 
 
 class LoseWorker(BaseOrder):
@@ -200,7 +202,7 @@ class LoseWorker(BaseOrder):
     silent: bool = False
 
     def carry(self, world: World, now: datetime) -> Answer:
-        return touched(world.lose_worker(self.selector, self.worker, now, silent=self.silent))
+        return touched(world.operator.lose_worker(self.selector, self.worker, now, silent=self.silent))
 
 
 class RestoreWorker(BaseOrder):
@@ -211,7 +213,7 @@ class RestoreWorker(BaseOrder):
     worker: Annotated[int, Field(ge=0)]
 
     def carry(self, world: World, now: datetime) -> Answer:
-        return touched(world.restore_worker(self.selector, self.worker, now))
+        return touched(world.operator.restore_worker(self.selector, self.worker, now))
 
 
 class MissWorker(BaseOrder):
@@ -222,7 +224,7 @@ class MissWorker(BaseOrder):
     zone: str = ""
 
     def carry(self, world: World, now: datetime) -> Answer:  # noqa: ARG002
-        world.miss_worker(self.worker, zone=self.zone)
+        world.operator.miss_worker(self.worker, zone=self.zone)
         return {}
 
 
@@ -239,7 +241,7 @@ class Capacity(BaseOrder):
     amount: Annotated[int, Field(ge=0)] | None
 
     def carry(self, world: World, now: datetime) -> Answer:
-        world.set_capacity(self.zone, self.accelerator, self.tier, self.amount, now)
+        world.operator.set_capacity(self.zone, self.accelerator, self.tier, self.amount, now)
         return {}
 
 
@@ -253,7 +255,7 @@ class Outage(BaseOrder):
     seconds: Seconds = 30.0
 
     def carry(self, world: World, now: datetime) -> Answer:
-        world.outage(self.kind, timedelta(seconds=self.duration), now, zone=self.zone, seconds=self.seconds)
+        world.operator.outage(self.kind, timedelta(seconds=self.duration), now, zone=self.zone, seconds=self.seconds)
         return {}
 
 
@@ -263,7 +265,7 @@ class EndOutages(BaseOrder):
     do: Literal["end-outages"]
 
     def carry(self, world: World, now: datetime) -> Answer:
-        world.end_outages(now)
+        world.operator.end_outages(now)
         return {}
 
 
@@ -277,7 +279,7 @@ class FailNextCreate(BaseOrder):
     zone: str = ""
 
     def carry(self, world: World, now: datetime) -> Answer:  # noqa: ARG002
-        world.fail_next_create(self.code, self.text, in_operation=self.in_operation, zone=self.zone)
+        world.operator.fail_next_create(self.code, self.text, in_operation=self.in_operation, zone=self.zone)
         return {}
 
 
@@ -290,7 +292,7 @@ class LoseNextAnswer(BaseOrder):
     code: Code = 14
 
     def carry(self, world: World, now: datetime) -> Answer:  # noqa: ARG002
-        world.lose_next_answer(self.method, applied=self.applied, code=self.code)
+        world.operator.lose_next_answer(self.method, applied=self.applied, code=self.code)
         return {}
 
 
@@ -303,7 +305,7 @@ class FailNext(BaseOrder):
     text: str
 
     def carry(self, world: World, now: datetime) -> Answer:  # noqa: ARG002
-        world.fail_next(self.method, self.code, self.text)
+        world.operator.fail_next(self.method, self.code, self.text)
         return {}
 
 
@@ -332,7 +334,7 @@ class Status(BaseOrder):
             for record in world.nodes()
         ]
         queued = [{"name": one.name, "state": one.state} for one in world.queued_resources()]
-        return {"now": world.now.isoformat(), "zones": world.locations(), "nodes": nodes, "queued": queued}
+        return {"now": world.now.isoformat(), "zones": world.api.locations(), "nodes": nodes, "queued": queued}
 
 
 Order = (

@@ -46,7 +46,7 @@ class Zone:
     def _publish(self, worker: SimulatedWorker) -> None:
         """The guest agent of a machine that boots publishes its host key."""
         name = "projects/{}/locations/{}/nodes/{}".format(*worker.key)
-        self.world.set_guest_attribute(name, worker.number, "hostkeys", "ssh-ed25519", worker.host_key)
+        self.world.operator.set_guest_attribute(name, worker.number, "hostkeys", "ssh-ed25519", worker.host_key)
 
     def tick(self) -> None:
         world = self.world

@@ -457,13 +457,13 @@ class Calm:
                 history._act(undo)
             if self.daemon.store is None:
                 history._start()
-        world.end_outages(now)
+        world.operator.end_outages(now)
         for zone in sorted(self.daemon.zone.dark_for_ever):
-            world.outage("zone", FOR_EVER, now, zone=zone)
-        world.reconfigure(_quiet(history.scenario.world, history.scenario), now)
-        world.forget_orders()
-        for pool in list(world.pools):
-            world.set_capacity(pool.zone, pool.accelerator, pool.tier, None, now)
+            world.operator.outage("zone", FOR_EVER, now, zone=zone)
+        world.operator.reconfigure(_quiet(history.scenario.world, history.scenario), now)
+        world.operator.cancel_orders()
+        for pool in list(world.lifecycle.pools.all):
+            world.operator.set_capacity(pool.zone, pool.accelerator, pool.tier, None, now)
         launcher = self.daemon.launcher
         launcher.deaf, launcher.slow = False, 0.0
         launcher.boots.clear()

@@ -98,7 +98,7 @@ class Person:
         for life in list(world.state.nodes.values()):
             if life.record.state == NodeState.STOPPED:
                 try:
-                    world.start_node(life.record.name, self.daemon.clock.true_now())
+                    world.api.start_node(life.record.name, self.daemon.clock.true_now())
                 except ApiError:
                     continue
 

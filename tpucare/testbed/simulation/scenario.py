@@ -18,8 +18,8 @@ from tpucare.engine.engine import Settings
 from tpucare.integrations.wandb.rules import SWEEP_VARIABLE
 from tpucare.model.errors import ConfigError
 from tpucare.model.resources import Care, Job, OnExit, Place, Provisioning, Slot
+from tpucare.testbed.emulator.world.capacity import CAPACITY_TIERS
 from tpucare.testbed.emulator.world.config import WorldConfig
-from tpucare.testbed.emulator.world.machinery import CAPACITY_TIERS
 from tpucare.testbed.simulation.faults import FAULTS, LEVELS, Span
 
 PROJECT = "simulated"

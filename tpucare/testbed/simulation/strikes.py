@@ -21,7 +21,7 @@ from tpucare.model.memory import DesiredState, End, Memory
 from tpucare.model.resources import LABEL_FLEET, LABEL_OWNER, LABEL_SLOT, Health, Job, NodeState, Place, Slot
 from tpucare.model.runs import Failure
 from tpucare.planner import desired_state as wishes
-from tpucare.testbed.emulator.world.ending import OTHER_ENDS
+from tpucare.testbed.emulator.world.life import OTHER_ENDS
 from tpucare.testbed.emulator.world.records import ApiError, NodeSpec
 from tpucare.testbed.emulator.world.state import NodeLife
 from tpucare.testbed.emulator.world.world import World
@@ -60,10 +60,10 @@ class Hand:
         return timedelta(seconds=self.strike.length)
 
     def zone(self) -> str:
-        return self.rng.choice(sorted(self.world.config.zones))
+        return self.rng.choice(sorted(self.world.state.config.zones))
 
     def living(self) -> list[NodeLife]:
-        return self.world.select(self.strike.target, living=True)
+        return self.world.operator.select(self.strike.target, living=True)
 
     def node(self, *, ready: bool = True) -> NodeLife | None:
         wanted = NodeState.READY if ready else NodeState.CREATING
@@ -99,7 +99,7 @@ def preempt(hand: Hand, *, shown: int | str = int(NodeState.PREEMPTED), silent: 
     if life is None:
         return False
     notice = timedelta(seconds=hand.rng.uniform(5, 30)) if hand.rng.random() < 0.5 else None
-    return bool(hand.world.preempt(life.path.node_id, hand.now, notice=notice, silent=silent, shown=shown))
+    return bool(hand.world.operator.preempt(life.path.node_id, hand.now, notice=notice, silent=silent, shown=shown))
 
 
 def preempt_otherwise(hand: Hand) -> bool:
@@ -108,16 +108,16 @@ def preempt_otherwise(hand: Hand) -> bool:
 
 def preempt_creating(hand: Hand) -> bool:
     life = hand.node(ready=False)
-    return life is not None and bool(hand.world.preempt(life.path.node_id, hand.now))
+    return life is not None and bool(hand.world.operator.preempt(life.path.node_id, hand.now))
 
 
 def burst(hand: Hand) -> bool:
     """A third of a zone's nodes; and for a while there is no room for new ones."""
-    nodes = [life for life in hand.world.select("*", living=True) if life.path.zone == hand.strike.target]
+    nodes = [life for life in hand.world.operator.select("*", living=True) if life.path.zone == hand.strike.target]
     spot = [life for life in nodes if life.record.spec.is_preemptible]
     chosen = spot[:: max(1, len(spot) // max(1, len(spot) // 3))][: max(1, len(spot) // 3)] if spot else []
     for life in chosen:
-        hand.world.preempt(life.path.node_id, hand.now, shown=None, burst=timedelta(minutes=1))
+        hand.world.operator.preempt(life.path.node_id, hand.now, shown=None, burst=timedelta(minutes=1))
     if chosen:
         sold_out(hand)
     return bool(chosen)
@@ -125,12 +125,12 @@ def burst(hand: Hand) -> bool:
 
 def terminate(hand: Hand) -> bool:
     life = hand.node()
-    return life is not None and bool(hand.world.terminate(life.path.node_id, hand.now))
+    return life is not None and bool(hand.world.operator.terminate(life.path.node_id, hand.now))
 
 
 def forget(hand: Hand) -> bool:
     lives = hand.living()
-    return bool(lives) and bool(hand.world.forget(lives[0].path.node_id, hand.now))
+    return bool(lives) and bool(hand.world.operator.remove(lives[0].path.node_id, hand.now))
 
 
 # --- what the API shows ----------------------------------------------------------------------------------------------
@@ -141,8 +141,8 @@ def unhealthy(hand: Hand) -> bool:
     if life is None:
         return False
     name, bad = life.path.node_id, hand.rng.choice((0, 3, 4, 5, 99))
-    hand.world.set_health(name, bad, hand.now)
-    hand.later(hand.strike.length, lambda: hand.world.set_health(name, int(Health.HEALTHY), hand.now))
+    hand.world.operator.set_health(name, bad, hand.now)
+    hand.later(hand.strike.length, lambda: hand.world.operator.set_health(name, int(Health.HEALTHY), hand.now))
     return True
 
 
@@ -151,7 +151,7 @@ def show(*states: int) -> Act:
         life = hand.node()
         if life is None:
             return False
-        hand.world.set_state(life.path.node_id, hand.rng.choice(states), hand.now)
+        hand.world.operator.set_state(life.path.node_id, hand.rng.choice(states), hand.now)
         if hand.strike.length:
             hand.later(hand.strike.length, lambda: _show_again(hand.world, life, hand.now))
         return True
@@ -161,7 +161,7 @@ def show(*states: int) -> Act:
 
 def _show_again(world: World, life: NodeLife, now: datetime) -> None:
     if not (life.gone or life.deleting or life.dead):
-        world.set_state(life.path.node_id, int(NodeState.READY), now)
+        world.operator.set_state(life.path.node_id, int(NodeState.READY), now)
 
 
 def hide(hand: Hand) -> bool:
@@ -191,15 +191,15 @@ def flip_back(hand: Hand) -> bool:
         wish(DesiredState.PAUSED)(hand)
     if hand.rng.random() < 0.5:
         for _ in range(10):
-            hand.world.fail_next("DeleteNode", 14, "The service is currently unavailable.")
+            hand.world.operator.fail_next("DeleteNode", 14, "The service is currently unavailable.")
     state = hand.rng.choice((int(NodeState.PREEMPTED), int(NodeState.TERMINATED)))
-    hand.world.set_state(life.path.node_id, state, hand.now)
+    hand.world.operator.set_state(life.path.node_id, state, hand.now)
     hand.later(hand.rng.uniform(1.0, 30.0), lambda: _show_again(hand.world, life, hand.now))
     return True
 
 
 def stick(hand: Hand) -> bool:
-    return bool(hand.world.stick_deleting(hand.strike.target, hand.now, repeats=hand.rng.randint(1, 2)))
+    return bool(hand.world.operator.stick_deleting(hand.strike.target, hand.now, repeats=hand.rng.randint(1, 2)))
 
 
 def stop_node(hand: Hand) -> bool:
@@ -208,7 +208,7 @@ def stop_node(hand: Hand) -> bool:
         return False
     name = life.record.name
     try:
-        hand.world.stop_node(name, hand.now)
+        hand.world.api.stop_node(name, hand.now)
     except ApiError:
         return False
     hand.later(hand.strike.length + 300.0, lambda: _start_node(hand.world, name, hand.now))
@@ -217,7 +217,7 @@ def stop_node(hand: Hand) -> bool:
 
 def _start_node(world: World, name: str, now: datetime) -> None:
     try:
-        world.start_node(name, now)
+        world.api.start_node(name, now)
     except ApiError:
         return
 
@@ -237,24 +237,24 @@ def silence(hand: Hand) -> bool:
     if worker is None:
         return False
     name, number = worker.key.name, worker.number
-    hand.world.lose_worker(name, number, hand.now, silent=True)
-    hand.later(hand.strike.length, lambda: hand.world.restore_worker(name, number, hand.now))
+    hand.world.operator.lose_worker(name, number, hand.now, silent=True)
+    hand.later(hand.strike.length, lambda: hand.world.operator.restore_worker(name, number, hand.now))
     return True
 
 
 def lose_worker(hand: Hand) -> bool:
     worker = hand.worker()
-    return worker is not None and bool(hand.world.lose_worker(worker.key.name, worker.number, hand.now))
+    return worker is not None and bool(hand.world.operator.lose_worker(worker.key.name, worker.number, hand.now))
 
 
 def miss_worker(hand: Hand) -> bool:
-    hand.world.miss_worker()
+    hand.world.operator.miss_worker()
     return True
 
 
 def reboot(hand: Hand) -> bool:
     life = hand.node()
-    return life is not None and bool(hand.world.maintenance(life.path.node_id, hand.now, restart=True))
+    return life is not None and bool(hand.world.operator.maintenance(life.path.node_id, hand.now, restart=True))
 
 
 def next_boot(how: str) -> Act:
@@ -274,7 +274,7 @@ def change_host_key(hand: Hand) -> bool:
     name = "projects/{}/locations/{}/nodes/{}".format(*worker.key)
     number, key = worker.number, worker.host_key
     delay = hand.rng.uniform(0, 300)
-    hand.later(delay, lambda: hand.world.set_guest_attribute(name, number, "hostkeys", "ssh-ed25519", key))
+    hand.later(delay, lambda: hand.world.operator.set_guest_attribute(name, number, "hostkeys", "ssh-ed25519", key))
     return True
 
 
@@ -283,8 +283,8 @@ def change_key_unvouched(hand: Hand) -> bool:
     if not change_host_key(hand):
         return False
     for _ in range(UNPUBLISHED):
-        hand.world.fail_next("GetGuestAttributes", 5, NO_GUEST_ATTRIBUTES)
-    hand.later(hand.strike.length, lambda: hand.world.forget_orders("GetGuestAttributes"))
+        hand.world.operator.fail_next("GetGuestAttributes", 5, NO_GUEST_ATTRIBUTES)
+    hand.later(hand.strike.length, lambda: hand.world.operator.cancel_orders("GetGuestAttributes"))
     return True
 
 
@@ -376,8 +376,8 @@ def finish_and_preempt(hand: Hand) -> bool:
 
 
 def _preempt_same(hand: Hand, name: str, node_id: int) -> None:
-    if any(life.record.id == node_id for life in hand.world.select(name, living=True)):
-        hand.world.preempt(name, hand.now)
+    if any(life.record.id == node_id for life in hand.world.operator.select(name, living=True)):
+        hand.world.operator.preempt(name, hand.now)
 
 
 def notice_without_end(hand: Hand) -> bool:
@@ -385,7 +385,7 @@ def notice_without_end(hand: Hand) -> bool:
     life = hand.node()
     if life is None or hand.running() is None:
         return False
-    hand.world.maintenance(
+    hand.world.operator.maintenance(
         life.path.node_id, hand.now, duration=timedelta(seconds=60), event="MIGRATE_ON_HOST_MAINTENANCE"
     )
     hand.later(hand.strike.length, lambda: _finish(hand))
@@ -398,7 +398,9 @@ def exit_on_notice(hand: Hand) -> bool:
         return False
     script.on_notice.add(slot)
     hand.later(120.0, lambda: script.on_notice.discard(slot))
-    return bool(hand.world.preempt(life.path.node_id, hand.now, notice=timedelta(seconds=hand.rng.uniform(10, 30))))
+    return bool(
+        hand.world.operator.preempt(life.path.node_id, hand.now, notice=timedelta(seconds=hand.rng.uniform(10, 30)))
+    )
 
 
 def ignore_stop(hand: Hand) -> bool:
@@ -431,7 +433,7 @@ READS_LEFT = 4
 def fail_create(code: int, text: str, *, in_operation: bool) -> Act:
     def act(hand: Hand) -> bool:
         zone = hand.zone()
-        hand.world.fail_next_create(code, text.format(zone=zone), in_operation=in_operation)
+        hand.world.operator.fail_next_create(code, text.format(zone=zone), in_operation=in_operation)
         return True
 
     return act
@@ -442,26 +444,26 @@ def sold_out(hand: Hand) -> bool:
     world, zone = hand.world, hand.strike.target
     declared = [place for slots in hand.daemon.declared.values() for slot in slots for place in slot.places]
     for kind in sorted({place.accelerator_type for place in declared if place.zone == zone}):
-        held = [life for life in world.select("*", living=True) if life.path.zone == zone]
+        held = [life for life in world.operator.select("*", living=True) if life.path.zone == zone]
         spot = [life for life in held if life.accelerator.type == kind and life.record.spec.is_preemptible]
-        world.set_capacity(zone, kind, "spot", len(spot), hand.now)
+        world.operator.set_capacity(zone, kind, "spot", len(spot), hand.now)
         hand.later(hand.strike.length, partial(_open_up, hand, zone, kind))
     return True
 
 
 def _open_up(hand: Hand, zone: str, kind: str) -> None:
-    hand.world.set_capacity(zone, kind, "spot", None, hand.now)
+    hand.world.operator.set_capacity(zone, kind, "spot", None, hand.now)
 
 
 def late_create(hand: Hand) -> bool:
-    hand.world.delay_next("CreateNode", hand.strike.length)
+    hand.world.operator.delay_next("CreateNode", hand.strike.length)
     return True
 
 
 def lose_answer(*, applied: bool) -> Act:
     def act(hand: Hand) -> bool:
         method = hand.rng.choice(("CreateNode", "DeleteNode"))
-        hand.world.lose_next_answer(method, applied=applied, code=hand.rng.choice((14, 4)))
+        hand.world.operator.lose_next_answer(method, applied=applied, code=hand.rng.choice((14, 4)))
         return True
 
     return act
@@ -469,20 +471,20 @@ def lose_answer(*, applied: bool) -> Act:
 
 def limit_reads(hand: Hand) -> bool:
     """A project whose other tools use up most of what may be read in a minute."""
-    hand.world.limit_reads(READS_LEFT)
-    hand.later(hand.strike.length, lambda: hand.world.limit_reads(None))
+    hand.world.calls.limit_reads(READS_LEFT)
+    hand.later(hand.strike.length, lambda: hand.world.calls.limit_reads(None))
     return True
 
 
 def fail_listing(hand: Hand) -> bool:
-    hand.world.fail_next("ListNodes", hand.rng.choice((14, 13, 16, 8)), "no listing for now")
+    hand.world.operator.fail_next("ListNodes", hand.rng.choice((14, 13, 16, 8)), "no listing for now")
     return True
 
 
 def outage(kind: str) -> Act:
     def act(hand: Hand) -> bool:
         zone = hand.strike.target if kind == "zone" else ""
-        hand.world.outage(kind, hand.length, hand.now, zone=zone, seconds=hand.rng.uniform(5, 40))
+        hand.world.operator.outage(kind, hand.length, hand.now, zone=zone, seconds=hand.rng.uniform(5, 40))
         return True
 
     return act
@@ -494,7 +496,7 @@ def darken_for_ever(hand: Hand) -> bool:
     if dark:
         return False
     dark.add(hand.strike.target)
-    hand.world.outage("zone", FOR_EVER, hand.now, zone=hand.strike.target)
+    hand.world.operator.outage("zone", FOR_EVER, hand.now, zone=hand.strike.target)
     return True
 
 
@@ -646,7 +648,7 @@ def take_addresses(hand: Hand) -> bool:
     if life is None:
         return False
     record, listing = life.record, hand.world.state.listing(PROJECT)
-    hand.world.forget(record.path.node_id, hand.now)
+    hand.world.operator.remove(record.path.node_id, hand.now)
     listing.show(record)
     hand.later(hand.strike.length, lambda: listing.hide(record.path, record.id))
     name, kind, zone = f"theirs-{hand.rng.randrange(10**6)}", record.spec.accelerator_type, record.path.zone
@@ -659,7 +661,7 @@ def _other_node(hand: Hand, name: str, labels: Mapping[str, str], kind: str = "v
     world, parent = hand.world, f"projects/{PROJECT}/locations/{zone or hand.zone()}"
     spec = NodeSpec(kind, runtime_version="tpu-ubuntu2204-base", labels=dict(labels))
     try:
-        world.create_node(parent, name, spec, hand.now)
+        world.api.create_node(parent, name, spec, hand.now)
     except ApiError:
         return False
     path = f"{parent}/nodes/{name}"
@@ -669,7 +671,7 @@ def _other_node(hand: Hand, name: str, labels: Mapping[str, str], kind: str = "v
 
 def _remove(world: World, path: str, hand: Hand) -> None:
     if path in {record.name for record in world.nodes()}:
-        world.forget(path, hand.now)
+        world.operator.remove(path, hand.now)
 
 
 # --- people with a pen: the fleet's file says something else, and labels of our nodes are changed ---------------------
@@ -785,12 +787,12 @@ def _label(hand: Hand, life: NodeLife, labels: Mapping[str, str]) -> None:
         return
     spec = NodeSpec(labels={key: value for key, value in labels.items() if value})
     with suppress(ApiError):
-        hand.world.update_node(life.record.name, ("labels",), spec, hand.now)
+        hand.world.api.update_node(life.record.name, ("labels",), spec, hand.now)
 
 
 def _delete(hand: Hand, life: NodeLife) -> None:
     if not life.gone:
-        hand.world.forget(life.record.name, hand.now)
+        hand.world.operator.remove(life.record.name, hand.now)
 
 
 # --- sweeps of W&B: its server is away, or a sweep is stopped of which a run was just interrupted ---------------------
@@ -813,7 +815,7 @@ def stop_interrupted(hand: Hand) -> bool:
         if not sweep.hands_out or not working:
             continue
         notice = timedelta(seconds=hand.rng.uniform(10.0, 30.0))
-        hand.world.preempt(hand.rng.choice(working).key.name, hand.now, notice=notice)
+        hand.world.operator.preempt(hand.rng.choice(working).key.name, hand.now, notice=notice)
         hand.later(hand.rng.uniform(1.0, 180.0), lambda sweep=sweep: setattr(sweep, "hands_out", False))  # type: ignore[misc]
         if hand.rng.random() < 0.5:
             hand.later(600.0 + hand.strike.length, lambda sweep=sweep: _resume(hand, sweep))  # type: ignore[misc]

@@ -51,14 +51,14 @@ def carry(carrier: Carrier, name: str, method: Method, request: Any, peer: str) 
     Raises: ApiError: how it was refused, or that its answer is lost.
     """
     with carrier.lock:
-        fate = carrier.world.fate(name, method.subject(request), carrier.now(), peer)
+        fate = carrier.world.calls.fate(name, method.subject(request), carrier.now(), peer)
     carrier.wait(fate.before_seconds)
     refusal, answer = _act(carrier, method, request, fate) if fate.applied else (None, None)
     carrier.wait(fate.after_seconds)
     if (error := fate.error or refusal) is not None:
         raise error
     shown = method.show(answer, request)
-    return _from_the_future(shown) if carrier.world.unknown_fields else shown
+    return _from_the_future(shown) if carrier.world.state.unknown_fields else shown
 
 
 def _act(carrier: Carrier, method: Method, request: Any, fate: CallFate) -> tuple[ApiError | None, Any]:

@@ -62,7 +62,7 @@ def long_running(wire: Wire, request: Any, subject: Callable[[Any], str], act: A
     """A method that answers with an operation, whose messages are of the version that was called."""
 
     def begin(world: World, ask: Any, now: datetime, fate: CallFate) -> OperationRecord:
-        return world.of_version(act(world, ask, now, fate), wire.version)
+        return world.api.set_operation_version(act(world, ask, now, fate), wire.version)
 
     return Method(request, subject, begin, lambda record, _: operation_message(wire, record))
 
@@ -74,21 +74,21 @@ def node_methods(wire: Wire) -> Mapping[str, Method]:
         "ListNodes": Method(
             wire.pb("ListNodesRequest"),
             PARENT,
-            lambda world, ask, now, fate: world.list_nodes(ask.parent, ask.page_size, ask.page_token, now, fate),
+            lambda world, ask, now, fate: world.api.list_nodes(ask.parent, ask.page_size, ask.page_token, now, fate),
             lambda page, _: pages.page(page),
             answer=wire.pb("ListNodesResponse"),
         ),
         "GetNode": Method(
             wire.pb("GetNodeRequest"),
             NAME,
-            lambda world, ask, now, fate: world.get_node(ask.name, now, fate),
+            lambda world, ask, now, fate: world.api.get_node(ask.name, now, fate),
             lambda record, _: messages.node_message(wire, record),
         ),
         "CreateNode": long_running(
             wire,
             wire.pb("CreateNodeRequest"),
             lambda ask: f"{ask.parent}/nodes/{ask.node_id}",
-            lambda world, ask, now, fate: world.create_node(
+            lambda world, ask, now, fate: world.api.create_node(
                 ask.parent, ask.node_id, messages.spec_of(wire, ask.node), now, fate, request_id=_request_id(ask)
             ),
         ),
@@ -96,32 +96,32 @@ def node_methods(wire: Wire) -> Mapping[str, Method]:
             wire,
             wire.pb("DeleteNodeRequest"),
             NAME,
-            lambda world, ask, now, fate: world.delete_node(ask.name, now, fate, request_id=_request_id(ask)),
+            lambda world, ask, now, fate: world.api.delete_node(ask.name, now, fate, request_id=_request_id(ask)),
         ),
         "StopNode": long_running(
             wire,
             wire.pb("StopNodeRequest"),
             NAME,
-            lambda world, ask, now, fate: world.stop_node(ask.name, now, fate),
+            lambda world, ask, now, fate: world.api.stop_node(ask.name, now, fate),
         ),
         "StartNode": long_running(
             wire,
             wire.pb("StartNodeRequest"),
             NAME,
-            lambda world, ask, now, fate: world.start_node(ask.name, now, fate),
+            lambda world, ask, now, fate: world.api.start_node(ask.name, now, fate),
         ),
         "UpdateNode": long_running(
             wire,
             wire.pb("UpdateNodeRequest"),
             attrgetter("node.name"),
-            lambda world, ask, now, fate: world.update_node(
+            lambda world, ask, now, fate: world.api.update_node(
                 ask.node.name, list(ask.update_mask.paths), messages.spec_of(wire, ask.node), now, fate
             ),
         ),
         "GetGuestAttributes": Method(
             wire.pb("GetGuestAttributesRequest"),
             NAME,
-            lambda world, ask, now, fate: world.guest_attributes(
+            lambda world, ask, now, fate: world.api.guest_attributes(
                 ask.name, ask.query_path, list(ask.worker_ids), now, fate
             ),
             lambda found, ask: messages.guest_message(wire, ask.query_path, found, ask.worker_ids),
@@ -146,25 +146,25 @@ def catalogue_methods(wire: Wire) -> Mapping[str, Method]:
         "ListAcceleratorTypes": Method(
             wire.pb("ListAcceleratorTypesRequest"),
             PARENT,
-            lambda world, ask, *_: _offers(world, ask.parent, world.accelerator_types),
+            lambda world, ask, *_: _offers(world, ask.parent, world.api.accelerator_types),
             lambda offers, ask: _catalogue(wire, "ListAcceleratorTypesResponse", offers, ask, accelerator),
         ),
         "GetAcceleratorType": Method(
             wire.pb("GetAcceleratorTypeRequest"),
             NAME,
-            lambda world, ask, *_: _offer(ask.name, world.accelerator_types),
+            lambda world, ask, *_: _offer(ask.name, world.api.accelerator_types),
             lambda offer, _: accelerator(*offer),
         ),
         "ListRuntimeVersions": Method(
             wire.pb("ListRuntimeVersionsRequest"),
             PARENT,
-            lambda world, ask, *_: _offers(world, ask.parent, world.runtime_versions),
+            lambda world, ask, *_: _offers(world, ask.parent, world.api.runtime_versions),
             lambda offers, ask: _catalogue(wire, "ListRuntimeVersionsResponse", offers, ask, runtime),
         ),
         "GetRuntimeVersion": Method(
             wire.pb("GetRuntimeVersionRequest"),
             NAME,
-            lambda world, ask, *_: _offer(ask.name, world.runtime_versions),
+            lambda world, ask, *_: _offer(ask.name, world.api.runtime_versions),
             lambda offer, _: runtime(*offer),
         ),
         "GenerateServiceIdentity": Method(
@@ -188,25 +188,25 @@ def operation_methods(known: Mapping[str, Wire]) -> Mapping[str, Method]:
         "GetOperation": Method(
             operations_pb2.GetOperationRequest,
             NAME,
-            lambda world, ask, now, fate: world.get_operation(ask.name, now, fate),
+            lambda world, ask, now, fate: world.api.get_operation(ask.name, now, fate),
             message,
         ),
         "ListOperations": Method(
             operations_pb2.ListOperationsRequest,
             NAME,
-            lambda world, ask, now, fate: world.list_operations(ask.name, now, fate),
+            lambda world, ask, now, fate: world.api.list_operations(ask.name, now, fate),
             lambda records, ask: messages.operations_message(*_page([message(one) for one in records], ask)),
         ),
         "CancelOperation": Method(
             operations_pb2.CancelOperationRequest,
             NAME,
-            lambda world, ask, now, fate: world.cancel_operation(ask.name, now, fate),
+            lambda world, ask, now, fate: world.api.cancel_operation(ask.name, now, fate),
             _empty,
         ),
         "DeleteOperation": Method(
             operations_pb2.DeleteOperationRequest,
             NAME,
-            lambda world, ask, now, fate: world.delete_operation(ask.name, now, fate),
+            lambda world, ask, now, fate: world.api.delete_operation(ask.name, now, fate),
             _empty,
         ),
     }
@@ -218,7 +218,7 @@ def location_methods() -> Mapping[str, Method]:
         "ListLocations": Method(
             locations_pb2.ListLocationsRequest,
             NAME,
-            lambda world, *_: world.locations(),
+            lambda world, *_: world.api.locations(),
             lambda zones, ask: messages.locations_message(ask.name.rpartition("/")[2], zones),
         ),
         "GetLocation": Method(
@@ -236,7 +236,7 @@ def _empty(_record: Any, _request: Any) -> Any:
 
 def _location(world: World, name: str) -> tuple[str, str]:
     project, zone = parse_parent(name)
-    if zone not in world.locations():
+    if zone not in world.api.locations():
         raise ApiError(5, f"Location {zone} is not found or access is unauthorized.")
     return project, zone
 
@@ -244,7 +244,7 @@ def _location(world: World, name: str) -> tuple[str, str]:
 def _offers(world: World, parent: str, names: Callable[[str], Sequence[str]]) -> list[tuple[str, str]]:
     """(parent, name) of everything that *names* gives for the zone, or for all zones."""
     project, zone = parse_parent(parent)
-    zones = world.locations() if zone == "-" else [zone]
+    zones = world.api.locations() if zone == "-" else [zone]
     return [(f"projects/{project}/locations/{one}", name) for one in zones for name in names(one)]
 
 
@@ -282,7 +282,7 @@ def queue_methods(wire: Wire) -> Mapping[str, Method]:
 
     def create(world: World, ask: Any, now: datetime, fate: CallFate) -> OperationRecord:
         spec = _spec_of(wire, ask.queued_resource)
-        return world.create_queued_resource(
+        return world.queued_api.create_queued_resource(
             ask.parent, ask.queued_resource_id, spec, now, fate, request_id=ask.request_id
         )
 
@@ -290,7 +290,7 @@ def queue_methods(wire: Wire) -> Mapping[str, Method]:
         "ListQueuedResources": Method(
             wire.pb("ListQueuedResourcesRequest"),
             PARENT,
-            lambda world, ask, now, fate: world.list_queued_resources(
+            lambda world, ask, now, fate: world.queued_api.list_queued_resources(
                 ask.parent, ask.page_size, ask.page_token, now, fate
             ),
             lambda page, _: messages.queued_page(wire, page),
@@ -298,7 +298,7 @@ def queue_methods(wire: Wire) -> Mapping[str, Method]:
         "GetQueuedResource": Method(
             wire.pb("GetQueuedResourceRequest"),
             NAME,
-            lambda world, ask, now, fate: world.get_queued_resource(ask.name, now, fate),
+            lambda world, ask, now, fate: world.queued_api.get_queued_resource(ask.name, now, fate),
             lambda record, _: messages.queued_message(wire, record),
         ),
         "CreateQueuedResource": long_running(
@@ -311,7 +311,7 @@ def queue_methods(wire: Wire) -> Mapping[str, Method]:
             wire,
             wire.pb("DeleteQueuedResourceRequest"),
             NAME,
-            lambda world, ask, now, fate: world.delete_queued_resource(
+            lambda world, ask, now, fate: world.queued_api.delete_queued_resource(
                 ask.name, ask.force, now, fate, request_id=ask.request_id
             ),
         ),
@@ -319,7 +319,7 @@ def queue_methods(wire: Wire) -> Mapping[str, Method]:
             wire,
             wire.pb("ResetQueuedResourceRequest"),
             NAME,
-            lambda world, ask, now, fate: world.reset_queued_resource(ask.name, now, fate),
+            lambda world, ask, now, fate: world.queued_api.reset_queued_resource(ask.name, now, fate),
         ),
     }
 
@@ -339,19 +339,21 @@ def alpha_methods(wire: Wire) -> Mapping[str, Method]:
             wire,
             wire.pb("SimulateMaintenanceEventRequest"),
             NAME,
-            lambda world, ask, now, fate: world.simulate_maintenance(ask.name, list(ask.worker_ids), now, fate),
+            lambda world, ask, now, fate: world.api.simulate_maintenance(ask.name, list(ask.worker_ids), now, fate),
         ),
         "PerformMaintenance": long_running(
             wire,
             wire.pb("PerformMaintenanceRequest"),
             NAME,
-            lambda world, ask, now, fate: world.perform_maintenance(ask.name, now, fate),
+            lambda world, ask, now, fate: world.api.perform_maintenance(ask.name, now, fate),
         ),
         "PerformMaintenanceQueuedResource": long_running(
             wire,
             wire.pb("PerformMaintenanceQueuedResourceRequest"),
             NAME,
-            lambda world, ask, now, fate: world.perform_queued_maintenance(ask.name, list(ask.node_names), now, fate),
+            lambda world, ask, now, fate: world.queued_api.perform_queued_maintenance(
+                ask.name, list(ask.node_names), now, fate
+            ),
         ),
         "ListReservations": Method(
             wire.pb("ListReservationsRequest"),

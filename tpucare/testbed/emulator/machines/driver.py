@@ -102,7 +102,7 @@ class MachineDriver:
     def note(self, event: str, **fields: object) -> None:
         """A machine's word for the audit log. From any thread."""
         with self._lock:
-            self._world.note(event, self._now(), **fields)
+            self._world.operator.note(event, self._now(), **fields)
 
     def _look_after(self, effect: MachineEffect, done: Future[None]) -> None:
         if not done.cancelled() and (error := done.exception()) is not None:
@@ -117,7 +117,7 @@ class MachineDriver:
         """The guest agent of a worker that booted says which host keys it has."""
         with self._lock:
             for kind, key in keys.items():
-                self._world.set_guest_attribute(str(path), worker, HOST_KEYS, kind, key)
+                self._world.operator.set_guest_attribute(str(path), worker, HOST_KEYS, kind, key)
 
     def _miss(self, path: NodePath, worker: int, why: str) -> None:
         self.note("machine-gone", name=str(path), worker=worker, text=why)

@@ -13,7 +13,7 @@ import itertools
 import json
 import random
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from importlib import resources
@@ -28,6 +28,14 @@ Supply = Iterator[Change]
 """Changes in order of time; the first is the amount at the start."""
 
 TRACE_FORMAT = "spot-capacity-trace/1"
+
+CAPACITY_TIERS: Mapping[str, str] = {
+    "spot": "spot",
+    "preemptible": "spot",
+    "on-demand": "on-demand",
+    "reserved": "reserved",
+}
+"""Spot and preemptible nodes draw on one capacity and one quota."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,8 +67,8 @@ class Fates:
         """The next call of *method* takes effect only after so long, whether or not its caller still waits."""
         self._orders[method].append(_Order(None, applied=True, late=seconds))
 
-    def forget_orders(self, method: str = "") -> None:
-        """What was ordered for next calls (of *method*, or of all), and has not come yet, will not come."""
+    def cancel_orders(self, method: str = "") -> None:
+        """Drop the orders for next calls (of *method*, or of all) that have not been used yet."""
         if method:
             self._orders.pop(method, None)
         else:

@@ -7,31 +7,32 @@ returns the ids of the nodes it touched, in the order of listings, and leaves a 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime, timedelta
+from functools import partial
 
 from tpucare.model.errors import ConfigError
 from tpucare.model.resources import Health, NodeState
 from tpucare.testbed.emulator.world import error_texts as texts
-from tpucare.testbed.emulator.world.capacity import Pool
 from tpucare.testbed.emulator.world.config import WorldConfig
-from tpucare.testbed.emulator.world.ending import Departure
-from tpucare.testbed.emulator.world.faults import OUTAGE_KINDS, ActiveOutage
-from tpucare.testbed.emulator.world.machine_effects import Resume, Silence
-from tpucare.testbed.emulator.world.queued_life import QueueLife
+from tpucare.testbed.emulator.world.faults import OUTAGE_KINDS, ActiveOutage, Fates
+from tpucare.testbed.emulator.world.life import MAINTENANCE_TEXT, Departure, NodeLifecycle
+from tpucare.testbed.emulator.world.queued_life import QueuedLifecycle
 from tpucare.testbed.emulator.world.queued_records import QueuedLife, QueueState
 from tpucare.testbed.emulator.world.records import MAINTENANCE_ATTRIBUTE, NO_MAINTENANCE, ApiError, parse_node_path
-from tpucare.testbed.emulator.world.state import NodeLife
+from tpucare.testbed.emulator.world.state import NodeLife, State
 
 
-class Actions(QueueLife):
-    """Each method is one thing that may happen to real nodes without anybody asking for it."""
+class Operator:
+    """Each method is one thing that may happen to real nodes although their owner did not ask for it."""
+
+    def __init__(self, state: State, fates: Fates, nodes: NodeLifecycle, queue: QueuedLifecycle) -> None:
+        self._state, self._fates, self._nodes, self._queue = state, fates, nodes, queue
 
     def select(self, selector: str, *, living: bool = False) -> list[NodeLife]:
         """Nodes that *selector* means; `living`: whose end is neither decided nor asked for."""
         prefix = f"{selector.removesuffix('-')}-"
-        named = (life for life in self.state.nodes.values() if _means(selector, prefix, life))
+        named = (life for life in self._state.nodes.values() if _means(selector, prefix, life))
         found = sorted(named, key=lambda life: life.path)
         return [life for life in found if not (life.doomed or life.deleting)] if living else found
 
@@ -51,32 +52,32 @@ class Actions(QueueLife):
         *visible_after* later (None: drawn). `shown`: another state number, `never`, `gone`, or None: drawn. `silent`:
         they stop answering first and die just before it is shown. `burst`: spread by chance over this long.
         """
-        lives = self._touch("preempt", selector, now, living=True)
+        lives = self._select_logged("preempt", selector, now, living=True)
         for life in lives:
-            drawn = self._drawn_departure()
+            drawn = self._nodes.draw_departure()
             how = Departure(
                 notice=None if notice is None else notice.total_seconds(),
                 visible_after=drawn.visible_after if visible_after is None else visible_after.total_seconds(),
                 silent=silent,
                 shown=drawn.shown if shown is None else shown,
             )
-            self._doom(life, "operator", how, within=burst.total_seconds())
-        self.state.advance(self.state.now)
+            self._nodes.preempt(life, "operator", how, within=burst.total_seconds())
+        self._state.advance(self._state.now)
         return _ids(lives)
 
     def terminate(self, selector: str, now: datetime) -> list[str]:
         """Workers die and the node shows TERMINATED."""
-        lives = self._touch("terminate", selector, now, living=True)
+        lives = self._select_logged("terminate", selector, now, living=True)
         for life in lives:
-            self._terminate(life, cause="operator")
-        self.state.advance(self.state.now)
+            self._nodes.terminate(life, cause="operator")
+        self._state.advance(self._state.now)
         return _ids(lives)
 
-    def forget(self, selector: str, now: datetime) -> list[str]:
+    def remove(self, selector: str, now: datetime) -> list[str]:
         """The node is gone at once: 404."""
-        lives = self._touch("forget", selector, now)
+        lives = self._select_logged("forget", selector, now)
         for life in lives:
-            self._vanish(life)
+            self._nodes.remove(life)
         return _ids(lives)
 
     def set_capacity(self, zone: str, accelerator: str, tier: str, amount: int | None, now: datetime) -> None:
@@ -85,44 +86,25 @@ class Actions(QueueLife):
 
         *accelerator*: a type, a generation, or empty for all of the zone. Raises: ConfigError: no such zone or tier.
         """
-        self.state.advance(now)
-        if zone not in self.config.zones or tier not in ("spot", "on-demand", "reserved"):
+        self._state.advance(now)
+        if zone not in self._state.config.zones or tier not in ("spot", "on-demand", "reserved"):
             raise ConfigError(f"no zone {zone} in this world, or {tier} is none of spot, on-demand, reserved")
-        pool = next(
-            (one for one in self.pools if (one.zone, one.accelerator, one.tier) == (zone, accelerator, tier)), None
-        )
-        if pool is None:
-            pool = Pool(zone, accelerator, tier, "nodes", None)
-            self.pools.append(pool)
-            self._adopt_claims(pool)
-        self._supplies.pop(id(pool), None)
-        self._set_amount(pool, amount)
-        self.state.advance(self.state.now)
-
-    def _adopt_claims(self, pool: Pool) -> None:
-        """Nodes that the new pool covers, and that no narrower one holds, count in it from now on."""
-        for life in self.state.nodes.values():
-            spec = life.record.spec
-            tier = "spot" if spec.is_preemptible else spec.tier
-            if life.doomed or life.killed or self.pool_of(life.path.zone, life.accelerator, tier) is not pool:
-                continue
-            self._release(life)
-            life.pool = pool
-            pool.claim(life.record.id, life.accelerator)
+        self._nodes.pools.set_capacity(zone, accelerator, tier, amount)
+        self._state.advance(self._state.now)
 
     def set_health(self, selector: str, health: int, now: datetime, description: str = "") -> list[str]:
         """Show any number, and a text beside it."""
-        lives = self._touch("set-health", selector, now, health=int(health))
+        lives = self._select_logged("set-health", selector, now, health=int(health))
         for life in lives:
-            self._set_health(life, health, description)
+            self._nodes.set_health(life, health, description)
         return _ids(lives)
 
     def set_state(self, selector: str, state: int, now: datetime) -> list[str]:
         """Show any number, unknown ones too; machines are not touched."""
-        lives = self._touch("set-state", selector, now, state=int(state))
+        lives = self._select_logged("set-state", selector, now, state=int(state))
         for life in lives:
-            self._set_state(life, state)
-            self.state.log_node(life, "shown", shown=int(state))
+            self._nodes.set_state(life, state)
+            self._state.log_node(life, "shown", shown=int(state))
         return _ids(lives)
 
     def show_unknown_fields(self, selector: str, now: datetime, *, on: bool = True, answers: bool = False) -> list[str]:
@@ -131,10 +113,10 @@ class Actions(QueueLife):
 
         `answers`: so does every answer of the API itself, until it is switched off.
         """
-        lives = self._touch("unknown-fields", selector, now, on=on, answers=answers)
-        self.unknown_fields = on and (answers or self.unknown_fields)
+        lives = self._select_logged("unknown-fields", selector, now, on=on, answers=answers)
+        self._state.unknown_fields = on and (answers or self._state.unknown_fields)
         for life in lives:
-            self.state.change(life, unknown_fields=on)
+            self._state.change(life, unknown_fields=on)
         queued = self._select_queued(selector)
         for one in queued:
             one.record = replace(one.record, unknown_fields=on)
@@ -142,27 +124,29 @@ class Actions(QueueLife):
 
     def fail_queued(self, selector: str, code: int, text: str, now: datetime) -> list[str]:
         """A late error: the queued resources become FAILED, their nodes are gone."""
-        queued = self._touch_queued("fail-queued", selector, now)
+        queued = self._select_queued_logged("fail-queued", selector, now)
         queued = [one for one in queued if one.record.state not in (QueueState.FAILED, QueueState.DELETING)]
         for one in queued:
-            self._fail_queued(one, (code, text))
+            self._queue.fail(one, (code, text))
         return [one.path.queued_id for one in queued]
 
     def set_queued_state(self, selector: str, state: int, now: datetime) -> list[str]:
         """Show any number, unknown ones too; nodes are not touched."""
-        queued = self._touch_queued("queued-state", selector, now, state=int(state))
+        queued = self._select_queued_logged("queued-state", selector, now, state=int(state))
         for one in queued:
-            self._set_queued(one, state)
+            self._queue.set_state(one, state)
         return [one.path.queued_id for one in queued]
 
     def _select_queued(self, selector: str) -> list[QueuedLife]:
-        return [life for path, life in sorted(self.queue.items()) if selector in ("*", path.queued_id, str(path))]
+        return [
+            life for path, life in sorted(self._state.queue.items()) if selector in ("*", path.queued_id, str(path))
+        ]
 
-    def _touch_queued(self, action: str, selector: str, now: datetime, **fields: object) -> list[QueuedLife]:
-        self.state.advance(now)
+    def _select_queued_logged(self, action: str, selector: str, now: datetime, **fields: object) -> list[QueuedLife]:
+        self._state.advance(now)
         queued = self._select_queued(selector)
         names = [one.record.name for one in queued]
-        self.state.log("operator", action=action, selector=selector, names=names, **fields)
+        self._state.log("operator", action=action, selector=selector, names=names, **fields)
         return queued
 
     def maintenance(
@@ -175,61 +159,48 @@ class Actions(QueueLife):
         restart: bool = False,
     ) -> list[str]:
         """`maintenance-event` and health tell of it for *duration*; `restart`: all workers reboot in the middle."""
-        lives = self._touch("maintenance", selector, now, living=True, text=event)
+        lives = self._select_logged("maintenance", selector, now, living=True, text=event)
         for life in lives:
-            self._set_attribute(life, MAINTENANCE_ATTRIBUTE, event)
-            self._set_health(life, Health.UNHEALTHY_MAINTENANCE, "The TPU is being maintained")
+            self._nodes.set_attribute(life, MAINTENANCE_ATTRIBUTE, event)
+            self._nodes.set_health(life, Health.UNHEALTHY_MAINTENANCE, MAINTENANCE_TEXT)
             if restart:
-                self._after(life, duration.total_seconds() / 2, self._rebooting(life))
-            self._after(life, duration.total_seconds(), self._ending_maintenance(life))
+                everyone = range(len(life.workers))
+                self._nodes.after(life, duration.total_seconds() / 2, partial(self._nodes.reboot, life, everyone))
+            self._nodes.after(life, duration.total_seconds(), partial(self._end_maintenance, life))
         return _ids(lives)
 
-    def _rebooting(self, life: NodeLife) -> Callable[[], None]:
-        def reboot() -> None:
-            for worker in life.workers:
-                if worker.up:
-                    self._kill_worker(life, worker)
-                    self._later(life, self.config.latencies.reboot, self._booting(life, worker))
-
-        return reboot
-
-    def _ending_maintenance(self, life: NodeLife) -> Callable[[], None]:
-        def end() -> None:
-            if not life.dead:
-                self._set_attribute(life, MAINTENANCE_ATTRIBUTE, NO_MAINTENANCE)
-                self._set_health(life, Health.HEALTHY)
-
-        return end
+    def _end_maintenance(self, life: NodeLife) -> None:
+        if not life.dead:
+            self._nodes.set_attribute(life, MAINTENANCE_ATTRIBUTE, NO_MAINTENANCE)
+            self._nodes.set_health(life, Health.HEALTHY)
 
     def lose_worker(self, selector: str, worker: int, now: datetime, *, silent: bool = False) -> list[str]:
         """One worker of a node dies (or falls silent); the API shows nothing."""
-        lives = self._touch("lose-worker", selector, now, living=True, worker=worker)
+        lives = self._select_logged("lose-worker", selector, now, living=True, worker=worker)
         lives = [life for life in lives if worker < len(life.workers)]
         for life in lives:
             chosen = life.workers[worker]
             if silent:
-                chosen.silent = True
-                self.state.tell(Silence(self.state.now, life.path, life.record.id, chosen.number))
+                self._nodes.silence_worker(life, chosen)
             else:
-                self._kill_worker(life, chosen)
+                self._nodes.kill_worker(life, chosen)
         return _ids(lives)
 
     def restore_worker(self, selector: str, worker: int, now: datetime) -> list[str]:
         """Boot it again, or let it answer again."""
-        lives = self._touch("restore-worker", selector, now, living=True, worker=worker)
+        lives = self._select_logged("restore-worker", selector, now, living=True, worker=worker)
         lives = [life for life in lives if worker < len(life.workers)]
         for life in lives:
             chosen = life.workers[worker]
             if chosen.up and chosen.silent:
-                chosen.silent = False
-                self.state.tell(Resume(self.state.now, life.path, life.record.id, chosen.number))
+                self._nodes.resume_worker(life, chosen)
             else:
-                self._boot(life, chosen)
+                self._nodes.boot(life, chosen)
         return _ids(lives)
 
     def stick_deleting(self, selector: str, now: datetime, *, repeats: int = 1) -> list[str]:
         """The current or next delete hangs in DELETING until DeleteNode was called *repeats* more times."""
-        lives = self._touch("stick-deleting", selector, now)
+        lives = self._select_logged("stick-deleting", selector, now)
         for life in lives:
             life.stuck_repeats = repeats
         return _ids(lives)
@@ -240,18 +211,18 @@ class Actions(QueueLife):
 
         Raises: ConfigError: another kind, or a zone outage without a zone of this world.
         """
-        self.state.advance(now)
-        if kind not in OUTAGE_KINDS or (kind == "zone" and zone not in self.config.zones):
+        self._state.advance(now)
+        if kind not in OUTAGE_KINDS or (kind == "zone" and zone not in self._state.config.zones):
             raise ConfigError(f"an outage is one of {', '.join(OUTAGE_KINDS)}, and of a zone only if it is named")
-        start = self.state.now
-        self.fates.add_outage(ActiveOutage(kind, zone, start, start + duration, seconds))
-        self.state.log("operator", action="outage", outage=kind, zone=zone, seconds=duration.total_seconds())
+        start = self._state.now
+        self._fates.add_outage(ActiveOutage(kind, zone, start, start + duration, seconds))
+        self._state.log("operator", action="outage", outage=kind, zone=zone, seconds=duration.total_seconds())
 
     def end_outages(self, now: datetime) -> None:
         """Everything answers again."""
-        self.state.advance(now)
-        self.fates.end_outages()
-        self.state.log("operator", action="end-outages")
+        self._state.advance(now)
+        self._fates.end_outages()
+        self._state.log("operator", action="end-outages")
 
     def reconfigure(self, config: WorldConfig, now: datetime) -> None:
         """
@@ -259,68 +230,68 @@ class Actions(QueueLife):
 
         Quotas can only be lifted (when *config* has none). Capacity is not touched: see `set_capacity`.
         """
-        self.state.advance(now)
-        self.config = config
-        self.fates.reconfigure(config)
+        self._state.advance(now)
+        self._state.config = config
+        self._fates.reconfigure(config)
         if not config.quotas:
-            self.quota.lift()
-        self.state.log("operator", action="reconfigure")
+            self._state.quota.lift()
+        self._state.log("operator", action="reconfigure")
 
     # --- orders for the next call
 
     def fail_next_create(self, code: int, text: str, *, in_operation: bool = True, zone: str = "") -> None:
         """The next create (in *zone*, or anywhere) fails so: in its operation, or in the call without any effect."""
         if in_operation:
-            self._next_create_errors.append((zone, (code, text)))
+            self._nodes.next_create_errors.append((zone, (code, text)))
         else:
             self.fail_next("CreateNode", code, text)
 
-    def forget_orders(self, method: str = "") -> None:
-        """What was ordered for next calls (of *method*, or of all) and creates, and has not come yet, will not come."""
-        self.fates.forget_orders(method)
+    def cancel_orders(self, method: str = "") -> None:
+        """Drop the orders for next calls (of *method*, or of all calls and creates) that have not been used yet."""
+        self._fates.cancel_orders(method)
         if method:
             return
-        self._next_create_errors.clear()
-        self._next_missing.clear()
+        self._nodes.next_create_errors.clear()
+        self._nodes.next_missing.clear()
 
     def miss_worker(self, worker: int = -1, *, zone: str = "") -> None:
         """The next node created lacks this worker for ever (-1: the last)."""
-        self._next_missing.append((zone, worker))
+        self._nodes.next_missing.append((zone, worker))
 
     def lose_next_answer(self, method: str, *, applied: bool = True, code: int = texts.UNAVAILABLE) -> None:
         """The next call of *method* gets no answer; `applied`: it took effect nevertheless."""
-        self.fates.order(method, ApiError(code, texts.lost().message), applied=applied)
+        self._fates.order(method, ApiError(code, texts.lost().message), applied=applied)
 
     def delay_next(self, method: str, seconds: float) -> None:
         """The next call of *method* takes effect only after so long, whether or not its caller still waits."""
-        self.fates.order_late(method, seconds)
+        self._fates.order_late(method, seconds)
 
     def fail_next(self, method: str, code: int, text: str) -> None:
         """The next call of *method* is answered with this error and has no effect."""
-        self.fates.order(method, ApiError(code, text), applied=False)
+        self._fates.order(method, ApiError(code, text), applied=False)
 
     # --- what machines report
 
     def set_guest_attribute(self, name: str, worker: int, namespace: str, key: str, value: str) -> None:
         """For example `hostkeys`, `ssh-ed25519` and the key. Ignored when the node is gone."""
-        life = self.state.nodes.get(parse_node_path(name))
+        life = self._state.nodes.get(parse_node_path(name))
         if life is not None and 0 <= worker < len(life.workers):
             told = life.workers[worker]
             told.guest[namespace, key] = value
-            told.guest_since = told.guest_since or self.state.now
+            told.guest_since = told.guest_since or self._state.now
 
     def note(self, event: str, now: datetime, **fields: object) -> None:
         """A machine's word for the audit log: `run-started`, `run-ended` with token=, name= (the node's), worker=."""
-        self.state.advance(now)
-        self.state.log("note", event=event, **fields)
+        self._state.advance(now)
+        self._state.log("note", event=event, **fields)
 
-    def _touch(
+    def _select_logged(
         self, action: str, selector: str, now: datetime, *, living: bool = False, **fields: object
     ) -> list[NodeLife]:
-        self.state.advance(now)
+        self._state.advance(now)
         lives = self.select(selector, living=living)
         names = [life.record.name for life in lives]
-        self.state.log("operator", action=action, selector=selector, names=names, **fields)
+        self._state.log("operator", action=action, selector=selector, names=names, **fields)
         return lives
 
 

@@ -1,9 +1,9 @@
 """
 The life of a queued resource: from CREATING through the wait for capacity to ACTIVE, and how it ends.
 
-Its nodes live as others do (`life`, `ending`); what happens to them moves the resource (`_moved`). What a caller may
-ask is in `queue_calls`. A preempted resource goes SUSPENDING, its nodes are deleted, and the SUSPENDED shell stays
-until somebody deletes it.
+Its nodes live as others do (`life`); each change of one of them may move the resource (`node_changed`). Requests come
+in through `queued_calls`. A preempted resource goes SUSPENDING, its nodes are deleted, and the SUSPENDED shell stays
+until it is deleted.
 """
 
 from __future__ import annotations
@@ -17,12 +17,10 @@ from typing import Any
 from tpucare.model.accelerators import Accelerator
 from tpucare.model.resources import NodeState
 from tpucare.testbed.emulator.world import error_texts as texts
-from tpucare.testbed.emulator.world.capacity import Pool, units
-from tpucare.testbed.emulator.world.config import WorldConfig
+from tpucare.testbed.emulator.world.capacity import CAPACITY_TIERS, Pool, units
 from tpucare.testbed.emulator.world.error_texts import Status
 from tpucare.testbed.emulator.world.latency import Latency
-from tpucare.testbed.emulator.world.life import Life
-from tpucare.testbed.emulator.world.machinery import CAPACITY_TIERS
+from tpucare.testbed.emulator.world.life import NodeLifecycle
 from tpucare.testbed.emulator.world.queued_records import (
     WAITING,
     Initiator,
@@ -33,118 +31,118 @@ from tpucare.testbed.emulator.world.queued_records import (
     QueueState,
 )
 from tpucare.testbed.emulator.world.records import OperationRecord
-from tpucare.testbed.emulator.world.state import NodeLife
+from tpucare.testbed.emulator.world.state import NodeLife, State
 
 LOST_STATES = frozenset({NodeState.PREEMPTED, NodeState.TERMINATED})
 """States of a node that end the resource it belongs to."""
 
 
-class QueueLife(Life):
-    """Queued resources, and all that moves them."""
+class QueuedLifecycle:
+    """Moves every queued resource of a world, and makes and removes its nodes."""
 
-    def __init__(self, config: WorldConfig, *, seed: int, start: datetime) -> None:
-        super().__init__(config, seed=seed, start=start)
-        self.queue: dict[QueuedPath, QueuedLife] = {}
-        self._queue_rng = self.state.stream("queue")
+    def __init__(self, state: State, nodes: NodeLifecycle) -> None:
+        self._state, self._nodes = state, nodes
+        self._rng = state.stream("queue")
+        nodes.owner = self
 
     # --- waiting
 
-    def _enqueue(self, record: QueuedRecord, planned: Sequence[Planned]) -> OperationRecord:
+    def create(self, record: QueuedRecord, planned: Sequence[Planned]) -> OperationRecord:
         """A create was accepted. Its operation ends in seconds and says nothing about capacity."""
-        operation = self.state.open_operation_on("create", record.path.parent, record.name)
+        operation = self._state.open_operation_on("create", record.path.parent, record.name)
         life = QueuedLife(record, tuple(planned), operation.name)
-        self.queue[record.path] = life
-        self._log_queued(life, "created", nodes=[str(one.path) for one in planned])
-        self._queue_later(life, self.config.queue.accept, lambda: self._accept(life))
+        self._state.queue[record.path] = life
+        self._log(life, "created", nodes=[str(one.path) for one in planned])
+        self._later(life, self._state.config.queue.accept, lambda: self._accept(life))
         return operation
 
     def _accept(self, life: QueuedLife) -> None:
         if life.record.state != QueueState.CREATING:
             return
-        self._wait_for_resources(life)
-        self.state.close_operation(life.create_operation, response=life.record)
+        self._begin_waiting(life)
+        self._close(life.create_operation, life)
 
-    def _wait_for_resources(self, life: QueuedLife) -> None:
-        settings, rng = self.config.queue, self._queue_rng
+    def _begin_waiting(self, life: QueuedLife) -> None:
+        settings, rng = self._state.config.queue, self._rng
         self._free_quota(life)
         life.tries += 1
         life.begun_at = None
         old = rng.random() < settings.old_name_share
-        self._set_queued(life, QueueState.ACCEPTED if old else QueueState.WAITING_FOR_RESOURCES)
+        self.set_state(life, QueueState.ACCEPTED if old else QueueState.WAITING_FOR_RESOURCES)
         life.lingers = rng.random() < settings.expired_lingers
         attempt, created = life.tries, life.record.create_time
         if (end := life.record.spec.validity.end(created)) is not None:
-            self._queue_at(life, end, lambda: self._expire(life, attempt))
-        grant = self.state.now + timedelta(seconds=settings.grant.draw(rng))
+            self._at(life, end, lambda: self._expire(life, attempt))
+        grant = self._state.now + timedelta(seconds=settings.grant.draw(rng))
         begin = life.record.spec.validity.begin(created) or grant
-        self._queue_at(life, max(grant, begin), lambda: self._look(life, attempt))
+        self._at(life, max(grant, begin), lambda: self._provision_if_room(life, attempt))
 
     def _expire(self, life: QueuedLife, attempt: int) -> None:
         """`valid_until` has passed; it may linger as if it still waited."""
         if life.tries == attempt and life.record.state in WAITING:
             life.tries += 1
             if not life.lingers:
-                self._fail_queued(life, texts.queue_expired())
+                self.fail(life, texts.queue_expired())
 
-    def _look(self, life: QueuedLife, attempt: int) -> None:
-        """Is there room for all its nodes together? If not, look again later."""
+    def _provision_if_room(self, life: QueuedLife, attempt: int) -> None:
+        """Make its nodes if there is room for all of them together; if not, try again later."""
         if life.tries != attempt or life.record.state not in WAITING:
             return
-        taken = next((one for one in life.planned if one.path in self.state.nodes), None)
+        taken = next((one for one in life.planned if one.path in self._state.nodes), None)
         if taken is not None:
-            self._fail_queued(life, (texts.ALREADY_EXISTS, texts.already_exists(taken.path).message))
+            self.fail(life, (texts.ALREADY_EXISTS, texts.already_exists(taken.path).message))
             return
-        error = self._over_quota(life)
-        if error is not None and not self.config.queue.quota_waits:
-            self._fail_queued(life, error)
+        error = self._quota_error(life)
+        if error is not None and not self._state.config.queue.quota_waits:
+            self.fail(life, error)
         elif error is None and self._fits(life):
             self._provision(life)
         else:
-            self._queue_after(life, self.config.queue.look_every, lambda: self._look(life, attempt))
+            self._after(life, self._state.config.queue.look_every, lambda: self._provision_if_room(life, attempt))
 
     def _fits(self, life: QueuedLife) -> bool:
         need: Counter[int] = Counter()
         pools: dict[int, Pool] = {}
         for one in life.planned:
-            pool = self.pool_of(one.path.zone, one.accelerator, CAPACITY_TIERS[one.spec.tier])
+            pool = self._nodes.pools.pool_of(one.path.zone, one.accelerator, CAPACITY_TIERS[one.spec.tier])
             if pool is not None:
                 pools[id(pool)] = pool
                 need[id(pool)] += units(pool.unit, one.accelerator)
         return all(pool.capacity is None or pool.used + need[key] <= pool.capacity for key, pool in pools.items())
 
-    def _over_quota(self, life: QueuedLife) -> Status | None:
+    def _quota_error(self, life: QueuedLife) -> Status | None:
         """The refusal that its nodes together would meet, if any."""
         booked: list[Planned] = []
         error: Status | None = None
         for one in life.planned:
             tier = CAPACITY_TIERS[one.spec.tier]
-            exceeded = self.quota.exceeded(one.path.project, one.path.zone, one.accelerator, tier)
+            exceeded = self._state.quota.exceeded(one.path.project, one.path.zone, one.accelerator, tier)
             if exceeded:
                 error = (texts.RESOURCE_EXHAUSTED, texts.quota(exceeded, one.path.project).message)
                 break
-            self.quota.add(one.path.project, one.path.zone, one.accelerator, tier)
+            self._state.quota.add(one.path.project, one.path.zone, one.accelerator, tier)
             booked.append(one)
         for one in booked:
-            self.quota.remove(one.path.project, one.path.zone, one.accelerator, CAPACITY_TIERS[one.spec.tier])
+            self._state.quota.remove(one.path.project, one.path.zone, one.accelerator, CAPACITY_TIERS[one.spec.tier])
         return error
 
     # --- provisioning
 
     def _provision(self, life: QueuedLife) -> None:
-        life.begun_at = self.state.now
-        self._set_queued(life, QueueState.PROVISIONING)
+        life.begun_at = self._state.now
+        self.set_state(life, QueueState.PROVISIONING)
         for one in life.planned:
-            self._begin_planned(life, one)
+            self._create_node(life, one)
 
-    def _begin_planned(self, life: QueuedLife, one: Planned) -> None:
-        operation = self._begin(one.path, one.spec, one.accelerator, queued_resource=life.record.name)
+    def _create_node(self, life: QueuedLife, one: Planned) -> None:
+        operation = self._nodes.create(one.path, one.spec, one.accelerator, queued_resource=life.record.name)
         if one.multislice:
-            self.state.change(self.state.nodes[one.path], multislice=True)
-        # Nobody was told the name of this operation.
-        self.state.operations.pop(operation.name, None)
+            self._state.change(self._state.nodes[one.path], multislice=True)
+        # The API never shows this operation: no caller has its name.
+        self._state.operations.pop(operation.name, None)
 
-    def _moved(self, life: NodeLife) -> None:
-        """A node's state changed, or it is gone."""
+    def node_changed(self, life: NodeLife) -> None:
+        """The state of a node changed, or the node is gone: its resource may follow."""
         owner = self._owner(life)
         if owner is None:
             return
@@ -153,28 +151,28 @@ class QueueLife(Life):
             if life.deleting or node_state in LOST_STATES:
                 self._suspend(owner, Initiator.USER if life.deleting else Initiator.SERVICE)
             elif life.gone:
-                self._retry(owner, life)
+                self._retry_node(owner, life)
             elif all(self._is_ready(one) for one in owner.planned):
-                self._set_queued(owner, QueueState.ACTIVE)
+                self.set_state(owner, QueueState.ACTIVE)
         elif state == QueueState.ACTIVE and (life.gone or life.deleting or node_state in LOST_STATES):
             self._suspend(owner, Initiator.USER if life.deleting else Initiator.SERVICE)
         elif state == QueueState.DELETING:
-            self._end_queued_if_due(owner)
+            self._remove_if_due(owner)
 
     def _owner(self, life: NodeLife) -> QueuedLife | None:
         name = life.record.queued_resource
         if not name:
             return None
-        found = self.queue.get(QueuedPath(life.path.project, life.path.zone, name.rpartition("/")[2]))
+        found = self._state.queue.get(QueuedPath(life.path.project, life.path.zone, name.rpartition("/")[2]))
         return found if found is not None and not found.gone else None
 
-    def _megascale(self, life: NodeLife) -> dict[str, str]:
+    def megascale_variables(self, life: NodeLife) -> dict[str, str]:
         """Slices are numbered in the order of their names' numbers; the first worker of the first one coordinates."""
         owner = self._owner(life)
         slices = [one.path for one in owner.planned if one.multislice] if owner is not None else []
         if life.path not in slices:
             return {}
-        first = self.state.nodes.get(slices[0], life)
+        first = self._state.nodes.get(slices[0], life)
         return {
             "MEGASCALE_COORDINATOR_ADDRESS": first.workers[0].address,
             "MEGASCALE_NUM_SLICES": str(len(slices)),
@@ -182,13 +180,13 @@ class QueueLife(Life):
         }
 
     def _is_ready(self, one: Planned) -> bool:
-        life = self.state.nodes.get(one.path)
+        life = self._state.nodes.get(one.path)
         return life is not None and life.record.state == NodeState.READY
 
-    def _retry(self, life: QueuedLife, node: NodeLife) -> None:
+    def _retry_node(self, life: QueuedLife, node: NodeLife) -> None:
         """A create that failed is tried again by the service itself, for a while."""
         planned = next((one for one in life.planned if one.path == node.path), None)
-        attempt, since = life.tries, life.begun_at or self.state.now
+        attempt, since = life.tries, life.begun_at or self._state.now
         if planned is None:
             return
 
@@ -196,30 +194,44 @@ class QueueLife(Life):
             if (
                 life.tries != attempt
                 or life.record.state != QueueState.PROVISIONING
-                or planned.path in self.state.nodes
+                or planned.path in self._state.nodes
             ):
                 return
-            if self.state.now > since + timedelta(seconds=self.config.queue.retry_for):
-                self._fail_queued(life, texts.stockout(life.path.zone))
+            if self._state.now > since + timedelta(seconds=self._state.config.queue.retry_for):
+                self.fail(life, texts.stockout(life.path.zone))
             else:
-                self._begin_planned(life, planned)
+                self._create_node(life, planned)
 
-        self._queue_later(life, self.config.queue.retry_every, again)
+        self._later(life, self._state.config.queue.retry_every, again)
 
-    def _fail_queued(self, life: QueuedLife, error: Status) -> None:
+    def fail(self, life: QueuedLife, error: Status) -> None:
         life.tries += 1
-        self._set_queued(life, QueueState.FAILED, error=error)
+        self.set_state(life, QueueState.FAILED, error=error)
         self._remove_nodes(life)
         self._hold_quota(life)
 
-    # --- suspension
+    # --- suspension, reset, maintenance
+
+    def begin_reset(self, life: QueuedLife) -> OperationRecord:
+        """All its nodes go, and it waits again."""
+        operation = self._state.open_operation_on("reset", life.path.parent, life.record.name)
+        life.resetting = operation.name
+        self._suspend(life, Initiator.USER)
+        return operation
+
+    def begin_maintenance(self, life: QueuedLife) -> OperationRecord:
+        """The operation on the resource; its nodes have operations of their own."""
+        state = self._state
+        operation = state.open_operation_on("performMaintenance", life.path.parent, life.record.name)
+        self._later(life, state.config.latencies.update, lambda: self._close(operation.name, life))
+        return operation
 
     def _suspend(self, life: QueuedLife, initiator: Initiator) -> None:
         """All its nodes go, and the shell stays."""
         life.tries += 1
-        self._set_queued(life, QueueState.SUSPENDING, initiator=initiator)
+        self.set_state(life, QueueState.SUSPENDING, initiator=initiator)
         attempt = life.tries
-        self._queue_later(life, self.config.queue.suspend, lambda: self._end_suspension(life, attempt))
+        self._later(life, self._state.config.queue.suspend, lambda: self._end_suspension(life, attempt))
 
     def _end_suspension(self, life: QueuedLife, attempt: int) -> None:
         if life.tries != attempt or life.record.state != QueueState.SUSPENDING:
@@ -227,29 +239,29 @@ class QueueLife(Life):
         self._remove_nodes(life)
         if life.resetting:
             operation, life.resetting = life.resetting, ""
-            self._wait_for_resources(life)
-            self.state.close_operation(operation, response=life.record)
+            self._begin_waiting(life)
+            self._close(operation, life)
         else:
-            self._set_queued(life, QueueState.SUSPENDED, initiator=life.record.initiator)
+            self.set_state(life, QueueState.SUSPENDED, initiator=life.record.initiator)
             self._hold_quota(life)
 
     def _remove_nodes(self, life: QueuedLife) -> None:
-        for node in self._nodes_of(life):
-            self._vanish(node)
+        for node in self.nodes_of(life):
+            self._nodes.remove(node)
 
-    def _nodes_of(self, life: QueuedLife) -> list[NodeLife]:
-        found = (self.state.nodes.get(one.path) for one in life.planned)
+    def nodes_of(self, life: QueuedLife) -> list[NodeLife]:
+        found = (self._state.nodes.get(one.path) for one in life.planned)
         return [node for node in found if node is not None and node.record.queued_resource == life.record.name]
 
     def _hold_quota(self, life: QueuedLife) -> None:
-        if self.config.queue.shells_hold_quota and not life.shell:
+        if self._state.config.queue.shells_hold_quota and not life.shell:
             life.shell = True
-            self._book(life, self.quota.add)
+            self._book(life, self._state.quota.add)
 
     def _free_quota(self, life: QueuedLife) -> None:
         if life.shell:
             life.shell = False
-            self._book(life, self.quota.remove)
+            self._book(life, self._state.quota.remove)
 
     def _book(self, life: QueuedLife, act: Callable[[str, str, Accelerator, str], None]) -> None:
         for one in life.planned:
@@ -257,61 +269,65 @@ class QueueLife(Life):
 
     # --- deletion
 
-    def _begin_delete_queued(self, life: QueuedLife) -> OperationRecord:
+    def begin_delete(self, life: QueuedLife) -> OperationRecord:
         life.tries += 1
-        operation = self.state.open_operation_on("delete", life.path.parent, life.record.name)
+        operation = self._state.open_operation_on("delete", life.path.parent, life.record.name)
         life.delete_operations.append(operation.name)
-        self.state.close_operation(life.create_operation, error=texts.deleted_meanwhile())
-        if self._queue_rng.random() < self.config.faults.delete_stuck:
+        self._state.close_operation(life.create_operation, error=texts.deleted_meanwhile())
+        if self._rng.random() < self._state.config.faults.delete_stuck:
             life.stuck_repeats = 1
-        self._set_queued(life, QueueState.DELETING)
-        for node in self._nodes_of(life):
+        self.set_state(life, QueueState.DELETING)
+        for node in self.nodes_of(life):
             if not node.deleting:
-                self._begin_delete(node)
-        self._queue_later(life, self.config.queue.delete, lambda: self._delete_is_due(life))
+                self._nodes.begin_delete(node)
+        self._later(life, self._state.config.queue.delete, lambda: self._delete_is_due(life))
         return operation
 
-    def _repeat_delete_queued(self, life: QueuedLife) -> OperationRecord:
-        operation = self.state.open_operation_on("delete", life.path.parent, life.record.name)
+    def repeat_delete(self, life: QueuedLife) -> OperationRecord:
+        operation = self._state.open_operation_on("delete", life.path.parent, life.record.name)
         life.delete_operations.append(operation.name)
         life.stuck_repeats = max(0, life.stuck_repeats - 1)
-        self._queue_later(life, self.config.queue.delete, lambda: self._end_queued_if_due(life))
+        self._later(life, self._state.config.queue.delete, lambda: self._remove_if_due(life))
         return operation
 
     def _delete_is_due(self, life: QueuedLife) -> None:
         life.delete_due = True
-        self._end_queued_if_due(life)
+        self._remove_if_due(life)
 
-    def _end_queued_if_due(self, life: QueuedLife) -> None:
+    def _remove_if_due(self, life: QueuedLife) -> None:
         """404 from now on, once its nodes are gone."""
-        if life.gone or not life.delete_due or life.stuck_repeats or self._nodes_of(life):
+        if life.gone or not life.delete_due or life.stuck_repeats or self.nodes_of(life):
             return
         life.gone = True
-        del self.queue[life.path]
+        del self._state.queue[life.path]
         self._free_quota(life)
-        self._log_queued(life, "gone")
+        self._log(life, "gone")
         for name in life.delete_operations:
-            self.state.close_operation(name, response=life.record)
+            self._close(name, life)
         if life.resetting:
-            self.state.close_operation(life.resetting, error=texts.gone_meanwhile(life.record.name))
+            self._state.close_operation(life.resetting, error=texts.gone_meanwhile(life.record.name))
 
     # --- small steps
 
-    def _set_queued(
+    def _close(self, operation: str, life: QueuedLife) -> None:
+        """End an operation with the resource as it is by now."""
+        self._state.close_operation(operation, response=life.record)
+
+    def set_state(
         self, life: QueuedLife, state: int, *, initiator: int = Initiator.UNSPECIFIED, error: Status | None = None
     ) -> None:
         life.record = replace(life.record, state=int(state), initiator=int(initiator), error=error)
-        self._log_queued(life, "state", **({"code": error[0], "message": error[1]} if error else {}))
+        self._log(life, "state", **({"code": error[0], "message": error[1]} if error else {}))
 
-    def _log_queued(self, life: QueuedLife, event: str, **fields: Any) -> None:
-        self.state.log("queued", event=event, name=life.record.name, state=int(life.record.state), **fields)
+    def _log(self, life: QueuedLife, event: str, **fields: Any) -> None:
+        self._state.log("queued", event=event, name=life.record.name, state=int(life.record.state), **fields)
 
-    def _queue_at(self, life: QueuedLife, when: datetime, step: Callable[[], None]) -> None:
+    def _at(self, life: QueuedLife, when: datetime, step: Callable[[], None]) -> None:
         """Schedule a step of a resource's life, which does nothing once it is gone."""
-        self.state.timeline.at(when, lambda: None if life.gone else step())
+        self._state.timeline.at(when, lambda: None if life.gone else step())
 
-    def _queue_after(self, life: QueuedLife, seconds: float, step: Callable[[], None]) -> None:
-        self._queue_at(life, self.state.now + timedelta(seconds=seconds), step)
+    def _after(self, life: QueuedLife, seconds: float, step: Callable[[], None]) -> None:
+        self._at(life, self._state.now + timedelta(seconds=seconds), step)
 
-    def _queue_later(self, life: QueuedLife, latency: Latency, step: Callable[[], None]) -> None:
-        self._queue_after(life, latency.draw(self._queue_rng), step)
+    def _later(self, life: QueuedLife, latency: Latency, step: Callable[[], None]) -> None:
+        self._after(life, latency.draw(self._rng), step)

@@ -1,7 +1,7 @@
 """
 The state of a world: its instant, what is scheduled, nodes, listings, operations, addresses, and the audit log.
 
-Mechanics only; when and why something happens is decided in `life`, `calls` and `actions`.
+Mechanics only; `life`, `queued_life`, `calls` and `operator` decide when and why something happens.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from typing import Any
 
 from tpucare.model.accelerators import Accelerator
 from tpucare.model.errors import ConfigError
-from tpucare.testbed.emulator.world.capacity import Pool
+from tpucare.testbed.emulator.world.capacity import Pool, QuotaBook
+from tpucare.testbed.emulator.world.config import WorldConfig
 from tpucare.testbed.emulator.world.machine_effects import MachineEffect
+from tpucare.testbed.emulator.world.queued_records import QueuedLife, QueuedPath
 from tpucare.testbed.emulator.world.records import (
     AddressPair,
     GuestAttribute,
@@ -74,7 +76,6 @@ class NodeLife:
     gone: bool = False
     deleting: bool = False
     stopped: bool = False
-    was_ready: bool = False
     stuck_repeats: int = 0
     delete_due: bool = False
     delete_operations: list[str] = field(default_factory=list)
@@ -84,6 +85,11 @@ class NodeLife:
     @property
     def path(self) -> NodePath:
         return self.record.path
+
+    def release_capacity(self) -> None:
+        """Give its share of the pool back; harmless when it has none."""
+        if self.pool is not None:
+            self.pool.release(self.record.id)
 
     @property
     def is_any_up(self) -> bool:
@@ -219,21 +225,31 @@ class AddressPool:
 
 
 class State:
-    """Everything that a world remembers."""
+    """
+    Everything that a world remembers, shared by all its parts.
 
-    def __init__(self, start: datetime, seed: int, network: str, operation_kept: timedelta) -> None:
+    config:         by which everything is drawn from now on; the operator may replace it
+    unknown_fields: every answer of the API bears fields that no package knows
+    """
+
+    def __init__(self, config: WorldConfig, start: datetime, seed: int) -> None:
+        """Raises: ConfigError: *config* has an unreadable network."""
+        self.config = config
+        self.unknown_fields = False
         self.timeline = Timeline(start)
         self.nodes: dict[NodePath, NodeLife] = {}
         self.by_id: dict[int, NodeLife] = {}
+        self.queue: dict[QueuedPath, QueuedLife] = {}
         self.listings: dict[str, Listings] = {}
         self.operations: dict[str, OperationRecord] = {}
-        self.addresses = AddressPool(network)
+        self.addresses = AddressPool(config.addresses.network)
+        self.quota = QuotaBook(config.quotas)
         self.effects: list[MachineEffect] = []
         self.records: list[AuditRecord] = []
         self.keep_records = True
         self.on_record: Callable[[AuditRecord], None] | None = None
         self._seed = seed
-        self._operation_kept = operation_kept
+        self._operation_kept = timedelta(seconds=config.latencies.operation_kept)
         self._ended: deque[tuple[datetime, str]] = deque()
         self._ids = self.stream("ids")
 
@@ -260,8 +276,8 @@ class State:
         record = life.record
         self.log("node", event=event, name=record.name, id=record.id, state=int(record.state), **fields)
 
-    def tell(self, effect: MachineEffect) -> None:
-        """Hand an effect to the machines, and log it."""
+    def order_effect(self, effect: MachineEffect) -> None:
+        """Queue an effect for the machines, and log it."""
         self.effects.append(effect)
         kind = type(effect).__name__.lower()
         fields: dict[str, object] = {"name": str(effect.path), "id": effect.node_id}

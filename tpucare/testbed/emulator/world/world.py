@@ -1,17 +1,14 @@
 """
-The rules of the emulated cloud: one door to everything a caller, a machine or an operator can do.
+The emulated cloud: its parts, put together, and the passing of its time.
 
 No threads, no clock, no I/O: time is an argument of every call, chance comes from the seed. The same seed with the
-same calls at the same instants gives the same history, byte for byte. Whoever carries it (a server, a virtual clock)
-supplies the lock, the waiting and the machines.
+same calls at the same instants gives the same history, byte for byte. The caller (a server, a virtual clock) supplies
+the lock, the waiting and the machines.
 
-    fate = world.fate("CreateNode", name, now)      # then wait fate.before_seconds
-    operation = world.create_node(parent, node_id, spec, now, fate)
-    effects = world.take_effects()                  # for the machines, in order
-    world.next_event_at()                           # when to advance() next, if nobody calls before
-
-The API is in `gate`, `calls` and `queue_calls`, the operator's hand in `actions`, what happens by itself in `life`,
-`ending` and `queue_life`.
+    fate = world.calls.fate("CreateNode", name, now)      # then wait fate.before_seconds
+    operation = world.api.create_node(parent, node_id, spec, now, fate)
+    effects = world.take_effects()                        # for the machines, in order
+    world.next_event_at()                                 # when to advance() next, if no call comes before
 """
 
 from __future__ import annotations
@@ -19,43 +16,60 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from datetime import datetime
 
+from tpucare.testbed.emulator.world.calls import CallPath, NodeApi
 from tpucare.testbed.emulator.world.config import WorldConfig
+from tpucare.testbed.emulator.world.faults import Fates
+from tpucare.testbed.emulator.world.life import NodeLifecycle
 from tpucare.testbed.emulator.world.machine_effects import MachineEffect
-from tpucare.testbed.emulator.world.operator import Actions
-from tpucare.testbed.emulator.world.queued_calls import QueueCalls
+from tpucare.testbed.emulator.world.operator import Operator
+from tpucare.testbed.emulator.world.queued_calls import QueuedApi
+from tpucare.testbed.emulator.world.queued_life import QueuedLifecycle
 from tpucare.testbed.emulator.world.queued_records import QueuedRecord
-from tpucare.testbed.emulator.world.records import NodeRecord, parse_node_path
-from tpucare.testbed.emulator.world.state import AuditRecord
+from tpucare.testbed.emulator.world.records import NodeRecord
+from tpucare.testbed.emulator.world.state import AuditRecord, State
 
 
-class World(QueueCalls, Actions):
+class World:
     """
-    The emulated cloud. Every method that takes `now` first plays what was due until then.
+    The parts of one emulated cloud, which share one `state`.
 
-    API methods raise ApiError. `fate` is what `World.fate` gave for this call (peer, latency, lost answer: for the
-    audit log); leave it out in tests that want no faults.
+    lifecycle:  what happens to nodes, and the capacity they live on     queue: the same for queued resources
+    calls:      the way of every call of the API: faults, permissions, rate limits, the audit log
+    api:        the methods for nodes and operations     queued_api: those for queued resources
+    operator:   what a test, a demo or `tpucare emulator ACTION` may do to the cloud
+
+    Every method that takes `now` first plays what was due until then. API methods raise ApiError. `fate` is what
+    `calls.fate` gave for this call (peer, latency, lost answer: for the audit log); leave it out in tests that want
+    no faults.
     """
 
     def __init__(self, config: WorldConfig, *, seed: int, start: datetime) -> None:
         """Raises: ConfigError: an unreadable trace or network in *config*."""
-        super().__init__(config, seed=seed, start=start)
+        self.state = State(config, start, seed)
+        fates = Fates(config, self.state.stream("fates"), start)
+        self.lifecycle = NodeLifecycle(self.state)
+        self.queue = QueuedLifecycle(self.state, self.lifecycle)
+        self.calls = CallPath(self.state, fates)
+        self.api = NodeApi(self.state, self.calls, self.lifecycle)
+        self.queued_api = QueuedApi(self.state, self.calls, self.lifecycle, self.queue)
+        self.operator = Operator(self.state, fates, self.lifecycle, self.queue)
 
     def advance(self, now: datetime) -> None:
         """Play everything scheduled up to *now*, in order. An instant before the last one counts as the last one."""
         self.state.advance(now)
 
     def next_event_at(self) -> datetime | None:
-        """Instant of the next thing that may happen by itself; None when nothing is scheduled."""
+        """Instant of the next scheduled event; None when nothing is scheduled."""
         return self.state.timeline.next_at()
 
     def take_effects(self) -> list[MachineEffect]:
-        """What machines must do since the last call, in order."""
+        """The effects for the machines since the last call, in order."""
         effects, self.state.effects = self.state.effects, []
         return effects
 
     @property
     def now(self) -> datetime:
-        """The last instant that this world was brought to."""
+        """The instant that this world has reached."""
         return self.state.now
 
     @property
@@ -78,9 +92,4 @@ class World(QueueCalls, Actions):
 
     def queued_resources(self) -> list[QueuedRecord]:
         """Every queued resource that exists, in the order of listings."""
-        return [life.record for _, life in sorted(self.queue.items())]
-
-    def expected_workers(self, name: str) -> int:
-        """How many hosts a node has, 0 when it is gone."""
-        life = self.state.nodes.get(parse_node_path(name))
-        return len(life.workers) if life is not None else 0
+        return [life.record for _, life in sorted(self.state.queue.items())]
