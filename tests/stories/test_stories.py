@@ -655,7 +655,7 @@ def test_a_foreign_node_that_was_listed_before_its_slot_was_declared_is_known_to
     """
     daemon.care_for("other")
     spec = NodeSpec(accelerator_type="v3-32", runtime_version="tpu-ubuntu2204-base", spot=True)
-    daemon.zone.world.create_node(f"projects/my-project/locations/{US}", "pod-0-a0", spec, daemon.clock.true_now())
+    daemon.zone.world.api.create_node(f"projects/my-project/locations/{US}", "pod-0-a0", spec, daemon.clock.true_now())
     daemon.run(minutes=15)
     daemon.care_for("pod")
     daemon.run(minutes=15)
