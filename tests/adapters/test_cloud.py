@@ -285,7 +285,7 @@ def test_the_clock_of_the_cloud_runs_on_between_answers() -> None:
     seconds = [100.0]
     clock = CloudClock(lambda: seconds[0])
     assert clock.now() is None
-    clock.hear(datetime(2026, 3, 1, tzinfo=UTC))
+    clock.set(datetime(2026, 3, 1, tzinfo=UTC))
     seconds[0] += 90
     assert clock.now() == datetime(2026, 3, 1, 0, 1, 30, tzinfo=UTC)
 

@@ -33,16 +33,16 @@ def test_key_of_a_resource_name() -> None:
 def test_a_project_number_in_the_answer_changes_nothing() -> None:
     nodes = roll()
     raw = (1, NodeState.READY, "")
-    nodes.take([(name("n"), raw)], (), None)
-    listing = nodes.take([(name("n", project="4711"), raw)], (), None)
+    nodes.full([(name("n"), raw)], (), None)
+    listing = nodes.full([(name("n", project="4711"), raw)], (), None)
     assert set(listing.nodes) == {NodeKey("p", "z-a", "n")}
     assert (listing.changed, listing.gone) == (frozenset(), frozenset())
 
 
 def test_what_a_node_does_not_show_is_no_change() -> None:
     nodes = roll()
-    first = nodes.take([(name("n"), (1, NodeState.READY, "old"))], (), START)
-    listing = nodes.take([(name("n"), (1, NodeState.READY, "new"))], (), START)
+    first = nodes.full([(name("n"), (1, NodeState.READY, "old"))], (), START)
+    listing = nodes.full([(name("n"), (1, NodeState.READY, "new"))], (), START)
     key = NodeKey("p", "z-a", "n")
     assert listing.changed == frozenset()
     assert listing.nodes[key] is first.nodes[key]
@@ -52,22 +52,22 @@ def test_darkness_may_last_and_may_cover_names_or_paths() -> None:
     nodes = roll()
     raw = (1, NodeState.READY, "")
     key = NodeKey("p", "z-a", "n")
-    nodes.take([(name("n"), raw)], (), None)
+    nodes.full([(name("n"), raw)], (), None)
     for dark in ("z-a", "projects/p/locations/z-a", "z-a"):
-        listing = nodes.take([], (dark,), None)
+        listing = nodes.full([], (dark,), None)
         assert listing.unreachable == {"z-a"}
         assert (listing.changed, listing.gone, dict(listing.nodes)) == (frozenset(), frozenset(), {})
-    assert nodes.take([(name("n"), raw)], (), None).changed == {key}
-    assert nodes.take([], (), None).gone == {key}
-    assert nodes.take([], (), None).gone == frozenset()
+    assert nodes.full([(name("n"), raw)], (), None).changed == {key}
+    assert nodes.full([], (), None).gone == {key}
+    assert nodes.full([], (), None).gone == frozenset()
 
 
 def test_a_node_given_for_a_zone_that_is_called_unreachable_is_not_present() -> None:
     nodes = roll()
-    listing = nodes.take([(name("n"), (1, NodeState.READY, ""))], ("z-a",), None)
+    listing = nodes.full([(name("n"), (1, NodeState.READY, ""))], ("z-a",), None)
     assert not listing.nodes
     assert not listing.changed
 
 
 def test_records_that_are_no_nodes_are_left_out() -> None:
-    assert not roll().take([("projects/p/locations/z-a", (1, NodeState.READY, ""))], (), None).nodes
+    assert not roll().full([("projects/p/locations/z-a", (1, NodeState.READY, ""))], (), None).nodes

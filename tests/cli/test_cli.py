@@ -544,7 +544,7 @@ def test_gc_says_not_looked_where_it_could_not(run: Run, monkeypatch: pytest.Mon
     monkeypatch.setenv("NO_GCE_CHECK", "true")
     done = run("gc")
     assert (done.code, done.out) == (Exit.CLOUD, "")
-    assert done.err.startswith("tpucare: not looked: no Google Cloud project is known")
+    assert done.err.startswith("tpucare: not looked: no Google Cloud project is set")
 
 
 @pytest.mark.parametrize(

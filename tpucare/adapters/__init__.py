@@ -1,1 +1,1 @@
-"""See docs/design.md, section 3."""
+"""The outer world behind the ports of `model`: one package or module per port; none imports another."""

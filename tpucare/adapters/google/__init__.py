@@ -1,1 +1,1 @@
-"""See docs/design.md, section 3."""
+"""The Cloud TPU API behind `ports.Cloud`."""

@@ -1,12 +1,12 @@
 """
-Which reaction an answer of the Cloud TPU API asks for: (code, message, where) -> one class of the CloudError tree.
+Errors of the Cloud TPU API: (code, message, where) -> one class of the CloudError tree.
 
 Pure, so that the real client and the stand-ins of tests read an error the same way. The texts are those seen in the
 wild; a stable word of the text counts before the code, and the code before the channel, since the service says
-"quota" and "no more capacity" on every channel it has. What a door prints is ``str(error)``: one line, with advice
-where a person has to change something.
+"quota" and "no more capacity" on every channel. Entry points print ``str(error)``: one line, with advice where a
+person has to change something.
 
-Not here: how an exception of grpc or google-auth is taken apart (`cloud`), and what follows from a class (`plan`).
+Taking apart the exceptions of grpc and google-auth is left to `client`, the reaction to a class to `planner`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ READ_TRIES = 3
 
 
 class Where(StrEnum):
-    """What was being asked for when the error came; OPERATION is the error inside a finished long-running one."""
+    """The call that failed; OPERATION is the error inside a finished long-running operation."""
 
     LIST = "list"
     GET = "get"
@@ -51,7 +51,7 @@ CANCELLED, UNKNOWN, INVALID_ARGUMENT, DEADLINE_EXCEEDED, NOT_FOUND, ALREADY_EXIS
 RESOURCE_EXHAUSTED, FAILED_PRECONDITION, ABORTED, OUT_OF_RANGE, UNIMPLEMENTED, INTERNAL, UNAVAILABLE = range(8, 15)
 DATA_LOSS, UNAUTHENTICATED = 15, 16
 
-# Calls whose NOT_FOUND is a proof that the node (or the operation) they name is gone.
+# Calls whose NOT_FOUND proves that the node (or the operation) in them is gone.
 _PROVES_ABSENCE = (Where.GET, Where.DELETE, Where.GET_OPERATION)
 
 
@@ -59,7 +59,7 @@ def _pattern(text: str) -> re.Pattern[str]:
     return re.compile(text, re.IGNORECASE)
 
 
-# The channel of our own client speaks of RESOURCE_EXHAUSTED too; neither is a quota.
+# Our own gRPC channel raises RESOURCE_EXHAUSTED for these two; neither is a quota.
 _REPLY_TOO_LARGE = _pattern(r"received message larger than max")
 _REQUEST_TOO_LARGE = _pattern(r"sent message larger than max")
 _TOKEN_PLUGIN = _pattern(r"getting metadata from plugin failed")
@@ -67,12 +67,12 @@ _TOKEN_OUT_OF_REACH = _pattern(r"max retries|failed to resolve|connection|timed?
 _PREEMPTED = _pattern(r"\bstate PREEMPTED\b")
 _QUEUE = _pattern(r"unable to queue the operation")
 _RATE = _pattern(r"per ?minute|per \d+ seconds|too many requests|rate limit")
-# "Constraint constraints/compute.requireOsLogin violated for project ..." comes with whatever code the VM's insert had.
+# "Constraint constraints/compute.requireOsLogin violated for project ..." has the code of the VM's insert, whichever.
 _POLICY = _pattern(r"\bconstraints/compute\.|org(anization)? ?policy")
 _CAPACITY = _pattern(
     r"no more capacity|insufficient reserved|insufficient capacity|resource_pool_exhausted|not have enough resources"
 )
-# "requires a quota project" is a matter of credentials, and code 7; all others speak of a limit that is used up.
+# "requires a quota project" concerns credentials (code 7); every other text with the word is about a limit.
 _QUOTA = _pattern(r"\bquotas?\b(?! project)|IN_USE_ADDRESSES|HEALTH_CHECKS")
 _LIMIT = _pattern(r"\blimit:? ([\d.,]*\d)")
 _REGION = _pattern(r"\bin region \S")
@@ -88,7 +88,7 @@ _ADVICE = tuple(
         (
             r"requireOsLogin",
             "the organisation enforces OS Login, and tpucare switches it off: have the project exempted, or set "
-            "`os_login: true` under `tpu` and provision tpucare's key on the account by hand",
+            "`os_login: true` under `tpu` and add tpucare's key to the account by hand",
         ),
         (
             r"764086051850|local Application Default Credentials|quota project",
@@ -103,21 +103,21 @@ _ADVICE = tuple(
         (r"\bbilling\b", "link an open billing account to the project (console: Billing)"),
         (
             r"vmExternalIpAccess",
-            "set `network: {external_ips: false}` under `tpu`, and see docs/installing.md for the way in",
+            "set `network: {external_ips: false}` under `tpu`, and see docs/installing.md for access without them",
         ),
         (
             r"\bsubnetwork|\bnetworks?/|\bnetwork \"?[\w-]+\"? (was )?not found|network .*(not found|not exist)",
-            "create the network (`gcloud compute networks create default`), or name yours: `network` under `tpu`",
+            "create the network (`gcloud compute networks create default`), or set `network` under `tpu` to yours",
         ),
         (
             r"IN_USE_ADDRESSES",
-            'each host takes one: ask for more "In-use regional external IPv4 addresses" on '
+            'each host needs one: request more "In-use regional external IPv4 addresses" on '
             "https://console.cloud.google.com/iam-admin/quotas, or set `network: {external_ips: false}` under `tpu`",
         ),
         (
             r"HEALTH_CHECKS",
-            'each host takes about five: ask for more "Health checks" on '
-            "https://console.cloud.google.com/iam-admin/quotas, or for fewer hosts",
+            'each host needs about five: request more "Health checks" on '
+            "https://console.cloud.google.com/iam-admin/quotas, or use fewer hosts",
         ),
         (
             r"service account",
@@ -129,7 +129,7 @@ _ADVICE = tuple(
         ),
         (
             r"accelerator type .* in location|LOCATION_POLICY_VIOLATED|Permission denied on 'locations/",
-            "ask for access to this type and zone, or list another zone under `tpu`",
+            "request access to this type and zone, or list another zone under `tpu`",
         ),
         (r"Permission '(tpu\.[\w.]+)' denied", "give the caller roles/tpu.admin on the project"),
         (
@@ -142,7 +142,7 @@ _ADVICE = tuple(
 
 
 _NO_QUOTA = (
-    "the project has no quota for this: ask for it on https://console.cloud.google.com/iam-admin/quotas, or change "
+    "the project has no quota for this: request it on https://console.cloud.google.com/iam-admin/quotas, or change "
     "`zones` or `provisioning` under `tpu`"
 )
 
@@ -153,7 +153,7 @@ def classify(code: int, message: str, where: str) -> CloudError:
 
     code:    gRPC status number
     message: the status text; line breaks are folded, and it is cut at MESSAGE_LIMIT characters
-    where:   a `Where`; "operation" means that the answer is final, so that nothing can have been lost
+    where:   a `Where`; with OPERATION the answer is final, so it is never AnswerLost
     """
     text = " ".join(message.split())[:MESSAGE_LIMIT] or f"gRPC status {code} without a text"
     return _by_text(code, text, where) or _by_code(code, text, where)
@@ -161,15 +161,15 @@ def classify(code: int, message: str, where: str) -> CloudError:
 
 def is_worth_repeating(error: BaseException) -> bool:
     """
-    Whether a call that changes nothing should be tried again at once, up to READ_TRIES times in all.
+    True if a read should be tried again at once, up to READ_TRIES times in all.
 
-    A deadline that passed is not: it took seconds already, and the next pass asks anyway.
+    A passed deadline is not worth it: it took seconds already, and the next pass asks anyway.
     """
     return isinstance(error, Transient) and error.code != DEADLINE_EXCEEDED
 
 
 def _by_text(code: int, text: str, where: str) -> CloudError | None:
-    """The class that stable words of *text* ask for, wherever they arrive."""
+    """The class by stable words of *text*, on whatever channel; None if there are none."""
     if _REPLY_TOO_LARGE.search(text):
         return AnswerLost(text, code)
     if _REQUEST_TOO_LARGE.search(text):
@@ -197,14 +197,14 @@ def _by_text(code: int, text: str, where: str) -> CloudError | None:
 
 
 def _being_deleted(code: int, text: str, where: str) -> CloudError | None:
-    """A second delete of a node in DELETING is under way already, whatever the code."""
+    """LostRace for a second delete of a node in DELETING, which the service refuses with either code."""
     if where == Where.DELETE and code in (FAILED_PRECONDITION, ABORTED) and _BEING_DELETED.search(text):
         return LostRace(text, code)
     return None
 
 
 def _is_limit_zero(text: str) -> bool:
-    """Whether one of the limits that are named ("Limit: 0,64") is nothing at all: no wait can help."""
+    """True if one of the limits in *text* ("Limit: 0,64") is 0: waiting cannot help."""
     found = _LIMIT.search(text)
     return found is not None and any(limit.strip("0.") == "" for limit in found[1].split(",") if limit)
 
@@ -214,7 +214,7 @@ def _is_region_wide(text: str) -> bool:
 
 
 def _by_code(code: int, text: str, where: str) -> CloudError:
-    """The class that the number asks for when the text has no word that we know."""
+    """The class by *code*, for a text without a known word."""
     match code:
         case 4 | 14:  # DEADLINE_EXCEEDED, UNAVAILABLE
             return Transient(text, code) if where == Where.OPERATION else AnswerLost(text, code)
@@ -238,7 +238,7 @@ def _by_code(code: int, text: str, where: str) -> CloudError:
 
 def _broken(code: int, text: str, where: str) -> CloudError:
     """
-    The service, the operation or the line to it broke down.
+    The class for a failure of the service, the operation or the connection.
 
     A create that is cancelled because its node is deleted ends with CANCELLED in the operation.
     """
@@ -251,11 +251,12 @@ def _broken(code: int, text: str, where: str) -> CloudError:
 
 def _not_found(code: int, text: str, where: str) -> CloudError:
     """
-    NodeGone is a proof of absence, so it is given only when it was the node (or the operation) that was not found.
+    The class for NOT_FOUND. NodeGone proves absence, so it needs a text or a call that is about the node (or the
+    operation) itself.
 
-    A create can miss its service account, its network or its zone; a read can miss its project. Guest attributes are
-    not found until the guest has published them, on a node that lives (Compute Engine, "The resource 'hostkeys/' of
-    type 'Guest Attribute' was not found"); an update that misses its node is a reason to look.
+    A create can miss its service account, its network or its zone; a read can miss its project. Guest attributes of a
+    live node are not found until the guest has published them (Compute Engine, "The resource 'hostkeys/' of type
+    'Guest Attribute' was not found"); an update that misses its node makes the loop read it again.
     """
     if where == Where.GUEST:
         return NotPublished(text, code)

@@ -1,11 +1,11 @@
 """
 Cloud over the official google-cloud-tpu client: gRPC calls in, model records and `CloudError`s out.
 
-Every call has a deadline (the client has none of its own), only reads are repeated, and operations are polled by the
-loop through `get_operation` (the client's futures notice a failed create up to 20 s late, or give up at an outage).
-What an error means is in `classify`, what a message means in `wire`, what changed since the last listing in `snapshot`.
+Every call has a deadline (the client has none of its own), only reads are repeated, and the loop polls operations
+through `get_operation` (the client's futures notice a failed create up to 20 s late, or give up at an outage).
+Classes of errors are left to `classify`, fields of messages to `wire`, changes since the last listing to `snapshot`.
 
-Importing this module costs 200 ms and 50 MB (grpc, google-cloud-tpu): do it only where a cloud is needed.
+Importing this module costs 200 ms and 50 MB (grpc, google-cloud-tpu): import it only where a cloud is needed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from google.cloud.tpu_v2 import TpuClient, types
 from google.cloud.tpu_v2.services.tpu.transports.grpc import TpuGrpcTransport
 from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_random
 
-from tpucare.adapters.google import wire as wire
+from tpucare.adapters.google import wire
 from tpucare.adapters.google.classify import INVALID_ARGUMENT, READ_TRIES, UNKNOWN, Where, classify, is_worth_repeating
 from tpucare.adapters.google.snapshot import SnapshotDiffer, key_of
 from tpucare.model.errors import ConfigError, NeedsPerson, OwnCredentials, Transient
@@ -42,8 +42,8 @@ T = TypeVar("T")
 
 PAGE_SIZE = 1000
 
-# Without them a channel that met an outage waits up to two minutes before it looks again, a connection that a
-# firewall forgot is noticed only by deadlines, and an answer ends at 4 MiB (4,500 nodes).
+# Without these a channel waits up to two minutes after an outage before it connects again, only a deadline notices a
+# connection that a firewall dropped, and an answer is limited to 4 MiB (4,500 nodes).
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
@@ -73,26 +73,26 @@ class Deadlines:
 
 class CloudClock:
     """
-    The service's clock: the `date` of its last answer (or the create time of the last operation), carried on by a
-    monotonic clock. Second-exact; `now` is None until the service said something.
+    The service's clock: the `date` of its last answer (or the create time of an operation), plus the time since then
+    on a monotonic clock. Exact to a second; `now` is None before the first answer.
     """
 
     def __init__(self, monotonic: Callable[[], float]) -> None:
         self._monotonic = monotonic
-        self._heard: tuple[datetime, float] | None = None
+        self._last: tuple[datetime, float] | None = None
 
-    def hear(self, instant: datetime) -> None:
-        self._heard = (instant, self._monotonic())
+    def set(self, instant: datetime) -> None:
+        self._last = (instant, self._monotonic())
 
     def now(self) -> datetime | None:
-        if self._heard is None:
+        if self._last is None:
             return None
-        instant, at = self._heard
+        instant, at = self._last
         return instant + timedelta(seconds=self._monotonic() - at)
 
 
 class _DateReader(grpc.UnaryUnaryClientInterceptor):  # type: ignore[type-arg]
-    """Reads the `date` header that comes with an answer; the client itself shows only the message."""
+    """Reads the `date` header of an answer; the client itself shows only the message."""
 
     def __init__(self, clock: CloudClock) -> None:
         self._clock = clock
@@ -101,17 +101,17 @@ class _DateReader(grpc.UnaryUnaryClientInterceptor):  # type: ignore[type-arg]
         call = continuation(details, request)
         for key, value in call.initial_metadata() or ():
             if key == "date" and (instant := _parse_date(value)) is not None:
-                self._clock.hear(instant)
+                self._clock.set(instant)
         return call
 
 
 class GoogleCloud:
     """
-    `ports.Cloud`. Thread-safe, but for one listing of a project at a time.
+    `ports.Cloud`. Thread-safe, except that one listing of a project may be under way at a time.
 
-    A deadline that passed and a connection that broke are AnswerLost; what a call asked for may have happened.
+    A passed deadline and a broken connection are AnswerLost: the service may have done what the call asked for.
 
-    log_in_again: asked after a call that was refused for our credentials; a client with other ones, if there are any
+    log_in_again: called after a refusal of our credentials; returns a client with other credentials, if there are any
     """
 
     def __init__(
@@ -127,21 +127,21 @@ class GoogleCloud:
         self._listing = deadlines.listing.total_seconds()
         self._read = deadlines.read.total_seconds()
         self._write = deadlines.write.total_seconds()
-        self._rolls: dict[str, SnapshotDiffer[Any]] = {}
+        self._differs: dict[str, SnapshotDiffer[Any]] = {}
         self._closed = threading.Event()
         self._page_size = PAGE_SIZE
 
     def list_nodes(self, project: str) -> Listing:
-        """All nodes of all zones: one call, plus one per further page. A page that failed fails the listing."""
+        """All nodes of all zones: one call per page. A page that fails makes the listing fail."""
         pages = self._pages(project)
         records = ((raw.name, raw) for page in pages for raw in page.nodes)
         unreachable = {zone for page in pages for zone in page.unreachable}
-        roll = self._rolls.setdefault(project, SnapshotDiffer(project, wire.node_of))
-        return roll.take(records, unreachable, self._clock.now())
+        differ = self._differs.setdefault(project, SnapshotDiffer(project, wire.node_of))
+        return differ.full(records, unreachable, self._clock.now())
 
     def list_zone(self, project: str, zone: str) -> list[tuple[Node, dict[str, Any]]]:
         """
-        All nodes of one zone, whoever owns them: as records, and as the REST API v2 would write them. Thread-safe.
+        All nodes of one zone, of every owner: as records, and as the REST API v2 would write them. Thread-safe.
 
         Raises: NeedsPerson: no such zone, or not open to the project. Transient: the zone does not answer for now.
         """
@@ -158,7 +158,7 @@ class GoogleCloud:
         message = wire.create_request(request)
         with self._translated(Where.CREATE):
             raw = self._client.create_node(request=message, timeout=self._write).operation
-        self._hear(raw)
+        self._set_clock(raw)
         return wire.operation_of(raw)
 
     def get_operation(self, name: str) -> Operation:
@@ -171,13 +171,13 @@ class GoogleCloud:
     def delete_node(self, key: NodeKey) -> None:
         with self._translated(Where.DELETE):
             raw = self._client.delete_node(name=wire.node_path(key), timeout=self._write).operation
-        self._hear(raw)
+        self._set_clock(raw)
 
     def add_ssh_key(self, key: NodeKey, line: str) -> None:
         """
         Raises: LostRace: another update is under way.
 
-        The API has no precondition to write under, so a key that somebody else adds between read and write is lost.
+        The API has no conditional write, so a key that another client adds between read and write is lost.
         """
         metadata = wire.with_ssh_key(dict(self._get_raw(key).metadata), line)
         if metadata is None:
@@ -221,8 +221,8 @@ class GoogleCloud:
         """
         Raw ListNodesResponse messages until no token is left.
 
-        How large a page may be is published nowhere: where ours is refused, the service chooses from then on. Else one
-        refused number would blind the daemon for good.
+        The largest page size is not documented: after a refusal of ours the service chooses it from then on. Otherwise
+        every later listing would fail, too.
         """
         try:
             return list(self._read_pages(project, zone))
@@ -245,15 +245,15 @@ class GoogleCloud:
                 tokens.add(raw.next_page_token)
                 yield raw
 
-    def _hear(self, raw: Any) -> None:
-        """Learn the service's clock from a new operation, where no answer ever bore a date."""
+    def _set_clock(self, raw: Any) -> None:
+        """Set the service's clock from a new operation, if no answer has had a date yet."""
         instant = wire.operation_time(raw)
         if instant is not None and self._clock.now() is None:
-            self._clock.hear(instant)
+            self._clock.set(instant)
 
     @contextmanager
     def _translated(self, where: Where) -> Iterator[None]:
-        """Raise what the client throws as the CloudError that it means."""
+        """Translate the client's exceptions into CloudErrors."""
         try:
             yield
         except GoogleAPICallError as error:
@@ -272,7 +272,7 @@ class GoogleCloud:
             raise Transient("the connection to the API was closed by us") from error
 
     def _renew(self) -> None:
-        """For later calls; what was refused stays so. Calls under way end on the client that they began with."""
+        """Log in again for later calls; the refused call fails, and calls under way end on their old client."""
         with self._renewing:
             client = self._log_in_again()
             if client is not None and not self._closed.is_set():
@@ -284,18 +284,18 @@ def connect(endpoint: str | None, *, monotonic: Callable[[], float], deadlines: 
     A client of the real service, or of an emulator at *endpoint* (`127.0.0.1:PORT`): plain text, no credentials.
 
     monotonic: seconds that never jump, for the service's clock between two answers.
-    Raises: ConfigError: *endpoint* is no `host:port`, or no credentials are found.
+    Raises: ConfigError: *endpoint* is not `host:port`, or no credentials are found.
     """
     clock = CloudClock(monotonic)
     reader = _DateReader(clock)
     if endpoint:
         return GoogleCloud(TpuClient(transport=_emulator_transport(endpoint, reader)), clock, deadlines)
-    log_in_again = _with_the_file_of_now(reader)
+    log_in_again = _after_a_change_of_the_file(reader)
     return GoogleCloud(TpuClient(transport=_google_transport(reader)), clock, deadlines, log_in_again)
 
 
-def _with_the_file_of_now(reader: _DateReader) -> Callable[[], TpuClient | None]:
-    """A key that was rotated, or a login that was done anew, is read again; while the file is the same, nothing is."""
+def _after_a_change_of_the_file(reader: _DateReader) -> Callable[[], TpuClient | None]:
+    """A function that reads the credentials again if their file has changed (a rotated key, a new login)."""
     path = credentials_file(os.environ)
     seen = _stamp(path)
 
@@ -307,7 +307,7 @@ def _with_the_file_of_now(reader: _DateReader) -> Callable[[], TpuClient | None]
         try:
             client = TpuClient(transport=_google_transport(reader))
         except (ConfigError, ValueError):
-            # Half of it is written: the next refusal finds the rest.
+            # The file is half written: the next refusal reads it again.
             return None
         seen = found
         return client
@@ -326,7 +326,7 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
 def _emulator_transport(endpoint: str, reader: _DateReader) -> TpuGrpcTransport:
     if not _ENDPOINT.match(endpoint):
         raise ConfigError(f"endpoint {endpoint!r} is not of the form 127.0.0.1:PORT")
-    # A proxy of the environment cannot reach this machine's loopback.
+    # A proxy from the environment cannot reach this machine's loopback.
     options = [*CHANNEL_OPTIONS, ("grpc.enable_http_proxy", 0)]
     channel = grpc.insecure_channel(endpoint, options=options)
     return TpuGrpcTransport(channel=grpc.intercept_channel(channel, reader))
@@ -346,7 +346,7 @@ def _google_transport(reader: _DateReader) -> TpuGrpcTransport:
 
 
 def _repeat(read: Callable[[], T]) -> T:
-    """Up to three quick tries of a call that changes nothing."""
+    """Up to READ_TRIES quick tries of a read."""
     tries = Retrying(
         retry=retry_if_exception(is_worth_repeating),
         stop=stop_after_attempt(READ_TRIES),
@@ -373,12 +373,12 @@ def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-# --- which project is meant, and where credentials lie: flag, environment, gcloud's configuration ---------------------
-# gcloud itself is not called: it costs a second, and need not be installed where its configuration was copied to.
+# --- the project and the credentials: flag, environment, gcloud's configuration ---------------------------------------
+# gcloud itself is not called: it takes a second, and a machine with a copied configuration need not have it.
 
 
 _NO_PROJECT = (
-    "no Google Cloud project is known: set `project` in the fleet file or GOOGLE_CLOUD_PROJECT, "
+    "no Google Cloud project is set: set `project` in the fleet file or GOOGLE_CLOUD_PROJECT, "
     "or run `gcloud config set project PROJECT`"
 )
 
@@ -388,7 +388,7 @@ def find_project(explicit: str | None, env: Mapping[str, str]) -> str:
     *explicit*, else GOOGLE_CLOUD_PROJECT, else CLOUDSDK_CORE_PROJECT, else the project of gcloud's active
     configuration, else of the credentials.
 
-    env: the process's environment. Raises: ConfigError: none of them says.
+    env: the process's environment. Raises: ConfigError: none of them names a project.
     """
     named = explicit or env.get("GOOGLE_CLOUD_PROJECT") or env.get("CLOUDSDK_CORE_PROJECT")
     project = named or _configured_project(env) or _credentials_project()
@@ -398,7 +398,7 @@ def find_project(explicit: str | None, env: Mapping[str, str]) -> str:
 
 
 def credentials_file(env: Mapping[str, str]) -> Path:
-    """Where `google.auth.default` looks for a file first; on a VM with an account of its own there need be none."""
+    """The file that `google.auth.default` tries first; it need not exist on a VM with a service account."""
     return Path(env.get("GOOGLE_APPLICATION_CREDENTIALS") or _folder(env) / "application_default_credentials.json")
 
 
@@ -408,7 +408,7 @@ def _folder(env: Mapping[str, str]) -> Path:
 
 
 def _configured_project(env: Mapping[str, str]) -> str:
-    """`core/project` of gcloud's active configuration, empty when there is none."""
+    """`core/project` of gcloud's active configuration; empty if there is none."""
     folder = _folder(env)
     try:
         name = env.get("CLOUDSDK_ACTIVE_CONFIG_NAME") or (folder / "active_config").read_text("utf-8").strip()

@@ -1,8 +1,8 @@
 """
-Between the protobuf messages of google.cloud.tpu_v2 and the records of `model`, in both directions.
+Protobuf messages of google.cloud.tpu_v2 <-> records of `model`.
 
 Raw protobuf throughout (`Type.pb(message)`): reading ten fields of a thousand nodes through proto-plus takes twelve
-times as long. Enum numbers stay numbers, since the service may know more of them than the package does.
+times as long. Enum numbers stay numbers, since the service may have more of them than the package.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from tpucare.model.resources import (
 CLOUD_PLATFORM = "https://www.googleapis.com/auth/cloud-platform"
 HOST_KEYS = "hostkeys"
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-"""What a message without a timestamp says."""
+"""The instant of a message without a timestamp."""
 
 _METADATA = types.OperationMetadata.pb()
 
 
 def node_of(key: NodeKey, raw: Any) -> Node:
-    """*raw* is a protobuf Node; *key* is what it was asked for as, since the name in it may bear a project number."""
+    """*raw* is a protobuf Node; *key* comes from the request, since the name in *raw* may have a project number."""
     return Node(
         key=key,
         id=raw.id,
@@ -58,7 +58,7 @@ def node_of(key: NodeKey, raw: Any) -> Node:
 
 
 def _address(text: str) -> str:
-    """What is no IP address is none: it goes into commands and files that ssh reads."""
+    """The address in canonical form; empty for any other text, since it goes into commands and files that ssh reads."""
     try:
         return str(ipaddress.ip_address(text)) if text else ""
     except ValueError:
@@ -71,7 +71,7 @@ def rest_of(raw: Any) -> dict[str, Any]:
 
 
 def operation_of(raw: Any) -> Operation:
-    """*raw* is a google.longrunning.Operation; the error that it ended with, if any, is classified."""
+    """*raw* is a google.longrunning.Operation; its error, if any, is classified."""
     error = None
     if raw.done and raw.HasField("error"):
         error = classify(raw.error.code, raw.error.message, Where.OPERATION)
@@ -79,7 +79,7 @@ def operation_of(raw: Any) -> Operation:
 
 
 def operation_time(raw: Any) -> datetime | None:
-    """The service's clock when it took the operation in, where it says so."""
+    """The service's clock when it accepted the operation; None if the metadata lacks it."""
     if not raw.metadata.Is(_METADATA.DESCRIPTOR):
         return None
     metadata = _METADATA()
@@ -91,7 +91,7 @@ def operation_time(raw: Any) -> datetime | None:
 
 
 def create_request(request: NodeRequest) -> types.CreateNodeRequest:
-    """CreateNode as one message; `enable_external_ips` is said always, since API and gcloud differ in its default."""
+    """CreateNode as one message; `enable_external_ips` is always set, since API and gcloud differ in its default."""
     place = request.place
     node = types.Node(
         accelerator_type=place.accelerator_type,
@@ -124,7 +124,7 @@ def host_keys_of(answers: Iterable[Any]) -> Mapping[int, tuple[str, ...]]:
 
 
 def with_ssh_key(metadata: Mapping[str, str], line: str) -> dict[str, str] | None:
-    """*metadata* with *line* appended to its `ssh-keys`, or None when it stands there already."""
+    """*metadata* with *line* appended to its `ssh-keys`; None if it is there already."""
     lines = metadata.get(SSH_KEYS, "").splitlines()
     if line.strip() in (known.strip() for known in lines):
         return None
@@ -140,7 +140,7 @@ def node_path(key: NodeKey) -> str:
 
 
 def _instant(timestamp: Any) -> datetime:
-    """A timestamp that no calendar has is as one that was not said; one bad node must not blind us for all others."""
+    """EPOCH for a timestamp out of range: one bad node must not fail the listing of all others."""
     try:
         return cast(datetime, timestamp.ToDatetime(tzinfo=UTC))
     except (ValueError, OverflowError):

@@ -225,10 +225,10 @@ class _Followed:
         if not (dark or was_dark):
             project = self.roll.project
             changes = ((_name(project, *key), shown.get(key)) for key in touched)
-            if (listing := self.roll.amend(changes, now)) is not None:
+            if (listing := self.roll.incremental(changes, now)) is not None:
                 return listing
         records = [(record.name, record) for record in shown.after("-", None, dark)]
-        return self.roll.take(records, dark, now)
+        return self.roll.full(records, dark, now)
 
 
 @contextmanager
