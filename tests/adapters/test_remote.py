@@ -156,7 +156,7 @@ def test_key_that_others_may_read_is_refused(tmp_path: Path, mode: int) -> None:
 def test_file_that_is_no_key_is_refused(tmp_path: Path) -> None:
     (tmp_path / "key").write_text("not a key")
     (tmp_path / "key").chmod(0o600)
-    with pytest.raises(ConfigError, match="no private key"):
+    with pytest.raises(ConfigError, match="not a private key"):
         load_or_make_key(tmp_path / "key")
 
 
@@ -173,7 +173,7 @@ def test_pins_are_private_per_node_and_survive(tmp_path: Path) -> None:
     again = PinStore(tmp_path / "pins")
     assert again.pinned(here) == {"ssh-ed25519 AAAA"}
     assert not again.check(here, "ssh-ed25519 BBBB")
-    again.forget(node_key())
+    again.drop_node(node_key())
     assert list((tmp_path / "pins").iterdir()) == []
     assert again.check(here, "ssh-ed25519 CCCC")
 

@@ -106,7 +106,7 @@ def test_a_fleet_that_names_no_project_is_asked_for_where_it_was_accepted(
             WorkerSilent("dropped during a command", host="10.0.0.2"),
             "dropped during a command; the command may still run",
         ),
-        (NeverSent("no session was granted", host="10.0.0.2"), "no session was granted\n"),
+        (NeverSent("the server opened no session", host="10.0.0.2"), "the server opened no session\n"),
         (ConfigError("10.0.0.2: no such key"), "10.0.0.2: no such key\n"),
     ],
 )

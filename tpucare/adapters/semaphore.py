@@ -1,8 +1,9 @@
 """
-ports.Gate over any context manager: a semaphore, a lock, whatever a user wants to be held while a node is created.
+ports.Gate over any context manager, such as a semaphore or a lock: a user's limit of concurrent creates.
 
-It may block, and some have to be left on the thread that entered them; so every slot that waits or holds has a thread
-of its own, which enters, waits until the create is over, and leaves. When that is, is `leave`'s business.
+Entering may block, and some context managers have to be left on the thread that entered them; so every slot that waits
+or holds has a thread of its own, which enters, waits until the create is over, and leaves. The end of a create is
+decided in `engine/admission.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 
 class ContextGate:
-    """Thread-safe. `nudge`: called when some slot got its turn, or cannot get it."""
+    """Thread-safe. `nudge` is called when a slot has entered the context, or failed to."""
 
     def __init__(self, context: contextlib.AbstractContextManager[Any], nudge: Callable[[], None]) -> None:
         self._context, self._nudge = context, nudge
@@ -49,7 +50,7 @@ class ContextGate:
         return news
 
     def close(self, seconds: float = 2.0) -> None:
-        """Let go of all that is held; what blocks for longer ends with the process."""
+        """Leave the context for every slot; a thread that blocks for longer than *seconds* ends with the process."""
         for slot in [*self._turns]:
             self.release(slot)
         until = time.monotonic() + seconds
@@ -58,16 +59,16 @@ class ContextGate:
         for turn in leaving:
             turn.join(max(0.0, until - time.monotonic()))
 
-    # --- on the turns' threads ---
+    # --- on the threads of turns ---
 
-    def _take(self, turn: _Turn) -> None:
+    def _hold(self, turn: _Turn) -> None:
         try:
             self._context.__enter__()
         except BaseException as error:
             self._fail(turn, error)
             return
         turn.holds = True
-        self._tell(turn.slot)
+        self._add_news(turn.slot)
         turn.over.wait()
         try:
             self._context.__exit__(None, None, None)
@@ -78,24 +79,24 @@ class ContextGate:
                 self._leaving.discard(turn)
 
     def _fail(self, turn: _Turn, error: BaseException) -> None:
-        """Told at the slot's next question."""
-        loud = RuntimeError(f"creation_semaphore: {type(error).__name__}: {error}")
-        loud.__cause__ = error
+        """Keep *error* for the slot's next `ask`, which raises it."""
+        wrapped = RuntimeError(f"creation_semaphore: {type(error).__name__}: {error}")
+        wrapped.__cause__ = error
         with self._lock:
             self._leaving.discard(turn)
             if self._turns.get(turn.slot) is turn:
                 del self._turns[turn.slot]
-            self._errors[turn.slot] = loud
-        self._tell(turn.slot)
+            self._errors[turn.slot] = wrapped
+        self._add_news(turn.slot)
 
-    def _tell(self, slot: str) -> None:
+    def _add_news(self, slot: str) -> None:
         with self._lock:
             self._news.add(slot)
         self._nudge()
 
 
 class _Turn(threading.Thread):
-    """One slot's turn, from asking for it to giving it back."""
+    """One slot's turn, from the first `ask` to `release`."""
 
     def __init__(self, slot: str, gate: ContextGate) -> None:
         super().__init__(name=f"tpucare-create-{slot}", daemon=True)
@@ -104,4 +105,4 @@ class _Turn(threading.Thread):
         self.over = threading.Event()
 
     def run(self) -> None:
-        self.gate._take(self)
+        self.gate._hold(self)

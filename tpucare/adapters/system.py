@@ -1,7 +1,7 @@
 """
-Clock and Executor of the operating system: the one place that reads time and chance, and the one that starts threads.
+Clock and Executor of the operating system: the only reader of wall time and chance for the loop, and its threads.
 
-What runs on the threads, and what its end means, is the engine's.
+The effects on these threads, and their results, are left to the engine.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from types import MappingProxyType
 
 from tpucare.model.ports import Finished, Lane
 
-# Bounds of threads per lane, sized for 2 shared cores: an effect mostly waits for the network. One listing per project
-# is under way at a time, and creates are rate-limited by the API long before 32 calls are.
+# Threads per lane, sized for 2 shared cores: an effect mostly waits for the network. One listing per project is under
+# way at a time, and the API limits the rate of creates long before 32 calls are under way.
 DEFAULT_LANES: Mapping[Lane, int] = MappingProxyType(
     {Lane.LIST: 4, Lane.CLOUD: 32, Lane.PROBE: 64, Lane.LAUNCH: 32, Lane.STOP: 32}
 )
 
 _PRODUCT_FILE = Path("/sys/class/dmi/id/product_name")
-# Link-local and by number: no resolver and no proxy can be in the way.
+# Link-local and by number: needs no resolver and no proxy.
 _METADATA_ADDRESS = ("169.254.169.254", 80)
 METADATA_SECONDS = 1.0
 _MACHINE_ID_FILES = (Path("/etc/machine-id"), Path("/var/lib/dbus/machine-id"))
-# CLOCK_BOOTTIME goes on while the machine is suspended, which CLOCK_MONOTONIC does not; only Linux has it.
+# CLOCK_BOOTTIME counts suspended time, CLOCK_MONOTONIC does not; only Linux has it.
 _STEADY_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 
 def machine_id() -> str:
-    """The id of this installation, machine-id(5); empty where there is none (bare containers)."""
+    """The id of this installation, machine-id(5); empty if there is none (bare containers)."""
     for path in _MACHINE_ID_FILES:
         try:
             text = path.read_text(encoding="ascii").strip()
@@ -49,10 +49,10 @@ def machine_id() -> str:
 
 def instance_id(product: Path = _PRODUCT_FILE, address: tuple[str, int] = _METADATA_ADDRESS) -> str:
     """
-    The id of this virtual machine at Compute Engine; empty anywhere else, and where the metadata server does not tell.
+    The id of this virtual machine at Compute Engine; empty anywhere else, and if the metadata server does not answer.
 
-    Nothing is asked on other machines, by what their firmware says of them. A second is a thousand times what the
-    server needs. Source: https://cloud.google.com/compute/docs/metadata/predefined-metadata-keys, `instance/id`.
+    The server is asked only if the firmware names Compute Engine. It answers in a thousandth of METADATA_SECONDS.
+    Source: https://cloud.google.com/compute/docs/metadata/predefined-metadata-keys, `instance/id`.
     """
     try:
         if product.read_text(encoding="ascii").strip() != "Google Compute Engine":
@@ -68,7 +68,7 @@ def instance_id(product: Path = _PRODUCT_FILE, address: tuple[str, int] = _METAD
 
 
 def random_source() -> random.Random:
-    """Chance, seeded by the operating system; for jitter, not for secrets."""
+    """Random numbers, seeded by the operating system; for jitter, not for secrets."""
     return random.Random()
 
 
@@ -80,7 +80,7 @@ class SystemClock:
         return datetime.now(UTC)
 
     def monotonic(self) -> float:
-        """Seconds since the machine started; never jumps, and counts the time that it was suspended."""
+        """Seconds since the machine started; never jumps, and counts suspended time."""
         return time.clock_gettime(_STEADY_CLOCK)
 
 
@@ -99,14 +99,14 @@ class _Effect:
         except Exception as error:
             return Finished(self.tag, error=error)
         except BaseException as error:
-            # SystemExit or KeyboardInterrupt out of an effect: it must end that effect only, and be heard of.
+            # SystemExit or KeyboardInterrupt from an effect: it must end only that effect, and reach the engine.
             wrapped = RuntimeError(f"an effect ended by {type(error).__name__}: {error}")
             wrapped.__cause__ = error
             return Finished(self.tag, error=wrapped)
 
 
 class _LaneState:
-    """Effects and threads of one lane; guarded by the executor's lock, as `work` is made from it."""
+    """Effects and threads of one lane; guarded by the executor's lock, which is also that of `work`."""
 
     def __init__(self, lane: Lane, size: int, lock: threading.RLock) -> None:
         if size < 1:
@@ -125,10 +125,9 @@ class _LaneState:
 
 class ThreadExecutor:
     """
-    ports.Executor on a bounded number of daemon threads per lane, each started when there is first work for it.
+    ports.Executor on a limited number of daemon threads per lane, each started when there is first work for it.
 
-    `nudge` may be called from a signal handler: the lock is re-entrant for that, since the handler may run on a thread
-    that holds it.
+    A signal handler may call `nudge`: the lock is re-entrant, since the handler may run on a thread that holds it.
     """
 
     def __init__(self, lanes: Mapping[Lane, int] = DEFAULT_LANES) -> None:
@@ -141,7 +140,7 @@ class ThreadExecutor:
 
     def submit(self, lane: Lane, tag: Hashable, effect: Callable[[], object]) -> None:
         """
-        Run *effect* as soon as its lane has a thread free.
+        Run *effect* as soon as its lane has a free thread.
 
         Raises: RuntimeError: the executor was closed.
         """
@@ -156,13 +155,13 @@ class ThreadExecutor:
                 state.work.notify()
 
     def finished(self) -> list[Finished]:
-        """Everything that ended since the last call, in the order of ending. Never blocks."""
+        """The effects that ended since the last call, in the order of their ends. Never blocks."""
         with self._lock:
             ended, self._ended = self._ended, deque()
         return list(ended)
 
     def sleep(self, timeout: timedelta) -> None:
-        """Return when *timeout* has passed, an effect ended that `finished` has not told, or somebody nudged."""
+        """Return when *timeout* has passed, `finished` has an ended effect, or `nudge` was called."""
         seconds = min(max(timeout.total_seconds(), 0.0), threading.TIMEOUT_MAX)
         with self._lock:
             self._awake.wait_for(lambda: self._nudged or bool(self._ended), seconds)
@@ -176,10 +175,10 @@ class ThreadExecutor:
 
     def close(self, timeout: timedelta = timedelta(seconds=5)) -> bool:
         """
-        Start nothing more, wait at most *timeout* for what runs. Whether all threads ended.
+        Start no more effects, wait at most *timeout* for the running ones. Returns True if all threads ended.
 
         Effects that waited for a thread are dropped: their intents are on the disk, and the next start settles them.
-        One that never returns keeps its daemon thread, which ends with the process.
+        An effect that never returns keeps its daemon thread, which ends with the process.
         """
         with self._lock:
             self._closed = True
@@ -199,7 +198,7 @@ class ThreadExecutor:
         try:
             thread.start()
         except RuntimeError:
-            # The limit of processes is reached. With one thread the lane goes on, slower; without one it never would.
+            # The limit of processes is reached. With one thread the lane goes on, slower; without one it never does.
             state.threads.pop()
             if not state.threads:
                 state.waiting.pop()
@@ -208,8 +207,7 @@ class ThreadExecutor:
     def _work(self, state: _LaneState) -> None:
         while (effect := self._next(state)) is not None:
             end = effect.run()
-            # While it waits for work the thread must not keep the last effect, its result or its traceback alive; nor
-            # when whoever was told of the end has dropped it.
+            # A thread that waits for work must not keep the last effect, its result or its traceback in memory.
             del effect
             with self._lock:
                 self._ended.append(end)

@@ -1,8 +1,8 @@
 """
-The service manager's ear: readiness, a status line and the watchdog's sign of life, as sd_notify(3) describes them.
+Messages to the service manager: readiness, a status line and the watchdog's keepalive, as sd_notify(3) describes them.
 
-Silent outside of systemd. A message that cannot be sent is dropped: care for the nodes comes first, and a watchdog that
-hears nothing does what it is there for.
+Outside of systemd nothing is sent. A message that cannot be sent is dropped: the care for nodes must go on, and
+without keepalives the watchdog restarts the service, which is its purpose.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _SEND_TIMEOUT_SECONDS = 0.5
 @dataclass(frozen=True, slots=True)
 class Notifier:
     """
-    Where to send messages, and how often the manager wants to hear from us.
+    The manager's address, and the interval of keepalives.
 
-    address: `NOTIFY_SOCKET`: a path, or a name that starts with `@` (abstract socket); empty means nobody listens.
-    watchdog_every: half of what `WATCHDOG_USEC` allows, as sd_watchdog_enabled(3) recommends; None = no watchdog.
+    address: `NOTIFY_SOCKET`: a path, or a name that starts with `@` (abstract socket); empty = no manager.
+    watchdog_every: half of `WATCHDOG_USEC`, as sd_watchdog_enabled(3) recommends; None = no watchdog.
     """
 
     address: str = ""
@@ -34,10 +34,10 @@ class Notifier:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str], *, pid: int) -> Self:
-        """What systemd told this process (*pid*): a watchdog that is meant for another process is none."""
+        """From systemd's variables for this process (*pid*); a watchdog of another process is ignored."""
         allowed = _microseconds(environ.get("WATCHDOG_USEC", ""))
-        meant = environ.get("WATCHDOG_PID", "") in ("", str(pid))
-        return cls(environ.get("NOTIFY_SOCKET", ""), allowed / 2 if allowed and meant else None)
+        ours = environ.get("WATCHDOG_PID", "") in ("", str(pid))
+        return cls(environ.get("NOTIFY_SOCKET", ""), allowed / 2 if allowed and ours else None)
 
     def ready(self, status: str = "") -> bool:
         """Start-up is complete."""
@@ -48,7 +48,7 @@ class Notifier:
         return self._send(*_status_lines(text))
 
     def watchdog(self) -> bool:
-        """We are alive. To be sent from the loop itself, so that a loop that hangs is restarted."""
+        """Keepalive. The loop itself sends it, so that a hanging loop is restarted."""
         return self._send("WATCHDOG=1")
 
     def stopping(self, status: str = "") -> bool:
@@ -56,16 +56,16 @@ class Notifier:
         return self._send("STOPPING=1", *_status_lines(status))
 
     def _send(self, *lines: str) -> bool:
-        """Whether the manager took the message."""
+        """True if the manager accepted the message."""
         if not lines or self.address[:1] not in ("/", "@"):
             return False
         address = os.fsencode(self.address)
         if address.startswith(b"@"):
             address = b"\0" + address[1:]
         try:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as speaker:
-                speaker.settimeout(_SEND_TIMEOUT_SECONDS)
-                speaker.sendto("\n".join(lines).encode("utf-8", "replace"), address)
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as manager:
+                manager.settimeout(_SEND_TIMEOUT_SECONDS)
+                manager.sendto("\n".join(lines).encode("utf-8", "replace"), address)
         except OSError:
             return False
         return True

@@ -1,1 +1,1 @@
-"""See docs/design.md, section 3."""
+"""SSH to workers behind `ports.Remote`."""

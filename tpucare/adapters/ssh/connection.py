@@ -1,9 +1,9 @@
 """
 One authenticated SSH connection to one worker: opening it, commands and files on it.
 
-Whatever paramiko and the kernel throw is translated here, once, into WorkerSilent, AuthRefused, HostKeyChanged and
-CommandFailed. An error of our own machine (no descriptors, no memory, no threads) is none of these: taken for a silent
-worker it would get healthy nodes deleted, so it goes through as it is.
+The exceptions of paramiko and the kernel are translated here, once, into WorkerSilent, AuthRefused, HostKeyChanged and
+CommandFailed. An error of our own machine (no descriptors, no memory, no threads) is raised unchanged: as WorkerSilent
+it would get healthy nodes deleted.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from tpucare.adapters.ssh.transport import Deadline, LastingEvent, Transport, Wa
 from tpucare.model.errors import AuthRefused, CommandFailed, HostKeyChanged, WorkerSilent
 from tpucare.model.resources import Ran, Worker
 
-# sshd's MaxSessions is 10 unless somebody changed it.
+# sshd's default MaxSessions is 10.
 CHANNELS = 8
 
 # Up to this size stdin is sent before output is read; sshd buffers 2 MB, so it cannot block on a command that writes.
 INLINE_STDIN_BYTES = 1 << 16
 
-# What a server may send while no command is under way: new keys and signs of life need a few KB in a day.
+# Limit of the bytes that a server may send while no command is under way: rekeying and keepalives need a few KB a day.
 UNASKED_BYTES = 1 << 20
 
 # A child in the background may hold stdout open after the command ended: wait this long for more output, then go on.
 LINGER_SECONDS = 1.0
 
-# How long a message may take to leave this machine after a deadline has passed, before the connection counts as stuck.
+# Time for a message to leave this machine after a deadline has passed; then the connection counts as stuck.
 STUCK_SECONDS = 1.0
 
 _OURS = frozenset(
@@ -48,15 +48,15 @@ _OURS = frozenset(
 
 
 class NeverSent(WorkerSilent):
-    """The connection was found dead before anything was asked of the worker: asking again is safe."""
+    """The connection was dead before a request was sent to the worker: sending it again is safe."""
 
 
 class Connection:
     """
     An open connection. Thread-safe; several commands may run at a time.
 
-    `host_key` is what the server proved to have. `lost` is called once, in paramiko's thread, when the connection ends
-    and it was not `close` that ended it.
+    `host_key` is the key that the server proved to have. `lost` is called once, in paramiko's thread, when the
+    connection ends for another reason than `close`. `connected` is an open socket to the worker, if there is one.
     """
 
     def __init__(
@@ -65,11 +65,11 @@ class Connection:
         port: int,
         watchdog: Watchdog,
         lost: Callable[[Connection], None],
-        taken: socket.socket | None = None,
+        connected: socket.socket | None = None,
     ) -> None:
         self.worker = worker
         self.host_key = ""
-        self._wire = Wire(worker.host, port, taken)
+        self._wire = Wire(worker.host, port, connected)
         self._transport = Transport(self._wire, self._ended)
         self._watchdog = watchdog
         self._lost = lost
@@ -83,9 +83,9 @@ class Connection:
 
     def open(self, *, user: str, key: paramiko.PKey, pinned: Collection[str], deadline: Deadline) -> Connection:
         """
-        Connect, check the host key, log in. An empty *pinned* takes any host key.
+        Connect, check the host key, log in. An empty *pinned* accepts any host key.
 
-        Raises: WorkerSilent, AuthRefused, HostKeyChanged (before anything about us was said).
+        Raises: WorkerSilent, AuthRefused, HostKeyChanged (before our user name or key was sent).
         """
         try:
             self._dial(deadline)
@@ -93,7 +93,7 @@ class Connection:
                 self._negotiate(pinned, deadline)
                 self._log_in(user, key, deadline)
             self._established = True
-            self._wire.listen_idly(UNASKED_BYTES)
+            self._wire.limit_unasked(UNASKED_BYTES)
         except BaseException:
             self.close()
             if self._transport.ident is None:
@@ -102,7 +102,7 @@ class Connection:
         return self
 
     def close(self) -> None:
-        """End it from our side, from any thread, even while it opens. Never blocks."""
+        """Close the connection, from any thread, even while it opens. Never blocks."""
         self._ours = True
         self._wire.close()
 
@@ -134,7 +134,7 @@ class Connection:
     def _negotiate(self, pinned: Collection[str], deadline: Deadline) -> None:
         options = self._transport.get_security_options()
         options.key_types = _preferred(tuple(options.key_types), pinned)
-        # The MAC of the others is computed and compared in Python, a tenth of what a probe costs.
+        # GCM first: the MAC of the other ciphers is computed and compared in Python, a tenth of the cost of a probe.
         options.ciphers = tuple(sorted(options.ciphers, key=lambda name: "gcm" not in name))
         done = threading.Event()
         self._transport.start_client(event=done)
@@ -146,7 +146,7 @@ class Connection:
             raise self._silent("the SSH handshake", deadline, error) from error
         if pinned and self.host_key not in pinned:
             which = f"worker {self.worker.number} of {self.worker.key.name}"
-            raise HostKeyChanged(f"not the host key that {which} had", host=self.worker.host)
+            raise HostKeyChanged(f"not the pinned host key of {which}", host=self.worker.host)
 
     def _log_in(self, user: str, key: paramiko.PKey, deadline: Deadline) -> None:
         answered = threading.Event()
@@ -173,7 +173,7 @@ class Connection:
 
     def run(self, command: str, *, stdin: bytes, deadline: Deadline, limit: int) -> Ran:
         """
-        Raises: NeverSent: nothing reached the worker. WorkerSilent: nothing is known about the command.
+        Raises: NeverSent: the command did not reach the worker. WorkerSilent: it may have run or not.
         """
         with self._session(deadline) as channel:
             self._request(deadline, lambda: channel.exec_command(command))
@@ -182,7 +182,7 @@ class Connection:
 
     @contextmanager
     def _session(self, deadline: Deadline) -> Iterator[paramiko.Channel]:
-        """A channel of its own, closed at the end. sshd opens it by itself, so silence here means a dead connection."""
+        """A new channel, closed at the end. sshd opens it without a program, so silence means a dead connection."""
         if not self._slots.acquire(timeout=deadline.remaining):
             raise WorkerSilent(f"{CHANNELS} commands under way for {deadline.seconds:g} s", host=self.worker.host)
         self._count(1)
@@ -198,10 +198,10 @@ class Connection:
             self._slots.release()
 
     def _count(self, change: int) -> None:
-        """How many commands are under way; while none is, what the server sends is bounded."""
+        """Count the commands under way; while there is none, the bytes from the server are limited."""
         with self._counting:
             self._under_way += change
-            self._wire.listen_idly(None if self._under_way else UNASKED_BYTES)
+            self._wire.limit_unasked(None if self._under_way else UNASKED_BYTES)
 
     def _open_channel(self, deadline: Deadline) -> paramiko.Channel:
         try:
@@ -210,14 +210,14 @@ class Connection:
                 channel.event = LastingEvent(channel)
                 return channel
         except paramiko.ChannelException as error:
-            raise NeverSent(f"no session was granted ({error})", host=self.worker.host) from error
+            raise NeverSent(f"the server opened no session ({error})", host=self.worker.host) from error
         except (paramiko.SSHException, EOFError, OSError) as error:
             silent = self._silent("opening a session", deadline, error)
             self.close()
             raise silent if deadline.passed else NeverSent(silent.message, host=silent.host) from error
 
     def _request(self, deadline: Deadline, ask: Callable[[], None]) -> None:
-        """Ask for a command or subsystem; paramiko waits for the answer without a limit, the watchdog does not."""
+        """Request a command or subsystem; paramiko waits for the answer without a limit, the watchdog ends the wait."""
         try:
             with self._watchdog.guard(self._wire, deadline.at):
                 ask()
@@ -233,15 +233,15 @@ class Connection:
         try:
             complete = _collect(channel, out, err, deadline)
         except (EOFError, paramiko.SSHException) as error:
-            # To read is to grant room for more, which is sent, and meets the end of a connection before we hear of it.
+            # A read sends a window update, which may meet the end of the connection before our reader does.
             raise self._silent("a command", deadline) from error
         if complete and not channel.status_event.wait(deadline.remaining):
             complete = False
-        # Closed without an end of file: by the end of the connection, which the transport itself may hear of later.
+        # Closed without an end of file: the connection ended, and the transport may notice it only later.
         if not complete or (not channel.eof_received and channel.closed):
             raise self._silent("a command", deadline)
         if channel.exit_status < 0:
-            # Killed by a signal, or dropped between the last output and the status: paramiko says -1 to both.
+            # Killed by a signal, or dropped between the last output and the status: paramiko returns -1 for both.
             raise WorkerSilent("the command ended without a status", host=self.worker.host)
         return Ran(channel.exit_status, bytes(out.content), bytes(err.content), out.truncated or err.truncated)
 
@@ -249,7 +249,7 @@ class Connection:
 
     def put(self, path: str, content: bytes, mode: int, *, deadline: Deadline) -> None:
         """
-        Raises: NeverSent, WorkerSilent; CommandFailed: the worker says why not.
+        Raises: NeverSent, WorkerSilent; CommandFailed: the worker refused, with its reason.
         """
         with self._session(deadline) as channel:
             self._request(deadline, lambda: channel.invoke_subsystem("sftp"))
@@ -269,7 +269,7 @@ class Connection:
         raise self._put_failed(path, refused, deadline)
 
     def _put_failed(self, path: str, error: OSError, deadline: Deadline) -> CommandFailed:
-        """SFTP has no word for a full disk: it says "Failure". `df` of the login user's home then tells why."""
+        """SFTP has no code for a full disk, only "Failure": so `df` of the login user's home is added to the text."""
         reason = error.strerror or str(error) or "refused"
         if error.errno is None:
             try:
@@ -281,7 +281,7 @@ class Connection:
 
 
 class _Kept:
-    """The first `limit` bytes of a stream; what comes after is counted as truncated and dropped."""
+    """The first `limit` bytes of a stream; later ones are dropped and set `truncated`."""
 
     def __init__(self, limit: int) -> None:
         self.content = bytearray()
@@ -295,13 +295,13 @@ class _Kept:
 
 
 def _preferred(offered: tuple[str, ...], pinned: Collection[str]) -> tuple[str, ...]:
-    """Host key algorithms, those of the pinned keys first: a server then shows the key that it is known by."""
+    """Host key algorithms, those of the pinned keys first: a server then shows its pinned key."""
     kinds = {line.split(" ", 1)[0] for line in pinned}
     return tuple(sorted(offered, key=lambda name: ("ssh-rsa" if name.startswith("rsa-") else name) not in kinds))
 
 
 def _feed(channel: paramiko.Channel, stdin: bytes, deadline: Deadline) -> None:
-    """Send all of *stdin*, then end of file. A command that does not want it, or ends, is within its rights."""
+    """Send all of *stdin*, then end of file. The command may exit or close stdin early; that is not an error."""
     view = memoryview(stdin)
     try:
         for start in range(0, len(view), CHUNK_BYTES):
@@ -324,25 +324,25 @@ def _collect(channel: paramiko.Channel, out: _Kept, err: _Kept, deadline: Deadli
             continue
         if over or (channel.exit_status_ready() and time.monotonic() - quiet_since >= LINGER_SECONDS):
             return True
-        # The end of a command that leaves its output open does not wake the poll; a look every 0.2 s finds it.
+        # The end of a command whose output stays open does not wake the poll; checking every 0.2 s finds it.
         poller.poll(min(deadline.remaining, 0.2) * 1000)
     return False
 
 
 def _drain(channel: paramiko.Channel, out: _Kept, err: _Kept) -> bool:
-    """Take one chunk of each stream that has one; True when there was any."""
-    took = False
+    """Read one chunk of each stream that has one; True if there was any."""
+    any_read = False
     if channel.recv_ready():
         out.add(channel.recv(CHUNK_BYTES))
-        took = True
+        any_read = True
     if channel.recv_stderr_ready():
         err.add(channel.recv_stderr(CHUNK_BYTES))
-        took = True
-    return took
+        any_read = True
+    return any_read
 
 
 def _quietly(action: Callable[[], object]) -> None:
-    """Do *action* if it can be done; the connection may be gone already."""
+    """Do *action*; ignore the errors of a connection that is gone."""
     try:
         action()
     except (OSError, EOFError, paramiko.SSHException):
@@ -355,17 +355,17 @@ def _text(error: BaseException | None) -> str:
     return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
-# --- files over SFTP: nobody ever sees half of one, or one that was meant to be private -------------------------------
+# --- files over SFTP: never visible half written, never readable by others while private ------------------------------
 
 
-CHUNK_BYTES = 1 << 15  # What one SSH packet and one SFTP request hold.
+CHUNK_BYTES = 1 << 15  # Size of one SSH packet and of one SFTP request.
 
 
 class _Sftp(paramiko.SFTPClient):
     """SFTP whose new files are never readable by others, not even while they are empty."""
 
     def create_private(self, path: str) -> paramiko.SFTPFile:
-        """`SFTPClient.open` cannot pass attributes, and a server creates files without them as its umask likes."""
+        """`SFTPClient.open` cannot pass attributes, and without them the server's umask decides about a file's mode."""
         private = paramiko.SFTPAttributes()
         private.st_mode = stat.S_IRUSR | stat.S_IWUSR
         flags = SFTP_FLAG_WRITE | SFTP_FLAG_CREATE | SFTP_FLAG_EXCL
@@ -377,10 +377,10 @@ class _Sftp(paramiko.SFTPClient):
 
 def write_file(channel: paramiko.Channel, path: str, content: bytes, mode: int, deadline: Deadline) -> None:
     """
-    Write under a name of its own, private; then, complete, give it its mode; then put it in its place.
+    Write a private file under a temporary name; once it is complete, set its mode and rename it to *path*.
 
-    *channel* has the `sftp` subsystem. Raises what paramiko raises: OSError with the server's reason (without `errno`
-    when it has none), TimeoutError, EOFError, SSHException.
+    *channel* has the `sftp` subsystem. Raises as paramiko: OSError with the server's reason (without `errno` if the
+    server gave none), TimeoutError, EOFError, SSHException.
     """
     channel.settimeout(deadline.remaining)
     sftp = _Sftp(channel)
@@ -390,10 +390,10 @@ def write_file(channel: paramiko.Channel, path: str, content: bytes, mode: int, 
     try:
         _send(file, content, deadline)
         for step in (file.close, lambda: sftp.chmod(scratch, mode), lambda: sftp.posix_rename(scratch, str(target))):
-            _be_patient(sftp, deadline)
+            _set_timeout(sftp, deadline)
             step()
     except TimeoutError:
-        raise  # Tidying up would wait, too.
+        raise  # Removing the temporary file would wait, too.
     except OSError:
         with suppress(OSError, EOFError, paramiko.SSHException):
             file.close()
@@ -403,19 +403,20 @@ def write_file(channel: paramiko.Channel, path: str, content: bytes, mode: int, 
 
 def _send(file: paramiko.SFTPFile, content: bytes, deadline: Deadline) -> None:
     """
-    All requests at once, then their answers.
+    Send all requests at once, then read their answers.
 
-    paramiko forgets to look at the answers of pipelined writes (a full disk would go unseen); the last write goes
-    without pipelining, and that collects them all.
+    paramiko does not check the answers of pipelined writes (a full disk would go unnoticed); the last write is not
+    pipelined, and reads all answers.
     """
     starts = range(0, max(len(content), 1), CHUNK_BYTES)
     for start in starts:
-        _be_patient(file.sftp, deadline)
+        _set_timeout(file.sftp, deadline)
         file.set_pipelined(start != starts[-1])
         file.write(content[start : start + CHUNK_BYTES])
 
 
-def _be_patient(sftp: paramiko.SFTPClient, deadline: Deadline) -> None:
+def _set_timeout(sftp: paramiko.SFTPClient, deadline: Deadline) -> None:
+    """Limit the next answer of *sftp* to the rest of *deadline*. Raises: TimeoutError: it has passed."""
     channel = sftp.get_channel()
     if deadline.passed:
         raise TimeoutError

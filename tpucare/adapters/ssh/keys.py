@@ -1,8 +1,8 @@
 """
-Keys of both sides: the one that tpucare logs in with, made once, and the host keys that workers are known by.
+Keys of both sides: tpucare's login key, made once, and the pinned host keys of workers.
 
-Host keys are pinned per node (path and id) and worker number, never per address: an address is reused by the next node
-within minutes, and its key differs. Whether a key may be trusted is asked here; what to do about it is decided above.
+Host keys are pinned per node (path and id) and worker number, never per address: the next node reuses an address within
+minutes, and its key differs. The reaction to a key that is not pinned is left to `remote`.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class LoginKey:
 
 def load_or_make_key(path: Path) -> LoginKey:
     """
-    The key at *path*; a new ed25519 key is written there first when there is none. Mode 0600 from its first byte.
+    The key at *path*; if there is none, a new ed25519 key is written there first, with mode 0600 from its first byte.
 
-    Two processes that start at once end up with the same key: the slower one takes what the faster one wrote.
-    Raises: ConfigError: the file is readable by others, no private key without passphrase, or cannot be used at all.
+    Two processes that start at once end up with the same key: the slower one reads the key of the faster one.
+    Raises: ConfigError: the file is readable by others, has no private key without a passphrase, or cannot be used.
     """
     with _named(path, "the private key"):
         return _load_or_make_key(path)
@@ -54,19 +54,19 @@ def _load_or_make_key(path: Path) -> LoginKey:
         _make_key(path)
         mode = path.stat().st_mode
     if not stat.S_ISREG(mode):
-        raise ConfigError(f"{path}: is no file, so no private key")
+        raise ConfigError(f"{path}: is not a file, so not a private key")
     if stat.S_IMODE(mode) & 0o077:
         raise ConfigError(f"{path}: others may read this private key; run: chmod 600 {path}")
     try:
         private = paramiko.PKey.from_path(path)
     except (paramiko.SSHException, ValueError, TypeError) as error:
-        raise ConfigError(f"{path}: no private key that can be used without a passphrase ({error})") from error
+        raise ConfigError(f"{path}: is not a private key without a passphrase ({error})") from error
     return LoginKey(private, f"{private.get_name()} {private.get_base64()} tpucare")
 
 
 @contextlib.contextmanager
 def _named(path: Path, what: str) -> Iterator[None]:
-    """Raises: ConfigError: what the file system refused, of what and where."""
+    """Raises: ConfigError: the file system refused *path*; the text says that *what* cannot be used, and why."""
     try:
         yield
     except (OSError, UnicodeDecodeError) as error:
@@ -75,7 +75,7 @@ def _named(path: Path, what: str) -> Iterator[None]:
 
 
 def _make_key(path: Path) -> None:
-    """Write a new key under a name of its own, then link it: the link fails when somebody else was faster."""
+    """Write a new key under a temporary name, then link it: the link fails if another process was faster."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     text = Ed25519PrivateKey.generate().private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
     scratch = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
@@ -101,12 +101,13 @@ class PinStore:
     """
     Host keys by node and worker, one small file of mode 0600 per node, so that a restart does not trust anew.
 
-    The files are in OpenSSH's known_hosts format with an alias for a host name, so that `ssh -o HostKeyAlias=…` can use
-    them too (`known_hosts`). A host key is a text `type base64`. Thread-safe.
+    The files have OpenSSH's known_hosts format with an alias as host name, so that `ssh -o HostKeyAlias=…` can use them
+    too (`known_hosts`). A host key is a text `type base64`. Thread-safe. Every method raises ConfigError if a file of
+    the folder cannot be read.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Raises: ConfigError: *folder* is none, or cannot be made or read; so do those that read a file of it."""
+        """Raises: ConfigError: *folder* is not a folder, or cannot be made or read."""
         self._folder = folder
         self._lock = threading.Lock()
         with _named(folder, "the folder of host keys"):
@@ -115,17 +116,17 @@ class PinStore:
         self._pins: dict[Path, dict[int, frozenset[str]]] = {}
 
     def pinned(self, worker: Worker) -> frozenset[str]:
-        """Host keys that *worker* is known by; empty before its first use."""
+        """Pinned host keys of *worker*; empty before its first use."""
         with self._lock:
             return self._of_node(worker).get(worker.number, frozenset())
 
     def pin(self, worker: Worker, host_keys: Iterable[str]) -> None:
-        """Know *worker* by *host_keys* from now on, and by no other."""
+        """Pin *host_keys* for *worker* in place of its pinned ones."""
         with self._lock:
             self._set(worker, frozenset(host_keys))
 
     def check(self, worker: Worker, host_key: str) -> bool:
-        """Is *worker* known by *host_key*? The first one that is shown becomes the one it is known by."""
+        """True if *host_key* is pinned for *worker*. Pins the first key of a worker."""
         with self._lock:
             pins = self._of_node(worker)
             if worker.number in pins:
@@ -133,8 +134,8 @@ class PinStore:
             self._set(worker, frozenset({host_key}))
             return True
 
-    def forget(self, key: NodeKey) -> None:
-        """Drop what is known of every node that ever had this path."""
+    def drop_node(self, key: NodeKey) -> None:
+        """Drop the pins of every node that ever had this path."""
         with self._lock:
             for node_id in self._ids.pop(key, set()):
                 path = self._path(key, node_id)
@@ -142,7 +143,7 @@ class PinStore:
                 path.unlink(missing_ok=True)
 
     def known_hosts(self, worker: Worker) -> tuple[Path, str]:
-        """A known_hosts file, and the `HostKeyAlias` under which it knows *worker*."""
+        """A known_hosts file, and the `HostKeyAlias` of *worker* in it."""
         return self._path(worker.key, worker.node_id), _alias(worker, worker.number)
 
     def _of_node(self, worker: Worker) -> dict[int, frozenset[str]]:
@@ -159,7 +160,7 @@ class PinStore:
         self._write(worker, pins)
 
     def _write(self, worker: Worker, pins: dict[int, frozenset[str]]) -> None:
-        # Without fsync: only a power cut can lose a pin, and fsync for 64 workers at once would hold up a launch.
+        # Without fsync: only a power cut can lose a pin, and fsync for 64 workers at once would delay a launch.
         path = self._path(worker.key, worker.node_id)
         lines = [f"{_alias(worker, number)} {key}\n" for number in sorted(pins) for key in sorted(pins[number])]
         scratch = path.with_name(f".{secrets.token_hex(8)}")
@@ -183,7 +184,7 @@ class PinStore:
 
 
 def clean_host_keys(lines: Iterable[str]) -> frozenset[str]:
-    """Those of *lines* that are host keys, as `type base64`; comments and what cannot be parsed are dropped."""
+    """The host keys among *lines*, as `type base64`; comments and unreadable lines are dropped."""
     return frozenset(" ".join(parts[:2]) for line in lines if _is_key(parts := line.split()))
 
 
@@ -193,7 +194,7 @@ def host_key_text(key: paramiko.PKey) -> str:
 
 
 def _is_key(parts: list[str]) -> bool:
-    """The blob of an SSH key begins with its type as a string: four bytes of length, then the text (RFC 4253, 6.6)."""
+    """True if *parts* begin with a type and a base64 blob that begins with that type as a string (RFC 4253, 6.6)."""
     try:
         blob = base64.b64decode(parts[1], validate=True)
     except (IndexError, ValueError):
@@ -209,7 +210,7 @@ def _alias(worker: Worker, number: int) -> str:
 def _read_pins(path: Path) -> dict[int, frozenset[str]]:
     pins: dict[int, frozenset[str]] = {}
     text = ""
-    # One that cannot be read is not taken for an absent one: then any host key would be trusted.
+    # A file that cannot be read is an error, not an absent file: otherwise any host key would be trusted.
     with _named(path, "the file of host keys"), contextlib.suppress(FileNotFoundError):
         text = path.read_text("utf-8")
     for line in text.splitlines():

@@ -1,9 +1,9 @@
 """
-Remote over paramiko: the one way by which tpucare reaches workers.
+Remote over paramiko: every contact with a worker goes through it.
 
-The door to the parts below it: connections (`ssh_connection`), how many are kept (`ssh_pool`), whom to trust
-(`ssh_keys`), who begins to listen (`knocker`). What runs on the workers is the launcher's business.
-Reads the monotonic clock, since it blocks: every call is bounded by its deadline, whatever the other side does.
+It joins `connection` (one connection), `pool` (kept connections), `keys` (trust) and `port_watcher` (workers that
+begin to listen). The commands on the workers are left to the launcher. Reads the monotonic clock, since it blocks:
+every call ends at its deadline, whatever the other side does.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from tpucare.planner.backoff import refusal_pause
 
 T = TypeVar("T")
 
-# A server that drops each connection right after a command would otherwise be probed without a pause: drop, hint,
+# Otherwise a server that drops each connection right after a command would be probed without a pause: drop, hint,
 # probe, drop.
 FLAP_SECONDS = 5.0
 
 
 class _Refusals(NamedTuple):
-    """Logins that a worker refused in a row, and until when (monotonic) the next one waits."""
+    """Logins that a worker refused in a row, and the monotonic time before which none is tried."""
 
     tries: int
     until: float
@@ -49,8 +49,8 @@ class ParamikoRemote:
     ports.Remote for real workers.
 
     `user` is the login name on every worker, `pins` a folder for host keys. `nudge` is called, from any thread, when
-    `hints` has news. `parallel` bounds the threads of `each` over all its callers together. `max_connections` and the
-    sockets of `knock` are lowered when the process may not open that many files (half and a quarter of its limit).
+    `hints` has news. `parallel` limits the threads of `each` over all its callers together. `max_connections` and the
+    sockets of `knock` are limited to half and a quarter of the files that the process may open.
     """
 
     def __init__(
@@ -70,17 +70,17 @@ class ParamikoRemote:
         self._nudge = nudge
         self._pins = PinStore(pins)
         self._watchdog = Watchdog()
-        self._pool = ConnectionPool(self._connect, limit=min(max_connections, files // 2), lost=self._dropped)
-        self._knocker = PortWatcher(port, self._listens, in_flight=min(512, files // 4))
+        self._pool = ConnectionPool(self._connect, limit=min(max_connections, files // 2), lost=self._connection_lost)
+        self._port_watcher = PortWatcher(port, self._port_opened, in_flight=min(512, files // 4))
         self._threads = ThreadPoolExecutor(parallel, thread_name_prefix="tpucare-each")
         self._parallel = parallel
         self._lock = threading.Lock()
         self._opening: set[Connection] = set()
         self._hints: set[NodeKey] = set()
-        self._heard: dict[NodeKey, dict[Identity, bool]] = {}
+        self._answers: dict[NodeKey, dict[Identity, bool]] = {}
         self._drops: dict[Identity, float] = {}
-        self._knocked: dict[Worker, socket.socket] = {}
-        self._knocked_limit = files // 8
+        self._sockets: dict[Worker, socket.socket] = {}
+        self._sockets_limit = files // 8
         self._refusals: dict[Identity, _Refusals] = {}
 
     # --- ports.Remote ---
@@ -94,7 +94,7 @@ class ParamikoRemote:
         deadline: timedelta = timedelta(seconds=10),
         limit: int = 1 << 20,
     ) -> Ran:
-        """A command that a signal ended is WorkerSilent, too: SSH gives no status, so nothing is known."""
+        """A command that a signal ended is WorkerSilent, too: SSH gives no status, so its end is unknown."""
         until = Deadline(deadline)
         return self._use(
             worker, until, lambda connection: connection.run(command, stdin=stdin, deadline=until, limit=limit)
@@ -109,49 +109,49 @@ class ParamikoRemote:
 
     def each(self, workers: Sequence[Worker], call: Callable[[Worker], T]) -> list[T | Exception]:
         """
-        The calling thread works, too, so this ends even when every thread of the pool waits in an `each` of its own.
+        The calling thread works, too, so this ends even if every thread of the pool waits in an `each` of its own.
 
-        Any Exception is a value of the answer, expected or not; only the caller knows what to make of it.
+        Every Exception, expected or not, is a value of the result; the caller handles it.
         """
         return _fan_out(self._threads, workers, call, helpers=self._parallel)
 
     def knock(self, workers: Iterable[Worker]) -> None:
-        """Workers that answered, or were heard of, are not knocked at again before they were silent."""
+        """A worker that answered or began to listen is not tried again until it was silent."""
         fresh, again = [], []
         with self._lock:
             for worker in workers:
-                heard = self._heard.get(worker.key, {})
-                if identity(worker) not in heard:
+                answers = self._answers.get(worker.key, {})
+                if identity(worker) not in answers:
                     fresh.append(worker)
-                elif not heard[identity(worker)]:
+                elif not answers[identity(worker)]:
                     again.append(worker)
-        # It took our connect and then did not answer: with a pause, or knock, hint and probe would chase each other.
-        self._knocker.knock(again, delay_seconds=INTERVAL_SECONDS)
-        self._knocker.knock(fresh)
+        # They accepted our connect and then did not answer: without a pause, connect, hint and probe would never end.
+        self._port_watcher.watch(again, delay_seconds=INTERVAL_SECONDS)
+        self._port_watcher.watch(fresh)
 
     def disconnect(self, key: NodeKey) -> None:
-        self._knocker.forget(key)
-        self._pool.forget(key)
+        self._port_watcher.unwatch_node(key)
+        self._pool.drop_node(key)
         with self._lock:
             self._hints.discard(key)
-            for one in self._heard.pop(key, {}):
+            for one in self._answers.pop(key, {}):
                 self._drops.pop(one, None)
             for one in [one for one in self._refusals if one[0] == key]:
                 del self._refusals[one]
-            for worker in [worker for worker in self._knocked if worker.key == key]:
-                self._knocked.pop(worker).close()
+            for worker in [worker for worker in self._sockets if worker.key == key]:
+                self._sockets.pop(worker).close()
 
     def forget(self, key: NodeKey) -> None:
         self.disconnect(key)
-        self._pins.forget(key)
+        self._pins.drop_node(key)
 
     def repin(self, worker: Worker, host_keys: Iterable[str]) -> bool:
-        """What cannot be read as a host key is left out; when nothing is left, what was pinned stays."""
-        vouched = clean_host_keys(host_keys)
-        if vouched and vouched != self._pins.pinned(worker):
-            self._pins.pin(worker, vouched)
-            self._pool.drop(worker)
-        return bool(vouched)
+        """A line that is not a host key is left out; without any host key, the pinned ones stay."""
+        confirmed = clean_host_keys(host_keys)
+        if confirmed and confirmed != self._pins.pinned(worker):
+            self._pins.pin(worker, confirmed)
+            self._pool.drop_worker(worker)
+        return bool(confirmed)
 
     def hints(self) -> frozenset[NodeKey]:
         with self._lock:
@@ -166,17 +166,17 @@ class ParamikoRemote:
         return len(self._pool)
 
     def known_hosts(self, worker: Worker) -> tuple[Path, str]:
-        """For a person's ssh: a UserKnownHostsFile, and the HostKeyAlias under which it knows *worker*."""
+        """For a person's ssh: a UserKnownHostsFile, and the HostKeyAlias of *worker* in it."""
         return self._pins.known_hosts(worker)
 
     def close(self) -> None:
-        """End every connection and thread; what still runs in them raises WorkerSilent. Idempotent."""
-        self._knocker.close()
+        """End every connection and thread; calls under way raise WorkerSilent. Idempotent."""
+        self._port_watcher.close()
         connections = self._pool.close()
         with self._lock:
             connections += self._opening
-            while self._knocked:
-                self._knocked.popitem()[1].close()
+            while self._sockets:
+                self._sockets.popitem()[1].close()
         for connection in connections:
             connection.close()
         for connection in connections:
@@ -207,11 +207,11 @@ class ParamikoRemote:
             pause = refused.until - time.monotonic()
             raise AuthRefused(f"{refused.text}; not tried again for {pause:.0f} s", host=worker.host)
         with self._lock:
-            taken = self._knocked.pop(worker, None)
-        if taken is not None:
+            connected = self._sockets.pop(worker, None)
+        if connected is not None:
             with contextlib.suppress(WorkerSilent):
-                # The server may have hung up on a connection that nobody used for a while: a new one says more.
-                return self._log_in(Connection(worker, self._port, self._watchdog, lost, taken), until)
+                # The server may have closed a connection that was unused for a while: try a new one.
+                return self._log_in(Connection(worker, self._port, self._watchdog, lost, connected), until)
         return self._log_in(Connection(worker, self._port, self._watchdog, lost), until)
 
     def _log_in(self, connection: Connection, until: Deadline) -> Connection:
@@ -223,7 +223,7 @@ class ParamikoRemote:
             connection.open(user=self._user, key=self._key.private, pinned=pinned, deadline=until)
             self._trust(connection)
         except AuthRefused as error:
-            self._note_refusal(worker, error.message)
+            self._count_refusal(worker, error.message)
             raise
         finally:
             with self._lock:
@@ -233,8 +233,8 @@ class ParamikoRemote:
         self._mark(worker, answers=True)
         return connection
 
-    def _note_refusal(self, worker: Worker, text: str) -> None:
-        """Guards such as sshguard block an address after a few refused logins: the next one comes after a pause."""
+    def _count_refusal(self, worker: Worker, text: str) -> None:
+        """Guards such as sshguard block an address after a few refused logins: pause before the next one."""
         with self._lock:
             before = self._refusals.get(identity(worker))
             tries = before.tries + 1 if before is not None else 1
@@ -242,13 +242,13 @@ class ParamikoRemote:
             self._refusals[identity(worker)] = _Refusals(tries, until, text)
 
     def _trust(self, connection: Connection) -> None:
-        """Pin on first use, and only after the login: who refused our key may be whoever had the address before."""
+        """Pin on first use, and only after the login: a refusal may come from the last machine at this address."""
         worker = connection.worker
         try:
-            if not self._pool.knows(worker):
-                raise WorkerSilent("forgotten while it was being connected to", host=worker.host)
+            if not self._pool.is_known(worker):
+                raise WorkerSilent("its node was given up during the login", host=worker.host)
             if not self._pins.check(worker, connection.host_key):
-                raise HostKeyChanged("another host key was vouched for meanwhile", host=worker.host)
+                raise HostKeyChanged("guest attributes confirmed another host key meanwhile", host=worker.host)
         except BaseException:
             connection.close()
             raise
@@ -256,29 +256,29 @@ class ParamikoRemote:
     def _mark(self, worker: Worker, *, answers: bool) -> None:
         with self._lock:
             if answers:
-                self._heard.setdefault(worker.key, {})[identity(worker)] = True
-            elif identity(worker) in self._heard.get(worker.key, {}):
-                self._heard[worker.key][identity(worker)] = False
+                self._answers.setdefault(worker.key, {})[identity(worker)] = True
+            elif identity(worker) in self._answers.get(worker.key, {}):
+                self._answers[worker.key][identity(worker)] = False
 
-    def _listens(self, worker: Worker, sock: socket.socket) -> None:
+    def _port_opened(self, worker: Worker, sock: socket.socket) -> None:
         with self._lock:
-            if worker in self._knocked or len(self._knocked) >= self._knocked_limit:
+            if worker in self._sockets or len(self._sockets) >= self._sockets_limit:
                 sock.close()
             else:
-                self._knocked[worker] = sock
+                self._sockets[worker] = sock
         self._mark(worker, answers=True)
-        self._hint(worker.key)
+        self._add_hint(worker.key)
 
-    def _dropped(self, worker: Worker) -> None:
+    def _connection_lost(self, worker: Worker) -> None:
         now = time.monotonic()
         with self._lock:
             calm = now - self._drops.get(identity(worker), -FLAP_SECONDS) >= FLAP_SECONDS
             self._drops[identity(worker)] = now
         self._mark(worker, answers=False)
         if calm:
-            self._hint(worker.key)
+            self._add_hint(worker.key)
 
-    def _hint(self, key: NodeKey) -> None:
+    def _add_hint(self, key: NodeKey) -> None:
         with self._lock:
             self._hints.add(key)
         self._nudge()
@@ -287,7 +287,7 @@ class ParamikoRemote:
 def _fan_out(
     threads: ThreadPoolExecutor, workers: Sequence[Worker], call: Callable[[Worker], T], *, helpers: int
 ) -> list[T | Exception]:
-    """Results in order. Helpers that never got a thread had nothing left to do, and are not waited for."""
+    """Results in order. A helper that got no thread had nothing left to do and is not waited for."""
     results: list[T | Exception | None] = [None] * len(workers)
     positions = itertools.count()
 
@@ -305,4 +305,4 @@ def _fan_out(
         for future in futures:
             if not future.cancel():
                 future.result()
-    return results  # type: ignore[return-value]  # Every position was filled by whoever took its number.
+    return results  # type: ignore[return-value]  # The thread that took a position filled it.

@@ -1,9 +1,9 @@
 """
-What paramiko runs on: a socket that costs nothing while idle and can be ended from any thread, and deadlines.
+paramiko's transport on a socket that costs nothing while idle and can be closed from any thread, and deadlines.
 
 paramiko wakes every 0.1 s per connection to see whether it was closed, and has several waits without a limit. Here the
-reading thread blocks in the kernel until something arrives; whoever wants it to end shuts the socket down, which wakes
-all its readers and writers at once. Deadlines are enforced by one watchdog thread that does just that.
+reading thread blocks in the kernel until something arrives; a shutdown of the socket from any thread wakes all its
+readers and writers at once. One watchdog thread enforces deadlines by such a shutdown.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from paramiko.packet import Packetizer
 
 LOG_NAME = "tpucare.ssh"
 
-# Before its version a server may say lines of its own (RFC 4253, 4.2). paramiko takes 100 of any length, and reads
-# all of a line again with every 128 bytes that arrive.
+# Before its version a server may send other lines (RFC 4253, 4.2). paramiko accepts 100 lines of any length, and scans
+# the whole line again after every 128 bytes.
 GREETING_BYTES = 64 << 10
 
-# What OpenSSH takes at most; paramiko reads whatever length is announced, up to 4 GB, before it looks at the checksum.
+# OpenSSH's limit; paramiko reads any announced length, up to 4 GB, before it checks the checksum.
 PACKET_BYTES = 256 << 10
 
 
 class Deadline:
-    """A moment on the monotonic clock by which something has to be done."""
+    """The end of a time limit on the monotonic clock; `seconds` is the whole limit."""
 
     def __init__(self, length: timedelta) -> None:
         self.seconds = length.total_seconds()
@@ -53,19 +53,19 @@ class Deadline:
 
 class Wire:
     """
-    A TCP socket in the form that paramiko accepts in place of one. Reads and writes block without a timeout.
+    A TCP socket with the methods that paramiko uses. Reads and writes block without a timeout.
 
-    `close` wakes every thread that waits on it and is safe from any thread, at any time, repeatedly. The descriptor is
-    given back by `release` alone, which the reading thread calls last: a number that was reused by another connection
-    can then never be read or written by mistake.
+    `close` wakes every thread that waits on it; any thread may call it, at any time and repeatedly. Only `release`
+    gives the descriptor back, and the reading thread calls it last: its number, reused by another connection, can then
+    never be read or written by mistake.
     """
 
-    def __init__(self, host: str, port: int, taken: socket.socket | None = None) -> None:
-        """*taken*: a connection to there that is open already."""
+    def __init__(self, host: str, port: int, connected: socket.socket | None = None) -> None:
+        """*connected*: an open socket to that address, if there is one."""
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         self._address: tuple[Any, ...] = address
-        self._is_open = taken is not None
-        self._sock = taken or socket.socket(family, socket.SOCK_STREAM)
+        self._is_open = connected is not None
+        self._sock = connected or socket.socket(family, socket.SOCK_STREAM)
         # Without it every request waits 40 ms for the delayed acknowledgement of the one before.
         self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._closed = False  # paramiko reads this name
@@ -84,7 +84,7 @@ class Wire:
             raise ConnectionAbortedError(errno.ECONNABORTED, "closed from our side")
 
     def settimeout(self, seconds: float | None) -> None:
-        """paramiko asks for its 0.1 s here, and does without."""
+        """paramiko sets its 0.1 s here; ignored."""
 
     @contextmanager
     def at_most(self, count: int) -> Iterator[None]:
@@ -95,8 +95,8 @@ class Wire:
         finally:
             self._left = None
 
-    def listen_idly(self, limit: int | None) -> None:
-        """From now on at most *limit* bytes are taken, since nothing is asked of the other side; None: something is."""
+    def limit_unasked(self, limit: int | None) -> None:
+        """From now on accept at most *limit* bytes, since no request is under way; None: one is, so no limit."""
         self._unasked = limit
 
     def recv(self, size: int) -> bytes:
@@ -105,10 +105,10 @@ class Wire:
             if (unasked := self._unasked) is not None:
                 self._unasked = unasked - len(content)
                 if unasked < len(content):
-                    raise ConnectionAbortedError(errno.ECONNABORTED, "it says too much unasked")
+                    raise ConnectionAbortedError(errno.ECONNABORTED, "the server sent too much unasked")
             return content
         if self._left <= 0:
-            raise ConnectionAbortedError(errno.ECONNABORTED, "it says too much")
+            raise ConnectionAbortedError(errno.ECONNABORTED, "the server sent too much")
         content = self._sock.recv(min(size, self._left))
         self._left -= len(content)
         return content
@@ -136,9 +136,9 @@ class Wire:
 
 class Transport(paramiko.Transport):
     """
-    paramiko's protocol thread on a Wire. `ended` is called in that thread when the connection is over, however it came.
+    paramiko's protocol thread on a Wire. `ended` is called in that thread when the connection ends, for any reason.
 
-    The kernel tells the blocked reader of a closed connection at once, so nobody has to look for dropped ones.
+    The kernel wakes the blocked reader of a closed connection at once, so no polling is needed.
     """
 
     def __init__(self, wire: Wire, ended: Callable[[], None]) -> None:
@@ -151,7 +151,7 @@ class Transport(paramiko.Transport):
         closing = {MSG_CHANNEL_CLOSE: _end_of_file_first(table[MSG_CHANNEL_CLOSE])}
         self._channel_handler_table = {**table, **bounded, **closing}
         self._wire = wire
-        self._tell_ended = ended
+        self._on_ended = ended
 
     def run(self) -> None:
         try:
@@ -159,48 +159,48 @@ class Transport(paramiko.Transport):
         finally:
             self.active: bool = False
             self._wire.release()
-            self._tell_ended()
+            self._on_ended()
 
     def _check_banner(self) -> None:
         with self._wire.at_most(GREETING_BYTES):
             super()._check_banner()  # type: ignore[misc]
 
     def _parse_disconnect(self, message: paramiko.Message) -> None:
-        """The server says why it hangs up (RFC 4253, 11.1): sshd does so after too many keys that it did not take."""
+        """Keep the server's reason for a disconnect (RFC 4253, 11.1), such as sshd's after too many refused keys."""
         message.get_int()
         self.disconnect_text = message.get_text()
 
 
 def _within_window(
-    hear: Callable[[paramiko.Channel, paramiko.Message], None],
+    handler: Callable[[paramiko.Channel, paramiko.Message], None],
 ) -> Callable[[paramiko.Channel, paramiko.Message], None]:
-    """paramiko keeps whatever arrives: a server that sends on when the window is full would fill our memory."""
+    """paramiko buffers without a limit: a server that ignores a full window would fill our memory."""
 
-    def take(channel: paramiko.Channel, message: paramiko.Message) -> None:
+    def handle(channel: paramiko.Channel, message: paramiko.Message) -> None:
         if len(channel.in_buffer) + len(channel.in_stderr_buffer) > channel.in_window_size:
             raise paramiko.SSHException("more was sent than the window allows")
-        hear(channel, message)
+        handler(channel, message)
 
-    return take
+    return handle
 
 
 def _end_of_file_first(
     close: Callable[[paramiko.Channel, paramiko.Message], None],
 ) -> Callable[[paramiko.Channel, paramiko.Message], None]:
-    """A close says that nothing more comes, too; a channel that was closed without either lost its connection."""
+    """A close implies the end of file; so a closed channel without an end of file lost its connection."""
 
-    def take(channel: paramiko.Channel, message: paramiko.Message) -> None:
+    def handle(channel: paramiko.Channel, message: paramiko.Message) -> None:
         channel._handle_eof(message)  # type: ignore[attr-defined]
         close(channel, message)
 
-    return take
+    return handle
 
 
 class LastingEvent(threading.Event):
     """
-    For `Channel.event`, which paramiko clears before it sends a request and then waits for without a limit.
+    For `Channel.event`: paramiko clears it before it sends a request, and then waits for it without a limit.
 
-    The end of the connection sets it once, and may do so just before it is cleared.
+    The end of the connection sets it once, maybe just before paramiko clears it; so a closed channel sets it again.
     """
 
     def __init__(self, channel: paramiko.Channel) -> None:
@@ -215,10 +215,10 @@ class LastingEvent(threading.Event):
 
 class _SeenChannels(dict[int, bool]):
     """
-    Which channels there were, by the highest number alone: numbers are given in order.
+    The channels that ever existed, as their highest number: paramiko numbers channels in order.
 
-    paramiko keeps every number for the life of a connection, to know late messages to a dead channel from nonsense.
-    With a probe every 15 s that is most of a megabyte per day and kept connection.
+    paramiko itself keeps every number for the life of a connection, to tell late messages to a closed channel from
+    invalid ones. With a probe every 15 s that is most of a megabyte per day and kept connection.
     """
 
     def __init__(self) -> None:
@@ -234,9 +234,8 @@ class _SeenChannels(dict[int, bool]):
 
 class _Packetizer(Packetizer):
     """
-    With a bound for packets, and without the timer thread (not a daemon) that paramiko starts per handshake.
-
-    The watchdog bounds that, too.
+    With a limit for packets, and without the timer thread (not a daemon) that paramiko starts per handshake: the
+    watchdog limits the handshake, too.
     """
 
     def start_handshake(self, timeout: float) -> None:
@@ -250,7 +249,7 @@ class _Packetizer(Packetizer):
 
 
 class Watchdog:
-    """Closes a wire when a moment passes while somebody guards it. One thread, started with the first guard."""
+    """Closes a wire at the end of a guard's time. One thread, started with the first guard."""
 
     def __init__(self) -> None:
         self._wake = threading.Condition()
@@ -261,7 +260,7 @@ class Watchdog:
 
     @contextmanager
     def guard(self, wire: Wire, at: float) -> Iterator[None]:
-        """Close *wire* at *at* (monotonic), unless the block is left before."""
+        """Close *wire* at *at* (monotonic) if the block is still running."""
         held = [wire]
         with self._wake:
             heapq.heappush(self._guards, (at, next(self._numbers), held))
@@ -288,7 +287,7 @@ class Watchdog:
                 wire.close()
 
     def _next_due(self) -> list[Wire] | None:
-        """Wait for the next moment that passes; None when there is nothing more to watch."""
+        """Wait for the next guard whose time is over, and return its wire; None after `close`."""
         with self._wake:
             while not self._closing:
                 while self._guards and not self._guards[0][2]:
