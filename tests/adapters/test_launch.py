@@ -98,7 +98,7 @@ def test_a_run_that_was_stopped_before_it_began_never_begins(one: Node) -> None:
     """
     order = one.order(Job(run=COUNT_STARTS))
     push = script.launch_command(order, 0, push=True)
-    assert one.remote.run(one.workers[0], push, stdin=launcher.parcel_of(order, {}).full).exit_status == 0
+    assert one.remote.run(one.workers[0], push, stdin=launcher.payload_of(order, {}).full).exit_status == 0
     assert one.stop().quiet
     (error,) = one.launch(Job(run=COUNT_STARTS)).workers
     assert "stopped" in str(error)
@@ -153,7 +153,7 @@ def cut() -> Iterator[tuple[Cut, Node]]:
 def test_a_push_that_is_cut_leaves_nothing_that_matters(cut: tuple[Cut, Node]) -> None:
     remote, made = cut
     job = Job(run=COUNT_STARTS, files={"big": b"x" * 5000})
-    whole = len(launcher.parcel_of(made.order(job), {}).full)
+    whole = len(launcher.payload_of(made.order(job), {}).full)
     for remote.after_bytes in (0, 700, 1024, whole // 2 // 512 * 512, whole - 10240, whole - 10240 + 512):
         assert isinstance(made.launch(job).workers[0], WorkerSilent)
         assert not made.folder().exists()

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from tpucare.adapters.runner import bundle
 from tpucare.adapters.runner import scripts as script
-from tpucare.adapters.runner.logs import LogKeeper, Place
+from tpucare.adapters.runner.logs import LogKeeper, LogPosition
 from tpucare.adapters.runner.scripts import VARIABLE_LIMIT
 from tpucare.engine.effects import COORDINATOR_PORT
 from tpucare.model.errors import ConfigError
@@ -174,7 +174,7 @@ def test_what_the_run_sees() -> None:
         (Job(run="x", setup="a\0b"), "setup"),
         (Job(run="x", env={"A-B": "c"}), "A-B"),
         (Job(run="x", env={"A": "c\0D=e"}), "A"),
-        (Job(run="x", env={"A": "c" * (VARIABLE_LIMIT - 1)}), "A has more than the 128 KiB"),
+        (Job(run="x", env={"A": "c" * (VARIABLE_LIMIT - 1)}), "A has more than 128 KiB"),
         (Job(run="x", env={f"A{number}": "c" * 100_000 for number in range(12)}), "1 MiB together"),
         (Job(run="x", files={"../up": b""}), "../up"),
         (Job(run="x", files={"/etc/passwd": b""}), "/etc/passwd"),
@@ -250,12 +250,12 @@ def test_what_git_ignores_is_not_packed(tmp_path: Path) -> None:
 
 def test_logs_are_continued_where_they_ended(tmp_path: Path) -> None:
     keeper = LogKeeper(tmp_path)
-    assert keeper.append("pod-0", 1, "pod-0-a1.1", 0, b"hello ", 0) == Place("pod-0-a1.1", 6)
+    assert keeper.append("pod-0", 1, "pod-0-a1.1", 0, b"hello ", 0) == LogPosition("pod-0-a1.1", 6)
     keeper.append("pod-0", 1, "pod-0-a1.1", 0, b"lo world", 3)
     keeper.append("pod-0", 1, "pod-0-a1.1", 0, b"far", 100)
-    assert LogKeeper(tmp_path).place("pod-0", 1, 0) == Place("pod-0-a1.1", 103)
+    assert LogKeeper(tmp_path).position("pod-0", 1, 0) == LogPosition("pod-0-a1.1", 103)
     kept = keeper.read("pod-0", 1).decode()
-    assert kept == "--- run pod-0-a1.1 ---\nhello world\n[tpucare: 89 bytes of the log were not brought]\nfar"
+    assert kept == "--- run pod-0-a1.1 ---\nhello world\n[tpucare: 89 bytes of the log were not fetched]\nfar"
     assert {path.stat().st_mode & 0o777 for path in tmp_path.rglob("*") if path.is_file()} == {0o600}
 
 

@@ -186,7 +186,7 @@ def launch_order() -> LaunchOrder:
 
 def _write_launch(folder: Path) -> None:
     order = launch_order()
-    parcel = launcher.parcel_of(order, SECRET_FREE)
+    parcel = launcher.payload_of(order, SECRET_FREE)
     (folder / "launch.sh").write_text(script.launch_command(order, 0, push=True, start=True))
     (folder / "parcel.tar.xz").write_bytes(lzma.compress(parcel.full))
 

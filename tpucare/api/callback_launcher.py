@@ -196,7 +196,7 @@ class CallbackLauncher:
                     continue
                 launch.logged.add(worker)
             text = "".join(traceback.format_exception(error))
-            place = self._inner.logs.place(order.slot, order.attempt, worker)
+            place = self._inner.logs.position(order.slot, order.attempt, worker)
             start = place.offset if place.token == launch.attempt.token else 0
             self._inner.logs.append(
                 order.slot, order.attempt, launch.attempt.token, worker, text.encode(errors="replace"), start=start

@@ -1,1 +1,1 @@
-"""See docs/design.md, section 3."""
+"""Scripts and orders for workers behind `ports.Launcher`; reaches workers through `ports.Remote` alone."""

@@ -1,9 +1,8 @@
 """
-What a worker answers, read strictly: the text comes from a machine that runs other people's code.
+Answers of workers, read strictly: they come from machines that run other people's code.
 
-Pure. Every field has a type and a bound; an answer that does not fit raises `MalformedAnswer`: half of it is no
-knowledge.
-The other half of the agreement is in `templates/worker/probe.py`, `stop.py` and `runner.py`.
+Pure. Every field has a type and a limit; an answer with one wrong field raises `MalformedAnswer` as a whole. The other
+side of the protocol is in `templates/worker/probe.py`, `stop.py` and `runner.py`.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ _COMMIT = re.compile(rb"^commit ([0-9a-f]{40}|[0-9a-f]{64})$", re.MULTILINE)
 
 
 class MalformedAnswer(RemoteError):
-    """The worker ran our command and said something that is no answer to it."""
+    """The worker ran our command and printed a text that is not an answer to it."""
 
 
 class ToolsMissing(Exception):
-    """The worker has a tpucare folder, and in it not the tools of this version."""
+    """The worker has a tpucare folder without the tools of this version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +52,7 @@ class ProbeAnswer:
 
 
 def read_probe(ran: Ran) -> ProbeAnswer:
-    """Raises: ToolsMissing; Nonsense."""
+    """Raises: ToolsMissing, MalformedAnswer."""
     said = _object(ran)
     boot_id = _text(said, "boot_id", 64)
     report = WorkerReport(Contact.ANSWERED, boot_id=boot_id if BOOT_ID.fullmatch(boot_id) else "")
@@ -71,16 +70,16 @@ def read_probe(ran: Ran) -> ProbeAnswer:
 
 
 def read_stop(ran: Ran) -> bool:
-    """True: no run and chips free. Raises: ToolsMissing; Nonsense."""
+    """True: no run and chips free. Raises: ToolsMissing, MalformedAnswer."""
     said = _object(ran)
     return said.get("fresh") is True or _flag(said, "quiet")
 
 
 def read_start(ran: Ran, name: str) -> CommandFailed | None:
     """
-    None when the run holds the worker *name* now: started, found running, or over already, which a probe will tell.
+    None if the run holds the worker *name* now: started, found running, or over already (a probe reports that).
 
-    The runner says so itself, after it took the lock.
+    The answer comes from the runner, after it took the lock.
     """
     word, _, rest = one_line(_last_line(ran).decode(errors="replace")).partition(" ")
     if ran.exit_status:
@@ -100,8 +99,8 @@ def _refusal(word: str, rest: str, name: str) -> CommandFailed:
 
 def read_claim(ran: Ran, name: str) -> tuple[CommandFailed | None, bool, bool]:
     """
-    Of a worker *name* claimed for a foreign run: what is in the way; whether that run's setup is over there already;
-    whether a run of this node was prepared for before. Raises: ToolsMissing; Nonsense.
+    The answer of a worker *name* to a claim for a foreign run: the problem, or None; True if that run's setup is over
+    there; True if a run of this node was prepared before. Raises: ToolsMissing, MalformedAnswer.
     """
     said = _object(ran)
     if said.get("fresh") is True:
@@ -112,13 +111,13 @@ def read_claim(ran: Ran, name: str) -> tuple[CommandFailed | None, bool, bool]:
 
 
 def read_commit(ran: Ran) -> str:
-    """The commit that the branch was resolved to, or an empty text."""
+    """The commit of the resolved branch; empty if that failed."""
     found = _COMMIT.findall(ran.stdout[-4096:])
     return found[-1].decode() if found and ran.exit_status == 0 else ""
 
 
 def failed(ran: Ran, what: str) -> CommandFailed:
-    """The error of a command that exited non-zero, with the last line that it wrote."""
+    """The error of a command that exited non-zero, with its last line on stderr."""
     lines = [line for line in ran.stderr[-4096:].decode(errors="replace").splitlines() if line.strip()]
     tail = one_line(lines[-1]) if lines else ""
     return CommandFailed(f"{what}: {tail or f'exit status {ran.exit_status}'}", ran.exit_status, tail)
@@ -126,15 +125,15 @@ def failed(ran: Ran, what: str) -> CommandFailed:
 
 def git_failed(ran: Ran, secrets: Collection[str]) -> str:
     """
-    Why a repository or branch was not found, by the first line of git that says it: the last ones are general advice.
+    Why a repository or branch was not found, from the first relevant line of git: the last ones are general advice.
 
-    secrets: names of those that the job has
+    secrets: names of the job's secrets
     """
     lines = [line.strip() for line in ran.stderr[-4096:].decode(errors="replace").splitlines() if line.strip()]
-    said = [line for line in lines if not line.lower().startswith(_GIT_ASIDES)] or lines
-    if not said:
+    relevant = [line for line in lines if not line.lower().startswith(_GIT_ASIDES)] or lines
+    if not relevant:
         return f"git ended with status {ran.exit_status}"
-    text = said[0]
+    text = relevant[0]
     for prefix in _GIT_PREFIXES:
         text = text.removeprefix(prefix)
     is_gits = any(line.startswith("fatal: ") for line in lines)
@@ -143,12 +142,12 @@ def git_failed(ran: Ran, secrets: Collection[str]) -> str:
 
 
 def one_line(text: str) -> str:
-    """*text* in one bounded line that no terminal obeys."""
+    """*text* as one line of at most DETAIL_LIMIT characters, without control sequences of terminals."""
     return plain(text[: 4 * DETAIL_LIMIT])[:DETAIL_LIMIT]
 
 
 def _of_run(report: WorkerReport, said: Mapping[str, object]) -> WorkerReport:
-    """What the run's own files say: its state, which lasts, and its exit, when there is one."""
+    """*report* with the run's own files: its state, and its exit if it has ended."""
     state, ended = _part(said, "state") or {}, _part(said, "exit")
     report = replace(
         report,
@@ -203,7 +202,7 @@ def _log_news(said: Mapping[str, object] | None) -> LogNews | None:
 def _part(said: Mapping[str, object], key: str) -> Mapping[str, object] | None:
     part = said.get(key)
     if part is not None and not isinstance(part, dict):
-        raise MalformedAnswer(f"{key} is no object")
+        raise MalformedAnswer(f"{key} is not an object")
     return part
 
 
@@ -215,30 +214,30 @@ def _object(ran: Ran) -> Mapping[str, object]:
     try:
         said = json.loads(_last_line(ran))
     except (ValueError, RecursionError):
-        raise MalformedAnswer("the answer is no JSON") from None
+        raise MalformedAnswer("the answer is not JSON") from None
     if not isinstance(said, dict):
-        raise MalformedAnswer("the answer is no object")
+        raise MalformedAnswer("the answer is not an object")
     if said.get("tools") is False:
         raise ToolsMissing
     return said
 
 
 def _last_line(ran: Ran) -> bytes:
-    """The answer: before it may stand what the login user's shell greets with, for bash reads ~/.bashrc under sshd."""
+    """The answer. Lines before it come from start-up files of the login shell: bash reads ~/.bashrc under sshd."""
     return ran.stdout.strip().rpartition(b"\n")[2]
 
 
 def _text(said: Mapping[str, object], key: str, limit: int) -> str:
     value = said.get(key, "")
     if not isinstance(value, str) or len(value) > limit:
-        raise MalformedAnswer(f"{key} is no text of at most {limit} characters")
+        raise MalformedAnswer(f"{key} is not a text of at most {limit} characters")
     return value
 
 
 def _token(said: Mapping[str, object], key: str) -> str:
     token = _text(said, key, 200)
     if token and not TOKEN.fullmatch(token):
-        raise MalformedAnswer(f"{key} is no run token")
+        raise MalformedAnswer(f"{key} is not a run token")
     return token
 
 
@@ -254,5 +253,5 @@ def _number(said: Mapping[str, object], key: str) -> int | None:
     if value is None:
         return None
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= NUMBER_LIMIT:
-        raise MalformedAnswer(f"{key} is no number")
+        raise MalformedAnswer(f"{key} is not a number")
     return value

@@ -1,8 +1,8 @@
 """
-A local folder, packed so that the same files give the same bytes, to be sent to workers as the job's code.
+Packs a local folder, the job's code, for workers; the same files give the same bytes.
 
-Inside a git work tree what git would not ignore is packed (tracked and new files), elsewhere everything; `.git` never.
-What git ignores may be secret or huge, so a work tree that git says nothing of is refused and never walked.
+Inside a git work tree the files that git does not ignore are packed (tracked and new ones), elsewhere every file;
+`.git` never. Ignored files may be secret or huge, so a work tree that git cannot list is refused and never walked.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ LIMIT_BYTES = 256 << 20
 GIT_SECONDS = 30
 SAID_LIMIT = 500
 
-# A repository may be anybody's, and its own config can name commands (`core.fsmonitor`, a remote helper for objects
-# that a partial clone lacks); a bare repository may even lie among the files of a plain clone. The command line counts
-# before any config. GIT_NO_LAZY_FETCH is of git 2.44; before it, no protocol is left to fetch with.
+# A repository may come from a stranger, and its own config can name commands (`core.fsmonitor`, a remote helper for
+# objects that a partial clone lacks); even the files of a plain clone may contain a bare repository. The command line
+# overrides every config. GIT_NO_LAZY_FETCH needs git 2.44; before that, the empty list of protocols prevents a fetch.
 GIT = (
     *("git", "-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null"),
     *("-c", "safe.bareRepository=explicit", "-c", "protocol.allow=never"),
@@ -39,12 +39,12 @@ GIT_REFUSES = {
     "GIT_OPTIONAL_LOCKS": "0",
 }
 GIT_INHERITS = ("PATH", "HOME", "XDG_CONFIG_HOME", "GIT_CONFIG_GLOBAL", "GIT_CONFIG_SYSTEM", "GIT_CONFIG_NOSYSTEM")
-"""Where git is, and what the daemon's own user trusts (`safe.directory`); no secret of the daemon."""
+"""Variables that git needs to be found and to read the daemon user's config (`safe.directory`); no secrets."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """A packed folder; the name holds the digest of its content."""
+    """A packed folder; the name has a digest of the content."""
 
     name: str
     content: bytes
@@ -52,9 +52,9 @@ class Bundle:
 
 def pack(folder: str, private: Private = EVERYWHERE_PRIVATE, limit: int = LIMIT_BYTES) -> Bundle:
     """
-    Pack *folder* (an absolute path). `limit` is in bytes of its files, since each worker gets them all.
+    Pack *folder* (an absolute path). `limit`: bytes of all its files, since each worker gets them all.
 
-    Raises: ConfigError: not a folder, unreadable, private or with private files, or too large; the largest are named.
+    Raises: ConfigError: not a folder, unreadable, private or with private files, or too large (names the largest).
     """
     root = Path(folder)
     if not root.is_dir():
@@ -87,17 +87,17 @@ def _add(archive: tarfile.TarFile, root: Path, name: str, private: Private) -> N
         with open_below(root, name, private) as stream:
             info = _cleaned(archive.gettarinfo(arcname=name, fileobj=stream))
             if info.islnk():
-                # A second name of the same file; which one comes first must not matter.
+                # A hard link: packed as a file of its own, so that the order of the names does not matter.
                 info.type, info.linkname, info.size = tarfile.REGTYPE, "", os.fstat(stream.fileno()).st_size
             archive.addfile(info, stream)
         return
     info = archive.gettarinfo(root / name, arcname=name)
-    if info is not None and (info.issym() or info.isdir()):  # Sockets, pipes and devices: nothing that code needs.
+    if info is not None and (info.issym() or info.isdir()):  # Not sockets, pipes and devices.
         archive.addfile(_cleaned(info))
 
 
 def _cleaned(info: tarfile.TarInfo) -> tarfile.TarInfo:
-    """Without what differs between two copies of the same files."""
+    """*info* without the fields that differ between two copies of the same files."""
     info.mtime = info.uid = info.gid = 0
     info.uname = info.gname = ""
     info.mode = 0o755 if info.mode & stat.S_IXUSR or info.isdir() else 0o644
@@ -111,14 +111,14 @@ def _names(root: Path, private: Private = EVERYWHERE_PRIVATE) -> list[str]:
     names = sorted(_names_by_git(root))
     if not names and _names_by_walking(root, private):
         raise ConfigError(
-            f"job.workdir: git ignores every file in {root}, so there is nothing to send; "
-            "`git init` there makes it a repository of its own"
+            f"job.workdir: git ignores every file in {root}, so no file can be sent; "
+            "run `git init` there to make it a repository of its own"
         )
     return names
 
 
 def _in_work_tree(root: Path) -> bool:
-    """Looked up as git does, but also true where git is missing or may not read what it finds."""
+    """True below a folder with `.git`, as git searches it, even if git is missing or may not read the repository."""
     for folder in (root, *root.parents):
         if os.path.lexists(folder / ".git"):
             return True
@@ -128,9 +128,9 @@ def _in_work_tree(root: Path) -> bool:
 
 
 def _names_by_git(root: Path) -> list[str]:
-    """Raises: ConfigError: git does not tell them: not installed, too slow, or the repository is not to its liking."""
+    """Raises: ConfigError: git is not installed, too slow, or refuses the repository."""
     command = [*GIT, "-C", str(root), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    problem = f"job.workdir: {root} is in a git work tree, and git does not say what is ignored there"
+    problem = f"job.workdir: {root} is in a git work tree, and git cannot list its files"
     env = {name: os.environ[name] for name in GIT_INHERITS if name in os.environ} | GIT_REFUSES
     try:
         listed = subprocess.run(
@@ -140,16 +140,16 @@ def _names_by_git(root: Path) -> list[str]:
         raise ConfigError(f"{problem}: git cannot be run ({error.strerror}); install it") from error
     except subprocess.TimeoutExpired:
         raise ConfigError(f"{problem}: no answer within {GIT_SECONDS} s") from None
-    # Git goes on without a `.gitignore` that it cannot read, and only says so: what it should hide would be sent.
+    # Git ignores a `.gitignore` that it cannot read and only warns: the files that it should hide would be sent.
     if listed.returncode or listed.stderr:
         raise ConfigError(f"{problem}: {' '.join(os.fsdecode(listed.stderr).split())[:SAID_LIMIT]}")
     names = {os.fsdecode(name) for name in listed.stdout.split(b"\0") if name}
-    # A file that was deleted and not committed is still listed; a submodule is listed as a folder.
+    # The list also has files whose deletion is not committed; a submodule is listed as a folder.
     return [name for name in names if os.path.lexists(root / name) and not _is_folder(root / name)]
 
 
 def _names_by_walking(root: Path, private: Private) -> list[str]:
-    """Raises: ConfigError: a folder there is private, or what lies in a folder is: it is named before more is read."""
+    """Raises: ConfigError: a file or folder below is private; raised before any file is read."""
     real = os.path.realpath(root)
     found = []
     for folder, below, files in os.walk(real):
@@ -172,8 +172,8 @@ def _check_size(root: Path, names: list[str], limit: int) -> None:
     if total > limit:
         largest = ", ".join(sorted(sizes, key=lambda name: -sizes[name])[:3])
         raise ConfigError(
-            f"job.workdir: {root} holds {total >> 20} MiB, more than the {limit >> 20} MiB to send to every worker; "
-            f"list what is not needed in .gitignore (largest: {largest})"
+            f"job.workdir: {root} has {total >> 20} MiB, more than the limit of {limit >> 20} MiB per worker; "
+            f"list unneeded files in .gitignore (largest: {largest})"
         )
 
 
@@ -181,7 +181,7 @@ def stream(files: Iterable[tuple[str, bytes, int]]) -> bytes:
     """
     Files (path, content, mode) as one tar stream, with the empty file `complete` at its end.
 
-    GNU tar takes a stream that was cut between two members for a whole one, so the receiver looks for that file.
+    GNU tar accepts a stream that was cut between two members as complete, so the receiver checks for that file.
     """
     target = io.BytesIO()
     with tarfile.open(fileobj=target, mode="w", format=tarfile.PAX_FORMAT) as archive:

@@ -1,9 +1,9 @@
 """
-Logs that outlive the node: the tails that probes bring, kept per slot, attempt and worker in the state folder.
+Logs that survive the node: the tails from probes, kept per slot, attempt and worker in the state folder.
 
-One file per worker of an attempt, runs of one attempt one after another, each under a line with its token. What comes
-from a worker is not trusted: it is cut to a bound, and control sequences that a terminal would obey are taken out.
-Files have mode 0600, for a job may print what nobody else should read. Knows nothing of how the bytes arrive.
+One file per worker of an attempt; the runs of an attempt follow one another, each under a line with its token. Bytes
+from a worker are not trusted: their size is limited, and control sequences of terminals are removed. Files have mode
+0600, for a job may print secrets. Fetching the bytes is left to `launcher`.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from urllib.parse import quote
 from tpucare.model.text import plain_lines
 
 DEFAULT_LIMIT_BYTES = 32 << 20
-# Of all slots together, those that are no more included: a fifth of the smallest disk that docs/installing.md asks for.
+# All slots together, removed ones included: a fifth of the smallest disk that docs/installing.md recommends.
 TOTAL_LIMIT_BYTES = 2 << 30
-# A token has at most 138 characters, an offset 19. Always of one length, so that a shorter one overwrites a longer one.
-PLACE_BYTES = 192
+# A token has at most 138 characters, an offset 19. Padded to one length, so that a short text overwrites a longer one.
+POSITION_BYTES = 192
 
 _NAME = re.compile(r"a(\d+)-w(\d+)\.log")
 
 
-class Place(NamedTuple):
-    """How far the log of one worker has been brought: the run, and the offset of the next byte."""
+class LogPosition(NamedTuple):
+    """The end of a worker's kept log: the run, and the offset of the next byte."""
 
     token: str = ""
     offset: int = 0
@@ -37,10 +37,10 @@ class Place(NamedTuple):
 
 class LogKeeper:
     """
-    Keeps at most *limit_bytes_per_slot* of each slot, the oldest attempts going first, and *limit_bytes* of all slots,
-    those going first that were written to longest ago. Thread-safe.
+    Keeps at most *limit_bytes_per_slot* of each slot, removing the oldest attempts first, and *limit_bytes* of all
+    slots, removing the files with the oldest last line first. Thread-safe.
 
-    A full disk loses log lines, and nothing else: `append` never raises for one.
+    A full disk loses log lines and nothing else: `append` does not raise then.
     """
 
     def __init__(
@@ -51,64 +51,64 @@ class LogKeeper:
         self._written_in_all = limit_bytes
         self._written: dict[str, int] = {}
 
-    def place(self, slot: str, attempt: int, worker: int) -> Place:
-        """Where the kept log of that worker ends, so that the next probe asks for what comes after it."""
+    def position(self, slot: str, attempt: int, worker: int) -> LogPosition:
+        """The end of that worker's kept log; the next probe asks for the bytes after it."""
         try:
-            token, offset = self._place_file(slot, attempt, worker).read_text(encoding="utf-8").split()
-            return Place(token, int(offset))
+            token, offset = self._position_file(slot, attempt, worker).read_text(encoding="utf-8").split()
+            return LogPosition(token, int(offset))
         except (OSError, ValueError):
-            return Place()
+            return LogPosition()
 
-    def append(self, slot: str, attempt: int, token: str, worker: int, data: bytes, start: int = 0) -> Place:
+    def append(self, slot: str, attempt: int, token: str, worker: int, data: bytes, start: int = 0) -> LogPosition:
         """
-        Keep *data*, which begins at offset *start* of the log of run *token*; what is kept already is left out.
+        Keep *data*, which begins at offset *start* of the log of run *token*, without the bytes that are kept already.
 
-        Returns the place after it. A gap (the worker wrote more than was brought) is marked by a line.
+        Returns the position after it. A line marks a gap (the worker wrote more than was fetched).
         """
         end = start + len(data)
         with self._lock:
-            before = self.place(slot, attempt, worker)
+            before = self.position(slot, attempt, worker)
             text = _continued(before, token, start, data)
             if text is None:
                 return before
             with contextlib.suppress(OSError):
-                self._write(slot, attempt, worker, text, Place(token, end))
-        return Place(token, end)
+                self._write(slot, attempt, worker, text, LogPosition(token, end))
+        return LogPosition(token, end)
 
     def read(self, slot: str, attempt: int, worker: int = 0) -> bytes:
-        """All that is kept of one worker of an attempt; empty when nothing is."""
+        """The kept log of one worker of an attempt; empty if there is none."""
         try:
             return self._file(slot, attempt, worker).read_bytes()
         except OSError:
             return b""
 
     def attempts(self, slot: str) -> dict[int, tuple[int, ...]]:
-        """Attempts of which something is kept, with the workers of each."""
+        """Attempts with a kept log -> their workers with one."""
         found: dict[int, list[int]] = {}
         for _, attempt, worker in self._kept(slot):
             found.setdefault(attempt, []).append(worker)
         return {attempt: tuple(sorted(found[attempt])) for attempt in sorted(found)}
 
     def written_at(self, slot: str, attempt: int) -> float:
-        """Unix time of the newest line of any worker of that attempt; 0 where nothing is kept."""
+        """Unix time of the newest line of any worker of that attempt; 0 without a kept log."""
         stamps = []
         for path, number, _ in self._kept(slot):
             with contextlib.suppress(OSError):
                 stamps.append(path.stat().st_mtime if number == attempt else 0.0)
         return max(stamps, default=0.0)
 
-    def _write(self, slot: str, attempt: int, worker: int, text: bytes, place: Place) -> None:
+    def _write(self, slot: str, attempt: int, worker: int, text: bytes, position: LogPosition) -> None:
         path = self._file(slot, attempt, worker)
         _write_to(path, os.O_APPEND, text)
-        # After the text: a process that is killed between the two brings some lines twice, and loses none. In its place
-        # and at once, for a rename per probe would be half of what a log costs.
-        mark = f"{place.token} {place.offset}".ljust(PLACE_BYTES)
-        _write_to(self._place_file(slot, attempt, worker), 0, mark.encode())
-        self._bound(slot, path, len(text))
-        self._bound_all(path, len(text))
+        # After the text: a process that is killed between the two fetches some lines twice and loses none. Written in
+        # place, since a rename per probe would double the cost of keeping logs.
+        padded = f"{position.token} {position.offset}".ljust(POSITION_BYTES)
+        _write_to(self._position_file(slot, attempt, worker), 0, padded.encode())
+        self._limit_slot(slot, path, len(text))
+        self._limit_all(path, len(text))
 
-    def _bound(self, slot: str, newest: Path, added: int) -> None:
-        """Counting files costs a listing, so it is done once per sixteenth of the limit."""
+    def _limit_slot(self, slot: str, newest: Path, added: int) -> None:
+        """Cut the slot's logs to its limit; checked once per sixteenth of the limit, since it lists the folder."""
         self._written[slot] = self._written.get(slot, self._limit) + added
         if self._written[slot] < self._limit // 16:
             return
@@ -123,8 +123,8 @@ class LogKeeper:
             excess -= size - keep
             _cut(path, keep)
 
-    def _bound_all(self, newest: Path, added: int) -> None:
-        """As `_bound`, over all slots; a folder whose last log goes is left, since its slot may write again."""
+    def _limit_all(self, newest: Path, added: int) -> None:
+        """As `_limit_slot`, over all slots; an empty folder stays, since its slot may write again."""
         self._written_in_all += added
         if self._written_in_all < self._total_limit // 16:
             return
@@ -145,18 +145,18 @@ class LogKeeper:
                 yield path, int(match[1]), int(match[2])
 
     def _slot_folder(self, slot: str) -> Path:
-        # A name from the Python door may hold anything; quoted and prefixed it is neither a path nor `..`.
+        # A name from the Python API may have any character; quoted and prefixed it is neither a path nor `..`.
         return self._folder / f"slot-{quote(slot, safe='')}"
 
     def _file(self, slot: str, attempt: int, worker: int) -> Path:
         return self._slot_folder(slot) / f"a{attempt}-w{worker}.log"
 
-    def _place_file(self, slot: str, attempt: int, worker: int) -> Path:
+    def _position_file(self, slot: str, attempt: int, worker: int) -> Path:
         return self._slot_folder(slot) / f"a{attempt}-w{worker}.at"
 
 
-def _continued(before: Place, token: str, start: int, data: bytes) -> bytes | None:
-    """What to append, or None when all of it is kept already."""
+def _continued(before: LogPosition, token: str, start: int, data: bytes) -> bytes | None:
+    """The text to append, or None if all of *data* is kept already."""
     if before.token != token:
         skipped = start
         header = b"--- run %s ---\n" % token.encode()
@@ -167,17 +167,17 @@ def _continued(before: Place, token: str, start: int, data: bytes) -> bytes | No
         data, skipped = data[-skipped:], 0
     if not data:
         return None
-    gap = b"\n[tpucare: %d bytes of the log were not brought]\n" % skipped if skipped else b""
+    gap = b"\n[tpucare: %d bytes of the log were not fetched]\n" % skipped if skipped else b""
     return header + gap + plain_lines(data.decode(errors="replace")).encode()
 
 
-def _write_to(path: Path, how: int, content: bytes) -> None:
-    """Into a file of mode 0600, which is made with its folder when it is missing."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | how
+def _write_to(path: Path, flag: int, content: bytes) -> None:
+    """Write into a file of mode 0600; the file and its folder are made if missing."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | flag
     try:
         handle = os.open(path, flags, 0o600)
     except FileNotFoundError:
-        # One after the other: what `parents` makes has the mode that the umask likes.
+        # One after the other: the mode of folders made by `parents` depends on the umask.
         path.parent.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         path.parent.mkdir(mode=0o700, exist_ok=True)
         handle = os.open(path, flags, 0o600)
@@ -186,7 +186,7 @@ def _write_to(path: Path, how: int, content: bytes) -> None:
 
 
 def _cut(path: Path, keep: int) -> None:
-    """Keep the last *keep* bytes of a log; without any it goes, and its place with it."""
+    """Keep the last *keep* bytes of a log; with 0 the log and its position are removed."""
     if not keep:
         path.unlink(missing_ok=True)
         path.with_suffix(".at").unlink(missing_ok=True)

@@ -1,10 +1,10 @@
 """
-From a job to the texts that run on a worker: scripts, environment, and the commands that push, start, probe and stop.
+A job -> the texts that run on a worker: scripts, environment, and the commands that push, start, probe and stop.
 
-Pure: the same order gives the same texts, byte for byte. Everything that comes from a fleet file, a name or an
-environment passes through `shlex.quote` (the templates' filter `q`) or travels in a file that no shell reads; secrets
-are in the file `env` alone, as `name=value` between NULs. The templates lie in `templates/` of a source checkout and in
-`tpucare/_templates` of a wheel. Sending the texts is `launch`'s work, packing a local folder `bundle`'s.
+Pure: the same order gives the same texts, byte for byte. Every text from a fleet file, a name or an environment passes
+through `shlex.quote` (the templates' filter `q`) or travels in a file that no shell reads; secrets are in the file
+`env` alone, as `name=value` between NULs. The templates are in `templates/` of a source checkout and in
+`tpucare/_templates` of a wheel. Sending the texts is left to `launcher`, packing a local folder to `bundle`.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from tpucare.model.runs import LaunchOrder
 if TYPE_CHECKING:
     import jinja2
 
-# Where a line begins, or is written anew.
+# The beginning of a line, or of a line that is overwritten.
 _BEGIN = r"(?:\A|[\r\n])[ \t]*"
 _TITLE = rf"{_BEGIN}(?:(?:epoch|train|step|iter)[^|\r\n]{{0,60}}?[ \t])?[ \t]*"
 _COUNT = r"(\d+(?:\.\d+)?[kMG]?)"
-# Each repetition is bounded, so that matching takes time in proportion to the log. A bar of tqdm counts where it has no
-# title or one of training: those of downloads and of preparing data say nothing of steps.
+# Each repetition is bounded, so that matching takes time in proportion to the log. A bar of tqdm counts if it has no
+# title or one of training: the bars of downloads and data preparation do not count steps.
 DEFAULT_PROGRESS = "(?i)" + "|".join(
     (
-        # A loop of one's own, MaxText, trainers that print a dictionary; no date, no length of time, no percentage.
+        # A loop of the user's own, MaxText, trainers that print a dictionary; not dates, durations or percentages.
         r"\bstep[\"']?[ =:]+(\d+)\b(?!\.\d|%|-\d\d-)",
         # tqdm, Lightning.
         rf"{_TITLE}\d{{1,3}}%\|[^|\r\n]{{0,200}}\|[ \t]*{_COUNT}/\S{{1,12}} \[\d",
         rf"{_TITLE}{_COUNT}it \[\d",
         # levanter.
         rf"\bprogress on:[ \t]?train[ \t]+{_COUNT}it/",
-        # Keras, and bars of rich.
+        # Keras, and rich's bars.
         rf"{_BEGIN}(\d+)/\d+ (?:\[[=>.]{{5}}|\u2501{{3}})",
         r"\u2501[\u2578\u257a]?[ \t]*(\d+)/\d+[ \t]\d+:\d\d",
     )
@@ -60,17 +60,17 @@ TOOL_NAMES = (
     "stop.py",
 )
 LOG_BYTES = 64 << 20
-# One argument of a command may have 128 KiB (Linux, MAX_ARG_STRLEN); quoting may lengthen a text.
+# Linux limits one argument of a command to 128 KiB (MAX_ARG_STRLEN); quoting may lengthen a text.
 SCRIPT_LIMIT = 64 << 10
-# `name=value` of a variable is under that limit as well, with the NUL behind it.
+# That limit also holds for `name=value` of a variable with the NUL behind it.
 VARIABLE_LIMIT = (128 << 10) - 1
-# All of them, and the arguments of a command: a quarter of the stack, which may have 8 MiB (execve(2)).
+# All variables and the arguments of a command: a quarter of the stack, whose usual limit is 8 MiB (execve(2)).
 ENVIRONMENT_LIMIT = 1 << 20
 
 SCREEN_SECONDS = 5
 ANSWER_SECONDS = 15
 RESOLVE_SECONDS = 60
-# The runner's look at the metadata server begins this late: what it needs for that costs more than a start may.
+# The runner asks the metadata server only after this time: importing its client would delay the start of the run.
 WATCH_AFTER_SECONDS = 3.0
 
 # The variable that marks a launch on a worker; its command begins with it.
@@ -95,10 +95,10 @@ class PushedFile:
 
 def run_files(order: LaunchOrder, secrets: Mapping[str, str], bundle: str = "") -> list[PushedFile]:
     """
-    The folder of a run: tools, scripts, `env` (mode 0600, the only place of secrets), the job's files.
+    The folder of a run: tools, scripts, `env` (mode 0600, the only file with secrets), the job's files.
 
-    `bundle` is the file name of the packed workdir, whose bytes are not among them.
-    Raises: ConfigError: something that no worker could use.
+    `bundle` is the file name of the packed workdir; its content is not in the result.
+    Raises: ConfigError: the job is invalid (`check_job`), or its environment is too large.
     """
     job = order.job
     check_job(job)
@@ -121,7 +121,7 @@ def run_files(order: LaunchOrder, secrets: Mapping[str, str], bundle: str = "") 
 
 
 def _origin(repository: str) -> str:
-    """`https://host:port` of a repository that is fetched over HTTP, as git names it when it asks; else empty."""
+    """`https://host:port` of a repository that is fetched over HTTP, as in git's password prompt; else empty."""
     scheme, found, rest = repository.partition("://")
     if not found or scheme not in ("http", "https"):
         return ""
@@ -129,13 +129,13 @@ def _origin(repository: str) -> str:
 
 
 def tool_files() -> list[PushedFile]:
-    """Runner, probe and stop: one standard-library module each, the same for every run."""
+    """The tools of TOOL_NAMES: modules of the standard library alone, the same for every run."""
     return [PushedFile(f"{tools_folder()}/{name}", content) for name, content in _tools()]
 
 
 @cache
 def tools_folder() -> str:
-    """Folder name of this version's tools: a worker may have those of other versions, too."""
+    """Folder name of this version's tools: a worker may have the tools of other versions, too."""
     digest = hashlib.sha256()
     for name, content in _tools():
         digest.update(name.encode() + b"\0" + content + b"\0")
@@ -148,7 +148,7 @@ def _tools() -> tuple[tuple[str, bytes], ...]:
 
 
 def run_environment(order: LaunchOrder, secrets: Mapping[str, str]) -> dict[str, str]:
-    """What the run sees, but for TPUCARE_WORKER, TPUCARE_NOTICE and TPUCARE_COMMIT, which each worker adds."""
+    """The run's environment without TPUCARE_WORKER, TPUCARE_NOTICE and TPUCARE_COMMIT, which each worker adds."""
     job = order.job
     env = {"PYTHONUNBUFFERED": "1"}
     if job.checkpoint:
@@ -167,35 +167,35 @@ def run_environment(order: LaunchOrder, secrets: Mapping[str, str]) -> dict[str,
 
 
 def _environment_file(variables: Mapping[str, str]) -> bytes:
-    """Raises: ConfigError: no process could be started with it; a run would end before its first line, each time."""
-    # A secret may be bytes that are no UTF-8; they came through the daemon's environment as surrogates.
+    """Raises: ConfigError: it exceeds Linux' limits, so every run would end before its first line."""
+    # A secret may have bytes that are not UTF-8: the daemon's environment has them as surrogates.
     entries = {name: f"{name}={value}".encode(errors="surrogateescape") for name, value in sorted(variables.items())}
     for name, entry in entries.items():
         if len(entry) > VARIABLE_LIMIT:
-            raise ConfigError(f"{name} has more than the 128 KiB that Linux lets a variable have; put it into a file")
+            raise ConfigError(f"{name} has more than 128 KiB, Linux' limit of a variable; put it into a file")
     content = b"".join(entry + b"\0" for entry in entries.values())
     if len(content) > ENVIRONMENT_LIMIT:
-        raise ConfigError("job.env and job.secrets have more than 1 MiB together; put what is long into files")
+        raise ConfigError("job.env and job.secrets have more than 1 MiB together; put long values into files")
     return content
 
 
 def needs_commit(job: Job) -> bool:
-    """Whether the branch has to be resolved before the gang starts, so that all its workers get the same commit."""
+    """True if the branch has to be resolved before the gang starts, so that all its workers get the same commit."""
     return bool(job.repository) and not job.follow and not _COMMIT.fullmatch(job.branch)
 
 
 def phases(job: Job) -> tuple[str, ...]:
-    """Phases that this job really has, in their order."""
+    """The phases of this job, in their order."""
     fetch = ("fetch",) if job.repository or job.workdir or job.files else ()
     return (*fetch, *(("setup",) if job.setup else ()), "run")
 
 
 def check_job(job: Job) -> None:
-    """Raises: ConfigError: a job that no worker could run."""
+    """Raises: ConfigError: a key of the job is invalid, too long, or excludes another one."""
     if job.repository and job.workdir:
         raise ConfigError("job: repository and workdir exclude each other; keep one")
     if holds_credentials(job.repository):
-        raise ConfigError("job.repository holds credentials; put them into secrets (GIT_TOKEN or GIT_SSH_KEY) instead")
+        raise ConfigError("job.repository has credentials; put them into secrets (GIT_TOKEN or GIT_SSH_KEY) instead")
     for key, text in (("run", job.run), ("setup", job.setup)):
         if len(text.encode()) > SCRIPT_LIMIT or "\0" in text:
             raise ConfigError(f"job.{key} has more than {SCRIPT_LIMIT >> 10} KiB, or a NUL; put it into a file")
@@ -209,7 +209,7 @@ def check_job(job: Job) -> None:
 
 
 def holds_credentials(repository: str) -> bool:
-    """Whether a URL bears a password or token, which would end up in scripts and logs."""
+    """True if a URL has a password or token, which would end up in scripts and logs."""
     return _CREDENTIALS.search(repository) is not None
 
 
@@ -220,7 +220,7 @@ def launch_command(
     """
     One command for one worker: push (a tar stream on standard input), resolve the branch, start the runner, or several.
 
-    `commit` is what the branch was resolved to; `error` why it could not be: the run then fails in its fetch phase.
+    `commit` is the resolved branch; `error` is the reason if that failed: the run then fails in its fetch phase.
     """
     if not _TOKEN.fullmatch(order.token):
         raise ConfigError(f"{order.token!r} is not a run token: <node>.<number>")
@@ -238,24 +238,24 @@ def launch_command(
         screen_seconds=SCREEN_SECONDS,
         answer_seconds=ANSWER_SECONDS,
     )
-    # Marked from its first instruction on, so that a stop finds a launch that has not reached the runner yet.
+    # The marks come first, so that a stop finds a launch that has not reached the runner yet.
     marks = f"{LAUNCH_MARK}={shlex.quote(order.token)} TPUCARE_WORKER={worker}"
     return f"{marks} exec bash -c {shlex.quote(text)}"
 
 
 def tool_command(verb: str, question: Mapping[str, object]) -> str:
-    """`probe`, `stop` or `foreign` (claim) on a worker; answers one line of JSON."""
+    """`probe`, `stop` or `foreign` (claim) on a worker; prints one line of JSON."""
     text = render("tool.sh.j2", tools=tools_folder(), boot=BOOT, verb=verb, question=_pairs(question))
     return f"exec bash -c {shlex.quote(text)}"
 
 
 def install_command() -> str:
-    """Put the tools alone on a worker: a tar stream of `tool_files` on standard input."""
+    """Install only the tools on a worker; standard input: a tar stream of `tool_files`."""
     return f"exec bash -c {shlex.quote(render('install.sh.j2', tools=tools_folder()))}"
 
 
 def notice_command(token: str, text: str) -> str:
-    """Append a line to the notice file of a run, if that run is there."""
+    """Append a line to the notice file of a run, if its folder exists."""
     folder = f'"$HOME/.tpucare/"{shlex.quote(token)}'
     line = shlex.quote(" ".join(text.split())[:500])
     body = f'umask 077; cd {folder} || exit 66; printf "%s %s\\n" "$(date -u +%Y-%m-%dT%H:%M:%SZ)" {line} >>notice'
@@ -289,9 +289,9 @@ def _runner_order(order: LaunchOrder, worker: int, commit: str, error: str) -> d
     }
 
 
-def _pairs(said: Mapping[str, object]) -> list[str]:
+def _pairs(values: Mapping[str, object]) -> list[str]:
     """`name=value`, as the tools read it; true and false are 1 and 0."""
-    return [f"{name}={int(value) if isinstance(value, bool) else value}" for name, value in sorted(said.items())]
+    return [f"{name}={int(value) if isinstance(value, bool) else value}" for name, value in sorted(values.items())]
 
 
 def _fetch_script(order: LaunchOrder, bundle: str) -> str:
@@ -320,27 +320,27 @@ def _resolve_script(order: LaunchOrder) -> str:
 
 
 def _beside(checkpoint: str) -> str:
-    """The compile cache outlives the node as the checkpoints do; beside them, for their folder is the job's own."""
+    """JAX's compile cache survives the node, like the checkpoints; beside them, since their folder is the job's own."""
     path = checkpoint.rstrip("/")
     is_bucket = path.startswith("gs://") and "/" not in path[5:]
     return f"{path}/.jax-cache" if is_bucket else f"{path}.jax-cache"
 
 
 def _template(name: str) -> Traversable:
-    """A tool or a template of the wheel, or of the source checkout that this module lies in."""
+    """A tool or a template of the wheel, or of the source checkout around this module."""
     kind = "worker" if name.endswith(".py") else "shell"
     packaged = resources.files("tpucare") / "_templates" / kind / name
     return packaged if packaged.is_file() else Path(__file__).parents[3] / "templates" / kind / name
 
 
 def render(name: str, **values: object) -> str:
-    """A template filled in; what it marks with `q` is quoted for the shell."""
+    """A template with its values; the filter `q` quotes for the shell."""
     return _environment().get_template(name).render(**values)
 
 
 @cache
 def _environment() -> jinja2.Environment:
-    # Imported late: it costs 60 ms, which commands that launch nothing need not pay.
+    # Imported late: it costs 60 ms, and most commands launch nothing.
     import jinja2
 
     environment = jinja2.Environment(
