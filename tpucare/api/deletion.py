@@ -18,7 +18,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any
 
 from tpucare.adapters.state.store import SqliteStore, open_store
 from tpucare.adapters.system import SystemClock, instance_id, machine_id, random_source
@@ -32,11 +31,11 @@ from tpucare.model.memory import CreateIntent, Memory
 from tpucare.model.resources import Event, Node, NodeKey, NodeState
 from tpucare.planner import desired_state as wishes
 from tpucare.planner import remember
-from tpucare.service import control_socket as control
+from tpucare.service.client import order_down
+from tpucare.service.control_socket import Refused
 from tpucare.service.stores import Stores, StoreSnapshot, store_of_node, store_of_slot
 
 LOOK_EVERY_SECONDS = 1.0
-ASK_AGAIN_SECONDS = 0.2
 # A delete that was accepted may be forgotten by the service: say it again, ever more seldom.
 DELETE_AGAIN_SECONDS = 60.0
 # A create whose answer nobody heard has arrived by then, or never will.
@@ -92,52 +91,24 @@ def carry_out(session: Session, order: Order, *, wait: bool) -> None:
 
 
 def _take_down(session: Session, order: Order, *, wait: bool) -> _Left:
-    """By whoever cares for it; nobody does: here. What is left to be awaited then."""
-    until = time.monotonic() + BEGIN_SECONDS
-    while True:
-        with contextlib.suppress(StoreLocked):
-            return _here(session, order)
-        why_not = _tell_caretaker(session, order)
-        if not why_not:
-            if not wait or _await_caretaker(session, order):
-                return _Left()
-            until = time.monotonic() + BEGIN_SECONDS
-        elif time.monotonic() > until:
-            raise NotDeleted(f"{', '.join(order.slots)}: {why_not}")
-        time.sleep(ASK_AGAIN_SECONDS)
-
-
-# --- by the caretaker ------------------------------------------------------------------------------------------------
-
-
-def _tell_caretaker(session: Session, order: Order) -> str:
-    """Why it was not told; empty when it was. One that begins, or ends, at this moment may be asked again."""
+    """By the process that cares for the slots, else here. What is left to be awaited then."""
     stores = Stores(session.options)
-    socket = stores.options_of(order.store).socket
     try:
-        for slot in order.slots:
-            control.request(socket, {"do": "down", "target": slot})
-    except control.NoDaemon:
+        done = order_down(
+            stores.options_of(order.store),
+            order.slots,
+            lambda: _here(session, order),
+            wait=wait,
+            patience_seconds=BEGIN_SECONDS,
+        )
+    except StoreLocked as locked:
         pid = stores.holder(order.store)
-        return f"{f'process {pid}' if pid else 'another process'} cares for it and takes no orders: end it there"
-    except control.Refused as refusal:
-        return str(refusal)
-    return ""
-
-
-def _await_caretaker(session: Session, order: Order) -> bool:
-    """Until nothing is left; False: it ended before it said so."""
-    socket = Stores(session.options).options_of(order.store).socket
-    try:
-        while _are_left(control.request(socket, {"do": "status"}), order.slots):
-            time.sleep(LOOK_EVERY_SECONDS)
-    except (control.NoDaemon, control.Refused):
-        return False
-    return True
-
-
-def _are_left(status: dict[str, Any], slots: tuple[str, ...]) -> bool:
-    return any(row["slot"] in slots and not (row["over"] or row["out_of_reach"]) for row in status["slots"])
+        whose = f"process {pid}" if pid else "another process"
+        why = f"{whose} cares for it and takes no orders: end it there"
+        raise NotDeleted(f"{', '.join(order.slots)}: {why}") from locked
+    except Refused as refusal:
+        raise NotDeleted(f"{', '.join(order.slots)}: {refusal}") from refusal
+    return done if isinstance(done, _Left) else _Left()
 
 
 # --- here ------------------------------------------------------------------------------------------------------------

@@ -151,23 +151,12 @@ def plan(
     Example: tpucare plan pod
     Example: tpucare plan pod.yaml
     """
-    from tpucare.service.client import alone, untouched
-    from tpucare.service.control_socket import NoDaemon, request
+    from tpucare.service import client
 
     if target.endswith((".yaml", ".yml")):
         _preview(options(context), Path(target), json_out)
         return
-    chosen = options(context, target)
-    what = {"do": "plan", "target": target}
-    try:
-        answer = request(chosen.socket, what)
-    except NoDaemon:
-        with untouched(chosen) as kept, alone(kept, keeps=False) as here:
-            # What lies in the folder is what a daemon would begin with.
-            if here.intake is not None:
-                here.intake.look()
-            here.look()
-            answer = here.desk.carry(what)
+    answer = client.plan(options(context, target), target)
     if json_out:
         print_json(answer)
         return
@@ -180,17 +169,9 @@ def plan(
 
 
 def _preview(chosen: Any, file: Path, json_out: bool) -> None:
-    from tpucare.service.client import alone, untouched
-    from tpucare.service.control_socket import NoDaemon, request
-    from tpucare.service.fleet_folder import read_text
+    from tpucare.service import client
 
-    path = file.absolute()
-    what = {"do": "preview", "text": read_text(file), "folder": str(path.parent), "file": str(file)}
-    try:
-        answer = request(chosen.socket, what)
-    except NoDaemon:
-        with untouched(chosen) as kept, alone(kept, keeps=False) as here:
-            answer = here.desk.carry(what)
+    answer = client.preview(chosen, file)
     if json_out:
         print_json(answer)
         return

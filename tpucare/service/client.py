@@ -12,12 +12,12 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tpucare.adapters.state import folder as state_folder
 from tpucare.engine.engine import Engine
@@ -30,11 +30,13 @@ from tpucare.planner.decide import DOWN_PATIENCE, not_looked_at
 from tpucare.service import status as service_status
 from tpucare.service.assembly import Runtime, assemble
 from tpucare.service.commands import CommandHandler
-from tpucare.service.control_socket import NoDaemon, Refused, is_running, request
-from tpucare.service.fleet_folder import FleetFolder
+from tpucare.service.control_socket import NoDaemon, Refused, request
+from tpucare.service.fleet_folder import FleetFolder, read_text
 from tpucare.service.fleet_registry import FleetRegistry
 from tpucare.service.options import DAEMON_STORE, Options
 from tpucare.service.stores import Stores
+
+T = TypeVar("T")
 
 LOOK_SECONDS = 60.0
 SETTLE_SECONDS = 3.0
@@ -122,11 +124,41 @@ def untouched(options: Options) -> Iterator[Options]:
 
 def order(options: Options, what: Mapping[str, Any]) -> dict[str, Any]:
     """Carry out one order, by the daemon if one runs. Raises: whatever was wrong with it."""
+    if (answer := _asked_daemon(options, what)) is not None:
+        return answer
+    with alone(options) as here:
+        return here.desk.carry(what)
+
+
+def _asked_daemon(options: Options, what: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The daemon's answer; None: no daemon runs."""
     try:
         return request(options.socket, what)
     except NoDaemon:
-        with alone(options) as here:
-            return here.desk.carry(what)
+        return None
+
+
+def plan(options: Options, target: str) -> dict[str, Any]:
+    """What the daemon would do next. Without one: after one look at the cloud and the workers; nothing is changed."""
+    what = {"do": "plan", "target": target}
+    if (answer := _asked_daemon(options, what)) is not None:
+        return answer
+    with untouched(options) as kept, alone(kept, keeps=False) as here:
+        # A daemon would begin with the files of the fleets folder.
+        if here.intake is not None:
+            here.intake.look()
+        here.look()
+        return here.desk.carry(what)
+
+
+def preview(options: Options, file: Path) -> dict[str, Any]:
+    """What `apply` of a fleet file would change."""
+    text, folder = read_text(file), str(file.absolute().parent)
+    what = {"do": "preview", "text": text, "folder": folder, "file": str(file)}
+    if (answer := _asked_daemon(options, what)) is not None:
+        return answer
+    with untouched(options) as kept, alone(kept, keeps=False) as here:
+        return here.desk.carry(what)
 
 
 # --- nodes that belong to no slot: `tpucare gc` deletes them, `tpucare adopt-node` gives one to a slot ----------------
@@ -150,13 +182,10 @@ def delete_orphans(options: Options) -> dict[str, Any]:
 
 def _gc(options: Options, *, apply: bool) -> dict[str, Any]:
     order = {"do": "gc", "apply": apply}
-    try:
-        answer = request(options.socket, order)
-        if not answer["projects"]:
+    if (seen := _asked_daemon(options, order)) is not None:
+        if not seen["projects"]:
             raise NotLooked("not looked: the daemon has no project to list; start it with --project or apply a fleet")
-        return answer
-    except NoDaemon:
-        pass
+        return seen
     ended: list[str] = []
 
     def listen(event: Event) -> None:
@@ -186,12 +215,11 @@ def _project_of(here: Alone) -> str:
 def adopt_node(options: Options, node: str, slot: str) -> dict[str, Any]:
     """Returns once the node bears our labels. Raises: TpuCareError: the API refused."""
     order = {"do": "adopt-node", "node": node, "slot": slot}
-    try:
-        newest = request(options.socket, {"do": "events", "limit": 1})["events"]
-        answer = request(options.socket, order)
-    except NoDaemon:
+    newest = _asked_daemon(options, {"do": "events", "limit": 1})
+    if newest is None:
         return _adopt_here(options, order)
-    after = newest[-1]["number"] if newest else 0
+    answer = request(options.socket, order)
+    after = max((row["number"] for row in newest["events"]), default=0)
     until = time.monotonic() + LOOK_SECONDS
     while time.monotonic() < until:
         rows = request(options.socket, {"do": "events", "after": after, "limit": 1000})["events"]
@@ -229,7 +257,7 @@ def _refuse(level: str, text: str) -> None:
 
 
 LOOK_EVERY_SECONDS = 0.5
-# A process that stops lets go of its store within this.
+# A process that stops releases its store within this.
 END_SECONDS = 20.0
 
 
@@ -253,50 +281,61 @@ def take_down(
     By target: `changed`; `left`: slots of which something was there when this returned; `out_of_reach`: what of that
     could not be looked at. *tell* is given a line of text at a time of what goes on here.
     """
-    try:
-        # All are told before one is waited for.
-        told = {target: request(options.socket, {"do": "down", "target": target}) for target in targets}
-    except NoDaemon:
-        return {target: _here(options, {"do": "down", "target": target}, tell, wait=wait) for target in targets}
-    return {target: _watched(options, target, answer, tell, wait=wait) for target, answer in told.items()}
+    return order_down(
+        options,
+        targets,
+        lambda: {target: _here(options, {"do": "down", "target": target}, tell, wait=wait) for target in targets},
+        wait=wait,
+    )
 
 
-def _watched(
-    options: Options, target: str, answer: dict[str, Any], tell: Callable[[str], None], *, wait: bool
-) -> dict[str, Any]:
-    order = {"do": "down", "target": target}
-    slots = list(answer["changed"])
-    left, rows = slots, dict[str, service_status.Row]()
-    try:
-        while wait:
-            rows = _rows(options, slots)
-            left = [slot for slot, row in rows.items() if not row["over"]]
-            if all(rows[slot]["out_of_reach"] for slot in left):
-                break
-            time.sleep(LOOK_EVERY_SECONDS)
-    except (NoDaemon, Refused):
-        if is_running(options.socket):
-            raise
-        return _after_it(options, order, tell)
-    return {**answer, "left": left, "out_of_reach": [key for row in rows.values() for key in row["out_of_reach"]]}
+def order_down(
+    options: Options, targets: Sequence[str], here: Callable[[], T], *, wait: bool, patience_seconds: float = 0.0
+) -> T | dict[str, dict[str, Any]]:
+    """
+    Order the process that cares to take *targets* down; where none does, or it ends before all is done, call *here*.
 
-
-def _after_it(options: Options, order: dict[str, str], tell: Callable[[str], None]) -> dict[str, Any]:
-    """Who was told ended, as a script does when nothing is left; what it did not get done is done here."""
-    until = time.monotonic() + END_SECONDS
+    here: does it in this process under the lock of the store; raises StoreLocked where another process holds that
+    patience_seconds: for a process that holds the store and takes no orders, since it may begin or end at this moment
+    Raises: StoreLocked, Refused: it still does.
+    """
+    until = time.monotonic() + patience_seconds
     while True:
+        answers: dict[str, dict[str, Any]] = {}
         try:
-            return _here(options, order, tell, wait=True)
-        except StoreLocked:
-            if time.monotonic() > until:
-                raise
+            # All are ordered before one is waited for.
+            answers = {target: request(options.socket, {"do": "down", "target": target}) for target in targets}
+            rows = _await_over(options, {slot for answer in answers.values() for slot in answer["changed"]}, wait=wait)
+            return {target: _with_rows(answer, rows) for target, answer in answers.items()}
+        except (NoDaemon, Refused) as refusal:
+            if answers:
+                until = time.monotonic() + END_SECONDS
+            try:
+                return here()
+            except StoreLocked as locked:
+                if time.monotonic() > until:
+                    raise refusal if isinstance(refusal, Refused) else locked from None
         time.sleep(LOOK_EVERY_SECONDS)
 
 
-def _rows(options: Options, slots: list[str]) -> dict[str, service_status.Row]:
-    """What the daemon says of those of *slots* that it still knows."""
-    status = request(options.socket, {"do": "status"})
-    return {row["slot"]: row for row in status["slots"] if row["slot"] in slots}
+def _await_over(options: Options, slots: Collection[str], *, wait: bool) -> dict[str, service_status.Row] | None:
+    """What the daemon says of those of *slots* that it still knows, once nothing is left that it can reach."""
+    while wait:
+        status = request(options.socket, {"do": "status"})
+        rows = {row["slot"]: row for row in status["slots"] if row["slot"] in slots}
+        if all(row["over"] or row["out_of_reach"] for row in rows.values()):
+            return rows
+        time.sleep(LOOK_EVERY_SECONDS)
+    return None
+
+
+def _with_rows(answer: dict[str, Any], rows: Mapping[str, service_status.Row] | None) -> dict[str, Any]:
+    slots = list(answer["changed"])
+    if rows is None:
+        return {**answer, "left": slots, "out_of_reach": []}
+    known = [rows[slot] for slot in slots if slot in rows]
+    left = [row["slot"] for row in known if not row["over"]]
+    return {**answer, "left": left, "out_of_reach": [key for row in known for key in row["out_of_reach"]]}
 
 
 def _here(options: Options, order: dict[str, str], tell: Callable[[str], None], *, wait: bool) -> dict[str, Any]:
