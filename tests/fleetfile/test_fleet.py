@@ -259,6 +259,45 @@ def test_every_setting_of_care_arrives() -> None:
     )
 
 
+# Of each key of `tpu` and `job` another value than in SMALL. Those of `care` arrive in the test above.
+OTHER_VALUES: dict[str, Any] = {
+    "tpu.type": "v4-16",
+    "tpu.zones": [{"zone": "us-central2-b", "provisioning": "reserved"}],
+    "tpu.provisioning": "on-demand",
+    "tpu.runtime": "tpu-vm-v4-base",
+    "tpu.service_account": "trainer@my-project.iam.gserviceaccount.com",
+    "tpu.network": {"tags": ["train"]},
+    "tpu.ssh_keys": [KEY],
+    "tpu.metadata": {"level": 3},
+    "tpu.os_login": True,
+    "tpu.unlisted": True,
+    "job.run": "python other.py",
+    "job.setup": "true",
+    "job.repository": "https://github.com/HomebrewNLP/HomebrewNLP-Jax",
+    "job.branch": "main",
+    "job.follow": True,
+    "job.workdir": ".",
+    "job.files": {"config.yaml": "config.yaml"},
+    "job.env": {"LEVEL": 3},
+    "job.secrets": ["WANDB_API_KEY"],
+    "job.checkpoint": "gs://bucket/other",
+    "job.progress": "at (\\d+)",
+}
+
+
+@pytest.mark.parametrize(("key", "value"), OTHER_VALUES.items())
+def test_every_key_arrives_in_the_slot(key: str, value: object) -> None:
+    """A key of the schema that `parse` does not hand on would be accepted and have no effect."""
+    base = {"job.repository": OTHER_VALUES["job.repository"]} if key in ("job.branch", "job.follow") else {}
+    given = {"tpu.zones": ["us-east5-zz"], "tpu.unlisted": True} if key == "tpu.unlisted" else {**base, key: value}
+    assert fleet(given).slot(0) != fleet(base).slot(0)
+
+
+def test_no_key_is_left_out_of_that() -> None:
+    keys = {f"{name}.{key}" for name in ("tpu", "job") for key in SECTIONS[name,].model_fields}
+    assert set(OTHER_VALUES) == keys
+
+
 @pytest.mark.parametrize(
     ("type", "minutes"), [("v6e-8", 30), ("v6e-64", 30), ("v6e-128", 60), ("v6e-256", 120), ("v5p-2048", 180)]
 )
