@@ -26,7 +26,7 @@ from tests.bench.stand_in_workers import StandInMachines
 from tests.kits.sshd import free_port
 from tpucare.model.resources import LABEL_FLEET, LABEL_NUMBER, LABEL_OWNER, LABEL_SLOT, NodeState
 from tpucare.testbed.emulator.machines.driver import MakeMachines
-from tpucare.testbed.emulator.machines.machines import Machines, OnGone, OnHostKeys
+from tpucare.testbed.emulator.machines.machines import OnGone, OnHostKeys, WorkerMachines
 from tpucare.testbed.emulator.server import EmulatorServer
 from tpucare.testbed.emulator.world.config import WorldConfig
 from tpucare.testbed.emulator.world.records import NetworkConfig, NodePath, NodeSpec
@@ -151,14 +151,14 @@ class _Service:
         self._stand_ins = StandInMachines(port, key)
         return self._stand_ins
 
-    def _real_machines(self, folder: Path, port: int, *, on_host_keys: OnHostKeys, on_gone: OnGone) -> Machines:
+    def _real_machines(self, folder: Path, port: int, *, on_host_keys: OnHostKeys, on_gone: OnGone) -> WorkerMachines:
         def listens(path: NodePath, worker: int, keys: Mapping[str, str]) -> None:
             self._listening[path.node_id].append(time.monotonic())
             on_host_keys(path, worker, keys)
 
         folder.mkdir(parents=True)
         web = free_port()
-        return Machines(folder, ssh_port=port, metadata_port=web, on_host_keys=listens, on_gone=on_gone)
+        return WorkerMachines(folder, ssh_port=port, metadata_port=web, on_host_keys=listens, on_gone=on_gone)
 
     def _hear(self, record: Mapping[str, Any]) -> None:
         if record["kind"] != "call":

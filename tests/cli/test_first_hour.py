@@ -17,7 +17,7 @@ import pytest
 
 from tests.kits.bench_worker import eventually
 from tpucare.testbed.demo.setup import free_port
-from tpucare.testbed.emulator.machines.machines import Machines
+from tpucare.testbed.emulator.machines.machines import WorkerMachines
 from tpucare.testbed.emulator.server import EmulatorServer
 from tpucare.testbed.emulator.world.config import WorldConfig
 
@@ -47,7 +47,7 @@ class Cloud(NamedTuple):
 @pytest.fixture
 def cloud(tmp_path: Path) -> Iterator[Cloud]:
     config, ssh_port = WorldConfig.fast(**WORLD), free_port()
-    make = partial(Machines, tmp_path, ssh_port=ssh_port, metadata_port=free_port(), guest=config.guest)
+    make = partial(WorkerMachines, tmp_path, ssh_port=ssh_port, metadata_port=free_port(), guest=config.guest)
     with EmulatorServer(config, machines=make, ssh_port=ssh_port) as server:
         yield Cloud(server, ssh_port)
 

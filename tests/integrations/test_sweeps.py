@@ -361,7 +361,7 @@ class Swarm:
     def capacity(self, slices: int | None) -> None:
         daemon = self.office.daemon
         pool = {"do": "capacity", "zone": "us-central1-a", "amount": slices}
-        parse_order(pool).carry(daemon.zone.world, daemon.clock.true_now())
+        parse_order(pool).apply(daemon.zone.world, daemon.clock.true_now())
 
     def strike(self) -> None:
         """Take the node of slot 1, and let there be none for it."""

@@ -9,11 +9,10 @@ from tpucare.engine.engine import Settings
 from tpucare.model.resources import Care, Job, Place, Provisioning, Slot
 from tpucare.testbed.audit import Expected, check
 from tpucare.testbed.emulator.world.config import WorldConfig
-from tpucare.testbed.simulation.daemon import SSH_KEY, Zone
-from tpucare.testbed.simulation.daemon import Daemon as SimulatedDaemon
+from tpucare.testbed.simulation.daemon import SSH_KEY, DataCentre, SimulatedDaemon
 from tpucare.testbed.simulation.workers import Script
 
-__all__ = ["CARE", "EU", "PROJECT", "SSH_KEY", "US", "Daemon", "Zone", "place", "slots_of", "two_runs_at_once"]
+__all__ = ["CARE", "EU", "PROJECT", "SSH_KEY", "US", "Daemon", "DataCentre", "place", "slots_of", "two_runs_at_once"]
 
 PROJECT = "my-project"
 US, EU = "us-central1-a", "europe-west4-a"

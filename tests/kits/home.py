@@ -34,7 +34,7 @@ from tpucare.model.resources import Event, NodeState
 from tpucare.service import control_socket as control
 from tpucare.testbed.audit import Expected, Finding, check
 from tpucare.testbed.demo.setup import free_port
-from tpucare.testbed.emulator.machines.machines import Machines
+from tpucare.testbed.emulator.machines.machines import WorkerMachines
 from tpucare.testbed.emulator.server import EmulatorServer
 from tpucare.testbed.emulator.witness import Witness
 from tpucare.testbed.emulator.world.config import WorldConfig
@@ -121,12 +121,12 @@ class House:
         self._threads_before = set(threading.enumerate())
         self._reader: SqliteReader | None = None
         self.server = self._open_cloud(world or {})
-        self._witness = Witness(self.nodes, self.server.note, self.machines.survivors)
+        self._witness = Witness(self.nodes, self.server.log_note, self.machines.survivors)
         self._witness.start()
 
     def _open_cloud(self, world: Mapping[str, Any]) -> EmulatorServer:
         ssh_port = free_port()
-        machines = partial(Machines, self.emulator, ssh_port=ssh_port, metadata_port=free_port())
+        machines = partial(WorkerMachines, self.emulator, ssh_port=ssh_port, metadata_port=free_port())
         settings = {"zones": {NEAR: {}, FAR: {}}, "addresses": {"network": own_network()}, **world}
         server = EmulatorServer(
             WorldConfig.fast(**settings),
@@ -142,9 +142,9 @@ class House:
     # --- the data centre ---------------------------------------------------------------------------------------------
 
     @property
-    def machines(self) -> Machines:
+    def machines(self) -> WorkerMachines:
         machines = self.server.machines
-        assert isinstance(machines, Machines)
+        assert isinstance(machines, WorkerMachines)
         return machines
 
     def nodes(self) -> list[NodeRecord]:
@@ -160,7 +160,7 @@ class House:
 
     def order(self, do: str, **what: Any) -> Mapping[str, Any]:
         """What an operator orders of the emulated cloud: `order("preempt", selector="pod-0")`."""
-        return self.server.carry({"do": do, **what})
+        return self.server.apply_order({"do": do, **what})
 
     def audit(self, method: str = "") -> list[Mapping[str, Any]]:
         with self.server.lock:

@@ -27,7 +27,7 @@ from tpucare.model.resources import NodeState
 from tpucare.model.runs import Phase, ProbeOrder, StopOrder
 from tpucare.testbed.emulator.world.config import WorldConfig
 from tpucare.testbed.emulator.world.records import NetworkConfig, NodePath, NodeSpec
-from tpucare.testbed.simulation.daemon import Zone
+from tpucare.testbed.simulation.daemon import DataCentre
 
 # Named after the commit that wrote it; see `story`.
 LEFT = Path(__file__).parents[1] / "upgrade" / "471f598"
@@ -53,7 +53,7 @@ def left_memories() -> dict[str, dict[str, Any]]:
         return {name: json.loads(text) for name, text in connection.execute("SELECT name, memory FROM slots")}
 
 
-def build_cloud(zone: Zone) -> None:
+def build_cloud(zone: DataCentre) -> None:
     """The nodes that existed when the daemon was ended, with their runs; in a world of this version."""
     asked = [node for node in WORLD["nodes"] if node["state"] == NodeState.CREATING]
     for node in WORLD["nodes"]:
@@ -79,12 +79,12 @@ def slot_of(token: str) -> str:
     return next(name for name, memory in left_memories().items() if (memory["run"] or {}).get("token") == token)
 
 
-def _wait(zone: Zone, seconds: float) -> None:
+def _wait(zone: DataCentre, seconds: float) -> None:
     zone.clock.seconds += seconds
     zone.tick()
 
 
-def _build_node(zone: Zone, node: dict[str, Any]) -> None:
+def _build_node(zone: DataCentre, node: dict[str, Any]) -> None:
     path, world = NodePath(*node["path"]), zone.world
     network = NetworkConfig(enable_external_ips=node["external_ips"])
     spec = NodeSpec(**node["spec"], network=network, has_network=True)

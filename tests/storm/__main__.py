@@ -21,12 +21,12 @@ from pydantic import TypeAdapter
 from tests.bench.report import renew
 from tpucare.testbed.simulation.campaign import Plan, Sums, campaign
 from tpucare.testbed.simulation.faults import EMERGENT, FAULTS
-from tpucare.testbed.simulation.history import Outcome
+from tpucare.testbed.simulation.history import HistoryOutcome
 from tpucare.testbed.simulation.tally import PHASES
 
 PAGE = Path(__file__).parents[2] / "docs" / "storms.md"
 BEGIN, END = "<!-- figures: begin (make storm) -->", "<!-- figures: end -->"
-_OUTCOME: TypeAdapter[Outcome] = TypeAdapter(Outcome)
+_OUTCOME: TypeAdapter[HistoryOutcome] = TypeAdapter(HistoryOutcome)
 STORM_DAYS, LONG_DAYS, MONTH_DAYS, MONTH_SLOTS = 0.25, 30.0, 90.0, 1000
 SOURCES = Path(__file__).parents[2] / "tpucare"
 
@@ -81,7 +81,7 @@ class Kept:
         self._path = path
         self._head = json.dumps({"sources": fingerprint(sources), "plan": repr(plan)})
 
-    def outcomes(self) -> list[Outcome]:
+    def outcomes(self) -> list[HistoryOutcome]:
         """Raises: OtherSources: the file is of another campaign."""
         if not self._path.exists():
             self._path.write_text(f"{self._head}\n", encoding="utf-8")
@@ -96,7 +96,7 @@ class Kept:
             self._path.write_text("".join([head, *whole]), encoding="utf-8")
         return [_OUTCOME.validate_json(line) for line in whole]
 
-    def add(self, outcome: Outcome) -> None:
+    def add(self, outcome: HistoryOutcome) -> None:
         with self._path.open("ab") as file:
             file.write(_OUTCOME.dump_json(outcome) + b"\n")
 

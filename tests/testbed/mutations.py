@@ -42,7 +42,7 @@ from tpucare.planner import predicates as plan_words
 from tpucare.planner.placement import CreateBudget
 from tpucare.planner.predicates import ending
 from tpucare.testbed.emulator.world.records import NodeSpec
-from tpucare.testbed.simulation.history import History, Outcome
+from tpucare.testbed.simulation.history import History, HistoryOutcome
 from tpucare.testbed.simulation.scenario import (
     CLOSE,
     FOREIGN_CARE,
@@ -103,7 +103,7 @@ class Mutation:
         days = self.hours / 24
         return Scenario(1, slots, world, days, pace, self.strikes, person=self.person, saves_alone=self.saves_alone)
 
-    def tell(self) -> Outcome:
+    def tell(self) -> HistoryOutcome:
         history = History(self.scenario())
         self.prepare(history)
         return history.run()

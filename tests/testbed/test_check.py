@@ -38,12 +38,12 @@ def world() -> World:
 
 def start(world: World, node: str, number: int, seconds: float, worker: int = 0) -> None:
     token = f"{node}.{number}"
-    world.operator.note("run-started", at(seconds), token=token, name=f"{PARENT}/nodes/{node}", worker=worker)
+    world.operator.log_note("run-started", at(seconds), token=token, name=f"{PARENT}/nodes/{node}", worker=worker)
 
 
 def end(world: World, node: str, number: int, seconds: float, worker: int = 0) -> None:
     token = f"{node}.{number}"
-    world.operator.note("run-ended", at(seconds), token=token, name=f"{PARENT}/nodes/{node}", worker=worker)
+    world.operator.log_note("run-ended", at(seconds), token=token, name=f"{PARENT}/nodes/{node}", worker=worker)
 
 
 def found(world: World, expected: Expected = OURS) -> list[str]:

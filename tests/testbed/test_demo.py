@@ -11,7 +11,7 @@ import pytest
 from tpucare.model.errors import ConfigError
 from tpucare.testbed.demo.preemptions import scenes
 from tpucare.testbed.demo.run import Report
-from tpucare.testbed.demo.setup import MOST_PREEMPTIONS, ZONES, Options, accelerator_for
+from tpucare.testbed.demo.setup import MOST_PREEMPTIONS, ZONES, DemoOptions, accelerator_for
 from tpucare.testbed.demo.timeline import Life, Recovery, Told, read_life, recoveries
 
 NOW = datetime(2026, 11, 1, tzinfo=UTC)
@@ -72,7 +72,7 @@ def test_a_recovery_is_measured_from_the_death_of_the_workers_to_the_first_step(
 def kept_promises() -> Report:
     recovery = Recovery("demo-0-a0", "demo-0-a1", "here", {"detect": 1.0}, 60, 3, 22)
     return Report(
-        Options(preemptions=1, steps=200),
+        DemoOptions(preemptions=1, steps=200),
         final_step=200,
         losses=1,
         recoveries=[recovery],
@@ -114,26 +114,26 @@ def test_hosts_decide_the_accelerator(hosts: int, kind: str) -> None:
     assert accelerator_for(hosts) == kind
 
 
-@pytest.mark.parametrize("options", [Options(preemptions=5), Options(preemptions=-1), Options(hosts=3)])
-def test_what_cannot_be_shown_is_refused_in_one_line(options: Options) -> None:
+@pytest.mark.parametrize("options", [DemoOptions(preemptions=5), DemoOptions(preemptions=-1), DemoOptions(hosts=3)])
+def test_what_cannot_be_shown_is_refused_in_one_line(options: DemoOptions) -> None:
     with pytest.raises(ConfigError) as caught:
         options.check()
     assert "\n" not in str(caught.value)
 
 
 def test_the_demo_has_its_zones_in_whatever_world(tmp_path: Path) -> None:
-    realistic = Options(world=Path("realistic")).world_config()
+    realistic = DemoOptions(world=Path("realistic")).world_config()
     assert set(ZONES) < set(realistic.zones)
     assert realistic.guest.sshguard is not None
     (tmp_path / "w.yaml").write_text("zones: {us-central1-a: {}}\nspeed: fast\n")
-    assert set(Options(world=tmp_path / "w.yaml").world_config().zones) == {*ZONES, "us-central1-a"}
+    assert set(DemoOptions(world=tmp_path / "w.yaml").world_config().zones) == {*ZONES, "us-central1-a"}
     with pytest.raises(ConfigError, match="unrealistic"):
-        Options(world=Path("unrealistic")).check()
+        DemoOptions(world=Path("unrealistic")).check()
 
 
 def test_the_realistic_world_has_every_trouble_of_a_first_day_on() -> None:
     """Of the options that a node can live with; the others would refuse every create."""
-    world = Options(world=Path("realistic")).world_config()
+    world = DemoOptions(world=Path("realistic")).world_config()
     for section, left_out in (
         (world.guest, {"chip_holding_runtimes"}),
         (world.project, {"refuses", "external_ips", "health_checks_per_worker"}),
@@ -146,10 +146,10 @@ def test_the_realistic_world_has_every_trouble_of_a_first_day_on() -> None:
 def test_a_file_is_no_folder_to_keep_things_in(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="is a file"):
-        Options(keep=tmp_path / "file").check()
+        DemoOptions(keep=tmp_path / "file").check()
 
 
 def test_a_folder_that_holds_something_is_not_written_over(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("three years of work")
     with pytest.raises(ConfigError, match="not empty"):
-        Options(keep=tmp_path).check()
+        DemoOptions(keep=tmp_path).check()

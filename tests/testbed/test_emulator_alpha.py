@@ -115,9 +115,9 @@ def test_what_no_package_knows_reaches_either_client(
     alpha: tpu_v2alpha1.TpuClient, stable: tpu_v2.TpuClient, server: EmulatorServer, pick: Callable[[Any, Any], Any]
 ) -> None:
     finished(alpha.create_node(parent=PARENT, node_id="pod-0-a1", node=tpu_v2alpha1.Node(**SPOT)))
-    server.carry({"do": "health", "selector": "pod-0", "health": 99})
-    server.carry({"do": "state", "selector": "pod-0", "state": "77"})
-    server.carry({"do": "unknown-fields", "selector": "pod-0", "answers": True})
+    server.apply_order({"do": "health", "selector": "pod-0", "health": 99})
+    server.apply_order({"do": "state", "selector": "pod-0", "state": "77"})
+    server.apply_order({"do": "unknown-fields", "selector": "pod-0", "answers": True})
     client = pick(alpha, stable)
     node = client.get_node(name=f"{PARENT}/nodes/pod-0-a1")
     raw = type(node).pb(node)
@@ -131,6 +131,6 @@ def test_what_no_package_knows_reaches_either_client(
     assert unknown_numbers(type(listed).pb(listed)) == UNKNOWN_FIELDS
     operation = client.list_operations({"name": PARENT})
     assert operation.SerializeToString().endswith(UNKNOWN_FIELDS)
-    server.carry({"do": "unknown-fields", "selector": "*", "on": False})
+    server.apply_order({"do": "unknown-fields", "selector": "*", "on": False})
     plain = client.get_node(name=node.name)
     assert unknown_numbers(type(plain).pb(plain)) == b""

@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 
 from tests.kits.emulated_calls import next_call
 from tests.kits.hand_clock import HandClock
-from tpucare.testbed.emulator.api.calls import Carrier
-from tpucare.testbed.emulator.api.rest import RestFace, routes
+from tpucare.testbed.emulator.api.calls import ServedWorld
+from tpucare.testbed.emulator.api.rest import RestServer, routes
 from tpucare.testbed.emulator.http_server import HttpRequest
 from tpucare.testbed.emulator.server import EmulatorServer
 from tpucare.testbed.emulator.world.config import WorldConfig
@@ -157,7 +157,7 @@ def test_the_discovery_client_walks_pages_and_hears_of_dark_zones(place: Place) 
         pages += 1
         request = nodes.list_next(request, answer)
     assert (seen, pages) == ([f"pod-{number}-a1" for number in range(5)], 3)
-    place.server.carry({"do": "outage", "kind": "zone", "zone": ZONE, "duration": 60})
+    place.server.apply_order({"do": "outage", "kind": "zone", "zone": ZONE, "duration": 60})
     assert nodes.list(parent=f"projects/{PROJECT}/locations/-").execute() == {"unreachable": [ZONE]}
     with pytest.raises(HttpError) as dark:
         nodes.list(parent=PARENT).execute()
@@ -214,8 +214,8 @@ def test_enums_are_names_or_numbers_as_asked_and_unknown_ones_pass(place: Place)
     path = f"/v2/{PARENT}/nodes/pod-0-a1"
     assert place.ask(path)["state"] == "CREATING"
     assert place.ask(f"{path}?$alt=json;enum-encoding=int")["state"] == 1
-    place.server.carry({"do": "state", "selector": "*", "state": 77})
-    place.server.carry({"do": "health", "selector": "*", "health": 99})
+    place.server.apply_order({"do": "state", "selector": "*", "state": 77})
+    place.server.apply_order({"do": "health", "selector": "*", "health": 99})
     strange = place.ask(path)
     assert (strange["state"], strange["health"]) == ("STATE_77", "HEALTH_99")
     assert place.ask(f"{path}?%24alt=json%3Benum-encoding%3Dint")["health"] == 99
@@ -226,11 +226,11 @@ def test_enums_are_names_or_numbers_as_asked_and_unknown_ones_pass(place: Place)
 def test_fields_that_no_client_knows(place: Place) -> None:
     place.nodes().create(parent=PARENT, nodeId="pod-0-a1", body=NODE).execute()
     place.play(1)
-    place.server.carry({"do": "unknown-fields", "selector": "*"})
+    place.server.apply_order({"do": "unknown-fields", "selector": "*"})
     answer = place.ask(f"/v2/{PARENT}/nodes")
     assert answer["nodes"][0]["laterSettings"] == {"level": 3}
     assert "laterText" not in answer
-    place.server.carry({"do": "unknown-fields", "selector": "*", "answers": True})
+    place.server.apply_order({"do": "unknown-fields", "selector": "*", "answers": True})
     assert place.ask(f"/v2alpha1/{PARENT}/nodes")["laterText"] == "later"
 
 
@@ -346,7 +346,7 @@ def test_what_only_rest_has_is_taken(place: Place) -> None:
     ],
 )
 def test_refusals_bear_their_http_code(place: Place, fails: dict[str, object], code: int, status: str) -> None:
-    place.server.carry(fails)
+    place.server.apply_order(fails)
     with pytest.raises(HTTPError) as refused:
         place.ask(f"/v2/{PARENT}/nodes/pod-0-a1")
     assert (refused.value.code, json.loads(refused.value.read())["error"]["status"]) == (code, status)
@@ -383,11 +383,11 @@ def test_no_request_whatever_breaks_the_face(
         assert json.loads(said.body) is not None
 
 
-def fuzzed() -> RestFace:
+def fuzzed() -> RestServer:
     """A face over a world of its own, without a socket."""
     clock = HandClock()
     world = World(WorldConfig.calm(latencies=INSTANT), seed=1, start=clock.now())
-    return RestFace(Carrier(world, threading.RLock(), clock.now, lambda _: None, lambda: None))
+    return RestServer(ServedWorld(world, threading.RLock(), clock.now, lambda _: None, lambda: None))
 
 
 def test_a_path_that_nobody_serves_is_a_page(place: Place) -> None:

@@ -31,7 +31,7 @@ from tpucare.model.errors import AnswerLost, ConfigError, NoCapacity
 from tpucare.model.resources import NodeKey, NodeRequest, NodeState, Place, Provisioning
 from tpucare.service import emulator_address as running
 from tpucare.testbed.emulator.control_socket import request
-from tpucare.testbed.emulator.machines.machines import Machines
+from tpucare.testbed.emulator.machines.machines import WorkerMachines
 from tpucare.testbed.emulator.orders import ACTIONS, parse_order
 from tpucare.testbed.emulator.server import EmulatorServer
 from tpucare.testbed.emulator.world.config import WorldConfig
@@ -213,7 +213,7 @@ def test_nonsense_in_a_request_is_an_invalid_argument(server: EmulatorServer) ->
 
 
 class Stage:
-    """Machines that only write down what they are told."""
+    """WorkerMachines that only write down what they are told."""
 
     login_user = "actor"
 
@@ -262,7 +262,7 @@ def test_time_runs_by_itself_and_machines_hear_in_order() -> None:
         deadline = threading.Event()
         while len(stage.told) < 4 and not deadline.wait(0.02):
             pass
-        serving.carry({"do": "preempt", "selector": "pod-0", "notice": "50ms", "visible_after": 0.1})
+        serving.apply_order({"do": "preempt", "selector": "pod-0", "notice": "50ms", "visible_after": 0.1})
         assert stage.killed.wait(60)
         key = NodeKey(PROJECT, ZONE, "pod-0-a1")
         while cloud.get_node(key).state is not NodeState.PREEMPTED:
@@ -315,10 +315,10 @@ def test_a_worker_answers_with_the_host_key_that_the_cloud_vouches_for(tmp_path:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    make = partial(Machines, tmp_path, ssh_port=port, metadata_port=0)
+    make = partial(WorkerMachines, tmp_path, ssh_port=port, metadata_port=0)
     with EmulatorServer(FAST, machines=make, ssh_port=port) as serving:
         machines = serving.machines
-        assert isinstance(machines, Machines)
+        assert isinstance(machines, WorkerMachines)
         cloud = connect(serving.endpoint, monotonic=lambda: 0.0)
         cloud.create_node(wanted("pod-0-a1"))
         key, path = NodeKey(PROJECT, ZONE, "pod-0-a1"), NodePath(PROJECT, ZONE, "pod-0-a1")
@@ -329,7 +329,7 @@ def test_a_worker_answers_with_the_host_key_that_the_cloud_vouches_for(tmp_path:
         (endpoint,) = cloud.get_node(key).endpoints
         with socket.create_connection((endpoint.external, port), timeout=10) as channel:
             assert channel.recv(8).startswith(b"SSH-2.0")
-        serving.carry({"do": "preempt", "selector": "*"})
+        serving.apply_order({"do": "preempt", "selector": "*"})
         while machines.survivors():
             pause.wait(0.05)
         with pytest.raises(OSError, match=r"refused|timed out"):
@@ -512,7 +512,7 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
 
 def test_a_stockout_in_real_time() -> None:
     with EmulatorServer(FAST) as serving:
-        serving.carry({"do": "capacity", "zone": ZONE, "amount": 0})
+        serving.apply_order({"do": "capacity", "zone": ZONE, "amount": 0})
         cloud = connect(serving.endpoint, monotonic=lambda: 0.0)
         operation = cloud.create_node(wanted("pod-0-a1"))
         pause = threading.Event()

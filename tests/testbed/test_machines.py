@@ -24,7 +24,7 @@ import pytest
 
 from tpucare.testbed.emulator.machines import proctree, worker_files
 from tpucare.testbed.emulator.machines.flood import Flooding
-from tpucare.testbed.emulator.machines.machines import Machines
+from tpucare.testbed.emulator.machines.machines import WorkerMachines
 from tpucare.testbed.emulator.machines.sandbox import MachineError, Sandbox
 from tpucare.testbed.emulator.world.machine_effects import AuthorizeKeys, Boot, Kill, Resume, SetAttribute, Silence
 from tpucare.testbed.emulator.world.records import NodePath
@@ -57,7 +57,7 @@ class Zone:
         self.gone: list[tuple[int, str]] = []
         # Each process of a parallel test run has addresses of its own.
         self._first_octets = f"127.{64 + os.getpid() // 256 % 64}.{os.getpid() % 256}"
-        self.machines = Machines(
+        self.machines = WorkerMachines(
             folder / "state",
             ssh_port=SSH_PORT,
             metadata_port=METADATA_PORT,
@@ -460,7 +460,7 @@ def test_metadata_falls_with_its_worker(zone: Zone) -> None:
 
 def test_a_folder_serves_one_emulator_at_a_time(zone: Zone, tmp_path: Path) -> None:
     with pytest.raises(MachineError, match="another emulator uses"):
-        Machines(tmp_path / "state")
+        WorkerMachines(tmp_path / "state")
 
 
 CRASHER = """\
@@ -492,7 +492,7 @@ def test_a_crashed_emulator_is_swept_up_by_the_next(tmp_path: Path, way: Sandbox
     markless = [pid for pid in pids if way and _command(pid) == "sleep 603"]
     bystander = subprocess.Popen(["sleep", "60"], env={worker_files.MARK: "another-emulator.1"})
     try:
-        with Machines(tmp_path / "state", ssh_port=SSH_PORT, metadata_port=METADATA_PORT):
+        with WorkerMachines(tmp_path / "state", ssh_port=SSH_PORT, metadata_port=METADATA_PORT):
             assert crashed.returncode == -signal.SIGKILL, crashed.stderr
             assert not any(_lives(pid) for pid in pids if pid not in markless)
             assert bystander.poll() is None

@@ -20,7 +20,7 @@ from tpucare.testbed.emulator.machines.worker_files import first_metadata
 from tpucare.testbed.emulator.world.config import WorldConfig
 from tpucare.testbed.emulator.world.instance_metadata import bounds
 from tpucare.testbed.emulator.world.machine_effects import Boot
-from tpucare.testbed.emulator.world.queued_records import NodeWish, QueuedSpec
+from tpucare.testbed.emulator.world.queued_records import QueuedNodeSpec, QueuedSpec
 from tpucare.testbed.emulator.world.records import NetworkConfig, NodeSpec
 from tpucare.testbed.emulator.world.world import World
 
@@ -184,7 +184,7 @@ def test_a_preemption_ends_a_long_poll(worker: Server) -> None:
 
 def test_slices_of_a_multislice_know_each_other() -> None:
     made = world()
-    spec = QueuedSpec((NodeWish(SPEC, count=2, prefix="part"),))
+    spec = QueuedSpec((QueuedNodeSpec(SPEC, count=2, prefix="part"),))
     made.queued_api.create_queued_resource(PARENT, "q-0", spec, made.now)
     found = {boot.path.node_id: yaml.safe_load(boot.attributes["instance/attributes/tpu-env"]) for boot in boots(made)}
     assert [found[name]["MEGASCALE_SLICE_ID"] for name in ("part-0", "part-1")] == ["0", "1"]

@@ -26,8 +26,8 @@ from tpucare.model.resources import Job
 from tpucare.testbed.emulator.http_server import HttpAnswer, HttpRequest, HttpService
 from tpucare.testbed.emulator.machines.metadata_server import MetadataServer
 from tpucare.testbed.emulator.server import EmulatorServer
-from tpucare.testbed.emulator.storage.api import ObjectFace
-from tpucare.testbed.emulator.storage.objects import Conditions, Glob, Listing, ObjectError, ObjectStore
+from tpucare.testbed.emulator.storage.api import ObjectServer
+from tpucare.testbed.emulator.storage.objects import Conditions, Glob, ObjectError, ObjectQuery, ObjectStore
 from tpucare.testbed.emulator.world.config import WorldConfig
 
 BUCKET = "team-bucket"
@@ -75,21 +75,21 @@ def test_preconditions(store: ObjectStore) -> None:
 def test_listings_are_cut_at_a_delimiter_and_paged(store: ObjectStore) -> None:
     for name in ("ckpt/1/x", "ckpt/1/y", "ckpt/2/x", "ckpt/10/x", "ckpt/note", "other"):
         store.insert(BUCKET, name, b"")
-    page = store.list(BUCKET, Listing(prefix="ckpt/", delimiter="/"))
+    page = store.list(BUCKET, ObjectQuery(prefix="ckpt/", delimiter="/"))
     assert page.prefixes == ("ckpt/1/", "ckpt/10/", "ckpt/2/")
     assert [one.name for one in page.items] == ["ckpt/note"]
     entries, after = [], ""
     while True:
-        page = store.list(BUCKET, Listing(prefix="ckpt/", delimiter="/", size=1, after=after))
+        page = store.list(BUCKET, ObjectQuery(prefix="ckpt/", delimiter="/", size=1, after=after))
         entries += [*page.prefixes, *(one.name for one in page.items)]
         if not (after := page.next_token):
             break
     assert entries == ["ckpt/1/", "ckpt/10/", "ckpt/2/", "ckpt/note"]
-    spanned = store.list(BUCKET, Listing(start="ckpt/10", end="ckpt/note"))
+    spanned = store.list(BUCKET, ObjectQuery(start="ckpt/10", end="ckpt/note"))
     assert [one.name for one in spanned.items] == ["ckpt/10/x", "ckpt/2/x"]
-    globbed = store.list(BUCKET, Listing(glob="ckpt/*/x"))
+    globbed = store.list(BUCKET, ObjectQuery(glob="ckpt/*/x"))
     assert [one.name for one in globbed.items] == ["ckpt/1/x", "ckpt/10/x", "ckpt/2/x"]
-    assert [one.name for one in store.list(BUCKET, Listing(glob="**/{y,note}")).items] == ["ckpt/1/y", "ckpt/note"]
+    assert [one.name for one in store.list(BUCKET, ObjectQuery(glob="**/{y,note}")).items] == ["ckpt/1/y", "ckpt/note"]
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_buckets_come_first(store: ObjectStore) -> None:
 
 @pytest.fixture
 def endpoint(store: ObjectStore) -> Iterator[str]:
-    service = ObjectFace(store).serve()
+    service = ObjectServer(store).serve()
     yield f"http://127.0.0.1:{service.port}"
     service.stop()
 
@@ -243,7 +243,7 @@ class Gate:
     """A store's face that holds one upload back, and tells that it came."""
 
     def __init__(self, store: ObjectStore, held: str) -> None:
-        self._face, self._held = ObjectFace(store), held
+        self._face, self._held = ObjectServer(store), held
         self.reached, self.open = threading.Event(), threading.Event()
         self.service = HttpService(self.answer)
         self.endpoint = f"http://127.0.0.1:{self.service.port}"
@@ -287,7 +287,7 @@ def killed_training(store: ObjectStore) -> Iterator[Gate]:
         training.send_signal(signal.SIGKILL)
         said, _ = training.communicate(timeout=30)
         assert said.splitlines() == ["resumed at None", "saved 1", "saved 2"]
-        names = [one.name for one in store.list(BUCKET, Listing(prefix="run-7/checkpoints/3/")).items]
+        names = [one.name for one in store.list(BUCKET, ObjectQuery(prefix="run-7/checkpoints/3/")).items]
         assert [name for name in names if name.endswith("manifest.ocdbt")]
         gate.open.set()
         yield gate
@@ -340,7 +340,7 @@ def test_the_bucket_is_read_with_the_machines_own_token(store: ObjectStore) -> N
         "x/1/commit_success.txt",
     ):
         store.insert(BUCKET, name, b"")
-    face, asked = ObjectFace(store), []
+    face, asked = ObjectServer(store), []
 
     def closed(request: HttpRequest) -> HttpAnswer:
         asked.append(request.headers.get("authorization"))
@@ -421,7 +421,7 @@ def test_no_request_whatever_breaks_the_buckets(
 ) -> None:
     store = ObjectStore(lambda: START, [BUCKET])
     store.insert(BUCKET, "a/b", b"0123456789")
-    answer = ObjectFace(store).answer(HttpRequest(verb, path, tuple(query), headers, body, "peer"))
+    answer = ObjectServer(store).answer(HttpRequest(verb, path, tuple(query), headers, body, "peer"))
     assert answer.status < 500
 
 

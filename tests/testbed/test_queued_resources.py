@@ -21,7 +21,7 @@ from tpucare.testbed.emulator.server import EmulatorServer
 from tpucare.testbed.emulator.world.config import WorldConfig
 from tpucare.testbed.emulator.world.queued_records import (
     Initiator,
-    NodeWish,
+    QueuedNodeSpec,
     QueuedRecord,
     QueuedSpec,
     QueueState,
@@ -35,8 +35,8 @@ PARENT = f"projects/{PROJECT}/locations/{ZONE}"
 NAME = f"{PARENT}/queuedResources/q-0"
 START = datetime(2026, 3, 1, 12, tzinfo=UTC)
 NODE = NodeSpec(accelerator_type="v2-8", runtime_version="tpu-ubuntu2204-base", labels={"team": "vision"})
-ONE = (NodeWish(NODE, node_id="pod-0-a1"),)
-SLICES = (NodeWish(NODE, count=3, prefix="part"),)
+ONE = (QueuedNodeSpec(NODE, node_id="pod-0-a1"),)
+SLICES = (QueuedNodeSpec(NODE, count=3, prefix="part"),)
 EXHAUSTED, FAILED_PRECONDITION, EXPIRED, NOT_FOUND, EXISTS = 8, 9, 4, 5, 6
 
 
@@ -51,7 +51,7 @@ class Box:
         self.now += timedelta(seconds=seconds)
         self.world.advance(self.now)
 
-    def ask(self, wishes: tuple[NodeWish, ...] = ONE, tier: str = "spot", **more: Any) -> OperationRecord:
+    def ask(self, wishes: tuple[QueuedNodeSpec, ...] = ONE, tier: str = "spot", **more: Any) -> OperationRecord:
         return self.world.queued_api.create_queued_resource(PARENT, "q-0", QueuedSpec(wishes, tier, **more), self.now)
 
     @property
@@ -117,7 +117,7 @@ def test_a_multislice_is_granted_whole() -> None:
 
 def test_slices_without_a_prefix_bear_the_id_of_the_resource() -> None:
     box = Box()
-    box.ask((NodeWish(NODE, count=2),))
+    box.ask((QueuedNodeSpec(NODE, count=2),))
     box.until(QueueState.ACTIVE)
     assert box.nodes() == ["q-0-0", "q-0-1"]
 
@@ -379,11 +379,11 @@ def test_what_the_create_refuses_at_once() -> None:
     wrong = NodeSpec(accelerator_type="v9-8", runtime_version="tpu-ubuntu2204-base")
     for wishes in (
         (),
-        (NodeWish(NODE),),
-        (NodeWish(NODE, node_id="a", count=2),),
-        (NodeWish(wrong, node_id="a"),),
-        (NodeWish(NODE, node_id="a"), NodeWish(NODE, node_id="a")),
-        (NodeWish(NODE, parent=f"projects/{PROJECT}/locations/elsewhere", node_id="a"),),
+        (QueuedNodeSpec(NODE),),
+        (QueuedNodeSpec(NODE, node_id="a", count=2),),
+        (QueuedNodeSpec(wrong, node_id="a"),),
+        (QueuedNodeSpec(NODE, node_id="a"), QueuedNodeSpec(NODE, node_id="a")),
+        (QueuedNodeSpec(NODE, parent=f"projects/{PROJECT}/locations/elsewhere", node_id="a"),),
     ):
         assert refusal(lambda wishes=wishes: box.ask(wishes)) == 3
     box.ask()
@@ -474,7 +474,7 @@ def test_the_official_clients_see_one_through_its_life(place: Place, version: st
         nodes = {node.name.rpartition("/")[2]: node for node in client.list_nodes(parent=PARENT)}
         assert set(nodes) == {"part-0", "part-1"}
         assert (nodes["part-0"].queued_resource, nodes["part-0"].multislice_node) == (NAME, True)
-        place.server.carry({"do": "preempt", "selector": "part-0"})
+        place.server.apply_order({"do": "preempt", "selector": "part-0"})
         place.play(600)
         suspended = client.get_queued_resource(name=NAME)
         assert suspended.state.state == states.SUSPENDED
@@ -508,11 +508,11 @@ def test_the_discovery_client_sees_the_same(place: Place, version: str) -> None:
     place.play(3600)
     (seen,) = queued.list(parent=PARENT).execute()["queuedResources"]
     assert (seen["state"], seen["guaranteed"]) == ({"state": "ACTIVE", "activeData": {}}, {"minDuration": "3600s"})
-    place.server.carry({"do": "queued-state", "selector": "q-0", "state": 42})
-    place.server.carry({"do": "unknown-fields", "selector": "q-0"})
+    place.server.apply_order({"do": "queued-state", "selector": "q-0", "state": 42})
+    place.server.apply_order({"do": "unknown-fields", "selector": "q-0"})
     strange = queued.get(name=NAME).execute()
     assert (strange["state"]["state"], strange["laterCount"]) == ("STATE_42", 7)
-    place.server.carry({"do": "fail-queued", "selector": "q-0", "code": 8, "text": "no room"})
+    place.server.apply_order({"do": "fail-queued", "selector": "q-0", "code": 8, "text": "no room"})
     failed = queued.get(name=NAME).execute()["state"]
     assert failed == {"state": "FAILED", "failedData": {"error": {"code": 8, "message": "no room"}}}
     queued.delete(name=NAME, force=True).execute()

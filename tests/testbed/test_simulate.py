@@ -30,7 +30,7 @@ from tpucare.model.ports import Finished, Lane, Store
 from tpucare.model.resources import Event, Listing, NodeKey
 from tpucare.model.runs import Contact, NodeReport, Phase, WorkerReport
 from tpucare.testbed.simulation.campaign import Plan, Sums, live
-from tpucare.testbed.simulation.daemon import Daemon
+from tpucare.testbed.simulation.daemon import SimulatedDaemon
 from tpucare.testbed.simulation.faults import FAULTS
 from tpucare.testbed.simulation.history import History
 from tpucare.testbed.simulation.machines import RunEnd, RunMark
@@ -39,7 +39,7 @@ from tpucare.testbed.simulation.scenario import CLOSE, Strike, draw, storm_slots
 from tpucare.testbed.simulation.shrink import shrink, tell
 from tpucare.testbed.simulation.store import Disk, DiskFault, MemoryStore, ProcessDied
 from tpucare.testbed.simulation.strikes import STRIKES
-from tpucare.testbed.simulation.tally import Watch as TallyWatch
+from tpucare.testbed.simulation.tally import TallyRecorder
 from tpucare.testbed.simulation.time import VirtualClock, VirtualExecutor
 
 ROOT = Path(__file__).parents[2]
@@ -313,7 +313,7 @@ def mark(what: str, seconds: float, step: int, how: RunEnd = RunEnd.NONE) -> Run
 def test_goodput_leaves_out_what_is_trained_again_and_what_stands_still() -> None:
     slot = replace(storm_slots()[0], name="mini-0")
     slot = replace(slot, places=(replace(slot.places[0], workers=1),))
-    watch = TallyWatch((slot,), setup_seconds=20.0)
+    watch = TallyRecorder((slot,), setup_seconds=20.0)
     watch.ran(mark("start", 0, 0))
     watch.ran(mark("end", 1020, 1000, RunEnd.DIED))
     assert (watch.tally.trained_seconds, watch.tally.good_seconds) == (1000, 1000)
@@ -331,7 +331,7 @@ def test_goodput_leaves_out_what_is_trained_again_and_what_stands_still() -> Non
 def test_another_experiment_loses_nothing_of_the_one_before() -> None:
     slot = replace(storm_slots()[0], name="mini-0")
     slot = replace(slot, places=(replace(slot.places[0], workers=1),))
-    watch = TallyWatch((slot,), setup_seconds=0.0)
+    watch = TallyRecorder((slot,), setup_seconds=0.0)
     watch.ran(mark("start", 0, 0))
     watch.ran(mark("end", 9000, 9000, RunEnd.STOPPED))
     watch.ran(mark("start", 9000, 0))
@@ -339,7 +339,7 @@ def test_another_experiment_loses_nothing_of_the_one_before() -> None:
 
 
 def test_node_hours_are_those_in_which_a_node_of_ours_was_ready() -> None:
-    watch = TallyWatch((replace(storm_slots()[0], name="mini-0"),), setup_seconds=20.0)
+    watch = TallyRecorder((replace(storm_slots()[0], name="mini-0"),), setup_seconds=20.0)
     for name, slot in (("mini-0-a0", "mini-0"), ("mini-0-a1", "mini-0"), ("theirs", "")):
         watch.node(name, "created", slot, 0)
         watch.node(name, "ready", "", 600)
@@ -433,7 +433,7 @@ def bearing(mark: str) -> list[int]:
 
 def test_a_process_that_was_killed_is_told_of_no_change_any_more() -> None:
     """Its listings were followed until the collector came, which is off: each change was noted for each of them."""
-    daemon = Daemon()
+    daemon = SimulatedDaemon()
     daemon.start()
     daemon.care_for_slots("pod", list(storm_slots()[:1]))
     project = daemon.declared["pod"][0].project

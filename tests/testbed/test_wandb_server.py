@@ -27,7 +27,7 @@ import yaml
 from tests.kits import wandb as wandb_kit
 from tests.kits.bench_worker import eventually
 from tpucare.model.errors import ConfigError
-from tpucare.testbed.wandb import WandbServer, World, filters, search
+from tpucare.testbed.wandb import WandbServer, WandbState, filters, search
 from tpucare.testbed.wandb.records import Agent, Run, RunState, Sweep, SweepState
 from tpucare.testbed.wandb.search import BadSweep
 from tpucare.testbed.wandb.server import BODY_LIMIT, inflated
@@ -41,7 +41,7 @@ class Story:
     """A world with one sweep, told by seconds."""
 
     def __init__(self, config: dict[str, Any] | None = None, seed: int = 0) -> None:
-        self.world = World(seed=seed, lost_after=LOST)
+        self.world = WandbState(seed=seed, lost_after=LOST)
         self.now = 0.0
         self.sweep: Sweep = self.world.create_sweep("me", "p", yaml.safe_dump(config or GRID), self.now)
 
@@ -292,7 +292,7 @@ def test_every_distribution_draws_within_its_bounds() -> None:
 )
 def test_a_sweep_that_cannot_be_searched_is_refused_with_its_key(config: dict[str, Any], word: str) -> None:
     with pytest.raises(BadSweep, match=word):
-        World().create_sweep("me", "p", yaml.safe_dump(config), 0.0)
+        WandbState().create_sweep("me", "p", yaml.safe_dump(config), 0.0)
 
 
 def test_filters_and_orders_of_the_api() -> None:

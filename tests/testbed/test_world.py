@@ -877,7 +877,7 @@ def test_the_audit_log_is_json_heard_as_it_grows_and_may_skip_reads() -> None:
     world.on_audit(heard.append)
     world.api.create_node(PARENT, "a", spec(labels={"k": "v"}), START)
     world.api.get_node(name("a"), at(seconds=1))
-    world.operator.note("run-started", at(minutes=5), token="a.1", name=name("a"), worker=0)
+    world.operator.log_note("run-started", at(minutes=5), token="a.1", name=name("a"), worker=0)
     world.operator.preempt("a", at(minutes=6))
     world.advance(at(minutes=7))
     world.api.delete_node(name("a"), at(minutes=8))

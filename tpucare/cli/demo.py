@@ -49,12 +49,12 @@ def demo(
 
     from tpucare.testbed.demo import screen as live
     from tpucare.testbed.demo.run import play
-    from tpucare.testbed.demo.setup import Options
+    from tpucare.testbed.demo.setup import DemoOptions
 
     # Ended by a service manager or by a terminal that closes, the demo still ends everything that it started.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupt)
-    options = Options(
+    options = DemoOptions(
         preemptions, hosts, seed, steps, keep=expanded(keep) if keep else None, world=Path(world) if world else None
     )
     options.check()

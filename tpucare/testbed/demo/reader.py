@@ -21,7 +21,7 @@ _TOKEN_FOLDER = re.compile(rf"^{re.escape(SLOT)}-a\d+\.\d+$")
 
 
 @dataclass(slots=True)
-class Watch:
+class DaemonReader:
     """Events and memory so far; `refresh` brings them up to date."""
 
     stage: Stage

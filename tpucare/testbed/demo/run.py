@@ -20,9 +20,9 @@ from tpucare.model.text import length
 from tpucare.testbed.audit import Expected, check
 from tpucare.testbed.demo.examples import example_folder
 from tpucare.testbed.demo.preemptions import Director, scenes
-from tpucare.testbed.demo.reader import Watch
+from tpucare.testbed.demo.reader import DaemonReader
 from tpucare.testbed.demo.reference import beginning
-from tpucare.testbed.demo.setup import FLEET, SLOT, Options, Stage
+from tpucare.testbed.demo.setup import FLEET, SLOT, DemoOptions, Stage
 from tpucare.testbed.demo.timeline import Life, Recovery, Told, recoveries
 from tpucare.testbed.emulator.witness import Witness
 
@@ -35,7 +35,7 @@ EMPTY_WITHIN = timedelta(minutes=1)
 class Report:
     """Everything that is said at the end; `as_json` is what `--json` prints."""
 
-    options: Options
+    options: DemoOptions
     attempts: int = 0
     zones: list[str] = field(default_factory=list)
     final_step: int = 0
@@ -108,7 +108,7 @@ class Glance:
     act: str
 
 
-def play(options: Options, show: Callable[[Glance], None]) -> Report:
+def play(options: DemoOptions, show: Callable[[Glance], None]) -> Report:
     """
     Play everything and leave nothing but the kept folder.
 
@@ -143,9 +143,9 @@ def _perform(stage: Stage, report: Report, show: Callable[[Glance], None]) -> No
     assert stage.server is not None
     server = stage.server
     director = Director(stage, scenes(stage.options.preemptions, stage.options.steps, stage.rng))
-    watch = Watch(stage)
+    watch = DaemonReader(stage)
     # Not all of this machine: another demo's nodes have the same names.
-    witness = Witness(director.nodes, server.note, lambda: _survivors(stage))
+    witness = Witness(director.nodes, server.log_note, lambda: _survivors(stage))
     witness.start()
     zones: dict[str, str] = {}
     try:
@@ -163,7 +163,7 @@ def _perform(stage: Stage, report: Report, show: Callable[[Glance], None]) -> No
 
 
 def _watch_to_the_end(
-    stage: Stage, watch: Watch, director: Director, zones: dict[str, str], show: Callable[[Glance], None]
+    stage: Stage, watch: DaemonReader, director: Director, zones: dict[str, str], show: Callable[[Glance], None]
 ) -> None:
     until = time.monotonic() + PATIENCE.total_seconds()
     while time.monotonic() < until:
@@ -208,7 +208,9 @@ def _audit(stage: Stage) -> list[str]:
     return [str(finding) for finding in check(list(stage.server.world.audit), expected)]
 
 
-def _undisturbed(folder: Path, options: Options) -> AbstractContextManager[Callable[[timedelta], Mapping[str, Any]]]:
+def _undisturbed(
+    folder: Path, options: DemoOptions
+) -> AbstractContextManager[Callable[[timedelta], Mapping[str, Any]]]:
     """The same training on the same number of hosts, without tpucare; it takes the time that nobody else wants."""
     return beginning(
         example_folder("train"),

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from tpucare.model.text import counted
 from tpucare.testbed.demo.run import Glance, Report
-from tpucare.testbed.demo.setup import Options
+from tpucare.testbed.demo.setup import DemoOptions
 from tpucare.testbed.demo.timeline import PHASES, Told
 
 # What happens to the slot, in words that a person who sees tpucare for the first time understands.
@@ -36,7 +36,7 @@ _SAID = {
 class Screen:
     """Shows glances; `update` is cheap enough for several a second."""
 
-    def __init__(self, console: Console, options: Options) -> None:
+    def __init__(self, console: Console, options: DemoOptions) -> None:
         self.console = console
         self.options = options
         self.began = time.monotonic()
@@ -121,7 +121,7 @@ def show_report(console: Console, report: Report) -> None:
         console.print("[bold green]every promise kept[/bold green]")
 
 
-def watch(console: Console, options: Options) -> tuple[AbstractContextManager[object], Callable[[Glance], None]]:
+def watch(console: Console, options: DemoOptions) -> tuple[AbstractContextManager[object], Callable[[Glance], None]]:
     """A context to be in while playing, and what to call with each glance."""
     screen = Screen(console, options)
     return screen.shown(), screen.update

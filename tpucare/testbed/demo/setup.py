@@ -24,9 +24,9 @@ import yaml
 from tpucare.model import accelerators
 from tpucare.model.errors import ConfigError, TpuCareError
 from tpucare.testbed.demo.examples import example_folder
-from tpucare.testbed.emulator.machines.machines import Machines
+from tpucare.testbed.emulator.machines.machines import WorkerMachines
 from tpucare.testbed.emulator.server import EmulatorServer
-from tpucare.testbed.emulator.world.config import WorldConfig, Zone, load_world
+from tpucare.testbed.emulator.world.config import WorldConfig, ZoneConfig, load_world
 
 FLEET = "demo"
 SLOT = f"{FLEET}-0"
@@ -39,7 +39,7 @@ DAEMON_STOP_SECONDS = 20.0
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class DemoOptions:
     """
     What to show. `steps` in all; a checkpoint each `save_every` of them; a step takes at least `step_seconds`.
 
@@ -70,7 +70,7 @@ class Options:
         if self.world is None:
             return WorldConfig.fast(zones={zone: {} for zone in ZONES})
         config = load_world(self.world)
-        return config.model_copy(update={"zones": {**dict.fromkeys(ZONES, Zone()), **config.zones}})
+        return config.model_copy(update={"zones": {**dict.fromkeys(ZONES, ZoneConfig()), **config.zones}})
 
 
 def accelerator_for(hosts: int) -> str:
@@ -86,7 +86,7 @@ def accelerator_for(hosts: int) -> str:
 class Stage:
     """The folder, the emulated cloud and the daemon, from `__enter__` to `__exit__`."""
 
-    def __init__(self, folder: Path, options: Options) -> None:
+    def __init__(self, folder: Path, options: DemoOptions) -> None:
         self.folder = folder
         self.options = options
         self.accelerator = accelerator_for(options.hosts)
@@ -98,7 +98,7 @@ class Stage:
         self.audit = folder / "audit.jsonl"
         self.server: EmulatorServer | None = None
         self.daemon: subprocess.Popen[bytes] | None = None
-        self._make_machines: Callable[..., Machines] | None = None
+        self._make_machines: Callable[..., WorkerMachines] | None = None
 
     @property
     def checkpoints(self) -> Path:
@@ -162,7 +162,7 @@ class Stage:
         ssh_port, config = free_port(), self.options.world_config()
         beside_python = Path(sys.executable).parent
         machines = partial(
-            Machines,
+            WorkerMachines,
             self.emulator,
             ssh_port=ssh_port,
             metadata_port=free_port(),

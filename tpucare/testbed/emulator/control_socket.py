@@ -24,22 +24,22 @@ LINE_LIMIT = 1 << 16
 ANSWER_TIMEOUT_SECONDS = 30.0
 IDLE_TIMEOUT_SECONDS = 300.0
 
-Carry = Callable[[object], Mapping[str, Any]]
+ApplyOrder = Callable[[object], Mapping[str, Any]]
 """Carries out one decoded order and returns what to answer. Raises: ConfigError: what was wrong with it."""
 
 
-class Control:
+class ControlSocket:
     """Serves the socket until it is closed; each connection has a thread of its own."""
 
-    def __init__(self, path: Path, carry: Carry) -> None:
+    def __init__(self, path: Path, apply: ApplyOrder) -> None:
         """Raises: ConfigError: the socket cannot be made."""
         path.unlink(missing_ok=True)
         try:
-            self._server = _Server(str(path), _Conversation)
+            self._server = _OrderServer(str(path), _OrderConnection)
         except OSError as error:
             raise ConfigError(f"cannot make the control socket {path}: {error}") from error
         os.chmod(path, 0o600)
-        self._server.carry = carry
+        self._server.apply = apply
         self.path = path
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.1,), name="emulator-control")
 
@@ -73,28 +73,28 @@ def request(socket_path: Path | str, order: Mapping[str, Any]) -> dict[str, Any]
     return dict(answer)
 
 
-class _Server(socketserver.ThreadingUnixStreamServer):
+class _OrderServer(socketserver.ThreadingUnixStreamServer):
     daemon_threads = True
     block_on_close = False  # an idle client must not keep the emulator from ending
-    carry: Carry
+    apply: ApplyOrder
 
 
-class _Conversation(socketserver.StreamRequestHandler):
+class _OrderConnection(socketserver.StreamRequestHandler):
     timeout = IDLE_TIMEOUT_SECONDS
 
     def handle(self) -> None:
-        assert isinstance(self.server, _Server)
+        assert isinstance(self.server, _OrderServer)
         try:
             while line := self.rfile.readline(LINE_LIMIT):
-                self.wfile.write(json.dumps(_answer(line, self.server.carry)).encode() + b"\n")
+                self.wfile.write(json.dumps(_answer(line, self.server.apply)).encode() + b"\n")
         except OSError:
             return  # the client went away
 
 
-def _answer(line: bytes, carry: Carry) -> dict[str, Any]:
+def _answer(line: bytes, apply: ApplyOrder) -> dict[str, Any]:
     """Never raises: whatever comes in, one line goes out."""
     try:
-        return {"ok": True, **carry(json.loads(line))}
+        return {"ok": True, **apply(json.loads(line))}
     except ConfigError as error:
         return {"ok": False, "error": str(error)}
     except (ValueError, RecursionError):

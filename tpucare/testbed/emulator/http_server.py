@@ -20,7 +20,7 @@ from urllib.parse import parse_qsl
 import structlog
 
 from tpucare.model.errors import ConfigError
-from tpucare.testbed.emulator.peers import OurConversation
+from tpucare.testbed.emulator.peers import GuardedConnection
 
 IDLE_SECONDS = 120.0
 BODY_LIMIT = 1 << 30
@@ -68,7 +68,7 @@ class HttpService:
     def __init__(self, answer: Answerer, port: int = 0) -> None:
         """*port* 0: a free one. Raises: ConfigError: the port is taken."""
         try:
-            self._server = _Server(("127.0.0.1", port), _Conversation)
+            self._server = _HttpServer(("127.0.0.1", port), _HttpConnection)
         except OSError as error:
             raise ConfigError(f"port {port} cannot be listened on: is another emulator running?") from error
         self._server.answer = answer
@@ -83,7 +83,7 @@ class HttpService:
         self._server.server_close()
 
 
-class _Server(socketserver.ThreadingTCPServer):
+class _HttpServer(socketserver.ThreadingTCPServer):
     allow_reuse_address = True
     daemon_threads = False
     block_on_close = True
@@ -130,14 +130,14 @@ class _Server(socketserver.ThreadingTCPServer):
         _log.debug("a connection broke", peer=str(client_address), error=repr(sys.exception()))
 
 
-class _Conversation(OurConversation):
+class _HttpConnection(GuardedConnection):
     protocol_version = "HTTP/1.1"
     timeout = IDLE_SECONDS
     disable_nagle_algorithm = True
     wbufsize = -1
 
     def _serve(self) -> None:
-        assert isinstance(self.server, _Server)
+        assert isinstance(self.server, _HttpServer)
         body = self._body()
         if body is None:
             self.send_error(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)

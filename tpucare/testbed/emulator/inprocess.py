@@ -37,7 +37,7 @@ from tpucare.testbed.emulator.world.records import (
     NodeSpec,
     OperationRecord,
 )
-from tpucare.testbed.emulator.world.state import Listings, Touched
+from tpucare.testbed.emulator.world.state import ChangedKeys, Listings
 from tpucare.testbed.emulator.world.world import World
 
 T = TypeVar("T")
@@ -90,14 +90,14 @@ class InProcessCloud:
         pages = max(1, -(-len(shown) // PAGE_SIZE))
         dark: frozenset[str] = frozenset()
         for _ in range(pages):
-            dark = self._call(Where.LIST, "ListNodes", parent, self._limits.listing, self._looking(project))
+            dark = self._call(Where.LIST, "ListNodes", parent, self._limits.listing, self._list_call(project))
         return followed.listing(shown, dark, self._now())
 
     def close(self) -> None:
         """Whoever listed is no more, and follows no listing: each change would be noted for it without end."""
         self._followed.clear()
 
-    def _looking(self, project: str) -> Callable[[CallFate], frozenset[str]]:
+    def _list_call(self, project: str) -> Callable[[CallFate], frozenset[str]]:
         return lambda fate: self._world.api.list_in_place(project, self._now(), fate)
 
     def get_node(self, key: NodeKey) -> Node:
@@ -213,7 +213,7 @@ class _Followed:
     """One project as last listed, and which of its nodes may have changed since then."""
 
     roll: SnapshotDiffer[NodeRecord]
-    touched: Touched
+    touched: ChangedKeys
     was_dark: bool = False
 
     def listing(self, shown: Listings, dark: frozenset[str], now: datetime) -> Listing:

@@ -46,9 +46,9 @@ Answer = Mapping[str, Any]
 
 
 class BaseOrder(Strict):
-    """`carry` acts on the world, under its lock, and says what was touched."""
+    """`apply` acts on the world, under its lock, and says what was touched."""
 
-    def carry(self, world: World, now: datetime) -> Answer:
+    def apply(self, world: World, now: datetime) -> Answer:
         raise NotImplementedError
 
 
@@ -74,7 +74,7 @@ class Preempt(BaseOrder):
     shown: Shown = int(NodeState.PREEMPTED)
     burst: Seconds = 0.0
 
-    def carry(self, world: World, now: datetime) -> Answer:
+    def apply(self, world: World, now: datetime) -> Answer:
         return touched(
             world.operator.preempt(
                 self.selector,
@@ -94,17 +94,17 @@ class Terminate(BaseOrder):
     do: Literal["terminate"]
     selector: str
 
-    def carry(self, world: World, now: datetime) -> Answer:
+    def apply(self, world: World, now: datetime) -> Answer:
         return touched(world.operator.terminate(self.selector, now))
 
 
-class Forget(BaseOrder):
+class RemoveNodes(BaseOrder):
     """The node is gone at once."""
 
     do: Literal["forget"]
     selector: str
 
-    def carry(self, world: World, now: datetime) -> Answer:
+    def apply(self, world: World, now: datetime) -> Answer:
         return touched(world.operator.remove(self.selector, now))
 
 
@@ -116,7 +116,7 @@ class SetHealth(BaseOrder):
     health: HealthNumber
     description: str = ""
 
-    def carry(self, world: World, now: datetime) -> Answer:
+    def apply(self, world: World, now: datetime) -> Answer:
         return touched(world.operator.set_health(self.selector, self.health, now, self.description))
 
 
@@ -127,7 +127,7 @@ class SetState(BaseOrder):
     selector: str
     state: State
 
-    def carry(self, world: World, now: datetime) -> Answer:
+    def apply(self, world: World, now: datetime) -> Answer:
         return touched(world.operator.set_state(self.selector, self.state, now))
 
 
@@ -139,7 +139,7 @@ class UnknownFields(BaseOrder):
     on: bool = True
     answers: bool = False
 
-    def carry(self, world: World, now: datetime) -> Answer:
+    def apply(self, world: World, now: datetime) -> Answer:
         return touched(world.operator.show_unknown_fields(self.selector, now, on=self.on, answers=self.answers))
 
 
@@ -151,7 +151,7 @@ class FailQueued(BaseOrder):
     code: Code = 13
     text: str = "an internal error has occurred"
 
-    def carry(self, world: World, now: datetime) -> Answer:
+    def apply(self, world: World, now: datetime) -> Answer:
         return touched(world.operator.fail_queued(self.selector, self.code, self.text, now))
 
 
@@ -162,7 +162,7 @@ class SetQueuedState(BaseOrder):
     selector: str
     state: Annotated[int, number_of(QueueState)]
 
-    def carry(self, world: World, now: datetime) -> Answer:
+    def apply(self, world: World, now: datetime) -> Answer:
         return touched(world.operator.set_queued_state(self.selector, self.state, now))
 
 
@@ -175,7 +175,7 @@ class Maintenance(BaseOrder):
     duration: Seconds = 300.0
     restart: bool = False
 
-    def carry(self, world: World, now: datetime) -> Answer:
+    def apply(self, world: World, now: datetime) -> Answer:
         duration = timedelta(seconds=self.duration)
         return touched(
             world.operator.maintenance(self.selector, now, event=self.event, duration=duration, restart=self.restart)
@@ -189,7 +189,7 @@ class StickDeleting(BaseOrder):
     selector: str
     repeats: Annotated[int, Field(ge=1)] = 1
 
-    def carry(self, world: World, now: datetime) -> Answer:
+    def apply(self, world: World, now: datetime) -> Answer:
         return touched(world.operator.stick_deleting(self.selector, now, repeats=self.repeats))
 
 
@@ -201,7 +201,7 @@ class LoseWorker(BaseOrder):
     worker: Annotated[int, Field(ge=0)]
     silent: bool = False
 
-    def carry(self, world: World, now: datetime) -> Answer:
+    def apply(self, world: World, now: datetime) -> Answer:
         return touched(world.operator.lose_worker(self.selector, self.worker, now, silent=self.silent))
 
 
@@ -212,7 +212,7 @@ class RestoreWorker(BaseOrder):
     selector: str
     worker: Annotated[int, Field(ge=0)]
 
-    def carry(self, world: World, now: datetime) -> Answer:
+    def apply(self, world: World, now: datetime) -> Answer:
         return touched(world.operator.restore_worker(self.selector, self.worker, now))
 
 
@@ -223,7 +223,7 @@ class MissWorker(BaseOrder):
     worker: int = -1
     zone: str = ""
 
-    def carry(self, world: World, now: datetime) -> Answer:  # noqa: ARG002
+    def apply(self, world: World, now: datetime) -> Answer:  # noqa: ARG002
         world.operator.miss_worker(self.worker, zone=self.zone)
         return {}
 
@@ -231,8 +231,8 @@ class MissWorker(BaseOrder):
 # --- the service as a whole: how much room a zone has, outages, and what becomes of the next call ---------------------
 
 
-class Capacity(BaseOrder):
-    """Capacity of a pool from now on; `amount` null is unlimited."""
+class SetCapacity(BaseOrder):
+    """SetCapacity of a pool from now on; `amount` null is unlimited."""
 
     do: Literal["capacity"]
     zone: str
@@ -240,12 +240,12 @@ class Capacity(BaseOrder):
     tier: Literal["spot", "on-demand", "reserved"] = "spot"
     amount: Annotated[int, Field(ge=0)] | None
 
-    def carry(self, world: World, now: datetime) -> Answer:
+    def apply(self, world: World, now: datetime) -> Answer:
         world.operator.set_capacity(self.zone, self.accelerator, self.tier, self.amount, now)
         return {}
 
 
-class Outage(BaseOrder):
+class BeginOutage(BaseOrder):
     """Break the API, one zone of it, or its speed (`slow`: every answer takes `seconds` longer)."""
 
     do: Literal["outage"]
@@ -254,7 +254,7 @@ class Outage(BaseOrder):
     zone: str = ""
     seconds: Seconds = 30.0
 
-    def carry(self, world: World, now: datetime) -> Answer:
+    def apply(self, world: World, now: datetime) -> Answer:
         world.operator.outage(self.kind, timedelta(seconds=self.duration), now, zone=self.zone, seconds=self.seconds)
         return {}
 
@@ -264,7 +264,7 @@ class EndOutages(BaseOrder):
 
     do: Literal["end-outages"]
 
-    def carry(self, world: World, now: datetime) -> Answer:
+    def apply(self, world: World, now: datetime) -> Answer:
         world.operator.end_outages(now)
         return {}
 
@@ -278,7 +278,7 @@ class FailNextCreate(BaseOrder):
     in_operation: bool = True
     zone: str = ""
 
-    def carry(self, world: World, now: datetime) -> Answer:  # noqa: ARG002
+    def apply(self, world: World, now: datetime) -> Answer:  # noqa: ARG002
         world.operator.fail_next_create(self.code, self.text, in_operation=self.in_operation, zone=self.zone)
         return {}
 
@@ -291,7 +291,7 @@ class LoseNextAnswer(BaseOrder):
     applied: bool = True
     code: Code = 14
 
-    def carry(self, world: World, now: datetime) -> Answer:  # noqa: ARG002
+    def apply(self, world: World, now: datetime) -> Answer:  # noqa: ARG002
         world.operator.lose_next_answer(self.method, applied=self.applied, code=self.code)
         return {}
 
@@ -304,7 +304,7 @@ class FailNext(BaseOrder):
     code: Code
     text: str
 
-    def carry(self, world: World, now: datetime) -> Answer:  # noqa: ARG002
+    def apply(self, world: World, now: datetime) -> Answer:  # noqa: ARG002
         world.operator.fail_next(self.method, self.code, self.text)
         return {}
 
@@ -317,7 +317,7 @@ class Status(BaseOrder):
 
     do: Literal["status"]
 
-    def carry(self, world: World, now: datetime) -> Answer:
+    def apply(self, world: World, now: datetime) -> Answer:
         world.advance(now)
         nodes = [
             {
@@ -340,15 +340,15 @@ class Status(BaseOrder):
 Order = (
     Preempt
     | Terminate
-    | Forget
-    | Capacity
+    | RemoveNodes
+    | SetCapacity
     | SetHealth
     | SetState
     | UnknownFields
     | FailQueued
     | SetQueuedState
     | Maintenance
-    | Outage
+    | BeginOutage
     | EndOutages
     | StickDeleting
     | LoseWorker

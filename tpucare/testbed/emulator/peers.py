@@ -122,7 +122,7 @@ def is_from_a_page(headers: Mapping[str, str], served: Address, *names: str) -> 
     return not re.fullmatch(known, asked) and asked not in names
 
 
-class OurConversation(BaseHTTPRequestHandler):
+class GuardedConnection(BaseHTTPRequestHandler):
     """An HTTP connection of the emulator: each request of somebody else is refused before its body is read."""
 
     def setup(self) -> None:

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from tpucare.testbed.emulator.machines.loopback import claim
-from tpucare.testbed.emulator.machines.machines import Machines
+from tpucare.testbed.emulator.machines.machines import WorkerMachines
 from tpucare.testbed.emulator.server import EmulatorServer
-from tpucare.testbed.emulator.world.config import Addresses, WorldConfig, Zone, load_world
+from tpucare.testbed.emulator.world.config import Addresses, WorldConfig, ZoneConfig, load_world
 from tpucare.testbed.emulator.world.requests import ANY_TYPE, offered_types
 
 WANDB_AUDIT = "wandb-audit.jsonl"
@@ -54,9 +54,9 @@ def serve(
             config = config.model_copy(update={"addresses": Addresses(network=str(part.network))})
         base = _open_wandb(open_servers, folder, wandb_port, seed, wandb_lost_after)
 
-        def machines(**hooks: Any) -> Machines:
-            dress = {"guest": config.guest, **_dress(base, server.storage_endpoint)}
-            return Machines(folder / "machines", ssh_port=ssh_port, metadata_port=metadata_port, **dress, **hooks)
+        def machines(**hooks: Any) -> WorkerMachines:
+            setup = {"guest": config.guest, **_worker_environment(base, server.storage_endpoint)}
+            return WorkerMachines(folder / "machines", ssh_port=ssh_port, metadata_port=metadata_port, **setup, **hooks)
 
         server = EmulatorServer(
             config,
@@ -87,7 +87,7 @@ def zones_text(config: WorldConfig) -> str:
     return ", ".join(f"{name} ({_generations(name, zone)})" for name, zone in config.zones.items())
 
 
-def _generations(name: str, zone: Zone) -> str:
+def _generations(name: str, zone: ZoneConfig) -> str:
     if zone.accelerators is not None and ANY_TYPE in zone.accelerators:
         return "every type"
     return ", ".join(dict.fromkeys(one.partition("-")[0] for one in offered_types(name, zone))) or "no type"
@@ -105,7 +105,7 @@ def _open_wandb(open_servers: ExitStack, folder: Path, port: int | None, seed: i
     return server.url
 
 
-def _dress(base_url: str, storage: str) -> dict[str, Any]:
+def _worker_environment(base_url: str, storage: str) -> dict[str, Any]:
     """
     What workers find in their environment: where Cloud Storage is, for Google's clients and tensorstore; and for an
     offline sweep where W&B is, and the `python` and `wandb` that run this program.

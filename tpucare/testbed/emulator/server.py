@@ -26,19 +26,19 @@ import structlog
 from tpucare.model.errors import ConfigError
 from tpucare.service import emulator_address as running
 from tpucare.testbed.emulator.api import grpc
-from tpucare.testbed.emulator.api.calls import Carrier
-from tpucare.testbed.emulator.api.rest import RestFace
-from tpucare.testbed.emulator.control_socket import Control, request
+from tpucare.testbed.emulator.api.calls import ServedWorld
+from tpucare.testbed.emulator.api.rest import RestServer
+from tpucare.testbed.emulator.control_socket import ControlSocket, request
 from tpucare.testbed.emulator.machines.driver import MachineDriver, Machines, MakeMachines
 from tpucare.testbed.emulator.orders import parse_order
-from tpucare.testbed.emulator.storage.api import ObjectFace
+from tpucare.testbed.emulator.storage.api import ObjectServer
 from tpucare.testbed.emulator.storage.objects import ObjectStore
 from tpucare.testbed.emulator.world.config import WorldConfig
 from tpucare.testbed.emulator.world.world import World
 
 
 @dataclass(frozen=True, slots=True)
-class Ports:
+class ListenPorts:
     """Where to listen on the loopback; 0 is a free port."""
 
     api: int = 0
@@ -46,23 +46,23 @@ class Ports:
     storage: int = 0
 
 
-class Faces:
+class Listeners:
     """Serves from its making until `stop`; `ports` are those that were found."""
 
-    def __init__(self, carrier: Carrier, objects: ObjectStore, ports: Ports) -> None:
+    def __init__(self, served: ServedWorld, objects: ObjectStore, ports: ListenPorts) -> None:
         """Raises: ConfigError: a port is taken."""
         with ExitStack() as opened:
-            service = grpc.Service(carrier, ports.api)
+            service = grpc.Service(served, ports.api)
             opened.callback(service.stop)
-            rest = RestFace(carrier).serve(ports.rest)
+            rest = RestServer(served).serve(ports.rest)
             opened.callback(rest.stop)
-            storage = ObjectFace(objects).serve(ports.storage)
+            storage = ObjectServer(objects).serve(ports.storage)
             opened.callback(storage.stop)
-            self.ports = Ports(service.port, rest.port, storage.port)
+            self.ports = ListenPorts(service.port, rest.port, storage.port)
             self._opened = opened.pop_all()
 
     def stop(self) -> None:
-        """Cut off what is under way, and wait for its threads: `Carrier.wait` must return by then."""
+        """Cut off what is under way, and wait for its threads: `ServedWorld.wait` must return by then."""
         self._opened.close()
 
 
@@ -115,12 +115,12 @@ class EmulatorServer:
         self._stopping = threading.Event()
         self._make_machines = machines
         self._driver = MachineDriver(self.world, self.lock, self.now, self._stopping)
-        self._ports, self._dated = Ports(port, rest_port, storage_port), dated
+        self._ports, self._dated = ListenPorts(port, rest_port, storage_port), dated
         self._project, self._ssh_port = project, ssh_port
         self._state_dir, self._audit_path = state_dir, audit_path
         self._audit: TextIO | None = None
-        self._control: Control | None = None
-        self._faces: Faces | None = None
+        self._control: ControlSocket | None = None
+        self._listeners: Listeners | None = None
         self._threads: list[threading.Thread] = []
 
     @property
@@ -150,9 +150,9 @@ class EmulatorServer:
         """
         try:
             self._open_files()
-            carrier = Carrier(self.world, self.lock, self.now, self._stopping.wait, self.poke, self._dated)
-            self._faces = Faces(carrier, self.objects, self._ports)
-            self._ports = self._faces.ports
+            served = ServedWorld(self.world, self.lock, self.now, self._stopping.wait, self.poke, self._dated)
+            self._listeners = Listeners(served, self.objects, self._ports)
+            self._ports = self._listeners.ports
             # Machines may be told where the faces are; whatever a call sets going for them waits in the queue.
             if self._make_machines is not None:
                 self._driver.make(self._make_machines)
@@ -176,8 +176,8 @@ class EmulatorServer:
             ends.callback(self._close_audit)
             ends.callback(self._driver.close)
             ends.callback(self._join)
-            if self._faces is not None:
-                ends.callback(self._faces.stop)
+            if self._listeners is not None:
+                ends.callback(self._listeners.stop)
             ends.callback(self._withdraw)
 
     def __enter__(self) -> EmulatorServer:
@@ -194,17 +194,17 @@ class EmulatorServer:
         with self._changed:
             self._changed.notify_all()
 
-    def carry(self, raw: object) -> Mapping[str, Any]:
+    def apply_order(self, raw: object) -> Mapping[str, Any]:
         """One operator's order, as `control.request` sends it. Raises: ConfigError: what is wrong with it."""
         order = parse_order(raw)
         with self.lock:
-            answer = order.carry(self.world, self.now())
+            answer = order.apply(self.world, self.now())
         self.poke()
         return answer
 
-    def note(self, event: str, **fields: object) -> None:
+    def log_note(self, event: str, **fields: object) -> None:
         """A machine's word for the audit log. From any thread."""
-        self._driver.note(event, **fields)
+        self._driver.log_note(event, **fields)
 
     # --- threads
 
@@ -216,9 +216,9 @@ class EmulatorServer:
                     self.world.advance(self.now())
                 except Exception:
                     _log.exception("the world stumbled")
-                self._driver.put(self.world.take_effects())
+                self._driver.queue_effects(self.world.take_effects())
                 self._changed.wait(self._pause())
-        self._driver.put_end()
+        self._driver.end_effects()
 
     def _pause(self) -> float:
         """Seconds until the next event; never long, so that a clock that was moved by hand is seen."""
@@ -264,7 +264,7 @@ class EmulatorServer:
         path = self._state_dir / SOCKET_NAME
         if len(os.fsencode(path)) > SOCKET_PATH_LIMIT:
             path = Path(tempfile.mkdtemp(prefix="tpucare-")) / SOCKET_NAME
-        self._control = Control(path, self.carry)
+        self._control = ControlSocket(path, self.apply_order)
         self._control.start()
         found = running.Running(
             self.endpoint,

@@ -22,7 +22,7 @@ class Witness:
     """
     Looks from `start` to `stop` on a thread of its own.
 
-    nodes: the world's nodes now    note: `EmulatorServer.note`
+    nodes: the world's nodes now    note: `EmulatorServer.log_note`
     below: the processes to look at, for example those of the emulated machines; None = all of this machine
     """
 
@@ -50,10 +50,10 @@ class Witness:
 
     def _watch(self) -> None:
         while not self._stopping.wait(LOOK_EVERY_SECONDS):
-            self.look()
-        self.look()
+            self.scan()
+        self.scan()
 
-    def look(self) -> None:
+    def scan(self) -> None:
         """Note what began and what ended since the last look; ends first, as they came first."""
         self._names.update({record.path.node_id: record.name for record in self._nodes()})
         seen = frozenset(run for run in map(run_of, self._pids()) if run is not None and run[1] in self._names)

@@ -20,7 +20,7 @@ from typing import Any
 from tpucare.model.resources import Slot
 from tpucare.model.text import counted
 from tpucare.testbed.simulation.faults import EMERGENT, FAULTS
-from tpucare.testbed.simulation.history import History, Outcome
+from tpucare.testbed.simulation.history import History, HistoryOutcome
 from tpucare.testbed.simulation.scenario import CLOSE, MONTHS, WEEKS, Pace, Scenario, draw, month_slots, storm_slots
 from tpucare.testbed.simulation.tally import PHASES, Tally
 
@@ -52,7 +52,7 @@ class Plan:
         return draw(seed, slots, days=self.days, level=self.level, pace=pace, world=self.world, lifetime=lifetime)
 
 
-def live(plan: Plan, seed: int, remember: int = 0, on_way: Callable[[float], None] = lambda _: None) -> Outcome:
+def live(plan: Plan, seed: int, remember: int = 0, on_way: Callable[[float], None] = lambda _: None) -> HistoryOutcome:
     """One history. Runs in a process of its own kind, too: everything it needs is in *plan* and *seed*."""
     # A history makes millions of small records that die by themselves; looking through those that live takes an eighth
     # of its time. What has to be looked for is collected now and then (`history`).
@@ -67,7 +67,7 @@ def live(plan: Plan, seed: int, remember: int = 0, on_way: Callable[[float], Non
 
 def campaign(
     plan: Plan, seeds: Sequence[int], jobs: int = 1, on_way: Callable[[float], None] = lambda _: None
-) -> Iterator[Outcome]:
+) -> Iterator[HistoryOutcome]:
     """
     Outcomes as they come; with one job in the order of seeds and in this process, which alone tells how far it is.
 
@@ -106,10 +106,10 @@ class Sums:
 
     histories: int = 0
     tally: Tally = field(default_factory=Tally)
-    failed: dict[int, Outcome] = field(default_factory=dict)
+    failed: dict[int, HistoryOutcome] = field(default_factory=dict)
     digests: dict[int, str] = field(default_factory=dict)
 
-    def add(self, outcome: Outcome) -> None:
+    def add(self, outcome: HistoryOutcome) -> None:
         self.histories += 1
         self.tally.add(outcome.tally)
         self.digests[outcome.seed] = outcome.digest

@@ -1,8 +1,8 @@
 """
-A data centre, a project and a daemon in virtual time: `Zone` is the hand that acts on the world, `Daemon` the engine.
+A data centre and a daemon in virtual time: `DataCentre` acts on the emulated world, `SimulatedDaemon` runs the engine.
 
-`Daemon.kill` drops the process at that instant: what is on disk stays, effects under way are lost to it, and those
-that took hold in the world stay there. `Daemon.start` is the next process on the same store.
+`SimulatedDaemon.kill` drops the process at that instant: the files stay, the results of effects in flight are lost, and
+effects that the world has accepted stay there. `SimulatedDaemon.start` is the next process on the same store.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tpucare.testbed.simulation.workers import Script, VirtualLauncher
 SSH_KEY = "tpucare:ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIO"
 
 
-class Zone:
+class DataCentre:
     """The world, and what a person in the data centre would do to it."""
 
     def __init__(self, config: WorldConfig, seed: int, clock: VirtualClock, launcher: VirtualLauncher) -> None:
@@ -79,7 +79,7 @@ class Zone:
         return [str(call.get("node_id", call["name"])) for call in self.calls("CreateNode")]
 
 
-class Daemon:
+class SimulatedDaemon:
     """
     The real engine on a store, under virtual time; `settings` hold from the next start on.
 
@@ -99,7 +99,7 @@ class Daemon:
         self.clock = VirtualClock()
         self.launcher = VirtualLauncher(self.clock, script or Script())
         self.launcher.key = SSH_KEY
-        self.zone = Zone(config or WorldConfig.calm(), seed, self.clock, self.launcher)
+        self.zone = DataCentre(config or WorldConfig.calm(), seed, self.clock, self.launcher)
         self.settings = settings or Settings()
         self.seed = seed
         self.delay = delay

@@ -28,7 +28,7 @@ from tpucare.model.resources import LABEL_FLEET, LABEL_OWNER, LABEL_SLOT, Event,
 from tpucare.planner.backoff import DELETE_AGAIN_CAP, PERSON_FIRST, QUOTA_BACKOFF
 from tpucare.planner.decide import decide
 from tpucare.planner.predicates import STALL_FACTOR
-from tpucare.testbed.simulation.daemon import Daemon
+from tpucare.testbed.simulation.daemon import SimulatedDaemon
 from tpucare.testbed.simulation.machines import RunMark
 from tpucare.testbed.simulation.person import Person
 from tpucare.testbed.simulation.properties import Broken, Properties
@@ -36,7 +36,7 @@ from tpucare.testbed.simulation.scenario import PERSON_EVERY, PROJECT, Scenario,
 from tpucare.testbed.simulation.store import ProcessDied
 from tpucare.testbed.simulation.strikes import FOR_EVER, STRIKES, Hand, Undo
 from tpucare.testbed.simulation.swarm import Swarm
-from tpucare.testbed.simulation.tally import Tally, Watch
+from tpucare.testbed.simulation.tally import Tally, TallyRecorder
 from tpucare.testbed.simulation.workers import Script
 
 SETUP_SECONDS = 20.0
@@ -51,7 +51,7 @@ _LASTING = frozenset({"hung", "lost-worker", "host-key-changed", "key-refused"})
 
 
 @dataclass(slots=True)
-class Outcome:
+class HistoryOutcome:
     """How a history ended; `broken` is empty when every property held. `digest` tells two histories apart."""
 
     seed: int
@@ -78,7 +78,7 @@ class History:
         self.remember = remember
         pace = scenario.pace
         self.rng = random.Random(f"{scenario.seed}/history")
-        self.daemon = Daemon(
+        self.daemon = SimulatedDaemon(
             config=scenario.config,
             seed=scenario.seed,
             script=Script(setup_seconds=SETUP_SECONDS),
@@ -87,7 +87,7 @@ class History:
             grain=pace.grain,
         )
         self.slots = {slot.name: slot for slot in scenario.slots}
-        self.watch = Watch(scenario.slots, SETUP_SECONDS)
+        self.watch = TallyRecorder(scenario.slots, SETUP_SECONDS)
         self.tally = self.watch.tally
         self.properties = Properties(
             self.daemon.zone.world,
@@ -311,7 +311,7 @@ class History:
 
     # --- the whole
 
-    def run(self) -> Outcome:
+    def run(self) -> HistoryOutcome:
         daemon, scenario = self.daemon, self.scenario
         self._start()
         fleets: dict[str, list[Any]] = {}
@@ -332,7 +332,7 @@ class History:
         if not self.properties.broken:
             Calm(self).settle()
         self._close()
-        return Outcome(
+        return HistoryOutcome(
             scenario.seed,
             self.properties.broken,
             self.tally.steps,
@@ -597,7 +597,7 @@ def _quiet(world: Any, scenario: Any) -> Any:
     return type(scenario.config).model_validate(raw)
 
 
-def is_overslept(daemon: Daemon, name: str) -> str | None:
+def is_overslept(daemon: SimulatedDaemon, name: str) -> str | None:
     """What a slot at rest would be decided to do now, when that is something else: a wake-up was missed."""
     engine, track = daemon.engine, daemon.engine.slots[name]
     resting = track.action

@@ -159,7 +159,7 @@ class RunMark:
     signalled: bool = False
 
 
-class Machines:
+class SimulatedMachines:
     """
     `history`: (seconds, "start" or "end", token, worker), what a checker needs to find two live runs of a slot; nothing
     is kept there when `keep_history` is false. `on_run` is told of the same. `hangs_up`: a worker that dies is missed
@@ -202,7 +202,7 @@ class Machines:
                 self._apply_to(worker, effect)
 
     def of_node(self, project: str, zone: str, name: str) -> list[SimulatedWorker]:
-        """Machines of whatever bears that name, by number; dead ones too."""
+        """SimulatedMachines of whatever bears that name, by number; dead ones too."""
         workers = self._nodes.get(NodeKey(project, zone, name), {})
         return [workers[number] for number in sorted(workers)]
 
@@ -328,7 +328,7 @@ class Machines:
     # --- runs
 
     def running(self) -> Iterator[SimulatedWorker]:
-        """Machines on which a run lives, in the order of their nodes."""
+        """SimulatedMachines on which a run lives, in the order of their nodes."""
         for key in sorted(self._nodes):
             for number in sorted(self._nodes[key]):
                 worker = self._nodes[key][number]

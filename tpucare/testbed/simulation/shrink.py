@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from tpucare.testbed.simulation.history import History, Outcome
+from tpucare.testbed.simulation.history import History, HistoryOutcome
 from tpucare.testbed.simulation.scenario import Scenario
 
 TRIES = 60
@@ -20,16 +20,16 @@ class Shrunk:
     """What was left, and how the last history that broke the property ended."""
 
     scenario: Scenario
-    outcome: Outcome
+    outcome: HistoryOutcome
     tries: int
 
 
-def lived(scenario: Scenario) -> Outcome:
+def lived(scenario: Scenario) -> HistoryOutcome:
     return History(scenario).run()
 
 
 def shrink(
-    scenario: Scenario, outcome: Outcome, live: Callable[[Scenario], Outcome] = lived, tries: int = TRIES
+    scenario: Scenario, outcome: HistoryOutcome, live: Callable[[Scenario], HistoryOutcome] = lived, tries: int = TRIES
 ) -> Shrunk:
     """*outcome* is how *scenario* ended, with a broken property. At most *tries* histories."""
     search = _Search(scenario, outcome, live, tries)
@@ -42,7 +42,9 @@ def shrink(
 
 
 class _Search:
-    def __init__(self, scenario: Scenario, outcome: Outcome, live: Callable[[Scenario], Outcome], allowed: int) -> None:
+    def __init__(
+        self, scenario: Scenario, outcome: HistoryOutcome, live: Callable[[Scenario], HistoryOutcome], allowed: int
+    ) -> None:
         self.scenario = scenario
         self.outcome = outcome
         self.rule = outcome.broken[0].rule

@@ -25,7 +25,7 @@ from tpucare.testbed.emulator.world.life import OTHER_ENDS
 from tpucare.testbed.emulator.world.records import ApiError, NodeSpec
 from tpucare.testbed.emulator.world.state import NodeLife
 from tpucare.testbed.emulator.world.world import World
-from tpucare.testbed.simulation.daemon import Daemon
+from tpucare.testbed.simulation.daemon import SimulatedDaemon
 from tpucare.testbed.simulation.machines import SimulatedWorker
 from tpucare.testbed.simulation.scenario import PROJECT, ZONES, Strike
 from tpucare.testbed.simulation.store import DiskFault, ProcessDied
@@ -38,7 +38,7 @@ Undo = Callable[[], object]
 class Hand:
     """What a strike acts with. `later` plays something after so many seconds, whether or not a daemon runs then."""
 
-    daemon: Daemon
+    daemon: SimulatedDaemon
     later: Callable[[float, Undo], None]
     down_for: Callable[[float], None]
     """The daemon's process was killed: start the next one after so many seconds."""
@@ -591,7 +591,7 @@ def wish(wish: DesiredState) -> Act:
     return act
 
 
-def _back_up(daemon: Daemon, slot: str, hand: Hand) -> None:
+def _back_up(daemon: SimulatedDaemon, slot: str, hand: Hand) -> None:
     if daemon.store is None:
         hand.later(ASKED_AGAIN_AFTER, lambda: _back_up(daemon, slot, hand))
         return

@@ -70,7 +70,7 @@ class Tally:
         return self.slot_seconds / 86400.0
 
 
-class Watch:
+class TallyRecorder:
     """Fills a Tally from what happens."""
 
     def __init__(self, slots: tuple[Slot, ...], setup_seconds: float, step_seconds: float = 1.0) -> None:

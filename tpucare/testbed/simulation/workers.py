@@ -27,7 +27,7 @@ from tpucare.model.runs import (
     StopResult,
     WorkerReport,
 )
-from tpucare.testbed.simulation.machines import Machines, Script, SimulatedRun, SimulatedWorker
+from tpucare.testbed.simulation.machines import Script, SimulatedMachines, SimulatedRun, SimulatedWorker
 from tpucare.testbed.simulation.time import VirtualClock
 
 __all__ = ["Script", "SimulatedRun", "SimulatedWorker", "VirtualLauncher"]
@@ -37,7 +37,7 @@ _REFUSED = WorkerReport(Contact.AUTH_REFUSED)
 _CHANGED = WorkerReport(Contact.HOST_KEY_CHANGED)
 
 
-class VirtualLauncher(Machines):
+class VirtualLauncher(SimulatedMachines):
     """
     `probes`: when nodes were last asked how they are, in seconds. `lost`: how many of the next launches and stops lose
     one worker's answer, by "launch-before", "launch-after" (it took effect) and "stop". `slow`: seconds that every

@@ -12,6 +12,6 @@ and `server` serve it.
 from __future__ import annotations
 
 from tpucare.testbed.wandb.server import WandbServer
-from tpucare.testbed.wandb.state import World
+from tpucare.testbed.wandb.state import WandbState
 
-__all__ = ["WandbServer", "World"]
+__all__ = ["WandbServer", "WandbState"]

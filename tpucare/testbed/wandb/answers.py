@@ -13,7 +13,7 @@ from typing import Any
 
 from tpucare.testbed.wandb import filters
 from tpucare.testbed.wandb.records import Agent, Run, Sweep, storage_id
-from tpucare.testbed.wandb.state import World
+from tpucare.testbed.wandb.state import WandbState
 
 Answer = dict[str, Any]
 Variables = Mapping[str, Any]
@@ -24,7 +24,7 @@ PER_PAGE = 50
 class View:
     """`wall` turns seconds of the world's clock into those since the epoch."""
 
-    def __init__(self, world: World, wall: Callable[[float], float]) -> None:
+    def __init__(self, world: WandbState, wall: Callable[[float], float]) -> None:
         self._world, self._wall = world, wall
 
     # --- whole answers -----------------------------------------------------------------------------------------------

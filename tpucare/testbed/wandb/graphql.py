@@ -14,7 +14,7 @@ from typing import Any
 from tpucare.testbed.wandb.answers import Answer, Variables, View
 from tpucare.testbed.wandb.records import Run, Sweep, SweepState, parse_storage_id
 from tpucare.testbed.wandb.search import BadSweep
-from tpucare.testbed.wandb.state import NotFound, World
+from tpucare.testbed.wandb.state import NotFound, WandbState
 
 _OPERATION = re.compile(r"\b(query|mutation)\b\s*(\w*)")
 _FIELD = re.compile(r"\{\s*(?:\w+\s*:\s*)?(\w+)")
@@ -23,14 +23,14 @@ DETAILS = ("groupName", "jobType", "description", "notes", "tags", "commit", "ho
 Carry = Callable[[Variables, float], Answer]
 
 
-class Refused(Exception):
+class GraphQLRefusal(Exception):
     """The request was understood and cannot be carried out; the text goes back as a GraphQL error."""
 
 
 class GraphQL:
     """`storage`: where files of a run are put, as a URL without a slash at its end."""
 
-    def __init__(self, world: World, view: View, storage: Callable[[], str]) -> None:
+    def __init__(self, world: WandbState, view: View, storage: Callable[[], str]) -> None:
         self._world, self._view, self._storage = world, view, storage
         # Mutations by the field they call, since clients name operations differently.
         self._mutations: Mapping[str, Carry] = {
@@ -61,7 +61,7 @@ class GraphQL:
                 return _error(f"{field or name} is not modelled by this server")
             try:
                 return {"data": {field: self._mutations[field](variables, now)}}
-            except (Refused, BadSweep, ValueError) as error:
+            except (GraphQLRefusal, BadSweep, ValueError) as error:
                 return _error(str(error))
         self._world.pass_time(now)
         try:
@@ -126,7 +126,7 @@ class GraphQL:
     def _sweep(self, ident: str) -> Sweep:
         parts = parse_storage_id(ident)
         if parts is None or parts[0] != "Sweep":
-            raise Refused(f"{ident!r} is not the id of a sweep")
+            raise GraphQLRefusal(f"{ident!r} is not the id of a sweep")
         _, name, project, entity = parts
         return self._world.sweep(entity, project, name)
 
@@ -168,14 +168,14 @@ class GraphQL:
         parts = parse_storage_id(ident)
         found = self._world.find_run(parts[3], parts[2], parts[1]) if parts is not None else None
         if found is None:
-            raise Refused(f"run {ident!r} not found")
+            raise GraphQLRefusal(f"run {ident!r} not found")
         return found
 
     def _create_files(self, variables: Variables, _: float) -> Answer:
         entity, project = self._place(variables)
         run = self._world.find_run(entity, project, str(variables.get("run")))
         if run is None:
-            raise Refused(f"run {variables.get('run')!r} not found")
+            raise GraphQLRefusal(f"run {variables.get('run')!r} not found")
         base = f"{self._storage()}/{entity}/{project}/{run.name}"
         files = [{"name": name, "uploadUrl": f"{base}/{name}"} for name in variables.get("files") or []]
         return {"runID": run.id, "uploadHeaders": [], "files": files}
@@ -184,7 +184,7 @@ class GraphQL:
         entity, project = self._place(variables)
         run = self._world.find_run(entity, project, str(variables.get("runName")))
         if run is None:
-            raise Refused(f"run {variables.get('runName')!r} not found")
+            raise GraphQLRefusal(f"run {variables.get('runName')!r} not found")
         last = float(variables.get("metricValue") or 0)
         run.history = [line for line in run.history if line and json.loads(line).get("_step", 0) <= last]
         self._world.note(now, "rewind", run=run.name, step=last)
@@ -206,7 +206,7 @@ def _sweep_state(word: str) -> SweepState:
     try:
         return SweepState(word.upper())
     except ValueError:
-        raise Refused(f"a sweep cannot become {word!r}") from None
+        raise GraphQLRefusal(f"a sweep cannot become {word!r}") from None
 
 
 def _error(text: str) -> Answer:

@@ -24,11 +24,11 @@ from urllib.parse import parse_qs, unquote, urlsplit
 import structlog
 
 from tpucare.model.errors import ConfigError
-from tpucare.testbed.emulator.peers import OurConversation
+from tpucare.testbed.emulator.peers import GuardedConnection
 from tpucare.testbed.wandb.answers import View
 from tpucare.testbed.wandb.graphql import GraphQL
 from tpucare.testbed.wandb.records import Run
-from tpucare.testbed.wandb.state import Note, NotFound, World
+from tpucare.testbed.wandb.state import Note, NotFound, WandbState
 
 KEY_LENGTH = 40
 BODY_LIMIT = 64 << 20
@@ -43,7 +43,7 @@ class WandbServer:
     """
     Serves one world on loopback from `start` to `stop`; also a context manager.
 
-    lost_after: seconds, see `World`        audit_path: every note as a line of JSON, as it happens
+    lost_after: seconds, see `WandbState`        audit_path: every note as a line of JSON, as it happens
     monotonic, wall: the clocks; tests hand in their own
     """
 
@@ -58,7 +58,7 @@ class WandbServer:
         monotonic: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        self.world = World(seed=seed, lost_after=lost_after, entity=entity)
+        self.world = WandbState(seed=seed, lost_after=lost_after, entity=entity)
         self.lock = threading.RLock()
         begin, wall_begin = monotonic(), wall()
         self.now: Callable[[], float] = lambda: monotonic() - begin
@@ -66,7 +66,7 @@ class WandbServer:
         self.graphql = GraphQL(self.world, self.view, lambda: f"{self.url}/storage")
         self._port, self._audit_path = port, audit_path
         self._audit: TextIO | None = None
-        self._server: _Server | None = None
+        self._server: _WandbHttpServer | None = None
         self._thread: threading.Thread | None = None
 
     @property
@@ -80,7 +80,7 @@ class WandbServer:
             if self._audit_path is not None:
                 self._audit = self._audit_path.open("a", encoding="utf-8", buffering=1)
                 self.world.listen = self._write
-            self._server = _Server(("127.0.0.1", self._port), _Conversation)
+            self._server = _WandbHttpServer(("127.0.0.1", self._port), _WandbConnection)
         except OSError as error:
             raise ConfigError(f"the W&B server cannot begin on port {self._port}: {error}") from error
         self._server.owner = self
@@ -179,7 +179,7 @@ def _take_lines(run: Run, file: str, offset: int, content: list[str]) -> None:
         lines[offset : offset + len(content)] = content
 
 
-class _Server(ThreadingHTTPServer):
+class _WandbHttpServer(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False  # an idle client must not keep the server from ending
     owner: WandbServer
@@ -190,7 +190,7 @@ class _Server(ThreadingHTTPServer):
             _log.exception("a request failed", client=str(client_address))
 
 
-class _Conversation(OurConversation):
+class _WandbConnection(GuardedConnection):
     protocol_version = "HTTP/1.1"
     timeout = IDLE_SECONDS
     # The answer is sent in two writes; Nagle's algorithm would hold the second for 40 ms.
@@ -198,7 +198,7 @@ class _Conversation(OurConversation):
 
     @property
     def _owner(self) -> WandbServer:
-        assert isinstance(self.server, _Server)
+        assert isinstance(self.server, _WandbHttpServer)
         return self.server.owner
 
     def do_GET(self) -> None:

@@ -34,7 +34,7 @@ class NotFound(Exception):
     """What was asked about does not exist here."""
 
 
-class World:
+class WandbState:
     """
     lost_after: seconds without a sign of life after which an agent, or a run that no living agent vouches for, is lost
     entity:     whose sweeps and runs these are where a client names nobody

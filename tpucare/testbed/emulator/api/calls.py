@@ -24,7 +24,7 @@ from tpucare.testbed.emulator.world.world import World
 
 
 @dataclass(frozen=True, slots=True)
-class Carrier:
+class ServedWorld:
     """
     What carries the world: its lock, its clock, and how time is waited for.
 
@@ -44,34 +44,34 @@ class Carrier:
         return format_datetime(self.now(), usegmt=True) if self.dated else None
 
 
-def carry(carrier: Carrier, name: str, method: Method, request: Any, peer: str) -> Any:
+def run_call(served: ServedWorld, name: str, method: Method, request: Any, peer: str) -> Any:
     """
     One call from its arrival to its answer: a message, or the bytes of one.
 
     Raises: ApiError: how it was refused, or that its answer is lost.
     """
-    with carrier.lock:
-        fate = carrier.world.calls.fate(name, method.subject(request), carrier.now(), peer)
-    carrier.wait(fate.before_seconds)
-    refusal, answer = _act(carrier, method, request, fate) if fate.applied else (None, None)
-    carrier.wait(fate.after_seconds)
+    with served.lock:
+        fate = served.world.calls.fate(name, method.subject(request), served.now(), peer)
+    served.wait(fate.before_seconds)
+    refusal, answer = _act(served, method, request, fate) if fate.applied else (None, None)
+    served.wait(fate.after_seconds)
     if (error := fate.error or refusal) is not None:
         raise error
     shown = method.show(answer, request)
-    return _from_the_future(shown) if carrier.world.state.unknown_fields else shown
+    return _with_unknown_fields(shown) if served.world.state.unknown_fields else shown
 
 
-def _act(carrier: Carrier, method: Method, request: Any, fate: CallFate) -> tuple[ApiError | None, Any]:
+def _act(served: ServedWorld, method: Method, request: Any, fate: CallFate) -> tuple[ApiError | None, Any]:
     try:
-        with carrier.lock:
-            return None, method.act(carrier.world, request, carrier.now(), fate)
+        with served.lock:
+            return None, method.act(served.world, request, served.now(), fate)
     except ApiError as error:
         return error, None
     finally:
-        carrier.changed()
+        served.changed()
 
 
-def _from_the_future(answer: Any) -> Any:
+def _with_unknown_fields(answer: Any) -> Any:
     """The answer with fields that no package knows."""
     if isinstance(answer, bytes):
         return answer + UNKNOWN_FIELDS

@@ -15,7 +15,7 @@ import grpc
 from grpc_status import rpc_status
 
 from tpucare.model.errors import ConfigError
-from tpucare.testbed.emulator.api.calls import Carrier, carry, status_of
+from tpucare.testbed.emulator.api.calls import ServedWorld, run_call, status_of
 from tpucare.testbed.emulator.api.methods import Method, services
 from tpucare.testbed.emulator.peers import is_ours
 from tpucare.testbed.emulator.world.records import ApiError
@@ -36,12 +36,12 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
 class Service:
     """The running gRPC server and the threads of its calls."""
 
-    def __init__(self, carrier: Carrier, port: int = 0) -> None:
+    def __init__(self, served: ServedWorld, port: int = 0) -> None:
         """Serve on the loopback (*port* 0: a free one). Raises: ConfigError: the port is taken."""
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="emulator-call")
         self._server = grpc.server(self._threads, options=SERVER_OPTIONS)
         for service, methods in services().items():
-            handlers = {name: self._handler(carrier, name, method) for name, method in methods.items()}
+            handlers = {name: self._handler(served, name, method) for name, method in methods.items()}
             self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
         try:
             self.port = self._server.add_insecure_port(f"127.0.0.1:{port}")
@@ -50,17 +50,17 @@ class Service:
         self._server.start()
 
     def stop(self) -> None:
-        """Cut off what is under way, and wait for its threads: `Carrier.wait` must return by then."""
+        """Cut off what is under way, and wait for its threads: `ServedWorld.wait` must return by then."""
         self._server.stop(grace=STOP_GRACE_SECONDS).wait()
         self._threads.shutdown(wait=True, cancel_futures=True)
 
-    def _handler(self, carrier: Carrier, name: str, method: Method) -> Any:
+    def _handler(self, served: ServedWorld, name: str, method: Method) -> Any:
         def call(request: Any, context: Any) -> Any:
             # A page cannot speak HTTP/2 without TLS. Connections have no face here, so each call is looked at.
             kind, host, port = context.peer().split(":")
             if kind != "ipv4" or not is_ours((host, int(port)), ("127.0.0.1", self.port)):
                 context.abort(grpc.StatusCode.PERMISSION_DENIED, "The emulator is not there for other users.")
-            return _carry(carrier, name, method, request, context)
+            return _run(served, name, method, request, context)
 
         return grpc.unary_unary_rpc_method_handler(
             call, request_deserializer=method.request.FromString, response_serializer=_serialize
@@ -71,14 +71,14 @@ def _serialize(answer: Any) -> bytes:
     return answer if isinstance(answer, bytes) else bytes(answer.SerializeToString())
 
 
-def _carry(carrier: Carrier, name: str, method: Method, request: Any, context: Any) -> Any:
+def _run(served: ServedWorld, name: str, method: Method, request: Any, context: Any) -> Any:
     refusal: ApiError | None = None
     answer: Any = None
     try:
-        answer = carry(carrier, name, method, request, context.peer())
+        answer = run_call(served, name, method, request, context.peer())
     except ApiError as error:
         refusal = error
-    if (date := carrier.date()) is not None:
+    if (date := served.date()) is not None:
         context.send_initial_metadata((("date", date),))
     return answer if refusal is None else _abort(context, refusal)
 

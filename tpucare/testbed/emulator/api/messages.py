@@ -22,7 +22,7 @@ from tpucare.model.accelerators import region_of
 from tpucare.testbed.emulator.world.instance_metadata import DEFAULT_SCOPE, default_account
 from tpucare.testbed.emulator.world.policies import DEFAULT_NETWORK
 from tpucare.testbed.emulator.world.queued_records import (
-    NodeWish,
+    QueuedNodeSpec,
     QueuedPage,
     QueuedRecord,
     QueuedSpec,
@@ -52,7 +52,7 @@ What a service newer than every package adds to a message: fields 2001 (the numb
 """
 
 
-class Wire:
+class WireVersion:
     """One version of the API: `v2` or `v2alpha1`. Its messages bear that version's field numbers."""
 
     def __init__(self, version: str) -> None:
@@ -75,7 +75,7 @@ class Wire:
 class NodePages:
     """ListNodesResponse as bytes. Records are replaced and never changed, so each is translated once."""
 
-    def __init__(self, wire: Wire) -> None:
+    def __init__(self, wire: WireVersion) -> None:
         self._wire = wire
         self._chunks: dict[str, tuple[NodeRecord, bytes]] = {}
 
@@ -95,7 +95,7 @@ class NodePages:
         return chunk
 
 
-def node_message(wire: Wire, record: NodeRecord) -> Any:
+def node_message(wire: WireVersion, record: NodeRecord) -> Any:
     """Node as the service shows it."""
     message = settings_message(wire, record.spec)
     message.name, message.id = record.name, record.id
@@ -140,7 +140,7 @@ def _full(name: str, folder: str) -> str:
     return name if "/" in name else f"{folder}/{name}"
 
 
-def settings_message(wire: Wire, spec: NodeSpec) -> Any:
+def settings_message(wire: WireVersion, spec: NodeSpec) -> Any:
     """Node with what its caller said about it, and nothing else."""
     message = wire.pb("Node")(
         accelerator_type=spec.accelerator_type,
@@ -184,7 +184,7 @@ def _fill_accelerator(message: Any, config: AcceleratorConfig) -> None:
     message.topology = config.topology
 
 
-def spec_of(wire: Wire, message: Any) -> NodeSpec:
+def spec_of(wire: WireVersion, message: Any) -> NodeSpec:
     """What a caller said about a node; fields that only the service writes are ignored."""
     scheduling, config = message.scheduling_config, message.accelerator_config
     return NodeSpec(
@@ -227,7 +227,7 @@ def operations_message(operations: Sequence[Any], token: str = "") -> Any:
 
 
 def guest_message(
-    wire: Wire, query_path: str, found: Mapping[int, Sequence[GuestAttribute]], worker_ids: Sequence[str]
+    wire: WireVersion, query_path: str, found: Mapping[int, Sequence[GuestAttribute]], worker_ids: Sequence[str]
 ) -> Any:
     """One entry per worker asked for, in order; all workers up to the last that said something if none was named."""
     numbers = [int(one) for one in worker_ids if one.isdigit()] or list(range(max(found, default=-1) + 1))
@@ -247,7 +247,7 @@ def locations_message(project: str, zones: Iterable[str]) -> Any:
     return ListLocationsResponse(locations=[location_message(project, zone) for zone in zones])
 
 
-def accelerator_message(wire: Wire, parent: str, name: str) -> Any:
+def accelerator_message(wire: WireVersion, parent: str, name: str) -> Any:
     message = wire.pb("AcceleratorType")(name=f"{parent}/acceleratorTypes/{name}")
     setattr(message, _field(message, 2), name)
     for config in offered_configs(name):
@@ -255,7 +255,7 @@ def accelerator_message(wire: Wire, parent: str, name: str) -> Any:
     return message
 
 
-def runtime_message(wire: Wire, parent: str, name: str) -> Any:
+def runtime_message(wire: WireVersion, parent: str, name: str) -> Any:
     return wire.pb("RuntimeVersion")(name=f"{parent}/runtimeVersions/{name}", version=name)
 
 
@@ -292,7 +292,7 @@ _DATA = {
 """The member of `QueuedResourceState` that stands beside each state; WAITING_FOR_RESOURCES has none."""
 
 
-def queued_message(wire: Wire, record: QueuedRecord) -> Any:
+def queued_message(wire: WireVersion, record: QueuedRecord) -> Any:
     """QueuedResource as the service shows it."""
     message = wire.pb("QueuedResource")(name=record.name, reservation_name=record.spec.reservation_name)
     message.create_time.FromDatetime(record.create_time)
@@ -303,7 +303,7 @@ def queued_message(wire: Wire, record: QueuedRecord) -> Any:
     elif record.state in _DATA:
         getattr(state, _DATA[QueueState(record.state)]).SetInParent()
     for wish in record.spec.wishes:
-        _fill_wish(wire, message.tpu.node_spec.add(), wish, record)
+        _fill_node_spec(wire, message.tpu.node_spec.add(), wish, record)
     _fill_tier(wire, message, record.spec)
     if record.spec.has_policy:
         _fill_policy(message.queueing_policy, record.spec.validity)
@@ -312,7 +312,7 @@ def queued_message(wire: Wire, record: QueuedRecord) -> Any:
     return message
 
 
-def _fill_wish(wire: Wire, message: Any, wish: NodeWish, record: QueuedRecord) -> None:
+def _fill_node_spec(wire: WireVersion, message: Any, wish: QueuedNodeSpec, record: QueuedRecord) -> None:
     message.parent = wish.parent or record.path.parent
     if wish.count:
         params = getattr(message, _params_field(wire))
@@ -322,11 +322,11 @@ def _fill_wish(wire: Wire, message: Any, wish: NodeWish, record: QueuedRecord) -
     message.node.CopyFrom(settings_message(wire, wish.spec))
 
 
-def _params_field(wire: Wire) -> str:
+def _params_field(wire: WireVersion) -> str:
     return "multislice_params" if wire.version == "v2" else "multi_node_params"
 
 
-def _fill_tier(wire: Wire, message: Any, spec: QueuedSpec) -> None:
+def _fill_tier(wire: WireVersion, message: Any, spec: QueuedSpec) -> None:
     if spec.tier == "spot":
         message.spot.SetInParent()
     elif spec.tier == "best-effort" and wire.version == "v2alpha1":
@@ -355,12 +355,12 @@ def _fill_policy(message: Any, validity: Validity) -> None:
                 getattr(message.valid_interval, name).FromDatetime(instant)
 
 
-def queued_spec_of(wire: Wire, message: Any) -> QueuedSpec:
+def queued_spec_of(wire: WireVersion, message: Any) -> QueuedSpec:
     """What a caller asked for; fields that only the service writes are ignored."""
     alpha, guaranteed = wire.version == "v2alpha1", message.guaranteed
     tiers = {"spot": "spot", "guaranteed": "guaranteed"} | ({"best_effort": "best-effort"} if alpha else {})
     return QueuedSpec(
-        wishes=tuple(_wish_of(wire, one) for one in message.tpu.node_spec),
+        wishes=tuple(_node_spec_of(wire, one) for one in message.tpu.node_spec),
         tier=next((tier for name, tier in tiers.items() if message.HasField(name)), ""),
         min_duration=guaranteed.min_duration.ToTimedelta() if guaranteed.HasField("min_duration") else None,
         reserved=alpha and guaranteed.reserved,
@@ -370,9 +370,9 @@ def queued_spec_of(wire: Wire, message: Any) -> QueuedSpec:
     )
 
 
-def _wish_of(wire: Wire, message: Any) -> NodeWish:
+def _node_spec_of(wire: WireVersion, message: Any) -> QueuedNodeSpec:
     params = getattr(message, _params_field(wire))
-    return NodeWish(
+    return QueuedNodeSpec(
         spec=spec_of(wire, message.node),
         parent=message.parent,
         node_id=message.node_id,
@@ -403,7 +403,7 @@ def _length(message: Any, name: str) -> timedelta | None:
     return getattr(message, name).ToTimedelta() if message.HasField(name) else None
 
 
-def queued_page(wire: Wire, page: QueuedPage) -> Any:
+def queued_page(wire: WireVersion, page: QueuedPage) -> Any:
     """ListQueuedResourcesResponse."""
     return wire.pb("ListQueuedResourcesResponse")(
         queued_resources=[queued_message(wire, record) for record in page.resources],
@@ -412,7 +412,7 @@ def queued_page(wire: Wire, page: QueuedPage) -> Any:
     )
 
 
-def operation_message(wire: Wire, record: OperationRecord) -> Any:
+def operation_message(wire: WireVersion, record: OperationRecord) -> Any:
     """google.longrunning.Operation with OperationMetadata, and a resource, Empty or Status when it is done."""
     metadata = wire.pb("OperationMetadata")(
         target=record.target, verb=record.verb, cancel_requested=record.cancel_requested, api_version=wire.version
@@ -429,7 +429,7 @@ def operation_message(wire: Wire, record: OperationRecord) -> Any:
     return message
 
 
-def _response(wire: Wire, record: OperationRecord) -> Any:
+def _response(wire: WireVersion, record: OperationRecord) -> Any:
     match record.response:
         case NodeRecord():
             return node_message(wire, record.response)

@@ -1,6 +1,6 @@
 """
 Every method that the emulator serves, as a table: its request, which resource it names, how it acts on the world, and
-how its answer looks on the wire. No transport here: `grpc` and `rest` carry the calls.
+how its answer looks on the wire. No transport here: `grpc` and `rest` run_call the calls.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from google.longrunning import operations_pb2  # type: ignore[import-untyped]
 from google.protobuf.empty_pb2 import Empty  # type: ignore[import-untyped]
 
 from tpucare.testbed.emulator.api import messages
-from tpucare.testbed.emulator.api.messages import Wire, operation_message
+from tpucare.testbed.emulator.api.messages import WireVersion, operation_message
 from tpucare.testbed.emulator.world import error_texts as texts
 from tpucare.testbed.emulator.world.queued_records import QueuedSpec
 from tpucare.testbed.emulator.world.records import ApiError, CallFate, OperationRecord, parse_parent
@@ -53,12 +53,12 @@ class Method:
     answer: Any = None
 
 
-def wires() -> Mapping[str, Wire]:
+def wires() -> Mapping[str, WireVersion]:
     """Both versions of the API, by name."""
-    return {version: Wire(version) for version in VERSIONS}
+    return {version: WireVersion(version) for version in VERSIONS}
 
 
-def long_running(wire: Wire, request: Any, subject: Callable[[Any], str], act: Act) -> Method:
+def long_running(wire: WireVersion, request: Any, subject: Callable[[Any], str], act: Act) -> Method:
     """A method that answers with an operation, whose messages are of the version that was called."""
 
     def begin(world: World, ask: Any, now: datetime, fate: CallFate) -> OperationRecord:
@@ -67,7 +67,7 @@ def long_running(wire: Wire, request: Any, subject: Callable[[Any], str], act: A
     return Method(request, subject, begin, lambda record, _: operation_message(wire, record))
 
 
-def node_methods(wire: Wire) -> Mapping[str, Method]:
+def node_methods(wire: WireVersion) -> Mapping[str, Method]:
     """Nodes, in either version. Only v2alpha1 has a request_id."""
     pages = messages.NodePages(wire)
     return {
@@ -133,7 +133,7 @@ def _request_id(ask: Any) -> str:
     return getattr(ask, "request_id", "")
 
 
-def catalogue_methods(wire: Wire) -> Mapping[str, Method]:
+def catalogue_methods(wire: WireVersion) -> Mapping[str, Method]:
     """What a zone offers."""
 
     def accelerator(parent: str, name: str) -> Any:
@@ -178,7 +178,7 @@ def catalogue_methods(wire: Wire) -> Mapping[str, Method]:
     }
 
 
-def operation_methods(known: Mapping[str, Wire]) -> Mapping[str, Method]:
+def operation_methods(known: Mapping[str, WireVersion]) -> Mapping[str, Method]:
     """google.longrunning.Operations: an operation speaks the version of the API that began it."""
 
     def message(record: OperationRecord, _request: Any = None) -> Any:
@@ -257,7 +257,7 @@ def _offer(name: str, names: Callable[[str], Sequence[str]]) -> tuple[str, str]:
 
 
 def _catalogue(
-    wire: Wire, answer: str, offers: Sequence[tuple[str, str]], ask: Any, show: Callable[[str, str], Any]
+    wire: WireVersion, answer: str, offers: Sequence[tuple[str, str]], ask: Any, show: Callable[[str, str], Any]
 ) -> Any:
     """One page of a catalogue."""
     page, token = _page(offers, ask)
@@ -277,7 +277,7 @@ def _page(entries: Sequence[T], ask: Any) -> tuple[Sequence[T], str]:
 # --- queued resources, in either version, and what only v2alpha1 has --------------------------------------------------
 
 
-def queue_methods(wire: Wire) -> Mapping[str, Method]:
+def queue_methods(wire: WireVersion) -> Mapping[str, Method]:
     """Queued resources, in either version."""
 
     def create(world: World, ask: Any, now: datetime, fate: CallFate) -> OperationRecord:
@@ -324,7 +324,7 @@ def queue_methods(wire: Wire) -> Mapping[str, Method]:
     }
 
 
-def _spec_of(wire: Wire, message: Any) -> QueuedSpec:
+def _spec_of(wire: WireVersion, message: Any) -> QueuedSpec:
     """Raises: ApiError (3): an instant or length out of range."""
     try:
         return messages.queued_spec_of(wire, message)
@@ -332,7 +332,7 @@ def _spec_of(wire: Wire, message: Any) -> QueuedSpec:
         raise texts.bad_argument(f"queueing_policy: {error}.") from None
 
 
-def alpha_methods(wire: Wire) -> Mapping[str, Method]:
+def alpha_methods(wire: WireVersion) -> Mapping[str, Method]:
     """What v2 has not: maintenance at will, and reservations (of which an emulated project has none)."""
     return {
         "SimulateMaintenanceEvent": long_running(
@@ -377,6 +377,6 @@ def services() -> Mapping[str, Mapping[str, Method]]:
     }
 
 
-def _of_version(wire: Wire) -> Mapping[str, Method]:
+def _of_version(wire: WireVersion) -> Mapping[str, Method]:
     both = {**node_methods(wire), **queue_methods(wire), **catalogue_methods(wire)}
     return {**both, **alpha_methods(wire)} if wire.version == "v2alpha1" else both

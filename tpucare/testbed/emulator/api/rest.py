@@ -23,7 +23,7 @@ from google.protobuf import json_format, unknown_fields  # type: ignore[import-u
 from google.protobuf.descriptor import FieldDescriptor  # type: ignore[import-untyped]
 from google.rpc import error_details_pb2  # type: ignore[import-untyped]  # noqa: F401  (details are found by name)
 
-from tpucare.testbed.emulator.api.calls import Carrier, carry, status_of
+from tpucare.testbed.emulator.api.calls import ServedWorld, run_call, status_of
 from tpucare.testbed.emulator.api.methods import LOCATIONS, OPERATIONS, VERSIONS, Method, services
 from tpucare.testbed.emulator.http_server import HttpAnswer, HttpRequest, HttpService
 from tpucare.testbed.emulator.world.records import ApiError
@@ -345,11 +345,11 @@ def _route(version: str, method: Method, name: str, verb: str, template: str, bo
     return Route(name, method, verb, re.compile(f"/{version}/({middle}){re.escape(rest)}"), variable, body)
 
 
-class RestFace:
+class RestServer:
     """Answers HTTP requests by carrying calls to the world."""
 
-    def __init__(self, carrier: Carrier) -> None:
-        self._carrier = carrier
+    def __init__(self, served: ServedWorld) -> None:
+        self._served = served
         self._routes = routes()
 
     def serve(self, port: int = 0) -> HttpService:
@@ -363,10 +363,10 @@ class RestFace:
             return _no_such_page(request)
         route, subject = meant
         try:
-            code, said = 200, self._carry(route, subject, request)
+            code, said = 200, self._run(route, subject, request)
         except ApiError as error:
             code, said = error_json(error)
-        date = self._carrier.date()
+        date = self._served.date()
         headers = {"Date": date} if date else {}
         return HttpAnswer(code, json.dumps(said, indent=2).encode() + b"\n", headers=headers)
 
@@ -377,9 +377,9 @@ class RestFace:
                 return route, unquote(match[1])
         return None
 
-    def _carry(self, route: Route, subject: str, request: HttpRequest) -> Mapping[str, Any]:
+    def _run(self, route: Route, subject: str, request: HttpRequest) -> Mapping[str, Any]:
         message = _message(route, subject, request)
-        answer = carry(self._carrier, route.name, route.method, message, request.peer)
+        answer = run_call(self._served, route.name, route.method, message, request.peer)
         if isinstance(answer, bytes):
             answer = route.method.answer.FromString(answer)
         numbers = any("enum-encoding=int" in request.value(name) for name in ("$alt", "alt"))

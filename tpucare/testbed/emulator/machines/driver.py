@@ -69,18 +69,18 @@ class MachineDriver:
 
     def make(self, make: MakeMachines) -> None:
         """Raises: MachineError: there can be no machines here."""
-        self.machines = make(on_host_keys=self._publish, on_gone=self._miss)
+        self.machines = make(on_host_keys=self._publish_host_keys, on_gone=self._report_gone)
 
     @property
     def login_user(self) -> str:
         """Whom workers let in; empty without machines."""
         return self.machines.login_user if self.machines is not None else ""
 
-    def put(self, effects: Iterable[MachineEffect]) -> None:
+    def queue_effects(self, effects: Iterable[MachineEffect]) -> None:
         for effect in effects:
             self._effects.put(effect)
 
-    def put_end(self) -> None:
+    def end_effects(self) -> None:
         """No more effects come: `run` returns when it has been through those that wait."""
         self._effects.put(None)
 
@@ -90,34 +90,34 @@ class MachineDriver:
             if self.machines is None or self._stopping.is_set():
                 continue
             try:
-                self.machines.apply(effect).add_done_callback(partial(self._look_after, effect))
+                self.machines.apply(effect).add_done_callback(partial(self._check_result, effect))
             except Exception as error:
-                self._disobeyed(effect, error)
+                self._report_failure(effect, error)
 
     def close(self) -> None:
         """End the machines. Raises: MachineError: something survives."""
         if self.machines is not None:
             self.machines.close()
 
-    def note(self, event: str, **fields: object) -> None:
+    def log_note(self, event: str, **fields: object) -> None:
         """A machine's word for the audit log. From any thread."""
         with self._lock:
-            self._world.operator.note(event, self._now(), **fields)
+            self._world.operator.log_note(event, self._now(), **fields)
 
-    def _look_after(self, effect: MachineEffect, done: Future[None]) -> None:
+    def _check_result(self, effect: MachineEffect, done: Future[None]) -> None:
         if not done.cancelled() and (error := done.exception()) is not None:
-            self._disobeyed(effect, error)
+            self._report_failure(effect, error)
 
-    def _disobeyed(self, effect: MachineEffect, error: BaseException) -> None:
+    def _report_failure(self, effect: MachineEffect, error: BaseException) -> None:
         kind = type(effect).__name__
         _log.error("a worker's machine failed", effect=kind, node=str(effect.path), error=str(error))
-        self.note("machine-error", name=str(effect.path), effect=kind, text=f"{type(error).__name__}: {error}")
+        self.log_note("machine-error", name=str(effect.path), effect=kind, text=f"{type(error).__name__}: {error}")
 
-    def _publish(self, path: NodePath, worker: int, keys: Mapping[str, str]) -> None:
+    def _publish_host_keys(self, path: NodePath, worker: int, keys: Mapping[str, str]) -> None:
         """The guest agent of a worker that booted says which host keys it has."""
         with self._lock:
             for kind, key in keys.items():
                 self._world.operator.set_guest_attribute(str(path), worker, HOST_KEYS, kind, key)
 
-    def _miss(self, path: NodePath, worker: int, why: str) -> None:
-        self.note("machine-gone", name=str(path), worker=worker, text=why)
+    def _report_gone(self, path: NodePath, worker: int, why: str) -> None:
+        self.log_note("machine-gone", name=str(path), worker=worker, text=why)

@@ -24,7 +24,7 @@ from tpucare.testbed.emulator.machines.flood import Flooding
 from tpucare.testbed.emulator.machines.jobs import JobThread, done
 from tpucare.testbed.emulator.machines.metadata_server import MetadataServer
 from tpucare.testbed.emulator.machines.sandbox import MachineError, Sandbox, living
-from tpucare.testbed.emulator.machines.state_folder import Premises
+from tpucare.testbed.emulator.machines.state_folder import StateFolder
 from tpucare.testbed.emulator.machines.worker import WorkerKey, WorkerMachine, end_all
 from tpucare.testbed.emulator.world.config import Guest
 from tpucare.testbed.emulator.world.machine_effects import (
@@ -48,7 +48,7 @@ _BOOTS_AT_ONCE = 16
 _WATCH_SECONDS = 0.5
 
 
-class Machines:
+class WorkerMachines:
     """
     All workers of one emulator. Thread-safe. Use as a context manager, or `close` it.
 
@@ -80,10 +80,10 @@ class Machines:
         on_host_keys, on_gone are called on threads of this object and must not wait for it.
         Raises: MachineError: no sshd, a folder that another emulator uses, or a user who cannot log in.
         """
-        self._premises = Premises(state_dir)
+        self._folder = StateFolder(state_dir)
         try:
             self._metadata = MetadataServer(metadata_port)
-            self._site = self._premises.open(
+            self._site = self._folder.open(
                 ssh_port,
                 self._metadata,
                 sandbox=sandbox,
@@ -92,7 +92,7 @@ class Machines:
                 guest=guest or Guest(),
             )
         except BaseException:
-            self._premises.release()
+            self._folder.release()
             raise
         self._on_host_keys, self._on_gone = on_host_keys, on_gone
         self._silence_freezes, self._keep_dead = silence_freezes, keep_dead
@@ -117,7 +117,7 @@ class Machines:
     @property
     def login_user(self) -> str:
         """The one name that can log in, whatever names stand before the keys in `ssh-keys`."""
-        return self._premises.login_user
+        return self._folder.login_user
 
     @property
     def sandbox(self) -> Sandbox:
@@ -245,7 +245,7 @@ class Machines:
             self._metadata.close()
         if left := self.survivors():
             raise MachineError(f"processes of the emulator survive: {left}")
-        self._premises.vacate(keep_workers=self._keep_dead > 0)
+        self._folder.vacate(keep_workers=self._keep_dead > 0)
 
     # --- inside
 
@@ -323,13 +323,13 @@ class Machines:
         for machine in machines:
             # Homes of the dead are kept for a look, and a worker that boots again has its own: neither needs secrets.
             if machine.folders.root not in booted:
-                machine.forget_secrets()
+                machine.remove_secrets()
         while len(self._dead) > self._keep_dead:
             oldest = self._dead.popleft()
             with self._changed:
                 in_use = {machine.folders.root for machine in (*self._machines.values(), *self._dead)}
             if oldest.folders.root not in in_use and oldest.folders.root.exists():
-                self._boots.submit(shutil.rmtree, oldest.give_up_folder(), ignore_errors=True)
+                self._boots.submit(shutil.rmtree, oldest.move_folder_away(), ignore_errors=True)
 
     def _watch(self) -> None:
         with self._changed:

@@ -35,7 +35,7 @@ Tree = dict[str, "Tree | Leaf"]
 
 @dataclass(eq=False)
 class _Guest:
-    """What one worker's metadata server says, and who waits for it to change. Touched by the loop's thread only."""
+    """What one worker's metadata server says, and who waits for it to change. ChangedKeys by the loop's thread only."""
 
     values: dict[str, str]
     server: asyncio.Server | None = None

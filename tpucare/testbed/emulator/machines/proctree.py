@@ -21,7 +21,7 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 
-class Process(NamedTuple):
+class ProcessEntry(NamedTuple):
     """One line of the process table. `started` (clock ticks since boot) tells two users of one pid apart."""
 
     pid: int
@@ -36,7 +36,7 @@ class Process(NamedTuple):
         return self.state in "ZX"
 
 
-def process_table() -> dict[int, Process]:
+def process_table() -> dict[int, ProcessEntry]:
     """Every process of this pid namespace and of those below it, by pid."""
     table = {}
     for entry in os.listdir("/proc"):
@@ -45,7 +45,7 @@ def process_table() -> dict[int, Process]:
     return table
 
 
-def read_process(pid: int) -> Process | None:
+def read_process(pid: int) -> ProcessEntry | None:
     """One process, or None when there is none of that pid (any more)."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
@@ -55,15 +55,15 @@ def read_process(pid: int) -> Process | None:
     # The name stands in parentheses and may hold spaces and parentheses itself, so the last one ends it.
     name, _, rest = text.partition("(")[2].rpartition(")")
     fields = rest.split()
-    return Process(pid, int(fields[1]), fields[0], int(fields[19]), name)
+    return ProcessEntry(pid, int(fields[1]), fields[0], int(fields[19]), name)
 
 
-def descendants(table: Mapping[int, Process], roots: Iterable[int]) -> list[Process]:
+def descendants(table: Mapping[int, ProcessEntry], roots: Iterable[int]) -> list[ProcessEntry]:
     """All that descend from *roots*, without the roots and without the dead; parents before children."""
-    children: dict[int, list[Process]] = {}
+    children: dict[int, list[ProcessEntry]] = {}
     for process in table.values():
         children.setdefault(process.parent, []).append(process)
-    found: list[Process] = []
+    found: list[ProcessEntry] = []
     queue = list(roots)
     while queue:
         below = children.get(queue.pop(), ())
@@ -72,7 +72,7 @@ def descendants(table: Mapping[int, Process], roots: Iterable[int]) -> list[Proc
     return found
 
 
-def marks(variable: str) -> dict[Process, str]:
+def marks(variable: str) -> dict[ProcessEntry, str]:
     """
     All living processes that were started with *variable* in their environment, and its value.
 
@@ -101,7 +101,7 @@ def _environment_value(pid: str, wanted: bytes) -> str | None:
     return None
 
 
-def send(process: Process, signal_number: int) -> None:
+def send(process: ProcessEntry, signal_number: int) -> None:
     """Signal exactly this process: one that ended, or a later user of its pid, is left alone."""
     now = read_process(process.pid)
     if now is not None and now.started == process.started:
@@ -109,14 +109,14 @@ def send(process: Process, signal_number: int) -> None:
             os.kill(process.pid, signal_number)
 
 
-def stop_all(find: Callable[[], Iterable[Process]]) -> list[Process]:
+def stop_all(find: Callable[[], Iterable[ProcessEntry]]) -> list[ProcessEntry]:
     """
     SIGSTOP whatever *find* finds, again and again until a pass finds nothing new. Returns those that ran before.
 
     One pass is not enough: a process may fork between being listed and being stopped.
     """
     seen: set[tuple[int, int]] = set()
-    stopped: list[Process] = []
+    stopped: list[ProcessEntry] = []
     while fresh := [process for process in find() if (process.pid, process.started) not in seen]:
         for process in fresh:
             send(process, signal.SIGSTOP)
@@ -125,7 +125,7 @@ def stop_all(find: Callable[[], Iterable[Process]]) -> list[Process]:
     return stopped
 
 
-def kill_all(find: Callable[[], Iterable[Process]], timeout_seconds: float = 10.0) -> list[Process]:
+def kill_all(find: Callable[[], Iterable[ProcessEntry]], timeout_seconds: float = 10.0) -> list[ProcessEntry]:
     """Stop and SIGKILL whatever *find* finds until it finds nothing. Returns what is left after the timeout."""
     deadline = time.monotonic() + timeout_seconds
     while found := list(find()):
@@ -159,7 +159,7 @@ def supervise(command: list[str]) -> int:
     return 0
 
 
-def _living_children() -> list[Process]:
+def _living_children() -> list[ProcessEntry]:
     _reap()
     return descendants(process_table(), [os.getpid()])
 

@@ -21,7 +21,7 @@ from typing import BinaryIO
 
 from tpucare.model.errors import TpuCareError
 from tpucare.testbed.emulator.machines import proctree
-from tpucare.testbed.emulator.machines.proctree import Process
+from tpucare.testbed.emulator.machines.proctree import ProcessEntry
 
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 # A machine has a boot id of its own, new at each boot; launchers tell a reboot by it.
@@ -80,7 +80,7 @@ class Cage:
     ) -> None:
         """Raises: MachineError: the program of the wrapper itself is missing."""
         self._way = way
-        self._first: Process | None = None
+        self._first: ProcessEntry | None = None
         try:
             self._wrapper = subprocess.Popen(
                 command(way, program, boot_id),
@@ -102,7 +102,7 @@ class Cage:
     def has_ended(self) -> bool:
         return self._wrapper.poll() is not None
 
-    def first_process(self) -> Process | None:
+    def first_process(self) -> ProcessEntry | None:
         """The worker's first process (sshd), once there is one."""
         if self._first is None:
             self._first = next(filter(None, map(proctree.read_process, _children(self.pid))), None)
@@ -130,7 +130,7 @@ class Cage:
         self._wrapper.kill()
         self._wrapper.wait()
 
-    def living(self, table: Mapping[int, Process]) -> list[Process]:
+    def living(self, table: Mapping[int, ProcessEntry]) -> list[ProcessEntry]:
         """
         All processes inside, by a reading of the process table; sshd first.
 
@@ -159,7 +159,7 @@ class Cage:
         return True
 
 
-def living(cages: Iterable[Cage]) -> list[Process]:
+def living(cages: Iterable[Cage]) -> list[ProcessEntry]:
     """All processes inside *cages*; one reading of the process table for all."""
     table = proctree.process_table()
     return [process for cage in cages for process in cage.living(table)]

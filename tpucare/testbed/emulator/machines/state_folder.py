@@ -18,7 +18,7 @@ from typing import TextIO
 
 from tpucare.testbed.emulator.machines import proctree, worker_files
 from tpucare.testbed.emulator.machines.metadata_server import MetadataServer
-from tpucare.testbed.emulator.machines.proctree import Process
+from tpucare.testbed.emulator.machines.proctree import ProcessEntry
 from tpucare.testbed.emulator.machines.sandbox import MachineError, Sandbox, choose
 from tpucare.testbed.emulator.machines.worker_files import Site
 from tpucare.testbed.emulator.world.config import Guest
@@ -32,7 +32,7 @@ _SFTP_SERVERS = (
 )
 
 
-class Premises:
+class StateFolder:
     """A state folder, locked for one emulator at a time. `state_dir/machines` is all that is used of it."""
 
     def __init__(self, state_dir: Path) -> None:
@@ -109,11 +109,11 @@ class Premises:
     def _sweep(self, mark: str) -> None:
         """End what a crashed emulator of this folder left over, and remove its homes and sockets."""
 
-        def leftovers() -> list[Process]:
+        def leftovers() -> list[ProcessEntry]:
             marked = [
                 process for process, value in proctree.marks(worker_files.MARK).items() if value.startswith(f"{mark}.")
             ]
-            noted = list(_noted(self._root / "workers"))
+            noted = list(_recorded_processes(self._root / "workers"))
             below = proctree.descendants(proctree.process_table(), [process.pid for process in (*noted, *marked)])
             return list({process.pid: process for process in (*noted, *marked, *below)}.values())
 
@@ -133,7 +133,7 @@ class Premises:
             (folder / name).chmod(0o755)
 
 
-def _noted(workers: Path) -> Iterator[Process]:
+def _recorded_processes(workers: Path) -> Iterator[ProcessEntry]:
     """Processes that pid files name and that still are the ones that were meant."""
     for file in workers.glob("*/pids"):
         for line in file.read_text().splitlines():

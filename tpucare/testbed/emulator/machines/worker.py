@@ -26,7 +26,7 @@ from tpucare.testbed.emulator.machines import proctree, sandbox, worker_files
 from tpucare.testbed.emulator.machines.flood import Flood, Flooding
 from tpucare.testbed.emulator.machines.guard import Guard
 from tpucare.testbed.emulator.machines.metadata_server import MetadataServer
-from tpucare.testbed.emulator.machines.proctree import Process
+from tpucare.testbed.emulator.machines.proctree import ProcessEntry
 from tpucare.testbed.emulator.machines.sandbox import Cage, MachineError, living
 from tpucare.testbed.emulator.machines.worker_files import SSH_KEYS_ATTRIBUTE, Site
 from tpucare.testbed.emulator.world.machine_effects import Boot
@@ -79,7 +79,7 @@ class WorkerMachine:
         self._cage: Cage | None = None
         self._lock = threading.Lock()
         self._begun = False
-        self._stopped: list[Process] = []
+        self._stopped: list[ProcessEntry] = []
         self._flood: Flood | None = None
         self._before_flood: dict[Path, str] = {}
         guarded = site.guest.sshguard
@@ -119,7 +119,7 @@ class WorkerMachine:
 
     def _boot(self) -> None:
         boot_id = str(uuid.uuid4())
-        worker_files.furnish(self._site, self.folders, self.order, mark=self.mark, boot_id=boot_id)
+        worker_files.prepare(self._site, self.folders, self.order, mark=self.mark, boot_id=boot_id)
         self.host_keys = worker_files.host_keys(self.folders)
         self._site.metadata.add(self.address, worker_files.first_metadata(self.order))
         env = {"PATH": os.defpath, worker_files.MARK: self.mark}
@@ -130,7 +130,7 @@ class WorkerMachine:
             if self.doomed:
                 cage.doom()
         if self._await_listening(0):
-            self._note_pids(cage)
+            self._write_pids(cage)
             self.listening.set()
 
     def doom(self) -> None:
@@ -169,13 +169,13 @@ class WorkerMachine:
         """They cannot run at the same time: same address, or same folder."""
         return self.address == order.address or self.key == (order.path, order.node_id, order.worker)
 
-    def forget_secrets(self) -> None:
+    def remove_secrets(self) -> None:
         """Remove the secrets from a home that is only kept for a look."""
         for pattern in _SECRETS:
             for path in self.folders.home.glob(pattern):
                 path.unlink(missing_ok=True)
 
-    def give_up_folder(self) -> Path:
+    def move_folder_away(self) -> Path:
         """Home and all, moved out of the way of a worker of the same name; the caller removes it at leisure."""
         gone = self.folders.root.with_name(f"{self.mark[-12:]}.gone")
         self.folders.root.rename(gone)
@@ -291,7 +291,7 @@ class WorkerMachine:
             proctree.send(first, SIGHUP)
             self._await_listening(offset)
 
-    def _stop(self, concerns: Callable[[Process], bool]) -> None:
+    def _stop(self, concerns: Callable[[ProcessEntry], bool]) -> None:
         if (cage := self._cage) is not None:
             self._stopped += proctree.stop_all(lambda: [process for process in living([cage]) if concerns(process)])
 
@@ -302,7 +302,7 @@ class WorkerMachine:
             self.folders, sshd, services=self._site.guest.containers, holds_chips=self.order.holds_chips
         )
 
-    def _note_pids(self, cage: Cage) -> None:
+    def _write_pids(self, cage: Cage) -> None:
         """For a later emulator, should this one crash: sshd's own environment cannot always be read."""
         processes = [proctree.read_process(cage.pid), cage.first_process()]
         text = "".join(f"{process.pid} {process.started}\n" for process in processes if process)
@@ -343,7 +343,7 @@ def end_all(machines: Collection[WorkerMachine], metadata: MetadataServer) -> li
             machine.vacate()
     dead_marks = {machine.mark for machine in machines}
 
-    def strays() -> list[Process]:
+    def strays() -> list[ProcessEntry]:
         return [process for process, mark in proctree.marks(worker_files.MARK).items() if mark in dead_marks]
 
     found = strays()
@@ -352,7 +352,7 @@ def end_all(machines: Collection[WorkerMachine], metadata: MetadataServer) -> li
     return [process.pid for process in found]
 
 
-def _is_sshd(process: Process) -> bool:
+def _is_sshd(process: ProcessEntry) -> bool:
     """The listener, its sessions and their helpers (`sshd-session` and `sshd-auth` of newer OpenSSH among them)."""
     return process.name.startswith(("sshd", "sftp-server"))
 

@@ -57,7 +57,7 @@ def folders_of(site: Site, order: Boot, short_name: str) -> Folders:
     return Folders(site.workers / name, site.screens / short_name, site.bin)
 
 
-def furnish(site: Site, folders: Folders, order: Boot, *, mark: str, boot_id: str) -> None:
+def prepare(site: Site, folders: Folders, order: Boot, *, mark: str, boot_id: str) -> None:
     """Make everything ready for a boot. Home and host key that are there already stay: a reboot."""
     is_first_boot = not folders.home.exists()
     # /tmp and the screens' sockets are emptied by a real machine's boot, too.

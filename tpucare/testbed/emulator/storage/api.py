@@ -20,7 +20,7 @@ from typing import Any
 from urllib.parse import parse_qsl, quote, unquote
 
 from tpucare.testbed.emulator.http_server import HttpAnswer, HttpRequest, HttpService
-from tpucare.testbed.emulator.storage.objects import Conditions, Listing, ObjectError, ObjectStore, StoredObject
+from tpucare.testbed.emulator.storage.objects import Conditions, ObjectError, ObjectQuery, ObjectStore, StoredObject
 
 
 def object_of(body: bytes) -> dict[str, Any]:
@@ -194,7 +194,7 @@ class _Upload:
     content: bytearray = field(default_factory=bytearray)
 
 
-class ObjectFace:
+class ObjectServer:
     """Answers HTTP requests from a store."""
 
     def __init__(self, store: ObjectStore) -> None:
@@ -268,7 +268,7 @@ class ObjectFace:
 
     def _list(self, request: HttpRequest, bucket: str) -> HttpAnswer:
         size = int(request.value("maxResults") or PAGE_LIMIT)
-        asked = Listing(
+        asked = ObjectQuery(
             prefix=request.value("prefix"),
             delimiter=request.value("delimiter"),
             start=request.value("startOffset"),

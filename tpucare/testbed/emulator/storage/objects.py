@@ -88,7 +88,7 @@ class ObjectPage:
 
 
 @dataclass(frozen=True, slots=True)
-class Listing:
+class ObjectQuery:
     """What is listed: names with `prefix`, from `start` (inclusive) to `end` (exclusive), cut at `delimiter`."""
 
     prefix: str = ""
@@ -255,7 +255,7 @@ class ObjectStore:
                 components=sum(part.components or 1 for part in parts),
             )
 
-    def list(self, bucket: str, asked: Listing) -> ObjectPage:
+    def list(self, bucket: str, asked: ObjectQuery) -> ObjectPage:
         """One page in the order of names; items and prefixes count alike towards its size."""
         with self._lock:
             objects = self._of(bucket)
@@ -281,7 +281,7 @@ class ObjectStore:
         return ObjectPage(tuple(items), tuple(prefixes))
 
 
-def _cut(name: str, asked: Listing) -> str:
+def _cut(name: str, asked: ObjectQuery) -> str:
     """The name up to the first delimiter behind the prefix, with it; empty when there is none."""
     if not asked.delimiter:
         return ""

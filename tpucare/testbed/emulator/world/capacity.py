@@ -21,7 +21,7 @@ from pathlib import Path
 
 from tpucare.model.accelerators import Accelerator, region_of
 from tpucare.model.errors import ConfigError
-from tpucare.testbed.emulator.world.config import Capacity, Process, Quota
+from tpucare.testbed.emulator.world.config import Capacity, CapacityProcess, Quota
 
 Change = tuple[datetime, int]
 Supply = Iterator[Change]
@@ -114,7 +114,7 @@ def _from_schedule(schedule: tuple[tuple[float, int], ...], start: datetime) -> 
         yield start + timedelta(seconds=offset), amount
 
 
-def _from_process(process: Process, start: datetime, rng: random.Random) -> Supply:
+def _from_process(process: CapacityProcess, start: datetime, rng: random.Random) -> Supply:
     """Exponential waits; during the stockout after a burst nothing is born."""
     now = start
     amount = min(process.maximum if process.initial is None else process.initial, process.maximum)
@@ -213,7 +213,7 @@ def units(unit: str, accelerator: Accelerator) -> int:
 MINUTE = timedelta(minutes=1)
 
 
-class QuotaBook:
+class QuotaUse:
     """
     Use of every limit, per project. A node counts from CREATING to the end of DELETING, dead ones included.
 

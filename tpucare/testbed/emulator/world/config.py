@@ -21,7 +21,7 @@ from tpucare.testbed.emulator.world.latency import FAST, FAST_QUEUE, Latencies, 
 Tier = Literal["spot", "on-demand", "reserved"]
 
 
-class Process(Strict):
+class CapacityProcess(Strict):
     """
     Capacity as a seeded birth and death process with bursts, between 0 and `maximum`.
 
@@ -52,7 +52,7 @@ class Capacity(Strict):
     tier: Tier = "spot"
     unit: Literal["nodes", "hosts", "chips"] | None = Field(default=None, description="nodes; for a trace: hosts")
     amount: int | None = Field(default=None, ge=0)
-    process: Process | None = None
+    process: CapacityProcess | None = None
     schedule: tuple[tuple[Seconds, Annotated[int, Field(ge=0)]], ...] = ()
     trace: str = ""
     trace_from: int = Field(default=0, ge=0)
@@ -66,7 +66,7 @@ class Capacity(Strict):
         return self
 
 
-class Zone(Strict):
+class ZoneConfig(Strict):
     """
     One zone. What no pool of `capacity` covers is unlimited.
 
@@ -272,7 +272,7 @@ class GuestAttributes(Strict):
     unpublished: Literal["empty", "not-found"] = Field(default="empty", description="the answer until then")
 
 
-class Listing(Strict):
+class ListPages(Strict):
     """Page sizes of ListNodes. The real limits are not published."""
 
     page_default: int = Field(default=100, ge=1)
@@ -293,7 +293,7 @@ class Addresses(Strict):
 class WorldConfig(Strict):
     """Everything about a world but its seed and its start."""
 
-    zones: dict[str, Zone] = Field(min_length=1)
+    zones: dict[str, ZoneConfig] = Field(min_length=1)
     latencies: Latencies = Latencies()
     quotas: tuple[Quota, ...] = ()
     rates: Rates = Rates()
@@ -304,7 +304,7 @@ class WorldConfig(Strict):
     access: Access = Access()
     project: Project = Project()
     guest: Guest = Guest()
-    listing: Listing = Listing()
+    listing: ListPages = ListPages()
     guest_attributes: GuestAttributes = GuestAttributes()
     addresses: Addresses = Addresses()
     buckets: tuple[str, ...] = Field(default=(), description="Cloud Storage buckets that exist from the start")

@@ -63,7 +63,7 @@ class Fates:
         """The next call of *method* gets this error; orders of one method queue up."""
         self._orders[method].append(_Order(error, applied))
 
-    def order_late(self, method: str, seconds: float) -> None:
+    def order_delay(self, method: str, seconds: float) -> None:
         """The next call of *method* takes effect only after so long, whether or not its caller still waits."""
         self._orders[method].append(_Order(None, applied=True, late=seconds))
 

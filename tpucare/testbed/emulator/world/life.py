@@ -99,7 +99,7 @@ class NodeLifecycle:
         state = self._state
         operation = state.open_operation("create", path)
         record = NodeRecord(path, state.new_id(), state.now, spec, queued_resource=queued_resource)
-        workers = [WorkerLife(number, state.addresses.take()) for number in range(accelerator.hosts)]
+        workers = [WorkerLife(number, state.addresses.allocate()) for number in range(accelerator.hosts)]
         life = NodeLife(record, accelerator, workers, operation.name, state.new_stem())
         state.nodes[path] = life
         state.by_id[record.id] = life

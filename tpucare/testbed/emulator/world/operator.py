@@ -264,7 +264,7 @@ class Operator:
 
     def delay_next(self, method: str, seconds: float) -> None:
         """The next call of *method* takes effect only after so long, whether or not its caller still waits."""
-        self._fates.order_late(method, seconds)
+        self._fates.order_delay(method, seconds)
 
     def fail_next(self, method: str, code: int, text: str) -> None:
         """The next call of *method* is answered with this error and has no effect."""
@@ -280,7 +280,7 @@ class Operator:
             told.guest[namespace, key] = value
             told.guest_since = told.guest_since or self._state.now
 
-    def note(self, event: str, now: datetime, **fields: object) -> None:
+    def log_note(self, event: str, now: datetime, **fields: object) -> None:
         """A machine's word for the audit log: `run-started`, `run-ended` with token=, name= (the node's), worker=."""
         self._state.advance(now)
         self._state.log("note", event=event, **fields)

@@ -14,9 +14,9 @@ from tpucare.testbed.emulator.world.queued_life import QueuedLifecycle
 from tpucare.testbed.emulator.world.queued_records import (
     SHELLS,
     WAITING,
-    NodeWish,
     Planned,
     QueuedLife,
+    QueuedNodeSpec,
     QueuedPage,
     QueuedPath,
     QueuedRecord,
@@ -171,7 +171,7 @@ class QueuedApi:
             return self._queue.begin_maintenance(owner)
 
 
-def _with_tier(spec: QueuedSpec, wish: NodeWish) -> NodeSpec:
+def _with_tier(spec: QueuedSpec, wish: QueuedNodeSpec) -> NodeSpec:
     """The tier of a queued resource is that of its nodes, which say nothing about it themselves."""
     inner = wish.spec
     if (inner.spot or inner.preemptible) and spec.tier == "guaranteed":

@@ -256,14 +256,14 @@ class QueuedLifecycle:
     def _hold_quota(self, life: QueuedLife) -> None:
         if self._state.config.queue.shells_hold_quota and not life.shell:
             life.shell = True
-            self._book(life, self._state.quota.add)
+            self._count_quota(life, self._state.quota.add)
 
     def _free_quota(self, life: QueuedLife) -> None:
         if life.shell:
             life.shell = False
-            self._book(life, self._state.quota.remove)
+            self._count_quota(life, self._state.quota.remove)
 
-    def _book(self, life: QueuedLife, act: Callable[[str, str, Accelerator, str], None]) -> None:
+    def _count_quota(self, life: QueuedLife, act: Callable[[str, str, Accelerator, str], None]) -> None:
         for one in life.planned:
             act(one.path.project, one.path.zone, one.accelerator, CAPACITY_TIERS[one.spec.tier])
 

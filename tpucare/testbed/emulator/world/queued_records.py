@@ -106,7 +106,7 @@ def parse_queued_path(name: str) -> QueuedPath:
 
 
 @dataclass(frozen=True, slots=True)
-class NodeWish:
+class QueuedNodeSpec:
     """
     One `node_spec`: a node by its id, or a multislice of `count` nodes called `<prefix>-0`, `<prefix>-1`, ...
 
@@ -156,7 +156,7 @@ class QueuedSpec:
     tier: `spot`, `guaranteed`, `best-effort` (v2alpha1) or empty; min_duration and reserved belong to `guaranteed`
     """
 
-    wishes: tuple[NodeWish, ...] = ()
+    wishes: tuple[QueuedNodeSpec, ...] = ()
     tier: str = ""
     min_duration: timedelta | None = None
     reserved: bool = False

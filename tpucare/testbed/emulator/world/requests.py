@@ -11,7 +11,7 @@ from tpucare.model import accelerators
 from tpucare.model.accelerators import Accelerator
 from tpucare.model.errors import ConfigError
 from tpucare.testbed.emulator.world import error_texts as texts
-from tpucare.testbed.emulator.world.config import WorldConfig, Zone
+from tpucare.testbed.emulator.world.config import WorldConfig, ZoneConfig
 from tpucare.testbed.emulator.world.records import AcceleratorConfig, NodeSpec
 
 ANY_TYPE = "*"
@@ -83,7 +83,7 @@ def _check_access(zone: str, spec: NodeSpec, accelerator: Accelerator, config: W
         raise texts.service_account(spec.service_account)
 
 
-def resolve_accelerator(zone: str, spec: NodeSpec, settings: Zone) -> Accelerator:
+def resolve_accelerator(zone: str, spec: NodeSpec, settings: ZoneConfig) -> Accelerator:
     """Raises: ApiError (3): both or neither of type and config, or not to be had in *zone*."""
     if bool(spec.accelerator_type) == bool(spec.accelerator_config):
         raise texts.bad_argument("Exactly one of accelerator_type and accelerator_config must be set.")
@@ -112,12 +112,12 @@ def _of_config(wanted: AcceleratorConfig) -> Accelerator | None:
     return next((one for one in every if (one.generation, one.topology) == (generation, wanted.topology)), None)
 
 
-def _offers(zone: str, settings: Zone, accelerator: Accelerator) -> bool:
+def _offers(zone: str, settings: ZoneConfig, accelerator: Accelerator) -> bool:
     listed = offered_types(zone, settings)
     return accelerator.type in listed or (settings.accelerators is not None and ANY_TYPE in settings.accelerators)
 
 
-def offered_types(zone: str, settings: Zone) -> tuple[str, ...]:
+def offered_types(zone: str, settings: ZoneConfig) -> tuple[str, ...]:
     """What GetAcceleratorTypes lists: as configured, else what the catalogue knows of the zone, else everything."""
     if settings.accelerators is not None and ANY_TYPE not in settings.accelerators:
         return settings.accelerators
@@ -137,7 +137,7 @@ def offered_configs(name: str) -> tuple[AcceleratorConfig, ...]:
     return (AcceleratorConfig(number, found.topology),) if found and found.topology and number else ()
 
 
-def offered_runtimes(zone: str, settings: Zone) -> tuple[str, ...]:
+def offered_runtimes(zone: str, settings: ZoneConfig) -> tuple[str, ...]:
     """What GetRuntimeVersions lists."""
     if settings.runtimes is not None:
         return settings.runtimes
@@ -147,7 +147,7 @@ def offered_runtimes(zone: str, settings: Zone) -> tuple[str, ...]:
     )
 
 
-def _knows_runtime(runtime: str, accelerator: Accelerator, settings: Zone) -> bool:
+def _knows_runtime(runtime: str, accelerator: Accelerator, settings: ZoneConfig) -> bool:
     former = FORMER_RUNTIMES.get(accelerator.generation, ())
     known = settings.runtimes if settings.runtimes is not None else (*accelerator.runtimes, *former)
     return any(_runtime_pattern(one).fullmatch(runtime) for one in known)

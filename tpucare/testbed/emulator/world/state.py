@@ -19,7 +19,7 @@ from typing import Any
 
 from tpucare.model.accelerators import Accelerator
 from tpucare.model.errors import ConfigError
-from tpucare.testbed.emulator.world.capacity import Pool, QuotaBook
+from tpucare.testbed.emulator.world.capacity import Pool, QuotaUse
 from tpucare.testbed.emulator.world.config import WorldConfig
 from tpucare.testbed.emulator.world.machine_effects import MachineEffect
 from tpucare.testbed.emulator.world.queued_records import QueuedLife, QueuedPath
@@ -128,7 +128,7 @@ class Timeline:
         self.now = max(self.now, now)
 
 
-class Touched(dict[tuple[str, str], None]):
+class ChangedKeys(dict[tuple[str, str], None]):
     """Keys (zone, node id) that a reader has yet to look at, in the order of their changes; the reader empties it."""
 
 
@@ -143,7 +143,7 @@ class Listings:
     def __init__(self) -> None:
         self._keys: list[tuple[str, str]] = []
         self._records: dict[tuple[str, str], NodeRecord] = {}
-        self._followers: list[weakref.ref[Touched]] = []
+        self._followers: list[weakref.ref[ChangedKeys]] = []
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -151,9 +151,9 @@ class Listings:
     def get(self, key: tuple[str, str]) -> NodeRecord | None:
         return self._records.get(key)
 
-    def follow(self) -> Touched:
+    def follow(self) -> ChangedKeys:
         """Every key shown, changed or hidden from now on is added to what this returns, while anybody holds it."""
-        touched = Touched(dict.fromkeys(self._keys))
+        touched = ChangedKeys(dict.fromkeys(self._keys))
         self._followers = [one for one in self._followers if one() is not None]
         self._followers.append(weakref.ref(touched))
         return touched
@@ -211,7 +211,7 @@ class AddressPool:
         self._fresh = (str(address) for address in self._network.hosts() if int(address) & 0xFF not in (0, 255))
         self._freed: list[int] = []
 
-    def take(self) -> str:
+    def allocate(self) -> str:
         """Raises: ConfigError: the network is used up."""
         if self._freed:
             return str(ipaddress.IPv4Address(heapq.heappop(self._freed)))
@@ -243,7 +243,7 @@ class State:
         self.listings: dict[str, Listings] = {}
         self.operations: dict[str, OperationRecord] = {}
         self.addresses = AddressPool(config.addresses.network)
-        self.quota = QuotaBook(config.quotas)
+        self.quota = QuotaUse(config.quotas)
         self.effects: list[MachineEffect] = []
         self.records: list[AuditRecord] = []
         self.keep_records = True
