@@ -1,14 +1,16 @@
 """
-Files of this machine that a fleet names: which of them may be sent to workers, and their opening without a detour.
+Files of this machine: which of them may be sent to workers, how they are opened without a detour, and how private ones
+are written whole.
 
-Whoever writes a fleet file may not be allowed to read what the daemon can. So what is opened lies below the folder that
-was named, whatever links or changes of the folder meanwhile say, and is never one of those that open other doors.
+The author of a fleet file may not be allowed to read what the daemon can. So a file that is opened lies below the
+folder that was named, whatever links or changes of the folder meanwhile say, and is never a key to something else.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import secrets
 import stat
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -90,6 +92,49 @@ def open_regular(path: Path) -> BinaryIO:
     Raises: OSError: missing, not readable, or no regular file, even if it became a pipe a moment ago.
     """
     return _regular(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
+
+
+def write_new(path: Path, content: bytes, *, mode: int = 0o600, durable: bool = True) -> None:
+    """Make the file *path*. `durable`: it is on the disk when this returns. Raises: OSError: one is there; others."""
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode & 0o700)
+    with os.fdopen(handle, "wb") as stream:
+        os.fchmod(handle, mode)
+        stream.write(content)
+        if durable:
+            stream.flush()
+            os.fsync(handle)
+
+
+def replace_file(path: Path, content: bytes, *, mode: int = 0o600, durable: bool = True) -> None:
+    """
+    Make *path* a file with *content*, whole or not at all. `durable`: it is on the disk when this returns.
+
+    Raises: OSError.
+    """
+    # Others who may write to the folder must not know the name: a link could lie there.
+    scratch = scratch_of(path)
+    try:
+        write_new(scratch, content, mode=mode, durable=durable)
+        scratch.replace(path)
+    except OSError:
+        scratch.unlink(missing_ok=True)
+        raise
+    if durable:
+        sync_folder(path.parent)
+
+
+def scratch_of(path: Path) -> Path:
+    """A hidden file beside *path* that nobody else uses."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames in *folder* durable."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def _regular(handle: int) -> BinaryIO:

@@ -7,11 +7,11 @@ Nothing heavy is imported, so that a command can look for an emulator without lo
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tpucare.model.errors import ConfigError
+from tpucare.model.local_files import replace_file
 
 FILE_NAME = "emulator.json"
 
@@ -39,11 +39,7 @@ class Running:
 
 def announce(folder: Path, running: Running) -> None:
     """Write the file, whole or not at all, readable by its owner only."""
-    draft = folder / f".{FILE_NAME}.{running.pid}"
-    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        json.dump(asdict(running), file, indent=1)
-    draft.replace(folder / FILE_NAME)
+    replace_file(folder / FILE_NAME, json.dumps(asdict(running), indent=1).encode(), durable=False)
 
 
 def withdraw(folder: Path) -> None:

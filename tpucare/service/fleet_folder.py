@@ -20,7 +20,7 @@ from tpucare.adapters.state import folder as state_folder
 from tpucare.fleetfile import yaml_document as yaml_lines
 from tpucare.fleetfile.parse import Fleet
 from tpucare.model.errors import ConfigError, StoreError
-from tpucare.model.local_files import open_regular
+from tpucare.model.local_files import open_regular, sync_folder
 from tpucare.model.memory import DesiredState
 from tpucare.model.text import counted, shown
 from tpucare.service.fleet_registry import FleetRegistry
@@ -225,7 +225,7 @@ class FleetFolder:
                 continue
             try:
                 path.rename(mark)
-                state_folder.sync_folder(path.parent)
+                sync_folder(path.parent)
             except OSError as error:
                 told = f"{path} cannot be renamed to {mark.name}: {error.strerror}"
                 self._roster.say("fleet-down", f"{told}; a store that is lost would start {fleet} again", fleet)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote
 
+from tpucare.model.local_files import replace_file
 from tpucare.model.text import plain_lines
 
 DEFAULT_LIMIT_BYTES = 32 << 20
@@ -194,7 +195,4 @@ def _cut(path: Path, keep: int) -> None:
     with path.open("rb") as stream:
         stream.seek(-keep, os.SEEK_END)
         tail = stream.read()
-    new = path.with_suffix(".cut")
-    new.touch(mode=0o600)
-    new.write_bytes(b"[tpucare: the beginning was dropped]\n" + tail)
-    new.replace(path)
+    replace_file(path, b"[tpucare: the beginning was dropped]\n" + tail, durable=False)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import base64
 import contextlib
 import os
-import secrets
 import stat
 import threading
 from collections.abc import Iterable, Iterator
@@ -23,6 +22,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from tpucare.model.errors import ConfigError
+from tpucare.model.local_files import replace_file, scratch_of, write_new
 from tpucare.model.resources import NodeKey, Worker
 
 _SEPARATOR = "@"  # `quote` escapes it, so it cannot be part of a field.
@@ -78,23 +78,14 @@ def _make_key(path: Path) -> None:
     """Write a new key under a temporary name, then link it: the link fails if another process was faster."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     text = Ed25519PrivateKey.generate().private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
-    scratch = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    _write_private(scratch, text, durable=True)
+    scratch = scratch_of(path)
+    write_new(scratch, text)
     try:
         os.link(scratch, path)
     except FileExistsError:
         pass
     finally:
         scratch.unlink()
-
-
-def _write_private(path: Path, content: bytes, *, durable: bool) -> None:
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    with os.fdopen(handle, "wb") as stream:
-        stream.write(content)
-        if durable:
-            stream.flush()
-            os.fsync(handle)
 
 
 class PinStore:
@@ -161,15 +152,8 @@ class PinStore:
 
     def _write(self, worker: Worker, pins: dict[int, frozenset[str]]) -> None:
         # Without fsync: only a power cut can lose a pin, and fsync for 64 workers at once would delay a launch.
-        path = self._path(worker.key, worker.node_id)
         lines = [f"{_alias(worker, number)} {key}\n" for number in sorted(pins) for key in sorted(pins[number])]
-        scratch = path.with_name(f".{secrets.token_hex(8)}")
-        try:
-            _write_private(scratch, "".join(lines).encode(), durable=False)
-            os.replace(scratch, path)
-        except OSError:
-            scratch.unlink(missing_ok=True)
-            raise
+        replace_file(self._path(worker.key, worker.node_id), "".join(lines).encode(), durable=False)
 
     def _path(self, key: NodeKey, node_id: int) -> Path:
         return self._folder / _SEPARATOR.join((*(quote(part, safe="") for part in key), str(node_id)))

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tpucare.model.errors import StoreCorrupt, StoreError, StoreLocked
+from tpucare.model.local_files import replace_file
 
 OWNER_FILE = "owner"
 # Names of all stores that were ever made beside this owner: a store that is listed here and missing was lost, while one
@@ -29,6 +30,9 @@ DEFAULT_NAME = "tpucare"
 STORE_SUFFIX = ".sqlite"
 SHARED_LOCK = "owner.lock"
 SHARED_SECONDS = 30.0
+# `holder` holds a lock for a moment.
+ASKED_SECONDS = 0.15
+_PAUSE_SECONDS = 0.02
 
 _OWNER = re.compile(r"o-[a-z0-9]{12}")
 _STORE_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
@@ -115,22 +119,25 @@ def one_at_a_time(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise StoreError(f"{folder}: cannot be locked: {error.strerror}") from error
     try:
-        until = time.monotonic() + SHARED_SECONDS
-        while not _is_locked(handle):
-            if time.monotonic() > until:
-                raise StoreError(f"{folder}: another process begins with it, and does not get on; end that one")
-            time.sleep(0.02)
+        if not take_flock(handle, SHARED_SECONDS):
+            raise StoreError(f"{folder}: another process begins with it, and does not get on; end that one")
         yield
     finally:
         os.close(handle)
 
 
-def _is_locked(handle: int) -> bool:
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+def take_flock(handle: int, seconds: float) -> bool:
+    """Lock an open file for this process alone; False: another process still holds the lock after *seconds*."""
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= until:
+                return False
+            time.sleep(_PAUSE_SECONDS)
+        else:
+            return True
 
 
 def read_owner(folder: Path) -> str | None:
@@ -173,31 +180,10 @@ def write_private(path: Path, text: str) -> None:
 
     Raises: StoreError.
     """
-    # Who else may write to the folder must not know the name: what lies there could be a link to another file.
-    scratch = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        handle = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        try:
-            with open(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            scratch.replace(path)
-        except OSError:
-            scratch.unlink(missing_ok=True)
-            raise
-        sync_folder(path.parent)
+        replace_file(path, text.encode())
     except OSError as error:
         raise StoreError(f"{path}: cannot be written: {error.strerror}") from error
-
-
-def sync_folder(folder: Path) -> None:
-    """Make renames in *folder* durable."""
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _read_text(path: Path) -> str | None:
@@ -221,10 +207,6 @@ def _user_name(uid: int) -> str:
 # stays.
 
 
-_TRIES = 4
-_PAUSE_SECONDS = 0.05
-
-
 class StoreLock:
     """An exclusive lock on *path*, taken when made and held until `release`."""
 
@@ -232,18 +214,18 @@ class StoreLock:
         """Raises: StoreLocked: naming the process that holds it; StoreError: the file cannot be made."""
         self._handle = _open(path)
         try:
-            _take(self._handle)
-            _write_pid(self._handle)
-        except BlockingIOError as error:
-            pid = _read_pid(self._handle)
-            os.close(self._handle)
-            holder = f"process {pid}" if pid else "another process"
-            raise StoreLocked(
-                f"{path.with_suffix('')}: {holder} takes care of this store; stop it, or use another state folder"
-            ) from error
+            is_ours = take_flock(self._handle, ASKED_SECONDS)
         except OSError as error:
-            os.close(self._handle)
+            self.release()
             raise StoreError(f"{path}: cannot be locked: {error.strerror}") from error
+        if not is_ours:
+            pid = _read_pid(self._handle)
+            self.release()
+            whose = f"process {pid}" if pid else "another process"
+            raise StoreLocked(
+                f"{path.with_suffix('')}: {whose} takes care of this store; stop it, or use another state folder"
+            )
+        _write_pid(self._handle)
 
     def release(self) -> None:
         """Give the lock away; a second call does nothing."""
@@ -256,7 +238,7 @@ def holder(folder: Path, name: str = DEFAULT_NAME) -> int | None:
     """
     The process that holds the lock of store *name* now, or None. Creates nothing.
 
-    Asking means to hold a shared lock for a moment, which is why `StoreLock` does not take the first no for an answer.
+    Asking means to hold a shared lock for a moment, so `StoreLock` waits ASKED_SECONDS for it.
     """
     try:
         handle = os.open(lock_path(folder, name), os.O_RDONLY | os.O_CLOEXEC)
@@ -276,15 +258,6 @@ def _open(path: Path) -> int:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise StoreError(f"{path}: cannot be opened: {error.strerror}") from error
-
-
-def _take(handle: int) -> None:
-    for _ in range(_TRIES - 1):
-        try:
-            return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            time.sleep(_PAUSE_SECONDS)
-    return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _write_pid(handle: int) -> None:

@@ -29,6 +29,7 @@ from tpucare.adapters.state.folder import DEFAULT_NAME, StoreLock, store_path
 from tpucare.adapters.state.schema import REMEDY
 from tpucare.model.causes import Cause
 from tpucare.model.errors import StoreCorrupt, StoreError, StoreForeign
+from tpucare.model.local_files import sync_folder
 from tpucare.model.memory import End, FleetRecord, Memory, is_old
 from tpucare.model.resources import Event
 
@@ -495,7 +496,7 @@ def _make(path: Path, name: str, fingerprint: str, now: datetime) -> None:
         with translated(path), contextlib.closing(_connect(scratch)) as connection:
             connection.executemany("INSERT INTO meta (key, value) VALUES (?, ?)", meta.items())
         scratch.rename(path)
-        state_folder.sync_folder(folder)
+        sync_folder(folder)
     except OSError as error:
         raise StoreError(f"{path}: cannot be made: {error.strerror}") from error
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 
+from tpucare.model.local_files import replace_file
 from tpucare.testbed.emulator.machines.metadata_server import MetadataServer
 from tpucare.testbed.emulator.machines.sandbox import Sandbox
 from tpucare.testbed.emulator.world.config import Guest
@@ -160,12 +161,8 @@ def first_metadata(order: Boot) -> dict[str, str]:
 
 
 def replace(path: Path, text: str, mode: int) -> None:
-    """Written beside and renamed, so that sshd never reads half of it."""
-    beside = path.with_name(f".{path.name}.new")
-    beside.touch(mode)
-    beside.chmod(mode)
-    beside.write_text(text)
-    beside.replace(path)
+    """Whole or not at all, so that sshd never reads half of it."""
+    replace_file(path, text.encode(), mode=mode, durable=False)
 
 
 # --- the texts of a worker: sshd configuration, session wrapper, profile and command stubs ----------------------------
