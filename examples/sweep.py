@@ -23,8 +23,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tpucare import Event, training
-from tpucare.integrations.wandb import sweep as sweeps
+from tpucare import Event, sweeps, training
 
 CODE = Path(__file__).resolve().parent / "sweep"
 

@@ -535,6 +535,23 @@ def test_every_public_name_is_there() -> None:
         _ = tpucare.start_sinlge
 
 
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from tpucare import sweeps; sweeps.sweep, sweeps.Outcome",
+        "from tpucare import Event, sweeps, training; sweeps.sweep",
+        "import tpucare; tpucare.sweeps.sweep",
+        "import tpucare; tpucare.training.resume_step",
+        "import tpucare.training as t; t.__path__[0]",
+        "from tpucare import training; training.resume_step",
+        "from tpucare.training import Requests, Wish, init_wandb, resume_step",
+    ],
+)
+def test_every_import_that_the_docs_showed_works_in_a_fresh_process(code: str) -> None:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_importing_it_costs_next_to_nothing() -> None:
     heavy = ("google", "grpc", "paramiko", "pydantic", "rich")
     code = f"import sys, tpucare; print([name for name in {heavy} if name in sys.modules])"
