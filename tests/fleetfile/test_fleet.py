@@ -118,7 +118,7 @@ def problems(changes: dict[str, Any], **options: Any) -> list[str]:
 # --- what a right file becomes -----------------------------------------------------------------------------------
 
 
-def test_the_example_of_the_design_becomes_a_slot() -> None:
+def test_the_example_of_the_reference_becomes_a_slot() -> None:
     big_pod = read(EXAMPLE, read_file=lambda folder, path: {FOLDER / "config.yaml": b"lr: 1"}[folder / path])
     slot = big_pod.slot(0)
     assert (slot.name, slot.fleet, slot.project, slot.workers) == ("big-pod-0", "big-pod", "my-project", 32)

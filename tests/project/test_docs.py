@@ -70,3 +70,21 @@ def test_an_emulator_names_the_zones_of_its_world() -> None:
 
 def test_the_docs_show_commands() -> None:
     assert len(set(_commands())) > 40
+
+
+@pytest.mark.parametrize("page", ["design.md", "storms.md"])
+def test_modules_and_names_of_the_design_are_in_the_code(page: str) -> None:
+    text = re.sub(r"^```.*?^```", "", (ROOT / "docs" / page).read_text("utf-8"), flags=re.M | re.S)
+    paths = [path for room in ("tpucare", "tests", "templates", "docs") for path in sorted((ROOT / room).rglob("*.*"))]
+    words = {
+        word for path in paths if path.suffix in (".py", ".yaml", ".j2") for word in re.findall(r"\w+", _read(path))
+    }
+    named = {span for span in re.findall(r"`([^`\n]+)`", text) if "<" not in span}
+    modules = {span for span in named if re.fullmatch(r"[\w/]+\.(py|md|yaml)", span)}
+    assert [span for span in sorted(modules) if not any(f"/{path}".endswith(f"/{span}") for path in paths)] == []
+    names = {word for span in named - modules for word in re.findall(r"\w*(?:_\w|[a-z][A-Z])\w*", span)}
+    assert sorted(names - words) == []
+
+
+def _read(path: Path) -> str:
+    return path.read_text("utf-8", errors="replace")
