@@ -440,7 +440,7 @@ def test_the_processes_of_a_slice_agree(tmp_path: Path) -> None:
     assert [each["step"] for each in said] == [10, 10]
     assert [each["share"] for each in said] == [["a", "c", "e"], ["b", "d"]]
     assert [each["wishes"] for each in said] == [[Wish.NONE, Wish.SAVE, Wish.NONE, Wish.SAVE_AND_STOP]] * 2
-    assert all("process 0 sees none: all hosts have to share that folder" in each["error"] for each in said)
+    assert all("process 0 sees none: all hosts have to share this folder" in each["error"] for each in said)
 
 
 # --- notices and SIGTERM ---------------------------------------------------------------------------------------------
@@ -539,7 +539,7 @@ def test_a_thread_cannot_listen_for_signals() -> None:
     thread = threading.Thread(target=enter)
     thread.start()
     thread.join()
-    assert said == ["Requests listens for a signal: enter it in the main thread"]
+    assert said == ["Requests handles a signal: enter it in the main thread"]
 
 
 # --- how often to save -----------------------------------------------------------------------------------------------

@@ -1,11 +1,11 @@
 """
-What a training script needs to survive preemption: where to go on, which shards are mine, has a notice come, how often
-to save, and a W&B run that goes on over attempts.
+Helpers for a training script that survives preemption: the step to resume at, this process's shards, notices, the
+interval of saves, and a W&B run that goes on over attempts.
 
-Imported by the training on the TPU VM, not by tpucare. The folder is standard library alone and imports nothing else of
-tpucare, so it may be copied beside a training script; jax, wandb and etils are imported by the function that needs
-them. It runs on Python 3.8 and newer, for TPU VMs have a Python on which tpucare itself cannot be installed. Saving and
-restoring itself is left to orbax, or whatever you use.
+Imported by the training script on the TPU VM, not by tpucare. The folder needs only the standard library and imports no
+other module of tpucare, so it may be copied beside a training script; jax, wandb and etils are imported by the
+functions that need them. It runs on Python 3.8 and newer, since the Python of TPU VMs may be too old for tpucare
+itself. Saving and restoring are left to orbax or another library.
 """
 
 from __future__ import annotations

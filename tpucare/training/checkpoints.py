@@ -1,8 +1,8 @@
 """
-From which step to go on: the newest complete checkpoint in a folder or bucket is the truth.
+The step to resume at: that of the newest complete checkpoint in a folder or bucket.
 
-Saving and restoring are left to orbax, whose two ways of telling a complete checkpoint are known here. The module does
-without it, so that a script may ask before it imports JAX.
+Saving and restoring are left to orbax; this module knows its two marks of a complete checkpoint. It does not import
+orbax, so that a script may call it before it imports JAX.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any
 
 from .processes import from_all_processes
 
-# Orbax puts this file into a complete checkpoint where a folder cannot be renamed at once (buckets).
+# Orbax puts this file into a complete checkpoint where a folder cannot be renamed atomically (buckets).
 COMMIT_MARKER = "commit_success.txt"
 
-# What orbax calls a step: digits, perhaps padded with zeros. Anything else beside it (logs_2026) is no checkpoint.
+# Orbax' folder of a step: digits, maybe padded with zeros. Another name (logs_2026) is not a checkpoint.
 _STEP_NAME = re.compile(r"[0-9]{1,18}")
 
 _log = logging.getLogger(__name__)
@@ -27,15 +27,15 @@ _log = logging.getLogger(__name__)
 
 def complete_steps(checkpoint: str | os.PathLike[str] | None = None, *, commit_marker: bool | None = None) -> list[int]:
     """
-    Steps of the complete checkpoints in a folder or bucket, ascending; empty when it does not exist.
+    Steps of the complete checkpoints in a folder or bucket, ascending; empty if it does not exist.
 
     checkpoint:     default: TPUCARE_CHECKPOINT. `gs://BUCKET/PATH` needs etils (comes with orbax) and gcsfs
-    commit_marker:  whether `commit_success.txt` tells a complete one. Default: in buckets yes; on a file system orbax
-                    renames the folder when every byte is there. Say True if you chose orbax's commit file yourself, as
-                    on a bucket mounted with gcsfuse, where a rename is many copies
+    commit_marker:  True if a complete checkpoint has `commit_success.txt`. Default: True for buckets; on a file system
+                    orbax renames the folder once it is complete. Pass True if you chose orbax's commit file yourself,
+                    as on a bucket mounted with gcsfuse, where a rename is many copies
 
     Raises:
-        OSError: The folder is there and cannot be read. It is not taken for an empty one: that would begin anew.
+        OSError: The folder exists and cannot be read. This is an error, since training would begin anew otherwise.
     """
     return sorted(_newest_first(checkpoint, commit_marker))
 
@@ -44,23 +44,23 @@ def resume_step(
     checkpoint: str | os.PathLike[str] | None = None, wandb: Any = None, *, commit_marker: bool | None = None
 ) -> int | None:
     """
-    Step of the newest complete checkpoint, from which to go on; None: begin.
+    Step of the newest complete checkpoint, to resume at; None: begin at step 0.
 
-    When `jax.distributed` is up, all processes have to call it, and get the same answer.
+    If `jax.distributed` is initialised, all processes have to call it, and get the same answer.
 
-    wandb:  a W&B run, or its `starting_step`. Only a hint: the server lags behind, and a checkpoint is what there is to
-            go on from. What does not fit together is told in the log.
+    wandb:  a W&B run, or its `starting_step`, only to log differences: W&B lags behind, and training can resume only
+            at a checkpoint.
 
     Raises:
         OSError: as `complete_steps`.
-        RuntimeError: Some processes see checkpoints and some see none: the folder is not shared by all.
+        RuntimeError: Some processes see checkpoints and some see none: the hosts do not share the folder.
     """
     own = next(_newest_first(checkpoint, commit_marker), -1)
     steps = from_all_processes(own)
     if min(steps) < 0 <= max(steps):
         raise RuntimeError(
             f"process {steps.index(max(steps))} sees a checkpoint of step {max(steps)} in {_address(checkpoint)}, "
-            f"process {steps.index(min(steps))} sees none: all hosts have to share that folder"
+            f"process {steps.index(min(steps))} sees none: all hosts have to share this folder"
         )
     step = min(steps)
     if wandb is not None:
@@ -78,23 +78,23 @@ def _newest_first(checkpoint: str | os.PathLike[str] | None, commit_marker: bool
         return
     named = [(int(entry.name), entry) for entry in entries if _STEP_NAME.fullmatch(entry.name)]
     for step, entry in sorted(named, key=lambda pair: pair[0], reverse=True):
-        if (entry / COMMIT_MARKER).exists() if marked else _holds_something(entry):
+        if (entry / COMMIT_MARKER).exists() if marked else _is_filled_folder(entry):
             yield step
 
 
-def _holds_something(folder: Any) -> bool:
+def _is_filled_folder(folder: Any) -> bool:
     return bool(folder.is_dir()) and next(iter(folder.iterdir()), None) is not None
 
 
 def _address(checkpoint: str | os.PathLike[str] | None) -> str:
     address = os.environ.get("TPUCARE_CHECKPOINT", "") if checkpoint is None else os.fspath(checkpoint)
     if not address:
-        raise ValueError("no checkpoint folder: name one, or give `checkpoint:` in the fleet file (TPUCARE_CHECKPOINT)")
+        raise ValueError("no checkpoint folder: pass one, or set `checkpoint:` in the fleet file (TPUCARE_CHECKPOINT)")
     return address
 
 
 def _folder(address: str) -> Any:
-    """A `pathlib.Path`, or its likeness of etils for a bucket."""
+    """A `pathlib.Path`, or its counterpart in etils for a bucket."""
     if "://" not in address:
         return Path(address)
     try:
@@ -105,11 +105,11 @@ def _folder(address: str) -> Any:
 
 
 def _compare(step: int, starting_step: int, address: str) -> None:
-    """Say what W&B knows and the checkpoints do not, or the other way round."""
+    """Log the steps that only W&B or only the checkpoints have."""
     last = starting_step - 1
     if step < 0 and last > 0:
-        _log.warning("W&B has steps up to %d, but %s holds no complete checkpoint: beginning anew", last, address)
+        _log.warning("W&B has steps up to %d, but %s has no complete checkpoint: beginning anew", last, address)
     elif last > step:
-        _log.info("steps %d to %d are trained again; W&B keeps what it has of them", step + 1, last)
+        _log.info("steps %d to %d are trained again; W&B keeps its values of them", step + 1, last)
     elif 0 < last < step:
         _log.info("W&B never got steps %d to %d: the run was killed before they were sent", last + 1, step)

@@ -1,7 +1,7 @@
 """
-What a run is asked from outside while it trains: notices of preemption and maintenance, and SIGTERM.
+Requests to a run while it trains: notices of preemption and maintenance, and SIGTERM.
 
-The runner on the worker writes the notices; acting upon them is left to the training's loop.
+The runner on the worker writes the notices; saving and stopping are left to the training loop.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ TERMINATED = 128 + signal.SIGTERM
 
 T = TypeVar("T", bound="Requests")
 
-# Google gives a preempted VM 30 s; the checkpoint comes first, W&B gets what is left.
+# Google gives a preempted VM 30 s; the checkpoint comes first, W&B gets the rest.
 FINISH_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
 class Notice:
-    """What tpucare wrote last into the notice file. `at`: UTC, None when it cannot be read."""
+    """The last line of the notice file. `at`: UTC; None if it cannot be read."""
 
     at: datetime | None
     text: str
 
     @property
     def preempted(self) -> bool:
-        """The cloud takes this machine back now: about 30 s are left. Otherwise a wish to save, for what may come."""
+        """True: the cloud takes this machine back in about 30 s. False: save, since an interruption may come."""
         return self.text.startswith("preempted")
 
 
 def notice(environ: Mapping[str, str] | None = None) -> Notice | None:
     """
-    The newest notice of preemption or maintenance to this run, None while there is none.
+    The newest notice of preemption or maintenance to this run; None if there is none.
 
-    Cheap enough for every step (one `stat` while there is none). It stays once it came; to save once for each, use
-    `Requests`. Source: the file TPUCARE_NOTICE, which the runner appends to when the metadata server tells it.
+    Cheap enough for every step (one `stat` without a notice). A notice stays; to save once for each, use `Requests`.
+    Source: the file TPUCARE_NOTICE; the runner appends to it on news from the metadata server.
     """
     path = (os.environ if environ is None else environ).get("TPUCARE_NOTICE", "")
     if not path or not os.path.exists(path):
@@ -63,7 +63,7 @@ def notice(environ: Mapping[str, str] | None = None) -> Notice | None:
 
 
 class Wish(IntEnum):
-    """What the run was asked; of several processes the largest wish counts."""
+    """The request to the run; of several processes the largest one counts."""
 
     NONE = 0
     SAVE = 1
@@ -72,9 +72,9 @@ class Wish(IntEnum):
 
 class Requests:
     """
-    Listens for SIGTERM and for notices between `with` and its end, and tells the loop what is wished.
+    Watches for SIGTERM and notices inside its `with` block, and returns them to the training loop as a `Wish`.
 
-    Enter it after `jax.distributed.initialize`, which installs a SIGTERM handler of its own that swallows the signal.
+    Enter it after `jax.distributed.initialize`, which installs a SIGTERM handler that swallows the signal.
 
         with Requests(wandb=run) as requests:
             for step in range(first, last + 1):
@@ -96,7 +96,7 @@ class Requests:
 
     def __enter__(self: T) -> T:
         if threading.current_thread() is not threading.main_thread():
-            raise RuntimeError("Requests listens for a signal: enter it in the main thread")
+            raise RuntimeError("Requests handles a signal: enter it in the main thread")
         self._before = signal.signal(signal.SIGTERM, self._on_sigterm)
         return self
 
@@ -107,10 +107,10 @@ class Requests:
 
     def look(self) -> Wish:
         """
-        What is wished now. SAVE comes once for each notice; SAVE_AND_STOP after SIGTERM, and stays.
+        The wish now: SAVE once for each notice; SAVE_AND_STOP from SIGTERM on.
 
-        With several processes a collective: all call it after the same step, and all get the same answer, since a
-        save needs every one of them.
+        A collective of all processes: all have to call it after the same step, and all get the same answer, since a
+        save needs all of them.
         """
         own = self._own_wish()
         wish = Wish(max(from_all_processes(own)))
@@ -120,13 +120,13 @@ class Requests:
 
     def stop(self, status: int = TERMINATED) -> NoReturn:
         """
-        Leave with a non-zero *status*, which tells W&B and tpucare that the work is not done. Save before.
+        Exit with a non-zero *status*, which tells W&B and tpucare that the work is not done. Save before.
 
-        A run of W&B is finished first, for at most 10 s: what was not sent by then is lost with the host.
+        A run of W&B is finished first, for at most 10 s: its unsent rest is lost with the host.
         """
         self._mark()
         if self._wandb is not None and not _finish(self._wandb, status):
-            # At an ordinary exit the client would wait for its server, and no time is left to wait in.
+            # At an ordinary exit the client would wait for its server, and the host has no time left.
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(status)
@@ -142,7 +142,7 @@ class Requests:
         return Wish.SAVE if written else Wish.NONE
 
     def _written(self) -> int:
-        """Time of the notice file's last change in nanoseconds; 0 while there is none."""
+        """Time of the notice file's last change in nanoseconds; 0 without a file."""
         with contextlib.suppress(FileNotFoundError):
             return os.stat(self._notice).st_mtime_ns if self._notice else 0
         return 0
@@ -153,12 +153,12 @@ class Requests:
             self._wandb.mark_preempting()
 
     def _on_sigterm(self, _number: int, _frame: FrameType | None) -> None:
-        # Nothing else here: the signal may have come while the W&B client holds one of its locks.
+        # Only a flag: the signal may have come while the W&B client holds one of its locks.
         self._terminated = True
 
 
 def _finish(run: Any, status: int) -> bool:
-    """Whether W&B took the end of the run in time."""
+    """True if W&B accepted the end of the run in time."""
     finishing = threading.Thread(target=lambda: run.finish(exit_code=status), daemon=True)
     finishing.start()
     finishing.join(FINISH_SECONDS)

@@ -1,7 +1,7 @@
 """
-Which process of a training this is, and the part of the data that is its own.
+This process's number among those of a training, and its share of the data.
 
-JAX is asked only once `jax.distributed` is up: an earlier question would start its backend.
+JAX is asked only after `jax.distributed.initialize`: an earlier question would start its backend.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Process:
-    """Which process of the training this is, and of how many."""
+    """Number of this process (from 0), and number of all processes of the training."""
 
     index: int
     count: int
@@ -26,9 +26,9 @@ class Process:
 
 def this_process(environ: Mapping[str, str] | None = None) -> Process:
     """
-    JAX's own numbers once `jax.distributed` is up, else TPUCARE_WORKER of TPUCARE_WORKERS, else 0 of 1.
+    JAX's own numbers once `jax.distributed` is initialised, else TPUCARE_WORKER of TPUCARE_WORKERS, else 0 of 1.
 
-    JAX is not asked before, since its answer would start the backend, and `jax.distributed` has to come first.
+    JAX is not asked earlier: its answer would start the backend, which `jax.distributed` has to precede.
     """
     environ = os.environ if environ is None else environ
     if _jax_is_distributed():
@@ -46,18 +46,18 @@ def split_by_process(
     src: Sequence[T] | Iterable[T], *, even: bool = False, process: Process | None = None
 ) -> list[T] | Iterator[T]:
     """
-    This process's share of *src*: every count-th item, from its own number on. A list gives a list; anything else is
-    read lazily, so that it also serves as a `nodesplitter` of webdataset.
+    This process's share of *src*: every count-th item, from its own number on. A sequence gives a list; another
+    iterable is read lazily, so that it also serves as a `nodesplitter` of webdataset.
 
-    All processes must be given the same items in the same order (sort what a listing returned; shuffle by a common
-    seed). Together the shares are all of *src*, each item once, and differ in length by one at most.
+    All processes need the same items in the same order (sort a listing; shuffle with a common seed). Together the
+    shares are all of *src*, each item once, and differ in length by one at most.
 
-    even:     leave out the last items that do not suffice for all, so that all shares are equally long: where every
+    even:     leave out the last items that are fewer than the processes, so that all shares have one length: if every
               item takes a step, a process with one more would wait for the others for ever
     process:  instead of `this_process()`
     """
     if isinstance(src, (str, bytes)):
-        raise TypeError(f"split_by_process shares out a list or an iterable, not one text ({src!r}); give [{src!r}]")
+        raise TypeError(f"split_by_process needs a list or an iterable, not one text ({src!r}); pass [{src!r}]")
     process = process or this_process()
     index, count = process.index, process.count
     if not 0 <= index < count:
@@ -79,7 +79,7 @@ def _jax_is_distributed() -> bool:
 
 
 def from_all_processes(number: int) -> list[int]:
-    """*number* of every process, in their order. A collective: all of them have to call it."""
+    """*number* of every process, in their order. A collective: all processes have to call it."""
     if this_process().count == 1 or not _jax_is_distributed():
         return [number]
     import numpy as np

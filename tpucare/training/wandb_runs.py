@@ -1,7 +1,7 @@
 """
-A run of W&B that goes on over attempts, and never stands in the way of the training.
+A W&B run that goes on over attempts, and never stops the training.
 
-W&B is imported when a run is begun; which id it gets is a pure function of the environment.
+W&B is imported when a run begins; its id is a pure function of the environment.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 
 from .processes import this_process
 
-# The client's own 15 s lose what was logged last on a host that dies: a run killed after 13 s had sent nothing.
+# With the client's default, 15 s, a host that dies loses its last values: a run killed after 13 s had sent none.
 TRANSMIT_SECONDS = 5
 
-# The client waits 90 s for a server that is down, while the TPU idles.
+# The client's default is to wait 90 s for a server that is down, while the TPU idles.
 INIT_TIMEOUT_SECONDS = 60
 
-# W&B refuses `/ \ # ? % :` in ids; a slot's name of the Python door may hold more.
+# W&B refuses `/ \ # ? % :` in ids; a slot's name from the Python API may have any character.
 _NOT_IN_IDS = re.compile(r"[^A-Za-z0-9_-]+")
 
 _log = logging.getLogger(__name__)
@@ -31,8 +31,8 @@ def wandb_run_id(environ: Mapping[str, str] | None = None) -> str:
     """
     The W&B id of this slot's training: the same over all attempts, nodes and hosts. Empty outside of tpucare.
 
-    It derives from the slot (which names the fleet) and from TPUCARE_CHECKPOINT: what goes on from the same
-    checkpoints is the same run, and a fleet of an old name with a new folder is a new one.
+    It derives from the slot (whose name includes the fleet's) and from TPUCARE_CHECKPOINT: training from the same
+    checkpoints is the same run, and a fleet of an old name with a new folder is a new run.
     """
     environ = os.environ if environ is None else environ
     slot = environ.get("TPUCARE_SLOT", "")
@@ -44,10 +44,10 @@ def wandb_run_id(environ: Mapping[str, str] | None = None) -> str:
 
 def wandb_options(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
     """
-    What `wandb.init` is to be called with for a run that goes on over attempts; W&B's own variables win.
+    Arguments of `wandb.init` for a run that goes on over attempts; W&B's own variables override them.
 
-    `resume="allow"` always: an existing id without it would count its steps from 0 again. No id in a sweep: there the
-    agent gives it.
+    `resume="allow"` always: without it an existing id would count its steps from 0 again. No id in a sweep: its agent
+    sets the id.
     """
     environ = os.environ if environ is None else environ
     options: dict[str, Any] = {"settings": {}}
@@ -67,12 +67,12 @@ def init_wandb(*, preemptible: bool = True, **options: Any) -> Any:
     """
     `wandb.init(**options)` for a training that is preempted; returns its run.
 
-    Only process 0 writes: on all others the run does nothing. A server that is down does not stop the training: the run
-    is then kept offline, on this host's disk (`wandb sync`). Log with `run.log(..., step=step)`: steps before
-    `run.starting_step` are there already, and W&B drops them. (`run.step` is 0 until the first `log`.)
+    Only process 0 writes: on all others the run is disabled. A server that is down does not stop the training: the run
+    is then kept offline, on this host's disk (`wandb sync`). Log with `run.log(..., step=step)`: W&B already has the
+    steps before `run.starting_step`, and drops them. (`run.step` is 0 until the first `log`.)
 
-    preemptible:  mark the run as preempting at once, so that a sweep requeues it even when the host dies without a
-                  word. A program that fails by itself is requeued too, then; False: only after SIGTERM (`Requests`)
+    preemptible:  mark the run as preempting at once, so that a sweep requeues it even if the host dies without a
+                  signal. Then a program that fails by itself is requeued, too; False: only after SIGTERM (`Requests`)
 
     Raises:
         wandb.errors.UsageError, AuthenticationError: No key, or a wrong one: a person has to log in.
@@ -90,7 +90,7 @@ def init_wandb(*, preemptible: bool = True, **options: Any) -> Any:
         raise
     except wandb.errors.CommError as error:
         _log.warning("W&B does not answer; this attempt is kept offline in ./wandb: %s", str(error).splitlines()[0])
-        # The client's service remembers the id as in use.
+        # Without it the client's service still has the id in use.
         wandb.teardown()
         run = wandb.init(**{**merged, "mode": "offline"})
     if preemptible:
