@@ -28,12 +28,12 @@ from tests.kits.office import House, Office, Process, fleet_text, house
 from tpucare.adapters.runner import scripts as script
 from tpucare.adapters.state.store import open_store
 from tpucare.fleetfile import parse as fleets
-from tpucare.integrations.wandb import account as account
-from tpucare.integrations.wandb import fleet as sweeps_fleet
+from tpucare.integrations.wandb import account
+from tpucare.integrations.wandb import fleet as sweep_fleet
 from tpucare.integrations.wandb.client import GraphqlSweeps, SweepRefused, SweepSilent
-from tpucare.integrations.wandb.companion import PATIENCE_SECONDS, Answer, Asked, SweepCare, SweepWatch
+from tpucare.integrations.wandb.companion import PATIENCE_SECONDS, Answer, SweepCare, SweepKey, SweepPoller
 from tpucare.integrations.wandb.rules import (
-    Changes,
+    SlotChanges,
     SlotState,
     SweepPath,
     SweepReport,
@@ -101,27 +101,27 @@ ALL = (BUSY, IDLE, OURS, FAILED, EXITED)
 @pytest.mark.parametrize(
     ("seen", "patient", "changes"),
     [
-        (report(), True, Changes(revive=("ours",))),
-        (report("FINISHED", finished=8, running=1), True, Changes(end=("idle",))),
-        (report("FINISHED", finished=8, preempted=1), True, Changes()),
-        (report("FINISHED", finished=7, preempted=2), True, Changes(revive=("ours",))),
-        (report("FINISHED", finished=5, preempted=4), True, Changes(revive=("ours", "exited"))),
-        (report("RUNNING", finished=5, preempted=3), True, Changes(revive=("ours",))),
-        (report("RUNNING", finished=5, preempted=4), True, Changes(revive=("ours", "exited"))),
-        (report("FINISHED", finished=9), True, Changes(end=("idle",))),
-        (report("FINISHED", finished=9), False, Changes(end=("busy", "idle"))),
-        (report("CANCELED", running=1), True, Changes(end=("busy", "idle"))),
+        (report(), True, SlotChanges(revive=("ours",))),
+        (report("FINISHED", finished=8, running=1), True, SlotChanges(end=("idle",))),
+        (report("FINISHED", finished=8, preempted=1), True, SlotChanges()),
+        (report("FINISHED", finished=7, preempted=2), True, SlotChanges(revive=("ours",))),
+        (report("FINISHED", finished=5, preempted=4), True, SlotChanges(revive=("ours", "exited"))),
+        (report("RUNNING", finished=5, preempted=3), True, SlotChanges(revive=("ours",))),
+        (report("RUNNING", finished=5, preempted=4), True, SlotChanges(revive=("ours", "exited"))),
+        (report("FINISHED", finished=9), True, SlotChanges(end=("idle",))),
+        (report("FINISHED", finished=9), False, SlotChanges(end=("busy", "idle"))),
+        (report("CANCELED", running=1), True, SlotChanges(end=("busy", "idle"))),
     ],
 )
-def test_what_changes_for_the_slots(seen: SweepReport, patient: bool, changes: Changes) -> None:
+def test_what_changes_for_the_slots(seen: SweepReport, patient: bool, changes: SlotChanges) -> None:
     assert decide(seen, ALL, patient=patient) == changes
 
 
 def test_who_came_for_a_queue_and_got_nothing_does_not_come_again_at_once() -> None:
     seen = report("FINISHED", finished=3, preempted=1)
-    assert decide(seen, (EXITED, FAILED)) == Changes(revive=("exited",))
-    assert decide(seen, (EXITED, FAILED), again=False) == Changes()
-    assert decide(report("FINISHED", finished=9), (EXITED,)) == Changes()
+    assert decide(seen, (EXITED, FAILED)) == SlotChanges(revive=("exited",))
+    assert decide(seen, (EXITED, FAILED), again=False) == SlotChanges()
+    assert decide(report("FINISHED", finished=9), (EXITED,)) == SlotChanges()
 
 
 def test_progress_for_people() -> None:
@@ -153,7 +153,7 @@ def test_the_base_url_comes_from_the_users_settings(tmp_path: Path) -> None:
     assert account.setting({**env, "WANDB_ENTITY": "me"}, "entity") == "me"
     assert account.base_url({**env, "WANDB_BASE_URL": "http://127.0.0.1:8"}) == "http://127.0.0.1:8"
     for wrong in ("wandb.lab.example", "http://[::1", "http://a.example/a b", "http://a.example:x", "http://a:99999"):
-        with pytest.raises(ConfigError, match="no address"):
+        with pytest.raises(ConfigError, match="is not an address"):
             account.base_url({"WANDB_BASE_URL": wrong})
     assert account.base_url({"WANDB_BASE_URL": "http://[::1]:8/x"}) == "http://[::1]:8/x"
 
@@ -192,7 +192,7 @@ def make_sweep(server: WandbServer, **more: Any) -> SweepPath:
 def test_the_client_reads_a_sweep_and_its_runs(server: WandbServer) -> None:
     path, client = make_sweep(server), GraphqlSweeps(server.url, wandb_kit.KEY)
     assert client.entity() == "me"
-    assert client.look(path) == SweepReport("RUNNING", 3, {})
+    assert client.report(path) == SweepReport("RUNNING", 3, {})
     with server.lock:
         sweep = server.world.sweep(*path)
         for _ in range(2):
@@ -200,18 +200,18 @@ def test_the_client_reads_a_sweep_and_its_runs(server: WandbServer) -> None:
             server.world.heartbeat(agent.id, {}, server.now())
         run = server.world.begin_run("me", "p", sweep.runs[0], "", server.now())[0]
         server.world.hear_run(run, server.now(), preempting=False, complete=True, exit_code=0)
-    assert client.look(path) == SweepReport("RUNNING", 3, {"finished": 1, "pending": 1})
+    assert client.report(path) == SweepReport("RUNNING", 3, {"finished": 1, "pending": 1})
 
 
 def test_what_w_and_b_refuses_and_what_it_does_not_say(server: WandbServer) -> None:
     client = GraphqlSweeps(server.url, wandb_kit.KEY)
-    with pytest.raises(SweepRefused, match="knows no sweep"):
-        client.look(PATH)
+    with pytest.raises(SweepRefused, match="has no sweep"):
+        client.report(PATH)
     with pytest.raises(SweepRefused, match="refuses the key"):
-        GraphqlSweeps(server.url, "short").look(PATH)
+        GraphqlSweeps(server.url, "short").report(PATH)
     server.stop()
     with pytest.raises(SweepSilent, match="does not answer"):
-        client.look(PATH)
+        client.report(PATH)
 
 
 def test_something_else_at_the_port_of_w_and_b_is_silence() -> None:
@@ -227,7 +227,7 @@ def test_something_else_at_the_port_of_w_and_b_is_silence() -> None:
         greeter.start()
         client = GraphqlSweeps(f"http://127.0.0.1:{other.getsockname()[1]}", wandb_kit.KEY)
         with pytest.raises(SweepSilent, match="does not answer"):
-            client.look(PATH)
+            client.report(PATH)
         greeter.join()
 
 
@@ -239,7 +239,7 @@ def test_the_watch_looks_at_once_and_again_and_survives_a_bad_answer() -> None:
     class Service:
         """Answers when it is let, one answer after the other."""
 
-        def look(self, path: SweepPath) -> SweepReport:
+        def report(self, path: SweepPath) -> SweepReport:
             assert let.acquire(timeout=10)
             answer = answers.pop(0) if answers else report("LAST")
             if isinstance(answer, Exception):
@@ -256,7 +256,7 @@ def test_the_watch_looks_at_once_and_again_and_survives_a_bad_answer() -> None:
             time.sleep(0.005)
         return news[PATH, "http://here"]
 
-    watch = SweepWatch(service, every=0.001, monotonic=time.monotonic)
+    watch = SweepPoller(service, every=0.001, monotonic=time.monotonic)
     try:
         watch.follow({(PATH, "http://here")})
         assert next_news() == report()
@@ -286,7 +286,7 @@ def test_a_redirect_is_not_followed_and_plain_http_stays_on_this_machine() -> No
         def log_message(self, *_: object) -> None: ...
 
     with serving(HTTPServer(("127.0.0.1", 0), Redirecting)) as server, pytest.raises(SweepSilent, match="302"):
-        GraphqlSweeps(f"http://127.0.0.1:{server.server_port}", "k" * 40).look(PATH)
+        GraphqlSweeps(f"http://127.0.0.1:{server.server_port}", "k" * 40).report(PATH)
     assert heard == ["/graphql"]
     for url in ("http://10.0.0.7", "http://wandb.example"):
         with pytest.raises(SweepRefused, match="https"):
@@ -310,13 +310,13 @@ class HandWatch:
     """A watch whose answers are laid before it."""
 
     def __init__(self) -> None:
-        self.wanted: Set[Asked] = set()
-        self.laid: dict[Asked, Answer] = {}
+        self.wanted: Set[SweepKey] = set()
+        self.laid: dict[SweepKey, Answer] = {}
 
-    def follow(self, wanted: Set[Asked]) -> None:
+    def follow(self, wanted: Set[SweepKey]) -> None:
         self.wanted = wanted
 
-    def news(self) -> Mapping[Asked, Answer]:
+    def news(self) -> Mapping[SweepKey, Answer]:
         laid, self.laid = self.laid, {}
         return laid
 
@@ -438,7 +438,7 @@ def test_a_run_that_is_queued_when_every_agent_has_left_gets_a_node(swarm: Swarm
     assert swarm.care.may_come_back("swarm"), "it may be the run of a node that was lost"
     swarm.hear(report("FINISHED", expected=4, finished=3, preempted=1))
     assert swarm.office.nodes == ["swarm-0-a1"]
-    assert swarm.care.sum_of("swarm") == "FINISHED, 3 of 4 runs finished, 1 requeued"
+    assert swarm.care.summary_of("swarm") == "FINISHED, 3 of 4 runs finished, 1 requeued"
     # It gets nothing: its node is not made again each time that this is said.
     exit_agent(swarm, "swarm-0")
     swarm.hear(report("FINISHED", expected=4, finished=3, preempted=1))
@@ -516,7 +516,7 @@ def test_a_sweep_that_cannot_be_read_is_said_once(swarm: Swarm) -> None:
 
 def made_fleet(text: str = FLEET, **more: Any) -> tuple[fleets.Fleet, str]:
     given: dict[str, Any] = {"count": 4, "base_url": "http://127.0.0.1:8", "file": "f.yaml"} | more
-    whole = sweeps_fleet.fleet_text(sweeps_fleet.read_base(text, "f.yaml"), PATH, **given)
+    whole = sweep_fleet.fleet_text(sweep_fleet.read_base(text, "f.yaml"), PATH, **given)
     return fleets.parse(whole, file="f.yaml", folder=Path("/code"), default_project="grant"), whole
 
 
@@ -525,7 +525,7 @@ def test_the_fleet_keeps_what_its_file_says_and_runs_one_agent_a_slot() -> None:
     job = fleet.slots()[3].job
     assert job is not None
     assert (fleet.name, fleet.count, job.workdir) == ("sweepabcd1234", 4, "/code")
-    assert job.run == f"exec {sweeps_fleet.agent_command()}"
+    assert job.run == f"exec {sweep_fleet.agent_command()}"
     assert job.secrets == ("WANDB_API_KEY",)
     assert job.env["TPUCARE_SWEEP"] == "me/p/abcd1234"
     assert job.env["WANDB_BASE_URL"] == "http://127.0.0.1:8"
@@ -564,7 +564,7 @@ def test_a_file_may_say_where_the_agent_stands_and_what_it_is_called() -> None:
 )
 def test_a_fleet_that_no_sweep_can_use_is_refused(text: str, word: str) -> None:
     with pytest.raises(ConfigError, match=word):
-        sweeps_fleet.refuse_unfit(made_fleet(text)[0])
+        sweep_fleet.refuse_unfit(made_fleet(text)[0])
 
 
 def test_a_fleet_file_means_the_same_as_it_does_to_apply() -> None:
@@ -580,7 +580,7 @@ def test_a_fleet_file_means_the_same_as_it_does_to_apply() -> None:
 
 def test_a_fleet_of_python_may_hold_what_python_has() -> None:
     base = {"tpu": {"type": "v4-8", "zones": ("us-central2-b",)}, "job": {"workdir": Path("/code"), "env": {"A": 1}}}
-    whole = sweeps_fleet.fleet_text(
+    whole = sweep_fleet.fleet_text(
         {**base, "care": {"unhealthy_after": timedelta(minutes=5)}}, PATH, count=1, base_url="http://127.0.0.1:8"
     )
     fleet = fleets.parse(whole, file="f.yaml", folder=Path("/code"), default_project="grant")
@@ -637,7 +637,7 @@ def test_a_sweep_that_is_there_is_taken_unless_it_is_over(desk: Desk, server: Wa
         server.world.set_sweep_state(server.world.sweep(*path), SweepState.CANCELED, server.now())
     with pytest.raises(ConfigError, match="is over"):
         desk.prepare(str(path))
-    with pytest.raises(ConfigError, match="knows no sweep"):
+    with pytest.raises(ConfigError, match="has no sweep"):
         desk.prepare("me/p/nothere1")
 
 
@@ -646,7 +646,7 @@ def test_what_can_be_known_is_said_before_anything_is_made(desk: Desk, server: W
     (desk.folder / "deep.yaml").write_text("[" * 5000)
     (desk.folder / "odd.yaml").write_text("method: 2024-13-13")
     wrong: list[tuple[object, dict[str, Any], str]] = [
-        (None, {"env": {**desk.env, "WANDB_API_KEY": "short"}}, "40 or more"),
+        (None, {"env": {**desk.env, "WANDB_API_KEY": "short"}}, "fewer than 40"),
         (None, {"fleet": None}, "--type and --zone"),
         (None, {"fleet": desk.folder / "absent.yaml"}, "cannot be read"),
         (desk.folder / "absent.yaml", {}, "cannot be read"),
@@ -712,7 +712,7 @@ class Worker:
         path.chmod(0o755)
 
     def start(self, **env: str) -> subprocess.Popen[str]:
-        command = ["bash", "-c", f"exec {sweeps_fleet.agent_command()}"]
+        command = ["bash", "-c", f"exec {sweep_fleet.agent_command()}"]
         own = {"PATH": str(self.bin), "TPUCARE_SWEEP": str(PATH), "HOME": str(self.folder), **env}
         return subprocess.Popen(
             command, env=own, cwd=self.folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE

@@ -388,13 +388,13 @@ def _wait_for_who_is_gone(patch: pytest.MonkeyPatch) -> None:
 
 def _end_what_is_silent(patch: pytest.MonkeyPatch) -> None:
     """A server that does not answer has no sweep."""
-    hear = companion.SweepCare._hear
+    hear = companion.SweepCare._apply_answer
 
     def rash(self: companion.SweepCare, asked: Any, answer: Any, fleets: list[str]) -> None:
         known = isinstance(answer, sweeps_plan.SweepReport)
         hear(self, asked, answer if known else sweeps_plan.SweepReport("FINISHED", None, {}), fleets)
 
-    patch.setattr(companion.SweepCare, "_hear", rash)
+    patch.setattr(companion.SweepCare, "_apply_answer", rash)
 
 
 # --- what the stories need besides strikes ---------------------------------------------------------------------------

@@ -1,1 +1,1 @@
-"""See docs/design.md, section 3."""
+"""Services that fleets work for; each package has a `Companion` of the daemon (`service/daemon.py`)."""

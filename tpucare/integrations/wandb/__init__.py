@@ -1,1 +1,1 @@
-"""See docs/design.md, section 3."""
+"""W&B sweeps: fleets whose slots run `wandb agent`."""

@@ -1,8 +1,9 @@
 """
-Where the user's W&B is, and the key to it: as the client of W&B finds them, read without it.
+Address and key of the user's W&B, found as W&B's client finds them, without the `wandb` package: the daemon must not
+need it.
 
-The daemon must not need the `wandb` package. Source: https://docs.wandb.ai/models/track/environment-variables, and the
-client's own settings file (INI, `[default]`) and netrc entries, whose machine names bear the port.
+Source: https://docs.wandb.ai/models/track/environment-variables, and the client's own settings file (INI, `[default]`)
+and netrc entries, whose machine names include the port.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from urllib.parse import urlsplit
 
 from tpucare.model.errors import ConfigError
 
-# What the client falls back to differs between its versions: who logged in with one of them has its address in netrc.
+# The client's default address differs between its versions; a login with one of them puts its address into netrc.
 KNOWN_BASE_URLS = ("https://api.wandb.ai", "https://api.forge.coreweave.com")
 DEFAULT_BASE_URL = KNOWN_BASE_URLS[0]
 KEY_VARIABLE = "WANDB_API_KEY"
@@ -27,24 +28,24 @@ KEY_LENGTH = 40
 
 def base_url(env: Mapping[str, str]) -> str:
     """
-    WANDB_BASE_URL, else the client's settings file, else the service that netrc has a key for; no slash at the end.
+    WANDB_BASE_URL, else the client's settings file, else the service with a key in netrc; without a slash at the end.
 
-    Raises: ConfigError: what was set is no address.
+    Raises: ConfigError: the setting is not an address.
     """
     found = env.get(URL_VARIABLE, "").strip() or _from_settings(env, "base_url")
     if not found:
         found = next((url for url in KNOWN_BASE_URLS if _from_netrc(env, url)), DEFAULT_BASE_URL)
     if not _is_address(found):
-        raise ConfigError(f"{URL_VARIABLE}={found!r} is no address such as {DEFAULT_BASE_URL}")
+        raise ConfigError(f"{URL_VARIABLE}={found!r} is not an address such as {DEFAULT_BASE_URL}")
     return found.rstrip("/")
 
 
 def key_refusal(env: Mapping[str, str], url: str) -> str:
     """
-    Why the caretaker's own key is not sent to *url*, which a fleet names; empty where it is.
+    Why the daemon's own key is not sent to *url*, the address in a fleet; empty if it is sent.
 
-    Whoever writes a fleet may name any address: the key goes to the W&B of the caretaker's environment, and to what
-    TPUCARE_WANDB_URLS lists.
+    The author of a fleet may name any address: the key is sent only to the W&B of the daemon's environment and to the
+    addresses in TPUCARE_WANDB_URLS.
     Raises: ConfigError: as `base_url`.
     """
     own = base_url(env)
@@ -52,13 +53,13 @@ def key_refusal(env: Mapping[str, str], url: str) -> str:
     if url.rstrip("/") in allowed:
         return ""
     return (
-        f"it names W&B at {url}, and the caretaker's key is for {own}: set {URL_VARIABLE} for the daemon, or list the "
+        f"it names W&B at {url}, and the daemon's key is for {own}: set {URL_VARIABLE} for the daemon, or list the "
         f"address in its {URLS_VARIABLE}"
     )
 
 
 def is_private_way(url: str) -> bool:
-    """https, or an address of this machine."""
+    """True for https and for an address of this machine."""
     split = urlsplit(url)
     if split.scheme == "https" or split.hostname == "localhost":
         return True
@@ -74,27 +75,27 @@ def _is_address(text: str) -> bool:
         fits = split.scheme in ("http", "https") and bool(split.hostname) and split.port != 0
     except ValueError:
         return False
-    # Blanks and other characters that no request line may hold.
+    # No blanks or other characters that a request line may not have.
     return fits and all("!" <= char <= "~" for char in text)
 
 
 def api_key(env: Mapping[str, str], url: str) -> str:
-    """WANDB_API_KEY, else the netrc entry of *url*'s host; empty where neither is there."""
+    """WANDB_API_KEY, else the netrc entry of *url*'s host; empty without both."""
     return env.get(KEY_VARIABLE, "").strip() or _from_netrc(env, url)
 
 
 def need_key(env: Mapping[str, str], url: str) -> str:
-    """As `api_key`. Raises: ConfigError: none, or one that W&B cannot have made."""
+    """As `api_key`. Raises: ConfigError: no key, or one that is too short to come from W&B."""
     key = api_key(env, url)
     if not key:
         raise ConfigError(f"no W&B key for {url}: set {KEY_VARIABLE}, or run `wandb login`")
     if len(key) < KEY_LENGTH:
-        raise ConfigError(f"the W&B key has {len(key)} characters, and keys have {KEY_LENGTH} or more: copy it again")
+        raise ConfigError(f"the W&B key has {len(key)} characters, fewer than {KEY_LENGTH}: copy it again")
     return key
 
 
 def with_key(env: Mapping[str, str]) -> Mapping[str, str]:
-    """The environment in which jobs find the key as a secret: that of netrc is added where none is set."""
+    """*env*, from which jobs get the key as a secret, with netrc's key if *env* has none."""
     try:
         key = api_key(env, base_url(env))
     except ConfigError:

@@ -1,8 +1,8 @@
 """
-W&B asked about sweeps: a few GraphQL calls over the standard library, behind a protocol.
+Client of W&B for the state of sweeps: a few GraphQL calls over the standard library, behind a protocol.
 
-Fields are those that the client's own queries name (`SweepWithRuns` and `Runs` of wandb 0.31), so that a server which
-serves agents answers these. Every failure is `SweepSilent` (nothing is known) or says what a person must change.
+The fields are those of W&B's own queries (`SweepWithRuns` and `Runs` of wandb 0.31), so that every server for agents
+answers them. Every failure is `SweepSilent` (the state is unknown) or `SweepRefused` (a person must change something).
 """
 
 from __future__ import annotations
@@ -46,26 +46,26 @@ _VIEWER = "query Viewer { viewer { entity } }"
 
 
 class SweepSilent(TpuCareError):
-    """W&B did not answer, or not as expected: nothing is known about the sweep."""
+    """W&B did not answer, or not as expected: the state of the sweep is unknown."""
 
 
 class SweepRefused(TpuCareError):
-    """W&B answered that it does not know the sweep or the key; a person has to look."""
+    """W&B does not know the sweep, or refuses the key; a person has to change one of them."""
 
 
 class SweepService(Protocol):
-    """Blocks; called on a thread that may wait."""
+    """One W&B server. Its methods block."""
 
-    def look(self, path: SweepPath) -> SweepReport:
+    def report(self, path: SweepPath) -> SweepReport:
         """Raises: SweepSilent, SweepRefused."""
         ...
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """A redirect would carry the key to whatever host it names."""
+    """Refuses redirects: they would send the key to another host."""
 
     def redirect_request(self, *_: Any) -> None:
-        """None: the redirect itself is the answer, and an error."""
+        """None: the redirect itself is the answer, which is an error."""
 
 
 _OPENER = urllib.request.build_opener(_NoRedirects)
@@ -73,9 +73,9 @@ _OPENER = urllib.request.build_opener(_NoRedirects)
 
 class GraphqlSweeps:
     """
-    One W&B server and one key. Thread-safe: it keeps nothing.
+    One W&B server and one key. Thread-safe: it has no state.
 
-    Raises: SweepRefused: *base_url* is plain HTTP to another machine, which would show the key to the network.
+    Raises: SweepRefused: *base_url* is plain HTTP to another machine, so the key would cross the network unencrypted.
     """
 
     def __init__(self, base_url: str, key: str) -> None:
@@ -84,17 +84,17 @@ class GraphqlSweeps:
         self._url = f"{base_url}/graphql"
         self._authorization = f"Basic {base64.b64encode(f'api:{key}'.encode()).decode()}"
 
-    def look(self, path: SweepPath) -> SweepReport:
+    def report(self, path: SweepPath) -> SweepReport:
         below = self._project(_SWEEP, path, {"sweep": path.name})
         sweep = below.get("sweep")
         if not isinstance(sweep, Mapping):
-            raise SweepRefused(f"W&B knows no sweep {path}, or this key may not see it")
+            raise SweepRefused(f"W&B has no sweep {path}, or this key may not see it")
         expected = sweep.get("runCountExpected")
         state = str(sweep.get("state", "")).upper()
         return SweepReport(state, expected if isinstance(expected, int) else None, self._runs(path))
 
     def entity(self) -> str:
-        """Whose things are created where nobody is named. Raises: SweepSilent, SweepRefused."""
+        """The default entity of the key. Raises: SweepSilent, SweepRefused."""
         viewer = self._ask(_VIEWER, {}).get("viewer")
         name = viewer.get("entity") if isinstance(viewer, Mapping) else None
         if not isinstance(name, str) or not name:
@@ -119,16 +119,16 @@ class GraphqlSweeps:
         data = self._ask(query, {"entity": path.entity, "project": path.project, **more})
         project = data.get("project")
         if not isinstance(project, Mapping):
-            raise SweepRefused(f"W&B knows no project {path.entity}/{path.project}, or this key may not see it")
+            raise SweepRefused(f"W&B has no project {path.entity}/{path.project}, or this key may not see it")
         return project
 
     def _ask(self, query: str, variables: Mapping[str, Any]) -> Mapping[str, Any]:
-        body = json.dumps({"query": query, "variables": variables}).encode()
+        question = json.dumps({"query": query, "variables": variables}).encode()
         headers = {"Authorization": self._authorization, "Content-Type": "application/json"}
-        request = urllib.request.Request(self._url, body, headers)
+        request = urllib.request.Request(self._url, question, headers)
         try:
             with _OPENER.open(request, timeout=TIMEOUT_SECONDS) as answer:
-                said = json.loads(answer.read(ANSWER_LIMIT))
+                body = json.loads(answer.read(ANSWER_LIMIT))
         except urllib.error.HTTPError as error:
             error.close()
             if error.code in (401, 403):
@@ -136,13 +136,13 @@ class GraphqlSweeps:
             raise SweepSilent(f"W&B at {self._url} answered {error.code}") from None
         except (OSError, ValueError, http.client.HTTPException) as error:
             raise SweepSilent(f"W&B at {self._url} does not answer: {error}") from None
-        data = said.get("data") if isinstance(said, Mapping) else None
+        data = body.get("data") if isinstance(body, Mapping) else None
         if not isinstance(data, Mapping):
-            raise SweepSilent(f"W&B answered an error: {_first_error(said)}")
+            raise SweepSilent(f"W&B answered with an error: {_first_error(body)}")
         return data
 
 
-def _first_error(said: object) -> str:
-    errors = said.get("errors") if isinstance(said, Mapping) else None
+def _first_error(body: object) -> str:
+    errors = body.get("errors") if isinstance(body, Mapping) else None
     first = errors[0] if isinstance(errors, list) and errors else {}
     return str(first.get("message", "without a reason") if isinstance(first, Mapping) else first)[:200]

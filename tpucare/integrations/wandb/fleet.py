@@ -1,8 +1,8 @@
 """
-From a fleet file and a sweep to the fleet that works for it: N slots whose job is one W&B agent each. Pure.
+A fleet file and a sweep -> the fleet that works for it: N slots whose job is one W&B agent each. Pure.
 
-What the file says of TPUs, code, setup and care stays; `{agent}` in `job.run` is where the agent stands, and a file
-without `job.run` runs nothing else.
+The file's keys for TPUs, code, setup and care stay; `{agent}` in `job.run` is replaced by the agent's command, and
+without `job.run` the job is that command alone.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from tpucare.model.resources import OnSuccess
 
 AGENT = "{agent}"
 INTERVAL_VARIABLE = "WANDB_X_FILE_STREAM_TRANSMIT_INTERVAL"
-# By default the client sends every 15 s what a preemption then takes away. Whole seconds: less counts as not set.
+# The client's default is 15 s, and a preemption loses the lines since. Whole seconds: less than 1 counts as not set.
 INTERVAL_SECONDS = "5"
-# The usual variable differs by slot, and a run that was interrupted goes on in whichever slot asks next.
+# TPUCARE_CHECKPOINT differs by slot, and an interrupted run goes on in the slot that asks for a run next.
 CHECKPOINT_VARIABLE = "TPUCARE_SWEEP_CHECKPOINT"
 INSTALL = "command -v wandb >/dev/null || python3 -m pip install --quiet --user 'wandb<1'"
-# A sweep whose id is not known yet: what the fleet is checked with before anything is created.
+# The path of a sweep that does not exist yet: its fleet is checked with it before the sweep is created.
 UNKNOWN = SweepPath("entity", "project", "unknown")
 
 Base = Mapping[str, Any]
@@ -37,16 +37,16 @@ _Kind = TypeVar("_Kind", dict[str, Any], list[Any])
 
 
 def default_base(accelerator: str, zone: str, workdir: str) -> Base:
-    """Where no fleet file is given: the folder of the sweep's file is sent, and wandb installed where it is missing."""
+    """The base without a fleet file: sends the folder of the sweep's file, and installs wandb if it is missing."""
     tpu = {"type": accelerator, "zones": [zone]}
     return {"tpu": tpu, "job": {"workdir": workdir, "setup": INSTALL}}
 
 
 def read_base(text: str, file: str) -> Base:
     """
-    Read as `apply` reads it. Everything that is not about YAML is said by the check of the fleet.
+    The fleet file as a mapping, read as `apply` reads it. All but the YAML is checked later, as part of the fleet.
 
-    Raises: ConfigError: it is no YAML, or no mapping.
+    Raises: ConfigError: not YAML, or not a mapping.
     """
     try:
         document = yaml_document.read(text)
@@ -60,7 +60,7 @@ def read_base(text: str, file: str) -> Base:
 
 
 def name_of(base: Base, path: SweepPath, given: str = "") -> str:
-    """What the fleet is called: as said, as the file says, else after the sweep."""
+    """Name of the fleet: *given*, else the file's `name`, else `sweep` and the sweep's id."""
     named = base.get("name")
     if given or isinstance(named, str):
         return given or str(named)
@@ -79,9 +79,9 @@ def fleet_text(
     agent: str | None = None,
 ) -> str:
     """
-    The fleet file, complete; *agent* stands for the agent's command where somebody only wants to look at it.
+    The complete fleet file; *agent* replaces the agent's command in a text that is only shown.
 
-    Raises: ConfigError: `job.run` says something else than where the agent stands, or a part is of another kind.
+    Raises: ConfigError: `job.run` lacks `{agent}`, or a section has the wrong type.
     """
     whole = {str(key): plain_value(value, str(key)) for key, value in base.items()}
     place = file or "the fleet"
@@ -101,7 +101,7 @@ def fleet_text(
 
 
 def _part(section: Mapping[str, Any], key: str, otherwise: _Kind, name: str) -> _Kind:
-    """What *section* has under *key*, of the kind of *otherwise*, which stands for nothing."""
+    """Value of *key* in *section*, or *otherwise*. Raises: ConfigError: the value has another type than *otherwise*."""
     value = section.get(key)
     if value is None:
         return otherwise
@@ -114,19 +114,19 @@ def _shared(checkpoint: object, file: str) -> str:
     text = str(checkpoint)
     if "{slot}" in text or not text.startswith(("gs://", "/")):
         raise ConfigError(
-            f"{file or 'job'}: job.checkpoint: runs of a sweep move between slots, so it must be one folder for all of "
-            "them: gs://BUCKET/PATH or an absolute path, without {slot}"
+            f"{file or 'job'}: job.checkpoint: runs of a sweep move between slots, so it must be one folder for all "
+            "slots: gs://BUCKET/PATH or an absolute path, without {slot}"
         )
     return text
 
 
 def agent_command() -> str:
-    """One command for bash; its source stands in it, so that a worker needs nothing but python3."""
+    """One command for bash that contains the agent's source, so that a worker needs only python3."""
     return f"python3 -c {shlex.quote(read_template('sweep_agent.py'))}"
 
 
 def refuse_unfit(fleet: Fleet) -> None:
-    """Raises: ConfigError: a fleet that no sweep can use."""
+    """Raises: ConfigError: a fleet that a sweep cannot use."""
     if fleet.workers > 1:
         kinds = sorted({place.accelerator_type for place in fleet.places if place.workers > 1})
         raise ConfigError(
@@ -138,11 +138,11 @@ def refuse_unfit(fleet: Fleet) -> None:
 
 
 class _Blocks(yaml.SafeDumper):
-    """Scripts as blocks of lines, as people write them."""
+    """Writes texts of several lines as blocks, as people write scripts."""
 
 
 def _text(dumper: _Blocks, value: str) -> yaml.ScalarNode:
-    # Also quoted is what only `yaml_document` takes for a number: `1e-4` and `08` are texts in the YAML of the dumper.
+    # Quote a text that only `yaml_document` reads as a number: `1e-4` and `08` are texts in the YAML of the dumper.
     plain = None if isinstance(yaml_document.scalar(value), str) else "'"
     return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="|" if "\n" in value else plain)
 

@@ -1,8 +1,8 @@
 """
-What the state of a W&B sweep means for the slots of its fleet. Pure.
+The state of a W&B sweep -> changes to the slots of its fleet. Pure.
 
-A fleet is a sweep's when its job's environment names one in TPUCARE_SWEEP: that travels with the fleet's text, so it
-survives whatever else is lost. Asking W&B is `sweeps_client`'s work, carrying the changes out `sweeps_care`'s.
+A fleet works for a sweep if its job's environment has TPUCARE_SWEEP: this is part of the fleet's text, so it survives
+the loss of everything else. Asking W&B is left to `client`, applying the changes to `companion`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ IN_FLIGHT = frozenset({"running", "pending", "preempting"})
 QUEUED = frozenset({"preempted"})
 BAD = frozenset({"failed", "crashed", "killed"})
 CANCELED = frozenset({"CANCELED", "CANCELLED"})
-# `wandb sweep --stop` sets FINISHED as well: runs under way go on, and no new one begins.
+# `wandb sweep --stop` also sets FINISHED: runs under way go on, and no new one begins.
 NO_NEW_RUNS = frozenset({"FINISHED", "STOPPED", "FAILED", "CRASHED"})
 
 
@@ -42,11 +42,12 @@ def parse_path(text: str) -> SweepPath:
     """Raises: ConfigError: it is not `entity/project/id`."""
     parts = text.split("/")
     if len(parts) != 3 or not all(_WORD.fullmatch(part) for part in parts):
-        raise ConfigError(f"{text!r} is no sweep: write entity/project/id, as `wandb sweep` prints it")
+        raise ConfigError(f"{text!r} is not a sweep: write entity/project/id, as `wandb sweep` prints it")
     return SweepPath(*parts)
 
 
 def is_path(text: str) -> bool:
+    """True if `parse_path` accepts *text*."""
     return text.count("/") == 2 and all(_WORD.fullmatch(part) for part in text.split("/"))
 
 
@@ -55,8 +56,9 @@ class SweepReport:
     """
     A sweep as W&B shows it.
 
-    state: RUNNING, PENDING, PAUSED, FINISHED, CANCELED, ...    expected: None where nobody knows how many runs there
-    will be    runs: how many there are, by state
+    state:    RUNNING, PENDING, PAUSED, FINISHED, CANCELED, ...
+    expected: number of runs of the whole sweep; None if it is open
+    runs:     number of runs by state
     """
 
     state: str
@@ -91,8 +93,8 @@ class SweepReport:
 
 class Verdict(Enum):
     """
-    CARE: keep every slot at work.    DRAIN: no new runs; only what was interrupted needs nodes
-    OVER: nothing is left to run      END: a person cancelled it: runs end too
+    CARE: keep every slot at work           DRAIN: no new runs; only interrupted runs need nodes
+    OVER: no run is left                    END: a person cancelled it: its runs end, too
     """
 
     CARE = "care"
@@ -102,20 +104,20 @@ class Verdict(Enum):
 
 
 def judge(report: SweepReport) -> Verdict:
-    """What *report* says of the fleet. A state that is not known here means that nothing is known: care goes on."""
+    """The verdict for *report*. An unknown state is CARE."""
     if report.state in CANCELED:
         return Verdict.END
     unfinished = report.in_flight + report.queued
     if report.state in NO_NEW_RUNS:
         return Verdict.DRAIN if unfinished else Verdict.OVER
     begun = sum(report.runs.values())
-    # No agent has asked yet, so W&B does not call it finished; but nothing is left that it could give out.
+    # W&B calls it finished only once an agent asks again; but it has no more runs to give out.
     exhausted = report.expected is not None and begun >= report.expected and not unfinished
     return Verdict.OVER if exhausted and report.state == "RUNNING" else Verdict.CARE
 
 
 def why(report: SweepReport, verdict: Verdict) -> str:
-    """Why slots end, for people."""
+    """The state of the sweep, for people: why its slots end."""
     words = {Verdict.END: "cancelled", Verdict.OVER: "finished", Verdict.DRAIN: "handing out no new runs"}
     return f"{words.get(verdict, 'running')} ({report.text()})"
 
@@ -123,9 +125,10 @@ def why(report: SweepReport, verdict: Verdict) -> str:
 @dataclass(frozen=True, slots=True)
 class SlotState:
     """
-    busy:  a run of the job lives on its node, as far as is known    ended: done or failed, whoever said so
-    by_us: it was ended for the sweep's sake, so the sweep may bring it back
-    done:  its agent exited 0, as W&B tells agents when it has nothing to hand out
+    busy:  a run of the job is alive on its node, as far as tpucare knows
+    ended: done, failed or taken down, for any reason
+    by_us: the sweep's verdict ended it, so the sweep may bring it back
+    done:  its agent exited 0: W&B tells agents to do so when it has no runs to give out
     """
 
     name: str
@@ -136,21 +139,21 @@ class SlotState:
 
 
 @dataclass(frozen=True, slots=True)
-class Changes:
+class SlotChanges:
     """Slots to end now, and slots to bring back."""
 
     end: tuple[str, ...] = ()
     revive: tuple[str, ...] = ()
 
 
-def decide(report: SweepReport, slots: Sequence[SlotState], *, patient: bool = True, again: bool = True) -> Changes:
+def decide(report: SweepReport, slots: Sequence[SlotState], *, patient: bool = True, again: bool = True) -> SlotChanges:
     """
-    What must change, in the order of *slots*.
+    The slots to end and to bring back, in the order of *slots*.
 
-    A slot whose agent runs ends by itself, when W&B tells the agent to exit; *patient* False: it was given the time.
-    While interrupted runs wait in the queue of a sweep, as many slots as runs wait stay, or come back: those that were
-    ended for its sake first, then those whose agents exited; the latter unless *again* is False, since their last
-    agents got nothing of this very queue.
+    A slot whose agent runs ends by itself, when W&B tells the agent to exit; *patient* False: it had time to do so.
+    While interrupted runs wait in the queue of a sweep, as many slots as waiting runs stay or come back: first the
+    slots that the sweep's verdict ended, then those whose agents exited; the latter unless *again* is False, because
+    their last agents got no run of this queue.
     """
     verdict = judge(report)
     alive = [slot for slot in slots if not slot.ended]
@@ -159,10 +162,10 @@ def decide(report: SweepReport, slots: Sequence[SlotState], *, patient: bool = T
     exited = [slot.name for slot in slots if slot.ended and slot.done] if again else []
     if verdict is Verdict.CARE:
         missing = max(0, report.queued - len(alive) - len(ours))
-        return Changes(revive=(*ours, *exited[:missing]))
+        return SlotChanges(revive=(*ours, *exited[:missing]))
     if verdict is Verdict.END or (verdict is Verdict.OVER and not patient):
-        return Changes(end=tuple(slot.name for slot in alive))
+        return SlotChanges(end=tuple(slot.name for slot in alive))
     if verdict is Verdict.OVER:
-        return Changes(end=tuple(idle))
+        return SlotChanges(end=tuple(idle))
     needed = report.queued
-    return Changes(end=tuple(idle[needed:]), revive=tuple([*ours, *exited][: max(0, needed - len(idle))]))
+    return SlotChanges(end=tuple(idle[needed:]), revive=tuple([*ours, *exited][: max(0, needed - len(idle))]))

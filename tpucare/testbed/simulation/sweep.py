@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 
 from tpucare.integrations.wandb.client import SweepSilent
-from tpucare.integrations.wandb.companion import Answer, Asked
+from tpucare.integrations.wandb.companion import Answer, SweepKey
 from tpucare.integrations.wandb.rules import SweepPath, SweepReport
 from tpucare.model.errors import TpuCareError
 from tpucare.testbed.simulation.machines import RunEnd, RunMark, SimulatedWorker
@@ -136,7 +136,7 @@ class SimulatedSweep:
 
 
 class SimulatedWatch:
-    """`sweeps_watch.SweepWatch` without a thread: who looks finds what the server says then. `listen` is told of it."""
+    """`SweepPoller` without a thread: asks when `news` is called. `listen` gets every answer."""
 
     def __init__(
         self,
@@ -145,22 +145,22 @@ class SimulatedWatch:
         listen: Callable[[SimulatedSweep, Answer], None],
     ) -> None:
         self._sweeps, self._now, self._listen = sweeps, now, listen
-        self._due: dict[Asked, float] = {}
+        self._due: dict[SweepKey, float] = {}
 
-    def follow(self, wanted: Set[Asked]) -> None:
-        self._due = {asked: self._due.get(asked, self._now()) for asked in sorted(wanted)}
+    def follow(self, wanted: Set[SweepKey]) -> None:
+        self._due = {key: self._due.get(key, self._now()) for key in sorted(wanted)}
 
-    def news(self) -> Mapping[Asked, Answer]:
+    def news(self) -> Mapping[SweepKey, Answer]:
         now, found = self._now(), {}
-        for asked, due in list(self._due.items()):
-            sweep = self._sweeps.get(asked[0])
+        for key, due in list(self._due.items()):
+            sweep = self._sweeps.get(key[0])
             if due > now:
                 continue
-            self._due[asked] = now + LOOK_SECONDS
+            self._due[key] = now + LOOK_SECONDS
             answer: Answer = sweep.answer() if sweep is not None else TpuCareError("no such sweep")
             if sweep is not None:
                 self._listen(sweep, answer)
-            found[asked] = answer
+            found[key] = answer
         return found
 
     def close(self) -> None:
