@@ -14,6 +14,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -21,6 +22,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.kits.stopped import stopped_at_each_line
 from tpucare.adapters.state import folder as state_folder
 from tpucare.adapters.state import schema as schema
 from tpucare.adapters.state.folder import holder, store_path
@@ -258,7 +260,6 @@ class TestOwner:
         assert {path.name: oct(path.stat().st_mode & 0o777) for path in folder.iterdir()} == dict.fromkeys(
             (
                 "owner",
-                "owner.lock",
                 "stores",
                 "tpucare.lock",
                 "tpucare.sqlite",
@@ -312,7 +313,7 @@ class TestOwner:
 
     def test_only_the_owner_file_is_left(self, folder: Path) -> None:
         folder.mkdir(mode=0o700)
-        state_folder.write_owner(folder, "o-abcdefghij23")
+        (folder / "owner").write_text("o-abcdefghij23\n")
         with opened(folder) as store:
             assert store.lost
             assert store.owner == "o-abcdefghij23"
@@ -343,7 +344,7 @@ class TestOwner:
 
     def test_a_store_of_another_owner_is_refused(self, folder: Path) -> None:
         opened(folder).close()
-        state_folder.write_owner(folder, "o-222222222222")
+        (folder / "owner").write_text("o-222222222222\n")
         with pytest.raises(StoreForeign, match="o-222222222222"):
             opened(folder)
 
@@ -823,6 +824,63 @@ def kill(process: subprocess.Popen[str]) -> None:
     process.wait()
     assert process.stdout is not None
     process.stdout.close()
+
+
+@pytest.mark.parametrize("step", [7, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_process_stopped_at_any_line_of_its_start_holds_up_no_other(tmp_path: Path, step: int) -> None:
+    """
+    Stores are made without a lock that they share: one that was stopped while it held that lock kept every other
+    process of the folder from its own store for 30 s, and then refused it.
+    """
+    folder = tmp_path / "0"
+
+    def start() -> None:
+        opened(folder, name="a").close()
+
+    for child in stopped_at_each_line(start, "adapters/state/", step=step):
+        began = time.monotonic()
+        with opened(folder, name="b") as store:
+            owner, lost = store.owner, store.lost
+        assert time.monotonic() - began < 2.0, f"line {child.line}"
+        assert not lost
+        if child.line % 2:
+            child.go_on()
+        else:
+            child.kill()
+        with opened(folder, name="a") as store:
+            assert (store.owner, store.lost) == (owner, False), f"line {child.line}"
+        assert sorted(state_folder.known_stores(folder) or ()) == ["a", "b"]
+        folder = tmp_path / str(child.line)
+
+
+def test_a_process_that_asks_who_holds_a_store_keeps_nobody_out(folder: Path) -> None:
+    """To ask meant to hold the lock for a moment: one that was stopped then kept the store from its own caretaker."""
+    opened(folder).close()
+    for child in stopped_at_each_line(lambda: holder(folder), "adapters/state/folder.py"):
+        opened(folder).close()
+        child.go_on()
+
+
+def test_a_forked_child_does_not_keep_the_lock_of_its_parent(folder: Path) -> None:
+    code = f"""
+        import os, sys, time
+        from pathlib import Path
+        from tpucare.adapters.state.folder import StoreLock
+        lock = StoreLock(Path({str(folder)!r}) / "tpucare.lock")
+        if not (child := os.fork()):
+            time.sleep(600)
+        print(child, flush=True)
+        os.kill(os.getpid(), 9)
+    """
+    folder.mkdir(mode=0o700)
+    with subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        parent.wait(10)
+        try:
+            opened(folder).close()
+        finally:
+            os.kill(child, signal.SIGKILL)
 
 
 FIRST = """

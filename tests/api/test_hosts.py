@@ -47,7 +47,7 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
             patch.setenv(name, built.environment[name])
         try:
             state_folder.prepare_folder(built.state)
-            state_folder.write_owner(built.state, OWNER)
+            state_folder.settle_owner(built.state, OWNER)
             create(built, "pod-a1", {**OURS, LABEL_SLOT: "pod"})
             eventually(lambda: "pod" in hosts.tpu_names(NEAR, preempted=False) and answers("pod"), "pod answers")
             yield built

@@ -14,7 +14,7 @@ from tests.kits.bench_worker import eventually
 from tests.kits.field import calls
 from tests.kits.harness import PROJECT, Daemon, place
 from tpucare.adapters.semaphore import ContextGate
-from tpucare.adapters.state.create_budget import shared_budget
+from tpucare.adapters.state.create_budget import SharedBudget
 from tpucare.engine.admission import CreateSemaphore
 from tpucare.engine.engine import Settings
 from tpucare.model.causes import Cause
@@ -229,19 +229,23 @@ def test_an_error_of_it_sets_the_slot_aside_loudly(gated: tuple[Daemon, FakeGate
     assert daemon.trains("pod-0")
 
 
+def budget(folder: Path, project: str, limit: int) -> SharedBudget:
+    return SharedBudget(folder, project, limit, "tpucare", lambda: 0.0)
+
+
 def test_a_turn_waits_for_the_budget_and_no_place_of_it_is_lost(tmp_path: Path) -> None:
     """
     A slot reserved a place in the create budget before it held the semaphore, and lost its turn while it waited for the
     budget: with many slots both were used up and hardly a node was made. The semaphore comes first; its holder keeps it
     while it waits for the budget.
     """
-    daemon = Daemon(tmp_path / "state", settings=Settings(budget=lambda project: shared_budget(tmp_path, project, 6)))
+    daemon = Daemon(tmp_path / "state", settings=Settings(budget=lambda project: budget(tmp_path, project, 6)))
     gate = FakeGate(4)
     daemon.engine.create_admission.semaphore = CreateSemaphore(gate)
     daemon.care_for("pod", 20, place(workers=1, kind="v2-8"))
     for _ in range(40):
         daemon.run(seconds=30)
-        places = shared_budget(tmp_path, PROJECT, 6).shares()
+        places = budget(tmp_path, PROJECT, 6).shares()
         assert all(name.startswith("pod-") for name in places), "a place that no create took"
     assert daemon.all_train()
     assert len(daemon.zone.created()) == 20
@@ -253,8 +257,8 @@ def test_a_turn_waits_for_the_budget_and_no_place_of_it_is_lost(tmp_path: Path) 
 
 def test_a_turn_that_waits_for_the_budget_in_vain_is_given_back(tmp_path: Path) -> None:
     """Other processes use the budget up; who is taken down meanwhile holds nobody up."""
-    others = shared_budget(tmp_path, PROJECT, 1)
-    daemon = Daemon(tmp_path / "state", settings=Settings(budget=lambda project: shared_budget(tmp_path, project, 1)))
+    others = budget(tmp_path, PROJECT, 1)
+    daemon = Daemon(tmp_path / "state", settings=Settings(budget=lambda project: budget(tmp_path, project, 1)))
     gate = FakeGate(1)
     daemon.engine.create_admission.semaphore = CreateSemaphore(gate)
     assert others.free_at(daemon.clock.monotonic()) is None

@@ -378,6 +378,8 @@ class Engine:
         try:
             self._begin(track, action)
         except Exception as error:
+            if isinstance(action, Create):
+                self.create_admission.answered(track, self.clock.monotonic())
             self.state.set_aside(track, error)
         self.state.dirty[track.slot.name] = None
 

@@ -123,6 +123,23 @@ def replace_file(path: Path, content: bytes, *, mode: int = 0o600, durable: bool
         sync_folder(path.parent)
 
 
+def publish_file(path: Path, content: bytes) -> None:
+    """
+    Make the file *path*, whole and on the disk, unless there is one already: of two processes the faster one's stays.
+
+    Raises: OSError.
+    """
+    scratch = scratch_of(path)
+    write_new(scratch, content)
+    try:
+        os.link(scratch, path)
+    except FileExistsError:
+        pass
+    finally:
+        scratch.unlink()
+    sync_folder(path.parent)
+
+
 def scratch_of(path: Path) -> Path:
     """A hidden file beside *path* that nobody else uses."""
     return path.with_name(f".{path.name}.{secrets.token_hex(8)}")

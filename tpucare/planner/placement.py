@@ -267,7 +267,7 @@ def quota_granted(past: PlaceMemory) -> PlaceMemory:
 
 
 class Budget(Protocol):
-    """What `CreateBudget` says of one process, and `budget.SharedBudget` of all processes of a state folder."""
+    """What `CreateBudget` says of one process, and `create_budget.SharedBudget` of all processes of a state folder."""
 
     def restore(self, asked: Iterable[tuple[float, str]]) -> None: ...
 

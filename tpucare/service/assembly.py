@@ -22,7 +22,7 @@ from tpucare.adapters.runner.logs import LogKeeper
 from tpucare.adapters.semaphore import ContextGate
 from tpucare.adapters.ssh.keys import LoginKey, load_or_make_key
 from tpucare.adapters.ssh.remote import ParamikoRemote
-from tpucare.adapters.state.create_budget import shared_budget
+from tpucare.adapters.state.create_budget import SharedBudget
 from tpucare.adapters.state.store import SqliteStore, open_store
 from tpucare.adapters.system import SystemClock, ThreadExecutor, instance_id, machine_id, random_source
 from tpucare.engine.effects import Ports
@@ -217,7 +217,9 @@ def settings_of(options: Options, neighbours: Neighbours | None = None) -> Setti
         probe=options.probe,
         fast_probe=min(options.fast_probe, options.probe),
         creates_per_minute=options.creates_per_minute,
-        budget=lambda project: shared_budget(options.state, project, options.creates_per_minute),
+        budget=lambda project: SharedBudget(
+            options.state, project, options.creates_per_minute, options.store, SystemClock().monotonic
+        ),
         elsewhere=neighbours.care_for if neighbours is not None else None,
     )
 

@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from tpucare.model.errors import ConfigError
-from tpucare.model.local_files import replace_file, scratch_of, write_new
+from tpucare.model.local_files import publish_file, replace_file
 from tpucare.model.resources import NodeKey, Worker
 
 _SEPARATOR = "@"  # `quote` escapes it, so it cannot be part of a field.
@@ -75,17 +75,9 @@ def _named(path: Path, what: str) -> Iterator[None]:
 
 
 def _make_key(path: Path) -> None:
-    """Write a new key under a temporary name, then link it: the link fails if another process was faster."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     text = Ed25519PrivateKey.generate().private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
-    scratch = scratch_of(path)
-    write_new(scratch, text)
-    try:
-        os.link(scratch, path)
-    except FileExistsError:
-        pass
-    finally:
-        scratch.unlink()
+    publish_file(path, text)
 
 
 class PinStore:

@@ -1,141 +1,235 @@
 """
-The create budget of a project, shared by all processes of one state folder through a small file.
+The create budget of a project, shared by all processes of one state folder through small files.
 
-Scripts and the daemon stand beside each other under one owner, and the API counts their creates together. The file
-holds the creates of the last minute by a clock that all processes of the machine share; a lock is held only while it
-is read and written, and a process that is killed leaves at most a place that is free again a minute later.
+Scripts and the daemon stand beside each other under one owner, and the API counts their creates together. What was
+spent in the last minute is kept by a clock that all processes of the machine share. No lock is held: each change is the
+next numbered version of the file, which appears whole and only if no other process has made that version meanwhile
+(`link`). So a process that is stopped at any instruction is passed over at once, and finds out when it goes on: its
+version is taken, and it reads and asks anew.
+
+A create that was admitted counts as spent until a minute after its answer, however long that takes, since a stopped
+process may send it at any moment. A process whose store is locked by nobody any more is dead, and what it might have
+sent counts from the moment when that is noticed. No process may have more than half of what the others leave without an
+answer, so that one that is stopped in a burst slows the others down, and stops none.
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import json
 import os
+import secrets
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import quote
 
 from tpucare.adapters.state import folder as state_folder
 from tpucare.model.errors import StoreError
+from tpucare.model.local_files import write_new
 
 FOLDER = "creates"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-# Whoever holds the lock does so for less than a millisecond, unless it was stopped in the middle.
+# Versions change within a millisecond; only a crowd of processes makes one of them try for longer.
 _PATIENCE_SECONDS = 0.5
-_PAUSE_SECONDS = 0.01
 _AGAIN_SECONDS = 1.0
+# A version that is this much older than the newest may be deleted. One process would have to read a folder while so
+# many versions are made to miss them all.
+_VERSIONS_KEPT = 8
 
-Asked = list[tuple[float, str]]
+
+class Spent(NamedTuple):
+    """
+    One create of the budget. `at`: when it was admitted, or answered; seconds of the shared clock.
+
+    token: of a create without an answer; empty: it was answered, or its process is dead
+    """
+
+    at: float
+    slot: str
+    store: str
+    token: str
 
 
 class SharedBudget:
     """
-    placement.Budget over a file. For one thread of each process.
+    placement.Budget over the files of *project* in *state*. For one thread of each process.
 
     `free_at` reserves the place that it finds, so that two processes never find the same one; `take` puts the slot's
-    name on it. A place that was reserved and not taken counts like a create.
+    name on it, and `answered` lets it expire a minute later. A place that was reserved and not taken counts like a
+    create.
+
+    store: the one that this process holds the lock of; while it is held, the process is alive
+    monotonic: the clock that all instants are of
     """
 
-    def __init__(self, path: Path, limit: int, window: float = 60.0) -> None:
-        self._path, self.limit, self.window = path, limit, window
+    def __init__(
+        self, state: Path, project: str, limit: int, store: str, monotonic: Callable[[], float], window: float = 60.0
+    ) -> None:
+        self._state, self._folder = state, state / FOLDER
+        self._project, self._store, self._monotonic = quote(project, safe=""), store, monotonic
+        self.limit, self.window = limit, window
         self._boot = _boot_id()
-        self._reserved = f"process {os.getpid()}"
-        state_folder.prepare_folder(path.parent)
-        self._known = self._read()[1]
+        # By token, of creates without an answer: the slot, and what is to be written of them yet.
+        self._slots: dict[str, str] = {}
+        self._answered: dict[str, float] = {}
+        self._reserved = ""
+        state_folder.prepare_folder(self._folder)
+        self._is_known = self._read()[2]
 
     def restore(self, asked: Iterable[tuple[float, str]]) -> None:
         """Creates that the store remembers; the file has them already, unless it is new or of an earlier boot."""
-        if self._known:
+        if self._is_known:
             return
-        with self._locked() as held:
-            if held:
-                self._write(sorted([*self._read()[0], *asked]))
+        restored = [Spent(at, slot, self._store, "") for at, slot in asked]
+        for _ in _tries():
+            version, spent, _ = self._read()
+            if self._write(version, [*spent, *restored]):
+                return
 
     def free_at(self, now: float) -> float | None:
         """None when a create may be asked for now, else the instant when one may."""
-        with self._locked() as held:
-            if not held:
-                return now + _AGAIN_SECONDS
-            asked = self._recent(now)
-            if len(asked) >= self.limit:
-                return max(now, asked[len(asked) - self.limit][0] + self.window)
-            self._write([*asked, (now, self._reserved)])
-            return None
+        self._give_back(now)
+        for _ in _tries():
+            version, spent, _ = self._read()
+            current = self._current(spent, now)
+            free_at = self._free_at(current, now)
+            token = secrets.token_hex(8) if free_at is None else ""
+            reserved = [Spent(now, "", self._store, token)] if token else []
+            if (current == spent and not reserved) or self._write(version, [*current, *reserved]):
+                if token:
+                    self._slots[token], self._reserved = "", token
+                return free_at
+        return now + _AGAIN_SECONDS
 
     def take(self, slot: str, now: float) -> None:
-        self._rename(self._reserved, slot, now)
+        for token in [token for token, name in self._slots.items() if name == slot]:
+            self._answered[token] = now  # A slot has one create at a time: the one before has ended.
+        if self._reserved:
+            self._slots[self._reserved], self._reserved = slot, ""
+        self._save(now)
 
     def answered(self, slot: str, now: float) -> None:
         """The create of *slot* has ended, in whatever way; it reached the API at some instant until *now*."""
-        self._rename(slot, slot, now)
+        for token in [token for token, name in self._slots.items() if name == slot]:
+            self._answered[token] = now
+            self._save(now)
 
     def shares(self) -> Counter[str]:
         """How many of the creates in the window each slot had: the fewest go first."""
-        return Counter(slot for _, slot in self._read()[0])
+        return Counter(entry.slot for entry in self._read()[1])
 
-    def _rename(self, before: str, after: str, now: float) -> None:
-        with self._locked() as held:
-            asked = self._recent(now)
-            taken = next((entry for entry in reversed(asked) if entry[1] == before), None)
-            if held and taken is not None:
-                asked.remove(taken)
-                self._write(sorted([*asked, (now, after)]))
+    # --- what counts -------------------------------------------------------------------------------------------------
 
-    def _recent(self, now: float) -> Asked:
-        return [(at, slot) for at, slot in self._read()[0] if now - self.window < at <= now + self.window]
+    def _free_at(self, current: list[Spent], now: float) -> float | None:
+        """What has no answer yet is not free before a minute from now."""
+        counted = sorted(now if entry.token else entry.at for entry in current)
+        if len(counted) >= self.limit:
+            return max(now, counted[len(counted) - self.limit] + self.window)
+        open_here = sum(1 for entry in current if entry.token and entry.store == self._store)
+        open_elsewhere = sum(1 for entry in current if entry.token) - open_here
+        return None if open_here < max(1, (self.limit - open_elsewhere) // 2) else now + _AGAIN_SECONDS
+
+    def _current(self, spent: list[Spent], now: float) -> list[Spent]:
+        """What of *spent* counts at *now*, with what this process knows of its own creates, and of dead processes."""
+        alive = {entry.store: self._is_alive(entry.store) for entry in spent if entry.token}
+        # Not *now*, which is older where this process was stopped: others may have died, or spent, since.
+        latest = max(now, self._monotonic())
+        current = []
+        for entry in spent:
+            if entry.token:
+                is_open = alive[entry.store] or entry.token in self._slots
+                entry = entry._replace(slot=self._slots.get(entry.token, entry.slot))
+                if (at := self._answered.get(entry.token)) is not None or not is_open:
+                    entry = entry._replace(at=latest if at is None else at, token="")
+            if entry.token or now - self.window < entry.at <= latest + self.window:
+                current.append(entry)
+        return current
+
+    def _is_alive(self, store: str) -> bool:
+        """Another process than this one, which knows its own creates and those that its store's last holder left."""
+        try:
+            return store != self._store and state_folder.is_held(self._state, store)
+        except StoreError:
+            return False
+
+    def _give_back(self, now: float) -> None:
+        """A place that was reserved and not taken counts from now on."""
+        if self._reserved:
+            self._answered[self._reserved], self._reserved = now, ""
+
+    def _save(self, now: float) -> None:
+        """Write what this process knows of its creates; in a crowd it is written with the next change."""
+        for _ in _tries():
+            version, spent, _ = self._read()
+            current = self._current(spent, now)
+            if current == spent or self._write(version, current):
+                for token in self._answered:
+                    self._slots.pop(token, None)
+                self._answered.clear()
+                return
 
     # --- the file ----------------------------------------------------------------------------------------------------
 
-    def _read(self) -> tuple[Asked, bool]:
-        """Creates by instant, and whether the file is of this boot; one that nobody can read counts as none."""
+    def _versions(self) -> list[int]:
         try:
-            kept = json.loads(self._path.read_text("utf-8"))
-            if kept["boot"] != self._boot:
-                return [], False
-            return [(float(at), str(slot)) for at, slot in kept["asked"]], True
-        except (OSError, ValueError, KeyError, TypeError):
-            return [], False
-
-    def _write(self, asked: Asked) -> None:
-        draft = self._path.with_name(f"{self._path.name}.{os.getpid()}")
-        try:
-            handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-            with os.fdopen(handle, "w", encoding="utf-8") as stream:
-                json.dump({"boot": self._boot, "asked": asked}, stream)
-            draft.replace(self._path)
+            names = [name.rpartition("@") for name in os.listdir(self._folder)]
         except OSError as error:
-            raise StoreError(f"{self._path}: cannot be written: {error.strerror or error}") from error
+            raise StoreError(f"{self._folder}: cannot be read: {error.strerror or error}") from error
+        return sorted(int(number) for name, _, number in names if name == self._project and number.isdecimal())
 
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[bool]:
-        """Whether the lock was had; without it nothing may be written."""
+    def _path(self, version: int) -> Path:
+        return self._folder / f"{self._project}@{version}"
+
+    def _read(self) -> tuple[int, list[Spent], bool]:
+        """Newest version, what is in it, and whether it is of this boot; a file that cannot be read counts as none."""
+        while True:
+            version = max(self._versions(), default=0)
+            try:
+                kept = json.loads(self._path(version).read_text("utf-8"))
+                if kept["boot"] != self._boot:
+                    return version, [], False
+                return version, [_spent(*entry) for entry in kept["spent"]], True
+            except FileNotFoundError:
+                if not version:
+                    return 0, [], False
+            except (OSError, ValueError, KeyError, TypeError):
+                return version, [], False
+
+    def _write(self, version: int, spent: list[Spent]) -> bool:
+        """Make *spent* the version after *version*; False where another process was faster: nothing is changed then."""
+        draft, made = self._folder / f".{self._store}", self._path(version + 1)
         try:
-            handle = os.open(self._path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            draft.unlink(missing_ok=True)
+            content = json.dumps({"boot": self._boot, "spent": sorted(spent)})
+            write_new(draft, content.encode(), durable=False)
+            try:
+                os.link(draft, made)
+            except FileExistsError:
+                return False
+            finally:
+                draft.unlink()
+            versions = self._versions()
+            newest = max(versions, default=version)
+            for old in versions:
+                if old <= newest - _VERSIONS_KEPT:
+                    self._path(old).unlink(missing_ok=True)
         except OSError as error:
-            raise StoreError(f"{self._path}: cannot be locked: {error.strerror or error}") from error
-        try:
-            yield _take(handle)
-        finally:
-            os.close(handle)
+            raise StoreError(f"{made}: cannot be written: {error.strerror or error}") from error
+        # A process that was stopped before its link may have made a version anew that was made and deleted meanwhile.
+        return newest - _VERSIONS_KEPT <= version
 
 
-def shared_budget(state: Path, project: str, limit: int) -> SharedBudget:
-    """The budget of *project* for every process of that state folder. Raises: StoreError."""
-    return SharedBudget(state / FOLDER / f"{quote(project, safe='')}.json", limit)
+def _tries() -> Iterable[int]:
+    until, tries = time.monotonic() + _PATIENCE_SECONDS, 0
+    while not tries or time.monotonic() < until:
+        yield tries
+        tries += 1
 
 
-def _take(handle: int) -> bool:
-    until = time.monotonic() + _PATIENCE_SECONDS
-    while True:
-        with contextlib.suppress(BlockingIOError):
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        if time.monotonic() > until:
-            return False
-        time.sleep(_PAUSE_SECONDS)
+def _spent(at: float, slot: str, store: str, token: str) -> Spent:
+    return Spent(float(at), str(slot), str(store), str(token))
 
 
 def _boot_id() -> str:

@@ -15,12 +15,12 @@ import os
 import pwd
 import re
 import secrets
-import time
-from collections.abc import Iterator
+import struct
+import weakref
 from pathlib import Path
 
 from tpucare.model.errors import StoreCorrupt, StoreError, StoreLocked
-from tpucare.model.local_files import replace_file
+from tpucare.model.local_files import publish_file, replace_file, sync_folder
 
 OWNER_FILE = "owner"
 # Names of all stores that were ever made beside this owner: a store that is listed here and missing was lost, while one
@@ -28,11 +28,6 @@ OWNER_FILE = "owner"
 STORES_FILE = "stores"
 DEFAULT_NAME = "tpucare"
 STORE_SUFFIX = ".sqlite"
-SHARED_LOCK = "owner.lock"
-SHARED_SECONDS = 30.0
-# `holder` holds a lock for a moment.
-ASKED_SECONDS = 0.15
-_PAUSE_SECONDS = 0.02
 
 _OWNER = re.compile(r"o-[a-z0-9]{12}")
 _STORE_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
@@ -107,39 +102,6 @@ def prepare_folder(folder: Path) -> None:
         raise StoreError(f"{folder}: the state folder cannot be used: {error.strerror}") from error
 
 
-@contextlib.contextmanager
-def one_at_a_time(folder: Path) -> Iterator[None]:
-    """
-    Within it no other process changes what all stores of *folder* share: the owner, and the list of stores.
-
-    Raises: StoreError: another process did not let go within SHARED_SECONDS, or the folder cannot be used.
-    """
-    try:
-        handle = os.open(folder / SHARED_LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise StoreError(f"{folder}: cannot be locked: {error.strerror}") from error
-    try:
-        if not take_flock(handle, SHARED_SECONDS):
-            raise StoreError(f"{folder}: another process begins with it, and does not get on; end that one")
-        yield
-    finally:
-        os.close(handle)
-
-
-def take_flock(handle: int, seconds: float) -> bool:
-    """Lock an open file for this process alone; False: another process still holds the lock after *seconds*."""
-    until = time.monotonic() + seconds
-    while True:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() >= until:
-                return False
-            time.sleep(_PAUSE_SECONDS)
-        else:
-            return True
-
-
 def read_owner(folder: Path) -> str | None:
     """
     The owner id that lies in *folder*, or None when there is none yet.
@@ -156,9 +118,19 @@ def read_owner(folder: Path) -> str | None:
     return owner
 
 
-def write_owner(folder: Path, owner: str) -> None:
-    """Keep *owner* in *folder*, mode 0600, durably."""
-    write_private(folder / OWNER_FILE, owner + "\n")
+def settle_owner(folder: Path, candidate: str) -> str:
+    """
+    The owner of *folder*: the one it has, else *candidate*, durably from then on.
+
+    Of two processes that begin with a new folder at once the slower one takes the owner that the faster one published,
+    whatever either of them is stopped at. Raises: StoreCorrupt, StoreError.
+    """
+    path = folder / OWNER_FILE
+    try:
+        publish_file(path, f"{candidate}\n".encode())
+    except OSError as error:
+        raise StoreError(f"{path}: cannot be written: {error.strerror}") from error
+    return read_owner(folder) or candidate
 
 
 def known_stores(folder: Path) -> frozenset[str] | None:
@@ -167,11 +139,23 @@ def known_stores(folder: Path) -> frozenset[str] | None:
     return None if text is None else frozenset(text.split())
 
 
-def remember_store(folder: Path, name: str) -> None:
-    """Note, durably, that a store of that name was made here."""
-    known = known_stores(folder) or frozenset()
-    if name not in known:
-        write_private(folder / STORES_FILE, "".join(f"{entry}\n" for entry in sorted({*known, name})))
+def remember_store(folder: Path, *names: str) -> None:
+    """
+    Note, durably, that stores of these *names* were made here; without any: that none is known to have been lost.
+
+    One append, so two processes that note their stores at once lose neither. Raises: StoreError.
+    """
+    path = folder / STORES_FILE
+    try:
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        try:
+            os.write(handle, "".join(f"{name}\n" for name in names).encode("ascii"))
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+        sync_folder(folder)
+    except OSError as error:
+        raise StoreError(f"{path}: cannot be written: {error.strerror}") from error
 
 
 def write_private(path: Path, text: str) -> None:
@@ -202,9 +186,15 @@ def _user_name(uid: int) -> str:
         return f"number {uid}"
 
 
-# --- one process per store: an flock that lasts as long as the process that took it -----------------------------------
+# --- one process per store: a lock that lasts as long as the process that took it ------------------------------------
 # The kernel drops the lock when the process ends, however it ends, so there is no stale lock to clean up. The file
-# stays.
+# stays. It is locked twice: by flock, which versions before this one ask for, and by a lock of the open file
+# description (fcntl(2), F_OFD_SETLK), of which another process can ask who holds it without taking it: an asker that is
+# stopped keeps nobody out.
+
+# struct flock of fcntl(2): type, whence, start, length (0: the whole file), pid (0 where a lock is asked for).
+_WHOLE_FILE = "hhqqi"
+_held: weakref.WeakSet[StoreLock] = weakref.WeakSet()
 
 
 class StoreLock:
@@ -212,20 +202,25 @@ class StoreLock:
 
     def __init__(self, path: Path) -> None:
         """Raises: StoreLocked: naming the process that holds it; StoreError: the file cannot be made."""
-        self._handle = _open(path)
         try:
-            is_ours = take_flock(self._handle, ASKED_SECONDS)
+            self._handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            self.release()
-            raise StoreError(f"{path}: cannot be locked: {error.strerror}") from error
-        if not is_ours:
+            raise StoreError(f"{path}: cannot be opened: {error.strerror}") from error
+        try:
+            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.fcntl(self._handle, fcntl.F_OFD_SETLK, _file_lock(fcntl.F_WRLCK))
+            _write_pid(self._handle)
+        except BlockingIOError as error:
             pid = _read_pid(self._handle)
-            self.release()
-            whose = f"process {pid}" if pid else "another process"
+            os.close(self._handle)
+            owner = f"process {pid}" if pid else "another process"
             raise StoreLocked(
-                f"{path.with_suffix('')}: {whose} takes care of this store; stop it, or use another state folder"
-            )
-        _write_pid(self._handle)
+                f"{path.with_suffix('')}: {owner} takes care of this store; stop it, or use another state folder"
+            ) from error
+        except OSError as error:
+            os.close(self._handle)
+            raise StoreError(f"{path}: cannot be locked: {error.strerror}") from error
+        _held.add(self)
 
     def release(self) -> None:
         """Give the lock away; a second call does nothing."""
@@ -234,34 +229,44 @@ class StoreLock:
             self._handle = -1
 
 
-def holder(folder: Path, name: str = DEFAULT_NAME) -> int | None:
-    """
-    The process that holds the lock of store *name* now, or None. Creates nothing.
+def _close_in_child() -> None:
+    # A forked child shares the lock as long as it has the file open, and would keep it beyond the death of its parent.
+    for lock in list(_held):
+        lock.release()
 
-    Asking means to hold a shared lock for a moment, so `StoreLock` waits ASKED_SECONDS for it.
-    """
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+def is_held(folder: Path, name: str = DEFAULT_NAME) -> bool:
+    """Whether a process holds the lock of store *name* now. Creates and takes nothing. Raises: StoreError: no name."""
+    return _asked(folder, name)[0]
+
+
+def holder(folder: Path, name: str = DEFAULT_NAME) -> int | None:
+    """The process that holds the lock of store *name* now; None: no process does, or its id cannot be read."""
+    return _asked(folder, name)[1]
+
+
+def _asked(folder: Path, name: str) -> tuple[bool, int | None]:
     try:
         handle = os.open(lock_path(folder, name), os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
-        return None
+        return False, None
     try:
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return _read_pid(handle)
+        found = fcntl.fcntl(handle, fcntl.F_OFD_GETLK, _file_lock(fcntl.F_RDLCK))
+        (kind,) = struct.unpack_from("h", found)
+        return (False, None) if kind == fcntl.F_UNLCK else (True, _read_pid(handle))
     finally:
         os.close(handle)
-    return None
 
 
-def _open(path: Path) -> int:
-    try:
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise StoreError(f"{path}: cannot be opened: {error.strerror}") from error
+def _file_lock(kind: int) -> bytes:
+    return struct.pack(_WHOLE_FILE, kind, os.SEEK_SET, 0, 0, 0)
 
 
 def _write_pid(handle: int) -> None:
-    # Only a courtesy to whoever meets the lock: a full disk is told by the store itself.
+    # Only a courtesy to the process that meets the lock: a full disk is told by the store itself.
     with contextlib.suppress(OSError):
         os.ftruncate(handle, 0)
         os.pwrite(handle, f"{os.getpid()}\n".encode("ascii"), 0)

@@ -443,9 +443,7 @@ def _open_locked(folder: Path, name: str, fingerprint: str, now: datetime) -> Sq
     state_folder.prepare_folder(folder)
     lock = StoreLock(state_folder.lock_path(folder, name))
     try:
-        # Two first stores of one folder that are made at once must not each have an owner of its own.
-        with state_folder.one_at_a_time(folder):
-            return _open_settled(path, lock, name, fingerprint, now)
+        return _open_settled(path, lock, name, fingerprint, now)
     except BaseException:
         lock.release()
         raise
@@ -475,15 +473,19 @@ def _make(path: Path, name: str, fingerprint: str, now: datetime) -> None:
     """
     A new store under its name, complete or not at all.
 
-    It is `lost` when its owner is older than it. The owner's file is written after the store (`_settle_owner`), so that
-    a kill in between is not taken for a loss.
+    It is `lost` when the folder had an owner already, and no list of its stores or one that names this store. So a new
+    folder gets its list before its owner: a process that is killed or stopped after either has lost nothing. No lock is
+    held: a process that is stopped here keeps no other one from its own store.
     """
     folder = path.parent
     owner = state_folder.read_owner(folder)
     known = state_folder.known_stores(folder)
     lost = owner is not None and (known is None or name in known)
+    if owner is None:
+        state_folder.remember_store(folder)
+        owner = state_folder.settle_owner(folder, state_folder.new_owner())
     meta = {
-        "owner": owner or state_folder.new_owner(),
+        "owner": owner,
         "machine": fingerprint,
         "lost": now.isoformat() if lost else "",
         "marked": now.isoformat(),
@@ -510,15 +512,15 @@ def _set_aside_logs(path: Path, now: datetime) -> None:
 
 
 def _settle_owner(store: SqliteStore, folder: Path, name: str) -> None:
-    inside, outside = store.owner, state_folder.read_owner(folder)
-    if outside is None:
-        state_folder.write_owner(folder, inside)
-    elif outside != inside:
+    inside = store.owner
+    outside = state_folder.read_owner(folder) or state_folder.settle_owner(folder, inside)
+    if outside != inside:
         raise StoreForeign(
             f"{store.path}: made for owner {inside}, but {folder / state_folder.OWNER_FILE} says {outside}; "
             "put the right one of the two files back"
         )
-    state_folder.remember_store(folder, name)
+    if name not in (state_folder.known_stores(folder) or ()):
+        state_folder.remember_store(folder, name)
 
 
 def _connect(path: Path) -> sqlite3.Connection:

@@ -6,6 +6,7 @@ Everything here touches only processes that bear this folder's mark, or that its
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pwd
 import shutil
@@ -15,7 +16,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from tpucare.adapters.state.folder import take_flock
 from tpucare.testbed.emulator.machines import proctree, worker_files
 from tpucare.testbed.emulator.machines.metadata_server import MetadataServer
 from tpucare.testbed.emulator.machines.proctree import ProcessEntry
@@ -145,9 +145,11 @@ def _recorded_processes(workers: Path) -> Iterator[ProcessEntry]:
 
 def _locked(path: Path) -> TextIO:
     file = path.open("a")
-    if not take_flock(file.fileno(), seconds=0):
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
         file.close()
-        raise MachineError(f"another emulator uses {path.parent.parent}; give this one a folder of its own")
+        raise MachineError(f"another emulator uses {path.parent.parent}; give this one a folder of its own") from None
     return file
 
 
