@@ -216,7 +216,7 @@ def test_a_notice_counts_once_and_again_when_it_is_written_anew(hosts_module: Mo
         notice.touch()
         os.utime(notice, ns=(event, event))
         wishes += [requests.wish(), requests.wish()]
-    none, save = hosts_module.DesiredState.NONE, hosts_module.DesiredState.SAVE
+    none, save = hosts_module.Wish.NONE, hosts_module.Wish.SAVE
     assert wishes == [none, save, none, save, none]
 
 
