@@ -27,10 +27,13 @@ from tpucare.adapters.state import folder as state_folder
 from tpucare.adapters.state import schema as schema
 from tpucare.adapters.state.folder import holder, store_path
 from tpucare.adapters.state.store import SqliteStore, accept_move, open_reader, open_store
+from tpucare.model.causes import Reason
 from tpucare.model.errors import StoreCorrupt, StoreError, StoreForeign, StoreFull, StoreLocked
+from tpucare.model.lifecycles import CreateState, RunState
 from tpucare.model.memory import (
     BookName,
     CreateIntent,
+    DeleteIntent,
     DesiredState,
     FailureCounter,
     FleetRecord,
@@ -49,9 +52,13 @@ MEMORY = Memory(
     fleet="pod",
     wish=DesiredState.PAUSED,
     next_number=4,
-    creates=(CreateIntent("pod-0-a3", 3, "us-central1-a", "us-central1-a/v4-8", NOW, tries=2, lost=True),),
-    nodes=(NodeMemory("pod-0-a2", "us-central1-a", 2**63 + 11, NOW, launched=True, delete_next_at=NOW),),
-    run=RunMemory("pod-0-a2.1", "pod-0-a2", 1, NOW, complete=True),
+    creates=(
+        CreateIntent("pod-0-a3", 3, "us-central1-a", "us-central1-a/v4-8", NOW, tries=2, state=CreateState.ANSWER_LOST),
+    ),
+    nodes=(
+        NodeMemory("pod-0-a2", "us-central1-a", 2**63 + 11, NOW, launched=True, delete=DeleteIntent(NOW, Reason.ASKED)),
+    ),
+    run=RunMemory("pod-0-a2.1", "pod-0-a2", 1, NOW, state=RunState.RUNNING, complete=True),
     places={"us-central1-a/v4-8": PlaceMemory(failures=3, retry_at=NOW, reason="no more capacity — 容量")},
     books={BookName.CRASH.value: FailureCounter(failures=1, total=7, retry_at=NOW)},
     step=120,

@@ -21,6 +21,7 @@ from tpucare.api import deletion, hosts, session
 from tpucare.api.attempt import Attempt, Host, bind
 from tpucare.api.deletion import NotDeleted, delete_all, delete_one_tpu, synchronous_deletion
 from tpucare.model.errors import ConfigError, NodeGone
+from tpucare.model.lifecycles import CreateState
 from tpucare.model.memory import CreateIntent, DesiredState, FleetRecord, Memory, NodeMemory
 from tpucare.model.resources import (
     LABEL_FLEET,
@@ -187,8 +188,10 @@ def test_what_was_asked_for_and_not_heard_of_is_deleted_when_it_comes(scene: Sce
     scene.remember("pod")
     labels = {LABEL_OWNER: scene.owner, LABEL_SLOT: "pod", LABEL_FLEET: "pod"}
     operation = scene.ask("pod-a1", labels)
-    intent = CreateIntent("pod-a1", 1, NEAR, PLACE.key, NOW, accepted=True, operation=operation.name)
-    lost = CreateIntent("pod-a2", 2, NEAR, PLACE.key, datetime.now(UTC) - timedelta(seconds=89), lost=True)
+    intent = CreateIntent("pod-a1", 1, NEAR, PLACE.key, NOW, state=CreateState.RUNNING, operation=operation.name)
+    lost = CreateIntent(
+        "pod-a2", 2, NEAR, PLACE.key, datetime.now(UTC) - timedelta(seconds=89), state=CreateState.ANSWER_LOST
+    )
     scene.remember("pod", pod=Memory("pod", creates=(intent, lost)))
     synchronous_deletion("", "pod", NEAR)
     assert scene.node("pod-a1") is None

@@ -13,8 +13,8 @@ from tests.kits.bench_worker import eventually
 from tests.kits.evidence import node
 from tpucare.adapters.system import DEFAULT_LANES, ThreadExecutor
 from tpucare.engine.effects import ChangedMeanwhile, delete_ours, lane_of
-from tpucare.model.actions import Delete, Launch, Reason, Stop
-from tpucare.model.causes import Cause
+from tpucare.model.actions import Delete, Launch, Stop
+from tpucare.model.causes import Cause, Reason
 from tpucare.model.ports import Cloud, Lane
 from tpucare.model.resources import Node, NodeKey
 from tpucare.service.assembly import LANES

@@ -12,9 +12,10 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from tpucare.model.actions import Action
-from tpucare.model.causes import Cause
+from tpucare.model.causes import Cause, Reason
 from tpucare.model.evidence import Evidence, Mark, Moment, NodeEvidence, Progress, ProjectEvidence, Voucher
-from tpucare.model.memory import CreateIntent, Memory, NodeMemory, RunMemory
+from tpucare.model.lifecycles import RunState
+from tpucare.model.memory import CreateIntent, DeleteIntent, Memory, NodeMemory, RunMemory
 from tpucare.model.resources import (
     LABEL_OWNER,
     Care,
@@ -159,9 +160,13 @@ def past(number: int = 0, **more: Any) -> NodeMemory:
         "create_time": what.create_time,
         "place": place().key,
         "answered": True,
-        "delete_cause": Cause.REPORTED_DEAD if more.get("delete_asked_at") else Cause.UNRECORDED,
     }
     return NodeMemory(name_of(number), **{**known, **more})
+
+
+def going(asked_at: datetime = NOW, **more: Any) -> DeleteIntent:
+    """A delete of ours that was asked for."""
+    return DeleteIntent(asked_at, **{"reason": Reason.ASKED, "cause": Cause.REPORTED_DEAD, **more})
 
 
 def launched(number: int = 0, **more: Any) -> NodeMemory:
@@ -175,7 +180,8 @@ def run(number: int = 0, n: int = 1, **more: Any) -> RunMemory:
         n,
         **{
             "launched_at": before(hours=1),
-            "complete": True,
+            "state": RunState.RUNNING,
+            "complete": more.get("state") is not RunState.LAUNCHING,
             "progressed": True,
             "stop_cause": Cause.STALLED if more.get("stop_why") else Cause.UNRECORDED,
             **more,

@@ -341,7 +341,7 @@ class House:
         def look() -> str:
             memory = self.memory(slot)
             run = memory.run if memory is not None else None
-            if run is None or run.stopped or (node and run.node != node):
+            if run is None or run.state.is_past or (node and run.node != node):
                 return ""
             began = [one for one in self.events("progress", slot, run.node) if run.token in one.text]
             return run.node if began else ""

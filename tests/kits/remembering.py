@@ -7,15 +7,16 @@ from datetime import datetime
 from typing import Any
 
 from tests.kits.evidence import NOW, intent, memory, name_of, node, place, token
-from tpucare.model.actions import Action, Create, Delete, GetNode, GetOperation, Launch, Reason, Stop
-from tpucare.model.causes import Cause
+from tpucare.model.actions import Action, Create, Delete, GetNode, GetOperation, Launch, Stop
+from tpucare.model.causes import Cause, Reason
+from tpucare.model.lifecycles import CreateState
 from tpucare.model.memory import Memory
 from tpucare.planner.remember import gone, intend, remember
 
 PLACE = place().key
 RNG = random.Random(4)
 
-ACCEPTED = memory(creates=(intent(10, accepted=True, operation="op"),))
+ACCEPTED = memory(creates=(intent(10, state=CreateState.RUNNING, operation="op"),))
 OPEN = memory(creates=(intent(10),))
 
 

@@ -40,7 +40,7 @@ def test_what_a_slot_ended_with_and_what_is_under_way_keep_their_cause() -> None
     assert known.run is not None
     assert known.run.stop_cause is Cause.CRASHED
     known = asked(known, replace(delete(), cause=Cause.SLOT_ENDED))
-    assert [past.delete_cause for past in known.nodes if past.name == node().name] == [Cause.SLOT_ENDED]
+    assert [past.delete and past.delete.cause for past in known.nodes if past.name == node().name] == [Cause.SLOT_ENDED]
     assert (known.without_end().end, known.without_end().end_cause) == (End.NONE, Cause.UNRECORDED)
     assert MEMORY.decode(MEMORY.encode(known), "x") == known
 

@@ -26,6 +26,7 @@ from tests.kits.evidence import (
     ago,
     before,
     evidence,
+    going,
     launched,
     memory,
     name_of,
@@ -37,11 +38,12 @@ from tests.kits.evidence import (
     slot,
 )
 from tpucare.model.actions import Delete, EffectKind
+from tpucare.model.lifecycles import NodeStatus, RunState
 from tpucare.model.memory import FailureCounter
 from tpucare.model.resources import Health
 
 # What a stop leaves behind on a node on which nothing of ours was ever launched.
-HELD = memory(past(launched=False), run=run(0, stop_why="held", stops=1, stuck=True))
+HELD = memory(past(launched=False), run=run(0, state=RunState.STUCK, stop_why="held", stops=1))
 
 BOOTS = [
     case("CREATING within boot_timeout", evidence(seen(node("CREATING"), state_since=ago(minutes=29))), FRESH, "Wait"),
@@ -131,7 +133,7 @@ BOOTS = [
     case(
         "some worker did not hear of the stop",
         evidence(seen(node(), (QUIET, FOREIGN)), looked={EffectKind.STOP.of(name_of(0)): ago(minutes=11)}),
-        replace(HELD, run=run(0, stop_why="held", stops=1)),
+        replace(HELD, run=run(0, state=RunState.STOPPING, stop_why="held", stops=1)),
         "Stop",
     ),
     case(
@@ -143,9 +145,9 @@ BOOTS = [
 ]
 
 FENCED = memory(launched(0), past(1))
-DELETED = {"delete_asked_at": before(60), "delete_next_at": after(60)}
+DELETE = going(before(60), next_at=after(60))
 WAITED = replace(NEXT, answering_since=ago(minutes=31))
-GONE_ON = memory(launched(0, **DELETED), past(1))
+GONE_ON = memory(launched(0, delete=DELETE), past(1))
 LOOKED = {EffectKind.LOOK.of(name_of(0)): ago(2)}
 
 FENCES = [
@@ -154,31 +156,31 @@ FENCES = [
     case(
         "its delete was accepted, which proves nothing",
         evidence(NEXT, unreachable_since={US: ago(60)}, looked=LOOKED),
-        memory(launched(0, **DELETED, delete_accepted=True), past(1)),
+        memory(launched(0, delete=replace(DELETE, accepted=True)), past(1)),
         "Wait",
     ),
     case(
         "its delete was accepted after every worker was quiet",
         evidence(NEXT, unreachable_since={US: ago(60)}, looked=LOOKED),
-        memory(launched(0, **DELETED, delete_accepted=True, delete_quiet=True), past(1)),
+        memory(launched(0, delete=replace(DELETE, accepted=True, quiet=True)), past(1)),
         "Launch",
     ),
     case(
         "it was quiet, its delete is not accepted",
         evidence(NEXT, unreachable_since={US: ago(60)}, looked=LOOKED),
-        memory(launched(0, **DELETED, delete_quiet=True), past(1)),
+        memory(launched(0, delete=replace(DELETE, quiet=True)), past(1)),
         "Wait",
     ),
     case(
         "it was once seen PREEMPTED, however dark its zone is now",
         evidence(NEXT, unreachable_since={US: ago(60)}, looked=LOOKED),
-        memory(launched(0, **DELETED, dead=True), past(1)),
+        memory(launched(0, delete=DELETE, status=NodeStatus.DEAD), past(1)),
         "Launch",
     ),
     case(
         "this store wrote no launch for it",
         evidence(NEXT, unreachable_since={US: ago(60)}, looked=LOOKED),
-        memory(past(0, **DELETED), past(1)),
+        memory(past(0, delete=DELETE), past(1)),
         "Launch",
     ),
     case(

@@ -19,6 +19,7 @@ from tests.kits.evidence import (
     ago,
     before,
     evidence,
+    going,
     intent,
     launched,
     memory,
@@ -33,6 +34,8 @@ from tests.kits.evidence import (
     token,
 )
 from tpucare.model.actions import ANY_CREATE, EffectKind
+from tpucare.model.causes import Reason
+from tpucare.model.lifecycles import CreateState, NodeStatus
 from tpucare.model.memory import DesiredState, PlaceMemory, Refusal
 
 POOR = replace(slot(), lacks="secret WANDB_API_KEY is not set")
@@ -50,89 +53,105 @@ CREATES = [
     case(
         "an open intent: no second create",
         evidence(),
-        memory(creates=(intent(accepted=True, operation="op"),)),
+        memory(creates=(intent(state=CreateState.RUNNING, operation="op"),)),
         "GetOperation",
     ),
     case(
         "an open intent that was polled just now",
         evidence(looked={EffectKind.POLL.of(name_of(0)): ago(3)}),
-        memory(creates=(intent(accepted=True, operation="op"),)),
+        memory(creates=(intent(state=CreateState.RUNNING, operation="op"),)),
         "Wait",
     ),
     case("the call is under way", evidence(in_flight=frozenset({ANY_CREATE})), memory(creates=(intent(),)), "Wait"),
     case(
         "its answer was lost: the same name again",
         evidence(),
-        memory(creates=(intent(lost=True, retry_at=before(1)),)),
+        memory(creates=(intent(state=CreateState.ANSWER_LOST, retry_at=before(1)),)),
         "Create again",
     ),
-    case("its answer was lost: not yet", evidence(), memory(creates=(intent(lost=True, retry_at=after(1)),)), "Wait"),
+    case(
+        "its answer was lost: not yet",
+        evidence(),
+        memory(creates=(intent(state=CreateState.ANSWER_LOST, retry_at=after(1)),)),
+        "Wait",
+    ),
     case(
         "its answer was lost, and its place is no longer declared",
         evidence(),
-        memory(creates=(intent(lost=True),)),
+        memory(creates=(intent(state=CreateState.ANSWER_LOST),)),
         "Record create superseded",
         slot(place(EU)),
     ),
     case(
         "refused when it was sent again: it could still arrive",
         evidence(),
-        memory(creates=(intent(lost=True, refused="Quota", asked_at=before(60)),)),
+        memory(creates=(intent(state=CreateState.IN_DOUBT, refused="Quota", asked_at=before(60)),)),
         "Wait",
     ),
     case(
         "refused when it was sent again: it could have arrived until now",
         evidence(),
-        memory(creates=(intent(lost=True, refused="Quota", asked_at=before(91)),)),
+        memory(creates=(intent(state=CreateState.IN_DOUBT, refused="Quota", asked_at=before(91)),)),
         "GetNode",
     ),
     case(
         "operation over, node not listed: GetNode tells",
         evidence(),
-        memory(creates=(intent(accepted=True, operation=""),)),
+        memory(creates=(intent(state=CreateState.AWAITED),)),
         "GetNode",
     ),
     case(
         "operation not ours to read: its node may not be visible yet",
         evidence(),
-        memory(creates=(intent(accepted=True, unread=True, asked_at=before(89)),)),
+        memory(creates=(intent(state=CreateState.UNREADABLE, asked_at=before(89)),)),
         "Wait",
     ),
     case(
         "operation not ours to read: GetNode tells",
         evidence(),
-        memory(creates=(intent(accepted=True, unread=True, asked_at=before(91)),)),
+        memory(creates=(intent(state=CreateState.UNREADABLE, asked_at=before(91)),)),
         "GetNode",
     ),
     case(
         "unanswered at boot_timeout",
         evidence(creates_since={name_of(0): ago(minutes=31)}, looked={EffectKind.POLL.of(name_of(0)): ago(1)}),
-        memory(creates=(intent(accepted=True, operation="op"),)),
+        memory(creates=(intent(state=CreateState.RUNNING, operation="op"),)),
         "Record create superseded",
     ),
     case(
         "its answers are lost until boot_timeout: another place may serve",
         evidence(creates_since={name_of(0): ago(minutes=31)}),
-        memory(creates=(intent(lost=True, retry_at=before(1)),)),
+        memory(creates=(intent(state=CreateState.ANSWER_LOST, retry_at=before(1)),)),
         "Record create superseded",
     ),
     case(
         "superseded, and comes after all, before any other",
         evidence(seen(node("READY"))),
-        memory(past(), creates=(intent(superseded=True, accepted=True), intent(1, accepted=True, operation="op"))),
+        memory(
+            past(),
+            creates=(
+                intent(abandoned=True, state=CreateState.AWAITED),
+                intent(1, state=CreateState.RUNNING, operation="op"),
+            ),
+        ),
         "Record create kept",
     ),
     case(
         "superseded, is being made after all, and no other is",
         evidence(seen(node("CREATING"))),
-        memory(past(), creates=(intent(superseded=True, accepted=True),)),
+        memory(past(), creates=(intent(abandoned=True, state=CreateState.AWAITED),)),
         "Record create kept",
     ),
     case(
         "superseded, is being made after all, and so is another",
         evidence(seen(node("CREATING")), seen(node("CREATING", 1))),
         memory(
-            past(), past(1), creates=(intent(superseded=True, accepted=True), intent(1, accepted=True, operation="op"))
+            past(),
+            past(1),
+            creates=(
+                intent(abandoned=True, state=CreateState.AWAITED),
+                intent(1, state=CreateState.RUNNING, operation="op"),
+            ),
         ),
         "Delete surplus",
     ),
@@ -140,65 +159,70 @@ CREATES = [
         "superseded, serves after all, and another is being made",
         evidence(seen(node("READY")), seen(node("CREATING", 1))),
         memory(
-            past(), past(1), creates=(intent(superseded=True, accepted=True), intent(1, accepted=True, operation="op"))
+            past(),
+            past(1),
+            creates=(
+                intent(abandoned=True, state=CreateState.AWAITED),
+                intent(1, state=CreateState.RUNNING, operation="op"),
+            ),
         ),
         "Record create kept",
     ),
     case(
         "superseded, serves after all, and another trains that still shows CREATING",
         evidence(seen(node("READY")), seen(node("CREATING", 1), running(token(1)))),
-        memory(past(), launched(1), run=run(1), creates=(intent(superseded=True, accepted=True),)),
+        memory(past(), launched(1), run=run(1), creates=(intent(abandoned=True, state=CreateState.AWAITED),)),
         "Delete surplus",
     ),
     case(
         "superseded, and comes after another",
         evidence(seen(node("READY")), seen(node("READY", 1))),
-        memory(past(), past(1), creates=(intent(superseded=True, accepted=True),)),
+        memory(past(), past(1), creates=(intent(abandoned=True, state=CreateState.AWAITED),)),
         "Delete surplus",
     ),
     case(
         "superseded, and comes while the slot goes down",
         evidence(seen(node("READY"))),
-        memory(past(), creates=(intent(superseded=True, accepted=True),), wish=DesiredState.DOWN),
+        memory(past(), creates=(intent(abandoned=True, state=CreateState.AWAITED),), wish=DesiredState.DOWN),
         "Delete surplus",
     ),
     case(
         "superseded, and was asked to go",
         evidence(seen(node("READY"))),
         memory(
-            past(delete_asked_at=before(90), delete_next_at=before(30)),
-            creates=(intent(superseded=True, accepted=True),),
+            past(delete=going(before(90), next_at=before(30))),
+            creates=(intent(abandoned=True, state=CreateState.AWAITED),),
         ),
         "Delete asked",
     ),
     case(
         "superseded and still to come: the next create goes on",
         evidence(looked={EffectKind.POLL.of(name_of(0)): ago(1)}, creates_since={name_of(0): ago(minutes=40)}),
-        memory(creates=(intent(superseded=True, accepted=True, operation="op"),)),
+        memory(creates=(intent(abandoned=True, state=CreateState.RUNNING, operation="op"),)),
         "Create",
     ),
     case(
         "superseded for an hour: is its node there?",
         evidence(looked={EffectKind.POLL.of(name_of(0)): ago(1)}, creates_since={name_of(0): ago(minutes=60)}),
-        memory(creates=(intent(superseded=True, accepted=True, operation="op"),)),
+        memory(creates=(intent(abandoned=True, state=CreateState.RUNNING, operation="op"),)),
         "GetNode",
     ),
     case(
         "its operation failed, its workers answer: the workers win",
         evidence(seen(node("CREATING"), QUIET)),
-        memory(past(), creates=(intent(failed=True, accepted=True, refused="no more capacity"),)),
+        memory(past(), creates=(intent(state=CreateState.FAILED, refused="no more capacity"),)),
         "Launch",
     ),
     case(
         "its operation failed, listed CREATING and silent for less than 60 s",
         evidence(seen(node("CREATING")), looked={EffectKind.FAILED.of(name_of(0)): ago(40)}),
-        memory(past(), creates=(intent(failed=True, accepted=True, refused="no more capacity"),)),
+        memory(past(), creates=(intent(state=CreateState.FAILED, refused="no more capacity"),)),
         "Wait",
     ),
     case(
         "its operation failed, listed CREATING and silent for 60 s",
         evidence(seen(node("CREATING")), looked={EffectKind.FAILED.of(name_of(0)): ago(61)}),
-        memory(past(), creates=(intent(failed=True, accepted=True, refused="no more capacity"),)),
+        memory(past(), creates=(intent(state=CreateState.FAILED, refused="no more capacity"),)),
         "Delete dead",
     ),
     case(
@@ -259,19 +283,19 @@ DELETES = [
     case(
         "a delete is repeated until the node is not found",
         evidence(seen(node("DELETING"))),
-        memory(launched(delete_asked_at=before(99), delete_next_at=before(1), delete_reason="asked")),
+        memory(launched(delete=going(before(99), next_at=before(1), reason=Reason.ASKED))),
         "Delete asked",
     ),
     case(
         "and not before its time",
         evidence(seen(node("DELETING"))),
-        memory(launched(delete_asked_at=before(9), delete_next_at=after(51)), creates=(intent(3, accepted=True),)),
+        memory(launched(delete=going(before(9), next_at=after(51))), creates=(intent(3, state=CreateState.AWAITED),)),
         "GetNode",
     ),
     case(
         "nor while it is under way",
         evidence(seen(node("PREEMPTED")), in_flight=frozenset({EffectKind.DELETE.of(name_of(0)), ANY_CREATE})),
-        memory(launched(dead=True)),
+        memory(launched(status=NodeStatus.DEAD)),
         "Wait",
     ),
     case(

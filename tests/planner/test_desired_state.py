@@ -26,6 +26,7 @@ from tests.kits.evidence import (
     slot,
 )
 from tpucare.model.actions import Create, Launch, Wait
+from tpucare.model.lifecycles import RunState
 from tpucare.model.memory import DesiredState, End, FailureCounter, PlaceMemory, Refusal
 from tpucare.model.resources import OnSuccess
 from tpucare.planner import desired_state as wishes
@@ -79,7 +80,7 @@ def test_a_confirmation_is_about_older_nodes_that_are_in_doubt_now() -> None:
     assert wishes.confirm(memory(launched(), past(1))).fence_confirmed
     assert wishes.confirm(replace(TRAINS, creates=(intent(10),))).fence_confirmed
     assert not wishes.confirm(replace(TRAINS, creates=(intent(0),))).fence_confirmed, "the create of that very node"
-    assert not wishes.confirm(replace(TRAINS, creates=(intent(10, superseded=True),))).fence_confirmed
+    assert not wishes.confirm(replace(TRAINS, creates=(intent(10, abandoned=True),))).fence_confirmed
 
 
 def test_flags_are_raised() -> None:
@@ -88,7 +89,7 @@ def test_flags_are_raised() -> None:
 
 
 def test_a_failed_slot_that_is_retried_is_launched_on_the_node_that_was_kept() -> None:
-    failed = memory(launched(), run=run(stop_why="crashes", stopped=True), end=End.FAILED, ended_at=NOW)
+    failed = memory(launched(), run=run(state=RunState.STOPPED, stop_why="crashes"), end=End.FAILED, ended_at=NOW)
     what = evidence(seen(node(), ended(143)))
     assert isinstance(act(what, failed), Wait)
     assert isinstance(act(what, wishes.retry(failed)), Launch)

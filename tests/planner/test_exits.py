@@ -38,13 +38,15 @@ from tests.kits.evidence import (
     token,
 )
 from tpucare.model.actions import EffectKind, Stop, Wait
+from tpucare.model.causes import Reason
 from tpucare.model.evidence import Progress
+from tpucare.model.lifecycles import RunState
 from tpucare.model.memory import FailureCounter
 from tpucare.model.resources import OnSuccess, Provisioning
 from tpucare.model.runs import Failure, Phase
 from tpucare.planner.remember import taken
 
-FINISHED = memory(launched(), run=run(finished=True))
+FINISHED = memory(launched(), run=run(state=RunState.FINISHED))
 EXITS = [
     case("setup failed, within 30 s", evidence(over(1, 20, failure=Failure.SETUP)), TRAINS, "Wait"),
     case("setup failed", evidence(over(1, failure=Failure.SETUP)), TRAINS, "Stop setup"),
@@ -232,7 +234,7 @@ EXITS = [
     ),
 ]
 
-STOPPING = memory(launched(), run=run(stop_why="it crashed"))
+STOPPING = memory(launched(), run=run(state=RunState.STOPPING, stop_why="it crashed"))
 LONG_STOPPED = {EffectKind.STOP.of(name_of(0)): ago(11)}
 STOPS = [
     case("a stop was intended before a restart", evidence(seen(node(), running())), STOPPING, "Stop"),
@@ -247,19 +249,19 @@ STOPS = [
     case(
         "chips not free after SIGKILL",
         evidence(seen(node(), running()), looked=LONG_STOPPED),
-        memory(launched(), run=run(stop_why="it crashed", stops=1, stuck=True)),
+        memory(launched(), run=run(state=RunState.STUCK, stop_why="it crashed", stops=1)),
         "Delete dead",
     ),
     case(
         "a worker did not hear the stop",
         evidence(seen(node(), running()), looked=LONG_STOPPED),
-        memory(launched(), run=run(stop_why="it crashed", stops=1)),
+        memory(launched(), run=run(state=RunState.STOPPING, stop_why="it crashed", stops=1)),
         "Stop",
     ),
     case(
         "a worker did not hear the stop, five times",
         evidence(seen(node(), running()), looked=LONG_STOPPED),
-        memory(launched(), run=run(stop_why="it crashed", stops=5)),
+        memory(launched(), run=run(state=RunState.STOPPING, stop_why="it crashed", stops=5)),
         "Delete dead",
     ),
     case(
@@ -271,31 +273,31 @@ STOPS = [
     case(
         "chips not free after five stops, on-demand",
         evidence(seen(node(tier=ON_DEMAND), running()), looked=LONG_STOPPED),
-        memory(launched(), run=run(stop_why="it crashed", stops=5, stuck=True)),
+        memory(launched(), run=run(state=RunState.STUCK, stop_why="it crashed", stops=5)),
         "Wait person",
     ),
     case(
         "chips not free for a quarter of an hour more, on-demand",
         evidence(seen(node(tier=ON_DEMAND), running()), looked={EffectKind.STOP.of(name_of(0)): ago(minutes=15)}),
-        memory(launched(), run=run(stop_why="it crashed", stops=5, stuck=True)),
+        memory(launched(), run=run(state=RunState.STUCK, stop_why="it crashed", stops=5)),
         "Stop",
     ),
     case(
         "stopped to be deleted",
         evidence(seen(node(), running()), looked=STOPPED),
-        memory(launched(), run=run(stop_why="sick", then_delete="judged")),
+        memory(launched(), run=run(state=RunState.STOPPING, stop_why="sick", then_delete=Reason.JUDGED)),
         "Delete judged",
     ),
     case(
         "stopped, quiet, to be deleted",
         evidence(seen(node(), ended(143))),
-        memory(launched(), run=run(stop_why="sick", then_delete="judged", stopped=True)),
+        memory(launched(), run=run(state=RunState.STOPPED, stop_why="sick", then_delete=Reason.JUDGED)),
         "Delete judged",
     ),
     case(
         "stopped: launched again",
         evidence(seen(node(), ended(143))),
-        memory(launched(), run=run(stopped=True)),
+        memory(launched(), run=run(state=RunState.ENDED)),
         "Launch",
     ),
 ]

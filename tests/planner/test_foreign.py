@@ -28,6 +28,7 @@ from tests.kits.evidence import (
 )
 from tpucare.model.actions import Record, Stop, Wait
 from tpucare.model.evidence import NodeEvidence
+from tpucare.model.lifecycles import RunState
 from tpucare.model.memory import End, FailureCounter, Memory
 from tpucare.model.resources import Health, Job, OnExit, OnSuccess, Provisioning, Slot
 from tpucare.model.runs import Failure, ForeignRun, Phase, WorkerReport
@@ -46,7 +47,7 @@ RAISED = running(
     alive=False, chips_free=True, phase=Phase.EXITED, exit_status=1, failure=Failure.SETUP, foreign=HAD_NOTHING
 )
 RUNS = memory(launched(), run=run())
-OVER = memory(launched(), run=run(over=True))
+OVER = memory(launched(), run=run(state=RunState.OVER))
 
 
 def door(on_exit: OnExit = OnExit.LEAVE, **care: Any) -> Slot:
@@ -168,9 +169,13 @@ def test_a_done_slot_lets_its_node_go_whatever_becomes_of_finished_runs() -> Non
 
 
 def test_a_relaunch_waits_for_its_book() -> None:
-    stopped = memory(launched(), run=run(stopped=True), books={"crash": FailureCounter(1, 1, after(seconds=30), ENDED)})
+    stopped = memory(
+        launched(), run=run(state=RunState.ENDED), books={"crash": FailureCounter(1, 1, after(seconds=30), ENDED)}
+    )
     waits = act(evidence(on(GONE, GONE, **LONG_AGO)), stopped, RESTART)
     assert isinstance(waits, Wait)
-    ready = memory(launched(), run=run(stopped=True), books={"crash": FailureCounter(1, 1, before(seconds=30), ENDED)})
+    ready = memory(
+        launched(), run=run(state=RunState.ENDED), books={"crash": FailureCounter(1, 1, before(seconds=30), ENDED)}
+    )
     launch = act(evidence(on(GONE, GONE, **LONG_AGO)), ready, RESTART)
     assert (told(launch), getattr(launch, "token", "")) == ("Launch", token(0, 2))

@@ -14,6 +14,7 @@ from tests.kits.evidence import (
     US,
     ago,
     evidence,
+    going,
     launched,
     memory,
     node,
@@ -25,6 +26,7 @@ from tests.kits.evidence import (
 from tpucare.model.actions import EffectKind
 from tpucare.model.errors import NeedsPerson, Transient
 from tpucare.model.evidence import FailedLook
+from tpucare.model.lifecycles import NodeStatus
 from tpucare.model.memory import DesiredState, Memory
 
 BOTH = slot(place(US), place(EU))
@@ -39,7 +41,7 @@ def known(**more: Any) -> Memory:
     return replace(TRAINS, nodes=(launched(**more),))
 
 
-LOST = known(out_of_sight=True)
+LOST = known(status=NodeStatus.OUT_OF_SIGHT)
 HIDDEN = [
     case("its zone is dark", evidence(SEEN, unreachable_since=DARK), TRAINS, "Wait", BOTH),
     case("its zone stays dark", evidence(SEEN, unreachable_since=LONG_DARK), TRAINS, "Record node out of sight", BOTH),
@@ -58,35 +60,35 @@ HIDDEN = [
     case(
         "out of sight: a person's word",
         evidence(SEEN, unreachable_since=LONG_DARK),
-        known(out_of_sight=True, written_off=True),
+        known(status=NodeStatus.OUT_OF_SIGHT, written_off=True),
         "Create",
         BOTH,
     ),
     case(
         "out of sight: nothing was launched on it",
         evidence(SEEN, unreachable_since=LONG_DARK),
-        memory(past(out_of_sight=True)),
+        memory(past(status=NodeStatus.OUT_OF_SIGHT)),
         "Create",
         BOTH,
     ),
     case(
         "out of sight, and no other place",
         evidence(SEEN, unreachable_since=LONG_DARK),
-        known(out_of_sight=True, written_off=True),
+        known(status=NodeStatus.OUT_OF_SIGHT, written_off=True),
         "Wait person",
         slot(),
     ),
     case(
         "the fence guards the launch",
         evidence(SEEN, NEXT, unreachable_since=LONG_DARK, looked={EffectKind.LOOK.of("pod-0-a0"): ago(1)}),
-        memory(launched(out_of_sight=True), past(1)),
+        memory(launched(status=NodeStatus.OUT_OF_SIGHT), past(1)),
         "Wait",
         PROCEED,
     ),
     case(
         "the fence heeds a person's word",
         evidence(SEEN, NEXT, unreachable_since=LONG_DARK),
-        memory(launched(out_of_sight=True, written_off=True), past(1)),
+        memory(launched(status=NodeStatus.OUT_OF_SIGHT, written_off=True), past(1)),
         "Launch",
         BOTH,
     ),
@@ -97,17 +99,17 @@ HIDDEN = [
         "Record node out of sight",
         BOTH,
     ),
-    case("taken: a person", evidence(), known(taken=True), "GetNode", BOTH),
+    case("taken: a person", evidence(), known(status=NodeStatus.TAKEN), "GetNode", BOTH),
     case(
         "taken, looked at: a person",
         evidence(looked={EffectKind.LOOK.of("pod-0-a0"): ago(1)}),
-        known(taken=True),
+        known(status=NodeStatus.TAKEN),
         "Wait person",
     ),
     case(
         "taken: a person's word",
         evidence(looked={EffectKind.LOOK.of("pod-0-a0"): ago(1)}),
-        known(taken=True, written_off=True),
+        known(status=NodeStatus.TAKEN, written_off=True),
         "Create",
     ),
     case(
@@ -143,14 +145,14 @@ HIDDEN = [
     case(
         "a dead one in the dark holds nothing up",
         evidence(SEEN, unreachable_since=LONG_DARK),
-        known(dead=True),
+        known(status=NodeStatus.DEAD),
         "Create",
         BOTH,
     ),
     case(
         "a delete was asked for: the fence alone",
         evidence(SEEN, unreachable_since=LONG_DARK),
-        known(delete_asked_at=NOW),
+        known(delete=going(NOW)),
         "Create",
         BOTH,
     ),

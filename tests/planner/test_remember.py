@@ -10,9 +10,10 @@ import pytest
 
 from tests.kits.evidence import FRESH, NOW, TRAINS, after, intent, launched, memory, name_of, node, past, run, token
 from tests.kits.remembering import ACCEPTED, OPEN, asked, came, delete, look, poll
-from tpucare.model.actions import Action, AddSshKey, Fact, FetchHostKeys, Notice, Reason, Record
-from tpucare.model.causes import Cause
+from tpucare.model.actions import Action, AddSshKey, Fact, FetchHostKeys, Notice, Record
+from tpucare.model.causes import Cause, Reason
 from tpucare.model.errors import AnswerLost, NodeGone
+from tpucare.model.lifecycles import CreateState, RunState
 from tpucare.model.memory import BookName, End, FailureCounter, Publishing, Trust
 from tpucare.planner.remember import recover
 
@@ -24,15 +25,16 @@ def test_facts_are_written_down() -> None:
     again = asked(adopted, Record(Fact.RUN_ADOPTED, "why", name_of(0), token(0, 4), 4))
     assert again.attempts == 2
     assert asked(memory(), Record(Fact.RUN_ADOPTED, "why", name_of(0), token(), 1)).attempts == 0
-    for fact, field in (
-        (Fact.RUN_COMPLETE, "complete"),
-        (Fact.RUN_STOPPED, "stopped"),
-        (Fact.RUN_PROGRESSED, "progressed"),
+    for fact, field, want in (
+        (Fact.RUN_COMPLETE, "complete", True),
+        (Fact.RUN_COMPLETE, "state", RunState.RUNNING),
+        (Fact.RUN_STOPPED, "state", RunState.STOPPED),
+        (Fact.RUN_PROGRESSED, "progressed", True),
     ):
-        known = memory(past(), run=run(complete=False, progressed=False))
+        known = memory(past(), run=run(state=RunState.LAUNCHING, progressed=False))
         told = asked(known, Record(fact, "why", name_of(0), token())).run
         assert told is not None
-        assert getattr(told, field)
+        assert getattr(told, field) == want
         assert asked(memory(), Record(fact, "why")).run is None
     tired = replace(
         TRAINS, step=5, books={name: FailureCounter(3, 9, after(60)) for name in ("setup", "infrastructure", "crash")}
@@ -105,7 +107,7 @@ def test_what_only_tells_leaves_nothing() -> None:
 def test_after_a_kill_an_unanswered_create_may_have_arrived() -> None:
     told = recover(OPEN).create(name_of(10))
     assert told is not None
-    assert told.lost
+    assert told.state is CreateState.ANSWER_LOST
     assert recover(ACCEPTED) == ACCEPTED
 
 
@@ -118,28 +120,29 @@ def test_after_a_kill_a_verdict_that_was_not_accepted_is_judged_anew() -> None:
     known = asked(TRAINS, delete(reason=Reason.JUDGED))
     told = recover(known).node(name_of(0))
     assert told is not None
-    assert told.delete_asked_at is None
+    assert told.delete is None
     accepted = recover(came(known, delete())).node(name_of(0))
     assert accepted is not None
-    assert accepted.delete_asked_at == NOW
-    assert accepted.delete_next_at is None
+    assert accepted.delete is not None
+    assert (accepted.delete.asked_at, accepted.delete.next_at) == (NOW, None)
 
 
 @pytest.mark.parametrize(
     "successor",
-    [{"creates": (intent(1, accepted=True),)}, {"nodes": (launched(0), past(1))}],
+    [{"creates": (intent(1, state=CreateState.AWAITED),)}, {"nodes": (launched(0), past(1))}],
     ids=["asked for", "there"],
 )
 def test_after_a_kill_a_verdict_stands_when_the_slot_has_gone_on(successor: dict[str, Any]) -> None:
     known = recover(asked(replace(TRAINS, **successor), delete(reason=Reason.JUDGED)))
     told = known.node(name_of(0))
     assert told is not None
-    assert told.delete_asked_at == NOW
-    assert told.delete_next_at is None
+    assert told.delete is not None
+    assert (told.delete.asked_at, told.delete.next_at) == (NOW, None)
 
 
 def test_after_a_kill_what_a_person_asked_for_goes_on() -> None:
     told = recover(asked(TRAINS, delete(reason=Reason.ASKED))).node(name_of(0))
     assert told is not None
-    assert told.delete_asked_at == NOW
+    assert told.delete is not None
+    assert told.delete.asked_at == NOW
     assert recover(TRAINS) == TRAINS

@@ -24,6 +24,7 @@ from tpucare.model.errors import (
     RateLimited,
     Transient,
 )
+from tpucare.model.lifecycles import CreateState
 from tpucare.model.memory import BookName, CreateIntent, DesiredState, PlaceMemory, Refusal
 from tpucare.model.resources import Operation
 from tpucare.planner.remember import absorb, recover
@@ -33,7 +34,7 @@ def test_a_create_is_on_record_before_it_is_asked_for_and_takes_a_new_number() -
     known = asked(memory(next_number=10), create(10))
     told = known.create(name_of(10))
     assert told is not None
-    assert (told.tries, told.accepted, told.lost, told.zone, told.place) == (1, False, False, US, PLACE)
+    assert (told.tries, told.state, told.zone, told.place) == (1, CreateState.SENT, US, PLACE)
     assert known.next_number == 11
     assert known.recent_creates == (NOW,)
 
@@ -48,10 +49,10 @@ def test_creates_of_the_last_minute_are_kept_for_the_budget() -> None:
 
 
 def test_a_resend_keeps_the_number_and_counts_the_tries() -> None:
-    known = asked(memory(creates=(intent(10, lost=True),)), create(10, resend=True))
+    known = asked(memory(creates=(intent(10, state=CreateState.ANSWER_LOST),)), create(10, resend=True))
     told = known.create(name_of(10))
     assert told is not None
-    assert (told.tries, told.lost) == (2, True)
+    assert (told.tries, told.state) == (2, CreateState.ANSWER_LOST)
     assert known.next_number == 11
 
 
@@ -81,8 +82,7 @@ def test_a_create_closes_when_its_call_is_refused_and_not_when_it_may_have_arriv
     told = known.create(name_of(10))
     assert (told is None) == closed
     if told is not None:
-        assert told.lost is lost
-        assert told.accepted is not lost
+        assert told.state is (CreateState.ANSWER_LOST if lost else CreateState.AWAITED)
     blamed = known.place(PLACE)
     assert (blamed.kind != "") == closed
 
@@ -95,8 +95,7 @@ def test_a_refusal_of_a_resend_leaves_the_first_call_in_doubt() -> None:
     known = came(OPEN, create(10, resend=True), error=QuotaExceeded("quota"))
     told = known.create(name_of(10))
     assert told is not None
-    assert told.lost
-    assert told.refused == "quota"
+    assert (told.state, told.refused) == (CreateState.IN_DOUBT, "quota")
     assert known.place(PLACE).kind == "quota"
 
 
@@ -105,7 +104,7 @@ def test_an_accepted_create_clears_quota_and_person_at_its_place() -> None:
     known = came(blamed, create(10), Operation("op"))
     told = known.create(name_of(10))
     assert told is not None
-    assert (told.accepted, told.operation) == (True, "op")
+    assert (told.state, told.operation) == (CreateState.RUNNING, "op")
     assert (known.place(PLACE).kind, known.place(PLACE).refusals, known.place(PLACE).retry_at) == ("", 0, None)
 
 
@@ -134,9 +133,9 @@ def test_a_superseded_intent_stays_until_its_node_is_gone() -> None:
     known = absorb(known, node("READY", 10))
     told = known.create(name_of(10))
     assert told is not None
-    assert told.superseded
+    assert told.abandoned
     over = came(known, poll(), Operation("op", done=True))
-    assert over.create(name_of(10)) is None or over.create(name_of(10)).superseded  # type: ignore[union-attr]
+    assert over.create(name_of(10)) is None or over.create(name_of(10)).abandoned  # type: ignore[union-attr]
     assert asked(memory(), Record(Fact.CREATE_SUPERSEDED, "why", name_of(10))) == memory()
     down = asked(replace(ACCEPTED, wish=DesiredState.DOWN), Record(Fact.CREATE_SUPERSEDED, "taken down", name_of(10)))
     assert down.places == {}, "a person's wish is no fault of the place"
@@ -146,7 +145,7 @@ def test_a_create_that_was_given_up_and_serves_first_holds_the_slot() -> None:
     known = absorb(asked(ACCEPTED, Record(Fact.CREATE_SUPERSEDED, "why", name_of(10))), node("READY", 10))
     known = known.with_create(replace(ACCEPTED.creates[0], name=name_of(11), number=11))
     kept = asked(known, Record(Fact.CREATE_KEPT, "it came first", name_of(10)))
-    assert {intent.name: intent.superseded for intent in kept.creates} == {name_of(10): False, name_of(11): True}
+    assert {intent.name: intent.abandoned for intent in kept.creates} == {name_of(10): False, name_of(11): True}
     assert came(kept, poll(), Operation("op", done=True)).create(name_of(10)) is None
     assert kept.node(name_of(10)) == known.node(name_of(10))
 
@@ -171,7 +170,7 @@ def test_an_operation_that_may_not_be_read_leaves_the_word_to_getnode() -> None:
     unread = came(ACCEPTED, poll(), error=NeedsPerson("denied"))
     told = unread.create(name_of(10))
     assert told is not None
-    assert (told.operation, told.accepted, told.unread, told.failed) == ("", True, True, False)
+    assert (told.operation, told.state) == ("", CreateState.UNREADABLE)
     assert absorb(unread, node("CREATING", 10)).create(name_of(10)) == told
     assert absorb(unread, node("READY", 10)).creates == ()
     over = came(unread, look(10), error=NodeGone("x"))
@@ -180,7 +179,7 @@ def test_an_operation_that_may_not_be_read_leaves_the_word_to_getnode() -> None:
     vanished_again = came(absorb(unread, node("CREATING", 10)), look(10), error=NodeGone("x"))
     assert (vanished_again.creates, vanished_again.nodes) == ((), ())
     assert vanished_again.place(PLACE).failures == 1
-    given_up = unread.with_create(replace(told, superseded=True))
+    given_up = unread.with_create(replace(told, abandoned=True))
     assert came(given_up, look(10), error=NodeGone("x")).places == {}, "its place was told when it was given up"
 
 
@@ -198,14 +197,16 @@ def test_a_failed_operation_is_booked_at_its_place(error: Exception, kind: str) 
     unseen = came(ACCEPTED, poll(), Operation("op", True, error))
     told = unseen.create(name_of(10))
     assert told is not None
-    assert (told.failed, told.operation, told.accepted, told.refused) == (False, "", True, str(error))
+    assert (told.state, told.operation, told.refused) == (CreateState.REFUSED, "", str(error))
     assert unseen.place(PLACE).kind == kind
     listed = came(absorb(ACCEPTED, node("CREATING", 10)), poll(), Operation("op", True, error)).create(name_of(10))
     assert listed is not None
-    assert listed.failed
+    assert listed.state is CreateState.FAILED
 
 
-@pytest.mark.parametrize("open_intent", [intent(10), intent(10, lost=True), intent(10, accepted=True)])
+@pytest.mark.parametrize(
+    "open_intent", [intent(10), intent(10, state=CreateState.ANSWER_LOST), intent(10, state=CreateState.AWAITED)]
+)
 def test_a_node_that_is_listed_before_its_create_was_answered_leaves_the_intent_open(open_intent: CreateIntent) -> None:
     """Else the operation that says "no capacity" would be nobody's, and the same place asked again at once."""
     known = absorb(memory(creates=(open_intent,)), node("CREATING", 10))
@@ -220,14 +221,16 @@ def test_a_node_that_vanishes_while_creating_is_its_places_fault_and_no_preempti
     A stockout that was reported after its node had been listed counted as a preemption, without a pause. The result of
     the operation counts, whenever the node was seen.
     """
-    known = vanished(absorb(memory(creates=(intent(10, lost=True),)), node("CREATING", 10)), name_of(10))
+    known = vanished(
+        absorb(memory(creates=(intent(10, state=CreateState.ANSWER_LOST),)), node("CREATING", 10)), name_of(10)
+    )
     assert (known.creates, known.nodes) == ((), ())
     assert known.book(BookName.PREEMPTION).total == 0
     assert known.place(PLACE).kind == "no capacity"
-    refused = intent(10, failed=True, operation="", refused="no more capacity")
+    refused = intent(10, state=CreateState.FAILED, refused="no more capacity")
     told = vanished(absorb(memory(creates=(refused,)), node("CREATING", 10)), name_of(10))
     assert told.place(PLACE).kind == "", "the operation has told already"
-    assert vanished(memory(creates=(intent(10, lost=True),)), name_of(10)).places == {}
+    assert vanished(memory(creates=(intent(10, state=CreateState.ANSWER_LOST),)), name_of(10)).places == {}
 
 
 @pytest.mark.parametrize(
@@ -251,15 +254,19 @@ def test_a_quota_that_our_own_dead_node_holds_is_known_wherever_the_refusal_arri
 
 def test_not_found_closes_an_intent_whose_operation_is_over_or_unknown() -> None:
     assert vanished(ACCEPTED, name_of(10)).creates == ACCEPTED.creates
-    for open_intent in (intent(10, accepted=True), intent(10, lost=True), intent(10, operation="op", failed=True)):
+    for open_intent in (
+        intent(10, state=CreateState.AWAITED),
+        intent(10, state=CreateState.ANSWER_LOST),
+        intent(10, state=CreateState.FAILED),
+    ):
         assert vanished(memory(creates=(open_intent,)), name_of(10)).creates == ()
 
 
 def test_a_lost_create_that_getnode_finds_is_accepted() -> None:
-    known = came(memory(creates=(intent(0, lost=True),)), look(), node("CREATING"))
+    known = came(memory(creates=(intent(0, state=CreateState.ANSWER_LOST),)), look(), node("CREATING"))
     told = known.create(name_of(0))
     assert told is not None
-    assert (told.lost, told.accepted) == (False, True)
+    assert told.state is CreateState.AWAITED
     assert came(ACCEPTED, look(10), node("CREATING", 10)) == ACCEPTED
     assert came(FRESH, look(), node()) == FRESH
     assert came(FRESH, look(), None, AnswerLost("x")) == FRESH
@@ -306,12 +313,12 @@ def test_no_create_number_comes_twice(events: list[tuple[str, int]]) -> None:
 def test_a_confirmation_says_nothing_of_a_node_that_has_become_an_elder_since() -> None:
     said = replace(TRAINS, fence_confirmed=True)
     assert not asked(said, create(10)).fence_confirmed
-    open_before = replace(said, creates=(intent(10, lost=True),))
+    open_before = replace(said, creates=(intent(10, state=CreateState.ANSWER_LOST),))
     assert asked(open_before, create(10, resend=True)).fence_confirmed, "it was asked for before that was said"
 
 
 def test_a_new_node_is_what_replace_asked_for() -> None:
     asks = memory(replace_asked=True)
     assert not asked(asks, create(10)).replace_asked
-    resent = asked(replace(asks, creates=(intent(10, lost=True),)), create(10, resend=True))
+    resent = asked(replace(asks, creates=(intent(10, state=CreateState.ANSWER_LOST),)), create(10, resend=True))
     assert resent.replace_asked, "the request that is sent again may be older than the wish"

@@ -8,7 +8,7 @@ import pytest
 
 from tests.kits.evidence import NOW, TRAINS, after, intent, memory, name_of, node, past
 from tests.kits.remembering import PLACE, asked, came, create, delete
-from tpucare.model.actions import Reason
+from tpucare.model.causes import Reason
 from tpucare.model.errors import AnswerLost, LostRace, NeedsPerson, NodeGone, RateLimited
 from tpucare.model.resources import Operation
 from tpucare.planner.remember import absorb, answered, attempted, changed_meanwhile, recover
@@ -20,8 +20,9 @@ def test_a_delete_is_asked_again_after_60_s_then_twice_that() -> None:
         known = asked(known, delete())
         told = known.node(name_of(0))
         assert told is not None
-        assert told.delete_next_at is not None
-        waits.append((told.delete_next_at - NOW).total_seconds() / 60)
+        assert told.delete is not None
+        assert told.delete.next_at is not None
+        waits.append((told.delete.next_at - NOW).total_seconds() / 60)
     assert waits == [1, 2, 4, 8, 16, 16, 16]
 
 
@@ -30,7 +31,8 @@ def test_the_first_reason_of_a_delete_is_kept_and_quiet_once_is_quiet() -> None:
     known = asked(known, replace(delete(reason=Reason.JUDGED), why="asked again"))
     told = known.node(name_of(0))
     assert told is not None
-    assert (told.delete_why, told.delete_quiet, told.delete_reason) == ("why", True, "judged")
+    assert told.delete is not None
+    assert (told.delete.why, told.delete.quiet, told.delete.reason) == ("why", True, Reason.JUDGED)
 
 
 def test_a_confirmation_says_nothing_of_a_node_that_is_deleted_after_it() -> None:
@@ -71,8 +73,9 @@ def test_what_comes_of_a_delete(error: Exception | None, accepted: bool, wait: f
     known = came(asked(TRAINS, delete()), delete(), None, error)
     told = known.node(name_of(0))
     assert told is not None
-    assert told.delete_accepted is accepted
-    assert told.delete_next_at == after(wait)
+    assert told.delete is not None
+    assert told.delete.accepted is accepted
+    assert told.delete.next_at == after(wait)
 
 
 def test_a_delete_that_was_accepted_once_is_not_hurried_by_a_failure() -> None:
@@ -86,7 +89,7 @@ def test_a_delete_of_another_node_is_void() -> None:
     known = changed_meanwhile(asked(TRAINS, delete(reason=Reason.JUDGED)), name_of(0))
     told = known.node(name_of(0))
     assert told is not None
-    assert (told.delete_asked_at, told.delete_why, told.delete_next_at) == (None, "", None)
+    assert told.delete is None
     assert changed_meanwhile(memory(), "other") == memory()
 
 
@@ -95,9 +98,10 @@ def test_a_delete_that_is_taken_back_takes_its_proof_of_quiet_along() -> None:
     known = asked(TRAINS, delete(reason=Reason.JUDGED, quiet=True))
     for back in (changed_meanwhile(known, name_of(0)), recover(known)):
         (told,) = back.nodes
-        assert (told.delete_asked_at, told.delete_quiet) == (None, False)
+        assert told.delete is None
         (again,) = came(asked(back, delete(reason=Reason.JUDGED)), delete(), None).nodes
-        assert (again.delete_accepted, again.in_doubt) == (True, True)
+        assert again.delete is not None
+        assert (again.delete.accepted, again.may_be_training) == (True, True)
 
 
 def test_two_nodes_that_never_answered_block_their_place() -> None:

@@ -9,8 +9,10 @@ import pytest
 
 from tests.kits.evidence import FRESH, NOW, TRAINS, intent, launched, memory, name_of, node, past, run, token
 from tests.kits.remembering import PLACE, asked, came, delete, launch, poll, stop, vanished
-from tpucare.model.actions import Action, Fact, Reason, Record
+from tpucare.model.actions import Action, Fact, Record
+from tpucare.model.causes import Reason
 from tpucare.model.errors import AuthRefused, CommandFailed, ConfigError, WorkerSilent
+from tpucare.model.lifecycles import CreateState, RunState
 from tpucare.model.memory import BookName, End, FailureCounter, PlaceMemory, Refusal
 from tpucare.model.resources import Operation
 from tpucare.model.runs import LaunchResult, StopResult
@@ -36,13 +38,16 @@ def test_a_launch_settles_the_create_of_its_node_however_long_the_operation_goes
     A node that trained while it showed CREATING, its operation still open, was given up with its create and deleted
     without a stop and its grace. A launch settles the create of its node, which is like any other from then on.
     """
-    open_intent, other = intent(0, accepted=True, operation="op"), intent(1, accepted=True, operation="op")
+    open_intent, other = (
+        intent(0, state=CreateState.RUNNING, operation="op"),
+        intent(1, state=CreateState.RUNNING, operation="op"),
+    )
     made = memory(past(), creates=(open_intent, other)).with_place(PLACE, PlaceMemory(3, kind=Refusal.NO_CAPACITY))
     for known in (
         asked(made, launch()),
         asked(made, Record(Fact.RUN_ADOPTED, "why", name_of(0), token(), 1)),
         recover(asked(made, launch()).with_create(open_intent)),
-        recover(asked(made, launch()).with_create(replace(open_intent, superseded=True))),
+        recover(asked(made, launch()).with_create(replace(open_intent, abandoned=True))),
     ):
         assert [one.name for one in known.creates] == [other.name]
         assert (known.place(PLACE).failures, known.place(PLACE).last_success is None) == (0, False)
@@ -81,7 +86,7 @@ def test_a_launch_that_is_whole_or_broke_down_or_is_nobodys() -> None:
 def test_a_stop_books_why_and_keeps_how_far_the_run_got() -> None:
     known = asked(TRAINS, stop(book=BookName.CRASH, step=7, checkpoint=5))
     assert known.run is not None
-    assert (known.run.stop_why, known.run.stopped) == ("why", False)
+    assert (known.run.stop_why, known.run.state) == ("why", RunState.STOPPING)
     assert (known.step, known.checkpoint) == (7, 5)
     book = known.book(BookName.CRASH)
     assert (book.failures, book.total) == (1, 1)
@@ -99,7 +104,7 @@ def test_a_stop_that_gives_up_ends_the_slot() -> None:
 def test_a_stop_of_what_is_not_our_run_is_remembered_as_a_run() -> None:
     known = asked(memory(past()), stop(0, 0, then=Reason.JUDGED))
     assert known.run is not None
-    assert (known.run.token, known.run.then_delete) == (token(0, 0), "judged")
+    assert (known.run.token, known.run.then_delete) == (token(0, 0), Reason.JUDGED)
 
 
 def test_stalls_and_infrastructure_are_counted_on_the_node_too() -> None:
@@ -122,13 +127,13 @@ def test_what_comes_of_a_stop() -> None:
     known = asked(TRAINS, stop())
     quiet = came(known, stop(), StopResult((True, True)))
     assert quiet.run is not None
-    assert quiet.run.stopped
+    assert quiet.run.state is RunState.STOPPED
     loud = came(known, stop(), StopResult((True, WorkerSilent("x"))))
     assert loud.run is not None
-    assert (loud.run.stopped, loud.run.stuck, loud.run.stops) == (False, False, 1)
+    assert (loud.run.state, loud.run.stops) == (RunState.STOPPING, 1)
     stuck = came(known, stop(), StopResult((True, False)))
     assert stuck.run is not None
-    assert (stuck.run.stopped, stuck.run.stuck) == (False, True)
+    assert stuck.run.state is RunState.STUCK
     assert came(known, stop(), None, WorkerSilent("x")) == known
 
 
@@ -207,15 +212,15 @@ def test_a_launch_that_failed_on_a_node_that_died_is_free() -> None:
 
 
 def test_what_a_person_asks_for_is_done_though_the_run_had_finished() -> None:
-    known = replace(TRAINS, run=run(finished=True))
+    known = replace(TRAINS, run=run(state=RunState.FINISHED))
     for alter in (restart, replace_node, lambda m: retry(replace(m, end=End.DONE))):
         altered = alter(known)
         assert altered.run is not None
-        assert not altered.run.finished
-    assert not asked(known, stop()).run.finished  # type: ignore[union-attr]
+        assert altered.run.state is not RunState.FINISHED
+    assert asked(known, stop()).run.state is RunState.STOPPING  # type: ignore[union-attr]
     finished = asked(TRAINS, Record(Fact.RUN_FINISHED, "why", name_of(0)))
     assert finished.run is not None
-    assert finished.run.finished
+    assert finished.run.state is RunState.FINISHED
 
 
 def test_a_node_that_was_judged_with_its_run_is_judged_anew_by_the_next_process() -> None:
@@ -223,7 +228,7 @@ def test_a_node_that_was_judged_with_its_run_is_judged_anew_by_the_next_process(
     A process deleted a node for an hour of bad health seconds after it had begun and seen the node well. After a
     restart the stop goes on, but the verdict behind it is void.
     """
-    for then, left in ((Reason.JUDGED, ""), (Reason.ASKED, "asked"), (None, "")):
+    for then, left in ((Reason.JUDGED, None), (Reason.ASKED, Reason.ASKED), (None, None)):
         run_after = recover(asked(TRAINS, stop(then=then))).run
         assert run_after is not None
         assert (run_after.then_delete, run_after.stop_why) == (left, "why")

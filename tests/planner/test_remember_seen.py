@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.kits.evidence import NOW, TRAINS, intent, launched, memory, name_of, node, past
+from tests.kits.evidence import NOW, TRAINS, going, intent, launched, memory, name_of, node, past
 from tests.kits.remembering import PLACE, vanished
+from tpucare.model.lifecycles import NodeStatus, RunState
 from tpucare.model.memory import BookName, FailureCounter, NodeMemory, PlaceMemory
 from tpucare.model.resources import LABEL_NUMBER, LABEL_SLOT, NodeState
 from tpucare.planner.remember import absorb, answered, taken
@@ -23,10 +24,10 @@ def test_a_node_that_nobody_asked_for_may_have_been_launched() -> None:
 
 
 def test_a_node_of_another_id_under_the_same_name_is_another_node() -> None:
-    known = absorb(memory(launched(0, dead=True, answered=True)), replace(node(), id=7))
+    known = absorb(memory(launched(0, status=NodeStatus.DEAD, answered=True)), replace(node(), id=7))
     told = known.node(name_of(0))
     assert told is not None
-    assert (told.id, told.dead, told.answered, told.launched) == (7, False, False, True)
+    assert (told.id, told.status, told.answered, told.launched) == (7, NodeStatus.LIVE, False, True)
 
 
 @pytest.mark.parametrize("state", [NodeState.PREEMPTED, NodeState.TERMINATED])
@@ -35,39 +36,40 @@ def test_a_preemption_is_free_and_proves_the_node_dead_for_good(state: NodeState
     known = absorb(known, node(NodeState.DELETING))
     told = known.node(name_of(0))
     assert told is not None
-    assert told.dead
+    assert told.status is NodeStatus.DEAD
     assert known.book(BookName.PREEMPTION) == FailureCounter(0, 1, None, f"{name_of(0)} {state.name}")
     assert absorb(known, node(state)).book(BookName.PREEMPTION).total == 1
 
 
 @pytest.mark.parametrize("state", [NodeState.READY, NodeState.REPAIRING, NodeState.CREATING, NodeState.RESTARTING])
 def test_a_node_that_was_shown_dead_and_is_listed_alive_again_proves_nothing_any_more(state: NodeState) -> None:
-    known = absorb(memory(launched(delete_asked_at=NOW, delete_accepted=True, delete_quiet=True)), node("PREEMPTED"))
+    known = absorb(memory(launched(delete=going(NOW, accepted=True, quiet=True))), node("PREEMPTED"))
     for shown in (state, NodeState.PREEMPTED, NodeState.DELETING):
         known = absorb(known, node(shown))
         (told,) = known.nodes
-        assert (told.dead, told.revived, told.in_doubt, told.serves) == (False, True, True, False)
+        assert (told.status, told.may_be_training, told.serves) == (NodeStatus.REVIVED, True, False)
     assert known.book(BookName.PREEMPTION).total == 1
 
 
 @pytest.mark.parametrize("state", [NodeState.DELETING, NodeState.STOPPED, NodeState.UNKNOWN, NodeState.HIDDEN])
 def test_what_runs_nothing_leaves_the_proof_of_death_as_it_is(state: NodeState) -> None:
-    (told,) = absorb(memory(launched(dead=True)), node(state)).nodes
-    assert (told.dead, told.revived) == (True, False)
+    (told,) = absorb(memory(launched(status=NodeStatus.DEAD)), node(state)).nodes
+    assert told.status is NodeStatus.DEAD
 
 
 def test_a_node_that_somebody_took_is_in_doubt_until_it_is_gone_or_given_back() -> None:
     known = taken(replace(TRAINS, creates=(intent(0),)), name_of(0))
     (told,) = known.nodes
-    assert (told.taken, told.in_doubt, told.serves, known.creates, known.ours) == (True, True, False, (), ())
+    assert (told.status, told.may_be_training, told.serves) == (NodeStatus.TAKEN, True, False)
+    assert (known.creates, known.ours) == ((), ())
     assert vanished(known, name_of(0)).nodes == ()
     assert vanished(known, name_of(0)).book(BookName.PREEMPTION).total == 0, "whose end it is, is theirs to count"
     (back,) = absorb(known, node()).nodes
-    assert (back.taken, back.serves) == (False, True)
+    assert (back.status, back.serves) == (NodeStatus.LIVE, True)
 
 
 @pytest.mark.parametrize(
-    "past", [past(), launched(dead=True), launched(delete_asked_at=NOW, delete_accepted=True, delete_quiet=True)]
+    "past", [past(), launched(status=NodeStatus.DEAD), launched(delete=going(NOW, accepted=True, quiet=True))]
 )
 def test_a_node_that_somebody_took_and_on_which_none_of_our_runs_lives_is_theirs(past: NodeMemory) -> None:
     assert taken(memory(past), name_of(0)).nodes == ()
@@ -91,10 +93,10 @@ def test_gone_ends_the_run_and_books_what_nobody_asked_for() -> None:
     known = vanished(replace(TRAINS, restart_asked=True), name_of(0))
     assert known.nodes == ()
     assert known.run is not None
-    assert known.run.stopped
+    assert known.run.state is RunState.ENDED
     assert not known.restart_asked
     assert known.book(BookName.PREEMPTION).total == 1
-    ours = vanished(memory(launched(delete_asked_at=NOW)), name_of(0))
+    ours = vanished(memory(launched(delete=going(NOW))), name_of(0))
     assert ours.book(BookName.PREEMPTION).total == 0
     assert vanished(memory(), "other") == memory()
 
@@ -109,7 +111,7 @@ def test_the_late_fruit_of_a_closed_create_is_told_from_what_was_given(number: i
     late = replace(late, labels={**late.labels, LABEL_SLOT: "pod-0", LABEL_NUMBER: label})
     told = absorb(memory(asked_from=3, next_number=6), late).node(late.name)
     assert told is not None
-    assert (told.asked, told.given) == (asked, not asked)
+    assert (told.requested, told.is_adopted) == (asked, not asked)
     assert told.launched, "it may have been, whoever made it"
 
 
@@ -124,11 +126,12 @@ def test_the_queued_resource_of_a_node_that_is_gone_is_remembered() -> None:
     ("changes", "is_leaving", "serves"),
     [
         ({}, False, True),
-        ({"dead": True}, True, False),
-        ({"revived": True}, True, False),
-        ({"delete_asked_at": NOW}, True, False),
-        ({"taken": True}, False, False),
-        ({"out_of_sight": True}, False, False),
+        ({"status": NodeStatus.DEAD}, True, False),
+        ({"status": NodeStatus.REVIVED}, True, False),
+        ({"delete": going()}, True, False),
+        ({"status": NodeStatus.TAKEN}, False, False),
+        ({"status": NodeStatus.TAKEN, "delete": going()}, True, False),
+        ({"status": NodeStatus.OUT_OF_SIGHT}, False, False),
     ],
 )
 def test_which_node_is_on_its_way_out_and_which_may_be_the_slots(

@@ -28,6 +28,7 @@ from tests.kits.evidence import (
 )
 from tpucare.model.actions import EffectKind
 from tpucare.model.evidence import Progress
+from tpucare.model.lifecycles import CreateState, NodeStatus, RunState
 from tpucare.model.memory import DesiredState, FailureCounter
 from tpucare.model.runs import Phase
 
@@ -42,7 +43,7 @@ IN_FLIGHT = [
     case(
         "replace is asked for while a launch is under way: its workers are not known to be quiet",
         evidence(seen(node(), QUIET), in_flight=LAUNCHING),
-        memory(launched(), run=run(complete=False), replace_asked=True),
+        memory(launched(), run=run(state=RunState.LAUNCHING), replace_asked=True),
         "Wait",
     ),
     case(
@@ -50,33 +51,33 @@ IN_FLIGHT = [
         evidence(seen(node("CREATING"), QUIET), in_flight=LAUNCHING),
         memory(
             launched(),
-            run=run(complete=False),
+            run=run(state=RunState.LAUNCHING),
             wish=DesiredState.DOWN,
-            creates=(intent(superseded=True, accepted=True),),
+            creates=(intent(abandoned=True, state=CreateState.AWAITED),),
         ),
         "Wait",
     ),
     case(
         "PREEMPTED while a launch is under way: dead is dead",
         evidence(seen(node("PREEMPTED"), QUIET), in_flight=LAUNCHING),
-        memory(launched(dead=True), run=run(complete=False)),
+        memory(launched(status=NodeStatus.DEAD), run=run(state=RunState.LAUNCHING)),
         "Delete dead",
     ),
     case(
         "UNKNOWN while a launch is under way",
         evidence(seen(node("UNKNOWN"), QUIET), in_flight=LAUNCHING),
-        memory(launched(), run=run(complete=False)),
+        memory(launched(), run=run(state=RunState.LAUNCHING)),
         "Wait",
     ),
     case(
         "REPAIRING for long while a launch is under way",
         evidence(seen(node("REPAIRING"), QUIET, progress=NO_PROGRESS), in_flight=LAUNCHING),
-        memory(launched(), run=run(complete=False)),
+        memory(launched(), run=run(state=RunState.LAUNCHING)),
         "Wait",
     ),
 ]
 
-PARTIAL = memory(launched(), run=run(complete=False))
+PARTIAL = memory(launched(), run=run(state=RunState.LAUNCHING))
 RUNS = [
     case("trains", evidence(seen(node(), running())), TRAINS, "Wait"),
     case("trains, unknown to the store", evidence(seen(node(), running())), FRESH, "Record run adopted"),
@@ -87,7 +88,7 @@ RUNS = [
     case(
         "partial launch that is in a book already",
         evidence(seen(node(), (running(), QUIET))),
-        memory(launched(), run=run(complete=False, launch_book="infrastructure")),
+        memory(launched(), run=run(state=RunState.LAUNCHING, launch_book="infrastructure")),
         "Stop",
     ),
     case("the whole launch arrived", evidence(seen(node(), running())), PARTIAL, "Record run complete"),

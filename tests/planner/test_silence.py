@@ -27,6 +27,7 @@ from tests.kits.evidence import (
 )
 from tpucare.model.actions import EffectKind
 from tpucare.model.evidence import Progress
+from tpucare.model.lifecycles import RunState
 from tpucare.model.memory import FailureCounter
 from tpucare.model.resources import Health
 
@@ -275,7 +276,7 @@ HEALTH = [
     case(
         "REPAIRING, on-demand: never deleted for health",
         evidence(seen(node("REPAIRING", tier=ON_DEMAND), QUIET, state_since=ago(hours=2), progress=NO_PROGRESS)),
-        memory(launched(), run=run(stopped=True)),
+        memory(launched(), run=run(state=RunState.ENDED)),
         "Launch",
     ),
     case(

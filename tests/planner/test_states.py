@@ -19,6 +19,7 @@ from tests.kits.evidence import (
     ago,
     before,
     evidence,
+    going,
     launched,
     memory,
     name_of,
@@ -29,6 +30,7 @@ from tests.kits.evidence import (
     seen,
 )
 from tpucare.model.actions import Create, EffectKind
+from tpucare.model.lifecycles import NodeStatus
 from tpucare.model.memory import DesiredState, Memory
 from tpucare.model.resources import NodeState
 
@@ -81,7 +83,7 @@ def test_what_is_not_seen_now_is_not_judged(state: NodeState) -> None:
 @pytest.mark.parametrize("state", STATES, ids=lambda state: f"{state.value}-{state.name}")
 def test_a_node_that_was_shown_dead_is_deleted_whatever_it_is_listed_as(state: NodeState) -> None:
     want = "Create" if state is NodeState.DELETING else "Delete dead"
-    for known in (launched(dead=True), launched(revived=True)):
+    for known in (launched(status=NodeStatus.DEAD), launched(status=NodeStatus.REVIVED)):
         what = evidence(seen(node(state), running(), state_since=ago(minutes=5)))
         assert told(act(what, memory(known, run=run()))) == want
 
@@ -97,15 +99,18 @@ def test_a_delete_that_hangs_is_repeated_whoever_asked_for_it() -> None:
 
 
 def test_beside_a_node_that_was_shown_dead_and_lives_nothing_is_launched() -> None:
-    old = launched(revived=True, delete_asked_at=before(10), delete_next_at=after(50))
+    old = launched(status=NodeStatus.REVIVED, delete=going(before(10), next_at=after(50)))
     both = evidence(seen(node(), running()), NEXT, looked={EffectKind.LOOK.of(name_of(0)): ago(1)})
     assert told(act(both, memory(old, past(1), run=run()))) == "Wait"
-    assert told(act(both, memory(replace(old, revived=False, dead=True), past(1), run=run()))) == "Launch"
+    assert told(act(both, memory(replace(old, status=NodeStatus.DEAD), past(1), run=run()))) == "Launch"
 
 
 @pytest.mark.parametrize("state", [NodeState.DELETING, NodeState.PREEMPTED, NodeState.TERMINATED])
 def test_the_next_create_does_not_wait_for_a_dead_node(state: NodeState) -> None:
-    dead = launched(dead=state is not NodeState.DELETING, delete_asked_at=before(10), delete_next_at=after(50))
+    dead = launched(
+        status=NodeStatus.LIVE if state is NodeState.DELETING else NodeStatus.DEAD,
+        delete=going(before(10), next_at=after(50)),
+    )
     action = act(evidence(seen(node(state))), memory(dead, run=run()))
     assert told(action) == "Create"
     assert isinstance(action, Create)

@@ -32,6 +32,7 @@ from tpucare.model.actions import EffectKind, FetchHostKeys, Launch, Record, Wai
 from tpucare.model.causes import Cause
 from tpucare.model.errors import CloudError, NotPublished, Transient
 from tpucare.model.evidence import Evidence, Voucher
+from tpucare.model.lifecycles import RunState
 from tpucare.model.memory import Publishing, Trust
 from tpucare.model.resources import HostKeys, Job
 
@@ -103,7 +104,7 @@ test_whether_a_job_may_be_sent = table(
     ]
 )  # fmt: skip
 
-INCOMPLETE = replace(TRAINS, run=run(complete=False))
+INCOMPLETE = replace(TRAINS, run=run(state=RunState.LAUNCHING))
 test_a_launch_that_is_repeated_asks_as_the_first = table(
     [
         case("no worker took it", asked(Voucher.UNPUBLISHED), INCOMPLETE, "Wait", AUTO),

@@ -24,6 +24,7 @@ from tests.kits.evidence import (
     before,
     ended,
     evidence,
+    going,
     intent,
     launched,
     memory,
@@ -36,18 +37,20 @@ from tests.kits.evidence import (
     slot,
     token,
 )
-from tpucare.model.actions import Delete, EffectKind, Reason, Stop
+from tpucare.model.actions import Delete, EffectKind, Stop
+from tpucare.model.causes import Reason
+from tpucare.model.lifecycles import CreateState, NodeStatus, RunState
 from tpucare.model.memory import DesiredState, End, RunMemory
 from tpucare.model.resources import Job, OnSuccess, Provisioning
 from tpucare.planner.predicates import job_mark
 
 ASKED = replace(TRAINS, wish=DesiredState.DOWN)
 PAUSED = replace(TRAINS, wish=DesiredState.PAUSED)
-PAUSED_DEAD = replace(PAUSED, nodes=(launched(dead=True),))
+PAUSED_DEAD = replace(PAUSED, nodes=(launched(status=NodeStatus.DEAD),))
 DONE = replace(TRAINS, end=End.DONE, end_why="exit 0", ended_at=before(60))
 MARK = job_mark(slot().job or Job(run=""))
 HAD_TRAINED = memory(
-    run=run(job=MARK, stopped=True),
+    run=run(job=MARK, state=RunState.ENDED),
     end=End.FAILED,
     end_why="it crashed",
     ended_at=before(hours=1),
@@ -55,7 +58,7 @@ HAD_TRAINED = memory(
     served_job=MARK,
 )
 FAILED = replace(
-    TRAINS, end=End.FAILED, end_why="crashes", ended_at=before(60), run=run(stop_why="crashes", stopped=True)
+    TRAINS, end=End.FAILED, end_why="crashes", ended_at=before(60), run=run(state=RunState.STOPPED, stop_why="crashes")
 )
 WISHES = [
     case("paused", evidence(seen(node(), running())), replace(TRAINS, wish=DesiredState.PAUSED), "Wait"),
@@ -65,19 +68,19 @@ WISHES = [
     case(
         "paused: a delete that was lost is repeated",
         evidence(seen(node("PREEMPTED"))),
-        replace(PAUSED, nodes=(launched(dead=True, delete_asked_at=before(60), delete_reason="dead"),)),
+        replace(PAUSED, nodes=(launched(status=NodeStatus.DEAD, delete=going(before(60), reason=Reason.DEAD)),)),
         "Delete dead",
     ),
     case(
         "paused: a delete is not repeated for a node that is not proven dead",
         evidence(seen(node())),
-        replace(PAUSED, nodes=(launched(delete_asked_at=before(60), delete_next_at=before(1)),)),
+        replace(PAUSED, nodes=(launched(delete=going(before(60), next_at=before(1))),)),
         "Wait",
     ),
     case(
         "paused: shown dead, and alive again",
         evidence(seen(node())),
-        replace(PAUSED, nodes=(launched(revived=True),)),
+        replace(PAUSED, nodes=(launched(status=NodeStatus.REVIVED),)),
         "Wait",
     ),
     case("down: stop first", evidence(seen(node(), running())), ASKED, "Stop then asked"),
@@ -104,7 +107,7 @@ WISHES = [
     case(
         "down while a create is under way",
         evidence(looked={EffectKind.POLL.of(name_of(3)): ago(1)}),
-        memory(creates=(intent(3, accepted=True, operation="op"),), wish=DesiredState.DOWN),
+        memory(creates=(intent(3, state=CreateState.RUNNING, operation="op"),), wish=DesiredState.DOWN),
         "Record create superseded",
     ),
     case(
@@ -204,7 +207,7 @@ WISHES = [
     case(
         "done while a create is open",
         evidence(looked={EffectKind.POLL.of(name_of(3)): ago(1)}),
-        memory(creates=(intent(3, accepted=True, operation="op"),), end=End.DONE),
+        memory(creates=(intent(3, state=CreateState.RUNNING, operation="op"),), end=End.DONE),
         "Record create superseded",
     ),
 ]
@@ -236,7 +239,9 @@ SEVERAL = [
             seen(node(number=1), running(token(1))),
             looked={EffectKind.STOP.of(name_of(1)): ago(9)},
         ),
-        replace(BOTH, run=run(1, stop_why="pod-0-a0 holds this slot", then_delete="surplus")),
+        replace(
+            BOTH, run=run(1, state=RunState.STOPPING, stop_why="pod-0-a0 holds this slot", then_delete=Reason.SURPLUS)
+        ),
         "Delete surplus",
     ),
     case(
@@ -290,7 +295,7 @@ SEVERAL = [
 
 
 def test_of_two_runs_the_one_whose_stop_failed_is_deleted() -> None:
-    younger = replace(BOTH, run=run(1, stop_why="surplus", then_delete="surplus"))
+    younger = replace(BOTH, run=run(1, state=RunState.STOPPING, stop_why="surplus", then_delete=Reason.SURPLUS))
     both = evidence(
         seen(node(), running()),
         seen(node(number=1), running(token(1))),
@@ -309,7 +314,13 @@ test_one_of_several_stays = table(SEVERAL)
 
 @pytest.mark.parametrize(
     ("known", "goes"),
-    [(run(1), 0), (run(0), 1), (None, 1), (run(1, stopped=True), 1), (run(1, stop_why="stall"), 1)],
+    [
+        (run(1), 0),
+        (run(0), 1),
+        (None, 1),
+        (run(1, state=RunState.ENDED), 1),
+        (run(1, state=RunState.STOPPING, stop_why="stall"), 1),
+    ],
     ids=["the younger is known", "the older is known", "neither", "the younger was stopped", "it is being stopped"],
 )
 def test_of_two_live_runs_the_one_that_memory_knows_stays_else_the_older_launch(

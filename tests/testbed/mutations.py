@@ -21,8 +21,9 @@ from tpucare.engine.state import EngineState, ProjectView
 from tpucare.engine.tracking import NodeTrack
 from tpucare.integrations.wandb import companion
 from tpucare.integrations.wandb import rules as sweeps_plan
-from tpucare.model.actions import Fact, FetchHostKeys, Reason, Record, Wait
-from tpucare.model.causes import Cause
+from tpucare.model.actions import Fact, FetchHostKeys, Record, Wait
+from tpucare.model.causes import Cause, Reason
+from tpucare.model.lifecycles import NodeStatus
 from tpucare.model.memory import BookName, Memory, Refusal
 from tpucare.model.resources import (
     DEAD_STATES,
@@ -238,7 +239,7 @@ def _once_dead_for_ever(memory: Memory, node: Node) -> Memory:
     """What the API said once of a node proves its death, whatever it says later."""
     past = memory.node(node.name)
     assert past is not None
-    return memory.with_node(replace(past, dead=past.dead or node.state in DEAD_STATES))
+    return memory.with_node(replace(past, status=NodeStatus.DEAD if node.state in DEAD_STATES else past.status))
 
 
 def _write_off_unasked(patch: pytest.MonkeyPatch) -> None:
@@ -248,7 +249,8 @@ def _write_off_unasked(patch: pytest.MonkeyPatch) -> None:
     def rash(memory: Memory, action: Any, now: Any, rng: Any) -> Memory:
         memory = settle(memory, action, now, rng)
         past = memory.node(action.name)
-        return memory.with_node(replace(past, written_off=True)) if past is not None and past.out_of_sight else memory
+        out_of_sight = past is not None and past.status is NodeStatus.OUT_OF_SIGHT
+        return memory.with_node(replace(past, written_off=True)) if past is not None and out_of_sight else memory
 
     patch.setattr(remember, "_settle", rash)
 

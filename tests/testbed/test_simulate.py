@@ -25,6 +25,7 @@ from tpucare.cli import simulate as cli_simulate
 from tpucare.cli.app import app
 from tpucare.engine.state import ProjectView
 from tpucare.model.errors import AnswerLost, ConfigError, StoreFull
+from tpucare.model.lifecycles import CreateState
 from tpucare.model.memory import CreateIntent, DesiredState, FailureCounter, FleetRecord, Memory
 from tpucare.model.ports import Finished, Lane, Store
 from tpucare.model.resources import Event, Listing, NodeKey
@@ -47,7 +48,7 @@ NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)
 MEMORY = Memory(
     "pod",
     next_number=3,
-    creates=(CreateIntent("pod-0-a2", 2, "us-central1-a", "here", NOW, lost=True),),
+    creates=(CreateIntent("pod-0-a2", 2, "us-central1-a", "here", NOW, state=CreateState.ANSWER_LOST),),
     books={"crash": FailureCounter(1, 2, NOW, "it fell")},
 )
 

@@ -24,9 +24,10 @@ from tpucare.adapters.system import SystemClock, instance_id, machine_id, random
 from tpucare.api.attempt import Attempt, attempt_of
 from tpucare.api.session import Session, check_name, check_zone, current, in_background
 from tpucare.engine.effects import ChangedMeanwhile, delete_ours
-from tpucare.model.actions import Delete, Reason
-from tpucare.model.causes import Cause
+from tpucare.model.actions import Delete
+from tpucare.model.causes import Cause, Reason
 from tpucare.model.errors import ConfigError, LostRace, NodeGone, StoreLocked, TpuCareError, Transient
+from tpucare.model.lifecycles import CreateState
 from tpucare.model.memory import CreateIntent, Memory
 from tpucare.model.resources import Event, Node, NodeKey, NodeState
 from tpucare.planner import desired_state as wishes
@@ -159,7 +160,7 @@ def _write_down(store: SqliteStore, memories: dict[str, Memory], found: dict[str
 
 def open_creates(memory: Memory) -> list[CreateIntent]:
     """Creates of which a node may still come."""
-    return [intent for intent in memory.creates if not intent.failed]
+    return [intent for intent in memory.creates if intent.state is not CreateState.FAILED]
 
 
 def _await_create(session: Session, intent: CreateIntent) -> None:
@@ -170,7 +171,7 @@ def _await_create(session: Session, intent: CreateIntent) -> None:
 
 
 def _is_settled(session: Session, intent: CreateIntent) -> bool:
-    if not intent.operation:
+    if intent.state is not CreateState.RUNNING:
         return SystemClock().now() - intent.asked_at > LOST_CREATE_AFTER
     try:
         return session.cloud.get_operation(intent.operation).done

@@ -23,6 +23,7 @@ from tpucare.api.progress import Progress
 from tpucare.engine.state import ProjectView
 from tpucare.fleetfile.parse import Fleet
 from tpucare.model.errors import CloudError, ConfigError, NeedsPerson, NodeGone, OwnCredentials, TpuCareError
+from tpucare.model.lifecycles import CreateState
 from tpucare.model.memory import DesiredState, End, Memory
 from tpucare.model.resources import Node, NodeKey, NodeState
 from tpucare.model.text import plain
@@ -230,7 +231,9 @@ class ForegroundRun:
         found: dict[str, str] = {}
         for name in self.roster.slots_of(self._fleet.name):
             track = self._engine.slots[name]
-            found |= {intent.name: intent.zone for intent in track.memory.creates if not intent.failed}
+            found |= {
+                intent.name: intent.zone for intent in track.memory.creates if intent.state is not CreateState.FAILED
+            }
             for seen in track.nodes.values():
                 if living and status.is_given_up(seen, track.memory):
                     found.pop(seen.node.name, None)

@@ -16,8 +16,9 @@ from datetime import timedelta
 from tpucare.engine.probes import Liveness
 from tpucare.engine.state import EngineState
 from tpucare.engine.tracking import SlotTrack
-from tpucare.model.actions import ANY_CREATE, Create, Delete, Effect, Reason, Record, Stop, Wait
-from tpucare.model.causes import Cause
+from tpucare.model.actions import ANY_CREATE, Create, Delete, Effect, Record, Stop, Wait
+from tpucare.model.causes import Cause, Reason
+from tpucare.model.lifecycles import CreateState
 from tpucare.model.memory import Memory
 from tpucare.model.ports import Gate
 from tpucare.model.resources import NodeState
@@ -73,7 +74,7 @@ def _needs(track: SlotTrack, name: str) -> bool:
     if ANY_CREATE in track.in_flight or track.action.cause is Cause.CREATE_BUDGET:
         return True
     intent, seen = track.memory.create(name), track.nodes.get(name)
-    if intent is None or intent.superseded or intent.failed or track.memory.has_given_up(name):
+    if intent is None or intent.abandoned or intent.state is CreateState.FAILED or track.memory.has_given_up(name):
         return False
     return seen is None or seen.node.state is NodeState.CREATING
 
@@ -187,9 +188,9 @@ def is_judged(action: Record | Effect, memory: Memory) -> bool:
     if not isinstance(action, Delete) or action.reason is not Reason.JUDGED:
         return False
     past, run = memory.node(action.key.name), memory.run
-    stopped = run is not None and run.node == action.key.name and run.then_delete == Reason.JUDGED
+    stopped = run is not None and run.node == action.key.name and run.then_delete is Reason.JUDGED
     # A delete that was asked for has passed the brake; that its node was shown dead lets none pass.
-    return not stopped and (past is None or not past.is_being_deleted)
+    return not stopped and (past is None or past.delete is None)
 
 
 # --- the brake in the loop: the verdicts of one moment pass it together, or are held together -------------------------

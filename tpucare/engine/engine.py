@@ -33,7 +33,6 @@ from tpucare.model.actions import (
     GetNode,
     GetOperation,
     Launch,
-    Reason,
     Record,
     Stop,
     Wait,
@@ -45,7 +44,7 @@ from tpucare.model.actions import (
     node_of,
     text_of,
 )
-from tpucare.model.causes import Cause
+from tpucare.model.causes import Cause, Reason
 from tpucare.model.errors import ConfigError, LostRace, NodeGone, TpuCareError
 from tpucare.model.evidence import Evidence, Moment
 from tpucare.model.memory import DesiredState, End, Memory

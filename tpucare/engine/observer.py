@@ -17,6 +17,7 @@ from tpucare.engine.tracking import NodeTrack, SlotTrack
 from tpucare.model.accelerators import derive
 from tpucare.model.actions import ADOPTING, EffectKind
 from tpucare.model.errors import CloudError, ConfigError, NeedsPerson, OwnCredentials, RateLimited
+from tpucare.model.lifecycles import NodeStatus
 from tpucare.model.ports import Lane
 from tpucare.model.resources import Listing, Node, NodeKey, reaches_externally, workers_of
 from tpucare.model.text import counted
@@ -185,7 +186,7 @@ class Observer:
     def lose(self, view: ProjectView, node: Node, track: SlotTrack) -> None:
         """A node that was ours bears another owner's label now: rule 2, it is not touched any more."""
         past = track.memory.node(node.name)
-        if past is not None and past.taken:
+        if past is not None and past.status is NodeStatus.TAKEN:
             return
         self.ports.launcher.disconnect(node.key)
         self.state.dirty[track.slot.name] = None

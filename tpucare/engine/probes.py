@@ -17,6 +17,7 @@ from tpucare.engine.effects import Ports
 from tpucare.engine.state import EngineState
 from tpucare.engine.tracking import NodeTrack, SlotTrack, is_running, newest_checkpoint, newest_step
 from tpucare.model.evidence import SUPPORTING_OBSERVATIONS
+from tpucare.model.lifecycles import RunState
 from tpucare.model.memory import DesiredState, End
 from tpucare.model.ports import Finished, Lane
 from tpucare.model.resources import PENDING_STATES, USABLE_STATES, NodeState
@@ -89,7 +90,7 @@ class Prober:
             attempt,
             progress=job.progress if job is not None else "",
             checkpoint=job.checkpoint if job is not None else "",
-            everything=run is not None and bool(run.stop_why),
+            everything=run is not None and not (run.state.is_wanted or run.state is RunState.ENDED),
         )
         seen.probing, seen.probe_due = True, None
         tag = ("probe", track.slot.name, seen.node.name, str(seen.generation))

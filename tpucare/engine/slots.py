@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from tpucare.engine.admission import CreateAdmission
 from tpucare.engine.state import EngineState
 from tpucare.engine.tracking import SlotTrack
+from tpucare.model.lifecycles import NodeStatus
 from tpucare.model.memory import DesiredState, Memory
 from tpucare.model.resources import Node, Slot
 from tpucare.planner import remember as memories
@@ -73,7 +74,7 @@ class SlotRegistry:
         memory = Memory(
             past.fleet,
             past.wish,
-            nodes=tuple(node for node in past.nodes if node.taken),
+            nodes=tuple(node for node in past.nodes if node.status is NodeStatus.TAKEN),
             next_number=past.next_number,
             asked_from=past.asked_from,
             attempts=past.attempts,

@@ -20,6 +20,7 @@ from tpucare.model.actions import Wait
 from tpucare.model.causes import Cause
 from tpucare.model.errors import CloudError, StoreError, StoreFull
 from tpucare.model.evidence import POLL_OPERATION_EVERY, Holding, Mark, ProjectEvidence, holding
+from tpucare.model.lifecycles import CreateState
 from tpucare.model.memory import Memory, Publishing
 from tpucare.model.ports import Clock, Executor, Lane, Store
 from tpucare.model.resources import Event, Listing, Node, NodeKey, NodeState, Slot
@@ -132,7 +133,7 @@ class EngineState:
         (self.braked.add if track.braked or track.brake_lifted else self.braked.discard)(name)
         lacks = any(place.kind.is_own_quota for place in track.memory.places.values())
         (self.lacks_quota.add if lacks else self.lacks_quota.discard)(name)
-        polls = any(intent.operation for intent in track.memory.creates)
+        polls = any(intent.state is CreateState.RUNNING for intent in track.memory.creates)
         (self.polling.add if polls else self.polling.discard)(name)
         pause = poll_pause(len(self.polling))
         if pause != self.poll_every:

@@ -19,6 +19,7 @@ from tpucare.model.actions import Action, EffectKey, Wait
 from tpucare.model.causes import Cause
 from tpucare.model.errors import NeedsPerson, NodeGone, NotPublished
 from tpucare.model.evidence import Evidence, FailedLook, Mark, NodeEvidence, Progress, ProjectEvidence, Voucher
+from tpucare.model.lifecycles import RunState
 from tpucare.model.memory import End, Memory
 from tpucare.model.resources import Health, Node, NodeState, Slot, Worker
 from tpucare.model.runs import Contact, NodeReport, Phase, WorkerReport
@@ -458,6 +459,6 @@ class SlotTrack:
         booting = any(track.node.state is NodeState.CREATING for track in self.nodes.values())
         marks = [seen.silent_since for seen in self.nodes.values() if seen.silent_since is not None]
         silent = any(now.observed - mark.observed < FRESH_SILENCE for mark in marks)
-        left = memory.end is not End.NONE or (memory.run is not None and memory.run.over)
+        left = memory.end is not End.NONE or (memory.run is not None and memory.run.state is RunState.OVER)
         ended = any(seen.ended_since is not None for seen in self.nodes.values()) and not left
         return bool(self.in_flight or memory.creates or deleting or booting or silent or ended)

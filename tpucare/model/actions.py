@@ -14,7 +14,7 @@ from datetime import datetime, timedelta
 from enum import StrEnum
 from typing import NamedTuple
 
-from tpucare.model.causes import Cause
+from tpucare.model.causes import Cause, Reason
 from tpucare.model.errors import NodeGone
 from tpucare.model.memory import BookName, End
 from tpucare.model.resources import NodeKey, Operation, Place
@@ -103,16 +103,6 @@ class Create:
     @property
     def effect_key(self) -> EffectKey:
         return ANY_CREATE
-
-
-class Reason(StrEnum):
-    """Why a node is deleted, as far as the brake on judgement (rule 12) has to know."""
-
-    DEAD = "dead"
-    JUDGED = "judged"
-    ASKED = "asked"
-    FINISHED = "finished"
-    SURPLUS = "surplus"
 
 
 @dataclass(frozen=True, slots=True)

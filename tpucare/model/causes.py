@@ -104,3 +104,13 @@ class Cause(StrEnum):
     SETTING_UP = "setting-up"
     STALLED = "stalled"
     STOPPING = "stopping"
+
+
+class Reason(StrEnum):
+    """Why a node is deleted, as far as the brake on judgement (rule 12) has to know."""
+
+    DEAD = "dead"
+    JUDGED = "judged"
+    ASKED = "asked"
+    FINISHED = "finished"
+    SURPLUS = "surplus"

@@ -13,7 +13,19 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from enum import StrEnum
 
-from tpucare.model.causes import Cause
+from tpucare.model.causes import Cause, Reason
+from tpucare.model.lifecycles import (
+    CREATES,
+    NODES,
+    RUNS,
+    CreateEvent,
+    CreateState,
+    NodeEvent,
+    NodeStatus,
+    RunEvent,
+    RunState,
+    after,
+)
 
 # Nobody cared on this store for so long that it may be a backup, whose daemon did more after it was taken.
 OLD_AFTER = timedelta(minutes=10)
@@ -124,13 +136,12 @@ class Publishing:
 @dataclass(frozen=True, slots=True)
 class CreateIntent:
     """
-    A create that was asked for, or is about to be.
+    A create that was asked for, or is about to be; open until its node is settled or proven not to be there.
 
-    `accepted`: the call was answered; `operation` may then be polled. Open until the node's id was seen, the operation
-    ended, or (operation unknown) GetNode is NOT_FOUND 60 s after the call's deadline. `superseded`: its name stays
-    watched, and is deleted if it appears. `unread`: we may not read the operation, so that only GetNode tells of it.
-    `held_*`: dead nodes of ours held that quota when it was asked for. `missing`: hourly looks in a row that found no
-    node of it since it was given up.
+    `operation` is polled while `state` is RUNNING. `refused`: what the service said against it. `abandoned`: its name
+    stays watched, and a node that appears under it is deleted, unless it is readopted. `held_*`: dead nodes of ours
+    held that quota when it was asked for. `missing`: hourly looks in a row that found no node of it since it was
+    abandoned.
     """
 
     name: str
@@ -138,19 +149,39 @@ class CreateIntent:
     zone: str
     place: str
     asked_at: datetime
+    state: CreateState = CreateState.SENT
+    abandoned: bool = False
     accelerator_type: str = ""
     tries: int = 1
-    accepted: bool = False
     operation: str = ""
-    lost: bool = False
-    superseded: bool = False
-    failed: bool = False
     refused: str = ""
     retry_at: datetime | None = None
     held_in_zone: bool = False
     held_in_region: bool = False
-    unread: bool = False
     missing: int = 0
+
+    def after(self, event: CreateEvent, *, operation: str = "", refused: str = "") -> CreateIntent:
+        """The intent after *event*; only a running operation has a name to poll."""
+        state = after(CREATES, self.state, event)
+        operation = (operation or self.operation) if state is CreateState.RUNNING else ""
+        return replace(self, state=state, operation=operation, refused=refused or self.refused)
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteIntent:
+    """
+    Our own delete of a node, repeated by rule 7 until the node is gone.
+
+    `quiet`: every worker had answered "no run, chips free", so an accepted delete proves that nothing trains there.
+    """
+
+    asked_at: datetime
+    reason: Reason
+    cause: Cause = Cause.UNRECORDED
+    why: str = ""
+    next_at: datetime | None = None
+    accepted: bool = False
+    quiet: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,12 +190,10 @@ class NodeMemory:
     A node of this slot that was there once and is not proven to be gone.
 
     `launched`: a Launch intent was written for it, or a lost store cannot rule it out.
-    `asked`: this store asked for it, though the create was closed before it came.
-    `dead`: proven dead (rule 1), though it may still be listed. `revived`: listed alive after it was shown dead, so
-    that this proved nothing; it serves no more. `taken`: it bears another owner's label now, and is not touched.
-    `out_of_sight`: neither a listing nor GetNode told of it for `fence_after`; another may be asked for elsewhere.
+    `requested`: this store asked for it, though the create was closed before it came.
+    `delete`: our own delete of it, until that is taken back; `delete_tries` counts on.
     `written_off`: a person said that nothing trains there, while it was taken or out of sight.
-    `delete_*`: our own delete, repeated by rule 7. `queued`: path of the queued resource that it came from.
+    `queued`: path of the queued resource that it came from.
     """
 
     name: str
@@ -173,93 +202,83 @@ class NodeMemory:
     create_time: datetime
     place: str = ""
     attempt: int = 0
+    status: NodeStatus = NodeStatus.LIVE
+    delete: DeleteIntent | None = None
+    delete_tries: int = 0
     launched: bool = False
-    dead: bool = False
     answered: bool = False
     refused: bool = False
-    delete_asked_at: datetime | None = None
-    delete_accepted: bool = False
-    delete_tries: int = 0
-    delete_next_at: datetime | None = None
-    delete_why: str = ""
-    delete_cause: Cause = Cause.UNRECORDED
-    external: bool = True
     stalls: int = 0
     keyed: bool = False
-    delete_reason: str = ""
-    delete_quiet: bool = False
     infrastructure: int = 0
     noticed_at: datetime | None = None
     noticed_checkpoint: int | None = None
-    asked: bool = False
-    revived: bool = False
-    taken: bool = False
+    requested: bool = False
     trust: Trust = Trust.NONE
-    out_of_sight: bool = False
     written_off: bool = False
     queued: str = ""
+
+    def after(self, event: NodeEvent) -> NodeMemory:
+        return replace(self, status=after(NODES, self.status, event))
 
     @property
     def serves(self) -> bool:
         """It may be the slot's node: not known to be dead, on its way out, or somebody else's."""
-        return not (self.is_leaving or self.taken or self.out_of_sight)
+        return self.status is NodeStatus.LIVE and self.delete is None
 
     @property
     def is_leaving(self) -> bool:
         """Dead or on its way out: it is awaited until it is gone, whatever it is listed as."""
-        return self.was_shown_dead or self.is_being_deleted
+        return self.was_shown_dead or self.delete is not None
 
     @property
     def was_shown_dead(self) -> bool:
-        """Whether that proved anything (`dead`) or not (`revived`)."""
-        return self.dead or self.revived
+        """Whether that proved anything (DEAD) or not (REVIVED)."""
+        return self.status in (NodeStatus.DEAD, NodeStatus.REVIVED)
 
     @property
-    def is_being_deleted(self) -> bool:
-        """Our own delete was asked for, whether or not it was accepted yet."""
-        return self.delete_asked_at is not None
+    def is_adopted(self) -> bool:
+        """Given by a person, or made before a store was lost: what works on it may be worth more than our run."""
+        return self.launched and not self.place and not self.requested
 
     @property
-    def given(self) -> bool:
-        """A person gave it to the slot, or a lost store made it: what works on it may be worth more than our run."""
-        return self.launched and not self.place and not self.asked
-
-    @property
-    def in_doubt(self) -> bool:
+    def may_be_training(self) -> bool:
         """Not proven to train no more (rule 1): a younger node of the slot has to wait for it."""
-        proven = self.dead or self.written_off or (self.delete_accepted and self.delete_quiet)
-        return self.launched and not proven
+        proven = self.status is NodeStatus.DEAD or self.written_off
+        return self.launched and not (
+            proven or (self.delete is not None and self.delete.accepted and self.delete.quiet)
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class RunMemory:
     """
-    The run that was last launched, or is about to be. `complete`: every worker accepted it.
+    The run that was last launched, or is about to be.
 
-    `stop_why` is set from the intent to end it until it is known to be quiet. `stops`: how often that was tried;
-    `stuck`: every worker heard it, and something does not let go. `gap_seconds`: between its first signs of progress.
-    `launch_book`: in which its failed launch was entered; it is given back where the node died meanwhile.
-    `finished`: every worker exited 0, and nothing had asked it to; what becomes of the node then takes nothing back.
-    `over`: a foreign run that ended, and is left at that. `job`: which job it was launched with; empty: not known.
+    `complete`: every worker accepted it, whatever became of it then. `stop_*`, `then_delete`: the last stop that was
+    asked for, and why its node goes after it. `stops`: how often that was tried. `gap_seconds`: between its first signs
+    of progress. `launch_book`: in which its failed launch was entered; it is given back where the node died meanwhile.
+    `job`: which job it was launched with; empty: not known.
     """
 
     token: str
     node: str
     number: int
     launched_at: datetime
+    state: RunState = RunState.LAUNCHING
     complete: bool = False
     stop_why: str = ""
     stop_cause: Cause = Cause.UNRECORDED
-    then_delete: str = ""
-    stopped: bool = False
+    then_delete: Reason | None = None
     progressed: bool = False
     stops: int = 0
-    stuck: bool = False
     gap_seconds: float = 0.0
-    over: bool = False
     job: str = ""
     launch_book: str = ""
-    finished: bool = False
+
+    def after(self, event: RunEvent) -> RunMemory:
+        complete = self.complete or event is RunEvent.COMPLETE
+        return replace(self, state=after(RUNS, self.state, event), complete=complete)
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,7 +367,7 @@ class Memory:
     @property
     def ours(self) -> tuple[NodeMemory, ...]:
         """Nodes that are there for all that is known, without those that somebody took."""
-        return tuple(node for node in self.nodes if not node.taken)
+        return tuple(node for node in self.nodes if node.status is not NodeStatus.TAKEN)
 
     def with_node(self, node: NodeMemory) -> Memory:
         """The same memory with *node* added, or put in the place of the entry of that name."""
@@ -359,10 +378,10 @@ class Memory:
         return replace(self, nodes=tuple(node for node in self.nodes if node.name != name))
 
     @property
-    def has_elder_in_doubt(self) -> bool:
+    def has_older_node_in_doubt(self) -> bool:
         """There is another node beside one that may still be training, or another is asked for."""
-        asked = [intent for intent in self.creates if not intent.superseded and self.node(intent.name) is None]
-        return len(self.nodes) + len(asked) > 1 and any(node.in_doubt for node in self.nodes)
+        asked = [intent for intent in self.creates if not intent.abandoned and self.node(intent.name) is None]
+        return len(self.nodes) + len(asked) > 1 and any(node.may_be_training for node in self.nodes)
 
     def create(self, name: str) -> CreateIntent | None:
         for intent in self.creates:

@@ -25,13 +25,13 @@ from tpucare.model.actions import (
     FetchHostKeys,
     GetNode,
     GetOperation,
-    Reason,
     Record,
     Stop,
     Wait,
 )
-from tpucare.model.causes import Cause
+from tpucare.model.causes import Cause, Reason
 from tpucare.model.evidence import Evidence, Mark, Moment, NodeEvidence, Timers
+from tpucare.model.lifecycles import CreateState, NodeStatus, RunState
 from tpucare.model.memory import CreateIntent, DesiredState, End, Memory, NodeMemory
 from tpucare.model.resources import DEAD_STATES, NodeKey, NodeState, OnSuccess, Slot, node_name
 from tpucare.model.text import length
@@ -109,7 +109,7 @@ def _is_live(seen: NodeEvidence, memory: Memory) -> bool:
     if memory.has_given_up(seen.node.name):
         return False
     intent = memory.create(seen.node.name)
-    if intent is not None and intent.superseded:
+    if intent is not None and intent.abandoned:
         return False
     return seen.node.state is not NodeState.DELETING and seen.node.state not in DEAD_STATES
 
@@ -124,7 +124,7 @@ def _chore(slot: Slot, evidence: Evidence, memory: Memory, timers: Timers) -> Ac
             return action
     theirs = {(node.key.zone, node.name, node.id) for node in evidence.foreign}
     for past in memory.nodes:
-        if past.taken and (past.zone, past.name, past.id) in theirs:
+        if past.status is NodeStatus.TAKEN and (past.zone, past.name, past.id) in theirs:
             continue
         if evidence.node(past.name) is None and past.zone not in evidence.project.unreachable_since:
             key = NodeKey(slot.project, past.zone, past.name)
@@ -141,7 +141,8 @@ def _clear_dead(evidence: Evidence, memory: Memory, timers: Timers) -> Action | 
     for seen in evidence.nodes:
         past = memory.node(seen.node.name)
         seen_now = seen.listed and not seen.dark
-        if seen_now and past is not None and past.dead and (delete := _delete_chore(seen, evidence, memory, timers)):
+        dead = past is not None and past.status is NodeStatus.DEAD
+        if seen_now and dead and (delete := _delete_chore(seen, evidence, memory, timers)):
             return delete
     return None
 
@@ -165,7 +166,7 @@ def _is_welcome(seen: NodeEvidence, evidence: Evidence, memory: Memory) -> bool:
     would be granted the next one after hours, too.
     """
     intent = memory.create(seen.node.name)
-    if intent is None or not intent.superseded or memory.has_given_up(seen.node.name):
+    if intent is None or not intent.abandoned or memory.has_given_up(seen.node.name):
         return False
     if memory.wish is not DesiredState.UP or memory.end is not End.NONE:
         return False
@@ -189,11 +190,10 @@ def _delete_chore(seen: NodeEvidence, evidence: Evidence, memory: Memory, timers
     node, past, intent = seen.node, memory.node(seen.node.name), memory.create(seen.node.name)
     if EffectKind.DELETE.of(node.name) in evidence.in_flight:
         return None
-    if past is not None and past.is_being_deleted:
-        if timers.passed(past.delete_next_at, DELETE_AGAIN_CAP):
-            why = past.delete_why or "delete asked for"
-            why = f"{why} (asked again: still {node.state.name})"
-            return replace(deletion(seen, past.delete_cause, why, _reason(past)), again=True)
+    if past is not None and past.delete is not None:
+        if timers.passed(past.delete.next_at, DELETE_AGAIN_CAP):
+            why = f"{past.delete.why or 'delete asked for'} (asked again: still {node.state.name})"
+            return replace(deletion(seen, past.delete.cause, why, past.delete.reason), again=True)
         return None
     if node.state in DEAD_STATES:
         return deletion(seen, Cause.REPORTED_DEAD, f"the cloud reports {node.state.name}", Reason.DEAD)
@@ -204,14 +204,10 @@ def _delete_chore(seen: NodeEvidence, evidence: Evidence, memory: Memory, timers
         # Whoever asked for it, and if it was us, before a kill, no memory tells: it would hold the fence for ever.
         why = f"it is DELETING for {length(DELETING_IS_STUCK)}: asked again"
         return deletion(seen, Cause.DELETE_STUCK, why, Reason.SURPLUS)
-    surplus = intent is not None and intent.superseded and node.state is not NodeState.DELETING
+    surplus = intent is not None and intent.abandoned and node.state is not NodeState.DELETING
     if surplus and not busy(seen, evidence):
         return deletion(seen, Cause.CREATE_ABANDONED, "came after its create was given up", Reason.SURPLUS)
     return None
-
-
-def _reason(past: NodeMemory) -> Reason:
-    return Reason(past.delete_reason) if past.delete_reason else Reason.ASKED
 
 
 def _due(last: Mark | None, timers: Timers, every: timedelta) -> bool:
@@ -221,7 +217,7 @@ def _due(last: Mark | None, timers: Timers, every: timedelta) -> bool:
 def _watch_spent(slot: Slot, intent: CreateIntent, evidence: Evidence, timers: Timers) -> Action | None:
     """An operation may never end; that no node of it is there for a day does."""
     this, key = EffectKind.LOOK.of(intent.name), NodeKey(slot.project, intent.zone, intent.name)
-    if not intent.superseded or this in evidence.in_flight or evidence.node(intent.name) is not None:
+    if not intent.abandoned or this in evidence.in_flight or evidence.node(intent.name) is not None:
         return None
     if not _due(evidence.looked.get(this) or evidence.creates_since.get(intent.name), timers, MISSING_LOOK_EVERY):
         return None
@@ -231,22 +227,24 @@ def _watch_spent(slot: Slot, intent: CreateIntent, evidence: Evidence, timers: T
 def _create_chore(
     slot: Slot, intent: CreateIntent, evidence: Evidence, memory: Memory, timers: Timers
 ) -> Action | None:
-    if ANY_CREATE in evidence.in_flight and not intent.accepted:
+    if ANY_CREATE in evidence.in_flight and not intent.state.is_accepted:
         return None
-    if intent.operation:
+    if intent.state is CreateState.RUNNING:
         return _watch_spent(slot, intent, evidence, timers) or _poll(intent, evidence, memory, timers)
-    if intent.failed or evidence.node(intent.name) is not None:
+    if intent.state is CreateState.FAILED or evidence.node(intent.name) is not None:
         return None
     key = NodeKey(slot.project, intent.zone, intent.name)
-    may_arrive_until = intent.asked_at + CREATE_MAY_ARRIVE
-    if intent.unread and not timers.passed(may_arrive_until, CREATE_MAY_ARRIVE):
-        # It goes on unseen: that its node is not there yet proves nothing.
-        return None
-    if intent.accepted:
+    if intent.state in (CreateState.AWAITED, CreateState.REFUSED):
         return look(key, evidence, timers, Cause.CREATE_UNDER_WAY, "accepted, its operation is over or unknown")
-    if intent.lost and (intent.refused or intent.superseded) and timers.passed(may_arrive_until, CREATE_MAY_ARRIVE):
-        return look(key, evidence, timers, Cause.ANSWER_LOST, "its answer was lost; it could have arrived until now")
-    return None
+    is_sent_again = intent.state is CreateState.ANSWER_LOST and not intent.abandoned
+    if intent.state is CreateState.SENT or is_sent_again:
+        return None
+    # Until then it may go on unseen: that its node is not there yet proves nothing.
+    if not timers.passed(intent.asked_at + CREATE_MAY_ARRIVE, CREATE_MAY_ARRIVE):
+        return None
+    if intent.state is CreateState.UNREADABLE:
+        return look(key, evidence, timers, Cause.CREATE_UNDER_WAY, "accepted, its operation is over or unknown")
+    return look(key, evidence, timers, Cause.ANSWER_LOST, "its answer was lost; it could have arrived until now")
 
 
 def _poll(intent: CreateIntent, evidence: Evidence, memory: Memory, timers: Timers) -> GetOperation | None:
@@ -254,7 +252,7 @@ def _poll(intent: CreateIntent, evidence: Evidence, memory: Memory, timers: Time
     vanished = evidence.node(intent.name) is None and memory.node(intent.name) is None
     known_before = EffectKind.GONE.of(intent.name) in evidence.looked
     every = timedelta(seconds=1) if vanished and known_before else evidence.project.poll_every
-    if intent.superseded:
+    if intent.abandoned:
         every = max(every, POLL_SPENT_EVERY)
     last = evidence.looked.get(this) or evidence.creates_since.get(intent.name)
     if this in evidence.in_flight or not (_due(last, timers, every)):
@@ -363,7 +361,7 @@ def _end_node(slot: Slot, seen: NodeEvidence, evidence: Evidence, memory: Memory
 
 
 def _open_create(memory: Memory) -> CreateIntent | None:
-    return next((intent for intent in memory.creates if not intent.superseded), None)
+    return next((intent for intent in memory.creates if not intent.abandoned), None)
 
 
 def _decide_empty(slot: Slot, evidence: Evidence, memory: Memory, timers: Timers) -> Action:
@@ -371,7 +369,7 @@ def _decide_empty(slot: Slot, evidence: Evidence, memory: Memory, timers: Timers
         return Wait(Cause.CREATE_UNDER_WAY, "create is under way")
     if ADOPTING in evidence.looked and not timers.lasted(evidence.looked[ADOPTING], ADOPTED_WITHIN):
         return Wait(Cause.ADOPTING, "a node is being adopted")
-    if memory.run is not None and memory.run.finished:
+    if memory.run is not None and memory.run.state is RunState.FINISHED:
         return done(memory.run.node, Furthest(memory.step, memory.checkpoint))
     for past in memory.nodes:
         if action := _decide_unaccounted(slot, past, evidence, timers):
@@ -410,10 +408,11 @@ def _free_number(slot: Slot, zone: str, evidence: Evidence, memory: Memory) -> i
 def _decide_unaccounted(slot: Slot, past: NodeMemory, evidence: Evidence, timers: Timers) -> Action | None:
     """A node that is not known to be gone, and that nobody can look at; None where the slot need not wait for it."""
     said = f"`tpucare confirm {slot.name}` if nothing trains there"
-    if past.taken and past.in_doubt:
+    if past.status is NodeStatus.TAKEN and past.may_be_training:
         why = f"{past.name} in {past.zone} bears another owner's label now, and our run may live there"
         return Wait(Cause.NODE_TAKEN, f"{why}: `tpucare adopt-node` it back, or {said}", needs_person=True)
-    if past.out_of_sight and past.in_doubt and not (past.is_leaving or slot.care.fence_proceed):
+    out_of_sight = past.status is NodeStatus.OUT_OF_SIGHT and past.delete is None
+    if out_of_sight and past.may_be_training and not slot.care.fence_proceed:
         since = length(slot.care.fence_after)
         why = f"nothing is heard of {past.name} in {past.zone} for {since}; it may still be training"
         why = f"{why}: {said}, and a node is asked for elsewhere"
@@ -428,7 +427,7 @@ def _decide_unaccounted(slot: Slot, past: NodeMemory, evidence: Evidence, timers
 def _decide_open_create(slot: Slot, intent: CreateIntent, evidence: Evidence, timers: Timers) -> Action:
     if timers.lasted(evidence.creates_since.get(intent.name), slot.care.boot_timeout):
         return Record(Fact.CREATE_SUPERSEDED, "unanswered at boot_timeout", name=intent.name, cause=Cause.BOOT_TIMEOUT)
-    if intent.lost and not intent.refused:
+    if intent.state is CreateState.ANSWER_LOST:
         place = next((place for place in slot.places if place.key == intent.place), None)
         if place is None:
             # The declaration no longer has that place, so the same request cannot be sent again.
@@ -491,14 +490,14 @@ def _never_used(seen: NodeEvidence, live: list[NodeEvidence], evidence: Evidence
 def _newest(live: list[NodeEvidence], memory: Memory) -> NodeEvidence:
     """One that a person gave to this slot goes before one that it made itself."""
     known = [(seen, memory.node(seen.node.name)) for seen in live]
-    given = [seen for seen, past in known if past is not None and past.given]
-    return (given or live)[-1]
+    adopted = [seen for seen, past in known if past is not None and past.is_adopted]
+    return (adopted or live)[-1]
 
 
 def _older_launch(running: list[NodeEvidence], memory: Memory) -> NodeEvidence:
     if memory.run is not None:
         for seen in running:
-            if seen.node.name == memory.run.node and not memory.run.stopped and not memory.run.stop_why:
+            if seen.node.name == memory.run.node and memory.run.state.is_wanted:
                 return seen
     return min(running, key=lambda seen: (seen.node.create_time, seen.node.name))
 

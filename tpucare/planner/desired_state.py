@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from tpucare.model.lifecycles import NodeStatus, RunEvent
 from tpucare.model.memory import DesiredState, End, FailureCounter, Memory, Refusal
 
 
@@ -53,7 +54,7 @@ def retry(memory: Memory) -> Memory:
     run = memory.run
     if run is not None and memory.end is End.DONE:
         # Where its node was kept, a run that finished is over, and not finished once more.
-        run = replace(run, stopped=True, then_delete="", finished=False)
+        run = replace(run.after(RunEvent.WANTED_ANEW), then_delete=None)
     return replace(memory.without_end(), places=places, books=books, run=run, failed_since=None)
 
 
@@ -64,10 +65,11 @@ def confirm(memory: Memory) -> Memory:
     Where none is, the word is about something else (the brake, say), and opens no fence that comes up later. Of nodes
     that nobody can look at, or that are another's by now, it holds until they are seen again.
     """
-    lost = [past for past in memory.nodes if past.in_doubt and (past.taken or past.out_of_sight)]
+    away = (NodeStatus.TAKEN, NodeStatus.OUT_OF_SIGHT)
+    lost = [past for past in memory.nodes if past.may_be_training and past.status in away]
     for past in lost:
         memory = memory.with_node(replace(past, written_off=True))
-    return replace(memory, fence_confirmed=memory.fence_confirmed or memory.has_elder_in_doubt)
+    return replace(memory, fence_confirmed=memory.fence_confirmed or memory.has_older_node_in_doubt)
 
 
 def restart(memory: Memory) -> Memory:
@@ -82,7 +84,7 @@ def replace_node(memory: Memory) -> Memory:
 
 def _unfinished(memory: Memory) -> Memory:
     """A run is wanted, whatever is known of the one before."""
-    return replace(memory, run=replace(memory.run, finished=False)) if memory.run is not None else memory
+    return replace(memory, run=memory.run.after(RunEvent.WANTED_ON)) if memory.run is not None else memory
 
 
 WISHES: Mapping[str, Callable[[Memory], Memory]] = {

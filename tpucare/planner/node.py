@@ -10,9 +10,10 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import timedelta
 
-from tpucare.model.actions import Action, AddSshKey, Delete, EffectKind, Fact, Launch, Reason, Record, Stop, Wait
-from tpucare.model.causes import Cause
+from tpucare.model.actions import Action, AddSshKey, Delete, EffectKind, Fact, Launch, Record, Stop, Wait
+from tpucare.model.causes import Cause, Reason
 from tpucare.model.evidence import Evidence, Mark, NodeEvidence, Timers, latest
+from tpucare.model.lifecycles import CreateState, RunState
 from tpucare.model.memory import BookName, DesiredState, End, Memory, NodeMemory
 from tpucare.model.resources import PENDING_STATES, USABLE_STATES, NodeKey, NodeState, Slot
 from tpucare.model.runs import Contact
@@ -109,7 +110,7 @@ def decide_by_workers(
         return None
     if past is None or past.id != seen.node.id or not past.serves or run is None or run.node != name:
         return None
-    if any(other.serves or other.in_doubt for other in memory.nodes if other.name != name):
+    if any(other.serves or other.may_be_training for other in memory.nodes if other.name != name):
         return None
     if seen.node.state not in PENDING_STATES | USABLE_STATES or busy(seen, evidence):
         return None
@@ -149,7 +150,7 @@ def _decide_pending(
     if seen.workers is not None and seen.report is not None and seen.report.all_answer:
         return _decide_answering(slot, seen, past, evidence, memory, timers)
     intent = memory.create(seen.node.name)
-    if intent is not None and intent.failed:
+    if intent is not None and intent.state is CreateState.FAILED:
         failed_since = evidence.looked.get(EffectKind.FAILED.of(seen.node.name)) or seen.seen_since
         if timers.lasted(failed_since, FAILED_CREATE_SILENCE):
             why = f"its create failed ({intent.refused}) and no worker answers"
@@ -260,7 +261,7 @@ def _decide_silent(
     run = memory.run
     if (
         run is not None
-        and run.finished
+        and run.state is RunState.FINISHED
         and run.node == name
         and timers.lasted(seen.silent_since, slot.care.success_after)
     ):
@@ -306,7 +307,7 @@ def _silence_ends(seen: NodeEvidence, past: NodeMemory, memory: Memory, why: str
     """
     delete = deletion(seen, Cause.SILENT, why, Reason.JUDGED, unanswered=not past.answered, lasted=lasted)
     run = memory.run
-    if not past.answered or run is None or run.node != past.name or not run.complete or run.stopped:
+    if not past.answered or run is None or run.node != past.name or not run.complete or run.state.is_past:
         return delete
     advanced, far = has_advanced(seen, memory), standing(seen, memory)
     spent = not advanced and memory.book(BookName.INFRASTRUCTURE).failures >= INFRASTRUCTURE_BUDGET
@@ -325,7 +326,7 @@ def _stop_half_gang(
 ) -> Stop | None:
     """Some but not all workers silent and no progress: those that answer would wait in a collective for ever."""
     run, report = memory.run, seen.report
-    if run is None or run.node != seen.node.name or run.stopped or report is None:
+    if run is None or run.node != seen.node.name or run.state.is_past or report is None:
         return None
     if report.workers[0].contact is not Contact.ANSWERED or not any(w.alive for w in report.workers):
         return None
@@ -347,9 +348,9 @@ def _decide_answering(
     if token and (run is None or not ours or _newer(token, run.token)):
         number = int(token.rpartition(".")[2])
         return Record(Fact.RUN_ADOPTED, f"{token} is what the workers have", name=node.name, token=token, number=number)
-    if run is not None and ours and run.stopped and run.then_delete:
-        return deletion(seen, run.stop_cause, run.stop_why, Reason(run.then_delete))
-    if run is not None and ours and not run.stopped:
+    if run is not None and ours and run.state.is_past and run.then_delete is not None:
+        return deletion(seen, run.stop_cause, run.stop_why, run.then_delete)
+    if run is not None and ours and not run.state.is_past:
         decide_own = decide_foreign if is_foreign(seen.report, run) else decide_run
         return decide_own(slot, seen, past, evidence, memory, timers)
     return _decide_launch(slot, seen, past, evidence, memory, timers)
@@ -382,7 +383,7 @@ def _decide_not_quiet(seen: NodeEvidence, memory: Memory) -> Action:
     why = "something that is not our run holds the chips or the lock"
     past = memory.node(seen.node.name)
     launched_by_us = memory.run is not None and memory.run.node == seen.node.name
-    if past is not None and past.given and not launched_by_us:
+    if past is not None and past.is_adopted and not launched_by_us:
         why = f"{why} of {seen.node.name}, which is adopted: stop it, or `apply --replace`"
         return Wait(Cause.HELD_BY_OTHERS, why, needs_person=True)
     token, step, checkpoint = token_of(seen) or f"{seen.node.name}.0", memory.step, memory.checkpoint
@@ -393,15 +394,15 @@ def _fence(slot: Slot, seen: NodeEvidence, evidence: Evidence, memory: Memory, t
     """Rule 1: no launch before each older node of the slot is proven dead. None when the way is free."""
     if wait := unseen(slot, evidence, timers):
         return wait
-    for elder in memory.nodes:
-        if elder.name == seen.node.name or not elder.in_doubt:
+    for older in memory.nodes:
+        if older.name == seen.node.name or not older.may_be_training:
             continue
         waited = timers.lasted(seen.answering_since, slot.care.fence_after)
         if waited and (slot.care.fence_proceed or memory.fence_confirmed):
             continue
-        key = NodeKey(slot.project, elder.zone, elder.name)
+        key = NodeKey(slot.project, older.zone, older.name)
         if action := look(key, evidence, timers, Cause.FENCED, "is it proven dead?"):
             return action
-        why = f"{elder.name} may still be training"
+        why = f"{older.name} may still be training"
         return Wait(Cause.FENCED, f"{why} (`tpucare confirm` to go on)" if waited else why, needs_person=waited)
     return None

@@ -11,8 +11,8 @@ import json
 from datetime import timedelta
 from typing import NamedTuple
 
-from tpucare.model.actions import Delete, EffectKind, GetNode, Reason, Stop, Wait
-from tpucare.model.causes import Cause
+from tpucare.model.actions import Delete, EffectKind, GetNode, Stop, Wait
+from tpucare.model.causes import Cause, Reason
 from tpucare.model.evidence import SUPPORTING_OBSERVATIONS, Evidence, Mark, NodeEvidence, Timers
 from tpucare.model.memory import BookName, Memory
 from tpucare.model.resources import Job, NodeKey, Provisioning, Slot
@@ -125,7 +125,7 @@ def _may_run(seen: NodeEvidence, memory: Memory) -> bool:
         return any(worker.alive for worker in seen.report.workers)
     # Not asked since the launch, or since this process runs.
     run = memory.run
-    return run is not None and run.node == seen.node.name and not run.stopped
+    return run is not None and run.node == seen.node.name and not run.state.is_past
 
 
 def ending(

@@ -23,11 +23,10 @@ from tpucare.model.actions import (
     GetOperation,
     Launch,
     Notice,
-    Reason,
     Record,
     Stop,
 )
-from tpucare.model.causes import Cause
+from tpucare.model.causes import Reason
 from tpucare.model.errors import (
     AlreadyExists,
     CloudError,
@@ -42,10 +41,12 @@ from tpucare.model.errors import (
     RateLimited,
     Transient,
 )
+from tpucare.model.lifecycles import CreateEvent, CreateState, NodeEvent, NodeStatus, RunEvent, RunState
 from tpucare.model.memory import (
     ENDED_BY_PROGRESS,
     BookName,
     CreateIntent,
+    DeleteIntent,
     DesiredState,
     End,
     FailureCounter,
@@ -102,16 +103,18 @@ def _settle(memory: Memory, action: Record, now: datetime, rng: random.Random) -
             return keep(memory, action.name)
         case Fact.NODE_OUT_OF_SIGHT:
             past = memory.node(action.name)
-            return memory.with_node(replace(past, out_of_sight=True)) if past is not None else memory
+            return memory.with_node(past.after(NodeEvent.HIDDEN)) if past is not None else memory
         case Fact.RUN_ADOPTED:
-            run = RunMemory(action.token, action.name, action.number, launched_at=now, complete=True)
+            run = RunMemory(action.token, action.name, action.number, launched_at=now).after(RunEvent.COMPLETE)
             return attempted(replace(memory, run=run), action.name)
         case Fact.RUN_COMPLETE:
-            return replace(memory, run=replace(run, complete=True)) if run is not None else memory
+            return _run_after(memory, RunEvent.COMPLETE)
         case Fact.RUN_STOPPED:
-            return replace(memory, run=replace(run, stopped=True)) if run is not None else memory
-        case Fact.RUN_OVER | Fact.RUN_BACK:
-            return replace(memory, run=replace(run, over=action.fact is Fact.RUN_OVER)) if run is not None else memory
+            return _run_after(memory, RunEvent.QUIET)
+        case Fact.RUN_OVER:
+            return _run_after(memory, RunEvent.FOREIGN_END)
+        case Fact.RUN_BACK:
+            return _run_after(memory, RunEvent.FOREIGN_BACK)
         case Fact.FIRST_USE:
             return believed(memory, action.name, Trust.FIRST_USE, action.publisher, now)
         case Fact.SETUP_DONE:
@@ -125,7 +128,7 @@ def _settle(memory: Memory, action: Record, now: datetime, rng: random.Random) -
             memory = replace(memory, step_job=run.job, gap_seconds=gap)
             return replace(memory, run=replace(run, progressed=True, gap_seconds=gap))
         case Fact.RUN_FINISHED:
-            return replace(memory, run=replace(run, finished=True)) if run is not None else memory
+            return _run_after(memory, RunEvent.EXITED_0)
         case Fact.RUN_LASTED:
             return has_served(memory)
         case Fact.TRIED_AGAIN:
@@ -134,6 +137,10 @@ def _settle(memory: Memory, action: Record, now: datetime, rng: random.Random) -
             if action.end is End.DONE:
                 memory = has_served(memory)
             return replace(memory, end=action.end, end_why=action.why, end_cause=action.cause, ended_at=now)
+
+
+def _run_after(memory: Memory, event: RunEvent) -> Memory:
+    return replace(memory, run=memory.run.after(event)) if memory.run is not None else memory
 
 
 def _is_further(memory: Memory, action: Record) -> bool:
@@ -176,7 +183,7 @@ def remember(
 def changed_meanwhile(memory: Memory, name: str) -> Memory:
     """The node that was to be deleted is not the one decided about: the intent is void."""
     past = memory.node(name)
-    return memory.with_node(undelete(past)) if past is not None else memory
+    return memory.with_node(replace(past, delete=None)) if past is not None else memory
 
 
 def recover(memory: Memory) -> Memory:
@@ -187,23 +194,24 @@ def recover(memory: Memory) -> Memory:
     may be well again; unless its successor is there or asked for, which the slot has by now. A stop or launch under way
     is found out by the next probe.
     """
-    succeeded = any(not intent.superseded for intent in memory.creates)
+    succeeded = any(not intent.abandoned for intent in memory.creates)
     succeeded = succeeded or any(past.serves for past in memory.nodes)
     for intent in memory.creates:
-        if not intent.accepted:
-            memory = memory.with_create(replace(intent, lost=True, retry_at=None))
-    if memory.run is not None and memory.run.then_delete == Reason.JUDGED:
+        if not intent.state.is_accepted:
+            memory = memory.with_create(replace(intent.after(CreateEvent.PROCESS_DIED), retry_at=None))
+    if memory.run is not None and memory.run.then_delete is Reason.JUDGED:
         # As of a delete: its run is stopped, and whether its node is well is found out anew.
-        memory = replace(memory, run=replace(memory.run, then_delete=""))
+        memory = replace(memory, run=replace(memory.run, then_delete=None))
     for past in memory.nodes:
         if past.launched:
             # Stores of before kept the create open until its operation was over.
             memory = served(memory, past)
-        judged = past.delete_reason == Reason.JUDGED and not past.delete_accepted
-        if past.is_being_deleted and judged and not succeeded:
-            memory = memory.with_node(undelete(past))
-        elif past.is_being_deleted:
-            memory = memory.with_node(replace(past, delete_next_at=None))
+        delete = past.delete
+        if delete is None:
+            continue
+        is_open_verdict = delete.reason is Reason.JUDGED and not delete.accepted
+        kept = None if is_open_verdict and not succeeded else replace(delete, next_at=None)
+        memory = memory.with_node(replace(past, delete=kept))
     return memory
 
 
@@ -225,7 +233,7 @@ def intend_create(memory: Memory, action: Create, now: datetime) -> Memory:
         asked_at=now,
         accelerator_type=action.place.accelerator_type,
         tries=tries,
-        lost=past is not None,
+        state=CreateState.SENT if past is None else CreateState.ANSWER_LOST,
         held_in_zone=action.held_in_zone,
         held_in_region=action.held_in_region,
     )
@@ -245,7 +253,7 @@ def supersede(memory: Memory, action: Record, now: datetime, rng: random.Random)
     intent = memory.create(action.name)
     if intent is None:
         return memory
-    memory = memory.with_create(replace(intent, superseded=True))
+    memory = memory.with_create(replace(intent, abandoned=True))
     if memory.wish is not DesiredState.UP or memory.end is not End.NONE:
         return memory
     # Another place goes first, where there is one: this one has not answered for a whole boot_timeout.
@@ -255,7 +263,7 @@ def supersede(memory: Memory, action: Record, now: datetime, rng: random.Random)
 
 def keep(memory: Memory, name: str) -> Memory:
     """The create that was given up holds the slot; those that were sent after it are given up instead."""
-    creates = tuple(replace(intent, superseded=intent.name != name) for intent in memory.creates)
+    creates = tuple(replace(intent, abandoned=intent.name != name) for intent in memory.creates)
     return replace(memory, creates=creates)
 
 
@@ -282,17 +290,18 @@ def after_create(
     key = action.place.key
     if isinstance(result, Operation):
         memory = memory.with_place(key, placement.quota_granted(memory.place(key)))
-        return memory.with_create(replace(intent, accepted=True, lost=False, operation=result.name))
+        return memory.with_create(intent.after(CreateEvent.ACCEPTED, operation=result.name))
     if isinstance(error, AlreadyExists):
         # On a node with our labels this is success; GetNode tells.
-        return memory.with_create(replace(intent, accepted=True, lost=False, operation=""))
+        return memory.with_create(intent.after(CreateEvent.EXISTS))
     transient = isinstance(error, Transient) and not isinstance(error, LostRace)
     if transient or not isinstance(error, CloudError):
-        return memory.with_create(replace(intent, lost=True, retry_at=now + RESEND_BACKOFF.delay(intent.tries, rng)))
+        retry_at = now + RESEND_BACKOFF.delay(intent.tries, rng)
+        return memory.with_create(replace(intent.after(CreateEvent.NO_ANSWER), retry_at=retry_at))
     memory = memory.with_place(key, _refuse(memory, key, action, error, now, rng))
     if action.resend:
         # The first call may have arrived all the same, and used up the very quota that this answer complains of.
-        return memory.with_create(replace(intent, lost=True, refused=str(error)))
+        return memory.with_create(intent.after(CreateEvent.CALL_REFUSED, refused=str(error)))
     return memory.without_create(action.name)
 
 
@@ -311,11 +320,8 @@ def after_look(
         memory = _missing_for_long(memory, action.key.name, now)
         return gone(_came_to_nothing(memory, action.key.name, now, rng), action.key.name, now, rng)
     intent = memory.create(action.key.name)
-    if isinstance(result, Node) and intent is not None and intent.missing:
-        intent = replace(intent, missing=0)
-        memory = memory.with_create(intent)
-    if isinstance(result, Node) and intent is not None and intent.lost:
-        return memory.with_create(replace(intent, lost=False, accepted=True))
+    if isinstance(result, Node) and intent is not None:
+        return memory.with_create(replace(intent.after(CreateEvent.FOUND), missing=0))
     return memory
 
 
@@ -324,10 +330,10 @@ def _missing_for_long(memory: Memory, name: str, now: datetime) -> Memory:
     A create that was given up and of which no node is there for a day is closed, whatever its operation says.
 
     The looks are an hour of observed time apart, so that a clock that was set closes none. Its number stays spent, so a
-    node that comes later still is known as ours (`NodeMemory.asked`).
+    node that comes later still is known as ours (`NodeMemory.requested`).
     """
     intent = memory.create(name)
-    if intent is None or not intent.superseded or not intent.operation:
+    if intent is None or not intent.abandoned or intent.state is not CreateState.RUNNING:
         return memory
     if intent.missing + 1 >= MISSING_LOOKS and now - intent.asked_at >= MISSING_LOOKS * MISSING_LOOK_EVERY:
         return memory.without_create(name)
@@ -337,7 +343,7 @@ def _missing_for_long(memory: Memory, name: str, now: datetime) -> Memory:
 def _came_to_nothing(memory: Memory, name: str, now: datetime, rng: random.Random) -> Memory:
     """Without its operation nobody says why: what was accepted and is not there found no capacity."""
     intent = memory.create(name)
-    if intent is None or not intent.unread or intent.superseded:
+    if intent is None or intent.state is not CreateState.UNREADABLE or intent.abandoned:
         return memory
     failure = NoCapacity(f"{name} is not there, and its operation may not be read: {intent.refused}")
     return memory.with_place(intent.place, _refuse(memory, intent.place, intent, failure, now, rng))
@@ -353,7 +359,7 @@ def after_poll(
         return _operation_over(memory, intent)
     if isinstance(error, NeedsPerson):
         # Asked again it would be refused again. The create is accepted and stays open: GetNode tells what became of it.
-        return memory.with_create(replace(intent, operation="", unread=True, refused=str(error)))
+        return memory.with_create(intent.after(CreateEvent.FORBIDDEN, refused=str(error)))
     if not isinstance(result, Operation) or not result.done:
         return memory
     if result.error is None:
@@ -363,14 +369,14 @@ def after_poll(
         memory = memory.with_place(intent.place, _refuse(memory, intent.place, intent, failure, now, rng))
     if memory.node(action.name) is None:
         # The node may be listed a little later, or have failed too early to be listed: GetNode tells.
-        return memory.with_create(replace(intent, operation="", accepted=True, refused=str(failure)))
-    return memory.with_create(replace(intent, operation="", failed=True, refused=str(failure)))
+        return memory.with_create(intent.after(CreateEvent.OPERATION_FAILED, refused=str(failure)))
+    return memory.with_create(intent.after(CreateEvent.NODE_FAILED, refused=str(failure)))
 
 
 def _operation_over(memory: Memory, intent: CreateIntent) -> Memory:
     if memory.node(intent.name) is not None:
         return memory.without_create(intent.name)
-    return memory.with_create(replace(intent, operation=""))
+    return memory.with_create(intent.after(CreateEvent.OPERATION_OVER))
 
 
 # --- deletes: asked for, asked again until the node is gone, taken back; which place is to blame ----------------------
@@ -380,19 +386,16 @@ def intend_delete(memory: Memory, action: Delete, now: datetime) -> Memory:
     past = memory.node(action.key.name)
     if past is None:
         past = NodeMemory(action.key.name, action.key.zone, action.id, action.create_time, launched=True)
-    first = not past.is_being_deleted
-    tries = past.delete_tries + 1
-    past = replace(
-        past,
-        delete_asked_at=past.delete_asked_at or now,
-        delete_tries=tries,
-        delete_next_at=now + min(DELETE_AGAIN * 2 ** min(tries - 1, 10), DELETE_AGAIN_CAP),
-        delete_why=action.why if first else past.delete_why,
-        delete_cause=action.cause if first else past.delete_cause,
-        delete_reason=action.reason.value,
-        # Nobody asks the workers of a node that was shown dead, so what they said is of before.
-        delete_quiet=(past.delete_quiet or action.quiet) and not past.revived,
+    first, tries = past.delete is None, past.delete_tries + 1
+    delete = past.delete or DeleteIntent(now, action.reason, action.cause, action.why)
+    delete = replace(
+        delete,
+        reason=action.reason,
+        next_at=now + min(DELETE_AGAIN * 2 ** min(tries - 1, 10), DELETE_AGAIN_CAP),
+        # The workers of a node that was shown dead are not asked, so their last answer is of before.
+        quiet=(delete.quiet or action.quiet) and past.status is not NodeStatus.REVIVED,
     )
+    past = replace(past, delete=delete, delete_tries=tries)
     # A verdict that was taken back at a restart and is given again is still one node.
     if tries == 1 and past.place and (action.unanswered or action.held):
         memory = _count_useless(memory, past.place, action, now)
@@ -428,22 +431,16 @@ def after_delete(memory: Memory, action: Delete, error: Exception | None, now: d
         return memory
     if isinstance(error, NodeGone):
         return gone(memory, action.key.name, now, rng)
+    delete = past.delete
+    if delete is None or isinstance(error, LostRace):
+        return memory
     if error is None:
-        return memory.with_node(replace(past, delete_accepted=True))
-    if isinstance(error, LostRace):
-        return memory
-    if isinstance(error, RateLimited):
-        return memory.with_node(replace(past, delete_next_at=now + timedelta(minutes=1)))
-    if past.delete_accepted:
-        return memory
-    return memory.with_node(
-        replace(past, delete_next_at=now + min(DELETE_AGAIN / 12 * past.delete_tries, DELETE_AGAIN))
-    )
-
-
-def undelete(past: NodeMemory) -> NodeMemory:
-    past = replace(past, delete_why="", delete_cause=Cause.UNRECORDED, delete_reason="")
-    return replace(past, delete_asked_at=None, delete_next_at=None, delete_quiet=False)
+        delete = replace(delete, accepted=True)
+    elif isinstance(error, RateLimited):
+        delete = replace(delete, next_at=now + timedelta(minutes=1))
+    elif not delete.accepted:
+        delete = replace(delete, next_at=now + min(DELETE_AGAIN / 12 * past.delete_tries, DELETE_AGAIN))
+    return memory.with_node(replace(past, delete=delete))
 
 
 # --- runs: launched, stopped, how far they got, and the failures that count against them ------------------------------
@@ -479,9 +476,8 @@ def intend_stop(memory: Memory, action: Stop, now: datetime, rng: random.Random)
     memory = _trained(memory, now)
     if run is None or run.node != action.key.name:
         run = RunMemory(action.token, action.key.name, number, launched_at=now)
-    then = action.then.value if action.then else run.then_delete
-    run = replace(run, stop_why=action.why, stop_cause=action.cause, then_delete=then)
-    run = replace(run, stopped=False, stops=run.stops + 1, finished=False)
+    run = replace(run, stop_why=action.why, stop_cause=action.cause, then_delete=action.then or run.then_delete)
+    run = replace(run.after(RunEvent.STOP_ASKED), stops=run.stops + 1)
     memory = far(replace(memory, run=run, restart_asked=False), action.step, action.checkpoint)
     if action.book is not None:
         memory = _enter(memory, action.book, action.why, action.advanced, now, rng)
@@ -563,7 +559,9 @@ def _of_served(memory: Memory) -> Memory:
 def _trained(memory: Memory, now: datetime) -> Memory:
     """A run that made progress and lived long has trained, however it ends."""
     run = memory.run
-    if run is None or run.stop_why or not run.progressed or now - run.launched_at < SERVED_AFTER:
+    if run is None or not run.progressed or now - run.launched_at < SERVED_AFTER:
+        return memory
+    if run.state.is_stopping or run.state is RunState.STOPPED:
         return memory
     return _of_served(memory)
 
@@ -605,7 +603,7 @@ def after_launch(
     if run is None or run.token != action.token:
         return memory
     if isinstance(result, LaunchResult) and result.complete:
-        return replace(memory, run=replace(run, complete=True, launch_book=""))
+        return replace(memory, run=replace(run.after(RunEvent.COMPLETE), launch_book=""))
     errors = [e for e in result.workers if e is not None] if isinstance(result, LaunchResult) else [error]
     reason = next((str(e) for e in errors if e is not None), "launch failed")
     human = any(isinstance(e, CommandFailed | ConfigError) for e in errors)
@@ -620,10 +618,10 @@ def after_stop(memory: Memory, action: Stop, result: object) -> Memory:
     if run is None or run.node != action.key.name or not isinstance(result, StopResult):
         return memory
     if result.quiet:
-        return replace(memory, run=replace(run, stopped=True))
+        return replace(memory, run=run.after(RunEvent.QUIET))
     # What every worker heard and did not obey is not asked again; what some did not hear is.
     deaf = any(isinstance(worker, Exception) for worker in result.workers)
-    return memory if deaf else replace(memory, run=replace(run, stuck=True))
+    return memory if deaf else replace(memory, run=run.after(RunEvent.NOT_FREE))
 
 
 # --- sightings: a node is there, its workers answered, it is gone, it is somebody else's ------------------------------
@@ -642,7 +640,7 @@ def absorb(memory: Memory, node: Node) -> Memory:
         memory = memory.with_node(past)
     memory = in_sight(memory, node.name)
     memory = _live_or_dead(memory, node)
-    if intent is not None and not intent.superseded and _settled(node):
+    if intent is not None and not intent.abandoned and _settled(node):
         memory = memory.without_create(node.name)
         if node.state is NodeState.READY and intent.place:
             memory = placement.came_up(memory, intent.place, node.create_time)
@@ -652,19 +650,20 @@ def absorb(memory: Memory, node: Node) -> Memory:
 def in_sight(memory: Memory, name: str) -> Memory:
     """The node is listed as ours: whatever was believed of it while it was not is over."""
     past = memory.node(name)
-    if past is None or not (past.taken or past.out_of_sight or past.written_off):
+    if past is None:
         return memory
-    return memory.with_node(replace(past, taken=False, out_of_sight=False, written_off=False))
+    told = replace(past.after(NodeEvent.LISTED), written_off=False)
+    return memory if told == past else memory.with_node(told)
 
 
 def _live_or_dead(memory: Memory, node: Node) -> Memory:
     past = memory.node(node.name)
     assert past is not None
     if node.state in DEAD_STATES and not past.was_shown_dead:
-        return _preempted(memory.with_node(replace(past, dead=True)), node.name, node.state.name)
-    if past.dead and node.state in PENDING_STATES | USABLE_STATES:
-        # That it was shown dead proves nothing, now or the next time: its run may have lived all the while.
-        return memory.with_node(replace(past, dead=False, revived=True, delete_quiet=False))
+        return _preempted(memory.with_node(past.after(NodeEvent.SHOWN_DEAD)), node.name, node.state.name)
+    if past.status is NodeStatus.DEAD and node.state in PENDING_STATES | USABLE_STATES:
+        delete = replace(past.delete, quiet=False) if past.delete is not None else None
+        return memory.with_node(replace(past.after(NodeEvent.SHOWN_ALIVE), delete=delete))
     return memory
 
 
@@ -677,7 +676,7 @@ def _met(node: Node, intent: CreateIntent | None, memory: Memory) -> NodeMemory:
         place=intent.place if intent else "",
         launched=intent is None,
         attempt=memory.attempts if intent is None else 0,
-        asked=intent is None and _was_asked_for(node, memory),
+        requested=intent is None and _was_asked_for(node, memory),
         queued=node.queued_resource,
     )
 
@@ -754,21 +753,22 @@ def gone(memory: Memory, name: str, now: datetime, rng: random.Random) -> Memory
     if past is not None:
         # A node whose create failed was never there to be preempted. One that was shown dead and lived on is lost only
         # now, so `is_leaving` would say too much.
-        if not (past.dead or past.taken or past.is_being_deleted) and intent is None:
+        if past.status not in (NodeStatus.DEAD, NodeStatus.TAKEN) and past.delete is None and intent is None:
             memory = _preempted(memory, name, "is gone")
         memory = memory.without_node(name)
         if past.queued:
             memory = replace(memory, shell=past.queued)
-    if intent is not None and (not intent.operation or intent.failed):
+    if intent is not None and intent.state is not CreateState.RUNNING:
         memory = memory.without_create(name)
-        if past is not None and not past.is_being_deleted and not intent.refused:
+        if past is not None and past.delete is None and not intent.state.has_refusal:
             # Nobody will say why: what is listed as CREATING and vanishes, though we did not have it deleted, found no
             # capacity.
             error = NoCapacity(f"{name} vanished while CREATING")
             place = placement.refused(memory.place(intent.place), error, held=False, now=now, rng=rng)
             memory = memory.with_place(intent.place, place)
     if memory.run is not None and memory.run.node == name:
-        memory = replace(memory, run=replace(memory.run, stopped=True), restart_asked=False, replace_asked=False)
+        run = memory.run.after(RunEvent.NODE_GONE)
+        memory = replace(memory, run=run, restart_asked=False, replace_asked=False)
     return memory
 
 
@@ -780,8 +780,9 @@ def taken(memory: Memory, name: str) -> Memory:
     """
     past, memory = memory.node(name), memory.without_create(name)
     if past is not None:
-        memory = memory.with_node(replace(past, taken=True)) if past.in_doubt else memory.without_node(name)
+        fenced = past.may_be_training
+        memory = memory.with_node(past.after(NodeEvent.RELABELLED)) if fenced else memory.without_node(name)
     run = memory.run
     # What has finished has: whoever takes the node afterwards takes nothing back.
-    lost = run is not None and run.node == name and not run.finished
+    lost = run is not None and run.node == name and run.state is not RunState.FINISHED
     return replace(memory, run=None) if lost else memory

@@ -11,9 +11,10 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import timedelta
 
-from tpucare.model.actions import Action, EffectKind, Fact, Launch, Notice, Reason, Record, Wait
-from tpucare.model.causes import Cause
+from tpucare.model.actions import Action, EffectKind, Fact, Launch, Notice, Record, Wait
+from tpucare.model.causes import Cause, Reason
 from tpucare.model.evidence import SUPPORTING_OBSERVATIONS, Evidence, Mark, NodeEvidence, Timers, latest
+from tpucare.model.lifecycles import RunState
 from tpucare.model.memory import ENDED_BY_PROGRESS, BookName, End, Memory, NodeMemory, RunMemory
 from tpucare.model.resources import OnExit, OnSuccess, Provisioning, Slot
 from tpucare.model.runs import Failure, NodeReport, Phase, WorkerReport
@@ -52,9 +53,9 @@ def decide_unsettled(
 ) -> Action | None:
     """What was begun with a run, or asked for, and is not at its end: comes before how the run itself is."""
     assert memory.run is not None
-    if memory.run.stop_why:
+    if memory.run.state.is_stopping:
         return _stop_again(seen, evidence, memory, timers)
-    if not memory.run.complete:
+    if memory.run.state is RunState.LAUNCHING:
         return _decide_incomplete(slot, seen, evidence, memory, timers)
     if memory.restart_asked:
         return ending(seen, memory, Cause.RESTART_ASKED, "restart was asked for")
@@ -86,16 +87,15 @@ def _stop_again(seen: NodeEvidence, evidence: Evidence, memory: Memory, timers: 
     assert run is not None
     last = evidence.looked.get(EffectKind.STOP.of(seen.node.name))
     if last is None:
-        then = Reason(run.then_delete) if run.then_delete else None
-        return ending(seen, memory, run.stop_cause, run.stop_why, then=then)
-    if run.then_delete:
-        return deletion(seen, run.stop_cause, run.stop_why, Reason(run.then_delete))
+        return ending(seen, memory, run.stop_cause, run.stop_why, then=run.then_delete)
+    if run.then_delete is not None:
+        return deletion(seen, run.stop_cause, run.stop_why, run.then_delete)
     if quiet(seen):
         return Record(Fact.RUN_STOPPED, "its workers are quiet now", seen.node.name, run.token, run.number)
     if not timers.lasted(last, STOP_AGAIN_AFTER, observations=1):
         return Wait(Cause.STOPPING, "the run was stopped; its processes or the chips are not free yet")
     past = memory.node(seen.node.name)
-    is_heard = run.stuck or run.stops >= STOPS_UNHEARD
+    is_heard = run.state is RunState.STUCK or run.stops >= STOPS_UNHEARD
     if is_heard and past is not None and not past.launched:
         return _held_by_others(seen, last, timers)
     if run.stops < STOPS_UNHEARD and (keeps_node(seen) or not is_heard):
@@ -347,7 +347,7 @@ def decide_ended(
 ) -> Action:
     run = memory.run
     assert run is not None
-    if run.finished:
+    if run.state is RunState.FINISHED:
         return _decide_success(slot, seen, memory, timers)
     own = [worker for worker in workers if worker.token == run.token]
     failed = [worker for worker in own if worker.exit_status not in (None, 0)]
@@ -448,7 +448,11 @@ def _may_be_noted(slot: Slot, seen: NodeEvidence, memory: Memory) -> bool:
     """All workers said so, and more than once; while one still runs, the node's death may yet cost something."""
     assert memory.run is not None
     assert seen.report is not None
-    if memory.run.finished or slot.care.on_success is OnSuccess.RESTART or seen.ended_reports < EXIT_IS_SEEN_REPORTS:
+    if (
+        memory.run.state is RunState.FINISHED
+        or slot.care.on_success is OnSuccess.RESTART
+        or seen.ended_reports < EXIT_IS_SEEN_REPORTS
+    ):
         return False
     return all(worker.exit_status == 0 for worker in seen.report.workers)
 
@@ -501,11 +505,11 @@ def decide_foreign(
         return _decide_failed_setup(slot, seen, memory, timers, failed[0])
     if memory.book(BookName.SETUP).failures and past_setup(workers):
         return Record(Fact.SETUP_DONE, "setup served on every worker: its failures begin anew", seen.node.name)
-    if not run.over and (action := _decide_rebooted(seen, memory, timers)):
+    if run.state is not RunState.OVER and (action := _decide_rebooted(seen, memory, timers)):
         return action
     if not any(worker.alive for worker in workers):
         return _decide_foreign_end(slot, seen, memory, timers)
-    if run.over:
+    if run.state is RunState.OVER:
         return Record(Fact.RUN_BACK, "something of its run lives again", seen.node.name)
     action = decide_living(slot, seen, past, memory, timers)
     return replace(action, why=_living_rest(workers)) if isinstance(action, Wait) and past_setup(workers) else action
@@ -543,7 +547,7 @@ def _decide_foreign_end(slot: Slot, seen: NodeEvidence, memory: Memory, timers: 
     assert run is not None
     assert seen.report is not None
     why = ended_why(seen.report.workers)
-    if run.over and on_exit is OnExit.LEAVE:
+    if run.state is RunState.OVER and on_exit is OnExit.LEAVE:
         return Wait(Cause.FOREIGN_RUN_ENDED, f"{why} (care.on_exit is leave)")
     if not timers.lasted(seen.ended_since, GONE_IS_SURE_AFTER, observations=1):
         return Wait(Cause.FOREIGN_RUN_ENDED, "nothing of its run lives; looking once more")

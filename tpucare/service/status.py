@@ -18,6 +18,7 @@ from tpucare.engine.tracking import NodeTrack, SlotTrack
 from tpucare.model.actions import Wait, word_of
 from tpucare.model.causes import Cause
 from tpucare.model.errors import TpuCareError
+from tpucare.model.lifecycles import RunState
 from tpucare.model.memory import DesiredState, End, FleetRecord, Memory, NodeMemory
 from tpucare.model.resources import Node, NodeKey, NodeState, Provisioning, Worker
 from tpucare.model.runs import Contact, Phase
@@ -89,7 +90,7 @@ def _behind(track: SlotTrack, seen: NodeTrack | None) -> list[str]:
     run, job = track.memory.run, track.slot.job
     if seen is None:
         return []
-    ours = run is not None and run.node == seen.node.name and not run.stopped and not run.over
+    ours = run is not None and run.node == seen.node.name and not run.state.is_past and run.state is not RunState.OVER
     found = ["job"] if ours and run and run.job and job is not None and run.job != job_mark(job) else []
     node = seen.node
     declared = {(place.zone, place.accelerator_type, place.provisioning) for place in track.slot.places}
@@ -217,7 +218,7 @@ def phase_of(track: SlotTrack, seen: NodeTrack | None, past: NodeMemory | None) 
     if seen is None:
         return "creating" if track.memory.creates else "waiting"
     # What is dead, and not deleted by us yet, is shown as the state that the cloud reports.
-    if past is not None and past.is_being_deleted:
+    if past is not None and past.delete is not None:
         return "deleting"
     state = seen.node.state
     if state is NodeState.CREATING:
@@ -233,7 +234,7 @@ def _run_phase(seen: NodeTrack, memory: Memory) -> str:
         return "connecting"
     if run is None or run.node != seen.node.name:
         return "ready"
-    if run.over:
+    if run.state is RunState.OVER:
         return "ended"
     phases = [worker.phase for worker in report.workers if worker.token == run.token]
     slowest = min(phases, key=_COURSE.index, default=Phase.NONE)
@@ -285,7 +286,7 @@ def _node_row(seen: NodeTrack, memory: Memory) -> Row:
         "health": node.health.name,
         "created": node.create_time.isoformat(),
         "listed": seen.listed,
-        "deleting": past is not None and past.is_being_deleted,
+        "deleting": past is not None and past.delete is not None,
     }
 
 

@@ -7,10 +7,13 @@ A file is judged without being touched: read-only, before anything opens it for 
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from tpucare.model.causes import Cause, Reason
 from tpucare.model.errors import StoreCorrupt, StoreError, StoreFull
+from tpucare.model.lifecycles import CreateState, NodeStatus, RunState
 
 APPLICATION_ID = 0x54505543  # "TPUC", shown by file(1)
 
@@ -28,6 +31,8 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
     ),
     # What the Python door's callbacks hand on from node to node, by slot; see `contexts`.
     ("CREATE TABLE contexts (slot TEXT PRIMARY KEY, context TEXT NOT NULL)",),
+    # Memories tell of lifecycles (`upgrade_memory`): an earlier version would take a finished run for one that lives.
+    (),
 )
 
 VERSION = len(MIGRATIONS)
@@ -132,3 +137,80 @@ def translate(error: sqlite3.Error, path: Path) -> StoreError:
     if code & 0xFF == sqlite3.SQLITE_BUSY:
         return StoreError(f"{path}: another program keeps the store locked ({error}); close it")
     return StoreError(f"{path}: {error}")
+
+
+# --- memories of earlier versions -------------------------------------------------------------------------------------
+# They are JSON text, so no SQL statement brings them up to date: each is read as this version would have written it.
+
+
+def upgrade_memory(memory: dict[str, Any]) -> bool:
+    """
+    Bring the JSON object of a Memory up to date, in place. Returns: whether anything had to change.
+
+    Before version 3 of the schema creates, nodes and runs had booleans where they have a state now. Before causes were
+    kept, only the beginning of a text told that a slot had been ended for its sweep's sake.
+    """
+    changed = False
+    if memory.get("end") == "done" and not memory.get("end_cause") and memory.get("end_why", "").startswith("sweep "):
+        memory["end_cause"], changed = Cause.SWEEP_OVER, True
+    creates = [create for create in memory.get("creates", ()) if "state" not in create]
+    nodes = [node for node in memory.get("nodes", ()) if "status" not in node]
+    runs = [run for run in (memory.get("run"),) if run is not None and "state" not in run]
+    for create in creates:
+        create["state"] = _create_state(create)
+        create["abandoned"] = create.get("superseded", False)
+    for node in nodes:
+        node["status"] = _node_status(node)
+        node["requested"] = node.get("asked", False)
+        node["delete"] = _delete_intent(node)
+    for run in runs:
+        run["state"] = _run_state(run)
+        run["then_delete"] = run.get("then_delete") or None
+    return changed or bool(creates or nodes or runs)
+
+
+def _create_state(create: Mapping[str, Any]) -> CreateState:
+    has_refusal = bool(create.get("refused"))
+    if create.get("failed"):
+        return CreateState.FAILED
+    if create.get("unread"):
+        return CreateState.UNREADABLE
+    if create.get("accepted"):
+        if create.get("operation"):
+            return CreateState.RUNNING
+        return CreateState.REFUSED if has_refusal else CreateState.AWAITED
+    if create.get("lost"):
+        return CreateState.IN_DOUBT if has_refusal else CreateState.ANSWER_LOST
+    return CreateState.SENT
+
+
+def _node_status(node: Mapping[str, Any]) -> NodeStatus:
+    told = {
+        "taken": NodeStatus.TAKEN,
+        "revived": NodeStatus.REVIVED,
+        "dead": NodeStatus.DEAD,
+        "out_of_sight": NodeStatus.OUT_OF_SIGHT,
+    }
+    return next((status for name, status in told.items() if node.get(name)), NodeStatus.LIVE)
+
+
+def _delete_intent(node: Mapping[str, Any]) -> dict[str, Any] | None:
+    if node.get("delete_asked_at") is None:
+        return None
+    told = {"asked_at": "delete_asked_at", "why": "delete_why", "cause": "delete_cause", "next_at": "delete_next_at"}
+    told |= {"accepted": "delete_accepted", "quiet": "delete_quiet"}
+    delete = {name: node[old] for name, old in told.items() if old in node}
+    return {**delete, "reason": node.get("delete_reason") or Reason.ASKED}
+
+
+def _run_state(run: Mapping[str, Any]) -> RunState:
+    is_asked_to_end = bool(run.get("stop_why"))
+    if run.get("finished"):
+        return RunState.FINISHED
+    if run.get("stopped"):
+        return RunState.STOPPED if is_asked_to_end else RunState.ENDED
+    if is_asked_to_end:
+        return RunState.STUCK if run.get("stuck") else RunState.STOPPING
+    if run.get("over"):
+        return RunState.OVER
+    return RunState.RUNNING if run.get("complete") else RunState.LAUNCHING

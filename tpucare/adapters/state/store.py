@@ -14,23 +14,21 @@ import sqlite3
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
-from pydantic_core import PydanticSerializationError, to_json
+from pydantic_core import PydanticSerializationError, from_json, to_json
 
 from tpucare.adapters.state import folder as state_folder
 from tpucare.adapters.state import schema as schema
 from tpucare.adapters.state.folder import DEFAULT_NAME, StoreLock, store_path
 from tpucare.adapters.state.schema import REMEDY
-from tpucare.model.causes import Cause
 from tpucare.model.errors import StoreCorrupt, StoreError, StoreForeign
 from tpucare.model.local_files import sync_folder
-from tpucare.model.memory import End, FleetRecord, Memory, is_old
+from tpucare.model.memory import FleetRecord, Memory, is_old
 from tpucare.model.resources import Event
 
 # --- records as JSON text and back ------------------------------------------------------------------------------------
@@ -50,10 +48,12 @@ class Codec(Generic[T]):
     """
     JSON of one record type. Instants become ISO 8601 text in UTC. `summed`: the text begins with its sum.
 
-    upgrade: what is read as this version would have written it
+    upgrade: brings the JSON object of an earlier version up to date, in place, and tells whether anything changed
     """
 
-    def __init__(self, record: type[T], *, summed: bool = False, upgrade: Callable[[T], T] | None = None) -> None:
+    def __init__(
+        self, record: type[T], *, summed: bool = False, upgrade: Callable[[dict[str, Any]], bool] | None = None
+    ) -> None:
         self._adapter = TypeAdapter(record)
         self._upgrade = upgrade
         self._noun, self._summed = record.__name__, summed
@@ -77,19 +77,20 @@ class Codec(Generic[T]):
             if text[len(_SUM) : _HEAD] != f"{_sum_of(rest)}{_AFTER}":
                 raise StoreCorrupt(f"{where}: damaged (its sum does not fit); {REMEDY}")
         try:
-            record = self._adapter.validate_json(text)
+            return self._adapter.validate_json(self._upgraded(text))
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             key = ".".join(str(part) for part in first["loc"])
             raise StoreCorrupt(f"{where}: not a {self._noun} of this version ({key}: {first['msg']})") from error
-        return self._upgrade(record) if self._upgrade is not None else record
 
-
-def _with_causes(memory: Memory) -> Memory:
-    """Versions before causes kept that a slot was ended for its sweep's sake in the text alone, by how it begins."""
-    if memory.end is End.DONE and memory.end_cause is Cause.UNRECORDED and memory.end_why.startswith("sweep "):
-        return replace(memory, end_cause=Cause.SWEEP_OVER)
-    return memory
+    def _upgraded(self, text: str) -> str | bytes:
+        if self._upgrade is None:
+            return text
+        try:
+            raw = from_json(text)
+        except ValueError:
+            return text  # the adapter says what is wrong with it
+        return to_json(raw) if isinstance(raw, dict) and self._upgrade(raw) else text
 
 
 def _sum_of(text: str) -> str:
@@ -99,7 +100,7 @@ def _sum_of(text: str) -> str:
 _SUM, _AFTER = '{"sum":"', '",'
 _HEAD = len(_SUM) + 8 + len(_AFTER)
 
-MEMORY: Codec[Memory] = Codec(Memory, summed=True, upgrade=_with_causes)
+MEMORY: Codec[Memory] = Codec(Memory, summed=True, upgrade=schema.upgrade_memory)
 FLEET: Codec[FleetRecord] = Codec(FleetRecord, summed=True)
 EVENT: Codec[Event] = Codec(Event)
 

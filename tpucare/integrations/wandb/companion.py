@@ -354,7 +354,7 @@ def slot_state(track: SlotTrack) -> SlotState:
 def _is_busy(track: SlotTrack) -> bool:
     """True if a run was launched on a node that still exists, and neither was ended."""
     run = track.memory.run
-    if run is None or run.stopped or run.stop_why or run.node not in track.nodes:
+    if run is None or not run.state.is_wanted or run.node not in track.nodes:
         return False
     return not track.memory.has_given_up(run.node)
 

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tpucare.model.actions import Reason
+from tpucare.model.causes import Reason
 from tpucare.model.errors import RateLimited
 from tpucare.model.memory import NodeMemory
 from tpucare.model.resources import Health, NodeState, Slot
@@ -46,10 +46,16 @@ class Manners:
 
     def deleted(self, record: Mapping[str, Any], life: NodeLife | None, past: NodeMemory, slot: Slot) -> str | None:
         """What is wrong with that delete, if anything is."""
-        if past.delete_reason != Reason.JUDGED or past.answered or life is None or not self.blocked(life):
+        if (
+            past.delete is None
+            or past.delete.reason is not Reason.JUDGED
+            or past.answered
+            or life is None
+            or not self.blocked(life)
+        ):
             return None
         healthy = record["state"] == NodeState.READY and record["health"] in (Health.UNSPECIFIED, Health.HEALTHY)
         age = self.now() - (life.record.create_time - START).total_seconds()
         if not healthy or age >= slot.care.boot_timeout.total_seconds():
             return None
-        return f"{life.path.node_id} is given up after {age:.0f} s ({past.delete_why}), and only its guard kept us out"
+        return f"{life.path.node_id} is given up after {age:.0f} s ({past.delete.why}), and only its guard kept us out"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from tpucare.engine.tracking import SlotTrack
 from tpucare.model.actions import Wait
+from tpucare.model.lifecycles import NodeStatus
 from tpucare.model.memory import DesiredState, End, Memory, PlaceMemory
 from tpucare.model.resources import NodeKey, NodeState
 from tpucare.planner import desired_state as wishes
@@ -61,8 +62,10 @@ class Person:
             daemon.engine.change(name, _unblocked, "retry", f"{name}: retry")
         if not _needs_person(track) or track.braked or memory.end is not End.NONE:
             return
-        hidden = any(past.in_doubt and (past.out_of_sight or past.taken) for past in memory.nodes)
-        in_doubt, helped = memory.has_elder_in_doubt or hidden, self._confirmed.get(name) != track.action.why
+        hidden = any(
+            past.may_be_training and past.status in (NodeStatus.OUT_OF_SIGHT, NodeStatus.TAKEN) for past in memory.nodes
+        )
+        in_doubt, helped = memory.has_older_node_in_doubt or hidden, self._confirmed.get(name) != track.action.why
         if in_doubt and (helped or not track.nodes):
             self._confirmed[name] = track.action.why
             self._confirm(name, track)

@@ -16,9 +16,8 @@ from datetime import datetime
 from typing import Any
 
 from tpucare.engine.tracking import newest_checkpoint, newest_step
-from tpucare.model.actions import Reason
-from tpucare.model.causes import Cause
-from tpucare.model.memory import End, Memory, NodeMemory, PlaceMemory
+from tpucare.model.causes import Cause, Reason
+from tpucare.model.memory import DeleteIntent, End, Memory, PlaceMemory
 from tpucare.model.resources import (
     LABEL_FLEET,
     LABEL_NUMBER,
@@ -530,20 +529,25 @@ class Properties:
         slot = node.rpartition("-a")[0] if known else labels.get(LABEL_SLOT, "")
         memory = self.disk.memories.get(slot)
         past = memory.node(node) if memory is not None else None
-        if memory is None or past is None or not past.is_being_deleted:
+        if memory is None or past is None or past.delete is None:
             self._break("intent-first", f"{node} is deleted, and nothing of it is on the disk")
             return
         declared = self.slots.get(slot)
         if declared is not None and (wrong := self._manners.deleted(record, self._life(name), past, declared)):
             self._break("guard-outwaited", wrong)
         healthy = record["state"] == NodeState.READY and record["health"] in (Health.UNSPECIFIED, Health.HEALTHY)
-        if healthy and record["serving"] and self._trains(slot, record["id"]) and not self._may_go(slot, past, memory):
-            self._break("unasked-delete", f"{node} was training and well: {past.delete_why}")
+        if (
+            healthy
+            and record["serving"]
+            and self._trains(slot, record["id"])
+            and not self._may_go(slot, past.delete, memory)
+        ):
+            self._break("unasked-delete", f"{node} was training and well: {past.delete.why}")
 
-    def _may_go(self, slot: str, past: NodeMemory, memory: Memory) -> bool:
-        if past.delete_reason in (Reason.ASKED, Reason.FINISHED):
+    def _may_go(self, slot: str, delete: DeleteIntent, memory: Memory) -> bool:
+        if delete.reason in (Reason.ASKED, Reason.FINISHED):
             return True
-        if past.delete_reason == Reason.SURPLUS and len(memory.nodes) > 1:
+        if delete.reason is Reason.SURPLUS and len(memory.nodes) > 1:
             return True
         return self._explained(slot)
 
