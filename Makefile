@@ -11,6 +11,9 @@ BIN := .venv/bin
 # Those are run once more for it: to trace the whole suite makes stories and storms two to three times as slow.
 PURE := fleetfile model.accelerators planner adapters.google.classify adapters.runner.scripts
 TESTS := tests/fleetfile tests/model tests/planner tests/adapters/test_failures.py tests/adapters/test_script.py
+# Two processes for each core of a small machine, since a test with machines waits more than it works. A file goes to one
+# of them as a whole, because its tests share what it builds.
+PYTEST := $(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder -m "not slow"
 COVERAGE := $(PURE:%=--cov=tpucare.%) --cov-branch --cov-report=term:skip-covered --cov-fail-under=90
 
 .PHONY: help setup demo test check bench storm format
@@ -27,8 +30,8 @@ demo: ## Train through preemptions on an emulated cloud; ARGS="--preemptions 3"
 
 test: ## The coverage of the pure modules by their tests, then all tests but the slow ones; ARGS="-k store"
 	@.ci/setup dev machines
-	$(if $(ARGS),,@$(BIN)/pytest -n 2 --dist loadscope -m "not slow" $(COVERAGE) $(TESTS))
-	@$(BIN)/pytest -n 2 --dist loadscope -m "not slow" $(ARGS)
+	$(if $(ARGS),,@$(PYTEST) $(COVERAGE) $(TESTS))
+	@$(PYTEST) --durations=20 $(ARGS)
 
 check: ## Style, types, import contracts, docs
 	@.ci/setup dev
