@@ -22,7 +22,7 @@ def test_a_slot_that_lives_long_is_not_decided_more_often(tmp_path: Path) -> Non
         daemon.engine.change("pod-0", lambda memory: memory, "note", "pod-0: something new")
         daemon.run(seconds=20)
     daemon.run(hours=2)
-    assert len(view._wakes) < 50
+    assert len(view._wakes) <= 10, "one of each slot, and few that a later decision made void"
     due = [slot for _, slot in view._wakes if view._wanted.get(slot) is not None]
     assert set(due) <= set(daemon.engine.slots)
 

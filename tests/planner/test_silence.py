@@ -81,6 +81,12 @@ SILENCE = [
     # anywhere. Where no worker answers, `boot_timeout` alone judges a node that never answered; two of them in a row
     # block the place.
     case(
+        "never answered, nobody does: no canary before boot_timeout",
+        evidence(silent(25, seen_since=ago(minutes=29)), may_be_canary=True),
+        memory(past(answered=False)),
+        "Wait",
+    ),
+    case(
         "never answered, nobody does: boot_timeout ends the wait",
         evidence(silent(25, seen_since=ago(minutes=31))),
         memory(past(answered=False)),
