@@ -41,7 +41,7 @@ from tpucare.model.errors import (
     StoreLocked,
 )
 from tpucare.service import emulator_address as running
-from tpucare.service.client import alone
+from tpucare.service.client import standalone
 from tpucare.service.control_socket import NoDaemon, request
 from tpucare.service.options import resolve
 from tpucare.testbed.emulator.machines.sandbox import MachineError
@@ -593,10 +593,10 @@ def test_a_look_without_a_daemon_ends_with_the_error_of_the_listing(
 ) -> None:
     with cloud.lock:
         cloud.world.operator.fail_next("ListNodes", code, said)
-    with alone(resolve(os.environ)) as here:
-        here.care.engine.watch("emulated")
+    with standalone(resolve(os.environ)) as here:
+        here.runtime.engine.watch("emulated")
         with pytest.raises(kind) as failed:
-            here.look()
+            here.observe()
     assert (failed.value.code, failed.value.message) == (code, f"listing emulated failed: {said}")
     assert failed.value.advice == advice
     with cloud.lock:

@@ -340,7 +340,7 @@ class Swarm:
         clock = self.office.daemon.clock
         self.care = SweepCare(
             self.office.daemon.engine,
-            self.office.roster,
+            self.office.registry,
             self.watch,
             base_url=lambda: "http://wandb",
             now=clock.now,
@@ -349,9 +349,9 @@ class Swarm:
         )
 
     def hear(self, answer: Answer, minutes: float = 10) -> None:
-        self.care.look()
+        self.care.poll()
         self.watch.laid = {(PATH, "http://wandb"): answer}
-        self.care.look()
+        self.care.poll()
         self.office.run(minutes)
 
     def end(self, slot: str) -> str:
@@ -465,8 +465,8 @@ def test_a_fleet_that_names_another_w_and_b_is_not_followed_with_our_key(swarm: 
         url = f"http://{'evil' if name == 'evil' else 'wandb/'}"
         text = fleet_text(name) + f"  env: {{TPUCARE_SWEEP: {PATH}, WANDB_BASE_URL: '{url}'}}\n"
         swarm.office.apply(text, swarm.office.folder)
-    swarm.care.look()
-    swarm.care.look()
+    swarm.care.poll()
+    swarm.care.poll()
     assert swarm.watch.wanted == {(PATH, "http://wandb")}
     assert swarm.office.daemon.told("sweep-unknown") == ["evil: its sweep is not followed: not ours"]
     assert {row["fleet"] for row in swarm.care.rows()} == {"swarm", "twin"}
@@ -498,7 +498,7 @@ def test_the_end_of_a_sweep_outlives_the_daemon(swarm: Swarm) -> None:
 
 def test_a_fleet_that_is_down_is_followed_no_more(swarm: Swarm) -> None:
     swarm.office.ask("down", target="swarm")
-    swarm.care.look()
+    swarm.care.poll()
     assert swarm.watch.wanted == set()
     assert swarm.care.rows() == []
 
@@ -506,8 +506,8 @@ def test_a_fleet_that_is_down_is_followed_no_more(swarm: Swarm) -> None:
 def test_a_sweep_that_cannot_be_read_is_said_once(swarm: Swarm) -> None:
     text = fleet_text("odd") + "  env: {TPUCARE_SWEEP: nonsense}\n"
     swarm.office.apply(text, swarm.office.folder)
-    swarm.care.look()
-    swarm.care.look()
+    swarm.care.poll()
+    swarm.care.poll()
     assert len(swarm.office.daemon.told("sweep-unknown")) == 1
 
 

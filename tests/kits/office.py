@@ -1,4 +1,4 @@
-"""The doors' own parts (roster, folder, desk) over the real engine in virtual time, and a real daemon as a process."""
+"""Registry, fleet folder and command handler over the real engine in virtual time, and a daemon as a process."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def fleet_text(name: str = "pod", count: int = 1, **job: str) -> str:
 
 
 class Office:
-    """What `Daemon` of the harness does not have: fleets from files, and a desk. `again` is the next process."""
+    """What `Daemon` of the harness does not have: fleets from files, and commands. `again` is the next process."""
 
     def __init__(self, tmp_path: Path) -> None:
         self.folder = tmp_path / "fleets"
@@ -67,7 +67,7 @@ class Office:
     def _open(self) -> None:
         daemon = self.daemon
         assert daemon.store is not None
-        self.roster = FleetRegistry(
+        self.registry = FleetRegistry(
             daemon.engine,
             daemon.store,
             daemon.clock,
@@ -75,10 +75,10 @@ class Office:
             find_project=lambda: PROJECT,
             secrets=self.secrets,
         )
-        self.roster.load()
-        self.intake = FleetFolder(self.folder, self.roster)
+        self.registry.load()
+        self.fleet_folder = FleetFolder(self.folder, self.registry)
         parts = SimpleNamespace(engine=daemon.engine, store=daemon.store, clock=daemon.clock)
-        self.desk = CommandHandler(cast(Runtime, parts), self.roster, self.intake)
+        self.handler = CommandHandler(cast(Runtime, parts), self.registry, self.fleet_folder)
 
     def again(self) -> None:
         self.daemon.restart()
@@ -91,17 +91,17 @@ class Office:
 
     def look(self) -> None:
         """Twice: a changed file has to look the same two times in a row."""
-        self.intake.look()
-        self.intake.look()
+        self.fleet_folder.read_changes()
+        self.fleet_folder.read_changes()
 
     def run(self, minutes: float = 15) -> None:
         """The loop, as the daemon has it."""
         for _ in range(max(1, int(minutes * 6))):
             self.daemon.run(seconds=10)
-            self.roster.bury()
+            self.registry.remove_finished_slots()
 
     def ask(self, do: str, **values: object) -> dict[str, Any]:
-        return self.desk.carry({"do": do, **values})
+        return self.handler.handle({"do": do, **values})
 
     def apply(self, text: str, folder: Path, **values: object) -> dict[str, Any]:
         return self.ask("apply", text=text, folder=str(folder), file="", **values)

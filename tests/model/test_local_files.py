@@ -214,11 +214,11 @@ def test_a_copy_keeps_its_meaning_when_it_is_edited_and_when_the_store_is_lost(o
     copy.write_text(copy.read_text().replace("count: 1", "count: 2"))
     office.look()
     assert office.slots == ["pod-0", "pod-1"]
-    assert office.roster.was_applied_from("pod", home)
-    office.roster.records.clear()
-    assert office.roster.was_applied_from("pod", home)
-    assert not office.roster.was_applied_from("pod", Path("/"))
-    assert not office.roster.was_applied_from("cod", home)
+    assert office.registry.was_applied_from("pod", home)
+    office.registry.records.clear()
+    assert office.registry.was_applied_from("pod", home)
+    assert not office.registry.was_applied_from("pod", Path("/"))
+    assert not office.registry.was_applied_from("cod", home)
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------

@@ -345,7 +345,7 @@ orders = st.builds(
 
 def ask(office: Office, order: Any) -> None:
     try:
-        answer = office.desk.carry(order)
+        answer = office.handler.handle(order)
     except (ConfigError, CannotDo) as error:
         harmless(str(error).replace("\n", " "))
     else:

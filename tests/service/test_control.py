@@ -222,7 +222,7 @@ def test_an_order_that_nobody_waits_for_any_more_is_not_carried_out(
 ) -> None:
     loop = Loop(path, answer_seconds=0.3, busy=True)
     try:
-        with pytest.raises(Refused, match="did nothing of it"):
+        with pytest.raises(Refused, match="did nothing for this command"):
             request(path, {"do": "echo", "text": "too late"})
         monkeypatch.setattr(loop.control, "_answer_seconds", 60.0)
         loop.busy.clear()

@@ -13,7 +13,7 @@ from tests.kits.office import Office, fleet_text
 from tpucare.model.errors import ConfigError
 from tpucare.model.memory import DesiredState
 from tpucare.service.control_socket import Control, request
-from tpucare.service.fleet_folder import TEXT_LIMIT, Watch, folder_of, read_text
+from tpucare.service.fleet_folder import TEXT_LIMIT, FolderWatcher, folder_of, read_text
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def test_a_file_in_the_folder_is_a_fleet(office: Office) -> None:
     office.write(fleet_text(count=2))
     office.look()
     assert office.slots == ["pod-0", "pod-1"]
-    assert office.roster.records["pod"].wish is DesiredState.UP
+    assert office.registry.records["pod"].wish is DesiredState.UP
     assert told(office, "fleet") == [f"{office.folder}/pod.yaml: pod accepted, 2 slots"]
 
 
@@ -114,9 +114,9 @@ def test_a_record_of_an_older_version_gets_its_project_when_its_nodes_are_seen_t
     office.look()
     office.run()
     assert office.daemon.store is not None
-    office.daemon.store.save_fleet(replace(office.roster.records["pod"], project=""))
+    office.daemon.store.save_fleet(replace(office.registry.records["pod"], project=""))
     office.again()
-    assert office.roster.records["pod"].project == ""
+    assert office.registry.records["pod"].project == ""
     office.run(1)
     assert office.daemon.store.fleets()["pod"].project == "my-project"
     monkeypatch.setattr("tests.kits.office.PROJECT", "other-project")
@@ -131,7 +131,7 @@ def test_what_is_absent_or_unreadable_changes_nothing_and_is_told_once(office: O
     path = office.write(fleet_text())
     office.look()
     office.run()
-    before = (office.slots, office.nodes, office.roster.records)
+    before = (office.slots, office.nodes, office.registry.records)
     match harm:
         case "removed":
             path.unlink()
@@ -150,7 +150,7 @@ def test_what_is_absent_or_unreadable_changes_nothing_and_is_told_once(office: O
     for _ in range(5):
         office.look()
     office.run(5)
-    assert (office.slots, office.nodes, office.roster.records) == before
+    assert (office.slots, office.nodes, office.registry.records) == before
     assert office.daemon.all_train()
     warnings = [e.text for e in office.daemon.events if e.kind in ("folder", "fleet-refused", "fleet-missing")]
     assert warnings
@@ -167,13 +167,13 @@ def test_an_unreadable_file_beside_a_good_one(office: Office) -> None:
 
 
 def test_a_file_that_is_being_written_is_not_read_in_the_middle(office: Office) -> None:
-    office.intake.look()
+    office.fleet_folder.read_changes()
     path = office.write(fleet_text(count=1))
-    office.intake.look()
+    office.fleet_folder.read_changes()
     path.write_text(fleet_text(count=20))
-    office.intake.look()
+    office.fleet_folder.read_changes()
     assert office.slots == []
-    office.intake.look()
+    office.fleet_folder.read_changes()
     assert len(office.slots) == 20
 
 
@@ -195,7 +195,7 @@ def test_two_files_of_one_fleet_the_first_stays(office: Office) -> None:
     office.write(fleet_text(run="one"), "a.yaml")
     office.write(fleet_text(run="two"), "b.yaml")
     office.look()
-    assert "one" in office.roster.records["pod"].text
+    assert "one" in office.registry.records["pod"].text
     assert "declared in" in told(office, "fleet-refused")[0]
 
 
@@ -241,7 +241,7 @@ def test_files_that_a_fleet_names_are_read_again_when_asked(office: Office) -> N
     office.look()
     (office.folder / "conf.txt").write_text("two")
     office.look()
-    office.intake.again()
+    office.fleet_folder.read_all_again()
     office.look()
     job = office.daemon.engine.slots["pod-0"].slot.job
     assert job is not None
@@ -256,13 +256,13 @@ def test_a_text_that_this_version_cannot_read_leaves_its_nodes_alone(office: Off
     path.unlink()
     store = office.daemon.store
     assert store is not None
-    record = office.roster.records["pod"]
+    record = office.registry.records["pod"]
     store.save_fleet(type(record)("pod", "name: pod\nfuture: key\n", record.folder, record.accepted_at))
     office.again()
     office.look()
     office.run(10)
     assert office.nodes == nodes
-    assert "future" in office.roster.unread["pod"]
+    assert "future" in office.registry.unread["pod"]
     assert office.ask("gc", apply=True)["deleting"] == [], "nodes of a fleet that is known are nobody's to sweep"
     with pytest.raises(Exception, match="cannot be read"):
         office.ask("down", target="pod")
@@ -302,7 +302,7 @@ def test_a_byte_order_mark_is_lost_and_nothing_else(office: Office, tmp_path: Pa
     assert folder_of(text, tmp_path) == (Path("/elsewhere") if again else tmp_path)
     office.apply(text, tmp_path)
     office.again()
-    assert office.roster.unread == {}
+    assert office.registry.unread == {}
     assert office.slots == ["pod-0"]
 
 
@@ -321,7 +321,7 @@ def test_an_applied_fleet_replaces_the_file_that_declares_it(office: Office, tmp
     assert not (office.folder / "pod.yaml").exists()
     office.again()
     office.look()
-    assert "new" in office.roster.records["pod"].text
+    assert "new" in office.registry.records["pod"].text
 
 
 @pytest.mark.parametrize("harm", ["no folder", "no file"])
@@ -344,7 +344,7 @@ def test_a_fleets_folder_that_cannot_be_written_is_an_error_of_that_order_alone(
             order = {"do": "apply", "text": fleet_text(), "folder": str(tmp_path), "file": ""}
             answer = person.submit(request, control.path, order)
             while not answer.done():
-                control.serve(office.desk.carry)
+                control.serve(office.handler.handle)
             with pytest.raises(ConfigError, match=r"cannot be (made|written)"):
                 answer.result()
     finally:
@@ -378,4 +378,4 @@ def test_hidden_files_and_folders_are_not_looked_at(tmp_path: Path) -> None:
     (tmp_path / "pod.yaml~").write_text("x")
     (tmp_path / "dir.yaml").mkdir()
     os.symlink("nowhere", tmp_path / "gone.yaml")
-    assert Watch(tmp_path).look().changed == []
+    assert FolderWatcher(tmp_path).poll().changed == []

@@ -36,7 +36,7 @@ def phases(office: Office, minutes: float) -> list[str]:
         if "pod-0" in office.slots:
             seen[row(office)["phase"]] = None
             json.dumps(row(office))
-        office.roster.bury()
+        office.registry.remove_finished_slots()
     return list(seen)
 
 

@@ -16,7 +16,7 @@ from tpucare.model.memory import BookName, DesiredState, End
 from tpucare.model.resources import Care
 from tpucare.model.runs import Failure
 from tpucare.planner import desired_state as wishes
-from tpucare.service.client import Ending
+from tpucare.service.client import Takedown
 from tpucare.testbed.emulator.inprocess import InProcessCloud
 from tpucare.testbed.simulation.machines import Script
 
@@ -195,7 +195,7 @@ def test_the_end_waits_for_zones_in_which_something_of_the_slots_may_be(daemon: 
     daemon.restart()
     said: list[str] = []
     began = daemon.clock.seconds
-    ending = Ending(daemon.engine, daemon.clock, lambda slot: slot.fleet == "pod", said.append)
+    ending = Takedown(daemon.engine, daemon.clock, lambda slot: slot.fleet == "pod", said.append)
     daemon.run_until(ending.is_over, minutes=5)
     waited = daemon.clock.seconds - began
     told = f"waiting for {US}, which did not answer yet; at most 120 s"

@@ -29,11 +29,11 @@ from tpucare.model.resources import Node, NodeKey, NodeState
 from tpucare.model.text import plain
 from tpucare.service import status
 from tpucare.service.assembly import Runtime
-from tpucare.service.client import Ending
+from tpucare.service.client import Takedown
 from tpucare.service.commands import Answer, CommandHandler
 from tpucare.service.control_socket import Control
 from tpucare.service.fleet_registry import FleetRegistry
-from tpucare.service.signals import caught
+from tpucare.service.signals import handle_signals
 
 SETTLE_SECONDS = 3.0
 # Without a reason to wake earlier: the lock of a neighbour's delete may end a slot, and no event tells of it.
@@ -82,28 +82,30 @@ class _Asked:
 class ForegroundRun:
     """One call. Use `care`."""
 
-    def __init__(self, caretaker: Runtime, declared: RunSpec, progress: Progress) -> None:
-        self._care, self._engine, self._progress = caretaker, caretaker.engine, progress
+    def __init__(self, runtime: Runtime, declared: RunSpec, progress: Progress) -> None:
+        self._runtime, self._engine, self._progress = runtime, runtime.engine, progress
         self._declared, self._fleet = declared, declared.fleet
         self._asked = _Asked()
         self._going_down = self._may_begin = False
         self._next_show = 0.0
         self._known: set[str] = set()
-        self.roster = FleetRegistry.of(caretaker)
-        self._unowned = UnownedNodes(caretaker, self.roster, self._fleet, delete=declared.delete_unowned)
-        self._ending = Ending(self._engine, caretaker.clock, lambda slot: slot.fleet == self._fleet.name, progress.say)
-        self._desk = CommandHandler(caretaker, self.roster, None, self._stop)
-        self._control = Control(caretaker.options.socket, caretaker.executor.nudge, stumbled=self._tell_stumble)
+        self.registry = FleetRegistry.of(runtime)
+        self._unowned = UnownedNodes(runtime, self.registry, self._fleet, delete=declared.delete_unowned)
+        self._takedown = Takedown(
+            self._engine, runtime.clock, lambda slot: slot.fleet == self._fleet.name, progress.say
+        )
+        self._handler = CommandHandler(runtime, self.registry, None, self._stop)
+        self._control = Control(runtime.options.socket, runtime.executor.nudge, on_error=self._report_failed_command)
 
     # --- what others ask for, from handlers and orders ---
 
     def interrupt(self, number: int = signal.SIGINT) -> None:  # noqa: ARG002
         self._asked.interrupts += 1
-        self._care.executor.nudge()
+        self._runtime.executor.nudge()
 
     def leave(self, number: int) -> None:
         self._asked.leave = number
-        self._care.executor.nudge()
+        self._runtime.executor.nudge()
 
     def _stop(self) -> None:
         self.leave(signal.SIGTERM)
@@ -121,40 +123,40 @@ class ForegroundRun:
         try:
             self._begin()
             while not self._is_over():
-                self._turn()
+                self._run_once()
         finally:
             self._control.close()
         return self._finish()
 
     def _begin(self) -> None:
         self._refuse_others()
-        self.roster.refuse_taken(self._fleet)
-        self._declared.begun(self._care.store.memories())
+        self.registry.refuse_conflicts(self._fleet)
+        self._declared.begun(self._runtime.store.memories())
         self._engine.hold()
-        self.roster.load()
-        record = self.roster.records.get(self._fleet.name)
+        self.registry.load()
+        record = self.registry.records.get(self._fleet.name)
         wish = DesiredState.PAUSED if record is not None and record.wish is DesiredState.PAUSED else DesiredState.UP
-        self.roster.accept(self._fleet, self._declared.text, self._declared.folder, wish)
-        self.roster.bring_up(self._fleet.name)
+        self.registry.accept(self._fleet, self._declared.text, self._declared.folder, wish)
+        self.registry.bring_up(self._fleet.name)
         self._control.start()
         text = f"caring for {self._names()} in project {self._fleet.project}, process {os.getpid()}"
-        self.roster.say("start", text, self._fleet.name, "info", pid=os.getpid())
+        self.registry.report("start", text, self._fleet.name, "info", pid=os.getpid())
         if wish is DesiredState.PAUSED:
             self._progress.say(f"{self._fleet.name} is paused: `tpucare resume {self._fleet.name}`")
 
     def _refuse_others(self) -> None:
         """One store, one host or prefix: the callbacks of this script must not serve another's slots."""
-        for name, record in self._care.store.fleets().items():
+        for name, record in self._runtime.store.fleets().items():
             if name != self._fleet.name and record.wish is not DesiredState.DOWN:
                 raise ConfigError(
-                    f"store {self._care.store.path} cares for {name}: give another store=, or `tpucare down {name}`"
+                    f"store {self._runtime.store.path} cares for {name}: give another store=, or `tpucare down {name}`"
                 )
 
     def _names(self) -> str:
         count = self._fleet.count
         return self._fleet.slot_name(0) + (f" to {self._fleet.slot_name(count - 1)}" if count > 1 else "")
 
-    def _turn(self) -> None:
+    def _run_once(self) -> None:
         idle = self._engine.step()
         refuse_blindness(self._engine.projects.values())
         if self._control.serve(self._carry):
@@ -163,27 +165,27 @@ class ForegroundRun:
         if not self._may_begin and self._unowned.are_gone():
             self._let_begin()
             idle = 0.0
-        self._known.update(self.roster.slots_of(self._fleet.name))
-        self.roster.bury()
-        now = self._care.clock.monotonic()
+        self._known.update(self.registry.slots_of(self._fleet.name))
+        self.registry.remove_finished_slots()
+        now = self._runtime.clock.monotonic()
         self._show(now)
         pause = min(
             idle, LONGEST_SLEEP_SECONDS, *([self._progress.every_seconds] if self._progress.every_seconds else [])
         )
-        self._care.executor.sleep(timedelta(seconds=pause))
+        self._runtime.executor.sleep(timedelta(seconds=pause))
 
     def _carry(self, order: object) -> Answer:
-        return self._desk.carry(order)
+        return self._handler.handle(order)
 
     def _show(self, now: float) -> None:
         if self._progress.every_seconds is not None and now >= self._next_show:
             self._next_show = now + self._progress.every_seconds
-            names = self.roster.slots_of(self._fleet.name)
+            names = self.registry.slots_of(self._fleet.name)
             if names:
-                self._progress.show(status.slot_rows(self._engine, names, self._care.clock.now()))
+                self._progress.show(status.slot_rows(self._engine, names, self._runtime.clock.now()))
 
-    def _tell_stumble(self, error: Exception) -> None:
-        self.roster.say("error", f"an order failed: {type(error).__name__}: {error}", level="error")
+    def _report_failed_command(self, error: Exception) -> None:
+        self.registry.report("error", f"a command failed: {type(error).__name__}: {error}", level="error")
 
     # --- what a person wants ---
 
@@ -200,7 +202,7 @@ class ForegroundRun:
         self._going_down = True
         name = self._fleet.name
         self._progress.say(f"interrupted: deleting every node of {name}; once more to leave at once")
-        self._desk.carry({"do": "down", "target": name})
+        self._handler.handle({"do": "down", "target": name})
         self._let_begin()
 
     def _let_begin(self) -> None:
@@ -211,8 +213,10 @@ class ForegroundRun:
         left = self._nodes()
         what = ", ".join(left) if left else "nothing that is known of"
         self._progress.say(f"left behind: {what}; `tpucare down {self._fleet.name}` deletes it")
-        self.roster.say("stop", f"{signal.Signals(number).name} while it was taken down: {what} left", self._fleet.name)
-        self._care.settle(SETTLE_SECONDS / 3)
+        self.registry.report(
+            "stop", f"{signal.Signals(number).name} while it was taken down: {what} left", self._fleet.name
+        )
+        self._runtime.settle(SETTLE_SECONDS / 3)
         raise Left(128 + number)
 
     def _leave_alive(self, number: int) -> None:
@@ -222,14 +226,14 @@ class ForegroundRun:
         alive = f"{count} left alive ({', '.join(left)})" if left else "no node is there"
         again = "the same call goes on where this one stopped"
         self._progress.say(f"{name}: {alive}; {again}, `tpucare down {self._fleet.name}` deletes them")
-        self.roster.say("stop", f"{name}: {alive}", self._fleet.name, "info")
-        self._care.settle(SETTLE_SECONDS)
+        self.registry.report("stop", f"{name}: {alive}", self._fleet.name, "info")
+        self._runtime.settle(SETTLE_SECONDS)
         raise Left(128 + number)
 
     def _nodes(self, *, living: bool = False) -> list[str]:
         """`living`: without those that are given up."""
         found: dict[str, str] = {}
-        for name in self.roster.slots_of(self._fleet.name):
+        for name in self.registry.slots_of(self._fleet.name):
             track = self._engine.slots[name]
             found |= {
                 intent.name: intent.zone for intent in track.memory.creates if intent.state is not CreateState.FAILED
@@ -244,7 +248,7 @@ class ForegroundRun:
     # --- the end ---
 
     def _is_over(self) -> bool:
-        return self._may_begin and self._ending.is_over()
+        return self._may_begin and self._takedown.is_over()
 
     def _finish(self) -> How:
         """Tell how it ended. Raises: SlotFailed."""
@@ -256,22 +260,22 @@ class ForegroundRun:
                 failures.append(f"{name} failed: {plain(memory.end_why)}")
             else:
                 self._declared.ended(name)
-        self._ending.tell_left(self._fleet.name)
-        record = self.roster.records[self._fleet.name]
-        self.roster.say("stop", f"{self._fleet.name} is over", self._fleet.name, "info")
-        self._care.settle(SETTLE_SECONDS)
+        self._takedown.report_left(self._fleet.name)
+        record = self.registry.records[self._fleet.name]
+        self.registry.report("stop", f"{self._fleet.name} is over", self._fleet.name, "info")
+        self._runtime.settle(SETTLE_SECONDS)
         if failures:
             raise SlotFailed("; ".join(failures))
         return How.TAKEN_DOWN if record.wish is DesiredState.DOWN else How.OVER
 
 
-def care(caretaker: Runtime, declared: RunSpec, progress: Progress) -> How:
+def care(runtime: Runtime, declared: RunSpec, progress: Progress) -> How:
     """
     Care for *declared* on the calling thread until it is over; signals are caught if that is the main thread.
 
     Raises: as `ForegroundRun.run`.
     """
-    foreground = ForegroundRun(caretaker, declared, progress)
+    foreground = ForegroundRun(runtime, declared, progress)
     with _signals(foreground):
         return foreground.run()
 
@@ -283,7 +287,7 @@ def _signals(foreground: ForegroundRun) -> Iterator[None]:
         signal.SIGTERM: foreground.leave,
         signal.SIGHUP: foreground.leave,
     }
-    with caught(handlers, spare_ignored=True):
+    with handle_signals(handlers, keep_ignored=True):
         yield
 
 
@@ -313,8 +317,8 @@ class UnownedNodes:
     Those of one fleet. On the thread of the loop only; the calls that delete one block it, before anything else began.
     """
 
-    def __init__(self, caretaker: Runtime, roster: FleetRegistry, fleet: Fleet, *, delete: bool) -> None:
-        self._care, self._engine, self._roster, self._fleet = caretaker, caretaker.engine, roster, fleet
+    def __init__(self, runtime: Runtime, registry: FleetRegistry, fleet: Fleet, *, delete: bool) -> None:
+        self._runtime, self._engine, self._registry, self._fleet = runtime, runtime.engine, registry, fleet
         self._delete = delete
         # The ones that were there when this was asked for: whatever bears their names later is another node.
         self._meant: dict[NodeKey, int] = {}
@@ -329,11 +333,11 @@ class UnownedNodes:
         view = self._engine.projects.get(str(self._fleet.project))
         if view is None or not view.fresh:
             return False
-        found = [node for name in self._roster.slots_of(self._fleet.name) for node in self._of(name)]
+        found = [node for name in self._registry.slots_of(self._fleet.name) for node in self._of(name)]
         for node in found:
             if not self._delete or self._meant.setdefault(node.key, node.id) != node.id:
                 raise ConfigError(_line(node))
-        now = self._care.clock.monotonic()
+        now = self._runtime.clock.monotonic()
         if found and now >= self._ask_at:
             self._ask_at = now + ASK_AGAIN_SECONDS
             for node in found:
@@ -352,16 +356,16 @@ class UnownedNodes:
         if node.state is NodeState.DELETING:
             return
         try:
-            there = self._care.cloud.get_node(node.key)
+            there = self._runtime.cloud.get_node(node.key)
             if (there.id, there.create_time, there.owner) != (node.id, node.create_time, node.owner):
                 return
-            self._care.cloud.delete_node(node.key)
+            self._runtime.cloud.delete_node(node.key)
         except NodeGone:
             return
         except CloudError as error:
-            self._roster.say("delete-unowned", f"{node.name} could not be deleted: {error}", self._fleet.name)
+            self._registry.report("delete-unowned", f"{node.name} could not be deleted: {error}", self._fleet.name)
             return
-        self._roster.say("delete-unowned", f"{node.name} in {node.key.zone}: delete asked for", self._fleet.name)
+        self._registry.report("delete-unowned", f"{node.name} in {node.key.zone}: delete asked for", self._fleet.name)
 
 
 def _line(node: Node) -> str:

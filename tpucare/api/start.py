@@ -178,7 +178,7 @@ class _Parts:
 
     contexts: StoredContexts | None = None
     launcher: CallbackLauncher | None = None
-    care: Runtime | None = None
+    runtime: Runtime | None = None
 
 
 def _start(call: Call) -> None:
@@ -196,8 +196,8 @@ def _start(call: Call) -> None:
             for index in range(fleet.count):
                 name = fleet.slot_name(index)
                 kept = parts.contexts.get(name)
-                if kept is not None and parts.care is not None:
-                    parts.care.engine.tell(_kept_context(name, kept, parts.care.clock.now()))
+                if kept is not None and parts.runtime is not None:
+                    parts.runtime.engine.tell(_kept_context(name, kept, parts.runtime.clock.now()))
 
         def ended(slot: str) -> None:
             assert parts.contexts is not None
@@ -231,7 +231,7 @@ def _launcher_of(start: Start, starter: Starter, parts: _Parts) -> MakeLauncher:
             created=start.creation_callback,
             all_workers=start.all_workers,
             nudge=leaves.nudge,
-            report=lambda event: parts.care.engine.tell(event) if parts.care is not None else None,
+            report=lambda event: parts.runtime.engine.tell(event) if parts.runtime is not None else None,
             now=leaves.clock.now,
         )
         return parts.launcher
@@ -269,14 +269,14 @@ def _care(
     try:
         for line in declared.fleet.warnings:
             progress.say(line)
-        caretaker = _assembled(options, declared, door, progress, launcher, creation)
-        parts.care = caretaker
+        runtime = _assembled(options, declared, door, progress, launcher, creation)
+        parts.runtime = runtime
         try:
-            care(caretaker, declared, progress)
+            care(runtime, declared, progress)
         finally:
             if parts.launcher is not None:
                 parts.launcher.close()
-            caretaker.close()
+            runtime.close()
     except Left as left:
         # To return would let the script go on as if its work were done.
         raise SystemExit(left.status) from None

@@ -43,7 +43,7 @@ def daemon(
         folder,
         env,
         listen=events.teller(),
-        companions=lambda care, roster: [SweepCare.beside(care, roster, env)],
+        companions=lambda care, registry: [SweepCare.beside(care, registry, env)],
     )
     # Everything is closed. A thread that still waits for a worker or the API would keep the process until its
     # deadline, and taking the threads of grpc apart takes seconds.

@@ -210,11 +210,11 @@ def apply(
     """
     from tpucare.fleetfile import parse as fleets
     from tpucare.service.client import order
-    from tpucare.service.fleet_folder import folder_of, read_text, where_it_lies, without_header
+    from tpucare.service.fleet_folder import fleet_file_of, folder_of, read_text, without_header
 
     if paused and (restart or replace):
         raise typer.BadParameter("--paused asks for nothing now; --restart and --replace do")
-    file = where_it_lies(file)
+    file = fleet_file_of(file)
     text = read_text(file)
     path = file.absolute()
     fleet = fleets.parse(without_header(text), file=str(file), folder=folder_of(text, path.parent))

@@ -1,9 +1,9 @@
 """
-Orders to the process that cares: the running daemon over its socket, or, where none runs, this process under the lock
-of the store.
+The client of the CLI and the Python API: a command goes to the running daemon over its socket; where none runs, this
+process executes it under the lock of the store.
 
-Without a daemon an order is carried out on what the store remembers, and nothing is begun; `down` and `gc` alone then
-run the engine until they are done, and `plan` for one look.
+Without a daemon a command changes what the store remembers, and creates nothing; only `down`, `gc` and `adopt-node`
+then run the engine until they are done, and `plan` until everything was observed once.
 """
 
 from __future__ import annotations
@@ -38,71 +38,73 @@ from tpucare.service.stores import Stores
 
 T = TypeVar("T")
 
-LOOK_SECONDS = 60.0
+OBSERVE_SECONDS = 60.0
 SETTLE_SECONDS = 3.0
 
 
-class Alone:
-    """A desk without a daemon. Made by `alone`, which holds the store's lock for it."""
+class Standalone:
+    """Engine and command handler of this process. Made by `standalone`, which holds the lock of the store for it."""
 
-    def __init__(self, caretaker: Runtime, *, keeps: bool = True) -> None:
-        self.care = caretaker
-        options = caretaker.options
-        self.roster = FleetRegistry.of(caretaker, keeps=keeps)
-        self.roster.load()
+    def __init__(self, runtime: Runtime, *, saves: bool = True) -> None:
+        self.runtime = runtime
+        options = runtime.options
+        self.registry = FleetRegistry.of(runtime, saves=saves)
+        self.registry.load()
         if options.project:
-            caretaker.engine.watch(options.project)
+            runtime.engine.watch(options.project)
         is_daemons = options.store == DAEMON_STORE
-        self.intake = FleetFolder(options.fleets(os.environ), self.roster) if is_daemons else None
-        self.desk = CommandHandler(caretaker, self.roster, self.intake)
+        self.fleet_folder = FleetFolder(options.fleets(os.environ), self.registry) if is_daemons else None
+        self.handler = CommandHandler(runtime, self.registry, self.fleet_folder)
 
-    def run(self, until: Callable[[], bool], seconds: float | None = None) -> bool:
-        """Run the loop until *until*, at most *seconds*; whether it came true."""
-        engine, started = self.care.engine, time.monotonic()
-        while not until():
+    def run_until(self, is_done: Callable[[], bool], seconds: float | None = None) -> bool:
+        """Run the loop, at most *seconds*; whether *is_done* came true."""
+        engine, started = self.runtime.engine, time.monotonic()
+        while not is_done():
             if seconds is not None and time.monotonic() - started > seconds:
                 return False
-            self.care.executor.sleep(timedelta(seconds=min(engine.step(), 1.0)))
-            self.roster.bury()
+            self.runtime.executor.sleep(timedelta(seconds=min(engine.step(), 1.0)))
+            self.registry.remove_finished_slots()
         return True
 
-    def look(self) -> None:
+    def observe(self) -> None:
         """
-        Observe every project once, and each worker once.
+        List every project once, and probe each worker once.
 
-        Raises: CloudError: a project could not be listed; of the class that its listing failed with.
+        Raises: CloudError: a project could not be listed; of the class of that error.
         """
-        engine = self.care.engine
-        if not self.run(
-            lambda: all(project.fresh or project.blind for project in engine.projects.values()), LOOK_SECONDS
+        engine = self.runtime.engine
+        if not self.run_until(
+            lambda: all(project.fresh or project.blind for project in engine.projects.values()), OBSERVE_SECONDS
         ):
-            raise CloudError(f"the API did not answer within {LOOK_SECONDS:.0f} s")
+            raise CloudError(f"the API did not answer within {OBSERVE_SECONDS:.0f} s")
         for project in engine.projects.values():
             if project.blind is not None:
                 raise project.blind
-        self.run(self._all_probed, LOOK_SECONDS)
+        self.run_until(self._all_probed, OBSERVE_SECONDS)
 
     def _all_probed(self) -> bool:
-        tracks = [node for track in self.care.engine.slots.values() for node in track.nodes.values()]
+        tracks = [node for track in self.runtime.engine.slots.values() for node in track.nodes.values()]
         return not any(node.probing or (node.probe_due is not None and node.report is None) for node in tracks)
 
 
 @contextmanager
-def alone(options: Options, *, keeps: bool = True, listen: Callable[[Event], None] | None = None) -> Iterator[Alone]:
+def standalone(
+    options: Options, *, saves: bool = True, listen: Callable[[Event], None] | None = None
+) -> Iterator[Standalone]:
     """
-    keeps: False: what is declared is not written down.
+    saves: False: what is declared is not written to the store.
 
-    Raises: StoreLocked: somebody cares for this store already; as `assemble`.
+    Raises: StoreLocked: another process holds this store; as `assemble`.
     """
-    with assemble(options, os.environ, listen=listen, alone=True) as caretaker:
-        yield Alone(caretaker, keeps=keeps)
-        caretaker.settle(SETTLE_SECONDS)
+    with assemble(options, os.environ, listen=listen, alone=True) as runtime:
+        yield Standalone(runtime, saves=saves)
+        runtime.settle(SETTLE_SECONDS)
 
 
 @contextmanager
-def untouched(options: Options) -> Iterator[Options]:
+def throwaway_state(options: Options) -> Iterator[Options]:
     """
-    Options for a look that makes nothing: where there is no store yet, one that is thrown away, with what is beside it.
+    Options for a command that changes nothing: where there is no store yet, those of a temporary copy of the folder.
     """
     if options.store in Stores(options).names():
         yield options
@@ -123,11 +125,11 @@ def untouched(options: Options) -> Iterator[Options]:
 
 
 def order(options: Options, what: Mapping[str, Any]) -> dict[str, Any]:
-    """Carry out one order, by the daemon if one runs. Raises: whatever was wrong with it."""
+    """Execute one command, in the daemon if one runs. Raises: TpuCareError: the command failed."""
     if (answer := _asked_daemon(options, what)) is not None:
         return answer
-    with alone(options) as here:
-        return here.desk.carry(what)
+    with standalone(options) as here:
+        return here.handler.handle(what)
 
 
 def _asked_daemon(options: Options, what: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -139,26 +141,26 @@ def _asked_daemon(options: Options, what: Mapping[str, Any]) -> dict[str, Any] |
 
 
 def plan(options: Options, target: str) -> dict[str, Any]:
-    """What the daemon would do next. Without one: after one look at the cloud and the workers; nothing is changed."""
+    """The next action of every slot. Without a daemon the cloud and the workers are observed once; nothing changes."""
     what = {"do": "plan", "target": target}
     if (answer := _asked_daemon(options, what)) is not None:
         return answer
-    with untouched(options) as kept, alone(kept, keeps=False) as here:
-        # A daemon would begin with the files of the fleets folder.
-        if here.intake is not None:
-            here.intake.look()
-        here.look()
-        return here.desk.carry(what)
+    with throwaway_state(options) as kept, standalone(kept, saves=False) as here:
+        # A daemon begins with the files of the fleets folder.
+        if here.fleet_folder is not None:
+            here.fleet_folder.read_changes()
+        here.observe()
+        return here.handler.handle(what)
 
 
 def preview(options: Options, file: Path) -> dict[str, Any]:
-    """What `apply` of a fleet file would change."""
+    """The changes that `apply` of a fleet file would make."""
     text, folder = read_text(file), str(file.absolute().parent)
     what = {"do": "preview", "text": text, "folder": folder, "file": str(file)}
     if (answer := _asked_daemon(options, what)) is not None:
         return answer
-    with untouched(options) as kept, alone(kept, keeps=False) as here:
-        return here.desk.carry(what)
+    with throwaway_state(options) as kept, standalone(kept, saves=False) as here:
+        return here.handler.handle(what)
 
 
 # --- nodes that belong to no slot: `tpucare gc` deletes them, `tpucare adopt-node` gives one to a slot ----------------
@@ -167,8 +169,8 @@ def preview(options: Options, file: Path) -> dict[str, Any]:
 ASK_EVERY_SECONDS = 0.3
 
 
-class NotLooked(CloudError):
-    """What is there is not known; "none" would be a guess."""
+class NotListed(CloudError):
+    """No project could be listed; "none" would be a guess."""
 
 
 def find_orphans(options: Options) -> dict[str, Any]:
@@ -176,7 +178,7 @@ def find_orphans(options: Options) -> dict[str, Any]:
 
 
 def delete_orphans(options: Options) -> dict[str, Any]:
-    """Ask for the deletion of every stray; accepted, not gone, when this returns."""
+    """Request the deletion of every orphan; accepted, not gone, when this returns."""
     return _gc(options, apply=True)
 
 
@@ -184,7 +186,7 @@ def _gc(options: Options, *, apply: bool) -> dict[str, Any]:
     order = {"do": "gc", "apply": apply}
     if (seen := _asked_daemon(options, order)) is not None:
         if not seen["projects"]:
-            raise NotLooked("not looked: the daemon has no project to list; start it with --project or apply a fleet")
+            raise NotListed("not looked: the daemon has no project to list; start it with --project or apply a fleet")
         return seen
     ended: list[str] = []
 
@@ -192,24 +194,24 @@ def _gc(options: Options, *, apply: bool) -> dict[str, Any]:
         if event.kind == "collected":
             ended.append(event.node)
 
-    with alone(options, listen=listen) as here:
-        if not here.care.engine.projects:
-            here.care.engine.watch(_project_of(here))
+    with standalone(options, listen=listen) as here:
+        if not here.runtime.engine.projects:
+            here.runtime.engine.watch(_project_of(here))
         try:
-            here.look()
+            here.observe()
         except CloudError as error:
-            raise NotLooked(f"not looked: {error.message}", error.code, advice=error.advice) from error
-        answer = here.desk.carry(order)
-        here.run(lambda: set(answer["deleting"]) <= set(ended), LOOK_SECONDS)
+            raise NotListed(f"not looked: {error.message}", error.code, advice=error.advice) from error
+        answer = here.handler.handle(order)
+        here.run_until(lambda: set(answer["deleting"]) <= set(ended), OBSERVE_SECONDS)
         return answer
 
 
-def _project_of(here: Alone) -> str:
-    """Where a caretaker without fleets looks. Raises: NotLooked: no project is known."""
+def _project_of(here: Standalone) -> str:
+    """The project to list when no fleet names one. Raises: NotListed: no project is known."""
     try:
-        return here.care.find_project()
+        return here.runtime.find_project()
     except ConfigError as error:
-        raise NotLooked(f"not looked: {error}") from error
+        raise NotListed(f"not looked: {error}") from error
 
 
 def adopt_node(options: Options, node: str, slot: str) -> dict[str, Any]:
@@ -220,16 +222,16 @@ def adopt_node(options: Options, node: str, slot: str) -> dict[str, Any]:
         return _adopt_here(options, order)
     answer = request(options.socket, order)
     after = max((row["number"] for row in newest["events"]), default=0)
-    until = time.monotonic() + LOOK_SECONDS
+    until = time.monotonic() + OBSERVE_SECONDS
     while time.monotonic() < until:
         rows = request(options.socket, {"do": "events", "after": after, "limit": 1000})["events"]
         for row in rows:
             if row["kind"] == "adopted" and row["node"] == node:
-                _refuse(row["level"], row["text"])
+                _raise_failed(row["level"], row["text"])
                 return answer
         after = rows[-1]["number"] if rows else after
         time.sleep(ASK_EVERY_SECONDS)
-    raise TpuCareError(f"{node}: the API did not answer within {LOOK_SECONDS:.0f} s; look at `tpucare events`")
+    raise TpuCareError(f"{node}: the API did not answer within {OBSERVE_SECONDS:.0f} s; look at `tpucare events`")
 
 
 def _adopt_here(options: Options, order: Mapping[str, str]) -> dict[str, Any]:
@@ -239,52 +241,52 @@ def _adopt_here(options: Options, order: Mapping[str, str]) -> dict[str, Any]:
         if event.kind == "adopted" and event.node == order["node"]:
             ended.append(event)
 
-    with alone(options, listen=listen) as here:
-        here.look()
-        answer = here.desk.carry(order)
-        if not here.run(lambda: bool(ended), LOOK_SECONDS):
-            raise TpuCareError(f"{order['node']}: the API did not answer within {LOOK_SECONDS:.0f} s")
-        _refuse(ended[0].level, ended[0].text)
+    with standalone(options, listen=listen) as here:
+        here.observe()
+        answer = here.handler.handle(order)
+        if not here.run_until(lambda: bool(ended), OBSERVE_SECONDS):
+            raise TpuCareError(f"{order['node']}: the API did not answer within {OBSERVE_SECONDS:.0f} s")
+        _raise_failed(ended[0].level, ended[0].text)
         return answer
 
 
-def _refuse(level: str, text: str) -> None:
+def _raise_failed(level: str, text: str) -> None:
     if level != "info":
         raise TpuCareError(text)
 
 
-# --- `tpucare down` to its end: asked of the daemon and watched, or done here when no daemon runs ---------------------
+# --- `tpucare down` to its end: by the daemon, whose status is polled, or here when no daemon runs --------------------
 
 
-LOOK_EVERY_SECONDS = 0.5
+POLL_EVERY_SECONDS = 0.5
 # A process that stops releases its store within this.
 END_SECONDS = 20.0
 
 
 def fleets_that_are_up(options: Options) -> list[str]:
-    """Of the daemon's own store. Raises: StoreError: there is none."""
+    """Fleets of the chosen store that are not down. Raises: StoreError: there is no store."""
     rows = service_status.of_store(options, "")["fleets"]
     return [row["fleet"] for row in rows if row["wish"] != DesiredState.DOWN.value]
 
 
 def refuse_unknown(options: Options, target: str) -> None:
-    """Before a person is asked. Raises: TpuCareError: no fleet or slot is called so."""
+    """To be called before a person is asked to confirm. Raises: TpuCareError: no fleet or slot has that name."""
     if Stores(options).is_unused():
         raise TpuCareError(f"no fleet or slot {shown(target)}; no fleet is known yet")
     service_status.status(options, target)
 
 
 def take_down(
-    options: Options, targets: Sequence[str], tell: Callable[[str], None], *, wait: bool
+    options: Options, targets: Sequence[str], report: Callable[[str], None], *, wait: bool
 ) -> dict[str, dict[str, Any]]:
     """
-    By target: `changed`; `left`: slots of which something was there when this returned; `out_of_reach`: what of that
-    could not be looked at. *tell* is given a line of text at a time of what goes on here.
+    By target: `changed`; `left`: slots that still had nodes when this returned; `out_of_reach`: nodes of them that
+    could not be seen. *report* is called with each line of progress.
     """
     return order_down(
         options,
         targets,
-        lambda: {target: _here(options, {"do": "down", "target": target}, tell, wait=wait) for target in targets},
+        lambda: {target: _take_down_here(options, target, report, wait=wait) for target in targets},
         wait=wait,
     )
 
@@ -293,17 +295,17 @@ def order_down(
     options: Options, targets: Sequence[str], here: Callable[[], T], *, wait: bool, patience_seconds: float = 0.0
 ) -> T | dict[str, dict[str, Any]]:
     """
-    Order the process that cares to take *targets* down; where none does, or it ends before all is done, call *here*.
+    Order the process that holds the store to take *targets* down; without one, or when it ends first, call *here*.
 
-    here: does it in this process under the lock of the store; raises StoreLocked where another process holds that
-    patience_seconds: for a process that holds the store and takes no orders, since it may begin or end at this moment
+    here: does it in this process under the lock of the store; raises StoreLocked while another process holds it
+    patience_seconds: how long a process may hold the store without taking orders: it may start or end at this moment
     Raises: StoreLocked, Refused: it still does.
     """
     until = time.monotonic() + patience_seconds
     while True:
         answers: dict[str, dict[str, Any]] = {}
         try:
-            # All are ordered before one is waited for.
+            # All orders are sent before the first is waited for.
             answers = {target: request(options.socket, {"do": "down", "target": target}) for target in targets}
             rows = _await_over(options, {slot for answer in answers.values() for slot in answer["changed"]}, wait=wait)
             return {target: _with_rows(answer, rows) for target, answer in answers.items()}
@@ -315,17 +317,17 @@ def order_down(
             except StoreLocked as locked:
                 if time.monotonic() > until:
                     raise refusal if isinstance(refusal, Refused) else locked from None
-        time.sleep(LOOK_EVERY_SECONDS)
+        time.sleep(POLL_EVERY_SECONDS)
 
 
 def _await_over(options: Options, slots: Collection[str], *, wait: bool) -> dict[str, service_status.Row] | None:
-    """What the daemon says of those of *slots* that it still knows, once nothing is left that it can reach."""
+    """Status rows of those *slots* that the daemon still knows, once no node is left that it can reach."""
     while wait:
         status = request(options.socket, {"do": "status"})
         rows = {row["slot"]: row for row in status["slots"] if row["slot"] in slots}
         if all(row["over"] or row["out_of_reach"] for row in rows.values()):
             return rows
-        time.sleep(LOOK_EVERY_SECONDS)
+        time.sleep(POLL_EVERY_SECONDS)
     return None
 
 
@@ -338,38 +340,38 @@ def _with_rows(answer: dict[str, Any], rows: Mapping[str, service_status.Row] | 
     return {**answer, "left": left, "out_of_reach": [key for row in known for key in row["out_of_reach"]]}
 
 
-def _here(options: Options, order: dict[str, str], tell: Callable[[str], None], *, wait: bool) -> dict[str, Any]:
+def _take_down_here(options: Options, target: str, report: Callable[[str], None], *, wait: bool) -> dict[str, Any]:
     def listen(event: Event) -> None:
         if event.level != "debug":
-            tell(event.text)
+            report(event.text)
 
-    with alone(options, listen=listen) as here:
-        answer = here.desk.carry(order)
-        engine, fleet, slots = here.care.engine, answer["fleet"], list(answer["changed"])
+    with standalone(options, listen=listen) as here:
+        answer = here.handler.handle({"do": "down", "target": target})
+        engine, fleet, slots = here.runtime.engine, answer["fleet"], list(answer["changed"])
 
         def is_meant(slot: Slot) -> bool:
             return slot.fleet == fleet if fleet else slot.name in slots
 
-        ending = Ending(engine, here.care.clock, is_meant, tell)
+        takedown = Takedown(engine, here.runtime.clock, is_meant, report)
         if wait:
-            # This process ends soon: it begins nothing for slots that it was not asked about.
+            # This process ends soon: it acts for no other slots.
             engine.release(is_meant)
-            here.run(ending.is_over)
+            here.run_until(takedown.is_over)
         left = [name for name, track in engine.slots.items() if is_meant(track.slot) and not engine.is_over(name)]
-        return {**answer, "left": left, "out_of_reach": service_status.key_rows(ending.left)}
+        return {**answer, "left": left, "out_of_reach": service_status.key_rows(takedown.left)}
 
 
-# --- when a command or call that took slots down may end: nothing is left of them, as far as can be seen --------------
-# A zone that does not answer is waited for only where something of those slots is, or may be; and not for ever, since
-# it may never answer again. What could not be looked at stays in memory. On the thread of the loop only.
+# --- when a command or call that took slots down may end: no node of them is left, as far as can be seen --------------
+# A zone that does not answer is waited for only where nodes of those slots are, or may be; and not for ever, since it
+# may never answer again. Nodes that could not be seen stay in memory. On the thread of the loop only.
 
 
-class Ending:
+class Takedown:
     """
-    Of the slots that are meant.
+    The end of the slots for which *is_meant* is true.
 
-    say:  told once what is waited for, whenever that changes
-    left: what could not be looked at, once it is over
+    say:  called with the zones that are waited for, whenever they change
+    left: nodes that could not be seen, once it is over
     """
 
     def __init__(self, engine: Engine, clock: Clock, is_meant: Callable[[Slot], bool], say: Callable[[str], None]):
@@ -382,13 +384,13 @@ class Ending:
     def left(self) -> tuple[NodeKey, ...]:
         return tuple(key for name in self._slots() for key in self._engine.out_of_reach(name))
 
-    def tell_left(self, name: str) -> None:
+    def report_left(self, name: str) -> None:
         if left := self.left:
             nodes = ", ".join(key.name for key in left)
             self._say(f"{not_looked_at(left)}: {nodes}: remembered; `tpucare down {name}` again once that is possible")
 
     def is_over(self) -> bool:
-        """To be asked after each step of the engine."""
+        """Whether no node is left that can be seen. To be called after each step of the engine."""
         engine = self._engine
         names = self._slots()
         for name in names:
@@ -407,7 +409,7 @@ class Ending:
         return [name for name, track in self._engine.slots.items() if self._is_meant(track.slot)]
 
     def _have_answered(self) -> bool:
-        """Only a listing that saw a zone can say that nothing is left there, whatever its labels."""
+        """Whether the listings covered every zone where nodes may be, or DOWN_PATIENCE is over."""
         engine, silent = self._engine, set[str]()
         for project, seen in engine.projects.items():
             zones = seen.unanswered or frozenset()

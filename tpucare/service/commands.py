@@ -1,8 +1,8 @@
 """
-What a person may ask for, as orders: checked, carried out on engine and roster, answered with plain data.
+The commands of people, as decoded JSON: checked, executed on engine and registry, answered with plain data.
 
-The daemon hears them at its control socket; a command without a daemon carries them out itself, under the store's lock.
-So there is one meaning of each, whoever asks. On the thread of the loop only.
+The daemon receives them at its control socket; without a daemon the CLI executes them itself, under the lock of the
+store. So each command has one meaning. On the thread of the loop only.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Answer = dict[str, Any]
 
 
 class CannotDo(TpuCareError):
-    """What was asked for makes no sense now; the text says why."""
+    """The command makes no sense now; the text says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,18 +51,18 @@ class Target:
 
 
 class CommandHandler:
-    """`carry` takes one order. `stop` is called when somebody orders the daemon to stop."""
+    """Executes one command at a time. `stop` is called when the daemon is to stop."""
 
     def __init__(
         self,
-        caretaker: Runtime,
-        roster: FleetRegistry,
-        intake: FleetFolder | None,
+        runtime: Runtime,
+        registry: FleetRegistry,
+        fleet_folder: FleetFolder | None,
         stop: Callable[[], None] = lambda: None,
     ) -> None:
-        """intake: where applied files go; None: a script declares what is cared for here."""
-        self._care, self._engine = caretaker, caretaker.engine
-        self._roster, self._intake, self._stop = roster, intake, stop
+        """fleet_folder: where applied files go; None: a Python script declares the fleet, and takes no files."""
+        self._runtime, self._engine = runtime, runtime.engine
+        self._registry, self._folder, self._stop = registry, fleet_folder, stop
         self._verbs: Mapping[str, tuple[Callable[..., Answer], Mapping[str, Any]]] = {
             "status": (self._status, {"target": ""}),
             "plan": (self._plan, {"target": ""}),
@@ -83,35 +83,35 @@ class CommandHandler:
             "stop": (self._stop_daemon, {}),
         }
 
-    def carry(self, order: object) -> Answer:
+    def handle(self, command: object) -> Answer:
         """
-        Carry out one decoded order.
+        Execute one decoded command, such as {"do": "status"}.
 
-        Raises: ConfigError: it is no order; CannotDo: not now; StoreError.
+        Raises: ConfigError: it is no command; CannotDo: not now; StoreError.
         """
-        if not isinstance(order, Mapping):
-            raise ConfigError('an order is a JSON object such as {"do": "status"}')
-        do = order.get("do")
+        if not isinstance(command, Mapping):
+            raise ConfigError('a command is a JSON object such as {"do": "status"}')
+        do = command.get("do")
         if not isinstance(do, str) or do not in self._verbs:
             near = hint(do, self._verbs) if isinstance(do, str) else ""
             raise ConfigError(f"no verb {shown(do)}{near}; there are {', '.join(self._verbs)}")
-        carry, wanted = self._verbs[do]
-        return carry(**_arguments(do, order, wanted))
+        execute, wanted = self._verbs[do]
+        return execute(**_arguments(do, command, wanted))
 
-    # --- to look -----------------------------------------------------------------------------------------------------
+    # --- reading -----------------------------------------------------------------------------------------------------
 
     def _status(self, target: str) -> Answer:
-        now = self._care.clock.now()
+        now = self._runtime.clock.now()
         names = self._target(target).slots if target else self._all_slots()
-        files = self._intake.problems() if self._intake is not None else FileProblems()
-        counts = {name: fleet.count for name, fleet in self._roster.fleets.items()}
+        files = self._folder.problems() if self._folder is not None else FileProblems()
+        counts = {name: fleet.count for name, fleet in self._registry.fleets.items()}
         return {
             "version": __version__,
             "at": now.isoformat(),
-            "owner": self._care.store.owner,
-            "store_lost": self._care.store.lost,
+            "owner": self._runtime.store.owner,
+            "store_lost": self._runtime.store.lost,
             "projects": status.project_rows(self._engine),
-            "fleets": status.fleet_rows(self._roster.records, {**files.of_fleets, **self._roster.unread}, counts),
+            "fleets": status.fleet_rows(self._registry.records, {**files.of_fleets, **self._registry.unread}, counts),
             "files": [{"file": plain(file), "problem": plain(text)} for file, text in files.others.items()],
             "slots": [self._slot_row(name, now) for name in names],
             "strays": status.stray_rows(self._engine),
@@ -120,20 +120,20 @@ class CommandHandler:
     def _slot_row(self, name: str, now: datetime) -> Answer:
         return {
             **status.slot_row(self._engine, self._engine.slots[name], now),
-            "surplus": self._roster.is_surplus(name),
+            "surplus": self._registry.is_surplus(name),
         }
 
     def _plan(self, target: str) -> Answer:
         names = self._target(target).slots if target else self._all_slots()
-        return {"projects": status.project_rows(self._engine), "slots": [self._intention(name) for name in names]}
+        return {"projects": status.project_rows(self._engine), "slots": [self._planned_action(name) for name in names]}
 
-    def _intention(self, name: str) -> Answer:
+    def _planned_action(self, name: str) -> Answer:
         track = self._engine.slots[name]
         action = track.action
         return {
             "slot": name,
             "action": status.action_word(track),
-            "about": plain(_about(action)),
+            "about": plain(_node_of(action)),
             "why": plain(action.why),
             "cause": action.cause.value,
             "needs_person": isinstance(action, Wait) and action.needs_person,
@@ -152,7 +152,7 @@ class CommandHandler:
         if after > LAST_NUMBER:
             raise ConfigError(f"after must be the number of an event, at most {LAST_NUMBER}")
         limit = max(1, min(limit, EVENTS_AT_ONCE))
-        store = self._care.store
+        store = self._runtime.store
         found = (
             store.events(slot=slot, after=after, limit=limit)
             if after >= 0
@@ -163,24 +163,24 @@ class CommandHandler:
     # --- fleets ------------------------------------------------------------------------------------------------------
 
     def _apply(self, text: str, folder: str, file: str, restart: bool, replace: bool, paused: bool) -> Answer:
-        if self._intake is None:
-            raise CannotDo("a Python script declares what is cared for here: change its arguments, and start it again")
+        if self._folder is None:
+            raise CannotDo("a Python script declares this fleet: change its arguments, and start it again")
         if not Path(folder).is_absolute():
             raise ConfigError(f"folder {shown(folder)} is not an absolute path")
-        # A byte order mark is allowed at the very beginning, where the copy says its folder.
+        # A byte order mark is allowed at the very beginning, where the copy names its folder.
         text = text.removeprefix("\ufeff")
-        base = self._intake.base_of(text) or Path(folder)
-        parsed = self._roster.parse(without_header(text), file=file or "fleet.yaml", folder=base)
-        fleet = self._roster.with_project(parsed)
-        self._roster.refuse_taken(fleet)
-        before = self._roster.fleets.get(fleet.name)
+        base = self._folder.base_of(text) or Path(folder)
+        parsed = self._registry.parse(without_header(text), file=file or "fleet.yaml", folder=base)
+        fleet = self._registry.with_project(parsed)
+        self._registry.refuse_conflicts(fleet)
+        before = self._registry.fleets.get(fleet.name)
         changes = self._changes(fleet, text)
-        lying = self._intake.copy_in(fleet, text, base, file)
-        record = self._roster.records.get(fleet.name)
+        copied = self._folder.copy_in(fleet, text, base, file)
+        record = self._registry.records.get(fleet.name)
         is_paused = paused or (record is not None and record.wish is DesiredState.PAUSED)
-        self._roster.accept(fleet, lying, base, DesiredState.PAUSED if is_paused else DesiredState.UP)
-        self._roster.say("fleet", f"{fleet.name} applied: {counted(fleet.count, 'slot')}", fleet.name, "info")
-        raised = self._roster.bring_up(fleet.name)
+        self._registry.accept(fleet, copied, base, DesiredState.PAUSED if is_paused else DesiredState.UP)
+        self._registry.report("fleet", f"{fleet.name} applied: {counted(fleet.count, 'slot')}", fleet.name, "info")
+        raised = self._registry.bring_up(fleet.name)
         if paused:
             # Before anything is decided about them: a paused slot asks for no node.
             self._pause(fleet.name)
@@ -192,40 +192,40 @@ class CommandHandler:
             "changes": changes,
             "started_again": raised,
             "paused": is_paused,
-            "warnings": [*fleet.warnings, *self._lacking(fleet)],
-            "replaced": self._ask_nodes(fleet.name, wishes.replace_node, "replace") if replace else [],
-            "restarted": self._ask_nodes(fleet.name, wishes.restart, "restart") if restart and not replace else [],
+            "warnings": [*fleet.warnings, *self._missing_secrets(fleet)],
+            "replaced": self._change_live(fleet.name, wishes.replace_node, "replace") if replace else [],
+            "restarted": self._change_live(fleet.name, wishes.restart, "restart") if restart and not replace else [],
         }
 
-    def _lacking(self, fleet: Fleet) -> list[str]:
-        lacks = self._roster.lacks(fleet)
+    def _missing_secrets(self, fleet: Fleet) -> list[str]:
+        lacks = self._registry.missing_secrets(fleet)
         return [f"{fleet.name}: {lacks}; until then no node is asked for"] if lacks else []
 
     def _preview(self, text: str, folder: str, file: str) -> Answer:
         """What `apply` would do. Changes nothing."""
-        if self._intake is None:
-            raise CannotDo("a Python script declares what is cared for here; no file changes it")
+        if self._folder is None:
+            raise CannotDo("a Python script declares this fleet; no file changes it")
         text = text.removeprefix("\ufeff")
-        base = self._intake.base_of(text) or Path(folder)
-        parsed = self._roster.parse(without_header(text), file=file or "fleet.yaml", folder=base)
-        fleet = self._roster.with_project(parsed)
-        self._roster.refuse_taken(fleet)
-        known = set(self._roster.slots_of(fleet.name))
+        base = self._folder.base_of(text) or Path(folder)
+        parsed = self._registry.parse(without_header(text), file=file or "fleet.yaml", folder=base)
+        fleet = self._registry.with_project(parsed)
+        self._registry.refuse_conflicts(fleet)
+        known = set(self._registry.slots_of(fleet.name))
         slots = [fleet.slot_name(index) for index in range(fleet.count)]
         return {
             "fleet": fleet.name,
-            "is_new": fleet.name not in self._roster.fleets,
+            "is_new": fleet.name not in self._registry.fleets,
             "slots": slots,
             "added": [name for name in slots if name not in known],
             "surplus": [name for name in self._alive(fleet.name) if name not in slots],
             "places": [f"{place.accelerator_type} in {place.zone}" for place in fleet.places],
             "changes": self._changes(fleet, text),
-            "warnings": [*fleet.warnings, *self._lacking(fleet)],
+            "warnings": [*fleet.warnings, *self._missing_secrets(fleet)],
         }
 
     def _changes(self, fleet: Fleet, text: str) -> list[Answer]:
-        """What *text* says otherwise than the text that was accepted last, key by key."""
-        record, before = self._roster.records.get(fleet.name), self._roster.fleets.get(fleet.name)
+        """How *text* differs from the text that was accepted last, key by key."""
+        record, before = self._registry.records.get(fleet.name), self._registry.fleets.get(fleet.name)
         if record is None or before is None:
             return []
         found: list[Answer] = [
@@ -238,19 +238,19 @@ class CommandHandler:
         return found
 
     def _surplus_alive(self, fleet: str) -> list[str]:
-        return [name for name in self._alive(fleet) if self._roster.is_surplus(name)]
+        return [name for name in self._alive(fleet) if self._registry.is_surplus(name)]
 
     def _alive(self, fleet: str) -> list[str]:
         """Slots of *fleet* that have a node or ask for one, and were not taken down."""
         return [
             name
-            for name in self._roster.slots_of(fleet)
+            for name in self._registry.slots_of(fleet)
             if (memory := self._engine.slots[name].memory).wish is not DesiredState.DOWN
             and (memory.nodes or memory.creates)
         ]
 
-    def _ask_nodes(self, fleet: str, alter: Callable[[Memory], Memory], kind: str) -> list[str]:
-        names = [name for name in self._roster.slots_of(fleet) if self._engine.slots[name].nodes]
+    def _change_live(self, fleet: str, alter: Callable[[Memory], Memory], kind: str) -> list[str]:
+        names = [name for name in self._registry.slots_of(fleet) if self._engine.slots[name].nodes]
         for name in names:
             self._engine.change(name, alter, kind, f"{name}: {kind} asked for")
         return names
@@ -258,36 +258,38 @@ class CommandHandler:
     def _down(self, target: str) -> Answer:
         found = self._target(target)
         if found.whole:
-            if problem := self._roster.unread.get(found.fleet):
-                raise CannotDo(f"{found.fleet}: its text cannot be read, so what it has is not known: {problem}")
-            self._roster.wish(found.fleet, DesiredState.DOWN)
-            if self._intake is not None:
-                self._intake.mark_down(found.fleet)
-            self._roster.say("fleet-down", f"{found.fleet}: taken down", found.fleet, "info")
-            return {"fleet": found.fleet, "changed": self._roster.take_down(found.fleet)}
+            if problem := self._registry.unread.get(found.fleet):
+                raise CannotDo(f"{found.fleet}: its text cannot be read, so its slots are not known: {problem}")
+            self._registry.set_desired_state(found.fleet, DesiredState.DOWN)
+            if self._folder is not None:
+                self._folder.mark_down(found.fleet)
+            self._registry.report("fleet-down", f"{found.fleet}: taken down", found.fleet, "info")
+            return {"fleet": found.fleet, "changed": self._registry.take_down(found.fleet)}
         return self._change(found, wishes.down, "down", "taken down")
 
     def _pause(self, target: str) -> Answer:
-        found = self._going(target)
+        found = self._target_up(target)
         if found.whole:
-            self._roster.wish(found.fleet, DesiredState.PAUSED)
+            self._registry.set_desired_state(found.fleet, DesiredState.PAUSED)
         return self._change(found, wishes.pause, "pause", "paused: observed, and not touched")
 
     def _resume(self, target: str) -> Answer:
-        found = self._going(target)
+        found = self._target_up(target)
         if found.whole:
-            self._roster.wish(found.fleet, DesiredState.UP)
+            self._registry.set_desired_state(found.fleet, DesiredState.UP)
         return self._change(found, wishes.resume, "resume", "resumed")
 
     def _retry(self, target: str) -> Answer:
-        return self._change(self._going(target), wishes.retry, "retry", "retry: failure counts and backoffs are reset")
+        return self._change(
+            self._target_up(target), wishes.retry, "retry", "retry: failure counts and backoffs are reset"
+        )
 
     def _confirm(self, target: str) -> Answer:
         if not target:
-            self._care.store.confirm()
+            self._runtime.store.confirm()
             for name in self._engine.slots:
                 self._engine.lift_brake(name)
-            self._roster.say("confirm", "what is listed is all there is: a person confirmed it", level="info")
+            self._registry.report("confirm", "what is listed is all there is: a person confirmed it", level="info")
             return {"changed": self._all_slots(), "store": True}
         found = self._target(target)
         for name in found.slots:
@@ -304,15 +306,15 @@ class CommandHandler:
         return {"node": node, "slot": name}
 
     def _gc(self, apply: bool) -> Answer:
-        if apply and self._care.store.lost:
+        if apply and self._runtime.store.lost:
             raise CannotDo(
                 "the store was lost, so a node without a fleet may be one that trains: start the daemon, which adopts "
-                "what it knows, look at `tpucare gc`, then say `tpucare confirm --store`"
+                "the nodes of known fleets, check the list of `tpucare gc`, then run `tpucare confirm --store`"
             )
         projects = status.project_rows(self._engine)
-        lying = self._intake.fleets_that_lie_here() if self._intake is not None else frozenset()
-        left = [node for node in self._engine.strays.values() if not self._is_cared_for(node, lying)]
-        strays = {node.name for node in left if _is_our_make(node)}
+        declared = self._folder.named_fleets() if self._folder is not None else frozenset()
+        left = [node for node in self._engine.strays.values() if not self._is_cared_for(node, declared)]
+        strays = {node.name for node in left if _is_named_by_us(node)}
         for name in strays if apply else ():
             self._engine.collect(name)
         rows = {row["node"]: row for row in status.stray_rows(self._engine)}
@@ -323,13 +325,13 @@ class CommandHandler:
             "projects": [row["project"] for row in projects],
             "unseen_projects": [row["project"] for row in projects if not row["seen"]],
             "unreachable": sorted({zone for row in projects for zone in row["unreachable"]}),
-            "store_lost": self._care.store.lost,
+            "store_lost": self._runtime.store.lost,
         }
 
-    def _is_cared_for(self, node: Node, lying: frozenset[str]) -> bool:
-        """Of a fleet that this store knows, or whose file lies in the folder, readable or not: nobody's to sweep."""
-        record = self._roster.records.get(node.fleet)
-        return node.fleet in lying or (record is not None and record.wish is not DesiredState.DOWN)
+    def _is_cared_for(self, node: Node, declared: frozenset[str]) -> bool:
+        """Whether a file of the folder, readable or not, declares its fleet, or this store knows it as not down."""
+        record = self._registry.records.get(node.fleet)
+        return node.fleet in declared or (record is not None and record.wish is not DesiredState.DOWN)
 
     def _stop_daemon(self) -> Answer:
         self._stop()
@@ -339,20 +341,20 @@ class CommandHandler:
 
     def _all_slots(self) -> list[str]:
         known = {track.slot.fleet for track in self._engine.slots.values()}
-        return [name for fleet in sorted(known) for name in self._roster.slots_of(fleet)]
+        return [name for fleet in sorted(known) for name in self._registry.slots_of(fleet)]
 
     def _target(self, word: str) -> Target:
-        if word in self._roster.records:
-            return Target(word, tuple(self._roster.slots_of(word)), whole=True)
+        if word in self._registry.records:
+            return Target(word, tuple(self._registry.slots_of(word)), whole=True)
         track = self._engine.slots.get(word)
         if track is None:
             raise CannotDo(self._unknown(word))
         return Target(track.slot.fleet, (word,), whole=False)
 
-    def _going(self, word: str) -> Target:
-        """A target that is not on its way down."""
+    def _target_up(self, word: str) -> Target:
+        """The target *word*, without slots that are going down. Raises: CannotDo: all of it is."""
         found = self._target(word)
-        record = self._roster.records.get(found.fleet)
+        record = self._registry.records.get(found.fleet)
         states = [self._engine.slots[name].memory.wish for name in found.slots]
         is_down = found.whole and record is not None and record.wish is DesiredState.DOWN
         if is_down or (states and all(wish is DesiredState.DOWN for wish in states)):
@@ -368,7 +370,7 @@ class CommandHandler:
         return name
 
     def _unknown(self, word: str) -> str:
-        known = [*self._roster.records, *self._engine.slots]
+        known = [*self._registry.records, *self._engine.slots]
         return f"no fleet or slot {shown(word)}{hint(word, known)}" + ("" if known else "; no fleet is known yet")
 
     def _change(self, target: Target, alter: Callable[[Memory], Memory], kind: str, text: str) -> Answer:
@@ -377,8 +379,8 @@ class CommandHandler:
         return {"fleet": target.fleet if target.whole else "", "changed": list(target.slots)}
 
 
-def _is_our_make(node: Node) -> bool:
-    """Named after a create of its slot; any other node that bears our label was made by somebody else, and adopted."""
+def _is_named_by_us(node: Node) -> bool:
+    """Whether its name is a create of its slot. Any other node with our label was made by a person, and adopted."""
     made_for = parse_node_name(node.name)
     return made_for is not None and made_for[0] == node.slot
 
@@ -396,32 +398,32 @@ def event_row(number: int, event: Any) -> Answer:
     }
 
 
-def _about(action: object) -> str:
-    """What an action is about: a node's name, with the place for a create."""
+def _node_of(action: object) -> str:
+    """The node that an action concerns, with the place for a create; empty for an action without one."""
     place = getattr(action, "place", None)
     name = getattr(action, "name", "") or getattr(getattr(action, "key", None), "name", "")
     return f"{name} in {place.zone} as {place.accelerator_type} {place.provisioning.value}" if place else str(name)
 
 
-def _arguments(do: str, order: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Values of *order* by the names of *wanted*, whose values are defaults, or a type where there is none."""
-    unknown = [key for key in order if key != "do" and key not in wanted]
+def _arguments(do: str, command: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of *command* by the names of *wanted*, whose values are defaults, or a type where there is none."""
+    unknown = [key for key in command if key != "do" and key not in wanted]
     if unknown:
         raise ConfigError(f"{do}: unknown key {shown(unknown[0])}{hint(str(unknown[0]), wanted)}")
     values = {}
     for key, default in wanted.items():
         kind = default if isinstance(default, type) else type(default)
-        value = order.get(key, None if isinstance(default, type) else default)
+        value = command.get(key, None if isinstance(default, type) else default)
         if type(value) is not kind:
             raise ConfigError(f"{do}: {key} must be {_KINDS[kind]}")
-        if isinstance(value, str) and not _is_sound(value):
+        if isinstance(value, str) and not _is_valid_text(value):
             raise ConfigError(f"{do}: {key} must be text in UTF-8, without NUL: {value[:200]!r}")
         values[key] = value
     return values
 
 
-def _is_sound(text: str) -> bool:
-    """Neither NUL nor half a character, at which paths and the store would stumble."""
+def _is_valid_text(text: str) -> bool:
+    """Without NUL and without half a character, which paths and the store cannot hold."""
     return "\0" not in text and not any("\ud800" <= char <= "\udfff" for char in text)
 
 

@@ -4,9 +4,9 @@ The control socket of a running daemon: one JSON object per line in, one per lin
     {"do": "pause", "target": "pod-0"}   ->   {"ok": true, "changed": ["pod-0"]}
     {"do": "puase"}                      ->   {"ok": false, "error": "no verb 'puase' ...", "kind": "config"}
 
-Connections have threads of their own, but nothing is answered there: each order goes to the thread of the loop and
-waits for its answer, so that whoever owns the engine is the only one who touches it. What may be ordered is `desk`'s.
-Standard library only, since every command may have to ask whether a daemon runs.
+Each connection has its own thread, but no command is executed there: it goes to the thread of the loop and waits for
+its answer, so only that thread touches the engine. `commands` says which commands there are.
+Standard library only, since every command of the CLI asks whether a daemon runs.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from tpucare.model.errors import ConfigError, StoreError, TpuCareError
 
 # A fleet file has at most 256 KB; escaped as JSON it may be six times as long.
 LINE_LIMIT = 2 << 20
-# Every order but `apply` is a handful of names.
+# Every command but `apply` is a few names.
 SMALL_LINE_LIMIT = 64 << 10
-# JSON takes many times its length when it is read, so few of the long lines are read at a time.
+# Parsed JSON takes many times its length, so few of the long lines are read at a time.
 LONG_LINES = 2
 LINE_SECONDS = 30.0
 _APPLY = re.compile(rb'\s*\{\s*"do"\s*:\s*"apply"\s*,')
@@ -44,20 +44,20 @@ LAST_ANSWERS_SECONDS = 1.0
 # A unix socket's path has 108 bytes. Linux lets a longer one be reached through a descriptor of its folder.
 PATH_LIMIT = 100
 
-Order = Mapping[str, Any]
+Command = Mapping[str, Any]
 Answer = Mapping[str, Any]
 
 
 class NoDaemon(TpuCareError):
-    """Nobody listens at the control socket."""
+    """No process listens at the control socket."""
 
 
 class Refused(TpuCareError):
-    """The daemon would not do it; the text is its one line."""
+    """The daemon refused the command; the text is its answer, one line."""
 
 
 class Stopping(Refused):
-    """It is on its way out, and did nothing of what was asked."""
+    """The daemon is stopping, and did nothing for the command."""
 
 
 def _kinds() -> Iterator[type[TpuCareError]]:
@@ -68,22 +68,22 @@ def _kinds() -> Iterator[type[TpuCareError]]:
             yield value
 
 
-# What a refusal is called on the socket -> its class on this side, as which it has the same exit code.
+# The name of an error on the socket -> its class on this side, so that the exit code is the same.
 _KINDS = {kind.__name__: kind for kind in _kinds()}
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
-    order: object
+class _PendingCommand:
+    command: object
     answer: Future[Answer] = field(default_factory=Future)
 
 
 class Control:
     """
-    Serves the socket from `start` to `close`. `serve` carries out what waits, on the thread that calls it.
+    Serves the socket from `start` to `close`. `serve` executes the waiting commands, on the thread that calls it.
 
-    nudge:    called, on any thread, when something waits
-    stumbled: called, on the thread of `serve`, with an error that nobody named
+    nudge:    called, on any thread, when a command waits
+    on_error: called, on the thread of `serve`, with an error that is no TpuCareError
     """
 
     def __init__(
@@ -91,29 +91,29 @@ class Control:
         path: Path,
         nudge: Callable[[], None],
         answer_seconds: float = ANSWER_SECONDS,
-        stumbled: Callable[[Exception], None] = lambda _: None,
+        on_error: Callable[[Exception], None] = lambda _: None,
     ) -> None:
         self.path = path
         self._nudge = nudge
-        self._stumbled = stumbled
+        self._on_error = on_error
         self._answer_seconds = answer_seconds
-        self._calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()
+        self._pending: queue.SimpleQueue[_PendingCommand] = queue.SimpleQueue()
         self._server: _Server | None = None
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         """
-        To be called by the owner of the store's lock alone: whatever lies at the path is left over from a dead one.
+        To be called by the holder of the store's lock alone: a socket at the path is left over from a dead process.
 
         Raises: ConfigError: the socket cannot be made.
         """
         try:
             self.path.unlink(missing_ok=True)
             with _reachable(self.path) as address:
-                self._server = _Server(address, _Conversation)
+                self._server = _Server(address, _Connection)
         except OSError as error:
             raise ConfigError(f"{self.path}: the control socket cannot be made: {error.strerror or error}") from error
-        self._server.carry = self._carry
+        self._server.submit = self._submit
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(0.1,), name="tpucare-control", daemon=True
         )
@@ -126,51 +126,51 @@ class Control:
         server.shutdown()
         server.server_close()
         self._thread.join()
-        # A file system that turned read-only is what may end the daemon; a dead socket is replaced by the next one.
+        # The file system may have turned read-only; the next daemon replaces the dead socket.
         with contextlib.suppress(OSError):
             self.path.unlink()
-        self.serve(_gone)
-        # Whoever was answered a moment ago, as the order to stop is, should hear it.
+        self.serve(_refuse_stopping)
+        # The last answers, such as the one to `stop`, should still arrive.
         with server.quiet:
             server.quiet.wait_for(lambda: not server.answering, LAST_ANSWERS_SECONDS)
 
-    def serve(self, carry: Callable[[object], Answer]) -> int:
+    def serve(self, handle: Callable[[object], Answer]) -> int:
         """
-        Carry out every order that waits; returns how many.
+        Execute every waiting command; returns how many.
 
-        An order that stumbles is answered, told to `stumbled`, and ends nothing else. Raises: StoreError.
+        A command that fails is answered, passed to `on_error`, and ends nothing else. Raises: StoreError.
         """
         count = 0
         while True:
             try:
-                call = self._calls.get_nowait()
+                pending = self._pending.get_nowait()
             except queue.Empty:
                 return count
-            # Whoever asked may have given up meanwhile: then nothing may happen any more.
-            if not call.answer.set_running_or_notify_cancel():
+            # A client that gave up was told that nothing was done, so nothing may be done.
+            if not pending.answer.set_running_or_notify_cancel():
                 continue
             count += 1
             try:
-                call.answer.set_result(carry(call.order))
+                pending.answer.set_result(handle(pending.command))
             except StoreError as error:
-                call.answer.set_exception(error)
+                pending.answer.set_exception(error)
                 raise
             except TpuCareError as error:
-                call.answer.set_exception(error)
+                pending.answer.set_exception(error)
             except Exception as error:
-                call.answer.set_exception(error)
-                self._stumbled(error)
+                pending.answer.set_exception(error)
+                self._on_error(error)
 
-    def _carry(self, order: object) -> Answer:
-        call = _Call(order)
-        self._calls.put(call)
+    def _submit(self, command: object) -> Answer:
+        pending = _PendingCommand(command)
+        self._pending.put(pending)
         self._nudge()
         try:
-            return {"ok": True, **call.answer.result(self._answer_seconds)}
+            return {"ok": True, **pending.answer.result(self._answer_seconds)}
         except TimeoutError:
-            if call.answer.cancel():
-                return _refusal("the daemon is busy and did nothing of it; ask again", "busy")
-            return _refusal("the daemon began with it and is not done; look at `tpucare status`", "busy")
+            if pending.answer.cancel():
+                return _refusal("the daemon is busy and did nothing for this command; ask again", "busy")
+            return _refusal("the daemon has begun and is not done; see `tpucare status`", "busy")
         except CancelledError:
             return _refusal("the daemon is stopping", Stopping.__name__)
         except TpuCareError as error:
@@ -179,20 +179,20 @@ class Control:
             return _refusal(f"the daemon failed: {type(error).__name__}: {error}", "internal")
 
 
-def request(path: Path, order: Order, *, seconds: float = ANSWER_SECONDS + 5) -> dict[str, Any]:
+def request(path: Path, command: Command, *, seconds: float = ANSWER_SECONDS + 5) -> dict[str, Any]:
     """
-    Send one order to the daemon that listens at *path*; returns its answer without `ok`.
+    Send one command to the daemon that listens at *path*; returns its answer without `ok`.
 
-    Raises: NoDaemon: nobody listens there. The class of error that the daemon met, or Refused, with its one line.
+    Raises: NoDaemon: no process listens there. The error that the daemon met, of its own class if known, else Refused.
     """
     try:
         with socket.socket(socket.AF_UNIX) as channel:
             channel.settimeout(seconds)
             with _reachable(path) as address:
                 channel.connect(address)
-            # Who is refused before it has spoken has its answer waiting, and nobody to speak to any more.
+            # A connection that was refused at once has its answer waiting, and is closed on the other side.
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                channel.sendall(json.dumps(order).encode() + b"\n")
+                channel.sendall(json.dumps(command).encode() + b"\n")
             with channel.makefile("rb") as lines:
                 line = lines.readline()
     except TimeoutError as error:
@@ -210,7 +210,7 @@ def request(path: Path, order: Order, *, seconds: float = ANSWER_SECONDS + 5) ->
 
 
 def is_running(path: Path) -> bool:
-    """Whether somebody listens at *path*. Does not wait for an answer."""
+    """Whether a process listens at *path*. Does not wait for an answer."""
     try:
         with socket.socket(socket.AF_UNIX) as channel:
             channel.settimeout(1.0)
@@ -223,7 +223,7 @@ def is_running(path: Path) -> bool:
 
 @contextlib.contextmanager
 def _reachable(path: Path) -> Iterator[str]:
-    """An address for *path* that fits into a socket's."""
+    """An address for *path* that is short enough for a socket."""
     if len(os.fsencode(path)) <= PATH_LIMIT:
         yield str(path)
         return
@@ -234,7 +234,7 @@ def _reachable(path: Path) -> Iterator[str]:
         os.close(folder)
 
 
-def _gone(_: object) -> Answer:
+def _refuse_stopping(_: object) -> Answer:
     raise Stopping("the daemon is stopping")
 
 
@@ -247,7 +247,7 @@ def _kind(error: TpuCareError) -> str:
 
 
 def _error_of(answer: Mapping[str, Any]) -> TpuCareError:
-    """Of the same class on this side, if both know it."""
+    """The error of the same class on this side, if both know it."""
     text = str(answer.get("error", "the daemon refused without a reason"))
     return _KINDS.get(str(answer.get("kind", "")), Refused)(text)
 
@@ -256,7 +256,7 @@ class _Server(socketserver.ThreadingUnixStreamServer):
     daemon_threads = True
     block_on_close = False  # an idle client must not keep the daemon from ending
     request_queue_size = 64
-    carry: Callable[[object], Answer]
+    submit: Callable[[object], Answer]
 
     def __init__(self, path: str, conversation: type[socketserver.BaseRequestHandler]) -> None:
         super().__init__(path, conversation)
@@ -266,20 +266,20 @@ class _Server(socketserver.ThreadingUnixStreamServer):
         self.answering = 0
 
     def server_bind(self) -> None:
-        """Linux gives the file the mode of its socket; a umask would be that of all threads of this process."""
+        """Linux gives the file the mode of its socket; a umask would apply to all threads of this process."""
         os.fchmod(self.fileno(), 0o600)
         super().server_bind()
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A client that hung up: its loss. The usual traceback on stderr helps nobody."""
+        """A client that hung up needs no traceback on stderr."""
 
 
 def _limit_of(line: bytes | bytearray) -> int:
-    """How long a line that begins so may be."""
+    """The longest line with this beginning that is read."""
     return LINE_LIMIT if _APPLY.match(line) else SMALL_LINE_LIMIT
 
 
-class _Conversation(socketserver.StreamRequestHandler):
+class _Connection(socketserver.StreamRequestHandler):
     timeout = IDLE_SECONDS
 
     def handle(self) -> None:
@@ -289,11 +289,11 @@ class _Conversation(socketserver.StreamRequestHandler):
             return
         try:
             with contextlib.suppress(OSError):
-                self._converse(self.server)
+                self._serve_lines(self.server)
         finally:
             self.server.places.release()
 
-    def _converse(self, server: _Server) -> None:
+    def _serve_lines(self, server: _Server) -> None:
         while line := self._read_line():
             if len(line) > _limit_of(line):
                 self._write(_refusal(f"a line has at most {_limit_of(line)} bytes", "config"))
@@ -305,14 +305,14 @@ class _Conversation(socketserver.StreamRequestHandler):
 
     def _answer(self, server: _Server, line: bytes) -> None:
         try:
-            order = json.loads(line)
+            command = json.loads(line)
         except (ValueError, RecursionError):
             self._write(_refusal("not a line of JSON", "config"))
             return
         with server.quiet:
             server.answering += 1
         try:
-            self._write(server.carry(order))
+            self._write(server.submit(command))
         finally:
             with server.quiet:
                 server.answering -= 1
@@ -320,14 +320,14 @@ class _Conversation(socketserver.StreamRequestHandler):
 
     def _read_line(self) -> bytes:
         """
-        The next line, or what there is of one that is too long; empty at the end.
+        The next line, or the beginning of one that is too long; empty at the end.
 
-        Raises: TimeoutError: nothing came for IDLE_SECONDS, or a line that was begun is not ended in LINE_SECONDS.
+        Raises: TimeoutError: nothing arrived for IDLE_SECONDS, or the rest of a line not within LINE_SECONDS.
         """
         line, until = bytearray(), time.monotonic() + IDLE_SECONDS
         while b"\n" not in line and len(line) <= _limit_of(line):
             self.connection.settimeout(max(until - time.monotonic(), 0.001))
-            # `peek` gives what has arrived, and takes it not: what follows the line is left for the next one.
+            # `peek` does not consume the bytes: those after the line are left for the next one.
             arrived = self.rfile.peek(1)  # type: ignore[attr-defined]
             if not arrived:
                 break

@@ -1,10 +1,9 @@
 """
-The folder of fleet files: what changed in it, and what that means for the fleets that are cared for.
+The folder of fleet files: which of them changed, and what that means for the fleets.
 
-Nothing that is absent or unreadable here changes anything (design, rule 3): a fleet runs on as last accepted, and a
-person is told once. What does count is a mark: `down` renames `pod.yaml` to `pod.yaml.down`, so that a store that was
-lost does not bring back what was taken down. A file counts as changed when it looks the same for two looks in a row, so
-that one that is being written is not read in the middle.
+A file that is missing or unreadable changes nothing (design, rule 3): its fleet runs on as last accepted, and a person
+is told once. A mark does count: `down` renames `pod.yaml` to `pod.yaml.down`, so that a lost store does not bring back
+a fleet that was taken down. A changed file is read once it is the same at two polls in a row, and so not half written.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from tpucare.service.fleet_registry import FleetRegistry
 
 SUFFIXES = (".yaml", ".yml")
 DOWN = ".down"
-"""Behind the name of a file whose fleet was taken down; `apply` takes it away."""
+"""The suffix of a file whose fleet was taken down; `apply` removes it."""
 TEXT_LIMIT = 256 << 10
 _HEADER = "# tpucare: applied; relative paths start at "
 
@@ -35,8 +34,8 @@ Signature = tuple[int, int, int]
 
 
 @dataclass(slots=True)
-class Changes:
-    """What a look found: files to read, files that are not there any more, why the folder cannot be listed."""
+class FolderChanges:
+    """What a poll found: files to read, files that are gone, and why the folder cannot be listed."""
 
     changed: list[Path] = field(default_factory=list)
     missing: list[Path] = field(default_factory=list)
@@ -46,16 +45,16 @@ class Changes:
 @dataclass(frozen=True, slots=True)
 class FileProblems:
     """
-    What is wrong in the folder now, one line each.
+    The problems of the folder now, one line each.
 
-    of_fleets: by fleets, which run on as last accepted    others: by files that declare none, or by the folder
+    of_fleets: by fleet; each runs on as last accepted    others: by file without a fleet, or by the folder
     """
 
     of_fleets: Mapping[str, str] = field(default_factory=dict)
     others: Mapping[str, str] = field(default_factory=dict)
 
 
-class Watch:
+class FolderWatcher:
     """Signatures (mtime, size, inode) of the files of one folder. Reads no content."""
 
     def __init__(self, folder: Path) -> None:
@@ -64,16 +63,16 @@ class Watch:
         self._pending: dict[Path, Signature | None] = {}
         self._first = True
 
-    def again(self) -> None:
-        """Report every file at the next look."""
+    def report_all(self) -> None:
+        """Report every file at the next poll."""
         self._first = True
 
-    def look(self) -> Changes:
+    def poll(self) -> FolderChanges:
         try:
             found = dict(self._files())
         except OSError as error:
-            return Changes(problem=f"{self.folder}: the fleets folder cannot be read: {error.strerror}")
-        changes = Changes()
+            return FolderChanges(problem=f"{self.folder}: the fleets folder cannot be read: {error.strerror}")
+        changes = FolderChanges()
         known: dict[Path, Signature | None] = dict.fromkeys(self._settled)
         for path, signature in {**known, **found}.items():
             if self._settled.get(path) == signature and not self._first:
@@ -85,7 +84,7 @@ class Watch:
         self._first = False
         return changes
 
-    def _settle(self, path: Path, signature: Signature | None, changes: Changes) -> None:
+    def _settle(self, path: Path, signature: Signature | None, changes: FolderChanges) -> None:
         self._pending.pop(path, None)
         if signature is None:
             del self._settled[path]
@@ -106,50 +105,50 @@ class Watch:
                         yield self.folder / entry.name, (status.st_mtime_ns, status.st_size, status.st_ino)
 
 
-def where_it_lies(path: Path) -> Path:
-    """The file that a person means by *path*, also after `down` has renamed it."""
+def fleet_file_of(path: Path) -> Path:
+    """*path*, or the file that it became when `down` renamed it."""
     mark = path.with_name(path.name + DOWN)
     return mark if mark.is_file() and not path.exists() else path
 
 
 class FleetFolder:
-    """Brings changed files into the roster. On the thread of the loop only."""
+    """Brings changed files into the registry. On the thread of the loop only."""
 
-    def __init__(self, folder: Path, roster: FleetRegistry) -> None:
+    def __init__(self, folder: Path, registry: FleetRegistry) -> None:
         self.folder = folder
-        self._watch = Watch(folder)
-        self._roster = roster
+        self._watcher = FolderWatcher(folder)
+        self._registry = registry
         self._declared: dict[Path, str] = {}
-        self._said = ""
+        self._reported = ""
         self._refused: dict[Path, str] = {}
         self._unlisted = ""
-        self._looked = False
+        self._was_read = False
 
-    def again(self) -> None:
-        """SIGHUP: read everything anew, the files that fleets name included."""
-        self._watch.again()
+    def read_all_again(self) -> None:
+        """Read every fleet file at the next call of `read_changes`, and the files that they name."""
+        self._watcher.report_all()
 
-    def look(self) -> None:
-        """Take in what changed since the last look."""
-        changes = self._watch.look()
+    def read_changes(self) -> None:
+        """Accept the fleets of files that changed since the last call."""
+        changes = self._watcher.poll()
         for path in changes.changed:
-            self._take(path)
+            self._read_file(path)
         for path in changes.missing:
-            self._miss(path)
+            self._drop_missing_file(path)
         self._unlisted = changes.problem
-        self._complain(changes.problem or self._emptiness())
-        if not self._looked and not changes.problem:
-            self._looked = True
-            self._name_orphans()
-            self._mark_what_is_down()
+        self._report_problem(changes.problem or self._problem_if_empty())
+        if not self._was_read and not changes.problem:
+            self._was_read = True
+            self._report_undeclared_fleets()
+            self._mark_fleets_down()
 
     def problems(self) -> FileProblems:
-        """What a person should know of the folder as it was at the last look."""
+        """The problems of the folder as it was when it was read last."""
         if self._unlisted:
             return FileProblems(others={str(self.folder): self._unlisted})
-        cared = {name for name, record in self._roster.records.items() if record.wish is not DesiredState.DOWN}
+        cared = {name for name, record in self._registry.records.items() if record.wish is not DesiredState.DOWN}
         of_fleets = {}
-        if self._looked:
+        if self._was_read:
             missing = cared.difference(self._declared.values())
             of_fleets = dict.fromkeys(missing, f"no file in {self.folder} declares it; it runs on as last accepted")
         others = {}
@@ -164,12 +163,12 @@ class FleetFolder:
 
     def path_of(self, fleet: str) -> Path:
         """
-        The file that declares *fleet*, or the one that should.
+        The file that declares *fleet*, or the one where it is to be written.
 
-        Raises: ConfigError: a file of that name declares another fleet.
+        Raises: ConfigError: that file declares another fleet.
         """
-        if not self._looked:
-            self._survey()
+        if not self._was_read:
+            self._find_declared()
         for path, name in self._declared.items():
             if name == fleet and path.exists():
                 return path
@@ -180,10 +179,10 @@ class FleetFolder:
 
     def copy_in(self, fleet: Fleet, text: str, folder: Path, file: str) -> str:
         """
-        Put the text of an applied file into the folder; returns the text that lies there then.
+        Copy the text of an applied file into the folder; returns the text of the copy.
 
-        A copy says in its first line where its relative paths start, so that it means the same here.
-        Raises: ConfigError: too large with that line, too, or the folder cannot be written; StoreError.
+        Its first line names the folder where its relative paths start, so that it means the same here.
+        Raises: ConfigError: too large with that line, or the folder cannot be written; StoreError.
         """
         target = self.path_of(fleet.name)
         if file and Path(file).exists() and target.exists() and Path(file).samefile(target):
@@ -192,7 +191,7 @@ class FleetFolder:
         whole = _HEADER + json.dumps(str(folder)) + "\n" + without_header(text)
         if len(whole.encode()) > TEXT_LIMIT:
             raise ConfigError(f"{file or target}: larger than {TEXT_LIMIT >> 10} KB as a copy that names its folder")
-        self._roster.note_applied(fleet.name, folder)
+        self._registry.note_applied(fleet.name, folder)
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
@@ -200,25 +199,25 @@ class FleetFolder:
         try:
             state_folder.write_private(target, whole)
         except StoreError as error:
-            # The folder may belong to somebody else, and be read-only for good (ProtectSystem=, a ConfigMap).
+            # The folder may belong to another user, and be read-only on purpose (ProtectSystem=, a ConfigMap).
             raise ConfigError(
-                f"{error}: put the file there yourself, and it is taken in; or let tpucare write to {self.folder} "
+                f"{error}: put the file there yourself, and the daemon reads it; or let tpucare write to {self.folder} "
                 "(under systemd: ReadWritePaths=)"
             ) from error
         self._declared[target] = fleet.name
         self._unmark(fleet.name)
         return whole
 
-    # --- what is down ------------------------------------------------------------------------------------------------
+    # --- fleets that are down ----------------------------------------------------------------------------------------
 
     def mark_down(self, fleet: str) -> None:
         """
-        Rename the file of a fleet that was taken down, so that no store that does not know of it starts it again.
+        Rename the file of a fleet that was taken down, so that a new store does not start it again.
 
-        A folder that cannot be written is told of: the store alone remembers then.
+        A folder that cannot be written is reported: only the store remembers the end of the fleet then.
         """
-        if not self._looked:
-            self._survey()
+        if not self._was_read:
+            self._find_declared()
         for path in [path for path, name in self._declared.items() if name == fleet]:
             mark = path.with_name(path.name + DOWN)
             if mark.exists() or not path.exists():
@@ -228,13 +227,13 @@ class FleetFolder:
                 sync_folder(path.parent)
             except OSError as error:
                 told = f"{path} cannot be renamed to {mark.name}: {error.strerror}"
-                self._roster.say("fleet-down", f"{told}; a store that is lost would start {fleet} again", fleet)
+                self._registry.report("fleet-down", f"{told}; a store that is lost would start {fleet} again", fleet)
                 continue
             del self._declared[path]
 
-    def _mark_what_is_down(self) -> None:
-        """Also what a daemon that was killed between the two left undone, and what an older version took down."""
-        for record in self._roster.records.values() if self._roster.keeps else ():
+    def _mark_fleets_down(self) -> None:
+        """Mark fleets of the store: a daemon may have been killed before it did, and older versions did not."""
+        for record in self._registry.records.values() if self._registry.saves else ():
             if record.wish is DesiredState.DOWN:
                 self.mark_down(record.name)
 
@@ -249,11 +248,11 @@ class FleetFolder:
         found = (path for suffix in SUFFIXES for path in self.folder.glob(f"*{suffix}{DOWN}"))
         return [path for path in found if _fleet_named_in(path) == fleet]
 
-    def fleets_that_lie_here(self) -> frozenset[str]:
+    def named_fleets(self) -> frozenset[str]:
         """
-        Names that the files of the folder declare, those that cannot be accepted included.
+        Names of fleets in the files of the folder, also in those that cannot be accepted.
 
-        Raises: ConfigError: the folder cannot be listed, so nothing is known of them.
+        Raises: ConfigError: the folder cannot be listed.
         """
         try:
             paths = [Path(entry) for entry in os.scandir(self.folder) if entry.name.endswith(SUFFIXES)]
@@ -263,9 +262,9 @@ class FleetFolder:
             raise ConfigError(f"{self.folder}: the fleets folder cannot be read: {error.strerror}") from error
         return frozenset(_fleet_named_in(path) for path in paths)
 
-    def _survey(self) -> None:
-        """Which file declares what, without taking anything in."""
-        for path in Watch(self.folder).look().changed:
+    def _find_declared(self) -> None:
+        """Note which file declares which fleet, and accept none of them."""
+        for path in FolderWatcher(self.folder).poll().changed:
             try:
                 _, fleet, _ = self._read(path)
             except ConfigError:
@@ -274,93 +273,93 @@ class FleetFolder:
 
     # --- one file ----------------------------------------------------------------------------------------------------
 
-    def _take(self, path: Path) -> None:
+    def _read_file(self, path: Path) -> None:
         try:
             text, parsed, folder = self._read(path)
-            fleet = self._roster.with_project(parsed)
-            self._refuse_double(fleet, path)
-            self._roster.refuse_taken(fleet)
+            fleet = self._registry.with_project(parsed)
+            self._refuse_second_file(fleet, path)
+            self._registry.refuse_conflicts(fleet)
         except ConfigError as error:
             self._refused[path] = str(error)
-            self._roster.say("fleet-refused", str(error), self._declared.get(path, ""))
+            self._registry.report("fleet-refused", str(error), self._declared.get(path, ""))
             return
         self._refused.pop(path, None)
         before = self._declared.get(path)
         self._declared[path] = fleet.name
         if before not in (None, fleet.name):
-            self._orphan(str(before), f"{path} declares {fleet.name} now")
-        if self._roster.is_news(fleet, text, folder):
+            self._report_undeclared(str(before), f"{path} declares {fleet.name} now")
+        if self._registry.would_change(fleet, text, folder):
             self._accept(fleet, text, folder, path)
 
     def _read(self, path: Path) -> tuple[str, Fleet, Path]:
         """Text of a file, its fleet, and where its relative paths start. Raises: ConfigError."""
         text = read_text(path)
         if not text.startswith(_HEADER):
-            return text, self._roster.parse(text, file=str(path), folder=path.parent), path.parent
+            return text, self._registry.parse(text, file=str(path), folder=path.parent), path.parent
         if (base := self.base_of(text)) is not None:
-            return text, self._roster.parse(text, file=str(path), folder=base), base
-        # Whoever may write to this folder could name any other in that line.
+            return text, self._registry.parse(text, file=str(path), folder=base), base
+        # Any writer of this folder could name any other folder in that line.
         try:
-            return text, self._roster.parse(text, file=str(path), folder=None), path.parent
+            return text, self._registry.parse(text, file=str(path), folder=None), path.parent
         except ConfigError as error:
-            told = f"{path}:1: `tpucare apply` did not write this line here, so it counts for nothing: apply the file"
+            told = f"{path}:1: `tpucare apply` did not write this line here, so it is not used: apply the file"
             raise ConfigError(f"{told}, or delete the line\n{error}") from error
 
     def base_of(self, text: str) -> Path | None:
-        """Where an applied copy says that its paths start, if the fleet was applied from there. Raises: ConfigError."""
+        """The folder that an applied copy names, if the fleet was applied from there. Raises: ConfigError."""
         if not text.startswith(_HEADER):
             return None
         named = folder_of(text, self.folder)
-        return named if self._roster.was_applied_from(yaml_lines.named(text, "name"), named) else None
+        return named if self._registry.was_applied_from(yaml_lines.named(text, "name"), named) else None
 
     def _accept(self, fleet: Fleet, text: str, folder: Path, path: Path) -> None:
-        record = self._roster.records.get(fleet.name)
+        record = self._registry.records.get(fleet.name)
         if record is None and (marks := self._marks(fleet.name)):
             told = (
                 f"{path}: {fleet.name} was taken down ({marks[0].name}) and stays so; `tpucare apply {path}` starts it"
             )
-            self._roster.say("fleet-down", told, fleet.name)
+            self._registry.report("fleet-down", told, fleet.name)
             return
         wish = record.wish if record is not None else DesiredState.UP
-        self._roster.accept(fleet, text, folder, wish)
-        for warning in (*fleet.warnings, *filter(None, [self._roster.lacks(fleet)])):
-            self._roster.say("fleet-warning", warning, fleet.name)
+        self._registry.accept(fleet, text, folder, wish)
+        for warning in (*fleet.warnings, *filter(None, [self._registry.missing_secrets(fleet)])):
+            self._registry.report("fleet-warning", warning, fleet.name)
         if wish is DesiredState.DOWN:
             told = f"{path}: {fleet.name} was taken down and stays so; `tpucare apply {path}` starts it"
-            self._roster.say("fleet-down", told, fleet.name)
+            self._registry.report("fleet-down", told, fleet.name)
         else:
             slots = counted(fleet.count, "slot")
-            self._roster.say("fleet", f"{path}: {fleet.name} accepted, {slots}", fleet.name, "info")
+            self._registry.report("fleet", f"{path}: {fleet.name} accepted, {slots}", fleet.name, "info")
 
-    def _refuse_double(self, fleet: Fleet, path: Path) -> None:
+    def _refuse_second_file(self, fleet: Fleet, path: Path) -> None:
         for other, name in self._declared.items():
             if name == fleet.name and other != path and other.exists():
                 raise ConfigError(f"{path}: name: {name} is declared in {other} already; choose another")
 
-    def _miss(self, path: Path) -> None:
+    def _drop_missing_file(self, path: Path) -> None:
         self._refused.pop(path, None)
         name = self._declared.pop(path, None)
         if name is not None and name not in self._declared.values():
-            self._orphan(name, f"{path} is gone")
+            self._report_undeclared(name, f"{path} is gone")
 
-    def _orphan(self, name: str, why: str) -> None:
-        record = self._roster.records.get(name)
+    def _report_undeclared(self, name: str, why: str) -> None:
+        record = self._registry.records.get(name)
         if record is not None and record.wish is not DesiredState.DOWN:
             told = f"{why}: {name} runs on as last accepted; `tpucare down {name}` ends it"
-            self._roster.say("fleet-missing", told, name)
+            self._registry.report("fleet-missing", told, name)
 
-    def _name_orphans(self) -> None:
-        for name in self._roster.records:
+    def _report_undeclared_fleets(self) -> None:
+        for name in self._registry.records:
             if name not in self._declared.values():
-                self._orphan(name, f"no file in {self.folder} declares it")
+                self._report_undeclared(name, f"no file in {self.folder} declares it")
 
-    def _emptiness(self) -> str:
+    def _problem_if_empty(self) -> str:
         return "" if self._declared else f"{self.folder}: holds no fleet file; `tpucare apply FILE` puts one there"
 
-    def _complain(self, problem: str) -> None:
-        if problem and problem != self._said:
-            self._roster.say("folder", problem)
-        self._said = problem
+    def _report_problem(self, problem: str) -> None:
+        if problem and problem != self._reported:
+            self._registry.report("folder", problem)
+        self._reported = problem
 
 
 def read_text(path: Path) -> str:
@@ -378,7 +377,7 @@ def read_text(path: Path) -> str:
 
 
 def _fleet_named_in(path: Path) -> str:
-    """The name that a file declares, whatever else is wrong with it; without one, that of the file."""
+    """The name of the fleet in a file, even if the rest is wrong; without one, the name of the file."""
     try:
         return yaml_lines.named(read_text(path), "name") or path.name.partition(".")[0]
     except ConfigError:
@@ -386,7 +385,7 @@ def _fleet_named_in(path: Path) -> str:
 
 
 def folder_of(text: str, otherwise: Path) -> Path:
-    """Where relative paths of *text* start: as its first line says (an applied copy), else in its own folder."""
+    """The folder where relative paths of *text* start: named by its first line in an applied copy, else *otherwise*."""
     first, _, _ = text.partition("\n")
     if not first.startswith(_HEADER):
         return otherwise

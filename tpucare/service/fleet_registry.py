@@ -1,8 +1,8 @@
 """
 Fleets as last accepted: from the store into the engine, and from a new text into both.
 
-What a person declared must survive a file that vanished, so the text, the files it names and the wish are kept here;
-who reads files and who may ask for what is left to `folder` and `desk`. On the thread of the loop only.
+A declared fleet survives the loss of its file: the store keeps its text and desired state, the state folder the files
+that it names. `fleet_folder` reads fleet files, `commands` checks what people ask for. On the thread of the loop only.
 """
 
 from __future__ import annotations
@@ -37,8 +37,10 @@ FOLDER_SUFFIX = ".folder"
 
 class FleetRegistry:
     """
-    records: by fleet name, ended fleets included    fleets: those whose text can be read
-    unread:  why the text of others cannot be read by this version; they are cared for again once a text is accepted
+    Every fleet that the store has known, by name.
+
+    records: as stored, ended fleets included    fleets: those whose text this version can read
+    unread:  why it cannot read the text of the others; such a fleet is cared for again once a new text is accepted
     """
 
     def __init__(
@@ -49,16 +51,16 @@ class FleetRegistry:
         *,
         state: Path,
         find_project: Callable[[], str],
-        keeps: bool = True,
+        saves: bool = True,
         neighbours: Neighbours | None = None,
         private: Private = EVERYWHERE_PRIVATE,
         secrets: Callable[[str], str | None] | None = None,
     ) -> None:
         """
-        private: what no fleet may have sent to its workers
-        secrets: value of a secret by name, None = not set; without it nobody can tell here which are set
-        keeps: False: only to see what would come of it; nothing is written down, and nobody is told.
-        neighbours: the other stores of the state folder, whose slots may not be declared here too
+        private:    files that no fleet may send to its workers
+        secrets:    value of a secret by name, None = not set; without it missing secrets are not reported
+        saves:      False: for a preview; neither the store nor the log of events is written
+        neighbours: the other stores of the state folder; a slot of theirs is refused here
         """
         self.records: dict[str, FleetRecord] = store.fleets()
         self.fleets: dict[str, Fleet] = {}
@@ -66,43 +68,43 @@ class FleetRegistry:
         self._engine, self._store, self._clock = engine, store, clock
         self._kept = state / ACCEPTED
         self._find_project = find_project
-        self.keeps = keeps
+        self.saves = saves
         self._neighbours = neighbours
         self._private, self._secrets = private, secrets
         self._unpinned: set[str] = set()
 
     @classmethod
-    def of(cls, caretaker: Runtime, *, keeps: bool = True) -> FleetRegistry:
-        """The fleets of whoever was put together; `keeps` as above."""
+    def of(cls, runtime: Runtime, *, saves: bool = True) -> FleetRegistry:
+        """For the parts that `assembly` made; `saves` as in the constructor."""
         return cls(
-            caretaker.engine,
-            caretaker.store,
-            caretaker.clock,
-            state=caretaker.options.state,
-            find_project=caretaker.find_project,
-            keeps=keeps,
-            neighbours=caretaker.neighbours,
-            private=caretaker.private,
-            secrets=caretaker.secrets,
+            runtime.engine,
+            runtime.store,
+            runtime.clock,
+            state=runtime.options.state,
+            find_project=runtime.find_project,
+            saves=saves,
+            neighbours=runtime.neighbours,
+            private=runtime.private,
+            secrets=runtime.secrets,
         )
 
     # --- from the store ----------------------------------------------------------------------------------------------
 
     def load(self) -> None:
-        """Declare every fleet as last accepted; one that was taken down too, so that its end is carried out."""
+        """Declare every fleet of the store to the engine; those that are down too, so that their nodes are deleted."""
         for record in list(self.records.values()):
             try:
                 fleet = self._read(record)
             except ConfigError as error:
                 self.unread[record.name] = str(error)
-                self.say(
+                self.report(
                     "fleet-unread", f"{record.name}: as last accepted it cannot be read: {error}", record.name, "error"
                 )
                 continue
             self._declare(fleet, record.wish)
             if not self.records[record.name].project:
                 self._unpinned.add(record.name)
-            if record.wish is DesiredState.DOWN and self.keeps:
+            if record.wish is DesiredState.DOWN and self.saves:
                 self.take_down(record.name)
 
     def _read(self, record: FleetRecord) -> Fleet:
@@ -111,7 +113,7 @@ class FleetRegistry:
         def read(folder: Path, path: str) -> bytes:
             kept = contents.get(str(folder / path))
             if kept is None and record.wish is DesiredState.DOWN:
-                return b""  # let go of when nothing of the fleet was left, and wanted by nobody
+                return b""  # deleted with the last node of the fleet, and not needed any more
             return kept if kept is not None else fleets.read_local(folder, path, self._private)
 
         file = f"{record.name}.yaml (as accepted)"
@@ -122,13 +124,13 @@ class FleetRegistry:
             fleet = fleets.parse(record.text, file=file, folder=folder, read_file=read, accepted=True)
             fleet = self._with_surplus_files(fleet, lambda path: contents.get(str(folder / path)))
         if fleet.project and not record.project:
-            self._pin(record.name, fleet.project)
+            self._pin_project(record.name, fleet.project)
         return replace(fleet, project=fleet.project or record.project or self._find_project())
 
     def with_project(self, fleet: Fleet) -> Fleet:
         """
-        A new text that names no project stays in the one it was accepted for, whatever the default is by now, until it
-        was taken down and nothing of it is left.
+        *fleet* with its project. A new text without one stays in the project of the last text, whatever the default is
+        now, until the fleet was taken down and nothing of it is left.
 
         Raises: ConfigError: the fleet names no project, and nothing else does.
         """
@@ -138,19 +140,19 @@ class FleetRegistry:
         kept = before.project if before is not None and not is_over else None
         return replace(fleet, project=fleet.project or kept or self._find_project())
 
-    def _pin_seen(self) -> None:
+    def _pin_seen_projects(self) -> None:
         """
-        A record of an older version names no project; what that is resolved to is right once its nodes are seen there.
+        Store the project of fleets whose record, of an older version, names none, once their nodes are seen there.
 
-        Before, a command in a shell of another default project could write down the wrong one for good.
+        Before that, a command in a shell with another default project could store the wrong one for good.
         """
         for name in [name for name in self._unpinned if any(self._engine.slots[s].nodes for s in self.slots_of(name))]:
             self._unpinned.discard(name)
-            self._pin(name, self.fleets[name].project or "")
+            self._pin_project(name, self.fleets[name].project or "")
 
-    def _pin(self, fleet: str, project: str) -> None:
+    def _pin_project(self, fleet: str, project: str) -> None:
         record = self.records[fleet] = replace(self.records[fleet], project=project)
-        if self.keeps:
+        if self.saves:
             self._store.save_fleet(record)
 
     # --- a new text --------------------------------------------------------------------------------------------------
@@ -159,7 +161,7 @@ class FleetRegistry:
         """
         The fleet that *text* declares; its relative paths start at *folder*.
 
-        Raises: ConfigError: what is wrong with it, or it would have something private sent to its workers.
+        Raises: ConfigError: the text is wrong, or would send a private file to workers.
         """
 
         def read(base: Path, path: str) -> bytes:
@@ -171,35 +173,35 @@ class FleetRegistry:
         return fleet
 
     def was_applied_from(self, fleet: str, folder: Path) -> bool:
-        """Whether `tpucare apply` brought *fleet* here from *folder*; a text that merely says so may lie."""
+        """Whether `tpucare apply` brought *fleet* from *folder*. The text of the fleet alone is no proof of that."""
         record = self.records.get(fleet)
-        return (record is not None and record.folder == str(folder)) or self._noted_folder(fleet) == str(folder)
+        return (record is not None and record.folder == str(folder)) or self._applied_folder(fleet) == str(folder)
 
     def note_applied(self, fleet: str, folder: Path) -> None:
-        """Beside the store, so that a copy of the applied file keeps its meaning where the store is lost."""
-        if self._noted_folder(fleet) != str(folder):
+        """Write beside the store where *fleet* was applied from: its file has to mean the same after a lost store."""
+        if self._applied_folder(fleet) != str(folder):
             state_folder.prepare_folder(self._kept)
             state_folder.write_private(self._kept / f"{fleet}{FOLDER_SUFFIX}", str(folder))
 
-    def _noted_folder(self, fleet: str) -> str:
+    def _applied_folder(self, fleet: str) -> str:
         try:
             return (self._kept / f"{fleet}{FOLDER_SUFFIX}").read_text("utf-8")
         except (OSError, ValueError):
             return ""
 
-    def refuse_taken(self, fleet: Fleet) -> None:
-        """Raises: ConfigError: another store of the state folder cares for a slot of that name; see `_refuse_moved`."""
-        self._refuse_moved(fleet)
+    def refuse_conflicts(self, fleet: Fleet) -> None:
+        """Raises: ConfigError: another store of the folder has such a slot, or nodes or checkpoints would move."""
+        self._refuse_other_project(fleet)
         self._refuse_moved_checkpoint(fleet)
         if self._neighbours is not None and fleet.project:
             names = [fleet.slot_name(index) for index in range(fleet.count)]
             self._neighbours.refuse_shared(fleet.name, names, fleet.project)
 
-    def _refuse_moved(self, fleet: Fleet) -> None:
+    def _refuse_other_project(self, fleet: Fleet) -> None:
         """
-        Rule 1: an older node is proven dead in its own project only; NOT_FOUND in another says nothing of it.
+        Rule 1: an older node is proven dead in its own project only; NOT_FOUND in another proves nothing.
 
-        Raises: ConfigError: the project was changed while something of the fleet is, or may be, in the one before.
+        Raises: ConfigError: the project was changed while nodes of the fleet are, or may be, in the one before.
         """
         record = self.records.get(fleet.name)
         before = record.project if record is not None else ""
@@ -211,9 +213,9 @@ class FleetRegistry:
 
     def _refuse_moved_checkpoint(self, fleet: Fleet) -> None:
         """
-        Slot 0 keeps its checkpoints in `checkpoint` while it is alone, and in a folder of its own below it later.
+        A single slot keeps its checkpoints in `checkpoint`; with more slots, each has its own folder below it.
 
-        Raises: ConfigError: it has trained, and would begin anew at another folder, by an edit of `count` alone.
+        Raises: ConfigError: slot 0 has trained, and an edit of `count` alone would make it begin anew elsewhere.
         """
         before, record, name = self.fleets.get(fleet.name), self.records.get(fleet.name), fleet.slot_name(0)
         track = self._engine.slots.get(name)
@@ -234,8 +236,8 @@ class FleetRegistry:
                 f"`checkpoint: {own}`, or `tpucare down {fleet.name}` first"
             )
 
-    def is_news(self, fleet: Fleet, text: str, folder: Path) -> bool:
-        """Whether accepting that would change anything."""
+    def would_change(self, fleet: Fleet, text: str, folder: Path) -> bool:
+        """Whether `accept` would change anything."""
         record, before = self.records.get(fleet.name), self.fleets.get(fleet.name)
         if record is None or before is None:
             return True
@@ -244,16 +246,20 @@ class FleetRegistry:
         return now != (record.text, record.folder, before.contents, before.project)
 
     def accept(self, fleet: Fleet, text: str, folder: Path, wish: DesiredState) -> None:
-        """From now on *fleet* is this, durably; no node is touched for it. Raises: ConfigError: see `_refuse_moved`."""
-        self._refuse_moved(fleet)
+        """
+        Store *fleet* and declare it to the engine; no node is replaced for it.
+
+        Raises: ConfigError: its nodes or checkpoints would move.
+        """
+        self._refuse_other_project(fleet)
         self._refuse_moved_checkpoint(fleet)
         if (before := self.fleets.get(fleet.name)) is not None:
             fleet = self._with_surplus_files(fleet, before.contents.get)
         contents = {str(folder / path): content for path, content in fleet.contents.items()}
         record = FleetRecord(fleet.name, text, str(folder), self._clock.now(), wish, fleet.project or "")
-        if self.keeps:
+        if self.saves:
             if wish is not DesiredState.DOWN and contents != self._contents_of(fleet.name):
-                self._keep(fleet.name, contents)
+                self._write_kept_files(fleet.name, contents)
             self._store.save_fleet(record)
         self.records[fleet.name] = record
         self.unread.pop(fleet.name, None)
@@ -261,7 +267,7 @@ class FleetRegistry:
         self._declare(fleet, wish)
 
     def _with_surplus_files(self, fleet: Fleet, kept: Callable[[str], bytes | None]) -> Fleet:
-        """*fleet* with the files that slots beyond its count need for their next launch, as kept by local path."""
+        """*fleet* with the kept files that slots beyond its count need for their next launch."""
         indices = [fleet.index_of(name) for name in self._engine.roster.known(fleet.name)]
         paths = {path for index in indices if index is not None for path in fleet.local_files(index)}
         contents = {path: content for path in paths if (content := kept(path)) is not None}
@@ -269,14 +275,14 @@ class FleetRegistry:
 
     def _declare(self, fleet: Fleet, wish: DesiredState) -> None:
         self.fleets[fleet.name] = fleet
-        lacks = self.lacks(fleet)
+        lacks = self.missing_secrets(fleet)
         slots = () if wish is DesiredState.DOWN else [replace(slot, lacks=lacks) for slot in fleet.slots()]
         if fleet.project:
             self._engine.watch(fleet.project)
-        self._engine.declare(fleet.name, slots, lambda name: self._surplus(fleet, name), wish)
+        self._engine.declare(fleet.name, slots, lambda name: self._surplus_slot(fleet, name), wish)
 
-    def lacks(self, fleet: Fleet) -> str:
-        """Which secrets of *fleet* are not set, and what to do; empty when none is missing, or nobody can tell."""
+    def missing_secrets(self, fleet: Fleet) -> str:
+        """Which secrets of *fleet* are not set, and what to do; empty when none is missing or that is not known."""
         if self._secrets is None:
             return ""
         try:
@@ -288,36 +294,36 @@ class FleetRegistry:
         which = f"secret {missing[0]} is" if len(missing) == 1 else f"secrets {', '.join(missing)} are"
         return f"{which} not set: put it into the daemon's environment or credentials folder, and start it again"
 
-    def _surplus(self, fleet: Fleet, name: str) -> Slot | None:
+    def _surplus_slot(self, fleet: Fleet, name: str) -> Slot | None:
         index = fleet.index_of(name)
         if index is None or name != fleet.slot_name(index):
             return None
         try:
-            return replace(fleet.slot(index), lacks=self.lacks(fleet))
+            return replace(fleet.slot(index), lacks=self.missing_secrets(fleet))
         except ConfigError as error:
-            # A file of that slot alone was not read, since it is not declared any more: it goes on as it was.
+            # The slot is not declared any more, so a file of it alone was not read: it goes on as it was.
             track = self._engine.slots.get(name)
             if track is not None:
                 return track.slot
             return replace(fleet.slot(0), name=name, job=None, job_problem=str(error))
 
-    # --- wishes ------------------------------------------------------------------------------------------------------
+    # --- desired states ----------------------------------------------------------------------------------------------
 
     def slots_of(self, fleet: str) -> list[str]:
         """Slots of *fleet* that the engine cares for, in order of their index."""
         names = [name for name, track in self._engine.slots.items() if track.slot.fleet == fleet]
         return sorted(names, key=_slot_order)
 
-    def wish(self, fleet: str, wish: DesiredState) -> None:
-        """Of the fleet as a whole, durably; slots are asked one by one after it, and again at the next start."""
-        record = replace(self.records[fleet], wish=wish)
+    def set_desired_state(self, fleet: str, state: DesiredState) -> None:
+        """Store the desired state of the whole fleet; its slots are changed one by one after it, and at each start."""
+        record = replace(self.records[fleet], wish=state)
         self._store.save_fleet(record)
         self.records[fleet] = record
         if (known := self.fleets.get(fleet)) is not None:
-            self._declare(known, wish)
+            self._declare(known, state)
 
     def take_down(self, fleet: str) -> list[str]:
-        """Ask every slot of *fleet* that was not asked yet to end; returns all that are on their way."""
+        """Set every slot of *fleet* to down; returns all that are going down, earlier ones included."""
         names = self.slots_of(fleet)
         for name in names:
             if self._engine.slots[name].memory.wish is not DesiredState.DOWN:
@@ -325,7 +331,7 @@ class FleetRegistry:
         return names
 
     def bring_up(self, fleet: str) -> list[str]:
-        """Ask for every declared slot of *fleet* that had ended or was taken down; returns those."""
+        """Set every declared slot of *fleet* that has ended or was taken down to up; returns those."""
         raised = []
         for slot in self.fleets[fleet].slots():
             memory = self._engine.slots[slot.name].memory
@@ -334,24 +340,24 @@ class FleetRegistry:
                 raised.append(slot.name)
         return raised
 
-    def bury(self) -> list[str]:
-        """Let go of slots that were taken down, of which nothing is left, and that nobody declares. In every turn."""
+    def remove_finished_slots(self) -> list[str]:
+        """Remove slots that were taken down and have nothing left. To be called once per iteration of the loop."""
         if self._unpinned:
-            self._pin_seen()
+            self._pin_seen_projects()
         gone = [name for name in self._going_down() if self._engine.is_over(name) and not self._is_declared(name)]
         fleets_of = {self._engine.slots[name].slot.fleet for name in gone}
         for name in gone:
             self._engine.roster.end(name)
-            self.say("down", f"{name}: nothing is left of it", name, "info")
+            self.report("down", f"{name}: nothing is left of it", name, "info")
         for fleet in fleets_of:
-            self._let_go(fleet)
+            self._delete_kept_files(fleet)
         return gone
 
     def _going_down(self) -> list[str]:
         return [name for name, track in self._engine.slots.items() if track.memory.wish is DesiredState.DOWN]
 
     def is_surplus(self, slot: str) -> bool:
-        """Beyond a count that was lowered: it runs on until it is taken down by name."""
+        """Whether *slot* is beyond a count that was lowered: it runs on until `tpucare down SLOT`."""
         fleet = self.fleets.get(self._engine.slots[slot].slot.fleet)
         index = fleet.index_of(slot) if fleet is not None else None
         return fleet is not None and index is not None and index >= fleet.count
@@ -364,35 +370,35 @@ class FleetRegistry:
         index = fleet.index_of(slot)
         return index is not None and index < fleet.count
 
-    # --- what is said and kept ---------------------------------------------------------------------------------------
+    # --- events and kept files ---------------------------------------------------------------------------------------
 
-    def say(
+    def report(
         self, kind: str, text: str, about: str = "", level: str = "warning", **fields: str | int | float | bool | None
     ) -> None:
-        """An event of a fleet or slot, or of the daemon itself."""
-        if not self.keeps:
+        """Store an event of a fleet, a slot, or the daemon itself, and show it."""
+        if not self.saves:
             return
         event = Event(self._clock.now(), kind, text, about, "", level, fields)
         self._store.save({}, (event,))
         self._engine.listen(event)
 
     def _contents_of(self, fleet: str) -> dict[str, bytes]:
-        """Files that a fleet names, by local path, as they were when it was accepted."""
+        """Contents of the files that a fleet names, by local path, as they were when it was accepted."""
         try:
             raw = json.loads((self._kept / f"{fleet}.json").read_text("utf-8"))
             return {str(path): base64.b64decode(content) for path, content in raw.items()}
         except (OSError, ValueError, AttributeError, TypeError):
             return {}
 
-    def _let_go(self, fleet: str) -> None:
-        """The files of a fleet that was taken down, and of which nothing is left: they may hold what is secret."""
+    def _delete_kept_files(self, fleet: str) -> None:
+        """Of a fleet that was taken down and has nothing left: they may hold secrets."""
         record = self.records.get(fleet)
         if record is not None and record.wish is DesiredState.DOWN and not self._engine.roster.has_left(fleet):
             for suffix in (".json", FOLDER_SUFFIX):
                 with contextlib.suppress(OSError):
                     (self._kept / f"{fleet}{suffix}").unlink()
 
-    def _keep(self, fleet: str, contents: Mapping[str, bytes]) -> None:
+    def _write_kept_files(self, fleet: str, contents: Mapping[str, bytes]) -> None:
         state_folder.prepare_folder(self._kept)
         text = json.dumps({path: base64.b64encode(content).decode("ascii") for path, content in contents.items()})
         state_folder.write_private(self._kept / f"{fleet}.json", text)

@@ -1,4 +1,4 @@
-"""Signals of a process that cares: caught for a while, and what was before them put back."""
+"""Signals of a process that runs an engine: handled for a while, with the earlier handlers restored after it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from types import FrameType
 
 
 @contextlib.contextmanager
-def caught(handlers: Mapping[int, Callable[[int], object]], *, spare_ignored: bool = False) -> Iterator[bool]:
+def handle_signals(handlers: Mapping[int, Callable[[int], object]], *, keep_ignored: bool = False) -> Iterator[bool]:
     """
-    Within it each signal calls its handler. Yields whether that could be: only the main thread may ask for it.
+    Within it each signal calls its handler. Yields False where that is impossible: outside of the main thread.
 
-    spare_ignored: a signal that this process was started to ignore stays so: SIGHUP under nohup, SIGINT in a shell's
-    background.
+    keep_ignored: signals that this process was started to ignore stay ignored: SIGHUP under nohup, SIGINT in the
+    background of a shell.
     """
     if threading.current_thread() is not threading.main_thread():
         yield False
@@ -24,11 +24,11 @@ def caught(handlers: Mapping[int, Callable[[int], object]], *, spare_ignored: bo
     def handle(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
         handlers[number](number)
 
-    wanted = [n for n in handlers if not (spare_ignored and signal.getsignal(n) is signal.SIG_IGN)]
+    wanted = [n for n in handlers if not (keep_ignored and signal.getsignal(n) is signal.SIG_IGN)]
     before = {number: signal.signal(number, handle) for number in wanted}
     try:
         yield True
     finally:
         for number, handler in before.items():
-            # None: it was installed by C code, and nobody can put it back from here.
+            # None: C code installed it, and Python cannot restore it.
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)

@@ -137,7 +137,7 @@ class Fleets(Protocol):
 
     def slots_of(self, fleet: str) -> list[str]: ...
 
-    def say(self, kind: str, text: str, about: str = "", level: str = "warning") -> None: ...
+    def report(self, kind: str, text: str, about: str = "", level: str = "warning") -> None: ...
 
 
 class Poller(Protocol):
@@ -170,7 +170,7 @@ class _SweepState:
 
 class SweepCare:
     """
-    A companion of the daemon: on the thread of the loop only; `look` never blocks.
+    A companion of the daemon: on the thread of the loop only; `poll` never blocks.
 
     base_url: address of W&B for fleets that name none    now, monotonic: the clocks
     refusal:  why our key is not sent to the base URL that a fleet names; empty if it is sent
@@ -217,7 +217,7 @@ class SweepCare:
             refusal=lambda url: key_refusal(env, url),
         )
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Follow the sweeps of all fleets that are not down, and apply the new answers to their slots."""
         sweeps = self._sweeps()
         self._states = {key: self._states.get(key, _SweepState()) for key in sweeps.values()}
@@ -290,7 +290,7 @@ class SweepCare:
     def _say_problem(self, fleet: str, problem: str) -> None:
         if self._problems.get(fleet) != problem:
             self._problems[fleet] = problem
-            self._registry.say("sweep-unknown", f"{fleet}: {problem}", fleet)
+            self._registry.report("sweep-unknown", f"{fleet}: {problem}", fleet)
 
     # --- answers of W&B ----------------------------------------------------------------------------------------------
 
@@ -339,7 +339,7 @@ class SweepCare:
 
     def _say(self, fleets: list[str], kind: str, text: str, level: str) -> None:
         for fleet in fleets:
-            self._registry.say(kind, text, fleet, level)
+            self._registry.report(kind, text, fleet, level)
 
 
 def slot_state(track: SlotTrack) -> SlotState:

@@ -324,8 +324,8 @@ def _care(
 
     def prepare_daemon(here: daemon.Daemon) -> None:
         # This process cares for one fleet; other fleets of the store wait for a daemon.
-        here.act_only_for(name)
-        here.first_orders = [order]
+        here.limit_to_fleet(name)
+        here.first_commands = [order]
         here.until = lambda: update_outcome(here)
 
     daemon.run(options, options.fleets(env), env, listen=on_event, companions=companions, prepare=prepare_daemon)
@@ -334,9 +334,9 @@ def _care(
 
 def is_over(here: daemon.Daemon, sweeps: SweepCare, fleet: str) -> bool:
     """True if no slot of *fleet* is at work, and the sweep cannot need one again."""
-    names = here.roster.slots_of(fleet)
+    names = here.registry.slots_of(fleet)
     if not names:
-        record = here.roster.records.get(fleet)
+        record = here.registry.records.get(fleet)
         return record is not None and record.wish is DesiredState.DOWN
     if not all(here.is_over(name) for name in names):
         return False

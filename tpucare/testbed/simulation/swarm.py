@@ -70,7 +70,7 @@ class Swarm:
     def slots_of(self, fleet: str) -> list[str]:
         return sorted(name for name, track in self.history.daemon.engine.slots.items() if track.slot.fleet == fleet)
 
-    def say(self, kind: str, text: str, about: str = "", level: str = "warning") -> None:
+    def report(self, kind: str, text: str, about: str = "", level: str = "warning") -> None:
         self.history.daemon.engine.tell(Event(self.history.daemon.clock.now(), kind, text, about, "", level))
 
     # --- what happens
@@ -94,7 +94,7 @@ class Swarm:
         """What the daemon does after each step, while it runs. Raises: StoreError: as the engine does."""
         if self._care is not None and self.history.now >= self._next_look:
             self._next_look = self.history.now + LOOK_EVERY
-            self._care.look()
+            self._care.poll()
 
     def advance(self) -> None:
         for sweep in self.sweeps.values():

@@ -42,7 +42,7 @@ def test_down_ends_a_fleet_for_good_and_apply_brings_it_back(office: Office, tmp
     office.look()
     office.run(10)
     assert office.nodes == []
-    assert office.roster.records["pod"].wish is DesiredState.DOWN
+    assert office.registry.records["pod"].wish is DesiredState.DOWN
     answer = office.apply(fleet_text(count=2), office.folder)
     assert answer["started_again"] == ["pod-0", "pod-1"]
     office.run()
@@ -69,7 +69,7 @@ def test_a_daemon_that_is_killed_after_down_carries_it_out(office: Office) -> No
 
 
 def test_a_kill_between_the_wish_of_a_fleet_and_those_of_its_slots_is_made_good(office: Office) -> None:
-    office.roster.wish("pod", DesiredState.DOWN)
+    office.registry.set_desired_state("pod", DesiredState.DOWN)
     office.again()
     office.run(10)
     assert office.nodes == []
@@ -213,7 +213,7 @@ def test_an_applied_text_may_begin_with_a_byte_order_mark(office: Office, tmp_pa
     office.run()
     office.again()
     office.look()
-    assert office.roster.unread == {}
+    assert office.registry.unread == {}
     assert office.slots == ["pod-0", "pod-1"]
     assert office.ask("down", target="pod")["changed"] == ["pod-0", "pod-1"]
 
@@ -278,7 +278,7 @@ def test_a_lost_store_brings_back_no_fleet_that_was_taken_down(office: Office, t
 
 
 def test_a_kill_between_a_down_and_its_mark_is_made_good(office: Office) -> None:
-    office.roster.wish("pod", DesiredState.DOWN)
+    office.registry.set_desired_state("pod", DesiredState.DOWN)
     office.again()
     office.look()
     assert [path.name for path in office.folder.iterdir()] == ["pod.yaml.down"]
@@ -359,7 +359,7 @@ def test_events_are_told_from_the_newest_or_after_a_number(office: Office) -> No
 @pytest.mark.parametrize(
     ("order", "text"),
     [
-        ([], "an order is a JSON object"),
+        ([], "a command is a JSON object"),
         ({}, "no verb"),
         ({"do": 5}, "no verb"),
         ({"do": "staus"}, "nearest: status"),
@@ -377,7 +377,7 @@ def test_events_are_told_from_the_newest_or_after_a_number(office: Office) -> No
 )
 def test_a_wrong_order_is_one_line_and_changes_nothing(office: Office, order: object, text: str) -> None:
     with pytest.raises(ConfigError, match=text) as caught:
-        office.desk.carry(order)
+        office.handler.handle(order)
     assert "\n" not in str(caught.value)
 
 
@@ -397,7 +397,7 @@ def lower_the_count(office: Office) -> None:
     office.look()
     office.write(with_a_file_per_slot(1))
     office.look()
-    assert office.roster.is_surplus("pod-1")
+    assert office.registry.is_surplus("pod-1")
 
 
 def preempt(office: Office, slot: str) -> None:
@@ -460,7 +460,7 @@ def test_files_of_a_fleet_that_was_taken_down_are_let_go(office: Office, tmp_pat
     (home / "conf").unlink()
     office.again()
     office.look()
-    assert office.roster.unread == {}
+    assert office.registry.unread == {}
     assert [path.name for path in kept.iterdir() if path.name.startswith("cod")] == []
     (home / "conf").write_text("new")
     office.apply(text, home)
