@@ -20,7 +20,7 @@ from urllib.parse import parse_qsl
 import structlog
 
 from tpucare.model.errors import ConfigError
-from tpucare.testbed.emulator.peers import GuardedConnection
+from tpucare.testbed.peers import GuardedConnection
 
 IDLE_SECONDS = 120.0
 BODY_LIMIT = 1 << 30

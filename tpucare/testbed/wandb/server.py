@@ -24,7 +24,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 import structlog
 
 from tpucare.model.errors import ConfigError
-from tpucare.testbed.emulator.peers import GuardedConnection
+from tpucare.testbed.peers import GuardedConnection
 from tpucare.testbed.wandb.answers import View
 from tpucare.testbed.wandb.graphql import GraphQL
 from tpucare.testbed.wandb.records import Run

@@ -17,8 +17,8 @@ from grpc_status import rpc_status
 from tpucare.model.errors import ConfigError
 from tpucare.testbed.emulator.api.calls import ServedWorld, run_call, status_of
 from tpucare.testbed.emulator.api.methods import Method, services
-from tpucare.testbed.emulator.peers import is_ours
 from tpucare.testbed.emulator.world.records import ApiError
+from tpucare.testbed.peers import is_ours
 
 THREADS = 256
 STOP_GRACE_SECONDS = 0.2

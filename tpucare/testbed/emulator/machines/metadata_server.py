@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from tpucare.testbed.emulator.peers import Address, is_from_a_page, is_ours
+from tpucare.testbed.peers import Address, is_from_a_page, is_ours
 
 _ROOT = "/computeMetadata/v1/"
 _LONGEST_POLL_SECONDS = 3600.0

@@ -1,5 +1,5 @@
 """
-Whom the emulator's faces serve: processes of its own user and of root, and no page in a browser.
+Whom the servers of the test bed serve: processes of their own user and of root, and no page in a browser.
 
 The API lets its caller log in to workers, which are processes of the emulator's user, so loopback alone is no fence:
 every user of the machine is there, and so is every page that a browser shows. Linux tells which user holds the other

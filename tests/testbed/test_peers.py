@@ -13,11 +13,11 @@ from http import HTTPStatus
 
 import pytest
 
-from tpucare.testbed.emulator import peers
+from tpucare.testbed import peers
 from tpucare.testbed.emulator.machines.metadata_server import MetadataServer
-from tpucare.testbed.emulator.peers import Address, UidOf, uid_by_netlink, uid_by_table
 from tpucare.testbed.emulator.server import EmulatorServer
 from tpucare.testbed.emulator.world.config import WorldConfig
+from tpucare.testbed.peers import Address, UidOf, uid_by_netlink, uid_by_table
 from tpucare.testbed.wandb.server import WandbServer
 
 NOBODY = 65534
