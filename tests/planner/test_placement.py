@@ -24,7 +24,7 @@ from tpucare.model.errors import (
     RateLimited,
     Transient,
 )
-from tpucare.model.evidence import Evidence, Holding, Moment, Timers, holding_of
+from tpucare.model.evidence import Case, Evidence, Holding, Moment, Timers, holding_of
 from tpucare.model.memory import Memory, PlaceMemory, Refusal
 from tpucare.model.resources import Place, Provisioning
 from tpucare.planner.placement import (
@@ -54,7 +54,7 @@ def remembering(*pasts: tuple[Place, PlaceMemory]) -> Memory:
 
 
 def chosen(known: Memory, what: Evidence | None = None, *places: Place) -> Choice:
-    return choose(slot(*(places or (FIRST, SECOND))), what or evidence(), known, Timers(HERE))
+    return choose(Case(slot(*(places or (FIRST, SECOND))), what or evidence(), known, Timers(HERE)))
 
 
 def turned_down(error: CloudError, past: PlaceMemory = NOTHING, *, held: bool = False) -> PlaceMemory:
@@ -113,7 +113,7 @@ def test_no_open_place_starves_while_a_slot_has_no_node(data: st.DataObject, cou
     known, now, waiting, rng = memory(), HERE, Counter[str](), random.Random(count)
     for number in range(6 * count):
         now = later(timedelta(seconds=data.draw(st.sampled_from([1, 15, 45, 300]))), now)
-        choice = choose(slot(*places), evidence(), known, Timers(now))
+        choice = choose(Case(slot(*places), evidence(), known, Timers(now)))
         if choice.place is None:
             continue
         key = choice.place.key
@@ -140,7 +140,7 @@ def test_where_no_place_may_be_asked_each_says_why() -> None:
     assert US in choice.why
     assert EU in choice.why
     assert not choice.needs_person
-    assert choose(replace(slot(), places=()), evidence(), memory(), Timers(HERE)).why == "no place is declared"
+    assert choose(Case(replace(slot(), places=()), evidence(), memory(), Timers(HERE))).why == "no place is declared"
 
 
 @pytest.mark.parametrize(("refusals", "other", "person"), [(1, True, False), (2, True, True), (2, False, False)])
@@ -155,7 +155,7 @@ def test_a_slot_whose_places_all_refused_twice_is_reported(refusals: int, other:
 def test_waiting_says_when_to_ask_again() -> None:
     timers = Timers(HERE)
     known = remembering((FIRST, PlaceMemory(1, after(30))), (SECOND, PlaceMemory(1, after(20))))
-    choose(slot(FIRST, SECOND), evidence(), known, timers)
+    choose(Case(slot(FIRST, SECOND), evidence(), known, timers))
     assert timers.wall_due == after(20)
 
 
@@ -193,9 +193,9 @@ def test_a_clock_that_was_set_back_stretches_no_pause(error: CloudError) -> None
     past = turned_down(error, replace(NOTHING, failures=30))
     assert past.retry_at is not None
     known = memory(places={FIRST.key: past})
-    assert choose(slot(FIRST), evidence(), known, Timers(HERE)).place is None
+    assert choose(Case(slot(FIRST), evidence(), known, Timers(HERE))).place is None
     set_back = replace(HERE, wall=NOW - timedelta(minutes=108))
-    assert choose(slot(FIRST), evidence(), known, Timers(set_back)).place == FIRST
+    assert choose(Case(slot(FIRST), evidence(), known, Timers(set_back))).place == FIRST
 
 
 def test_a_row_of_refusals_is_of_one_kind() -> None:
@@ -244,7 +244,7 @@ def test_where_quota_lacks_the_shell_that_may_hold_it_is_named() -> None:
 def test_failover_goes_through_all_places_and_returns() -> None:
     known, now, turns = memory(), HERE, []
     for _ in range(6):
-        choice = choose(slot(FIRST, SECOND), evidence(), known, Timers(now))
+        choice = choose(Case(slot(FIRST, SECOND), evidence(), known, Timers(now)))
         if choice.place is not None:
             turns.append(choice.place.zone)
             past = refused(known.place(choice.place.key), NoCapacity("x"), held=False, now=now.wall, rng=RNG)

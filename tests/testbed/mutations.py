@@ -155,10 +155,10 @@ def _count_all_time(patch: pytest.MonkeyPatch) -> None:
 
 
 def _see_stalls_everywhere(patch: pytest.MonkeyPatch) -> None:
-    def stalled(slot: Any, seen: Any, past: Any, memory: Any, timers: Any) -> Any:
-        long = timers.lasted(seen.phase_since, timedelta(minutes=10))
+    def stalled(case: Any, seen: Any, past: Any) -> Any:
+        long = case.timers.lasted(seen.phase_since, timedelta(minutes=10))
         return (
-            run._stall(seen, memory, past, Cause.STALLED, "it may have stalled", timedelta(minutes=10))
+            run._stall(seen, case.memory, past, Cause.STALLED, "it may have stalled", timedelta(minutes=10))
             if long
             else None
         )
@@ -190,7 +190,7 @@ def _delete_again_late(patch: pytest.MonkeyPatch) -> None:
 
 
 def _never_judge_silence(patch: pytest.MonkeyPatch) -> None:
-    def wait(_slot: Any, seen: Any, *_rest: Any) -> Any:
+    def wait(_case: Any, seen: Any, *_rest: Any) -> Any:
         return Wait(Cause.SILENT, f"a worker of {seen.node.name} is silent")
 
     patch.setattr(plan_node, "_decide_silent", wait)
@@ -200,10 +200,10 @@ def _judge_for_nothing(patch: pytest.MonkeyPatch) -> None:
     """A node that answers is judged all the same."""
     answering = plan_node._decide_answering
 
-    def fickle(slot: Any, seen: Any, past: Any, evidence: Any, memory: Any, timers: Any) -> Any:
-        if timers.lasted(seen.phase_since, timedelta(minutes=10)):
+    def fickle(case: Any, seen: Any, past: Any) -> Any:
+        if case.timers.lasted(seen.phase_since, timedelta(minutes=10)):
             return plan_words.deletion(seen, Cause.REPORTED_DEAD, "it looks odd", Reason.JUDGED)
-        return answering(slot, seen, past, evidence, memory, timers)
+        return answering(case, seen, past)
 
     patch.setattr(plan_node, "_decide_answering", fickle)
 
@@ -212,10 +212,10 @@ def _replace_what_was_edited(patch: pytest.MonkeyPatch) -> None:
     """A live node that is not as declared any more is deleted."""
     answering = plan_node._decide_answering
 
-    def strict(slot: Any, seen: Any, past: Any, evidence: Any, memory: Any, timers: Any) -> Any:
-        if past.place and past.place not in {one.key for one in slot.places}:
+    def strict(case: Any, seen: Any, past: Any) -> Any:
+        if past.place and past.place not in {one.key for one in case.slot.places}:
             return plan_words.deletion(seen, Cause.REPORTED_DEAD, "it is not as declared", Reason.DEAD)
-        return answering(slot, seen, past, evidence, memory, timers)
+        return answering(case, seen, past)
 
     patch.setattr(plan_node, "_decide_answering", strict)
 
@@ -289,8 +289,8 @@ def _judge_what_was_seen_to_move(patch: pytest.MonkeyPatch) -> None:
     """Only the process that saw a run move finds out that it stands still."""
     stalled = run._stalled
 
-    def forgetful(slot: Any, seen: Any, past: Any, memory: Any, timers: Any) -> Any:
-        return stalled(slot, seen, past, memory, timers) if seen.progress.median_gap is not None else None
+    def forgetful(case: Any, seen: Any, past: Any) -> Any:
+        return stalled(case, seen, past) if seen.progress.median_gap is not None else None
 
     patch.setattr(run, "_stalled", forgetful)
 
@@ -298,10 +298,10 @@ def _judge_what_was_seen_to_move(patch: pytest.MonkeyPatch) -> None:
 def _run_what_finished_again(patch: pytest.MonkeyPatch) -> None:
     success = run._decide_success
 
-    def doubtful(slot: Any, seen: Any, memory: Any, timers: Any) -> Any:
-        action = success(slot, seen, memory, timers)
+    def doubtful(case: Any, seen: Any) -> Any:
+        action = success(case, seen)
         is_over = isinstance(action, Record) and action.fact is Fact.ENDED
-        return run.infrastructure(seen, memory, Cause.INTERRUPTED, "nobody knows why") if is_over else action
+        return run.infrastructure(seen, case.memory, Cause.INTERRUPTED, "nobody knows why") if is_over else action
 
     patch.setattr(run, "_decide_success", doubtful)
 
@@ -322,10 +322,10 @@ def _need_a_second_sign(patch: pytest.MonkeyPatch) -> None:
     """A run that gave one sign of progress may take any time for the next."""
     stalled = run._stalled
 
-    def patient(slot: Any, seen: Any, past: Any, memory: Any, timers: Any) -> Any:
-        if seen.progress.signals == 1 and not memory.run.progressed:
+    def patient(case: Any, seen: Any, past: Any) -> Any:
+        if seen.progress.signals == 1 and not case.memory.run.progressed:
             return None
-        return stalled(slot, seen, past, memory, timers)
+        return stalled(case, seen, past)
 
     patch.setattr(run, "_stalled", patient)
 
@@ -339,12 +339,13 @@ def _remember_maintenance(patch: pytest.MonkeyPatch) -> None:
         told.update(worker.token for worker in report.workers if worker.maintenance)
         return hear(self, report, mark)
 
-    def doubting(slot: Any, seen: Any, memory: Memory, timers: Any, workers: Any) -> Any:
+    def doubting(case: Any, seen: Any, workers: Any) -> Any:
+        memory = case.memory
         if memory.run is not None and memory.run.token in told:
-            if not timers.lasted(seen.ended_since, run.CRASH_IS_OURS_AFTER):
+            if not case.timers.lasted(seen.ended_since, run.CRASH_IS_OURS_AFTER):
                 return Wait(Cause.INTERRUPTED, "the run was interrupted; waiting for the cloud's word")
             return run.infrastructure(seen, memory, Cause.INTERRUPTED, "there was a maintenance")
-        return ended(slot, seen, memory, timers, workers)
+        return ended(case, seen, workers)
 
     patch.setattr(NodeTrack, "hear", noting)
     patch.setattr(run, "decide_ended", doubting)
@@ -380,10 +381,10 @@ def _wait_for_who_is_gone(patch: pytest.MonkeyPatch) -> None:
     """A setup goes on for as long as its run lives."""
     decide = run.decide_foreign
 
-    def patient(slot: Any, seen: Any, past: Any, evidence: Any, memory: Any, timers: Any) -> Any:
+    def patient(case: Any, seen: Any, past: Any) -> Any:
         if any(worker.foreign is not None and worker.foreign.lost for worker in seen.report.workers):
             return Wait(Cause.SETTING_UP, "its setup is not over")
-        return decide(slot, seen, past, evidence, memory, timers)
+        return decide(case, seen, past)
 
     patch.setattr(plan_node, "decide_foreign", patient)
 

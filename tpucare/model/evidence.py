@@ -15,8 +15,8 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from tpucare.model.actions import EffectKey
-from tpucare.model.memory import Publishing
-from tpucare.model.resources import Node, Place, Provisioning, Worker
+from tpucare.model.memory import Memory, Publishing
+from tpucare.model.resources import Node, Place, Provisioning, Slot, Worker
 from tpucare.model.runs import NodeReport
 
 POLL_OPERATION_EVERY = timedelta(seconds=10)
@@ -280,6 +280,16 @@ class Evidence:
             if seen.node.name == name:
                 return seen
         return None
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """All that one decision about a slot is made from; `timers` note when it has to be made again."""
+
+    slot: Slot
+    evidence: Evidence
+    memory: Memory
+    timers: Timers
 
 
 def holding_of(place: Place) -> Holding:

@@ -30,7 +30,7 @@ from tpucare.model.actions import (
     Wait,
 )
 from tpucare.model.causes import Cause, Reason
-from tpucare.model.evidence import Evidence, Mark, Moment, NodeEvidence, Timers
+from tpucare.model.evidence import Case, Evidence, Mark, Moment, NodeEvidence, Timers
 from tpucare.model.lifecycles import CreateState, NodeStatus, RunState
 from tpucare.model.memory import CreateIntent, DesiredState, End, Memory, NodeMemory
 from tpucare.model.resources import DEAD_STATES, NodeKey, NodeState, OnSuccess, Slot, node_name
@@ -70,34 +70,32 @@ CREATE_MAY_ARRIVE = timedelta(seconds=90)
 def decide(slot: Slot, evidence: Evidence, memory: Memory, now: Moment) -> Action:
     """Choose the one next step for `slot`, from what is there now, never from what just happened."""
     timers = Timers(now)
-    action = _decide(slot, evidence, memory, timers)
+    action = _decide(Case(slot, evidence, memory, timers))
     if isinstance(action, Wait) and not (timers.observed_due is None and timers.wall_due is None):
         return replace(action, observed=timers.observed_due, wall=timers.wall_due)
     return action
 
 
-def _decide(slot: Slot, evidence: Evidence, memory: Memory, timers: Timers) -> Action:
-    if not evidence.project.fresh:
-        if len(evidence.nodes) == 1 and (
-            action := decide_by_workers(slot, evidence.nodes[0], evidence, memory, timers)
-        ):
+def _decide(case: Case) -> Action:
+    if not case.evidence.project.fresh:
+        if len(case.evidence.nodes) == 1 and (action := decide_by_workers(case, case.evidence.nodes[0])):
             return action
-        why = evidence.project.blind_why or "the first listing is under way"
+        why = case.evidence.project.blind_why or "the first listing is under way"
         return Wait(Cause.NO_OBSERVATION, f"no observation: {why}")
-    if memory.wish is DesiredState.PAUSED:
-        return _clear_dead(evidence, memory, timers) or Wait(Cause.PAUSED, "paused")
-    if chore := _chore(slot, evidence, memory, timers):
+    if case.memory.wish is DesiredState.PAUSED:
+        return _clear_dead(case) or Wait(Cause.PAUSED, "paused")
+    if chore := _chore(case):
         return chore
-    if memory.wish is DesiredState.DOWN:
-        return _take_down(slot, evidence, memory, timers)
-    if memory.end is not End.NONE:
-        return _after_end(slot, evidence, memory, timers)
-    live = live_nodes(evidence, memory)
+    if case.memory.wish is DesiredState.DOWN:
+        return _take_down(case)
+    if case.memory.end is not End.NONE:
+        return _after_end(case)
+    live = live_nodes(case.evidence, case.memory)
     if len(live) > 1:
-        return _decide_several(slot, live, evidence, memory, timers)
+        return _decide_several(case, live)
     if live:
-        return decide_node(slot, live[0], evidence, memory, timers)
-    return _decide_empty(slot, evidence, memory, timers)
+        return decide_node(case, live[0])
+    return _decide_empty(case)
 
 
 def live_nodes(evidence: Evidence, memory: Memory) -> list[NodeEvidence]:
@@ -117,63 +115,63 @@ def _is_live(seen: NodeEvidence, memory: Memory) -> bool:
 # --- chores: whatever was begun is watched to its end ----------------------------------------------------------------
 
 
-def _chore(slot: Slot, evidence: Evidence, memory: Memory, timers: Timers) -> Action | None:
-    for seen in evidence.nodes:
-        action = _node_chore(seen, evidence, memory, timers)
+def _chore(case: Case) -> Action | None:
+    for seen in case.evidence.nodes:
+        action = _node_chore(case, seen)
         if action is not None:
             return action
-    theirs = {(node.key.zone, node.name, node.id) for node in evidence.foreign}
-    for past in memory.nodes:
+    theirs = {(node.key.zone, node.name, node.id) for node in case.evidence.foreign}
+    for past in case.memory.nodes:
         if past.status is NodeStatus.TAKEN and (past.zone, past.name, past.id) in theirs:
             continue
-        if evidence.node(past.name) is None and past.zone not in evidence.project.unreachable_since:
-            key = NodeKey(slot.project, past.zone, past.name)
-            if action := look(key, evidence, timers, Cause.NODE_ABSENT, "remembered, and not in the listing"):
+        if case.evidence.node(past.name) is None and past.zone not in case.evidence.project.unreachable_since:
+            key = NodeKey(case.slot.project, past.zone, past.name)
+            if action := look(case, key, Cause.NODE_ABSENT, "remembered, and not in the listing"):
                 return action
-    for intent in memory.creates:
-        if action := _create_chore(slot, intent, evidence, memory, timers):
+    for intent in case.memory.creates:
+        if action := _create_chore(case, intent):
             return action
     return None
 
 
-def _clear_dead(evidence: Evidence, memory: Memory, timers: Timers) -> Action | None:
+def _clear_dead(case: Case) -> Action | None:
     """What is proven dead is nothing to pause; while it is there it holds quota that other slots wait for."""
-    for seen in evidence.nodes:
-        past = memory.node(seen.node.name)
+    for seen in case.evidence.nodes:
+        past = case.memory.node(seen.node.name)
         seen_now = seen.listed and not seen.dark
         dead = past is not None and past.status is NodeStatus.DEAD
-        if seen_now and dead and (delete := _delete_chore(seen, evidence, memory, timers)):
+        if seen_now and dead and (delete := _delete_chore(case, seen)):
             return delete
     return None
 
 
-def _node_chore(seen: NodeEvidence, evidence: Evidence, memory: Memory, timers: Timers) -> Action | None:
+def _node_chore(case: Case, seen: NodeEvidence) -> Action | None:
     if seen.dark:
         return None
     if not seen.listed:
         # Absence from a list proves nothing; GetNode does.
-        return look(seen.node.key, evidence, timers, Cause.NODE_ABSENT, "was there, and is not in the listing")
-    if EffectKind.MISSED.of(seen.node.name) in evidence.looked:
-        return look(seen.node.key, evidence, timers, Cause.NODE_ABSENT, "another call did not find it")
-    if _is_welcome(seen, evidence, memory):
+        return look(case, seen.node.key, Cause.NODE_ABSENT, "was there, and is not in the listing")
+    if EffectKind.MISSED.of(seen.node.name) in case.evidence.looked:
+        return look(case, seen.node.key, Cause.NODE_ABSENT, "another call did not find it")
+    if _is_welcome(case, seen):
         return Record(Fact.CREATE_KEPT, "came after its create was given up, and before any other", seen.node.name)
-    return _delete_chore(seen, evidence, memory, timers)
+    return _delete_chore(case, seen)
 
 
-def _is_welcome(seen: NodeEvidence, evidence: Evidence, memory: Memory) -> bool:
+def _is_welcome(case: Case, seen: NodeEvidence) -> bool:
     """
     A create that was given up has brought its node, and no other serves yet: whoever is granted a node after hours
     would be granted the next one after hours, too.
     """
-    intent = memory.create(seen.node.name)
-    if intent is None or not intent.abandoned or memory.has_given_up(seen.node.name):
+    intent = case.memory.create(seen.node.name)
+    if intent is None or not intent.abandoned or case.memory.has_given_up(seen.node.name):
         return False
-    if memory.wish is not DesiredState.UP or memory.end is not End.NONE:
+    if case.memory.wish is not DesiredState.UP or case.memory.end is not End.NONE:
         return False
-    others = live_nodes(evidence, memory)
+    others = live_nodes(case.evidence, case.memory)
     match seen.node.state:
         case NodeState.READY:
-            return all(_is_being_made(other, memory) for other in others)
+            return all(_is_being_made(other, case.memory) for other in others)
         case NodeState.CREATING:
             return not others
         case _:
@@ -186,12 +184,12 @@ def _is_being_made(seen: NodeEvidence, memory: Memory) -> bool:
     return seen.node.state is NodeState.CREATING and not (past is not None and past.launched)
 
 
-def _delete_chore(seen: NodeEvidence, evidence: Evidence, memory: Memory, timers: Timers) -> Action | None:
-    node, past, intent = seen.node, memory.node(seen.node.name), memory.create(seen.node.name)
-    if EffectKind.DELETE.of(node.name) in evidence.in_flight:
+def _delete_chore(case: Case, seen: NodeEvidence) -> Action | None:
+    node, past, intent = seen.node, case.memory.node(seen.node.name), case.memory.create(seen.node.name)
+    if EffectKind.DELETE.of(node.name) in case.evidence.in_flight:
         return None
     if past is not None and past.delete is not None:
-        if timers.passed(past.delete.next_at, DELETE_AGAIN_CAP):
+        if case.timers.passed(past.delete.next_at, DELETE_AGAIN_CAP):
             why = f"{past.delete.why or 'delete asked for'} (asked again: still {node.state.name})"
             return replace(deletion(seen, past.delete.cause, why, past.delete.reason), again=True)
         return None
@@ -200,12 +198,12 @@ def _delete_chore(seen: NodeEvidence, evidence: Evidence, memory: Memory, timers
     if past is not None and past.was_shown_dead and node.state is not NodeState.DELETING:
         why = f"it was shown dead, and is {node.state.name} again"
         return deletion(seen, Cause.REVIVED, why, Reason.DEAD)
-    if node.state is NodeState.DELETING and timers.lasted(seen.state_since, DELETING_IS_STUCK):
+    if node.state is NodeState.DELETING and case.timers.lasted(seen.state_since, DELETING_IS_STUCK):
         # Whoever asked for it, and if it was us, before a kill, no memory tells: it would hold the fence for ever.
         why = f"it is DELETING for {length(DELETING_IS_STUCK)}: asked again"
         return deletion(seen, Cause.DELETE_STUCK, why, Reason.SURPLUS)
     surplus = intent is not None and intent.abandoned and node.state is not NodeState.DELETING
-    if surplus and not busy(seen, evidence):
+    if surplus and not busy(seen, case.evidence):
         return deletion(seen, Cause.CREATE_ABANDONED, "came after its create was given up", Reason.SURPLUS)
     return None
 
@@ -214,48 +212,48 @@ def _due(last: Mark | None, timers: Timers, every: timedelta) -> bool:
     return last is None or timers.lasted(last, every, observations=0)
 
 
-def _watch_spent(slot: Slot, intent: CreateIntent, evidence: Evidence, timers: Timers) -> Action | None:
+def _watch_spent(case: Case, intent: CreateIntent) -> Action | None:
     """An operation may never end; that no node of it is there for a day does."""
-    this, key = EffectKind.LOOK.of(intent.name), NodeKey(slot.project, intent.zone, intent.name)
-    if not intent.abandoned or this in evidence.in_flight or evidence.node(intent.name) is not None:
+    this, key = EffectKind.LOOK.of(intent.name), NodeKey(case.slot.project, intent.zone, intent.name)
+    if not intent.abandoned or this in case.evidence.in_flight or case.evidence.node(intent.name) is not None:
         return None
-    if not _due(evidence.looked.get(this) or evidence.creates_since.get(intent.name), timers, MISSING_LOOK_EVERY):
+    if not _due(
+        case.evidence.looked.get(this) or case.evidence.creates_since.get(intent.name), case.timers, MISSING_LOOK_EVERY
+    ):
         return None
     return GetNode(key, Cause.CREATE_ABANDONED, "given up, and its operation goes on: is its node there?")
 
 
-def _create_chore(
-    slot: Slot, intent: CreateIntent, evidence: Evidence, memory: Memory, timers: Timers
-) -> Action | None:
-    if ANY_CREATE in evidence.in_flight and not intent.state.is_accepted:
+def _create_chore(case: Case, intent: CreateIntent) -> Action | None:
+    if ANY_CREATE in case.evidence.in_flight and not intent.state.is_accepted:
         return None
     if intent.state is CreateState.RUNNING:
-        return _watch_spent(slot, intent, evidence, timers) or _poll(intent, evidence, memory, timers)
-    if intent.state is CreateState.FAILED or evidence.node(intent.name) is not None:
+        return _watch_spent(case, intent) or _poll(case, intent)
+    if intent.state is CreateState.FAILED or case.evidence.node(intent.name) is not None:
         return None
-    key = NodeKey(slot.project, intent.zone, intent.name)
+    key = NodeKey(case.slot.project, intent.zone, intent.name)
     if intent.state in (CreateState.AWAITED, CreateState.REFUSED):
-        return look(key, evidence, timers, Cause.CREATE_UNDER_WAY, "accepted, its operation is over or unknown")
+        return look(case, key, Cause.CREATE_UNDER_WAY, "accepted, its operation is over or unknown")
     is_sent_again = intent.state is CreateState.ANSWER_LOST and not intent.abandoned
     if intent.state is CreateState.SENT or is_sent_again:
         return None
     # Until then it may go on unseen: that its node is not there yet proves nothing.
-    if not timers.passed(intent.asked_at + CREATE_MAY_ARRIVE, CREATE_MAY_ARRIVE):
+    if not case.timers.passed(intent.asked_at + CREATE_MAY_ARRIVE, CREATE_MAY_ARRIVE):
         return None
     if intent.state is CreateState.UNREADABLE:
-        return look(key, evidence, timers, Cause.CREATE_UNDER_WAY, "accepted, its operation is over or unknown")
-    return look(key, evidence, timers, Cause.ANSWER_LOST, "its answer was lost; it could have arrived until now")
+        return look(case, key, Cause.CREATE_UNDER_WAY, "accepted, its operation is over or unknown")
+    return look(case, key, Cause.ANSWER_LOST, "its answer was lost; it could have arrived until now")
 
 
-def _poll(intent: CreateIntent, evidence: Evidence, memory: Memory, timers: Timers) -> GetOperation | None:
+def _poll(case: Case, intent: CreateIntent) -> GetOperation | None:
     this = EffectKind.POLL.of(intent.name)
-    vanished = evidence.node(intent.name) is None and memory.node(intent.name) is None
-    known_before = EffectKind.GONE.of(intent.name) in evidence.looked
-    every = timedelta(seconds=1) if vanished and known_before else evidence.project.poll_every
+    vanished = case.evidence.node(intent.name) is None and case.memory.node(intent.name) is None
+    known_before = EffectKind.GONE.of(intent.name) in case.evidence.looked
+    every = timedelta(seconds=1) if vanished and known_before else case.evidence.project.poll_every
     if intent.abandoned:
         every = max(every, POLL_SPENT_EVERY)
-    last = evidence.looked.get(this) or evidence.creates_since.get(intent.name)
-    if this in evidence.in_flight or not (_due(last, timers, every)):
+    last = case.evidence.looked.get(this) or case.evidence.creates_since.get(intent.name)
+    if this in case.evidence.in_flight or not (_due(last, case.timers, every)):
         return None
     return GetOperation(intent.name, intent.operation, Cause.CREATE_UNDER_WAY, "create under way")
 
@@ -263,32 +261,36 @@ def _poll(intent: CreateIntent, evidence: Evidence, memory: Memory, timers: Time
 # --- wishes ----------------------------------------------------------------------------------------------------------
 
 
-def _take_down(slot: Slot, evidence: Evidence, memory: Memory, timers: Timers) -> Action:
+def _take_down(case: Case) -> Action:
     """`down`: stop the run (SIGTERM, grace), delete; over when every node and every create is accounted for."""
-    if intent := _open_create(memory):
+    if intent := _open_create(case.memory):
         return Record(Fact.CREATE_SUPERSEDED, "the slot is taken down", name=intent.name, cause=Cause.DOWN)
-    for seen in live_nodes(evidence, memory):
+    for seen in live_nodes(case.evidence, case.memory):
         if seen.dark:
             continue
-        if wait := busy(seen, evidence):
+        if wait := busy(seen, case.evidence):
             return wait
-        return stop_before(seen, evidence, memory, deletion(seen, Cause.DOWN, "down was asked for", Reason.ASKED))
-    if memory.ours or memory.creates or evidence.in_flight:
-        return _await_last(slot, evidence, memory, timers)
+        return stop_before(case, seen, deletion(seen, Cause.DOWN, "down was asked for", Reason.ASKED))
+    if case.memory.ours or case.memory.creates or case.evidence.in_flight:
+        return _await_last(case)
     return Wait(Cause.DOWN, "down; nothing is left", ended=True)
 
 
-def _await_last(slot: Slot, evidence: Evidence, memory: Memory, timers: Timers) -> Wait:
+def _await_last(case: Case) -> Wait:
     """Until every node and create is accounted for; what cannot be looked at may take longer than anybody waits."""
-    left = {past.name: past.zone for past in memory.ours} | {intent.name: intent.zone for intent in memory.creates}
-    hidden = {name: since for name, zone in left.items() if (since := evidence.hidden_since(zone, name)) is not None}
-    others = [key for key in evidence.in_flight if key.node not in hidden]
+    left = {past.name: past.zone for past in case.memory.ours} | {
+        intent.name: intent.zone for intent in case.memory.creates
+    }
+    hidden = {
+        name: since for name, zone in left.items() if (since := case.evidence.hidden_since(zone, name)) is not None
+    }
+    others = [key for key in case.evidence.in_flight if key.node not in hidden]
     if others or hidden.keys() != left.keys():
         return Wait(Cause.DOWN, f"going down: waiting until every node is gone ({', '.join(sorted(left))})")
-    lasted = [timers.lasted(since, DOWN_PATIENCE) for since in hidden.values()]
+    lasted = [case.timers.lasted(since, DOWN_PATIENCE) for since in hidden.values()]
     if not all(lasted):
         return Wait(Cause.ZONE_UNREACHABLE, f"going down: {', '.join(sorted({*left.values()}))} does not answer")
-    keys = tuple(NodeKey(slot.project, zone, name) for name, zone in left.items())
+    keys = tuple(NodeKey(case.slot.project, zone, name) for name, zone in left.items())
     why = f"{not_looked_at(keys)}: remembered, and deleted once that is possible"
     return Wait(Cause.ZONE_UNREACHABLE, f"going down: {why}", needs_person=True, out_of_reach=keys)
 
@@ -299,24 +301,24 @@ def not_looked_at(keys: Sequence[NodeKey]) -> str:
     return f"{len(keys)} node{'s' if len(keys) > 1 else ''} in {zones} could not be looked at"
 
 
-def _after_end(slot: Slot, evidence: Evidence, memory: Memory, timers: Timers) -> Action:
-    if intent := _open_create(memory):
-        why = f"the slot is {memory.end.value}"
+def _after_end(case: Case) -> Action:
+    if intent := _open_create(case.memory):
+        why = f"the slot is {case.memory.end.value}"
         return Record(Fact.CREATE_SUPERSEDED, why, name=intent.name, cause=Cause.SLOT_ENDED)
-    again = tries_again_at(slot, memory)
-    if again is not None and timers.passed(again, TRY_FAILED_EVERY):
-        return Record(Fact.TRIED_AGAIN, f"it had trained, and failed an hour ago ({memory.end_why})")
-    for seen in live_nodes(evidence, memory):
+    again = tries_again_at(case.slot, case.memory)
+    if again is not None and case.timers.passed(again, TRY_FAILED_EVERY):
+        return Record(Fact.TRIED_AGAIN, f"it had trained, and failed an hour ago ({case.memory.end_why})")
+    for seen in live_nodes(case.evidence, case.memory):
         if seen.dark:
             continue
-        if wait := busy(seen, evidence):
+        if wait := busy(seen, case.evidence):
             return wait
-        if action := _end_node(slot, seen, evidence, memory, timers):
+        if action := _end_node(case, seen):
             return action
-    why = f"{memory.end.value}: {memory.end_why}"
+    why = f"{case.memory.end.value}: {case.memory.end_why}"
     if again is not None:
         why = f"{why}; it had trained, and is tried again at {again:%H:%M}"
-    return Wait(Cause.SLOT_ENDED, why, needs_person=memory.end is End.FAILED)
+    return Wait(Cause.SLOT_ENDED, why, needs_person=case.memory.end is End.FAILED)
 
 
 def tries_again_at(slot: Slot, memory: Memory) -> datetime | None:
@@ -336,25 +338,25 @@ def tries_again_at(slot: Slot, memory: Memory) -> datetime | None:
     return memory.ended_at + TRY_FAILED_EVERY
 
 
-def _end_node(slot: Slot, seen: NodeEvidence, evidence: Evidence, memory: Memory, timers: Timers) -> Action | None:
-    why = f"the slot is {memory.end.value}"
-    if memory.end is End.DONE:
+def _end_node(case: Case, seen: NodeEvidence) -> Action | None:
+    why = f"the slot is {case.memory.end.value}"
+    if case.memory.end is End.DONE:
         # A foreign run is done only where `on_exit` says that its node goes then.
-        goes = slot.care.on_success is OnSuccess.DELETE or (slot.job is not None and slot.job.foreign)
+        goes = case.slot.care.on_success is OnSuccess.DELETE or (case.slot.job is not None and case.slot.job.foreign)
     else:
         # What was paid for by the hour is kept for a look until somebody has looked.
         # No backoff: a person may want days, and a clock that was set back only keeps it for longer.
         # What an hourly try brings was looked at when the slot failed first.
-        failed_at = memory.failed_since or memory.ended_at
-        kept_until = failed_at + slot.care.keep_failed if failed_at is not None else None
-        due = kept_until is not None and timers.passed(kept_until, timedelta.max)
+        failed_at = case.memory.failed_since or case.memory.ended_at
+        kept_until = failed_at + case.slot.care.keep_failed if failed_at is not None else None
+        due = kept_until is not None and case.timers.passed(kept_until, timedelta.max)
         goes = due and not keeps_node(seen)
     if goes:
-        return stop_before(seen, evidence, memory, deletion(seen, Cause.SLOT_ENDED, why, Reason.FINISHED))
+        return stop_before(case, seen, deletion(seen, Cause.SLOT_ENDED, why, Reason.FINISHED))
     # Its node is kept; only what still runs there ends.
-    tried = EffectKind.STOP.of(seen.node.name) in evidence.looked
+    tried = EffectKind.STOP.of(seen.node.name) in case.evidence.looked
     runs = seen.report is not None and any(worker.alive for worker in seen.report.workers)
-    return ending(seen, memory, Cause.SLOT_ENDED, why) if runs and not tried and seen.workers is not None else None
+    return ending(seen, case.memory, Cause.SLOT_ENDED, why) if runs and not tried and seen.workers is not None else None
 
 
 # --- no node, or several ---------------------------------------------------------------------------------------------
@@ -364,76 +366,76 @@ def _open_create(memory: Memory) -> CreateIntent | None:
     return next((intent for intent in memory.creates if not intent.abandoned), None)
 
 
-def _decide_empty(slot: Slot, evidence: Evidence, memory: Memory, timers: Timers) -> Action:
-    if ANY_CREATE in evidence.in_flight:
+def _decide_empty(case: Case) -> Action:
+    if ANY_CREATE in case.evidence.in_flight:
         return Wait(Cause.CREATE_UNDER_WAY, "create is under way")
-    if ADOPTING in evidence.looked and not timers.lasted(evidence.looked[ADOPTING], ADOPTED_WITHIN):
+    if ADOPTING in case.evidence.looked and not case.timers.lasted(case.evidence.looked[ADOPTING], ADOPTED_WITHIN):
         return Wait(Cause.ADOPTING, "a node is being adopted")
-    if memory.run is not None and memory.run.state is RunState.FINISHED:
-        return done(memory.run.node, Furthest(memory.step, memory.checkpoint))
-    for past in memory.nodes:
-        if action := _decide_unaccounted(slot, past, evidence, timers):
+    if case.memory.run is not None and case.memory.run.state is RunState.FINISHED:
+        return done(case.memory.run.node, Furthest(case.memory.step, case.memory.checkpoint))
+    for past in case.memory.nodes:
+        if action := _decide_unaccounted(case, past):
             return action
-    if intent := _open_create(memory):
-        return _decide_open_create(slot, intent, evidence, timers)
-    if slot.job is None and (slot.job_problem or memory.run is not None):
+    if intent := _open_create(case.memory):
+        return _decide_open_create(case, intent)
+    if case.slot.job is None and (case.slot.job_problem or case.memory.run is not None):
         # It would be READY, billed and idle.
-        return without_job(slot, "no node is asked for")
-    if slot.lacks:
-        why = f"{slot.lacks}; until then no node is asked for"
+        return without_job(case.slot, "no node is asked for")
+    if case.slot.lacks:
+        why = f"{case.slot.lacks}; until then no node is asked for"
         return Wait(Cause.DECLARATION_INCOMPLETE, why, needs_person=True)
-    if wait := unseen(slot, evidence, timers):
+    if wait := unseen(case):
         return wait
-    choice = choose(slot, evidence, memory, timers)
+    choice = choose(case)
     if choice.place is None:
         return Wait(Cause.NO_PLACE_OPEN, choice.why, needs_person=choice.needs_person)
-    number = _free_number(slot, choice.place.zone, evidence, memory)
+    number = _free_number(case, choice.place.zone)
     return Create(
-        node_name(slot.name, number),
+        node_name(case.slot.name, number),
         number,
         choice.place,
         Cause.NO_NODE,
         f"no node; asking for {choice.why}",
-        held_in_zone=holds_quota(choice.place, evidence, region_wide=False),
-        held_in_region=holds_quota(choice.place, evidence, region_wide=True),
+        held_in_zone=holds_quota(choice.place, case.evidence, region_wide=False),
+        held_in_region=holds_quota(choice.place, case.evidence, region_wide=True),
     )
 
 
-def _free_number(slot: Slot, zone: str, evidence: Evidence, memory: Memory) -> int:
+def _free_number(case: Case, zone: str) -> int:
     """The next one of which no node of another owner bears the name there."""
-    taken = {node.name for node in evidence.foreign if node.key.zone == zone}
-    return next(n for n in itertools.count(memory.next_number) if node_name(slot.name, n) not in taken)
+    taken = {node.name for node in case.evidence.foreign if node.key.zone == zone}
+    return next(n for n in itertools.count(case.memory.next_number) if node_name(case.slot.name, n) not in taken)
 
 
-def _decide_unaccounted(slot: Slot, past: NodeMemory, evidence: Evidence, timers: Timers) -> Action | None:
+def _decide_unaccounted(case: Case, past: NodeMemory) -> Action | None:
     """A node that is not known to be gone, and that nobody can look at; None where the slot need not wait for it."""
-    said = f"`tpucare confirm {slot.name}` if nothing trains there"
+    said = f"`tpucare confirm {case.slot.name}` if nothing trains there"
     if past.status is NodeStatus.TAKEN and past.may_be_training:
         why = f"{past.name} in {past.zone} bears another owner's label now, and our run may live there"
         return Wait(Cause.NODE_TAKEN, f"{why}: `tpucare adopt-node` it back, or {said}", needs_person=True)
     out_of_sight = past.status is NodeStatus.OUT_OF_SIGHT and past.delete is None
-    if out_of_sight and past.may_be_training and not slot.care.fence_proceed:
-        since = length(slot.care.fence_after)
+    if out_of_sight and past.may_be_training and not case.slot.care.fence_proceed:
+        since = length(case.slot.care.fence_after)
         why = f"nothing is heard of {past.name} in {past.zone} for {since}; it may still be training"
         why = f"{why}: {said}, and a node is asked for elsewhere"
         return Wait(Cause.NODE_OUT_OF_SIGHT, why, needs_person=True)
-    if not past.serves or evidence.node(past.name) is not None:
+    if not past.serves or case.evidence.node(past.name) is not None:
         return None
-    if evidence.hidden_since(past.zone, past.name) is not None:
-        return decide_hidden(slot, past.zone, past.name, evidence, timers)
+    if case.evidence.hidden_since(past.zone, past.name) is not None:
+        return decide_hidden(case, past.zone, past.name)
     return Wait(Cause.NODE_ABSENT, f"whether {past.name} lives is not known yet ({past.zone})")
 
 
-def _decide_open_create(slot: Slot, intent: CreateIntent, evidence: Evidence, timers: Timers) -> Action:
-    if timers.lasted(evidence.creates_since.get(intent.name), slot.care.boot_timeout):
+def _decide_open_create(case: Case, intent: CreateIntent) -> Action:
+    if case.timers.lasted(case.evidence.creates_since.get(intent.name), case.slot.care.boot_timeout):
         return Record(Fact.CREATE_SUPERSEDED, "unanswered at boot_timeout", name=intent.name, cause=Cause.BOOT_TIMEOUT)
     if intent.state is CreateState.ANSWER_LOST:
-        place = next((place for place in slot.places if place.key == intent.place), None)
+        place = next((place for place in case.slot.places if place.key == intent.place), None)
         if place is None:
             # The declaration no longer has that place, so the same request cannot be sent again.
             why = "its place is no longer declared"
             return Record(Fact.CREATE_SUPERSEDED, why, name=intent.name, cause=Cause.PLACE_WITHDRAWN)
-        if timers.passed(intent.retry_at, RESEND_BACKOFF.cap):
+        if case.timers.passed(intent.retry_at, RESEND_BACKOFF.cap):
             why = "the answer was lost: the same name at the same place again"
             return Create(intent.name, intent.number, place, Cause.ANSWER_LOST, why, resend=True)
         why = f"the answer to the create of {intent.name} was lost; asking again soon"
@@ -441,23 +443,23 @@ def _decide_open_create(slot: Slot, intent: CreateIntent, evidence: Evidence, ti
     return Wait(Cause.CREATE_UNDER_WAY, f"create of {intent.name} is under way")
 
 
-def _decide_several(slot: Slot, live: list[NodeEvidence], evidence: Evidence, memory: Memory, timers: Timers) -> Action:
+def _decide_several(case: Case, live: list[NodeEvidence]) -> Action:
     """
     The one with a live run stays, else the newest; of two live runs the older launch stays.
 
     One that does not answer is judged as any node is (silence, boot_timeout): else it would hold the slot for ever.
     """
     names = ", ".join(seen.node.name for seen in live)
-    if evidence.project.store_lost:
+    if case.evidence.project.store_lost:
         why = f"several nodes ({names}) and a lost store: `tpucare confirm`"
         return Wait(Cause.STORE_LOST, why, needs_person=True)
     for seen in live:
-        if wait := busy(seen, evidence):
+        if wait := busy(seen, case.evidence):
             return wait
         if seen.dark or seen.report is None or not seen.report.all_answer:
-            if delete := _never_used(seen, live, evidence, memory):
+            if delete := _never_used(case, seen, live):
                 return delete
-            action = decide_node(slot, seen, evidence, memory, timers)
+            action = decide_node(case, seen)
             goes = isinstance(action, Stop) and action.then is not None
             waits_for_person = isinstance(action, Wait) and action.needs_person
             if goes or waits_for_person or isinstance(action, Delete | FetchHostKeys | AddSshKey | GetNode | Record):
@@ -465,20 +467,20 @@ def _decide_several(slot: Slot, live: list[NodeEvidence], evidence: Evidence, me
             why = f"several nodes ({names}); waiting until every worker of each has answered"
             return Wait(Cause.SEVERAL_NODES, why)
     running = [seen for seen in live if not quiet(seen)]
-    keep = _older_launch(running, memory) if running else _newest(live, memory)
+    keep = _older_launch(running, case.memory) if running else _newest(live, case.memory)
     surplus = next(seen for seen in live if seen is not keep)
     why = f"{keep.node.name} holds this slot"
     delete = deletion(surplus, Cause.ANOTHER_NODE_HOLDS_SLOT, why, Reason.SURPLUS)
-    return stop_before(surplus, evidence, memory, delete)
+    return stop_before(case, surplus, delete)
 
 
-def _never_used(seen: NodeEvidence, live: list[NodeEvidence], evidence: Evidence, memory: Memory) -> Delete | None:
+def _never_used(case: Case, seen: NodeEvidence, live: list[NodeEvidence]) -> Delete | None:
     """
     A node that we made and never launched on, whatever its workers do, beside one on which our run lives: nobody needs
     to be waited for, least of all a person who would mend what nobody wants.
     """
-    past, run = memory.node(seen.node.name), memory.run
-    if past is None or past.launched or seen.dark or evidence.project.store_old or run is None:
+    past, run = case.memory.node(seen.node.name), case.memory.run
+    if past is None or past.launched or seen.dark or case.evidence.project.store_old or run is None:
         return None
     holds = next((other for other in live if other.node.name == run.node and other is not seen), None)
     if holds is None or holds.report is None or not holds.report.all_answer or quiet(holds):

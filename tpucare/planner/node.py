@@ -12,7 +12,7 @@ from datetime import timedelta
 
 from tpucare.model.actions import Action, AddSshKey, Delete, EffectKind, Fact, Launch, Record, Stop, Wait
 from tpucare.model.causes import Cause, Reason
-from tpucare.model.evidence import Evidence, Mark, NodeEvidence, Timers, latest
+from tpucare.model.evidence import Case, Mark, NodeEvidence, latest
 from tpucare.model.lifecycles import CreateState, RunState
 from tpucare.model.memory import BookName, DesiredState, End, Memory, NodeMemory
 from tpucare.model.resources import PENDING_STATES, USABLE_STATES, NodeKey, NodeState, Slot
@@ -54,79 +54,79 @@ CANARY_FACTOR = 3
 NEVER_ANSWERED_FACTOR = 2
 
 
-def decide_node(slot: Slot, seen: NodeEvidence, evidence: Evidence, memory: Memory, timers: Timers) -> Action:
+def decide_node(case: Case, seen: NodeEvidence) -> Action:
     """The next step for the slot's only live node."""
-    node, past = seen.node, memory.node(seen.node.name)
-    if seen.dark and (action := decide_by_workers(slot, seen, evidence, memory, timers)):
+    node, past = seen.node, case.memory.node(seen.node.name)
+    if seen.dark and (action := decide_by_workers(case, seen)):
         return action
-    if seen.dark or (not seen.listed and node.name in evidence.failed_looks):
-        return decide_hidden(slot, node.key.zone, node.name, evidence, timers)
-    if not seen.listed and EffectKind.LOOK.of(node.name) not in evidence.looked:
+    if seen.dark or (not seen.listed and node.name in case.evidence.failed_looks):
+        return decide_hidden(case, node.key.zone, node.name)
+    if not seen.listed and EffectKind.LOOK.of(node.name) not in case.evidence.looked:
         return Wait(Cause.NODE_ABSENT, f"looking for {node.name} by name")
     if past is None:
         return Wait(Cause.NODE_ABSENT, f"{node.name} is being looked at")
-    if wait := busy(seen, evidence):
+    if wait := busy(seen, case.evidence):
         return wait
-    if memory.replace_asked:
+    if case.memory.replace_asked:
         delete = deletion(seen, Cause.REPLACE_ASKED, "replace was asked for", Reason.ASKED)
-        return stop_before(seen, evidence, memory, delete)
+        return stop_before(case, seen, delete)
     if node.state in PENDING_STATES:
-        return _decide_pending(slot, seen, past, evidence, memory, timers)
+        return _decide_pending(case, seen, past)
     if node.state in USABLE_STATES:
-        return _decide_usable(slot, seen, past, evidence, memory, timers)
+        return _decide_usable(case, seen, past)
     if node.state is NodeState.UNKNOWN:
-        return _decide_unknown(slot, seen, evidence, memory, timers)
-    return _decide_odd(slot, seen)
+        return _decide_unknown(case, seen)
+    return _decide_odd(case.slot, seen)
 
 
-def _decide_unknown(slot: Slot, seen: NodeEvidence, evidence: Evidence, memory: Memory, timers: Timers) -> Action:
+def _decide_unknown(case: Case, seen: NodeEvidence) -> Action:
     """By its meaning a repair failed, and it never becomes READY; but one field alone is no proof of that."""
-    limit = max(patience_with_silence(slot, seen), usual_pause(seen))
+    limit = max(patience_with_silence(case.slot, seen), usual_pause(seen))
     answers = some_answer(seen)
     life = latest(seen.state_since, seen.progress.last, seen.progress.life) if answers else seen.state_since
-    if timers.lasted(life, limit) and nothing_moves(seen):
+    if case.timers.lasted(life, limit) and nothing_moves(seen):
         what = "nothing moves on it" if answers else "no worker of it answers"
         why = f"UNKNOWN, and {what} for {length(limit)}"
         delete = deletion(seen, Cause.STATE_UNKNOWN, why, Reason.JUDGED)
-        return stop_before(seen, evidence, memory, delete)
-    past = memory.node(seen.node.name)
+        return stop_before(case, seen, delete)
+    past = case.memory.node(seen.node.name)
     if answers and past is not None and past.launched:
         # What moves may be a log alone: the run is cared for like any, so that one that hangs is found.
-        return _decide_usable(slot, seen, past, evidence, memory, timers)
+        return _decide_usable(case, seen, past)
     return Wait(Cause.STATE_UNKNOWN, f"{seen.node.name} is UNKNOWN: waiting whether anything moves on it")
 
 
-def decide_by_workers(
-    slot: Slot, seen: NodeEvidence, evidence: Evidence, memory: Memory, timers: Timers
-) -> Action | None:
+def decide_by_workers(case: Case, seen: NodeEvidence) -> Action | None:
     """
     What the API need not be asked for: all workers of the node were heard since it tells nothing, so the run that was
     launched on this very node may be settled, stopped and launched again there. None: nothing of that kind.
 
     Nothing is deleted, and no node is asked for; where an older one is in doubt, nothing is launched.
     """
-    run, past, name = memory.run, memory.node(seen.node.name), seen.node.name
-    if memory.wish is not DesiredState.UP or memory.end is not End.NONE or memory.replace_asked:
+    run, past, name = case.memory.run, case.memory.node(seen.node.name), seen.node.name
+    if case.memory.wish is not DesiredState.UP or case.memory.end is not End.NONE or case.memory.replace_asked:
         return None
     if past is None or past.id != seen.node.id or not past.serves or run is None or run.node != name:
         return None
-    if any(other.serves or other.may_be_training for other in memory.nodes if other.name != name):
+    if any(other.serves or other.may_be_training for other in case.memory.nodes if other.name != name):
         return None
-    if seen.node.state not in PENDING_STATES | USABLE_STATES or busy(seen, evidence):
+    if seen.node.state not in PENDING_STATES | USABLE_STATES or busy(seen, case.evidence):
         return None
     if not seen.heard_alone or seen.report is None or not seen.report.all_answer:
         return None
-    action = _decide_answering(slot, seen, past, evidence, memory, timers)
+    action = _decide_answering(case, seen, past)
     # Rule 11: what takes a length of time to judge waits for listings, whose gaps alone count as observed.
     may_stop = isinstance(action, Stop) and action.then is None and action.lasted is None
     return action if may_stop or isinstance(action, Record | Launch) else None
 
 
-def decide_hidden(slot: Slot, zone: str, name: str, evidence: Evidence, timers: Timers) -> Action:
+def decide_hidden(case: Case, zone: str, name: str) -> Action:
     """A node that neither the listing nor GetNode tells of; after `fence_after` another may be asked for elsewhere."""
-    if timers.lasted(evidence.hidden_since(zone, name), slot.care.fence_after):
-        return Record(Fact.NODE_OUT_OF_SIGHT, f"nothing is heard of it for {length(slot.care.fence_after)}", name=name)
-    if zone in evidence.project.unreachable_since:
+    if case.timers.lasted(case.evidence.hidden_since(zone, name), case.slot.care.fence_after):
+        return Record(
+            Fact.NODE_OUT_OF_SIGHT, f"nothing is heard of it for {length(case.slot.care.fence_after)}", name=name
+        )
+    if zone in case.evidence.project.unreachable_since:
         return Wait(Cause.ZONE_UNREACHABLE, f"{zone} does not answer: what is known of {name} stays")
     why = f"{name} is not in the listing, and may not be looked at: what is known of it stays"
     return Wait(Cause.NODE_HIDDEN, why)
@@ -143,129 +143,111 @@ def _decide_odd(slot: Slot, seen: NodeEvidence) -> Action:
     return Wait(Cause.STATE_ODD, f"{node.name} is {node.state.name}: waiting, nothing is known to do about it")
 
 
-def _decide_pending(
-    slot: Slot, seen: NodeEvidence, past: NodeMemory, evidence: Evidence, memory: Memory, timers: Timers
-) -> Action:
+def _decide_pending(case: Case, seen: NodeEvidence, past: NodeMemory) -> Action:
     """Launch as soon as all workers answer, whatever the operation says; the limit is boot_timeout."""
     if seen.workers is not None and seen.report is not None and seen.report.all_answer:
-        return _decide_answering(slot, seen, past, evidence, memory, timers)
-    intent = memory.create(seen.node.name)
+        return _decide_answering(case, seen, past)
+    intent = case.memory.create(seen.node.name)
     if intent is not None and intent.state is CreateState.FAILED:
-        failed_since = evidence.looked.get(EffectKind.FAILED.of(seen.node.name)) or seen.seen_since
-        if timers.lasted(failed_since, FAILED_CREATE_SILENCE):
+        failed_since = case.evidence.looked.get(EffectKind.FAILED.of(seen.node.name)) or seen.seen_since
+        if case.timers.lasted(failed_since, FAILED_CREATE_SILENCE):
             why = f"its create failed ({intent.refused}) and no worker answers"
             return deletion(seen, Cause.CREATE_FAILED, why, Reason.DEAD)
         why = f"create of {seen.node.name} failed: {intent.refused}; waiting until it is gone"
         return Wait(Cause.CREATE_FAILED, why)
-    since, limit = seen.state_since, slot.care.boot_timeout
+    since, limit = seen.state_since, case.slot.care.boot_timeout
     if past.answered:
         # Its workers came up long ago, whatever the API shows of it: what lasts is that some do not answer now.
         since = latest(since, seen.silent_since, seen.refused_since) or since
     if past.launched and seen.silent_since is not None and made_progress_since(seen, seen.silent_since):
         # It may train for hours while it shows CREATING; a worker that tells of steps vouches for the one that is mute.
         since, limit = latest(since, seen.progress.last) or since, max(limit, usual_pause(seen))
-    if timers.lasted(since, limit):
+    if case.timers.lasted(since, limit):
         why = f"still {seen.node.state.name} at boot_timeout"
-        never, lasted = not past.answered, slot.care.boot_timeout
+        never, lasted = not past.answered, case.slot.care.boot_timeout
         return deletion(seen, Cause.BOOT_TIMEOUT, why, Reason.JUDGED, unanswered=never, lasted=lasted)
     booting = Wait(Cause.BOOTING, f"{seen.node.name} is {seen.node.state.name}")
-    return contact_trouble(slot, seen, past, evidence, timers) or booting
+    return contact_trouble(case, seen, past) or booting
 
 
-def _decide_usable(
-    slot: Slot, seen: NodeEvidence, past: NodeMemory, evidence: Evidence, memory: Memory, timers: Timers
-) -> Action:
+def _decide_usable(case: Case, seen: NodeEvidence, past: NodeMemory) -> Action:
     node = seen.node
     repairing = node.state is NodeState.REPAIRING and not keeps_node(seen)
     life = latest(seen.state_since, seen.progress.last, seen.progress.life)
-    if repairing and timers.lasted(life, slot.care.unhealthy_after) and nothing_moves(seen):
+    if repairing and case.timers.lasted(life, case.slot.care.unhealthy_after) and nothing_moves(seen):
         why = "REPAIRING for too long without progress"
-        delete = deletion(seen, Cause.REPAIRING, why, Reason.JUDGED, lasted=slot.care.unhealthy_after)
-        return stop_before(seen, evidence, memory, delete)
+        delete = deletion(seen, Cause.REPAIRING, why, Reason.JUDGED, lasted=case.slot.care.unhealthy_after)
+        return stop_before(case, seen, delete)
     if seen.workers is None:
-        if timers.lasted(latest(seen.state_since, seen.lacking_since), slot.care.boot_timeout):
+        if case.timers.lasted(latest(seen.state_since, seen.lacking_since), case.slot.care.boot_timeout):
             why = "its list of workers is incomplete at boot_timeout"
-            never, lasted = not past.answered, slot.care.boot_timeout
+            never, lasted = not past.answered, case.slot.care.boot_timeout
             return deletion(seen, Cause.WORKERS_MISSING, why, Reason.JUDGED, unanswered=never, lasted=lasted)
         return Wait(Cause.WORKERS_MISSING, f"{node.name} does not list all its workers yet")
     if seen.report is None:
         return Wait(Cause.BOOTING, f"asking the workers of {node.name}")
-    if trouble := contact_trouble(slot, seen, past, evidence, timers):
-        return _silence_beside(trouble, slot, seen, past, evidence, memory, timers)
+    if trouble := contact_trouble(case, seen, past):
+        return _silence_beside(case, trouble, seen, past)
     if not seen.report.all_answer:
-        return _decide_silent(slot, seen, past, evidence, memory, timers)
-    return _decide_answering(slot, seen, past, evidence, memory, timers)
+        return _decide_silent(case, seen, past)
+    return _decide_answering(case, seen, past)
 
 
-def _silence_beside(
-    trouble: Action,
-    slot: Slot,
-    seen: NodeEvidence,
-    past: NodeMemory,
-    evidence: Evidence,
-    memory: Memory,
-    timers: Timers,
-) -> Action:
+def _silence_beside(case: Case, trouble: Action, seen: NodeEvidence, past: NodeMemory) -> Action:
     """A reused address, or one worker without our key, does not hide that others of the node are silent."""
     if not isinstance(trouble, Wait) or seen.silent_since is None:
         return trouble
-    verdict = _decide_silent(slot, seen, past, evidence, memory, timers)
+    verdict = _decide_silent(case, seen, past)
     return verdict if isinstance(verdict, Delete) else trouble
 
 
-def contact_trouble(
-    slot: Slot, seen: NodeEvidence, past: NodeMemory, evidence: Evidence, timers: Timers
-) -> Action | None:
+def contact_trouble(case: Case, seen: NodeEvidence, past: NodeMemory) -> Action | None:
     """Workers that listen and will not have us: a key that is not there yet, a host key that changed."""
     if seen.report is None:
         return None
     contacts = {worker.contact for worker in seen.report.workers}
     if Contact.HOST_KEY_CHANGED in contacts:
-        return decide_changed_key(slot, seen, past, evidence, timers)
+        return decide_changed_key(case, seen, past)
     if Contact.AUTH_REFUSED in contacts:
-        return _decide_refused(seen, past, evidence, timers, some_accept=Contact.ANSWERED in contacts)
+        return _decide_refused(case, seen, past, some_accept=Contact.ANSWERED in contacts)
     return None
 
 
-def _decide_refused(
-    seen: NodeEvidence, past: NodeMemory, evidence: Evidence, timers: Timers, *, some_accept: bool
-) -> Action:
+def _decide_refused(case: Case, seen: NodeEvidence, past: NodeMemory, *, some_accept: bool) -> Action:
     name = seen.node.name
     if not past.keyed:
         # The guest agent writes the key some seconds after sshd listens; UpdateNode too early is a call for nothing.
-        last = evidence.looked.get(EffectKind.KEY.of(name))
-        pause_over = last is None or timers.lasted(last, KEY_PUSH_EVERY)
-        late = timers.lasted(seen.refused_since, KEY_MAY_BE_LATE)
-        if late and pause_over and EffectKind.KEY.of(name) not in evidence.in_flight:
+        last = case.evidence.looked.get(EffectKind.KEY.of(name))
+        pause_over = last is None or case.timers.lasted(last, KEY_PUSH_EVERY)
+        late = case.timers.lasted(seen.refused_since, KEY_MAY_BE_LATE)
+        if late and pause_over and EffectKind.KEY.of(name) not in case.evidence.in_flight:
             return AddSshKey(seen.node.key, Cause.KEY_REFUSED, "a worker refuses our key")
         why = f"a worker of {name} does not know our key yet"
         return Wait(Cause.KEY_REFUSED, why, needs_person=last is not None)
     if some_accept and not (past.launched or keeps_node(seen)):
         # No setting of the project tells workers of one node apart: the guest agent of that one is broken.
-        if timers.lasted(seen.refused_since, KEY_REFUSED_BY_SOME):
+        if case.timers.lasted(seen.refused_since, KEY_REFUSED_BY_SOME):
             why = f"a worker refuses our key for {length(KEY_REFUSED_BY_SOME)}, others take it"
             return deletion(seen, Cause.KEY_REFUSED, why, Reason.JUDGED, unanswered=True)
         why = f"a worker of {name} refuses our key, and others take it: waiting until it does"
         return Wait(Cause.KEY_REFUSED, why)
-    if timers.lasted(seen.refused_since, KEY_PUSH_SERVES):
+    if case.timers.lasted(seen.refused_since, KEY_PUSH_SERVES):
         why = "is OS Login on, by policy (requireOsLogin) or for want of enable-oslogin: FALSE, or is a key blocked?"
         return Wait(Cause.KEY_REFUSED, f"{name} refuses our key, though its metadata has it: {why}", needs_person=True)
     return Wait(Cause.KEY_REFUSED, f"our key was written to the metadata of {name}; waiting until its workers take it")
 
 
-def _decide_silent(
-    slot: Slot, seen: NodeEvidence, past: NodeMemory, evidence: Evidence, memory: Memory, timers: Timers
-) -> Action:
+def _decide_silent(case: Case, seen: NodeEvidence, past: NodeMemory) -> Action:
     """Silence is a verdict only when the network is known to carry, or for one canary at a time."""
-    name, limit = seen.node.name, patience_with_silence(slot, seen)
-    run = memory.run
+    name, limit = seen.node.name, patience_with_silence(case.slot, seen)
+    run = case.memory.run
     if (
         run is not None
         and run.state is RunState.FINISHED
         and run.node == name
-        and timers.lasted(seen.silent_since, slot.care.success_after)
+        and case.timers.lasted(seen.silent_since, case.slot.care.success_after)
     ):
-        return done(name, standing(seen, memory))
+        return done(name, standing(seen, case.memory))
     if not past.answered:
         limit = limit * NEVER_ANSWERED_FACTOR
     # Workers that are silent while the node is CREATING are booting, whichever of them answer early.
@@ -276,25 +258,25 @@ def _decide_silent(
     if seen.silent_since is not None and made_progress_since(seen, seen.silent_since):
         # The last step before a gang hangs may be seen after a worker fell silent: progress has to go on to count.
         since, limit = latest(since, seen.progress.last), max(limit, usual_pause(seen))
-        if not timers.lasted(since, limit):
+        if not case.timers.lasted(since, limit):
             return Wait(Cause.SILENT, f"a worker of {name} is silent, progress goes on")
     supported = seen.silent_probes >= 3
     # Who refused our key may be a guard that drops our packets by now, and lets us in minutes later.
     guarded = past.refused and not past.answered
-    if supported and not guarded and timers.lasted(since, limit) and evidence.elsewhere_answers:
-        return _silence_ends(seen, past, memory, f"a worker is silent for {length(limit)}, others answer", limit)
+    if supported and not guarded and case.timers.lasted(since, limit) and case.evidence.elsewhere_answers:
+        return _silence_ends(seen, past, case.memory, f"a worker is silent for {length(limit)}, others answer", limit)
     if not past.answered:
         # Where nobody answers, or a guard may be at work, only boot_timeout ends the wait for a node that never did.
-        if supported and timers.lasted(seen.seen_since, slot.care.boot_timeout):
+        if supported and case.timers.lasted(seen.seen_since, case.slot.care.boot_timeout):
             why = "its workers never answered until boot_timeout"
             return deletion(
-                seen, Cause.NEVER_ANSWERED, why, Reason.JUDGED, unanswered=True, lasted=slot.care.boot_timeout
+                seen, Cause.NEVER_ANSWERED, why, Reason.JUDGED, unanswered=True, lasted=case.slot.care.boot_timeout
             )
-    elif supported and timers.lasted(since, limit * CANARY_FACTOR) and evidence.may_be_canary:
+    elif supported and case.timers.lasted(since, limit * CANARY_FACTOR) and case.evidence.may_be_canary:
         for_so_long = length(limit * CANARY_FACTOR)
         why = f"no worker anywhere answers for {for_so_long}; this slot tries first whether a new node does"
         return deletion(seen, Cause.CANARY, why, Reason.JUDGED, lasted=limit * CANARY_FACTOR)
-    if stop := _stop_half_gang(slot, seen, since, evidence, memory, timers):
+    if stop := _stop_half_gang(case, seen, since):
         return stop
     return Wait(Cause.SILENT, f"a worker of {name} is silent")
 
@@ -321,28 +303,24 @@ def _silence_ends(seen: NodeEvidence, past: NodeMemory, memory: Memory, why: str
     )
 
 
-def _stop_half_gang(
-    slot: Slot, seen: NodeEvidence, since: Mark | None, evidence: Evidence, memory: Memory, timers: Timers
-) -> Stop | None:
+def _stop_half_gang(case: Case, seen: NodeEvidence, since: Mark | None) -> Stop | None:
     """Some but not all workers silent and no progress: those that answer would wait in a collective for ever."""
-    run, report = memory.run, seen.report
+    run, report = case.memory.run, seen.report
     if run is None or run.node != seen.node.name or run.state.is_past or report is None:
         return None
     if report.workers[0].contact is not Contact.ANSWERED or not any(w.alive for w in report.workers):
         return None
     # Worker 0 tells of progress; where it never told of any, silence elsewhere is no proof of a standstill.
-    if seen.progress.signals < 2 or EffectKind.STOP.of(seen.node.name) in evidence.looked:
+    if seen.progress.signals < 2 or EffectKind.STOP.of(seen.node.name) in case.evidence.looked:
         return None
-    if timers.lasted(since, slot.care.unreachable_after / 3):
-        why, step, checkpoint = "a worker is silent and the run stands still", memory.step, memory.checkpoint
+    if case.timers.lasted(since, case.slot.care.unreachable_after / 3):
+        why, step, checkpoint = "a worker is silent and the run stands still", case.memory.step, case.memory.checkpoint
         return Stop(seen.node.key, seen.node.id, run.token, Cause.SILENT, why, step=step, checkpoint=checkpoint)
     return None
 
 
-def _decide_answering(
-    slot: Slot, seen: NodeEvidence, past: NodeMemory, evidence: Evidence, memory: Memory, timers: Timers
-) -> Action:
-    run, node = memory.run, seen.node
+def _decide_answering(case: Case, seen: NodeEvidence, past: NodeMemory) -> Action:
+    run, node = case.memory.run, seen.node
     token = token_of(seen)
     ours = run is not None and run.node == node.name
     if token and (run is None or not ours or _newer(token, run.token)):
@@ -352,30 +330,28 @@ def _decide_answering(
         return deletion(seen, run.stop_cause, run.stop_why, run.then_delete)
     if run is not None and ours and not run.state.is_past:
         decide_own = decide_foreign if is_foreign(seen.report, run) else decide_run
-        return decide_own(slot, seen, past, evidence, memory, timers)
-    return _decide_launch(slot, seen, past, evidence, memory, timers)
+        return decide_own(case, seen, past)
+    return _decide_launch(case, seen, past)
 
 
 def _newer(token: str, known: str) -> bool:
     return int(token.rpartition(".")[2]) > int(known.rpartition(".")[2])
 
 
-def _decide_launch(
-    slot: Slot, seen: NodeEvidence, past: NodeMemory, evidence: Evidence, memory: Memory, timers: Timers
-) -> Action:
+def _decide_launch(case: Case, seen: NodeEvidence, past: NodeMemory) -> Action:
     node = seen.node
-    if slot.job is None:
-        return without_job(slot, "the node is kept")
-    if action := decide_trust(slot, seen, past, evidence, timers):
+    if case.slot.job is None:
+        return without_job(case.slot, "the node is kept")
+    if action := decide_trust(case, seen, past):
         return action
     if not quiet(seen):
-        return _decide_not_quiet(seen, memory)
-    if wait := backoff_over(memory, timers):
+        return _decide_not_quiet(seen, case.memory)
+    if wait := backoff_over(case):
         return wait
-    if blocked := _fence(slot, seen, evidence, memory, timers):
+    if blocked := _fence(case, seen):
         return blocked
-    number, why = next_number(seen, memory), "all workers answer and nothing runs"
-    return Launch(node.key, node.id, f"{node.name}.{number}", number, Cause.QUIET, why, job_mark(slot.job))
+    number, why = next_number(seen, case.memory), "all workers answer and nothing runs"
+    return Launch(node.key, node.id, f"{node.name}.{number}", number, Cause.QUIET, why, job_mark(case.slot.job))
 
 
 def _decide_not_quiet(seen: NodeEvidence, memory: Memory) -> Action:
@@ -390,18 +366,18 @@ def _decide_not_quiet(seen: NodeEvidence, memory: Memory) -> Action:
     return Stop(seen.node.key, seen.node.id, token, Cause.HELD_BY_OTHERS, why, step=step, checkpoint=checkpoint)
 
 
-def _fence(slot: Slot, seen: NodeEvidence, evidence: Evidence, memory: Memory, timers: Timers) -> Action | None:
+def _fence(case: Case, seen: NodeEvidence) -> Action | None:
     """Rule 1: no launch before each older node of the slot is proven dead. None when the way is free."""
-    if wait := unseen(slot, evidence, timers):
+    if wait := unseen(case):
         return wait
-    for older in memory.nodes:
+    for older in case.memory.nodes:
         if older.name == seen.node.name or not older.may_be_training:
             continue
-        waited = timers.lasted(seen.answering_since, slot.care.fence_after)
-        if waited and (slot.care.fence_proceed or memory.fence_confirmed):
+        waited = case.timers.lasted(seen.answering_since, case.slot.care.fence_after)
+        if waited and (case.slot.care.fence_proceed or case.memory.fence_confirmed):
             continue
-        key = NodeKey(slot.project, older.zone, older.name)
-        if action := look(key, evidence, timers, Cause.FENCED, "is it proven dead?"):
+        key = NodeKey(case.slot.project, older.zone, older.name)
+        if action := look(case, key, Cause.FENCED, "is it proven dead?"):
             return action
         why = f"{older.name} may still be training"
         return Wait(Cause.FENCED, f"{why} (`tpucare confirm` to go on)" if waited else why, needs_person=waited)

@@ -18,9 +18,9 @@ from types import MappingProxyType
 from typing import Protocol
 
 from tpucare.model.errors import CloudError, NeedsPerson, NoCapacity, QuotaExceeded, RateLimited, Transient
-from tpucare.model.evidence import Evidence, Timers, holding_of, region_of
+from tpucare.model.evidence import Case, Evidence, holding_of, region_of
 from tpucare.model.memory import Memory, PlaceMemory, Refusal
-from tpucare.model.resources import Place, Provisioning, Slot
+from tpucare.model.resources import Place, Provisioning
 from tpucare.planner.backoff import (
     CAPACITY_BACKOFF,
     PERSON_FIRST,
@@ -49,24 +49,24 @@ class Choice:
     needs_person: bool = False
 
 
-def choose(slot: Slot, evidence: Evidence, memory: Memory, timers: Timers) -> Choice:
+def choose(case: Case) -> Choice:
     """The place whose turn it is, of those that may be asked now."""
     reasons = []
-    for place in by_turn(slot.places, memory):
-        refusal = _refusal(place, memory.place(place.key), evidence, timers)
+    for place in by_turn(case.slot.places, case.memory):
+        refusal = _refusal(case, place, case.memory.place(place.key))
         if refusal is None:
             return Choice(place, f"{place.accelerator_type} in {place.zone}")
         reasons.append(f"{place.zone}: {refusal}")
     stopped = all(
-        _stopped(memory.place(place.key), timers.now.wall)
-        or timers.lasted(evidence.project.unreachable_since.get(place.zone), slot.care.fence_after)
-        for place in slot.places
+        _stopped(case.memory.place(place.key), case.timers.now.wall)
+        or case.timers.lasted(case.evidence.project.unreachable_since.get(place.zone), case.slot.care.fence_after)
+        for place in case.slot.places
     )
-    if stopped and any(place.zone in evidence.project.unreachable_since for place in slot.places):
+    if stopped and any(place.zone in case.evidence.project.unreachable_since for place in case.slot.places):
         reasons.append("a zone that does not answer may be closed for good: declare another one, or wait")
-    lacks_quota = any(memory.place(place.key).kind == Refusal.QUOTA for place in slot.places)
-    if lacks_quota and memory.shell:
-        reasons.append(_shell(memory.shell))
+    lacks_quota = any(case.memory.place(place.key).kind == Refusal.QUOTA for place in case.slot.places)
+    if lacks_quota and case.memory.shell:
+        reasons.append(_shell(case.memory.shell))
     elif lacks_quota and stopped:
         reasons.append(f"used up for {QUOTA_PATIENCE}: free some, or ask for more on {_QUOTA_PAGE}")
     return Choice(None, "; ".join(reasons) or "no place is declared", needs_person=stopped)
@@ -122,16 +122,18 @@ def _shell(path: str) -> str:
     return f"the queued resource {name}, which the last node came from, may hold it still: `{order}`"
 
 
-def _refusal(place: Place, past: PlaceMemory, evidence: Evidence, timers: Timers) -> str | None:
-    if place.zone in evidence.project.unreachable_since:
+def _refusal(case: Case, place: Place, past: PlaceMemory) -> str | None:
+    if place.zone in case.evidence.project.unreachable_since:
         return "the zone does not answer"
     if past.kind.is_own_quota:
         # A PREEMPTED node holds its quota until DELETING has ended: the create can succeed the instant it is gone.
-        if not holds_quota(place, evidence, region_wide=past.kind == Refusal.OWN_REGION_QUOTA):
+        if not holds_quota(place, case.evidence, region_wide=past.kind == Refusal.OWN_REGION_QUOTA):
             return None
-        if past.own_quota_since and not timers.passed(past.own_quota_since + OWN_QUOTA_PATIENCE, OWN_QUOTA_PATIENCE):
+        if past.own_quota_since and not case.timers.passed(
+            past.own_quota_since + OWN_QUOTA_PATIENCE, OWN_QUOTA_PATIENCE
+        ):
             return "our own dead node still holds the quota"
-    if timers.passed(past.retry_at, _LONGEST.get(past.kind, PERSON_LATER)):
+    if case.timers.passed(past.retry_at, _LONGEST.get(past.kind, PERSON_LATER)):
         return None
     assert past.retry_at is not None
     kind = "needs you" if past.blocked else past.kind or "refused"

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from tpucare.model.actions import Delete, EffectKind, GetNode, Stop, Wait
 from tpucare.model.causes import Cause, Reason
-from tpucare.model.evidence import SUPPORTING_OBSERVATIONS, Evidence, Mark, NodeEvidence, Timers
+from tpucare.model.evidence import SUPPORTING_OBSERVATIONS, Case, Evidence, Mark, NodeEvidence
 from tpucare.model.memory import BookName, Memory
 from tpucare.model.resources import Job, NodeKey, Provisioning, Slot
 from tpucare.model.runs import Contact
@@ -28,13 +28,13 @@ LOOK_EVERY = timedelta(seconds=5)
 LOOK_CAP, LOOK_CAP_HUMAN = timedelta(minutes=1), timedelta(minutes=10)
 
 
-def look(key: NodeKey, evidence: Evidence, timers: Timers, cause: Cause, why: str) -> GetNode | None:
+def look(case: Case, key: NodeKey, cause: Cause, why: str) -> GetNode | None:
     """GetNode, unless it was asked a moment ago; where it fails it is asked ever more seldom."""
     this = EffectKind.LOOK.of(key.name)
-    last, failed, every = evidence.looked.get(this), evidence.failed_looks.get(key.name), LOOK_EVERY
+    last, failed, every = case.evidence.looked.get(this), case.evidence.failed_looks.get(key.name), LOOK_EVERY
     if failed is not None:
         every = min(LOOK_EVERY * 2 ** min(failed.times, 10), LOOK_CAP_HUMAN if failed.human else LOOK_CAP)
-    if this in evidence.in_flight or not (last is None or timers.lasted(last, every, observations=0)):
+    if this in case.evidence.in_flight or not (last is None or case.timers.lasted(last, every, observations=0)):
         return None
     return GetNode(key, cause, why)
 
@@ -84,22 +84,22 @@ def busy(seen: NodeEvidence, evidence: Evidence) -> Wait | None:
     return None
 
 
-def unseen(slot: Slot, evidence: Evidence, timers: Timers) -> Wait | None:
+def unseen(case: Case) -> Wait | None:
     """
     Rule 1 where memory is lost or may be a backup's: no create or launch before the zones have answered once.
 
     Where everything was lost, that is every zone; else those in which this slot may have a node.
     """
-    places = {place.zone for place in slot.places} & evidence.project.unanswered
-    if evidence.project.store_lost and not evidence.project.complete:
+    places = {place.zone for place in case.slot.places} & case.evidence.project.unanswered
+    if case.evidence.project.store_lost and not case.evidence.project.complete:
         cause, what = Cause.STORE_LOST, "the store was lost, and a zone that has not answered yet"
-    elif evidence.project.store_old and places:
+    elif case.evidence.project.store_old and places:
         cause = Cause.STORE_OLD
         what = f"the store lay idle and may be a backup, and {min(places)}, which has not answered yet,"
     else:
         return None
     why = f"{what} may hold a node that it does not know"
-    loud = timers.lasted(Mark(timedelta(), 0), slot.care.fence_after)
+    loud = case.timers.lasted(Mark(timedelta(), 0), case.slot.care.fence_after)
     return Wait(cause, f"{why} (`tpucare confirm --store` to go on)" if loud else why, needs_person=loud)
 
 
@@ -112,12 +112,12 @@ def without_job(slot: Slot, then: str) -> Wait:
     return Wait(Cause.JOB_MISSING, f"no job is declared; {then}")
 
 
-def stop_before(seen: NodeEvidence, evidence: Evidence, memory: Memory, delete: Delete) -> Stop | Delete:
+def stop_before(case: Case, seen: NodeEvidence, delete: Delete) -> Stop | Delete:
     """Stop the gang first where workers answer and something runs; a stop that was tried is not tried again."""
-    tried = EffectKind.STOP.of(seen.node.name) in evidence.looked
-    if tried or seen.workers is None or not _may_run(seen, memory):
+    tried = EffectKind.STOP.of(seen.node.name) in case.evidence.looked
+    if tried or seen.workers is None or not _may_run(seen, case.memory):
         return delete
-    return ending(seen, memory, delete.cause, delete.why, then=delete.reason, lasted=delete.lasted)
+    return ending(seen, case.memory, delete.cause, delete.why, then=delete.reason, lasted=delete.lasted)
 
 
 def _may_run(seen: NodeEvidence, memory: Memory) -> bool:
@@ -252,10 +252,10 @@ def made_progress_since(seen: NodeEvidence, mark: Mark) -> bool:
     return last is not None and last.observed > mark.observed
 
 
-def backoff_over(memory: Memory, timers: Timers) -> Wait | None:
+def backoff_over(case: Case) -> Wait | None:
     """None when no book asks for patience before the next launch."""
-    for name, book in memory.books.items():
-        if not timers.passed(book.retry_at, book_cap(BookName(name))):
+    for name, book in case.memory.books.items():
+        if not case.timers.passed(book.retry_at, book_cap(BookName(name))):
             assert book.retry_at is not None
             why = f"{name} {book.failures} in a row ({book.reason}); next launch at {book.retry_at:%H:%M:%S} UTC"
             return Wait(Cause.BACKOFF, why)

@@ -13,7 +13,7 @@ from datetime import timedelta
 
 from tpucare.model.actions import Action, EffectKind, Fact, Launch, Notice, Record, Wait
 from tpucare.model.causes import Cause, Reason
-from tpucare.model.evidence import SUPPORTING_OBSERVATIONS, Evidence, Mark, NodeEvidence, Timers, latest
+from tpucare.model.evidence import SUPPORTING_OBSERVATIONS, Case, Mark, NodeEvidence, Timers, latest
 from tpucare.model.lifecycles import RunState
 from tpucare.model.memory import ENDED_BY_PROGRESS, BookName, End, Memory, NodeMemory, RunMemory
 from tpucare.model.resources import OnExit, OnSuccess, Provisioning, Slot
@@ -48,63 +48,59 @@ OTHERS_LEFT_ALONE = timedelta(minutes=10)
 STOP_AGAIN_SELDOM = timedelta(minutes=15)
 
 
-def decide_unsettled(
-    slot: Slot, seen: NodeEvidence, evidence: Evidence, memory: Memory, timers: Timers
-) -> Action | None:
+def decide_unsettled(case: Case, seen: NodeEvidence) -> Action | None:
     """What was begun with a run, or asked for, and is not at its end: comes before how the run itself is."""
-    assert memory.run is not None
-    if memory.run.state.is_stopping:
-        return _stop_again(seen, evidence, memory, timers)
-    if memory.run.state is RunState.LAUNCHING:
-        return _decide_incomplete(slot, seen, evidence, memory, timers)
-    if memory.restart_asked:
-        return ending(seen, memory, Cause.RESTART_ASKED, "restart was asked for")
+    assert case.memory.run is not None
+    if case.memory.run.state.is_stopping:
+        return _stop_again(case, seen)
+    if case.memory.run.state is RunState.LAUNCHING:
+        return _decide_incomplete(case, seen)
+    if case.memory.restart_asked:
+        return ending(seen, case.memory, Cause.RESTART_ASKED, "restart was asked for")
     return None
 
 
-def decide_run(
-    slot: Slot, seen: NodeEvidence, past: NodeMemory, evidence: Evidence, memory: Memory, timers: Timers
-) -> Action:
+def decide_run(case: Case, seen: NodeEvidence, past: NodeMemory) -> Action:
     """The next step for a run that was launched on this node and is not known to be stopped; all workers answer."""
-    run, report = memory.run, seen.report
+    run, report = case.memory.run, seen.report
     assert run is not None
     assert report is not None
-    if action := decide_unsettled(slot, seen, evidence, memory, timers):
+    if action := decide_unsettled(case, seen):
         return action
     workers = report.workers
     if all(_lives(worker, run) for worker in workers):
-        return decide_living(slot, seen, past, memory, timers)
-    return decide_ended(slot, seen, memory, timers, workers)
+        return decide_living(case, seen, past)
+    return decide_ended(case, seen, workers)
 
 
 def _lives(worker: WorkerReport, run: RunMemory) -> bool:
     return worker.alive and worker.token == run.token and worker.exit_status is None
 
 
-def _stop_again(seen: NodeEvidence, evidence: Evidence, memory: Memory, timers: Timers) -> Action:
+def _stop_again(case: Case, seen: NodeEvidence) -> Action:
     """A stop was intended: it is repeated until it is known to have served, or the node goes."""
-    run = memory.run
+    run = case.memory.run
     assert run is not None
-    last = evidence.looked.get(EffectKind.STOP.of(seen.node.name))
+    last = case.evidence.looked.get(EffectKind.STOP.of(seen.node.name))
     if last is None:
-        return ending(seen, memory, run.stop_cause, run.stop_why, then=run.then_delete)
+        return ending(seen, case.memory, run.stop_cause, run.stop_why, then=run.then_delete)
     if run.then_delete is not None:
         return deletion(seen, run.stop_cause, run.stop_why, run.then_delete)
     if quiet(seen):
         return Record(Fact.RUN_STOPPED, "its workers are quiet now", seen.node.name, run.token, run.number)
-    if not timers.lasted(last, STOP_AGAIN_AFTER, observations=1):
+    if not case.timers.lasted(last, STOP_AGAIN_AFTER, observations=1):
         return Wait(Cause.STOPPING, "the run was stopped; its processes or the chips are not free yet")
-    past = memory.node(seen.node.name)
+    past = case.memory.node(seen.node.name)
     is_heard = run.state is RunState.STUCK or run.stops >= STOPS_UNHEARD
     if is_heard and past is not None and not past.launched:
-        return _held_by_others(seen, last, timers)
+        return _held_by_others(seen, last, case.timers)
     if run.stops < STOPS_UNHEARD and (keeps_node(seen) or not is_heard):
-        return ending(seen, memory, run.stop_cause, run.stop_why)
+        return ending(seen, case.memory, run.stop_cause, run.stop_why)
     if not keeps_node(seen):
         why = "processes or chips are not free after SIGKILL"
         return deletion(seen, Cause.NOT_FREE_AFTER_KILL, why, Reason.DEAD)
-    if timers.lasted(last, STOP_AGAIN_SELDOM, observations=1):
-        return ending(seen, memory, run.stop_cause, run.stop_why)
+    if case.timers.lasted(last, STOP_AGAIN_SELDOM, observations=1):
+        return ending(seen, case.memory, run.stop_cause, run.stop_why)
     why = f"processes on {seen.node.name} do not end, or the chips are not free, after SIGKILL"
     why = f"{why}: log in and end them, or `tpucare apply FILE --replace`"
     return Wait(Cause.NOT_FREE_AFTER_KILL, why, needs_person=True)
@@ -122,31 +118,31 @@ def _held_by_others(seen: NodeEvidence, since: Mark, timers: Timers) -> Action:
     return deletion(seen, Cause.HELD_BY_OTHERS, what, Reason.DEAD, held=True)
 
 
-def _decide_incomplete(slot: Slot, seen: NodeEvidence, evidence: Evidence, memory: Memory, timers: Timers) -> Action:
-    run, past = memory.run, memory.node(seen.node.name)
+def _decide_incomplete(case: Case, seen: NodeEvidence) -> Action:
+    run, past = case.memory.run, case.memory.node(seen.node.name)
     assert run is not None
     assert past is not None
     assert seen.report is not None
     holding = [worker for worker in seen.report.workers if worker.token == run.token]
     if len(holding) == len(seen.report.workers):
         return Record(Fact.RUN_COMPLETE, "every worker has it", name=seen.node.name, token=run.token)
-    book = memory.book(BookName.SETUP)
-    if book.failures > slot.care.setup_budget:
+    book = case.memory.book(BookName.SETUP)
+    if book.failures > case.slot.care.setup_budget:
         why = f"it cannot be launched: {book.reason}"
-        return ending(seen, memory, Cause.LAUNCH_FAILED, why, gives_up=True)
+        return ending(seen, case.memory, Cause.LAUNCH_FAILED, why, gives_up=True)
     if holding or not quiet(seen):
         why = f"only {len(holding)} of {len(seen.report.workers)} workers took the run"
         # A launch that is known to have failed is entered already.
         book_name = None if run.launch_book else BookName.INFRASTRUCTURE
-        return ending(seen, memory, Cause.LAUNCH_INCOMPLETE, why, book_name)
-    if slot.job is None:
-        return without_job(slot, "the node is kept")
-    if wait := backoff_over(memory, timers):
+        return ending(seen, case.memory, Cause.LAUNCH_INCOMPLETE, why, book_name)
+    if case.slot.job is None:
+        return without_job(case.slot, "the node is kept")
+    if wait := backoff_over(case):
         return wait
     # What is launched is the job as it is declared now, and that may be another one than was refused.
-    if action := decide_trust(slot, seen, past, evidence, timers):
+    if action := decide_trust(case, seen, past):
         return action
-    why, job = "no worker took the launch: once more", job_mark(slot.job)
+    why, job = "no worker took the launch: once more", job_mark(case.slot.job)
     return Launch(seen.node.key, seen.node.id, run.token, run.number, Cause.LAUNCH_INCOMPLETE, why, job)
 
 
@@ -162,42 +158,42 @@ FIRST_WAIT_FACTOR = 2
 NO_TIME = timedelta()
 
 
-def decide_living(slot: Slot, seen: NodeEvidence, past: NodeMemory, memory: Memory, timers: Timers) -> Action:
-    run = memory.run
+def decide_living(case: Case, seen: NodeEvidence, past: NodeMemory) -> Action:
+    run = case.memory.run
     assert run is not None
-    if verdict := _overdue_phase(slot, seen, memory, timers):
+    if verdict := _overdue_phase(case, seen):
         return verdict
-    if verdict := _stalled(slot, seen, past, memory, timers):
+    if verdict := _stalled(case, seen, past):
         return verdict
-    if seen.unhealthy_since is not None and timers.lasted(seen.unhealthy_since, slot.care.unhealthy_after):
+    if seen.unhealthy_since is not None and case.timers.lasted(seen.unhealthy_since, case.slot.care.unhealthy_after):
         life = seen.progress.life
-        dead = life is None or timers.lasted(life, slot.care.unhealthy_after)
+        dead = life is None or case.timers.lasted(life, case.slot.care.unhealthy_after)
         if dead and nothing_moves(seen) and not keeps_node(seen):
-            limit = slot.care.unhealthy_after
+            limit = case.slot.care.unhealthy_after
             why = f"health {seen.node.health.name} and no progress for {length(limit)}"
-            return ending(seen, memory, Cause.UNHEALTHY, why, then=Reason.JUDGED, lasted=limit)
-    if action := _end_of_day(seen, past, memory, timers):
+            return ending(seen, case.memory, Cause.UNHEALTHY, why, then=Reason.JUDGED, lasted=limit)
+    if action := _end_of_day(case, seen, past):
         return action
-    if memory.book(BookName.SETUP).failures and seen.report is not None and past_setup(seen.report.workers):
+    if case.memory.book(BookName.SETUP).failures and seen.report is not None and past_setup(seen.report.workers):
         return Record(Fact.SETUP_DONE, "setup served on every worker: its failures begin anew", seen.node.name)
     if seen.progress.signals >= 2 and not run.progressed:
-        return _progressed(seen, memory, "the run makes progress")
-    if action := _row_ends(seen, memory, timers):
+        return _progressed(seen, case.memory, "the run makes progress")
+    if action := _row_ends(case, seen):
         return action
     return _course(seen)
 
 
-def _row_ends(seen: NodeEvidence, memory: Memory, timers: Timers) -> Record | None:
+def _row_ends(case: Case, seen: NodeEvidence) -> Record | None:
     """What failed before is no row any more once a run gets further, or lives long where it tells of no step."""
-    if not is_row_open(memory):
+    if not is_row_open(case.memory):
         return None
-    if got_further(seen, memory):
-        return _progressed(seen, memory, "the run got further than any before it")
+    if got_further(seen, case.memory):
+        return _progressed(seen, case.memory, "the run got further than any before it")
     if seen.progress.told is not None:
         return None
     # By the clock of the wall: it is no verdict, and a daemon may be started again more often than each hour.
-    launched_at = memory.run.launched_at if memory.run is not None else None
-    lasted = launched_at is not None and timers.passed(launched_at + LONG_LIFE, LONG_LIFE)
+    launched_at = case.memory.run.launched_at if case.memory.run is not None else None
+    lasted = launched_at is not None and case.timers.passed(launched_at + LONG_LIFE, LONG_LIFE)
     why = f"it tells of no step, and lives for {length(LONG_LIFE)}"
     return Record(Fact.RUN_LASTED, why, seen.node.name) if lasted else None
 
@@ -236,16 +232,20 @@ def past_setup(workers: tuple[WorkerReport, ...]) -> bool:
     return all(worker.phase is Phase.RUN for worker in workers)
 
 
-def _overdue_phase(slot: Slot, seen: NodeEvidence, memory: Memory, timers: Timers) -> Action | None:
+def _overdue_phase(case: Case, seen: NodeEvidence) -> Action | None:
     assert seen.report is not None
     phases = {worker.phase for worker in seen.report.workers}
-    if phases & {Phase.FETCH, Phase.SETUP, Phase.NONE} and timers.lasted(seen.phase_since, slot.care.setup_timeout):
-        return booked(seen, memory, Cause.SETUP_TIMEOUT, "setup does not end", BookName.SETUP, slot.care.setup_budget)
+    if phases & {Phase.FETCH, Phase.SETUP, Phase.NONE} and case.timers.lasted(
+        seen.phase_since, case.slot.care.setup_timeout
+    ):
+        return booked(
+            seen, case.memory, Cause.SETUP_TIMEOUT, "setup does not end", BookName.SETUP, case.slot.care.setup_budget
+        )
     return None
 
 
-def _stalled(slot: Slot, seen: NodeEvidence, past: NodeMemory, memory: Memory, timers: Timers) -> Action | None:
-    progress, run = seen.progress, memory.run
+def _stalled(case: Case, seen: NodeEvidence, past: NodeMemory) -> Action | None:
+    progress, run = seen.progress, case.memory.run
     assert run is not None
     assert seen.report is not None
     if not past_setup(seen.report.workers):
@@ -253,22 +253,24 @@ def _stalled(slot: Slot, seen: NodeEvidence, past: NodeMemory, memory: Memory, t
     if progress.signals or run.progressed:
         # Signs that an earlier process saw are not known here: it stands still since it was met.
         since = progress.last or progress.begun
-        limit = _patience(slot, seen, run)
+        limit = _patience(case.slot, seen, run)
         cause, why = Cause.STALLED, f"no progress for {length(limit)}"
-        if limit > slot.care.stalled_after:
+        if limit > case.slot.care.stalled_after:
             why = f"{why} (longer than stalled_after, by how often its signs come)"
-    elif progress.told is not None or _job_tells(memory):
+    elif progress.told is not None or _job_tells(case.memory):
         since = latest(seen.phase_since, progress.told)
         cause, why = Cause.NO_FIRST_STEP, "no first step"
-        limit = max(slot.care.first_step_timeout, _wait_for_the_next(seen, progress.told))
-        if memory.step is None:
+        limit = max(case.slot.care.first_step_timeout, _wait_for_the_next(seen, progress.told))
+        if case.memory.step is None:
             # Checkpoints alone tell of this job, and may come more seldom than a step.
-            limit = max(limit, timedelta(seconds=memory.gap_seconds) * STALL_FACTOR)
+            limit = max(limit, timedelta(seconds=case.memory.gap_seconds) * STALL_FACTOR)
     else:
         return None
     # Time alone is no observation: workers that are asked seldom, or late, have not been seen to stand still.
     stood_still = progress.unchanged >= SUPPORTING_OBSERVATIONS
-    return _stall(seen, memory, past, cause, why, limit) if timers.lasted(since, limit) and stood_still else None
+    return (
+        _stall(seen, case.memory, past, cause, why, limit) if case.timers.lasted(since, limit) and stood_still else None
+    )
 
 
 def _job_tells(memory: Memory) -> bool:
@@ -304,14 +306,14 @@ def _stall(seen: NodeEvidence, memory: Memory, past: NodeMemory, cause: Cause, w
     return ending(seen, memory, cause, why, BookName.STALL, stacks=True, lasted=lasted)
 
 
-def _end_of_day(seen: NodeEvidence, past: NodeMemory, memory: Memory, timers: Timers) -> Action | None:
+def _end_of_day(case: Case, seen: NodeEvidence, past: NodeMemory) -> Action | None:
     """A preemptible node lives 24 h: ask to save in time, and use the moment when a newer checkpoint is there."""
-    node, run = seen.node, memory.run
+    node, run = seen.node, case.memory.run
     if node.provisioning is not Provisioning.PREEMPTIBLE or run is None:
         return None
-    if not timers.reached(node.create_time + PREEMPTIBLE_LIFE):
+    if not case.timers.reached(node.create_time + PREEMPTIBLE_LIFE):
         return None
-    if timers.reached(node.create_time + NO_PREEMPTIBLE_LIVES):
+    if case.timers.reached(node.create_time + NO_PREEMPTIBLE_LIVES):
         # An instant that is missing reads as 1970, and no node that is as old as that could be here.
         return None
     checkpoint = furthest_of(seen, "checkpoint", None)
@@ -320,8 +322,8 @@ def _end_of_day(seen: NodeEvidence, past: NodeMemory, memory: Memory, timers: Ti
         return Notice(node.key, run.token, text, Cause.END_OF_DAY, "its 24 hours end soon", checkpoint)
     if checkpoint is not None and (past.noticed_checkpoint is None or checkpoint > past.noticed_checkpoint):
         why = "its 24 hours end, and a newer checkpoint is complete"
-        return ending(seen, memory, Cause.END_OF_DAY, why, then=Reason.FINISHED)
-    timers.again(CHECKPOINT_LOOK_EVERY)
+        return ending(seen, case.memory, Cause.END_OF_DAY, why, then=Reason.FINISHED)
+    case.timers.again(CHECKPOINT_LOOK_EVERY)
     return None
 
 
@@ -338,43 +340,37 @@ COMMAND_NOT_FOUND = 127
 """The exit status of a shell that does not find a command."""
 
 
-def decide_ended(
-    slot: Slot,
-    seen: NodeEvidence,
-    memory: Memory,
-    timers: Timers,
-    workers: tuple[WorkerReport, ...],
-) -> Action:
-    run = memory.run
+def decide_ended(case: Case, seen: NodeEvidence, workers: tuple[WorkerReport, ...]) -> Action:
+    run = case.memory.run
     assert run is not None
     if run.state is RunState.FINISHED:
-        return _decide_success(slot, seen, memory, timers)
+        return _decide_success(case, seen)
     own = [worker for worker in workers if worker.token == run.token]
     failed = [worker for worker in own if worker.exit_status not in (None, 0)]
     interrupted = any(w.signalled or w.preempted or (w.alive and w.maintenance) for w in own)
     if interrupted:
-        if any(worker.preempted for worker in own) and not timers.lasted(seen.ended_since, CLOUD_MAY_BE_LATE):
+        if any(worker.preempted for worker in own) and not case.timers.lasted(seen.ended_since, CLOUD_MAY_BE_LATE):
             return Wait(Cause.INTERRUPTED, "a preemption was announced on the worker; waiting for the cloud's word")
-        if not timers.lasted(seen.ended_since, CRASH_IS_OURS_AFTER):
+        if not case.timers.lasted(seen.ended_since, CRASH_IS_OURS_AFTER):
             return Wait(Cause.INTERRUPTED, "the run was interrupted; waiting for the cloud's word")
-        return infrastructure(seen, memory, Cause.INTERRUPTED, "the run was interrupted by a signal or a notice")
+        return infrastructure(seen, case.memory, Cause.INTERRUPTED, "the run was interrupted by a signal or a notice")
     if failed:
-        return _decide_failed(slot, seen, memory, timers, failed)
+        return _decide_failed(case, seen, failed)
     if any(w.exit_status is None and not w.alive for w in workers) or len(own) < len(workers):
-        if timers.lasted(seen.ended_since, GONE_IS_SURE_AFTER, observations=1):
+        if case.timers.lasted(seen.ended_since, GONE_IS_SURE_AFTER, observations=1):
             why = "the run is gone without an exit status (reboot, OOM killer)"
-            return infrastructure(seen, memory, Cause.RUN_GONE, why)
+            return infrastructure(seen, case.memory, Cause.RUN_GONE, why)
         return Wait(Cause.RUN_GONE, "the run is gone from a worker; looking once more")
     if workers[0].exit_status == 0:
-        return _decide_success(slot, seen, memory, timers)
-    return _decide_living_rest(slot, seen, memory, timers)
+        return _decide_success(case, seen)
+    return _decide_living_rest(case, seen)
 
 
-def _decide_living_rest(slot: Slot, seen: NodeEvidence, memory: Memory, timers: Timers) -> Action:
+def _decide_living_rest(case: Case, seen: NodeEvidence) -> Action:
     # A worker other than 0 finished with 0 and the rest goes on: frameworks do that; only a standstill is a fault.
     since = latest(seen.ended_since, seen.progress.life)
-    if timers.lasted(since, max(slot.care.stalled_after, usual_pause(seen))) and nothing_moves(seen):
-        return infrastructure(seen, memory, Cause.STALLED, "some workers finished and the others stand still")
+    if case.timers.lasted(since, max(case.slot.care.stalled_after, usual_pause(seen))) and nothing_moves(seen):
+        return infrastructure(seen, case.memory, Cause.STALLED, "some workers finished and the others stand still")
     workers = seen.report.workers if seen.report is not None else ()
     finished = sum(worker.phase is Phase.EXITED for worker in workers)
     return Wait(Cause.PARTLY_FINISHED, f"{finished} of {len(workers)} workers finished")
@@ -390,18 +386,16 @@ def infrastructure(seen: NodeEvidence, memory: Memory, cause: Cause, why: str) -
     return ending(seen, memory, cause, why, BookName.INFRASTRUCTURE, advanced=advanced)
 
 
-def _decide_failed(
-    slot: Slot, seen: NodeEvidence, memory: Memory, timers: Timers, failed: list[WorkerReport]
-) -> Action:
+def _decide_failed(case: Case, seen: NodeEvidence, failed: list[WorkerReport]) -> Action:
     """A sibling may have been preempted and taken this one with it: the cloud is given time to say so."""
-    if not timers.lasted(seen.ended_since, CRASH_IS_OURS_AFTER) or not timers.lasted(
+    if not case.timers.lasted(seen.ended_since, CRASH_IS_OURS_AFTER) or not case.timers.lasted(
         seen.answering_since, CRASH_IS_OURS_AFTER
     ):
         return Wait(Cause.CRASHED, "run failed; checking for a preemption before it counts as a crash")
     worst = failed[0]
     kinds = {worker.failure for worker in failed}
     if Failure.DIRTY_HOST in kinds and not keeps_node(seen):
-        return _decide_dirty(slot, seen, memory)
+        return _decide_dirty(case, seen)
     what = "the run" if worst.phase is Phase.EXITED else worst.phase.value
     text = f"{what} exited with {worst.exit_status}"
     if worst.exit_status == COMMAND_NOT_FOUND:
@@ -411,19 +405,19 @@ def _decide_failed(
     if kinds & {Failure.FETCH, Failure.SETUP, Failure.SECRET_MISSING, Failure.DISK_FULL} or any(
         worker.phase in (Phase.FETCH, Phase.SETUP) for worker in failed
     ):
-        return booked(seen, memory, Cause.SETUP_FAILED, text, BookName.SETUP, slot.care.setup_budget)
-    return booked(seen, memory, Cause.CRASHED, text, BookName.CRASH, slot.care.crash_budget)
+        return booked(seen, case.memory, Cause.SETUP_FAILED, text, BookName.SETUP, case.slot.care.setup_budget)
+    return booked(seen, case.memory, Cause.CRASHED, text, BookName.CRASH, case.slot.care.crash_budget)
 
 
-def _decide_dirty(slot: Slot, seen: NodeEvidence, memory: Memory) -> Action:
+def _decide_dirty(case: Case, seen: NodeEvidence) -> Action:
     """A new node; but where new nodes do not help either, it is the job that finds no TPU, and its budget counts."""
     text = "the host is dirty: device busy, or no TPU found"
-    if memory.book(BookName.INFRASTRUCTURE).failures < INFRASTRUCTURE_LIMIT:
-        return ending(seen, memory, Cause.DIRTY_HOST, text, BookName.INFRASTRUCTURE, then=Reason.DEAD)
-    if memory.book(BookName.CRASH).failures >= slot.care.crash_budget:
+    if case.memory.book(BookName.INFRASTRUCTURE).failures < INFRASTRUCTURE_LIMIT:
+        return ending(seen, case.memory, Cause.DIRTY_HOST, text, BookName.INFRASTRUCTURE, then=Reason.DEAD)
+    if case.memory.book(BookName.CRASH).failures >= case.slot.care.crash_budget:
         text = f"{text}, on node after node"
-        return ending(seen, memory, Cause.DIRTY_HOST, text, BookName.CRASH, gives_up=True)
-    return ending(seen, memory, Cause.DIRTY_HOST, text, BookName.CRASH, then=Reason.DEAD)
+        return ending(seen, case.memory, Cause.DIRTY_HOST, text, BookName.CRASH, gives_up=True)
+    return ending(seen, case.memory, Cause.DIRTY_HOST, text, BookName.CRASH, then=Reason.DEAD)
 
 
 def booked(seen: NodeEvidence, memory: Memory, cause: Cause, why: str, book: BookName, budget: int) -> Action:
@@ -432,25 +426,25 @@ def booked(seen: NodeEvidence, memory: Memory, cause: Cause, why: str, book: Boo
     return ending(seen, memory, cause, why, book, gives_up=failures > budget, advanced=advanced)
 
 
-def _decide_success(slot: Slot, seen: NodeEvidence, memory: Memory, timers: Timers) -> Action:
+def _decide_success(case: Case, seen: NodeEvidence) -> Action:
     # From the end of the last worker that ended, not of the first.
     since = latest(seen.ended_since, seen.phase_since)
-    if not timers.lasted(since, slot.care.success_after):
-        if _may_be_noted(slot, seen, memory) and timers.lasted(since, EXIT_IS_SEEN_AFTER, observations=1):
+    if not case.timers.lasted(since, case.slot.care.success_after):
+        if _may_be_noted(case, seen) and case.timers.lasted(since, EXIT_IS_SEEN_AFTER, observations=1):
             return Record(Fact.RUN_FINISHED, "every worker exited 0, and nothing had asked it to", seen.node.name)
-        return Wait(Cause.RUN_FINISHED, f"finished; confirming for {length(slot.care.success_after)}")
-    if slot.care.on_success is OnSuccess.RESTART:
-        return ending(seen, memory, Cause.RUN_FINISHED, "finished; on_success is restart", None, served=True)
-    return done(seen.node.name, standing(seen, memory))
+        return Wait(Cause.RUN_FINISHED, f"finished; confirming for {length(case.slot.care.success_after)}")
+    if case.slot.care.on_success is OnSuccess.RESTART:
+        return ending(seen, case.memory, Cause.RUN_FINISHED, "finished; on_success is restart", None, served=True)
+    return done(seen.node.name, standing(seen, case.memory))
 
 
-def _may_be_noted(slot: Slot, seen: NodeEvidence, memory: Memory) -> bool:
+def _may_be_noted(case: Case, seen: NodeEvidence) -> bool:
     """All workers said so, and more than once; while one still runs, the node's death may yet cost something."""
-    assert memory.run is not None
+    assert case.memory.run is not None
     assert seen.report is not None
     if (
-        memory.run.state is RunState.FINISHED
-        or slot.care.on_success is OnSuccess.RESTART
+        case.memory.run.state is RunState.FINISHED
+        or case.slot.care.on_success is OnSuccess.RESTART
         or seen.ended_reports < EXIT_IS_SEEN_REPORTS
     ):
         return False
@@ -488,30 +482,28 @@ def is_foreign(report: NodeReport | None, run: RunMemory) -> bool:
     return any(worker.foreign is not None and worker.token == run.token for worker in workers)
 
 
-def decide_foreign(
-    slot: Slot, seen: NodeEvidence, past: NodeMemory, evidence: Evidence, memory: Memory, timers: Timers
-) -> Action:
+def decide_foreign(case: Case, seen: NodeEvidence, past: NodeMemory) -> Action:
     """The next step for a foreign run that is not known to be stopped; all workers answer."""
-    run, report = memory.run, seen.report
+    run, report = case.memory.run, seen.report
     assert run is not None
     assert report is not None
-    if action := decide_unsettled(slot, seen, evidence, memory, timers):
+    if action := decide_unsettled(case, seen):
         return action
     workers = report.workers
     if any(worker.foreign is not None and worker.foreign.lost for worker in workers):
-        return ending(seen, memory, Cause.SETUP_INTERRUPTED, "its setup was interrupted: whoever did it is gone")
+        return ending(seen, case.memory, Cause.SETUP_INTERRUPTED, "its setup was interrupted: whoever did it is gone")
     failed = [worker for worker in workers if worker.exit_status not in (None, 0)]
     if failed:
-        return _decide_failed_setup(slot, seen, memory, timers, failed[0])
-    if memory.book(BookName.SETUP).failures and past_setup(workers):
+        return _decide_failed_setup(case, seen, failed[0])
+    if case.memory.book(BookName.SETUP).failures and past_setup(workers):
         return Record(Fact.SETUP_DONE, "setup served on every worker: its failures begin anew", seen.node.name)
-    if run.state is not RunState.OVER and (action := _decide_rebooted(seen, memory, timers)):
+    if run.state is not RunState.OVER and (action := _decide_rebooted(case, seen)):
         return action
     if not any(worker.alive for worker in workers):
-        return _decide_foreign_end(slot, seen, memory, timers)
+        return _decide_foreign_end(case, seen)
     if run.state is RunState.OVER:
         return Record(Fact.RUN_BACK, "something of its run lives again", seen.node.name)
-    action = decide_living(slot, seen, past, memory, timers)
+    action = decide_living(case, seen, past)
     return replace(action, why=_living_rest(workers)) if isinstance(action, Wait) and past_setup(workers) else action
 
 
@@ -522,38 +514,38 @@ def _living_rest(workers: tuple[WorkerReport, ...]) -> str:
     return "running (processes that start_fn started are alive)"
 
 
-def _decide_failed_setup(slot: Slot, seen: NodeEvidence, memory: Memory, timers: Timers, worst: WorkerReport) -> Action:
+def _decide_failed_setup(case: Case, seen: NodeEvidence, worst: WorkerReport) -> Action:
     """A node that is preempted fails the functions that use it: the cloud is given time to say so."""
-    if not timers.lasted(seen.ended_since, CRASH_IS_OURS_AFTER):
+    if not case.timers.lasted(seen.ended_since, CRASH_IS_OURS_AFTER):
         why = f"setup failed; checking for a preemption before it counts ({worst.detail})"
         return Wait(Cause.SETUP_FAILED, why)
     text = worst.detail or f"setup exited with {worst.exit_status}"
-    return booked(seen, memory, Cause.SETUP_FAILED, text, BookName.SETUP, slot.care.setup_budget)
+    return booked(seen, case.memory, Cause.SETUP_FAILED, text, BookName.SETUP, case.slot.care.setup_budget)
 
 
-def _decide_rebooted(seen: NodeEvidence, memory: Memory, timers: Timers) -> Action | None:
+def _decide_rebooted(case: Case, seen: NodeEvidence) -> Action | None:
     """A worker was started anew and has nothing of what it had: that was no end of the run's own."""
     assert seen.report is not None
     if not any(worker.is_torn for worker in seen.report.workers):
         return None
-    if timers.lasted(seen.ended_since, MAY_COME_BACK):
+    if case.timers.lasted(seen.ended_since, MAY_COME_BACK):
         why = "a worker was started anew, and its run did not come back"
-        return infrastructure(seen, memory, Cause.REBOOTED, why)
+        return infrastructure(seen, case.memory, Cause.REBOOTED, why)
     return Wait(Cause.REBOOTED, "a worker was started anew; waiting whether its run comes back by itself")
 
 
-def _decide_foreign_end(slot: Slot, seen: NodeEvidence, memory: Memory, timers: Timers) -> Action:
-    run, on_exit = memory.run, slot.care.on_exit
+def _decide_foreign_end(case: Case, seen: NodeEvidence) -> Action:
+    run, on_exit = case.memory.run, case.slot.care.on_exit
     assert run is not None
     assert seen.report is not None
     why = ended_why(seen.report.workers)
     if run.state is RunState.OVER and on_exit is OnExit.LEAVE:
         return Wait(Cause.FOREIGN_RUN_ENDED, f"{why} (care.on_exit is leave)")
-    if not timers.lasted(seen.ended_since, GONE_IS_SURE_AFTER, observations=1):
+    if not case.timers.lasted(seen.ended_since, GONE_IS_SURE_AFTER, observations=1):
         return Wait(Cause.FOREIGN_RUN_ENDED, "nothing of its run lives; looking once more")
     if on_exit is OnExit.RESTART:
-        return booked(seen, memory, Cause.FOREIGN_RUN_ENDED, why, BookName.CRASH, slot.care.crash_budget)
-    far, name = standing(seen, memory), seen.node.name
+        return booked(seen, case.memory, Cause.FOREIGN_RUN_ENDED, why, BookName.CRASH, case.slot.care.crash_budget)
+    far, name = standing(seen, case.memory), seen.node.name
     if on_exit is OnExit.DELETE:
         return Record(
             Fact.ENDED,

@@ -12,7 +12,7 @@ from datetime import timedelta
 
 from tpucare.model.actions import Action, EffectKind, Fact, FetchHostKeys, Record, Wait
 from tpucare.model.causes import Cause
-from tpucare.model.evidence import Evidence, NodeEvidence, Timers, Voucher
+from tpucare.model.evidence import Case, NodeEvidence, Timers, Voucher
 from tpucare.model.memory import NodeMemory, Trust
 from tpucare.model.resources import HostKeys, Job, Slot
 from tpucare.model.text import length
@@ -36,31 +36,31 @@ def publisher_of(slot: Slot, past: NodeMemory) -> str:
     return f"{slot.project}/{place.runtime if place is not None else ''}"
 
 
-def decide_trust(slot: Slot, seen: NodeEvidence, past: NodeMemory, evidence: Evidence, timers: Timers) -> Action | None:
+def decide_trust(case: Case, seen: NodeEvidence, past: NodeMemory) -> Action | None:
     """What comes before a launch on workers that all answer; None when the job may be sent to them."""
-    name, strict = seen.node.name, slot.care.host_keys is HostKeys.VOUCHED
-    asking = EffectKind.VOUCH.of(name) in evidence.in_flight
+    name, strict = seen.node.name, case.slot.care.host_keys is HostKeys.VOUCHED
+    asking = EffectKind.VOUCH.of(name) in case.evidence.in_flight
     asked = Wait(Cause.UNDER_WAY, f"asking for the host keys of {name}")
     if seen.voucher is Voucher.UNASKED:
-        return asked if asking else _ask(slot, seen, past, Cause.HOST_KEYS_UNVOUCHED, _FIRST)
+        return asked if asking else _ask(case.slot, seen, past, Cause.HOST_KEYS_UNVOUCHED, _FIRST)
     if seen.voucher is Voucher.VOUCHED or past.trust is Trust.VOUCHED:
         return None
-    if not strict and (past.trust is Trust.FIRST_USE or not is_private(slot.job)):
+    if not strict and (past.trust is Trust.FIRST_USE or not is_private(case.slot.job)):
         return None
-    limit = _patience(slot, past, evidence, timers)
+    limit = _patience(case, past)
     if seen.voucher is Voucher.UNANSWERED:
-        return _ask_again(slot, seen, past, evidence, timers) or _unanswered(seen, timers)
-    if seen.voucher is Voucher.UNPUBLISHED and not timers.lasted(seen.arrived_since, limit):
+        return _ask_again(case, seen, past) or _unanswered(seen, case.timers)
+    if seen.voucher is Voucher.UNPUBLISHED and not case.timers.lasted(seen.arrived_since, limit):
         why = f"waiting until {name} publishes its host keys, for {length(limit)} from the first answer of its workers"
-        return _ask_again(slot, seen, past, evidence, timers) or Wait(Cause.HOST_KEYS_UNPUBLISHED, why)
+        return _ask_again(case, seen, past) or Wait(Cause.HOST_KEYS_UNPUBLISHED, why)
     if strict:
         why = f"nothing vouches for the host keys of {name} ({_reason(seen, limit)}) and care.host_keys is vouched"
         advice = "let guest attributes be published and read, or set care.host_keys: auto"
-        again = _ask_again(slot, seen, past, evidence, timers, every=ASK_LATER_EVERY)
+        again = _ask_again(case, seen, past, every=ASK_LATER_EVERY)
         return again or Wait(Cause.HOST_KEYS_UNVOUCHED, f"{why}: {advice}", needs_person=True)
     if asking:
         return asked
-    publisher = publisher_of(slot, past) if seen.voucher is Voucher.UNPUBLISHED else ""
+    publisher = publisher_of(case.slot, past) if seen.voucher is Voucher.UNPUBLISHED else ""
     why = f"nothing vouches for {name} ({_reason(seen, limit)})"
     return Record(Fact.FIRST_USE, why, name=name, publisher=publisher)
 
@@ -74,17 +74,17 @@ def is_private(job: Job | None) -> bool:
     return job is not None and bool(job.secrets or job.files or job.workdir or job.env or job.foreign)
 
 
-def decide_changed_key(slot: Slot, seen: NodeEvidence, past: NodeMemory, evidence: Evidence, timers: Timers) -> Action:
+def decide_changed_key(case: Case, seen: NodeEvidence, past: NodeMemory) -> Action:
     """A worker shows another host key than it had: only guest attributes, or a person, can say that it is the same."""
-    name, last = seen.node.name, evidence.looked.get(EffectKind.VOUCH.of(seen.node.name))
+    name, last = seen.node.name, case.evidence.looked.get(EffectKind.VOUCH.of(seen.node.name))
     asked = last is not None and seen.changed_since is not None and last.observed >= seen.changed_since.observed
-    long = timers.lasted(seen.changed_since, PUBLISHED_WITHIN)
-    if not asked and EffectKind.VOUCH.of(name) not in evidence.in_flight:
-        return _ask(slot, seen, past, Cause.HOST_KEY_CHANGED, "a host key changed on the same node")
-    if again := _ask_again(slot, seen, past, evidence, timers, every=ASK_LATER_EVERY if long else ASK_EVERY):
+    long = case.timers.lasted(seen.changed_since, PUBLISHED_WITHIN)
+    if not asked and EffectKind.VOUCH.of(name) not in case.evidence.in_flight:
+        return _ask(case.slot, seen, past, Cause.HOST_KEY_CHANGED, "a host key changed on the same node")
+    if again := _ask_again(case, seen, past, every=ASK_LATER_EVERY if long else ASK_EVERY):
         return again
     if seen.voucher is Voucher.UNANSWERED:
-        return _unanswered(seen, timers, f"a worker of {name} shows another host key; ")
+        return _unanswered(seen, case.timers, f"a worker of {name} shows another host key; ")
     why = f"a worker of {name} shows another host key, and guest attributes do not vouch for it"
     advice = "look at it; `tpucare apply FILE --replace` gives the slot a new node, `tpucare down` ends it"
     return Wait(Cause.HOST_KEY_CHANGED, f"{why}: {advice}", needs_person=long)
@@ -95,19 +95,19 @@ def _ask(slot: Slot, seen: NodeEvidence, past: NodeMemory, cause: Cause, why: st
 
 
 def _ask_again(
-    slot: Slot,
+    case: Case,
     seen: NodeEvidence,
     past: NodeMemory,
-    evidence: Evidence,
-    timers: Timers,
     *,
     every: timedelta = ASK_EVERY,
 ) -> FetchHostKeys | None:
     """Nothing while a question is under way: what is known so far stays, and a person is not told of it anew."""
     kind = EffectKind.VOUCH.of(seen.node.name)
-    last = evidence.looked.get(kind)
-    due = kind not in evidence.in_flight and (last is None or timers.lasted(last, every, observations=0))
-    return _ask(slot, seen, past, Cause.HOST_KEYS_UNVOUCHED, "nothing vouches for its host keys yet") if due else None
+    last = case.evidence.looked.get(kind)
+    due = kind not in case.evidence.in_flight and (last is None or case.timers.lasted(last, every, observations=0))
+    return (
+        _ask(case.slot, seen, past, Cause.HOST_KEYS_UNVOUCHED, "nothing vouches for its host keys yet") if due else None
+    )
 
 
 def _unanswered(seen: NodeEvidence, timers: Timers, before: str = "") -> Wait:
@@ -117,11 +117,11 @@ def _unanswered(seen: NodeEvidence, timers: Timers, before: str = "") -> Wait:
     return Wait(Cause.HOST_KEYS_UNANSWERED, why, needs_person=long)
 
 
-def _patience(slot: Slot, past: NodeMemory, evidence: Evidence, timers: Timers) -> timedelta:
-    known = evidence.project.publishing.get(publisher_of(slot, past))
-    if known is None or known.published or abs(timers.now.wall - known.at) > REMEMBERED_FOR:
+def _patience(case: Case, past: NodeMemory) -> timedelta:
+    known = case.evidence.project.publishing.get(publisher_of(case.slot, past))
+    if known is None or known.published or abs(case.timers.now.wall - known.at) > REMEMBERED_FOR:
         return PUBLISHED_WITHIN
-    return USUALLY_UNPUBLISHED if slot.care.host_keys is HostKeys.AUTO else PUBLISHED_WITHIN
+    return USUALLY_UNPUBLISHED if case.slot.care.host_keys is HostKeys.AUTO else PUBLISHED_WITHIN
 
 
 def _reason(seen: NodeEvidence, limit: timedelta) -> str:
