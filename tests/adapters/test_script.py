@@ -18,6 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.kits.golden import assert_golden
 from tpucare.adapters.runner import bundle
 from tpucare.adapters.runner import scripts as script
 from tpucare.adapters.runner.logs import LogKeeper, LogPosition
@@ -27,10 +28,10 @@ from tpucare.model.errors import ConfigError
 from tpucare.model.resources import Job, NodeKey, Worker
 from tpucare.model.runs import LaunchOrder
 
-GOLDEN = Path(__file__).parents[1] / "golden"
 KEY = NodeKey("my-project", "europe-west4-a", "pod-0-a3")
 WORKERS = tuple(Worker(KEY, 7, number, f"10.0.0.{number}") for number in range(2))
 JOBS = {
+    "follow": Job(run="python3 train.py", repository="git@example.org:it's/here.git", branch="a b", follow=True),
     "repository": Job(
         run="bash run.sh",
         setup="bash setup.sh",
@@ -41,7 +42,6 @@ JOBS = {
         secrets=("WANDB_API_KEY",),
         checkpoint="gs://my-bucket/big-pod",
     ),
-    "follow": Job(run="python3 train.py", repository="git@example.org:it's/here.git", branch="a b", follow=True),
     "workdir": Job(run="python3 'my train.py' --name \"$TPUCARE_SLOT\"\necho done", workdir="/home/me/code"),
     "bare": Job(run="sleep 60"),
 }
@@ -79,13 +79,7 @@ def shell_text(command: str) -> str:
 
 @pytest.mark.parametrize("name", JOBS)
 def test_scripts_are_as_they_were_agreed(name: str) -> None:
-    """After a change that is meant: TPUCARE_GOLDEN=write, then read the difference."""
-    for path, text in scripts(name).items():
-        golden = GOLDEN / name / path
-        if os.environ.get("TPUCARE_GOLDEN") == "write":
-            golden.parent.mkdir(parents=True, exist_ok=True)
-            golden.write_text(text)
-        assert text == golden.read_text(), path
+    assert_golden("job", {name: scripts(name) for name in JOBS}, name)
 
 
 @pytest.mark.parametrize("name", JOBS)

@@ -20,6 +20,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.kits.golden import assert_golden
 from tests.kits.home import eventually
 from tests.kits.local_remote import LocalRemote
 from tpucare.adapters.runner import scripts as script
@@ -27,17 +28,16 @@ from tpucare.api.exec_command import NAMELESS, Command, ScriptStatus, build, exe
 from tpucare.model.errors import ConfigError
 from tpucare.model.resources import NodeKey, Ran, Worker
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "command"
 KEY = "0123456789abcdef" * 2 + "01234567"
 REPOSITORY = "https://github.com/HomebrewNLP/HomebrewNLP-Jax"
 SETUP, RUN = "(bash setup.sh; exit 0)", "bash run.sh"
 COMMANDS = {
+    "default-service": build(REPOSITORY, KEY, "main", SETUP, RUN, True, ()),
     "plain": build(REPOSITORY, None, "main", SETUP, RUN, False, ()),
     "full": build(
         "git@example.org:it's/here.git", KEY, "a'b", SETUP, "CONFIG='a b' bash run.sh", True, ("python3", "a.b"),
         base_url="https://wandb.example.org:8443",
     ),
-    "default-service": build(REPOSITORY, KEY, "main", SETUP, RUN, True, ()),
 }  # fmt: skip
 HOSTILE = '\'; touch ~/pwned; echo "$(touch ~/pwned)`touch ~/pwned`" \\ $HOME * ~ \n#{{ x }}{% y %}\t\x01é😀'
 WORKER = Worker(NodeKey("grant", "us-central1-a", "pod-a1"), 7, 0, "127.0.0.1")
@@ -54,11 +54,7 @@ cat >"$HOME/.crontab.new" && mv "$HOME/.crontab.new" "$HOME/.crontab"
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_scripts_are_as_they_were_agreed(name: str) -> None:
-    """After a change that is meant: TPUCARE_GOLDEN=write, then read the difference."""
-    golden = GOLDEN / f"{name}.sh"
-    if os.environ.get("TPUCARE_GOLDEN") == "write":
-        golden.write_text(COMMANDS[name])
-    assert golden.read_text() == COMMANDS[name]
+    assert_golden("command", {name: {"command.sh": text} for name, text in COMMANDS.items()}, name)
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -1,9 +1,0 @@
-#!/bin/bash
-# The tools alone, for a worker on which another version of tpucare launched; a tar stream is on standard input.
-umask 077
-base="$HOME/.tpucare"
-incoming="$base/.in-$$-$RANDOM$RANDOM"
-mkdir -p "$incoming" "$base/tools" || exit 73
-trap 'rm -rf "$incoming"' EXIT
-tar -x -o -f - -C "$incoming" && [ -f "$incoming/complete" ] || exit 74
-mv -T "$incoming/"tools-DIGEST "$base/tools/"tools-DIGEST 2>/dev/null || [ -d "$base/tools/"tools-DIGEST ]
