@@ -1,8 +1,9 @@
-"""What may follow what, and how stores of earlier versions are read."""
+"""What may follow what, as docs/design.md draws it, and how stores of earlier versions are read."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,11 +25,27 @@ from tpucare.model.lifecycles import (
 )
 from tpucare.model.memory import CreateIntent, DeleteIntent, Memory, NodeMemory, RunMemory
 
+PAGE = Path(__file__).parents[2] / "docs" / "design.md"
 LIFECYCLES: dict[str, tuple[Any, Any, Any]] = {
     "create": (CreateState, CreateEvent, CREATES),
     "node": (NodeStatus, NodeEvent, NODES),
     "run": (RunState, RunEvent, RUNS),
 }
+
+
+def drawn(name: str) -> str:
+    """One line for each event and the state that follows: which states it leads there."""
+    _, _, table = LIFECYCLES[name]
+    steps: dict[tuple[Any, Any], list[str]] = {}
+    for (state, event), to in table.items():
+        steps.setdefault((event, to), []).append(state.value)
+    width = max(len(event.value) for event, _ in steps)
+    return "\n".join(f"{event.value:{width}}  {', '.join(of)} -> {to.value}" for (event, to), of in steps.items())
+
+
+@pytest.mark.parametrize("name", LIFECYCLES)
+def test_the_design_draws_each_lifecycle_as_it_is(name: str) -> None:
+    assert f"```\n{drawn(name)}\n```" in PAGE.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", LIFECYCLES)
