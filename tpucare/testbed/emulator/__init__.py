@@ -1,6 +1,6 @@
 """
-The cloud in a box: the Cloud TPU API v2 as a world with rules, and real machines in miniature behind it.
+The emulator: the Cloud TPU API with rules for capacity and faults, and a real sshd and screen for every worker.
 
-`world` holds the rules (no threads, no clock, no I/O); what serves it over gRPC and gives every worker an sshd stands
-beside it, and `check` replays its audit log against the rules that tpucare promises never to bend.
+`world` holds the rules (no threads, no clock, no I/O), `api` serves them over gRPC and REST, `machines` runs the
+workers and `storage` the buckets. `testbed.audit` checks the audit log by the rules of docs/design.md, section 5.
 """

@@ -1,1 +1,1 @@
-"""See docs/design.md, section 3."""
+"""The methods of the Cloud TPU API over a world, served as gRPC and as REST."""

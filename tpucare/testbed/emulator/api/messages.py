@@ -302,8 +302,8 @@ def queued_message(wire: WireVersion, record: QueuedRecord) -> Any:
         state.failed_data.error.code, state.failed_data.error.message = record.error
     elif record.state in _DATA:
         getattr(state, _DATA[QueueState(record.state)]).SetInParent()
-    for wish in record.spec.wishes:
-        _fill_node_spec(wire, message.tpu.node_spec.add(), wish, record)
+    for node in record.spec.nodes:
+        _fill_node_spec(wire, message.tpu.node_spec.add(), node, record)
     _fill_tier(wire, message, record.spec)
     if record.spec.has_policy:
         _fill_policy(message.queueing_policy, record.spec.validity)
@@ -312,14 +312,14 @@ def queued_message(wire: WireVersion, record: QueuedRecord) -> Any:
     return message
 
 
-def _fill_node_spec(wire: WireVersion, message: Any, wish: QueuedNodeSpec, record: QueuedRecord) -> None:
-    message.parent = wish.parent or record.path.parent
-    if wish.count:
+def _fill_node_spec(wire: WireVersion, message: Any, node: QueuedNodeSpec, record: QueuedRecord) -> None:
+    message.parent = node.parent or record.path.parent
+    if node.count:
         params = getattr(message, _params_field(wire))
-        params.node_count, params.node_id_prefix = wish.count, wish.prefix
+        params.node_count, params.node_id_prefix = node.count, node.prefix
     else:
-        message.node_id = wish.node_id
-    message.node.CopyFrom(settings_message(wire, wish.spec))
+        message.node_id = node.node_id
+    message.node.CopyFrom(settings_message(wire, node.spec))
 
 
 def _params_field(wire: WireVersion) -> str:
@@ -360,7 +360,7 @@ def queued_spec_of(wire: WireVersion, message: Any) -> QueuedSpec:
     alpha, guaranteed = wire.version == "v2alpha1", message.guaranteed
     tiers = {"spot": "spot", "guaranteed": "guaranteed"} | ({"best_effort": "best-effort"} if alpha else {})
     return QueuedSpec(
-        wishes=tuple(_node_spec_of(wire, one) for one in message.tpu.node_spec),
+        nodes=tuple(_node_spec_of(wire, one) for one in message.tpu.node_spec),
         tier=next((tier for name, tier in tiers.items() if message.HasField(name)), ""),
         min_duration=guaranteed.min_duration.ToTimedelta() if guaranteed.HasField("min_duration") else None,
         reserved=alpha and guaranteed.reserved,

@@ -1,1 +1,1 @@
-"""See docs/design.md, section 3."""
+"""The workers of the emulated nodes: real processes on this machine."""

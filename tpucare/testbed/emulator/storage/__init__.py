@@ -1,1 +1,1 @@
-"""See docs/design.md, section 3."""
+"""Cloud Storage in memory, behind its JSON API."""

@@ -1,1 +1,1 @@
-"""See docs/design.md, section 3."""
+"""The rules of the emulated cloud, without threads, clock or I/O; `world` puts the parts together."""

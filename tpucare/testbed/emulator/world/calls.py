@@ -150,7 +150,7 @@ class CallPath:
     def remember_request(self, method: str, subject: str, request_id: str, operation: OperationRecord) -> None:
         if not request_id:
             return
-        # An id is worth as long as its operation can be read.
+        # An id is valid as long as its operation can be read.
         self._requests = {key: name for key, name in self._requests.items() if name in self._state.operations}
         self._requests[method, subject, request_id] = operation.name
 
@@ -182,7 +182,7 @@ class NodeApi:
     def create_node(
         self, parent: str, node_id: str, spec: NodeSpec, now: datetime, fate: CallFate = PLAIN, *, request_id: str = ""
     ) -> OperationRecord:
-        """The operation, open; the node is there from now on, and visible within about a second."""
+        """The operation, open; the node exists from now on, and is visible within about a second."""
         with self._path.call("CreateNode", f"{parent}/nodes/{node_id}", now, fate) as fields:
             fields["labels"] = dict(spec.labels)
             fields["metadata"] = dict(spec.metadata)
@@ -273,7 +273,7 @@ class NodeApi:
             return self._lifecycle.begin_update(life, tuple(mask), spec)
 
     def stop_node(self, name: str, now: datetime, fate: CallFate = PLAIN) -> OperationRecord:
-        """Single-host nodes on demand only; their share of capacity stays theirs."""
+        """Single-host nodes on demand only; they keep their share of capacity."""
         with self._path.call("StopNode", name, now, fate):
             return self._lifecycle.begin_stop(self._find_stoppable(name, "stop", NodeState.READY))
 
@@ -338,7 +338,7 @@ class NodeApi:
             return [one for one in of_project if zone in ("-", zone_of(one.name))]
 
     def cancel_operation(self, name: str, now: datetime, fate: CallFate = PLAIN) -> None:
-        """Best effort: the wish is recorded, and has no other effect."""
+        """Best effort: it is recorded on the operation, and has no other effect."""
         with self._path.call("CancelOperation", name, now, fate):
             operation = self._find_operation(name)
             if not operation.done:

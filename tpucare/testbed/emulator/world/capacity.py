@@ -1,9 +1,8 @@
 """
-Capacity and quota of the emulated zones: how much there is at which instant, who holds it, and what a create would
-break.
+Capacity, quota and rate limits: how much a zone has at each instant, which nodes use it, which limits a create breaks.
 
-A supply is an endless or finite stream of changes (instant, amount), drawn lazily from its own seeded stream, so that
-what callers do never shifts what a zone does. A pool is a supply's present amount and the claims on it.
+A supply is an endless or finite stream of changes (instant, amount), drawn lazily from a random stream of its own, so
+that calls never shift the capacity of a zone. A pool is a supply's present amount and the claims on it.
 """
 
 from __future__ import annotations
@@ -87,11 +86,11 @@ def _trace_text(name: str) -> str:
 
 
 def _without_gaps(ticks: list[int | None]) -> tuple[int, ...]:
-    carried = next((tick for tick in ticks if tick is not None), 0)
+    last = next((tick for tick in ticks if tick is not None), 0)
     filled = []
     for tick in ticks:
-        carried = carried if tick is None else tick
-        filled.append(carried)
+        last = last if tick is None else tick
+        filled.append(last)
     return tuple(filled)
 
 
@@ -131,7 +130,7 @@ def _from_process(process: CapacityProcess, start: datetime, rng: random.Random)
         else:
             amount -= round(amount * process.burst_share)
             barren_until = now + timedelta(seconds=process.stockout.draw(rng))
-        # A quiet draw is yielded too: the world looks one change ahead, and must not search without end for the next.
+        # A draw without a change is yielded too: the world reads one change ahead, and the search for it must end.
         yield now, amount
 
 
@@ -169,7 +168,7 @@ class Pool:
         return self.tier == tier and self.accelerator in ("", accelerator.type, accelerator.generation)
 
     def claim(self, node_id: int, accelerator: Accelerator) -> bool:
-        """Take what a node needs; False, and nothing taken, when it does not fit."""
+        """Claim the units that a node needs; False, and nothing is claimed, when they do not fit."""
         need = units(self.unit, accelerator)
         if self.capacity is not None and self.used + need > self.capacity:
             return False
@@ -182,7 +181,7 @@ class Pool:
         self.used -= self.claims.pop(node_id, 0)
 
     def victims(self, rng: random.Random) -> list[int]:
-        """Node ids that have to go so that the rest fits, by chance. Claims stay until `release`."""
+        """Ids of nodes to end, chosen by chance, so that the rest fits. Their claims stay until `release`."""
         if self.capacity is None or self.used <= self.capacity:
             return []
         order = list(self.claims)
@@ -198,7 +197,7 @@ class Pool:
 
 
 def units(unit: str, accelerator: Accelerator) -> int:
-    """How much of a pool, or of a quota, one node takes."""
+    """Units of a pool, or of a quota, that one node uses."""
     return {
         "nodes": 1,
         "hosts": accelerator.hosts,
@@ -207,7 +206,7 @@ def units(unit: str, accelerator: Accelerator) -> int:
     }[unit]
 
 
-# --- quota and rate of a project: what is counted, and what a create would break --------------------------------------
+# --- quota and rate limits of a project -------------------------------------------------------------------------------
 
 
 MINUTE = timedelta(minutes=1)
@@ -217,7 +216,7 @@ class QuotaUse:
     """
     Use of every limit, per project. A node counts from CREATING to the end of DELETING, dead ones included.
 
-    The book is kept as nodes come and go: a question costs as much as there are limits, not nodes.
+    The counts follow each create and delete, so that a question costs as much as there are limits, not nodes.
     """
 
     def __init__(self, quotas: Sequence[Quota]) -> None:
@@ -225,7 +224,7 @@ class QuotaUse:
         self._used: Counter[tuple[str, int]] = Counter()
 
     def lift(self) -> None:
-        """There is no limit any more."""
+        """Drop every limit."""
         self._quotas = ()
 
     def exceeded(self, project: str, zone: str, accelerator: Accelerator, tier: str) -> list[Quota]:
@@ -259,7 +258,7 @@ def _counts(quota: Quota, zone: str, accelerator: Accelerator, tier: str) -> boo
 
 
 class RateWindow:
-    """Calls of the last minute, per project. A call that was refused for the rate is not counted."""
+    """Calls of the last minute, per project. A call refused for its rate does not count."""
 
     def __init__(self, limit: int | None) -> None:
         self.limit = limit

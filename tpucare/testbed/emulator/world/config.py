@@ -1,9 +1,9 @@
 """
-What a world is made of: zones, capacity, quotas, latencies, faults, habits of a project. Strict, loadable from YAML.
+The settings of a world: zones, capacity, quotas, latencies, faults, policies of a project. Strict, loadable from YAML.
 
 `speed: fast` shrinks every latency to fractions of a second, for tests and demos with real machines. Lengths are
-numbers of seconds or texts such as `90s`, `5m`, `1h`, `2d`. How long things take is read by `latency`; how capacity
-moves and what a quota refuses is in `capacity`, what becomes of a call is drawn by `faults`.
+numbers of seconds or texts such as `90s`, `5m`, `1h`, `2d`. `latency` defines the lengths; `capacity` follows supplies
+and counts quotas, and `faults` draws the faults of calls.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class CapacityProcess(Strict):
     """
     Capacity as a seeded birth and death process with bursts, between 0 and `maximum`.
 
-    Rates are per hour: `births` add one, `deaths` take one, `bursts` take `burst_share` of what is there at once and
-    let nothing be born for `stockout`. Real spot capacity goes that way: bursts, then hours of nothing.
+    Rates are per hour: `births` add one, `deaths` take one, `bursts` take `burst_share` of the amount at once, and no
+    birth follows for `stockout`. Real spot capacity moves in such bursts, followed by hours without any.
     """
 
     maximum: int = Field(ge=0)
@@ -43,9 +43,9 @@ class Capacity(Strict):
     Capacity of one pool: an accelerator type, or a generation, or everything of a zone, on one tier.
 
     Exactly one of `amount`, `process`, `schedule` and `trace`. Spot and preemptible nodes share the tier `spot`.
-    `schedule`: pairs of an offset from the start of the world and an amount. `trace`: `<dataset>/<zone>` of those that
-    are shipped, or the path of a file in format spot-capacity-trace/1; it begins at tick `trace_from` and repeats.
-    When capacity falls below what is in use, spot nodes are preempted, within `burst` seconds.
+    `schedule`: pairs of an offset from the start of the world and an amount. `trace`: `<dataset>/<zone>` of a shipped
+    trace, or the path of a file in format spot-capacity-trace/1; it begins at tick `trace_from` and repeats.
+    When capacity falls below its use, spot nodes are preempted, within `burst` seconds.
     """
 
     type: str = Field(default="", description="accelerator type or generation; empty: any")
@@ -68,10 +68,10 @@ class Capacity(Strict):
 
 class ZoneConfig(Strict):
     """
-    One zone. What no pool of `capacity` covers is unlimited.
+    One zone. Nodes that no pool of `capacity` covers are unlimited.
 
-    `accelerators` and `runtimes` default to the catalogue's for a zone it knows, and to everything for one it does not;
-    `accelerators: ["*"]` is everything, sizes that the catalogue does not list included.
+    `accelerators` and `runtimes` default to those of the catalogue for the zone, and to all of them where the catalogue
+    does not know the zone; `accelerators: ["*"]` is every type, and sizes that the catalogue does not list.
     """
 
     capacity: tuple[Capacity, ...] = ()
@@ -110,11 +110,11 @@ class Quota(Strict):
         return self
 
 
-# --- what goes wrong by itself: calls, outages, deletes that hang, preemptions, health --------------------------------
+# --- faults that chance draws: calls, outages, stuck deletes, preemptions, health -------------------------------------
 
 
 class FaultRates(Strict):
-    """Chances per call. `lost_before`: 14, nothing happened. `lost_after`: 14, though it took effect."""
+    """Chances per call. `lost_before`: 14, without effect. `lost_after`: 14, although the call took effect."""
 
     unavailable: Share = 0.0
     internal: Share = 0.0
@@ -125,7 +125,7 @@ class FaultRates(Strict):
 
 
 class Outage(Strict):
-    """Something that breaks at a time known beforehand; offsets count from the start of the world."""
+    """An outage at a fixed time; offsets count from the start of the world."""
 
     at: Seconds
     duration: Seconds
@@ -135,7 +135,7 @@ class Outage(Strict):
 
 
 class Faults(Strict):
-    """What goes wrong by itself."""
+    """Faults that chance draws."""
 
     calls: FaultRates = FaultRates()
     methods: dict[str, FaultRates] = Field(default={}, description="instead of `calls`, by method: ListNodes, ...")
@@ -150,7 +150,7 @@ class Faults(Strict):
 
 
 class Preemption(Strict):
-    """How nodes are taken away, whatever took them: capacity, their lifetime, or an operator who says no more."""
+    """How a node ends that lost its capacity, reached its lifetime, or that an operator preempts without details."""
 
     lifetime: Latency | None = Field(default=None, description="of each spot node after READY; none: capacity decides")
     preemptible_limit: Seconds = Field(default=24 * 3600.0, description="preemptible nodes end this long after READY")
@@ -168,18 +168,18 @@ class HealthCourse(Strict):
     values: tuple[int, ...] = (0, 3, 4, 5)
 
 
-# --- what a project and its organisation allow, and what the image of a worker brings ---------------------------------
-# The ways in which a first day fails. Everything is off by default. What each comes to is in `policies` for the API,
-# and in `worker_files` and `guard` for workers.
+# --- policies of a project and its organisation, and the image of a worker --------------------------------------------
+# The reasons why a first day fails; all of them are off by default. `policies` applies them to the API, `worker_files`
+# and `guard` to workers.
 
 
 Refusal = Literal["", "api-disabled", "no-quota-project", "billing-disabled", "narrow-scopes"]
 
 
 class Project(Strict):
-    """The project itself. Quotas of Compute Engine count what lives; they are told in the operation of a create."""
+    """The project itself. Quotas of Compute Engine count living nodes and are refused in the operation of a create."""
 
-    refuses: Refusal = Field(default="", description="every call is refused with 7, and the text of this")
+    refuses: Refusal = Field(default="", description="every call is refused with 7, and the text for this reason")
     networks: tuple[str, ...] | None = Field(default=None, description="the only networks there are; none: any")
     external_ips: bool = Field(default=True, description="false: compute.vmExternalIpAccess refuses external addresses")
     os_login: Literal["off", "on", "required"] = Field(
@@ -194,9 +194,9 @@ class Project(Strict):
 
 class SshGuard(Strict):
     """
-    A guard that blocks an address which connects and does not log in, as some Ubuntu images have it.
+    sshguard of some Ubuntu images: it blocks an address that connects and does not log in.
 
-    A refused login and a connection that is closed before any are `attacks`. Each block is `growth` times the last.
+    `attacks` are refused logins and connections that end before a login. Each block is `growth` times the last.
     """
 
     attacks: int = Field(default=4, ge=1)
@@ -206,7 +206,7 @@ class SshGuard(Strict):
 
 
 class Guest(Strict):
-    """What an image brings, and when it is ready."""
+    """The image of a worker: its services, its limits, and when it is ready."""
 
     keys_late: Latency | None = Field(default=None, description="from sshd's start until keys of the metadata log in")
     sshguard: SshGuard | None = None
@@ -236,11 +236,11 @@ class Rates(Strict):
 
 
 class Queueing(Strict):
-    """How queued resources fare. Only the rules are documented; the lengths and shares are guesses."""
+    """Queued resources. Only the rules are documented; the lengths and shares are guesses."""
 
     accept: Latency = Field(default=around(5, 15), description="from the create call until it waits")
-    grant: Latency = Field(default=around(120, 4 * 3600), description="from then until capacity is looked for")
-    look_every: Seconds = Field(default=30.0, description="and looked for again when there is none", gt=0)
+    grant: Latency = Field(default=around(120, 4 * 3600), description="from then until capacity is checked")
+    look_every: Seconds = Field(default=30.0, description="and checked again when there is none", gt=0)
     retry_for: Seconds = Field(default=45 * 60.0, description="how long failed creates are tried again")
     retry_every: Latency = around(60, 300)
     suspend: Latency = Field(default=around(60, 300), description="from SUSPENDING to SUSPENDED")
@@ -254,7 +254,7 @@ class Queueing(Strict):
 
 
 class Access(Strict):
-    """Who may do what. `service_accounts`: the only ones the caller may use, none = all."""
+    """Permissions of the caller. `service_accounts`: the only ones that the caller may use; none = all."""
 
     projects: tuple[str, ...] | None = Field(default=None, description="the only projects there are; none = any")
     denied_permissions: tuple[str, ...] = Field(default=(), description="for example tpu.nodes.create")
@@ -264,7 +264,7 @@ class Access(Strict):
 
 class GuestAttributes(Strict):
     """
-    What GetGuestAttributes answers of host keys. What the TPU service says of keys that are not published is not
+    The answer of GetGuestAttributes about host keys. The answer of the TPU service while they are not published is not
     documented; Compute Engine, which it asks, says NOT_FOUND.
     """
 
@@ -284,7 +284,7 @@ class Addresses(Strict):
     """
     Workers get unique addresses of this network; on Linux all of 127/8 needs no set-up.
 
-    Where it is not named, `tpucare emulator` takes a part of it that no other emulator of the machine uses.
+    Where no network is named, `tpucare emulator` uses a part of it that no other emulator of the machine uses.
     """
 
     network: str = "127.64.0.0/10"
@@ -314,15 +314,15 @@ class WorldConfig(Strict):
     @model_validator(mode="before")
     @classmethod
     def _fill_fast(cls, value: object) -> object:
-        """`speed: fast` changes the defaults of lengths; what is written beside it still counts."""
+        """`speed: fast` changes the defaults of lengths; lengths given beside it still count."""
         if not isinstance(value, Mapping) or value.get("speed") != "fast":
             return value
-        given = value.get("latencies") or {}
-        latencies = {**FAST, **given} if isinstance(given, Mapping) else given
-        taken = value.get("preemption") or {}
-        preemption = {"notice": None, **taken} if isinstance(taken, Mapping) else taken
-        waits = value.get("queue") or {}
-        queue = {**FAST_QUEUE, **waits} if isinstance(waits, Mapping) else waits
+        latencies = value.get("latencies") or {}
+        latencies = {**FAST, **latencies} if isinstance(latencies, Mapping) else latencies
+        preemption = value.get("preemption") or {}
+        preemption = {"notice": None, **preemption} if isinstance(preemption, Mapping) else preemption
+        queue = value.get("queue") or {}
+        queue = {**FAST_QUEUE, **queue} if isinstance(queue, Mapping) else queue
         return {**value, "latencies": latencies, "preemption": preemption, "queue": queue}
 
     @classmethod
@@ -338,7 +338,7 @@ class WorldConfig(Strict):
 
     @classmethod
     def calm(cls, **changes: Any) -> WorldConfig:
-        """Real speed without chance: constant latencies, nothing goes wrong by itself. For stories in virtual time."""
+        """Real speed without chance: constant latencies and no faults. For stories in virtual time."""
         merged = {key: {**_CALM[key], **changes.get(key, {})} for key in ("latencies", "preemption", "faults", "queue")}
         return cls.model_validate({**_CALM, **changes, **merged})
 
@@ -426,6 +426,6 @@ def load_world(path: Path) -> WorldConfig:
 def _first_line(error: ValidationError) -> str:
     first = error.errors()[0]
     key = ".".join(str(part) for part in first["loc"])
-    said = "unknown key" if first["type"] == "extra_forbidden" else str(first["msg"]).removeprefix("Value error, ")
+    text = "unknown key" if first["type"] == "extra_forbidden" else str(first["msg"]).removeprefix("Value error, ")
     more = len(error.errors()) - 1
-    return f"{key}: {said}" + (f" (and {more} more)" if more else "")
+    return f"{key}: {text}" + (f" (and {more} more)" if more else "")

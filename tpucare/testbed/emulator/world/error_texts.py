@@ -1,8 +1,8 @@
 """
-What the service says when it refuses: codes and texts as seen in the wild, from public issues and logs.
+Errors of the service: codes and texts as public issues and logs show them.
 
-Only the stable words were seen by many; the numbers around them vary. Most service errors end in an event id, which
-the caller adds (`with_event_id`), so that clients learn to match on the words alone.
+Only the fixed words are well attested; the numbers around them vary. Most service errors end in an event id, which the
+caller adds (`with_event_id`), so that clients learn to match on the words alone.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _TIER_NAMES = {"spot": "Preemptible", "on-demand": "", "reserved": "Reserved"}
 
 
 def with_event_id(error: ApiError, event_id: int) -> ApiError:
-    """The same error, its text ending as the service's do."""
+    """The same error with the ending that texts of the service have."""
     text = f"{error.message} [EID: 0x{event_id:016x}]"
     return ApiError(
         error.code, text, resource=error.resource, quota=error.quota, reason=error.reason, field=error.field
     )
 
 
-# --- in the call -----------------------------------------------------------------------------------------------------
+# --- errors of the call -----------------------------------------------------------------------------------------------
 
 
 def not_found(name: str) -> ApiError:
@@ -47,7 +47,7 @@ def not_found(name: str) -> ApiError:
 
 
 def no_guest_attribute(query_path: str) -> ApiError:
-    """Source: what Compute Engine's getGuestAttributes answers until the guest has written some."""
+    """Source: the answer of Compute Engine's getGuestAttributes until the guest has written some."""
     return ApiError(NOT_FOUND, f"The resource '{query_path}' of type 'Guest Attribute' was not found.")
 
 
@@ -132,7 +132,7 @@ _REFUSALS = {
         f"{_CONSOLE}/apis/api/tpu.googleapis.com/overview?project={{project}} then retry.",
         "SERVICE_DISABLED",
     ),
-    # gcloud's own project: what credentials of a person without a quota project are counted for.
+    # gcloud's own project, against which calls with a person's credentials count when no quota project is set.
     "no-quota-project": (
         "Your application is authenticating by using local Application Default Credentials. The tpu.googleapis.com API "
         "requires a quota project, which is not set by default. Cloud TPU API has not been used in project "
@@ -228,7 +228,7 @@ def internal() -> ApiError:
     return ApiError(INTERNAL, "Internal error. Please try again.")
 
 
-# --- in the operation --------------------------------------------------------------------------------------------
+# --- errors of the operation ------------------------------------------------------------------------------------------
 
 
 def stockout(zone: str) -> Status:

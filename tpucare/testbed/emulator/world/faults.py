@@ -1,7 +1,7 @@
 """
-What becomes of a call on its way: latency, refusals, lost answers, outages. Decided before the call.
+The fate of each call: latency, refusals, lost answers, outages. Drawn before the call.
 
-An outage of a zone leaves its machines alone: only the API cannot see them.
+An outage of a zone does not touch its machines: only the API cannot reach them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ OUTAGE_KINDS = ("api", "internal", "zone", "slow")
 
 @dataclass(frozen=True, slots=True)
 class ActiveOutage:
-    """One outage; `end` may lie in the past, then it is forgotten at the next look."""
+    """One outage; once `end` has passed, the next draw drops it."""
 
     kind: str
     zone: str
@@ -32,7 +32,7 @@ class ActiveOutage:
 
 @dataclass(frozen=True, slots=True)
 class _Order:
-    """What an operator wants of the next call of a method."""
+    """The fate that an operator ordered for the next call of a method."""
 
     error: ApiError | None
     applied: bool
@@ -60,11 +60,11 @@ class Fates:
         self._outages += [ActiveOutage("zone", name, start, FOR_EVER, 0.0) for name in dark]
 
     def order(self, method: str, error: ApiError, *, applied: bool) -> None:
-        """The next call of *method* gets this error; orders of one method queue up."""
+        """The next call of *method* gets this error; further orders for it wait for the calls after it."""
         self._orders[method].append(_Order(error, applied))
 
     def order_delay(self, method: str, seconds: float) -> None:
-        """The next call of *method* takes effect only after so long, whether or not its caller still waits."""
+        """The next call of *method* takes effect after *seconds*, whether or not its caller still waits."""
         self._orders[method].append(_Order(None, applied=True, late=seconds))
 
     def cancel_orders(self, method: str = "") -> None:
@@ -89,7 +89,7 @@ class Fates:
         return frozenset(one.zone for one in self._current(now) if one.kind == "zone")
 
     def draw(self, method: str, zone: str, now: datetime, peer: str) -> CallFate:
-        """*zone* is `-` or empty for calls that concern no single one."""
+        """*zone* is `-` or empty for calls that are not about a single zone."""
         latency = self._latency(method, now)
         error = self._outage_error(zone, now)
         if error is not None:
@@ -125,7 +125,7 @@ class Fates:
             lot -= share
         if lot < rates.slow:
             extra = rates.slow_latency.draw(self._rng)
-            # Half of the slow calls take effect late: a caller that gave up meanwhile gets what it asked for after all.
+            # Half of the slow calls take effect late, perhaps after their caller has given up.
             late = self._rng.random() < 0.5
             return CallFate(half + extra * late, half + extra * (not late), peer=peer)
         return CallFate(half, half, peer=peer)

@@ -1,9 +1,9 @@
 """
-What the metadata server of a worker says at boot: path -> value.
+The content of a worker's metadata server at boot: path -> value.
 
 Sources: Compute Engine's documentation on predefined metadata keys; torch_xla, jax and levanter, which read
-`accelerator-type`, `agent-worker-number`, `worker-network-endpoints` and `tpu-env`. Where those are silent the value
-is a guess, as docs/emulator.md says.
+`accelerator-type`, `agent-worker-number`, `worker-network-endpoints` and `tpu-env`. Values that none of them documents
+are guesses, listed in docs/emulator.md.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SERVICE_ACCOUNT = "instance/service-accounts/"
 DEFAULT_SCOPE = "https://www.googleapis.com/auth/cloud-platform"
 
 _CHIP_BOUNDS: Mapping[int, tuple[int, int, int]] = {1: (1, 1, 1), 2: (1, 2, 1), 4: (2, 2, 1), 8: (2, 4, 1)}
-"""How the chips of one host lie, by their number."""
+"""Arrangement of the chips of one host, by their number."""
 
 
 def worker_attributes(
@@ -71,17 +71,17 @@ def _service_account(life: NodeLife) -> dict[str, str]:
     spec = life.record.spec
     email = spec.service_account or default_account(life.path.project)
     secret = hashlib.sha256(f"{life.record.id}/{email}".encode()).hexdigest()
-    said = {
+    values = {
         "aliases": "default",
         "email": email,
         "scopes": "\n".join(spec.scopes or (DEFAULT_SCOPE,)),
         "token": f"ya29.emulated-{secret}",
     }
-    return {f"{SERVICE_ACCOUNT}{name}/{key}": value for name in ("default", email) for key, value in said.items()}
+    return {f"{SERVICE_ACCOUNT}{name}/{key}": value for name in ("default", email) for key, value in values.items()}
 
 
 def default_account(project: str) -> str:
-    """Compute Engine's, which nodes run as that were given no other."""
+    """The account of Compute Engine, under which a node runs that was given no other."""
     return f"{project_number(project)}-compute@developer.gserviceaccount.com"
 
 
@@ -91,7 +91,7 @@ def project_number(project: str) -> int:
 
 
 def instance_id(node_id: int, worker: int) -> int:
-    """Every machine has an id of its own."""
+    """Compute Engine's id of one worker."""
     return (node_id * 257 + worker) % (1 << 63)
 
 

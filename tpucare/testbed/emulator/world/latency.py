@@ -1,8 +1,8 @@
 """
-Lengths of time in a world: how a person writes them, how they are drawn, and how long things take by default.
+Lengths of time in a world: their notation, their distribution, and the defaults for each step of the service.
 
-Defaults are the public numbers on the real service (medians and 95th percentiles), where there are any; where there
-are none, a guess that is meant to be varied.
+Defaults are the public numbers on the real service (medians and 95th percentiles), where there are any; the others are
+guesses, to be varied.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def seconds(value: object) -> object:
     if isinstance(value, str):
         match = _LENGTH.match(value)
         if match is None:
-            raise ValueError(f"'{value}' is no length of time; write 90s, 5m, 1h or 2d")
+            raise ValueError(f"'{value}' is not a length of time; write 90s, 5m, 1h or 2d")
         return float(match[1]) * _UNITS[match[2]]
     return value
 
@@ -71,13 +71,13 @@ def around(median: float, p95: float = 0.0) -> Latency:
 
 
 class Latencies(Strict):
-    """How long things take; log-normal, each to be set alone."""
+    """How long each step takes; log-normal, each can be set on its own."""
 
-    read: Latency = Field(default=around(0.15, 1), description="GetNode, ListNodes, GetOperation and their kin")
+    read: Latency = Field(default=around(0.15, 1), description="GetNode, ListNodes, GetOperation and other reads")
     write: Latency = Field(default=around(0.4, 2), description="CreateNode, DeleteNode, UpdateNode: the call itself")
     visible: Latency = Field(default=around(0.3, 1), description="from the create call until GetNode shows the node")
     list_lag: Latency = Field(default=around(2, 8), description="how much longer lists may miss or keep a node")
-    list_lag_share: Share = Field(default=0.1, description="share of nodes that lists lag behind for")
+    list_lag_share: Share = Field(default=0.1, description="share of nodes for which lists lag")
     stockout: Latency = Field(default=around(20, 90), description="from the create call to the error in its operation")
     create_single: Latency = Field(default=around(100, 300), description="from the create call to READY, one host")
     create_slice: Latency = Field(default=around(240, 900), description="the same, 2 to 64 hosts")

@@ -1,8 +1,8 @@
 """
 The life of nodes: made, booted, READY, changed, preempted, stopped, deleted, gone; and the capacity they live on.
 
-A caller's wishes come in through `calls`, an operator's through `operator`; both have checked what they ask for. Every
-scheduled step first asks whether its node still exists.
+Callers come in through `calls`, operators through `operator`; both check their requests first. A scheduled step does
+nothing once its node is gone.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from tpucare.testbed.emulator.world.state import NodeLife, State, WorkerLife, pa
 
 LARGE_HOSTS = 64
 LEFT_OVER_STATES = (NodeState.CREATING, NodeState.TERMINATED, NodeState.UNKNOWN)
-"""What a failed create may leave behind; it is 'rarely left in a dead state and must be deleted'."""
+"""States of a node that a failed create may leave; it is 'rarely left in a dead state and must be deleted'."""
 OTHER_ENDS: tuple[int | str, ...] = (int(NodeState.REPAIRING), int(NodeState.TERMINATED), "gone")
-"""How else the API may show a preemption."""
+"""Other ways in which the API may show a preemption."""
 MAINTENANCE_TEXT = "The TPU is being maintained"
 UPDATABLE = ("description", "tags", "labels", "metadata", "network_config.enable_external_ips")
 
@@ -95,7 +95,7 @@ class NodeLifecycle:
     def create(
         self, path: NodePath, spec: NodeSpec, accelerator: Accelerator, queued_resource: str = ""
     ) -> OperationRecord:
-        """A create was accepted: the node exists from now on, and its course is drawn."""
+        """Begin an accepted create: the node exists from now on, and its course is drawn."""
         state = self._state
         operation = state.open_operation("create", path)
         record = NodeRecord(path, state.new_id(), state.now, spec, queued_resource=queued_resource)
@@ -179,7 +179,7 @@ class NodeLifecycle:
         return lengths.create_slice if hosts <= LARGE_HOSTS else lengths.create_large
 
     def _choose_missing(self, life: NodeLife) -> None:
-        """A worker that will never be made: ordered by an operator, or by chance in large slices."""
+        """Mark a worker that will never be made: by an operator's order, or by chance in large slices."""
         faults, count = self._state.config.faults, len(life.workers)
         chosen: int | None = None
         for index, (zone, number) in enumerate(self.next_missing):
@@ -195,7 +195,7 @@ class NodeLifecycle:
             self._state.log_node(life, "worker-missing", worker=chosen)
 
     def _show_endpoints(self, life: NodeLife, count: int) -> None:
-        """The first *count* workers have addresses now; one that is missing has none."""
+        """Show addresses of the first *count* workers; a missing worker has none."""
         external = life.record.spec.network.enable_external_ips
         workers = life.workers[:count]
         endpoints = tuple(pair("" if worker.missing else worker.address, external) for worker in workers)
@@ -234,7 +234,7 @@ class NodeLifecycle:
         self.after(life, self._rng.expovariate(1 / mean_seconds), flap)
 
     def _plan_end(self, life: NodeLife) -> None:
-        """A preemptible node ends after 24 hours at the latest; both kinds may have a lifetime of their own."""
+        """Schedule the end of its lifetime, if it has one; a preemptible node ends after 24 hours at the latest."""
         spec, settings = life.record.spec, self._state.config.preemption
         if spec.is_preemptible and settings.lifetime is not None:
             self.later(life, settings.lifetime, lambda: self._end_lifetime(life))
@@ -266,7 +266,7 @@ class NodeLifecycle:
         self.after(life, wait + (how.notice or 0.0), lambda: self._die(life, how))
 
     def draw_departure(self) -> Departure:
-        """How a node ends that chance takes away."""
+        """Draw how a preempted node ends."""
         settings, rng = self._state.config.preemption, self._rng
         return Departure(
             notice=settings.notice.draw(rng) if settings.notice is not None else None,
@@ -283,7 +283,7 @@ class NodeLifecycle:
         return other if lot < settings.never_shown + settings.shown_otherwise else int(NodeState.PREEMPTED)
 
     def _die(self, life: NodeLife, how: Departure) -> None:
-        """The machines go first; the API knows later."""
+        """End or silence the workers; the API shows it later."""
         life.dead = True
         if how.silent and not life.killed:
             for worker in life.workers:

@@ -1,8 +1,8 @@
 """
-What the world tells its machines to do: boot, die, fall silent, answer again, change what the metadata server says.
+The effects of a world on its machines: boot, die, fall silent, answer again, change the metadata server.
 
-Plain records, frozen, in the order in which they are to be done; `server` hands them on, `machines` carries them out,
-and in virtual time `tpucare.simulation` does.
+Plain frozen records, to be applied in their order: by `machines.driver` to real workers, by `testbed.simulation` to
+simulated ones.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class Boot:
 
     attributes: the metadata server's content, path -> value, for example `instance/attributes/ssh-keys`
     peers:      addresses of all workers of the slice, index = worker number; empty where one is missing
-    takes_keys: its `ssh-keys` log in at once, and not only after an AuthorizeKeys
-    holds_chips: a service of the image holds them from the boot on
+    takes_keys:  its `ssh-keys` log in at once, and not only after an AuthorizeKeys
+    holds_chips: a service of the image holds the chips from the boot on
     """
 
     at: datetime
@@ -39,7 +39,7 @@ class Boot:
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """End every process of a worker at once and listen no more; None = of all workers of that incarnation."""
+    """End every process of a worker at once, its sshd included; worker None = of all workers of that node."""
 
     at: datetime
     path: NodePath
@@ -49,7 +49,7 @@ class Kill:
 
 @dataclass(frozen=True, slots=True)
 class Silence:
-    """Answer nothing on the network any more; what runs goes on running."""
+    """Stop answering on the network; processes go on running."""
 
     at: datetime
     path: NodePath

@@ -1,8 +1,8 @@
 """
-What an operator can do to a world: the hand of the data centre, for tests, demos and `tpucare emulator <action>`.
+The operator's actions on a world, for tests, demos and `tpucare emulator ACTION`.
 
 A selector is a node's id or path, a prefix of ids (a slot or a fleet: `pod-0` means `pod-0-…`), or `*`. Every action
-returns the ids of the nodes it touched, in the order of listings, and leaves a line in the audit log.
+returns the ids of the nodes that it changed, in the order of listings, and leaves a line in the audit log.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Operator:
         self._state, self._fates, self._nodes, self._queue = state, fates, nodes, queue
 
     def select(self, selector: str, *, living: bool = False) -> list[NodeLife]:
-        """Nodes that *selector* means; `living`: whose end is neither decided nor asked for."""
+        """Nodes that *selector* names; `living`: without those that are preempted already or being deleted."""
         prefix = f"{selector.removesuffix('-')}-"
-        named = (life for life in self._state.nodes.values() if _means(selector, prefix, life))
+        named = (life for life in self._state.nodes.values() if _is_named(selector, prefix, life))
         found = sorted(named, key=lambda life: life.path)
         return [life for life in found if not (life.doomed or life.deleting)] if living else found
 
@@ -48,7 +48,7 @@ class Operator:
         burst: timedelta = timedelta(),
     ) -> list[str]:
         """
-        Take nodes away. Workers die *notice* after `preempted` turned TRUE (None: without), the API shows it
+        Preempt nodes. Workers die *notice* after `preempted` turned TRUE (None: without), the API shows it
         *visible_after* later (None: drawn). `shown`: another state number, `never`, `gone`, or None: drawn. `silent`:
         they stop answering first and die just before it is shown. `burst`: spread by chance over this long.
         """
@@ -66,7 +66,7 @@ class Operator:
         return _ids(lives)
 
     def terminate(self, selector: str, now: datetime) -> list[str]:
-        """Workers die and the node shows TERMINATED."""
+        """Kill the workers and show TERMINATED."""
         lives = self._select_logged("terminate", selector, now, living=True)
         for life in lives:
             self._nodes.terminate(life, cause="operator")
@@ -74,7 +74,7 @@ class Operator:
         return _ids(lives)
 
     def remove(self, selector: str, now: datetime) -> list[str]:
-        """The node is gone at once: 404."""
+        """Remove the nodes at once: 404."""
         lives = self._select_logged("forget", selector, now)
         for life in lives:
             self._nodes.remove(life)
@@ -93,14 +93,14 @@ class Operator:
         self._state.advance(self._state.now)
 
     def set_health(self, selector: str, health: int, now: datetime, description: str = "") -> list[str]:
-        """Show any number, and a text beside it."""
+        """Show any number as their health, with a text beside it."""
         lives = self._select_logged("set-health", selector, now, health=int(health))
         for life in lives:
             self._nodes.set_health(life, health, description)
         return _ids(lives)
 
     def set_state(self, selector: str, state: int, now: datetime) -> list[str]:
-        """Show any number, unknown ones too; machines are not touched."""
+        """Show any number as their state, unknown ones too; machines do not change."""
         lives = self._select_logged("set-state", selector, now, state=int(state))
         for life in lives:
             self._nodes.set_state(life, state)
@@ -109,9 +109,9 @@ class Operator:
 
     def show_unknown_fields(self, selector: str, now: datetime, *, on: bool = True, answers: bool = False) -> list[str]:
         """
-        Nodes bear fields that no package knows, as when the service is newer than its client.
+        Show nodes with fields that no package knows, as a service does that is newer than its client.
 
-        `answers`: so does every answer of the API itself, until it is switched off.
+        `answers`: show every answer of the API so, until it is switched off.
         """
         lives = self._select_logged("unknown-fields", selector, now, on=on, answers=answers)
         self._state.unknown_fields = on and (answers or self._state.unknown_fields)
@@ -123,7 +123,7 @@ class Operator:
         return _ids(lives) + [one.path.queued_id for one in queued]
 
     def fail_queued(self, selector: str, code: int, text: str, now: datetime) -> list[str]:
-        """A late error: the queued resources become FAILED, their nodes are gone."""
+        """Make queued resources FAILED with this error, and remove their nodes."""
         queued = self._select_queued_logged("fail-queued", selector, now)
         queued = [one for one in queued if one.record.state not in (QueueState.FAILED, QueueState.DELETING)]
         for one in queued:
@@ -131,7 +131,7 @@ class Operator:
         return [one.path.queued_id for one in queued]
 
     def set_queued_state(self, selector: str, state: int, now: datetime) -> list[str]:
-        """Show any number, unknown ones too; nodes are not touched."""
+        """Show any number as their state, unknown ones too; nodes do not change."""
         queued = self._select_queued_logged("queued-state", selector, now, state=int(state))
         for one in queued:
             self._queue.set_state(one, state)
@@ -158,7 +158,7 @@ class Operator:
         duration: timedelta = timedelta(minutes=5),
         restart: bool = False,
     ) -> list[str]:
-        """`maintenance-event` and health tell of it for *duration*; `restart`: all workers reboot in the middle."""
+        """Show it in `maintenance-event` and health for *duration*; `restart`: all workers reboot in the middle."""
         lives = self._select_logged("maintenance", selector, now, living=True, text=event)
         for life in lives:
             self._nodes.set_attribute(life, MAINTENANCE_ATTRIBUTE, event)
@@ -175,7 +175,7 @@ class Operator:
             self._nodes.set_health(life, Health.HEALTHY)
 
     def lose_worker(self, selector: str, worker: int, now: datetime, *, silent: bool = False) -> list[str]:
-        """One worker of a node dies (or falls silent); the API shows nothing."""
+        """Kill or silence one worker of a node; the API does not show it."""
         lives = self._select_logged("lose-worker", selector, now, living=True, worker=worker)
         lives = [life for life in lives if worker < len(life.workers)]
         for life in lives:
@@ -187,7 +187,7 @@ class Operator:
         return _ids(lives)
 
     def restore_worker(self, selector: str, worker: int, now: datetime) -> list[str]:
-        """Boot it again, or let it answer again."""
+        """Boot a worker again, or let a silent one answer again."""
         lives = self._select_logged("restore-worker", selector, now, living=True, worker=worker)
         lives = [life for life in lives if worker < len(life.workers)]
         for life in lives:
@@ -199,7 +199,7 @@ class Operator:
         return _ids(lives)
 
     def stick_deleting(self, selector: str, now: datetime, *, repeats: int = 1) -> list[str]:
-        """The current or next delete hangs in DELETING until DeleteNode was called *repeats* more times."""
+        """Let the current or next delete hang in DELETING until DeleteNode was called *repeats* more times."""
         lives = self._select_logged("stick-deleting", selector, now)
         for life in lives:
             life.stuck_repeats = repeats
@@ -219,16 +219,16 @@ class Operator:
         self._state.log("operator", action="outage", outage=kind, zone=zone, seconds=duration.total_seconds())
 
     def end_outages(self, now: datetime) -> None:
-        """Everything answers again."""
+        """End all outages."""
         self._state.advance(now)
         self._fates.end_outages()
         self._state.log("operator", action="end-outages")
 
     def reconfigure(self, config: WorldConfig, now: datetime) -> None:
         """
-        What is drawn from now on is drawn by *config*: lengths, faults, lifetimes. What is under way stays.
+        Draw lengths, faults and lifetimes by *config* from now on; steps already scheduled stay.
 
-        Quotas can only be lifted (when *config* has none). Capacity is not touched: see `set_capacity`.
+        Quotas can only be lifted (when *config* has none). Capacity does not change: see `set_capacity`.
         """
         self._state.advance(now)
         self._state.config = config
@@ -240,7 +240,7 @@ class Operator:
     # --- orders for the next call
 
     def fail_next_create(self, code: int, text: str, *, in_operation: bool = True, zone: str = "") -> None:
-        """The next create (in *zone*, or anywhere) fails so: in its operation, or in the call without any effect."""
+        """Fail the next create (in *zone*, or anywhere): in its operation, or in the call, which then has no effect."""
         if in_operation:
             self._nodes.next_create_errors.append((zone, (code, text)))
         else:
@@ -255,33 +255,33 @@ class Operator:
         self._nodes.next_missing.clear()
 
     def miss_worker(self, worker: int = -1, *, zone: str = "") -> None:
-        """The next node created lacks this worker for ever (-1: the last)."""
+        """Let the next node that is created lack this worker for ever (-1: the last)."""
         self._nodes.next_missing.append((zone, worker))
 
     def lose_next_answer(self, method: str, *, applied: bool = True, code: int = texts.UNAVAILABLE) -> None:
-        """The next call of *method* gets no answer; `applied`: it took effect nevertheless."""
+        """Lose the answer of the next call of *method*; `applied`: the call takes effect all the same."""
         self._fates.order(method, ApiError(code, texts.lost().message), applied=applied)
 
     def delay_next(self, method: str, seconds: float) -> None:
-        """The next call of *method* takes effect only after so long, whether or not its caller still waits."""
+        """Let the next call of *method* take effect after *seconds*, whether or not its caller still waits."""
         self._fates.order_delay(method, seconds)
 
     def fail_next(self, method: str, code: int, text: str) -> None:
-        """The next call of *method* is answered with this error and has no effect."""
+        """Answer the next call of *method* with this error, without effect."""
         self._fates.order(method, ApiError(code, text), applied=False)
 
-    # --- what machines report
+    # --- reports of machines
 
     def set_guest_attribute(self, name: str, worker: int, namespace: str, key: str, value: str) -> None:
-        """For example `hostkeys`, `ssh-ed25519` and the key. Ignored when the node is gone."""
+        """Set a guest attribute, for example `hostkeys`, `ssh-ed25519` and the key; ignored when the node is gone."""
         life = self._state.nodes.get(parse_node_path(name))
         if life is not None and 0 <= worker < len(life.workers):
-            told = life.workers[worker]
-            told.guest[namespace, key] = value
-            told.guest_since = told.guest_since or self._state.now
+            machine = life.workers[worker]
+            machine.guest[namespace, key] = value
+            machine.guest_since = machine.guest_since or self._state.now
 
     def log_note(self, event: str, now: datetime, **fields: object) -> None:
-        """A machine's word for the audit log: `run-started`, `run-ended` with token=, name= (the node's), worker=."""
+        """Log a machine's event: `run-started` or `run-ended` with token=, name= (the node's), worker=, and others."""
         self._state.advance(now)
         self._state.log("note", event=event, **fields)
 
@@ -295,7 +295,7 @@ class Operator:
         return lives
 
 
-def _means(selector: str, prefix: str, life: NodeLife) -> bool:
+def _is_named(selector: str, prefix: str, life: NodeLife) -> bool:
     node_id = life.record.path.node_id
     if node_id.startswith(prefix) or selector in ("*", node_id):
         return True

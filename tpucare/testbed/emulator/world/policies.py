@@ -1,7 +1,7 @@
 """
-What the project and its organisation refuse of a create, in the call or in its operation, and who may log in then.
+Creates that the project or its organisation refuses, in the call or in its operation, and OS Login.
 
-The texts are those of Compute Engine; how Cloud TPU hands them on is a guess (docs/emulator.md).
+The texts are those of Compute Engine; how Cloud TPU passes them on is a guess (docs/emulator.md).
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ def check_network(project: str, spec: NodeSpec, settings: Project) -> None:
 
 
 def refusal(life: NodeLife, others: Iterable[NodeLife], settings: Project) -> Status | None:
-    """Why Compute Engine will not make the workers of *life* beside those of *others*, in the same project."""
+    """The error with which Compute Engine refuses the workers of *life*, if any; *others* use quota too."""
     spec, project = life.record.spec, life.path.project
     external = spec.network.enable_external_ips
     if external and not settings.external_ips:
         return texts.constraint("compute.vmExternalIpAccess", project)
-    if settings.os_login == "required" and _says(spec, "FALSE"):
+    if settings.os_login == "required" and _os_login_is(spec, "FALSE"):
         return texts.constraint("compute.requireOsLogin", project)
     if settings.addresses_per_region is None and settings.health_checks is None:
         return None
@@ -54,13 +54,13 @@ def refusal(life: NodeLife, others: Iterable[NodeLife], settings: Project) -> St
 
 
 def has_os_login(spec: NodeSpec, settings: Project) -> bool:
-    """Whether keys in metadata count for nothing on such a node: what it says itself goes before the project's word."""
-    if _says(spec, "FALSE"):
+    """True when keys in metadata have no effect on such a node; its own `enable-oslogin` wins over the project's."""
+    if _os_login_is(spec, "FALSE"):
         return False
-    return settings.os_login != "off" or _says(spec, "TRUE")
+    return settings.os_login != "off" or _os_login_is(spec, "TRUE")
 
 
-def _says(spec: NodeSpec, word: str) -> bool:
+def _os_login_is(spec: NodeSpec, word: str) -> bool:
     return spec.metadata.get(OS_LOGIN, "").strip().upper() == word
 
 

@@ -45,7 +45,7 @@ class QueuedApi:
         *,
         request_id: str = "",
     ) -> OperationRecord:
-        """The operation, open; the resource is there from now on, its nodes are not before it is PROVISIONING."""
+        """The operation, open; the resource exists from now on, its nodes only once it is PROVISIONING."""
         name = f"{parent}/queuedResources/{queued_id}"
         with self._path.call("CreateQueuedResource", name, now, fate) as fields:
             project, zone = parse_parent(parent)
@@ -72,18 +72,18 @@ class QueuedApi:
             return operation
 
     def _planned(self, path: QueuedPath, spec: QueuedSpec) -> list[Planned]:
-        if not spec.wishes:
+        if not spec.nodes:
             raise texts.bad_argument("A queued resource needs a node_spec.")
         planned = []
-        for wish in spec.wishes:
-            if wish.parent and wish.parent != path.parent:
+        for node in spec.nodes:
+            if node.parent and node.parent != path.parent:
                 raise texts.bad_argument(f"node_spec.parent must be {path.parent}.")
-            if bool(wish.node_id) == bool(wish.count):
+            if bool(node.node_id) == bool(node.count):
                 raise texts.bad_argument("Exactly one of node_id and multislice_params must be set in node_spec.")
-            for node_id in wish.ids(path.queued_id):
-                kept, accelerator = check_spec(path.zone, node_id, _with_tier(spec, wish), self._state.config)
+            for node_id in node.ids(path.queued_id):
+                kept, accelerator = check_spec(path.zone, node_id, _with_tier(spec, node), self._state.config)
                 place = NodePath(path.project, path.zone, node_id)
-                planned.append(Planned(place, kept, accelerator, bool(wish.count)))
+                planned.append(Planned(place, kept, accelerator, bool(node.count)))
         if len({one.path for one in planned}) < len(planned):
             raise texts.bad_argument("Two nodes of a queued resource have one name.")
         return planned
@@ -116,7 +116,7 @@ class QueuedApi:
     def delete_queued_resource(
         self, name: str, force: bool, now: datetime, fate: CallFate = PLAIN, *, request_id: str = ""
     ) -> OperationRecord:
-        """*force*: its nodes are deleted first. Without it they must be gone, or the state one that has none."""
+        """*force*: delete its nodes first. Without it they must be gone, or the state must be one without nodes."""
         with self._path.call("DeleteQueuedResource", name, now, fate) as fields:
             if (before := self._path.begun_before("DeleteQueuedResource", name, request_id)) is not None:
                 return before
@@ -135,7 +135,7 @@ class QueuedApi:
         state = life.record.state
         if force or state in (*WAITING, *SHELLS):
             return
-        # With its nodes deleted by hand it is deletable once it shows SUSPENDED, and not before.
+        # After a caller has deleted its nodes one by one, it can be deleted once it shows SUSPENDED, not before.
         if self._queue.nodes_of(life) or state == QueueState.SUSPENDING:
             raise texts.queued_busy(life.record.name, QueueState(state).name)
 
@@ -171,9 +171,9 @@ class QueuedApi:
             return self._queue.begin_maintenance(owner)
 
 
-def _with_tier(spec: QueuedSpec, wish: QueuedNodeSpec) -> NodeSpec:
-    """The tier of a queued resource is that of its nodes, which say nothing about it themselves."""
-    inner = wish.spec
+def _with_tier(spec: QueuedSpec, node: QueuedNodeSpec) -> NodeSpec:
+    """The settings of a node with the tier of its queued resource."""
+    inner = node.spec
     if (inner.spot or inner.preemptible) and spec.tier == "guaranteed":
         raise texts.bad_argument("scheduling_config of the node contradicts the tier of the queued resource.")
     return replace(

@@ -48,7 +48,7 @@ class QueuedLifecycle:
     # --- waiting
 
     def create(self, record: QueuedRecord, planned: Sequence[Planned]) -> OperationRecord:
-        """A create was accepted. Its operation ends in seconds and says nothing about capacity."""
+        """Begin an accepted create. Its operation ends within seconds and says nothing about capacity."""
         operation = self._state.open_operation_on("create", record.path.parent, record.name)
         life = QueuedLife(record, tuple(planned), operation.name)
         self._state.queue[record.path] = life
@@ -78,7 +78,7 @@ class QueuedLifecycle:
         self._at(life, max(grant, begin), lambda: self._provision_if_room(life, attempt))
 
     def _expire(self, life: QueuedLife, attempt: int) -> None:
-        """`valid_until` has passed; it may linger as if it still waited."""
+        """Fail at the end of its validity, unless it lingers."""
         if life.tries == attempt and life.record.state in WAITING:
             life.tries += 1
             if not life.lingers:
@@ -111,8 +111,8 @@ class QueuedLifecycle:
         return all(pool.capacity is None or pool.used + need[key] <= pool.capacity for key, pool in pools.items())
 
     def _quota_error(self, life: QueuedLife) -> Status | None:
-        """The refusal that its nodes together would meet, if any."""
-        booked: list[Planned] = []
+        """The quota error that its nodes together would meet, if any."""
+        counted: list[Planned] = []
         error: Status | None = None
         for one in life.planned:
             tier = CAPACITY_TIERS[one.spec.tier]
@@ -121,8 +121,8 @@ class QueuedLifecycle:
                 error = (texts.RESOURCE_EXHAUSTED, texts.quota(exceeded, one.path.project).message)
                 break
             self._state.quota.add(one.path.project, one.path.zone, one.accelerator, tier)
-            booked.append(one)
-        for one in booked:
+            counted.append(one)
+        for one in counted:
             self._state.quota.remove(one.path.project, one.path.zone, one.accelerator, CAPACITY_TIERS[one.spec.tier])
         return error
 
@@ -167,7 +167,7 @@ class QueuedLifecycle:
         return found if found is not None and not found.gone else None
 
     def megascale_variables(self, life: NodeLife) -> dict[str, str]:
-        """Slices are numbered in the order of their names' numbers; the first worker of the first one coordinates."""
+        """Slices are numbered as in their names; the first worker of the first slice coordinates."""
         owner = self._owner(life)
         slices = [one.path for one in owner.planned if one.multislice] if owner is not None else []
         if life.path not in slices:
@@ -184,13 +184,13 @@ class QueuedLifecycle:
         return life is not None and life.record.state == NodeState.READY
 
     def _retry_node(self, life: QueuedLife, node: NodeLife) -> None:
-        """A create that failed is tried again by the service itself, for a while."""
+        """Create a node again whose create failed; the service does so for a while."""
         planned = next((one for one in life.planned if one.path == node.path), None)
         attempt, since = life.tries, life.begun_at or self._state.now
         if planned is None:
             return
 
-        def again() -> None:
+        def create_again() -> None:
             if (
                 life.tries != attempt
                 or life.record.state != QueueState.PROVISIONING
@@ -202,7 +202,7 @@ class QueuedLifecycle:
             else:
                 self._create_node(life, planned)
 
-        self._later(life, self._state.config.queue.retry_every, again)
+        self._later(life, self._state.config.queue.retry_every, create_again)
 
     def fail(self, life: QueuedLife, error: Status) -> None:
         life.tries += 1
@@ -213,7 +213,7 @@ class QueuedLifecycle:
     # --- suspension, reset, maintenance
 
     def begin_reset(self, life: QueuedLife) -> OperationRecord:
-        """All its nodes go, and it waits again."""
+        """End all its nodes and let it wait again."""
         operation = self._state.open_operation_on("reset", life.path.parent, life.record.name)
         life.resetting = operation.name
         self._suspend(life, Initiator.USER)
@@ -227,7 +227,7 @@ class QueuedLifecycle:
         return operation
 
     def _suspend(self, life: QueuedLife, initiator: Initiator) -> None:
-        """All its nodes go, and the shell stays."""
+        """End all its nodes; the SUSPENDED shell stays."""
         life.tries += 1
         self.set_state(life, QueueState.SUSPENDING, initiator=initiator)
         attempt = life.tries
@@ -295,7 +295,7 @@ class QueuedLifecycle:
         self._remove_if_due(life)
 
     def _remove_if_due(self, life: QueuedLife) -> None:
-        """404 from now on, once its nodes are gone."""
+        """Remove it (404 from now on) once its deletion is due and its nodes are gone."""
         if life.gone or not life.delete_due or life.stuck_repeats or self.nodes_of(life):
             return
         life.gone = True
@@ -323,7 +323,7 @@ class QueuedLifecycle:
         self._state.log("queued", event=event, name=life.record.name, state=int(life.record.state), **fields)
 
     def _at(self, life: QueuedLife, when: datetime, step: Callable[[], None]) -> None:
-        """Schedule a step of a resource's life, which does nothing once it is gone."""
+        """Schedule a step of a resource's life, which does nothing once the resource is gone."""
         self._state.timeline.at(when, lambda: None if life.gone else step())
 
     def _after(self, life: QueuedLife, seconds: float, step: Callable[[], None]) -> None:

@@ -1,6 +1,5 @@
 """
-Queued resources as records: what is asked for, where it stands, and which nodes it is about. No protobuf here; how they
-move is in `queued_life`.
+The records of queued resources: the request, its state, its nodes. No protobuf; `queued_life` moves them.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from tpucare.testbed.emulator.world.records import ApiError, NodePath, NodeSpec
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """One node that a resource is to have."""
+    """One node that a queued resource will have."""
 
     path: NodePath
     spec: NodeSpec
@@ -27,11 +26,12 @@ class Planned:
 @dataclass(eq=False, slots=True)
 class QueuedLife:
     """
-    One queued resource, with what the API does not show.
+    One queued resource, with the facts that the API does not show.
 
-    tries:     counts the spells of waiting: what was scheduled in an earlier one must do nothing
-    resetting: SUSPENDING on the way back to waiting, and not to SUSPENDED
-    shell:     it holds quota though it has no nodes
+    tries:     number of its periods of waiting; steps scheduled in an earlier period do nothing
+    resetting: operation of the reset for which it is SUSPENDING; empty: it will be SUSPENDED
+    shell:     it uses quota although it has no nodes
+    lingers:   it stays waiting after the end of its validity
     """
 
     record: QueuedRecord
@@ -52,7 +52,7 @@ class QueuedLife:
         return self.record.path
 
 
-# --- what a caller asks for, and what it is told ----------------------------------------------------------------------
+# --- requests and answers ---------------------------------------------------------------------------------------------
 
 
 class QueueState(IntEnum):
@@ -71,11 +71,11 @@ class QueueState(IntEnum):
 
 WAITING = (QueueState.ACCEPTED, QueueState.WAITING_FOR_RESOURCES)
 SHELLS = (QueueState.FAILED, QueueState.SUSPENDED)
-"""Nothing happens to these any more until somebody deletes or resets them."""
+"""These change no more until a caller deletes or resets them."""
 
 
 class Initiator(IntEnum):
-    """`QueuedResourceState.StateInitiator`: who made it SUSPENDING; SERVICE means preempted."""
+    """`QueuedResourceState.StateInitiator`: the cause of SUSPENDING; SERVICE means preempted."""
 
     UNSPECIFIED = 0
     USER = 1
@@ -110,7 +110,7 @@ class QueuedNodeSpec:
     """
     One `node_spec`: a node by its id, or a multislice of `count` nodes called `<prefix>-0`, `<prefix>-1`, ...
 
-    prefix: empty where none was given: the id of the queued resource is used
+    prefix: empty: the id of the queued resource
     """
 
     spec: NodeSpec
@@ -151,12 +151,12 @@ class Validity:
 @dataclass(frozen=True, slots=True)
 class QueuedSpec:
     """
-    What a caller asks for.
+    The settings of a queued resource that a caller may choose.
 
     tier: `spot`, `guaranteed`, `best-effort` (v2alpha1) or empty; min_duration and reserved belong to `guaranteed`
     """
 
-    wishes: tuple[QueuedNodeSpec, ...] = ()
+    nodes: tuple[QueuedNodeSpec, ...] = ()
     tier: str = ""
     min_duration: timedelta | None = None
     reserved: bool = False

@@ -1,10 +1,9 @@
 """
-The nouns of the emulated cloud: what a call says, and what it answers.
+The records of the emulated API: nodes, operations, the parts of requests and answers.
 
-Plain dataclasses without protobuf, so that the world can be driven in virtual time; the gRPC server translates at its
-edge. Records that the world hands out are frozen and are replaced, never changed: the same object means the same
-content, so a server may cache a translation by identity. Numbers are those of google.cloud.tpu.v2. What machines are
-told to do is in `machine_effects`.
+Plain dataclasses without protobuf, so that a world can run in virtual time; `api` translates them. Records that the
+world returns are frozen and are replaced, never changed: the same object means the same content, so a server may cache
+a translation by identity. Numbers are those of google.cloud.tpu.v2.
 """
 
 from __future__ import annotations
@@ -116,10 +115,10 @@ class DataDisk:
 @dataclass(frozen=True, slots=True)
 class NodeSpec:
     """
-    What a caller may say about a node. Either `accelerator_type` or `accelerator_config` is given.
+    The settings of a node that a caller may choose. Either `accelerator_type` or `accelerator_config` is given.
 
-    networks:    `network_configs`, which excludes `network_config`; has_network: whether that one was given
-    api_version: the version it was said in, a number of `Node.ApiVersion`: V2_ALPHA1 3, V2 4
+    networks:    `network_configs`, which excludes `network_config`; has_network: whether `network_config` was given
+    api_version: the version of the request, a number of `Node.ApiVersion`: V2_ALPHA1 3, V2 4
     """
 
     accelerator_type: str = ""
@@ -158,7 +157,7 @@ class NodeSpec:
 
 
 class AddressPair(NamedTuple):
-    """Addresses of one worker; `external` is empty unless external IPs are on, `internal` while it is not made."""
+    """Addresses of one worker; `external` is empty without external IPs, `internal` until the worker is made."""
 
     internal: str
     external: str = ""
@@ -180,8 +179,8 @@ class NodeRecord:
     One node as the API shows it at this instant.
 
     `endpoints`: index = worker number; empty or short while CREATING; kept after PREEMPTED. Port is 8470.
-    `state` and `health` are plain numbers: an operator may set ones that no package knows. `unknown_fields`: it is
-    shown with fields that no package knows. `queued_resource`: name of its owner, empty for a plain node.
+    `state` and `health` are plain numbers: an operator may set some that no package knows. `unknown_fields`: the API
+    shows it with fields that no package knows. `queued_resource`: name of its owner, empty for a plain node.
     """
 
     path: NodePath
@@ -203,7 +202,7 @@ class NodeRecord:
 
 
 class Response(Protocol):
-    """What an operation was about, as it was at the end: a node or a queued resource."""
+    """The resource of an operation at its end: a node or a queued resource."""
 
     @property
     def name(self) -> str: ...
@@ -214,8 +213,7 @@ class OperationRecord:
     """
     A long-running operation as last known. Verbs: create, delete, update, stop, start, reset, and those of alpha.
 
-    `error` is (code, message) of a google.rpc.Status. `response` is the node or queued resource, None for
-    Empty.
+    `error` is (code, message) of a google.rpc.Status. `response` is the node or queued resource, None for Empty.
     `api_version`: of the call that began it; its metadata and answer are messages of that version.
     """
 
@@ -254,11 +252,11 @@ class GuestAttribute(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class CallFate:
     """
-    What becomes of one call: drawn before it, honoured by whoever carries it.
+    The fate of one call: drawn before the call, honoured by the server that makes it.
 
-    Wait `before_seconds`; if `applied`, call the world (handing it this fate, for the audit log); wait `after_seconds`;
-    if `error` is set, answer with it whatever the world said (an answer lost after taking effect).
-    Not `applied`: the world must not be called; `fate` has logged the call already.
+    Wait `before_seconds`; if `applied`, call the world (with this fate, for the audit log); wait `after_seconds`; if
+    `error` is set, answer with it instead of the world's answer (which was lost after the call took effect).
+    Not `applied`: the world must not be called; `CallPath.fate` has logged the call already.
     """
 
     before_seconds: float = 0.0
@@ -273,4 +271,4 @@ class CallFate:
 
 
 PLAIN = CallFate()
-"""The fate of a call that nothing happens to."""
+"""The fate of a call without latency and without faults."""

@@ -1,4 +1,4 @@
-"""What a create must say, and what the service refuses in the call: arguments, permissions, types, labels."""
+"""Checks of requests, which the service refuses in the call: arguments, permissions, types, labels."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ GENERATION_NUMBERS: Mapping[int, str] = {2: "v2", 4: "v3", 7: "v4", 9: "v5e", 10
 
 def check_spec(zone: str, node_id: str, spec: NodeSpec, config: WorldConfig) -> tuple[NodeSpec, Accelerator]:
     """
-    The request as the service keeps it (the type filled in) and what it asks for.
+    The request as the service keeps it (the type filled in), and the accelerator that it asks for.
 
-    Raises: ApiError: 3 for what is malformed or unknown, 7 for what this project may not have.
+    Raises: ApiError: 3 for a malformed or unknown value, 7 for one that this project may not use.
     """
     settings = config.zones[zone]
     if not _NODE_ID.fullmatch(node_id):
@@ -40,14 +40,14 @@ def check_spec(zone: str, node_id: str, spec: NodeSpec, config: WorldConfig) -> 
     if not settings.supported:
         raise texts.unsupported_zone(zone)
     accelerator = resolve_accelerator(zone, spec, settings)
-    if not _knows_runtime(spec.runtime_version, accelerator, settings):
+    if not _has_runtime(spec.runtime_version, accelerator, settings):
         raise texts.unknown_runtime(spec.runtime_version, accelerator.type, zone)
     _check_access(zone, spec, accelerator, config)
     return replace(spec, accelerator_type=accelerator.type), accelerator
 
 
 def check_queued_id(queued_id: str) -> None:
-    """Raises: ApiError (3). What the service allows is not published: taken for the same as for nodes."""
+    """Raises: ApiError (3). The allowed form is not published; this is the one for nodes."""
     if not _QUEUED_ID.fullmatch(queued_id):
         raise texts.bad_argument(f'Invalid queued resource id "{queued_id}".')
 
@@ -63,7 +63,7 @@ def _check_words(spec: NodeSpec) -> None:
 
 
 def check_changeable(spec: NodeSpec) -> None:
-    """What an update may change as well. Raises: ApiError (3)."""
+    """Check the fields that an update may change too. Raises: ApiError (3)."""
     if len(spec.description) > DESCRIPTION_LIMIT:
         raise texts.bad_argument(f"The description is longer than {DESCRIPTION_LIMIT} characters.")
     if len(spec.labels) > LABELS_LIMIT:
@@ -84,7 +84,7 @@ def _check_access(zone: str, spec: NodeSpec, accelerator: Accelerator, config: W
 
 
 def resolve_accelerator(zone: str, spec: NodeSpec, settings: ZoneConfig) -> Accelerator:
-    """Raises: ApiError (3): both or neither of type and config, or not to be had in *zone*."""
+    """Raises: ApiError (3): both or neither of type and config, or *zone* does not offer it."""
     if bool(spec.accelerator_type) == bool(spec.accelerator_config):
         raise texts.bad_argument("Exactly one of accelerator_type and accelerator_config must be set.")
     if spec.accelerator_config is not None:
@@ -118,7 +118,7 @@ def _offers(zone: str, settings: ZoneConfig, accelerator: Accelerator) -> bool:
 
 
 def offered_types(zone: str, settings: ZoneConfig) -> tuple[str, ...]:
-    """What GetAcceleratorTypes lists: as configured, else what the catalogue knows of the zone, else everything."""
+    """The answer of ListAcceleratorTypes: as configured, else the catalogue's for the zone, else all of it."""
     if settings.accelerators is not None and ANY_TYPE not in settings.accelerators:
         return settings.accelerators
     return () if settings.accelerators == () else _catalogued(zone, everything=bool(settings.accelerators))
@@ -138,7 +138,7 @@ def offered_configs(name: str) -> tuple[AcceleratorConfig, ...]:
 
 
 def offered_runtimes(zone: str, settings: ZoneConfig) -> tuple[str, ...]:
-    """What GetRuntimeVersions lists."""
+    """The answer of ListRuntimeVersions."""
     if settings.runtimes is not None:
         return settings.runtimes
     types = [_of_type(name) for name in offered_types(zone, settings)]
@@ -147,7 +147,7 @@ def offered_runtimes(zone: str, settings: ZoneConfig) -> tuple[str, ...]:
     )
 
 
-def _knows_runtime(runtime: str, accelerator: Accelerator, settings: ZoneConfig) -> bool:
+def _has_runtime(runtime: str, accelerator: Accelerator, settings: ZoneConfig) -> bool:
     former = FORMER_RUNTIMES.get(accelerator.generation, ())
     known = settings.runtimes if settings.runtimes is not None else (*accelerator.runtimes, *former)
     return any(_runtime_pattern(one).fullmatch(runtime) for one in known)
@@ -159,7 +159,7 @@ FORMER_RUNTIMES: Mapping[str, tuple[str, ...]] = {
     "v4": ("v2-alpha-tpuv4", "v2-alpha-tpuv4-pod", "v2-nightly-tpuv4", "tpu-vm-v4-base"),
 }
 """
-Taken, and listed no more: gcloud scripts of 2022 name them.
+Accepted, although no longer listed: gcloud scripts of 2022 name them.
 
 Source: the first tpucare (`v2-alpha`), and Google's pages on TPU software versions of 2021 to 2023.
 """
@@ -167,6 +167,6 @@ Source: the first tpucare (`v2-alpha`), and Google's pages on TPU software versi
 
 @functools.cache
 def _runtime_pattern(runtime: str) -> re.Pattern[str]:
-    """The catalogue writes `tpu-vm-tf-<version>[-pod][-pjrt]`: a placeholder, and optional parts in brackets."""
+    """The catalogue writes `tpu-vm-tf-<version>[-pod][-pjrt]`: a placeholder, then optional parts in brackets."""
     pattern = re.escape(runtime).replace(r"\[", "(").replace(r"\]", ")?")
     return re.compile(re.sub(r"<[a-z]+>", r"[0-9][0-9a-z.]*", pattern))

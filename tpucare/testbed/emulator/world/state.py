@@ -37,7 +37,7 @@ AuditRecord = dict[str, Any]
 
 @dataclass(slots=True)
 class WorkerLife:
-    """One host VM. `missing`: it will never be made. `up`: told to boot, and neither killed nor silent since."""
+    """One host VM. `missing`: it is never made. `up`: ordered to boot and not killed since. `silent`: it hangs."""
 
     number: int
     address: str
@@ -48,19 +48,19 @@ class WorkerLife:
     guest_since: datetime | None = None
 
     def guest_attributes(self) -> tuple[GuestAttribute, ...]:
-        """What its guest agent wrote, be it published yet or not."""
+        """The attributes that its guest agent wrote, published or not."""
         return tuple(GuestAttribute(space, key, value) for (space, key), value in sorted(self.guest.items()))
 
 
 @dataclass(eq=False, slots=True)
 class NodeLife:
     """
-    One incarnation of a node, with what the API does not show.
+    One incarnation of a node, with the facts that the API does not show.
 
-    doomed: its end as a machine is decided, its share of capacity is given back
-    dead:   nothing boots on it any more (it may have fallen silent only)
+    doomed: its preemption is decided, its share of capacity is released
+    dead:   no worker boots on it any more (its workers may only be silent)
     killed: every process on it was ended
-    gone:   it exists no more; what was scheduled for it must do nothing
+    gone:   it does not exist any more; steps scheduled for it do nothing
     """
 
     record: NodeRecord
@@ -93,17 +93,17 @@ class NodeLife:
 
     @property
     def is_any_up(self) -> bool:
-        """Some worker was told to boot and not killed since; only then have machines anything to do."""
+        """True when some worker was ordered to boot and not killed since: only then do machines get effects."""
         return any(worker.up for worker in self.workers)
 
     @property
     def is_serving(self) -> bool:
-        """Every worker is up and reachable, and nothing is on its way to end that."""
+        """True when every worker is up and answers, and the node is neither preempted nor being deleted."""
         return not (self.doomed or self.deleting) and all(worker.up and not worker.silent for worker in self.workers)
 
 
 class Timeline:
-    """What will happen, in order of time; equal instants keep the order in which they were scheduled."""
+    """Scheduled events in order of time; events of the same instant keep the order in which they were scheduled."""
 
     def __init__(self, start: datetime) -> None:
         self.now = start
@@ -129,15 +129,15 @@ class Timeline:
 
 
 class ChangedKeys(dict[tuple[str, str], None]):
-    """Keys (zone, node id) that a reader has yet to look at, in the order of their changes; the reader empties it."""
+    """Keys (zone, node id) of changed nodes that a reader has not read yet, in order; the reader empties it."""
 
 
 class Listings:
     """
-    What ListNodes shows of one project, sorted by zone and name: pages cost as much as they hold.
+    The nodes that ListNodes shows for one project, sorted by zone and name: a page costs as much as it holds.
 
-    Kept apart from the nodes themselves, because lists lag behind them. Whoever follows it (`follow`) is given the keys
-    that changed, so that a listing can cost as much as it changed.
+    Separate from the nodes themselves, because lists lag behind them. `follow` returns the keys that changed, so that a
+    listing costs its reader as much as it changed.
     """
 
     def __init__(self) -> None:
@@ -152,7 +152,7 @@ class Listings:
         return self._records.get(key)
 
     def follow(self) -> ChangedKeys:
-        """Every key shown, changed or hidden from now on is added to what this returns, while anybody holds it."""
+        """A record of every key that is shown, changed or hidden from now on; kept up while the caller holds it."""
         touched = ChangedKeys(dict.fromkeys(self._keys))
         self._followers = [one for one in self._followers if one() is not None]
         self._followers.append(weakref.ref(touched))
@@ -171,7 +171,7 @@ class Listings:
         self._touch(key)
 
     def update(self, record: NodeRecord) -> None:
-        """Change what is shown, if this incarnation is shown at all."""
+        """Show the new record of a node, if this incarnation is shown at all."""
         key = (record.path.zone, record.path.node_id)
         shown = self._records.get(key)
         if shown is not None and shown.id == record.id:
@@ -201,7 +201,7 @@ class Listings:
 
 
 class AddressPool:
-    """Unique addresses; a freed one is given out again before any fresh one, as in the real world."""
+    """Unique addresses; a freed address is used again before any fresh one, as in the real world."""
 
     def __init__(self, network: str) -> None:
         try:
@@ -228,8 +228,8 @@ class State:
     """
     Everything that a world remembers, shared by all its parts.
 
-    config:         by which everything is drawn from now on; the operator may replace it
-    unknown_fields: every answer of the API bears fields that no package knows
+    config:         the settings in force; the operator may replace them
+    unknown_fields: show every answer of the API with fields that no package knows
     """
 
     def __init__(self, config: WorldConfig, start: datetime, seed: int) -> None:
@@ -258,7 +258,7 @@ class State:
         return self.timeline.now
 
     def stream(self, name: str) -> random.Random:
-        """A stream of chance of its own, so that one part of a world does not shift another."""
+        """A random stream of its own, so that draws of one part of a world do not shift those of another."""
         return random.Random(f"{self._seed}/{name}")
 
     def log(self, kind: str, **fields: object) -> None:
@@ -272,7 +272,7 @@ class State:
             self.on_record(record)
 
     def log_node(self, life: NodeLife, event: str, **fields: object) -> None:
-        """One event in the life of a node."""
+        """Log an event in the life of a node."""
         record = life.record
         self.log("node", event=event, name=record.name, id=record.id, state=int(record.state), **fields)
 
@@ -324,7 +324,7 @@ class State:
     def close_operation(
         self, name: str, *, error: tuple[int, str] | None = None, response: Response | None = None
     ) -> bool:
-        """End an operation, once; False when it had ended before or is forgotten."""
+        """End an operation, once; False when it has ended before or was dropped."""
         operation = self.operations.get(name)
         if operation is None or operation.done:
             return False
@@ -337,7 +337,7 @@ class State:
         return True
 
     def advance(self, now: datetime) -> None:
-        """Play what is due, and forget operations that ended too long ago."""
+        """Run the events that are due, and drop operations that ended too long ago."""
         self.timeline.advance(now)
         while self._ended and self._ended[0][0] + self._operation_kept < self.now:
             self.operations.pop(self._ended.popleft()[1], None)
