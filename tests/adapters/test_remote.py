@@ -334,7 +334,7 @@ def test_server_that_floods_before_the_login(opened: Callable[..., Door], what: 
         door = opened(flood.server_address[1])
         with pytest.raises(WorkerSilent, match="dropped during the SSH handshake"):
             door.remote.run(Worker(node_key(), 1, 0, "127.0.0.1"), "true", deadline=timedelta(minutes=5))
-        assert flood.said < 32 << 20, "what the kernel takes for a socket nobody reads, and no more"
+        assert flood.sent < 32 << 20, "what the kernel takes for a socket nobody reads, and no more"
     finally:
         flood.close()
 

@@ -40,5 +40,5 @@ def test_a_port_that_is_taken_everywhere_is_named(monkeypatch: pytest.MonkeyPatc
         taken = everywhere.getsockname()[1]
         with pytest.raises(ConfigError, match=f"port {taken} is taken"):
             claim([taken])
-    with closing(claim([])), closing(claim([])), pytest.raises(ConfigError, match="another emulator's"):
+    with closing(claim([])), closing(claim([])), pytest.raises(ConfigError, match="other emulators use"):
         claim([])

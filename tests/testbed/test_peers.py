@@ -198,6 +198,6 @@ def test_where_the_system_tells_nothing_everybody_is_served(monkeypatch: pytest.
         raise FileNotFoundError
 
     monkeypatch.setattr(peers, "uid_by_netlink", silent)
-    assert peers._way.__wrapped__() is uid_by_table
+    assert peers._find_method.__wrapped__() is uid_by_table
     monkeypatch.setattr(peers, "uid_by_table", silent)
-    assert peers._way.__wrapped__() is None
+    assert peers._find_method.__wrapped__() is None

@@ -943,7 +943,7 @@ def test_a_world_that_cannot_be_read(tmp_path: Path) -> None:
         ("{}", "w.yaml: zones: Field required"),
         ("zones: {a: {}}\ncolour: red", "w.yaml: colour: unknown key"),
         ("zones: {a: {capacity: [{amount: 1, trace: x}]}}", "zones.a.capacity.0: give exactly one of"),
-        ("zones: {a: {}}\nlatencies: {delete: 5 minutes}", "'5 minutes' is no length of time"),
+        ("zones: {a: {}}\nlatencies: {delete: 5 minutes}", "'5 minutes' is not a length of time"),
         ("zones: {a: {}}\nquotas: [{limit: 3}]", "quotas.0: give either zone or region"),
         ("zones: {a: {}}\nfaults: {calls: {slow: 2}}", "faults.calls.slow: "),
     ],

@@ -1,10 +1,10 @@
 """
-Whom the servers of the test bed serve: processes of their own user and of root, and no page in a browser.
+Access to the servers of the test bed: processes of their own user and of root, and no page in a browser.
 
-The API lets its caller log in to workers, which are processes of the emulator's user, so loopback alone is no fence:
-every user of the machine is there, and so is every page that a browser shows. Linux tells which user holds the other
-end of a loopback connection, exactly by its `sock_diag` netlink, else in /proc/net/tcp. Where neither is there, every
-local user is served, and the log says so.
+The API lets its caller log in to workers, which are processes of the emulator's user. Loopback alone does not protect
+it: every user of the machine can connect there, and so can every page that a browser shows. Linux names the user of the
+other end of a loopback connection, exactly by its `sock_diag` netlink, else in /proc/net/tcp. Where the system has
+neither, every local user is served, and a warning is logged.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ _log = structlog.get_logger("tpucare.emulator")
 
 def is_ours(peer: Address, served: Address) -> bool:
     """
-    Whether the process at the other end of a connection is of our user, or root's.
+    True when the process at the other end of a connection belongs to our user or to root.
 
     peer: the client's end        served: our end
     """
-    way = _way()
-    return way is None or way(peer, served) in (os.geteuid(), 0)
+    uid_of = _find_method()
+    return uid_of is None or uid_of(peer, served) in (os.geteuid(), 0)
 
 
 def uid_by_netlink(peer: Address, served: Address) -> int | None:
     """
-    The user who holds the client's end of a connection; None: no process does, or not any more.
+    The user of the client's end of a connection; None: no process holds it (any more).
 
-    Raises: OSError: the kernel does not answer such questions.
+    Raises: OSError: the kernel does not support the request.
     """
     ports = [struct.pack("!H", port) for _, port in (peer, served)]
     hosts = [socket.inet_aton(host).ljust(16, b"\0") for host, _ in (peer, served)]
@@ -59,10 +59,10 @@ def uid_by_netlink(peer: Address, served: Address) -> int | None:
     header = _MESSAGE_HEADER.pack(_MESSAGE_HEADER.size + len(question), _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST, 1, 0)
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, _NETLINK_SOCK_DIAG) as kernel:
         kernel.send(header + question)
-        said = kernel.recv(4096)
-    if _MESSAGE_HEADER.unpack_from(said)[1] != _SOCK_DIAG_BY_FAMILY:
+        answer = kernel.recv(4096)
+    if _MESSAGE_HEADER.unpack_from(answer)[1] != _SOCK_DIAG_BY_FAMILY:
         return None
-    _, state, _, _, *found_ports, _, _, _, _, _, _, _, uid, inode = _ANSWER.unpack_from(said, _MESSAGE_HEADER.size)
+    _, state, _, _, *found_ports, _, _, _, _, _, _, _, uid, inode = _ANSWER.unpack_from(answer, _MESSAGE_HEADER.size)
     # Without such a connection the kernel names a socket that listens on the client's port. A socket without an inode
     # was closed by its process, and its uid reads 0: that is not root.
     return uid if state != _LISTEN and found_ports == ports and inode else None
@@ -70,7 +70,7 @@ def uid_by_netlink(peer: Address, served: Address) -> int | None:
 
 def uid_by_table(peer: Address, served: Address) -> int | None:
     """
-    As `uid_by_netlink`, from /proc/net/tcp and tcp6, whose length grows with all connections of the machine.
+    As `uid_by_netlink`, from /proc/net/tcp and tcp6; slower, for they list all connections of the machine.
 
     Raises: OSError: there is no such file.
     """
@@ -90,29 +90,29 @@ def _in_hexadecimal(host: str) -> str:
 
 
 @functools.cache
-def _way() -> UidOf | None:
-    """The first way that finds our own uid at the end of a connection that we made; None: there is none here."""
+def _find_method() -> UidOf | None:
+    """The first method that finds our own uid on a connection of our own; None: no method works here."""
     with (
         socket.create_server(("127.0.0.1", 0)) as listener,
         socket.create_connection(listener.getsockname()) as client,
     ):
-        for way in (uid_by_netlink, uid_by_table):
+        for method in (uid_by_netlink, uid_by_table):
             try:
-                if way(client.getsockname(), listener.getsockname()) == os.geteuid():
-                    return way
+                if method(client.getsockname(), listener.getsockname()) == os.geteuid():
+                    return method
             except (OSError, AttributeError):
-                continue  # AttributeError: `socket.AF_NETLINK` is of Linux
-    _log.warning("the emulator serves every user of this machine: the system does not tell who connects")
+                continue  # AttributeError: `socket.AF_NETLINK` exists on Linux only
+    _log.warning("the emulator serves every user of this machine: the system does not name the user of a connection")
     return None
 
 
 def is_from_a_page(headers: Mapping[str, str], served: Address, *names: str) -> bool:
     """
-    Whether a request may come from a page in a browser; *headers* with names in lower case.
+    True when a request may come from a page in a browser; names of *headers* are in lower case.
 
-    Browsers name the page's origin with what changes something, and a page whose name was made to mean this machine
-    (DNS rebinding) is known by that name.
-    names: further names of this server, which nobody else can have
+    Browsers send the page's origin with requests that change something. A page whose name was made to resolve to this
+    machine (DNS rebinding) is recognised by that name in the Host header.
+    names: further names of this server, which no other host can have
     """
     if "origin" in headers or any(name.startswith("sec-fetch-") for name in headers):
         return True
@@ -123,7 +123,7 @@ def is_from_a_page(headers: Mapping[str, str], served: Address, *names: str) -> 
 
 
 class GuardedConnection(BaseHTTPRequestHandler):
-    """An HTTP connection of the emulator: each request of somebody else is refused before its body is read."""
+    """An HTTP connection of the emulator: requests of other users and of pages are refused before the body is read."""
 
     def setup(self) -> None:
         super().setup()
@@ -138,5 +138,5 @@ class GuardedConnection(BaseHTTPRequestHandler):
             return True
         why = "for pages in a browser" if self._is_ours else "for other users of this machine"
         self.close_connection = True
-        self.send_error(HTTPStatus.FORBIDDEN, explain=f"The emulator is not there {why}.")
+        self.send_error(HTTPStatus.FORBIDDEN, explain=f"The emulator is not {why}.")
         return False

@@ -4,7 +4,7 @@ The control socket of a running emulator: one JSON object per line in, one per l
     {"do": "preempt", "selector": "pod-0"}   ->   {"ok": true, "touched": ["pod-0-a1"]}
     {"do": "premept"}                        ->   {"ok": false, "error": "no action 'premept', did you mean ..."}
 
-What may be ordered is `orders`.
+`orders` defines the orders.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ANSWER_TIMEOUT_SECONDS = 30.0
 IDLE_TIMEOUT_SECONDS = 300.0
 
 ApplyOrder = Callable[[object], Mapping[str, Any]]
-"""Carries out one decoded order and returns what to answer. Raises: ConfigError: what was wrong with it."""
+"""Applies one decoded order and returns its answer. Raises: ConfigError: the order is wrong."""
 
 
 class ControlSocket:
@@ -57,7 +57,7 @@ def request(socket_path: Path | str, order: Mapping[str, Any]) -> dict[str, Any]
     """
     Send one order to a running emulator and return its answer, without `ok`.
 
-    Raises: ConfigError: nobody answers there, or the order was wrong; the text is the emulator's one line.
+    Raises: ConfigError: no emulator answers there, or the order was wrong; the text is the emulator's one line.
     """
     try:
         with socket.socket(socket.AF_UNIX) as channel:
@@ -92,7 +92,7 @@ class _OrderConnection(socketserver.StreamRequestHandler):
 
 
 def _answer(line: bytes, apply: ApplyOrder) -> dict[str, Any]:
-    """Never raises: whatever comes in, one line goes out."""
+    """The answer to any line, malformed ones included. Never raises."""
     try:
         return {"ok": True, **apply(json.loads(line))}
     except ConfigError as error:
@@ -100,4 +100,4 @@ def _answer(line: bytes, apply: ApplyOrder) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return {"ok": False, "error": "an order is one JSON object on one line"}
     except Exception as error:
-        return {"ok": False, "error": f"the emulator failed at it: {type(error).__name__}: {error}"}
+        return {"ok": False, "error": f"the emulator failed to apply the order: {type(error).__name__}: {error}"}

@@ -1,8 +1,8 @@
 """
-A small HTTP/1.1 server on the loopback, for the faces of the emulated cloud that speak JSON: `rest` and `object_face`.
+A small HTTP/1.1 server on the loopback, for `api.rest` and `storage.api`.
 
-Each connection has a thread of its own, because a call sleeps its latency there. What a request means is for the
-caller to say; this reads whole bodies, answers, and leaves nothing behind when it is stopped.
+Each connection has a thread of its own, because a call sleeps its latency there. The server reads whole bodies and
+writes answers; the caller's function makes them. `stop` leaves no thread and no connection behind.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class HttpRequest:
 
 @dataclass(frozen=True, slots=True)
 class HttpAnswer:
-    """What goes back. A Content-Length is added; `HEAD` leaves the body out."""
+    """One answer. The server adds a Content-Length, and leaves the body out for HEAD."""
 
     status: int
     body: bytes = b""
@@ -77,8 +77,8 @@ class HttpService:
         self._thread.start()
 
     def stop(self) -> None:
-        """Cut off what is under way, and wait for its threads. May be called twice."""
-        self._server.hang_up()
+        """Cut open connections, and wait for their threads. May be called twice."""
+        self._server.close_connections()
         self._thread.join()
         self._server.server_close()
 
@@ -109,7 +109,7 @@ class _HttpServer(socketserver.ThreadingTCPServer):
                 self._open.add(connection)
             self.process_request(connection, peer)
 
-    def hang_up(self) -> None:
+    def close_connections(self) -> None:
         """Shutting a listening socket down wakes the thread that accepts; closing it would not."""
         with self._lock:
             self._closed = True
@@ -126,7 +126,7 @@ class _HttpServer(socketserver.ThreadingTCPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: object, client_address: object) -> None:  # noqa: ARG002
-        """Clients come and go as they like; what is wrong with an answer was logged before."""
+        """A client may leave at any time; errors of an answer have been logged before."""
         _log.debug("a connection broke", peer=str(client_address), error=repr(sys.exception()))
 
 
@@ -162,7 +162,7 @@ class _HttpConnection(GuardedConnection):
     do_GET = do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = _serve
 
     def _body(self) -> bytes | None:
-        """The whole body; None: longer than anybody means."""
+        """The whole body; None: longer than BODY_LIMIT."""
         if self.headers.get("Transfer-Encoding", "").lower() == "chunked":
             return self._chunks()
         length = self.headers.get("Content-Length", "0")
@@ -196,4 +196,4 @@ class _HttpConnection(GuardedConnection):
             self.wfile.write(answer.body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """The audit log tells of calls."""
+        """Calls are in the audit log."""

@@ -1,8 +1,8 @@
 """
-Cloud straight over a World, without gRPC: for stories and simulations in virtual time, where a month passes in minutes.
+`ports.Cloud` directly over a World, without gRPC: for stories and simulations in virtual time.
 
 It passes the same contract tests as the real client over the real service, shares its classification of errors and
-its notion of what changed, and honours what `World.fate` draws: latency, deadlines, lost answers.
+its differ of snapshots, and honours the fate that `CallPath.fate` draws: latency, deadlines, lost answers.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ class InProcessCloud:
     `ports.Cloud`. Not thread-safe: virtual time has one thread.
 
     now:  the virtual clock
-    wait: told of every length (seconds) that a caller of the real service would wait for an answer; a virtual
+    wait: called with every length (seconds) that a caller of the real service would wait for an answer; a virtual
           executor lets the effect end so much later. The world sees a call at the instant at which it is made.
-    `asked` is told of method and name of every call, reads too, which an audit log may leave out.
+    `asked` is called with method and name of every call, also of reads, which an audit log may leave out.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class InProcessCloud:
         return followed.listing(shown, dark, self._now())
 
     def close(self) -> None:
-        """Whoever listed is no more, and follows no listing: each change would be noted for it without end."""
+        """Stop following listings; else each of their changes would be recorded for a reader that is gone."""
         self._followed.clear()
 
     def _list_call(self, project: str) -> Callable[[CallFate], frozenset[str]]:
@@ -169,7 +169,7 @@ class InProcessCloud:
         return self._read(Where.GET, "GetNode", name, lambda fate: self._world.api.get_node(name, self._now(), fate))
 
     def _read(self, where: Where, method: str, name: str, act: Callable[[CallFate], T]) -> T:
-        """A call that changes nothing: repeated as the real client repeats it."""
+        """A read, repeated as the real client repeats it."""
         for _ in range(READ_TRIES - 1):
             try:
                 return self._call(where, method, name, self._limits.read, act)
@@ -179,56 +179,56 @@ class InProcessCloud:
         return self._call(where, method, name, self._limits.read, act)
 
     def _call(self, where: Where, method: str, name: str, deadline: timedelta, act: Callable[[CallFate], T]) -> T:
-        """One call with the fate that the world draws for it; past its deadline the caller knows nothing."""
+        """One call with the fate that the world draws for it; after its deadline the caller gets no answer."""
         self.asked(method, name)
         fate = self._world.calls.fate(method, name, self._now(), PEER)
-        patience = deadline.total_seconds()
+        limit = deadline.total_seconds()
         with _translated(where):
             result: T | None = None
             refusal = fate.error
-            if fate.before_seconds > patience:
-                # It takes hold after its caller has given up on it.
-                self._world.state.timeline.after(fate.before_seconds, lambda: self._late(act, fate))
+            if fate.before_seconds > limit:
+                # It takes effect after its caller has given up.
+                self._world.state.timeline.after(fate.before_seconds, lambda: self._apply_late(act, fate))
             elif fate.applied:
                 try:
                     result = act(fate)
                 except ApiError as error:
                     refusal = refusal or error
-            self._wait(min(fate.latency_seconds, patience))
-            if fate.latency_seconds > patience:
+            self._wait(min(fate.latency_seconds, limit))
+            if fate.latency_seconds > limit:
                 raise ApiError(DEADLINE_EXCEEDED, "Deadline Exceeded")
             if refusal is not None:
                 raise refusal
         assert result is not None
         return result
 
-    def _late(self, act: Callable[[CallFate], object], fate: CallFate) -> None:
-        """Nobody waits for the answer any more."""
+    def _apply_late(self, act: Callable[[CallFate], object], fate: CallFate) -> None:
+        """Apply a call whose caller has given up; its answer is lost."""
         with suppress(ApiError):
             act(replace(fate, error=texts.lost()))
 
 
 @dataclass(slots=True)
 class _Followed:
-    """One project as last listed, and which of its nodes may have changed since then."""
+    """One project as last listed, and the nodes that may have changed since."""
 
-    roll: SnapshotDiffer[NodeRecord]
+    differ: SnapshotDiffer[NodeRecord]
     touched: ChangedKeys
     was_dark: bool = False
 
     def listing(self, shown: Listings, dark: frozenset[str], now: datetime) -> Listing:
-        """At the cost of what changed; where zones are dark, or were at the last look, at the cost of all."""
+        """Costs as much as changed; where zones are dark, or were at the last listing, as much as all nodes."""
         touched = list(self.touched)
         self.touched.clear()
-        # Nodes that a dark zone hid from the last look did not change, and are new all the same.
+        # Nodes that a dark zone hid from the last listing have not changed, and are new to the caller all the same.
         was_dark, self.was_dark = self.was_dark, bool(dark)
         if not (dark or was_dark):
-            project = self.roll.project
+            project = self.differ.project
             changes = ((_name(project, *key), shown.get(key)) for key in touched)
-            if (listing := self.roll.incremental(changes, now)) is not None:
+            if (listing := self.differ.incremental(changes, now)) is not None:
                 return listing
         records = [(record.name, record) for record in shown.after("-", None, dark)]
-        return self.roll.full(records, dark, now)
+        return self.differ.full(records, dark, now)
 
 
 @contextmanager
@@ -261,7 +261,7 @@ def operation_of(record: OperationRecord) -> Operation:
 
 
 def spec_of(request: NodeRequest) -> NodeSpec:
-    """What the real client would say in CreateNode."""
+    """The settings that the real client sends in CreateNode."""
     place = request.place
     return NodeSpec(
         accelerator_type=place.accelerator_type,

@@ -1,8 +1,8 @@
 """
-What an operator may ask of a running world, as strict records: one class per action of `World`, checked before it acts.
+The orders to a running emulator, as strict records: one class per action of `Operator`, checked before it is applied.
 
 An order is a JSON object whose `do` names the action; lengths are seconds or texts such as `90s`, states and health are
-numbers or names. An unknown key, a length beyond ten years, a code that gRPC lacks are refused: a wrong order is a
+numbers or names. An unknown key, a length beyond ten years and a code that gRPC lacks are refused: a wrong order is a
 ConfigError of one line.
 """
 
@@ -37,7 +37,7 @@ def number_of(names: type[IntEnum]) -> BeforeValidator:
 
 
 Seconds = Annotated[lengths.Seconds, Field(le=10 * 365 * 86400)]
-"""A date of this world plus ten years still is a date; infinity is none."""
+"""At most ten years: a date of this world plus that length must still be a date."""
 State = Annotated[int, number_of(NodeState)]
 Shown = Annotated[int | Literal["never", "gone"], number_of(NodeState)]
 HealthNumber = Annotated[int, number_of(Health)]
@@ -46,7 +46,7 @@ Answer = Mapping[str, Any]
 
 
 class BaseOrder(Strict):
-    """`apply` acts on the world, under its lock, and says what was touched."""
+    """`apply` changes the world, under its lock, and returns the answer, for example the ids of changed nodes."""
 
     def apply(self, world: World, now: datetime) -> Answer:
         raise NotImplementedError
@@ -60,7 +60,7 @@ def length(seconds: float | None) -> timedelta | None:
     return None if seconds is None else timedelta(seconds=seconds)
 
 
-# --- nodes, their workers and queued resources: how they end, and what the API says of those that live ----------------
+# --- nodes, their workers and queued resources ------------------------------------------------------------------------
 
 
 class Preempt(BaseOrder):
@@ -228,7 +228,7 @@ class MissWorker(BaseOrder):
         return {}
 
 
-# --- the service as a whole: how much room a zone has, outages, and what becomes of the next call ---------------------
+# --- the service: capacity, outages, the next calls -------------------------------------------------------------------
 
 
 class SetCapacity(BaseOrder):
@@ -382,8 +382,8 @@ def parse_order(raw: object) -> Order:
 def _first_line(error: ValidationError) -> str:
     first = error.errors()[0]
     key = ".".join(str(part) for part in first["loc"][1:2])
-    said = {"extra_forbidden": "unknown key", "missing": "is missing"}.get(first["type"], str(first["msg"]))
-    return " ".join(f"{key}: {said}".split())
+    text = {"extra_forbidden": "unknown key", "missing": "is missing"}.get(first["type"], str(first["msg"]))
+    return " ".join(f"{key}: {text}".split())
 
 
 def _nearest(word: str, words: Sequence[str]) -> str:

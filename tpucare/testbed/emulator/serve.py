@@ -36,10 +36,10 @@ def serve(
     wandb_lost_after: float = 60.0,
 ) -> None:
     """
-    Until SIGINT or SIGTERM.
+    Run an emulator until SIGINT or SIGTERM.
 
-    say: takes a line of text    ports: of gRPC, REST and Cloud Storage, each 0 = any
-    ssh_port: 0 = no machines    wandb_port: of a W&B stand-in beside the cloud; 0 = any, None = there is none
+    say: prints a line of text   ports: of gRPC, REST and Cloud Storage, each 0 = any
+    ssh_port: 0 = no machines    wandb_port: of a W&B stand-in beside the cloud; 0 = any, None = no stand-in
     Raises: ConfigError, MachineError.
     """
     config = load_world(world) if world is not None else WorldConfig.fast()
@@ -72,7 +72,7 @@ def serve(
         open_servers.enter_context(server)
         say(f"export TPUCARE_EMULATOR={shlex.quote(str(folder))}")
         if base:
-            # Any key of 40 characters logs in; a real one would be wasted on a stand-in.
+            # Any key of 40 characters logs in, so that no real one need be exposed to a stand-in.
             say(f"export WANDB_BASE_URL={base} WANDB_API_KEY={DUMMY_KEY}")
         say(f"# serving gRPC at {server.endpoint}, REST at {server.rest_endpoint}; stop with Ctrl-C")
         say(f"# Cloud Storage: export STORAGE_EMULATOR_HOST={server.storage_endpoint}")
@@ -83,7 +83,7 @@ def serve(
 
 
 def zones_text(config: WorldConfig) -> str:
-    """Each zone with the generations it offers; any other zone is refused, as one without permission."""
+    """Each zone with the generations that it offers; any other zone is refused with PERMISSION_DENIED."""
     return ", ".join(f"{name} ({_generations(name, zone)})" for name, zone in config.zones.items())
 
 
@@ -107,13 +107,13 @@ def _open_wandb(open_servers: ExitStack, folder: Path, port: int | None, seed: i
 
 def _worker_environment(base_url: str, storage: str) -> dict[str, Any]:
     """
-    What workers find in their environment: where Cloud Storage is, for Google's clients and tensorstore; and for an
-    offline sweep where W&B is, and the `python` and `wandb` that run this program.
+    The environment of workers: the address of Cloud Storage for Google's clients and tensorstore; for an offline sweep
+    the address of W&B, and a PATH with the `python` and `wandb` of this program.
     """
     env = {
         "STORAGE_EMULATOR_HOST": storage,
         "TENSORSTORE_GCS_HTTP_URL": storage,
-        # gcsfs (2026.10) asks over gRPC of which kind a bucket is, which is not served here, and waits 60 s for it.
+        # gcsfs (2026.10) asks for the kind of a bucket over gRPC, which is not served here, and waits 60 s for it.
         "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
     }
     if not base_url:

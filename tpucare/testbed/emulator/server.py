@@ -1,9 +1,8 @@
 """
-One emulated cloud, running: world, its servers (gRPC, REST, buckets), machines, control socket and audit log put
-together.
+A running emulator: a world, its servers (gRPC, REST, buckets), machines, control socket and audit log.
 
-The world has no clock and no threads; this gives it both. One thread plays what happens by itself and collects what
-machines must do, another hands that to them (`machines.driver`). Everything that touches the world holds `lock`.
+The world has no clock and no threads; this module gives it both. One thread advances the world and collects its effects
+for the machines, another applies them (`machines.driver`). Every access to the world holds `lock`.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from tpucare.testbed.emulator.world.world import World
 
 @dataclass(frozen=True, slots=True)
 class ListenPorts:
-    """Where to listen on the loopback; 0 is a free port."""
+    """Ports on the loopback; 0 is a free port."""
 
     api: int = 0
     rest: int = 0
@@ -47,7 +46,7 @@ class ListenPorts:
 
 
 class Listeners:
-    """Serves from its making until `stop`; `ports` are those that were found."""
+    """The servers of one emulator, from the constructor until `stop`; `ports` are the actual ones."""
 
     def __init__(self, served: ServedWorld, objects: ObjectStore, ports: ListenPorts) -> None:
         """Raises: ConfigError: a port is taken."""
@@ -62,7 +61,7 @@ class Listeners:
             self._opened = opened.pop_all()
 
     def stop(self) -> None:
-        """Cut off what is under way, and wait for its threads: `ServedWorld.wait` must return by then."""
+        """Cut calls in flight, and wait for their threads: `ServedWorld.wait` must return by then."""
         self._opened.close()
 
 
@@ -72,7 +71,7 @@ class Listeners:
 LONGEST_PAUSE_SECONDS = 1.0
 SOCKET_NAME = "control.sock"
 SOCKET_PATH_LIMIT = 100
-"""A unix socket's path holds 108 bytes; deep state folders get their socket in the folder for temporary files."""
+"""A unix socket's path is limited to 108 bytes; for a longer one the socket lies in the temporary folder."""
 
 _log = structlog.get_logger("tpucare.emulator")
 
@@ -82,12 +81,12 @@ class EmulatorServer:
     Serves one world on `endpoint` from `start` to `stop`; also a context manager.
 
     machines:   makes the machines at the start; None = no worker ever answers
-    state_dir:  where the discovery file and the control socket lie; None = neither
-    audit_path: every audit record as a line of JSON, written as it happens
-    now:        the world's clock (aware, UTC); default: wall time at the start, carried on by the monotonic clock, so
-                that a clock that is set does not move the world
-    project, ssh_port: only written into the discovery file; the world takes any project
-    dated:      whether answers bear the `date` header of the real service
+    state_dir:  folder of the discovery file and the control socket; None = neither
+    audit_path: file for every audit record as a line of JSON, written as it happens
+    now:        the world's clock (aware, UTC); default: wall time at the start, continued by the monotonic clock, so
+                that setting the wall clock does not move the world
+    project, ssh_port: only written into the discovery file; the world accepts any project
+    dated:      whether answers have the `date` header of the real service
     """
 
     def __init__(
@@ -146,17 +145,17 @@ class EmulatorServer:
     def start(self) -> None:
         """
         Raises: ConfigError: the port or the state folder is in use by another emulator, or cannot be written.
-        MachineError: there can be no machines here.
+        MachineError: machines cannot run here.
         """
         try:
             self._open_files()
             served = ServedWorld(self.world, self.lock, self.now, self._stopping.wait, self.poke, self._dated)
             self._listeners = Listeners(served, self.objects, self._ports)
             self._ports = self._listeners.ports
-            # Machines may be told where the faces are; whatever a call sets going for them waits in the queue.
+            # Machines are made after the servers, since they may need their addresses; effects of early calls wait.
             if self._make_machines is not None:
                 self._driver.make(self._make_machines)
-            for name, work in (("emulator_play", self._play), ("emulator_machines", self._driver.run)):
+            for name, work in (("emulator_play", self._advance_until_stopped), ("emulator_machines", self._driver.run)):
                 thread = threading.Thread(target=work, name=name)
                 thread.start()
                 self._threads.append(thread)
@@ -167,9 +166,9 @@ class EmulatorServer:
 
     def stop(self) -> None:
         """
-        End serving, end the machines, remove the discovery file. Calls under way are cut off. May be called twice.
+        Stop the servers, end the machines, remove the discovery file. Calls in flight are cut. May be called twice.
 
-        Raises: MachineError: something survives.
+        Raises: MachineError: a process of a machine survives.
         """
         self._stopping.set()
         with ExitStack() as ends:
@@ -190,12 +189,12 @@ class EmulatorServer:
         self.stop()
 
     def poke(self) -> None:
-        """Look at the clock and the world now: something was done to either."""
+        """Advance the world now: the clock or the world was changed."""
         with self._changed:
             self._changed.notify_all()
 
     def apply_order(self, raw: object) -> Mapping[str, Any]:
-        """One operator's order, as `control.request` sends it. Raises: ConfigError: what is wrong with it."""
+        """Apply one order, as `control_socket.request` sends it. Raises: ConfigError: the order is wrong."""
         order = parse_order(raw)
         with self.lock:
             answer = order.apply(self.world, self.now())
@@ -203,25 +202,25 @@ class EmulatorServer:
         return answer
 
     def log_note(self, event: str, **fields: object) -> None:
-        """A machine's word for the audit log. From any thread."""
+        """Log a machine's event in the audit log. From any thread."""
         self._driver.log_note(event, **fields)
 
     # --- threads
 
-    def _play(self) -> None:
-        """Advance the world whenever something in it is due, and collect what machines must do."""
+    def _advance_until_stopped(self) -> None:
+        """Advance the world whenever an event of it is due, and collect its effects for the machines."""
         with self._changed:
             while not self._stopping.is_set():
                 try:
                     self.world.advance(self.now())
                 except Exception:
-                    _log.exception("the world stumbled")
+                    _log.exception("an event of the world failed")
                 self._driver.queue_effects(self.world.take_effects())
                 self._changed.wait(self._pause())
         self._driver.end_effects()
 
     def _pause(self) -> float:
-        """Seconds until the next event; never long, so that a clock that was moved by hand is seen."""
+        """Seconds until the next event; never long, so that a test's change of the clock is noticed."""
         due = self.world.next_event_at()
         if due is None:
             return LONGEST_PAUSE_SECONDS
@@ -293,13 +292,13 @@ def _write_line(file: TextIO, record: Mapping[str, Any]) -> None:
 
 
 def _refuse_second(folder: Path) -> None:
-    """Raises: ConfigError: a living emulator has this folder."""
+    """Raises: ConfigError: a running emulator uses this folder."""
     try:
         found = running.find(folder)
         request(found.control, {"do": "status"})
     except ConfigError:
         return
-    raise ConfigError(f"an emulator runs in {folder} already (pid {found.pid}): stop it, or choose another folder")
+    raise ConfigError(f"an emulator already runs in {folder} (pid {found.pid}); stop it, or choose another folder")
 
 
 def _steady_clock() -> Callable[[], datetime]:

@@ -1,8 +1,8 @@
 """
-An outside witness of what runs: it looks at processes, asks nobody, and writes what it sees into the audit log.
+An independent observer of runs: it reads the process table and logs the runs that it finds in the audit log.
 
-A run is what carries its token in the environment; so two runs of one slot at the same time cannot hide from the
-checker, whoever started them.
+A process belongs to a run if the run's token is in its environment. Two runs of one slot at the same time therefore
+reach the audit whichever program started them.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from pathlib import Path
 
 from tpucare.testbed.emulator.world.records import NodeRecord
 
-LOOK_EVERY_SECONDS = 0.25
+SCAN_EVERY_SECONDS = 0.25
 
 Seen = frozenset[tuple[str, str, int]]
 
 
 class Witness:
     """
-    Looks from `start` to `stop` on a thread of its own.
+    Scans from `start` to `stop` on a thread of its own.
 
     nodes: the world's nodes now    note: `EmulatorServer.log_note`
-    below: the processes to look at, for example those of the emulated machines; None = all of this machine
+    pids:  the processes to scan, for example those of the emulated machines; None = all of this machine
     """
 
     def __init__(
@@ -38,23 +38,23 @@ class Witness:
         self._seen: Seen = frozenset()
         self._names: dict[str, str] = {}
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="witness", daemon=True)
+        self._thread = threading.Thread(target=self._scan_until_stopped, name="witness", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def stop(self) -> None:
-        """One last look, then no more."""
+        """Scan once more, and end the thread."""
         self._stopping.set()
         self._thread.join()
 
-    def _watch(self) -> None:
-        while not self._stopping.wait(LOOK_EVERY_SECONDS):
+    def _scan_until_stopped(self) -> None:
+        while not self._stopping.wait(SCAN_EVERY_SECONDS):
             self.scan()
         self.scan()
 
     def scan(self) -> None:
-        """Note what began and what ended since the last look; ends first, as they came first."""
+        """Log the runs that ended and those that began since the last scan; ends first, because they came first."""
         self._names.update({record.path.node_id: record.name for record in self._nodes()})
         seen = frozenset(run for run in map(run_of, self._pids()) if run is not None and run[1] in self._names)
         for event, runs in (("run-ended", self._seen - seen), ("run-started", seen - self._seen)):
@@ -68,7 +68,7 @@ def _all_pids() -> list[int]:
 
 
 def run_of(pid: int) -> tuple[str, str, int] | None:
-    """Token, node and worker that a process carries in its environment, or None."""
+    """Token, node and worker in the environment of a process, or None."""
     try:
         raw = Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:
@@ -76,8 +76,8 @@ def run_of(pid: int) -> tuple[str, str, int] | None:
     if b"TPUCARE_RUN=" not in raw or b"TPUEMU_" not in raw:
         return None
     pairs = (entry.partition(b"=") for entry in raw.split(b"\0"))
-    words = {name.decode(errors="replace"): value.decode(errors="replace") for name, _, value in pairs}
-    worker = words.get("TPUCARE_WORKER", "")
-    if not words.get("TPUCARE_NODE") or not worker.isdigit():
+    env = {name.decode(errors="replace"): value.decode(errors="replace") for name, _, value in pairs}
+    worker = env.get("TPUCARE_WORKER", "")
+    if not env.get("TPUCARE_NODE") or not worker.isdigit():
         return None
-    return words["TPUCARE_RUN"], words["TPUCARE_NODE"], int(worker)
+    return env["TPUCARE_RUN"], env["TPUCARE_NODE"], int(worker)

@@ -396,7 +396,7 @@ class SimulatedMachines:
         workers = self._nodes.get(key, {}).values()
         if self.deaf or not all(worker.up and not worker.silent and not worker.refuses for worker in workers):
             return False
-        return any(worker.guard is not None and worker.guard.blocks(self.clock.seconds) for worker in workers)
+        return any(worker.guard is not None and worker.guard.is_blocked(self.clock.seconds) for worker in workers)
 
     def stands_still(self, run: SimulatedRun) -> bool:
         if run.slot in self.script.stands_still:

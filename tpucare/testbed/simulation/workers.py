@@ -64,7 +64,7 @@ class VirtualLauncher(SimulatedMachines):
         found = self._at.get(address.host)
         if self.deaf or found is None or not found.up or found.silent:
             return _SILENT
-        if found.guard is not None and found.guard.blocks(self.clock.seconds):
+        if found.guard is not None and found.guard.is_blocked(self.clock.seconds):
             return _SILENT
         if found.node_id != address.node_id:
             self.met_strangers += 1
@@ -77,7 +77,7 @@ class VirtualLauncher(SimulatedMachines):
         if not found.refuses and found.refuses_until <= self.clock.seconds:
             return found
         if found.guard is not None:
-            found.guard.attacked(self.clock.seconds)
+            found.guard.count_attack(self.clock.seconds)
         return _REFUSED
 
     def _trust(self, machine: tuple[int, int], found: SimulatedWorker) -> None:

@@ -1,8 +1,8 @@
 """
-The way of one call, whatever its transport: draw its fate, wait, act on the world, wait, answer or lose the answer.
+One call over any transport: draw its fate, wait, act on the world, wait, return the answer or lose it.
 
-Latency is slept in the call's own thread, never under the world's lock. Which methods there are is `methods`, what
-they mean `world`; `grpc` and `rest` turn bytes into requests and answers into bytes.
+Latency is slept in the call's own thread, never under the world's lock. `methods` lists the methods, `world` implements
+them; `grpc` and `rest` turn bytes into requests and answers into bytes.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from tpucare.testbed.emulator.world.world import World
 @dataclass(frozen=True, slots=True)
 class ServedWorld:
     """
-    What carries the world: its lock, its clock, and how time is waited for.
+    A world behind servers: its lock, its clock, and the way to wait.
 
-    changed: called after each act, so that effects and new events are seen to
-    dated:   whether answers bear a `date` header, as the real service's do
+    changed: called after each call, so that the server handles effects and new events
+    dated:   whether answers have a `date` header, as those of the real service
     """
 
     world: World
@@ -40,15 +40,15 @@ class ServedWorld:
     dated: bool = True
 
     def date(self) -> str | None:
-        """The `date` header of an answer that is given now."""
+        """The `date` header of an answer at this instant; None: without one."""
         return format_datetime(self.now(), usegmt=True) if self.dated else None
 
 
 def run_call(served: ServedWorld, name: str, method: Method, request: Any, peer: str) -> Any:
     """
-    One call from its arrival to its answer: a message, or the bytes of one.
+    Make one call and return its answer: a message, or the bytes of one.
 
-    Raises: ApiError: how it was refused, or that its answer is lost.
+    Raises: ApiError: it was refused, or its answer is lost.
     """
     with served.lock:
         fate = served.world.calls.fate(name, method.subject(request), served.now(), peer)
@@ -72,7 +72,7 @@ def _act(served: ServedWorld, method: Method, request: Any, fate: CallFate) -> t
 
 
 def _with_unknown_fields(answer: Any) -> Any:
-    """The answer with fields that no package knows."""
+    """The answer with additional fields that no package knows."""
     if isinstance(answer, bytes):
         return answer + UNKNOWN_FIELDS
     answer.MergeFromString(UNKNOWN_FIELDS)

@@ -3,7 +3,7 @@ The emulated cloud over gRPC, under the real service's names, so that the offici
 google.cloud.tpu.v2.Tpu, google.cloud.tpu.v2alpha1.Tpu, google.longrunning.Operations and
 google.cloud.location.Locations on one port.
 
-How a call goes is `carrying`; a method that is not emulated is answered UNIMPLEMENTED by grpc itself.
+`calls` makes each call; grpc itself answers UNIMPLEMENTED to methods that are not emulated.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ class Service:
         self._server.start()
 
     def stop(self) -> None:
-        """Cut off what is under way, and wait for its threads: `ServedWorld.wait` must return by then."""
+        """Cut calls in flight, and wait for their threads: `ServedWorld.wait` must return by then."""
         self._server.stop(grace=STOP_GRACE_SECONDS).wait()
         self._threads.shutdown(wait=True, cancel_futures=True)
 
     def _handler(self, served: ServedWorld, name: str, method: Method) -> Any:
         def call(request: Any, context: Any) -> Any:
-            # A page cannot speak HTTP/2 without TLS. Connections have no face here, so each call is looked at.
+            # A page cannot speak HTTP/2 without TLS. grpc does not show connections, so each call is checked.
             kind, host, port = context.peer().split(":")
             if kind != "ipv4" or not is_ours((host, int(port)), ("127.0.0.1", self.port)):
-                context.abort(grpc.StatusCode.PERMISSION_DENIED, "The emulator is not there for other users.")
+                context.abort(grpc.StatusCode.PERMISSION_DENIED, "The emulator is not for other users.")
             return _run(served, name, method, request, context)
 
         return grpc.unary_unary_rpc_method_handler(

@@ -1,9 +1,9 @@
 """
-Between the records of the emulated cloud and the raw protobuf messages of the official packages, for both versions of
-the API: google.cloud.tpu_v2 and google.cloud.tpu_v2alpha1 have the same names with other field numbers.
+Translates records of the emulated cloud to raw protobuf messages of the official packages and back, for both versions
+of the API: google.cloud.tpu_v2 and google.cloud.tpu_v2alpha1 have the same names with other field numbers.
 
-A node is turned into bytes once per record and a page is those bytes joined, so that a listing of ten thousand nodes
-costs the emulator about as much as copying it. Building them through proto-plus would take a second.
+A node is turned into bytes once per record, and a page joins those bytes, so that a listing of ten thousand nodes costs
+the emulator about as much as copying it. Building them through proto-plus would take a second.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ _NODES_TAG = b"\x0a"  # field 1 of ListNodesResponse, length-delimited
 
 UNKNOWN_FIELDS = b"\x88\x7d\x07" + b"\x92\x7d\x05later" + b"\x9a\x7d\x02\x08\x03"
 """
-What a service newer than every package adds to a message: fields 2001 (the number 7), 2002 (the text `later`) and 2003
-(a message with a field of its own).
+Fields of a service newer than every package: 2001 (the number 7), 2002 (the text `later`) and 2003 (a message with a
+field of its own).
 """
 
 
 class WireVersion:
-    """One version of the API: `v2` or `v2alpha1`. Its messages bear that version's field numbers."""
+    """One version of the API: `v2` or `v2alpha1`. Its messages have that version's field numbers."""
 
     def __init__(self, version: str) -> None:
         package = {"v2": tpu_v2, "v2alpha1": tpu_v2alpha1}[version]
@@ -61,7 +61,7 @@ class WireVersion:
         self.types: Any = package.types
         names = package.types.Node.ApiVersion
         self.node_version = int(names.V2 if version == "v2" else names.V2_ALPHA1)
-        """Which version a node was created with, as `Node.api_version` says."""
+        """`Node.api_version` of nodes that are created through this version."""
 
     def pb(self, name: str) -> Any:
         """The raw protobuf class of that name."""
@@ -119,10 +119,10 @@ def node_message(wire: WireVersion, record: NodeRecord) -> Any:
 
 
 def _fill_in(message: Any, record: NodeRecord) -> None:
-    """What the service says of a node that its caller left out: networks by their full names, account, shape, range."""
+    """Fill in fields that the caller left out, as the service does: full network names, account, topology, range."""
     project, zone, spec = record.path.project, record.path.zone, record.spec
     for network in message.network_configs if spec.networks else (message.network_config,):
-        # A network of one's own in custom mode has subnetworks by other names; those have to be said.
+        # In a network in custom mode subnetworks have other names, which a caller has to give.
         subnetwork = network.subnetwork or network.network.rpartition("/")[2] or DEFAULT_NETWORK
         network.network = _full(network.network or DEFAULT_NETWORK, f"projects/{project}/global/networks")
         network.subnetwork = _full(subnetwork, f"projects/{project}/regions/{region_of(zone)}/subnetworks")
@@ -141,7 +141,7 @@ def _full(name: str, folder: str) -> str:
 
 
 def settings_message(wire: WireVersion, spec: NodeSpec) -> Any:
-    """Node with what its caller said about it, and nothing else."""
+    """Node with only the settings that its caller gave."""
     message = wire.pb("Node")(
         accelerator_type=spec.accelerator_type,
         runtime_version=spec.runtime_version,
@@ -185,7 +185,7 @@ def _fill_accelerator(message: Any, config: AcceleratorConfig) -> None:
 
 
 def spec_of(wire: WireVersion, message: Any) -> NodeSpec:
-    """What a caller said about a node; fields that only the service writes are ignored."""
+    """The settings that a caller gave for a node; fields that only the service writes are ignored."""
     scheduling, config = message.scheduling_config, message.accelerator_config
     return NodeSpec(
         accelerator_type=message.accelerator_type,
@@ -229,7 +229,7 @@ def operations_message(operations: Sequence[Any], token: str = "") -> Any:
 def guest_message(
     wire: WireVersion, query_path: str, found: Mapping[int, Sequence[GuestAttribute]], worker_ids: Sequence[str]
 ) -> Any:
-    """One entry per worker asked for, in order; all workers up to the last that said something if none was named."""
+    """One entry per worker of *worker_ids*, in order; without ids: all workers up to the last with attributes."""
     numbers = [int(one) for one in worker_ids if one.isdigit()] or list(range(max(found, default=-1) + 1))
     answer = wire.pb("GetGuestAttributesResponse")()
     for number in numbers:
@@ -260,7 +260,7 @@ def runtime_message(wire: WireVersion, parent: str, name: str) -> Any:
 
 
 def _field(message: Any, number: int) -> str:
-    """Name of a field by its number: proto-plus appends an underscore to names that Python knows, such as `type`."""
+    """Name of a field by its number: proto-plus appends an underscore to names of Python, such as `type`."""
     return str(message.DESCRIPTOR.fields_by_number[number].name)
 
 
@@ -275,9 +275,8 @@ def _varint(value: int) -> bytes:
 
 
 # --- queued resources, and operations on either kind of resource ------------------------------------------------------
-# The versions differ in more than numbers here: `multislice_params` is `multi_node_params` in v2alpha1, which also
-# knows `best_effort` and `guaranteed.reserved`; and its DeleteQueuedResource answers with the resource, v2's with
-# Empty.
+# The versions differ in more than numbers here: `multislice_params` is `multi_node_params` in v2alpha1, which also has
+# `best_effort` and `guaranteed.reserved`; its DeleteQueuedResource answers with the resource, that of v2 with Empty.
 
 
 _DATA = {
@@ -289,7 +288,7 @@ _DATA = {
     QueueState.SUSPENDING: "suspending_data",
     QueueState.SUSPENDED: "suspended_data",
 }
-"""The member of `QueuedResourceState` that stands beside each state; WAITING_FOR_RESOURCES has none."""
+"""The field of `QueuedResourceState` that belongs to each state; WAITING_FOR_RESOURCES has none."""
 
 
 def queued_message(wire: WireVersion, record: QueuedRecord) -> Any:
@@ -356,7 +355,7 @@ def _fill_policy(message: Any, validity: Validity) -> None:
 
 
 def queued_spec_of(wire: WireVersion, message: Any) -> QueuedSpec:
-    """What a caller asked for; fields that only the service writes are ignored."""
+    """The settings that a caller gave for a queued resource; fields that only the service writes are ignored."""
     alpha, guaranteed = wire.version == "v2alpha1", message.guaranteed
     tiers = {"spot": "spot", "guaranteed": "guaranteed"} | ({"best_effort": "best-effort"} if alpha else {})
     return QueuedSpec(

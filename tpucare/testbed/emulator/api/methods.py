@@ -1,6 +1,6 @@
 """
-Every method that the emulator serves, as a table: its request, which resource it names, how it acts on the world, and
-how its answer looks on the wire. No transport here: `grpc` and `rest` run_call the calls.
+A table of every method that the emulator serves: its request, the resource it names, its effect on the world, and the
+message of its answer. Without transport: `grpc` and `rest` serve the calls.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PARENT = attrgetter("parent")
 @dataclass(frozen=True, slots=True)
 class Method:
     """
-    One method of a service. `subject`: the resource name that a request is about, or its parent.
+    One method of a service. `subject`: the resource name in a request, or its parent.
 
     answer: class of the answer where `show` gives bytes
     """
@@ -134,7 +134,7 @@ def _request_id(ask: Any) -> str:
 
 
 def catalogue_methods(wire: WireVersion) -> Mapping[str, Method]:
-    """What a zone offers."""
+    """Accelerator types and runtime versions of a zone, and the service identity."""
 
     def accelerator(parent: str, name: str) -> Any:
         return messages.accelerator_message(wire, parent, name)
@@ -179,7 +179,7 @@ def catalogue_methods(wire: WireVersion) -> Mapping[str, Method]:
 
 
 def operation_methods(known: Mapping[str, WireVersion]) -> Mapping[str, Method]:
-    """google.longrunning.Operations: an operation speaks the version of the API that began it."""
+    """google.longrunning.Operations: an operation is shown in the version of the API that began it."""
 
     def message(record: OperationRecord, _request: Any = None) -> Any:
         return operation_message(known[record.api_version], record)
@@ -268,13 +268,13 @@ def _catalogue(
 
 
 def _page(entries: Sequence[T], ask: Any) -> tuple[Sequence[T], str]:
-    """Those that were asked for, and the token of the next; a token is the number of entries before it."""
+    """The entries of the requested page, and the token of the next; a token is the number of entries before it."""
     first = int(ask.page_token) if ask.page_token.isdigit() else 0
     last = first + (ask.page_size or len(entries))
     return entries[first:last], str(last) if last < len(entries) else ""
 
 
-# --- queued resources, in either version, and what only v2alpha1 has --------------------------------------------------
+# --- queued resources, in either version, and methods of v2alpha1 alone -----------------------------------------------
 
 
 def queue_methods(wire: WireVersion) -> Mapping[str, Method]:
@@ -333,7 +333,7 @@ def _spec_of(wire: WireVersion, message: Any) -> QueuedSpec:
 
 
 def alpha_methods(wire: WireVersion) -> Mapping[str, Method]:
-    """What v2 has not: maintenance at will, and reservations (of which an emulated project has none)."""
+    """Methods of v2alpha1 alone: maintenance, and reservations (an emulated project has none)."""
     return {
         "SimulateMaintenanceEvent": long_running(
             wire,
@@ -364,7 +364,7 @@ def alpha_methods(wire: WireVersion) -> Mapping[str, Method]:
     }
 
 
-# --- the services: which method stands where, for every transport -----------------------------------------------------
+# --- the services and their methods -----------------------------------------------------------------------------------
 
 
 def services() -> Mapping[str, Mapping[str, Method]]:

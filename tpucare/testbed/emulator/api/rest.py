@@ -1,13 +1,13 @@
 """
 The emulated cloud over REST, as the real service serves it: `/v2/projects/...` and `/v2alpha1/...`, JSON in and out.
 
-The same methods over the same world as `grpc`; here stands only which path and verb mean which method, and proto3 JSON
-over the official message classes. Source of the paths: the HTTP rules in the transports of google-cloud-tpu, and the
-discovery documents of v2 and v2alpha1. Not honoured: the system parameters `fields`, `callback` and `prettyPrint`;
-credentials are not looked at.
+The same methods over the same world as `grpc`; this module maps paths and verbs to methods, and proto3 JSON to the
+official message classes. Source of the paths: the HTTP rules in the transports of google-cloud-tpu, and the discovery
+documents of v2 and v2alpha1. The system parameters `fields`, `callback` and `prettyPrint` have no effect; credentials
+are not checked.
 
-What protobuf's own JSON mapping does not do is done here: query parameters, the words of a refusal, names for enum
-numbers that no package knows, and fields that REST has and the packages have not.
+It adds to protobuf's own JSON mapping: query parameters, the service's texts of refusals, names for enum numbers that
+no package knows, and fields of REST that the packages lack.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ HTTP_CODES: Mapping[int, tuple[int, str]] = {
 }
 """gRPC status number -> HTTP status and name. Source: google/rpc/code.proto."""
 
-# Fields of the REST documents that no package has: the emulator takes them and lets them fall.
+# Fields of the REST documents that no package has: the emulator accepts and ignores them.
 _REST_ONLY = frozenset(
     {
         "bootDiskConfig",
@@ -62,17 +62,17 @@ _REST_ONLY = frozenset(
 )
 
 LATER = {"laterCount": 7, "laterText": "later", "laterSettings": {"level": 3}}
-"""How the fields of `messages.UNKNOWN_FIELDS` look to a client of REST."""
+"""The fields of `messages.UNKNOWN_FIELDS` in JSON."""
 
 
 def error_json(error: ApiError) -> tuple[int, dict[str, Any]]:
     """HTTP status and body of a refusal."""
     code, name = HTTP_CODES.get(error.code, (500, "UNKNOWN"))
-    said: dict[str, Any] = {"code": code, "message": error.message, "status": name}
+    body: dict[str, Any] = {"code": code, "message": error.message, "status": name}
     details = [json_format.MessageToDict(detail) for detail in status_of(error).details]
     if details:
-        said["details"] = details
-    return code, {"error": said}
+        body["details"] = details
+    return code, {"error": body}
 
 
 # --- answers -----------------------------------------------------------------------------------------------------
@@ -84,26 +84,26 @@ def to_json(message: Any, *, numbers: bool = False) -> dict[str, Any]:
 
     numbers: enums as numbers (`$alt=json;enum-encoding=int`) instead of names
     """
-    said: dict[str, Any] = json_format.MessageToDict(message, use_integers_for_enums=numbers)
-    _complete(message, said, numbers)
-    return said
+    content: dict[str, Any] = json_format.MessageToDict(message, use_integers_for_enums=numbers)
+    _complete(message, content, numbers)
+    return content
 
 
-def _complete(message: Any, said: dict[str, Any], numbers: bool) -> None:
-    """Names for numbers that the package does not know (the service knows its own), and fields of later versions."""
+def _complete(message: Any, content: dict[str, Any], numbers: bool) -> None:
+    """Add names for enum numbers that the package does not know, as the service does, and fields of later versions."""
     for field, value in message.ListFields():
         if field.message_type is not None and field.message_type.GetOptions().map_entry:
             continue
         if field.type == FieldDescriptor.TYPE_ENUM and not numbers:
-            said[field.json_name] = _named(field.enum_type, value, said[field.json_name])
+            content[field.json_name] = _named(field.enum_type, value, content[field.json_name])
         elif field.type == FieldDescriptor.TYPE_MESSAGE:
-            below = said.get(field.json_name)
+            below = content.get(field.json_name)
             pairs = zip(value, below, strict=True) if isinstance(below, list) else [(value, below)]
             for one, shown in pairs:
                 if isinstance(shown, dict) and "@type" not in shown:
                     _complete(one, shown, numbers)
     if len(unknown_fields.UnknownFieldSet(message)):
-        said |= LATER
+        content |= LATER
 
 
 def _named(enum: Any, number: int, shown: object) -> object:
@@ -127,7 +127,7 @@ def parse_body(body: bytes) -> dict[str, Any]:
 
 
 def parse_query(request: Any, query: Sequence[tuple[str, str]]) -> dict[str, Any]:
-    """Query parameters as the JSON of a *request* class. Raises: ApiError (3): a name that it has not."""
+    """Query parameters as the JSON of a *request* class. Raises: ApiError (3): a name that it lacks."""
     found: dict[str, Any] = {}
     for name, text in query:
         place, descriptor = found, request.DESCRIPTOR
@@ -148,14 +148,14 @@ def parse_query(request: Any, query: Sequence[tuple[str, str]]) -> dict[str, Any
 
 
 def _boolean(text: str, field: Any) -> bool:
-    """Clients write `force=True` and `force=1`, and the service takes them."""
+    """Clients write `force=True` and `force=1`, and the service accepts them."""
     if text.lower() not in ("true", "1", "false", "0", ""):
         raise _wrong_value(field, text)
     return text.lower() in ("true", "1")
 
 
 def _mask(text: str) -> Any:
-    """Some clients write `network_config.enable_external_ips`, which the service takes as well as camel case."""
+    """Some clients write `network_config.enable_external_ips`, which the service accepts as well as camel case."""
     from google.protobuf.field_mask_pb2 import FieldMask  # type: ignore[import-untyped]
 
     return FieldMask(paths=text.split(","))
@@ -181,7 +181,7 @@ def build(request: Any, values: dict[str, Any]) -> Any:
 
 
 def _check_names(descriptor: Any, values: dict[str, Any], place: str) -> None:
-    """Raises: ApiError (3): a name that the message has not, or a word for a number, in the service's words."""
+    """Raises: ApiError (3): a name that the message lacks, or a word for a number, in the service's words."""
     known = {name: field for field in descriptor.fields for name in (field.json_name, field.name)}
     for name, value in values.items():
         field = known.get(name)
@@ -212,8 +212,8 @@ def _wrong_value(field: Any, text: str, place: str = "") -> ApiError:
     kind = {FieldDescriptor.TYPE_BOOL: "TYPE_BOOL", FieldDescriptor.TYPE_INT64: "TYPE_INT64"}.get(
         field.type, "TYPE_INT32"
     )
-    said = f"Invalid value at '{name}' ({kind}), \"{text}\""
-    return ApiError(3, said, field=(name, said))
+    message = f"Invalid value at '{name}' ({kind}), \"{text}\""
+    return ApiError(3, message, field=(name, message))
 
 
 def _drop_rest_only(descriptor: Any, values: dict[str, Any]) -> None:
@@ -230,9 +230,9 @@ def _drop_rest_only(descriptor: Any, values: dict[str, Any]) -> None:
 
 
 def _invalid(what: str, field: str | None = None) -> ApiError:
-    """*field*: where it is, for the detail that clients decode; None for text that is no JSON at all."""
-    said = f"Invalid JSON payload received. {what}"
-    return ApiError(3, said, field=None if field is None else (field, said))
+    """*field*: its place, for the detail that clients decode; None for text that is not JSON at all."""
+    message = f"Invalid JSON payload received. {what}"
+    return ApiError(3, message, field=None if field is None else (field, message))
 
 
 # --- paths and verbs --------------------------------------------------------------------------------------------------
@@ -301,7 +301,7 @@ SYSTEM_PARAMETERS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One method under one path of one version. `variable`: field that the path fills; `body`: "", "*" or a field."""
+    """One method under one path of one version. `variable`: the field in the path; `body`: "", "*" or a field."""
 
     name: str
     method: Method
@@ -346,7 +346,7 @@ def _route(version: str, method: Method, name: str, verb: str, template: str, bo
 
 
 class RestServer:
-    """Answers HTTP requests by carrying calls to the world."""
+    """Answers HTTP requests with calls of the world's methods."""
 
     def __init__(self, served: ServedWorld) -> None:
         self._served = served
@@ -358,20 +358,20 @@ class RestServer:
 
     def answer(self, request: HttpRequest) -> HttpAnswer:
         request = _overridden(request)
-        meant = self._meant(request)
-        if meant is None:
+        found = self._find_route(request)
+        if found is None:
             return _no_such_page(request)
-        route, subject = meant
+        route, subject = found
         try:
-            code, said = 200, self._run(route, subject, request)
+            code, body = 200, self._run(route, subject, request)
         except ApiError as error:
-            code, said = error_json(error)
+            code, body = error_json(error)
         date = self._served.date()
         headers = {"Date": date} if date else {}
-        return HttpAnswer(code, json.dumps(said, indent=2).encode() + b"\n", headers=headers)
+        return HttpAnswer(code, json.dumps(body, indent=2).encode() + b"\n", headers=headers)
 
-    def _meant(self, request: HttpRequest) -> tuple[Route, str] | None:
-        """The method that a path and a verb mean, and the name in the path."""
+    def _find_route(self, request: HttpRequest) -> tuple[Route, str] | None:
+        """The method for a path and a verb, and the name in the path."""
         for route in self._routes:
             if route.verb == request.method and (match := route.pattern.fullmatch(request.path)):
                 return route, unquote(match[1])
@@ -403,7 +403,7 @@ def _message(route: Route, subject: str, request: HttpRequest) -> Any:
 
 
 def _overridden(request: HttpRequest) -> HttpRequest:
-    """A client whose address grew too long sends it as a form, and says which verb is meant."""
+    """A client whose address is too long sends it as a form, with the verb in a header."""
     verb = request.headers.get("x-http-method-override")
     if not verb or request.method != "POST":
         return request
@@ -412,6 +412,6 @@ def _overridden(request: HttpRequest) -> HttpRequest:
 
 
 def _no_such_page(request: HttpRequest) -> HttpAnswer:
-    """What Google's front end says to a path that nothing serves: a page, not JSON."""
+    """The answer of Google's front end to an unknown path: a page, not JSON."""
     text = f"<!DOCTYPE html><title>Error 404 (Not Found)!!1</title><p>{request.method} is not served here."
     return HttpAnswer(404, text.encode(), "text/html; charset=UTF-8")

@@ -1,7 +1,7 @@
 """
-Between world and machines: hands on what machines must do, in order, and tells the world what they say of themselves.
+Passes effects from the world to its machines, in order, and events of the machines to the world's audit log.
 
-What carries it out stands behind the protocol `Machines`: real workers (`machines`), or those of a test.
+The protocol `Machines` stands for real workers (`machines`) or those of a test.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _log = structlog.get_logger("tpucare.emulator")
 
 
 class Machines(Protocol):
-    """What carries out machine effects. `apply` is called in order, from one thread, and returns at once."""
+    """Applies machine effects. `apply` is called in order, from one thread, and returns at once."""
 
     @property
     def login_user(self) -> str: ...
@@ -40,9 +40,9 @@ class Machines(Protocol):
 
 class MakeMachines(Protocol):
     """
-    Makes the machines, handing them whom to tell; `functools.partial(machines.Machines, folder, ssh_port=…)` is one.
+    Makes machines with these callbacks, for example `functools.partial(WorkerMachines, folder, ssh_port=…)`.
 
-    on_host_keys: node, worker, host key by type     on_gone: node, worker, why it is not there
+    on_host_keys: node, worker, host key by type     on_gone: node, worker, why its machine is gone
     """
 
     def __call__(
@@ -55,8 +55,10 @@ class MakeMachines(Protocol):
 
 class MachineDriver:
     """
-    lock:     held while the world is touched
-    stopping: set = what still waits is dropped
+    The queue of effects, and the machines that apply them.
+
+    lock:     held during every access to the world
+    stopping: when set, waiting effects are dropped
     machines: None = no worker ever answers
     """
 
@@ -68,12 +70,12 @@ class MachineDriver:
         self.machines: Machines | None = None
 
     def make(self, make: MakeMachines) -> None:
-        """Raises: MachineError: there can be no machines here."""
+        """Make the machines. Raises: MachineError: machines cannot run here."""
         self.machines = make(on_host_keys=self._publish_host_keys, on_gone=self._report_gone)
 
     @property
     def login_user(self) -> str:
-        """Whom workers let in; empty without machines."""
+        """The user name for logins on workers; empty without machines."""
         return self.machines.login_user if self.machines is not None else ""
 
     def queue_effects(self, effects: Iterable[MachineEffect]) -> None:
@@ -81,11 +83,11 @@ class MachineDriver:
             self._effects.put(effect)
 
     def end_effects(self) -> None:
-        """No more effects come: `run` returns when it has been through those that wait."""
+        """Let `run` return after the waiting effects."""
         self._effects.put(None)
 
     def run(self) -> None:
-        """Hand on effects until the end is put. On a thread of its own."""
+        """Apply effects until `end_effects`. On a thread of its own."""
         while (effect := self._effects.get()) is not None:
             if self.machines is None or self._stopping.is_set():
                 continue
@@ -95,12 +97,12 @@ class MachineDriver:
                 self._report_failure(effect, error)
 
     def close(self) -> None:
-        """End the machines. Raises: MachineError: something survives."""
+        """End the machines. Raises: MachineError: a process survives."""
         if self.machines is not None:
             self.machines.close()
 
     def log_note(self, event: str, **fields: object) -> None:
-        """A machine's word for the audit log. From any thread."""
+        """Log a machine's event in the audit log. From any thread."""
         with self._lock:
             self._world.operator.log_note(event, self._now(), **fields)
 
@@ -114,7 +116,7 @@ class MachineDriver:
         self.log_note("machine-error", name=str(effect.path), effect=kind, text=f"{type(error).__name__}: {error}")
 
     def _publish_host_keys(self, path: NodePath, worker: int, keys: Mapping[str, str]) -> None:
-        """The guest agent of a worker that booted says which host keys it has."""
+        """Write the host keys of a worker that booted into its guest attributes."""
         with self._lock:
             for kind, key in keys.items():
                 self._world.operator.set_guest_attribute(str(path), worker, HOST_KEYS, kind, key)

@@ -1,7 +1,7 @@
 """
-What stands in the place of a worker's sshd when that floods: whoever connects is told more than anybody can hear.
+A server in place of a worker's sshd that sends data without end to every client.
 
-What it says is for the caller to choose; sshd itself cannot be made to talk before its greeting.
+It is needed because sshd itself cannot be made to send anything before its greeting.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ _BLOCK_BYTES = 1 << 16
 
 class Flooding(enum.StrEnum):
     """
-    What is flooded: `line` and `lines` come before the version (RFC 4253, 4.2), `packet` is one that never ends after
-    it, `output` comes out of every command.
+    Kinds of endless data: `line` and `lines` before the version (RFC 4253, 4.2), `packet` a packet after it that never
+    ends, `output` the output of every command.
     """
 
     LINE = "line"
@@ -30,33 +30,33 @@ class Flooding(enum.StrEnum):
 # The longest length that a packet can announce and that is a whole number of blocks.
 _ENDLESS_PACKET = b"SSH-2.0-Flood\r\n" + (2**32 - 4).to_bytes(4, "big")
 
-SPEECHES = {
+CONTENTS = {
     Flooding.LINE: (b"", b"x" * _BLOCK_BYTES),
     Flooding.LINES: (b"", b"You are very welcome here\r\n" * (_BLOCK_BYTES // 27)),
     Flooding.PACKET: (_ENDLESS_PACKET, bytes(_BLOCK_BYTES)),
 }
-"""What is said once before the login, and what again and again after that."""
+"""The bytes that are sent once, and those that are sent again and again after them."""
 
 
 class Flood(socketserver.ThreadingTCPServer):
-    """Makes one of SPEECHES to everybody who connects, from when it is made until `close`; `said` counts bytes."""
+    """Sends one of CONTENTS to every client, from the constructor until `close`; `sent` counts bytes."""
 
     allow_reuse_address = True
     daemon_threads = True
     request_queue_size = 64
 
     def __init__(self, address: str, port: int, what: Flooding) -> None:
-        """Raises: OSError: somebody else listens there."""
-        self._first, self._block = SPEECHES[what]
-        self.said = 0
+        """Raises: OSError: the address and port are in use."""
+        self._first, self._block = CONTENTS[what]
+        self.sent = 0
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
-        super().__init__((address, port), _Talker)
+        super().__init__((address, port), _FloodConnection)
         self._thread = threading.Thread(target=self.serve_forever, args=(0.05,), name="flood", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Hang up on everybody, and listen no more."""
+        """Cut all connections, and stop listening."""
         self.shutdown()
         self._thread.join()
         with self._lock:
@@ -65,23 +65,23 @@ class Flood(socketserver.ThreadingTCPServer):
                     channel.shutdown(socket.SHUT_RDWR)
         self.server_close()
 
-    def talk(self, channel: socket.socket) -> None:
-        """Until whoever listens has had enough."""
+    def send_to(self, channel: socket.socket) -> None:
+        """Send until the client closes the connection."""
         with self._lock:
             self._open.add(channel)
         try:
             with contextlib.suppress(OSError):
                 channel.sendall(self._first)
                 while True:
-                    said = channel.send(self._block)
+                    sent = channel.send(self._block)
                     with self._lock:
-                        self.said += said
+                        self.sent += sent
         finally:
             with self._lock:
                 self._open.discard(channel)
 
 
-class _Talker(socketserver.BaseRequestHandler):
+class _FloodConnection(socketserver.BaseRequestHandler):
     def handle(self) -> None:
         assert isinstance(self.server, Flood)
-        self.server.talk(self.request)
+        self.server.send_to(self.request)

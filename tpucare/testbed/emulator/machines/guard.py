@@ -1,5 +1,5 @@
 """
-sshguard on one worker, for one address: how many attacks it has seen, and until when it blocks. Pure.
+sshguard on one worker, for one address: counts attacks and says until when the address is blocked. Pure.
 
 Source: logs of Ubuntu images on Compute Engine, "Blocking ... for >630secs: 40 danger in 4 attacks over 15 seconds".
 """
@@ -20,12 +20,12 @@ class Guard:
         self._blocks = 0
         self.blocked_until = 0.0
 
-    def blocks(self, now: float) -> bool:
+    def is_blocked(self, now: float) -> bool:
         return now < self.blocked_until
 
-    def attacked(self, now: float) -> None:
-        """A login was refused, or a connection closed before one; what comes during a block is not seen."""
-        if self.blocks(now):
+    def count_attack(self, now: float) -> None:
+        """Count a refused login, or a connection closed before a login; attacks during a block do not count."""
+        if self.is_blocked(now):
             return
         while self._attacks and self._attacks[0] < now - self._settings.within:
             self._attacks.popleft()

@@ -1,8 +1,7 @@
 """
-One thread that does what must happen to machines, in the order in which it was asked for.
+One thread that runs the jobs of machines in their order.
 
-Ends of machines that stand next to each other in the queue are done together, since a thousand processes are ended as
-fast as one. What a job does is for `machines` to say.
+Ends of machines that are adjacent in the queue run together, because a thousand processes end as fast as one.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Job(Generic[T]):
-    """Either some work, or things to end."""
+    """Either a function to call, or things to end."""
 
     work: Callable[[], None] | None = None
     ends: Collection[T] = ()
@@ -30,7 +29,7 @@ class _Job(Generic[T]):
 
 
 class JobThread(Generic[T]):
-    """Does `work` and ends things, and watches over them when there is nothing to do. Thread-safe."""
+    """Runs jobs, ends things, and calls `watch` every *watch_seconds* without a job. Thread-safe."""
 
     def __init__(self, end: Callable[[Sequence[T]], None], watch: Callable[[], None], watch_seconds: float) -> None:
         self._end, self._watch, self._watch_seconds = end, watch, watch_seconds
@@ -41,11 +40,11 @@ class JobThread(Generic[T]):
         self._thread.start()
 
     def do(self, work: Callable[[], None]) -> Future[None]:
-        """Never blocks; an error of *work* is in the future."""
+        """Queue a call of *work* without blocking; its error is in the future."""
         return self._add(_Job(work=work))
 
     def end(self, things: Collection[T]) -> Future[None]:
-        """Never blocks; an error of the end is in the future."""
+        """Queue the end of *things* without blocking; its error is in the future."""
         return self._add(_Job(ends=things))
 
     def stop(self) -> None:
@@ -71,17 +70,17 @@ class JobThread(Generic[T]):
             if not jobs:
                 jobs = [_Job(work=self._watch)]
                 jobs[0].done.add_done_callback(_log_failure)
-            self._settle(jobs)
+            self._run_jobs(jobs)
 
     def _next(self) -> list[_Job[T]]:
-        """One job of work, or all ends that stand first in the queue."""
+        """One job with a function, or all ends at the head of the queue."""
         jobs: list[_Job[T]] = []
         while self._jobs and (not jobs or (jobs[0].work is None and self._jobs[0].work is None)):
             jobs.append(self._jobs.popleft())
         return jobs
 
-    def _settle(self, jobs: Sequence[_Job[T]]) -> None:
-        """An error belongs to whoever waits for the job; the thread goes on."""
+    def _run_jobs(self, jobs: Sequence[_Job[T]]) -> None:
+        """Run jobs; an error goes to the future of the job, and the thread goes on."""
         try:
             if jobs[0].work is not None:
                 jobs[0].work()
@@ -96,13 +95,13 @@ class JobThread(Generic[T]):
 
 
 def _log_failure(watched: Future[None]) -> None:
-    """Nobody waits for a watch, and it must not end the thread."""
+    """Log the error of a watch, whose future no caller reads."""
     if error := watched.exception():
         _log.error("watching over machines failed", exc_info=error)
 
 
 def done() -> Future[None]:
-    """The future of something that is done already."""
+    """A future that is done."""
     future: Future[None] = Future()
     future.set_result(None)
     return future

@@ -1,9 +1,9 @@
 """
-A network of loopback addresses for the workers of one emulator, so that two on one machine do not meet.
+A network of loopback addresses for the workers of one emulator, so that several emulators can share a machine.
 
 Workers of all emulators listen on the same ports, each on an address of its own. An emulator that uses a part of
 127.64.0.0/10 holds a socket of that name in Linux's abstract namespace, which belongs to a network namespace, as the
-loopback does, and ends with its process. What listens there without being an emulator is found by trying.
+loopback does, and ends with its process. Other programs that listen there are found by trying to listen.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PART_LENGTH = 16
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A part of the loopback that is this process's until it is closed."""
+    """A part of the loopback that belongs to this process until `close`."""
 
     network: ipaddress.IPv4Network
     _held: socket.socket
@@ -35,7 +35,7 @@ def claim(ports: Iterable[int]) -> Claim:
     """
     The first part of the loopback that no other emulator uses, and where *ports* are free.
 
-    Raises: ConfigError: there is none.
+    Raises: ConfigError: no part is free.
     """
     ports = tuple(ports)
     taken = 0
@@ -49,12 +49,12 @@ def claim(ports: Iterable[int]) -> Claim:
         if (taken := _first_taken(str(network[1]), ports)) == 0:
             return Claim(network, held)
         held.close()
-    where = f"port {taken} is taken" if taken else "every part is another emulator's"
+    where = f"port {taken} is taken" if taken else "other emulators use every part"
     raise ConfigError(f"no part of {WHOLE} is free for workers: {where}; name addresses.network in the world's file")
 
 
 def _first_taken(address: str, ports: Iterable[int]) -> int:
-    """The first of *ports* that something listens at, on *address* or on all; 0: none."""
+    """The first of *ports* that is in use on *address* or on all addresses; 0: none."""
     for port in ports:
         try:
             socket.create_server((address, port)).close()

@@ -1,11 +1,11 @@
 """
-The machines behind the emulated cloud: every TPU worker a real sshd, home and screen, that a preemption ends at once.
+The workers of the emulated nodes: each has a real sshd, home and screen, and a preemption ends all of it at once.
 
-`apply` takes what the world says must happen to machines and returns at once; boots run side by side in a bounded pool,
-everything else in order on one thread. As root, workers run as root on the real machine: what a training script does
-there, it does. As another user, one can log in by that user's name only (`login_user`).
-`worker` is one boot of one worker, `sandbox` holds its processes together, `outfit` dresses it, `metadata` tells it
-what the cloud knows, `premises` is the folder that all share.
+`apply` takes an effect of the world and returns at once; boots run in parallel in a bounded pool, all other effects in
+order on one thread. As root, workers run as root on the real machine: a training script can change the machine. As
+another user, only that user can log in (`login_user`).
+`worker` is one boot of one worker, `sandbox` holds its processes together, `worker_files` writes its files,
+`metadata_server` serves its metadata, `state_folder` is the folder that all workers share.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ OnHostKeys = Callable[[NodePath, int, Mapping[str, str]], None]
 """Node, worker number, and host key by type (`ssh-ed25519` -> base64), as a guest agent publishes them at boot."""
 
 OnGone = Callable[[NodePath, int, str], None]
-"""Node, worker number, and why a machine is not there that nobody asked to end (or that could not boot)."""
+"""Node, worker number, and why its machine ended by itself or could not boot."""
 
 _BOOTS_AT_ONCE = 16
 _WATCH_SECONDS = 0.5
@@ -52,7 +52,7 @@ class WorkerMachines:
     """
     All workers of one emulator. Thread-safe. Use as a context manager, or `close` it.
 
-    A second one on the same folder is refused while the first lives; what a crashed one left over is ended.
+    A second one on the same folder is refused while the first lives; processes that a crashed one left are ended.
     """
 
     def __init__(
@@ -71,12 +71,12 @@ class WorkerMachines:
         keep_dead: int = 64,
     ) -> None:
         """
-        path_prefix:     folders that stand on a worker's PATH before the system's, for example a venv's `bin`
-        extra_env:       variables that every session gets
-        sandbox:         None: the best way that works here
-        silence_freezes: whether a Silence also stops what runs (a machine that vanished), or only cuts the network
-        keep_dead:       so many homes of workers that ended are kept (a reboot needs its own), the oldest go first
-        guest:           what an image brings and lacks; None: nothing but what is needed
+        path_prefix:     folders before the system's on a worker's PATH, for example a venv's `bin`
+        extra_env:       variables of every session
+        sandbox:         None: the best one that works here
+        silence_freezes: whether a Silence also stops the processes (a machine that vanished), or only cuts the network
+        keep_dead:       number of homes of ended workers to keep (a reboot needs its own); the oldest go first
+        guest:           services and limits of the image; None: only the necessary ones
         on_host_keys, on_gone are called on threads of this object and must not wait for it.
         Raises: MachineError: no sshd, a folder that another emulator uses, or a user who cannot log in.
         """
@@ -102,7 +102,7 @@ class WorkerMachines:
         self._strays = 0
         self._changed = threading.Condition()
         self._closing = False
-        # These threads live until close(): a worker's life hangs on that of the thread that started it.
+        # These threads live until close(): a worker dies with the thread that started it.
         self._boots = ThreadPoolExecutor(_BOOTS_AT_ONCE, thread_name_prefix="machine-boot")
         self._jobs: JobThread[WorkerMachine] = JobThread(self._end, self._watch, _WATCH_SECONDS)
 
@@ -116,26 +116,26 @@ class WorkerMachines:
 
     @property
     def login_user(self) -> str:
-        """The one name that can log in, whatever names stand before the keys in `ssh-keys`."""
+        """The only name that can log in, whichever names stand before the keys in `ssh-keys`."""
         return self._folder.login_user
 
     @property
     def sandbox(self) -> Sandbox:
-        """How processes are held together here."""
-        return self._site.way
+        """The sandbox that holds the processes of each worker together."""
+        return self._site.sandbox
 
     @property
     def strays(self) -> int:
-        """How many processes so far got out of a sandbox and had to be hunted down; 0 is what is promised."""
+        """Number of processes that escaped a sandbox and had to be killed one by one; it should be 0."""
         return self._strays
 
-    # --- what the world says
+    # --- effects of the world
 
     def apply(self, effect: MachineEffect) -> Future[None]:
         """
-        Carry out *effect*; never blocks. The future tells when it is done: a Boot listens, a Kill left nothing alive.
+        Apply *effect* without blocking. The future ends when it is done: a Boot listens, a Kill left nothing alive.
 
-        An effect on a worker that is not there is done already. The future of a failed boot holds a MachineError.
+        An effect on a worker that does not exist is done at once. The future of a failed boot holds a MachineError.
         """
         match effect:
             case Boot():
@@ -156,14 +156,14 @@ class WorkerMachines:
                     lambda machine: machine.authorize(effect.ssh_keys),
                 )
 
-    # --- faults that a test or an operator asks for, of the newest incarnation
+    # --- faults for tests and operators, of the newest incarnation
 
     def refuse_keys(self, path: NodePath, worker: int) -> Future[None]:
-        """Let nobody log in, until an AuthorizeKeys."""
+        """Refuse every login, until an AuthorizeKeys."""
         return self._each(self._newest(path, worker), WorkerMachine.refuse_keys)
 
     def change_host_key(self, path: NodePath, worker: int) -> Future[None]:
-        """Answer with another host key; what runs goes on."""
+        """Answer with another host key; processes go on."""
 
         def change(machine: WorkerMachine) -> None:
             machine.change_host_key()
@@ -172,11 +172,11 @@ class WorkerMachines:
         return self._each(self._newest(path, worker), change)
 
     def hang(self, path: NodePath, worker: int) -> Future[None]:
-        """Accept connections and say nothing; what runs goes on."""
+        """Accept connections and send nothing; processes go on."""
         return self._each(self._newest(path, worker), WorkerMachine.hang)
 
     def flood(self, path: NodePath, worker: int, what: Flooding) -> Future[None]:
-        """Say more than anybody can hear, before the greeting or out of every command; what runs goes on."""
+        """Send data without end, before the greeting or as the output of every command; processes go on."""
         return self._each(self._newest(path, worker), lambda machine: machine.flood(what))
 
     def freeze(self, path: NodePath, worker: int) -> Future[None]:
@@ -184,7 +184,7 @@ class WorkerMachines:
         return self._each(self._newest(path, worker), WorkerMachine.freeze)
 
     def cut_off(self, path: NodePath, worker: int) -> Future[None]:
-        """Let connects time out and sessions hang, while what runs goes on, whatever `silence_freezes` says."""
+        """Let connects time out and sessions hang while processes go on, whatever `silence_freezes` says."""
         return self._each(self._newest(path, worker), WorkerMachine.cut_off)
 
     def resume(self, path: NodePath, worker: int) -> Future[None]:
@@ -196,7 +196,7 @@ class WorkerMachines:
         machines = self._newest(path, worker)
         return self._boot(machines[0].order) if machines else done()
 
-    # --- looking in
+    # --- inspection
 
     def wait_listening(self, path: NodePath, worker: int, timeout: float = 30.0) -> None:
         """
@@ -211,12 +211,12 @@ class WorkerMachines:
                 raise TimeoutError(f"worker {worker} of {path.node_id} does not listen after {timeout} s")
 
     def processes(self, path: NodePath, worker: int) -> list[int]:
-        """Pids of all that lives on that worker, its sshd first."""
+        """Pids of all processes of that worker, its sshd first."""
         cages = [machine.cage for machine in self._newest(path, worker)]
         return [process.pid for process in living([cage for cage in cages if cage])]
 
     def survivors(self) -> list[int]:
-        """Pids of all of ours that live, on workers that should and on ones that should not."""
+        """Pids of all processes of all workers, of ended ones too."""
         with self._changed:
             cages = [machine.cage for machine in (*self._machines.values(), *self._ending)]
         mine = living([cage for cage in cages if cage])
@@ -228,9 +228,9 @@ class WorkerMachines:
 
     def close(self) -> None:
         """
-        End all machines and see that nothing is left. May be called twice.
+        End all machines, and check that no process is left. May be called twice.
 
-        Raises: MachineError: something survives.
+        Raises: MachineError: a process survives.
         """
         with self._changed:
             if self._closing:
@@ -245,7 +245,7 @@ class WorkerMachines:
             self._metadata.close()
         if left := self.survivors():
             raise MachineError(f"processes of the emulator survive: {left}")
-        self._folder.vacate(keep_workers=self._keep_dead > 0)
+        self._folder.clean_up(keep_workers=self._keep_dead > 0)
 
     # --- inside
 
@@ -278,7 +278,7 @@ class WorkerMachines:
             return self._retire(machines)
 
     def _retire(self, machines: Collection[WorkerMachine]) -> Future[None]:
-        """To be called with the lock: doom at once, see to the end on the operating thread."""
+        """Call with the lock: begin the end of *machines* at once, complete it on the job thread."""
         current = [machine for machine in machines if self._machines.get(machine.key) is machine]
         for machine in current:
             machine.doom()
@@ -314,14 +314,14 @@ class WorkerMachines:
         finally:
             with self._changed:
                 self._ending = [machine for machine in self._ending if not machine.ended.is_set()]
-            self._bury(machines)
+            self._keep_folders(machines)
 
-    def _bury(self, machines: Sequence[WorkerMachine]) -> None:
+    def _keep_folders(self, machines: Sequence[WorkerMachine]) -> None:
         self._dead.extend(machines)
         with self._changed:
             booted = {machine.folders.root for machine in self._machines.values()}
         for machine in machines:
-            # Homes of the dead are kept for a look, and a worker that boots again has its own: neither needs secrets.
+            # The home of an ended worker is kept for inspection only, and needs no secrets.
             if machine.folders.root not in booted:
                 machine.remove_secrets()
         while len(self._dead) > self._keep_dead:

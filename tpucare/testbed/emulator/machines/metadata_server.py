@@ -1,9 +1,9 @@
 """
-The metadata server of every emulated worker: one thread serves them all, each on its own address.
+The metadata server of every emulated worker: one thread serves all of them, each on its own address.
 
-Speaks what TPU tooling asks for: plain values, folders, `recursive=true`, and `wait_for_change` long polls with etags.
-Source: Compute Engine documentation, "About VM metadata" and "Query VM metadata". What values there are is for the
-caller to say. Access tokens of service accounts are served, identity tokens are not: nobody here can sign them.
+Serves the requests of TPU tools: plain values, folders, `recursive=true`, and `wait_for_change` long polls with etags.
+Source: Compute Engine documentation, "About VM metadata" and "Query VM metadata". The caller gives the values. Access
+tokens of service accounts are served; identity tokens are not, because the emulator cannot sign them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Tree = dict[str, "Tree | Leaf"]
 
 @dataclass(eq=False)
 class _Guest:
-    """What one worker's metadata server says, and who waits for it to change. ChangedKeys by the loop's thread only."""
+    """The values of one worker and the connections to its server. Used by the loop's thread only."""
 
     values: dict[str, str]
     server: asyncio.Server | None = None
@@ -63,32 +63,32 @@ class MetadataServer:
 
     def add(self, address: str, values: Mapping[str, str]) -> None:
         """
-        Serve *values* (`instance/preempted` -> `FALSE`) on *address*; what stood there before is replaced.
+        Serve *values* (`instance/preempted` -> `FALSE`) on *address*, instead of those before.
 
         Raises: OSError: the address and port cannot be listened on.
         """
-        self._ask(self._remove(address))
+        self._run_on_loop(self._remove(address))
         listener = socket.create_server((address, self.port), backlog=64)
-        self._ask(self._add(address, _Guest(dict(values)), listener))
+        self._run_on_loop(self._add(address, _Guest(dict(values)), listener))
 
     def update(self, address: str, values: Mapping[str, str]) -> None:
-        """Change some values; an address that is not served is left alone. Long polls hear of it at once."""
+        """Change some values; ignored for an address that is not served. Long polls are answered at once."""
         self._loop.call_soon_threadsafe(self._update, address, dict(values))
 
     def remove(self, *addresses: str) -> None:
-        """Listen there no more, and drop who is connected."""
-        self._ask(self._remove(*addresses))
+        """Stop listening there, and cut open connections."""
+        self._run_on_loop(self._remove(*addresses))
 
     def close(self) -> None:
         """Stop serving altogether."""
         if self._loop.is_closed():
             return
-        self._ask(self._remove_all())
+        self._run_on_loop(self._remove_all())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
 
-    def _ask(self, work: Coroutine[Any, Any, None]) -> None:
+    def _run_on_loop(self, work: Coroutine[Any, Any, None]) -> None:
         asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout=30)
 
     async def _add(self, address: str, guest: _Guest, listener: socket.socket) -> None:
@@ -101,7 +101,7 @@ class MetadataServer:
     def _update(self, address: str, values: dict[str, str]) -> None:
         if guest := self._guests.get(address):
             guest.values.update(values)
-            # Who waits holds the old event; who comes later waits for the new one.
+            # Waiting polls hold the old event; later ones wait for the new one.
             guest.changed.set()
             guest.changed = asyncio.Event()
 
@@ -143,7 +143,7 @@ async def _converse(guest: _Guest, reader: asyncio.StreamReader, writer: asyncio
 
 
 async def _exchange(guest: _Guest, served: Address, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-    """One request and its answer; whether the connection stays open for another."""
+    """Answer one request; True when the connection stays open for another."""
     head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), _IDLE_SECONDS)
     request_line, *lines = head.decode("latin-1").split("\r\n")
     fields = (line.partition(":") for line in lines)
@@ -165,7 +165,7 @@ async def _answer(guest: _Guest, served: Address, request_line: str, headers: Ma
         return _Answer("405 Method Not Allowed")
     if path in ("/", "/computeMetadata", "/computeMetadata/"):
         return _Answer("200 OK", "computeMetadata/\n" if path == "/" else "v1/\n")
-    # A forwarded request must not get at a machine's metadata (server-side request forgery).
+    # A forwarded request must not read a machine's metadata (server-side request forgery).
     if headers.get("metadata-flavor") != "Google" or "x-forwarded-for" in headers:
         return _Answer("403 Forbidden", "Missing Metadata-Flavor:Google header.\n")
     if not path.startswith(_ROOT):
@@ -176,7 +176,7 @@ async def _answer(guest: _Guest, served: Address, request_line: str, headers: Ma
 
 
 async def _wait_for_change(guest: _Guest, path: str, query: Mapping[str, str]) -> None:
-    """Return when the answer differs from what `last_etag` names, or `timeout_sec` has passed."""
+    """Return when the answer's etag differs from `last_etag`, or after `timeout_sec`."""
     try:
         timeout = min(float(query.get("timeout_sec", _LONGEST_POLL_SECONDS)), _LONGEST_POLL_SECONDS)
     except ValueError:
@@ -216,7 +216,7 @@ def _tree(values: Mapping[str, str], *, free_names: bool) -> Tree:
     """
     `{"a/b": "x"}` as `{"a": {"b": "x"}}`, names in camelCase as the service gives them.
 
-    *free_names*: as they are; so are those below `attributes`, which users choose.
+    *free_names*: keep the names, as is done below `attributes`, where users choose them.
     """
     tree: Tree = {}
     for head in dict.fromkeys(key.partition("/")[0] for key in values):
@@ -230,7 +230,7 @@ def _tree(values: Mapping[str, str], *, free_names: bool) -> Tree:
 
 
 def _leaf(name: str, value: str) -> Leaf:
-    """A value as JSON has it."""
+    """A value in JSON."""
     last = name.rpartition("/")[2]
     if last in _LISTS:
         return value.splitlines()
@@ -242,7 +242,7 @@ def _is_token(name: str) -> bool:
 
 
 def _token(secret: str) -> str:
-    """Always good for an hour: nobody here checks it."""
+    """An access token that says it is valid for an hour; the emulator checks none."""
     return json.dumps({"access_token": secret, "expires_in": _TOKEN_SECONDS, "token_type": "Bearer"})
 
 

@@ -1,10 +1,9 @@
 """
-Trees of processes, read from `/proc`: who descends from whom, who bears a mark, and how to stop or end all of them.
+Process trees, read from `/proc`: finds descendants and marked processes, and stops or ends all of them.
 
-Also a program: `python proctree.py COMMAND…` supervises COMMAND as the subreaper of everything it starts, so that no
-daemon can leave the tree; it is the stand-in for a pid namespace where the kernel refuses one. For that reason this
-file knows nothing but the standard library and can be run by its path.
-Which way is used, and what a worker is, are for `sandbox` and `worker` to say.
+Also a program: `python proctree.py COMMAND…` supervises COMMAND as the subreaper of everything that it starts, so that
+no daemon can leave the tree; `sandbox` uses it where the kernel refuses a pid namespace. Therefore this file imports
+only the standard library and can be run by its path.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class ProcessEntry(NamedTuple):
 
     @property
     def is_dead(self) -> bool:
-        """Zombies are dead: in a container nobody may ever reap those that were handed to pid 1."""
+        """Zombies are dead: in a container, pid 1 may never reap those that it inherits."""
         return self.state in "ZX"
 
 
@@ -59,7 +58,7 @@ def read_process(pid: int) -> ProcessEntry | None:
 
 
 def descendants(table: Mapping[int, ProcessEntry], roots: Iterable[int]) -> list[ProcessEntry]:
-    """All that descend from *roots*, without the roots and without the dead; parents before children."""
+    """All living descendants of *roots*, without the roots; parents before children."""
     children: dict[int, list[ProcessEntry]] = {}
     for process in table.values():
         children.setdefault(process.parent, []).append(process)
@@ -111,7 +110,7 @@ def send(process: ProcessEntry, signal_number: int) -> None:
 
 def stop_all(find: Callable[[], Iterable[ProcessEntry]]) -> list[ProcessEntry]:
     """
-    SIGSTOP whatever *find* finds, again and again until a pass finds nothing new. Returns those that ran before.
+    SIGSTOP the processes that *find* returns, until a pass finds no new one. Returns those that were running.
 
     One pass is not enough: a process may fork between being listed and being stopped.
     """
@@ -126,12 +125,12 @@ def stop_all(find: Callable[[], Iterable[ProcessEntry]]) -> list[ProcessEntry]:
 
 
 def kill_all(find: Callable[[], Iterable[ProcessEntry]], timeout_seconds: float = 10.0) -> list[ProcessEntry]:
-    """Stop and SIGKILL whatever *find* finds until it finds nothing. Returns what is left after the timeout."""
+    """Stop and SIGKILL the processes that *find* returns until there are none. Returns those left at the timeout."""
     deadline = time.monotonic() + timeout_seconds
     while found := list(find()):
         if time.monotonic() > deadline:
             return found
-        # Stopped first: a process that forks faster than it is killed would otherwise keep ahead.
+        # Stopped first: a process that forks faster than it is killed would otherwise survive.
         for process in {*found, *stop_all(find)}:
             send(process, signal.SIGKILL)
         time.sleep(0.002)
@@ -139,7 +138,7 @@ def kill_all(find: Callable[[], Iterable[ProcessEntry]], timeout_seconds: float 
 
 
 def supervise(command: list[str]) -> int:
-    """Run *command* as the subreaper of all that comes of it; on its end, or on SIGTERM, end all of that."""
+    """Run *command* as the subreaper of its descendants; at its end, or at SIGTERM, end all of them."""
     import ctypes
 
     prctl = ctypes.CDLL(None, use_errno=True).prctl
@@ -165,7 +164,7 @@ def _living_children() -> list[ProcessEntry]:
 
 
 def _reap() -> tuple[set[int], bool]:
-    """Collect the dead: their pids, and whether any child is left."""
+    """Reap dead children: their pids, and whether any child is left."""
     dead: set[int] = set()
     try:
         while pid := os.waitpid(-1, os.WNOHANG)[0]:

@@ -1,10 +1,10 @@
 """
-How all processes of one worker are held together, so that a preemption ends every one of them at the same instant.
+Holds all processes of one worker together, so that a preemption ends every one of them at the same instant.
 
-A pid namespace is the best fence: the kernel ends what is in it when its first process is killed. Plain as root, inside
-a user namespace otherwise. Where the kernel refuses namespaces (default Docker, some distributions) a subreaper holds
-the tree. `choose` finds out which works here. Source of the figures: 256 idle workers end within 0.1 s in namespaces,
-2 s under subreapers.
+A pid namespace is the best sandbox: the kernel ends all its processes when the first one is killed. It is plain as
+root, else inside a user namespace. Where the kernel refuses namespaces (default Docker, some distributions) a subreaper
+holds the tree. `choose` tries which works here. Measured: 256 idle workers end within 0.1 s in namespaces, 2 s under
+subreapers.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from tpucare.testbed.emulator.machines import proctree
 from tpucare.testbed.emulator.machines.proctree import ProcessEntry
 
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
-# A machine has a boot id of its own, new at each boot; launchers tell a reboot by it.
+# A machine has a boot id of its own, new at each boot, by which launchers recognise a reboot.
 _WITH_BOOT_ID = f'mount --bind "$0" {_BOOT_ID} && exec "$@"'
 
 
 class MachineError(TpuCareError):
-    """A worker, or the emulated machines as a whole, cannot be started or ended here; the text says why."""
+    """A worker, or all emulated machines, cannot be started or ended here; the text says why."""
 
 
 class Sandbox(StrEnum):
-    """The ways, best first. SUBREAPER has no boot id and no process table of its own."""
+    """The kinds of sandbox, best first. SUBREAPER has no boot id and no process table of its own."""
 
     PID_NAMESPACE = "pid-namespace"
     USER_NAMESPACE = "user-namespace"
@@ -41,49 +41,49 @@ class Sandbox(StrEnum):
 
 
 def choose(scratch: Path) -> Sandbox:
-    """The best way that works here, found out by trying. *scratch* is a folder for a file that is left there."""
+    """The best kind that works here, by trial. *scratch* is a folder for a file that stays there."""
     boot_id = scratch / "boot_id"
     boot_id.write_text("probe\n")
     # As root, sshd inside a user namespace dies at "setgroups: Operation not permitted".
-    way = Sandbox.PID_NAMESPACE if os.geteuid() == 0 else Sandbox.USER_NAMESPACE
+    kind = Sandbox.PID_NAMESPACE if os.geteuid() == 0 else Sandbox.USER_NAMESPACE
     try:
         tried = subprocess.run(
-            command(way, ["/bin/cat", _BOOT_ID], boot_id), capture_output=True, timeout=10, check=False
+            command(kind, ["/bin/cat", _BOOT_ID], boot_id), capture_output=True, timeout=10, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
         return Sandbox.SUBREAPER
-    return way if tried.returncode == 0 and tried.stdout == b"probe\n" else Sandbox.SUBREAPER
+    return kind if tried.returncode == 0 and tried.stdout == b"probe\n" else Sandbox.SUBREAPER
 
 
-def command(way: Sandbox, program: Sequence[str], boot_id: Path) -> list[str]:
-    """*program* (absolute path first) wrapped so that it and all it starts can be ended at once."""
-    if way is Sandbox.SUBREAPER:
+def command(kind: Sandbox, program: Sequence[str], boot_id: Path) -> list[str]:
+    """*program* (absolute path first) inside a sandbox, so that it and all its descendants can be ended at once."""
+    if kind is Sandbox.SUBREAPER:
         return [sys.executable, "-I", "-S", proctree.__file__, *program]
-    # The namespace must not outlive the emulator, and the wrapper not the thread that started it.
+    # The namespace must not outlive the emulator, nor the wrapper the thread that started it.
     wrapper = ["setpriv", "--pdeathsig", "KILL", "unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
-    if way is Sandbox.PID_NAMESPACE:
+    if kind is Sandbox.PID_NAMESPACE:
         return [*wrapper, "--", "/bin/sh", "-c", _WITH_BOOT_ID, str(boot_id), *program]
-    # Capabilities are kept for the one mount, and given up before anything of the worker runs.
+    # Capabilities are kept for the one mount, and dropped before the worker's first process.
     wrapper += ["--user", "--map-current-user", "--keep-caps", "--", "/bin/sh", "-c", _WITH_BOOT_ID, str(boot_id)]
     return [*wrapper, "setpriv", "--inh-caps=-all", "--ambient-caps=-all", "--", *program]
 
 
 class Cage:
     """
-    A running sandbox: the wrapper (outside, ours to wait for) and everything below it (the worker's processes).
+    A running sandbox: the wrapper (outside, our child) and the worker's processes below it.
 
     Start it on a thread that lives as long as the machines: the parent-death signal fires when the *thread* ends.
     """
 
     def __init__(
-        self, way: Sandbox, program: Sequence[str], *, boot_id: Path, env: Mapping[str, str], log: BinaryIO
+        self, kind: Sandbox, program: Sequence[str], *, boot_id: Path, env: Mapping[str, str], log: BinaryIO
     ) -> None:
-        """Raises: MachineError: the program of the wrapper itself is missing."""
-        self._way = way
+        """Raises: MachineError: the wrapper's own program is missing."""
+        self._kind = kind
         self._first: ProcessEntry | None = None
         try:
             self._wrapper = subprocess.Popen(
-                command(way, program, boot_id),
+                command(kind, program, boot_id),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -112,7 +112,7 @@ class Cage:
         """Begin to end everything, without waiting."""
         if self.has_ended():
             return
-        if self._way is Sandbox.SUBREAPER:
+        if self._kind is Sandbox.SUBREAPER:
             self._wrapper.terminate()
             return
         for pid in _children(self.pid):
@@ -120,13 +120,13 @@ class Cage:
             _kill(pid)
 
     def await_end(self, timeout_seconds: float) -> None:
-        """Wait for the wrapper to end by itself, which it does once everything inside has; no longer than told."""
+        """Wait until the wrapper ends, as it does after everything inside; at most *timeout_seconds*."""
         deadline = time.monotonic() + timeout_seconds
         while not self._ended_within(0.05) and time.monotonic() < deadline:
             self._doom_unforked()
 
     def remove(self) -> None:
-        """Reap the wrapper, by force if need be."""
+        """Kill the wrapper if it still runs, and reap it."""
         self._wrapper.kill()
         self._wrapper.wait()
 
@@ -134,9 +134,9 @@ class Cage:
         """
         All processes inside, by a reading of the process table; sshd first.
 
-        Also when the wrapper is gone: sshd writes over its own environment, so it cannot be found again by its mark.
+        It works after the end of the wrapper too: sshd overwrites its own environment, so its mark cannot be found.
         """
-        # A pid that was waited for may be somebody else's by now.
+        # A reaped pid may belong to another process by now.
         roots = [] if self.has_ended() else [self.pid]
         first = table.get(self._first.pid) if self._first else None
         if first is None or self._first is None or first.started != self._first.started:
@@ -145,8 +145,8 @@ class Cage:
         return list(dict.fromkeys(process for process in (first, *below) if not process.is_dead))
 
     def _doom_unforked(self) -> None:
-        """A namespace that was doomed before it had a first process."""
-        if self._way is not Sandbox.SUBREAPER:
+        """End a namespace that was doomed before it had a first process."""
+        if self._kind is not Sandbox.SUBREAPER:
             self.doom()
             if not _children(self.pid):
                 self._wrapper.kill()
@@ -167,9 +167,9 @@ def living(cages: Iterable[Cage]) -> list[ProcessEntry]:
 
 def end(cages: Sequence[Cage], timeout_seconds: float = 10.0) -> None:
     """
-    End *cages* together and see that nothing is left in them.
+    End *cages* together, and check that no process is left in them.
 
-    Raises: MachineError: something survives even SIGKILL.
+    Raises: MachineError: a process survives SIGKILL.
     """
     for cage in cages:
         cage.doom()

@@ -1,7 +1,7 @@
 """
-The folder that an emulator's machines live in: its lock, its identity, and what a crashed emulator left there.
+The folder of an emulator's machines: its lock, its identity, and the cleaning up after a crashed emulator.
 
-Everything here touches only processes that bear this folder's mark, or that its own pid files name.
+Only processes with this folder's mark, or named by its own pid files, are ended.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _SFTP_SERVERS = (
 
 
 class StateFolder:
-    """A state folder, locked for one emulator at a time. `state_dir/machines` is all that is used of it."""
+    """`state_dir/machines`, locked for one emulator at a time."""
 
     def __init__(self, state_dir: Path) -> None:
         """Raises: MachineError: another emulator uses the folder, or this user could not log in to a worker."""
         self._root = state_dir.resolve() / "machines"
         self._root.mkdir(parents=True, exist_ok=True)
-        # Its `bin` is on every worker's PATH: whatever the umask, nobody else writes there.
+        # Its `bin` is on every worker's PATH: whatever the umask, other users must not write there.
         self._root.chmod(0o755)
         self.login_user = _login_user()
         self._lock = _locked(self._root / "lock")
@@ -55,18 +55,18 @@ class StateFolder:
         extra_env: Mapping[str, str],
         guest: Guest,
     ) -> Site:
-        """Sweep what was left over, and say what all workers share. Raises: MachineError: no sshd, stuck leftovers."""
+        """Clean up after a crash; return the shared settings. Raises: MachineError: no sshd, or a process survives."""
         sshd = shutil.which("sshd", path=f"{os.environ.get('PATH', os.defpath)}:{_SYSTEM_FOLDERS}")
         sftp_server = next((Path(path) for path in _SFTP_SERVERS if Path(path).exists()), None)
         if sshd is None or sftp_server is None:
             raise MachineError("emulated workers need OpenSSH's server: apt-get install openssh-server screen")
         mark = self._identity()
-        self._sweep(mark)
+        self._remove_leftovers(mark)
         if os.geteuid() == 0:
             # Without it: "Missing privilege separation directory". The package makes it only for its own service.
             Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)
         self._write_stubs(guest)
-        # Short, since a socket's path is limited to 108 bytes; noted, so that a later sweep can remove it.
+        # A short path, because a socket's path is limited to 108 bytes; recorded, so that a later cleaning removes it.
         self._screens = Path(tempfile.mkdtemp(prefix="tpuemu-", dir="/tmp"))
         (self._root / "screens").write_text(str(self._screens))
         return Site(
@@ -74,7 +74,7 @@ class StateFolder:
             screens=self._screens,
             bin=self._root / "bin",
             mark=mark,
-            way=sandbox or choose(self._root),
+            sandbox=sandbox or choose(self._root),
             # Absolute and resolved, else "re-exec requires execution with an absolute path".
             sshd=Path(sshd).resolve(),
             sftp_server=sftp_server,
@@ -86,8 +86,8 @@ class StateFolder:
             guest=guest,
         )
 
-    def vacate(self, *, keep_workers: bool) -> None:
-        """Leave: nothing of ours runs any more."""
+    def clean_up(self, *, keep_workers: bool) -> None:
+        """Remove the sockets and unlock the folder; call when no process of a worker is left."""
         if self._screens:
             shutil.rmtree(self._screens, ignore_errors=True)
         (self._root / "screens").unlink(missing_ok=True)
@@ -96,18 +96,18 @@ class StateFolder:
         self.release()
 
     def release(self) -> None:
-        """Let another emulator use the folder."""
+        """Unlock the folder, so that another emulator can use it."""
         self._lock.close()
 
     def _identity(self) -> str:
-        """One per folder for ever: begins the mark of every process."""
+        """An id per folder, made once; it begins the mark of every process."""
         file = self._root / "identity"
         if not file.exists():
             file.write_text(uuid.uuid4().hex)
         return file.read_text().strip()
 
-    def _sweep(self, mark: str) -> None:
-        """End what a crashed emulator of this folder left over, and remove its homes and sockets."""
+    def _remove_leftovers(self, mark: str) -> None:
+        """End processes that a crashed emulator of this folder left, and remove its homes and sockets."""
 
         def leftovers() -> list[ProcessEntry]:
             marked = [
@@ -134,7 +134,7 @@ class StateFolder:
 
 
 def _recorded_processes(workers: Path) -> Iterator[ProcessEntry]:
-    """Processes that pid files name and that still are the ones that were meant."""
+    """Living processes named by pid files; their start times tell them from later users of their pids."""
     for file in workers.glob("*/pids"):
         for line in file.read_text().splitlines():
             pid, _, started = line.partition(" ")

@@ -1,8 +1,8 @@
 """
-One boot of one emulated TPU worker: a real sshd on an address of its own, a home, a sandbox around everything.
+One boot of one emulated TPU worker: a real sshd on an address of its own, a home, a sandbox around all processes.
 
-A reboot is another `WorkerMachine` over the same folder: home and host key stay, boot id, screens and what ran do not.
-Who boots when, and who watches, is for `machines` to say.
+A reboot is another `WorkerMachine` over the same folder: home and host key stay; boot id, screens and processes do not.
+`machines` boots and watches the workers.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from tpucare.testbed.emulator.world.machine_effects import Boot
 from tpucare.testbed.emulator.world.records import NodePath
 
 _LISTENING = b"Server listening on"
-# What tpucare writes of secrets below a home: the environment of each run, W&B keys beside scripts.
+# Files below a home in which tpucare writes secrets: the environment of each run, W&B keys beside scripts.
 _SECRETS = (".tpucare/*/env", "*.netrc")
 _LISTEN_TIMEOUT_SECONDS = 30.0
 # sshd listens with a backlog of 128, which the kernel fills with 129 connections.
 _BACKLOG_ATTEMPTS = 160
 _GUARD_SETTLES_SECONDS = 0.5
-# A connection that ended before its login; of one that had logged in, sshd names the `user` alone.
+# Log lines of a connection that ended before its login; after a login sshd writes `user` without these words.
 _ATTACK = re.compile(
     rb"^Connection (?:closed|reset) by (?:(?:authenticating|invalid) user \S+ )?[0-9.]+ port"
     rb"|^Disconnected from (?:authenticating|invalid) user",
@@ -57,14 +57,14 @@ class WorkerKey(NamedTuple):
 
 class WorkerMachine:
     """
-    One boot of a worker. `doom` and the events may be used from any thread; the rest is called by one at a time.
+    One boot of a worker. `doom` and the events may be used from any thread, the rest by one thread at a time.
 
-    listening: its sshd answers; settled: `boot` came to an end, whichever; ended: nothing of it is left.
+    listening: its sshd answers; settled: `boot` has ended or failed; ended: no process of it is left.
     Boot it on a thread that lives as long as the machines (see `Cage`).
     """
 
     def __init__(self, site: Site, order: Boot, awaits: Sequence[WorkerMachine] = ()) -> None:
-        """`awaits`: machines that must have ended before this one boots, for they hold its address or its folder."""
+        """`awaits`: machines that must end before this one boots, because they use its address or its folder."""
         self.key = WorkerKey(order.path, order.node_id, order.worker)
         self.address = order.address
         self.mark = f"{site.mark}.{uuid.uuid4().hex[:12]}"
@@ -91,9 +91,9 @@ class WorkerMachine:
 
     def boot(self) -> None:
         """
-        Bring it up and return when its sshd listens, or when it was doomed meanwhile.
+        Start it, and return when its sshd listens or when it was doomed meanwhile.
 
-        Raises: MachineError: it cannot come up; nothing of it is left running.
+        Raises: MachineError: it cannot start; no process of it is left.
         """
         with self._lock:
             if self.doomed:
@@ -124,7 +124,7 @@ class WorkerMachine:
         self._site.metadata.add(self.address, worker_files.first_metadata(self.order))
         env = {"PATH": os.defpath, worker_files.MARK: self.mark}
         with self.folders.log.open("wb") as log:
-            cage = Cage(self._site.way, self._sshd(), boot_id=self.folders.boot_id, env=env, log=log)
+            cage = Cage(self._site.sandbox, self._sshd(), boot_id=self.folders.boot_id, env=env, log=log)
         with self._lock:
             self._cage = cage
             if self.doomed:
@@ -141,12 +141,12 @@ class WorkerMachine:
                 self._cage.doom()
 
     def await_settled(self) -> None:
-        """Wait for a boot that is under way; one that has not begun never will, once doomed."""
+        """Wait for the end of a boot that has begun; a doomed machine begins none."""
         if self._begun:
             self.settled.wait(_LISTEN_TIMEOUT_SECONDS)
 
-    def vacate(self) -> None:
-        """Let go of what it used; to be called when its cage has ended and nothing listens on its address."""
+    def release_folders(self) -> None:
+        """Release its folders; call when its processes have ended and nothing listens on its address."""
         self._cage = None
         self._end_flood()
         self.listening.clear()
@@ -156,32 +156,32 @@ class WorkerMachine:
         self.ended.set()
 
     def has_died(self) -> bool:
-        """It was up, and ended without being doomed."""
+        """True when it was up and ended by itself."""
         cage = self._cage
         return self.listening.is_set() and not self.doomed and cage is not None and cage.has_ended()
 
     @property
     def cage(self) -> Cage | None:
-        """Its processes, while there may be any."""
+        """The sandbox with its processes; None when there can be none."""
         return self._cage
 
     def conflicts_with(self, order: Boot) -> bool:
-        """They cannot run at the same time: same address, or same folder."""
+        """True when both cannot run at the same time: same address, or same folder."""
         return self.address == order.address or self.key == (order.path, order.node_id, order.worker)
 
     def remove_secrets(self) -> None:
-        """Remove the secrets from a home that is only kept for a look."""
+        """Remove the secrets from a home that is kept for inspection only."""
         for pattern in _SECRETS:
             for path in self.folders.home.glob(pattern):
                 path.unlink(missing_ok=True)
 
     def move_folder_away(self) -> Path:
-        """Home and all, moved out of the way of a worker of the same name; the caller removes it at leisure."""
+        """Rename its folder, so that a worker of the same name can boot; the caller removes the returned path later."""
         gone = self.folders.root.with_name(f"{self.mark[-12:]}.gone")
         self.folders.root.rename(gone)
         return gone
 
-    # --- what the cloud says
+    # --- effects of the world
 
     def set_attributes(self, values: Mapping[str, str]) -> None:
         """Change values of its metadata server."""
@@ -195,12 +195,12 @@ class WorkerMachine:
     # --- faults
 
     def refuse_keys(self) -> None:
-        """Let nobody log in, though the metadata says otherwise."""
+        """Refuse every login, whatever the metadata says."""
         worker_files.authorize(self.folders, "")
 
     def change_host_key(self) -> None:
         """
-        Answer with another host key from now on; what runs goes on running.
+        Answer with another host key from now on; processes go on.
 
         Raises: MachineError: sshd did not come back.
         """
@@ -209,50 +209,50 @@ class WorkerMachine:
         self._reload_sshd()
 
     def guard(self) -> None:
-        """What sshguard does on a real image: read sshd's log, and block who attacks; sessions that are open go on."""
+        """Do as sshguard does: read sshd's log, and block an attacking address; open sessions go on."""
         cage, guard, now = self._cage, self._guard, time.monotonic()
         if guard is None or cage is None or not self.listening.is_set() or self.doomed:
             return
-        if self._blocking and guard.blocks(now):
+        if self._blocking and guard.is_blocked(now):
             return
         listener = cage.first_process()
         if self._blocking and listener is not None:
-            # What filled the queue is accepted now, and is no attack.
+            # The connections that filled the queue are accepted now; they are not attacks.
             self._blocking = False
             proctree.send(listener, SIGCONT)
             time.sleep(_GUARD_SETTLES_SECONDS)
             self._guard_read = self.folders.log.stat().st_size
         with self.folders.log.open("rb") as log:
             log.seek(self._guard_read)
-            # A line that is not whole yet is read with the next look.
-            said = log.read().rpartition(b"\n")[0]
-        self._guard_read += len(said)
-        for _ in _ATTACK.findall(said):
-            guard.attacked(now)
-        if guard.blocks(now) and listener is not None:
+            # An unfinished line is left to the next read.
+            lines = log.read().rpartition(b"\n")[0]
+        self._guard_read += len(lines)
+        for _ in _ATTACK.findall(lines):
+            guard.count_attack(now)
+        if guard.is_blocked(now) and listener is not None:
             self._blocking = True
             proctree.send(listener, SIGSTOP)
             _fill_accept_queue(self.address, self._site.ssh_port)
 
     def freeze(self) -> None:
-        """Stop every process and let connects time out: a machine that vanished without a word, seen from outside."""
+        """Stop every process and let connects time out: like a machine that vanished."""
         self._stop(lambda _: True)
         _fill_accept_queue(self.address, self._site.ssh_port)
 
     def cut_off(self) -> None:
-        """Let connects and open sessions hang, while what runs goes on running: a network that is gone."""
+        """Let connects and open sessions hang while processes go on: like a network that is gone."""
         self._stop(_is_sshd)
         _fill_accept_queue(self.address, self._site.ssh_port)
 
     def hang(self) -> None:
-        """Accept connections and say nothing; what runs goes on running."""
+        """Accept connections and send nothing; processes go on."""
         self._stop(_is_sshd)
 
     def flood(self, what: Flooding) -> None:
         """
-        Say more than anybody can hear; what runs goes on running, and so do open sessions.
+        Send data without end; processes and open sessions go on.
 
-        Raises: MachineError: sshd did not make room.
+        Raises: MachineError: sshd did not release the port.
         """
         if self._before_flood or self._cage is None:
             return
@@ -284,7 +284,7 @@ class WorkerMachine:
             self._flood = None
 
     def _reload_sshd(self) -> None:
-        """Let it read its files again. Raises: MachineError: it did not come back."""
+        """Let sshd read its files again. Raises: MachineError: it did not come back."""
         cage = self._cage
         if (first := cage.first_process() if cage else None) is not None:
             offset = self.folders.log.stat().st_size
@@ -303,13 +303,13 @@ class WorkerMachine:
         )
 
     def _write_pids(self, cage: Cage) -> None:
-        """For a later emulator, should this one crash: sshd's own environment cannot always be read."""
+        """Record pids for a later emulator, in case this one crashes: sshd's environment cannot always be read."""
         processes = [proctree.read_process(cage.pid), cage.first_process()]
         text = "".join(f"{process.pid} {process.started}\n" for process in processes if process)
         worker_files.replace(self.folders.pids, text, 0o600)
 
     def _await_listening(self, offset: int) -> bool:
-        """Whether sshd listens; False when doomed meanwhile. Its own log is read: another's port would not fool us."""
+        """Wait until sshd listens, by its own log (another program may hold the port); False when doomed meanwhile."""
         deadline = time.monotonic() + _LISTEN_TIMEOUT_SECONDS
         while not self.doomed:
             log = self.folders.log.read_bytes()[offset:]
@@ -317,19 +317,17 @@ class WorkerMachine:
                 return True
             cage = self._cage
             if cage is None or cage.has_ended() or time.monotonic() > deadline:
-                tail = log.decode(errors="replace").strip() or "its sshd says nothing"
-                raise MachineError(
-                    f"worker {self.key.worker} of {self.key.path.node_id} does not come up: {tail[-500:]}"
-                )
+                tail = log.decode(errors="replace").strip() or "its sshd printed nothing"
+                raise MachineError(f"worker {self.key.worker} of {self.key.path.node_id} does not start: {tail[-500:]}")
             time.sleep(0.005)
         return False
 
 
 def end_all(machines: Collection[WorkerMachine], metadata: MetadataServer) -> list[int]:
     """
-    End machines together, and kill what got out of a sandbox all the same. Returns the pids of such, hopefully none.
+    End machines together, then kill processes that escaped a sandbox. Returns the pids of those, normally none.
 
-    Raises: MachineError: something survives even that.
+    Raises: MachineError: a process survives that too.
     """
     for machine in machines:
         machine.doom()
@@ -340,7 +338,7 @@ def end_all(machines: Collection[WorkerMachine], metadata: MetadataServer) -> li
     finally:
         metadata.remove(*(machine.address for machine in machines))
         for machine in machines:
-            machine.vacate()
+            machine.release_folders()
     dead_marks = {machine.mark for machine in machines}
 
     def strays() -> list[ProcessEntry]:
@@ -361,7 +359,7 @@ def _fill_accept_queue(address: str, port: int) -> None:
     """
     Connect to a stopped listener until its queue is full, so that further connects get no answer at all.
 
-    Connections that we close go on filling the queue until the listener accepts them.
+    Closed connections stay in the queue until the listener accepts them.
     """
     poll = select.poll()
     with contextlib.ExitStack() as stack:

@@ -1,8 +1,7 @@
 """
-The folder that one emulated worker lives in: its home, keys, sshd files, and what its metadata server says at boot.
+The files of one emulated worker: its home, keys, sshd files, command stubs, and its first metadata.
 
-What runs in the folder is the business of `worker`. Where a worker differs from a real TPU VM on purpose, it says so
-here.
+Comments name each place where a worker differs from a real TPU VM on purpose. `worker` starts the processes.
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ SSH_KEYS_ATTRIBUTE = INSTANCE_ATTRIBUTES + "ssh-keys"
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """What all workers of one emulator share. `mark` begins the mark of each of their processes."""
+    """Settings that all workers of one emulator share. `mark` begins the mark of each of their processes."""
 
     workers: Path
     screens: Path
     bin: Path
     mark: str
-    way: Sandbox
+    sandbox: Sandbox
     sshd: Path
     sftp_server: Path
     use_pam: bool
@@ -53,13 +52,13 @@ class Site:
 
 
 def folders_of(site: Site, order: Boot, short_name: str) -> Folders:
-    """The same at every boot of a worker, but for the sockets of its screens."""
+    """The folders of a worker: the same at every boot, except that of its screen sockets."""
     name = f"{order.path.node_id}.{order.node_id}.{order.worker}"
     return Folders(site.workers / name, site.screens / short_name, site.bin)
 
 
 def prepare(site: Site, folders: Folders, order: Boot, *, mark: str, boot_id: str) -> None:
-    """Make everything ready for a boot. Home and host key that are there already stay: a reboot."""
+    """Write all files for a boot. An existing home and host key stay, as at a reboot."""
     is_first_boot = not folders.home.exists()
     # /tmp and the screens' sockets are emptied by a real machine's boot, too.
     for emptied in (folders.tmp, folders.screens):
@@ -100,7 +99,7 @@ def _write_sshd_files(site: Site, folders: Folders, order: Boot, mark: str, boot
 
 
 def has_chips(guest: Guest, order: Boot) -> bool:
-    """Whether a device stands for the worker's chips: only where an image's services are imitated."""
+    """True when a file stands for the device of the chips: only where the image's services are imitated."""
     return guest.containers or order.holds_chips
 
 
@@ -114,7 +113,7 @@ def _chip_env(site: Site, folders: Folders, order: Boot) -> dict[str, str]:
 
 
 def move_sshd(folders: Folders, address: str, port: int) -> None:
-    """When sshd reads its files again, it makes room at *port* and listens at another of that address."""
+    """Let sshd, once it reads its files again, release *port* and listen on another port of that address."""
     with socket.create_server((address, 0)) as listener:
         free = listener.getsockname()[1]
     config = folders.sshd_config.read_text().replace(
@@ -124,12 +123,12 @@ def move_sshd(folders: Folders, address: str, port: int) -> None:
 
 
 def authorize(folders: Folders, ssh_keys: str) -> None:
-    """From the next login on, the keys of this `ssh-keys` metadata let in, and no others."""
+    """Accept the keys of this `ssh-keys` metadata, and no others, from the next login on."""
     replace(folders.authorized_keys, authorized_keys(ssh_keys), 0o600)
 
 
 def make_host_key(folders: Folders) -> None:
-    """A new ed25519 key; sshd takes it up when it starts or is sent SIGHUP."""
+    """Write a new ed25519 key; sshd reads it at its start and at SIGHUP."""
     private = Ed25519PrivateKey.generate()
     text = private.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
     public = private.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
@@ -144,7 +143,7 @@ def host_keys(folders: Folders) -> dict[str, str]:
 
 
 def first_metadata(order: Boot) -> dict[str, str]:
-    """What the order says, over what every instance has."""
+    """The metadata of every instance, with the attributes of the order over them."""
     path = order.path
     return {
         "instance/id": str(order.node_id),
@@ -161,7 +160,7 @@ def first_metadata(order: Boot) -> dict[str, str]:
 
 
 def replace(path: Path, text: str, mode: int) -> None:
-    """Whole or not at all, so that sshd never reads half of it."""
+    """Write *text* to a file whole or not at all, so that sshd never reads half of it."""
     replace_file(path, text.encode(), mode=mode, durable=False)
 
 
@@ -170,7 +169,7 @@ def replace(path: Path, text: str, mode: int) -> None:
 
 
 MARK = "TPUEMU_WORKER"
-"""Environment variable that every process of a worker bears, so that a later emulator finds what a crash left over."""
+"""Environment variable of every process of a worker, by which a later emulator finds processes left by a crash."""
 
 _SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
@@ -198,8 +197,8 @@ SetEnv HOME=/nonexistent {mark}={mark_value}
 # The default (10:30:100, 10) drops connections at random when many come at once.
 _ROOMY = "MaxStartups 500\nMaxSessions 200\n"
 
-# sshd's own shell must not read the dot files of whoever runs the emulator (hence HOME=/nonexistent); this script then
-# gives exec, login shell, scp and sftp alike the worker's home.
+# sshd's own shell must not read the dot files of the emulator's user (hence HOME=/nonexistent); this script then gives
+# exec, login shell, scp and sftp the worker's home.
 _WRAPPER = """\
 #!/bin/bash
 {exports}
@@ -217,7 +216,7 @@ line=$(printf '%4000s' '' | tr ' ' x)
 yes "$line" >&2 &
 exec yes "$line"
 """
-"""In place of the script that every SSH session goes through: whatever is asked, the answer never ends."""
+"""Replaces the script of every SSH session: the output of any command never ends."""
 
 # /etc/profile, which a login shell reads first, sets PATH anew.
 _PROFILE = """\
@@ -230,7 +229,7 @@ case $- in *i*) ;; *) return ;; esac
 PS1='\\u@'"${HOSTNAME:-tpu}"':\\w\\$ '
 """
 
-# Real TPU VMs have passwordless sudo; here it changes no user, since there is none to change to.
+# Real TPU VMs have passwordless sudo; here it does not change the user, because there is only one.
 _SUDO = """\
 #!/bin/bash
 while [ $# -gt 0 ]; do
@@ -247,7 +246,7 @@ if [ $# -gt 0 ]; then exec "$@"; fi
 if [ -n "$shell" ]; then exec /bin/bash; fi
 """
 
-# cron is not run: the lines for a reboot are read at the worker's next boot (`boot_command`), others never.
+# There is no cron: lines for a reboot are run at the worker's next boot (`boot_command`), others never.
 _CRONTAB = """\
 #!/bin/sh
 case "$1" in
@@ -314,8 +313,8 @@ cat "$folder/$name.log"
 exit "$(cat "$folder/$name.exit")"
 """
 
-# What an image runs besides us, as a public listing of such a host names it, and Docker's daemon; then what $3 on says.
-# $1: the worker's folder, $2: the service that holds the chip, if any.
+# Starts the services of an image, as a public process list of such a host names them, and Docker's daemon; then the
+# command from $3 on. $1: the worker's folder, $2: the service that holds the chip, if any.
 _SERVICES = """\
 google="google-runtime-monitor google-collectd"
 for name in tpu-runtime instance_agent vbarcontrolagent $google healthagent monitoringagent; do
@@ -332,7 +331,7 @@ shift 2
 exec "$@"
 """
 
-# The workers share one real machine, whose packages, services and power are not theirs.
+# The workers share one real machine; they must not change its packages, services or power.
 _PRETENDS = '#!/bin/sh\necho "emulated worker: ${0##*/} $* (pretended)" >&2\n'
 _REFUSES = (
     '#!/bin/sh\necho "emulated worker: ${0##*/} is refused; ask the emulator to reboot or preempt it" >&2\nexit 1\n'
@@ -344,11 +343,11 @@ STUBS: Mapping[str, str] = {
     **dict.fromkeys(("apt-get", "apt", "snap", "systemctl"), _PRETENDS),
     **dict.fromkeys(("reboot", "shutdown", "poweroff", "halt"), _REFUSES),
 }
-"""Commands that stand before the system's on a worker's PATH: file name -> content."""
+"""Commands before the system's on a worker's PATH: file name -> content."""
 
 
 def stubs(guest: Guest) -> dict[str, str]:
-    """STUBS, and those of an image that is not ready, or not as on a laptop."""
+    """STUBS, and further ones for an image that is not ready or lacks a command."""
     found = dict(STUBS)
     if not guest.python:
         found["python"] = _NO_PYTHON
@@ -362,9 +361,9 @@ def stubs(guest: Guest) -> dict[str, str]:
 @dataclass(frozen=True, slots=True)
 class Folders:
     """
-    A worker's places. `bin` holds the stubs of all workers.
+    The paths of a worker. `bin` holds the stubs of all workers.
 
-    `screens` is short and elsewhere, since a socket's path is limited to 108 bytes.
+    `screens` has a short path outside the root, because a socket's path is limited to 108 bytes.
     """
 
     root: Path
@@ -409,7 +408,7 @@ class Folders:
 
     @property
     def chip(self) -> Path:
-        """Stands for the device of a TPU, where an image's services are imitated."""
+        """A file in place of a TPU's device, where the image's services are imitated."""
         return self.root / "dev" / "accel0"
 
     @property
@@ -427,7 +426,7 @@ def sshd_config(
     mark_value: str,
     default_limits: bool = False,
 ) -> str:
-    """Raises: ValueError: a path that sshd_config cannot carry."""
+    """Raises: ValueError: a path that sshd_config cannot express."""
     return _SSHD_CONFIG.format(
         address=address,
         port=port,
@@ -443,7 +442,7 @@ def sshd_config(
 
 
 def session_wrapper(env: Mapping[str, str], *, sftp_server: Path) -> str:
-    """The script that every SSH session goes through."""
+    """The script that starts every SSH session."""
     exports = "\n".join(f"export {name}={shlex.quote(value)}" for name, value in env.items())
     return _WRAPPER.format(exports=exports, sftp_server=shlex.quote(str(sftp_server)))
 
@@ -459,9 +458,9 @@ def session_env(
     extra: Mapping[str, str],
 ) -> dict[str, str]:
     """
-    What a session finds in its environment. `metadata` is `address:port` of the metadata server.
+    The environment of a session. `metadata` is `address:port` of the metadata server.
 
-    HOSTNAME only names the worker: the kernel's host name stays the machine's, since gloo must be able to resolve it.
+    HOSTNAME only names the worker: the kernel's host name stays the machine's, which gloo must be able to resolve.
     """
     return {
         "HOME": str(folders.home),
@@ -483,8 +482,7 @@ def boot_command(
     folders: Folders, sshd: Sequence[str], *, services: bool = False, holds_chips: bool = False
 ) -> list[str]:
     """
-    What a boot begins with: sshd, and before it what the crontab of an earlier boot says to start with a reboot, and
-    the image's own services.
+    The first command of a boot: the image's own services and the `@reboot` lines of the worker's crontab, then sshd.
     """
     if services or holds_chips:
         holder = "tpu-runtime" if holds_chips else ""
@@ -507,8 +505,8 @@ def authorized_keys(ssh_keys: str) -> str:
     """
     `ssh-keys` metadata (`user:ssh-… key comment`, one a line) as sshd reads it.
 
-    There is one user on an emulated worker, so every line's key lets that one in. What is not a plain key is left out,
-    options of authorized_keys among it.
+    An emulated worker has one user, whom the key of every line lets in. Lines that are not plain keys are left out, for
+    example those with options of authorized_keys.
     """
     keys = [line.partition(":")[2].strip() for line in ssh_keys.splitlines()]
     return "".join(f"{key}\n" for key in keys if key.startswith(("ssh-", "ecdsa-", "sk-")))
@@ -517,5 +515,5 @@ def authorized_keys(ssh_keys: str) -> str:
 def _quoted(path: Path) -> str:
     text = str(path)
     if any(character in text for character in '"\\%\n'):
-        raise ValueError(f"sshd cannot be given the path {text!r}; choose a folder without quotes, backslashes and %")
+        raise ValueError(f"sshd cannot use the path {text!r}; choose a folder without quotes, backslashes and %")
     return f'"{text}"'

@@ -2,8 +2,8 @@
 Cloud Storage's JSON API over an `ObjectStore`, as far as tensorstore, gcsfs, google-cloud-storage and gsutil use it:
 buckets; objects with media, multipart and resumable uploads, ranges, copies, compositions; and batches.
 
-Clients are pointed here by STORAGE_EMULATOR_HOST and TENSORSTORE_GCS_HTTP_URL. Credentials are not looked at. Not
-honoured: `fields`, `projection`, versions, ACLs, encryption keys.
+STORAGE_EMULATOR_HOST and TENSORSTORE_GCS_HTTP_URL direct clients here. Credentials are not checked. `fields`,
+`projection`, versions, ACLs and encryption keys have no effect.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def conditions_of(request: HttpRequest, prefix: str = "if") -> Conditions:
 
 
 def media(found: StoredObject, wanted: str) -> HttpAnswer:
-    """The content, or the range that was asked for."""
+    """The content, or the requested range of it."""
     size, content = len(found.content), found.content
     headers = {
         "ETag": found.etag,
@@ -69,7 +69,7 @@ def media(found: StoredObject, wanted: str) -> HttpAnswer:
 def object_json(one: StoredObject, request: HttpRequest) -> dict[str, Any]:
     here = f"http://{request.headers.get('host', '127.0.0.1')}"
     path = f"/storage/v1/b/{quote(one.bucket, safe='')}/o/{quote(one.name, safe='')}"
-    said: dict[str, Any] = {
+    body: dict[str, Any] = {
         "kind": "storage#object",
         "id": f"{one.bucket}/{one.name}/{one.generation}",
         "selfLink": here + path,
@@ -86,18 +86,18 @@ def object_json(one: StoredObject, request: HttpRequest) -> dict[str, Any]:
         "updated": _stamp(one.updated),
     }
     if one.metadata:
-        said["metadata"] = dict(one.metadata)
+        body["metadata"] = dict(one.metadata)
     if one.components:
-        said["componentCount"] = one.components
+        body["componentCount"] = one.components
     else:
-        said["md5Hash"] = one.md5  # composed objects have none
+        body["md5Hash"] = one.md5  # composed objects have none
     if (checksum := _crc32c(one.content)) is not None:
-        said["crc32c"] = checksum
-    return said
+        body["crc32c"] = checksum
+    return body
 
 
 def _crc32c(content: bytes) -> str | None:
-    """Clients that check it bring the library; without it nobody here can tell."""
+    """The checksum, if the library is installed; clients that check it depend on the library."""
     try:
         import google_crc32c
     except ImportError:
@@ -124,16 +124,16 @@ def _stamp(instant: datetime) -> str:
     return instant.strftime("%Y-%m-%dT%H:%M:%S.%f")[:-3] + "Z"
 
 
-def said_json(values: Mapping[str, Any]) -> HttpAnswer:
+def json_answer(values: Mapping[str, Any]) -> HttpAnswer:
     return HttpAnswer(200, json.dumps(values).encode())
 
 
-def refused(error: ObjectError) -> HttpAnswer:
+def error_answer(error: ObjectError) -> HttpAnswer:
     if error.code == 304:
         return HttpAnswer(304)
     detail = {"message": error.message, "domain": "global", "reason": error.reason}
-    said = {"error": {"code": error.code, "message": error.message, "errors": [detail]}}
-    return HttpAnswer(error.code, json.dumps(said).encode())
+    body = {"error": {"code": error.code, "message": error.message, "errors": [detail]}}
+    return HttpAnswer(error.code, json.dumps(body).encode())
 
 
 # --- bodies of several parts: a multipart upload, and the calls of a batch --------------------------------------------
@@ -179,12 +179,12 @@ def parts_of(request: HttpRequest) -> list[tuple[dict[str, str], bytes]]:
 PAGE_LIMIT = 1000
 BATCH_LIMIT = 100
 STILL_OPEN = 308
-"""`Resume Incomplete`: what a resumable upload says until its last byte is there."""
+"""`Resume Incomplete`: the status of a resumable upload until its last byte has arrived."""
 
 
 @dataclass(eq=False)
 class _Upload:
-    """A resumable upload under way."""
+    """An unfinished resumable upload."""
 
     bucket: str
     name: str
@@ -221,7 +221,7 @@ class ObjectServer:
                 ("POST", f"{api}{bucket}{thing}/moveTo{thing}", self._move),
                 ("POST", f"{api}{bucket}{thing}/compose", self._compose),
                 ("POST", f"{upload}{bucket}/o", self._upload),
-                ("PUT", f"{upload}{bucket}/o", self._go_on),
+                ("PUT", f"{upload}{bucket}/o", self._continue),
                 ("DELETE", f"{upload}{bucket}/o", self._cancel),
                 ("POST", "/batch(?:/storage/v1)?", self._batch),
             )
@@ -237,23 +237,23 @@ class ObjectServer:
                 try:
                     return act(request, *map(unquote, match.groups()))
                 except ObjectError as error:
-                    return refused(error)
+                    return error_answer(error)
                 except ValueError as error:
-                    return refused(ObjectError(400, "invalid", f"Invalid argument: {error}"))
-        return refused(ObjectError(404, "notFound", f"Not Found: {request.method} {request.path}"))
+                    return error_answer(ObjectError(400, "invalid", f"Invalid argument: {error}"))
+        return error_answer(ObjectError(404, "notFound", f"Not Found: {request.method} {request.path}"))
 
     # --- buckets
 
     def _list_buckets(self, _request: HttpRequest) -> HttpAnswer:
         items = [bucket_json(name, made) for name, made in self._store.buckets().items()]
-        return said_json({"kind": "storage#buckets", "items": items})
+        return json_answer({"kind": "storage#buckets", "items": items})
 
     def _make_bucket(self, request: HttpRequest) -> HttpAnswer:
         name = str(object_of(request.body).get("name", ""))
-        return said_json(bucket_json(name, self._store.make_bucket(name)))
+        return json_answer(bucket_json(name, self._store.make_bucket(name)))
 
     def _get_bucket(self, _request: HttpRequest, bucket: str) -> HttpAnswer:
-        return said_json(bucket_json(bucket, self._store.bucket(bucket)))
+        return json_answer(bucket_json(bucket, self._store.bucket(bucket)))
 
     def _delete_bucket(self, _request: HttpRequest, bucket: str) -> HttpAnswer:
         self._store.delete_bucket(bucket)
@@ -262,7 +262,7 @@ class ObjectServer:
     def _layout(self, _request: HttpRequest, bucket: str) -> HttpAnswer:
         self._store.bucket(bucket)
         flat = {"hierarchicalNamespace": {"enabled": False}, "location": "US", "locationType": "multi-region"}
-        return said_json({"kind": "storage#storageLayout", "bucket": bucket, **flat})
+        return json_answer({"kind": "storage#storageLayout", "bucket": bucket, **flat})
 
     # --- objects
 
@@ -279,14 +279,14 @@ class ObjectServer:
             after=request.value("pageToken"),
         )
         page = self._store.list(bucket, asked)
-        said: dict[str, Any] = {"kind": "storage#objects"}
+        body: dict[str, Any] = {"kind": "storage#objects"}
         if page.items:
-            said["items"] = [object_json(one, request) for one in page.items]
+            body["items"] = [object_json(one, request) for one in page.items]
         if page.prefixes:
-            said["prefixes"] = list(page.prefixes)
+            body["prefixes"] = list(page.prefixes)
         if page.next_token:
-            said["nextPageToken"] = page.next_token
-        return said_json(said)
+            body["nextPageToken"] = page.next_token
+        return json_answer(body)
 
     def _get(self, request: HttpRequest, bucket: str, name: str) -> HttpAnswer:
         wanted = request.value("generation")
@@ -295,7 +295,7 @@ class ObjectServer:
         )
         if request.value("alt") == "media" or request.path.startswith("/download/"):
             return media(found, request.headers.get("range", ""))
-        return said_json(object_json(found, request))
+        return json_answer(object_json(found, request))
 
     def _delete(self, request: HttpRequest, bucket: str, name: str) -> HttpAnswer:
         wanted = request.value("generation")
@@ -305,7 +305,7 @@ class ObjectServer:
 
     def _patch(self, request: HttpRequest, bucket: str, name: str) -> HttpAnswer:
         changes = object_of(request.body)
-        return said_json(
+        return json_answer(
             object_json(self._store.patch(bucket, name, changes, conditions=conditions_of(request)), request)
         )
 
@@ -321,29 +321,31 @@ class ObjectServer:
     def _rewrite(self, request: HttpRequest, *names: str) -> HttpAnswer:
         made = self._copied(request, *names)
         size = str(len(made.content))
-        said = {"kind": "storage#rewriteResponse", "totalBytesRewritten": size, "objectSize": size, "done": True}
-        return said_json({**said, "resource": object_json(made, request)})
+        body = {"kind": "storage#rewriteResponse", "totalBytesRewritten": size, "objectSize": size, "done": True}
+        return json_answer({**body, "resource": object_json(made, request)})
 
     def _copy(self, request: HttpRequest, *names: str) -> HttpAnswer:
-        return said_json(object_json(self._copied(request, *names), request))
+        return json_answer(object_json(self._copied(request, *names), request))
 
     def _move(self, request: HttpRequest, bucket: str, name: str, to_name: str) -> HttpAnswer:
         made = self._copied(request, bucket, name, bucket, to_name)
         self._store.delete(bucket, name)
-        return said_json(object_json(made, request))
+        return json_answer(object_json(made, request))
 
     def _compose(self, request: HttpRequest, bucket: str, name: str) -> HttpAnswer:
         asked = object_of(request.body)
         sources = [str(one.get("name", "")) for one in asked.get("sourceObjects", ())]
         kind = str(asked.get("destination", {}).get("contentType", ""))
-        return said_json(object_json(self._store.compose(bucket, sources, name, kind, conditions_of(request)), request))
+        return json_answer(
+            object_json(self._store.compose(bucket, sources, name, kind, conditions_of(request)), request)
+        )
 
     # --- uploads
 
     def _upload(self, request: HttpRequest, bucket: str) -> HttpAnswer:
         kind = request.value("uploadType")
         if request.value("upload_id"):
-            return self._go_on(request, bucket)  # gcsfs sends its chunks so
+            return self._continue(request, bucket)  # as gcsfs sends its chunks
         if kind == "resumable":
             return self._begin(request, bucket)
         described: Mapping[str, Any] = {}
@@ -359,7 +361,7 @@ class ObjectServer:
             metadata=described.get("metadata"),
             conditions=conditions_of(request),
         )
-        return said_json(object_json(made, request))
+        return json_answer(object_json(made, request))
 
     def _begin(self, request: HttpRequest, bucket: str) -> HttpAnswer:
         self._store.bucket(bucket)
@@ -379,8 +381,8 @@ class ObjectServer:
         where = f"http://{host}{request.path}?uploadType=resumable&upload_id={token}"
         return HttpAnswer(200, headers={"Location": where, "X-GUploader-UploadID": token})
 
-    def _go_on(self, request: HttpRequest, _bucket: str) -> HttpAnswer:
-        """A chunk (`bytes 0-99/200`, `bytes 0-99/*`), or a question how far it has come (`bytes */200`)."""
+    def _continue(self, request: HttpRequest, _bucket: str) -> HttpAnswer:
+        """A chunk (`bytes 0-99/200`, `bytes 0-99/*`), or a request for the received length (`bytes */200`)."""
         with self._lock:
             upload = self._uploads.get(request.value("upload_id"))
             if upload is None:
@@ -403,7 +405,7 @@ class ObjectServer:
             metadata=upload.metadata,
             conditions=upload.conditions,
         )
-        return said_json(object_json(made, request))
+        return json_answer(object_json(made, request))
 
     def _cancel(self, request: HttpRequest, _bucket: str) -> HttpAnswer:
         with self._lock:
@@ -413,7 +415,7 @@ class ObjectServer:
     # --- batches
 
     def _batch(self, request: HttpRequest) -> HttpAnswer:
-        # Calls are text, and Google's own library ends their lines without a carriage return.
+        # Google's own library ends the lines of the calls without a carriage return.
         lines = request.body.replace(b"\r\n", b"\n").replace(b"\n", b"\r\n")
         parts = parts_of(replace(request, body=lines))
         if len(parts) > BATCH_LIMIT:

@@ -1,8 +1,8 @@
 """
-The buckets of an emulated project: objects with generations, preconditions, listings. No HTTP: that is `object_face`.
+The buckets of an emulated project: objects with generations, preconditions, listings. No HTTP: see `api`.
 
-Strongly consistent, as Cloud Storage is: what was written is listed at once. Everything is held in memory and is gone
-with the emulator. Source: the JSON API reference of Cloud Storage, pages on objects and request preconditions.
+Strongly consistent, as Cloud Storage is: a written object is listed at once. Everything is in memory and is lost when
+the emulator ends. Source: the JSON API reference of Cloud Storage, pages on objects and request preconditions.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Conditions:
     not_metageneration: int | None = None
 
     def check(self, found: StoredObject | None, *, reading: bool = False) -> None:
-        """Raises: ObjectError: 412, or 304 where a read asked for something newer."""
+        """Raises: ObjectError: 412, or 304 where a read asked for a newer generation."""
         generation = found.generation if found else 0
         metageneration = found.metageneration if found else 0
         if self.generation is not None and self.generation != generation:
@@ -80,7 +80,7 @@ NO_CONDITIONS = Conditions()
 
 @dataclass(frozen=True, slots=True)
 class ObjectPage:
-    """One page of a listing. `prefixes`: what a delimiter cut off, each once."""
+    """One page of a listing. `prefixes`: the names up to a delimiter, each once."""
 
     items: tuple[StoredObject, ...]
     prefixes: tuple[str, ...]
@@ -89,7 +89,7 @@ class ObjectPage:
 
 @dataclass(frozen=True, slots=True)
 class ObjectQuery:
-    """What is listed: names with `prefix`, from `start` (inclusive) to `end` (exclusive), cut at `delimiter`."""
+    """A listing of names with `prefix`, from `start` (inclusive) to `end` (exclusive), cut at `delimiter`."""
 
     prefix: str = ""
     delimiter: str = ""
@@ -114,7 +114,7 @@ class ObjectStore:
     # --- buckets
 
     def buckets(self) -> dict[str, datetime]:
-        """Names and when each was made."""
+        """Names, and the time of each one's creation."""
         with self._lock:
             return dict(sorted(self._made.items()))
 
@@ -128,7 +128,7 @@ class ObjectStore:
             return self._made[name]
 
     def bucket(self, name: str) -> datetime:
-        """When it was made."""
+        """The time of its creation."""
         with self._lock:
             self._of(name)
             return self._made[name]
@@ -164,7 +164,7 @@ class ObjectStore:
             objects = self._of(bucket)
             conditions.check(objects.get(name))
             now = self._now()
-            # As the real ones: microseconds, and never twice the same.
+            # As of the real service: microseconds, and never the same number twice.
             self._generation = max(self._generation + 1, int(now.timestamp() * 1_000_000))
             made = StoredObject(
                 bucket,
@@ -256,7 +256,7 @@ class ObjectStore:
             )
 
     def list(self, bucket: str, asked: ObjectQuery) -> ObjectPage:
-        """One page in the order of names; items and prefixes count alike towards its size."""
+        """One page in the order of names; its size counts items and prefixes."""
         with self._lock:
             objects = self._of(bucket)
             names = sorted(objects)
@@ -293,12 +293,12 @@ class Glob:
     """
     `matchGlob`: `*` and `?` stop at slashes, `**` does not, `**/` may match nothing; `[a-z]`, `{a,b}` as in a shell.
 
-    No pattern takes longer than its length times that of the name: all ends of a match are followed side by side, where
-    a regular expression would try one after the other.
+    The time is at most the length of the pattern times that of the name: all possible ends of a match are followed at
+    once, where a regular expression would try one after the other.
     """
 
     def __init__(self, glob: str) -> None:
-        """Raises: ObjectError: a set or braces that mean nothing."""
+        """Raises: ObjectError: a malformed set or brace."""
         self._parts, rest = _alternatives(glob, 0, 0)
         assert rest == len(glob)
 
@@ -312,7 +312,7 @@ _Part = re.Pattern[str] | list["list[_Part]"] | str
 
 
 def _alternatives(glob: str, place: int, depth: int) -> tuple[list[list[_Part]], int]:
-    """What stands between commas from *place* on, to the end or the brace that closes; and the place behind it."""
+    """The alternatives between commas from *place* to the closing brace or the end, and the place after it."""
     found: list[list[_Part]] = [[]]
     while place < len(glob):
         char = glob[place]
@@ -350,7 +350,7 @@ def _set_of(inside: str) -> re.Pattern[str]:
 
 
 def _ends(parts: Sequence[_Part], name: str, ends: set[int]) -> set[int]:
-    """Where in *name* a match of *parts* may end that begins at one of *ends*."""
+    """Places in *name* at which a match of *parts* may end that begins at one of *ends*."""
     for part in parts:
         if not ends:
             return ends
