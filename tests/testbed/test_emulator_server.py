@@ -417,7 +417,7 @@ def test_every_action_can_be_ordered(state: Path) -> None:
         (b'{"do": ["preempt"]}', "no action"),
         (b'{"do": "preempt"}', "preempt: selector: is missing"),
         (b'{"do": "preempt", "selector": "*", "notce": 1}', "preempt: notce: unknown key"),
-        (b'{"do": "preempt", "selector": "*", "notice": "soon"}', "no length of time"),
+        (b'{"do": "preempt", "selector": "*", "notice": "soon"}', "not a length of time"),
         (b'{"do": "preempt", "selector": "*", "notice": 1e999}', "notice"),
         (b'{"do": "preempt", "selector": "*", "burst": 1e300}', "burst"),
         (b'{"do": "capacity", "zone": "mars", "amount": 1}', "no zone mars"),
