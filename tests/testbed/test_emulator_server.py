@@ -213,7 +213,7 @@ def test_nonsense_in_a_request_is_an_invalid_argument(server: EmulatorServer) ->
 
 
 class Stage:
-    """WorkerMachines that only write down what they are told."""
+    """Machines that only record their effects."""
 
     login_user = "actor"
 

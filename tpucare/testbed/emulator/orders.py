@@ -232,7 +232,7 @@ class MissWorker(BaseOrder):
 
 
 class SetCapacity(BaseOrder):
-    """SetCapacity of a pool from now on; `amount` null is unlimited."""
+    """Set the capacity of a pool from now on; `amount` null is unlimited."""
 
     do: Literal["capacity"]
     zone: str

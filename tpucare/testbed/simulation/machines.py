@@ -202,7 +202,7 @@ class SimulatedMachines:
                 self._apply_to(worker, effect)
 
     def of_node(self, project: str, zone: str, name: str) -> list[SimulatedWorker]:
-        """SimulatedMachines of whatever bears that name, by number; dead ones too."""
+        """Machines of every node of that name, by number; dead ones too."""
         workers = self._nodes.get(NodeKey(project, zone, name), {})
         return [workers[number] for number in sorted(workers)]
 
@@ -328,7 +328,7 @@ class SimulatedMachines:
     # --- runs
 
     def running(self) -> Iterator[SimulatedWorker]:
-        """SimulatedMachines on which a run lives, in the order of their nodes."""
+        """Machines on which a run lives, in the order of their nodes."""
         for key in sorted(self._nodes):
             for number in sorted(self._nodes[key]):
                 worker = self._nodes[key][number]

@@ -442,7 +442,7 @@ def page_token_of(zone: str, last_id: str) -> str:
 
 
 def last_key(token: str) -> tuple[str, str] | None:
-    """ZoneConfig and id of the last entry of the page before. Raises: ApiError (3)."""
+    """Zone and id of the last entry of the page before. Raises: ApiError (3)."""
     if not token:
         return None
     try:

@@ -161,7 +161,7 @@ def quota_id(quota: Quota) -> str:
     """Usual name of a limit, for example TPUV6EPreemptiblePerProjectPerRegionForTPUAPI."""
     if quota.id:
         return quota.id
-    scope = "Region" if quota.region else "ZoneConfig"
+    scope = "Region" if quota.region else "Zone"
     generation = _QUOTA_NAMES.get(quota.generation, quota.generation.upper())
     kind = ""
     if quota.generation in ("v2", "v3"):
