@@ -26,8 +26,8 @@ from tpucare.adapters.google.client import connect
 from tpucare.adapters.state.store import open_reader, open_store
 from tpucare.adapters.system import SystemClock, machine_id
 from tpucare.api import start as api
-from tpucare.api.arguments import Door
-from tpucare.api.foreground import refuse_blindness
+from tpucare.api.arguments import CallOptions
+from tpucare.api.foreground import raise_if_refused
 from tpucare.api.start import options_of
 from tpucare.engine.state import ProjectView
 from tpucare.model.errors import (
@@ -280,7 +280,7 @@ def test_a_context_that_is_kept_from_the_last_start_is_named_at_this_one() -> No
     it resumes. A context is kept until a person says `fresh=True`, and a line at the start names it: a script that
     makes a new sweep at each start must hear that the next node works for the old one.
     """
-    said = api._kept_context("pod", {"sweep": "old"}, datetime(2026, 11, 1, tzinfo=UTC))
+    said = api._context_kept_event("pod", {"sweep": "old"}, datetime(2026, 11, 1, tzinfo=UTC))
     assert (said.kind, said.slot) == ("context", "pod")
     assert "the last start (dict) is kept" in said.text
     assert "fresh=True begins without it" in said.text
@@ -439,7 +439,7 @@ def test_what_store_may_be(
     store: str | Path, state: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TPUCARE_STATE", str(tmp_path))
-    options = options_of(Door(store=store))
+    options = options_of(CallOptions(store=store))
     assert options.state == (tmp_path if state == "home" else Path(state))
     assert options.store == name
 
@@ -447,7 +447,7 @@ def test_what_store_may_be(
 @pytest.mark.parametrize(("store", "kind"), [("tpucare", ConfigError), ("My Store", StoreError), ("..x y", StoreError)])
 def test_what_store_may_not_be(store: str, kind: type[Exception]) -> None:
     with pytest.raises(kind):
-        options_of(Door(store=store))
+        options_of(CallOptions(store=store))
 
 
 # --- run and status --------------------------------------------------------------------------------------------------
@@ -500,15 +500,15 @@ class TestBlindness:
 
     @pytest.mark.parametrize("blind", [DENIED, OwnCredentials("expired", 16)])
     def test_a_listing_that_needs_a_person_ends_a_call_that_has_seen_nothing(self, blind: CloudError) -> None:
-        refuse_blindness([self.view()])
-        refuse_blindness([self.view(Transient("not now", 13))])
+        raise_if_refused([self.view()])
+        raise_if_refused([self.view(Transient("not now", 13))])
         with pytest.raises(CloudError) as caught:
-            refuse_blindness([self.view(Transient("not now", 13)), self.view(blind)])
+            raise_if_refused([self.view(Transient("not now", 13)), self.view(blind)])
         assert caught.value is blind
 
     def test_later_it_is_waited_out(self) -> None:
-        refuse_blindness([self.view(self.DENIED, passes=1)])
-        refuse_blindness([self.view(self.DENIED), self.view(passes=1)])
+        raise_if_refused([self.view(self.DENIED, passes=1)])
+        raise_if_refused([self.view(self.DENIED), self.view(passes=1)])
 
 
 def test_a_call_without_permission_ends_with_what_its_first_listing_was_refused_with(grant: Grant) -> None:

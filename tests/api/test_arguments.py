@@ -354,11 +354,11 @@ def test_how_to_care_is_taken_as_it_was_given(tmp_path: Path) -> None:
         delete_unowned=True,
         fresh=True,
     )
-    door = start.door
+    options = start.options
     assert start.creation_semaphore is semaphore
     assert start.all_workers
-    assert (door.endpoint, door.project, door.store) == ("127.0.0.1:1", "grant", tmp_path)
-    assert (door.start_method, door.delete_unowned, door.fresh) == ("process", True, True)
+    assert (options.endpoint, options.project, options.store) == ("127.0.0.1:1", "grant", tmp_path)
+    assert (options.start_method, options.delete_unowned, options.fresh) == ("process", True, True)
     assert start.fleet.project == "grant"
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import structlog
 
-from tpucare.api.progress import LiveProgress, PlainProgress, progress_on, summary
+from tpucare.api.progress import LiveDisplay, PlainDisplay, progress_on, summary
 from tpucare.model.resources import Event
 from tpucare.service import event_log as events
 
@@ -56,7 +56,7 @@ def test_many_are_counted_and_who_needs_a_person_is_named() -> None:
 def test_a_pipe_gets_plain_lines_of_the_wanted_level() -> None:
     out = io.StringIO()
     progress = progress_on(out, level=20)
-    assert isinstance(progress, PlainProgress)
+    assert isinstance(progress, PlainDisplay)
     for level in ("debug", "info", "error"):
         progress.event(event(f"{level} \x1b[31mline\n", level))
     progress.show([row()])
@@ -69,7 +69,7 @@ def test_a_terminal_gets_a_line_that_lives() -> None:
     ours, theirs = pty.openpty()
     with open(theirs, "w") as terminal:
         progress = progress_on(terminal)
-        assert isinstance(progress, LiveProgress)
+        assert isinstance(progress, LiveDisplay)
         progress.event(event("a node is made"))
         progress.show([row()])
         progress.say("SIGTERM: left alive")
@@ -91,7 +91,7 @@ class Gone(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize("make", [PlainProgress, LiveProgress])
+@pytest.mark.parametrize("make", [PlainDisplay, LiveDisplay])
 def test_a_stream_that_is_gone_stops_nobody(make: Any) -> None:
     progress = make(Gone())
     progress.event(event("x"))

@@ -1,8 +1,8 @@
 """
-Arguments of `start_single` and `start_multiple` -> a fleet and how to care for it, or one line per thing that is wrong.
+Arguments of `start_single` and `start_multiple` -> a fleet and options of the call, or one line per problem.
 
-Pure. The names, orders and meanings of the first tpucare (2022) are kept; everything that a fleet file can say comes
-beside them as keywords, and is checked by the same rules. Nothing here asks the environment or the cloud.
+Pure. Names, order and meaning of the arguments of 2022 are kept; all keys of a fleet file are keywords beside them, and
+are checked by the same rules. Nothing here reads the environment or asks the cloud.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tpucare.api.fleet import plain_value
+from tpucare.api.threads import CreationCallback, StartFn
 from tpucare.fleetfile import python_fleet as fleet_python
 from tpucare.fleetfile.python_fleet import PythonFleet
 from tpucare.fleetfile.schema import CareSection
@@ -28,18 +29,15 @@ from tpucare.model.text import hint, shown
 
 START_METHODS = ("thread", "process")
 
-StartFn = Callable[[Any, Any], object]
-CreationCallback = Callable[[str, Any], object]
-
 _CARE_KEYS = tuple(CareSection.model_fields)
-_DOOR_KEYS = ("endpoint", "project", "store", "on_event", "start_method", "delete_unowned", "fresh")
+_CALL_KEYS = ("endpoint", "project", "store", "on_event", "start_method", "delete_unowned", "fresh")
 _OWN_KEYS = ("accelerator_type", "zones", "tpu", "care", "on_exit")
 _ALIASES: Mapping[str, str] = {
     "created_callback": "creation_callback",
     "unhealthy_timeout": "unhealthy_timeout_seconds",
     "type": "accelerator_type",
 }
-# What people would look for, and why it is not here.
+# Keywords that people may expect, and where they belong.
 _ELSEWHERE: Mapping[str, str] = {
     "job": "start_fn starts the job; a declared one is run by tpucare.run(tpucare.Fleet(...))",
     "count": "start_multiple takes `tpus`",
@@ -50,12 +48,12 @@ _ELSEWHERE: Mapping[str, str] = {
 }
 _POSITIONAL = ("tpu_version", "zone", "preemptible", "service_account", "slices")
 TPU_KEYS = ("runtime", "network", "ssh_keys", "provisioning", "metadata", "os_login", "unlisted")
-MORE = (*_DOOR_KEYS, *_OWN_KEYS, *TPU_KEYS, *_CARE_KEYS)
+MORE = (*_CALL_KEYS, *_OWN_KEYS, *TPU_KEYS, *_CARE_KEYS)
 
 
 @dataclass(frozen=True, slots=True)
-class Door:
-    """How to care: where from, and whom to tell. Empty texts are left to the environment."""
+class CallOptions:
+    """Keywords of a call that are no part of the fleet. An empty text leaves the value to the environment."""
 
     endpoint: str = ""
     project: str = ""
@@ -68,7 +66,7 @@ class Door:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Everything that was asked for, checked. `text` is what `fleet_python.parse` makes `fleet` of."""
+    """The checked arguments. `fleet_python.parse` makes `fleet` of `text`."""
 
     fleet: PythonFleet
     text: str
@@ -76,7 +74,7 @@ class Start:
     creation_callback: CreationCallback
     creation_semaphore: contextlib.AbstractContextManager[Any] | None
     all_workers: bool
-    door: Door
+    options: CallOptions
 
 
 def read(call: Call) -> Start:
@@ -85,9 +83,9 @@ def read(call: Call) -> Start:
     _refuse_unknown(call)
     start_fn = _callback(call.start_fn, "start_fn", "(ctx, worker)")
     created = _callback(call.creation_callback, "creation_callback", "(host, ctx)")
-    count = 1 if call.single else whole(call.tpus, "tpus")
+    count = 1 if call.single else whole_number(call.tpus, "tpus")
     fleet_python.check_name(call.name, count=count, single=call.single)
-    door = _door(call)
+    options = _call_options(call)
     care = _care(call)
     on_exit = fleet_python.choice_of(care.pop("on_exit", OnExit.LEAVE.value))
     text = fleet_python.render(
@@ -96,7 +94,7 @@ def read(call: Call) -> Start:
         care,
         count=count,
         single=call.single,
-        project=door.project,
+        project=options.project,
         on_exit=on_exit.value,
     )
     semaphore = call.creation_semaphore
@@ -109,7 +107,7 @@ def read(call: Call) -> Start:
         creation_callback=created,
         creation_semaphore=semaphore,
         all_workers=yes_or_no(call.all_workers, "all_workers"),
-        door=door,
+        options=options,
     )
 
 
@@ -150,13 +148,13 @@ def _callback(value: object, name: str, form: str) -> Callable[..., Any]:
     try:
         signature = inspect.signature(value)
     except (ValueError, TypeError):
-        return value  # what C made may not tell how it is called
+        return value  # some callables of C have no signature
     try:
         signature.bind(None, None)
     except TypeError as error:
         raise ConfigError(f"{name} is called as {name}{form}, and takes {signature}: {error}") from None
     if inspect.iscoroutinefunction(value):
-        raise ConfigError(f"{name} is an async function, which nobody would await: give a plain one")
+        raise ConfigError(f"{name} is an async function, which is never awaited: give a plain one")
     return value
 
 
@@ -164,7 +162,7 @@ def _callback(value: object, name: str, form: str) -> Callable[..., Any]:
 
 
 def _care(call: Call) -> dict[str, Any]:
-    """`care` as a mapping, single keys of it as keywords, and the timeout that has a name of its own."""
+    """The mapping `care`, the keywords that are keys of it, and the timeout with its name of 2022, as one mapping."""
     whole = call.more.get("care")
     if whole is not None and not isinstance(whole, Mapping):
         raise ConfigError(f"care must be a mapping as in a fleet file, not {shown(whole)}")
@@ -183,7 +181,7 @@ def _is_length(key: str) -> bool:
 
 
 def _seconds(value: Any, key: str) -> Any:
-    """In Python a bare number is a number of seconds; part of one counts as a whole."""
+    """A bare number means seconds, rounded up."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return value
     if not math.isfinite(value) or value <= 0:
@@ -193,7 +191,7 @@ def _seconds(value: Any, key: str) -> Any:
 
 
 def _parsed(text: str, call: Call) -> PythonFleet:
-    """Problems are told by the names of arguments."""
+    """Raises: ConfigError: its problems name arguments, and not keys of a fleet file."""
     try:
         return fleet_python.parse(text, file=call.function)
     except ConfigError as error:
@@ -227,10 +225,10 @@ def _argument(key: str, call: Call) -> str:
     return key
 
 
-# --- how to care -----------------------------------------------------------------------------------------------------
+# --- options of the call ---------------------------------------------------------------------------------------------
 
 
-def _door(call: Call) -> Door:
+def _call_options(call: Call) -> CallOptions:
     more = call.more
     listen = more.get("on_event")
     if listen is not None and not callable(listen):
@@ -239,7 +237,7 @@ def _door(call: Call) -> Door:
     if method not in START_METHODS:
         near = hint(str(method), START_METHODS)
         raise ConfigError(f"start_method={shown(method)} is none of {', '.join(START_METHODS)}{near}")
-    return Door(
+    return CallOptions(
         endpoint=text_of(more.get("endpoint") or "", "endpoint"),
         project=text_of(more.get("project") or "", "project"),
         store=store_of(more.get("store")),
@@ -251,7 +249,7 @@ def _door(call: Call) -> Door:
 
 
 def store_of(value: object) -> str | Path:
-    """Raises: ConfigError: it is none of what `store` may be; None is as good as not given."""
+    """The argument `store`; None counts as not given. Raises: ConfigError: neither text nor a path."""
     if value is None or isinstance(value, str):
         return value or ""
     if not isinstance(value, os.PathLike):
@@ -259,7 +257,7 @@ def store_of(value: object) -> str | Path:
     return Path(value)
 
 
-# --- what the call said, and the reading of single values of it -------------------------------------------------------
+# --- one call, and the checks of its single values -------------------------------------------------------------------
 
 
 UNHEALTHY_SECONDS = 3600
@@ -267,7 +265,7 @@ UNHEALTHY_SECONDS = 3600
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What `start_single` (`single`) or `start_multiple` was called with; `more`: keywords beside the named ones."""
+    """Arguments of `start_single` (`single`) or `start_multiple`, unchecked; `more`: keywords without a field here."""
 
     name: object
     tpu_version: object
@@ -295,7 +293,7 @@ def text_of(value: object, name: str) -> str:
     return value
 
 
-def whole(value: object, name: str) -> int:
+def whole_number(value: object, name: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         if isinstance(value, str) and value.isdecimal():
             return int(value)
@@ -309,7 +307,7 @@ def yes_or_no(value: object, name: str) -> bool:
     raise ConfigError(f"{name} must be True or False (or 1 or 0), not {shown(value)}")
 
 
-# --- which nodes the call asks for: version, slices, zones, tier and `tpu` -> alternatives of a fleet file ------------
+# --- version, slices, zones, tier and `tpu` -> alternatives of a fleet file ------------------------------------------
 # Whether such nodes exist is checked by the rules of fleet files.
 
 
@@ -319,7 +317,7 @@ SLICE_VERSIONS = (2, 3, 4)
 
 
 def alternatives(call: Call) -> Iterator[dict[str, Any]]:
-    """As `tpu` of a fleet file: what the positional arguments say first, then what `tpu` says."""
+    """Entries of `tpu` as in a fleet file: the positional arguments first, then the keyword `tpu`."""
     further = call.more.get("tpu")
     if call.zone is not None or further is None:
         yield plain_value(_primary(call), "tpu")
@@ -347,10 +345,10 @@ def type_of(tpu_version: object, slices: object) -> str:
     """
     `v3-256` of version 3 and 32 slices of 8 cores.
 
-    Raises: ConfigError: no such version, or one whose types are not counted so.
+    Raises: ConfigError: no such version, or one whose types are not counted in slices.
     """
     text = str(tpu_version).lower().removeprefix("v")
-    count = whole(slices, "slices")
+    count = whole_number(slices, "slices")
     if count < 1:
         raise ConfigError(f"slices={count} must be at least 1: slices of {CORES_PER_SLICE} cores")
     if text in {str(version) for version in SLICE_VERSIONS}:
@@ -377,7 +375,7 @@ def _zones(call: Call) -> list[Any]:
 
 
 def _tier(kind: str, preemptible: bool) -> str:
-    """Preemptible nodes are asked for as in 2022 where that is offered, else as spot, which took its place."""
+    """Preemptible where the type offers it, as in 2022, else spot, its successor."""
     if not preemptible:
         return Provisioning.ON_DEMAND.value
     with contextlib.suppress(ConfigError):

@@ -1,8 +1,7 @@
 """
-The declarative twin of the Python door: a fleet as a fleet file has it, said in Python.
+`tpucare.Fleet`: a fleet declared in Python, with the fields and rules of a fleet file.
 
-Fields and rules are those of the fleet file; what is wrong is told when the fleet is made. Pure but for reading the
-files that a job names.
+Problems are raised when the fleet is made. Pure but for reading the files that a job names.
 """
 
 from __future__ import annotations
@@ -55,11 +54,11 @@ class Fleet:
 
     @property
     def text(self) -> str:
-        """What a fleet file of this fleet could hold; JSON, which is YAML."""
-        said = {"name": self.name, "count": self.count, "tpu": self.tpu, "job": self.job, "care": self.care}
+        """The text of a fleet file of this fleet; JSON, which is YAML."""
+        fields = {"name": self.name, "count": self.count, "tpu": self.tpu, "job": self.job, "care": self.care}
         if self.project:
-            said["project"] = self.project
-        return json.dumps({key: plain_value(value, key) for key, value in said.items()}, ensure_ascii=False)
+            fields["project"] = self.project
+        return json.dumps({key: plain_value(value, key) for key, value in fields.items()}, ensure_ascii=False)
 
     @property
     def home(self) -> Path:
@@ -68,14 +67,14 @@ class Fleet:
 
     @cached_property
     def parsed(self) -> fleets.Fleet:
-        """The fleet as the engine's doors know it."""
+        """The fleet as daemon and engine use it."""
         file = f"Fleet({self.name!r})"
         try:
             return fleets.parse(self.text, file=file, folder=self.home)
         except ConfigError as error:
             if not error.problems:
                 raise
-            # Nobody wrote these lines, so their numbers say nothing.
+            # No person wrote these lines, so their numbers mean nothing.
             raise ConfigError.of((replace(problem, line=0) for problem in error.problems), file) from None
 
 
@@ -89,7 +88,7 @@ def _values(text: str) -> dict[str, Any]:
 
 
 def plain_value(value: Any, name: str) -> Any:
-    """Values of Python as a fleet file has them. Raises: ConfigError: what no file could hold."""
+    """Values of Python as values of a fleet file. Raises: ConfigError: a value that no file can hold."""
     if isinstance(value, timedelta):
         return duration_text(value)
     if isinstance(value, Mapping):

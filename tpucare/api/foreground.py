@@ -1,11 +1,10 @@
 """
-Care for one fleet in the foreground, until it is over or a person leaves: what every blocking call of the Python API
-does.
+The loop of every blocking call of the Python API: it cares for one fleet until that is over or a person ends the call.
 
-One loop on the calling thread, as the daemon has: a step of the engine, orders at the store's control socket, then a
-look at what a person wants. Ctrl-C takes the fleet down and goes on until nothing is left; a second one names what is
-left and leaves; SIGTERM and SIGHUP leave the nodes alive. Before anything is created, a node that bears a slot's own
-name and is not ours is refused or, if that was asked for, deleted.
+As in the daemon, one loop on the calling thread: a step of the engine, the commands of the control socket, then the
+signals. Ctrl-C takes the fleet down and goes on until no node is left; a second one names the nodes that are left and
+ends; SIGTERM and SIGHUP leave the nodes alive. Before anything is created, a node that has the very name of a slot and
+is not ours is refused or, with `delete_unowned`, deleted.
 """
 
 from __future__ import annotations
@@ -16,10 +15,9 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from enum import Enum
 from pathlib import Path
 
-from tpucare.api.progress import Progress
+from tpucare.api.progress import ProgressDisplay
 from tpucare.engine.state import ProjectView
 from tpucare.fleetfile.parse import Fleet
 from tpucare.model.errors import CloudError, ConfigError, NeedsPerson, NodeGone, OwnCredentials, TpuCareError
@@ -30,38 +28,35 @@ from tpucare.model.text import plain
 from tpucare.service import status
 from tpucare.service.assembly import Runtime
 from tpucare.service.client import Takedown
-from tpucare.service.commands import Answer, CommandHandler
+from tpucare.service.commands import CommandHandler
 from tpucare.service.control_socket import Control
 from tpucare.service.fleet_registry import FleetRegistry
 from tpucare.service.signals import handle_signals
 
 SETTLE_SECONDS = 3.0
-# Without a reason to wake earlier: the lock of a neighbour's delete may end a slot, and no event tells of it.
+# A delete of another process, under the lock of the store, may end a slot without an event that would wake this one.
 LONGEST_SLEEP_SECONDS = 5.0
 
 
 class SlotFailed(TpuCareError):
-    """A slot spent the budget of one of its books, and its node has been kept for `keep_failed` and is gone."""
+    """A slot exceeded a failure budget (crash, setup, ...); its node was kept for `keep_failed` and then deleted."""
 
 
-class Left(Exception):
-    """A person or the system asked this process to leave before the fleet was over; `status` is its exit status."""
+class LeftEarly(Exception):
+    """A signal ended this process before the fleet was over; `status` is its exit status."""
 
     def __init__(self, status: int) -> None:
         super().__init__(status)
         self.status = status
 
 
-class How(Enum):
-    """How a fleet's care ended."""
-
-    OVER = "over"
-    TAKEN_DOWN = "taken down"
-
-
 @dataclass(frozen=True, slots=True)
 class RunSpec:
-    """What is to be cared for. `text`, `folder`: as `FleetRegistry` keeps them; `ended`: told of each slot's end."""
+    """
+    The fleet of one call. `text`, `folder`: as `FleetRegistry` stores them.
+
+    begun: called with the memories of the store before the fleet is declared    ended: called with each slot that ended
+    """
 
     fleet: Fleet
     text: str
@@ -72,39 +67,39 @@ class RunSpec:
 
 
 @dataclass(slots=True)
-class _Asked:
-    """What signals asked for; written by handlers, read by the loop."""
+class _Interrupts:
+    """The signals that arrived; written by handlers, read by the loop."""
 
-    interrupts: int = 0
+    count: int = 0
     leave: int = 0
 
 
 class ForegroundRun:
-    """One call. Use `care`."""
+    """One call. Use `run_foreground`."""
 
-    def __init__(self, runtime: Runtime, declared: RunSpec, progress: Progress) -> None:
+    def __init__(self, runtime: Runtime, spec: RunSpec, progress: ProgressDisplay) -> None:
         self._runtime, self._engine, self._progress = runtime, runtime.engine, progress
-        self._declared, self._fleet = declared, declared.fleet
-        self._asked = _Asked()
-        self._going_down = self._may_begin = False
+        self._spec, self._fleet = spec, spec.fleet
+        self._interrupts = _Interrupts()
+        self._going_down = self._may_create = False
         self._next_show = 0.0
         self._known: set[str] = set()
         self.registry = FleetRegistry.of(runtime)
-        self._unowned = UnownedNodes(runtime, self.registry, self._fleet, delete=declared.delete_unowned)
+        self._unowned = UnownedNodes(runtime, self.registry, self._fleet, delete=spec.delete_unowned)
         self._takedown = Takedown(
             self._engine, runtime.clock, lambda slot: slot.fleet == self._fleet.name, progress.say
         )
         self._handler = CommandHandler(runtime, self.registry, None, self._stop)
         self._control = Control(runtime.options.socket, runtime.executor.nudge, on_error=self._report_failed_command)
 
-    # --- what others ask for, from handlers and orders ---
+    # --- called by signal handlers and the command `stop` ---
 
     def interrupt(self, number: int = signal.SIGINT) -> None:  # noqa: ARG002
-        self._asked.interrupts += 1
+        self._interrupts.count += 1
         self._runtime.executor.nudge()
 
     def leave(self, number: int) -> None:
-        self._asked.leave = number
+        self._interrupts.leave = number
         self._runtime.executor.nudge()
 
     def _stop(self) -> None:
@@ -112,13 +107,12 @@ class ForegroundRun:
 
     # --- the call ---
 
-    def run(self) -> How:
+    def run(self) -> None:
         """
-        Until every slot is over.
+        Run until every slot is over.
 
-        Raises: Left: it had to leave before. SlotFailed: a slot gave up. ConfigError: refused before anything was
-        created. OwnCredentials, NeedsPerson: as `refuse_blindness`. StoreError: nothing may be done that cannot be
-        written.
+        Raises: LeftEarly: a signal ended it before. SlotFailed: a slot gave up. ConfigError: refused before anything
+        was created. OwnCredentials, NeedsPerson: as `raise_if_refused`. StoreError: an intent cannot be stored.
         """
         try:
             self._begin()
@@ -126,17 +120,17 @@ class ForegroundRun:
                 self._run_once()
         finally:
             self._control.close()
-        return self._finish()
+        self._finish()
 
     def _begin(self) -> None:
-        self._refuse_others()
+        self._refuse_other_fleets()
         self.registry.refuse_conflicts(self._fleet)
-        self._declared.begun(self._runtime.store.memories())
+        self._spec.begun(self._runtime.store.memories())
         self._engine.hold()
         self.registry.load()
         record = self.registry.records.get(self._fleet.name)
         wish = DesiredState.PAUSED if record is not None and record.wish is DesiredState.PAUSED else DesiredState.UP
-        self.registry.accept(self._fleet, self._declared.text, self._declared.folder, wish)
+        self.registry.accept(self._fleet, self._spec.text, self._spec.folder, wish)
         self.registry.bring_up(self._fleet.name)
         self._control.start()
         text = f"caring for {self._names()} in project {self._fleet.project}, process {os.getpid()}"
@@ -144,8 +138,8 @@ class ForegroundRun:
         if wish is DesiredState.PAUSED:
             self._progress.say(f"{self._fleet.name} is paused: `tpucare resume {self._fleet.name}`")
 
-    def _refuse_others(self) -> None:
-        """One store, one host or prefix: the callbacks of this script must not serve another's slots."""
+    def _refuse_other_fleets(self) -> None:
+        """One store has one host or prefix: the callbacks of this script must not serve slots of another."""
         for name, record in self._runtime.store.fleets().items():
             if name != self._fleet.name and record.wish is not DesiredState.DOWN:
                 raise ConfigError(
@@ -158,12 +152,12 @@ class ForegroundRun:
 
     def _run_once(self) -> None:
         idle = self._engine.step()
-        refuse_blindness(self._engine.projects.values())
-        if self._control.serve(self._carry):
+        raise_if_refused(self._engine.projects.values())
+        if self._control.serve(self._handler.handle):
             idle = 0.0
-        self._obey()
-        if not self._may_begin and self._unowned.are_gone():
-            self._let_begin()
+        self._handle_interrupts()
+        if not self._may_create and self._unowned.are_gone():
+            self._allow_creates()
             idle = 0.0
         self._known.update(self.registry.slots_of(self._fleet.name))
         self.registry.remove_finished_slots()
@@ -173,9 +167,6 @@ class ForegroundRun:
             idle, LONGEST_SLEEP_SECONDS, *([self._progress.every_seconds] if self._progress.every_seconds else [])
         )
         self._runtime.executor.sleep(timedelta(seconds=pause))
-
-    def _carry(self, order: object) -> Answer:
-        return self._handler.handle(order)
 
     def _show(self, now: float) -> None:
         if self._progress.every_seconds is not None and now >= self._next_show:
@@ -187,37 +178,37 @@ class ForegroundRun:
     def _report_failed_command(self, error: Exception) -> None:
         self.registry.report("error", f"a command failed: {type(error).__name__}: {error}", level="error")
 
-    # --- what a person wants ---
+    # --- signals ---
 
-    def _obey(self) -> None:
-        """Raises: Left."""
-        if self._asked.interrupts and not self._going_down:
+    def _handle_interrupts(self) -> None:
+        """Raises: LeftEarly."""
+        if self._interrupts.count and not self._going_down:
             self._take_down()
-        if self._asked.leave and not self._going_down:
-            self._leave_alive(self._asked.leave)
-        if self._asked.interrupts > 1 or self._asked.leave:
-            self._leave_behind(self._asked.leave or signal.SIGINT)
+        if self._interrupts.leave and not self._going_down:
+            self._leave_alive(self._interrupts.leave)
+        if self._interrupts.count > 1 or self._interrupts.leave:
+            self._leave_behind(self._interrupts.leave or signal.SIGINT)
 
     def _take_down(self) -> None:
         self._going_down = True
         name = self._fleet.name
         self._progress.say(f"interrupted: deleting every node of {name}; once more to leave at once")
         self._handler.handle({"do": "down", "target": name})
-        self._let_begin()
+        self._allow_creates()
 
-    def _let_begin(self) -> None:
-        self._may_begin = True
+    def _allow_creates(self) -> None:
+        self._may_create = True
         self._engine.release()
 
     def _leave_behind(self, number: int) -> None:
         left = self._nodes()
-        what = ", ".join(left) if left else "nothing that is known of"
+        what = ", ".join(left) if left else "no known node"
         self._progress.say(f"left behind: {what}; `tpucare down {self._fleet.name}` deletes it")
         self.registry.report(
             "stop", f"{signal.Signals(number).name} while it was taken down: {what} left", self._fleet.name
         )
         self._runtime.settle(SETTLE_SECONDS / 3)
-        raise Left(128 + number)
+        raise LeftEarly(128 + number)
 
     def _leave_alive(self, number: int) -> None:
         name = signal.Signals(number).name
@@ -228,10 +219,10 @@ class ForegroundRun:
         self._progress.say(f"{name}: {alive}; {again}, `tpucare down {self._fleet.name}` deletes them")
         self.registry.report("stop", f"{name}: {alive}", self._fleet.name, "info")
         self._runtime.settle(SETTLE_SECONDS)
-        raise Left(128 + number)
+        raise LeftEarly(128 + number)
 
     def _nodes(self, *, living: bool = False) -> list[str]:
-        """`living`: without those that are given up."""
+        """Nodes of the fleet, with zones; *living*: without those that are being replaced."""
         found: dict[str, str] = {}
         for name in self.registry.slots_of(self._fleet.name):
             track = self._engine.slots[name]
@@ -248,10 +239,10 @@ class ForegroundRun:
     # --- the end ---
 
     def _is_over(self) -> bool:
-        return self._may_begin and self._takedown.is_over()
+        return self._may_create and self._takedown.is_over()
 
-    def _finish(self) -> How:
-        """Tell how it ended. Raises: SlotFailed."""
+    def _finish(self) -> None:
+        """Report how it ended. Raises: SlotFailed."""
         failures = []
         for name in sorted(self._known):
             track = self._engine.slots.get(name)
@@ -259,23 +250,21 @@ class ForegroundRun:
             if memory is not None and memory.wish is not DesiredState.DOWN and memory.end is End.FAILED:
                 failures.append(f"{name} failed: {plain(memory.end_why)}")
             else:
-                self._declared.ended(name)
+                self._spec.ended(name)
         self._takedown.report_left(self._fleet.name)
-        record = self.registry.records[self._fleet.name]
         self.registry.report("stop", f"{self._fleet.name} is over", self._fleet.name, "info")
         self._runtime.settle(SETTLE_SECONDS)
         if failures:
             raise SlotFailed("; ".join(failures))
-        return How.TAKEN_DOWN if record.wish is DesiredState.DOWN else How.OVER
 
 
-def care(runtime: Runtime, declared: RunSpec, progress: Progress) -> How:
+def run_foreground(runtime: Runtime, spec: RunSpec, progress: ProgressDisplay) -> None:
     """
-    Care for *declared* on the calling thread until it is over; signals are caught if that is the main thread.
+    Care for the fleet of *spec* on the calling thread until it is over; on the main thread signals are handled.
 
     Raises: as `ForegroundRun.run`.
     """
-    foreground = ForegroundRun(runtime, declared, progress)
+    foreground = ForegroundRun(runtime, spec, progress)
     with _signals(foreground):
         return foreground.run()
 
@@ -291,11 +280,11 @@ def _signals(foreground: ForegroundRun) -> Iterator[None]:
         yield
 
 
-def refuse_blindness(projects: Collection[ProjectView]) -> None:
+def raise_if_refused(projects: Collection[ProjectView]) -> None:
     """
-    To be asked until the first listing has come: a call would wait for ever for a cloud that will never answer it.
+    Raises: OwnCredentials, NeedsPerson: the first listing was refused, so a person has to act before it can succeed.
 
-    Raises: OwnCredentials, NeedsPerson: a person has to act before anything can be listed.
+    A later refusal is only reported: credentials may be replaced while the call runs.
     """
     if any(project.passes for project in projects):
         return
@@ -304,9 +293,8 @@ def refuse_blindness(projects: Collection[ProjectView]) -> None:
             raise project.blind
 
 
-# --- nodes of the old kind: one that bears exactly a slot's name and is not ours --------------------------------------
-# The caller that asked for it has that very node deleted before anything is created; any other is told the two ways
-# out.
+# --- nodes of 2022: they have the very name of a slot and are not ours ------------------------------------------------
+# With `delete_unowned` such a node is deleted before anything is created; otherwise the error names the two ways out.
 
 
 ASK_AGAIN_SECONDS = 5.0
@@ -314,21 +302,21 @@ ASK_AGAIN_SECONDS = 5.0
 
 class UnownedNodes:
     """
-    Those of one fleet. On the thread of the loop only; the calls that delete one block it, before anything else began.
+    Those of one fleet. On the thread of the loop only; deleting one blocks it, which harms nothing before the start.
     """
 
     def __init__(self, runtime: Runtime, registry: FleetRegistry, fleet: Fleet, *, delete: bool) -> None:
         self._runtime, self._engine, self._registry, self._fleet = runtime, runtime.engine, registry, fleet
         self._delete = delete
-        # The ones that were there when this was asked for: whatever bears their names later is another node.
+        # The nodes that were there at the start: a later node of the same name is another one.
         self._meant: dict[NodeKey, int] = {}
         self._ask_at = float("-inf")
 
     def are_gone(self) -> bool:
         """
-        Whether the project was listed, and none is there.
+        Whether the project was listed without such a node.
 
-        Raises: ConfigError: one is, and may not be deleted.
+        Raises: ConfigError: there is one, and it may not be deleted.
         """
         view = self._engine.projects.get(str(self._fleet.project))
         if view is None or not view.fresh:
@@ -345,7 +333,7 @@ class UnownedNodes:
         return not found
 
     def _of(self, slot: str) -> list[Node]:
-        """A slot that has nodes of its own, or is going down, asks for no new one that could meet another's."""
+        """Such nodes of *slot*; a slot that has nodes of its own, or is going down, creates none of that name."""
         memory = self._engine.slots[slot].memory
         if memory.ours or memory.creates or memory.wish is DesiredState.DOWN:
             return []

@@ -1,8 +1,8 @@
 """
-What a person sees while a call of the Python door blocks: events as lines, and on a terminal one line that lives.
+The output of a blocking call of the Python API: events as lines, and on a terminal a status line that is updated.
 
-Texts may come from a worker, a label or the API, so nothing of them may drive the terminal. Never raises: a stream that
-cannot be written to stops nobody's care.
+Texts may come from a worker, a label or the API, so they may not control the terminal. Never raises: a stream that
+cannot be written to must not end the call.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _STYLES: Mapping[str, str] = {"debug": "dim", "warning": "yellow", "error": "red
 Row = Mapping[str, Any]
 
 
-class Progress(Protocol):
+class ProgressDisplay(Protocol):
     """`level`: events below it are not shown."""
 
     level: int
@@ -43,27 +43,27 @@ class Progress(Protocol):
     def event(self, event: Event) -> None: ...
 
     def say(self, text: str) -> None:
-        """A line of the door itself."""
+        """Show a line of the call itself."""
         ...
 
     def show(self, rows: Sequence[Row]) -> None:
-        """How things stand: rows of `view.slot_rows`."""
+        """Update the status line; *rows* as of `service.status.slot_rows`."""
         ...
 
     def close(self) -> None: ...
 
 
-def progress_on(stream: TextIO | None = None, level: int = logging.INFO) -> Progress:
-    """The form that fits *stream*, by default stderr. Of several calls on threads none can have the living line."""
+def progress_on(stream: TextIO | None = None, level: int = logging.INFO) -> ProgressDisplay:
+    """The display that fits *stream*, by default stderr. Only a call on the main thread may have the status line."""
     out = stream or sys.stderr
     try:
         is_terminal = out.isatty() and threading.current_thread() is threading.main_thread()
     except (OSError, ValueError):
         is_terminal = False
-    return LiveProgress(out, level) if is_terminal else PlainProgress(out, level)
+    return LiveDisplay(out, level) if is_terminal else PlainDisplay(out, level)
 
 
-class PlainProgress:
+class PlainDisplay:
     """A line for each event, and nothing else."""
 
     every_seconds: float | None = None
@@ -87,19 +87,19 @@ class PlainProgress:
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """Nobody looks any more. Rich would end the process."""
+        """The reader is gone. Rich would end the process."""
         self.quiet = True
 
 
-class LiveProgress:
-    """As PlainProgress, and below the lines one that says how things stand now."""
+class LiveDisplay:
+    """As PlainDisplay, with a status line below."""
 
     every_seconds: float | None = 1.0
 
     def __init__(self, stream: TextIO, level: int = logging.INFO) -> None:
         self.level = level
         self._console = _Console(file=stream, highlight=False, soft_wrap=True)
-        # What the user prints goes above the line as well, if it goes to a terminal at all.
+        # Output of the user's own code goes above the status line, too, if it goes to a terminal.
         self._live = Live(
             Text(""),
             console=self._console,
@@ -137,7 +137,7 @@ def line_of(event: Event) -> str:
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """All slots on one line: one in full, several by how many are in which phase."""
+    """All slots on one line: a single slot in full, several as counts by phase."""
     if len(rows) == 1:
         return _one(rows[0])
     training = sum(bool(row["training"]) for row in rows)

@@ -1,9 +1,9 @@
 """
 `start_single`, `start_multiple`, `run` and `status` of the Python API.
 
-Each call that cares puts the parts together for one fleet (options, store, launcher), and blocks in `foreground` until
-the fleet is over. What arguments mean is told by `arguments`, what users' functions are given by `callback_launcher`,
-where they run by `threads` and `processes`.
+Each blocking call makes the parts for one fleet (options, store, launcher) and runs `foreground` until the fleet is
+over. `arguments` checks the arguments, `callback_launcher` calls the user's functions, `threads` and `processes` run
+them.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from typing import Any, Literal, TypeVar
 
 from tpucare.adapters.state.folder import check_store_name
 from tpucare.api import arguments
-from tpucare.api.arguments import UNHEALTHY_SECONDS, Call, CreationCallback, Door, Start, StartFn
+from tpucare.api.arguments import UNHEALTHY_SECONDS, Call, CallOptions, Start
 from tpucare.api.callback_launcher import CallbackLauncher
 from tpucare.api.contexts import StoredContexts
 from tpucare.api.fleet import Fleet
-from tpucare.api.foreground import Left, RunSpec, care
+from tpucare.api.foreground import LeftEarly, RunSpec, run_foreground
 from tpucare.api.processes import ProcessStarter
-from tpucare.api.progress import Progress, progress_on
-from tpucare.api.threads import Starter, ThreadStarter
+from tpucare.api.progress import ProgressDisplay, progress_on
+from tpucare.api.threads import CreationCallback, Starter, StartFn, ThreadStarter
 from tpucare.fleetfile import parse as fleets
 from tpucare.fleetfile import python_fleet as fleet_python
 from tpucare.model.errors import ConfigError, StoreLocked
@@ -148,9 +148,9 @@ def run(
         raise ConfigError(
             f"run takes a tpucare.Fleet, not a {type(fleet).__name__}: Fleet.from_file reads a fleet file"
         )
-    door = Door(endpoint, project, arguments.store_of(store), on_event)
-    options, parsed = place_of(door, fleet.parsed)
-    _care(options, RunSpec(parsed, fleet.text, fleet.home), door)
+    call_options = CallOptions(endpoint, project, arguments.store_of(store), on_event)
+    options, parsed = place_of(call_options, fleet.parsed)
+    _run(options, RunSpec(parsed, fleet.text, fleet.home), call_options)
 
 
 def status(
@@ -159,10 +159,10 @@ def status(
     """
     A record for every slot that the daemon and the scripts of this state folder care for, or for those of *target*.
 
-    Keys are those of `tpucare status --json`: slot, fleet, phase, node, zone, attempt, step, why, and more. Whoever
-    cares now is asked; of others it says what was true when they were last cared for.
+    Keys are those of `tpucare status --json`: slot, fleet, phase, node, zone, attempt, step, why, and more. A running
+    process is asked; slots without one are shown as they were when it ended.
     """
-    options = options_of(Door(endpoint, project, arguments.store_of(store)))
+    options = options_of(CallOptions(endpoint, project, arguments.store_of(store)))
     if not Stores(options).names():
         return []
     rows: list[dict[str, Any]] = service_status.status(options, target)["slots"]
@@ -174,7 +174,7 @@ def status(
 
 @dataclass(slots=True)
 class _Parts:
-    """What is known only while the leaves are put together, and has to be closed."""
+    """Parts that the launcher and the loop make while they are put together."""
 
     contexts: StoredContexts | None = None
     launcher: CallbackLauncher | None = None
@@ -184,33 +184,33 @@ class _Parts:
 def _start(call: Call) -> None:
     start = arguments.read(call)
     with _starter(start) as starter:
-        options, fleet = place_of(start.door, start.fleet)
+        options, fleet = place_of(start.options, start.fleet)
         text = fleet_python.with_project(start.text, str(fleet.project))
         parts = _Parts()
 
         def begun(memories: dict[str, Memory]) -> None:
             assert parts.contexts is not None
-            for name in _forgotten(memories, fleet, fresh=start.door.fresh):
+            for name in _slots_without_context(memories, fleet, fresh=start.options.fresh):
                 parts.contexts.drop(name)
-            # One that does not fit this script is told now, and not by a setup that fails on every node.
+            # A context that does not fit this script is an error now, and not a failed setup on every node.
             for index in range(fleet.count):
                 name = fleet.slot_name(index)
                 kept = parts.contexts.get(name)
                 if kept is not None and parts.runtime is not None:
-                    parts.runtime.engine.tell(_kept_context(name, kept, parts.runtime.clock.now()))
+                    parts.runtime.engine.tell(_context_kept_event(name, kept, parts.runtime.clock.now()))
 
         def ended(slot: str) -> None:
             assert parts.contexts is not None
             parts.contexts.drop(slot)
 
-        declared = RunSpec(fleet, text, Path.cwd(), start.door.delete_unowned, begun, ended)
-        _care(options, declared, start.door, _launcher_of(start, starter, parts), start.creation_semaphore, parts)
+        spec = RunSpec(fleet, text, Path.cwd(), start.options.delete_unowned, begun, ended)
+        _run(options, spec, start.options, _launcher_of(start, starter, parts), start.creation_semaphore, parts)
 
 
 @contextlib.contextmanager
 def _starter(start: Start) -> Iterator[Starter]:
-    """Before anything else: a helper that is to be forked must be so before the first thread begins."""
-    if start.door.start_method == "thread":
+    """To be called before anything else: the helper of `processes` is forked before the first thread starts."""
+    if start.options.start_method == "thread":
         yield ThreadStarter(start.start_fn)
         return
     with ProcessStarter(start.start_fn) as starter:
@@ -239,8 +239,8 @@ def _launcher_of(start: Start, starter: Starter, parts: _Parts) -> MakeLauncher:
     return make
 
 
-def _kept_context(slot: str, kept: object, now: datetime) -> Event:
-    """A script that makes something anew at each start, such as a sweep, must hear that the last start's goes on."""
+def _context_kept_event(slot: str, kept: object, now: datetime) -> Event:
+    """A script that makes something at each start, such as a sweep, has to know that the last one is used further."""
     text = (
         f"{slot}: the context of the last start ({type(kept).__name__}) is kept, and creation_callback gets it for the "
         "next node; fresh=True begins without it"
@@ -248,18 +248,18 @@ def _kept_context(slot: str, kept: object, now: datetime) -> Event:
     return Event(now, "context", text, slot)
 
 
-def _forgotten(memories: dict[str, Memory], fleet: fleets.Fleet, *, fresh: bool) -> list[str]:
-    """Slots whose context goes no further: a person ended them, or their work was done; all, when begun anew."""
+def _slots_without_context(memories: dict[str, Memory], fleet: fleets.Fleet, *, fresh: bool) -> list[str]:
+    """Slots that start without a context: a person ended them, or their work was done; with *fresh* all."""
     names = {name for name, memory in memories.items() if memory.fleet == fleet.name}
     if fresh:
         return sorted(names | {fleet.slot_name(index) for index in range(fleet.count)})
     return sorted(name for name in names if memories[name].wish is DesiredState.DOWN or memories[name].end is End.DONE)
 
 
-def _care(
+def _run(
     options: Options,
-    declared: RunSpec,
-    door: Door,
+    spec: RunSpec,
+    call_options: CallOptions,
     launcher: MakeLauncher = lambda leaves: leaves.scripts,
     creation: contextlib.AbstractContextManager[Any] | None = None,
     parts: _Parts | None = None,
@@ -267,18 +267,18 @@ def _care(
     parts = parts or _Parts()
     progress = progress_on(level=_log_level())
     try:
-        for line in declared.fleet.warnings:
+        for line in spec.fleet.warnings:
             progress.say(line)
-        runtime = _assembled(options, declared, door, progress, launcher, creation)
+        runtime = _assembled(options, spec, call_options, progress, launcher, creation)
         parts.runtime = runtime
         try:
-            care(runtime, declared, progress)
+            run_foreground(runtime, spec, progress)
         finally:
             if parts.launcher is not None:
                 parts.launcher.close()
             runtime.close()
-    except Left as left:
-        # To return would let the script go on as if its work were done.
+    except LeftEarly as left:
+        # A return would let the script go on as if its work were done.
         raise SystemExit(left.status) from None
     finally:
         progress.close()
@@ -286,27 +286,27 @@ def _care(
 
 def _assembled(
     options: Options,
-    declared: RunSpec,
-    door: Door,
-    progress: Progress,
+    spec: RunSpec,
+    call_options: CallOptions,
+    progress: ProgressDisplay,
     launcher: MakeLauncher,
     creation: contextlib.AbstractContextManager[Any] | None,
 ) -> Runtime:
-    listen = _listener(progress, door.on_event)
+    listen = _listener(progress, call_options.on_event)
     try:
         return assemble(options, os.environ, listen=listen, launcher=launcher, creation=creation)
     except StoreLocked:
         pid = Stores(options).holder(options.store)
         whose = f"process {pid}" if pid else "another process"
-        name = declared.fleet.name
-        # What the operating system said of the lock is under this line in no way that helps.
+        name = spec.fleet.name
+        # The error of the lock itself would add nothing for the user.
         raise StoreLocked(
             f"{name} is cared for already, by {whose}: stop that one, or give this one another name"
         ) from None
 
 
-def _listener(progress: Progress, on_event: Callable[[Event], None] | None) -> Callable[[Event], None]:
-    """Events go to the progress, and to the user, whose mistake must not end the care."""
+def _listener(progress: ProgressDisplay, on_event: Callable[[Event], None] | None) -> Callable[[Event], None]:
+    """Events go to the display and to the user's `on_event`, whose errors must not end the call."""
     complained = False
 
     def listen(event: Event) -> None:
@@ -318,7 +318,7 @@ def _listener(progress: Progress, on_event: Callable[[Event], None] | None) -> C
             on_event(event)
         except Exception as error:
             if not complained:
-                progress.say(f"on_event raised {type(error).__name__}: {error} (told once)")
+                progress.say(f"on_event raised {type(error).__name__}: {error} (reported once)")
             complained = True
 
     return listen
@@ -330,29 +330,29 @@ def _log_level() -> int:
     return level if isinstance(level, int) else 20
 
 
-# --- where a call keeps what it remembers: the state folder, the store in it, and the project -------------------------
-# Explicit arguments go before the environment. Nothing is made or asked for yet, but a project that nobody named.
+# --- the state folder, the store in it, and the project of a call ----------------------------------------------------
+# Explicit arguments go before the environment. Nothing is made yet; only a project that is named nowhere is asked for.
 
 
 AnyFleet = TypeVar("AnyFleet", bound=fleets.Fleet)
 
 
-def place_of(door: Door, fleet: AnyFleet) -> tuple[Options, AnyFleet]:
+def place_of(call_options: CallOptions, fleet: AnyFleet) -> tuple[Options, AnyFleet]:
     """
     Options with the store of *fleet*, and *fleet* with its project.
 
-    Raises: ConfigError: no project is named anywhere, or no emulator runs where one was named.
+    Raises: ConfigError: no project is named, or no emulator runs in the folder that was named.
     """
-    options = options_of(door)
+    options = options_of(call_options)
     project = fleet.project or project_finder(options, os.environ)()
     if options.store == DAEMON_STORE:
         options = replace(options, store=store_name(fleet.name, project))
     return options, replace(fleet, project=project)
 
 
-def options_of(door: Door) -> Options:
+def options_of(call_options: CallOptions) -> Options:
     """`store`: a folder, a file `<folder>/<name>.sqlite`, or a name beside the others; else as the environment says."""
-    store, state, name = door.store, "", ""
+    store, state, name = call_options.store, "", ""
     if isinstance(store, Path) and store.suffix == ".sqlite":
         state, name = str(store.parent), store.stem
     elif isinstance(store, Path) or "/" in store or store in (".", ".."):
@@ -360,7 +360,7 @@ def options_of(door: Door) -> Options:
         state, name = (str(path.parent), path.stem) if path.suffix == ".sqlite" else (str(path), "")
     else:
         name = store.removesuffix(".sqlite")
-    options = resolve(os.environ, state=state, endpoint=door.endpoint, project=door.project)
+    options = resolve(os.environ, state=state, endpoint=call_options.endpoint, project=call_options.project)
     if not name:
         return options
     if name == DAEMON_STORE:
