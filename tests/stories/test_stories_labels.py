@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kits.field import named
+from tests.kits.field import calls, named
 from tests.kits.harness import PROJECT, US, Daemon
 from tpucare.model.causes import Cause
 from tpucare.model.errors import ConfigError
@@ -209,6 +209,19 @@ def test_a_node_that_is_given_goes_before_one_that_is_being_made(daemon: Daemon)
     assert daemon.all_train()
     assert named(daemon) == ["mine", "other-0-a0"]
     daemon.check("mine", "pod-0-a0")
+
+
+def test_no_create_begins_while_a_node_is_being_adopted(daemon: Daemon) -> None:
+    """The slot asked for a node of its own at the same moment, which was made and deleted for nothing."""
+    somebodys(daemon)
+    daemon.care_for("other")
+    daemon.run(minutes=8)
+    daemon.care_for("pod")
+    daemon.engine.adopt("mine", "pod-0")
+    daemon.run(minutes=15)
+    assert daemon.all_train()
+    assert named(daemon) == ["mine", "other-0-a0"]
+    assert [one["node"] for one in calls(daemon, "CreateNode")] == ["mine", "other-0-a0"]
 
 
 def test_a_label_that_is_refused_holds_no_create_back(daemon: Daemon) -> None:
