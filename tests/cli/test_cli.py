@@ -30,7 +30,7 @@ from tpucare.adapters.runner.logs import LogKeeper
 from tpucare.adapters.state.store import open_reader
 from tpucare.cli.app import HOMES, OTHER_WORDS, first_line, function_of, with_flags_first
 from tpucare.cli.common import Exit, exit_code
-from tpucare.cli.nodes import worker_behind
+from tpucare.cli.nodes import split_worker
 from tpucare.model.errors import (
     AnswerLost,
     AuthRefused,
@@ -216,7 +216,7 @@ def test_init_prints_fleets_that_pass_the_check(run: Run, tmp_path: Path) -> Non
     path = tmp_path / "mine.yaml"
     path.write_text(run("init", "mine").out)
     assert run("check", str(path)).code == 0
-    assert "there are" in run("init", "--template", "nonsense").err
+    assert "there is no template nonsense; write one of" in run("init", "--template", "nonsense").err
 
 
 def test_check_names_each_problem_with_its_place(run: Run, pod: Path) -> None:
@@ -280,7 +280,7 @@ def test_status_stays_live_until_it_is_interrupted(run: Run, cloud: EmulatorServ
     watching = subprocess.Popen(command, env=env, stdin=theirs, stdout=theirs, stderr=theirs)
     os.close(theirs)
     try:
-        _read_until(mine, b"pod: accepted; it begins when a daemon runs")
+        _read_until(mine, b"pod: accepted; it starts once a daemon runs")
         assert run("pause", "pod").code == 0
         _read_until(mine, b"paused")
         watching.send_signal(signal.SIGINT)
@@ -390,7 +390,7 @@ def test_logs_outlive_the_node_and_cannot_drive_a_terminal(run: Run, tmp_path: P
     assert "step 1" in run("logs", "pod-0", "--attempt", "1").out
     assert "other" in run("logs", "pod-0", "--worker", "3").out
     assert run("logs", "pod-0", "--list").out.splitlines()[1].startswith("attempt 2: pod-0-a1, 1 run, workers 0, 3, ")
-    assert "kept are 1, 2" in run("logs", "pod-0", "--attempt", "9").err
+    assert "kept: 1, 2" in run("logs", "pod-0", "--attempt", "9").err
 
 
 # --- the emulator ----------------------------------------------------------------------------------------------------
@@ -402,7 +402,7 @@ def test_a_running_emulator_takes_orders(run: Run, cloud: EmulatorServer) -> Non
     assert run("emulator", "outage", "1s").out == "outage: duration 1s, kind api\n"
     assert run("emulator", "end-outages").out == "end-outages: done\n"
     assert run("emulator", "status").json["nodes"] == []
-    assert "no node is called pod-0; there is none" in run("emulator", "preempt", "pod-0").err
+    assert "there is no node pod-0; nodes: none" in run("emulator", "preempt", "pod-0").err
     spec = NodeSpec("v2-8", runtime_version="tpu-ubuntu2204-base", spot=True)
     with cloud.lock:
         cloud.world.operator.set_capacity("us-central1-a", "v2-8", "spot", None, cloud.now())
@@ -411,10 +411,10 @@ def test_a_running_emulator_takes_orders(run: Run, cloud: EmulatorServer) -> Non
     assert run("emulator", "preempt", "pod-0").out == "preempt: pod-0-a1\n"
     eventually(lambda: run("emulator", "status").json["nodes"][0]["state"] == "PREEMPTED")
     assert "preempt: pod-0-a1 is PREEMPTED: nothing to do" in run("emulator", "preempt", "pod-0").err
-    assert "no node is called cod; there are pod-0-a1" in run("emulator", "preempt", "cod").err
+    assert "there is no node cod; nodes: pod-0-a1" in run("emulator", "preempt", "cod").err
     assert run("emulator", "preempt", "pod-0", "--shown", "sideways").code == Exit.CONFIG
-    assert "no node is called" in run("emulator", "state", "cod", "77").err
-    assert "no node is called" in run("emulator", "unknown-fields", "cod", "--off").err
+    assert "there is no node cod" in run("emulator", "state", "cod", "77").err
+    assert "there is no node cod" in run("emulator", "unknown-fields", "cod", "--off").err
     assert run("emulator", "order", '{"do": "end-outages"}').code == 0
     assert run("emulator", "order", "{").code == Exit.USAGE
     with cloud.lock:
@@ -528,7 +528,7 @@ def test_from_the_emulator_to_nothing_left(shell: Shell, tmp_path: Path) -> None
     assert shell.slot()["training"] is True
 
     down = shell("down", "pod", "--yes")
-    assert (down.returncode, down.stdout) == (0, "pod: nothing is left of it\n")
+    assert (down.returncode, down.stdout) == (0, "pod: all its nodes are deleted\n")
     assert shell.json("emulator", "status")["nodes"] == []
     assert shell.json("status", "--json")["slots"] == []
     assert again.end(signal.SIGTERM) == 0
@@ -550,8 +550,8 @@ def test_gc_says_not_looked_where_it_could_not(run: Run, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("blind", "line"),
     [
-        ({"unseen_projects": ["p"]}, "p: not looked, it could not be listed"),
-        ({"unreachable": ["us-east1-d"]}, "us-east1-d: not looked, the zone does not answer"),
+        ({"unseen_projects": ["p"]}, "p: not checked, its nodes could not be listed"),
+        ({"unreachable": ["us-east1-d"]}, "us-east1-d: not checked, the zone does not answer"),
     ],
 )
 def test_gc_says_none_only_where_all_was_looked_at(
@@ -567,14 +567,14 @@ def test_gc_says_none_only_where_all_was_looked_at(
         "store_lost": False,
     }
     monkeypatch.setattr("tpucare.service.client.request", lambda *_: seen)
-    assert (run("gc").code, run("gc").out) == (0, "no stray nodes in p\n")
+    assert (run("gc").code, run("gc").out) == (0, "no orphan nodes in p\n")
     monkeypatch.setattr("tpucare.service.client.request", lambda *_: {**seen, **blind})
     done = run("gc")
     assert (done.code, done.out, done.err) == (Exit.CLOUD, "", f"{line}\n")
 
 
 def test_gc_in_an_outage_is_no_empty_zone(run: Run, cloud: EmulatorServer) -> None:
-    assert run("gc").out == "no stray nodes in emulated\n"
+    assert run("gc").out == "no orphan nodes in emulated\n"
     assert run("emulator", "outage", "10m").code == 0
     done = run("gc")
     assert (done.code, done.out) == (Exit.CLOUD, "")
@@ -613,7 +613,7 @@ def test_apply_says_what_it_changed_and_plan_of_a_file_what_it_would(
     run: Run, cloud: EmulatorServer, pod: Path, tmp_path: Path
 ) -> None:
     state = Path(os.environ["TPUCARE_STATE"])
-    assert run("plan", str(pod)).out == ("pod: new, 1 slot\napply would ask for 1 node: v2-8 in us-central1-a\n")
+    assert run("plan", str(pod)).out == ("pod: new, 1 slot\napply would request 1 node: v2-8 in us-central1-a\n")
     assert not state.exists(), "no owner, no key, no store"
     assert run("apply", str(pod)).out == "pod: new, 1 slot\n"
     assert run("apply", str(pod)).out == "pod: unchanged, 1 slot\n"
@@ -621,7 +621,7 @@ def test_apply_says_what_it_changed_and_plan_of_a_file_what_it_would(
     want = "pod: changed, 2 slots\n  count: 1 -> 2\n  tpu.type: v2-8 -> v3-8\n  job.run: python3 train.py -> "
     would = run("plan", str(pod)).out
     assert would.startswith(want)
-    assert "live runs keep the job they have" in would
+    assert "live runs keep their old job" in would
     assert run("plan", str(pod)).out == would, "a plan changes nothing"
     assert run("apply", str(pod)).out.startswith(want)
     assert run("plan", "missing.yaml").code == Exit.CONFIG
@@ -660,7 +660,7 @@ def test_flags_of_the_program_may_stand_behind_the_command(words: list[str], wan
     ],
 )
 def test_the_worker_of_ssh_may_stand_behind_the_slot(words: list[str], want: tuple[int | None, list[str]]) -> None:
-    assert worker_behind(words) == want
+    assert split_worker(words) == want
 
 
 @pytest.mark.parametrize(("word", "meant"), [("delete", "tpucare down FLEET"), ("list", "tpucare status")])
@@ -693,7 +693,7 @@ def test_init_fills_in_the_name_and_writes_over_nothing(run: Run, tmp_path: Path
     assert run("init", "mine", "-o", str(path)).code == 0
     assert path.read_text() == run("init", "mine").out
     done = run("init", "other", "-o", str(path))
-    assert (done.code, "is there already" in done.err) == (Exit.FAILED, True)
+    assert (done.code, "exists already" in done.err) == (Exit.FAILED, True)
 
 
 def test_down_without_a_daemon_cares_for_the_store(run: Run, cloud: EmulatorServer, pod: Path, tmp_path: Path) -> None:
@@ -715,8 +715,8 @@ def test_down_all_takes_every_fleet_down(run: Run, cloud: EmulatorServer, pod: P
     assert run("apply", str(pod)).code == run("apply", str(other)).code == 0
     assert run("down").code == run("down", "pod", "--all").code == Exit.USAGE
     done = run("down", "--all", "--yes")
-    assert (done.code, done.out) == (0, "other: nothing is left of it\npod: nothing is left of it\n")
-    assert run("down", "--all").out == "nothing is up\n"
+    assert (done.code, done.out) == (0, "other: all its nodes are deleted\npod: all its nodes are deleted\n")
+    assert run("down", "--all").out == "no fleet is up\n"
 
 
 def test_logs_name_what_is_kept(run: Run, tmp_path: Path) -> None:
@@ -728,8 +728,8 @@ def test_logs_name_what_is_kept(run: Run, tmp_path: Path) -> None:
     assert run("logs", "pod", "--tail", "2").out == "--- run pod-0-a0.2 ---\nfour\n"
     assert run("logs", "pod", "--tail", "0").out == ""
     for words, text in (
-        (("-w", "5"), "no log of worker 5 of pod-0, attempt 1; kept: workers 0 to 2"),
-        (("-a", "2", "-w", "1"), "no log of pod-0, attempt 2; kept are 1"),
+        (("-w", "5"), "pod-0 has no kept log of worker 5 in attempt 1; kept: workers 0 to 2"),
+        (("-a", "2", "-w", "1"), "pod-0 has no kept log of attempt 2; kept: 1"),
     ):
         done = run("logs", "pod", *words)
         assert (done.code, done.err) == (Exit.FAILED, f"tpucare: {text}\n")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tpucare.cli import render as looking
+from tpucare.cli import render
 from tpucare.model.memory import Memory
 from tpucare.service import status
 
@@ -42,7 +42,7 @@ def answer(*rows: dict[str, Any], **values: Any) -> dict[str, Any]:
 
 
 def screen(said: dict[str, Any], width: int) -> list[str]:
-    return [line.plain for line in looking.picture(said, width)]
+    return [line.plain for line in render.picture(said, width)]
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 150])
@@ -100,17 +100,17 @@ def test_what_needs_a_person_is_named_once_and_before_the_places_that_do_not() -
 def test_slots_that_are_not_as_declared_are_marked() -> None:
     rows = training("gpt-0", behind=["job", "tpu"]), training("gpt-1", surplus=True)
     lines = screen(answer(*rows), 0)
-    assert "runs the job before the edit: `apply --restart` changes it now; not the TPU that is declared" in lines[2]
+    assert "runs the job before the edit: `apply --restart` changes it now; not the declared TPU" in lines[2]
     assert lines[3].endswith("no longer declared: `tpucare down gpt-1` ends it; running")
 
 
 def test_no_screen_is_blank() -> None:
     down = answer(fleets=[{"fleet": name, "wish": "down", "problem": ""} for name in ("b", "a")])
-    assert screen(down, 80) == ["nothing is up; down: a, b; `tpucare apply FILE` starts a fleet again"]
+    assert screen(down, 80) == ["no fleet is up; down: a, b; `tpucare apply FILE` starts a fleet again"]
     away = answer(daemon=False, last_event=NOW.isoformat(), stopped=False)
     assert screen(away, 80)[0] == (
-        f"no daemon runs since {NOW.astimezone():%Y-%m-%d %H:%M %Z} (killed?); last known state below. "
-        "Start one: `tpucare daemon`"
+        f"no daemon runs since {NOW.astimezone():%Y-%m-%d %H:%M %Z} (killed?); the last known state is below. "
+        "Start it with `tpucare daemon`"
     )
 
 
@@ -125,4 +125,4 @@ def test_failures_say_how_many_in_a_row_and_in_all() -> None:
     [(["a-1"], "a-1"), (["a-1", "a-2"], "a-1..2"), (["a-1", "a-3"], "a-1, 3"), (["a-1", "b-2"], "a-1, b-2")],
 )
 def test_names_of_slots_are_folded(slots: list[str], text: str) -> None:
-    assert looking._names([row(slot) for slot in slots]) == text
+    assert render._names([row(slot) for slot in slots]) == text

@@ -31,9 +31,9 @@ def test_down_leaves_nothing_and_apply_brings_it_back(tmp_path: Path) -> None:
         assert home.audit("CreateNode") == [], "a plan changes nothing"
         home.start()
         home.await_steps("pod-0", least=3)
-        assert home.cli("down", "pod", want=1).err.endswith("This is no terminal to ask at; pass --yes to confirm\n")
+        assert home.cli("down", "pod", want=1).err.endswith("There is no terminal to ask on; pass --yes to confirm\n")
         home.allow_deletes("pod-0")
-        assert home.cli("down", "pod", "--yes").out == "pod: nothing is left of it\n"
+        assert home.cli("down", "pod", "--yes").out == "pod: all its nodes are deleted\n"
 
         assert home.names() == []
         assert home.runs() == {}

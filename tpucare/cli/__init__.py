@@ -1,15 +1,15 @@
 """
-The command line: arguments -> one call -> text, JSON or a live view.
+The CLI: arguments -> one call -> text, JSON or a live view.
 
-A command module imports typer and the standard library only; whatever is heavy is imported where it is used, so that
-`tpucare --help` and a mistyped command cost next to nothing.
+A command module imports only typer and the standard library at its top; heavy modules are imported where they are
+used, so that `tpucare --help` and a mistyped command are fast.
 """
 
 from __future__ import annotations
 
 
 def main() -> None:
-    """Entry point of `tpucare`: never returns, and never shows a traceback (TPUCARE_DEBUG=1 does)."""
+    """Entry point of `tpucare`: never returns; shows a traceback only with TPUCARE_DEBUG=1."""
     from tpucare.cli.app import app
     from tpucare.cli.common import Exit, leave, reported
 

@@ -1,4 +1,4 @@
-"""`python -m tpucare.cli`, where the entry point is not on PATH."""
+"""`python -m tpucare.cli`, for an entry point that is not on PATH."""
 
 from tpucare.cli import main
 

@@ -1,8 +1,8 @@
 """
-The program `tpucare`: its commands, in the order in which a person meets them, and the flags that stand before them.
+The program `tpucare`: its commands, in the order in which a person needs them, and the flags for all of them.
 
-A command is built when it is called for. To list them, their first lines are read from their docstrings: building
-forty of them would cost more than typer itself.
+Only the called command is built. The list of commands takes their first lines from the docstrings: building forty
+commands would take longer than typer itself.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typer.main import get_command
 from tpucare._version import __version__
 from tpucare.cli.common import Globals
 
-# Command -> module and function. What an absent module would bring is not listed.
+# Command -> module and function.
 HOMES: Mapping[str, tuple[str, str]] = {
     "init": ("fleets", "init"),
     "check": ("fleets", "check"),
@@ -45,11 +45,11 @@ HOMES: Mapping[str, tuple[str, str]] = {
     "demo": ("demo", "demo"),
     "simulate": ("simulate", "simulate"),
 }
-# What follows the slot goes to ssh as it is; a command for all workers stands behind `--`, so flags may come anywhere.
+# The words after the slot go to ssh unchanged; a command for all workers comes after `--`, so flags may come anywhere.
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
 _SETTINGS: Mapping[str, dict[str, Any]] = {"ssh": _PASS_ON, "exec": {"allow_extra_args": True}}
 PROGRAM_FLAGS = ("--state", "--endpoint", "--project", "--emulator")
-# What other tools call it.
+# A command of other tools -> its counterpart here.
 OTHER_WORDS: Mapping[str, str] = {
     **dict.fromkeys(("delete", "destroy", "kill", "remove", "rm", "stop", "terminate"), "down FLEET"),
     **dict.fromkeys(("list", "ls", "ps", "queue", "describe", "get", "show"), "status"),
@@ -71,7 +71,7 @@ The caretaker of preemptible Google Cloud TPUs: keeps the declared number of sli
 
 \b
   tpucare init > pod.yaml          a fleet file to begin with
-  tpucare check pod.yaml           is it right?
+  tpucare check pod.yaml           find its mistakes
   tpucare daemon                   care for all fleets (leave it running)
   tpucare apply pod.yaml           hand the fleet to it
   tpucare status --watch           see it live
@@ -89,9 +89,9 @@ def _version(wanted: bool) -> None:
 
 def with_flags_first(args: list[str]) -> list[str]:
     """
-    *args* with the flags of the program, which may stand behind the command too, at the beginning.
+    *args* with the flags of the program first; a person may write them after the command, too.
 
-    What follows `--`, and what follows the slot of `ssh`, belongs to another program.
+    Words after `--`, and words after the slot of `ssh`, belong to another program and stay.
     """
     flags: list[str] = []
     rest: list[str] = []
@@ -109,7 +109,7 @@ def with_flags_first(args: list[str]) -> list[str]:
 
 
 class _Commands(Mapping[str, Any]):
-    """Click commands by name, each built when it is looked up."""
+    """Click commands by name; each is built at its lookup."""
 
     def __getitem__(self, name: str) -> Any:
         found = function_of(name)
@@ -157,7 +157,7 @@ def function_of(name: str) -> Callable[..., Any] | typer.Typer:
 
 
 def first_line(name: str) -> str:
-    """The first sentence of its help."""
+    """The first sentence of the command's help."""
     found = function_of(name)
     text = found.info.help if isinstance(found, typer.Typer) else inspect.getdoc(found)
     first, _, _ = " ".join(str(text).split("\n\n")[0].split()).partition(". ")
@@ -171,7 +171,7 @@ app = typer.Typer(
     help=_HELP,
     no_args_is_help=True,
     add_completion=False,
-    # Rendering help with rich costs more than everything else that --help does.
+    # Rendering help with rich takes longer than the rest of --help.
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings=_HELP_FLAGS,
@@ -183,7 +183,7 @@ def begin(
     context: typer.Context,
     state: Annotated[str, typer.Option(help="State folder [env: TPUCARE_STATE].", metavar="DIR")] = "",
     endpoint: Annotated[str, typer.Option(help="Emulated cloud [env: TPUCARE_ENDPOINT].", metavar="HOST:PORT")] = "",
-    project: Annotated[str, typer.Option(help="Project of fleets that name none [env: TPUCARE_PROJECT].")] = "",
+    project: Annotated[str, typer.Option(help="Project of fleets without one [env: TPUCARE_PROJECT].")] = "",
     emulator: Annotated[str, typer.Option(help="Running emulator [env: TPUCARE_EMULATOR].", metavar="DIR")] = "",
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show it.")] = False,  # noqa: ARG001
 ) -> None:

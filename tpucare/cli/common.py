@@ -1,6 +1,6 @@
 """
-What commands have in common: options of the whole program, exit codes, questions, and the one place where errors
-become a line on stderr.
+Shared by all commands: options of the whole program, exit codes, questions, and the one place that turns errors into a
+line on stderr.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ class Exit(IntEnum):
     INTERRUPTED = 130
 
 
-class Failure(errors.TpuCareError):
-    """A command cannot do what was asked; the text says why."""
+class CommandError(errors.TpuCareError):
+    """A command refuses its arguments or cannot go on; the text says why."""
 
 
-class NotConfirmed(Failure):
-    """Something would be destroyed, and nobody said yes."""
+class NotConfirmed(CommandError):
+    """The command would delete something, and no person confirmed it."""
 
 
-# From the narrow to the wide: the first that fits counts.
+# Subclasses before their base: the first match counts.
 _CODES: tuple[tuple[type[BaseException], Exit], ...] = (
     (errors.ConfigError, Exit.CONFIG),
     (errors.StoreLocked, Exit.DAEMON),
@@ -54,13 +54,13 @@ _CODES: tuple[tuple[type[BaseException], Exit], ...] = (
     (errors.CloudError, Exit.CLOUD),
     (errors.RemoteError, Exit.REMOTE),
     (errors.TpuCareError, Exit.FAILED),
-    # A full disk, or a path that is no folder: the machine's answer, which names the file.
+    # A full disk, or a path that is not a folder: the system's message, which names the file.
     (OSError, Exit.FAILED),
 )
 
 
 class Globals:
-    """Flags before the command, resolved when a command first asks."""
+    """Flags of the whole program, resolved when a command needs them."""
 
     def __init__(self, state: str = "", endpoint: str = "", project: str = "", emulator: str = "") -> None:
         self.state, self.endpoint, self.project, self.emulator = state, endpoint, project, emulator
@@ -73,9 +73,8 @@ class Globals:
 
 
 def options(context: typer.Context, target: str = "") -> Options:
-    """`target`: a fleet or slot; what is known to the store of a script alone is looked for there."""
-    found = context.find_object(Globals)
-    chosen = (found or Globals()).options()
+    """`target`: a fleet or slot; the options then name the store that has it, maybe that of a script."""
+    chosen = (context.find_object(Globals) or Globals()).options()
     if not target:
         return chosen
     from tpucare.service.stores import Stores
@@ -84,7 +83,7 @@ def options(context: typer.Context, target: str = "") -> Options:
 
 
 def emulator_folder(context: typer.Context) -> Path:
-    """Where an emulator lies or will lie: --emulator, TPUCARE_EMULATOR, else `emulator` in the state folder."""
+    """Folder of the emulator: --emulator, TPUCARE_EMULATOR, else `emulator` in the state folder."""
     found = context.find_object(Globals) or Globals()
     named = found.emulator or os.environ.get("TPUCARE_EMULATOR", "")
     if named:
@@ -93,11 +92,11 @@ def emulator_folder(context: typer.Context) -> Path:
     return resolve(env, state=found.state).state / "emulator"
 
 
-# --- text out --------------------------------------------------------------------------------------------------------
+# --- output ----------------------------------------------------------------------------------------------------------
 
 
 def say(text: str = "") -> None:
-    """Text for a person, of which nothing drives the terminal."""
+    """Print text for a person, without control sequences of terminals."""
     typer.echo(plain_lines(text))
 
 
@@ -112,16 +111,16 @@ def print_json(value: Any) -> None:
 
 def ask(question: str, *, yes: bool) -> None:
     """
-    Go on only when a person says yes.
+    Return only if a person says yes.
 
-    Raises: NotConfirmed: they did not, or there is nobody to ask and no --yes.
+    Raises: NotConfirmed: the answer is no, or there is no terminal and no --yes.
     """
     if yes:
         return
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
-        raise NotConfirmed(f"{plain(question)} This is no terminal to ask at; pass --yes to confirm")
+        raise NotConfirmed(f"{plain(question)} There is no terminal to ask on; pass --yes to confirm")
     if not typer.confirm(plain(question), err=True):
-        raise NotConfirmed("nothing was done")
+        raise NotConfirmed("not confirmed; nothing was done")
 
 
 # --- errors ----------------------------------------------------------------------------------------------------------
@@ -129,12 +128,12 @@ def ask(question: str, *, yes: bool) -> None:
 
 @contextlib.contextmanager
 def reported() -> Iterator[None]:
-    """The one place where an error becomes a line on stderr and an exit code."""
+    """Turn every error into lines on stderr and an exit code."""
     _fill_streams()
     try:
         yield
     except SystemExit as left:
-        # Click has taken the broken pipe for a failure by then.
+        # Click exits with an error code after a broken pipe.
         if not isinstance(left.__context__, BrokenPipeError):
             raise
         _drop_output()
@@ -147,21 +146,21 @@ def reported() -> Iterator[None]:
     except typer.Abort:
         leave(Exit.INTERRUPTED)
     except Exception as error:
-        # A mistyped command line. Which click its class comes from depends on the version of typer.
+        # A mistyped command line. Its class comes from one of two clicks, depending on typer's version.
         if (show := getattr(error, "show", None)) and isinstance(code := getattr(error, "exit_code", None), int):
             show()
             leave(code)
         try:
             _show(error)
         except OSError:
-            # On a full disk the line may not be written either: then the code alone has to tell, and flushing would
-            # only change it.
+            # On a full disk the line cannot be written either: then only the exit code reports the error, and flushing
+            # would change it.
             os._exit(int(exit_code(error)))
         leave(exit_code(error))
 
 
 def _fill_streams() -> None:
-    """Where stdin, stdout or stderr is closed, /dev/null: else the next file that is opened would take its number."""
+    """Open /dev/null for a closed stdin, stdout or stderr: otherwise the next opened file would get its number."""
     while (handle := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(handle, True)
     os.close(handle)
@@ -171,7 +170,7 @@ def _fill_streams() -> None:
 
 
 def _drop_output() -> None:
-    """Whoever read our output has what it wanted; stdout must not be flushed into nothing at exit."""
+    """Redirect stdout to /dev/null: its reader is gone, and a flush at exit would fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 

@@ -1,4 +1,4 @@
-"""`tpucare daemon`: the process that cares."""
+"""`tpucare daemon`: the process that cares for all fleets."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tpucare.cli.common import Exit, options
 def daemon(
     context: typer.Context,
     fleets: Annotated[str, typer.Option(help="Folder of fleet files [env: TPUCARE_FLEETS].", metavar="DIR")] = "",
-    log: Annotated[str, typer.Option(help="Form of the log: console or json.", metavar="FORM")] = "console",
-    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.", metavar="LEVEL")] = "info",
+    log: Annotated[str, typer.Option(help="Format of the log: console or json.", metavar="FORM")] = "console",
+    log_level: Annotated[str, typer.Option(help="From debug, info, warning or error.", metavar="LEVEL")] = "info",
 ) -> None:
     """
-    Care for every fleet of a folder until SIGTERM or Ctrl-C; nodes stay alive then.
+    Care for every fleet of a folder until SIGTERM or Ctrl-C; the nodes stay alive then.
 
-    A changed file is taken in within seconds, SIGHUP reads all anew. A file that vanished or cannot be read changes
-    nothing: a fleet ends only by `tpucare down`.
+    A changed file is read within seconds; SIGHUP reads every file again. A missing or unreadable file changes nothing:
+    a fleet ends only by `tpucare down`.
 
     \b
     Example: tpucare daemon --fleets /etc/tpucare/fleets --log json
@@ -43,10 +43,10 @@ def daemon(
         folder,
         env,
         listen=events.teller(),
-        companions=lambda care, registry: [SweepCare.beside(care, registry, env)],
+        companions=lambda runtime, registry: [SweepCare.beside(runtime, registry, env)],
     )
-    # Everything is closed. A thread that still waits for a worker or the API would keep the process until its
-    # deadline, and taking the threads of grpc apart takes seconds.
+    # Everything is closed. A thread that still waits for a worker or the API would delay the exit until its deadline,
+    # and stopping the threads of grpc takes seconds.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(Exit.OK)

@@ -16,27 +16,23 @@ from tpucare.service.options import expanded
 _NEEDED = ("jax", "optax", "orbax.checkpoint")
 
 
-def register(app: typer.Typer) -> None:
-    app.command()(demo)
-
-
 def demo(
-    preemptions: Annotated[int, typer.Option(help="How often the node is taken away (0 to 4).")] = 2,
-    hosts: Annotated[int, typer.Option(help="Hosts of the slice; each is a machine of its own.")] = 2,
-    seed: Annotated[int, typer.Option(help="Decides the moments, and the training's data.")] = 0,
+    preemptions: Annotated[int, typer.Option(help="Number of preemptions (0 to 4).")] = 2,
+    hosts: Annotated[int, typer.Option(help="Hosts of the slice, each an emulated machine.")] = 2,
+    seed: Annotated[int, typer.Option(help="Seed of the preemptions' moments and the training data.")] = 0,
     steps: Annotated[int, typer.Option(help="Steps of the training.", min=50)] = 200,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print only one JSON object.")] = False,
     world: Annotated[
         str, typer.Option(help="Another emulated cloud: a world file, or realistic.", metavar="NAME|FILE")
     ] = "",
-    keep: Annotated[str, typer.Option(help="Leave everything in this new folder.", metavar="DIR")] = "",
+    keep: Annotated[str, typer.Option(help="Keep all files in this new folder.", metavar="DIR")] = "",
 ) -> int:
     """
     Train a real model through preemptions on an emulated cloud, and prove that nothing was lost.
 
-    An emulated cloud of two zones, TPU workers that are small real machines (sshd, screen), a git repository with a JAX
-    training, and `tpucare daemon` caring for it. The node is taken away at seeded moments, once with a stockout in its
-    zone. Exit 0 only if every promise was kept.
+    The demo runs an emulated cloud of two zones, TPU workers that are small real machines (sshd, screen), a git
+    repository with a JAX training, and `tpucare daemon`. It preempts the node at seeded moments, once with a stockout
+    in its zone. Exit 0 only if every promise was kept.
 
     \b
     Example:
@@ -47,11 +43,11 @@ def demo(
     _require_training()
     from rich.console import Console
 
-    from tpucare.testbed.demo import screen as live
+    from tpucare.testbed.demo import screen as demo_screen
     from tpucare.testbed.demo.run import play
     from tpucare.testbed.demo.setup import DemoOptions
 
-    # Ended by a service manager or by a terminal that closes, the demo still ends everything that it started.
+    # After the SIGTERM of a service manager or the SIGHUP of a closed terminal the demo still ends its processes.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupt)
     options = DemoOptions(
@@ -59,13 +55,13 @@ def demo(
     )
     options.check()
     console = Console(stderr=json, quiet=json)
-    screen, show = live.watch(console, options)
+    screen, show = demo_screen.watch(console, options)
     with screen:
         report = play(options, show)
     if json:
         print_json(report.as_json())
     else:
-        live.show_report(console, report)
+        demo_screen.show_report(console, report)
         if keep:
             console.print(f"kept in {options.keep}", highlight=False)
     return Exit.OK if not report.faults else Exit.FAILED
@@ -82,5 +78,5 @@ def _require_training() -> None:
         except ModuleNotFoundError:
             found = None
         if found is None:
-            cure = "`make demo`, or `pip install '.[demo]'` in the clone of tpucare"
-            raise ConfigError(f"the demo trains with JAX, which is not installed: {cure}")
+            advice = "run `make demo`, or `pip install '.[demo]'` in the clone of tpucare"
+            raise ConfigError(f"the demo needs {name.partition('.')[0]}, which is not installed: {advice}")

@@ -1,4 +1,4 @@
-"""`tpucare emulator`: run the cloud in a box, and act on one that runs."""
+"""`tpucare emulator`: run an emulated cloud, and send orders to a running one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from tpucare.cli.common import Failure, emulator_folder, print_json, say
+from tpucare.cli.common import CommandError, emulator_folder, print_json, say
 
 
 class _RunByDefault(TyperGroup):
@@ -28,7 +28,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     add_completion=False,
     help="""\
-Run an emulated Cloud TPU service with real machines for workers, or act on a running one.
+Run an emulated Cloud TPU service with real machines as workers, or change a running one.
 
 \b
 Example: tpucare emulator world.yaml
@@ -43,27 +43,27 @@ def run(
     context: typer.Context,
     world: Annotated[
         Path | None,
-        typer.Argument(metavar="[WORLD.yaml]", help="A file, or `realistic`. Default: two zones with room, fast."),
+        typer.Argument(metavar="[WORLD.yaml]", help="A file, or `realistic`. Default: two fast zones with capacity."),
     ] = None,
-    port: Annotated[int, typer.Option(help="Of the API; 0 = any.", min=0, max=65535)] = 0,
-    rest_port: Annotated[int, typer.Option(help="Of the API as JSON; 0 = any.", min=0, max=65535)] = 0,
-    storage_port: Annotated[int, typer.Option(help="Of Cloud Storage; 0 = any.", min=0, max=65535)] = 0,
+    port: Annotated[int, typer.Option(help="Port of the API; 0 = any.", min=0, max=65535)] = 0,
+    rest_port: Annotated[int, typer.Option(help="Port of the REST API; 0 = any.", min=0, max=65535)] = 0,
+    storage_port: Annotated[int, typer.Option(help="Port of Cloud Storage; 0 = any.", min=0, max=65535)] = 0,
     bucket: Annotated[
-        list[str] | None, typer.Option(help="A bucket that exists; may be repeated.", metavar="NAME")
+        list[str] | None, typer.Option(help="An existing bucket; may be repeated.", metavar="NAME")
     ] = None,
-    seed: Annotated[int, typer.Option(help="The same seed, the same history.")] = 0,
-    machines: Annotated[bool, typer.Option(help="Real sshd, home and screen per worker.")] = True,
-    ssh_port: Annotated[int, typer.Option(help="Of every worker.", min=1, max=65535)] = 2222,
-    metadata_port: Annotated[int, typer.Option(help="Of the metadata server.", min=1, max=65535)] = 8080,
+    seed: Annotated[int, typer.Option(help="Seed; the same seed gives the same history.")] = 0,
+    machines: Annotated[bool, typer.Option(help="Give each worker a real sshd, home and screen.")] = True,
+    ssh_port: Annotated[int, typer.Option(help="SSH port of every worker.", min=1, max=65535)] = 2222,
+    metadata_port: Annotated[int, typer.Option(help="Port of the metadata server.", min=1, max=65535)] = 8080,
     audit: Annotated[Path | None, typer.Option(help="Audit log: a line of JSON per call.", metavar="FILE")] = None,
-    wandb: Annotated[bool, typer.Option("--wandb", help="A stand-in for W&B beside it, for offline sweeps.")] = False,
-    wandb_port: Annotated[int, typer.Option(help="Of that stand-in; 0 = any.", min=0, max=65535)] = 0,
+    wandb: Annotated[bool, typer.Option("--wandb", help="Also emulate W&B, for offline sweeps.")] = False,
+    wandb_port: Annotated[int, typer.Option(help="Port of the emulated W&B; 0 = any.", min=0, max=65535)] = 0,
     wandb_lost_after: Annotated[
-        float, typer.Option(help="Seconds of silence after which its agents and runs are lost.", min=0.1)
+        float, typer.Option(help="Seconds until a silent agent or run counts as lost in W&B.", min=0.1)
     ] = 60.0,
 ) -> None:
     """
-    Serve an emulated cloud until Ctrl-C; prints the line that points tpucare at it.
+    Serve an emulated cloud until Ctrl-C; prints the setting that makes tpucare use it.
 
     \b
     Example: tpucare emulator world.yaml --seed 7
@@ -93,13 +93,13 @@ def run(
 def preempt(
     context: typer.Context,
     nodes: Selector,
-    notice: Annotated[str, typer.Option(help="Warn this long before, such as 30s.", metavar="TIME")] = "",
-    silent: Annotated[bool, typer.Option("--silent", help="Workers fall silent instead of dying.")] = False,
-    shown: Annotated[str, typer.Option(help="State shown, or never, or gone.")] = "",
-    visible_after: Annotated[str, typer.Option(help="The API shows it this late.", metavar="TIME")] = "",
+    notice: Annotated[str, typer.Option(help="Time of the notice before, such as 30s.", metavar="TIME")] = "",
+    silent: Annotated[bool, typer.Option("--silent", help="Workers stop answering instead of dying.")] = False,
+    shown: Annotated[str, typer.Option(help="State in the API; or never, or gone.")] = "",
+    visible_after: Annotated[str, typer.Option(help="Delay until the API shows it.", metavar="TIME")] = "",
 ) -> None:
     """
-    Take nodes away, as the real cloud does.
+    Preempt nodes as the real cloud does.
 
     \b
     Example: tpucare emulator preempt pod-0 --notice 10s
@@ -109,7 +109,7 @@ def preempt(
 
 def terminate(context: typer.Context, nodes: Selector) -> None:
     """
-    End nodes as the 24-hour limit of preemptible ones does.
+    Terminate nodes as the 24-hour limit of preemptible nodes does.
 
     \b
     Example: tpucare emulator terminate pod-0
@@ -120,7 +120,7 @@ def terminate(context: typer.Context, nodes: Selector) -> None:
 def capacity(
     context: typer.Context,
     zone: Annotated[str, typer.Argument(help="Zone, such as us-central1-a.")],
-    amount: Annotated[str, typer.Argument(help="How many chips, hosts or slices; none = unlimited.")],
+    amount: Annotated[str, typer.Argument(help="Number of chips, hosts or slices; none = unlimited.")],
     accelerator: Annotated[str, typer.Option(help="Type or generation; default: all.")] = "",
     tier: Annotated[str, typer.Option(help="spot, on-demand or reserved.")] = "spot",
 ) -> None:
@@ -131,20 +131,20 @@ def capacity(
     Example: tpucare emulator capacity us-central1-a 0
     """
     if amount != "none" and not amount.isdecimal():
-        raise typer.BadParameter("AMOUNT is a whole number, or none")
-    many = None if amount == "none" else int(amount)
-    _send(context, {"do": "capacity", "zone": zone, "accelerator": accelerator, "tier": tier, "amount": many})
+        raise typer.BadParameter("AMOUNT must be a whole number, or none")
+    number = None if amount == "none" else int(amount)
+    _send(context, {"do": "capacity", "zone": zone, "accelerator": accelerator, "tier": tier, "amount": number})
 
 
 def health(
     context: typer.Context,
     nodes: Selector,
     value: Annotated[
-        str, typer.Argument(help="healthy, timeout, unhealthy-tensorflow, unhealthy-maintenance, or any number.")
+        str, typer.Argument(help="healthy, timeout, unhealthy-tensorflow, unhealthy-maintenance, or a number.")
     ],
 ) -> None:
     """
-    Show a health value of nodes.
+    Set the health that the API shows for nodes.
 
     \b
     Example: tpucare emulator health pod-0 unhealthy-maintenance
@@ -155,10 +155,10 @@ def health(
 def state(
     context: typer.Context,
     nodes: Selector,
-    value: Annotated[str, typer.Argument(help="A name such as repairing, or any number.")],
+    value: Annotated[str, typer.Argument(help="A name such as repairing, or a number.")],
 ) -> None:
     """
-    Show a state of nodes, known or not; their workers are not touched.
+    Set the state that the API shows for nodes, even an unknown one; their workers do not change.
 
     \b
     Example: tpucare emulator state pod-0 77
@@ -169,11 +169,11 @@ def state(
 def unknown_fields(
     context: typer.Context,
     nodes: Selector,
-    on: Annotated[bool, typer.Option("--on/--off", help="Show them, or no more.")] = True,
-    answers: Annotated[bool, typer.Option("--answers", help="In every answer of the API, too.")] = False,
+    on: Annotated[bool, typer.Option("--on/--off", help="Add or remove them.")] = True,
+    answers: Annotated[bool, typer.Option("--answers", help="Also in every answer of the API.")] = False,
 ) -> None:
     """
-    Let nodes bear fields that no client knows, as from a service newer than it.
+    Add fields to nodes that no client knows, as a newer service would.
 
     \b
     Example: tpucare emulator unknown-fields pod-0 --answers
@@ -184,8 +184,8 @@ def unknown_fields(
 def maintenance(
     context: typer.Context,
     nodes: Selector,
-    duration: Annotated[str, typer.Option(help="How long.", metavar="TIME")] = "5m",
-    restart: Annotated[bool, typer.Option("--restart", help="Reboot the workers, too.")] = False,
+    duration: Annotated[str, typer.Option(help="Duration.", metavar="TIME")] = "5m",
+    restart: Annotated[bool, typer.Option("--restart", help="Also reboot the workers.")] = False,
 ) -> None:
     """
     Announce a maintenance event to workers.
@@ -198,12 +198,12 @@ def maintenance(
 
 def outage(
     context: typer.Context,
-    duration: Annotated[str, typer.Argument(help="How long, such as 90s.")],
+    duration: Annotated[str, typer.Argument(help="Duration, such as 90s.")],
     kind: Annotated[str, typer.Option(help="api, internal, zone or slow.")] = "api",
-    zone: Annotated[str, typer.Option(help="For kind zone.")] = "",
+    zone: Annotated[str, typer.Option(help="Zone for --kind zone.")] = "",
 ) -> None:
     """
-    Break the API, one zone of it, or its speed.
+    Make the API fail, fail in one zone, or answer slowly.
 
     \b
     Example: tpucare emulator outage 2m --kind zone --zone us-central1-a
@@ -213,7 +213,7 @@ def outage(
 
 def end_outages(context: typer.Context) -> None:
     """
-    Let everything answer again.
+    End all outages.
 
     \b
     Example: tpucare emulator end-outages
@@ -224,11 +224,11 @@ def end_outages(context: typer.Context) -> None:
 def lose_worker(
     context: typer.Context,
     nodes: Selector,
-    worker: Annotated[int, typer.Argument(help="Its number.", min=0)],
-    silent: Annotated[bool, typer.Option("--silent", help="It falls silent instead of dying.")] = False,
+    worker: Annotated[int, typer.Argument(help="Number of the worker.", min=0)],
+    silent: Annotated[bool, typer.Option("--silent", help="It stops answering instead of dying.")] = False,
 ) -> None:
     """
-    Let one worker die; the API shows nothing.
+    Kill one worker; the API does not show it.
 
     \b
     Example: tpucare emulator lose-worker pod-0 3
@@ -237,10 +237,10 @@ def lose_worker(
 
 
 def restore_worker(
-    context: typer.Context, nodes: Selector, worker: Annotated[int, typer.Argument(help="Its number.", min=0)]
+    context: typer.Context, nodes: Selector, worker: Annotated[int, typer.Argument(help="Number of the worker.", min=0)]
 ) -> None:
     """
-    Boot a lost worker again, or let a silent one answer.
+    Boot a lost worker again, or make a silent one answer.
 
     \b
     Example: tpucare emulator restore-worker pod-0 3
@@ -250,7 +250,7 @@ def restore_worker(
 
 def status(context: typer.Context) -> None:
     """
-    Every node of the running emulator, as JSON.
+    Print every node of the running emulator as JSON.
 
     \b
     Example: tpucare emulator status
@@ -259,10 +259,10 @@ def status(context: typer.Context) -> None:
 
 
 def order(
-    context: typer.Context, text: Annotated[str, typer.Argument(metavar="JSON", help="One order; see the docs.")]
+    context: typer.Context, text: Annotated[str, typer.Argument(metavar="JSON", help="An order (docs/emulator.md).")]
 ) -> None:
     """
-    Send any order of the emulator as JSON, for those that have no command of their own.
+    Send an order to the emulator as JSON, for orders without a command of their own.
 
     \b
     Example: tpucare emulator order '{"do": "stick-deleting", "selector": "pod-0"}'
@@ -295,7 +295,7 @@ for _name, _function in _COMMANDS.items():
 
 
 def _act(context: typer.Context, do: str, **values: Any) -> None:
-    """Values that were not given are left to the emulator's own defaults."""
+    """Send an order without its empty values, for which the emulator has defaults."""
     _send(context, {"do": do, **{key: value for key, value in values.items() if value not in ("", None)}})
 
 
@@ -303,21 +303,22 @@ def _send(context: typer.Context, what: dict[str, Any]) -> None:
     answer = _request(context, what)
     touched = answer.get("touched")
     if touched == []:
-        raise Failure(f"{what['do']}: {_why_nothing(str(what.get('selector')), _request(context, {'do': 'status'}))}")
+        why = _why_nothing(str(what.get("selector")), _request(context, {"do": "status"}))
+        raise CommandError(f"{what['do']}: {why}")
     if touched is None:
-        told = {key: value for key, value in what.items() if key != "do" and value != ""}
-        touched = [f"{key} {'none' if value is None else value}" for key, value in told.items()] or ["done"]
+        values = {key: value for key, value in what.items() if key != "do" and value != ""}
+        touched = [f"{key} {'none' if value is None else value}" for key, value in values.items()] or ["done"]
     say(f"{what['do']}: {', '.join(touched)}")
 
 
 def _why_nothing(selector: str, status: Mapping[str, Any]) -> str:
-    """Why an order touched no node: none is meant, or those that are meant are past it."""
+    """Why an order changed no node: none has that name, or the state of those that have it forbids it."""
     nodes = {row["name"]: row["state"] for row in status["nodes"]}
     patterns = (selector, f"{selector}-a*", f"{selector}-*-a*")
-    meant = [name for name in nodes if any(fnmatchcase(name, pattern) for pattern in patterns)]
-    if meant:
-        return ", ".join(f"{name} is {nodes[name]}" for name in meant) + ": nothing to do"
-    return f"no node is called {selector}; there " + (f"are {', '.join(nodes)}" if nodes else "is none")
+    matching = [name for name in nodes if any(fnmatchcase(name, pattern) for pattern in patterns)]
+    if matching:
+        return ", ".join(f"{name} is {nodes[name]}" for name in matching) + ": nothing to do"
+    return f"there is no node {selector}; nodes: {', '.join(nodes) or 'none'}"
 
 
 def _request(context: typer.Context, what: Any) -> dict[str, Any]:

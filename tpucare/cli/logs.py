@@ -1,4 +1,4 @@
-"""`tpucare logs`: what jobs printed, from the state folder alone; who ended is asked of the daemon, or of the store."""
+"""`tpucare logs`: the kept output of jobs, from the state folder; the end of a slot, from the daemon or the store."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from datetime import UTC, datetime
 import typer
 
 from tpucare.adapters.runner.logs import LogKeeper
-from tpucare.cli.common import Failure, warn
+from tpucare.cli.common import CommandError, warn
 from tpucare.cli.render import refuse_unknown
 from tpucare.model.errors import TpuCareError
 from tpucare.model.text import length, plain, plain_lines
 from tpucare.service.options import Options
 
-# Of a slot that has ended: its last lines are brought before its end is written down.
+# Phases of a slot that has ended: its last lines are fetched before its end is saved.
 ENDS = ("done", "failed", "down")
 ASK_EVERY_SECONDS = 3.0
 NOTHING = "it has not printed anything yet, or prints into a session of its own (`screen -ls` on the worker)"
@@ -26,9 +26,9 @@ _RUN = re.compile(rb"^--- run (\S+) ---$", re.M)
 
 def log_keeper(options: Options, word: str) -> tuple[LogKeeper, str]:
     """
-    The kept logs, and the slot that *word* means: itself, or slot 0 of that fleet.
+    The kept logs, and the slot that *word* names: itself, or slot 0 of that fleet.
 
-    Raises: Failure: no fleet or slot is called so, and nothing is kept of one.
+    Raises: CommandError: there is no such fleet or slot, and no log of one.
     """
     keeper = LogKeeper(options.logs)
     if keeper.attempts(word):
@@ -47,13 +47,13 @@ def _known(options: Options) -> dict[str, list[str]]:
     try:
         answer = status.status(options)
     except TpuCareError:
-        # Without a store there may be logs still, and nothing to choose from.
+        # Without a store the logs may still be there.
         return {"slots": [], "fleets": []}
     return {"slots": [row["slot"] for row in answer["slots"]], "fleets": [row["fleet"] for row in answer["fleets"]]}
 
 
 def kept(keeper: LogKeeper, slot: str) -> Iterator[str]:
-    """A line for each attempt of which something is kept: node, runs, workers, age of the newest line."""
+    """A line for each attempt with a kept log: node, runs, workers, age of the newest line."""
     now = datetime.now(UTC).timestamp()
     found = keeper.attempts(slot)
     for attempt, workers in found.items():
@@ -63,19 +63,20 @@ def kept(keeper: LogKeeper, slot: str) -> Iterator[str]:
         runs = f"{len(tokens)} run{'s' if len(tokens) != 1 else ''}"
         yield plain(f"attempt {attempt}: {nodes}, {runs}, {_workers(workers)}, last line {age} ago")
     if not found:
-        yield f"{slot}: nothing is kept; {NOTHING}"
+        yield f"{slot} has no kept log; {NOTHING}"
 
 
 def refuse_unkept(keeper: LogKeeper, slot: str, attempt: int | None, worker: int) -> None:
-    """Raises: Failure: nothing is kept of that; what is kept instead is said."""
+    """Raises: CommandError: there is no such log; the text names the kept ones."""
     found = keeper.attempts(slot)
     if not found:
-        raise Failure(f"no log of {slot}; {NOTHING}")
+        raise CommandError(f"{slot} has no kept log; {NOTHING}")
     if attempt is not None and attempt not in found:
-        raise Failure(f"no log of {slot}, attempt {attempt}; kept are {', '.join(map(str, found))}")
+        raise CommandError(f"{slot} has no kept log of attempt {attempt}; kept: {', '.join(map(str, found))}")
     chosen = attempt or max(found)
     if worker not in found[chosen]:
-        raise Failure(f"no log of worker {worker} of {slot}, attempt {chosen}; kept: {_workers(found[chosen])}")
+        text = f"{slot} has no kept log of worker {worker} in attempt {chosen}; kept: {_workers(found[chosen])}"
+        raise CommandError(text)
 
 
 def _workers(numbers: tuple[int, ...]) -> str:
@@ -85,21 +86,21 @@ def _workers(numbers: tuple[int, ...]) -> str:
 
 
 class Tail:
-    """The log of one worker as it grows; with no attempt named, that of the newest one."""
+    """The growing log of one worker, of *attempt* or else of the newest attempt."""
 
     def __init__(self, keeper: LogKeeper, slot: str, attempt: int | None, worker: int, lines: int | None) -> None:
-        """lines: of what is there at first only the last ones; None: all"""
+        """lines: how many of the last lines the first `show` prints; None: all"""
         self.slot = slot
         self._keeper, self._attempt, self._worker, self._lines = keeper, attempt, worker, lines
         self._current, self._shown = -1, 0
 
     def show(self) -> None:
-        """Print what is new since the last call."""
+        """Print the bytes that are new since the last call."""
         newest = self._attempt or max(self._keeper.attempts(self.slot), default=self._current)
         if newest != self._current:
             self._current, self._shown = newest, 0
         content = self._keeper.read(self.slot, newest, self._worker) if newest >= 0 else b""
-        # The beginning is dropped when a log outgrows its bound: then only what is new can be told from here on.
+        # A log that outgrows its limit loses its beginning: then only later bytes are printed.
         if len(content) > self._shown:
             typer.echo(plain_lines(self._cut(content[self._shown :]).decode("utf-8", "replace")), nl=False)
         self._shown = len(content)
@@ -112,7 +113,7 @@ class Tail:
 
 
 def follow(tail: Tail, options: Options, seconds: float) -> None:
-    """Until the slot has ended, or Ctrl-C."""
+    """Print the log as it grows, until the slot has ended or Ctrl-C."""
     ask_at = 0.0
     with contextlib.suppress(KeyboardInterrupt):
         while True:
@@ -127,7 +128,7 @@ def follow(tail: Tail, options: Options, seconds: float) -> None:
 
 
 def _end_of(options: Options, slot: str) -> str:
-    """How the slot ended; empty while it goes on, or where nobody knows."""
+    """How the slot ended; empty if it goes on, or its state cannot be read."""
     from tpucare.service import status
 
     try:

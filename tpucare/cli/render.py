@@ -1,4 +1,4 @@
-"""What `status`, `events` and `logs` show: from the daemon where it knows more, else from the state folder alone."""
+"""Text of `status` and `events` for a terminal, made from the answers of `service/status.py` and from the store."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from tpucare.cli.common import Failure, say
+from tpucare.cli.common import CommandError, say
 from tpucare.model.actions import event_line
 from tpucare.model.errors import TpuCareError
 from tpucare.model.resources import Event
@@ -41,11 +41,11 @@ _STYLES = {
     "deleting": "dim",
 }
 _COLUMNS = ("slot", "phase", "node", "place", "attempt", "step", "checkpoint", "failures", "why")
-# What goes first where the screen is narrow; the reason keeps at least so many characters.
+# Columns in the order in which a narrow screen loses them, so that the reason keeps _REASON_LEAST characters.
 _DROPPED_FIRST = ("place", "attempt", "checkpoint", "node", "failures")
 _REASON_LEAST = 48
 _GAP = "  "
-# Slots without a node that say the same are one line.
+# Slots without a node in these phases share a line if they have the same reason.
 _FOLDED = ("waiting", "done", "down", "paused")
 _SUMMED = {
     "run": "train",
@@ -58,16 +58,16 @@ NEEDS_YOU = "needs you"
 
 
 def show(answer: Answer, *, wide: bool = False) -> None:
-    """wide: every column and every reason in full, whatever the width; so it is for a pipe."""
+    """Print a status. wide: all columns and reasons in full, for any width; always so for a pipe."""
     console = Console(highlight=False)
     for line in picture(answer, 0 if wide or not console.is_terminal else console.width):
         console.print(line, soft_wrap=True)
 
 
-def watch(look: Callable[[], Answer], seconds: float, *, wide: bool = False) -> None:
-    """Until `q` or Ctrl-C. What cannot be read for a moment is told below the last picture."""
+def watch(read: Callable[[], Answer], seconds: float, *, wide: bool = False) -> None:
+    """Refresh until `q` or Ctrl-C. An error of *read* appears below the last status."""
     console = Console(highlight=False)
-    answer, problem = look(), ""
+    answer, problem = read(), ""
 
     def drawn() -> Group:
         lines = [*picture(answer, 0 if wide else console.width), *([_notice(problem)] if problem else [])]
@@ -76,7 +76,7 @@ def watch(look: Callable[[], Answer], seconds: float, *, wide: bool = False) -> 
     with contextlib.suppress(KeyboardInterrupt), keys() as pressed, Live(drawn(), auto_refresh=False) as live:
         while pressed(seconds) != "q":
             try:
-                answer, problem = look(), ""
+                answer, problem = read(), ""
             except TpuCareError as error:
                 problem = str(error)
             live.update(drawn(), refresh=True)
@@ -84,7 +84,7 @@ def watch(look: Callable[[], Answer], seconds: float, *, wide: bool = False) -> 
 
 @contextlib.contextmanager
 def keys() -> Iterator[Callable[[float], str]]:
-    """A function that waits so many seconds for a key and returns it; where stdin is no terminal it only waits."""
+    """A function that waits some seconds for a key and returns it; without a terminal it only waits."""
     if not sys.stdin.isatty():
         yield _asleep
         return
@@ -112,7 +112,7 @@ def _asleep(seconds: float) -> str:
 
 
 def picture(answer: Answer, width: int) -> list[Text]:
-    """Lines of the screen: how many slots do what, what is to be known, then a line per slot. width: 0 = no bound"""
+    """Lines of the screen: number of slots by phase, notices, then a line per slot. width: 0 = no limit"""
     rows: list[Answer] = answer["slots"]
     at = datetime.fromisoformat(answer["at"]).astimezone()
     lines = [_notice(text) for text in _notices(answer)]
@@ -127,8 +127,8 @@ def picture(answer: Answer, width: int) -> list[Text]:
 def _nothing(answer: Answer) -> str:
     down = sorted(row["fleet"] for row in answer["fleets"] if row["wish"] == "down")
     if down and len(down) == len(answer["fleets"]):
-        return f"nothing is up; down: {', '.join(down)}; `tpucare apply FILE` starts a fleet again"
-    return "" if answer["fleets"] else "no slots: `tpucare apply FILE` hands a fleet over"
+        return f"no fleet is up; down: {', '.join(down)}; `tpucare apply FILE` starts a fleet again"
+    return "" if answer["fleets"] else "no slots: `tpucare apply FILE` starts a fleet"
 
 
 def _summary(rows: Sequence[Answer]) -> str:
@@ -147,7 +147,7 @@ def counted(number: int, noun: str) -> str:
 def _notices(answer: Answer) -> list[str]:
     lines = [] if answer["daemon"] else [_absence(answer)]
     if answer["store_lost"]:
-        lines.append("the store was lost: nodes are adopted, none is swept until `tpucare confirm --store`")
+        lines.append("the store was lost: nodes are adopted, orphans are kept until `tpucare confirm --store`")
     lines += [f"{row['project']}: {row['why']}" for row in answer["projects"] if not row["seen"]]
     lines += [
         f"{row['project']}: zones that do not answer: {', '.join(row['unreachable'])}"
@@ -157,12 +157,12 @@ def _notices(answer: Answer) -> list[str]:
     begun = {row["fleet"] for row in answer["slots"]}
     if not answer["daemon"]:
         waiting = [row["fleet"] for row in answer["fleets"] if row["fleet"] not in begun and row["wish"] != "down"]
-        lines += [f"{fleet}: accepted; it begins when a daemon runs" for fleet in waiting]
+        lines += [f"{fleet}: accepted; it starts once a daemon runs" for fleet in waiting]
     lines += [f"{row['fleet']}: {row['problem']}" for row in answer["fleets"] if row["problem"]]
     lines += [row["problem"] for row in answer.get("files", ())]
     lines += [_sweep(row) for row in answer.get("sweeps", ())]
     if answer["strays"]:
-        lines.append(f"{counted(len(answer['strays']), 'node')} with our label and without a fleet: `tpucare gc`")
+        lines.append(f"{counted(len(answer['strays']), 'node')} with our label, but without a fleet: `tpucare gc`")
     return lines
 
 
@@ -171,11 +171,11 @@ def _absence(answer: Answer) -> str:
     if answer.get("last_event"):
         last = datetime.fromisoformat(answer["last_event"]).astimezone()
         since = f" since {last:%Y-%m-%d %H:%M %Z}" + ("" if answer.get("stopped") else " (killed?)")
-    return f"no daemon runs{since}; last known state below. Start one: `tpucare daemon`"
+    return f"no daemon runs{since}; the last known state is below. Start it with `tpucare daemon`"
 
 
 def _sweep(row: Answer) -> str:
-    known = f"{row['text']} ({length(row['age_seconds'])} ago)" if "text" in row else "not heard of yet"
+    known = f"{row['text']} ({length(row['age_seconds'])} ago)" if "text" in row else "W&B has not answered yet"
     return f"{row['fleet']} works for sweep {row['sweep']}: " + "; ".join(filter(None, (known, row["problem"])))
 
 
@@ -184,12 +184,12 @@ def _notice(text: str) -> Text:
 
 
 def _attention(rows: Sequence[Answer]) -> list[Text]:
-    """What needs a person, with the command that goes on; slots that say the same are one line."""
-    said: dict[str, list[Answer]] = {}
+    """Slots that need a person, with the reason and the command that helps; slots with one reason share a line."""
+    groups: dict[str, list[Answer]] = {}
     for row in rows:
         if row["needs_person"]:
-            said.setdefault(_need(row), []).append(row)
-    lines = [f"! {_names(group)} {need}" for need, group in said.items()]
+            groups.setdefault(_need(row), []).append(row)
+    lines = [f"! {_names(group)} {need}" for need, group in groups.items()]
     more = len(lines) - _ATTENTION_AT_MOST
     if more > 0:
         lines = [*lines[:_ATTENTION_AT_MOST], f"! and {more} more: `tpucare status --failed`"]
@@ -234,7 +234,7 @@ def _line(cell: Mapping[str, str], columns: Sequence[str], widths: Mapping[str, 
 
 
 def _folded(rows: Sequence[Answer]) -> list[list[Answer]]:
-    """Rows of one fleet that say the same and have no node, together."""
+    """Rows in groups: those of one fleet without a node and with the same reason together."""
     groups: dict[tuple[object, ...], list[Answer]] = {}
     for row in rows:
         alone = row["node"] or row["phase"] not in _FOLDED
@@ -244,7 +244,7 @@ def _folded(rows: Sequence[Answer]) -> list[list[Answer]]:
 
 
 def _cause(row: Answer) -> str:
-    """Why a slot waits, without the instant of its next try."""
+    """Why a slot waits, without the time of its next try."""
     return _waits(row, with_next=False) or str(row["end_why"] or row["why"])
 
 
@@ -292,13 +292,13 @@ def _step(row: Answer) -> str:
 
 
 def _failures(row: Answer) -> str:
-    """`crash 2 (5 in all)`: two in a row; `preemption 3`: none in a row, or of a kind that no row counts."""
-    told = []
-    for name, book in row["books"].items():
-        row_of, total = book["failures"], book["total"]
+    """`crash 2 (5 in all)`: two in a row; `preemption 3`: none in a row, or a kind without a failure budget."""
+    parts = []
+    for name, counter in row["books"].items():
+        streak, total = counter["failures"], counter["total"]
         if total:
-            told.append(f"{name} {row_of} ({total} in all)" if row_of and row_of != total else f"{name} {total}")
-    return ", ".join(told)
+            parts.append(f"{name} {streak} ({total} in all)" if streak and streak != total else f"{name} {total}")
+    return ", ".join(parts)
 
 
 def _why(row: Answer) -> str:
@@ -308,14 +308,14 @@ def _why(row: Answer) -> str:
     if "job" in row.get("behind", ()):
         marks.append("runs the job before the edit: `apply --restart` changes it now")
     if "tpu" in row.get("behind", ()):
-        marks.append("not the TPU that is declared: `apply --replace` changes it now")
+        marks.append("not the declared TPU: `apply --replace` changes it now")
     last = row.get("last_line", "") if row["end"] == "failed" else ""
     text = _waits(row) or str(row["end_why"] or row["why"])
     return "; ".join([*marks, text + (f": {last}" if last and last not in text else "")])
 
 
 def _waits(row: Answer, *, with_next: bool = True) -> str:
-    """Which places refuse, in a few words, blocked ones first; empty where something else is waited for."""
+    """The refusals of places in a few words, blocked places first; empty if the slot does not wait for a place."""
     if not row.get("waits_for_place"):
         return ""
     kinds: dict[str, list[str]] = {}
@@ -323,9 +323,9 @@ def _waits(row: Answer, *, with_next: bool = True) -> str:
         if place["retry_in_seconds"] or place["blocked"]:
             word = f"{NEEDS_YOU}: {_short(place['reason'])}" if place["blocked"] else place["kind"] or "refused"
             kinds.setdefault(word, []).append(key.partition("/")[0])
-    told = "; ".join(f"{word} in {', '.join(dict.fromkeys(zones))}" for word, zones in kinds.items())
+    text = "; ".join(f"{word} in {', '.join(dict.fromkeys(zones))}" for word, zones in kinds.items())
     soon = _next_try(row)
-    return told + (f", next try in {length(soon)}" if told and with_next and soon is not None else "")
+    return text + (f", next try in {length(soon)}" if text and with_next and soon is not None else "")
 
 
 def _is_blocked(row: Answer) -> bool:
@@ -346,11 +346,11 @@ def _short(text: str) -> str:
 
 
 def events(options: Options, slot: str, *, follow: bool, number: int, as_json: bool, all_levels: bool) -> None:
-    """Raises: StoreError: there is no store. Failure: nothing is known of *slot*, and nothing ever was."""
+    """Print events. Raises: StoreError: there is no store. CommandError: *slot* is unknown and has no events."""
     from tpucare.adapters.state.store import open_reader
     from tpucare.service.commands import event_row
 
-    def tell(found: Sequence[tuple[int, Event]]) -> None:
+    def show_found(found: Sequence[tuple[int, Event]]) -> None:
         _print_events([event_row(*pair) for pair in found if all_levels or pair[1].level != "debug"], as_json)
 
     with open_reader(options.state, name=options.store) as store:
@@ -358,24 +358,23 @@ def events(options: Options, slot: str, *, follow: bool, number: int, as_json: b
         if slot and not store.last_events(slot=slot, limit=1):
             refuse_unknown(slot, [*store.fleets(), *store.memories()])
         last = found[-1][0] if found else _newest_number(store)
-        tell(found)
+        show_found(found)
         while follow:
             time.sleep(0.5)
             store.refresh()
             while found := store.events(slot=slot, after=last):
-                tell(found)
+                show_found(found)
                 last = found[-1][0]
 
 
 def refuse_unknown(word: str, known: Sequence[str]) -> None:
-    """Raises: Failure: *word* is no fleet or slot of *known*."""
+    """Raises: CommandError: *word* is not a fleet or slot of *known*."""
     if word not in known:
-        raise Failure(f"no fleet or slot {shown(word)}" + (hint(word, known) if known else "; no fleet is known yet"))
+        near = hint(word, known) if known else "; no fleet is known yet"
+        raise CommandError(f"no fleet or slot {shown(word)}{near}")
 
 
-NOTHING_YET = (
-    "nothing yet in {folder}: `tpucare init -o pod.yaml` writes a fleet file, `tpucare apply pod.yaml` hands it over"
-)
+NOTHING_YET = "no fleet yet in {folder}: `tpucare init -o pod.yaml` writes a file, `tpucare apply pod.yaml` starts it"
 
 
 def _newest_number(store: Any) -> int:

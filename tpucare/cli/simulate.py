@@ -1,4 +1,4 @@
-"""`tpucare simulate`: months of care in minutes, in a world that misbehaves from a seed."""
+"""`tpucare simulate`: months of care in minutes, with faults drawn from a seed."""
 
 from __future__ import annotations
 
@@ -25,22 +25,24 @@ _LEVELS = ("none", "low", "high")
 
 
 def simulate(
-    fleet: Annotated[Path | None, typer.Option(help="Fleet file; default: a few slots of every kind.")] = None,
-    world: Annotated[Path | None, typer.Option(help="World file, as of `tpucare emulator`.")] = None,
-    days: Annotated[float, typer.Option(help="Of weather, before it is calm.", min=0.01, max=3660)] = 0.25,
-    seeds: Annotated[str, typer.Option(help="A..B (B included), or one.", metavar="A..B")] = "1",
-    faults: Annotated[str, typer.Option(help="none, low or high; see the docs.", metavar="LEVEL")] = "low",
-    count: Annotated[int, typer.Option(help="So many equal slots instead of a few of every kind.", min=0)] = 0,
-    jobs: Annotated[int, typer.Option(help="Processes; default: one per core.", min=0)] = 0,
-    story: Annotated[Path | None, typer.Option(help="Tell the story in this file again (as --save wrote it).")] = None,
-    save: Annotated[Path | None, typer.Option(help="Write the shortest failing story here.", metavar="FILE")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="For scripts.")] = False,
+    fleet: Annotated[Path | None, typer.Option(help="Fleet file; default: some slots of every kind.")] = None,
+    world: Annotated[Path | None, typer.Option(help="World file, as for `tpucare emulator`.")] = None,
+    days: Annotated[float, typer.Option(help="Days with faults, before it is calm.", min=0.01, max=3660)] = 0.25,
+    seeds: Annotated[str, typer.Option(help="Seeds A to B, or one seed.", metavar="A..B")] = "1",
+    faults: Annotated[str, typer.Option(help="none, low or high (docs/storms.md).", metavar="LEVEL")] = "low",
+    count: Annotated[int, typer.Option(help="Number of equal slots, instead of some of every kind.", min=0)] = 0,
+    jobs: Annotated[int, typer.Option(help="Number of processes; default: one per core.", min=0)] = 0,
+    story: Annotated[Path | None, typer.Option(help="Replay the story in this file (from --save).")] = None,
+    save: Annotated[
+        Path | None, typer.Option(help="Write the shortest failing story to this file.", metavar="FILE")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """
-    Live through simulated days of care, and check every promise after every step.
+    Simulate days of care, and check every promise after every step.
 
-    The real engine takes care of simulated nodes under a virtual clock; one seed is one history. A broken promise is
-    told with its seed, its step and the shortest story that shows it; then the exit code is 1.
+    The real engine cares for simulated nodes under a virtual clock; one seed gives one history. A broken promise is
+    printed with its seed, its step and the shortest story that shows it; then the exit code is 1.
 
     \b
     Example: tpucare simulate --faults high --seeds 1..8
@@ -51,20 +53,20 @@ def simulate(
     plan = Plan(days, _level(faults), _slots(fleet), count, _world(world))
     chosen = _seeds(seeds)
     if story is not None:
-        sums = _again(plan, chosen[0], story)
+        sums = _replay(plan, chosen[0], story)
     else:
         sums = Sums()
         with _Progress(len(chosen)) as progress:
             for outcome in campaign(plan, chosen, jobs or len(os.sched_getaffinity(0)), progress.on_way):
                 sums.add(outcome)
                 progress.lived(len(sums.failed))
-    _tell(plan, sums, save, as_json=as_json, shrinks=story is None)
+    _print_sums(plan, sums, save, as_json=as_json, shrinks=story is None)
     if not sums.clean:
         raise typer.Exit(1)
 
 
 class _Progress:
-    """One line on stderr while histories are lived, where a person looks at it."""
+    """One line on stderr about the histories so far, if stderr is a terminal."""
 
     def __init__(self, histories: int) -> None:
         self._histories, self._lived, self._failed, self._part = histories, 0, 0, 0.0
@@ -99,7 +101,7 @@ class _Progress:
                 print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
 
 
-def _tell(plan: Plan, sums: Sums, save: Path | None, *, as_json: bool, shrinks: bool) -> None:
+def _print_sums(plan: Plan, sums: Sums, save: Path | None, *, as_json: bool, shrinks: bool) -> None:
     failures = _failures(plan, sums, save) if shrinks else [str(b) for o in sums.failed.values() for b in o.broken]
     if as_json:
         print_json({**sums.as_json(), "story": failures})
@@ -109,21 +111,21 @@ def _tell(plan: Plan, sums: Sums, save: Path | None, *, as_json: bool, shrinks: 
 
 
 def _failures(plan: Plan, sums: Sums, save: Path | None) -> list[str]:
-    """Every seed that failed, and the shortest story of the first."""
+    """A line per failed seed, and the shortest story of the first one."""
     from tpucare.testbed.simulation.shrink import shrink, tell
 
-    told = [f"seed {seed}, step {o.steps}: {o.broken[0]}" for seed, o in sorted(sums.failed.items())]
+    lines = [f"seed {seed}, step {o.steps}: {o.broken[0]}" for seed, o in sorted(sums.failed.items())]
     if not sums.failed:
-        return told
+        return lines
     seed = min(sums.failed)
     shrunk = shrink(plan.scenario(seed), sums.failed[seed])
     if save is not None:
         save.write_text(json.dumps(shrunk.scenario.story(), indent=1) + "\n", encoding="utf-8")
-    told.append(f"the shortest story of seed {seed} that shows it, of {shrunk.tries} tried: {shrunk.outcome.broken[0]}")
-    return [*told, *tell(shrunk)]
+    head = f"the shortest story of seed {seed} that shows it, of {shrunk.tries} tried: {shrunk.outcome.broken[0]}"
+    return [*lines, head, *tell(shrunk)]
 
 
-def _again(plan: Plan, seed: int, path: Path) -> Sums:
+def _replay(plan: Plan, seed: int, path: Path) -> Sums:
     from tpucare.testbed.simulation.campaign import Sums
     from tpucare.testbed.simulation.history import History
     from tpucare.testbed.simulation.scenario import told_again
@@ -141,23 +143,23 @@ def _read(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read as a story: {error}") from error
     if not isinstance(raw, dict):
-        raise ConfigError(f"{path}: a story is a JSON object")
+        raise ConfigError(f"{path}: is not a story: it must be a JSON object")
     return raw
 
 
 def _level(word: str) -> str:
     if word not in _LEVELS:
-        raise typer.BadParameter(f"--faults is one of {', '.join(_LEVELS)}")
+        raise typer.BadParameter(f"--faults must be one of {', '.join(_LEVELS)}")
     return word
 
 
 def _seeds(text: str) -> list[int]:
     first, dots, last = text.partition("..")
     if not first.isdecimal() or (dots and not last.isdecimal()):
-        raise typer.BadParameter("--seeds is a number or A..B, such as 1..8")
+        raise typer.BadParameter("--seeds must be a number or A..B, such as 1..8")
     found = list(range(int(first), int(last if dots else first) + 1))
     if not found:
-        raise typer.BadParameter("--seeds A..B: B is not below A")
+        raise typer.BadParameter("--seeds A..B: B must not be below A")
     return found
 
 

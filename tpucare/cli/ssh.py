@@ -1,8 +1,8 @@
 """
-How `ssh`, `scp`, `ssh-config` and `exec` reach a worker: with the key and the pinned host keys of the daemon.
+Access to workers for `ssh`, `scp`, `ssh-config` and `exec`: with the key and the pinned host keys of the daemon.
 
 Addresses come from the daemon; without one, from the store's last node and GetNode. The system's own ssh and scp
-replace this process, so that terminals, agents and their options work as ever.
+replace this process, so that terminals, agents and their options work as usual.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import typer
 
 from tpucare.adapters.ssh.connection import NeverSent
 from tpucare.adapters.ssh.keys import PinStore, load_or_make_key
-from tpucare.cli.common import Exit, Failure
+from tpucare.cli.common import CommandError
 from tpucare.model.errors import ConfigError, RemoteError, WorkerSilent
 from tpucare.model.memory import FleetRecord
 from tpucare.model.resources import NodeKey, Place, Ran, Worker, reaches_externally, workers_of
@@ -36,7 +36,7 @@ SSH_FAILED = 255
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What one worker said; `status` 255: it was not reached, as ssh has it."""
+    """Result of one worker; `status` 255: it was not reached, as with ssh."""
 
     worker: int
     status: int
@@ -53,11 +53,11 @@ class Result:
                 typer.echo(prefix + line, err=to_stderr)
 
 
-# --- which workers ---------------------------------------------------------------------------------------------------
+# --- workers of a slot -----------------------------------------------------------------------------------------------
 
 
 def workers(options: Options, slot: str) -> list[Worker]:
-    """Raises: Failure, CloudError: the slot has no node that lists its workers."""
+    """Workers of the slot's node. Raises: CommandError, CloudError: there is no node, or it lists no workers."""
     try:
         rows = request(options.socket, {"do": "workers", "slot": slot})["workers"]
     except NoDaemon:
@@ -78,7 +78,7 @@ def _workers_without_daemon(options: Options, word: str) -> list[Worker]:
     memory = memories.get(slot)
     live = [node for node in memory.nodes if node.serves] if memory else []
     if memory is None or not live:
-        raise Failure(f"{word} has no node that is remembered, and no daemon runs")
+        raise CommandError(f"the store has no node of {word}, and no daemon runs: start it with `tpucare daemon`")
     past, record = live[-1], records.get(memory.fleet)
     known = (named(record.text, "project") or record.project) if record is not None else ""
     project = known or project_finder(options, os.environ)()
@@ -91,20 +91,20 @@ def _workers_without_daemon(options: Options, word: str) -> list[Worker]:
     place = next((place for place in places if place.key == past.place), None)
     found = workers_of(node, external=reaches_externally(node, place, places), expected=1)
     if found is None:
-        raise Failure(f"{past.name} lists no workers now: it is {node.state.name}")
+        raise CommandError(f"{past.name} has no workers now: it is {node.state.name}")
     return list(found)
 
 
 def _places_of(record: FleetRecord) -> tuple[Place, ...]:
-    """Where nodes of the fleet as last accepted are asked for; empty where this version cannot read it."""
+    """Places of the fleet as last accepted; empty if this version cannot read its text."""
     from tpucare.fleetfile import parse as fleets
-    from tpucare.fleetfile import python_fleet as fleet_python
+    from tpucare.fleetfile import python_fleet
 
     file = f"{record.name} (as accepted)"
     try:
-        if fleet_python.is_python(record.text):
-            return fleet_python.parse(record.text, file=file).places
-        # Files of the job have no part in it, and may be gone by now.
+        if python_fleet.is_python(record.text):
+            return python_fleet.parse(record.text, file=file).places
+        # Places do not depend on the job's files, which may be gone by now.
         return fleets.parse(
             record.text, file=file, folder=Path(record.folder), read_file=lambda _folder, _path: b"", accepted=True
         ).places
@@ -116,7 +116,7 @@ def one_worker(options: Options, slot: str, number: int) -> Worker:
     found = workers(options, slot)
     if number >= len(found):
         has = f"{len(found)} workers, 0 to {len(found) - 1}" if len(found) > 1 else "one worker, 0"
-        raise Failure(f"{slot} has {has}; there is no {number}")
+        raise CommandError(f"{slot} has no worker {number}; it has {has}")
     return found[number]
 
 
@@ -124,32 +124,32 @@ def one_worker(options: Options, slot: str, number: int) -> Worker:
 
 
 def run_ssh(options: Options, slot: str, number: int, arguments: Sequence[str]) -> None:
-    """Does not return."""
+    """Replace this process by ssh. Does not return."""
     worker = one_worker(options, slot, number)
     command = [_program("ssh"), *_flags(options, worker), "-p", str(options.ssh_port)]
-    _become([*command, f"{options.ssh_user}@{worker.host}", *arguments])
+    _exec([*command, f"{options.ssh_user}@{worker.host}", *arguments])
 
 
 def run_scp(options: Options, source: str, target: str, number: int, *, recursive: bool) -> None:
-    """Does not return."""
+    """Replace this process by scp. Does not return."""
     remote = [text for text in (source, target) if _slot_of(text)]
     if len(remote) != 1:
-        raise Failure("exactly one of the two is SLOT:PATH; write ./ before a local path with a colon")
+        raise CommandError("exactly one of the two must be SLOT:PATH; write ./ before a local path with a colon")
     worker = one_worker(options, _slot_of(remote[0]), number)
     paths = [
         f"{options.ssh_user}@{_bracketed(worker.host)}:{text.partition(':')[2]}" if _slot_of(text) else text
         for text in (source, target)
     ]
     flags = ["-r"] if recursive else []
-    _become([_program("scp"), *flags, *_flags(options, worker), "-P", str(options.ssh_port), "--", *paths])
+    _exec([_program("scp"), *flags, *_flags(options, worker), "-P", str(options.ssh_port), "--", *paths])
 
 
 def config_text(options: Options, slot: str) -> str:
-    """Entries for every worker, worker 0 under the slot's own name too."""
+    """Entries for every worker; worker 0 also under the slot's own name."""
     slots = [slot] if slot else _slots_with_nodes(options)
     entries = [_entry(options, name, worker) for name in slots for worker in workers(options, name)]
     if not entries:
-        raise Failure("no slot has a node now")
+        raise CommandError("no slot has a node now")
     return "\n".join(entries)
 
 
@@ -164,15 +164,15 @@ def _slots_with_nodes(options: Options) -> list[str]:
 
 def _entry(options: Options, slot: str, worker: Worker) -> str:
     if not PinStore(options.host_keys).pinned(worker):
-        # Whatever would stand here would be trusted for as long as the file is kept.
-        return f"# {slot}, worker {worker.number}: its host key is not known yet; ask again once its workers answer\n"
+        # ssh would trust any entry here for as long as the file is kept.
+        return f"# {slot}, worker {worker.number}: its host key is not pinned yet; run this again once workers answer\n"
     names = f"{slot} {slot}.0" if worker.number == 0 else f"{slot}.{worker.number}"
     lines = [f"Host {names}", f"  HostName {worker.host}", f"  Port {options.ssh_port}", f"  User {options.ssh_user}"]
     return "\n".join([*lines, *(f"  {key} {_quoted(value)}" for key, value in _settings(options, worker))]) + "\n"
 
 
 def _settings(options: Options, worker: Worker) -> list[tuple[str, str]]:
-    """ssh_config(5) settings. Without a pin yet, this is its first use, and the key that is shown is not kept."""
+    """ssh_config(5) settings. Before the first pin any host key is accepted, and not kept."""
     pins = PinStore(options.host_keys)
     load_or_make_key(options.key)
     file, alias = pins.known_hosts(worker)
@@ -209,11 +209,11 @@ def _bracketed(host: str) -> str:
 def _program(name: str) -> str:
     found = shutil.which(name)
     if found is None:
-        raise Failure(f"{name} is not installed: apt install openssh-client")
+        raise CommandError(f"{name} is not installed: run `apt install openssh-client`")
     return found
 
 
-def _become(command: Sequence[str]) -> None:
+def _exec(command: Sequence[str]) -> None:
     os.execv(command[0], list(command))
 
 
@@ -227,10 +227,10 @@ def run_everywhere(options: Options, slot: str, words: Sequence[str], worker: st
     deadline = timedelta(seconds=timeout)
     remote = remote_of(options, load_or_make_key(options.key))
     try:
-        heard = remote.each(found, lambda one: remote.run(one, line, deadline=deadline, limit=OUTPUT_LIMIT))
+        answers = remote.each(found, lambda one: remote.run(one, line, deadline=deadline, limit=OUTPUT_LIMIT))
     finally:
         remote.close()
-    return [_result(one, answer) for one, answer in zip(found, heard, strict=True)]
+    return [_result(one, answer) for one, answer in zip(found, answers, strict=True)]
 
 
 def _result(worker: Worker, answer: Ran | Exception) -> Result:
@@ -239,13 +239,10 @@ def _result(worker: Worker, answer: Ran | Exception) -> Result:
         return Result(worker.number, answer.exit_status, *texts)
     if isinstance(answer, RemoteError | ConfigError):
         text = answer.message if isinstance(answer, RemoteError) else str(answer)
-        # Nothing on the worker ends a command whose connection is gone.
-        went = isinstance(answer, WorkerSilent) and not isinstance(answer, NeverSent)
-        ending = "; the command may still run there" if went else ""
+        # A command on the worker survives the end of its connection.
+        was_sent = isinstance(answer, WorkerSilent) and not isinstance(answer, NeverSent)
+        ending = "; the command may still run there" if was_sent else ""
         return Result(
             worker.number, SSH_FAILED, stderr=plain(f"tpucare: worker {worker.number}: {text}{ending}") + "\n"
         )
     raise answer
-
-
-__all__ = ["Exit", "Result", "config_text", "one_worker", "run_everywhere", "run_scp", "run_ssh", "workers"]

@@ -276,7 +276,8 @@ class CareSection(Section):
         HostKeys.AUTO,
         description="If guest attributes do not confirm the host keys of a node (not published within 2 minutes, "
         "switched off, not permitted): `auto` trusts the keys of the first login and reports it, `vouched` sends no "
-        "job and waits for a person.",
+        "job and waits for a person. `auto` waits only 10 s if a node of that project and runtime published none in "
+        "the last 24 hours.",
     )
     on_success: Annotated[OnSuccess, Field(strict=False)] = Field(
         OnSuccess.DELETE, description="When a run has finished: delete its node, keep it, or restart the run."
