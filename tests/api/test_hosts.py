@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.kits.home import FAR, NEAR, PROJECT, TWO_HOSTS, House, eventually
+from tests.kits.deployment import FAR, NEAR, PROJECT, TWO_HOSTS, House, eventually
 from tpucare.adapters.ssh.keys import load_or_make_key
 from tpucare.adapters.state import folder as state_folder
 from tpucare.api import hosts, session

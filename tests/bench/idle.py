@@ -13,8 +13,8 @@ from itertools import pairwise
 from pathlib import Path
 
 from tests.bench import child
-from tests.bench.data_centre import DataCentre, world
-from tests.bench.household import FLEET, Daemon, Household
+from tests.bench.cloud_process import DataCentre, world
+from tests.bench.installation import FLEET, Daemon, Household
 from tests.bench.meter import Use, use_of, wait_until
 from tests.bench.passes import connect_all
 from tests.bench.report import Measure

@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.bench.data_centre import DataCentre, world
-from tests.bench.household import FLEET, Daemon, Household
+from tests.bench.cloud_process import DataCentre, world
+from tests.bench.installation import FLEET, Daemon, Household
 from tests.bench.meter import wait_until
 from tests.bench.report import Measure, percentile
 from tests.kits import sshd

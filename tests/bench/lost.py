@@ -14,9 +14,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.bench.data_centre import READ_SECONDS, WRITE_SECONDS, DataCentre, world
-from tests.bench.household import FLEET, Household
-from tests.bench.keeper import Keeper
+from tests.bench.cloud_process import READ_SECONDS, WRITE_SECONDS, DataCentre, world
+from tests.bench.engine_thread import Keeper
+from tests.bench.installation import FLEET, Household
 from tests.bench.meter import wait_until
 from tests.bench.report import Measure, percentile
 from tpucare.engine.engine import Settings

@@ -18,9 +18,9 @@ from datetime import timedelta
 from pathlib import Path
 
 from tests.bench import child
-from tests.bench.data_centre import PROJECT, DataCentre, world
-from tests.bench.household import FLEET, Household
-from tests.bench.keeper import SSH_KEY, Keeper, slots
+from tests.bench.cloud_process import PROJECT, DataCentre, world
+from tests.bench.engine_thread import SSH_KEY, Keeper, slots
+from tests.bench.installation import FLEET, Household
 from tests.bench.meter import use_of, wait_until
 from tests.bench.report import Measure
 from tests.bench.simulated import SteadyLauncher

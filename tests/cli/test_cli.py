@@ -24,7 +24,7 @@ import pytest
 import typer
 
 from tests.kits.bench_worker import eventually
-from tests.kits.office import BEAT, QUICK, REPOSITORY, Process, fleet_text
+from tests.kits.service import BEAT, QUICK, REPOSITORY, Process, fleet_text
 from tpucare import cli
 from tpucare.adapters.runner.logs import LogKeeper
 from tpucare.adapters.state.store import open_reader

@@ -22,9 +22,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.kits.home import TWO_HOSTS, House, house
-from tests.kits.office import fleet_text
-from tests.kits.office import house as office
+from tests.kits.deployment import TWO_HOSTS, House, house
+from tests.kits.service import fleet_text
+from tests.kits.service import house as office
 
 pytestmark = [pytest.mark.machines, pytest.mark.timeout(300)]
 

@@ -14,7 +14,7 @@ import pytest
 
 from tests.e2e.disk import disk
 from tests.e2e.test_broken import await_end, last_line
-from tests.kits.home import House, house
+from tests.kits.deployment import House, house
 
 pytestmark = [pytest.mark.machines, pytest.mark.timeout(240)]
 

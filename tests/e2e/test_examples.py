@@ -21,7 +21,7 @@ import pytest
 import yaml
 
 from tests.kits import wandb as wandb_kit
-from tests.kits.home import NEAR, TWO_HOSTS, House, environment_of, eventually, house
+from tests.kits.deployment import NEAR, TWO_HOSTS, House, environment_of, eventually, house
 from tpucare.testbed.wandb.server import WandbServer
 
 pytestmark = [pytest.mark.machines, pytest.mark.timeout(150)]

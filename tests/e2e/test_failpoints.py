@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.test_examples import commit
-from tests.kits.home import ONE_HOST, TRAIN, TWO_HOSTS, House, house
+from tests.kits.deployment import ONE_HOST, TRAIN, TWO_HOSTS, House, house
 from tpucare.service.failpoints import NAMES, VARIABLE
 
 pytestmark = [pytest.mark.machines, pytest.mark.timeout(240)]

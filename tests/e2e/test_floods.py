@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.kits.home import House, house
+from tests.kits.deployment import House, house
 from tpucare.testbed.emulator.machines.flood import Flooding
 
 pytestmark = [pytest.mark.machines, pytest.mark.timeout(300)]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kits.home import FAR, NEAR, TWO_HOSTS, House, house
+from tests.kits.deployment import FAR, NEAR, TWO_HOSTS, House, house
 from tpucare.testbed.emulator import witness
 
 pytestmark = [pytest.mark.machines, pytest.mark.timeout(120)]

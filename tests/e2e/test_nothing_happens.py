@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from tests.kits.home import FAR, NEAR, TWO_HOSTS, House, environment_of, house
+from tests.kits.deployment import FAR, NEAR, TWO_HOSTS, House, environment_of, house
 
 pytestmark = [pytest.mark.machines, pytest.mark.timeout(120)]
 

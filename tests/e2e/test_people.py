@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kits.home import NEAR, PROJECT, House, environment_of, house
+from tests.kits.deployment import NEAR, PROJECT, House, environment_of, house
 from tpucare.adapters.google.client import connect
 from tpucare.adapters.system import SystemClock
 from tpucare.model.resources import LABEL_OWNER, LABEL_SLOT, NodeKey, NodeRequest, Place, Provisioning

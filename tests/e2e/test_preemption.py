@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kits.home import FAR, NEAR, TWO_HOSTS, house
+from tests.kits.deployment import FAR, NEAR, TWO_HOSTS, house
 
 pytestmark = [pytest.mark.machines, pytest.mark.timeout(120)]
 

@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.kits.home import House, eventually, house
+from tests.kits.deployment import House, eventually, house
 from tpucare.adapters.google.client import connect
 from tpucare.adapters.state.store import open_reader
 from tpucare.model.resources import NodeKey, NodeRequest, Place, Provisioning

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kits.home import House, environment_in, environment_of, house
+from tests.kits.deployment import House, environment_in, environment_of, house
 
 pytestmark = [pytest.mark.machines, pytest.mark.timeout(120)]
 

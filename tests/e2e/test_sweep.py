@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from tests.kits import wandb as wandb_kit
-from tests.kits.home import House, environment_of, house
+from tests.kits.deployment import House, environment_of, house
 from tpucare.testbed.wandb import WandbServer
 
 pytestmark = [pytest.mark.machines, pytest.mark.timeout(290)]

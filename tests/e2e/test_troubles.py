@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.kits.home import TRAIN, TWO_HOSTS, House, house
+from tests.kits.deployment import TRAIN, TWO_HOSTS, House, house
 from tpucare.testbed.emulator.world.records import NodeSpec
 
 pytestmark = [pytest.mark.machines, pytest.mark.timeout(180)]

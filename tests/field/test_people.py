@@ -11,7 +11,7 @@ import pytest
 
 from tests.kits.field import calls, named, preempt
 from tests.kits.harness import PROJECT, US, Daemon
-from tests.kits.office import Office, fleet_text
+from tests.kits.service import Office, fleet_text
 from tpucare.model.causes import Cause
 from tpucare.model.memory import DesiredState
 from tpucare.testbed.emulator.world.records import NodeSpec

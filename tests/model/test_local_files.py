@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kits.office import Office, fleet_text
+from tests.kits.service import Office, fleet_text
 from tpucare.adapters.runner import bundle
 from tpucare.adapters.state import folder as state_folder
 from tpucare.fleetfile.parse import read_local

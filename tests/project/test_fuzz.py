@@ -21,7 +21,7 @@ from google.longrunning import operations_pb2  # type: ignore[import-untyped]
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.kits.office import Office, fleet_text
+from tests.kits.service import Office, fleet_text
 from tpucare.adapters.google import wire as cloud_wire
 from tpucare.adapters.runner import answers
 from tpucare.fleetfile import yaml_document

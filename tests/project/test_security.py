@@ -24,7 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kits.bench_worker import eventually, node
-from tests.kits.office import REPOSITORY, House, fleet_text, house
+from tests.kits.service import REPOSITORY, House, fleet_text, house
 from tpucare.adapters.runner.logs import LogKeeper
 from tpucare.adapters.state.store import open_store
 from tpucare.adapters.system import machine_id

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.kits.harness import PROJECT
-from tests.kits.office import Office, fleet_text
+from tests.kits.service import Office, fleet_text
 from tpucare.model.actions import ANY_CREATE, EffectKind
 from tpucare.model.errors import ConfigError
 from tpucare.model.memory import DesiredState

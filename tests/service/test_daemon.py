@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kits.office import House, fleet_text, house
+from tests.kits.service import House, fleet_text, house
 from tpucare.adapters.state.store import open_reader
 
 pytestmark = pytest.mark.timeout(120)

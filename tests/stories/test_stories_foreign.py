@@ -1,7 +1,7 @@
 """
 Stories of runs that tpucare did not start, in virtual time: preemption, ends of which nobody knows how, failed setups.
 
-What the callbacks themselves do is `test_callbacks`'; here they are as long as a script says.
+What the callbacks themselves do is `test_callback_launcher`'; here they are as long as a script says.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kits.office import Office, fleet_text
+from tests.kits.service import Office, fleet_text
 from tpucare.model.errors import ConfigError
 from tpucare.model.memory import DesiredState
 from tpucare.service.control_socket import Control, request
@@ -44,7 +44,7 @@ def test_a_changed_default_project_moves_no_fleet(office: Office, monkeypatch: p
     office.write(fleet_text())
     office.look()
     office.run()
-    monkeypatch.setattr("tests.kits.office.PROJECT", "other-project")
+    monkeypatch.setattr("tests.kits.service.PROJECT", "other-project")
     office.again()
     office.look()
     office.write(fleet_text(count=2))
@@ -119,7 +119,7 @@ def test_a_record_of_an_older_version_gets_its_project_when_its_nodes_are_seen_t
     assert office.registry.records["pod"].project == ""
     office.run(1)
     assert office.daemon.store.fleets()["pod"].project == "my-project"
-    monkeypatch.setattr("tests.kits.office.PROJECT", "other-project")
+    monkeypatch.setattr("tests.kits.service.PROJECT", "other-project")
     office.again()
     office.run(5)
     assert office.nodes == ["pod-0-a0"]

@@ -20,8 +20,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.kits.deployment import eventually
 from tests.kits.golden import assert_golden
-from tests.kits.home import eventually
 from tests.kits.local_remote import LocalRemote
 from tpucare.adapters.runner import scripts as script
 from tpucare.api.exec_command import NAMELESS, Command, ScriptStatus, build, exec_command

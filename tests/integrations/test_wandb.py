@@ -24,7 +24,7 @@ import yaml
 
 from tests.kits import wandb as wandb_kit
 from tests.kits.local_server import serving
-from tests.kits.office import House, Office, Process, fleet_text, house
+from tests.kits.service import House, Office, Process, fleet_text, house
 from tpucare.adapters.runner import scripts as script
 from tpucare.adapters.state.store import open_store
 from tpucare.fleetfile import parse as fleets

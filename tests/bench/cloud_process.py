@@ -1,7 +1,7 @@
 """
 The emulated cloud in a process of its own, so that what the caretaker costs is the caretaker's alone.
 
-    python -m tests.bench.data_centre '{"config": {...}, "port": 0, "key": "", "machines": ""}'
+    python -m tests.bench.cloud_process '{"config": {...}, "port": 0, "key": "", "machines": ""}'
 
 Orders come as lines of JSON on standard input, each answered by one on standard output; the end of input ends it.
 Instants are those of the monotonic clock, which all processes of a machine share.
@@ -70,7 +70,7 @@ class DataCentre:
         self, config: Mapping[str, Any], *, port: int = 0, key: str = "", machines: Path | None = None
     ) -> None:
         said = json.dumps({"config": config, "port": port, "key": key, "machines": str(machines or "")})
-        command = [sys.executable, "-m", "tests.bench.data_centre", said]
+        command = [sys.executable, "-m", "tests.bench.cloud_process", said]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         began = self._read()
         self.endpoint, self.login_user = str(began["endpoint"]), str(began["user"])

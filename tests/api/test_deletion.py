@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kits.home import eventually, house
+from tests.kits.deployment import eventually, house
 from tests.kits.local_remote import LocalRemote
 from tpucare.adapters.state import folder as state_folder
 from tpucare.adapters.state.store import open_reader, open_store

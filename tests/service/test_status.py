@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 import pytest
 
-from tests.kits.office import Office, fleet_text
+from tests.kits.service import Office, fleet_text
 from tpucare.model import actions
 from tpucare.model.text import plain, plain_lines
 from tpucare.service import status

@@ -12,8 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from tests.bench.data_centre import KIND, PROJECT, RUNTIME, ZONE
-from tests.bench.household import FLEET
+from tests.bench.cloud_process import KIND, PROJECT, RUNTIME, ZONE
+from tests.bench.installation import FLEET
 from tests.bench.simulated import SteadyLauncher
 from tpucare.adapters.google.client import connect
 from tpucare.adapters.state.store import SqliteStore, open_store

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from tests.bench.data_centre import KIND, PROJECT, RUNTIME, ZONE
+from tests.bench.cloud_process import KIND, PROJECT, RUNTIME, ZONE
 from tests.bench.meter import Use, use_of
 from tpucare.adapters.ssh.keys import load_or_make_key
 from tpucare.adapters.state.store import open_store

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 import tpucare
-from tests.kits.office import BEAT, QUICK, REPOSITORY
+from tests.kits.service import BEAT, QUICK, REPOSITORY
 from tpucare.adapters.google.client import connect
 from tpucare.adapters.state.store import open_reader, open_store
 from tpucare.adapters.system import SystemClock, machine_id

@@ -450,7 +450,7 @@ def test_a_thread_that_outlives_its_node_is_told_with_the_place_where_it_hangs()
         eventually(lambda: node.events)
         (event,) = node.events
         assert (event.kind, event.level, event.slot) == ("late", "error", node.slot)
-        assert "test_callbacks.py" in event.text
+        assert "test_callback_launcher.py" in event.text
         hold.set()
 
 
