@@ -1,4 +1,4 @@
-"""Arguments of the Python door as tables: what each means, and what is told of a wrong one before anything is asked."""
+"""Arguments of the Python API as tables: what each means, and what is told of a wrong one before anything is asked."""
 
 from __future__ import annotations
 

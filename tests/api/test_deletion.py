@@ -1,4 +1,4 @@
-"""What the Python door's functions delete, what they leave alone, and what they tell whoever cares for it."""
+"""What the Python API's functions delete, what they leave alone, and what they tell whoever cares for it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
 @dataclass
 class Scene:
-    """An emulated cloud without machines, and a state folder that a script of the Python door left behind."""
+    """An emulated cloud without machines, and a state folder that a script of the Python API left behind."""
 
     server: EmulatorServer
     state: Path
@@ -104,7 +104,7 @@ class Scene:
 def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
     for name in [name for name in os.environ if name.startswith("TPUCARE_")]:
         monkeypatch.delenv(name)
-    monkeypatch.setattr(deletion, "LOOK_EVERY_SECONDS", 0.05)
+    monkeypatch.setattr(deletion, "POLL_EVERY_SECONDS", 0.05)
     server = EmulatorServer(WorldConfig.fast(zones={NEAR: {}, FAR: {}}), project=PROJECT)
     server.start()
     monkeypatch.setenv("TPUCARE_ENDPOINT", server.endpoint)

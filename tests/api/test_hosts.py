@@ -1,4 +1,4 @@
-"""Files, commands, addresses and listings of the Python door, on an emulated cloud whose workers are real machines."""
+"""Files, commands, addresses and listings of the Python API, on an emulated cloud whose workers are real machines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Python door over the emulator's real service, without machines: what is asked for, refused, shared and left."""
+"""The Python API over the emulator's real service, without machines: what is asked for, refused, shared and left."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def newest(folder: Path) -> int:
 
 
 class Script:
-    """An example of the Python door as a process of its own, told where the cloud is by its environment alone."""
+    """An example of the Python API as a process of its own, told where the cloud is by its environment alone."""
 
     def __init__(self, home: House, name: str, *words: str) -> None:
         handle, log = tempfile.mkstemp(prefix=f"{name}-", suffix=".log", dir=home.folder)

@@ -39,7 +39,7 @@ RUN_SLOT = "upgraded-0"
 TRAIN = 'for step in $(seq 100000); do echo "step $step"; sleep 0.1; done'
 
 
-# --- a context as a script of the Python door keeps it ---------------------------------------------------------------
+# --- a context as a script of the Python API keeps it ---------------------------------------------------------------
 
 
 class Point(NamedTuple):

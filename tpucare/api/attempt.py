@@ -1,10 +1,10 @@
 """
-One launch of a slot's `start_fn` on one node, and the only way in which it reaches that node.
+One launch of a slot's `start_fn` on one node, and its only access to that node.
 
-Threads of users cannot be ended, and a node can vanish under them at any instant. So what they do goes through their
-`Attempt`: once it is over, calls in flight and later ones raise `NodeGone`, and a thread that is late can never act on
-the next node, even where that has the same address. Every command bears the marks of the run in its environment, so
-that whatever it starts is found again by them. When an attempt ends is decided by others (`callbacks`).
+Threads of users cannot be ended, and a node can vanish at any instant. So every call goes through the `Attempt`: once
+it is over, calls in flight and later ones raise `NodeGone`, and a late thread can never act on the next node, even
+where that has the same address. Every command has the marks of the run in its environment, by which its processes are
+found again. `callback_launcher` decides when an attempt ends.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ OUTPUT_LIMIT = 1 << 20
 # One connection carries eight commands at once, and heartbeat and stop need theirs.
 CALLS_PER_WORKER = 5
 
-# A command that was on its way while its run was stopped must not begin behind its back (`templates/worker/stop.py`).
+# A command that was sent before its run was stopped must not start after it (`templates/worker/stop.py`).
 GUARD = 'if [ -e "$HOME/.tpucare/$TPUCARE_RUN/stopped" ]; then echo "this run was stopped" >&2; exit 75; fi'
 
-# After a call was cut off: until the worker answers again, or the loop gave the node up (30 minutes at most).
-WORD_EVERY_SECONDS = 2.0
-WORD_DEADLINE = timedelta(seconds=10)
-WORD_TRIES = 1800
+# After a broken connection: until the worker answers again, or the engine gives the node up (30 minutes at most).
+ANSWER_EVERY_SECONDS = 2.0
+ANSWER_DEADLINE = timedelta(seconds=10)
+ANSWER_TRIES = 1800
 
 
-class _Call(NamedTuple):
+class _PendingCall(NamedTuple):
     worker: int
     since: float
 
@@ -70,13 +70,13 @@ class Attempt:
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._why = ""
-        self._calls: dict[Future[Any], _Call] = {}
+        self._calls: dict[Future[Any], _PendingCall] = {}
         self._places = [threading.Semaphore(CALLS_PER_WORKER) for _ in workers]
 
     def __repr__(self) -> str:
         return f"<Attempt {self.token}{' (over)' if self.over else ''}>"
 
-    # --- what users do with it ---
+    # --- calls of users ---
 
     def run(
         self,
@@ -104,7 +104,7 @@ class Attempt:
         self._call(worker, lambda target: self._remote.put(target, path, content, mode))
 
     def environment(self, worker: int) -> dict[str, str]:
-        """What every command on that worker sees, and by which whatever it starts is found again."""
+        """The environment of every command on that worker; its processes are found by it."""
         return {
             "TPUCARE_RUN": self.token,
             "TPUCARE_SLOT": self.slot,
@@ -114,7 +114,7 @@ class Attempt:
             "TPUCARE_WORKERS": str(len(self.workers)),
         }
 
-    # --- what becomes of it ---
+    # --- its end ---
 
     def end(self, why: str) -> None:
         """From now on every call raises NodeGone, calls in flight included."""
@@ -141,12 +141,12 @@ class Attempt:
         return self._ended.wait(timeout)
 
     def calls_in_flight(self, worker: int) -> int:
-        """How many calls to that worker are waited for now."""
+        """The number of calls to that worker that have not returned."""
         with self._lock:
             return sum(call.worker == worker for call in self._calls.values())
 
     def longest_call(self) -> timedelta:
-        """For how long the oldest of the calls has been waited for that go on now; zero without one."""
+        """The age of the oldest call that has not returned; zero without one."""
         with self._lock:
             since = min((call.since for call in self._calls.values()), default=None)
         return timedelta(seconds=self._monotonic() - since) if since is not None else timedelta()
@@ -162,13 +162,13 @@ class Attempt:
         return self.workers[number]
 
     def _marked(self, worker: int, command: str) -> str:
-        # Bash itself bears the marks from its first instruction on, so a stop finds it whatever it does.
+        # Bash itself has the marks from its first instruction on, so a stop always finds it.
         self._worker(worker)
         text = f"{GUARD}\n{command}"
         return f"{marks(self.environment(worker))} exec bash -c {shlex.quote(text)}"
 
     def _call(self, worker: int, effect: Callable[[Worker], T]) -> T:
-        """On a thread of its own, since a node that is gone may leave it without an answer for long."""
+        """Call *effect* on a thread of its own, since a node that is gone may not answer for long."""
         target = self._worker(worker)
         call = self._begin(worker)
         try:
@@ -184,7 +184,7 @@ class Attempt:
         with self._lock:
             if self._ended.is_set():
                 raise self._gone()
-            self._calls[call] = _Call(worker, self._monotonic())
+            self._calls[call] = _PendingCall(worker, self._monotonic())
         return call
 
     def _work(self, call: Future[Any], target: Worker, effect: Callable[[Worker], Any]) -> None:
@@ -195,7 +195,7 @@ class Attempt:
                 if not self.over:
                     result = effect(target)
             except WorkerSilent as silence:
-                self._await_word(target)
+                self._await_answer(target)
                 error = silence
             except Exception as trouble:
                 error = trouble
@@ -205,21 +205,21 @@ class Attempt:
             del self._calls[call]
             call.set_exception(error) if error is not None else call.set_result(result)
 
-    def _await_word(self, target: Worker) -> None:
+    def _await_answer(self, target: Worker) -> None:
         """
-        A connection breaks before the cloud says that its node is gone; only who answers again is not gone.
+        Wait until the worker answers again: a connection breaks before the cloud says that the node is gone.
 
         Without this a preemption would reach users as a broken connection, and count as a failure of their function.
         """
         tries = 0
-        while not self.over and tries < WORD_TRIES:
+        while not self.over and tries < ANSWER_TRIES:
             tries += 1
             try:
-                self._remote.run(target, "true", deadline=WORD_DEADLINE)
+                self._remote.run(target, "true", deadline=ANSWER_DEADLINE)
                 return
             except RemoteError:
-                # A host key that changed may be another node's, at the same address: no word of this one either.
-                self._ended.wait(WORD_EVERY_SECONDS)
+                # A changed host key may be that of another node at the same address, so it is no answer either.
+                self._ended.wait(ANSWER_EVERY_SECONDS)
 
 
 def marks(environment: Mapping[str, str]) -> str:
@@ -227,14 +227,14 @@ def marks(environment: Mapping[str, str]) -> str:
     return " ".join(f"{name}={shlex.quote(value)}" for name, value in environment.items())
 
 
-# --- which attempt a thread acts for ---------------------------------------------------------------------------------
+# --- the attempt of a thread -----------------------------------------------------------------------------------------
 
 _bound: contextvars.ContextVar[Attempt | None] = contextvars.ContextVar("tpucare_attempt", default=None)
 
 
 @contextlib.contextmanager
 def bind(attempt: Attempt) -> Iterator[None]:
-    """Within it the calling thread acts for *attempt* where it names that slot."""
+    """Within it, calls of this thread about the slot of *attempt* belong to *attempt*."""
     known = _bound.set(attempt)
     try:
         yield
@@ -244,9 +244,9 @@ def bind(attempt: Attempt) -> Iterator[None]:
 
 class Host(str):
     """
-    The slot's name as callbacks get it, bound to one attempt. Pickled, or written as JSON, it is a plain text.
+    The name of the slot that callbacks get, bound to one attempt. Pickled, or written as JSON, it is plain text.
 
-    A copy that is made for another attempt (under `bind`) is bound to that one: contexts outlive nodes.
+    A copy made under `bind` is bound to the attempt of the thread: contexts outlive nodes.
     """
 
     __slots__ = ("attempt",)
@@ -270,10 +270,10 @@ class Host(str):
 
 def attempt_of(host: str) -> Attempt | None:
     """
-    The attempt that a call about *host* belongs to: of the calling thread, else of the Host; None: of no attempt.
+    The attempt of a call about *host*: that of the calling thread, else that of the Host; None: there is none.
 
-    The thread's own comes first: a context may bear the Host of an earlier node, and a thread never acts for a later
-    attempt than its own. `host` may be the slot's name, or the name of the attempt's node.
+    The thread comes first: a context may hold the Host of an earlier node, and a thread never acts for a later attempt
+    than its own. `host` is the name of the slot, or of the node of the attempt.
     """
     here = _bound.get()
     if here is not None and host in (here.slot, here.node):

@@ -1,11 +1,11 @@
 """
-The Launcher of the Python API: a launch is a call of the user's own functions, the run whatever they start.
+The Launcher of the Python API: a launch calls the user's functions, and the run is every process that they start.
 
-Each new node: every worker is claimed (`templates/worker/foreign.py`), `creation_callback` is called once, then
-`start_fn` for each worker, each with its own copy of the context. A launch returns at once; how far it is, probes tell:
-setup while a call goes on, a failed setup when one raised, a run after all have returned. What lives on the workers
-then is told by the probe of fleets, which this launcher stands on. A launch that an earlier process left in its setup
-is told as lost, for nobody is there any more to end it.
+On each new node every worker is claimed (`templates/worker/foreign.py`), `creation_callback` is called once, then
+`start_fn` for each worker, each with its own copy of the context. A launch returns at once; probes report its phase:
+setup while a call runs, a failed setup when one raised, a run after all have returned. From then on the probe of the
+inner launcher finds the live processes. A launch that an earlier process left in its setup is reported as lost, since
+no process can end it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ CREATED = ".tpucare/created"
 
 
 class Contexts(Protocol):
-    """What callbacks hand on from node to node, by slot."""
+    """The contexts of callbacks by slot, handed on from node to node."""
 
     def get(self, slot: str) -> object | None: ...
 
@@ -61,11 +61,11 @@ class CallbackLauncher:
     """
     ports.Launcher whose runs are started by `start_fn`. Thread-safe.
 
-    inner:       probes, stops and keeps logs; the same workers over the same remote
+    inner:       probes, stops and keeps logs, of the same workers over the same remote
     created:     the user's `creation_callback(host, ctx_or_None) -> ctx`
     all_workers: one call of `start_fn` with worker "all", instead of one per worker
-    nudge:       called when something happened that a probe would tell
-    report:      called on any thread, with what a person should know
+    nudge:       called when a call ended, which the next probe reports
+    report:      called on any thread, with an event for people
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class CallbackLauncher:
         self._created, self._all_workers = created, all_workers
         self._nudge, self._report, self._now, self._late_after = nudge, report, now, late_after
         self._lock = threading.Lock()
-        self._launches: dict[NodeKey, CalledLaunch] = {}
+        self._launches: dict[NodeKey, CallbackRun] = {}
         self._hints: set[NodeKey] = set()
         self._settled: dict[NodeKey, str] = {}
 
@@ -94,15 +94,15 @@ class CallbackLauncher:
 
     def launch(self, order: LaunchOrder) -> LaunchResult:
         """
-        Claim every worker, then let the callbacks begin; none begins when a worker could not be claimed.
+        Claim every worker, then start the callbacks; none is started when a worker could not be claimed.
 
-        The same token again, with its calls still known, is left alone; so is a run that lives from an earlier process.
+        Nothing is started for a token whose calls are known, nor for a run that an earlier process started.
         """
-        if self._known(order.token) is not None:
+        if self._launch_with(order.token) is not None:
             return LaunchResult((None,) * len(order.workers))
-        heard = self._remote.each(order.workers, lambda worker: self._claim(worker, order.token))
-        errors = tuple(_problem_of(answer) for answer in heard)
-        claims = [answer for answer in heard if isinstance(answer, _Claim)]
+        claimed = self._remote.each(order.workers, lambda worker: self._claim(worker, order.token))
+        errors = tuple(_problem_of(answer) for answer in claimed)
+        claims = [answer for answer in claimed if isinstance(answer, _Claim)]
         if any(errors) or all(claim.is_run for claim in claims):
             return LaunchResult(errors)
         self._begin(order, is_created=claims[0].is_created)
@@ -120,7 +120,7 @@ class CallbackLauncher:
     def _begin(self, order: LaunchOrder, *, is_created: bool) -> None:
         key = order.workers[0].key
         attempt = Attempt(self._remote, slot=order.slot, token=order.token, number=order.attempt, workers=order.workers)
-        launch = CalledLaunch(attempt, order)
+        launch = CallbackRun(attempt, order)
         self._end(key, "another launch took its place")
         with self._lock:
             self._launches[key] = launch
@@ -128,10 +128,10 @@ class CallbackLauncher:
             attempt, f"tpucare-create-{order.token}", lambda: self._prepare(launch, is_created=is_created)
         )
         launch.created = prepare
-        prepare.add_done_callback(lambda _: self._happened(key))
+        prepare.add_done_callback(lambda _: self._hint(key))
 
-    def _prepare(self, launch: CalledLaunch, *, is_created: bool) -> None:
-        """On a thread of its own, for users' functions may block: the context, then every call of `start_fn`."""
+    def _prepare(self, launch: CallbackRun, *, is_created: bool) -> None:
+        """Make the context, then start every call of `start_fn`; on its own thread, since users' functions block."""
         attempt = launch.attempt
         ctx = self._context(attempt, is_created=is_created)
         targets: Sequence[Target] = ["all"] if self._all_workers else range(len(attempt.workers))
@@ -142,7 +142,7 @@ class CallbackLauncher:
             handle = self._starter.start(attempt, Host(attempt), own, target)
             with self._lock:
                 launch.handles[target] = handle
-            handle.add_done_callback(lambda _: self._happened(launch.order.workers[0].key))
+            handle.add_done_callback(lambda _: self._hint(launch.order.workers[0].key))
         launch.all_made = True
 
     def _context(self, attempt: Attempt, *, is_created: bool) -> object:
@@ -153,7 +153,7 @@ class CallbackLauncher:
         check_call(self._created, "creation_callback", "(host, ctx)", attempt.slot, before)
         ctx = self._created(Host(attempt), before)
         if attempt.over:
-            # The next node has been prepared, or will be, from what was kept before this one.
+            # The next node starts from the context that was stored before this one.
             raise NodeGone(f"{attempt.node}: {attempt.why}")
         self._contexts.put(attempt.slot, ctx)
         attempt.put(0, CREATED, b"", 0o600)
@@ -163,33 +163,35 @@ class CallbackLauncher:
 
     def probe(self, order: ProbeOrder) -> NodeReport:
         key = order.workers[0].key
-        launch = self._of(key)
+        launch = self._launch_on(key)
         if launch is not None and launch.has_returned:
             self._settled[key] = launch.attempt.token
         report = self._inner.probe(replace(order, settled=self._settled.get(key, "")))
         if launch is None:
             self._find_settled(report)
         if launch is not None:
-            self._keep_tracebacks(launch, order)
-        return replace(report, workers=tuple(self._told(launch, number, w) for number, w in enumerate(report.workers)))
+            self._log_tracebacks(launch, order)
+        return replace(
+            report, workers=tuple(self._with_calls(launch, number, w) for number, w in enumerate(report.workers))
+        )
 
     def _find_settled(self, report: NodeReport) -> None:
-        """An earlier process told some workers that setup is over everywhere, and ended before it told the others."""
+        """Note runs whose setup is over: an earlier process may have ended before it told every worker so."""
         for worker in report.workers:
             if worker.foreign is not None and worker.phase is Phase.RUN:
                 self._settled[report.key] = worker.token
 
-    def _told(self, launch: CalledLaunch | None, number: int, report: WorkerReport) -> WorkerReport:
-        """What the worker said, with what is known here of the calls."""
+    def _with_calls(self, launch: CallbackRun | None, number: int, report: WorkerReport) -> WorkerReport:
+        """The worker's report, with what is known here of the calls."""
         if report.contact is not Contact.ANSWERED or report.foreign is None:
             return report
         if launch is None or launch.attempt.token != report.token:
             lost = report.phase is Phase.SETUP and report.token not in self._settled.values()
             return replace(report, foreign=replace(report.foreign, lost=lost))
-        return launch.told(number, report)
+        return launch.report_of(number, report)
 
-    def _keep_tracebacks(self, launch: CalledLaunch, order: ProbeOrder) -> None:
-        """What a callback raised goes into the slot's log, once."""
+    def _log_tracebacks(self, launch: CallbackRun, order: ProbeOrder) -> None:
+        """Write the exception of a callback into the log of the slot, once."""
         for worker, error in launch.failures().items():
             with self._lock:
                 if launch.attempt.over or worker in launch.logged:
@@ -218,11 +220,11 @@ class CallbackLauncher:
         self._inner.forget(key)
 
     def close(self) -> None:
-        """End every attempt, since this process ends; what runs on the workers goes on."""
+        """End every attempt, since this process ends; processes on the workers go on."""
         with self._lock:
             keys = list(self._launches)
         for key in keys:
-            self._end(key, "the caretaker ended")
+            self._end(key, "the process that cares for it ended")
 
     def _end(self, key: NodeKey, why: str) -> None:
         with self._lock:
@@ -230,15 +232,15 @@ class CallbackLauncher:
         if launch is None:
             return
         launch.attempt.end(why)
-        for handle in launch.going_on():
+        for handle in launch.running_calls():
             handle.cancel()
-        late = threading.Timer(self._late_after.total_seconds(), self._tell_late, (launch,))
+        late = threading.Timer(self._late_after.total_seconds(), self._report_late, (launch,))
         late.daemon = True
         late.start()
 
-    def _tell_late(self, launch: CalledLaunch) -> None:
+    def _report_late(self, launch: CallbackRun) -> None:
         attempt = launch.attempt
-        for handle in launch.going_on():
+        for handle in launch.running_calls():
             where = handle.where()
             text = (
                 f"a callback of attempt {attempt.number} outlives its node ({attempt.why}) by "
@@ -247,7 +249,7 @@ class CallbackLauncher:
             )
             self._report(Event(self._now(), "late", text, attempt.slot, attempt.node, "error"))
 
-    # --- what the inner launcher does by itself ---
+    # --- passed on to the inner launcher ---
 
     def notice(self, order: NoticeOrder) -> None:
         self._inner.notice(order)
@@ -265,23 +267,23 @@ class CallbackLauncher:
 
     # --- inside ---
 
-    def _happened(self, key: NodeKey) -> None:
+    def _hint(self, key: NodeKey) -> None:
         with self._lock:
             self._hints.add(key)
         self._nudge()
 
-    def _of(self, key: NodeKey) -> CalledLaunch | None:
+    def _launch_on(self, key: NodeKey) -> CallbackRun | None:
         with self._lock:
             return self._launches.get(key)
 
-    def _known(self, token: str) -> CalledLaunch | None:
+    def _launch_with(self, token: str) -> CallbackRun | None:
         with self._lock:
             return next((known for known in self._launches.values() if known.attempt.token == token), None)
 
 
 @dataclass(frozen=True, slots=True)
 class _Claim:
-    """What a worker said to its claim. `is_run`: this very run is past its setup there."""
+    """The answer of a worker to its claim. `is_run`: this very run is past its setup there."""
 
     problem: CommandFailed | None
     is_run: bool
@@ -292,16 +294,16 @@ def _problem_of(answer: _Claim | Exception) -> Exception | None:
     return answer if isinstance(answer, Exception) else answer.problem
 
 
-# --- the calls of one launch, and what a probe tells of them: setup, a failed setup, or a run -------------------------
+# --- the calls of one launch, and the phase that a probe reports of them: setup, a failed setup, or a run ------------
 
 
-# A call that blocks for longer is no step of a setup any more: it is the run itself.
+# A call that blocks for longer is the run itself, and no step of a setup.
 LONG_CALL = timedelta(minutes=10)
 
 
 @dataclass(slots=True)
-class CalledLaunch:
-    """One attempt and the calls made for it. `all_made`: no more of them will be made; `logged`: whose error is."""
+class CallbackRun:
+    """One attempt and its calls. `all_made`: no call will be added; `logged`: calls whose exception is in the log."""
 
     attempt: Attempt
     order: LaunchOrder
@@ -310,12 +312,12 @@ class CalledLaunch:
     all_made: bool = False
     logged: set[Target] = field(default_factory=set)
 
-    def going_on(self) -> list[Handle]:
+    def running_calls(self) -> list[Handle]:
         known = [self.created, *self.handles.values()]
         return [handle for handle in known if handle is not None and not handle.done()]
 
     def failures(self) -> dict[int, BaseException]:
-        """What was raised, by worker; what concerns all workers is told of worker 0."""
+        """Exceptions by worker; one that concerns all workers counts for worker 0."""
         first: dict[Target, Handle] = {0: self.created} if self.created is not None else {}
         found: dict[int, BaseException] = {}
         for target, handle in (*first.items(), *self.handles.items()):
@@ -326,10 +328,10 @@ class CalledLaunch:
 
     @property
     def has_returned(self) -> bool:
-        return self.all_made and not self.going_on() and not self.failures()
+        return self.all_made and not self.running_calls() and not self.failures()
 
-    def told(self, worker: int, report: WorkerReport) -> WorkerReport:
-        """What that worker said of this very attempt, with what is known here of the calls."""
+    def report_of(self, worker: int, report: WorkerReport) -> WorkerReport:
+        """The worker's report of this very attempt, with what is known here of the calls."""
         failures = self.failures()
         if error := failures.get(worker):
             return replace(
@@ -353,6 +355,6 @@ class CalledLaunch:
 
 
 def _status_of(error: BaseException) -> int:
-    """What the call itself would have exited with: of its command, of `sys.exit`, or Python's own for an exception."""
+    """The exit status of its command or of `sys.exit`, or that of Python for any other exception."""
     status = error.code if isinstance(error, SystemExit) else getattr(error, "exit_status", 1)
     return status if isinstance(status, int) and 0 < status < 256 else 1

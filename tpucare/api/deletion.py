@@ -1,13 +1,12 @@
 """
-The functions of the Python API that delete, and how a deletion is carried out from a process that cares for nothing.
+The functions of the Python API that delete nodes.
 
-Inside a `start_fn` the attempt's own node is deleted, and its caretaker makes the next one. From anywhere else a
-deletion is meant for good, and the slot is down after it. Nothing is deleted that does not bear our owner label and a
-fleet that a store of this state folder has known; what may not be is named in one error, after everything else is
-done.
+Inside a `start_fn` the attempt's own node is deleted, and replaced. From anywhere else the slot is down afterwards.
+Only nodes with our owner label and a fleet that a store of this state folder has known are deleted; the others are
+named in one error, after everything else is done.
 
-Where a process cares for the slot now, it is ordered to take it down, and does so in its own way. Where none does, the
-store's lock is taken for a moment, the slot is written down as down, with the intent of each delete, and then deleted.
+A process that holds the store of the slot is ordered to take the slot down. Without one, the lock of the store is taken
+for a moment, the slot is stored as down with the intent of each delete, and its nodes are then deleted here.
 """
 
 from __future__ import annotations
@@ -36,95 +35,97 @@ from tpucare.service.client import order_down
 from tpucare.service.control_socket import Refused
 from tpucare.service.stores import Stores, StoreSnapshot, store_of_node, store_of_slot
 
-LOOK_EVERY_SECONDS = 1.0
-# A delete that was accepted may be forgotten by the service: say it again, ever more seldom.
+POLL_EVERY_SECONDS = 1.0
+# The service may lose a delete that it accepted: it is repeated, with growing pauses.
 DELETE_AGAIN_SECONDS = 60.0
-# A create whose answer nobody heard has arrived by then, or never will.
+# A create without an answer has arrived by then, or never will.
 LOST_CREATE_AFTER = timedelta(seconds=90)
-# Whoever has just taken the lock may not listen yet, and a command holds it for a moment.
+# A process that has just taken the lock may not listen yet, and a command holds it for a moment.
 BEGIN_SECONDS = 15.0
 
 
 class NotDeleted(TpuCareError):
-    """Something of that name is there and may not be deleted from here; the text names all of it, and why."""
+    """Nodes of that name exist and may not be deleted from here; the text names each, and why."""
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class Deletion:
     """
-    What one store has to do with it: slots to take down, and the listed nodes of ours that this is about.
+    The part of a deletion in one store: slots to take down, and listed nodes of ours.
 
-    Nodes of those slots are their caretaker's, if there is one; others are deleted one by one.
+    A process that holds the store deletes the nodes of those slots; other nodes are deleted one by one.
     """
 
     store: str
     slots: tuple[str, ...] = ()
     nodes: tuple[Node, ...] = ()
 
-    def with_more(self, other: Order) -> Order:
+    def with_more(self, other: Deletion) -> Deletion:
         slots = dict.fromkeys((*self.slots, *other.slots))
-        return Order(self.store, tuple(slots), (*self.nodes, *other.nodes))
+        return Deletion(self.store, tuple(slots), (*self.nodes, *other.nodes))
 
 
 @dataclass(frozen=True, slots=True)
 class _Left:
-    """What is to be awaited: nodes whose deletion was asked for, and creates that may still come to be."""
+    """What to wait for: nodes whose deletion was requested, and creates that may still make a node."""
 
     nodes: tuple[NodeKey, ...] = ()
     creates: tuple[CreateIntent, ...] = ()
 
 
-def carry_out(session: Session, order: Order, *, wait: bool) -> None:
+def delete_of_store(session: Session, deletion: Deletion, *, wait: bool) -> None:
     """
-    `wait`: until nothing of it is left.
+    Delete slots and nodes of one store. `wait`: return when none is left.
 
-    Raises: NotDeleted: somebody cares for it, and takes no orders; what the caretaker has against it; CloudError.
+    Raises: NotDeleted: a process holds the store and takes no commands, or refuses this one; CloudError.
     """
-    strays = [node for node in order.nodes if node.slot not in order.slots]
-    for node in strays:
+    single_nodes = [node for node in deletion.nodes if node.slot not in deletion.slots]
+    for node in single_nodes:
         delete(session, node)
-    left = _take_down(session, order, wait=wait) if order.slots else _Left()
+    left = _take_down(session, deletion, wait=wait) if deletion.slots else _Left()
     if wait:
-        for key in (*left.nodes, *(node.key for node in strays)):
+        for key in (*left.nodes, *(node.key for node in single_nodes)):
             await_gone(session, key)
         for intent in left.creates:
             _await_create(session, intent)
 
 
-def _take_down(session: Session, order: Order, *, wait: bool) -> _Left:
-    """By the process that cares for the slots, else here. What is left to be awaited then."""
+def _take_down(session: Session, deletion: Deletion, *, wait: bool) -> _Left:
+    """Take slots down by the process that holds their store, else here."""
     stores = Stores(session.options)
     try:
         done = order_down(
-            stores.options_of(order.store),
-            order.slots,
-            lambda: _here(session, order),
+            stores.options_of(deletion.store),
+            deletion.slots,
+            lambda: _take_down_here(session, deletion),
             wait=wait,
             patience_seconds=BEGIN_SECONDS,
         )
     except StoreLocked as locked:
-        pid = stores.holder(order.store)
+        pid = stores.holder(deletion.store)
         whose = f"process {pid}" if pid else "another process"
-        why = f"{whose} cares for it and takes no orders: end it there"
-        raise NotDeleted(f"{', '.join(order.slots)}: {why}") from locked
+        why = f"{whose} cares for it and takes no commands: end it there"
+        raise NotDeleted(f"{', '.join(deletion.slots)}: {why}") from locked
     except Refused as refusal:
-        raise NotDeleted(f"{', '.join(order.slots)}: {refusal}") from refusal
+        raise NotDeleted(f"{', '.join(deletion.slots)}: {refusal}") from refusal
     return done if isinstance(done, _Left) else _Left()
 
 
 # --- here ------------------------------------------------------------------------------------------------------------
 
 
-def _here(session: Session, order: Order) -> _Left:
-    """Raises: StoreLocked: somebody cares for it."""
-    with session.alone_with(order.store):
+def _take_down_here(session: Session, deletion: Deletion) -> _Left:
+    """Raises: StoreLocked: another process holds the store."""
+    with session.alone_with(deletion.store):
         now = SystemClock().now()
         machine, instance = machine_id(), instance_id()
         with open_store(
-            session.options.state, machine_id=machine, instance_id=instance, now=now, name=order.store
+            session.options.state, machine_id=machine, instance_id=instance, now=now, name=deletion.store
         ) as store:
             memories = store.memories()
-            found = {slot: _nodes_of(session, order, slot, memories[slot]) for slot in order.slots if slot in memories}
+            found = {
+                slot: _nodes_of(session, deletion, slot, memories[slot]) for slot in deletion.slots if slot in memories
+            }
             _write_down(store, memories, found)
     nodes = {node.key: node for those in found.values() for node in those}
     for node in nodes.values():
@@ -134,9 +135,9 @@ def _here(session: Session, order: Order) -> _Left:
     return _Left(tuple(nodes), tuple(creates))
 
 
-def _nodes_of(session: Session, order: Order, slot: str, memory: Memory) -> list[Node]:
-    """Everything of ours that the slot has, remembered or listed, wherever that is, as the API shows it now."""
-    keys = [node.key for node in order.nodes if node.slot == slot]
+def _nodes_of(session: Session, deletion: Deletion, slot: str, memory: Memory) -> list[Node]:
+    """All our nodes of the slot, remembered or listed, in any zone, as the API shows them now."""
+    keys = [node.key for node in deletion.nodes if node.slot == slot]
     keys += [NodeKey(session.project, past.zone, past.name) for past in memory.nodes]
     keys += [NodeKey(session.project, intent.zone, intent.name) for intent in memory.creates]
     found = []
@@ -149,24 +150,24 @@ def _nodes_of(session: Session, order: Order, slot: str, memory: Memory) -> list
 
 
 def _write_down(store: SqliteStore, memories: dict[str, Memory], found: dict[str, list[Node]]) -> None:
-    """The wish, and the intent of every delete, before the first of them is asked for."""
+    """Store the slots as down, with the intent of every delete, before the first delete is requested."""
     now, rng = SystemClock().now(), random_source()
     for slot, nodes in found.items():
         memory = wishes.down(memories[slot])
         for node in nodes:
             memory = remember.intend(memory, _action(node), now, rng)
-        store.save({slot: memory}, (Event(now, "down", f"{slot}: taken down, and nobody cares for it now", slot),))
+        store.save({slot: memory}, (Event(now, "down", f"{slot}: taken down while no process cared for it", slot),))
 
 
 def open_creates(memory: Memory) -> list[CreateIntent]:
-    """Creates of which a node may still come."""
+    """Creates that may still make a node."""
     return [intent for intent in memory.creates if intent.state is not CreateState.FAILED]
 
 
 def _await_create(session: Session, intent: CreateIntent) -> None:
-    """What was asked for when the last caretaker ended may come to be only now."""
+    """A create of the process that ended may make its node only now."""
     while not _is_settled(session, intent):
-        time.sleep(LOOK_EVERY_SECONDS)
+        time.sleep(POLL_EVERY_SECONDS)
     await_gone(session, NodeKey(session.project, intent.zone, intent.name))
 
 
@@ -186,9 +187,9 @@ def _is_settled(session: Session, intent: CreateIntent) -> bool:
 
 def delete(session: Session, node: Node) -> None:
     """
-    Ask for the deletion of exactly that node, once more if need be; accepted, not gone, when this returns.
+    Request the deletion of exactly that node, again if need be; accepted, not gone, when this returns.
 
-    One that is gone, or being deleted or created at this moment, or whose name another bears, is no error.
+    No error: the node is gone, is being deleted or created at this moment, or another node has its name.
     """
     with contextlib.suppress(NodeGone, ChangedMeanwhile, LostRace):
         delete_ours(_action(node), session.cloud, session.owner)
@@ -196,7 +197,7 @@ def delete(session: Session, node: Node) -> None:
 
 
 def await_gone(session: Session, key: NodeKey) -> None:
-    """Return when the API says NOT_FOUND, or what bears that name is another node; asks again for a lost deletion."""
+    """Return when the API says NOT_FOUND, or another node has that name; repeats a delete that was lost."""
     pause, again_at = DELETE_AGAIN_SECONDS, time.monotonic()
     first: Node | None = None
     while True:
@@ -211,7 +212,7 @@ def await_gone(session: Session, key: NodeKey) -> None:
             if node.state is not NodeState.DELETING and time.monotonic() >= again_at:
                 delete(session, node)
                 again_at, pause = time.monotonic() + pause, pause * 2
-        time.sleep(LOOK_EVERY_SECONDS)
+        time.sleep(POLL_EVERY_SECONDS)
 
 
 def _action(node: Node) -> Delete:
@@ -228,8 +229,8 @@ def delete_one_tpu(prefix: str, host: str, zone: str | None = None, asynchronous
     """
     Delete every node of *host*, a slot or a node's name, in *zone*. Does nothing when there is none.
 
-    prefix: a guard, as it always was: nothing happens unless *host* contains it; "" guards nothing. Also
-    `delete_one_tpu(host, zone)`.    asynchronous: return when it is under way; False: when nothing is left.
+    prefix: a guard: nothing happens unless *host* contains it; "" guards nothing. Also `delete_one_tpu(host, zone)`.
+    asynchronous: return when the deletion was requested; False: when nothing is left.
     Inside a `start_fn` the attempt's own node is deleted, and replaced. Elsewhere the slot is down from then on, until
     it is started again: a process that cares for it now is ordered to take it down.
     Raises: NotDeleted, NodeGone (the attempt is over), CloudError, StoreError, ConfigError.
@@ -253,16 +254,16 @@ def synchronous_deletion(prefix: str, host: str, zone: str) -> None:
 
 def delete_all(prefix: str, zone: str) -> None:
     """
-    Delete everything in *zone* whose name begins with *prefix*, and return when nothing that is ours is left.
+    Delete every slot in *zone* whose name begins with *prefix*, and return when none of our nodes is left.
 
-    Names are slots, and names of nodes that are not ours: those are left alone, and named in the error at the end.
+    Other nodes whose name begins so are left alone, and named in the error at the end.
     Raises: as `delete_one_tpu`.
     """
     _check(prefix, "any", zone)
     session = current()
     names = {session.slot_of(node) for node, _ in session.nodes(zone, fresh=True)}
     for store in _stores(session):
-        names |= {slot for slot in store.memories if _concerns(session, store, slot, zone)}
+        names |= {slot for slot in store.memories if _has_nodes_in(session, store, slot, zone)}
     _delete_all(session, sorted(name for name in names if name.startswith(prefix)), zone, wait=True)
 
 
@@ -289,12 +290,12 @@ def _delete_own(attempt: Attempt, *, wait: bool) -> None:
 def _delete_all(session: Session, hosts: Iterable[str], zone: str, *, wait: bool) -> None:
     stores = _stores(session)
     refused: list[str] = []
-    orders: dict[str, Order] = {}
+    deletions: dict[str, Deletion] = {}
     for host in hosts:
-        for order in _orders(session, stores, host, zone, refused):
-            known = orders.get(order.store)
-            orders[order.store] = known.with_more(order) if known else order
-    calls = [in_background(partial(carry_out, session, order, wait=wait)) for order in orders.values()]
+        for deletion in _deletions(session, stores, host, zone, refused):
+            known = deletions.get(deletion.store)
+            deletions[deletion.store] = known.with_more(deletion) if known else deletion
+    calls = [in_background(partial(delete_of_store, session, deletion, wait=wait)) for deletion in deletions.values()]
     errors = [error for call in calls if (error := call.exception()) is not None]
     for error in errors:
         if not isinstance(error, NotDeleted):
@@ -304,20 +305,20 @@ def _delete_all(session: Session, hosts: Iterable[str], zone: str, *, wait: bool
 
 
 def _stores(session: Session) -> tuple[StoreSnapshot, ...]:
-    """Those that may know a node of this project: scripts of two projects may have a host of one name each."""
+    """Stores that may know a node of this project: scripts of two projects may have hosts of the same name."""
     found = Stores(session.options).read_all()
     return tuple(store for store in found if not store.is_of_another_project(session.project))
 
 
-def _orders(
+def _deletions(
     session: Session, stores: tuple[StoreSnapshot, ...], host: str, zone: str, refused: list[str]
-) -> list[Order]:
-    """What *host* means, by store; what may not be deleted goes into *refused*, a line each."""
+) -> list[Deletion]:
+    """Slots and nodes that *host* means, by store; for nodes that may not be deleted a line is added to *refused*."""
     nodes = session.named(host, zone, fresh=True)
     store = store_of_slot(stores, host)
-    orders = []
-    if store is not None and (nodes or _concerns(session, store, host, zone)):
-        orders.append(Order(store.name, slots=(host,)))
+    deletions = []
+    if store is not None and (nodes or _has_nodes_in(session, store, host, zone)):
+        deletions.append(Deletion(store.name, slots=(host,)))
     for node in nodes:
         known = store_of_node(stores, node)
         if not session.owner or node.owner != session.owner:
@@ -325,20 +326,20 @@ def _orders(
         elif known is None:
             refused.append(f"{node.name} is of a fleet that this state folder never knew: `tpucare gc`")
         elif host == node.name and node.slot in known.memories and _is_newest(session, node):
-            orders.append(Order(known.name, slots=(node.slot,), nodes=(node,)))
+            deletions.append(Deletion(known.name, slots=(node.slot,), nodes=(node,)))
         else:
-            orders.append(Order(known.name, nodes=(node,)))
-    return orders
+            deletions.append(Deletion(known.name, nodes=(node,)))
+    return deletions
 
 
 def _is_newest(session: Session, node: Node) -> bool:
-    """Otherwise its slot has a successor, which a late order must not hit."""
+    """Whether its slot has no newer node, which must not be deleted by the name of an older one."""
     others = [other for other in session.named(node.slot, node.key.zone) if other.owner == node.owner]
     return all(other.create_time <= node.create_time for other in others)
 
 
-def _concerns(session: Session, store: StoreSnapshot, slot: str, zone: str) -> bool:
-    """Whether that slot has, or may get, something in *zone*. Without a caretaker nothing new comes."""
+def _has_nodes_in(session: Session, store: StoreSnapshot, slot: str, zone: str) -> bool:
+    """Whether that slot has, or may get, a node in *zone*. Without a process that holds the store it gets none."""
     zones = _zones(store.memories[slot])
     return zone in zones or (not zones and Stores(session.options).holder(store.name) is not None)
 

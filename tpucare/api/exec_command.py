@@ -1,9 +1,9 @@
 """
-From a repository and a command to the text of one script that prepares a worker and starts the run: `exec_command`.
+`exec_command`: the text of a script that prepares a worker with a repository and starts the run.
 
-Pure but for one look at WANDB_BASE_URL. Every value is quoted for the shell that reads it, and a W&B key is never in
-the text: it rides on the returned `Command` and is delivered beside the script by `hosts.send_to_tpu`. What the script
-does on the worker, and with which exit status it ends, is in `templates/shell/exec_command.sh.j2`.
+Pure but for reading WANDB_BASE_URL. Every value is quoted for the shell that reads it, and a W&B key is never in the
+text: it is a field of the returned `Command`, and `hosts.send_to_tpu` writes it beside the script. The steps of the
+script and its exit statuses are in `templates/shell/exec_command.sh.j2`.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from tpucare.model.text import shown
 
 WANDB_MACHINE = "api.wandb.ai"
 KEY_LENGTH = 40
-# Where the key lies, in the login user's home, for a text that is run without ever being a file there.
+# The name of the key's file, in the login user's home, for a text that is run without being a file there.
 NAMELESS = ".tpucare-command"
 NETRC_SUFFIX = ".netrc"
 
 _KEY = re.compile(r"[A-Za-z0-9._-]+")
 _MACHINE = re.compile(r"(\[[0-9A-Fa-f:]+\]|[A-Za-z0-9._-]+)(:\d{1,5})?")
 _FOLDER = re.compile(r"[^./:][^/:]*")
-# pgrep reads extended regular expressions; what users name is meant as it stands.
+# pgrep reads extended regular expressions; users give plain names.
 _SPECIAL = re.compile(r"([\\.^$*+?()\[\]{}|])")
 
 
 class ScriptStatus(IntEnum):
-    """How the script ends, besides 0 and the exit status of a setup command that failed."""
+    """Exit statuses of the script, beside 0 and that of a failed setup command."""
 
     PROGRAMS = 80
     MISSING = 81
@@ -44,10 +44,10 @@ class ScriptStatus(IntEnum):
 
 class Command(str):
     """
-    The text of a script, and what must travel beside it and never in it.
+    The text of a script, and the secret that is delivered beside it and never in it.
 
-    Text put before or behind it with `+` keeps that; any other change, and pickling, gives a plain text, of which the
-    script says on the worker that it came without its key.
+    Text added with `+` keeps the secret; any other change, and pickling, gives plain text, and the script then fails on
+    the worker because its key is missing.
     """
 
     __slots__ = ("_netrc",)
@@ -97,9 +97,9 @@ def exec_command(
     the SSH session, and cron starts it again after a reboot. What *setup_command* exports, the run sees. Executed
     again while the run is live, it changes nothing.
 
-    Give the result unchanged to `send_to_tpu` or `exec_on_tpu`, which deliver the key beside it. Who brings it to the
-    worker in another way sets WANDB_API_KEY there, or logs in; otherwise the script fails aloud. The W&B service is
-    that of WANDB_BASE_URL.
+    Give the result unchanged to `send_to_tpu` or `exec_on_tpu`, which deliver the key beside it. If you bring it to the
+    worker in another way, set WANDB_API_KEY there, or log in; otherwise the script fails. The W&B service is that of
+    WANDB_BASE_URL.
     Raises: ConfigError: a value that no worker could use, or a secret in a place where it would be seen.
     """
     base_url = os.environ.get("WANDB_BASE_URL", "").strip() if wandb_key is not None else ""
@@ -119,7 +119,7 @@ def build(
     *,
     base_url: str = "",
 ) -> Command:
-    """As `exec_command`, with everything said. *base_url*: of the W&B service; empty: that of the installed wandb."""
+    """As `exec_command`, without defaults. *base_url*: of the W&B service; empty: that of the installed wandb."""
     folder = _folder_of(repository)
     for name, text in (("branch", branch), ("setup_command", setup_command), ("run_command", run_command)):
         _check_text(name, text)
@@ -143,7 +143,7 @@ def build(
 
 
 def _folder_of(repository: str) -> str:
-    """What `git clone` would call the folder, which scripts of users rely on."""
+    """The folder name that `git clone` would choose; scripts of users rely on it."""
     _check_text("repository", repository)
     if any(ord(char) < 32 for char in repository) or repository.startswith("-"):
         raise ConfigError(f"repository {shown(repository)} is not a URL or path that git can clone")
@@ -184,7 +184,7 @@ def _checked_key(key: str) -> str:
 
 
 def _machine_of(base_url: str) -> str:
-    """The name under which W&B looks a key up in a netrc file: host, with the port where the URL names one."""
+    """The machine of a W&B key in a netrc file: the host, with the port where the URL names one."""
     if not base_url:
         return WANDB_MACHINE
     try:

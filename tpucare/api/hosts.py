@@ -1,9 +1,9 @@
 """
-The functions of the Python door that reach nodes: files and commands on workers, addresses, listings.
+The functions of the Python API that use nodes: files and commands on workers, addresses, listings.
 
-`host` is a slot, or the name of a node. Inside a `start_fn` (and wherever a `Host` is handed in that a callback was
-given) a call acts on exactly that attempt, and raises `NodeGone` once it is over. Elsewhere it acts on the newest
-living node of that name, as the environment says where it is (`session`). What deletes is in `removal`.
+`host` is a slot, or the name of a node. Inside a `start_fn`, and with a `Host` that a callback was given, a call acts
+on exactly that attempt, and raises `NodeGone` once it is over. Elsewhere it acts on the newest living node of that name
+in the project that the environment names (`session`). `deletion` has the functions that delete.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ DEAD = ("PREEMPTED", "TERMINATED")
 
 
 class Reach(Protocol):
-    """What an attempt and a node found by its name have in common."""
+    """Access to the workers of an attempt, or of a node found by its name."""
 
     workers: tuple[Worker, ...]
 
@@ -54,8 +54,8 @@ def send_to_tpu(host: str, zone: str, filename_on_tpu: str, command: str, worker
     """
     Write *command* to a file in the login user's home on one worker, or on `"all"`: whole or not at all.
 
-    Mode 0700 when it is a script (its first line begins with `#!`), else 0600. What `exec_command` returned brings its
-    W&B key along, into a file of mode 0600 beside the script. Folders in *filename_on_tpu* must exist.
+    Mode 0700 when it is a script (its first line begins with `#!`), else 0600. The W&B key of an `exec_command` is
+    written to a file of mode 0600 beside the script. Folders in *filename_on_tpu* must exist.
     Raises: NodeGone, RemoteError (CommandFailed: the worker says why not), CloudError; ConfigError: bad arguments.
     """
     path = _path(filename_on_tpu)
@@ -64,7 +64,7 @@ def send_to_tpu(host: str, zone: str, filename_on_tpu: str, command: str, worker
     reach = _reach(host, zone)
 
     def put(number: int) -> None:
-        # First, so that a script which is there has its key.
+        # The key first, so that the script never lies there without it.
         if isinstance(command, Command) and command.netrc:
             _put(host, reach, number, path + NETRC_SUFFIX, command.netrc.encode(), 0o600)
         _put(host, reach, number, path, content, mode)
@@ -113,9 +113,9 @@ def tpu_ips(host: str, zone: str) -> list[str]:
 
 def all_tpus(zone: str) -> list[dict[str, Any]]:
     """
-    All nodes of *zone*, whoever owns them, in the JSON shape of the REST API v2 (`projects.locations.nodes`).
+    All nodes of *zone*, of any owner, in the JSON shape of the REST API v2 (`projects.locations.nodes`).
 
-    `name` is the full resource name; what has its default value is left out. Seen within the last second.
+    `name` is the full resource name; fields with their default value are left out. Listed within the last second.
     Raises: ConfigError: no such zone or project, or no credentials; CloudError: a failed listing is never empty.
     """
     return [dict(rest) for _, rest in current().nodes(zone)]
@@ -154,11 +154,11 @@ def _is_wanted(rest: Mapping[str, Any], *, preempted: bool, deleting: bool, unhe
     return state is not None and (deleting or state != "DELETING") and (preempted or state not in DEAD)
 
 
-# --- which workers ---------------------------------------------------------------------------------------------------
+# --- workers ---------------------------------------------------------------------------------------------------------
 
 
 def _reach(host: str, zone: str) -> Reach:
-    """The attempt that this call belongs to, wherever its node is; else the node of that name in *zone*."""
+    """The attempt of this call, wherever its node is; else the node of that name in *zone*."""
     check_name("host", host)
     return attempt_of(host) or current().reach(host, zone)
 
@@ -178,14 +178,14 @@ def _numbers(host: str, reach: Reach, worker: object) -> Sequence[int]:
 
 
 def _on_each(host: str, reach: Reach, worker: object, call: Callable[[int], T]) -> list[T]:
-    """On this thread for one worker, else on all at once. Raises: what went wrong, of all workers in one error."""
+    """Call on this thread for one worker, else for all at once. Raises: the errors of all workers as one."""
     numbers = _numbers(host, reach, worker)
 
     def named(number: int) -> T:
         try:
             return call(number)
         except (WorkerSilent, AuthRefused, HostKeyChanged) as error:
-            # Below, a worker is its address; whoever calls this knows it as the worker of a host.
+            # The error names an address; users know the worker by host and number.
             address = reach.workers[number].host
             raise type(error)(f"{host}, worker {number} ({address}): {error.message}") from error
 
@@ -214,7 +214,7 @@ def _together(host: str, count: int, errors: Mapping[int, BaseException]) -> Bas
 
 
 def _put(host: str, reach: Reach, number: int, path: str, content: bytes, mode: int) -> None:
-    """Raises: CommandFailed: in the words of the other functions, host and worker rather than an address."""
+    """Raises: CommandFailed: it names host and worker, as those of the other functions."""
     try:
         reach.put(number, path, content, mode)
     except CommandFailed as error:

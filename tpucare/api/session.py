@@ -1,9 +1,8 @@
 """
-What a process that cares for nothing needs to reach nodes: options, project, cloud and SSH, opened when first used.
+Access to nodes from a process without an engine: options, project, cloud and SSH, opened when first used.
 
-One `Session` per environment and process, so that a thousand calls share a connection; `current` hands it out. Inside a
-`start_fn` nothing of this is used (see `hosts`). Where things are is for `options` and `assembly` to say, what becomes
-of nodes for `hosts` and `removal`.
+`current` returns the one `Session` per environment and process, so that a thousand calls share a connection. Calls
+inside a `start_fn` use their `Attempt` instead (see `hosts`).
 """
 
 from __future__ import annotations
@@ -36,14 +35,14 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Described = tuple[Node, dict[str, Any]]
 
-# Scripts ask in loops without a pause, and reads have a quota of their own.
+# Scripts list in loops without a pause, and reads have a quota of their own.
 LISTING_SECONDS = 1.0
-# A command may take days. Its connection is asked in between, since a VM that vanished says nothing by itself.
+# A command may take days. Its connection is tested in between, since a VM that vanished closes no connection.
 ASK_EVERY_SECONDS = 30.0
 ASK_DEADLINE = timedelta(seconds=20)
 NO_DEADLINE = timedelta(days=3650)
 OUTPUT_LIMIT = 16 << 20
-# Besides the port's 30 s: what a file of that size takes on a slow line.
+# Beside the 30 s of the port: the time of a file of that size on a slow line.
 BYTES_PER_SECOND = 256 << 10
 
 UNREACHABLE = frozenset((NodeState.PREEMPTED, NodeState.TERMINATED, NodeState.DELETING))
@@ -53,7 +52,7 @@ _ZONE = re.compile(r"[a-z]+(-[a-z0-9]+)+")
 
 
 def check_name(what: str, name: str) -> None:
-    """Raises: ConfigError: no node and no slot can bear that name."""
+    """Raises: ConfigError: no node and no slot can have that name."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ConfigError(
             f"{what} {shown(name)} is not a name of a TPU: lowercase letters, digits and '-', a letter first, "
@@ -62,13 +61,13 @@ def check_name(what: str, name: str) -> None:
 
 
 def check_zone(zone: str) -> None:
-    """Raises: ConfigError: not of the form of a zone."""
+    """Raises: ConfigError: it has not the form of a zone."""
     if not isinstance(zone, str) or not _ZONE.fullmatch(zone):
         raise ConfigError(f"zone {shown(zone)} is not of the form us-central1-a{_near(zone)}")
 
 
 class Session:
-    """Thread-safe. `close` ends what it opened; calls under way then fail."""
+    """Thread-safe. `close` closes its connections; calls in flight then fail."""
 
     def __init__(
         self,
@@ -89,13 +88,13 @@ class Session:
 
     @property
     def project(self) -> str:
-        """Raises: ConfigError: nothing names one."""
+        """Raises: ConfigError: no project is named."""
         with self._lock:
             return self._find_project()
 
     @property
     def owner(self) -> str:
-        """What our nodes bear as a label; empty while nothing was ever cared for from this state folder."""
+        """The owner label of our nodes; empty while this state folder never had a store."""
         return state_folder.read_owner(self.options.state) or ""
 
     @property
@@ -111,7 +110,7 @@ class Session:
 
     @cached_property
     def _cloud(self) -> GoogleCloud:
-        # 200 ms and 50 MB, for those alone who ask the cloud.
+        # The import costs 200 ms and 50 MB.
         from tpucare.adapters.google.client import connect
 
         cloud = connect(self.options.endpoint or None, monotonic=self._monotonic)
@@ -132,7 +131,7 @@ class Session:
             one.close()
 
     def alone_with(self, store: str) -> threading.Lock:
-        """To be held by whoever opens that store: two threads of one process would lock each other out."""
+        """A lock to hold while that store is open: two threads of one process would refuse each other."""
         with self._lock:
             return self._stores.setdefault(store, threading.Lock())
 
@@ -140,9 +139,9 @@ class Session:
 
     def nodes(self, zone: str, *, fresh: bool = False) -> list[Described]:
         """
-        All nodes of *zone*, seen within the last second; `fresh`: seen now.
+        All nodes of *zone*, listed within the last second; `fresh`: listed now.
 
-        Raises: ConfigError: no such zone or project, or not ours to look at; CloudError.
+        Raises: ConfigError: no such zone or project, or no permission to list it; CloudError.
         """
         check_zone(zone)
         with self._lock:
@@ -157,14 +156,14 @@ class Session:
         try:
             return self.cloud.list_zone(project, zone)
         except (NeedsPerson, NodeGone) as error:
-            # What the error advises is about fleet files.
+            # The advice of the error itself is about fleet files.
             raise ConfigError(
                 f"zone {zone} of project {project} cannot be seen{_near(zone)}: {error.message} -> check the "
                 "zone's name, the project, and what the credentials may do there"
             ) from error
 
     def forget_listings(self) -> None:
-        """What was seen is no longer so: something was changed."""
+        """Drop the listings: a node was changed."""
         with self._lock:
             self._listings.clear()
 
@@ -189,7 +188,7 @@ class Session:
         raise NodeGone(f"{host}: no TPU of that name in zone {zone} of project {self.project}{self._elsewhere(host)}")
 
     def _elsewhere(self, host: str) -> str:
-        """Where it is instead, or what it was meant to be, for the end of an error's line."""
+        """The zones where *host* is, or the nearest name, for the end of an error."""
         with self._lock:
             nodes = self.cloud.list_nodes(self.project).nodes.values()
         zones = sorted({node.key.zone for node in nodes if host in (node.name, self.slot_of(node))})
@@ -207,21 +206,21 @@ class Session:
 
 
 class NodeReach:
-    """The workers of one node, whatever becomes of its slot meanwhile. As `attempts.Attempt`, for everybody else."""
+    """Access to the workers of one node, whatever becomes of its slot; as `Attempt`, outside of a `start_fn`."""
 
     def __init__(self, session: Session, workers: tuple[Worker, ...]) -> None:
         self.workers = workers
         self._session = session
 
     def run(self, worker: int, command: str, *, limit: int = OUTPUT_LIMIT) -> Ran:
-        """Run *command* with bash, and wait for its end, whenever that is. Raises: RemoteError."""
+        """Run *command* with bash and wait for its end, without a limit. Raises: RemoteError."""
         remote, target, text = self._session.remote, self.workers[worker], f"exec bash -c {shlex.quote(command)}"
         call = in_background(lambda: remote.run(target, text, deadline=NO_DEADLINE, limit=limit))
         while True:
             try:
                 return call.result(ASK_EVERY_SECONDS)
             except TimeoutError:
-                # Asking closes a connection that leads nowhere, which ends the call.
+                # This closes a dead connection, which ends the call.
                 with contextlib.suppress(RemoteError):
                     remote.run(target, "true", deadline=ASK_DEADLINE)
 
@@ -232,7 +231,7 @@ class NodeReach:
 
 
 def in_background(call: Callable[[], T]) -> Future[T]:
-    """On a thread that keeps neither Ctrl-C nor the end of the process waiting."""
+    """Run *call* on a daemon thread, so that Ctrl-C and the end of the process need not wait for it."""
     future: Future[T] = Future()
 
     def work() -> None:
@@ -246,7 +245,7 @@ def in_background(call: Callable[[], T]) -> Future[T]:
 
 
 class _Sessions:
-    """Sessions of this process by what its environment says. Guarded by a lock; a forked child begins anew."""
+    """Sessions of this process by its environment. Guarded by a lock; a forked child starts without any."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -267,7 +266,7 @@ class _Sessions:
             session.close()
 
     def begin_anew(self) -> None:
-        # Threads of the parent are not here, so its connections are of no use, and its locks may be held for ever.
+        # The threads of the parent are not here: its connections are dead, and its locks may be held for ever.
         self._lock, self._known = threading.Lock(), {}
 
 
@@ -282,7 +281,7 @@ def current() -> Session:
 
 
 def close() -> None:
-    """End every session of this process; the next call opens another."""
+    """Close every session of this process; the next call opens another."""
     _SESSIONS.close()
 
 

@@ -1,8 +1,8 @@
 """
-Where a user's `start_fn` runs: `ThreadStarter` gives each call a thread of its own.
+`start_method="thread"`: each call of `start_fn` runs on its own thread.
 
-Threads cannot be ended, so a call that outlives its node goes on until it touches the node again (`attempts`); where it
-hangs can be told. Which calls are made, and what their ends mean, is decided by `callbacks`.
+Threads cannot be ended, so a call that outlives its node goes on until it uses the node again (`attempt`); the place
+where it hangs is known. `callback_launcher` decides which calls are made and what their ends mean.
 """
 
 from __future__ import annotations
@@ -25,37 +25,37 @@ Target = int | Literal["all"]
 
 
 class Handle(Protocol):
-    """One call that goes on, or has ended; as of `concurrent.futures.Future`, and where it stands."""
+    """One call, running or ended: part of `concurrent.futures.Future`, and the place where it hangs."""
 
     def done(self) -> bool: ...
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """What it raised; waits for its end."""
+        """Wait for the end of the call; the exception that it raised, or None."""
         ...
 
     def cancel(self) -> object:
-        """Ask it to end, where that is possible. Never blocks."""
+        """Request its end, where that is possible. Never blocks."""
         ...
 
     def add_done_callback(self, fn: Callable[[Any], object], /) -> None:
-        """Call *fn* once it has ended, on whatever thread; at once when it has."""
+        """Call *fn* once the call has ended, on any thread; at once if it has."""
         ...
 
     def where(self) -> str:
-        """The place where it hangs, in one line; empty when that cannot be told."""
+        """The place where it hangs, in one line; empty when that is unknown."""
         ...
 
 
 class Starter(Protocol):
-    """Begins calls of `start_fn`."""
+    """Starts calls of `start_fn`."""
 
     def start(self, attempt: Attempt, host: Host, ctx: object, worker: Target) -> Handle:
-        """Begin `start_fn(ctx, worker)`. Returns promptly; raises nothing that the call itself could raise."""
+        """Start `start_fn(ctx, worker)`. Returns promptly; errors of the call itself are in the handle."""
         ...
 
 
 class ThreadHandle(Future[Any]):
-    """A call on a thread of its own, which is a daemon: it must not keep the process."""
+    """A call on its own thread, a daemon thread: it must not keep the process alive."""
 
     def __init__(self, attempt: Attempt, name: str, call: Callable[[], object]) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class ThreadHandle(Future[Any]):
         if frame is None:
             return ""
         stack = traceback.extract_stack(frame)
-        # The last place in the user's own code says more than the lock that it waits for.
+        # The last place in the user's own code is more useful than the lock that it waits for.
         own = [place for place in stack if not place.filename.startswith(_OWN_AND_STANDARD)] or stack
         place = own[-1]
         return f"{place.filename}:{place.lineno} in {place.name}"
@@ -98,7 +98,7 @@ class ThreadStarter:
         self._start_fn = start_fn
 
     def start(self, attempt: Attempt, host: Host, ctx: object, worker: Target) -> ThreadHandle:  # noqa: ARG002
-        # A thread shares its process's attempts; a child process needs the host to find its own.
+        # A thread knows its attempt by `bind`; a child process needs the host for that.
         def call() -> object:
             check_call(self._start_fn, "start_fn", "(ctx, worker)", ctx, worker)
             return self._start_fn(ctx, worker)

@@ -31,7 +31,7 @@ _PROJECT = re.compile(r"[!-~]*")
 class Options:
     """
     state:     the state folder: stores, key, host keys, logs, control sockets
-    store:     the store that is meant in it: the daemon's, or one of the Python door
+    store:     the store that is meant in it: the daemon's, or one of the Python API
     endpoint:  `127.0.0.1:PORT` of an emulator; empty = the real service
     project:   for fleets that name none; empty = to be found where gcloud looks
     ssh_user, ssh_port: of every worker

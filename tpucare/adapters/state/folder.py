@@ -24,7 +24,7 @@ from tpucare.model.local_files import publish_file, replace_file, sync_folder
 
 OWNER_FILE = "owner"
 # Names of all stores that were ever made beside this owner: a store that is listed here and missing was lost, while one
-# that is not listed is simply new (the Python door opens stores of its own next to the daemon's).
+# that is not listed is simply new (the Python API opens stores of its own next to the daemon's).
 STORES_FILE = "stores"
 DEFAULT_NAME = "tpucare"
 STORE_SUFFIX = ".sqlite"

@@ -29,7 +29,7 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         "CREATE INDEX events_by_slot ON events (slot, number)",
         "CREATE INDEX events_by_fleet ON events (fleet, number)",
     ),
-    # What the Python door's callbacks hand on from node to node, by slot; see `contexts`.
+    # What the Python API's callbacks hand on from node to node, by slot; see `contexts`.
     ("CREATE TABLE contexts (slot TEXT PRIMARY KEY, context TEXT NOT NULL)",),
     # Memories tell of lifecycles (`upgrade_memory`): an earlier version would take a finished run for one that lives.
     (),

@@ -202,7 +202,7 @@ class StoreReading:
         return records
 
     def context(self, slot: str) -> str | None:
-        """What the Python door keeps of a slot's context, as `contexts` wrote it."""
+        """What the Python API keeps of a slot's context, as `contexts` wrote it."""
         if self._version() < _CONTEXTS_SINCE:
             return None
         rows = self._rows("SELECT context FROM contexts WHERE slot = ?", (slot,))
