@@ -31,11 +31,11 @@ from tpucare.model.causes import Reason
 from tpucare.model.errors import StoreCorrupt, StoreError, StoreForeign, StoreFull, StoreLocked
 from tpucare.model.lifecycles import CreateState, RunState
 from tpucare.model.memory import (
-    BookName,
     CreateIntent,
     DeleteIntent,
     DesiredState,
     FailureCounter,
+    FailureKind,
     FleetRecord,
     Memory,
     NodeMemory,
@@ -60,7 +60,7 @@ MEMORY = Memory(
     ),
     run=RunMemory("pod-0-a2.1", "pod-0-a2", 1, NOW, state=RunState.RUNNING, complete=True),
     places={"us-central1-a/v4-8": PlaceMemory(failures=3, retry_at=NOW, reason="no more capacity — 容量")},
-    books={BookName.CRASH.value: FailureCounter(failures=1, total=7, retry_at=NOW)},
+    books={FailureKind.CRASH.value: FailureCounter(failures=1, total=7, retry_at=NOW)},
     step=120,
 )
 FLEET = FleetRecord("pod", "name: pod\n", "/etc/tpucare/fleets", NOW, DesiredState.DOWN)

@@ -8,7 +8,7 @@ import pytest
 
 from tests.kits.field import calls, named, preempt
 from tests.kits.harness import EU, US, Daemon, place
-from tpucare.model.memory import BookName
+from tpucare.model.memory import FailureKind
 from tpucare.model.resources import NodeState
 from tpucare.testbed.emulator.world.config import WorldConfig
 from tpucare.testbed.emulator.world.latency import around
@@ -87,7 +87,7 @@ def test_quota_is_held_by_dead_nodes(tmp_path: Path) -> None:
         daemon.run(minutes=20)
         assert daemon.all_train()
         assert len(named(daemon)) == 4
-    assert daemon.memory("pod-0").book(BookName.PREEMPTION).total == 3
+    assert daemon.memory("pod-0").counter(FailureKind.PREEMPTION).total == 3
     daemon.check()
 
 

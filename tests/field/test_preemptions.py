@@ -10,7 +10,7 @@ import pytest
 from tests.kits.field import calls, launches_on, named, preempt
 from tests.kits.harness import EU, US, Daemon, place
 from tpucare.engine.engine import Settings
-from tpucare.model.memory import BookName, End
+from tpucare.model.memory import End, FailureKind
 from tpucare.model.resources import Care, NodeState, Provisioning
 from tpucare.model.runs import Failure
 from tpucare.testbed.emulator.world.config import WorldConfig
@@ -49,7 +49,7 @@ def test_preempted_again_during_recovery(daemon: Daemon, stage: str) -> None:
     daemon.run(minutes=25)
     assert daemon.trains("pod-0")
     assert named(daemon) == ["pod-0-a2"]
-    assert daemon.memory("pod-0").book(BookName.CRASH).total == 0
+    assert daemon.memory("pod-0").counter(FailureKind.CRASH).total == 0
     daemon.check()
 
 
@@ -63,7 +63,7 @@ def test_setup_retried_on_a_node_that_is_gone(tmp_path: Path) -> None:
     preempt(daemon, "pod-0", visible_after=timedelta(minutes=2))
     daemon.run(minutes=30)
     assert launches_on(daemon, "pod-0-a0") == ["pod-0-a0.1"]
-    assert daemon.memory("pod-0").book(BookName.SETUP).total <= 1
+    assert daemon.memory("pod-0").counter(FailureKind.SETUP).total <= 1
     assert daemon.trains("pod-0")
     assert named(daemon) == ["pod-0-a1"]
     daemon.check()
@@ -149,8 +149,8 @@ def test_a_siblings_exit_after_a_preemption_is_booked_as_a_crash(tmp_path: Path)
     daemon.run(minutes=20)
     memory = daemon.memory("pod-0")
     assert memory.end is End.NONE
-    assert memory.book(BookName.CRASH).total == 0
-    assert memory.book(BookName.PREEMPTION).total == 4
+    assert memory.counter(FailureKind.CRASH).total == 0
+    assert memory.counter(FailureKind.PREEMPTION).total == 4
     assert daemon.trains("pod-0")
     daemon.check()
 

@@ -14,7 +14,7 @@ from tests.kits.bench_worker import eventually, node
 from tests.kits.field import calls, launches_on, named, preempt
 from tests.kits.harness import Daemon
 from tpucare.engine.engine import Settings
-from tpucare.model.memory import BookName, DesiredState, End
+from tpucare.model.memory import DesiredState, End, FailureKind
 from tpucare.model.resources import Care, Job
 from tpucare.model.runs import Failure
 from tpucare.testbed.emulator.world.config import WorldConfig
@@ -59,7 +59,7 @@ def test_a_busy_device_on_a_dirty_host(tmp_path: Path) -> None:
     assert named(daemon) == ["pod-0-a1"]
     assert launches_on(daemon, "pod-0-a0") == ["pod-0-a0.1"]
     memory = daemon.memory("pod-0")
-    assert (memory.book(BookName.CRASH).total, memory.book(BookName.INFRASTRUCTURE).total) == (0, 1)
+    assert (memory.counter(FailureKind.CRASH).total, memory.counter(FailureKind.INFRASTRUCTURE).total) == (0, 1)
     daemon.check("pod-0-a0")
 
 
@@ -156,7 +156,7 @@ def test_a_crash_loop_of_the_users_code_burns_no_nodes(tmp_path: Path) -> None:
     daemon.run(hours=3)
     memory = daemon.memory("pod-0")
     assert memory.end is End.FAILED
-    assert memory.book(BookName.CRASH).total == 5
+    assert memory.counter(FailureKind.CRASH).total == 5
     assert len(calls(daemon, "CreateNode")) == 1
     assert launches_on(daemon, "pod-0-a0") == [f"pod-0-a0.{number}" for number in range(1, 6)]
     starts = [seconds for seconds, what, _, worker in daemon.launcher.history if what == "start" and worker == 0]

@@ -46,9 +46,9 @@ def told(action: Action) -> str:
         case Record():
             return f"Record {action.fact.value}"
         case Stop():
-            book = f" {action.book.value}" if action.book else ""
+            failure = f" {action.failure.value}" if action.failure else ""
             then = f" then {action.then.value}" if action.then else ""
-            return f"Stop{book}{then}{' gives up' if action.gives_up else ''}"
+            return f"Stop{failure}{then}{' gives up' if action.gives_up else ''}"
         case Wait():
             return "Wait person" if action.needs_person else "Wait"
         case Create():

@@ -8,10 +8,10 @@ from datetime import timedelta
 import pytest
 
 from tpucare.planner.backoff import (
-    BOOK_BACKOFF,
     CAPACITY_BACKOFF,
+    FAILURE_BACKOFF,
     Backoff,
-    book_cap,
+    failure_backoff_cap,
     listing_pause,
     poll_pause,
     refusal_pause,
@@ -29,9 +29,9 @@ def test_a_pause_doubles_up_to_its_cap_and_is_drawn_by_chance() -> None:
 
 
 def test_the_cap_of_a_book_is_that_of_its_pauses() -> None:
-    for name, backoff in BOOK_BACKOFF.items():
+    for name, backoff in FAILURE_BACKOFF.items():
         longest = backoff.delay(100, RNG) if backoff is not None else timedelta()
-        assert longest <= book_cap(name)
+        assert longest <= failure_backoff_cap(name)
 
 
 @pytest.mark.parametrize(("operations", "seconds"), [(0, 10), (20, 10), (21, 20), (40, 20), (41, 40), (1000, 640)])

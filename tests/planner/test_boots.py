@@ -100,7 +100,7 @@ BOOTS = [
         "Wait",
     ),
     case(
-        "a book asks for patience",
+        "the backoff after a crash",
         evidence(seen(node(), QUIET)),
         replace(FRESH, books={"crash": FailureCounter(2, 2, after(60), "exit 1")}),
         "Wait",

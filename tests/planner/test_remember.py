@@ -14,7 +14,7 @@ from tpucare.model.actions import Action, AddSshKey, Fact, FetchHostKeys, Notice
 from tpucare.model.causes import Cause, Reason
 from tpucare.model.errors import AnswerLost, NodeGone
 from tpucare.model.lifecycles import CreateState, RunState
-from tpucare.model.memory import BookName, End, FailureCounter, Publishing, Trust
+from tpucare.model.memory import End, FailureCounter, FailureKind, Publishing, Trust
 from tpucare.planner.remember import recover
 
 
@@ -40,12 +40,12 @@ def test_facts_are_written_down() -> None:
         TRAINS, step=5, books={name: FailureCounter(3, 9, after(60)) for name in ("setup", "infrastructure", "crash")}
     )
     rested = asked(tired, Record(Fact.SETUP_DONE, "why", name_of(0)))
-    assert rested.book(BookName.SETUP) == FailureCounter(0, 9)
-    assert rested.book(BookName.INFRASTRUCTURE).failures == 3
+    assert rested.counter(FailureKind.SETUP) == FailureCounter(0, 9)
+    assert rested.counter(FailureKind.INFRASTRUCTURE).failures == 3
     assert asked(rested, Record(Fact.SETUP_DONE, "why", name_of(0))) == rested
     for step, failures in ((5, 3), (6, 0)):
         further = asked(tired, Record(Fact.RUN_PROGRESSED, "why", name_of(0), step=step))
-        assert further.book(BookName.INFRASTRUCTURE).failures == failures
+        assert further.counter(FailureKind.INFRASTRUCTURE).failures == failures
     slow = asked(TRAINS, Record(Fact.RUN_PROGRESSED, "why", name_of(0), gap=timedelta(minutes=2))).run
     assert slow is not None
     assert slow.gap_seconds == 120

@@ -25,7 +25,7 @@ from tpucare.model.errors import (
     Transient,
 )
 from tpucare.model.lifecycles import CreateState
-from tpucare.model.memory import BookName, CreateIntent, DesiredState, PlaceMemory, Refusal
+from tpucare.model.memory import CreateIntent, DesiredState, FailureKind, PlaceMemory, Refusal
 from tpucare.model.resources import Operation
 from tpucare.planner.remember import absorb, recover
 
@@ -225,7 +225,7 @@ def test_a_node_that_vanishes_while_creating_is_its_places_fault_and_no_preempti
         absorb(memory(creates=(intent(10, state=CreateState.ANSWER_LOST),)), node("CREATING", 10)), name_of(10)
     )
     assert (known.creates, known.nodes) == ((), ())
-    assert known.book(BookName.PREEMPTION).total == 0
+    assert known.counter(FailureKind.PREEMPTION).total == 0
     assert known.place(PLACE).kind == "no capacity"
     refused = intent(10, state=CreateState.FAILED, refused="no more capacity")
     told = vanished(absorb(memory(creates=(refused,)), node("CREATING", 10)), name_of(10))

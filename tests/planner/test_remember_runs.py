@@ -1,4 +1,4 @@
-"""What memory becomes by launches and stops: runs, books, attempts."""
+"""What memory becomes by launches and stops: runs, failures, attempts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tpucare.model.actions import Action, Fact, Record
 from tpucare.model.causes import Reason
 from tpucare.model.errors import AuthRefused, CommandFailed, ConfigError, WorkerSilent
 from tpucare.model.lifecycles import CreateState, RunState
-from tpucare.model.memory import BookName, End, FailureCounter, PlaceMemory, Refusal
+from tpucare.model.memory import End, FailureCounter, FailureKind, PlaceMemory, Refusal
 from tpucare.model.resources import Operation
 from tpucare.model.runs import LaunchResult, StopResult
 from tpucare.planner.desired_state import replace_node, restart, retry
@@ -56,18 +56,18 @@ def test_a_launch_settles_the_create_of_its_node_however_long_the_operation_goes
 
 
 @pytest.mark.parametrize(
-    ("workers", "book"),
+    ("workers", "kind"),
     [
-        ((None, WorkerSilent("x")), BookName.INFRASTRUCTURE),
-        ((AuthRefused("x"), None), BookName.INFRASTRUCTURE),
-        ((None, CommandFailed("x", 1)), BookName.SETUP),
-        ((ConfigError("no secret"), WorkerSilent("x")), BookName.SETUP),
+        ((None, WorkerSilent("x")), FailureKind.INFRASTRUCTURE),
+        ((AuthRefused("x"), None), FailureKind.INFRASTRUCTURE),
+        ((None, CommandFailed("x", 1)), FailureKind.SETUP),
+        ((ConfigError("no secret"), WorkerSilent("x")), FailureKind.SETUP),
     ],
 )
-def test_a_launch_that_is_not_whole_is_booked(workers: tuple[Exception | None, ...], book: BookName) -> None:
+def test_a_launch_that_is_not_whole_is_counted(workers: tuple[Exception | None, ...], kind: FailureKind) -> None:
     known = asked(FRESH, launch())
     failed = came(known, launch(), LaunchResult(workers))
-    assert failed.book(book).total == 1
+    assert failed.counter(kind).total == 1
     assert failed.run is not None
     assert not failed.run.complete
 
@@ -77,27 +77,27 @@ def test_a_launch_that_is_whole_or_broke_down_or_is_nobodys() -> None:
     whole = came(known, launch(), LaunchResult((None, None)))
     assert whole.run is not None
     assert whole.run.complete
-    assert came(known, launch(), None, WorkerSilent("x")).book(BookName.INFRASTRUCTURE).reason == "x"
-    assert came(known, launch(), None, None).book(BookName.INFRASTRUCTURE).reason == "launch failed"
+    assert came(known, launch(), None, WorkerSilent("x")).counter(FailureKind.INFRASTRUCTURE).reason == "x"
+    assert came(known, launch(), None, None).counter(FailureKind.INFRASTRUCTURE).reason == "launch failed"
     assert came(known, launch(0, 2), LaunchResult((None,))) == known
     assert came(memory(), launch(), LaunchResult((None,))) == memory()
 
 
 def test_a_stop_books_why_and_keeps_how_far_the_run_got() -> None:
-    known = asked(TRAINS, stop(book=BookName.CRASH, step=7, checkpoint=5))
+    known = asked(TRAINS, stop(failure=FailureKind.CRASH, step=7, checkpoint=5))
     assert known.run is not None
     assert (known.run.stop_why, known.run.state) == ("why", RunState.STOPPING)
     assert (known.step, known.checkpoint) == (7, 5)
-    book = known.book(BookName.CRASH)
-    assert (book.failures, book.total) == (1, 1)
-    assert book.retry_at is not None
-    assert timedelta(seconds=5) <= book.retry_at - NOW <= timedelta(seconds=10)
-    again = asked(known, stop(book=BookName.CRASH, advanced=True)).book(BookName.CRASH)
+    counter = known.counter(FailureKind.CRASH)
+    assert (counter.failures, counter.total) == (1, 1)
+    assert counter.retry_at is not None
+    assert timedelta(seconds=5) <= counter.retry_at - NOW <= timedelta(seconds=10)
+    again = asked(known, stop(failure=FailureKind.CRASH, advanced=True)).counter(FailureKind.CRASH)
     assert (again.failures, again.total) == (1, 2)
 
 
 def test_a_stop_that_gives_up_ends_the_slot() -> None:
-    known = asked(TRAINS, stop(book=BookName.CRASH, gives_up=True))
+    known = asked(TRAINS, stop(failure=FailureKind.CRASH, gives_up=True))
     assert (known.end, known.end_why, known.ended_at) == (End.FAILED, "why", NOW)
 
 
@@ -108,19 +108,19 @@ def test_a_stop_of_what_is_not_our_run_is_remembered_as_a_run() -> None:
 
 
 def test_stalls_and_infrastructure_are_counted_on_the_node_too() -> None:
-    known = asked(TRAINS, stop(book=BookName.STALL))
-    known = asked(known, stop(book=BookName.INFRASTRUCTURE))
+    known = asked(TRAINS, stop(failure=FailureKind.STALL))
+    known = asked(known, stop(failure=FailureKind.INFRASTRUCTURE))
     told = known.node(name_of(0))
     assert told is not None
     assert (told.stalls, told.infrastructure) == (1, 1)
-    assert known.book(BookName.INFRASTRUCTURE).retry_at is None, "the first of a row waits for nothing"
-    known = asked(known, stop(book=BookName.INFRASTRUCTURE))
-    assert known.book(BookName.INFRASTRUCTURE).retry_at is not None
-    known = asked(known, stop(book=BookName.INFRASTRUCTURE, advanced=True))
+    assert known.counter(FailureKind.INFRASTRUCTURE).retry_at is None, "the first of a row waits for nothing"
+    known = asked(known, stop(failure=FailureKind.INFRASTRUCTURE))
+    assert known.counter(FailureKind.INFRASTRUCTURE).retry_at is not None
+    known = asked(known, stop(failure=FailureKind.INFRASTRUCTURE, advanced=True))
     told = known.node(name_of(0))
     assert told is not None
     assert told.infrastructure == 1
-    assert asked(memory(), stop(book=BookName.STALL)).nodes == ()
+    assert asked(memory(), stop(failure=FailureKind.STALL)).nodes == ()
 
 
 def test_what_comes_of_a_stop() -> None:
@@ -150,22 +150,24 @@ def test_which_job_tells_of_steps_is_known_and_an_edited_one_begins_anew() -> No
     of that job only.
     """
     edited = replace(launch(0, 2), job="new")
-    known = asked(asked(replace(FRESH, step=None), replace(launch(), job="old")), stop(step=100, book=BookName.CRASH))
+    known = asked(
+        asked(replace(FRESH, step=None), replace(launch(), job="old")), stop(step=100, failure=FailureKind.CRASH)
+    )
     known = saw(known, 90, 80)
     assert (known.step, known.step_job, known.last_step) == (100, "old", 90)
     again = asked(known, replace(edited, job="old"))
-    assert (again.step, again.book(BookName.CRASH).failures) == (100, 1)
+    assert (again.step, again.counter(FailureKind.CRASH).failures) == (100, 1)
     known = asked(known, edited)
     assert known.run is not None
     assert (known.run.job, known.step_job) == ("new", "")
     assert (known.step, known.checkpoint, known.last_step, known.last_checkpoint) == (None, None, None, None)
-    assert (known.book(BookName.CRASH).failures, known.book(BookName.CRASH).total) == (0, 1)
+    assert (known.counter(FailureKind.CRASH).failures, known.counter(FailureKind.CRASH).total) == (0, 1)
     told = asked(known, stop(0, 2, step=7))
     assert (told.step, told.step_job) == (7, "new")
     assert asked(known, Record(Fact.RUN_PROGRESSED, "why", name_of(0))).step_job == "new"
 
 
-IN_A_ROW = replace(TRAINS, step=100, checkpoint=50, books={name.value: FailureCounter(3, 3) for name in BookName})
+IN_A_ROW = replace(TRAINS, step=100, checkpoint=50, books={name.value: FailureCounter(3, 3) for name in FailureKind})
 
 
 @pytest.mark.parametrize(
@@ -184,9 +186,9 @@ IN_A_ROW = replace(TRAINS, step=100, checkpoint=50, books={name.value: FailureCo
 )
 def test_what_ends_a_row_of_failures(what: Action, *, is_over: bool) -> None:
     known = asked(IN_A_ROW, what)
-    rows = [known.book(name) for name in (BookName.STALL, BookName.CRASH, BookName.INFRASTRUCTURE)]
+    rows = [known.counter(name) for name in (FailureKind.STALL, FailureKind.CRASH, FailureKind.INFRASTRUCTURE)]
     assert rows == [FailureCounter(0 if is_over else 3, 3)] * 3
-    assert known.book(BookName.SETUP).failures == 3, "a setup that serves ends that one"
+    assert known.counter(FailureKind.SETUP).failures == 3, "a setup that serves ends that one"
 
 
 def test_after_a_success_the_next_run_may_begin_anew() -> None:
@@ -195,20 +197,23 @@ def test_after_a_success_the_next_run_may_begin_anew() -> None:
 
 
 def test_a_run_that_goes_with_its_silent_node_is_booked_once() -> None:
-    lost = delete(book=BookName.INFRASTRUCTURE, gives_up=True, step=9)
+    lost = delete(failure=FailureKind.INFRASTRUCTURE, gives_up=True, step=9)
     known = asked(TRAINS, lost)
-    assert (known.book(BookName.INFRASTRUCTURE).failures, known.end, known.step) == (1, End.FAILED, 9)
-    assert asked(TRAINS, delete()).book(BookName.INFRASTRUCTURE).failures == 0
+    assert (known.counter(FailureKind.INFRASTRUCTURE).failures, known.end, known.step) == (1, End.FAILED, 9)
+    assert asked(TRAINS, delete()).counter(FailureKind.INFRASTRUCTURE).failures == 0
 
 
 def test_a_launch_that_failed_on_a_node_that_died_is_free() -> None:
     failed = came(asked(FRESH, launch()), launch(), LaunchResult((None, WorkerSilent("x"))))
-    assert failed.book(BookName.INFRASTRUCTURE).failures == 1
+    assert failed.counter(FailureKind.INFRASTRUCTURE).failures == 1
     for known in (absorb(failed, node("PREEMPTED")), vanished(failed, name_of(0))):
-        assert (known.book(BookName.INFRASTRUCTURE).failures, known.book(BookName.INFRASTRUCTURE).retry_at) == (0, None)
-    assert absorb(failed, node()).book(BookName.INFRASTRUCTURE).failures == 1
+        assert (
+            known.counter(FailureKind.INFRASTRUCTURE).failures,
+            known.counter(FailureKind.INFRASTRUCTURE).retry_at,
+        ) == (0, None)
+    assert absorb(failed, node()).counter(FailureKind.INFRASTRUCTURE).failures == 1
     whole = came(failed, launch(), LaunchResult((None, None)))
-    assert absorb(whole, node("PREEMPTED")).book(BookName.INFRASTRUCTURE).failures == 1, "a later try served"
+    assert absorb(whole, node("PREEMPTED")).counter(FailureKind.INFRASTRUCTURE).failures == 1, "a later try served"
 
 
 def test_what_a_person_asks_for_is_done_though_the_run_had_finished() -> None:
@@ -242,6 +247,6 @@ def test_what_failed_of_another_job_is_forgotten_though_its_last_run_is_forgotte
     known = asked(FRESH, replace(launch(), job="old"))
     known = replace(known, run=None, books={"infrastructure": FailureCounter(11, 11), "setup": FailureCounter(3, 3)})
     same = asked(known, replace(launch(1), job="old"))
-    assert (same.book(BookName.INFRASTRUCTURE).failures, same.book(BookName.SETUP).failures) == (11, 3)
+    assert (same.counter(FailureKind.INFRASTRUCTURE).failures, same.counter(FailureKind.SETUP).failures) == (11, 3)
     other = asked(known, replace(launch(1), job="new"))
-    assert (other.book(BookName.INFRASTRUCTURE).failures, other.book(BookName.SETUP).failures) == (0, 0)
+    assert (other.counter(FailureKind.INFRASTRUCTURE).failures, other.counter(FailureKind.SETUP).failures) == (0, 0)

@@ -10,7 +10,7 @@ import pytest
 from tests.kits.evidence import NOW, TRAINS, going, intent, launched, memory, name_of, node, past
 from tests.kits.remembering import PLACE, vanished
 from tpucare.model.lifecycles import NodeStatus, RunState
-from tpucare.model.memory import BookName, FailureCounter, NodeMemory, PlaceMemory
+from tpucare.model.memory import FailureCounter, FailureKind, NodeMemory, PlaceMemory
 from tpucare.model.resources import LABEL_NUMBER, LABEL_SLOT, NodeState
 from tpucare.planner.remember import absorb, answered, taken
 
@@ -37,8 +37,8 @@ def test_a_preemption_is_free_and_proves_the_node_dead_for_good(state: NodeState
     told = known.node(name_of(0))
     assert told is not None
     assert told.status is NodeStatus.DEAD
-    assert known.book(BookName.PREEMPTION) == FailureCounter(0, 1, None, f"{name_of(0)} {state.name}")
-    assert absorb(known, node(state)).book(BookName.PREEMPTION).total == 1
+    assert known.counter(FailureKind.PREEMPTION) == FailureCounter(0, 1, None, f"{name_of(0)} {state.name}")
+    assert absorb(known, node(state)).counter(FailureKind.PREEMPTION).total == 1
 
 
 @pytest.mark.parametrize("state", [NodeState.READY, NodeState.REPAIRING, NodeState.CREATING, NodeState.RESTARTING])
@@ -48,7 +48,7 @@ def test_a_node_that_was_shown_dead_and_is_listed_alive_again_proves_nothing_any
         known = absorb(known, node(shown))
         (told,) = known.nodes
         assert (told.status, told.may_be_training, told.serves) == (NodeStatus.REVIVED, True, False)
-    assert known.book(BookName.PREEMPTION).total == 1
+    assert known.counter(FailureKind.PREEMPTION).total == 1
 
 
 @pytest.mark.parametrize("state", [NodeState.DELETING, NodeState.STOPPED, NodeState.UNKNOWN, NodeState.HIDDEN])
@@ -63,7 +63,7 @@ def test_a_node_that_somebody_took_is_in_doubt_until_it_is_gone_or_given_back() 
     assert (told.status, told.may_be_training, told.serves) == (NodeStatus.TAKEN, True, False)
     assert (known.creates, known.ours) == ((), ())
     assert vanished(known, name_of(0)).nodes == ()
-    assert vanished(known, name_of(0)).book(BookName.PREEMPTION).total == 0, "whose end it is, is theirs to count"
+    assert vanished(known, name_of(0)).counter(FailureKind.PREEMPTION).total == 0, "whose end it is, is theirs to count"
     (back,) = absorb(known, node()).nodes
     assert (back.status, back.serves) == (NodeStatus.LIVE, True)
 
@@ -95,9 +95,9 @@ def test_gone_ends_the_run_and_books_what_nobody_asked_for() -> None:
     assert known.run is not None
     assert known.run.state is RunState.ENDED
     assert not known.restart_asked
-    assert known.book(BookName.PREEMPTION).total == 1
+    assert known.counter(FailureKind.PREEMPTION).total == 1
     ours = vanished(memory(launched(delete=going(NOW))), name_of(0))
-    assert ours.book(BookName.PREEMPTION).total == 0
+    assert ours.counter(FailureKind.PREEMPTION).total == 0
     assert vanished(memory(), "other") == memory()
 
 

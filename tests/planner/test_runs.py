@@ -86,7 +86,7 @@ RUNS = [
     ),
     case("partial launch", evidence(seen(node(), (running(), QUIET))), PARTIAL, "Stop infrastructure"),
     case(
-        "partial launch that is in a book already",
+        "partial launch that is counted already",
         evidence(seen(node(), (running(), QUIET))),
         memory(launched(), run=run(state=RunState.LAUNCHING, launch_book="infrastructure")),
         "Stop",
@@ -131,7 +131,7 @@ RUNS = [
         "Record run progressed",
     ),
     case(
-        "setup served: its book begins anew",
+        "setup served: its failures begin anew",
         evidence(seen(node(), running())),
         replace(TRAINS, books={"setup": FailureCounter(3, 3)}),
         "Record setup done",

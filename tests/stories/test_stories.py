@@ -17,7 +17,7 @@ from tests.kits.harness import EU, US, Daemon, place
 from tpucare.engine.engine import Settings
 from tpucare.model.actions import Wait
 from tpucare.model.causes import Cause
-from tpucare.model.memory import BookName, DesiredState, End
+from tpucare.model.memory import DesiredState, End, FailureKind
 from tpucare.model.resources import Care, NodeRequest, NodeState, OnSuccess, Operation, Provisioning
 from tpucare.model.runs import Failure
 from tpucare.planner import desired_state as wishes
@@ -51,7 +51,7 @@ def test_a_preempted_node_returns_when_capacity_does(daemon: Daemon) -> None:
     daemon.run(minutes=20)
     assert daemon.trains("pod-0")
     assert daemon.memory("pod-0").attempts == 2
-    assert daemon.memory("pod-0").book(BookName.PREEMPTION).total == 1
+    assert daemon.memory("pod-0").counter(FailureKind.PREEMPTION).total == 1
     daemon.check()
 
 
@@ -88,7 +88,7 @@ def test_a_quota_of_exactly_one_slice_is_asked_for_again_the_instant_it_is_free(
     daemon.care_for("pod")
     daemon.run(minutes=15)
     daemon.zone.world.operator.preempt("pod-0", daemon.clock.true_now())
-    daemon.run_until(lambda: daemon.memory("pod-0").book(BookName.PREEMPTION).total == 1, minutes=10)
+    daemon.run_until(lambda: daemon.memory("pod-0").counter(FailureKind.PREEMPTION).total == 1, minutes=10)
     daemon.run_until(lambda: not daemon.zone.nodes("pod-0-a0"), minutes=10)
     gone_at = daemon.clock.seconds
     daemon.run_until(lambda: bool(daemon.zone.nodes("pod-0-a")), minutes=5)
@@ -549,7 +549,7 @@ def test_exit_0_under_a_preemption_notice_is_not_success(tmp_path: Path) -> None
     worker.run.signalled = True
     daemon.run(minutes=20)
     assert daemon.memory("pod-0").end is End.NONE
-    assert daemon.memory("pod-0").book(BookName.INFRASTRUCTURE).total == 1
+    assert daemon.memory("pod-0").counter(FailureKind.INFRASTRUCTURE).total == 1
     assert daemon.trains("pod-0")
     daemon.check()
 
@@ -575,8 +575,8 @@ def test_a_failing_setup_goes_into_its_own_book(tmp_path: Path) -> None:
     daemon.care_for("pod", care=Care(setup_budget=2))
     daemon.run(hours=3)
     assert daemon.memory("pod-0").end is End.FAILED
-    assert daemon.memory("pod-0").book(BookName.SETUP).total == 3
-    assert daemon.memory("pod-0").book(BookName.CRASH).total == 0
+    assert daemon.memory("pod-0").counter(FailureKind.SETUP).total == 3
+    assert daemon.memory("pod-0").counter(FailureKind.CRASH).total == 0
 
 
 def test_a_stalled_run_is_relaunched_and_the_second_time_gets_a_new_node(tmp_path: Path) -> None:
@@ -587,7 +587,7 @@ def test_a_stalled_run_is_relaunched_and_the_second_time_gets_a_new_node(tmp_pat
     script.stands_still.add("pod-0")
     daemon.run(minutes=60)
     script.stands_still.clear()
-    assert daemon.memory("pod-0").book(BookName.STALL).total >= 1
+    assert daemon.memory("pod-0").counter(FailureKind.STALL).total >= 1
     daemon.run(minutes=40)
     assert daemon.trains("pod-0")
     daemon.check()

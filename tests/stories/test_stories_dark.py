@@ -12,7 +12,7 @@ from tests.kits.field import named
 from tests.kits.harness import EU, US, Daemon, place
 from tpucare.adapters.google.classify import Where, classify
 from tpucare.model.actions import Wait
-from tpucare.model.memory import BookName, DesiredState, End
+from tpucare.model.memory import DesiredState, End, FailureKind
 from tpucare.model.resources import Care
 from tpucare.model.runs import Failure
 from tpucare.planner import desired_state as wishes
@@ -262,7 +262,7 @@ def test_a_run_that_crashes_while_the_api_tells_nothing_is_launched_again_on_its
     daemon.run(hours=1)
     assert daemon.trains("pod-0")
     assert daemon.launcher.launches == ["pod-0-a0.1", "pod-0-a0.2"]
-    assert daemon.memory("pod-0").book(BookName.CRASH).total == 1
+    assert daemon.memory("pod-0").counter(FailureKind.CRASH).total == 1
     daemon.check()
 
 

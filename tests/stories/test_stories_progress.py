@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.kits.harness import Daemon, place
-from tpucare.model.memory import BookName
+from tpucare.model.memory import FailureKind
 from tpucare.model.runs import WorkerReport
 from tpucare.testbed.simulation.machines import Script, SimulatedRun, SimulatedWorker
 from tpucare.testbed.simulation.workers import VirtualLauncher
@@ -22,7 +22,7 @@ def hang(daemon: Daemon, slot: str = "pod-0") -> None:
 
 
 def stalls(daemon: Daemon, slot: str = "pod-0") -> int:
-    return daemon.memory(slot).book(BookName.STALL).total
+    return daemon.memory(slot).counter(FailureKind.STALL).total
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from tpucare.integrations.wandb import rules as sweeps_plan
 from tpucare.model.actions import Fact, FetchHostKeys, Record, Wait
 from tpucare.model.causes import Cause, Reason
 from tpucare.model.lifecycles import NodeStatus
-from tpucare.model.memory import BookName, Memory, Refusal
+from tpucare.model.memory import FailureKind, Memory, Refusal
 from tpucare.model.resources import (
     DEAD_STATES,
     LABEL_FLEET,
@@ -272,7 +272,7 @@ def _forget_pins_unvouched(patch: pytest.MonkeyPatch) -> None:
 
 
 def _fail_at_a_stall(seen: Any, memory: Any, past: Any, cause: Cause, why: str, lasted: timedelta) -> Any:
-    return ending(seen, memory, cause, why, BookName.STALL, gives_up=True, stacks=True, lasted=lasted)
+    return ending(seen, memory, cause, why, FailureKind.STALL, gives_up=True, stacks=True, lasted=lasted)
 
 
 def _tell_no_person(patch: pytest.MonkeyPatch) -> None:

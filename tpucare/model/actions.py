@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from tpucare.model.causes import Cause, Reason
 from tpucare.model.errors import NodeGone
-from tpucare.model.memory import BookName, End
+from tpucare.model.memory import End, FailureKind
 from tpucare.model.resources import NodeKey, Operation, Place
 from tpucare.model.runs import LaunchResult
 
@@ -113,7 +113,7 @@ class Delete:
     `quiet`: every worker answered "no run, chips free", so an accepted delete proves that nothing trains there.
     `unanswered`: its workers never answered. `held`: what is not ours held its chips before any launch. Twice in a row
     blocks the place.
-    `book`, `advanced`, `gives_up`, `step`, `checkpoint`: as of a Stop, for a run that goes with its node.
+    `failure`, `advanced`, `gives_up`, `step`, `checkpoint`: as of a Stop, for a run that goes with its node.
     `lasted`: for how long, in observed time, what it is judged for had lasted. `again`: it was asked for before.
     """
 
@@ -126,7 +126,7 @@ class Delete:
     quiet: bool = False
     unanswered: bool = False
     held: bool = False
-    book: BookName | None = None
+    failure: FailureKind | None = None
     advanced: bool = False
     gives_up: bool = False
     step: int | None = None
@@ -159,7 +159,7 @@ class Launch:
 @dataclass(frozen=True, slots=True)
 class Stop:
     """
-    End whatever runs on the workers that answer, and book why (`book` None: free).
+    End all runs on the workers that answer. `failure`: the counter that this stop adds to; None: no counter.
 
     `advanced`: the run got further than any before it, so its failure is the first of a row.
     `served`: the run ended well, so every row of failures is over.
@@ -172,7 +172,7 @@ class Stop:
     token: str
     cause: Cause
     why: str
-    book: BookName | None = None
+    failure: FailureKind | None = None
     advanced: bool = False
     served: bool = False
     gives_up: bool = False

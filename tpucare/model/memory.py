@@ -39,8 +39,8 @@ class DesiredState(StrEnum):
     DOWN = "down"
 
 
-class BookName(StrEnum):
-    """Failures are booked apart, each with a budget and a backoff of its own; preemption is free."""
+class FailureKind(StrEnum):
+    """One counter each, with a budget and a backoff of its own; a preemption has neither."""
 
     PREEMPTION = "preemption"
     INFRASTRUCTURE = "infrastructure"
@@ -50,7 +50,7 @@ class BookName(StrEnum):
 
 
 # Rows that end where a run gets further than any before it; those of setup end with a setup that serves.
-ENDED_BY_PROGRESS = (BookName.INFRASTRUCTURE, BookName.CRASH, BookName.STALL)
+ENDED_BY_PROGRESS = (FailureKind.INFRASTRUCTURE, FailureKind.CRASH, FailureKind.STALL)
 
 
 class End(StrEnum):
@@ -71,7 +71,7 @@ class FailureCounter:
     reason: str = ""
 
 
-NO_BOOK = FailureCounter()
+NO_FAILURES = FailureCounter()
 
 
 class Refusal(StrEnum):
@@ -287,7 +287,7 @@ class Memory:
     Everything remembered of one slot.
 
     `step_job`: the job whose run told of a step last, as in `RunMemory.job`; `launched_job`: the one that was launched
-    last, whose failures the books hold. `asked_from`: the first create number that
+    last, whose failures `books` counts. `asked_from`: the first create number that
     this store used; None: it used none, or was made by a version that did not keep it. `publishing`: by what
     `plan_trust.publisher_of` names. `round_from`: the first create number of this round over the slot's places
     (`placement.by_turn`). `shell`: path of the queued resource that the slot's last node came from, which is gone.
@@ -335,11 +335,11 @@ class Memory:
     def has_asked_for(self, number: int) -> bool:
         return self.asked_from is not None and self.asked_from <= number < self.next_number
 
-    def book(self, name: BookName) -> FailureCounter:
-        return self.books.get(name.value, NO_BOOK)
+    def counter(self, kind: FailureKind) -> FailureCounter:
+        return self.books.get(kind.value, NO_FAILURES)
 
-    def with_book(self, name: BookName, book: FailureCounter) -> Memory:
-        return replace(self, books={**self.books, name.value: book})
+    def with_counter(self, kind: FailureKind, counter: FailureCounter) -> Memory:
+        return replace(self, books={**self.books, kind.value: counter})
 
     def place(self, key: str) -> PlaceMemory:
         return self.places.get(key, PlaceMemory())

@@ -14,7 +14,7 @@ from datetime import timedelta
 from types import MappingProxyType
 
 from tpucare.model.evidence import POLL_OPERATION_EVERY
-from tpucare.model.memory import BookName
+from tpucare.model.memory import FailureKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,20 +71,20 @@ def listing_pause(before: float, poll: float, rng: random.Random) -> float:
 
 # --- runs ------------------------------------------------------------------------------------------------------------
 
-BOOK_BACKOFF: Mapping[BookName, Backoff | None] = MappingProxyType(
+FAILURE_BACKOFF: Mapping[FailureKind, Backoff | None] = MappingProxyType(
     {
-        BookName.PREEMPTION: None,
-        BookName.INFRASTRUCTURE: Backoff(timedelta(seconds=5), timedelta(minutes=5)),
-        BookName.SETUP: Backoff(timedelta(seconds=30), timedelta(minutes=15)),
-        BookName.CRASH: Backoff(timedelta(seconds=10), timedelta(minutes=15)),
-        BookName.STALL: None,
+        FailureKind.PREEMPTION: None,
+        FailureKind.INFRASTRUCTURE: Backoff(timedelta(seconds=5), timedelta(minutes=5)),
+        FailureKind.SETUP: Backoff(timedelta(seconds=30), timedelta(minutes=15)),
+        FailureKind.CRASH: Backoff(timedelta(seconds=10), timedelta(minutes=15)),
+        FailureKind.STALL: None,
     }
 )
 
 
-def book_cap(name: BookName) -> timedelta:
-    """The longest pause that a book asks for."""
-    backoff = BOOK_BACKOFF[name]
+def failure_backoff_cap(kind: FailureKind) -> timedelta:
+    """The longest pause after a failure of that kind."""
+    backoff = FAILURE_BACKOFF[kind]
     return backoff.cap if backoff is not None else timedelta()
 
 

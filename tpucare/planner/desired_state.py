@@ -14,7 +14,7 @@ from tpucare.model.memory import DesiredState, End, FailureCounter, Memory, Refu
 
 
 def up(memory: Memory) -> Memory:
-    """`apply`: wanted again, from a clean slate of books where the slot had ended or was taken down."""
+    """`apply`: wanted again; where the slot had ended or was taken down, all failures in a row are forgiven."""
     if memory.wish is DesiredState.DOWN or memory.end is not End.NONE:
         memory = retry(memory)
     return replace(memory, wish=DesiredState.UP)
@@ -50,7 +50,7 @@ def retry(memory: Memory) -> Memory:
         )
         for key, place in memory.places.items()
     }
-    books = {name: FailureCounter(total=book.total) for name, book in memory.books.items()}
+    books = {name: FailureCounter(total=counter.total) for name, counter in memory.books.items()}
     run = memory.run
     if run is not None and memory.end is End.DONE:
         # Where its node was kept, a run that finished is over, and not finished once more.

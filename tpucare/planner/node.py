@@ -14,7 +14,7 @@ from tpucare.model.actions import Action, AddSshKey, Delete, EffectKind, Fact, L
 from tpucare.model.causes import Cause, Reason
 from tpucare.model.evidence import Case, Mark, NodeEvidence, latest
 from tpucare.model.lifecycles import CreateState, RunState
-from tpucare.model.memory import BookName, DesiredState, End, Memory, NodeMemory
+from tpucare.model.memory import DesiredState, End, FailureKind, Memory, NodeMemory
 from tpucare.model.resources import PENDING_STATES, USABLE_STATES, NodeKey, NodeState, Slot
 from tpucare.model.runs import Contact
 from tpucare.model.text import length
@@ -292,10 +292,10 @@ def _silence_ends(seen: NodeEvidence, past: NodeMemory, memory: Memory, why: str
     if not past.answered or run is None or run.node != past.name or not run.complete or run.state.is_past:
         return delete
     advanced, far = has_advanced(seen, memory), standing(seen, memory)
-    spent = not advanced and memory.book(BookName.INFRASTRUCTURE).failures >= INFRASTRUCTURE_BUDGET
+    spent = not advanced and memory.counter(FailureKind.INFRASTRUCTURE).failures >= INFRASTRUCTURE_BUDGET
     return replace(
         delete,
-        book=BookName.INFRASTRUCTURE,
+        failure=FailureKind.INFRASTRUCTURE,
         advanced=advanced,
         gives_up=spent,
         step=far.step,

@@ -3,7 +3,7 @@ Where to ask next, how long to stay away from a place that refused, and how many
 
 Pure. Places are asked in rounds: each open one once before any of them again, so that none starves behind others. What
 the declaration prefers (a type and its terms) goes first in a round; of alike places the one not asked for longest.
-Each refusal is booked at its place by the class of the error, and survives restarts in the slot's memory. What an
+Each refusal is recorded at its place by the class of the error, and survives restarts in the slot's memory. What an
 answer means for the node itself is left to `plan`.
 """
 

@@ -14,10 +14,10 @@ from typing import NamedTuple
 from tpucare.model.actions import Delete, EffectKind, GetNode, Stop, Wait
 from tpucare.model.causes import Cause, Reason
 from tpucare.model.evidence import SUPPORTING_OBSERVATIONS, Case, Evidence, Mark, NodeEvidence
-from tpucare.model.memory import BookName, Memory
+from tpucare.model.memory import FailureKind, Memory
 from tpucare.model.resources import Job, NodeKey, Provisioning, Slot
 from tpucare.model.runs import Contact
-from tpucare.planner.backoff import book_cap
+from tpucare.planner.backoff import failure_backoff_cap
 
 ON_DEMAND_SILENCE = timedelta(minutes=30)
 STALL_FACTOR = 10
@@ -133,7 +133,7 @@ def ending(
     memory: Memory,
     cause: Cause,
     why: str,
-    book: BookName | None = None,
+    failure: FailureKind | None = None,
     *,
     then: Reason | None = None,
     gives_up: bool = False,
@@ -151,7 +151,7 @@ def ending(
         token,
         cause,
         why,
-        book,
+        failure,
         advanced=advanced,
         served=served,
         gives_up=gives_up,
@@ -253,10 +253,10 @@ def made_progress_since(seen: NodeEvidence, mark: Mark) -> bool:
 
 
 def backoff_over(case: Case) -> Wait | None:
-    """None when no book asks for patience before the next launch."""
-    for name, book in case.memory.books.items():
-        if not case.timers.passed(book.retry_at, book_cap(BookName(name))):
-            assert book.retry_at is not None
-            why = f"{name} {book.failures} in a row ({book.reason}); next launch at {book.retry_at:%H:%M:%S} UTC"
-            return Wait(Cause.BACKOFF, why)
+    """None when the pause after the last failure of each kind is over."""
+    for name, counter in case.memory.books.items():
+        if not case.timers.passed(counter.retry_at, failure_backoff_cap(FailureKind(name))):
+            assert counter.retry_at is not None
+            row = f"{name} {counter.failures} in a row ({counter.reason})"
+            return Wait(Cause.BACKOFF, f"{row}; next launch at {counter.retry_at:%H:%M:%S} UTC")
     return None

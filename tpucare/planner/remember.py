@@ -44,12 +44,12 @@ from tpucare.model.errors import (
 from tpucare.model.lifecycles import CreateEvent, CreateState, NodeEvent, NodeStatus, RunEvent, RunState
 from tpucare.model.memory import (
     ENDED_BY_PROGRESS,
-    BookName,
     CreateIntent,
     DeleteIntent,
     DesiredState,
     End,
     FailureCounter,
+    FailureKind,
     Memory,
     NodeMemory,
     PlaceMemory,
@@ -69,7 +69,7 @@ from tpucare.model.resources import (
 )
 from tpucare.model.runs import LaunchResult, StopResult
 from tpucare.planner import placement
-from tpucare.planner.backoff import BOOK_BACKOFF, DELETE_AGAIN, DELETE_AGAIN_CAP, MISSING_LOOK_EVERY, RESEND_BACKOFF
+from tpucare.planner.backoff import DELETE_AGAIN, DELETE_AGAIN_CAP, FAILURE_BACKOFF, MISSING_LOOK_EVERY, RESEND_BACKOFF
 
 
 def intend(memory: Memory, action: Action, now: datetime, rng: random.Random) -> Memory:
@@ -118,7 +118,7 @@ def _settle(memory: Memory, action: Record, now: datetime, rng: random.Random) -
         case Fact.FIRST_USE:
             return believed(memory, action.name, Trust.FIRST_USE, action.publisher, now)
         case Fact.SETUP_DONE:
-            return row_over(memory, BookName.SETUP)
+            return row_over(memory, FailureKind.SETUP)
         case Fact.RUN_PROGRESSED:
             if further:
                 memory = progress_over(memory)
@@ -463,7 +463,7 @@ def _of_job(memory: Memory, job: str) -> Memory:
     memory = replace(memory, launched_job=job)
     if not known or known == job:
         return memory
-    for name in BookName:
+    for name in FailureKind:
         memory = row_over(memory, name)
     return replace(
         memory, step=None, checkpoint=None, step_job="", gap_seconds=0.0, last_step=None, last_checkpoint=None
@@ -479,8 +479,8 @@ def intend_stop(memory: Memory, action: Stop, now: datetime, rng: random.Random)
     run = replace(run, stop_why=action.why, stop_cause=action.cause, then_delete=action.then or run.then_delete)
     run = replace(run.after(RunEvent.STOP_ASKED), stops=run.stops + 1)
     memory = far(replace(memory, run=run, restart_asked=False), action.step, action.checkpoint)
-    if action.book is not None:
-        memory = _enter(memory, action.book, action.why, action.advanced, now, rng)
+    if action.failure is not None:
+        memory = _count_failure(memory, action.failure, action.why, action.advanced, now, rng)
         memory = _count_on_node(memory, action)
     if action.served:
         # The next run may begin anew: what this one reached is no measure for it.
@@ -491,10 +491,12 @@ def intend_stop(memory: Memory, action: Stop, now: datetime, rng: random.Random)
 
 
 def with_a_lost_run(memory: Memory, action: Delete, now: datetime, rng: random.Random) -> Memory:
-    """The run goes with its node: what a Stop would book."""
+    """The run goes with its node: count the failure that a Stop would count."""
     memory = _trained(memory, now)
-    if action.book is not None:
-        memory = _enter(far(memory, action.step, action.checkpoint), action.book, action.why, action.advanced, now, rng)
+    if action.failure is not None:
+        memory = _count_failure(
+            far(memory, action.step, action.checkpoint), action.failure, action.why, action.advanced, now, rng
+        )
     if action.gives_up:
         memory = _failed(memory, action, now)
     return memory
@@ -526,16 +528,18 @@ def far(memory: Memory, step: int | None, checkpoint: int | None) -> Memory:
     )
 
 
-def _enter(memory: Memory, name: BookName, why: str, advanced: bool, now: datetime, rng: random.Random) -> Memory:
-    book = memory.book(name)
-    failures = 1 if advanced else book.failures + 1
+def _count_failure(
+    memory: Memory, kind: FailureKind, why: str, advanced: bool, now: datetime, rng: random.Random
+) -> Memory:
+    counter = memory.counter(kind)
+    failures = 1 if advanced else counter.failures + 1
     if advanced:
         memory = replace(memory, failed_since=None)
-    backoff = BOOK_BACKOFF[name]
+    backoff = FAILURE_BACKOFF[kind]
     retry_at = now + backoff.delay(failures, rng) if backoff is not None else None
-    if name is BookName.INFRASTRUCTURE and failures == 1:
+    if kind is FailureKind.INFRASTRUCTURE and failures == 1:
         retry_at = None
-    return memory.with_book(name, FailureCounter(failures, book.total + 1, retry_at, why))
+    return memory.with_counter(kind, FailureCounter(failures, counter.total + 1, retry_at, why))
 
 
 def progress_over(memory: Memory) -> Memory:
@@ -566,19 +570,19 @@ def _trained(memory: Memory, now: datetime) -> Memory:
     return _of_served(memory)
 
 
-def row_over(memory: Memory, name: BookName) -> Memory:
+def row_over(memory: Memory, kind: FailureKind) -> Memory:
     """It went well once: the next failure is the first of a row again."""
-    book = memory.book(name)
-    return memory.with_book(name, replace(book, failures=0, retry_at=None)) if book.failures else memory
+    counter = memory.counter(kind)
+    return memory.with_counter(kind, replace(counter, failures=0, retry_at=None)) if counter.failures else memory
 
 
 def _count_on_node(memory: Memory, action: Stop) -> Memory:
     past = memory.node(action.key.name)
     if past is None:
         return memory
-    if action.book is BookName.STALL:
+    if action.failure is FailureKind.STALL:
         return memory.with_node(replace(past, stalls=1 if action.advanced else past.stalls + 1))
-    if action.book is BookName.INFRASTRUCTURE:
+    if action.failure is FailureKind.INFRASTRUCTURE:
         count = 1 if action.advanced else past.infrastructure + 1
         return memory.with_node(replace(past, infrastructure=count))
     return memory
@@ -607,9 +611,9 @@ def after_launch(
     errors = [e for e in result.workers if e is not None] if isinstance(result, LaunchResult) else [error]
     reason = next((str(e) for e in errors if e is not None), "launch failed")
     human = any(isinstance(e, CommandFailed | ConfigError) for e in errors)
-    book = BookName.SETUP if human else BookName.INFRASTRUCTURE
-    memory = replace(memory, run=replace(run, launch_book=book.value))
-    return _enter(memory, book, reason, advanced=False, now=now, rng=rng)
+    kind = FailureKind.SETUP if human else FailureKind.INFRASTRUCTURE
+    memory = replace(memory, run=replace(run, launch_book=kind.value))
+    return _count_failure(memory, kind, reason, advanced=False, now=now, rng=rng)
 
 
 def after_stop(memory: Memory, action: Stop, result: object) -> Memory:
@@ -706,17 +710,17 @@ def number_after(memory: Memory, name: str) -> Memory:
 
 
 def _preempted(memory: Memory, name: str, what: str) -> Memory:
-    """The node was lost. A launch that failed on it meanwhile was the cloud's doing, and is free of any book."""
-    book = memory.book(BookName.PREEMPTION)
-    book = replace(book, total=book.total + 1, reason=f"{name} {what}")
-    memory = memory.with_book(BookName.PREEMPTION, book)
+    """The node was lost. A launch that failed on it meanwhile was the cloud's doing, and counts as no failure."""
+    counter = memory.counter(FailureKind.PREEMPTION)
+    counter = replace(counter, total=counter.total + 1, reason=f"{name} {what}")
+    memory = memory.with_counter(FailureKind.PREEMPTION, counter)
     run = memory.run
     if run is None or run.node != name or not run.launch_book:
         return memory
-    entered = BookName(run.launch_book)
-    book = memory.book(entered)
-    book = replace(book, failures=max(0, book.failures - 1), total=max(0, book.total - 1), retry_at=None)
-    return replace(memory.with_book(entered, book), run=replace(run, launch_book=""))
+    kind = FailureKind(run.launch_book)
+    counter = memory.counter(kind)
+    counter = replace(counter, failures=max(0, counter.failures - 1), total=max(0, counter.total - 1), retry_at=None)
+    return replace(memory.with_counter(kind, counter), run=replace(run, launch_book=""))
 
 
 def answered(memory: Memory, name: str) -> Memory:

@@ -15,7 +15,7 @@ from tpucare.model.actions import Action, EffectKind, Fact, Launch, Notice, Reco
 from tpucare.model.causes import Cause, Reason
 from tpucare.model.evidence import SUPPORTING_OBSERVATIONS, Case, Mark, NodeEvidence, Timers, latest
 from tpucare.model.lifecycles import RunState
-from tpucare.model.memory import ENDED_BY_PROGRESS, BookName, End, Memory, NodeMemory, RunMemory
+from tpucare.model.memory import ENDED_BY_PROGRESS, End, FailureKind, Memory, NodeMemory, RunMemory
 from tpucare.model.resources import OnExit, OnSuccess, Provisioning, Slot
 from tpucare.model.runs import Failure, NodeReport, Phase, WorkerReport
 from tpucare.model.text import length
@@ -126,15 +126,15 @@ def _decide_incomplete(case: Case, seen: NodeEvidence) -> Action:
     holding = [worker for worker in seen.report.workers if worker.token == run.token]
     if len(holding) == len(seen.report.workers):
         return Record(Fact.RUN_COMPLETE, "every worker has it", name=seen.node.name, token=run.token)
-    book = case.memory.book(BookName.SETUP)
-    if book.failures > case.slot.care.setup_budget:
-        why = f"it cannot be launched: {book.reason}"
+    counter = case.memory.counter(FailureKind.SETUP)
+    if counter.failures > case.slot.care.setup_budget:
+        why = f"it cannot be launched: {counter.reason}"
         return ending(seen, case.memory, Cause.LAUNCH_FAILED, why, gives_up=True)
     if holding or not quiet(seen):
         why = f"only {len(holding)} of {len(seen.report.workers)} workers took the run"
         # A launch that is known to have failed is entered already.
-        book_name = None if run.launch_book else BookName.INFRASTRUCTURE
-        return ending(seen, case.memory, Cause.LAUNCH_INCOMPLETE, why, book_name)
+        kind = None if run.launch_book else FailureKind.INFRASTRUCTURE
+        return ending(seen, case.memory, Cause.LAUNCH_INCOMPLETE, why, kind)
     if case.slot.job is None:
         return without_job(case.slot, "the node is kept")
     if wait := backoff_over(case):
@@ -174,7 +174,7 @@ def decide_living(case: Case, seen: NodeEvidence, past: NodeMemory) -> Action:
             return ending(seen, case.memory, Cause.UNHEALTHY, why, then=Reason.JUDGED, lasted=limit)
     if action := _end_of_day(case, seen, past):
         return action
-    if case.memory.book(BookName.SETUP).failures and seen.report is not None and past_setup(seen.report.workers):
+    if case.memory.counter(FailureKind.SETUP).failures and seen.report is not None and past_setup(seen.report.workers):
         return Record(Fact.SETUP_DONE, "setup served on every worker: its failures begin anew", seen.node.name)
     if seen.progress.signals >= 2 and not run.progressed:
         return _progressed(seen, case.memory, "the run makes progress")
@@ -207,7 +207,7 @@ def got_further(seen: NodeEvidence, memory: Memory) -> bool:
 def is_row_open(memory: Memory) -> bool:
     if memory.failed_since is not None:
         return True
-    return bool(memory.books) and any(memory.book(name).failures for name in ENDED_BY_PROGRESS)
+    return bool(memory.books) and any(memory.counter(name).failures for name in ENDED_BY_PROGRESS)
 
 
 def _progressed(seen: NodeEvidence, memory: Memory, why: str) -> Record:
@@ -238,9 +238,7 @@ def _overdue_phase(case: Case, seen: NodeEvidence) -> Action | None:
     if phases & {Phase.FETCH, Phase.SETUP, Phase.NONE} and case.timers.lasted(
         seen.phase_since, case.slot.care.setup_timeout
     ):
-        return booked(
-            seen, case.memory, Cause.SETUP_TIMEOUT, "setup does not end", BookName.SETUP, case.slot.care.setup_budget
-        )
+        return failure_ending(case, seen, Cause.SETUP_TIMEOUT, "setup does not end", FailureKind.SETUP)
     return None
 
 
@@ -297,13 +295,13 @@ def _wait_for_the_next(seen: NodeEvidence, first: Mark | None) -> timedelta:
 
 def _stall(seen: NodeEvidence, memory: Memory, past: NodeMemory, cause: Cause, why: str, lasted: timedelta) -> Action:
     if has_advanced(seen, memory):
-        return ending(seen, memory, cause, why, BookName.STALL, advanced=True, stacks=True, lasted=lasted)
-    if memory.book(BookName.STALL).failures >= STALL_BUDGET:
-        return ending(seen, memory, cause, why, BookName.STALL, gives_up=True, stacks=True, lasted=lasted)
+        return ending(seen, memory, cause, why, FailureKind.STALL, advanced=True, stacks=True, lasted=lasted)
+    if memory.counter(FailureKind.STALL).failures >= STALL_BUDGET:
+        return ending(seen, memory, cause, why, FailureKind.STALL, gives_up=True, stacks=True, lasted=lasted)
     if past.stalls >= 1 and not keeps_node(seen):
         text = f"{why}, for the second time on this node"
-        return ending(seen, memory, cause, text, BookName.STALL, then=Reason.JUDGED, stacks=True, lasted=lasted)
-    return ending(seen, memory, cause, why, BookName.STALL, stacks=True, lasted=lasted)
+        return ending(seen, memory, cause, text, FailureKind.STALL, then=Reason.JUDGED, stacks=True, lasted=lasted)
+    return ending(seen, memory, cause, why, FailureKind.STALL, stacks=True, lasted=lasted)
 
 
 def _end_of_day(case: Case, seen: NodeEvidence, past: NodeMemory) -> Action | None:
@@ -378,12 +376,12 @@ def _decide_living_rest(case: Case, seen: NodeEvidence) -> Action:
 
 def infrastructure(seen: NodeEvidence, memory: Memory, cause: Cause, why: str) -> Action:
     past, advanced = memory.node(seen.node.name), has_advanced(seen, memory)
-    if not advanced and memory.book(BookName.INFRASTRUCTURE).failures >= INFRASTRUCTURE_BUDGET:
-        return ending(seen, memory, cause, why, BookName.INFRASTRUCTURE, gives_up=True)
+    if not advanced and memory.counter(FailureKind.INFRASTRUCTURE).failures >= INFRASTRUCTURE_BUDGET:
+        return ending(seen, memory, cause, why, FailureKind.INFRASTRUCTURE, gives_up=True)
     if past is not None and past.infrastructure >= INFRASTRUCTURE_LIMIT and not keeps_node(seen):
         text = f"{why}, {past.infrastructure + 1} times on this node"
-        return ending(seen, memory, cause, text, BookName.INFRASTRUCTURE, then=Reason.JUDGED)
-    return ending(seen, memory, cause, why, BookName.INFRASTRUCTURE, advanced=advanced)
+        return ending(seen, memory, cause, text, FailureKind.INFRASTRUCTURE, then=Reason.JUDGED)
+    return ending(seen, memory, cause, why, FailureKind.INFRASTRUCTURE, advanced=advanced)
 
 
 def _decide_failed(case: Case, seen: NodeEvidence, failed: list[WorkerReport]) -> Action:
@@ -405,25 +403,28 @@ def _decide_failed(case: Case, seen: NodeEvidence, failed: list[WorkerReport]) -
     if kinds & {Failure.FETCH, Failure.SETUP, Failure.SECRET_MISSING, Failure.DISK_FULL} or any(
         worker.phase in (Phase.FETCH, Phase.SETUP) for worker in failed
     ):
-        return booked(seen, case.memory, Cause.SETUP_FAILED, text, BookName.SETUP, case.slot.care.setup_budget)
-    return booked(seen, case.memory, Cause.CRASHED, text, BookName.CRASH, case.slot.care.crash_budget)
+        return failure_ending(case, seen, Cause.SETUP_FAILED, text, FailureKind.SETUP)
+    return failure_ending(case, seen, Cause.CRASHED, text, FailureKind.CRASH)
 
 
 def _decide_dirty(case: Case, seen: NodeEvidence) -> Action:
     """A new node; but where new nodes do not help either, it is the job that finds no TPU, and its budget counts."""
     text = "the host is dirty: device busy, or no TPU found"
-    if case.memory.book(BookName.INFRASTRUCTURE).failures < INFRASTRUCTURE_LIMIT:
-        return ending(seen, case.memory, Cause.DIRTY_HOST, text, BookName.INFRASTRUCTURE, then=Reason.DEAD)
-    if case.memory.book(BookName.CRASH).failures >= case.slot.care.crash_budget:
+    if case.memory.counter(FailureKind.INFRASTRUCTURE).failures < INFRASTRUCTURE_LIMIT:
+        return ending(seen, case.memory, Cause.DIRTY_HOST, text, FailureKind.INFRASTRUCTURE, then=Reason.DEAD)
+    if case.memory.counter(FailureKind.CRASH).failures >= case.slot.care.crash_budget:
         text = f"{text}, on node after node"
-        return ending(seen, case.memory, Cause.DIRTY_HOST, text, BookName.CRASH, gives_up=True)
-    return ending(seen, case.memory, Cause.DIRTY_HOST, text, BookName.CRASH, then=Reason.DEAD)
+        return ending(seen, case.memory, Cause.DIRTY_HOST, text, FailureKind.CRASH, gives_up=True)
+    return ending(seen, case.memory, Cause.DIRTY_HOST, text, FailureKind.CRASH, then=Reason.DEAD)
 
 
-def booked(seen: NodeEvidence, memory: Memory, cause: Cause, why: str, book: BookName, budget: int) -> Action:
-    advanced = has_advanced(seen, memory) and book is BookName.CRASH
-    failures = 1 if advanced else memory.book(book).failures + 1
-    return ending(seen, memory, cause, why, book, gives_up=failures > budget, advanced=advanced)
+def failure_ending(case: Case, seen: NodeEvidence, cause: Cause, why: str, kind: FailureKind) -> Action:
+    """A Stop that counts a failure of *kind* (SETUP or CRASH); beyond its budget the slot fails."""
+    care = case.slot.care
+    budget = care.setup_budget if kind is FailureKind.SETUP else care.crash_budget
+    advanced = kind is FailureKind.CRASH and has_advanced(seen, case.memory)
+    failures = 1 if advanced else case.memory.counter(kind).failures + 1
+    return ending(seen, case.memory, cause, why, kind, gives_up=failures > budget, advanced=advanced)
 
 
 def _decide_success(case: Case, seen: NodeEvidence) -> Action:
@@ -495,7 +496,7 @@ def decide_foreign(case: Case, seen: NodeEvidence, past: NodeMemory) -> Action:
     failed = [worker for worker in workers if worker.exit_status not in (None, 0)]
     if failed:
         return _decide_failed_setup(case, seen, failed[0])
-    if case.memory.book(BookName.SETUP).failures and past_setup(workers):
+    if case.memory.counter(FailureKind.SETUP).failures and past_setup(workers):
         return Record(Fact.SETUP_DONE, "setup served on every worker: its failures begin anew", seen.node.name)
     if run.state is not RunState.OVER and (action := _decide_rebooted(case, seen)):
         return action
@@ -520,7 +521,7 @@ def _decide_failed_setup(case: Case, seen: NodeEvidence, worst: WorkerReport) ->
         why = f"setup failed; checking for a preemption before it counts ({worst.detail})"
         return Wait(Cause.SETUP_FAILED, why)
     text = worst.detail or f"setup exited with {worst.exit_status}"
-    return booked(seen, case.memory, Cause.SETUP_FAILED, text, BookName.SETUP, case.slot.care.setup_budget)
+    return failure_ending(case, seen, Cause.SETUP_FAILED, text, FailureKind.SETUP)
 
 
 def _decide_rebooted(case: Case, seen: NodeEvidence) -> Action | None:
@@ -544,7 +545,7 @@ def _decide_foreign_end(case: Case, seen: NodeEvidence) -> Action:
     if not case.timers.lasted(seen.ended_since, GONE_IS_SURE_AFTER, observations=1):
         return Wait(Cause.FOREIGN_RUN_ENDED, "nothing of its run lives; looking once more")
     if on_exit is OnExit.RESTART:
-        return booked(seen, case.memory, Cause.FOREIGN_RUN_ENDED, why, BookName.CRASH, case.slot.care.crash_budget)
+        return failure_ending(case, seen, Cause.FOREIGN_RUN_ENDED, why, FailureKind.CRASH)
     far, name = standing(seen, case.memory), seen.node.name
     if on_exit is OnExit.DELETE:
         return Record(

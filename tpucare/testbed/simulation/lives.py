@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from tpucare.model.memory import BookName, Memory
+from tpucare.model.memory import FailureKind, Memory
 from tpucare.model.resources import Care
 from tpucare.planner.predicates import INFRASTRUCTURE_BUDGET
 from tpucare.planner.run import STALL_BUDGET
@@ -20,13 +20,13 @@ from tpucare.testbed.simulation.machines import RunEnd, RunMark
 ADVANCES_AFTER = 3600.0
 """A run that lived this long in seconds, and two probes, and got further than any before it has advanced."""
 
-# What may count for which book: a run that stood still was stopped for it, and anything may interrupt one.
-_COUNTS: Mapping[BookName, frozenset[RunEnd]] = MappingProxyType(
+# What may count as which failure: a run that stood still was stopped for it, and anything may interrupt one.
+_COUNTS: Mapping[FailureKind, frozenset[RunEnd]] = MappingProxyType(
     {
-        BookName.CRASH: frozenset({RunEnd.FAILED}),
-        BookName.SETUP: frozenset({RunEnd.FAILED, RunEnd.STOPPED}),
-        BookName.STALL: frozenset({RunEnd.STOOD_STILL}),
-        BookName.INFRASTRUCTURE: frozenset(RunEnd),
+        FailureKind.CRASH: frozenset({RunEnd.FAILED}),
+        FailureKind.SETUP: frozenset({RunEnd.FAILED, RunEnd.STOPPED}),
+        FailureKind.STALL: frozenset({RunEnd.STOOD_STILL}),
+        FailureKind.INFRASTRUCTURE: frozenset(RunEnd),
     }
 )
 
@@ -117,17 +117,17 @@ class Lives:
     def wronged(self, slot: str, memory: Memory, care: Care) -> str | None:
         """Why a slot that is given up with that *memory* should not have been; None: it was its own doing."""
         budgets = {
-            BookName.CRASH: care.crash_budget,
-            BookName.SETUP: care.setup_budget,
-            BookName.STALL: STALL_BUDGET,
-            BookName.INFRASTRUCTURE: INFRASTRUCTURE_BUDGET,
+            FailureKind.CRASH: care.crash_budget,
+            FailureKind.SETUP: care.setup_budget,
+            FailureKind.STALL: STALL_BUDGET,
+            FailureKind.INFRASTRUCTURE: INFRASTRUCTURE_BUDGET,
         }
-        spent = [book for book, budget in budgets.items() if memory.book(book).failures > budget]
+        spent = [kind for kind, budget in budgets.items() if memory.counter(kind).failures > budget]
         if not spent:
             return "no budget is spent"
         row = self._rows.get(slot) or _Row(self._advances_after)
-        counts = {book: row.count(_COUNTS[book]) for book in spent}
-        if any(count >= budgets[book] for book, count in counts.items()):
+        counts = {kind: row.count(_COUNTS[kind]) for kind in spent}
+        if any(count >= budgets[kind] for kind, count in counts.items()):
             return None
-        told = ", ".join(f"{count} of {budgets[book]} for {book.value}" for book, count in counts.items())
+        told = ", ".join(f"{count} of {budgets[kind]} for {kind.value}" for kind, count in counts.items())
         return f"since a run of it advanced so many ended by themselves: {told}"

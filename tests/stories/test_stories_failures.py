@@ -10,7 +10,7 @@ import pytest
 
 from tests.kits.harness import Daemon, place, slots_of
 from tpucare.model.causes import Cause
-from tpucare.model.memory import BookName, End
+from tpucare.model.memory import End, FailureKind
 from tpucare.model.resources import LABEL_OWNER, Care, OnSuccess, Provisioning
 from tpucare.model.runs import Failure, NodeReport, ProbeOrder
 from tpucare.planner import desired_state as wishes
@@ -46,8 +46,8 @@ def test_stalls_that_lie_far_apart_are_no_row(tmp_path: Path) -> None:
         for worker in daemon.launcher.of_node(*daemon.node_of("pod-0").key):
             daemon.launcher.hang(worker)
         daemon.run(minutes=45)
-    book = daemon.memory("pod-0").book(BookName.STALL)
-    assert (book.total, daemon.memory("pod-0").end) == (8, End.NONE)
+    counter = daemon.memory("pod-0").counter(FailureKind.STALL)
+    assert (counter.total, daemon.memory("pod-0").end) == (8, End.NONE)
 
 
 def test_crashes_between_successes_are_no_row(tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_crashes_between_successes_are_no_row(tmp_path: Path) -> None:
         end_all(daemon)
         daemon.run(minutes=30)
     memory = daemon.memory("pod-0")
-    assert (memory.book(BookName.CRASH).total, memory.end) == (4, End.NONE)
+    assert (memory.counter(FailureKind.CRASH).total, memory.end) == (4, End.NONE)
 
 
 def test_what_an_older_experiment_reached_is_no_measure_for_the_next(tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_what_an_older_experiment_reached_is_no_measure_for_the_next(tmp_path: P
         end_all(daemon)
         daemon.run(minutes=2)
     memory = daemon.memory("pod-0")
-    assert (memory.end, memory.book(BookName.CRASH).failures <= 1) == (End.NONE, True)
+    assert (memory.end, memory.counter(FailureKind.CRASH).failures <= 1) == (End.NONE, True)
     assert memory.step is not None
     assert memory.step < 3600
 
@@ -106,10 +106,10 @@ def test_an_hour_of_bad_spot_is_no_row_of_a_job_that_tells_no_step(tmp_path: Pat
     end_all(daemon, None)
     daemon.run(minutes=10)
     memory = daemon.memory("pod-0")
-    assert memory.book(BookName.INFRASTRUCTURE).failures <= 2
+    assert memory.counter(FailureKind.INFRASTRUCTURE).failures <= 2
     assert daemon.trains("pod-0")
     daemon.run(minutes=70)
-    assert daemon.memory("pod-0").book(BookName.INFRASTRUCTURE).failures == 0, "it lives for an hour"
+    assert daemon.memory("pod-0").counter(FailureKind.INFRASTRUCTURE).failures == 0, "it lives for an hour"
 
 
 def test_a_job_that_cuts_off_its_own_nodes_fails_in_the_end(tmp_path: Path) -> None:
