@@ -11,7 +11,7 @@ from tpucare.model.actions import Action, Create, Delete, GetNode, GetOperation,
 from tpucare.model.causes import Cause, Reason
 from tpucare.model.lifecycles import CreateState
 from tpucare.model.memory import Memory
-from tpucare.planner.remember import gone, intend, remember
+from tpucare.planner.remember import forget_node, intend, remember
 
 PLACE = place().key
 RNG = random.Random(4)
@@ -56,4 +56,4 @@ def came(known: Memory, action: Action, result: object = None, error: Exception 
 
 
 def vanished(known: Memory, name: str) -> Memory:
-    return gone(known, name, NOW, RNG)
+    return forget_node(known, name, NOW, RNG)

@@ -44,7 +44,7 @@ from tpucare.model.lifecycles import RunState
 from tpucare.model.memory import FailureCounter
 from tpucare.model.resources import OnSuccess, Provisioning
 from tpucare.model.runs import Failure, Phase
-from tpucare.planner.remember import taken
+from tpucare.planner.remember import mark_taken
 
 FINISHED = memory(launched(), run=run(state=RunState.FINISHED))
 EXITS = [
@@ -161,7 +161,12 @@ EXITS = [
     case("noted, and its node is gone", evidence(), replace(FINISHED, nodes=()), "Record ended"),
     # A finished run was forgotten with a node that another owner took, and trained once more. A run that is noted as
     # finished stays so, whatever becomes of its node.
-    case("noted, and somebody took its node", evidence(foreign=(node(),)), taken(FINISHED, name_of(0)), "Record ended"),
+    case(
+        "noted, and somebody took its node",
+        evidence(foreign=(node(),)),
+        mark_taken(FINISHED, name_of(0)),
+        "Record ended",
+    ),
     case(
         "noted, and a worker is silent for a minute",
         evidence(seen(node(), (ended(0), SILENT), silent_since=ago(61), silent_probes=9)),

@@ -30,16 +30,16 @@ from tpucare.model.resources import Place, Provisioning
 from tpucare.planner.placement import (
     Choice,
     CreateBudget,
-    acquitted,
-    asked,
-    blocked,
-    by_turn,
-    came_up,
-    choose,
+    block_place,
+    choose_place,
+    end_quota_refusal,
+    end_refusals,
     holds_quota,
-    quota_granted,
-    refused,
-    succeeded,
+    in_turn,
+    record_create,
+    record_node_up,
+    record_refusal,
+    reset_unanswered,
 )
 
 FIRST, SECOND = place(US), place(EU)
@@ -54,11 +54,11 @@ def remembering(*pasts: tuple[Place, PlaceMemory]) -> Memory:
 
 
 def chosen(known: Memory, what: Evidence | None = None, *places: Place) -> Choice:
-    return choose(Case(slot(*(places or (FIRST, SECOND))), what or evidence(), known, Timers(HERE)))
+    return choose_place(Case(slot(*(places or (FIRST, SECOND))), what or evidence(), known, Timers(HERE)))
 
 
 def turned_down(error: CloudError, past: PlaceMemory = NOTHING, *, held: bool = False) -> PlaceMemory:
-    return refused(past, error, held=held, now=NOW, rng=RNG)
+    return record_refusal(past, error, held=held, now=NOW, rng=RNG)
 
 
 # --- which place -----------------------------------------------------------------------------------------------------
@@ -84,7 +84,7 @@ def test_the_first_place_in_order_that_may_be_asked() -> None:
 def test_of_alike_places_the_one_not_asked_for_longest_goes_first(asked: list[int], round_from: int, want: str) -> None:
     alike = [place(f"us-central1-{letter}") for letter in "abc"]
     pasts = {where.key: PlaceMemory(asked=number) for where, number in zip(alike, asked, strict=True)}
-    turns = by_turn(alike, memory(places=pasts, round_from=round_from))
+    turns = in_turn(alike, memory(places=pasts, round_from=round_from))
     assert "".join(where.zone[-1] for where in turns) == want
 
 
@@ -92,12 +92,12 @@ def test_what_the_declaration_prefers_goes_first_in_each_round_and_what_it_does_
     spot, paid = [place(US), place(EU)], [place(US, Provisioning.ON_DEMAND)]
     known, turns = memory(), []
     for number in range(6):
-        (first, *_) = by_turn([*spot, *paid], known)
-        known = asked(known, first.key, number)
+        (first, *_) = in_turn([*spot, *paid], known)
+        known = record_create(known, first.key, number)
         turns.append("paid" if first in paid else first.zone)
     assert turns == [US, EU, "paid", US, EU, "paid"]
-    known = came_up(replace(known, next_number=6), paid[0].key, NOW)
-    assert by_turn([*spot, *paid], known)[0] is spot[0], "a node that came up ends the round"
+    known = record_node_up(replace(known, next_number=6), paid[0].key, NOW)
+    assert in_turn([*spot, *paid], known)[0] is spot[0], "a node that came up ends the round"
 
 
 @settings(max_examples=200)
@@ -113,17 +113,17 @@ def test_no_open_place_starves_while_a_slot_has_no_node(data: st.DataObject, cou
     known, now, waiting, rng = memory(), HERE, Counter[str](), random.Random(count)
     for number in range(6 * count):
         now = later(timedelta(seconds=data.draw(st.sampled_from([1, 15, 45, 300]))), now)
-        choice = choose(Case(slot(*places), evidence(), known, Timers(now)))
+        choice = choose_place(Case(slot(*places), evidence(), known, Timers(now)))
         if choice.place is None:
             continue
         key = choice.place.key
         opened = [one.key for one in places if known.place(one.key).retry_at in (None, *before_or_at(now, known))]
         waiting = Counter({other: waiting[other] + 1 for other in opened if other != key})
         assert all(asks <= 2 * count for asks in waiting.values())
-        known = asked(known, key, number)
+        known = record_create(known, key, number)
         error = data.draw(st.sampled_from([NoCapacity("8"), Transient("13"), QuotaExceeded("8"), None]))
         if error is not None:
-            past = refused(known.place(key), error, held=False, now=now.wall, rng=rng)
+            past = record_refusal(known.place(key), error, held=False, now=now.wall, rng=rng)
             known = known.with_place(key, past)
 
 
@@ -140,7 +140,9 @@ def test_where_no_place_may_be_asked_each_says_why() -> None:
     assert US in choice.why
     assert EU in choice.why
     assert not choice.needs_person
-    assert choose(Case(replace(slot(), places=()), evidence(), memory(), Timers(HERE))).why == "no place is declared"
+    assert (
+        choose_place(Case(replace(slot(), places=()), evidence(), memory(), Timers(HERE))).why == "no place is declared"
+    )
 
 
 @pytest.mark.parametrize(("refusals", "other", "person"), [(1, True, False), (2, True, True), (2, False, False)])
@@ -155,7 +157,7 @@ def test_a_slot_whose_places_all_refused_twice_is_reported(refusals: int, other:
 def test_waiting_says_when_to_ask_again() -> None:
     timers = Timers(HERE)
     known = remembering((FIRST, PlaceMemory(1, after(30))), (SECOND, PlaceMemory(1, after(20))))
-    choose(Case(slot(FIRST, SECOND), evidence(), known, timers))
+    choose_place(Case(slot(FIRST, SECOND), evidence(), known, timers))
     assert timers.wall_due == after(20)
 
 
@@ -193,9 +195,9 @@ def test_a_clock_that_was_set_back_stretches_no_pause(error: CloudError) -> None
     past = turned_down(error, replace(NOTHING, failures=30))
     assert past.retry_at is not None
     known = memory(places={FIRST.key: past})
-    assert choose(Case(slot(FIRST), evidence(), known, Timers(HERE))).place is None
+    assert choose_place(Case(slot(FIRST), evidence(), known, Timers(HERE))).place is None
     set_back = replace(HERE, wall=NOW - timedelta(minutes=108))
-    assert choose(Case(slot(FIRST), evidence(), known, Timers(set_back))).place == FIRST
+    assert choose_place(Case(slot(FIRST), evidence(), known, Timers(set_back))).place == FIRST
 
 
 def test_a_row_of_refusals_is_of_one_kind() -> None:
@@ -205,7 +207,7 @@ def test_a_row_of_refusals_is_of_one_kind() -> None:
     assert (first.failures, first.since) == (1, NOW)
     assert first.retry_at is not None
     assert first.retry_at - NOW <= timedelta(minutes=5)
-    again = refused(first, QuotaExceeded("8"), held=False, now=after(minutes=9), rng=RNG)
+    again = record_refusal(first, QuotaExceeded("8"), held=False, now=after(minutes=9), rng=RNG)
     assert (again.failures, again.since) == (2, NOW)
 
 
@@ -238,16 +240,16 @@ def test_where_quota_lacks_the_shell_that_may_hold_it_is_named() -> None:
         known = replace(remembering((FIRST, past)), shell=shell)
         why = chosen(known, None, FIRST).why
         assert ("queued-resources delete my-request --zone=us-central1-a --project=p --force" in why) is named
-    assert came_up(replace(memory(), shell=shell), FIRST.key, NOW).shell == ""
+    assert record_node_up(replace(memory(), shell=shell), FIRST.key, NOW).shell == ""
 
 
 def test_failover_goes_through_all_places_and_returns() -> None:
     known, now, turns = memory(), HERE, []
     for _ in range(6):
-        choice = choose(Case(slot(FIRST, SECOND), evidence(), known, Timers(now)))
+        choice = choose_place(Case(slot(FIRST, SECOND), evidence(), known, Timers(now)))
         if choice.place is not None:
             turns.append(choice.place.zone)
-            past = refused(known.place(choice.place.key), NoCapacity("x"), held=False, now=now.wall, rng=RNG)
+            past = record_refusal(known.place(choice.place.key), NoCapacity("x"), held=False, now=now.wall, rng=RNG)
             known = known.with_place(choice.place.key, past)
         now = later(timedelta(seconds=4), now)
     assert turns[:2] == [US, EU]
@@ -258,7 +260,7 @@ def test_a_person_is_needed_after_ten_minutes_then_hourly() -> None:
     past = turned_down(NeedsPerson("grant tpu.nodes.create"))
     assert (past.kind, past.blocked, past.refusals, past.retry_at) == ("human", True, 1, after(minutes=10))
     for refusals in (2, 3, 9):
-        past = blocked(replace(past, refusals=refusals - 1), "still", now=NOW)
+        past = block_place(replace(past, refusals=refusals - 1), "still", now=NOW)
         assert past.retry_at == after(hours=1)
 
 
@@ -351,22 +353,26 @@ def test_after_five_minutes_own_quota_is_ordinary_quota() -> None:
     "kind", [Refusal.OWN_QUOTA, Refusal.OWN_REGION_QUOTA, Refusal.QUOTA, Refusal.HUMAN, Refusal.RATE]
 )
 def test_an_accepted_call_clears_what_it_disproves(kind: Refusal) -> None:
-    past = quota_granted(PlaceMemory(3, after(9), kind, "x", blocked=True, refusals=2, own_quota_since=NOW))
+    past = end_quota_refusal(PlaceMemory(3, after(9), kind, "x", blocked=True, refusals=2, own_quota_since=NOW))
     assert (past.kind, past.retry_at, past.blocked, past.refusals, past.own_quota_since) == ("", None, False, 0, None)
 
 
 def test_an_accepted_call_says_nothing_of_capacity() -> None:
     past = PlaceMemory(3, after(9), Refusal.NO_CAPACITY)
-    assert quota_granted(past) is past
+    assert end_quota_refusal(past) is past
 
 
 def test_a_node_that_came_up_ends_the_row_of_refusals_but_not_of_silence_and_its_turn_is_remembered() -> None:
-    past = succeeded(PlaceMemory(9, after(9), Refusal.NO_CAPACITY, "x", unanswered_nodes=1, asked=7), NOW)
+    past = end_refusals(PlaceMemory(9, after(9), Refusal.NO_CAPACITY, "x", unanswered_nodes=1, asked=7), NOW)
     assert past == PlaceMemory(last_success=NOW, unanswered_nodes=1, asked=7)
     mute = PlaceMemory(kind=Refusal.HUMAN, blocked=True, refusals=3, unanswered_nodes=2)
-    assert succeeded(mute, NOW).refusals == 3
-    assert quota_granted(mute).refusals == 3
-    assert (acquitted(mute).unanswered_nodes, acquitted(mute).refusals, acquitted(mute).blocked) == (0, 0, False)
+    assert end_refusals(mute, NOW).refusals == 3
+    assert end_quota_refusal(mute).refusals == 3
+    assert (
+        reset_unanswered(mute).unanswered_nodes,
+        reset_unanswered(mute).refusals,
+        reset_unanswered(mute).blocked,
+    ) == (0, 0, False)
 
 
 # --- the budget of creates -------------------------------------------------------------------------------------------

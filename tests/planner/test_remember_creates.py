@@ -27,7 +27,7 @@ from tpucare.model.errors import (
 from tpucare.model.lifecycles import CreateState
 from tpucare.model.memory import CreateIntent, DesiredState, FailureKind, PlaceMemory, Refusal
 from tpucare.model.resources import Operation
-from tpucare.planner.remember import absorb, recover
+from tpucare.planner.remember import apply_node, recover
 
 
 def test_a_create_is_on_record_before_it_is_asked_for_and_takes_a_new_number() -> None:
@@ -114,7 +114,7 @@ def test_an_answer_that_nobody_waits_for_changes_nothing() -> None:
 
 
 def test_an_intent_closes_when_the_id_of_its_node_is_seen_beyond_creating() -> None:
-    ready = absorb(ACCEPTED, node("READY", 10))
+    ready = apply_node(ACCEPTED, node("READY", 10))
     assert ready.creates == ()
     assert ready.node(name_of(10)) is not None
     assert ready.place(PLACE).last_success is not None
@@ -124,13 +124,13 @@ def test_an_intent_closes_when_the_id_of_its_node_is_seen_beyond_creating() -> N
 
 
 def test_while_creating_the_operation_has_still_to_tell() -> None:
-    assert absorb(ACCEPTED, node("CREATING", 10)).create(name_of(10)) is not None
+    assert apply_node(ACCEPTED, node("CREATING", 10)).create(name_of(10)) is not None
 
 
 def test_a_superseded_intent_stays_until_its_node_is_gone() -> None:
     known = asked(ACCEPTED, Record(Fact.CREATE_SUPERSEDED, "why", name_of(10)))
     assert known.place(PLACE).retry_at is not None, "another place goes first"
-    known = absorb(known, node("READY", 10))
+    known = apply_node(known, node("READY", 10))
     told = known.create(name_of(10))
     assert told is not None
     assert told.abandoned
@@ -142,7 +142,7 @@ def test_a_superseded_intent_stays_until_its_node_is_gone() -> None:
 
 
 def test_a_create_that_was_given_up_and_serves_first_holds_the_slot() -> None:
-    known = absorb(asked(ACCEPTED, Record(Fact.CREATE_SUPERSEDED, "why", name_of(10))), node("READY", 10))
+    known = apply_node(asked(ACCEPTED, Record(Fact.CREATE_SUPERSEDED, "why", name_of(10))), node("READY", 10))
     known = known.with_create(replace(ACCEPTED.creates[0], name=name_of(11), number=11))
     kept = asked(known, Record(Fact.CREATE_KEPT, "it came first", name_of(10)))
     assert {intent.name: intent.abandoned for intent in kept.creates} == {name_of(10): False, name_of(11): True}
@@ -152,7 +152,7 @@ def test_a_create_that_was_given_up_and_serves_first_holds_the_slot() -> None:
 
 @pytest.mark.parametrize("error", [None, NodeGone("forgotten")])
 def test_an_operation_that_is_over_closes_the_intent_of_a_node_that_was_seen(error: Exception | None) -> None:
-    known = absorb(ACCEPTED, node("CREATING", 10))
+    known = apply_node(ACCEPTED, node("CREATING", 10))
     result = Operation("op", done=True) if error is None else None
     assert came(known, poll(), result, error).creates == ()
     unseen = came(ACCEPTED, poll(), result, error).create(name_of(10))
@@ -171,12 +171,12 @@ def test_an_operation_that_may_not_be_read_leaves_the_word_to_getnode() -> None:
     told = unread.create(name_of(10))
     assert told is not None
     assert (told.operation, told.state) == ("", CreateState.UNREADABLE)
-    assert absorb(unread, node("CREATING", 10)).create(name_of(10)) == told
-    assert absorb(unread, node("READY", 10)).creates == ()
+    assert apply_node(unread, node("CREATING", 10)).create(name_of(10)) == told
+    assert apply_node(unread, node("READY", 10)).creates == ()
     over = came(unread, look(10), error=NodeGone("x"))
     assert (over.creates, over.place(PLACE).kind) == ((), "no capacity")
     assert "may not be read: denied" in over.place(PLACE).reason
-    vanished_again = came(absorb(unread, node("CREATING", 10)), look(10), error=NodeGone("x"))
+    vanished_again = came(apply_node(unread, node("CREATING", 10)), look(10), error=NodeGone("x"))
     assert (vanished_again.creates, vanished_again.nodes) == ((), ())
     assert vanished_again.place(PLACE).failures == 1
     given_up = unread.with_create(replace(told, abandoned=True))
@@ -199,7 +199,7 @@ def test_a_failed_operation_is_booked_at_its_place(error: Exception, kind: str) 
     assert told is not None
     assert (told.state, told.operation, told.refused) == (CreateState.REFUSED, "", str(error))
     assert unseen.place(PLACE).kind == kind
-    listed = came(absorb(ACCEPTED, node("CREATING", 10)), poll(), Operation("op", True, error)).create(name_of(10))
+    listed = came(apply_node(ACCEPTED, node("CREATING", 10)), poll(), Operation("op", True, error)).create(name_of(10))
     assert listed is not None
     assert listed.state is CreateState.FAILED
 
@@ -209,7 +209,7 @@ def test_a_failed_operation_is_booked_at_its_place(error: Exception, kind: str) 
 )
 def test_a_node_that_is_listed_before_its_create_was_answered_leaves_the_intent_open(open_intent: CreateIntent) -> None:
     """Else the operation that says "no capacity" would be nobody's, and the same place asked again at once."""
-    known = absorb(memory(creates=(open_intent,)), node("CREATING", 10))
+    known = apply_node(memory(creates=(open_intent,)), node("CREATING", 10))
     known = came(known, create(10), Operation("op"))
     told = known.create(name_of(10))
     assert told is not None
@@ -222,13 +222,13 @@ def test_a_node_that_vanishes_while_creating_is_its_places_fault_and_no_preempti
     the operation counts, whenever the node was seen.
     """
     known = vanished(
-        absorb(memory(creates=(intent(10, state=CreateState.ANSWER_LOST),)), node("CREATING", 10)), name_of(10)
+        apply_node(memory(creates=(intent(10, state=CreateState.ANSWER_LOST),)), node("CREATING", 10)), name_of(10)
     )
     assert (known.creates, known.nodes) == ((), ())
     assert known.counter(FailureKind.PREEMPTION).total == 0
     assert known.place(PLACE).kind == "no capacity"
     refused = intent(10, state=CreateState.FAILED, refused="no more capacity")
-    told = vanished(absorb(memory(creates=(refused,)), node("CREATING", 10)), name_of(10))
+    told = vanished(apply_node(memory(creates=(refused,)), node("CREATING", 10)), name_of(10))
     assert told.place(PLACE).kind == "", "the operation has told already"
     assert vanished(memory(creates=(intent(10, state=CreateState.ANSWER_LOST),)), name_of(10)).places == {}
 
@@ -298,9 +298,9 @@ def test_no_create_number_comes_twice(events: list[tuple[str, int]]) -> None:
             case "lose":
                 known = came(known, create(last), error=AnswerLost("x"))
             case "seen":
-                known = absorb(known, node("READY", last))
+                known = apply_node(known, node("READY", last))
             case "foreign":
-                known = absorb(known, node("READY", number))
+                known = apply_node(known, node("READY", number))
                 used.add(number)
             case "gone":
                 known = vanished(known, name_of(number))

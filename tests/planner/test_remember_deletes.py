@@ -11,7 +11,7 @@ from tests.kits.remembering import PLACE, asked, came, create, delete
 from tpucare.model.causes import Reason
 from tpucare.model.errors import AnswerLost, LostRace, NeedsPerson, NodeGone, RateLimited
 from tpucare.model.resources import Operation
-from tpucare.planner.remember import absorb, answered, attempted, changed_meanwhile, recover
+from tpucare.planner.remember import apply_node, mark_answered, mark_launched, recover, void_delete
 
 
 def test_a_delete_is_asked_again_after_60_s_then_twice_that() -> None:
@@ -86,17 +86,17 @@ def test_a_delete_that_was_accepted_once_is_not_hurried_by_a_failure() -> None:
 
 
 def test_a_delete_of_another_node_is_void() -> None:
-    known = changed_meanwhile(asked(TRAINS, delete(reason=Reason.JUDGED)), name_of(0))
+    known = void_delete(asked(TRAINS, delete(reason=Reason.JUDGED)), name_of(0))
     told = known.node(name_of(0))
     assert told is not None
     assert told.delete is None
-    assert changed_meanwhile(memory(), "other") == memory()
+    assert void_delete(memory(), "other") == memory()
 
 
 def test_a_delete_that_is_taken_back_takes_its_proof_of_quiet_along() -> None:
     """What the workers said then is of then: a run may be launched on the node, and the proof opened the fence."""
     known = asked(TRAINS, delete(reason=Reason.JUDGED, quiet=True))
-    for back in (changed_meanwhile(known, name_of(0)), recover(known)):
+    for back in (void_delete(known, name_of(0)), recover(known)):
         (told,) = back.nodes
         assert told.delete is None
         (again,) = came(asked(back, delete(reason=Reason.JUDGED)), delete(), None).nodes
@@ -121,9 +121,9 @@ def test_two_nodes_whose_chips_were_held_block_their_place_until_a_launch() -> N
     assert known.place(PLACE).blocked
     assert "`runtime`" in known.place(PLACE).reason
     known = came(known.with_create(intent(10)), create(10), Operation("op"))
-    known = absorb(known, node("READY", 10))
+    known = apply_node(known, node("READY", 10))
     assert known.place(PLACE).held_nodes == 2, "that a node came up says nothing about its chips"
-    known = attempted(known, name_of(2))
+    known = mark_launched(known, name_of(2))
     assert (known.place(PLACE).held_nodes, known.place(PLACE).refusals) == (0, 0)
 
 
@@ -134,11 +134,11 @@ def test_a_place_whose_nodes_never_answer_is_asked_hourly_though_its_creates_suc
     assert known.place(PLACE).refusals == 2
     assert known.place(PLACE).retry_at == after(hours=1)
     known = came(known.with_create(intent(10)), create(10), Operation("op"))
-    known = absorb(known, node("READY", 10))
+    known = apply_node(known, node("READY", 10))
     known = asked(known, delete(3, Reason.JUDGED, unanswered=True))
     assert known.place(PLACE).refusals == 3
     assert known.place(PLACE).retry_at == after(hours=1)
-    assert answered(known, name_of(10)).place(PLACE).refusals == 0
+    assert mark_answered(known, name_of(10)).place(PLACE).refusals == 0
 
 
 def test_a_verdict_given_again_after_a_restart_counts_one_node_once() -> None:

@@ -17,7 +17,7 @@ from tpucare.model.memory import End, FailureCounter, FailureKind, PlaceMemory, 
 from tpucare.model.resources import Operation
 from tpucare.model.runs import LaunchResult, StopResult
 from tpucare.planner.desired_state import replace_node, restart, retry
-from tpucare.planner.remember import absorb, recover, saw
+from tpucare.planner.remember import apply_node, record_last_progress, recover
 
 
 def test_a_launch_is_on_record_before_it_begins_and_counts_nodes_not_runs() -> None:
@@ -153,7 +153,7 @@ def test_which_job_tells_of_steps_is_known_and_an_edited_one_begins_anew() -> No
     known = asked(
         asked(replace(FRESH, step=None), replace(launch(), job="old")), stop(step=100, failure=FailureKind.CRASH)
     )
-    known = saw(known, 90, 80)
+    known = record_last_progress(known, 90, 80)
     assert (known.step, known.step_job, known.last_step) == (100, "old", 90)
     again = asked(known, replace(edited, job="old"))
     assert (again.step, again.counter(FailureKind.CRASH).failures) == (100, 1)
@@ -206,14 +206,14 @@ def test_a_run_that_goes_with_its_silent_node_is_booked_once() -> None:
 def test_a_launch_that_failed_on_a_node_that_died_is_free() -> None:
     failed = came(asked(FRESH, launch()), launch(), LaunchResult((None, WorkerSilent("x"))))
     assert failed.counter(FailureKind.INFRASTRUCTURE).failures == 1
-    for known in (absorb(failed, node("PREEMPTED")), vanished(failed, name_of(0))):
+    for known in (apply_node(failed, node("PREEMPTED")), vanished(failed, name_of(0))):
         assert (
             known.counter(FailureKind.INFRASTRUCTURE).failures,
             known.counter(FailureKind.INFRASTRUCTURE).retry_at,
         ) == (0, None)
-    assert absorb(failed, node()).counter(FailureKind.INFRASTRUCTURE).failures == 1
+    assert apply_node(failed, node()).counter(FailureKind.INFRASTRUCTURE).failures == 1
     whole = came(failed, launch(), LaunchResult((None, None)))
-    assert absorb(whole, node("PREEMPTED")).counter(FailureKind.INFRASTRUCTURE).failures == 1, "a later try served"
+    assert apply_node(whole, node("PREEMPTED")).counter(FailureKind.INFRASTRUCTURE).failures == 1, "a later try served"
 
 
 def test_what_a_person_asks_for_is_done_though_the_run_had_finished() -> None:

@@ -12,11 +12,11 @@ from tests.kits.remembering import PLACE, vanished
 from tpucare.model.lifecycles import NodeStatus, RunState
 from tpucare.model.memory import FailureCounter, FailureKind, NodeMemory, PlaceMemory
 from tpucare.model.resources import LABEL_NUMBER, LABEL_SLOT, NodeState
-from tpucare.planner.remember import absorb, answered, taken
+from tpucare.planner.remember import apply_node, mark_answered, mark_taken
 
 
 def test_a_node_that_nobody_asked_for_may_have_been_launched() -> None:
-    known = absorb(memory(), node("READY", 12))
+    known = apply_node(memory(), node("READY", 12))
     told = known.node(name_of(12))
     assert told is not None
     assert told.launched
@@ -24,7 +24,7 @@ def test_a_node_that_nobody_asked_for_may_have_been_launched() -> None:
 
 
 def test_a_node_of_another_id_under_the_same_name_is_another_node() -> None:
-    known = absorb(memory(launched(0, status=NodeStatus.DEAD, answered=True)), replace(node(), id=7))
+    known = apply_node(memory(launched(0, status=NodeStatus.DEAD, answered=True)), replace(node(), id=7))
     told = known.node(name_of(0))
     assert told is not None
     assert (told.id, told.status, told.answered, told.launched) == (7, NodeStatus.LIVE, False, True)
@@ -32,20 +32,20 @@ def test_a_node_of_another_id_under_the_same_name_is_another_node() -> None:
 
 @pytest.mark.parametrize("state", [NodeState.PREEMPTED, NodeState.TERMINATED])
 def test_a_preemption_is_free_and_proves_the_node_dead_for_good(state: NodeState) -> None:
-    known = absorb(TRAINS, node(state))
-    known = absorb(known, node(NodeState.DELETING))
+    known = apply_node(TRAINS, node(state))
+    known = apply_node(known, node(NodeState.DELETING))
     told = known.node(name_of(0))
     assert told is not None
     assert told.status is NodeStatus.DEAD
     assert known.counter(FailureKind.PREEMPTION) == FailureCounter(0, 1, None, f"{name_of(0)} {state.name}")
-    assert absorb(known, node(state)).counter(FailureKind.PREEMPTION).total == 1
+    assert apply_node(known, node(state)).counter(FailureKind.PREEMPTION).total == 1
 
 
 @pytest.mark.parametrize("state", [NodeState.READY, NodeState.REPAIRING, NodeState.CREATING, NodeState.RESTARTING])
 def test_a_node_that_was_shown_dead_and_is_listed_alive_again_proves_nothing_any_more(state: NodeState) -> None:
-    known = absorb(memory(launched(delete=going(NOW, accepted=True, quiet=True))), node("PREEMPTED"))
+    known = apply_node(memory(launched(delete=going(NOW, accepted=True, quiet=True))), node("PREEMPTED"))
     for shown in (state, NodeState.PREEMPTED, NodeState.DELETING):
-        known = absorb(known, node(shown))
+        known = apply_node(known, node(shown))
         (told,) = known.nodes
         assert (told.status, told.may_be_training, told.serves) == (NodeStatus.REVIVED, True, False)
     assert known.counter(FailureKind.PREEMPTION).total == 1
@@ -53,18 +53,18 @@ def test_a_node_that_was_shown_dead_and_is_listed_alive_again_proves_nothing_any
 
 @pytest.mark.parametrize("state", [NodeState.DELETING, NodeState.STOPPED, NodeState.UNKNOWN, NodeState.HIDDEN])
 def test_what_runs_nothing_leaves_the_proof_of_death_as_it_is(state: NodeState) -> None:
-    (told,) = absorb(memory(launched(status=NodeStatus.DEAD)), node(state)).nodes
+    (told,) = apply_node(memory(launched(status=NodeStatus.DEAD)), node(state)).nodes
     assert told.status is NodeStatus.DEAD
 
 
 def test_a_node_that_somebody_took_is_in_doubt_until_it_is_gone_or_given_back() -> None:
-    known = taken(replace(TRAINS, creates=(intent(0),)), name_of(0))
+    known = mark_taken(replace(TRAINS, creates=(intent(0),)), name_of(0))
     (told,) = known.nodes
     assert (told.status, told.may_be_training, told.serves) == (NodeStatus.TAKEN, True, False)
     assert (known.creates, known.ours) == ((), ())
     assert vanished(known, name_of(0)).nodes == ()
     assert vanished(known, name_of(0)).counter(FailureKind.PREEMPTION).total == 0, "whose end it is, is theirs to count"
-    (back,) = absorb(known, node()).nodes
+    (back,) = apply_node(known, node()).nodes
     assert (back.status, back.serves) == (NodeStatus.LIVE, True)
 
 
@@ -72,21 +72,21 @@ def test_a_node_that_somebody_took_is_in_doubt_until_it_is_gone_or_given_back() 
     "past", [past(), launched(status=NodeStatus.DEAD), launched(delete=going(NOW, accepted=True, quiet=True))]
 )
 def test_a_node_that_somebody_took_and_on_which_none_of_our_runs_lives_is_theirs(past: NodeMemory) -> None:
-    assert taken(memory(past), name_of(0)).nodes == ()
+    assert mark_taken(memory(past), name_of(0)).nodes == ()
 
 
 def test_a_foreign_name_takes_no_number() -> None:
     strange = replace(node(), key=node().key._replace(name="something"))
-    assert absorb(memory(), strange).next_number == 10
+    assert apply_node(memory(), strange).next_number == 10
 
 
 def test_workers_that_answered_acquit_their_place() -> None:
     known = memory(past(answered=False), places={PLACE: PlaceMemory(unanswered_nodes=1)})
-    after_all = answered(known, name_of(0))
+    after_all = mark_answered(known, name_of(0))
     assert after_all.place(PLACE).unanswered_nodes == 0
-    assert answered(after_all, name_of(0)) is after_all
-    assert answered(known, "other") is known
-    assert answered(memory(past(answered=False)), name_of(0)).places == {}
+    assert mark_answered(after_all, name_of(0)) is after_all
+    assert mark_answered(known, "other") is known
+    assert mark_answered(memory(past(answered=False)), name_of(0)).places == {}
 
 
 def test_gone_ends_the_run_and_books_what_nobody_asked_for() -> None:
@@ -109,7 +109,7 @@ def test_gone_ends_the_run_and_books_what_nobody_asked_for() -> None:
 def test_the_late_fruit_of_a_closed_create_is_told_from_what_was_given(number: int, label: str, asked: bool) -> None:
     late = node(number=number)
     late = replace(late, labels={**late.labels, LABEL_SLOT: "pod-0", LABEL_NUMBER: label})
-    told = absorb(memory(asked_from=3, next_number=6), late).node(late.name)
+    told = apply_node(memory(asked_from=3, next_number=6), late).node(late.name)
     assert told is not None
     assert (told.requested, told.is_adopted) == (asked, not asked)
     assert told.launched, "it may have been, whoever made it"
@@ -117,7 +117,7 @@ def test_the_late_fruit_of_a_closed_create_is_told_from_what_was_given(number: i
 
 def test_the_queued_resource_of_a_node_that_is_gone_is_remembered() -> None:
     request = "projects/p/locations/us-central1-a/queuedResources/my-request"
-    known = absorb(memory(), replace(node(), queued_resource=request))
+    known = apply_node(memory(), replace(node(), queued_resource=request))
     assert known.shell == ""
     assert vanished(known, name_of(0)).shell == request
 

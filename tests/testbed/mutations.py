@@ -126,7 +126,7 @@ def _believe_the_list(patch: pytest.MonkeyPatch) -> None:
             track = found[0]
             self.forget(track, view, name)
             now, rng = self.state.clock.now(), random.Random(1)
-            self.state.update(track, remember.gone(track.memory, name, now, rng))
+            self.state.update(track, remember.forget_node(track.memory, name, now, rng))
             self.state.dirty[track.slot.name] = None
 
     patch.setattr(Observer, "_miss", miss)
@@ -244,7 +244,7 @@ def _once_dead_for_ever(memory: Memory, node: Node) -> Memory:
 
 def _write_off_unasked(patch: pytest.MonkeyPatch) -> None:
     """Of what nothing is heard for half an hour trains no more."""
-    settle = remember._settle
+    settle = remember._apply_record
 
     def rash(memory: Memory, action: Any, now: Any, rng: Any) -> Memory:
         memory = settle(memory, action, now, rng)
@@ -252,7 +252,7 @@ def _write_off_unasked(patch: pytest.MonkeyPatch) -> None:
         out_of_sight = past is not None and past.status is NodeStatus.OUT_OF_SIGHT
         return memory.with_node(replace(past, written_off=True)) if past is not None and out_of_sight else memory
 
-    patch.setattr(remember, "_settle", rash)
+    patch.setattr(remember, "_apply_record", rash)
 
 
 def _forget_what_was_taken(memory: Memory, name: str) -> Memory:
@@ -301,7 +301,9 @@ def _run_what_finished_again(patch: pytest.MonkeyPatch) -> None:
     def doubtful(case: Any, seen: Any) -> Any:
         action = success(case, seen)
         is_over = isinstance(action, Record) and action.fact is Fact.ENDED
-        return run.infrastructure(seen, case.memory, Cause.INTERRUPTED, "nobody knows why") if is_over else action
+        return (
+            run.infrastructure_ending(seen, case.memory, Cause.INTERRUPTED, "nobody knows why") if is_over else action
+        )
 
     patch.setattr(run, "_decide_success", doubtful)
 
@@ -344,7 +346,7 @@ def _remember_maintenance(patch: pytest.MonkeyPatch) -> None:
         if memory.run is not None and memory.run.token in told:
             if not case.timers.lasted(seen.ended_since, run.CRASH_IS_OURS_AFTER):
                 return Wait(Cause.INTERRUPTED, "the run was interrupted; waiting for the cloud's word")
-            return run.infrastructure(seen, memory, Cause.INTERRUPTED, "there was a maintenance")
+            return run.infrastructure_ending(seen, memory, Cause.INTERRUPTED, "there was a maintenance")
         return ended(case, seen, workers)
 
     patch.setattr(NodeTrack, "hear", noting)
@@ -363,7 +365,7 @@ def _look_past_the_chips(patch: pytest.MonkeyPatch) -> None:
         return seen.report is not None and seen.report.all_answer and not any(w.alive for w in seen.report.workers)
 
     for module in (plan, plan_node, run):
-        patch.setattr(module, "quiet", idle)
+        patch.setattr(module, "is_quiet", idle)
 
 
 def _close_for_good(patch: pytest.MonkeyPatch) -> None:
@@ -373,7 +375,7 @@ def _close_for_good(patch: pytest.MonkeyPatch) -> None:
     def blocked(past: Any, reason: str, *, now: Any) -> Any:
         return replace(past, kind=Refusal.HUMAN, reason=reason, retry_at=now + far, refusals=past.refusals + 1)
 
-    patch.setattr(placement, "blocked", blocked)
+    patch.setattr(placement, "block_place", blocked)
     patch.setattr(placement, "PERSON_LATER", 2 * far)
 
 

@@ -53,7 +53,7 @@ from tpucare.model.resources import Event, Listing, Node, NodeKey, Slot
 from tpucare.planner import remember
 from tpucare.planner import remember as memories
 from tpucare.planner.decide import decide, live_nodes, tries_again_at
-from tpucare.planner.remember import saw
+from tpucare.planner.remember import record_last_progress
 from tpucare.planner.run import is_foreign
 
 __all__ = ["Engine", "Settings"]
@@ -384,7 +384,7 @@ class Engine:
 
     def _begin(self, track: SlotTrack, action: Record | Effect) -> None:
         """The intent into memory, the effect behind it; it starts when `commit` has written the intent."""
-        self.state.update(track, saw(track.memory, *track.last_told()))
+        self.state.update(track, record_last_progress(track.memory, *track.last_told()))
         self.state.update(track, memories.intend(track.memory, action, self.clock.now(), self.rng))
         if not isinstance(action, GetNode | GetOperation | FetchHostKeys):
             name, level = node_of(action), level_of(action)
@@ -437,8 +437,8 @@ class Engine:
         if error is not None and not isinstance(error, TpuCareError):
             self.state.set_aside(track, error)
         if isinstance(error, ChangedMeanwhile):
-            self.state.update(track, memories.changed_meanwhile(track.memory, name))
-        told = saw(track.memory, *track.last_told())
+            self.state.update(track, memories.void_delete(track.memory, name))
+        told = record_last_progress(track.memory, *track.last_told())
         memory = memories.remember(told, action, finished.result, error, self.state.clock.now(), self.rng)
         self.state.update(track, memory)
         self._update_trackers(track, view, action, name, finished)
@@ -491,7 +491,7 @@ class Engine:
         if past is not None:
             # No two nodes bear one name at a time: the one that was remembered is gone.
             self.ports.launcher.forget(node.key)
-            memory = remember.gone(memory, node.name, self.state.clock.now(), self.rng)
+            memory = remember.forget_node(memory, node.name, self.state.clock.now(), self.rng)
             self.observer.forget(track, view, node.name)
         self.state.update(track, memory)
         self.observer.see_foreign(view, node)

@@ -132,7 +132,7 @@ class Observer:
                     seen.darken(view.mark)
                 else:
                     if seen.dark and seen.listed:
-                        self.state.update(track, memories.in_sight(track.memory, seen.node.name))
+                        self.state.update(track, memories.mark_in_sight(track.memory, seen.node.name))
                     seen.light(view.mark)
                     self.prober.resume(track, seen)
 
@@ -190,7 +190,7 @@ class Observer:
             return
         self.ports.launcher.disconnect(node.key)
         self.state.dirty[track.slot.name] = None
-        self.state.update(track, memories.taken(track.memory, node.name))
+        self.state.update(track, memories.mark_taken(track.memory, node.name))
         self.forget(track, view, node.name, f"{node.name} bears another owner's label now: left alone")
 
     def see_ours(self, view: ProjectView, track: SlotTrack, node: Node) -> None:
@@ -205,7 +205,7 @@ class Observer:
         seen.listed = True
         track.failed_looks.pop(node.name, None)
         view.hold(node)
-        self.state.update(track, memories.absorb(track.memory, node))
+        self.state.update(track, memories.apply_node(track.memory, node))
         if before is not node.state or fresh:
             self.state.event(track, "state", f"{node.name} is {node.state.name}", node=node.name, state=node.state.name)
         self._address(track, seen)

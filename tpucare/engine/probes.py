@@ -140,9 +140,9 @@ class Prober:
             signals = 0
         self.liveness.note(track)
         if report.all_answer:
-            self.state.update(track, memories.answered(track.memory, seen.node.name))
+            self.state.update(track, memories.mark_answered(track.memory, seen.node.name))
         if seen.refusals:
-            self.state.update(track, memories.refused(track.memory, seen.node.name))
+            self.state.update(track, memories.mark_key_refused(track.memory, seen.node.name))
         self._tell(track, seen, before, report, signals)
         # Nothing turns on a second signal but the note that this job tells of its progress at all.
         # But that it stands still is said by so many reports without one.

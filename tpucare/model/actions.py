@@ -141,7 +141,7 @@ class Delete:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Start run `token` on all workers at once. `job`: which job that is, as `plan_words.job_mark` tells jobs apart."""
+    """Start run `token` on all workers at once. `job`: which job that is, as `predicates.job_mark` tells jobs apart."""
 
     key: NodeKey
     id: int

@@ -289,8 +289,8 @@ class Memory:
     `step_job`: the job whose run told of a step last, as in `RunMemory.job`; `launched_job`: the one that was launched
     last, whose failures `books` counts. `asked_from`: the first create number that
     this store used; None: it used none, or was made by a version that did not keep it. `publishing`: by what
-    `plan_trust.publisher_of` names. `round_from`: the first create number of this round over the slot's places
-    (`placement.by_turn`). `shell`: path of the queued resource that the slot's last node came from, which is gone.
+    `trust.publisher_of` names. `round_from`: the first create number of this round over the slot's places
+    (`placement.in_turn`). `shell`: path of the queued resource that the slot's last node came from, which is gone.
     `step`, `checkpoint`: how far `step_job` ever got; `gap_seconds`: between its first signs of progress;
     `last_step`, `last_checkpoint`: where its last run was seen. `served_job`: the job that trained on this slot; it is
     tried again where it fails. `failed_since`: when the slot failed first, of those `tries`.

@@ -37,21 +37,21 @@ from tpucare.model.resources import DEAD_STATES, NodeKey, NodeState, OnSuccess, 
 from tpucare.model.text import length
 from tpucare.planner.backoff import DELETE_AGAIN_CAP, MISSING_LOOK_EVERY, RESEND_BACKOFF
 from tpucare.planner.node import decide_by_workers, decide_hidden, decide_node
-from tpucare.planner.placement import choose, holds_quota
+from tpucare.planner.placement import choose_place, holds_quota
 from tpucare.planner.predicates import (
     Furthest,
-    busy,
     deletion,
+    effect_under_way,
     ending,
+    get_node_when_due,
+    is_quiet,
     job_mark,
     keeps_node,
-    look,
-    quiet,
     stop_before,
-    unseen,
+    unlisted_zones,
     without_job,
 )
-from tpucare.planner.run import done
+from tpucare.planner.run import end_done
 
 # Of a create that was given up: nothing waits for its word.
 POLL_SPENT_EVERY = timedelta(minutes=1)
@@ -95,7 +95,7 @@ def _decide(case: Case) -> Action:
         return _decide_several(case, live)
     if live:
         return decide_node(case, live[0])
-    return _decide_empty(case)
+    return _decide_no_node(case)
 
 
 def live_nodes(evidence: Evidence, memory: Memory) -> list[NodeEvidence]:
@@ -126,7 +126,7 @@ def _chore(case: Case) -> Action | None:
             continue
         if case.evidence.node(past.name) is None and past.zone not in case.evidence.project.unreachable_since:
             key = NodeKey(case.slot.project, past.zone, past.name)
-            if action := look(case, key, Cause.NODE_ABSENT, "remembered, and not in the listing"):
+            if action := get_node_when_due(case, key, Cause.NODE_ABSENT, "remembered, and not in the listing"):
                 return action
     for intent in case.memory.creates:
         if action := _create_chore(case, intent):
@@ -150,15 +150,15 @@ def _node_chore(case: Case, seen: NodeEvidence) -> Action | None:
         return None
     if not seen.listed:
         # Absence from a list proves nothing; GetNode does.
-        return look(case, seen.node.key, Cause.NODE_ABSENT, "was there, and is not in the listing")
+        return get_node_when_due(case, seen.node.key, Cause.NODE_ABSENT, "was there, and is not in the listing")
     if EffectKind.MISSED.of(seen.node.name) in case.evidence.looked:
-        return look(case, seen.node.key, Cause.NODE_ABSENT, "another call did not find it")
-    if _is_welcome(case, seen):
+        return get_node_when_due(case, seen.node.key, Cause.NODE_ABSENT, "another call did not find it")
+    if _is_readopted(case, seen):
         return Record(Fact.CREATE_KEPT, "came after its create was given up, and before any other", seen.node.name)
     return _delete_chore(case, seen)
 
 
-def _is_welcome(case: Case, seen: NodeEvidence) -> bool:
+def _is_readopted(case: Case, seen: NodeEvidence) -> bool:
     """
     A create that was given up has brought its node, and no other serves yet: whoever is granted a node after hours
     would be granted the next one after hours, too.
@@ -203,7 +203,7 @@ def _delete_chore(case: Case, seen: NodeEvidence) -> Action | None:
         why = f"it is DELETING for {length(DELETING_IS_STUCK)}: asked again"
         return deletion(seen, Cause.DELETE_STUCK, why, Reason.SURPLUS)
     surplus = intent is not None and intent.abandoned and node.state is not NodeState.DELETING
-    if surplus and not busy(seen, case.evidence):
+    if surplus and not effect_under_way(seen, case.evidence):
         return deletion(seen, Cause.CREATE_ABANDONED, "came after its create was given up", Reason.SURPLUS)
     return None
 
@@ -212,7 +212,7 @@ def _due(last: Mark | None, timers: Timers, every: timedelta) -> bool:
     return last is None or timers.lasted(last, every, observations=0)
 
 
-def _watch_spent(case: Case, intent: CreateIntent) -> Action | None:
+def _watch_abandoned(case: Case, intent: CreateIntent) -> Action | None:
     """An operation may never end; that no node of it is there for a day does."""
     this, key = EffectKind.LOOK.of(intent.name), NodeKey(case.slot.project, intent.zone, intent.name)
     if not intent.abandoned or this in case.evidence.in_flight or case.evidence.node(intent.name) is not None:
@@ -228,12 +228,12 @@ def _create_chore(case: Case, intent: CreateIntent) -> Action | None:
     if ANY_CREATE in case.evidence.in_flight and not intent.state.is_accepted:
         return None
     if intent.state is CreateState.RUNNING:
-        return _watch_spent(case, intent) or _poll(case, intent)
+        return _watch_abandoned(case, intent) or _get_operation_when_due(case, intent)
     if intent.state is CreateState.FAILED or case.evidence.node(intent.name) is not None:
         return None
     key = NodeKey(case.slot.project, intent.zone, intent.name)
     if intent.state in (CreateState.AWAITED, CreateState.REFUSED):
-        return look(case, key, Cause.CREATE_UNDER_WAY, "accepted, its operation is over or unknown")
+        return get_node_when_due(case, key, Cause.CREATE_UNDER_WAY, "accepted, its operation is over or unknown")
     is_sent_again = intent.state is CreateState.ANSWER_LOST and not intent.abandoned
     if intent.state is CreateState.SENT or is_sent_again:
         return None
@@ -241,11 +241,11 @@ def _create_chore(case: Case, intent: CreateIntent) -> Action | None:
     if not case.timers.passed(intent.asked_at + CREATE_MAY_ARRIVE, CREATE_MAY_ARRIVE):
         return None
     if intent.state is CreateState.UNREADABLE:
-        return look(case, key, Cause.CREATE_UNDER_WAY, "accepted, its operation is over or unknown")
-    return look(case, key, Cause.ANSWER_LOST, "its answer was lost; it could have arrived until now")
+        return get_node_when_due(case, key, Cause.CREATE_UNDER_WAY, "accepted, its operation is over or unknown")
+    return get_node_when_due(case, key, Cause.ANSWER_LOST, "its answer was lost; it could have arrived until now")
 
 
-def _poll(case: Case, intent: CreateIntent) -> GetOperation | None:
+def _get_operation_when_due(case: Case, intent: CreateIntent) -> GetOperation | None:
     this = EffectKind.POLL.of(intent.name)
     vanished = case.evidence.node(intent.name) is None and case.memory.node(intent.name) is None
     known_before = EffectKind.GONE.of(intent.name) in case.evidence.looked
@@ -268,7 +268,7 @@ def _take_down(case: Case) -> Action:
     for seen in live_nodes(case.evidence, case.memory):
         if seen.dark:
             continue
-        if wait := busy(seen, case.evidence):
+        if wait := effect_under_way(seen, case.evidence):
             return wait
         return stop_before(case, seen, deletion(seen, Cause.DOWN, "down was asked for", Reason.ASKED))
     if case.memory.ours or case.memory.creates or case.evidence.in_flight:
@@ -311,7 +311,7 @@ def _after_end(case: Case) -> Action:
     for seen in live_nodes(case.evidence, case.memory):
         if seen.dark:
             continue
-        if wait := busy(seen, case.evidence):
+        if wait := effect_under_way(seen, case.evidence):
             return wait
         if action := _end_node(case, seen):
             return action
@@ -366,13 +366,13 @@ def _open_create(memory: Memory) -> CreateIntent | None:
     return next((intent for intent in memory.creates if not intent.abandoned), None)
 
 
-def _decide_empty(case: Case) -> Action:
+def _decide_no_node(case: Case) -> Action:
     if ANY_CREATE in case.evidence.in_flight:
         return Wait(Cause.CREATE_UNDER_WAY, "create is under way")
     if ADOPTING in case.evidence.looked and not case.timers.lasted(case.evidence.looked[ADOPTING], ADOPTED_WITHIN):
         return Wait(Cause.ADOPTING, "a node is being adopted")
     if case.memory.run is not None and case.memory.run.state is RunState.FINISHED:
-        return done(case.memory.run.node, Furthest(case.memory.step, case.memory.checkpoint))
+        return end_done(case.memory.run.node, Furthest(case.memory.step, case.memory.checkpoint))
     for past in case.memory.nodes:
         if action := _decide_unaccounted(case, past):
             return action
@@ -384,9 +384,9 @@ def _decide_empty(case: Case) -> Action:
     if case.slot.lacks:
         why = f"{case.slot.lacks}; until then no node is asked for"
         return Wait(Cause.DECLARATION_INCOMPLETE, why, needs_person=True)
-    if wait := unseen(case):
+    if wait := unlisted_zones(case):
         return wait
-    choice = choose(case)
+    choice = choose_place(case)
     if choice.place is None:
         return Wait(Cause.NO_PLACE_OPEN, choice.why, needs_person=choice.needs_person)
     number = _free_number(case, choice.place.zone)
@@ -454,7 +454,7 @@ def _decide_several(case: Case, live: list[NodeEvidence]) -> Action:
         why = f"several nodes ({names}) and a lost store: `tpucare confirm`"
         return Wait(Cause.STORE_LOST, why, needs_person=True)
     for seen in live:
-        if wait := busy(seen, case.evidence):
+        if wait := effect_under_way(seen, case.evidence):
             return wait
         if seen.dark or seen.report is None or not seen.report.all_answer:
             if delete := _never_used(case, seen, live):
@@ -466,7 +466,7 @@ def _decide_several(case: Case, live: list[NodeEvidence]) -> Action:
                 return action
             why = f"several nodes ({names}); waiting until every worker of each has answered"
             return Wait(Cause.SEVERAL_NODES, why)
-    running = [seen for seen in live if not quiet(seen)]
+    running = [seen for seen in live if not is_quiet(seen)]
     keep = _older_launch(running, case.memory) if running else _newest(live, case.memory)
     surplus = next(seen for seen in live if seen is not keep)
     why = f"{keep.node.name} holds this slot"
@@ -483,7 +483,7 @@ def _never_used(case: Case, seen: NodeEvidence, live: list[NodeEvidence]) -> Del
     if past is None or past.launched or seen.dark or case.evidence.project.store_old or run is None:
         return None
     holds = next((other for other in live if other.node.name == run.node and other is not seen), None)
-    if holds is None or holds.report is None or not holds.report.all_answer or quiet(holds):
+    if holds is None or holds.report is None or not holds.report.all_answer or is_quiet(holds):
         return None
     why = f"{holds.node.name} holds this slot"
     return deletion(seen, Cause.ANOTHER_NODE_HOLDS_SLOT, why, Reason.SURPLUS)

@@ -21,26 +21,26 @@ from tpucare.model.text import length
 from tpucare.planner.predicates import (
     INFRASTRUCTURE_BUDGET,
     backoff_over,
-    busy,
     deletion,
+    effect_under_way,
+    furthest,
+    get_node_when_due,
     has_advanced,
+    is_quiet,
     job_mark,
     keeps_node,
-    look,
     made_progress_since,
     next_number,
     nothing_moves,
     patience_with_silence,
-    quiet,
     some_answer,
-    standing,
     stop_before,
     token_of,
-    unseen,
+    unlisted_zones,
     usual_pause,
     without_job,
 )
-from tpucare.planner.run import decide_foreign, decide_run, done, is_foreign
+from tpucare.planner.run import decide_foreign, decide_run, end_done, is_foreign
 from tpucare.planner.trust import decide_changed_key, decide_trust
 
 STOPPED = frozenset({NodeState.STOPPING, NodeState.STOPPED})
@@ -65,7 +65,7 @@ def decide_node(case: Case, seen: NodeEvidence) -> Action:
         return Wait(Cause.NODE_ABSENT, f"looking for {node.name} by name")
     if past is None:
         return Wait(Cause.NODE_ABSENT, f"{node.name} is being looked at")
-    if wait := busy(seen, case.evidence):
+    if wait := effect_under_way(seen, case.evidence):
         return wait
     if case.memory.replace_asked:
         delete = deletion(seen, Cause.REPLACE_ASKED, "replace was asked for", Reason.ASKED)
@@ -110,7 +110,7 @@ def decide_by_workers(case: Case, seen: NodeEvidence) -> Action | None:
         return None
     if any(other.serves or other.may_be_training for other in case.memory.nodes if other.name != name):
         return None
-    if seen.node.state not in PENDING_STATES | USABLE_STATES or busy(seen, case.evidence):
+    if seen.node.state not in PENDING_STATES | USABLE_STATES or effect_under_way(seen, case.evidence):
         return None
     if not seen.heard_alone or seen.report is None or not seen.report.all_answer:
         return None
@@ -247,7 +247,7 @@ def _decide_silent(case: Case, seen: NodeEvidence, past: NodeMemory) -> Action:
         and run.node == name
         and case.timers.lasted(seen.silent_since, case.slot.care.success_after)
     ):
-        return done(name, standing(seen, case.memory))
+        return end_done(name, furthest(seen, case.memory))
     if not past.answered:
         limit = limit * NEVER_ANSWERED_FACTOR
     # Workers that are silent while the node is CREATING are booting, whichever of them answer early.
@@ -291,7 +291,7 @@ def _silence_ends(seen: NodeEvidence, past: NodeMemory, memory: Memory, why: str
     run = memory.run
     if not past.answered or run is None or run.node != past.name or not run.complete or run.state.is_past:
         return delete
-    advanced, far = has_advanced(seen, memory), standing(seen, memory)
+    advanced, far = has_advanced(seen, memory), furthest(seen, memory)
     spent = not advanced and memory.counter(FailureKind.INFRASTRUCTURE).failures >= INFRASTRUCTURE_BUDGET
     return replace(
         delete,
@@ -344,7 +344,7 @@ def _decide_launch(case: Case, seen: NodeEvidence, past: NodeMemory) -> Action:
         return without_job(case.slot, "the node is kept")
     if action := decide_trust(case, seen, past):
         return action
-    if not quiet(seen):
+    if not is_quiet(seen):
         return _decide_not_quiet(seen, case.memory)
     if wait := backoff_over(case):
         return wait
@@ -368,7 +368,7 @@ def _decide_not_quiet(seen: NodeEvidence, memory: Memory) -> Action:
 
 def _fence(case: Case, seen: NodeEvidence) -> Action | None:
     """Rule 1: no launch before each older node of the slot is proven dead. None when the way is free."""
-    if wait := unseen(case):
+    if wait := unlisted_zones(case):
         return wait
     for older in case.memory.nodes:
         if older.name == seen.node.name or not older.may_be_training:
@@ -377,7 +377,7 @@ def _fence(case: Case, seen: NodeEvidence) -> Action | None:
         if waited and (case.slot.care.fence_proceed or case.memory.fence_confirmed):
             continue
         key = NodeKey(case.slot.project, older.zone, older.name)
-        if action := look(case, key, Cause.FENCED, "is it proven dead?"):
+        if action := get_node_when_due(case, key, Cause.FENCED, "is it proven dead?"):
             return action
         why = f"{older.name} may still be training"
         return Wait(Cause.FENCED, f"{why} (`tpucare confirm` to go on)" if waited else why, needs_person=waited)

@@ -49,11 +49,11 @@ class Choice:
     needs_person: bool = False
 
 
-def choose(case: Case) -> Choice:
+def choose_place(case: Case) -> Choice:
     """The place whose turn it is, of those that may be asked now."""
     reasons = []
-    for place in by_turn(case.slot.places, case.memory):
-        refusal = _refusal(case, place, case.memory.place(place.key))
+    for place in in_turn(case.slot.places, case.memory):
+        refusal = _closed_why(case, place, case.memory.place(place.key))
         if refusal is None:
             return Choice(place, f"{place.accelerator_type} in {place.zone}")
         reasons.append(f"{place.zone}: {refusal}")
@@ -66,13 +66,13 @@ def choose(case: Case) -> Choice:
         reasons.append("a zone that does not answer may be closed for good: declare another one, or wait")
     lacks_quota = any(case.memory.place(place.key).kind == Refusal.QUOTA for place in case.slot.places)
     if lacks_quota and case.memory.shell:
-        reasons.append(_shell(case.memory.shell))
+        reasons.append(_shell_advice(case.memory.shell))
     elif lacks_quota and stopped:
         reasons.append(f"used up for {QUOTA_PATIENCE}: free some, or ask for more on {_QUOTA_PAGE}")
     return Choice(None, "; ".join(reasons) or "no place is declared", needs_person=stopped)
 
 
-def by_turn(places: Sequence[Place], memory: Memory) -> list[Place]:
+def in_turn(places: Sequence[Place], memory: Memory) -> list[Place]:
     """
     *places* in the order in which an open one is to be asked: not yet in this round, preferred by the declaration, not
     asked for longest, declared first.
@@ -101,7 +101,7 @@ def _terms(place: Place) -> tuple[str, Provisioning]:
     return place.accelerator_type, place.provisioning
 
 
-def asked(memory: Memory, key: str, number: int) -> Memory:
+def record_create(memory: Memory, key: str, number: int) -> Memory:
     """A create of that *number* is asked for at the place *key*; the second one of a place begins the next round."""
     past = memory.place(key)
     if past.asked >= memory.round_from:
@@ -109,20 +109,20 @@ def asked(memory: Memory, key: str, number: int) -> Memory:
     return memory.with_place(key, replace(past, asked=number))
 
 
-def came_up(memory: Memory, key: str, now: datetime) -> Memory:
+def record_node_up(memory: Memory, key: str, now: datetime) -> Memory:
     """A node came up at the place *key*: the slot's next node is looked for in a new round."""
-    memory = memory.with_place(key, succeeded(memory.place(key), now))
+    memory = memory.with_place(key, end_refusals(memory.place(key), now))
     return replace(memory, round_from=memory.next_number, shell="")
 
 
-def _shell(path: str) -> str:
+def _shell_advice(path: str) -> str:
     """A queued resource outlives its node, and holds the quota of it until somebody deletes it."""
     _, project, _, zone, _, name = path.split("/") if path.count("/") == 5 else ("", "", "", "", "", path)
     order = f"gcloud compute tpus queued-resources delete {name} --zone={zone} --project={project} --force"
     return f"the queued resource {name}, which the last node came from, may hold it still: `{order}`"
 
 
-def _refusal(case: Case, place: Place, past: PlaceMemory) -> str | None:
+def _closed_why(case: Case, place: Place, past: PlaceMemory) -> str | None:
     if place.zone in case.evidence.project.unreachable_since:
         return "the zone does not answer"
     if past.kind.is_own_quota:
@@ -169,7 +169,7 @@ _LONGEST: Mapping[Refusal, timedelta] = MappingProxyType(
 )
 
 
-def refused(
+def record_refusal(
     past: PlaceMemory, error: CloudError, *, held: bool, now: datetime, rng: random.Random, text: str = ""
 ) -> PlaceMemory:
     """
@@ -183,7 +183,7 @@ def refused(
         kind = Refusal.OWN_REGION_QUOTA if error.region_wide else Refusal.OWN_QUOTA
         return replace(past, kind=kind, reason=reason, own_quota_since=since, retry_at=None, blocked=False)
     if isinstance(error, NeedsPerson):
-        return blocked(past, reason, now=now)
+        return block_place(past, reason, now=now)
     kind = _kind(error)
     # A row is of one kind: after an hour of stockouts the first refusal for quota is the first.
     again = past.kind == kind
@@ -200,7 +200,7 @@ def refused(
     )
 
 
-def blocked(past: PlaceMemory, reason: str, *, now: datetime) -> PlaceMemory:
+def block_place(past: PlaceMemory, reason: str, *, now: datetime) -> PlaceMemory:
     """A person has to change something: ask again after ten minutes, then hourly, without end."""
     refusals = past.refusals + 1
     delay = PERSON_FIRST if refusals == 1 else PERSON_LATER
@@ -231,7 +231,7 @@ def _pause(error: CloudError, failures: int, rng: random.Random) -> timedelta:
     return TRANSIENT_BACKOFF.delay(failures, rng)
 
 
-def succeeded(past: PlaceMemory, now: datetime) -> PlaceMemory:
+def end_refusals(past: PlaceMemory, now: datetime) -> PlaceMemory:
     """
     A node came up at this place: its row of refusals ends, but that of nodes that were of no use. When it was asked is
     kept: a place that gave a node and took it back is not the first to be asked for the next one.
@@ -245,12 +245,12 @@ def succeeded(past: PlaceMemory, now: datetime) -> PlaceMemory:
     )
 
 
-def acquitted(past: PlaceMemory) -> PlaceMemory:
+def reset_unanswered(past: PlaceMemory) -> PlaceMemory:
     """Workers of a node at this place answered."""
     return replace(past, unanswered_nodes=0, refusals=0, blocked=False)
 
 
-def served(past: PlaceMemory) -> PlaceMemory:
+def reset_held(past: PlaceMemory) -> PlaceMemory:
     """A run was launched on a node of this place: its chips were free."""
     return replace(past, held_nodes=0, refusals=0, blocked=False)
 
@@ -259,7 +259,7 @@ def _is_useless(past: PlaceMemory) -> bool:
     return max(past.unanswered_nodes, past.held_nodes) >= UNANSWERED_LIMIT
 
 
-def quota_granted(past: PlaceMemory) -> PlaceMemory:
+def end_quota_refusal(past: PlaceMemory) -> PlaceMemory:
     """The call was accepted: quota and person were not the matter; capacity may still be."""
     if past.kind.is_own_quota or past.kind in (Refusal.QUOTA, Refusal.HUMAN, Refusal.RATE):
         kept = past.refusals if _is_useless(past) else 0

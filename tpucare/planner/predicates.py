@@ -28,7 +28,7 @@ LOOK_EVERY = timedelta(seconds=5)
 LOOK_CAP, LOOK_CAP_HUMAN = timedelta(minutes=1), timedelta(minutes=10)
 
 
-def look(case: Case, key: NodeKey, cause: Cause, why: str) -> GetNode | None:
+def get_node_when_due(case: Case, key: NodeKey, cause: Cause, why: str) -> GetNode | None:
     """GetNode, unless it was asked a moment ago; where it fails it is asked ever more seldom."""
     this = EffectKind.LOOK.of(key.name)
     last, failed, every = case.evidence.looked.get(this), case.evidence.failed_looks.get(key.name), LOOK_EVERY
@@ -50,7 +50,7 @@ def deletion(
     lasted: timedelta | None = None,
 ) -> Delete:
     """A Delete of this node, with the proof of quiet that the last probe gives, if it gives one."""
-    node, is_quiet = seen.node, quiet(seen)
+    node = seen.node
     return Delete(
         node.key,
         node.id,
@@ -58,20 +58,20 @@ def deletion(
         cause,
         why,
         reason,
-        quiet=is_quiet,
+        quiet=is_quiet(seen),
         unanswered=unanswered,
         held=held,
         lasted=lasted,
     )
 
 
-def quiet(seen: NodeEvidence) -> bool:
+def is_quiet(seen: NodeEvidence) -> bool:
     """Every worker answered, and none of them runs anything of ours or holds chips."""
     report = seen.report
     return report is not None and report.all_answer and all(not w.alive and w.chips_free for w in report.workers)
 
 
-def busy(seen: NodeEvidence, evidence: Evidence) -> Wait | None:
+def effect_under_way(seen: NodeEvidence, evidence: Evidence) -> Wait | None:
     """
     What is under way on this node, if anything is.
 
@@ -84,7 +84,7 @@ def busy(seen: NodeEvidence, evidence: Evidence) -> Wait | None:
     return None
 
 
-def unseen(case: Case) -> Wait | None:
+def unlisted_zones(case: Case) -> Wait | None:
     """
     Rule 1 where memory is lost or may be a backup's: no create or launch before the zones have answered once.
 
@@ -143,7 +143,7 @@ def ending(
     lasted: timedelta | None = None,
 ) -> Stop:
     """A Stop of whatever runs on this node, with how far it got."""
-    node, far = seen.node, standing(seen, memory)
+    node, far = seen.node, furthest(seen, memory)
     token = token_of(seen) or (memory.run.token if memory.run and memory.run.node == node.name else f"{node.name}.0")
     return Stop(
         node.key,
@@ -170,7 +170,7 @@ class Furthest(NamedTuple):
     checkpoint: int | None
 
 
-def standing(seen: NodeEvidence, memory: Memory) -> Furthest:
+def furthest(seen: NodeEvidence, memory: Memory) -> Furthest:
     return Furthest(furthest_of(seen, "step", memory.step), furthest_of(seen, "checkpoint", memory.checkpoint))
 
 

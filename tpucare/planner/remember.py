@@ -78,7 +78,7 @@ def intend(memory: Memory, action: Action, now: datetime, rng: random.Random) ->
         case Create():
             return intend_create(memory, action, now)
         case Delete():
-            return with_a_lost_run(intend_delete(memory, action, now), action, now, rng)
+            return intend_run_loss(intend_delete(memory, action, now), action, now, rng)
         case Launch():
             return intend_launch(memory, action, now)
         case Stop():
@@ -89,24 +89,24 @@ def intend(memory: Memory, action: Action, now: datetime, rng: random.Random) ->
                 memory = memory.with_node(replace(past, noticed_at=now, noticed_checkpoint=action.checkpoint))
             return memory
         case Record():
-            return _settle(memory, action, now, rng)
+            return _apply_record(memory, action, now, rng)
     return memory
 
 
-def _settle(memory: Memory, action: Record, now: datetime, rng: random.Random) -> Memory:
+def _apply_record(memory: Memory, action: Record, now: datetime, rng: random.Random) -> Memory:
     further = _is_further(memory, action)
-    memory, run = far(memory, action.step, action.checkpoint), memory.run
+    memory, run = record_furthest(memory, action.step, action.checkpoint), memory.run
     match action.fact:
         case Fact.CREATE_SUPERSEDED:
-            return supersede(memory, action, now, rng)
+            return abandon_create(memory, action, now, rng)
         case Fact.CREATE_KEPT:
-            return keep(memory, action.name)
+            return readopt_create(memory, action.name)
         case Fact.NODE_OUT_OF_SIGHT:
             past = memory.node(action.name)
             return memory.with_node(past.after(NodeEvent.HIDDEN)) if past is not None else memory
         case Fact.RUN_ADOPTED:
             run = RunMemory(action.token, action.name, action.number, launched_at=now).after(RunEvent.COMPLETE)
-            return attempted(replace(memory, run=run), action.name)
+            return mark_launched(replace(memory, run=run), action.name)
         case Fact.RUN_COMPLETE:
             return _run_after(memory, RunEvent.COMPLETE)
         case Fact.RUN_STOPPED:
@@ -116,12 +116,12 @@ def _settle(memory: Memory, action: Record, now: datetime, rng: random.Random) -
         case Fact.RUN_BACK:
             return _run_after(memory, RunEvent.FOREIGN_BACK)
         case Fact.FIRST_USE:
-            return believed(memory, action.name, Trust.FIRST_USE, action.publisher, now)
+            return record_trust(memory, action.name, Trust.FIRST_USE, action.publisher, now)
         case Fact.SETUP_DONE:
-            return row_over(memory, FailureKind.SETUP)
+            return reset_streak(memory, FailureKind.SETUP)
         case Fact.RUN_PROGRESSED:
             if further:
-                memory = progress_over(memory)
+                memory = reset_streaks(memory)
             if run is None:
                 return memory
             gap = action.gap.total_seconds() if action.gap is not None else run.gap_seconds
@@ -130,12 +130,12 @@ def _settle(memory: Memory, action: Record, now: datetime, rng: random.Random) -
         case Fact.RUN_FINISHED:
             return _run_after(memory, RunEvent.EXITED_0)
         case Fact.RUN_LASTED:
-            return has_served(memory)
+            return record_success(memory)
         case Fact.TRIED_AGAIN:
             return replace(memory.without_end(), tries=memory.tries + 1)
         case Fact.ENDED:
             if action.end is End.DONE:
-                memory = has_served(memory)
+                memory = record_success(memory)
             return replace(memory, end=action.end, end_why=action.why, end_cause=action.cause, ended_at=now)
 
 
@@ -166,13 +166,13 @@ def remember(
         case Stop():
             return after_stop(memory, action, result)
         case GetNode():
-            return after_look(memory, action, result, error, now, rng)
+            return after_get_node(memory, action, result, error, now, rng)
         case GetOperation():
-            return after_poll(memory, action, result, error, now, rng)
+            return after_get_operation(memory, action, result, error, now, rng)
         case FetchHostKeys():
             # The result is whether guest attributes vouch for every worker.
             if error is None and result is True:
-                return believed(memory, action.key.name, Trust.VOUCHED, action.publisher, now)
+                return record_trust(memory, action.key.name, Trust.VOUCHED, action.publisher, now)
             return memory
         case AddSshKey():
             past = memory.node(action.key.name)
@@ -180,7 +180,7 @@ def remember(
     return memory
 
 
-def changed_meanwhile(memory: Memory, name: str) -> Memory:
+def void_delete(memory: Memory, name: str) -> Memory:
     """The node that was to be deleted is not the one decided about: the intent is void."""
     past = memory.node(name)
     return memory.with_node(replace(past, delete=None)) if past is not None else memory
@@ -205,7 +205,7 @@ def recover(memory: Memory) -> Memory:
     for past in memory.nodes:
         if past.launched:
             # Stores of before kept the create open until its operation was over.
-            memory = served(memory, past)
+            memory = close_create_of_serving_node(memory, past)
         delete = past.delete
         if delete is None:
             continue
@@ -245,11 +245,11 @@ def intend_create(memory: Memory, action: Create, now: datetime) -> Memory:
         # was said before the last one became one of them.
         first = memory.asked_from if memory.asked_from is not None else action.number
         memory = replace(memory, replace_asked=False, fence_confirmed=False, asked_from=first)
-        memory = placement.asked(memory, action.place.key, action.number)
-    return number_after(memory.with_create(intent), action.name)
+        memory = placement.record_create(memory, action.place.key, action.number)
+    return raise_next_number(memory.with_create(intent), action.name)
 
 
-def supersede(memory: Memory, action: Record, now: datetime, rng: random.Random) -> Memory:
+def abandon_create(memory: Memory, action: Record, now: datetime, rng: random.Random) -> Memory:
     intent = memory.create(action.name)
     if intent is None:
         return memory
@@ -257,17 +257,17 @@ def supersede(memory: Memory, action: Record, now: datetime, rng: random.Random)
     if memory.wish is not DesiredState.UP or memory.end is not End.NONE:
         return memory
     # Another place goes first, where there is one: this one has not answered for a whole boot_timeout.
-    place = placement.refused(memory.place(intent.place), Transient(action.why), held=False, now=now, rng=rng)
+    place = placement.record_refusal(memory.place(intent.place), Transient(action.why), held=False, now=now, rng=rng)
     return memory.with_place(intent.place, place)
 
 
-def keep(memory: Memory, name: str) -> Memory:
+def readopt_create(memory: Memory, name: str) -> Memory:
     """The create that was given up holds the slot; those that were sent after it are given up instead."""
     creates = tuple(replace(intent, abandoned=intent.name != name) for intent in memory.creates)
     return replace(memory, creates=creates)
 
 
-def served(memory: Memory, past: NodeMemory) -> Memory:
+def close_create_of_serving_node(memory: Memory, past: NodeMemory) -> Memory:
     """
     The workers of *past* serve: its create is settled, whatever its operation still says, and the node is like any.
 
@@ -277,7 +277,7 @@ def served(memory: Memory, past: NodeMemory) -> Memory:
     if intent is None:
         return memory
     if intent.place:
-        memory = placement.came_up(memory, intent.place, past.create_time)
+        memory = placement.record_node_up(memory, intent.place, past.create_time)
     return memory.without_create(past.name)
 
 
@@ -289,7 +289,7 @@ def after_create(
         return memory
     key = action.place.key
     if isinstance(result, Operation):
-        memory = memory.with_place(key, placement.quota_granted(memory.place(key)))
+        memory = memory.with_place(key, placement.end_quota_refusal(memory.place(key)))
         return memory.with_create(intent.after(CreateEvent.ACCEPTED, operation=result.name))
     if isinstance(error, AlreadyExists):
         # On a node with our labels this is success; GetNode tells.
@@ -298,34 +298,34 @@ def after_create(
     if transient or not isinstance(error, CloudError):
         retry_at = now + RESEND_BACKOFF.delay(intent.tries, rng)
         return memory.with_create(replace(intent.after(CreateEvent.NO_ANSWER), retry_at=retry_at))
-    memory = memory.with_place(key, _refuse(memory, key, action, error, now, rng))
+    memory = memory.with_place(key, _refuse_place(memory, key, action, error, now, rng))
     if action.resend:
         # The first call may have arrived all the same, and used up the very quota that this answer complains of.
         return memory.with_create(intent.after(CreateEvent.CALL_REFUSED, refused=str(error)))
     return memory.without_create(action.name)
 
 
-def _refuse(
+def _refuse_place(
     memory: Memory, key: str, asked: Create | CreateIntent, error: CloudError, now: datetime, rng: random.Random
 ) -> PlaceMemory:
     region_wide = isinstance(error, QuotaExceeded) and error.region_wide
     held = asked.held_in_region if region_wide else asked.held_in_zone
-    return placement.refused(memory.place(key), error, held=held, now=now, rng=rng)
+    return placement.record_refusal(memory.place(key), error, held=held, now=now, rng=rng)
 
 
-def after_look(
+def after_get_node(
     memory: Memory, action: GetNode, result: object, error: Exception | None, now: datetime, rng: random.Random
 ) -> Memory:
     if isinstance(error, NodeGone):
-        memory = _missing_for_long(memory, action.key.name, now)
-        return gone(_came_to_nothing(memory, action.key.name, now, rng), action.key.name, now, rng)
+        memory = _count_missing(memory, action.key.name, now)
+        return forget_node(_refuse_unreadable_create(memory, action.key.name, now, rng), action.key.name, now, rng)
     intent = memory.create(action.key.name)
     if isinstance(result, Node) and intent is not None:
         return memory.with_create(replace(intent.after(CreateEvent.FOUND), missing=0))
     return memory
 
 
-def _missing_for_long(memory: Memory, name: str, now: datetime) -> Memory:
+def _count_missing(memory: Memory, name: str, now: datetime) -> Memory:
     """
     A create that was given up and of which no node is there for a day is closed, whatever its operation says.
 
@@ -340,16 +340,16 @@ def _missing_for_long(memory: Memory, name: str, now: datetime) -> Memory:
     return memory.with_create(replace(intent, missing=intent.missing + 1))
 
 
-def _came_to_nothing(memory: Memory, name: str, now: datetime, rng: random.Random) -> Memory:
+def _refuse_unreadable_create(memory: Memory, name: str, now: datetime, rng: random.Random) -> Memory:
     """Without its operation nobody says why: what was accepted and is not there found no capacity."""
     intent = memory.create(name)
     if intent is None or intent.state is not CreateState.UNREADABLE or intent.abandoned:
         return memory
     failure = NoCapacity(f"{name} is not there, and its operation may not be read: {intent.refused}")
-    return memory.with_place(intent.place, _refuse(memory, intent.place, intent, failure, now, rng))
+    return memory.with_place(intent.place, _refuse_place(memory, intent.place, intent, failure, now, rng))
 
 
-def after_poll(
+def after_get_operation(
     memory: Memory, action: GetOperation, result: object, error: Exception | None, now: datetime, rng: random.Random
 ) -> Memory:
     intent = memory.create(action.name)
@@ -366,7 +366,7 @@ def after_poll(
         return _operation_over(memory, intent)
     failure = result.error
     if isinstance(failure, CloudError) and not isinstance(failure, PreemptedMeanwhile | LostRace):
-        memory = memory.with_place(intent.place, _refuse(memory, intent.place, intent, failure, now, rng))
+        memory = memory.with_place(intent.place, _refuse_place(memory, intent.place, intent, failure, now, rng))
     if memory.node(action.name) is None:
         # The node may be listed a little later, or have failed too early to be listed: GetNode tells.
         return memory.with_create(intent.after(CreateEvent.OPERATION_FAILED, refused=str(failure)))
@@ -421,7 +421,7 @@ def _count_useless(memory: Memory, key: str, action: Delete, now: datetime) -> M
         place = replace(place, held_nodes=place.held_nodes + 1)
         count, what, check = place.held_nodes, "had their chips held before any launch", "`runtime`, startup scripts"
     if count >= placement.UNANSWERED_LIMIT:
-        place = placement.blocked(place, f"{count} nodes in a row {what} ({action.why}): check {check}", now=now)
+        place = placement.block_place(place, f"{count} nodes in a row {what} ({action.why}): check {check}", now=now)
     return memory.with_place(key, place)
 
 
@@ -430,7 +430,7 @@ def after_delete(memory: Memory, action: Delete, error: Exception | None, now: d
     if past is None:
         return memory
     if isinstance(error, NodeGone):
-        return gone(memory, action.key.name, now, rng)
+        return forget_node(memory, action.key.name, now, rng)
     delete = past.delete
     if delete is None or isinstance(error, LostRace):
         return memory
@@ -451,12 +451,12 @@ SERVED_AFTER = timedelta(hours=1)
 
 
 def intend_launch(memory: Memory, action: Launch, now: datetime) -> Memory:
-    memory = attempted(_of_job(_trained(memory, now), action.job), action.key.name)
+    memory = mark_launched(_start_job(_record_training(memory, now), action.job), action.key.name)
     run = RunMemory(action.token, action.key.name, action.number, launched_at=now, job=action.job)
     return replace(memory, run=run, restart_asked=False, fence_confirmed=False)
 
 
-def _of_job(memory: Memory, job: str) -> Memory:
+def _start_job(memory: Memory, job: str) -> Memory:
     """How far an older job got, and what failed of it, says nothing of another one."""
     # A store of an earlier version does not know which it launched last.
     known = memory.launched_job or memory.step_job or (memory.run.job if memory.run is not None else "")
@@ -464,7 +464,7 @@ def _of_job(memory: Memory, job: str) -> Memory:
     if not known or known == job:
         return memory
     for name in FailureKind:
-        memory = row_over(memory, name)
+        memory = reset_streak(memory, name)
     return replace(
         memory, step=None, checkpoint=None, step_job="", gap_seconds=0.0, last_step=None, last_checkpoint=None
     )
@@ -473,42 +473,47 @@ def _of_job(memory: Memory, job: str) -> Memory:
 def intend_stop(memory: Memory, action: Stop, now: datetime, rng: random.Random) -> Memory:
     run = memory.run
     number = int(action.token.rpartition(".")[2])
-    memory = _trained(memory, now)
+    memory = _record_training(memory, now)
     if run is None or run.node != action.key.name:
         run = RunMemory(action.token, action.key.name, number, launched_at=now)
     run = replace(run, stop_why=action.why, stop_cause=action.cause, then_delete=action.then or run.then_delete)
     run = replace(run.after(RunEvent.STOP_ASKED), stops=run.stops + 1)
-    memory = far(replace(memory, run=run, restart_asked=False), action.step, action.checkpoint)
+    memory = record_furthest(replace(memory, run=run, restart_asked=False), action.step, action.checkpoint)
     if action.failure is not None:
         memory = _count_failure(memory, action.failure, action.why, action.advanced, now, rng)
         memory = _count_on_node(memory, action)
     if action.served:
         # The next run may begin anew: what this one reached is no measure for it.
-        memory = replace(has_served(memory), step=None, checkpoint=None)
+        memory = replace(record_success(memory), step=None, checkpoint=None)
     if action.gives_up:
-        memory = _failed(memory, action, now)
+        memory = _end_failed(memory, action, now)
     return memory
 
 
-def with_a_lost_run(memory: Memory, action: Delete, now: datetime, rng: random.Random) -> Memory:
+def intend_run_loss(memory: Memory, action: Delete, now: datetime, rng: random.Random) -> Memory:
     """The run goes with its node: count the failure that a Stop would count."""
-    memory = _trained(memory, now)
+    memory = _record_training(memory, now)
     if action.failure is not None:
         memory = _count_failure(
-            far(memory, action.step, action.checkpoint), action.failure, action.why, action.advanced, now, rng
+            record_furthest(memory, action.step, action.checkpoint),
+            action.failure,
+            action.why,
+            action.advanced,
+            now,
+            rng,
         )
     if action.gives_up:
-        memory = _failed(memory, action, now)
+        memory = _end_failed(memory, action, now)
     return memory
 
 
-def _failed(memory: Memory, action: Stop | Delete, now: datetime) -> Memory:
+def _end_failed(memory: Memory, action: Stop | Delete, now: datetime) -> Memory:
     since, tries = memory.failed_since or now, memory.tries if memory.failed_since is not None else 0
     memory = replace(memory, end=End.FAILED, end_why=action.why, end_cause=action.cause, ended_at=now)
     return replace(memory, failed_since=since, tries=tries)
 
 
-def saw(memory: Memory, step: int | None, checkpoint: int | None) -> Memory:
+def record_last_progress(memory: Memory, step: int | None, checkpoint: int | None) -> Memory:
     """Where the run of now was seen last, which need not be the furthest."""
     last_step = step if step is not None else memory.last_step
     last_checkpoint = checkpoint if checkpoint is not None else memory.last_checkpoint
@@ -517,7 +522,7 @@ def saw(memory: Memory, step: int | None, checkpoint: int | None) -> Memory:
     return replace(memory, last_step=last_step, last_checkpoint=last_checkpoint)
 
 
-def far(memory: Memory, step: int | None, checkpoint: int | None) -> Memory:
+def record_furthest(memory: Memory, step: int | None, checkpoint: int | None) -> Memory:
     """The furthest that training ever got is kept: a crash short of it is one more of the same row."""
     if step is not None and step != memory.step and memory.run is not None:
         memory = replace(memory, step_job=memory.run.job)
@@ -542,35 +547,35 @@ def _count_failure(
     return memory.with_counter(kind, FailureCounter(failures, counter.total + 1, retry_at, why))
 
 
-def progress_over(memory: Memory) -> Memory:
+def reset_streaks(memory: Memory) -> Memory:
     """It got further, lived long or ended well: whatever fails next is the first of its row."""
     for name in ENDED_BY_PROGRESS:
-        memory = row_over(memory, name)
+        memory = reset_streak(memory, name)
     return replace(memory, failed_since=None)
 
 
-def has_served(memory: Memory) -> Memory:
+def record_success(memory: Memory) -> Memory:
     """The run of now did what its job is for: where that job fails later, it is tried again."""
-    return _of_served(progress_over(memory))
+    return _record_trained_job(reset_streaks(memory))
 
 
-def _of_served(memory: Memory) -> Memory:
+def _record_trained_job(memory: Memory) -> Memory:
     """The job of a run that was taken in is not known: which one trained before is no less true for it."""
     run = memory.run
     return replace(memory, served_job=run.job) if run is not None and run.job else memory
 
 
-def _trained(memory: Memory, now: datetime) -> Memory:
+def _record_training(memory: Memory, now: datetime) -> Memory:
     """A run that made progress and lived long has trained, however it ends."""
     run = memory.run
     if run is None or not run.progressed or now - run.launched_at < SERVED_AFTER:
         return memory
     if run.state.is_stopping or run.state is RunState.STOPPED:
         return memory
-    return _of_served(memory)
+    return _record_trained_job(memory)
 
 
-def row_over(memory: Memory, kind: FailureKind) -> Memory:
+def reset_streak(memory: Memory, kind: FailureKind) -> Memory:
     """It went well once: the next failure is the first of a row again."""
     counter = memory.counter(kind)
     return memory.with_counter(kind, replace(counter, failures=0, retry_at=None)) if counter.failures else memory
@@ -588,7 +593,7 @@ def _count_on_node(memory: Memory, action: Stop) -> Memory:
     return memory
 
 
-def attempted(memory: Memory, name: str) -> Memory:
+def mark_launched(memory: Memory, name: str) -> Memory:
     """A run is about to be there, or was found there: from now on the node is fenced, and its create is settled."""
     past = memory.node(name)
     if past is None:
@@ -596,8 +601,8 @@ def attempted(memory: Memory, name: str) -> Memory:
     attempts = memory.attempts if past.attempt else memory.attempts + 1
     past = replace(past, attempt=past.attempt or attempts, launched=True)
     if past.place and memory.place(past.place).held_nodes:
-        memory = memory.with_place(past.place, placement.served(memory.place(past.place)))
-    return served(replace(memory.with_node(past), attempts=attempts), past)
+        memory = memory.with_place(past.place, placement.reset_held(memory.place(past.place)))
+    return close_create_of_serving_node(replace(memory.with_node(past), attempts=attempts), past)
 
 
 def after_launch(
@@ -631,7 +636,7 @@ def after_stop(memory: Memory, action: Stop, result: object) -> Memory:
 # --- sightings: a node is there, its workers answered, it is gone, it is somebody else's ------------------------------
 
 
-def absorb(memory: Memory, node: Node) -> Memory:
+def apply_node(memory: Memory, node: Node) -> Memory:
     """
     Memory after *node*, which is ours and of this slot, was seen.
 
@@ -640,18 +645,18 @@ def absorb(memory: Memory, node: Node) -> Memory:
     intent = memory.create(node.name)
     past = memory.node(node.name)
     if past is None or past.id != node.id:
-        past = _met(node, intent, memory)
+        past = _first_memory(node, intent, memory)
         memory = memory.with_node(past)
-    memory = in_sight(memory, node.name)
-    memory = _live_or_dead(memory, node)
+    memory = mark_in_sight(memory, node.name)
+    memory = _apply_state(memory, node)
     if intent is not None and not intent.abandoned and _settled(node):
         memory = memory.without_create(node.name)
         if node.state is NodeState.READY and intent.place:
-            memory = placement.came_up(memory, intent.place, node.create_time)
-    return number_after(memory, node.name)
+            memory = placement.record_node_up(memory, intent.place, node.create_time)
+    return raise_next_number(memory, node.name)
 
 
-def in_sight(memory: Memory, name: str) -> Memory:
+def mark_in_sight(memory: Memory, name: str) -> Memory:
     """The node is listed as ours: whatever was believed of it while it was not is over."""
     past = memory.node(name)
     if past is None:
@@ -660,18 +665,18 @@ def in_sight(memory: Memory, name: str) -> Memory:
     return memory if told == past else memory.with_node(told)
 
 
-def _live_or_dead(memory: Memory, node: Node) -> Memory:
+def _apply_state(memory: Memory, node: Node) -> Memory:
     past = memory.node(node.name)
     assert past is not None
     if node.state in DEAD_STATES and not past.was_shown_dead:
-        return _preempted(memory.with_node(past.after(NodeEvent.SHOWN_DEAD)), node.name, node.state.name)
+        return _count_preemption(memory.with_node(past.after(NodeEvent.SHOWN_DEAD)), node.name, node.state.name)
     if past.status is NodeStatus.DEAD and node.state in PENDING_STATES | USABLE_STATES:
         delete = replace(past.delete, quiet=False) if past.delete is not None else None
         return memory.with_node(replace(past.after(NodeEvent.SHOWN_ALIVE), delete=delete))
     return memory
 
 
-def _met(node: Node, intent: CreateIntent | None, memory: Memory) -> NodeMemory:
+def _first_memory(node: Node, intent: CreateIntent | None, memory: Memory) -> NodeMemory:
     return NodeMemory(
         name=node.name,
         zone=node.key.zone,
@@ -680,12 +685,12 @@ def _met(node: Node, intent: CreateIntent | None, memory: Memory) -> NodeMemory:
         place=intent.place if intent else "",
         launched=intent is None,
         attempt=memory.attempts if intent is None else 0,
-        requested=intent is None and _was_asked_for(node, memory),
+        requested=intent is None and _was_requested(node, memory),
         queued=node.queued_resource,
     )
 
 
-def _was_asked_for(node: Node, memory: Memory) -> bool:
+def _was_requested(node: Node, memory: Memory) -> bool:
     """
     Whether it is the late fruit of a create that was closed: it bears the number that its name tells, and this store
     has used that number. What is adopted bears no number, and what a lost store made bears one that was not used since.
@@ -702,14 +707,14 @@ def _settled(node: Node) -> bool:
     return node.state is not NodeState.CREATING
 
 
-def number_after(memory: Memory, name: str) -> Memory:
+def raise_next_number(memory: Memory, name: str) -> Memory:
     parsed = parse_node_name(name)
     if parsed is None or parsed[1] < memory.next_number:
         return memory
     return replace(memory, next_number=parsed[1] + 1)
 
 
-def _preempted(memory: Memory, name: str, what: str) -> Memory:
+def _count_preemption(memory: Memory, name: str, what: str) -> Memory:
     """The node was lost. A launch that failed on it meanwhile was the cloud's doing, and counts as no failure."""
     counter = memory.counter(FailureKind.PREEMPTION)
     counter = replace(counter, total=counter.total + 1, reason=f"{name} {what}")
@@ -723,24 +728,24 @@ def _preempted(memory: Memory, name: str, what: str) -> Memory:
     return replace(memory.with_counter(kind, counter), run=replace(run, launch_book=""))
 
 
-def answered(memory: Memory, name: str) -> Memory:
+def mark_answered(memory: Memory, name: str) -> Memory:
     """Every worker of the node answered at least once: its place serves."""
     past = memory.node(name)
     if past is None or past.answered:
         return memory
     memory = memory.with_node(replace(past, answered=True))
     if past.place and memory.place(past.place).unanswered_nodes:
-        memory = memory.with_place(past.place, placement.acquitted(memory.place(past.place)))
+        memory = memory.with_place(past.place, placement.reset_unanswered(memory.place(past.place)))
     return memory
 
 
-def refused(memory: Memory, name: str) -> Memory:
+def mark_key_refused(memory: Memory, name: str) -> Memory:
     """A worker listened and did not take our key: a guard on it may drop our packets from now on."""
     past = memory.node(name)
     return memory if past is None or past.refused else memory.with_node(replace(past, refused=True))
 
 
-def believed(memory: Memory, name: str, trust: Trust, publisher: str, now: datetime) -> Memory:
+def record_trust(memory: Memory, name: str, trust: Trust, publisher: str, now: datetime) -> Memory:
     """The host keys of the node are believed; and what that tells of *publisher*, when it is not empty."""
     past = memory.node(name)
     if past is not None:
@@ -751,14 +756,14 @@ def believed(memory: Memory, name: str, trust: Trust, publisher: str, now: datet
     return replace(memory, publishing={**memory.publishing, publisher: told})
 
 
-def gone(memory: Memory, name: str, now: datetime, rng: random.Random) -> Memory:
+def forget_node(memory: Memory, name: str, now: datetime, rng: random.Random) -> Memory:
     """GetNode said NOT_FOUND."""
     past, intent = memory.node(name), memory.create(name)
     if past is not None:
         # A node whose create failed was never there to be preempted. One that was shown dead and lived on is lost only
         # now, so `is_leaving` would say too much.
         if past.status not in (NodeStatus.DEAD, NodeStatus.TAKEN) and past.delete is None and intent is None:
-            memory = _preempted(memory, name, "is gone")
+            memory = _count_preemption(memory, name, "is gone")
         memory = memory.without_node(name)
         if past.queued:
             memory = replace(memory, shell=past.queued)
@@ -768,7 +773,7 @@ def gone(memory: Memory, name: str, now: datetime, rng: random.Random) -> Memory
             # Nobody will say why: what is listed as CREATING and vanishes, though we did not have it deleted, found no
             # capacity.
             error = NoCapacity(f"{name} vanished while CREATING")
-            place = placement.refused(memory.place(intent.place), error, held=False, now=now, rng=rng)
+            place = placement.record_refusal(memory.place(intent.place), error, held=False, now=now, rng=rng)
             memory = memory.with_place(intent.place, place)
     if memory.run is not None and memory.run.node == name:
         run = memory.run.after(RunEvent.NODE_GONE)
@@ -776,7 +781,7 @@ def gone(memory: Memory, name: str, now: datetime, rng: random.Random) -> Memory
     return memory
 
 
-def taken(memory: Memory, name: str) -> Memory:
+def mark_taken(memory: Memory, name: str) -> Memory:
     """
     The node bears another owner's label: it is not touched, and that is no preemption either.
 

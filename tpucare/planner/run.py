@@ -27,13 +27,13 @@ from tpucare.planner.predicates import (
     backoff_over,
     deletion,
     ending,
+    furthest,
     furthest_of,
     has_advanced,
+    is_quiet,
     job_mark,
     keeps_node,
     nothing_moves,
-    quiet,
-    standing,
     usual_pause,
     without_job,
 )
@@ -86,7 +86,7 @@ def _stop_again(case: Case, seen: NodeEvidence) -> Action:
         return ending(seen, case.memory, run.stop_cause, run.stop_why, then=run.then_delete)
     if run.then_delete is not None:
         return deletion(seen, run.stop_cause, run.stop_why, run.then_delete)
-    if quiet(seen):
+    if is_quiet(seen):
         return Record(Fact.RUN_STOPPED, "its workers are quiet now", seen.node.name, run.token, run.number)
     if not case.timers.lasted(last, STOP_AGAIN_AFTER, observations=1):
         return Wait(Cause.STOPPING, "the run was stopped; its processes or the chips are not free yet")
@@ -130,7 +130,7 @@ def _decide_incomplete(case: Case, seen: NodeEvidence) -> Action:
     if counter.failures > case.slot.care.setup_budget:
         why = f"it cannot be launched: {counter.reason}"
         return ending(seen, case.memory, Cause.LAUNCH_FAILED, why, gives_up=True)
-    if holding or not quiet(seen):
+    if holding or not is_quiet(seen):
         why = f"only {len(holding)} of {len(seen.report.workers)} workers took the run"
         # A launch that is known to have failed is entered already.
         kind = None if run.launch_book else FailureKind.INFRASTRUCTURE
@@ -180,7 +180,7 @@ def decide_living(case: Case, seen: NodeEvidence, past: NodeMemory) -> Action:
         return _progressed(seen, case.memory, "the run makes progress")
     if action := _row_ends(case, seen):
         return action
-    return _course(seen)
+    return _phase_now(seen)
 
 
 def _row_ends(case: Case, seen: NodeEvidence) -> Record | None:
@@ -211,11 +211,11 @@ def is_row_open(memory: Memory) -> bool:
 
 
 def _progressed(seen: NodeEvidence, memory: Memory, why: str) -> Record:
-    far, gap = standing(seen, memory), seen.progress.median_gap
+    far, gap = furthest(seen, memory), seen.progress.median_gap
     return Record(Fact.RUN_PROGRESSED, why, seen.node.name, step=far.step, checkpoint=far.checkpoint, gap=gap)
 
 
-def _course(seen: NodeEvidence) -> Wait:
+def _phase_now(seen: NodeEvidence) -> Wait:
     """What the run does now, by the worker that has got least far."""
     phases = {worker.phase for worker in (seen.report.workers if seen.report is not None else ())}
     if phases & {Phase.NONE, Phase.FETCH}:
@@ -351,13 +351,15 @@ def decide_ended(case: Case, seen: NodeEvidence, workers: tuple[WorkerReport, ..
             return Wait(Cause.INTERRUPTED, "a preemption was announced on the worker; waiting for the cloud's word")
         if not case.timers.lasted(seen.ended_since, CRASH_IS_OURS_AFTER):
             return Wait(Cause.INTERRUPTED, "the run was interrupted; waiting for the cloud's word")
-        return infrastructure(seen, case.memory, Cause.INTERRUPTED, "the run was interrupted by a signal or a notice")
+        return infrastructure_ending(
+            seen, case.memory, Cause.INTERRUPTED, "the run was interrupted by a signal or a notice"
+        )
     if failed:
         return _decide_failed(case, seen, failed)
     if any(w.exit_status is None and not w.alive for w in workers) or len(own) < len(workers):
         if case.timers.lasted(seen.ended_since, GONE_IS_SURE_AFTER, observations=1):
             why = "the run is gone without an exit status (reboot, OOM killer)"
-            return infrastructure(seen, case.memory, Cause.RUN_GONE, why)
+            return infrastructure_ending(seen, case.memory, Cause.RUN_GONE, why)
         return Wait(Cause.RUN_GONE, "the run is gone from a worker; looking once more")
     if workers[0].exit_status == 0:
         return _decide_success(case, seen)
@@ -368,13 +370,15 @@ def _decide_living_rest(case: Case, seen: NodeEvidence) -> Action:
     # A worker other than 0 finished with 0 and the rest goes on: frameworks do that; only a standstill is a fault.
     since = latest(seen.ended_since, seen.progress.life)
     if case.timers.lasted(since, max(case.slot.care.stalled_after, usual_pause(seen))) and nothing_moves(seen):
-        return infrastructure(seen, case.memory, Cause.STALLED, "some workers finished and the others stand still")
+        return infrastructure_ending(
+            seen, case.memory, Cause.STALLED, "some workers finished and the others stand still"
+        )
     workers = seen.report.workers if seen.report is not None else ()
     finished = sum(worker.phase is Phase.EXITED for worker in workers)
     return Wait(Cause.PARTLY_FINISHED, f"{finished} of {len(workers)} workers finished")
 
 
-def infrastructure(seen: NodeEvidence, memory: Memory, cause: Cause, why: str) -> Action:
+def infrastructure_ending(seen: NodeEvidence, memory: Memory, cause: Cause, why: str) -> Action:
     past, advanced = memory.node(seen.node.name), has_advanced(seen, memory)
     if not advanced and memory.counter(FailureKind.INFRASTRUCTURE).failures >= INFRASTRUCTURE_BUDGET:
         return ending(seen, memory, cause, why, FailureKind.INFRASTRUCTURE, gives_up=True)
@@ -436,7 +440,7 @@ def _decide_success(case: Case, seen: NodeEvidence) -> Action:
         return Wait(Cause.RUN_FINISHED, f"finished; confirming for {length(case.slot.care.success_after)}")
     if case.slot.care.on_success is OnSuccess.RESTART:
         return ending(seen, case.memory, Cause.RUN_FINISHED, "finished; on_success is restart", None, served=True)
-    return done(seen.node.name, standing(seen, case.memory))
+    return end_done(seen.node.name, furthest(seen, case.memory))
 
 
 def _may_be_noted(case: Case, seen: NodeEvidence) -> bool:
@@ -452,7 +456,7 @@ def _may_be_noted(case: Case, seen: NodeEvidence) -> bool:
     return all(worker.exit_status == 0 for worker in seen.report.workers)
 
 
-def done(node: str, far: Furthest) -> Record:
+def end_done(node: str, far: Furthest) -> Record:
     """The run on that node finished, and the slot with it."""
     why = "the run finished with exit status 0"
     return Record(
@@ -531,7 +535,7 @@ def _decide_rebooted(case: Case, seen: NodeEvidence) -> Action | None:
         return None
     if case.timers.lasted(seen.ended_since, MAY_COME_BACK):
         why = "a worker was started anew, and its run did not come back"
-        return infrastructure(seen, case.memory, Cause.REBOOTED, why)
+        return infrastructure_ending(seen, case.memory, Cause.REBOOTED, why)
     return Wait(Cause.REBOOTED, "a worker was started anew; waiting whether its run comes back by itself")
 
 
@@ -546,7 +550,7 @@ def _decide_foreign_end(case: Case, seen: NodeEvidence) -> Action:
         return Wait(Cause.FOREIGN_RUN_ENDED, "nothing of its run lives; looking once more")
     if on_exit is OnExit.RESTART:
         return failure_ending(case, seen, Cause.FOREIGN_RUN_ENDED, why, FailureKind.CRASH)
-    far, name = standing(seen, case.memory), seen.node.name
+    far, name = furthest(seen, case.memory), seen.node.name
     if on_exit is OnExit.DELETE:
         return Record(
             Fact.ENDED,
