@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.bench.report import Measure
+from tests.kits.harness import ObservedDaemon
 from tpucare.engine.engine import Settings
 from tpucare.model.resources import Care
 from tpucare.testbed.emulator.world.capacity import load_trace
 from tpucare.testbed.emulator.world.config import WorldConfig
-from tpucare.testbed.simulation.daemon import SimulatedDaemon
 from tpucare.testbed.simulation.machines import RunMark, Script
 from tpucare.testbed.simulation.scenario import place, slots_of
 
@@ -108,7 +108,7 @@ def world_of(zones: Iterable[str]) -> WorldConfig:
 
 
 def live(week: Week) -> Found:
-    daemon = SimulatedDaemon(
+    daemon = ObservedDaemon(
         config=world_of(week.zones), seed=week.seed, script=Script(setup_seconds=SETUP_SECONDS), settings=BEAT
     )
     ledger = Ledger()

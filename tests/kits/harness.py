@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 from tpucare.adapters.state.store import SqliteStore, open_store
 from tpucare.engine.engine import Settings
-from tpucare.model.resources import Care, Job, Place, Provisioning, Slot
+from tpucare.model.causes import Cause
+from tpucare.model.memory import Memory
+from tpucare.model.resources import Care, Job, Node, NodeState, Place, Provisioning, Slot
 from tpucare.testbed.audit import Expected, check
 from tpucare.testbed.emulator.world.config import WorldConfig
+from tpucare.testbed.emulator.world.records import NodeRecord
 from tpucare.testbed.simulation.daemon import SSH_KEY, DataCentre, SimulatedDaemon
 from tpucare.testbed.simulation.workers import Script
 
-__all__ = ["CARE", "EU", "PROJECT", "SSH_KEY", "US", "Daemon", "DataCentre", "place", "slots_of", "two_runs_at_once"]
+__all__ = [
+    "CARE",
+    "EU",
+    "PROJECT",
+    "SSH_KEY",
+    "US",
+    "Daemon",
+    "DataCentre",
+    "ObservedDaemon",
+    "place",
+    "slots_of",
+    "two_runs_at_once",
+]
 
 PROJECT = "my-project"
 US, EU = "us-central1-a", "europe-west4-a"
@@ -29,7 +46,79 @@ def slots_of(fleet: str, count: int = 1, *places: Place, care: Care = CARE, job:
     return [Slot(name, fleet, PROJECT, places or (place(),), todo, care) for name in names]
 
 
-class Daemon(SimulatedDaemon):
+class ObservedDataCentre(DataCentre):
+    """A data centre, and what a test reads of it."""
+
+    def nodes(self, slot: str = "") -> list[NodeRecord]:
+        return [node for node in self.world.nodes() if node.path.node_id.startswith(slot)]
+
+    def states(self, slot: str = "") -> list[str]:
+        return [NodeState(node.state).name for node in self.nodes(slot)]
+
+    def calls(self, method: str) -> list[dict[str, object]]:
+        return [dict(r) for r in self.world.audit if r["kind"] == "call" and r["method"] == method]
+
+    def created(self) -> list[str]:
+        return [str(call.get("node_id", call["name"])) for call in self.calls("CreateNode")]
+
+
+class ObservedDaemon(SimulatedDaemon):
+    """A simulated daemon that a test lets run, restarts and reads."""
+
+    zone: ObservedDataCentre
+
+    def __init__(
+        self,
+        *,
+        config: WorldConfig | None = None,
+        seed: int = 1,
+        script: Script | None = None,
+        settings: Settings | None = None,
+    ) -> None:
+        super().__init__(config=config, seed=seed, script=script, settings=settings)
+        self.zone = ObservedDataCentre(config or WorldConfig.calm(), seed, self.clock, self.launcher)
+
+    def restart(self) -> None:
+        self.kill()
+        self.start()
+
+    def run(self, *, days: float = 0, hours: float = 0, minutes: float = 0, seconds: float = 0) -> None:
+        until = self.clock.seconds + timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds).total_seconds()
+        while self.clock.seconds < until:
+            idle = self.engine.step()
+            self.executor.sleep(timedelta(seconds=max(0.001, min(idle, until - self.clock.seconds))))
+
+    def run_until(self, condition: Callable[[], bool], *, minutes: float = 120) -> None:
+        until = self.clock.seconds + minutes * 60
+        while not condition():
+            assert self.clock.seconds < until, f"still not after {minutes} min: {self.why()}"
+            self.executor.sleep(timedelta(seconds=min(1.0, self.engine.step())))
+
+    def memory(self, slot: str) -> Memory:
+        return self.engine.slots[slot].memory
+
+    def why(self, slot: str = "") -> dict[str, str]:
+        return {name: track.action.why for name, track in self.engine.slots.items() if name.startswith(slot)}
+
+    def causes(self, slot: str = "") -> dict[str, Cause]:
+        return {name: track.action.cause for name, track in self.engine.slots.items() if name.startswith(slot)}
+
+    def trains(self, slot: str) -> bool:
+        return self.engine.is_training(slot)
+
+    def all_train(self) -> bool:
+        return all(self.trains(name) for name in self.engine.slots)
+
+    def told(self, kind: str) -> list[str]:
+        return [event.text for event in self.events if event.kind == kind]
+
+    def node_of(self, slot: str) -> Node:
+        tracks = self.engine.slots[slot].nodes
+        assert len(tracks) == 1, f"{slot} has {sorted(tracks)}"
+        return next(iter(tracks.values())).node
+
+
+class Daemon(ObservedDaemon):
     """The real engine on a real store, under virtual time."""
 
     store: SqliteStore | None

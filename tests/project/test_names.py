@@ -8,7 +8,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "tpucare"
 # Shrinks until it is empty.
-TWICE = {"Failure", "Fleet", "Notice", "Progress", "RunState"}
+TWICE = {"Failure", "Fleet", "Notice", "Progress"}
 TWICE_IN_A_ROOM = {
     "cli.events",
     "cli.status",
@@ -16,8 +16,6 @@ TWICE_IN_A_ROOM = {
     "model.region_of",
     "planner.refused",
     "planner.served",
-    "testbed.check",
-    "testbed.spec_of",
 }
 
 

@@ -321,11 +321,10 @@ def test_a_worker_answers_with_the_host_key_that_the_cloud_vouches_for(tmp_path:
         assert isinstance(machines, WorkerMachines)
         cloud = connect(serving.endpoint, monotonic=lambda: 0.0)
         cloud.create_node(wanted("pod-0-a1"))
-        key, path = NodeKey(PROJECT, ZONE, "pod-0-a1"), NodePath(PROJECT, ZONE, "pod-0-a1")
+        key = NodeKey(PROJECT, ZONE, "pod-0-a1")
         pause = threading.Event()
         while not cloud.host_keys(key):
             pause.wait(0.05)
-        machines.wait_listening(path, 0)
         (endpoint,) = cloud.get_node(key).endpoints
         with socket.create_connection((endpoint.external, port), timeout=10) as channel:
             assert channel.recv(8).startswith(b"SSH-2.0")

@@ -19,6 +19,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.kits.bench_worker import eventually
+from tests.kits.harness import ObservedDaemon
 from tests.testbed.mutations import MUTATIONS, Mutation
 from tpucare.adapters.state.store import SqliteStore, open_store
 from tpucare.cli import simulate as cli_simulate
@@ -30,8 +31,7 @@ from tpucare.model.memory import CreateIntent, DesiredState, FailureCounter, Fle
 from tpucare.model.ports import Finished, Lane, Store
 from tpucare.model.resources import Event, Listing, NodeKey
 from tpucare.model.runs import Contact, NodeReport, Phase, WorkerReport
-from tpucare.testbed.simulation.campaign import Plan, Sums, live
-from tpucare.testbed.simulation.daemon import SimulatedDaemon
+from tpucare.testbed.simulation.campaign import Plan, live
 from tpucare.testbed.simulation.faults import FAULTS
 from tpucare.testbed.simulation.history import History
 from tpucare.testbed.simulation.machines import RunEnd, RunMark
@@ -297,13 +297,6 @@ def test_what_is_no_story_is_refused() -> None:
             told_again(raw, scenario)
 
 
-def test_sums_name_the_faults_that_never_occurred() -> None:
-    sums = Sums()
-    sums.add(live(Plan(days=0.02, level="high"), 1))
-    assert "chips-held" in sums.unmet("high")
-    assert sums.unmet("none") == []
-
-
 # --- figures ---------------------------------------------------------------------------------------------------------
 
 
@@ -434,7 +427,7 @@ def bearing(mark: str) -> list[int]:
 
 def test_a_process_that_was_killed_is_told_of_no_change_any_more() -> None:
     """Its listings were followed until the collector came, which is off: each change was noted for each of them."""
-    daemon = SimulatedDaemon()
+    daemon = ObservedDaemon()
     daemon.start()
     daemon.care_for_slots("pod", list(storm_slots()[:1]))
     project = daemon.declared["pod"][0].project

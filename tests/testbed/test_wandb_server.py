@@ -28,7 +28,7 @@ from tests.kits import wandb as wandb_kit
 from tests.kits.bench_worker import eventually
 from tpucare.model.errors import ConfigError
 from tpucare.testbed.wandb import WandbServer, WandbState, filters, search
-from tpucare.testbed.wandb.records import Agent, Run, RunState, Sweep, SweepState
+from tpucare.testbed.wandb.records import Agent, Run, Sweep, SweepState, WandbRunState
 from tpucare.testbed.wandb.search import BadSweep
 from tpucare.testbed.wandb.server import BODY_LIMIT, inflated
 from tpucare.testbed.wandb.state import NotFound
@@ -85,7 +85,7 @@ def test_a_grid_gives_each_point_once_and_then_lets_agents_go() -> None:
     story.says(runs[0], status=0)
     assert story.beat(one) == [("exit", "")]
     assert story.sweep.state is SweepState.FINISHED
-    assert (runs[0].state, runs[1].state) == (RunState.FINISHED, RunState.RUNNING)
+    assert (runs[0].state, runs[1].state) == (WandbRunState.FINISHED, WandbRunState.RUNNING)
 
 
 def test_a_marked_run_that_ends_non_zero_is_resumed_before_new_points() -> None:
@@ -94,7 +94,7 @@ def test_a_marked_run_that_ends_non_zero_is_resumed_before_new_points() -> None:
     run = story.work(first)
     story.says(run, marked=True)
     story.says(run, status=1)
-    assert run.state is RunState.PREEMPTED
+    assert run.state is WandbRunState.PREEMPTED
     # Its agent has not said yet that the process is over: nobody else may have it.
     assert story.beat(second)[0][0] == "run"
     assert story.beat(first) == [("resume", run.name)]
@@ -116,12 +116,12 @@ def test_an_agent_waits_for_a_queued_run_that_another_still_holds() -> None:
 @pytest.mark.parametrize(
     ("marked", "begun", "state"),
     [
-        (True, True, RunState.PREEMPTED),
-        (False, True, RunState.CRASHED),
-        (False, False, RunState.PREEMPTED),
+        (True, True, WandbRunState.PREEMPTED),
+        (False, True, WandbRunState.CRASHED),
+        (False, False, WandbRunState.PREEMPTED),
     ],
 )
-def test_what_silence_of_agent_and_run_means(marked: bool, begun: bool, state: RunState) -> None:
+def test_what_silence_of_agent_and_run_means(marked: bool, begun: bool, state: WandbRunState) -> None:
     story = Story()
     ((_, name),) = story.beat(story.agent())
     run = story.begin(name) if begun else story.world.runs["me", "p", name]
@@ -131,7 +131,7 @@ def test_what_silence_of_agent_and_run_means(marked: bool, begun: bool, state: R
     assert story.kinds("end") == []
     story.pass_seconds(2)
     assert run.state is state
-    assert (name in story.sweep.queue) is (state is RunState.PREEMPTED)
+    assert (name in story.sweep.queue) is (state is WandbRunState.PREEMPTED)
 
 
 def test_a_living_agent_vouches_for_a_run_that_streams_seldom() -> None:
@@ -139,11 +139,11 @@ def test_a_living_agent_vouches_for_a_run_that_streams_seldom() -> None:
     agent = story.agent()
     run = story.work(agent)
     story.pass_seconds(5 * LOST, (agent, run.name))
-    assert run.state is RunState.RUNNING
+    assert run.state is WandbRunState.RUNNING
 
 
-@pytest.mark.parametrize(("status", "state"), [(0, RunState.FINISHED), (3, RunState.FAILED)])
-def test_an_unmarked_run_is_over_however_it_ends(status: int, state: RunState) -> None:
+@pytest.mark.parametrize(("status", "state"), [(0, WandbRunState.FINISHED), (3, WandbRunState.FAILED)])
+def test_an_unmarked_run_is_over_however_it_ends(status: int, state: WandbRunState) -> None:
     story = Story()
     run = story.work(story.agent())
     story.says(run, status=status)
@@ -156,7 +156,7 @@ def test_a_process_that_dies_before_it_begins_has_failed_where_its_agent_says_so
     agent = story.agent()
     ((_, name),) = story.beat(agent)
     assert story.beat(agent)[0][0] == "run"
-    assert story.world.runs["me", "p", name].state is RunState.FAILED
+    assert story.world.runs["me", "p", name].state is WandbRunState.FAILED
 
 
 def test_a_marked_run_that_exits_zero_is_finished() -> None:
@@ -164,7 +164,7 @@ def test_a_marked_run_that_exits_zero_is_finished() -> None:
     run = story.work(story.agent())
     story.says(run, marked=True)
     story.says(run, status=0)
-    assert run.state is RunState.FINISHED
+    assert run.state is WandbRunState.FINISHED
 
 
 def test_a_cancelled_sweep_stops_runs_and_queues_none() -> None:
@@ -175,7 +175,7 @@ def test_a_cancelled_sweep_stops_runs_and_queues_none() -> None:
     story.world.set_sweep_state(story.sweep, SweepState.CANCELED, story.now)
     assert story.beat(agent, run.name) == [("stop", run.name)]
     story.says(run, status=1)
-    assert run.state is RunState.KILLED
+    assert run.state is WandbRunState.KILLED
     assert story.beat(agent) == [("exit", "")]
     assert story.sweep.queue == []
 
@@ -217,7 +217,7 @@ def test_one_run_stopped_by_a_person_is_not_queued() -> None:
     story.world.stop_run(run, story.now)
     assert story.beat(agent, run.name) == [("stop", run.name)]
     story.says(run, status=1)
-    assert run.state is RunState.KILLED
+    assert run.state is WandbRunState.KILLED
 
 
 def test_two_agents_with_one_run_do_not_go_unnoticed() -> None:
@@ -235,7 +235,7 @@ def test_a_late_process_of_an_earlier_start_changes_nothing() -> None:
     story.says(run, marked=True)
     story.pass_seconds(LOST + 2)
     story.says(run, status=0)
-    assert run.state is RunState.PREEMPTED
+    assert run.state is WandbRunState.PREEMPTED
     assert len(story.kinds("late")) == 1
 
 

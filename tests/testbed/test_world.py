@@ -78,8 +78,34 @@ def kinds(effects: list[MachineEffect]) -> Counter[str]:
 # --- determinism -------------------------------------------------------------------------------------------------
 
 
+LIVELY = """
+zones:
+  us-central1-a:
+    capacity:
+      - {type: v2, unit: hosts, process: {maximum: 24, initial: 16, births: 6, deaths: 3, bursts: 0.2}}
+      - {type: v3, unit: hosts, process: {maximum: 16, initial: 8, births: 4, deaths: 2, bursts: 0.2}}
+      - {type: v5e, trace: gcp-h100-2025/us-central1-a}
+  europe-west4-a:
+    capacity:
+      - {type: v2, unit: hosts, process: {maximum: 16, initial: 8, births: 4, deaths: 2, bursts: 0.1}}
+      - {type: v3, unit: hosts, process: {maximum: 64, initial: 32, births: 8, deaths: 4, bursts: 0.1}}
+      - {type: v6e, trace: gcp-h100-2025/europe-west1-c}
+faults:
+  calls: {unavailable: 0.002, internal: 0.001}
+  methods:
+    CreateNode: {unavailable: 0.005, lost_before: 0.002, lost_after: 0.005}
+    DeleteNode: {unavailable: 0.005, lost_before: 0.002, lost_after: 0.005}
+  delete_stuck: 0.01
+  failed_create_left: 0.02
+  missing_worker: 0.02
+preemption: {never_shown: 0.01, shown_otherwise: 0.02}
+health: {flap_every: 1d}
+"""
+"""Two zones where small spot slices come and go, calls fail, and deletes hang."""
+
+
 def lively_history(seed: int) -> str:
-    world = World(WorldConfig.two_zones(), seed=seed, start=START)
+    world = World(parse_world(LIVELY), seed=seed, start=START)
     for minute in range(0, 36 * 60, 7):
         now, zone = at(minutes=minute), (ZONE, OTHER_ZONE)[minute % 2]
         calls: dict[str, Callable[..., object]] = {

@@ -6,7 +6,6 @@ Read-only; the daemon does not know that anybody looks.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,8 +15,6 @@ from tpucare.model.errors import StoreError
 from tpucare.model.memory import Memory
 from tpucare.testbed.demo.setup import SLOT, Stage
 from tpucare.testbed.demo.timeline import Life, Told, read_life
-
-_TOKEN_FOLDER = re.compile(rf"^{re.escape(SLOT)}-a\d+\.\d+$")
 
 
 @dataclass(slots=True)

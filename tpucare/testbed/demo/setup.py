@@ -34,7 +34,6 @@ PROJECT = "emulated"
 ZONES = ("us-east5-a", "europe-west4-b")
 GENERATION = "v5p"
 MOST_PREEMPTIONS = 4
-DAEMON_START_SECONDS = 30.0
 DAEMON_STOP_SECONDS = 20.0
 
 

@@ -120,10 +120,6 @@ class Sums:
     def clean(self) -> bool:
         return not self.failed
 
-    def unmet(self, level: str) -> list[str]:
-        """Kinds of faults that the level draws, and that never occurred."""
-        return sorted(kind for kind, fault in FAULTS.items() if fault.rates[level] and not self.tally.faults[kind])
-
     def as_json(self) -> dict[str, Any]:
         tally = self.tally
         return {

@@ -10,17 +10,15 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import datetime, timedelta
+from datetime import datetime
 
 from tpucare.engine.effects import Ports
 from tpucare.engine.engine import Engine, Settings
-from tpucare.model.causes import Cause
-from tpucare.model.memory import DesiredState, FleetRecord, Memory
+from tpucare.model.memory import DesiredState, FleetRecord
 from tpucare.model.ports import Lane, Store
-from tpucare.model.resources import Event, Node, NodeState, Slot
+from tpucare.model.resources import Event, Slot
 from tpucare.testbed.emulator.inprocess import InProcessCloud
 from tpucare.testbed.emulator.world.config import WorldConfig
-from tpucare.testbed.emulator.world.records import NodeRecord
 from tpucare.testbed.emulator.world.world import World
 from tpucare.testbed.simulation.machines import SimulatedWorker
 from tpucare.testbed.simulation.store import Disk, MemoryStore
@@ -65,18 +63,6 @@ class DataCentre:
             self._told = (at, (at - START).total_seconds())
         due = max(self.clock.seconds, self._told[1])
         return due if alarm is None or due < alarm else alarm
-
-    def nodes(self, slot: str = "") -> list[NodeRecord]:
-        return [node for node in self.world.nodes() if node.path.node_id.startswith(slot)]
-
-    def states(self, slot: str = "") -> list[str]:
-        return [NodeState(node.state).name for node in self.nodes(slot)]
-
-    def calls(self, method: str) -> list[dict[str, object]]:
-        return [dict(r) for r in self.world.audit if r["kind"] == "call" and r["method"] == method]
-
-    def created(self) -> list[str]:
-        return [str(call.get("node_id", call["name"])) for call in self.calls("CreateNode")]
 
 
 class SimulatedDaemon:
@@ -151,10 +137,6 @@ class SimulatedDaemon:
         self.store = None
         self.restarts.append(self.clock.true_now())
 
-    def restart(self) -> None:
-        self.kill()
-        self.start()
-
     def care_for_slots(self, fleet: str, slots: list[Slot]) -> None:
         self.declared[fleet] = slots
         assert self.store is not None
@@ -182,42 +164,3 @@ class SimulatedDaemon:
 
     def wish(self, slot: str, wish: DesiredState) -> None:
         self.engine.change(slot, lambda memory: replace(memory, wish=wish), wish.value, f"{slot}: {wish.value}")
-
-    # --- time
-
-    def run(self, *, days: float = 0, hours: float = 0, minutes: float = 0, seconds: float = 0) -> None:
-        until = self.clock.seconds + timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds).total_seconds()
-        while self.clock.seconds < until:
-            idle = self.engine.step()
-            self.executor.sleep(timedelta(seconds=max(0.001, min(idle, until - self.clock.seconds))))
-
-    def run_until(self, condition: Callable[[], bool], *, minutes: float = 120) -> None:
-        until = self.clock.seconds + minutes * 60
-        while not condition():
-            assert self.clock.seconds < until, f"still not after {minutes} min: {self.why()}"
-            self.executor.sleep(timedelta(seconds=min(1.0, self.engine.step())))
-
-    # --- what there is to see
-
-    def memory(self, slot: str) -> Memory:
-        return self.engine.slots[slot].memory
-
-    def why(self, slot: str = "") -> dict[str, str]:
-        return {name: track.action.why for name, track in self.engine.slots.items() if name.startswith(slot)}
-
-    def causes(self, slot: str = "") -> dict[str, Cause]:
-        return {name: track.action.cause for name, track in self.engine.slots.items() if name.startswith(slot)}
-
-    def trains(self, slot: str) -> bool:
-        return self.engine.is_training(slot)
-
-    def all_train(self) -> bool:
-        return all(self.trains(name) for name in self.engine.slots)
-
-    def told(self, kind: str) -> list[str]:
-        return [event.text for event in self.events if event.kind == kind]
-
-    def node_of(self, slot: str) -> Node:
-        tracks = self.engine.slots[slot].nodes
-        assert len(tracks) == 1, f"{slot} has {sorted(tracks)}"
-        return next(iter(tracks.values())).node

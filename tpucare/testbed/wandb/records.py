@@ -11,7 +11,7 @@ from typing import Any
 from tpucare.testbed.wandb.search import Point
 
 
-class RunState(StrEnum):
+class WandbRunState(StrEnum):
     """As `wandb.sdk.sweeps.run_state` of the client names them."""
 
     PENDING = "pending"
@@ -32,7 +32,7 @@ class SweepState(StrEnum):
     CANCELED = "CANCELED"
 
 
-ALIVE = frozenset({RunState.PENDING, RunState.RUNNING})
+ALIVE = frozenset({WandbRunState.PENDING, WandbRunState.RUNNING})
 
 
 @dataclass(slots=True)
@@ -54,7 +54,7 @@ class Run:
     number: int = 0
     point: Point = field(default_factory=dict)
     display_name: str = ""
-    state: RunState = RunState.PENDING
+    state: WandbRunState = WandbRunState.PENDING
     config: dict[str, Any] = field(default_factory=dict)
     summary: dict[str, Any] = field(default_factory=dict)
     history: list[str] = field(default_factory=list)

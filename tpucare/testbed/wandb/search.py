@@ -47,7 +47,7 @@ def expected_runs(config: Mapping[str, Any]) -> int | None:
     return min(known) if known else None
 
 
-def check(config: Mapping[str, Any]) -> None:
+def check_sweep(config: Mapping[str, Any]) -> None:
     """Raises: BadSweep."""
     if config.get("method") not in ("grid", "random", "bayes"):
         raise BadSweep(f"method: {config.get('method')!r} is none of grid, random, bayes")

@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 
 from tpucare.testbed.wandb import search
-from tpucare.testbed.wandb.records import ALIVE, Agent, Run, RunState, Sweep, SweepState
+from tpucare.testbed.wandb.records import ALIVE, Agent, Run, Sweep, SweepState, WandbRunState
 from tpucare.testbed.wandb.search import BadSweep, Point
 
 AUDIT_LIMIT = 200_000
@@ -67,7 +67,7 @@ class WandbState:
             raise BadSweep(f"not YAML: {error}") from None
         if not isinstance(config, dict):
             raise BadSweep("must be a mapping")
-        search.check(config)
+        search.check_sweep(config)
         name = self._new_name()
         ahead = search.points(config, random.Random(f"points {self._seed} {len(self.sweeps)}"))
         sweep = Sweep(entity, project, name, now, text, config, ahead, search.expected_runs(config), display_name)
@@ -159,7 +159,7 @@ class WandbState:
 
     def _give(self, sweep: Sweep, agent: Agent, name: str, kind: str, now: float) -> Command:
         run = self.runs[sweep.entity, sweep.project, name]
-        run.agent, run.state, run.begun, run.preempting = agent.id, RunState.PENDING, False, False
+        run.agent, run.state, run.begun, run.preempting = agent.id, WandbRunState.PENDING, False, False
         run.exit_code, run.heard, run.stop_asked = None, now, False
         run.starts += 1
         agent.run = name
@@ -217,8 +217,8 @@ class WandbState:
     def _begin(self, run: Run, now: float) -> bool:
         """The first word of a process since the run was given out; whether the run has a process that may speak."""
         # A process of an earlier start may still speak for a run that waits in the queue.
-        if not run.begun and (not run.sweep or run.state is RunState.PENDING):
-            run.begun, run.state, run.exit_code = True, RunState.RUNNING, None
+        if not run.begun and (not run.sweep or run.state is WandbRunState.PENDING):
+            run.begun, run.state, run.exit_code = True, WandbRunState.RUNNING, None
             if not run.sweep:
                 run.starts += 1
             self.note(now, "begin", run=run.name, agent=run.agent, start=run.starts)
@@ -267,15 +267,15 @@ class WandbState:
         # An agent that vanished before its run began leaves nothing that could have failed.
         never_began = status is None and not run.begun
         if status == 0:
-            run.state = RunState.FINISHED
+            run.state = WandbRunState.FINISHED
         elif run.stop_asked or (sweep is not None and sweep.state is SweepState.CANCELED):
-            run.state = RunState.KILLED
+            run.state = WandbRunState.KILLED
         elif run.preempting or never_began:
-            run.state = RunState.PREEMPTED
+            run.state = WandbRunState.PREEMPTED
         else:
-            run.state = RunState.FAILED if status is not None else RunState.CRASHED
+            run.state = WandbRunState.FAILED if status is not None else WandbRunState.CRASHED
         self.note(now, "end", run=run.name, agent=run.agent, state=run.state.value, why=why, status=status)
-        if run.state is RunState.PREEMPTED and sweep is not None:
+        if run.state is WandbRunState.PREEMPTED and sweep is not None:
             run.begun = False
             sweep.queue.append(run.name)
             self.note(now, "requeue", run=run.name, sweep=sweep.name)

@@ -184,7 +184,7 @@ def _fill_accelerator(message: Any, config: AcceleratorConfig) -> None:
     message.topology = config.topology
 
 
-def spec_of(wire: WireVersion, message: Any) -> NodeSpec:
+def settings_of(wire: WireVersion, message: Any) -> NodeSpec:
     """The settings that a caller gave for a node; fields that only the service writes are ignored."""
     scheduling, config = message.scheduling_config, message.accelerator_config
     return NodeSpec(
@@ -372,7 +372,7 @@ def queued_spec_of(wire: WireVersion, message: Any) -> QueuedSpec:
 def _node_spec_of(wire: WireVersion, message: Any) -> QueuedNodeSpec:
     params = getattr(message, _params_field(wire))
     return QueuedNodeSpec(
-        spec=spec_of(wire, message.node),
+        spec=settings_of(wire, message.node),
         parent=message.parent,
         node_id=message.node_id,
         count=params.node_count,

@@ -89,7 +89,7 @@ def node_methods(wire: WireVersion) -> Mapping[str, Method]:
             wire.pb("CreateNodeRequest"),
             lambda ask: f"{ask.parent}/nodes/{ask.node_id}",
             lambda world, ask, now, fate: world.api.create_node(
-                ask.parent, ask.node_id, messages.spec_of(wire, ask.node), now, fate, request_id=_request_id(ask)
+                ask.parent, ask.node_id, messages.settings_of(wire, ask.node), now, fate, request_id=_request_id(ask)
             ),
         ),
         "DeleteNode": long_running(
@@ -115,7 +115,7 @@ def node_methods(wire: WireVersion) -> Mapping[str, Method]:
             wire.pb("UpdateNodeRequest"),
             attrgetter("node.name"),
             lambda world, ask, now, fate: world.api.update_node(
-                ask.node.name, list(ask.update_mask.paths), messages.spec_of(wire, ask.node), now, fate
+                ask.node.name, list(ask.update_mask.paths), messages.settings_of(wire, ask.node), now, fate
             ),
         ),
         "GetGuestAttributes": Method(

@@ -198,18 +198,6 @@ class WorkerMachines:
 
     # --- inspection
 
-    def wait_listening(self, path: NodePath, worker: int, timeout: float = 30.0) -> None:
-        """
-        Return when that worker's sshd answers; *timeout* in seconds.
-
-        Raises: TimeoutError: it does not, or there is no such worker.
-        """
-        with self._changed:
-            if not self._changed.wait_for(
-                lambda: any(machine.listening.is_set() for machine in self._newest(path, worker)), timeout
-            ):
-                raise TimeoutError(f"worker {worker} of {path.node_id} does not listen after {timeout} s")
-
     def processes(self, path: NodePath, worker: int) -> list[int]:
         """Pids of all processes of that worker, its sshd first."""
         cages = [machine.cage for machine in self._newest(path, worker)]

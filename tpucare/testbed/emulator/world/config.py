@@ -326,11 +326,6 @@ class WorldConfig(Strict):
         return {**value, "latencies": latencies, "preemption": preemption, "queue": queue}
 
     @classmethod
-    def two_zones(cls) -> WorldConfig:
-        """The default world: two zones where small v2, v3 and v6e spot slices come and go, at real speed."""
-        return cls.model_validate(yaml.safe_load(_TWO_ZONES))
-
-    @classmethod
     def fast(cls, **changes: Any) -> WorldConfig:
         """Two zones of constant capacity and no faults, everything within fractions of a second; keys as in YAML."""
         zones = {"us-central1-a": {"accelerators": ["*"]}, "europe-west4-a": {"accelerators": ["*"]}}
@@ -367,30 +362,6 @@ _CALM: dict[str, dict[str, Any]] = {
         "expired_lingers": 0.0,
     },
 }
-
-_TWO_ZONES = """
-zones:
-  us-central1-a:
-    capacity:
-      - {type: v2, unit: hosts, process: {maximum: 24, initial: 16, births: 6, deaths: 3, bursts: 0.2}}
-      - {type: v3, unit: hosts, process: {maximum: 16, initial: 8, births: 4, deaths: 2, bursts: 0.2}}
-      - {type: v5e, trace: gcp-h100-2025/us-central1-a}
-  europe-west4-a:
-    capacity:
-      - {type: v2, unit: hosts, process: {maximum: 16, initial: 8, births: 4, deaths: 2, bursts: 0.1}}
-      - {type: v3, unit: hosts, process: {maximum: 64, initial: 32, births: 8, deaths: 4, bursts: 0.1}}
-      - {type: v6e, trace: gcp-h100-2025/europe-west1-c}
-faults:
-  calls: {unavailable: 0.002, internal: 0.001}
-  methods:
-    CreateNode: {unavailable: 0.005, lost_before: 0.002, lost_after: 0.005}
-    DeleteNode: {unavailable: 0.005, lost_before: 0.002, lost_after: 0.005}
-  delete_stuck: 0.01
-  failed_create_left: 0.02
-  missing_worker: 0.02
-preemption: {never_shown: 0.01, shown_otherwise: 0.02}
-health: {flap_every: 1d}
-"""
 
 
 def parse_world(text: str, source: str = "world") -> WorldConfig:
