@@ -58,7 +58,7 @@ PATIENCE, LITTLE_PATIENCE = timedelta(seconds=30), timedelta(seconds=0.5)
 
 
 @dataclass
-class Rig:
+class CloudSetup:
     """A Cloud, one like it that waits for no answer longer than a moment, the world behind them, and a clock's hand."""
 
     cloud: Cloud
@@ -77,15 +77,15 @@ class Rig:
             self.world.advance(self.clock.now())
 
 
-Build = Callable[..., Rig]
+Build = Callable[..., CloudSetup]
 
 
 @pytest.fixture(params=["grpc", "in-process"])
 def build(request: pytest.FixtureRequest) -> Iterator[Build]:
-    """Makes a rig with changes to the configuration of its world, keys as in YAML."""
+    """Makes a setup with changes to the configuration of its world, keys as in YAML."""
     ends: list[Callable[[], None]] = []
 
-    def make(**changes: Any) -> Rig:
+    def make(**changes: Any) -> CloudSetup:
         latencies = {**QUICK, **changes.pop("latencies", {})}
         config, clock = WorldConfig.fast(latencies=latencies, **changes), HandClock()
         if request.param == "in-process":
@@ -94,7 +94,7 @@ def build(request: pytest.FixtureRequest) -> Iterator[Build]:
                 InProcessCloud(world, now=clock.now, limits=Limits(*[patience] * 3))
                 for patience in (PATIENCE, LITTLE_PATIENCE)
             )
-            return Rig(patient, impatient, world, clock, nullcontext())
+            return CloudSetup(patient, impatient, world, clock, nullcontext())
         server = EmulatorServer(config, seed=1, now=clock.now)
         ends.append(server.stop)
         server.start()
@@ -103,7 +103,7 @@ def build(request: pytest.FixtureRequest) -> Iterator[Build]:
             for patience in (PATIENCE, LITTLE_PATIENCE)
         ]
         ends.extend(cloud.close for cloud in clouds)
-        return Rig(clouds[0], clouds[1], server.world, clock, server.lock)
+        return CloudSetup(clouds[0], clouds[1], server.world, clock, server.lock)
 
     yield make
     for end in reversed(ends):
@@ -117,59 +117,59 @@ def wanted(name: str, zone: str = ZONE, **changes: Any) -> NodeRequest:
     )
 
 
-def ready(rig: Rig, *names: str, zone: str = ZONE, **changes: Any) -> None:
+def ready(setup: CloudSetup, *names: str, zone: str = ZONE, **changes: Any) -> None:
     for name in names:
-        rig.cloud.create_node(wanted(name, zone, **changes))
-    rig.play(60)
+        setup.cloud.create_node(wanted(name, zone, **changes))
+    setup.play(60)
 
 
 # --- reading -------------------------------------------------------------------------------------------------------
 
 
 def test_a_node_is_handed_over_whole(build: Build) -> None:
-    rig = build()
+    setup = build()
     place = Place(
         ZONE, "v2-32", Provisioning.PREEMPTIBLE, "tpu-ubuntu2204-base", network=Network("net", "sub", ("tag",), True)
     )
     key = NodeKey(PROJECT, ZONE, "pod-0-a1")
-    rig.cloud.create_node(NodeRequest(key, place, {LABEL_OWNER: "o1", "empty": ""}, {}))
-    rig.play(60)
-    node = rig.cloud.get_node(key)
+    setup.cloud.create_node(NodeRequest(key, place, {LABEL_OWNER: "o1", "empty": ""}, {}))
+    setup.play(60)
+    node = setup.cloud.get_node(key)
     assert (node.key, node.name, node.owner) == (key, "pod-0-a1", "o1")
     assert node.labels == {LABEL_OWNER: "o1", "empty": ""}
     assert (node.state, node.accelerator_type) == (NodeState.READY, "v2-32")
     assert node.provisioning is Provisioning.PREEMPTIBLE
     assert node.id > 1 << 32
-    assert START <= node.create_time <= rig.now
+    assert START <= node.create_time <= setup.now
     assert len(node.endpoints) == 4
     assert all(one.internal and one.external for one in node.endpoints)
-    assert rig.cloud.list_nodes(PROJECT).nodes == {key: node}
+    assert setup.cloud.list_nodes(PROJECT).nodes == {key: node}
 
 
 @pytest.mark.parametrize("tier", list(Provisioning))
 def test_every_tier_arrives_as_asked(build: Build, tier: Provisioning) -> None:
-    rig = build()
-    ready(rig, "pod-0-a1", tier=tier)
-    assert rig.cloud.get_node(NodeKey(PROJECT, ZONE, "pod-0-a1")).provisioning is tier
+    setup = build()
+    ready(setup, "pod-0-a1", tier=tier)
+    assert setup.cloud.get_node(NodeKey(PROJECT, ZONE, "pod-0-a1")).provisioning is tier
 
 
 def test_external_addresses_only_when_asked_for(build: Build) -> None:
-    rig = build()
+    setup = build()
     place = Place(ZONE, "v2-8", Provisioning.SPOT, "tpu-ubuntu2204-base", network=Network(external_ips=False))
     key = NodeKey(PROJECT, ZONE, "pod-0-a1")
-    rig.cloud.create_node(NodeRequest(key, place, {}, {}))
-    rig.play(60)
-    (endpoint,) = rig.cloud.get_node(key).endpoints
+    setup.cloud.create_node(NodeRequest(key, place, {}, {}))
+    setup.play(60)
+    (endpoint,) = setup.cloud.get_node(key).endpoints
     assert endpoint == Endpoint(endpoint.internal, "")
     assert endpoint.internal
 
 
 def test_one_listing_follows_every_page_of_every_zone(build: Build) -> None:
-    rig = build(listing={"page_default": 2, "page_cap": 2})
+    setup = build(listing={"page_default": 2, "page_cap": 2})
     names = [f"pod-{number}-a1" for number in range(5)]
-    ready(rig, *names)
-    ready(rig, "far-0-a1", zone=OTHER_ZONE)
-    listing = rig.cloud.list_nodes(PROJECT)
+    ready(setup, *names)
+    ready(setup, "far-0-a1", zone=OTHER_ZONE)
+    listing = setup.cloud.list_nodes(PROJECT)
     assert {key.name for key in listing.nodes} == {*names, "far-0-a1"}
     assert {key.zone for key in listing.nodes} == {ZONE, OTHER_ZONE}
     assert {key.project for key in listing.nodes} == {PROJECT}
@@ -177,29 +177,29 @@ def test_one_listing_follows_every_page_of_every_zone(build: Build) -> None:
 
 
 def test_a_page_that_failed_fails_the_listing_and_changes_nothing(build: Build) -> None:
-    rig = build(listing={"page_default": 1, "page_cap": 1})
-    ready(rig, "pod-0-a1", "pod-1-a1")
-    rig.cloud.list_nodes(PROJECT)
-    with rig.lock:
-        rig.world.operator.fail_next("ListNodes", 13, "Internal error. Please try again.")
+    setup = build(listing={"page_default": 1, "page_cap": 1})
+    ready(setup, "pod-0-a1", "pod-1-a1")
+    setup.cloud.list_nodes(PROJECT)
+    with setup.lock:
+        setup.world.operator.fail_next("ListNodes", 13, "Internal error. Please try again.")
     with pytest.raises(Transient):
-        rig.cloud.list_nodes(PROJECT)
-    listing = rig.cloud.list_nodes(PROJECT)
+        setup.cloud.list_nodes(PROJECT)
+    listing = setup.cloud.list_nodes(PROJECT)
     assert (listing.changed, listing.gone) == (frozenset(), frozenset())
     assert len(listing.nodes) == 2
 
 
 def test_a_listing_says_what_changed_and_what_is_gone(build: Build) -> None:
-    rig = build()
-    ready(rig, "pod-0-a1", "pod-1-a1", "pod-2-a1")
+    setup = build()
+    ready(setup, "pod-0-a1", "pod-1-a1", "pod-2-a1")
     zero, one, two = (NodeKey(PROJECT, ZONE, f"pod-{number}-a1") for number in range(3))
-    assert rig.cloud.list_nodes(PROJECT).changed == {zero, one, two}
-    quiet = rig.cloud.list_nodes(PROJECT)
+    assert setup.cloud.list_nodes(PROJECT).changed == {zero, one, two}
+    quiet = setup.cloud.list_nodes(PROJECT)
     assert (quiet.changed, quiet.gone, set(quiet.nodes)) == (frozenset(), frozenset(), {zero, one, two})
-    with rig.lock:
-        rig.world.operator.set_health("pod-1-a1", Health.TIMEOUT, rig.now)
-        rig.world.operator.remove("pod-2-a1", rig.now)
-    listing = rig.cloud.list_nodes(PROJECT)
+    with setup.lock:
+        setup.world.operator.set_health("pod-1-a1", Health.TIMEOUT, setup.now)
+        setup.world.operator.remove("pod-2-a1", setup.now)
+    listing = setup.cloud.list_nodes(PROJECT)
     assert listing.changed == {one}
     assert listing.gone == {two}
     assert listing.nodes[one].health is Health.TIMEOUT
@@ -207,38 +207,38 @@ def test_a_listing_says_what_changed_and_what_is_gone(build: Build) -> None:
 
 
 def test_a_node_of_the_same_name_made_anew_is_a_change(build: Build) -> None:
-    rig = build()
-    ready(rig, "pod-0-a1")
+    setup = build()
+    ready(setup, "pod-0-a1")
     key = NodeKey(PROJECT, ZONE, "pod-0-a1")
-    before = rig.cloud.list_nodes(PROJECT).nodes[key]
-    with rig.lock:
-        rig.world.operator.remove("pod-0-a1", rig.now)
-    ready(rig, "pod-0-a1")
-    listing = rig.cloud.list_nodes(PROJECT)
+    before = setup.cloud.list_nodes(PROJECT).nodes[key]
+    with setup.lock:
+        setup.world.operator.remove("pod-0-a1", setup.now)
+    ready(setup, "pod-0-a1")
+    listing = setup.cloud.list_nodes(PROJECT)
     assert listing.changed == {key}
     assert listing.gone == frozenset()
     assert listing.nodes[key].id != before.id
 
 
 def test_nodes_of_an_unreachable_zone_are_neither_gone_nor_present(build: Build) -> None:
-    rig = build()
-    ready(rig, "pod-0-a1", "pod-1-a1")
-    ready(rig, "far-0-a1", zone=OTHER_ZONE)
+    setup = build()
+    ready(setup, "pod-0-a1", "pod-1-a1")
+    ready(setup, "far-0-a1", zone=OTHER_ZONE)
     kept, lost = NodeKey(PROJECT, ZONE, "pod-0-a1"), NodeKey(PROJECT, ZONE, "pod-1-a1")
     far = NodeKey(PROJECT, OTHER_ZONE, "far-0-a1")
-    rig.cloud.list_nodes(PROJECT)
-    with rig.lock:
-        rig.world.operator.outage("zone", timedelta(minutes=5), rig.now, zone=ZONE)
-    dark = rig.cloud.list_nodes(PROJECT)
+    setup.cloud.list_nodes(PROJECT)
+    with setup.lock:
+        setup.world.operator.outage("zone", timedelta(minutes=5), setup.now, zone=ZONE)
+    dark = setup.cloud.list_nodes(PROJECT)
     assert set(dark.nodes) == {far}
     assert dark.unreachable == {ZONE}
     assert (dark.changed, dark.gone) == (frozenset(), frozenset())
     with pytest.raises(AnswerLost):
-        rig.cloud.get_node(kept)
-    with rig.lock:
-        rig.world.operator.remove("pod-1-a1", rig.now)
-        rig.world.operator.end_outages(rig.now)
-    light = rig.cloud.list_nodes(PROJECT)
+        setup.cloud.get_node(kept)
+    with setup.lock:
+        setup.world.operator.remove("pod-1-a1", setup.now)
+        setup.world.operator.end_outages(setup.now)
+    light = setup.cloud.list_nodes(PROJECT)
     assert light.changed == {kept}
     assert light.gone == {lost}
     assert light.unreachable == frozenset()
@@ -246,123 +246,123 @@ def test_nodes_of_an_unreachable_zone_are_neither_gone_nor_present(build: Build)
 
 @pytest.mark.parametrize("number", [0, 77])
 def test_an_unknown_state_keeps_its_number(build: Build, number: int) -> None:
-    rig = build()
-    ready(rig, "pod-0-a1")
-    with rig.lock:
-        rig.world.operator.set_state("pod-0-a1", number, rig.now)
-        rig.world.operator.set_health("pod-0-a1", 42, rig.now)
+    setup = build()
+    ready(setup, "pod-0-a1")
+    with setup.lock:
+        setup.world.operator.set_state("pod-0-a1", number, setup.now)
+        setup.world.operator.set_health("pod-0-a1", 42, setup.now)
         # A service newer than its client: fields that nobody knows, in nodes and around them.
-        rig.world.operator.show_unknown_fields("*", rig.now, answers=True)
-    (node,) = rig.cloud.list_nodes(PROJECT).nodes.values()
+        setup.world.operator.show_unknown_fields("*", setup.now, answers=True)
+    (node,) = setup.cloud.list_nodes(PROJECT).nodes.values()
     assert (int(node.state), int(node.health)) == (number, 42)
-    assert node == rig.cloud.get_node(node.key)
+    assert node == setup.cloud.get_node(node.key)
 
 
 def test_a_listing_bears_the_clock_of_the_cloud(build: Build) -> None:
-    rig = build()
-    rig.cloud.list_nodes(PROJECT)
-    rig.play(1000)
-    seen = rig.cloud.list_nodes(PROJECT).cloud_time
+    setup = build()
+    setup.cloud.list_nodes(PROJECT)
+    setup.play(1000)
+    seen = setup.cloud.list_nodes(PROJECT).cloud_time
     assert seen is not None
-    assert abs(seen - rig.now) < timedelta(seconds=2)
+    assert abs(seen - setup.now) < timedelta(seconds=2)
 
 
 def test_reads_ride_out_a_short_failure(build: Build) -> None:
-    rig = build()
-    operation = rig.cloud.create_node(wanted("pod-0-a1"))
-    rig.play(60)
-    with rig.lock:
+    setup = build()
+    operation = setup.cloud.create_node(wanted("pod-0-a1"))
+    setup.play(60)
+    with setup.lock:
         for method in ("GetNode", "GetOperation"):
-            rig.world.operator.fail_next(method, 14, "The service is currently unavailable.")
-            rig.world.operator.fail_next(method, 13, "Internal error. Please try again.")
-    assert rig.cloud.get_node(NodeKey(PROJECT, ZONE, "pod-0-a1")).state is NodeState.READY
-    assert rig.cloud.get_operation(operation.name).done
+            setup.world.operator.fail_next(method, 14, "The service is currently unavailable.")
+            setup.world.operator.fail_next(method, 13, "Internal error. Please try again.")
+    assert setup.cloud.get_node(NodeKey(PROJECT, ZONE, "pod-0-a1")).state is NodeState.READY
+    assert setup.cloud.get_operation(operation.name).done
 
 
 def test_reads_give_up_after_three_tries(build: Build) -> None:
-    rig = build()
-    with rig.lock:
+    setup = build()
+    with setup.lock:
         for _ in range(3):
-            rig.world.operator.fail_next("GetNode", 14, "The service is currently unavailable.")
+            setup.world.operator.fail_next("GetNode", 14, "The service is currently unavailable.")
     with pytest.raises(AnswerLost):
-        rig.cloud.get_node(NodeKey(PROJECT, ZONE, "pod-0-a1"))
+        setup.cloud.get_node(NodeKey(PROJECT, ZONE, "pod-0-a1"))
     with pytest.raises(NodeGone):
-        rig.cloud.get_node(NodeKey(PROJECT, ZONE, "pod-0-a1"))
+        setup.cloud.get_node(NodeKey(PROJECT, ZONE, "pod-0-a1"))
 
 
 # --- creating and deleting -----------------------------------------------------------------------------------------
 
 
 def test_the_life_of_a_node(build: Build) -> None:
-    rig = build()
+    setup = build()
     key = NodeKey(PROJECT, ZONE, "pod-0-a1")
     with pytest.raises(NodeGone):
-        rig.cloud.get_node(key)
-    operation = rig.cloud.create_node(wanted("pod-0-a1"))
+        setup.cloud.get_node(key)
+    operation = setup.cloud.create_node(wanted("pod-0-a1"))
     assert not operation.done
     assert operation.create_time is not None
-    assert abs(operation.create_time - rig.now) < timedelta(seconds=1)
+    assert abs(operation.create_time - setup.now) < timedelta(seconds=1)
     with pytest.raises(AlreadyExists):
-        rig.cloud.create_node(wanted("pod-0-a1"))
-    rig.play(60)
-    ended = rig.cloud.get_operation(operation.name)
+        setup.cloud.create_node(wanted("pod-0-a1"))
+    setup.play(60)
+    ended = setup.cloud.get_operation(operation.name)
     assert (ended.done, ended.error) == (True, None)
-    rig.cloud.delete_node(key)
-    assert rig.cloud.get_node(key).state is NodeState.DELETING
+    setup.cloud.delete_node(key)
+    assert setup.cloud.get_node(key).state is NodeState.DELETING
     with pytest.raises(AlreadyExists):
-        rig.cloud.create_node(wanted("pod-0-a1"))
-    rig.play(60)
-    for act in (rig.cloud.get_node, rig.cloud.delete_node):
+        setup.cloud.create_node(wanted("pod-0-a1"))
+    setup.play(60)
+    for act in (setup.cloud.get_node, setup.cloud.delete_node):
         with pytest.raises(NodeGone):
             act(key)
     with pytest.raises(NotPublished):
-        rig.cloud.host_keys(key)
+        setup.cloud.host_keys(key)
 
 
 def test_a_second_delete_is_accepted_or_a_lost_race(build: Build) -> None:
-    rig = build()
-    ready(rig, "pod-0-a1")
+    setup = build()
+    ready(setup, "pod-0-a1")
     key = NodeKey(PROJECT, ZONE, "pod-0-a1")
     for _ in range(8):
         with suppress(LostRace):
-            rig.cloud.delete_node(key)
-    assert rig.cloud.get_node(key).state is NodeState.DELETING
+            setup.cloud.delete_node(key)
+    assert setup.cloud.get_node(key).state is NodeState.DELETING
 
 
 def test_a_stockout_arrives_in_the_operation(build: Build) -> None:
-    rig = build(zones={ZONE: {"capacity": [{"amount": 0}]}})
-    operation = rig.cloud.create_node(wanted("pod-0-a1"))
-    rig.play(5)
-    ended = rig.cloud.get_operation(operation.name)
+    setup = build(zones={ZONE: {"capacity": [{"amount": 0}]}})
+    operation = setup.cloud.create_node(wanted("pod-0-a1"))
+    setup.play(5)
+    ended = setup.cloud.get_operation(operation.name)
     assert ended.done
     assert isinstance(ended.error, NoCapacity)
     assert "no more capacity" in str(ended.error)
 
 
 def test_a_quota_arrives_from_the_call(build: Build) -> None:
-    rig = build(
+    setup = build(
         quotas=[
             {"generation": "v2", "zone": ZONE, "limit": 4},
             {"generation": "v2", "region": "europe-west4", "limit": 4, "form": "limit"},
         ]
     )
-    rig.cloud.create_node(wanted("pod-0-a1"))
-    rig.cloud.create_node(wanted("pod-2-a1", OTHER_ZONE))
+    setup.cloud.create_node(wanted("pod-0-a1"))
+    setup.cloud.create_node(wanted("pod-2-a1", OTHER_ZONE))
     with pytest.raises(QuotaExceeded) as zonal:
-        rig.cloud.create_node(wanted("pod-1-a1"))
+        setup.cloud.create_node(wanted("pod-1-a1"))
     assert not zonal.value.region_wide
     with pytest.raises(QuotaExceeded) as regional:
-        rig.cloud.create_node(wanted("pod-1-a1", OTHER_ZONE))
+        setup.cloud.create_node(wanted("pod-1-a1", OTHER_ZONE))
     assert regional.value.region_wide
     assert regional.value.code == 8
 
 
 def test_too_many_creates_a_minute(build: Build) -> None:
-    rig = build(rates={"create": 2})
-    rig.cloud.create_node(wanted("pod-0-a1"))
-    rig.cloud.create_node(wanted("pod-1-a1"))
+    setup = build(rates={"create": 2})
+    setup.cloud.create_node(wanted("pod-0-a1"))
+    setup.cloud.create_node(wanted("pod-1-a1"))
     with pytest.raises(RateLimited):
-        rig.cloud.create_node(wanted("pod-2-a1"))
+        setup.cloud.create_node(wanted("pod-2-a1"))
 
 
 @pytest.mark.parametrize(
@@ -370,60 +370,60 @@ def test_too_many_creates_a_minute(build: Build) -> None:
     [({"type": "v9-8"}, NeedsPerson), ({"zone": "mars-north1-a"}, NeedsPerson)],
 )
 def test_what_only_a_person_can_mend(build: Build, changes: dict[str, str], want: type[Exception]) -> None:
-    rig = build()
+    setup = build()
     with pytest.raises(want):
-        rig.cloud.create_node(wanted("pod-0-a1", **changes))
+        setup.cloud.create_node(wanted("pod-0-a1", **changes))
 
 
 def test_credentials_that_do_not_serve(build: Build) -> None:
-    rig = build()
-    with rig.lock:
-        rig.world.operator.fail_next("ListNodes", 16, "Request had invalid authentication credentials.")
+    setup = build()
+    with setup.lock:
+        setup.world.operator.fail_next("ListNodes", 16, "Request had invalid authentication credentials.")
     with pytest.raises(OwnCredentials):
-        rig.cloud.list_nodes(PROJECT)
+        setup.cloud.list_nodes(PROJECT)
 
 
 @pytest.mark.parametrize("code", [14, 4])
 @pytest.mark.parametrize("applied", [True, False])
 def test_an_answer_to_a_create_that_was_lost(build: Build, code: int, applied: bool) -> None:
-    rig = build()
+    setup = build()
     key = NodeKey(PROJECT, ZONE, "pod-0-a1")
-    with rig.lock:
-        rig.world.operator.lose_next_answer("CreateNode", applied=applied, code=code)
+    with setup.lock:
+        setup.world.operator.lose_next_answer("CreateNode", applied=applied, code=code)
     with pytest.raises(AnswerLost):
-        rig.cloud.create_node(wanted("pod-0-a1"))
-    rig.play(60)
+        setup.cloud.create_node(wanted("pod-0-a1"))
+    setup.play(60)
     if applied:
-        assert rig.cloud.get_node(key).state is NodeState.READY
+        assert setup.cloud.get_node(key).state is NodeState.READY
         with pytest.raises(AlreadyExists):
-            rig.cloud.create_node(wanted("pod-0-a1"))
+            setup.cloud.create_node(wanted("pod-0-a1"))
     else:
         with pytest.raises(NodeGone):
-            rig.cloud.get_node(key)
+            setup.cloud.get_node(key)
 
 
 def test_a_create_and_a_delete_are_sent_once(build: Build) -> None:
-    rig = build()
-    ready(rig, "pod-0-a1")
-    with rig.lock:
+    setup = build()
+    ready(setup, "pod-0-a1")
+    with setup.lock:
         for method in ("CreateNode", "DeleteNode", "ListNodes"):
-            rig.world.operator.fail_next(method, 14, "The service is currently unavailable.")
+            setup.world.operator.fail_next(method, 14, "The service is currently unavailable.")
     with pytest.raises(AnswerLost):
-        rig.cloud.create_node(wanted("pod-1-a1"))
+        setup.cloud.create_node(wanted("pod-1-a1"))
     with pytest.raises(AnswerLost):
-        rig.cloud.delete_node(NodeKey(PROJECT, ZONE, "pod-0-a1"))
+        setup.cloud.delete_node(NodeKey(PROJECT, ZONE, "pod-0-a1"))
     with pytest.raises(AnswerLost):
-        rig.cloud.list_nodes(PROJECT)
-    assert {key.name for key in rig.cloud.list_nodes(PROJECT).nodes} == {"pod-0-a1"}
+        setup.cloud.list_nodes(PROJECT)
+    assert {key.name for key in setup.cloud.list_nodes(PROJECT).nodes} == {"pod-0-a1"}
 
 
 def test_every_call_has_a_deadline(build: Build) -> None:
-    rig = build()
-    ready(rig, "pod-0-a1")
+    setup = build()
+    ready(setup, "pod-0-a1")
     key = NodeKey(PROJECT, ZONE, "pod-0-a1")
-    with rig.lock:
-        rig.world.operator.outage("slow", timedelta(minutes=5), rig.now, seconds=60)
-    cloud = rig.impatient
+    with setup.lock:
+        setup.world.operator.outage("slow", timedelta(minutes=5), setup.now, seconds=60)
+    cloud = setup.impatient
     calls: list[Callable[[], object]] = [
         lambda: cloud.list_nodes(PROJECT),
         lambda: cloud.get_node(key),
@@ -440,7 +440,7 @@ def test_every_call_has_a_deadline(build: Build) -> None:
         except Exception as error:
             return error
 
-    with ThreadPoolExecutor(1 if isinstance(rig.cloud, InProcessCloud) else len(calls)) as pool:
+    with ThreadPoolExecutor(1 if isinstance(setup.cloud, InProcessCloud) else len(calls)) as pool:
         ended = list(pool.map(outcome, calls))
     assert [(type(error), getattr(error, "code", None)) for error in ended] == [(AnswerLost, 4)] * len(calls)
 
@@ -454,84 +454,84 @@ def test_an_operation_nobody_knows(build: Build) -> None:
 
 
 def test_a_create_that_met_a_preemption(build: Build) -> None:
-    rig = build()
-    with rig.lock:
-        rig.world.operator.fail_next_create(
+    setup = build()
+    with setup.lock:
+        setup.world.operator.fail_next_create(
             3, "Cloud TPU received a bad request. create is not supported in state PREEMPTED"
         )
-    operation = rig.cloud.create_node(wanted("pod-0-a1"))
-    rig.play(5)
-    assert isinstance(rig.cloud.get_operation(operation.name).error, PreemptedMeanwhile)
+    operation = setup.cloud.create_node(wanted("pod-0-a1"))
+    setup.play(5)
+    assert isinstance(setup.cloud.get_operation(operation.name).error, PreemptedMeanwhile)
 
 
 def test_a_preempted_node_stays_and_keeps_its_addresses(build: Build) -> None:
-    rig = build()
-    ready(rig, "pod-0-a1")
-    with rig.lock:
-        rig.world.operator.preempt("pod-0-a1", rig.now)
-    rig.play(60)
-    (node,) = rig.cloud.list_nodes(PROJECT).nodes.values()
+    setup = build()
+    ready(setup, "pod-0-a1")
+    with setup.lock:
+        setup.world.operator.preempt("pod-0-a1", setup.now)
+    setup.play(60)
+    (node,) = setup.cloud.list_nodes(PROJECT).nodes.values()
     assert node.state is NodeState.PREEMPTED
     assert node.endpoints
 
 
 def test_a_key_is_appended_once_to_the_keys_that_are_there(build: Build) -> None:
-    rig = build()
-    ready(rig, "pod-0-a1", metadata={"own": "value"})
+    setup = build()
+    ready(setup, "pod-0-a1", metadata={"own": "value"})
     key = NodeKey(PROJECT, ZONE, "pod-0-a1")
     for _ in range(2):
-        rig.cloud.add_ssh_key(key, "tpucare:ssh-ed25519 AAAAB second\n")
-        rig.play(10)
-    with rig.lock:
-        (record,) = rig.world.nodes()
+        setup.cloud.add_ssh_key(key, "tpucare:ssh-ed25519 AAAAB second\n")
+        setup.play(10)
+    with setup.lock:
+        (record,) = setup.world.nodes()
     assert record.spec.metadata["ssh-keys"].splitlines() == [KEY_LINE, "tpucare:ssh-ed25519 AAAAB second"]
     assert record.spec.metadata["own"] == "value"
     with pytest.raises(NodeGone):
-        rig.cloud.add_ssh_key(NodeKey(PROJECT, ZONE, "pod-9-a1"), KEY_LINE)
+        setup.cloud.add_ssh_key(NodeKey(PROJECT, ZONE, "pod-9-a1"), KEY_LINE)
 
 
 def test_labels_are_added_to_those_that_are_there(build: Build) -> None:
-    rig = build()
-    ready(rig, "pod-0-a1")
+    setup = build()
+    ready(setup, "pod-0-a1")
     key = NodeKey(PROJECT, ZONE, "pod-0-a1")
-    before = dict(rig.cloud.get_node(key).labels)
-    rig.cloud.add_labels(key, {"tpucare-owner": "o-else", "team": "vision"})
-    rig.play(10)
-    assert rig.cloud.get_node(key).labels == {**before, "tpucare-owner": "o-else", "team": "vision"}
+    before = dict(setup.cloud.get_node(key).labels)
+    setup.cloud.add_labels(key, {"tpucare-owner": "o-else", "team": "vision"})
+    setup.play(10)
+    assert setup.cloud.get_node(key).labels == {**before, "tpucare-owner": "o-else", "team": "vision"}
     with pytest.raises(NodeGone):
-        rig.cloud.add_labels(NodeKey(PROJECT, ZONE, "pod-9-a1"), {"a": "b"})
+        setup.cloud.add_labels(NodeKey(PROJECT, ZONE, "pod-9-a1"), {"a": "b"})
 
 
 def test_two_updates_at_once_are_a_lost_race(build: Build) -> None:
-    rig = build()
-    ready(rig, "pod-0-a1")
+    setup = build()
+    ready(setup, "pod-0-a1")
     key = NodeKey(PROJECT, ZONE, "pod-0-a1")
-    rig.cloud.add_ssh_key(key, "tpucare:ssh-ed25519 AAAAB second")
+    setup.cloud.add_ssh_key(key, "tpucare:ssh-ed25519 AAAAB second")
     with pytest.raises(LostRace):
-        rig.cloud.add_ssh_key(key, "tpucare:ssh-ed25519 AAAAB third")
+        setup.cloud.add_ssh_key(key, "tpucare:ssh-ed25519 AAAAB third")
 
 
 def test_host_keys_per_worker_may_be_incomplete(build: Build) -> None:
-    rig = build()
-    ready(rig, "pod-0-a1", type="v2-32")
+    setup = build()
+    ready(setup, "pod-0-a1", type="v2-32")
     key = NodeKey(PROJECT, ZONE, "pod-0-a1")
-    assert rig.cloud.host_keys(key) == {}
+    assert setup.cloud.host_keys(key) == {}
     name = f"projects/{PROJECT}/locations/{ZONE}/nodes/pod-0-a1"
-    with rig.lock:
+    with setup.lock:
         for worker in (0, 2):
-            rig.world.operator.set_guest_attribute(name, worker, "hostkeys", "ssh-ed25519", f"AAAA{worker}")
-        rig.world.operator.set_guest_attribute(name, 0, "other", "ssh-ed25519", "no host key")
-    assert rig.cloud.host_keys(key) == {0: ("ssh-ed25519 AAAA0",), 2: ("ssh-ed25519 AAAA2",)}
+            setup.world.operator.set_guest_attribute(name, worker, "hostkeys", "ssh-ed25519", f"AAAA{worker}")
+        setup.world.operator.set_guest_attribute(name, 0, "other", "ssh-ed25519", "no host key")
+    assert setup.cloud.host_keys(key) == {0: ("ssh-ed25519 AAAA0",), 2: ("ssh-ed25519 AAAA2",)}
 
 
 def test_a_node_whose_zone_was_dark_at_the_first_listing_is_seen_when_it_answers(build: Build) -> None:
     """Storm seed 3 left dead nodes listed for ever: what did not change while its zone was dark was never read."""
-    rig = build()
-    ready(rig, "pod-0-a0")
-    with rig.lock:
-        rig.world.operator.outage("zone", timedelta(seconds=60), rig.now, zone=ZONE)
-    assert rig.cloud.list_nodes(PROJECT).nodes == {}
-    rig.play(120)
-    seen = rig.cloud.list_nodes(PROJECT)
+    setup = build()
+    ready(setup, "pod-0-a0")
+    with setup.lock:
+        setup.world.operator.outage("zone", timedelta(seconds=60), setup.now, zone=ZONE)
+    assert setup.cloud.list_nodes(PROJECT).nodes == {}
+    setup.play(120)
+    seen = setup.cloud.list_nodes(PROJECT)
     assert [key.name for key in seen.changed] == ["pod-0-a0"]
     assert len(seen.nodes) == 1

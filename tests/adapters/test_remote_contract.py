@@ -33,7 +33,7 @@ LONG = timedelta(minutes=1)
 SOON = 30.0
 
 
-class Rig(Protocol):
+class RemoteSetup(Protocol):
     """One way to have workers and a Remote that reaches them."""
 
     @property
@@ -50,7 +50,7 @@ class Rig(Protocol):
     def close(self) -> None: ...
 
 
-class FolderRig:
+class FolderSetup:
     def __init__(self, folder: Path) -> None:
         self.remote = LocalRemote()
 
@@ -70,7 +70,7 @@ class FolderRig:
         self.remote.close()
 
 
-class StandInRig:
+class StandInSetup:
     """One stand-in per worker; silent = stopped."""
 
     def __init__(self, folder: Path) -> None:
@@ -112,7 +112,7 @@ class StandInRig:
         )
 
 
-class SshdRig:
+class SshdSetup:
     """One real sshd per worker; silent = killed."""
 
     def __init__(self, folder: Path) -> None:
@@ -152,20 +152,24 @@ def _login_name() -> str:
     return pwd.getpwuid(os.geteuid()).pw_name
 
 
-RIGS: dict[str, Callable[[Path], Rig]] = {"folders": FolderRig, "stand-in": StandInRig, "sshd": SshdRig}
+SETUPS: dict[str, Callable[[Path], RemoteSetup]] = {
+    "folders": FolderSetup,
+    "stand-in": StandInSetup,
+    "sshd": SshdSetup,
+}
 
 
 @pytest.fixture(
     params=["folders", "stand-in", pytest.param("sshd", marks=pytest.mark.machines)],
 )
-def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Rig]:
+def setup(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RemoteSetup]:
     if request.param == "sshd" and not sshd.available():
         pytest.skip("no sshd here: apt-get install openssh-server")
-    rig = RIGS[request.param](tmp_path)
+    setup = SETUPS[request.param](tmp_path)
     try:
-        yield rig
+        yield setup
     finally:
-        rig.close()
+        setup.close()
 
 
 def hint_within(remote: Remote, seconds: float) -> frozenset[NodeKey]:
@@ -181,70 +185,70 @@ def hint_within(remote: Remote, seconds: float) -> frozenset[NodeKey]:
 # --- commands ---
 
 
-def test_command_gives_status_and_both_streams(rig: Rig) -> None:
-    ran = rig.remote.run(rig.worker(), "echo out; echo err >&2; exit 7")
+def test_command_gives_status_and_both_streams(setup: RemoteSetup) -> None:
+    ran = setup.remote.run(setup.worker(), "echo out; echo err >&2; exit 7")
     assert (ran.exit_status, ran.stdout, ran.stderr, ran.truncated) == (7, b"out\n", b"err\n", False)
 
 
-def test_command_runs_in_the_home_of_its_worker(rig: Rig) -> None:
+def test_command_runs_in_the_home_of_its_worker(setup: RemoteSetup) -> None:
     for number in (0, 1):
-        worker = rig.worker(number)
-        ran = rig.remote.run(worker, 'pwd; echo "$HOME"')
-        assert ran.stdout.decode().split() == [str(rig.home(worker))] * 2
+        worker = setup.worker(number)
+        ran = setup.remote.run(worker, 'pwd; echo "$HOME"')
+        assert ran.stdout.decode().split() == [str(setup.home(worker))] * 2
 
 
-def test_stdin_arrives_whole_and_ends(rig: Rig) -> None:
+def test_stdin_arrives_whole_and_ends(setup: RemoteSetup) -> None:
     for content in (b"", b"few", os.urandom(5 << 20)):
-        ran = rig.remote.run(rig.worker(), "sha256sum", stdin=content, deadline=LONG)
+        ran = setup.remote.run(setup.worker(), "sha256sum", stdin=content, deadline=LONG)
         assert ran.stdout.split()[0].decode() == hashlib.sha256(content).hexdigest()
 
 
-def test_stdin_that_nobody_reads_does_no_harm(rig: Rig) -> None:
-    ran = rig.remote.run(rig.worker(), "exit 3", stdin=bytes(5 << 20))
+def test_stdin_that_nobody_reads_does_no_harm(setup: RemoteSetup) -> None:
+    ran = setup.remote.run(setup.worker(), "exit 3", stdin=bytes(5 << 20))
     assert ran.exit_status == 3
 
 
-def test_output_is_cut_at_the_limit_and_drained(rig: Rig) -> None:
+def test_output_is_cut_at_the_limit_and_drained(setup: RemoteSetup) -> None:
     flood = "head -c 20000000 /dev/zero; head -c 20000000 /dev/zero >&2; exit 4"
-    ran = rig.remote.run(rig.worker(), flood, limit=1000, deadline=LONG)
+    ran = setup.remote.run(setup.worker(), flood, limit=1000, deadline=LONG)
     assert (ran.exit_status, ran.stdout, ran.stderr, ran.truncated) == (4, bytes(1000), bytes(1000), True)
 
 
-def test_output_of_exactly_the_limit_is_whole(rig: Rig) -> None:
-    ran = rig.remote.run(rig.worker(), "head -c 1000 /dev/zero", limit=1000)
+def test_output_of_exactly_the_limit_is_whole(setup: RemoteSetup) -> None:
+    ran = setup.remote.run(setup.worker(), "head -c 1000 /dev/zero", limit=1000)
     assert (len(ran.stdout), ran.truncated) == (1000, False)
 
 
-def test_deadline_ends_the_wait(rig: Rig) -> None:
-    worker = rig.worker()
+def test_deadline_ends_the_wait(setup: RemoteSetup) -> None:
+    worker = setup.worker()
     begun = time.monotonic()
     with pytest.raises(WorkerSilent, match="within"):
-        rig.remote.run(worker, "exec sleep 60", deadline=SHORT)
+        setup.remote.run(worker, "exec sleep 60", deadline=SHORT)
     assert time.monotonic() - begun < SOON
-    assert rig.remote.run(worker, "echo next").stdout == b"next\n"
+    assert setup.remote.run(worker, "echo next").stdout == b"next\n"
 
 
-def test_deadline_ends_a_flood(rig: Rig) -> None:
+def test_deadline_ends_a_flood(setup: RemoteSetup) -> None:
     with pytest.raises(WorkerSilent):
-        rig.remote.run(rig.worker(), "timeout 60 cat /dev/zero", deadline=SHORT, limit=10)
+        setup.remote.run(setup.worker(), "timeout 60 cat /dev/zero", deadline=SHORT, limit=10)
 
 
-def test_child_in_the_background_does_not_hold_the_answer_back(rig: Rig) -> None:
+def test_child_in_the_background_does_not_hold_the_answer_back(setup: RemoteSetup) -> None:
     begun = time.monotonic()
-    ran = rig.remote.run(rig.worker(), "sleep 60 & echo started", deadline=timedelta(minutes=2))
+    ran = setup.remote.run(setup.worker(), "sleep 60 & echo started", deadline=timedelta(minutes=2))
     assert ran.stdout == b"started\n"
     assert time.monotonic() - begun < SOON
 
 
-def test_command_ended_by_a_signal_is_unknown(rig: Rig) -> None:
+def test_command_ended_by_a_signal_is_unknown(setup: RemoteSetup) -> None:
     with pytest.raises(WorkerSilent, match="without a status"):
-        rig.remote.run(rig.worker(), "kill -KILL $$")
+        setup.remote.run(setup.worker(), "kill -KILL $$")
 
 
-def test_commands_of_one_worker_run_side_by_side(rig: Rig) -> None:
-    worker = rig.worker()
+def test_commands_of_one_worker_run_side_by_side(setup: RemoteSetup) -> None:
+    worker = setup.worker()
     all_begun = "mktemp here.XXXX && until [ $(ls -d here.* | wc -l) = 4 ]; do sleep 0.05; done"
-    results = rig.remote.each([worker] * 4, lambda one: rig.remote.run(one, all_begun, deadline=LONG))
+    results = setup.remote.each([worker] * 4, lambda one: setup.remote.run(one, all_begun, deadline=LONG))
     assert [getattr(ran, "exit_status", ran) for ran in results] == [0] * 4
 
 
@@ -252,111 +256,111 @@ def test_commands_of_one_worker_run_side_by_side(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o600, 0o644, 0o755])
-def test_put_writes_content_and_mode(rig: Rig, mode: int) -> None:
-    worker = rig.worker()
-    rig.remote.put(worker, "file", b"echo hello", mode)
-    target = rig.home(worker) / "file"
+def test_put_writes_content_and_mode(setup: RemoteSetup, mode: int) -> None:
+    worker = setup.worker()
+    setup.remote.put(worker, "file", b"echo hello", mode)
+    target = setup.home(worker) / "file"
     assert target.read_bytes() == b"echo hello"
     assert stat.S_IMODE(target.stat().st_mode) == mode
-    assert os.listdir(rig.home(worker)) == ["file"]
+    assert os.listdir(setup.home(worker)) == ["file"]
 
 
-def test_put_replaces_at_once(rig: Rig) -> None:
-    worker = rig.worker()
-    rig.remote.put(worker, "file", b"old, and longer", 0o644)
-    reader = (rig.home(worker) / "file").open("rb")
-    rig.remote.put(worker, "file", b"new", 0o600)
+def test_put_replaces_at_once(setup: RemoteSetup) -> None:
+    worker = setup.worker()
+    setup.remote.put(worker, "file", b"old, and longer", 0o644)
+    reader = (setup.home(worker) / "file").open("rb")
+    setup.remote.put(worker, "file", b"new", 0o600)
     with reader:
         assert reader.read() == b"old, and longer"
-    assert (rig.home(worker) / "file").read_bytes() == b"new"
+    assert (setup.home(worker) / "file").read_bytes() == b"new"
 
 
 @pytest.mark.parametrize("size", [0, 32768, 32769, 3_000_000])
-def test_put_of_any_size(rig: Rig, size: int) -> None:
-    worker = rig.worker()
+def test_put_of_any_size(setup: RemoteSetup, size: int) -> None:
+    worker = setup.worker()
     content = os.urandom(size)
-    rig.remote.put(worker, "big", content, 0o600)
-    assert (rig.home(worker) / "big").read_bytes() == content
+    setup.remote.put(worker, "big", content, 0o600)
+    assert (setup.home(worker) / "big").read_bytes() == content
 
 
-def test_put_into_a_missing_folder_says_so(rig: Rig) -> None:
+def test_put_into_a_missing_folder_says_so(setup: RemoteSetup) -> None:
     with pytest.raises(CommandFailed, match="No such file"):
-        rig.remote.put(rig.worker(), "missing/file", b"", 0o600)
+        setup.remote.put(setup.worker(), "missing/file", b"", 0o600)
 
 
-def test_put_and_run_take_odd_names(rig: Rig) -> None:
-    worker = rig.worker()
-    rig.remote.put(worker, "a b'c\"d$e-ü", b"odd", 0o600)
-    assert rig.remote.run(worker, "cat a*").stdout == b"odd"
+def test_put_and_run_take_odd_names(setup: RemoteSetup) -> None:
+    worker = setup.worker()
+    setup.remote.put(worker, "a b'c\"d$e-ü", b"odd", 0o600)
+    assert setup.remote.run(worker, "cat a*").stdout == b"odd"
 
 
 # --- workers that fail, many workers ---
 
 
-def test_silent_worker(rig: Rig) -> None:
-    worker = rig.worker()
-    rig.remote.run(worker, "true")
-    rig.silence(worker)
+def test_silent_worker(setup: RemoteSetup) -> None:
+    worker = setup.worker()
+    setup.remote.run(worker, "true")
+    setup.silence(worker)
     with pytest.raises(WorkerSilent):
-        rig.remote.run(worker, "true", deadline=SHORT)
+        setup.remote.run(worker, "true", deadline=SHORT)
     with pytest.raises(WorkerSilent):
-        rig.remote.put(worker, "file", b"", 0o600, deadline=SHORT)
-    rig.heal(worker)
-    assert rig.remote.run(worker, "echo back").stdout == b"back\n"
+        setup.remote.put(worker, "file", b"", 0o600, deadline=SHORT)
+    setup.heal(worker)
+    assert setup.remote.run(worker, "echo back").stdout == b"back\n"
 
 
-def test_worker_that_falls_silent_in_the_middle(rig: Rig) -> None:
-    worker, other = rig.worker(), rig.worker(1)
-    begun, over = rig.home(worker) / "begun", rig.home(worker) / "over"
+def test_worker_that_falls_silent_in_the_middle(setup: RemoteSetup) -> None:
+    worker, other = setup.worker(), setup.worker(1)
+    begun, over = setup.home(worker) / "begun", setup.home(worker) / "over"
 
     def act(one: Worker) -> object:
         if one == other:
             eventually(begun.exists, SOON)
-            rig.silence(worker)
+            setup.silence(worker)
             over.touch()
             return None
-        return rig.remote.run(one, "touch begun; until [ -e over ]; do sleep 0.05; done; echo done", deadline=LONG)
+        return setup.remote.run(one, "touch begun; until [ -e over ]; do sleep 0.05; done; echo done", deadline=LONG)
 
-    lost, _ = rig.remote.each([worker, other], act)
+    lost, _ = setup.remote.each([worker, other], act)
     assert isinstance(lost, WorkerSilent)
 
 
-def test_each_keeps_the_order_and_every_error(rig: Rig) -> None:
-    workers = [rig.worker(number) for number in range(3)]
-    rig.silence(workers[1])
+def test_each_keeps_the_order_and_every_error(setup: RemoteSetup) -> None:
+    workers = [setup.worker(number) for number in range(3)]
+    setup.silence(workers[1])
 
     def act(worker: Worker) -> bytes:
         if worker.number == 2:
             raise KeyError("unexpected")
-        return rig.remote.run(worker, f"echo {worker.number}", deadline=LONG).stdout
+        return setup.remote.run(worker, f"echo {worker.number}", deadline=LONG).stdout
 
-    first, second, third = rig.remote.each(workers, act)
+    first, second, third = setup.remote.each(workers, act)
     assert first == b"0\n"
     assert isinstance(second, WorkerSilent)
     assert isinstance(third, KeyError)
 
 
-def test_each_of_nobody(rig: Rig) -> None:
-    assert rig.remote.each([], lambda worker: worker) == []
+def test_each_of_nobody(setup: RemoteSetup) -> None:
+    assert setup.remote.each([], lambda worker: worker) == []
 
 
-def test_knock_hints_once_when_the_worker_listens(rig: Rig) -> None:
-    worker = rig.worker()
-    rig.silence(worker)
-    rig.remote.hints()
-    rig.remote.knock([worker])
-    rig.remote.knock([worker])
-    assert hint_within(rig.remote, 0.5) == frozenset()
-    rig.heal(worker)
-    assert hint_within(rig.remote, SOON) == {KEY}
-    assert hint_within(rig.remote, 0.5) == frozenset()
+def test_knock_hints_once_when_the_worker_listens(setup: RemoteSetup) -> None:
+    worker = setup.worker()
+    setup.silence(worker)
+    setup.remote.hints()
+    setup.remote.knock([worker])
+    setup.remote.knock([worker])
+    assert hint_within(setup.remote, 0.5) == frozenset()
+    setup.heal(worker)
+    assert hint_within(setup.remote, SOON) == {KEY}
+    assert hint_within(setup.remote, 0.5) == frozenset()
 
 
-def test_forget_ends_knocking(rig: Rig) -> None:
-    worker = rig.worker()
-    rig.silence(worker)
-    rig.remote.knock([worker])
-    rig.remote.forget(KEY)
-    rig.remote.hints()
-    rig.heal(worker)
-    assert hint_within(rig.remote, 0.7) == frozenset()
+def test_forget_ends_knocking(setup: RemoteSetup) -> None:
+    worker = setup.worker()
+    setup.silence(worker)
+    setup.remote.knock([worker])
+    setup.remote.forget(KEY)
+    setup.remote.hints()
+    setup.heal(worker)
+    assert hint_within(setup.remote, 0.7) == frozenset()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kits.deployment import eventually, house
+from tests.kits.deployment import deployment, eventually
 from tests.kits.local_remote import LocalRemote
 from tpucare.adapters.state import folder as state_folder
 from tpucare.adapters.state.store import open_reader, open_store
@@ -306,7 +306,7 @@ def test_a_daemon_is_ordered_to_take_the_slot_down(tmp_path: Path, monkeypatch: 
     (tmp_path / "h").mkdir()
     for name in [name for name in os.environ if name.startswith("TPUCARE_")]:
         monkeypatch.delenv(name)
-    with house(tmp_path / "h") as home:
+    with deployment(tmp_path / "h") as home:
         for name in ("TPUCARE_EMULATOR", "TPUCARE_STATE"):
             monkeypatch.setenv(name, home.environment[name])
         home.declare("pod", count=2, run="sleep 600", live=False)

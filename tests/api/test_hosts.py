@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.kits.deployment import FAR, NEAR, PROJECT, TWO_HOSTS, House, eventually
+from tests.kits.deployment import FAR, NEAR, PROJECT, TWO_HOSTS, Deployment, eventually
 from tpucare.adapters.ssh.keys import load_or_make_key
 from tpucare.adapters.state import folder as state_folder
 from tpucare.api import hosts, session
@@ -37,9 +37,9 @@ OURS = {LABEL_OWNER: OWNER, LABEL_FLEET: "pod"}
 
 
 @pytest.fixture(scope="module")
-def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     """An emulated cloud, nobody who cares for anything in it, and `pod`, a TPU of two hosts that answers."""
-    built = House(tmp_path_factory.mktemp("h").resolve())
+    built = Deployment(tmp_path_factory.mktemp("h").resolve())
     with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in os.environ if name.startswith("TPUCARE_")]:
             patch.delenv(name)
@@ -60,7 +60,7 @@ def deny(*_: object) -> object:
     raise NeedsPerson("type a -> b is not in location", advice="list another zone under `tpu`")
 
 
-def create(house: House, name: str, labels: dict[str, str], zone: str = NEAR) -> None:
+def create(deployment: Deployment, name: str, labels: dict[str, str], zone: str = NEAR) -> None:
     here = session.current()
     line = f"{here.options.ssh_user}:{load_or_make_key(here.options.key).public}"
     place = Place(zone, TWO_HOSTS, Provisioning.SPOT, "v2-alpha-tpuv5")
@@ -83,7 +83,7 @@ def attempt_on(node: str) -> Attempt:
 # --- files and commands ----------------------------------------------------------------------------------------------
 
 
-def test_a_file_arrives_whole_and_private(house: House) -> None:
+def test_a_file_arrives_whole_and_private(deployment: Deployment) -> None:
     hosts.send_to_tpu("pod", NEAR, "config.yaml", "width: 1\nname: é\n", "all")
     hosts.send_to_tpu("pod", NEAR, "~/run.sh", "#!/bin/sh\necho ran\n")
     assert hosts.exec_on_tpu("pod", NEAR, "cat config.yaml", 1) == "width: 1\nname: é\n"
@@ -91,13 +91,13 @@ def test_a_file_arrives_whole_and_private(house: House) -> None:
     assert hosts.exec_on_tpu("pod", NEAR, "./run.sh") == "ran\n"
 
 
-def test_outputs_of_all_workers_are_in_their_order(house: House) -> None:
+def test_outputs_of_all_workers_are_in_their_order(deployment: Deployment) -> None:
     command = 'test "${HOSTNAME##*-}" = 1 || sleep 0.5; printf "worker ${HOSTNAME##*-}"'
     assert hosts.exec_on_tpu("pod", NEAR, command, "all") == "worker 0\nworker 1"
     assert hosts.exec_on_tpu("pod-a1", NEAR, command, 1) == "worker 1"
 
 
-def test_a_command_that_fails_says_how(house: House) -> None:
+def test_a_command_that_fails_says_how(deployment: Deployment) -> None:
     with pytest.raises(CommandFailed, match=r"pod, worker 1: exit status 3: one \| two$") as failed:
         hosts.exec_on_tpu("pod", NEAR, "echo lost; printf 'one\\ntwo\\n' >&2; exit 3", 1)
     assert (failed.value.exit_status, failed.value.stderr_tail) == (3, "one\ntwo")
@@ -109,7 +109,7 @@ def test_a_command_that_fails_says_how(house: House) -> None:
         hosts.send_to_tpu("pod", NEAR, "nowhere/config.yaml", "x")
 
 
-def test_the_key_travels_beside_the_script(house: House) -> None:
+def test_the_key_travels_beside_the_script(deployment: Deployment) -> None:
     command = exec_command("https://example.org/job", KEY)
     hosts.send_to_tpu("pod", NEAR, "setup.sh", command, "all")
     said = hosts.exec_on_tpu(
@@ -118,7 +118,7 @@ def test_the_key_travels_beside_the_script(house: House) -> None:
     assert said == f"700 setup.sh\n600 setup.sh.netrc\n{command.netrc}0\n"
 
 
-def test_the_script_of_2022_starts_a_run_on_all_workers(house: House, tmp_path: Path) -> None:
+def test_the_script_of_2022_starts_a_run_on_all_workers(deployment: Deployment, tmp_path: Path) -> None:
     job = tmp_path / "job"
     os.system(
         f"git init -q -b main {job} && git -C {job} -c user.name=a -c user.email=a@b.c commit -q --allow-empty -m x"
@@ -136,7 +136,7 @@ def test_the_script_of_2022_starts_a_run_on_all_workers(house: House, tmp_path: 
     assert again.count("left alone") == 2
 
 
-def test_a_command_may_take_its_time(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_may_take_its_time(deployment: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "ASK_EVERY_SECONDS", 0.2)
     assert hosts.exec_on_tpu("pod", NEAR, "sleep 1.5; echo done") == "done\n"
 
@@ -144,7 +144,7 @@ def test_a_command_may_take_its_time(house: House, monkeypatch: pytest.MonkeyPat
 # --- inside a start_fn -----------------------------------------------------------------------------------------------
 
 
-def test_within_an_attempt_every_command_bears_its_marks(house: House) -> None:
+def test_within_an_attempt_every_command_bears_its_marks(deployment: Deployment) -> None:
     attempt = attempt_on("pod-a1")
     host = Host(attempt)
     assert hosts.exec_on_tpu(host, "any-zone-1", 'echo "$TPUCARE_RUN $TPUCARE_WORKER"', "all") == (
@@ -155,7 +155,7 @@ def test_within_an_attempt_every_command_bears_its_marks(house: House) -> None:
     assert hosts.tpu_ips(host, NEAR) == [worker.host for worker in attempt.workers]
 
 
-def test_once_its_attempt_is_over_a_host_reaches_nothing(house: House) -> None:
+def test_once_its_attempt_is_over_a_host_reaches_nothing(deployment: Deployment) -> None:
     attempt = attempt_on("pod-a1")
     with ThreadPoolExecutor(1) as pool:
         call = pool.submit(hosts.exec_on_tpu, Host(attempt), NEAR, "sleep 600", "all")
@@ -179,7 +179,7 @@ def test_once_its_attempt_is_over_a_host_reaches_nothing(house: House) -> None:
 # --- listings --------------------------------------------------------------------------------------------------------
 
 
-def test_nodes_are_shown_as_the_rest_api_shows_them(house: House) -> None:
+def test_nodes_are_shown_as_the_rest_api_shows_them(deployment: Deployment) -> None:
     (node,) = [node for node in hosts.all_tpus(NEAR) if node["name"].endswith("/pod-a1")]
     assert node["name"] == f"projects/{PROJECT}/locations/{NEAR}/nodes/pod-a1"
     assert (node["state"], node["acceleratorType"], node["schedulingConfig"]) == ("READY", TWO_HOSTS, {"spot": True})
@@ -191,15 +191,15 @@ def test_nodes_are_shown_as_the_rest_api_shows_them(house: House) -> None:
     assert hosts.all_tpus(FAR) == []
 
 
-def test_names_are_filtered_as_in_2022(house: House) -> None:
+def test_names_are_filtered_as_in_2022(deployment: Deployment) -> None:
     def state(name: str) -> NodeState | None:
         listed = session.current().nodes(NEAR, fresh=True)
         return next((node.state for node, _ in listed if node.name == name), None)
 
-    create(house, "other-1", {})
-    create(house, "lost-a1", {**OURS, LABEL_SLOT: "lost"})
+    create(deployment, "other-1", {})
+    create(deployment, "lost-a1", {**OURS, LABEL_SLOT: "lost"})
     eventually(lambda: state("lost-a1") is NodeState.READY, "ready")
-    house.order("preempt", selector="lost-a1")
+    deployment.order("preempt", selector="lost-a1")
     eventually(lambda: state("lost-a1") is NodeState.PREEMPTED, "preempted")
     session.current().forget_listings()
     assert set(hosts.tpu_names(NEAR)) == {"pod", "other-1", "lost"}
@@ -258,7 +258,7 @@ def test_which_nodes_are_meant(rest: dict[str, str], wanted: set[str]) -> None:
         (lambda: hosts.send_to_tpu("pod", NEAR, "a", "\ud800"), "half a character"),
     ],
 )
-def test_bad_input_is_one_line(house: House, call: Callable[[], object], word: str) -> None:
+def test_bad_input_is_one_line(deployment: Deployment, call: Callable[[], object], word: str) -> None:
     with pytest.raises(ConfigError) as refused:
         call()
     assert word in str(refused.value)
@@ -266,7 +266,7 @@ def test_bad_input_is_one_line(house: House, call: Callable[[], object], word: s
 
 
 def test_a_zone_that_is_denied_is_told_without_advice_about_fleet_files(
-    house: House, monkeypatch: pytest.MonkeyPatch
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(type(session.current().cloud), "list_zone", deny)
     with pytest.raises(ConfigError) as refused:
@@ -275,7 +275,7 @@ def test_a_zone_that_is_denied_is_told_without_advice_about_fleet_files(
     assert "under `tpu`" not in str(refused.value)
 
 
-def test_who_looks_in_the_wrong_place_is_told_the_right_one(house: House) -> None:
+def test_who_looks_in_the_wrong_place_is_told_the_right_one(deployment: Deployment) -> None:
     with pytest.raises(NodeGone, match=f"it is in {NEAR}"):
         hosts.tpu_ips("pod", FAR)
     with pytest.raises(NodeGone, match="nearest: pod"):
@@ -283,7 +283,7 @@ def test_who_looks_in_the_wrong_place_is_told_the_right_one(house: House) -> Non
 
 
 def test_an_unknown_project_and_missing_credentials_are_one_line(
-    house: House, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.delenv("TPUCARE_EMULATOR")
     monkeypatch.setenv("TPUCARE_PROJECT", "grant")
@@ -298,10 +298,10 @@ def test_an_unknown_project_and_missing_credentials_are_one_line(
 # --- the last: a worker dies and comes back, and one does not -------------------------------------------------------
 
 
-def test_a_reboot_starts_the_run_again(house: House) -> None:
+def test_a_reboot_starts_the_run_again(deployment: Deployment) -> None:
     assert hosts.exec_on_tpu("pod", NEAR, "screen -ls | grep -c model; cat ran; rm ran", 1) == "1\nwidth: 2\n"
-    house.order("lose-worker", selector="pod-a1", worker=1)
-    house.order("restore-worker", selector="pod-a1", worker=1)
+    deployment.order("lose-worker", selector="pod-a1", worker=1)
+    deployment.order("restore-worker", selector="pod-a1", worker=1)
     eventually(lambda: answers("pod"), "it is up again")
     eventually(lambda: _ran_again("pod"), "it runs again")
     assert "left alone" in hosts.exec_on_tpu("pod", NEAR, "bash setup.sh", 1)
@@ -315,11 +315,11 @@ def _ran_again(host: str) -> bool:
         return False
 
 
-def test_a_worker_that_vanished_ends_the_call(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_vanished_ends_the_call(deployment: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "ASK_EVERY_SECONDS", 0.5)
     monkeypatch.setattr(session, "ASK_DEADLINE", timedelta(seconds=1))
     call = session.in_background(lambda: hosts.exec_on_tpu("pod", NEAR, "touch begun; sleep 600"))
     eventually(lambda: "begun" in hosts.exec_on_tpu("pod", NEAR, "ls"), "it began")
-    house.order("lose-worker", selector="pod-a1", worker=0, silent=True)
+    deployment.order("lose-worker", selector="pod-a1", worker=0, silent=True)
     with pytest.raises(WorkerSilent, match=r"^pod, worker 0 \([0-9.]+\): [a-z]"):
         call.result(timeout=30)

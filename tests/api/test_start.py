@@ -95,7 +95,7 @@ class Call:
 
 
 @dataclass
-class Grant:
+class CloudAndState:
     """An emulated cloud, and a state folder."""
 
     server: EmulatorServer
@@ -180,13 +180,13 @@ class Grant:
 
 
 @pytest.fixture
-def grant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Grant]:
+def grant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[CloudAndState]:
     for name in [name for name in os.environ if name.startswith(("TPUCARE_", "GOOGLE_"))]:
         monkeypatch.delenv(name)
     for name, value in BEAT.items():
         monkeypatch.setenv(name, value)
     with EmulatorServer(WorldConfig.fast(latencies=QUICK)) as server:
-        made = Grant(server, tmp_path / "state")
+        made = CloudAndState(server, tmp_path / "state")
         yield made
         made.close()
 
@@ -194,7 +194,7 @@ def grant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Grant]:
 # --- one call, from its begin to its end -----------------------------------------------------------------------------
 
 
-def test_a_host_is_a_slot_and_a_fleet_of_its_own_until_somebody_takes_it_down(grant: Grant) -> None:
+def test_a_host_is_a_slot_and_a_fleet_of_its_own_until_somebody_takes_it_down(grant: CloudAndState) -> None:
     call = grant.single("pod")
     grant.until(grant.nodes, "a node is made")
     ((name, labels),) = grant.nodes().items()
@@ -210,7 +210,7 @@ def test_a_host_is_a_slot_and_a_fleet_of_its_own_until_somebody_takes_it_down(gr
     assert {"start", "create", "stop"} <= {event.kind for event in call.events}
 
 
-def test_a_swarm_ends_when_its_last_slot_does(grant: Grant) -> None:
+def test_a_swarm_ends_when_its_last_slot_does(grant: CloudAndState) -> None:
     call = grant.multiple("tuning", 2)
     grant.until(lambda: len(grant.nodes()) == 2, "two nodes are made")
     assert sorted(labels[LABEL_SLOT] for labels in grant.nodes().values()) == ["tuning-0", "tuning-1"]
@@ -223,7 +223,7 @@ def test_a_swarm_ends_when_its_last_slot_does(grant: Grant) -> None:
     assert grant.nodes() == {}
 
 
-def test_stopping_it_leaves_nodes_alive_and_the_next_call_adopts_them(grant: Grant) -> None:
+def test_stopping_it_leaves_nodes_alive_and_the_next_call_adopts_them(grant: CloudAndState) -> None:
     first = grant.single("pod")
     grant.until(grant.nodes, "a node is made")
     grant.until(lambda: any(event.kind == "state" for event in first.events), "it is seen")
@@ -240,7 +240,7 @@ def test_stopping_it_leaves_nodes_alive_and_the_next_call_adopts_them(grant: Gra
     second.end()
 
 
-def test_nothing_is_created_while_the_semaphore_is_held_by_another(grant: Grant) -> None:
+def test_nothing_is_created_while_the_semaphore_is_held_by_another(grant: CloudAndState) -> None:
     semaphore = threading.Semaphore(1)
     with semaphore:
         grant.single("pod", creation_semaphore=semaphore)
@@ -250,7 +250,7 @@ def test_nothing_is_created_while_the_semaphore_is_held_by_another(grant: Grant)
     grant.until(grant.nodes, "it is made")
 
 
-def test_a_paused_host_stays_paused_and_says_so(grant: Grant, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_paused_host_stays_paused_and_says_so(grant: CloudAndState, monkeypatch: pytest.MonkeyPatch) -> None:
     first = grant.single("pod")
     grant.until(grant.nodes, "a node is made")
     grant.ask("pod", "pause", target="pod")
@@ -262,7 +262,7 @@ def test_a_paused_host_stays_paused_and_says_so(grant: Grant, monkeypatch: pytes
     grant.until(lambda: "pod is paused: `tpucare resume pod`" in said.getvalue(), "it says so")
 
 
-def test_a_listener_that_raises_ends_nothing(grant: Grant, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_listener_that_raises_ends_nothing(grant: CloudAndState, capsys: pytest.CaptureFixture[str]) -> None:
     def listen(event: Event) -> None:
         raise ValueError("mine")
 
@@ -289,7 +289,7 @@ def test_a_context_that_is_kept_from_the_last_start_is_named_at_this_one() -> No
 # --- what is refused -------------------------------------------------------------------------------------------------
 
 
-def test_the_same_host_twice_is_one_clear_line(grant: Grant) -> None:
+def test_the_same_host_twice_is_one_clear_line(grant: CloudAndState) -> None:
     grant.single("pod")
     grant.until(lambda: grant.row("pod"), "the first cares")
     with pytest.raises(StoreLocked) as caught:
@@ -309,7 +309,9 @@ def test_the_same_host_twice_is_one_clear_line(grant: Grant) -> None:
         ({"endpiont": "x"}, "nearest: endpoint"),
     ],
 )
-def test_what_is_wrong_is_told_before_a_folder_is_made(grant: Grant, changes: dict[str, Any], words: str) -> None:
+def test_what_is_wrong_is_told_before_a_folder_is_made(
+    grant: CloudAndState, changes: dict[str, Any], words: str
+) -> None:
     named = {
         "host": "pod",
         "tpu_version": 3,
@@ -327,7 +329,7 @@ def test_what_is_wrong_is_told_before_a_folder_is_made(grant: Grant, changes: di
 
 
 class TestNodesOfTheOldKind:
-    def test_one_is_refused_with_both_ways_out(self, grant: Grant) -> None:
+    def test_one_is_refused_with_both_ways_out(self, grant: CloudAndState) -> None:
         grant.make("pod")
         call = grant.single("pod")
         call.end()
@@ -338,7 +340,7 @@ class TestNodesOfTheOldKind:
         assert "\n" not in text
         assert list(grant.nodes()) == ["pod"]
 
-    def test_a_call_that_begins_nothing_leaves_its_store_as_old_as_it_is(self, grant: Grant) -> None:
+    def test_a_call_that_begins_nothing_leaves_its_store_as_old_as_it_is(self, grant: CloudAndState) -> None:
         grant.make("pod")
         marks = []
         for _ in range(2):
@@ -350,7 +352,7 @@ class TestNodesOfTheOldKind:
         assert marks[0] is not None
         assert marks[1] == marks[0]
 
-    def test_exactly_that_one_is_deleted_where_it_was_asked_for(self, grant: Grant) -> None:
+    def test_exactly_that_one_is_deleted_where_it_was_asked_for(self, grant: CloudAndState) -> None:
         for name in ("pod", "pod-other", "pods"):
             grant.make(name)
         call = grant.single("pod", delete_unowned=True)
@@ -358,7 +360,7 @@ class TestNodesOfTheOldKind:
         assert sorted(name for name in grant.nodes() if not name.startswith("pod-a")) == ["pod-other", "pods"]
         assert "delete-unowned" in {event.kind for event in call.events}
 
-    def test_one_that_was_adopted_is_the_hosts_node(self, grant: Grant) -> None:
+    def test_one_that_was_adopted_is_the_hosts_node(self, grant: CloudAndState) -> None:
         grant.make("pod")
         call = grant.single("pod")
         call.end()
@@ -375,7 +377,7 @@ class TestNodesOfTheOldKind:
 # --- side by side ----------------------------------------------------------------------------------------------------
 
 
-def test_two_scripts_side_by_side_do_not_meet(grant: Grant) -> None:
+def test_two_scripts_side_by_side_do_not_meet(grant: CloudAndState) -> None:
     first, second = grant.single("one"), grant.multiple("two", 2)
     grant.until(lambda: len(grant.nodes()) == 3, "all nodes are made")
     for name in ("one", "two"):
@@ -392,7 +394,7 @@ def test_two_scripts_side_by_side_do_not_meet(grant: Grant) -> None:
     assert second.thread.is_alive()
 
 
-def test_they_share_one_create_budget(grant: Grant, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_they_share_one_create_budget(grant: CloudAndState, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TPUCARE_CREATES_PER_MINUTE", "1")
     grant.single("one")
     grant.until(grant.nodes, "the first node is made")
@@ -401,7 +403,7 @@ def test_they_share_one_create_budget(grant: Grant, monkeypatch: pytest.MonkeyPa
     assert len(grant.created()) == 1
 
 
-def test_a_fleet_of_the_daemon_is_not_declared_again(grant: Grant) -> None:
+def test_a_fleet_of_the_daemon_is_not_declared_again(grant: CloudAndState) -> None:
     clock = SystemClock()
     with open_store(grant.state, machine_id=machine_id(), now=clock.now()) as daemons:
         daemons.save_fleet(FleetRecord("pod", "name: pod\n", "/", clock.now()))
@@ -412,7 +414,7 @@ def test_a_fleet_of_the_daemon_is_not_declared_again(grant: Grant) -> None:
     grant.until(grant.nodes, "it is made once the daemon's is down")
 
 
-def test_a_store_serves_one_host(grant: Grant) -> None:
+def test_a_store_serves_one_host(grant: CloudAndState) -> None:
     first = grant.single("one", store=grant.state / "mine.sqlite")
     grant.until(grant.nodes, "a node is made")
     request(grant.state / "mine.sock", {"do": "stop"})
@@ -463,7 +465,7 @@ def fleet(**changes: Any) -> tpucare.Fleet:
     return tpucare.Fleet(**said)
 
 
-def test_run_cares_for_a_declared_fleet(grant: Grant) -> None:
+def test_run_cares_for_a_declared_fleet(grant: CloudAndState) -> None:
     call = Call(lambda: tpucare.run(fleet(count=2), **grant.arguments()))
     grant.calls.append((call, grant.socket("pod")))
     grant.until(lambda: len(grant.nodes()) == 2, "two nodes are made")
@@ -511,7 +513,7 @@ class TestBlindness:
         raise_if_refused([self.view(self.DENIED), self.view(passes=1)])
 
 
-def test_a_call_without_permission_ends_with_what_its_first_listing_was_refused_with(grant: Grant) -> None:
+def test_a_call_without_permission_ends_with_what_its_first_listing_was_refused_with(grant: CloudAndState) -> None:
     events: list[Event] = []
     with grant.server.lock:
         grant.server.world.operator.fail_next("ListNodes", 7, "Permission 'tpu.nodes.list' denied")
@@ -581,7 +583,7 @@ SCRIPT = """
 
 
 class Script:
-    def __init__(self, grant: Grant, folder: Path, host: str = "pod", **env: str) -> None:
+    def __init__(self, grant: CloudAndState, folder: Path, host: str = "pod", **env: str) -> None:
         path = folder / "script.py"
         path.write_text(textwrap.dedent(SCRIPT))
         ours = {
@@ -606,7 +608,7 @@ class Script:
 
 
 @pytest.fixture
-def scripts(grant: Grant, tmp_path: Path) -> Iterator[Callable[..., Script]]:
+def scripts(grant: CloudAndState, tmp_path: Path) -> Iterator[Callable[..., Script]]:
     made: list[Script] = []
 
     def make(**env: str) -> Script:
@@ -620,7 +622,7 @@ def scripts(grant: Grant, tmp_path: Path) -> Iterator[Callable[..., Script]]:
             script.process.communicate()
 
 
-def test_ctrl_c_deletes_and_returns(grant: Grant, scripts: Callable[..., Script]) -> None:
+def test_ctrl_c_deletes_and_returns(grant: CloudAndState, scripts: Callable[..., Script]) -> None:
     script = scripts()
     grant.until(grant.nodes, "a node is made")
     code, out, err = script.end(signal.SIGINT)
@@ -632,7 +634,7 @@ def test_ctrl_c_deletes_and_returns(grant: Grant, scripts: Callable[..., Script]
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_sigterm_and_sighup_leave_the_node_and_say_how_to_go_on(
-    grant: Grant, scripts: Callable[..., Script], number: signal.Signals
+    grant: CloudAndState, scripts: Callable[..., Script], number: signal.Signals
 ) -> None:
     script = scripts()
     grant.until(grant.nodes, "a node is made")
@@ -650,7 +652,7 @@ def test_a_second_ctrl_c_names_what_is_left(tmp_path: Path, monkeypatch: pytest.
         monkeypatch.setenv(name, value)
     stuck = WorldConfig.fast(latencies={**QUICK, "delete": 600})
     with EmulatorServer(stuck) as server:
-        grant = Grant(server, tmp_path / "state")
+        grant = CloudAndState(server, tmp_path / "state")
         script = Script(grant, tmp_path)
         grant.until(grant.nodes, "a node is made")
         node = next(iter(grant.nodes()))
@@ -662,7 +664,7 @@ def test_a_second_ctrl_c_names_what_is_left(tmp_path: Path, monkeypatch: pytest.
     assert "Traceback" not in err
 
 
-def test_commands_find_a_script_by_its_host(grant: Grant, scripts: Callable[..., Script]) -> None:
+def test_commands_find_a_script_by_its_host(grant: CloudAndState, scripts: Callable[..., Script]) -> None:
     script = scripts()
     grant.until(grant.nodes, "a node is made")
     env = {**os.environ, "TPUCARE_ENDPOINT": grant.server.endpoint, "TPUCARE_PROJECT": PROJECT}
@@ -689,7 +691,9 @@ def test_commands_find_a_script_by_its_host(grant: Grant, scripts: Callable[...,
     assert grant.nodes() == {}
 
 
-def test_a_script_that_was_killed_can_be_taken_down_without_it(grant: Grant, scripts: Callable[..., Script]) -> None:
+def test_a_script_that_was_killed_can_be_taken_down_without_it(
+    grant: CloudAndState, scripts: Callable[..., Script]
+) -> None:
     script = scripts()
     grant.until(grant.nodes, "a node is made")
     script.end(signal.SIGKILL)

@@ -60,7 +60,7 @@ def world(*, latency: bool = False, page_cap: int = 1000, seconds: float = 0.5, 
     return {"latencies": latencies, "listing": listing, "rates": rates, "faults": {"repeated_delete": (0,)}, **changes}
 
 
-class DataCentre:
+class CloudProcess:
     """
     The process, from the side of who measures. With `port`, workers listen there: real machines below the folder
     `machines`, or else those that stand in, which let the public `key` in.

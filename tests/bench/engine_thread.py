@@ -40,7 +40,7 @@ def declare(engine: Engine, store: SqliteStore, clock: SystemClock, count: int) 
     engine.declare(FLEET, declared, lambda name: replace(declared[0], name=name))
 
 
-class Keeper:
+class EngineThread:
     """An engine on a thread of its own; a context manager. `heard` is told of every event on that thread."""
 
     def __init__(

@@ -13,8 +13,8 @@ from itertools import pairwise
 from pathlib import Path
 
 from tests.bench import child
-from tests.bench.cloud_process import DataCentre, world
-from tests.bench.installation import FLEET, Daemon, Household
+from tests.bench.cloud_process import CloudProcess, world
+from tests.bench.installation import FLEET, Daemon, Installation
 from tests.bench.meter import Use, use_of, wait_until
 from tests.bench.passes import connect_all
 from tests.bench.report import Measure
@@ -48,11 +48,11 @@ def at_rest(nodes: int = 1000, windows: int = 3, window: float = 30.0) -> list[M
 
 def _rest(nodes: int, windows: int, window: float) -> list[Use]:
     with tempfile.TemporaryDirectory(prefix="tpucare-bench-") as folder:
-        household, port = Household(Path(folder)), sshd.free_port()
-        household.declare(nodes)
-        with DataCentre(world(seconds=0.2), port=port, key=household.key) as cloud:
-            cloud.populate(FLEET, nodes, household.owner)
-            with Daemon(household, household.environment(cloud.endpoint, port)) as daemon:
+        installation, port = Installation(Path(folder)), sshd.free_port()
+        installation.declare(nodes)
+        with CloudProcess(world(seconds=0.2), port=port, key=installation.key) as cloud:
+            cloud.populate(FLEET, nodes, installation.owner)
+            with Daemon(installation, installation.environment(cloud.endpoint, port)) as daemon:
                 wait_until(lambda: cloud.workers()["running"] == nodes, START_SECONDS, "every slot trains")
                 time.sleep(QUIET_SECONDS)
                 uses = [daemon.use()]
@@ -65,12 +65,12 @@ def _rest(nodes: int, windows: int, window: float) -> list[Use]:
 def connections_alone(count: int, seconds: float) -> float:
     """Percent of a core that *count* open connections cost. To be called in a fresh process."""
     with tempfile.TemporaryDirectory(prefix="tpucare-bench-") as folder:
-        household, port = Household(Path(folder)), sshd.free_port()
-        with DataCentre(world(seconds=0.1), port=port, key=household.key) as workers:
-            workers.populate(FLEET, count, household.owner)
+        installation, port = Installation(Path(folder)), sshd.free_port()
+        with CloudProcess(world(seconds=0.1), port=port, key=installation.key) as workers:
+            workers.populate(FLEET, count, installation.owner)
             wait_until(lambda: workers.workers()["up"] == count, START_SECONDS, "every worker listens")
-            key = load_or_make_key(household.state / "ssh" / "id_ed25519")
-            pins = household.state / "hostkeys"
+            key = load_or_make_key(installation.state / "ssh" / "id_ed25519")
+            pins = installation.state / "hostkeys"
             with closing(ParamikoRemote(key, user="tpucare", pins=pins, nudge=lambda: None, port=port)) as remote:
                 connect_all(remote, count)
                 before = use_of(os.getpid())
@@ -91,23 +91,23 @@ FAST = {
 
 def recoveries(early: int = 100, late: int = 500, slots: int = 4) -> list[Measure]:
     with tempfile.TemporaryDirectory(prefix="tpucare-bench-") as folder:
-        household, port = Household(Path(folder)), sshd.free_port()
-        household.declare(slots)
+        installation, port = Installation(Path(folder)), sshd.free_port()
+        installation.declare(slots)
         with (
-            DataCentre(world(seconds=0.05), port=port, key=household.key) as cloud,
-            Daemon(household, household.environment(cloud.endpoint, port, **FAST)) as daemon,
+            CloudProcess(world(seconds=0.05), port=port, key=installation.key) as cloud,
+            Daemon(installation, installation.environment(cloud.endpoint, port, **FAST)) as daemon,
         ):
             _recover(cloud, slots, early // slots)
-            before = _used(daemon, household)
+            before = _used(daemon, installation)
             _recover(cloud, slots, (late - early) // slots)
-            after = _used(daemon, household)
-        events = _most_events(household, slots)
+            after = _used(daemon, installation)
+        events = _most_events(installation, slots)
     return _kept_measures(
         before, after, f"{late} recoveries against {early}, the daemon and SSH, {slots} slots", events
     )
 
 
-def _recover(cloud: DataCentre, slots: int, rounds: int) -> None:
+def _recover(cloud: CloudProcess, slots: int, rounds: int) -> None:
     def settle() -> None:
         wait_until(lambda: _all_run(cloud, slots), START_SECONDS, "every slot trains", every=0.05)
 
@@ -121,18 +121,18 @@ def _recover(cloud: DataCentre, slots: int, rounds: int) -> None:
     time.sleep(5)
 
 
-def _all_run(cloud: DataCentre, slots: int) -> bool:
+def _all_run(cloud: CloudProcess, slots: int) -> bool:
     workers = cloud.workers()
     return workers["running"] == workers["up"] == slots == len(cloud.nodes())
 
 
-def _used(daemon: Daemon, household: Household) -> tuple[Use, int]:
+def _used(daemon: Daemon, installation: Installation) -> tuple[Use, int]:
     """What the process uses, and how many bytes the store remembers of its slots."""
-    return daemon.use(), household.remembered_bytes
+    return daemon.use(), installation.remembered_bytes
 
 
-def _most_events(household: Household, slots: int) -> int:
-    with closing(open_store(household.state, machine_id=machine_id(), now=SystemClock().now())) as store:
+def _most_events(installation: Installation, slots: int) -> int:
+    with closing(open_store(installation.state, machine_id=machine_id(), now=SystemClock().now())) as store:
         return max(len(store.events(slot=f"{FLEET}-{index}", limit=100_000)) for index in range(slots))
 
 

@@ -31,7 +31,7 @@ job:
 """
 
 
-class Household:
+class Installation:
     """State folder below *folder*; `owner` and `key` (our public key) are made with it."""
 
     def __init__(self, folder: Path) -> None:
@@ -65,11 +65,11 @@ class Household:
 
 
 class Daemon:
-    """`tpucare daemon` on a household, from start to end; a context manager."""
+    """`tpucare daemon` on a installation, from start to end; a context manager."""
 
-    def __init__(self, household: Household, env: Mapping[str, str]) -> None:
-        command = [sys.executable, "-m", "tpucare.cli", "daemon", "--fleets", str(household.fleets), "--log", "json"]
-        with household.log.open("ab") as log:
+    def __init__(self, installation: Installation, env: Mapping[str, str]) -> None:
+        command = [sys.executable, "-m", "tpucare.cli", "daemon", "--fleets", str(installation.fleets), "--log", "json"]
+        with installation.log.open("ab") as log:
             self._process = subprocess.Popen(command, env=env, stdout=log, stderr=log)
         self.pid = self._process.pid
 

@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.bench.cloud_process import DataCentre, world
-from tests.bench.installation import FLEET, Daemon, Household
+from tests.bench.cloud_process import CloudProcess, world
+from tests.bench.installation import FLEET, Daemon, Installation
 from tests.bench.meter import wait_until
 from tests.bench.report import Measure, percentile
 from tests.kits import sshd
@@ -27,12 +27,12 @@ RUN = 'read -r up _ </proc/uptime; echo "$up" >"$HOME/started-$TPUCARE_NODE"; ex
 def launches(kind: str, hosts: int, samples: int) -> list[float]:
     """Seconds from the last worker that listens to the last run that starts, for *samples* nodes of *hosts* workers."""
     with tempfile.TemporaryDirectory(prefix="tpucare-bench-") as folder:
-        household, port = Household(Path(folder)), sshd.free_port()
-        household.declare(1, kind=kind, zone=ZONE, run=RUN)
+        installation, port = Installation(Path(folder)), sshd.free_port()
+        installation.declare(1, kind=kind, zone=ZONE, run=RUN)
         machines = Path(folder) / "machines"
-        with DataCentre(_world(), port=port, machines=machines) as cloud:
-            env = household.environment(cloud.endpoint, port, TPUCARE_SSH_USER=cloud.login_user)
-            with Daemon(household, env):
+        with CloudProcess(_world(), port=port, machines=machines) as cloud:
+            env = installation.environment(cloud.endpoint, port, TPUCARE_SSH_USER=cloud.login_user)
+            with Daemon(installation, env):
                 return [_launch(cloud, machines, f"{FLEET}-0-a{number}", hosts) for number in range(samples)]
 
 
@@ -43,7 +43,7 @@ def _world() -> dict[str, Any]:
     return config
 
 
-def _launch(cloud: DataCentre, machines: Path, node: str, hosts: int) -> float:
+def _launch(cloud: CloudProcess, machines: Path, node: str, hosts: int) -> float:
     pattern = f"machines/workers/{node}.*/home/started-{node}"
     found: list[Path] = []
 

@@ -14,9 +14,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.bench.cloud_process import READ_SECONDS, WRITE_SECONDS, DataCentre, world
-from tests.bench.engine_thread import Keeper
-from tests.bench.installation import FLEET, Household
+from tests.bench.cloud_process import READ_SECONDS, WRITE_SECONDS, CloudProcess, world
+from tests.bench.engine_thread import EngineThread
+from tests.bench.installation import FLEET, Installation
 from tests.bench.meter import wait_until
 from tests.bench.report import Measure, percentile
 from tpucare.engine.engine import Settings
@@ -47,24 +47,24 @@ def one_lost_measures(row: str, intervals: Sequence[float], how: str) -> list[Me
 
 
 def _lose_one_by_one(folder: Path, losses: int, nodes: int, poll: float, rng: random.Random) -> list[float]:
-    household = Household(folder)
+    installation = Installation(folder)
     settings = Settings(poll=poll, fast_poll=min(1.0, poll), creates_per_minute=6000)
-    with DataCentre(world(latency=True)) as cloud:
-        cloud.populate(FLEET, nodes, household.owner)
-        with Keeper(household.state, cloud.endpoint, nodes, settings) as keeper:
+    with CloudProcess(world(latency=True)) as cloud:
+        cloud.populate(FLEET, nodes, installation.owner)
+        with EngineThread(installation.state, cloud.endpoint, nodes, settings) as engine_thread:
             found = []
             for _ in range(losses):
-                wait_until(keeper.is_quiet, SETTLE_SECONDS, "all slots train")
+                wait_until(engine_thread.is_quiet, SETTLE_SECONDS, "all slots train")
                 # Fast polls end with a last one; the loss must fall anywhere between two idle ones.
                 time.sleep(poll * (1.2 + rng.random()))
                 slot = f"{FLEET}-{rng.randrange(nodes)}"
-                found.append(_lose(cloud, keeper, slot) / poll)
+                found.append(_lose(cloud, engine_thread, slot) / poll)
     return found
 
 
-def _lose(cloud: DataCentre, keeper: Keeper, slot: str) -> float:
+def _lose(cloud: CloudProcess, engine_thread: EngineThread, slot: str) -> float:
     """Seconds from "the API shows PREEMPTED" until delete and create were accepted, latencies subtracted."""
-    node = next(iter(keeper.engine.slots[slot].nodes))
+    node = next(iter(engine_thread.engine.slots[slot].nodes))
     cloud.calls()
     at = cloud.preempt([node])
     accepted: dict[str, float] = {}
@@ -100,11 +100,13 @@ def burst(lost: int = BURST, nodes: int = NODES, budget: int = BUDGET, repeats: 
 
 def _lose_at_once(folder: Path, lost: int, nodes: int, budget: int) -> tuple[list[float], list[float]]:
     """Seconds until each delete was accepted, since the first listing that showed the nodes; instants of creates."""
-    household = Household(folder)
-    with DataCentre(world(latency=True)) as cloud:
-        cloud.populate(FLEET, nodes, household.owner)
-        with Keeper(household.state, cloud.endpoint, nodes, Settings(creates_per_minute=budget)) as keeper:
-            wait_until(keeper.is_quiet, SETTLE_SECONDS, "all slots train")
+    installation = Installation(folder)
+    with CloudProcess(world(latency=True)) as cloud:
+        cloud.populate(FLEET, nodes, installation.owner)
+        with EngineThread(
+            installation.state, cloud.endpoint, nodes, Settings(creates_per_minute=budget)
+        ) as engine_thread:
+            wait_until(engine_thread.is_quiet, SETTLE_SECONDS, "all slots train")
             time.sleep(2 * WINDOW / budget)
             doomed = {f"{FLEET}-{index}-a0" for index in range(lost)}
             cloud.calls()

@@ -18,9 +18,9 @@ from datetime import timedelta
 from pathlib import Path
 
 from tests.bench import child
-from tests.bench.cloud_process import PROJECT, DataCentre, world
-from tests.bench.engine_thread import SSH_KEY, Keeper, slots
-from tests.bench.installation import FLEET, Household
+from tests.bench.cloud_process import PROJECT, CloudProcess, world
+from tests.bench.engine_thread import SSH_KEY, EngineThread, slots
+from tests.bench.installation import FLEET, Installation
 from tests.bench.meter import use_of, wait_until
 from tests.bench.report import Measure
 from tests.bench.simulated import SteadyLauncher
@@ -66,17 +66,17 @@ class InlineExecutor:
 def measure(nodes: int, page_cap: int, passes: int) -> dict[str, list[float]]:
     """Per quiet pass: milliseconds of CPU, commits, and API calls. To be called in a fresh process."""
     with tempfile.TemporaryDirectory(prefix="tpucare-bench-") as folder:
-        household = Household(Path(folder))
-        with DataCentre(world(page_cap=page_cap)) as cloud:
-            cloud.populate(FLEET, nodes, household.owner)
-            return _measure(household, cloud, nodes, passes)
+        installation = Installation(Path(folder))
+        with CloudProcess(world(page_cap=page_cap)) as cloud:
+            cloud.populate(FLEET, nodes, installation.owner)
+            return _measure(installation, cloud, nodes, passes)
 
 
-def _measure(household: Household, cloud: DataCentre, nodes: int, passes: int) -> dict[str, list[float]]:
+def _measure(installation: Installation, cloud: CloudProcess, nodes: int, passes: int) -> dict[str, list[float]]:
     clock = VirtualClock()
     found: dict[str, list[float]] = {"cpu": [], "commits": [], "calls": [], "other": []}
     with (
-        closing(open_store(household.state, machine_id=machine_id(), now=clock.now())) as store,
+        closing(open_store(installation.state, machine_id=machine_id(), now=clock.now())) as store,
         closing(connect(cloud.endpoint, monotonic=clock.monotonic)) as client,
         closing(sqlite3.connect(store.path)) as watcher,
     ):
@@ -130,17 +130,17 @@ def _pass(engine: Engine, clock: VirtualClock) -> float:
 def memory(nodes: int, connections: int) -> int:
     """Resident bytes with *nodes* nodes and *connections* kept connections. To be called in a fresh process."""
     with tempfile.TemporaryDirectory(prefix="tpucare-bench-") as folder:
-        household, port = Household(Path(folder)), sshd.free_port()
+        installation, port = Installation(Path(folder)), sshd.free_port()
         with (
-            DataCentre(world()) as cloud,
-            DataCentre(world(seconds=0.1), port=port, key=household.key) as workers,
+            CloudProcess(world()) as cloud,
+            CloudProcess(world(seconds=0.1), port=port, key=installation.key) as workers,
         ):
-            cloud.populate(FLEET, nodes, household.owner)
-            workers.populate(FLEET, connections, household.owner)
-            with Keeper(household.state, cloud.endpoint, nodes, Settings()) as keeper:
-                wait_until(keeper.is_quiet, 600, "all slots train", every=1.0)
-                key = load_or_make_key(household.state / "ssh" / "id_ed25519")
-                pins = household.state / "hostkeys"
+            cloud.populate(FLEET, nodes, installation.owner)
+            workers.populate(FLEET, connections, installation.owner)
+            with EngineThread(installation.state, cloud.endpoint, nodes, Settings()) as engine_thread:
+                wait_until(engine_thread.is_quiet, 600, "all slots train", every=1.0)
+                key = load_or_make_key(installation.state / "ssh" / "id_ed25519")
+                pins = installation.state / "hostkeys"
                 with closing(ParamikoRemote(key, user="tpucare", pins=pins, nudge=lambda: None, port=port)) as remote:
                     connect_all(remote, connections)
                     # A round of probes, so that every part has been used.

@@ -1,1 +1,1 @@
-"""The whole of tpucare on real gRPC, sshd and screen: `kit` builds the house, the tests say what happens in it."""
+"""The whole of tpucare on real gRPC, sshd and screen: `kits.deployment` builds it, the tests say what happens in it."""

@@ -22,9 +22,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.kits.deployment import TWO_HOSTS, House, house
-from tests.kits.service import fleet_text
-from tests.kits.service import house as office
+from tests.kits.deployment import TWO_HOSTS, Deployment, deployment
+from tests.kits.service import fleet_text, machineless_deployment
 
 pytestmark = [pytest.mark.machines, pytest.mark.timeout(300)]
 
@@ -38,7 +37,7 @@ for n in $(seq 100000); do echo "step $n"; head -c 5000000 /dev/zero | tr '\\0' 
 """
 
 
-def await_end(home: House) -> int:
+def await_end(home: Deployment) -> int:
     """The daemon ends by itself; its exit status."""
     assert home.daemon is not None
     status = home.daemon.wait(60)
@@ -47,25 +46,25 @@ def await_end(home: House) -> int:
     return status
 
 
-def last_line(home: House) -> str:
+def last_line(home: Deployment) -> str:
     return home.daemon_log.read_text().splitlines()[-1]
 
 
 # --- the store -------------------------------------------------------------------------------------------------------
 
 
-def cut(home: House) -> None:
+def cut(home: Deployment) -> None:
     path = home.state / "tpucare.sqlite"
     os.truncate(path, path.stat().st_size // 2)
     for log in home.state.glob("tpucare.sqlite-*"):
         log.unlink()
 
 
-def overwrite(home: House) -> None:
+def overwrite(home: Deployment) -> None:
     (home.state / "tpucare.sqlite").write_bytes(random.Random(1).randbytes(50_000))
 
 
-def take_away(home: House) -> None:
+def take_away(home: Deployment) -> None:
     for path in home.state.glob("tpucare.sqlite*"):
         path.unlink()
 
@@ -74,7 +73,7 @@ def take_away(home: House) -> None:
 @pytest.mark.parametrize("harm", [cut, overwrite, take_away])
 def test_a_store_that_was_harmed_while_nobody_looked(tmp_path: Path, harm: object) -> None:
     """It is not believed; moved out of the way, what lives is adopted, and no run is touched."""
-    with house(tmp_path) as home:
+    with deployment(tmp_path) as home:
         home.declare("pod")
         home.start()
         home.await_training("pod-0")
@@ -97,7 +96,7 @@ def test_a_store_that_was_harmed_while_nobody_looked(tmp_path: Path, harm: objec
 @pytest.mark.slow
 def test_a_store_that_cannot_grow(tmp_path: Path) -> None:
     """As on a full disk, or one that turned read-only: what cannot be written is not done, and the daemon ends."""
-    with house(tmp_path) as home:
+    with deployment(tmp_path) as home:
         home.declare("pod")
         home.start()
         home.await_training("pod-0")
@@ -112,7 +111,7 @@ def test_a_store_that_cannot_grow(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_store_that_is_deleted_under_the_daemon(tmp_path: Path) -> None:
-    with house(tmp_path) as home:
+    with deployment(tmp_path) as home:
         home.declare("pod")
         home.start()
         home.await_training("pod-0")
@@ -127,7 +126,7 @@ def test_a_store_that_is_deleted_under_the_daemon(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_copied_store_on_the_same_machine(tmp_path: Path) -> None:
     """Whoever copies the state folder has two daemons of one owner: one's runs are not the other's to end."""
-    with house(tmp_path) as home:
+    with deployment(tmp_path) as home:
         home.declare("pod")
         home.start()
         home.await_training("pod-0")
@@ -145,7 +144,7 @@ def test_a_copied_store_on_the_same_machine(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_stopped_for_a_minute(tmp_path: Path) -> None:
     """SIGSTOP and SIGCONT: no timeout fires for time in which nobody looked; what happened meanwhile is made good."""
-    with house(tmp_path) as home:
+    with deployment(tmp_path) as home:
         care = {"unreachable_after": "10s", "stalled_after": "10s", "boot_timeout": "30s"}
         home.declare("pod", count=2, care=care)
         home.start()
@@ -193,7 +192,7 @@ def test_an_api_that_answers_nonsense(tmp_path: Path) -> None:
     page = b"HTTP/1.1 502 Bad Gateway\r\nContent-Type: text/html\r\n\r\n<html>\x1b[2J</html>"
     settings_frame = b"\0\0\0\4\0\0\0\0\0"
     answers = [page, random.Random(1).randbytes(3000), settings_frame + b"\xff" * 500, b""]
-    with nonsense(answers) as port, office(tmp_path) as home:
+    with nonsense(answers) as port, machineless_deployment(tmp_path) as home:
         home.write(fleet_text())
         daemon = home.started(TPUCARE_ENDPOINT=f"127.0.0.1:{port}")
         home.until(lambda: "listing" in daemon.text, 40)
@@ -209,7 +208,7 @@ def test_an_api_that_answers_nonsense(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_worker_that_accepts_and_says_nothing(tmp_path: Path) -> None:
-    with house(tmp_path, pace={"TPUCARE_PROBE": "1"}) as home:
+    with deployment(tmp_path, pace={"TPUCARE_PROBE": "1"}) as home:
         home.declare("pod", count=2, care={"unreachable_after": "8s"})
         home.start()
         home.await_training("pod-0")
@@ -225,7 +224,7 @@ def test_a_worker_that_accepts_and_says_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_worker_that_never_comes_up(tmp_path: Path) -> None:
-    with house(tmp_path) as home:
+    with deployment(tmp_path) as home:
         home.order("miss-worker", worker=1)
         home.declare("pod", kind=TWO_HOSTS, care={"boot_timeout": "15s"})
         home.start()
@@ -240,7 +239,7 @@ def test_a_worker_that_never_comes_up(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("job", [FORKS, FLOOD], ids=["ignores SIGTERM and forks for ever", "floods its log"])
 def test_a_job_that_does_not_behave(tmp_path: Path, job: str) -> None:
-    with house(tmp_path) as home:
+    with deployment(tmp_path) as home:
         home.declare("bad", run=job, live=False)
         home.declare("good")
         home.start()

@@ -14,7 +14,7 @@ import pytest
 
 from tests.e2e.disk import disk
 from tests.e2e.test_broken import await_end, last_line
-from tests.kits.deployment import House, house
+from tests.kits.deployment import Deployment, deployment
 
 pytestmark = [pytest.mark.machines, pytest.mark.timeout(240)]
 
@@ -25,7 +25,7 @@ def content(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
-def refused(home: House, *reasons: str) -> None:
+def refused(home: Deployment, *reasons: str) -> None:
     """A daemon that is started now ends at once, with one line that gives one of *reasons*."""
     told_before = home.daemon_log.read_text().splitlines() if home.daemon_log.exists() else []
     home.start(ready=False)
@@ -36,13 +36,13 @@ def refused(home: House, *reasons: str) -> None:
     assert any(reason in told[0] for reason in reasons), told
 
 
-def mutations(home: House) -> list[str]:
+def mutations(home: Deployment) -> list[str]:
     return [str(one["method"]) for one in home.audit() if one.get("method") in ("CreateNode", "DeleteNode")]
 
 
 @pytest.mark.slow
 def test_a_state_folder_that_is_read_only_from_the_start(tmp_path: Path) -> None:
-    with disk(tmp_path / "state") as state, house(tmp_path) as home:
+    with disk(tmp_path / "state") as state, deployment(tmp_path) as home:
         home.declare("pod")
         state.remount("ro")
         refused(home, "Read-only file system")
@@ -68,7 +68,7 @@ def test_a_state_folder_that_is_read_only_from_the_start(tmp_path: Path) -> None
 
 
 def test_a_disk_that_turns_read_only_under_the_daemon(tmp_path: Path) -> None:
-    with disk(tmp_path / "state") as state, house(tmp_path) as home:
+    with disk(tmp_path / "state") as state, deployment(tmp_path) as home:
         home.declare("pod", count=2)
         home.start()
         home.await_training("pod-0")

@@ -21,7 +21,7 @@ import pytest
 import yaml
 
 from tests.kits import wandb as wandb_kit
-from tests.kits.deployment import NEAR, TWO_HOSTS, House, environment_of, eventually, house
+from tests.kits.deployment import NEAR, TWO_HOSTS, Deployment, deployment, environment_of, eventually
 from tpucare.testbed.wandb.server import WandbServer
 
 pytestmark = [pytest.mark.machines, pytest.mark.timeout(150)]
@@ -75,7 +75,7 @@ def newest(folder: Path) -> int:
 class Script:
     """An example of the Python API as a process of its own, told where the cloud is by its environment alone."""
 
-    def __init__(self, home: House, name: str, *words: str) -> None:
+    def __init__(self, home: Deployment, name: str, *words: str) -> None:
         handle, log = tempfile.mkstemp(prefix=f"{name}-", suffix=".log", dir=home.folder)
         self.home, self._log = home, Path(log)
         command = [sys.executable, str(EXAMPLES / name), *words]
@@ -117,7 +117,7 @@ class Script:
 
 
 @contextlib.contextmanager
-def script(home: House, name: str, *words: str) -> Iterator[Script]:
+def script(home: Deployment, name: str, *words: str) -> Iterator[Script]:
     started = Script(home, name, *words)
     try:
         yield started
@@ -126,9 +126,9 @@ def script(home: House, name: str, *words: str) -> Iterator[Script]:
 
 
 @contextlib.contextmanager
-def of_the_door(folder: Path, fleet: str) -> Iterator[House]:
+def of_the_door(folder: Path, fleet: str) -> Iterator[Deployment]:
     """A cloud for a script whose slots are deleted at its end, by Ctrl-C."""
-    with house(folder, world={"zones": {ZONE: {}}}) as home:
+    with deployment(folder, world={"zones": {ZONE: {}}}) as home:
         home.live_slots = None
         home._known_fleets.add(fleet)
         yield home
@@ -178,7 +178,7 @@ def test_a_pod_trains_through_a_preemption_and_a_restart_of_its_script(tmp_path:
 # --- inference.py ----------------------------------------------------------------------------------------------------
 
 
-def servers(home: House) -> dict[str, int]:
+def servers(home: Deployment) -> dict[str, int]:
     """Pid of each node's server that generates text, by node."""
     found = {}
     for pid in home.machines.survivors():
@@ -230,7 +230,7 @@ QUIET = {
 
 
 def test_a_sweep_finishes_though_a_node_is_preempted_in_the_middle_of_a_run(tmp_path: Path) -> None:
-    with WandbServer(lost_after=15) as server, house(tmp_path / "house") as home:
+    with WandbServer(lost_after=15) as server, deployment(tmp_path / "house") as home:
         home._known_fleets.add("search")
         home.live_slots = None
         home.environment |= {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": wandb_kit.KEY, "TPUCARE_SWEEP_POLL": "1"}
@@ -263,7 +263,7 @@ def test_a_sweep_finishes_though_a_node_is_preempted_in_the_middle_of_a_run(tmp_
         assert home.names() == []
 
 
-def saved_run(home: House) -> tuple[str, str] | None:
+def saved_run(home: Deployment) -> tuple[str, str] | None:
     """A run of W&B that has a checkpoint and lives, and its node."""
     for pid in home.machines.survivors():
         env = environment_of(pid)
@@ -275,7 +275,7 @@ def saved_run(home: House) -> tuple[str, str] | None:
 # --- pod_scripts -----------------------------------------------------------------------------------------------------
 
 
-def on_all(home: House, script: str, *words: str, **settings: str) -> str:
+def on_all(home: Deployment, script: str, *words: str, **settings: str) -> str:
     """Run a script of the example on all workers, as its README says; what it printed."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     done = subprocess.run(
@@ -290,7 +290,7 @@ def on_all(home: House, script: str, *words: str, **settings: str) -> str:
     return done.stdout
 
 
-def begun(home: House) -> list[str]:
+def begun(home: Deployment) -> list[str]:
     """What the trainings of both workers said when they began; a run that has started is not yet there."""
     return sorted(home.cli("exec", "my-pod", "--", "grep", "begins after", "pod-run/log", want=None).out.splitlines())
 
@@ -307,7 +307,7 @@ def test_a_pod_is_prepared_updated_and_resumed_by_its_scripts(tmp_path: Path) ->
     fleet = yaml.safe_load((EXAMPLES / "pod_scripts" / "pod.yaml").read_text())
     fleet["tpu"] |= {"type": TWO_HOSTS, "zones": [NEAR]}
     fleet["job"] |= {"workdir": str(EXAMPLES / "pod_scripts"), "env": settings, "checkpoint": str(bucket)}
-    with house(tmp_path / "house") as home:
+    with deployment(tmp_path / "house") as home:
         home.declare("my-pod", yaml.safe_dump(fleet))
         assert home.live_slots is not None
         home.live_slots.add("my-pod-0")

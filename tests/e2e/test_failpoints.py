@@ -1,7 +1,7 @@
 """
 The real daemon, killed with SIGKILL at every boundary between an intent, its effect and its outcome, and started again.
 
-Afterwards: one node, one run, no attempt lost, nothing that has no slot; the house checks the audit log and processes.
+Afterwards: one node, one run, no attempt lost, nothing that has no slot; `close` checks the audit log and processes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.test_examples import commit
-from tests.kits.deployment import ONE_HOST, TRAIN, TWO_HOSTS, House, house
+from tests.kits.deployment import ONE_HOST, TRAIN, TWO_HOSTS, Deployment, deployment
 from tpucare.service.failpoints import NAMES, VARIABLE
 
 pytestmark = [pytest.mark.machines, pytest.mark.timeout(240)]
@@ -21,14 +21,14 @@ pytestmark = [pytest.mark.machines, pytest.mark.timeout(240)]
 MOMENTS = ("before-intent", "after-intent", "after-effect", "after-outcome")
 
 
-def start_to_die(home: House, point: str, *, ready: bool = True) -> None:
+def start_to_die(home: Deployment, point: str, *, ready: bool = True) -> None:
     """The next daemon dies at *point*; what makes it get there may come later."""
     home.environment[VARIABLE] = point
     home.start(ready=ready)
     del home.environment[VARIABLE]
 
 
-def await_death(home: House, point: str) -> None:
+def await_death(home: Deployment, point: str) -> None:
     assert home.daemon is not None
     assert home.daemon.wait(60) == -signal.SIGKILL, home.daemon_log.read_text()[-2000:]
     home.daemon = None
@@ -36,12 +36,12 @@ def await_death(home: House, point: str) -> None:
     assert f"failpoint {point.partition(':')[0]}: killed" in home.daemon_log.read_text()
 
 
-def die(home: House, point: str) -> None:
+def die(home: Deployment, point: str) -> None:
     start_to_die(home, point, ready=False)
     await_death(home, point)
 
 
-def run_alone(home: House, slot: str, node: str) -> None:
+def run_alone(home: Deployment, slot: str, node: str) -> None:
     """*node* is the only one, and on it lives one run, that of the slot."""
     home.await_training(slot, node)
     home.await_(lambda: home.names() == [node], "one node")
@@ -49,7 +49,7 @@ def run_alone(home: House, slot: str, node: str) -> None:
 
 
 def test_killed_at_one_boundary_after_another(tmp_path: Path) -> None:
-    with house(tmp_path) as home:
+    with deployment(tmp_path) as home:
         home.declare("pod")
         for point in ("create.after-intent", "create.after-effect", "launch.pushed"):
             die(home, point)
@@ -73,7 +73,7 @@ LAUNCH = [*(f"launch.{moment}" for moment in MOMENTS), "launch.pushed", "launch.
 @pytest.mark.slow
 @pytest.mark.parametrize("point", [*CREATE, *LAUNCH])
 def test_killed_around_a_create_or_a_launch(tmp_path: Path, point: str) -> None:
-    with house(tmp_path) as home:
+    with deployment(tmp_path) as home:
         home.declare("pod", kind=TWO_HOSTS)
         die(home, point)
         home.start()
@@ -84,7 +84,7 @@ def test_killed_around_a_create_or_a_launch(tmp_path: Path, point: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("point", [f"delete.{moment}" for moment in MOMENTS])
 def test_killed_around_a_delete(tmp_path: Path, point: str) -> None:
-    with house(tmp_path) as home:
+    with deployment(tmp_path) as home:
         home.declare("pod", kind=TWO_HOSTS)
         home.start()
         home.await_training("pod-0")
@@ -99,7 +99,7 @@ def test_killed_around_a_delete(tmp_path: Path, point: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("point", [f"stop.{moment}" for moment in MOMENTS])
 def test_killed_around_a_stop(tmp_path: Path, point: str) -> None:
-    with house(tmp_path) as home:
+    with deployment(tmp_path) as home:
         home.declare("pod", kind=TWO_HOSTS)
         home.start()
         home.await_training("pod-0")
@@ -117,7 +117,7 @@ def test_killed_around_a_stop(tmp_path: Path, point: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("point", ["stop.after-effect", "delete.after-intent", "delete.after-effect"])
 def test_killed_while_a_fleet_is_taken_down(tmp_path: Path, point: str) -> None:
-    with house(tmp_path) as home:
+    with deployment(tmp_path) as home:
         home.declare("pod", live=False)
         home.start()
         home.await_training("pod-0")
@@ -144,7 +144,7 @@ def test_killed_while_a_repository_is_launched(tmp_path: Path, kind: str, point:
     repository = tmp_path / "repository"
     first = commit(repository, {"train.sh": f"echo first\n{TRAIN}"})
     job = {"repository": f"file://{repository}", "branch": "main"}
-    with house(tmp_path / "house") as home:
+    with deployment(tmp_path / "house") as home:
         home.declare("pod", kind=kind, run='echo "at $TPUCARE_COMMIT"; . ./train.sh', job=job)
         die(home, point)
         assert [event.slot for event in home.events("launch")] == ["pod-0"]

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.kits.deployment import House, house
+from tests.kits.deployment import Deployment, deployment
 from tpucare.testbed.emulator.machines.flood import Flooding
 
 pytestmark = [pytest.mark.machines, pytest.mark.timeout(300)]
@@ -23,7 +23,7 @@ GROWTH_BYTES = 64 << 20
 PACE = {"TPUCARE_PROBE": "1"}
 
 
-def weighed(home: House, until: Callable[[], object]) -> int:
+def weighed(home: Deployment, until: Callable[[], object]) -> int:
     """The most that the daemon took while `until` was not true yet: resident bytes."""
     assert home.daemon is not None
     process, most = psutil.Process(home.daemon.pid), 0
@@ -37,7 +37,7 @@ def weighed(home: House, until: Callable[[], object]) -> int:
     return most
 
 
-def flood(home: House, node: str, what: Flooding) -> None:
+def flood(home: Deployment, node: str, what: Flooding) -> None:
     """Kept connections end, too, so that new ones meet the flood."""
     home.machines.flood(home.path(node), 0, what).result(10)
     home.cut_connections(node)
@@ -46,7 +46,7 @@ def flood(home: House, node: str, what: Flooding) -> None:
 @pytest.mark.slow
 def test_workers_that_flood_are_replaced_or_heard_again_and_nobody_else_notices(tmp_path: Path) -> None:
     floods = {"pod-0": Flooding.LINE, "pod-1": Flooding.PACKET, "pod-2": Flooding.OUTPUT}
-    with house(tmp_path, pace=PACE) as home:
+    with deployment(tmp_path, pace=PACE) as home:
         home.declare("pod", count=4, care={"unreachable_after": "8s"})
         home.declare("patient", care={"unreachable_after": "10m"})
         home.start()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kits.deployment import FAR, NEAR, TWO_HOSTS, House, house
+from tests.kits.deployment import FAR, NEAR, TWO_HOSTS, Deployment, deployment
 from tpucare.testbed.emulator import witness
 
 pytestmark = [pytest.mark.machines, pytest.mark.timeout(120)]
@@ -16,16 +16,16 @@ pytestmark = [pytest.mark.machines, pytest.mark.timeout(120)]
 SLOW_SECONDS = 2.0
 
 
-def _slow(home: House, seconds: float = SLOW_SECONDS) -> None:
+def _slow(home: Deployment, seconds: float = SLOW_SECONDS) -> None:
     """Every answer takes longer: a call takes effect in the middle of it, and its answer is still on its way."""
     home.order("outage", kind="slow", seconds=seconds, duration=60)
 
 
-def _await_sight(home: House) -> None:
+def _await_sight(home: Deployment) -> None:
     home.await_(lambda: home.ask("status")["projects"][0]["seen"], "the first listing")
 
 
-def _run_alone(home: House, slot: str) -> None:
+def _run_alone(home: Deployment, slot: str) -> None:
     """One node, and on it one run, alive once it is known to train."""
     node = home.await_training(slot)
     home.await_(lambda: home.names() == [node], "one node")
@@ -33,7 +33,7 @@ def _run_alone(home: House, slot: str) -> None:
 
 
 def test_killed_when_a_create_was_decided(tmp_path: Path) -> None:
-    with house(tmp_path) as home:
+    with deployment(tmp_path) as home:
         home.start()
         _await_sight(home)
         _slow(home)
@@ -48,7 +48,7 @@ def test_killed_when_a_create_was_decided(tmp_path: Path) -> None:
 
 
 def test_killed_when_a_create_took_effect_unanswered(tmp_path: Path) -> None:
-    with house(tmp_path) as home:
+    with deployment(tmp_path) as home:
         home.start()
         _await_sight(home)
         # Half of it is what this test has from the effect to the kill.
@@ -65,7 +65,7 @@ def test_killed_when_a_create_took_effect_unanswered(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("moment", ["decided", "running"])
 def test_killed_while_a_gang_is_launched(tmp_path: Path, moment: str) -> None:
-    with house(tmp_path) as home:
+    with deployment(tmp_path) as home:
         home.declare("pod", kind=TWO_HOSTS)
         home.start()
         if moment == "decided":
@@ -79,7 +79,7 @@ def test_killed_while_a_gang_is_launched(tmp_path: Path, moment: str) -> None:
 
 
 def test_killed_when_a_delete_took_effect_unanswered(tmp_path: Path) -> None:
-    with house(tmp_path) as home:
+    with deployment(tmp_path) as home:
         home.declare("pod")
         home.start()
         home.await_training("pod-0")
@@ -96,7 +96,7 @@ def test_killed_when_a_delete_took_effect_unanswered(tmp_path: Path) -> None:
 
 def test_killed_while_its_node_is_preempted(tmp_path: Path) -> None:
     """Nobody looked when it happened: the next daemon finds out."""
-    with house(tmp_path) as home:
+    with deployment(tmp_path) as home:
         home.declare("pod")
         home.start()
         home.await_training("pod-0")
@@ -111,7 +111,7 @@ def test_killed_while_its_node_is_preempted(tmp_path: Path) -> None:
 def test_killed_again_and_again(tmp_path: Path) -> None:
     """At seeded moments from the first create on, with a preemption in between."""
     rng = random.Random(4711)
-    with house(tmp_path) as home:
+    with deployment(tmp_path) as home:
         home.declare("pod", kind=TWO_HOSTS)
         for number in range(6):
             home.start()
@@ -136,11 +136,11 @@ def test_fifty_kills_at_any_instant(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """
     Preemptions of every kind, lost answers, stuck deletes and dark zones meanwhile; a witness looks every 50 ms.
 
-    What the house finds at its end is the verdict: no leak, no run twice, no delete without cause, no traceback.
+    What the deployment finds at its end is the verdict: no leak, no run twice, no delete without cause, no traceback.
     """
     monkeypatch.setattr(witness, "LOOK_EVERY_SECONDS", 0.05)
     rng = random.Random(seed)
-    with house(tmp_path, world={"faults": LOST}) as home:
+    with deployment(tmp_path, world={"faults": LOST}) as home:
         home.declare("pod", count=2, zones=(NEAR, FAR))
         home.declare("gang", kind=TWO_HOSTS, zones=(NEAR, FAR))
         for _ in range(KILLS):
@@ -163,7 +163,7 @@ def test_fifty_kills_at_any_instant(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert len(home.audit("CreateNode")) > 5, "nodes were lost, and made anew"
 
 
-def _strike(home: House, rng: random.Random) -> None:
+def _strike(home: Deployment, rng: random.Random) -> None:
     """What happens to the fleet while this daemon lives, if anything."""
     slot = rng.choice(("pod-0", "pod-1", "gang-0"))
     match rng.choice(("preempt", "preempt", "silent", "forget", "stick", "dark", "slow", "", "")):

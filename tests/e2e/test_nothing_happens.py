@@ -1,6 +1,6 @@
 """
 A run that goes on: whatever is taken from the daemon (the API, a zone, its fleet files, its life, its store), it is
-neither stopped, doubled nor moved. One house for all; each test finds the run alive and leaves it so.
+neither stopped, doubled nor moved. One deployment for all; each test finds the run alive and leaves it so.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from tests.kits.deployment import FAR, NEAR, TWO_HOSTS, House, environment_of, house
+from tests.kits.deployment import FAR, NEAR, TWO_HOSTS, Deployment, deployment, environment_of
 
 pytestmark = [pytest.mark.machines, pytest.mark.timeout(120)]
 
@@ -21,8 +21,8 @@ OUTAGE_SECONDS = 60
 
 
 @pytest.fixture(scope="module")
-def lived_in(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
-    with house(tmp_path_factory.mktemp("quiet")) as home:
+def lived_in(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    with deployment(tmp_path_factory.mktemp("quiet")) as home:
         home.declare("pod", kind=TWO_HOSTS, zones=(NEAR, FAR))
         home.start()
         home.await_training("pod-0")
@@ -31,7 +31,7 @@ def lived_in(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
 
 
 @pytest.fixture
-def home(lived_in: House) -> Iterator[House]:
+def home(lived_in: Deployment) -> Iterator[Deployment]:
     """The run has the same processes afterwards, makes steps, and nothing was asked of the cloud that changes it."""
     token, pids = lived_in.token("pod-0"), _lasting(lived_in)
     asked = _changes_asked(lived_in)
@@ -45,7 +45,7 @@ def home(lived_in: House) -> Iterator[House]:
     assert _changes_asked(lived_in) == asked
 
 
-def _lasting(home: House) -> set[int]:
+def _lasting(home: Deployment) -> set[int]:
     """Pids of the job's shells: one per host; what a step needs comes and goes."""
     pids = home.runs().get("pod-0-a0.1", set())
     return {pid for pid in pids if _parent(pid) not in {0, *pids}}
@@ -59,21 +59,21 @@ def _parent(pid: int) -> int:
         return 0
 
 
-def _await_more_steps(home: House, count: int) -> None:
+def _await_more_steps(home: Deployment, count: int) -> None:
     """The job makes them, whatever the daemon knows of it."""
     reached = _newest_step(home)
     home.await_(lambda: _newest_step(home) >= reached + count, f"{count} more steps")
 
 
-def _newest_step(home: House) -> int:
+def _newest_step(home: Deployment) -> int:
     return max(int(folder.name) for folder in (home.bucket / "pod").iterdir())
 
 
-def _changes_asked(home: House) -> list[str]:
+def _changes_asked(home: Deployment) -> list[str]:
     return [str(one["method"]) for one in home.audit() if one.get("method") in ("CreateNode", "DeleteNode")]
 
 
-def test_an_api_outage_changes_nothing(home: House) -> None:
+def test_an_api_outage_changes_nothing(home: Deployment) -> None:
     home.order("outage", kind="api", duration=OUTAGE_SECONDS)
     home.await_event("blind")
     assert home.ask("status")["projects"][0]["seen"] is False
@@ -82,7 +82,7 @@ def test_an_api_outage_changes_nothing(home: House) -> None:
     home.await_(lambda: home.ask("status")["projects"][0]["seen"], "the daemon sees again", 30)
 
 
-def test_a_zone_that_does_not_answer_keeps_its_nodes(home: House) -> None:
+def test_a_zone_that_does_not_answer_keeps_its_nodes(home: Deployment) -> None:
     home.order("outage", kind="zone", zone=NEAR, duration=OUTAGE_SECONDS)
     home.await_event("unreachable")
     home.await_(lambda: home.ask("status")["projects"][0]["unreachable"] == [NEAR], "it is dark")
@@ -91,7 +91,7 @@ def test_a_zone_that_does_not_answer_keeps_its_nodes(home: House) -> None:
     home.await_(lambda: not home.ask("status")["projects"][0]["unreachable"], "it answers again")
 
 
-def test_a_node_that_somebody_stopped_and_started_is_cared_for_again(home: House) -> None:
+def test_a_node_that_somebody_stopped_and_started_is_cared_for_again(home: Deployment) -> None:
     home.order("state", selector="pod-0", state="STOPPED")
     stopped = home.await_event("person", "pod-0")
     assert "somebody stopped it" in stopped.text
@@ -99,7 +99,7 @@ def test_a_node_that_somebody_stopped_and_started_is_cared_for_again(home: House
     home.await_(lambda: home.row("pod-0")["phase"] == "run", "it is ready again")
 
 
-def test_a_fleet_file_that_cannot_be_read_is_told_once(home: House) -> None:
+def test_a_fleet_file_that_cannot_be_read_is_told_once(home: Deployment) -> None:
     file = home.fleets / "pod.yaml"
     text = file.read_text()
     file.write_text("name: pod\ntpu: [")
@@ -110,7 +110,7 @@ def test_a_fleet_file_that_cannot_be_read_is_told_once(home: House) -> None:
     assert len(home.events("fleet-refused")) == 1
 
 
-def test_an_emptied_folder_ends_nothing(home: House) -> None:
+def test_an_emptied_folder_ends_nothing(home: Deployment) -> None:
     file = home.fleets / "pod.yaml"
     text = file.read_text()
     file.unlink()
@@ -121,7 +121,7 @@ def test_an_emptied_folder_ends_nothing(home: House) -> None:
     file.write_text(text)
 
 
-def test_sigterm_leaves_the_nodes_and_a_later_start_adopts_them(home: House) -> None:
+def test_sigterm_leaves_the_nodes_and_a_later_start_adopts_them(home: Deployment) -> None:
     assert home.stop() == 0
     assert home.names() == ["pod-0-a0"]
     status = home.cli("status", "--json").json
@@ -130,18 +130,18 @@ def test_sigterm_leaves_the_nodes_and_a_later_start_adopts_them(home: House) -> 
     home.start()
 
 
-def test_a_killed_daemon_adopts(home: House) -> None:
+def test_a_killed_daemon_adopts(home: Deployment) -> None:
     for _ in range(2):
         home.restart()
 
 
-def test_a_second_daemon_on_the_same_store_is_refused(home: House) -> None:
+def test_a_second_daemon_on_the_same_store_is_refused(home: Deployment) -> None:
     second = home.cli("daemon", want=4)
     assert len(second.err.splitlines()) == 1, second.err
     assert second.err.startswith("tpucare: ")
 
 
-def test_a_corrupt_store_is_refused_and_left_as_it_is(home: House) -> None:
+def test_a_corrupt_store_is_refused_and_left_as_it_is(home: Deployment) -> None:
     store = home.state / "tpucare.sqlite"
     home.stop()
     kept = home.folder / "kept.sqlite"
@@ -158,7 +158,7 @@ def test_a_corrupt_store_is_refused_and_left_as_it_is(home: House) -> None:
     home.start()
 
 
-def test_a_lost_store_adopts_by_labels_and_sweeps_nothing(home: House) -> None:
+def test_a_lost_store_adopts_by_labels_and_sweeps_nothing(home: Deployment) -> None:
     home.stop()
     for file in home.state.glob("tpucare.sqlite*"):
         file.unlink()
@@ -170,7 +170,7 @@ def test_a_lost_store_adopts_by_labels_and_sweeps_nothing(home: House) -> None:
     assert home.ask("status")["store_lost"] is False
 
 
-def test_a_paused_slot_is_observed_and_not_touched(home: House) -> None:
+def test_a_paused_slot_is_observed_and_not_touched(home: Deployment) -> None:
     home.cli("pause", "pod")
     home.restart()
     row = home.row("pod-0")
@@ -180,7 +180,7 @@ def test_a_paused_slot_is_observed_and_not_touched(home: House) -> None:
     home.await_(lambda: home.row("pod-0")["phase"] == "run", "cared for again")
 
 
-def test_what_commands_print(home: House) -> None:
+def test_what_commands_print(home: Deployment) -> None:
     row = home.cli("status", "--json").json["slots"][0]
     shown = {key: row[key] for key in ("slot", "node", "zone", "type", "tier", "phase", "attempt", "workers")}
     assert shown == {
@@ -200,14 +200,14 @@ def test_what_commands_print(home: House) -> None:
     assert 0 < len(kinds) <= 5
 
 
-def test_exec_runs_on_all_workers_and_gives_the_worst_status(home: House) -> None:
+def test_exec_runs_on_all_workers_and_gives_the_worst_status(home: Deployment) -> None:
     said = home.cli("exec", "--json", "pod-0", "--", "test $(hostname | tail -c 2) = 0; echo is=$?", want=0).json
     assert [row["worker"] for row in said["workers"]] == [0, 1]
     assert all(row["stdout"].startswith("is=") for row in said["workers"])
     home.cli("exec", "--worker", "1", "pod-0", "--", "exit 9", want=9)
 
 
-def test_every_run_process_bears_its_token(home: House) -> None:
+def test_every_run_process_bears_its_token(home: Deployment) -> None:
     """What the witness and the fence go by."""
     shells = _lasting(home)
     assert len(shells) == 2

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kits.deployment import NEAR, PROJECT, House, environment_of, house
+from tests.kits.deployment import NEAR, PROJECT, Deployment, deployment, environment_of
 from tpucare.adapters.google.client import connect
 from tpucare.adapters.system import SystemClock
 from tpucare.model.resources import LABEL_OWNER, LABEL_SLOT, NodeKey, NodeRequest, Place, Provisioning
@@ -24,7 +24,7 @@ SECRET = "hunter2-'$(id)\"-is-not-shown"
 
 def test_down_leaves_nothing_and_apply_brings_it_back(tmp_path: Path) -> None:
     """The job ignores SIGTERM, so it is killed after its grace."""
-    with house(tmp_path) as home:
+    with deployment(tmp_path) as home:
         home.declare("pod", run=STUBBORN)
         planned = home.cli("plan").out
         assert planned.startswith("pod-0: create pod-0-a0 in us-east5-a as v5p-8 spot")
@@ -47,7 +47,7 @@ def test_down_leaves_nothing_and_apply_brings_it_back(tmp_path: Path) -> None:
 
 
 def test_down_without_a_daemon(tmp_path: Path) -> None:
-    with house(tmp_path) as home:
+    with deployment(tmp_path) as home:
         home.declare("pod", live=False)
         home.start()
         home.await_training("pod-0")
@@ -58,7 +58,7 @@ def test_down_without_a_daemon(tmp_path: Path) -> None:
 
 
 def test_a_node_of_somebody_else_with_our_name_is_left_alone(tmp_path: Path) -> None:
-    with house(tmp_path) as home:
+    with deployment(tmp_path) as home:
         home.declare("pod")
         _create_as(home, "o-somebodyelse", "pod-0-a0")
         home.start()
@@ -73,7 +73,7 @@ def test_a_node_of_somebody_else_with_our_name_is_left_alone(tmp_path: Path) -> 
         assert home.audit("DeleteNode") == home.audit("UpdateNode") == []
 
 
-def _create_as(home: House, owner: str, name: str) -> None:
+def _create_as(home: Deployment, owner: str, name: str) -> None:
     cloud = connect(home.server.endpoint, monotonic=SystemClock().monotonic)
     try:
         place = Place(NEAR, "v5p-8", Provisioning.SPOT, "v2-alpha-tpuv5")
@@ -86,7 +86,7 @@ def _create_as(home: House, owner: str, name: str) -> None:
 
 def test_two_people_in_one_project(tmp_path: Path) -> None:
     """Two daemons with stores of their own and fleets of other names: neither touches what is the other's."""
-    with house(tmp_path) as home:
+    with deployment(tmp_path) as home:
         home.declare("pod")
         home.start()
         home.await_training("pod-0")
@@ -102,7 +102,7 @@ def test_two_people_in_one_project(tmp_path: Path) -> None:
 def test_a_grant_of_one_slice_is_asked_for_again_the_instant_it_is_free(tmp_path: Path) -> None:
     """And the new node has the address of the old one, with another host key."""
     quota = {"generation": "v5p", "zone": NEAR, "limit": 1, "unit": "nodes"}
-    with house(tmp_path, world={"quotas": [quota], "latencies": {"address_reuse": 0}}) as home:
+    with deployment(tmp_path, world={"quotas": [quota], "latencies": {"address_reuse": 0}}) as home:
         home.declare("pod")
         home.start()
         home.await_training("pod-0")
@@ -121,7 +121,7 @@ def test_a_grant_of_one_slice_is_asked_for_again_the_instant_it_is_free(tmp_path
 
 
 def test_a_secret_is_in_the_environment_of_the_run_and_nowhere_else(tmp_path: Path) -> None:
-    with house(tmp_path, pace={"TRAINING_KEY": SECRET}) as home:
+    with deployment(tmp_path, pace={"TRAINING_KEY": SECRET}) as home:
         home.secrets = (SECRET,)
         job = 'test -n "$TRAINING_KEY" && echo "its length is ${#TRAINING_KEY}"\n' + STUBBORN
         home.declare("pod", run=job, job={"secrets": ["TRAINING_KEY"], "env": {"OTHER": "x"}})

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.kits.deployment import FAR, NEAR, TWO_HOSTS, house
+from tests.kits.deployment import FAR, NEAR, TWO_HOSTS, deployment
 
 pytestmark = [pytest.mark.machines, pytest.mark.timeout(120)]
 
 
 def test_preempted_during_training_resumes_from_the_checkpoint(tmp_path: Path) -> None:
-    with house(tmp_path) as home:
+    with deployment(tmp_path) as home:
         home.declare("pod", kind=TWO_HOSTS)
         home.start()
         home.await_steps("pod-0", least=4)
@@ -26,7 +26,7 @@ def test_preempted_during_training_resumes_from_the_checkpoint(tmp_path: Path) -
 
 def test_preempted_during_boot(tmp_path: Path) -> None:
     """The workers have not answered yet: no attempt is counted, the next node is asked for at once."""
-    with house(tmp_path, world={"latencies": {"create_single": 2, "boot_late": 2}}) as home:
+    with deployment(tmp_path, world={"latencies": {"create_single": 2, "boot_late": 2}}) as home:
         # However late the preemption comes, its worker is not up yet.
         home.order("miss-worker")
         home.declare("pod")
@@ -43,7 +43,7 @@ def test_preempted_during_boot(tmp_path: Path) -> None:
 def test_preempted_during_setup_sets_up_the_next_node(tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     setup = f"echo setting up; while [ $TPUCARE_ATTEMPT = 1 ] && [ ! -e {gate} ]; do sleep 0.1; done"
-    with house(tmp_path / "house") as home:
+    with deployment(tmp_path / "house") as home:
         home.declare("pod", job={"setup": setup})
         home.start()
         home.await_(lambda: "setting up" in home.log("pod-0"), "setup runs")
@@ -57,7 +57,7 @@ def test_preempted_during_setup_sets_up_the_next_node(tmp_path: Path) -> None:
 
 
 def test_a_stockout_sends_the_slot_to_the_next_zone(tmp_path: Path) -> None:
-    with house(tmp_path) as home:
+    with deployment(tmp_path) as home:
         home.declare("pod", zones=(NEAR, FAR))
         home.start()
         home.await_training("pod-0")
@@ -78,7 +78,7 @@ def test_a_notice_reaches_the_job_once(tmp_path: Path) -> None:
 trap 'echo "told $(cat "$TPUCARE_NOTICE")"' TERM
 while :; do echo "step $((++n))"; sleep 0.2 & wait; done
 """
-    with house(tmp_path) as home:
+    with deployment(tmp_path) as home:
         home.declare("pod", run=job)
         home.start()
         home.await_training("pod-0")

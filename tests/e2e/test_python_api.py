@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.kits.deployment import House, eventually, house
+from tests.kits.deployment import Deployment, deployment, eventually
 from tpucare.adapters.google.client import connect
 from tpucare.adapters.state.store import open_reader
 from tpucare.model.resources import NodeKey, NodeRequest, Place, Provisioning
@@ -125,7 +125,7 @@ SWARM = """
 class Script:
     """A script as a process. `told`: what its callbacks wrote."""
 
-    def __init__(self, home: House, text: str, host: str, *words: str) -> None:
+    def __init__(self, home: Deployment, text: str, host: str, *words: str) -> None:
         folder = home.folder / f"script-{host}"
         folder.mkdir(exist_ok=True)
         self.path, self.talk, self.log = folder / "script.py", folder / "talk", folder / "log"
@@ -170,10 +170,10 @@ class Script:
         return found
 
 
-class Theatre:
-    """A house whose scripts are ended with it."""
+class ScriptedDeployment:
+    """A deployment whose scripts are ended with it."""
 
-    def __init__(self, home: House) -> None:
+    def __init__(self, home: Deployment) -> None:
         self.home = home
         self.scripts: list[Script] = []
 
@@ -216,9 +216,9 @@ class Theatre:
 
 
 @pytest.fixture
-def theatre(tmp_path: Path) -> Iterator[Theatre]:
-    with house(tmp_path / "h", world={"zones": {ZONE: {}}}) as home:
-        made = Theatre(home)
+def scripted(tmp_path: Path) -> Iterator[ScriptedDeployment]:
+    with deployment(tmp_path / "h", world={"zones": {ZONE: {}}}) as home:
+        made = ScriptedDeployment(home)
         try:
             yield made
         finally:
@@ -229,41 +229,41 @@ def theatre(tmp_path: Path) -> Iterator[Theatre]:
         assert not any("Traceback" in script.text for script in made.scripts), made.scripts[0].text
 
 
-def screens(home: House, node: str) -> int:
+def screens(home: Deployment, node: str) -> int:
     """Living runs of *node*, as their tokens tell."""
     return sum(token.startswith(f"{node}.") for token in home.runs())
 
 
-def test_a_script_of_2022_goes_on_over_a_preemption_and_ends_with_ctrl_c(theatre: Theatre) -> None:
-    home, script = theatre.home, theatre.pod("pod-3", "--slices", "4")
-    theatre.await_(lambda: len(script.told(retry=0, said="retry: 0")) == 1, "worker 0 starts on the first node")
-    theatre.await_(lambda: len([row for row in script.told() if "worker" in row]) == 4, "all four workers start")
+def test_a_script_of_2022_goes_on_over_a_preemption_and_ends_with_ctrl_c(scripted: ScriptedDeployment) -> None:
+    home, script = scripted.home, scripted.pod("pod-3", "--slices", "4")
+    scripted.await_(lambda: len(script.told(retry=0, said="retry: 0")) == 1, "worker 0 starts on the first node")
+    scripted.await_(lambda: len([row for row in script.told() if "worker" in row]) == 4, "all four workers start")
     assert script.told(created="pod-3") == [script.told()[0]]
     # Each has its own copy of the context: what one adds to it is not seen by the others.
     assert sorted(row["retry"] for row in script.told() if "worker" in row) == [0, 100, 200, 300]
 
     (first,) = home.names()
-    theatre.await_(lambda: screens(home, first), "a screen runs")
+    scripted.await_(lambda: screens(home, first), "a screen runs")
     home.order("preempt", selector="pod-3")
-    theatre.await_(lambda: len(script.told(said="retry: 1")) == 4, "all four workers start again, with the context")
-    (second,) = theatre.await_(lambda: [name for name in home.names() if name != first], "there is another node")
-    theatre.await_(lambda: script.row().get("phase") == "run", "it runs")
+    scripted.await_(lambda: len(script.told(said="retry: 1")) == 4, "all four workers start again, with the context")
+    (second,) = scripted.await_(lambda: [name for name in home.names() if name != first], "there is another node")
+    scripted.await_(lambda: script.row().get("phase") == "run", "it runs")
     assert script.row()["attempt"] == 2
 
-    theatre.gone("pod-3")
+    scripted.gone("pod-3")
     assert script.end(signal.SIGINT) == 0
     assert script.text.endswith("returned\n")
     assert home.names() == []
     assert second not in "".join(home.runs())
 
 
-def test_after_sigterm_the_next_start_goes_on_with_node_context_and_attempt(theatre: Theatre) -> None:
-    home, script = theatre.home, theatre.pod()
-    theatre.await_(lambda: script.row().get("phase") == "run", "it runs")
+def test_after_sigterm_the_next_start_goes_on_with_node_context_and_attempt(scripted: ScriptedDeployment) -> None:
+    home, script = scripted.home, scripted.pod()
+    scripted.await_(lambda: script.row().get("phase") == "run", "it runs")
     home.order("preempt", selector="pod")
-    theatre.await_(lambda: script.told(said="retry: 1"), "it runs again")
-    theatre.await_(lambda: script.row().get("phase") == "run" and script.row()["attempt"] == 2, "it runs")
-    theatre.await_(lambda: len(home.names()) == 1, "the first node is gone")
+    scripted.await_(lambda: script.told(said="retry: 1"), "it runs again")
+    scripted.await_(lambda: script.row().get("phase") == "run" and script.row()["attempt"] == 2, "it runs")
+    scripted.await_(lambda: len(home.names()) == 1, "the first node is gone")
     (node,), before, (token,) = home.names(), len(script.told()), home.runs()
     assert script.end(signal.SIGTERM) == 128 + signal.SIGTERM
     assert f"SIGTERM: 1 node is left alive ({node} in {ZONE})" in script.text
@@ -271,19 +271,19 @@ def test_after_sigterm_the_next_start_goes_on_with_node_context_and_attempt(thea
     assert list(home.runs()) == [token], "what start_fn started goes on"
 
     script.again()
-    theatre.await_(lambda: script.row().get("phase") == "run", "it is adopted")
+    scripted.await_(lambda: script.row().get("phase") == "run", "it is adopted")
     assert (script.row()["node"], script.row()["attempt"], script.row()["run"]) == (node, 2, token)
     assert len(script.told()) == before, "no callback is called for a node that has had its calls"
     home.order("preempt", selector="pod")
-    theatre.await_(lambda: script.told(said="retry: 2"), "the context goes on")
-    theatre.await_(lambda: script.row().get("phase") == "run" and script.row()["attempt"] == 3, "it runs")
+    scripted.await_(lambda: script.told(said="retry: 2"), "the context goes on")
+    scripted.await_(lambda: script.row().get("phase") == "run" and script.row()["attempt"] == 3, "it runs")
     script.end(signal.SIGKILL)
     script.again()
-    theatre.await_(lambda: script.row().get("phase") == "run", "it is adopted after SIGKILL too")
+    scripted.await_(lambda: script.row().get("phase") == "run", "it is adopted after SIGKILL too")
     assert script.row()["attempt"] == 3
     with open_reader(home.state, name="pod.grant") as store:
         assert '"retry": 2' in str(store.context("pod"))
-    theatre.gone("pod")
+    scripted.gone("pod")
     home.cli("down", "pod", "--yes")
     assert script.process.wait(60) == 0
     assert home.names() == []
@@ -291,37 +291,37 @@ def test_after_sigterm_the_next_start_goes_on_with_node_context_and_attempt(thea
         assert store.context("pod") is None, "who was taken down begins anew"
 
 
-def test_two_scripts_side_by_side(theatre: Theatre) -> None:
-    home, pod = theatre.home, theatre.pod()
+def test_two_scripts_side_by_side(scripted: ScriptedDeployment) -> None:
+    home, pod = scripted.home, scripted.pod()
     talk = home.folder / "script-tuning" / "talk"
-    swarm = theatre.play(SWARM, "tuning", "tuning", str(talk), slots=("tuning-0", "tuning-1"))
-    theatre.await_(lambda: len(home.runs()) == 3, "all three run")
+    swarm = scripted.play(SWARM, "tuning", "tuning", str(talk), slots=("tuning-0", "tuning-1"))
+    scripted.await_(lambda: len(home.runs()) == 3, "all three run")
     assert sorted(row["host"] for row in swarm.told()) == ["tuning-0", "tuning-1"]
     rows = json.loads(home.cli("status", "--json").out)["slots"]
     assert sorted(row["slot"] for row in rows) == ["pod", "tuning-0", "tuning-1"]
     assert "stray" not in pod.text + swarm.text
 
     home.order("preempt", selector="tuning-1")
-    theatre.await_(lambda: swarm.told(created="tuning-1", calls=2), "its own context goes on")
-    theatre.await_(lambda: len(home.runs()) == 3, "all three run again")
+    scripted.await_(lambda: swarm.told(created="tuning-1", calls=2), "its own context goes on")
+    scripted.await_(lambda: len(home.runs()) == 3, "all three run again")
     assert swarm.told(created="tuning-0", calls=2) == []
-    theatre.gone("tuning-0", "tuning-1")
+    scripted.gone("tuning-0", "tuning-1")
     home.cli("down", "tuning", "--yes")
     assert swarm.process.wait(60) == 0
     assert [name.rpartition("-a")[0] for name in home.names()] == ["pod"]
     assert pod.process.poll() is None
 
 
-def test_processes_instead_of_threads(theatre: Theatre) -> None:
-    home, script = theatre.home, theatre.pod(more=", start_method='process'")
-    theatre.await_(lambda: script.told(said="retry: 0"), "it starts")
+def test_processes_instead_of_threads(scripted: ScriptedDeployment) -> None:
+    home, script = scripted.home, scripted.pod(more=", start_method='process'")
+    scripted.await_(lambda: script.told(said="retry: 0"), "it starts")
     (start,) = [row for row in script.told() if "worker" in row]
     assert start["pid"] != script.process.pid
     assert script.told()[0]["pid"] == script.process.pid, "creation_callback is called here, as ever"
     home.order("preempt", selector="pod")
-    theatre.await_(lambda: script.told(said="retry: 1"), "it starts again")
+    scripted.await_(lambda: script.told(said="retry: 1"), "it starts again")
     children = psutil.Process(script.process.pid).children(recursive=True)
-    theatre.gone("pod")
+    scripted.gone("pod")
     assert script.end(signal.SIGINT) == 0
     assert not [child for child in children if child.is_running()]
     assert home.names() == []
@@ -340,37 +340,37 @@ FAILING = """
 
 
 @pytest.mark.slow
-def test_a_start_fn_that_raises_is_a_failed_setup_and_no_idle_node(theatre: Theatre) -> None:
-    script = theatre.play(FAILING, "pod")
-    theatre.gone("pod")
-    theatre.await_(lambda: script.process.poll() is not None, "it gives up")
+def test_a_start_fn_that_raises_is_a_failed_setup_and_no_idle_node(scripted: ScriptedDeployment) -> None:
+    script = scripted.play(FAILING, "pod")
+    scripted.gone("pod")
+    scripted.await_(lambda: script.process.poll() is not None, "it gives up")
     assert script.process.returncode == 1
     assert "SlotFailed: pod failed: " in script.text
     assert "ValueError: no such config" in script.text
-    theatre.gone("pod")
+    scripted.gone("pod")
     # A person of Python sees where it was raised from.
     script.log.write_text(script.text.replace("Traceback", "trace"))
 
 
-def test_a_node_of_the_old_kind_is_taken_over_where_a_person_says_so(theatre: Theatre) -> None:
-    home = theatre.home
+def test_a_node_of_the_old_kind_is_taken_over_where_a_person_says_so(scripted: ScriptedDeployment) -> None:
+    home = scripted.home
     cloud = connect(home.server.endpoint, monotonic=time.monotonic)
     place = Place(ZONE, "v3-8", Provisioning.PREEMPTIBLE, "tpu-ubuntu2204-base")
     cloud.create_node(NodeRequest(NodeKey("grant", ZONE, "pod"), place, {}, {}))
-    theatre.await_(lambda: home.names() == ["pod"], "somebody's node is there")
-    script = theatre.pod()
+    scripted.await_(lambda: home.names() == ["pod"], "somebody's node is there")
+    script = scripted.pod()
     assert script.process.wait(60) == 1
     assert "`tpucare adopt-node pod pod` takes it over, delete_unowned=True deletes it first" in script.text
     assert "ConfigError" in script.text
 
     home.cli("adopt-node", "pod", "pod", "--yes")
-    theatre.await_(lambda: cloud.get_node(NodeKey("grant", ZONE, "pod")).slot == "pod", "it bears our labels")
+    scripted.await_(lambda: cloud.get_node(NodeKey("grant", ZONE, "pod")).slot == "pod", "it bears our labels")
     cloud.close()
     script.again()
-    theatre.await_(lambda: script.told(said="retry: 0"), "it is used as it is")
-    theatre.await_(lambda: script.row().get("phase") == "run", "it runs")
+    scripted.await_(lambda: script.told(said="retry: 0"), "it is used as it is")
+    scripted.await_(lambda: script.row().get("phase") == "run", "it runs")
     assert home.names() == ["pod"]
     home.order("preempt", selector="pod")
-    theatre.await_(lambda: script.told(said="retry: 1"), "the next one is made")
+    scripted.await_(lambda: script.told(said="retry: 1"), "the next one is made")
     home.allowed_deletes.add("pod")
     script.log.write_text(script.text.replace("Traceback", "trace"))

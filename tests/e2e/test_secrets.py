@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kits.deployment import House, environment_in, environment_of, house
+from tests.kits.deployment import Deployment, deployment, environment_in, environment_of
 
 pytestmark = [pytest.mark.machines, pytest.mark.timeout(120)]
 
@@ -54,7 +54,7 @@ def open_to_others(folder: Path) -> list[str]:
     return [f"{path} {stat.filemode(mode)}" for path, mode in modes if mode & 0o077 and not stat.S_ISLNK(mode)]
 
 
-def told_by_commands(home: House) -> str:
+def told_by_commands(home: Deployment) -> str:
     asked = [("events",), ("events", "--json"), ("status",), ("status", "--json"), ("logs", "pod-0"), ("plan",)]
     return "".join(home.cli(*words).out for words in asked)
 
@@ -64,7 +64,7 @@ def test_a_secret_of_a_hostile_job(tmp_path: Path) -> None:
     credentials = tmp_path / "credentials"
     credentials.mkdir(mode=0o700)
     (credentials / "TRAINING_KEY").write_text(SECRET)
-    with house(tmp_path / "house", pace={"CREDENTIALS_DIRECTORY": str(credentials)}) as home:
+    with deployment(tmp_path / "house", pace={"CREDENTIALS_DIRECTORY": str(credentials)}) as home:
         home.secrets = (SECRET,)
         home.declare("pod", run=HOSTILE, job={"secrets": ["TRAINING_KEY"]})
         home.start("--log-level", "debug")

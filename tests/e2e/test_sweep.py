@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from tests.kits import wandb as wandb_kit
-from tests.kits.deployment import House, environment_of, house
+from tests.kits.deployment import Deployment, deployment, environment_of
 from tpucare.testbed.wandb import WandbServer
 
 pytestmark = [pytest.mark.machines, pytest.mark.timeout(290)]
@@ -19,7 +19,7 @@ SLOTS = [f"swarm-{index}" for index in range(4)]
 RATES, DEPTHS = (0.1, 0.2, 0.3), (2, 4, 8)
 
 
-def _declare(home: House) -> tuple[Path, Path]:
+def _declare(home: Deployment) -> tuple[Path, Path]:
     """A sweep file beside its program, and a fleet file that says where it runs."""
     code = home.folder / "code"
     code.mkdir()
@@ -35,7 +35,7 @@ def _declare(home: House) -> tuple[Path, Path]:
     return code / "sweep.yaml", home.folder / "swarm.yaml"
 
 
-def _training(home: House, server: WandbServer) -> dict[str, str]:
+def _training(home: Deployment, server: WandbServer) -> dict[str, str]:
     """Node by W&B run, of runs that said they are preemptible and are at their first steps: most is still ahead."""
     begun = {row["run"] for row in server.summary()["runs"] if row["state"] == "running" and row["preempting"]}
     stepped = {row["run"] for row in server.summary()["runs"] if 0 < len(row["steps"]) < 4}
@@ -50,7 +50,7 @@ def _training(home: House, server: WandbServer) -> dict[str, str]:
 def test_a_swarm_finishes_a_grid_through_three_preemptions(tmp_path: Path) -> None:
     with (
         WandbServer(lost_after=15, audit_path=tmp_path / "wandb.jsonl") as server,
-        house(tmp_path / "house", pace={"TPUCARE_SWEEP_POLL": "1"}) as home,
+        deployment(tmp_path / "house", pace={"TPUCARE_SWEEP_POLL": "1"}) as home,
     ):
         home.environment |= {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": wandb_kit.KEY}
         home.secrets = (wandb_kit.KEY,)

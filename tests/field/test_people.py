@@ -11,7 +11,7 @@ import pytest
 
 from tests.kits.field import calls, named, preempt
 from tests.kits.harness import PROJECT, US, Daemon
-from tests.kits.service import Office, fleet_text
+from tests.kits.service import VirtualService, fleet_text
 from tpucare.model.causes import Cause
 from tpucare.model.memory import DesiredState
 from tpucare.testbed.emulator.world.records import NodeSpec
@@ -64,35 +64,35 @@ def test_two_people_two_daemons_one_project(tmp_path: Path) -> None:
 
 def test_the_fleet_folder_is_unmounted(tmp_path: Path) -> None:
     """The folder of the fleets lay on a share that was unmounted; it looked empty, and everything was deleted."""
-    office = Office(tmp_path)
-    office.write(fleet_text(count=2))
-    office.write(fleet_text("other"), "other.yaml")
-    office.look()
-    office.run()
-    before = office.nodes
+    service = VirtualService(tmp_path)
+    service.write(fleet_text(count=2))
+    service.write(fleet_text("other"), "other.yaml")
+    service.look()
+    service.run()
+    before = service.nodes
     assert before == ["other-0-a0", "pod-0-a0", "pod-1-a0"]
-    shutil.move(office.folder, tmp_path / "share")
-    office.folder.mkdir()
-    office.look()
-    office.run(30)
-    office.again()
-    office.look()
-    office.run(30)
-    assert office.nodes == before
-    preempt(office.daemon, "pod-1")
-    office.run(20)
-    assert office.nodes == ["other-0-a0", "pod-0-a0", "pod-1-a1"], "they are cared for as before"
-    assert office.daemon.all_train()
-    assert office.daemon.told("fleet-missing")
-    office.folder.rmdir()
-    office.look()
-    shutil.move(tmp_path / "share", office.folder)
-    office.look()
-    office.run(10)
-    assert office.nodes == ["other-0-a0", "pod-0-a0", "pod-1-a1"]
-    assert len(office.daemon.launcher.launches) == 4
-    assert PROJECT in office.daemon.engine.projects
-    office.daemon.check()
+    shutil.move(service.folder, tmp_path / "share")
+    service.folder.mkdir()
+    service.look()
+    service.run(30)
+    service.again()
+    service.look()
+    service.run(30)
+    assert service.nodes == before
+    preempt(service.daemon, "pod-1")
+    service.run(20)
+    assert service.nodes == ["other-0-a0", "pod-0-a0", "pod-1-a1"], "they are cared for as before"
+    assert service.daemon.all_train()
+    assert service.daemon.told("fleet-missing")
+    service.folder.rmdir()
+    service.look()
+    shutil.move(tmp_path / "share", service.folder)
+    service.look()
+    service.run(10)
+    assert service.nodes == ["other-0-a0", "pod-0-a0", "pod-1-a1"]
+    assert len(service.daemon.launcher.launches) == 4
+    assert PROJECT in service.daemon.engine.projects
+    service.daemon.check()
 
 
 @pytest.mark.parametrize("trained", [False, True])

@@ -24,7 +24,7 @@ import yaml
 
 from tests.kits import wandb as wandb_kit
 from tests.kits.local_server import serving
-from tests.kits.service import House, Office, Process, fleet_text, house
+from tests.kits.service import MachinelessDeployment, Process, VirtualService, fleet_text, machineless_deployment
 from tpucare.adapters.runner import scripts as script
 from tpucare.adapters.state.store import open_store
 from tpucare.fleetfile import parse as fleets
@@ -328,19 +328,19 @@ class Swarm:
     """Two slots that work for a sweep, in virtual time."""
 
     def __init__(self, tmp_path: Path) -> None:
-        self.office = Office(tmp_path)
+        self.service = VirtualService(tmp_path)
         text = fleet_text("swarm", count=2) + f"  env: {{TPUCARE_SWEEP: {PATH}}}\n"
-        self.office.write(text, "swarm.yaml")
-        self.office.look()
-        self.office.run()
+        self.service.write(text, "swarm.yaml")
+        self.service.look()
+        self.service.run()
         self.watch = HandWatch()
         self._open()
 
     def _open(self) -> None:
-        clock = self.office.daemon.clock
+        clock = self.service.daemon.clock
         self.care = SweepCare(
-            self.office.daemon.engine,
-            self.office.registry,
+            self.service.daemon.engine,
+            self.service.registry,
             self.watch,
             base_url=lambda: "http://wandb",
             now=clock.now,
@@ -352,20 +352,20 @@ class Swarm:
         self.care.poll()
         self.watch.laid = {(PATH, "http://wandb"): answer}
         self.care.poll()
-        self.office.run(minutes)
+        self.service.run(minutes)
 
     def end(self, slot: str) -> str:
-        rows = {row["slot"]: row for row in self.office.ask("status")["slots"]}
+        rows = {row["slot"]: row for row in self.service.ask("status")["slots"]}
         return str(rows[slot]["end"])
 
     def capacity(self, slices: int | None) -> None:
-        daemon = self.office.daemon
+        daemon = self.service.daemon
         pool = {"do": "capacity", "zone": "us-central1-a", "amount": slices}
         parse_order(pool).apply(daemon.zone.world, daemon.clock.true_now())
 
     def strike(self) -> None:
         """Take the node of slot 1, and let there be none for it."""
-        daemon = self.office.daemon
+        daemon = self.service.daemon
         daemon.zone.world.operator.preempt("swarm-1", daemon.clock.true_now())
         self.capacity(1)
 
@@ -373,14 +373,14 @@ class Swarm:
 @pytest.fixture
 def swarm(tmp_path: Path) -> Swarm:
     made = Swarm(tmp_path)
-    assert made.office.nodes == ["swarm-0-a0", "swarm-1-a0"]
+    assert made.service.nodes == ["swarm-0-a0", "swarm-1-a0"]
     return made
 
 
 def test_a_running_sweep_changes_nothing(swarm: Swarm) -> None:
     swarm.hear(report(finished=3, running=2))
     assert swarm.watch.wanted == {(PATH, "http://wandb")}
-    assert swarm.office.nodes == ["swarm-0-a0", "swarm-1-a0"]
+    assert swarm.service.nodes == ["swarm-0-a0", "swarm-1-a0"]
     (row,) = swarm.care.rows()
     assert (row["fleet"], row["finished"], row["running"], row["expected"]) == ("swarm", 3, 2, 9)
 
@@ -389,74 +389,74 @@ def test_a_running_sweep_changes_nothing(swarm: Swarm) -> None:
 def test_silence_of_w_and_b_changes_nothing_and_is_said_once(swarm: Swarm, silence: Answer) -> None:
     swarm.hear(silence)
     swarm.hear(silence)
-    assert swarm.office.nodes == ["swarm-0-a0", "swarm-1-a0"]
-    assert len(swarm.office.daemon.told("sweep-silent")) == 1
+    assert swarm.service.nodes == ["swarm-0-a0", "swarm-1-a0"]
+    assert len(swarm.service.daemon.told("sweep-silent")) == 1
     assert swarm.care.rows()[0]["problem"]
     swarm.hear(report())
-    assert len(swarm.office.daemon.told("sweep-heard")) == 1
+    assert len(swarm.service.daemon.told("sweep-heard")) == 1
     assert swarm.care.rows()[0]["problem"] == ""
 
 
 def test_a_cancelled_sweep_ends_runs_and_nodes(swarm: Swarm) -> None:
     swarm.hear(report("CANCELED", running=2))
-    assert swarm.office.nodes == []
+    assert swarm.service.nodes == []
     assert swarm.end("swarm-0") == swarm.end("swarm-1") == "done"
-    swarm.office.daemon.check("swarm-0-a0", "swarm-1-a0")
+    swarm.service.daemon.check("swarm-0-a0", "swarm-1-a0")
 
 
 def test_no_node_is_made_again_for_a_sweep_that_is_finished(swarm: Swarm) -> None:
     swarm.strike()
-    swarm.office.run(5)
+    swarm.service.run(5)
     assert swarm.end("swarm-1") == ""
     swarm.hear(report("FINISHED", finished=8, running=1))
     swarm.capacity(None)
-    swarm.office.run(30)
-    assert swarm.office.nodes == ["swarm-0-a0"]
+    swarm.service.run(30)
+    assert swarm.service.nodes == ["swarm-0-a0"]
     assert swarm.end("swarm-1") == "done"
     # The run that was lost with it is queued after all: one slot comes back for it.
     swarm.hear(report("FINISHED", finished=7, running=1, preempted=1))
-    assert swarm.office.nodes[0] == "swarm-0-a0"
+    assert swarm.service.nodes[0] == "swarm-0-a0"
     assert swarm.end("swarm-1") == ""
-    assert len(swarm.office.nodes) == 2
+    assert len(swarm.service.nodes) == 2
 
 
 def exit_agent(swarm: Swarm, slot: str) -> None:
     """W&B told the agent of *slot* that there is nothing to hand out."""
-    daemon = swarm.office.daemon
+    daemon = swarm.service.daemon
     for worker in daemon.launcher.of_node(*daemon.node_of(slot).key):
         daemon.launcher.end(worker, status=0)
-    swarm.office.run(5)
+    swarm.service.run(5)
     assert swarm.end(slot) == "done"
 
 
 def test_a_run_that_is_queued_when_every_agent_has_left_gets_a_node(swarm: Swarm) -> None:
     for slot in ("swarm-0", "swarm-1"):
         exit_agent(swarm, slot)
-    assert swarm.office.nodes == []
+    assert swarm.service.nodes == []
     assert swarm.care.may_come_back("swarm"), "W&B has not said since that nothing is left"
     swarm.hear(report("FINISHED", expected=4, finished=3, running=1), minutes=1)
     assert swarm.care.may_come_back("swarm"), "it may be the run of a node that was lost"
     swarm.hear(report("FINISHED", expected=4, finished=3, preempted=1))
-    assert swarm.office.nodes == ["swarm-0-a1"]
+    assert swarm.service.nodes == ["swarm-0-a1"]
     assert swarm.care.summary_of("swarm") == "FINISHED, 3 of 4 runs finished, 1 requeued"
     # It gets nothing: its node is not made again each time that this is said.
     exit_agent(swarm, "swarm-0")
     swarm.hear(report("FINISHED", expected=4, finished=3, preempted=1))
-    assert swarm.office.nodes == []
-    swarm.office.run(30)
+    assert swarm.service.nodes == []
+    swarm.service.run(30)
     swarm.hear(report("FINISHED", expected=4, finished=3, preempted=1))
-    assert swarm.office.nodes == ["swarm-0-a2"]
+    assert swarm.service.nodes == ["swarm-0-a2"]
     exit_agent(swarm, "swarm-0")
     swarm.hear(report("FINISHED", expected=4, finished=4))
     assert not swarm.care.may_come_back("swarm")
-    assert swarm.office.nodes == []
+    assert swarm.service.nodes == []
 
 
 def test_who_left_a_sweep_that_goes_on_elsewhere_is_done(swarm: Swarm) -> None:
     for slot in ("swarm-0", "swarm-1"):
         exit_agent(swarm, slot)
     swarm.hear(report(finished=3, running=4))
-    assert swarm.office.nodes == []
+    assert swarm.service.nodes == []
     assert not swarm.care.may_come_back("swarm")
 
 
@@ -464,40 +464,40 @@ def test_a_fleet_that_names_another_w_and_b_is_not_followed_with_our_key(swarm: 
     for name in ("evil", "twin"):
         url = f"http://{'evil' if name == 'evil' else 'wandb/'}"
         text = fleet_text(name) + f"  env: {{TPUCARE_SWEEP: {PATH}, WANDB_BASE_URL: '{url}'}}\n"
-        swarm.office.apply(text, swarm.office.folder)
+        swarm.service.apply(text, swarm.service.folder)
     swarm.care.poll()
     swarm.care.poll()
     assert swarm.watch.wanted == {(PATH, "http://wandb")}
-    assert swarm.office.daemon.told("sweep-unknown") == ["evil: its sweep is not followed: not ours"]
+    assert swarm.service.daemon.told("sweep-unknown") == ["evil: its sweep is not followed: not ours"]
     assert {row["fleet"] for row in swarm.care.rows()} == {"swarm", "twin"}
 
 
 def test_agents_get_time_to_leave_and_then_their_nodes_go(swarm: Swarm) -> None:
     swarm.hear(report("FINISHED", finished=9), minutes=1)
-    assert swarm.office.nodes == ["swarm-0-a0", "swarm-1-a0"]
-    swarm.office.run(PATIENCE_SECONDS / 60)
+    assert swarm.service.nodes == ["swarm-0-a0", "swarm-1-a0"]
+    swarm.service.run(PATIENCE_SECONDS / 60)
     swarm.hear(report("FINISHED", finished=9))
-    assert swarm.office.nodes == []
-    swarm.office.daemon.check("swarm-0-a0", "swarm-1-a0")
+    assert swarm.service.nodes == []
+    swarm.service.daemon.check("swarm-0-a0", "swarm-1-a0")
 
 
 def test_a_sweep_that_runs_again_gets_its_nodes_back(swarm: Swarm) -> None:
     swarm.hear(report("CANCELED"))
-    assert swarm.office.nodes == []
+    assert swarm.service.nodes == []
     swarm.hear(report("RUNNING", finished=3))
-    assert swarm.office.nodes == ["swarm-0-a1", "swarm-1-a1"]
+    assert swarm.service.nodes == ["swarm-0-a1", "swarm-1-a1"]
 
 
 def test_the_end_of_a_sweep_outlives_the_daemon(swarm: Swarm) -> None:
     swarm.hear(report("CANCELED"), minutes=0.2)
-    swarm.office.again()
-    swarm.office.run(10)
-    assert swarm.office.nodes == []
+    swarm.service.again()
+    swarm.service.run(10)
+    assert swarm.service.nodes == []
     assert swarm.end("swarm-0") == "done"
 
 
 def test_a_fleet_that_is_down_is_followed_no_more(swarm: Swarm) -> None:
-    swarm.office.ask("down", target="swarm")
+    swarm.service.ask("down", target="swarm")
     swarm.care.poll()
     assert swarm.watch.wanted == set()
     assert swarm.care.rows() == []
@@ -505,10 +505,10 @@ def test_a_fleet_that_is_down_is_followed_no_more(swarm: Swarm) -> None:
 
 def test_a_sweep_that_cannot_be_read_is_said_once(swarm: Swarm) -> None:
     text = fleet_text("odd") + "  env: {TPUCARE_SWEEP: nonsense}\n"
-    swarm.office.apply(text, swarm.office.folder)
+    swarm.service.apply(text, swarm.service.folder)
     swarm.care.poll()
     swarm.care.poll()
-    assert len(swarm.office.daemon.told("sweep-unknown")) == 1
+    assert len(swarm.service.daemon.told("sweep-unknown")) == 1
 
 
 # --- the fleet that works for it -------------------------------------------------------------------------------------
@@ -674,14 +674,14 @@ def test_check_shows_the_fleet_without_the_source_of_the_agent(desk: Desk, serve
 
 
 def test_a_fleet_that_works_for_something_else_is_not_taken_over(desk: Desk, server: WandbServer) -> None:
-    office = Office(desk.folder)
+    service = VirtualService(desk.folder)
     text = fleet_text("mine") + "  env: {TPUCARE_SWEEP: me/p/another1}\n"
-    office.apply(text, office.folder)
-    office.run(1)
+    service.apply(text, service.folder)
+    service.run(1)
     path = make_sweep(server)
     with pytest.raises(ConfigError, match="works for me/p/another1"):
         desk.prepare(str(path), name="mine")
-    office.ask("down", target="mine")
+    service.ask("down", target="mine")
     assert desk.prepare(str(path), name="mine").path == path
 
 
@@ -789,12 +789,12 @@ def test_a_signal_waits_for_what_the_agent_still_does(worker: Worker) -> None:
 
 
 @pytest.fixture
-def home(tmp_path: Path) -> Iterator[House]:
-    with house(tmp_path) as made:
+def home(tmp_path: Path) -> Iterator[MachinelessDeployment]:
+    with machineless_deployment(tmp_path) as made:
         yield made
 
 
-def foreground(home: House, server: WandbServer, path: SweepPath) -> Process:
+def foreground(home: MachinelessDeployment, server: WandbServer, path: SweepPath) -> Process:
     """`tpucare sweep` as a process, once its two nodes were made."""
     fleet = {"name": "swarm", "tpu": {"type": "v2-8", "zones": ["us-central1-a"]}, "job": {}}
     (home.folder / "fleet.yaml").write_text(yaml.safe_dump(fleet))
@@ -808,7 +808,9 @@ def foreground(home: House, server: WandbServer, path: SweepPath) -> Process:
     return home.processes[-1]
 
 
-def test_without_a_daemon_the_command_cares_until_the_sweep_is_over(home: House, server: WandbServer) -> None:
+def test_without_a_daemon_the_command_cares_until_the_sweep_is_over(
+    home: MachinelessDeployment, server: WandbServer
+) -> None:
     path = make_sweep(server)
     process = foreground(home, server, path)
     # The daemon's commands work meanwhile, as far as it is the daemon now.
@@ -823,7 +825,7 @@ def test_without_a_daemon_the_command_cares_until_the_sweep_is_over(home: House,
 
 
 def test_a_command_that_is_interrupted_leaves_nodes_alive_and_says_how_to_go_on(
-    home: House, server: WandbServer
+    home: MachinelessDeployment, server: WandbServer
 ) -> None:
     process = foreground(home, server, make_sweep(server))
     assert process.end(signal.SIGINT, PATIENCE) == 1

@@ -1,9 +1,9 @@
 """
-A house for end-to-end tests: an emulated cloud with real machines, and the daemon as a process of its own.
+A deployment for end-to-end tests: an emulated cloud with real machines, and the daemon as a process of its own.
 
-`House` is both the data centre and the desk of the person. Whatever a test did, `close` then looks at what is left: the
-audit log is replayed against the promises, with a witness that saw what really ran, and no process, thread or folder
-of ours may outlive it. Jobs are light (a loop in bash) unless a test brings its own.
+`Deployment` orders what happens in the cloud, and types what a person would. `close` then judges, whatever a test did:
+the audit log is replayed against the promises, with a witness that saw what really ran, and no process, thread or
+folder of ours may outlive it. Jobs are light (a loop in bash) unless a test brings its own.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Said:
         return json.loads(self.out)
 
 
-class House:
+class Deployment:
     """
     The cloud is up from the start; `start` begins the care.
 
@@ -487,10 +487,10 @@ def environment_in(raw: bytes) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def house(folder: Path, **settings: Any) -> Iterator[House]:
-    """A house that is closed, and judged unless the test failed already."""
+def deployment(folder: Path, **settings: Any) -> Iterator[Deployment]:
+    """A deployment that is closed, and judged unless the test failed already."""
     folder.mkdir(parents=True, exist_ok=True)
-    built = House(folder.resolve(), **settings)
+    built = Deployment(folder.resolve(), **settings)
     try:
         yield built
     except BaseException:

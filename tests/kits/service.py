@@ -53,8 +53,8 @@ def fleet_text(name: str = "pod", count: int = 1, **job: str) -> str:
     return f"name: {name}\ncount: {count}\n{tpu}job:\n{body}"
 
 
-class Office:
-    """What `Daemon` of the harness does not have: fleets from files, and commands. `again` is the next process."""
+class VirtualService:
+    """The harness's `Daemon` in virtual time, with fleets from files, and commands. `again` is the next process."""
 
     def __init__(self, tmp_path: Path) -> None:
         self.folder = tmp_path / "fleets"
@@ -137,7 +137,7 @@ class Process:
 
 
 @dataclass
-class House:
+class MachinelessDeployment:
     """An emulated cloud in this process, and commands and daemons as processes of their own."""
 
     server: EmulatorServer
@@ -247,10 +247,10 @@ class House:
 
 
 @contextlib.contextmanager
-def house(folder: Path, config: WorldConfig | None = None) -> Iterator[House]:
+def machineless_deployment(folder: Path, config: WorldConfig | None = None) -> Iterator[MachinelessDeployment]:
     """Workers never answer here: there are no machines."""
     with EmulatorServer(config or WorldConfig.fast(latencies=QUICK)) as server:
-        made = House(server, folder)
+        made = MachinelessDeployment(server, folder)
         try:
             yield made
         finally:

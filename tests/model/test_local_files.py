@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kits.service import Office, fleet_text
+from tests.kits.service import VirtualService, fleet_text
 from tpucare.adapters.runner import bundle
 from tpucare.adapters.state import folder as state_folder
 from tpucare.fleetfile.parse import read_local
@@ -176,49 +176,51 @@ def test_a_private_file_that_git_ignores_keeps_no_folder_from_being_sent(tmp_pat
 
 
 @pytest.fixture
-def office(tmp_path: Path) -> Office:
-    return Office(tmp_path)
+def service(tmp_path: Path) -> VirtualService:
+    return VirtualService(tmp_path)
 
 
 def applied(folder: Path | str, text: str) -> str:
     return f'# tpucare: applied; relative paths start at "{folder}"\n{text}'
 
 
-def test_a_first_line_that_tpucare_did_not_write_counts_for_nothing(office: Office, folder: Path) -> None:
+def test_a_first_line_that_tpucare_did_not_write_counts_for_nothing(service: VirtualService, folder: Path) -> None:
     """
     The first line of an applied copy names the folder where its paths start; a person who may write to the fleets
     folder named `/` there and had the daemon's own key sent to a worker. The line counts only where `apply` brought
     that fleet from that folder.
     """
     text = applied("/", fleet_text() + "  files: {key: etc/passwd}\n")
-    office.write(text)
-    office.look()
-    (told,) = office.daemon.told("fleet-refused")
+    service.write(text)
+    service.look()
+    (told,) = service.daemon.told("fleet-refused")
     assert "did not write this line" in told
-    assert office.slots == []
+    assert service.slots == []
     with pytest.raises(ConfigError, match="etc/passwd"):
-        office.apply(text, folder)
-    assert office.slots == []
+        service.apply(text, folder)
+    assert service.slots == []
 
 
-def test_a_first_line_that_nothing_depends_on_is_a_comment(office: Office) -> None:
-    office.write(applied("/", fleet_text()))
-    office.look()
-    assert office.slots == ["pod-0"]
+def test_a_first_line_that_nothing_depends_on_is_a_comment(service: VirtualService) -> None:
+    service.write(applied("/", fleet_text()))
+    service.look()
+    assert service.slots == ["pod-0"]
 
 
-def test_a_copy_keeps_its_meaning_when_it_is_edited_and_when_the_store_is_lost(office: Office, folder: Path) -> None:
+def test_a_copy_keeps_its_meaning_when_it_is_edited_and_when_the_store_is_lost(
+    service: VirtualService, folder: Path
+) -> None:
     home = folder / "sub"
-    office.apply(fleet_text() + "  files: {conf: conf}\n", home)
-    copy = office.folder / "pod.yaml"
+    service.apply(fleet_text() + "  files: {conf: conf}\n", home)
+    copy = service.folder / "pod.yaml"
     copy.write_text(copy.read_text().replace("count: 1", "count: 2"))
-    office.look()
-    assert office.slots == ["pod-0", "pod-1"]
-    assert office.registry.was_applied_from("pod", home)
-    office.registry.records.clear()
-    assert office.registry.was_applied_from("pod", home)
-    assert not office.registry.was_applied_from("pod", Path("/"))
-    assert not office.registry.was_applied_from("cod", home)
+    service.look()
+    assert service.slots == ["pod-0", "pod-1"]
+    assert service.registry.was_applied_from("pod", home)
+    service.registry.records.clear()
+    assert service.registry.was_applied_from("pod", home)
+    assert not service.registry.was_applied_from("pod", Path("/"))
+    assert not service.registry.was_applied_from("cod", home)
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------

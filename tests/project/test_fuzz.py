@@ -21,7 +21,7 @@ from google.longrunning import operations_pb2  # type: ignore[import-untyped]
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.kits.service import Office, fleet_text
+from tests.kits.service import VirtualService, fleet_text
 from tpucare.adapters.google import wire as cloud_wire
 from tpucare.adapters.runner import answers
 from tpucare.fleetfile import yaml_document
@@ -343,26 +343,26 @@ orders = st.builds(
 )
 
 
-def ask(office: Office, order: Any) -> None:
+def ask(service: VirtualService, order: Any) -> None:
     try:
-        answer = office.handler.handle(order)
+        answer = service.handler.handle(order)
     except (ConfigError, CannotDo) as error:
         harmless(str(error).replace("\n", " "))
     else:
         json.dumps(answer, default=str).encode()
-    office.daemon.run(seconds=1)
+    service.daemon.run(seconds=1)
 
 
 def carry_out(folder: Path, asked: list[Any]) -> None:
     """Each order in turn, none of which may be an error of a slot."""
-    office = Office(folder)
-    office.write(fleet_text(count=2))
-    office.look()
+    service = VirtualService(folder)
+    service.write(fleet_text(count=2))
+    service.look()
     for order in asked:
-        ask(office, order)
-    office.again()
-    office.run(1)
-    assert not office.daemon.told("error")
+        ask(service, order)
+    service.again()
+    service.run(1)
+    assert not service.daemon.told("error")
 
 
 @given(st.lists(orders | values, min_size=3, max_size=10))

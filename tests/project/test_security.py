@@ -24,7 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kits.bench_worker import eventually, node
-from tests.kits.service import REPOSITORY, House, fleet_text, house
+from tests.kits.service import REPOSITORY, MachinelessDeployment, fleet_text, machineless_deployment
 from tpucare.adapters.runner.logs import LogKeeper
 from tpucare.adapters.state.store import open_store
 from tpucare.adapters.system import machine_id
@@ -131,11 +131,11 @@ def shared_folder() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def open_home(shared_folder: Path) -> Iterator[House]:
+def open_home(shared_folder: Path) -> Iterator[MachinelessDeployment]:
     """A daemon that was started by somebody who hides nothing: umask 0."""
     mask = os.umask(0)
     try:
-        with house(shared_folder) as home:
+        with machineless_deployment(shared_folder) as home:
             home.write(fleet_text())
             home.started("--log-level", "debug")
             home.until(lambda: home.slot().get("state") == "READY")
@@ -145,7 +145,7 @@ def open_home(shared_folder: Path) -> Iterator[House]:
         os.umask(mask)
 
 
-def test_files_of_the_state_folder_are_closed(open_home: House) -> None:
+def test_files_of_the_state_folder_are_closed(open_home: MachinelessDeployment) -> None:
     found = {path: path.stat() for path in [open_home.state, *open_home.state.rglob("*")]}
     assert len(found) >= 6
     assert any(stat.S_ISSOCK(one.st_mode) for one in found.values())
@@ -154,7 +154,7 @@ def test_files_of_the_state_folder_are_closed(open_home: House) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
-def test_store_key_and_socket_are_closed_to_others(open_home: House) -> None:
+def test_store_key_and_socket_are_closed_to_others(open_home: MachinelessDeployment) -> None:
     targets = [path for path in open_home.state.rglob("*") if not path.is_dir()]
     assert {"control.sock", "tpucare.sqlite", "owner"} <= {path.name for path in targets}
     code = """
@@ -240,7 +240,7 @@ def test_logs_stay_in_their_folder_whatever_the_slot_is_called(tmp_path: Path, s
     assert not Path("/tmp/pwned").exists()
 
 
-def test_the_daemon_listens_on_no_network(open_home: House) -> None:
+def test_the_daemon_listens_on_no_network(open_home: MachinelessDeployment) -> None:
     """Its only door is the socket in its state folder."""
     pid = open_home.processes[0].popen.pid
     inodes = {_target(pid, fd) for fd in os.listdir(f"/proc/{pid}/fd")}

@@ -12,23 +12,23 @@ from pathlib import Path
 
 import pytest
 
-from tests.kits.service import House, fleet_text, house
+from tests.kits.service import MachinelessDeployment, fleet_text, machineless_deployment
 from tpucare.adapters.state.store import open_reader
 
 pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.fixture
-def home(tmp_path: Path) -> Iterator[House]:
-    with house(tmp_path) as made:
+def home(tmp_path: Path) -> Iterator[MachinelessDeployment]:
+    with machineless_deployment(tmp_path) as made:
         yield made
 
 
-def ready(home: House, slot: str = "pod-0") -> bool:
+def ready(home: MachinelessDeployment, slot: str = "pod-0") -> bool:
     return bool(home.slot(slot).get("state") == "READY")
 
 
-def test_nodes_outlive_the_daemon_and_the_next_one_adopts_them(home: House) -> None:
+def test_nodes_outlive_the_daemon_and_the_next_one_adopts_them(home: MachinelessDeployment) -> None:
     home.write(fleet_text(count=2))
     daemon = home.started()
     home.until(lambda: ready(home, "pod-0") and ready(home, "pod-1"))
@@ -47,7 +47,7 @@ def test_nodes_outlive_the_daemon_and_the_next_one_adopts_them(home: House) -> N
     assert home.calls("DeleteNode") == []
 
 
-def test_a_second_daemon_on_the_store_is_one_line_that_names_the_first(home: House) -> None:
+def test_a_second_daemon_on_the_store_is_one_line_that_names_the_first(home: MachinelessDeployment) -> None:
     first = home.started()
     second = home.run("daemon", code=4)
     (line,) = second.stderr.strip().splitlines()
@@ -55,7 +55,7 @@ def test_a_second_daemon_on_the_store_is_one_line_that_names_the_first(home: Hou
     assert home.status() is not None, "the first one is not disturbed"
 
 
-def test_files_that_go_wrong_while_it_runs_change_nothing(home: House) -> None:
+def test_files_that_go_wrong_while_it_runs_change_nothing(home: MachinelessDeployment) -> None:
     path = home.write(fleet_text())
     daemon = home.started()
     home.until(lambda: ready(home))
@@ -71,7 +71,7 @@ def test_files_that_go_wrong_while_it_runs_change_nothing(home: House) -> None:
     assert home.calls("CreateNode") == ["projects/emulated/locations/us-central1-a/nodes/pod-0-a0"]
 
 
-def test_a_changed_file_is_taken_in_and_hup_reads_what_it_names(home: House) -> None:
+def test_a_changed_file_is_taken_in_and_hup_reads_what_it_names(home: MachinelessDeployment) -> None:
     (home.fleets / "conf.txt").write_text("one")
     path = home.write(fleet_text() + "  files: {conf.txt: ./conf.txt}\n")
     daemon = home.started()
@@ -83,7 +83,7 @@ def test_a_changed_file_is_taken_in_and_hup_reads_what_it_names(home: House) -> 
     home.until(lambda: daemon.text.count("accepted, 3 slots") > before)
 
 
-def test_a_lost_store_adopts_what_lives_and_sweeps_nothing(home: House) -> None:
+def test_a_lost_store_adopts_what_lives_and_sweeps_nothing(home: MachinelessDeployment) -> None:
     home.write(fleet_text())
     home.write(fleet_text("old"), "old.yaml")
     first = home.started()
@@ -111,7 +111,7 @@ def test_a_lost_store_adopts_what_lives_and_sweeps_nothing(home: House) -> None:
     home.until(lambda: home.nodes() == ["pod-0-a0"])
 
 
-def test_garbage_at_the_control_socket_does_not_disturb_it(home: House) -> None:
+def test_garbage_at_the_control_socket_does_not_disturb_it(home: MachinelessDeployment) -> None:
     home.write(fleet_text())
     daemon = home.started()
     rng = random.Random(11)
@@ -141,7 +141,7 @@ def test_garbage_at_the_control_socket_does_not_disturb_it(home: House) -> None:
     home.until(lambda: ready(home))
 
 
-def test_the_service_manager_is_told(home: House, tmp_path: Path) -> None:
+def test_the_service_manager_is_told(home: MachinelessDeployment, tmp_path: Path) -> None:
     address = tmp_path / "notify"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(str(address))
@@ -158,7 +158,7 @@ def test_the_service_manager_is_told(home: House, tmp_path: Path) -> None:
         assert daemon.end() == 0
 
 
-def test_every_line_of_a_json_log_is_an_object_with_its_kind(home: House) -> None:
+def test_every_line_of_a_json_log_is_an_object_with_its_kind(home: MachinelessDeployment) -> None:
     home.write(fleet_text())
     daemon = home.started("--log", "json")
     home.until(lambda: ready(home))
@@ -171,20 +171,20 @@ def test_every_line_of_a_json_log_is_an_object_with_its_kind(home: House) -> Non
     assert [row["kind"] for row in rows] == [kind for kind in kinds if kind != "seeing"]
 
 
-def test_an_order_to_stop_is_answered_and_obeyed(home: House) -> None:
+def test_an_order_to_stop_is_answered_and_obeyed(home: MachinelessDeployment) -> None:
     daemon = home.started()
     assert home.ask("stop") == {}
     assert daemon.popen.wait(60) == 0
 
 
-def test_a_store_that_cannot_be_trusted_is_one_line_and_a_code(home: House) -> None:
+def test_a_store_that_cannot_be_trusted_is_one_line_and_a_code(home: MachinelessDeployment) -> None:
     home.started().end()
     (home.state / "tpucare.sqlite").write_bytes(b"x" * 5000)
     done = home.run("daemon", code=5)
     assert len(done.stderr.strip().splitlines()) == 1
 
 
-def test_a_store_that_is_taken_away_ends_the_daemon(home: House) -> None:
+def test_a_store_that_is_taken_away_ends_the_daemon(home: MachinelessDeployment) -> None:
     home.write(fleet_text())
     daemon = home.started()
     home.until(lambda: ready(home))
@@ -196,7 +196,7 @@ def test_a_store_that_is_taken_away_ends_the_daemon(home: House) -> None:
 
 
 def test_an_api_that_does_not_answer_keeps_nobody_from_stopping(tmp_path: Path) -> None:
-    with socket.socket() as dead, house(tmp_path) as home:
+    with socket.socket() as dead, machineless_deployment(tmp_path) as home:
         dead.bind(("127.0.0.1", 0))
         dead.listen()
         home.write(fleet_text())
@@ -204,7 +204,7 @@ def test_an_api_that_does_not_answer_keeps_nobody_from_stopping(tmp_path: Path) 
         assert daemon.end(seconds=10) == 0
 
 
-def test_what_it_needs_is_said_in_one_line(home: House) -> None:
+def test_what_it_needs_is_said_in_one_line(home: MachinelessDeployment) -> None:
     for env, code, text in (
         ({"TPUCARE_ENDPOINT": "nonsense"}, 3, "127.0.0.1:PORT"),
         ({"TPUCARE_POLL": "soon"}, 3, "TPUCARE_POLL"),

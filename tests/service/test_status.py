@@ -10,41 +10,41 @@ from typing import Any, get_args
 
 import pytest
 
-from tests.kits.service import Office, fleet_text
+from tests.kits.service import VirtualService, fleet_text
 from tpucare.model import actions
 from tpucare.model.text import plain, plain_lines
 from tpucare.service import status
 
 
 @pytest.fixture
-def office(tmp_path: Path) -> Office:
-    made = Office(tmp_path)
+def service(tmp_path: Path) -> VirtualService:
+    made = VirtualService(tmp_path)
     made.write(fleet_text())
     made.look()
     return made
 
 
-def row(office: Office, slot: str = "pod-0") -> dict[str, Any]:
-    return status.slot_row(office.daemon.engine, office.daemon.engine.slots[slot], office.daemon.clock.now())
+def row(service: VirtualService, slot: str = "pod-0") -> dict[str, Any]:
+    return status.slot_row(service.daemon.engine, service.daemon.engine.slots[slot], service.daemon.clock.now())
 
 
-def phases(office: Office, minutes: float) -> list[str]:
+def phases(service: VirtualService, minutes: float) -> list[str]:
     """Each phase that shows, once, in the order of its first appearance."""
     seen: dict[str, None] = {}
     for _ in range(int(minutes * 60)):
-        office.daemon.run(seconds=1)
-        if "pod-0" in office.slots:
-            seen[row(office)["phase"]] = None
-            json.dumps(row(office))
-        office.registry.remove_finished_slots()
+        service.daemon.run(seconds=1)
+        if "pod-0" in service.slots:
+            seen[row(service)["phase"]] = None
+            json.dumps(row(service))
+        service.registry.remove_finished_slots()
     return list(seen)
 
 
-def test_a_slot_goes_through_its_phases(office: Office) -> None:
-    assert row(office)["phase"] == "waiting"
-    seen = phases(office, 15)
+def test_a_slot_goes_through_its_phases(service: VirtualService) -> None:
+    assert row(service)["phase"] == "waiting"
+    seen = phases(service, 15)
     assert [phase for phase in seen if phase in ("creating", "booting", "run")] == ["creating", "booting", "run"]
-    last = row(office)
+    last = row(service)
     assert (last["node"], last["zone"], last["type"], last["tier"]) == ("pod-0-a0", "us-central1-a", "v2-8", "spot")
     assert last["training"] is True
     assert (last["workers"], last["workers_answering"]) == (1, 1)
@@ -53,72 +53,72 @@ def test_a_slot_goes_through_its_phases(office: Office) -> None:
     assert last["attempt"] == 1
 
 
-def test_the_step_ages_while_there_is_no_progress(office: Office) -> None:
-    office.run(15)
-    office.daemon.launcher.deaf = True
-    office.daemon.run(seconds=60)
-    assert row(office)["step_age_seconds"] >= 45
+def test_the_step_ages_while_there_is_no_progress(service: VirtualService) -> None:
+    service.run(15)
+    service.daemon.launcher.deaf = True
+    service.daemon.run(seconds=60)
+    assert row(service)["step_age_seconds"] >= 45
 
 
-def test_a_setup_says_for_how_long_it_goes_on(office: Office) -> None:
-    while row(office)["phase"] != "setup":
-        office.daemon.run(seconds=1)
-    office.daemon.run(seconds=10)
-    assert re.fullmatch(r"running setup; launched 1\d s ago", row(office)["why"])
+def test_a_setup_says_for_how_long_it_goes_on(service: VirtualService) -> None:
+    while row(service)["phase"] != "setup":
+        service.daemon.run(seconds=1)
+    service.daemon.run(seconds=10)
+    assert re.fullmatch(r"running setup; launched 1\d s ago", row(service)["why"])
 
 
-def test_a_preempted_node_shows_and_the_next_attempt_stands_for_the_slot(office: Office) -> None:
-    office.run(15)
-    office.daemon.zone.world.operator.preempt("pod-0", office.daemon.clock.true_now())
-    office.run(15)
-    after = row(office)
+def test_a_preempted_node_shows_and_the_next_attempt_stands_for_the_slot(service: VirtualService) -> None:
+    service.run(15)
+    service.daemon.zone.world.operator.preempt("pod-0", service.daemon.clock.true_now())
+    service.run(15)
+    after = row(service)
     assert (after["node"], after["attempt"], after["phase"]) == ("pod-0-a1", 2, "run")
     assert after["books"]["preemption"]["total"] == 1
 
 
-def test_a_stockout_says_where_and_when_it_is_asked_again(office: Office) -> None:
-    zone = office.daemon.zone
-    zone.world.operator.set_capacity("us-central1-a", "v2-8", "spot", 0, office.daemon.clock.true_now())
-    office.run(15)
-    places = row(office)["places"]
+def test_a_stockout_says_where_and_when_it_is_asked_again(service: VirtualService) -> None:
+    zone = service.daemon.zone
+    zone.world.operator.set_capacity("us-central1-a", "v2-8", "spot", 0, service.daemon.clock.true_now())
+    service.run(15)
+    places = row(service)["places"]
     (place,) = places.values()
     assert place["failures"] > 0
     assert place["retry_in_seconds"] is not None
-    assert row(office)["why"]
+    assert row(service)["why"]
 
 
-def test_down_is_shown_until_nothing_is_left(office: Office) -> None:
-    office.run(15)
-    office.ask("down", target="pod")
-    assert "deleting" in phases(office, 5)
-    assert office.slots == []
+def test_down_is_shown_until_nothing_is_left(service: VirtualService) -> None:
+    service.run(15)
+    service.ask("down", target="pod")
+    assert "deleting" in phases(service, 5)
+    assert service.slots == []
 
 
-def test_a_paused_slot_says_so(office: Office) -> None:
-    office.run(15)
-    office.ask("pause", target="pod")
-    office.run(1)
-    assert (row(office)["phase"], row(office)["why"]) == ("paused", "paused")
+def test_a_paused_slot_says_so(service: VirtualService) -> None:
+    service.run(15)
+    service.ask("pause", target="pod")
+    service.run(1)
+    assert (row(service)["phase"], row(service)["why"]) == ("paused", "paused")
 
 
-def test_without_a_daemon_the_store_tells_what_was_remembered(office: Office) -> None:
-    office.run(15)
-    engine_row = row(office)
-    store = office.daemon.store
+def test_without_a_daemon_the_store_tells_what_was_remembered(service: VirtualService) -> None:
+    service.run(15)
+    engine_row = row(service)
+    store = service.daemon.store
     assert store is not None
     memory = store.memories()["pod-0"]
-    remembered = status.remembered_row("pod-0", memory, office.daemon.clock.now())
+    remembered = status.remembered_row("pod-0", memory, service.daemon.clock.now())
     assert set(remembered) == set(engine_row), "the same keys, whoever tells"
     for key in ("slot", "fleet", "node", "zone", "type", "tier", "attempt", "run"):
         assert remembered[key] == engine_row[key], key
     assert remembered["phase"] == "unknown"
 
 
-def test_projects_that_are_not_seen_say_why(office: Office) -> None:
-    office.run(1)
-    office.daemon.zone.world.operator.outage("api", timedelta(hours=1), office.daemon.clock.true_now())
-    office.run(10)
-    (project,) = status.project_rows(office.daemon.engine)
+def test_projects_that_are_not_seen_say_why(service: VirtualService) -> None:
+    service.run(1)
+    service.daemon.zone.world.operator.outage("api", timedelta(hours=1), service.daemon.clock.true_now())
+    service.run(10)
+    (project,) = status.project_rows(service.daemon.engine)
     assert project["seen"] is False
     assert "failed" in project["why"]
 
