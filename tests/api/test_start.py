@@ -685,7 +685,7 @@ def test_commands_find_a_script_by_its_host(grant: CloudAndState, scripts: Calla
     (row,) = json.loads(command("status", "--json"))["slots"]
     assert (row["slot"], row["store"]) == ("pod", f"pod.{PROJECT}")
     assert "pod" in command("events", "pod")
-    assert command("logs", "pod", "--list").startswith("pod: nothing is kept"), "there is no pod-0"
+    assert command("logs", "pod", "--list").startswith("pod has no kept log"), "there is no pod-0"
     command("down", "pod", "--yes")
     assert script.end()[:2] == (0, "returned\n")
     assert grant.nodes() == {}
