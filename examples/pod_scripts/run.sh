@@ -21,7 +21,7 @@ if [[ ${1:-} == --inside ]]; then
 fi
 
 if is_live; then
-  echo "the run is live, and is left alone; its log: $STATE/log"
+  echo "the run is live; it was left unchanged; its log: $STATE/log"
   exit 0
 fi
 [[ -d $CODE ]] || die "there is no clone yet: run install.sh"

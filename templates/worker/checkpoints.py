@@ -1,10 +1,10 @@
 """
-The newest complete checkpoint in a bucket, where nothing can be renamed: orbax puts `commit_success.txt` into the
-folder of a step that is complete, and a folder without it is what a killed save left.
+The newest complete checkpoint in a bucket, where a folder cannot be renamed: orbax puts `commit_success.txt` into the
+folder of a complete step; a folder without it is the rest of a killed save.
 
-Asked of Cloud Storage's JSON API with the machine's own token, and where that does not let us in, of gcloud or gsutil,
-which may be logged in otherwise. An answer takes long, so the runner asks on a slow schedule, and a probe reads the
-last one. Standard library only, Python 3.8 and newer: this runs on the TPU VM.
+It asks Cloud Storage's JSON API with the machine's own token, and if that is refused, gcloud or gsutil, which may have
+another login. An answer takes long, so the runner asks on a slow schedule, and a probe reads the last answer. Standard
+library only, Python 3.8 and newer: this runs on the TPU VM.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 PERIOD_SECONDS = 120
 ASK_SECONDS = 60
 PAGES_LIMIT = 100
-# So many saves in a row that were killed before their end are not looked behind.
+# After so many incomplete saves in a row the search ends.
 HALF_WRITTEN_LIMIT = 50
 COMMITTED = "commit_success.txt"
 SERVICE = "https://storage.googleapis.com"
@@ -36,16 +36,16 @@ def watch(bucket: str, answer: str) -> None:
 
 
 def _watch(bucket: str, answer: str) -> None:
-    told = None
+    written = None
     while True:
         try:
             step = newest(bucket)
         except Exception:
-            # Whatever an answer does (http.client has errors of its own for one that is cut), the next look comes: this
-            # thread is all that asks, and nobody would learn of its end.
+            # Any error (http.client has its own for an incomplete answer): no other thread asks, and its end would go
+            # unnoticed.
             step = _newest_by_tool(bucket)
-        if step is not None and step != told and files.write_whole(answer, str(step)):
-            told = step
+        if step is not None and step != written and files.write_whole(answer, str(step)):
+            written = step
         time.sleep(PERIOD_SECONDS)
 
 
@@ -53,27 +53,27 @@ def newest(bucket: str) -> int | None:
     """
     The newest complete step; None: there is none.
 
-    Raises: OSError, ValueError, http.client.HTTPException: the service does not let us in, does not answer, answers
-    nonsense, or half of an answer.
+    Raises: OSError, ValueError, http.client.HTTPException: the service refuses us, does not answer, or its answer is
+    malformed or incomplete.
     """
     name, _, path = bucket[len("gs://") :].partition("/")
     path = path.strip("/") + "/" if path.strip("/") else ""
-    ask = _Asker()
-    steps = sorted(set(_steps(ask, name, path)), reverse=True)
-    return next((step for step in steps[:HALF_WRITTEN_LIMIT] if ask.has(name, f"{path}{step}/{COMMITTED}")), None)
+    api = _StorageApi()
+    steps = sorted(set(_steps(api, name, path)), reverse=True)
+    return next((step for step in steps[:HALF_WRITTEN_LIMIT] if api.has(name, f"{path}{step}/{COMMITTED}")), None)
 
 
-def _steps(ask: _Asker, bucket: str, path: str) -> Iterator[int]:
+def _steps(api: _StorageApi, bucket: str, path: str) -> Iterator[int]:
     """Numbers of the folders below *path*, complete or not."""
     token = ""
     for _ in range(PAGES_LIMIT):
-        page = ask.list(bucket, path, token)
+        page = api.list(bucket, path, token)
         prefixes = page.get("prefixes", [])
         if not isinstance(prefixes, list):
-            raise ValueError("the listing's prefixes are no list")  # noqa: TRY004  (an answer, not an argument)
+            raise ValueError("the listing's prefixes are not a list")  # noqa: TRY004  (an answer, not an argument)
         for prefix in prefixes:
             folder = str(prefix)[len(path) :].strip("/")
-            # `007` is not what orbax calls step 7; its folder would not be found under that number again.
+            # Not `007`: orbax' folder of step 7 is `7`, and `has` asks for that name.
             if folder.isdigit() and folder.isascii() and len(folder) < 19 and str(int(folder)) == folder:
                 yield int(folder)
         token = str(page.get("nextPageToken") or "")
@@ -81,7 +81,7 @@ def _steps(ask: _Asker, bucket: str, path: str) -> Iterator[int]:
             return
 
 
-class _Asker:
+class _StorageApi:
     """Reads the JSON API as this machine's service account."""
 
     def __init__(self) -> None:
@@ -89,7 +89,7 @@ class _Asker:
 
         emulated = os.environ.get("STORAGE_EMULATOR_HOST", "")
         self._base = (emulated if "://" in emulated else f"http://{emulated}") if emulated else SERVICE
-        # A proxy of the environment is for the real service.
+        # A proxy from the environment is only for the real service.
         proxies = [urllib.request.ProxyHandler({})] if emulated else []
         self._opener = urllib.request.build_opener(*proxies)
         token = _token()
@@ -101,10 +101,10 @@ class _Asker:
         query = {"prefix": prefix, "delimiter": "/", "fields": "prefixes,nextPageToken"}
         if page:
             query["pageToken"] = page
-        said = self._get(f"/storage/v1/b/{_quoted(bucket)}/o?{urlencode(query)}")
-        if not isinstance(said, dict):
-            raise ValueError("the listing is no object")  # noqa: TRY004  (an answer, not an argument)
-        return said
+        listing = self._get(f"/storage/v1/b/{_quoted(bucket)}/o?{urlencode(query)}")
+        if not isinstance(listing, dict):
+            raise ValueError("the listing is not an object")  # noqa: TRY004  (an answer, not an argument)
+        return listing
 
     def has(self, bucket: str, name: str) -> bool:
         import urllib.error
@@ -133,7 +133,7 @@ def _quoted(text: str) -> str:
 
 
 def _token() -> str:
-    """The access token of the machine's service account; empty where there is none."""
+    """The access token of the machine's service account; empty without one."""
     import http.client
     import json
 
@@ -142,8 +142,8 @@ def _token() -> str:
     try:
         connection.request("GET", TOKEN_PATH, headers={"Metadata-Flavor": "Google"})
         answer = connection.getresponse()
-        said = json.loads(answer.read(1 << 16)) if answer.status == 200 else {}
-        return str(said.get("access_token", ""))
+        token = json.loads(answer.read(1 << 16)) if answer.status == 200 else {}
+        return str(token.get("access_token", ""))
     except (OSError, http.client.HTTPException, ValueError, AttributeError):
         return ""
     finally:

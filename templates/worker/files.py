@@ -1,5 +1,6 @@
 """
-What a run leaves on disk, written so that a full disk or a flood ends nothing: the log in segments, small files whole.
+Files of a run, written so that neither a full disk nor a flood of output ends it: the log in segments, small files
+atomically.
 
 Standard library only, Python 3.8 and newer: this runs on the TPU VM.
 """
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 RESERVE = "reserve"
-# How the runner's own notice of a maintenance begins.
+# The beginning of the runner's own notice of a maintenance.
 MAINTENANCE = "maintenance: "
 
 
@@ -22,7 +23,7 @@ def write_whole(path: str, content: str, durable: bool = False) -> bool:
     """
     Write a file so that a reader sees the old or the new content. False: it could not be written.
 
-    A run folder keeps a reserve of some blocks; the first write that meets a full disk gives it up and tries again.
+    A run's folder has a reserve file; the first write on a full disk deletes it and tries again.
     """
     for attempt in (1, 2):
         temporary = f"{path}.{os.getpid()}"
@@ -44,7 +45,7 @@ def write_whole(path: str, content: str, durable: bool = False) -> bool:
 
 
 def read_text(path: str, limit: int = 1 << 16) -> str:
-    """The first *limit* bytes as text; empty when there is no such file."""
+    """The first *limit* bytes as text; empty if there is no such file."""
     try:
         with open(path, "rb") as stream:
             return stream.read(limit).decode(errors="replace")
@@ -52,26 +53,26 @@ def read_text(path: str, limit: int = 1 << 16) -> str:
         return ""
 
 
-def was_told(folder: str) -> bool:
-    """Whether somebody asked the run to end, or to save since its end is near. A maintenance alone asks for nothing."""
+def was_asked_to_end(folder: str) -> bool:
+    """True if the run was asked to end, or to save because its end is near. A notice of maintenance does not count."""
     notices = [line.partition(" ")[2] for line in read_text(os.path.join(folder, "notice")).splitlines()]
     return os.path.exists(os.path.join(folder, "stopped")) or any(not n.startswith(MAINTENANCE) for n in notices)
 
 
 def read_pairs(arguments: list[str]) -> dict[str, str]:
-    """Arguments of the form `name=value`: how tpucare says what it wants, for reading JSON costs a third of a start."""
+    """Arguments of the form `name=value`, tpucare's orders: reading JSON would take a third of a start."""
     return dict(argument.split("=", 1) for argument in arguments)
 
 
 def read_environment(folder: str) -> dict[str, str]:
-    """The job's variables and secrets, from the file that holds them between NULs."""
+    """The job's variables and secrets, from the file `env`, where NULs separate them."""
     with open(os.path.join(folder, "env"), "rb") as stream:
         return read_pairs([os.fsdecode(pair) for pair in stream.read().split(b"\0") if pair])
 
 
-def to_json(said: Mapping[str, str | int | float | bool | None]) -> str:
-    """One flat object as JSON, without importing `json`. Raw objects are put in by the caller."""
-    return "{" + ", ".join(f"{_quoted(name)}: {_literal(value)}" for name, value in said.items()) + "}"
+def to_json(values: Mapping[str, str | int | float | bool | None]) -> str:
+    """One flat object as JSON, without importing `json`. The caller inserts nested objects."""
+    return "{" + ", ".join(f"{_quoted(name)}: {_literal(value)}" for name, value in values.items()) + "}"
 
 
 def _literal(value: str | int | float | bool | None) -> str:
@@ -95,7 +96,7 @@ def _quoted(text: str) -> str:
 
 
 def newest_checkpoint(path: str) -> int | None:
-    """Newest step in a local folder. Digits alone name a complete one: orbax writes under another name and renames."""
+    """Newest complete step in a local folder: orbax renames a complete one to its number, digits alone."""
     try:
         names = os.listdir(path) if path else []
     except OSError:
@@ -105,7 +106,7 @@ def newest_checkpoint(path: str) -> int | None:
 
 
 def segments(folder: str) -> list[tuple[int, str, int]]:
-    """Parts of a log, oldest first: offset in the whole log, path, size. The name `log` links to the last one."""
+    """Parts of a log, oldest first: offset in the whole log, path, size. `log` is a link to the last one."""
     found = []
     try:
         entries = list(os.scandir(folder))
@@ -122,13 +123,13 @@ def segments(folder: str) -> list[tuple[int, str, int]]:
 
 
 def log_end(folder: str) -> int:
-    """How many bytes the log has had in all."""
+    """Number of bytes ever written to the log."""
     parts = segments(folder)
     return parts[-1][0] + parts[-1][2] if parts else 0
 
 
 def read_log(folder: str, start: int, end: int) -> tuple[int, bytes]:
-    """Bytes of the log between two of its offsets, and where they really begin: older ones may be gone."""
+    """(real start, bytes) of the log between two of its offsets; the oldest bytes may be dropped already."""
     pieces: list[bytes] = []
     begin: int | None = None
     for first, path, size in segments(folder):
@@ -149,7 +150,7 @@ class BoundedLog:
     """
     An append-only log of at most two segments, each of half the limit; it never raises and never blocks on a full disk.
 
-    Segments bear their offset in the name, so a reader's place in the log stays true when an old one is dropped.
+    A segment's name has its offset, so a reader's offset stays valid when an old segment is dropped.
     """
 
     def __init__(self, folder: str, limit: int) -> None:

@@ -1,13 +1,13 @@
 """
-Runs that tpucare's runner did not start: how they are claimed, what counts as theirs, and what was once seen of them.
+Runs that tpucare's runner did not start (those of `start_fn`): claiming a worker for them, and finding their processes.
 
-A run is whatever a user's function started: processes that bear its token in their environment, what is below them,
-and sessions of screen or tmux that they made. What was once seen is written down here, so that it outlives whoever
-asked. An exit status is known only where the script of `exec_command` left one for this very run, with what its screen
-showed last; else none is made up.
+A run consists of the processes that a user's function started: those with its token in their environment, their
+descendants, and the sessions of screen or tmux that they made. Findings are saved in the run's folder, so that they
+survive the probe. The exit status is known only if the script of `exec_command` left one for this run, with the last
+content of its screen; otherwise there is none.
 
-In a run's folder: `foreign` (sessions that were there before it, and the boot it was launched in), `sessions` (its
-own), `phase`, `seen` (something of it lived after its setup), `log.0` (what its screen showed last). Standard library
+In a run's folder: `foreign` (sessions that existed before it, and the boot of its launch), `sessions` (its own),
+`phase`, `seen` (a process of it was alive after its setup), `log.0` (the last content of its screen). Standard library
 only, Python 3.8 and newer: this runs on the TPU VM.
 """
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 RECORD, OWN, SEEN, PHASE = "foreign", "sessions", "seen", "phase"
-# Of `exec_model.sh.j2`, beside our own folder. `exit` has a line with the status and one with the run.
+# Folder and files of `exec_model.sh.j2`, beside our own folder. `exit` has a line with the status and one with the run.
 MODEL, EXIT, SCREEN = ".tpucare-model", "exit", "screen"
 BOOT_ID = "/proc/sys/kernel/random/boot_id"
 LOCK_WAIT_SECONDS = 5.0
@@ -37,15 +37,15 @@ def main(arguments: list[str]) -> None:
     """
     Claim this worker for a run. Pairs: `worker`, `token`.
 
-    Answers with one line of JSON: `claim` (started | alive | busy | chips | stopped), `rest` (who is in the way),
-    `phase` of a run that is there already, and `created`: a run of this node was prepared for before.
+    Prints one line of JSON: `claim` (started | alive | busy | chips | stopped), `rest` (the run or process in the way),
+    `phase` of a run that is there already, and `created`: a run of this node was prepared before.
     """
     question = files.read_pairs(arguments)
     base, worker, token = processes.home(), int(question["worker"]), question["token"]
     if processes.run_number(token) < 0:
-        raise SystemExit(f"{token!r} is no run token")
+        raise SystemExit(f"{token!r} is not a run token")
     lock = os.open(processes.lock_path(base), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    word, rest = ("", "") if _take(lock) else ("busy", processes.lock_token(base))
+    word, rest = ("", "") if _acquire(lock) else ("busy", processes.lock_token(base))
     if not word:
         word, rest = _claim(base, worker, token, lock)
     answer: dict[str, str | int | float | bool | None] = {
@@ -57,7 +57,7 @@ def main(arguments: list[str]) -> None:
     print(files.to_json(answer))
 
 
-def _take(lock: int) -> bool:
+def _acquire(lock: int) -> bool:
     import time
 
     deadline = time.monotonic() + LOCK_WAIT_SECONDS
@@ -98,16 +98,15 @@ def _boot_id() -> str:
 
 
 def phase(base: str, token: str) -> str:
-    """`setup` or `run`; empty when nothing is known of that run."""
-    said = _read(os.path.join(base, token, PHASE))
-    return str(said.get("phase", ""))
+    """`setup` or `run`; empty for an unknown run."""
+    return str(_read(os.path.join(base, token, PHASE)).get("phase", ""))
 
 
-def look(base: str, token: str, worker: int, settled: str) -> tuple[set[int], dict[str, bool | int | None]]:
+def inspect_run(base: str, token: str, worker: int, settled: str) -> tuple[set[int], dict[str, bool | int | None]]:
     """
-    What lives of a run now, and what is to be told of it. What is seen for the first time is written down.
+    Live processes of a run, and its fields of a probe's answer. New findings are saved.
 
-    *settled*: the run whose setup is over on all workers, as the asker knows.
+    *settled*: the run whose setup is over on all workers, according to the caller.
     """
     folder = os.path.join(base, token)
     record = _read(os.path.join(folder, RECORD))
@@ -131,13 +130,13 @@ def look(base: str, token: str, worker: int, settled: str) -> tuple[set[int], di
 
 
 def _status(base: str, token: str) -> int | None:
-    """The exit status that the script of `exec_command` left of this run; what its screen showed becomes the log."""
+    """The exit status that the script of `exec_command` left for this run; its screen's content becomes the log."""
     model = os.path.join(os.path.dirname(base), MODEL)
     status, _, run = files.read_text(os.path.join(model, EXIT), 512).partition("\n")
     if run.strip() != token or not (status.isascii() and status.isdigit() and len(status) < 4):
         return None
     screen, log = os.path.join(model, SCREEN), os.path.join(base, token, "log.0")
-    # Once, for a run that a reboot brings back adds to it; what a full disk cannot take is left out.
+    # Only once: a run that a reboot brings back appends to the log. A full disk loses the text.
     text = files.read_text(screen, 1 << 20).strip("\n")
     if files.remove(screen) and text:
         files.write_whole(log, files.read_text(log, 1 << 20) + text + "\n")
@@ -148,9 +147,8 @@ def _own_sessions(
     folder: str, record: dict[str, object], bearing: set[int], *, in_setup: bool, rebooted: bool
 ) -> list[sessions.Session]:
     """
-    Sessions of the run: seen as such before; made by one of its processes; back under their name after a reboot; and,
-    while its setup goes on, those that were not there before. The last are tmux's alone: in a screen everything bears
-    the marks of who made it.
+    Sessions of the run: known ones; those made by one of its processes; those with a known name after a reboot; and,
+    during its setup, new ones. New ones count only for tmux: processes in a screen have the marks of its maker.
     """
     path = os.path.join(folder, OWN)
     adopt = in_setup and not rebooted and not os.path.exists(os.path.join(folder, "stopped"))
@@ -169,7 +167,7 @@ def _own_sessions(
 
 
 def session_processes(base: str, tokens: Iterable[str]) -> set[int]:
-    """Processes of every session that any of these runs was seen to have."""
+    """Processes of all known sessions of these runs."""
     known: set[str] = set()
     for token in tokens:
         known |= set(_read(os.path.join(base, token, OWN)))
@@ -180,10 +178,10 @@ def session_processes(base: str, tokens: Iterable[str]) -> set[int]:
 
 def _read(path: str) -> dict[str, object]:
     try:
-        said = json.loads(files.read_text(path, 1 << 20) or "{}")
+        content = json.loads(files.read_text(path, 1 << 20) or "{}")
     except ValueError:
         return {}
-    return said if isinstance(said, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """
-Watching the VM's metadata server for `instance/preempted` and `instance/maintenance-event`.
+Watches the VM's metadata server for `instance/preempted` and `instance/maintenance-event`.
 
-Both are long polls on threads of their own. A machine without such a server is fine: the watch asks again every minute.
+Both are long polls, each on its own thread. Without such a server the watch asks again every minute.
 Standard library only, Python 3.8 and newer: this runs on the TPU VM.
 Source: Compute Engine documentation, "Query VM metadata" (wait_for_change, last_etag, timeout_sec).
 """
@@ -20,7 +20,7 @@ RETRY_LIMIT_SECONDS = 60.0
 
 
 def watch(entry: str, changed: Callable[[str, str], None]) -> None:
-    """Call ``changed(entry, value)`` on another thread with the first value of *entry* and each one after it."""
+    """Call ``changed(entry, value)`` on another thread with the first value of *entry* and each new one."""
     threading.Thread(target=_watch, args=(entry, changed), daemon=True).start()
 
 
@@ -40,7 +40,7 @@ def _watch(entry: str, changed: Callable[[str, str], None]) -> None:
             last = value
             changed(entry, value)
         elif time.monotonic() - asked_at < 1:
-            # A server that does not wait for a change answers at once: asking it without a pause would burn a core.
+            # A server that does not wait for a change answers at once: without a pause the watch would use a core.
             time.sleep(RETRY_SECONDS)
 
 
@@ -49,7 +49,7 @@ def _ask(entry: str, etag: str) -> tuple[str, str]:
     path = f"/computeMetadata/v1/instance/{entry}"
     if etag:
         path += f"?wait_for_change=true&timeout_sec={WAIT_SECONDS}&last_etag={etag}"
-    # A silent server must not hold the watch longer than the poll it was asked for.
+    # A silent server must not block the watch longer than the length of a poll.
     connection = http.client.HTTPConnection(host, timeout=WAIT_SECONDS + 15 if etag else 5)
     try:
         connection.request("GET", path, headers={"Metadata-Flavor": "Google"})

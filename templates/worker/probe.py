@@ -1,10 +1,10 @@
 """
-How this worker is, as one line of JSON: run, phase, exit, chips, newest checkpoint, step, and the log's new bytes.
+State of this worker as one line of JSON: run, phase, exit, chips, newest checkpoint, step, and the log's new bytes.
 
-Asked every few seconds over a kept connection, so it is short: what costs time is imported only when it is needed, and
-a healthy run is answered from the lock and a few small files, whose JSON goes into the answer as it is. It changes
-nothing, but for what `foreign` writes down of runs that the runner did not start. Standard library only, Python 3.8
-and newer: this runs on the TPU VM.
+It runs every few seconds over a kept connection, so it has to be fast: slow modules are imported only when needed, and
+for a healthy run it reads the lock and a few small files, whose JSON goes into the answer unchanged. It writes only the
+findings of `foreign` about runs that the runner did not start. Standard library only, Python 3.8 and newer: this runs
+on the TPU VM.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ MATCH_SECONDS = 1
 
 def main(arguments: list[str]) -> None:
     """
-    Pairs: `worker`; `token` and `offset` of the log that the asker has; `bytes` of the log at most, and `failed_bytes`
-    when the run ended badly; `progress` (a pattern), `checkpoint` (a path), `rescan` (1: look for a step in old lines);
-    `settled` (the foreign run whose setup is over).
+    Pairs: `worker`; `token` and `offset`: end of the caller's copy of the log; `bytes`: limit of the log's new bytes,
+    `failed_bytes`: the same for a failed run; `progress` (a pattern), `checkpoint` (a path), `rescan` (1: search old
+    lines for a step, too); `settled` (the foreign run whose setup is over).
     """
     question = files.read_pairs(arguments)
     base = processes.home()
     tokens = processes.run_tokens(base)
     holds = processes.lock_token(base)
-    # A folder that was pushed and never started is no run: the lock's last holder is.
+    # A folder that was pushed and never started is not a run; the lock's last holder is.
     token = holds if holds in tokens else ""
     folder = os.path.join(base, token) if token else ""
     worker = int(question["worker"])
@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> None:
         "token": token,
         "last_number": processes.run_number(tokens[-1]) if tokens else 0,
         "boot_id": files.read_text("/proc/sys/kernel/random/boot_id", 64).strip(),
-        # In this order: a run that is seen dead has published what it will ever publish.
+        # Before the run's files: a run that is dead here has written its last file.
         **(_of_foreign(base, token, worker, question["settled"]) if foreign else _presence(base, worker)),
     }
     parts = [files.to_json(answer)[1:-1]]
@@ -50,7 +50,7 @@ def main(arguments: list[str]) -> None:
 
 
 def _presence(base: str, worker: int) -> dict[str, str | int | bool]:
-    """While the lock is held the chips count as the run's own: looking for other holders costs, and changes nothing."""
+    """While the lock is held the chips count as the run's: a search for other holders would only take time."""
     if processes.lock_is_held(base):
         return {"alive": True, "chips_free": False, "detail": ""}
     holders = processes.chip_holders()
@@ -62,14 +62,14 @@ def _presence(base: str, worker: int) -> dict[str, str | int | bool]:
 
 
 def _of_foreign(base: str, token: str, worker: int, settled: str) -> dict[str, str | int | bool | None]:
-    """While anything of the run lives the chips count as its own; else whoever holds them is in the way."""
-    from foreign import look
+    """While a process of the run is alive the chips count as its own; otherwise their holder is in the way."""
+    from foreign import inspect_run
 
-    alive, told = look(base, token, worker, settled)
+    alive, fields = inspect_run(base, token, worker, settled)
     rest = alive or processes.living(base, worker)
     holders = {} if rest else processes.chip_holders()
     detail = "; ".join(f"process {pid} holds {device}" for pid, device in sorted(holders.items())[:4])
-    return {**told, "alive": bool(rest or holders), "chips_free": not rest and not holders, "detail": detail}
+    return {**fields, "alive": bool(rest or holders), "chips_free": not rest and not holders, "detail": detail}
 
 
 def _of_run(base: str, token: str, folder: str, question: dict[str, str]) -> list[str]:
@@ -77,10 +77,10 @@ def _of_run(base: str, token: str, folder: str, question: dict[str, str]) -> lis
     ended = files.read_text(os.path.join(folder, "exit"))
     failed = bool(ended) and not ended.startswith('{"status": 0,')
     known = question["token"] == token
-    # Asked once: a step that is written between two looks must not be taken for one that was seen.
+    # Read once: a line that is written between two reads must not count as reported.
     end = files.log_end(folder)
     more = {
-        "told": files.was_told(folder),
+        "told": files.was_asked_to_end(folder),
         "step": _step(folder, question, int(question["offset"]) if known else 0, end),
         "checkpoint": _checkpoint(base, folder, question["checkpoint"]),
         "log_bytes": end,
@@ -93,12 +93,12 @@ def _checkpoint(base: str, folder: str, path: str) -> int | None:
     if "://" in path:
         seen = files.read_text(os.path.join(folder, "checkpoint"), 32)
         return int(seen) if seen.isdigit() else None
-    # A relative path is meant from the job's folder.
+    # A relative path starts at the job's folder.
     return files.newest_checkpoint(os.path.join(base, "work", path)) if path else None
 
 
 def _news(base: str, token: str, end: int, question: dict[str, str], failed: bool) -> dict[str, str | int]:
-    """New bytes of the log; first those that are left of the run that the asker knows, when another came after it."""
+    """New bytes of the log; after a new run first the unread rest of the caller's run."""
     before, offset = question["token"], int(question["offset"])
     if before != token:
         end_before = files.log_end(os.path.join(base, before)) if processes.run_number(before) >= 0 else 0
@@ -110,7 +110,7 @@ def _news(base: str, token: str, end: int, question: dict[str, str], failed: boo
 
 
 def _step(folder: str, question: dict[str, str], offset: int, end: int) -> int | None:
-    """The last match of the progress pattern in whole lines of the log since *offset*; None: nothing new."""
+    """The step of the last match of the progress pattern in whole lines of the log since *offset*; None: no new one."""
     rescan = question["rescan"] == "1"
     if not question["progress"] or (end <= offset and not rescan):
         return None
@@ -121,7 +121,7 @@ def _step(folder: str, question: dict[str, str], offset: int, end: int) -> int |
 
 
 def _match_apart(pattern: str, data: bytes) -> int | None:
-    """Match in a child with a timer, for some patterns never end, and nothing else interrupts `re`."""
+    """Match in a child process with a timer: some patterns never end, and only a signal's death interrupts `re`."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -136,7 +136,7 @@ def _match_apart(pattern: str, data: bytes) -> int | None:
 
 
 def _count(text: str) -> int | None:
-    """`450`, or `1.2k` as bars shorten it. Answered in digits that a number of a step has, else with None."""
+    """The number in `450`, or in `1.2k`, as progress bars shorten it; None for any other text."""
     if text.isascii() and text.isdigit():
         return int(text)
     scale = {"k": 10**3, "m": 10**6, "g": 10**9}.get(text[-1:].lower())
@@ -150,13 +150,13 @@ def _match(pattern: str, data: bytes, writer: int) -> None:
     import re
     import signal
 
-    # Of computing: on a machine that is busy with other things an alarm would cost the step of a good pattern.
+    # CPU time, not wall time: on a busy machine a wall-clock alarm would lose the step of a good pattern.
     signal.setitimer(signal.ITIMER_PROF, MATCH_SECONDS)
     last = None
     for match in re.finditer(pattern, data.decode(errors="replace")):
         last = match
     if last is not None:
-        # Of a pattern with alternatives, the group of the one that matched.
+        # In a pattern with alternatives only the matching one has a group.
         text = next((group for group in last.groups() if group is not None), last.group(0))
         os.write(writer, (text or "").encode()[:18])
 

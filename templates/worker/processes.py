@@ -1,13 +1,13 @@
 """
-Who lives on this worker: the one answer that the runner, the probe and the stop share.
+Processes of runs on this worker, for the runner, the probe and the stop.
 
-A run is alive while the lock is held, or a process bears its marks (TPUCARE_RUN and TPUCARE_WORKER in its environment),
-or somebody holds the chips. The lock's descriptor is inherited by everything a run starts, so it stays held when the
-runner alone is killed; the marks find what closed its descriptors, the lock's holders what overwrote its environment
-(setproctitle does).
+A run is alive while the lock is held, or a process has its marks (TPUCARE_RUN and TPUCARE_WORKER in its environment),
+or a process holds the chips. Every process of a run inherits the lock's descriptor, so it stays held if only the runner
+is killed; the marks find processes that closed their descriptors, the lock's holders find those that overwrote their
+environment (as setproctitle does).
 
-Standard library only, Python 3.8 and newer: this runs on the TPU VM. Imports are few and small on purpose, here and in
-the runner and the probe: `json`, `re`, `typing` or `signal` cost more than all the rest of a start.
+Standard library only, Python 3.8 and newer: this runs on the TPU VM. Imports are few and small, here and in the runner
+and the probe: `json`, `re`, `typing` or `signal` would take longer than the rest of a start.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ DEVICES = "/dev/accel*:/dev/vfio/*"
 LIBTPU_LOCK = "/tmp/libtpu_lockfile"
 RUNS_KEPT = 5
 
-# What a run's processes bear, and what bears the launch script, screen and the runner: a launch is to be found by a
-# stop, yet it is no run, and two launches that race must leave it to the lock which of them goes on.
+# RUN marks the processes of a run, LAUNCH the launch script, screen and the runner: a stop has to find a launch, but a
+# launch is not a run, and of two racing launches the lock decides which one goes on.
 RUN, LAUNCH = "TPUCARE_RUN", "TPUCARE_LAUNCH"
 
 SIGHUP, SIGINT, SIGKILL, SIGPIPE, SIGTERM, SIGCHLD = 1, 2, 9, 13, 15, 17
@@ -36,14 +36,14 @@ def home() -> str:
 
 
 def run_number(token: str) -> int:
-    """The number in a run token, `<node>.<number>`; -1 when the text is no token."""
+    """The number in a run token, `<node>.<number>`; -1 for any other text."""
     node, _, number = token.rpartition(".")
     is_node = node.replace(".", "").replace("-", "").replace("_", "").isalnum() and not node.startswith(".")
     return int(number) if is_node and node.isascii() and number.isdigit() and len(token) < 160 else -1
 
 
 def run_tokens(base: str) -> list[str]:
-    """Runs that this worker has a folder for, oldest number first."""
+    """Runs with a folder on this worker, lowest number first."""
     try:
         names = os.listdir(base)
     except OSError:
@@ -52,7 +52,7 @@ def run_tokens(base: str) -> list[str]:
 
 
 def is_foreign(base: str, token: str) -> bool:
-    """Whether that run is one that the runner did not start."""
+    """True if the runner did not start that run."""
     return bool(token) and os.path.exists(os.path.join(base, token, "foreign"))
 
 
@@ -61,7 +61,7 @@ def lock_path(base: str) -> str:
 
 
 def lock_token(base: str) -> str:
-    """The run that holds the lock, or held it last; empty when there never was one."""
+    """The run that holds the lock, or held it last; empty if there was none."""
     try:
         with open(lock_path(base), encoding="utf-8", errors="replace") as stream:
             token = stream.read(256).strip()
@@ -71,7 +71,7 @@ def lock_token(base: str) -> str:
 
 
 def lock_is_held(base: str) -> bool:
-    """A shared lock is tried for an instant; a runner that meets it tries again, so asking does no harm."""
+    """True if a run holds the lock. Takes a shared lock for an instant; a runner that fails for it tries again."""
     try:
         handle = os.open(lock_path(base), os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -100,7 +100,7 @@ def table() -> dict[int, tuple[int, int]]:
 
 
 def descendants(roots: Iterable[int], processes: dict[int, tuple[int, int]]) -> set[int]:
-    """Everything below *roots*, which are left out themselves."""
+    """All processes below *roots*, without *roots*."""
     children: dict[int, list[int]] = {}
     for pid, (parent, _) in processes.items():
         children.setdefault(parent, []).append(pid)
@@ -118,7 +118,7 @@ def marked(tokens: Iterable[str], worker: int, names: tuple[str, ...] = (RUN,)) 
     """
     Processes of these runs on this worker, by their environment.
 
-    The worker's number is asked for as well, for emulated workers of one machine may see each other's processes.
+    The worker's number is checked, too, since emulated workers of one machine may see each other's processes.
     """
     marks = {f"{name}={token}".encode() for token in tokens for name in names}
     number = b"TPUCARE_WORKER=%d" % worker
@@ -137,12 +137,12 @@ def marked(tokens: Iterable[str], worker: int, names: tuple[str, ...] = (RUN,)) 
 
 
 def living(base: str, worker: int) -> set[int]:
-    """Every process of any run of this worker, the asking process and its ancestors left out."""
+    """Processes of all runs of this worker, without the calling process and its ancestors."""
     processes, tokens = table(), run_tokens(base)
     found = marked(tokens, worker, (RUN, LAUNCH)) | set(_holders({os.path.realpath(lock_path(base))}))
     foreign = [token for token in tokens if is_foreign(base, token)]
     if foreign:
-        # Imported late: it reads JSON, and runs of the runner have nothing to do with it.
+        # Imported late: it imports `json`, and runs of the runner do not need it.
         from foreign import session_processes
 
         found |= session_processes(base, foreign)
@@ -151,7 +151,7 @@ def living(base: str, worker: int) -> set[int]:
 
 
 def own_line(processes: dict[int, tuple[int, int]]) -> set[int]:
-    """The asking process and its ancestors."""
+    """The calling process and its ancestors."""
     line, pid = {os.getpid()}, os.getpid()
     while pid in processes:
         pid = processes[pid][0]
@@ -161,10 +161,10 @@ def own_line(processes: dict[int, tuple[int, int]]) -> set[int]:
 
 def chip_holders() -> dict[int, str]:
     """
-    Who holds a TPU chip: pid -> device. TPUCARE_DEVICE_GLOB (patterns joined by colons) replaces the devices' names.
+    Processes that hold a TPU chip: pid -> device. TPUCARE_DEVICE_GLOB (patterns joined by colons) replaces DEVICES.
 
-    Other users' descriptors are seen through sudo, which a TPU VM's login user may use without a password; where it may
-    not, only our own user's processes are known.
+    Other users' descriptors are read through sudo, which a TPU VM's login user may use without a password; otherwise
+    only our own user's processes are found.
     """
     devices = _devices(os.environ.get("TPUCARE_DEVICE_GLOB", DEVICES))
     if not devices:
@@ -177,9 +177,9 @@ def chip_holders() -> dict[int, str]:
 
 def drop_libtpu_lock() -> None:
     """
-    Remove libtpu's lock file, which survives a SIGKILL and, if another user's, keeps libtpu from loading.
+    Remove libtpu's lock file, which survives a SIGKILL; libtpu does not load beside another user's one.
 
-    To be called where nobody holds a chip. On a machine without chips it is left alone.
+    Call it only if no process holds a chip. On a machine without chips it does nothing.
     """
     path = os.environ.get("TPUCARE_LIBTPU_LOCK", LIBTPU_LOCK)
     if not _devices(os.environ.get("TPUCARE_DEVICE_GLOB", DEVICES)) or not os.path.lexists(path):
@@ -193,7 +193,7 @@ def drop_libtpu_lock() -> None:
 
 
 def send(pid: int, number: int) -> None:
-    """Signal *pid*; what runs as root by the job's own sudo is signalled through sudo."""
+    """Signal *pid*; through sudo if it is not ours, as a process that the job started by sudo."""
     try:
         os.kill(pid, number)
     except ProcessLookupError:
@@ -203,7 +203,7 @@ def send(pid: int, number: int) -> None:
 
 
 def is_anothers(pid: int) -> bool:
-    """Whether *pid* is not ours to signal: a signal to its whole group passes it by, and says nothing of it."""
+    """True if we may not signal *pid*: a signal to its group then skips it without an error."""
     try:
         os.kill(pid, 0)
     except PermissionError:
@@ -222,7 +222,7 @@ def is_sudo(pid: int) -> bool:
 
 
 def prune_runs(base: str, token: str) -> None:
-    """Old runs' folders, and what a launch that was cut left behind, so that a crash loop does not fill the disk."""
+    """Remove folders of old runs and of interrupted launches, so that a crash loop does not fill the disk."""
     import time
 
     old = [name for name in run_tokens(base) if name != token][: -(RUNS_KEPT - 1)]
@@ -249,7 +249,7 @@ def _pids() -> list[int]:
 
 
 def _devices(patterns: str) -> set[str]:
-    """Paths that match; only a star at the end is known, which `glob` would do for ten times the price."""
+    """Paths that match *patterns*, with a star only at the end: `glob` would take ten times as long."""
     found = set()
     for pattern in patterns.split(":"):
         folder, _, stem = pattern.rpartition("/")
@@ -293,7 +293,8 @@ def _holders_by_sudo(devices: set[str]) -> dict[int, str]:
 
 
 def quietly(command: list[str]) -> str | None:
-    # Imported late: it costs a third of a probe's time, and a probe of a healthy run never comes here.
+    """Output of *command*, whatever its exit status; None if it cannot run or takes longer than 5 s."""
+    # Imported late: it takes a third of a probe's time, and a probe of a healthy run does not need it.
     import subprocess
 
     try:

@@ -1,5 +1,5 @@
 """
-Ask the repository which commit the branch is at, with the environment of the run, where its credentials are.
+Asks the repository for the commit of the branch, with the environment of the run, which has the credentials.
 
 Standard library only, Python 3.8 and newer: this runs on the TPU VM.
 """

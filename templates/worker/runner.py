@@ -1,14 +1,14 @@
 """
-One run of a job on one worker: takes the lock, goes through fetch, setup and run, and says truly how it ended.
+One run of a job on one worker: takes the lock, goes through fetch, setup and run, and records how it ended.
 
-Started by the launch script inside `screen`; from then on SSH may be cut at any time. It is the subreaper of everything
-it starts, so nothing that the job leaves behind (setsid, double forks, nohup) escapes it: the exit is published only
-after the last such process is gone. SIGTERM means stop; SIGHUP and SIGINT mean nothing.
+The launch script starts it inside `screen`; from then on the SSH connection may end at any time. It is the subreaper of
+all processes below it, so even detached ones (setsid, double forks, nohup) stay its children: it writes the exit file
+only after the last of them has ended. SIGTERM means stop; SIGHUP and SIGINT are ignored.
 
-Output goes through one pipe into the log, which bounds a flood and keeps a full disk away from the job. When this
-runner alone is killed, the job meets a closed pipe at its next line of output and mostly ends; until it does, the lock
-that it inherited keeps the run visibly alive, and `stop` ends it. Without an exit file the run counts as lost, never
-as finished. Standard library only, Python 3.8 and newer: this runs on the TPU VM.
+Output goes through one pipe into the log, which limits its size and hides a full disk from the job. If only this runner
+is killed, the job gets a closed pipe at its next line of output and mostly ends; until then the lock that it inherited
+keeps the run alive for probes, and `stop` ends it. Without an exit file the run counts as lost, never as finished.
+Standard library only, Python 3.8 and newer: this runs on the TPU VM.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ RESERVE_BYTES = 1 << 18
 DISK_FULL_BYTES = 1 << 20
 TAIL_BYTES = 1 << 16
 
-# What libtpu and JAX print on a host whose chips are held, or gone: only another node helps.
+# Texts of libtpu and JAX on a host whose chips are held or gone: only another node helps.
 # Source: jax issue 10192 and reports of marin, hope and pcmd users.
 DIRTY_HOST = (
     rb"TPU is already in use by process|libtpu(?:\.so)? (?:is )?already in use|[Nn]o TPU (?:devices? |chips? )?found"
@@ -50,7 +50,10 @@ DIRTY_HOST = (
 
 
 def main(arguments: list[str]) -> None:
-    """Pairs: the order. One line into the pipe `ack` of it, in the run's folder, says what became of it."""
+    """
+    Pairs: the order. The answer, one line, goes into the order's pipe `ack` in the run's folder: started, alive, over,
+    stopped, busy RUN, or chips REASON.
+    """
     order = files.read_pairs(arguments)
     base = processes.home()
     folder = os.path.join(base, order["token"])
@@ -69,7 +72,7 @@ def main(arguments: list[str]) -> None:
     try:
         runner.go()
     except Exception as error:
-        # No exit file: the run counts as lost, since nobody knows how it would have ended.
+        # No exit file: the run counts as lost, since its end is unknown.
         runner.note(f"the runner failed: {error!r}")
         runner.end_everything(0.0)
         raise
@@ -77,7 +80,7 @@ def main(arguments: list[str]) -> None:
 
 
 def _refusal(base: str, folder: str, order: dict[str, str], lock: int) -> str:
-    """Why this run must not start now, or an empty text."""
+    """The answer that refuses this run, or an empty text."""
     token, worker = order["token"], int(order["worker"])
     deadline = time.monotonic() + LOCK_WAIT_SECONDS
     while True:
@@ -95,7 +98,7 @@ def _refusal(base: str, folder: str, order: dict[str, str], lock: int) -> str:
         return "over"
     if os.path.exists(os.path.join(folder, "stopped")):
         return "stopped"
-    # Who still inherits the lock was met above; this finds what closed its descriptors and lives on.
+    # Processes with the inherited lock were found above; this finds those that closed their descriptors.
     others = [name for name in processes.run_tokens(base) if name != token]
     if processes.marked(others, worker):
         return f"busy {processes.lock_token(base)}"
@@ -106,7 +109,7 @@ def _refusal(base: str, folder: str, order: dict[str, str], lock: int) -> str:
 
 
 def _acknowledge(pipe: str, answer: str) -> None:
-    """One line into the launch script's pipe; nobody may be there any more."""
+    """Write one line into the launch script's pipe; its reader may be gone."""
     try:
         handle = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
         os.write(handle, answer.encode() + b"\n")
@@ -117,7 +120,7 @@ def _acknowledge(pipe: str, answer: str) -> None:
 
 
 class Runner:
-    """The state of the run, and the one loop (`_turn`) in which everything happens to it."""
+    """The state of the run, and its one loop (`_turn`)."""
 
     def __init__(self, base: str, folder: str, order: dict[str, str]) -> None:
         self._base, self._folder, self._order = base, folder, order
@@ -140,7 +143,7 @@ class Runner:
         self._screen = _screen_output()
         self._save_state()
 
-    # --- the story of a run ---
+    # --- the phases ---
 
     def _enter(self, phase: str) -> None:
         self._state.update(phase=phase, at=time.time())
@@ -178,7 +181,7 @@ class Runner:
         files.write_whole(os.path.join(self._folder, files.RESERVE), "\0" * RESERVE_BYTES)
         self._env = self._environment()
         processes.prune_runs(self._base, self._order["token"])
-        _thread.start_new_thread(self._look_around, ())
+        _thread.start_new_thread(self._watch_outside, ())
 
     def _environment(self) -> dict[str, str]:
         env = {**os.environ, **files.read_environment(self._folder)}
@@ -193,7 +196,7 @@ class Runner:
     # --- one phase ---
 
     def _supervise(self, phase: str) -> int:
-        """Run the script of *phase* to its end. Returns its exit status, 128 + n when signal n ended it."""
+        """Run the script of *phase* to its end. Returns its exit status, 128 + n if signal n ended it."""
         if phase == "fetch" and self._order.get("error"):
             self.note(self._order["error"])
             return 1
@@ -219,7 +222,7 @@ class Runner:
         return self._status
 
     def _stop(self) -> None:
-        """First SIGTERM to the job's process group, after the grace SIGKILL to everything."""
+        """First SIGTERM to the job's process group, after the grace SIGKILL to all processes of the run."""
         now = time.monotonic()
         if self._stop_at is None:
             self._stop_at = now + self._grace()
@@ -236,12 +239,12 @@ class Runner:
             self._term_below_sudo()
 
     def _term_below_sudo(self) -> None:
-        """What another user runs in the main group, as `sudo python3 train.py` does: the group's signal missed it."""
+        """SIGTERM for other users' processes in the main group (`sudo python3 train.py`), which killpg cannot reach."""
         below = self._below()
         others = [pid for pid, (_, group) in below.items() if group == self._main and processes.is_anothers(pid)]
         for pid in others:
             parent = below[pid][0]
-            # sudo hands the signal on to its command, and a second one would break into the saving.
+            # sudo passes the signal on to its command; a second signal would interrupt the saving.
             if parent not in others or not processes.is_sudo(parent):
                 processes.send(pid, SIGTERM)
 
@@ -268,13 +271,13 @@ class Runner:
     # --- the loop ---
 
     def _turn(self, timeout: float) -> None:
-        """Wait for output, a child's end, a signal or news, and deal with all that is there."""
+        """Wait for output, a child's end, a signal or news, and handle all of them."""
         select.select([self._output, self._wake], [], [], timeout)
         self._read(self._wake)
         self._copy()
         self._reap()
         while self._news:
-            self._tell(*self._news.pop(0))
+            self._handle_news(*self._news.pop(0))
 
     def _copy(self) -> bool:
         data = self._read(self._output)
@@ -296,7 +299,7 @@ class Runner:
         if not data:
             return
         self._log.write(data)
-        # Whoever attaches to the screen session sees the output; a terminal that does not keep up misses some.
+        # The screen session shows the output, too; a terminal that is too slow misses some.
         if self._screen is not None and len(data) <= 1 << 14:
             _offer(self._screen, data.replace(b"\n", b"\r\n"))
 
@@ -317,24 +320,24 @@ class Runner:
 
     # --- the metadata server and the bucket ---
 
-    def _look_around(self) -> None:
-        """On a thread of its own. It begins late, for its imports cost more than a start, and a start has no time."""
+    def _watch_outside(self) -> None:
+        """On a thread of its own. It begins late: its imports take longer than the rest of a start."""
         time.sleep(float(self._order["watch_after"]))
         import metadata
 
         for entry in ("preempted", "maintenance-event"):
-            metadata.watch(entry, self._hear)
+            metadata.watch(entry, self._add_news)
         if self._order["checkpoint"].startswith("gs://") and self._order["worker"] == "0":
             import checkpoints
 
             checkpoints.watch(self._order["checkpoint"], os.path.join(self._folder, "checkpoint"))
 
-    def _hear(self, entry: str, value: str) -> None:
+    def _add_news(self, entry: str, value: str) -> None:
         """On the watch's thread: hand the news to the loop."""
         self._news.append((entry, value))
         _offer(self._waker, b"\0")
 
-    def _tell(self, entry: str, value: str) -> None:
+    def _handle_news(self, entry: str, value: str) -> None:
         if entry == "preempted" and value.upper() == "TRUE":
             self._state.update(preempted=True, signalled=True)
             self._notice("preempted: the cloud takes this machine back; save now")
@@ -350,7 +353,7 @@ class Runner:
         self._save_state()
 
     def _is_maintained(self) -> bool:
-        """A maintenance is on, or was a moment ago: days after it, it is no reason to doubt how a run ended."""
+        """True during a maintenance and shortly after: then an exit may be its effect; days later it is not."""
         over = self._maintained_at
         return bool(self._state["maintenance"]) or (
             over is not None and time.monotonic() - over < MAINTENANCE_COUNTS_SECONDS
@@ -372,8 +375,8 @@ class Runner:
 
     def _end_stragglers(self) -> None:
         """
-        What the main process left behind is asked to go, and made to. A job that was told to stop has the rest of its
-        grace for it: `bash run.sh` dies of SIGTERM at once, while the training below it is still saving.
+        SIGTERM, later SIGKILL, for the processes that survive the main process. A job that was asked to stop has the
+        rest of its grace: `bash run.sh` dies of SIGTERM at once, while the training below it is still saving.
         """
         self._turn(0)
         if self._childless:
@@ -388,7 +391,7 @@ class Runner:
         self.end_everything(max(left, 1.0))
 
     def end_everything(self, grace: float) -> None:
-        """Wait *grace* seconds for all children to go, then SIGKILL until none is left or two minutes are over."""
+        """Wait *grace* seconds for all children to end, then SIGKILL until none is left, for at most two minutes."""
         now = time.monotonic()
         kill_at, give_up_at = now + grace, now + grace + KILL_SECONDS
         self._reap()
@@ -397,8 +400,8 @@ class Runner:
                 self._kill_all()
             self._turn(SWEEP_SECONDS)
         if not self._childless:
-            # It holds the inherited lock, so the run goes on counting as alive.
-            self.note(f"processes that even SIGKILL does not end: {sorted(self._below())}")
+            # They hold the inherited lock, so the run still counts as alive.
+            self.note(f"processes survive SIGKILL: {sorted(self._below())}")
         self._drain()
 
     def _below(self) -> dict[int, tuple[int, int]]:
@@ -410,26 +413,29 @@ class Runner:
             processes.send(pid, SIGKILL)
 
     def _publish(self, phase: str, status: int) -> None:
-        """The exit, once nothing of the run is left. A full disk is met with the reserve, then with patience."""
-        told = (
-            bool(self._state["signalled"]) or self._stop_asked or self._is_maintained() or files.was_told(self._folder)
+        """Write the exit file, once no process is left. On a full disk it uses the reserve, then waits for space."""
+        signalled = (
+            bool(self._state["signalled"])
+            or self._stop_asked
+            or self._is_maintained()
+            or files.was_asked_to_end(self._folder)
         )
-        failure = self._failure(phase, status, told)
+        failure = self._failure(phase, status, signalled)
         self.note(f"{phase} ended with status {status}" + (f" ({failure})" if failure else ""))
         result = {
-            # A probe looks for the status at this place.
+            # First, since a probe compares the beginning of the file.
             "status": status,
             **self._state,
             "phase": phase,
             "failure": failure,
-            "signalled": told,
+            "signalled": signalled,
             "at": time.time(),
             "detail": self._order["error"] or ("" if phase == "run" else f"in its {phase} phase"),
         }
         while not files.write_whole(os.path.join(self._folder, "exit"), files.to_json(result), durable=True):
             time.sleep(1.0)
 
-    def _failure(self, phase: str, status: int, told: bool) -> str:
+    def _failure(self, phase: str, status: int, signalled: bool) -> str:
         if status == 0:
             return ""
         end = files.log_end(self._folder)
@@ -440,13 +446,13 @@ class Runner:
             return phase
         import re
 
-        if not told and re.search(DIRTY_HOST, tail):
+        if not signalled and re.search(DIRTY_HOST, tail):
             return "dirty-host"
         return "crash"
 
 
 def _offer(handle: int, data: bytes) -> None:
-    """Write what a descriptor takes without blocking; `contextlib.suppress` would cost an import."""
+    """Write as much as a descriptor accepts without blocking; `contextlib.suppress` would cost an import."""
     try:  # noqa: SIM105
         os.write(handle, data)
     except OSError:
@@ -461,7 +467,7 @@ def _signal_group(leader: int, number: int) -> None:
 
 
 def _screen_output() -> int | None:
-    """A descriptor of the screen window of its own, so that not blocking on it concerns nobody else."""
+    """A new descriptor of the screen window, so that O_NONBLOCK does not affect other processes."""
     try:
         return os.open("/dev/tty", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     except OSError:

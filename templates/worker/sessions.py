@@ -1,8 +1,8 @@
 """
-Sessions of `screen` and `tmux` of this user on this worker: what they are called, and which processes they consist of.
+Sessions of `screen` and `tmux` of this user on this worker: their names and their processes.
 
-A session outlives the command that made it, and what runs in one of tmux bears the environment of tmux's server, which
-may be older than the command. Standard library only, Python 3.8 and newer: this runs on the TPU VM.
+A session survives the command that made it, and processes in a tmux session have the environment of tmux's server,
+which may be older than the command. Standard library only, Python 3.8 and newer: this runs on the TPU VM.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ PANES = "#{session_created} #{session_id} #{pid} #{pane_pid} #{session_name}"
 
 class Session:
     """
-    identity: no two sessions have the same, whatever becomes of them    name: what it is called, also after a reboot
-    roots:    its processes, what is below them left out
+    identity: unique among all sessions, past ones included    name: its name, the same after a reboot
+    roots:    its processes without their descendants
     """
 
     def __init__(self, identity: str, name: str, roots: set[int]) -> None:
@@ -32,8 +32,8 @@ def listing() -> dict[str, Session]:
 
 def servers(pids: set[int]) -> set[int]:
     """
-    Those that are servers of sessions. Asked to end, one hangs up on whatever runs in it, which ends without a grace;
-    left alone, it ends after the last of them.
+    The servers of sessions among *pids*. A server that gets SIGTERM hangs up on the processes in it, which then end
+    without a grace; without a signal it ends after the last of them.
     """
     return {pid for pid in pids if _command(pid) in SERVERS}
 
@@ -47,7 +47,7 @@ def _command(pid: int) -> str:
 
 
 def _is_at_home(pid: int) -> bool:
-    """Whether that process has our home: emulated workers of one machine share the folder of tmux's sockets."""
+    """True if that process has our home: emulated workers of one machine share the folder of tmux's sockets."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as stream:
             return b"HOME=" + os.fsencode(os.path.expanduser("~")) in stream.read().split(b"\0")
@@ -72,7 +72,7 @@ def _names(folder: str) -> list[str]:
 
 
 def _screens() -> list[Session]:
-    """Sockets are called `<pid>.<name>`; those of dead sessions lie about for ever."""
+    """Live screens. A socket's name is `<pid>.<name>`; those of dead sessions stay for ever."""
     folders = [os.environ.get("SCREENDIR", ""), *(f"{place}/S-{_user()}" for place in ("/run/screen", "/tmp/screens"))]
     folders.append(os.path.expanduser("~/.screen"))
     found = []
@@ -85,7 +85,7 @@ def _screens() -> list[Session]:
 
 
 def _panes() -> list[Session]:
-    """Asked of each server of tmux, where there is one."""
+    """Sessions of every tmux server."""
     folder = os.path.join(os.environ.get("TMUX_TMPDIR") or "/tmp", f"tmux-{os.geteuid()}")
     found: dict[str, Session] = {}
     for socket in _names(folder):

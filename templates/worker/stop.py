@@ -1,9 +1,9 @@
 """
-End whatever runs on this worker: SIGTERM, after a grace SIGKILL of everything, then wait until the chips are free.
+End all runs on this worker: SIGTERM, after a grace SIGKILL for all their processes, then wait until the chips are free.
 
-The runner does it when it lives; what it left, or what outlived it, is ended here by its marks. Answers with one line
-of JSON: `quiet` (no run, chips free) and, when not, who holds on. Never SIGINT: it leaves TPU chips unusable.
-Standard library only, Python 3.8 and newer: this runs on the TPU VM.
+A live runner ends its run itself; processes that survive it are found by their marks and ended here. Prints one line of
+JSON: `quiet` (no run, chips free), and the remaining `processes` and `holders` of chips. Never SIGINT: it leaves TPU
+chips unusable. Standard library only, Python 3.8 and newer: this runs on the TPU VM.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import processes
 import sessions
 
 POLL_SECONDS = 0.02
-# What the runner needs beyond the grace to reap and to write the exit file, before it is itself in the way.
+# Time beyond the grace for the runner to reap its children and write the exit file; then it is ended, too.
 RUNNER_SECONDS = 10.0
 STACK_BYTES = 1 << 18
 STACK_PROCESSES = 32
@@ -30,7 +30,7 @@ STACK_PROCESSES = 32
 
 def main(arguments: list[str]) -> None:
     """Pairs: `worker`, `grace` and `patience` (seconds after SIGKILL), `stacks` (1: write them into the log first)."""
-    # The connection may be cut meanwhile; what was begun is brought to its end.
+    # Finish even if the connection ends meanwhile.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     order = files.read_pairs(arguments)
     base, worker = processes.home(), int(order["worker"])
@@ -39,8 +39,8 @@ def main(arguments: list[str]) -> None:
         _record_stacks(base, worker)
     token = processes.lock_token(base)
     if processes.is_foreign(base, token):
-        # A session that was made since the last look is known as the run's only until the run is forbidden.
-        foreign.look(base, token, worker, "")
+        # Now, since the file `stopped`, written next, ends the search for new sessions of the run.
+        foreign.inspect_run(base, token, worker, "")
     _forbid_starts(base, grace)
     _ask_to_end(base, worker, grace)
     answer = _make_end(base, worker, float(order["patience"]))
@@ -48,7 +48,7 @@ def main(arguments: list[str]) -> None:
 
 
 def _forbid_starts(base: str, grace: float) -> None:
-    """A launch that is under way for one of these runs must not begin after we have looked."""
+    """Mark all runs as stopped: a launch under way for one of them must not start it after our search."""
     for token in processes.run_tokens(base):
         path = os.path.join(base, token, "stopped")
         if not os.path.exists(path):
@@ -70,7 +70,7 @@ def _ask_to_end(base: str, worker: int, grace: float) -> None:
 
 
 def _make_end(base: str, worker: int, patience: float) -> dict[str, Any]:
-    """SIGKILL until a sweep finds nothing, then wait for the chips; at most *patience* seconds in all."""
+    """SIGKILL until no process is found, then wait for the chips; at most *patience* seconds in all."""
     deadline = time.monotonic() + patience
     while True:
         rest = processes.living(base, worker)
@@ -101,7 +101,7 @@ def _runner(base: str) -> int:
 
 
 def _record_stacks(base: str, worker: int) -> None:
-    """Into the run's log: where its processes stand, by py-spy where it is installed, by the kernel otherwise."""
+    """Write the stacks of the run's processes into its log: by py-spy if it is installed, else from the kernel."""
     token = processes.lock_token(base)
     rest = processes.living(base, worker) - {_runner(base)}
     if not token or not rest:

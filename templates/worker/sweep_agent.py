@@ -1,8 +1,8 @@
 """
-Runs the W&B agent of one TPU slice, and says truly how it ended.
+Runs the W&B agent of one TPU slice, and exits with a status that tells its end.
 
-Source of the command that stands for {agent} in a sweep fleet's job; standard library only, since it runs on the TPU
-VM. The agent itself exits 0 whether W&B told it to exit or it gave up on a program that keeps failing: the second must
+Its source is in the command that replaces {agent} in a sweep fleet's job; standard library only, since it runs on the
+TPU VM. The agent itself exits 0 both when W&B told it to exit and when it gave up on a failing program: the second must
 count as a crash, or a broken program would look like a finished sweep.
 """
 
@@ -18,7 +18,7 @@ from typing import IO, List, Optional
 GAVE_UP = 70
 NO_WANDB = 69
 LAST_WORDS_SECONDS = 5
-# What the agent logs, on its standard error, when it stops by itself (wandb/wandb_agent.py).
+# Texts on the agent's standard error when it stops by itself (wandb/wandb_agent.py).
 STOPS_BY_ITSELF = (b"failed runs in the first", b"failed runs in a row", b"consecutive failed runs")
 
 
@@ -30,7 +30,7 @@ def main() -> int:
         return NO_WANDB
     offer_python()
     share_checkpoints()
-    # The whole process group is told to stop, the agent too: it passes that on to its run, and waits for it.
+    # The whole process group gets SIGTERM, the agent too: it passes the signal on to its run, and waits for it.
     signal.signal(signal.SIGTERM, lambda *_: None)
     command = [*agent, "agent", "--forward-signals", sweep]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
@@ -38,7 +38,7 @@ def main() -> int:
     copying = threading.Thread(target=copy, args=(process.stderr, gave_up), daemon=True)
     copying.start()
     status = process.wait()
-    # Not until its end: what a program of the agent left behind holds it open, for as long as it lives.
+    # Not until the end of stderr: a process that the agent's program left behind keeps it open.
     copying.join(LAST_WORDS_SECONDS)
     if status == 0 and gave_up.is_set():
         note("the agent gave up on a program that keeps failing")
@@ -46,9 +46,9 @@ def main() -> int:
     return status if status >= 0 else 128 - status
 
 
-def copy(said: IO[bytes], gave_up: threading.Event) -> None:
-    """What the agent says, as it comes; *gave_up* is set when it says that it stops by itself."""
-    for line in said:
+def copy(output: IO[bytes], gave_up: threading.Event) -> None:
+    """Copy the agent's *output* line by line; set *gave_up* at a line of STOPS_BY_ITSELF."""
+    for line in output:
         sys.stderr.buffer.write(line)
         sys.stderr.buffer.flush()
         if any(text in line for text in STOPS_BY_ITSELF):
@@ -56,7 +56,7 @@ def copy(said: IO[bytes], gave_up: threading.Event) -> None:
 
 
 def find_agent() -> Optional[List[str]]:
-    """The `wandb` of the PATH, or that of this python."""
+    """The `wandb` of PATH, else that of this python."""
     found = shutil.which("wandb")
     if found:
         return [found]
@@ -68,7 +68,7 @@ def find_agent() -> Optional[List[str]]:
 
 
 def offer_python() -> None:
-    """Sweeps begin `python program.py` unless they say otherwise, and images of TPU VMs may have python3 alone."""
+    """Put a `python` on PATH: sweeps run `python program.py` by default, and TPU VM images may have only python3."""
     if shutil.which("python") is None:
         folder = tempfile.mkdtemp(prefix="tpucare-python-")
         os.symlink(sys.executable, os.path.join(folder, "python"))
@@ -76,7 +76,7 @@ def offer_python() -> None:
 
 
 def share_checkpoints() -> None:
-    """One folder for all slots: a run that was interrupted here goes on elsewhere."""
+    """Use one folder for all slots: an interrupted run goes on in another one."""
     shared = os.environ.get("TPUCARE_SWEEP_CHECKPOINT", "").rstrip("/")
     if shared:
         os.environ["TPUCARE_CHECKPOINT"] = shared

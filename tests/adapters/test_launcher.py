@@ -323,7 +323,7 @@ def test_what_a_job_made_where_new_code_comes_is_kept_and_in_nobodys_way(
     for name, text in after.items():
         path = work / name
         assert (f"->{path.readlink()}" if path.is_symlink() else path.read_text()) == text
-    assert (f"kept as {kept}\n" in one.log()) == bool(kept)
+    assert (f"renamed to {kept}\n" in one.log()) == bool(kept)
     assert not kept or (work / kept).exists()
     assert [path.name for path in work.glob("*.before-*") if path.name > (kept or "")] == []
 

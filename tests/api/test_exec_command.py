@@ -234,7 +234,7 @@ def test_executed_again_it_leaves_a_live_run_alone(desk: Desk) -> None:
     (desk.home / "ran").unlink()
     again = desk.start(pkilled=["sleep"], setup_command="false")
     assert again.exit_status == 0
-    assert "left alone" in again.stdout.decode()
+    assert "left unchanged" in again.stdout.decode()
     assert (desk.home / "job").stat().st_ino == before
     assert not (desk.home / "ran").exists()
     assert desk.run("screen -ls").stdout.decode().count(".model\t") == 1
@@ -247,7 +247,7 @@ def test_of_two_at_once_one_starts_the_run(desk: Desk) -> None:
     with ThreadPoolExecutor(3) as pool:
         both = list(pool.map(lambda _: desk.run(), range(3)))
     assert [ran.exit_status for ran in both] == [0, 0, 0]
-    assert sorted("left alone" in ran.stdout.decode() for ran in both) == [False, True, True]
+    assert sorted("left unchanged" in ran.stdout.decode() for ran in both) == [False, True, True]
     assert desk.said("ran") == "x"
 
 
@@ -256,7 +256,7 @@ def test_a_run_that_left_something_behind_is_still_live(desk: Desk) -> None:
     # Deaf before it is forked: with `nohup` the terminal's SIGHUP can be faster than the program that ignores it.
     desk.start(run_command="trap '' HUP; sleep 600 >/dev/null 2>&1 & touch ~/ran")
     eventually(lambda: (desk.home / "ran").exists() and (desk.home / ".tpucare-model/exit").exists(), "the run ends")
-    assert "left alone" in desk.start().stdout.decode()
+    assert "left unchanged" in desk.start().stdout.decode()
 
 
 DETACHED = """\
@@ -280,7 +280,7 @@ def test_a_run_that_goes_on_without_its_descriptors_is_still_live(desk: Desk, re
     pid = int(desk.said("ran"))
     eventually(desk.ended, "what launched it ends")
     again = desk.start(**launch)
-    assert (again.exit_status, "left alone" in again.stdout.decode()) == (0, True)
+    assert (again.exit_status, "left unchanged" in again.stdout.decode()) == (0, True)
     desk.boot()
     assert int(desk.said("ran")) == pid
     os.kill(pid, 9)

@@ -320,7 +320,7 @@ def test_a_pod_is_prepared_updated_and_resumed_by_its_scripts(tmp_path: Path) ->
         second = commit(repository, {"train.py": f"VERSION = 2\n{TRAIN}"})
         said = on_all(home, "update.sh", REPOSITORY=settings["REPOSITORY"])
         assert sorted(said.splitlines()) == [f"[{worker}] code at {second}" for worker in (0, 1)]
-        assert "is left alone" in on_all(home, "run.sh")
+        assert "was left unchanged" in on_all(home, "run.sh")
         assert "stopped" in on_all(home, "stop.sh")
         reached = newest(bucket)
         with pytest.raises(AssertionError, match=f"holds step {reached}: resume.sh resumes from there"):

@@ -91,7 +91,7 @@ def test_a_maintenance_alone_asks_no_run_to_end(
         (tmp_path / "notice").write_text("".join(f"2026-11-01T12:00:00Z {notice}\n" for notice in notices))
     if stopped:
         (tmp_path / "stopped").write_text("30")
-    assert said_by(f"import files; print(files.was_told({str(tmp_path)!r}))") == told
+    assert said_by(f"import files; print(files.was_asked_to_end({str(tmp_path)!r}))") == told
 
 
 def test_a_maintenance_that_is_long_over_makes_no_end_doubtful(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ made = runner.Runner.__new__(runner.Runner)
 made._folder, made._maintained_at, made.note = {str(tmp_path)!r}, None, lambda text: None
 made._state = dict(signalled=False, preempted=False, maintenance="")
 def tell(value):
-    made._tell("maintenance-event", value)
+    made._handle_news("maintenance-event", value)
     print(made._is_maintained(), made._state["signalled"], end=" ")
 tell("NONE"); tell("TERMINATE_ON_HOST_MAINTENANCE"); tell("NONE")
 runner.MAINTENANCE_COUNTS_SECONDS = 0

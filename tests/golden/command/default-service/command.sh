@@ -1,7 +1,7 @@
 #!/bin/bash
-# Prepares this worker and starts the run in a detached screen named `model`. Run again, it leaves a live run alone.
+# Prepares this worker and starts the run in a detached screen named `model`. A live run is left unchanged.
 # Exit status: 80 a program is missing, 81 no such repository or branch, 82 it could not be fetched,
-# 83 no W&B key, 84 the screen did not start; that of the setup command when it fails.
+# 83 no W&B key, 84 the screen did not start; or that of a failed setup command.
 # shellcheck disable=SC2016  # Texts in single quotes are for the shell that reads them later.
 set -uo pipefail
 base="$HOME/.tpucare-model"
@@ -10,9 +10,9 @@ branch=main
 folder="$HOME/"HomebrewNLP-Jax
 fresh="$base/fresh"
 export PATH="$HOME/.local/bin:$PATH"
-# The mark of a run, where this is executed by one: what the setup starts is no run.
+# The mark of a run, if one executes this script: processes of the setup are not part of a run.
 unset TPUCARE_MODEL
-# Beside this script; beside the home's files when this is no file.
+# Beside this script; in the home if this script has no file.
 delivered="$(realpath -- "${BASH_SOURCE[0]:-$HOME/.tpucare-command}").netrc"
 
 fail() {
@@ -26,20 +26,20 @@ if ! { mkdir -p "$base" && chmod 700 "$base"; }; then
   fail 80 "$base cannot be made"
 fi
 
-# Who comes second waits for the first, and then finds its run. Nothing that is started here inherits this lock.
+# A second call waits for the first, and then finds its run. No process that is started here inherits this lock.
 exec 8>>"$base/setup.lock"
 flock 8 || fail 80 'flock is missing'
 
-# --- a live run is left alone ---
+# --- a live run is left unchanged ---
 
-# A run is live while something of it holds its lock or bears its mark: what a program starts with its descriptors
-# closed, as Python's subprocess does, has the mark alone.
+# A run is live while a process of it holds its lock or has its mark: a process that was started with closed
+# descriptors, as by Python's subprocess, has only the mark.
 is_locked() {
-  # Shared: two that look at once must not take each other for the run.
+  # Shared, so that two simultaneous checks do not take each other for the run.
   ! flock -s -n "$HOME/.tpucare-model/run.lock" true
 }
 
-# Whoever looks from a shell that a run left behind bears the mark as well, and is no sign of life.
+# Called from a shell that a run left behind, this check and its ancestors have the mark, too, and do not count.
 is_marked() {
   local path pid=$$ own=' '
   while [ "$pid" -gt 1 ]; do
@@ -60,7 +60,7 @@ is_live() {
 
 if is_live; then
   rm -f "$delivered"
-  echo 'tpucare: the run in screen "model" is live, and is left alone'
+  echo 'tpucare: the run in screen "model" is live; it was left unchanged'
   exit 0
 fi
 rm -f "$base/wanted"
@@ -77,7 +77,7 @@ as_root() {
   if [ "$(id -u)" -eq 0 ]; then "$@"; else sudo -n "$@"; fi
 }
 
-# In a VM's first minutes unattended upgrades hold the lock of dpkg: wait for it.
+# In a VM's first minutes unattended upgrades hold dpkg's lock: wait for it.
 if [ -n "${missing[*]-}" ]; then
   apt=(env DEBIAN_FRONTEND=noninteractive apt-get -qq -o DPkg::Lock::Timeout=-1)
   as_root "${apt[@]}" update </dev/null 8>&-
@@ -85,14 +85,14 @@ if [ -n "${missing[*]-}" ]; then
     fail 80 "apt-get could not install ${missing[*]}"
 fi
 
-# A screen of that name without our lock is somebody else's. One whose run ended just now needs a moment.
+# A screen of that name without our lock is not ours. The screen of a run that just ended needs a moment.
 for pause in 0.2 0.5 1 2 0; do
   screen -ls 2>/dev/null | grep -v '(Dead' | grep -q '[0-9]\.model[[:space:]]' || break
-  [ "$pause" != 0 ] || fail 84 'a screen named "model" that tpucare did not start is in the way: end it first'
+  [ "$pause" != 0 ] || fail 84 'a screen named "model", not started by tpucare, is in the way: end it first'
   sleep "$pause"
 done
 
-# --- the repository: what was there before stays until the new clone is complete ---
+# --- the repository: the old clone stays until the new one is complete ---
 
 quiet_git() {
   LC_ALL=C GIT_TERMINAL_PROMPT=0 \
@@ -117,7 +117,7 @@ if ! { rm -rf "$folder" && mv -T "$fresh" "$folder" && cd "$folder"; }; then
   fail 82 "$folder cannot be replaced"
 fi
 
-# --- W&B: the key came in a file of its own, beside this script ---
+# --- W&B: the key is in a file of its own, beside this script ---
 
 netrc="${NETRC:-$HOME/.netrc}"
 
@@ -125,7 +125,7 @@ knows_machine() {
   awk -v machine=api.wandb.ai '{ for (i = 1; i < NF; i++) if ($i == "machine" && $(i + 1) == machine) found = 1 } END { exit !found }' "$netrc" 2>/dev/null
 }
 
-# Entries of the same machine are replaced; ours come first, since a `default` entry ends the search.
+# Replaces entries of the same machine; the new one comes first, since a `default` entry ends the search.
 write_login() {
   local machine=$1 key=$2
   (
@@ -152,7 +152,7 @@ fi
 if [ -s "$delivered" ]; then
   key=$(awk '$1 == "password" { print $2 }' "$delivered")
   write_login api.wandb.ai "$key"
-  # The service that this version of wandb speaks to by itself may bear another name.
+  # The default service of this version of wandb may have another name.
   other=$(python3 -c 'import urllib.parse, wandb; print(urllib.parse.urlsplit(wandb.Settings().base_url).netloc)' 2>/dev/null)
   if [[ $other =~ ^[A-Za-z0-9.:-]+$ && $other != api.wandb.ai ]]; then
     write_login "$other" "$key"
@@ -161,7 +161,7 @@ if [ -s "$delivered" ]; then
   rm -f "$delivered"
 fi
 
-# --- set up; what it exports, the run sees, also after a reboot ---
+# --- setup; the run gets its exported variables, also after a reboot ---
 
 save_environment() (
   unset OLDPWD PWD SHLVL TERM TERMCAP STY WINDOW XDG_RUNTIME_DIR XDG_SESSION_ID DBUS_SESSION_BUS_ADDRESS
@@ -184,17 +184,17 @@ setup_status=$?
 # --- start ---
 
 printf '%s' '#!/bin/bash
-# The run in screen `model`: `start` begins it, `boot` begins it again after a reboot, `run` is what the screen runs.
+# The run in screen `model`: `start` starts it, `boot` starts it again after a reboot, `run` is the screen'"'"'s command.
 tpucare_model="$HOME/.tpucare-model"
 
-# A run is live while something of it holds its lock or bears its mark: what a program starts with its descriptors
-# closed, as Python'"'"'s subprocess does, has the mark alone.
+# A run is live while a process of it holds its lock or has its mark: a process that was started with closed
+# descriptors, as by Python'"'"'s subprocess, has only the mark.
 is_locked() {
-  # Shared: two that look at once must not take each other for the run.
+  # Shared, so that two simultaneous checks do not take each other for the run.
   ! flock -s -n "$HOME/.tpucare-model/run.lock" true
 }
 
-# Whoever looks from a shell that a run left behind bears the mark as well, and is no sign of life.
+# Called from a shell that a run left behind, this check and its ancestors have the mark, too, and do not count.
 is_marked() {
   local path pid=$$ own='"'"' '"'"'
   while [ "$pid" -gt 1 ]; do
@@ -227,17 +227,17 @@ start() {
 }
 
 boot() {
-  # Somebody who prepares a run at this moment starts it, too.
+  # A call that prepares a run at this moment starts it itself.
   exec 8>>"$tpucare_model/setup.lock"
   if ! flock -n 8 || [ ! -e "$tpucare_model/wanted" ] || is_live; then exit 0; fi
   # shellcheck source=/dev/null
   . "$tpucare_model/env"
-  # tpucare stopped this run, and whatever comes next is for tpucare to say.
+  # tpucare stopped this run, so only tpucare starts the next one.
   if [ -n "${TPUCARE_RUN:-}" ] && [ -e "$HOME/.tpucare/$TPUCARE_RUN/stopped" ]; then exit 0; fi
   start
 }
 
-# What the screen shows goes with it. Its server does what it is told later, and reads what was printed just before.
+# The screen'"'"'s content is lost with it. Its server works asynchronously, so wait until it has read the last output.
 keep_screen() {
   [ -n "${STY:-}" ] || return
   sleep 0.2
@@ -248,10 +248,10 @@ keep_screen() {
   done
 }
 
-# Everything that is started here inherits lock and mark: the run is live as long as anything of it lives.
+# All processes started here inherit lock and mark: the run is live as long as one of them is alive.
 run() {
   exec 9>>"$tpucare_model/run.lock"
-  # Whoever only looks holds it for an instant.
+  # A check (`is_locked`) holds it for an instant.
   flock -w 10 9 || exit 0
   # shellcheck source=/dev/null
   . "$tpucare_model/env"
@@ -264,7 +264,7 @@ run() {
   keep_screen
   printf '"'"'%s\n%s\n'"'"' "$status" "${TPUCARE_RUN:-}" >"$tpucare_model/exit.new"
   mv -f "$tpucare_model/exit.new" "$tpucare_model/exit"
-  # A run that ended is over; one that a shutdown ended is wanted again.
+  # A run that ended is over; a run that a shutdown ended starts again.
   case "$signalled$status" in
     yes* | 129 | 143) ;;
     *) rm -f "$tpucare_model/wanted" ;;
@@ -277,7 +277,7 @@ run() {
 at_boot='@reboot /bin/bash "$HOME/.tpucare-model/model.sh" boot'
 if ! crontab -l 2>/dev/null | grep -qxF "$at_boot"; then
   { crontab -l 2>/dev/null; printf '%s\n' "$at_boot"; } | crontab - 2>/dev/null ||
-    echo 'tpucare: no crontab can be written here: the run will not start again after a reboot' >&2
+    echo 'tpucare: the crontab cannot be written: the run will not start again after a reboot' >&2
 fi
 
 bash "$base/model.sh" start || fail 84 'the screen named "model" did not start'

@@ -1,6 +1,6 @@
 #!/bin/sh
-# git asks here for the user's name and the password of a private repository; both come from the run's environment.
-# Only the host of the job's own repository gets them: a redirect or a submodule may name any other.
+# git calls this for the user's name and the password of a private repository; both come from the run's environment.
+# Only the host of the job's own repository gets them: a redirect or a submodule may name another host.
 own=''
 asked=${1#*\'}
 asked=${asked%%\'*}

@@ -1,5 +1,5 @@
 #!/bin/bash
-# Bring the job's code to this worker. What is there already, of the same commit or bundle, is left alone.
+# Fetches the job's code to this worker. Code of the same commit or bundle is left unchanged.
 set -euo pipefail
 run="$HOME/.tpucare/"pod-0-a3.1
 base="$HOME/.tpucare"
@@ -30,7 +30,7 @@ fetch() {
 if [ -z "$wanted" ] || [ "$(cat "$source" 2>/dev/null)" != "$repository $wanted" ]; then
   rm -f "$source"
   command git init -q "$work"
-  # Of a fetch that was killed; no other of ours is under way while this run holds the worker's lock.
+  # Locks of a killed fetch: while this run holds the worker's lock, no other fetch of ours is under way.
   find "$work/.git" -name '*.lock' -delete
   git remote add -- origin "$repository" 2>/dev/null || git remote set-url -- origin "$repository"
   for pause in 1 3 0; do

@@ -1,5 +1,5 @@
 #!/bin/bash
-# The tools alone, for a worker on which another version of tpucare launched; a tar stream is on standard input.
+# Installs only the tools, on a worker with the tools of another version; a tar stream is on standard input.
 umask 077
 base="$HOME/.tpucare"
 incoming="$base/.in-$$-$RANDOM$RANDOM"

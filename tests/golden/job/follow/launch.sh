@@ -1,19 +1,19 @@
 #!/bin/bash
-# One command over SSH; standard input is a tar stream when something is pushed. Exit 75: say it again with everything.
-# Processes are counted here: each costs 2 ms, and 64 workers may share two cores.
+# One command over SSH; for a push standard input is a tar stream. Exit 75: the bundle is missing, push it again in full.
+# Few processes: each costs 2 ms, and 64 workers may share two cores.
 umask 077
 base="$HOME/.tpucare"
 run="$base/"pod-0-a3.1
-# What arrives is complete or not there: a folder of its own first, then a rename.
+# The run's folder appears complete or not at all: a temporary folder first, then a rename.
 incoming="$base/.in-$$-$RANDOM$RANDOM"
 mkdir -p "$incoming" || exit 73
 if ! tar -x -o -f - -C "$incoming" || [ ! -f "$incoming/complete" ]; then
   rm -rf "$incoming"
-  echo 'what was sent did not arrive whole' >&2
+  echo 'the pushed files are incomplete' >&2
   exit 74
 fi
 if [ -d "$run" ] || ! mv -T "$incoming" "$run"; then
-  # The same launch was said before, perhaps by another version of tpucare.
+  # The same launch was pushed before, maybe by another version of tpucare.
   [ -d "$run/"tools-DIGEST ] || mv "$incoming/"tools-DIGEST "$run/"
   rm -rf "$incoming"
 fi
@@ -21,7 +21,7 @@ cd "$run" || exit 66
 python=/usr/bin/python3
 [ -x "$python" ] || python=python3
 set -- "$python" -I -S -c 'import sys; sys.path.insert(0, sys.argv[1]); __import__(sys.argv[2]).main(sys.argv[3:])' "$run/"tools-DIGEST
-# A pipe of its own: two that launch the same run and read one pipe get half a word each. The runner removes it.
+# A pipe per launch: two launches of one run that read from one pipe would get half a line each. The runner removes it.
 ack="ack.$$-$RANDOM$RANDOM"
 mkfifo "$ack" || exit 73
 exec 9<>"$ack"
@@ -32,7 +32,7 @@ answer=
 if command -v screen >/dev/null 2>&1 && screen -dmS tpucare-pod-0 "$@" </dev/null >/dev/null 2>&1 9>&-; then
   read -r -t 5 answer <&9
 fi
-# Without screen the runner needs nobody. Had screen only been slow, the lock lets one of the two go on.
+# The runner also works without screen. If screen was only slow, the lock lets one of the two runners go on.
 if [ -z "$answer" ]; then
   setsid "$@" </dev/null >/dev/null 2>runner.err 9>&- &
   read -r -t 15 answer <&9

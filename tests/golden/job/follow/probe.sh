@@ -1,6 +1,6 @@
 #!/bin/bash
-# A probe or a stop. A worker that never had a run answers without Python; one that lacks these tools says so.
-# What Python keeps of the tools, too: a probe may be the first to load them.
+# A probe or a stop. A worker that never had a run answers without Python; a worker without these tools says so.
+# umask: for Python's bytecode files, too, since a probe may be the first to load the tools.
 umask 077
 python=/usr/bin/python3
 [ -x "$python" ] || python=python3
