@@ -342,7 +342,7 @@ class TestTypesThatChanged:
         assert self.keep(store, older=1).get("pod") == Context("z", 2)
 
     def test_a_new_field_without_a_default_is_an_error(self, store: SqliteStore) -> None:
-        with pytest.raises(ConfigError, match=r"field zone now, of which no value was kept; .*fresh=True"):
+        with pytest.raises(ConfigError, match=r"field zone now, and no value was kept for it; .*fresh=True"):
             self.keep(store, zone=...).get("pod")
 
     def test_a_type_that_is_gone_is_an_error_unless_the_script_has_it(self, store: SqliteStore) -> None:
@@ -363,7 +363,9 @@ class TestTypesThatChanged:
         assert restored._kept is None
 
     def test_a_field_of_a_model_without_a_value_is_an_error(self, store: SqliteStore) -> None:
-        with pytest.raises(ConfigError, match=r"Model has a field name now, of which no value was kept; .*fresh=True"):
+        with pytest.raises(
+            ConfigError, match=r"Model has a field name now, and no value was kept for it; .*fresh=True"
+        ):
             self.keep_model(store, Model(name="m"), "name", "label")
 
     def test_a_model_that_is_none_any_more_is_an_error(self, store: SqliteStore) -> None:

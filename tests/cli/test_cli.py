@@ -544,7 +544,7 @@ def test_gc_says_not_looked_where_it_could_not(run: Run, monkeypatch: pytest.Mon
     monkeypatch.setenv("NO_GCE_CHECK", "true")
     done = run("gc")
     assert (done.code, done.out) == (Exit.CLOUD, "")
-    assert done.err.startswith("tpucare: not looked: no Google Cloud project is set")
+    assert done.err.startswith("tpucare: nothing was listed: no Google Cloud project is set")
 
 
 @pytest.mark.parametrize(
@@ -578,7 +578,7 @@ def test_gc_in_an_outage_is_no_empty_zone(run: Run, cloud: EmulatorServer) -> No
     assert run("emulator", "outage", "10m").code == 0
     done = run("gc")
     assert (done.code, done.out) == (Exit.CLOUD, "")
-    assert done.err.startswith("tpucare: not looked: ")
+    assert done.err.startswith("tpucare: nothing was listed: ")
 
 
 @pytest.mark.parametrize(
@@ -602,7 +602,7 @@ def test_a_look_without_a_daemon_ends_with_the_error_of_the_listing(
     with cloud.lock:
         cloud.world.operator.fail_next("ListNodes", code, said)
     done = run("gc")
-    line = f"tpucare: not looked: listing emulated failed: {said}"
+    line = f"tpucare: nothing was listed: listing emulated failed: {said}"
     assert (done.code, done.err) == (Exit.CLOUD, f"{line} -> {advice}\n" if advice else f"{line}\n")
 
 

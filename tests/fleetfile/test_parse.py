@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from tpucare.fleetfile import parse as fleet_files
 from tpucare.fleetfile import values
 from tpucare.fleetfile.limits import warnings_of
-from tpucare.fleetfile.parse import Fleet, parse, read_local, read_text, refuse_shared_names
+from tpucare.fleetfile.parse import FleetSpec, parse, read_local, read_text, refuse_shared_names
 from tpucare.fleetfile.problems import PROBLEMS_LIMIT
 from tpucare.fleetfile.schema import SECTIONS, json_schema
 from tpucare.model import accelerators
@@ -77,7 +77,7 @@ SMALL: dict[str, Any] = {
 }
 
 
-def read(text: str, **options: Any) -> Fleet:
+def read(text: str, **options: Any) -> FleetSpec:
     options = {
         "file": "pod.yaml",
         "folder": FOLDER,
@@ -87,7 +87,7 @@ def read(text: str, **options: Any) -> Fleet:
     return parse(text, **options)
 
 
-def fleet(changes: dict[str, Any] | None = None, **options: Any) -> Fleet:
+def fleet(changes: dict[str, Any] | None = None, **options: Any) -> FleetSpec:
     """The small fleet with *changes*: `{"job.run": "x"}` sets a key, a value of None removes it."""
     return read(yaml.safe_dump(changed(changes or {})), **options)
 

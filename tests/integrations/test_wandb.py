@@ -514,7 +514,7 @@ def test_a_sweep_that_cannot_be_read_is_said_once(swarm: Swarm) -> None:
 # --- the fleet that works for it -------------------------------------------------------------------------------------
 
 
-def made_fleet(text: str = FLEET, **more: Any) -> tuple[fleets.Fleet, str]:
+def made_fleet(text: str = FLEET, **more: Any) -> tuple[fleets.FleetSpec, str]:
     given: dict[str, Any] = {"count": 4, "base_url": "http://127.0.0.1:8", "file": "f.yaml"} | more
     whole = sweep_fleet.fleet_text(sweep_fleet.read_base(text, "f.yaml"), PATH, **given)
     return fleets.parse(whole, file="f.yaml", folder=Path("/code"), default_project="grant"), whole

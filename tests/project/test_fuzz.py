@@ -25,7 +25,7 @@ from tests.kits.service import VirtualService, fleet_text
 from tpucare.adapters.google import wire as cloud_wire
 from tpucare.adapters.runner import answers
 from tpucare.fleetfile import yaml_document
-from tpucare.fleetfile.parse import Fleet, parse
+from tpucare.fleetfile.parse import FleetSpec, parse
 from tpucare.model.errors import CloudError, ConfigError
 from tpucare.model.resources import Health, NodeKey, NodeState, Ran
 from tpucare.model.runs import Contact
@@ -116,7 +116,7 @@ def read_fleet(text: str) -> None:
         assert all(line.startswith("fleet.yaml") and line.isprintable() for line in lines), lines
         assert sum(map(len, lines)) < 20_000 + 4 * len(text)
         return
-    assert isinstance(fleet, Fleet)
+    assert isinstance(fleet, FleetSpec)
     assert [slot.name for slot in fleet.slots()] == [f"{fleet.name}-{index}" for index in range(fleet.count)]
 
 

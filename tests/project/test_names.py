@@ -8,7 +8,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "tpucare"
 # Shrinks until it is empty.
-TWICE = {"Failure", "Fleet", "Notice", "Progress"}
+TWICE = {"Notice"}
 TWICE_IN_A_ROOM = {
     "cli.events",
     "cli.status",

@@ -343,7 +343,7 @@ class _Reader:
             elif field.default is not dataclasses.MISSING:
                 entry = field.default
             elif field.init:
-                raise Unserialisable(f"{written['type']} has a field {field.name} now, of which no value was kept")
+                raise Unserialisable(f"{written['type']} has a field {field.name} now, and no value was kept for it")
             else:
                 continue
             object.__setattr__(made, field.name, entry)
@@ -364,7 +364,7 @@ class _Reader:
                 fields[name] = kept[name]
             elif field.is_required():
                 raise Unserialisable(
-                    f"{kind.__module__}:{kind.__qualname__} has a field {name} now, of which no value was kept"
+                    f"{kind.__module__}:{kind.__qualname__} has a field {name} now, and no value was kept for it"
                 )
             else:
                 fields[name] = field.get_default(call_default_factory=True, validated_data=fields)

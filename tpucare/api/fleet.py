@@ -66,7 +66,7 @@ class Fleet:
         return Path(self.folder or Path.cwd()).absolute()
 
     @cached_property
-    def parsed(self) -> fleets.Fleet:
+    def parsed(self) -> fleets.FleetSpec:
         """The fleet as daemon and engine use it."""
         file = f"Fleet({self.name!r})"
         try:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from tpucare.api.progress import ProgressDisplay
 from tpucare.engine.state import ProjectView
-from tpucare.fleetfile.parse import Fleet
+from tpucare.fleetfile.parse import FleetSpec
 from tpucare.model.errors import CloudError, ConfigError, NeedsPerson, NodeGone, OwnCredentials, TpuCareError
 from tpucare.model.lifecycles import CreateState
 from tpucare.model.memory import DesiredState, End, Memory
@@ -58,7 +58,7 @@ class RunSpec:
     begun: called with the memories of the store before the fleet is declared    ended: called with each slot that ended
     """
 
-    fleet: Fleet
+    fleet: FleetSpec
     text: str
     folder: Path
     delete_unowned: bool = False
@@ -305,7 +305,7 @@ class UnownedNodes:
     Those of one fleet. On the thread of the loop only; deleting one blocks it, which harms nothing before the start.
     """
 
-    def __init__(self, runtime: Runtime, registry: FleetRegistry, fleet: Fleet, *, delete: bool) -> None:
+    def __init__(self, runtime: Runtime, registry: FleetRegistry, fleet: FleetSpec, *, delete: bool) -> None:
         self._runtime, self._engine, self._registry, self._fleet = runtime, runtime.engine, registry, fleet
         self._delete = delete
         # The nodes that were there at the start: a later node of the same name is another one.

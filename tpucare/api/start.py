@@ -248,7 +248,7 @@ def _context_kept_event(slot: str, kept: object, now: datetime) -> Event:
     return Event(now, "context", text, slot)
 
 
-def _slots_without_context(memories: dict[str, Memory], fleet: fleets.Fleet, *, fresh: bool) -> list[str]:
+def _slots_without_context(memories: dict[str, Memory], fleet: fleets.FleetSpec, *, fresh: bool) -> list[str]:
     """Slots that start without a context: a person ended them, or their work was done; with *fresh* all."""
     names = {name for name, memory in memories.items() if memory.fleet == fleet.name}
     if fresh:
@@ -334,7 +334,7 @@ def _log_level() -> int:
 # Explicit arguments go before the environment. Nothing is made yet; only a project that is named nowhere is asked for.
 
 
-AnyFleet = TypeVar("AnyFleet", bound=fleets.Fleet)
+AnyFleet = TypeVar("AnyFleet", bound=fleets.FleetSpec)
 
 
 def place_of(call_options: CallOptions, fleet: AnyFleet) -> tuple[Options, AnyFleet]:

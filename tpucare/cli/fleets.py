@@ -210,7 +210,7 @@ def apply(
     Example: tpucare apply pod.yaml --paused
     """
     from tpucare.fleetfile import parse as fleets
-    from tpucare.service.client import order
+    from tpucare.service.client import execute
     from tpucare.service.fleet_folder import fleet_file_of, folder_of, read_text, without_header
 
     if paused and (restart or replace):
@@ -223,7 +223,7 @@ def apply(
         ask(f"Delete the nodes of {fleet.name} and make new ones?", yes=yes)
     command = {"do": "apply", "text": text, "folder": str(path.parent), "file": str(path)}
     chosen = options(context)
-    answer = order(chosen, {**command, "restart": restart, "replace": replace, "paused": paused})
+    answer = execute(chosen, {**command, "restart": restart, "replace": replace, "paused": paused})
     if json_out:
         print_json(answer)
         return
@@ -388,9 +388,9 @@ def _confirm_move(context: typer.Context, *, yes: bool) -> None:
 
 
 def _send(context: typer.Context, verb: str, target: str, done: str, json_out: bool) -> None:
-    from tpucare.service.client import order
+    from tpucare.service.client import execute
 
-    answer = order(options(context, target), {"do": verb, "target": target})
+    answer = execute(options(context, target), {"do": verb, "target": target})
     if json_out:
         print_json(answer)
         return

@@ -1,1 +1,1 @@
-"""Text of a fleet file -> `Fleet`, or errors with file, line and key. Pure; imports `model` alone."""
+"""Text of a fleet file -> `FleetSpec`, or errors with file, line and key. Pure; imports `model` alone."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from tpucare.fleetfile.parse import Fleet
+from tpucare.fleetfile.parse import FleetSpec
 from tpucare.model.accelerators import region_of
 
 QUOTA_PAGE = "https://console.cloud.google.com/iam-admin/quotas"
@@ -19,12 +19,12 @@ ADDRESSES_PER_REGION = 8
 HOSTS_PER_PROJECT = 15
 
 
-def warnings_of(fleets: Sequence[Fleet]) -> list[str]:
+def warnings_of(fleets: Sequence[FleetSpec]) -> list[str]:
     """One line per quota that all *fleets* together may exceed, and one per fleet without a service account."""
     return [*_accounts(fleets), *_addresses(fleets), *_health_checks(fleets)]
 
 
-def _accounts(fleets: Iterable[Fleet]) -> Iterable[str]:
+def _accounts(fleets: Iterable[FleetSpec]) -> Iterable[str]:
     for fleet in fleets:
         if not all(place.service_account for place in fleet.places):
             yield (
@@ -33,7 +33,7 @@ def _accounts(fleets: Iterable[Fleet]) -> Iterable[str]:
             )
 
 
-def _addresses(fleets: Iterable[Fleet]) -> Iterable[str]:
+def _addresses(fleets: Iterable[FleetSpec]) -> Iterable[str]:
     hosts: Counter[tuple[str, str]] = Counter()
     for fleet in fleets:
         for region in sorted({region_of(place.zone) for place in fleet.places}):
@@ -48,7 +48,7 @@ def _addresses(fleets: Iterable[Fleet]) -> Iterable[str]:
             )
 
 
-def _health_checks(fleets: Iterable[Fleet]) -> Iterable[str]:
+def _health_checks(fleets: Iterable[FleetSpec]) -> Iterable[str]:
     hosts: Counter[str] = Counter()
     for fleet in fleets:
         hosts[fleet.project or ""] += fleet.count * fleet.workers

@@ -1,5 +1,5 @@
 """
-Text of a fleet.yaml -> `Fleet`, from which every `Slot` follows; or a ConfigError with one line per problem.
+Text of a fleet.yaml -> `FleetSpec`, from which every `Slot` follows; or a ConfigError with one line per problem.
 
 The caller reads the file and knows its path. The shape is checked in `schema`, single values in `values`, combinations
 of keys and the catalogue in `rules`. Nothing here asks the cloud or the environment.
@@ -210,7 +210,7 @@ EXPANDED_LIMIT_BYTES = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Fleet:
+class FleetSpec:
     """
     The declaration in one file: *count* equal slots.
 
@@ -312,7 +312,7 @@ def parse(
     default_project: str | None = None,
     read_file: ReadFile = read_local,
     accepted: bool = False,
-) -> Fleet:
+) -> FleetSpec:
     """
     The fleet that *text* declares.
 
@@ -367,14 +367,14 @@ def read_text(path: Path) -> str:
         raise ConfigError(f"{path}:{line}: is not UTF-8; save it as UTF-8 text") from None
 
 
-def refuse_shared_names(fleets: Iterable[Fleet]) -> None:
+def refuse_shared_names(fleets: Iterable[FleetSpec]) -> None:
     """
     Refuse two fleets of one name: the names of slots are unique over all fleets of a project.
 
     Raises:
         ConfigError: One line per name that is declared again.
     """
-    first: dict[str, Fleet] = {}
+    first: dict[str, FleetSpec] = {}
     lines = [
         f"{fleet.file}: name: {fleet.name} is declared in {first[fleet.name].file} already; choose another"
         for fleet in fleets
@@ -465,10 +465,10 @@ def _built(
     file: str,
     folder: Path | None,
     default_project: str | None,
-) -> Fleet:
+) -> FleetSpec:
     places = tuple(place for alternative in declared.tpu for place in places_of(alternative))
     keys = dict.fromkeys(key for alternative in declared.tpu for key in alternative.ssh_keys)
-    return Fleet(
+    return FleetSpec(
         name=declared.name,
         count=declared.count,
         project=declared.project or default_project or None,

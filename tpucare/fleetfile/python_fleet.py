@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tpucare.fleetfile import parse as fleets
-from tpucare.fleetfile.parse import Fleet
+from tpucare.fleetfile.parse import FleetSpec
 from tpucare.fleetfile.schema import COUNT_LIMIT
 from tpucare.model.errors import ConfigError
 from tpucare.model.resources import Job, OnExit
@@ -32,7 +32,7 @@ _NO_JOB = {"run": ":", "checkpoint": "/none"}
 
 
 @dataclass(frozen=True, slots=True)
-class PythonFleet(Fleet):
+class PythonFleet(FleetSpec):
     """`single`: its one slot has the fleet's own name, as the host of `start_single` has."""
 
     single: bool = False
@@ -44,7 +44,7 @@ class PythonFleet(Fleet):
         if self.single:
             return 0 if word == self.name else None
         # super() fails here: `slots=True` makes the class a second time, and the method refers to the first one.
-        return Fleet.index_of(self, word)
+        return FleetSpec.index_of(self, word)
 
     def _job_of(self, index: int, name: str) -> Job:  # noqa: ARG002
         return self.job

@@ -124,43 +124,43 @@ def throwaway_state(options: Options) -> Iterator[Options]:
         yield replace(options, state=Path(folder), fleets_in=options.fleets(os.environ))
 
 
-def order(options: Options, what: Mapping[str, Any]) -> dict[str, Any]:
+def execute(options: Options, command: Mapping[str, Any]) -> dict[str, Any]:
     """Execute one command, in the daemon if one runs. Raises: TpuCareError: the command failed."""
-    if (answer := _asked_daemon(options, what)) is not None:
+    if (answer := _asked_daemon(options, command)) is not None:
         return answer
     with standalone(options) as here:
-        return here.handler.handle(what)
+        return here.handler.handle(command)
 
 
-def _asked_daemon(options: Options, what: Mapping[str, Any]) -> dict[str, Any] | None:
+def _asked_daemon(options: Options, command: Mapping[str, Any]) -> dict[str, Any] | None:
     """The daemon's answer; None: no daemon runs."""
     try:
-        return request(options.socket, what)
+        return request(options.socket, command)
     except NoDaemon:
         return None
 
 
 def plan(options: Options, target: str) -> dict[str, Any]:
     """The next action of every slot. Without a daemon the cloud and the workers are observed once; nothing changes."""
-    what = {"do": "plan", "target": target}
-    if (answer := _asked_daemon(options, what)) is not None:
+    command = {"do": "plan", "target": target}
+    if (answer := _asked_daemon(options, command)) is not None:
         return answer
     with throwaway_state(options) as kept, standalone(kept, saves=False) as here:
         # A daemon begins with the files of the fleets folder.
         if here.fleet_folder is not None:
             here.fleet_folder.read_changes()
         here.observe()
-        return here.handler.handle(what)
+        return here.handler.handle(command)
 
 
 def preview(options: Options, file: Path) -> dict[str, Any]:
     """The changes that `apply` of a fleet file would make."""
     text, folder = read_text(file), str(file.absolute().parent)
-    what = {"do": "preview", "text": text, "folder": folder, "file": str(file)}
-    if (answer := _asked_daemon(options, what)) is not None:
+    command = {"do": "preview", "text": text, "folder": folder, "file": str(file)}
+    if (answer := _asked_daemon(options, command)) is not None:
         return answer
     with throwaway_state(options) as kept, standalone(kept, saves=False) as here:
-        return here.handler.handle(what)
+        return here.handler.handle(command)
 
 
 # --- nodes that belong to no slot: `tpucare gc` deletes them, `tpucare adopt-node` gives one to a slot ----------------
@@ -183,10 +183,12 @@ def delete_orphans(options: Options) -> dict[str, Any]:
 
 
 def _gc(options: Options, *, apply: bool) -> dict[str, Any]:
-    order = {"do": "gc", "apply": apply}
-    if (seen := _asked_daemon(options, order)) is not None:
+    command = {"do": "gc", "apply": apply}
+    if (seen := _asked_daemon(options, command)) is not None:
         if not seen["projects"]:
-            raise NotListed("not looked: the daemon has no project to list; start it with --project or apply a fleet")
+            raise NotListed(
+                "nothing was listed: the daemon has no project to list; start it with --project or apply a fleet"
+            )
         return seen
     ended: list[str] = []
 
@@ -200,8 +202,8 @@ def _gc(options: Options, *, apply: bool) -> dict[str, Any]:
         try:
             here.observe()
         except CloudError as error:
-            raise NotListed(f"not looked: {error.message}", error.code, advice=error.advice) from error
-        answer = here.handler.handle(order)
+            raise NotListed(f"nothing was listed: {error.message}", error.code, advice=error.advice) from error
+        answer = here.handler.handle(command)
         here.run_until(lambda: set(answer["deleting"]) <= set(ended), OBSERVE_SECONDS)
         return answer
 
@@ -211,16 +213,16 @@ def _project_of(here: Standalone) -> str:
     try:
         return here.runtime.find_project()
     except ConfigError as error:
-        raise NotListed(f"not looked: {error}") from error
+        raise NotListed(f"nothing was listed: {error}") from error
 
 
 def adopt_node(options: Options, node: str, slot: str) -> dict[str, Any]:
     """Returns once the node bears our labels. Raises: TpuCareError: the API refused."""
-    order = {"do": "adopt-node", "node": node, "slot": slot}
+    command = {"do": "adopt-node", "node": node, "slot": slot}
     newest = _asked_daemon(options, {"do": "events", "limit": 1})
     if newest is None:
-        return _adopt_here(options, order)
-    answer = request(options.socket, order)
+        return _adopt_here(options, command)
+    answer = request(options.socket, command)
     after = max((row["number"] for row in newest["events"]), default=0)
     until = time.monotonic() + OBSERVE_SECONDS
     while time.monotonic() < until:
@@ -231,21 +233,21 @@ def adopt_node(options: Options, node: str, slot: str) -> dict[str, Any]:
                 return answer
         after = rows[-1]["number"] if rows else after
         time.sleep(ASK_EVERY_SECONDS)
-    raise TpuCareError(f"{node}: the API did not answer within {OBSERVE_SECONDS:.0f} s; look at `tpucare events`")
+    raise TpuCareError(f"{node}: the API did not answer within {OBSERVE_SECONDS:.0f} s; see `tpucare events`")
 
 
-def _adopt_here(options: Options, order: Mapping[str, str]) -> dict[str, Any]:
+def _adopt_here(options: Options, command: Mapping[str, str]) -> dict[str, Any]:
     ended: list[Event] = []
 
     def listen(event: Event) -> None:
-        if event.kind == "adopted" and event.node == order["node"]:
+        if event.kind == "adopted" and event.node == command["node"]:
             ended.append(event)
 
     with standalone(options, listen=listen) as here:
         here.observe()
-        answer = here.handler.handle(order)
+        answer = here.handler.handle(command)
         if not here.run_until(lambda: bool(ended), OBSERVE_SECONDS):
-            raise TpuCareError(f"{order['node']}: the API did not answer within {OBSERVE_SECONDS:.0f} s")
+            raise TpuCareError(f"{command['node']}: the API did not answer within {OBSERVE_SECONDS:.0f} s")
         _raise_failed(ended[0].level, ended[0].text)
         return answer
 
@@ -298,7 +300,7 @@ def order_down(
     Order the process that holds the store to take *targets* down; without one, or when it ends first, call *here*.
 
     here: does it in this process under the lock of the store; raises StoreLocked while another process holds it
-    patience_seconds: how long a process may hold the store without taking orders: it may start or end at this moment
+    patience_seconds: how long a process may hold the store without taking commands: it may start or end at this moment
     Raises: StoreLocked, Refused: it still does.
     """
     until = time.monotonic() + patience_seconds

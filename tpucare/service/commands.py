@@ -15,7 +15,7 @@ from typing import Any
 
 from tpucare._version import __version__
 from tpucare.fleetfile import yaml_document as yaml_lines
-from tpucare.fleetfile.parse import Fleet
+from tpucare.fleetfile.parse import FleetSpec
 from tpucare.model.actions import Wait
 from tpucare.model.errors import ConfigError, TpuCareError
 from tpucare.model.memory import DesiredState, Memory
@@ -197,7 +197,7 @@ class CommandHandler:
             "restarted": self._change_live(fleet.name, wishes.restart, "restart") if restart and not replace else [],
         }
 
-    def _missing_secrets(self, fleet: Fleet) -> list[str]:
+    def _missing_secrets(self, fleet: FleetSpec) -> list[str]:
         lacks = self._registry.missing_secrets(fleet)
         return [f"{fleet.name}: {lacks}; until then no node is asked for"] if lacks else []
 
@@ -223,7 +223,7 @@ class CommandHandler:
             "warnings": [*fleet.warnings, *self._missing_secrets(fleet)],
         }
 
-    def _changes(self, fleet: Fleet, text: str) -> list[Answer]:
+    def _changes(self, fleet: FleetSpec, text: str) -> list[Answer]:
         """How *text* differs from the text that was accepted last, key by key."""
         record, before = self._registry.records.get(fleet.name), self._registry.fleets.get(fleet.name)
         if record is None or before is None:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from tpucare.adapters.state import folder as state_folder
 from tpucare.fleetfile import yaml_document as yaml_lines
-from tpucare.fleetfile.parse import Fleet
+from tpucare.fleetfile.parse import FleetSpec
 from tpucare.model.errors import ConfigError, StoreError
 from tpucare.model.local_files import open_regular, sync_folder
 from tpucare.model.memory import DesiredState
@@ -177,7 +177,7 @@ class FleetFolder:
             raise ConfigError(f"{path} declares fleet {self._declared[path]}: rename that file first")
         return path
 
-    def copy_in(self, fleet: Fleet, text: str, folder: Path, file: str) -> str:
+    def copy_in(self, fleet: FleetSpec, text: str, folder: Path, file: str) -> str:
         """
         Copy the text of an applied file into the folder; returns the text of the copy.
 
@@ -226,8 +226,8 @@ class FleetFolder:
                 path.rename(mark)
                 sync_folder(path.parent)
             except OSError as error:
-                told = f"{path} cannot be renamed to {mark.name}: {error.strerror}"
-                self._registry.report("fleet-down", f"{told}; a store that is lost would start {fleet} again", fleet)
+                message = f"{path} cannot be renamed to {mark.name}: {error.strerror}"
+                self._registry.report("fleet-down", f"{message}; a store that is lost would start {fleet} again", fleet)
                 continue
             del self._declared[path]
 
@@ -291,7 +291,7 @@ class FleetFolder:
         if self._registry.would_change(fleet, text, folder):
             self._accept(fleet, text, folder, path)
 
-    def _read(self, path: Path) -> tuple[str, Fleet, Path]:
+    def _read(self, path: Path) -> tuple[str, FleetSpec, Path]:
         """Text of a file, its fleet, and where its relative paths start. Raises: ConfigError."""
         text = read_text(path)
         if not text.startswith(_HEADER):
@@ -302,8 +302,8 @@ class FleetFolder:
         try:
             return text, self._registry.parse(text, file=str(path), folder=None), path.parent
         except ConfigError as error:
-            told = f"{path}:1: `tpucare apply` did not write this line here, so it is not used: apply the file"
-            raise ConfigError(f"{told}, or delete the line\n{error}") from error
+            message = f"{path}:1: `tpucare apply` did not write this line here, so it is not used: apply the file"
+            raise ConfigError(f"{message}, or delete the line\n{error}") from error
 
     def base_of(self, text: str) -> Path | None:
         """The folder that an applied copy names, if the fleet was applied from there. Raises: ConfigError."""
@@ -312,26 +312,26 @@ class FleetFolder:
         named = folder_of(text, self.folder)
         return named if self._registry.was_applied_from(yaml_lines.named(text, "name"), named) else None
 
-    def _accept(self, fleet: Fleet, text: str, folder: Path, path: Path) -> None:
+    def _accept(self, fleet: FleetSpec, text: str, folder: Path, path: Path) -> None:
         record = self._registry.records.get(fleet.name)
         if record is None and (marks := self._marks(fleet.name)):
-            told = (
+            message = (
                 f"{path}: {fleet.name} was taken down ({marks[0].name}) and stays so; `tpucare apply {path}` starts it"
             )
-            self._registry.report("fleet-down", told, fleet.name)
+            self._registry.report("fleet-down", message, fleet.name)
             return
         wish = record.wish if record is not None else DesiredState.UP
         self._registry.accept(fleet, text, folder, wish)
         for warning in (*fleet.warnings, *filter(None, [self._registry.missing_secrets(fleet)])):
             self._registry.report("fleet-warning", warning, fleet.name)
         if wish is DesiredState.DOWN:
-            told = f"{path}: {fleet.name} was taken down and stays so; `tpucare apply {path}` starts it"
-            self._registry.report("fleet-down", told, fleet.name)
+            message = f"{path}: {fleet.name} was taken down and stays so; `tpucare apply {path}` starts it"
+            self._registry.report("fleet-down", message, fleet.name)
         else:
             slots = counted(fleet.count, "slot")
             self._registry.report("fleet", f"{path}: {fleet.name} accepted, {slots}", fleet.name, "info")
 
-    def _refuse_second_file(self, fleet: Fleet, path: Path) -> None:
+    def _refuse_second_file(self, fleet: FleetSpec, path: Path) -> None:
         for other, name in self._declared.items():
             if name == fleet.name and other != path and other.exists():
                 raise ConfigError(f"{path}: name: {name} is declared in {other} already; choose another")
@@ -345,8 +345,8 @@ class FleetFolder:
     def _report_undeclared(self, name: str, why: str) -> None:
         record = self._registry.records.get(name)
         if record is not None and record.wish is not DesiredState.DOWN:
-            told = f"{why}: {name} runs on as last accepted; `tpucare down {name}` ends it"
-            self._registry.report("fleet-missing", told, name)
+            message = f"{why}: {name} runs on as last accepted; `tpucare down {name}` ends it"
+            self._registry.report("fleet-missing", message, name)
 
     def _report_undeclared_fleets(self) -> None:
         for name in self._registry.records:

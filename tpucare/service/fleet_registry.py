@@ -19,7 +19,7 @@ from tpucare.adapters.state import folder as state_folder
 from tpucare.engine.engine import Engine
 from tpucare.fleetfile import parse as fleets
 from tpucare.fleetfile import python_fleet as fleet_python
-from tpucare.fleetfile.parse import Fleet
+from tpucare.fleetfile.parse import FleetSpec
 from tpucare.model.errors import ConfigError
 from tpucare.model.local_files import EVERYWHERE_PRIVATE, Private
 from tpucare.model.memory import DesiredState, End, FleetRecord
@@ -63,7 +63,7 @@ class FleetRegistry:
         neighbours: the other stores of the state folder; a slot of theirs is refused here
         """
         self.records: dict[str, FleetRecord] = store.fleets()
-        self.fleets: dict[str, Fleet] = {}
+        self.fleets: dict[str, FleetSpec] = {}
         self.unread: dict[str, str] = {}
         self._engine, self._store, self._clock = engine, store, clock
         self._kept = state / ACCEPTED
@@ -107,7 +107,7 @@ class FleetRegistry:
             if record.wish is DesiredState.DOWN and self.saves:
                 self.take_down(record.name)
 
-    def _read(self, record: FleetRecord) -> Fleet:
+    def _read(self, record: FleetRecord) -> FleetSpec:
         contents = self._contents_of(record.name)
 
         def read(folder: Path, path: str) -> bytes:
@@ -118,7 +118,7 @@ class FleetRegistry:
 
         file = f"{record.name}.yaml (as accepted)"
         if fleet_python.is_python(record.text):
-            fleet: Fleet = fleet_python.parse(record.text, file=f"{record.name} (as started)")
+            fleet: FleetSpec = fleet_python.parse(record.text, file=f"{record.name} (as started)")
         else:
             folder = Path(record.folder)
             fleet = fleets.parse(record.text, file=file, folder=folder, read_file=read, accepted=True)
@@ -127,7 +127,7 @@ class FleetRegistry:
             self._pin_project(record.name, fleet.project)
         return replace(fleet, project=fleet.project or record.project or self._find_project())
 
-    def with_project(self, fleet: Fleet) -> Fleet:
+    def with_project(self, fleet: FleetSpec) -> FleetSpec:
         """
         *fleet* with its project. A new text without one stays in the project of the last text, whatever the default is
         now, until the fleet was taken down and nothing of it is left.
@@ -157,7 +157,7 @@ class FleetRegistry:
 
     # --- a new text --------------------------------------------------------------------------------------------------
 
-    def parse(self, text: str, *, file: str, folder: Path | None) -> Fleet:
+    def parse(self, text: str, *, file: str, folder: Path | None) -> FleetSpec:
         """
         The fleet that *text* declares; its relative paths start at *folder*.
 
@@ -189,7 +189,7 @@ class FleetRegistry:
         except (OSError, ValueError):
             return ""
 
-    def refuse_conflicts(self, fleet: Fleet) -> None:
+    def refuse_conflicts(self, fleet: FleetSpec) -> None:
         """Raises: ConfigError: another store of the folder has such a slot, or nodes or checkpoints would move."""
         self._refuse_other_project(fleet)
         self._refuse_moved_checkpoint(fleet)
@@ -197,7 +197,7 @@ class FleetRegistry:
             names = [fleet.slot_name(index) for index in range(fleet.count)]
             self._neighbours.refuse_shared(fleet.name, names, fleet.project)
 
-    def _refuse_other_project(self, fleet: Fleet) -> None:
+    def _refuse_other_project(self, fleet: FleetSpec) -> None:
         """
         Rule 1: an older node is proven dead in its own project only; NOT_FOUND in another proves nothing.
 
@@ -211,7 +211,7 @@ class FleetRegistry:
                 f"move to {fleet.project}: name {before}, or `tpucare down {fleet.name}` first"
             )
 
-    def _refuse_moved_checkpoint(self, fleet: Fleet) -> None:
+    def _refuse_moved_checkpoint(self, fleet: FleetSpec) -> None:
         """
         A single slot keeps its checkpoints in `checkpoint`; with more slots, each has its own folder below it.
 
@@ -236,7 +236,7 @@ class FleetRegistry:
                 f"`checkpoint: {own}`, or `tpucare down {fleet.name}` first"
             )
 
-    def would_change(self, fleet: Fleet, text: str, folder: Path) -> bool:
+    def would_change(self, fleet: FleetSpec, text: str, folder: Path) -> bool:
         """Whether `accept` would change anything."""
         record, before = self.records.get(fleet.name), self.fleets.get(fleet.name)
         if record is None or before is None:
@@ -245,7 +245,7 @@ class FleetRegistry:
         now = (text, str(folder), fleet.contents, fleet.project)
         return now != (record.text, record.folder, before.contents, before.project)
 
-    def accept(self, fleet: Fleet, text: str, folder: Path, wish: DesiredState) -> None:
+    def accept(self, fleet: FleetSpec, text: str, folder: Path, wish: DesiredState) -> None:
         """
         Store *fleet* and declare it to the engine; no node is replaced for it.
 
@@ -266,14 +266,14 @@ class FleetRegistry:
         self._unpinned.discard(fleet.name)
         self._declare(fleet, wish)
 
-    def _with_surplus_files(self, fleet: Fleet, kept: Callable[[str], bytes | None]) -> Fleet:
+    def _with_surplus_files(self, fleet: FleetSpec, kept: Callable[[str], bytes | None]) -> FleetSpec:
         """*fleet* with the kept files that slots beyond its count need for their next launch."""
         indices = [fleet.index_of(name) for name in self._engine.roster.known(fleet.name)]
         paths = {path for index in indices if index is not None for path in fleet.local_files(index)}
         contents = {path: content for path in paths if (content := kept(path)) is not None}
         return replace(fleet, contents={**contents, **fleet.contents}) if contents else fleet
 
-    def _declare(self, fleet: Fleet, wish: DesiredState) -> None:
+    def _declare(self, fleet: FleetSpec, wish: DesiredState) -> None:
         self.fleets[fleet.name] = fleet
         lacks = self.missing_secrets(fleet)
         slots = () if wish is DesiredState.DOWN else [replace(slot, lacks=lacks) for slot in fleet.slots()]
@@ -281,7 +281,7 @@ class FleetRegistry:
             self._engine.watch(fleet.project)
         self._engine.declare(fleet.name, slots, lambda name: self._surplus_slot(fleet, name), wish)
 
-    def missing_secrets(self, fleet: Fleet) -> str:
+    def missing_secrets(self, fleet: FleetSpec) -> str:
         """Which secrets of *fleet* are not set, and what to do; empty when none is missing or that is not known."""
         if self._secrets is None:
             return ""
@@ -294,7 +294,7 @@ class FleetRegistry:
         which = f"secret {missing[0]} is" if len(missing) == 1 else f"secrets {', '.join(missing)} are"
         return f"{which} not set: put it into the daemon's environment or credentials folder, and start it again"
 
-    def _surplus_slot(self, fleet: Fleet, name: str) -> Slot | None:
+    def _surplus_slot(self, fleet: FleetSpec, name: str) -> Slot | None:
         index = fleet.index_of(name)
         if index is None or name != fleet.slot_name(index):
             return None

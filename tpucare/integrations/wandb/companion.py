@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from tpucare.engine.engine import Engine
 from tpucare.engine.tracking import SlotTrack
-from tpucare.fleetfile.parse import Fleet
+from tpucare.fleetfile.parse import FleetSpec
 from tpucare.integrations.wandb.account import KEY_VARIABLE, api_key, base_url, key_refusal
 from tpucare.integrations.wandb.client import GraphqlSweeps, SweepService, SweepSilent
 from tpucare.integrations.wandb.rules import (
@@ -133,7 +133,7 @@ class Fleets(Protocol):
     def records(self) -> Mapping[str, FleetRecord]: ...
 
     @property
-    def fleets(self) -> Mapping[str, Fleet]: ...
+    def fleets(self) -> Mapping[str, FleetSpec]: ...
 
     def slots_of(self, fleet: str) -> list[str]: ...
 

@@ -16,7 +16,7 @@ import yaml
 from tpucare.adapters.runner.scripts import read_template
 from tpucare.api.fleet import plain_value
 from tpucare.fleetfile import yaml_document
-from tpucare.fleetfile.parse import Fleet
+from tpucare.fleetfile.parse import FleetSpec
 from tpucare.integrations.wandb.account import KEY_VARIABLE, URL_VARIABLE
 from tpucare.integrations.wandb.rules import SWEEP_VARIABLE, SweepPath
 from tpucare.model.errors import ConfigError
@@ -125,7 +125,7 @@ def agent_command() -> str:
     return f"python3 -c {shlex.quote(read_template('sweep_agent.py'))}"
 
 
-def refuse_unfit(fleet: Fleet) -> None:
+def refuse_unfit(fleet: FleetSpec) -> None:
     """Raises: ConfigError: a fleet that a sweep cannot use."""
     if fleet.workers > 1:
         kinds = sorted({place.accelerator_type for place in fleet.places if place.workers > 1})

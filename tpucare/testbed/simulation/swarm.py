@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from tpucare.fleetfile.parse import Fleet
+from tpucare.fleetfile.parse import FleetSpec
 from tpucare.integrations.wandb.companion import PATIENCE_SECONDS, TRY_AGAIN_SECONDS, Answer, SweepCare
 from tpucare.integrations.wandb.rules import SWEEP_VARIABLE, SweepReport, parse_path
 from tpucare.model.memory import End, FleetRecord
@@ -58,13 +58,13 @@ class Swarm:
         return self.history.daemon.disk.fleets
 
     @property
-    def fleets(self) -> Mapping[str, Fleet]:
+    def fleets(self) -> Mapping[str, FleetSpec]:
         declared = self.history.daemon.declared
         found = {}
         for name in self.sweeps:
             first = declared[name][0]
             assert first.job is not None
-            found[name] = Fleet(name, len(declared[name]), first.project, first.places, first.job, first.care)
+            found[name] = FleetSpec(name, len(declared[name]), first.project, first.places, first.job, first.care)
         return found
 
     def slots_of(self, fleet: str) -> list[str]:
