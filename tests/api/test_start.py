@@ -39,7 +39,8 @@ from tpucare.model.errors import (
     StoreLocked,
     Transient,
 )
-from tpucare.model.memory import DesiredState, FleetRecord
+from tpucare.model.lifecycles import NodeStatus
+from tpucare.model.memory import DesiredState, End, FleetRecord, Memory, NodeMemory
 from tpucare.model.resources import (
     LABEL_FLEET,
     LABEL_OWNER,
@@ -284,6 +285,21 @@ def test_a_context_that_is_kept_from_the_last_start_is_named_at_this_one() -> No
     assert (said.kind, said.slot) == ("context", "pod")
     assert "the last start (dict) is kept" in said.text
     assert "fresh=True begins without it" in said.text
+
+
+def test_a_context_is_kept_while_its_node_goes() -> None:
+    """Only a person's `down`, the end of its work, or `fresh=True` begins without one."""
+    tpu = {"type": "v4-8", "zones": ["us-central2-b"]}
+    fleet = tpucare.Fleet("pod", tpu, {"run": "true"}, count=3, project="my-project").parsed
+    lost = NodeMemory("pod-0-a0", "us-central2-b", 1, datetime(2026, 11, 1, tzinfo=UTC), status=NodeStatus.DEAD)
+    memories = {
+        "pod-0": Memory("pod", nodes=(lost,)),
+        "pod-1": Memory("pod", wish=DesiredState.DOWN),
+        "pod-2": Memory("pod", end=End.DONE),
+        "other-0": Memory("other", wish=DesiredState.DOWN),
+    }
+    assert api._slots_without_context(memories, fleet, fresh=False) == ["pod-1", "pod-2"]
+    assert api._slots_without_context(memories, fleet, fresh=True) == ["pod-0", "pod-1", "pod-2"]
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from tests.kits.harness import CARE, Daemon, slots_of
 from tpucare.adapters.google.classify import Where, classify
 from tpucare.model.causes import Cause
 from tpucare.model.errors import NodeGone
-from tpucare.model.memory import Trust
+from tpucare.model.memory import DesiredState, Trust
 from tpucare.model.resources import HostKeys, NodeKey
 from tpucare.testbed.emulator.world.config import WorldConfig
 
@@ -85,6 +85,26 @@ def test_a_delete_that_did_not_happen_leaves_the_pins(daemon: Daemon) -> None:
     refuse_guest_attributes(daemon, 5, NOT_PUBLISHED)
     daemon.run(minutes=2)
     assert daemon.causes()["pod-0"] is Cause.HOST_KEY_CHANGED
+
+
+def test_a_delete_that_is_refused_leaves_the_pins_until_the_node_is_gone(daemon: Daemon) -> None:
+    """The engine dropped them when it asked for the delete, whatever came of that."""
+    daemon.care_for("pod")
+    daemon.run_until(lambda: daemon.trains("pod-0"))
+    key = daemon.node_of("pod-0").key
+
+    def delete_node(key: NodeKey) -> None:
+        raise classify(7, "The caller does not have permission", Where.DELETE)
+
+    daemon.cloud.delete_node = delete_node  # type: ignore[method-assign]
+    daemon.wish("pod-0", DesiredState.DOWN)
+    daemon.run(minutes=10)
+    assert daemon.told("delete")
+    assert len(daemon.launcher._pins[key]) == 4
+    del daemon.cloud.delete_node
+    daemon.run(hours=1)
+    assert daemon.engine.is_over("pod-0")
+    assert key not in daemon.launcher._pins
 
 
 def test_an_update_that_misses_its_node_is_a_reason_to_look(daemon: Daemon) -> None:
