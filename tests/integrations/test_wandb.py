@@ -199,7 +199,7 @@ def test_the_client_reads_a_sweep_and_its_runs(server: WandbServer) -> None:
             agent = server.world.create_agent(sweep, "host", server.now())
             server.world.heartbeat(agent.id, {}, server.now())
         run = server.world.begin_run("me", "p", sweep.runs[0], "", server.now())[0]
-        server.world.hear_run(run, server.now(), preempting=False, complete=True, exit_code=0)
+        server.world.report_run(run, server.now(), preempting=False, complete=True, exit_code=0)
     assert client.report(path) == SweepReport("RUNNING", 3, {"finished": 1, "pending": 1})
 
 

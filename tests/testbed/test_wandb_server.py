@@ -63,7 +63,7 @@ class Story:
 
     def says(self, run: Run, *, marked: bool = False, status: int | None = None) -> None:
         done = status is not None
-        self.world.hear_run(run, self.now, preempting=marked, complete=done, exit_code=status)
+        self.world.report_run(run, self.now, preempting=marked, complete=done, exit_code=status)
 
     def pass_seconds(self, seconds: float, *beating: tuple[Agent, str]) -> None:
         for _ in range(round(seconds)):

@@ -44,7 +44,7 @@ def demo(
     from rich.console import Console
 
     from tpucare.testbed.demo import screen as demo_screen
-    from tpucare.testbed.demo.run import play
+    from tpucare.testbed.demo.run import run_demo
     from tpucare.testbed.demo.setup import DemoOptions
 
     # After the SIGTERM of a service manager or the SIGHUP of a closed terminal the demo still ends its processes.
@@ -57,7 +57,7 @@ def demo(
     console = Console(stderr=json, quiet=json)
     screen, show = demo_screen.watch(console, options)
     with screen:
-        report = play(options, show)
+        report = run_demo(options, show)
     if json:
         print_json(report.as_json())
     else:

@@ -1,1 +1,1 @@
-"""See docs/design.md, section 3."""
+"""What stands in for the outer world: the emulated cloud, the W&B stand-in, simulations, the demo and the audit."""

@@ -1,9 +1,8 @@
 """
-Replays the audit log of a world against the promises of tpucare: what a history can show, no cooperation needed.
+Checks the audit log of a world by the rules of tpucare (docs/design.md, section 5), without help of tpucare itself.
 
-Each rule is a pure function from records (as `World.audit` gives them, or lines of the JSONL that a server writes) to
-findings; no findings, no broken promise. What a history cannot show (whether a timeout counted observed time, say) is
-left to the tests of the parts.
+Each check is a pure function from records (of `World.audit`, or lines of the JSONL that a server writes) to findings;
+without findings no rule is broken. Tests of the parts check rules that a log cannot show, such as observed time.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from tpucare.model.resources import LABEL_FLEET, LABEL_OWNER, LABEL_SLOT, Health
 Record = Mapping[str, Any]
 
 LOST_AFTER_SECONDS = 10.0
-"""A caller may have given up on an answer that took longer than this."""
+"""A caller may have given up waiting for an answer that took longer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One broken promise, at one instant."""
+    """One broken rule, at one instant."""
 
     rule: str
     at: str
@@ -39,14 +38,14 @@ class Finding:
 @dataclass(frozen=True, slots=True)
 class Expected:
     """
-    What an outside check knows besides the log.
+    Facts that are not in the log.
 
-    owner:          nodes with this owner label are ours; empty: not known, the rules that need it find nothing
+    owner:          nodes with this owner label are ours; empty: unknown, and the checks that need it find nothing
     fleets:         fleets that the store has known; None: any
-    live_slots:     slots that should hold a node at the end; None: not judged
+    live_slots:     slots that should hold a node at the end; None: not checked
     allowed_deletes: ids of nodes whose delete a person or a finished run asked for
-    restarts:       instants at which the daemon was killed and started again: what was in flight then is in doubt
-    secrets:        values that must not stand anywhere in the log
+    restarts:       instants at which the daemon was killed and started again: calls in flight then are in doubt
+    secrets:        values that must not appear anywhere in the log
     """
 
     owner: str = ""
@@ -62,7 +61,7 @@ def check(source: Path | Iterable[Record], expected: Expected) -> list[Finding]:
     """
     Every finding, oldest first; empty = clean.
 
-    Raises: OSError, ValueError: a file that cannot be read, or is no JSONL.
+    Raises: OSError, ValueError: the file cannot be read, or is not JSONL.
     """
     records = load(source) if isinstance(source, Path) else list(source)
     findings = [
@@ -96,7 +95,7 @@ def load(path: Path) -> list[Record]:
 
 @dataclass(frozen=True, slots=True)
 class _Start:
-    """A run that started on a worker, and what was alive for its slot at that instant, per (node, worker)."""
+    """A run that started on a worker, and the runs of its slot alive at that instant, per (node, worker)."""
 
     record: Record
     slot: str
@@ -160,14 +159,14 @@ def _slots(records: Iterable[Record]) -> dict[str, str]:
 
 
 def _slot_of(record: Record, slots: Mapping[str, str]) -> str:
-    """By the node's label, else by the name in the token, `<slot>-a<number>.<n>`."""
+    """The slot in the node's label, else in the token, `<slot>-a<number>.<n>`."""
     if labelled := slots.get(record["name"]):
         return labelled
     parsed = parse_node_name(str(record["token"]).rpartition(".")[0])
     return parsed[0] if parsed else str(record["name"])
 
 
-# --- rule 2: touch only what is ours ---------------------------------------------------------------------------------
+# --- rule 2: touch only our own nodes --------------------------------------------------------------------------------
 
 
 def foreign_deletes(records: Iterable[Record], expected: Expected) -> list[Finding]:
@@ -193,8 +192,8 @@ def repeated_names(records: Iterable[Record], expected: Expected) -> list[Findin
     """
     A create under a name that was accepted before.
 
-    Sending again is right only when the answer was lost, may have come too late, or the asker died meanwhile. A call
-    that was sent earlier and was overtaken by its repetition is not asked again.
+    A second create is right only if the answer to the first was lost, may have come too late, or the daemon died in
+    between. A call that its own repetition overtook does not count as a second one.
     """
     found = []
     answered: dict[str, Record] = {}
@@ -221,7 +220,7 @@ def _asked_at(record: Record) -> datetime:
 
 
 def _restarted_between(before: Record, after: Record, expected: Expected) -> bool:
-    # A call may be on its way while the process that asked dies: the next one never hears how it ended.
+    # A call may be in flight while its process dies: the next process does not learn how it ended.
     return any(_asked_at(before) <= restart <= _instant(after) for restart in expected.restarts)
 
 
@@ -245,7 +244,7 @@ def create_bursts(records: Iterable[Record], expected: Expected) -> list[Finding
 
 
 def leaks(records: Iterable[Record], expected: Expected) -> list[Finding]:
-    """Our nodes that exist at the end though no slot wants them, or beside a newer node of their slot."""
+    """Our nodes that exist at the end although no slot wants them, or beside a newer node of their slot."""
     if expected.live_slots is None:
         return []
     left: dict[str, Record] = {}
@@ -267,11 +266,11 @@ def leaks(records: Iterable[Record], expected: Expected) -> list[Finding]:
     return found
 
 
-# --- rules 6 and 12: nothing that lives is deleted unasked -----------------------------------------------------------
+# --- rules 6 and 12: no living node is deleted unasked ---------------------------------------------------------------
 
 
 def unasked_deletes(records: Iterable[Record], expected: Expected) -> list[Finding]:
-    """A delete that met a READY, healthy node all of whose workers answered, and that nobody had asked for."""
+    """An unasked delete of a READY, healthy node whose workers all answered."""
     found = []
     for record in _accepted(records, "DeleteNode"):
         is_well = record["state"] == NodeState.READY and record["health"] in (Health.UNSPECIFIED, Health.HEALTHY)
@@ -285,7 +284,7 @@ def unasked_deletes(records: Iterable[Record], expected: Expected) -> list[Findi
 
 
 def shown_secrets(records: Iterable[Record], expected: Expected) -> list[Finding]:
-    """A secret's value in a label, in metadata or anywhere else the cloud could read; it is not repeated here."""
+    """A secret's value in a label, in metadata or elsewhere in the cloud; findings do not repeat the value."""
     secrets = [json.dumps(secret)[1:-1] for secret in expected.secrets if secret]
     if not secrets:
         return []
@@ -306,7 +305,7 @@ def _is_call(record: Record, method: str) -> bool:
 
 
 def _accepted(records: Iterable[Record], method: str) -> Iterator[Record]:
-    """Calls that took effect; a delete that met one under way changed nothing."""
+    """Calls that took effect; a delete during another delete changes nothing."""
     for record in records:
         if _is_call(record, method) and record["applied"] and record["code"] == 0 and not record.get("repeated"):
             yield record

@@ -1,7 +1,7 @@
 """
-Where the example folders are that the demo and `tpucare init` hand out.
+Finds the example folders for the demo and `tpucare init`.
 
-They belong to the source tree (`examples/`) and travel inside the wheel as `tpucare/_examples/`.
+They belong to the source tree (`examples/`), and the wheel has them as `tpucare/_examples/`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """
-The hand of the data centre: takes the node away at seeded moments, once with a stockout in its zone.
+The preemptions of the demo: at seeded moments, one of them with a stockout in the zone.
 
-It watches the training through what the daemon says, and acts only on the emulated cloud; the daemon learns of it as it
+They follow the training as the daemon reports it, and act only on the emulated cloud; the daemon learns of them as it
 would from the real one.
 """
 
@@ -14,7 +14,7 @@ from datetime import datetime
 from tpucare.testbed.demo.setup import Stage
 from tpucare.testbed.emulator.world.records import NodeRecord
 
-# A fifth of all steps is made before each preemption; what is left over is spread by chance.
+# A fifth of all steps precedes each preemption; the remaining steps are spread by chance.
 LEAST_SHARE = 0.2
 TIER = "spot"
 
@@ -39,23 +39,23 @@ def scenes(preemptions: int, steps: int, rng: random.Random) -> list[Scene]:
 
 @dataclass(slots=True)
 class Director:
-    """Plays the scenes one after the other; `losses` says which node died when."""
+    """Applies the scenes one after the other; `losses` has the node and the time of each."""
 
     stage: Stage
     plan: list[Scene]
     losses: list[tuple[str, datetime]] = field(default_factory=list)
     _short_zone: str = ""
 
-    def look(self, node: str, step: int | None, started_from: int) -> None:
-        """What the daemon knows now: the node that trains, its step, and the step that it began from."""
+    def update(self, node: str, step: int | None, started_from: int) -> None:
+        """Apply the next scene if it is due. *node* trains at *step*, and began from *started_from*."""
         if self._short_zone and node and self._zone_of(node) not in ("", self._short_zone):
             self._refill()
         if not self.plan or step is None or not node or any(node == lost for lost, _ in self.losses):
             return
         if step - started_from >= self.plan[0].after_steps:
-            self._play(self.plan.pop(0), node)
+            self._preempt(self.plan.pop(0), node)
 
-    def _play(self, scene: Scene, node: str) -> None:
+    def _preempt(self, scene: Scene, node: str) -> None:
         server = self.stage.server
         assert server is not None
         with server.lock:
@@ -69,7 +69,7 @@ class Director:
         self.losses.append((node, now))
 
     def _refill(self) -> None:
-        """Capacity is back once the failover has been seen."""
+        """Give the capacity back once the failover has happened."""
         server = self.stage.server
         assert server is not None
         with server.lock:

@@ -1,7 +1,5 @@
 """
-What the demo knows while it runs: the daemon's store, read as `tpucare events` reads it, and the logs it kept.
-
-Read-only; the daemon does not know that anybody looks.
+Reads the daemon's store, as `tpucare events` does, and the logs that it keeps. Read-only.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ class DaemonReader:
     _reader: SqliteReader | None = None
 
     def refresh(self) -> list[Told]:
-        """New events; none while the daemon has not made its store yet."""
+        """New events; none until the daemon has made its store."""
         if self._reader is None and not self._open():
             return []
         assert self._reader is not None
@@ -64,11 +62,11 @@ class DaemonReader:
         return read_life(memory.run.token, log.decode(errors="replace"), self.stage.options.save_every)
 
     def lives(self) -> list[Life]:
-        """Every run, by what worker 0 itself wrote until it died: the steps nobody heard of included."""
+        """Every run, by the log on its worker 0, which has steps that the daemon never read."""
         return [read_life(token, self._log_on_worker(token), self.stage.options.save_every) for token in self.tokens]
 
     def _log_on_worker(self, token: str) -> str:
         folders = [path for path in Path(self.stage.emulator).rglob(token) if path.is_dir()]
         logs = [(folder / "log").read_text(errors="replace") for folder in folders if (folder / "log").is_file()]
-        # Only process 0 of the training says anything about steps.
+        # Only process 0 of the training logs steps.
         return max(logs, key=lambda text: text.count("\nstep "), default="")

@@ -1,8 +1,8 @@
 """
-The training that nobody disturbed: what the demo's survivor is compared with.
+The undisturbed training, with which the demo compares its result.
 
 The same folder, seed and number of hosts, run as plain local processes: no tpucare, no SSH, no emulated cloud, no
-checkpoint to resume from. What `train.py` promises about bits is written in its README; this only runs it.
+checkpoint to resume from. The README of `train.py` says what it promises about bits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 from tpucare.model.errors import ConfigError, TpuCareError
 from tpucare.model.text import length
 
-# Several times what 1,000 steps on two busy cores take.
+# Several times the length of 1,000 steps on two busy cores.
 DEADLINE = timedelta(minutes=10)
 
 _LOG_TAIL_BYTES = 2000
@@ -40,10 +40,9 @@ def undisturbed(
     deadline: timedelta = DEADLINE,
 ) -> dict[str, Any]:
     """
-    Train from nothing to the end without interruption, and return what `result.json` says.
+    Train from nothing to the end without interruption, and return the content of `result.json`.
 
-    *folder* gets `checkpoints/` and a log of each host; it must not hold checkpoints yet. Every process is ended when
-    this returns, however it returns.
+    *folder* gets `checkpoints/` and a log of each host; it must not hold checkpoints yet. No process outlives the call.
 
     Raises:
         ConfigError: *folder* holds checkpoints already, so the run would resume and prove nothing.
@@ -58,9 +57,9 @@ def beginning(
     train_folder: Path, *, hosts: int, steps: int, seed: int, save_every: int, folder: Path, nice: int = 0
 ) -> Iterator[Callable[[timedelta], dict[str, Any]]]:
     """
-    Begin as `undisturbed` does, and go on: what is yielded waits for the end, at most for a deadline, and returns it.
+    Begin as `undisturbed` does, and yield a function that waits for the end, at most for a deadline, and returns it.
 
-    *nice*: 19 = they only take what nobody else wants. Every process is ended at the end of the context.
+    *nice*: 19 = the processes use only idle time. Every process is ended at the end of the context.
     """
     checkpoint = folder / "checkpoints"
     if checkpoint.exists():
@@ -89,10 +88,10 @@ def host_environment(
     environ: Mapping[str, str], index: int, count: int, coordinator: str, checkpoint: Path
 ) -> dict[str, str]:
     """
-    What one host of a training on local CPUs sees: the variables that the runner would set.
+    The environment of one host of a training on local CPUs, with the variables that the runner would set.
 
-    Nothing of the caller's own JAX, XLA or tpucare settings gets through, since they could change bits; nor do proxies,
-    which gRPC would ask for the way to the coordinator.
+    The caller's own settings of JAX, XLA and tpucare are left out, since they could change bits; so are proxies, which
+    gRPC would use to reach the coordinator.
     """
     foreign = ("JAX_", "XLA_", "TPUCARE_")
     kept = {
@@ -111,7 +110,7 @@ def host_environment(
 
 
 def free_loopback_endpoint() -> str:
-    """``host:port`` on a loopback address of this process's own, where nobody listens at this moment."""
+    """``host:port`` on a loopback address of this process's own; the port is free at this moment."""
     pid = os.getpid()
     address = f"127.9.{pid // 250 % 250 + 1}.{pid % 250 + 1}"
     with socket.socket() as probe:
@@ -132,13 +131,13 @@ def _host_process(command: Sequence[str], environ: dict[str, str], log: Path) ->
     try:
         yield process
     finally:
-        # SIGTERM would make it save first; nobody wants that checkpoint.
+        # SIGTERM would make it save a checkpoint first, which is not needed.
         process.kill()
         process.wait()
 
 
 def _wait_for_all(processes: Sequence[subprocess.Popen[bytes]], logs: Sequence[Path], deadline: timedelta) -> None:
-    """Return when all exited 0; raise at the first that did not, since the others may wait for it for minutes."""
+    """Return when all exited 0; raise at the first other exit, since the rest may wait for that host for minutes."""
     with ExitStack() as closed, selectors.DefaultSelector() as selector:
         for index, process in enumerate(processes):
             descriptor = os.pidfd_open(process.pid)

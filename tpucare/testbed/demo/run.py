@@ -1,5 +1,5 @@
 """
-The play from the rise of the curtain to the proof: train through preemptions, then compare with a run undisturbed.
+The demo: train through preemptions, then compare the result with an undisturbed run.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ EMPTY_WITHIN = timedelta(minutes=1)
 
 @dataclass(slots=True)
 class Report:
-    """Everything that is said at the end; `as_json` is what `--json` prints."""
+    """The report at the end; `as_json` is the output of `--json`."""
 
     options: DemoOptions
     attempts: int = 0
@@ -54,7 +54,7 @@ class Report:
 
     @property
     def faults(self) -> list[str]:
-        """Every promise that was not kept, one line each."""
+        """Every broken promise, one line each."""
         wanted, found = self.options.preemptions, list(self.findings)
         if self.final_step != self.options.steps:
             found.append(f"training ended at step {self.final_step} of {self.options.steps}")
@@ -98,7 +98,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Glance:
-    """What a live view shows at one instant."""
+    """The content of the live view at one instant."""
 
     events: list[Told]
     life: Life | None
@@ -108,11 +108,11 @@ class Glance:
     act: str
 
 
-def play(options: DemoOptions, show: Callable[[Glance], None]) -> Report:
+def run_demo(options: DemoOptions, show: Callable[[Glance], None]) -> Report:
     """
-    Play everything and leave nothing but the kept folder.
+    Run the demo, and leave nothing but the kept folder.
 
-    Raises: ConfigError: options that cannot be played. TpuCareError: the daemon ended, or it took too long.
+    Raises: ConfigError: impossible options. TpuCareError: the daemon ended by itself, or the demo took too long.
     """
     options.check()
     report, began = Report(options), time.monotonic()
@@ -144,7 +144,7 @@ def _perform(stage: Stage, report: Report, show: Callable[[Glance], None]) -> No
     server = stage.server
     director = Director(stage, scenes(stage.options.preemptions, stage.options.steps, stage.rng))
     watch = DaemonReader(stage)
-    # Not all of this machine: another demo's nodes have the same names.
+    # Not all processes of this machine: another demo's nodes have the same names.
     witness = Witness(director.nodes, server.log_note, lambda: _survivors(stage))
     witness.start()
     zones: dict[str, str] = {}
@@ -173,7 +173,7 @@ def _watch_to_the_end(
         memory, life = watch.memory, watch.current()
         node = memory.run.node if memory is not None and memory.run is not None else ""
         if life is not None and life.last > life.resumed:
-            director.look(node, life.last, life.resumed)
+            director.update(node, life.last, life.resumed)
         show(Glance(new, life, node, zones.get(node, ""), memory.attempts if memory else 0, "training"))
         if memory is not None and memory.end is End.DONE and not director.plan:
             return
@@ -184,7 +184,7 @@ def _watch_to_the_end(
 
 
 def _await_empty(stage: Stage) -> list[str]:
-    """Names of nodes that are still there when the daemon had time to delete them."""
+    """Names of nodes that still exist after the daemon had time to delete them."""
     assert stage.server is not None
     until = time.monotonic() + EMPTY_WITHIN.total_seconds()
     while True:
@@ -211,7 +211,7 @@ def _audit(stage: Stage) -> list[str]:
 def _undisturbed(
     folder: Path, options: DemoOptions
 ) -> AbstractContextManager[Callable[[timedelta], Mapping[str, Any]]]:
-    """The same training on the same number of hosts, without tpucare; it takes the time that nobody else wants."""
+    """The same training on the same number of hosts, without tpucare, at the lowest priority."""
     return beginning(
         example_folder("train"),
         hosts=options.hosts,

@@ -1,5 +1,5 @@
 """
-The demo on a terminal: the slot's timeline as it happens, step and loss below it; plain lines where nobody watches.
+The demo on a terminal: the slot's timeline as it happens, step and loss below it; plain lines without a terminal.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tpucare.testbed.demo.run import Glance, Report
 from tpucare.testbed.demo.setup import DemoOptions
 from tpucare.testbed.demo.timeline import PHASES, Told
 
-# What happens to the slot, in words that a person who sees tpucare for the first time understands.
+# The events of a slot, in words for a person who is new to tpucare.
 _SAID = {
     "create": ("cyan", "asks for a node"),
     "create-failed": ("yellow", "no capacity"),
@@ -34,7 +34,7 @@ _SAID = {
 
 
 class Screen:
-    """Shows glances; `update` is cheap enough for several a second."""
+    """Shows glances; `update` is cheap enough to be called several times a second."""
 
     def __init__(self, console: Console, options: DemoOptions) -> None:
         self.console = console
@@ -94,7 +94,7 @@ def _row(*cells: RenderableType) -> Table:
 
 
 def show_report(console: Console, report: Report) -> None:
-    """The end: what was lost, how long each way back took, and the proof."""
+    """Print the report: the losses, the length of each recovery, and the proof."""
     table = Table(title="recoveries", title_justify="left", title_style="bold", box=None, padding=(0, 1, 0, 0))
     for head in ("lost", "next"):
         table.add_column(head, no_wrap=True)
@@ -107,7 +107,7 @@ def show_report(console: Console, report: Report) -> None:
         table.add_row(lost, f"{following} {recovery.zone}", *lengths, f"{recovery.total:.1f} s", redone)
     if report.recoveries:
         console.print(table)
-        console.print("[dim]redone: steps made twice, of those that one checkpoint interval and a save allow[/dim]")
+        console.print("[dim]redone: steps made twice, of those that a checkpoint interval and a save allow[/dim]")
     zones = " -> ".join(report.zones)
     console.print(f"{report.attempts} attempts ({zones}), step {report.final_step}", highlight=False)
     same = "equal, bit for bit" if report.params_match else "DIFFER"
@@ -122,6 +122,6 @@ def show_report(console: Console, report: Report) -> None:
 
 
 def watch(console: Console, options: DemoOptions) -> tuple[AbstractContextManager[object], Callable[[Glance], None]]:
-    """A context to be in while playing, and what to call with each glance."""
+    """The context of the live view, and the function that shows each glance."""
     screen = Screen(console, options)
     return screen.shown(), screen.update

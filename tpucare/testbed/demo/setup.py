@@ -1,7 +1,7 @@
 """
-The stage: one folder with an emulated cloud, a git repository, a bucket and the daemon's state, and who lives there.
+The setup of the demo: the daemon, and a folder with an emulated cloud, a git repository, a bucket and its state.
 
-Everything that is started here is ended here, by process id.
+Every process that is started here is ended here, by its id.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ DAEMON_STOP_SECONDS = 20.0
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
     """
-    What to show. `steps` in all; a checkpoint each `save_every` of them; a step takes at least `step_seconds`.
+    The training: `steps` in all, a checkpoint every `save_every` steps, each step takes at least `step_seconds`.
 
-    `keep`: leave everything in this folder, for an outside check. `world`: a file, or the name of a shipped world.
+    `keep`: leave all files in this folder, for inspection. `world`: a file, or the name of a shipped world.
     """
 
     preemptions: int = 2
@@ -55,7 +55,7 @@ class DemoOptions:
     world: Path | None = None
 
     def check(self) -> None:
-        """Raises: ConfigError: a number that cannot be shown."""
+        """Raises: ConfigError: a number that is not possible."""
         if not 0 <= self.preemptions <= MOST_PREEMPTIONS:
             most = f"0 to {MOST_PREEMPTIONS}: each waits for a fifth of all steps"
             raise ConfigError(f"--preemptions {self.preemptions} is not possible ({most})")
@@ -65,7 +65,7 @@ class DemoOptions:
             raise ConfigError(f"--keep {self.keep} is a file or not empty: name a folder that is new")
 
     def world_config(self) -> WorldConfig:
-        """The zones of the demo are there whatever the world says of others. Raises: ConfigError."""
+        """The world, with the zones of the demo added. Raises: ConfigError."""
         if self.world is None:
             return WorldConfig.fast(zones={zone: {} for zone in ZONES})
         config = load_world(self.world)
@@ -124,7 +124,7 @@ class Stage:
         if self.server is not None:
             self.server.stop()
 
-    # --- what lies there
+    # --- files
 
     def _build(self) -> None:
         for folder in (self.emulator, self.bucket, self.state, self.fleets):
@@ -151,11 +151,11 @@ class Stage:
                 "env": {"JAX_PLATFORMS": "cpu"},
                 "checkpoint": str(self.checkpoints),
             },
-            # An emulated cloud tells of a preemption within a second: no need to wait for a minute.
+            # An emulated cloud shows a preemption within a second: no need to wait for a minute.
             "care": {"success_after": "5s"},
         }
 
-    # --- who lives there
+    # --- processes
 
     def _open_cloud(self) -> None:
         ssh_port, config = free_port(), self.options.world_config()
@@ -165,7 +165,7 @@ class Stage:
             self.emulator,
             ssh_port=ssh_port,
             metadata_port=free_port(),
-            # What a TPU VM's image brings: a python3 that has JAX.
+            # A python3 with JAX, as the image of a TPU VM has it.
             path_prefix=[beside_python],
             guest=config.guest,
         )

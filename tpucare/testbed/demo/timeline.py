@@ -1,8 +1,8 @@
 """
-What happened, told from the daemon's events and the workers' logs. Pure.
+Recoveries, from the daemon's events and the workers' logs. Pure.
 
-A recovery is measured from the instant at which the workers died (the emulator's audit log knows it) to the first step
-that was made after it; its phases follow each other but for `delete`, which runs beside `create`.
+A recovery lasts from the instant at which the workers died (in the emulator's audit log) to the first step after it.
+Its phases follow each other, except `delete`, which runs beside `create`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _SAVED = re.compile(r"^saved step (\d+)")
 @dataclass(frozen=True, slots=True)
 class Life:
     """
-    One run, as its log tells it. `last`: the last step that was made; `resumed`: where it began, 0 for the beginning.
+    One run, by its log. `last`: its last step; `resumed`: the step at which it began, 0 for the beginning.
 
-    `in_flight`: the most steps that were made while one save was under way.
+    `in_flight`: the largest number of steps during one save.
     """
 
     token: str
@@ -141,7 +141,7 @@ def _phases(old: str, new: str, lost_at: datetime, events: Sequence[Told]) -> di
     seconds, since = {}, lost_at
     for phase, at in marks.items():
         if at is not None:
-            # Small slices may train before the launch's answer is back: a phase is never less than nothing.
+            # Small slices may train before the launch's answer arrives: a phase is never negative.
             seconds[phase] = max(0.0, (at - since).total_seconds())
             since = max(since, at)
     deleted = first("delete-accepted", old)

@@ -1,12 +1,12 @@
 """
 A small W&B server for one machine: runs, sweeps and agents of the real `wandb` client, without an account or network.
 
-It speaks the part of the protocol that `wandb.init`, `wandb agent` and `wandb.Api()` use, so that a whole sweep swarm
-runs offline. It is a stand-in: which point a sweep gives out next and when an interrupted run is given out again follow
-what W&B documents, not what its service was seen to do. Nothing is kept on disk but the audit log, if one is asked for.
+It implements the part of the protocol that `wandb.init`, `wandb agent` and `wandb.Api()` use, so that a whole sweep
+runs offline. The order in which it hands out points and interrupted runs follows the documentation of W&B; its service
+was not observed. Only the audit log is written to disk, and only on request.
 
-`search` draws points, `state` is the world (no clock, no thread), `answers` shapes it as the client reads it, `graphql`
-and `server` serve it.
+`search` draws points, `state` holds runs, sweeps and agents (no clock, no thread), `answers` makes answers of them, and
+`graphql` and `server` serve these.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """
-Runs, sweeps and agents as the API shows them: supersets of every field that a client was seen to ask for.
+Runs, sweeps and agents as the API shows them, with every field that a client is known to ask for.
 
-Whoever asks for less reads less, so no query has to be parsed.
+A client ignores fields that it has not asked for, so that no query needs to be parsed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PER_PAGE = 50
 
 
 class View:
-    """`wall` turns seconds of the world's clock into those since the epoch."""
+    """Makes answers. `wall` turns seconds of the state's clock into seconds since the epoch."""
 
     def __init__(self, world: WandbState, wall: Callable[[float], float]) -> None:
         self._world, self._wall = world, wall
@@ -30,7 +30,7 @@ class View:
     # --- whole answers -----------------------------------------------------------------------------------------------
 
     def project(self, entity: str, name: str, variables: Variables) -> Answer:
-        """Everything that may be asked below a project; what the variables do not name is absent."""
+        """Every field of a project; resources that the variables do not name are absent."""
         answer: Answer = {**self.project_head(entity, name), "internalId": "1", "readOnly": False, "isReadOnly": False}
         rows = self._chosen(entity, name, variables)
         first = int(variables.get("perPage") or variables.get("first") or PER_PAGE)
@@ -223,7 +223,7 @@ def _specs(variables: Variables) -> list[Mapping[str, Any]]:
 
 
 def _sample(run: Run, spec: Mapping[str, Any]) -> list[Answer]:
-    """Rows that have every key that was asked for, cut to those keys."""
+    """The rows that have all requested keys, with only those keys."""
     keys = [str(key) for key in spec.get("keys") or []]
     rows = [json.loads(line) for line in run.history if line]
     # The client asks for an inclusive range here, and for a half-open one in `_page`.

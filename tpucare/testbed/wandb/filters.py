@@ -1,4 +1,4 @@
-"""Which runs a query of `wandb.Api()` means: its Mongo-like filters and its order. Pure."""
+"""Selects the runs of a query of `wandb.Api()` by its Mongo-like filters and its order. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MISSING = object()
 
 
 def select(rows: Iterable[Row], filters: Mapping[str, Any]) -> list[Row]:
-    """Rows that match. Raises: ValueError: an operator that is not known here."""
+    """The rows that match. Raises: ValueError: an unknown operator."""
     return [row for row in rows if _matches(row, filters)]
 
 
@@ -32,10 +32,10 @@ def _is_number(value: Any) -> bool:
 
 
 def _matches(row: Row, filters: Mapping[str, Any]) -> bool:
-    return all(_holds(row, key, wanted) for key, wanted in filters.items())
+    return all(_matches_key(row, key, wanted) for key, wanted in filters.items())
 
 
-def _holds(row: Row, key: str, wanted: Any) -> bool:
+def _matches_key(row: Row, key: str, wanted: Any) -> bool:
     if key == "$and":
         return all(_matches(row, one) for one in wanted)
     if key == "$or":
@@ -55,7 +55,7 @@ def _equal(value: Any, wanted: Any) -> bool:
 
 def _compare(value: Any, operator: str, other: Any) -> bool:
     if operator not in _OPERATORS:
-        raise ValueError(f"the filter {operator} is not known here")
+        raise ValueError(f"this server does not know the filter {operator}")
     try:
         return _OPERATORS[operator](value, other)
     except TypeError:

@@ -1,7 +1,8 @@
 """
-GraphQL by the name of the operation: what a client says is carried out on the world, and answered with a superset.
+GraphQL without schema or parser: the name of an operation selects the change to the state, and the answer has more
+fields than any client asks for.
 
-There is no schema and no parser. An operation that is not known is answered with an error that names it, and noted.
+An unknown operation is answered with an error that names it, and logged.
 """
 
 from __future__ import annotations
@@ -20,20 +21,20 @@ _OPERATION = re.compile(r"\b(query|mutation)\b\s*(\w*)")
 _FIELD = re.compile(r"\{\s*(?:\w+\s*:\s*)?(\w+)")
 DETAILS = ("groupName", "jobType", "description", "notes", "tags", "commit", "host", "program", "repo")
 
-Carry = Callable[[Variables, float], Answer]
+Mutate = Callable[[Variables, float], Answer]
 
 
 class GraphQLRefusal(Exception):
-    """The request was understood and cannot be carried out; the text goes back as a GraphQL error."""
+    """The request is understood and cannot be done; the text is returned as a GraphQL error."""
 
 
 class GraphQL:
-    """`storage`: where files of a run are put, as a URL without a slash at its end."""
+    """Answers requests. `storage`: the URL for uploads of a run's files, without a slash at its end."""
 
     def __init__(self, world: WandbState, view: View, storage: Callable[[], str]) -> None:
         self._world, self._view, self._storage = world, view, storage
         # Mutations by the field they call, since clients name operations differently.
-        self._mutations: Mapping[str, Carry] = {
+        self._mutations: Mapping[str, Mutate] = {
             "upsertSweep": self._upsert_sweep,
             "createAgent": self._create_agent,
             "agentHeartbeat": self._heartbeat,
@@ -46,7 +47,7 @@ class GraphQL:
             "markRunFilesUploaded": lambda *_: {"success": True},
         }
 
-    def carry(self, body: Mapping[str, Any], now: float) -> Answer:
+    def answer(self, body: Mapping[str, Any], now: float) -> Answer:
         """
         The whole answer to one request, errors included.
 
@@ -58,7 +59,7 @@ class GraphQL:
             field = _first_field(query)
             if field not in self._mutations:
                 self._world.note(now, "unknown", operation=name, field=field)
-                return _error(f"{field or name} is not modelled by this server")
+                return _error(f"{field or name} is not supported by this server")
             try:
                 return {"data": {field: self._mutations[field](variables, now)}}
             except (GraphQLRefusal, BadSweep, ValueError) as error:
@@ -79,7 +80,7 @@ class GraphQL:
     def _query(self, name: str, variables: Variables) -> Answer:
         entity, project = self._place(variables)
         if name.startswith("Probe"):
-            # Introspection of clients before 0.20: nothing optional is there.
+            # Introspection by clients before 0.20: the server has no optional part.
             empty: Answer = {"fields": [], "inputFields": []}
             probed = ("QueryType", "MutationType", "ServerInfoType", "RunInput", "UpsertBucketInput", "ServerSettings")
             return dict.fromkeys(probed, empty) | {"__type": empty}

@@ -1,4 +1,4 @@
-"""What the W&B stand-in knows of projects, sweeps, agents and runs. Mutable on purpose: `state` alone changes them."""
+"""The records of the W&B stand-in: sweeps, agents and runs. They are mutable, and only `state` changes them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tpucare.testbed.wandb.search import Point
 
 
 class WandbRunState(StrEnum):
-    """As `wandb.sdk.sweeps.run_state` of the client names them."""
+    """The states in `wandb.sdk.sweeps.run_state` of the client."""
 
     PENDING = "pending"
     RUNNING = "running"
@@ -24,7 +24,7 @@ class WandbRunState(StrEnum):
 
 
 class SweepState(StrEnum):
-    """FINISHED is also what `wandb sweep --stop` sets: runs under way go on, no new one begins."""
+    """`wandb sweep --stop` sets FINISHED too: runs go on, and no new one begins."""
 
     RUNNING = "RUNNING"
     PAUSED = "PAUSED"
@@ -38,12 +38,12 @@ ALIVE = frozenset({WandbRunState.PENDING, WandbRunState.RUNNING})
 @dataclass(slots=True)
 class Run:
     """
-    name:       the run id of the client    point: what the sweep drew for it
-    agent:      who was last given it; empty for runs outside sweeps
-    begun:      a process has registered since it was last given out
+    name:       the run id of the client    point: the values that the sweep drew for it
+    agent:      the last agent that got it; empty for runs outside sweeps
+    begun:      a process has registered since it was last handed out
     preempting: `mark_preempting` was called since then
-    heard:      last sign of life of its process; seconds of the world's clock
-    starts:     how often it was given to an agent, or begun by itself
+    heard:      time of the last sign of life of its process; seconds of the state's clock
+    starts:     how often it was handed to an agent, or begun without one
     """
 
     entity: str
@@ -78,8 +78,8 @@ class Run:
 @dataclass(slots=True)
 class Agent:
     """
-    run:  what it was given and has not reported as over; empty = it asks for work
-    left: it was told to exit, or was not heard of for too long
+    run:  the run that it got and has not reported as over; empty = it asks for work
+    left: it was ordered to exit, or gave no sign of life for too long
     """
 
     id: str
@@ -92,7 +92,7 @@ class Agent:
 
 @dataclass(slots=True)
 class Sweep:
-    """`ahead`: points not given out yet; `queue`: runs that wait to be resumed, oldest first."""
+    """`ahead`: points not handed out yet; `queue`: runs that wait to be resumed, oldest first."""
 
     entity: str
     project: str
@@ -120,7 +120,7 @@ def storage_id(kind: str, name: str, project: str, entity: str) -> str:
 
 
 def parse_storage_id(text: str) -> tuple[str, str, str, str] | None:
-    """Kind, name, project, entity; None when *text* is no such id."""
+    """Kind, name, project, entity; None when *text* is not such an id."""
     try:
         kind, _, name, project, entity = base64.b64decode(text, validate=True).decode().split(":")
     except ValueError:

@@ -1,8 +1,8 @@
 """
-Which points a sweep tries: a grid in its written order, or draws from a seeded source of chance. Pure.
+The points of a sweep: a grid in its written order, or seeded random draws. Pure.
 
 Shape of a sweep's `parameters`: https://docs.wandb.ai/models/sweeps/sweep-config-keys. `bayes` draws at random here: no
-model is fitted to what runs report.
+model is fitted to the results of runs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Space = Mapping[str, Mapping[str, Any]]
 
 
 class BadSweep(Exception):
-    """The configuration of a sweep cannot be searched; the text says which key."""
+    """The configuration of a sweep is wrong; the text names the key."""
 
 
 def points(config: Mapping[str, Any], rng: random.Random) -> Iterator[Point]:
@@ -38,7 +38,7 @@ def points(config: Mapping[str, Any], rng: random.Random) -> Iterator[Point]:
 
 
 def expected_runs(config: Mapping[str, Any]) -> int | None:
-    """How many runs there will be, or None where only `run_cap` or a person ends it."""
+    """The number of runs of a sweep; None where only `run_cap` or a person ends it."""
     cap = config.get("run_cap")
     size: int | None = None
     if config.get("method") == "grid":
@@ -50,7 +50,7 @@ def expected_runs(config: Mapping[str, Any]) -> int | None:
 def check_sweep(config: Mapping[str, Any]) -> None:
     """Raises: BadSweep."""
     if config.get("method") not in ("grid", "random", "bayes"):
-        raise BadSweep(f"method: {config.get('method')!r} is none of grid, random, bayes")
+        raise BadSweep(f"method: {config.get('method')!r} is not one of grid, random, bayes")
     next(points(config, random.Random(0)), None)
 
 
@@ -101,6 +101,6 @@ def _number(distribution: str, parameter: Mapping[str, Any], rng: random.Random)
     elif kind == "beta":
         value = rng.betavariate(parameter["a"], parameter["b"])
     else:
-        raise ValueError(f"distribution {distribution!r} is not known here")
+        raise ValueError(f"this server does not know the distribution {distribution!r}")
     step = parameter.get("q", 1) if distribution.startswith("q_") else None
     return round(value / step) * step if step else value

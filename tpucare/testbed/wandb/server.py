@@ -1,8 +1,8 @@
 """
-The W&B stand-in over HTTP on loopback: GraphQL, the file stream of runs, uploads, and a window for tests and people.
+The W&B stand-in over HTTP on loopback: GraphQL, the file stream of runs, uploads, and an inspection API.
 
-`GET /control/state` and `GET /control/audit?after=N` show the world; whoever wants trouble ends real processes. Any key
-of 40 characters or more logs in, and is neither kept nor shown.
+`GET /control/state` and `GET /control/audit?after=N` show the state to tests and people. Any key of 40 characters or
+more logs in; keys are neither stored nor shown.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ _log = structlog.get_logger("tpucare.emulator.wandb")
 
 class WandbServer:
     """
-    Serves one world on loopback from `start` to `stop`; also a context manager.
+    Serves one `WandbState` on loopback from `start` to `stop`; also a context manager.
 
-    lost_after: seconds, see `WandbState`        audit_path: every note as a line of JSON, as it happens
-    monotonic, wall: the clocks; tests hand in their own
+    lost_after: seconds, see `WandbState`        audit_path: file for every note as a line of JSON, as it happens
+    monotonic, wall: the clocks; tests pass their own
     """
 
     def __init__(
@@ -71,25 +71,25 @@ class WandbServer:
 
     @property
     def url(self) -> str:
-        """What WANDB_BASE_URL is set to, once it is started."""
+        """The value for WANDB_BASE_URL, once the server is started."""
         return f"http://127.0.0.1:{self._port}"
 
     def start(self) -> None:
-        """Raises: ConfigError: the port or the audit file cannot be had."""
+        """Raises: ConfigError: the port or the audit file cannot be opened."""
         try:
             if self._audit_path is not None:
                 self._audit = self._audit_path.open("a", encoding="utf-8", buffering=1)
                 self.world.listen = self._write
             self._server = _WandbHttpServer(("127.0.0.1", self._port), _WandbConnection)
         except OSError as error:
-            raise ConfigError(f"the W&B server cannot begin on port {self._port}: {error}") from error
+            raise ConfigError(f"the W&B server cannot start on port {self._port}: {error}") from error
         self._server.owner = self
         self._port = self._server.server_address[1]
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.1,), name="emulator-wandb")
         self._thread.start()
 
     def stop(self) -> None:
-        """May be called twice. Clients that still talk are cut off."""
+        """Stop, and cut open connections. May be called twice."""
         if self._server is not None and self._thread is not None:
             self._server.shutdown()
             self._server.server_close()
@@ -111,7 +111,7 @@ class WandbServer:
         self.stop()
 
     def summary(self) -> dict[str, Any]:
-        """The state of the world now, as `GET /control/state` shows it."""
+        """The state now, as `GET /control/state` shows it."""
         with self.lock:
             self.world.pass_time(self.now())
             return self.world.summary()
@@ -126,19 +126,19 @@ class WandbServer:
         if self._audit is not None:
             self._audit.write(json.dumps(note) + "\n")
 
-    # --- what runs stream and upload ---------------------------------------------------------------------------------
+    # --- streams and uploads of runs ---------------------------------------------------------------------------------
 
     def stream(self, entity: str, project: str, name: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """One piece of a run's file stream. Raises: NotFound."""
+        """Store one piece of a run's file stream. Raises: NotFound."""
         now = self.now()
         with self.lock:
             run = self.world.find_run(entity, project, name)
             if run is None:
                 raise NotFound(f"run {entity}/{project}/{name} not found")
             for file, part in (body.get("files") or {}).items():
-                _take_lines(run, file, int(part.get("offset", 0)), part.get("content") or [])
+                _store_lines(run, file, int(part.get("offset", 0)), part.get("content") or [])
             code = body.get("exitcode")
-            self.world.hear_run(
+            self.world.report_run(
                 run,
                 now,
                 preempting=bool(body.get("preempting")),
@@ -147,8 +147,8 @@ class WandbServer:
             )
             return {"exitcode": run.exit_code, "stopped": run.stop_asked}
 
-    def keep(self, entity: str, project: str, name: str, path: str, content: bytes) -> None:
-        """An uploaded file, cut to a size that memory can hold. Raises: NotFound."""
+    def store_file(self, entity: str, project: str, name: str, path: str, content: bytes) -> None:
+        """Store an uploaded file, cut to a size that memory can hold. Raises: NotFound."""
         with self.lock:
             run = self.world.find_run(entity, project, name)
             if run is None:
@@ -157,7 +157,7 @@ class WandbServer:
 
 
 def inflated(raw: bytes, encoding: str) -> bytes:
-    """A body as it was before it was packed, cut at BODY_LIMIT; empty where it was not packed so."""
+    """The uncompressed body, cut at BODY_LIMIT; empty when it is not compressed in that encoding."""
     # zlib's window; 16 more is a gzip header.
     window = {"gzip": zlib.MAX_WBITS + 16, "deflate": zlib.MAX_WBITS}.get(encoding)
     if window is None:
@@ -168,7 +168,7 @@ def inflated(raw: bytes, encoding: str) -> bytes:
         return b""
 
 
-def _take_lines(run: Run, file: str, offset: int, content: list[str]) -> None:
+def _store_lines(run: Run, file: str, offset: int, content: list[str]) -> None:
     if file == "wandb-summary.json":
         for line in content:
             run.summary.update(json.loads(line))
@@ -185,7 +185,7 @@ class _WandbHttpServer(ThreadingHTTPServer):
     owner: WandbServer
 
     def handle_error(self, request: object, client_address: object) -> None:  # noqa: ARG002
-        """A client that was killed resets its connection: daily life here. Everything else is an error of ours."""
+        """Log errors of the server; a reset connection is none, as every killed client leaves one."""
         if not isinstance(sys.exc_info()[1], OSError):
             _log.exception("a request failed", client=str(client_address))
 
@@ -214,30 +214,30 @@ class _WandbConnection(GuardedConnection):
     def do_POST(self) -> None:
         body = self._body()
         if self.path.startswith("/sdk/otel/"):
-            # The client's telemetry about itself, in another encoding: taken and dropped.
+            # The client's telemetry, in another encoding: accepted and ignored.
             self._answer(200, {})
             return
         if not self._is_known():
             self._answer(401, {"errors": [{"message": f"an API key of {KEY_LENGTH} characters or more is needed"}]})
             return
         try:
-            self._answer(200, self._carry(json.loads(body)))
+            self._answer(200, self._handle(json.loads(body)))
         except NotFound as error:
             self._answer(404, {"data": None, "errors": [{"message": str(error)}], "error": str(error)})
         except (ValueError, TypeError, AttributeError) as error:
-            _log.warning("a request that cannot be read", path=self.path, error=str(error))
+            _log.warning("a request is malformed", path=self.path, error=str(error))
             self._answer(400, {"errors": [{"message": f"{type(error).__name__}: {error}"}]})
 
-    def _carry(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _handle(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
         owner = self._owner
         path = urlsplit(self.path).path
         if path == "/graphql":
             with owner.lock:
-                return owner.graphql.carry(body, owner.now())
+                return owner.graphql.answer(body, owner.now())
         parts = [unquote(part) for part in path.strip("/").split("/")]
         if len(parts) == 5 and parts[0] == "files" and parts[4] == "file_stream":
             return owner.stream(parts[1], parts[2], parts[3], body)
-        raise NotFound(f"{path} is not modelled by this server")
+        raise NotFound(f"{path} is not supported by this server")
 
     def do_PUT(self) -> None:
         body = self._body()
@@ -245,7 +245,7 @@ class _WandbConnection(GuardedConnection):
         try:
             if len(parts) != 5 or parts[0] != "storage":
                 raise NotFound(self.path)
-            self._owner.keep(parts[1], parts[2], parts[3], parts[4], body)
+            self._owner.store_file(parts[1], parts[2], parts[3], parts[4], body)
             self._answer(200, {})
         except NotFound as error:
             self._answer(404, {"error": str(error)})
@@ -274,4 +274,4 @@ class _WandbConnection(GuardedConnection):
         self.wfile.write(content)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Requests are many, and what they change is in the audit log."""
+        """Not logged: the audit log has their effects."""

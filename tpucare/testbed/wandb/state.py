@@ -1,13 +1,13 @@
 """
-The world of the W&B stand-in: what becomes of sweeps, agents and runs when they are heard of, or no longer heard of.
+The state of the W&B stand-in: moves sweeps, agents and runs by their signs of life, or the lack of them.
 
-No clock, no thread, no socket: `now` is an argument in seconds of any steady clock, chance comes from a seed. All that
-happens is noted in the audit log, from which an outside check can tell who held which run when.
+No clock, no thread, no socket: `now` is an argument in seconds of any steady clock, chance comes from a seed. The audit
+log has every change, so that a check can find which agent had which run when.
 
 Policy, after https://docs.wandb.ai/models/sweeps/resume-sweeps and the pages on preemptible sweep runs: a run that
-called `mark_preempting` and ended with a non-zero status, or fell silent, waits in a queue that agents are served from
-before they get new points. A run that was given out and never began is given out again. Any other run that falls silent
-has crashed, and is over.
+called `mark_preempting` and ended with a non-zero status, or fell silent, waits in a queue, from which agents get runs
+before new points. A run that was handed out and never began is handed out again. Any other run that falls silent has
+crashed, and is over.
 """
 
 from __future__ import annotations
@@ -31,13 +31,15 @@ Command = dict[str, Any]
 
 
 class NotFound(Exception):
-    """What was asked about does not exist here."""
+    """The named sweep, agent or run does not exist."""
 
 
 class WandbState:
     """
-    lost_after: seconds without a sign of life after which an agent, or a run that no living agent vouches for, is lost
-    entity:     whose sweeps and runs these are where a client names nobody
+    Every sweep, agent and run.
+
+    lost_after: seconds without a sign of life after which an agent, or a run without a living agent, is lost
+    entity:     owner of sweeps and runs for which a client names none
     """
 
     def __init__(self, *, seed: int = 0, lost_after: float = 60.0, entity: str = "local") -> None:
@@ -60,7 +62,7 @@ class WandbState:
     # --- sweeps ------------------------------------------------------------------------------------------------------
 
     def create_sweep(self, entity: str, project: str, text: str, now: float, display_name: str = "") -> Sweep:
-        """Raises: BadSweep: what is wrong with its configuration."""
+        """Raises: BadSweep: its configuration is wrong."""
         try:
             config = yaml.safe_load(text)
         except yaml.YAMLError as error:
@@ -108,9 +110,7 @@ class WandbState:
         return agent
 
     def heartbeat(self, agent_id: str, reported: Mapping[str, Any], now: float) -> list[Command]:
-        """
-        What the agent is told to do, given the runs it says it has. Raises: NotFound: the sweep was deleted.
-        """
+        """The commands for an agent, given the runs that it reports. Raises: NotFound: the sweep was deleted."""
         self.pass_time(now)
         agent = self._agents.get(agent_id)
         sweep = self._sweep_of(agent) if agent is not None else None
@@ -127,16 +127,16 @@ class WandbState:
             run = self.runs.get((sweep.entity, sweep.project, name))
             if run is None or run.agent != agent.id:
                 self.note(now, "conflict", agent=agent.id, run=name, holder=run.agent if run is not None else "")
-        # What it was told at its last heartbeat, it had begun before this one.
+        # It began the commands of its last heartbeat before this one.
         if agent.run and agent.run not in alive:
-            self._let_go(sweep, agent, now)
+            self._end_unreported(sweep, agent, now)
 
-    def _let_go(self, sweep: Sweep, agent: Agent, now: float) -> None:
-        """The agent lives and says that the process is over: what the process itself did not say is settled now."""
+    def _end_unreported(self, sweep: Sweep, agent: Agent, now: float) -> None:
+        """End a run whose living agent reports that its process is over, if the process itself did not report its end."""
         run = self.runs[sweep.entity, sweep.project, agent.run]
         agent.run = ""
         if run.state in ALIVE and run.agent == agent.id:
-            self._settle(run, 1, now, "its process ended without a word")
+            self._end_run(run, 1, now, "its process ended without reporting a status")
 
     def _commands(self, sweep: Sweep, agent: Agent, alive: list[str], now: float) -> list[Command]:
         if sweep.state is SweepState.CANCELED:
@@ -148,16 +148,16 @@ class WandbState:
         waiting = next((name for name in sweep.queue if not self._is_held(sweep, name)), None)
         if waiting is not None:
             sweep.queue.remove(waiting)
-            return [self._give(sweep, agent, waiting, "resume", now)]
+            return [self._hand_out(sweep, agent, waiting, "resume", now)]
         if sweep.state is SweepState.RUNNING and (point := self._next_point(sweep)) is not None:
             run = self._new_run(sweep, point, now)
-            return [self._give(sweep, agent, run.name, "run", now)]
+            return [self._hand_out(sweep, agent, run.name, "run", now)]
         if sweep.state is SweepState.PAUSED or sweep.queue:
             return []
         self.set_sweep_state(sweep, SweepState.FINISHED, now)
         return [self._exit(agent, now)]
 
-    def _give(self, sweep: Sweep, agent: Agent, name: str, kind: str, now: float) -> Command:
+    def _hand_out(self, sweep: Sweep, agent: Agent, name: str, kind: str, now: float) -> Command:
         run = self.runs[sweep.entity, sweep.project, name]
         run.agent, run.state, run.begun, run.preempting = agent.id, WandbRunState.PENDING, False, False
         run.exit_code, run.heard, run.stop_asked = None, now, False
@@ -177,8 +177,8 @@ class WandbState:
         return {"type": "exit"}
 
     def _is_held(self, sweep: Sweep, name: str) -> bool:
-        """An agent that lives still has its process: two must never have one run."""
-        return self._is_vouched(self.runs[sweep.entity, sweep.project, name])
+        """True when a living agent still has its process: two processes must never have one run."""
+        return self._has_living_agent(self.runs[sweep.entity, sweep.project, name])
 
     def _is_stopped(self, sweep: Sweep, name: str) -> bool:
         run = self.runs.get((sweep.entity, sweep.project, name))
@@ -201,7 +201,7 @@ class WandbState:
     # --- runs --------------------------------------------------------------------------------------------------------
 
     def begin_run(self, entity: str, project: str, name: str, sweep: str, now: float) -> tuple[Run, bool]:
-        """A process registers, maybe not for the first time; whether the run is new."""
+        """Register a process, perhaps not the first of the run; returns the run, and whether it is new."""
         self.pass_time(now)
         run = self.runs.get((entity, project, name))
         if run is not None and not run.sweep and run.state not in ALIVE:
@@ -215,8 +215,8 @@ class WandbState:
         return run, inserted
 
     def _begin(self, run: Run, now: float) -> bool:
-        """The first word of a process since the run was given out; whether the run has a process that may speak."""
-        # A process of an earlier start may still speak for a run that waits in the queue.
+        """Mark a run as begun at the first request of its process; False when its process may not report now."""
+        # A process of an earlier start may still send requests for a run that waits in the queue.
         if not run.begun and (not run.sweep or run.state is WandbRunState.PENDING):
             run.begun, run.state, run.exit_code = True, WandbRunState.RUNNING, None
             if not run.sweep:
@@ -227,8 +227,8 @@ class WandbState:
     def find_run(self, entity: str, project: str, name: str) -> Run | None:
         return self.runs.get((entity, project, name))
 
-    def hear_run(self, run: Run, now: float, *, preempting: bool, complete: bool, exit_code: int | None) -> None:
-        """A sign of life from the run's process; `complete`: its last one."""
+    def report_run(self, run: Run, now: float, *, preempting: bool, complete: bool, exit_code: int | None) -> None:
+        """Record a sign of life of the run's process; `complete`: its last one."""
         self.pass_time(now)
         # A client that resumes streams before it registers.
         if not self._begin(run, now):
@@ -239,32 +239,37 @@ class WandbState:
             run.preempting = True
             self.note(now, "preempting", run=run.name, agent=run.agent)
         if complete and run.state in ALIVE:
-            self._settle(run, exit_code if exit_code is not None else 0, now, "it said so")
+            self._end_run(run, exit_code if exit_code is not None else 0, now, "its process reported its end")
 
     def stop_run(self, run: Run, now: float) -> None:
         run.stop_asked = True
         self.note(now, "stop-asked", run=run.name)
 
     def pass_time(self, now: float) -> None:
-        """Judge what has not been heard of for too long."""
+        """Give up agents and runs without a sign of life for too long."""
         for agent in self._agents.values():
             if agent.run and now - agent.heard > self.lost_after and not agent.left:
                 agent.left = True
                 self.note(now, "agent-lost", agent=agent.id, run=agent.run)
         for run in list(self.runs.values()):
-            if run.state in ALIVE and run.agent and now - run.heard > self.lost_after and not self._is_vouched(run):
-                self._settle(run, None, now, f"not heard of for {now - run.heard:.1f} s")
+            if (
+                run.state in ALIVE
+                and run.agent
+                and now - run.heard > self.lost_after
+                and not self._has_living_agent(run)
+            ):
+                self._end_run(run, None, now, f"no sign of life for {now - run.heard:.1f} s")
 
-    def _is_vouched(self, run: Run) -> bool:
-        """Its agent lives and has not said that it is over; the client itself may be silent for half a minute."""
+    def _has_living_agent(self, run: Run) -> bool:
+        """True when its agent lives and has not reported its end; the client itself may be silent for half a minute."""
         agent = self._agents.get(run.agent)
         return agent is not None and agent.run == run.name and not agent.left
 
-    def _settle(self, run: Run, status: int | None, now: float, why: str) -> None:
-        """status: of its process; None: nobody knows."""
+    def _end_run(self, run: Run, status: int | None, now: float, why: str) -> None:
+        """End a run. *status*: of its process; None: unknown."""
         run.exit_code = status
         sweep = self.sweeps.get((run.entity, run.project, run.sweep))
-        # An agent that vanished before its run began leaves nothing that could have failed.
+        # An agent that vanished before its run began leaves no process that could have failed.
         never_began = status is None and not run.begun
         if status == 0:
             run.state = WandbRunState.FINISHED
@@ -286,11 +291,11 @@ class WandbState:
         return next((sweep for sweep in self.sweeps.values() if agent.id in sweep.agents), None)
 
     def _new_name(self) -> str:
-        """Eight characters, a letter first: some clients take digits for a number."""
+        """Eight characters, a letter first: some clients read digits as a number."""
         return self._rng.choice(_LETTERS[:26]) + "".join(self._rng.choices(_LETTERS, k=7))
 
     def summary(self) -> dict[str, Any]:
-        """The state of the world for people and tests, as plain data."""
+        """The state for people and tests, as plain data."""
         sweeps = [_sweep_row(sweep, self.runs_of(sweep)) for sweep in self.sweeps.values()]
         return {"sweeps": sweeps, "runs": [_run_row(run) for run in self.runs.values()]}
 
