@@ -132,7 +132,7 @@ class WandbState:
             self._end_unreported(sweep, agent, now)
 
     def _end_unreported(self, sweep: Sweep, agent: Agent, now: float) -> None:
-        """End a run whose living agent reports that its process is over, if the process itself did not report its end."""
+        """End a run whose agent reports that its process is over, unless the process itself has reported its end."""
         run = self.runs[sweep.entity, sweep.project, agent.run]
         agent.run = ""
         if run.state in ALIVE and run.agent == agent.id:
