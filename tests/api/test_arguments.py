@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tpucare.api.arguments import Call, Start, read, type_of
-from tpucare.fleetfile import python_fleet as fleet_python
+from tpucare.fleetfile import python_fleet
 from tpucare.model.errors import ConfigError
 from tpucare.model.resources import OnExit, Provisioning
 
@@ -106,8 +106,8 @@ class TestSlots:
 
     def test_the_text_in_the_store_means_the_same(self) -> None:
         start = made(single=False, tpus=2, zones=["us-central1-a"], boot_timeout=90, on_exit="restart", project="grant")
-        assert fleet_python.is_python(start.text)
-        assert fleet_python.parse(start.text, file="start_multiple") == start.fleet
+        assert python_fleet.is_python(start.text)
+        assert python_fleet.parse_python(start.text, file="start_multiple") == start.fleet
 
     @pytest.mark.parametrize("name", ["homebrewnlp-preemptible-tuning", "a", "pod-7", "x" * 33])
     def test_names_of_2022(self, name: str) -> None:
@@ -362,7 +362,7 @@ def test_how_to_care_is_taken_as_it_was_given(tmp_path: Path) -> None:
     assert start.fleet.project == "grant"
 
 
-def _slots(fleet: fleet_python.PythonFleet) -> Any:
+def _slots(fleet: python_fleet.PythonFleet) -> Any:
     from dataclasses import replace
 
     return replace(fleet, project=fleet.project or "grant").slots()

@@ -12,7 +12,7 @@ from tpucare.adapters.ssh.connection import NeverSent
 from tpucare.adapters.state.store import open_store
 from tpucare.cli import ssh as reaching
 from tpucare.fleetfile import parse as fleets
-from tpucare.fleetfile import python_fleet as fleet_python
+from tpucare.fleetfile import python_fleet
 from tpucare.model.errors import ConfigError, WorkerSilent
 from tpucare.model.memory import FleetRecord, Memory, NodeMemory
 from tpucare.model.resources import Endpoint, Node, NodeKey, NodeState, Worker
@@ -30,7 +30,7 @@ def fleet_text(network: str = "", project: str = "project: my-project\n") -> str
 
 def python_text(network: dict[str, object]) -> str:
     tpu = {"type": "v2-8", "zones": [ZONE], "provisioning": "spot", "network": network}
-    return fleet_python.render("pod", [tpu], {}, project="my-project")
+    return python_fleet.render("pod", [tpu], {}, project="my-project")
 
 
 class Zone:
@@ -80,7 +80,7 @@ def test_without_a_daemon_the_fleet_says_which_addresses_its_workers_have(
 
 def test_so_does_the_fleet_of_a_script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     text = python_text({"external_ips": False})
-    place = fleet_python.parse(text).places[0].key
+    place = python_fleet.parse_python(text).places[0].key
     assert hosts(monkeypatch, tmp_path, text, INSIDE, place=place) == ["10.0.0.2"]
 
 

@@ -10,9 +10,6 @@ PACKAGE = Path(__file__).parents[2] / "tpucare"
 # Shrinks until it is empty.
 TWICE = {"Notice"}
 TWICE_IN_A_ROOM = {
-    "cli.events",
-    "cli.status",
-    "fleetfile.parse",
     "model.region_of",
     "planner.refused",
     "planner.served",

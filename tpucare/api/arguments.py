@@ -19,7 +19,7 @@ from typing import Any
 
 from tpucare.api.fleet import plain_value
 from tpucare.api.threads import CreationCallback, StartFn
-from tpucare.fleetfile import python_fleet as fleet_python
+from tpucare.fleetfile import python_fleet
 from tpucare.fleetfile.python_fleet import PythonFleet
 from tpucare.fleetfile.schema import CareSection
 from tpucare.model import accelerators
@@ -66,7 +66,7 @@ class CallOptions:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """The checked arguments. `fleet_python.parse` makes `fleet` of `text`."""
+    """The checked arguments. `python_fleet.parse_python` makes `fleet` of `text`."""
 
     fleet: PythonFleet
     text: str
@@ -84,11 +84,11 @@ def read(call: Call) -> Start:
     start_fn = _callback(call.start_fn, "start_fn", "(ctx, worker)")
     created = _callback(call.creation_callback, "creation_callback", "(host, ctx)")
     count = 1 if call.single else whole_number(call.tpus, "tpus")
-    fleet_python.check_name(call.name, count=count, single=call.single)
+    python_fleet.check_name(call.name, count=count, single=call.single)
     options = _call_options(call)
     care = _care(call)
-    on_exit = fleet_python.choice_of(care.pop("on_exit", OnExit.LEAVE.value))
-    text = fleet_python.render(
+    on_exit = python_fleet.choice_of(care.pop("on_exit", OnExit.LEAVE.value))
+    text = python_fleet.render(
         str(call.name),
         list(alternatives(call)),
         care,
@@ -193,7 +193,7 @@ def _seconds(value: Any, key: str) -> Any:
 def _parsed(text: str, call: Call) -> PythonFleet:
     """Raises: ConfigError: its problems name arguments, and not keys of a fleet file."""
     try:
-        return fleet_python.parse(text, file=call.function)
+        return python_fleet.parse_python(text, file=call.function)
     except ConfigError as error:
         if not error.problems:
             raise

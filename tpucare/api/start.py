@@ -28,7 +28,7 @@ from tpucare.api.processes import ProcessStarter
 from tpucare.api.progress import ProgressDisplay, progress_on
 from tpucare.api.threads import CreationCallback, Starter, StartFn, ThreadStarter
 from tpucare.fleetfile import parse as fleets
-from tpucare.fleetfile import python_fleet as fleet_python
+from tpucare.fleetfile import python_fleet
 from tpucare.model.errors import ConfigError, StoreLocked
 from tpucare.model.memory import DesiredState, End, Memory
 from tpucare.model.resources import Event
@@ -185,7 +185,7 @@ def _start(call: Call) -> None:
     start = arguments.read(call)
     with _starter(start) as starter:
         options, fleet = place_of(start.options, start.fleet)
-        text = fleet_python.with_project(start.text, str(fleet.project))
+        text = python_fleet.with_project(start.text, str(fleet.project))
         parts = _Parts()
 
         def begun(memories: dict[str, Memory]) -> None:

@@ -248,7 +248,7 @@ def restore_worker(
     _act(context, "restore-worker", selector=nodes, worker=worker)
 
 
-def status(context: typer.Context) -> None:
+def show_nodes(context: typer.Context) -> None:
     """
     Print every node of the running emulator as JSON.
 
@@ -287,7 +287,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "end-outages": end_outages,
     "lose-worker": lose_worker,
     "restore-worker": restore_worker,
-    "status": status,
+    "status": show_nodes,
     "order": order,
 }
 for _name, _function in _COMMANDS.items():

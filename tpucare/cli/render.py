@@ -345,7 +345,7 @@ def _short(text: str) -> str:
 # --- events ----------------------------------------------------------------------------------------------------------
 
 
-def events(options: Options, slot: str, *, follow: bool, number: int, as_json: bool, all_levels: bool) -> None:
+def show_events(options: Options, slot: str, *, follow: bool, number: int, as_json: bool, all_levels: bool) -> None:
     """Print events. Raises: StoreError: there is no store. CommandError: *slot* is unknown and has no events."""
     from tpucare.adapters.state.store import open_reader
     from tpucare.service.commands import event_row

@@ -103,7 +103,7 @@ def _places_of(record: FleetRecord) -> tuple[Place, ...]:
     file = f"{record.name} (as accepted)"
     try:
         if python_fleet.is_python(record.text):
-            return python_fleet.parse(record.text, file=file).places
+            return python_fleet.parse_python(record.text, file=file).places
         # Places do not depend on the job's files, which may be gone by now.
         return fleets.parse(
             record.text, file=file, folder=Path(record.folder), read_file=lambda _folder, _path: b"", accepted=True

@@ -72,7 +72,9 @@ def events(
     """
     from tpucare.cli import render
 
-    render.events(options(context, slot), slot, follow=follow, number=number, as_json=json_out, all_levels=everything)
+    render.show_events(
+        options(context, slot), slot, follow=follow, number=number, as_json=json_out, all_levels=everything
+    )
 
 
 def logs(

@@ -27,7 +27,7 @@ SLOT_NAME_LIMIT = 33
 _HEAD = '{"python": '
 _NAME = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
 _LIKE_A_NODE = re.compile(r".*-a[0-9]+")
-# A fleet file needs a job; `parse` replaces this one. Its checkpoint prevents the warning about a missing one.
+# A fleet file needs a job; `parse_python` replaces this one. Its checkpoint prevents the warning about a missing one.
 _NO_JOB = {"run": ":", "checkpoint": "/none"}
 
 
@@ -60,7 +60,7 @@ def render(
     project: str = "",
     on_exit: str = OnExit.LEAVE.value,
 ) -> str:
-    """The text that `parse` reads. `tpu` and `care` are as in a fleet file, durations written as text."""
+    """The text that `parse_python` reads. `tpu` and `care` are as in a fleet file, durations written as text."""
     body = {
         "python": VERSION,
         "name": name,
@@ -84,7 +84,7 @@ def is_python(text: str) -> bool:
     return text.startswith(_HEAD)
 
 
-def parse(text: str, *, file: str = "") -> PythonFleet:
+def parse_python(text: str, *, file: str = "") -> PythonFleet:
     """
     The fleet of a text that `render` made.
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from tpucare.adapters.state import folder as state_folder
 from tpucare.engine.engine import Engine
 from tpucare.fleetfile import parse as fleets
-from tpucare.fleetfile import python_fleet as fleet_python
+from tpucare.fleetfile import python_fleet
 from tpucare.fleetfile.parse import FleetSpec
 from tpucare.model.errors import ConfigError
 from tpucare.model.local_files import EVERYWHERE_PRIVATE, Private
@@ -117,8 +117,8 @@ class FleetRegistry:
             return kept if kept is not None else fleets.read_local(folder, path, self._private)
 
         file = f"{record.name}.yaml (as accepted)"
-        if fleet_python.is_python(record.text):
-            fleet: FleetSpec = fleet_python.parse(record.text, file=f"{record.name} (as started)")
+        if python_fleet.is_python(record.text):
+            fleet: FleetSpec = python_fleet.parse_python(record.text, file=f"{record.name} (as started)")
         else:
             folder = Path(record.folder)
             fleet = fleets.parse(record.text, file=file, folder=folder, read_file=read, accepted=True)
