@@ -42,8 +42,8 @@ def spend(shared: SharedBudget, slot: str, now: float) -> bool:
     """A create that is admitted, sent and answered at one instant."""
     if shared.free_at(now) is not None:
         return False
-    shared.take(slot, now)
-    shared.answered(slot, now)
+    shared.reserve(slot, now)
+    shared.create_ended(slot, now)
     return True
 
 
@@ -67,8 +67,8 @@ def test_two_processes_share_one_minute(tmp_path: Path) -> None:
 def test_a_create_counts_a_minute_from_its_answer(tmp_path: Path) -> None:
     one, other = budget(tmp_path, 1), budget(tmp_path, 1, "b")
     assert one.free_at(100.0) is None
-    one.take("a-0", 100.0)
-    one.answered("a-0", 140.0)
+    one.reserve("a-0", 100.0)
+    one.create_ended("a-0", 140.0)
     assert other.free_at(161.0) == 200.0
 
 
@@ -154,10 +154,10 @@ class TestWithoutAnAnswer:
         one, other = budget(tmp_path, 2), budget(tmp_path, 2, "b")
         with_lock = holding(tmp_path, "a")
         assert one.free_at(100.0) is None
-        one.take("a-0", 100.0)
+        one.reserve("a-0", 100.0)
         assert spend(other, "b-0", 500.0)
         assert other.free_at(501.0) == 560.0
-        one.answered("a-0", 510.0)
+        one.create_ended("a-0", 510.0)
         assert spend(other, "b-1", 560.0)
         assert other.free_at(561.0) == 570.0
         with_lock.release()
@@ -170,8 +170,8 @@ class TestWithoutAnAnswer:
         Clock.now = 500.0
         # The process that notices was stopped itself after it had asked for the time.
         assert other.free_at(150.0) is None
-        other.take("b-0", 500.0)
-        other.answered("b-0", 500.0)
+        other.reserve("b-0", 500.0)
+        other.create_ended("b-0", 500.0)
         assert other.free_at(501.0) == 560.0
 
     def test_the_next_process_of_its_store_lets_it_expire(self, tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ class TestWithoutAnAnswer:
                 if (free_at := shared.free_at(100.0)) is not None:
                     assert free_at == 101.0
                     break
-                shared.take(f"{store}-{index}", 100.0)
+                shared.reserve(f"{store}-{index}", 100.0)
                 found[store] = index + 1
         assert found == {"a": 30, "b": 15, "c": 7}
         for lock in locks:
@@ -203,9 +203,9 @@ class TestWithoutAnAnswer:
         shared = budget(tmp_path, 4)
         for _ in range(3):
             assert shared.free_at(100.0) is None
-            shared.take("a-0", 100.0)
+            shared.reserve("a-0", 100.0)
         assert shared.shares() == {"a-0": 3}
-        shared.answered("a-0", 130.0)
+        shared.create_ended("a-0", 130.0)
         assert shared.free_at(159.0) is None
         assert shared.free_at(159.0) == 160.0
 
@@ -224,10 +224,10 @@ def _caretaker(folder: Path, sent: Path) -> None:
     for slot in ("a-0", "a-1"):
         now = clock()
         if shared.free_at(now) is None:
-            shared.take(slot, now)
+            shared.reserve(slot, now)
             with sent.open("a") as calls:
                 calls.write(f"{clock()}\n")
-            shared.answered(slot, clock())
+            shared.create_ended(slot, clock())
     lock.release()
 
 

@@ -420,7 +420,7 @@ def test_logs_of_runs_one_after_another_are_kept_and_outlive_the_node(one: Node)
     kept = one.log()
     assert kept.index("one") < kept.index(f"--- run {one.token(2)} ---") < kept.index("two")
     assert "red end" in kept
-    one.launcher.forget(one.key)
+    one.launcher.forget_node(one.key)
     assert one.launcher.logs.read(one.slot, 1).decode() == kept
     one.probe()
     assert one.launcher.logs.read(one.slot, 1).decode() == kept

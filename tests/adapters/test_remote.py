@@ -638,7 +638,7 @@ def test_disconnect_closes_and_keeps_the_pins(nudged: NudgedRemote, server: SshS
 def test_forget_closes_and_drops_the_pins(nudged: NudgedRemote, server: SshStandIn) -> None:
     worker = worker_at(server)
     nudged.remote.run(worker, "true")
-    nudged.remote.forget(worker.key)
+    nudged.remote.forget_node(worker.key)
     wait_until(lambda: server.open == 0)
     assert nudged.next_hints(0.3) == frozenset()
     with restarted(server):
@@ -651,7 +651,7 @@ def test_node_forgotten_while_it_is_connected_to_leaves_nothing(nudged: NudgedRe
     with ThreadPoolExecutor(1) as threads:
         running = threads.submit(nudged.remote.run, worker, "true", deadline=SHORT)
         wait_until(lambda: server.accepted == 1)
-        nudged.remote.forget(worker.key)
+        nudged.remote.forget_node(worker.key)
         with pytest.raises(WorkerSilent):
             running.result()
     assert nudged.remote.connections == 0
@@ -671,11 +671,11 @@ def test_nothing_grows_over_many_connections(key: LoginKey, opened: Callable[...
 
     def cycle(number: int) -> None:
         worker = worker_at(server, name=f"pod-0-a{number}", node_id=number, number=number % 3)
-        nudged.remote.knock([worker])
+        nudged.remote.watch_ports([worker])
         assert nudged.remote.run(worker, "x").stdout == b"x"
         if number % 10 == 0:
             server.drop()
-        nudged.remote.forget(worker.key)
+        nudged.remote.forget_node(worker.key)
 
     try:
         for number in range(20):
@@ -753,7 +753,7 @@ def test_slow_worker_does_not_delay_the_others(opened: Callable[..., NudgedRemot
 def test_knock_hears_each_worker_of_a_node(key: LoginKey, opened: Callable[..., NudgedRemote]) -> None:
     port = sshd.free_port()
     nudged = opened(port)
-    nudged.remote.knock([Worker(node_key(), 1, number, f"127.2.4.{number}") for number in (1, 2)])
+    nudged.remote.watch_ports([Worker(node_key(), 1, number, f"127.2.4.{number}") for number in (1, 2)])
     for number in (1, 2):
         assert nudged.next_hints(0.4) == frozenset()
         server = SshStandIn(key.public, answer=echo, address=f"127.2.4.{number}", port=port)
@@ -766,11 +766,11 @@ def test_knock_hears_each_worker_of_a_node(key: LoginKey, opened: Callable[..., 
 
 def test_knock_again_after_the_worker_was_heard_says_nothing(nudged: NudgedRemote, server: SshStandIn) -> None:
     worker = worker_at(server)
-    nudged.remote.knock([worker])
+    nudged.remote.watch_ports([worker])
     assert nudged.next_hints(SOON) == {worker.key}
     wait_until(lambda: server.accepted == 1)
     for _ in range(5):
-        nudged.remote.knock([worker])
+        nudged.remote.watch_ports([worker])
     assert nudged.next_hints(0.5) == frozenset()
     assert server.accepted == 1
 
@@ -778,11 +778,11 @@ def test_knock_again_after_the_worker_was_heard_says_nothing(nudged: NudgedRemot
 def test_knock_again_after_silence_hints_again(nudged: NudgedRemote, server: SshStandIn) -> None:
     worker = worker_at(server)
     server.hang = True
-    nudged.remote.knock([worker])
+    nudged.remote.watch_ports([worker])
     assert nudged.next_hints(SOON) == {worker.key}
     with pytest.raises(WorkerSilent):
         nudged.remote.run(worker, "true", deadline=SHORT)
-    nudged.remote.knock([worker])
+    nudged.remote.watch_ports([worker])
     assert nudged.next_hints(SOON) == {worker.key}
 
 
@@ -798,8 +798,8 @@ def test_knock_at_many_keeps_its_sockets_bounded_and_wakes_for_each(
     # A server whose queue of connections is full takes no more: its address is as dark as a VM that is not there yet.
     with dark_address(port) as dark:
         begun = time.monotonic()
-        nudged.remote.knock(awaited)
-        nudged.remote.knock([Worker(node_key(f"d{number}"), 1, 0, dark) for number in range(600)])
+        nudged.remote.watch_ports(awaited)
+        nudged.remote.watch_ports([Worker(node_key(f"d{number}"), 1, 0, dark) for number in range(600)])
         assert time.monotonic() - begun < 10, "who waits for an answer of each would wait for minutes"
         server = SshStandIn(key.public, answer=echo, address="127.5.7.7", port=port)
         try:
@@ -808,7 +808,7 @@ def test_knock_at_many_keeps_its_sockets_bounded_and_wakes_for_each(
         finally:
             server.stop()
         for worker in awaited:
-            nudged.remote.forget(worker.key)
+            nudged.remote.forget_node(worker.key)
 
 
 def test_a_server_that_talks_without_being_asked_is_hung_up_on(
@@ -839,7 +839,7 @@ def test_a_server_that_talks_without_being_asked_is_hung_up_on(
 def test_the_knock_is_the_first_login(nudged: NudgedRemote, server: SshStandIn) -> None:
     """A connection that is closed without a login is an attack to sshguard."""
     worker = worker_at(server)
-    nudged.remote.knock([worker])
+    nudged.remote.watch_ports([worker])
     assert nudged.next_hints(SOON) == {worker.key}
     assert nudged.remote.run(worker, "echo in").stdout == b"in\n"
     assert (server.accepted, server.logins) == (1, 1)
@@ -847,7 +847,7 @@ def test_the_knock_is_the_first_login(nudged: NudgedRemote, server: SshStandIn) 
 
 def test_a_knock_that_the_server_hung_up_on_is_followed_by_a_login(nudged: NudgedRemote, server: SshStandIn) -> None:
     worker = worker_at(server)
-    nudged.remote.knock([worker])
+    nudged.remote.watch_ports([worker])
     assert nudged.next_hints(SOON) == {worker.key}
     wait_until(lambda: server.open == 1)
     server.drop()
@@ -857,7 +857,7 @@ def test_a_knock_that_the_server_hung_up_on_is_followed_by_a_login(nudged: Nudge
 
 def test_a_knock_that_nobody_needs_any_more_is_closed(nudged: NudgedRemote, server: SshStandIn) -> None:
     worker = worker_at(server)
-    nudged.remote.knock([worker])
+    nudged.remote.watch_ports([worker])
     assert nudged.next_hints(SOON) == {worker.key}
     wait_until(lambda: server.open == 1)
     nudged.remote.disconnect(worker.key)
@@ -886,7 +886,7 @@ def test_knock_at_a_dark_address_tries_again(key: LoginKey, opened: Callable[...
     port = sshd.free_port()
     nudged = opened(port)
     with dark_address(port) as dark:
-        nudged.remote.knock([Worker(node_key(), 1, 0, dark)])
+        nudged.remote.watch_ports([Worker(node_key(), 1, 0, dark)])
         assert nudged.next_hints(1.5) == frozenset()
     server = SshStandIn(key.public, answer=echo, address=dark, port=port)
     try:

@@ -348,8 +348,8 @@ def test_knock_hints_once_when_the_worker_listens(setup: RemoteSetup) -> None:
     worker = setup.worker()
     setup.silence(worker)
     setup.remote.hints()
-    setup.remote.knock([worker])
-    setup.remote.knock([worker])
+    setup.remote.watch_ports([worker])
+    setup.remote.watch_ports([worker])
     assert hint_within(setup.remote, 0.5) == frozenset()
     setup.heal(worker)
     assert hint_within(setup.remote, SOON) == {KEY}
@@ -359,8 +359,8 @@ def test_knock_hints_once_when_the_worker_listens(setup: RemoteSetup) -> None:
 def test_forget_ends_knocking(setup: RemoteSetup) -> None:
     worker = setup.worker()
     setup.silence(worker)
-    setup.remote.knock([worker])
-    setup.remote.forget(KEY)
+    setup.remote.watch_ports([worker])
+    setup.remote.forget_node(KEY)
     setup.remote.hints()
     setup.heal(worker)
     assert hint_within(setup.remote, 0.7) == frozenset()

@@ -301,7 +301,7 @@ class TestOwner:
     def test_one_that_nobody_had_open_for_ten_minutes_may_be_a_backup(self, folder: Path) -> None:
         with opened(folder) as store:
             assert not store.old, "a new one"
-            store.mark(NOW + timedelta(minutes=5))
+            store.mark_current(NOW + timedelta(minutes=5))
         for minutes, old in ((14.9, False), (15, True), (-4.9, False), (-5, True)):
             with open_store(folder, machine_id=HERE, now=NOW + timedelta(minutes=minutes)) as store:
                 assert store.old is old, minutes

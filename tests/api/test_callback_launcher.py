@@ -371,7 +371,7 @@ def test_a_call_in_flight_ends_with_its_node_and_a_late_one_never_begins() -> No
     with foreign_node(start) as node:
         node.go()
         eventually(lambda: (node.homes[0] / "calls").exists() and (node.homes[0] / "calls").read_text())
-        node.callbacks.forget(node.key)
+        node.callbacks.forget_node(node.key)
         assert ended.wait(20)
         assert ["the node is gone" in str(error) for error in met] == [True, True]
         assert (node.homes[0] / "calls").read_text() == "x\n"
@@ -395,7 +395,7 @@ def test_a_late_thread_cannot_reach_the_next_node_at_the_same_address() -> None:
     with foreign_node(start) as node:
         node.go()
         eventually(lambda: node.started)
-        node.callbacks.forget(node.key)
+        node.callbacks.forget_node(node.key)
         key = node.key._replace(name=f"{node.slot}-a2")
         first = node.workers[0]
         node.key, node.workers = key, (Worker(key, 8, 0, first.host),)
@@ -432,7 +432,7 @@ def test_a_broken_connection_is_told_only_when_the_worker_answers_again() -> Non
         kill(processes_of(node))
         assert threading.Event().wait(0.5) is False
         assert met == [], "nobody knows yet whether the node is gone"
-        node.callbacks.forget(node.key)
+        node.callbacks.forget_node(node.key)
         eventually(lambda: met == ["gone"])
 
 
@@ -446,7 +446,7 @@ def test_a_thread_that_outlives_its_node_is_told_with_the_place_where_it_hangs()
     with foreign_node(hang, late_after=0.2) as node:
         node.go()
         assert begun.wait(20)
-        node.callbacks.forget(node.key)
+        node.callbacks.forget_node(node.key)
         eventually(lambda: node.events)
         (event,) = node.events
         assert (event.kind, event.level, event.slot) == ("late", "error", node.slot)
@@ -534,7 +534,7 @@ def test_over_a_real_sshd_a_node_that_dies_ends_the_call(over_ssh: tuple[Foreign
     eventually(lambda: processes_of(node))
     server.stop()
     died = time.monotonic()
-    node.callbacks.forget(node.key)
+    node.callbacks.forget_node(node.key)
     eventually(lambda: met)
     assert "the node is gone" in met[0][0]
     assert met[0][1] - died < 5.0, "the thread does not wait for the network"

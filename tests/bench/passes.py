@@ -114,7 +114,7 @@ def _settle(engine: Engine, clock: VirtualClock) -> None:
 
 def _is_steady(engine: Engine, slot: str) -> bool:
     nodes = engine.slots[slot].nodes.values()
-    return engine.is_training(slot) and all(seen.progress.told is not None for seen in nodes)
+    return engine.is_training(slot) and all(seen.progress.first_step is not None for seen in nodes)
 
 
 def _pass(engine: Engine, clock: VirtualClock) -> float:

@@ -59,15 +59,15 @@ class SteadyLauncher:
 
     def notice(self, order: NoticeOrder) -> None: ...
 
-    def vouch(self, workers: Sequence[Worker], keys: Mapping[int, tuple[str, ...]]) -> frozenset[int]:
+    def pin_host_keys(self, workers: Sequence[Worker], keys: Mapping[int, tuple[str, ...]]) -> frozenset[int]:
         return frozenset(worker.number for worker in workers)
 
-    def expect(self, workers: Sequence[Worker]) -> None: ...
+    def watch_workers(self, workers: Sequence[Worker]) -> None: ...
 
     def disconnect(self, key: NodeKey) -> None:
         self._runs.pop(key, None)
 
-    def forget(self, key: NodeKey) -> None:
+    def forget_node(self, key: NodeKey) -> None:
         self._runs.pop(key, None)
 
     def hints(self) -> frozenset[NodeKey]:

@@ -594,7 +594,7 @@ def test_a_look_without_a_daemon_ends_with_the_error_of_the_listing(
     with cloud.lock:
         cloud.world.operator.fail_next("ListNodes", code, said)
     with standalone(resolve(os.environ)) as here:
-        here.runtime.engine.watch("emulated")
+        here.runtime.engine.list_project("emulated")
         with pytest.raises(kind) as failed:
             here.observe()
     assert (failed.value.code, failed.value.message) == (code, f"listing emulated failed: {said}")

@@ -41,7 +41,7 @@ def bell() -> Bell:
 
 def got(gate: ContextGate, slot: str) -> bool:
     """Ask until it is held."""
-    eventually(lambda: gate.ask(slot))
+    eventually(lambda: gate.acquire(slot))
     return True
 
 
@@ -52,12 +52,12 @@ def test_one_holds_it_and_the_other_gets_it_then(
     context: contextlib.AbstractContextManager[object], bell: Bell
 ) -> None:
     gate = ContextGate(context, bell)
-    assert gate.ask("a") in (False, True)
+    assert gate.acquire("a") in (False, True)
     assert got(gate, "a")
     assert bell.rang.wait(5)
-    assert "a" in gate.news()
-    assert not gate.ask("b")
-    assert not gate.ask("b")
+    assert "a" in gate.changed_slots()
+    assert not gate.acquire("b")
+    assert not gate.acquire("b")
     gate.release("a")
     assert got(gate, "b")
     gate.close()
@@ -69,7 +69,7 @@ def test_who_waits_in_vain_gives_it_back_at_once(bell: Bell) -> None:
     lock = threading.Lock()
     lock.acquire()
     gate = ContextGate(lock, bell)
-    assert not gate.ask("a")
+    assert not gate.acquire("a")
     gate.release("a")
     lock.release()
     assert lock.acquire(timeout=5)
@@ -89,10 +89,10 @@ def test_an_error_of_it_is_told_once_and_then_it_is_tried_again(bell: Bell) -> N
             return None
 
     gate = ContextGate(Turnstile(), bell)
-    assert not gate.ask("a")
+    assert not gate.acquire("a")
     assert bell.rang.wait(5)
     with pytest.raises(RuntimeError, match="creation_semaphore: OSError: no such queue"):
-        gate.ask("a")
+        gate.acquire("a")
     broken.clear()
     assert got(gate, "a")
     gate.close()
@@ -121,7 +121,7 @@ class FakeGate:
         self.most = 0
         self._news: set[str] = set()
 
-    def ask(self, slot: str) -> bool:
+    def acquire(self, slot: str) -> bool:
         if self.error is not None:
             error, self.error = self.error, None
             raise error
@@ -137,7 +137,7 @@ class FakeGate:
             self.queue.remove(slot)
         self._serve()
 
-    def news(self) -> frozenset[str]:
+    def changed_slots(self) -> frozenset[str]:
         news, self._news = frozenset(self._news), set()
         return news
 
@@ -262,7 +262,7 @@ def test_a_turn_that_waits_for_the_budget_in_vain_is_given_back(tmp_path: Path) 
     gate = FakeGate(1)
     daemon.engine.create_admission.semaphore = CreateSemaphore(gate)
     assert others.free_at(daemon.clock.monotonic()) is None
-    others.take("other-0", daemon.clock.monotonic())
+    others.reserve("other-0", daemon.clock.monotonic())
     daemon.care_for("pod", 2)
     daemon.run(seconds=20)
     assert gate.held == {"pod-0"}

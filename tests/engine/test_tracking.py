@@ -19,7 +19,7 @@ def track(*reports: Report) -> ProgressTrack:
     """A run whose reports, a minute apart, told these steps and checkpoints."""
     made = ProgressTrack()
     for minute, (step, checkpoint) in enumerate(reports):
-        made.see("pod-0-a0.1", step, checkpoint, 0, Mark(timedelta(minutes=minute), minute))
+        made.apply_report("pod-0-a0.1", step, checkpoint, 0, Mark(timedelta(minutes=minute), minute))
     return made
 
 
@@ -51,13 +51,13 @@ def test_a_sign_is_what_differs_from_what_the_run_began_with(reports: list[Repor
 
 def test_a_step_that_is_told_first_is_known_with_its_instant() -> None:
     seen = track((None, 7), (None, 7), (100, 7), (100, 7)).freeze()
-    assert (seen.begun, seen.told, seen.last) == (Mark(timedelta(), 0), Mark(timedelta(minutes=2), 2), None)
+    assert (seen.begun, seen.first_step, seen.last) == (Mark(timedelta(), 0), Mark(timedelta(minutes=2), 2), None)
     assert seen.unchanged == 1
 
 
 def test_nothing_of_one_run_counts_for_the_next() -> None:
     made = track((0, 0), (1, 0), (2, 0))
-    made.see("pod-0-a0.2", 3, 3, 0, Mark(timedelta(hours=1), 60))
+    made.apply_report("pod-0-a0.2", 3, 3, 0, Mark(timedelta(hours=1), 60))
     seen = made.freeze()
     assert (seen.signals, seen.last, seen.begun) == (0, None, Mark(timedelta(hours=1), 60))
 
@@ -76,24 +76,24 @@ def test_while_the_first_worker_is_silent_the_others_tell_of_progress() -> None:
     three minutes. While worker 0 is silent, steps of the others count, each compared with its own earlier step.
     """
     seen = NodeTrack(node(), at(0), at(0))
-    seen.hear(_report(running(step=10), running(step=7)), at(1))
-    seen.hear(_report(SILENT, running(step=7)), at(2))
+    seen.apply_report(_report(running(step=10), running(step=7)), at(1))
+    seen.apply_report(_report(SILENT, running(step=7)), at(2))
     assert seen.progress.last is None, "the other's count is held against its own, not against the first one's"
-    seen.hear(_report(SILENT, running(step=8)), at(3))
+    seen.apply_report(_report(SILENT, running(step=8)), at(3))
     assert seen.freeze().progress.last == at(3)
     assert seen.silent_since == at(2)
     assert seen.progress.step == 10
-    seen.hear(_report(SILENT, running(step=8)), at(4))
-    seen.hear(_report(SILENT, SILENT), at(5))
-    seen.hear(_report(SILENT, replace(running(step=99), token="other-a0.1")), at(6))
+    seen.apply_report(_report(SILENT, running(step=8)), at(4))
+    seen.apply_report(_report(SILENT, SILENT), at(5))
+    seen.apply_report(_report(SILENT, replace(running(step=99), token="other-a0.1")), at(6))
     assert seen.freeze().progress.last == at(3), "another run's step is no sign of this one's"
-    seen.hear(_report(running(step=10), running(step=8)), at(7))
+    seen.apply_report(_report(running(step=10), running(step=8)), at(7))
     assert seen.freeze().progress.last == at(3)
 
 
 def test_steps_of_the_run_before_are_not_held_against_those_of_now() -> None:
     seen = NodeTrack(node(), at(0), at(0))
-    seen.hear(_report(running(step=10), running(step=7)), at(1))
-    seen.hear(_report(running(token(run=2)), running(token(run=2))), at(2))
-    seen.hear(_report(SILENT, running(token(run=2), step=1)), at(3))
+    seen.apply_report(_report(running(step=10), running(step=7)), at(1))
+    seen.apply_report(_report(running(token(run=2)), running(token(run=2))), at(2))
+    seen.apply_report(_report(SILENT, running(token(run=2), step=1)), at(3))
     assert seen.freeze().progress.last is None

@@ -59,7 +59,7 @@ def test_two_people_two_daemons_one_project(tmp_path: Path) -> None:
     assert first.store is not None
     assert second.store is not None
     assert deleted == {"pod-0-a0": first.store.owner, "other-1-a0": second.store.owner}
-    assert first.engine.strays == second.engine.strays == {}
+    assert first.engine.orphans == second.engine.orphans == {}
 
 
 def test_the_fleet_folder_is_unmounted(tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_a_node_is_handed_over_with_what_works_on_it(daemon: Daemon, trained: bo
     spec = NodeSpec(accelerator_type="v3-32", runtime_version="tpu-ubuntu2204-base", spot=True)
     daemon.zone.world.api.create_node(f"projects/{PROJECT}/locations/{US}", "mine", spec, daemon.clock.true_now())
     daemon.run(minutes=8)
-    daemon.engine.adopt("mine", "pod-0")
+    daemon.engine.adopt_node("mine", "pod-0")
     daemon.run(minutes=1)
     daemon.wish("pod-0", DesiredState.UP)
     daemon.run(minutes=20)

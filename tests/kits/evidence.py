@@ -128,7 +128,7 @@ def seen(
     all_answer = report is not None and report.all_answer
     marks: dict[str, Any] = {
         "listed": True,
-        "dark": False,
+        "zone_unreachable": False,
         "seen_since": ago(hours=1),
         "state_since": ago(hours=1),
         "workers": workers_of(what, external=True, expected=WORKERS),

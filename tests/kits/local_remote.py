@@ -79,7 +79,7 @@ class LocalRemote:
             self._faults.pop(worker, None)
             awaited = worker in self._awaited
         if awaited:
-            self.knock([worker])
+            self.watch_ports([worker])
 
     def kill(self, worker: Worker) -> None:
         """The VM is gone: silent, every process on it dead."""
@@ -138,7 +138,7 @@ class LocalRemote:
         with ThreadPoolExecutor(max_workers=min(len(workers), 32)) as pool:
             return list(pool.map(guarded, workers))
 
-    def knock(self, workers: Iterable[Worker]) -> None:
+    def watch_ports(self, workers: Iterable[Worker]) -> None:
         for worker in workers:
             with self._lock:
                 listens = not isinstance(self._faults.get(worker), WorkerSilent)
@@ -155,7 +155,7 @@ class LocalRemote:
             self._awaited = {worker for worker in self._awaited if worker.key != key}
             self._hints.discard(key)
 
-    def forget(self, key: NodeKey) -> None:
+    def forget_node(self, key: NodeKey) -> None:
         self.disconnect(key)
 
     def repin(self, worker: Worker, host_keys: Iterable[str]) -> bool:

@@ -148,11 +148,11 @@ def test_small_words() -> None:
 def test_a_track_knows_since_when_a_worker_is_missing() -> None:
     track = NodeTrack(node(), ago(hours=1), ago(hours=1))
     track.workers = seen(node()).workers
-    track.see(node(), ago(30))
+    track.apply_node(node(), ago(30))
     assert track.freeze().lacking_since is None
-    track.see(node(endpoints=1), ago(20))
+    track.apply_node(node(endpoints=1), ago(20))
     track.workers = None
-    track.see(node(endpoints=1), ago(10))
+    track.apply_node(node(endpoints=1), ago(10))
     assert track.freeze().lacking_since == ago(20)
 
 
@@ -161,10 +161,10 @@ def test_silence_of_before_a_darkness_supports_no_verdict_after_it() -> None:
     track = NodeTrack(node(), ago(hours=1), ago(hours=1))
     mute = NodeReport(node().key, node().id, (SILENT, SILENT))
     for seconds in (600, 585, 570):
-        track.hear(mute, ago(seconds))
+        track.apply_report(mute, ago(seconds))
     assert (track.freeze().silent_probes, track.freeze().silent_since) == (3, ago(600))
-    track.darken(ago(560))
-    track.light(ago(60))
+    track.mark_zone_unreachable(ago(560))
+    track.mark_zone_reachable(ago(60))
     assert (track.freeze().silent_probes, track.freeze().silent_since) == (0, ago(100))
-    track.hear(mute, ago(45))
+    track.apply_report(mute, ago(45))
     assert (track.freeze().silent_probes, track.freeze().silent_since) == (1, ago(100))

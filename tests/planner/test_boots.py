@@ -108,37 +108,39 @@ BOOTS = [
     case("something else holds the chips", evidence(seen(node(), (QUIET, FOREIGN))), FRESH, "Stop"),
     case(
         "held again, long after it let go",
-        evidence(seen(node(), (QUIET, FOREIGN)), looked={EffectKind.STOP.of(name_of(0)): ago(hours=1)}),
+        evidence(seen(node(), (QUIET, FOREIGN)), ended_effects={EffectKind.STOP.of(name_of(0)): ago(hours=1)}),
         FRESH,
         "Stop",
     ),
     case(
         "and does not let go: somebody may be at work there",
-        evidence(seen(node(), (QUIET, FOREIGN)), looked={EffectKind.STOP.of(name_of(0)): ago(minutes=9)}),
+        evidence(seen(node(), (QUIET, FOREIGN)), ended_effects={EffectKind.STOP.of(name_of(0)): ago(minutes=9)}),
         HELD,
         "Wait person",
     ),
     case(
         "and does not let go for ten minutes",
-        evidence(seen(node(), (QUIET, FOREIGN)), looked={EffectKind.STOP.of(name_of(0)): ago(minutes=11)}),
+        evidence(seen(node(), (QUIET, FOREIGN)), ended_effects={EffectKind.STOP.of(name_of(0)): ago(minutes=11)}),
         HELD,
         "Delete dead",
     ),
     case(
         "and does not let go of an on-demand node",
-        evidence(seen(node(tier=ON_DEMAND), (QUIET, FOREIGN)), looked={EffectKind.STOP.of(name_of(0)): ago(hours=1)}),
+        evidence(
+            seen(node(tier=ON_DEMAND), (QUIET, FOREIGN)), ended_effects={EffectKind.STOP.of(name_of(0)): ago(hours=1)}
+        ),
         HELD,
         "Wait person",
     ),
     case(
         "some worker did not hear of the stop",
-        evidence(seen(node(), (QUIET, FOREIGN)), looked={EffectKind.STOP.of(name_of(0)): ago(minutes=11)}),
+        evidence(seen(node(), (QUIET, FOREIGN)), ended_effects={EffectKind.STOP.of(name_of(0)): ago(minutes=11)}),
         replace(HELD, run=run(0, state=RunState.STOPPING, stop_why="held", stops=1)),
         "Stop",
     ),
     case(
         "it let go",
-        evidence(seen(node(), QUIET), looked={EffectKind.STOP.of(name_of(0)): ago(minutes=9)}),
+        evidence(seen(node(), QUIET), ended_effects={EffectKind.STOP.of(name_of(0)): ago(minutes=9)}),
         HELD,
         "Record run stopped",
     ),
@@ -152,53 +154,53 @@ LOOKED = {EffectKind.LOOK.of(name_of(0)): ago(2)}
 
 FENCES = [
     case("an older node may train: GetNode", evidence(NEXT, unreachable_since={US: ago(60)}), GONE_ON, "GetNode"),
-    case("asked just now", evidence(NEXT, unreachable_since={US: ago(60)}, looked=LOOKED), GONE_ON, "Wait"),
+    case("asked just now", evidence(NEXT, unreachable_since={US: ago(60)}, ended_effects=LOOKED), GONE_ON, "Wait"),
     case(
         "its delete was accepted, which proves nothing",
-        evidence(NEXT, unreachable_since={US: ago(60)}, looked=LOOKED),
+        evidence(NEXT, unreachable_since={US: ago(60)}, ended_effects=LOOKED),
         memory(launched(0, delete=replace(DELETE, accepted=True)), past(1)),
         "Wait",
     ),
     case(
         "its delete was accepted after every worker was quiet",
-        evidence(NEXT, unreachable_since={US: ago(60)}, looked=LOOKED),
+        evidence(NEXT, unreachable_since={US: ago(60)}, ended_effects=LOOKED),
         memory(launched(0, delete=replace(DELETE, accepted=True, quiet=True)), past(1)),
         "Launch",
     ),
     case(
         "it was quiet, its delete is not accepted",
-        evidence(NEXT, unreachable_since={US: ago(60)}, looked=LOOKED),
+        evidence(NEXT, unreachable_since={US: ago(60)}, ended_effects=LOOKED),
         memory(launched(0, delete=replace(DELETE, quiet=True)), past(1)),
         "Wait",
     ),
     case(
         "it was once seen PREEMPTED, however dark its zone is now",
-        evidence(NEXT, unreachable_since={US: ago(60)}, looked=LOOKED),
+        evidence(NEXT, unreachable_since={US: ago(60)}, ended_effects=LOOKED),
         memory(launched(0, delete=DELETE, status=NodeStatus.DEAD), past(1)),
         "Launch",
     ),
     case(
         "this store wrote no launch for it",
-        evidence(NEXT, unreachable_since={US: ago(60)}, looked=LOOKED),
+        evidence(NEXT, unreachable_since={US: ago(60)}, ended_effects=LOOKED),
         memory(past(0, delete=DELETE), past(1)),
         "Launch",
     ),
     case(
         "no proof after fence_after: loudly",
-        evidence(WAITED, unreachable_since={US: ago(60)}, looked=LOOKED),
+        evidence(WAITED, unreachable_since={US: ago(60)}, ended_effects=LOOKED),
         GONE_ON,
         "Wait person",
     ),
     case(
         "care.fence: proceed, before fence_after",
-        evidence(NEXT, unreachable_since={US: ago(60)}, looked=LOOKED),
+        evidence(NEXT, unreachable_since={US: ago(60)}, ended_effects=LOOKED),
         GONE_ON,
         "Wait",
         slot(fence_proceed=True),
     ),
     case(
         "care.fence: proceed",
-        evidence(WAITED, unreachable_since={US: ago(60)}, looked=LOOKED),
+        evidence(WAITED, unreachable_since={US: ago(60)}, ended_effects=LOOKED),
         GONE_ON,
         "Launch",
         slot(fence_proceed=True),
@@ -221,7 +223,7 @@ FENCES = [
     case("the store was lost, and every zone has answered", evidence(NEXT, store_lost=True), memory(past(1)), "Launch"),
     case(
         "a person confirmed",
-        evidence(WAITED, unreachable_since={US: ago(60)}, looked=LOOKED),
+        evidence(WAITED, unreachable_since={US: ago(60)}, ended_effects=LOOKED),
         replace(GONE_ON, fence_confirmed=True),
         "Launch",
     ),
@@ -236,7 +238,7 @@ test_the_fence = table(FENCES)
 
 @pytest.mark.parametrize("launched_before", [False, True])
 def test_chips_held_before_any_launch_of_ours_speak_against_the_place(launched_before: bool) -> None:
-    what = evidence(seen(node(), (QUIET, FOREIGN)), looked={EffectKind.STOP.of(name_of(0)): ago(minutes=11)})
+    what = evidence(seen(node(), (QUIET, FOREIGN)), ended_effects={EffectKind.STOP.of(name_of(0)): ago(minutes=11)})
     delete = act(what, replace(HELD, nodes=(past(launched=launched_before),)))
     assert isinstance(delete, Delete)
     assert delete.held is not launched_before

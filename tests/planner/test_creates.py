@@ -58,7 +58,7 @@ CREATES = [
     ),
     case(
         "an open intent that was polled just now",
-        evidence(looked={EffectKind.POLL.of(name_of(0)): ago(3)}),
+        evidence(ended_effects={EffectKind.POLL.of(name_of(0)): ago(3)}),
         memory(creates=(intent(state=CreateState.RUNNING, operation="op"),)),
         "Wait",
     ),
@@ -114,7 +114,7 @@ CREATES = [
     ),
     case(
         "unanswered at boot_timeout",
-        evidence(creates_since={name_of(0): ago(minutes=31)}, looked={EffectKind.POLL.of(name_of(0)): ago(1)}),
+        evidence(creates_since={name_of(0): ago(minutes=31)}, ended_effects={EffectKind.POLL.of(name_of(0)): ago(1)}),
         memory(creates=(intent(state=CreateState.RUNNING, operation="op"),)),
         "Record create superseded",
     ),
@@ -197,13 +197,13 @@ CREATES = [
     ),
     case(
         "superseded and still to come: the next create goes on",
-        evidence(looked={EffectKind.POLL.of(name_of(0)): ago(1)}, creates_since={name_of(0): ago(minutes=40)}),
+        evidence(ended_effects={EffectKind.POLL.of(name_of(0)): ago(1)}, creates_since={name_of(0): ago(minutes=40)}),
         memory(creates=(intent(abandoned=True, state=CreateState.RUNNING, operation="op"),)),
         "Create",
     ),
     case(
         "superseded for an hour: is its node there?",
-        evidence(looked={EffectKind.POLL.of(name_of(0)): ago(1)}, creates_since={name_of(0): ago(minutes=60)}),
+        evidence(ended_effects={EffectKind.POLL.of(name_of(0)): ago(1)}, creates_since={name_of(0): ago(minutes=60)}),
         memory(creates=(intent(abandoned=True, state=CreateState.RUNNING, operation="op"),)),
         "GetNode",
     ),
@@ -215,13 +215,13 @@ CREATES = [
     ),
     case(
         "its operation failed, listed CREATING and silent for less than 60 s",
-        evidence(seen(node("CREATING")), looked={EffectKind.FAILED.of(name_of(0)): ago(40)}),
+        evidence(seen(node("CREATING")), ended_effects={EffectKind.FAILED.of(name_of(0)): ago(40)}),
         memory(past(), creates=(intent(state=CreateState.FAILED, refused="no more capacity"),)),
         "Wait",
     ),
     case(
         "its operation failed, listed CREATING and silent for 60 s",
-        evidence(seen(node("CREATING")), looked={EffectKind.FAILED.of(name_of(0)): ago(61)}),
+        evidence(seen(node("CREATING")), ended_effects={EffectKind.FAILED.of(name_of(0)): ago(61)}),
         memory(past(), creates=(intent(state=CreateState.FAILED, refused="no more capacity"),)),
         "Delete dead",
     ),
@@ -273,7 +273,7 @@ CREATES = [
     case("404 for a node that was there", evidence(seen(node(), running(), listed=False)), TRAINS, "GetNode"),
     case(
         "404 for a node that was there: asked just now",
-        evidence(seen(node(), running(), listed=False), looked={EffectKind.LOOK.of(name_of(0)): ago(2)}),
+        evidence(seen(node(), running(), listed=False), ended_effects={EffectKind.LOOK.of(name_of(0)): ago(2)}),
         TRAINS,
         "Wait",
     ),

@@ -249,47 +249,51 @@ STOPS = [
         STOPPING,
         "Wait",
     ),
-    case("stopped and quiet", evidence(seen(node(), ended(143)), looked=STOPPED), STOPPING, "Record run stopped"),
-    case("stopped and not quiet yet", evidence(seen(node(), running()), looked=STOPPED), STOPPING, "Wait"),
+    case(
+        "stopped and quiet", evidence(seen(node(), ended(143)), ended_effects=STOPPED), STOPPING, "Record run stopped"
+    ),
+    case("stopped and not quiet yet", evidence(seen(node(), running()), ended_effects=STOPPED), STOPPING, "Wait"),
     case(
         "chips not free after SIGKILL",
-        evidence(seen(node(), running()), looked=LONG_STOPPED),
+        evidence(seen(node(), running()), ended_effects=LONG_STOPPED),
         memory(launched(), run=run(state=RunState.STUCK, stop_why="it crashed", stops=1)),
         "Delete dead",
     ),
     case(
         "a worker did not hear the stop",
-        evidence(seen(node(), running()), looked=LONG_STOPPED),
+        evidence(seen(node(), running()), ended_effects=LONG_STOPPED),
         memory(launched(), run=run(state=RunState.STOPPING, stop_why="it crashed", stops=1)),
         "Stop",
     ),
     case(
         "a worker did not hear the stop, five times",
-        evidence(seen(node(), running()), looked=LONG_STOPPED),
+        evidence(seen(node(), running()), ended_effects=LONG_STOPPED),
         memory(launched(), run=run(state=RunState.STOPPING, stop_why="it crashed", stops=5)),
         "Delete dead",
     ),
     case(
         "chips not free after SIGKILL, on-demand",
-        evidence(seen(node(tier=ON_DEMAND), running()), looked=LONG_STOPPED),
+        evidence(seen(node(tier=ON_DEMAND), running()), ended_effects=LONG_STOPPED),
         STOPPING,
         "Stop",
     ),
     case(
         "chips not free after five stops, on-demand",
-        evidence(seen(node(tier=ON_DEMAND), running()), looked=LONG_STOPPED),
+        evidence(seen(node(tier=ON_DEMAND), running()), ended_effects=LONG_STOPPED),
         memory(launched(), run=run(state=RunState.STUCK, stop_why="it crashed", stops=5)),
         "Wait person",
     ),
     case(
         "chips not free for a quarter of an hour more, on-demand",
-        evidence(seen(node(tier=ON_DEMAND), running()), looked={EffectKind.STOP.of(name_of(0)): ago(minutes=15)}),
+        evidence(
+            seen(node(tier=ON_DEMAND), running()), ended_effects={EffectKind.STOP.of(name_of(0)): ago(minutes=15)}
+        ),
         memory(launched(), run=run(state=RunState.STUCK, stop_why="it crashed", stops=5)),
         "Stop",
     ),
     case(
         "stopped to be deleted",
-        evidence(seen(node(), running()), looked=STOPPED),
+        evidence(seen(node(), running()), ended_effects=STOPPED),
         memory(launched(), run=run(state=RunState.STOPPING, stop_why="sick", then_delete=Reason.JUDGED)),
         "Delete judged",
     ),

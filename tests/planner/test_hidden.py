@@ -25,16 +25,16 @@ from tests.kits.evidence import (
 )
 from tpucare.model.actions import EffectKind
 from tpucare.model.errors import NeedsPerson, Transient
-from tpucare.model.evidence import FailedLook
+from tpucare.model.evidence import FailedRead
 from tpucare.model.lifecycles import NodeStatus
 from tpucare.model.memory import DesiredState, Memory
 
 BOTH = slot(place(US), place(EU))
 PROCEED = slot(place(US), place(EU), fence_proceed=True)
 DARK, LONG_DARK = {US: ago(minutes=29)}, {US: ago(minutes=30)}
-SEEN = seen(node(), dark=True)
-REFUSED = {"pod-0-a0": FailedLook(ago(minutes=30), 99, NeedsPerson, human=True)}
-FAILS = {"pod-0-a0": FailedLook(ago(minutes=2), 3, Transient, human=False)}
+SEEN = seen(node(), zone_unreachable=True)
+REFUSED = {"pod-0-a0": FailedRead(ago(minutes=30), 99, NeedsPerson, human=True)}
+FAILS = {"pod-0-a0": FailedRead(ago(minutes=2), 3, Transient, human=False)}
 
 
 def known(**more: Any) -> Memory:
@@ -50,7 +50,7 @@ HIDDEN = [
     case("fence_after counts", evidence(SEEN, unreachable_since=LONG_DARK), TRAINS, "Wait", slot(fence_after=HOUR)),
     case(
         "GetNode is refused",
-        evidence(failed_looks=REFUSED, looked=dict.fromkeys([EffectKind.LOOK.of("pod-0-a0")], ago(9))),
+        evidence(failed_reads=REFUSED, ended_effects=dict.fromkeys([EffectKind.LOOK.of("pod-0-a0")], ago(9))),
         TRAINS,
         "Record node out of sight",
         BOTH,
@@ -80,7 +80,7 @@ HIDDEN = [
     ),
     case(
         "the fence guards the launch",
-        evidence(SEEN, NEXT, unreachable_since=LONG_DARK, looked={EffectKind.LOOK.of("pod-0-a0"): ago(1)}),
+        evidence(SEEN, NEXT, unreachable_since=LONG_DARK, ended_effects={EffectKind.LOOK.of("pod-0-a0"): ago(1)}),
         memory(launched(status=NodeStatus.OUT_OF_SIGHT), past(1)),
         "Wait",
         PROCEED,
@@ -102,13 +102,13 @@ HIDDEN = [
     case("taken: a person", evidence(), known(status=NodeStatus.TAKEN), "GetNode", BOTH),
     case(
         "taken, looked at: a person",
-        evidence(looked={EffectKind.LOOK.of("pod-0-a0"): ago(1)}),
+        evidence(ended_effects={EffectKind.LOOK.of("pod-0-a0"): ago(1)}),
         known(status=NodeStatus.TAKEN),
         "Wait person",
     ),
     case(
         "taken: a person's word",
-        evidence(looked={EffectKind.LOOK.of("pod-0-a0"): ago(1)}),
+        evidence(ended_effects={EffectKind.LOOK.of("pod-0-a0"): ago(1)}),
         known(status=NodeStatus.TAKEN, written_off=True),
         "Create",
     ),
@@ -126,19 +126,19 @@ HIDDEN = [
     ),
     case(
         "a look that fails is repeated",
-        evidence(failed_looks=FAILS, looked={EffectKind.LOOK.of("pod-0-a0"): ago(40)}),
+        evidence(failed_reads=FAILS, ended_effects={EffectKind.LOOK.of("pod-0-a0"): ago(40)}),
         TRAINS,
         "GetNode",
     ),
     case(
         "ever more seldom",
-        evidence(failed_looks=FAILS, looked={EffectKind.LOOK.of("pod-0-a0"): ago(39)}),
+        evidence(failed_reads=FAILS, ended_effects={EffectKind.LOOK.of("pod-0-a0"): ago(39)}),
         TRAINS,
         "Wait",
     ),
     case(
         "at least each 10 min",
-        evidence(failed_looks=REFUSED, looked={EffectKind.LOOK.of("pod-0-a0"): ago(600)}),
+        evidence(failed_reads=REFUSED, ended_effects={EffectKind.LOOK.of("pod-0-a0"): ago(600)}),
         TRAINS,
         "GetNode",
     ),

@@ -384,7 +384,7 @@ def spend(budget: CreateBudget, until: float, pause: float) -> Iterator[float]:
     while now < until:
         free_at = budget.free_at(now)
         if free_at is None:
-            budget.take("pod-0", now)
+            budget.reserve("pod-0", now)
             yield now
             now += pause
         else:
@@ -414,7 +414,7 @@ def test_the_budget_is_shared_by_what_each_slot_had() -> None:
     budget = CreateBudget(3)
     for name, at in (("a", 0.0), ("b", 1.0), ("a", 2.0)):
         assert budget.free_at(at) is None
-        budget.take(name, at)
+        budget.reserve(name, at)
     assert budget.shares() == {"a": 2, "b": 1}
     assert budget.free_at(59.0) == 60.0
     assert budget.free_at(60.0) is None
@@ -422,10 +422,10 @@ def test_the_budget_is_shared_by_what_each_slot_had() -> None:
 
 def test_a_slow_answer_keeps_its_place_of_the_budget_for_longer() -> None:
     budget = CreateBudget(1)
-    budget.take("a", 0.0)
-    budget.answered("a", 2.5)
+    budget.reserve("a", 0.0)
+    budget.create_ended("a", 2.5)
     assert budget.free_at(60.0) == 62.5
-    budget.answered("unknown", 3.0)
+    budget.create_ended("unknown", 3.0)
     assert budget.free_at(62.5) is None
 
 

@@ -33,8 +33,8 @@ from tpucare.model.memory import DesiredState, FailureCounter
 from tpucare.model.runs import Phase
 
 # It told its step once, an hour ago: "restored at step 100".
-TOLD = Progress(token(), 0, begun=ago(minutes=65), told=ago(hours=1))
-MOVES = Progress(token(), 9, ago(9), timedelta(seconds=15), ago(9), begun=ago(hours=1), told=ago(minutes=59))
+TOLD = Progress(token(), 0, begun=ago(minutes=65), first_step=ago(hours=1))
+MOVES = Progress(token(), 9, ago(9), timedelta(seconds=15), ago(9), begun=ago(hours=1), first_step=ago(minutes=59))
 LAUNCHING = frozenset({EffectKind.LAUNCH.of(name_of(0))})
 IN_FLIGHT = [
     # `replace`, UNKNOWN or a superseded create asked for the delete during a launch: the last probe still said "no
@@ -120,7 +120,7 @@ RUNS = [
     ),
     case(
         "replace is asked for, and it is stopped",
-        evidence(seen(node(), ended(143)), looked={EffectKind.STOP.of(name_of(0)): ago(5)}),
+        evidence(seen(node(), ended(143)), ended_effects={EffectKind.STOP.of(name_of(0)): ago(5)}),
         replace(TRAINS, replace_asked=True),
         "Delete asked",
     ),
@@ -175,13 +175,13 @@ RUNS = [
     ),
     case(
         "it told where it begins less than an hour ago",
-        evidence(seen(node(), running(), progress=replace(TOLD, told=ago(minutes=50)))),
+        evidence(seen(node(), running(), progress=replace(TOLD, first_step=ago(minutes=50)))),
         memory(launched(), run=run(progressed=False)),
         "Wait",
     ),
     case(
         "its first step came after two hours: the second may take as long",
-        evidence(seen(node(), running(), progress=replace(TOLD, begun=ago(hours=4), told=ago(hours=2)))),
+        evidence(seen(node(), running(), progress=replace(TOLD, begun=ago(hours=4), first_step=ago(hours=2)))),
         memory(launched(), run=run(progressed=False)),
         "Wait",
     ),

@@ -179,7 +179,7 @@ SILENCE = [
     case("some workers silent, no progress: stop the rest", evidence(silent(1, running(), SILENT)), TRAINS, "Stop"),
     case(
         "the rest was stopped already",
-        evidence(silent(1, running(), SILENT), looked={EffectKind.STOP.of(name_of(0)): ago(30)}),
+        evidence(silent(1, running(), SILENT), ended_effects={EffectKind.STOP.of(name_of(0)): ago(30)}),
         TRAINS,
         "Wait",
     ),
@@ -193,13 +193,13 @@ SILENCE = [
     case("our key is refused", evidence(seen(node(), REFUSED, refused_since=ago(31))), FRESH, "AddSshKey"),
     case(
         "our key could not be written: not at once again",
-        evidence(seen(node(), REFUSED, refused_since=ago(99)), looked={EffectKind.KEY.of(name_of(0)): ago(50)}),
+        evidence(seen(node(), REFUSED, refused_since=ago(99)), ended_effects={EffectKind.KEY.of(name_of(0)): ago(50)}),
         FRESH,
         "Wait person",
     ),
     case(
         "our key could not be written: again",
-        evidence(seen(node(), REFUSED, refused_since=ago(99)), looked={EffectKind.KEY.of(name_of(0)): ago(61)}),
+        evidence(seen(node(), REFUSED, refused_since=ago(99)), ended_effects={EffectKind.KEY.of(name_of(0)): ago(61)}),
         FRESH,
         "AddSshKey",
     ),
@@ -289,7 +289,7 @@ HEALTH = [
         "REPAIRING, stopped",
         evidence(
             seen(node("REPAIRING"), QUIET, state_since=ago(hours=1), progress=STALE),
-            looked={EffectKind.STOP.of(name_of(0)): ago(9)},
+            ended_effects={EffectKind.STOP.of(name_of(0)): ago(9)},
         ),
         TRAINS,
         "Delete judged",

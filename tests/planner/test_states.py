@@ -76,7 +76,10 @@ def test_every_state_has_its_action(state: NodeState, known: Memory, workers: An
 def test_what_is_not_seen_now_is_not_judged(state: NodeState) -> None:
     what = seen(node(state), SILENT, silent_since=ago(hours=5), silent_probes=99, unhealthy_since=ago(hours=5))
     assert told(act(evidence(what, fresh=False, blind_why="HTTP 500"), TRAINS)) == "Wait"
-    assert told(act(evidence(replace(what, dark=True), elsewhere_answers=True), TRAINS)) in ("Wait", "Create")
+    assert told(act(evidence(replace(what, zone_unreachable=True), elsewhere_answers=True), TRAINS)) in (
+        "Wait",
+        "Create",
+    )
     assert told(act(evidence(what, elsewhere_answers=True), replace(TRAINS, wish=DesiredState.PAUSED))) == "Wait"
 
 
@@ -100,7 +103,7 @@ def test_a_delete_that_hangs_is_repeated_whoever_asked_for_it() -> None:
 
 def test_beside_a_node_that_was_shown_dead_and_lives_nothing_is_launched() -> None:
     old = launched(status=NodeStatus.REVIVED, delete=going(before(10), next_at=after(50)))
-    both = evidence(seen(node(), running()), NEXT, looked={EffectKind.LOOK.of(name_of(0)): ago(1)})
+    both = evidence(seen(node(), running()), NEXT, ended_effects={EffectKind.LOOK.of(name_of(0)): ago(1)})
     assert told(act(both, memory(old, past(1), run=run()))) == "Wait"
     assert told(act(both, memory(replace(old, status=NodeStatus.DEAD), past(1), run=run()))) == "Launch"
 

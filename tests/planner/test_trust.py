@@ -51,7 +51,7 @@ def asked(voucher: Voucher, seconds: float = 5, arrived: float = 30, **more: Any
     known = {"answering_since": ago(arrived), "arrived_since": ago(arrived), "voucher_why": "so it said", **more}
     return evidence(
         seen(node(), QUIET, voucher=voucher, **known),
-        looked={EffectKind.VOUCH.of(name_of(0)): ago(seconds)},
+        ended_effects={EffectKind.VOUCH.of(name_of(0)): ago(seconds)},
     )
 
 
@@ -65,7 +65,7 @@ def unpublished(publisher: str = PUBLISHER, **more: Any) -> Evidence:
 def changed(voucher: Voucher = Voucher.VOUCHED, since: float = 60, at: float | None = 5, **more: Any) -> Evidence:
     looked = {EffectKind.VOUCH.of(name_of(0)): ago(at)} if at is not None else {}
     known = {"voucher": voucher, "changed_since": ago(since), **more}
-    return evidence(seen(node(), (QUIET, CHANGED), **known), looked=looked)
+    return evidence(seen(node(), (QUIET, CHANGED), **known), ended_effects=looked)
 
 
 UNASKED = evidence(seen(node(), QUIET, voucher=Voucher.UNASKED))
@@ -187,8 +187,8 @@ ANSWERS: list[tuple[bool, CloudError | None, Voucher]] = [
 @pytest.mark.parametrize(("vouched", "error", "want"), ANSWERS)
 def test_what_an_answer_of_guest_attributes_says(vouched: bool, error: CloudError | None, want: Voucher) -> None:
     track = NodeTrack(node(), ago(60), ago(60))
-    track.hear_voucher(vouched, error, ago(5))
+    track.apply_voucher(vouched, error, ago(5))
     assert track.voucher is want
     assert (track.unanswered_since is not None) == (want is Voucher.UNANSWERED)
-    track.hear_voucher(False, Transient("x", 13), ago(1))
+    track.apply_voucher(False, Transient("x", 13), ago(1))
     assert track.unanswered_since == (ago(5) if want is Voucher.UNANSWERED else ago(1))

@@ -64,7 +64,7 @@ WISHES = [
     case("paused", evidence(seen(node(), running())), replace(TRAINS, wish=DesiredState.PAUSED), "Wait"),
     case("paused: stopped by somebody", evidence(seen(node("STOPPED"))), PAUSED, "Wait"),
     case("paused: what is proven dead holds quota", evidence(seen(node("PREEMPTED"))), PAUSED_DEAD, "Delete dead"),
-    case("paused: in a dark zone", evidence(seen(node("PREEMPTED"), dark=True)), PAUSED_DEAD, "Wait"),
+    case("paused: in a dark zone", evidence(seen(node("PREEMPTED"), zone_unreachable=True)), PAUSED_DEAD, "Wait"),
     case(
         "paused: a delete that was lost is repeated",
         evidence(seen(node("PREEMPTED"))),
@@ -84,7 +84,7 @@ WISHES = [
         "Wait",
     ),
     case("down: stop first", evidence(seen(node(), running())), ASKED, "Stop then asked"),
-    case("down: then delete", evidence(seen(node(), ended(143)), looked=STOPPED), ASKED, "Delete asked"),
+    case("down: then delete", evidence(seen(node(), ended(143)), ended_effects=STOPPED), ASKED, "Delete asked"),
     case(
         "down while a launch is under way",
         evidence(seen(node(), QUIET), in_flight=frozenset({EffectKind.LAUNCH.of(name_of(0))})),
@@ -106,13 +106,13 @@ WISHES = [
     ),
     case(
         "down while a create is under way",
-        evidence(looked={EffectKind.POLL.of(name_of(3)): ago(1)}),
+        evidence(ended_effects={EffectKind.POLL.of(name_of(3)): ago(1)}),
         memory(creates=(intent(3, state=CreateState.RUNNING, operation="op"),), wish=DesiredState.DOWN),
         "Record create superseded",
     ),
     case(
         "down, its zone is dark",
-        evidence(seen(node(), running(), dark=True), unreachable_since={US: ago(60)}),
+        evidence(seen(node(), running(), zone_unreachable=True), unreachable_since={US: ago(60)}),
         ASKED,
         "Wait",
     ),
@@ -129,7 +129,7 @@ WISHES = [
     ),
     case(
         "done: keep, siblings were told to stop",
-        evidence(seen(node(), (ended(0), running())), looked=STOPPED),
+        evidence(seen(node(), (ended(0), running())), ended_effects=STOPPED),
         DONE,
         "Wait",
         slot(on_success=OnSuccess.KEEP),
@@ -143,7 +143,7 @@ WISHES = [
         "Wait",
     ),
     case("done: no new node", evidence(), memory(end=End.DONE), "Wait"),
-    case("done: its zone is dark", evidence(seen(node(), ended(0), dark=True)), DONE, "Wait"),
+    case("done: its zone is dark", evidence(seen(node(), ended(0), zone_unreachable=True)), DONE, "Wait"),
     case("failed: kept for a look", evidence(seen(node(), ended(143))), FAILED, "Wait person"),
     case(
         "failed: looked at",
@@ -206,7 +206,7 @@ WISHES = [
     ),
     case(
         "done while a create is open",
-        evidence(looked={EffectKind.POLL.of(name_of(3)): ago(1)}),
+        evidence(ended_effects={EffectKind.POLL.of(name_of(3)): ago(1)}),
         memory(creates=(intent(3, state=CreateState.RUNNING, operation="op"),), end=End.DONE),
         "Record create superseded",
     ),
@@ -237,7 +237,7 @@ SEVERAL = [
         evidence(
             seen(node(), running()),
             seen(node(number=1), running(token(1))),
-            looked={EffectKind.STOP.of(name_of(1)): ago(9)},
+            ended_effects={EffectKind.STOP.of(name_of(1)): ago(9)},
         ),
         replace(
             BOTH, run=run(1, state=RunState.STOPPING, stop_why="pod-0-a0 holds this slot", then_delete=Reason.SURPLUS)
@@ -275,7 +275,12 @@ SEVERAL = [
         memory(launched(0), launched(1), run=run(1)),
         "AddSshKey",
     ),
-    case("one is dark", evidence(seen(node(), running(), dark=True), seen(node(number=1), QUIET)), BOTH, "Wait"),
+    case(
+        "one is dark",
+        evidence(seen(node(), running(), zone_unreachable=True), seen(node(number=1), QUIET)),
+        BOTH,
+        "Wait",
+    ),
     case("one was not asked yet", evidence(seen(node(), running()), seen(node(number=1))), BOTH, "Wait"),
     case(
         "after a lost store a person confirms",
@@ -299,7 +304,7 @@ def test_of_two_runs_the_one_whose_stop_failed_is_deleted() -> None:
     both = evidence(
         seen(node(), running()),
         seen(node(number=1), running(token(1))),
-        looked={EffectKind.STOP.of(name_of(1)): ago(9)},
+        ended_effects={EffectKind.STOP.of(name_of(1)): ago(9)},
     )
     action = act(both, younger)
     assert isinstance(action, Delete)

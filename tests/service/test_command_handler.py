@@ -317,7 +317,7 @@ def test_gc_lists_no_fleet_whose_file_lies_in_the_folder_and_no_adopted_node(ser
 def test_gc_deletes_nothing_while_the_store_is_lost(service: VirtualService) -> None:
     """After a lost store `gc --apply` deleted nodes that trained. It is refused until a person confirms."""
     lose_the_store(service)
-    service.daemon.engine.watch(PROJECT)
+    service.daemon.engine.list_project(PROJECT)
     service.run(5)
     assert service.ask("gc")["strays"] == [], "the file of the fleet lies in the folder, though nobody read it yet"
     with pytest.raises(CannotDo, match="the store was lost"):

@@ -686,7 +686,7 @@ def test_a_node_of_another_owner_is_adopted_when_a_person_says_so(daemon: Daemon
     daemon.care_for("pod")
     daemon.wish("pod-0", DesiredState.PAUSED)
     daemon.run(minutes=1)
-    daemon.engine.adopt("pod-0", "pod-0")
+    daemon.engine.adopt_node("pod-0", "pod-0")
     daemon.wish("pod-0", DesiredState.UP)
     daemon.run(minutes=10)
     assert [node.path.node_id for node in daemon.zone.nodes("pod-0")] == ["pod-0"]

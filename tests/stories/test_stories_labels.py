@@ -36,7 +36,7 @@ def adopted(daemon: Daemon) -> Daemon:
     daemon.wish("pod-0", DesiredState.PAUSED)
     somebodys(daemon)
     daemon.run(minutes=8)
-    daemon.engine.adopt("mine", "pod-0")
+    daemon.engine.adopt_node("mine", "pod-0")
     daemon.wish("pod-0", DesiredState.UP)
     daemon.run(minutes=10)
     assert daemon.trains("pod-0")
@@ -68,7 +68,7 @@ def test_a_slot_keeps_the_node_it_made_whatever_its_labels_say(
         daemon.restart()
         daemon.run(minutes=5)
     assert daemon.all_train()
-    assert (named(daemon), daemon.engine.strays) == (["pod-0-a0", "pod-1-a0"], {})
+    assert (named(daemon), daemon.engine.orphans) == (["pod-0-a0", "pod-1-a0"], {})
     assert len(daemon.told("label")) == (1 + restarts if "tpucare-slot" in edit else 0)
     daemon.zone.world.operator.preempt("pod-0", daemon.clock.true_now())
     daemon.run(minutes=15)
@@ -108,7 +108,7 @@ def test_an_adopted_node_that_was_taken_back_is_remembered_over_a_restart(adopte
     assert adopted.causes()["pod-0"] is Cause.NODE_TAKEN
     assert [text for text in adopted.told("person") if "bears this slot's name" in text] == []
     assert named(adopted) == ["mine"]
-    adopted.engine.adopt("mine", "pod-0")
+    adopted.engine.adopt_node("mine", "pod-0")
     adopted.run(minutes=5)
     assert adopted.trains("pod-0")
     assert adopted.launcher.launches == ["mine.1"]
@@ -154,7 +154,7 @@ def test_a_node_that_was_taken_outlives_down_and_apply(daemon: Daemon) -> None:
     daemon.wish("pod-0", DesiredState.DOWN)
     daemon.run(minutes=5)
     assert daemon.engine.is_over("pod-0"), "it is no business of ours"
-    daemon.engine.roster.end("pod-0")
+    daemon.engine.registry.remove_slot("pod-0")
     daemon.care_for("pod")
     daemon.wish("pod-0", DesiredState.UP)
     daemon.run(minutes=15)
@@ -204,7 +204,7 @@ def test_a_node_that_is_given_goes_before_one_that_is_being_made(daemon: Daemon)
     daemon.care_for("pod")
     daemon.run(seconds=0.5)
     assert daemon.memory("pod-0").creates
-    daemon.engine.adopt("mine", "pod-0")
+    daemon.engine.adopt_node("mine", "pod-0")
     daemon.run(minutes=30)
     assert daemon.all_train()
     assert named(daemon) == ["mine", "other-0-a0"]
@@ -217,7 +217,7 @@ def test_no_create_begins_while_a_node_is_being_adopted(daemon: Daemon) -> None:
     daemon.care_for("other")
     daemon.run(minutes=8)
     daemon.care_for("pod")
-    daemon.engine.adopt("mine", "pod-0")
+    daemon.engine.adopt_node("mine", "pod-0")
     daemon.run(minutes=15)
     assert daemon.all_train()
     assert named(daemon) == ["mine", "other-0-a0"]
@@ -230,7 +230,7 @@ def test_a_label_that_is_refused_holds_no_create_back(daemon: Daemon) -> None:
     daemon.run(minutes=8)
     daemon.care_for("pod")
     daemon.zone.world.api.delete_node(full_name("mine"), daemon.clock.true_now())
-    daemon.engine.adopt("mine", "pod-0")
+    daemon.engine.adopt_node("mine", "pod-0")
     daemon.run(minutes=15)
     assert daemon.all_train()
     assert named(daemon) == ["other-0-a0", "pod-0-a0"]
@@ -242,7 +242,7 @@ def test_no_node_is_adopted_into_a_slot_that_has_one(daemon: Daemon) -> None:
     daemon.care_for("pod")
     daemon.run(minutes=15)
     with pytest.raises(ConfigError, match="pod-0 has a node, pod-0-a0"):
-        daemon.engine.adopt("mine", "pod-0")
+        daemon.engine.adopt_node("mine", "pod-0")
     daemon.run(minutes=5)
     assert named(daemon) == ["mine", "pod-0-a0"]
     assert daemon.trains("pod-0")

@@ -122,14 +122,14 @@ def _believe_the_list(patch: pytest.MonkeyPatch) -> None:
 
     def miss(self: Observer, view: ProjectView, key: NodeKey) -> None:
         name = key.name
-        if found := self.state.find(key):
+        if found := self.state.find_node(key):
             track = found[0]
-            self.forget(track, view, name)
+            self.forget_node(track, view, name)
             now, rng = self.state.clock.now(), random.Random(1)
-            self.state.update(track, remember.forget_node(track.memory, name, now, rng))
+            self.state.update_memory(track, remember.forget_node(track.memory, name, now, rng))
             self.state.dirty[track.slot.name] = None
 
-    patch.setattr(Observer, "_miss", miss)
+    patch.setattr(Observer, "_mark_unlisted", miss)
 
 
 def _act_before_writing(patch: pytest.MonkeyPatch) -> None:
@@ -145,13 +145,13 @@ def _act_before_writing(patch: pytest.MonkeyPatch) -> None:
 
 
 def _count_all_time(patch: pytest.MonkeyPatch) -> None:
-    observe = ProjectView.observe
+    observe = ProjectView.apply_listing
 
     def uncapped(self: ProjectView, listing: Any, now: float) -> None:
         self.cap = timedelta(days=365)
         observe(self, listing, now)
 
-    patch.setattr(ProjectView, "observe", uncapped)
+    patch.setattr(ProjectView, "apply_listing", uncapped)
 
 
 def _see_stalls_everywhere(patch: pytest.MonkeyPatch) -> None:
@@ -222,17 +222,17 @@ def _replace_what_was_edited(patch: pytest.MonkeyPatch) -> None:
 
 def _follow_labels(patch: pytest.MonkeyPatch) -> None:
     """Whose a node is, its labels say, and nobody remembers."""
-    home = EngineState.home
+    home = EngineState.slot_of
 
     def labelled(self: EngineState, node: Node) -> Any:
         track = home(self, node)
         if track is None or track.slot.name == node.slot:
             return track
-        self.update(track, track.memory.without_node(node.name))
+        self.update_memory(track, track.memory.without_node(node.name))
         track.forget_node(node.name)
         return None
 
-    patch.setattr(EngineState, "home", labelled)
+    patch.setattr(EngineState, "slot_of", labelled)
 
 
 def _once_dead_for_ever(memory: Memory, node: Node) -> Memory:
@@ -265,7 +265,7 @@ def _forget_pins_unvouched(patch: pytest.MonkeyPatch) -> None:
 
     def trusting(self: Engine, track: Any, view: Any, action: Any, name: Any, finished: Any) -> None:
         if isinstance(action, FetchHostKeys) and finished.error is not None:
-            self.ports.launcher.forget(action.key)
+            self.ports.launcher.forget_node(action.key)
         after(self, track, view, action, name, finished)
 
     patch.setattr(Engine, "_update_trackers", trusting)
@@ -276,13 +276,13 @@ def _fail_at_a_stall(seen: Any, memory: Any, past: Any, cause: Cause, why: str, 
 
 
 def _tell_no_person(patch: pytest.MonkeyPatch) -> None:
-    event = EngineState.event
+    event = EngineState.add_event
 
     def discreet(self: EngineState, track: Any, kind: str, text: str, **more: Any) -> None:
         if kind != "person":
             event(self, track, kind, text, **more)
 
-    patch.setattr(EngineState, "event", discreet)
+    patch.setattr(EngineState, "add_event", discreet)
 
 
 def _judge_what_was_seen_to_move(patch: pytest.MonkeyPatch) -> None:
@@ -315,7 +315,7 @@ def _forget_nodes_unvouched(patch: pytest.MonkeyPatch) -> None:
     def hasty(self: Engine, track: Any, view: Any, action: Any, name: Any, finished: Any) -> None:
         after(self, track, view, action, name, finished)
         if isinstance(action, FetchHostKeys) and finished.error is not None:
-            self.observer.forget(track, view, name)
+            self.observer.forget_node(track, view, name)
 
     patch.setattr(Engine, "_update_trackers", hasty)
 
@@ -335,7 +335,7 @@ def _need_a_second_sign(patch: pytest.MonkeyPatch) -> None:
 def _remember_maintenance(patch: pytest.MonkeyPatch) -> None:
     """Whoever was ever told of a maintenance was interrupted, however well it ended."""
     told: set[str] = set()
-    hear, ended = NodeTrack.hear, run.decide_ended
+    hear, ended = NodeTrack.apply_report, run.decide_ended
 
     def noting(self: NodeTrack, report: Any, mark: Any) -> bool:
         told.update(worker.token for worker in report.workers if worker.maintenance)
@@ -349,7 +349,7 @@ def _remember_maintenance(patch: pytest.MonkeyPatch) -> None:
             return run.infrastructure_ending(seen, memory, Cause.INTERRUPTED, "there was a maintenance")
         return ended(case, seen, workers)
 
-    patch.setattr(NodeTrack, "hear", noting)
+    patch.setattr(NodeTrack, "apply_report", noting)
     patch.setattr(run, "decide_ended", doubting)
 
 

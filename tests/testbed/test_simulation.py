@@ -239,7 +239,7 @@ def test_observed_time_from_outside_is_that_of_the_engine(arrivals: tuple[float,
         clock.listed(at)
     for at in arrivals:
         now = at
-        view.observe(Listing("p", {}, frozenset(), frozenset()), at)
+        view.apply_listing(Listing("p", {}, frozenset(), frozenset()), at)
         assert clock.seconds == view.observed.total_seconds()
 
 

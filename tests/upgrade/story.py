@@ -103,7 +103,7 @@ def live(folder: Path) -> Daemon:
     for fleet, fleet_slots in declared.items():
         daemon.care_for_slots(fleet, fleet_slots)
     daemon.run(minutes=20)
-    daemon.engine.adopt("mine", "given-0")
+    daemon.engine.adopt_node("mine", "given-0")
     daemon.wish("given-0", DesiredState.UP)
     daemon.wish("held-0", DesiredState.PAUSED)
     world.operator.preempt("pod-1", daemon.clock.true_now())

@@ -26,7 +26,7 @@ class ContextGate:
         self._news: set[str] = set()
         self._errors: dict[str, Exception] = {}
 
-    def ask(self, slot: str) -> bool:
+    def acquire(self, slot: str) -> bool:
         with self._lock:
             if (error := self._errors.pop(slot, None)) is not None:
                 raise error
@@ -44,7 +44,7 @@ class ContextGate:
                 self._leaving.add(turn)
                 turn.over.set()
 
-    def news(self) -> frozenset[str]:
+    def changed_slots(self) -> frozenset[str]:
         with self._lock:
             news, self._news = frozenset(self._news), set()
         return news

@@ -214,10 +214,10 @@ class CallbackLauncher:
         self._end(key, "the node is given up")
         self._inner.disconnect(key)
 
-    def forget(self, key: NodeKey) -> None:
+    def forget_node(self, key: NodeKey) -> None:
         self._end(key, "the node is gone")
         self._settled.pop(key, None)
-        self._inner.forget(key)
+        self._inner.forget_node(key)
 
     def close(self) -> None:
         """End every attempt, since this process ends; processes on the workers go on."""
@@ -254,11 +254,11 @@ class CallbackLauncher:
     def notice(self, order: NoticeOrder) -> None:
         self._inner.notice(order)
 
-    def vouch(self, workers: Sequence[Worker], keys: Mapping[int, tuple[str, ...]]) -> frozenset[int]:
-        return self._inner.vouch(workers, keys)
+    def pin_host_keys(self, workers: Sequence[Worker], keys: Mapping[int, tuple[str, ...]]) -> frozenset[int]:
+        return self._inner.pin_host_keys(workers, keys)
 
-    def expect(self, workers: Sequence[Worker]) -> None:
-        self._inner.expect(workers)
+    def watch_workers(self, workers: Sequence[Worker]) -> None:
+        self._inner.watch_workers(workers)
 
     def hints(self) -> frozenset[NodeKey]:
         with self._lock:

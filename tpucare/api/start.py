@@ -197,7 +197,7 @@ def _start(call: Call) -> None:
                 name = fleet.slot_name(index)
                 kept = parts.contexts.get(name)
                 if kept is not None and parts.runtime is not None:
-                    parts.runtime.engine.tell(_context_kept_event(name, kept, parts.runtime.clock.now()))
+                    parts.runtime.engine.relay_event(_context_kept_event(name, kept, parts.runtime.clock.now()))
 
         def ended(slot: str) -> None:
             assert parts.contexts is not None
@@ -231,7 +231,7 @@ def _launcher_of(start: Start, starter: Starter, parts: _Parts) -> MakeLauncher:
             created=start.creation_callback,
             all_workers=start.all_workers,
             nudge=leaves.nudge,
-            report=lambda event: parts.runtime.engine.tell(event) if parts.runtime is not None else None,
+            report=lambda event: parts.runtime.engine.relay_event(event) if parts.runtime is not None else None,
             now=leaves.clock.now,
         )
         return parts.launcher

@@ -42,18 +42,18 @@ class CreateSemaphore:
             return True
         slot = track.slot.name
         self._waits.discard(slot)
-        if not self._gate.ask(slot):
+        if not self._gate.acquire(slot):
             self._waits.add(slot)
-            track.decided(WAITS)
+            track.set_action(WAITS)
             return False
         self._holds[slot] = name
         return True
 
-    def news(self) -> frozenset[str]:
+    def changed_slots(self) -> frozenset[str]:
         """Slots that are to be decided again, since the semaphore was given or refused to them."""
-        return self._gate.news() if self._gate is not None else frozenset()
+        return self._gate.changed_slots() if self._gate is not None else frozenset()
 
-    def sweep(self, slots: Mapping[str, SlotTrack]) -> None:
+    def release_unneeded(self, slots: Mapping[str, SlotTrack]) -> None:
         """Give back what is not needed any more."""
         if self._gate is None:
             return
@@ -119,18 +119,18 @@ class CreateAdmission:
         budget = self._budget_of(track.slot.project)
         free_at = budget.free_at(now)
         if free_at is not None:
-            track.decided(WAITS_FOR_BUDGET)
+            track.set_action(WAITS_FOR_BUDGET)
             self._state.wake_at(track, free_at)
             return False
-        budget.take(track.slot.name, now)
+        budget.reserve(track.slot.name, now)
         track.wants_create_since = None
         return True
 
-    def answered(self, track: SlotTrack, now: float) -> None:
+    def create_ended(self, track: SlotTrack, now: float) -> None:
         """A create of that slot ended."""
-        self._budget_of(track.slot.project).answered(track.slot.name, now)
+        self._budget_of(track.slot.project).create_ended(track.slot.name, now)
 
-    def restore(self, project: str, memory: Memory) -> None:
+    def restore_budget(self, project: str, memory: Memory) -> None:
         """What the process before this one spent within the last minute."""
         clock = self._state.clock
         wall, now = clock.now(), clock.monotonic()
@@ -207,7 +207,7 @@ class VerdictAdmission:
     def admitted(self, judged: Mapping[str, Delete | Stop], now: float) -> Iterator[tuple[SlotTrack, Delete | Stop]]:
         """What is to begin, one after the other; those are held that the brake stops and no person lifted it for."""
         slots = self._state.slots
-        lifted = {name for name, action in judged.items() if slots[name].may_pass(action.key.name)}
+        lifted = {name for name, action in judged.items() if slots[name].is_brake_lifted_for(action.key.name)}
         live = sum(len(track.nodes) for track in slots.values())
         count = self.brake.counted(judged.keys() - lifted, now)
         for name, action in judged.items():
@@ -220,14 +220,14 @@ class VerdictAdmission:
     def _pass(self, track: SlotTrack, action: Delete | Stop, now: float) -> None:
         name = track.slot.name
         self.brake.passed(name, now)
-        track.release()
+        track.release_verdict()
         silent = isinstance(action, Delete) and name in self._liveness.silent
         if silent and not self._liveness.elsewhere_answers(track):
             self._liveness.canary = name
 
     def _hold(self, track: SlotTrack, action: Delete | Stop, count: int, live: int) -> None:
         why = f"held by the brake: {count} of {live} nodes judged within 10 minutes ({action.why}); `tpucare confirm`"
-        if track.hold(action.key.name, self._state.project(track.slot.project).observed):
-            self._state.event(track, "brake", why, node=action.key.name, level="error")
-        self._state.rest(track)
-        track.decided(Wait(Cause.BRAKE, why, needs_person=True))
+        if track.hold_verdict(action.key.name, self._state.project(track.slot.project).observed):
+            self._state.add_event(track, "brake", why, node=action.key.name, level="error")
+        self._state.update_slot_sets(track)
+        track.set_action(Wait(Cause.BRAKE, why, needs_person=True))

@@ -88,7 +88,7 @@ def prepare(
         case AddSshKey(key=key):
             return lambda: ports.cloud.add_ssh_key(key, ports.ssh_key)
         case FetchHostKeys(key=key):
-            return lambda: vouch(key, workers or (), ports)
+            return lambda: pin_published_keys(key, workers or (), ports)
         case Launch() | Stop() | Notice():
             return _prepare_run(action, slot, memory, workers, coordinator, ports)
 
@@ -155,9 +155,9 @@ def delete_ours(action: Delete, cloud: Cloud, owner: str) -> None:
     cloud.delete_node(action.key)
 
 
-def vouch(key: NodeKey, workers: tuple[Worker, ...], ports: Ports) -> bool:
+def pin_published_keys(key: NodeKey, workers: tuple[Worker, ...], ports: Ports) -> bool:
     """Pin the host keys that guest attributes give; whether they gave some for every worker."""
-    vouched = ports.launcher.vouch(workers, ports.cloud.host_keys(key))
+    vouched = ports.launcher.pin_host_keys(workers, ports.cloud.host_keys(key))
     return bool(workers) and vouched >= {worker.number for worker in workers}
 
 

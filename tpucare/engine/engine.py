@@ -94,10 +94,10 @@ class Engine:
         self.liveness = Liveness(self.state)
         self.prober = Prober(self.state, ports, self.liveness, rng)
         self.create_admission = CreateAdmission(self.state, CreateSemaphore(gate))
-        self.roster = SlotRegistry(self.state, self.create_admission)
-        self.observer = Observer(self.state, ports, self.prober, self.liveness, self.roster.take_in, rng)
+        self.registry = SlotRegistry(self.state, self.create_admission)
+        self.observer = Observer(self.state, ports, self.prober, self.liveness, self.registry.restore_slot, rng)
         self.verdict_admission = VerdictAdmission(self.state, self.liveness)
-        self._told: deque[Event] = deque()
+        self._relayed: deque[Event] = deque()
 
     @property
     def slots(self) -> dict[str, SlotTrack]:
@@ -113,9 +113,9 @@ class Engine:
         return self.state.listen
 
     @property
-    def strays(self) -> dict[str, Node]:
+    def orphans(self) -> dict[str, Node]:
         """Nodes that bear our owner label and a fleet that this store has never known."""
-        return self.state.strays
+        return self.state.orphans
 
     # --- what is declared, and what is wished ------------------------------------------------------------------------
 
@@ -131,21 +131,21 @@ class Engine:
 
         A live node is never touched for an edit alone.
         """
-        self.roster.declare(fleet, slots, surplus, wish)
+        self.registry.declare(fleet, slots, surplus, wish)
         # Nodes that bore our label before their fleet was known are seen now.
-        for node in [node for node in self.strays.values() if node.fleet == fleet]:
-            del self.strays[node.name]
-            self.observer.see(self.state.project(node.key.project), node)
+        for node in [node for node in self.orphans.values() if node.fleet == fleet]:
+            del self.orphans[node.name]
+            self.observer.apply_node(self.state.project(node.key.project), node)
 
-    def watch(self, project: str) -> None:
+    def list_project(self, project: str) -> None:
         """List *project* though no slot of it is declared: strays and late nodes are seen there too."""
         self.state.project(project)
 
     def change(self, slot: str, alter: Callable[[Memory], Memory], kind: str, text: str, **fields: str) -> None:
         """Write a person's wish into the memory of a slot, durably, before it returns; *fields*: of its event."""
         track = self.slots[slot]
-        self.state.update(track, alter(track.memory))
-        self.state.event(track, kind, text, **fields)
+        self.state.update_memory(track, alter(track.memory))
+        self.state.add_event(track, kind, text, **fields)
         track.braked = False
         self.state.dirty[slot] = None
         self.state.commit()
@@ -156,15 +156,15 @@ class Engine:
         track.brake_lifted = track.brake_lifted or track.braked
         self.state.dirty[slot] = None
 
-    def collect(self, name: str) -> None:
+    def delete_orphan(self, name: str) -> None:
         """`gc --apply`: delete a stray node, which bears our owner label and an unknown fleet; the end is an event."""
-        node = self.strays[name]
+        node = self.orphans[name]
         action = Delete(node.key, node.id, node.create_time, Cause.GC_ASKED, "gc was asked for", Reason.ASKED)
-        self.state.begin((Lane.CLOUD, ("collect", name), lambda: effects.delete(action, self.ports)))
-        self.state.say("collect", f"{name}: delete asked for", node=name)
+        self.state.queue_effect((Lane.CLOUD, ("collect", name), lambda: effects.delete(action, self.ports)))
+        self.state.add_engine_event("collect", f"{name}: delete asked for", node=name)
         self.state.commit()
 
-    def adopt(self, node: str, slot: str) -> None:
+    def adopt_node(self, node: str, slot: str) -> None:
         """
         `adopt-node`: a person says that *node*, whoever made it, is this slot's from now on; the end is an event.
 
@@ -181,15 +181,15 @@ class Engine:
         if not found:
             raise ConfigError(f"no node {node} of another owner is listed in {track.slot.project}")
         key, labels = found[0].key, effects.labels_of(track.slot, None, self.ports)
-        self.state.begin((Lane.CLOUD, ("adopt", node, slot), lambda: self.ports.cloud.add_labels(key, labels)))
-        track.looked[ADOPTING] = view.mark
+        self.state.queue_effect((Lane.CLOUD, ("adopt", node, slot), lambda: self.ports.cloud.add_labels(key, labels)))
+        track.ended_effects[ADOPTING] = view.mark
         self.state.dirty[slot] = None
-        self.state.event(track, "adopt", f"{node}: to be labelled as ours", node=node)
+        self.state.add_event(track, "adopt", f"{node}: to be labelled as ours", node=node)
         self.state.commit()
 
-    def tell(self, event: Event) -> None:
+    def relay_event(self, event: Event) -> None:
         """Let *event* go the way of all events: on disk, then to whoever listens. From any thread."""
-        self._told.append(event)
+        self._relayed.append(event)
         self.executor.nudge()
 
     def hold(self) -> None:
@@ -212,19 +212,19 @@ class Engine:
     def step(self) -> float:
         """One turn of the loop; returns for how many seconds there is nothing to do unless something ends."""
         for finished in self.executor.finished():
-            self._finish(finished)
+            self._apply_finished(finished)
         now = self.clock.monotonic()
-        self.prober.take_hints(now)
-        self.state.wake(now)
-        self.state.decide_again(self.create_admission.semaphore.news() & self.slots.keys())
+        self.prober.apply_hints(now)
+        self.state.wake_due_slots(now)
+        self.state.decide_again(self.create_admission.semaphore.changed_slots() & self.slots.keys())
         self._decide_all()
-        self.create_admission.semaphore.sweep(self.slots)
-        while self._told:
-            self.state.pass_on(self._told.popleft())
-        self.observer.poll(now)
-        self.prober.probe(now)
+        self.create_admission.semaphore.release_unneeded(self.slots)
+        while self._relayed:
+            self.state.relay_event(self._relayed.popleft())
+        self.observer.list_due_projects(now)
+        self.prober.probe_due_nodes(now)
         self.state.commit()
-        self.state.mark(now)
+        self.state.mark_store(now)
         return self._idle_for(self.clock.monotonic())
 
     def _idle_for(self, now: float) -> float:
@@ -238,7 +238,7 @@ class Engine:
         # Shorter sleeps than a clock can tell apart would be a busy loop.
         return max(0.001, min(dues, default=now + self.state.settings.poll) - now)
 
-    def settled(self) -> bool:
+    def is_idle(self) -> bool:
         """No slot has anything under way: what a door waits for before it leaves."""
         return not any(track.in_flight for track in self.slots.values())
 
@@ -289,7 +289,7 @@ class Engine:
             except Exception as error:
                 # Raises it again where it is the store's: nothing may be done that cannot be written.
                 self.state.set_aside(track, error)
-            self.state.rest(track)
+            self.state.update_slot_sets(track)
         now = self.clock.monotonic()
         if judged:
             for track, verdict in self.verdict_admission.admitted(judged, now):
@@ -320,9 +320,9 @@ class Engine:
             track.mark_creates(view.mark)
             moment = self.moment(track)
             action = decide(track.slot, self._evidence(view, track), track.memory, moment)
-            track.decided(action)
+            track.set_action(action)
             if isinstance(action, Wait):
-                self._rest(track, action, moment, now)
+                self._apply_wait(track, action, moment, now)
                 return
             if not self._acts_for(track.slot):
                 return
@@ -351,24 +351,24 @@ class Engine:
             may_be_canary=silent and not elsewhere and self.liveness.may_be_canary(track),
         )
 
-    def _rest(self, track: SlotTrack, action: Wait, moment: Moment, now: float) -> None:
+    def _apply_wait(self, track: SlotTrack, action: Wait, moment: Moment, now: float) -> None:
         track.wants_create_since = None
         view = self.state.project(track.slot.project)
         # A verdict may be away for a moment, while its node is looked at once more; and while no listing comes at all,
         # whatever clock runs on for the workers.
         if view.observed - track.held_at > HOLD_LAPSES:
-            track.release()
+            track.release_verdict()
         if action.observed is not None:
-            view.wake(action.observed, track.slot.name)
+            view.wake_at(action.observed, track.slot.name)
         if not view.fresh:
             view.decided_blind.add(track.slot.name)
         if action.wall is not None:
             self.state.wake_at(track, now + max(0.0, (action.wall - moment.wall).total_seconds()))
-        if action.needs_person and action.why != track.said:
-            self.state.event(track, "person", action.why, level="warning", cause=action.cause.value)
+        if action.needs_person and action.why != track.told_person:
+            self.state.add_event(track, "person", action.why, level="warning", cause=action.cause.value)
         # A listing that fails meanwhile changes nothing that a person would have to hear of once more.
         if action.needs_person or view.fresh:
-            track.said = action.why if action.needs_person else ""
+            track.told_person = action.why if action.needs_person else ""
 
     # --- apply -------------------------------------------------------------------------------------------------------
 
@@ -378,17 +378,17 @@ class Engine:
             self._begin(track, action)
         except Exception as error:
             if isinstance(action, Create):
-                self.create_admission.answered(track, self.clock.monotonic())
+                self.create_admission.create_ended(track, self.clock.monotonic())
             self.state.set_aside(track, error)
         self.state.dirty[track.slot.name] = None
 
     def _begin(self, track: SlotTrack, action: Record | Effect) -> None:
         """The intent into memory, the effect behind it; it starts when `commit` has written the intent."""
-        self.state.update(track, record_last_progress(track.memory, *track.last_told()))
-        self.state.update(track, memories.intend(track.memory, action, self.clock.now(), self.rng))
+        self.state.update_memory(track, record_last_progress(track.memory, *track.last_progress()))
+        self.state.update_memory(track, memories.intend(track.memory, action, self.clock.now(), self.rng))
         if not isinstance(action, GetNode | GetOperation | FetchHostKeys):
             name, level = node_of(action), level_of(action)
-            self.state.event(track, kind_of(action), text_of(action), node=name, level=level, **fields_of(action))
+            self.state.add_event(track, kind_of(action), text_of(action), node=name, level=level, **fields_of(action))
         if isinstance(action, Record):
             return
         if isinstance(action, Delete):
@@ -401,24 +401,24 @@ class Engine:
         effect = prepare(action, track.slot, track.memory, workers, coordinator, self.ports)
         track.in_flight[action.effect_key] = action
         tag = ("effect", track.slot.name, action.effect_key)
-        self.state.begin((lane_of(action), tag, effect))
+        self.state.queue_effect((lane_of(action), tag, effect))
 
     # --- remember ----------------------------------------------------------------------------------------------------
 
-    def _finish(self, finished: Finished) -> None:
+    def _apply_finished(self, finished: Finished) -> None:
         assert isinstance(finished.tag, tuple)
         kind, *rest = finished.tag
         if kind == "list":
             result = finished.result if isinstance(finished.result, Listing) else None
-            self.observer.listed(self.projects[rest[0]], result, finished.error)
+            self.observer.apply_listing(self.projects[rest[0]], result, finished.error)
         elif kind == "probe":
-            self.prober.probed(rest[0], rest[1], rest[2], finished)
+            self.prober.apply_probe(rest[0], rest[1], rest[2], finished)
         elif kind in ("collect", "adopt"):
             text = f"{rest[0]}: " + (f"{finished.error}" if finished.error is not None else "accepted")
             level = "info" if finished.error is None else "warning"
-            self.state.say(f"{kind}ed", text, node=rest[0], level=level)
+            self.state.add_engine_event(f"{kind}ed", text, node=rest[0], level=level)
             if kind == "adopt" and finished.error is not None and rest[1] in self.slots:
-                self.slots[rest[1]].looked.pop(ADOPTING, None)
+                self.slots[rest[1]].ended_effects.pop(ADOPTING, None)
                 self.state.dirty[rest[1]] = None
         else:
             track = self.slots.get(rest[0])
@@ -430,17 +430,17 @@ class Engine:
         """*action*, begun for the slot of *track*, is over, one way or the other."""
         view, error = self.state.project(track.slot.project), finished.error
         name = action.name if isinstance(action, Create | GetOperation) else action.key.name
-        track.looked[action.effect_key] = view.mark
+        track.ended_effects[action.effect_key] = view.mark
         self.state.dirty[track.slot.name] = None
         if isinstance(action, Create):
-            self.create_admission.answered(track, self.state.clock.monotonic())
+            self.create_admission.create_ended(track, self.state.clock.monotonic())
         if error is not None and not isinstance(error, TpuCareError):
             self.state.set_aside(track, error)
         if isinstance(error, ChangedMeanwhile):
-            self.state.update(track, memories.void_delete(track.memory, name))
-        told = record_last_progress(track.memory, *track.last_told())
+            self.state.update_memory(track, memories.void_delete(track.memory, name))
+        told = record_last_progress(track.memory, *track.last_progress())
         memory = memories.remember(told, action, finished.result, error, self.state.clock.now(), self.rng)
-        self.state.update(track, memory)
+        self.state.update_memory(track, memory)
         self._update_trackers(track, view, action, name, finished)
 
     def _update_trackers(
@@ -450,48 +450,48 @@ class Engine:
         seen, error = track.nodes.get(name), finished.error
         if isinstance(action, GetNode | Delete) and isinstance(error, NodeGone):
             # GetNode and DeleteNode alone prove that a node is gone; its host keys die with it, and not before.
-            self.ports.launcher.forget(action.key)
+            self.ports.launcher.forget_node(action.key)
             if seen is not None or track.memory.create(name) is None:
-                self.observer.forget(track, view, name)
+                self.observer.forget_node(track, view, name)
         elif isinstance(action, GetNode) and isinstance(finished.result, Node):
-            self._looked(track, view, finished.result)
+            self._apply_found_node(track, view, finished.result)
         elif isinstance(action, GetOperation) and failed(finished.result):
-            track.looked[EffectKind.FAILED.of(name)] = view.mark
+            track.ended_effects[EffectKind.FAILED.of(name)] = view.mark
         elif isinstance(action, FetchHostKeys) and seen is not None:
-            seen.hear_voucher(finished.result is True, error, view.mark)
+            seen.apply_voucher(finished.result is True, error, view.mark)
         elif isinstance(action, AddSshKey) and isinstance(error, LostRace):
-            track.looked[EffectKind.MISSED.of(name)] = view.mark
+            track.ended_effects[EffectKind.MISSED.of(name)] = view.mark
         elif isinstance(action, Launch | Stop) and seen is not None:
             if isinstance(action, Launch):
-                track.looked.pop(EffectKind.STOP.of(name), None)
-            seen.forget_report()
-            self.prober.schedule(track, seen, self.state.clock.monotonic())
-        news = not isinstance(action, GetNode) or track.look_ended(name, error, view.mark)
+                track.ended_effects.pop(EffectKind.STOP.of(name), None)
+            seen.discard_report()
+            self.prober.schedule_probe(track, seen, self.state.clock.monotonic())
+        news = not isinstance(action, GetNode) or track.record_read(name, error, view.mark)
         told = end_of(action, finished.result, error) if news else None
         if told is not None:
-            self.state.event(track, told.kind, told.text, node=name, level=told.level)
+            self.state.add_event(track, told.kind, told.text, node=name, level=told.level)
 
-    def _looked(self, track: SlotTrack, view: ProjectView, node: Node) -> None:
-        track.looked.pop(EffectKind.MISSED.of(node.name), None)
-        is_its = node.slot == track.slot.name or self.state.home(node) is track
+    def _apply_found_node(self, track: SlotTrack, view: ProjectView, node: Node) -> None:
+        track.ended_effects.pop(EffectKind.MISSED.of(node.name), None)
+        is_its = node.slot == track.slot.name or self.state.slot_of(node) is track
         if node.owner != self.ports.owner or not is_its:
-            self._met_another(track, view, node)
+            self._apply_namesake(track, view, node)
             return
         listed = track.nodes[node.name].listed if node.name in track.nodes else False
-        self.observer.see_ours(view, track, node)
+        self.observer.apply_own_node(view, track, node)
         track.nodes[node.name].listed = listed
 
-    def _met_another(self, track: SlotTrack, view: ProjectView, node: Node) -> None:
+    def _apply_namesake(self, track: SlotTrack, view: ProjectView, node: Node) -> None:
         past = track.memory.node(node.name)
         if past is not None and past.id == node.id:
-            self.observer.lose(view, node, track)
+            self.observer.apply_relabelled_node(view, node, track)
             return
         # Our create met a node of that name that is not ours: the name is spent, and the next one is asked for.
         memory = track.memory.without_create(node.name)
         if past is not None:
             # No two nodes bear one name at a time: the one that was remembered is gone.
-            self.ports.launcher.forget(node.key)
+            self.ports.launcher.forget_node(node.key)
             memory = remember.forget_node(memory, node.name, self.state.clock.now(), self.rng)
-            self.observer.forget(track, view, node.name)
-        self.state.update(track, memory)
-        self.observer.see_foreign(view, node)
+            self.observer.forget_node(track, view, node.name)
+        self.state.update_memory(track, memory)
+        self.observer.apply_foreign_node(view, node)

@@ -50,22 +50,22 @@ class Observer:
         self.adopt = adopt
         self.rng = rng
 
-    def poll(self, now: float) -> None:
+    def list_due_projects(self, now: float) -> None:
         """One listing per project, one under way at a time."""
         for view in self.state.projects.values():
             if view.listing or now < view.poll_due:
                 continue
             view.listing = True
             listing = partial(self.ports.cloud.list_nodes, view.name)
-            self.state.begin((Lane.LIST, ("list", view.name), listing))
+            self.state.queue_effect((Lane.LIST, ("list", view.name), listing))
 
-    def listed(self, view: ProjectView, listing: Listing | None, error: Exception | None) -> None:
+    def apply_listing(self, view: ProjectView, listing: Listing | None, error: Exception | None) -> None:
         began = self.state.clock.monotonic()
         view.listing = False
         if listing is None:
-            self._blind(view, error)
+            self._apply_failed_listing(view, error)
         else:
-            self._observe(view, listing, began)
+            self._apply_nodes(view, listing, began)
         fast = not view.slots.isdisjoint(self.state.busy)
         # A listing of ten thousand nodes is not free: looking more often must not become the load itself.
         cost = self.state.clock.monotonic() - began
@@ -74,19 +74,19 @@ class Observer:
             pause = self.state.settings.poll
             if isinstance(error, RateLimited):
                 pause = listing_pause(view.listing_pause, pause, self.rng)
-        view.listed(began, pause, limited=isinstance(error, RateLimited))
+        view.schedule_next(began, pause, limited=isinstance(error, RateLimited))
 
-    def _blind(self, view: ProjectView, error: Exception | None) -> None:
+    def _apply_failed_listing(self, view: ProjectView, error: Exception | None) -> None:
         if not isinstance(error, CloudError):
             raise error or RuntimeError(f"listing {view.name} ended with neither nodes nor an error")
         # Not the error itself: its traceback holds what the call had read.
         blind = error.reworded(f"listing {view.name} failed: {error.message}")
         if view.fresh or str(blind) != view.blind_why:
             level = "error" if isinstance(blind, OwnCredentials | NeedsPerson) else "warning"
-            self.state.say("blind", str(blind), level=level)
+            self.state.add_engine_event("blind", str(blind), level=level)
         if view.fresh:
-            for seen in self._seen_in(view):
-                seen.alone()
+            for seen in self._tracks_of(view):
+                seen.start_own_clock()
         view.fresh, view.blind = False, blind
         view.failures += 1
         # Blind slots do little, and by what workers tell: one listing of many that fails is not worth a
@@ -94,150 +94,156 @@ class Observer:
         if view.failures == BLIND_AFTER or view.passes == 0:
             self.state.decide_again(view.slots)
 
-    def _observe(self, view: ProjectView, listing: Listing, now: float) -> None:
+    def _apply_nodes(self, view: ProjectView, listing: Listing, now: float) -> None:
         was_blind, went_dark = not view.fresh, view.unreachable != listing.unreachable
         long_blind = view.failures >= BLIND_AFTER or view.passes == 0
-        view.observe(listing, now)
+        view.apply_listing(listing, now)
         if was_blind:
-            for seen in self._seen_in(view):
-                seen.in_company(view.mark)
-            self.state.say("seeing", f"listing {view.name}: {counted(len(listing.nodes), 'node')}", level="debug")
+            for seen in self._tracks_of(view):
+                seen.stop_own_clock(view.mark)
+            self.state.add_engine_event(
+                "seeing", f"listing {view.name}: {counted(len(listing.nodes), 'node')}", level="debug"
+            )
         for key in sorted(listing.changed):
-            self.see(view, listing.nodes[key])
+            self.apply_node(view, listing.nodes[key])
         for key in sorted(listing.gone):
-            self._miss(view, key)
+            self._mark_unlisted(view, key)
         if went_dark:
-            self._darken(view, listing.unreachable)
+            self._apply_unreachable_zones(view, listing.unreachable)
         if (was_blind and long_blind) or went_dark:
             self.state.decide_again(view.slots)
         self.state.decide_again(view.decided_blind & view.slots)
         view.decided_blind.clear()
-        self.state.decide_again(view.due())
+        self.state.decide_again(view.due_slots())
         # Silence and the brake turn on what others do, so these slots are judged anew in each pass.
-        self.state.decide_again(self.liveness.judged())
+        self.state.decide_again(self.liveness.suspects())
         self.state.decide_again(self.state.braked)
 
-    def _seen_in(self, view: ProjectView) -> list[NodeTrack]:
+    def _tracks_of(self, view: ProjectView) -> list[NodeTrack]:
         return [seen for name in view.slots for seen in self.state.slots[name].nodes.values()]
 
-    def _darken(self, view: ProjectView, unreachable: frozenset[str]) -> None:
+    def _apply_unreachable_zones(self, view: ProjectView, unreachable: frozenset[str]) -> None:
         if unreachable:
-            self.state.say(
+            self.state.add_engine_event(
                 "unreachable", f"zones that do not answer: {', '.join(sorted(unreachable))}", level="warning"
             )
         for name in view.slots:
             track = self.state.slots[name]
             for seen in track.nodes.values():
                 if seen.node.key.zone in unreachable:
-                    seen.darken(view.mark)
+                    seen.mark_zone_unreachable(view.mark)
                 else:
-                    if seen.dark and seen.listed:
-                        self.state.update(track, memories.mark_in_sight(track.memory, seen.node.name))
-                    seen.light(view.mark)
-                    self.prober.resume(track, seen)
+                    if seen.zone_unreachable and seen.listed:
+                        self.state.update_memory(track, memories.mark_in_sight(track.memory, seen.node.name))
+                    seen.mark_zone_reachable(view.mark)
+                    self.prober.resume_probes(track, seen)
 
-    def see(self, view: ProjectView, node: Node) -> None:
+    def apply_node(self, view: ProjectView, node: Node) -> None:
         if node.owner != self.ports.owner:
-            self.see_foreign(view, node)
-            if (home := self.state.home(node)) is not None:
+            self.apply_foreign_node(view, node)
+            if (home := self.state.slot_of(node)) is not None:
                 view.foreign.setdefault(home.slot.name, {})[node.key] = node
                 view.lost[node.key] = home.slot.name
-                self.lose(view, node, home)
+                self.apply_relabelled_node(view, node, home)
             return
-        self._no_longer_foreign(view, node.key)
-        home = self.state.home(node)
+        self._forget_foreign_node(view, node.key)
+        home = self.state.slot_of(node)
         if home is not None and home.slot.name != node.slot:
-            self._keep_relabelled(home, node)
+            self._warn_of_label(home, node)
         track = home or self.state.slots.get(node.slot) or self.adopt(node)
         if track is None or track.slot.project != view.name:
             elsewhere = self.state.settings.elsewhere
             if elsewhere is not None and elsewhere(node):
-                self.state.strays.pop(node.name, None)
+                self.state.orphans.pop(node.name, None)
                 return
-            if node.name not in self.state.strays:
+            if node.name not in self.state.orphans:
                 text = f"{node.name} in {node.key.zone} bears our owner label and an unknown fleet ({node.fleet})"
-                self.state.say("stray", f"{text}: `tpucare gc` lists it", node=node.name, level="warning")
-            self.state.strays[node.name] = node
+                self.state.add_engine_event("stray", f"{text}: `tpucare gc` lists it", node=node.name, level="warning")
+            self.state.orphans[node.name] = node
             return
-        self.see_ours(view, track, node)
+        self.apply_own_node(view, track, node)
 
-    def _keep_relabelled(self, track: SlotTrack, node: Node) -> None:
+    def _warn_of_label(self, track: SlotTrack, node: Node) -> None:
         seen = track.nodes.get(node.name)
         if seen is None or seen.node.slot != node.slot:
             text = f"{node.name}: its label says {node.slot or 'no slot'} now; it stays with {track.slot.name}"
-            self.state.event(track, "label", text, node=node.name, level="warning")
+            self.state.add_event(track, "label", text, node=node.name, level="warning")
 
-    def see_foreign(self, view: ProjectView, node: Node) -> None:
+    def apply_foreign_node(self, view: ProjectView, node: Node) -> None:
         for slot in slots_of(node.name):
             known = view.foreign.setdefault(slot, {})
             if slot in view.slots:
                 self.state.dirty[slot] = None
-                if node.key not in known and self.state.home(node) is None:
+                if node.key not in known and self.state.slot_of(node) is None:
                     whose = f"another owner ({node.owner})" if node.owner else "no owner's label"
                     text = f"{node.name} in {node.key.zone} bears the name of {slot} and {whose}: it is left alone"
-                    self.state.say("foreign", f"{text}; `tpucare adopt-node` takes it over", node=node.name)
+                    self.state.add_engine_event(
+                        "foreign", f"{text}; `tpucare adopt-node` takes it over", node=node.name
+                    )
             known[node.key] = node
 
-    def _no_longer_foreign(self, view: ProjectView, key: NodeKey) -> None:
+    def _forget_foreign_node(self, view: ProjectView, key: NodeKey) -> None:
         for slot in (*slots_of(key.name), view.lost.pop(key, "")):
             if view.foreign.get(slot, {}).pop(key, None) is not None and slot in view.slots:
                 self.state.dirty[slot] = None
 
-    def lose(self, view: ProjectView, node: Node, track: SlotTrack) -> None:
+    def apply_relabelled_node(self, view: ProjectView, node: Node, track: SlotTrack) -> None:
         """A node that was ours bears another owner's label now: rule 2, it is not touched any more."""
         past = track.memory.node(node.name)
         if past is not None and past.status is NodeStatus.TAKEN:
             return
         self.ports.launcher.disconnect(node.key)
         self.state.dirty[track.slot.name] = None
-        self.state.update(track, memories.mark_taken(track.memory, node.name))
-        self.forget(track, view, node.name, f"{node.name} bears another owner's label now: left alone")
+        self.state.update_memory(track, memories.mark_taken(track.memory, node.name))
+        self.forget_node(track, view, node.name, f"{node.name} bears another owner's label now: left alone")
 
-    def see_ours(self, view: ProjectView, track: SlotTrack, node: Node) -> None:
+    def apply_own_node(self, view: ProjectView, track: SlotTrack, node: Node) -> None:
         seen = track.nodes.get(node.name)
         if seen is None or seen.node.id != node.id:
             seen = track.nodes[node.name] = NodeTrack(node, view.mark, view.mark)
-            track.looked.pop(ADOPTING, None)
+            track.ended_effects.pop(ADOPTING, None)
         before = seen.node.state
         fresh = seen.probe_due is None and seen.workers is None
-        seen.light(view.mark)
-        seen.see(node, view.mark)
+        seen.mark_zone_reachable(view.mark)
+        seen.apply_node(node, view.mark)
         seen.listed = True
-        track.failed_looks.pop(node.name, None)
-        view.hold(node)
-        self.state.update(track, memories.apply_node(track.memory, node))
+        track.failed_reads.pop(node.name, None)
+        view.hold_quota(node)
+        self.state.update_memory(track, memories.apply_node(track.memory, node))
         if before is not node.state or fresh:
-            self.state.event(track, "state", f"{node.name} is {node.state.name}", node=node.name, state=node.state.name)
-        self._address(track, seen)
-        self.prober.resume(track, seen)
+            self.state.add_event(
+                track, "state", f"{node.name} is {node.state.name}", node=node.name, state=node.state.name
+            )
+        self._update_addresses(track, seen)
+        self.prober.resume_probes(track, seen)
         self.state.dirty[track.slot.name] = None
-        self._release_quota(view)
+        self._decide_quota_waiters(view)
 
-    def _miss(self, view: ProjectView, key: NodeKey) -> None:
+    def _mark_unlisted(self, view: ProjectView, key: NodeKey) -> None:
         name = key.name
-        self.state.strays.pop(name, None)
-        view.release(name)
-        self._no_longer_foreign(view, key)
-        if found := self.state.find(key):
+        self.state.orphans.pop(name, None)
+        view.release_quota(name)
+        self._forget_foreign_node(view, key)
+        if found := self.state.find_node(key):
             found[1].listed = False
             self.state.dirty[found[0].slot.name] = None
-        self._release_quota(view)
+        self._decide_quota_waiters(view)
 
-    def forget(self, track: SlotTrack, view: ProjectView, name: str, why: str = "") -> None:
+    def forget_node(self, track: SlotTrack, view: ProjectView, name: str, why: str = "") -> None:
         """The slot knows *name* no more: it is gone, or `why` not. Its host keys are the launcher's to forget."""
         track.forget_node(name)
-        track.looked[EffectKind.GONE.of(name)] = view.mark
-        view.release(name)
-        self.liveness.note(track)
-        self.state.event(track, "lost" if why else "gone", why or f"{name} is gone", node=name)
-        self._release_quota(view)
+        track.ended_effects[EffectKind.GONE.of(name)] = view.mark
+        view.release_quota(name)
+        self.liveness.update_silence(track)
+        self.state.add_event(track, "lost" if why else "gone", why or f"{name} is gone", node=name)
+        self._decide_quota_waiters(view)
 
-    def _release_quota(self, view: ProjectView) -> None:
+    def _decide_quota_waiters(self, view: ProjectView) -> None:
         if view.holdings_changed:
             view.holdings_changed = False
             self.state.decide_again(self.state.lacks_quota & view.slots)
 
-    def _address(self, track: SlotTrack, seen: NodeTrack) -> None:
+    def _update_addresses(self, track: SlotTrack, seen: NodeTrack) -> None:
         """Addresses of the workers, once all are listed; then the launcher is told to expect them."""
         past = track.memory.node(seen.node.name)
         place = next((p for p in track.slot.places if past is not None and p.key == past.place), None)
@@ -247,8 +253,8 @@ class Observer:
             return
         seen.workers = workers
         if workers is not None:
-            self.ports.launcher.expect(workers)
-            self.prober.schedule(track, seen, self.state.clock.monotonic())
+            self.ports.launcher.watch_workers(workers)
+            self.prober.schedule_probe(track, seen, self.state.clock.monotonic())
 
 
 def _hosts_of(node: Node) -> int:

@@ -48,24 +48,24 @@ class Prober:
     def next_due(self) -> float | None:
         return self._probes[0][0] if self._probes else None
 
-    def take_hints(self, now: float) -> None:
+    def apply_hints(self, now: float) -> None:
         """A dropped connection or a port that opened is a reason to look now, never a verdict."""
         for key in sorted(self.ports.launcher.hints()):
-            if found := self.state.find(key):
-                self.schedule(*found, now)
+            if found := self.state.find_node(key):
+                self.schedule_probe(*found, now)
                 # What made a worker hang up may have reached the API by now.
-                self.state.project(key.project).look_soon(now, self.state.settings.fast_poll)
+                self.state.project(key.project).list_soon(now, self.state.settings.fast_poll)
 
-    def schedule(self, track: SlotTrack, seen: NodeTrack, due: float) -> None:
+    def schedule_probe(self, track: SlotTrack, seen: NodeTrack, due: float) -> None:
         seen.probe_due = due
         heapq.heappush(self._probes, (due, track.slot.name, seen.node.name))
 
-    def resume(self, track: SlotTrack, seen: NodeTrack) -> None:
+    def resume_probes(self, track: SlotTrack, seen: NodeTrack) -> None:
         """Ask again what was not asked while it could not answer: its zone was dark, or it was stopped."""
         if seen.probe_due is None and seen.workers is not None:
-            self.schedule(track, seen, self.state.clock.monotonic())
+            self.schedule_probe(track, seen, self.state.clock.monotonic())
 
-    def probe(self, now: float) -> None:
+    def probe_due_nodes(self, now: float) -> None:
         """Ask every node that is due."""
         while self._probes and self._probes[0][0] <= now:
             due, slot, name = heapq.heappop(self._probes)
@@ -79,9 +79,9 @@ class Prober:
             if seen.workers is None or seen.node.state not in PROBED or not is_asked:
                 seen.probe_due = None
                 continue
-            self._ask(track, seen, past.attempt if past is not None else 0)
+            self._begin_probe(track, seen, past.attempt if past is not None else 0)
 
-    def _ask(self, track: SlotTrack, seen: NodeTrack, attempt: int) -> None:
+    def _begin_probe(self, track: SlotTrack, seen: NodeTrack, attempt: int) -> None:
         job, run = track.slot.job, track.memory.run
         assert seen.workers is not None
         order = ProbeOrder(
@@ -94,9 +94,9 @@ class Prober:
         )
         seen.probing, seen.probe_due = True, None
         tag = ("probe", track.slot.name, seen.node.name, str(seen.generation))
-        self.state.begin((Lane.PROBE, tag, lambda: self.ports.launcher.probe(order)))
+        self.state.queue_effect((Lane.PROBE, tag, lambda: self.ports.launcher.probe(order)))
 
-    def probed(self, slot: str, name: str, generation: str, finished: Finished) -> None:
+    def apply_probe(self, slot: str, name: str, generation: str, finished: Finished) -> None:
         track = self.state.slots.get(slot)
         seen = track.nodes.get(name) if track is not None else None
         if track is None or seen is None:
@@ -107,16 +107,16 @@ class Prober:
         if finished.error is not None:
             self.state.set_aside(track, finished.error)
         elif isinstance(report, NodeReport) and report.node_id == seen.node.id and str(seen.generation) == generation:
-            self._hear(track, seen, report)
+            self._apply_report(track, seen, report)
         # Something happened while it was asked: the answer may be older than that.
         hinted = seen.probe_due is not None
-        self.schedule(track, seen, now if hinted else now + self._pause(track, seen))
+        self.schedule_probe(track, seen, now if hinted else now + self._pause(track, seen))
 
     def _pause(self, track: SlotTrack, seen: NodeTrack) -> float:
         if seen.refusals:
             return refusal_pause(seen.refusals).total_seconds()
         report = seen.report
-        tells = seen.progress.told is not None or seen.progress.signals > 0
+        tells = seen.progress.first_step is not None or seen.progress.signals > 0
         steady = report is not None and report.all_answer and is_running(report) and tells
         if not steady and self._has_news(track, seen):
             return self.state.settings.fast_probe
@@ -129,21 +129,21 @@ class Prober:
         now = self.state.project(track.slot.project).observed
         return newest is None or now - newest < NEWS_IS_FRESH_FOR
 
-    def _hear(self, track: SlotTrack, seen: NodeTrack, report: NodeReport) -> None:
+    def _apply_report(self, track: SlotTrack, seen: NodeTrack, report: NodeReport) -> None:
         view = self.state.project(track.slot.project)
         before, token, signals = seen.report, seen.progress.token, seen.progress.signals
-        self.liveness.hear(seen.node.name, report)
-        mark = view.mark if view.fresh else seen.hear_alone(self.state.clock.monotonic(), view.mark, view.cap)
-        changed = seen.hear(report, mark) or not view.fresh
+        self.liveness.record_answers(seen.node.name, report)
+        mark = view.mark if view.fresh else seen.advance_own_clock(self.state.clock.monotonic(), view.mark, view.cap)
+        changed = seen.apply_report(report, mark) or not view.fresh
         if seen.progress.token != token:
             # Signs of the run before this one are none of this one's.
             signals = 0
-        self.liveness.note(track)
+        self.liveness.update_silence(track)
         if report.all_answer:
-            self.state.update(track, memories.mark_answered(track.memory, seen.node.name))
+            self.state.update_memory(track, memories.mark_answered(track.memory, seen.node.name))
         if seen.refusals:
-            self.state.update(track, memories.mark_key_refused(track.memory, seen.node.name))
-        self._tell(track, seen, before, report, signals)
+            self.state.update_memory(track, memories.mark_key_refused(track.memory, seen.node.name))
+        self._add_events(track, seen, before, report, signals)
         # Nothing turns on a second signal but the note that this job tells of its progress at all.
         # But that it stands still is said by so many reports without one.
         stood_still = SUPPORTING_OBSERVATIONS in (seen.progress.unchanged, seen.progress.still)
@@ -154,13 +154,13 @@ class Prober:
         if changed or stood_still or ended or second or further:
             self.state.dirty[track.slot.name] = None
 
-    def _tell(
+    def _add_events(
         self, track: SlotTrack, seen: NodeTrack, before: NodeReport | None, report: NodeReport, signals: int
     ) -> None:
         name = seen.node.name
         new = track.memory.run is None or track.memory.run.node != name
         if new and report.all_answer and (before is None or not before.all_answer):
-            self.state.event(track, "answers", f"all workers of {name} answer", node=name)
+            self.state.add_event(track, "answers", f"all workers of {name} answer", node=name)
         run = track.memory.run
         first = report.workers[0] if report.workers else None
         if first is None or run is None or first.token != run.token:
@@ -170,11 +170,11 @@ class Prober:
             # A run that start_fn began stays in its last phase: where it is found, it may have ended long ago.
             over = old is None and first.foreign is not None and not any(worker.alive for worker in report.workers)
             word = "ended" if over and first.phase is Phase.RUN else first.phase.value
-            self.state.event(track, "phase", f"{run.token}: {word}", node=name, phase=word)
+            self.state.add_event(track, "phase", f"{run.token}: {word}", node=name, phase=word)
         if signals == 0 and seen.progress.signals > 0:
             step, checkpoint = newest_step(report), newest_checkpoint(report)
             text = f"{run.token}: first sign of progress"
-            self.state.event(track, "progress", text, node=name, step=step, checkpoint=checkpoint)
+            self.state.add_event(track, "progress", text, node=name, step=step, checkpoint=checkpoint)
 
 
 # --- liveness of workers: silence is a verdict only where our own network is known to carry ---------------------------
@@ -194,29 +194,29 @@ class Liveness:
         self.canary: str | None = None
         self._answers: deque[tuple[float, str]] = deque()
 
-    def hear(self, node: str, report: NodeReport) -> None:
+    def record_answers(self, node: str, report: NodeReport) -> None:
         """A node was probed; to be called before its own track hears of it."""
         if not any(worker.contact is Contact.ANSWERED for worker in report.workers):
             return
         now = self.state.clock.monotonic()
         if not self._answers or now - self._answers[-1][0] > ANSWER_COUNTS_FOR:
-            self._count_anew()
+            self._restart_silences()
         self._answers.append((now, node))
         self.canary = None
 
-    def note(self, track: SlotTrack) -> None:
+    def update_silence(self, track: SlotTrack) -> None:
         """Whether any node of the slot is silent now."""
         if any(seen.silent_since is not None for seen in track.nodes.values()):
             self.silent.add(track.slot.name)
         else:
             self.silent.discard(track.slot.name)
 
-    def judged(self) -> list[str]:
+    def suspects(self) -> list[str]:
         """Slots whose silence is judged by who else answers; workers that were never there yet are only booting."""
         tracks = ((name, self.state.slots.get(name)) for name in self.silent)
         return [name for name, track in tracks if track is not None and any(map(_is_suspect, track.nodes.values()))]
 
-    def _count_anew(self) -> None:
+    def _restart_silences(self) -> None:
         """
         Somebody answers after nobody did: the silence until now was ours.
 
@@ -246,9 +246,9 @@ class Liveness:
         canary = self.state.slots.get(self.canary) if self.canary is not None else None
         if canary is not None and canary.memory.wish is DesiredState.UP and canary.memory.end is End.NONE:
             return canary is track
-        return track.slot.name == min(filter(None, map(self._could_go, self.silent)), default=(None, ""))[1]
+        return track.slot.name == min(filter(None, map(self._canary_claim, self.silent)), default=(None, ""))[1]
 
-    def _could_go(self, slot: str) -> tuple[timedelta, str] | None:
+    def _canary_claim(self, slot: str) -> tuple[timedelta, str] | None:
         """Since when a node of *slot* is silent that `decide` may replace now; all others would wait for any other."""
         track = self.state.slots.get(slot)
         if track is None or track.memory.wish is not DesiredState.UP or track.memory.end is not End.NONE:
@@ -269,4 +269,4 @@ def _may_go(track: SlotTrack, seen: NodeTrack) -> bool:
     past = track.memory.node(seen.node.name)
     if past is None or not past.serves or not past.answered:
         return False
-    return seen.node.state in USABLE_STATES and not seen.dark
+    return seen.node.state in USABLE_STATES and not seen.zone_unreachable

@@ -41,35 +41,35 @@ class SlotRegistry:
         declared = {slot.name: slot for slot in slots}
         self._surplus[fleet] = surplus
         self._wishes[fleet] = wish
-        for name in self.known(fleet):
+        for name in self.slot_names(fleet):
             extra = surplus(name) if name not in declared else None
             if extra is not None:
                 declared[name] = extra
         for slot in declared.values():
-            self._track(slot)
+            self._add(slot)
 
-    def known(self, fleet: str) -> list[str]:
+    def slot_names(self, fleet: str) -> list[str]:
         """Slots of *fleet* that are declared, or remembered, whatever its count is by now."""
         known = [name for name, memory in self._remembered.items() if memory.fleet == fleet]
         return known + [name for name, track in self._state.slots.items() if track.slot.fleet == fleet]
 
-    def take_in(self, node: Node) -> SlotTrack | None:
+    def restore_slot(self, node: Node) -> SlotTrack | None:
         """The slot that *node* is of, though it is not declared any more. None: its fleet does not know that name."""
         surplus = self._surplus.get(node.fleet)
         slot = surplus(node.slot) if surplus is not None and node.slot else None
-        return self._track(slot) if slot is not None else None
+        return self._add(slot) if slot is not None else None
 
-    def has_left(self, fleet: str) -> bool:
+    def has_leftovers(self, fleet: str) -> bool:
         """Whether something of *fleet* is there, or may be: a node, or a create that was asked for."""
         tracks = [track for track in self._state.slots.values() if track.slot.fleet == fleet]
         memories = [track.memory for track in tracks]
         memories += [memory for memory in self._remembered.values() if memory.fleet == fleet]
         return any(track.nodes for track in tracks) or any(memory.nodes or memory.creates for memory in memories)
 
-    def end(self, slot: str) -> None:
+    def remove_slot(self, slot: str) -> None:
         """Let go of a slot that was taken down and of which nothing is left. Its numbers stay: no name comes twice."""
         track = self._state.slots[slot]
-        self._leave(track)
+        self._remove(track)
         past = track.memory
         memory = Memory(
             past.fleet,
@@ -83,29 +83,29 @@ class SlotRegistry:
         self._remembered[slot] = memory
         self._state.store.save({slot: memory})
 
-    def _track(self, slot: Slot) -> SlotTrack:
+    def _add(self, slot: Slot) -> SlotTrack:
         state = self._state
         track = state.slots.get(slot.name)
         if track is not None and track.slot.project != slot.project:
             # The doors see to it that nothing of the slot is left there. Marks of one project's observed clock say
             # nothing on that of another.
-            self._leave(track)
+            self._remove(track)
             self._remembered[slot.name] = track.memory
             track = None
         if track is None:
             fresh = Memory(fleet=slot.fleet, wish=self._wishes.get(slot.fleet, DesiredState.UP))
             memory = self._remembered.pop(slot.name, None) or fresh
             track = SlotTrack(slot, memory)
-            state.settle_in(track)
-            state.project(slot.project).adopt(slot.name)
-            self._create_admission.restore(slot.project, memory)
-            state.note_publishing(memory)
+            state.add_slot(track)
+            state.project(slot.project).add_slot(slot.name)
+            self._create_admission.restore_budget(slot.project, memory)
+            state.merge_publishing(memory)
         track.slot = slot
         state.dirty[slot.name] = None
         return track
 
-    def _leave(self, track: SlotTrack) -> None:
+    def _remove(self, track: SlotTrack) -> None:
         name = track.slot.name
         del self._state.slots[name]
         self._state.project(track.slot.project).slots.discard(name)
-        self._state.drop(name)
+        self._state.forget_slot(name)

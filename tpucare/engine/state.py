@@ -79,7 +79,7 @@ class EngineState:
         self.acts_for: Callable[[Slot], bool] | None = None
         self.slots: dict[str, SlotTrack] = {}
         self.projects: dict[str, ProjectView] = {}
-        self.strays: dict[str, Node] = {}
+        self.orphans: dict[str, Node] = {}
         self.dirty: dict[str, None] = {}
         self.busy: set[str] = set()
         self.braked: set[str] = set()
@@ -98,7 +98,7 @@ class EngineState:
             view = self.projects[name] = ProjectView(name, cap=timedelta(seconds=3 * self.settings.poll))
         return view
 
-    def find(self, key: NodeKey) -> tuple[SlotTrack, NodeTrack] | None:
+    def find_node(self, key: NodeKey) -> tuple[SlotTrack, NodeTrack] | None:
         """The tracks of a node. One that was adopted may bear any name."""
         named = [self.slots[slot] for slot in slots_of(key.name) if slot in self.slots]
         for track in itertools.chain(named, self.slots.values()):
@@ -107,13 +107,13 @@ class EngineState:
                 return track, seen
         return None
 
-    def home(self, node: Node) -> SlotTrack | None:
+    def slot_of(self, node: Node) -> SlotTrack | None:
         """The slot that remembers *node*, whatever its labels say by now, for anybody may edit them."""
         track = self.slots.get(self._homes.get(node.key, ""))
         past = track.memory.node(node.name) if track is not None else None
         return track if past is not None and (past.id, past.zone) == (node.id, node.key.zone) else None
 
-    def settle_in(self, track: SlotTrack) -> None:
+    def add_slot(self, track: SlotTrack) -> None:
         """A slot has come, with what is remembered of its nodes."""
         self.slots[track.slot.name] = track
         self._homes.update(dict.fromkeys(_keys_of(track, track.memory), track.slot.name))
@@ -122,14 +122,14 @@ class EngineState:
         """In the order of names: that of a set differs from process to process, and a seed has to give one run."""
         self.dirty.update(dict.fromkeys(sorted(names)))
 
-    def rest(self, track: SlotTrack) -> None:
+    def update_slot_sets(self, track: SlotTrack) -> None:
         """A slot has been decided: is something under way, or held by the brake?"""
         name, view = track.slot.name, self.project(track.slot.project)
         if not track.is_busy(view.mark):
             self.busy.discard(name)
         elif name not in self.busy:
             self.busy.add(name)
-            view.look_soon(self.clock.monotonic(), self.settings.fast_poll)
+            view.list_soon(self.clock.monotonic(), self.settings.fast_poll)
         (self.braked.add if track.braked or track.brake_lifted else self.braked.discard)(name)
         lacks = any(place.kind.is_own_quota for place in track.memory.places.values())
         (self.lacks_quota.add if lacks else self.lacks_quota.discard)(name)
@@ -140,24 +140,24 @@ class EngineState:
             self.poll_every = pause
             self.decide_again(self.polling)
 
-    def drop(self, slot: str) -> None:
+    def forget_slot(self, slot: str) -> None:
         for names in (self.busy, self.braked, self.lacks_quota, self.polling):
             names.discard(slot)
         self.dirty.pop(slot, None)
 
     # --- what is pending
 
-    def update(self, track: SlotTrack, memory: Memory) -> None:
+    def update_memory(self, track: SlotTrack, memory: Memory) -> None:
         if memory is not track.memory and memory != track.memory:
             if memory.nodes is not track.memory.nodes:
                 for key in _keys_of(track, track.memory):
                     self._homes.pop(key, None)
                 self._homes.update(dict.fromkeys(_keys_of(track, memory), track.slot.name))
             track.memory = memory
-            self.note_publishing(memory)
+            self.merge_publishing(memory)
             self._pending.memories[track.slot.name] = memory
 
-    def note_publishing(self, memory: Memory) -> None:
+    def merge_publishing(self, memory: Memory) -> None:
         """What one slot learns of the host keys of a project and runtime holds for all; the newest word counts."""
         for publisher, told in memory.publishing.items():
             known = self.publishing.get(publisher)
@@ -174,7 +174,7 @@ class EngineState:
             view.blind_why,
             view.complete,
             view.unanswered or frozenset(),
-            view.dark_since,
+            view.unreachable_since,
             view.holdings,
             self.publishing,
             self.store.lost,
@@ -182,7 +182,7 @@ class EngineState:
             self.poll_every,
         )
 
-    def event(
+    def add_event(
         self,
         track: SlotTrack,
         kind: str,
@@ -195,14 +195,14 @@ class EngineState:
         event = Event(self.clock.now(), kind, text, track.slot.name, node, level, fields)
         self._pending.events.append(event)
 
-    def say(self, kind: str, text: str, *, node: str = "", level: str = "info") -> None:
+    def add_engine_event(self, kind: str, text: str, *, node: str = "", level: str = "info") -> None:
         self._pending.events.append(Event(self.clock.now(), kind, text, "", node, level))
 
-    def pass_on(self, event: Event) -> None:
+    def relay_event(self, event: Event) -> None:
         """What somebody else saw, to be written and told like any event."""
         self._pending.events.append(event)
 
-    def begin(self, effect: Begun) -> None:
+    def queue_effect(self, effect: Begun) -> None:
         """Start *effect* once everything pending is on disk."""
         self._pending.effects.append(effect)
 
@@ -219,7 +219,7 @@ class EngineState:
         for event in pending.events:
             self.listen(event)
 
-    def mark(self, now: float) -> None:
+    def mark_store(self, now: float) -> None:
         """
         Note in the store that it is cared for, unless the engine is held. One that may be a backup is left as old as it
         is until every zone in which a slot may have a node has answered, so that the next process doubts it, too.
@@ -230,7 +230,7 @@ class EngineState:
             return
         # Without room it only looks older than it is.
         with contextlib.suppress(StoreFull):
-            self.store.mark(self.clock.now())
+            self.store.mark_current(self.clock.now())
         self._marked = now
 
     def _all_zones_answered(self) -> bool:
@@ -246,7 +246,7 @@ class EngineState:
         track.wake_wall = due
         heapq.heappush(self._wakes, (due, track.slot.name))
 
-    def wake(self, now: float) -> None:
+    def wake_due_slots(self, now: float) -> None:
         while self._wakes and self._wakes[0][0] <= now:
             due, name = heapq.heappop(self._wakes)
             track = self.slots.get(name)
@@ -267,9 +267,9 @@ class EngineState:
         pause = min(ASIDE_CAP, ASIDE_FIRST * 2 ** min(track.errors - 1, 10))
         track.aside_until = now + pause
         why = f"set aside for {pause:.0f} s: {type(error).__name__}: {error}"
-        track.decided(Wait(Cause.SET_ASIDE, why, needs_person=True))
+        track.set_action(Wait(Cause.SET_ASIDE, why, needs_person=True))
         self.wake_at(track, track.aside_until)
-        self.event(track, "error", f"{type(error).__name__}: {error}", level="error", errors=track.errors)
+        self.add_event(track, "error", f"{type(error).__name__}: {error}", level="error", errors=track.errors)
 
 
 def _keys_of(track: SlotTrack, memory: Memory) -> list[NodeKey]:
@@ -307,7 +307,7 @@ class ProjectView:
     fresh: bool = False
     blind: CloudError | None = None
     unreachable: frozenset[str] = frozenset()
-    dark_since: dict[str, Mark] = field(default_factory=dict)
+    unreachable_since: dict[str, Mark] = field(default_factory=dict)
     unanswered: frozenset[str] | None = None
     failures: int = 0
     decided_blind: set[str] = field(default_factory=set)
@@ -341,10 +341,10 @@ class ProjectView:
     def mark(self) -> Mark:
         return Mark(self.observed, self.passes)
 
-    def adopt(self, slot: str) -> None:
+    def add_slot(self, slot: str) -> None:
         self.slots.add(slot)
 
-    def observe(self, listing: Listing, now: float) -> None:
+    def apply_listing(self, listing: Listing, now: float) -> None:
         """A listing succeeded at *now* (monotonic seconds)."""
         if self._last_pass is not None:
             self.observed += min(timedelta(seconds=max(0.0, now - self._last_pass)), self.cap)
@@ -352,14 +352,16 @@ class ProjectView:
         self.passes += 1
         self.fresh, self.blind, self.failures = True, None, 0
         self.unreachable = listing.unreachable
-        self.dark_since = {zone: self.dark_since.get(zone, self.mark) for zone in sorted(listing.unreachable)}
+        self.unreachable_since = {
+            zone: self.unreachable_since.get(zone, self.mark) for zone in sorted(listing.unreachable)
+        }
         before = listing.unreachable if self.unanswered is None else self.unanswered
         self.unanswered = before & listing.unreachable
         self.nodes = len(listing.nodes)
         if listing.cloud_time is not None:
             self._cloud = (listing.cloud_time, now)
 
-    def listed(self, began: float, pause: float, *, limited: bool) -> None:
+    def schedule_next(self, began: float, pause: float, *, limited: bool) -> None:
         """A listing that *began* then has ended; the next is *pause* seconds later. *limited*: its rate was refused."""
         if limited:
             self.listing_pause = pause
@@ -368,7 +370,7 @@ class ProjectView:
             self.listing_pause = self.listing_pause / 2 if self.listing_pause > 2 * pause else 0.0
         self.poll_due = began + max(pause, self.listing_pause)
 
-    def look_soon(self, now: float, pause: float) -> None:
+    def list_soon(self, now: float, pause: float) -> None:
         """List as soon as *pause* seconds have passed since the last listing, unless its rate was refused just now."""
         if self.listing_pause:
             return
@@ -382,15 +384,15 @@ class ProjectView:
         told, at = self._cloud
         return told + timedelta(seconds=now - at)
 
-    def hold(self, node: Node) -> None:
+    def hold_quota(self, node: Node) -> None:
         """Whether *node*, which is ours, is dead and still counts against a quota."""
         if node.state not in HOLDS_QUOTA_DEAD:
-            self.release(node.name)
+            self.release_quota(node.name)
             return
         self._held[node.name] = holding(node.key.zone, node.accelerator_type, node.provisioning)
         self._recount()
 
-    def release(self, name: str) -> None:
+    def release_quota(self, name: str) -> None:
         if self._held.pop(name, None) is not None:
             self._recount()
 
@@ -399,7 +401,7 @@ class ProjectView:
         self.holdings_changed = self.holdings_changed or holdings != self.holdings
         self.holdings = holdings
 
-    def wake(self, observed: timedelta, slot: str) -> None:
+    def wake_at(self, observed: timedelta, slot: str) -> None:
         """
         Ask about *slot* again once that much has been observed; what was wanted before for it is void.
 
@@ -410,7 +412,7 @@ class ProjectView:
             self._wanted[slot] = observed
             heapq.heappush(self._wakes, (observed, slot))
 
-    def due(self) -> Iterator[str]:
+    def due_slots(self) -> Iterator[str]:
         """Slots whose observed wake-up has come."""
         while self._wakes and self._wakes[0][0] <= self.observed:
             due, slot = heapq.heappop(self._wakes)

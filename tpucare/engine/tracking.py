@@ -18,7 +18,7 @@ from tpucare.model import errors
 from tpucare.model.actions import Action, EffectKey, Wait
 from tpucare.model.causes import Cause
 from tpucare.model.errors import NeedsPerson, NodeGone, NotPublished
-from tpucare.model.evidence import Evidence, FailedLook, Mark, NodeEvidence, Progress, ProjectEvidence, Voucher
+from tpucare.model.evidence import Evidence, FailedRead, Mark, NodeEvidence, Progress, ProjectEvidence, Voucher
 from tpucare.model.lifecycles import RunState
 from tpucare.model.memory import End, Memory
 from tpucare.model.resources import Health, Node, NodeState, Slot, Worker
@@ -42,7 +42,7 @@ class ProgressTrack:
     step: int | None = None
     checkpoint: int | None = None
     begun: Mark | None = None
-    told: Mark | None = None
+    first_step: Mark | None = None
     log_bytes: int = 0
     signals: int = 0
     unchanged: int = 0
@@ -53,10 +53,10 @@ class ProgressTrack:
     median_gap: timedelta | None = None
     steps: dict[int, int] = field(default_factory=dict)
 
-    def see(self, token: str, step: int | None, checkpoint: int | None, log_bytes: int, mark: Mark) -> None:
+    def apply_report(self, token: str, step: int | None, checkpoint: int | None, log_bytes: int, mark: Mark) -> None:
         if token != self.token:
             self.token, self.step, self.checkpoint, self.log_bytes = token, None, None, 0
-            self.begun, self.told, self.last, self.life = mark, None, None, mark
+            self.begun, self.first_step, self.last, self.life = mark, None, None, mark
             self.signals = 0
             self.gaps.clear()
             self.still = 0
@@ -66,15 +66,15 @@ class ProgressTrack:
         self.still += 1
         if log_bytes != self.log_bytes:
             self.log_bytes, self.life, self.still = log_bytes, mark, 0
-        if step is not None and self.told is None:
-            self.told, self.life, self.unchanged, self.still = mark, mark, 0, 0
+        if step is not None and self.first_step is None:
+            self.first_step, self.life, self.unchanged, self.still = mark, mark, 0, 0
         moved = _differs(step, self.step) or _differs(checkpoint, self.checkpoint)
         self.step = self.step if step is None else step
         self.checkpoint = self.checkpoint if checkpoint is None else checkpoint
         if moved:
-            self._sign(mark)
+            self._count_signal(mark)
 
-    def overhear(self, steps: Mapping[int, int], mark: Mark) -> None:
+    def apply_other_steps(self, steps: Mapping[int, int], mark: Mark) -> None:
         """
         Steps of the other workers, by number, while the first one is silent: it may be too busy to answer.
 
@@ -83,19 +83,19 @@ class ProgressTrack:
         moved = any(_differs(step, self.steps.get(number)) for number, step in steps.items())
         self.steps.update(steps)
         if moved:
-            self._sign(mark)
+            self._count_signal(mark)
 
-    def _sign(self, mark: Mark) -> None:
+    def _count_signal(self, mark: Mark) -> None:
         if self.last is not None:
             self.gaps.append((mark.observed - self.last.observed).total_seconds())
             self.median_gap = timedelta(seconds=median(self.gaps))
         self.last, self.life, self.still = mark, mark, 0
         self.signals, self.unchanged = self.signals + 1, 0
 
-    def leave_out(self, now: Mark, length: timedelta, passes: int) -> None:
+    def shift_marks(self, now: Mark, length: timedelta, passes: int) -> None:
         """That much time went by unseen: it is no standstill."""
         self.begun = _later(self.begun, now, length, passes)
-        self.told = _later(self.told, now, length, passes)
+        self.first_step = _later(self.first_step, now, length, passes)
         self.last = _later(self.last, now, length, passes)
         self.life = _later(self.life, now, length, passes)
 
@@ -109,7 +109,7 @@ class ProgressTrack:
             self.unchanged,
             self.still,
             begun=self.begun,
-            told=self.told,
+            first_step=self.first_step,
         )
 
 
@@ -121,9 +121,9 @@ class NodeTrack:
     seen_since: Mark
     state_since: Mark
     listed: bool = True
-    dark_since: Mark | None = None
-    heard_alone: bool = False
-    alone_for: timedelta = timedelta()
+    zone_unreachable_since: Mark | None = None
+    reported_while_blind: bool = False
+    own_observed: timedelta = timedelta()
     workers: tuple[Worker, ...] | None = None
     report: NodeReport | None = None
     generation: int = 0
@@ -146,9 +146,9 @@ class NodeTrack:
     arrived_since: Mark | None = None
     arrived: set[int] = field(default_factory=set)
     progress: ProgressTrack = field(default_factory=ProgressTrack)
-    _heard_at: float | None = None
+    _reported_at: float | None = None
 
-    def see(self, node: Node, mark: Mark) -> None:
+    def apply_node(self, node: Node, mark: Mark) -> None:
         """The listing, or GetNode, shows *node*."""
         if node.state is not self.node.state:
             self.state_since = mark
@@ -161,60 +161,63 @@ class NodeTrack:
         self.node = node
 
     @property
-    def dark(self) -> bool:
-        return self.dark_since is not None
+    def zone_unreachable(self) -> bool:
+        return self.zone_unreachable_since is not None
 
-    def darken(self, mark: Mark) -> None:
+    def mark_zone_unreachable(self, mark: Mark) -> None:
         """Its zone does not answer: from here on nothing of the node is seen but what its workers say."""
-        if self.dark_since is None:
-            self.dark_since, self.heard_alone = mark, False
+        if self.zone_unreachable_since is None:
+            self.zone_unreachable_since, self.reported_while_blind = mark, False
 
-    def alone(self) -> None:
+    def start_own_clock(self) -> None:
         """No listing comes any more: from here on nothing of the node is seen but what its workers say."""
-        self.heard_alone, self.alone_for, self._heard_at = False, timedelta(), None
+        self.reported_while_blind, self.own_observed, self._reported_at = False, timedelta(), None
 
-    def hear_alone(self, now: float, mark: Mark, cap: timedelta) -> Mark:
+    def advance_own_clock(self, now: float, mark: Mark, cap: timedelta) -> Mark:
         """
         Its workers are heard while no listing comes; the instant at which they were, by a clock of this node alone,
         which begins where the observed clock stands and moves by gaps between reports, each capped.
         """
-        if self._heard_at is not None:
-            self.alone_for += min(timedelta(seconds=max(0.0, now - self._heard_at)), cap)
-        self._heard_at = now
+        if self._reported_at is not None:
+            self.own_observed += min(timedelta(seconds=max(0.0, now - self._reported_at)), cap)
+        self._reported_at = now
         return self.own_mark(mark, cap)
 
     def own_mark(self, mark: Mark, cap: timedelta) -> Mark:
         """Now, by the node's own clock; a poll, a third of *cap*, counts as an observation."""
-        if not self.alone_for:
+        if not self.own_observed:
             return mark
-        return Mark(mark.observed + self.alone_for, mark.passes + round(self.alone_for / (cap / 3)))
+        return Mark(mark.observed + self.own_observed, mark.passes + round(self.own_observed / (cap / 3)))
 
-    def in_company(self, mark: Mark) -> None:
+    def stop_own_clock(self, mark: Mark) -> None:
         """Listings come again: what was noted by the node's own clock was noted just now, by the observed one."""
-        if self.alone_for:
+        if self.own_observed:
             self._shift(mark, timedelta(), 0)
-        self.alone()
+        self.start_own_clock()
 
     def _shift(self, now: Mark, length: timedelta, passes: int) -> None:
         for name in (each.name for each in fields(self)):
             if isinstance(value := getattr(self, name), Mark):
                 setattr(self, name, _later(value, now, length, passes))
-        self.progress.leave_out(now, length, passes)
+        self.progress.shift_marks(now, length, passes)
 
-    def light(self, mark: Mark) -> None:
+    def mark_zone_reachable(self, mark: Mark) -> None:
         """
         Its zone answers again. Observed time went on, for other zones did answer, but not for this node (rule 11): no
         condition has lasted through the darkness, and what is to support a verdict has to be seen anew.
         """
-        if self.dark_since is None:
+        if self.zone_unreachable_since is None:
             return
-        length, passes = mark.observed - self.dark_since.observed, mark.passes - self.dark_since.passes
+        length, passes = (
+            mark.observed - self.zone_unreachable_since.observed,
+            mark.passes - self.zone_unreachable_since.passes,
+        )
         self._shift(mark, length, passes)
         self.progress.unchanged = self.progress.still = 0
         self.silent_probes = 0
-        self.dark_since = None
+        self.zone_unreachable_since = None
 
-    def forget_report(self) -> None:
+    def discard_report(self) -> None:
         """What runs on the workers was just changed by us: earlier answers are void, those on their way too."""
         self.report = None
         self.generation += 1
@@ -222,7 +225,7 @@ class NodeTrack:
         self.ended_reports = 0
         self.phase_since = None
 
-    def hear_voucher(self, vouched: bool, error: Exception | None, mark: Mark) -> None:
+    def apply_voucher(self, vouched: bool, error: Exception | None, mark: Mark) -> None:
         """Guest attributes were asked for host keys. *vouched*: they had some of every worker."""
         before, self.voucher = self.voucher, _voucher_of(vouched, error)
         if self.voucher is not before:
@@ -231,21 +234,21 @@ class NodeTrack:
         unanswered = self.voucher is Voucher.UNANSWERED
         self.unanswered_since = (self.unanswered_since or mark) if unanswered else None
 
-    def hear(self, report: NodeReport, mark: Mark) -> bool:
+    def apply_report(self, report: NodeReport, mark: Mark) -> bool:
         """Workers answered, or did not; true when a decision could turn on it."""
         # Of a node in a dark zone this alone lets something be decided, whatever the workers say.
-        heard_again = self.dark and not self.heard_alone
-        before, self.report, self.heard_alone = self.report, report, True
+        heard_again = self.zone_unreachable and not self.reported_while_blind
+        before, self.report, self.reported_while_blind = self.report, report, True
         contacts = [worker.contact for worker in report.workers]
         self._mark_contacts(contacts, mark)
         self._mark_run(before, report, mark)
         first = report.workers[0] if report.workers else None
         if first is not None and first.contact is Contact.ANSWERED:
             log_bytes = sum(worker.log_bytes for worker in report.workers)
-            self.progress.see(first.token, newest_step(report), newest_checkpoint(report), log_bytes, mark)
+            self.progress.apply_report(first.token, newest_step(report), newest_checkpoint(report), log_bytes, mark)
             self.progress.steps.update(_steps_of_others(report, first.token))
         elif self.progress.token:
-            self.progress.overhear(_steps_of_others(report, self.progress.token), mark)
+            self.progress.apply_other_steps(_steps_of_others(report, self.progress.token), mark)
         return heard_again or before is None or before.workers != report.workers
 
     def _mark_contacts(self, contacts: list[Contact], mark: Mark) -> None:
@@ -276,8 +279,8 @@ class NodeTrack:
         return NodeEvidence(
             node=self.node,
             listed=self.listed,
-            dark=self.dark,
-            heard_alone=self.heard_alone,
+            zone_unreachable=self.zone_unreachable,
+            reported_while_blind=self.reported_while_blind,
             seen_since=self.seen_since,
             state_since=self.state_since,
             workers=self.workers,
@@ -362,8 +365,8 @@ class SlotTrack:
     memory: Memory
     nodes: dict[str, NodeTrack] = field(default_factory=dict)
     in_flight: dict[EffectKey, Action] = field(default_factory=dict)
-    looked: dict[EffectKey, Mark] = field(default_factory=dict)
-    failed_looks: dict[str, FailedLook] = field(default_factory=dict)
+    ended_effects: dict[EffectKey, Mark] = field(default_factory=dict)
+    failed_reads: dict[str, FailedRead] = field(default_factory=dict)
     creates_since: dict[str, Mark] = field(default_factory=dict)
     action: Action = field(default_factory=lambda: Wait(Cause.NO_OBSERVATION, "not looked at yet"))
     wake_observed: timedelta | None = None
@@ -376,9 +379,9 @@ class SlotTrack:
     brake_lifted: bool = False
     held_node: str = ""
     held_at: timedelta = timedelta()
-    said: str = ""
+    told_person: str = ""
 
-    def decided(self, action: Action) -> None:
+    def set_action(self, action: Action) -> None:
         """*action* is the slot's until the next decision."""
         self.action = action
 
@@ -393,14 +396,14 @@ class SlotTrack:
             nodes=tuple(track.freeze() for track in nodes),
             foreign=foreign,
             in_flight=frozenset(self.in_flight),
-            looked=dict(self.looked),
+            ended_effects=dict(self.ended_effects),
             creates_since=dict(self.creates_since),
             elsewhere_answers=elsewhere_answers,
             may_be_canary=may_be_canary,
-            failed_looks=dict(self.failed_looks),
+            failed_reads=dict(self.failed_reads),
         )
 
-    def last_told(self) -> tuple[int | None, int | None]:
+    def last_progress(self) -> tuple[int | None, int | None]:
         """Step and checkpoint that the run launched last was seen at, by this process."""
         run = self.memory.run
         seen = self.nodes.get(run.node) if run is not None else None
@@ -417,40 +420,40 @@ class SlotTrack:
             if name not in names:
                 del self.creates_since[name]
         known = {"", *names, *self.nodes, *(past.name for past in self.memory.nodes)}
-        for key in [key for key in self.looked if key.node not in known]:
-            del self.looked[key]
-        for name in [name for name in self.failed_looks if name not in known]:
-            del self.failed_looks[name]
+        for key in [key for key in self.ended_effects if key.node not in known]:
+            del self.ended_effects[key]
+        for name in [name for name in self.failed_reads if name not in known]:
+            del self.failed_reads[name]
 
-    def look_ended(self, name: str, error: Exception | None, mark: Mark) -> bool:
+    def record_read(self, name: str, error: Exception | None, mark: Mark) -> bool:
         """GetNode was asked for *name*, and says nothing where *error* is not None; true when that is news."""
-        before = self.failed_looks.pop(name, None)
+        before = self.failed_reads.pop(name, None)
         if error is None or isinstance(error, NodeGone):
             return True
         since, times = (before.since, before.times + 1) if before is not None else (mark, 1)
-        self.failed_looks[name] = FailedLook(since, times, type(error), isinstance(error, NeedsPerson))
+        self.failed_reads[name] = FailedRead(since, times, type(error), isinstance(error, NeedsPerson))
         return before is None or before.error is not type(error)
 
-    def hold(self, node: str, observed: timedelta) -> bool:
+    def hold_verdict(self, node: str, observed: timedelta) -> bool:
         """The brake holds the verdict on *node*; true when that is news."""
         news = not self.braked or self.held_node != node
         self.braked, self.brake_lifted = True, False
         self.held_node, self.held_at = node, observed
         return news
 
-    def may_pass(self, node: str) -> bool:
+    def is_brake_lifted_for(self, node: str) -> bool:
         """A person let the verdict on *node* pass that is, or was a moment ago, held."""
         return self.brake_lifted and self.held_node == node
 
-    def release(self) -> None:
+    def release_verdict(self) -> None:
         """Nothing is held any more: the next verdict is counted like any, and told when it is held."""
         self.braked = self.brake_lifted = False
 
     def forget_node(self, name: str) -> None:
         self.nodes.pop(name, None)
-        self.failed_looks.pop(name, None)
-        for key in [key for key in self.looked if key.node == name]:
-            del self.looked[key]
+        self.failed_reads.pop(name, None)
+        for key in [key for key in self.ended_effects if key.node == name]:
+            del self.ended_effects[key]
 
     def is_busy(self, now: Mark) -> bool:
         """Something is under way, or fell silent just now, that the next listing may explain: worth a closer look."""

@@ -136,7 +136,7 @@ class Progress:
     unchanged: int = SUPPORTING_OBSERVATIONS
     still: int = SUPPORTING_OBSERVATIONS
     begun: Mark | None = None
-    told: Mark | None = None
+    first_step: Mark | None = None
 
 
 class Voucher(StrEnum):
@@ -171,7 +171,7 @@ class NodeEvidence:
 
     node: Node
     listed: bool
-    dark: bool
+    zone_unreachable: bool
     seen_since: Mark
     state_since: Mark
     workers: tuple[Worker, ...] | None = None
@@ -191,7 +191,7 @@ class NodeEvidence:
     voucher_why: str = ""
     unanswered_since: Mark | None = None
     progress: Progress = Progress()
-    heard_alone: bool = False
+    reported_while_blind: bool = False
 
 
 class Holding(NamedTuple):
@@ -208,7 +208,7 @@ class Holding(NamedTuple):
     share: str = ""
 
 
-class FailedLook(NamedTuple):
+class FailedRead(NamedTuple):
     """GetNode of a node fails: since when, how often in a row, how at last. `human`: only a person can change that."""
 
     since: Mark
@@ -263,15 +263,15 @@ class Evidence:
     nodes: tuple[NodeEvidence, ...] = ()
     foreign: tuple[Node, ...] = ()
     in_flight: frozenset[EffectKey] = frozenset()
-    looked: Mapping[EffectKey, Mark] = field(default_factory=dict)
+    ended_effects: Mapping[EffectKey, Mark] = field(default_factory=dict)
     creates_since: Mapping[str, Mark] = field(default_factory=dict)
     elsewhere_answers: bool = False
     may_be_canary: bool = False
-    failed_looks: Mapping[str, FailedLook] = field(default_factory=dict)
+    failed_reads: Mapping[str, FailedRead] = field(default_factory=dict)
 
     def hidden_since(self, zone: str, name: str) -> Mark | None:
         """Since when nothing can be learned of a node that is not listed; None where it can."""
-        failed = self.failed_looks.get(name)
+        failed = self.failed_reads.get(name)
         unreachable, failing = self.project.unreachable_since.get(zone), failed.since if failed is not None else None
         return min([mark for mark in (unreachable, failing) if mark], default=None)
 

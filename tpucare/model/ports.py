@@ -99,7 +99,7 @@ class Remote(Protocol):
         """Call *call* for all workers in parallel; shape: one result or RemoteError per worker, in order."""
         ...
 
-    def knock(self, workers: Iterable[Worker]) -> None:
+    def watch_ports(self, workers: Iterable[Worker]) -> None:
         """Try a TCP connect every 0.2 s until each listens; then its node's key appears once in `hints`."""
         ...
 
@@ -107,7 +107,7 @@ class Remote(Protocol):
         """Close what is open to a node; knocking ends too. Its pinned host keys stay."""
         ...
 
-    def forget(self, key: NodeKey) -> None:
+    def forget_node(self, key: NodeKey) -> None:
         """The node is proven gone: `disconnect`, and drop its pinned host keys."""
         ...
 
@@ -134,11 +134,11 @@ class Launcher(Protocol):
 
     def notice(self, order: NoticeOrder) -> None: ...
 
-    def vouch(self, workers: Sequence[Worker], keys: Mapping[int, tuple[str, ...]]) -> frozenset[int]:
+    def pin_host_keys(self, workers: Sequence[Worker], keys: Mapping[int, tuple[str, ...]]) -> frozenset[int]:
         """Host keys as guest attributes give them: pin, or re-pin, those workers. Returns the numbers of these."""
         ...
 
-    def expect(self, workers: Sequence[Worker]) -> None:
+    def watch_workers(self, workers: Sequence[Worker]) -> None:
         """These workers will begin to answer soon; `hints` tells when. Never blocks; engine's thread."""
         ...
 
@@ -149,7 +149,7 @@ class Launcher(Protocol):
         """
         ...
 
-    def forget(self, key: NodeKey) -> None:
+    def forget_node(self, key: NodeKey) -> None:
         """The API said NOT_FOUND of the node: nothing of it is kept. Never blocks; engine's thread."""
         ...
 
@@ -180,7 +180,7 @@ class Store(Protocol):
         """Nobody had it open for a while before it was opened: it may be a backup, and not know of newer nodes."""
         ...
 
-    def mark(self, now: datetime) -> None:
+    def mark_current(self, now: datetime) -> None:
         """It is cared for at that moment, and what it holds is what was done."""
         ...
 
@@ -214,7 +214,7 @@ class Store(Protocol):
 class Gate(Protocol):
     """Leave to create, one slot at a time or some: a user's semaphore. Never blocks; engine's thread."""
 
-    def ask(self, slot: str) -> bool:
+    def acquire(self, slot: str) -> bool:
         """
         True: *slot* holds it. False: it is being acquired elsewhere; `news` tells when, and the executor is nudged.
 
@@ -226,7 +226,7 @@ class Gate(Protocol):
         """*slot* holds it no more, nor waits for it."""
         ...
 
-    def news(self) -> frozenset[str]:
+    def changed_slots(self) -> frozenset[str]:
         """Slots that got it since the last call, or for which acquiring it failed."""
         ...
 

@@ -138,7 +138,7 @@ def _clear_dead(case: Case) -> Action | None:
     """What is proven dead is nothing to pause; while it is there it holds quota that other slots wait for."""
     for seen in case.evidence.nodes:
         past = case.memory.node(seen.node.name)
-        seen_now = seen.listed and not seen.dark
+        seen_now = seen.listed and not seen.zone_unreachable
         dead = past is not None and past.status is NodeStatus.DEAD
         if seen_now and dead and (delete := _delete_chore(case, seen)):
             return delete
@@ -146,12 +146,12 @@ def _clear_dead(case: Case) -> Action | None:
 
 
 def _node_chore(case: Case, seen: NodeEvidence) -> Action | None:
-    if seen.dark:
+    if seen.zone_unreachable:
         return None
     if not seen.listed:
         # Absence from a list proves nothing; GetNode does.
         return get_node_when_due(case, seen.node.key, Cause.NODE_ABSENT, "was there, and is not in the listing")
-    if EffectKind.MISSED.of(seen.node.name) in case.evidence.looked:
+    if EffectKind.MISSED.of(seen.node.name) in case.evidence.ended_effects:
         return get_node_when_due(case, seen.node.key, Cause.NODE_ABSENT, "another call did not find it")
     if _is_readopted(case, seen):
         return Record(Fact.CREATE_KEPT, "came after its create was given up, and before any other", seen.node.name)
@@ -218,7 +218,9 @@ def _watch_abandoned(case: Case, intent: CreateIntent) -> Action | None:
     if not intent.abandoned or this in case.evidence.in_flight or case.evidence.node(intent.name) is not None:
         return None
     if not _due(
-        case.evidence.looked.get(this) or case.evidence.creates_since.get(intent.name), case.timers, MISSING_LOOK_EVERY
+        case.evidence.ended_effects.get(this) or case.evidence.creates_since.get(intent.name),
+        case.timers,
+        MISSING_LOOK_EVERY,
     ):
         return None
     return GetNode(key, Cause.CREATE_ABANDONED, "given up, and its operation goes on: is its node there?")
@@ -248,11 +250,11 @@ def _create_chore(case: Case, intent: CreateIntent) -> Action | None:
 def _get_operation_when_due(case: Case, intent: CreateIntent) -> GetOperation | None:
     this = EffectKind.POLL.of(intent.name)
     vanished = case.evidence.node(intent.name) is None and case.memory.node(intent.name) is None
-    known_before = EffectKind.GONE.of(intent.name) in case.evidence.looked
+    known_before = EffectKind.GONE.of(intent.name) in case.evidence.ended_effects
     every = timedelta(seconds=1) if vanished and known_before else case.evidence.project.poll_every
     if intent.abandoned:
         every = max(every, POLL_SPENT_EVERY)
-    last = case.evidence.looked.get(this) or case.evidence.creates_since.get(intent.name)
+    last = case.evidence.ended_effects.get(this) or case.evidence.creates_since.get(intent.name)
     if this in case.evidence.in_flight or not (_due(last, case.timers, every)):
         return None
     return GetOperation(intent.name, intent.operation, Cause.CREATE_UNDER_WAY, "create under way")
@@ -266,7 +268,7 @@ def _take_down(case: Case) -> Action:
     if intent := _open_create(case.memory):
         return Record(Fact.CREATE_SUPERSEDED, "the slot is taken down", name=intent.name, cause=Cause.DOWN)
     for seen in live_nodes(case.evidence, case.memory):
-        if seen.dark:
+        if seen.zone_unreachable:
             continue
         if wait := effect_under_way(seen, case.evidence):
             return wait
@@ -309,7 +311,7 @@ def _after_end(case: Case) -> Action:
     if again is not None and case.timers.passed(again, TRY_FAILED_EVERY):
         return Record(Fact.TRIED_AGAIN, f"it had trained, and failed an hour ago ({case.memory.end_why})")
     for seen in live_nodes(case.evidence, case.memory):
-        if seen.dark:
+        if seen.zone_unreachable:
             continue
         if wait := effect_under_way(seen, case.evidence):
             return wait
@@ -354,7 +356,7 @@ def _end_node(case: Case, seen: NodeEvidence) -> Action | None:
     if goes:
         return stop_before(case, seen, deletion(seen, Cause.SLOT_ENDED, why, Reason.FINISHED))
     # Its node is kept; only what still runs there ends.
-    tried = EffectKind.STOP.of(seen.node.name) in case.evidence.looked
+    tried = EffectKind.STOP.of(seen.node.name) in case.evidence.ended_effects
     runs = seen.report is not None and any(worker.alive for worker in seen.report.workers)
     return ending(seen, case.memory, Cause.SLOT_ENDED, why) if runs and not tried and seen.workers is not None else None
 
@@ -369,7 +371,9 @@ def _open_create(memory: Memory) -> CreateIntent | None:
 def _decide_no_node(case: Case) -> Action:
     if ANY_CREATE in case.evidence.in_flight:
         return Wait(Cause.CREATE_UNDER_WAY, "create is under way")
-    if ADOPTING in case.evidence.looked and not case.timers.lasted(case.evidence.looked[ADOPTING], ADOPTED_WITHIN):
+    if ADOPTING in case.evidence.ended_effects and not case.timers.lasted(
+        case.evidence.ended_effects[ADOPTING], ADOPTED_WITHIN
+    ):
         return Wait(Cause.ADOPTING, "a node is being adopted")
     if case.memory.run is not None and case.memory.run.state is RunState.FINISHED:
         return end_done(case.memory.run.node, Furthest(case.memory.step, case.memory.checkpoint))
@@ -456,7 +460,7 @@ def _decide_several(case: Case, live: list[NodeEvidence]) -> Action:
     for seen in live:
         if wait := effect_under_way(seen, case.evidence):
             return wait
-        if seen.dark or seen.report is None or not seen.report.all_answer:
+        if seen.zone_unreachable or seen.report is None or not seen.report.all_answer:
             if delete := _never_used(case, seen, live):
                 return delete
             action = decide_node(case, seen)
@@ -480,7 +484,7 @@ def _never_used(case: Case, seen: NodeEvidence, live: list[NodeEvidence]) -> Del
     to be waited for, least of all a person who would mend what nobody wants.
     """
     past, run = case.memory.node(seen.node.name), case.memory.run
-    if past is None or past.launched or seen.dark or case.evidence.project.store_old or run is None:
+    if past is None or past.launched or seen.zone_unreachable or case.evidence.project.store_old or run is None:
         return None
     holds = next((other for other in live if other.node.name == run.node and other is not seen), None)
     if holds is None or holds.report is None or not holds.report.all_answer or is_quiet(holds):

@@ -57,11 +57,11 @@ NEVER_ANSWERED_FACTOR = 2
 def decide_node(case: Case, seen: NodeEvidence) -> Action:
     """The next step for the slot's only live node."""
     node, past = seen.node, case.memory.node(seen.node.name)
-    if seen.dark and (action := decide_by_workers(case, seen)):
+    if seen.zone_unreachable and (action := decide_by_workers(case, seen)):
         return action
-    if seen.dark or (not seen.listed and node.name in case.evidence.failed_looks):
+    if seen.zone_unreachable or (not seen.listed and node.name in case.evidence.failed_reads):
         return decide_hidden(case, node.key.zone, node.name)
-    if not seen.listed and EffectKind.LOOK.of(node.name) not in case.evidence.looked:
+    if not seen.listed and EffectKind.LOOK.of(node.name) not in case.evidence.ended_effects:
         return Wait(Cause.NODE_ABSENT, f"looking for {node.name} by name")
     if past is None:
         return Wait(Cause.NODE_ABSENT, f"{node.name} is being looked at")
@@ -112,7 +112,7 @@ def decide_by_workers(case: Case, seen: NodeEvidence) -> Action | None:
         return None
     if seen.node.state not in PENDING_STATES | USABLE_STATES or effect_under_way(seen, case.evidence):
         return None
-    if not seen.heard_alone or seen.report is None or not seen.report.all_answer:
+    if not seen.reported_while_blind or seen.report is None or not seen.report.all_answer:
         return None
     action = _decide_answering(case, seen, past)
     # Rule 11: what takes a length of time to judge waits for listings, whose gaps alone count as observed.
@@ -149,7 +149,7 @@ def _decide_pending(case: Case, seen: NodeEvidence, past: NodeMemory) -> Action:
         return _decide_answering(case, seen, past)
     intent = case.memory.create(seen.node.name)
     if intent is not None and intent.state is CreateState.FAILED:
-        failed_since = case.evidence.looked.get(EffectKind.FAILED.of(seen.node.name)) or seen.seen_since
+        failed_since = case.evidence.ended_effects.get(EffectKind.FAILED.of(seen.node.name)) or seen.seen_since
         if case.timers.lasted(failed_since, FAILED_CREATE_SILENCE):
             why = f"its create failed ({intent.refused}) and no worker answers"
             return deletion(seen, Cause.CREATE_FAILED, why, Reason.DEAD)
@@ -217,7 +217,7 @@ def _decide_refused(case: Case, seen: NodeEvidence, past: NodeMemory, *, some_ac
     name = seen.node.name
     if not past.keyed:
         # The guest agent writes the key some seconds after sshd listens; UpdateNode too early is a call for nothing.
-        last = case.evidence.looked.get(EffectKind.KEY.of(name))
+        last = case.evidence.ended_effects.get(EffectKind.KEY.of(name))
         pause_over = last is None or case.timers.lasted(last, KEY_PUSH_EVERY)
         late = case.timers.lasted(seen.refused_since, KEY_MAY_BE_LATE)
         if late and pause_over and EffectKind.KEY.of(name) not in case.evidence.in_flight:
@@ -311,7 +311,7 @@ def _stop_half_gang(case: Case, seen: NodeEvidence, since: Mark | None) -> Stop 
     if report.workers[0].contact is not Contact.ANSWERED or not any(w.alive for w in report.workers):
         return None
     # Worker 0 tells of progress; where it never told of any, silence elsewhere is no proof of a standstill.
-    if seen.progress.signals < 2 or EffectKind.STOP.of(seen.node.name) in case.evidence.looked:
+    if seen.progress.signals < 2 or EffectKind.STOP.of(seen.node.name) in case.evidence.ended_effects:
         return None
     if case.timers.lasted(since, case.slot.care.unreachable_after / 3):
         why, step, checkpoint = "a worker is silent and the run stands still", case.memory.step, case.memory.checkpoint

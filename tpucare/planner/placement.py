@@ -275,9 +275,9 @@ class Budget(Protocol):
 
     def free_at(self, now: float) -> float | None: ...
 
-    def take(self, slot: str, now: float) -> None: ...
+    def reserve(self, slot: str, now: float) -> None: ...
 
-    def answered(self, slot: str, now: float) -> None: ...
+    def create_ended(self, slot: str, now: float) -> None: ...
 
     def shares(self) -> Counter[str]: ...
 
@@ -309,10 +309,10 @@ class CreateBudget:
             return None
         return self._asked[len(self._asked) - self.limit][0] + self.window
 
-    def take(self, slot: str, now: float) -> None:
+    def reserve(self, slot: str, now: float) -> None:
         self._asked.append((now, slot))
 
-    def answered(self, slot: str, now: float) -> None:
+    def create_ended(self, slot: str, now: float) -> None:
         """The create of *slot* has ended, in whatever way; it reached the API at some instant until *now*."""
         taken = next((entry for entry in reversed(self._asked) if entry[1] == slot), None)
         if taken is not None:

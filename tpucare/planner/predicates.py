@@ -31,7 +31,7 @@ LOOK_CAP, LOOK_CAP_HUMAN = timedelta(minutes=1), timedelta(minutes=10)
 def get_node_when_due(case: Case, key: NodeKey, cause: Cause, why: str) -> GetNode | None:
     """GetNode, unless it was asked a moment ago; where it fails it is asked ever more seldom."""
     this = EffectKind.LOOK.of(key.name)
-    last, failed, every = case.evidence.looked.get(this), case.evidence.failed_looks.get(key.name), LOOK_EVERY
+    last, failed, every = case.evidence.ended_effects.get(this), case.evidence.failed_reads.get(key.name), LOOK_EVERY
     if failed is not None:
         every = min(LOOK_EVERY * 2 ** min(failed.times, 10), LOOK_CAP_HUMAN if failed.human else LOOK_CAP)
     if this in case.evidence.in_flight or not (last is None or case.timers.lasted(last, every, observations=0)):
@@ -114,7 +114,7 @@ def without_job(slot: Slot, then: str) -> Wait:
 
 def stop_before(case: Case, seen: NodeEvidence, delete: Delete) -> Stop | Delete:
     """Stop the gang first where workers answer and something runs; a stop that was tried is not tried again."""
-    tried = EffectKind.STOP.of(seen.node.name) in case.evidence.looked
+    tried = EffectKind.STOP.of(seen.node.name) in case.evidence.ended_effects
     if tried or seen.workers is None or not _may_run(seen, case.memory):
         return delete
     return ending(seen, case.memory, delete.cause, delete.why, then=delete.reason, lasted=delete.lasted)

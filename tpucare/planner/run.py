@@ -81,7 +81,7 @@ def _stop_again(case: Case, seen: NodeEvidence) -> Action:
     """A stop was intended: it is repeated until it is known to have served, or the node goes."""
     run = case.memory.run
     assert run is not None
-    last = case.evidence.looked.get(EffectKind.STOP.of(seen.node.name))
+    last = case.evidence.ended_effects.get(EffectKind.STOP.of(seen.node.name))
     if last is None:
         return ending(seen, case.memory, run.stop_cause, run.stop_why, then=run.then_delete)
     if run.then_delete is not None:
@@ -189,7 +189,7 @@ def _row_ends(case: Case, seen: NodeEvidence) -> Record | None:
         return None
     if got_further(seen, case.memory):
         return _progressed(seen, case.memory, "the run got further than any before it")
-    if seen.progress.told is not None:
+    if seen.progress.first_step is not None:
         return None
     # By the clock of the wall: it is no verdict, and a daemon may be started again more often than each hour.
     launched_at = case.memory.run.launched_at if case.memory.run is not None else None
@@ -201,7 +201,7 @@ def _row_ends(case: Case, seen: NodeEvidence) -> Record | None:
 def got_further(seen: NodeEvidence, memory: Memory) -> bool:
     """A row of failures ends with what the workers said just now; no timer tells when that will be."""
     run = memory.run
-    return run is not None and run.progressed and seen.progress.told is not None and has_advanced(seen, memory)
+    return run is not None and run.progressed and seen.progress.first_step is not None and has_advanced(seen, memory)
 
 
 def is_row_open(memory: Memory) -> bool:
@@ -224,7 +224,7 @@ def _phase_now(seen: NodeEvidence) -> Wait:
         return Wait(Cause.SETTING_UP, "running setup")
     if seen.progress.signals:
         return Wait(Cause.RUNNING, "running")
-    which = "second step" if seen.progress.told is not None else "step"
+    which = "second step" if seen.progress.first_step is not None else "step"
     return Wait(Cause.RUNNING, f"running; no {which} seen yet")
 
 
@@ -255,10 +255,10 @@ def _stalled(case: Case, seen: NodeEvidence, past: NodeMemory) -> Action | None:
         cause, why = Cause.STALLED, f"no progress for {length(limit)}"
         if limit > case.slot.care.stalled_after:
             why = f"{why} (longer than stalled_after, by how often its signs come)"
-    elif progress.told is not None or _job_tells(case.memory):
-        since = latest(seen.phase_since, progress.told)
+    elif progress.first_step is not None or _job_tells(case.memory):
+        since = latest(seen.phase_since, progress.first_step)
         cause, why = Cause.NO_FIRST_STEP, "no first step"
-        limit = max(case.slot.care.first_step_timeout, _wait_for_the_next(seen, progress.told))
+        limit = max(case.slot.care.first_step_timeout, _wait_for_the_next(seen, progress.first_step))
         if case.memory.step is None:
             # Checkpoints alone tell of this job, and may come more seldom than a step.
             limit = max(limit, timedelta(seconds=case.memory.gap_seconds) * STALL_FACTOR)

@@ -76,7 +76,7 @@ def is_private(job: Job | None) -> bool:
 
 def decide_changed_key(case: Case, seen: NodeEvidence, past: NodeMemory) -> Action:
     """A worker shows another host key than it had: only guest attributes, or a person, can say that it is the same."""
-    name, last = seen.node.name, case.evidence.looked.get(EffectKind.VOUCH.of(seen.node.name))
+    name, last = seen.node.name, case.evidence.ended_effects.get(EffectKind.VOUCH.of(seen.node.name))
     asked = last is not None and seen.changed_since is not None and last.observed >= seen.changed_since.observed
     long = case.timers.lasted(seen.changed_since, PUBLISHED_WITHIN)
     if not asked and EffectKind.VOUCH.of(name) not in case.evidence.in_flight:
@@ -103,7 +103,7 @@ def _ask_again(
 ) -> FetchHostKeys | None:
     """Nothing while a question is under way: what is known so far stays, and a person is not told of it anew."""
     kind = EffectKind.VOUCH.of(seen.node.name)
-    last = case.evidence.looked.get(kind)
+    last = case.evidence.ended_effects.get(kind)
     due = kind not in case.evidence.in_flight and (last is None or case.timers.lasted(last, every, observations=0))
     return (
         _ask(case.slot, seen, past, Cause.HOST_KEYS_UNVOUCHED, "nothing vouches for its host keys yet") if due else None

@@ -92,9 +92,9 @@ class Runtime:
         """Begin nothing more, and give what is under way up to *seconds* to end and be remembered."""
         self.engine.hold()
         until = time.monotonic() + seconds
-        while not self.engine.settled() and (left := until - time.monotonic()) > 0:
+        while not self.engine.is_idle() and (left := until - time.monotonic()) > 0:
             self.executor.sleep(timedelta(seconds=min(left, self.engine.step(), 0.2)))
-        return self.engine.settled()
+        return self.engine.is_idle()
 
     def close(self) -> bool:
         """Within about CLOSE_SECONDS: whether every thread ended; those that did not end with the process."""

@@ -51,7 +51,7 @@ class Standalone:
         self.registry = FleetRegistry.of(runtime, saves=saves)
         self.registry.load()
         if options.project:
-            runtime.engine.watch(options.project)
+            runtime.engine.list_project(options.project)
         is_daemons = options.store == DAEMON_STORE
         self.fleet_folder = FleetFolder(options.fleets(os.environ), self.registry) if is_daemons else None
         self.handler = CommandHandler(runtime, self.registry, self.fleet_folder)
@@ -198,7 +198,7 @@ def _gc(options: Options, *, apply: bool) -> dict[str, Any]:
 
     with standalone(options, listen=listen) as here:
         if not here.runtime.engine.projects:
-            here.runtime.engine.watch(_project_of(here))
+            here.runtime.engine.list_project(_project_of(here))
         try:
             here.observe()
         except CloudError as error:

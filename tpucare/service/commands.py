@@ -302,7 +302,7 @@ class CommandHandler:
 
     def _adopt(self, node: str, slot: str) -> Answer:
         name = self.slot_named(slot)
-        self._engine.adopt(node, name)
+        self._engine.adopt_node(node, name)
         return {"node": node, "slot": name}
 
     def _gc(self, apply: bool) -> Answer:
@@ -313,10 +313,10 @@ class CommandHandler:
             )
         projects = status.project_rows(self._engine)
         declared = self._folder.named_fleets() if self._folder is not None else frozenset()
-        left = [node for node in self._engine.strays.values() if not self._is_cared_for(node, declared)]
+        left = [node for node in self._engine.orphans.values() if not self._is_cared_for(node, declared)]
         strays = {node.name for node in left if _is_named_by_us(node)}
         for name in strays if apply else ():
-            self._engine.collect(name)
+            self._engine.delete_orphan(name)
         rows = {row["node"]: row for row in status.stray_rows(self._engine)}
         return {
             "strays": [row for name, row in rows.items() if name in strays],

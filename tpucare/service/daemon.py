@@ -121,7 +121,7 @@ class Daemon:
         state_folder.write_private(options.state / FLEETS_NOTE, f"{self._folder.folder}\n")
         self.registry.report("start", f"the daemon starts, process {os.getpid()}", level="info", pid=os.getpid())
         if options.project:
-            self._engine.watch(options.project)
+            self._engine.list_project(options.project)
         self.registry.load()
         for command in self.first_commands:
             self._handle(command)

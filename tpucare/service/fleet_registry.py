@@ -135,7 +135,9 @@ class FleetRegistry:
         Raises: ConfigError: the fleet names no project, and nothing else does.
         """
         record = self.records.get(fleet.name)
-        is_over = record is None or (record.wish is DesiredState.DOWN and not self._engine.roster.has_left(fleet.name))
+        is_over = record is None or (
+            record.wish is DesiredState.DOWN and not self._engine.registry.has_leftovers(fleet.name)
+        )
         before = self.fleets.get(fleet.name)
         kept = before.project if before is not None and not is_over else None
         return replace(fleet, project=fleet.project or kept or self._find_project())
@@ -205,7 +207,7 @@ class FleetRegistry:
         """
         record = self.records.get(fleet.name)
         before = record.project if record is not None else ""
-        if before and fleet.project != before and self._engine.roster.has_left(fleet.name):
+        if before and fleet.project != before and self._engine.registry.has_leftovers(fleet.name):
             raise ConfigError(
                 f"{fleet.file or fleet.name}: project: {fleet.name} has nodes or open creates in {before} and cannot "
                 f"move to {fleet.project}: name {before}, or `tpucare down {fleet.name}` first"
@@ -268,7 +270,7 @@ class FleetRegistry:
 
     def _with_surplus_files(self, fleet: FleetSpec, kept: Callable[[str], bytes | None]) -> FleetSpec:
         """*fleet* with the kept files that slots beyond its count need for their next launch."""
-        indices = [fleet.index_of(name) for name in self._engine.roster.known(fleet.name)]
+        indices = [fleet.index_of(name) for name in self._engine.registry.slot_names(fleet.name)]
         paths = {path for index in indices if index is not None for path in fleet.local_files(index)}
         contents = {path: content for path in paths if (content := kept(path)) is not None}
         return replace(fleet, contents={**contents, **fleet.contents}) if contents else fleet
@@ -278,7 +280,7 @@ class FleetRegistry:
         lacks = self.missing_secrets(fleet)
         slots = () if wish is DesiredState.DOWN else [replace(slot, lacks=lacks) for slot in fleet.slots()]
         if fleet.project:
-            self._engine.watch(fleet.project)
+            self._engine.list_project(fleet.project)
         self._engine.declare(fleet.name, slots, lambda name: self._surplus_slot(fleet, name), wish)
 
     def missing_secrets(self, fleet: FleetSpec) -> str:
@@ -347,7 +349,7 @@ class FleetRegistry:
         gone = [name for name in self._going_down() if self._engine.is_over(name) and not self._is_declared(name)]
         fleets_of = {self._engine.slots[name].slot.fleet for name in gone}
         for name in gone:
-            self._engine.roster.end(name)
+            self._engine.registry.remove_slot(name)
             self.report("down", f"{name}: nothing is left of it", name, "info")
         for fleet in fleets_of:
             self._delete_kept_files(fleet)
@@ -393,7 +395,7 @@ class FleetRegistry:
     def _delete_kept_files(self, fleet: str) -> None:
         """Of a fleet that was taken down and has nothing left: they may hold secrets."""
         record = self.records.get(fleet)
-        if record is not None and record.wish is DesiredState.DOWN and not self._engine.roster.has_left(fleet):
+        if record is not None and record.wish is DesiredState.DOWN and not self._engine.registry.has_leftovers(fleet):
             for suffix in (".json", FOLDER_SUFFIX):
                 with contextlib.suppress(OSError):
                     (self._kept / f"{fleet}{suffix}").unlink()

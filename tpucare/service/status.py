@@ -266,7 +266,7 @@ def _workers_row(seen: NodeTrack, track: SlotTrack) -> Row:
 
 def _progress_row(seen: NodeTrack, memory: Memory, view: ProjectView) -> Row:
     """Of the run of now; until it tells of any, what the run before it was seen at stands."""
-    progress, last = seen.progress, seen.progress.last or seen.progress.told
+    progress, last = seen.progress, seen.progress.last or seen.progress.first_step
     if memory.run is None or memory.run.token != progress.token:
         return {}
     age = (view.observed - last.observed).total_seconds() if last is not None else None
@@ -336,7 +336,7 @@ def stray_rows(engine: Engine) -> list[Row]:
             "type": plain(node.accelerator_type),
             "created": node.create_time.isoformat(),
         }
-        for node in engine.strays.values()
+        for node in engine.orphans.values()
     ]
 
 

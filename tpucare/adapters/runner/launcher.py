@@ -150,20 +150,20 @@ class ScriptLauncher:
 
     # --- handed on to the Remote ---
 
-    def vouch(self, workers: Sequence[Worker], keys: Mapping[int, tuple[str, ...]]) -> frozenset[int]:
+    def pin_host_keys(self, workers: Sequence[Worker], keys: Mapping[int, tuple[str, ...]]) -> frozenset[int]:
         pinned = [worker for worker in workers if self._remote.repin(worker, keys.get(worker.number, ()))]
         return frozenset(worker.number for worker in pinned)
 
-    def expect(self, workers: Sequence[Worker]) -> None:
-        self._remote.knock(workers)
+    def watch_workers(self, workers: Sequence[Worker]) -> None:
+        self._remote.watch_ports(workers)
 
     def disconnect(self, key: NodeKey) -> None:
         self._drop_node(key)
         self._remote.disconnect(key)
 
-    def forget(self, key: NodeKey) -> None:
+    def forget_node(self, key: NodeKey) -> None:
         self._drop_node(key)
-        self._remote.forget(key)
+        self._remote.forget_node(key)
 
     def _drop_node(self, key: NodeKey) -> None:
         with self._lock:

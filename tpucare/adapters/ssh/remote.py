@@ -115,7 +115,7 @@ class ParamikoRemote:
         """
         return _fan_out(self._threads, workers, call, helpers=self._parallel)
 
-    def knock(self, workers: Iterable[Worker]) -> None:
+    def watch_ports(self, workers: Iterable[Worker]) -> None:
         """A worker that answered or began to listen is not tried again until it was silent."""
         fresh, again = [], []
         with self._lock:
@@ -141,7 +141,7 @@ class ParamikoRemote:
             for worker in [worker for worker in self._sockets if worker.key == key]:
                 self._sockets.pop(worker).close()
 
-    def forget(self, key: NodeKey) -> None:
+    def forget_node(self, key: NodeKey) -> None:
         self.disconnect(key)
         self._pins.drop_node(key)
 

@@ -103,14 +103,14 @@ class SharedBudget:
                 return free_at
         return now + _AGAIN_SECONDS
 
-    def take(self, slot: str, now: float) -> None:
+    def reserve(self, slot: str, now: float) -> None:
         for token in [token for token, name in self._slots.items() if name == slot]:
             self._answered[token] = now  # A slot has one create at a time: the one before has ended.
         if self._reserved:
             self._slots[self._reserved], self._reserved = slot, ""
         self._save(now)
 
-    def answered(self, slot: str, now: float) -> None:
+    def create_ended(self, slot: str, now: float) -> None:
         """The create of *slot* has ended, in whatever way; it reached the API at some instant until *now*."""
         for token in [token for token, name in self._slots.items() if name == slot]:
             self._answered[token] = now

@@ -354,7 +354,7 @@ class SqliteStore(StoreReading):
         super().close()
         self._lock.release()
 
-    def mark(self, now: datetime) -> None:
+    def mark_current(self, now: datetime) -> None:
         """It is cared for at that moment, and what it holds is what was done."""
         with self._transaction() as write:
             write.execute("INSERT OR REPLACE INTO meta (key, value) VALUES ('marked', ?)", (now.isoformat(),))

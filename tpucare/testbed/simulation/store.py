@@ -63,7 +63,7 @@ class MemoryStore:
     def lost(self) -> bool:
         return self.disk.lost
 
-    def mark(self, now: datetime) -> None:
+    def mark_current(self, now: datetime) -> None:
         self.disk.marked = now
 
     def confirm(self) -> None:

@@ -71,7 +71,7 @@ class Swarm:
         return sorted(name for name, track in self.history.daemon.engine.slots.items() if track.slot.fleet == fleet)
 
     def report(self, kind: str, text: str, about: str = "", level: str = "warning") -> None:
-        self.history.daemon.engine.tell(Event(self.history.daemon.clock.now(), kind, text, about, "", level))
+        self.history.daemon.engine.relay_event(Event(self.history.daemon.clock.now(), kind, text, about, "", level))
 
     # --- what happens
 

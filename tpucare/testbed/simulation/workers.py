@@ -198,7 +198,7 @@ class VirtualLauncher(SimulatedMachines):
                 # Whoever ends after that may have been asked to.
                 worker.run.signalled = worker.run.signalled or self.lives(worker)
 
-    def vouch(self, workers: Sequence[Worker], keys: Mapping[int, tuple[str, ...]]) -> frozenset[int]:
+    def pin_host_keys(self, workers: Sequence[Worker], keys: Mapping[int, tuple[str, ...]]) -> frozenset[int]:
         vouched = set()
         for worker in workers:
             told = [line.partition(" ")[2] for line in keys.get(worker.number, ())]
@@ -208,12 +208,12 @@ class VirtualLauncher(SimulatedMachines):
                 vouched.add(worker.number)
         return frozenset(vouched)
 
-    def expect(self, workers: Sequence[Worker]) -> None: ...
+    def watch_workers(self, workers: Sequence[Worker]) -> None: ...
 
     def disconnect(self, key: NodeKey) -> None:
         self.forget_dead(key)
 
-    def forget(self, key: NodeKey) -> None:
+    def forget_node(self, key: NodeKey) -> None:
         for machine in self._pins.pop(key, {}):
             worker = self.workers.get((key, machine[1]))
             if worker is None or worker.node_id != machine[0] or not worker.up:
