@@ -1,5 +1,5 @@
 """
-What `creation_callback` returns, as typed text in the store, and back to the same types.
+Contexts, the return values of `creation_callback`: to typed text in the store, and back to the same types.
 
 A context outlives the process that made it. It may hold dataclasses, pydantic models, named tuples, enums, namespaces,
 the values of JSON, and those of `FORMS`. Each value is written by its own type and not by its annotation: pydantic's
@@ -76,7 +76,7 @@ FORMS: Mapping[type, _Form] = {
     **{kind: _Form(str, kind) for kind in (Path, UUID, Decimal, *_ADDRESSES, AnyUrl, AnyHttpUrl, HttpUrl, FileUrl)},
 }
 _BY_NAME = {kind.__name__: form for kind, form in FORMS.items()}
-# What a defaultdict may make besides a class of the caller's own: the next missing key calls it.
+# Factories of a defaultdict, beside classes of the caller's own modules: the next missing key calls the factory.
 _FACTORIES = frozenset((*FORMS, *_PLAIN, *_BAGS, complex, list, dict, tuple, defaultdict))
 
 

@@ -67,7 +67,7 @@ class Deletion:
 
 @dataclass(frozen=True, slots=True)
 class _Left:
-    """What to wait for: nodes whose deletion was requested, and creates that may still make a node."""
+    """Nodes and creates to wait for: nodes whose deletion was requested, and creates that may still make a node."""
 
     nodes: tuple[NodeKey, ...] = ()
     creates: tuple[CreateIntent, ...] = ()

@@ -192,7 +192,7 @@ class ForegroundRun:
     def _take_down(self) -> None:
         self._going_down = True
         name = self._fleet.name
-        self._progress.say(f"interrupted: deleting every node of {name}; once more to leave at once")
+        self._progress.say(f"interrupted: deleting every node of {name}; Ctrl-C again leaves them and ends at once")
         self._handler.handle({"do": "down", "target": name})
         self._allow_creates()
 

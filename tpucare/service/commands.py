@@ -202,7 +202,7 @@ class CommandHandler:
         return [f"{fleet.name}: {lacks}; until then no node is asked for"] if lacks else []
 
     def _preview(self, text: str, folder: str, file: str) -> Answer:
-        """What `apply` would do. Changes nothing."""
+        """The changes that `apply` would make; makes none."""
         if self._folder is None:
             raise CannotDo("a Python script declares this fleet; no file changes it")
         text = text.removeprefix("\ufeff")
@@ -289,13 +289,13 @@ class CommandHandler:
             self._runtime.store.confirm()
             for name in self._engine.slots:
                 self._engine.lift_brake(name)
-            self._registry.report("confirm", "what is listed is all there is: a person confirmed it", level="info")
+            self._registry.report("confirm", "a person confirmed that the listed nodes are all nodes", level="info")
             return {"changed": self._all_slots(), "store": True}
         found = self._target(target)
         for name in found.slots:
             self._engine.lift_brake(name)
         return self._change(
-            found, wishes.confirm, "confirm", "confirmed by a person: held deletes go ahead, and no older node trains"
+            found, wishes.confirm, "confirm", "a person confirmed: held deletes go ahead, and no older node trains"
         )
 
     # --- nodes -------------------------------------------------------------------------------------------------------

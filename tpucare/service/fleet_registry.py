@@ -393,7 +393,7 @@ class FleetRegistry:
             return {}
 
     def _delete_kept_files(self, fleet: str) -> None:
-        """Of a fleet that was taken down and has nothing left: they may hold secrets."""
+        """Delete the kept files of a fleet that was taken down and has no node left: they may hold secrets."""
         record = self.records.get(fleet)
         if record is not None and record.wish is DesiredState.DOWN and not self._engine.registry.has_leftovers(fleet):
             for suffix in (".json", FOLDER_SUFFIX):
