@@ -724,6 +724,7 @@ def test_a_glitch_of_the_api_that_shows_unknown_deletes_nothing_that_moves(daemo
     assert daemon.all_train()
     daemon.zone.world.operator.set_state("*", int(NodeState.UNKNOWN), daemon.clock.true_now())
     daemon.run(minutes=30)
+    assert daemon.told("brake") == [], "there was nothing to hold"
     assert len(daemon.zone.nodes()) == 5
     daemon.zone.world.operator.set_state("*", int(NodeState.READY), daemon.clock.true_now())
     daemon.run(minutes=1)
