@@ -17,7 +17,7 @@ from pathlib import Path
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from tpucare.fleetfile import schema as schema
+from tpucare.fleetfile import schema
 from tpucare.fleetfile.parse import FILE_LIMIT_BYTES, FILES_LIMIT, TOTAL_LIMIT_BYTES
 from tpucare.fleetfile.schema import Section
 from tpucare.fleetfile.yaml_document import SIZE_LIMIT_BYTES

@@ -16,8 +16,7 @@ import pytest
 
 from tests.kits.bench_worker import NO_METADATA, Node, eventually, node
 from tests.kits.local_remote import LocalRemote
-from tpucare.adapters.runner import answers, launcher
-from tpucare.adapters.runner import scripts as script
+from tpucare.adapters.runner import answers, launcher, scripts
 from tpucare.model.errors import AuthRefused, CommandFailed, ConfigError, HostKeyChanged, RemoteError, WorkerSilent
 from tpucare.model.resources import Job, Ran, Worker
 from tpucare.model.runs import Contact, Failure, LaunchResult, NoticeOrder, Phase, ProbeOrder, WorkerReport
@@ -97,7 +96,7 @@ def test_a_run_that_was_stopped_before_it_began_never_begins(one: Node) -> None:
     token, and a relaunch takes a new run number.
     """
     order = one.order(Job(run=COUNT_STARTS))
-    push = script.launch_command(order, 0, push=True)
+    push = scripts.launch_command(order, 0, push=True)
     assert one.remote.run(one.workers[0], push, stdin=launcher.payload_of(order, {}).full).exit_status == 0
     assert one.stop().quiet
     (error,) = one.launch(Job(run=COUNT_STARTS)).workers
@@ -389,7 +388,7 @@ def test_tools_of_another_version_are_replaced(one: Node) -> None:
 def test_what_a_probe_leaves_is_closed_to_others(one: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a worker whose sessions hide nothing, and a probe that loads the tools before the runner has."""
     # Otherwise the runner loads one more tool into the folder, perhaps while it is removed or looked at.
-    monkeypatch.setattr(script, "WATCH_AFTER_SECONDS", 3600)
+    monkeypatch.setattr(scripts, "WATCH_AFTER_SECONDS", 3600)
     one.start("sleep 300")
     (tools,) = (one.homes[0] / ".tpucare").glob("*/tools-*")
     shutil.rmtree(tools / "__pycache__")

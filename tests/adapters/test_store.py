@@ -24,7 +24,7 @@ import pytest
 
 from tests.kits.stopped import stopped_at_each_line
 from tpucare.adapters.state import folder as state_folder
-from tpucare.adapters.state import schema as schema
+from tpucare.adapters.state import schema
 from tpucare.adapters.state.folder import holder, store_path
 from tpucare.adapters.state.store import SqliteStore, accept_move, open_reader, open_store
 from tpucare.model.causes import Reason

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from tests.kits.deployment import eventually
 from tests.kits.golden import assert_golden
 from tests.kits.local_remote import LocalRemote
-from tpucare.adapters.runner import scripts as script
+from tpucare.adapters.runner import scripts
 from tpucare.api.exec_command import NAMELESS, Command, ScriptStatus, build, exec_command
 from tpucare.model.errors import ConfigError
 from tpucare.model.resources import NodeKey, Ran, Worker
@@ -61,7 +61,7 @@ def test_scripts_are_as_they_were_agreed(name: str) -> None:
 def test_the_shell_finds_no_fault_in_them(name: str, tmp_path: Path) -> None:
     paths = [tmp_path / "command.sh", tmp_path / "model.sh"]
     paths[0].write_text(COMMANDS[name])
-    paths[1].write_text(script.render("exec_model.sh.j2", folder="it's", run_command=HOSTILE))
+    paths[1].write_text(scripts.render("exec_model.sh.j2", folder="it's", run_command=HOSTILE))
     for path in paths:
         subprocess.run(["bash", "-n", path], check=True)
     checker = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")

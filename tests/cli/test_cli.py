@@ -40,7 +40,7 @@ from tpucare.model.errors import (
     OwnCredentials,
     StoreLocked,
 )
-from tpucare.service import emulator_address as running
+from tpucare.service import emulator_address
 from tpucare.service.client import standalone
 from tpucare.service.control_socket import NoDaemon, request
 from tpucare.service.options import resolve
@@ -492,7 +492,7 @@ def test_from_the_emulator_to_nothing_left(shell: Shell, tmp_path: Path) -> None
     serving = shell.start(
         "--emulator", str(emulator), "emulator", str(world), "--ssh-port", "2389", "--metadata-port", "8389"
     )
-    shell.until(lambda: running.find(emulator) and "export" in serving.text)
+    shell.until(lambda: emulator_address.find(emulator) and "export" in serving.text)
     shell.env["TPUCARE_EMULATOR"] = str(emulator)
     pod = tmp_path / "pod.yaml"
     pod.write_text(fleet_text(run="echo at $TPUCARE_SLOT; echo step 1; sleep 600"))
@@ -533,7 +533,7 @@ def test_from_the_emulator_to_nothing_left(shell: Shell, tmp_path: Path) -> None
     assert shell.json("status", "--json")["slots"] == []
     assert again.end(signal.SIGTERM) == 0
     assert serving.end(signal.SIGTERM, seconds=30) == 0
-    assert not (emulator / running.FILE_NAME).exists()
+    assert not (emulator / emulator_address.FILE_NAME).exists()
 
 
 # --- nodes of no fleet -----------------------------------------------------------------------------------------------

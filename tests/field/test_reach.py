@@ -10,7 +10,7 @@ import pytest
 from tests.kits.field import calls, named, preempt
 from tests.kits.harness import PROJECT, SSH_KEY, US, Daemon
 from tpucare.model.memory import DesiredState
-from tpucare.planner import desired_state as wishes
+from tpucare.planner import desired_state
 from tpucare.testbed.emulator.world.config import WorldConfig
 from tpucare.testbed.emulator.world.latency import around
 from tpucare.testbed.emulator.world.records import NodeSpec
@@ -112,7 +112,7 @@ def test_no_route_to_any_worker(daemon: Daemon) -> None:
     assert "network" in said or "firewall" in said
     daemon.launcher.deaf = False
     for slot in ("pod-0", "pod-1", "pod-2"):
-        daemon.engine.change(slot, wishes.retry, "retry", "asked again now")
+        daemon.engine.change(slot, desired_state.retry, "retry", "asked again now")
     daemon.run(minutes=90)
     assert daemon.all_train()
     assert len(named(daemon)) == 3

@@ -25,7 +25,7 @@ import yaml
 from tests.kits import wandb as wandb_kit
 from tests.kits.local_server import serving
 from tests.kits.service import MachinelessDeployment, Process, VirtualService, fleet_text, machineless_deployment
-from tpucare.adapters.runner import scripts as script
+from tpucare.adapters.runner import scripts
 from tpucare.adapters.state.store import open_store
 from tpucare.fleetfile import parse as fleets
 from tpucare.integrations.wandb import account
@@ -533,7 +533,7 @@ def test_the_fleet_keeps_what_its_file_says_and_runs_one_agent_a_slot() -> None:
     assert job.env["A"] == "it's"
     # One folder for all slots: a run that was interrupted goes on in another.
     assert (job.checkpoint, job.env["TPUCARE_SWEEP_CHECKPOINT"]) == ("", "gs://bucket/it")
-    script.check_job(job)
+    scripts.check_job(job)
 
 
 def test_a_file_may_say_where_the_agent_stands_and_what_it_is_called() -> None:

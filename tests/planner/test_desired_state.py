@@ -29,7 +29,7 @@ from tpucare.model.actions import Create, Launch, Wait
 from tpucare.model.lifecycles import RunState
 from tpucare.model.memory import DesiredState, End, FailureCounter, PlaceMemory, Refusal
 from tpucare.model.resources import OnSuccess
-from tpucare.planner import desired_state as wishes
+from tpucare.planner import desired_state
 
 TIRED = replace(
     TRAINS,
@@ -43,8 +43,8 @@ TIRED = replace(
 
 
 def test_every_wish_has_its_word() -> None:
-    assert set(wishes.WISHES) == {"up", "down", "pause", "resume", "retry", "confirm", "restart", "replace"}
-    for alter in wishes.WISHES.values():
+    assert set(desired_state.WISHES) == {"up", "down", "pause", "resume", "retry", "confirm", "restart", "replace"}
+    for alter in desired_state.WISHES.values():
         assert alter(TRAINS).nodes == TRAINS.nodes, "a wish touches nothing by itself"
 
 
@@ -53,11 +53,11 @@ def test_every_wish_has_its_word() -> None:
     [("up", DesiredState.UP), ("down", DesiredState.DOWN), ("pause", DesiredState.PAUSED), ("resume", DesiredState.UP)],
 )
 def test_what_is_wished_is_kept(word: str, wish: DesiredState) -> None:
-    assert wishes.WISHES[word](replace(TRAINS, wish=DesiredState.PAUSED)).wish is wish
+    assert desired_state.WISHES[word](replace(TRAINS, wish=DesiredState.PAUSED)).wish is wish
 
 
 def test_retry_begins_with_clean_books_and_places_and_keeps_what_was_reached() -> None:
-    known = wishes.retry(TIRED)
+    known = desired_state.retry(TIRED)
     assert known.books == {"crash": FailureCounter(total=40)}
     assert known.place(place().key) == PlaceMemory(reason="no permission", last_success=NOW)
     assert (known.end, known.end_why, known.ended_at) == (End.NONE, "", None)
@@ -65,9 +65,11 @@ def test_retry_begins_with_clean_books_and_places_and_keeps_what_was_reached() -
 
 
 def test_up_begins_anew_only_where_something_had_ended() -> None:
-    assert wishes.up(TIRED).books == {"crash": FailureCounter(total=40)}
-    assert wishes.up(replace(TIRED, end=End.NONE, wish=DesiredState.DOWN)).books == {"crash": FailureCounter(total=40)}
-    assert wishes.up(replace(TIRED, end=End.NONE)).books == TIRED.books
+    assert desired_state.up(TIRED).books == {"crash": FailureCounter(total=40)}
+    assert desired_state.up(replace(TIRED, end=End.NONE, wish=DesiredState.DOWN)).books == {
+        "crash": FailureCounter(total=40)
+    }
+    assert desired_state.up(replace(TIRED, end=End.NONE)).books == TIRED.books
 
 
 def test_a_confirmation_is_about_older_nodes_that_are_in_doubt_now() -> None:
@@ -75,35 +77,39 @@ def test_a_confirmation_is_about_older_nodes_that_are_in_doubt_now() -> None:
     A `confirm` that found no node in doubt opened the fence of a node that was made days later. It counts only for
     nodes that are in doubt when it is said, and until the next create.
     """
-    assert not wishes.confirm(TRAINS).fence_confirmed, "its only node is the one that trains"
-    assert not wishes.confirm(memory(past(0, launched=False), past(1))).fence_confirmed
-    assert wishes.confirm(memory(launched(), past(1))).fence_confirmed
-    assert wishes.confirm(replace(TRAINS, creates=(intent(10),))).fence_confirmed
-    assert not wishes.confirm(replace(TRAINS, creates=(intent(0),))).fence_confirmed, "the create of that very node"
-    assert not wishes.confirm(replace(TRAINS, creates=(intent(10, abandoned=True),))).fence_confirmed
+    assert not desired_state.confirm(TRAINS).fence_confirmed, "its only node is the one that trains"
+    assert not desired_state.confirm(memory(past(0, launched=False), past(1))).fence_confirmed
+    assert desired_state.confirm(memory(launched(), past(1))).fence_confirmed
+    assert desired_state.confirm(replace(TRAINS, creates=(intent(10),))).fence_confirmed
+    assert not desired_state.confirm(replace(TRAINS, creates=(intent(0),))).fence_confirmed, (
+        "the create of that very node"
+    )
+    assert not desired_state.confirm(replace(TRAINS, creates=(intent(10, abandoned=True),))).fence_confirmed
 
 
 def test_flags_are_raised() -> None:
-    assert wishes.restart(TRAINS).restart_asked
-    assert wishes.replace_node(TRAINS).replace_asked
+    assert desired_state.restart(TRAINS).restart_asked
+    assert desired_state.replace_node(TRAINS).replace_asked
 
 
 def test_a_failed_slot_that_is_retried_is_launched_on_the_node_that_was_kept() -> None:
     failed = memory(launched(), run=run(state=RunState.STOPPED, stop_why="crashes"), end=End.FAILED, ended_at=NOW)
     what = evidence(seen(node(), ended(143)))
     assert isinstance(act(what, failed), Wait)
-    assert isinstance(act(what, wishes.retry(failed)), Launch)
+    assert isinstance(act(what, desired_state.retry(failed)), Launch)
 
 
 def test_a_finished_slot_that_is_applied_again_runs_again_on_the_node_that_was_kept() -> None:
     done, keep = replace(TRAINS, end=End.DONE, ended_at=NOW), slot(on_success=OnSuccess.KEEP)
     what = evidence(seen(node(), ended(0)))
     assert isinstance(act(what, done, keep), Wait)
-    again = act(what, wishes.up(done), keep)
+    again = act(what, desired_state.up(done), keep)
     assert isinstance(again, Launch)
     assert again.number == 2
 
 
 def test_a_slot_that_was_down_comes_up_with_a_new_node() -> None:
-    assert isinstance(act(evidence(), wishes.up(memory(wish=DesiredState.DOWN))), Create)
-    assert isinstance(act(evidence(seen(node(), QUIET)), wishes.up(replace(FRESH, wish=DesiredState.DOWN))), Launch)
+    assert isinstance(act(evidence(), desired_state.up(memory(wish=DesiredState.DOWN))), Create)
+    assert isinstance(
+        act(evidence(seen(node(), QUIET)), desired_state.up(replace(FRESH, wish=DesiredState.DOWN))), Launch
+    )

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tpucare.model.errors import ConfigError
-from tpucare.service import emulator_address as running
+from tpucare.service import emulator_address
 from tpucare.service.assembly import secrets_of, settings_of
 from tpucare.service.options import FLEETS_NOTE, resolve
 
@@ -31,8 +31,8 @@ def test_the_state_folder_and_what_goes_before_what(env: dict[str, str], state: 
 
 
 def test_an_emulator_gives_everything_and_keeps_its_state_apart(tmp_path: Path) -> None:
-    found = running.Running("127.0.0.1:4711", "sock", "emulated", os.getpid(), 2222, "root")
-    running.announce(tmp_path, found)
+    found = emulator_address.Running("127.0.0.1:4711", "sock", "emulated", os.getpid(), 2222, "root")
+    emulator_address.announce(tmp_path, found)
     options = resolve({**HOME, "TPUCARE_EMULATOR": str(tmp_path), "TPUCARE_ENDPOINT": "other:1"})
     assert (options.endpoint, options.project) == ("127.0.0.1:4711", "emulated")
     assert (options.ssh_user, options.ssh_port) == ("root", 2222)

@@ -20,7 +20,7 @@ from tpucare.model.causes import Cause
 from tpucare.model.memory import DesiredState, End, FailureKind
 from tpucare.model.resources import Care, NodeRequest, NodeState, OnSuccess, Operation, Provisioning
 from tpucare.model.runs import Failure
-from tpucare.planner import desired_state as wishes
+from tpucare.planner import desired_state
 from tpucare.testbed.emulator.inprocess import InProcessCloud
 from tpucare.testbed.emulator.world.config import WorldConfig
 from tpucare.testbed.emulator.world.records import NodeSpec
@@ -243,7 +243,7 @@ def test_a_confirmation_for_the_brake_opens_no_fence_that_comes_up_days_later(da
     """`confirm` for the brake also opened the fence of a later node. It says nothing about the fence."""
     daemon.care_for("pod")
     daemon.run(minutes=15)
-    daemon.engine.change("pod-0", wishes.confirm, "confirm", "pod-0: confirm")
+    daemon.engine.change("pod-0", desired_state.confirm, "confirm", "pod-0: confirm")
     daemon.run(hours=40)
     daemon.zone.world.operator.stick_deleting("pod-0-a0", daemon.clock.true_now(), repeats=99)
     daemon.zone.world.operator.set_state("pod-0-a0", NodeState.DELETING, daemon.clock.true_now())
@@ -253,7 +253,7 @@ def test_a_confirmation_for_the_brake_opens_no_fence_that_comes_up_days_later(da
     assert isinstance(waits, Wait)
     assert (waits.cause, waits.needs_person) == (Cause.FENCED, True)
     daemon.check()
-    daemon.engine.change("pod-0", wishes.confirm, "confirm", "pod-0: confirm")
+    daemon.engine.change("pod-0", desired_state.confirm, "confirm", "pod-0: confirm")
     daemon.run(minutes=5)
     assert daemon.trains("pod-0"), "said of the elder that is in doubt now"
 
@@ -426,7 +426,7 @@ def test_replace_is_not_lost_to_the_repeated_delete_of_an_older_node(daemon: Dae
     daemon.zone.world.operator.outage("api", timedelta(minutes=20), daemon.clock.true_now())
     daemon.run(minutes=2)
     daemon.care_for("pod", 1, place(kind="v3-64", workers=8))
-    daemon.engine.change("pod-0", wishes.replace_node, "replace", "pod-0: replace")
+    daemon.engine.change("pod-0", desired_state.replace_node, "replace", "pod-0: replace")
     daemon.run(hours=2)
     assert daemon.node_of("pod-0").accelerator_type == "v3-64"
     assert daemon.trains("pod-0")

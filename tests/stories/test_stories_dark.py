@@ -15,7 +15,7 @@ from tpucare.model.actions import Wait
 from tpucare.model.memory import DesiredState, End, FailureKind
 from tpucare.model.resources import Care
 from tpucare.model.runs import Failure
-from tpucare.planner import desired_state as wishes
+from tpucare.planner import desired_state
 from tpucare.service.client import Takedown
 from tpucare.testbed.emulator.inprocess import InProcessCloud
 from tpucare.testbed.simulation.machines import Script
@@ -59,7 +59,7 @@ def needs_person(daemon: Daemon) -> bool:
 
 
 def confirm(daemon: Daemon) -> None:
-    daemon.engine.change("pod-0", wishes.confirm, "confirm", "pod-0: confirm")
+    daemon.engine.change("pod-0", desired_state.confirm, "confirm", "pod-0: confirm")
 
 
 @pytest.mark.parametrize("restarts", [False, True])

@@ -13,7 +13,7 @@ from tpucare.model.causes import Cause
 from tpucare.model.memory import End, FailureKind
 from tpucare.model.resources import LABEL_OWNER, Care, OnSuccess, Provisioning
 from tpucare.model.runs import Failure, NodeReport, ProbeOrder
-from tpucare.planner import desired_state as wishes
+from tpucare.planner import desired_state
 from tpucare.planner.decide import tries_again_at
 from tpucare.testbed.emulator.world.records import NodeSpec
 from tpucare.testbed.simulation.machines import Script
@@ -184,7 +184,7 @@ def test_of_a_run_that_was_taken_in_again_the_job_is_not_known_and_what_had_trai
     daemon = Daemon(tmp_path)
     daemon.care_for("pod", 1, SINGLE)
     daemon.run(minutes=75)
-    daemon.engine.change("pod-0", wishes.restart, "restart", "restart")
+    daemon.engine.change("pod-0", desired_state.restart, "restart", "restart")
     daemon.run(minutes=10)
     name, world = daemon.node_of("pod-0").key, daemon.zone.world
     path = f"projects/{name.project}/locations/{name.zone}/nodes/{name.name}"
@@ -226,7 +226,7 @@ def test_a_person_is_told_of_processes_that_do_not_end_on_a_node_that_is_kept(tm
     daemon.care_for("pod", 1, place(kind="v2-8", tier=Provisioning.ON_DEMAND, workers=1))
     await_training(daemon)
     daemon.launcher.script.ignores_stop.add("pod-0")
-    daemon.engine.change("pod-0", wishes.restart, "restart", "restart")
+    daemon.engine.change("pod-0", desired_state.restart, "restart", "restart")
     daemon.run(hours=5)
     assert len(daemon.launcher.stops) <= 5 + 4 * 5
     assert "do not end" in daemon.told("person")[-1]

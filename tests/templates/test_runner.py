@@ -17,7 +17,7 @@ import pytest
 
 from tests.kits.bench_worker import Node, eventually, node
 from tests.kits.local_server import serving
-from tpucare.adapters.runner import scripts as script
+from tpucare.adapters.runner import scripts
 from tpucare.model.resources import Job
 from tpucare.model.runs import Failure, Phase
 
@@ -157,7 +157,7 @@ def test_a_relaunch_skips_the_setup_until_something_of_it_changes(one: Node) -> 
 
 
 def test_a_flood_is_bounded_and_the_run_goes_on(one: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(script, "LOG_BYTES", 1 << 20)
+    monkeypatch.setattr(scripts, "LOG_BYTES", 1 << 20)
     one.start("yes flood | head -c 19999998; echo 'step 77'; echo the end")
     # Unasked until then: each probe brings a part, and a slow machine has time for many.
     eventually((one.folder() / "exit").exists)
@@ -274,7 +274,7 @@ cat "$TPUCARE_NOTICE"
 
 @pytest.mark.parametrize("sigterm", [True, False])
 def test_a_preemption_gives_a_notice_and_one_sigterm(sigterm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(script, "WATCH_AFTER_SECONDS", 0)
+    monkeypatch.setattr(scripts, "WATCH_AFTER_SECONDS", 0)
     with metadata() as server, node(GCE_METADATA_HOST=f"127.0.0.1:{server.server_port}") as made:
         assert made.launch(Job(run=SAVE_ON_SIGTERM), sigterm=sigterm).complete
         eventually(lambda: "ready" in made.log())

@@ -29,7 +29,7 @@ from tests.kits.hand_clock import HandClock
 from tpucare.adapters.google.client import connect
 from tpucare.model.errors import AnswerLost, ConfigError, NoCapacity
 from tpucare.model.resources import NodeKey, NodeRequest, NodeState, Place, Provisioning
-from tpucare.service import emulator_address as running
+from tpucare.service import emulator_address
 from tpucare.testbed.emulator.control_socket import request
 from tpucare.testbed.emulator.machines.machines import WorkerMachines
 from tpucare.testbed.emulator.orders import ACTIONS, parse_order
@@ -353,14 +353,14 @@ def state(tmp_path: Path) -> Iterator[Path]:
 
 
 def order(folder: Path, **fields: object) -> dict[str, Any]:
-    return request(running.find(folder).control, fields)
+    return request(emulator_address.find(folder).control, fields)
 
 
 def test_a_running_emulator_is_found_and_obeys(state: Path) -> None:
-    found = running.find(state)
+    found = emulator_address.find(state)
     assert (found.project, found.ssh_port, found.pid) == (PROJECT, 2222, os.getpid())
     assert stat.S_IMODE(os.stat(found.control).st_mode) == 0o600
-    assert stat.S_IMODE(os.stat(state / running.FILE_NAME).st_mode) == 0o600
+    assert stat.S_IMODE(os.stat(state / emulator_address.FILE_NAME).st_mode) == 0o600
     assert stat.S_IMODE(os.stat(state).st_mode) == 0o700
     assert order(state, do="health", selector="*", health="unhealthy-maintenance") == {"touched": ["pod-0-a1"]}
     (node,) = order(state, do="status")["nodes"]
@@ -426,7 +426,7 @@ def test_every_action_can_be_ordered(state: Path) -> None:
 )
 def test_a_wrong_order_gets_one_line(state: Path, line: bytes, said: str) -> None:
     with socket.socket(socket.AF_UNIX) as channel:
-        channel.connect(running.find(state).control)
+        channel.connect(emulator_address.find(state).control)
         channel.sendall(line + b"\n")
         answers = channel.makefile("rb")
         answer = json.loads(answers.readline())
@@ -442,7 +442,7 @@ def test_a_wrong_order_gets_one_line(state: Path, line: bytes, said: str) -> Non
 
 def test_a_line_without_an_end_does_not_fill_the_memory(state: Path) -> None:
     with socket.socket(socket.AF_UNIX) as channel:
-        channel.connect(running.find(state).control)
+        channel.connect(emulator_address.find(state).control)
         channel.sendall(b"x" * 70_000)
         assert json.loads(channel.makefile("rb").readline())["ok"] is False
 
@@ -465,18 +465,18 @@ def test_orders_are_checked_apart_from_any_emulator() -> None:
 
 
 def test_a_second_emulator_on_the_same_folder_or_port_is_refused(state: Path) -> None:
-    found = running.find(state)
+    found = emulator_address.find(state)
     with pytest.raises(ConfigError, match="already"):
         EmulatorServer(FAST, state_dir=state).start()
     with pytest.raises(ConfigError, match="port"):
         EmulatorServer(FAST, port=int(found.endpoint.rpartition(":")[2])).start()
-    assert running.find(state) == found
+    assert emulator_address.find(state) == found
     assert order(state, do="status")["nodes"]
 
 
 def test_what_a_crashed_emulator_left_is_taken_over(tmp_path: Path) -> None:
-    stale = running.Running("127.0.0.1:1", str(tmp_path / "control.sock"), PROJECT, 1)
-    running.announce(tmp_path, stale)
+    stale = emulator_address.Running("127.0.0.1:1", str(tmp_path / "control.sock"), PROJECT, 1)
+    emulator_address.announce(tmp_path, stale)
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(stale.control)
     with pytest.raises(ConfigError, match="no emulator answers"):
@@ -484,13 +484,13 @@ def test_what_a_crashed_emulator_left_is_taken_over(tmp_path: Path) -> None:
     with EmulatorServer(FAST, state_dir=tmp_path):
         assert order(tmp_path, do="status")["nodes"] == []
     with pytest.raises(ConfigError, match="no emulator runs"):
-        running.find(tmp_path)
+        emulator_address.find(tmp_path)
 
 
 def test_a_deep_folder_gets_its_socket_elsewhere(tmp_path: Path) -> None:
     folder = tmp_path / ("deep" * 30)
     with EmulatorServer(FAST, state_dir=folder):
-        control = Path(running.find(folder).control)
+        control = Path(emulator_address.find(folder).control)
         assert control.parent != folder
         assert order(folder, do="status")["zones"]
     assert not control.parent.exists()
@@ -498,9 +498,9 @@ def test_a_deep_folder_gets_its_socket_elsewhere(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", ["", "{}", "[]", '{"endpoint": 1, "what": 2}'])
 def test_a_broken_discovery_file_is_named(tmp_path: Path, content: str) -> None:
-    (tmp_path / running.FILE_NAME).write_text(content)
-    with pytest.raises(ConfigError, match=running.FILE_NAME):
-        running.find(tmp_path)
+    (tmp_path / emulator_address.FILE_NAME).write_text(content)
+    with pytest.raises(ConfigError, match=emulator_address.FILE_NAME):
+        emulator_address.find(tmp_path)
 
 
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:

@@ -22,8 +22,7 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel
 
 from tests.kits.harness import CARE, PROJECT, US, Daemon, place, slots_of
-from tpucare.adapters.runner import launcher
-from tpucare.adapters.runner import scripts as script
+from tpucare.adapters.runner import launcher, scripts
 from tpucare.adapters.state.store import open_store
 from tpucare.api.contexts import StoredContexts
 from tpucare.model.memory import DesiredState, FleetRecord, Memory
@@ -187,7 +186,7 @@ def launch_order() -> LaunchOrder:
 def _write_launch(folder: Path) -> None:
     order = launch_order()
     parcel = launcher.payload_of(order, SECRET_FREE)
-    (folder / "launch.sh").write_text(script.launch_command(order, 0, push=True, start=True))
+    (folder / "launch.sh").write_text(scripts.launch_command(order, 0, push=True, start=True))
     (folder / "parcel.tar.xz").write_bytes(lzma.compress(parcel.full))
 
 

@@ -17,8 +17,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from typing import Protocol
 
-from tpucare.adapters.runner import answers
-from tpucare.adapters.runner import scripts as script
+from tpucare.adapters.runner import answers, scripts
 from tpucare.adapters.runner.launcher import LAUNCH_DEADLINE, ScriptLauncher
 from tpucare.api.attempt import Attempt, Host
 from tpucare.api.threads import CreationCallback, Handle, Starter, Target, ThreadHandle, ThreadStarter, check_call
@@ -109,7 +108,7 @@ class CallbackLauncher:
         return LaunchResult(errors)
 
     def _claim(self, worker: Worker, token: str) -> _Claim:
-        command = script.tool_command("foreign", {"worker": worker.number, "token": token})
+        command = scripts.tool_command("foreign", {"worker": worker.number, "token": token})
         name = f"{worker.key.name} worker {worker.number}"
         try:
             return _Claim(*answers.read_claim(self._remote.run(worker, command, deadline=LAUNCH_DEADLINE), name))

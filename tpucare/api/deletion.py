@@ -29,8 +29,7 @@ from tpucare.model.errors import ConfigError, LostRace, NodeGone, StoreLocked, T
 from tpucare.model.lifecycles import CreateState
 from tpucare.model.memory import CreateIntent, Memory
 from tpucare.model.resources import Event, Node, NodeKey, NodeState
-from tpucare.planner import desired_state as wishes
-from tpucare.planner import remember
+from tpucare.planner import desired_state, remember
 from tpucare.service.client import order_down
 from tpucare.service.control_socket import Refused
 from tpucare.service.stores import Stores, StoreSnapshot, store_of_node, store_of_slot
@@ -153,7 +152,7 @@ def _write_down(store: SqliteStore, memories: dict[str, Memory], found: dict[str
     """Store the slots as down, with the intent of every delete, before the first delete is requested."""
     now, rng = SystemClock().now(), random_source()
     for slot, nodes in found.items():
-        memory = wishes.down(memories[slot])
+        memory = desired_state.down(memories[slot])
         for node in nodes:
             memory = remember.intend(memory, _action(node), now, rng)
         store.save({slot: memory}, (Event(now, "down", f"{slot}: taken down while no process cared for it", slot),))

@@ -15,7 +15,7 @@ from enum import IntEnum
 from typing import Any
 from urllib.parse import urlsplit
 
-from tpucare.adapters.runner import scripts as script
+from tpucare.adapters.runner import scripts
 from tpucare.model.errors import ConfigError
 from tpucare.model.text import shown
 
@@ -125,7 +125,7 @@ def build(
         _check_text(name, text)
     machine = _machine_of(base_url) if wandb_key is not None else ""
     netrc = f"machine {machine}\n  login user\n  password {_checked_key(wandb_key)}\n" if wandb_key is not None else ""
-    text = script.render(
+    text = scripts.render(
         "exec_command.sh.j2",
         status={status.name.lower(): int(status) for status in ScriptStatus},
         repository=repository,
@@ -137,7 +137,7 @@ def build(
         machine=machine,
         base_url=base_url,
         nameless=NAMELESS,
-        model=script.render("exec_model.sh.j2", folder=folder, run_command=run_command),
+        model=scripts.render("exec_model.sh.j2", folder=folder, run_command=run_command),
     )
     return Command(text, netrc)
 
@@ -147,7 +147,7 @@ def _folder_of(repository: str) -> str:
     _check_text("repository", repository)
     if any(ord(char) < 32 for char in repository) or repository.startswith("-"):
         raise ConfigError(f"repository {shown(repository)} is not a URL or path that git can clone")
-    if script.holds_credentials(repository):
+    if scripts.holds_credentials(repository):
         raise ConfigError("repository holds credentials, which would be in the script and in logs: use a URL without")
     folder = re.split(r"[/:]", repository.rstrip("/").removesuffix("/.git").rstrip("/"))[-1].removesuffix(".git")
     if not _FOLDER.fullmatch(folder):
@@ -162,8 +162,8 @@ def _check_text(name: str, text: object) -> None:
         size = len(text.encode())
     except UnicodeEncodeError as error:
         raise ConfigError(f"{name} holds half a character, which no file can hold") from error
-    if "\0" in text or size > script.SCRIPT_LIMIT:
-        raise ConfigError(f"{name} has more than {script.SCRIPT_LIMIT >> 10} KiB, or a NUL; put it into a file")
+    if "\0" in text or size > scripts.SCRIPT_LIMIT:
+        raise ConfigError(f"{name} has more than {scripts.SCRIPT_LIMIT >> 10} KiB, or a NUL; put it into a file")
 
 
 def _names(pkilled: str | Iterable[str] | None) -> tuple[str, ...]:

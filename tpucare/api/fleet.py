@@ -79,9 +79,9 @@ class Fleet:
 
 
 def _values(text: str) -> dict[str, Any]:
-    from tpucare.fleetfile import yaml_document as yaml_lines
+    from tpucare.fleetfile import yaml_document
 
-    value = yaml_lines.read(text).value
+    value = yaml_document.read(text).value
     assert isinstance(value, dict)
     known = ("name", "tpu", "job", "count", "project", "care")
     return {key: value[key] for key in known if value.get(key) is not None}

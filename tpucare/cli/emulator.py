@@ -322,7 +322,7 @@ def _why_nothing(selector: str, status: Mapping[str, Any]) -> str:
 
 
 def _request(context: typer.Context, what: Any) -> dict[str, Any]:
-    from tpucare.service import emulator_address as running
+    from tpucare.service import emulator_address
     from tpucare.testbed.emulator import control_socket as control
 
-    return control.request(running.find(emulator_folder(context)).control, what)
+    return control.request(emulator_address.find(emulator_folder(context)).control, what)

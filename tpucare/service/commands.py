@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from tpucare._version import __version__
-from tpucare.fleetfile import yaml_document as yaml_lines
+from tpucare.fleetfile import yaml_document
 from tpucare.fleetfile.parse import FleetSpec
 from tpucare.model.actions import Wait
 from tpucare.model.errors import ConfigError, TpuCareError
 from tpucare.model.memory import DesiredState, Memory
 from tpucare.model.resources import Node, parse_node_name
 from tpucare.model.text import counted, hint, plain, shown
-from tpucare.planner import desired_state as wishes
+from tpucare.planner import desired_state
 from tpucare.service import status
 from tpucare.service.assembly import Runtime
 from tpucare.service.fleet_folder import FileProblems, FleetFolder, without_header
@@ -193,8 +193,10 @@ class CommandHandler:
             "started_again": raised,
             "paused": is_paused,
             "warnings": [*fleet.warnings, *self._missing_secrets(fleet)],
-            "replaced": self._change_live(fleet.name, wishes.replace_node, "replace") if replace else [],
-            "restarted": self._change_live(fleet.name, wishes.restart, "restart") if restart and not replace else [],
+            "replaced": self._change_live(fleet.name, desired_state.replace_node, "replace") if replace else [],
+            "restarted": self._change_live(fleet.name, desired_state.restart, "restart")
+            if restart and not replace
+            else [],
         }
 
     def _missing_secrets(self, fleet: FleetSpec) -> list[str]:
@@ -230,7 +232,7 @@ class CommandHandler:
             return []
         found: list[Answer] = [
             {"key": key, "before": old, "after": new}
-            for key, old, new in yaml_lines.differences(without_header(record.text), without_header(text))
+            for key, old, new in yaml_document.differences(without_header(record.text), without_header(text))
         ]
         for path in sorted({*fleet.contents, *before.contents}):
             if path in fleet.contents and path in before.contents and fleet.contents[path] != before.contents[path]:
@@ -265,23 +267,23 @@ class CommandHandler:
                 self._folder.mark_down(found.fleet)
             self._registry.report("fleet-down", f"{found.fleet}: taken down", found.fleet, "info")
             return {"fleet": found.fleet, "changed": self._registry.take_down(found.fleet)}
-        return self._change(found, wishes.down, "down", "taken down")
+        return self._change(found, desired_state.down, "down", "taken down")
 
     def _pause(self, target: str) -> Answer:
         found = self._target_up(target)
         if found.whole:
             self._registry.set_desired_state(found.fleet, DesiredState.PAUSED)
-        return self._change(found, wishes.pause, "pause", "paused: observed, and not touched")
+        return self._change(found, desired_state.pause, "pause", "paused: observed, and not touched")
 
     def _resume(self, target: str) -> Answer:
         found = self._target_up(target)
         if found.whole:
             self._registry.set_desired_state(found.fleet, DesiredState.UP)
-        return self._change(found, wishes.resume, "resume", "resumed")
+        return self._change(found, desired_state.resume, "resume", "resumed")
 
     def _retry(self, target: str) -> Answer:
         return self._change(
-            self._target_up(target), wishes.retry, "retry", "retry: failure counts and backoffs are reset"
+            self._target_up(target), desired_state.retry, "retry", "retry: failure counts and backoffs are reset"
         )
 
     def _confirm(self, target: str) -> Answer:
@@ -295,7 +297,10 @@ class CommandHandler:
         for name in found.slots:
             self._engine.lift_brake(name)
         return self._change(
-            found, wishes.confirm, "confirm", "a person confirmed: held deletes go ahead, and no older node trains"
+            found,
+            desired_state.confirm,
+            "confirm",
+            "a person confirmed: held deletes go ahead, and no older node trains",
         )
 
     # --- nodes -------------------------------------------------------------------------------------------------------

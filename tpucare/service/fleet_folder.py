@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tpucare.adapters.state import folder as state_folder
-from tpucare.fleetfile import yaml_document as yaml_lines
+from tpucare.fleetfile import yaml_document
 from tpucare.fleetfile.parse import FleetSpec
 from tpucare.model.errors import ConfigError, StoreError
 from tpucare.model.local_files import open_regular, sync_folder
@@ -310,7 +310,7 @@ class FleetFolder:
         if not text.startswith(_HEADER):
             return None
         named = folder_of(text, self.folder)
-        return named if self._registry.was_applied_from(yaml_lines.named(text, "name"), named) else None
+        return named if self._registry.was_applied_from(yaml_document.named(text, "name"), named) else None
 
     def _accept(self, fleet: FleetSpec, text: str, folder: Path, path: Path) -> None:
         record = self._registry.records.get(fleet.name)
@@ -379,7 +379,7 @@ def read_text(path: Path) -> str:
 def _fleet_named_in(path: Path) -> str:
     """The name of the fleet in a file, even if the rest is wrong; without one, the name of the file."""
     try:
-        return yaml_lines.named(read_text(path), "name") or path.name.partition(".")[0]
+        return yaml_document.named(read_text(path), "name") or path.name.partition(".")[0]
     except ConfigError:
         return path.name.partition(".")[0]
 

@@ -25,7 +25,7 @@ from tpucare.model.local_files import EVERYWHERE_PRIVATE, Private
 from tpucare.model.memory import DesiredState, End, FleetRecord
 from tpucare.model.ports import Clock, Store
 from tpucare.model.resources import Event, Slot
-from tpucare.planner import desired_state as wishes
+from tpucare.planner import desired_state
 from tpucare.service.stores import Neighbours
 
 if TYPE_CHECKING:
@@ -329,7 +329,7 @@ class FleetRegistry:
         names = self.slots_of(fleet)
         for name in names:
             if self._engine.slots[name].memory.wish is not DesiredState.DOWN:
-                self._engine.change(name, wishes.down, "down", f"{name}: taken down")
+                self._engine.change(name, desired_state.down, "down", f"{name}: taken down")
         return names
 
     def bring_up(self, fleet: str) -> list[str]:
@@ -338,7 +338,7 @@ class FleetRegistry:
         for slot in self.fleets[fleet].slots():
             memory = self._engine.slots[slot.name].memory
             if memory.wish is DesiredState.DOWN or memory.end is not End.NONE:
-                self._engine.change(slot.name, wishes.up, "up", f"{slot.name}: wanted again")
+                self._engine.change(slot.name, desired_state.up, "up", f"{slot.name}: wanted again")
                 raised.append(slot.name)
         return raised
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tpucare.model.errors import ConfigError
 from tpucare.model.local_files import Private
-from tpucare.service import emulator_address as running
+from tpucare.service import emulator_address
 
 # Every TPU VM image has it, with sudo and a home; the first tpucare logged in as it, and scripts name its folders.
 DEFAULT_USER = "ubuntu"
@@ -112,7 +112,7 @@ def resolve(
     Raises: ConfigError: a number, project or home that is none, or no emulator runs where one was named.
     """
     folder = emulator or env.get("TPUCARE_EMULATOR", "")
-    found = running.find(Path(folder).absolute()) if folder else None
+    found = emulator_address.find(Path(folder).absolute()) if folder else None
     address = endpoint or (found.endpoint if found else env.get("TPUCARE_ENDPOINT", ""))
     user = env.get("TPUCARE_SSH_USER", "") or (found.ssh_user if found else "") or DEFAULT_USER
     port = _number(env, "TPUCARE_SSH_PORT", (found.ssh_port if found else 0) or SSH_PORT)

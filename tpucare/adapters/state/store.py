@@ -23,7 +23,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import PydanticSerializationError, from_json, to_json
 
 from tpucare.adapters.state import folder as state_folder
-from tpucare.adapters.state import schema as schema
+from tpucare.adapters.state import schema
 from tpucare.adapters.state.folder import DEFAULT_NAME, StoreLock, store_path
 from tpucare.adapters.state.schema import REMEDY
 from tpucare.model.errors import StoreCorrupt, StoreError, StoreForeign

@@ -23,7 +23,7 @@ from typing import Any, TextIO
 import structlog
 
 from tpucare.model.errors import ConfigError
-from tpucare.service import emulator_address as running
+from tpucare.service import emulator_address
 from tpucare.testbed.emulator.api import grpc
 from tpucare.testbed.emulator.api.calls import ServedWorld
 from tpucare.testbed.emulator.api.rest import RestServer
@@ -265,7 +265,7 @@ class EmulatorServer:
             path = Path(tempfile.mkdtemp(prefix="tpucare-")) / SOCKET_NAME
         self._control = ControlSocket(path, self.apply_order)
         self._control.start()
-        found = running.Running(
+        found = emulator_address.Running(
             self.endpoint,
             str(path),
             self._project,
@@ -275,7 +275,7 @@ class EmulatorServer:
             self.rest_endpoint,
             self.storage_endpoint,
         )
-        running.announce(self._state_dir, found)
+        emulator_address.announce(self._state_dir, found)
 
     def _withdraw(self) -> None:
         if self._control is None or self._state_dir is None:
@@ -284,7 +284,7 @@ class EmulatorServer:
         if self._control.path.parent != self._state_dir:
             self._control.path.parent.rmdir()
         self._control = None
-        running.withdraw(self._state_dir)
+        emulator_address.withdraw(self._state_dir)
 
 
 def _write_line(file: TextIO, record: Mapping[str, Any]) -> None:
@@ -294,7 +294,7 @@ def _write_line(file: TextIO, record: Mapping[str, Any]) -> None:
 def _refuse_second(folder: Path) -> None:
     """Raises: ConfigError: a running emulator uses this folder."""
     try:
-        found = running.find(folder)
+        found = emulator_address.find(folder)
         request(found.control, {"do": "status"})
     except ConfigError:
         return

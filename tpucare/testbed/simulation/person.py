@@ -15,7 +15,7 @@ from tpucare.model.actions import Wait
 from tpucare.model.lifecycles import NodeStatus
 from tpucare.model.memory import DesiredState, End, Memory, PlaceMemory
 from tpucare.model.resources import NodeKey, NodeState
-from tpucare.planner import desired_state as wishes
+from tpucare.planner import desired_state
 from tpucare.testbed.emulator.world.records import ApiError
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Person:
             daemon.engine.lift_brake(name)
         if memory.end is not End.NONE and not gentle:
             self._ask(name, 0.0)
-            daemon.engine.change(name, wishes.up, "up", f"{name}: wanted again")
+            daemon.engine.change(name, desired_state.up, "up", f"{name}: wanted again")
             return
         if memory.wish is not DesiredState.UP and gentle:
             daemon.wish(name, DesiredState.UP)
@@ -71,7 +71,7 @@ class Person:
             self._confirm(name, track)
         elif track.nodes and not memory.replace_asked:
             self._ask(name, 3600.0)
-            daemon.engine.change(name, wishes.replace_node, "replace", f"{name}: replace")
+            daemon.engine.change(name, desired_state.replace_node, "replace", f"{name}: replace")
 
     def _ask(self, slot: str, seconds: float) -> None:
         self.history.person_asks(slot, seconds)
@@ -94,7 +94,7 @@ class Person:
                 launcher.end(worker, status=None)
         self._ask(name, 3600.0)
         self.history.properties.confirmed(name, [past.id for past in track.memory.nodes])
-        self.daemon.engine.change(name, wishes.confirm, "confirm", f"{name}: confirm")
+        self.daemon.engine.change(name, desired_state.confirm, "confirm", f"{name}: confirm")
 
     def _start_what_was_stopped(self) -> None:
         world = self.daemon.zone.world

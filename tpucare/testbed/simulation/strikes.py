@@ -20,7 +20,7 @@ from tpucare.model.errors import StoreError
 from tpucare.model.memory import DesiredState, End, Memory
 from tpucare.model.resources import LABEL_FLEET, LABEL_OWNER, LABEL_SLOT, Health, Job, NodeState, Place, Slot
 from tpucare.model.runs import Failure
-from tpucare.planner import desired_state as wishes
+from tpucare.planner import desired_state
 from tpucare.testbed.emulator.world.life import OTHER_ENDS
 from tpucare.testbed.emulator.world.records import ApiError, NodeSpec
 from tpucare.testbed.emulator.world.state import NodeLife
@@ -609,7 +609,7 @@ def want_again(hand: Hand, slot: str) -> None:
     memory = daemon.disk.memories.get(slot)
     if daemon.store is not None and memory is not None and memory.end is End.DONE and slot in daemon.engine.slots:
         hand.asked(slot, 0.0)
-        daemon.engine.change(slot, wishes.up, "up", f"{slot}: wanted again")
+        daemon.engine.change(slot, desired_state.up, "up", f"{slot}: wanted again")
 
 
 def asked(name: str) -> Act:
