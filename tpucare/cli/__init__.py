@@ -16,6 +16,3 @@ def main() -> None:
     with reported():
         code = app(prog_name="tpucare", standalone_mode=False)
         leave(code if isinstance(code, int) else Exit.OK)
-
-
-__all__ = ["main"]

@@ -21,7 +21,7 @@ from tpucare.cli.common import CommandError, say
 from tpucare.model.actions import event_line
 from tpucare.model.errors import TpuCareError
 from tpucare.model.resources import Event
-from tpucare.model.text import hint, length, plain, shown
+from tpucare.model.text import counted, hint, length, plain, shown
 from tpucare.service.options import Options
 
 Answer = dict[str, Any]
@@ -138,10 +138,6 @@ def _summary(rows: Sequence[Answer]) -> str:
     if people := sum(row["needs_person"] for row in rows):
         parts.append(f"{people} need{'s' if people == 1 else ''} you")
     return f"{counted(fleets, 'fleet')}, {counted(len(rows), 'slot')}: {', '.join(parts)}"
-
-
-def counted(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _notices(answer: Answer) -> list[str]:

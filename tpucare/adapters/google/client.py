@@ -36,8 +36,6 @@ from tpucare.adapters.google.snapshot import SnapshotDiffer, key_of
 from tpucare.model.errors import ConfigError, NeedsPerson, OwnCredentials, Transient
 from tpucare.model.resources import Listing, Node, NodeKey, NodeRequest, Operation
 
-__all__ = ["CloudClock", "Deadlines", "GoogleCloud", "connect", "find_project"]
-
 T = TypeVar("T")
 
 PAGE_SIZE = 1000

@@ -160,11 +160,6 @@ class ParamikoRemote:
 
     # --- beyond the port ---
 
-    @property
-    def connections(self) -> int:
-        """Open connections now."""
-        return len(self._pool)
-
     def known_hosts(self, worker: Worker) -> tuple[Path, str]:
         """For a person's ssh: a UserKnownHostsFile, and the HostKeyAlias of *worker* in it."""
         return self._pins.known_hosts(worker)

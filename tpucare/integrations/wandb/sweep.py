@@ -36,8 +36,6 @@ from tpucare.service.fleet_registry import FleetRegistry
 from tpucare.service.options import Options, resolve
 from tpucare.service.stores import Stores
 
-__all__ = ["Outcome", "Prepared", "create", "hand_over", "prepare", "sweep"]
-
 CREATE_SECONDS = 120.0
 METHODS = ("grid", "random", "bayes")
 
