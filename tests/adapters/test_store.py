@@ -702,6 +702,87 @@ class TestReader:
             open_reader(folder)
 
 
+def log_bytes(folder: Path) -> int:
+    return store_path(folder).with_name("tpucare.sqlite-wal").stat().st_size
+
+
+def read_steps(folder: Path) -> int | None:
+    """The step of all slots, which each transaction of the writers below makes equal."""
+    with open_reader(folder) as store:
+        found = {memory.step for memory in store.memories().values()}
+    assert len(found) == 1, found
+    return found.pop()
+
+
+def wide(step: int) -> dict[str, Memory]:
+    return {f"pod-{index}": replace(MEMORY, step=step, end_why="x" * 2000) for index in range(40)}
+
+
+class TestReaderAndWriterStandStill:
+    @pytest.mark.parametrize("step", [31, pytest.param(1, marks=pytest.mark.slow)])
+    def test_a_reader_stopped_at_any_line_stops_nobody_and_no_log_grows(self, folder: Path, step: int) -> None:
+        """With SQLite's lock of a reader, the log grew for as long as one was stopped (Ctrl-Z in `events --follow`)."""
+        with opened(folder) as store:
+            store._connection.execute("PRAGMA wal_autocheckpoint = 20")
+            count = 0
+            store.save(wide(count))
+            for child in stopped_at_each_line(lambda: read_steps(folder), "adapters/state/", step=step):
+                for _ in range(20):
+                    count += 1
+                    store.save(wide(count))
+                assert log_bytes(folder) < 1 << 20, f"line {child.line}"
+                child.go_on()
+            assert read_steps(folder) == count
+
+    def test_a_writer_stopped_at_any_moment_keeps_no_reader_waiting(self, folder: Path, tmp_path: Path) -> None:
+        """Between its lines, too: within a commit, or while SQLite folds the log into the file."""
+        code = f"""
+            from pathlib import Path
+            from tests.adapters.test_store import opened, wide
+            with opened(Path({str(folder)!r})) as store:
+                store._connection.execute("PRAGMA wal_autocheckpoint = 20")
+                step = 0
+                while True:
+                    store.save(wide(step))
+                    step += 1
+                    if step == 1:
+                        print("ready", flush=True)
+        """
+        rng = random.Random(1)
+        with subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE) as writer:
+            try:
+                assert writer.stdout is not None
+                assert writer.stdout.readline() == b"ready\n"
+                last = -1
+                for _ in range(60):
+                    time.sleep(rng.uniform(0, 0.02))
+                    writer.send_signal(signal.SIGSTOP)
+                    began = time.monotonic()
+                    found = read_steps(folder)
+                    assert time.monotonic() - began < 2.0
+                    assert found is not None
+                    assert found >= last
+                    last = found
+                    writer.send_signal(signal.SIGCONT)
+                    read_steps(folder)
+            finally:
+                writer.kill()
+
+    def test_to_read_in_the_process_that_writes_keeps_its_locks(self, folder: Path, store: SqliteStore) -> None:
+        """
+        To close a file means to lose all locks of the process on it (fcntl(2)): a shell on the store that ended after
+        that took itself for the last one, and deleted the log that the daemon went on to write.
+        """
+        store.save({"pod-0": MEMORY})
+        with open_reader(folder) as reader:
+            assert set(reader.memories()) == {"pod-0"}
+        shell = f"import sqlite3; c = sqlite3.connect({str(store.path)!r}); c.execute('SELECT * FROM slots'); c.close()"
+        subprocess.run([sys.executable, "-c", shell], check=True)
+        store.save({"pod-1": MEMORY})
+        assert log_bytes(folder) > 0
+        assert in_a_process("print(*open_reader(folder).memories())", folder) == "pod-0 pod-1"
+
+
 class TestDiskFull:
     def test_a_save_that_does_not_fit_is_not_made_at_all(self, store: SqliteStore) -> None:
         store.save({"pod-0": MEMORY}, [event("a")])
@@ -780,7 +861,7 @@ from pathlib import Path
 from tpucare.model.errors import StoreError
 from tpucare.model.memory import Memory
 from tpucare.model.resources import Event
-from tpucare.adapters.state.store import open_store
+from tpucare.adapters.state.store import open_reader, open_store
 import sys
 
 folder = Path(sys.argv[1])
@@ -833,7 +914,7 @@ def kill(process: subprocess.Popen[str]) -> None:
     process.stdout.close()
 
 
-@pytest.mark.parametrize("step", [7, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("step", [19, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_process_stopped_at_any_line_of_its_start_holds_up_no_other(tmp_path: Path, step: int) -> None:
     """
     Stores are made without a lock that they share: one that was stopped while it held that lock kept every other

@@ -6,8 +6,12 @@ A file is judged without being touched: read-only, before anything opens it for 
 
 from __future__ import annotations
 
+import contextlib
+import os
+import shutil
 import sqlite3
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +49,7 @@ _NO_ROOM = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.S
 _DAMAGED = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
 _MAGIC = b"SQLite format 3\x00"
 _HEADER_BYTES = 100
+_LOG_HEAD_BYTES, _INDEX_BYTES, _FOLDED_AT = 32, 132, 128
 REMEDY = "it is left as it is: move it (with its -wal and -shm) away and start again; nodes are adopted by their labels"
 
 
@@ -73,16 +78,60 @@ def check_header(path: Path) -> None:
         raise corrupt(path, "a SQLite file, but not a store of tpucare")
 
 
-def connect_read_only(path: Path) -> sqlite3.Connection:
+@contextlib.contextmanager
+def copied(path: Path) -> Iterator[Path]:
     """
-    A connection that writes nothing and creates nothing.
+    A copy of a store as of one moment, for the block; it may be deleted while it is open.
 
-    Without a write-ahead log nobody has the file open: SQLite is then told that it is immutable, since it would
-    otherwise make a log of its own beside it. With one, the log is read too, and its writer is not disturbed.
+    Neither a lock is taken nor anything made beside the store, so that a reader that is stopped, wherever, is in no
+    writer's way: a log whose readers are waited for grows without bound. Raises: Overtaken; OSError.
     """
-    log = path.with_name(path.name + "-wal")
+    with tempfile.TemporaryDirectory(prefix="tpucare-read-") as folder:
+        copy = Path(folder, path.name)
+        before = _overwrites(path)
+        shutil.copyfile(path, copy)
+        # After the file: of a page that was folded into it meanwhile the log has what it was folded from.
+        with contextlib.suppress(FileNotFoundError):
+            shutil.copyfile(_beside(path, "-wal"), _beside(copy, "-wal"))
+        if _overwrites(path) != before:
+            raise Overtaken(f"{path}: it is written to faster than it can be read; try again")
+        yield copy
+
+
+class Overtaken(StoreError):
+    """The writer overwrote what was being copied."""
+
+
+def _overwrites(path: Path) -> object:
+    """
+    Changes before something is overwritten that a copy begun now may need.
+
+    A writer appends to its log, which harms no copy, until it folds the log into the file, or begins it anew. Before
+    the first it notes in the index of the log how far it will fold; before the second it writes another head.
+    Source: sqlite.org/walformat.html: head of the log, 32 bytes; nBackfillAttempted at byte 128 of the index.
+    """
+    status = path.stat()
+    try:
+        with _beside(path, "-wal").open("rb") as log, _beside(path, "-shm").open("rb") as index:
+            inodes = [os.fstat(file.fileno()).st_ino for file in (log, index)]
+            return status.st_ino, *inodes, log.read(_LOG_HEAD_BYTES), index.read(_INDEX_BYTES)[_FOLDED_AT:]
+    except FileNotFoundError:
+        return status.st_ino, status.st_mtime_ns, status.st_size
+
+
+def _beside(path: Path, suffix: str) -> Path:
+    return path.with_name(path.name + suffix)
+
+
+def connect_to_read(path: Path) -> sqlite3.Connection:
+    """
+    A connection that writes nothing: to a copy, or in the process that has the lock of the store.
+
+    Without a log no process has the file open: SQLite is then told that it is immutable, since it would otherwise make
+    a log of its own beside it.
+    """
     return sqlite3.connect(
-        f"{path.absolute().as_uri()}?mode=ro{'' if log.exists() else '&immutable=1'}",
+        f"{path.absolute().as_uri()}?mode=ro{'' if _beside(path, '-wal').exists() else '&immutable=1'}",
         uri=True,
         isolation_level=None,
         check_same_thread=False,

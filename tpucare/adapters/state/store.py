@@ -10,8 +10,10 @@ the file that of `schema`.
 from __future__ import annotations
 
 import contextlib
+import os
 import sqlite3
 import threading
+import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
@@ -115,10 +117,14 @@ def _printable(value: object) -> object:
     return value
 
 
-# --- reading: what the daemon and those who only look (`tpucare status`) have in common -------------------------------
-# A reader stands beside a daemon that writes: it takes no lock, creates nothing and sees one consistent moment.
+# --- reading: what the daemon and commands that only look (`tpucare status`) have in common ---------------------------
+# A reader stands beside a daemon that writes: it takes no lock, creates nothing in the folder and sees one consistent
+# moment. With SQLite's own lock of a reader the write-ahead log could not shrink, and would grow without bound, while a
+# reader is stopped; and a writer that is stopped in the wrong place would keep readers out.
 
 
+# A copy that its writer overtakes is made anew for so long. To be overtaken takes 4 MB of changes during a copy.
+OVERTAKEN_SECONDS = 5.0
 # A reader meets files that no newer writer has opened yet.
 _CONTEXTS_SINCE = 2
 
@@ -236,11 +242,27 @@ class StoreReading:
             return self._connection.execute(query, values).fetchall()
 
 
+# Files that this process has open for writing, by device and inode. To close such a file otherwise would mean to lose
+# every lock of the process on it (fcntl(2), record locks), so none is copied; `_changing` is held while one is opened,
+# closed or copied. A forked child has none of them open.
+_written_here: set[tuple[int, int]] = set()
+_changing = threading.RLock()
+
+
+def _forget_written() -> None:
+    global _changing
+    _changing = threading.RLock()
+    _written_here.clear()
+
+
+os.register_at_fork(after_in_child=_forget_written)
+
+
 class SqliteReader(StoreReading):
     """
     One consistent view of a store, as of when it was opened or last refreshed.
 
-    Not for keeping open without `refresh`: as long as a view is held, the daemon's write-ahead log cannot shrink.
+    It is read from a copy that is deleted at once; where this process itself writes the store, beside the writer.
     """
 
     def __init__(self, path: Path) -> None:
@@ -254,18 +276,44 @@ class SqliteReader(StoreReading):
             self._connection = self._look()
 
     def _look(self) -> sqlite3.Connection:
+        until = time.monotonic() + OVERTAKEN_SECONDS
+        while True:
+            try:
+                with _changing:
+                    return self._begin()
+            except schema.Overtaken:
+                if time.monotonic() > until:
+                    raise
+
+    def _begin(self) -> sqlite3.Connection:
         if not self.path.exists():
             raise StoreError(f"{self.path}: no store here; has a daemon run with this state folder?")
+        if _file_id(self.path) in _written_here:
+            return _begun(self.path, self.path)
         schema.check_header(self.path)
-        with translated(self.path):
-            connection = schema.connect_read_only(self.path)
-            try:
-                connection.execute("BEGIN")
-                schema.check_version(connection, self.path)
-            except BaseException:
-                connection.close()
-                raise
-        return connection
+        try:
+            with schema.copied(self.path) as copy:
+                return _begun(copy, self.path)
+        except OSError as error:
+            raise StoreError(f"{self.path}: cannot be copied to be read: {error.strerror}") from error
+
+
+def _begun(file: Path, path: Path) -> sqlite3.Connection:
+    """A view of *file*, which errors call *path*."""
+    with translated(path):
+        connection = schema.connect_to_read(file)
+        try:
+            connection.execute("BEGIN")
+            schema.check_version(connection, path)
+        except BaseException:
+            connection.close()
+            raise
+    return connection
+
+
+def _file_id(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_dev, status.st_ino
 
 
 # --- opening and writing: one process per store, which holds its lock -------------------------------------------------
@@ -335,9 +383,10 @@ class SqliteStore(StoreReading):
     def __init__(self, path: Path, lock: StoreLock, now: datetime) -> None:
         super().__init__(path)
         self._lock = lock
-        with translated(path):
+        with _changing, translated(path):
             self._connection = _connect(path)
-        self._file = path.stat().st_ino
+            self._file = _file_id(path)
+            _written_here.add(self._file)
         self._untrimmed: dict[str, int] = {}
         self._lost: bool | None = None
         self.old = is_old(self.marked, now)
@@ -351,7 +400,9 @@ class SqliteStore(StoreReading):
 
     def close(self) -> None:
         """Fold the log into the file and give the lock away. A second call does nothing."""
-        super().close()
+        with _changing:
+            super().close()
+            _written_here.discard(self._file)
         self._lock.release()
 
     def mark_current(self, now: datetime) -> None:
@@ -432,7 +483,7 @@ class SqliteStore(StoreReading):
     def _check_in_place(self) -> None:
         # SQLite goes on writing into a deleted file without a word; nothing of it would be there at the next start.
         try:
-            in_place = self.path.stat().st_ino == self._file
+            in_place = _file_id(self.path) == self._file
         except OSError:
             in_place = False
         if not in_place:
@@ -465,7 +516,7 @@ def _open_settled(path: Path, lock: StoreLock, name: str, fingerprint: str, now:
 
 def _check(path: Path) -> None:
     schema.check_header(path)
-    with translated(path), contextlib.closing(schema.connect_read_only(path)) as connection:
+    with translated(path), contextlib.closing(schema.connect_to_read(path)) as connection:
         schema.check_version(connection, path)
         schema.check_pages(connection, path)
 
