@@ -955,15 +955,15 @@ def test_a_forked_child_does_not_keep_the_lock_of_its_parent(folder: Path) -> No
         from pathlib import Path
         from tpucare.adapters.state.folder import StoreLock
         lock = StoreLock(Path({str(folder)!r}) / "tpucare.lock")
-        if not (child := os.fork()):
-            time.sleep(600)
-        print(child, flush=True)
-        os.kill(os.getpid(), 9)
+        if not os.fork():
+            print(os.getpid(), flush=True)
+        time.sleep(600)
     """
     folder.mkdir(mode=0o700)
     with subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         child = int(parent.stdout.readline())
+        parent.kill()
         parent.wait(10)
         try:
             opened(folder).close()

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +20,8 @@ from tpucare.model.errors import ConfigError
 from tpucare.model.memory import DesiredState, FleetRecord, Memory, NodeMemory
 from tpucare.model.resources import LABEL_FLEET, Node, NodeKey, NodeState
 from tpucare.service import stores
+from tpucare.service.client import take_down
+from tpucare.service.control_socket import Suspended, request
 from tpucare.service.options import Options
 from tpucare.service.status import status
 from tpucare.service.stores import Neighbours, Stores, store_name
@@ -138,6 +146,92 @@ class TestMeant:
         keep("pod.p", "pod", "pod")
         options = Options(folder, store="other.p")
         assert Stores(options).options_for("pod") is options
+
+
+CARETAKER = """
+import sys, time
+from datetime import UTC, datetime
+from pathlib import Path
+from tpucare.adapters.state.store import open_store
+from tpucare.model.memory import FleetRecord, Memory
+from tpucare.service.control_socket import Control
+from tpucare.service.options import Options
+
+folder, name = Path(sys.argv[1]), sys.argv[2]
+fleet = name.partition(".")[0]
+now = datetime.now(UTC)
+with open_store(folder, machine_id="m", now=now, name=name) as store:
+    store.save_fleet(FleetRecord(fleet, f"name: {fleet}", "/", now))
+    store.save({fleet: Memory(fleet)})
+    control = Control(Options(folder, store=name).socket, lambda: None)
+    control.start()
+    print("ready", flush=True)
+    while True:
+        control.serve(lambda command: {"command": command["do"]})
+        time.sleep(0.02)
+"""
+
+
+@contextmanager
+def caretaker(folder: Path, name: str) -> Iterator[subprocess.Popen[str]]:
+    """A process that holds a store and takes commands, as a script does."""
+    command = [sys.executable, "-c", CARETAKER, str(folder), name]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def test_suspended_processes_hold_up_nobody_but_what_is_meant_for_them(folder: Path, keep: Keep) -> None:
+    """`status` waited for each of them for 35 s, and failed then without a word of the others."""
+    keep("tpucare", "big", "big-0", nodes=True)
+    with caretaker(folder, "pod.p") as one, caretaker(folder, "tuning.p") as other:
+        for process in (one, other):
+            process.send_signal(signal.SIGSTOP)
+        began = time.monotonic()
+        rows = status(Options(folder))["slots"]
+        assert time.monotonic() - began < 2.0
+        assert [(row["slot"], row["phase"]) for row in rows] == [
+            ("big-0", "unknown"),
+            ("pod", "waiting"),
+            ("tuning", "waiting"),
+        ]
+        assert f"process {one.pid} is suspended" in rows[1]["why"]
+        assert f"kill -CONT {other.pid}" in rows[2]["why"]
+        assert not Neighbours(Options(folder), time.monotonic).care_for(node("nobody"))
+        with pytest.raises(ConfigError, match=r"pod is cared for already, by store pod\.p"):
+            Neighbours(Options(folder), time.monotonic).refuse_shared("pod", ["pod"], "p")
+        assert Stores(Options(folder)).holder("pod.p") == one.pid
+        options = Stores(Options(folder)).options_for("pod")
+        began = time.monotonic()
+        with pytest.raises(Suspended, match=f"process {one.pid} is suspended"):
+            take_down(options, ["pod"], lambda _: None, wait=True)
+        assert time.monotonic() - began < 2.0
+        keep("new.p", "new", "new")
+        one.send_signal(signal.SIGCONT)
+        assert request(options.socket, {"do": "status"}) == {"command": "status"}
+
+
+def test_a_process_suspended_over_a_command_is_told_of(folder: Path) -> None:
+    with caretaker(folder, "pod.p") as process:
+        socket = Options(folder, store="pod.p").socket
+        with pytest.raises(Suspended, match="may still execute this command"):
+            request(socket, _Suspending(process), suspended_seconds=0.5)
+
+
+class _Suspending(dict[str, str]):
+    """A command whose last reading stops the process that it is for, behind the look at its state."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        super().__init__(do="status")
+        self._process = process
+
+    def items(self) -> Any:
+        self._process.send_signal(signal.SIGSTOP)
+        return super().items()
 
 
 def test_status_shows_all_stores_but_scripts_that_are_over(folder: Path, keep: Keep) -> None:

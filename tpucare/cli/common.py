@@ -50,6 +50,7 @@ _CODES: tuple[tuple[type[BaseException], Exit], ...] = (
     (errors.ConfigError, Exit.CONFIG),
     (errors.StoreLocked, Exit.DAEMON),
     (control.NoDaemon, Exit.DAEMON),
+    (control.Suspended, Exit.DAEMON),
     (errors.StoreError, Exit.STORE),
     (errors.CloudError, Exit.CLOUD),
     (errors.RemoteError, Exit.REMOTE),

@@ -163,6 +163,8 @@ def _notices(answer: Answer) -> list[str]:
 
 
 def _absence(answer: Answer) -> str:
+    if suspended := answer.get("suspended"):
+        return f"{suspended}; the last known state is below"
     since = ""
     if answer.get("last_event"):
         last = datetime.fromisoformat(answer["last_event"]).astimezone()

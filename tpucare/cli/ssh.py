@@ -26,7 +26,7 @@ from tpucare.model.memory import FleetRecord
 from tpucare.model.resources import NodeKey, Place, Ran, Worker, reaches_externally, workers_of
 from tpucare.model.text import plain, plain_lines
 from tpucare.service.assembly import project_finder, remote_of
-from tpucare.service.control_socket import NoDaemon, request
+from tpucare.service.control_socket import NoDaemon, Suspended, request
 from tpucare.service.options import Options
 from tpucare.service.stores import Stores
 
@@ -59,8 +59,8 @@ class Result:
 def workers(options: Options, slot: str) -> list[Worker]:
     """Workers of the slot's node. Raises: CommandError, CloudError: there is no node, or it lists no workers."""
     try:
-        rows = request(options.socket, {"do": "workers", "slot": slot})["workers"]
-    except NoDaemon:
+        rows = request(options.socket, {"do": "workers", "slot": slot}, suspended_seconds=0.0)["workers"]
+    except (NoDaemon, Suspended):
         return _workers_without_daemon(options, slot)
     return [
         Worker(NodeKey(row["project"], row["zone"], row["node"]), row["id"], row["worker"], row["host"]) for row in rows
@@ -155,9 +155,9 @@ def config_text(options: Options, slot: str) -> str:
 
 def _slots_with_nodes(options: Options) -> list[str]:
     try:
-        rows = request(options.socket, {"do": "status"})["slots"]
+        rows = request(options.socket, {"do": "status"}, suspended_seconds=0.0)["slots"]
         return [row["slot"] for row in rows if row["workers"] and row["node"] and row["state"] == "READY"]
-    except NoDaemon:
+    except (NoDaemon, Suspended):
         memories = Stores(options).read(options.store).memories
         return [name for name, memory in memories.items() if memory.nodes]
 

@@ -30,7 +30,7 @@ from tpucare.planner.decide import DOWN_PATIENCE, not_looked_at
 from tpucare.service import status as service_status
 from tpucare.service.assembly import Runtime, assemble
 from tpucare.service.commands import CommandHandler
-from tpucare.service.control_socket import NoDaemon, Refused, request
+from tpucare.service.control_socket import NoDaemon, Refused, Suspended, request
 from tpucare.service.fleet_folder import FleetFolder, read_text
 from tpucare.service.fleet_registry import FleetRegistry
 from tpucare.service.options import DAEMON_STORE, Options
@@ -301,7 +301,7 @@ def order_down(
 
     here: does it in this process under the lock of the store; raises StoreLocked while another process holds it
     patience_seconds: how long a process may hold the store without taking commands: it may start or end at this moment
-    Raises: StoreLocked, Refused: it still does.
+    Raises: StoreLocked, Refused: it still does. Suspended: it is stopped, and its nodes are left to it.
     """
     until = time.monotonic() + patience_seconds
     while True:
@@ -311,6 +311,8 @@ def order_down(
             answers = {target: request(options.socket, {"do": "down", "target": target}) for target in targets}
             rows = _await_over(options, {slot for answer in answers.values() for slot in answer["changed"]}, wait=wait)
             return {target: _with_rows(answer, rows) for target, answer in answers.items()}
+        except Suspended:
+            raise
         except (NoDaemon, Refused) as refusal:
             if answers:
                 until = time.monotonic() + END_SECONDS

@@ -18,6 +18,7 @@ import queue
 import re
 import socket
 import socketserver
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -41,6 +42,11 @@ ANSWER_SECONDS = 30.0
 IDLE_SECONDS = 60.0
 CONNECTIONS_LIMIT = 32
 LAST_ANSWERS_SECONDS = 1.0
+# A process that is stopped for longer is told of, instead of being waited for like one that is busy.
+SUSPENDED_SECONDS = 1.5
+_LOOK_SECONDS = 0.25
+_PART_BYTES = 64 << 10
+_CREDENTIALS = struct.Struct("3i")
 # A unix socket's path has 108 bytes. Linux lets a longer one be reached through a descriptor of its folder.
 PATH_LIMIT = 100
 
@@ -54,6 +60,10 @@ class NoDaemon(TpuCareError):
 
 class Refused(TpuCareError):
     """The daemon refused the command; the text is its answer, one line."""
+
+
+class Suspended(Refused):
+    """The process that listens is stopped (SIGSTOP, Ctrl-Z), and answers nothing until it continues."""
 
 
 class Stopping(Refused):
@@ -179,22 +189,28 @@ class Control:
             return _refusal(f"the daemon failed: {type(error).__name__}: {error}", "internal")
 
 
-def request(path: Path, command: Command, *, seconds: float = ANSWER_SECONDS + 5) -> dict[str, Any]:
+def request(
+    path: Path, command: Command, *, seconds: float = ANSWER_SECONDS + 5, suspended_seconds: float = SUSPENDED_SECONDS
+) -> dict[str, Any]:
     """
     Send one command to the daemon that listens at *path*; returns its answer without `ok`.
 
-    Raises: NoDaemon: no process listens there. The error that the daemon met, of its own class if known, else Refused.
+    suspended_seconds: how long a process that is stopped is given to continue
+    Raises: NoDaemon: no process listens there. Suspended. The error that the daemon met, of its own class if known,
+    else Refused.
     """
     try:
         with socket.socket(socket.AF_UNIX) as channel:
             channel.settimeout(seconds)
             with _reachable(path) as address:
                 channel.connect(address)
+            listener = _Listener(channel, suspended_seconds)
+            while not listener.is_ready():
+                time.sleep(_LOOK_SECONDS)
             # A connection that was refused at once has its answer waiting, and is closed on the other side.
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 channel.sendall(json.dumps(command).encode() + b"\n")
-            with channel.makefile("rb") as lines:
-                line = lines.readline()
+            line = listener.read_line(seconds)
     except TimeoutError as error:
         raise Refused(f"the daemon at {path} does not answer within {seconds:.0f} s") from error
     except OSError as error:
@@ -207,6 +223,54 @@ def request(path: Path, command: Command, *, seconds: float = ANSWER_SECONDS + 5
     if not ok:
         raise _error_of(answer)
     return dict(answer)
+
+
+class _Listener:
+    """The process at the other end of a connection; unlike one that is busy, a stopped one is not waited for."""
+
+    def __init__(self, channel: socket.socket, suspended_seconds: float) -> None:
+        self._channel, self._patience = channel, suspended_seconds
+        credentials = channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        self._pid, _, _ = _CREDENTIALS.unpack(credentials)
+        self._stopped_at: float | None = None
+
+    def is_ready(self, after: str = "") -> bool:
+        """False while it is stopped. Raises: Suspended: for too long; *after* ends the text."""
+        if not _is_stopped(self._pid):
+            self._stopped_at = None
+            return True
+        now = time.monotonic()
+        self._stopped_at = now if self._stopped_at is None else self._stopped_at
+        if now - self._stopped_at >= self._patience:
+            continues = f"`kill -CONT {self._pid}` (or `fg` in its shell) lets it continue"
+            raise Suspended(f"process {self._pid} is suspended (Ctrl-Z or SIGSTOP): {continues}{after}")
+        return False
+
+    def read_line(self, seconds: float) -> bytes:
+        """Its answer, or what it sent before it ended. Raises: Suspended; TimeoutError: no whole line in *seconds*."""
+        line, until = bytearray(), time.monotonic() + seconds
+        self._channel.settimeout(_LOOK_SECONDS)
+        while not line.endswith(b"\n"):
+            try:
+                part = self._channel.recv(_PART_BYTES)
+            except TimeoutError:
+                self.is_ready(", and then it may still execute this command")
+                if time.monotonic() > until:
+                    raise
+                continue
+            if not part:
+                break
+            line += part
+        return bytes(line)
+
+
+def _is_stopped(pid: int) -> bool:
+    """By a signal, or by a debugger; a process that cannot be looked at is not. Source: proc_pid_stat(5), `state`."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2][:1]
+    except OSError:
+        return False
+    return state in (b"T", b"t")
 
 
 def is_running(path: Path) -> bool:

@@ -24,7 +24,7 @@ from tpucare.model.resources import Node, NodeKey, NodeState, Provisioning, Work
 from tpucare.model.runs import Contact, Phase
 from tpucare.model.text import hint, length, plain, shown
 from tpucare.planner.predicates import job_mark
-from tpucare.service.control_socket import NoDaemon, Stopping, request
+from tpucare.service.control_socket import NoDaemon, Stopping, Suspended, request
 from tpucare.service.options import DAEMON_STORE, Options
 from tpucare.service.stores import Stores
 
@@ -402,7 +402,11 @@ def _only(answer: Answer, target: str) -> Answer:
 def of_store(options: Options, target: str) -> Answer:
     """What one store has to say, by whoever cares for it now, else from itself alone. Raises: as `status`."""
     try:
-        answer = {"daemon": True, **request(options.socket, {"do": "status", "target": target})}
+        command = {"do": "status", "target": target}
+        answer = {"daemon": True, **request(options.socket, command, suspended_seconds=0.0)}
+    except Suspended as suspended:
+        answer = {"daemon": False, "suspended": str(suspended), **_of_store_at_rest(options, target)}
+        answer["slots"] = [{**row, "why": str(suspended)} for row in answer["slots"]]
     except (NoDaemon, Stopping):
         answer = {"daemon": False, **_of_store_at_rest(options, target)}
     for row in answer["slots"]:
