@@ -138,7 +138,7 @@ def test_fifty_kills_at_any_instant(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     What the deployment finds at its end is the verdict: no leak, no run twice, no delete without cause, no traceback.
     """
-    monkeypatch.setattr(witness, "LOOK_EVERY_SECONDS", 0.05)
+    monkeypatch.setattr(witness, "SCAN_EVERY_SECONDS", 0.05)
     rng = random.Random(seed)
     with deployment(tmp_path, world={"faults": LOST}) as home:
         home.declare("pod", count=2, zones=(NEAR, FAR))
