@@ -1,12 +1,14 @@
 """
 Every rule broken on purpose: a change of one decision, a short story in which it matters, the property that has to
 notice. The same stories with the code as it is are clean, so that it is the change that was noticed.
+
+A change wraps what lies between the parts: the decision that the engine asks for, what memory becomes, a port, or a
+public function that one part offers another. How a part works inside is its own matter.
 """
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -16,33 +18,39 @@ import pytest
 from tpucare.engine import effects, engine, observer
 from tpucare.engine.admission import Brake
 from tpucare.engine.engine import Engine
-from tpucare.engine.observer import Observer
 from tpucare.engine.state import EngineState, ProjectView
-from tpucare.engine.tracking import NodeTrack
 from tpucare.integrations.wandb import companion
 from tpucare.integrations.wandb import rules as sweeps_plan
-from tpucare.model.actions import Fact, FetchHostKeys, Record, Wait
+from tpucare.integrations.wandb.companion import Answer, SweepKey
+from tpucare.integrations.wandb.rules import SweepReport
+from tpucare.model.actions import Action, Delete, Fact, GetNode, Launch, Record, Stop, Wait
 from tpucare.model.causes import Cause, Reason
+from tpucare.model.errors import NodeGone
+from tpucare.model.evidence import Case, Evidence, Moment, NodeEvidence, Timers
 from tpucare.model.lifecycles import NodeStatus
 from tpucare.model.memory import FailureKind, Memory, Refusal
 from tpucare.model.resources import (
-    DEAD_STATES,
     LABEL_FLEET,
     LABEL_NUMBER,
     LABEL_OWNER,
     LABEL_SLOT,
     Care,
     Job,
+    Listing,
     Node,
     NodeKey,
+    Slot,
+    Worker,
 )
-from tpucare.planner import decide as plan
-from tpucare.planner import node as plan_node
-from tpucare.planner import placement, remember, run
-from tpucare.planner import predicates as plan_words
+from tpucare.model.runs import NodeReport, ProbeOrder
+from tpucare.planner import decide as planner
+from tpucare.planner import placement, remember
+from tpucare.planner.decide import live_nodes
 from tpucare.planner.placement import CreateBudget
-from tpucare.planner.predicates import ending
+from tpucare.planner.predicates import deletion, ending, job_mark, next_number
+from tpucare.testbed.emulator.inprocess import InProcessCloud
 from tpucare.testbed.emulator.world.records import NodeSpec
+from tpucare.testbed.simulation import history
 from tpucare.testbed.simulation.history import History, HistoryOutcome
 from tpucare.testbed.simulation.scenario import (
     CLOSE,
@@ -62,6 +70,8 @@ from tpucare.testbed.simulation.scenario import (
     slots_of,
 )
 from tpucare.testbed.simulation.store import OWNER
+from tpucare.testbed.simulation.sweep import SimulatedWatch
+from tpucare.testbed.simulation.workers import VirtualLauncher
 
 Change = Callable[[pytest.MonkeyPatch], None]
 Prepare = Callable[[History], None]
@@ -114,34 +124,76 @@ def _swap(target: Any, name: str, value: Any) -> Change:
     return lambda patch: patch.setattr(target, name, value)
 
 
+def _deciding(choose: Callable[[Case, Action], Action]) -> Change:
+    """*choose* has the last word of each decision: it is given what would be done."""
+
+    def change(patch: pytest.MonkeyPatch) -> None:
+        decide = planner.decide
+
+        def other(slot: Slot, evidence: Evidence, memory: Memory, now: Moment) -> Action:
+            case = Case(slot, evidence, memory, Timers(now))
+            action = choose(case, decide(slot, evidence, memory, now))
+            due = case.timers.observed_due
+            if not isinstance(action, Wait) or due is None:
+                return action
+            return replace(action, observed=min(due, action.observed or due))
+
+        # The property that nothing is overslept asks for the decision as well.
+        for module in (engine, history):
+            patch.setattr(module, "decide", other)
+
+    return change
+
+
+def _remembering(name: str, change: Callable[[Memory, Any, Memory], Memory]) -> Change:
+    """*change* has the last word of what memory becomes: it is given memory before, of what, and memory after."""
+
+    def swap(patch: pytest.MonkeyPatch) -> None:
+        after = getattr(remember, name)
+        patch.setattr(remember, name, lambda memory, what, *more: change(memory, what, after(memory, what, *more)))
+
+    return swap
+
+
+def _waiting(is_meant: Callable[[Action], bool], cause: Cause) -> Change:
+    """What is meant is never done."""
+    return _deciding(lambda _case, action: Wait(cause, "it is waited") if is_meant(action) else action)
+
+
+def _answering_node(case: Case) -> NodeEvidence | None:
+    """The slot's only live node, where all its workers answer."""
+    live = live_nodes(case.evidence, case.memory)
+    seen = live[0] if len(live) == 1 else None
+    return seen if seen is not None and seen.report is not None and seen.report.all_answer else None
+
+
+def _records(action: Action, fact: Fact) -> bool:
+    return isinstance(action, Record) and action.fact is fact
+
+
+def _is_stall(action: Action) -> bool:
+    return isinstance(action, Stop) and action.failure is FailureKind.STALL
+
+
 # --- the changes -----------------------------------------------------------------------------------------------------
 
 
 def _believe_the_list(patch: pytest.MonkeyPatch) -> None:
     """What a listing leaves out is gone."""
+    listed: dict[str, Listing] = {}
+    list_nodes, get_node = InProcessCloud.list_nodes, InProcessCloud.get_node
 
-    def miss(self: Observer, view: ProjectView, key: NodeKey) -> None:
-        name = key.name
-        if found := self.state.find_node(key):
-            track = found[0]
-            self.forget_node(track, view, name)
-            now, rng = self.state.clock.now(), random.Random(1)
-            self.state.update_memory(track, remember.forget_node(track.memory, name, now, rng))
-            self.state.dirty[track.slot.name] = None
+    def noting(self: InProcessCloud, project: str) -> Listing:
+        listed[project] = list_nodes(self, project)
+        return listed[project]
 
-    patch.setattr(Observer, "_mark_unlisted", miss)
+    def believing(self: InProcessCloud, key: NodeKey) -> Node:
+        if key.project in listed and key not in listed[key.project].nodes:
+            raise NodeGone(f"{key.name} is not listed")
+        return get_node(self, key)
 
-
-def _act_before_writing(patch: pytest.MonkeyPatch) -> None:
-    commit = EngineState.commit
-
-    def hasty(self: EngineState) -> None:
-        for lane, tag, effect in self._pending.effects:
-            self.executor.submit(lane, tag, effect)
-        self._pending.effects.clear()
-        commit(self)
-
-    patch.setattr(EngineState, "commit", hasty)
+    patch.setattr(InProcessCloud, "list_nodes", noting)
+    patch.setattr(InProcessCloud, "get_node", believing)
 
 
 def _count_all_time(patch: pytest.MonkeyPatch) -> None:
@@ -154,16 +206,60 @@ def _count_all_time(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ProjectView, "apply_listing", uncapped)
 
 
-def _see_stalls_everywhere(patch: pytest.MonkeyPatch) -> None:
-    def stalled(case: Any, seen: Any, past: Any) -> Any:
-        long = case.timers.lasted(seen.phase_since, timedelta(minutes=10))
-        return (
-            run._stall(seen, case.memory, past, Cause.STALLED, "it may have stalled", timedelta(minutes=10))
-            if long
-            else None
-        )
+def _launch_unfenced(case: Case, action: Action) -> Action:
+    seen = _answering_node(case)
+    if (
+        seen is None
+        or case.slot.job is None
+        or not isinstance(action, Wait | GetNode)
+        or action.cause is not Cause.FENCED
+    ):
+        return action
+    node, number = seen.node, next_number(seen, case.memory)
+    job = job_mark(case.slot.job)
+    return Launch(node.key, node.id, f"{node.name}.{number}", number, Cause.QUIET, "nothing runs there", job)
 
-    patch.setattr(run, "_stalled", stalled)
+
+def _see_a_stall(case: Case, action: Action) -> Action:
+    seen, long = _answering_node(case), timedelta(minutes=10)
+    if seen is None or action.cause is not Cause.RUNNING or not case.timers.lasted(seen.phase_since, long):
+        return action
+    return ending(seen, case.memory, Cause.STALLED, "it may have stalled", FailureKind.STALL, stacks=True, lasted=long)
+
+
+def _judge_for_nothing(case: Case, action: Action) -> Action:
+    """A node that answers is judged all the same."""
+    seen = _answering_node(case)
+    if seen is None or not case.timers.lasted(seen.phase_since, timedelta(minutes=10)):
+        return action
+    return deletion(seen, Cause.REPORTED_DEAD, "it looks odd", Reason.JUDGED)
+
+
+def _replace_what_was_edited(case: Case, action: Action) -> Action:
+    """A live node that is not as declared any more is deleted."""
+    seen = _answering_node(case)
+    past = case.memory.node(seen.node.name) if seen is not None else None
+    if seen is None or past is None or not past.place or past.place in {one.key for one in case.slot.places}:
+        return action
+    return deletion(seen, Cause.REPORTED_DEAD, "it is not as declared", Reason.DEAD)
+
+
+def _delete_again_late(case: Case, action: Action) -> Action:
+    past = case.memory.node(action.key.name) if isinstance(action, Delete) and action.again else None
+    seen = case.evidence.node(past.name) if past is not None else None
+    if seen is None or past is None or past.delete is None:
+        return action
+    if case.timers.lasted(seen.state_since, timedelta(minutes=110)):
+        return action
+    delete = replace(past.delete, next_at=case.timers.now.wall + timedelta(minutes=1))
+    memory = case.memory.with_node(replace(past, delete=delete))
+    return planner.decide(case.slot, case.evidence, memory, case.timers.now)
+
+
+def _stumble(_case: Case, action: Action) -> Action:
+    if action.cause is Cause.CRASHED:
+        raise KeyError("no such worker")
+    return action
 
 
 def _tell_secrets(patch: pytest.MonkeyPatch) -> None:
@@ -177,47 +273,6 @@ def _drop_a_label(patch: pytest.MonkeyPatch) -> None:
         return {key: value for key, value in labels(*arguments).items() if key != LABEL_NUMBER}
 
     patch.setattr(effects, "labels_of", fewer)
-
-
-def _stumble(*_arguments: Any) -> Any:
-    raise KeyError("no such worker")
-
-
-def _delete_again_late(patch: pytest.MonkeyPatch) -> None:
-    for name in ("DELETE_AGAIN", "DELETE_AGAIN_CAP"):
-        patch.setattr(remember, name, timedelta(minutes=110))
-    patch.setattr(plan, "DELETE_AGAIN_CAP", timedelta(minutes=110))
-
-
-def _never_judge_silence(patch: pytest.MonkeyPatch) -> None:
-    def wait(_case: Any, seen: Any, *_rest: Any) -> Any:
-        return Wait(Cause.SILENT, f"a worker of {seen.node.name} is silent")
-
-    patch.setattr(plan_node, "_decide_silent", wait)
-
-
-def _judge_for_nothing(patch: pytest.MonkeyPatch) -> None:
-    """A node that answers is judged all the same."""
-    answering = plan_node._decide_answering
-
-    def fickle(case: Any, seen: Any, past: Any) -> Any:
-        if case.timers.lasted(seen.phase_since, timedelta(minutes=10)):
-            return plan_words.deletion(seen, Cause.REPORTED_DEAD, "it looks odd", Reason.JUDGED)
-        return answering(case, seen, past)
-
-    patch.setattr(plan_node, "_decide_answering", fickle)
-
-
-def _replace_what_was_edited(patch: pytest.MonkeyPatch) -> None:
-    """A live node that is not as declared any more is deleted."""
-    answering = plan_node._decide_answering
-
-    def strict(case: Any, seen: Any, past: Any) -> Any:
-        if past.place and past.place not in {one.key for one in case.slot.places}:
-            return plan_words.deletion(seen, Cause.REPORTED_DEAD, "it is not as declared", Reason.DEAD)
-        return answering(case, seen, past)
-
-    patch.setattr(plan_node, "_decide_answering", strict)
 
 
 def _follow_labels(patch: pytest.MonkeyPatch) -> None:
@@ -235,24 +290,19 @@ def _follow_labels(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(EngineState, "slot_of", labelled)
 
 
-def _once_dead_for_ever(memory: Memory, node: Node) -> Memory:
+def _once_dead_for_ever(before: Memory, node: Node, after: Memory) -> Memory:
     """What the API said once of a node proves its death, whatever it says later."""
-    past = memory.node(node.name)
-    assert past is not None
-    return memory.with_node(replace(past, status=NodeStatus.DEAD if node.state in DEAD_STATES else past.status))
+    past, now = before.node(node.name), after.node(node.name)
+    is_dead = past is not None and past.status is NodeStatus.DEAD and now is not None
+    return after.with_node(replace(now, status=NodeStatus.DEAD)) if is_dead and now is not None else after
 
 
-def _write_off_unasked(patch: pytest.MonkeyPatch) -> None:
+def _write_off_unasked(_before: Memory, action: Any, after: Memory) -> Memory:
     """Of what nothing is heard for half an hour trains no more."""
-    settle = remember._apply_record
-
-    def rash(memory: Memory, action: Any, now: Any, rng: Any) -> Memory:
-        memory = settle(memory, action, now, rng)
-        past = memory.node(action.name)
-        out_of_sight = past is not None and past.status is NodeStatus.OUT_OF_SIGHT
-        return memory.with_node(replace(past, written_off=True)) if past is not None and out_of_sight else memory
-
-    patch.setattr(remember, "_apply_record", rash)
+    if not _records(action, Fact.NODE_OUT_OF_SIGHT):
+        return after
+    past = after.node(action.name)
+    return after.with_node(replace(past, written_off=True)) if past is not None else after
 
 
 def _forget_what_was_taken(memory: Memory, name: str) -> Memory:
@@ -261,18 +311,35 @@ def _forget_what_was_taken(memory: Memory, name: str) -> Memory:
 
 
 def _forget_pins_unvouched(patch: pytest.MonkeyPatch) -> None:
-    after = Engine._update_trackers
+    vouch = effects.pin_published_keys
 
-    def trusting(self: Engine, track: Any, view: Any, action: Any, name: Any, finished: Any) -> None:
-        if isinstance(action, FetchHostKeys) and finished.error is not None:
-            self.ports.launcher.forget_node(action.key)
-        after(self, track, view, action, name, finished)
+    def trusting(key: NodeKey, workers: tuple[Worker, ...], ports: effects.Ports) -> bool:
+        try:
+            return vouch(key, workers, ports)
+        except Exception:
+            ports.launcher.forget_node(key)
+            raise
 
-    patch.setattr(Engine, "_update_trackers", trusting)
+    patch.setattr(effects, "pin_published_keys", trusting)
 
 
-def _fail_at_a_stall(seen: Any, memory: Any, past: Any, cause: Cause, why: str, lasted: timedelta) -> Any:
-    return ending(seen, memory, cause, why, FailureKind.STALL, gives_up=True, stacks=True, lasted=lasted)
+def _forget_nodes_unvouched(patch: pytest.MonkeyPatch) -> None:
+    """Guest attributes that are not there prove that the node is gone."""
+    step = Engine.step
+
+    def hasty(self: Engine) -> float:
+        pause = step(self)
+        for track in self.slots.values():
+            for name in [name for name, seen in track.nodes.items() if seen.voucher_why]:
+                self.observer.forget_node(track, self.state.project(track.slot.project), name)
+                self.state.decide_again([track.slot.name])
+        return 0.0 if self.state.dirty else pause
+
+    patch.setattr(Engine, "step", hasty)
+
+
+def _fail_at_a_stall(_case: Case, action: Action) -> Action:
+    return replace(action, gives_up=True, then=None) if isinstance(action, Stop) and _is_stall(action) else action
 
 
 def _tell_no_person(patch: pytest.MonkeyPatch) -> None:
@@ -285,87 +352,55 @@ def _tell_no_person(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(EngineState, "add_event", discreet)
 
 
-def _judge_what_was_seen_to_move(patch: pytest.MonkeyPatch) -> None:
+def _judge_what_was_seen_to_move(case: Case, action: Action) -> Action:
     """Only the process that saw a run move finds out that it stands still."""
-    stalled = run._stalled
-
-    def forgetful(case: Any, seen: Any, past: Any) -> Any:
-        return stalled(case, seen, past) if seen.progress.median_gap is not None else None
-
-    patch.setattr(run, "_stalled", forgetful)
+    seen = _answering_node(case)
+    never_moved = seen is not None and seen.progress.median_gap is None
+    return Wait(Cause.RUNNING, "running") if _is_stall(action) and never_moved else action
 
 
-def _run_what_finished_again(patch: pytest.MonkeyPatch) -> None:
-    success = run._decide_success
-
-    def doubtful(case: Any, seen: Any) -> Any:
-        action = success(case, seen)
-        is_over = isinstance(action, Record) and action.fact is Fact.ENDED
-        return (
-            run.infrastructure_ending(seen, case.memory, Cause.INTERRUPTED, "nobody knows why") if is_over else action
-        )
-
-    patch.setattr(run, "_decide_success", doubtful)
+def _run_what_finished_again(case: Case, action: Action) -> Action:
+    seen = _answering_node(case)
+    if seen is None or not _records(action, Fact.ENDED):
+        return action
+    return ending(seen, case.memory, Cause.INTERRUPTED, "nobody knows why", FailureKind.INFRASTRUCTURE)
 
 
-def _forget_nodes_unvouched(patch: pytest.MonkeyPatch) -> None:
-    """Guest attributes that are not there prove that the node is gone."""
-    after = Engine._update_trackers
-
-    def hasty(self: Engine, track: Any, view: Any, action: Any, name: Any, finished: Any) -> None:
-        after(self, track, view, action, name, finished)
-        if isinstance(action, FetchHostKeys) and finished.error is not None:
-            self.observer.forget_node(track, view, name)
-
-    patch.setattr(Engine, "_update_trackers", hasty)
-
-
-def _need_a_second_sign(patch: pytest.MonkeyPatch) -> None:
+def _need_a_second_sign(case: Case, action: Action) -> Action:
     """A run that gave one sign of progress may take any time for the next."""
-    stalled = run._stalled
-
-    def patient(case: Any, seen: Any, past: Any) -> Any:
-        if seen.progress.signals == 1 and not case.memory.run.progressed:
-            return None
-        return stalled(case, seen, past)
-
-    patch.setattr(run, "_stalled", patient)
+    seen, run = _answering_node(case), case.memory.run
+    gave_one = seen is not None and run is not None and seen.progress.signals == 1 and not run.progressed
+    return Wait(Cause.RUNNING, "running") if _is_stall(action) and gave_one else action
 
 
 def _remember_maintenance(patch: pytest.MonkeyPatch) -> None:
     """Whoever was ever told of a maintenance was interrupted, however well it ended."""
     told: set[str] = set()
-    hear, ended = NodeTrack.apply_report, run.decide_ended
 
-    def noting(self: NodeTrack, report: Any, mark: Any) -> bool:
-        told.update(worker.token for worker in report.workers if worker.maintenance)
-        return hear(self, report, mark)
+    def doubt(case: Case, action: Action) -> Action:
+        seen, run = _answering_node(case), case.memory.run
+        if seen is None or seen.report is None or run is None:
+            return action
+        told.update(worker.token for worker in seen.report.workers if worker.maintenance)
+        has_finished = action.cause is Cause.RUN_FINISHED or _records(action, Fact.RUN_FINISHED)
+        if run.token not in told or not has_finished:
+            return action
+        if not case.timers.lasted(seen.ended_since, timedelta(seconds=30)):
+            return Wait(Cause.INTERRUPTED, "the run was interrupted; waiting for the cloud's word")
+        return ending(seen, case.memory, Cause.INTERRUPTED, "there was a maintenance", FailureKind.INFRASTRUCTURE)
 
-    def doubting(case: Any, seen: Any, workers: Any) -> Any:
-        memory = case.memory
-        if memory.run is not None and memory.run.token in told:
-            if not case.timers.lasted(seen.ended_since, run.CRASH_IS_OURS_AFTER):
-                return Wait(Cause.INTERRUPTED, "the run was interrupted; waiting for the cloud's word")
-            return run.infrastructure_ending(seen, memory, Cause.INTERRUPTED, "there was a maintenance")
-        return ended(case, seen, workers)
-
-    patch.setattr(NodeTrack, "apply_report", noting)
-    patch.setattr(run, "decide_ended", doubting)
-
-
-def _never_try_again(patch: pytest.MonkeyPatch) -> None:
-    for module in (plan, engine):
-        patch.setattr(module, "tries_again_at", lambda *_: None)
+    _deciding(doubt)(patch)
 
 
 def _look_past_the_chips(patch: pytest.MonkeyPatch) -> None:
     """Who runs nothing is quiet."""
+    probe = VirtualLauncher.probe
 
-    def idle(seen: Any) -> bool:
-        return seen.report is not None and seen.report.all_answer and not any(w.alive for w in seen.report.workers)
+    def idle(self: VirtualLauncher, order: ProbeOrder) -> NodeReport:
+        report = probe(self, order)
+        return replace(report, workers=tuple(replace(worker, chips_free=True) for worker in report.workers))
 
-    for module in (plan, plan_node, run):
-        patch.setattr(module, "is_quiet", idle)
+    patch.setattr(VirtualLauncher, "probe", idle)
 
 
 def _close_for_good(patch: pytest.MonkeyPatch) -> None:
@@ -379,27 +414,23 @@ def _close_for_good(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(placement, "PERSON_LATER", 2 * far)
 
 
-def _wait_for_who_is_gone(patch: pytest.MonkeyPatch) -> None:
+def _wait_for_who_is_gone(case: Case, action: Action) -> Action:
     """A setup goes on for as long as its run lives."""
-    decide = run.decide_foreign
-
-    def patient(case: Any, seen: Any, past: Any) -> Any:
-        if any(worker.foreign is not None and worker.foreign.lost for worker in seen.report.workers):
-            return Wait(Cause.SETTING_UP, "its setup is not over")
-        return decide(case, seen, past)
-
-    patch.setattr(plan_node, "decide_foreign", patient)
+    seen = _answering_node(case)
+    workers = seen.report.workers if seen is not None and seen.report is not None else ()
+    is_lost = any(worker.foreign is not None and worker.foreign.lost for worker in workers)
+    return Wait(Cause.SETTING_UP, "its setup is not over") if is_lost else action
 
 
 def _end_what_is_silent(patch: pytest.MonkeyPatch) -> None:
     """A server that does not answer has no sweep."""
-    hear = companion.SweepCare._apply_answer
+    news = SimulatedWatch.news
 
-    def rash(self: companion.SweepCare, asked: Any, answer: Any, fleets: list[str]) -> None:
-        known = isinstance(answer, sweeps_plan.SweepReport)
-        hear(self, asked, answer if known else sweeps_plan.SweepReport("FINISHED", None, {}), fleets)
+    def rash(self: SimulatedWatch) -> Mapping[SweepKey, Answer]:
+        finished = SweepReport("FINISHED", None, {})
+        return {key: one if isinstance(one, SweepReport) else finished for key, one in news(self).items()}
 
-    patch.setattr(companion.SweepCare, "_apply_answer", rash)
+    patch.setattr(SimulatedWatch, "news", rash)
 
 
 # --- what the stories need besides strikes ---------------------------------------------------------------------------
@@ -457,7 +488,7 @@ MUTATIONS = (
     Mutation(
         "no fence",
         "dead-elders",
-        _swap(plan_node, "_fence", lambda *_: None),
+        _deciding(_launch_unfenced),
         (Strike(1610, "silent-worker", "mini-0", 1800),),
         prepare=_deletes_get_lost,
     ),
@@ -467,20 +498,25 @@ MUTATIONS = (
         _swap(Node, "owner", property(lambda _node: OWNER)),
         prepare=_lookalike,
     ),
-    Mutation("a stall is seen everywhere", "unasked-stop", _see_stalls_everywhere),
-    Mutation("nodes that answer are judged", "unasked-delete", _judge_for_nothing),
-    Mutation("the effect before the intent", "intent-first", _act_before_writing, hours=0.5),
+    Mutation("a stall is seen everywhere", "unasked-stop", _deciding(_see_a_stall)),
+    Mutation("nodes that answer are judged", "unasked-delete", _deciding(_judge_for_nothing)),
+    Mutation(
+        "the effect before the intent",
+        "intent-first",
+        _swap(EngineState, "queue_effect", lambda self, effect: self.executor.submit(*effect)),
+        hours=0.5,
+    ),
     Mutation("a label is missing", "labelled", _drop_a_label, hours=0.5),
     Mutation(
         "numbers begin anew",
         "fresh-numbers",
-        _swap(remember, "number_after", lambda memory, _name: memory),
+        _swap(remember, "raise_next_number", lambda memory, _name: memory),
         (Strike(1600, "preempted", "mini-0"),),
     ),
     Mutation(
         "places in declared order",
         "no-starved-place",
-        _swap(placement, "by_turn", lambda places, _memory: list(places)),
+        _swap(placement, "in_turn", lambda places, _memory: list(places)),
         tuple(Strike(0, "zone-sold-out", zone, 3000) for zone in NINE_ZONES),
         slots=1,
         zones=NINE_ZONES,
@@ -510,7 +546,7 @@ MUTATIONS = (
     Mutation(
         "an error that nobody named",
         "no-surprise",
-        _swap(run, "decide_ended", _stumble),
+        _deciding(_stumble),
         (Strike(1600, "crashed", "mini-0"),),
     ),
     Mutation(
@@ -522,19 +558,19 @@ MUTATIONS = (
     Mutation(
         "silence is never judged",
         "trains-again",
-        _never_judge_silence,
+        _waiting(lambda action: isinstance(action, Delete) and action.reason is Reason.JUDGED, Cause.SILENT),
         (Strike(1600, "preempted-unreported", "mini-0"),),
     ),
     Mutation(
         "deletes are not repeated",
         "no-orphan",
-        _delete_again_late,
+        _deciding(_delete_again_late),
         (Strike(3300, "stuck-delete", "mini-0"), Strike(3301, "preempted", "mini-0")),
     ),
     Mutation(
         "an edit deletes what lives",
         "unasked-delete",
-        _replace_what_was_edited,
+        _deciding(_replace_what_was_edited),
         (Strike(1602, "edited", "mini-0", 600),),
     ),
     Mutation(
@@ -546,19 +582,19 @@ MUTATIONS = (
     Mutation(
         "what was taken is forgotten",
         "one-run",
-        _swap(remember, "taken", _forget_what_was_taken),
+        _swap(remember, "mark_taken", _forget_what_was_taken),
         (Strike(1602, "taken-back", "mini-0", 1500),),
     ),
     Mutation(
         "once dead, dead for ever",
         "dead-elders",
-        _swap(remember, "_live_or_dead", _once_dead_for_ever),
+        _remembering("apply_node", _once_dead_for_ever),
         (Strike(1604, "flips-back", "mini-0", 600),),
     ),
     Mutation(
         "who is not heard of is dead",
         "one-run",
-        _write_off_unasked,
+        _remembering("intend", _write_off_unasked),
         (Strike(1600, "zone-dark-for-ever", ZONES[0]),),
         hours=1.5,
         person=None,
@@ -578,13 +614,13 @@ MUTATIONS = (
     Mutation(
         "a hang of another process is none",
         "trains-again",
-        _judge_what_was_seen_to_move,
+        _deciding(_judge_what_was_seen_to_move),
         (Strike(1600, "hang-then-restart", "mini-0", 30),),
     ),
     Mutation(
         "one stall is too many",
         "failed-rightly",
-        _swap(run, "_stall", _fail_at_a_stall),
+        _deciding(_fail_at_a_stall),
         (Strike(1600, "hung", "mini-0"),),
     ),
     Mutation(
@@ -597,7 +633,7 @@ MUTATIONS = (
     Mutation(
         "what a user's function started is over",
         "trains-again",
-        _swap(run, "_decide_foreign_end", lambda *_: Wait(Cause.FOREIGN_RUN_ENDED, run.ENDED)),
+        _waiting(lambda action: action.cause is Cause.FOREIGN_RUN_ENDED, Cause.FOREIGN_RUN_ENDED),
         (Strike(1600, "crashed", "mini-0"),),
         care=FOREIGN_CARE,
         job=FOREIGN_JOB,
@@ -605,7 +641,7 @@ MUTATIONS = (
     Mutation(
         "who did the setup is gone, and is waited for",
         "trains-again",
-        _wait_for_who_is_gone,
+        _deciding(_wait_for_who_is_gone),
         (Strike(1600, "preempted", "mini-0"),),
         prepare=_killed_in_setup,
         care=FOREIGN_CARE,
@@ -640,19 +676,19 @@ MUTATIONS = (
     Mutation(
         "what finished runs again",
         "finished-once",
-        _run_what_finished_again,
+        _deciding(_run_what_finished_again),
         prepare=_finish,
     ),
     Mutation(
         "a hang after one sign is none",
         "trains-again",
-        _need_a_second_sign,
+        _deciding(_need_a_second_sign),
         (Strike(1600, "one-signal-hang", "mini-0", 1500),),
     ),
     Mutation(
         "that it finished is not noted",
         "finished-once",
-        _swap(run, "_may_be_noted", lambda *_: False),
+        _waiting(lambda action: _records(action, Fact.RUN_FINISHED), Cause.RUN_FINISHED),
         (Strike(1600, "finished-then-preempted", "mini-0"),),
     ),
     Mutation(
@@ -664,7 +700,7 @@ MUTATIONS = (
     Mutation(
         "what failed is not tried again",
         "trains-again",
-        _never_try_again,
+        _waiting(lambda action: _records(action, Fact.TRIED_AGAIN), Cause.SLOT_ENDED),
         (Strike(2.5 * HOUR, "dependency-down", "", 2 * HOUR),),
         hours=4.6,
         slots=1,
@@ -673,7 +709,7 @@ MUTATIONS = (
     Mutation(
         "held chips are waited for",
         "trains-again",
-        _swap(run, "_held_by_others", lambda *_: Wait(Cause.HELD_BY_OTHERS, "something holds the chips")),
+        _waiting(lambda action: isinstance(action, Delete) and action.held, Cause.HELD_BY_OTHERS),
         (Strike(1600, "chips-held"), Strike(1601, "preempted", "mini-0")),
     ),
     Mutation(
@@ -685,7 +721,7 @@ MUTATIONS = (
     Mutation(
         "who refused us may not be a guard",
         "guard-outwaited",
-        _swap(remember, "refused", lambda memory, _name: memory),
+        _swap(remember, "mark_key_refused", lambda memory, _name: memory),
         (Strike(1600, "guarded"), Strike(1601, "preempted", "mini-0")),
     ),
     Mutation(
@@ -702,5 +738,10 @@ MUTATIONS = (
         _swap(observer, "listing_pause", lambda _before, poll, _rng: poll),
         (Strike(1600, "reads-limited", "", 1800),),
     ),
-    Mutation("what finished is kept", "finished-empty", _swap(plan, "_end_node", lambda *_: None), prepare=_finish),
+    Mutation(
+        "what finished is kept",
+        "finished-empty",
+        _waiting(lambda action: action.cause is Cause.SLOT_ENDED, Cause.SLOT_ENDED),
+        prepare=_finish,
+    ),
 )
