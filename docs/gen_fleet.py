@@ -40,7 +40,7 @@ complete and check keys:
 The check reports all problems at once, one line each, with the nearest valid word:
 
 ```text
-big-pod.yaml:3: tpu.type: v5e-8 is no known accelerator type; nearest: v5litepod-8
+big-pod.yaml:3: tpu.type: v5e-8 is not a known accelerator type; nearest: v5litepod-8
 big-pod.yaml:9: job.comand: unknown key; nearest: run
 ```
 

@@ -463,7 +463,7 @@ def test_every_problem_is_told_at_once_with_file_line_and_key() -> None:
         "pod.yaml:4: queued: is not available yet; remove it",
         "pod.yaml:5: zones: unknown key here; zones belongs under tpu",
         "pod.yaml:6: provisoning: unknown key here; provisioning belongs under tpu",
-        "pod.yaml:9: tpu.type: v3-257 is no known accelerator type; nearest: v3-256, v3-128",
+        "pod.yaml:9: tpu.type: v3-257 is not a known accelerator type; nearest: v3-256, v3-128",
         "pod.yaml:11: tpu.zones[0]: europe-west4-q is not listed (`unlisted: true` accepts it); nearest: "
         "europe-west4-b, europe-west4-a",
         "pod.yaml:18: job.run: is missing",

@@ -284,7 +284,7 @@ def test_where_no_zone_answers_for_half_an_hour_a_person_is_told(
     since = {zone: ago(minutes=minutes) for zone, minutes in dark.items()}
     choice = chosen(remembering((SECOND, past)), evidence(unreachable_since=since))
     assert choice.needs_person is person
-    assert ("declare another one" in choice.why) is person
+    assert ("declare another zone" in choice.why) is person
 
 
 # --- own quota -------------------------------------------------------------------------------------------------------

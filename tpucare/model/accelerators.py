@@ -1,8 +1,8 @@
 """
-The catalogue of Cloud TPU accelerators: what "v4-32" means, where it is offered, what a chip-hour costs.
+The catalogue of Cloud TPU accelerators: the shape of a "v4-32", its zones and its price.
 
-The data and its sources are `accelerators.yaml`, read once and only when somebody asks, since `tpucare --help` and a
-daemon between two reloads need none of it. Whether a zone has capacity, or a project quota, only the API knows.
+Data and sources are in `accelerators.yaml`, read on the first call, since `tpucare --help` and most of a daemon's life
+need none of it. Capacity of a zone and quota of a project are known to the API alone.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def lookup(type: str) -> Accelerator:
     if found is not None:
         return found
     _refuse_unserved(type)
-    raise ConfigError(f"{shown(type)} is no known accelerator type{naming(nearest_types(type))}")
+    raise ConfigError(f"{shown(type)} is not a known accelerator type{naming(nearest_types(type))}")
 
 
 def derive(type: str) -> Accelerator:
@@ -145,7 +145,7 @@ def derive(type: str) -> Accelerator:
     _refuse_unserved(type)
     match, generation = _TYPE.fullmatch(type), _generation_of(type)
     if match is None or generation is None:
-        raise ConfigError(f"{shown(type)} is of no known accelerator generation{naming(nearest_types(type))}")
+        raise ConfigError(f"{shown(type)} names no known accelerator generation{naming(nearest_types(type))}")
     like = generation.sizes[-1]
     chips, rest = divmod(int(match["count"]), like.cores_per_chip if generation.counts_cores else 1)
     hosts, left = divmod(chips, like.chips_per_host)
@@ -162,7 +162,7 @@ def known_types() -> tuple[str, ...]:
 
 
 def nearest_types(type: str) -> tuple[str, ...]:
-    """Up to three listed types that *type* was most likely meant to be: the same generation's nearest sizes first."""
+    """Up to three listed types most similar to *type*: the nearest sizes of its generation first."""
     match = _TYPE.fullmatch(type.lower().strip().replace("_", "-").removeprefix("tpu-"))
     prefix = _OTHER_PREFIXES.get(match["prefix"], match["prefix"]) if match else ""
     generation = _by_prefix().get(prefix)
@@ -192,7 +192,7 @@ def zones_for(type: str) -> tuple[ZoneOffer, ...]:
 
 
 def offer(type: str, zone: str) -> ZoneOffer | None:
-    """How *zone* offers the generation of *type*, or None where nobody saw it. Raises: ConfigError, as `zones_for`."""
+    """The offer of *zone* for the generation of *type*; None: never seen there. Raises: ConfigError, as `zones_for`."""
     return next((offer for offer in zones_for(type) if offer.zone == zone), None)
 
 
@@ -209,10 +209,10 @@ def region_of(zone: str) -> str:
 
 def chip_hour_price(type: str, zone: str, provisioning: Provisioning) -> Price | None:
     """
-    What one chip of *type* costs per hour in *zone*, or None where no source says so.
+    USD per hour of one chip of *type* in *zone*; None where no source has a price.
 
-    A price of the zone goes before one of its region, a newer source before an older one. Preemptible nodes are priced
-    as spot; reservations have prices of their own, so they have none here. Raises: ConfigError, as `zones_for`.
+    A price of the zone goes before one of its region, a newer source before an older one. Preemptible nodes cost as
+    spot; reservations have contracts of their own, so None. Raises: ConfigError, as `zones_for`.
     """
     if provisioning is Provisioning.RESERVED:
         return None

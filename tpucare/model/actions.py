@@ -1,9 +1,8 @@
 """
-What `decide` can choose, as data, and what events say of it: what `tpucare plan` prints is what `tpucare daemon`
-applies.
+The actions that `decide` can choose, as data, and the event texts about them.
 
-Every action says `why` to people and its `cause` to code, and carries the identity it was decided about. Frozen,
-standard library only.
+Since actions are data, `tpucare plan` prints exactly what `tpucare daemon` applies. Each has a `why` for people, a
+`cause` for code, and the identity (name, id) of the node it was decided about. Frozen, standard library only.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from tpucare.model.runs import LaunchResult
 
 
 class EffectKind(StrEnum):
-    """What tpucare does about a node, or notes of it (the last four)."""
+    """Kinds of effects on a node; the last four are facts that the engine records under the same keys."""
 
     CREATE = "create"
     DELETE = "delete"
@@ -33,9 +32,9 @@ class EffectKind(StrEnum):
     VOUCH = "vouch"
     LOOK = "look"
     POLL = "poll"
-    # A person asked for a node to be labelled as this slot's, and it is not seen as such yet.
+    # A person asked to label a node as this slot's, and no listing shows that label yet.
     ADOPT = "adopt"
-    # This process saw the node, and forgot it: it is gone, or another's.
+    # This process saw the node and removed it: it is gone, or another owner's.
     GONE = "gone"
     # The operation of the node's create ended with an error.
     FAILED = "failed"
@@ -48,10 +47,9 @@ class EffectKind(StrEnum):
 
 class EffectKey(NamedTuple):
     """
-    What one effect of a slot is told from its others by; one of each is in flight at a time.
+    Identity of an effect within its slot; at most one per key is in flight.
 
-    `node`: the name of its node; empty for a create and an adoption, of which a slot has one at a time, whatever the
-    name.
+    `node`: name of its node; empty for a create and an adoption, of which a slot has one at a time.
     """
 
     kind: EffectKind
@@ -68,10 +66,10 @@ ADOPTING = EffectKey(EffectKind.ADOPT)
 @dataclass(frozen=True, slots=True)
 class Wait:
     """
-    Nothing to do before something changes, or until an instant: `observed` or `wall`, whichever comes first.
+    No action before evidence changes, or before `observed` or `wall` time, whichever is reached first.
 
-    `needs_person`: waiting alone will not help. `ended`: nothing is left of a slot that was taken down.
-    `out_of_reach`: all that is left of it, where none of that can be looked at.
+    `needs_person`: only a person can help. `ended`: the slot was taken down, and nothing is left of it.
+    `out_of_reach`: the nodes left of a slot that goes down, when none of them can be read.
     """
 
     cause: Cause
@@ -86,7 +84,7 @@ class Wait:
 @dataclass(frozen=True, slots=True)
 class Create:
     """
-    Ask for a node. `resend`: the same name at the same place once more, since the answer was lost.
+    CreateNode. `resend`: the same name at the same place again, since the answer was lost.
 
     `held_in_zone`, `held_in_region`: dead nodes of ours held that quota when this was decided.
     """
@@ -108,13 +106,13 @@ class Create:
 @dataclass(frozen=True, slots=True)
 class Delete:
     """
-    Re-read the node; when it is still the one decided about, and ours, delete it.
+    Re-read the node; if it is still the one decided about, and ours, delete it.
 
-    `quiet`: every worker answered "no run, chips free", so an accepted delete proves that nothing trains there.
-    `unanswered`: its workers never answered. `held`: what is not ours held its chips before any launch. Twice in a row
-    blocks the place.
-    `failure`, `advanced`, `gives_up`, `step`, `checkpoint`: as of a Stop, for a run that goes with its node.
-    `lasted`: for how long, in observed time, what it is judged for had lasted. `again`: it was asked for before.
+    quiet:      every worker answered "no run, chips free", so an accepted delete proves that nothing trains there
+    unanswered: its workers never answered    held: foreign processes held its chips before the first launch; two such
+                nodes in a row block their place
+    failure, advanced, gives_up, step, checkpoint: as in Stop, for a run that ends with its node
+    lasted:     observed time for which the condition had lasted    again: repeats an earlier delete
     """
 
     key: NodeKey
@@ -159,12 +157,14 @@ class Launch:
 @dataclass(frozen=True, slots=True)
 class Stop:
     """
-    End all runs on the workers that answer. `failure`: the counter that this stop adds to; None: no counter.
+    End all runs on the workers that answer.
 
-    `advanced`: the run got further than any before it, so its failure is the first of a row.
-    `served`: the run ended well, so every row of failures is over.
-    `gives_up`: the budget is spent; the slot has failed once this is done.
-    `then`: the node is deleted for this reason once its workers are quiet. `lasted`: as of a Delete.
+    failure:  the counter that this stop adds to; None: it counts as no failure
+    advanced: the run got further than any before it, so its failure is the first of a streak
+    served:   the run ended well, so every streak of failures ends
+    gives_up: the budget is spent, and the slot fails
+    stacks:   collect stack traces of the run first
+    then:     delete the node for this reason once its workers are quiet    lasted: as in Delete
     """
 
     key: NodeKey
@@ -189,7 +189,7 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """Ask the run to save."""
+    """Write *text* into the notice file of the run: please save."""
 
     key: NodeKey
     token: str
@@ -205,7 +205,7 @@ class Notice:
 
 @dataclass(frozen=True, slots=True)
 class AddSshKey:
-    """Append our public key to the node's metadata, since a worker refuses it."""
+    """Append our public key to the node's metadata, after a worker refused it."""
 
     key: NodeKey
     cause: Cause
@@ -218,7 +218,7 @@ class AddSshKey:
 
 @dataclass(frozen=True, slots=True)
 class FetchHostKeys:
-    """Ask guest attributes for host keys, and pin those. `publisher`: of whose habits the answer tells."""
+    """Read host keys from guest attributes and pin them. `publisher`: `trust.publisher_of` the node."""
 
     key: NodeKey
     cause: Cause
@@ -232,7 +232,7 @@ class FetchHostKeys:
 
 @dataclass(frozen=True, slots=True)
 class GetNode:
-    """GetNode: the only proof of absence."""
+    """GetNode, whose NOT_FOUND is the only proof of absence."""
 
     key: NodeKey
     cause: Cause
@@ -258,7 +258,7 @@ class GetOperation:
 
 
 class Fact(StrEnum):
-    """What a Record writes into memory."""
+    """Facts that a Record writes into memory."""
 
     RUN_ADOPTED = "run adopted"
     RUN_COMPLETE = "run complete"
@@ -280,9 +280,9 @@ class Fact(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Record:
     """
-    No effect in the world: write down what is known now, and decide again.
+    Write *fact* into memory and decide again; no effect in the world.
 
-    `cause`: of an end, and of a create that is given up; every other fact says it all.
+    `cause`: of an end, and of an abandoned create; UNRECORDED for every other fact.
     """
 
     fact: Fact
@@ -302,7 +302,7 @@ Effect = Create | Delete | Launch | Stop | Notice | AddSshKey | FetchHostKeys | 
 Action = Wait | Record | Effect
 
 
-# --- what events say of actions and of how they ended; texts are for people, kinds for scripts -----------------------
+# --- events about actions and their ends: texts for people, kinds for scripts ----------------------------------------
 
 
 class EventText(NamedTuple):
@@ -313,7 +313,7 @@ class EventText(NamedTuple):
     level: str = "info"
 
 
-# What events, `status` and failpoints call an action. Scripts read these words, so they are no names of classes.
+# The word for an action in events, `status` and failpoints. Scripts read these words, so they outlive class names.
 _WORDS: Mapping[type[Action], str] = {
     Wait: "wait",
     Record: "settle",
@@ -331,9 +331,9 @@ _WORDS: Mapping[type[Action], str] = {
 
 def event_line(at: datetime, level: str, slot: str, text: str) -> str:
     """
-    One event as a line for people, wherever it is shown; its text is to be made `plain` by whoever shows it.
+    One event as a line for people. The caller makes *text* `plain` first.
 
-    at: in the zone of whoever reads it
+    at: in the time zone of the reader
     """
     mark = "" if level in ("info", "debug") else f"{level.upper()} "
     return f"{at:%Y-%m-%d %H:%M:%S %Z} {slot or '-':12} {mark}{text}"
@@ -365,7 +365,7 @@ def text_of(action: Record | Effect) -> str:
 
 
 def level_of(action: Record | Effect) -> str:
-    """That a run makes progress is a mark for the store, and no news to a person."""
+    """`debug` for a sign of progress, which the store keeps and people need not read."""
     return "debug" if isinstance(action, Record) and action.fact is Fact.RUN_PROGRESSED else "info"
 
 
@@ -379,7 +379,7 @@ def failed(result: object) -> bool:
 
 
 def end_of(action: Effect, result: object, error: Exception | None) -> EventText | None:
-    """What to tell when an effect has ended; None where nobody wants to know."""
+    """The event of an effect that ended; None for effects that end without one."""
     name, kind = node_of(action), kind_of(action)
     if error is not None:
         return None if isinstance(error, NodeGone) else EventText(f"{kind}-failed", f"{name}: {error}", "warning")
@@ -401,7 +401,7 @@ def _end_of_launch(action: Launch, result: LaunchResult) -> EventText:
 
 
 def fields_of(action: Record | Effect) -> dict[str, str]:
-    """What a script would look for in the event of an action that begins: its cause, and what it is about."""
+    """Fields of the event of an action that begins: its cause, and the object it acts on."""
     fields = _names(action)
     if action.cause is not Cause.UNRECORDED:
         fields["cause"] = action.cause.value

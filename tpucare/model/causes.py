@@ -1,8 +1,8 @@
 """
-Why something is done, waited for, or over, for code: scripts, checks and stores read the cause, people the text.
+The reason of each action, wait and end, for code: scripts, checks and stores read the cause, people the text.
 
-A value here is a promise: it stands in events, in `--json` and in stores. A cause may get a better text at any time.
-Frozen, standard library only.
+The values are a promise: events, `--json` and stores hold them. The text beside a cause may change at any time.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from enum import StrEnum
 
 
 class Cause(StrEnum):
-    """One word for each reason to act, to wait, or to end. Several actions may share a cause."""
+    """The reason to act, to wait or to end. Several actions may share a cause."""
 
     # A store of an older version kept the text alone.
     UNRECORDED = ""
@@ -31,7 +31,7 @@ class Cause(StrEnum):
     SLOT_ENDED = "slot-ended"
     SWEEP_OVER = "sweep-over"
 
-    # What is known, and what is not.
+    # Observation, and its gaps.
     NODE_ABSENT = "node-absent"
     NODE_HIDDEN = "node-hidden"
     NODE_OUT_OF_SIGHT = "node-out-of-sight"
@@ -43,7 +43,7 @@ class Cause(StrEnum):
     UNDER_WAY = "under-way"
     ZONE_UNREACHABLE = "zone-unreachable"
 
-    # Creates, and what they have to pass.
+    # Creates and their admission.
     ANSWER_LOST = "answer-lost"
     CREATE_ABANDONED = "create-abandoned"
     CREATE_BUDGET = "create-budget"
@@ -74,7 +74,7 @@ class Cause(StrEnum):
     STATE_UNKNOWN = "state-unknown"
     UNHEALTHY = "unhealthy"
 
-    # Workers: whether they answer, let us in, and are who they were.
+    # Workers: reachability, login, host keys.
     HOST_KEYS_UNANSWERED = "host-keys-unanswered"
     HOST_KEYS_UNPUBLISHED = "host-keys-unpublished"
     HOST_KEYS_UNVOUCHED = "host-keys-unvouched"
@@ -107,7 +107,7 @@ class Cause(StrEnum):
 
 
 class Reason(StrEnum):
-    """Why a node is deleted, as far as the brake on judgement (rule 12) has to know."""
+    """Why a node is deleted. The brake (rule 12) counts JUDGED alone."""
 
     DEAD = "dead"
     JUDGED = "judged"

@@ -1,33 +1,33 @@
 """
-One tree of errors, a class per reaction of the loop.
+The tree of errors: one class per reaction of the loop.
 
-Leaves translate what the world throws into these at the edge; `plan` and `engine` react to the type in one place;
-a door prints ``str(error)``, which is one line that says what to change.
+Adapters translate errors of the world into these; planner and engine react to the type in one place; the CLI prints
+``str(error)``, one line that says what to change.
 
     TpuCareError
     ├── ConfigError            stop; a person has to edit the file (or flag, or environment); carries `problems`
     ├── StoreError             the process ends; the next start adopts
-    │   ├── StoreLocked        another process takes care of this store
-    │   ├── StoreCorrupt       refused, never silently started over
+    │   ├── StoreLocked        another process holds this store
+    │   ├── StoreCorrupt       refused, never replaced by an empty one
     │   ├── StoreForeign       copied from another machine: a person has to confirm
-    │   └── StoreFull          the disk is full: nothing was lost, nothing more is promised
+    │   └── StoreFull          the disk is full: nothing was lost, nothing more can be written
     ├── CloudError             the API answered, or did not; carries `code` (gRPC, 0 = none), `advice`
     │   ├── NoCapacity         next place, jittered backoff per place
     │   ├── QuotaExceeded      own quota: retry when it is free; else wait long
     │   ├── RateLimited        wait a minute
-    │   ├── Transient          it said no for now: retry with jitter
-    │   ├── AnswerLost         it may or may not have happened: ask again under the same name
-    │   ├── LostRace           somebody was faster: look again
-    │   │   ├── AlreadyExists  a create met its own name
-    │   │   └── NodeGone       what this was about no longer exists
+    │   ├── Transient          refused for now: retry with jitter
+    │   │   └── AnswerLost     the request may have arrived: send it again under the same name
+    │   ├── LostRace           another request was first: read again
+    │   │   ├── AlreadyExists  a node of that name exists
+    │   │   └── NodeGone       the node or operation no longer exists
     │   ├── NotPublished       guest attributes are not there (yet): ask again, the node lives
-    │   ├── PreemptedMeanwhile the operation met a preemption
+    │   ├── PreemptedMeanwhile the node was preempted during its create
     │   ├── NeedsPerson        a person has to change something; blocks that place
-    │   └── OwnCredentials     our own credentials do not serve: no observation
+    │   └── OwnCredentials     our own credentials are refused: no observation
     └── RemoteError            one worker, over SSH
         ├── WorkerSilent       refused, timed out, or dropped
-        ├── AuthRefused        it listens, and does not take our key
-        ├── HostKeyChanged     it listens, and is not who it was
+        ├── AuthRefused        it listens and refuses our key
+        ├── HostKeyChanged     it listens and shows another host key
         └── CommandFailed      it ran and exited non-zero: `exit_status`, `stderr_tail`
 """
 
@@ -40,15 +40,15 @@ from typing import Self
 
 
 class TpuCareError(Exception):
-    """Base of everything that tpucare raises on purpose; ``str()`` is one line for a person."""
+    """Base of the errors that tpucare raises on purpose; ``str()`` is one line for a person."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Problem:
     """
-    One thing that a person has to change.
+    One mistake in a declaration.
 
-    line: counts from 1; 0 = the text has no lines worth naming    key: a dotted path, "" for the whole file
+    line: counts from 1; 0 = the text has no lines    key: a dotted path, "" for the whole file
     """
 
     line: int
@@ -63,9 +63,9 @@ class Problem:
 
 class ConfigError(TpuCareError):
     """
-    A person has to edit something: file, line and key are named in the text.
+    A person has to edit a file, flag or environment variable, which the text names.
 
-    problems: what the text says, one by one; empty where the error is about no declaration
+    problems: the mistakes of a declaration, one by one; empty for other errors
     """
 
     def __init__(self, message: str, problems: tuple[Problem, ...] = ()) -> None:
@@ -74,7 +74,7 @@ class ConfigError(TpuCareError):
 
     @classmethod
     def of(cls, problems: Iterable[Problem], file: str) -> Self:
-        """One line per problem, of what errors call *file*."""
+        """One line per problem. *file*: the name of the text in these lines."""
         found = tuple(problems)
         return cls("\n".join(problem.render(file) for problem in found), found)
 
@@ -92,7 +92,7 @@ class StoreCorrupt(StoreError):
 
 
 class StoreForeign(StoreError):
-    """The store was made on another machine; two daemons with one owner would fight."""
+    """The store was made on another machine, whose daemon may still use the same owner label."""
 
 
 class StoreFull(StoreError):
@@ -101,9 +101,9 @@ class StoreFull(StoreError):
 
 class CloudError(TpuCareError):
     """
-    Something the Cloud TPU API said. `str()` is `message -> advice`, or the message alone.
+    An error of the Cloud TPU API. `str()` is `message -> advice`, or the message alone.
 
-    code: gRPC status number, 0 where there was none    advice: what a person can do about it; empty = none is known
+    code: gRPC status number, 0 = none    advice: the remedy for a person; empty = none known
     """
 
     def __init__(self, message: str, code: int = 0, *, advice: str = "") -> None:
@@ -116,7 +116,7 @@ class CloudError(TpuCareError):
         return f"{self.message} -> {self.advice}" if self.advice else self.message
 
     def reworded(self, message: str) -> Self:
-        """The same error, class, code and advice, with another message; it keeps nothing of the place of the first."""
+        """A copy with another message, without traceback."""
         twin = copy.copy(self)
         twin.args = (message,)
         twin.message = message
@@ -148,7 +148,7 @@ class RateLimited(CloudError):
 
 
 class Transient(CloudError):
-    """The service failed for now and says so; the request did not take effect, or its effect shows in a listing."""
+    """The service failed for now; the request had no effect, or its effect shows in a listing."""
 
 
 class AnswerLost(Transient):
@@ -156,15 +156,15 @@ class AnswerLost(Transient):
 
 
 class LostRace(CloudError):
-    """Somebody else acted first, or an operation is under way: look again, then decide."""
+    """Another request was first, or an operation is under way: read again, then decide."""
 
 
 class AlreadyExists(LostRace):
-    """A create met a node of that name, in whatever state."""
+    """A node of that name exists, in any state."""
 
 
 class NodeGone(LostRace):
-    """What this was about no longer exists."""
+    """NOT_FOUND: the node or operation no longer exists."""
 
 
 class NotPublished(CloudError):
@@ -172,7 +172,7 @@ class NotPublished(CloudError):
 
 
 class PreemptedMeanwhile(CloudError):
-    """The operation failed since the node was preempted under it."""
+    """The operation failed because the node was preempted."""
 
 
 class NeedsPerson(CloudError):
@@ -180,14 +180,14 @@ class NeedsPerson(CloudError):
 
 
 class OwnCredentials(CloudError):
-    """UNAUTHENTICATED or a refresh error: what we see is no observation."""
+    """UNAUTHENTICATED or a refresh error: nothing was observed."""
 
 
 class RemoteError(TpuCareError):
     """
     One worker could not be used over SSH. `str()` is `host: message`, or the message alone.
 
-    host: address of the worker; empty where the message names it, or is about no one worker
+    host: address of the worker; empty when the message names it or concerns no single worker
     """
 
     def __init__(self, message: str, *, host: str = "") -> None:
@@ -200,15 +200,15 @@ class RemoteError(TpuCareError):
 
 
 class WorkerSilent(RemoteError):
-    """Refused, timed out, or dropped in the middle: nothing is known about what ran."""
+    """Connection refused, timed out or dropped: the command may or may not have run."""
 
 
 class AuthRefused(RemoteError):
-    """An SSH server answered and refused our key."""
+    """The SSH server refused our key."""
 
 
 class HostKeyChanged(RemoteError):
-    """An SSH server answered with another host key than this node had."""
+    """The SSH server showed another host key than the pinned one."""
 
 
 class CommandFailed(RemoteError):

@@ -1,9 +1,9 @@
 """
-Everything observed about a slot, and the two ways of asking how long something has lasted.
+Everything observed about a slot, and timers over it.
 
-Wall time may jump, and a stopped process observes nothing; so a timeout counts *observed* time (design, rule 11):
-the sum of the gaps between passes that saw something, each capped, with at least three observations that support it.
-Frozen, standard library only. The engine gathers, `plan` reads.
+Wall time may jump, and a stopped process observes nothing, so a timeout counts *observed* time (design, rule 11): the
+sum of the gaps between successful listings, each capped, with at least three observations in support. The engine
+gathers evidence (`engine.tracking`), the planner reads it. Frozen but for `Timers`; standard library only.
 """
 
 from __future__ import annotations
@@ -25,26 +25,25 @@ CLOCK_SLACK = timedelta(seconds=10)
 
 
 class Mark(NamedTuple):
-    """An instant of observed time: how much had been observed, and in how many passes."""
+    """An instant of observed time: the time observed until then, and in how many passes."""
 
     observed: timedelta
     passes: int
 
 
 def latest(*marks: Mark | None) -> Mark | None:
-    """The last of those marks that there are."""
+    """The latest of *marks*, None ignored; None when all are."""
     return max((mark for mark in marks if mark is not None), default=None)
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
     """
-    Now, as `decide` sees it.
+    The present, by the clocks that a decision may read.
 
     wall:     the machine's clock, for backoffs that outlive the process
-    observed: the project's observed time, for timeouts
-    passes:   how many passes that is
-    cloud:    the service's clock, as far as it is known
+    observed: observed time of the project, for timeouts    passes: successful listings in it
+    cloud:    the service's clock; None: not known
     """
 
     wall: datetime
@@ -59,9 +58,9 @@ class Moment:
 
 class Timers:
     """
-    Answers "has it lasted that long?" and remembers the earliest instant at which an answer would change.
+    Compares durations with limits, and collects the earliest instant at which one of the answers changes.
 
-    So every decision that waits knows when to be asked again, and none has to work it out.
+    `decide` puts that instant into its Wait, so no decision computes its own wake-up.
     """
 
     def __init__(self, now: Moment) -> None:
@@ -83,8 +82,8 @@ class Timers:
         """
         True when wall time has reached *instant*, or it is None, or it lies further ahead than *longest*.
 
-        *longest* is what such a wait can be: one that lies further ahead is the work of a clock that was set back. By a
-        little every clock is set back now and then, which must not end a wait that has just begun.
+        *longest* is the longest possible wait: an instant beyond it means that the clock was set back. A small step
+        back (`CLOCK_SLACK`) is usual, and ends no wait.
         """
         if instant is None or instant <= self.now.wall or instant - self.now.wall - CLOCK_SLACK > longest:
             return True
@@ -93,7 +92,7 @@ class Timers:
         return False
 
     def reached(self, instant: datetime) -> bool:
-        """True when the cloud's clock, as far as it is known, has reached *instant*."""
+        """True when the cloud's clock has reached *instant*; False while it is not known."""
         cloud = self.now.cloud
         if cloud is None:
             return False
@@ -105,7 +104,7 @@ class Timers:
         return False
 
     def again(self, length: timedelta) -> None:
-        """Ask again after that much observed time, whatever happens: for what no change of evidence tells of."""
+        """Decide again after that much observed time, for conditions that no change of evidence reports."""
         self._note(self.now.observed + length)
 
     def _note(self, due: timedelta) -> None:
@@ -116,16 +115,15 @@ class Timers:
 @dataclass(frozen=True, slots=True)
 class Progress:
     """
-    Signs of progress of one run, as this process saw them.
+    Signs of progress of one run, as this process saw them. A sign: step or checkpoint differs from the one before.
 
-    signals:    how often step or checkpoint moved; the first of each is where the run begins
-    last:       when it moved last
-    median_gap: between two moves, of the last few
-    life:       when anything moved last, the length of the log included
-    unchanged:  reports since `last`, or since `told`, that showed no other step or checkpoint
-    still:      reports since `life` that showed nothing move
-    begun:      the first report of this run
-    told:       when it told a step first
+    signals:    number of signs; the first value of each is where the run begins, and no sign
+    last:       when the last sign was seen
+    median_gap: between two signs, of the last 20
+    life:       when a sign, the first step or a longer log was seen last
+    unchanged:  reports since `last`, or since `first_step`, without a sign
+    still:      reports since `life` without any change
+    begun:      when the first report came    first_step: when a step was first reported
     """
 
     token: str = ""
@@ -141,9 +139,10 @@ class Progress:
 
 class Voucher(StrEnum):
     """
-    What guest attributes said of a node's host keys when this process asked last.
+    The last answer of guest attributes about a node's host keys, in this process.
 
-    UNPUBLISHED: not of all workers, or the feature is off    UNANSWERED: the call brought no answer (14, 4, 13, 429)
+    UNPUBLISHED: keys of some workers are missing, or the feature is off    FORBIDDEN: PERMISSION_DENIED
+    UNANSWERED:  the call failed (UNAVAILABLE, DEADLINE_EXCEEDED, INTERNAL, HTTP 429)
     """
 
     UNASKED = "unasked"
@@ -158,15 +157,15 @@ class NodeEvidence:
     """
     One node of the slot. Marks are None where the condition does not hold now.
 
-    listed:   in the last listing. A node that is not, in a zone that answered, is looked for by name
-    dark:     its zone did not answer the last listing: whatever stands here is old
-    heard_alone: its workers were heard since it went dark, or since no listing comes any more
-    workers:  addresses of all workers, or None while the node does not list them all
-    ended_reports: in a row, that say that the run has ended
-    lacking_since: it listed them all once, and not since then
-    arrived_since: when a worker answered last that had not before
-    changed_since: a worker shows another host key than it had
-    voucher:  what guest attributes say of its host keys    unanswered_since: they were asked, and no answer came
+    listed:         in the last listing; else, where its zone answered, GetNode looks for it
+    zone_unreachable: its zone did not answer the last listing, so the fields of the API are old
+    reported_while_blind: its workers were probed since its zone, or every listing, stopped answering
+    workers:        addresses of all workers; None while the node does not list them all
+    ended_reports:  reports in a row by which the run has ended
+    lacking_since:  it once listed all its workers, and does not now
+    arrived_since:  when a worker answered for the first time, of the last such worker
+    changed_since:  a worker shows another host key than before
+    unanswered_since: guest attributes give no answer    voucher_why: their error
     """
 
     node: Node
@@ -196,10 +195,10 @@ class NodeEvidence:
 
 class Holding(NamedTuple):
     """
-    A dead or DELETING node of ours that still counts against a quota: its own one, apart from those of other shares.
+    Quota that a dead or DELETING node of ours still holds.
 
-    share: what has a quota apart within a generation: `single` devices and `pod` slices of v2 and v3 (Cloud TPU docs,
-    quotas), sizes 1, 4 and 8 of v5e, which draw on `serving` (seen in the wild); empty where there is one only
+    share: which quota of the generation: `single` devices or `pod` slices of v2 and v3 (Cloud TPU docs, quotas),
+    `serving` for sizes 1, 4 and 8 of v5e (seen in the wild); empty where the generation has one quota
     """
 
     zone: str
@@ -209,7 +208,7 @@ class Holding(NamedTuple):
 
 
 class FailedRead(NamedTuple):
-    """GetNode of a node fails: since when, how often in a row, how at last. `human`: only a person can change that."""
+    """GetNode of a node fails: `since`, `times` in a row, the last `error`. `human`: only a person can mend that."""
 
     since: Mark
     times: int
@@ -220,18 +219,16 @@ class FailedRead(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class ProjectEvidence:
     """
-    What all slots of a project have in common at one moment.
+    Evidence that all slots of a project share at one moment.
 
-    fresh:             the last listing of the project succeeded
-    blind_why:         why it is not fresh
-    complete:          every zone has answered since this process runs
-    unanswered:        the zones that have not
-    unreachable_since: zones that did not answer the last listing, and since when that is so
-    holdings:          what dead nodes of ours still hold of quotas
-    publishing:        where host keys are published, and where they were not, as the slots of the project remember
-    store_lost:        memory was lost and nobody confirmed yet
-    store_old:         memory may be that of a backup: no process cared for it for a while before this one
-    poll_every:        between two GetOperation calls of one create; longer where many are open
+    fresh:             the last listing of the project succeeded    blind_why: the error, when it did not
+    complete:          every zone has answered since this process started    unanswered: the zones that have not
+    unreachable_since: the zones missing from the last listing, and since when
+    holdings:          quota that dead nodes of ours still hold
+    publishing:        by `trust.publisher_of`: whether host keys are published there
+    store_lost:        memory was lost, and no person has confirmed yet
+    store_old:         memory may be a backup's: its last heartbeat is more than 10 min older than this process
+    poll_every:        between two GetOperation calls of one create; longer when many are open
     """
 
     fresh: bool
@@ -249,14 +246,15 @@ class ProjectEvidence:
 @dataclass(frozen=True, slots=True)
 class Evidence:
     """
-    All that `decide` may know of one slot.
+    Evidence about one slot.
 
-    foreign:          nodes that bear this slot's name and another owner
-    looked:           when an effect of that kind on that node ended last, or that was noted of it
-    creates_since:    since when this process knows an open create
-    elsewhere_answers: any other worker answered within the last minute
-    may_be_canary:    no worker anywhere answers, and this slot is the one to go first
-    failed_looks:     nodes of which GetNode says nothing
+    foreign:          nodes with a name of this slot and another owner
+    in_flight:        effects that have begun and not ended
+    ended_effects:    when an effect of that kind on that node ended last, or its fact was observed
+    creates_since:    since when this process knows each open create
+    elsewhere_answers: a worker of another node answered within the last minute
+    may_be_canary:    no worker anywhere answers, and this slot is the first that may act on silence
+    failed_reads:     nodes whose GetNode fails
     """
 
     project: ProjectEvidence
@@ -270,7 +268,7 @@ class Evidence:
     failed_reads: Mapping[str, FailedRead] = field(default_factory=dict)
 
     def hidden_since(self, zone: str, name: str) -> Mark | None:
-        """Since when nothing can be learned of a node that is not listed; None where it can."""
+        """Since when neither a listing nor GetNode can show the node; None while one can."""
         failed = self.failed_reads.get(name)
         unreachable, failing = self.project.unreachable_since.get(zone), failed.since if failed is not None else None
         return min([mark for mark in (unreachable, failing) if mark], default=None)
@@ -284,7 +282,7 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """All that one decision about a slot is made from; `timers` note when it has to be made again."""
+    """The input of one decision about a slot; `timers` collect when to decide again."""
 
     slot: Slot
     evidence: Evidence
@@ -293,7 +291,7 @@ class Case:
 
 
 def holding_of(place: Place) -> Holding:
-    """What a node at *place* holds of a quota while it is listed."""
+    """Quota that a node at *place* holds while it is listed."""
     return holding(place.zone, place.accelerator_type, place.provisioning)
 
 

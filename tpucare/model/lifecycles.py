@@ -1,10 +1,9 @@
 """
-The states of a create, a node and a run as one slot remembers them, and what may follow what.
+The states of a create, a node and a run in a slot's memory, and the transitions between them.
 
-Each lifecycle is an enum of states, an enum of events and one table. An event that a table does not name for a state
-changes nothing there: answers come late, twice and in any order. What is only ever gained (a node was launched on, its
-workers answered, a run made progress) is no state and stays a field beside it. Drawn in docs/design.md, "Lifecycles".
-Standard library only.
+Each lifecycle is an enum of states, an enum of events and one table. An event that the table does not list for a state
+leaves it as it is, since answers come late, twice and in any order. Facts that never become untrue (launched on,
+answered, made progress) are fields of `memory`, not states. Drawn in docs/design.md §7. Standard library only.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ def _table(*rows: Row[State, Happened]) -> Table[State, Happened]:
 
 class CreateState(StrEnum):
     """
-    SENT:        the call is under way, or its process died before the answer
-    ANSWER_LOST: it may have arrived; it is sent again under the same name
-    IN_DOUBT:    sent again and refused; the first call may have arrived all the same, or used up that very quota
-    RUNNING:     accepted, and its operation is polled
-    UNREADABLE:  accepted, and its operation may not be read; GetNode tells once the call cannot arrive any more
-    AWAITED:     accepted, and its operation is over or unknown; GetNode tells
-    REFUSED:     its operation failed before the node was listed, which may happen a little later; GetNode tells
-    FAILED:      its operation failed, and the node that is listed is awaited until it is gone
+    SENT:        the call is under way, or our process died before the answer
+    ANSWER_LOST: the call may have arrived; it is sent again under the same name
+    IN_DOUBT:    sent again and refused; the first call may have arrived, or used up that very quota
+    RUNNING:     accepted; its operation is polled
+    UNREADABLE:  accepted; we may not read its operation, so GetNode decides once no call can arrive any more
+    AWAITED:     accepted; its operation is over or unknown, so GetNode decides
+    REFUSED:     its operation failed before its node was listed, which may still happen, so GetNode decides
+    FAILED:      its operation failed; its listed node is going away
     """
 
     SENT = "sent"
@@ -50,18 +49,18 @@ class CreateState(StrEnum):
 
     @property
     def is_accepted(self) -> bool:
-        """The service is known to have taken the call, so that it is never sent again."""
+        """The service accepted the call, so it is never sent again."""
         return self not in (CreateState.SENT, CreateState.ANSWER_LOST, CreateState.IN_DOUBT)
 
     @property
     def has_refusal(self) -> bool:
-        """`CreateIntent.refused` tells what the service said against it."""
+        """`CreateIntent.refused` holds the service's error."""
         refusals = (CreateState.IN_DOUBT, CreateState.UNREADABLE, CreateState.REFUSED, CreateState.FAILED)
         return self in refusals
 
 
 class CreateEvent(StrEnum):
-    """What the calls about a create told. `EXISTS`: ALREADY_EXISTS; `FOUND`: GetNode found a node of that name."""
+    """Answers to calls about a create. EXISTS: ALREADY_EXISTS. FOUND: GetNode found a node of that name."""
 
     ACCEPTED = "accepted"
     EXISTS = "exists already"
@@ -98,13 +97,13 @@ CREATES: Table[CreateState, CreateEvent] = _table(
 
 class NodeStatus(StrEnum):
     """
-    What is known of a node; our own delete of it is `NodeMemory.delete`, beside any of these.
+    State of a node; our own delete of it is `NodeMemory.delete`, beside any of these.
 
-    LIVE:         nothing speaks against it
-    OUT_OF_SIGHT: neither a listing nor GetNode told of it for `fence_after`; another may be asked for elsewhere
-    TAKEN:        it bears another owner's label now, and is not touched
+    LIVE:         not known to be dead, hidden or another owner's
+    OUT_OF_SIGHT: no listing and no GetNode showed it for `fence_after`; the slot may create another elsewhere
+    TAKEN:        it bears another owner's label, and is not touched
     DEAD:         proven dead (rule 1), though it may still be listed
-    REVIVED:      listed alive after it was shown dead, so that this proved nothing; it serves no more
+    REVIVED:      listed alive after it was listed dead, so that this proves nothing; the slot uses it no more
     """
 
     LIVE = "live"
@@ -115,7 +114,7 @@ class NodeStatus(StrEnum):
 
 
 class NodeEvent(StrEnum):
-    """What listings and GetNode told of a node."""
+    """Observations of a node by listings and GetNode."""
 
     LISTED = "listed as ours"
     SHOWN_DEAD = "listed dead"
@@ -129,7 +128,7 @@ _KNOWN = (NodeStatus.LIVE, NodeStatus.OUT_OF_SIGHT, NodeStatus.REVIVED)
 NODES: Table[NodeStatus, NodeEvent] = _table(
     ([NodeStatus.OUT_OF_SIGHT, NodeStatus.TAKEN], NodeEvent.LISTED, NodeStatus.LIVE),
     ([NodeStatus.LIVE], NodeEvent.SHOWN_DEAD, NodeStatus.DEAD),
-    # That it was shown dead proves nothing, now or the next time: its run may have lived all the while.
+    # Its run may have lived all the while, so no dead listing of this node is proof any more.
     ([NodeStatus.DEAD], NodeEvent.SHOWN_ALIVE, NodeStatus.REVIVED),
     ([NodeStatus.LIVE], NodeEvent.HIDDEN, NodeStatus.OUT_OF_SIGHT),
     (_KNOWN, NodeEvent.RELABELLED, NodeStatus.TAKEN),
@@ -141,14 +140,14 @@ NODES: Table[NodeStatus, NodeEvent] = _table(
 
 class RunState(StrEnum):
     """
-    LAUNCHING: asked for; not every worker is known to have it
+    LAUNCHING: launch intended; not every worker is known to have accepted it
     RUNNING:   every worker accepted it
-    FINISHED:  every worker exited 0, and nothing had asked it to; what becomes of the node takes nothing back
-    OVER:      a foreign run that ended, and is left at that
-    STOPPING:  we want it to end, and its workers are not known to be quiet
-    STUCK:     every worker heard the stop, and something does not let go
-    STOPPED:   we ended it, and its workers are quiet
-    ENDED:     nothing of it is left and we did not end it: its node is gone, or it had finished and is wanted anew
+    FINISHED:  every worker exited 0 unasked; this stays true if the node is lost
+    OVER:      a foreign run that ended, and whose node stays (`on_exit: leave`)
+    STOPPING:  stop intended; its workers are not known to be quiet
+    STUCK:     every worker got the stop, and processes or chips are still busy
+    STOPPED:   we stopped it, and its workers are quiet
+    ENDED:     gone without a stop of ours: its node is gone, or it had finished and the slot is wanted anew
     """
 
     LAUNCHING = "launching"
@@ -162,7 +161,7 @@ class RunState(StrEnum):
 
     @property
     def is_wanted(self) -> bool:
-        """It may live, and nobody asked it to end."""
+        """It may live, and no stop was intended."""
         return self in (RunState.LAUNCHING, RunState.RUNNING, RunState.FINISHED, RunState.OVER)
 
     @property
@@ -171,12 +170,12 @@ class RunState(StrEnum):
 
     @property
     def is_past(self) -> bool:
-        """Nothing of it is left, so that another may be launched on its node."""
+        """Nothing of it runs, so another run may be launched on its node."""
         return self in (RunState.STOPPED, RunState.ENDED)
 
 
 class RunEvent(StrEnum):
-    """What workers told of a run, what we asked of it, and what became of its node."""
+    """Reports of workers about a run, our orders for it, and the end of its node."""
 
     COMPLETE = "every worker has it"
     EXITED_0 = "every worker exited 0"
@@ -210,5 +209,5 @@ RUNS: Table[RunState, RunEvent] = _table(
 
 
 def after(table: Table[State, Happened], state: State, event: Happened) -> State:
-    """The state that follows *state* when *event* happened; the same where the table says nothing."""
+    """The state after *event*; *state* itself where the table lists no transition."""
     return table.get((state, event), state)

@@ -1,9 +1,8 @@
 """
-Files of this machine: which of them may be sent to workers, how they are opened without a detour, and how private ones
-are written whole.
+Local files: which may be sent to workers, how they are opened safely, and how private files are written whole.
 
-The author of a fleet file may not be allowed to read what the daemon can. So a file that is opened lies below the
-folder that was named, whatever links or changes of the folder meanwhile say, and is never a key to something else.
+The daemon may read more than the author of a fleet file may. So a file that is sent lies below the folder the author
+named, whatever symbolic links or renames say meanwhile, and is never a credential.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 ALWAYS_PRIVATE = ("/proc", "/sys", "/dev", "/run/credentials", "/etc/shadow", "/etc/gshadow", "/etc/ssh")
-"""What the kernel says of processes (their environments), what blocks when it is read, and keys of the machine."""
+"""Environments of processes, files that block when read, and keys of the machine."""
 
 NEVER_SENT = "belongs to tpucare, to its user's logins or to this machine, and is never sent"
 
@@ -30,9 +29,9 @@ def _real(path: str | os.PathLike[str]) -> Path:
 @dataclass(frozen=True, slots=True)
 class Private:
     """
-    Files that are never sent to a worker: those at and below `roots`, but for what lies below `shown`.
+    Files that are never sent to a worker: those at and below `roots`, except those below `shown`.
 
-    Both hold real paths, absolute and without links.
+    Both are real paths, absolute and without links.
     """
 
     roots: tuple[Path, ...]
@@ -40,7 +39,7 @@ class Private:
 
     @classmethod
     def of(cls, roots: Iterable[str | os.PathLike[str]] = (), shown: str | os.PathLike[str] | None = None) -> Private:
-        """*roots* beside those that are private everywhere; *shown*: counts only strictly below one of *roots*."""
+        """*roots* and `ALWAYS_PRIVATE`; *shown* counts only strictly below one of *roots*."""
         real = tuple(_real(root) for root in roots)
         open_part = _real(shown) if shown is not None else None
         inside = open_part is not None and any(root in open_part.parents for root in real)
@@ -74,7 +73,7 @@ def open_below(folder: Path, path: str, private: Private = EVERYWHERE_PRIVATE) -
         raise OSError(errno.EPERM, NEVER_SENT, str(real))
     at = os.open(base, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        # What became a link since it was resolved is met here, part by part.
+        # Opened part by part without following links: a folder may have become a link since it was resolved.
         *folders, name = real.relative_to(base).parts
         for part in folders:
             below = os.open(part, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=at)
@@ -111,7 +110,7 @@ def replace_file(path: Path, content: bytes, *, mode: int = 0o600, durable: bool
 
     Raises: OSError.
     """
-    # Others who may write to the folder must not know the name: a link could lie there.
+    # The name is random: another writer of the folder could place a link under a known one.
     scratch = scratch_of(path)
     try:
         write_new(scratch, content, mode=mode, durable=durable)
@@ -125,7 +124,7 @@ def replace_file(path: Path, content: bytes, *, mode: int = 0o600, durable: bool
 
 def publish_file(path: Path, content: bytes) -> None:
     """
-    Make the file *path*, whole and on the disk, unless there is one already: of two processes the faster one's stays.
+    Make the file *path*, whole and on the disk, unless it exists: the file of the first process stays.
 
     Raises: OSError.
     """
@@ -141,7 +140,7 @@ def publish_file(path: Path, content: bytes) -> None:
 
 
 def scratch_of(path: Path) -> Path:
-    """A hidden file beside *path* that nobody else uses."""
+    """Path of a new hidden file beside *path*, with a random name."""
     return path.with_name(f".{path.name}.{secrets.token_hex(8)}")
 
 

@@ -1,9 +1,10 @@
 """
-The little that is remembered per slot and cannot be observed again. Frozen, standard library only.
+What tpucare remembers of each slot because no listing or probe can tell it again. Frozen, standard library only.
 
-The store writes these as JSON; a field added later needs a default, a field removed needs a migration.
-Instants are wall time (aware, UTC): they outlive the process. Lengths of observed time are not remembered: a restart
-lets every timeout begin again, which can only make tpucare wait longer (design, rule 11).
+The store writes these records as JSON under their field names; a field added later needs a default, a field removed
+needs a migration. Instants are wall time (aware, UTC), since they outlive the process. Lengths of observed time are not
+stored: a restart begins every timeout anew, which can only make tpucare wait longer (design, rule 11). How a memory
+changes is left to `planner.remember`.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from tpucare.model.lifecycles import (
     after,
 )
 
-# Nobody cared on this store for so long that it may be a backup, whose daemon did more after it was taken.
+# A store without a heartbeat for so long may be a backup, taken before the daemon did more.
 OLD_AFTER = timedelta(minutes=10)
 
 
 class DesiredState(StrEnum):
-    """What a person wants of a slot."""
+    """The state that a person asked for."""
 
     UP = "up"
     PAUSED = "paused"
@@ -49,12 +50,12 @@ class FailureKind(StrEnum):
     STALL = "stall"
 
 
-# Rows that end where a run gets further than any before it; those of setup end with a setup that serves.
+# Streaks that end when a run gets further than any before it; a streak of setup failures ends with a good setup.
 ENDED_BY_PROGRESS = (FailureKind.INFRASTRUCTURE, FailureKind.CRASH, FailureKind.STALL)
 
 
 class End(StrEnum):
-    """How a slot ended, while its wish is still up."""
+    """How a slot ended whose desired state is still UP."""
 
     NONE = ""
     DONE = "done"
@@ -63,7 +64,7 @@ class End(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class FailureCounter:
-    """`failures` in a row count for the backoff and the budget, `total` for the reports."""
+    """`failures`: in a row, for backoff and budget. `total`: of all time, for reports. `reason`: of the last one."""
 
     failures: int = 0
     total: int = 0
@@ -75,7 +76,7 @@ NO_FAILURES = FailureCounter()
 
 
 class Refusal(StrEnum):
-    """How a place answered the last create that it did not grant; `OWN_*`: a dead node of ours held that quota."""
+    """Why a place refused the last create; `OWN_*`: a dead node of ours held that quota."""
 
     NONE = ""
     NO_CAPACITY = "no capacity"
@@ -95,12 +96,15 @@ class Refusal(StrEnum):
 @dataclass(frozen=True, slots=True)
 class PlaceMemory:
     """
-    What a place gave: failures in a row, when it may be asked again, and whether only a person can help.
+    What creates at one place came to.
 
-    `since`: when the row of refusals of that `kind` began. `asked`: number of the slot's last create there, -1 = none;
-    numbers only grow, whatever becomes of the clock.
-    Nodes in a row that were of no use: `unanswered_nodes` never answered, on `held_nodes` something that is not ours
-    held the chips before any launch.
+    failures, kind, reason: refusals of one kind in a row, and the text of the last
+    retry_at:         no create before that instant    since: when that row of refusals began
+    blocked:          only a person can open the place    refusals: how often it was blocked in a row
+    asked:            create number of the slot's last create there, -1 = none; unlike a clock it only grows
+    unanswered_nodes: nodes in a row whose workers never answered
+    held_nodes:       nodes in a row whose chips a process that is not ours held before the first launch
+    own_quota_since:  since when a dead node of ours holds the quota
     """
 
     failures: int = 0
@@ -118,7 +122,7 @@ class PlaceMemory:
 
 
 class Trust(StrEnum):
-    """Why the host keys of a node are believed: guest attributes vouched for all workers, or they were the first."""
+    """Why a node's host keys are trusted. VOUCHED: guest attributes list them. FIRST_USE: pinned at the first login."""
 
     NONE = ""
     VOUCHED = "vouched"
@@ -127,7 +131,7 @@ class Trust(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Publishing:
-    """Whether the guest attributes of a project and runtime brought host keys when they were asked for last."""
+    """Whether guest attributes of a project and runtime listed host keys when tpucare last asked."""
 
     at: datetime
     published: bool
@@ -136,12 +140,13 @@ class Publishing:
 @dataclass(frozen=True, slots=True)
 class CreateIntent:
     """
-    A create that was asked for, or is about to be; open until its node is settled or proven not to be there.
+    A create from before its call until its node is there, or proven not to be (rule 5).
 
-    `operation` is polled while `state` is RUNNING. `refused`: what the service said against it. `abandoned`: its name
-    stays watched, and a node that appears under it is deleted, unless it is readopted. `held_*`: dead nodes of ours
-    held that quota when it was asked for. `missing`: hourly looks in a row that found no node of it since it was
-    abandoned.
+    operation: name of the operation, polled while `state` is RUNNING
+    refused:   the service's error text
+    abandoned: the slot waits for it no more; its node is deleted if it appears, unless the create is readopted
+    held_in_zone, held_in_region: dead nodes of ours held that quota when the create was sent
+    missing:   hourly GetNode calls in a row that found no node, since it was abandoned
     """
 
     name: str
@@ -161,7 +166,7 @@ class CreateIntent:
     missing: int = 0
 
     def after(self, event: CreateEvent, *, operation: str = "", refused: str = "") -> CreateIntent:
-        """The intent after *event*; only a running operation has a name to poll."""
+        """The intent after *event*; only in state RUNNING has it an operation to poll."""
         state = after(CREATES, self.state, event)
         operation = (operation or self.operation) if state is CreateState.RUNNING else ""
         return replace(self, state=state, operation=operation, refused=refused or self.refused)
@@ -170,7 +175,7 @@ class CreateIntent:
 @dataclass(frozen=True, slots=True)
 class DeleteIntent:
     """
-    Our own delete of a node, repeated by rule 7 until the node is gone.
+    Our delete of a node, repeated until the node is gone (rule 7).
 
     `quiet`: every worker had answered "no run, chips free", so an accepted delete proves that nothing trains there.
     """
@@ -187,13 +192,15 @@ class DeleteIntent:
 @dataclass(frozen=True, slots=True)
 class NodeMemory:
     """
-    A node of this slot that was there once and is not proven to be gone.
+    A node of this slot that was seen and is not proven gone.
 
-    `launched`: a Launch intent was written for it, or a lost store cannot rule it out.
-    `requested`: this store asked for it, though the create was closed before it came.
-    `delete`: our own delete of it, until that is taken back; `delete_tries` counts on.
-    `written_off`: a person said that nothing trains there, while it was taken or out of sight.
-    `queued`: path of the queued resource that it came from.
+    launched:     a Launch intent was written for it, or a lost store cannot rule that out (rule 1)
+    requested:    this store asked for it, though the create was closed before the node came
+    delete:       our delete of it, until that is void; `delete_tries` is never reset
+    answered:     all workers answered once    refused: a worker refused our key    keyed: our key is in its metadata
+    stalls, infrastructure: failures in a row of runs on this node
+    written_off:  a person confirmed that nothing trains there, while the node was TAKEN or OUT_OF_SIGHT
+    queued:       path of the queued resource that it came from
     """
 
     name: str
@@ -223,27 +230,27 @@ class NodeMemory:
 
     @property
     def serves(self) -> bool:
-        """It may be the slot's node: not known to be dead, on its way out, or somebody else's."""
+        """The slot may use it: not dead, not being deleted, in sight, and ours."""
         return self.status is NodeStatus.LIVE and self.delete is None
 
     @property
     def is_leaving(self) -> bool:
-        """Dead or on its way out: it is awaited until it is gone, whatever it is listed as."""
+        """Dead or being deleted: tpucare waits until it is gone, whatever its listed state."""
         return self.was_shown_dead or self.delete is not None
 
     @property
     def was_shown_dead(self) -> bool:
-        """Whether that proved anything (DEAD) or not (REVIVED)."""
+        """Listed dead once; REVIVED: listed alive again since, so that this proves nothing."""
         return self.status in (NodeStatus.DEAD, NodeStatus.REVIVED)
 
     @property
     def is_adopted(self) -> bool:
-        """Given by a person, or made before a store was lost: what works on it may be worth more than our run."""
+        """Adopted by a person or after a lost store: never stop what runs there without asking."""
         return self.launched and not self.place and not self.requested
 
     @property
     def may_be_training(self) -> bool:
-        """Not proven to train no more (rule 1): a younger node of the slot has to wait for it."""
+        """Launched on and not proven dead (rule 1): a younger node of the slot waits for it."""
         proven = self.status is NodeStatus.DEAD or self.written_off
         return self.launched and not (
             proven or (self.delete is not None and self.delete.accepted and self.delete.quiet)
@@ -253,12 +260,14 @@ class NodeMemory:
 @dataclass(frozen=True, slots=True)
 class RunMemory:
     """
-    The run that was last launched, or is about to be.
+    The run that was launched last, or is about to be.
 
-    `complete`: every worker accepted it, whatever became of it then. `stop_*`, `then_delete`: the last stop that was
-    asked for, and why its node goes after it. `stops`: how often that was tried. `gap_seconds`: between its first signs
-    of progress. `launch_book`: in which its failed launch was entered; it is given back where the node died meanwhile.
-    `job`: which job it was launched with; empty: not known.
+    complete:    every worker accepted it once
+    stop_why, stop_cause, then_delete: of the last stop, and the reason to delete the node after it
+    stops:       how often that stop was tried
+    gap_seconds: median between its first signs of progress
+    launch_book: the FailureKind that counted its failed launch; uncounted where the node died meanwhile
+    job:         `predicates.job_mark` of the job it runs; empty: not known
     """
 
     token: str
@@ -286,14 +295,18 @@ class Memory:
     """
     Everything remembered of one slot.
 
-    `step_job`: the job whose run told of a step last, as in `RunMemory.job`; `launched_job`: the one that was launched
-    last, whose failures `books` counts. `asked_from`: the first create number that
-    this store used; None: it used none, or was made by a version that did not keep it. `publishing`: by what
-    `trust.publisher_of` names. `round_from`: the first create number of this round over the slot's places
-    (`placement.in_turn`). `shell`: path of the queued resource that the slot's last node came from, which is gone.
-    `step`, `checkpoint`: how far `step_job` ever got; `gap_seconds`: between its first signs of progress;
-    `last_step`, `last_checkpoint`: where its last run was seen. `served_job`: the job that trained on this slot; it is
-    tried again where it fails. `failed_since`: when the slot failed first, of those `tries`.
+    books:          failure counters by the value of `FailureKind`, of the job `launched_job`
+    step, checkpoint: the furthest that `step_job` ever got; `last_*`: where its last run was seen
+    gap_seconds:    median between the first signs of progress of `step_job`
+    served_job:     the job that trained on this slot, tried again hourly where it fails
+    failed_since, tries: when that row of failures began, and the tries since
+    next_number:    create number of the next node    attempts: nodes on which a run was launched
+    asked_from:     the first create number this store used; None: none, or a version that did not keep it
+    recent_creates: instants of the creates of the last minute, for the create budget
+    round_from:     first create number of this round over the places (`placement.in_turn`)
+    publishing:     by `trust.publisher_of`
+    shell:          path of the queued resource that the slot's last node, now gone, came from
+    fence_confirmed: a person confirmed that no older node trains
     """
 
     fleet: str
@@ -329,7 +342,7 @@ class Memory:
     launched_job: str = ""
 
     def without_end(self) -> Memory:
-        """The slot is wanted again: whatever it had ended with."""
+        """The same memory of a slot that has not ended."""
         return replace(self, end=End.NONE, end_why="", end_cause=Cause.UNRECORDED, ended_at=None)
 
     def has_asked_for(self, number: int) -> bool:
@@ -348,29 +361,29 @@ class Memory:
         return replace(self, places={**self.places, key: place})
 
     def node(self, name: str) -> NodeMemory | None:
-        # Asked for ten times in each decision; a generator costs three times as much as the few names it compares.
+        # Called ten times in each decision; a generator would cost three times as much.
         for node in self.nodes:
             if node.name == name:
                 return node
         return None
 
     def serves(self, name: str) -> bool:
-        """The node *name* is remembered, and may be the slot's."""
+        """The node *name* is remembered and serves."""
         past = self.node(name)
         return past is not None and past.serves
 
     def has_given_up(self, name: str) -> bool:
-        """The node *name* is remembered, and may not be the slot's any more; one that was never met may become it."""
+        """The node *name* is remembered and serves no more; False for a node that was never seen."""
         past = self.node(name)
         return past is not None and not past.serves
 
     @property
     def ours(self) -> tuple[NodeMemory, ...]:
-        """Nodes that are there for all that is known, without those that somebody took."""
+        """Nodes not proven gone, without those that bear another owner's label."""
         return tuple(node for node in self.nodes if node.status is not NodeStatus.TAKEN)
 
     def with_node(self, node: NodeMemory) -> Memory:
-        """The same memory with *node* added, or put in the place of the entry of that name."""
+        """The same memory with *node* added, in place of an entry of that name."""
         others = tuple(other for other in self.nodes if other.name != node.name)
         return replace(self, nodes=(*others, node))
 
@@ -379,7 +392,7 @@ class Memory:
 
     @property
     def has_older_node_in_doubt(self) -> bool:
-        """There is another node beside one that may still be training, or another is asked for."""
+        """A node may still be training beside another node or an open create."""
         asked = [intent for intent in self.creates if not intent.abandoned and self.node(intent.name) is None]
         return len(self.nodes) + len(asked) > 1 and any(node.may_be_training for node in self.nodes)
 
@@ -390,7 +403,7 @@ class Memory:
         return None
 
     def with_create(self, intent: CreateIntent) -> Memory:
-        """The same memory with *intent* added, or put in the place of the one of that name."""
+        """The same memory with *intent* added, in place of one of that name."""
         others = tuple(other for other in self.creates if other.name != intent.name)
         return replace(self, creates=(*others, intent))
 
@@ -399,16 +412,17 @@ class Memory:
 
 
 def is_old(marked: datetime | None, now: datetime) -> bool:
-    """Whether a store last marked then may be a backup. A clock that was set makes it look like one, which is safe."""
+    """Whether a store with that last heartbeat may be a backup; True also where the clock was set, which is safe."""
     return marked is None or abs(now - marked) >= OLD_AFTER
 
 
 @dataclass(frozen=True, slots=True)
 class FleetRecord:
     """
-    A fleet as last accepted: the text that was read, where it lay, and what a person wants of it.
+    A fleet as last accepted.
 
-    `project`: where its nodes are, as it was resolved then; empty in stores of versions that did not keep it.
+    text, folder: the file's content, and the folder it lay in
+    project: of its nodes, as resolved then; empty in stores of versions that did not keep it
     """
 
     name: str

@@ -1,8 +1,8 @@
 """
-The protocols between the loop and the world. A leaf implements one; tests run the real engine on stand-ins that pass
-the same contract tests.
+The protocols between the engine and the world. An adapter implements one; tests run the real engine on stand-ins that
+pass the same contract tests.
 
-All effects block and are called on the Executor's threads; what the engine calls on its own thread says so.
+Methods block and are called on the Executor's threads, unless they say that they are called on the engine's thread.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Cloud(Protocol):
     """
 
     def list_nodes(self, project: str) -> Listing:
-        """All nodes of all zones, whoever owns them, with what changed since the last listing that this object gave."""
+        """All nodes of all zones and owners, with the changes since the last listing that this object returned."""
         ...
 
     def get_node(self, key: NodeKey) -> Node:
@@ -44,7 +44,7 @@ class Cloud(Protocol):
         ...
 
     def delete_node(self, key: NodeKey) -> None:
-        """Ask for the deletion of whatever bears that name now. Returning means accepted, not gone."""
+        """Ask to delete the node that has this name now. Returning means accepted, not gone."""
         ...
 
     def add_ssh_key(self, key: NodeKey, line: str) -> None:
@@ -52,7 +52,7 @@ class Cloud(Protocol):
         ...
 
     def add_labels(self, key: NodeKey, labels: Mapping[str, str]) -> None:
-        """Write *labels* over those the node has: read, merge, write."""
+        """Merge *labels* into the node's labels: read, merge, write."""
         ...
 
     def host_keys(self, key: NodeKey) -> Mapping[int, tuple[str, ...]]:
@@ -64,7 +64,7 @@ class Remote(Protocol):
     """
     SSH to workers: kept connections, pinned host keys, commands, files. Thread-safe.
 
-    Raises: WorkerSilent, AuthRefused, HostKeyChanged, as the worker gives reason.
+    Raises: WorkerSilent, AuthRefused, HostKeyChanged.
     """
 
     def run(
@@ -79,8 +79,8 @@ class Remote(Protocol):
         """
         Run *command* in the login user's shell and wait for its end, at most *deadline* in all (connecting included).
 
-        `limit` is in bytes per stream; what comes after it is dropped. A dropped connection is WorkerSilent:
-        nothing is known about the command.
+        `limit`: bytes per stream; the rest is dropped. After a dropped connection (WorkerSilent) the command may or may
+        not have run.
         """
         ...
 
@@ -104,27 +104,27 @@ class Remote(Protocol):
         ...
 
     def disconnect(self, key: NodeKey) -> None:
-        """Close what is open to a node; knocking ends too. Its pinned host keys stay."""
+        """Close all connections to the node and stop watching its ports. Its pinned host keys stay."""
         ...
 
     def forget_node(self, key: NodeKey) -> None:
-        """The node is proven gone: `disconnect`, and drop its pinned host keys."""
+        """`disconnect`, and drop the pinned host keys of a node that is proven gone."""
         ...
 
     def repin(self, worker: Worker, host_keys: Iterable[str]) -> bool:
         """
-        Replace the pinned host key of *worker* by those that guest attributes vouch for (`type base64`). False: none
-        of them can be read as a host key, and what was pinned stays.
+        Replace the pinned host key of *worker* by those of guest attributes (`type base64`). False: none of them is a
+        readable host key, and the pinned one stays.
         """
         ...
 
     def hints(self) -> frozenset[NodeKey]:
-        """Nodes of which a connection dropped or a worker began to listen since the last call. Never blocks."""
+        """Nodes with a dropped connection or a newly open port since the last call. Never blocks."""
         ...
 
 
 class Launcher(Protocol):
-    """Runs on workers: push, start, probe, stop. A worker out of reach is part of the answer, not an error."""
+    """Runs on workers: push, start, probe, stop. An unreachable worker is an entry in the result, not an exception."""
 
     def probe(self, order: ProbeOrder) -> NodeReport: ...
 
@@ -135,22 +135,22 @@ class Launcher(Protocol):
     def notice(self, order: NoticeOrder) -> None: ...
 
     def pin_host_keys(self, workers: Sequence[Worker], keys: Mapping[int, tuple[str, ...]]) -> frozenset[int]:
-        """Host keys as guest attributes give them: pin, or re-pin, those workers. Returns the numbers of these."""
+        """Pin *keys* (by worker number, from guest attributes), over earlier pins. Returns the numbers pinned."""
         ...
 
     def watch_workers(self, workers: Sequence[Worker]) -> None:
-        """These workers will begin to answer soon; `hints` tells when. Never blocks; engine's thread."""
+        """Watch the SSH ports of *workers*; `hints` names the node once one opens. Never blocks; engine's thread."""
         ...
 
     def disconnect(self, key: NodeKey) -> None:
         """
-        Nobody asks its workers any more, for it is to be deleted or is no longer ours. Whom its workers were is
-        remembered: it may live. Never blocks; engine's thread.
+        Close all connections to a node that is to be deleted or is no longer ours; its pinned host keys stay, since it
+        may live. Never blocks; engine's thread.
         """
         ...
 
     def forget_node(self, key: NodeKey) -> None:
-        """The API said NOT_FOUND of the node: nothing of it is kept. Never blocks; engine's thread."""
+        """Drop all state of a node that GetNode reported NOT_FOUND. Never blocks; engine's thread."""
         ...
 
     def hints(self) -> frozenset[NodeKey]:
@@ -160,7 +160,7 @@ class Launcher(Protocol):
 
 class Store(Protocol):
     """
-    What must be remembered, in one file. Every write is one transaction, durable when it returns.
+    Memories, fleets and events, in one file. Every write is one transaction, durable when it returns.
 
     Raises: StoreFull, StoreCorrupt.
     """
@@ -172,20 +172,20 @@ class Store(Protocol):
 
     @property
     def lost(self) -> bool:
-        """The owner is older than this store: something was lost, and nobody confirmed it yet."""
+        """The state folder is older than this store, so a store was lost; until a person confirms."""
         ...
 
     @property
     def old(self) -> bool:
-        """Nobody had it open for a while before it was opened: it may be a backup, and not know of newer nodes."""
+        """Its last heartbeat is old: it may be a backup that does not know newer nodes."""
         ...
 
     def mark_current(self, now: datetime) -> None:
-        """It is cared for at that moment, and what it holds is what was done."""
+        """Write the heartbeat: the store is complete and cared for at *now*."""
         ...
 
     def confirm(self) -> None:
-        """A person said that what is listed is all there is."""
+        """A person confirmed that the listed nodes are all nodes: `lost` and `old` end."""
         ...
 
     def memories(self) -> dict[str, Memory]:
@@ -193,11 +193,11 @@ class Store(Protocol):
         ...
 
     def save(self, changes: Mapping[str, Memory], events: Sequence[Event] = ()) -> None:
-        """Memory of some slots, and the events that tell of it, in one transaction."""
+        """Write memories by slot, and the events about them, in one transaction."""
         ...
 
     def drop(self, slot: str) -> None:
-        """Forget a slot that ended."""
+        """Delete the memory of *slot*."""
         ...
 
     def fleets(self) -> dict[str, FleetRecord]:
@@ -207,27 +207,27 @@ class Store(Protocol):
     def save_fleet(self, record: FleetRecord) -> None: ...
 
     def events(self, *, slot: str = "", after: int = 0, limit: int = 1000) -> list[tuple[int, Event]]:
-        """Oldest first, with their numbers; `slot` may be a fleet's name."""
+        """Events with their numbers, oldest first; `slot` may be a fleet's name."""
         ...
 
 
 class Gate(Protocol):
-    """Leave to create, one slot at a time or some: a user's semaphore. Never blocks; engine's thread."""
+    """A user's semaphore that limits how many slots create at once. Never blocks; engine's thread."""
 
     def acquire(self, slot: str) -> bool:
         """
-        True: *slot* holds it. False: it is being acquired elsewhere; `news` tells when, and the executor is nudged.
+        True: *slot* holds it. False: it is being acquired; `changed_slots` names *slot* later (with a nudge).
 
-        Raises: whatever acquiring it raised, once.
+        Raises: the error of acquiring it, once.
         """
         ...
 
     def release(self, slot: str) -> None:
-        """*slot* holds it no more, nor waits for it."""
+        """Release it, or stop waiting for it."""
         ...
 
     def changed_slots(self) -> frozenset[str]:
-        """Slots that got it since the last call, or for which acquiring it failed."""
+        """Slots that acquired it, or failed to, since the last call."""
         ...
 
 
@@ -244,7 +244,7 @@ class Clock(Protocol):
 
 
 class Lane(StrEnum):
-    """Effects of different lanes do not wait for each other's threads."""
+    """Lanes have threads of their own: an effect waits only for effects of its lane."""
 
     LIST = "list"
     CLOUD = "cloud"
@@ -255,7 +255,7 @@ class Lane(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """An effect that ended: exactly one of `result` and `error` tells how."""
+    """An effect that ended, with its `result` or its `error`."""
 
     tag: Hashable
     result: object = None
@@ -268,13 +268,13 @@ class Executor(Protocol):
     def submit(self, lane: Lane, tag: Hashable, effect: Callable[[], object]) -> None: ...
 
     def finished(self) -> list[Finished]:
-        """Everything that ended since the last call. Never blocks."""
+        """Effects that ended since the last call. Never blocks."""
         ...
 
     def sleep(self, timeout: timedelta) -> None:
-        """Return when *timeout* has passed, an effect ended, or somebody nudged; the earliest of them."""
+        """Return when *timeout* has passed, an effect ended, or `nudge` was called."""
         ...
 
     def nudge(self) -> None:
-        """Let the current or next `sleep` return at once. From any thread."""
+        """Make the current or next `sleep` return at once. From any thread."""
         ...

@@ -1,9 +1,8 @@
 """
-The nouns that every other module speaks of: slots, nodes, workers, and the records that cross a port.
+The nouns of tpucare: slots, places, nodes, workers, and the records that cross the Cloud, Remote and Store ports.
 
-Frozen, standard library only, no behaviour beyond naming. What `plan` remembers is in `memory`, what workers are asked
-and answer in `orders`.
-Numbers of states and health are those of google.cloud.tpu.v2 (Cloud TPU API v2, `Node.State`, `Node.Health`).
+Memory of a slot is in `memory`, orders to workers in `runs`. Numbers of states and health are those of
+google.cloud.tpu.v2 (Cloud TPU API v2, `Node.State`, `Node.Health`). Frozen, standard library only.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ LABEL_NUMBER = "tpucare-attempt"
 
 SSH_KEYS = "ssh-keys"
 OS_LOGIN = "enable-oslogin"
-"""Keys of a node's metadata that are tpucare's to write."""
+"""Keys of node metadata that tpucare alone writes."""
 
 NODE_NAME_LIMIT = 40
 
@@ -30,7 +29,7 @@ _NODE_NAME = re.compile(r"^(?P<slot>.+)-a(?P<number>\d+)$")
 
 
 class _OpenEnum(IntEnum):
-    """An enum of the API: a number that this version does not know becomes a member of its own, never an error."""
+    """An enum of the API; an unknown number becomes a member `NUMBER_n`, never an error."""
 
     @classmethod
     def _missing_(cls, value: object) -> _OpenEnum | None:
@@ -90,9 +89,9 @@ class Provisioning(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Network:
     """
-    Where the workers of a node are attached; empty strings mean the project's default network.
+    The network of a node's workers; empty strings mean the project's default network.
 
-    `reach_internal`: the daemon goes to their internal addresses, though they may have external ones as well.
+    `reach_internal`: the daemon connects to internal addresses even where there are external ones.
     """
 
     name: str = ""
@@ -109,10 +108,10 @@ class Network:
 @dataclass(frozen=True, slots=True)
 class Place:
     """
-    One way of asking for a node: where, what, and under which terms.
+    One way to create a node: zone, accelerator type, terms and network.
 
-    `metadata`: what the fleet wants in the node's metadata, beside tpucare's own keys. `os_login`: OS Login stays as
-    the project has it, instead of being switched off for the node.
+    `metadata`: the fleet's own keys of the node's metadata. `os_login`: keep the project's setting of OS Login, which
+    tpucare else switches off for the node.
     """
 
     zone: str
@@ -127,14 +126,14 @@ class Place:
 
     @property
     def key(self) -> str:
-        """Stable text under which the memory of this place is kept."""
+        """Key of this place in `Memory.places`."""
         network = self.network
         parts = (self.zone, self.accelerator_type, self.provisioning.value, self.service_account)
         return "/".join((*parts, network.name, network.subnetwork, "ext" if network.external_ips else "int"))
 
 
 class OnSuccess(StrEnum):
-    """What happens to the node of a run that finished."""
+    """The fate of a node whose run finished."""
 
     DELETE = "delete"
     KEEP = "keep"
@@ -142,14 +141,14 @@ class OnSuccess(StrEnum):
 
 
 class HostKeys(StrEnum):
-    """What is done with a node of whose host keys nothing vouches for good."""
+    """The policy for nodes whose host keys are not in guest attributes."""
 
     AUTO = "auto"
     VOUCHED = "vouched"
 
 
 class OnExit(StrEnum):
-    """What happens when a foreign run has ended, of which nobody knows whether it succeeded."""
+    """The reaction to the end of a foreign run, whose success is unknown."""
 
     LEAVE = "leave"
     RESTART = "restart"
@@ -159,12 +158,12 @@ class OnExit(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Job:
     """
-    What runs on every worker of a slot's node. Placeholders are expanded already: this is one slot's job.
+    The job of one slot, placeholders expanded, as it runs on every worker of its node.
 
-    `foreign`: runs are started by a user's function and not by tpucare's runner; `run` is empty then.
-    `repository` and `workdir` exclude each other; both empty means that nothing is fetched.
-    `workdir` is an absolute path on the daemon's machine. `files` maps a path below the job's folder to its content.
-    `secrets` are names only; the values are looked up when a launch is made and never stored.
+    foreign: a user's function starts the runs, not tpucare's runner; `run` is empty
+    repository, workdir: exclude each other; both empty: nothing is fetched
+    workdir: absolute path on the daemon's machine    files: content by path below the job's folder
+    secrets: names; the values are read at each launch and never stored
     """
 
     run: str
@@ -183,7 +182,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Care:
-    """How a slot is cared for. Lengths count observed time (design, rule 11) unless said otherwise."""
+    """Limits and choices of a slot's care (docs/fleet-file.md). Lengths count observed time (design, rule 11)."""
 
     boot_timeout: timedelta = timedelta(minutes=30)
     unreachable_after: timedelta = timedelta(minutes=3)
@@ -208,10 +207,10 @@ class Care:
 @dataclass(frozen=True, slots=True)
 class Slot:
     """
-    A place that should always hold one live node; everything that is needed to make the next one.
+    A place that should always hold one live node, with everything needed to create the next one.
 
-    `job_problem`: why the job of this slot is not known (a file of it was not read); `job` is then None.
-    `lacks`: what no run could be launched without, as a secret that is not set; while it lacks that, no node is made.
+    `job_problem`: why the job is unknown (a file could not be read); `job` is None then.
+    `lacks`: a missing requirement of every launch, such as a secret that is not set; no node is created meanwhile.
     """
 
     name: str
@@ -247,7 +246,7 @@ class Node:
     """
     One Cloud TPU resource as last listed or read.
 
-    `id` together with `create_time` (the cloud's clock) tells two nodes of the same name apart.
+    `id` and `create_time` (the cloud's clock) tell nodes of one name apart.
     `endpoints`: one entry per worker, index = worker number; may be short or empty while CREATING.
     """
 
@@ -294,7 +293,7 @@ class Worker(NamedTuple):
     """
     One host VM of a node, as SSH reaches it.
 
-    `node_id` is part of the identity: an address is reused by other nodes soon, and their host keys differ.
+    `node_id` is part of the identity: other nodes reuse an address soon, with other host keys.
     """
 
     key: NodeKey
@@ -318,9 +317,10 @@ def workers_of(node: Node, *, external: bool, expected: int) -> tuple[Worker, ..
 
 def reaches_externally(node: Node, place: Place | None, places: Sequence[Place]) -> bool:
     """
-    Whether the workers of *node* are reached at their external addresses. `place`: the one of *places*, which its slot
-    declares, that the node was asked for at. A node of none, such as an adopted one, tells by itself, unless all of
-    them are reached inside the VPC.
+    Whether tpucare reaches the workers of *node* at their external addresses.
+
+    place: where its slot created the node, of the declared *places*; None (an adopted node): externally if it has an
+    external address, unless all of *places* are reached inside the VPC
     """
     if place is not None:
         return place.network.is_reached_externally
@@ -336,9 +336,9 @@ class Listing:
     """
     One complete answer of ListNodes over all zones of a project, with what differs from the answer before it.
 
-    `unreachable` names zones that did not answer: their nodes are unknown, not gone; they are absent from `nodes`.
-    `gone` holds keys of nodes that the previous listing had and this one has not, unreachable zones left out.
-    `cloud_time` is the service's clock at the answer, where it said so.
+    unreachable: zones that did not answer; their nodes are unknown, not gone, and absent from `nodes`
+    gone:        keys in the previous listing and not in this one, unreachable zones left out
+    cloud_time:  the service's clock at the answer; None: not given
     """
 
     project: str
@@ -351,7 +351,7 @@ class Listing:
 
 @dataclass(frozen=True, slots=True)
 class NodeRequest:
-    """Everything a CreateNode call says. `metadata` carries `ssh-keys`; never a secret."""
+    """The content of a CreateNode call. `metadata` has `ssh-keys`; never a secret."""
 
     key: NodeKey
     place: Place
@@ -374,7 +374,7 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """A command that ran to its end on a worker; output is cut at the limit asked for (`truncated`)."""
+    """A command that ran to its end on a worker. `truncated`: output beyond the limit was dropped."""
 
     exit_status: int
     stdout: bytes
@@ -387,7 +387,7 @@ class Ran:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One line of the story, for people and for scripts; never a secret."""
+    """One entry of the event log: `text` for people, `kind` and `fields` for scripts; never a secret."""
 
     at: datetime
     kind: str

@@ -1,7 +1,7 @@
 """
-What is asked of the workers of a node, and what they answer: the records that cross the Launcher port.
+Orders to the workers of a node and their reports: the records that cross the Launcher port.
 
-Frozen, standard library only, no behaviour beyond naming.
+Scripts and SSH are the adapters' business, decisions the planner's. Frozen, standard library only.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tpucare.model.resources import Job, NodeKey, Worker
 
 
 class Contact(StrEnum):
-    """What a worker answered to the last try."""
+    """Outcome of the last try to reach a worker."""
 
     ANSWERED = "answered"
     SILENT = "silent"
@@ -23,7 +23,7 @@ class Contact(StrEnum):
 
 
 class Phase(StrEnum):
-    """How far a run is on one worker."""
+    """Phase of a run on one worker."""
 
     NONE = "none"
     FETCH = "fetch"
@@ -33,7 +33,7 @@ class Phase(StrEnum):
 
 
 class Failure(StrEnum):
-    """Why a run that exited non-zero did so, as far as the runner could tell."""
+    """Reason of a non-zero exit, as classified by the runner."""
 
     NONE = ""
     FETCH = "fetch"
@@ -47,12 +47,12 @@ class Failure(StrEnum):
 @dataclass(frozen=True, slots=True)
 class ForeignRun:
     """
-    What is known of a run that tpucare's runner did not start, on one worker.
+    State on one worker of a run that tpucare's runner did not start.
 
-    seen:     something of it lived there after its setup was over
-    rebooted: the worker was started anew since the launch
-    lost:     its setup is not over, and whoever did it is gone
-    status:   exit status that the script of `exec_command` left of it; None: nobody knows
+    seen:     a process or session of it lived there after its setup
+    rebooted: the worker booted since the launch
+    lost:     its setup is not over, and the process that did it is gone
+    status:   exit status left by the script of `exec_command`; None: unknown
     """
 
     seen: bool = False
@@ -64,17 +64,18 @@ class ForeignRun:
 @dataclass(frozen=True, slots=True)
 class WorkerReport:
     """
-    What one worker said at the last probe.
+    The report of one worker to the last probe.
 
-    Two reports are equal when nothing changed that a decision could turn on: step, checkpoint and detail are left out.
+    Reports compare without step, checkpoint, log size and detail: these change no decision by themselves.
 
-    token:       the run that the lock or the newest run folder names; empty when there never was one
-    alive:       the lock is held, or processes of a run live, or a foreign process holds the chips
-    chips_free:  nobody holds `/dev/accel*` or `/dev/vfio/*`
-    last_number: the highest run number that this worker has a folder for
-    signalled:   runner or run was sent SIGTERM or a notice; of a maintenance only while it is on, or 5 min after
-    exit_status: set only when the run is over and its status is known
-    foreign:     set when the run is one that tpucare's runner did not start
+    token:       the run named by the lock or the newest run folder; empty when there was none
+    alive:       the lock is held, processes of a run live, or a foreign process holds the chips
+    chips_free:  no process holds `/dev/accel*` or `/dev/vfio/*`
+    last_number: the highest run number with a folder on this worker
+    signalled:   runner or run got SIGTERM or a notice; for a maintenance, until 5 min after it
+    exit_status: of the run, once it ended and the status is known
+    foreign:     set for a run that tpucare's runner did not start
+    log_bytes:   length of the run's log
     """
 
     contact: Contact
@@ -97,7 +98,7 @@ class WorkerReport:
 
     @property
     def is_torn(self) -> bool:
-        """A foreign run was here, and went when the worker was started anew."""
+        """A foreign run was here and ended with a reboot of the worker."""
         return self.foreign is not None and self.foreign.seen and self.foreign.rebooted and not self.alive
 
 
@@ -120,9 +121,9 @@ class NodeReport:
 @dataclass(frozen=True, slots=True)
 class ProbeOrder:
     """
-    Ask every worker how it is. `progress` is the pattern whose last match in the log is the step.
+    Probe every worker. `progress`: pattern whose last match in the log is the step. `everything`: long log tails.
 
-    `settled`: this foreign run's setup is over on all workers; they write that down.
+    `settled`: token of the foreign run whose setup is over on all workers, to be recorded there.
     """
 
     workers: tuple[Worker, ...]
@@ -152,8 +153,7 @@ class LaunchOrder:
 @dataclass(frozen=True, slots=True)
 class LaunchResult:
     """
-    Which workers hold the run now. Shape: one entry per worker; None = started (or found running under this token),
-    else the error of that worker.
+    Shape: one entry per worker; None = the run was started there, or found running under this token; else the error.
     """
 
     workers: tuple[Exception | None, ...]
@@ -166,9 +166,9 @@ class LaunchResult:
 @dataclass(frozen=True, slots=True)
 class StopOrder:
     """
-    End whatever runs on the workers: SIGTERM, after `grace` SIGKILL of everything, wait until chips are free.
+    End all runs on the workers: SIGTERM, after `grace` SIGKILL to everything, then wait until the chips are free.
 
-    `stacks`: collect stack traces of the run into the log first (stalled runs).
+    `stacks`: first collect stack traces of the run into its log (stalled runs).
     """
 
     workers: tuple[Worker, ...]
@@ -180,7 +180,7 @@ class StopOrder:
 
 @dataclass(frozen=True, slots=True)
 class StopResult:
-    """Shape: one entry per worker. True: no run and chips free. False: something still holds on. Error: not known."""
+    """Shape: one entry per worker. True: no run, chips free. False: processes or chips busy. Error: unknown."""
 
     workers: tuple[bool | Exception, ...]
 

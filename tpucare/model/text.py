@@ -1,8 +1,7 @@
 """
-Text for people: the nearest valid word, how counts and lengths are said, and what came from elsewhere made safe for a
-terminal.
+Text for people: the nearest valid word, counts and lengths, and foreign text made safe for a terminal.
 
-Standard library only. What is valid is the caller's knowledge.
+Callers know the valid words. Standard library only.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ _UNITS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
 
 
 def nearest(word: str, choices: Iterable[str], *, at_most: int = 2) -> tuple[str, ...]:
-    """The valid words that *word* was most likely meant to be, best first; empty when none resembles it."""
+    """The *choices* most similar to *word*, best first; empty when none is similar."""
     known = list(choices)
     # SequenceMatcher is quadratic in the length, and a file from anywhere may hold a word of any length.
     if len(word) > SHOWN_CHARACTERS:
@@ -28,40 +27,40 @@ def nearest(word: str, choices: Iterable[str], *, at_most: int = 2) -> tuple[str
 
 
 def hint(word: str, choices: Iterable[str]) -> str:
-    """`; nearest: a, b`, or nothing when no choice resembles *word*: the tail of an error line."""
+    """`; nearest: a, b`, the tail of an error line; empty when no choice is similar to *word*."""
     return naming(nearest(word, choices))
 
 
 def naming(close: Sequence[str]) -> str:
-    """`; nearest: a, b` of words that are known to be near, or nothing when there are none."""
+    """`; nearest: a, b` of the words in *close*; empty when there are none."""
     return f"; nearest: {', '.join(close)}" if close else ""
 
 
 def counted(number: int, noun: str, several: str = "") -> str:
-    """`1 node`, `2 nodes`; *several*: where an `s` does not do."""
+    """`1 node`, `2 nodes`; *several*: an irregular plural."""
     return f"{number:,} {noun if number == 1 else several or noun + 's'}"
 
 
 def worker_range(count: int) -> str:
-    """Which workers a node has: `its workers are 0 to 3`."""
+    """`its workers are 0 to 3`."""
     return f"its workers are 0 to {count - 1}" if count != 1 else "its only worker is 0"
 
 
 def length(of: timedelta | float) -> str:
-    """A length of time (seconds, if a number) as a person would say it: 4 s, 2 min 17 s, 25 min, 1 h 30 min, 3 d."""
+    """A length of time (a number: seconds) for people: 4 s, 2 min 17 s, 25 min, 1 h 30 min, 3 d."""
     left = round(of.total_seconds() if isinstance(of, timedelta) else of)
     for place, (unit, size) in enumerate(_UNITS):
         count, left = divmod(left, size)
         if count:
             smaller, its_size = _UNITS[place + 1] if unit != "s" else ("", 1)
-            # Of a dozen minutes nobody wants the seconds.
+            # From ten units on the smaller unit is noise.
             rest = left // its_size if count < 10 else 0
             return f"{count} {unit}" + (f" {rest} {smaller}" if rest else "")
     return "0 s"
 
 
 def shown(value: object) -> str:
-    """*value* on one line, short and without control characters, so that a hostile file cannot paint the terminal."""
+    """*value* on one line, shortened, without control characters that a hostile file could send to the terminal."""
     text = value if isinstance(value, str) else repr(value)
     if len(text) > SHOWN_CHARACTERS:
         text = text[: SHOWN_CHARACTERS - 1] + "…"
@@ -69,7 +68,7 @@ def shown(value: object) -> str:
     return printable or "''"
 
 
-# --- text that comes from elsewhere, made safe for a terminal --------------------------------------------------------
+# --- foreign text, made safe for a terminal --------------------------------------------------------------------------
 
 
 # ECMA-48: CSI and the string sequences with their terminators, then every other escape.
@@ -82,7 +81,7 @@ def plain(text: str) -> str:
 
 
 def plain_lines(text: str) -> str:
-    """*text* with its lines and tabs, without sequences, controls and whatever else nobody can read."""
+    """*text* with its lines and tabs, without escape sequences, controls and other unprintable characters."""
     text = _ESCAPES.sub("", text.replace("\r\n", "\n").replace("\r", "\n"))
     if text.isprintable():
         return text
@@ -90,5 +89,5 @@ def plain_lines(text: str) -> str:
 
 
 def _instead(char: str) -> str:
-    """A space for the wide, narrow and line-breaking ones of Unicode, nothing for all else."""
+    """A space for Unicode spaces and line breaks, nothing for other characters."""
     return " " if char >= "\xa0" and char.isspace() else ""

@@ -1,8 +1,9 @@
 """
-How long to leave alone what failed: the pauses between two tries, with their caps.
+The pauses after failures, with their caps: for places, calls and runs.
 
-Pure. Instants of backoffs are of the machine's clock, so that they outlive the process; a clock that was set back
-meanwhile would stretch them, which is why whoever waits for one says the cap (`evidence.Timers.passed`).
+Pure. A backoff ends at an instant of the machine's clock, so that it outlives the process. A clock that is set back
+would stretch it, so every wait also names the cap (`evidence.Timers.passed`). Which failure pauses what is decided in
+`placement`, `remember` and `predicates`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from tpucare.model.memory import FailureKind
 
 @dataclass(frozen=True, slots=True)
 class Backoff:
-    """Grows from `first` by doubling up to `cap`; the upper half of each step is drawn by chance."""
+    """Doubles from `first` up to `cap`; each delay is drawn from the upper half of its step."""
 
     first: timedelta
     cap: timedelta
@@ -31,7 +32,7 @@ class Backoff:
 
 # --- places ----------------------------------------------------------------------------------------------------------
 
-# A stockout ends without notice, and asking costs one call of the create budget: stay close.
+# A stockout ends without notice, and a try costs one create of the budget: try often.
 CAPACITY_BACKOFF = Backoff(timedelta(seconds=10), timedelta(minutes=2))
 QUOTA_BACKOFF = Backoff(timedelta(minutes=5), timedelta(minutes=30))
 TRANSIENT_BACKOFF = Backoff(timedelta(seconds=4), timedelta(minutes=1))
@@ -42,30 +43,29 @@ PERSON_LATER = timedelta(hours=1)
 
 # --- calls -----------------------------------------------------------------------------------------------------------
 
-# After this many resends the same name is tried only as often as a place in a stockout.
 RESEND_BACKOFF = Backoff(timedelta(seconds=2), timedelta(minutes=1))
 MISSING_LOOK_EVERY = timedelta(hours=1)
 DELETE_AGAIN = timedelta(seconds=60)
 DELETE_AGAIN_CAP = timedelta(minutes=16)
 
-# No limit of reads is published; others list every 3 s, so a few more a second than that were never complained of.
+# No limit for reads is published; other tools list every 3 s, and two reads a second were never refused.
 POLLS_PER_SECOND = 2.0
 
 
 def poll_pause(operations: int) -> timedelta:
-    """Between two GetOperation calls of one create while so many are open; it doubles, so that it seldom changes."""
+    """Pause between two GetOperation calls of one create while so many are open; doubles, so that it seldom changes."""
     pause = POLL_OPERATION_EVERY
     while operations > POLLS_PER_SECOND * pause.total_seconds():
         pause *= 2
     return pause
 
 
-# LIST refused for its rate: every slot is blind until it succeeds, so it is not left alone for long.
+# Every slot is blind while LIST is refused for its rate, so the pause stays short.
 LISTING_PAUSE_CAP = 60.0
 
 
 def listing_pause(before: float, poll: float, rng: random.Random) -> float:
-    """Seconds until the next listing after one that was refused for its rate; `before`: the pause before that one."""
+    """Seconds until the next listing after a RateLimited one. `before`: seconds of the pause before that one."""
     return min(LISTING_PAUSE_CAP, 2 * max(before, poll)) * rng.uniform(0.75, 1.0)
 
 
@@ -90,7 +90,7 @@ def failure_backoff_cap(kind: FailureKind) -> timedelta:
 
 def refusal_pause(refusals: int) -> timedelta:
     """
-    Before the next login where *refusals* in a row were refused: 5, 10, 20, then 30 s.
+    Pause before the next login after that many refusals of our key in a row: 5, 10, 20, then 30 s.
 
     Source: sshguard on Ubuntu images of Compute Engine blocked an address after "4 attacks over 15 seconds".
     """

@@ -1,7 +1,8 @@
 """
-What a person may ask of a slot, as changes of its memory. Pure.
+The commands of people (up, down, pause, retry, confirm, ...) as changes of a slot's memory. Pure.
 
-The doors (daemon, command line, Python) call these through `Engine.change`, which writes them before it returns.
+Daemon, CLI and Python API call these through `Engine.change`, which writes the memory before it returns. What follows
+from the desired state is left to `decide`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from tpucare.model.memory import DesiredState, End, FailureCounter, Memory, Refu
 
 
 def up(memory: Memory) -> Memory:
-    """`apply`: wanted again; where the slot had ended or was taken down, all failures in a row are forgiven."""
+    """`apply`: UP; a slot that had ended or was down starts without backoffs and failure streaks."""
     if memory.wish is DesiredState.DOWN or memory.end is not End.NONE:
         memory = retry(memory)
     return replace(memory, wish=DesiredState.UP)
@@ -25,7 +26,7 @@ def down(memory: Memory) -> Memory:
 
 
 def pause(memory: Memory) -> Memory:
-    """Observe, touch nothing."""
+    """Observe, change nothing."""
     return replace(memory, wish=DesiredState.PAUSED)
 
 
@@ -34,7 +35,7 @@ def resume(memory: Memory) -> Memory:
 
 
 def retry(memory: Memory) -> Memory:
-    """Ask now: no backoff, no blocked place, no spent budget. Totals and what training reached are kept."""
+    """End every backoff, blocked place and failure streak. Totals and the furthest step are kept."""
     places = {
         key: replace(
             place,
@@ -53,17 +54,17 @@ def retry(memory: Memory) -> Memory:
     books = {name: FailureCounter(total=counter.total) for name, counter in memory.books.items()}
     run = memory.run
     if run is not None and memory.end is End.DONE:
-        # Where its node was kept, a run that finished is over, and not finished once more.
+        # On a kept node the finished run would else end the slot once more.
         run = replace(run.after(RunEvent.WANTED_ANEW), then_delete=None)
     return replace(memory.without_end(), places=places, books=books, run=run, failed_since=None)
 
 
 def confirm(memory: Memory) -> Memory:
     """
-    A person says that no older node of this slot trains any more: of those that are in doubt now.
+    A person confirms that no older node of this slot trains, of the nodes in doubt now.
 
-    Where none is, the word is about something else (the brake, say), and opens no fence that comes up later. Of nodes
-    that nobody can look at, or that are another's by now, it holds until they are seen again.
+    Without such a node the confirmation is about something else (the brake), and opens no later fence. For nodes that
+    cannot be read, or have another owner now, it holds until they are seen again.
     """
     away = (NodeStatus.TAKEN, NodeStatus.OUT_OF_SIGHT)
     lost = [past for past in memory.nodes if past.may_be_training and past.status in away]
@@ -73,7 +74,7 @@ def confirm(memory: Memory) -> Memory:
 
 
 def restart(memory: Memory) -> Memory:
-    """`apply --restart`: the job as declared now, on the node that is there."""
+    """`apply --restart`: a new run of the job as declared now, on the present node."""
     return replace(_unfinished(memory), restart_asked=True)
 
 
@@ -83,7 +84,7 @@ def replace_node(memory: Memory) -> Memory:
 
 
 def _unfinished(memory: Memory) -> Memory:
-    """A run is wanted, whatever is known of the one before."""
+    """A finished run counts as running again, so that the slot is not done."""
     return replace(memory, run=memory.run.after(RunEvent.WANTED_ON)) if memory.run is not None else memory
 
 

@@ -1,10 +1,9 @@
 """
-Where to ask next, how long to stay away from a place that refused, and how many creates a project may ask for.
+Chooses the place of the next create, keeps the refusals of places, and limits the creates of a project.
 
-Pure. Places are asked in rounds: each open one once before any of them again, so that none starves behind others. What
-the declaration prefers (a type and its terms) goes first in a round; of alike places the one not asked for longest.
-Each refusal is recorded at its place by the class of the error, and survives restarts in the slot's memory. What an
-answer means for the node itself is left to `plan`.
+Pure. Places take turns in rounds: each open place once before any of them again, so that none starves. Within a round
+the declared order of types and terms counts; among equals the place not asked for longest. Each refusal is recorded at
+its place by the class of the error and outlives the process. The node itself is left to `decide`.
 """
 
 from __future__ import annotations
@@ -31,18 +30,18 @@ from tpucare.planner.backoff import (
     TRANSIENT_BACKOFF,
 )
 
-# Two creates in a row that met nothing but silent workers point at the place, not at the nodes.
+# Two useless nodes in a row point at the place, not at the nodes.
 UNANSWERED_LIMIT = 2
 OWN_QUOTA_PATIENCE = timedelta(minutes=5)
 
-# What others hold of a quota comes back within hours; what stays used up for longer only a person can change.
+# Quota that others hold is freed within hours; after that only a person can change it.
 QUOTA_PATIENCE = timedelta(hours=2)
 _QUOTA_PAGE = "https://console.cloud.google.com/iam-admin/quotas"
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Either a place to ask at now, or why there is none; `needs_person` when only a person can open one."""
+    """The place of the next create, or `why` there is none; `needs_person`: only a person can open one."""
 
     place: Place | None
     why: str
@@ -50,7 +49,7 @@ class Choice:
 
 
 def choose_place(case: Case) -> Choice:
-    """The place whose turn it is, of those that may be asked now."""
+    """The first open place by turn, else the reasons of all."""
     reasons = []
     for place in in_turn(case.slot.places, case.memory):
         refusal = _closed_why(case, place, case.memory.place(place.key))
@@ -63,7 +62,7 @@ def choose_place(case: Case) -> Choice:
         for place in case.slot.places
     )
     if stopped and any(place.zone in case.evidence.project.unreachable_since for place in case.slot.places):
-        reasons.append("a zone that does not answer may be closed for good: declare another one, or wait")
+        reasons.append("a zone that does not answer may be closed for good: declare another zone, or wait")
     lacks_quota = any(case.memory.place(place.key).kind == Refusal.QUOTA for place in case.slot.places)
     if lacks_quota and case.memory.shell:
         reasons.append(_shell_advice(case.memory.shell))
@@ -74,10 +73,9 @@ def choose_place(case: Case) -> Choice:
 
 def in_turn(places: Sequence[Place], memory: Memory) -> list[Place]:
     """
-    *places* in the order in which an open one is to be asked: not yet in this round, preferred by the declaration, not
-    asked for longest, declared first.
+    *places* by turn: not asked in this round, preferred by the declaration, not asked for longest, declared first.
 
-    In declared order alone the first few places would be asked for ever, since their pauses are shorter than a round.
+    By declared order alone the first places would be asked for ever, since their pauses are shorter than a round.
     """
     preference = _preferences(places)
 
@@ -89,7 +87,7 @@ def in_turn(places: Sequence[Place], memory: Memory) -> list[Place]:
 
 
 def _preferences(places: Sequence[Place]) -> list[int]:
-    """Rank of each place: zones that stand side by side with one type and one set of terms are alike."""
+    """Rank of each place; neighbours of one type and terms share a rank."""
     ranks: list[int] = []
     for before, place in zip((None, *places), places, strict=False):
         alike = before is not None and _terms(before) == _terms(place)
@@ -102,7 +100,7 @@ def _terms(place: Place) -> tuple[str, Provisioning]:
 
 
 def record_create(memory: Memory, key: str, number: int) -> Memory:
-    """A create of that *number* is asked for at the place *key*; the second one of a place begins the next round."""
+    """Record create *number* at the place *key*; the second one of a place in a round begins the next round."""
     past = memory.place(key)
     if past.asked >= memory.round_from:
         memory = replace(memory, round_from=number)
@@ -110,16 +108,16 @@ def record_create(memory: Memory, key: str, number: int) -> Memory:
 
 
 def record_node_up(memory: Memory, key: str, now: datetime) -> Memory:
-    """A node came up at the place *key*: the slot's next node is looked for in a new round."""
+    """Record that a node came up at the place *key*, and begin a new round for the slot's next node."""
     memory = memory.with_place(key, end_refusals(memory.place(key), now))
     return replace(memory, round_from=memory.next_number, shell="")
 
 
 def _shell_advice(path: str) -> str:
-    """A queued resource outlives its node, and holds the quota of it until somebody deletes it."""
+    """Advice to delete the queued resource *path*, which outlives its node and holds the quota."""
     _, project, _, zone, _, name = path.split("/") if path.count("/") == 5 else ("", "", "", "", "", path)
     order = f"gcloud compute tpus queued-resources delete {name} --zone={zone} --project={project} --force"
-    return f"the queued resource {name}, which the last node came from, may hold it still: `{order}`"
+    return f"the queued resource {name} of the last node may still hold the quota: `{order}`"
 
 
 def _closed_why(case: Case, place: Place, past: PlaceMemory) -> str | None:
@@ -141,14 +139,14 @@ def _closed_why(case: Case, place: Place, past: PlaceMemory) -> str | None:
 
 
 def _stopped(past: PlaceMemory, now: datetime) -> bool:
-    """Only a person can open that place: it refused twice what waiting does not change, or its quota stays used up."""
+    """Only a person can open that place: blocked twice, or out of quota for longer than QUOTA_PATIENCE."""
     if past.kind == Refusal.QUOTA:
         return past.since is not None and now - past.since > QUOTA_PATIENCE
     return past.blocked and past.refusals >= 2
 
 
 def holds_quota(place: Place, evidence: Evidence, *, region_wide: bool) -> bool:
-    """Whether a dead or DELETING node of ours counts against the quota that a create at *place* needs."""
+    """Whether a dead or DELETING node of ours holds the quota that a create at *place* needs."""
     wanted = holding_of(place)
     for held in evidence.project.holdings:
         same_scope = region_of(held.zone) == region_of(wanted.zone) if region_wide else held.zone == wanted.zone
@@ -157,7 +155,7 @@ def holds_quota(place: Place, evidence: Evidence, *, region_wide: bool) -> bool:
     return False
 
 
-# The longest that each kind of refusal keeps a place closed, by whatever clock.
+# The longest pause of a place after each kind of refusal.
 _LONGEST: Mapping[Refusal, timedelta] = MappingProxyType(
     {
         Refusal.NO_CAPACITY: CAPACITY_BACKOFF.cap,
@@ -173,9 +171,9 @@ def record_refusal(
     past: PlaceMemory, error: CloudError, *, held: bool, now: datetime, rng: random.Random, text: str = ""
 ) -> PlaceMemory:
     """
-    What is remembered of a place that answered a create with *error*.
+    The place's memory after it refused a create with *error*.
 
-    `held`: a dead node of ours held that quota when the create was decided, in the scope that the error names.
+    `held`: a dead node of ours held that quota, in the error's scope, when the create was decided.
     """
     reason = text or str(error)
     if isinstance(error, QuotaExceeded) and held and not _out_of_patience(past, now):
@@ -185,7 +183,7 @@ def record_refusal(
     if isinstance(error, NeedsPerson):
         return block_place(past, reason, now=now)
     kind = _kind(error)
-    # A row is of one kind: after an hour of stockouts the first refusal for quota is the first.
+    # Failures in a row are of one kind: after an hour of stockouts the first refusal for quota counts as the first.
     again = past.kind == kind
     failures = past.failures + 1 if again else 1
     return replace(
@@ -201,7 +199,7 @@ def record_refusal(
 
 
 def block_place(past: PlaceMemory, reason: str, *, now: datetime) -> PlaceMemory:
-    """A person has to change something: ask again after ten minutes, then hourly, without end."""
+    """Block the place until a person acts: the next tries come after ten minutes, then hourly, without end."""
     refusals = past.refusals + 1
     delay = PERSON_FIRST if refusals == 1 else PERSON_LATER
     return replace(past, kind=Refusal.HUMAN, reason=reason, retry_at=now + delay, blocked=True, refusals=refusals)
@@ -233,8 +231,9 @@ def _pause(error: CloudError, failures: int, rng: random.Random) -> timedelta:
 
 def end_refusals(past: PlaceMemory, now: datetime) -> PlaceMemory:
     """
-    A node came up at this place: its row of refusals ends, but that of nodes that were of no use. When it was asked is
-    kept: a place that gave a node and took it back is not the first to be asked for the next one.
+    End the refusals of a place where a node came up.
+
+    The counts of useless nodes stay, and so does `asked`: a place that preempted its node has no first turn.
     """
     return PlaceMemory(
         last_success=now,
@@ -246,12 +245,12 @@ def end_refusals(past: PlaceMemory, now: datetime) -> PlaceMemory:
 
 
 def reset_unanswered(past: PlaceMemory) -> PlaceMemory:
-    """Workers of a node at this place answered."""
+    """End the streak of unanswered nodes: workers of a node at this place answered."""
     return replace(past, unanswered_nodes=0, refusals=0, blocked=False)
 
 
 def reset_held(past: PlaceMemory) -> PlaceMemory:
-    """A run was launched on a node of this place: its chips were free."""
+    """End the streak of held nodes: a run was launched at this place, so the chips were free."""
     return replace(past, held_nodes=0, refusals=0, blocked=False)
 
 
@@ -260,7 +259,7 @@ def _is_useless(past: PlaceMemory) -> bool:
 
 
 def end_quota_refusal(past: PlaceMemory) -> PlaceMemory:
-    """The call was accepted: quota and person were not the matter; capacity may still be."""
+    """End refusals for quota, rate and people after an accepted call; capacity may still lack."""
     if past.kind.is_own_quota or past.kind in (Refusal.QUOTA, Refusal.HUMAN, Refusal.RATE):
         kept = past.refusals if _is_useless(past) else 0
         past = replace(past, kind=Refusal.NONE, reason="", retry_at=None, blocked=False, refusals=kept)
@@ -269,7 +268,7 @@ def end_quota_refusal(past: PlaceMemory) -> PlaceMemory:
 
 
 class Budget(Protocol):
-    """What `CreateBudget` says of one process, and `create_budget.SharedBudget` of all processes of a state folder."""
+    """The create budget of one process (`CreateBudget`) or of all processes of a state folder (`SharedBudget`)."""
 
     def restore(self, asked: Iterable[tuple[float, str]]) -> None: ...
 
@@ -285,12 +284,12 @@ class Budget(Protocol):
 @dataclass(slots=True)
 class CreateBudget:
     """
-    At most `limit` creates in any `window` seconds, over all slots of a project, by the clock of whoever is asked.
+    At most `limit` creates in any `window` seconds, over all slots of a project.
 
-    A call may wait for a thread and be on its way for a while, so its place is free again a window after its answer:
-    counted from the asking alone, a slow burst and a swift one after it would be twice the limit at the API. Instants
-    are seconds of a clock that never jumps. Source of the default: the service's `qps/create` quota is not documented
-    and was 91 a minute in one large project; other tools keep to 60.
+    A call counts until a window after its answer, since it may wait for a thread: counted from its start, a slow burst
+    and a fast one after it would reach the API together, at twice the limit. Instants are seconds of a monotonic clock.
+    Source of the default: the quota `qps/create` is not documented; it was 91 a minute in one large project, and other
+    tools keep to 60.
     """
 
     limit: int = 60
@@ -298,11 +297,11 @@ class CreateBudget:
     _asked: deque[tuple[float, str]] = field(default_factory=deque)
 
     def restore(self, asked: Iterable[tuple[float, str]]) -> None:
-        """Creates that an earlier process asked for count as well."""
+        """Add creates of an earlier process, as (instant, slot)."""
         self._asked = deque(sorted([*self._asked, *asked]))
 
     def free_at(self, now: float) -> float | None:
-        """None when a create may be asked for now, else the instant when one may."""
+        """None when a create may begin now, else the instant when one may."""
         while self._asked and self._asked[0][0] + self.window <= now:
             self._asked.popleft()
         if len(self._asked) < self.limit:
@@ -313,12 +312,12 @@ class CreateBudget:
         self._asked.append((now, slot))
 
     def create_ended(self, slot: str, now: float) -> None:
-        """The create of *slot* has ended, in whatever way; it reached the API at some instant until *now*."""
+        """Count the ended create of *slot* from *now*: it reached the API at some instant until then."""
         taken = next((entry for entry in reversed(self._asked) if entry[1] == slot), None)
         if taken is not None:
             self._asked.remove(taken)
             self._asked.append((now, slot))
 
     def shares(self) -> Counter[str]:
-        """How many of the creates in the window each slot had: the fewest go first."""
+        """Creates of each slot in the window; slots with the fewest go first."""
         return Counter(slot for _, slot in self._asked)

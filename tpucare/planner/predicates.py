@@ -1,7 +1,7 @@
 """
-What decisions about a node and its run have words for: is it quiet, how far did it get, a Stop or Delete of it.
+Questions about a node and its run (is it quiet? how far did it get?), and the Stop and Delete that answers lead to.
 
-Pure. Shared by `plan` and every module below it; none of these decides by itself what comes next.
+Pure. Shared by `decide`, `node` and `run`, which choose the next step.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from tpucare.planner.backoff import failure_backoff_cap
 ON_DEMAND_SILENCE = timedelta(minutes=30)
 STALL_FACTOR = 10
 LONG_LIFE = timedelta(hours=1)
-# In a row, over several nodes, without a step beyond the furthest: then it is the job's own doing (an OOM, a deadlock).
+# In a row, over several nodes, without a step beyond the furthest: then the job itself is at fault (OOM, deadlock).
 INFRASTRUCTURE_BUDGET = 12
 LOOK_EVERY = timedelta(seconds=5)
 LOOK_CAP, LOOK_CAP_HUMAN = timedelta(minutes=1), timedelta(minutes=10)
 
 
 def get_node_when_due(case: Case, key: NodeKey, cause: Cause, why: str) -> GetNode | None:
-    """GetNode, unless it was asked a moment ago; where it fails it is asked ever more seldom."""
+    """GetNode, unless one is in flight or ended just now; after failures with growing pauses."""
     this = EffectKind.LOOK.of(key.name)
     last, failed, every = case.evidence.ended_effects.get(this), case.evidence.failed_reads.get(key.name), LOOK_EVERY
     if failed is not None:
@@ -49,7 +49,7 @@ def deletion(
     held: bool = False,
     lasted: timedelta | None = None,
 ) -> Delete:
-    """A Delete of this node, with the proof of quiet that the last probe gives, if it gives one."""
+    """A Delete of this node; `quiet` by its last report."""
     node = seen.node
     return Delete(
         node.key,
@@ -73,9 +73,9 @@ def is_quiet(seen: NodeEvidence) -> bool:
 
 def effect_under_way(seen: NodeEvidence, evidence: Evidence) -> Wait | None:
     """
-    What is under way on this node, if anything is.
+    A Wait while a launch, stop or delete of this node is in flight.
 
-    Nothing is decided about a node meanwhile: what its workers said before a launch ended is no proof of quiet.
+    Reports from before the end of a launch prove no quiet, so nothing is decided about the node meanwhile.
     """
     name = seen.node.name
     for kind in (EffectKind.LAUNCH, EffectKind.STOP, EffectKind.DELETE):
@@ -86,9 +86,9 @@ def effect_under_way(seen: NodeEvidence, evidence: Evidence) -> Wait | None:
 
 def unlisted_zones(case: Case) -> Wait | None:
     """
-    Rule 1 where memory is lost or may be a backup's: no create or launch before the zones have answered once.
+    A Wait, by rule 1, while memory is lost or may be a backup's, and zones have not answered once.
 
-    Where everything was lost, that is every zone; else those in which this slot may have a node.
+    After a lost store: any zone; after an old one: the zones of this slot's places.
     """
     places = {place.zone for place in case.slot.places} & case.evidence.project.unanswered
     if case.evidence.project.store_lost and not case.evidence.project.complete:
@@ -104,7 +104,7 @@ def unlisted_zones(case: Case) -> Wait | None:
 
 
 def without_job(slot: Slot, then: str) -> Wait:
-    """Nothing can be launched for a slot whose job is not known, or was never declared."""
+    """The Wait of a slot whose job is unknown or was never declared."""
     if slot.job_problem:
         advice = f"raise `count` and apply its file, or `tpucare down {slot.name}`"
         why = f"its job is not known ({slot.job_problem}): {advice}; {then}"
@@ -113,7 +113,7 @@ def without_job(slot: Slot, then: str) -> Wait:
 
 
 def stop_before(case: Case, seen: NodeEvidence, delete: Delete) -> Stop | Delete:
-    """Stop the gang first where workers answer and something runs; a stop that was tried is not tried again."""
+    """A Stop where a run may live and none was tried yet, else *delete*."""
     tried = EffectKind.STOP.of(seen.node.name) in case.evidence.ended_effects
     if tried or seen.workers is None or not _may_run(seen, case.memory):
         return delete
@@ -123,7 +123,7 @@ def stop_before(case: Case, seen: NodeEvidence, delete: Delete) -> Stop | Delete
 def _may_run(seen: NodeEvidence, memory: Memory) -> bool:
     if seen.report is not None:
         return any(worker.alive for worker in seen.report.workers)
-    # Not asked since the launch, or since this process runs.
+    # Not probed since the launch, or since this process started.
     run = memory.run
     return run is not None and run.node == seen.node.name and not run.state.is_past
 
@@ -142,7 +142,7 @@ def ending(
     stacks: bool = False,
     lasted: timedelta | None = None,
 ) -> Stop:
-    """A Stop of whatever runs on this node, with how far it got."""
+    """A Stop of all runs on this node, with the furthest step and checkpoint."""
     node, far = seen.node, furthest(seen, memory)
     token = token_of(seen) or (memory.run.token if memory.run and memory.run.node == node.name else f"{node.name}.0")
     return Stop(
@@ -164,7 +164,7 @@ def ending(
 
 
 class Furthest(NamedTuple):
-    """How far a slot's training ever got, as the workers tell it."""
+    """The furthest step and checkpoint of a slot's training, by reports and memory."""
 
     step: int | None
     checkpoint: int | None
@@ -176,15 +176,15 @@ def furthest(seen: NodeEvidence, memory: Memory) -> Furthest:
 
 def has_advanced(seen: NodeEvidence, memory: Memory) -> bool:
     """
-    The run got further than any before it of its job, so its failure is the first of a row; where it tells of no step,
-    it lived long.
+    The run got further than any earlier run of its job, so its failure starts a new streak; without a step signal: it
+    lived for LONG_LIFE.
     """
     step, checkpoint = furthest_of(seen, "step", None), furthest_of(seen, "checkpoint", None)
     if checkpoint is not None and memory.checkpoint is not None and checkpoint > memory.checkpoint:
         return True
     if step is not None:
         return memory.step is None or step > memory.step
-    # A run that stands still lives until it stood still.
+    # A stalled run lived until its last sign of progress.
     begun, ended = seen.progress.begun or seen.phase_since, seen.ended_since or seen.progress.last
     return begun is not None and ended is not None and ended.observed - begun.observed >= LONG_LIFE
 
@@ -195,7 +195,7 @@ def furthest_of(seen: NodeEvidence, what: str, known: int | None) -> int | None:
 
 
 def token_of(seen: NodeEvidence) -> str:
-    """The newest run of this very node that its workers know of; empty when there never was one."""
+    """Token of the newest run of this very node by its workers' reports; empty: none."""
     tokens = {worker.token for worker in (seen.report.workers if seen.report else ())}
     own = [token for token in tokens if _belongs(token, seen.node.name)]
     return max(own, key=lambda token: int(token.rpartition(".")[2]), default="")
@@ -207,14 +207,14 @@ def _belongs(token: str, node: str) -> bool:
 
 
 def next_number(seen: NodeEvidence, memory: Memory) -> int:
-    """Run numbers continue from what the workers have, when the store does not know (rule 4)."""
+    """Number of the next run; continues from the workers' where the store does not know them (rule 4)."""
     known = memory.run.number if memory.run is not None and memory.run.node == seen.node.name else 0
     told = max((worker.last_number for worker in (seen.report.workers if seen.report else ())), default=0)
     return max(known, told) + 1
 
 
 def job_mark(job: Job) -> str:
-    """Tells jobs apart by whatever may change what their runs tell of progress; runs of one job have the same."""
+    """Digest of the parts of a job that its steps depend on: equal for runs whose progress can be compared."""
     told = (job.run, job.setup, job.repository, job.branch, job.workdir, sorted(job.env.items()), job.checkpoint)
     return hashlib.sha256(json.dumps((*told, job.progress, job.foreign)).encode()).hexdigest()[:16]
 
@@ -230,14 +230,15 @@ def patience_with_silence(slot: Slot, seen: NodeEvidence) -> timedelta:
 
 
 def usual_pause(seen: NodeEvidence) -> timedelta:
-    """How long this run may be without a sign of progress and still be going on, by what it showed until now."""
+    """STALL_FACTOR times the median gap between signs: a pause so long is usual for this run."""
     return (seen.progress.median_gap or timedelta()) * STALL_FACTOR
 
 
 def nothing_moves(seen: NodeEvidence) -> bool:
     """
-    What a verdict on a standstill needs beside its length: time alone is no observation, and workers that are asked
-    seldom have not been seen to stand still. Where none of them answers nothing moves, as far as anybody can tell.
+    Enough reports without change, or no worker that answers; required beside the length of a standstill.
+
+    Time alone is no observation: workers that are probed seldom have not been seen to stand still.
     """
     return not some_answer(seen) or seen.progress.still >= SUPPORTING_OBSERVATIONS
 

@@ -1,9 +1,9 @@
 """
-Whether a node's host keys are believed: asked before anything private is sent to its workers.
+Decides whether a node's host keys are trusted, before anything private is sent to its workers.
 
-Pure. The key of the first login is pinned as it comes; what vouches for it are the guest attributes of the node, which
-the API serves over TLS and only the machine itself can write. They may come late, or never, or the call may fail: each
-of these is something else. `care.host_keys` decides only where nothing vouches for good.
+Pure. The first login pins a worker's host key. The guest attributes of the node vouch for it: the API serves them over
+TLS, and only the machine itself can write them. They may come late or never, and the call may fail; each case has its
+own row. `care.host_keys` decides only where guest attributes never vouch. Pinning is left to the adapters.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from tpucare.model.text import length
 ASK_EVERY = timedelta(seconds=10)
 # The guest agent publishes some time after sshd answers; the longest that was seen elsewhere is about a minute.
 PUBLISHED_WITHIN = timedelta(minutes=2)
-# The same where this project and runtime published nothing lately.
+# The same where this project and runtime published nothing within REMEMBERED_FOR.
 USUALLY_UNPUBLISHED = timedelta(seconds=10)
 REMEMBERED_FOR = timedelta(days=1)
-# Where only a person can help, and may have helped meanwhile.
+# A person may have mended the cause meanwhile.
 ASK_LATER_EVERY = timedelta(minutes=1)
 UNANSWERED_TOLD_AFTER = timedelta(minutes=10)
 
@@ -31,13 +31,13 @@ _FIRST = "its workers answer for the first time"
 
 
 def publisher_of(slot: Slot, past: NodeMemory) -> str:
-    """`PROJECT/RUNTIME`: whose nodes publish host keys alike; no runtime where the node's place is not known."""
+    """`PROJECT/RUNTIME`, whose nodes publish host keys alike; empty runtime when the node's place is unknown."""
     place = next((place for place in slot.places if place.key == past.place), None)
     return f"{slot.project}/{place.runtime if place is not None else ''}"
 
 
 def decide_trust(case: Case, seen: NodeEvidence, past: NodeMemory) -> Action | None:
-    """What comes before a launch on workers that all answer; None when the job may be sent to them."""
+    """The step before a launch on workers that all answer; None when the job may be sent to them."""
     name, strict = seen.node.name, case.slot.care.host_keys is HostKeys.VOUCHED
     asking = EffectKind.VOUCH.of(name) in case.evidence.in_flight
     asked = Wait(Cause.UNDER_WAY, f"asking for the host keys of {name}")
@@ -67,15 +67,15 @@ def decide_trust(case: Case, seen: NodeEvidence, past: NodeMemory) -> Action | N
 
 def is_private(job: Job | None) -> bool:
     """
-    Whether a launch of *job* tells its workers something that not everybody may know.
+    Whether a launch of *job* sends private content to its workers.
 
-    `env` counts as private, since people put keys there. A foreign run does what a user's function does.
+    `env` is private, since people put keys there, and so is a foreign run, since a user's function may send anything.
     """
     return job is not None and bool(job.secrets or job.files or job.workdir or job.env or job.foreign)
 
 
 def decide_changed_key(case: Case, seen: NodeEvidence, past: NodeMemory) -> Action:
-    """A worker shows another host key than it had: only guest attributes, or a person, can say that it is the same."""
+    """A worker shows another host key than the pinned one: only guest attributes or a person can vouch for it."""
     name, last = seen.node.name, case.evidence.ended_effects.get(EffectKind.VOUCH.of(seen.node.name))
     asked = last is not None and seen.changed_since is not None and last.observed >= seen.changed_since.observed
     long = case.timers.lasted(seen.changed_since, PUBLISHED_WITHIN)
@@ -95,23 +95,19 @@ def _ask(slot: Slot, seen: NodeEvidence, past: NodeMemory, cause: Cause, why: st
 
 
 def _ask_again(
-    case: Case,
-    seen: NodeEvidence,
-    past: NodeMemory,
-    *,
-    every: timedelta = ASK_EVERY,
+    case: Case, seen: NodeEvidence, past: NodeMemory, *, every: timedelta = ASK_EVERY
 ) -> FetchHostKeys | None:
-    """Nothing while a question is under way: what is known so far stays, and a person is not told of it anew."""
+    """FetchHostKeys each *every*; None while one is in flight, so that a person is told once."""
     kind = EffectKind.VOUCH.of(seen.node.name)
     last = case.evidence.ended_effects.get(kind)
     due = kind not in case.evidence.in_flight and (last is None or case.timers.lasted(last, every, observations=0))
-    return (
-        _ask(case.slot, seen, past, Cause.HOST_KEYS_UNVOUCHED, "nothing vouches for its host keys yet") if due else None
-    )
+    if not due:
+        return None
+    return _ask(case.slot, seen, past, Cause.HOST_KEYS_UNVOUCHED, "nothing vouches for its host keys yet")
 
 
 def _unanswered(seen: NodeEvidence, timers: Timers, before: str = "") -> Wait:
-    """No answer is never taken for "nothing vouches": who stands between us and a node may hold up the API, too."""
+    """No answer never means "nothing vouches": an attacker between us and a node may block the API, too."""
     why = f"{before}guest attributes of {seen.node.name} give no answer ({seen.voucher_why}): asked again"
     long = timers.lasted(seen.unanswered_since, UNANSWERED_TOLD_AFTER)
     return Wait(Cause.HOST_KEYS_UNANSWERED, why, needs_person=long)
