@@ -1,8 +1,8 @@
 """
-What to do about one live node of a slot, up to the launch of a run; the run itself is `plan_run`'s.
+Decides about one live node of a slot, up to the launch of a run; `run` decides about the run itself.
 
-Pure. The node's state decides first, then whether its workers answer, then whether an older node of the slot could
-still be training (design, rule 1).
+Pure. The node's state comes first, then whether its workers answer, then whether an older node of the slot may still be
+training (design, rule 1).
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def decide_node(case: Case, seen: NodeEvidence) -> Action:
 
 
 def _decide_unknown(case: Case, seen: NodeEvidence) -> Action:
-    """By its meaning a repair failed, and it never becomes READY; but one field alone is no proof of that."""
+    """UNKNOWN means a failed repair, but one field is no proof: workers must be silent or stand still, too."""
     limit = max(patience_with_silence(case.slot, seen), usual_pause(seen))
     answers = some_answer(seen)
     life = latest(seen.state_since, seen.progress.last, seen.progress.life) if answers else seen.state_since
@@ -91,17 +91,17 @@ def _decide_unknown(case: Case, seen: NodeEvidence) -> Action:
         return stop_before(case, seen, delete)
     past = case.memory.node(seen.node.name)
     if answers and past is not None and past.launched:
-        # What moves may be a log alone: the run is cared for like any, so that one that hangs is found.
+        # Only the log may move, so the run is decided about like any other: a hanging one is found.
         return _decide_usable(case, seen, past)
-    return Wait(Cause.STATE_UNKNOWN, f"{seen.node.name} is UNKNOWN: waiting whether anything moves on it")
+    return Wait(Cause.STATE_UNKNOWN, f"{seen.node.name} is UNKNOWN: watching whether anything moves on it")
 
 
 def decide_by_workers(case: Case, seen: NodeEvidence) -> Action | None:
     """
-    What the API need not be asked for: all workers of the node were heard since it tells nothing, so the run that was
-    launched on this very node may be settled, stopped and launched again there. None: nothing of that kind.
+    The step that needs no API, while listing or zone do not answer; None where there is none.
 
-    Nothing is deleted, and no node is asked for; where an older one is in doubt, nothing is launched.
+    Once all workers of the slot's only node reported since, the run launched on that very node may be recorded, stopped
+    and launched again. No Delete, no Create, and no Launch where an older node is in doubt.
     """
     run, past, name = case.memory.run, case.memory.node(seen.node.name), seen.node.name
     if case.memory.wish is not DesiredState.UP or case.memory.end is not End.NONE or case.memory.replace_asked:
@@ -115,20 +115,19 @@ def decide_by_workers(case: Case, seen: NodeEvidence) -> Action | None:
     if not seen.reported_while_blind or seen.report is None or not seen.report.all_answer:
         return None
     action = _decide_answering(case, seen, past)
-    # Rule 11: what takes a length of time to judge waits for listings, whose gaps alone count as observed.
+    # Rule 11: only gaps between listings count as observed time, so a verdict over time waits for them.
     may_stop = isinstance(action, Stop) and action.then is None and action.lasted is None
     return action if may_stop or isinstance(action, Record | Launch) else None
 
 
 def decide_hidden(case: Case, zone: str, name: str) -> Action:
-    """A node that neither the listing nor GetNode tells of; after `fence_after` another may be asked for elsewhere."""
+    """A node that neither a listing nor GetNode can show; after `fence_after` the slot may create one elsewhere."""
     if case.timers.lasted(case.evidence.hidden_since(zone, name), case.slot.care.fence_after):
-        return Record(
-            Fact.NODE_OUT_OF_SIGHT, f"nothing is heard of it for {length(case.slot.care.fence_after)}", name=name
-        )
+        why = f"neither a listing nor GetNode showed it for {length(case.slot.care.fence_after)}"
+        return Record(Fact.NODE_OUT_OF_SIGHT, why, name=name)
     if zone in case.evidence.project.unreachable_since:
-        return Wait(Cause.ZONE_UNREACHABLE, f"{zone} does not answer: what is known of {name} stays")
-    why = f"{name} is not in the listing, and may not be looked at: what is known of it stays"
+        return Wait(Cause.ZONE_UNREACHABLE, f"{zone} does not answer: the last state of {name} stands")
+    why = f"{name} is not listed, and GetNode fails: its last state stands"
     return Wait(Cause.NODE_HIDDEN, why)
 
 
@@ -138,13 +137,13 @@ def _decide_odd(slot: Slot, seen: NodeEvidence) -> Action:
         if slot.care.stopped_delete:
             why = f"it is {node.state.name} and care.stopped is delete"
             return deletion(seen, Cause.NODE_STOPPED, why, Reason.ASKED)
-        why = f"{node.name} is {node.state.name}: somebody stopped it; start it, or `down`"
+        why = f"{node.name} is {node.state.name}, which tpucare never asks for: start it, or `tpucare down`"
         return Wait(Cause.NODE_STOPPED, why, needs_person=True)
-    return Wait(Cause.STATE_ODD, f"{node.name} is {node.state.name}: waiting, nothing is known to do about it")
+    return Wait(Cause.STATE_ODD, f"{node.name} is {node.state.name}: waiting; tpucare has no action for this state")
 
 
 def _decide_pending(case: Case, seen: NodeEvidence, past: NodeMemory) -> Action:
-    """Launch as soon as all workers answer, whatever the operation says; the limit is boot_timeout."""
+    """Launch as soon as all workers answer, in any state of the operation; the limit is boot_timeout."""
     if seen.workers is not None and seen.report is not None and seen.report.all_answer:
         return _decide_answering(case, seen, past)
     intent = case.memory.create(seen.node.name)
@@ -157,10 +156,10 @@ def _decide_pending(case: Case, seen: NodeEvidence, past: NodeMemory) -> Action:
         return Wait(Cause.CREATE_FAILED, why)
     since, limit = seen.state_since, case.slot.care.boot_timeout
     if past.answered:
-        # Its workers came up long ago, whatever the API shows of it: what lasts is that some do not answer now.
+        # Its workers came up long ago, whatever state the API shows: the timeout is for those silent now.
         since = latest(since, seen.silent_since, seen.refused_since) or since
     if past.launched and seen.silent_since is not None and made_progress_since(seen, seen.silent_since):
-        # It may train for hours while it shows CREATING; a worker that tells of steps vouches for the one that is mute.
+        # It may train for hours in state CREATING; the steps of one worker show that a silent one works, too.
         since, limit = latest(since, seen.progress.last) or since, max(limit, usual_pause(seen))
     if case.timers.lasted(since, limit):
         why = f"still {seen.node.state.name} at boot_timeout"
@@ -194,7 +193,7 @@ def _decide_usable(case: Case, seen: NodeEvidence, past: NodeMemory) -> Action:
 
 
 def _silence_beside(case: Case, trouble: Action, seen: NodeEvidence, past: NodeMemory) -> Action:
-    """A reused address, or one worker without our key, does not hide that others of the node are silent."""
+    """Silent workers count even while another worker refuses our key or has a changed host key."""
     if not isinstance(trouble, Wait) or seen.silent_since is None:
         return trouble
     verdict = _decide_silent(case, seen, past)
@@ -202,7 +201,7 @@ def _silence_beside(case: Case, trouble: Action, seen: NodeEvidence, past: NodeM
 
 
 def contact_trouble(case: Case, seen: NodeEvidence, past: NodeMemory) -> Action | None:
-    """Workers that listen and will not have us: a key that is not there yet, a host key that changed."""
+    """The step for workers that listen and refuse our key, or show a changed host key; None without such workers."""
     if seen.report is None:
         return None
     contacts = {worker.contact for worker in seen.report.workers}
@@ -216,7 +215,7 @@ def contact_trouble(case: Case, seen: NodeEvidence, past: NodeMemory) -> Action 
 def _decide_refused(case: Case, seen: NodeEvidence, past: NodeMemory, *, some_accept: bool) -> Action:
     name = seen.node.name
     if not past.keyed:
-        # The guest agent writes the key some seconds after sshd listens; UpdateNode too early is a call for nothing.
+        # The guest agent writes the key some seconds after sshd listens, so UpdateNode waits for that.
         last = case.evidence.ended_effects.get(EffectKind.KEY.of(name))
         pause_over = last is None or case.timers.lasted(last, KEY_PUSH_EVERY)
         late = case.timers.lasted(seen.refused_since, KEY_MAY_BE_LATE)
@@ -225,20 +224,22 @@ def _decide_refused(case: Case, seen: NodeEvidence, past: NodeMemory, *, some_ac
         why = f"a worker of {name} does not know our key yet"
         return Wait(Cause.KEY_REFUSED, why, needs_person=last is not None)
     if some_accept and not (past.launched or keeps_node(seen)):
-        # No setting of the project tells workers of one node apart: the guest agent of that one is broken.
+        # No setting differs between workers of one node: the guest agent of that worker is broken.
         if case.timers.lasted(seen.refused_since, KEY_REFUSED_BY_SOME):
-            why = f"a worker refuses our key for {length(KEY_REFUSED_BY_SOME)}, others take it"
+            why = f"one worker has refused our key for {length(KEY_REFUSED_BY_SOME)}, the others accept it"
             return deletion(seen, Cause.KEY_REFUSED, why, Reason.JUDGED, unanswered=True)
-        why = f"a worker of {name} refuses our key, and others take it: waiting until it does"
+        why = f"a worker of {name} refuses our key, the others accept it: trying again"
         return Wait(Cause.KEY_REFUSED, why)
     if case.timers.lasted(seen.refused_since, KEY_PUSH_SERVES):
         why = "is OS Login on, by policy (requireOsLogin) or for want of enable-oslogin: FALSE, or is a key blocked?"
         return Wait(Cause.KEY_REFUSED, f"{name} refuses our key, though its metadata has it: {why}", needs_person=True)
-    return Wait(Cause.KEY_REFUSED, f"our key was written to the metadata of {name}; waiting until its workers take it")
+    return Wait(
+        Cause.KEY_REFUSED, f"our key was written to the metadata of {name}; waiting until its workers accept it"
+    )
 
 
 def _decide_silent(case: Case, seen: NodeEvidence, past: NodeMemory) -> Action:
-    """Silence is a verdict only when the network is known to carry, or for one canary at a time."""
+    """Silence is a verdict only while our own network is known to work, or for one canary at a time."""
     name, limit = seen.node.name, patience_with_silence(case.slot, seen)
     run = case.memory.run
     if (
@@ -250,23 +251,23 @@ def _decide_silent(case: Case, seen: NodeEvidence, past: NodeMemory) -> Action:
         return end_done(name, furthest(seen, case.memory))
     if not past.answered:
         limit = limit * NEVER_ANSWERED_FACTOR
-    # Workers that are silent while the node is CREATING are booting, whichever of them answer early.
+    # Silent workers of a CREATING node are booting, even if some answer early.
     since = latest(seen.silent_since, seen.state_since)
     if not past.answered:
-        # A slice whose workers come up one after the other is booting; boot_timeout ends that.
+        # Workers that come up one after the other are booting; boot_timeout is the limit.
         since = latest(since, seen.arrived_since)
     if seen.silent_since is not None and made_progress_since(seen, seen.silent_since):
-        # The last step before a gang hangs may be seen after a worker fell silent: progress has to go on to count.
+        # The last step before a gang hangs may be reported after a worker fell silent, so progress has to go on.
         since, limit = latest(since, seen.progress.last), max(limit, usual_pause(seen))
         if not case.timers.lasted(since, limit):
             return Wait(Cause.SILENT, f"a worker of {name} is silent, progress goes on")
     supported = seen.silent_probes >= 3
-    # Who refused our key may be a guard that drops our packets by now, and lets us in minutes later.
+    # A guard (sshguard) that refused our key may drop our packets for some minutes.
     guarded = past.refused and not past.answered
     if supported and not guarded and case.timers.lasted(since, limit) and case.evidence.elsewhere_answers:
         return _silence_ends(seen, past, case.memory, f"a worker is silent for {length(limit)}, others answer", limit)
     if not past.answered:
-        # Where nobody answers, or a guard may be at work, only boot_timeout ends the wait for a node that never did.
+        # Where no worker answers anywhere, or a guard may drop packets, a node that never answered gets boot_timeout.
         if supported and case.timers.lasted(seen.seen_since, case.slot.care.boot_timeout):
             why = "its workers never answered until boot_timeout"
             return deletion(
@@ -274,7 +275,7 @@ def _decide_silent(case: Case, seen: NodeEvidence, past: NodeMemory) -> Action:
             )
     elif supported and case.timers.lasted(since, limit * CANARY_FACTOR) and case.evidence.may_be_canary:
         for_so_long = length(limit * CANARY_FACTOR)
-        why = f"no worker anywhere answers for {for_so_long}; this slot tries first whether a new node does"
+        why = f"no worker anywhere answers for {for_so_long}; this slot is the canary and tries a new node"
         return deletion(seen, Cause.CANARY, why, Reason.JUDGED, lasted=limit * CANARY_FACTOR)
     if stop := _stop_half_gang(case, seen, since):
         return stop
@@ -283,9 +284,10 @@ def _decide_silent(case: Case, seen: NodeEvidence, past: NodeMemory) -> Action:
 
 def _silence_ends(seen: NodeEvidence, past: NodeMemory, memory: Memory, why: str, lasted: timedelta) -> Delete:
     """
-    A job may cut off its own nodes (memory, firewall, sshd): what a run was on when it fell silent is an interruption.
+    A Delete for silence, which counts as an infrastructure failure of the run on that node.
 
-    Preemptions that the cloud never tells of look alike; progress between them ends the row.
+    A job may cut off its own nodes (memory, firewall, sshd). Unreported preemptions look alike, but progress between
+    them ends the streak.
     """
     delete = deletion(seen, Cause.SILENT, why, Reason.JUDGED, unanswered=not past.answered, lasted=lasted)
     run = memory.run
@@ -304,13 +306,13 @@ def _silence_ends(seen: NodeEvidence, past: NodeMemory, memory: Memory, why: str
 
 
 def _stop_half_gang(case: Case, seen: NodeEvidence, since: Mark | None) -> Stop | None:
-    """Some but not all workers silent and no progress: those that answer would wait in a collective for ever."""
+    """A Stop where some workers are silent and progress ended: the others would wait in a collective for ever."""
     run, report = case.memory.run, seen.report
     if run is None or run.node != seen.node.name or run.state.is_past or report is None:
         return None
     if report.workers[0].contact is not Contact.ANSWERED or not any(w.alive for w in report.workers):
         return None
-    # Worker 0 tells of progress; where it never told of any, silence elsewhere is no proof of a standstill.
+    # Worker 0 reports progress; without such reports, silence of another worker proves no standstill.
     if seen.progress.signals < 2 or EffectKind.STOP.of(seen.node.name) in case.evidence.ended_effects:
         return None
     if case.timers.lasted(since, case.slot.care.unreachable_after / 3):
@@ -325,7 +327,7 @@ def _decide_answering(case: Case, seen: NodeEvidence, past: NodeMemory) -> Actio
     ours = run is not None and run.node == node.name
     if token and (run is None or not ours or _newer(token, run.token)):
         number = int(token.rpartition(".")[2])
-        return Record(Fact.RUN_ADOPTED, f"{token} is what the workers have", name=node.name, token=token, number=number)
+        return Record(Fact.RUN_ADOPTED, f"the workers run {token}", name=node.name, token=token, number=number)
     if run is not None and ours and run.state.is_past and run.then_delete is not None:
         return deletion(seen, run.stop_cause, run.stop_why, run.then_delete)
     if run is not None and ours and not run.state.is_past:
@@ -355,8 +357,8 @@ def _decide_launch(case: Case, seen: NodeEvidence, past: NodeMemory) -> Action:
 
 
 def _decide_not_quiet(seen: NodeEvidence, memory: Memory) -> Action:
-    """A stop, or a person; whether it served, and what follows if not, is for `plan_run` to say."""
-    why = "something that is not our run holds the chips or the lock"
+    """A Stop, or on an adopted node a person; `run` decides about its outcome."""
+    why = "a process that is not our run holds the chips or the lock"
     past = memory.node(seen.node.name)
     launched_by_us = memory.run is not None and memory.run.node == seen.node.name
     if past is not None and past.is_adopted and not launched_by_us:
@@ -367,7 +369,7 @@ def _decide_not_quiet(seen: NodeEvidence, memory: Memory) -> Action:
 
 
 def _fence(case: Case, seen: NodeEvidence) -> Action | None:
-    """Rule 1: no launch before each older node of the slot is proven dead. None when the way is free."""
+    """Rule 1: the wait before a launch for each older node not proven dead; None: none is left."""
     if wait := unlisted_zones(case):
         return wait
     for older in case.memory.nodes:

@@ -1,9 +1,9 @@
 """
-What to do about a run on a node, from its launch to its end.
+Decides about a run on a node, from its launch to its end.
 
-Pure. First what was begun with it and is not at its end (`decide_unsettled`); then a run that lives on every worker
-(`decide_living`), one that ended on any of them (`decide_ended`), and one that tpucare did not start
-(`decide_foreign`). Each end counts against the failure budget that pays for it.
+Pure. First the unfinished launch or stop (`decide_unsettled`), then a run that lives on every worker (`decide_living`),
+a run that ended on any worker (`decide_ended`), and a run that tpucare did not start (`decide_foreign`). Each end
+counts against a failure budget. Workers that do not answer are the business of `node`.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ from tpucare.planner.predicates import (
 )
 from tpucare.planner.trust import decide_trust
 
-# Stops that some worker did not hear, before its node is given up.
+# Stops that did not reach some worker, before its node is deleted.
 STOPS_UNHEARD = 5
 STOP_AGAIN_AFTER = timedelta(seconds=10)
-# Somebody may be at work there, and would lose it with the node.
+# A person may be at work there, and would lose it with the node.
 OTHERS_LEFT_ALONE = timedelta(minutes=10)
-# On a node that is kept: a person has been told by then.
+# On a kept node, where a person was told before.
 STOP_AGAIN_SELDOM = timedelta(minutes=15)
 
 
 def decide_unsettled(case: Case, seen: NodeEvidence) -> Action | None:
-    """What was begun with a run, or asked for, and is not at its end: comes before how the run itself is."""
+    """The next step of an unfinished stop, launch or restart; None without one. Comes before the run's own state."""
     assert case.memory.run is not None
     if case.memory.run.state.is_stopping:
         return _stop_again(case, seen)
@@ -61,7 +61,7 @@ def decide_unsettled(case: Case, seen: NodeEvidence) -> Action | None:
 
 
 def decide_run(case: Case, seen: NodeEvidence, past: NodeMemory) -> Action:
-    """The next step for a run that was launched on this node and is not known to be stopped; all workers answer."""
+    """The next step for a run of ours on this node that is not stopped; all workers answer."""
     run, report = case.memory.run, seen.report
     assert run is not None
     assert report is not None
@@ -78,7 +78,7 @@ def _lives(worker: WorkerReport, run: RunMemory) -> bool:
 
 
 def _stop_again(case: Case, seen: NodeEvidence) -> Action:
-    """A stop was intended: it is repeated until it is known to have served, or the node goes."""
+    """Repeat an intended stop until the workers are quiet, or delete the node."""
     run = case.memory.run
     assert run is not None
     last = case.evidence.ended_effects.get(EffectKind.STOP.of(seen.node.name))
@@ -87,7 +87,7 @@ def _stop_again(case: Case, seen: NodeEvidence) -> Action:
     if run.then_delete is not None:
         return deletion(seen, run.stop_cause, run.stop_why, run.then_delete)
     if is_quiet(seen):
-        return Record(Fact.RUN_STOPPED, "its workers are quiet now", seen.node.name, run.token, run.number)
+        return Record(Fact.RUN_STOPPED, "its workers are quiet", seen.node.name, run.token, run.number)
     if not case.timers.lasted(last, STOP_AGAIN_AFTER, observations=1):
         return Wait(Cause.STOPPING, "the run was stopped; its processes or the chips are not free yet")
     past = case.memory.node(seen.node.name)
@@ -107,13 +107,12 @@ def _stop_again(case: Case, seen: NodeEvidence) -> Action:
 
 
 def _held_by_others(seen: NodeEvidence, since: Mark, timers: Timers) -> Action:
-    """Nothing of ours was ever launched there, and what holds the chips or the lock outlived a stop."""
-    what = f"something that is not our run holds the chips or the lock of {seen.node.name}, and does not let go"
+    """A foreign process outlived a stop, on a node on which nothing of ours was launched."""
+    what = f"a process that is not our run holds the chips or the lock of {seen.node.name} and does not end"
     if keeps_node(seen):
         return Wait(Cause.HELD_BY_OTHERS, what, needs_person=True)
     if not timers.lasted(since, OTHERS_LEFT_ALONE):
-        minutes = OTHERS_LEFT_ALONE.seconds // 60
-        why = f"{what}: the node is deleted after {minutes} min of that"
+        why = f"{what}: after {length(OTHERS_LEFT_ALONE)} of that the node is deleted"
         return Wait(Cause.HELD_BY_OTHERS, why, needs_person=True)
     return deletion(seen, Cause.HELD_BY_OTHERS, what, Reason.DEAD, held=True)
 
@@ -125,34 +124,34 @@ def _decide_incomplete(case: Case, seen: NodeEvidence) -> Action:
     assert seen.report is not None
     holding = [worker for worker in seen.report.workers if worker.token == run.token]
     if len(holding) == len(seen.report.workers):
-        return Record(Fact.RUN_COMPLETE, "every worker has it", name=seen.node.name, token=run.token)
+        return Record(Fact.RUN_COMPLETE, "every worker accepted it", name=seen.node.name, token=run.token)
     counter = case.memory.counter(FailureKind.SETUP)
     if counter.failures > case.slot.care.setup_budget:
         why = f"it cannot be launched: {counter.reason}"
         return ending(seen, case.memory, Cause.LAUNCH_FAILED, why, gives_up=True)
     if holding or not is_quiet(seen):
-        why = f"only {len(holding)} of {len(seen.report.workers)} workers took the run"
-        # A launch that is known to have failed is entered already.
+        why = f"only {len(holding)} of {len(seen.report.workers)} workers accepted the run"
+        # A launch that is known to have failed is counted already.
         kind = None if run.launch_book else FailureKind.INFRASTRUCTURE
         return ending(seen, case.memory, Cause.LAUNCH_INCOMPLETE, why, kind)
     if case.slot.job is None:
         return without_job(case.slot, "the node is kept")
     if wait := backoff_over(case):
         return wait
-    # What is launched is the job as it is declared now, and that may be another one than was refused.
+    # The launch is of the job as declared now, which may be another than at the first try.
     if action := decide_trust(case, seen, past):
         return action
-    why, job = "no worker took the launch: once more", job_mark(case.slot.job)
+    why, job = "no worker accepted the launch: trying again", job_mark(case.slot.job)
     return Launch(seen.node.key, seen.node.id, run.token, run.number, Cause.LAUNCH_INCOMPLETE, why, job)
 
 
-# --- a run that lives: a setup that does not end, a standstill, bad health, the end of its day ------------------------
+# --- a run that lives: an endless setup, a stall, bad health, the end of a preemptible node's day ---------------------
 
 
 PREEMPTIBLE_LIFE = timedelta(hours=23, minutes=45)
 NO_PREEMPTIBLE_LIVES = timedelta(days=2)
 CHECKPOINT_LOOK_EVERY = timedelta(seconds=15)
-# In a row, over several nodes: then it is the job's own doing.
+# In a row, over several nodes: then the job itself is at fault.
 STALL_BUDGET = 6
 FIRST_WAIT_FACTOR = 2
 NO_TIME = timedelta()
@@ -184,22 +183,22 @@ def decide_living(case: Case, seen: NodeEvidence, past: NodeMemory) -> Action:
 
 
 def _row_ends(case: Case, seen: NodeEvidence) -> Record | None:
-    """What failed before is no row any more once a run gets further, or lives long where it tells of no step."""
+    """End the failure streaks once a run gets further, or lives for LONG_LIFE without a step signal."""
     if not is_row_open(case.memory):
         return None
     if got_further(seen, case.memory):
         return _progressed(seen, case.memory, "the run got further than any before it")
     if seen.progress.first_step is not None:
         return None
-    # By the clock of the wall: it is no verdict, and a daemon may be started again more often than each hour.
+    # By wall time, since this is no verdict, and a daemon may restart more often than hourly.
     launched_at = case.memory.run.launched_at if case.memory.run is not None else None
     lasted = launched_at is not None and case.timers.passed(launched_at + LONG_LIFE, LONG_LIFE)
-    why = f"it tells of no step, and lives for {length(LONG_LIFE)}"
+    why = f"it reports no steps, and has lived for {length(LONG_LIFE)}"
     return Record(Fact.RUN_LASTED, why, seen.node.name) if lasted else None
 
 
 def got_further(seen: NodeEvidence, memory: Memory) -> bool:
-    """A row of failures ends with what the workers said just now; no timer tells when that will be."""
+    """The newest reports show a step beyond the furthest of this job."""
     run = memory.run
     return run is not None and run.progressed and seen.progress.first_step is not None and has_advanced(seen, memory)
 
@@ -216,7 +215,7 @@ def _progressed(seen: NodeEvidence, memory: Memory, why: str) -> Record:
 
 
 def _phase_now(seen: NodeEvidence) -> Wait:
-    """What the run does now, by the worker that has got least far."""
+    """The phase of the slowest worker."""
     phases = {worker.phase for worker in (seen.report.workers if seen.report is not None else ())}
     if phases & {Phase.NONE, Phase.FETCH}:
         return Wait(Cause.SETTING_UP, "fetching the code")
@@ -249,46 +248,45 @@ def _stalled(case: Case, seen: NodeEvidence, past: NodeMemory) -> Action | None:
     if not past_setup(seen.report.workers):
         return None
     if progress.signals or run.progressed:
-        # Signs that an earlier process saw are not known here: it stands still since it was met.
+        # Signs that an earlier process saw are unknown here, so the stall is counted from the first report.
         since = progress.last or progress.begun
         limit = _patience(case.slot, seen, run)
         cause, why = Cause.STALLED, f"no progress for {length(limit)}"
         if limit > case.slot.care.stalled_after:
-            why = f"{why} (longer than stalled_after, by how often its signs come)"
+            why = f"{why} (longer than stalled_after, since its signs come seldom)"
     elif progress.first_step is not None or _job_tells(case.memory):
         since = latest(seen.phase_since, progress.first_step)
         cause, why = Cause.NO_FIRST_STEP, "no first step"
         limit = max(case.slot.care.first_step_timeout, _wait_for_the_next(seen, progress.first_step))
         if case.memory.step is None:
-            # Checkpoints alone tell of this job, and may come more seldom than a step.
+            # This job reports checkpoints alone, which may come more seldom than steps.
             limit = max(limit, timedelta(seconds=case.memory.gap_seconds) * STALL_FACTOR)
     else:
         return None
-    # Time alone is no observation: workers that are asked seldom, or late, have not been seen to stand still.
     stood_still = progress.unchanged >= SUPPORTING_OBSERVATIONS
-    return (
-        _stall(seen, case.memory, past, cause, why, limit) if case.timers.lasted(since, limit) and stood_still else None
-    )
+    if not case.timers.lasted(since, limit) or not stood_still:
+        return None
+    return _stall(seen, case.memory, past, cause, why, limit)
 
 
 def _job_tells(memory: Memory) -> bool:
-    """Whether runs of this job are known to tell of their progress; one that told nothing yet is not late with it."""
+    """Whether an earlier run of this job reported progress, so that this one is expected to."""
     run = memory.run
     return run is not None and run.job == memory.step_job and (memory.step is not None or memory.gap_seconds > 0)
 
 
 def _patience(slot: Slot, seen: NodeEvidence, run: RunMemory) -> timedelta:
-    """How long a run that makes progress may stand still."""
+    """How long a run that made progress may stand still."""
     limit = max(slot.care.stalled_after, usual_pause(seen))
     if seen.progress.median_gap is not None:
         return limit
-    # How often its signs come is known from its beginning only, or from the time until the first one.
+    # Without a gap of its own: that of an earlier process, or the time until its first sign.
     known = timedelta(seconds=run.gap_seconds) * STALL_FACTOR
     return max(limit, slot.care.first_step_timeout, known, _wait_for_the_next(seen, seen.progress.last))
 
 
 def _wait_for_the_next(seen: NodeEvidence, first: Mark | None) -> timedelta:
-    """A step or checkpoint that took long to come for the first time may take as long again, and some more."""
+    """FIRST_WAIT_FACTOR times the wait for the first step or checkpoint; the next may take as long."""
     begun = seen.progress.begun
     return (first.observed - begun.observed) * FIRST_WAIT_FACTOR if first is not None and begun is not None else NO_TIME
 
@@ -305,14 +303,14 @@ def _stall(seen: NodeEvidence, memory: Memory, past: NodeMemory, cause: Cause, w
 
 
 def _end_of_day(case: Case, seen: NodeEvidence, past: NodeMemory) -> Action | None:
-    """A preemptible node lives 24 h: ask to save in time, and use the moment when a newer checkpoint is there."""
+    """A preemptible node lives 24 h: ask the run to save, and delete the node after a newer checkpoint."""
     node, run = seen.node, case.memory.run
     if node.provisioning is not Provisioning.PREEMPTIBLE or run is None:
         return None
     if not case.timers.reached(node.create_time + PREEMPTIBLE_LIFE):
         return None
     if case.timers.reached(node.create_time + NO_PREEMPTIBLE_LIVES):
-        # An instant that is missing reads as 1970, and no node that is as old as that could be here.
+        # A missing create time reads as 1970.
         return None
     checkpoint = furthest_of(seen, "checkpoint", None)
     if past.noticed_at is None:
@@ -325,7 +323,7 @@ def _end_of_day(case: Case, seen: NodeEvidence, past: NodeMemory) -> Action | No
     return None
 
 
-# --- a run that ended, on one worker or all: success, a crash, a preemption not told yet, a lost worker ---------------
+# --- a run that ended on one worker or all: success, crash, unreported preemption, lost worker ------------------------
 
 
 CLOUD_MAY_BE_LATE = timedelta(minutes=5)
@@ -335,7 +333,7 @@ EXIT_IS_SEEN_AFTER = timedelta(seconds=5)
 EXIT_IS_SEEN_REPORTS = 2
 INFRASTRUCTURE_LIMIT = 3
 COMMAND_NOT_FOUND = 127
-"""The exit status of a shell that does not find a command."""
+"""Exit status of a shell that does not find a command (POSIX sh)."""
 
 
 def decide_ended(case: Case, seen: NodeEvidence, workers: tuple[WorkerReport, ...]) -> Action:
@@ -348,9 +346,9 @@ def decide_ended(case: Case, seen: NodeEvidence, workers: tuple[WorkerReport, ..
     interrupted = any(w.signalled or w.preempted or (w.alive and w.maintenance) for w in own)
     if interrupted:
         if any(worker.preempted for worker in own) and not case.timers.lasted(seen.ended_since, CLOUD_MAY_BE_LATE):
-            return Wait(Cause.INTERRUPTED, "a preemption was announced on the worker; waiting for the cloud's word")
+            return Wait(Cause.INTERRUPTED, "the worker announced a preemption; waiting until the cloud reports it")
         if not case.timers.lasted(seen.ended_since, CRASH_IS_OURS_AFTER):
-            return Wait(Cause.INTERRUPTED, "the run was interrupted; waiting for the cloud's word")
+            return Wait(Cause.INTERRUPTED, "the run was interrupted; waiting whether the cloud reports a preemption")
         return infrastructure_ending(
             seen, case.memory, Cause.INTERRUPTED, "the run was interrupted by a signal or a notice"
         )
@@ -360,14 +358,14 @@ def decide_ended(case: Case, seen: NodeEvidence, workers: tuple[WorkerReport, ..
         if case.timers.lasted(seen.ended_since, GONE_IS_SURE_AFTER, observations=1):
             why = "the run is gone without an exit status (reboot, OOM killer)"
             return infrastructure_ending(seen, case.memory, Cause.RUN_GONE, why)
-        return Wait(Cause.RUN_GONE, "the run is gone from a worker; looking once more")
+        return Wait(Cause.RUN_GONE, "the run is gone from a worker; probing once more")
     if workers[0].exit_status == 0:
         return _decide_success(case, seen)
     return _decide_living_rest(case, seen)
 
 
 def _decide_living_rest(case: Case, seen: NodeEvidence) -> Action:
-    # A worker other than 0 finished with 0 and the rest goes on: frameworks do that; only a standstill is a fault.
+    # Frameworks may end workers other than 0 early with status 0; only a standstill of the rest is a fault.
     since = latest(seen.ended_since, seen.progress.life)
     if case.timers.lasted(since, max(case.slot.care.stalled_after, usual_pause(seen))) and nothing_moves(seen):
         return infrastructure_ending(
@@ -389,7 +387,7 @@ def infrastructure_ending(seen: NodeEvidence, memory: Memory, cause: Cause, why:
 
 
 def _decide_failed(case: Case, seen: NodeEvidence, failed: list[WorkerReport]) -> Action:
-    """A sibling may have been preempted and taken this one with it: the cloud is given time to say so."""
+    """A sibling's preemption may have ended this worker's run, so the cloud gets time to report it."""
     if not case.timers.lasted(seen.ended_since, CRASH_IS_OURS_AFTER) or not case.timers.lasted(
         seen.answering_since, CRASH_IS_OURS_AFTER
     ):
@@ -412,7 +410,7 @@ def _decide_failed(case: Case, seen: NodeEvidence, failed: list[WorkerReport]) -
 
 
 def _decide_dirty(case: Case, seen: NodeEvidence) -> Action:
-    """A new node; but where new nodes do not help either, it is the job that finds no TPU, and its budget counts."""
+    """A new node; after INFRASTRUCTURE_LIMIT of them the job itself finds no TPU, which counts as a crash."""
     text = "the host is dirty: device busy, or no TPU found"
     if case.memory.counter(FailureKind.INFRASTRUCTURE).failures < INFRASTRUCTURE_LIMIT:
         return ending(seen, case.memory, Cause.DIRTY_HOST, text, FailureKind.INFRASTRUCTURE, then=Reason.DEAD)
@@ -432,11 +430,11 @@ def failure_ending(case: Case, seen: NodeEvidence, cause: Cause, why: str, kind:
 
 
 def _decide_success(case: Case, seen: NodeEvidence) -> Action:
-    # From the end of the last worker that ended, not of the first.
+    # Counted from the end of the last worker.
     since = latest(seen.ended_since, seen.phase_since)
     if not case.timers.lasted(since, case.slot.care.success_after):
         if _may_be_noted(case, seen) and case.timers.lasted(since, EXIT_IS_SEEN_AFTER, observations=1):
-            return Record(Fact.RUN_FINISHED, "every worker exited 0, and nothing had asked it to", seen.node.name)
+            return Record(Fact.RUN_FINISHED, "every worker exited 0, unasked", seen.node.name)
         return Wait(Cause.RUN_FINISHED, f"finished; confirming for {length(case.slot.care.success_after)}")
     if case.slot.care.on_success is OnSuccess.RESTART:
         return ending(seen, case.memory, Cause.RUN_FINISHED, "finished; on_success is restart", None, served=True)
@@ -444,7 +442,7 @@ def _decide_success(case: Case, seen: NodeEvidence) -> Action:
 
 
 def _may_be_noted(case: Case, seen: NodeEvidence) -> bool:
-    """All workers said so, and more than once; while one still runs, the node's death may yet cost something."""
+    """All workers exited 0, in EXIT_IS_SEEN_REPORTS reports; while one runs, a lost node still loses work."""
     assert case.memory.run is not None
     assert seen.report is not None
     if (
@@ -457,7 +455,7 @@ def _may_be_noted(case: Case, seen: NodeEvidence) -> bool:
 
 
 def end_done(node: str, far: Furthest) -> Record:
-    """The run on that node finished, and the slot with it."""
+    """End the slot as done, since the run on that node finished."""
     why = "the run finished with exit status 0"
     return Record(
         Fact.ENDED,
@@ -470,19 +468,19 @@ def end_done(node: str, far: Furthest) -> Record:
     )
 
 
-# --- a run that tpucare did not start: nobody knows whether it succeeded ----------------------------------------------
-# Where a script of `exec_command` left its exit status it is told; nothing turns on it, for what else `start_fn`
-# started has none. The run is over when nothing of it lives on any worker: a worker on which nothing was ever started
-# is no sign of an end, and what a worker that was started anew had may come back by itself.
+# --- a run that tpucare did not start, whose success is unknown -------------------------------------------------------
+# Exit statuses that scripts of `exec_command` left are shown and decide nothing, since other processes of `start_fn`
+# have none. The run is over when none of its processes or sessions lives on any worker. A worker on which nothing was
+# started is no sign of an end, and sessions may come back by themselves after a reboot.
 
 
-# A session that begins at boot is up about when sshd is.
+# A session that starts at boot is up about as soon as sshd.
 MAY_COME_BACK = timedelta(minutes=1)
 ENDED = "its run ended; not known to have succeeded"
 
 
 def is_foreign(report: NodeReport | None, run: RunMemory) -> bool:
-    """Whether *run* is one that tpucare's runner did not start, as the workers tell it."""
+    """Whether tpucare's runner did not start *run*, by the workers' reports."""
     workers = report.workers if report is not None else ()
     return any(worker.foreign is not None and worker.token == run.token for worker in workers)
 
@@ -496,7 +494,9 @@ def decide_foreign(case: Case, seen: NodeEvidence, past: NodeMemory) -> Action:
         return action
     workers = report.workers
     if any(worker.foreign is not None and worker.foreign.lost for worker in workers):
-        return ending(seen, case.memory, Cause.SETUP_INTERRUPTED, "its setup was interrupted: whoever did it is gone")
+        return ending(
+            seen, case.memory, Cause.SETUP_INTERRUPTED, "its setup was interrupted: the process that did it is gone"
+        )
     failed = [worker for worker in workers if worker.exit_status not in (None, 0)]
     if failed:
         return _decide_failed_setup(case, seen, failed[0])
@@ -507,7 +507,7 @@ def decide_foreign(case: Case, seen: NodeEvidence, past: NodeMemory) -> Action:
     if not any(worker.alive for worker in workers):
         return _decide_foreign_end(case, seen)
     if run.state is RunState.OVER:
-        return Record(Fact.RUN_BACK, "something of its run lives again", seen.node.name)
+        return Record(Fact.RUN_BACK, "a process of its run lives again", seen.node.name)
     action = decide_living(case, seen, past)
     return replace(action, why=_living_rest(workers)) if isinstance(action, Wait) and past_setup(workers) else action
 
@@ -520,7 +520,7 @@ def _living_rest(workers: tuple[WorkerReport, ...]) -> str:
 
 
 def _decide_failed_setup(case: Case, seen: NodeEvidence, worst: WorkerReport) -> Action:
-    """A node that is preempted fails the functions that use it: the cloud is given time to say so."""
+    """A preemption makes the functions that use the node fail, so the cloud gets time to report it."""
     if not case.timers.lasted(seen.ended_since, CRASH_IS_OURS_AFTER):
         why = f"setup failed; checking for a preemption before it counts ({worst.detail})"
         return Wait(Cause.SETUP_FAILED, why)
@@ -529,14 +529,14 @@ def _decide_failed_setup(case: Case, seen: NodeEvidence, worst: WorkerReport) ->
 
 
 def _decide_rebooted(case: Case, seen: NodeEvidence) -> Action | None:
-    """A worker was started anew and has nothing of what it had: that was no end of the run's own."""
+    """A reboot of a worker ended the run there, which is no end of its own."""
     assert seen.report is not None
     if not any(worker.is_torn for worker in seen.report.workers):
         return None
     if case.timers.lasted(seen.ended_since, MAY_COME_BACK):
-        why = "a worker was started anew, and its run did not come back"
+        why = "a worker rebooted, and its run did not come back"
         return infrastructure_ending(seen, case.memory, Cause.REBOOTED, why)
-    return Wait(Cause.REBOOTED, "a worker was started anew; waiting whether its run comes back by itself")
+    return Wait(Cause.REBOOTED, "a worker rebooted; waiting whether its run comes back by itself")
 
 
 def _decide_foreign_end(case: Case, seen: NodeEvidence) -> Action:
@@ -547,7 +547,7 @@ def _decide_foreign_end(case: Case, seen: NodeEvidence) -> Action:
     if run.state is RunState.OVER and on_exit is OnExit.LEAVE:
         return Wait(Cause.FOREIGN_RUN_ENDED, f"{why} (care.on_exit is leave)")
     if not case.timers.lasted(seen.ended_since, GONE_IS_SURE_AFTER, observations=1):
-        return Wait(Cause.FOREIGN_RUN_ENDED, "nothing of its run lives; looking once more")
+        return Wait(Cause.FOREIGN_RUN_ENDED, "no process of its run lives; probing once more")
     if on_exit is OnExit.RESTART:
         return failure_ending(case, seen, Cause.FOREIGN_RUN_ENDED, why, FailureKind.CRASH)
     far, name = furthest(seen, case.memory), seen.node.name
@@ -565,7 +565,7 @@ def _decide_foreign_end(case: Case, seen: NodeEvidence) -> Action:
 
 
 def ended_why(workers: tuple[WorkerReport, ...]) -> str:
-    """How its run ended: by the exit statuses that are known, those of failures first."""
+    """The known exit statuses of a foreign run, failures first."""
     left: dict[int, list[int]] = {}
     for number, worker in enumerate(workers):
         if worker.foreign is not None and worker.foreign.status is not None:
