@@ -40,10 +40,10 @@ from tpucare.model.resources import Provisioning
 
 LONGEST_MINUTES = 30
 CALL_SECONDS = 30.0
-KNOCK_SECONDS = 5.0
+BANNER_SECONDS = 5.0
 LOGIN_SECONDS = 10.0
 GONE_SECONDS = 3.0
-DELETE_EVERY_LOOKS = 20
+DELETE_EVERY_TURNS = 20
 MAY_COME_SECONDS = 60.0
 METADATA = (
     "curl -s -m 5 -H 'Metadata-Flavor: Google' http://${GCE_METADATA_HOST:-metadata.google.internal}/computeMetadata/v1"
@@ -79,15 +79,15 @@ class Notes:
         self._began = time.monotonic()
         self._last: dict[str, object] = {}
 
-    def tell(self, what: str, said: object) -> None:
+    def add(self, what: str, said: object) -> None:
         seconds = round(time.monotonic() - self._began, 2)
         line = json.dumps({"seconds": seconds, "what": what, "said": said}).replace(self._project, "PROJECT")
         print(_PERSONAL.sub("...", line), flush=True)
 
-    def change(self, what: str, said: object) -> None:
+    def add_if_changed(self, what: str, said: object) -> None:
         if self._last.get(what) != said:
             self._last[what] = said
-            self.tell(what, said)
+            self.add(what, said)
 
 
 class Hour:
@@ -107,7 +107,7 @@ class Hour:
             return call()
         except GoogleAPICallError as error:
             status = error.grpc_status_code
-            self.notes.change(what, {"code": status.name if status else "?", "message": error.message})
+            self.notes.add_if_changed(what, {"code": status.name if status else "?", "message": error.message})
             return None
 
     def create(self, suffix: str) -> str:
@@ -148,45 +148,45 @@ class Hour:
             request = tpu_v2.ListNodesRequest(parent=everywhere, page_size=size)
             pager = self.answer(f"page_size {size}", lambda: self.client.list_nodes(request=request, timeout=60))  # noqa: B023
             if pager is not None:
-                self.notes.tell(f"page_size {size}", {"taken": True, "unreachable": list(pager.unreachable)})
+                self.notes.add(f"page_size {size}", {"taken": True, "unreachable": list(pager.unreachable)})
 
     def watch(self, name: str, operation: str) -> None:
         """Poll each second until the worker answered all questions, the create failed, or time is up."""
-        knocked = logged = 0.0
+        tried_port = tried_login = 0.0
         while time.monotonic() < self.until:
             node = self.answer("GetNode", lambda: self.client.get_node(name=self.path(name), timeout=CALL_SECONDS))
             if node is not None:
-                self.notes.change("node", _shown(node))
-            self._look_at_list(name)
-            self._look_at_guest_attributes(name)
+                self.notes.add_if_changed("node", _shown(node))
+            self._ask_list(name)
+            self._ask_guest_attributes(name)
             if self._has_failed(operation):
                 return
             host = self._host(node)
             now = time.monotonic()
-            if host and now - knocked >= KNOCK_SECONDS:
-                knocked = now
-                self.notes.change("banner", _banner(host, self.chosen.ssh_port))
-            if host and now - logged >= LOGIN_SECONDS:
-                logged = now
-                said = self._login(host, "true")
-                self.notes.change("login", said)
-                if said == "in":
+            if host and now - tried_port >= BANNER_SECONDS:
+                tried_port = now
+                self.notes.add_if_changed("banner", _banner(host, self.chosen.ssh_port))
+            if host and now - tried_login >= LOGIN_SECONDS:
+                tried_login = now
+                result = self._login(host, "true")
+                self.notes.add_if_changed("login", result)
+                if result == "in":
                     self._ask_inside(host)
                     return
             time.sleep(1)
-        self.notes.tell("time", "up before the worker could answer")
+        self.notes.add("time", "up before the worker could answer")
 
-    def _look_at_list(self, name: str) -> None:
+    def _ask_list(self, name: str) -> None:
         found = self.answer("ListNodes", lambda: list(self.client.list_nodes(parent=self.parent, timeout=CALL_SECONDS)))
         if found is not None:
-            self.notes.change("listed", [one.state.name for one in found if one.name.endswith(f"/{name}")])
+            self.notes.add_if_changed("listed", [one.state.name for one in found if one.name.endswith(f"/{name}")])
 
-    def _look_at_guest_attributes(self, name: str) -> None:
+    def _ask_guest_attributes(self, name: str) -> None:
         request = tpu_v2.GetGuestAttributesRequest(name=self.path(name), query_path="hostkeys/")
         found = self.answer("GetGuestAttributes", lambda: self.client.get_guest_attributes(request=request, timeout=30))
         if found is not None:
             items = [item for one in found.guest_attributes for item in one.query_value.items]
-            self.notes.change("GetGuestAttributes", sorted(f"{one.key} {_digest(one.value)}" for one in items))
+            self.notes.add_if_changed("GetGuestAttributes", sorted(f"{one.key} {_digest(one.value)}" for one in items))
 
     def _has_failed(self, name: str) -> bool:
         operation = self.answer("GetOperation", lambda: self.client.get_operation({"name": name}, timeout=CALL_SECONDS))
@@ -194,7 +194,7 @@ class Hour:
             return False
         error = {"code": operation.error.code, "message": operation.error.message}
         failed = operation.done and operation.HasField("error")
-        self.notes.change("operation", {"done": operation.done, **({"error": error} if failed else {})})
+        self.notes.add_if_changed("operation", {"done": operation.done, **({"error": error} if failed else {})})
         return bool(failed)
 
     def _host(self, node: Any) -> str:
@@ -228,10 +228,10 @@ class Hour:
 
     def _ask_inside(self, host: str) -> None:
         known = (self.keys / "known_hosts").read_text().split()
-        self.notes.tell("host key that was shown", _digest(known[-1]) if known else "none")
+        self.notes.add("host key that was shown", _digest(known[-1]) if known else "none")
         for question, command in INSIDE.items():
             done = self._ssh(host, command)
-            self.notes.tell(f"inside: {question}", done.stdout.strip().splitlines()[:30] or _last_line(done.stderr))
+            self.notes.add(f"inside: {question}", done.stdout.strip().splitlines()[:30] or _last_line(done.stderr))
 
     def ask_burst(self, name: str) -> None:
         """Are 100 reads at once refused, and how?"""
@@ -242,15 +242,15 @@ class Hour:
                 self.client.get_node(name=self.path(name), timeout=CALL_SECONDS)
             except GoogleAPICallError as error:
                 refused[error.message] = refused.get(error.message, 0) + 1
-        self.notes.tell("100 GetNode", {"seconds": round(time.monotonic() - began, 1), "refused": refused})
+        self.notes.add("100 GetNode", {"seconds": round(time.monotonic() - began, 1), "refused": refused})
 
     # --- the end
 
     def delete_all(self) -> None:
         """Delete until GetNode says NOT_FOUND for every requested name, however long that takes."""
-        for look in itertools.count():
+        for turn in itertools.count():
             for name in list(self.names):
-                self._delete(name, asks=look % DELETE_EVERY_LOOKS == 0)
+                self._delete(name, asks=turn % DELETE_EVERY_TURNS == 0)
             if not self.names:
                 return
             time.sleep(GONE_SECONDS)
@@ -262,10 +262,10 @@ class Hour:
         except NotFound:
             if time.monotonic() >= self.may_come_until.get(name, 0.0):
                 self.names.remove(name)
-                self.notes.tell("gone", name)
+                self.notes.add("gone", name)
             return
         except Exception as error:
-            self.notes.change("GetNode at the end", type(error).__name__)
+            self.notes.add_if_changed("GetNode at the end", type(error).__name__)
         if asks:
             with contextlib.suppress(Exception):
                 self.client.delete_node(name=path, timeout=CALL_SECONDS)
@@ -294,7 +294,7 @@ def main() -> int:
                 time.sleep(3)
                 late = hour.names[-1]
                 hour.answer("early delete", lambda: client.delete_node(name=hour.path(late), timeout=CALL_SECONDS))
-                notes.tell("operation of a create that was deleted", hour._has_failed(second))
+                notes.add("operation of a create that was deleted", hour._has_failed(second))
         finally:
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 signal.signal(number, lambda *_: print("deleting the created nodes first", file=sys.stderr))
@@ -326,9 +326,9 @@ def _price(chosen: argparse.Namespace) -> str:
     tier = Provisioning.ON_DEMAND if chosen.on_demand else Provisioning.SPOT
     price = accelerators.chip_hour_price(chosen.type, chosen.zone, tier)
     chips = accelerators.derive(chosen.type).chips
-    told = f"about {price.usd_per_chip_hour * chips:.2f} USD an hour" if price else "price not in the catalogue"
+    cost = f"about {price.usd_per_chip_hour * chips:.2f} USD an hour" if price else "price not in the catalogue"
     what = f"{chosen.type} as {tier.value} in {chosen.zone}"
-    return f"{what}: {told}; watched for {chosen.minutes:g} minutes at most, then deleted; a second is deleted at once"
+    return f"{what}: {cost}; watched for {chosen.minutes:g} minutes at most, then deleted; a second is deleted at once"
 
 
 @contextlib.contextmanager

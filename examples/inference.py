@@ -60,17 +60,17 @@ class Swarm:
         """Ask all servers at once and print a line for each; True if all answer."""
         names = [f"{self.options.prefix}-{number}" for number in range(self.options.tpus)]
         with ThreadPoolExecutor(max_workers=32) as pool:
-            rows = list(pool.map(self.look, names))
-        for name, said in zip(names, rows, strict=True):
-            print(f"{name:20} {'up  ' if 'requests' in said else 'down'}  {json.dumps(said)}")
-        return all("requests" in said for said in rows)
+            rows = list(pool.map(self.ask_health, names))
+        for name, row in zip(names, rows, strict=True):
+            print(f"{name:20} {'up  ' if 'requests' in row else 'down'}  {json.dumps(row)}")
+        return all("requests" in row for row in rows)
 
-    def look(self, name: str) -> dict[str, object]:
+    def ask_health(self, name: str) -> dict[str, object]:
         try:
-            said = tpucare.exec_on_tpu(
+            output = tpucare.exec_on_tpu(
                 name, self.options.zone, f"bash -c {shlex.quote(HEALTH)} health {self.options.port}"
             )
-            answer: dict[str, object] = json.loads(said)
+            answer: dict[str, object] = json.loads(output)
             return answer
         except (tpucare.TpuCareError, ValueError) as error:
             return {"why": str(error).splitlines()[0]}
@@ -81,7 +81,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("do", choices=("serve", "health"))
     parser.add_argument("--prefix", default="serve", help="the slots are PREFIX-0, PREFIX-1, ...")
     parser.add_argument("--zone", required=True)
-    parser.add_argument("--tpus", type=int, default=2, help="how many nodes to keep")
+    parser.add_argument("--tpus", type=int, default=2, help="number of nodes to keep")
     parser.add_argument("--accelerator-type", default="v5litepod-1")
     parser.add_argument("--service-account")
     parser.add_argument("--port", type=int, default=8000)

@@ -28,7 +28,7 @@ from tpucare import Event, sweeps, training
 CODE = Path(__file__).resolve().parent / "sweep"
 
 
-def put_together(folder: Path) -> Path:
+def assemble_code(folder: Path) -> Path:
     """The code of the trainings with all of its imports except wandb."""
     without = shutil.ignore_patterns("__pycache__")
     shutil.copytree(CODE, folder, ignore=without, dirs_exist_ok=True)
@@ -43,7 +43,7 @@ def fleet(options: argparse.Namespace) -> dict[str, Any]:
         "name": options.name,
         "tpu": {"type": options.type, "zones": [options.zone], "provisioning": "spot"},
         "job": {
-            "workdir": str(put_together(options.code)),
+            "workdir": str(assemble_code(options.code)),
             "setup": options.setup,
             "env": pairs(options.env),
             "checkpoint": options.checkpoint,
@@ -59,11 +59,11 @@ def pairs(words: list[str]) -> dict[str, str]:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sweep", default=str(CODE / "sweep.yaml"), help="file, or ENTITY/PROJECT/ID that exists")
+    parser.add_argument("--sweep", default=str(CODE / "sweep.yaml"), help="file of a new sweep, or ENTITY/PROJECT/ID")
     parser.add_argument("--name", default="search", help="name of the fleet; its slots are NAME-0, NAME-1, ...")
     parser.add_argument("--type", required=True, help="a TPU type with one host, such as v4-8")
     parser.add_argument("--zone", required=True)
-    parser.add_argument("--count", type=int, default=4, help="how many nodes, with one agent each")
+    parser.add_argument("--count", type=int, default=4, help="number of nodes, with one agent each")
     parser.add_argument("--checkpoint", required=True, help="gs://BUCKET/PATH, or a folder that all nodes share")
     parser.add_argument("--setup", default="python3 -m pip install --quiet wandb", help="command on each new node")
     parser.add_argument("--code", type=Path, default=Path("sweep-code"), help="folder to send to the workers")
@@ -72,7 +72,7 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def tell(event: Event) -> None:
+def print_event(event: Event) -> None:
     print(f"{event.at:%H:%M:%S} {event.node or event.slot:12} {event.text}", flush=True)
 
 
@@ -87,7 +87,7 @@ def best_run(path: str) -> str:
 
 def main() -> None:
     options = parse_arguments()
-    outcome = sweeps.sweep(options.sweep, options.count, fleet(options), on_event=tell)
+    outcome = sweeps.sweep(options.sweep, options.count, fleet(options), on_event=print_event)
     for slot, why in (outcome.failed or {}).items():
         print(f"{slot} gave up: {why}", file=sys.stderr)
     if outcome.daemon:

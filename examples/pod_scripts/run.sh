@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Start the training in a screen named `pod`, which survives the end of SSH. A live run is left alone.
+# Start the training in a screen named `pod`, which survives the end of SSH. A live run is left unchanged.
 # run.sh --from STEP  resumes from that checkpoint; resume.sh finds the step.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
@@ -30,7 +30,7 @@ if [[ ${1:-} == --from ]]; then
 else
   START_STEP=
   found=$(newest_step)
-  [[ -z $found ]] || die "$CHECKPOINT holds step $found: resume.sh resumes from there; to start over, change CHECKPOINT"
+  [[ -z $found ]] || die "$CHECKPOINT has step $found: resume.sh resumes from there; to start over, change CHECKPOINT"
 fi
 export START_STEP TRAIN
 rm -f "$STATE/exit"

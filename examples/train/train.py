@@ -89,8 +89,8 @@ class Training:
             started = time.monotonic()
             state = self.train_step(state, self.windows(step))
             step += 1
-            at_look = step == first or step % self.options.log_every == 0
-            wish = self.look_around(step, state) if at_look else hosts.Wish.NONE
+            is_check = step == first or step % self.options.log_every == 0
+            wish = self.check_requests(step, state) if is_check else hosts.Wish.NONE
             if wish or step % self.options.save_every == 0 or step == self.options.steps:
                 self.checkpoints.save(step, state)
             if wish == hosts.Wish.SAVE_AND_STOP:
@@ -119,7 +119,7 @@ class Training:
         windows = self.corpus.batch(self.options.seed, step, self.batch_size)
         return jax.make_array_from_callback(windows.shape, self.by_device, lambda index: windows[index])
 
-    def look_around(self, step: int, state: language_model.State) -> hosts.Wish:
+    def check_requests(self, step: int, state: language_model.State) -> hosts.Wish:
         """Print the progress, and return the largest wish of all hosts."""
         say(f"step {step} loss {float(state['loss']):.4f}")
         wish = hosts.agree(HOST, self.requests.wish())

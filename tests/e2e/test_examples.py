@@ -323,7 +323,7 @@ def test_a_pod_is_prepared_updated_and_resumed_by_its_scripts(tmp_path: Path) ->
         assert "was left unchanged" in on_all(home, "run.sh")
         assert "stopped" in on_all(home, "stop.sh")
         reached = newest(bucket)
-        with pytest.raises(AssertionError, match=f"holds step {reached}: resume.sh resumes from there"):
+        with pytest.raises(AssertionError, match=f"has step {reached}: resume.sh resumes from there"):
             on_all(home, "run.sh")
         said = on_all(home, "resume.sh")
         assert re.findall(r"started from step (\d+)", said) == [str(reached)] * 2

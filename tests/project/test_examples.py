@@ -136,8 +136,8 @@ def test_a_sweep_brings_its_workers_all_that_it_imports_but_wandb(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sweep = runpy.run_path(str(ROOT / "examples" / "sweep.py"))
-    code = sweep["put_together"](tmp_path / "code")
-    assert sweep["put_together"](tmp_path / "code") == code, "again, as the next start does"
+    code = sweep["assemble_code"](tmp_path / "code")
+    assert sweep["assemble_code"](tmp_path / "code") == code, "again, as the next start does"
     # With no site-packages, as on a TPU VM: what is not in the folder is not there.
     command = [sys.executable, "-I", "-S", "-c", f"import sys; sys.path.insert(0, {str(code)!r}); import train"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)

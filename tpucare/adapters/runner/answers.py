@@ -53,26 +53,28 @@ class ProbeAnswer:
 
 def read_probe(ran: Ran) -> ProbeAnswer:
     """Raises: ToolsMissing, MalformedAnswer."""
-    said = _object(ran)
-    boot_id = _text(said, "boot_id", 64)
+    fields = _object(ran)
+    boot_id = _text(fields, "boot_id", 64)
     report = WorkerReport(Contact.ANSWERED, boot_id=boot_id if BOOT_ID.fullmatch(boot_id) else "")
-    if said.get("fresh") is True:
+    if fields.get("fresh") is True:
         return ProbeAnswer(report)
     report = replace(
         report,
-        token=_token(said, "token"),
-        alive=_flag(said, "alive"),
-        chips_free=_flag(said, "chips_free"),
-        last_number=_number(said, "last_number") or 0,
-        detail=one_line(_text(said, "detail", 10_000)),
+        token=_token(fields, "token"),
+        alive=_flag(fields, "alive"),
+        chips_free=_flag(fields, "chips_free"),
+        last_number=_number(fields, "last_number") or 0,
+        detail=one_line(_text(fields, "detail", 10_000)),
     )
-    return ProbeAnswer(_of_run(report, said), _log_news(_part(said, "log"))) if report.token else ProbeAnswer(report)
+    return (
+        ProbeAnswer(_of_run(report, fields), _log_news(_part(fields, "log"))) if report.token else ProbeAnswer(report)
+    )
 
 
 def read_stop(ran: Ran) -> bool:
     """True: no run and chips free. Raises: ToolsMissing, MalformedAnswer."""
-    said = _object(ran)
-    return said.get("fresh") is True or _flag(said, "quiet")
+    fields = _object(ran)
+    return fields.get("fresh") is True or _flag(fields, "quiet")
 
 
 def read_start(ran: Ran, name: str) -> CommandFailed | None:
@@ -102,12 +104,12 @@ def read_claim(ran: Ran, name: str) -> tuple[CommandFailed | None, bool, bool]:
     The answer of a worker *name* to a claim for a foreign run: the problem, or None; True if that run's setup is over
     there; True if a run of this node was prepared before. Raises: ToolsMissing, MalformedAnswer.
     """
-    said = _object(ran)
-    if said.get("fresh") is True:
+    fields = _object(ran)
+    if fields.get("fresh") is True:
         raise ToolsMissing
-    word, rest = _text(said, "claim", 20), one_line(_text(said, "rest", 1000))
+    word, rest = _text(fields, "claim", 20), one_line(_text(fields, "rest", 1000))
     problem = None if word in ("started", "alive") else _refusal(word, rest, name)
-    return problem, _text(said, "phase", 20) == Phase.RUN, _flag(said, "created")
+    return problem, _text(fields, "phase", 20) == Phase.RUN, _flag(fields, "created")
 
 
 def read_commit(ran: Ran) -> str:
@@ -146,21 +148,21 @@ def one_line(text: str) -> str:
     return plain(text[: 4 * DETAIL_LIMIT])[:DETAIL_LIMIT]
 
 
-def _of_run(report: WorkerReport, said: Mapping[str, object]) -> WorkerReport:
+def _of_run(report: WorkerReport, fields: Mapping[str, object]) -> WorkerReport:
     """*report* with the run's own files: its state, and its exit if it has ended."""
-    state, ended = _part(said, "state") or {}, _part(said, "exit")
+    state, ended = _part(fields, "state") or {}, _part(fields, "exit")
     report = replace(
         report,
         phase=_phase(_text(state, "phase", 20)),
-        signalled=_flag(said, "told") or _flag(state, "signalled"),
+        signalled=_flag(fields, "told") or _flag(state, "signalled"),
         preempted=_flag(state, "preempted"),
         maintenance=one_line(_text(state, "maintenance", 200)),
-        step=_number(said, "step"),
-        checkpoint=_number(said, "checkpoint"),
-        log_bytes=_number(said, "log_bytes") or 0,
+        step=_number(fields, "step"),
+        checkpoint=_number(fields, "checkpoint"),
+        log_bytes=_number(fields, "log_bytes") or 0,
     )
-    if "seen" in said:
-        report = replace(report, foreign=_foreign(said))
+    if "seen" in fields:
+        report = replace(report, foreign=_foreign(fields))
     if ended is None:
         return report
     status = _number(ended, "status")
@@ -174,8 +176,8 @@ def _of_run(report: WorkerReport, said: Mapping[str, object]) -> WorkerReport:
     )
 
 
-def _foreign(said: Mapping[str, object]) -> ForeignRun:
-    return ForeignRun(_flag(said, "seen"), _flag(said, "rebooted"), status=_number(said, "ended_with"))
+def _foreign(fields: Mapping[str, object]) -> ForeignRun:
+    return ForeignRun(_flag(fields, "seen"), _flag(fields, "rebooted"), status=_number(fields, "ended_with"))
 
 
 def _phase(word: str) -> Phase:
@@ -188,19 +190,19 @@ def _failure(word: str, status: int | None) -> Failure:
     return Failure(word) if word in set(Failure) else Failure.CRASH
 
 
-def _log_news(said: Mapping[str, object] | None) -> LogNews | None:
-    if said is None:
+def _log_news(fields: Mapping[str, object] | None) -> LogNews | None:
+    if fields is None:
         return None
     try:
-        data = binascii.a2b_base64(_text(said, "data", 1 << 23), strict_mode=True)
+        data = binascii.a2b_base64(_text(fields, "data", 1 << 23), strict_mode=True)
     except ValueError as error:
         raise MalformedAnswer(f"log: {error}") from None
-    token = _token(said, "token")
-    return LogNews(token, _number(said, "start") or 0, data) if token and data else None
+    token = _token(fields, "token")
+    return LogNews(token, _number(fields, "start") or 0, data) if token and data else None
 
 
-def _part(said: Mapping[str, object], key: str) -> Mapping[str, object] | None:
-    part = said.get(key)
+def _part(fields: Mapping[str, object], key: str) -> Mapping[str, object] | None:
+    part = fields.get(key)
     if part is not None and not isinstance(part, dict):
         raise MalformedAnswer(f"{key} is not an object")
     return part
@@ -212,14 +214,14 @@ def _object(ran: Ran) -> Mapping[str, object]:
     if ran.truncated:
         raise MalformedAnswer("the answer is too long")
     try:
-        said = json.loads(_last_line(ran))
+        fields = json.loads(_last_line(ran))
     except (ValueError, RecursionError):
         raise MalformedAnswer("the answer is not JSON") from None
-    if not isinstance(said, dict):
+    if not isinstance(fields, dict):
         raise MalformedAnswer("the answer is not an object")
-    if said.get("tools") is False:
+    if fields.get("tools") is False:
         raise ToolsMissing
-    return said
+    return fields
 
 
 def _last_line(ran: Ran) -> bytes:
@@ -227,29 +229,29 @@ def _last_line(ran: Ran) -> bytes:
     return ran.stdout.strip().rpartition(b"\n")[2]
 
 
-def _text(said: Mapping[str, object], key: str, limit: int) -> str:
-    value = said.get(key, "")
+def _text(fields: Mapping[str, object], key: str, limit: int) -> str:
+    value = fields.get(key, "")
     if not isinstance(value, str) or len(value) > limit:
         raise MalformedAnswer(f"{key} is not a text of at most {limit} characters")
     return value
 
 
-def _token(said: Mapping[str, object], key: str) -> str:
-    token = _text(said, key, 200)
+def _token(fields: Mapping[str, object], key: str) -> str:
+    token = _text(fields, key, 200)
     if token and not TOKEN.fullmatch(token):
         raise MalformedAnswer(f"{key} is not a run token")
     return token
 
 
-def _flag(said: Mapping[str, object], key: str) -> bool:
-    value = said.get(key, False)
+def _flag(fields: Mapping[str, object], key: str) -> bool:
+    value = fields.get(key, False)
     if not isinstance(value, bool):
         raise MalformedAnswer(f"{key} is neither true nor false")
     return value
 
 
-def _number(said: Mapping[str, object], key: str) -> int | None:
-    value = said.get(key)
+def _number(fields: Mapping[str, object], key: str) -> int | None:
+    value = fields.get(key)
     if value is None:
         return None
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= NUMBER_LIMIT:
