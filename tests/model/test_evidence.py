@@ -19,7 +19,6 @@ from tpucare.model.evidence import (
     Timers,
     holding_of,
     latest,
-    region_of,
 )
 from tpucare.model.resources import Provisioning
 from tpucare.model.runs import NodeReport
@@ -137,7 +136,6 @@ def test_small_words() -> None:
     assert latest(None, ago(5), ago(3), None) == ago(3)
     assert latest(None) is None
     assert later(SECOND).mark == Mark(HERE.observed + SECOND, HERE.passes)
-    assert region_of(US) == "us-central1"
     assert holding_of(place(EU, Provisioning.RESERVED)) == Holding(EU, "v3", True, "pod")
     assert holding_of(place()) == Holding(US, "v3", False, "pod")
     what = evidence(seen(node()))

@@ -331,7 +331,7 @@ DAY = [
         "preemptible at 23 h 45: a notice",
         evidence(seen(OLD, running(checkpoint=5))),
         memory(launched(), run=run()),
-        "Notice",
+        "SendNotice",
     ),
     case(
         "preemptible, no newer checkpoint",

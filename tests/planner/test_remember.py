@@ -10,7 +10,7 @@ import pytest
 
 from tests.kits.evidence import FRESH, NOW, TRAINS, after, intent, launched, memory, name_of, node, past, run, token
 from tests.kits.remembering import ACCEPTED, OPEN, asked, came, delete, look, poll
-from tpucare.model.actions import Action, AddSshKey, Fact, FetchHostKeys, Notice, Record
+from tpucare.model.actions import Action, AddSshKey, Fact, FetchHostKeys, Record, SendNotice
 from tpucare.model.causes import Cause, Reason
 from tpucare.model.errors import AnswerLost, NodeGone
 from tpucare.model.lifecycles import CreateState, RunState
@@ -54,7 +54,7 @@ def test_facts_are_written_down() -> None:
 
 
 def test_a_notice_and_a_key_are_noted_on_the_node() -> None:
-    notice = Notice(node().key, token(), "save", Cause.UNRECORDED, "why", checkpoint=5)
+    notice = SendNotice(node().key, token(), "save", Cause.UNRECORDED, "why", checkpoint=5)
     told = asked(TRAINS, notice).node(name_of(0))
     assert told is not None
     assert (told.noticed_at, told.noticed_checkpoint) == (NOW, 5)
@@ -101,7 +101,7 @@ def test_what_only_asks_has_no_intent(action: Action) -> None:
 
 def test_what_only_tells_leaves_nothing() -> None:
     assert came(TRAINS, FetchHostKeys(node().key, Cause.UNRECORDED, "why"), {}) is TRAINS
-    assert came(TRAINS, Notice(node().key, token(), "save", Cause.UNRECORDED, "why")) is TRAINS
+    assert came(TRAINS, SendNotice(node().key, token(), "save", Cause.UNRECORDED, "why")) is TRAINS
 
 
 def test_after_a_kill_an_unanswered_create_may_have_arrived() -> None:

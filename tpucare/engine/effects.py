@@ -20,7 +20,7 @@ from tpucare.model.actions import (
     GetNode,
     GetOperation,
     Launch,
-    Notice,
+    SendNotice,
     Stop,
 )
 from tpucare.model.errors import LostRace, WorkerSilent
@@ -46,7 +46,7 @@ COORDINATOR_PORT = 9470
 LANES: Mapping[type, Lane] = {
     Launch: Lane.LAUNCH,
     Stop: Lane.STOP,
-    Notice: Lane.LAUNCH,
+    SendNotice: Lane.LAUNCH,
 }
 
 
@@ -89,12 +89,12 @@ def prepare(
             return lambda: ports.cloud.add_ssh_key(key, ports.ssh_key)
         case FetchHostKeys(key=key):
             return lambda: pin_published_keys(key, workers or (), ports)
-        case Launch() | Stop() | Notice():
+        case Launch() | Stop() | SendNotice():
             return _prepare_run(action, slot, memory, workers, coordinator, ports)
 
 
 def _prepare_run(
-    action: Launch | Stop | Notice,
+    action: Launch | Stop | SendNotice,
     slot: Slot,
     memory: Memory,
     workers: tuple[Worker, ...] | None,
@@ -109,7 +109,7 @@ def _prepare_run(
         case Stop():
             order = StopOrder(workers, slot.name, attempt, slot.care.grace, action.stacks)
             return lambda: ports.launcher.stop(order)
-        case Notice():
+        case SendNotice():
             notice = NoticeOrder(workers, action.token, action.text)
             return lambda: ports.launcher.notice(notice)
         case Launch():

@@ -188,7 +188,7 @@ class Stop:
 
 
 @dataclass(frozen=True, slots=True)
-class Notice:
+class SendNotice:
     """Write *text* into the notice file of the run: please save."""
 
     key: NodeKey
@@ -298,7 +298,7 @@ class Record:
     cause: Cause = Cause.UNRECORDED
 
 
-Effect = Create | Delete | Launch | Stop | Notice | AddSshKey | FetchHostKeys | GetNode | GetOperation
+Effect = Create | Delete | Launch | Stop | SendNotice | AddSshKey | FetchHostKeys | GetNode | GetOperation
 Action = Wait | Record | Effect
 
 
@@ -321,7 +321,7 @@ _WORDS: Mapping[type[Action], str] = {
     Delete: "delete",
     Launch: "launch",
     Stop: "stop",
-    Notice: "notice",
+    SendNotice: "notice",
     AddSshKey: "pushkey",
     FetchHostKeys: "vouch",
     GetNode: "look",

@@ -304,7 +304,3 @@ def holding(zone: str, accelerator_type: str, provisioning: Provisioning) -> Hol
         share = "serving"
     on_demand = provisioning in (Provisioning.ON_DEMAND, Provisioning.RESERVED)
     return Holding(zone, generation, on_demand, share)
-
-
-def region_of(zone: str) -> str:
-    return zone.rpartition("-")[0]

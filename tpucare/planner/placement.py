@@ -16,8 +16,9 @@ from datetime import datetime, timedelta
 from types import MappingProxyType
 from typing import Protocol
 
+from tpucare.model.accelerators import region_of
 from tpucare.model.errors import CloudError, NeedsPerson, NoCapacity, QuotaExceeded, RateLimited, Transient
-from tpucare.model.evidence import Case, Evidence, holding_of, region_of
+from tpucare.model.evidence import Case, Evidence, holding_of
 from tpucare.model.memory import Memory, PlaceMemory, Refusal
 from tpucare.model.resources import Place, Provisioning
 from tpucare.planner.backoff import (

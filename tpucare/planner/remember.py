@@ -22,8 +22,8 @@ from tpucare.model.actions import (
     GetNode,
     GetOperation,
     Launch,
-    Notice,
     Record,
+    SendNotice,
     Stop,
 )
 from tpucare.model.causes import Reason
@@ -83,7 +83,7 @@ def intend(memory: Memory, action: Action, now: datetime, rng: random.Random) ->
             return intend_launch(memory, action, now)
         case Stop():
             return intend_stop(memory, action, now, rng)
-        case Notice():
+        case SendNotice():
             past = memory.node(action.key.name)
             if past is not None:
                 memory = memory.with_node(replace(past, noticed_at=now, noticed_checkpoint=action.checkpoint))

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import timedelta
 
-from tpucare.model.actions import Action, EffectKind, Fact, Launch, Notice, Record, Wait
+from tpucare.model.actions import Action, EffectKind, Fact, Launch, Record, SendNotice, Wait
 from tpucare.model.causes import Cause, Reason
 from tpucare.model.evidence import SUPPORTING_OBSERVATIONS, Case, Mark, NodeEvidence, Timers, latest
 from tpucare.model.lifecycles import RunState
@@ -315,7 +315,7 @@ def _end_of_day(case: Case, seen: NodeEvidence, past: NodeMemory) -> Action | No
     checkpoint = furthest_of(seen, "checkpoint", None)
     if past.noticed_at is None:
         text = "a preemptible node ends after 24 hours: please save\n"
-        return Notice(node.key, run.token, text, Cause.END_OF_DAY, "its 24 hours end soon", checkpoint)
+        return SendNotice(node.key, run.token, text, Cause.END_OF_DAY, "its 24 hours end soon", checkpoint)
     if checkpoint is not None and (past.noticed_checkpoint is None or checkpoint > past.noticed_checkpoint):
         why = "its 24 hours end, and a newer checkpoint is complete"
         return ending(seen, case.memory, Cause.END_OF_DAY, why, then=Reason.FINISHED)
