@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tpucare.adapters.ssh.keys import load_or_make_key
 from tpucare.adapters.state import folder as state_folder
+from tpucare.api.attempt import NO_DEADLINE
 from tpucare.model.errors import ConfigError, NeedsPerson, NodeGone, RemoteError, WorkerSilent
 from tpucare.model.resources import Node, NodeState, Ran, Worker, workers_of
 from tpucare.model.text import hint, shown
@@ -40,7 +41,6 @@ LISTING_SECONDS = 1.0
 # A command may take days. Its connection is tested in between, since a VM that vanished closes no connection.
 ASK_EVERY_SECONDS = 30.0
 ASK_DEADLINE = timedelta(seconds=20)
-NO_DEADLINE = timedelta(days=3650)
 OUTPUT_LIMIT = 16 << 20
 # Beside the 30 s of the port: the time of a file of that size on a slow line.
 BYTES_PER_SECOND = 256 << 10
