@@ -133,7 +133,7 @@ def test_the_script_of_2022_starts_a_run_on_all_workers(deployment: Deployment, 
     assert started.count("is started in screen") == 2
     eventually(lambda: hosts.exec_on_tpu("pod", NEAR, "cat ran || true", "all") == "width: 2\n" * 2, "both run")
     again = hosts.exec_on_tpu("pod", NEAR, command, "all")
-    assert again.count("left alone") == 2
+    assert again.count("left unchanged") == 2
 
 
 def test_a_command_may_take_its_time(deployment: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,7 +304,7 @@ def test_a_reboot_starts_the_run_again(deployment: Deployment) -> None:
     deployment.order("restore-worker", selector="pod-a1", worker=1)
     eventually(lambda: answers("pod"), "it is up again")
     eventually(lambda: _ran_again("pod"), "it runs again")
-    assert "left alone" in hosts.exec_on_tpu("pod", NEAR, "bash setup.sh", 1)
+    assert "left unchanged" in hosts.exec_on_tpu("pod", NEAR, "bash setup.sh", 1)
 
 
 def _ran_again(host: str) -> bool:
