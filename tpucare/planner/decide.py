@@ -1,9 +1,9 @@
 """
-decide(slot, evidence, memory, now) -> Action: every choice of tpucare is made here and in the modules below it.
+decide(slot, evidence, memory, now) -> Action: every choice of tpucare is made here and in the modules that it calls.
 
-Pure. This module sees to what must be done whatever else is true (watching creates and deletes to their end), to the
-wishes of people, and to slots without a node; `plan_node` decides about one live node, `plan_run` about a run on it.
-The rows of the design's evidence table (§6) are cited where they are decided.
+Pure. This module watches creates and deletes to their end, carries out the commands of people, and decides about slots
+without a node or with several; `node` decides about one live node, `run` about a run on it, `placement` about the place
+of a create. The table of evidence and action is docs/design.md §6. How memory changes is left to `remember`.
 """
 
 from __future__ import annotations
@@ -53,22 +53,22 @@ from tpucare.planner.predicates import (
 )
 from tpucare.planner.run import end_done
 
-# Of a create that was given up: nothing waits for its word.
+# For an abandoned create, which no slot waits for.
 POLL_SPENT_EVERY = timedelta(minutes=1)
-# What `down` waits for a zone that does not answer, before it ends without it.
+# `down` waits so long for a zone that does not answer, and then ends without it.
 DOWN_PATIENCE = timedelta(minutes=2)
-# Deletes take minutes; one that hangs goes on when it is asked for again.
+# Deletes take minutes; a hanging one goes on when it is repeated.
 DELETING_IS_STUCK = timedelta(minutes=10)
-# A slot that failed though its job had trained.
+# Retries of a slot that failed though its job had trained.
 TRY_FAILED_EVERY, TRY_FAILED_TIMES = timedelta(hours=1), 24
-# A node that was labelled as the slot's is listed as such by then, or never.
+# A node labelled as the slot's is listed as such by then, or never.
 ADOPTED_WITHIN = timedelta(minutes=5)
-# A create whose call was cut off may still arrive this long after the call's deadline (60 s + the deadline's 30 s).
+# A create whose answer was lost may arrive until then: 60 s after the call's deadline of 30 s.
 CREATE_MAY_ARRIVE = timedelta(seconds=90)
 
 
 def decide(slot: Slot, evidence: Evidence, memory: Memory, now: Moment) -> Action:
-    """Choose the one next step for `slot`, from what is there now, never from what just happened."""
+    """The next step for *slot*, by its present state; what just happened plays no part."""
     timers = Timers(now)
     action = _decide(Case(slot, evidence, memory, timers))
     if isinstance(action, Wait) and not (timers.observed_due is None and timers.wall_due is None):
@@ -99,7 +99,7 @@ def _decide(case: Case) -> Action:
 
 
 def live_nodes(evidence: Evidence, memory: Memory) -> list[NodeEvidence]:
-    """Nodes of the slot that are neither dead nor being deleted, oldest first; one in a dark zone counts."""
+    """Nodes of the slot that are neither dead nor being deleted, oldest first; also in unreachable zones."""
     return [seen for seen in evidence.nodes if _is_live(seen, memory)]
 
 
@@ -112,7 +112,7 @@ def _is_live(seen: NodeEvidence, memory: Memory) -> bool:
     return seen.node.state is not NodeState.DELETING and seen.node.state not in DEAD_STATES
 
 
-# --- chores: whatever was begun is watched to its end ----------------------------------------------------------------
+# --- chores: every create and delete is watched to its end -----------------------------------------------------------
 
 
 def _chore(case: Case) -> Action | None:
@@ -126,7 +126,7 @@ def _chore(case: Case) -> Action | None:
             continue
         if case.evidence.node(past.name) is None and past.zone not in case.evidence.project.unreachable_since:
             key = NodeKey(case.slot.project, past.zone, past.name)
-            if action := get_node_when_due(case, key, Cause.NODE_ABSENT, "remembered, and not in the listing"):
+            if action := get_node_when_due(case, key, Cause.NODE_ABSENT, "it is remembered and not listed"):
                 return action
     for intent in case.memory.creates:
         if action := _create_chore(case, intent):
@@ -135,7 +135,7 @@ def _chore(case: Case) -> Action | None:
 
 
 def _clear_dead(case: Case) -> Action | None:
-    """What is proven dead is nothing to pause; while it is there it holds quota that other slots wait for."""
+    """Deletes of dead nodes go on while a slot is paused, since those nodes hold quota that other slots need."""
     for seen in case.evidence.nodes:
         past = case.memory.node(seen.node.name)
         seen_now = seen.listed and not seen.zone_unreachable
@@ -150,18 +150,19 @@ def _node_chore(case: Case, seen: NodeEvidence) -> Action | None:
         return None
     if not seen.listed:
         # Absence from a list proves nothing; GetNode does.
-        return get_node_when_due(case, seen.node.key, Cause.NODE_ABSENT, "was there, and is not in the listing")
+        return get_node_when_due(case, seen.node.key, Cause.NODE_ABSENT, "it was listed before and is not now")
     if EffectKind.MISSED.of(seen.node.name) in case.evidence.ended_effects:
         return get_node_when_due(case, seen.node.key, Cause.NODE_ABSENT, "another call did not find it")
     if _is_readopted(case, seen):
-        return Record(Fact.CREATE_KEPT, "came after its create was given up, and before any other", seen.node.name)
+        return Record(Fact.CREATE_KEPT, "its create was abandoned, and no other node serves", seen.node.name)
     return _delete_chore(case, seen)
 
 
 def _is_readopted(case: Case, seen: NodeEvidence) -> bool:
     """
-    A create that was given up has brought its node, and no other serves yet: whoever is granted a node after hours
-    would be granted the next one after hours, too.
+    The node of an abandoned create came, and no other node serves yet.
+
+    It is kept: when grants take hours, a new create would take as long.
     """
     intent = case.memory.create(seen.node.name)
     if intent is None or not intent.abandoned or case.memory.has_given_up(seen.node.name):
@@ -179,7 +180,7 @@ def _is_readopted(case: Case, seen: NodeEvidence) -> bool:
 
 
 def _is_being_made(seen: NodeEvidence, memory: Memory) -> bool:
-    # A node may train long before it stops to show CREATING.
+    # A node may train long before its state CREATING ends.
     past = memory.node(seen.node.name)
     return seen.node.state is NodeState.CREATING and not (past is not None and past.launched)
 
@@ -190,21 +191,21 @@ def _delete_chore(case: Case, seen: NodeEvidence) -> Action | None:
         return None
     if past is not None and past.delete is not None:
         if case.timers.passed(past.delete.next_at, DELETE_AGAIN_CAP):
-            why = f"{past.delete.why or 'delete asked for'} (asked again: still {node.state.name})"
+            why = f"{past.delete.why or 'delete was asked for'} (repeated: still {node.state.name})"
             return replace(deletion(seen, past.delete.cause, why, past.delete.reason), again=True)
         return None
     if node.state in DEAD_STATES:
         return deletion(seen, Cause.REPORTED_DEAD, f"the cloud reports {node.state.name}", Reason.DEAD)
     if past is not None and past.was_shown_dead and node.state is not NodeState.DELETING:
-        why = f"it was shown dead, and is {node.state.name} again"
+        why = f"it was listed dead, and is {node.state.name} again"
         return deletion(seen, Cause.REVIVED, why, Reason.DEAD)
     if node.state is NodeState.DELETING and case.timers.lasted(seen.state_since, DELETING_IS_STUCK):
-        # Whoever asked for it, and if it was us, before a kill, no memory tells: it would hold the fence for ever.
-        why = f"it is DELETING for {length(DELETING_IS_STUCK)}: asked again"
+        # No memory says who asked for it (a person, or we before a kill); hanging, it would hold the fence for ever.
+        why = f"it has been DELETING for {length(DELETING_IS_STUCK)}: repeated"
         return deletion(seen, Cause.DELETE_STUCK, why, Reason.SURPLUS)
     surplus = intent is not None and intent.abandoned and node.state is not NodeState.DELETING
     if surplus and not effect_under_way(seen, case.evidence):
-        return deletion(seen, Cause.CREATE_ABANDONED, "came after its create was given up", Reason.SURPLUS)
+        return deletion(seen, Cause.CREATE_ABANDONED, "its create was abandoned before it came", Reason.SURPLUS)
     return None
 
 
@@ -213,7 +214,7 @@ def _due(last: Mark | None, timers: Timers, every: timedelta) -> bool:
 
 
 def _watch_abandoned(case: Case, intent: CreateIntent) -> Action | None:
-    """An operation may never end; that no node of it is there for a day does."""
+    """Hourly GetNode for an abandoned create, whose operation may never end; a day of NOT_FOUND closes it."""
     this, key = EffectKind.LOOK.of(intent.name), NodeKey(case.slot.project, intent.zone, intent.name)
     if not intent.abandoned or this in case.evidence.in_flight or case.evidence.node(intent.name) is not None:
         return None
@@ -223,7 +224,7 @@ def _watch_abandoned(case: Case, intent: CreateIntent) -> Action | None:
         MISSING_LOOK_EVERY,
     ):
         return None
-    return GetNode(key, Cause.CREATE_ABANDONED, "given up, and its operation goes on: is its node there?")
+    return GetNode(key, Cause.CREATE_ABANDONED, "its create was abandoned, and its operation goes on")
 
 
 def _create_chore(case: Case, intent: CreateIntent) -> Action | None:
@@ -235,16 +236,22 @@ def _create_chore(case: Case, intent: CreateIntent) -> Action | None:
         return None
     key = NodeKey(case.slot.project, intent.zone, intent.name)
     if intent.state in (CreateState.AWAITED, CreateState.REFUSED):
-        return get_node_when_due(case, key, Cause.CREATE_UNDER_WAY, "accepted, its operation is over or unknown")
+        return get_node_when_due(
+            case, key, Cause.CREATE_UNDER_WAY, "its create was accepted, its operation is over or unknown"
+        )
     is_sent_again = intent.state is CreateState.ANSWER_LOST and not intent.abandoned
     if intent.state is CreateState.SENT or is_sent_again:
         return None
-    # Until then it may go on unseen: that its node is not there yet proves nothing.
+    # Until then the call may still arrive, so NOT_FOUND would prove nothing.
     if not case.timers.passed(intent.asked_at + CREATE_MAY_ARRIVE, CREATE_MAY_ARRIVE):
         return None
     if intent.state is CreateState.UNREADABLE:
-        return get_node_when_due(case, key, Cause.CREATE_UNDER_WAY, "accepted, its operation is over or unknown")
-    return get_node_when_due(case, key, Cause.ANSWER_LOST, "its answer was lost; it could have arrived until now")
+        return get_node_when_due(
+            case, key, Cause.CREATE_UNDER_WAY, "its create was accepted, its operation is over or unknown"
+        )
+    return get_node_when_due(
+        case, key, Cause.ANSWER_LOST, "the answer to its create was lost, and the call cannot arrive any more"
+    )
 
 
 def _get_operation_when_due(case: Case, intent: CreateIntent) -> GetOperation | None:
@@ -260,11 +267,11 @@ def _get_operation_when_due(case: Case, intent: CreateIntent) -> GetOperation | 
     return GetOperation(intent.name, intent.operation, Cause.CREATE_UNDER_WAY, "create under way")
 
 
-# --- wishes ----------------------------------------------------------------------------------------------------------
+# --- the desired state: down, or ended -------------------------------------------------------------------------------
 
 
 def _take_down(case: Case) -> Action:
-    """`down`: stop the run (SIGTERM, grace), delete; over when every node and every create is accounted for."""
+    """`down`: stop the run (SIGTERM, grace), delete; over when every node and create is gone."""
     if intent := _open_create(case.memory):
         return Record(Fact.CREATE_SUPERSEDED, "the slot is taken down", name=intent.name, cause=Cause.DOWN)
     for seen in live_nodes(case.evidence, case.memory):
@@ -279,7 +286,7 @@ def _take_down(case: Case) -> Action:
 
 
 def _await_last(case: Case) -> Wait:
-    """Until every node and create is accounted for; what cannot be looked at may take longer than anybody waits."""
+    """The Wait until every node and create is gone; after DOWN_PATIENCE without those that cannot be read."""
     left = {past.name: past.zone for past in case.memory.ours} | {
         intent.name: intent.zone for intent in case.memory.creates
     }
@@ -293,12 +300,12 @@ def _await_last(case: Case) -> Wait:
     if not all(lasted):
         return Wait(Cause.ZONE_UNREACHABLE, f"going down: {', '.join(sorted({*left.values()}))} does not answer")
     keys = tuple(NodeKey(case.slot.project, zone, name) for name, zone in left.items())
-    why = f"{not_looked_at(keys)}: remembered, and deleted once that is possible"
+    why = f"{not_looked_at(keys)}: remembered, and deleted once they can be"
     return Wait(Cause.ZONE_UNREACHABLE, f"going down: {why}", needs_person=True, out_of_reach=keys)
 
 
 def not_looked_at(keys: Sequence[NodeKey]) -> str:
-    """What `down` has to say of *keys*, which it could not look at."""
+    """`2 nodes in ZONE could not be looked at`, for `down`."""
     zones = ", ".join(sorted({key.zone for key in keys}))
     return f"{len(keys)} node{'s' if len(keys) > 1 else ''} in {zones} could not be looked at"
 
@@ -325,16 +332,16 @@ def _after_end(case: Case) -> Action:
 
 def tries_again_at(slot: Slot, memory: Memory) -> datetime | None:
     """
-    When a failed slot is tried once more by itself; None: never.
+    When a failed slot is tried again by itself; None: never.
 
-    What made a job fail that had trained is often not its own: a bucket, a package index, W&B, which come back.
+    A job that had trained often fails through a dependency that comes back: a bucket, a package index, W&B.
     """
     if memory.end is not End.FAILED or memory.ended_at is None or memory.failed_since is None or slot.job is None:
         return None
-    # What failed is not known any more where somebody took the node since: the job that trained is wanted all the same.
+    # `mark_taken` drops the run with its node; then the job that had trained counts as the failed one.
     failed_job = memory.run.job if memory.run is not None else memory.served_job
     has_trained = failed_job == memory.served_job == job_mark(slot.job)
-    # Tries are counted: a daemon that was off for a day, or a clock that leapt, has tried nothing.
+    # Tries are counted, not hours: a daemon that was off for a day has tried nothing.
     if not has_trained or slot.job.foreign or memory.tries >= TRY_FAILED_TIMES:
         return None
     return memory.ended_at + TRY_FAILED_EVERY
@@ -343,19 +350,18 @@ def tries_again_at(slot: Slot, memory: Memory) -> datetime | None:
 def _end_node(case: Case, seen: NodeEvidence) -> Action | None:
     why = f"the slot is {case.memory.end.value}"
     if case.memory.end is End.DONE:
-        # A foreign run is done only where `on_exit` says that its node goes then.
+        # A foreign run is done only with `on_exit: delete`.
         goes = case.slot.care.on_success is OnSuccess.DELETE or (case.slot.job is not None and case.slot.job.foreign)
     else:
-        # What was paid for by the hour is kept for a look until somebody has looked.
-        # No backoff: a person may want days, and a clock that was set back only keeps it for longer.
-        # What an hourly try brings was looked at when the slot failed first.
+        # An on-demand node is kept until a person has looked at it. `timedelta.max`: keep_failed may be days, and a
+        # clock that was set back only keeps the node longer. Hourly tries do not begin the time anew.
         failed_at = case.memory.failed_since or case.memory.ended_at
         kept_until = failed_at + case.slot.care.keep_failed if failed_at is not None else None
         due = kept_until is not None and case.timers.passed(kept_until, timedelta.max)
         goes = due and not keeps_node(seen)
     if goes:
         return stop_before(case, seen, deletion(seen, Cause.SLOT_ENDED, why, Reason.FINISHED))
-    # Its node is kept; only what still runs there ends.
+    # The node is kept; a run that still lives there is stopped.
     tried = EffectKind.STOP.of(seen.node.name) in case.evidence.ended_effects
     runs = seen.report is not None and any(worker.alive for worker in seen.report.workers)
     return ending(seen, case.memory, Cause.SLOT_ENDED, why) if runs and not tried and seen.workers is not None else None
@@ -383,10 +389,10 @@ def _decide_no_node(case: Case) -> Action:
     if intent := _open_create(case.memory):
         return _decide_open_create(case, intent)
     if case.slot.job is None and (case.slot.job_problem or case.memory.run is not None):
-        # It would be READY, billed and idle.
-        return without_job(case.slot, "no node is asked for")
+        # A node without a job would be billed and idle.
+        return without_job(case.slot, "no node is created")
     if case.slot.lacks:
-        why = f"{case.slot.lacks}; until then no node is asked for"
+        why = f"{case.slot.lacks}; until then no node is created"
         return Wait(Cause.DECLARATION_INCOMPLETE, why, needs_person=True)
     if wait := unlisted_zones(case):
         return wait
@@ -399,35 +405,35 @@ def _decide_no_node(case: Case) -> Action:
         number,
         choice.place,
         Cause.NO_NODE,
-        f"no node; asking for {choice.why}",
+        f"no node; creating {choice.why}",
         held_in_zone=holds_quota(choice.place, case.evidence, region_wide=False),
         held_in_region=holds_quota(choice.place, case.evidence, region_wide=True),
     )
 
 
 def _free_number(case: Case, zone: str) -> int:
-    """The next one of which no node of another owner bears the name there."""
+    """The next create number whose node name no other owner uses in *zone*."""
     taken = {node.name for node in case.evidence.foreign if node.key.zone == zone}
     return next(n for n in itertools.count(case.memory.next_number) if node_name(case.slot.name, n) not in taken)
 
 
 def _decide_unaccounted(case: Case, past: NodeMemory) -> Action | None:
-    """A node that is not known to be gone, and that nobody can look at; None where the slot need not wait for it."""
+    """The Wait for a remembered node that is not seen; None where the slot need not wait for it."""
     said = f"`tpucare confirm {case.slot.name}` if nothing trains there"
     if past.status is NodeStatus.TAKEN and past.may_be_training:
-        why = f"{past.name} in {past.zone} bears another owner's label now, and our run may live there"
+        why = f"{past.name} in {past.zone} has another owner's label now, and our run may live there"
         return Wait(Cause.NODE_TAKEN, f"{why}: `tpucare adopt-node` it back, or {said}", needs_person=True)
     out_of_sight = past.status is NodeStatus.OUT_OF_SIGHT and past.delete is None
     if out_of_sight and past.may_be_training and not case.slot.care.fence_proceed:
         since = length(case.slot.care.fence_after)
-        why = f"nothing is heard of {past.name} in {past.zone} for {since}; it may still be training"
-        why = f"{why}: {said}, and a node is asked for elsewhere"
+        why = f"{past.name} in {past.zone} was not seen for {since} and may still be training"
+        why = f"{why}: {said}, and a node is created elsewhere"
         return Wait(Cause.NODE_OUT_OF_SIGHT, why, needs_person=True)
     if not past.serves or case.evidence.node(past.name) is not None:
         return None
     if case.evidence.hidden_since(past.zone, past.name) is not None:
         return decide_hidden(case, past.zone, past.name)
-    return Wait(Cause.NODE_ABSENT, f"whether {past.name} lives is not known yet ({past.zone})")
+    return Wait(Cause.NODE_ABSENT, f"waiting until {past.name} in {past.zone} is read")
 
 
 def _decide_open_create(case: Case, intent: CreateIntent) -> Action:
@@ -436,22 +442,22 @@ def _decide_open_create(case: Case, intent: CreateIntent) -> Action:
     if intent.state is CreateState.ANSWER_LOST:
         place = next((place for place in case.slot.places if place.key == intent.place), None)
         if place is None:
-            # The declaration no longer has that place, so the same request cannot be sent again.
+            # The same request cannot be sent again without that place.
             why = "its place is no longer declared"
             return Record(Fact.CREATE_SUPERSEDED, why, name=intent.name, cause=Cause.PLACE_WITHDRAWN)
         if case.timers.passed(intent.retry_at, RESEND_BACKOFF.cap):
-            why = "the answer was lost: the same name at the same place again"
+            why = "the answer was lost: sending the same name at the same place again"
             return Create(intent.name, intent.number, place, Cause.ANSWER_LOST, why, resend=True)
-        why = f"the answer to the create of {intent.name} was lost; asking again soon"
+        why = f"the answer to the create of {intent.name} was lost; sending it again soon"
         return Wait(Cause.ANSWER_LOST, why)
     return Wait(Cause.CREATE_UNDER_WAY, f"create of {intent.name} is under way")
 
 
 def _decide_several(case: Case, live: list[NodeEvidence]) -> Action:
     """
-    The one with a live run stays, else the newest; of two live runs the older launch stays.
+    Keep the node with a live run, else the newest; of two live runs the older launch stays.
 
-    One that does not answer is judged as any node is (silence, boot_timeout): else it would hold the slot for ever.
+    A node that does not answer is judged like any other (silence, boot_timeout), else it would hold the slot for ever.
     """
     names = ", ".join(seen.node.name for seen in live)
     if case.evidence.project.store_lost:
@@ -480,8 +486,9 @@ def _decide_several(case: Case, live: list[NodeEvidence]) -> Action:
 
 def _never_used(case: Case, seen: NodeEvidence, live: list[NodeEvidence]) -> Delete | None:
     """
-    A node that we made and never launched on, whatever its workers do, beside one on which our run lives: nobody needs
-    to be waited for, least of all a person who would mend what nobody wants.
+    A Delete of a node never launched on, in any state of its workers, beside the node on which our run lives.
+
+    Without this row the slot would wait for a person to mend a node that it does not need.
     """
     past, run = case.memory.node(seen.node.name), case.memory.run
     if past is None or past.launched or seen.zone_unreachable or case.evidence.project.store_old or run is None:
@@ -494,7 +501,7 @@ def _never_used(case: Case, seen: NodeEvidence, live: list[NodeEvidence]) -> Del
 
 
 def _newest(live: list[NodeEvidence], memory: Memory) -> NodeEvidence:
-    """One that a person gave to this slot goes before one that it made itself."""
+    """The newest node, an adopted one before one that the slot created."""
     known = [(seen, memory.node(seen.node.name)) for seen in live]
     adopted = [seen for seen, past in known if past is not None and past.is_adopted]
     return (adopted or live)[-1]
@@ -506,6 +513,3 @@ def _older_launch(running: list[NodeEvidence], memory: Memory) -> NodeEvidence:
             if seen.node.name == memory.run.node and memory.run.state.is_wanted:
                 return seen
     return min(running, key=lambda seen: (seen.node.create_time, seen.node.name))
-
-
-__all__ = ["Delete", "decide", "live_nodes"]

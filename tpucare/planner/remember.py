@@ -1,9 +1,9 @@
 """
-How memory changes: by what is about to be done, by what came of it, by what is seen, and by the death of a process.
+The transitions of a slot's memory: intents, results of effects, sightings of nodes, and the death of a process.
 
-Pure. `intend` is written to disk before the effect, `remember` after it, `recover` once at start, for what a killed
-process left half done. After these come the parts: creates, deletes, runs, and what listings and probes show. What is
-done next is decided in `decide`; where to ask next in `placement`, whose memory of a place is kept here.
+Pure. The memory of `intend` is written to disk before the effect, that of `remember` after it, that of `recover` once
+at start, after a process was killed. Below are the parts: creates, deletes, runs, sightings. The next step is left to
+`decide`, the memory of places to `placement`.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def _run_after(memory: Memory, event: RunEvent) -> Memory:
 
 
 def _is_further(memory: Memory, action: Record) -> bool:
-    """A step that an epoch counts anew gets no further; a newer checkpoint does."""
+    """The record's step or checkpoint is beyond the furthest; steps may restart with each epoch."""
     if action.step is not None and (memory.step is None or action.step > memory.step):
         return True
     if memory.checkpoint is None:
@@ -170,7 +170,7 @@ def remember(
         case GetOperation():
             return after_get_operation(memory, action, result, error, now, rng)
         case FetchHostKeys():
-            # The result is whether guest attributes vouch for every worker.
+            # The result: guest attributes vouch for every worker.
             if error is None and result is True:
                 return record_trust(memory, action.key.name, Trust.VOUCHED, action.publisher, now)
             return memory
@@ -181,18 +181,17 @@ def remember(
 
 
 def void_delete(memory: Memory, name: str) -> Memory:
-    """The node that was to be deleted is not the one decided about: the intent is void."""
+    """Drop the delete of node *name*: it is not the node that was decided about."""
     past = memory.node(name)
     return memory.with_node(replace(past, delete=None)) if past is not None else memory
 
 
 def recover(memory: Memory) -> Memory:
     """
-    What a killed process left half done, as the next one has to see it.
+    The memory of a killed process, as its successor needs it.
 
-    A create without an answer may have arrived. A delete that was judged, and not accepted, is judged anew: the node
-    may be well again; unless its successor is there or asked for, which the slot has by now. A stop or launch under way
-    is found out by the next probe.
+    A create without an answer may have arrived. A judged delete that was not accepted is judged anew, since the node
+    may be well again, unless the slot has a successor of it. The next probe shows the outcome of a launch or stop.
     """
     succeeded = any(not intent.abandoned for intent in memory.creates)
     succeeded = succeeded or any(past.serves for past in memory.nodes)
@@ -200,11 +199,11 @@ def recover(memory: Memory) -> Memory:
         if not intent.state.is_accepted:
             memory = memory.with_create(replace(intent.after(CreateEvent.PROCESS_DIED), retry_at=None))
     if memory.run is not None and memory.run.then_delete is Reason.JUDGED:
-        # As of a delete: its run is stopped, and whether its node is well is found out anew.
+        # As with a judged delete: the run is stopped, and its node is judged anew.
         memory = replace(memory, run=replace(memory.run, then_delete=None))
     for past in memory.nodes:
         if past.launched:
-            # Stores of before kept the create open until its operation was over.
+            # Stores of earlier versions kept the create open until its operation was over.
             memory = close_create_of_serving_node(memory, past)
         delete = past.delete
         if delete is None:
@@ -215,7 +214,7 @@ def recover(memory: Memory) -> Memory:
     return memory
 
 
-# --- creates: an intent is opened before the call, and closed by what the calls and the operation say -----------------
+# --- creates: an intent opens before the call, and closes by the answers of calls and operation -----------------------
 
 
 BUDGET_WINDOW = timedelta(minutes=1)
@@ -237,12 +236,12 @@ def intend_create(memory: Memory, action: Create, now: datetime) -> Memory:
         held_in_zone=action.held_in_zone,
         held_in_region=action.held_in_region,
     )
-    # The create budget counts them after a restart too, whatever became of their intents.
+    # For the create budget of the next process, also after their intents are closed.
     recent = tuple(asked for asked in memory.recent_creates if timedelta() <= now - asked < BUDGET_WINDOW)
     memory = replace(memory, recent_creates=(*recent, now))
     if not action.resend:
-        # A node made from now on is as declared now: that is what `replace` asks for. What a person said of older nodes
-        # was said before the last one became one of them.
+        # The new node is as declared now, which fulfils `replace`. A confirmation was about nodes older than the last
+        # one, which is an older node itself from now on.
         first = memory.asked_from if memory.asked_from is not None else action.number
         memory = replace(memory, replace_asked=False, fence_confirmed=False, asked_from=first)
         memory = placement.record_create(memory, action.place.key, action.number)
@@ -256,22 +255,22 @@ def abandon_create(memory: Memory, action: Record, now: datetime, rng: random.Ra
     memory = memory.with_create(replace(intent, abandoned=True))
     if memory.wish is not DesiredState.UP or memory.end is not End.NONE:
         return memory
-    # Another place goes first, where there is one: this one has not answered for a whole boot_timeout.
+    # Another place goes first: this one left the create unanswered for a whole boot_timeout.
     place = placement.record_refusal(memory.place(intent.place), Transient(action.why), held=False, now=now, rng=rng)
     return memory.with_place(intent.place, place)
 
 
 def readopt_create(memory: Memory, name: str) -> Memory:
-    """The create that was given up holds the slot; those that were sent after it are given up instead."""
+    """Take the abandoned create *name* back as the slot's, and abandon the others."""
     creates = tuple(replace(intent, abandoned=intent.name != name) for intent in memory.creates)
     return replace(memory, creates=creates)
 
 
 def close_create_of_serving_node(memory: Memory, past: NodeMemory) -> Memory:
     """
-    The workers of *past* serve: its create is settled, whatever its operation still says, and the node is like any.
+    Close the create of *past*, on which a run is launched, in any state of its operation.
 
-    A node may show CREATING, and its operation go on, for hours after that (cloud-tpu API: readiness is the workers').
+    The node may stay CREATING, and its operation running, for hours after its workers serve.
     """
     intent = memory.create(past.name)
     if intent is None:
@@ -292,7 +291,7 @@ def after_create(
         memory = memory.with_place(key, placement.end_quota_refusal(memory.place(key)))
         return memory.with_create(intent.after(CreateEvent.ACCEPTED, operation=result.name))
     if isinstance(error, AlreadyExists):
-        # On a node with our labels this is success; GetNode tells.
+        # Success, if GetNode finds our labels on that node.
         return memory.with_create(intent.after(CreateEvent.EXISTS))
     transient = isinstance(error, Transient) and not isinstance(error, LostRace)
     if transient or not isinstance(error, CloudError):
@@ -300,7 +299,7 @@ def after_create(
         return memory.with_create(replace(intent.after(CreateEvent.NO_ANSWER), retry_at=retry_at))
     memory = memory.with_place(key, _refuse_place(memory, key, action, error, now, rng))
     if action.resend:
-        # The first call may have arrived all the same, and used up the very quota that this answer complains of.
+        # The first call may have arrived and used up the very quota that this refusal is about.
         return memory.with_create(intent.after(CreateEvent.CALL_REFUSED, refused=str(error)))
     return memory.without_create(action.name)
 
@@ -327,10 +326,10 @@ def after_get_node(
 
 def _count_missing(memory: Memory, name: str, now: datetime) -> Memory:
     """
-    A create that was given up and of which no node is there for a day is closed, whatever its operation says.
+    Count a NOT_FOUND of an abandoned create; a day of them closes it, in any state of its operation.
 
-    The looks are an hour of observed time apart, so that a clock that was set closes none. Its number stays spent, so a
-    node that comes later still is known as ours (`NodeMemory.requested`).
+    The GetNode calls are an hour of observed time apart, so a clock that is set closes none. The create number stays
+    spent, so a node that comes even later is known as ours (`NodeMemory.requested`).
     """
     intent = memory.create(name)
     if intent is None or not intent.abandoned or intent.state is not CreateState.RUNNING:
@@ -341,7 +340,7 @@ def _count_missing(memory: Memory, name: str, now: datetime) -> Memory:
 
 
 def _refuse_unreadable_create(memory: Memory, name: str, now: datetime, rng: random.Random) -> Memory:
-    """Without its operation nobody says why: what was accepted and is not there found no capacity."""
+    """An accepted create without a node, whose operation we may not read, counts as a stockout of its place."""
     intent = memory.create(name)
     if intent is None or intent.state is not CreateState.UNREADABLE or intent.abandoned:
         return memory
@@ -358,7 +357,7 @@ def after_get_operation(
     if isinstance(error, NodeGone):
         return _operation_over(memory, intent)
     if isinstance(error, NeedsPerson):
-        # Asked again it would be refused again. The create is accepted and stays open: GetNode tells what became of it.
+        # Later reads would be refused, too. The create stays open, and GetNode decides.
         return memory.with_create(intent.after(CreateEvent.FORBIDDEN, refused=str(error)))
     if not isinstance(result, Operation) or not result.done:
         return memory
@@ -368,7 +367,7 @@ def after_get_operation(
     if isinstance(failure, CloudError) and not isinstance(failure, PreemptedMeanwhile | LostRace):
         memory = memory.with_place(intent.place, _refuse_place(memory, intent.place, intent, failure, now, rng))
     if memory.node(action.name) is None:
-        # The node may be listed a little later, or have failed too early to be listed: GetNode tells.
+        # The node may be listed a little later, or have failed too early to be listed, so GetNode decides.
         return memory.with_create(intent.after(CreateEvent.OPERATION_FAILED, refused=str(failure)))
     return memory.with_create(intent.after(CreateEvent.NODE_FAILED, refused=str(failure)))
 
@@ -379,7 +378,7 @@ def _operation_over(memory: Memory, intent: CreateIntent) -> Memory:
     return memory.with_create(intent.after(CreateEvent.OPERATION_OVER))
 
 
-# --- deletes: asked for, asked again until the node is gone, taken back; which place is to blame ----------------------
+# --- deletes: repeated until the node is gone, or void; useless nodes block their place -------------------------------
 
 
 def intend_delete(memory: Memory, action: Delete, now: datetime) -> Memory:
@@ -392,18 +391,17 @@ def intend_delete(memory: Memory, action: Delete, now: datetime) -> Memory:
         delete,
         reason=action.reason,
         next_at=now + min(DELETE_AGAIN * 2 ** min(tries - 1, 10), DELETE_AGAIN_CAP),
-        # The workers of a node that was shown dead are not asked, so their last answer is of before.
+        # The workers of a revived node were not probed since, so their last report proves nothing.
         quiet=(delete.quiet or action.quiet) and past.status is not NodeStatus.REVIVED,
     )
     past = replace(past, delete=delete, delete_tries=tries)
-    # A verdict that was taken back at a restart and is given again is still one node.
+    # A verdict repeated after a restart is about the same node.
     if tries == 1 and past.place and (action.unanswered or action.held):
         memory = _count_useless(memory, past.place, action, now)
     memory = memory.with_node(past).without_create(action.key.name)
-    # What a person asked of the slot's node is still to be done when another one goes, and is not done by saying again
-    # what was asked before.
+    # The first delete of the slot's node fulfils `replace`; the delete of a surplus node, or a repeated one, does not.
     replaced = first and action.reason is not Reason.SURPLUS
-    # What a person said of older nodes was said before this one became one.
+    # A confirmation was about the nodes older than this one, which is an older node itself from now on.
     return replace(
         memory,
         replace_asked=memory.replace_asked and not replaced,
@@ -412,7 +410,7 @@ def intend_delete(memory: Memory, action: Delete, now: datetime) -> Memory:
 
 
 def _count_useless(memory: Memory, key: str, action: Delete, now: datetime) -> Memory:
-    """One more node of no use in a row; from the second on the place is blocked."""
+    """Count one more useless node of the place in a row; the second blocks it."""
     place = memory.place(key)
     if action.unanswered:
         place = replace(place, unanswered_nodes=place.unanswered_nodes + 1)
@@ -443,10 +441,10 @@ def after_delete(memory: Memory, action: Delete, error: Exception | None, now: d
     return memory.with_node(replace(past, delete=delete))
 
 
-# --- runs: launched, stopped, how far they got, and the failures that count against them ------------------------------
+# --- runs: launches, stops, progress, failure counters ----------------------------------------------------------------
 
 
-# A run that lived for as long, by the wall clock, has trained: one that crashes after a minute each time never did.
+# A run that made progress and lived so long (wall time) has trained; one that crashes each minute has not.
 SERVED_AFTER = timedelta(hours=1)
 
 
@@ -457,8 +455,8 @@ def intend_launch(memory: Memory, action: Launch, now: datetime) -> Memory:
 
 
 def _start_job(memory: Memory, job: str) -> Memory:
-    """How far an older job got, and what failed of it, says nothing of another one."""
-    # A store of an earlier version does not know which it launched last.
+    """Reset progress and failure streaks if *job* is another than the last one."""
+    # Stores of earlier versions have no `launched_job`.
     known = memory.launched_job or memory.step_job or (memory.run.job if memory.run is not None else "")
     memory = replace(memory, launched_job=job)
     if not known or known == job:
@@ -483,7 +481,7 @@ def intend_stop(memory: Memory, action: Stop, now: datetime, rng: random.Random)
         memory = _count_failure(memory, action.failure, action.why, action.advanced, now, rng)
         memory = _count_on_node(memory, action)
     if action.served:
-        # The next run may begin anew: what this one reached is no measure for it.
+        # The next run may begin at step 0, so the furthest step of this one is no measure for it.
         memory = replace(record_success(memory), step=None, checkpoint=None)
     if action.gives_up:
         memory = _end_failed(memory, action, now)
@@ -514,7 +512,7 @@ def _end_failed(memory: Memory, action: Stop | Delete, now: datetime) -> Memory:
 
 
 def record_last_progress(memory: Memory, step: int | None, checkpoint: int | None) -> Memory:
-    """Where the run of now was seen last, which need not be the furthest."""
+    """Record step and checkpoint last seen of the present run; they may be behind the furthest."""
     last_step = step if step is not None else memory.last_step
     last_checkpoint = checkpoint if checkpoint is not None else memory.last_checkpoint
     if (last_step, last_checkpoint) == (memory.last_step, memory.last_checkpoint):
@@ -523,7 +521,7 @@ def record_last_progress(memory: Memory, step: int | None, checkpoint: int | Non
 
 
 def record_furthest(memory: Memory, step: int | None, checkpoint: int | None) -> Memory:
-    """The furthest that training ever got is kept: a crash short of it is one more of the same row."""
+    """Record the furthest step and checkpoint; a crash short of them continues its streak."""
     if step is not None and step != memory.step and memory.run is not None:
         memory = replace(memory, step_job=memory.run.job)
     return replace(
@@ -548,25 +546,25 @@ def _count_failure(
 
 
 def reset_streaks(memory: Memory) -> Memory:
-    """It got further, lived long or ended well: whatever fails next is the first of its row."""
+    """End the streaks of failures that progress ends: the next failure is the first of its streak."""
     for name in ENDED_BY_PROGRESS:
         memory = reset_streak(memory, name)
     return replace(memory, failed_since=None)
 
 
 def record_success(memory: Memory) -> Memory:
-    """The run of now did what its job is for: where that job fails later, it is tried again."""
+    """End the failure streaks, and record that the job of this run has trained."""
     return _record_trained_job(reset_streaks(memory))
 
 
 def _record_trained_job(memory: Memory) -> Memory:
-    """The job of a run that was taken in is not known: which one trained before is no less true for it."""
+    """Record that the run's job has trained; the job of an adopted run is unknown and changes nothing."""
     run = memory.run
     return replace(memory, served_job=run.job) if run is not None and run.job else memory
 
 
 def _record_training(memory: Memory, now: datetime) -> Memory:
-    """A run that made progress and lived long has trained, however it ends."""
+    """Record that the run's job has trained, if the run made progress and lived for SERVED_AFTER."""
     run = memory.run
     if run is None or not run.progressed or now - run.launched_at < SERVED_AFTER:
         return memory
@@ -576,7 +574,7 @@ def _record_training(memory: Memory, now: datetime) -> Memory:
 
 
 def reset_streak(memory: Memory, kind: FailureKind) -> Memory:
-    """It went well once: the next failure is the first of a row again."""
+    """The next failure of *kind* is the first of a streak."""
     counter = memory.counter(kind)
     return memory.with_counter(kind, replace(counter, failures=0, retry_at=None)) if counter.failures else memory
 
@@ -594,7 +592,7 @@ def _count_on_node(memory: Memory, action: Stop) -> Memory:
 
 
 def mark_launched(memory: Memory, name: str) -> Memory:
-    """A run is about to be there, or was found there: from now on the node is fenced, and its create is settled."""
+    """Record a run on node *name*, launched or found: the node is fenced (rule 1), and its create is closed."""
     past = memory.node(name)
     if past is None:
         return memory
@@ -628,19 +626,19 @@ def after_stop(memory: Memory, action: Stop, result: object) -> Memory:
         return memory
     if result.quiet:
         return replace(memory, run=run.after(RunEvent.QUIET))
-    # What every worker heard and did not obey is not asked again; what some did not hear is.
+    # A stop that some worker did not get is repeated; one that every worker got is not.
     deaf = any(isinstance(worker, Exception) for worker in result.workers)
     return memory if deaf else replace(memory, run=run.after(RunEvent.NOT_FREE))
 
 
-# --- sightings: a node is there, its workers answered, it is gone, it is somebody else's ------------------------------
+# --- sightings: a node is listed, answers, is gone, or has another owner ----------------------------------------------
 
 
 def apply_node(memory: Memory, node: Node) -> Memory:
     """
-    Memory after *node*, which is ours and of this slot, was seen.
+    Memory after *node*, which is ours and of this slot, was listed or read.
 
-    A node that no create of this store asked for may have been launched by whoever did: it is fenced like one that was.
+    A node that no create of this store asked for may have been launched on by its creator, so it is fenced (rule 1).
     """
     intent = memory.create(node.name)
     past = memory.node(node.name)
@@ -657,12 +655,12 @@ def apply_node(memory: Memory, node: Node) -> Memory:
 
 
 def mark_in_sight(memory: Memory, name: str) -> Memory:
-    """The node is listed as ours: whatever was believed of it while it was not is over."""
+    """End OUT_OF_SIGHT, TAKEN and a confirmation for a node that is listed as ours again."""
     past = memory.node(name)
     if past is None:
         return memory
-    told = replace(past.after(NodeEvent.LISTED), written_off=False)
-    return memory if told == past else memory.with_node(told)
+    listed = replace(past.after(NodeEvent.LISTED), written_off=False)
+    return memory if listed == past else memory.with_node(listed)
 
 
 def _apply_state(memory: Memory, node: Node) -> Memory:
@@ -692,8 +690,9 @@ def _first_memory(node: Node, intent: CreateIntent | None, memory: Memory) -> No
 
 def _was_requested(node: Node, memory: Memory) -> bool:
     """
-    Whether it is the late fruit of a create that was closed: it bears the number that its name tells, and this store
-    has used that number. What is adopted bears no number, and what a lost store made bears one that was not used since.
+    Whether *node* comes late from a closed create of this store: name and label agree on a number that it has used.
+
+    Adopted nodes have no number label; the numbers of a lost store were not used by this one.
     """
     parsed = parse_node_name(node.name)
     if parsed is None or parsed[0] != node.slot or node.labels.get(LABEL_NUMBER) != str(parsed[1]):
@@ -702,8 +701,7 @@ def _was_requested(node: Node, memory: Memory) -> bool:
 
 
 def _settled(node: Node) -> bool:
-    # While the node is CREATING its operation still has to say whether there is capacity; and a listing may show the
-    # node before the call that made it was answered.
+    # While the node is CREATING, its operation may still end in a stockout, and the call may still be unanswered.
     return node.state is not NodeState.CREATING
 
 
@@ -715,7 +713,7 @@ def raise_next_number(memory: Memory, name: str) -> Memory:
 
 
 def _count_preemption(memory: Memory, name: str, what: str) -> Memory:
-    """The node was lost. A launch that failed on it meanwhile was the cloud's doing, and counts as no failure."""
+    """Count a preemption of node *name*, and uncount a failed launch on it, which the preemption explains."""
     counter = memory.counter(FailureKind.PREEMPTION)
     counter = replace(counter, total=counter.total + 1, reason=f"{name} {what}")
     memory = memory.with_counter(FailureKind.PREEMPTION, counter)
@@ -729,7 +727,7 @@ def _count_preemption(memory: Memory, name: str, what: str) -> Memory:
 
 
 def mark_answered(memory: Memory, name: str) -> Memory:
-    """Every worker of the node answered at least once: its place serves."""
+    """Every worker of the node answered once; so its place gives nodes that answer."""
     past = memory.node(name)
     if past is None or past.answered:
         return memory
@@ -740,13 +738,13 @@ def mark_answered(memory: Memory, name: str) -> Memory:
 
 
 def mark_key_refused(memory: Memory, name: str) -> Memory:
-    """A worker listened and did not take our key: a guard on it may drop our packets from now on."""
+    """A worker refused our key; a guard on it may drop our packets from now on."""
     past = memory.node(name)
     return memory if past is None or past.refused else memory.with_node(replace(past, refused=True))
 
 
 def record_trust(memory: Memory, name: str, trust: Trust, publisher: str, now: datetime) -> Memory:
-    """The host keys of the node are believed; and what that tells of *publisher*, when it is not empty."""
+    """Trust the node's host keys; if *publisher* is not empty, record whether it publishes host keys."""
     past = memory.node(name)
     if past is not None:
         memory = memory.with_node(replace(past, trust=trust))
@@ -757,11 +755,11 @@ def record_trust(memory: Memory, name: str, trust: Trust, publisher: str, now: d
 
 
 def forget_node(memory: Memory, name: str, now: datetime, rng: random.Random) -> Memory:
-    """GetNode said NOT_FOUND."""
+    """GetNode said NOT_FOUND: drop the node, and close its create unless an operation runs."""
     past, intent = memory.node(name), memory.create(name)
     if past is not None:
-        # A node whose create failed was never there to be preempted. One that was shown dead and lived on is lost only
-        # now, so `is_leaving` would say too much.
+        # No preemption: a node of a failed create never existed. A REVIVED node is lost only now and counts, so
+        # `is_leaving` would leave out too much.
         if past.status not in (NodeStatus.DEAD, NodeStatus.TAKEN) and past.delete is None and intent is None:
             memory = _count_preemption(memory, name, "is gone")
         memory = memory.without_node(name)
@@ -770,8 +768,7 @@ def forget_node(memory: Memory, name: str, now: datetime, rng: random.Random) ->
     if intent is not None and intent.state is not CreateState.RUNNING:
         memory = memory.without_create(name)
         if past is not None and past.delete is None and not intent.state.has_refusal:
-            # Nobody will say why: what is listed as CREATING and vanishes, though we did not have it deleted, found no
-            # capacity.
+            # No error will follow: a node that vanished while CREATING, without a delete of ours, found no capacity.
             error = NoCapacity(f"{name} vanished while CREATING")
             place = placement.record_refusal(memory.place(intent.place), error, held=False, now=now, rng=rng)
             memory = memory.with_place(intent.place, place)
@@ -783,15 +780,15 @@ def forget_node(memory: Memory, name: str, now: datetime, rng: random.Random) ->
 
 def mark_taken(memory: Memory, name: str) -> Memory:
     """
-    The node bears another owner's label: it is not touched, and that is no preemption either.
+    The node has another owner's label now: it is not touched, and counts as no preemption.
 
-    One on which a run of ours may live is remembered until GetNode says NOT_FOUND.
+    A node on which our run may live stays in memory until GetNode says NOT_FOUND.
     """
     past, memory = memory.node(name), memory.without_create(name)
     if past is not None:
         fenced = past.may_be_training
         memory = memory.with_node(past.after(NodeEvent.RELABELLED)) if fenced else memory.without_node(name)
     run = memory.run
-    # What has finished has: whoever takes the node afterwards takes nothing back.
+    # A finished run stays finished.
     lost = run is not None and run.node == name and run.state is not RunState.FINISHED
     return replace(memory, run=None) if lost else memory
