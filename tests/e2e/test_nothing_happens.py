@@ -94,7 +94,7 @@ def test_a_zone_that_does_not_answer_keeps_its_nodes(home: Deployment) -> None:
 def test_a_node_that_somebody_stopped_and_started_is_cared_for_again(home: Deployment) -> None:
     home.order("state", selector="pod-0", state="STOPPED")
     stopped = home.await_event("person", "pod-0")
-    assert "somebody stopped it" in stopped.text
+    assert "which tpucare never asks for: start it" in stopped.text
     home.order("state", selector="pod-0", state="READY")
     home.await_(lambda: home.row("pod-0")["phase"] == "run", "it is ready again")
 
