@@ -1,6 +1,6 @@
 """
-The real engine and the real decisions under a virtual clock, in the emulator's world, with simulated workers.
+Histories of the real engine under a virtual clock, in the emulator's world, with simulated workers.
 
-One seed gives one history, byte for byte: months pass in minutes, storms can be told again, and what a rule promises
-is looked at after every step. Nothing here goes past `ports`, and `engine` is the file that the daemon runs.
+One seed gives one history, byte for byte: months pass in minutes, a storm can be repeated, and the properties are
+checked after every step. The simulation only implements `ports`; the engine is the one that the daemon runs.
 """

@@ -1,7 +1,7 @@
 """
-Many histories: seeds over processes, their sums, and what a person or a script is told of them.
+Many histories: seeds over processes, their sums, and the report of them.
 
-One history is lived by one process; the same seeds give the same campaign, in whatever order they end.
+Each history runs in one process; the same seeds give the same campaign, in whichever order they end.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from tpucare.testbed.simulation.tally import PHASES, Tally
 MONTH_LIFETIME: Mapping[str, str] = {"median": "3d", "p95": "16d"}
 WEEKS_BEGIN = 3.0
 MANY_SLOTS = 50
-"""A history of more days, or of more slots as well, is not lived as close up, unless said otherwise."""
+"""Longer histories, and those of more slots, use the pace of months unless the plan names another."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """
-    What the histories of a campaign have in common. `slots` empty: those of storms, or `count` equal ones.
+    The common settings of a campaign's histories. `slots` empty: those of storms, or `count` equal ones.
 
-    world: as a file of `tpucare emulator` has it; None: drawn from the seed
+    world: as in a file of `tpucare emulator`; None: drawn from the seed
     """
 
     days: float
@@ -53,9 +53,9 @@ class Plan:
 
 
 def live(plan: Plan, seed: int, remember: int = 0, on_way: Callable[[float], None] = lambda _: None) -> HistoryOutcome:
-    """One history. Runs in a process of its own kind, too: everything it needs is in *plan* and *seed*."""
-    # A history makes millions of small records that die by themselves; looking through those that live takes an eighth
-    # of its time. What has to be looked for is collected now and then (`history`).
+    """Run one history; *plan* and *seed* are all that it needs, so that it can run in another process."""
+    # A history makes millions of small records that reference counts free; scanning the living ones takes an eighth of
+    # its time. `history` collects cycles now and then instead.
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -69,9 +69,9 @@ def campaign(
     plan: Plan, seeds: Sequence[int], jobs: int = 1, on_way: Callable[[float], None] = lambda _: None
 ) -> Iterator[HistoryOutcome]:
     """
-    Outcomes as they come; with one job in the order of seeds and in this process, which alone tells how far it is.
+    Yield outcomes as histories end. With one job they run in this process in the order of seeds, with progress reports.
 
-    The processes of several jobs end at once when nobody wants their outcomes any more, however that came about.
+    The processes of several jobs end as soon as the caller stops iterating or dies.
     """
     if jobs <= 1 or len(seeds) == 1:
         for seed in seeds:
@@ -90,8 +90,8 @@ def campaign(
 
 
 def _end_with(held: Connection) -> None:
-    """End this process when the other end of the line is closed: by whoever asked, or by the end of its process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal tells everybody, and the others ask us to end
+    """End this process when the other end of the connection is closed: by the parent, or by the parent's end."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all processes; the parent ends this one
 
     def watch() -> None:
         wait([held])

@@ -30,7 +30,7 @@ SSH_KEY = "tpucare:ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIO"
 
 
 class DataCentre:
-    """The world, and what a person in the data centre would do to it."""
+    """The emulated world and its machines, under the virtual clock."""
 
     def __init__(self, config: WorldConfig, seed: int, clock: VirtualClock, launcher: VirtualLauncher) -> None:
         self.world = World(config, seed=seed, start=START)
@@ -42,7 +42,7 @@ class DataCentre:
         launcher.sshguard = config.guest.sshguard
 
     def _publish(self, worker: SimulatedWorker) -> None:
-        """The guest agent of a machine that boots publishes its host key."""
+        """Publish the host key of a machine that boots, as its guest agent does."""
         name = "projects/{}/locations/{}/nodes/{}".format(*worker.key)
         self.world.operator.set_guest_attribute(name, worker.number, "hostkeys", "ssh-ed25519", worker.host_key)
 
@@ -67,9 +67,9 @@ class DataCentre:
 
 class SimulatedDaemon:
     """
-    The real engine on a store, under virtual time; `settings` hold from the next start on.
+    The real engine on a store, under virtual time; `settings` apply from the next start on.
 
-    `own_files`: fleets whose slots have a file each, which is not read for a slot beyond the count.
+    `own_files`: fleets whose slots have a file each; the file of a slot beyond the count is not read.
     """
 
     def __init__(
@@ -125,9 +125,9 @@ class SimulatedDaemon:
 
     def kill(self, arrives: Callable[[], bool] = lambda: False) -> None:
         """
-        SIGKILL: nothing of this process happens any more; the world goes on.
+        Kill the process at this instant; the world goes on.
 
-        arrives: asked for each effect that was on its way to the cloud or to a worker: does it get there?
+        arrives: called for each effect in flight to the cloud or to a worker; True = it arrives there
         """
         assert self.store is not None
         self.executor.die(arrives)
@@ -144,7 +144,7 @@ class SimulatedDaemon:
         self._declare(fleet, slots)
 
     def edit(self, fleet: str, slots: list[Slot]) -> None:
-        """The fleet's file says something else from now on; who is not running reads it at its next start."""
+        """Change the fleet's file; a daemon that does not run reads it at its next start."""
         self.declared[fleet] = slots
         self.on_edit(slots)
         if self.store is not None:
@@ -155,7 +155,7 @@ class SimulatedDaemon:
         self.engine.declare(fleet, slots, lambda name: known.get(name) or self._surplus(fleet, name))
 
     def _surplus(self, fleet: str, name: str) -> Slot:
-        """As `fleets` has it."""
+        """A slot beyond the count, as the fleet registry declares it."""
         first = self.declared[fleet][0]
         if fleet not in self.own_files:
             return replace(first, name=name)

@@ -1,8 +1,8 @@
 """
-One history: a scenario lived through step by step, with the properties looked at after each of them.
+One history: runs a scenario step by step, and checks the properties after each step.
 
-The weather lasts as long as the scenario says; then it is calm: nothing goes wrong by itself any more, there is room
-for all, a scripted person does what only a person can, and every slot has to train within its bound.
+The faults last as long as the scenario says; then comes the calm: no further faults, capacity for all, a scripted
+person who confirms and repairs, and every slot has to train within its bound.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from tpucare.testbed.simulation.workers import Script
 SETUP_SECONDS = 20.0
 RESTART_SECONDS = 5.0
 JUMP_FORGOTTEN = 2 * 3600.0
-# Steps between two looks for what only the collector can free (`campaign` switches it off).
+# Steps between two collections of reference cycles (`campaign` switches the collector off).
 COLLECT_EVERY = 50_000
 OPERATION_LINGERS, SLOW_CREATE = 300.0, 900.0
 _WORKER_TROUBLE = frozenset({"network-dark", "workers-unreachable", "everything-slow", "api-slow", "suspended"})
@@ -52,7 +52,7 @@ _LASTING = frozenset({"hung", "lost-worker", "host-key-changed", "key-refused"})
 
 @dataclass(slots=True)
 class HistoryOutcome:
-    """How a history ended; `broken` is empty when every property held. `digest` tells two histories apart."""
+    """The result of a history; `broken` is empty when every property held. Equal histories have equal `digest`."""
 
     seed: int
     broken: list[Broken]
@@ -65,10 +65,10 @@ class HistoryOutcome:
 
 class History:
     """
-    `run` lives through it. Raises nothing that the product raises: an error of the engine is a broken property.
+    `run` runs it. An error of the engine is not raised, but is a broken property.
 
-    remember: how many of the last lines of the story are kept for a person
-    on_way: told now and then which part of the weather is over
+    remember: how many of the last lines of the log to keep for a person
+    on_way: called now and then with the share of the history that is over
     """
 
     def __init__(
@@ -126,18 +126,18 @@ class History:
         daemon.on_edit = self._edited
 
     def _delay(self, lane: Lane) -> float:
-        """How late effects begin: mostly at once, now and then by seconds."""
+        """Seconds until an effect begins: mostly none, sometimes several."""
         lot = self.rng.random()
         if lane is Lane.PROBE or lot < 0.8:
             return 0.0
         return self.rng.uniform(0.01, 0.3) if lot < 0.98 else self.rng.uniform(0.3, 5.0)
 
     def _edited(self, slots: list[Slot]) -> None:
-        """From now on they are declared so, and what they should have asked for is counted anew."""
+        """Declare *slots* from now on, and count their expected creates anew."""
         self.slots.update({slot.name: slot for slot in slots})
         self.properties.edited(slots)
 
-    # --- what happens is told
+    # --- the log of the history
 
     @property
     def now(self) -> float:
@@ -247,7 +247,7 @@ class History:
     # --- time
 
     def live(self, until: float) -> None:
-        """Live until then, or until a property broke."""
+        """Run until then, or until a property breaks."""
         while self.now < until and not self.properties.broken:
             due = min(until, self._timers[0][0]) if self._timers else until
             self._step(max(due, self.now))
@@ -271,18 +271,18 @@ class History:
             gc.collect()
         try:
             idle = daemon.engine.step()
-            self.swarm.look()
+            self.swarm.step()
         except (StoreError, ProcessDied) as error:
             self._die(str(error))
             return
         if self.scenario.pace.close:
-            self._look_for_oversleep()
+            self._check_oversleep()
         daemon.executor.sleep_until(max(self.now + 0.001, min(self.now + idle, until)))
 
-    def _look_for_oversleep(self) -> None:
-        """One slot a step: a wake-up that was missed stays missed for longer than a round."""
+    def _check_oversleep(self) -> None:
+        """Check one slot per step: a missed wake-up stays missed for longer than a round over all slots."""
         if self.now - self._jumped_at < JUMP_FORGOTTEN:
-            # Who lay down to sleep for a length sleeps that long, whatever the clock on the wall says meanwhile.
+            # A process that sleeps for a length sleeps that long, whatever the wall clock says.
             return
         names = list(self.daemon.engine.slots)
         for name in [names[self.tally.steps % len(names)], *self._suspects] if names else ():
@@ -291,19 +291,19 @@ class History:
             if found is None:
                 self._suspects.pop(name, None)
             elif view.passes > self._suspects.setdefault(name, view.passes) + 2:
-                # What turns on silence or on others is decided in the next pass.
+                # Decisions that depend on silence or on other slots are made in the next pass.
                 self.properties.broken.append(Broken("no-oversleep", self.now, found))
 
     # --- people
 
     def person_asks(self, slot: str, seconds: float) -> None:
-        """A person asks something of that slot, which explains for so many seconds what happens to it."""
+        """A person gave a command for that slot, which explains verdicts on it for *seconds*."""
         self.properties.explain(slot, seconds)
         self.properties.wanted_anew(slot)
         self.swarm.wanted(slot)
 
     def _visit(self) -> None:
-        """Somebody who comes rarely, and goes on coming; one who comes often is there in the calm only."""
+        """A person who comes rarely visits again and again; one who comes often is there in the calm only."""
         if self.is_calm or self.scenario.person is None:
             return
         self.person.visit(gentle=False)
@@ -367,7 +367,7 @@ class History:
         if strike.kind == "clock-back":
             self.properties.time_lost(strike.length)
         elif strike.kind == "taken-back":
-            # A run that is taken in again is as old as that.
+            # A readopted run counts as that old.
             self.properties.time_lost(math.inf, strike.target)
         if strike.kind == "suspended":
             self._suspend(strike.length)
@@ -375,14 +375,14 @@ class History:
 
     def _explain(self, strike: Strike) -> None:
         if strike.target in self.slots:
-            # A run that stands still is found out by its gaps, and a person may take part in the rest.
+            # Gaps in its steps show that a run hangs; the other faults may involve a person.
             lasting = 3 * 3600.0 if strike.kind in _LASTING else 0.0
             self.properties.explain(strike.target, max(strike.length, lasting))
         elif strike.kind in _WORKER_TROUBLE or strike.kind == "preempted-in-a-burst":
             self.properties.explain("", strike.length)
 
     def _suspend(self, seconds: float) -> None:
-        """The world goes on, and the process does not take a step."""
+        """Stop the process for *seconds*, while the world goes on."""
         executor, until = self.daemon.executor, self.now + seconds
         self.swarm.woke = until
         self.properties.observed.suspended(until)
@@ -395,7 +395,7 @@ class History:
         self.live(self.now + length.total_seconds())
 
 
-# --- the calm: every slot has to train within a bound that follows from the world and from where it stood -------------
+# --- the calm: every slot has to train within a bound that follows from the world and from the slot's state -----------
 
 
 IN_THE_DARK = "waits for a zone that never answers again"
@@ -404,12 +404,12 @@ UNSEEN = "stands still, and no run of its job ever told of progress"
 SWEEP = timedelta(minutes=10)
 # A wake-up may be late by as much as floats and microseconds round.
 WAKES_LATE = timedelta(milliseconds=2)
-# Who comes rarely lets a verdict pass that the brake held, and comes once more for what is held behind it.
+# A person who comes rarely confirms a braked verdict, and comes once more for the verdicts held behind it.
 VISITS = 2
 
 
 class Calm:
-    """What follows the weather of one history."""
+    """The end of a history, after its faults: every slot has to train again."""
 
     def __init__(self, history: History) -> None:
         self.history = history
@@ -417,7 +417,7 @@ class Calm:
         self._next_visit = history.now
 
     def settle(self) -> None:
-        """Until every slot trains and nothing is left over, or a bound has passed."""
+        """Run until every slot trains and no orphan is left, or a bound has passed."""
         self._quieten()
         history, began = self.history, self.history.now
         history.live(began + 60.0)
@@ -437,7 +437,7 @@ class Calm:
         if not history.properties.broken:
             history.live(max(history.now, began + DELETE_AGAIN_CAP.total_seconds()) + 2 * SWEEP.total_seconds())
             self.history.swarm.settle()
-            self._look_for_orphans()
+            self._check_orphans()
 
     def _visit(self) -> None:
         every = self.history.scenario.person
@@ -449,7 +449,7 @@ class Calm:
         self.history.is_calm = True
         history, world = self.history, self.daemon.zone.world
         now = self.daemon.clock.true_now()
-        # Whatever was to be undone later is undone now.
+        # Faults that were to end later end now.
         while history._timers:
             undos = [undo for _, _, undo in sorted(history._timers)]
             history._timers.clear()
@@ -478,8 +478,8 @@ class Calm:
 
     def _bound(self, slot: Slot) -> float:
         """
-        Twice the world's p95 of delete, create and boot, the cap of the backoffs, the largest timeout of where the slot
-        stands now, and three polls.
+        Twice the world's p95 of delete, create and boot, the cap of the backoffs, the largest timeout in the slot's
+        present state, and three polls.
         """
         lengths = self.history.scenario.config.latencies
         create = max(lengths.create_single.p95, lengths.create_single.median)
@@ -491,7 +491,7 @@ class Calm:
         return 2 * p95 + backoff + self._timeout(slot) + 3 * self.history.scenario.pace.poll + PERSON_EVERY + visits
 
     def _timeout(self, slot: Slot) -> float:
-        """Of everything that could be waited for in the state that this slot is in."""
+        """The largest timeout that may be running in the slot's present state."""
         care, track = slot.care, self.daemon.engine.slots.get(slot.name)
         if track is None:
             return 0.0
@@ -504,10 +504,10 @@ class Calm:
             lengths += [care.boot_timeout, care.unhealthy_after, care.first_step_timeout]
             lengths += [care.stalled_after, gap * STALL_FACTOR, timedelta(minutes=30)]
         if (run := track.memory.run) is not None:
-            # A run that has shown no step yet is measured by how often the checkpoints of those before it came.
+            # A run without a step so far is judged by the interval of its predecessors' checkpoints.
             lengths.append(timedelta(seconds=max(run.gap_seconds, track.memory.gap_seconds)) * STALL_FACTOR)
         longest = max(lengths).total_seconds()
-        # That a run stands still is seen by probes only, and three of them have to say so.
+        # Only probes show that a run hangs, and three of them have to.
         return longest + 3 * self.history.scenario.pace.probe
 
     # --- judging
@@ -524,7 +524,7 @@ class Calm:
         return "" if self._is_wronged(name) else self.daemon.engine.slots[name].memory.end.value
 
     def _is_wronged(self, name: str) -> bool:
-        """It was given up for what was not its own doing: it is to be tried again, whether or not a person comes."""
+        """True when it was given up for no fault of its own: it has to be tried again, with or without a person."""
         end, job = self.daemon.engine.slots[name].memory.end, self.history.slots[name].job
         is_foreign = job is not None and job.foreign
         return (
@@ -552,12 +552,12 @@ class Calm:
             self.history.tally.apart[IN_THE_DARK if self._is_in_the_dark(name) else UNVISITED] += 1
 
     def _is_in_the_dark(self, name: str) -> bool:
-        """There is no other zone for it than one that never answers again."""
+        """True when all its zones never answer again."""
         slots = self.daemon.declared[self.history.slots[name].fleet]
         slot = next((one for one in slots if one.name == name), slots[0])
         return all(place.zone in self.daemon.zone.dark_for_ever for place in slot.places)
 
-    def _look_for_orphans(self) -> None:
+    def _check_orphans(self) -> None:
         history, engine = self.history, self.daemon.engine
         for name in sorted(history.slots):
             if apart := self._apart(name):
@@ -587,7 +587,7 @@ class Calm:
 
 
 def _quiet(world: Any, scenario: Any) -> Any:
-    """The same world, in which nothing goes wrong by itself."""
+    """The same world without faults of its own."""
     raw = dict(world)
     raw.pop("quotas", None)
     raw["faults"] = {}
@@ -598,7 +598,7 @@ def _quiet(world: Any, scenario: Any) -> Any:
 
 
 def is_overslept(daemon: SimulatedDaemon, name: str) -> str | None:
-    """What a slot at rest would be decided to do now, when that is something else: a wake-up was missed."""
+    """The decision about a slot at rest, if it is another one now: a wake-up was missed. None: no change."""
     engine, track = daemon.engine, daemon.engine.slots[name]
     resting = track.action
     held = track.braked or track.aside_until is not None or resting.cause is Cause.CREATE_BUDGET

@@ -1,8 +1,8 @@
 """
-What became of the runs of each slot, in truth: whether they advanced, and how they ended.
+The true course of the runs of each slot: whether they advanced, and how they ended.
 
-The machines know how far a run came, whoever asked it meanwhile. From that alone is judged whether a slot that was
-given up had lost its right to go on.
+The machines know the progress of a run even if no probe has read it. From this alone follows whether a slot was rightly
+given up.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from tpucare.planner.run import STALL_BUDGET
 from tpucare.testbed.simulation.machines import RunEnd, RunMark
 
 ADVANCES_AFTER = 3600.0
-"""A run that lived this long in seconds, and two probes, and got further than any before it has advanced."""
+"""A run has advanced if it lived this many seconds and two probes, and got further than any run before it."""
 
-# What may count as which failure: a run that stood still was stopped for it, and anything may interrupt one.
+# The true ends that may count as each failure: a hung run was stopped for it, and anything may interrupt a run.
 _COUNTS: Mapping[FailureKind, frozenset[RunEnd]] = MappingProxyType(
     {
         FailureKind.CRASH: frozenset({RunEnd.FAILED}),
@@ -34,9 +34,9 @@ _COUNTS: Mapping[FailureKind, frozenset[RunEnd]] = MappingProxyType(
 @dataclass(slots=True)
 class _Row:
     """
-    Ends of runs since the last one that advanced, by token; of a gang the worst end counts.
+    Ends of runs since the last one that advanced, by token; the worst end of a gang counts.
 
-    unknown: of how many seconds that a run has lived nobody knows any more
+    unknown: seconds of a run's life of which the daemon has lost the knowledge
     """
 
     advances_after: float
@@ -51,7 +51,7 @@ class _Row:
     def begin(self, mark: RunMark) -> None:
         self.since.setdefault(mark.token, mark.seconds)
         if mark.job != self.job:
-            # Another experiment, which begins at its beginning.
+            # Another job, which begins at its beginning.
             self.furthest, self.ends, self.job = 0, {}, mark.job
             self.blameless.clear()
 
@@ -80,13 +80,13 @@ class _Row:
 
 class Lives:
     """
-    Fed with every beginning and end of a run; slots of which nothing is known have had none.
+    Called with every start and end of a run; a slot without a record has had no run.
 
-    probe: how often workers are asked, in seconds
+    probe: seconds between probes
     """
 
     def __init__(self, probe: float) -> None:
-        # Whoever asks seldom cannot know how far a run came that died with its machine.
+        # With rare probes the daemon cannot know the last steps of a run that died with its machine.
         self._advances_after = ADVANCES_AFTER + 2 * probe
         self._rows: dict[str, _Row] = {}
 
@@ -98,15 +98,15 @@ class Lives:
             row.end(mark)
 
     def lose_time(self, seconds: float, slot: str = "") -> None:
-        """Of so many seconds that the runs of *slot* (of all, when empty) have lived nobody knows any more."""
+        """The daemon lost the knowledge of *seconds* in the lives of the runs of *slot* (of all, when empty)."""
         for row in [self._rows[slot]] if slot in self._rows else [] if slot else self._rows.values():
             for token in row.since:
                 row.unknown[token] = row.unknown.get(token, 0.0) + seconds
 
     def is_blameless(self, slot: str, job: str) -> bool:
         """
-        *job*, which it is to run now, had trained, and whatever ended of it since then ended because something was down
-        that every run needs. A job that never trained may as well be a broken one.
+        True when *job*, the current one, has trained, and every end of its runs since then was due to an outage that
+        concerns every run. A job that never trained may be a broken one.
         """
         row = self._rows.get(slot)
         if row is None or not row.served_job == row.job == job:
@@ -115,7 +115,7 @@ class Lives:
         return bool(failed) and failed <= row.blameless
 
     def wronged(self, slot: str, memory: Memory, care: Care) -> str | None:
-        """Why a slot that is given up with that *memory* should not have been; None: it was its own doing."""
+        """Why a slot with that *memory* should not have been given up; None: it should."""
         budgets = {
             FailureKind.CRASH: care.crash_budget,
             FailureKind.SETUP: care.setup_budget,

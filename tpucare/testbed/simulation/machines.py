@@ -1,8 +1,8 @@
 """
-Simulated worker machines: they boot, die and fall silent as the world says, and train at a steady pace.
+Simulated worker machines: they boot, die and fall silent by the effects of the world, and train at a steady pace.
 
-What a run does (steps, checkpoints, exit) follows from when it was started; a bucket per slot outlives the nodes. How
-they are reached is `workers`'.
+Steps, checkpoints and exit of a run follow from its start time; a bucket per slot outlives the nodes. `workers` reaches
+the machines.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from tpucare.testbed.emulator.world.records import MAINTENANCE_ATTRIBUTE, NO_MAI
 from tpucare.testbed.simulation.time import VirtualClock
 
 KEYS_LATE = 150.0
-# As the runner has it: so long after a maintenance was over, a run that ends may have ended of it.
+# As in the runner: for so long after a maintenance, the end of a run may be due to it.
 MAINTENANCE_COUNTS = 300.0
 
 
 @dataclass
 class Script:
     """
-    What training does in this story. Seconds; `exits` maps a slot or a run to (worker, exit status, after seconds).
+    The behaviour of trainings. Seconds; `exits` maps a slot or a run to (worker, exit status, after seconds).
 
-    `vanishes`: slots whose runs end without a status, as the OOM killer ends them. `on_notice`: slots whose run ends
-    with status 0 as soon as a preemption is announced. `saves_alone`: slots whose log tells no step, so that their
-    checkpoints are all that is told. `hangs_early`: slots whose next run stands still after so many steps. `outage`:
-    what every run that begins now comes to after `outage_seconds`, since something that all of them need is down.
+    `vanishes`: slots whose runs end without a status, as by the OOM killer. `on_notice`: slots whose run ends with
+    status 0 as soon as a preemption is announced. `saves_alone`: slots whose logs have no steps, so that only their
+    checkpoints show progress. `hangs_early`: slots whose next run hangs after so many steps. `outage`: the end, after
+    `outage_seconds`, of every run that begins while something that all runs need is down.
     """
 
     setup_seconds: float = 20.0
@@ -67,10 +67,10 @@ class SimulatedRun:
     """
     One run on one worker. `ended` in seconds; `status` None where it ended without one.
 
-    `hung_at`: the step at which it stands still. `fails_after`: seconds after which it exits with 1. `blameless`: for
-    want of what every run needs. `foreign`: what a user's function started; `boots` tells that there was a reboot.
-    `orphaned`: the process of that function died before its setup was over. `maintenance`: the one that was announced
-    and is not over, `maintained_at`: when the last one was.
+    `hung_at`: the step at which it hangs. `fails_after`: seconds after which it exits with 1. `blameless`: because
+    something that every run needs is down. `foreign`: started by a user's function; `boots` shows whether there was a
+    reboot. `orphaned`: the process of that function died before its setup was over. `maintenance`: the announced one
+    that is not over, `maintained_at`: the time of the last one.
     """
 
     token: str
@@ -96,11 +96,10 @@ class SimulatedRun:
 @dataclass(eq=False, slots=True)
 class SimulatedWorker:
     """
-    One host VM. `refuses`: it takes no key of ours, `for_good` whatever is written into the metadata;
-    `refuses_until`: not yet, in seconds. `dirty`: the chips are lost
-    to whatever ran before us, so that a run exits at once. `foreign_chips`: somebody else's process holds them, until
-    it is stopped; `holds_chips`: a service of the image does, for ever.
-    `guard`: it blocks us, and is silent then, after too many refused logins.
+    One host VM. `refuses`: it refuses our key, `for_good` whatever the metadata says; `refuses_until`: until then, in
+    seconds. `dirty`: an earlier process left the chips unusable, so that a run exits at once. `foreign_chips`: another
+    user's process holds the chips until it is stopped; `holds_chips`: a service of the image holds them for ever.
+    `guard`: sshguard, which blocks us after too many refused logins; the machine is silent then.
     """
 
     node_id: int
@@ -125,7 +124,7 @@ class SimulatedWorker:
 
 
 class RunEnd(StrEnum):
-    """How a run ended on a worker, in truth. `DIED`: with its machine; `LOST`: by itself, and nobody can tell how."""
+    """How a run really ended on a worker. `DIED`: with its machine; `LOST`: by itself, in an unknown way."""
 
     NONE = ""
     FINISHED = "finished"
@@ -140,8 +139,8 @@ class RunEnd(StrEnum):
 @dataclass(frozen=True, slots=True)
 class RunMark:
     """
-    A run of *job* began or ended on a worker, at that second and step. `blameless`: what it needed was down.
-    `chips_held`: something else holds them. `signalled`: it was told of its end.
+    A run of *job* began or ended on a worker, at that second and step. `blameless`: something that it needed was down.
+    `chips_held`: another process holds the chips. `signalled`: it was notified of its end.
     """
 
     seconds: float
@@ -161,9 +160,11 @@ class RunMark:
 
 class SimulatedMachines:
     """
-    `history`: (seconds, "start" or "end", token, worker), what a checker needs to find two live runs of a slot; nothing
-    is kept there when `keep_history` is false. `on_run` is told of the same. `hangs_up`: a worker that dies is missed
-    at once. `eager`: what a run does by itself (phases, first steps, its end) is hinted at when it happens.
+    Every machine of a history.
+
+    `history`: (seconds, "start" or "end", token, worker), from which two live runs of a slot can be found; empty when
+    `keep_history` is false. `on_run` is called with the same. `hangs_up`: the death of a worker gives a hint at once.
+    `eager`: changes of a run by itself (phases, first steps, its end) give a hint when they happen.
     """
 
     def __init__(self, clock: VirtualClock, script: Script) -> None:
@@ -189,7 +190,7 @@ class SimulatedMachines:
         self._alarms: list[tuple[float, int, NodeKey]] = []
         self._count = 0
 
-    # --- what the world does to machines
+    # --- effects of the world
 
     def apply(self, effect: MachineEffect) -> None:
         key = NodeKey(*effect.path)
@@ -231,7 +232,7 @@ class SimulatedMachines:
         self.hint(key)
 
     def _spoil(self, worker: SimulatedWorker, how: str) -> None:
-        """What is wrong with a machine from its first boot: see `boots`, the orders for the next ones."""
+        """Give a new machine the fault *how*, from `boots`, the orders for the next ones."""
         if how == "refuses":
             # The guest agent writes the keys of the metadata some time after sshd listens.
             worker.refuses_until = self.clock.seconds + KEYS_LATE
@@ -265,7 +266,7 @@ class SimulatedMachines:
             self._maintain(worker, "" if effect.value == NO_MAINTENANCE else effect.value)
 
     def _bereave(self, lost: SimulatedWorker) -> None:
-        """The others of a gang wait in a collective for the one that died, for ever."""
+        """Let the other workers of a gang hang: they wait in a collective for the dead one for ever."""
         for worker in self._of(lost.key, lost.node_id):
             if worker is not lost and worker.run is not None:
                 self.hang(worker)
@@ -280,7 +281,7 @@ class SimulatedMachines:
             self.end(worker, status=0)
 
     def _maintain(self, worker: SimulatedWorker, event: str) -> None:
-        """The runner of a run that lives keeps what was announced apart from what asks the run for something."""
+        """Record an announced maintenance in a live run; its runner does not treat it as a signal."""
         worker.maintenance, run = event, worker.run
         if run is not None and self.lives(worker):
             if run.maintenance and not event:
@@ -288,15 +289,15 @@ class SimulatedMachines:
             run.maintenance = event
 
     def was_signalled(self, worker: SimulatedWorker, run: SimulatedRun) -> bool:
-        """As the runner writes it; a maintenance is a part of how a run ended, and no signal while it lives."""
+        """True if the runner writes so: a maintenance explains the end of a run, and is no signal while it lives."""
         if run.signalled or self.lives(worker):
             return run.signalled
         ended = run.ended if run.ended is not None else self.clock.seconds
         over = run.maintained_at
         return bool(run.maintenance) or (over is not None and ended - over < MAINTENANCE_COUNTS)
 
-    def forget_dead(self, key: NodeKey) -> None:
-        """Let go of machines that are no more."""
+    def remove_dead(self, key: NodeKey) -> None:
+        """Drop machines that are dead."""
         workers = self._nodes.get(key, {})
         if workers and not any(worker.up for worker in workers.values()):
             del self._nodes[key]
@@ -309,13 +310,13 @@ class SimulatedMachines:
         self._hints.add(key)
         self.nudge()
 
-    # --- what happens by itself
+    # --- hints
 
     def next_alarm(self) -> float | None:
         return self._alarms[0][0] if self._alarms else None
 
     def ring(self) -> None:
-        """Hint at what happened by itself until now."""
+        """Give hints for the changes of runs until now."""
         now = self.clock.seconds
         while self._alarms and self._alarms[0][0] <= now:
             self.hint(heapq.heappop(self._alarms)[2])
@@ -336,7 +337,7 @@ class SimulatedMachines:
                     yield worker
 
     def begins(self, slot: str, job: str) -> None:
-        """*slot* runs *job* from now on: another one than before finds nothing of its own in the bucket."""
+        """*slot* runs *job* from now on; a changed job has no checkpoints of its own in the bucket."""
         if self.jobs.setdefault(slot, job) != job:
             self.jobs[slot] = job
             self.bucket.pop(slot, None)
@@ -365,7 +366,7 @@ class SimulatedMachines:
         return run
 
     def end(self, worker: SimulatedWorker, status: int | None, failure: Failure = Failure.CRASH) -> None:
-        """The run on *worker* ends by itself, now; without a *status* nobody can tell how."""
+        """End the run on *worker* by itself, now; without a *status* its end is unknown."""
         run = worker.run
         if run is None or not self.lives(worker):
             return
@@ -375,24 +376,24 @@ class SimulatedMachines:
         self._alarm(self.clock.seconds, worker.key)
 
     def hang(self, worker: SimulatedWorker) -> None:
-        """The run lives on and makes no step any more."""
+        """Let the run live on without further steps."""
         if worker.run is not None:
             worker.run.hung_at = self.step(worker.run)
 
     def process_ended(self) -> None:
-        """What a user's function was setting up from there is never begun."""
+        """Orphan the runs that a user's function was setting up: they never begin."""
         for worker in self.running():
             run = worker.run
             if run is not None and run.foreign and self.elapsed(run) < self.script.setup_seconds:
                 run.orphaned, run.hung_at = True, run.first_step
 
     def hangs_on(self, key: NodeKey) -> bool:
-        """Whether any run on that node stands still."""
+        """True when a run on that node hangs."""
         runs = [worker.run for worker in self._nodes.get(key, {}).values() if worker.run is not None]
         return any(self.stands_still(run) for run in runs if run.ended is None)
 
     def guards(self, key: NodeKey) -> bool:
-        """Whether a guard of that node keeps us out now, where nothing else is wrong with any of its machines."""
+        """True when a guard of that node blocks us now, and its machines have no other fault."""
         workers = self._nodes.get(key, {}).values()
         if self.deaf or not all(worker.up and not worker.silent and not worker.refuses for worker in workers):
             return False
@@ -411,10 +412,10 @@ class SimulatedMachines:
             worker.run.ended = self.clock.seconds
             self._mark("end", worker, worker.run)
         if worker.run is not None:
-            # Its folder outlives a reboot, and tells how far it came; nobody can tell how it ended.
+            # Its folder outlives a reboot and shows its progress, but not how it ended.
             worker.run.failed = True
 
-    def note_end(self, worker: SimulatedWorker, run: SimulatedRun) -> None:
+    def record_end(self, worker: SimulatedWorker, run: SimulatedRun) -> None:
         if run.ended is None:
             run.ended = self.clock.seconds
             self._mark("end", worker, run)
@@ -439,7 +440,7 @@ class SimulatedMachines:
             return RunEnd.STOOD_STILL if self.stands_still(run) else RunEnd.STOPPED
         status = self.exit_of(worker)
         if run.foreign and run.failed:
-            # Of what a user's function started nobody knows that it succeeded.
+            # A run that a user's function started never reports success.
             return RunEnd.FAILED
         if status == 0:
             return RunEnd.INTERRUPTED if self.was_signalled(worker, run) else RunEnd.FINISHED
@@ -454,7 +455,7 @@ class SimulatedMachines:
         return exits.get(run.token) or exits.get(run.slot) if exits else None
 
     def elapsed(self, run: SimulatedRun) -> float:
-        """Seconds that the run has lived; they end with it."""
+        """Seconds from the start of the run to now or to its end."""
         planned = self._planned(run)
         end = run.ended if run.ended is not None else self.clock.seconds
         lived = end - run.since
@@ -473,7 +474,7 @@ class SimulatedMachines:
             self.bucket[run.slot] = saved
 
     def exit_of(self, worker: SimulatedWorker) -> int | None:
-        """Status with which the run ended by itself; None while it lives, or where nobody can tell."""
+        """Status with which the run ended by itself; None while it lives, or when it is unknown."""
         run = worker.run
         assert run is not None
         if run.failed:

@@ -1,7 +1,7 @@
 """
-How those are treated who refuse us for a while: the API that limits reads, machines whose guard blocks us.
+Checks two properties: fewer listings while the API limits reads, and patience with machines whose guard blocks us.
 
-Fed with each listing that failed and each delete; what a guard does the machines know.
+Called with each failed listing and each delete; the machines know whether a guard blocks us.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from tpucare.testbed.simulation.time import START
 
 LIMITED_WINDOW = 300.0
 LIMITED_LISTINGS = 26
-"""No more of one process within the window: half of those that a poll of 5 s would bring."""
+"""Limit per process and window: half of the listings of a poll of 5 s."""
 
 
 class Manners:
-    """`blocked`: whether a guard of a machine of that node blocks us now, while nothing else is wrong with any."""
+    """`blocked`: whether a guard of that node blocks us now, and its machines have no other fault."""
 
     def __init__(self, now: Callable[[], float], blocked: Callable[[NodeLife], bool]) -> None:
         self.now = now
@@ -34,7 +34,7 @@ class Manners:
         self._limited.clear()
 
     def listing_failed(self, error: Exception) -> str | None:
-        """What is wrong with having asked for that listing, if anything is."""
+        """The finding about a failed listing; None = no finding."""
         if not isinstance(error, RateLimited):
             return None
         self._limited.append(self.now())
@@ -45,7 +45,7 @@ class Manners:
         return f"{count} listings refused for their rate in {minutes:.0f} min" if count > LIMITED_LISTINGS else None
 
     def deleted(self, record: Mapping[str, Any], life: NodeLife | None, past: NodeMemory, slot: Slot) -> str | None:
-        """What is wrong with that delete, if anything is."""
+        """The finding about a delete; None = no finding."""
         if (
             past.delete is None
             or past.delete.reason is not Reason.JUDGED

@@ -1,9 +1,9 @@
 """
-What must hold at every step of a history: one named property for each rule that a history can show.
+The properties that must hold at every step of a history: one for each rule that a history can show.
 
-Fed with what happened (calls and lives from the world's audit log, runs from the machines, commits and events from the
-daemon), it keeps just enough to judge the next of them; it never asks the engine what it believes. The truth is what
-the world and the machines know.
+They get calls and lives of nodes from the world's audit log, runs from the machines, commits and events from the daemon,
+and keep just enough to check the next of them. They never use the engine's own view: the state of the world and of the
+machines is the truth.
 """
 
 from __future__ import annotations
@@ -41,51 +41,51 @@ from tpucare.testbed.simulation.store import Disk
 
 PROPERTIES: Mapping[str, str] = {
     "one-run": "rule 1: never two live runs of one slot",
-    "dead-elders": "rule 1: a launch finds each older node that was launched on dead, deleted when quiet, or confirmed",
-    "ours-only": "rule 2: nothing without our owner label and a known fleet is changed or deleted",
-    "unasked-delete": "rules 3 and 6: no node is deleted whose run lives, and which nothing was wrong with",
-    "unasked-stop": "rule 6: no run is stopped which nothing was wrong with, and of which nobody asked it",
-    "intent-first": "rule 5: what is asked for was on the disk before the call",
-    "labelled": "rule 5: everything ever asked for bears our labels",
+    "dead-elders": "rule 1: at a launch each older node with a launch is dead, deleted when quiet, or confirmed",
+    "ours-only": "rule 2: no node without our owner label and a known fleet is changed or deleted",
+    "unasked-delete": "rules 3 and 6: no healthy node with a live run is deleted",
+    "unasked-stop": "rule 6: no healthy run is stopped unless a person asked for it",
+    "intent-first": "rule 5: the intent is on the disk before the call",
+    "labelled": "rule 5: every create has our labels",
     "fresh-numbers": "rule 5: a create number is never used again",
-    "no-starved-place": "no open place stays unasked for more asks of others than two rounds, while a slot has no node",
-    "create-budget": "no more creates in any minute than the budget",
-    "brake": "rule 12: no more verdicts within ten minutes than the brake lets through",
+    "no-starved-place": "while a slot has no node, no open place is left out for more than two rounds",
+    "create-budget": "no minute has more creates than the budget",
+    "brake": "rule 12: no more verdicts within ten minutes than the brake allows",
     "observed-time": "rule 11: a timeout has counted as much observed time as it claims",
-    "pinned-key": "rule 8: a host key that changed is trusted only where guest attributes vouch for it",
+    "pinned-key": "rule 8: a changed host key is trusted only where guest attributes confirm it",
     "no-secret": "rule 8: no secret in any event, label or metadata",
-    "no-surprise": "no error that nobody named in the work of a slot",
+    "no-surprise": "no unexpected error in the work of a slot",
     "no-flood": "no node or operation is asked for more often than once a second",
-    "failed-rightly": "a slot fails only when its runs ended by themselves as often as a budget says, none advancing",
-    "free-chips": "a run starts only where nothing else holds the chips",
-    "guard-outwaited": "a new machine whose guard keeps us out is not given up before boot_timeout",
-    "rate-heeded": "listings that are refused for their rate become fewer",
-    "finished-once": "what was seen to finish, and nobody interrupted, is not run again",
-    "over-once": "a slot is ended for its sweep's sake once, and only when no interrupted run is left waiting for it",
-    "no-oversleep": "a slot at rest would decide nothing else now",
-    "trains-again": "after calm and with capacity every slot trains within its bound, or needs a person and none comes",
-    "says-so": "who waits for a person has said so",
-    "no-orphan": "after calm nothing is left that no slot holds, within two sweeps",
-    "finished-empty": "a finished slot holds nothing",
+    "failed-rightly": "a slot fails only when its runs spent a failure budget without any progress",
+    "free-chips": "a run starts only where no other process holds the chips",
+    "guard-outwaited": "a new machine whose guard blocks us is not given up before boot_timeout",
+    "rate-heeded": "while listings are refused for their rate, fewer are sent",
+    "finished-once": "a run that was seen to finish by itself is not run again",
+    "over-once": "a slot is ended for its sweep once, and only when no interrupted run waits for it",
+    "no-oversleep": "the decision about a slot at rest is still the same",
+    "trains-again": "in the calm every slot trains within its bound, unless it waits for a person who never comes",
+    "says-so": "a slot that waits for a person has reported it",
+    "no-orphan": "in the calm no orphan is left after two sweeps",
+    "finished-empty": "a finished slot has no node",
 }
 
 STEADY_SECONDS = 120.0
-"""A run that has lived this long was seen by several probes."""
+"""The age of a run that several probes have seen."""
 TROUBLE_LASTS = 900.0
-"""What was wrong with a node may explain a verdict for so long after it ended."""
+"""A fault of a node may explain a verdict for so long after its end."""
 BRAKE_WINDOW = 540.0
 GIVEN_UP_AFTER = 30.0
 LATEST_CREATE = 2 * 3600.0
-"""Longer than any create that was given up is on its way."""
+"""Longer than any create that was given up stays in flight."""
 FLOOD = 60
-"""Calls of one method about one thing in a minute."""
+"""Calls of one method on one resource in a minute."""
 POLLS_FOR_SURE = 2 + 3
 """
-Between two reports of a run's end; a verdict rests on observed time, which polls make. A report on its way may be heard
-after the next listing only, whose gap counts as three polls at most.
+Time between two reports of a run's end; a verdict counts observed time, which polls advance. A report in flight may
+arrive after the next listing only, whose gap counts as three polls at most.
 """
 LATEST_ANSWER = 45.0
-"""The longest way of an answer to the engine; by so much may its observed time differ from ours."""
+"""The longest delay of an answer to the engine; its observed time may differ from ours by so much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,16 +114,16 @@ class _SlotRuns:
 @dataclass(slots=True)
 class Turns:
     """
-    Whose turn it was, at one slot of so many `places`.
+    The turns of the places of one slot with so many `places`.
 
-    unasked: by place, how many creates went elsewhere since it was last asked, was closed, or the slot had a node
+    unasked: by place, the number of creates elsewhere since its last one, since it was closed, or since a node came up
     """
 
     places: int
     unasked: dict[str, int] = field(default_factory=dict)
 
     def asked(self, place: str, open_places: Collection[str]) -> list[str]:
-        """A create goes to *place*. Returns those that starve: left out for more than two rounds over all places."""
+        """Record a create at *place*. Returns the starved places: left out for more than two rounds over all places."""
         others = [other for other in open_places if other != place]
         self.unasked = {other: self.unasked.get(other, 0) + 1 for other in others}
         return sorted(other for other, count in self.unasked.items() if count > 2 * self.places)
@@ -136,8 +136,7 @@ class ObservedClock:
     """
     The observed time of one process, counted from outside: gaps between listings that succeeded, each capped.
 
-    A listing counts when the process hears its answer: calls that take long at an outage, and a process that stands
-    still when an answer comes, would make other gaps.
+    A listing counts when the process gets its answer: slow calls in an outage, and a suspended process, make other gaps.
     """
 
     def __init__(self, cap: float, now: Callable[[], float]) -> None:
@@ -152,17 +151,17 @@ class ObservedClock:
 
     @property
     def seconds(self) -> float:
-        self._hear()
+        self._count_arrived()
         return self._seconds
 
     @property
     def is_blind(self) -> bool:
-        """A listing failed, and none has succeeded since."""
-        self._hear()
+        """True when a listing failed and none has succeeded since."""
+        self._count_arrived()
         return self._blind
 
-    def _hear(self) -> None:
-        """Count what has arrived by now."""
+    def _count_arrived(self) -> None:
+        """Count the listings that have arrived by now."""
         while self._arriving and self._arriving[0] <= self._now():
             arrived, self._blind = self._arriving.popleft(), False
             self._before = (self._seconds, self._last)
@@ -181,10 +180,10 @@ class ObservedClock:
         self._blind = True
 
     def suspended(self, until: float) -> None:
-        """The process stands still from this instant until then, and hears what comes meanwhile when it goes on."""
-        self._hear()
+        """The process is suspended from now until then; it gets answers that arrive meanwhile when it goes on."""
+        self._count_arrived()
         if self._last == self._now():
-            # It had come, and nobody has looked at it yet.
+            # It had arrived, and the process has not read it yet.
             self._arriving.appendleft(self._last)
             self._seconds, self._last = self._before
         self._arriving = deque(max(at, until) for at in self._arriving)
@@ -192,11 +191,11 @@ class ObservedClock:
 
 class Properties:
     """
-    `broken` holds what was found. `trouble`: until when something explains a verdict on a slot ("": on every slot).
-    `said`: what was last told to a person of a slot.
+    `broken` has the findings. `trouble`: until when a fault explains a verdict on a slot ("": on every slot).
+    `said`: the last report to a person about a slot.
 
-    now: seconds of virtual time    wall: what the daemon's machine takes for the time
-    hangs: whether a run on that node stands still, in truth    guarded: whether a guard of it keeps us out
+    now: seconds of virtual time    wall: the wall clock of the daemon's machine
+    hangs: whether a run on that node really hangs    guarded: whether a guard of it blocks us
     """
 
     def __init__(
@@ -251,10 +250,10 @@ class Properties:
     def _break(self, rule: str, text: str) -> None:
         self.broken.append(Broken(rule, self.now(), text))
 
-    # --- what the strikes and people explain
+    # --- faults and people that explain verdicts
 
     def explain(self, slot: str, seconds: float) -> None:
-        """Something befalls *slot* (or all, when empty) for so long."""
+        """A fault of *slot* (of all, when empty) explains verdicts for *seconds*."""
         until = self.now() + seconds + TROUBLE_LASTS
         self.trouble[slot] = max(until, self.trouble.get(slot, 0.0))
 
@@ -263,7 +262,7 @@ class Properties:
         return self.trouble.get(slot, 0.0) >= now or self.trouble.get("", 0.0) >= now
 
     def wanted_anew(self, slot: str) -> None:
-        """A person asks for a run of *slot*, whatever became of the last, and however often that is told again."""
+        """A person asks for a new run of *slot*, although the last one may have finished, and be reported again."""
         finished, memory = self._finished.pop(slot, None), self.disk.memories.get(slot)
         over = self._over.pop(slot, None) or (finished[0] if finished is not None else None)
         if over is None and memory is not None and memory.end is End.DONE and memory.run is not None:
@@ -272,12 +271,12 @@ class Properties:
             self._outdated[slot] = over
 
     def confirmed(self, slot: str, nodes: Collection[int]) -> None:
-        """A person has looked at these and says that nothing trains there. The truth is one-run's."""
+        """A person confirmed that nothing trains on *nodes*; whether that is true, one-run checks."""
         if runs := self._runs.get(slot):
             runs.launched_on.difference_update(nodes)
 
     def edited(self, slots: Collection[Slot]) -> None:
-        """Their places may be others now: turns begin anew."""
+        """Their places may have changed: turns begin anew."""
         for slot in slots:
             self._turns.pop(slot.name, None)
 
@@ -331,13 +330,13 @@ class Properties:
         if not report.all_answer:
             return
         self._answered.setdefault(report.node_id, []).append((self.now(), self.observed.seconds))
-        self._heard_last(report.node_id)
+        self._last_answer_at(report.node_id)
         first = report.workers[0]
-        self._see_signs(report)
+        self._record_progress(report)
         if first.exit_status == 0 and not first.alive:
-            self._see_finish(report)
+            self._record_finish(report)
 
-    def _see_signs(self, report: NodeReport) -> None:
+    def _record_progress(self, report: NodeReport) -> None:
         token = report.workers[0].token
         slot = token.rpartition("-a")[0]
         checkpoint = newest_checkpoint(report)
@@ -350,16 +349,16 @@ class Properties:
 
     def stands_unseen(self, slot: str) -> bool:
         """
-        Its run stands still, in truth, and no run of its job ever told a step, or two checkpoints: there is no telling
-        such a run from one that tells nothing. A setup that does not end is seen.
+        True when its run really hangs, and no run of its job ever reported a step or two checkpoints: probes cannot
+        tell such a run from one without reports. A setup that does not end is noticed.
         """
         runs = self._runs.get(slot)
         if not self._runs_now.get(slot) or runs is None or runs.since is None or not self._stands(runs):
             return False
         return (slot, self._jobs.get(slot, "")) not in self._tells
 
-    def _see_finish(self, report: NodeReport) -> None:
-        """The same process was told twice, some seconds apart, that the run of all workers is over and went well."""
+    def _record_finish(self, report: NodeReport) -> None:
+        """Record a finish that two reports to the same process, some seconds apart, have shown for all workers."""
         token, now = report.workers[0].token, self.now()
         slot = token.rpartition("-a")[0]
         interrupted = any(worker.signalled or worker.preempted for worker in report.workers)
@@ -370,7 +369,7 @@ class Properties:
         if self._outdated.get(slot) == token:
             return
         if self.observed.is_blind:
-            # What workers say while no listing comes is noted when one comes again, by observed time (rule 11).
+            # Reports while no listing succeeds count from the next listing, by observed time (rule 11).
             self._finished.pop(slot, None)
             return
         observed = self.observed.seconds
@@ -381,7 +380,7 @@ class Properties:
             self._over[slot] = token
 
     def _was_stopped(self, slot: str, token: str, until: float) -> bool:
-        """We interrupted it ourselves before it could be known for sure that it had finished."""
+        """True when we stopped it ourselves before its finish was certain."""
         stopped, at = self._stops.get(slot, ("", 0.0))
         return stopped == token and at <= until
 
@@ -394,7 +393,7 @@ class Properties:
             self._break("rate-heeded", wrong)
 
     def asked(self, method: str, name: str) -> None:
-        """A call to the cloud, reads too."""
+        """Count a call to the cloud, reads too."""
         minute = int(self.now() // 60)
         if minute != self._asked[0]:
             self._asked = (minute, Counter())
@@ -404,7 +403,7 @@ class Properties:
             self._break("no-flood", f"{method} of {name} was asked for {FLOOD} times within a minute")
 
     def _trains(self, slot: str, node_id: int) -> bool:
-        """In truth: every worker of that node runs the slot's job, and has for a while."""
+        """True when every worker of that node really runs the slot's job, and has for a while."""
         runs = self._runs.get(slot)
         if runs is None or runs.since is None or runs.node != node_id:
             return False
@@ -412,7 +411,7 @@ class Properties:
         return life is not None and not self.hangs(life) and self.now() - runs.since >= STEADY_SECONDS
 
     def is_training(self, slot: str) -> bool:
-        """Every worker of one node runs the slot's job now and gets on with it, in truth."""
+        """True when every worker of one node really runs the slot's job now, and its steps advance."""
         runs = self._runs.get(slot)
         return runs is not None and runs.since is not None and not self._stands(runs)
 
@@ -425,7 +424,7 @@ class Properties:
         self._lives.lose_time(seconds, slot)
 
     def is_blameless(self, slot: str, job: str) -> bool:
-        """Its runs of *job* failed for want of what every run needs."""
+        """True when its runs of *job* failed because something that every run needs was down."""
         return self._lives.is_blameless(slot, job)
 
     # --- calls
@@ -447,7 +446,7 @@ class Properties:
     def _check_create(self, record: Mapping[str, Any]) -> None:
         now, labels = self.now(), record.get("labels")
         if not record["peer"]:
-            # Made by the strike of somebody else, who is not asked for anything.
+            # A foreign node, made by a strike: no property concerns it.
             return
         self._check_budget(record, now)
         if labels is None:
@@ -462,8 +461,8 @@ class Properties:
         self._check_number(record, name, now)
 
     def _check_budget(self, record: Mapping[str, Any], now: float) -> None:
-        # A call that was given up may arrive much later; what the budget is about is when it was asked for. Calls that
-        # arrive in time are counted as they come: at the pace of months they do so at once.
+        # A call that was given up may arrive much later; the budget counts when it was sent. Calls that arrive in time
+        # are counted at their arrival: at the pace of months that is at once.
         asked = now - record["under_way"] if _arrives_late(record) else now
         insort(self._creates, asked)
         del self._creates[: bisect_right(self._creates, now - LATEST_CREATE)]
@@ -477,7 +476,7 @@ class Properties:
     def _check_intent(self, name: str, slot: str) -> None:
         node, memory = name.rpartition("/")[2], self.disk.memories.get(slot)
         if memory is None or (memory.create(node) is None and memory.node(node) is None):
-            # A late call is of an intent that may be closed by now; its number is spent for good all the same.
+            # The intent of a late call may be closed by now; its number stays used all the same.
             number = int(node.rpartition("-a")[2])
             if memory is None or memory.next_number <= number:
                 self._break("intent-first", f"{node} is asked for, and nothing of it is on the disk")
@@ -486,24 +485,24 @@ class Properties:
         memory, declared = self.disk.memories.get(slot), self.slots.get(slot)
         intent = memory.create(node) if memory is not None else None
         if memory is None or declared is None or intent is None or intent.tries > 1:
-            # A late call, or the same one again, is nobody's turn.
+            # A late call, or a repeated one, is not a turn.
             return
         now = self.wall()
-        # In a zone that does not answer nothing is asked for.
+        # In a zone that does not answer no create is expected.
         lit = [place for place in declared.places if place.zone not in self.dark]
         open_places = [place.key for place in lit if _is_open(memory.place(place.key), now)]
         for starved in self._turns.setdefault(slot, Turns(len(declared.places))).asked(intent.place, open_places):
             self._break("no-starved-place", f"{slot} asks at {intent.place} again, and never at {starved}")
 
     def came_up(self, node: str) -> None:
-        """A node is READY: its slot's turns begin anew."""
+        """A node is READY: the turns of its slot begin anew."""
         if turns := self._turns.get(node.rpartition("-a")[0]):
             turns.served()
 
     def _check_number(self, record: Mapping[str, Any], name: str, now: float) -> None:
         before = self._made.get(name)
         if _arrives_late(record):
-            # The call of long ago arrives only now; it was not asked for again.
+            # An old call arrives only now; it was not sent again.
             return
         if before is not None and not before[1] and self.restarted < before[0]:
             self._break("fresh-numbers", f"{name} was accepted at {before[0]:.0f} s, and is asked for again")
@@ -520,7 +519,7 @@ class Properties:
     def _check_delete(self, record: Mapping[str, Any]) -> None:
         labels, name = record["labels"], record["name"]
         node = name.rpartition("/")[2]
-        # A node stays with the slot that made it, whatever its labels say; only the owner's can take it away.
+        # A node stays with the slot that made it, whatever its labels say; only a changed owner label takes it away.
         home = self.disk.memories.get(node.rpartition("-a")[0])
         known = home is not None and any((one.name, one.id) == (node, record["id"]) for one in home.nodes)
         ours = {**labels, LABEL_FLEET: home.fleet} if known and home is not None else labels
@@ -559,7 +558,7 @@ class Properties:
         if event.kind in ("person", "brake"):
             self.said[event.slot] = event.text
         if event.kind in ("restart", "replace"):
-            # However the run of now ends until that is done, another one is wanted.
+            # Until that is done the present run may end in any way: another one is wanted.
             self._outdated[event.slot] = self._newest.get(event.slot, "")
         if event.slot in self.slots:
             self._check_end(event.slot)
@@ -572,7 +571,7 @@ class Properties:
             self._check_observed(event)
             token, before = self._newest.get(event.slot, ""), self._stops.get(event.slot, ("", 0.0))[0]
             if token != before:
-                # One that was not heard is said again, for whatever it was said first.
+                # A stop whose answer was lost is sent again, for its first reason.
                 self._stops[event.slot] = (token, self.now())
                 self._check_stop(event)
 
@@ -605,15 +604,15 @@ class Properties:
             self._break("observed-time", f"{event.text}: only {lasted:.0f} s were observed")
 
     def _claim(self, event: Event) -> tuple[float, float]:
-        """How much observed time a verdict claims, and since when (observed) at the earliest."""
+        """The observed time that a verdict claims, and its earliest start in observed time."""
         claimed = event.fields.get("lasted_seconds")
         if not isinstance(claimed, str):
             return 0.0, 0.0
         life = self._life_of(event) if event.fields.get("cause") == Cause.SILENT else None
-        return float(claimed), self._heard_last(life.record.id) if life is not None else 0.0
+        return float(claimed), self._last_answer_at(life.record.id) if life is not None else 0.0
 
-    def _heard_last(self, node_id: int) -> float:
-        """When, in observed time, a node answered last; an answer that may be on its way was not heard yet."""
+    def _last_answer_at(self, node_id: int) -> float:
+        """Observed time of a node's last answer; an answer that may still be in flight does not count."""
         answers = self._answered.get(node_id, [])
         while len(answers) > 1 and answers[1][0] <= self.now() - LATEST_ANSWER:
             del answers[0]
@@ -638,5 +637,5 @@ def _arrives_late(record: Mapping[str, Any]) -> bool:
 
 
 def _is_open(past: PlaceMemory, now: datetime) -> bool:
-    # What waits for a dead node of ours may be open as well; to know it takes the engine's evidence.
+    # A place that waits for a dead node of ours may be open too; only the engine's evidence could show it.
     return not past.kind.is_own_quota and (past.retry_at is None or past.retry_at <= now)

@@ -1,8 +1,8 @@
 """
-What happens in a history, before it happens: slots, a world, a pace, and a list of strikes of fate.
+The input of a history: slots, a world, a pace, and a list of strikes (faults with their times and targets).
 
-A scenario is drawn from a seed (`draw`), or written down by hand or by the shrinker; it is data, and the same scenario
-gives the same history. What each kind of strike does is in `strikes`.
+A scenario is drawn from a seed (`draw`), or written by hand or by the shrinker; it is data, and the same scenario gives
+the same history. `strikes` implements each kind of strike.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ PERSON_EVERY = 120.0
 PERSON_RARELY = 12 * 3600.0
 ZONES = ("us-central1-a", "europe-west4-a")
 RUNTIME = "tpu-ubuntu2204-base"
-# Who comes, by chance: in histories of hours, and in those of a day or more.
+# How often a person comes, drawn by chance: in histories of hours, and in those of a day or more.
 PEOPLE: tuple[float | None, ...] = (PERSON_EVERY, PERSON_EVERY, PERSON_EVERY, None)
 PEOPLE_LONG: tuple[float | None, ...] = (PERSON_EVERY, PERSON_RARELY, PERSON_RARELY, None)
 LONG = 1.0
-# The share of slots whose log tells no step, so that checkpoints are all that is told of their progress.
+# The share of slots whose logs have no steps, so that only checkpoints show their progress.
 SAVES_ALONE = 0.2
 STORM_CARE = Care(
     boot_timeout=timedelta(minutes=20),
@@ -44,7 +44,7 @@ STORM_CARE = Care(
 
 @dataclass(frozen=True, slots=True)
 class Strike:
-    """What befalls: `at` in seconds from the start, `target` a slot, a zone or nothing, `length` in seconds"""
+    """One fault: `at` in seconds from the start, `target` a slot, a zone or empty, `length` in seconds."""
 
     at: float
     kind: str
@@ -57,7 +57,7 @@ class Pace:
     """
     How closely time is followed. Seconds, see `engine.state.Settings`; `grain`, see `time.VirtualExecutor`.
 
-    close: effects begin late and every step is looked at, slot by slot, for wake-ups that were missed.
+    close: effects begin late, and each step checks a slot for a missed wake-up.
     """
 
     poll: float
@@ -72,8 +72,8 @@ class Pace:
         return Settings(poll=self.poll, fast_poll=self.fast_poll, probe=self.probe, fast_probe=self.fast_probe)
 
 
-# As the daemon beats, for storms of hours; for those of weeks, where a daemon that is killed every half hour still has
-# to see how far its runs come; and what is needed to get many slots through months, where workers tell by themselves.
+# The daemon's own pace, for storms of hours; one for storms of weeks, in which a daemon that is killed every half hour
+# must still see the progress of its runs; and one for many slots over months, where workers report by themselves.
 CLOSE = Pace(5.0, 1.0, 15.0, 1.0)
 WEEKS = Pace(30.0, 30.0, 240.0, 30.0, grain=10.0, close=False)
 MONTHS = Pace(30.0, 30.0, 4 * 3600.0, 60.0, grain=10.0, close=False)
@@ -82,11 +82,11 @@ MONTHS = Pace(30.0, 30.0, 4 * 3600.0, 60.0, grain=10.0, close=False)
 @dataclass(frozen=True, slots=True)
 class Scenario:
     """
-    Everything that a history follows from. `days` of weather come before the calm in which it is judged.
+    The complete input of a history: `days` with faults, then the calm.
 
-    person: how often somebody comes and looks, in seconds; None: nobody ever does. Who comes more rarely than
-        PERSON_EVERY comes in the weather, too
-    saves_alone: slots whose progress is told by checkpoints alone
+    person: seconds between the visits of a person; None: no visits. One who comes more rarely than PERSON_EVERY comes
+        before the calm too
+    saves_alone: slots whose progress only checkpoints show
     """
 
     seed: int
@@ -109,14 +109,14 @@ class Scenario:
         return replace(self, strikes=kept)
 
     def of_slots(self, names: Iterable[str]) -> Scenario:
-        """Only these slots, and what befalls them or everybody."""
+        """Only these slots, and the strikes on them or on all slots."""
         wanted = set(names)
         every = {slot.name for slot in self.slots}
         strikes = tuple(one for one in self.strikes if one.target not in every or one.target in wanted)
         return replace(self, slots=tuple(slot for slot in self.slots if slot.name in wanted), strikes=strikes)
 
     def story(self) -> dict[str, Any]:
-        """For people and files: what is needed to tell it again by `tpucare simulate --story FILE`."""
+        """The scenario as data for `tpucare simulate --story FILE`."""
         return {
             "seed": self.seed,
             "days": self.days,
@@ -128,7 +128,7 @@ class Scenario:
 
 
 def told_again(story: Mapping[str, Any], scenario: Scenario) -> Scenario:
-    """*scenario* with what a written story says of it. Raises: ConfigError: no story."""
+    """*scenario* with the changes in a written story. Raises: ConfigError: not a story."""
     try:
         strikes = tuple(Strike(**one) for one in story["strikes"])
         kept = scenario.of_slots(story["slots"])
@@ -160,8 +160,8 @@ def slots_of(fleet: str, count: int, *places: Place, care: Care, job: Job = STOR
 
 def storm_slots() -> tuple[Slot, ...]:
     """
-    Gangs with two zones and with one; single hosts: some with two places, one each of other terms, one with six, one
-    whose runs a user's function starts; two that work for a sweep.
+    Gangs with two zones and with one; single hosts: some with two places, one each of other tiers, one with six places,
+    one whose runs a user's function starts; two that work for a sweep.
     """
     us, eu = ZONES
     return (
@@ -177,7 +177,7 @@ def storm_slots() -> tuple[Slot, ...]:
 
 
 def _many_places() -> Iterable[Place]:
-    """Three ways of asking, in each of two zones."""
+    """Three tiers in each of two zones."""
     for kind, tier in (
         ("v2-8", Provisioning.SPOT),
         ("v3-8", Provisioning.SPOT),
@@ -192,14 +192,14 @@ def month_slots(count: int) -> tuple[Slot, ...]:
 
 
 def as_simulated(slots: Iterable[Slot]) -> tuple[Slot, ...]:
-    """Slots of a fleet as declared, in the project that is simulated."""
+    """Slots of a declared fleet, moved to the simulated project."""
     return tuple(replace(slot, project=PROJECT) for slot in slots)
 
 
 def world_of(
     level: str, rng: random.Random, zones: Iterable[str] = ZONES, *, lifetime: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """Zones in which things go wrong by themselves, as often as *level* says; chance makes each world its own."""
+    """Zones with faults of their own, at the rates of *level*; other settings are drawn too."""
     share = LEVELS[level]
     some = rng.random
     latencies = {
@@ -222,7 +222,7 @@ def world_of(
 
 
 def exact_quotas(slots: Iterable[Slot]) -> list[dict[str, Any]]:
-    """As many nodes of each kind as have their first place there, and not one more: a dead node holds its share."""
+    """Quotas for exactly as many nodes of each kind as have their first place there: a dead node uses its share."""
     places = [slot.places[0] for slot in slots]
     firsts = Counter((place.zone, place.accelerator_type, CAPACITY_TIERS[place.provisioning]) for place in places)
     return [
@@ -242,9 +242,9 @@ def draw(
     lifetime: Mapping[str, str] | None = None,
 ) -> Scenario:
     """
-    The scenario of *seed*. Every kind of fault has a stream of chance of its own: one more leaves the others alone.
+    The scenario of *seed*. Every kind of fault has a random stream of its own: a new kind does not shift others.
 
-    world: as in a file of `tpucare emulator`; drawn where none is given
+    world: as in a file of `tpucare emulator`; None: drawn
     """
     zones = sorted({place.zone for slot in slots for place in slot.places})
     drawn = world_of(level, random.Random(f"{seed}/world"), zones, lifetime=lifetime)
@@ -280,6 +280,6 @@ def _drawn(
 
 
 def _length(bounds: tuple[float, float], rng: random.Random) -> float:
-    """Between the bounds, short ones more often than long ones."""
+    """A length between the bounds; short ones are more frequent."""
     shortest, longest = bounds
     return shortest * (longest / shortest) ** rng.random() if shortest else 0.0

@@ -1,7 +1,7 @@
 """
-The shortest story that still shows a broken property: strikes, slots and days are left out as long as it does.
+Finds a shorter story that still breaks the property, by leaving out strikes, slots and days.
 
-Greedy, with halves before quarters before single strikes; every try is a history of its own, so tries are counted.
+Greedy: halves before quarters before single strikes. Every try is a whole history, so the number of tries is limited.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ TRIES = 60
 
 @dataclass(slots=True)
 class Shrunk:
-    """What was left, and how the last history that broke the property ended."""
+    """The shortest scenario found, and the outcome of its history."""
 
     scenario: Scenario
     outcome: HistoryOutcome
@@ -31,7 +31,7 @@ def lived(scenario: Scenario) -> HistoryOutcome:
 def shrink(
     scenario: Scenario, outcome: HistoryOutcome, live: Callable[[Scenario], HistoryOutcome] = lived, tries: int = TRIES
 ) -> Shrunk:
-    """*outcome* is how *scenario* ended, with a broken property. At most *tries* histories."""
+    """Shrink *scenario*, whose *outcome* has a broken property. Runs at most *tries* histories."""
     search = _Search(scenario, outcome, live, tries)
     search.shorten()
     search.drop_strikes()
@@ -52,8 +52,8 @@ class _Search:
         self._live = live
         self._allowed = allowed
 
-    def _keeps(self, scenario: Scenario) -> bool:
-        """Whether *scenario* breaks the same property; then it is what is shrunk further."""
+    def _still_breaks(self, scenario: Scenario) -> bool:
+        """True when *scenario* breaks the same property; it then replaces the one to shrink."""
         if self.tries >= self._allowed:
             return False
         self.tries += 1
@@ -64,13 +64,13 @@ class _Search:
         return True
 
     def shorten(self) -> None:
-        """Nothing after the instant at which it broke; where it broke in the calm, no weather after the last strike."""
+        """End the history when the property broke; if it broke in the calm, begin the calm after the last strike."""
         broke = self.outcome.broken[0].seconds / 86400.0
         last = max((one.at for one in self.scenario.strikes), default=0.0) / 86400.0
         for days in sorted({broke * 1.0001, last + 0.01}):
             if days < self.scenario.days * 0.99:
                 strikes = tuple(one for one in self.scenario.strikes if one.at <= days * 86400.0)
-                if self._keeps(replace(self.scenario, days=days, strikes=strikes)):
+                if self._still_breaks(replace(self.scenario, days=days, strikes=strikes)):
                     return
 
     def drop_strikes(self) -> None:
@@ -82,10 +82,10 @@ class _Search:
                 size //= 2
 
     def _drop_chunks(self, size: int) -> bool:
-        """Go through the strikes once, leaving out *size* at a time; whether any chunk could go."""
+        """Try once to leave out each chunk of *size* strikes; True when a chunk was left out."""
         start, dropped = 0, False
         while start < len(self.scenario.strikes):
-            if self._keeps(self.scenario.without(range(start, start + size))):
+            if self._still_breaks(self.scenario.without(range(start, start + size))):
                 dropped = True
             else:
                 start += size
@@ -95,11 +95,11 @@ class _Search:
         for slot in list(self.scenario.slots):
             names = [other.name for other in self.scenario.slots if other.name != slot.name]
             if names:
-                self._keeps(self.scenario.of_slots(names))
+                self._still_breaks(self.scenario.of_slots(names))
 
 
 def tell(shrunk: Shrunk, lines: int = 40) -> Sequence[str]:
-    """The story for a person: what befell, and what was told at its end."""
+    """The story for a person: its strikes, and the last lines of its log."""
     strikes = shrunk.scenario.strikes
     told = [f"  {one.at:>10.0f} s  {one.kind} {one.target} {one.length or ''}".rstrip() for one in strikes]
     return [f"slots: {', '.join(slot.name for slot in shrunk.scenario.slots)}", *told, *shrunk.outcome.told[-lines:]]

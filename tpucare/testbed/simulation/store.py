@@ -1,8 +1,8 @@
 """
-Store without a disk: the same promises as `tpucare.store`, for histories of months and for kills at every commit.
+A store without a disk, with the guarantees of `adapters.state.store`: for long histories, and kills at every commit.
 
-A second object over the same `Disk` is the next process. What it reads back went through the same JSON as on a real
-disk, so that nothing outlives a kill that a file could not hold.
+A second object over the same `Disk` is the next process. It reads the same JSON as from a real disk, so that only data
+which a file can hold outlives a kill.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ OWNER = "o-simulated000"
 
 
 class DiskFault(StrEnum):
-    """What becomes of the next commit. `TORN`: the process dies before it is on the disk; `CUT`: right after it."""
+    """A fault of the next commit. `TORN`: the process dies before the commit is on the disk; `CUT`: right after."""
 
     FULL = "disk-full"
     TORN = "torn-commit"
@@ -30,12 +30,12 @@ class DiskFault(StrEnum):
 
 
 class ProcessDied(Exception):
-    """The process is killed at this very point: nothing after it happens."""
+    """The process is killed at this point of its code."""
 
 
 @dataclass(slots=True)
 class Disk:
-    """What outlives a process. `faults`: of the next commits, in order."""
+    """The data that outlives a process. `faults`: of the next commits, in order."""
 
     owner: str = OWNER
     lost: bool = False
@@ -49,7 +49,7 @@ class Disk:
 
 
 class MemoryStore:
-    """`ports.Store` over a `Disk`. Like a file it holds what the last commit made of it, and nothing else."""
+    """`ports.Store` over a `Disk`. Like a file, it holds exactly the committed data."""
 
     def __init__(self, disk: Disk, now: datetime | None = None) -> None:
         self.disk = disk
@@ -101,7 +101,7 @@ class MemoryStore:
         self.disk.fleets[record.name] = record
 
     def events(self, *, slot: str = "", after: int = 0, limit: int = 1000) -> list[tuple[int, Event]]:
-        """Of the last thousand; oldest first, with their numbers."""
+        """Events with their numbers, oldest first; only the last thousand are kept."""
         found = [
             (number, event)
             for number, event in self.disk.events

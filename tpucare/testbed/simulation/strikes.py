@@ -1,9 +1,9 @@
 """
-What each kind of fault does to the world, to machines, to runs, to the daemon and to what people ask for.
+The effect of each kind of fault on the world, machines, runs, the daemon and people's commands.
 
-A strike acts through what exists for others too: the operator's orders to the world, the machines, a person's wish.
-Each says whether it took hold; what did not (nothing to preempt just now) is not counted. How often they come is in
-`faults`; how long something lasts, and what explains it, is kept by `history`. `STRIKES`, at the end, names them all.
+A strike uses the operator's actions on the world, the machines, and commands of a person. It returns whether it had an
+effect; a strike without one (no node to preempt at the moment) is not counted. `faults` has the rates; `history` knows
+how long a fault lasts and which verdicts it explains. `STRIKES`, at the end, lists all of them.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ Undo = Callable[[], object]
 
 @dataclass
 class Hand:
-    """What a strike acts with. `later` plays something after so many seconds, whether or not a daemon runs then."""
+    """The means of a strike. `later` calls a function after so many seconds, whether or not a daemon runs then."""
 
     daemon: SimulatedDaemon
     later: Callable[[float, Undo], None]
     down_for: Callable[[float], None]
-    """The daemon's process was killed: start the next one after so many seconds."""
+    """Start the next process after so many seconds; the daemon was killed."""
     asked: Callable[[str, float], None]
-    """A person asks something of that slot, which explains for so many seconds what happens to it."""
+    """A person gives a command for that slot, which explains verdicts on it for so many seconds."""
     rng: random.Random
     strike: Strike
 
@@ -70,7 +70,7 @@ class Hand:
         return next((life for life in self.living() if life.record.state == wanted), None)
 
     def worker(self) -> SimulatedWorker | None:
-        """A machine of the slot that is up, by chance."""
+        """A random machine of the slot that is up."""
         found = [
             worker
             for life in self.living()
@@ -85,10 +85,7 @@ class Hand:
 
 
 Act = Callable[[Hand], bool]
-"""It takes hold, or says that there was nothing to take hold of."""
-
-
-# --- nodes: how they end, and what the API says of those that live ----------------------------------------------------
+"""Applies a strike; False = it had no effect."""
 
 
 # --- how nodes end ---------------------------------------------------------------------------------------------------
@@ -112,7 +109,7 @@ def preempt_creating(hand: Hand) -> bool:
 
 
 def burst(hand: Hand) -> bool:
-    """A third of a zone's nodes; and for a while there is no room for new ones."""
+    """Preempt a third of a zone's nodes, and leave no capacity for new ones for a while."""
     nodes = [life for life in hand.world.operator.select("*", living=True) if life.path.zone == hand.strike.target]
     spot = [life for life in nodes if life.record.spec.is_preemptible]
     chosen = spot[:: max(1, len(spot) // max(1, len(spot) // 3))][: max(1, len(spot) // 3)] if spot else []
@@ -173,7 +170,7 @@ def hide(hand: Hand) -> bool:
 
 
 def hide_for(hand: Hand, life: NodeLife, seconds: float) -> None:
-    """Lists leave the node out for so long."""
+    """Leave the node out of lists for so long."""
     listing = hand.world.state.listing(life.path.project)
     listing.hide(life.path, life.record.id)
     hand.later(seconds, lambda: None if life.gone else listing.show(life.record))
@@ -181,8 +178,8 @@ def hide_for(hand: Hand, life: NodeLife, seconds: float) -> None:
 
 def flip_back(hand: Hand) -> bool:
     """
-    Dead for a moment, by what the API shows, and READY again; sometimes its slot is paused just then, or its delete
-    is answered 14.
+    The API shows the node dead for a moment, then READY again; sometimes its slot is paused just then, or its delete is
+    answered 14.
     """
     life = hand.node()
     if life is None or not life.record.spec.is_preemptible:
@@ -222,7 +219,7 @@ def _start_node(world: World, name: str, now: datetime) -> None:
         return
 
 
-# --- workers and the runs on them: silence, reboots, host keys, exits and hangs, stops that go unheard ----------------
+# --- workers and the runs on them: silence, reboots, host keys, exits and hangs, lost stops ---------------------------
 
 
 UNPUBLISHED = 1000
@@ -266,7 +263,7 @@ def next_boot(how: str) -> Act:
 
 
 def change_host_key(hand: Hand) -> bool:
-    """The guest agent publishes the new one a little later, so that it can be vouched for."""
+    """Change the host key; the guest agent publishes the new one a little later."""
     worker = hand.worker()
     if worker is None:
         return False
@@ -279,7 +276,7 @@ def change_host_key(hand: Hand) -> bool:
 
 
 def change_key_unvouched(hand: Hand) -> bool:
-    """Another host key, and guest attributes that answer 404, as those of a guest that has published nothing."""
+    """Change the host key while guest attributes answer 404, as for a guest that has published none."""
     if not change_host_key(hand):
         return False
     for _ in range(UNPUBLISHED):
@@ -302,7 +299,7 @@ def end_run(status: int | None, failure: Failure = Failure.CRASH) -> Act:
 
 
 def leave_container(hand: Hand) -> bool:
-    """It is no child of the run, and nobody but its own daemon ends it."""
+    """Leave a container on the chips: it is no child of the run, and only its own daemon ends it."""
     worker = hand.running()
     if worker is None:
         return False
@@ -320,7 +317,7 @@ def hang(hand: Hand) -> bool:
 
 
 def hang_and_restart(hand: Hand) -> bool:
-    """It stands still, and whoever saw it move is killed."""
+    """Hang a run, and kill the daemon, which has seen its progress."""
     if hand.daemon.store is None or not hang(hand):
         return False
     hand.later(hand.rng.uniform(0.0, 120.0), lambda: _kill(hand))
@@ -334,16 +331,16 @@ def _kill(hand: Hand) -> None:
 
 
 def hang_early(hand: Hand) -> bool:
-    """The slot's next run stands still after its first steps."""
+    """Let the slot's next run hang after its first steps."""
     early, slot = hand.daemon.launcher.script.hangs_early, hand.strike.target
     early[slot] = hand.rng.randint(1, 3)
     hand.later(hand.strike.length, lambda: early.pop(slot, None))
-    # Something has to begin it, or nobody would notice.
+    # A run has to begin for that.
     return asked_again(hand)
 
 
 def fail_together(hand: Hand) -> bool:
-    """What all runs need is down: those that begin fail, in their setup or after it, and half of the others crash."""
+    """Something that all runs need is down: new runs fail, in their setup or after it, and half of the others crash."""
     launcher = hand.daemon.launcher
     in_setup = hand.rng.random() < 0.5
     launcher.script.outage = Failure.SETUP if in_setup else Failure.CRASH
@@ -366,7 +363,7 @@ def _finish(hand: Hand) -> bool:
 
 
 def finish_and_preempt(hand: Hand) -> bool:
-    """The run ends well, and within the minute its node is taken."""
+    """The run succeeds, and its node is preempted within the minute."""
     life = hand.node()
     if life is None or not _finish(hand):
         return False
@@ -381,7 +378,7 @@ def _preempt_same(hand: Hand, name: str, node_id: int) -> None:
 
 
 def notice_without_end(hand: Hand) -> bool:
-    """A maintenance is announced and comes to nothing; some time after it was over, the run ends well."""
+    """An announced maintenance does not happen; some time after it, the run succeeds."""
     life = hand.node()
     if life is None or hand.running() is None:
         return False
@@ -407,13 +404,13 @@ def ignore_stop(hand: Hand) -> bool:
     ignored, slot = hand.daemon.launcher.script.ignores_stop, hand.strike.target
     ignored.add(slot)
     hand.later(hand.strike.length, lambda: ignored.discard(slot))
-    # Something has to stop it, or nobody would notice.
+    # A stop has to be sent for that.
     return asked_again(hand)
 
 
 def lose(what: str) -> Act:
     def act(hand: Hand) -> bool:
-        # One at a time: in long storms there are more of these strikes than stops, and no stop would ever be heard.
+        # One at a time: long storms have more of these strikes than stops, and no stop would ever arrive.
         lost = hand.daemon.launcher.lost
         is_new, lost[what] = not lost[what], 1
         return is_new
@@ -421,7 +418,7 @@ def lose(what: str) -> Act:
     return act
 
 
-# --- the API and the way to it: creates refused or granted late, answers lost, listings, outages, no room -------------
+# --- the API: creates, lost answers, listings, outages, capacity ------------------------------------------------------
 
 
 FOR_EVER = timedelta(days=3650)
@@ -440,18 +437,18 @@ def fail_create(code: int, text: str, *, in_operation: bool) -> Act:
 
 
 def sold_out(hand: Hand) -> bool:
-    """What there is may stay; there is no more of it."""
+    """Existing nodes may stay; the zone has no more capacity."""
     world, zone = hand.world, hand.strike.target
     declared = [place for slots in hand.daemon.declared.values() for slot in slots for place in slot.places]
     for kind in sorted({place.accelerator_type for place in declared if place.zone == zone}):
         held = [life for life in world.operator.select("*", living=True) if life.path.zone == zone]
         spot = [life for life in held if life.accelerator.type == kind and life.record.spec.is_preemptible]
         world.operator.set_capacity(zone, kind, "spot", len(spot), hand.now)
-        hand.later(hand.strike.length, partial(_open_up, hand, zone, kind))
+        hand.later(hand.strike.length, partial(_restore_capacity, hand, zone, kind))
     return True
 
 
-def _open_up(hand: Hand, zone: str, kind: str) -> None:
+def _restore_capacity(hand: Hand, zone: str, kind: str) -> None:
     hand.world.operator.set_capacity(zone, kind, "spot", None, hand.now)
 
 
@@ -470,7 +467,7 @@ def lose_answer(*, applied: bool) -> Act:
 
 
 def limit_reads(hand: Hand) -> bool:
-    """A project whose other tools use up most of what may be read in a minute."""
+    """Limit reads, as when other tools of the project use most of its read quota."""
     hand.world.calls.limit_reads(READS_LEFT)
     hand.later(hand.strike.length, lambda: hand.world.calls.limit_reads(None))
     return True
@@ -490,8 +487,8 @@ def outage(kind: str) -> Act:
     return act
 
 
-def darken_for_ever(hand: Hand) -> bool:
-    """A zone does not answer any more, not in the calm either."""
+def darken_zone_for_ever(hand: Hand) -> bool:
+    """Let a zone never answer again, not in the calm either."""
     dark = hand.daemon.zone.dark_for_ever
     if dark:
         return False
@@ -519,7 +516,7 @@ def go_dark(hand: Hand) -> bool:
 
 
 # --- the daemon's process and its machine: kills, the disk, the clock -------------------------------------------------
-# What a disk keeps of it is told by `store`.
+# `store` decides which commits a disk keeps.
 
 
 def kill(hand: Hand) -> bool:
@@ -531,7 +528,7 @@ def kill(hand: Hand) -> bool:
 
 
 def kill_before_effects(hand: Hand) -> bool:
-    """Intents are on the disk, and none of their effects begins."""
+    """Kill the process when intents are on the disk and none of their effects has begun."""
     if hand.daemon.store is None:
         return False
     hand.daemon.executor.dead = True
@@ -540,7 +537,7 @@ def kill_before_effects(hand: Hand) -> bool:
 
 
 def kill_under_way(hand: Hand) -> bool:
-    """Of the calls that are on their way some arrive, although nobody waits for them any more."""
+    """Kill the process; some of its calls in flight still arrive."""
     if hand.daemon.store is None or not hand.daemon.executor.under_way:
         return False
     hand.daemon.kill(lambda: hand.rng.random() < 0.5)
@@ -553,7 +550,7 @@ def disk(fault: DiskFault) -> Act:
         faults = hand.daemon.disk.faults
         faults.append(fault)
         if fault is DiskFault.FULL:
-            # Each start and each commit fails until there is room again.
+            # Each start and each commit fails until there is space again.
             hand.later(hand.strike.length, faults.clear)
             faults.extend([fault] * 50)
         return True
@@ -569,10 +566,10 @@ def jump(sign: int) -> Act:
     return act
 
 
-# --- people: wishes for a slot, which explain what happens to it, and nodes of their own beside ours ------------------
+# --- people: commands for a slot, and nodes of their own --------------------------------------------------------------
 
 
-# In seconds; the world gives them out again after two.
+# In seconds; the world reuses an address after two.
 ADDRESSES_FREE_AFTER = 3.0
 ASKED_AGAIN_AFTER = 60.0
 
@@ -583,7 +580,7 @@ def wish(wish: DesiredState) -> Act:
         if daemon.store is None or slot not in daemon.engine.slots:
             return False
         hand.asked(slot, hand.strike.length + 3600.0)
-        # First, since the process may die of the very command.
+        # First, because the command may kill the process.
         hand.later(hand.strike.length, lambda: _back_up(daemon, slot, hand))
         daemon.wish(slot, wish)
         return True
@@ -598,13 +595,13 @@ def _back_up(daemon: SimulatedDaemon, slot: str, hand: Hand) -> None:
     try:
         daemon.wish(slot, DesiredState.UP)
     except (StoreError, ProcessDied):
-        # Whoever saw the command fail gives it once more.
+        # The person saw the command fail and repeats it.
         hand.later(ASKED_AGAIN_AFTER, lambda: _back_up(daemon, slot, hand))
         raise
 
 
 def want_again(hand: Hand, slot: str) -> None:
-    """Whoever has the results of a slot that is done asks for more of them."""
+    """A person asks for another run of a slot that is done."""
     daemon = hand.daemon
     memory = daemon.disk.memories.get(slot)
     if daemon.store is not None and memory is not None and memory.end is End.DONE and slot in daemon.engine.slots:
@@ -643,7 +640,7 @@ def stray(hand: Hand) -> bool:
 
 
 def take_addresses(hand: Hand) -> bool:
-    """A node vanishes, lists show it for a while longer, and somebody's machines come up under its addresses."""
+    """A node vanishes, lists still show it for a while, and a foreign node gets its addresses."""
     life = hand.node()
     if life is None:
         return False
@@ -657,7 +654,7 @@ def take_addresses(hand: Hand) -> bool:
 
 
 def _other_node(hand: Hand, name: str, labels: Mapping[str, str], kind: str = "v2-8", zone: str = "") -> bool:
-    """Somebody else's node, which is there for a while and then taken away by whoever made it."""
+    """Make a node without the daemon; it is removed after a while."""
     world, parent = hand.world, f"projects/{PROJECT}/locations/{zone or hand.zone()}"
     spec = NodeSpec(kind, runtime_version="tpu-ubuntu2204-base", labels=dict(labels))
     try:
@@ -674,7 +671,7 @@ def _remove(world: World, path: str, hand: Hand) -> None:
         world.operator.remove(path, hand.now)
 
 
-# --- people with a pen: the fleet's file says something else, and labels of our nodes are changed ---------------------
+# --- people: edits of the fleet file, and of labels -------------------------------------------------------------------
 
 
 SOMEBODY = "o-somebodyelse"
@@ -687,7 +684,7 @@ Edit = Callable[[Hand, list[Slot]], list[Slot]]
 
 
 def edit(hand: Hand) -> bool:
-    """One key of the file of the slot's fleet: its count, with or without a file per slot, type, zones or job."""
+    """Change one key in the file of the slot's fleet: count, with or without a file per slot, type, zones or job."""
     daemon, fleet = hand.daemon, hand.strike.target.rpartition("-")[0]
     slots = daemon.declared.get(fleet)
     if not slots:
@@ -747,7 +744,7 @@ EDITS: Mapping[str, Edit] = {
 
 
 def relabel(hand: Hand) -> bool:
-    """The slot's or the fleet's label of a node says something else for a while, or from now on."""
+    """Change the slot or fleet label of a node, for a while or for good."""
     life = hand.node()
     if life is None:
         return False
@@ -763,8 +760,8 @@ def relabel(hand: Hand) -> bool:
     return True
 
 
-def take_back(hand: Hand) -> bool:
-    """A node bears another owner's label; later it is given back, or its new owner deletes it."""
+def change_owner(hand: Hand) -> bool:
+    """Label a node with another owner; later give it back, or delete it."""
     life = hand.node()
     if life is None or life.record.spec.labels.get(LABEL_OWNER) != hand.daemon.disk.owner:
         return False
@@ -795,8 +792,8 @@ def _delete(hand: Hand, life: NodeLife) -> None:
         hand.world.operator.remove(life.record.name, hand.now)
 
 
-# --- sweeps of W&B: its server is away, or a sweep is stopped of which a run was just interrupted ---------------------
-# Where no fleet works for a sweep there is nothing to take hold of.
+# --- sweeps of W&B ----------------------------------------------------------------------------------------------------
+# Without a fleet that works for a sweep these strikes have no effect.
 
 
 def silence_server(hand: Hand) -> bool:
@@ -808,7 +805,7 @@ def silence_server(hand: Hand) -> bool:
 
 
 def stop_interrupted(hand: Hand) -> bool:
-    """The node of an agent is taken with a notice; around then the sweep is stopped, in half of the cases for good."""
+    """Preempt the node of an agent with a notice, and stop the sweep around then, in half of the cases for good."""
     for fleet in sorted(hand.daemon.sweeps):
         sweep = hand.daemon.sweeps[fleet]
         working = [agent.worker for agent in sweep.agents.values() if agent.run is not None]
@@ -824,7 +821,7 @@ def stop_interrupted(hand: Hand) -> bool:
 
 
 def _resume(hand: Hand, sweep: SimulatedSweep) -> None:
-    """`wandb sweep --resume`, and `up` for those whose agents had left."""
+    """`wandb sweep --resume`, and `up` for slots whose agents had left."""
     sweep.hands_out = True
     for slot in [slot.name for slot in hand.daemon.declared[sweep.fleet]]:
         want_again(hand, slot)
@@ -896,7 +893,7 @@ STRIKES: Mapping[str, Act] = MappingProxyType(
         "listing-failed": fail_listing,
         "reads-limited": limit_reads,
         "zone-unreachable": outage("zone"),
-        "zone-dark-for-ever": darken_for_ever,
+        "zone-dark-for-ever": darken_zone_for_ever,
         "api-down": outage("api"),
         "api-slow": outage("slow"),
         "everything-slow": all_slow,
@@ -917,7 +914,7 @@ STRIKES: Mapping[str, Act] = MappingProxyType(
         "restarted": asked_again,
         "edited": edit,
         "relabelled": relabel,
-        "taken-back": take_back,
+        "taken-back": change_owner,
         "wandb-down": silence_server,
         "sweep-stopped": stop_interrupted,
         "foreign-node": foreign,

@@ -1,7 +1,7 @@
 """
-Fleets that work for a sweep, in a history: the real `SweepCare` beside the engine, and what must hold of what it does.
+Fleets that work for a sweep, in a history: the real `SweepCare` beside the engine, and the checks of its effects.
 
-Judged against what the server of the sweep knows (`sweep`), never against what the daemon heard of it.
+The checks use the state of the sweep's server (`sweep`), never the daemon's knowledge of it.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 LOOK_EVERY = 1.0
 SERVER = "https://wandb.simulated"
 TAKEN_DOWN_AFTER = PATIENCE_SECONDS + 90.0
-"""From the first answer that says that a sweep is over until no slot of its fleet asks for a node any more."""
+"""From the first answer that a sweep is over until no slot of its fleet asks for a node any more."""
 
 
 class Swarm:
     """
-    Of one history. What is not of a fleet that works for a sweep is nothing to it.
+    The sweeps of one history; it ignores fleets that do not work for a sweep.
 
-    `SweepCare` belongs to a process, and is made anew with each: `process_began`.
+    `SweepCare` belongs to a process; `process_began` makes a new one.
     """
 
     def __init__(self, history: History) -> None:
@@ -48,10 +48,10 @@ class Swarm:
         self._over_heard: dict[str, float] = {}
         self._ended: set[str] = set()
         self._wanted: dict[str, float] = {}
-        # When the process last went on after it had stood still.
+        # When the process last went on after a suspension.
         self.woke = 0.0
 
-    # --- what is needed of `fleets.FleetRegistry`
+    # --- the part of a fleet registry that `SweepCare` needs
 
     @property
     def records(self) -> Mapping[str, FleetRecord]:
@@ -73,7 +73,7 @@ class Swarm:
     def report(self, kind: str, text: str, about: str = "", level: str = "warning") -> None:
         self.history.daemon.engine.relay_event(Event(self.history.daemon.clock.now(), kind, text, about, "", level))
 
-    # --- what happens
+    # --- events
 
     def process_began(self) -> None:
         if not self.sweeps:
@@ -90,8 +90,8 @@ class Swarm:
             monotonic=clock.monotonic,
         )
 
-    def look(self) -> None:
-        """What the daemon does after each step, while it runs. Raises: StoreError: as the engine does."""
+    def step(self) -> None:
+        """Do a step of `SweepCare`, as the daemon does after each pass. Raises: StoreError: as the engine does."""
         if self._care is not None and self.history.now >= self._next_look:
             self._next_look = self.history.now + LOOK_EVERY
             self._care.poll()
@@ -105,11 +105,11 @@ class Swarm:
             sweep.ran(mark)
 
     def wanted(self, slot: str) -> None:
-        """A person asks for a run of *slot*, whatever became of its sweep."""
+        """A person asks for a run of *slot*, whatever the state of its sweep."""
         self._wanted[slot] = self.history.now
         self._ended.discard(slot)
 
-    # --- what must hold
+    # --- checks
 
     def _answered(self, sweep: SimulatedSweep, answer: Answer) -> None:
         if isinstance(answer, SweepReport) and sweep.is_over:
@@ -143,18 +143,18 @@ class Swarm:
             self._break(f"{event.slot} is ended, and {sweep.waiting} interrupted runs wait for {len(left)} slots")
 
     def created(self, node: str, under_way: float) -> None:
-        """A create was asked for that reached the API *under_way* seconds later, now."""
+        """A create reached the API now, *under_way* seconds after it was sent."""
         slot = node.rpartition("-a")[0]
         heard = self._over_heard.get(slot.rpartition("-")[0])
         asked = self.history.now - under_way
         if heard is None:
             return
-        # While the process stood still it could take nothing down.
+        # A suspended process could not take slots down.
         if asked - max(heard, self._wanted.get(slot, 0.0), self.woke) > TAKEN_DOWN_AFTER:
             self._break(f"{node} is asked for, and its sweep is over for {asked - heard:.0f} s")
 
     def settle(self) -> None:
-        """In the calm every interrupted run is served; one that no slot is left for gets one within half an hour."""
+        """In the calm every interrupted run gets an agent; one without a slot gets a slot within half an hour."""
         for sweep in self.sweeps.values():
             if self._is_left_alone(sweep):
                 self.history.live(self.history.now + TRY_AGAIN_SECONDS + 2 * HEARTBEAT_SECONDS)

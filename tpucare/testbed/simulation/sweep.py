@@ -1,9 +1,9 @@
 """
-A sweep of W&B in virtual time: what its server knows of runs, what its agents do, and the watch that the daemon asks.
+A sweep of W&B in virtual time: the server's record of runs, the work of agents, and a poller for the daemon.
 
-The run that tpucare starts on a slot is an agent. It takes a run that was interrupted first, then new ones as long as
-the sweep hands any out, and exits 0 when there is nothing for it. A run that was told of its end is queued again; one
-whose machine died untold has crashed, which the server finds out by silence.
+The run that tpucare starts on a slot is an agent. It works on interrupted runs first, then on new ones as long as the
+sweep hands them out, and exits 0 when there is no more. A run that was notified of its end is queued again; one whose
+machine died without notice has crashed, which the server finds by its silence.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from tpucare.testbed.simulation.machines import RunEnd, RunMark, SimulatedWorker
 from tpucare.testbed.simulation.workers import VirtualLauncher
 
 HEARTBEAT_SECONDS = 300.0
-"""After so long without a word of a run its server takes it for dead."""
+"""Silence after which the server regards a run as dead."""
 RUN_STEPS = 1500
 LOOK_SECONDS = 30.0
 
 
 @dataclass(eq=False, slots=True)
 class _Run:
-    """`done`: steps that earlier agents made of it. `lost`: since when nobody is heard of it."""
+    """`done`: steps made by earlier agents. `lost`: time of its last sign of life, once its agent is gone."""
 
     state: str = "running"
     done: int = 0
@@ -36,7 +36,7 @@ class _Run:
 
 @dataclass(eq=False, slots=True)
 class _Agent:
-    """`began`: the step at which its worker took the run."""
+    """`began`: the step of its worker at which it began the run."""
 
     worker: SimulatedWorker
     run: _Run | None = None
@@ -46,9 +46,9 @@ class _Agent:
 @dataclass
 class SimulatedSweep:
     """
-    What the server has: `hands_out` new runs until somebody stops the sweep; `down`: it does not answer.
+    The server of a sweep: `hands_out` new runs until a person stops the sweep; `down`: it does not answer.
 
-    runs: that may still be worked on    ended: how many are not, by state
+    runs: unfinished ones    ended: number of finished ones, by state
     """
 
     path: SweepPath
@@ -60,7 +60,7 @@ class SimulatedSweep:
     ended: Counter[str] = field(default_factory=Counter)
     agents: dict[str, _Agent] = field(default_factory=dict)
 
-    # --- what happens on workers
+    # --- events of workers
 
     def ran(self, mark: RunMark) -> None:
         if mark.what == "start":
@@ -76,7 +76,7 @@ class SimulatedSweep:
         run.state, run.lost = ("preempting" if told else "running"), mark.seconds
 
     def advance(self, now: float) -> None:
-        """What its server and its agents do until now, agents that can be reached or not."""
+        """Advance the server and all agents to now, reachable or not."""
         for run in list(self.runs):
             if run.lost is None or now - run.lost < HEARTBEAT_SECONDS:
                 continue
@@ -116,7 +116,7 @@ class SimulatedSweep:
         self.runs.append(_Run())
         return self.runs[-1]
 
-    # --- what it says
+    # --- answers
 
     def answer(self) -> Answer:
         if self.down:
@@ -126,17 +126,17 @@ class SimulatedSweep:
 
     @property
     def waiting(self) -> int:
-        """Runs that were interrupted and wait for an agent."""
+        """Number of interrupted runs that wait for an agent."""
         return sum(run.state == "preempted" for run in self.runs)
 
     @property
     def is_over(self) -> bool:
-        """Nothing is handed out, and nothing is left that was."""
+        """True when no new run is handed out and no run is unfinished."""
         return not self.hands_out and not self.runs
 
 
 class SimulatedWatch:
-    """`SweepPoller` without a thread: asks when `news` is called. `listen` gets every answer."""
+    """`SweepPoller` without a thread: asks when `news` is called. `listen` is called with every answer."""
 
     def __init__(
         self,

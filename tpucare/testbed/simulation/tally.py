@@ -1,4 +1,4 @@
-"""What a history came to: how much of the time slots trained, how often they recovered and how long each phase took."""
+"""Figures of a history: the share of time in which slots trained, their recoveries, and the length of each phase."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tpucare.model.resources import Event, Slot
 from tpucare.testbed.simulation.machines import RunMark
 
 PHASES = ("create accepted", "READY", "all workers answer", "launched", "first progress")
-"""Of a recovery, each counted from the one before it; the first from the loss or the end of the last run."""
+"""The phases of a recovery, each measured from the one before; the first from the loss or the end of the last run."""
 
 LOST_AT_MOST = 3600
 """Steps between two checkpoints, and some more."""
@@ -19,9 +19,9 @@ _COSTS_NO_MORE = frozenset({"preempted", "silent", "stopped", "deleting", "gone"
 @dataclass(slots=True)
 class Tally:
     """
-    Sums over one history or many; seconds. `phases`: (sum, count) by phase. `slot_seconds`: how long slots were wished
-    to train, whether they could or not. `good_seconds`: trained, without what was lost with a node and trained again,
-    or went by in a standstill. `node_seconds`: how long nodes were READY, which is what they cost.
+    Sums over one history or many; seconds. `phases`: (sum, count) by phase. `slot_seconds`: time in which slots were
+    meant to train. `good_seconds`: training time without steps that were lost and repeated, and without hangs.
+    `node_seconds`: time in which nodes were READY, for which they are paid.
     """
 
     slot_seconds: float = 0.0
@@ -71,7 +71,7 @@ class Tally:
 
 
 class TallyRecorder:
-    """Fills a Tally from what happens."""
+    """Fills a Tally from runs, nodes and events."""
 
     def __init__(self, slots: tuple[Slot, ...], setup_seconds: float, step_seconds: float = 1.0) -> None:
         self.tally = Tally()
@@ -101,15 +101,15 @@ class TallyRecorder:
             self._reached[mark.slot] = (0, mark.seconds)
 
     def _count_redone(self, mark: RunMark) -> None:
-        """What was trained beyond the step at which the run begins is trained again."""
+        """Subtract the steps beyond the one at which the run begins: they are trained again."""
         lost = self._furthest.get(mark.slot, 0) - mark.step
-        # Who begins at 0 and could not have lost so much is another experiment, and loses nothing.
+        # A run that begins at 0, after more steps than could be lost, is another job and repeats none.
         if lost > 0 and (mark.step or lost <= LOST_AT_MOST):
             self.tally.good_seconds -= lost * self._step
         self._begun[mark.slot] = mark.step
 
     def _count_trained(self, slot: str, seconds: float, step: int | None) -> None:
-        """*step*: that was reached; None: the run goes on, and does not stand still."""
+        """*step*: the last one of the run; None: the run goes on and does not hang."""
         seconds = max(0.0, seconds)
         self.tally.trained_seconds += seconds
         if step is not None:
@@ -118,7 +118,7 @@ class TallyRecorder:
         self.tally.good_seconds += seconds
 
     def node(self, name: str, event: str, slot: str, now: float) -> None:
-        """*event* of the audit log; *slot*: of the label, where the event tells labels."""
+        """Count an *event* of the audit log; *slot*: from the label, if the event has labels."""
         if event == "created" and slot in self._workers:
             self._ours.add(name)
         elif event == "ready" and name in self._ours:
@@ -137,7 +137,7 @@ class TallyRecorder:
         before, at = self._reached.get(event.slot, (0, now))
         if stage <= before:
             return
-        # A phase that was skipped (a run was started again on its node) belongs to no sum.
+        # A skipped phase (a run started again on its node) counts in no sum.
         if stage == before + 1:
             phase = PHASES[stage - 1]
             seconds, count = self.tally.phases.get(phase, (0.0, 0))

@@ -1,9 +1,9 @@
 """
-Virtual Clock and Executor: effects take virtual time, begin late, end out of order, and nothing ever waits.
+Virtual Clock and Executor: effects take virtual time, begin late and end out of order, without any real waiting.
 
-An effect runs at one instant: the one at which it was submitted, or `delay` seconds later where the executor has one.
-Its end is delivered after what its calls wait (`VirtualExecutor.waiting`). So a process that is killed loses effects
-before they took hold and after it, and both kinds of loss come from the seed.
+An effect runs at one instant: when it is submitted, or `delay` seconds later where the executor has a delay. Its end
+is delivered after the lengths that its calls wait (`VirtualExecutor.waiting`). So a killed process loses effects before
+and after they are carried out, and both kinds of loss come from the seed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ START = datetime(2026, 11, 1, tzinfo=UTC)
 
 
 class VirtualClock:
-    """Wall time may be set apart from the time that passes (`jump`)."""
+    """Time that passes, and a wall clock that may be set apart from it (`jump`)."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -34,7 +34,7 @@ class VirtualClock:
 
     def true_now(self) -> datetime:
         """The cloud's time: never jumps."""
-        # Asked for several times in every step; making an instant costs more than to look whether it is still the one.
+        # Called several times in every step: making an instant costs more than comparing it with the last one.
         if self._told[0] != self.seconds:
             self._told = (self.seconds, START + timedelta(seconds=self.seconds))
         return self._told[1]
@@ -45,12 +45,11 @@ class VirtualClock:
 
 class VirtualExecutor:
     """
-    `tick()` lets the world live until now; `next_event()` tells when it will next act by itself.
+    `tick()` advances the world to now; `next_event()` is the time of its next scheduled event.
 
-    delay: seconds from submitting an effect until it takes hold; None: at once. A thread that is slow to begin, a
-        network that is slow to carry.
-    grain: whoever sleeps wakes up at multiples of so many seconds only, as the machine of a busy process would let it;
-        what happens meanwhile is found together. For histories of months.
+    delay: seconds from submitting an effect until it takes effect, as by a slow thread or network; None: at once
+    grain: the process wakes up only at multiples of so many seconds, as on a busy machine, and then finds all events
+        since together. For histories of months.
     """
 
     def __init__(
@@ -76,11 +75,11 @@ class VirtualExecutor:
 
     @property
     def under_way(self) -> int:
-        """Effects that were submitted and whose end was not delivered yet."""
+        """Number of effects that were submitted and whose end is not delivered yet."""
         return len(self._begins) + len(self._ends) + len(self._done)
 
     def die(self, arrives: Callable[[], bool]) -> None:
-        """The process is killed, and nobody hears of any end. *arrives*: does an effect on its way get there?"""
+        """Kill the process: no end is delivered. *arrives*: whether an effect in flight still takes effect."""
         self.dead = True
         self._begins = [begin for begin in self._begins if arrives()]
         heapq.heapify(self._begins)
@@ -88,12 +87,12 @@ class VirtualExecutor:
         self._done.clear()
 
     def waiting(self, seconds: float) -> None:
-        """A call that is under way takes that long."""
+        """Let the call in flight take *seconds*."""
         self._waited += seconds
 
     @property
     def heard_at(self) -> float:
-        """When the process hears how the call ends that is under way, if that waits no more."""
+        """When the process gets the answer of the call in flight, if that call waits no more."""
         return self._wakes_at(self.clock.seconds + self._waited)
 
     def _wakes_at(self, due: float) -> float:
@@ -148,7 +147,7 @@ class VirtualExecutor:
         self._nudged = False
 
     def pass_time(self, until: float) -> None:
-        """Time goes on until then, or until the next thing happens; nobody is woken by it."""
+        """Let time pass until then, or until the next event, without waking the process."""
         due = self._next_due()
         self._live_until(until if due is None else min(due, until))
 

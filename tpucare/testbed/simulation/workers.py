@@ -1,8 +1,8 @@
 """
-The Launcher port over simulated workers: who answers, and what a launch, a stop and a probe meet there.
+The Launcher port over simulated workers: the results of launches, stops and probes.
 
-A worker is found by its address, as over the network: one that was given to another machine meets that machine, and
-the host key pinned for the node tells the two apart.
+A worker is found by its address, as over the network: an address may lead to another machine by now, which shows
+another host key than the one pinned for the node.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _CHANGED = WorkerReport(Contact.HOST_KEY_CHANGED)
 
 class VirtualLauncher(SimulatedMachines):
     """
-    `probes`: when nodes were last asked how they are, in seconds. `lost`: how many of the next launches and stops lose
-    one worker's answer, by "launch-before", "launch-after" (it took effect) and "stop". `slow`: seconds that every
-    answer takes longer. `met_strangers`: how often an address led to another node's machine.
+    `probes`: time of each node's last probe, in seconds. `lost`: how many of the next launches and stops lose one
+    worker's answer, by "launch-before", "launch-after" (it took effect) and "stop". `slow`: additional seconds of every
+    answer. `met_strangers`: how often an address led to another node's machine.
     """
 
     def __init__(self, clock: VirtualClock, script: Script) -> None:
@@ -59,8 +59,8 @@ class VirtualLauncher(SimulatedMachines):
         self._trusted: dict[tuple[int, int], str] = {}
         self._pins: dict[NodeKey, dict[tuple[int, int], str]] = {}
 
-    def _meet(self, address: Worker) -> SimulatedWorker | WorkerReport:
-        """The machine at that address, or how it does not let us in."""
+    def _connect(self, address: Worker) -> SimulatedWorker | WorkerReport:
+        """The machine at that address, or the report of a failed login."""
         found = self._at.get(address.host)
         if self.deaf or found is None or not found.up or found.silent:
             return _SILENT
@@ -81,7 +81,7 @@ class VirtualLauncher(SimulatedMachines):
         return _REFUSED
 
     def _trust(self, machine: tuple[int, int], found: SimulatedWorker) -> None:
-        """The first key of a machine is pinned as it is met; whoever asks after that was told of another one before."""
+        """Pin the first key of a machine; a later login to another key is reported as trust in that key."""
         if self._trusted.setdefault(machine, found.host_key) != found.host_key and self.on_trust is not None:
             self.on_trust(found)
 
@@ -97,7 +97,7 @@ class VirtualLauncher(SimulatedMachines):
         return report
 
     def _report(self, address: Worker) -> WorkerReport:
-        worker = self._meet(address)
+        worker = self._connect(address)
         if isinstance(worker, WorkerReport):
             return worker
         if worker.run is None:
@@ -113,7 +113,7 @@ class VirtualLauncher(SimulatedMachines):
     def _report_run(self, worker: SimulatedWorker, run: SimulatedRun) -> WorkerReport:
         lives = self.lives(worker)
         if not lives:
-            self.note_end(worker, run)
+            self.record_end(worker, run)
         status = None if lives else (143 if run.stopped else self.exit_of(worker))
         if run.slot in self.script.vanishes:
             status = None
@@ -154,7 +154,7 @@ class VirtualLauncher(SimulatedMachines):
         return LaunchResult(tuple(self._launch(worker, order) for worker in order.workers))
 
     def _launch(self, address: Worker, order: LaunchOrder) -> Exception | None:
-        worker = self._meet(address)
+        worker = self._connect(address)
         if isinstance(worker, WorkerReport) or self._loses("launch-before"):
             return WorkerSilent(f"worker {address.number} does not answer")
         if worker.run is not None and worker.run.token == order.token:
@@ -177,7 +177,7 @@ class VirtualLauncher(SimulatedMachines):
         return StopResult(tuple(self._stop(worker) for worker in order.workers))
 
     def _stop(self, address: Worker) -> bool | Exception:
-        worker = self._meet(address)
+        worker = self._connect(address)
         if isinstance(worker, WorkerReport) or self._loses("stop"):
             return WorkerSilent(f"worker {address.number} does not answer")
         run = worker.run
@@ -186,16 +186,16 @@ class VirtualLauncher(SimulatedMachines):
         if run is not None and self.lives(worker):
             self.save(run)
             run.stopped = run.signalled = True
-            self.note_end(worker, run)
+            self.record_end(worker, run)
         worker.foreign_chips = False
         return not worker.holds_chips
 
     def notice(self, order: NoticeOrder) -> None:
         self.notices.append(order.token)
         for address in order.workers:
-            worker = self._meet(address)
+            worker = self._connect(address)
             if isinstance(worker, SimulatedWorker) and worker.run is not None and worker.run.token == order.token:
-                # Whoever ends after that may have been asked to.
+                # A later end of the run may be due to the notice.
                 worker.run.signalled = worker.run.signalled or self.lives(worker)
 
     def pin_host_keys(self, workers: Sequence[Worker], keys: Mapping[int, tuple[str, ...]]) -> frozenset[int]:
@@ -211,14 +211,14 @@ class VirtualLauncher(SimulatedMachines):
     def watch_workers(self, workers: Sequence[Worker]) -> None: ...
 
     def disconnect(self, key: NodeKey) -> None:
-        self.forget_dead(key)
+        self.remove_dead(key)
 
     def forget_node(self, key: NodeKey) -> None:
         for machine in self._pins.pop(key, {}):
             worker = self.workers.get((key, machine[1]))
             if worker is None or worker.node_id != machine[0] or not worker.up:
                 self._trusted.pop(machine, None)
-        self.forget_dead(key)
+        self.remove_dead(key)
 
     def hints(self) -> frozenset[NodeKey]:
         if not self._hints:
@@ -228,7 +228,7 @@ class VirtualLauncher(SimulatedMachines):
 
 
 def _as_foreign(report: WorkerReport, run: SimulatedRun, worker: SimulatedWorker, *, was_set_up: bool) -> WorkerReport:
-    """Nobody knows how it ended, but for a setup that failed; and of its progress nothing is told."""
+    """The report of a run that a user's function started: no progress, and no end except a failed setup."""
     foreign = ForeignRun(seen=was_set_up, rebooted=worker.boots != run.boots, lost=run.orphaned)
     report = replace(report, foreign=foreign, step=None, checkpoint=None, log_bytes=0)
     if report.alive or (not was_set_up and report.exit_status is not None and not run.stopped):
