@@ -1,9 +1,9 @@
 """
 The properties that must hold at every step of a history: one for each rule that a history can show.
 
-They get calls and lives of nodes from the world's audit log, runs from the machines, commits and events from the daemon,
-and keep just enough to check the next of them. They never use the engine's own view: the state of the world and of the
-machines is the truth.
+They get calls and lives of nodes from the world's audit log, runs from the machines, commits and events from the
+daemon, and keep just enough to check the next of them. They never use the engine's own view: the state of the world and
+of the machines is the truth.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class ObservedClock:
     """
     The observed time of one process, counted from outside: gaps between listings that succeeded, each capped.
 
-    A listing counts when the process gets its answer: slow calls in an outage, and a suspended process, make other gaps.
+    A listing counts when the process gets its answer: slow calls, and a suspended process, make other gaps.
     """
 
     def __init__(self, cap: float, now: Callable[[], float]) -> None:
