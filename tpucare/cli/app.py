@@ -70,11 +70,11 @@ _HELP = """\
 The caretaker of preemptible Google Cloud TPUs: keeps the declared number of slices alive and training.
 
 \b
-  tpucare init > pod.yaml          a fleet file to begin with
+  tpucare init > pod.yaml          write a fleet file
   tpucare check pod.yaml           find its mistakes
   tpucare daemon                   care for all fleets (leave it running)
-  tpucare apply pod.yaml           hand the fleet to it
-  tpucare status --watch           see it live
+  tpucare apply pod.yaml           give the fleet to the daemon
+  tpucare status --watch           watch all slots
   tpucare down pod                 the only way a fleet ends
 
 The flags below hold for all commands; each is also an environment variable.
@@ -185,6 +185,8 @@ def begin(
     endpoint: Annotated[str, typer.Option(help="Emulated cloud [env: TPUCARE_ENDPOINT].", metavar="HOST:PORT")] = "",
     project: Annotated[str, typer.Option(help="Project of fleets without one [env: TPUCARE_PROJECT].")] = "",
     emulator: Annotated[str, typer.Option(help="Running emulator [env: TPUCARE_EMULATOR].", metavar="DIR")] = "",
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show it.")] = False,  # noqa: ARG001
+    version: Annotated[  # noqa: ARG001
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
 ) -> None:
     context.obj = Globals(state, endpoint, project, emulator)

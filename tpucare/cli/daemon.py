@@ -15,7 +15,9 @@ def daemon(
     context: typer.Context,
     fleets: Annotated[str, typer.Option(help="Folder of fleet files [env: TPUCARE_FLEETS].", metavar="DIR")] = "",
     log: Annotated[str, typer.Option(help="Format of the log: console or json.", metavar="FORM")] = "console",
-    log_level: Annotated[str, typer.Option(help="From debug, info, warning or error.", metavar="LEVEL")] = "info",
+    log_level: Annotated[
+        str, typer.Option(help="Lowest level shown: debug, info, warning or error.", metavar="LEVEL")
+    ] = "info",
 ) -> None:
     """
     Care for every fleet of a folder until SIGTERM or Ctrl-C; the nodes stay alive then.

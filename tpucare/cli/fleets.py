@@ -198,8 +198,8 @@ def apply(
     json_out: JsonFlag = False,
 ) -> None:
     """
-    Check a fleet file and copy it into the daemon's folder; the daemon then cares for the fleet. Starts a fleet again
-    that is down.
+    Check a fleet file and copy it into the daemon's folder; the daemon then cares for the fleet. A fleet
+    that is down starts again.
 
     A changed job is used from the next launch on, a changed TPU from the next node on; an edit alone never touches a
     live node.
