@@ -1,10 +1,10 @@
 """
 Row of placement: how much of a week a gang makes useful steps in, on measured spot capacity of nine zones.
 
-The real engine in virtual time over the traces that are shipped (`emulator/traces`: Google Cloud H100, 7.3 days, with
-their licence): one gang of 16 hosts, no step before twelve minutes after its create was accepted, a checkpoint of 30 s
-each 30 minutes. A change of capacity between two ticks is at an unknown instant, so that histories differ by a seed.
-Goodput is the time of steps that were never made again, as a share of the window.
+The real engine in virtual time over the traces that are shipped (`testbed/emulator/traces`: Google Cloud H100, 7.3
+days, with their licence): one gang of 16 hosts, no step before twelve minutes after its create was accepted, a
+checkpoint of 30 s each 30 minutes. A change of capacity between two ticks is at an unknown instant, so that histories
+differ by a seed. Goodput is the time of steps that were never made again, as a share of the window.
 """
 
 from __future__ import annotations
