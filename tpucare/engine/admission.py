@@ -1,9 +1,9 @@
 """
-What an action passes before it begins: the creation semaphore of a user, the create budget of the project, the brake.
+Admission of actions: the creation semaphore of a user, the create budget of the project, and the brake.
 
-On the deciding thread only. The semaphore is held from before a create is intended until nothing of that create is
-open: its operation ended, or its node is READY, gone, given up or being deleted; and while the create budget is all
-that the slot still waits for. How it is acquired is the business of `ports.Gate`.
+On the engine's thread only. A slot holds the semaphore from before its create is intended until the operation ended or
+the node is READY, gone, abandoned or being deleted, and also while it waits for the create budget alone. Acquiring it
+is left to `ports.Gate`, beginning an admitted action to the engine.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WAITS_FOR_BUDGET = Wait(Cause.CREATE_BUDGET, "the create budget of the project i
 
 
 class CreateSemaphore:
-    """Without a gate every create is allowed."""
+    """The user's semaphore; without a gate every create is allowed."""
 
     def __init__(self, gate: Gate | None) -> None:
         self._gate = gate
@@ -37,7 +37,7 @@ class CreateSemaphore:
         self._waits: set[str] = set()
 
     def may_create(self, track: SlotTrack, name: str) -> bool:
-        """Whether *name* may be created now; else the slot waits. Raises: whatever acquiring it raised."""
+        """Whether *name* may be created now; else the slot waits. Raises: the error of acquiring the semaphore."""
         if self._gate is None:
             return True
         slot = track.slot.name
@@ -50,11 +50,11 @@ class CreateSemaphore:
         return True
 
     def changed_slots(self) -> frozenset[str]:
-        """Slots that are to be decided again, since the semaphore was given or refused to them."""
+        """Slots that acquired the semaphore, or failed to, and are decided again."""
         return self._gate.changed_slots() if self._gate is not None else frozenset()
 
     def release_unneeded(self, slots: Mapping[str, SlotTrack]) -> None:
-        """Give back what is not needed any more."""
+        """Release the semaphore for slots that no longer need it or wait for it."""
         if self._gate is None:
             return
         for slot in [slot for slot in self._waits if slot not in slots or not _waits(slots[slot])]:
@@ -79,11 +79,11 @@ def _needs(track: SlotTrack, name: str) -> bool:
     return seen is None or seen.node.state is NodeState.CREATING
 
 
-# --- the create budget: which of the creates that are wanted begin now ------------------------------------------------
+# --- the create budget: which creates begin now -----------------------------------------------------------------------
 
 
 class CreateAdmission:
-    """The creates that all slots of one moment want, and which of them begin."""
+    """Admits creates of all slots by semaphore and create budget."""
 
     def __init__(self, state: EngineState, semaphore: CreateSemaphore) -> None:
         self._state = state
@@ -92,9 +92,9 @@ class CreateAdmission:
 
     def admitted(self, creates: Mapping[str, Create], now: float) -> Iterator[tuple[SlotTrack, Create]]:
         """
-        What is to begin, one after the other; every other slot waits from then on.
+        The creates to begin, one after the other; all other slots wait.
 
-        The create budget of each project goes to the slots that had the least of it, the longest waiting first.
+        The budget of a project goes to the slots with the fewest creates in the window, the longest waiting first.
         """
         shares = {project: budget.shares() for project, budget in self._budgets.items()}
         order: list[tuple[int, float, str]] = []
@@ -115,7 +115,7 @@ class CreateAdmission:
         except Exception as error:
             self._state.set_aside(track, error)
             return False
-        # Asked for last: a place that is found is reserved, and is lost to all processes if no create follows.
+        # Checked last: what is reserved is lost to all processes if no create follows.
         budget = self._budget_of(track.slot.project)
         free_at = budget.free_at(now)
         if free_at is not None:
@@ -127,11 +127,11 @@ class CreateAdmission:
         return True
 
     def create_ended(self, track: SlotTrack, now: float) -> None:
-        """A create of that slot ended."""
+        """Tell the budget that the slot's create ended."""
         self._budget_of(track.slot.project).create_ended(track.slot.name, now)
 
     def restore_budget(self, project: str, memory: Memory) -> None:
-        """What the process before this one spent within the last minute."""
+        """Add the creates of the last minute that *memory* remembers to the budget of *project*."""
         clock = self._state.clock
         wall, now = clock.now(), clock.monotonic()
         ages = [(wall - asked).total_seconds() for asked in memory.recent_creates]
@@ -148,20 +148,19 @@ class CreateAdmission:
 
 
 # --- the brake (rule 12): many verdicts at once say more about us than about the nodes --------------------------------
-# Pure but for its own window of past verdicts; time is an argument.
 
 
 WINDOW_SECONDS = 600.0
-# Of observed time without that verdict. Longer than a second look at the node takes, shorter than what a new verdict
-# takes to come about.
+# A held verdict is dropped after so much observed time without it: longer than a second read of the node takes, shorter
+# than any timeout that leads to a new verdict.
 HOLD_LAPSES = timedelta(minutes=1)
 
 
 @dataclass(slots=True)
 class Brake:
     """
-    Holds all verdicts of a moment when, with those of the last ten minutes, they are more than
-    max(`minimum`, `share` of the live nodes).
+    Holds the verdicts of a pass when, with those of the last ten minutes, they exceed
+    max(`minimum`, `share` of the live nodes). Instants are monotonic seconds.
     """
 
     minimum: int = 3
@@ -169,7 +168,7 @@ class Brake:
     _judged: deque[tuple[float, str]] = field(default_factory=deque)
 
     def counted(self, slots: Collection[str], now: float) -> int:
-        """How many slots were or are to be judged, *slots* included."""
+        """Number of slots judged in the window, *slots* included."""
         while self._judged and now - self._judged[0][0] > WINDOW_SECONDS:
             self._judged.popleft()
         return len({name for _, name in self._judged} | set(slots))
@@ -182,22 +181,22 @@ class Brake:
 
 
 def is_judged(action: Record | Effect, memory: Memory) -> bool:
-    """Whether *action* is a verdict of ours that the brake has not let pass yet."""
+    """Whether *action* is a verdict that has not passed the brake yet."""
     if isinstance(action, Stop):
         return action.then is Reason.JUDGED
     if not isinstance(action, Delete) or action.reason is not Reason.JUDGED:
         return False
     past, run = memory.node(action.key.name), memory.run
     stopped = run is not None and run.node == action.key.name and run.then_delete is Reason.JUDGED
-    # A delete that was asked for has passed the brake; that its node was shown dead lets none pass.
+    # A delete on record has passed the brake; a node listed dead needs no verdict.
     return not stopped and (past is None or past.delete is None)
 
 
-# --- the brake in the loop: the verdicts of one moment pass it together, or are held together -------------------------
+# --- the brake in the loop: the verdicts of one pass are admitted or held together ------------------------------------
 
 
 class VerdictAdmission:
-    """The nodes that were judged in one moment, and which of them go."""
+    """Admits judged deletes and stops of all slots by the brake."""
 
     def __init__(self, state: EngineState, liveness: Liveness) -> None:
         self._state = state
@@ -205,7 +204,7 @@ class VerdictAdmission:
         self.brake = Brake(state.settings.brake_minimum, state.settings.brake_share)
 
     def admitted(self, judged: Mapping[str, Delete | Stop], now: float) -> Iterator[tuple[SlotTrack, Delete | Stop]]:
-        """What is to begin, one after the other; those are held that the brake stops and no person lifted it for."""
+        """The verdicts to begin, one after the other; the brake holds the rest, except those a person confirmed."""
         slots = self._state.slots
         lifted = {name for name, action in judged.items() if slots[name].is_brake_lifted_for(action.key.name)}
         live = sum(len(track.nodes) for track in slots.values())

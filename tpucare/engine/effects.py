@@ -1,8 +1,7 @@
 """
-apply(action, ports): each effect as one blocking call, to be run by the Executor. No choice is made here.
+Turns actions into effects: each one blocking call, run by the Executor. Every choice was made by the planner.
 
-What is worth a check at the last moment is checked here, since time passes between deciding and doing: a node is read
-again before it is deleted (rule 2).
+Time passes between decision and effect, so a node is read again before its delete (rule 2).
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from tpucare.model.resources import (
 from tpucare.model.runs import LaunchOrder, NoticeOrder, StopOrder
 
 COORDINATOR_PORT = 9470
-"""Of jax.distributed on CPUs. On a TPU host 8476 is libtpu's mesh controller, 8482 JAX's own coordinator."""
+"""Port of jax.distributed on CPUs. On a TPU host 8476 is libtpu's mesh controller, 8482 JAX's own coordinator."""
 
 LANES: Mapping[type, Lane] = {
     Launch: Lane.LAUNCH,
@@ -54,12 +53,12 @@ SAME_INSTANT = timedelta(seconds=1)
 
 
 class ChangedMeanwhile(LostRace):
-    """The node under that name is not the one decided about: nothing was deleted."""
+    """The node of that name is not the one decided about: nothing was deleted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """What effects reach the world through. `ssh_key`: our `user:ssh-… key` line; `owner`: our label."""
+    """The ports of effects. `ssh_key`: our `user:ssh-… key` line; `owner`: our owner label."""
 
     cloud: Cloud
     launcher: Launcher
@@ -74,13 +73,13 @@ def lane_of(action: Effect) -> Lane:
 def prepare(
     action: Effect, slot: Slot, memory: Memory, workers: tuple[Worker, ...] | None, coordinator: str, ports: Ports
 ) -> Callable[[], object]:
-    """The effect of *action* as a call without arguments; everything it needs is taken now, on the deciding thread."""
+    """The effect of *action* as a call without arguments; its inputs are read now, on the engine's thread."""
     match action:
         case Create():
             request = node_request(action, slot, ports)
             return lambda: ports.cloud.create_node(request)
         case Delete():
-            return lambda: delete(action, ports)
+            return lambda: delete_ours(action, ports.cloud, ports.owner)
         case GetNode(key=key):
             return lambda: ports.cloud.get_node(key)
         case GetOperation(operation=operation):
@@ -133,22 +132,16 @@ def node_request(action: Create, slot: Slot, ports: Ports) -> NodeRequest:
     metadata = dict(action.place.metadata)
     metadata[SSH_KEYS] = "\n".join((ports.ssh_key, *slot.ssh_keys))
     if not action.place.os_login:
-        # Where OS Login is on, the agent of the image ignores `ssh-keys`, and nobody could log in.
+        # With OS Login the guest agent ignores `ssh-keys`, so no login would work.
         metadata[OS_LOGIN] = "FALSE"
     key = NodeKey(slot.project, action.place.zone, action.name)
     return NodeRequest(key, action.place, labels, metadata)
 
 
-def delete(action: Delete, ports: Ports) -> None:
-    """Raises: as `delete_ours`."""
-    delete_ours(action, ports.cloud, ports.owner)
-
-
 def delete_ours(action: Delete, cloud: Cloud, owner: str) -> None:
-    """Raises: ChangedMeanwhile: another node bears that name now, or it is not ours. NodeGone: it is gone already."""
+    """Read the node again and delete it. Raises: ChangedMeanwhile: not that node, or not ours. NodeGone."""
     node = cloud.get_node(action.key)
-    # ListNodes and GetNode may write an instant with more digits or fewer: were they compared as they are, nothing
-    # could ever be deleted.
+    # ListNodes and GetNode write instants with different precision, so equality would stop every delete.
     is_other = node.id != action.id or abs(node.create_time - action.create_time) >= SAME_INSTANT
     if is_other or node.owner != owner:
         raise ChangedMeanwhile(f"{action.key.name} is not the node it was: nothing deleted")
@@ -156,13 +149,13 @@ def delete_ours(action: Delete, cloud: Cloud, owner: str) -> None:
 
 
 def pin_published_keys(key: NodeKey, workers: tuple[Worker, ...], ports: Ports) -> bool:
-    """Pin the host keys that guest attributes give; whether they gave some for every worker."""
+    """Pin the host keys in guest attributes. True: they had keys of every worker."""
     vouched = ports.launcher.pin_host_keys(workers, ports.cloud.host_keys(key))
     return bool(workers) and vouched >= {worker.number for worker in workers}
 
 
 def labels_of(slot: Slot, number: int | None, ports: Ports) -> dict[str, str]:
-    """What makes a node ours, and this slot's; *number* of the create that made it, None: no create of ours did."""
+    """Labels of a node of ours and of *slot*. *number*: of its create; None: adopted."""
     return {
         LABEL_OWNER: ports.owner,
         LABEL_FLEET: slot.fleet,

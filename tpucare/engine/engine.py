@@ -1,10 +1,10 @@
 """
 The loop: observe, decide, apply, remember.
 
-It decides on one thread and starts none itself: listings, probes and effects run on the Executor and come back as
-finished. Everything that one step writes into memory is one transaction, on disk before any effect of that step begins.
-Every choice is the planner's, every effect is in `effects`, what is seen in `observer` and `probes`; what a person
-wants comes through `change`.
+The engine decides on one thread and starts none: listings, probes and effects run on the Executor and come back as
+`Finished`. The memories that one step changes are one transaction, on disk before any effect of that step begins. The
+planner makes the choices, `effects` the calls, `observer` and `probes` the observations; `change` writes the commands
+of people.
 """
 
 from __future__ import annotations
@@ -58,20 +58,20 @@ from tpucare.planner.run import is_foreign
 
 __all__ = ["Engine", "Settings"]
 
-# One slot cannot ask for more steps in one pass than this: a rule that never comes to rest is an error of that slot.
+# Decisions of one slot in one pass; more mean a rule that never waits, which is an error of that slot.
 STEPS_PER_SLOT = 40
-# And this much more for each create and node that it has to look after.
+# Further decisions for each of its creates and nodes.
 STEPS_PER_THING = 2
 
 
 class Engine:
     """
-    Keeps every declared slot at what is wished of it.
+    Keeps every declared slot in its desired state.
 
     Args:
         ports: the cloud, the launcher, our owner label and our public key
         listen: called with every event, after it is on disk; never with a secret
-        gate: without its leave nothing is created; None = everything may be
+        gate: the user's creation semaphore; None = every create is allowed
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Engine:
 
     @property
     def listen(self) -> Callable[[Event], None]:
-        """Who is told of events."""
+        """The receiver of events."""
         return self.state.listen
 
     @property
@@ -117,7 +117,7 @@ class Engine:
         """Nodes that bear our owner label and a fleet that this store has never known."""
         return self.state.orphans
 
-    # --- what is declared, and what is wished ------------------------------------------------------------------------
+    # --- declarations and commands -----------------------------------------------------------------------------------
 
     def declare(
         self,
@@ -127,22 +127,20 @@ class Engine:
         wish: DesiredState = DesiredState.UP,
     ) -> None:
         """
-        Slots of *fleet* as last accepted; what `surplus` and `wish` are, `SlotRegistry.declare` says.
-
-        A live node is never touched for an edit alone.
+        Set the slots of *fleet* as last accepted (`SlotRegistry.declare`). An edit alone never touches a live node.
         """
         self.registry.declare(fleet, slots, surplus, wish)
-        # Nodes that bore our label before their fleet was known are seen now.
+        # Nodes with our label whose fleet was unknown until now.
         for node in [node for node in self.orphans.values() if node.fleet == fleet]:
             del self.orphans[node.name]
             self.observer.apply_node(self.state.project(node.key.project), node)
 
     def list_project(self, project: str) -> None:
-        """List *project* though no slot of it is declared: strays and late nodes are seen there too."""
+        """List *project* even without a declared slot, for orphans and late nodes."""
         self.state.project(project)
 
     def change(self, slot: str, alter: Callable[[Memory], Memory], kind: str, text: str, **fields: str) -> None:
-        """Write a person's wish into the memory of a slot, durably, before it returns; *fields*: of its event."""
+        """Apply a command to the memory of *slot*; on disk when this returns. *fields*: of its event."""
         track = self.slots[slot]
         self.state.update_memory(track, alter(track.memory))
         self.state.add_event(track, kind, text, **fields)
@@ -151,30 +149,31 @@ class Engine:
         self.state.commit()
 
     def lift_brake(self, slot: str) -> None:
-        """Let the verdict pass that is held now. Where none is, a person has said nothing of one that comes later."""
+        """Admit the verdict held now. Without one this changes nothing for later verdicts."""
         track = self.slots[slot]
         track.brake_lifted = track.brake_lifted or track.braked
         self.state.dirty[slot] = None
 
     def delete_orphan(self, name: str) -> None:
-        """`gc --apply`: delete a stray node, which bears our owner label and an unknown fleet; the end is an event."""
+        """`gc --apply`: delete the orphan *name* (our owner label, unknown fleet); its end is an event."""
         node = self.orphans[name]
         action = Delete(node.key, node.id, node.create_time, Cause.GC_ASKED, "gc was asked for", Reason.ASKED)
-        self.state.queue_effect((Lane.CLOUD, ("collect", name), lambda: effects.delete(action, self.ports)))
-        self.state.add_engine_event("collect", f"{name}: delete asked for", node=name)
+        self.state.queue_effect(
+            (Lane.CLOUD, ("collect", name), lambda: effects.delete_ours(action, self.ports.cloud, self.ports.owner))
+        )
+        self.state.add_engine_event("collect", f"{name}: deleting the orphan", node=name)
         self.state.commit()
 
     def adopt_node(self, node: str, slot: str) -> None:
         """
-        `adopt-node`: a person says that *node*, whoever made it, is this slot's from now on; the end is an event.
+        `adopt-node`: label *node* of any owner as ours and this slot's; the end is an event.
 
-        Raises: ConfigError: no such node was listed, it is ours already, or the slot has a node, and of two nodes one
-        would have to go.
+        Raises: ConfigError: no such node of another owner is listed, or the slot has a node.
         """
         track = self.slots[slot]
         view = self.state.project(track.slot.project)
         if live := live_nodes(self._evidence(view, track), track.memory):
-            advice = "choose a slot that has none; of a fleet that is declared with `apply --paused` none has"
+            advice = "choose a slot without a node; the slots of a fleet declared with `apply --paused` have none"
             raise ConfigError(f"{slot} has a node, {live[0].node.name}: {advice}")
         known = view.foreign.values()
         found = [seen for nodes in known for seen in nodes.values() if seen.name == node]
@@ -184,20 +183,20 @@ class Engine:
         self.state.queue_effect((Lane.CLOUD, ("adopt", node, slot), lambda: self.ports.cloud.add_labels(key, labels)))
         track.ended_effects[ADOPTING] = view.mark
         self.state.dirty[slot] = None
-        self.state.add_event(track, "adopt", f"{node}: to be labelled as ours", node=node)
+        self.state.add_event(track, "adopt", f"{node}: labelling it as ours", node=node)
         self.state.commit()
 
     def relay_event(self, event: Event) -> None:
-        """Let *event* go the way of all events: on disk, then to whoever listens. From any thread."""
+        """Write *event* to disk, then hand it to `listen`. From any thread."""
         self._relayed.append(event)
         self.executor.nudge()
 
     def hold(self) -> None:
-        """Observe and decide, and begin nothing, until `release`; the store does not count as cared for meanwhile."""
+        """Observe and decide, but begin nothing and write no heartbeat, until `release`."""
         self.state.is_held = True
 
     def release(self, acts_for: Callable[[Slot], bool] | None = None) -> None:
-        """Begin what is decided for the slots that *acts_for* chooses; None = all."""
+        """Begin the decided actions of the slots that *acts_for* accepts; None = all."""
         self.state.is_held = False
         self.state.acts_for = acts_for
         self.state.decide_again(self.slots)
@@ -205,12 +204,12 @@ class Engine:
     # --- the loop ----------------------------------------------------------------------------------------------------
 
     def run(self, until: Callable[[], bool]) -> None:
-        """Step and sleep until *until* says so. Raises: StoreError: nothing may be done that cannot be written."""
+        """Step and sleep until *until* is true. Raises: StoreError: intents cannot be written any more."""
         while not until():
             self.executor.sleep(timedelta(seconds=self.step()))
 
     def step(self) -> float:
-        """One turn of the loop; returns for how many seconds there is nothing to do unless something ends."""
+        """One turn of the loop. Returns the seconds to sleep unless an effect ends."""
         for finished in self.executor.finished():
             self._apply_finished(finished)
         now = self.clock.monotonic()
@@ -235,15 +234,15 @@ class Engine:
             dues.append(due)
         if (due := self.state.next_wake()) is not None:
             dues.append(due)
-        # Shorter sleeps than a clock can tell apart would be a busy loop.
+        # Sleeps below the clock's resolution would be a busy loop.
         return max(0.001, min(dues, default=now + self.state.settings.poll) - now)
 
     def is_idle(self) -> bool:
-        """No slot has anything under way: what a door waits for before it leaves."""
+        """True when no effect is in flight; callers wait for this before they exit."""
         return not any(track.in_flight for track in self.slots.values())
 
     def is_training(self, slot: str) -> bool:
-        """Every worker of the slot's node answers and holds the run launched last; of a foreign one it is on some."""
+        """Every worker of the slot's node reports its last run as live; of a foreign run, some worker."""
         track = self.slots[slot]
         run = track.memory.run
         seen = track.nodes.get(run.node) if run is not None else None
@@ -254,7 +253,7 @@ class Engine:
         return all(w.token == run.token for w in workers) and lives(w.alive for w in workers)
 
     def is_over(self, slot: str) -> bool:
-        """Nothing more will happen to this slot by itself: done, or taken down, and nothing is left of it."""
+        """The slot is done, failed for good or down, and no node, create or effect of it is left."""
         track = self.slots[slot]
         memory = track.memory
         empty = not (memory.ours or memory.creates or track.in_flight or track.nodes)
@@ -262,12 +261,12 @@ class Engine:
         return empty and (memory.wish is DesiredState.DOWN or ended)
 
     def out_of_reach(self, slot: str) -> tuple[NodeKey, ...]:
-        """All that is left of a slot that goes down, where none of that can be looked at; it may never be again."""
+        """The remaining nodes of a slot that goes down, when none of them can be read."""
         action = self.slots[slot].action
         return action.out_of_reach if isinstance(action, Wait) else ()
 
     def zones_of(self, slot: str) -> frozenset[str]:
-        """Where something of the slot is, or may be."""
+        """Zones with a place, node or create of the slot."""
         track = self.slots[slot]
         places = {place.zone for place in track.slot.places}
         return frozenset(places | {part.zone for part in track.memory.ours} | {c.zone for c in track.memory.creates})
@@ -275,7 +274,7 @@ class Engine:
     # --- decide ------------------------------------------------------------------------------------------------------
 
     def _decide_all(self) -> None:
-        """Until every slot says Wait: judged deletions pass the brake together, creates share the budget."""
+        """Decide all dirty slots until each waits; verdicts pass the brake together, creates share the budget."""
         judged: dict[str, Delete | Stop] = {}
         creates: dict[str, Create] = {}
         while self.state.dirty:
@@ -287,7 +286,7 @@ class Engine:
             try:
                 self._decide_slot(track, judged, creates)
             except Exception as error:
-                # Raises it again where it is the store's: nothing may be done that cannot be written.
+                # Raises StoreError again: no effect may begin without its intent on disk.
                 self.state.set_aside(track, error)
             self.state.update_slot_sets(track)
         now = self.clock.monotonic()
@@ -301,7 +300,7 @@ class Engine:
             self._decide_all()
 
     def moment(self, track: SlotTrack) -> Moment:
-        """Now, for this slot; where no listing comes, by the clock of the node that is heard."""
+        """Now, for this slot; without listings by the own clock of a node that reports."""
         view, now = self.state.project(track.slot.project), self.clock.monotonic()
         mark, wall = view.mark, self.clock.now()
         if track.nodes:
@@ -334,7 +333,7 @@ class Engine:
                 judged[track.slot.name] = action
                 return
             self._begin(track, action)
-        raise TpuCareError(f"no rest after {steps} steps, the last was {track.action}")
+        raise TpuCareError(f"no wait after {steps} decisions, the last was {track.action}")
 
     def _acts_for(self, slot: Slot) -> bool:
         chosen = self.state.acts_for
@@ -347,15 +346,14 @@ class Engine:
             self.state.project_evidence(view),
             tuple(view.foreign.get(track.slot.name, {}).values()),
             elsewhere_answers=elsewhere,
-            # Asked for only where nobody answers: it is the rarer question, and the dearer one.
+            # Computed only where no worker answers, since it is expensive.
             may_be_canary=silent and not elsewhere and self.liveness.may_be_canary(track),
         )
 
     def _apply_wait(self, track: SlotTrack, action: Wait, moment: Moment, now: float) -> None:
         track.wants_create_since = None
         view = self.state.project(track.slot.project)
-        # A verdict may be away for a moment, while its node is looked at once more; and while no listing comes at all,
-        # whatever clock runs on for the workers.
+        # A verdict may pause while its node is read once more, or while listings fail.
         if view.observed - track.held_at > HOLD_LAPSES:
             track.release_verdict()
         if action.observed is not None:
@@ -366,14 +364,14 @@ class Engine:
             self.state.wake_at(track, now + max(0.0, (action.wall - moment.wall).total_seconds()))
         if action.needs_person and action.why != track.told_person:
             self.state.add_event(track, "person", action.why, level="warning", cause=action.cause.value)
-        # A listing that fails meanwhile changes nothing that a person would have to hear of once more.
+        # A failed listing must not make the same event appear once more.
         if action.needs_person or view.fresh:
             track.told_person = action.why if action.needs_person else ""
 
     # --- apply -------------------------------------------------------------------------------------------------------
 
     def _try_to_begin(self, track: SlotTrack, action: Effect) -> None:
-        """What breaks in one slot's work sets that slot aside, and is no reason for the others to end."""
+        """Begin *action*; an unexpected error sets this slot aside alone."""
         try:
             self._begin(track, action)
         except Exception as error:
@@ -383,7 +381,7 @@ class Engine:
         self.state.dirty[track.slot.name] = None
 
     def _begin(self, track: SlotTrack, action: Record | Effect) -> None:
-        """The intent into memory, the effect behind it; it starts when `commit` has written the intent."""
+        """Write the intent into memory and queue the effect, which `commit` starts once the intent is on disk."""
         self.state.update_memory(track, record_last_progress(track.memory, *track.last_progress()))
         self.state.update_memory(track, memories.intend(track.memory, action, self.clock.now(), self.rng))
         if not isinstance(action, GetNode | GetOperation | FetchHostKeys):
@@ -392,7 +390,7 @@ class Engine:
         if isinstance(action, Record):
             return
         if isinstance(action, Delete):
-            # Nobody is asked any more, and whoever still waits for a word of it waits for nothing.
+            # Its workers are not probed any more, and calls that wait for them end.
             self.ports.launcher.disconnect(action.key)
         name = action.key.name if not isinstance(action, Create | GetOperation) else action.name
         seen = track.nodes.get(name)
@@ -427,7 +425,7 @@ class Engine:
                 self._effect_ended(track, action, finished)
 
     def _effect_ended(self, track: SlotTrack, action: Effect, finished: Finished) -> None:
-        """*action*, begun for the slot of *track*, is over, one way or the other."""
+        """Apply the end of *action*, an effect of this slot, to memory and trackers."""
         view, error = self.state.project(track.slot.project), finished.error
         name = action.name if isinstance(action, Create | GetOperation) else action.key.name
         track.ended_effects[action.effect_key] = view.mark
@@ -438,18 +436,18 @@ class Engine:
             self.state.set_aside(track, error)
         if isinstance(error, ChangedMeanwhile):
             self.state.update_memory(track, memories.void_delete(track.memory, name))
-        told = record_last_progress(track.memory, *track.last_progress())
-        memory = memories.remember(told, action, finished.result, error, self.state.clock.now(), self.rng)
+        memory = record_last_progress(track.memory, *track.last_progress())
+        memory = memories.remember(memory, action, finished.result, error, self.state.clock.now(), self.rng)
         self.state.update_memory(track, memory)
         self._update_trackers(track, view, action, name, finished)
 
     def _update_trackers(
         self, track: SlotTrack, view: ProjectView, action: Effect, name: str, finished: Finished
     ) -> None:
-        """What the trackers have to know of an effect that ended."""
+        """Apply the end of an effect to the slot's trackers, and add its event."""
         seen, error = track.nodes.get(name), finished.error
         if isinstance(action, GetNode | Delete) and isinstance(error, NodeGone):
-            # GetNode and DeleteNode alone prove that a node is gone; its host keys die with it, and not before.
+            # Only GetNode and DeleteNode prove that a node is gone; then its pinned host keys are dropped.
             self.ports.launcher.forget_node(action.key)
             if seen is not None or track.memory.create(name) is None:
                 self.observer.forget_node(track, view, name)
@@ -467,9 +465,9 @@ class Engine:
             seen.discard_report()
             self.prober.schedule_probe(track, seen, self.state.clock.monotonic())
         news = not isinstance(action, GetNode) or track.record_read(name, error, view.mark)
-        told = end_of(action, finished.result, error) if news else None
-        if told is not None:
-            self.state.add_event(track, told.kind, told.text, node=name, level=told.level)
+        event = end_of(action, finished.result, error) if news else None
+        if event is not None:
+            self.state.add_event(track, event.kind, event.text, node=name, level=event.level)
 
     def _apply_found_node(self, track: SlotTrack, view: ProjectView, node: Node) -> None:
         track.ended_effects.pop(EffectKind.MISSED.of(node.name), None)
@@ -486,10 +484,10 @@ class Engine:
         if past is not None and past.id == node.id:
             self.observer.apply_relabelled_node(view, node, track)
             return
-        # Our create met a node of that name that is not ours: the name is spent, and the next one is asked for.
+        # A foreign node has the name of our create: the next create takes the next number.
         memory = track.memory.without_create(node.name)
         if past is not None:
-            # No two nodes bear one name at a time: the one that was remembered is gone.
+            # A name belongs to one node at a time: the remembered one is gone.
             self.ports.launcher.forget_node(node.key)
             memory = remember.forget_node(memory, node.name, self.state.clock.now(), self.rng)
             self.observer.forget_node(track, view, node.name)

@@ -1,7 +1,7 @@
 """
-From listings to tracks: which node belongs to which slot, what changed, what is missing, what is nobody's.
+Applies listings to slots: which node belongs to which slot, which changed, is missing, foreign or an orphan.
 
-On the deciding thread only. It chooses nothing: it writes down what is seen, and says which slots to decide again.
+On the engine's thread only. It updates tracks and memories and marks slots for a decision; choices are the planner's.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ from tpucare.model.text import counted
 from tpucare.planner import remember as memories
 from tpucare.planner.backoff import listing_pause
 
-# So many listings that failed in a row are what every slot has to tell.
+# After so many failed listings in a row every slot is decided again.
 BLIND_AFTER = 2
 
 
 class Observer:
     """
+    Lists projects and applies the listings.
+
     Args:
-        adopt: the track of a slot that is only known by a node's labels, made if its fleet is known
+        adopt: returns the track of an undeclared slot that a node's labels name; None: its fleet is unknown
     """
 
     def __init__(
@@ -51,7 +53,7 @@ class Observer:
         self.rng = rng
 
     def list_due_projects(self, now: float) -> None:
-        """One listing per project, one under way at a time."""
+        """Begin a listing of each project that is due, one at a time per project."""
         for view in self.state.projects.values():
             if view.listing or now < view.poll_due:
                 continue
@@ -67,7 +69,7 @@ class Observer:
         else:
             self._apply_nodes(view, listing, began)
         fast = not view.slots.isdisjoint(self.state.busy)
-        # A listing of ten thousand nodes is not free: looking more often must not become the load itself.
+        # Listing ten thousand nodes costs CPU: at most a fifth of the time goes into it.
         cost = self.state.clock.monotonic() - began
         pause = max(self.state.settings.fast_poll, 5 * cost) if fast else self.state.settings.poll
         if listing is None:
@@ -79,7 +81,7 @@ class Observer:
     def _apply_failed_listing(self, view: ProjectView, error: Exception | None) -> None:
         if not isinstance(error, CloudError):
             raise error or RuntimeError(f"listing {view.name} ended with neither nodes nor an error")
-        # Not the error itself: its traceback holds what the call had read.
+        # A copy without traceback, whose frames hold the response.
         blind = error.reworded(f"listing {view.name} failed: {error.message}")
         if view.fresh or str(blind) != view.blind_why:
             level = "error" if isinstance(blind, OwnCredentials | NeedsPerson) else "warning"
@@ -89,8 +91,7 @@ class Observer:
                 seen.start_own_clock()
         view.fresh, view.blind = False, blind
         view.failures += 1
-        # Blind slots do little, and by what workers tell: one listing of many that fails is not worth a
-        # decision of every slot, and another one when the next succeeds.
+        # Without listings slots act by probes alone, so one failed listing is not worth two decisions of every slot.
         if view.failures == BLIND_AFTER or view.passes == 0:
             self.state.decide_again(view.slots)
 
@@ -115,7 +116,7 @@ class Observer:
         self.state.decide_again(view.decided_blind & view.slots)
         view.decided_blind.clear()
         self.state.decide_again(view.due_slots())
-        # Silence and the brake turn on what others do, so these slots are judged anew in each pass.
+        # Verdicts on silence and the brake depend on other slots, so these are decided in each pass.
         self.state.decide_again(self.liveness.suspects())
         self.state.decide_again(self.state.braked)
 
@@ -188,14 +189,14 @@ class Observer:
                 self.state.dirty[slot] = None
 
     def apply_relabelled_node(self, view: ProjectView, node: Node, track: SlotTrack) -> None:
-        """A node that was ours bears another owner's label now: rule 2, it is not touched any more."""
+        """Let go of a node of ours that has another owner's label now (rule 2)."""
         past = track.memory.node(node.name)
         if past is not None and past.status is NodeStatus.TAKEN:
             return
         self.ports.launcher.disconnect(node.key)
         self.state.dirty[track.slot.name] = None
         self.state.update_memory(track, memories.mark_taken(track.memory, node.name))
-        self.forget_node(track, view, node.name, f"{node.name} bears another owner's label now: left alone")
+        self.forget_node(track, view, node.name, f"{node.name} has another owner's label now: left alone")
 
     def apply_own_node(self, view: ProjectView, track: SlotTrack, node: Node) -> None:
         seen = track.nodes.get(node.name)
@@ -230,7 +231,7 @@ class Observer:
         self._decide_quota_waiters(view)
 
     def forget_node(self, track: SlotTrack, view: ProjectView, name: str, why: str = "") -> None:
-        """The slot knows *name* no more: it is gone, or `why` not. Its host keys are the launcher's to forget."""
+        """Drop the node *name* of the slot's track: it is gone, or *why*. The launcher drops its host keys."""
         track.forget_node(name)
         track.ended_effects[EffectKind.GONE.of(name)] = view.mark
         view.release_quota(name)
@@ -244,7 +245,7 @@ class Observer:
             self.state.decide_again(self.state.lacks_quota & view.slots)
 
     def _update_addresses(self, track: SlotTrack, seen: NodeTrack) -> None:
-        """Addresses of the workers, once all are listed; then the launcher is told to expect them."""
+        """Set the workers' addresses once all are listed, and watch their ports."""
         past = track.memory.node(seen.node.name)
         place = next((p for p in track.slot.places if past is not None and p.key == past.place), None)
         external = reaches_externally(seen.node, place, track.slot.places)
@@ -258,7 +259,7 @@ class Observer:
 
 
 def _hosts_of(node: Node) -> int:
-    """By its type where no place tells: addresses are listed one after the other while it is CREATING."""
+    """Number of workers by the accelerator type; a CREATING node lists its endpoints one by one."""
     try:
         return derive(node.accelerator_type).hosts
     except ConfigError:

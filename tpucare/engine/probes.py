@@ -1,9 +1,9 @@
 """
 Schedules probes of workers and applies their reports; decides when silence counts as evidence against a node.
 
-On the deciding thread only; the asking itself runs on the Executor. A node is asked every second until its run makes
-progress or nothing new was heard for ten minutes, then every 15 s (more seldom where there are hundreds), and at once
-when the launcher hints that something happened.
+On the engine's thread only; the probes run on the Executor. A node is probed every second until its run makes progress
+or its reports brought nothing new for ten minutes, then every 15 s (more seldom with hundreds of workers), and at once
+after a hint of the launcher. Verdicts are left to the planner.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from tpucare.planner import remember as memories
 from tpucare.planner.backoff import refusal_pause
 from tpucare.planner.run import EXIT_IS_SEEN_REPORTS, got_further, is_row_open
 
-# What is UNKNOWN by the API may be known by its workers.
+# The workers of an UNKNOWN node may answer.
 PROBED = PENDING_STATES | USABLE_STATES | {NodeState.UNKNOWN}
-# A job that never tells of its progress, a long set-up, a worker that stays dark: asked at leisure from then on.
+# Then a job without progress reports, a long setup or a silent worker is probed at the slow pace.
 NEWS_IS_FRESH_FOR = timedelta(minutes=10)
-# Asking costs 3 to 4 ms of CPU a worker, and must not take more than a tenth of a core in all. A dropped connection
-# tells at once of most that happens, so the heartbeats of a large fleet may be slower.
+# A probe costs 3 to 4 ms of CPU per worker; all together may take a tenth of a core. Most events also drop a
+# connection, which hints at once, so the probes of a large fleet may be slower.
 WORKERS_A_SECOND = 18
 
 
 class Prober:
-    """The heartbeat of every node."""
+    """Probes every node when it is due."""
 
     def __init__(self, state: EngineState, ports: Ports, liveness: Liveness, rng: random.Random) -> None:
         self.state = state
@@ -49,11 +49,11 @@ class Prober:
         return self._probes[0][0] if self._probes else None
 
     def apply_hints(self, now: float) -> None:
-        """A dropped connection or a port that opened is a reason to look now, never a verdict."""
+        """Probe nodes with a dropped connection or a newly open port now; a hint is never a verdict."""
         for key in sorted(self.ports.launcher.hints()):
             if found := self.state.find_node(key):
                 self.schedule_probe(*found, now)
-                # What made a worker hang up may have reached the API by now.
+                # A preemption that dropped the connection may be listed by now.
                 self.state.project(key.project).list_soon(now, self.state.settings.fast_poll)
 
     def schedule_probe(self, track: SlotTrack, seen: NodeTrack, due: float) -> None:
@@ -61,12 +61,12 @@ class Prober:
         heapq.heappush(self._probes, (due, track.slot.name, seen.node.name))
 
     def resume_probes(self, track: SlotTrack, seen: NodeTrack) -> None:
-        """Ask again what was not asked while it could not answer: its zone was dark, or it was stopped."""
+        """Schedule a probe of a node whose probes had stopped, such as in an unreachable zone."""
         if seen.probe_due is None and seen.workers is not None:
             self.schedule_probe(track, seen, self.state.clock.monotonic())
 
     def probe_due_nodes(self, now: float) -> None:
-        """Ask every node that is due."""
+        """Begin a probe of every node that is due."""
         while self._probes and self._probes[0][0] <= now:
             due, slot, name = heapq.heappop(self._probes)
             track = self.state.slots.get(slot)
@@ -74,7 +74,7 @@ class Prober:
             if track is None or seen is None or seen.probe_due != due or seen.probing:
                 continue
             past = track.memory.node(name)
-            # A node that memory does not know is not asked either.
+            # Nodes that are not in memory are not probed.
             is_asked = past is not None and past.serves
             if seen.workers is None or seen.node.state not in PROBED or not is_asked:
                 seen.probe_due = None
@@ -108,7 +108,7 @@ class Prober:
             self.state.set_aside(track, finished.error)
         elif isinstance(report, NodeReport) and report.node_id == seen.node.id and str(seen.generation) == generation:
             self._apply_report(track, seen, report)
-        # Something happened while it was asked: the answer may be older than that.
+        # A hint came during the probe, whose report may be older.
         hinted = seen.probe_due is not None
         self.schedule_probe(track, seen, now if hinted else now + self._pause(track, seen))
 
@@ -136,7 +136,7 @@ class Prober:
         mark = view.mark if view.fresh else seen.advance_own_clock(self.state.clock.monotonic(), view.mark, view.cap)
         changed = seen.apply_report(report, mark) or not view.fresh
         if seen.progress.token != token:
-            # Signs of the run before this one are none of this one's.
+            # The signs counted before are those of an earlier run.
             signals = 0
         self.liveness.update_silence(track)
         if report.all_answer:
@@ -144,10 +144,9 @@ class Prober:
         if seen.refusals:
             self.state.update_memory(track, memories.mark_key_refused(track.memory, seen.node.name))
         self._add_events(track, seen, before, report, signals)
-        # Nothing turns on a second signal but the note that this job tells of its progress at all.
-        # But that it stands still is said by so many reports without one.
+        # A decision depends on: enough reports without progress,
         stood_still = SUPPORTING_OBSERVATIONS in (seen.progress.unchanged, seen.progress.still)
-        # So is that it ended for sure, and that it got further than what failed before.
+        # a confirmed end, the second sign (the job reports progress at all), a step beyond earlier failures.
         ended = seen.ended_reports == EXIT_IS_SEEN_REPORTS
         second = seen.progress.signals == 2 and signals < 2
         further = is_row_open(track.memory) and got_further(seen.freeze(), track.memory)
@@ -167,7 +166,7 @@ class Prober:
             return
         old = before.workers[0].phase if before is not None and before.workers else None
         if first.phase is not old and first.phase is not Phase.NONE:
-            # A run that start_fn began stays in its last phase: where it is found, it may have ended long ago.
+            # A run of start_fn stays in its last phase, so a found one may have ended long ago.
             over = old is None and first.foreign is not None and not any(worker.alive for worker in report.workers)
             word = "ended" if over and first.phase is Phase.RUN else first.phase.value
             self.state.add_event(track, "phase", f"{run.token}: {word}", node=name, phase=word)
@@ -177,16 +176,16 @@ class Prober:
             self.state.add_event(track, "progress", text, node=name, step=step, checkpoint=checkpoint)
 
 
-# --- liveness of workers: silence is a verdict only where our own network is known to carry ---------------------------
-# Where no worker anywhere answers, one slot at a time may be the canary, whose node is replaced to find out; the others
-# wait.
+# --- liveness of workers: silence is a verdict only while our own network is known to work ----------------------------
+# Where no worker anywhere answers, one slot at a time may be the canary: its node is replaced, and the others wait for
+# an answer of the new one.
 
 
 ANSWER_COUNTS_FOR = 60.0
 
 
 class Liveness:
-    """Answers and silences of all workers of all slots."""
+    """Recent answers and silences of the workers of all slots."""
 
     def __init__(self, state: EngineState) -> None:
         self.state = state
@@ -195,7 +194,7 @@ class Liveness:
         self._answers: deque[tuple[float, str]] = deque()
 
     def record_answers(self, node: str, report: NodeReport) -> None:
-        """A node was probed; to be called before its own track hears of it."""
+        """Record answers of *node*; called before the report is applied to its own track."""
         if not any(worker.contact is Contact.ANSWERED for worker in report.workers):
             return
         now = self.state.clock.monotonic()
@@ -205,22 +204,22 @@ class Liveness:
         self.canary = None
 
     def update_silence(self, track: SlotTrack) -> None:
-        """Whether any node of the slot is silent now."""
+        """Update whether a node of the slot is silent."""
         if any(seen.silent_since is not None for seen in track.nodes.values()):
             self.silent.add(track.slot.name)
         else:
             self.silent.discard(track.slot.name)
 
     def suspects(self) -> list[str]:
-        """Slots whose silence is judged by who else answers; workers that were never there yet are only booting."""
+        """Slots with a silent node that is not CREATING; their verdicts depend on the answers of others."""
         tracks = ((name, self.state.slots.get(name)) for name in self.silent)
         return [name for name, track in tracks if track is not None and any(map(_is_suspect, track.nodes.values()))]
 
     def _restart_silences(self) -> None:
         """
-        Somebody answers after nobody did: the silence until now was ours.
+        Begin all silences anew: a worker answers after none did, so the silence was an outage of ours.
 
-        Without this, the first worker heard after an outage of our own network would condemn all that are asked later.
+        Else the first answer after the outage would turn the silence of all workers not yet probed into verdicts.
         """
         for name in self.silent:
             track = self.state.slots.get(name)
@@ -230,26 +229,26 @@ class Liveness:
                     seen.silent_since, seen.silent_probes = mark, 0
 
     def elsewhere_answers(self, track: SlotTrack) -> bool:
-        """Some other worker answered within the last minute."""
+        """A worker that is not silent itself answered within the last minute."""
         now = self.state.clock.monotonic()
         while self._answers and now - self._answers[0][0] > ANSWER_COUNTS_FOR:
             self._answers.popleft()
         silent = {name for name, seen in track.nodes.items() if seen.silent_since is not None}
         if any(name not in silent for _, name in self._answers):
             return True
-        # A sibling on the same node that answers shows that our network carries as well as any other worker does.
+        # An answering worker of the same node shows as well that our network works.
         reports = [seen.report for name, seen in track.nodes.items() if name in silent and seen.report is not None]
         return any(worker.contact is Contact.ANSWERED for report in reports for worker in report.workers)
 
     def may_be_canary(self, track: SlotTrack) -> bool:
-        """This slot is the one to go first: the canary already, or the longest silent of those that can go."""
+        """This slot is the canary, or there is none and it is the longest silent of those that can act."""
         canary = self.state.slots.get(self.canary) if self.canary is not None else None
         if canary is not None and canary.memory.wish is DesiredState.UP and canary.memory.end is End.NONE:
             return canary is track
         return track.slot.name == min(filter(None, map(self._canary_claim, self.silent)), default=(None, ""))[1]
 
     def _canary_claim(self, slot: str) -> tuple[timedelta, str] | None:
-        """Since when a node of *slot* is silent that `decide` may replace now; all others would wait for any other."""
+        """Since when a node of *slot* is silent that `decide` may replace now; None: no such node."""
         track = self.state.slots.get(slot)
         if track is None or track.memory.wish is not DesiredState.UP or track.memory.end is not End.NONE:
             return None

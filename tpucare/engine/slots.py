@@ -1,8 +1,8 @@
 """
-Which slots there are: declared now, or remembered and not declared any more. On the deciding thread only.
+The registry of slots: declared, or remembered and no longer declared. On the engine's thread only.
 
-A slot is never forgotten: what is left of one that was let go are its numbers, so that no name comes twice, and nodes
-that somebody took, on which its run may live.
+No slot is ever forgotten: a removed one keeps its numbers, so that no node name is used twice, and its TAKEN nodes, on
+which its run may live.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tpucare.planner import remember as memories
 
 
 class SlotRegistry:
-    """The slots of the engine, made from what is declared and from what the store remembers."""
+    """Adds and removes the engine's slots, by declarations and the memories in the store."""
 
     def __init__(self, state: EngineState, create_admission: CreateAdmission) -> None:
         self._state = state
@@ -32,11 +32,12 @@ class SlotRegistry:
         self, fleet: str, slots: Iterable[Slot], surplus: Callable[[str], Slot | None], wish: DesiredState
     ) -> None:
         """
-        Slots of *fleet* as last accepted.
+        Add the slots of *fleet* as last accepted.
 
-        `surplus` makes the Slot of a name that is no longer declared and still remembered or listed (rule 3: a lowered
-        count lets surplus slots run on). `wish` is what a slot begins with that nothing is remembered of: a node of a
-        fleet that was taken down must not bring its slot back.
+        surplus: makes the Slot of a name that is remembered or listed but not declared (rule 3: after a lowered count
+                 surplus slots run on); None: not a name of this fleet
+        wish:    initial desired state of a slot without memory; DOWN keeps a late node of a fleet that was taken down
+                 from bringing its slot back
         """
         declared = {slot.name: slot for slot in slots}
         self._surplus[fleet] = surplus
@@ -49,25 +50,25 @@ class SlotRegistry:
             self._add(slot)
 
     def slot_names(self, fleet: str) -> list[str]:
-        """Slots of *fleet* that are declared, or remembered, whatever its count is by now."""
+        """Names of the declared and the remembered slots of *fleet*."""
         known = [name for name, memory in self._remembered.items() if memory.fleet == fleet]
         return known + [name for name, track in self._state.slots.items() if track.slot.fleet == fleet]
 
     def restore_slot(self, node: Node) -> SlotTrack | None:
-        """The slot that *node* is of, though it is not declared any more. None: its fleet does not know that name."""
+        """Add the undeclared slot that the labels of *node* name. None: its fleet has no such slot."""
         surplus = self._surplus.get(node.fleet)
         slot = surplus(node.slot) if surplus is not None and node.slot else None
         return self._add(slot) if slot is not None else None
 
     def has_leftovers(self, fleet: str) -> bool:
-        """Whether something of *fleet* is there, or may be: a node, or a create that was asked for."""
+        """Whether a node or an open create of *fleet* is left."""
         tracks = [track for track in self._state.slots.values() if track.slot.fleet == fleet]
         memories = [track.memory for track in tracks]
         memories += [memory for memory in self._remembered.values() if memory.fleet == fleet]
         return any(track.nodes for track in tracks) or any(memory.nodes or memory.creates for memory in memories)
 
     def remove_slot(self, slot: str) -> None:
-        """Let go of a slot that was taken down and of which nothing is left. Its numbers stay: no name comes twice."""
+        """Remove a slot that was taken down, and keep its numbers."""
         track = self._state.slots[slot]
         self._remove(track)
         past = track.memory
@@ -87,8 +88,8 @@ class SlotRegistry:
         state = self._state
         track = state.slots.get(slot.name)
         if track is not None and track.slot.project != slot.project:
-            # The doors see to it that nothing of the slot is left there. Marks of one project's observed clock say
-            # nothing on that of another.
+            # Callers ensure that nothing of the slot is left there. Marks of one project's observed clock mean nothing
+            # on another's.
             self._remove(track)
             self._remembered[slot.name] = track.memory
             track = None

@@ -1,8 +1,8 @@
 """
-What the parts of the engine share on the deciding thread: slots, projects, what to decide again, what is pending.
+The state that the parts of the engine share, on the engine's thread: slots, projects, dirty slots, pending writes.
 
-Everything that a step wants written is gathered here and goes to disk in one transaction, before any effect of that
-step begins and before anybody is told of it.
+Memories, events and effects of one step are collected here. `commit` writes them in one transaction, then starts the
+effects, then hands out the events.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from tpucare.planner.backoff import poll_pause
 from tpucare.planner.placement import Budget
 
 ASIDE_FIRST, ASIDE_CAP = 10.0, 600.0
-# After so long without one, an error is the first of a row again.
+# After so many seconds without an error the next one is the first of a row.
 ERRORS_LAPSE = 3600.0
-# Ten of them are missed before a store counts as old; each is a synced commit.
+# Seconds between heartbeats, each a synced commit; a store is old after ten missed ones (`memory.OLD_AFTER`).
 MARK_EVERY = 60.0
 
 Begun = tuple[Lane, tuple[Hashable, ...], Callable[[], object]]
@@ -39,10 +39,10 @@ Begun = tuple[Lane, tuple[Hashable, ...], Callable[[], object]]
 @dataclass(frozen=True, slots=True)
 class Settings:
     """
-    How the loop beats. Seconds, but for the budget. Fixed for the life of an engine.
+    Pace and limits of the loop, in seconds unless named otherwise. Fixed for the life of an engine.
 
-    budget: the create budget of a project; None = one of this engine's own, of `creates_per_minute`
-    elsewhere: whether a node that bears our owner label is cared for by another store of our state folder
+    budget:    makes the create budget of a project; None = one of this process, of `creates_per_minute`
+    elsewhere: whether another store of our state folder cares for a node with our owner label
     """
 
     poll: float = 5.0
@@ -64,7 +64,7 @@ class _Pending:
 
 
 class EngineState:
-    """The shared state of one engine; its methods only keep it consistent, and choose nothing."""
+    """The shared state of one engine; its methods keep it consistent and choose nothing."""
 
     def __init__(
         self, store: Store, clock: Clock, executor: Executor, settings: Settings, listen: Callable[[Event], None]
@@ -99,7 +99,7 @@ class EngineState:
         return view
 
     def find_node(self, key: NodeKey) -> tuple[SlotTrack, NodeTrack] | None:
-        """The tracks of a node. One that was adopted may bear any name."""
+        """The tracks of a node, by its name, else among all slots: an adopted node has any name."""
         named = [self.slots[slot] for slot in slots_of(key.name) if slot in self.slots]
         for track in itertools.chain(named, self.slots.values()):
             seen = track.nodes.get(key.name)
@@ -108,22 +108,22 @@ class EngineState:
         return None
 
     def slot_of(self, node: Node) -> SlotTrack | None:
-        """The slot that remembers *node*, whatever its labels say by now, for anybody may edit them."""
+        """The slot that remembers *node*, whatever its labels say, since people may edit those."""
         track = self.slots.get(self._homes.get(node.key, ""))
         past = track.memory.node(node.name) if track is not None else None
         return track if past is not None and (past.id, past.zone) == (node.id, node.key.zone) else None
 
     def add_slot(self, track: SlotTrack) -> None:
-        """A slot has come, with what is remembered of its nodes."""
+        """Add a slot, and index the nodes in its memory."""
         self.slots[track.slot.name] = track
         self._homes.update(dict.fromkeys(_keys_of(track, track.memory), track.slot.name))
 
     def decide_again(self, names: Iterable[str]) -> None:
-        """In the order of names: that of a set differs from process to process, and a seed has to give one run."""
+        """Mark slots dirty, sorted by name: sets differ in order between processes, and a seed must give one run."""
         self.dirty.update(dict.fromkeys(sorted(names)))
 
     def update_slot_sets(self, track: SlotTrack) -> None:
-        """A slot has been decided: is something under way, or held by the brake?"""
+        """Update the sets of busy, braked, quota-waiting and polling slots after a decision."""
         name, view = track.slot.name, self.project(track.slot.project)
         if not track.is_busy(view.mark):
             self.busy.discard(name)
@@ -145,7 +145,7 @@ class EngineState:
             names.discard(slot)
         self.dirty.pop(slot, None)
 
-    # --- what is pending
+    # --- pending writes, events and effects
 
     def update_memory(self, track: SlotTrack, memory: Memory) -> None:
         if memory is not track.memory and memory != track.memory:
@@ -158,17 +158,17 @@ class EngineState:
             self._pending.memories[track.slot.name] = memory
 
     def merge_publishing(self, memory: Memory) -> None:
-        """What one slot learns of the host keys of a project and runtime holds for all; the newest word counts."""
-        for publisher, told in memory.publishing.items():
+        """Share what one slot learned about published host keys with all; the newest observation counts."""
+        for publisher, newest in memory.publishing.items():
             known = self.publishing.get(publisher)
-            if known is None or known.at < told.at:
-                self.publishing[publisher] = told
-                if known is None or known.published is not told.published:
-                    # How long a slot waits for host keys there turns on that word.
+            if known is None or known.at < newest.at:
+                self.publishing[publisher] = newest
+                if known is None or known.published is not newest.published:
+                    # The time that slots wait for host keys there depends on it.
                     self.decide_again(self.slots)
 
     def project_evidence(self, view: ProjectView) -> ProjectEvidence:
-        """What every slot of that project is decided on now."""
+        """The evidence that all slots of the project share now."""
         return ProjectEvidence(
             view.fresh,
             view.blind_why,
@@ -199,7 +199,7 @@ class EngineState:
         self._pending.events.append(Event(self.clock.now(), kind, text, "", node, level))
 
     def relay_event(self, event: Event) -> None:
-        """What somebody else saw, to be written and told like any event."""
+        """Add an event of another part of the process."""
         self._pending.events.append(event)
 
     def queue_effect(self, effect: Begun) -> None:
@@ -207,7 +207,7 @@ class EngineState:
         self._pending.effects.append(effect)
 
     def commit(self) -> None:
-        """Everything pending on disk in one transaction, then the effects begin, then the events are told."""
+        """Write everything pending in one transaction, then start the effects, then hand out the events."""
         pending = self._pending
         if not (pending.memories or pending.events or pending.effects):
             return
@@ -221,14 +221,16 @@ class EngineState:
 
     def mark_store(self, now: float) -> None:
         """
-        Note in the store that it is cared for, unless the engine is held. One that may be a backup is left as old as it
-        is until every zone in which a slot may have a node has answered, so that the next process doubts it, too.
+        Write the store's heartbeat each MARK_EVERY, unless the engine is held.
+
+        An old store gets none before every zone of its slots' places has answered, so that the next process doubts it,
+        too.
         """
         if self.is_held or now - self._marked < MARK_EVERY:
             return
         if self.store.old and not self._all_zones_answered():
             return
-        # Without room it only looks older than it is.
+        # On a full disk the store only looks older than it is.
         with contextlib.suppress(StoreFull):
             self.store.mark_current(self.clock.now())
         self._marked = now
@@ -237,8 +239,8 @@ class EngineState:
         if any(view.unanswered is None for view in self.projects.values()):
             return False
         slots = [track.slot for track in self.slots.values()]
-        dark = {slot.project: self.project(slot.project).unanswered or () for slot in slots}
-        return not any(place.zone in dark[slot.project] for slot in slots for place in slot.places)
+        silent = {slot.project: self.project(slot.project).unanswered or () for slot in slots}
+        return not any(place.zone in silent[slot.project] for slot in slots for place in slot.places)
 
     # --- when to decide again
 
@@ -258,7 +260,7 @@ class EngineState:
         return self._wakes[0][0] if self._wakes else None
 
     def set_aside(self, track: SlotTrack, error: Exception) -> None:
-        """An error nobody named, in one slot's work: that slot waits, loudly; the others go on."""
+        """Suspend one slot after an unexpected error, with an event; other slots go on. Raises: StoreError again."""
         if isinstance(error, StoreError):
             raise error
         now = self.clock.monotonic()
@@ -281,9 +283,9 @@ def slots_of(node: str) -> tuple[str, ...]:
     return (node.rpartition("-a")[0], node)
 
 
-# --- one project between listings: its observed clock, its unreachable zones, its quota, who sleeps until when --------
-# The observed clock is the heart of rule 11: it moves only when a listing succeeded, and by at most `cap` each time, so
-# that neither an outage nor a suspended machine makes a timeout fire.
+# --- one project between listings: observed clock, unreachable zones, quota, wake-ups ---------------------------------
+# The observed clock (rule 11) moves only with a successful listing, and by at most `cap`, so that neither an outage nor
+# a suspended machine makes a timeout fire.
 
 
 HOLDS_QUOTA_DEAD = frozenset({NodeState.PREEMPTED, NodeState.TERMINATED, NodeState.DELETING})
@@ -292,13 +294,14 @@ HOLDS_QUOTA_DEAD = frozenset({NodeState.PREEMPTED, NodeState.TERMINATED, NodeSta
 @dataclass(slots=True)
 class ProjectView:
     """
-    One project, as the last listings showed it.
+    One project, as of its last listings.
 
-    blind: why the last listing failed, in words that name the project; None when it did not
-    failures: listings that failed in a row    decided_blind: slots that were decided since the last one that succeeded
-    unanswered: zones that never answered since this process runs; None = nothing was listed yet
-    listing_pause: seconds that the last listing was put off since those before it were refused for their rate; 0 = none
-    foreign: nodes of other owners, by each slot whose name they bear    lost: whose they were until somebody took them
+    cap:           longest step of the observed clock per listing
+    blind:         error of the last listing, naming the project; None: it succeeded    failures: failed ones in a row
+    decided_blind: slots decided since the last successful listing
+    unanswered:    zones that have not answered since this process started; None = no listing yet
+    listing_pause: seconds of the pause after RateLimited listings; 0 = none
+    foreign:       nodes of other owners, by the slot names they use    lost: slots of nodes relabelled by others
     """
 
     name: str
@@ -345,7 +348,7 @@ class ProjectView:
         self.slots.add(slot)
 
     def apply_listing(self, listing: Listing, now: float) -> None:
-        """A listing succeeded at *now* (monotonic seconds)."""
+        """Advance the observed clock; apply zones, clock and node count of a listing at *now* (monotonic seconds)."""
         if self._last_pass is not None:
             self.observed += min(timedelta(seconds=max(0.0, now - self._last_pass)), self.cap)
         self._last_pass = now
@@ -362,30 +365,30 @@ class ProjectView:
             self._cloud = (listing.cloud_time, now)
 
     def schedule_next(self, began: float, pause: float, *, limited: bool) -> None:
-        """A listing that *began* then has ended; the next is *pause* seconds later. *limited*: its rate was refused."""
+        """Schedule the listing after one that *began* then, *pause* seconds later. *limited*: RateLimited."""
         if limited:
             self.listing_pause = pause
         else:
-            # The limit that was met is still near: back to the usual pace by halves.
+            # The rate limit is still near: halve the pause with each success.
             self.listing_pause = self.listing_pause / 2 if self.listing_pause > 2 * pause else 0.0
         self.poll_due = began + max(pause, self.listing_pause)
 
     def list_soon(self, now: float, pause: float) -> None:
-        """List as soon as *pause* seconds have passed since the last listing, unless its rate was refused just now."""
+        """List *pause* seconds after the last listing, unless that was RateLimited."""
         if self.listing_pause:
             return
         since = self._last_pass if self._last_pass is not None else now - pause
         self.poll_due = min(self.poll_due, max(now, since + pause))
 
     def cloud_now(self, now: float, wall: datetime) -> datetime:
-        """The service's clock, carried on by ours since it last told; our wall time where it never did."""
+        """The service's clock, advanced by ours since its last answer; our wall time before the first."""
         if self._cloud is None:
             return wall
-        told, at = self._cloud
-        return told + timedelta(seconds=now - at)
+        answered, at = self._cloud
+        return answered + timedelta(seconds=now - at)
 
     def hold_quota(self, node: Node) -> None:
-        """Whether *node*, which is ours, is dead and still counts against a quota."""
+        """Record whether *node*, of ours, is dead and still holds quota."""
         if node.state not in HOLDS_QUOTA_DEAD:
             self.release_quota(node.name)
             return
@@ -403,17 +406,17 @@ class ProjectView:
 
     def wake_at(self, observed: timedelta, slot: str) -> None:
         """
-        Ask about *slot* again once that much has been observed; what was wanted before for it is void.
+        Decide *slot* again at that observed time, in place of an earlier request.
 
-        Each decision says anew when the next one is due. Were the older instants kept, every one of them would bring a
-        decision that sets another: a slot would be decided more often the longer it lives.
+        Each decision sets the next one. If earlier requests stayed, each would cause a decision that sets another, and
+        decisions of a slot would grow with its age.
         """
         if self._wanted.get(slot) != observed:
             self._wanted[slot] = observed
             heapq.heappush(self._wakes, (observed, slot))
 
     def due_slots(self) -> Iterator[str]:
-        """Slots whose observed wake-up has come."""
+        """Slots whose wake-up in observed time is due."""
         while self._wakes and self._wakes[0][0] <= self.observed:
             due, slot = heapq.heappop(self._wakes)
             if self._wanted.get(slot) == due:

@@ -1,8 +1,8 @@
 """
-What the engine keeps of each slot and node between passes, and turns into evidence when `decide` asks for it.
+The engine's mutable record of each slot and node between passes, frozen into evidence for each decision.
 
-Mutable, and used on the deciding thread only. Nothing here chooses anything; a report or a listing goes in, and whether
-a decision could turn on it comes out.
+On the engine's thread only. Listings and reports go in; whether a decision may depend on the change comes out. Choices
+are the planner's.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class ProgressTrack:
     """
     Signs of progress of one run; see `evidence.Progress`.
 
-    A sign is a step or checkpoint that differs from one known before. The first of each is only where the run begins:
-    "restored at step 100" is no step made, and the checkpoint of an older run may be read late.
+    The first step and checkpoint are only where the run begins: "restored at step 100" is no step made, and the
+    checkpoint of an older run may be read late.
     """
 
     token: str = ""
@@ -76,9 +76,9 @@ class ProgressTrack:
 
     def apply_other_steps(self, steps: Mapping[int, int], mark: Mark) -> None:
         """
-        Steps of the other workers, by number, while the first one is silent: it may be too busy to answer.
+        Steps of the other workers, by worker number, while worker 0 is silent, perhaps too busy to answer.
 
-        Each is held against its own alone, for workers need not count alike.
+        Each is compared with the same worker's last step, since workers may count differently.
         """
         moved = any(_differs(step, self.steps.get(number)) for number, step in steps.items())
         self.steps.update(steps)
@@ -93,7 +93,7 @@ class ProgressTrack:
         self.signals, self.unchanged = self.signals + 1, 0
 
     def shift_marks(self, now: Mark, length: timedelta, passes: int) -> None:
-        """That much time went by unseen: it is no standstill."""
+        """Move all marks by an unobserved span, which is no standstill."""
         self.begun = _later(self.begun, now, length, passes)
         self.first_step = _later(self.first_step, now, length, passes)
         self.last = _later(self.last, now, length, passes)
@@ -149,7 +149,7 @@ class NodeTrack:
     _reported_at: float | None = None
 
     def apply_node(self, node: Node, mark: Mark) -> None:
-        """The listing, or GetNode, shows *node*."""
+        """Apply *node* as listed or read by GetNode."""
         if node.state is not self.node.state:
             self.state_since = mark
         if self.workers is not None and len(node.endpoints) < len(self.workers):
@@ -165,18 +165,19 @@ class NodeTrack:
         return self.zone_unreachable_since is not None
 
     def mark_zone_unreachable(self, mark: Mark) -> None:
-        """Its zone does not answer: from here on nothing of the node is seen but what its workers say."""
+        """The node's zone does not answer: from now on only probes show the node."""
         if self.zone_unreachable_since is None:
             self.zone_unreachable_since, self.reported_while_blind = mark, False
 
     def start_own_clock(self) -> None:
-        """No listing comes any more: from here on nothing of the node is seen but what its workers say."""
+        """Listings fail: from now on only probes show the node, and its own clock begins."""
         self.reported_while_blind, self.own_observed, self._reported_at = False, timedelta(), None
 
     def advance_own_clock(self, now: float, mark: Mark, cap: timedelta) -> Mark:
         """
-        Its workers are heard while no listing comes; the instant at which they were, by a clock of this node alone,
-        which begins where the observed clock stands and moves by gaps between reports, each capped.
+        The mark of a report while listings fail, by the node's own clock.
+
+        It begins where the observed clock stands, and moves by the gaps between reports, each at most *cap*.
         """
         if self._reported_at is not None:
             self.own_observed += min(timedelta(seconds=max(0.0, now - self._reported_at)), cap)
@@ -184,13 +185,13 @@ class NodeTrack:
         return self.own_mark(mark, cap)
 
     def own_mark(self, mark: Mark, cap: timedelta) -> Mark:
-        """Now, by the node's own clock; a poll, a third of *cap*, counts as an observation."""
+        """Now, by the node's own clock; each poll interval, a third of *cap*, counts as one observation."""
         if not self.own_observed:
             return mark
         return Mark(mark.observed + self.own_observed, mark.passes + round(self.own_observed / (cap / 3)))
 
     def stop_own_clock(self, mark: Mark) -> None:
-        """Listings come again: what was noted by the node's own clock was noted just now, by the observed one."""
+        """Listings succeed again: marks of the node's own clock move back to the observed clock's present."""
         if self.own_observed:
             self._shift(mark, timedelta(), 0)
         self.start_own_clock()
@@ -203,8 +204,9 @@ class NodeTrack:
 
     def mark_zone_reachable(self, mark: Mark) -> None:
         """
-        Its zone answers again. Observed time went on, for other zones did answer, but not for this node (rule 11): no
-        condition has lasted through the darkness, and what is to support a verdict has to be seen anew.
+        The node's zone answers again: shift its marks by the time unseen, and count supporting observations anew.
+
+        Observed time went on with the other zones, but not for this node (rule 11).
         """
         if self.zone_unreachable_since is None:
             return
@@ -218,7 +220,7 @@ class NodeTrack:
         self.zone_unreachable_since = None
 
     def discard_report(self) -> None:
-        """What runs on the workers was just changed by us: earlier answers are void, those on their way too."""
+        """Drop the report after our launch or stop; probes begun before it are void, too (`generation`)."""
         self.report = None
         self.generation += 1
         self.ended_since = None
@@ -226,17 +228,17 @@ class NodeTrack:
         self.phase_since = None
 
     def apply_voucher(self, vouched: bool, error: Exception | None, mark: Mark) -> None:
-        """Guest attributes were asked for host keys. *vouched*: they had some of every worker."""
+        """Apply an answer of guest attributes. *vouched*: they had host keys of every worker."""
         before, self.voucher = self.voucher, _voucher_of(vouched, error)
         if self.voucher is not before:
-            # Texts of the API bear an id of each answer: a person is told the first, and not every one as news.
+            # Error texts of the API have an id per answer: keep the first, so that no repetition counts as news.
             self.voucher_why = str(error) if error is not None else ""
         unanswered = self.voucher is Voucher.UNANSWERED
         self.unanswered_since = (self.unanswered_since or mark) if unanswered else None
 
     def apply_report(self, report: NodeReport, mark: Mark) -> bool:
-        """Workers answered, or did not; true when a decision could turn on it."""
-        # Of a node in a dark zone this alone lets something be decided, whatever the workers say.
+        """Apply a report; True when a decision may depend on the change."""
+        # The first report in an unreachable zone allows a decision, whatever its content.
         heard_again = self.zone_unreachable and not self.reported_while_blind
         before, self.report, self.reported_while_blind = self.report, report, True
         contacts = [worker.contact for worker in report.workers]
@@ -312,7 +314,7 @@ def _voucher_of(vouched: bool, error: Exception | None) -> Voucher:
         case NeedsPerson(code=errors.PERMISSION_DENIED):
             return Voucher.FORBIDDEN
         case NeedsPerson():
-            # A precondition that fails may be that the node still boots, or the feature that is off.
+            # FAILED_PRECONDITION: the node still boots, or the feature is off.
             return Voucher.UNPUBLISHED
     return Voucher.UNANSWERED
 
@@ -326,7 +328,7 @@ def _later(mark: Mark | None, now: Mark, length: timedelta, passes: int) -> Mark
 
 
 def _has_ended(report: NodeReport) -> bool:
-    """On some worker at least; a foreign run may never have been on some, so it ended when nothing of it lives."""
+    """The run ended on a worker; a foreign run, which may never have been on some, on all."""
     over = [_is_over(worker) for worker in report.workers]
     foreign = [worker for worker in report.workers if worker.foreign is not None]
     if not foreign or any(worker.exit_status is not None for worker in foreign):
@@ -339,7 +341,7 @@ def _is_over(worker: WorkerReport) -> bool:
 
 
 def newest_checkpoint(report: NodeReport) -> int | None:
-    """The newest complete checkpoint that any worker can see."""
+    """The newest complete checkpoint that any worker reports."""
     return max((w.checkpoint for w in report.workers if w.checkpoint is not None), default=None)
 
 
@@ -348,9 +350,9 @@ def newest_step(report: NodeReport) -> int | None:
 
 
 def _steps_of_others(report: NodeReport, token: str) -> dict[int, int]:
-    """Of the same run, by the worker's number; the first worker's is left out."""
-    told = enumerate(report.workers)
-    return {number: w.step for number, w in told if number and w.token == token and w.step is not None}
+    """Steps of the run *token* on workers other than 0, by worker number."""
+    workers = enumerate(report.workers)
+    return {number: w.step for number, w in workers if number and w.token == token and w.step is not None}
 
 
 def is_running(report: NodeReport) -> bool:
@@ -359,7 +361,7 @@ def is_running(report: NodeReport) -> bool:
 
 @dataclass(slots=True)
 class SlotTrack:
-    """One slot: what is declared, what is remembered, what is seen, and what is under way."""
+    """One slot: its declaration, memory, nodes, effects in flight and last action."""
 
     slot: Slot
     memory: Memory
@@ -382,7 +384,7 @@ class SlotTrack:
     told_person: str = ""
 
     def set_action(self, action: Action) -> None:
-        """*action* is the slot's until the next decision."""
+        """Keep *action* as the slot's current one."""
         self.action = action
 
     def evidence(
@@ -404,7 +406,7 @@ class SlotTrack:
         )
 
     def last_progress(self) -> tuple[int | None, int | None]:
-        """Step and checkpoint that the run launched last was seen at, by this process."""
+        """Step and checkpoint of the last launched run, as seen by this process."""
         run = self.memory.run
         seen = self.nodes.get(run.node) if run is not None else None
         if run is None or seen is None or seen.progress.token != run.token:
@@ -412,7 +414,7 @@ class SlotTrack:
         return seen.progress.step, seen.progress.checkpoint
 
     def mark_creates(self, mark: Mark) -> None:
-        """Since when this process knows each open create; and no mark outlives what it was about."""
+        """Mark new open creates, and drop marks of creates and nodes that are gone."""
         names = {intent.name for intent in self.memory.creates}
         for name in names:
             self.creates_since.setdefault(name, mark)
@@ -426,7 +428,7 @@ class SlotTrack:
             del self.failed_reads[name]
 
     def record_read(self, name: str, error: Exception | None, mark: Mark) -> bool:
-        """GetNode was asked for *name*, and says nothing where *error* is not None; true when that is news."""
+        """Record the end of a GetNode of *name*; True when the outcome is another than the last time."""
         before = self.failed_reads.pop(name, None)
         if error is None or isinstance(error, NodeGone):
             return True
@@ -435,18 +437,18 @@ class SlotTrack:
         return before is None or before.error is not type(error)
 
     def hold_verdict(self, node: str, observed: timedelta) -> bool:
-        """The brake holds the verdict on *node*; true when that is news."""
+        """Hold the verdict on *node*; True when it was not held before."""
         news = not self.braked or self.held_node != node
         self.braked, self.brake_lifted = True, False
         self.held_node, self.held_at = node, observed
         return news
 
     def is_brake_lifted_for(self, node: str) -> bool:
-        """A person let the verdict on *node* pass that is, or was a moment ago, held."""
+        """A person confirmed the held verdict on *node*."""
         return self.brake_lifted and self.held_node == node
 
     def release_verdict(self) -> None:
-        """Nothing is held any more: the next verdict is counted like any, and told when it is held."""
+        """Forget the held verdict and its confirmation."""
         self.braked = self.brake_lifted = False
 
     def forget_node(self, name: str) -> None:
@@ -456,7 +458,7 @@ class SlotTrack:
             del self.ended_effects[key]
 
     def is_busy(self, now: Mark) -> bool:
-        """Something is under way, or fell silent just now, that the next listing may explain: worth a closer look."""
+        """An open effect, create or delete, a booting node or fresh silence: list at the fast pace."""
         memory = self.memory
         deleting = any(past.is_leaving for past in memory.nodes)
         booting = any(track.node.state is NodeState.CREATING for track in self.nodes.values())

@@ -190,8 +190,8 @@ def has_advanced(seen: NodeEvidence, memory: Memory) -> bool:
 
 
 def furthest_of(seen: NodeEvidence, what: str, known: int | None) -> int | None:
-    told = [getattr(worker, what) for worker in (seen.report.workers if seen.report else ())]
-    return max((value for value in [*told, known] if value is not None), default=None)
+    reported = [getattr(worker, what) for worker in (seen.report.workers if seen.report else ())]
+    return max((value for value in [*reported, known] if value is not None), default=None)
 
 
 def token_of(seen: NodeEvidence) -> str:
@@ -209,14 +209,14 @@ def _belongs(token: str, node: str) -> bool:
 def next_number(seen: NodeEvidence, memory: Memory) -> int:
     """Number of the next run; continues from the workers' where the store does not know them (rule 4)."""
     known = memory.run.number if memory.run is not None and memory.run.node == seen.node.name else 0
-    told = max((worker.last_number for worker in (seen.report.workers if seen.report else ())), default=0)
-    return max(known, told) + 1
+    reported = max((worker.last_number for worker in (seen.report.workers if seen.report else ())), default=0)
+    return max(known, reported) + 1
 
 
 def job_mark(job: Job) -> str:
     """Digest of the parts of a job that its steps depend on: equal for runs whose progress can be compared."""
-    told = (job.run, job.setup, job.repository, job.branch, job.workdir, sorted(job.env.items()), job.checkpoint)
-    return hashlib.sha256(json.dumps((*told, job.progress, job.foreign)).encode()).hexdigest()[:16]
+    parts = (job.run, job.setup, job.repository, job.branch, job.workdir, sorted(job.env.items()), job.checkpoint)
+    return hashlib.sha256(json.dumps((*parts, job.progress, job.foreign)).encode()).hexdigest()[:16]
 
 
 def keeps_node(seen: NodeEvidence) -> bool:

@@ -750,8 +750,8 @@ def record_trust(memory: Memory, name: str, trust: Trust, publisher: str, now: d
         memory = memory.with_node(replace(past, trust=trust))
     if not publisher:
         return memory
-    told = Publishing(now, published=trust is Trust.VOUCHED)
-    return replace(memory, publishing={**memory.publishing, publisher: told})
+    newest = Publishing(now, published=trust is Trust.VOUCHED)
+    return replace(memory, publishing={**memory.publishing, publisher: newest})
 
 
 def forget_node(memory: Memory, name: str, now: datetime, rng: random.Random) -> Memory:
