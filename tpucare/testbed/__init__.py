@@ -1,1 +1,1 @@
-"""What stands in for the outer world: the emulated cloud, the W&B stand-in, simulations, the demo and the audit."""
+"""Stand-ins for the outer world: the emulated cloud, the W&B server, simulations, the demo and the audit."""

@@ -85,7 +85,7 @@ def uid_by_table(peer: Address, served: Address) -> int | None:
 
 
 def _in_hexadecimal(host: str) -> str:
-    """As the kernel prints an address: the word of the machine's own byte order."""
+    """An address as the kernel prints it: a word in the machine's own byte order."""
     return f"{struct.unpack('=I', socket.inet_aton(host))[0]:08X}"
 
 

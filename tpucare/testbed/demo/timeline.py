@@ -37,7 +37,7 @@ class Life:
 
 
 def read_life(token: str, log: str, save_every: int) -> Life:
-    """From the log of worker 0."""
+    """The run in the log of its worker 0."""
     resumed = last = saved = in_flight = 0
     loss: float | None = None
     for line in log.splitlines():

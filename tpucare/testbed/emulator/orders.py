@@ -260,7 +260,7 @@ class BeginOutage(BaseOrder):
 
 
 class EndOutages(BaseOrder):
-    """Everything answers again."""
+    """End all outages."""
 
     do: Literal["end-outages"]
 
@@ -309,7 +309,7 @@ class FailNext(BaseOrder):
         return {}
 
 
-# --- all orders, told apart by `do` -----------------------------------------------------------------------------------
+# --- all orders, distinguished by `do` --------------------------------------------------------------------------------
 
 
 class Status(BaseOrder):

@@ -1,8 +1,8 @@
 """
-The scripted person: what somebody who looks at `status` does about what it says, in the weather and in the calm.
+The scripted person: reads the state of slots as in `status`, and gives the commands that it calls for.
 
-Only what a person can do is done here, through the doors that a person has. What is true of the machines a person can
-find out (who looks at the old node sees whether anything runs there), and the engine is not told of it.
+The person uses only the commands of people. A person can also inspect machines (log in to an old node and see whether a
+run lives there), of which the engine learns nothing.
 """
 
 from __future__ import annotations
@@ -24,30 +24,32 @@ if TYPE_CHECKING:
 
 class Person:
     """
-    Who comes now and then.
-
-    gentle: what has ended is left as it is, so that it can be judged
+    Visits the fleets now and then.
     """
 
     def __init__(self, history: History) -> None:
         self.history = history
         self.daemon = history.daemon
-        # What a slot waited for when it was last confirmed.
+        # The reason for which each slot waited at its last confirmation.
         self._confirmed: dict[str, str] = {}
 
     def visit(self, *, gentle: bool) -> None:
-        """Lifts the brake, asks again where only a person can, and gives up a node that nobody vouches for."""
+        """
+        Lift the brake, retry where only a person can, and replace a node whose host key is not confirmed.
+
+        gentle: leave ended slots as they are, so that the calm can check them
+        """
         if self.daemon.store is None:
             return
-        self._start_what_was_stopped()
+        self._start_stopped_nodes()
         if self.daemon.store.old and any(_needs_person(track) for track in self.daemon.engine.slots.values()):
-            # It is no backup, and the person who never put one back knows it.
+            # The store is no backup that was put back, which the person knows.
             self.daemon.store.confirm()
             self.daemon.engine.state.decide_again(self.daemon.engine.slots)
         for name, track in self.daemon.engine.slots.items():
-            self._look_after(name, track, gentle=gentle)
+            self._visit_slot(name, track, gentle=gentle)
 
-    def _look_after(self, name: str, track: SlotTrack, *, gentle: bool) -> None:
+    def _visit_slot(self, name: str, track: SlotTrack, *, gentle: bool) -> None:
         daemon, memory = self.daemon, track.memory
         if track.braked:
             self.history.properties.lifted.add(name)
@@ -78,8 +80,8 @@ class Person:
 
     def _confirm(self, name: str, track: SlotTrack) -> None:
         """
-        Only of what was looked at. A run on an older node is ended first, by hand; one that nobody can look at through
-        the API is left alone while it trains, and ended where it stands still.
+        Confirm only inspected nodes. A run on an older node is ended first, by hand; a run on a node that the API does
+        not show is left alone while it trains, and ended if it hangs.
         """
         launcher = self.daemon.launcher
         newest = max((past.create_time for past in track.memory.nodes), default=None)
@@ -96,7 +98,7 @@ class Person:
         self.history.properties.confirmed(name, [past.id for past in track.memory.nodes])
         self.daemon.engine.change(name, desired_state.confirm, "confirm", f"{name}: confirm")
 
-    def _start_what_was_stopped(self) -> None:
+    def _start_stopped_nodes(self) -> None:
         world = self.daemon.zone.world
         for life in list(world.state.nodes.values()):
             if life.record.state == NodeState.STOPPED:
@@ -111,5 +113,5 @@ def _needs_person(track: SlotTrack) -> bool:
 
 
 def _unblocked(memory: Memory) -> Memory:
-    """As `tpucare retry` leaves it."""
+    """The memory after `tpucare retry`."""
     return replace(memory, places={key: PlaceMemory() if p.blocked else p for key, p in memory.places.items()})

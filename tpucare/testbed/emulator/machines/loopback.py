@@ -17,7 +17,7 @@ from tpucare.model.errors import ConfigError
 
 WHOLE = ipaddress.IPv4Network("127.64.0.0/10")
 PART_LENGTH = 16
-"""Of each emulator: 64 parts of 65,000 addresses."""
+"""Prefix length of each part: 64 parts of 65,000 addresses."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,7 +96,7 @@ class Cage:
 
     @property
     def pid(self) -> int:
-        """Of the wrapper."""
+        """The wrapper's pid."""
         return self._wrapper.pid
 
     def has_ended(self) -> bool:

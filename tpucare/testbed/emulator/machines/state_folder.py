@@ -158,7 +158,7 @@ def _login_user() -> str:
         account = pwd.getpwuid(os.geteuid())
     except KeyError as error:
         raise MachineError(
-            f"user id {os.geteuid()} has no name, so sshd lets nobody in; run as a named user"
+            f"user id {os.geteuid()} has no name, so sshd refuses every login; run as a named user"
         ) from error
     if Path(account.pw_shell).name in ("nologin", "false"):
         raise MachineError(f"user {account.pw_name} has no login shell ({account.pw_shell}); run as another user")

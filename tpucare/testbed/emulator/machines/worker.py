@@ -188,7 +188,7 @@ class WorkerMachine:
         self._site.metadata.update(self.address, values)
 
     def authorize(self, ssh_keys: str) -> None:
-        """From now on these keys (`ssh-keys` metadata) log in, and no others; sessions that are open stay open."""
+        """Accept only these keys (`ssh-keys` metadata) from now on; open sessions stay open."""
         self.set_attributes({SSH_KEYS_ATTRIBUTE: ssh_keys})
         worker_files.authorize(self.folders, ssh_keys)
 

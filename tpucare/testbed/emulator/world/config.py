@@ -150,7 +150,7 @@ class Faults(Strict):
 
 
 class Preemption(Strict):
-    """How a node ends that lost its capacity, reached its lifetime, or that an operator preempts without details."""
+    """The end of nodes that lose their capacity, reach their lifetime, or are preempted by an operator."""
 
     lifetime: Latency | None = Field(default=None, description="of each spot node after READY; none: capacity decides")
     preemptible_limit: Seconds = Field(default=24 * 3600.0, description="preemptible nodes end this long after READY")
@@ -291,7 +291,7 @@ class Addresses(Strict):
 
 
 class WorldConfig(Strict):
-    """Everything about a world but its seed and its start."""
+    """All settings of a world except its seed and its start."""
 
     zones: dict[str, ZoneConfig] = Field(min_length=1)
     latencies: Latencies = Latencies()

@@ -71,7 +71,7 @@ def around(median: float, p95: float = 0.0) -> Latency:
 
 
 class Latencies(Strict):
-    """How long each step takes; log-normal, each can be set on its own."""
+    """The length of each step; log-normal, each can be set on its own."""
 
     read: Latency = Field(default=around(0.15, 1), description="GetNode, ListNodes, GetOperation and other reads")
     write: Latency = Field(default=around(0.4, 2), description="CreateNode, DeleteNode, UpdateNode: the call itself")

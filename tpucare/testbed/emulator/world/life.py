@@ -72,7 +72,7 @@ class NodeLifecycle:
     """
     Moves every node of a world from its create to 404, and draws how long each step takes.
 
-    owner:              is told of every node that changed; None = no queued resources
+    owner:              called with every node that changed; None = no queued resources
     next_create_errors: (zone or "", status): the next create there fails so in its operation
     next_missing:       (zone or "", worker): the next node made there lacks that worker
     """
@@ -252,7 +252,7 @@ class NodeLifecycle:
         """
         Take a node away, at some instant *within* seconds from now; *departure* None is drawn.
 
-        Its capacity is free at once: it was promised to somebody else.
+        Its capacity is free at once, because the service has promised it to another customer.
         """
         if life.doomed or life.deleting or life.gone:
             return

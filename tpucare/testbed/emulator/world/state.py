@@ -1,5 +1,5 @@
 """
-The state of a world: its instant, what is scheduled, nodes, listings, operations, addresses, and the audit log.
+The state of a world: its instant, scheduled events, nodes, listings, operations, addresses, and the audit log.
 
 Mechanics only; `life`, `queued_life`, `calls` and `operator` decide when and why something happens.
 """
@@ -292,7 +292,7 @@ class State:
         return self.listings.setdefault(project, Listings())
 
     def change(self, life: NodeLife, **changes: Any) -> None:
-        """Replace what the API shows of a node; *changes* are fields of NodeRecord."""
+        """Change the record of a node, which the API shows; *changes* are fields of NodeRecord."""
         life.record = replace(life.record, **changes)
         self.listing(life.path.project).update(life.record)
 

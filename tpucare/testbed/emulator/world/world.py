@@ -33,14 +33,13 @@ class World:
     """
     The parts of one emulated cloud, which share one `state`.
 
-    lifecycle:  what happens to nodes, and the capacity they live on     queue: the same for queued resources
+    lifecycle:  moves nodes, and knows their capacity     queue: the same for queued resources
     calls:      the way of every call of the API: faults, permissions, rate limits, the audit log
     api:        the methods for nodes and operations     queued_api: those for queued resources
-    operator:   what a test, a demo or `tpucare emulator ACTION` may do to the cloud
+    operator:   the actions of tests, demos and `tpucare emulator ACTION` on the cloud
 
-    Every method that takes `now` first plays what was due until then. API methods raise ApiError. `fate` is what
-    `calls.fate` gave for this call (peer, latency, lost answer: for the audit log); leave it out in tests that want
-    no faults.
+    Every method that takes `now` first runs the events until then. API methods raise ApiError. `fate` is the result of
+    `calls.fate` for this call (peer, latency, lost answer: for the audit log); leave it out in tests without faults.
     """
 
     def __init__(self, config: WorldConfig, *, seed: int, start: datetime) -> None:
@@ -55,7 +54,7 @@ class World:
         self.operator = Operator(self.state, fates, self.lifecycle, self.queue)
 
     def advance(self, now: datetime) -> None:
-        """Play everything scheduled up to *now*, in order. An instant before the last one counts as the last one."""
+        """Run all events up to *now*, in order. An instant before the last one counts as the last one."""
         self.state.advance(now)
 
     def next_event_at(self) -> datetime | None:
