@@ -12,6 +12,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -767,6 +768,12 @@ class TestReaderAndWriterStandStill:
                     read_steps(folder)
             finally:
                 writer.kill()
+
+    def test_a_reader_needs_no_room_on_a_disk(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        opened(folder).close()
+        monkeypatch.setattr(tempfile, "tempdir", "/proc/none")
+        with open_reader(folder) as reader:
+            assert reader.memories() == {}
 
     def test_to_read_in_the_process_that_writes_keeps_its_locks(self, folder: Path, store: SqliteStore) -> None:
         """

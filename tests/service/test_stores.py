@@ -192,8 +192,10 @@ def test_suspended_processes_hold_up_nobody_but_what_is_meant_for_them(folder: P
         for process in (one, other):
             process.send_signal(signal.SIGSTOP)
         began = time.monotonic()
-        rows = status(Options(folder))["slots"]
+        answer = status(Options(folder))
+        rows = answer["slots"]
         assert time.monotonic() - began < 2.0
+        assert all(f"process {process.pid} is suspended" in answer["suspended"] for process in (one, other))
         assert [(row["slot"], row["phase"]) for row in rows] == [
             ("big-0", "unknown"),
             ("pod", "waiting"),

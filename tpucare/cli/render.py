@@ -141,7 +141,7 @@ def _summary(rows: Sequence[Answer]) -> str:
 
 
 def _notices(answer: Answer) -> list[str]:
-    lines = [] if answer["daemon"] else [_absence(answer)]
+    lines = [_absence(answer)] if answer.get("suspended") or not answer["daemon"] else []
     if answer["store_lost"]:
         lines.append("the store was lost: nodes are adopted, orphans are kept until `tpucare confirm --store`")
     lines += [f"{row['project']}: {row['why']}" for row in answer["projects"] if not row["seen"]]
@@ -164,7 +164,7 @@ def _notices(answer: Answer) -> list[str]:
 
 def _absence(answer: Answer) -> str:
     if suspended := answer.get("suspended"):
-        return f"{suspended}; the last known state is below"
+        return f"{suspended}; the last known state of its slots is below"
     since = ""
     if answer.get("last_event"):
         last = datetime.fromisoformat(answer["last_event"]).astimezone()

@@ -1,8 +1,8 @@
 """
-Picks the leaves and builds an Engine over them: what the daemon and every command that acts by itself have in common.
+Builds an Engine with its adapters, for the daemon, the Python API, and commands that act without a daemon.
 
-Reads the environment once, makes what is missing in the state folder (store, key), and closes everything in the order
-in which nothing is lost: effects first, then what they use, the store and its lock last.
+Reads the environment once, makes the store and the key where the state folder has none, and closes everything in the
+order in which nothing is lost: effects first, then the adapters that they use, the store and its lock last.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from tpucare.service.stores import Neighbours
 if TYPE_CHECKING:
     from tpucare.adapters.google.client import GoogleCloud
 
-# One listing per project at a time; creates and deletes of a burst must not wait for threads; a launch of a large
-# slice takes a minute at worst, so many of them run beside each other. A stop takes as long as its `grace`, which may
-# be half an hour, and no launch must wait for that.
+# One listing per project runs at a time. Creates and deletes of a burst must not wait for threads. A launch of a large
+# slice takes up to a minute, so many launches run at once. A stop takes as long as its `grace`, up to half an hour, and
+# no launch must wait for it.
 LANES: Mapping[Lane, int] = {Lane.LIST: 4, Lane.CLOUD: 64, Lane.PROBE: 64, Lane.LAUNCH: 48, Lane.STOP: 48}
 CLOSE_SECONDS = 4.0
 CREDENTIAL_LIMIT = 1 << 20
@@ -49,7 +49,7 @@ CREDENTIAL_LIMIT = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Leaves:
-    """What a launcher may stand on. `scripts` is the launcher of fleets; `nudge` lets the loop look at once."""
+    """Parts that a launcher may use. `scripts` is the launcher of fleets; `nudge` ends the pause of the loop."""
 
     options: Options
     store: SqliteStore
@@ -64,7 +64,7 @@ MakeLauncher = Callable[[Leaves], Launcher]
 
 @dataclass(slots=True)
 class Runtime:
-    """Everything that care needs, put together. `close` it, or use it as a context manager."""
+    """The engine and its adapters. `close` it, or use it as a context manager."""
 
     options: Options
     store: SqliteStore
@@ -89,7 +89,7 @@ class Runtime:
         self.close()
 
     def settle(self, seconds: float) -> bool:
-        """Begin nothing more, and give what is under way up to *seconds* to end and be remembered."""
+        """Begin no more effects, and let those in flight end and be remembered, for *seconds* at most."""
         self.engine.hold()
         until = time.monotonic() + seconds
         while not self.engine.is_idle() and (left := until - time.monotonic()) > 0:
@@ -97,12 +97,12 @@ class Runtime:
         return self.engine.is_idle()
 
     def close(self) -> bool:
-        """Within about CLOSE_SECONDS: whether every thread ended; those that did not end with the process."""
+        """Return within about CLOSE_SECONDS; False: some threads still run, and end with the process."""
         try:
             if self.gate is not None:
                 self.gate.close(CLOSE_SECONDS / 4)
             ended = self.executor.close(timedelta(seconds=CLOSE_SECONDS / 2))
-            # Its threads end when their sockets do; one that hangs must keep neither the lock nor the process.
+            # Threads of SSH end when their sockets close; one that hangs must keep neither the lock nor the process.
             closing = threading.Thread(target=self._close_leaves, name="tpucare-close", daemon=True)
             closing.start()
             closing.join(CLOSE_SECONDS / 2)
@@ -125,13 +125,13 @@ def assemble(
     creation: AbstractContextManager[Any] | None = None,
 ) -> Runtime:
     """
-    Take the lock of the store `options.store` in `options.state` and build everything over it.
+    Take the lock of the store `options.store` in `options.state` and build the engine on it.
 
     listen: called with every event, after it is on disk
-    alone:  for a command without a daemon: begin nothing, and connect to the cloud only when it is asked something
-    launcher: makes what starts runs; default: that of fleets
-    creation: held while a node is being created, and may block
-    Raises: StoreLocked, StoreError: the store cannot be had; ConfigError: credentials, endpoint or key.
+    alone: for a command without a daemon: begin no effects, and connect to the cloud at the first call only
+    launcher: makes the Launcher; default: the launcher of fleets
+    creation: held while a node is being created; entering it may block
+    Raises: StoreLocked, StoreError: the store cannot be opened; ConfigError: credentials, endpoint or key.
     """
     clock = SystemClock()
     store = open_store(
@@ -181,14 +181,14 @@ def assemble(
 
 
 def _connect(options: Options, clock: SystemClock) -> GoogleCloud:
-    # 200 ms and 50 MB that a command which only writes down a wish does without.
+    # Costs 200 ms and 50 MB, which a command that only records a desired state is spared.
     from tpucare.adapters.google.client import connect
 
     return connect(options.endpoint or None, monotonic=clock.monotonic)
 
 
 class _LaterCloud:
-    """Connects at the first call: a wish can be written down without credentials or network."""
+    """Connects at the first call: a desired state can be recorded without credentials or network."""
 
     def __init__(self, options: Options, clock: SystemClock) -> None:
         self._options, self._clock = options, clock
@@ -206,7 +206,7 @@ class _LaterCloud:
 
 
 def remote_of(options: Options, key: LoginKey, *, nudge: Callable[[], None] = lambda: None) -> ParamikoRemote:
-    """Workers as *options* say they are reached; also for commands that use no engine."""
+    """Reaches workers as *options* say; also for commands that use no engine."""
     return ParamikoRemote(key, user=options.ssh_user, pins=options.host_keys, nudge=nudge, port=options.ssh_port)
 
 
@@ -243,7 +243,7 @@ def secrets_of(env: Mapping[str, str]) -> Callable[[str], str | None]:
 
 
 def project_finder(options: Options, env: Mapping[str, str]) -> Callable[[], str]:
-    """Asked at most once, and only when a fleet names no project: without a network, credentials take seconds."""
+    """A function that finds the default project, once: without a network, credentials take seconds to fail."""
     found: list[str] = []
 
     def find() -> str:

@@ -1,5 +1,5 @@
 """
-Where a running emulator is found: a small file in its state folder, written when it serves and removed when it ends.
+The address of a running emulator: a small file in its state folder, written when it serves and removed when it ends.
 
 Nothing heavy is imported, so that a command can look for an emulator without loading one.
 """
@@ -19,7 +19,7 @@ FILE_NAME = "emulator.json"
 @dataclass(frozen=True, slots=True)
 class Running:
     """
-    What a client needs to know of an emulator.
+    The addresses of a running emulator.
 
     endpoint: `127.0.0.1:PORT` of the API     control: path of the unix socket that operator actions go to
     ssh_port: of every worker, 0 = no machines ssh_user: who logs in there

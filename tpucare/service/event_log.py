@@ -1,7 +1,7 @@
 """
-Every event as one line on stderr, for people or as JSON for machines; what is told, and when, is the engine's.
+Writes every event as one line on stderr, for people or as JSON for machines; the engine decides which events there are.
 
-A text may come from a worker, a label or the API, so nothing of it may drive a terminal.
+A text may come from a worker, a label or the API, so control characters are taken out.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class LogForm(StrEnum):
 
 
 def configure(form: LogForm, level: str = "info", stream: TextIO | None = None) -> None:
-    """Once per process, before the first line."""
+    """Set the form and the lowest level. Once per process, before the first line."""
     out = stream or sys.stderr
     logging.getLogger().setLevel(logging.WARNING)
     last: Any = structlog.processors.JSONRenderer(default=str) if form is LogForm.JSON else _line_for_people
@@ -48,7 +48,7 @@ def configure(form: LogForm, level: str = "info", stream: TextIO | None = None) 
 
 
 def _line_for_people(_: object, __: str, said: MutableMapping[str, Any]) -> str:
-    """Local time, slot and text; of the fields only what the text does not say already."""
+    """Local time, slot and text, and those fields whose values the text does not contain."""
     text, trace = str(said.pop("event", "")), said.pop("exception", "")
     at, level = datetime.fromisoformat(said.pop("at")).astimezone(), said.pop("level", "info")
     slot = said.pop("slot", "")
@@ -62,7 +62,7 @@ def _is_news(value: object, text: str) -> bool:
 
 
 def teller() -> Callable[[Event], None]:
-    """What the engine calls with every event: one line each. A log that cannot be written stops nobody's care."""
+    """The listener of the engine that writes a line per event; a log that cannot be written stops no slot's care."""
     log = structlog.get_logger("tpucare")
 
     def tell(event: Event) -> None:

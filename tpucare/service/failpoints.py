@@ -1,9 +1,9 @@
 """
-Where a test may have the process killed: the boundaries between writing an intent, its effect, and writing its outcome.
+Failpoints: a test kills the process at a boundary between writing an intent, its effect, and writing its outcome.
 
-`TPUCARE_FAILPOINT=create.after-intent` ends the process with SIGKILL the first time that it gets there, and
-`launch.pushed:3` the third time. It is read once, when the leaves are put together: a process without it runs on the
-bare leaves, and nothing is asked at any call. For tests of crashes only; a unit that restarts would be killed again.
+`TPUCARE_FAILPOINT=create.after-intent` ends the process with SIGKILL when it first reaches that boundary, and
+`launch.pushed:3` when it reaches it for the third time. The variable is read once, in `assemble`: without it the
+adapters are used as they are, at no cost. For tests of crashes only; a unit that restarts would be killed again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ VERBS: Mapping[str, str] = {
     "launch": "launch",
     "stop": "stop",
 }
-"""Kinds of events that tell of an intent, and the methods of the ports that carry it out."""
+"""Kinds of events that announce an intent, and the methods of the ports that execute it."""
 OUTCOMES: Mapping[str, str] = {
     "create-accepted": "create",
     "delete-accepted": "delete",
@@ -44,18 +44,18 @@ P = TypeVar("P")
 
 
 def kill_this_process() -> NoReturn:
-    """SIGKILL: nothing is put in order, as when the machine loses its power."""
+    """SIGKILL: no handler and no `finally` runs, as when the machine loses power."""
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError("a process outlived its SIGKILL")
 
 
 class Failpoint:
     """
-    One boundary, to be met `count` times. Thread-safe: effects end on many threads.
+    One boundary; its `count`-th passing ends the process. Thread-safe: effects end on many threads.
 
-    before-intent: the intent is decided, nothing is written    after-intent: it is on disk, no effect has begun
-    after-effect: the world has done it, the loop does not know  after-outcome: that, too, is on disk
-    launch.pushed: what a launch sends to a worker has arrived there, and has begun where nothing else is waited for
+    before-intent: the intent is decided and not written    after-intent: it is on disk, no effect has begun
+    after-effect: the effect has happened, and the loop has not heard of it    after-outcome: the outcome is on disk
+    launch.pushed: a worker has received the files of a launch, and begun where it waits for no other worker
     """
 
     def __init__(self, name: str, count: int = 1, end: Callable[[], object] = kill_this_process) -> None:
@@ -65,7 +65,7 @@ class Failpoint:
         self._guard = threading.Lock()
 
     def reach(self, name: str) -> None:
-        """The process is at boundary *name*."""
+        """Count a passing of boundary *name*, and end the process at the last one."""
         if name != self.name:
             return
         with self._guard:
@@ -79,7 +79,7 @@ class Failpoint:
         return cast(Store, _Store(store, self))
 
     def port(self, port: P) -> P:
-        """*port* (a Cloud or a Launcher) with the boundaries behind its effects."""
+        """*port* (a Cloud or a Launcher), with a boundary after each effect."""
         return cast(P, _Port(port, self))
 
     def remote(self, remote: Remote) -> Remote:
@@ -87,7 +87,7 @@ class Failpoint:
 
 
 def failpoint_of(env: Mapping[str, str]) -> Failpoint | None:
-    """The one that *env* asks for. Raises: ConfigError: there is none of that name."""
+    """The failpoint that *env* names; None: it names none. Raises: ConfigError: no failpoint has that name."""
     asked = env.get(VARIABLE, "")
     if not asked:
         return None
@@ -106,7 +106,7 @@ class _Proxy:
 
 
 class _Store(_Proxy):
-    """Around the transaction: which effects it is about is told by its events."""
+    """Boundaries around each transaction; the kinds of its events say which intents and outcomes it holds."""
 
     def save(self, changes: Mapping[str, Memory], events: Sequence[Event] = ()) -> None:
         kinds = [event.kind for event in events]
@@ -122,7 +122,7 @@ class _Store(_Proxy):
 
 
 class _Port(_Proxy):
-    """Behind each effect, on the thread that carried it out."""
+    """A boundary after each effect, on the thread that executed it."""
 
     def __getattr__(self, name: str) -> Any:
         real = getattr(self._real, name)
@@ -130,16 +130,16 @@ class _Port(_Proxy):
         if verb is None:
             return real
 
-        def carry(order: object) -> object:
+        def execute(order: object) -> object:
             done = real(order)
             self._point.reach(f"{verb}.after-effect")
             return done
 
-        return carry
+        return execute
 
 
 class _Remote(_Proxy):
-    """Behind what a launch sends; a probe that finds a worker without its tools sends those."""
+    """A boundary after the files of a launch; probes send files, too, to a worker that lacks its tools."""
 
     def run(
         self,

@@ -1,10 +1,10 @@
 """
-Where everything is: what flags and the environment say, resolved once and explicit from then on.
+Options: folders, addresses and intervals from flags and the environment, resolved once and passed on explicitly.
 
-Standard library only, since every command begins here. Nothing is opened, and no cloud is asked.
+Standard library only, since every command begins here. Nothing is opened, and no cloud is called.
 
-State of an emulated cloud is kept apart by default: fleets that are cared for in the real cloud would otherwise be
-looked for in a cloud that knows none of their nodes.
+An emulated cloud has a state folder of its own by default: otherwise the fleets of the real cloud would be looked for
+in a cloud that has none of their nodes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DEFAULT_USER = "ubuntu"
 DAEMON_STORE = "tpucare"
 SSH_PORT = 22
 FLEETS_NOTE = "fleets.path"
-# No blank, and nothing that a store or the API would stumble at. The rest of the rule is said by the API.
+# Printable, without blanks, so that stores and the API can take it. The API checks the rest of its own rule.
 _PROJECT = re.compile(r"[!-~]*")
 
 
@@ -38,7 +38,7 @@ class Options:
     emulator:  state folder of the emulator that is meant, if one is
     poll, fast_poll, probe, fast_probe: seconds; see `engine.Settings`
     sweep_poll: seconds between two looks at a W&B sweep
-    fleets_in: where fleet files lie, whatever the environment and the state folder say
+    fleets_in: the folder of fleet files; goes before the environment and the state folder
     """
 
     state: Path
@@ -58,12 +58,12 @@ class Options:
 
     @property
     def socket(self) -> Path:
-        """Where whoever cares for the store now listens for commands."""
+        """The control socket of the process that holds the store."""
         return self.state / ("control.sock" if self.store == DAEMON_STORE else f"{self.store}.sock")
 
     @property
     def key(self) -> Path:
-        """The private key that tpucare logs in with."""
+        """The private key for logins on workers."""
         return self.state / "ssh" / "id_ed25519"
 
     @property
@@ -75,7 +75,7 @@ class Options:
         return self.state / "logs"
 
     def fleets(self, env: Mapping[str, str]) -> Path:
-        """Where fleet files lie: TPUCARE_FLEETS, else where the last daemon of this state folder looked for them."""
+        """The folder of fleet files: TPUCARE_FLEETS, else the one that the last daemon of this state folder used."""
         if self.fleets_in is not None:
             return self.fleets_in
         if given := env.get("TPUCARE_FLEETS"):

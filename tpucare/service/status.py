@@ -1,8 +1,8 @@
 """
-What a person sees of every slot, as plain data for tables and JSON.
+Status rows: every slot, fleet and project as plain data for tables and JSON.
 
-From the running engine, from a store alone, or from all stores of one state folder. Keys are promises to scripts: they
-are added to, not renamed. Ages are seconds. Nothing here decides anything.
+From the running engine, from one store alone, or from all stores of a state folder. Scripts rely on the keys: new ones
+may come, none is renamed. Ages are in seconds. Nothing is decided here.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tpucare.service.stores import Stores
 
 Row = dict[str, Any]
 
-# The least that any worker got to, in the order in which a run goes on.
+# Phases of a run in their order; a slot shows the phase of its slowest worker.
 _COURSE = (Phase.NONE, Phase.FETCH, Phase.SETUP, Phase.RUN, Phase.EXITED)
 
 
@@ -44,7 +44,7 @@ def slot_row(engine: Engine, track: SlotTrack, now: datetime) -> Row:
 
     phase: down | paused | done | failed | waiting | creating | booting | connecting | ready | fetch | setup | run |
     exited | ended | deleting, or the node's state in lower case; `ended`: what start_fn started
-    is over, nobody knows how. `training`: every worker holds the run launched last.
+    is over, success unknown. `training`: every worker holds the run launched last.
     """
     memory, seen = track.memory, newest(track)
     view = engine.projects[track.slot.project]
@@ -71,7 +71,7 @@ def slot_row(engine: Engine, track: SlotTrack, now: datetime) -> Row:
 
 
 def _why(track: SlotTrack, run_age: float | None) -> str:
-    """What a decision cannot say, for it is not made again while nothing changes: how long a setup goes on."""
+    """The reason of the last decision, with how long a setup takes: nothing is decided while nothing changes."""
     why = plain(track.action.why)
     if run_age is not None and track.action.cause is Cause.SETTING_UP:
         return f"{why}; launched {length(run_age)} ago"
@@ -79,14 +79,14 @@ def _why(track: SlotTrack, run_age: float | None) -> str:
 
 
 def _all_blocked(track: SlotTrack) -> bool:
-    """No node is asked for anywhere before a person changed something, though each place is tried now and then."""
+    """Whether every place waits for a person; each is still tried from time to time."""
     action, places = track.action, track.slot.places
     waits = action.cause is Cause.NO_PLACE_OPEN
     return waits and bool(places) and all(track.memory.place(place.key).blocked for place in places)
 
 
 def _behind(track: SlotTrack, seen: NodeTrack | None) -> list[str]:
-    """What of the slot is not yet as declared: `job`, `tpu`."""
+    """The parts of the slot that are not yet as declared: `job`, `tpu`."""
     run, job = track.memory.run, track.slot.job
     if seen is None:
         return []
@@ -100,7 +100,7 @@ def _behind(track: SlotTrack, seen: NodeTrack | None) -> list[str]:
 
 
 def _kept_until(track: SlotTrack, seen: NodeTrack | None) -> str | None:
-    """Until when the node of a failed slot is kept; None where it has none, or where it stays."""
+    """The instant until which the node of a failed slot is kept; None: it has none, or keeps it for good."""
     ended = track.memory.ended_at
     if seen is None or ended is None or track.memory.end is not End.FAILED:
         return None
@@ -109,7 +109,7 @@ def _kept_until(track: SlotTrack, seen: NodeTrack | None) -> str | None:
 
 
 def remembered_row(slot: str, memory: Memory, now: datetime) -> Row:
-    """One slot as the store knows it, when no daemon runs: what was true when the last one stopped."""
+    """One slot as the store knows it, when no daemon runs: the state in which the last one left it."""
     row = _remembered(slot, memory, now)
     live = [node for node in memory.nodes if node.serves]
     node = live[-1] if live else None
@@ -181,7 +181,7 @@ def _books(memory: Memory, now: datetime) -> Row:
 
 
 def _places(memory: Memory, now: datetime) -> Row:
-    """Only places that failed: where and why the next create is not asked for now."""
+    """Places that refused: why each is not asked for the next create, and until when."""
     return {
         key: {
             "kind": place.kind.value,
@@ -196,7 +196,7 @@ def _places(memory: Memory, now: datetime) -> Row:
 
 
 def newest(track: SlotTrack) -> NodeTrack | None:
-    """The node that stands for the slot: the one that runs, else the youngest that is not on its way out."""
+    """The node that stands for the slot: the one with the run, else the newest that is not being deleted."""
     run = track.memory.run
     if run is not None and run.node in track.nodes and track.memory.serves(run.node):
         return track.nodes[run.node]
@@ -208,7 +208,7 @@ def _rank(seen: NodeTrack, memory: Memory) -> tuple[bool, datetime]:
 
 
 def is_given_up(seen: NodeTrack, memory: Memory) -> bool:
-    """By us, or by whoever deletes it."""
+    """Whether its deletion was asked for, by us or by another person."""
     return seen.node.state is NodeState.DELETING or memory.has_given_up(seen.node.name)
 
 
@@ -217,7 +217,7 @@ def phase_of(track: SlotTrack, seen: NodeTrack | None, past: NodeMemory | None) 
         return ended
     if seen is None:
         return "creating" if track.memory.creates else "waiting"
-    # What is dead, and not deleted by us yet, is shown as the state that the cloud reports.
+    # A dead node that we have not deleted yet is shown with the state that the cloud reports.
     if past is not None and past.delete is not None:
         return "deleting"
     state = seen.node.state
@@ -265,7 +265,7 @@ def _workers_row(seen: NodeTrack, track: SlotTrack) -> Row:
 
 
 def _progress_row(seen: NodeTrack, memory: Memory, view: ProjectView) -> Row:
-    """Of the run of now; until it tells of any, what the run before it was seen at stands."""
+    """Progress of the current run; until it reports any, the row keeps that of the run before."""
     progress, last = seen.progress, seen.progress.last or seen.progress.first_step
     if memory.run is None or memory.run.token != progress.token:
         return {}
@@ -324,7 +324,7 @@ def fleet_rows(records: Mapping[str, FleetRecord], unread: Mapping[str, str], co
 
 
 def stray_rows(engine: Engine) -> list[Row]:
-    """Nodes with our owner label that belong to no slot we care for."""
+    """Orphans: nodes with our owner label that belong to no slot of ours."""
     return [
         {
             "node": plain(node.name),
@@ -341,7 +341,7 @@ def stray_rows(engine: Engine) -> list[Row]:
 
 
 def worker_rows(node: Node, workers: Iterable[Worker]) -> list[Row]:
-    """What a person's ssh has to know."""
+    """Addresses of workers, as ssh needs them."""
     return [
         {
             "node": node.name,
@@ -369,7 +369,7 @@ def _part(place: str, index: int) -> str:
 
 
 # --- all stores of one state folder: the daemon, and every script beside it -------------------------------------------
-# The process that cares for a store is asked; of the others the store tells what was true when it was last cared for.
+# The process that holds a store answers for it; without one the store says what was true when a process last held it.
 
 
 Answer = dict[str, Any]
@@ -392,7 +392,7 @@ def status(options: Options, target: str = "") -> Answer:
 
 
 def _only(answer: Answer, target: str) -> Answer:
-    """What is said of fleets is said of those that *target* means."""
+    """*answer* with only the fleets that *target* means."""
     if not target:
         return answer
     meant = {target} | {row["fleet"] for row in answer["slots"]}
@@ -400,7 +400,7 @@ def _only(answer: Answer, target: str) -> Answer:
 
 
 def of_store(options: Options, target: str) -> Answer:
-    """What one store has to say, by whoever cares for it now, else from itself alone. Raises: as `status`."""
+    """The status of one store, by the process that holds it, else from the store alone. Raises: as `status`."""
     try:
         command = {"do": "status", "target": target}
         answer = {"daemon": True, **request(options.socket, command, suspended_seconds=0.0)}
@@ -417,7 +417,7 @@ def of_store(options: Options, target: str) -> Answer:
 
 
 def _last_line(options: Options, slot: str) -> str:
-    """What the failed run of a slot said last, of the first worker of which anything is kept."""
+    """The last line of the output of a slot's failed run, of the first worker whose log is kept."""
     from tpucare.adapters.runner.logs import LogKeeper
 
     keeper = LogKeeper(options.logs)
@@ -465,24 +465,26 @@ def _of_store_at_rest(options: Options, target: str) -> Answer:
 
 
 def _fleet_meant(word: str, fleets: Container[str]) -> str:
-    """The fleet that is called so, or of which *word* may be a slot that has no memory yet."""
+    """The fleet *word*, or the fleet that *word* may be a slot of, if it has no memory yet."""
     fleet, _, index = word.rpartition("-")
     return fleet if word not in fleets and index.isdecimal() else word
 
 
 def _is_past(answer: Answer) -> bool:
-    """Of a script that was ended for good, and of which nothing is left."""
+    """Whether it is of a script that has ended for good, with no node left."""
     is_left = any(row["node"] or row["wish"] != DesiredState.DOWN.value for row in answer["slots"])
     is_wanted = any(row["wish"] != DesiredState.DOWN.value for row in answer["fleets"])
     return not (answer["daemon"] or is_left or is_wanted)
 
 
 def _merged(answers: list[Answer]) -> Answer:
-    """One answer of all. A project that one of them cannot see is shown as such; nodes that one knows are no strays."""
+    """All answers as one. A project counts as unseen if one process cannot see it; each orphan stands once."""
     projects = {row["project"]: row for answer in answers for row in answer["projects"] if row["seen"]}
     projects |= {row["project"]: row for answer in answers for row in answer["projects"] if not row["seen"]}
+    suspended = "; ".join(answer["suspended"] for answer in answers if "suspended" in answer)
     return {
         **answers[0],
+        **({"suspended": suspended} if suspended else {}),
         "daemon": any(answer["daemon"] for answer in answers),
         "store_lost": any(answer["store_lost"] for answer in answers),
         "projects": list(projects.values()),

@@ -97,7 +97,7 @@ class Stores:
         return replace(self._options, store=name)
 
     def holder(self, name: str) -> int | None:
-        """Id of the process that holds store *name* now; None: no process does, or it cannot be told."""
+        """Id of the process that holds store *name* now; None: no process does, or its id is unknown."""
         try:
             return state_folder.holder(self._options.state, name)
         except StoreError:
@@ -134,7 +134,7 @@ class Stores:
         return tuple(self.read(name) for name in self.names())
 
     def readable(self) -> list[StoreSnapshot]:
-        """Without those that cannot be read: their own commands say what is wrong with them."""
+        """All that can be read; a command for one of the others says what is wrong with it."""
         found = []
         for name in self.names():
             try:

@@ -1,16 +1,16 @@
 """
 The create budget of a project, shared by all processes of one state folder through small files.
 
-Scripts and the daemon stand beside each other under one owner, and the API counts their creates together. What was
-spent in the last minute is kept by a clock that all processes of the machine share. No lock is held: each change is the
-next numbered version of the file, which appears whole and only if no other process has made that version meanwhile
-(`link`). So a process that is stopped at any instruction is passed over at once, and finds out when it goes on: its
+Scripts and the daemon run side by side under one owner, and the API counts their creates together. The creates of the
+last minute are kept by a clock that all processes of the machine share. No lock is held: each change is the next
+numbered version of the file, which appears whole, and only if no other process has made that version meanwhile
+(`link`). So a process that is stopped at any instruction is passed over at once, and finds out when it continues: its
 version is taken, and it reads and asks anew.
 
-A create that was admitted counts as spent until a minute after its answer, however long that takes, since a stopped
-process may send it at any moment. A process whose store is locked by nobody any more is dead, and what it might have
-sent counts from the moment when that is noticed. No process may have more than half of what the others leave without an
-answer, so that one that is stopped in a burst slows the others down, and stops none.
+An admitted create counts as spent until a minute after its answer, however long that takes, since a stopped process may
+send it at any moment. A process is dead once the lock of its store is free; its creates count from when this is noticed.
+The creates without an answer of one process are at most half of the places that the others leave, so that a process that
+is stopped in a burst slows the others down, and stops none.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tpucare.model.local_files import write_new
 
 FOLDER = "creates"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-# Versions change within a millisecond; only a crowd of processes makes one of them try for longer.
+# A version takes a millisecond; only where many processes write at once does one of them try for longer.
 _PATIENCE_SECONDS = 0.5
 _AGAIN_SECONDS = 1.0
 # A version that is this much older than the newest may be deleted. One process would have to read a folder while so

@@ -1,8 +1,8 @@
 """
-The state folder: who owns it, which stores were ever made in it, and on which machine it lives.
+The state folder: its owner id, the names of its stores, the lock of each store, and the machine that it lives on.
 
-The owner id is what nodes bear as a label, so it must outlive the store: it lies in a file of its own, made once.
-What is inside a store is `store`'s; nothing here opens a database.
+Nodes bear the owner id as a label, so it must outlive the store: it lies in a file of its own, made once. Databases are
+opened by `store`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from tpucare.model.errors import StoreCorrupt, StoreError, StoreLocked
 from tpucare.model.local_files import publish_file, replace_file, sync_folder
 
 OWNER_FILE = "owner"
-# Names of all stores that were ever made beside this owner: a store that is listed here and missing was lost, while one
-# that is not listed is simply new (the Python API opens stores of its own next to the daemon's).
+# Names of all stores that were ever made beside this owner: a store that is listed here and missing was lost, and one
+# that is not listed is new (each host of the Python API has a store of its own beside the daemon's).
 STORES_FILE = "stores"
 DEFAULT_NAME = "tpucare"
 STORE_SUFFIX = ".sqlite"
@@ -42,17 +42,17 @@ def new_owner() -> str:
 
 def machine_fingerprint(machine_id: str, instance_id: str = "") -> str:
     """
-    What a store keeps of a machine; machines without a machine id (bare containers) cannot be told apart.
+    The text by which a store knows its machine; machines without a machine id (bare containers) cannot be told apart.
 
-    A disk that was cloned (a snapshot, a machine image) has the machine id of the first; its instance id tells them
-    apart, where there is one. Stores of before have the first part alone.
+    A cloned disk (a snapshot, a machine image) has the machine id of its original; the instance id tells them apart,
+    where there is one. Stores of earlier versions have the first part alone.
     """
     parts = [machine_id.strip(), *filter(None, [instance_id.strip()])]
     return ".".join(hashlib.blake2b(p.encode(), digest_size=16, key=_MACHINE_SALT).hexdigest() for p in parts)
 
 
 def is_same_machine(stored: str, here: str) -> bool:
-    """By two fingerprints; an instance id that only one of them has says nothing."""
+    """Compare two fingerprints; an instance id that only one of them has is ignored."""
     machines, instances = zip(stored.partition(".")[::2], here.partition(".")[::2], strict=True)
     return machines[0] == machines[1] and ("" in instances or instances[0] == instances[1])
 
@@ -85,7 +85,7 @@ def store_names(folder: Path) -> list[str]:
 
 def prepare_folder(folder: Path) -> None:
     """
-    Make the state folder, or see that it is ours alone: mode 0700, owned by the user who runs this.
+    Make the state folder, or close it to others: mode 0700, owned by the user who runs this.
 
     Raises: StoreError: not a folder, another user's, or not writable.
     """
@@ -134,7 +134,7 @@ def settle_owner(folder: Path, candidate: str) -> str:
 
 
 def known_stores(folder: Path) -> frozenset[str] | None:
-    """Names of the stores ever made here; None when nothing tells."""
+    """Names of the stores ever made here; None: the folder has no list of them."""
     text = _read_text(folder / STORES_FILE)
     return None if text is None else frozenset(text.split())
 
@@ -188,9 +188,9 @@ def _user_name(uid: int) -> str:
 
 # --- one process per store: a lock that lasts as long as the process that took it ------------------------------------
 # The kernel drops the lock when the process ends, however it ends, so there is no stale lock to clean up. The file
-# stays. It is locked twice: by flock, which versions before this one ask for, and by a lock of the open file
-# description (fcntl(2), F_OFD_SETLK), of which another process can ask who holds it without taking it: an asker that is
-# stopped keeps nobody out.
+# stays. It is locked twice: by flock, which earlier versions check, and by a lock of the open file description
+# (fcntl(2), F_OFD_SETLK), which another process can check without taking it: a process that is stopped while it checks
+# keeps no other one out.
 
 # struct flock of fcntl(2): type, whence, start, length (0: the whole file), pid (0 where a lock is asked for).
 _WHOLE_FILE = "hhqqi"
@@ -221,6 +221,10 @@ class StoreLock:
             os.close(self._handle)
             raise StoreError(f"{path}: cannot be locked: {error.strerror}") from error
         _held.add(self)
+
+    @property
+    def is_held(self) -> bool:
+        return self._handle >= 0
 
     def release(self) -> None:
         """Give the lock away; a second call does nothing."""
@@ -266,7 +270,7 @@ def _file_lock(kind: int) -> bytes:
 
 
 def _write_pid(handle: int) -> None:
-    # Only a courtesy to the process that meets the lock: a full disk is told by the store itself.
+    # Only for the message of a process that finds the lock taken; a full disk is reported by the store itself.
     with contextlib.suppress(OSError):
         os.ftruncate(handle, 0)
         os.pwrite(handle, f"{os.getpid()}\n".encode("ascii"), 0)

@@ -1,7 +1,7 @@
 """
-What a store file looks like, how an older one becomes a current one, and how a file that is none is told apart.
+The schema of a store file: its tables, its migrations, the checks before it is opened, and the copy that readers open.
 
-A file is judged without being touched: read-only, before anything opens it for writing.
+A file is checked without a change to it: read-only, before it is opened for writing.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
 
 VERSION = len(MIGRATIONS)
 
-# Only a person with a SQLite shell on the file makes anybody wait: readers and the writer never block each other.
+# Only a person with a SQLite shell on the file keeps the writer waiting; readers open a copy.
 BUSY_SECONDS = 5.0
 
 # A quota (EDQUOT) or a file size limit (EFBIG) arrives as a failed write, not as SQLITE_FULL.
@@ -49,12 +49,13 @@ _NO_ROOM = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.S
 _DAMAGED = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
 _MAGIC = b"SQLite format 3\x00"
 _HEADER_BYTES = 100
+_MEMORY = "/dev/shm"
 _LOG_HEAD_BYTES, _INDEX_BYTES, _FOLDED_AT = 32, 132, 128
 REMEDY = "it is left as it is: move it (with its -wal and -shm) away and start again; nodes are adopted by their labels"
 
 
 def corrupt(path: Path, what: str) -> StoreCorrupt:
-    """The one line that a person reads about a file that is refused."""
+    """The error for a file that is refused: one line for a person."""
     return StoreCorrupt(f"{path}: {what}; {REMEDY}")
 
 
@@ -81,21 +82,35 @@ def check_header(path: Path) -> None:
 @contextlib.contextmanager
 def copied(path: Path) -> Iterator[Path]:
     """
-    A copy of a store as of one moment, for the block; it may be deleted while it is open.
+    A copy of a store as of one moment, deleted at the end of the block; an open connection to it stays valid.
 
-    Neither a lock is taken nor anything made beside the store, so that a reader that is stopped, wherever, is in no
-    writer's way: a log whose readers are waited for grows without bound. Raises: Overtaken; OSError.
+    No lock is taken and no file made beside the store, so that a reader that is stopped at any instruction hinders no
+    writer: under a reader's lock the log would grow without bound. Raises: Overtaken; OSError.
     """
-    with tempfile.TemporaryDirectory(prefix="tpucare-read-") as folder:
-        copy = Path(folder, path.name)
+    try:
+        folder = _copy(path, None)
+    except OSError:
+        # The folder for temporary files may be full or read-only, and `status` is wanted then all the more.
+        folder = _copy(path, _MEMORY)
+    with folder:
+        yield Path(folder.name, path.name)
+
+
+def _copy(path: Path, parent: str | None) -> tempfile.TemporaryDirectory[str]:
+    folder = tempfile.TemporaryDirectory(prefix="tpucare-read-", dir=parent)
+    try:
+        copy = Path(folder.name, path.name)
         before = _overwrites(path)
         shutil.copyfile(path, copy)
-        # After the file: of a page that was folded into it meanwhile the log has what it was folded from.
+        # After the file: the log still holds every page that the writer folds into the file meanwhile.
         with contextlib.suppress(FileNotFoundError):
             shutil.copyfile(_beside(path, "-wal"), _beside(copy, "-wal"))
         if _overwrites(path) != before:
             raise Overtaken(f"{path}: it is written to faster than it can be read; try again")
-        yield copy
+    except BaseException:
+        folder.cleanup()
+        raise
+    return folder
 
 
 class Overtaken(StoreError):
@@ -104,10 +119,10 @@ class Overtaken(StoreError):
 
 def _overwrites(path: Path) -> object:
     """
-    Changes before something is overwritten that a copy begun now may need.
+    A value that changes before a writer overwrites anything that a copy begun now may need.
 
-    A writer appends to its log, which harms no copy, until it folds the log into the file, or begins it anew. Before
-    the first it notes in the index of the log how far it will fold; before the second it writes another head.
+    A writer appends to its log, which harms no copy, until it folds the log into the file, or begins the log anew.
+    Before it folds, it notes in the index of the log how far; before it begins anew, it writes another head.
     Source: sqlite.org/walformat.html: head of the log, 32 bytes; nBackfillAttempted at byte 128 of the index.
     """
     status = path.stat()
@@ -125,10 +140,10 @@ def _beside(path: Path, suffix: str) -> Path:
 
 def connect_to_read(path: Path) -> sqlite3.Connection:
     """
-    A connection that writes nothing: to a copy, or in the process that has the lock of the store.
+    A read-only connection: to a copy, or in the process that has the lock of the store.
 
-    Without a log no process has the file open: SQLite is then told that it is immutable, since it would otherwise make
-    a log of its own beside it.
+    Without a log no process has the file open. It is then opened as immutable, since SQLite would otherwise make a log
+    beside it.
     """
     return sqlite3.connect(
         f"{path.absolute().as_uri()}?mode=ro{'' if _beside(path, '-wal').exists() else '&immutable=1'}",
@@ -175,7 +190,7 @@ def migrate(connection: sqlite3.Connection, migrations: Sequence[Sequence[str]] 
 
 
 def translate(error: sqlite3.Error, path: Path) -> StoreError:
-    """The error of ours that tells a person what to do about SQLite's."""
+    """Our error for an error of SQLite, with what a person can do about it."""
     code = getattr(error, "sqlite_errorcode", None) or 0
     if code in _NO_ROOM:
         return StoreFull(

@@ -1,10 +1,9 @@
 """
-Store in one SQLite file: what is remembered of slots, fleets as last accepted, and the event log.
+The store, one SQLite file: the memory of each slot, fleets as last accepted, and the event log.
 
-Intents must be on the disk before the call they announce, so every write is one transaction in a write-ahead log that
-is synced at each commit. A file that cannot be trusted is refused and left alone: starting over silently would forget
-launches and let two runs of one slot train at once. The owner of the folder is the business of `folder`, the form of
-the file that of `schema`.
+Intents must be on the disk before the call that they announce, so every write is one transaction in a write-ahead log
+that is synced at each commit. A file that cannot be trusted is refused and left unchanged: starting over silently would
+lose launches, and two runs of one slot could train at once. `folder` owns the owner id, `schema` the form of the file.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ from tpucare.model.resources import Event
 
 # --- records as JSON text and back ------------------------------------------------------------------------------------
 # By the types of `memory` and `resources` themselves: a field added there needs nothing here. A field that this version
-# does not know is dropped, one that is missing takes its default, so that neighbouring versions read each other's
-# stores. What does not fit the types at all is an error, never a guess.
+# does not know is dropped, a missing field takes its default, so that neighbouring versions read each other's stores. A
+# value that does not fit its type is an error, never a guess.
 #
-# SQLite notices a damaged page by its form alone: a digit in a memory could become another one, and say that a node was
-# never launched on. So what decisions rest on begins with a sum over the rest of its text; versions that know of none
-# drop it as they do any field that they do not know, and a text without one is taken as it is.
+# SQLite notices a damaged page by its form alone: a digit in a memory could become another one, and deny that a node
+# was launched on. So the records that decisions rest on begin with a checksum of the rest of their text. Versions that
+# know of no checksum drop it like any unknown field, and a text without one is accepted.
 
 
 T = TypeVar("T")
@@ -68,8 +67,7 @@ class Codec(Generic[T]):
         try:
             return self._adapter.dump_json(record).decode("utf-8")
         except PydanticSerializationError:
-            # Lone surrogates: bytes of a worker that were no UTF-8 and were carried through. Worth keeping readable,
-            # and certainly not worth ending the daemon for.
+            # Lone surrogates: bytes of a worker that were not UTF-8. They are kept readable, and do not end the daemon.
             return to_json(_printable(self._adapter.dump_python(record))).decode("utf-8")
 
     def decode(self, text: str, where: str) -> T:
@@ -118,14 +116,14 @@ def _printable(value: object) -> object:
 
 
 # --- reading: what the daemon and commands that only look (`tpucare status`) have in common ---------------------------
-# A reader stands beside a daemon that writes: it takes no lock, creates nothing in the folder and sees one consistent
-# moment. With SQLite's own lock of a reader the write-ahead log could not shrink, and would grow without bound, while a
-# reader is stopped; and a writer that is stopped in the wrong place would keep readers out.
+# A reader beside the daemon takes no lock, creates nothing in the folder and sees one consistent moment. Under SQLite's
+# own lock of a reader the write-ahead log would grow without bound while a reader is stopped, and a writer that is
+# stopped in the wrong place would keep readers out.
 
 
 # A copy that its writer overtakes is made anew for so long. To be overtaken takes 4 MB of changes during a copy.
 OVERTAKEN_SECONDS = 5.0
-# A reader meets files that no newer writer has opened yet.
+# A reader may open a file that no writer of this version has migrated yet.
 _CONTEXTS_SINCE = 2
 
 
@@ -148,7 +146,7 @@ def translated(path: Path) -> Iterator[None]:
 
 
 class StoreReading:
-    """What reader and writer have in common. Any thread may call, one at a time is served."""
+    """The reading half of reader and writer. Any thread may call; calls are served one at a time."""
 
     _connection: sqlite3.Connection
 
@@ -175,12 +173,12 @@ class StoreReading:
 
     @property
     def lost(self) -> bool:
-        """The owner is older than this store: something was lost, and nobody confirmed it yet."""
+        """The owner is older than this store, so an earlier store was lost, and no person has confirmed it yet."""
         return bool(self._meta("lost"))
 
     @property
     def marked(self) -> datetime | None:
-        """When somebody last took care of it; None: not known, as in stores of versions that did not note it."""
+        """When a process last cared for it; None: not known, as in stores of versions that did not note it."""
         rows = self._rows("SELECT value FROM meta WHERE key = 'marked'")
         try:
             at = datetime.fromisoformat(str(rows[0][0]))
@@ -208,7 +206,7 @@ class StoreReading:
         return records
 
     def context(self, slot: str) -> str | None:
-        """What the Python API keeps of a slot's context, as `contexts` wrote it."""
+        """The context that the Python API keeps for *slot*, as `contexts` wrote it; None: it keeps none."""
         if self._version() < _CONTEXTS_SINCE:
             return None
         rows = self._rows("SELECT context FROM contexts WHERE slot = ?", (slot,))
@@ -242,44 +240,44 @@ class StoreReading:
             return self._connection.execute(query, values).fetchall()
 
 
-# Files that this process has open for writing, by device and inode. To close such a file otherwise would mean to lose
-# every lock of the process on it (fcntl(2), record locks), so none is copied; `_changing` is held while one is opened,
-# closed or copied. A forked child has none of them open.
-_written_here: set[tuple[int, int]] = set()
-_changing = threading.RLock()
+# Stores that this process has open for writing, by device and inode. Any close of such a file drops all locks of the
+# process on it (fcntl(2), record locks), so it is not copied here. `_open_guard` is held while a store is opened,
+# closed or copied. A forked child has no store open.
+_open_here: set[tuple[int, int]] = set()
+_open_guard = threading.RLock()
 
 
-def _forget_written() -> None:
-    global _changing
-    _changing = threading.RLock()
-    _written_here.clear()
+def _forget_open_stores() -> None:
+    global _open_guard
+    _open_guard = threading.RLock()
+    _open_here.clear()
 
 
-os.register_at_fork(after_in_child=_forget_written)
+os.register_at_fork(after_in_child=_forget_open_stores)
 
 
 class SqliteReader(StoreReading):
     """
     One consistent view of a store, as of when it was opened or last refreshed.
 
-    It is read from a copy that is deleted at once; where this process itself writes the store, beside the writer.
+    It reads a copy that is deleted at once; in the process that writes the store it reads the file itself.
     """
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self._connection = self._look()
+        self._connection = self._open_view()
 
     def refresh(self) -> None:
-        """Look again: from now on the view is of this moment."""
+        """Open a new view, as of now."""
         with self._guard:
             self._connection.close()
-            self._connection = self._look()
+            self._connection = self._open_view()
 
-    def _look(self) -> sqlite3.Connection:
+    def _open_view(self) -> sqlite3.Connection:
         until = time.monotonic() + OVERTAKEN_SECONDS
         while True:
             try:
-                with _changing:
+                with _open_guard:
                     return self._begin()
             except schema.Overtaken:
                 if time.monotonic() > until:
@@ -288,7 +286,7 @@ class SqliteReader(StoreReading):
     def _begin(self) -> sqlite3.Connection:
         if not self.path.exists():
             raise StoreError(f"{self.path}: no store here; has a daemon run with this state folder?")
-        if _file_id(self.path) in _written_here:
+        if _file_id(self.path) in _open_here:
             return _begun(self.path, self.path)
         schema.check_header(self.path)
         try:
@@ -339,13 +337,13 @@ def open_store(
     """
     The store *name* in the state folder *folder*, made when there is none, and locked until it is closed.
 
-    instance_id: of the virtual machine; empty: there is none, or it is not told now, which refuses nothing
+    instance_id: of the virtual machine; empty: it has none, or cannot be asked now, which refuses nothing
 
     Raises:
-        StoreLocked: another process takes care of it.
-        StoreForeign: made on another machine, or for another owner.
-        StoreCorrupt: not a store of a version that this tpucare knows; left untouched.
-        StoreFull: no room. StoreError: folder or file cannot be used.
+        StoreLocked: another process holds it.
+        StoreForeign: it was made on another machine, or for another owner.
+        StoreCorrupt: it is no store of a version that this tpucare knows; the file is left unchanged.
+        StoreFull: the disk is full. StoreError: the folder or file cannot be used.
     """
     fingerprint = state_folder.machine_fingerprint(machine_id, instance_id)
     store = _open_locked(folder, name, fingerprint, now)
@@ -367,9 +365,9 @@ def accept_move(
     folder: Path, *, machine_id: str, now: datetime, instance_id: str = "", name: str = DEFAULT_NAME
 ) -> None:
     """
-    A person said that the store moved to this machine, and that nobody uses it on the old one any more.
+    Accept this machine as the home of the store: a person said that no daemon uses it on the old machine any more.
 
-    The store counts as `lost` from then on: the old machine may have launched runs after the copy was taken.
+    The store counts as `lost` from then on: the old machine may have launched runs after the copy was made.
     """
     fingerprint = state_folder.machine_fingerprint(machine_id, instance_id)
     with _open_locked(folder, name, fingerprint, now) as store:
@@ -378,58 +376,59 @@ def accept_move(
 
 
 class SqliteStore(StoreReading):
-    """ports.Store. Made by `open_store`, which has locked and checked the file."""
+    """ports.Store. Made by `open_store`, which locks and checks the file."""
 
     def __init__(self, path: Path, lock: StoreLock, now: datetime) -> None:
         super().__init__(path)
         self._lock = lock
-        with _changing, translated(path):
+        with _open_guard, translated(path):
             self._connection = _connect(path)
             self._file = _file_id(path)
-            _written_here.add(self._file)
+            _open_here.add(self._file)
         self._untrimmed: dict[str, int] = {}
         self._lost: bool | None = None
         self.old = is_old(self.marked, now)
 
     @property
     def lost(self) -> bool:
-        """As in the file, which only this object writes: asked for with every decision, it is read once."""
+        """As in the file, which only this object writes; read once, since every decision asks for it."""
         if self._lost is None:
             self._lost = super().lost
         return self._lost
 
     def close(self) -> None:
         """Fold the log into the file and give the lock away. A second call does nothing."""
-        with _changing:
-            super().close()
-            _written_here.discard(self._file)
-        self._lock.release()
+        if self._lock.is_held:
+            with _open_guard:
+                super().close()
+                _open_here.discard(self._file)
+            self._lock.release()
 
     def mark_current(self, now: datetime) -> None:
-        """It is cared for at that moment, and what it holds is what was done."""
+        """Record a heartbeat: the store was current at *now*."""
         with self._transaction() as write:
             write.execute("INSERT OR REPLACE INTO meta (key, value) VALUES ('marked', ?)", (now.isoformat(),))
 
     def confirm(self) -> None:
-        """A person said that what is listed is all there is."""
+        """Record that a person confirmed the listing: no other node of ours exists."""
         with self._transaction() as write:
             write.execute("UPDATE meta SET value = '' WHERE key = 'lost'")
         self._lost, self.old = None, False
 
     def note_machine(self, fingerprint: str) -> None:
-        """It lives where it did, of which more is known now than when that was written."""
+        """Record the fingerprint of the same machine, which now includes its instance id."""
         with self._transaction() as write:
             write.execute("UPDATE meta SET value = ? WHERE key = 'machine'", (fingerprint,))
 
     def take_over(self, fingerprint: str, now: datetime) -> None:
-        """From now on this store lives on the machine of that fingerprint; see `accept_move`."""
+        """Record another machine as the home of this store; see `accept_move`."""
         with self._transaction() as write:
             write.execute("UPDATE meta SET value = ? WHERE key = 'machine'", (fingerprint,))
             write.execute("UPDATE meta SET value = ? WHERE key = 'lost'", (now.isoformat(),))
         self._lost = None
 
     def save(self, changes: Mapping[str, Memory], events: Sequence[Event] = ()) -> None:
-        """Memory of some slots, and the events that tell of it, in one transaction."""
+        """Save the memory of some slots, and the events that report it, in one transaction."""
         slots = [(slot, memory.fleet, MEMORY.encode(memory)) for slot, memory in changes.items()]
         lines = [(event.slot, event.slot, _fleet_of(event.slot), EVENT.encode(event)) for event in events]
         if not slots and not lines:
@@ -481,7 +480,7 @@ class SqliteStore(StoreReading):
                 raise
 
     def _check_in_place(self) -> None:
-        # SQLite goes on writing into a deleted file without a word; nothing of it would be there at the next start.
+        # SQLite writes on into a deleted file without an error, and the next start would find nothing of it.
         try:
             in_place = _file_id(self.path) == self._file
         except OSError:
@@ -595,7 +594,7 @@ def _connect(path: Path) -> sqlite3.Connection:
 
 
 def _fleet_of(slot: str) -> str:
-    """The fleet that a slot's name tells, for events of slots that are not (or no longer) remembered: `<fleet>-<i>`."""
+    """The fleet by the name of a slot, `<fleet>-<i>`, for events of slots without a memory."""
     fleet, dash, number = slot.rpartition("-")
     return fleet if dash and number.isdecimal() else slot
 
