@@ -8,9 +8,9 @@ numbered version of the file, which appears whole, and only if no other process 
 version is taken, and it reads and asks anew.
 
 An admitted create counts as spent until a minute after its answer, however long that takes, since a stopped process may
-send it at any moment. A process is dead once the lock of its store is free; its creates count from when this is noticed.
-The creates without an answer of one process are at most half of the places that the others leave, so that a process that
-is stopped in a burst slows the others down, and stops none.
+send it at any moment. A process is dead once the lock of its store is free; its creates count from when this is seen.
+The creates without an answer of one process are at most half of the places that the others leave, so that a process
+that is stopped in a burst slows the others down, and stops none.
 """
 
 from __future__ import annotations
