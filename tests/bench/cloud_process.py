@@ -173,7 +173,7 @@ class _Service:
     def carry(self, order: Mapping[str, Any]) -> dict[str, Any]:
         with self.server.lock:
             answer = self._carry(order)
-        self.server.poke()
+        self.server.wake()
         return answer
 
     def _carry(self, order: Mapping[str, Any]) -> dict[str, Any]:

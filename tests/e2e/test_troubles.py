@@ -51,7 +51,7 @@ def _take_key_away(home: Deployment, node: str) -> None:
     path = home.path(node)
     with home.server.lock:
         home.server.world.api.update_node(str(path), ["metadata"], NodeSpec(metadata={}), home.server.now())
-    home.server.poke()
+    home.server.wake()
     home.machines.refuse_keys(path, 0).result(10)
     home.cut_connections(node)
 

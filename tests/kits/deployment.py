@@ -427,7 +427,7 @@ class Deployment:
         finally:
             self.close_reader()
             self._witness.stop()
-            faults += [] if self.machines.strays == 0 else [f"{self.machines.strays} processes left their machine"]
+            faults += [] if self.machines.escaped == 0 else [f"{self.machines.escaped} processes left their machine"]
             self.server.stop()
         faults += [f"process {pid} is left" for pid in self.machines.survivors()]
         faults += [str(finding) for finding in self.findings()]

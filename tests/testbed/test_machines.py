@@ -221,7 +221,7 @@ def test_a_kill_leaves_no_survivor(tmp_path: Path, way: Sandbox | None) -> None:
         assert zone.machines.processes(NODE, 0) == []
         assert all(_lives(pid) for pid in spared)
         assert zone.run("echo spared", worker=1) == "spared"
-        assert zone.machines.strays == 0
+        assert zone.machines.escaped == 0
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection((zone.address(), SSH_PORT), timeout=2)
         session.close()
@@ -572,7 +572,7 @@ assert len(zone.machines.processes(NODE, 0)) >= 5
 zone.machines.reboot(NODE, 0).result(timeout=20)
 zone.run(DAEMONS)
 zone.machines.close()
-print(zone.machines.sandbox, zone.machines.survivors(), zone.machines.strays)
+print(zone.machines.sandbox, zone.machines.survivors(), zone.machines.escaped)
 """
 
 

@@ -65,7 +65,7 @@ class Director:
             if scene.stockout:
                 server.world.operator.set_capacity(zone, self.stage.accelerator, TIER, 0, now)
                 self._short_zone = zone
-        server.poke()
+        server.wake()
         self.losses.append((node, now))
 
     def _refill(self) -> None:

@@ -149,7 +149,7 @@ class EmulatorServer:
         """
         try:
             self._open_files()
-            served = ServedWorld(self.world, self.lock, self.now, self._stopping.wait, self.poke, self._dated)
+            served = ServedWorld(self.world, self.lock, self.now, self._stopping.wait, self.wake, self._dated)
             self._listeners = Listeners(served, self.objects, self._ports)
             self._ports = self._listeners.ports
             # Machines are made after the servers, since they may need their addresses; effects of early calls wait.
@@ -188,7 +188,7 @@ class EmulatorServer:
     ) -> None:
         self.stop()
 
-    def poke(self) -> None:
+    def wake(self) -> None:
         """Advance the world now: the clock or the world was changed."""
         with self._changed:
             self._changed.notify_all()
@@ -198,7 +198,7 @@ class EmulatorServer:
         order = parse_order(raw)
         with self.lock:
             answer = order.apply(self.world, self.now())
-        self.poke()
+        self.wake()
         return answer
 
     def log_note(self, event: str, **fields: object) -> None:
@@ -227,7 +227,7 @@ class EmulatorServer:
         return min(LONGEST_PAUSE_SECONDS, max(0.001, (due - self.now()).total_seconds()))
 
     def _join(self) -> None:
-        self.poke()
+        self.wake()
         for thread in self._threads:
             thread.join()
         self._threads.clear()

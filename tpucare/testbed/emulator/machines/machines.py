@@ -99,7 +99,7 @@ class WorkerMachines:
         self._machines: dict[WorkerKey, WorkerMachine] = {}
         self._ending: list[WorkerMachine] = []
         self._dead: deque[WorkerMachine] = deque()
-        self._strays = 0
+        self._escaped = 0
         self._changed = threading.Condition()
         self._closing = False
         # These threads live until close(): a worker dies with the thread that started it.
@@ -125,9 +125,9 @@ class WorkerMachines:
         return self._site.sandbox
 
     @property
-    def strays(self) -> int:
+    def escaped(self) -> int:
         """Number of processes that escaped a sandbox and had to be killed one by one; it should be 0."""
-        return self._strays
+        return self._escaped
 
     # --- effects of the world
 
@@ -269,7 +269,7 @@ class WorkerMachines:
         """Call with the lock: begin the end of *machines* at once, complete it on the job thread."""
         current = [machine for machine in machines if self._machines.get(machine.key) is machine]
         for machine in current:
-            machine.doom()
+            machine.begin_end()
             del self._machines[machine.key]
         self._ending += current
         return self._jobs.end(current)
@@ -278,7 +278,7 @@ class WorkerMachines:
         def work() -> None:
             for machine in machines:
                 machine.settled.wait()
-                if not machine.doomed:
+                if not machine.is_ending:
                     act(machine)
 
         return self._jobs.do(work) if machines else done()
@@ -298,7 +298,7 @@ class WorkerMachines:
 
     def _end(self, machines: Sequence[WorkerMachine]) -> None:
         try:
-            self._strays += len(end_all(machines, self._metadata))
+            self._escaped += len(end_all(machines, self._metadata))
         finally:
             with self._changed:
                 self._ending = [machine for machine in self._ending if not machine.ended.is_set()]

@@ -108,7 +108,7 @@ class Cage:
             self._first = next(filter(None, map(proctree.read_process, _children(self.pid))), None)
         return self._first
 
-    def doom(self) -> None:
+    def begin_end(self) -> None:
         """Begin to end everything, without waiting."""
         if self.has_ended():
             return
@@ -123,7 +123,7 @@ class Cage:
         """Wait until the wrapper ends, as it does after everything inside; at most *timeout_seconds*."""
         deadline = time.monotonic() + timeout_seconds
         while not self._ended_within(0.05) and time.monotonic() < deadline:
-            self._doom_unforked()
+            self._end_unforked()
 
     def remove(self) -> None:
         """Kill the wrapper if it still runs, and reap it."""
@@ -144,10 +144,10 @@ class Cage:
         below = proctree.descendants(table, {*roots, first.pid})
         return list(dict.fromkeys(process for process in (first, *below) if not process.is_dead))
 
-    def _doom_unforked(self) -> None:
-        """End a namespace that was doomed before it had a first process."""
+    def _end_unforked(self) -> None:
+        """End a namespace whose end began before it had a first process."""
         if self._kind is not Sandbox.SUBREAPER:
-            self.doom()
+            self.begin_end()
             if not _children(self.pid):
                 self._wrapper.kill()
 
@@ -172,7 +172,7 @@ def end(cages: Sequence[Cage], timeout_seconds: float = 10.0) -> None:
     Raises: MachineError: a process survives SIGKILL.
     """
     for cage in cages:
-        cage.doom()
+        cage.begin_end()
     for cage in cages:
         cage.await_end(timeout_seconds / 2)
     left = proctree.kill_all(lambda: living(cages), timeout_seconds)

@@ -57,7 +57,7 @@ class WorkerKey(NamedTuple):
 
 class WorkerMachine:
     """
-    One boot of a worker. `doom` and the events may be used from any thread, the rest by one thread at a time.
+    One boot of a worker. `begin_end` and the events may be used from any thread, the rest by one thread at a time.
 
     listening: its sshd answers; settled: `boot` has ended or failed; ended: no process of it is left.
     Boot it on a thread that lives as long as the machines (see `Cage`).
@@ -71,7 +71,7 @@ class WorkerMachine:
         self.listening = threading.Event()
         self.settled = threading.Event()
         self.ended = threading.Event()
-        self.doomed = False
+        self.is_ending = False
         self.host_keys: Mapping[str, str] = {}
         self._site = site
         self.order = order
@@ -91,18 +91,18 @@ class WorkerMachine:
 
     def boot(self) -> None:
         """
-        Start it, and return when its sshd listens or when it was doomed meanwhile.
+        Start it, and return when its sshd listens or when its end has begun meanwhile.
 
         Raises: MachineError: it cannot start; no process of it is left.
         """
         with self._lock:
-            if self.doomed:
+            if self.is_ending:
                 self.settled.set()
                 return
             self._begun = True
         try:
             self._await_predecessors()
-            if not self.doomed:
+            if not self.is_ending:
                 self._boot()
         except (OSError, ValueError) as error:
             raise MachineError(f"worker {self.key.worker} of {self.key.path.node_id}: {error}") from error
@@ -112,7 +112,7 @@ class WorkerMachine:
     def _await_predecessors(self) -> None:
         deadline = time.monotonic() + _LISTEN_TIMEOUT_SECONDS
         for machine in self._awaits:
-            while not machine.ended.wait(0.02) and not self.doomed:
+            while not machine.ended.wait(0.02) and not self.is_ending:
                 if time.monotonic() > deadline:
                     raise MachineError(f"{self.address} is still used by {machine.key.path.node_id}")
         self._awaits = ()
@@ -127,21 +127,21 @@ class WorkerMachine:
             cage = Cage(self._site.sandbox, self._sshd(), boot_id=self.folders.boot_id, env=env, log=log)
         with self._lock:
             self._cage = cage
-            if self.doomed:
-                cage.doom()
+            if self.is_ending:
+                cage.begin_end()
         if self._await_listening(0):
             self._write_pids(cage)
             self.listening.set()
 
-    def doom(self) -> None:
+    def begin_end(self) -> None:
         """Begin to end every process, without waiting; `end_all` completes it. Any thread."""
         with self._lock:
-            self.doomed = True
+            self.is_ending = True
             if self._cage is not None:
-                self._cage.doom()
+                self._cage.begin_end()
 
     def await_settled(self) -> None:
-        """Wait for the end of a boot that has begun; a doomed machine begins none."""
+        """Wait for the end of a boot that has begun; an ending machine begins none."""
         if self._begun:
             self.settled.wait(_LISTEN_TIMEOUT_SECONDS)
 
@@ -158,7 +158,7 @@ class WorkerMachine:
     def has_died(self) -> bool:
         """True when it was up and ended by itself."""
         cage = self._cage
-        return self.listening.is_set() and not self.doomed and cage is not None and cage.has_ended()
+        return self.listening.is_set() and not self.is_ending and cage is not None and cage.has_ended()
 
     @property
     def cage(self) -> Cage | None:
@@ -211,7 +211,7 @@ class WorkerMachine:
     def guard(self) -> None:
         """Do as sshguard does: read sshd's log, and block an attacking address; open sessions go on."""
         cage, guard, now = self._cage, self._guard, time.monotonic()
-        if guard is None or cage is None or not self.listening.is_set() or self.doomed:
+        if guard is None or cage is None or not self.listening.is_set() or self.is_ending:
             return
         if self._blocking and guard.is_blocked(now):
             return
@@ -309,9 +309,9 @@ class WorkerMachine:
         worker_files.replace(self.folders.pids, text, 0o600)
 
     def _await_listening(self, offset: int) -> bool:
-        """Wait until sshd listens, by its own log (another program may hold the port); False when doomed meanwhile."""
+        """Wait until sshd listens, by its own log (another program may hold the port); False when ending meanwhile."""
         deadline = time.monotonic() + _LISTEN_TIMEOUT_SECONDS
-        while not self.doomed:
+        while not self.is_ending:
             log = self.folders.log.read_bytes()[offset:]
             if _LISTENING in log:
                 return True
@@ -330,7 +330,7 @@ def end_all(machines: Collection[WorkerMachine], metadata: MetadataServer) -> li
     Raises: MachineError: a process survives that too.
     """
     for machine in machines:
-        machine.doom()
+        machine.begin_end()
     for machine in machines:
         machine.await_settled()
     try:
@@ -341,11 +341,11 @@ def end_all(machines: Collection[WorkerMachine], metadata: MetadataServer) -> li
             machine.release_folders()
     dead_marks = {machine.mark for machine in machines}
 
-    def strays() -> list[ProcessEntry]:
+    def escaped() -> list[ProcessEntry]:
         return [process for process, mark in proctree.marks(worker_files.MARK).items() if mark in dead_marks]
 
-    found = strays()
-    if found and (left := proctree.kill_all(strays)):
+    found = escaped()
+    if found and (left := proctree.kill_all(escaped)):
         raise MachineError(f"processes survive SIGKILL: {sorted(process.pid for process in left)}")
     return [process.pid for process in found]
 

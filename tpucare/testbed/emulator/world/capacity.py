@@ -223,7 +223,7 @@ class QuotaUse:
         self._quotas = tuple(quotas)
         self._used: Counter[tuple[str, int]] = Counter()
 
-    def lift(self) -> None:
+    def drop_limits(self) -> None:
         """Drop every limit."""
         self._quotas = ()
 

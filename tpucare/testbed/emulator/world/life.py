@@ -84,9 +84,9 @@ class NodeLifecycle:
         self.next_missing: list[tuple[str, int]] = []
         self._state = state
         self._rng = state.stream("life")
-        self.pools = CapacityPools(state, self._take_back)
+        self.pools = CapacityPools(state, self._preempt_victims)
 
-    def _take_back(self, pool: Pool) -> None:
+    def _preempt_victims(self, pool: Pool) -> None:
         for node_id in pool.victims(self._rng):
             self.preempt(self._state.by_id[node_id], "capacity", within=pool.burst_seconds)
 

@@ -234,7 +234,7 @@ class Operator:
         self._state.config = config
         self._fates.reconfigure(config)
         if not config.quotas:
-            self._state.quota.lift()
+            self._state.quota.drop_limits()
         self._state.log("operator", action="reconfigure")
 
     # --- orders for the next call

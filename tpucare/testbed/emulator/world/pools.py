@@ -13,13 +13,13 @@ class CapacityPools:
     """
     Every pool of every zone.
 
-    take_back: called with a spot pool whose amount changed; it ends the nodes that no longer fit (`Pool.victims`)
+    preempt_victims: called with a spot pool whose amount changed; it ends the nodes that no longer fit (`Pool.victims`)
     """
 
-    def __init__(self, state: State, take_back: Callable[[Pool], None]) -> None:
+    def __init__(self, state: State, preempt_victims: Callable[[Pool], None]) -> None:
         """Raises: ConfigError: a trace in the configuration cannot be read."""
         self._state = state
-        self._take_back = take_back
+        self._preempt_victims = preempt_victims
         self.all: list[Pool] = []
         self._supplies: dict[int, Supply] = {}
         for zone, settings in state.config.zones.items():
@@ -85,4 +85,4 @@ class CapacityPools:
         )
         # Only spot capacity is taken back from its holders.
         if pool.tier == "spot":
-            self._take_back(pool)
+            self._preempt_victims(pool)
