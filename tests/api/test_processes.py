@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -322,6 +323,25 @@ def test_nothing_outlives_a_caretaker_that_was_killed(tmp_path: Path) -> None:
         caretaker.kill()
         caretaker.wait(PATIENCE)
     until(lambda: not any(process.is_running() for process in left), "helper and child end")
+
+
+def test_a_daemonic_process_is_told_what_to_do_instead() -> None:
+    """`multiprocessing` lets such a process have no children; that was an AssertionError."""
+    fork = multiprocessing.get_context("fork")
+    reader, writer = fork.Pipe()
+
+    def begin() -> None:
+        try:
+            with ProcessStarter(lambda *_: None):
+                writer.send("begun")
+        except ConfigError as error:
+            writer.send(str(error))
+
+    process = fork.Process(target=begin, daemon=True)
+    process.start()
+    assert reader.poll(PATIENCE)
+    assert "use start_method='thread'" in reader.recv()
+    process.join()
 
 
 def test_no_zombie_is_left_while_it_goes_on(attempt: Attempt, context: Context) -> None:

@@ -88,6 +88,11 @@ class ProcessStarter:
         self._next = 0
 
     def __enter__(self) -> ProcessStarter:
+        if multiprocessing.current_process().daemon:
+            raise ConfigError(
+                "start_method='process' needs child processes, which a daemonic process of multiprocessing may not "
+                "have: call from a process with daemon=False, or use start_method='thread'"
+            )
         self._orders, orders = Pipe()
         self._calls, calls = socket.socketpair()
         arguments = (orders, calls, self._start_fn, os.getpid(), (self._orders, self._calls))
