@@ -150,7 +150,7 @@ FENCED = memory(launched(0), past(1))
 DELETE = going(before(60), next_at=after(60))
 WAITED = replace(NEXT, answering_since=ago(minutes=31))
 GONE_ON = memory(launched(0, delete=DELETE), past(1))
-LOOKED = {EffectKind.LOOK.of(name_of(0)): ago(2)}
+LOOKED = {EffectKind.GET_NODE.of(name_of(0)): ago(2)}
 
 FENCES = [
     case("an older node may train: GetNode", evidence(NEXT, unreachable_since={US: ago(60)}), GONE_ON, "GetNode"),

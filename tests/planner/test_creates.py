@@ -58,7 +58,7 @@ CREATES = [
     ),
     case(
         "an open intent that was polled just now",
-        evidence(ended_effects={EffectKind.POLL.of(name_of(0)): ago(3)}),
+        evidence(ended_effects={EffectKind.GET_OPERATION.of(name_of(0)): ago(3)}),
         memory(creates=(intent(state=CreateState.RUNNING, operation="op"),)),
         "Wait",
     ),
@@ -114,7 +114,9 @@ CREATES = [
     ),
     case(
         "unanswered at boot_timeout",
-        evidence(creates_since={name_of(0): ago(minutes=31)}, ended_effects={EffectKind.POLL.of(name_of(0)): ago(1)}),
+        evidence(
+            creates_since={name_of(0): ago(minutes=31)}, ended_effects={EffectKind.GET_OPERATION.of(name_of(0)): ago(1)}
+        ),
         memory(creates=(intent(state=CreateState.RUNNING, operation="op"),)),
         "Record create superseded",
     ),
@@ -197,13 +199,17 @@ CREATES = [
     ),
     case(
         "superseded and still to come: the next create goes on",
-        evidence(ended_effects={EffectKind.POLL.of(name_of(0)): ago(1)}, creates_since={name_of(0): ago(minutes=40)}),
+        evidence(
+            ended_effects={EffectKind.GET_OPERATION.of(name_of(0)): ago(1)}, creates_since={name_of(0): ago(minutes=40)}
+        ),
         memory(creates=(intent(abandoned=True, state=CreateState.RUNNING, operation="op"),)),
         "Create",
     ),
     case(
         "superseded for an hour: is its node there?",
-        evidence(ended_effects={EffectKind.POLL.of(name_of(0)): ago(1)}, creates_since={name_of(0): ago(minutes=60)}),
+        evidence(
+            ended_effects={EffectKind.GET_OPERATION.of(name_of(0)): ago(1)}, creates_since={name_of(0): ago(minutes=60)}
+        ),
         memory(creates=(intent(abandoned=True, state=CreateState.RUNNING, operation="op"),)),
         "GetNode",
     ),
@@ -273,7 +279,7 @@ CREATES = [
     case("404 for a node that was there", evidence(seen(node(), running(), listed=False)), TRAINS, "GetNode"),
     case(
         "404 for a node that was there: asked just now",
-        evidence(seen(node(), running(), listed=False), ended_effects={EffectKind.LOOK.of(name_of(0)): ago(2)}),
+        evidence(seen(node(), running(), listed=False), ended_effects={EffectKind.GET_NODE.of(name_of(0)): ago(2)}),
         TRAINS,
         "Wait",
     ),

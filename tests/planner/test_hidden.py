@@ -50,7 +50,7 @@ HIDDEN = [
     case("fence_after counts", evidence(SEEN, unreachable_since=LONG_DARK), TRAINS, "Wait", slot(fence_after=HOUR)),
     case(
         "GetNode is refused",
-        evidence(failed_reads=REFUSED, ended_effects=dict.fromkeys([EffectKind.LOOK.of("pod-0-a0")], ago(9))),
+        evidence(failed_reads=REFUSED, ended_effects=dict.fromkeys([EffectKind.GET_NODE.of("pod-0-a0")], ago(9))),
         TRAINS,
         "Record node out of sight",
         BOTH,
@@ -80,7 +80,7 @@ HIDDEN = [
     ),
     case(
         "the fence guards the launch",
-        evidence(SEEN, NEXT, unreachable_since=LONG_DARK, ended_effects={EffectKind.LOOK.of("pod-0-a0"): ago(1)}),
+        evidence(SEEN, NEXT, unreachable_since=LONG_DARK, ended_effects={EffectKind.GET_NODE.of("pod-0-a0"): ago(1)}),
         memory(launched(status=NodeStatus.OUT_OF_SIGHT), past(1)),
         "Wait",
         PROCEED,
@@ -102,13 +102,13 @@ HIDDEN = [
     case("taken: a person", evidence(), known(status=NodeStatus.TAKEN), "GetNode", BOTH),
     case(
         "taken, looked at: a person",
-        evidence(ended_effects={EffectKind.LOOK.of("pod-0-a0"): ago(1)}),
+        evidence(ended_effects={EffectKind.GET_NODE.of("pod-0-a0"): ago(1)}),
         known(status=NodeStatus.TAKEN),
         "Wait person",
     ),
     case(
         "taken: a person's word",
-        evidence(ended_effects={EffectKind.LOOK.of("pod-0-a0"): ago(1)}),
+        evidence(ended_effects={EffectKind.GET_NODE.of("pod-0-a0"): ago(1)}),
         known(status=NodeStatus.TAKEN, written_off=True),
         "Create",
     ),
@@ -126,19 +126,19 @@ HIDDEN = [
     ),
     case(
         "a look that fails is repeated",
-        evidence(failed_reads=FAILS, ended_effects={EffectKind.LOOK.of("pod-0-a0"): ago(40)}),
+        evidence(failed_reads=FAILS, ended_effects={EffectKind.GET_NODE.of("pod-0-a0"): ago(40)}),
         TRAINS,
         "GetNode",
     ),
     case(
         "ever more seldom",
-        evidence(failed_reads=FAILS, ended_effects={EffectKind.LOOK.of("pod-0-a0"): ago(39)}),
+        evidence(failed_reads=FAILS, ended_effects={EffectKind.GET_NODE.of("pod-0-a0"): ago(39)}),
         TRAINS,
         "Wait",
     ),
     case(
         "at least each 10 min",
-        evidence(failed_reads=REFUSED, ended_effects={EffectKind.LOOK.of("pod-0-a0"): ago(600)}),
+        evidence(failed_reads=REFUSED, ended_effects={EffectKind.GET_NODE.of("pod-0-a0"): ago(600)}),
         TRAINS,
         "GetNode",
     ),

@@ -193,13 +193,17 @@ SILENCE = [
     case("our key is refused", evidence(seen(node(), REFUSED, refused_since=ago(31))), FRESH, "AddSshKey"),
     case(
         "our key could not be written: not at once again",
-        evidence(seen(node(), REFUSED, refused_since=ago(99)), ended_effects={EffectKind.KEY.of(name_of(0)): ago(50)}),
+        evidence(
+            seen(node(), REFUSED, refused_since=ago(99)), ended_effects={EffectKind.ADD_SSH_KEY.of(name_of(0)): ago(50)}
+        ),
         FRESH,
         "Wait person",
     ),
     case(
         "our key could not be written: again",
-        evidence(seen(node(), REFUSED, refused_since=ago(99)), ended_effects={EffectKind.KEY.of(name_of(0)): ago(61)}),
+        evidence(
+            seen(node(), REFUSED, refused_since=ago(99)), ended_effects={EffectKind.ADD_SSH_KEY.of(name_of(0)): ago(61)}
+        ),
         FRESH,
         "AddSshKey",
     ),

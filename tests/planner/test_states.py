@@ -103,7 +103,7 @@ def test_a_delete_that_hangs_is_repeated_whoever_asked_for_it() -> None:
 
 def test_beside_a_node_that_was_shown_dead_and_lives_nothing_is_launched() -> None:
     old = launched(status=NodeStatus.REVIVED, delete=going(before(10), next_at=after(50)))
-    both = evidence(seen(node(), running()), NEXT, ended_effects={EffectKind.LOOK.of(name_of(0)): ago(1)})
+    both = evidence(seen(node(), running()), NEXT, ended_effects={EffectKind.GET_NODE.of(name_of(0)): ago(1)})
     assert told(act(both, memory(old, past(1), run=run()))) == "Wait"
     assert told(act(both, memory(replace(old, status=NodeStatus.DEAD), past(1), run=run()))) == "Launch"
 

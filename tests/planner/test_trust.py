@@ -51,7 +51,7 @@ def asked(voucher: Voucher, seconds: float = 5, arrived: float = 30, **more: Any
     known = {"answering_since": ago(arrived), "arrived_since": ago(arrived), "voucher_why": "so it said", **more}
     return evidence(
         seen(node(), QUIET, voucher=voucher, **known),
-        ended_effects={EffectKind.VOUCH.of(name_of(0)): ago(seconds)},
+        ended_effects={EffectKind.FETCH_HOST_KEYS.of(name_of(0)): ago(seconds)},
     )
 
 
@@ -63,13 +63,13 @@ def unpublished(publisher: str = PUBLISHER, **more: Any) -> Evidence:
 
 
 def changed(voucher: Voucher = Voucher.VOUCHED, since: float = 60, at: float | None = 5, **more: Any) -> Evidence:
-    looked = {EffectKind.VOUCH.of(name_of(0)): ago(at)} if at is not None else {}
+    looked = {EffectKind.FETCH_HOST_KEYS.of(name_of(0)): ago(at)} if at is not None else {}
     known = {"voucher": voucher, "changed_since": ago(since), **more}
     return evidence(seen(node(), (QUIET, CHANGED), **known), ended_effects=looked)
 
 
 UNASKED = evidence(seen(node(), QUIET, voucher=Voucher.UNASKED))
-IN_FLIGHT = replace(UNASKED, in_flight=frozenset({EffectKind.VOUCH.of(name_of(0))}))
+IN_FLIGHT = replace(UNASKED, in_flight=frozenset({EffectKind.FETCH_HOST_KEYS.of(name_of(0))}))
 SILENT_FOR_LONG = asked(Voucher.UNANSWERED, arrived=700, unanswered_since=ago(minutes=10))
 
 test_whether_a_job_may_be_sent = table(

@@ -106,7 +106,7 @@ WISHES = [
     ),
     case(
         "down while a create is under way",
-        evidence(ended_effects={EffectKind.POLL.of(name_of(3)): ago(1)}),
+        evidence(ended_effects={EffectKind.GET_OPERATION.of(name_of(3)): ago(1)}),
         memory(creates=(intent(3, state=CreateState.RUNNING, operation="op"),), wish=DesiredState.DOWN),
         "Record create superseded",
     ),
@@ -206,7 +206,7 @@ WISHES = [
     ),
     case(
         "done while a create is open",
-        evidence(ended_effects={EffectKind.POLL.of(name_of(3)): ago(1)}),
+        evidence(ended_effects={EffectKind.GET_OPERATION.of(name_of(3)): ago(1)}),
         memory(creates=(intent(3, state=CreateState.RUNNING, operation="op"),), end=End.DONE),
         "Record create superseded",
     ),

@@ -51,9 +51,7 @@ from tpucare.model.memory import DesiredState, End, Memory
 from tpucare.model.ports import Clock, Executor, Finished, Gate, Lane, Store
 from tpucare.model.resources import Event, Listing, Node, NodeKey, Slot
 from tpucare.planner import remember
-from tpucare.planner import remember as memories
 from tpucare.planner.decide import decide, live_nodes, tries_again_at
-from tpucare.planner.remember import record_last_progress
 from tpucare.planner.run import is_foreign
 
 __all__ = ["Engine", "Settings"]
@@ -382,8 +380,8 @@ class Engine:
 
     def _begin(self, track: SlotTrack, action: Record | Effect) -> None:
         """Write the intent into memory and queue the effect, which `commit` starts once the intent is on disk."""
-        self.state.update_memory(track, record_last_progress(track.memory, *track.last_progress()))
-        self.state.update_memory(track, memories.intend(track.memory, action, self.clock.now(), self.rng))
+        self.state.update_memory(track, remember.record_last_progress(track.memory, *track.last_progress()))
+        self.state.update_memory(track, remember.intend(track.memory, action, self.clock.now(), self.rng))
         if not isinstance(action, GetNode | GetOperation | FetchHostKeys):
             name, level = node_of(action), level_of(action)
             self.state.add_event(track, kind_of(action), text_of(action), node=name, level=level, **fields_of(action))
@@ -435,9 +433,9 @@ class Engine:
         if error is not None and not isinstance(error, TpuCareError):
             self.state.set_aside(track, error)
         if isinstance(error, ChangedMeanwhile):
-            self.state.update_memory(track, memories.void_delete(track.memory, name))
-        memory = record_last_progress(track.memory, *track.last_progress())
-        memory = memories.remember(memory, action, finished.result, error, self.state.clock.now(), self.rng)
+            self.state.update_memory(track, remember.void_delete(track.memory, name))
+        memory = remember.record_last_progress(track.memory, *track.last_progress())
+        memory = remember.remember(memory, action, finished.result, error, self.state.clock.now(), self.rng)
         self.state.update_memory(track, memory)
         self._update_trackers(track, view, action, name, finished)
 

@@ -21,7 +21,7 @@ from tpucare.model.lifecycles import NodeStatus
 from tpucare.model.ports import Lane
 from tpucare.model.resources import Listing, Node, NodeKey, reaches_externally, workers_of
 from tpucare.model.text import counted
-from tpucare.planner import remember as memories
+from tpucare.planner import remember
 from tpucare.planner.backoff import listing_pause
 
 # After so many failed listings in a row every slot is decided again.
@@ -135,7 +135,7 @@ class Observer:
                     seen.mark_zone_unreachable(view.mark)
                 else:
                     if seen.zone_unreachable and seen.listed:
-                        self.state.update_memory(track, memories.mark_in_sight(track.memory, seen.node.name))
+                        self.state.update_memory(track, remember.mark_in_sight(track.memory, seen.node.name))
                     seen.mark_zone_reachable(view.mark)
                     self.prober.resume_probes(track, seen)
 
@@ -195,7 +195,7 @@ class Observer:
             return
         self.ports.launcher.disconnect(node.key)
         self.state.dirty[track.slot.name] = None
-        self.state.update_memory(track, memories.mark_taken(track.memory, node.name))
+        self.state.update_memory(track, remember.mark_taken(track.memory, node.name))
         self.forget_node(track, view, node.name, f"{node.name} has another owner's label now: left alone")
 
     def apply_own_node(self, view: ProjectView, track: SlotTrack, node: Node) -> None:
@@ -210,7 +210,7 @@ class Observer:
         seen.listed = True
         track.failed_reads.pop(node.name, None)
         view.hold_quota(node)
-        self.state.update_memory(track, memories.apply_node(track.memory, node))
+        self.state.update_memory(track, remember.apply_node(track.memory, node))
         if before is not node.state or fresh:
             self.state.add_event(
                 track, "state", f"{node.name} is {node.state.name}", node=node.name, state=node.state.name

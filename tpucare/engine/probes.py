@@ -22,7 +22,7 @@ from tpucare.model.memory import DesiredState, End
 from tpucare.model.ports import Finished, Lane
 from tpucare.model.resources import PENDING_STATES, USABLE_STATES, NodeState
 from tpucare.model.runs import Contact, NodeReport, Phase, ProbeOrder
-from tpucare.planner import remember as memories
+from tpucare.planner import remember
 from tpucare.planner.backoff import refusal_pause
 from tpucare.planner.run import EXIT_IS_SEEN_REPORTS, got_further, is_row_open
 
@@ -140,9 +140,9 @@ class Prober:
             signals = 0
         self.liveness.update_silence(track)
         if report.all_answer:
-            self.state.update_memory(track, memories.mark_answered(track.memory, seen.node.name))
+            self.state.update_memory(track, remember.mark_answered(track.memory, seen.node.name))
         if seen.refusals:
-            self.state.update_memory(track, memories.mark_key_refused(track.memory, seen.node.name))
+            self.state.update_memory(track, remember.mark_key_refused(track.memory, seen.node.name))
         self._add_events(track, seen, before, report, signals)
         # A decision depends on: enough reports without progress,
         stood_still = SUPPORTING_OBSERVATIONS in (seen.progress.unchanged, seen.progress.still)

@@ -15,7 +15,7 @@ from tpucare.engine.tracking import SlotTrack
 from tpucare.model.lifecycles import NodeStatus
 from tpucare.model.memory import DesiredState, Memory
 from tpucare.model.resources import Node, Slot
-from tpucare.planner import remember as memories
+from tpucare.planner import remember
 
 
 class SlotRegistry:
@@ -24,7 +24,7 @@ class SlotRegistry:
     def __init__(self, state: EngineState, create_admission: CreateAdmission) -> None:
         self._state = state
         self._create_admission = create_admission
-        self._remembered = {name: memories.recover(memory) for name, memory in state.store.memories().items()}
+        self._remembered = {name: remember.recover(memory) for name, memory in state.store.memories().items()}
         self._surplus: dict[str, Callable[[str], Slot | None]] = {}
         self._wishes: dict[str, DesiredState] = {}
 

@@ -28,10 +28,10 @@ class EffectKind(StrEnum):
     LAUNCH = "launch"
     STOP = "stop"
     NOTICE = "notice"
-    KEY = "key"
-    VOUCH = "vouch"
-    LOOK = "look"
-    POLL = "poll"
+    ADD_SSH_KEY = "key"
+    FETCH_HOST_KEYS = "vouch"
+    GET_NODE = "look"
+    GET_OPERATION = "poll"
     # A person asked to label a node as this slot's, and no listing shows that label yet.
     ADOPT = "adopt"
     # This process saw the node and removed it: it is gone, or another owner's.
@@ -213,7 +213,7 @@ class AddSshKey:
 
     @property
     def effect_key(self) -> EffectKey:
-        return EffectKind.KEY.of(self.key.name)
+        return EffectKind.ADD_SSH_KEY.of(self.key.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +227,7 @@ class FetchHostKeys:
 
     @property
     def effect_key(self) -> EffectKey:
-        return EffectKind.VOUCH.of(self.key.name)
+        return EffectKind.FETCH_HOST_KEYS.of(self.key.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +240,7 @@ class GetNode:
 
     @property
     def effect_key(self) -> EffectKey:
-        return EffectKind.LOOK.of(self.key.name)
+        return EffectKind.GET_NODE.of(self.key.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +254,7 @@ class GetOperation:
 
     @property
     def effect_key(self) -> EffectKey:
-        return EffectKind.POLL.of(self.name)
+        return EffectKind.GET_OPERATION.of(self.name)
 
 
 class Fact(StrEnum):

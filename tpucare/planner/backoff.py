@@ -44,7 +44,7 @@ PERSON_LATER = timedelta(hours=1)
 # --- calls -----------------------------------------------------------------------------------------------------------
 
 RESEND_BACKOFF = Backoff(timedelta(seconds=2), timedelta(minutes=1))
-MISSING_LOOK_EVERY = timedelta(hours=1)
+MISSING_READ_EVERY = timedelta(hours=1)
 DELETE_AGAIN = timedelta(seconds=60)
 DELETE_AGAIN_CAP = timedelta(minutes=16)
 

@@ -35,7 +35,7 @@ from tpucare.model.lifecycles import CreateState, NodeStatus, RunState
 from tpucare.model.memory import CreateIntent, DesiredState, End, Memory, NodeMemory
 from tpucare.model.resources import DEAD_STATES, NodeKey, NodeState, OnSuccess, Slot, node_name
 from tpucare.model.text import length
-from tpucare.planner.backoff import DELETE_AGAIN_CAP, MISSING_LOOK_EVERY, RESEND_BACKOFF
+from tpucare.planner.backoff import DELETE_AGAIN_CAP, MISSING_READ_EVERY, RESEND_BACKOFF
 from tpucare.planner.node import decide_by_workers, decide_hidden, decide_node
 from tpucare.planner.placement import choose_place, holds_quota
 from tpucare.planner.predicates import (
@@ -54,7 +54,7 @@ from tpucare.planner.predicates import (
 from tpucare.planner.run import end_done
 
 # For an abandoned create, which no slot waits for.
-POLL_SPENT_EVERY = timedelta(minutes=1)
+POLL_ABANDONED_EVERY = timedelta(minutes=1)
 # `down` waits so long for a zone that does not answer, and then ends without it.
 DOWN_PATIENCE = timedelta(minutes=2)
 # Deletes take minutes; a hanging one goes on when it is repeated.
@@ -215,13 +215,13 @@ def _due(last: Mark | None, timers: Timers, every: timedelta) -> bool:
 
 def _watch_abandoned(case: Case, intent: CreateIntent) -> Action | None:
     """Hourly GetNode for an abandoned create, whose operation may never end; a day of NOT_FOUND closes it."""
-    this, key = EffectKind.LOOK.of(intent.name), NodeKey(case.slot.project, intent.zone, intent.name)
+    this, key = EffectKind.GET_NODE.of(intent.name), NodeKey(case.slot.project, intent.zone, intent.name)
     if not intent.abandoned or this in case.evidence.in_flight or case.evidence.node(intent.name) is not None:
         return None
     if not _due(
         case.evidence.ended_effects.get(this) or case.evidence.creates_since.get(intent.name),
         case.timers,
-        MISSING_LOOK_EVERY,
+        MISSING_READ_EVERY,
     ):
         return None
     return GetNode(key, Cause.CREATE_ABANDONED, "its create was abandoned, and its operation goes on")
@@ -255,12 +255,12 @@ def _create_chore(case: Case, intent: CreateIntent) -> Action | None:
 
 
 def _get_operation_when_due(case: Case, intent: CreateIntent) -> GetOperation | None:
-    this = EffectKind.POLL.of(intent.name)
+    this = EffectKind.GET_OPERATION.of(intent.name)
     vanished = case.evidence.node(intent.name) is None and case.memory.node(intent.name) is None
     known_before = EffectKind.GONE.of(intent.name) in case.evidence.ended_effects
     every = timedelta(seconds=1) if vanished and known_before else case.evidence.project.poll_every
     if intent.abandoned:
-        every = max(every, POLL_SPENT_EVERY)
+        every = max(every, POLL_ABANDONED_EVERY)
     last = case.evidence.ended_effects.get(this) or case.evidence.creates_since.get(intent.name)
     if this in case.evidence.in_flight or not (_due(last, case.timers, every)):
         return None
@@ -300,11 +300,11 @@ def _await_last(case: Case) -> Wait:
     if not all(lasted):
         return Wait(Cause.ZONE_UNREACHABLE, f"going down: {', '.join(sorted({*left.values()}))} does not answer")
     keys = tuple(NodeKey(case.slot.project, zone, name) for name, zone in left.items())
-    why = f"{not_looked_at(keys)}: remembered, and deleted once they can be"
+    why = f"{unread_nodes(keys)}: remembered, and deleted once they can be"
     return Wait(Cause.ZONE_UNREACHABLE, f"going down: {why}", needs_person=True, out_of_reach=keys)
 
 
-def not_looked_at(keys: Sequence[NodeKey]) -> str:
+def unread_nodes(keys: Sequence[NodeKey]) -> str:
     """`2 nodes in ZONE could not be looked at`, for `down`."""
     zones = ", ".join(sorted({key.zone for key in keys}))
     return f"{len(keys)} node{'s' if len(keys) > 1 else ''} in {zones} could not be looked at"

@@ -7,7 +7,6 @@ from the desired state is left to `decide`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from tpucare.model.lifecycles import NodeStatus, RunEvent
@@ -86,15 +85,3 @@ def replace_node(memory: Memory) -> Memory:
 def _unfinished(memory: Memory) -> Memory:
     """A finished run counts as running again, so that the slot is not done."""
     return replace(memory, run=memory.run.after(RunEvent.WANTED_ON)) if memory.run is not None else memory
-
-
-WISHES: Mapping[str, Callable[[Memory], Memory]] = {
-    "up": up,
-    "down": down,
-    "pause": pause,
-    "resume": resume,
-    "retry": retry,
-    "confirm": confirm,
-    "restart": restart,
-    "replace": replace_node,
-}

@@ -61,7 +61,7 @@ def decide_node(case: Case, seen: NodeEvidence) -> Action:
         return action
     if seen.zone_unreachable or (not seen.listed and node.name in case.evidence.failed_reads):
         return decide_hidden(case, node.key.zone, node.name)
-    if not seen.listed and EffectKind.LOOK.of(node.name) not in case.evidence.ended_effects:
+    if not seen.listed and EffectKind.GET_NODE.of(node.name) not in case.evidence.ended_effects:
         return Wait(Cause.NODE_ABSENT, f"looking for {node.name} by name")
     if past is None:
         return Wait(Cause.NODE_ABSENT, f"{node.name} is being looked at")
@@ -216,10 +216,10 @@ def _decide_refused(case: Case, seen: NodeEvidence, past: NodeMemory, *, some_ac
     name = seen.node.name
     if not past.keyed:
         # The guest agent writes the key some seconds after sshd listens, so UpdateNode waits for that.
-        last = case.evidence.ended_effects.get(EffectKind.KEY.of(name))
+        last = case.evidence.ended_effects.get(EffectKind.ADD_SSH_KEY.of(name))
         pause_over = last is None or case.timers.lasted(last, KEY_PUSH_EVERY)
         late = case.timers.lasted(seen.refused_since, KEY_MAY_BE_LATE)
-        if late and pause_over and EffectKind.KEY.of(name) not in case.evidence.in_flight:
+        if late and pause_over and EffectKind.ADD_SSH_KEY.of(name) not in case.evidence.in_flight:
             return AddSshKey(seen.node.key, Cause.KEY_REFUSED, "a worker refuses our key")
         why = f"a worker of {name} does not know our key yet"
         return Wait(Cause.KEY_REFUSED, why, needs_person=last is not None)

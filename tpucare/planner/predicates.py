@@ -24,16 +24,16 @@ STALL_FACTOR = 10
 LONG_LIFE = timedelta(hours=1)
 # In a row, over several nodes, without a step beyond the furthest: then the job itself is at fault (OOM, deadlock).
 INFRASTRUCTURE_BUDGET = 12
-LOOK_EVERY = timedelta(seconds=5)
-LOOK_CAP, LOOK_CAP_HUMAN = timedelta(minutes=1), timedelta(minutes=10)
+READ_EVERY = timedelta(seconds=5)
+READ_CAP, READ_CAP_HUMAN = timedelta(minutes=1), timedelta(minutes=10)
 
 
 def get_node_when_due(case: Case, key: NodeKey, cause: Cause, why: str) -> GetNode | None:
     """GetNode, unless one is in flight or ended just now; after failures with growing pauses."""
-    this = EffectKind.LOOK.of(key.name)
-    last, failed, every = case.evidence.ended_effects.get(this), case.evidence.failed_reads.get(key.name), LOOK_EVERY
+    this = EffectKind.GET_NODE.of(key.name)
+    last, failed, every = case.evidence.ended_effects.get(this), case.evidence.failed_reads.get(key.name), READ_EVERY
     if failed is not None:
-        every = min(LOOK_EVERY * 2 ** min(failed.times, 10), LOOK_CAP_HUMAN if failed.human else LOOK_CAP)
+        every = min(READ_EVERY * 2 ** min(failed.times, 10), READ_CAP_HUMAN if failed.human else READ_CAP)
     if this in case.evidence.in_flight or not (last is None or case.timers.lasted(last, every, observations=0)):
         return None
     return GetNode(key, cause, why)
@@ -50,19 +50,9 @@ def deletion(
     lasted: timedelta | None = None,
 ) -> Delete:
     """A Delete of this node; `quiet` by its last report."""
-    node = seen.node
-    return Delete(
-        node.key,
-        node.id,
-        node.create_time,
-        cause,
-        why,
-        reason,
-        quiet=is_quiet(seen),
-        unanswered=unanswered,
-        held=held,
-        lasted=lasted,
-    )
+    node, quiet = seen.node, is_quiet(seen)
+    identity = (node.key, node.id, node.create_time)
+    return Delete(*identity, cause, why, reason, quiet=quiet, unanswered=unanswered, held=held, lasted=lasted)
 
 
 def is_quiet(seen: NodeEvidence) -> bool:

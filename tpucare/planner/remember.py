@@ -69,7 +69,7 @@ from tpucare.model.resources import (
 )
 from tpucare.model.runs import LaunchResult, StopResult
 from tpucare.planner import placement
-from tpucare.planner.backoff import DELETE_AGAIN, DELETE_AGAIN_CAP, FAILURE_BACKOFF, MISSING_LOOK_EVERY, RESEND_BACKOFF
+from tpucare.planner.backoff import DELETE_AGAIN, DELETE_AGAIN_CAP, FAILURE_BACKOFF, MISSING_READ_EVERY, RESEND_BACKOFF
 
 
 def intend(memory: Memory, action: Action, now: datetime, rng: random.Random) -> Memory:
@@ -218,7 +218,7 @@ def recover(memory: Memory) -> Memory:
 
 
 BUDGET_WINDOW = timedelta(minutes=1)
-MISSING_LOOKS = 24
+MISSING_READS = 24
 
 
 def intend_create(memory: Memory, action: Create, now: datetime) -> Memory:
@@ -334,7 +334,7 @@ def _count_missing(memory: Memory, name: str, now: datetime) -> Memory:
     intent = memory.create(name)
     if intent is None or not intent.abandoned or intent.state is not CreateState.RUNNING:
         return memory
-    if intent.missing + 1 >= MISSING_LOOKS and now - intent.asked_at >= MISSING_LOOKS * MISSING_LOOK_EVERY:
+    if intent.missing + 1 >= MISSING_READS and now - intent.asked_at >= MISSING_READS * MISSING_READ_EVERY:
         return memory.without_create(name)
     return memory.with_create(replace(intent, missing=intent.missing + 1))
 

@@ -150,7 +150,7 @@ def _decide_incomplete(case: Case, seen: NodeEvidence) -> Action:
 
 PREEMPTIBLE_LIFE = timedelta(hours=23, minutes=45)
 NO_PREEMPTIBLE_LIVES = timedelta(days=2)
-CHECKPOINT_LOOK_EVERY = timedelta(seconds=15)
+CHECKPOINT_READ_EVERY = timedelta(seconds=15)
 # In a row, over several nodes: then the job itself is at fault.
 STALL_BUDGET = 6
 FIRST_WAIT_FACTOR = 2
@@ -319,7 +319,7 @@ def _end_of_day(case: Case, seen: NodeEvidence, past: NodeMemory) -> Action | No
     if checkpoint is not None and (past.noticed_checkpoint is None or checkpoint > past.noticed_checkpoint):
         why = "its 24 hours end, and a newer checkpoint is complete"
         return ending(seen, case.memory, Cause.END_OF_DAY, why, then=Reason.FINISHED)
-    case.timers.again(CHECKPOINT_LOOK_EVERY)
+    case.timers.again(CHECKPOINT_READ_EVERY)
     return None
 
 
@@ -454,18 +454,11 @@ def _may_be_noted(case: Case, seen: NodeEvidence) -> bool:
     return all(worker.exit_status == 0 for worker in seen.report.workers)
 
 
-def end_done(node: str, far: Furthest) -> Record:
-    """End the slot as done, since the run on that node finished."""
-    why = "the run finished with exit status 0"
-    return Record(
-        Fact.ENDED,
-        why,
-        node,
-        end=End.DONE,
-        step=far.step,
-        checkpoint=far.checkpoint,
-        cause=Cause.RUN_FINISHED,
-    )
+def end_done(
+    node: str, far: Furthest, why: str = "the run finished with exit status 0", cause: Cause = Cause.RUN_FINISHED
+) -> Record:
+    """End the slot as done, with the run on that node."""
+    return Record(Fact.ENDED, why, node, end=End.DONE, step=far.step, checkpoint=far.checkpoint, cause=cause)
 
 
 # --- a run that tpucare did not start, whose success is unknown -------------------------------------------------------
@@ -552,15 +545,7 @@ def _decide_foreign_end(case: Case, seen: NodeEvidence) -> Action:
         return failure_ending(case, seen, Cause.FOREIGN_RUN_ENDED, why, FailureKind.CRASH)
     far, name = furthest(seen, case.memory), seen.node.name
     if on_exit is OnExit.DELETE:
-        return Record(
-            Fact.ENDED,
-            why,
-            name,
-            end=End.DONE,
-            step=far.step,
-            checkpoint=far.checkpoint,
-            cause=Cause.FOREIGN_RUN_ENDED,
-        )
+        return end_done(name, far, why, Cause.FOREIGN_RUN_ENDED)
     return Record(Fact.RUN_OVER, why, name, step=far.step, checkpoint=far.checkpoint)
 
 

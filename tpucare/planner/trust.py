@@ -39,7 +39,7 @@ def publisher_of(slot: Slot, past: NodeMemory) -> str:
 def decide_trust(case: Case, seen: NodeEvidence, past: NodeMemory) -> Action | None:
     """The step before a launch on workers that all answer; None when the job may be sent to them."""
     name, strict = seen.node.name, case.slot.care.host_keys is HostKeys.VOUCHED
-    asking = EffectKind.VOUCH.of(name) in case.evidence.in_flight
+    asking = EffectKind.FETCH_HOST_KEYS.of(name) in case.evidence.in_flight
     asked = Wait(Cause.UNDER_WAY, f"asking for the host keys of {name}")
     if seen.voucher is Voucher.UNASKED:
         return asked if asking else _ask(case.slot, seen, past, Cause.HOST_KEYS_UNVOUCHED, _FIRST)
@@ -76,10 +76,10 @@ def is_private(job: Job | None) -> bool:
 
 def decide_changed_key(case: Case, seen: NodeEvidence, past: NodeMemory) -> Action:
     """A worker shows another host key than the pinned one: only guest attributes or a person can vouch for it."""
-    name, last = seen.node.name, case.evidence.ended_effects.get(EffectKind.VOUCH.of(seen.node.name))
+    name, last = seen.node.name, case.evidence.ended_effects.get(EffectKind.FETCH_HOST_KEYS.of(seen.node.name))
     asked = last is not None and seen.changed_since is not None and last.observed >= seen.changed_since.observed
     long = case.timers.lasted(seen.changed_since, PUBLISHED_WITHIN)
-    if not asked and EffectKind.VOUCH.of(name) not in case.evidence.in_flight:
+    if not asked and EffectKind.FETCH_HOST_KEYS.of(name) not in case.evidence.in_flight:
         return _ask(case.slot, seen, past, Cause.HOST_KEY_CHANGED, "a host key changed on the same node")
     if again := _ask_again(case, seen, past, every=ASK_LATER_EVERY if long else ASK_EVERY):
         return again
@@ -98,7 +98,7 @@ def _ask_again(
     case: Case, seen: NodeEvidence, past: NodeMemory, *, every: timedelta = ASK_EVERY
 ) -> FetchHostKeys | None:
     """FetchHostKeys each *every*; None while one is in flight, so that a person is told once."""
-    kind = EffectKind.VOUCH.of(seen.node.name)
+    kind = EffectKind.FETCH_HOST_KEYS.of(seen.node.name)
     last = case.evidence.ended_effects.get(kind)
     due = kind not in case.evidence.in_flight and (last is None or case.timers.lasted(last, every, observations=0))
     if not due:

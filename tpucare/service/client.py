@@ -26,7 +26,7 @@ from tpucare.model.memory import DesiredState
 from tpucare.model.ports import Clock
 from tpucare.model.resources import Event, NodeKey, Slot
 from tpucare.model.text import shown
-from tpucare.planner.decide import DOWN_PATIENCE, not_looked_at
+from tpucare.planner.decide import DOWN_PATIENCE, unread_nodes
 from tpucare.service import status as service_status
 from tpucare.service.assembly import Runtime, assemble
 from tpucare.service.commands import CommandHandler
@@ -391,7 +391,7 @@ class Takedown:
     def report_left(self, name: str) -> None:
         if left := self.left:
             nodes = ", ".join(key.name for key in left)
-            self._say(f"{not_looked_at(left)}: {nodes}: remembered; `tpucare down {name}` again once that is possible")
+            self._say(f"{unread_nodes(left)}: {nodes}: remembered; `tpucare down {name}` again once that is possible")
 
     def is_over(self) -> bool:
         """Whether no node is left that can be seen. To be called after each step of the engine."""
