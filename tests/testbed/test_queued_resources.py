@@ -15,19 +15,25 @@ from google.cloud.tpu_v2alpha1.services.tpu.transports.grpc import TpuGrpcTransp
 from googleapiclient.discovery import build as discover  # type: ignore[import-untyped]
 
 from tests.kits.hand_clock import HandClock
+from tpucare.model import accelerators
 from tpucare.model.resources import NodeState
 from tpucare.testbed.audit import Expected, check
 from tpucare.testbed.emulator.server import EmulatorServer
 from tpucare.testbed.emulator.world.config import WorldConfig
+from tpucare.testbed.emulator.world.life import NodeLifecycle
+from tpucare.testbed.emulator.world.queued_life import QueuedLifecycle
 from tpucare.testbed.emulator.world.queued_records import (
     Initiator,
+    Planned,
     QueuedNodeSpec,
+    QueuedPath,
     QueuedRecord,
     QueuedSpec,
     QueueState,
     Validity,
 )
-from tpucare.testbed.emulator.world.records import ApiError, NodeSpec, OperationRecord
+from tpucare.testbed.emulator.world.records import ApiError, NodePath, NodeSpec, OperationRecord
+from tpucare.testbed.emulator.world.state import State
 from tpucare.testbed.emulator.world.world import World
 
 PROJECT, ZONE = "emulated", "us-central1-a"
@@ -544,3 +550,18 @@ def test_maintenance_at_will_is_alphas_own(place: Place) -> None:
             if record["kind"] == "machine" and record["event"] == "boot" and record["name"] == name
         ]
         assert restarted == [0, 0, 0]
+
+
+def test_a_queued_resource_lives_without_the_api() -> None:
+    state = State(WorldConfig.calm(), START, seed=7)
+    nodes = NodeLifecycle(state)
+    queue = QueuedLifecycle(state, nodes)
+    path, place = QueuedPath(PROJECT, ZONE, "q-0"), NodePath(PROJECT, ZONE, "pod-0-a1")
+    queue.create(QueuedRecord(path, START, QueuedSpec(ONE)), [Planned(place, NODE, accelerators.lookup("v2-8"))])
+    state.advance(START + timedelta(hours=1))
+    life = state.queue[path]
+    assert (life.record.state, queue.nodes_of(life)) == (QueueState.ACTIVE, [state.nodes[place]])
+    nodes.terminate(state.nodes[place], cause="test")
+    state.advance(START + timedelta(hours=2))
+    assert (life.record.state, life.record.initiator) == (QueueState.SUSPENDED, Initiator.SERVICE)
+    assert state.nodes == {}
