@@ -64,7 +64,7 @@ def length(seconds: float | None) -> timedelta | None:
 
 
 class Preempt(BaseOrder):
-    """Take nodes away."""
+    """Preempt nodes."""
 
     do: Literal["preempt"]
     selector: str
@@ -89,7 +89,7 @@ class Preempt(BaseOrder):
 
 
 class Terminate(BaseOrder):
-    """Workers die, the node shows TERMINATED."""
+    """Kill the workers of nodes and show TERMINATED."""
 
     do: Literal["terminate"]
     selector: str
@@ -99,7 +99,7 @@ class Terminate(BaseOrder):
 
 
 class RemoveNodes(BaseOrder):
-    """The node is gone at once."""
+    """Remove nodes at once: 404."""
 
     do: Literal["forget"]
     selector: str
@@ -144,7 +144,7 @@ class UnknownFields(BaseOrder):
 
 
 class FailQueued(BaseOrder):
-    """Queued resources fail late."""
+    """Make queued resources FAILED with an error."""
 
     do: Literal["fail-queued"]
     selector: str
@@ -183,7 +183,7 @@ class Maintenance(BaseOrder):
 
 
 class StickDeleting(BaseOrder):
-    """Deletes hang until repeated."""
+    """Let deletes hang until they are repeated."""
 
     do: Literal["stick-deleting"]
     selector: str
@@ -194,7 +194,7 @@ class StickDeleting(BaseOrder):
 
 
 class LoseWorker(BaseOrder):
-    """One worker dies or falls silent; the API shows nothing."""
+    """Kill or silence one worker; the API does not show it."""
 
     do: Literal["lose-worker"]
     selector: str
@@ -217,7 +217,7 @@ class RestoreWorker(BaseOrder):
 
 
 class MissWorker(BaseOrder):
-    """The next node lacks a worker for ever."""
+    """Let the next node lack a worker for ever."""
 
     do: Literal["miss-worker"]
     worker: int = -1
@@ -270,7 +270,7 @@ class EndOutages(BaseOrder):
 
 
 class FailNextCreate(BaseOrder):
-    """The next create fails, in its operation or in the call."""
+    """Fail the next create, in its operation or in the call."""
 
     do: Literal["fail-next-create"]
     code: Code
@@ -284,7 +284,7 @@ class FailNextCreate(BaseOrder):
 
 
 class LoseNextAnswer(BaseOrder):
-    """The next call of a method gets no answer."""
+    """Lose the answer of the next call of a method."""
 
     do: Literal["lose-next-answer"]
     method: str
@@ -297,7 +297,7 @@ class LoseNextAnswer(BaseOrder):
 
 
 class FailNext(BaseOrder):
-    """The next call of a method is refused."""
+    """Refuse the next call of a method."""
 
     do: Literal["fail-next"]
     method: str
@@ -313,7 +313,7 @@ class FailNext(BaseOrder):
 
 
 class Status(BaseOrder):
-    """Every node that exists, whether or not the API shows it yet."""
+    """List every node that exists, whether or not the API shows it yet."""
 
     do: Literal["status"]
 
