@@ -56,12 +56,12 @@ class SharedBudget:
     """
     placement.Budget over the files of *project* in *state*. For one thread of each process.
 
-    `free_at` reserves the place that it finds, so that two processes never find the same one; `take` puts the slot's
-    name on it, and `answered` lets it expire a minute later. A place that was reserved and not taken counts like a
+    `free_at` holds the place that it finds, so that two processes never find the same one; `reserve` puts the slot's
+    name on it, and `create_ended` lets it expire a minute later. A place that was held and not reserved counts like a
     create.
 
-    store: the one that this process holds the lock of; while it is held, the process is alive
-    monotonic: the clock that all instants are of
+    store: the store of this process, which is alive as long as the lock of that store is held
+    monotonic: the clock of all instants
     """
 
     def __init__(
@@ -73,8 +73,8 @@ class SharedBudget:
         self._boot = _boot_id()
         # By token, of creates without an answer: the slot, and what is to be written of them yet.
         self._slots: dict[str, str] = {}
-        self._answered: dict[str, float] = {}
-        self._reserved = ""
+        self._ended: dict[str, float] = {}
+        self._held = ""
         state_folder.prepare_folder(self._folder)
         self._is_known = self._read()[2]
 
@@ -99,21 +99,21 @@ class SharedBudget:
             reserved = [Spent(now, "", self._store, token)] if token else []
             if (current == spent and not reserved) or self._write(version, [*current, *reserved]):
                 if token:
-                    self._slots[token], self._reserved = "", token
+                    self._slots[token], self._held = "", token
                 return free_at
         return now + _AGAIN_SECONDS
 
     def reserve(self, slot: str, now: float) -> None:
         for token in [token for token, name in self._slots.items() if name == slot]:
-            self._answered[token] = now  # A slot has one create at a time: the one before has ended.
-        if self._reserved:
-            self._slots[self._reserved], self._reserved = slot, ""
+            self._ended[token] = now  # A slot has one create at a time: the one before has ended.
+        if self._held:
+            self._slots[self._held], self._held = slot, ""
         self._save(now)
 
     def create_ended(self, slot: str, now: float) -> None:
         """The create of *slot* has ended, in whatever way; it reached the API at some instant until *now*."""
         for token in [token for token, name in self._slots.items() if name == slot]:
-            self._answered[token] = now
+            self._ended[token] = now
             self._save(now)
 
     def shares(self) -> Counter[str]:
@@ -141,7 +141,7 @@ class SharedBudget:
             if entry.token:
                 is_open = alive[entry.store] or entry.token in self._slots
                 entry = entry._replace(slot=self._slots.get(entry.token, entry.slot))
-                if (at := self._answered.get(entry.token)) is not None or not is_open:
+                if (at := self._ended.get(entry.token)) is not None or not is_open:
                     entry = entry._replace(at=latest if at is None else at, token="")
             if entry.token or now - self.window < entry.at <= latest + self.window:
                 current.append(entry)
@@ -156,8 +156,8 @@ class SharedBudget:
 
     def _give_back(self, now: float) -> None:
         """A place that was reserved and not taken counts from now on."""
-        if self._reserved:
-            self._answered[self._reserved], self._reserved = now, ""
+        if self._held:
+            self._ended[self._held], self._held = now, ""
 
     def _save(self, now: float) -> None:
         """Write what this process knows of its creates; in a crowd it is written with the next change."""
@@ -165,9 +165,9 @@ class SharedBudget:
             version, spent, _ = self._read()
             current = self._current(spent, now)
             if current == spent or self._write(version, current):
-                for token in self._answered:
+                for token in self._ended:
                     self._slots.pop(token, None)
-                self._answered.clear()
+                self._ended.clear()
                 return
 
     # --- the file ----------------------------------------------------------------------------------------------------
