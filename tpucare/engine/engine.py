@@ -196,7 +196,7 @@ class Engine:
     def release(self, acts_for: Callable[[Slot], bool] | None = None) -> None:
         """Begin the decided actions of the slots that *acts_for* accepts; None = all."""
         self.state.is_held = False
-        self.state.acts_for = acts_for
+        self.state.acts_for = acts_for or (lambda _: True)
         self.state.decide_again(self.slots)
 
     # --- the loop ----------------------------------------------------------------------------------------------------
@@ -321,7 +321,7 @@ class Engine:
             if isinstance(action, Wait):
                 self._apply_wait(track, action, moment, now)
                 return
-            if not self._acts_for(track.slot):
+            if self.state.is_held or not self.state.acts_for(track.slot):
                 return
             if isinstance(action, Create):
                 creates[track.slot.name] = action
@@ -332,10 +332,6 @@ class Engine:
                 return
             self._begin(track, action)
         raise TpuCareError(f"no wait after {steps} decisions, the last was {track.action}")
-
-    def _acts_for(self, slot: Slot) -> bool:
-        chosen = self.state.acts_for
-        return not self.state.is_held and (chosen is None or chosen(slot))
 
     def _evidence(self, view: ProjectView, track: SlotTrack) -> Evidence:
         silent = track.slot.name in self.liveness.silent

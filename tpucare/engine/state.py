@@ -76,7 +76,7 @@ class EngineState:
         self.listen = listen
         # Set by `Engine.hold` and `Engine.release` alone.
         self.is_held = False
-        self.acts_for: Callable[[Slot], bool] | None = None
+        self.acts_for: Callable[[Slot], bool] = lambda _: True
         self.slots: dict[str, SlotTrack] = {}
         self.projects: dict[str, ProjectView] = {}
         self.orphans: dict[str, Node] = {}

@@ -33,6 +33,7 @@ from tpucare.planner.predicates import (
     next_number,
     nothing_moves,
     patience_with_silence,
+    run_number,
     some_answer,
     stop_before,
     token_of,
@@ -325,8 +326,8 @@ def _decide_answering(case: Case, seen: NodeEvidence, past: NodeMemory) -> Actio
     run, node = case.memory.run, seen.node
     token = token_of(seen)
     ours = run is not None and run.node == node.name
-    if token and (run is None or not ours or _newer(token, run.token)):
-        number = int(token.rpartition(".")[2])
+    if token and (run is None or not ours or run_number(token) > run_number(run.token)):
+        number = run_number(token)
         return Record(Fact.RUN_ADOPTED, f"the workers run {token}", name=node.name, token=token, number=number)
     if run is not None and ours and run.state.is_past and run.then_delete is not None:
         return deletion(seen, run.stop_cause, run.stop_why, run.then_delete)
@@ -334,10 +335,6 @@ def _decide_answering(case: Case, seen: NodeEvidence, past: NodeMemory) -> Actio
         decide_own = decide_foreign if is_foreign(seen.report, run) else decide_run
         return decide_own(case, seen, past)
     return _decide_launch(case, seen, past)
-
-
-def _newer(token: str, known: str) -> bool:
-    return int(token.rpartition(".")[2]) > int(known.rpartition(".")[2])
 
 
 def _decide_launch(case: Case, seen: NodeEvidence, past: NodeMemory) -> Action:

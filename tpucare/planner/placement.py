@@ -29,6 +29,7 @@ from tpucare.planner.backoff import (
     RATE_PAUSE,
     RATE_PAUSE_SPREAD,
     TRANSIENT_BACKOFF,
+    Backoff,
 )
 
 # Two useless nodes in a row point at the place, not at the nodes.
@@ -183,16 +184,17 @@ def record_refusal(
         return replace(past, kind=kind, reason=reason, own_quota_since=since, retry_at=None, blocked=False)
     if isinstance(error, NeedsPerson):
         return block_place(past, reason, now=now)
-    kind = _kind(error)
+    kind, backoff = _reaction_to(error)
     # Failures in a row are of one kind: after an hour of stockouts the first refusal for quota counts as the first.
     again = past.kind == kind
     failures = past.failures + 1 if again else 1
+    pause = backoff.delay(failures, rng) if backoff is not None else RATE_PAUSE * rng.uniform(1.0, RATE_PAUSE_SPREAD)
     return replace(
         past,
         failures=failures,
         kind=kind,
         reason=reason,
-        retry_at=now + _pause(error, failures, rng),
+        retry_at=now + pause,
         blocked=False,
         own_quota_since=None,
         since=past.since if again else now,
@@ -210,24 +212,15 @@ def _out_of_patience(past: PlaceMemory, now: datetime) -> bool:
     return past.own_quota_since is not None and not (timedelta() <= now - past.own_quota_since < OWN_QUOTA_PATIENCE)
 
 
-def _kind(error: CloudError) -> Refusal:
+def _reaction_to(error: CloudError) -> tuple[Refusal, Backoff | None]:
+    """The kind of refusal and its backoff; None: the fixed pause after RateLimited."""
     if isinstance(error, NoCapacity):
-        return Refusal.NO_CAPACITY
+        return Refusal.NO_CAPACITY, CAPACITY_BACKOFF
     if isinstance(error, QuotaExceeded):
-        return Refusal.QUOTA
+        return Refusal.QUOTA, QUOTA_BACKOFF
     if isinstance(error, RateLimited):
-        return Refusal.RATE
-    return Refusal.TRANSIENT if isinstance(error, Transient) else Refusal.REFUSED
-
-
-def _pause(error: CloudError, failures: int, rng: random.Random) -> timedelta:
-    if isinstance(error, NoCapacity):
-        return CAPACITY_BACKOFF.delay(failures, rng)
-    if isinstance(error, QuotaExceeded):
-        return QUOTA_BACKOFF.delay(failures, rng)
-    if isinstance(error, RateLimited):
-        return RATE_PAUSE * rng.uniform(1.0, RATE_PAUSE_SPREAD)
-    return TRANSIENT_BACKOFF.delay(failures, rng)
+        return Refusal.RATE, None
+    return Refusal.TRANSIENT if isinstance(error, Transient) else Refusal.REFUSED, TRANSIENT_BACKOFF
 
 
 def end_refusals(past: PlaceMemory, now: datetime) -> PlaceMemory:

@@ -188,7 +188,12 @@ def token_of(seen: NodeEvidence) -> str:
     """Token of the newest run of this very node by its workers' reports; empty: none."""
     tokens = {worker.token for worker in (seen.report.workers if seen.report else ())}
     own = [token for token in tokens if _belongs(token, seen.node.name)]
-    return max(own, key=lambda token: int(token.rpartition(".")[2]), default="")
+    return max(own, key=run_number, default="")
+
+
+def run_number(token: str) -> int:
+    """2 of `pod-0-a3.2`."""
+    return int(token.rpartition(".")[2])
 
 
 def _belongs(token: str, node: str) -> bool:

@@ -70,6 +70,7 @@ from tpucare.model.resources import (
 from tpucare.model.runs import LaunchResult, StopResult
 from tpucare.planner import placement
 from tpucare.planner.backoff import DELETE_AGAIN, DELETE_AGAIN_CAP, FAILURE_BACKOFF, MISSING_READ_EVERY, RESEND_BACKOFF
+from tpucare.planner.predicates import run_number
 
 
 def intend(memory: Memory, action: Action, now: datetime, rng: random.Random) -> Memory:
@@ -470,7 +471,7 @@ def _start_job(memory: Memory, job: str) -> Memory:
 
 def intend_stop(memory: Memory, action: Stop, now: datetime, rng: random.Random) -> Memory:
     run = memory.run
-    number = int(action.token.rpartition(".")[2])
+    number = run_number(action.token)
     memory = _record_training(memory, now)
     if run is None or run.node != action.key.name:
         run = RunMemory(action.token, action.key.name, number, launched_at=now)
@@ -647,7 +648,8 @@ def apply_node(memory: Memory, node: Node) -> Memory:
         memory = memory.with_node(past)
     memory = mark_in_sight(memory, node.name)
     memory = _apply_state(memory, node)
-    if intent is not None and not intent.abandoned and _settled(node):
+    # While the node is CREATING, its operation may still end in a stockout, and the call may still be unanswered.
+    if intent is not None and not intent.abandoned and node.state is not NodeState.CREATING:
         memory = memory.without_create(node.name)
         if node.state is NodeState.READY and intent.place:
             memory = placement.record_node_up(memory, intent.place, node.create_time)
@@ -698,11 +700,6 @@ def _was_requested(node: Node, memory: Memory) -> bool:
     if parsed is None or parsed[0] != node.slot or node.labels.get(LABEL_NUMBER) != str(parsed[1]):
         return False
     return memory.has_asked_for(parsed[1])
-
-
-def _settled(node: Node) -> bool:
-    # While the node is CREATING, its operation may still end in a stockout, and the call may still be unanswered.
-    return node.state is not NodeState.CREATING
 
 
 def raise_next_number(memory: Memory, name: str) -> Memory:

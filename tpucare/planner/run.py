@@ -67,14 +67,9 @@ def decide_run(case: Case, seen: NodeEvidence, past: NodeMemory) -> Action:
     assert report is not None
     if action := decide_unsettled(case, seen):
         return action
-    workers = report.workers
-    if all(_lives(worker, run) for worker in workers):
+    if all(worker.alive and worker.token == run.token and worker.exit_status is None for worker in report.workers):
         return decide_living(case, seen, past)
-    return decide_ended(case, seen, workers)
-
-
-def _lives(worker: WorkerReport, run: RunMemory) -> bool:
-    return worker.alive and worker.token == run.token and worker.exit_status is None
+    return decide_ended(case, seen, report.workers)
 
 
 def _stop_again(case: Case, seen: NodeEvidence) -> Action:
@@ -160,8 +155,11 @@ NO_TIME = timedelta()
 def decide_living(case: Case, seen: NodeEvidence, past: NodeMemory) -> Action:
     run = case.memory.run
     assert run is not None
-    if verdict := _overdue_phase(case, seen):
-        return verdict
+    assert seen.report is not None
+    phases = {worker.phase for worker in seen.report.workers}
+    is_setup = bool(phases & {Phase.FETCH, Phase.SETUP, Phase.NONE})
+    if is_setup and case.timers.lasted(seen.phase_since, case.slot.care.setup_timeout):
+        return failure_ending(case, seen, Cause.SETUP_TIMEOUT, "setup does not end", FailureKind.SETUP)
     if verdict := _stalled(case, seen, past):
         return verdict
     if seen.unhealthy_since is not None and case.timers.lasted(seen.unhealthy_since, case.slot.care.unhealthy_after):
@@ -173,7 +171,7 @@ def decide_living(case: Case, seen: NodeEvidence, past: NodeMemory) -> Action:
             return ending(seen, case.memory, Cause.UNHEALTHY, why, then=Reason.JUDGED, lasted=limit)
     if action := _end_of_day(case, seen, past):
         return action
-    if case.memory.counter(FailureKind.SETUP).failures and seen.report is not None and past_setup(seen.report.workers):
+    if case.memory.counter(FailureKind.SETUP).failures and past_setup(seen.report.workers):
         return Record(Fact.SETUP_DONE, "setup served on every worker: its failures begin anew", seen.node.name)
     if seen.progress.signals >= 2 and not run.progressed:
         return _progressed(seen, case.memory, "the run makes progress")
@@ -229,16 +227,6 @@ def _phase_now(seen: NodeEvidence) -> Wait:
 
 def past_setup(workers: tuple[WorkerReport, ...]) -> bool:
     return all(worker.phase is Phase.RUN for worker in workers)
-
-
-def _overdue_phase(case: Case, seen: NodeEvidence) -> Action | None:
-    assert seen.report is not None
-    phases = {worker.phase for worker in seen.report.workers}
-    if phases & {Phase.FETCH, Phase.SETUP, Phase.NONE} and case.timers.lasted(
-        seen.phase_since, case.slot.care.setup_timeout
-    ):
-        return failure_ending(case, seen, Cause.SETUP_TIMEOUT, "setup does not end", FailureKind.SETUP)
-    return None
 
 
 def _stalled(case: Case, seen: NodeEvidence, past: NodeMemory) -> Action | None:
