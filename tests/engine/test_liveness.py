@@ -18,7 +18,7 @@ def paused(daemon: Daemon) -> None:
     daemon.wish("aaa-0", DesiredState.PAUSED)
 
 
-def dark(daemon: Daemon) -> None:
+def unreachable(daemon: Daemon) -> None:
     """Its zone does not answer, so nothing is known of its node."""
     daemon.zone.world.operator.outage("zone", timedelta(hours=10), daemon.clock.true_now(), zone=US)
 
@@ -32,11 +32,11 @@ def lose_the_other(daemon: Daemon) -> None:
     daemon.check()
 
 
-@pytest.mark.parametrize("hinder", [paused, dark])
+@pytest.mark.parametrize("hinder", [paused, unreachable])
 def test_a_slot_that_cannot_act_is_not_waited_for(tmp_path: Path, hinder: Callable[[Daemon], None]) -> None:
     """
     Where no worker answered, the slot that was silent longest was to go first, and it could be one that cannot: paused,
-    done, its zone dark, its node dead or its key refused. All others waited for it for ever; the canary is the longest
+    done, its zone unreachable, its node dead, its key refused. All others waited for it; the canary is the longest
     silent slot that can act now.
     """
     daemon = Daemon(tmp_path)

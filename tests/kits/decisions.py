@@ -31,7 +31,7 @@ ON_DEMAND = Provisioning.ON_DEMAND
 MUTE = Progress(token(), 0, None, None, ago(hours=2))
 STALE = Progress(token(), 100, ago(hours=2), timedelta(seconds=15), ago(hours=2))
 
-OURS, DARK = frozenset({US}), frozenset({"asia-east1-c"})
+OURS, UNREACHABLE = frozenset({US}), frozenset({"asia-east1-c"})
 # Longer than the ten hours that were observed since the start.
 PATIENT = slot(fence_after=timedelta(hours=11))
 NEXT = seen(node(number=1), QUIET, answering_since=ago(minutes=1))

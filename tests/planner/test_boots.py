@@ -174,7 +174,7 @@ FENCES = [
         "Wait",
     ),
     case(
-        "it was once seen PREEMPTED, however dark its zone is now",
+        "it was once seen PREEMPTED, though its zone is unreachable now",
         evidence(NEXT, unreachable_since={US: ago(60)}, ended_effects=LOOKED),
         memory(launched(0, delete=DELETE, status=NodeStatus.DEAD), past(1)),
         "Launch",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tests.kits.decisions import (
-    DARK,
     PATIENT,
+    UNREACHABLE,
     case,
     table,
 )
@@ -251,26 +251,33 @@ CREATES = [
         "Wait",
         PATIENT,
     ),
-    case("a lost store, and a zone stays dark", evidence(store_lost=True, complete=False), memory(), "Wait person"),
+    case(
+        "a lost store, and a zone stays unreachable", evidence(store_lost=True, complete=False), memory(), "Wait person"
+    ),
     case("a lost store, all zones seen", evidence(store_lost=True), memory(), "Create"),
     case(
-        "maybe a backup, and a dark zone",
+        "maybe a backup, and an unreachable zone",
         evidence(store_old=True, unanswered=frozenset({US})),
         memory(),
         "Wait",
         PATIENT,
     ),
     case(
-        "maybe a backup, and a zone stays dark",
+        "maybe a backup, and a zone stays unreachable",
         evidence(store_old=True, unanswered=frozenset({US})),
         memory(),
         "Wait person",
     ),
-    case("maybe a backup, and another zone is dark", evidence(store_old=True, unanswered=DARK), memory(), "Create"),
-    case("maybe a backup, all zones seen", evidence(store_old=True), memory(), "Create"),
-    case("a store in use, and a dark zone", evidence(complete=False), memory(), "Create"),
     case(
-        "remembered and not seen, its zone dark",
+        "maybe a backup, and another zone is unreachable",
+        evidence(store_old=True, unanswered=UNREACHABLE),
+        memory(),
+        "Create",
+    ),
+    case("maybe a backup, all zones seen", evidence(store_old=True), memory(), "Create"),
+    case("a store in use, and an unreachable zone", evidence(complete=False), memory(), "Create"),
+    case(
+        "remembered and not seen, its zone unreachable",
         evidence(unreachable_since={US: ago(60)}),
         memory(launched()),
         "Wait",

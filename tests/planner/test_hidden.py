@@ -31,7 +31,7 @@ from tpucare.model.memory import DesiredState, Memory
 
 BOTH = slot(place(US), place(EU))
 PROCEED = slot(place(US), place(EU), fence_proceed=True)
-DARK, LONG_DARK = {US: ago(minutes=29)}, {US: ago(minutes=30)}
+UNREACHABLE, LONG_UNREACHABLE = {US: ago(minutes=29)}, {US: ago(minutes=30)}
 SEEN = seen(node(), zone_unreachable=True)
 REFUSED = {"pod-0-a0": FailedRead(ago(minutes=30), 99, NeedsPerson, human=True)}
 FAILS = {"pod-0-a0": FailedRead(ago(minutes=2), 3, Transient, human=False)}
@@ -43,11 +43,25 @@ def known(**more: Any) -> Memory:
 
 LOST = known(status=NodeStatus.OUT_OF_SIGHT)
 HIDDEN = [
-    case("its zone is dark", evidence(SEEN, unreachable_since=DARK), TRAINS, "Wait", BOTH),
-    case("its zone stays dark", evidence(SEEN, unreachable_since=LONG_DARK), TRAINS, "Record node out of sight", BOTH),
-    case("not seen since the start", evidence(unreachable_since=DARK), TRAINS, "Wait", BOTH),
-    case("never seen since the start", evidence(unreachable_since=LONG_DARK), TRAINS, "Record node out of sight", BOTH),
-    case("fence_after counts", evidence(SEEN, unreachable_since=LONG_DARK), TRAINS, "Wait", slot(fence_after=HOUR)),
+    case("its zone is unreachable", evidence(SEEN, unreachable_since=UNREACHABLE), TRAINS, "Wait", BOTH),
+    case(
+        "its zone stays unreachable",
+        evidence(SEEN, unreachable_since=LONG_UNREACHABLE),
+        TRAINS,
+        "Record node out of sight",
+        BOTH,
+    ),
+    case("not seen since the start", evidence(unreachable_since=UNREACHABLE), TRAINS, "Wait", BOTH),
+    case(
+        "never seen since the start",
+        evidence(unreachable_since=LONG_UNREACHABLE),
+        TRAINS,
+        "Record node out of sight",
+        BOTH,
+    ),
+    case(
+        "fence_after counts", evidence(SEEN, unreachable_since=LONG_UNREACHABLE), TRAINS, "Wait", slot(fence_after=HOUR)
+    ),
     case(
         "GetNode is refused",
         evidence(failed_reads=REFUSED, ended_effects=dict.fromkeys([EffectKind.GET_NODE.of("pod-0-a0")], ago(9))),
@@ -55,46 +69,54 @@ HIDDEN = [
         "Record node out of sight",
         BOTH,
     ),
-    case("out of sight: a person", evidence(SEEN, unreachable_since=LONG_DARK), LOST, "Wait person", BOTH),
-    case("out of sight: care.fence is proceed", evidence(SEEN, unreachable_since=LONG_DARK), LOST, "Create", PROCEED),
+    case("out of sight: a person", evidence(SEEN, unreachable_since=LONG_UNREACHABLE), LOST, "Wait person", BOTH),
+    case(
+        "out of sight: care.fence is proceed",
+        evidence(SEEN, unreachable_since=LONG_UNREACHABLE),
+        LOST,
+        "Create",
+        PROCEED,
+    ),
     case(
         "out of sight: a person's word",
-        evidence(SEEN, unreachable_since=LONG_DARK),
+        evidence(SEEN, unreachable_since=LONG_UNREACHABLE),
         known(status=NodeStatus.OUT_OF_SIGHT, written_off=True),
         "Create",
         BOTH,
     ),
     case(
         "out of sight: nothing was launched on it",
-        evidence(SEEN, unreachable_since=LONG_DARK),
+        evidence(SEEN, unreachable_since=LONG_UNREACHABLE),
         memory(past(status=NodeStatus.OUT_OF_SIGHT)),
         "Create",
         BOTH,
     ),
     case(
         "out of sight, and no other place",
-        evidence(SEEN, unreachable_since=LONG_DARK),
+        evidence(SEEN, unreachable_since=LONG_UNREACHABLE),
         known(status=NodeStatus.OUT_OF_SIGHT, written_off=True),
         "Wait person",
         slot(),
     ),
     case(
         "the fence guards the launch",
-        evidence(SEEN, NEXT, unreachable_since=LONG_DARK, ended_effects={EffectKind.GET_NODE.of("pod-0-a0"): ago(1)}),
+        evidence(
+            SEEN, NEXT, unreachable_since=LONG_UNREACHABLE, ended_effects={EffectKind.GET_NODE.of("pod-0-a0"): ago(1)}
+        ),
         memory(launched(status=NodeStatus.OUT_OF_SIGHT), past(1)),
         "Wait",
         PROCEED,
     ),
     case(
         "the fence heeds a person's word",
-        evidence(SEEN, NEXT, unreachable_since=LONG_DARK),
+        evidence(SEEN, NEXT, unreachable_since=LONG_UNREACHABLE),
         memory(launched(status=NodeStatus.OUT_OF_SIGHT, written_off=True), past(1)),
         "Launch",
         BOTH,
     ),
     case(
         "of two, one is hidden for good",
-        evidence(SEEN, seen(node(number=1), QUIET), unreachable_since=LONG_DARK),
+        evidence(SEEN, seen(node(number=1), QUIET), unreachable_since=LONG_UNREACHABLE),
         memory(launched(), past(1)),
         "Record node out of sight",
         BOTH,
@@ -113,13 +135,13 @@ HIDDEN = [
         "Create",
     ),
     case(
-        "down: its zone is dark",
+        "down: its zone is unreachable",
         evidence(SEEN, unreachable_since={US: ago(119)}),
         replace(TRAINS, wish=DesiredState.DOWN),
         "Wait",
     ),
     case(
-        "down: its zone stays dark",
+        "down: its zone stays unreachable",
         evidence(SEEN, unreachable_since={US: ago(120)}),
         replace(TRAINS, wish=DesiredState.DOWN),
         "Wait person",
@@ -143,15 +165,15 @@ HIDDEN = [
         "GetNode",
     ),
     case(
-        "a dead one in the dark holds nothing up",
-        evidence(SEEN, unreachable_since=LONG_DARK),
+        "a dead one in an unreachable zone holds nothing up",
+        evidence(SEEN, unreachable_since=LONG_UNREACHABLE),
         known(status=NodeStatus.DEAD),
         "Create",
         BOTH,
     ),
     case(
         "a delete was asked for: the fence alone",
-        evidence(SEEN, unreachable_since=LONG_DARK),
+        evidence(SEEN, unreachable_since=LONG_UNREACHABLE),
         known(delete=going(NOW)),
         "Create",
         BOTH,

@@ -265,23 +265,28 @@ def test_a_person_is_needed_after_ten_minutes_then_hourly() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dark", "past", "person"),
+    ("minutes_unreachable", "past", "person"),
     [
         ({US: 60}, NOTHING, False),
         ({US: 60, EU: 60}, NOTHING, True),
         ({US: 60, EU: 10}, NOTHING, False),
         ({US: 60}, PlaceMemory(2, after(10), Refusal.HUMAN, blocked=True, refusals=2), True),
     ],
-    ids=["another zone answers", "no zone for half an hour", "one went dark just now", "the other only a person opens"],
+    ids=[
+        "another zone answers",
+        "no zone for half an hour",
+        "one became unreachable just now",
+        "the other only a person opens",
+    ],
 )
 def test_where_no_zone_answers_for_half_an_hour_a_person_is_told(
-    dark: dict[str, int], past: PlaceMemory, person: bool
+    minutes_unreachable: dict[str, int], past: PlaceMemory, person: bool
 ) -> None:
     """
     A slot without a node, all of whose zones were closed or silent, waited for ever without a word to a person (storm
     at high, seed 22). A person is told once no place can be asked for `fence_after`.
     """
-    since = {zone: ago(minutes=minutes) for zone, minutes in dark.items()}
+    since = {zone: ago(minutes=minutes) for zone, minutes in minutes_unreachable.items()}
     choice = chosen(remembering((SECOND, past)), evidence(unreachable_since=since))
     assert choice.needs_person is person
     assert ("declare another zone" in choice.why) is person

@@ -64,7 +64,9 @@ WISHES = [
     case("paused", evidence(seen(node(), running())), replace(TRAINS, wish=DesiredState.PAUSED), "Wait"),
     case("paused: stopped by somebody", evidence(seen(node("STOPPED"))), PAUSED, "Wait"),
     case("paused: what is proven dead holds quota", evidence(seen(node("PREEMPTED"))), PAUSED_DEAD, "Delete dead"),
-    case("paused: in a dark zone", evidence(seen(node("PREEMPTED"), zone_unreachable=True)), PAUSED_DEAD, "Wait"),
+    case(
+        "paused: in an unreachable zone", evidence(seen(node("PREEMPTED"), zone_unreachable=True)), PAUSED_DEAD, "Wait"
+    ),
     case(
         "paused: a delete that was lost is repeated",
         evidence(seen(node("PREEMPTED"))),
@@ -111,7 +113,7 @@ WISHES = [
         "Record create superseded",
     ),
     case(
-        "down, its zone is dark",
+        "down, its zone is unreachable",
         evidence(seen(node(), running(), zone_unreachable=True), unreachable_since={US: ago(60)}),
         ASKED,
         "Wait",
@@ -143,7 +145,7 @@ WISHES = [
         "Wait",
     ),
     case("done: no new node", evidence(), memory(end=End.DONE), "Wait"),
-    case("done: its zone is dark", evidence(seen(node(), ended(0), zone_unreachable=True)), DONE, "Wait"),
+    case("done: its zone is unreachable", evidence(seen(node(), ended(0), zone_unreachable=True)), DONE, "Wait"),
     case("failed: kept for a look", evidence(seen(node(), ended(143))), FAILED, "Wait person"),
     case(
         "failed: looked at",
@@ -276,7 +278,7 @@ SEVERAL = [
         "AddSshKey",
     ),
     case(
-        "one is dark",
+        "one is in an unreachable zone",
         evidence(seen(node(), running(), zone_unreachable=True), seen(node(number=1), QUIET)),
         BOTH,
         "Wait",

@@ -282,7 +282,7 @@ def test_a_zone_that_does_not_answer_is_not_an_empty_zone(daemon: Daemon) -> Non
     daemon.check()
 
 
-def test_nothing_lasts_through_the_darkness_of_a_zone(daemon: Daemon) -> None:
+def test_nothing_lasts_while_a_zone_is_unreachable(daemon: Daemon) -> None:
     """
     Observed time goes on while one zone does not answer, because the others do; a node that had been silent, without
     progress or CREATING before the outage was condemned at the first listing after it (storm, seed 39). The marks of a

@@ -43,7 +43,7 @@ def put_back_an_older_store(daemon: Daemon) -> None:
 
 
 def lie_idle_while_the_node_goes(daemon: Daemon) -> None:
-    """Half an hour without a daemon, in which the node in US is preempted; EU is dark from then on, for hours."""
+    """Half an hour without a daemon, in which the node in US is preempted; EU is unreachable from then on."""
     daemon.kill()
     preempt(daemon, US)
     daemon.zone.world.operator.outage("zone", timedelta(hours=5), daemon.clock.true_now(), zone=EU)
@@ -53,7 +53,7 @@ def lie_idle_while_the_node_goes(daemon: Daemon) -> None:
     daemon.start()
 
 
-def test_a_backup_makes_no_second_run_while_the_newer_node_is_in_the_dark(daemon: Daemon) -> None:
+def test_a_backup_makes_no_second_run_while_the_newer_node_is_unreachable(daemon: Daemon) -> None:
     """
     A backup of the store was put back while the zone of a newer node did not answer: the slot was taken for empty, and
     a second run began. After ten minutes without a daemon the store counts as old: no create or launch before every
@@ -103,7 +103,7 @@ def test_a_zone_in_which_no_slot_may_be_holds_nothing_up(daemon: Daemon) -> None
     daemon.check()
 
 
-def test_a_daemon_that_was_away_for_a_moment_waits_for_no_dark_zone(daemon: Daemon) -> None:
+def test_a_daemon_that_was_away_for_a_moment_waits_for_no_unreachable_zone(daemon: Daemon) -> None:
     daemon.care_for("pod", 1, place(US), place(EU))
     daemon.run(minutes=30)
     preempt(daemon, US)

@@ -201,7 +201,7 @@ class CommandHandler:
 
     def _missing_secrets(self, fleet: FleetSpec) -> list[str]:
         lacks = self._registry.missing_secrets(fleet)
-        return [f"{fleet.name}: {lacks}; until then no node is asked for"] if lacks else []
+        return [f"{fleet.name}: {lacks}; until then no node is created"] if lacks else []
 
     def _preview(self, text: str, folder: str, file: str) -> Answer:
         """The changes that `apply` would make; makes none."""

@@ -1,4 +1,4 @@
-"""Stories of nodes that nobody can look at: their zone stays dark, or the project may not look at it any more."""
+"""Stories of nodes that nobody can look at: their zone does not answer, or the project may not look at it any more."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def daemon(tmp_path: Path) -> Daemon:
     return Daemon(tmp_path / "state")
 
 
-def darken(daemon: Daemon, zone: str = US, days: float = 30) -> None:
+def cut_zone(daemon: Daemon, zone: str = US, days: float = 30) -> None:
     daemon.zone.world.operator.outage("zone", timedelta(days=days), daemon.clock.true_now(), zone=zone)
 
 
@@ -63,7 +63,7 @@ def confirm(daemon: Daemon) -> None:
 
 
 @pytest.mark.parametrize("restarts", [False, True])
-def test_a_zone_that_stays_dark_holds_its_slot_until_a_person_says_that_nothing_trains_there(
+def test_an_unreachable_zone_holds_its_slot_until_a_person_says_that_nothing_trains_there(
     daemon: Daemon, restarts: bool
 ) -> None:
     """
@@ -72,7 +72,7 @@ def test_a_zone_that_stays_dark_holds_its_slot_until_a_person_says_that_nothing_
     """
     daemon.care_for("pod", 1, place(US), place(EU))
     daemon.run(minutes=15)
-    darken(daemon)
+    cut_zone(daemon)
     daemon.run(minutes=29)
     if restarts:
         daemon.restart()
@@ -92,7 +92,7 @@ def test_a_zone_that_stays_dark_holds_its_slot_until_a_person_says_that_nothing_
 def test_what_was_written_off_is_cleared_when_its_zone_answers_again(daemon: Daemon) -> None:
     daemon.care_for("pod", 1, place(US), place(EU))
     daemon.run(minutes=15)
-    darken(daemon, days=1 / 8)
+    cut_zone(daemon, days=1 / 8)
     daemon.run(hours=1)
     confirm(daemon)
     daemon.run(hours=3)
@@ -106,7 +106,7 @@ def test_what_was_written_off_is_cleared_when_its_zone_answers_again(daemon: Dae
 def test_a_zone_that_answers_again_gives_the_slot_its_node_back(daemon: Daemon, minutes: int) -> None:
     daemon.care_for("pod", 1, place(US), place(EU))
     daemon.run(minutes=15)
-    darken(daemon, days=minutes / 1440)
+    cut_zone(daemon, days=minutes / 1440)
     daemon.run(minutes=minutes + 10)
     assert daemon.trains("pod-0")
     assert daemon.launcher.launches == ["pod-0-a0.1"]
@@ -114,11 +114,11 @@ def test_a_zone_that_answers_again_gives_the_slot_its_node_back(daemon: Daemon, 
     daemon.check()
 
 
-def test_a_listing_that_fails_hides_nothing_that_workers_in_the_dark_say_once_more(daemon: Daemon) -> None:
+def test_a_listing_that_fails_hides_no_repeated_report_of_workers_in_an_unreachable_zone(daemon: Daemon) -> None:
     """They said it before, so that no report is news; it is news that they are heard again."""
     daemon.care_for("pod", 1, place(US), place(EU))
     daemon.run(minutes=15)
-    darken(daemon)
+    cut_zone(daemon)
     daemon.run(minutes=2)
     daemon.launcher.end(next(daemon.launcher.running()), status=1)
     daemon.run(seconds=35)
@@ -133,7 +133,7 @@ def test_a_listing_that_fails_hides_nothing_that_workers_in_the_dark_say_once_mo
 def test_with_fence_proceed_a_node_is_made_elsewhere_and_the_launch_still_waits(daemon: Daemon) -> None:
     daemon.care_for("pod", 1, place(US), place(EU), care=Care(fence_proceed=True))
     daemon.run(minutes=15)
-    darken(daemon)
+    cut_zone(daemon)
     daemon.run(minutes=45)
     assert named(daemon) == ["pod-0-a0", "pod-0-a1"]
     assert daemon.launcher.launches == ["pod-0-a0.1"], "no proof for fence_after from now on"
@@ -144,7 +144,7 @@ def test_with_fence_proceed_a_node_is_made_elsewhere_and_the_launch_still_waits(
 def test_a_node_on_which_nothing_was_launched_needs_no_word_of_a_person(daemon: Daemon) -> None:
     daemon.care_for("pod", 1, place(US), place(EU), job=False)
     daemon.run(minutes=15)
-    darken(daemon)
+    cut_zone(daemon)
     daemon.run(minutes=45)
     assert named(daemon) == ["pod-0-a0", "pod-0-a1"]
     assert daemon.told("person") == []
@@ -153,7 +153,7 @@ def test_a_node_on_which_nothing_was_launched_needs_no_word_of_a_person(daemon: 
 def test_nothing_is_asked_for_in_a_zone_that_does_not_answer(daemon: Daemon) -> None:
     """Its answers would be lost, and the same create be asked for again until boot_timeout."""
     daemon.run(minutes=1)
-    darken(daemon)
+    cut_zone(daemon)
     daemon.care_for("pod", 1, place(US), place(EU))
     daemon.run(minutes=15)
     assert daemon.trains("pod-0")
@@ -163,7 +163,7 @@ def test_nothing_is_asked_for_in_a_zone_that_does_not_answer(daemon: Daemon) -> 
 def test_down_ends_with_what_it_could_not_look_at_and_remembers_it(daemon: Daemon) -> None:
     daemon.care_for("pod", 1, place(US), place(EU))
     daemon.run(minutes=15)
-    darken(daemon, days=1 / 8)
+    cut_zone(daemon, days=1 / 8)
     daemon.run(minutes=5)
     daemon.wish("pod-0", DesiredState.DOWN)
     daemon.run(minutes=1)
@@ -180,8 +180,8 @@ def test_down_ends_with_what_it_could_not_look_at_and_remembers_it(daemon: Daemo
     daemon.check("pod-0-a0")
 
 
-@pytest.mark.parametrize("dark", [US, EU])
-def test_the_end_waits_for_zones_in_which_something_of_the_slots_may_be(daemon: Daemon, dark: str) -> None:
+@pytest.mark.parametrize("zone", [US, EU])
+def test_the_end_waits_for_zones_in_which_something_of_the_slots_may_be(daemon: Daemon, zone: str) -> None:
     """
     Any zone of the project that did not answer kept `down` and every Python call waiting for ever without a word. Only
     the zones of places, remembered nodes and open creates count; what is waited for is said, and the wait ends after 2
@@ -191,7 +191,7 @@ def test_the_end_waits_for_zones_in_which_something_of_the_slots_may_be(daemon: 
     daemon.run(minutes=15)
     daemon.wish("pod-0", DesiredState.DOWN)
     daemon.run_until(lambda: daemon.engine.is_over("pod-0"))
-    darken(daemon, dark)
+    cut_zone(daemon, zone)
     daemon.restart()
     said: list[str] = []
     began = daemon.clock.seconds
@@ -199,7 +199,7 @@ def test_the_end_waits_for_zones_in_which_something_of_the_slots_may_be(daemon: 
     daemon.run_until(ending.is_over, minutes=5)
     waited = daemon.clock.seconds - began
     told = f"waiting for {US}, which did not answer yet; at most 120 s"
-    assert (waited >= 120, said) == ((True, [told]) if dark == US else (False, []))
+    assert (waited >= 120, said) == ((True, [told]) if zone == US else (False, []))
 
 
 def test_a_zone_that_may_not_be_looked_at_is_asked_ever_more_seldom(
