@@ -720,7 +720,7 @@ def wide(step: int) -> dict[str, Memory]:
 
 
 class TestReaderAndWriterStandStill:
-    @pytest.mark.parametrize("step", [31, pytest.param(1, marks=pytest.mark.slow)])
+    @pytest.mark.parametrize("step", [31, pytest.param(5, marks=pytest.mark.slow)])
     def test_a_reader_stopped_at_any_line_stops_nobody_and_no_log_grows(self, folder: Path, step: int) -> None:
         """With SQLite's lock of a reader, the log grew for as long as one was stopped (Ctrl-Z in `events --follow`)."""
         with opened(folder) as store:
@@ -921,7 +921,7 @@ def kill(process: subprocess.Popen[str]) -> None:
     process.stdout.close()
 
 
-@pytest.mark.parametrize("step", [19, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("step", [19, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_process_stopped_at_any_line_of_its_start_holds_up_no_other(tmp_path: Path, step: int) -> None:
     """
     Stores are made without a lock that they share: one that was stopped while it held that lock kept every other

@@ -20,7 +20,7 @@ from tpucare.model.errors import ConfigError
 from tpucare.model.memory import DesiredState, FleetRecord, Memory, NodeMemory
 from tpucare.model.resources import LABEL_FLEET, Node, NodeKey, NodeState
 from tpucare.service import stores
-from tpucare.service.client import take_down
+from tpucare.service.client import order_down, take_down
 from tpucare.service.control_socket import Suspended, request
 from tpucare.service.options import Options
 from tpucare.service.status import status
@@ -164,6 +164,9 @@ with open_store(folder, machine_id="m", now=now, name=name) as store:
     store.save_fleet(FleetRecord(fleet, f"name: {fleet}", "/", now))
     store.save({fleet: Memory(fleet)})
     control = Control(Options(folder, store=name).socket, lambda: None)
+    if sys.argv[3:]:
+        print("ready", flush=True)
+        time.sleep(600)
     control.start()
     print("ready", flush=True)
     while True:
@@ -173,9 +176,9 @@ with open_store(folder, machine_id="m", now=now, name=name) as store:
 
 
 @contextmanager
-def caretaker(folder: Path, name: str) -> Iterator[subprocess.Popen[str]]:
-    """A process that holds a store and takes commands, as a script does."""
-    command = [sys.executable, "-c", CARETAKER, str(folder), name]
+def caretaker(folder: Path, name: str, *, begins: bool = False) -> Iterator[subprocess.Popen[str]]:
+    """A process that holds a store and takes commands, as a script does; `begins`: it does not listen yet."""
+    command = [sys.executable, "-c", CARETAKER, str(folder), name, *(["begins"] if begins else [])]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
@@ -215,6 +218,23 @@ def test_suspended_processes_hold_up_nobody_but_what_is_meant_for_them(folder: P
         keep("new.p", "new", "new")
         one.send_signal(signal.SIGCONT)
         assert request(options.socket, {"do": "status"}) == {"command": "status"}
+
+
+def test_a_process_suspended_before_it_listens_is_not_waited_for(folder: Path) -> None:
+    with caretaker(folder, "pod.p", begins=True) as process:
+        process.send_signal(signal.SIGSTOP)
+        options = Options(folder, store="pod.p")
+        began = time.monotonic()
+        with pytest.raises(Suspended, match=f"kill -CONT {process.pid}"):
+            order_down(
+                options,
+                ["pod"],
+                lambda: open_store(folder, machine_id="m", now=NOW, name="pod.p"),
+                wait=True,
+                patience_seconds=60.0,
+            )
+        assert time.monotonic() - began < 2.0
+        assert [row["slot"] for row in status(options)["slots"]] == ["pod"]
 
 
 def test_a_process_suspended_over_a_command_is_told_of(folder: Path) -> None:

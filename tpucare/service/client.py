@@ -30,7 +30,7 @@ from tpucare.planner.decide import DOWN_PATIENCE, unread_nodes
 from tpucare.service import status as service_status
 from tpucare.service.assembly import Runtime, assemble
 from tpucare.service.commands import CommandHandler
-from tpucare.service.control_socket import NoDaemon, Refused, Suspended, request
+from tpucare.service.control_socket import NoDaemon, Refused, Suspended, is_stopped, request, suspension_of
 from tpucare.service.fleet_folder import FleetFolder, read_text
 from tpucare.service.fleet_registry import FleetRegistry
 from tpucare.service.options import DAEMON_STORE, Options
@@ -319,6 +319,9 @@ def order_down(
             try:
                 return here()
             except StoreLocked as locked:
+                pid = Stores(options).holder(options.store)
+                if pid is not None and is_stopped(pid):
+                    raise Suspended(suspension_of(pid)) from None
                 if time.monotonic() > until:
                     raise refusal if isinstance(refusal, Refused) else locked from None
         time.sleep(POLL_EVERY_SECONDS)

@@ -236,14 +236,13 @@ class _Listener:
 
     def is_ready(self, after: str = "") -> bool:
         """False while it is stopped. Raises: Suspended: for too long; *after* ends the text."""
-        if not _is_stopped(self._pid):
+        if not is_stopped(self._pid):
             self._stopped_at = None
             return True
         now = time.monotonic()
         self._stopped_at = now if self._stopped_at is None else self._stopped_at
         if now - self._stopped_at >= self._patience:
-            continues = f"`kill -CONT {self._pid}` (or `fg` in its shell) lets it continue"
-            raise Suspended(f"process {self._pid} is suspended (Ctrl-Z or SIGSTOP): {continues}{after}")
+            raise Suspended(suspension_of(self._pid) + after)
         return False
 
     def read_line(self, seconds: float) -> bytes:
@@ -264,8 +263,17 @@ class _Listener:
         return bytes(line)
 
 
-def _is_stopped(pid: int) -> bool:
-    """By a signal, or by a debugger; a process that cannot be looked at is not. Source: proc_pid_stat(5), `state`."""
+def suspension_of(pid: int) -> str:
+    """The text of Suspended."""
+    return f"process {pid} is suspended (Ctrl-Z or SIGSTOP): `kill -CONT {pid}` (or `fg` in its shell) lets it continue"
+
+
+def is_stopped(pid: int) -> bool:
+    """
+    Whether a signal or a debugger has stopped process *pid*; False where it cannot be seen.
+
+    Source: proc_pid_stat(5), `state`.
+    """
     try:
         state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2][:1]
     except OSError:
