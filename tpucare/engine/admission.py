@@ -186,8 +186,8 @@ def is_judged(action: Record | Effect, memory: Memory) -> bool:
         return action.then is Reason.JUDGED
     if not isinstance(action, Delete) or action.reason is not Reason.JUDGED:
         return False
-    past, run = memory.node(action.key.name), memory.run
-    stopped = run is not None and run.node == action.key.name and run.then_delete is Reason.JUDGED
+    past, run = memory.node(action.key.name), memory.run_on(action.key.name)
+    stopped = run is not None and run.then_delete is Reason.JUDGED
     # A delete on record has passed the brake; a node listed dead needs no verdict.
     return not stopped and (past is None or past.delete is None)
 

@@ -122,12 +122,12 @@ class Engine:
         fleet: str,
         slots: Iterable[Slot],
         surplus: Callable[[str], Slot | None],
-        wish: DesiredState = DesiredState.UP,
+        desired: DesiredState = DesiredState.UP,
     ) -> None:
         """
         Set the slots of *fleet* as last accepted (`SlotRegistry.declare`). An edit alone never touches a live node.
         """
-        self.registry.declare(fleet, slots, surplus, wish)
+        self.registry.declare(fleet, slots, surplus, desired)
         # Nodes with our label whose fleet was unknown until now.
         for node in [node for node in self.orphans.values() if node.fleet == fleet]:
             del self.orphans[node.name]

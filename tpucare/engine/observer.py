@@ -142,16 +142,16 @@ class Observer:
     def apply_node(self, view: ProjectView, node: Node) -> None:
         if node.owner != self.ports.owner:
             self.apply_foreign_node(view, node)
-            if (home := self.state.slot_of(node)) is not None:
-                view.foreign.setdefault(home.slot.name, {})[node.key] = node
-                view.lost[node.key] = home.slot.name
-                self.apply_relabelled_node(view, node, home)
+            if (known := self.state.slot_of(node)) is not None:
+                view.foreign.setdefault(known.slot.name, {})[node.key] = node
+                view.lost[node.key] = known.slot.name
+                self.apply_relabelled_node(view, node, known)
             return
         self._forget_foreign_node(view, node.key)
-        home = self.state.slot_of(node)
-        if home is not None and home.slot.name != node.slot:
-            self._warn_of_label(home, node)
-        track = home or self.state.slots.get(node.slot) or self.adopt(node)
+        known = self.state.slot_of(node)
+        if known is not None and known.slot.name != node.slot:
+            self._warn_of_label(known, node)
+        track = known or self.state.slots.get(node.slot) or self.adopt(node)
         if track is None or track.slot.project != view.name:
             elsewhere = self.state.settings.elsewhere
             if elsewhere is not None and elsewhere(node):

@@ -18,7 +18,6 @@ from tpucare.engine.state import EngineState
 from tpucare.engine.tracking import NodeTrack, SlotTrack, is_running, newest_checkpoint, newest_step
 from tpucare.model.evidence import SUPPORTING_OBSERVATIONS
 from tpucare.model.lifecycles import RunState
-from tpucare.model.memory import DesiredState, End
 from tpucare.model.ports import Finished, Lane
 from tpucare.model.resources import PENDING_STATES, USABLE_STATES, NodeState
 from tpucare.model.runs import Contact, NodeReport, Phase, ProbeOrder
@@ -157,8 +156,7 @@ class Prober:
         self, track: SlotTrack, seen: NodeTrack, before: NodeReport | None, report: NodeReport, signals: int
     ) -> None:
         name = seen.node.name
-        new = track.memory.run is None or track.memory.run.node != name
-        if new and report.all_answer and (before is None or not before.all_answer):
+        if track.memory.run_on(name) is None and report.all_answer and (before is None or not before.all_answer):
             self.state.add_event(track, "answers", f"all workers of {name} answer", node=name)
         run = track.memory.run
         first = report.workers[0] if report.workers else None
@@ -243,14 +241,14 @@ class Liveness:
     def may_be_canary(self, track: SlotTrack) -> bool:
         """This slot is the canary, or there is none and it is the longest silent of those that can act."""
         canary = self.state.slots.get(self.canary) if self.canary is not None else None
-        if canary is not None and canary.memory.wish is DesiredState.UP and canary.memory.end is End.NONE:
+        if canary is not None and canary.memory.is_wanted:
             return canary is track
         return track.slot.name == min(filter(None, map(self._canary_claim, self.silent)), default=(None, ""))[1]
 
     def _canary_claim(self, slot: str) -> tuple[timedelta, str] | None:
         """Since when a node of *slot* is silent that `decide` may replace now; None: no such node."""
         track = self.state.slots.get(slot)
-        if track is None or track.memory.wish is not DesiredState.UP or track.memory.end is not End.NONE:
+        if track is None or not track.memory.is_wanted:
             return None
         if not self.state.project(track.slot.project).fresh:
             return None

@@ -26,22 +26,22 @@ class SlotRegistry:
         self._create_admission = create_admission
         self._remembered = {name: remember.recover(memory) for name, memory in state.store.memories().items()}
         self._surplus: dict[str, Callable[[str], Slot | None]] = {}
-        self._wishes: dict[str, DesiredState] = {}
+        self._desired: dict[str, DesiredState] = {}
 
     def declare(
-        self, fleet: str, slots: Iterable[Slot], surplus: Callable[[str], Slot | None], wish: DesiredState
+        self, fleet: str, slots: Iterable[Slot], surplus: Callable[[str], Slot | None], desired: DesiredState
     ) -> None:
         """
         Add the slots of *fleet* as last accepted.
 
         surplus: makes the Slot of a name that is remembered or listed but not declared (rule 3: after a lowered count
                  surplus slots run on); None: not a name of this fleet
-        wish:    initial desired state of a slot without memory; DOWN keeps a late node of a fleet that was taken down
+        desired: state of a slot without memory; DOWN keeps a late node of a fleet that was taken down
                  from bringing its slot back
         """
         declared = {slot.name: slot for slot in slots}
         self._surplus[fleet] = surplus
-        self._wishes[fleet] = wish
+        self._desired[fleet] = desired
         for name in self.slot_names(fleet):
             extra = surplus(name) if name not in declared else None
             if extra is not None:
@@ -94,7 +94,7 @@ class SlotRegistry:
             self._remembered[slot.name] = track.memory
             track = None
         if track is None:
-            fresh = Memory(fleet=slot.fleet, wish=self._wishes.get(slot.fleet, DesiredState.UP))
+            fresh = Memory(fleet=slot.fleet, wish=self._desired.get(slot.fleet, DesiredState.UP))
             memory = self._remembered.pop(slot.name, None) or fresh
             track = SlotTrack(slot, memory)
             state.add_slot(track)

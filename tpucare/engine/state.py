@@ -86,7 +86,7 @@ class EngineState:
         self.lacks_quota: set[str] = set()
         self.polling: set[str] = set()
         self.poll_every = POLL_OPERATION_EVERY
-        self._homes: dict[NodeKey, str] = {}
+        self._slots_by_node: dict[NodeKey, str] = {}
         self.publishing: dict[str, Publishing] = {}
         self._wakes: list[tuple[float, str]] = []
         self._pending = _Pending()
@@ -109,14 +109,14 @@ class EngineState:
 
     def slot_of(self, node: Node) -> SlotTrack | None:
         """The slot that remembers *node*, whatever its labels say, since people may edit those."""
-        track = self.slots.get(self._homes.get(node.key, ""))
+        track = self.slots.get(self._slots_by_node.get(node.key, ""))
         past = track.memory.node(node.name) if track is not None else None
         return track if past is not None and (past.id, past.zone) == (node.id, node.key.zone) else None
 
     def add_slot(self, track: SlotTrack) -> None:
         """Add a slot, and index the nodes in its memory."""
         self.slots[track.slot.name] = track
-        self._homes.update(dict.fromkeys(_keys_of(track, track.memory), track.slot.name))
+        self._slots_by_node.update(dict.fromkeys(_keys_of(track, track.memory), track.slot.name))
 
     def decide_again(self, names: Iterable[str]) -> None:
         """Mark slots dirty, sorted by name: sets differ in order between processes, and a seed must give one run."""
@@ -151,8 +151,8 @@ class EngineState:
         if memory is not track.memory and memory != track.memory:
             if memory.nodes is not track.memory.nodes:
                 for key in _keys_of(track, track.memory):
-                    self._homes.pop(key, None)
-                self._homes.update(dict.fromkeys(_keys_of(track, memory), track.slot.name))
+                    self._slots_by_node.pop(key, None)
+                self._slots_by_node.update(dict.fromkeys(_keys_of(track, memory), track.slot.name))
             track.memory = memory
             self.merge_publishing(memory)
             self._pending.memories[track.slot.name] = memory

@@ -341,6 +341,15 @@ class Memory:
     tries: int = 0
     launched_job: str = ""
 
+    @property
+    def is_wanted(self) -> bool:
+        """The desired state is UP, and the slot has not ended."""
+        return self.wish is DesiredState.UP and self.end is End.NONE
+
+    def run_on(self, node: str) -> RunMemory | None:
+        """The last run, if it was launched on *node*."""
+        return self.run if self.run is not None and self.run.node == node else None
+
     def without_end(self) -> Memory:
         """The same memory of a slot that has not ended."""
         return replace(self, end=End.NONE, end_why="", end_cause=Cause.UNRECORDED, ended_at=None)

@@ -167,7 +167,7 @@ def _is_readopted(case: Case, seen: NodeEvidence) -> bool:
     intent = case.memory.create(seen.node.name)
     if intent is None or not intent.abandoned or case.memory.has_given_up(seen.node.name):
         return False
-    if case.memory.wish is not DesiredState.UP or case.memory.end is not End.NONE:
+    if not case.memory.is_wanted:
         return False
     others = live_nodes(case.evidence, case.memory)
     match seen.node.state:

@@ -14,7 +14,7 @@ from tpucare.model.actions import Action, AddSshKey, Delete, EffectKind, Fact, L
 from tpucare.model.causes import Cause, Reason
 from tpucare.model.evidence import Case, Mark, NodeEvidence, latest
 from tpucare.model.lifecycles import CreateState, RunState
-from tpucare.model.memory import DesiredState, End, FailureKind, Memory, NodeMemory
+from tpucare.model.memory import FailureKind, Memory, NodeMemory
 from tpucare.model.resources import PENDING_STATES, USABLE_STATES, NodeKey, NodeState, Slot
 from tpucare.model.runs import Contact
 from tpucare.model.text import length
@@ -104,10 +104,10 @@ def decide_by_workers(case: Case, seen: NodeEvidence) -> Action | None:
     Once all workers of the slot's only node reported since, the run launched on that very node may be recorded, stopped
     and launched again. No Delete, no Create, and no Launch where an older node is in doubt.
     """
-    run, past, name = case.memory.run, case.memory.node(seen.node.name), seen.node.name
-    if case.memory.wish is not DesiredState.UP or case.memory.end is not End.NONE or case.memory.replace_asked:
+    name, past = seen.node.name, case.memory.node(seen.node.name)
+    if not case.memory.is_wanted or case.memory.replace_asked:
         return None
-    if past is None or past.id != seen.node.id or not past.serves or run is None or run.node != name:
+    if past is None or past.id != seen.node.id or not past.serves or case.memory.run_on(name) is None:
         return None
     if any(other.serves or other.may_be_training for other in case.memory.nodes if other.name != name):
         return None
@@ -242,13 +242,9 @@ def _decide_refused(case: Case, seen: NodeEvidence, past: NodeMemory, *, some_ac
 def _decide_silent(case: Case, seen: NodeEvidence, past: NodeMemory) -> Action:
     """Silence is a verdict only while our own network is known to work, or for one canary at a time."""
     name, limit = seen.node.name, patience_with_silence(case.slot, seen)
-    run = case.memory.run
-    if (
-        run is not None
-        and run.state is RunState.FINISHED
-        and run.node == name
-        and case.timers.lasted(seen.silent_since, case.slot.care.success_after)
-    ):
+    run = case.memory.run_on(name)
+    is_finished = run is not None and run.state is RunState.FINISHED
+    if is_finished and case.timers.lasted(seen.silent_since, case.slot.care.success_after):
         return end_done(name, furthest(seen, case.memory))
     if not past.answered:
         limit = limit * NEVER_ANSWERED_FACTOR
@@ -291,8 +287,8 @@ def _silence_ends(seen: NodeEvidence, past: NodeMemory, memory: Memory, why: str
     them ends the streak.
     """
     delete = deletion(seen, Cause.SILENT, why, Reason.JUDGED, unanswered=not past.answered, lasted=lasted)
-    run = memory.run
-    if not past.answered or run is None or run.node != past.name or not run.complete or run.state.is_past:
+    run = memory.run_on(past.name)
+    if not past.answered or run is None or not run.complete or run.state.is_past:
         return delete
     advanced, far = has_advanced(seen, memory), furthest(seen, memory)
     spent = not advanced and memory.counter(FailureKind.INFRASTRUCTURE).failures >= INFRASTRUCTURE_BUDGET
@@ -308,8 +304,8 @@ def _silence_ends(seen: NodeEvidence, past: NodeMemory, memory: Memory, why: str
 
 def _stop_half_gang(case: Case, seen: NodeEvidence, since: Mark | None) -> Stop | None:
     """A Stop where some workers are silent and progress ended: the others would wait in a collective for ever."""
-    run, report = case.memory.run, seen.report
-    if run is None or run.node != seen.node.name or run.state.is_past or report is None:
+    run, report = case.memory.run_on(seen.node.name), seen.report
+    if run is None or run.state.is_past or report is None:
         return None
     if report.workers[0].contact is not Contact.ANSWERED or not any(w.alive for w in report.workers):
         return None
@@ -323,15 +319,14 @@ def _stop_half_gang(case: Case, seen: NodeEvidence, since: Mark | None) -> Stop 
 
 
 def _decide_answering(case: Case, seen: NodeEvidence, past: NodeMemory) -> Action:
-    run, node = case.memory.run, seen.node
-    token = token_of(seen)
-    ours = run is not None and run.node == node.name
-    if token and (run is None or not ours or run_number(token) > run_number(run.token)):
-        number = run_number(token)
-        return Record(Fact.RUN_ADOPTED, f"the workers run {token}", name=node.name, token=token, number=number)
-    if run is not None and ours and run.state.is_past and run.then_delete is not None:
+    name, token = seen.node.name, token_of(seen)
+    run = case.memory.run_on(name)
+    if token and (run is None or run_number(token) > run_number(run.token)):
+        why, number = f"the workers run {token}", run_number(token)
+        return Record(Fact.RUN_ADOPTED, why, name=name, token=token, number=number)
+    if run is not None and run.state.is_past and run.then_delete is not None:
         return deletion(seen, run.stop_cause, run.stop_why, run.then_delete)
-    if run is not None and ours and not run.state.is_past:
+    if run is not None and not run.state.is_past:
         decide_own = decide_foreign if is_foreign(seen.report, run) else decide_run
         return decide_own(case, seen, past)
     return _decide_launch(case, seen, past)
@@ -357,8 +352,7 @@ def _decide_not_quiet(seen: NodeEvidence, memory: Memory) -> Action:
     """A Stop, or on an adopted node a person; `run` decides about its outcome."""
     why = "a process that is not our run holds the chips or the lock"
     past = memory.node(seen.node.name)
-    launched_by_us = memory.run is not None and memory.run.node == seen.node.name
-    if past is not None and past.is_adopted and not launched_by_us:
+    if past is not None and past.is_adopted and memory.run_on(seen.node.name) is None:
         why = f"{why} of {seen.node.name}, which is adopted: stop it, or `apply --replace`"
         return Wait(Cause.HELD_BY_OTHERS, why, needs_person=True)
     token, step, checkpoint = token_of(seen) or f"{seen.node.name}.0", memory.step, memory.checkpoint

@@ -114,8 +114,8 @@ def _may_run(seen: NodeEvidence, memory: Memory) -> bool:
     if seen.report is not None:
         return any(worker.alive for worker in seen.report.workers)
     # Not probed since the launch, or since this process started.
-    run = memory.run
-    return run is not None and run.node == seen.node.name and not run.state.is_past
+    run = memory.run_on(seen.node.name)
+    return run is not None and not run.state.is_past
 
 
 def ending(
@@ -134,7 +134,8 @@ def ending(
 ) -> Stop:
     """A Stop of all runs on this node, with the furthest step and checkpoint."""
     node, far = seen.node, furthest(seen, memory)
-    token = token_of(seen) or (memory.run.token if memory.run and memory.run.node == node.name else f"{node.name}.0")
+    run = memory.run_on(node.name)
+    token = token_of(seen) or (run.token if run is not None else f"{node.name}.0")
     return Stop(
         node.key,
         node.id,
@@ -203,9 +204,9 @@ def _belongs(token: str, node: str) -> bool:
 
 def next_number(seen: NodeEvidence, memory: Memory) -> int:
     """Number of the next run; continues from the workers' where the store does not know them (rule 4)."""
-    known = memory.run.number if memory.run is not None and memory.run.node == seen.node.name else 0
+    run = memory.run_on(seen.node.name)
     reported = max((worker.last_number for worker in (seen.report.workers if seen.report else ())), default=0)
-    return max(known, reported) + 1
+    return max(run.number if run is not None else 0, reported) + 1
 
 
 def job_mark(job: Job) -> str:

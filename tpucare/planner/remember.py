@@ -46,7 +46,6 @@ from tpucare.model.memory import (
     ENDED_BY_PROGRESS,
     CreateIntent,
     DeleteIntent,
-    DesiredState,
     End,
     FailureCounter,
     FailureKind,
@@ -254,7 +253,7 @@ def abandon_create(memory: Memory, action: Record, now: datetime, rng: random.Ra
     if intent is None:
         return memory
     memory = memory.with_create(replace(intent, abandoned=True))
-    if memory.wish is not DesiredState.UP or memory.end is not End.NONE:
+    if not memory.is_wanted:
         return memory
     # Another place goes first: this one left the create unanswered for a whole boot_timeout.
     place = placement.record_refusal(memory.place(intent.place), Transient(action.why), held=False, now=now, rng=rng)
@@ -470,11 +469,10 @@ def _start_job(memory: Memory, job: str) -> Memory:
 
 
 def intend_stop(memory: Memory, action: Stop, now: datetime, rng: random.Random) -> Memory:
-    run = memory.run
-    number = run_number(action.token)
     memory = _record_training(memory, now)
-    if run is None or run.node != action.key.name:
-        run = RunMemory(action.token, action.key.name, number, launched_at=now)
+    run = memory.run_on(action.key.name)
+    if run is None:
+        run = RunMemory(action.token, action.key.name, run_number(action.token), launched_at=now)
     run = replace(run, stop_why=action.why, stop_cause=action.cause, then_delete=action.then or run.then_delete)
     run = replace(run.after(RunEvent.STOP_ASKED), stops=run.stops + 1)
     memory = record_furthest(replace(memory, run=run, restart_asked=False), action.step, action.checkpoint)
@@ -621,9 +619,9 @@ def after_launch(
 
 
 def after_stop(memory: Memory, action: Stop, result: object) -> Memory:
-    run = memory.run
-    # Another node's run may have been adopted meanwhile: it was not stopped.
-    if run is None or run.node != action.key.name or not isinstance(result, StopResult):
+    # None: the run of another node was adopted meanwhile, and not stopped.
+    run = memory.run_on(action.key.name)
+    if run is None or not isinstance(result, StopResult):
         return memory
     if result.quiet:
         return replace(memory, run=run.after(RunEvent.QUIET))
@@ -714,8 +712,8 @@ def _count_preemption(memory: Memory, name: str, what: str) -> Memory:
     counter = memory.counter(FailureKind.PREEMPTION)
     counter = replace(counter, total=counter.total + 1, reason=f"{name} {what}")
     memory = memory.with_counter(FailureKind.PREEMPTION, counter)
-    run = memory.run
-    if run is None or run.node != name or not run.launch_book:
+    run = memory.run_on(name)
+    if run is None or not run.launch_book:
         return memory
     kind = FailureKind(run.launch_book)
     counter = memory.counter(kind)
@@ -769,9 +767,8 @@ def forget_node(memory: Memory, name: str, now: datetime, rng: random.Random) ->
             error = NoCapacity(f"{name} vanished while CREATING")
             place = placement.record_refusal(memory.place(intent.place), error, held=False, now=now, rng=rng)
             memory = memory.with_place(intent.place, place)
-    if memory.run is not None and memory.run.node == name:
-        run = memory.run.after(RunEvent.NODE_GONE)
-        memory = replace(memory, run=run, restart_asked=False, replace_asked=False)
+    if run := memory.run_on(name):
+        memory = replace(memory, run=run.after(RunEvent.NODE_GONE), restart_asked=False, replace_asked=False)
     return memory
 
 
@@ -785,7 +782,6 @@ def mark_taken(memory: Memory, name: str) -> Memory:
     if past is not None:
         fenced = past.may_be_training
         memory = memory.with_node(past.after(NodeEvent.RELABELLED)) if fenced else memory.without_node(name)
-    run = memory.run
+    run = memory.run_on(name)
     # A finished run stays finished.
-    lost = run is not None and run.node == name and run.state is not RunState.FINISHED
-    return replace(memory, run=None) if lost else memory
+    return replace(memory, run=None) if run is not None and run.state is not RunState.FINISHED else memory
