@@ -62,6 +62,7 @@ class Observer:
             self.state.queue_effect((Lane.LIST, ("list", view.name), listing))
 
     def apply_listing(self, view: ProjectView, listing: Listing | None, error: Exception | None) -> None:
+        """Apply a listing that ended, with *listing* or *error*, and schedule the next."""
         began = self.state.clock.monotonic()
         view.listing = False
         if listing is None:
@@ -140,6 +141,7 @@ class Observer:
                     self.prober.resume_probes(track, seen)
 
     def apply_node(self, view: ProjectView, node: Node) -> None:
+        """Apply a listed node to its slot, by memory, else by labels; else it is foreign or an orphan."""
         if node.owner != self.ports.owner:
             self.apply_foreign_node(view, node)
             if (known := self.state.slot_of(node)) is not None:
@@ -158,7 +160,7 @@ class Observer:
                 self.state.orphans.pop(node.name, None)
                 return
             if node.name not in self.state.orphans:
-                text = f"{node.name} in {node.key.zone} bears our owner label and an unknown fleet ({node.fleet})"
+                text = f"{node.name} in {node.key.zone} has our owner label and an unknown fleet ({node.fleet})"
                 self.state.add_engine_event("stray", f"{text}: `tpucare gc` lists it", node=node.name, level="warning")
             self.state.orphans[node.name] = node
             return
@@ -171,13 +173,14 @@ class Observer:
             self.state.add_event(track, "label", text, node=node.name, level="warning")
 
     def apply_foreign_node(self, view: ProjectView, node: Node) -> None:
+        """Record a node of another owner for the slots whose name it has."""
         for slot in slots_of(node.name):
             known = view.foreign.setdefault(slot, {})
             if slot in view.slots:
                 self.state.dirty[slot] = None
                 if node.key not in known and self.state.slot_of(node) is None:
                     whose = f"another owner ({node.owner})" if node.owner else "no owner's label"
-                    text = f"{node.name} in {node.key.zone} bears the name of {slot} and {whose}: it is left alone"
+                    text = f"{node.name} in {node.key.zone} has the name of {slot} and {whose}: it is left alone"
                     self.state.add_engine_event(
                         "foreign", f"{text}; `tpucare adopt-node` takes it over", node=node.name
                     )
@@ -199,6 +202,7 @@ class Observer:
         self.forget_node(track, view, node.name, f"{node.name} has another owner's label now: left alone")
 
     def apply_own_node(self, view: ProjectView, track: SlotTrack, node: Node) -> None:
+        """Apply a listed or read node of ours to its slot."""
         seen = track.nodes.get(node.name)
         if seen is None or seen.node.id != node.id:
             seen = track.nodes[node.name] = NodeTrack(node, view.mark, view.mark)

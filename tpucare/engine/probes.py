@@ -96,6 +96,7 @@ class Prober:
         self.state.queue_effect((Lane.PROBE, tag, lambda: self.ports.launcher.probe(order)))
 
     def apply_probe(self, slot: str, name: str, generation: str, finished: Finished) -> None:
+        """Apply a probe that ended, and schedule the next; reports of an earlier *generation* are dropped."""
         track = self.state.slots.get(slot)
         seen = track.nodes.get(name) if track is not None else None
         if track is None or seen is None:
@@ -143,9 +144,9 @@ class Prober:
         if seen.refusals:
             self.state.update_memory(track, remember.mark_key_refused(track.memory, seen.node.name))
         self._add_events(track, seen, before, report, signals)
-        # A decision depends on: enough reports without progress,
+        # A decision may depend on enough reports without progress, on a confirmed end, on the second sign (this job
+        # reports progress at all) and on a step beyond earlier failures.
         stood_still = SUPPORTING_OBSERVATIONS in (seen.progress.unchanged, seen.progress.still)
-        # a confirmed end, the second sign (the job reports progress at all), a step beyond earlier failures.
         ended = seen.ended_reports == EXIT_IS_SEEN_REPORTS
         second = seen.progress.signals == 2 and signals < 2
         further = is_row_open(track.memory) and got_further(seen.freeze(), track.memory)

@@ -148,6 +148,7 @@ class EngineState:
     # --- pending writes, events and effects
 
     def update_memory(self, track: SlotTrack, memory: Memory) -> None:
+        """Set the slot's memory, to be written by the next `commit`."""
         if memory is not track.memory and memory != track.memory:
             if memory.nodes is not track.memory.nodes:
                 for key in _keys_of(track, track.memory):

@@ -222,6 +222,7 @@ MISSING_READS = 24
 
 
 def intend_create(memory: Memory, action: Create, now: datetime) -> Memory:
+    """Open or resend a create, and take its number."""
     past = memory.create(action.name)
     tries = past.tries + 1 if past is not None else 1
     intent = CreateIntent(
@@ -249,6 +250,7 @@ def intend_create(memory: Memory, action: Create, now: datetime) -> Memory:
 
 
 def abandon_create(memory: Memory, action: Record, now: datetime, rng: random.Random) -> Memory:
+    """The slot waits for this create no more; its place counts a refusal."""
     intent = memory.create(action.name)
     if intent is None:
         return memory

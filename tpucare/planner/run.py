@@ -153,6 +153,7 @@ NO_TIME = timedelta()
 
 
 def decide_living(case: Case, seen: NodeEvidence, past: NodeMemory) -> Action:
+    """The next step for a run that lives on every worker."""
     run = case.memory.run
     assert run is not None
     assert seen.report is not None
@@ -325,6 +326,7 @@ COMMAND_NOT_FOUND = 127
 
 
 def decide_ended(case: Case, seen: NodeEvidence, workers: tuple[WorkerReport, ...]) -> Action:
+    """The next step for a run that ended on some worker."""
     run = case.memory.run
     assert run is not None
     if run.state is RunState.FINISHED:
@@ -365,6 +367,7 @@ def _decide_living_rest(case: Case, seen: NodeEvidence) -> Action:
 
 
 def infrastructure_ending(seen: NodeEvidence, memory: Memory, cause: Cause, why: str) -> Action:
+    """A Stop that counts an infrastructure failure; too many fail the slot, or replace the node."""
     past, advanced = memory.node(seen.node.name), has_advanced(seen, memory)
     if not advanced and memory.counter(FailureKind.INFRASTRUCTURE).failures >= INFRASTRUCTURE_BUDGET:
         return ending(seen, memory, cause, why, FailureKind.INFRASTRUCTURE, gives_up=True)
