@@ -50,7 +50,7 @@ class ParamikoRemote:
 
     `user` is the login name on every worker, `pins` a folder for host keys. `nudge` is called, from any thread, when
     `hints` has news. `parallel` limits the threads of `each` over all its callers together. `max_connections` and the
-    sockets of `knock` are limited to half and a quarter of the files that the process may open.
+    sockets of `watch_ports` are limited to half and a quarter of the files that the process may open.
     """
 
     def __init__(
