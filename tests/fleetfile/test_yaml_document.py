@@ -128,6 +128,11 @@ def test_a_problem_finds_its_line_and_name(path: tuple[str | int, ...], line: in
     assert Problem(0, "a.b", "is wrong").render("f.yaml") == "f.yaml: a.b: is wrong"
 
 
+def test_an_aliased_value_has_the_line_of_its_alias_and_its_content_that_of_the_anchor(loader: None) -> None:
+    document = read("a: &x [1]\nb:\n  - 2\n  - *x\n")
+    assert [document.problem(path, "?").line for path in [("a",), ("b", 1), ("b", 1, 0)]] == [1, 4, 1]
+
+
 YAML_PIECES = st.sampled_from(
     [
         *("a", "b: ", "- ", "? ", ": ", "\n", "\n  ", "\t", "[", "]", "{", "}", ",", "&x ", "*x", "!!str ", "!t ", "'"),

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import TypeAlias
 
@@ -31,9 +31,7 @@ _UNREADABLE = re.compile("[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U0001000
 _INTEGER = re.compile(r"[-+]?[0-9]{1,18}")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]{1,40}|[0-9]{1,40}(\.[0-9]{0,40})?)([eE][-+]?[0-9]{1,4})?")
 _CONSTANTS: Mapping[str, bool | None] = {
-    "": None,
-    "~": None,
-    **dict.fromkeys(("null", "Null", "NULL"), None),
+    **dict.fromkeys(("", "~", "null", "Null", "NULL")),
     **dict.fromkeys(("true", "True", "TRUE"), True),
     **dict.fromkeys(("false", "False", "FALSE"), False),
 }
@@ -67,15 +65,10 @@ class _Node:
     """A value with its line. `size` and `height` count its values and levels, aliases expanded."""
 
     line: int
-    value: object
-    children: dict[str | int, tuple[int, _Node]] = field(default_factory=dict)
+    value: object = None
+    children: dict[str | int, _Node] = field(default_factory=dict)
     size: int = 1
     height: int = 1
-
-    def adopt(self, key: str | int, line: int, child: _Node) -> None:
-        self.children[key] = (line, child)
-        self.size += child.size
-        self.height = max(self.height, child.height + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,14 +86,13 @@ class Document:
         A path may be longer than the document (a missing key), and may step into index 0 of a mapping that stands for
         a list of one.
         """
-        node, line, name = self.root, self.root.line, ""
+        node, name = self.root, ""
         for step in path:
             if step in node.children:
-                line, node = node.children[step]
-                name = _joined(name, step)
+                node, name = node.children[step], _joined(name, step)
             elif isinstance(step, str) and isinstance(node.value, dict):
-                return Problem(line, _joined(name, step), text)
-        return Problem(line, name, text)
+                return Problem(node.line, _joined(name, step), text)
+        return Problem(node.line, name, text)
 
 
 def read(text: str) -> Document:
@@ -111,36 +103,42 @@ def read(text: str) -> Document:
         Unreadable: Not YAML, empty, too large, too deep, too many values, or more than one document.
     """
     _refuse_unreadable_text(text)
-    builder = _Builder()
+    composer = _Composer(yaml.parse(text, Loader=_LOADER))
     try:
-        root = builder.document(yaml.parse(text, Loader=_LOADER))
+        root = composer.document()
     except yaml.MarkedYAMLError as error:
         raise _unreadable(error, text) from None
     except yaml.YAMLError as error:
         raise Unreadable(1, f"is not YAML: {shown(str(error).splitlines()[0])}") from None
-    return Document(root.value, tuple(builder.problems), root)
+    return Document(root.value, tuple(composer.problems), root)
 
 
-class _Builder:
-    """Builds nodes out of parser events. Recursion is bounded by DEPTH_LIMIT, total work by VALUES_LIMIT."""
+class _Composer:
+    """
+    Composes nodes out of parser events. Recursion is bounded by DEPTH_LIMIT, total work by VALUES_LIMIT.
 
-    def __init__(self) -> None:
+    Why not `yaml.compose`: in C it recurses without a bound, so that 200 KB of `[` overflow the stack and end the
+    process; it makes a cycle of an alias inside its own anchor, and its nodes no longer tell the line of an alias.
+    """
+
+    def __init__(self, events: Iterator[yaml.Event]) -> None:
         self.problems: list[Problem] = []
+        self._events = events
         self._anchors: dict[str, _Node] = {}
         self._values = 0
 
-    def document(self, events: Iterator[yaml.Event]) -> _Node:
+    def document(self) -> _Node:
         root: _Node | None = None
-        for event in events:
+        for event in self._events:
             if isinstance(event, yaml.DocumentStartEvent):
                 if root is not None:
                     raise Unreadable(_line(event), "holds more than one document; one fleet per file")
-                root = self._node(next(events), events, ())
+                root = self._node(next(self._events), ())
         if root is None or root.value is None:
             raise Unreadable(1, "is empty")
         return root
 
-    def _node(self, event: yaml.Event, events: Iterator[yaml.Event], path: KeyPath) -> _Node:
+    def _node(self, event: yaml.Event, path: KeyPath) -> _Node:
         if len(path) >= DEPTH_LIMIT:
             raise _too_deep(event)
         if isinstance(event, yaml.AliasEvent):
@@ -149,58 +147,40 @@ class _Builder:
         assert isinstance(event, yaml.ScalarEvent | yaml.CollectionStartEvent)
         if event.tag not in _HARMLESS_TAGS:
             self._report(event, path, f"the tag {shown(event.tag)} is not supported; write plain values")
-        node = self._value(event, events, path)
+        node = _Node(_line(event))
+        if isinstance(event, yaml.ScalarEvent):
+            node.value = scalar(event.value) if event.implicit[0] else event.value
+        else:
+            self._compose_children(node, path, in_mapping=isinstance(event, yaml.MappingStartEvent))
         if event.anchor is not None:
             # Registered only after its content, so that an alias inside its own anchor is an error, not a cycle.
             self._anchors[event.anchor] = node
         return node
 
-    def _value(
-        self, event: yaml.ScalarEvent | yaml.CollectionStartEvent, events: Iterator[yaml.Event], path: KeyPath
-    ) -> _Node:
-        if isinstance(event, yaml.MappingStartEvent):
-            return self._mapping(event, events, path)
-        if isinstance(event, yaml.SequenceStartEvent):
-            return self._sequence(event, events, path)
-        assert isinstance(event, yaml.ScalarEvent)
-        return _Node(_line(event), scalar(event.value) if event.implicit[0] else event.value)
+    def _compose_children(self, node: _Node, path: KeyPath, *, in_mapping: bool) -> None:
+        while not isinstance(event := next(self._events), yaml.CollectionEndEvent):
+            step = self._key(event, path) if in_mapping else len(node.children)
+            below = (*path, "?" if step is None or step == "" else step)
+            child = self._node(next(self._events) if in_mapping else event, below)
+            if step in node.children:
+                self._report(event, (*path, step), f"is a duplicate, first on line {node.children[step].line}")
+            elif step is not None:
+                node.children[step] = replace(child, line=_line(event))
+                node.size += child.size
+                node.height = max(node.height, child.height + 1)
+        values = {step: child.value for step, child in node.children.items()}
+        node.value = values if in_mapping else list(values.values())
 
-    def _mapping(self, start: yaml.Event, events: Iterator[yaml.Event], path: KeyPath) -> _Node:
-        value: dict[str, object] = {}
-        node = _Node(_line(start), value)
-        for event in events:
-            if isinstance(event, yaml.MappingEndEvent):
-                break
-            key = self._key(event, events, path)
-            child = self._node(next(events), events, (*path, key or "?"))
-            if key in value:
-                self._report(event, (*path, key), f"is a duplicate, first on line {node.children[key][0]}")
-            elif key is not None:
-                value[key] = child.value
-                node.adopt(key, _line(event), child)
-        return node
-
-    def _sequence(self, start: yaml.Event, events: Iterator[yaml.Event], path: KeyPath) -> _Node:
-        value: list[object] = []
-        node = _Node(_line(start), value)
-        for event in events:
-            if isinstance(event, yaml.SequenceEndEvent):
-                break
-            child = self._node(event, events, (*path, len(value)))
-            node.adopt(len(value), _line(event), child)
-            value.append(child.value)
-        return node
-
-    def _key(self, event: yaml.Event, events: Iterator[yaml.Event], path: KeyPath) -> str | None:
+    def _key(self, event: yaml.Event, path: KeyPath) -> str | None:
         """A key as written, or None (after a report) if it is not a word."""
         if isinstance(event, yaml.ScalarEvent):
             self._count(event, 1)
-            if event.value == "<<" and event.implicit[0]:
-                self._report(event, path, "merge keys (<<) are not supported; write the keys out")
-                return None
-            return str(event.value)
-        self._node(event, events, (*path, "?"))
-        self._report(event, path, "a key must be a word")
+            if event.value != "<<" or not event.implicit[0]:
+                return str(event.value)
+            self._report(event, path, "merge keys (<<) are not supported; write the keys out")
+        else:
+            self._node(event, (*path, "?"))
+            self._report(event, path, "a key must be a word")
         return None
 
     def _alias(self, event: yaml.AliasEvent, path: KeyPath) -> _Node:
