@@ -29,8 +29,7 @@ class Accelerator:
     """
     One accelerator type, i.e. one shape of slice.
 
-    `hosts` is the number of workers of a node; `device_glob` matches the chips on a worker; `topology` is "" for a
-    size that the catalogue does not list. `mark`: D documented, O observed in public code, I derived from the name.
+    `hosts` is the number of workers of a node; `topology` is "" for a size that the catalogue does not list.
     """
 
     type: str
@@ -43,20 +42,10 @@ class Accelerator:
     default_runtime: str
     runtimes: tuple[str, ...]
     provisionings: tuple[Provisioning, ...]
-    device_glob: str
-    jax_devices_per_chip: int
-    hbm_gib_per_chip: int
-    api_enum: str
-    mark: str
 
     @property
     def cores(self) -> int:
         return self.chips * self.cores_per_chip
-
-    @property
-    def jax_devices(self) -> int:
-        """What `jax.device_count()` says on the whole slice."""
-        return self.chips * self.jax_devices_per_chip
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +58,6 @@ class ZoneOffer:
 
     zone: str
     mark: str
-    note: str = ""
     only: tuple[str, ...] = ()
 
 
@@ -103,19 +91,12 @@ class _PriceRow:
 @dataclass(frozen=True, slots=True)
 class _Generation:
     name: str
-    prefix: str
     counts_cores: bool
     served: bool
     status: str
     sizes: tuple[Accelerator, ...]
     zones: tuple[ZoneOffer, ...]
     prices: tuple[_PriceRow, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Catalogue:
-    generations: tuple[_Generation, ...]
-    types: Mapping[str, Accelerator]
 
 
 def lookup(type: str) -> Accelerator:
@@ -125,10 +106,9 @@ def lookup(type: str) -> Accelerator:
     Raises:
         ConfigError: Not listed, or not served by the Cloud TPU API; names the nearest listed types.
     """
-    found = _catalogue().types.get(type)
-    if found is not None:
+    if found := _types().get(type):
         return found
-    _refuse_unserved(type)
+    _generation_of(type)  # Raises for a generation that the API does not serve.
     raise ConfigError(f"{shown(type)} is not a known accelerator type{naming(nearest_types(type))}")
 
 
@@ -139,33 +119,31 @@ def derive(type: str) -> Accelerator:
     Raises:
         ConfigError: Not `<known generation>-<count>`, or a count that fills no whole number of hosts.
     """
-    listed = _catalogue().types.get(type)
-    if listed is not None:
+    if listed := _types().get(type):
         return listed
-    _refuse_unserved(type)
-    match, generation = _TYPE.fullmatch(type), _generation_of(type)
-    if match is None or generation is None:
+    generation = _generation_of(type)
+    if generation is None:
         raise ConfigError(f"{shown(type)} names no known accelerator generation{naming(nearest_types(type))}")
     like = generation.sizes[-1]
-    chips, rest = divmod(int(match["count"]), like.cores_per_chip if generation.counts_cores else 1)
+    chips, rest = divmod(_count(type), like.cores_per_chip if generation.counts_cores else 1)
     hosts, left = divmod(chips, like.chips_per_host)
     if rest or left or not hosts:
         raise ConfigError(
             f"{type} is no whole number of hosts of {like.chips_per_host} chips{naming(nearest_types(type))}"
         )
-    return replace(like, type=type, chips=chips, hosts=hosts, topology="", mark="I")
+    return replace(like, type=type, chips=chips, hosts=hosts, topology="")
 
 
 def known_types() -> tuple[str, ...]:
     """Every type that the Cloud TPU API serves and the catalogue lists, by generation and size."""
-    return tuple(_catalogue().types)
+    return tuple(_types())
 
 
 def nearest_types(type: str) -> tuple[str, ...]:
     """Up to three listed types most similar to *type*: the nearest sizes of its generation first."""
     match = _TYPE.fullmatch(type.lower().strip().replace("_", "-").removeprefix("tpu-"))
     prefix = _OTHER_PREFIXES.get(match["prefix"], match["prefix"]) if match else ""
-    generation = _by_prefix().get(prefix)
+    generation = _catalogue().get(prefix)
     if match is None or generation is None or not generation.served:
         return nearest(type, known_types(), at_most=3)
     wanted = int(match["count"])
@@ -230,29 +208,24 @@ def chip_hour_price(type: str, zone: str, provisioning: Provisioning) -> Price |
 
 
 @functools.cache
-def _catalogue() -> _Catalogue:
+def _catalogue() -> Mapping[str, _Generation]:
+    """Every generation by the prefix of its types: `v5litepod` of `v5litepod-32`."""
     import yaml
 
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     text = (resources.files("tpucare.model") / "accelerators.yaml").read_text(encoding="utf-8")
-    data = yaml.load(text, Loader=loader)
-    generations = tuple(_read_generation(name, entry) for name, entry in data["generations"].items())
-    types = {size.type: size for generation in generations if generation.served for size in generation.sizes}
-    return _Catalogue(generations, types)
+    entries = yaml.load(text, Loader=loader)["generations"]
+    return {entry["name_prefix"]: _read_generation(name, entry) for name, entry in entries.items()}
 
 
 def _read_generation(name: str, entry: dict[str, Any]) -> _Generation:
     return _Generation(
         name=name,
-        prefix=entry["name_prefix"],
         counts_cores=entry["name_counts"] == "cores",
         served=entry["api_enum"] is not None,
         status=entry["status"],
         sizes=tuple(_read_size(name, entry, size) for size in entry["sizes"]),
-        zones=tuple(
-            ZoneOffer(zone["zone"], zone["mark"], zone.get("note", ""), tuple(zone.get("only", ())))
-            for zone in entry["zones"]
-        ),
+        zones=tuple(ZoneOffer(zone["zone"], zone["mark"], tuple(zone.get("only", ()))) for zone in entry["zones"]),
         prices=tuple(_PriceRow(**row) for row in entry["prices"]),
     )
 
@@ -270,21 +243,16 @@ def _read_size(name: str, entry: dict[str, Any], size: dict[str, Any]) -> Accele
         default_runtime=entry["default_runtime"] or "",
         runtimes=tuple(entry["runtimes"]),
         provisionings=tuple(tier for tier in Provisioning if tier.value in offered),
-        device_glob=entry["device_nodes"] or "",
-        jax_devices_per_chip=entry["jax_devices_per_chip"],
-        hbm_gib_per_chip=entry["hbm_gib_per_chip"],
-        api_enum=entry["api_enum"] or "",
-        mark=size["mark"],
     )
 
 
 @functools.cache
-def _by_prefix() -> Mapping[str, _Generation]:
-    return {generation.prefix: generation for generation in _catalogue().generations}
+def _types() -> Mapping[str, Accelerator]:
+    return {size.type: size for generation in _served() for size in generation.sizes}
 
 
 def _served() -> tuple[_Generation, ...]:
-    return tuple(generation for generation in _catalogue().generations if generation.served)
+    return tuple(generation for generation in _catalogue().values() if generation.served)
 
 
 def _served_generation(name: str) -> _Generation:
@@ -292,14 +260,12 @@ def _served_generation(name: str) -> _Generation:
 
 
 def _generation_of(type: str) -> _Generation | None:
+    """The generation that *type* names. Raises: ConfigError: the API does not serve it."""
     match = _TYPE.fullmatch(type)
-    return _by_prefix().get(match["prefix"]) if match else None
-
-
-def _refuse_unserved(type: str) -> None:
-    generation = _generation_of(type)
+    generation = _catalogue().get(match["prefix"]) if match else None
     if generation is not None and not generation.served:
         raise ConfigError(f"{generation.name} is {generation.status}")
+    return generation
 
 
 def _count(type: str) -> int:
