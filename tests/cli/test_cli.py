@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 import typer
+from typer.main import get_group
 
 from tests.kits.bench_worker import eventually
 from tests.kits.service import BEAT, QUICK, REPOSITORY, Process, fleet_text
@@ -119,7 +120,7 @@ def all_commands() -> list[tuple[str, ...]]:
         function = function_of(name)
         found.append((name,))
         if isinstance(function, typer.Typer):
-            found += [(name, str(command.name)) for command in function.registered_commands]
+            found += [(name, command) for command in get_group(function).commands]
     return found
 
 

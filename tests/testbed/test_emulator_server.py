@@ -32,7 +32,7 @@ from tpucare.model.resources import NodeKey, NodeRequest, NodeState, Place, Prov
 from tpucare.service import emulator_address
 from tpucare.testbed.emulator.control_socket import request
 from tpucare.testbed.emulator.machines.machines import WorkerMachines
-from tpucare.testbed.emulator.orders import ACTIONS, parse_order
+from tpucare.testbed.emulator.orders import ORDERS, parse_order
 from tpucare.testbed.emulator.server import EmulatorServer
 from tpucare.testbed.emulator.world.config import WorldConfig
 from tpucare.testbed.emulator.world.machine_effects import Boot, Kill, MachineEffect, SetAttribute
@@ -379,6 +379,7 @@ GOOD_ORDERS: list[dict[str, object]] = [
     {"do": "capacity", "zone": ZONE, "amount": None},
     {"do": "health", "selector": "*", "health": 3},
     {"do": "state", "selector": "*", "state": 77},
+    {"do": "maintenance", "selector": "*"},
     {"do": "maintenance", "selector": "*", "duration": "5m", "restart": True},
     {"do": "outage", "duration": "1m"},
     {"do": "outage", "kind": "zone", "zone": ZONE, "duration": 60},
@@ -399,7 +400,7 @@ GOOD_ORDERS: list[dict[str, object]] = [
 
 
 def test_every_action_can_be_ordered(state: Path) -> None:
-    assert {str(fields["do"]) for fields in GOOD_ORDERS} == set(ACTIONS)
+    assert {str(fields["do"]) for fields in GOOD_ORDERS} == set(ORDERS)
     for fields in GOOD_ORDERS:
         order(state, **fields)
 

@@ -5,17 +5,35 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
+from inspect import Parameter, Signature
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
+from typer.main import get_group
 
 from tpucare.cli.common import CommandError, emulator_folder, print_json, say
 
+if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
 
-class _RunByDefault(TyperGroup):
-    """`tpucare emulator WORLD.yaml` is `tpucare emulator run WORLD.yaml`."""
+    from tpucare.testbed.emulator.orders import BaseOrder
+
+
+class _Group(TyperGroup):
+    """Has the commands of orders as well; `tpucare emulator WORLD.yaml` is `tpucare emulator run WORLD.yaml`."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        from tpucare.testbed.emulator.orders import ORDERS
+
+        orders = typer.Typer(rich_markup_mode=None, add_completion=False)
+        for order in ORDERS.values():
+            if order.example is not None:
+                orders.command(order.do)(_command(order))
+        run = self.commands.pop("run")
+        self.commands = {"run": run, **get_group(orders).commands, **self.commands}
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if not args or (args[0] not in self.commands and args[0] not in ("-h", "--help")):
@@ -24,7 +42,7 @@ class _RunByDefault(TyperGroup):
 
 
 app = typer.Typer(
-    cls=_RunByDefault,
+    cls=_Group,
     rich_markup_mode=None,
     add_completion=False,
     help="""\
@@ -36,9 +54,8 @@ Example: tpucare emulator preempt pod-0
 """,
 )
 
-Selector = Annotated[str, typer.Argument(metavar="NODES", help="Node, slot, zone/node, or * for all.")]
 
-
+@app.command()
 def run(
     context: typer.Context,
     world: Annotated[
@@ -90,164 +107,7 @@ def run(
     )
 
 
-def preempt(
-    context: typer.Context,
-    nodes: Selector,
-    notice: Annotated[str, typer.Option(help="Time of the notice before, such as 30s.", metavar="TIME")] = "",
-    silent: Annotated[bool, typer.Option("--silent", help="Workers stop answering instead of dying.")] = False,
-    shown: Annotated[str, typer.Option(help="State in the API; or never, or gone.")] = "",
-    visible_after: Annotated[str, typer.Option(help="Delay until the API shows it.", metavar="TIME")] = "",
-) -> None:
-    """
-    Preempt nodes as the real cloud does.
-
-    \b
-    Example: tpucare emulator preempt pod-0 --notice 10s
-    """
-    _act(context, "preempt", selector=nodes, notice=notice, silent=silent, shown=shown, visible_after=visible_after)
-
-
-def terminate(context: typer.Context, nodes: Selector) -> None:
-    """
-    Terminate nodes as the 24-hour limit of preemptible nodes does.
-
-    \b
-    Example: tpucare emulator terminate pod-0
-    """
-    _act(context, "terminate", selector=nodes)
-
-
-def capacity(
-    context: typer.Context,
-    zone: Annotated[str, typer.Argument(help="Zone, such as us-central1-a.")],
-    amount: Annotated[str, typer.Argument(help="Number of chips, hosts or slices; none = unlimited.")],
-    accelerator: Annotated[str, typer.Option(help="Type or generation; default: all.")] = "",
-    tier: Annotated[str, typer.Option(help="spot, on-demand or reserved.")] = "spot",
-) -> None:
-    """
-    Set the capacity of a pool from now on.
-
-    \b
-    Example: tpucare emulator capacity us-central1-a 0
-    """
-    if amount != "none" and not amount.isdecimal():
-        raise typer.BadParameter("AMOUNT must be a whole number, or none")
-    number = None if amount == "none" else int(amount)
-    _send(context, {"do": "capacity", "zone": zone, "accelerator": accelerator, "tier": tier, "amount": number})
-
-
-def health(
-    context: typer.Context,
-    nodes: Selector,
-    value: Annotated[
-        str, typer.Argument(help="healthy, timeout, unhealthy-tensorflow, unhealthy-maintenance, or a number.")
-    ],
-) -> None:
-    """
-    Set the health that the API shows for nodes.
-
-    \b
-    Example: tpucare emulator health pod-0 unhealthy-maintenance
-    """
-    _act(context, "health", selector=nodes, health=value)
-
-
-def state(
-    context: typer.Context,
-    nodes: Selector,
-    value: Annotated[str, typer.Argument(help="A name such as repairing, or a number.")],
-) -> None:
-    """
-    Set the state that the API shows for nodes, even an unknown one; their workers do not change.
-
-    \b
-    Example: tpucare emulator state pod-0 77
-    """
-    _act(context, "state", selector=nodes, state=value)
-
-
-def unknown_fields(
-    context: typer.Context,
-    nodes: Selector,
-    on: Annotated[bool, typer.Option("--on/--off", help="Add or remove them.")] = True,
-    answers: Annotated[bool, typer.Option("--answers", help="Also in every answer of the API.")] = False,
-) -> None:
-    """
-    Add fields to nodes that no client knows, as a newer service would.
-
-    \b
-    Example: tpucare emulator unknown-fields pod-0 --answers
-    """
-    _send(context, {"do": "unknown-fields", "selector": nodes, "on": on, "answers": answers})
-
-
-def maintenance(
-    context: typer.Context,
-    nodes: Selector,
-    duration: Annotated[str, typer.Option(help="Duration.", metavar="TIME")] = "5m",
-    restart: Annotated[bool, typer.Option("--restart", help="Also reboot the workers.")] = False,
-) -> None:
-    """
-    Announce a maintenance event to workers.
-
-    \b
-    Example: tpucare emulator maintenance pod-0 --restart
-    """
-    _act(context, "maintenance", selector=nodes, duration=duration, restart=restart)
-
-
-def outage(
-    context: typer.Context,
-    duration: Annotated[str, typer.Argument(help="Duration, such as 90s.")],
-    kind: Annotated[str, typer.Option(help="api, internal, zone or slow.")] = "api",
-    zone: Annotated[str, typer.Option(help="Zone for --kind zone.")] = "",
-) -> None:
-    """
-    Make the API fail, fail in one zone, or answer slowly.
-
-    \b
-    Example: tpucare emulator outage 2m --kind zone --zone us-central1-a
-    """
-    _act(context, "outage", duration=duration, kind=kind, zone=zone)
-
-
-def end_outages(context: typer.Context) -> None:
-    """
-    End all outages.
-
-    \b
-    Example: tpucare emulator end-outages
-    """
-    _act(context, "end-outages")
-
-
-def lose_worker(
-    context: typer.Context,
-    nodes: Selector,
-    worker: Annotated[int, typer.Argument(help="Number of the worker.", min=0)],
-    silent: Annotated[bool, typer.Option("--silent", help="It stops answering instead of dying.")] = False,
-) -> None:
-    """
-    Kill one worker; the API does not show it.
-
-    \b
-    Example: tpucare emulator lose-worker pod-0 3
-    """
-    _act(context, "lose-worker", selector=nodes, worker=worker, silent=silent)
-
-
-def restore_worker(
-    context: typer.Context, nodes: Selector, worker: Annotated[int, typer.Argument(help="Number of the worker.", min=0)]
-) -> None:
-    """
-    Boot a lost worker again, or make a silent one answer.
-
-    \b
-    Example: tpucare emulator restore-worker pod-0 3
-    """
-    _act(context, "restore-worker", selector=nodes, worker=worker)
-
-
+@app.command("status")
 def show_nodes(context: typer.Context) -> None:
     """
     Print every node of the running emulator as JSON.
@@ -258,6 +118,7 @@ def show_nodes(context: typer.Context) -> None:
     print_json(_request(context, {"do": "status"}))
 
 
+@app.command()
 def order(
     context: typer.Context, text: Annotated[str, typer.Argument(metavar="JSON", help="An order (docs/emulator.md).")]
 ) -> None:
@@ -274,29 +135,44 @@ def order(
     print_json(_request(context, value))
 
 
-_COMMANDS: dict[str, Callable[..., None]] = {
-    "run": run,
-    "preempt": preempt,
-    "terminate": terminate,
-    "capacity": capacity,
-    "health": health,
-    "state": state,
-    "unknown-fields": unknown_fields,
-    "maintenance": maintenance,
-    "outage": outage,
-    "end-outages": end_outages,
-    "lose-worker": lose_worker,
-    "restore-worker": restore_worker,
-    "status": show_nodes,
-    "order": order,
-}
-for _name, _function in _COMMANDS.items():
-    app.command(_name)(_function)
+def _command(order: type[BaseOrder]) -> Callable[..., None]:
+    """The command of an order: typer reads the parameters from its signature, and its help from the docstring."""
+
+    def command(context: typer.Context, **values: Any) -> None:
+        # The emulator has defaults for empty values.
+        given = {key: value for key, value in values.items() if value not in ("", None)}
+        if "amount" in given:
+            given["amount"] = _amount(given["amount"])
+        _send(context, {"do": order.do, **given})
+
+    example = f"tpucare emulator {order.do} {order.example}".rstrip()
+    command.__doc__ = f"{order.__doc__}\n\n\b\nExample: {example}"
+    context = Parameter("context", Parameter.KEYWORD_ONLY, annotation=typer.Context)
+    others = [_parameter(name, field) for name, field in order.model_fields.items() if field.description]
+    command.__signature__ = Signature([context, *others])  # type: ignore[attr-defined]
+    return command
 
 
-def _act(context: typer.Context, do: str, **values: Any) -> None:
-    """Send an order without its empty values, for which the emulator has defaults."""
-    _send(context, {"do": do, **{key: value for key, value in values.items() if value not in ("", None)}})
+def _parameter(name: str, field: FieldInfo) -> Parameter:
+    """An argument, a flag or an option. Texts such as lengths of time and names of states are left to the emulator."""
+    about, metavar, default = field.description, field.title, field.default
+    kind: type = str
+    declared: Any = typer.Option(help=about, metavar=metavar)
+    if field.is_required():
+        least = next((rule.ge for rule in field.metadata if hasattr(rule, "ge")), None)
+        kind, declared = str if least is None else int, typer.Argument(help=about, metavar=metavar, min=least)
+        default = Parameter.empty
+    elif isinstance(default, bool):
+        kind, declared = bool, typer.Option(f"--{name}/--off" if default else f"--{name}", help=about)
+    elif not isinstance(default, str):
+        default = ""
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, declared])
+
+
+def _amount(text: str) -> int | None:
+    if text != "none" and not text.isdecimal():
+        raise typer.BadParameter("AMOUNT must be a whole number, or none")
+    return None if text == "none" else int(text)
 
 
 def _send(context: typer.Context, what: dict[str, Any]) -> None:
@@ -306,8 +182,8 @@ def _send(context: typer.Context, what: dict[str, Any]) -> None:
         why = _why_nothing(str(what.get("selector")), _request(context, {"do": "status"}))
         raise CommandError(f"{what['do']}: {why}")
     if touched is None:
-        values = {key: value for key, value in what.items() if key != "do" and value != ""}
-        touched = [f"{key} {'none' if value is None else value}" for key, value in values.items()] or ["done"]
+        values = [f"{key} {'none' if value is None else value}" for key, value in what.items() if key != "do"]
+        touched = values or ["done"]
     say(f"{what['do']}: {', '.join(touched)}")
 
 

@@ -1,6 +1,9 @@
 """
 The orders to a running emulator, as strict records: one class per action of `Operator`, checked before it is applied.
 
+A class names its fields, the method that it calls and, if it has a command of its own, the help of that command
+(`tpucare.cli.emulator` makes the commands from the classes).
+
 An order is a JSON object whose `do` names the action; lengths are seconds or texts such as `90s`, states and health are
 numbers or names. An unknown key, a length beyond ten years and a code that gRPC lacks are refused: a wrong order is a
 ConfigError of one line.
@@ -9,17 +12,19 @@ ConfigError of one line.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timedelta
 from enum import IntEnum
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, Field, GetPydanticSchema, ValidationError
+from pydantic_core.core_schema import no_info_after_validator_function as after_validation
 
 from tpucare.model.errors import ConfigError
 from tpucare.model.resources import Health, NodeState
 from tpucare.testbed.emulator.world import latency as lengths
 from tpucare.testbed.emulator.world.latency import Strict
+from tpucare.testbed.emulator.world.operator import Operator
 from tpucare.testbed.emulator.world.queued_records import QueueState
 from tpucare.testbed.emulator.world.world import World
 
@@ -38,284 +43,224 @@ def number_of(names: type[IntEnum]) -> BeforeValidator:
 
 Seconds = Annotated[lengths.Seconds, Field(le=10 * 365 * 86400)]
 """At most ten years: a date of this world plus that length must still be a date."""
+Length = Annotated[
+    timedelta,
+    GetPydanticSchema(lambda _, schema: after_validation(lambda seconds: timedelta(seconds=seconds), schema(Seconds))),
+]
 State = Annotated[int, number_of(NodeState)]
 Shown = Annotated[int | Literal["never", "gone"], number_of(NodeState)]
 HealthNumber = Annotated[int, number_of(Health)]
 Code = Annotated[int, Field(ge=1, le=16)]
 Answer = Mapping[str, Any]
+Method = Callable[..., Sequence[str] | None]
+"""A method of `Operator`: its arguments are the fields of the order, its answer the ids of changed nodes, if any."""
 
 
 class BaseOrder(Strict):
-    """`apply` changes the world, under its lock, and returns the answer, for example the ids of changed nodes."""
+    """
+    The fields of an order. With an `example` (of arguments) it has a command, `tpucare emulator DO`: its docstring is
+    the help, required fields are arguments, and the other fields that have a description are options.
+    """
+
+    do: ClassVar[str]
+    calls: ClassVar[Method]
+    example: ClassVar[str | None]
 
     def apply(self, world: World, now: datetime) -> Answer:
-        raise NotImplementedError
+        """Change the world, under its lock, and return the answer, for example the ids of changed nodes."""
+        ids = type(self).calls(world.operator, now=now, **dict(self))
+        return {} if ids is None else {"touched": list(ids)}
 
 
-def touched(ids: Sequence[str]) -> Answer:
-    return {"touched": list(ids)}
+class NodesOrder(BaseOrder):
+    selector: str = Field(title="NODES", description="Node, slot, zone/node, or * for all.")
 
 
-def length(seconds: float | None) -> timedelta | None:
-    return None if seconds is None else timedelta(seconds=seconds)
+class NextCallOrder(BaseOrder):
+    """Takes effect at a later call: the method needs no time."""
+
+    def apply(self, world: World, now: datetime) -> Answer:  # noqa: ARG002
+        type(self).calls(world.operator, **dict(self))
+        return {}
 
 
-# --- nodes, their workers and queued resources ------------------------------------------------------------------------
+ORDERS: dict[str, type[BaseOrder]] = {}
+"""All orders by their `do`."""
 
 
-class Preempt(BaseOrder):
-    """Preempt nodes."""
+def order(
+    do: str, calls: Method | None = None, *, example: str | None = None
+) -> Callable[[type[BaseOrder]], type[BaseOrder]]:
+    """Add a class to `ORDERS`. A class without `calls` has an `apply` of its own."""
 
-    do: Literal["preempt"]
-    selector: str
-    notice: Seconds | None = None
-    visible_after: Seconds | None = None
-    silent: bool = False
-    shown: Shown = int(NodeState.PREEMPTED)
-    burst: Seconds = 0.0
+    def declare(fields: type[BaseOrder]) -> type[BaseOrder]:
+        fields.do, fields.example = do, example
+        if calls is not None:
+            fields.calls = calls
+        ORDERS[do] = fields
+        return fields
 
-    def apply(self, world: World, now: datetime) -> Answer:
-        return touched(
-            world.operator.preempt(
-                self.selector,
-                now,
-                notice=length(self.notice),
-                visible_after=length(self.visible_after),
-                silent=self.silent,
-                shown=self.shown,
-                burst=timedelta(seconds=self.burst),
-            )
-        )
+    return declare
 
 
-class Terminate(BaseOrder):
-    """Kill the workers of nodes and show TERMINATED."""
+@order("preempt", Operator.preempt, example="pod-0 --notice 10s")
+class Preempt(NodesOrder):
+    """Preempt nodes as the real cloud does."""
 
-    do: Literal["terminate"]
-    selector: str
+    notice: Length | None = Field(None, title="TIME", description="Time of the notice before, such as 30s.")
+    silent: bool = Field(False, description="Workers stop answering instead of dying.")
+    shown: Shown = Field(int(NodeState.PREEMPTED), description="State in the API; or never, or gone.")
+    visible_after: Length | None = Field(None, title="TIME", description="Delay until the API shows it.")
+    burst: Length = timedelta()
 
-    def apply(self, world: World, now: datetime) -> Answer:
-        return touched(world.operator.terminate(self.selector, now))
+
+@order("terminate", Operator.terminate, example="pod-0")
+class Terminate(NodesOrder):
+    """Terminate nodes as the 24-hour limit of preemptible nodes does."""
 
 
-class RemoveNodes(BaseOrder):
+@order("forget", Operator.remove)
+class RemoveNodes(NodesOrder):
     """Remove nodes at once: 404."""
 
-    do: Literal["forget"]
-    selector: str
 
-    def apply(self, world: World, now: datetime) -> Answer:
-        return touched(world.operator.remove(self.selector, now))
+@order("capacity", Operator.set_capacity, example="us-central1-a 0")
+class SetCapacity(BaseOrder):
+    """Set the capacity of a pool from now on."""
+
+    zone: str = Field(description="Zone, such as us-central1-a.")
+    accelerator: str = Field("", description="Type or generation; default: all.")
+    tier: Literal["spot", "on-demand", "reserved"] = Field("spot", description="spot, on-demand or reserved.")
+    amount: Annotated[int, Field(ge=0)] | None = Field(
+        description="Number of chips, hosts or slices; none = unlimited."
+    )
 
 
-class SetHealth(BaseOrder):
-    """Show a health value."""
+@order("health", Operator.set_health, example="pod-0 unhealthy-maintenance")
+class SetHealth(NodesOrder):
+    """Set the health that the API shows for nodes."""
 
-    do: Literal["health"]
-    selector: str
-    health: HealthNumber
+    health: HealthNumber = Field(
+        title="value", description="healthy, timeout, unhealthy-tensorflow, unhealthy-maintenance, or a number."
+    )
     description: str = ""
 
-    def apply(self, world: World, now: datetime) -> Answer:
-        return touched(world.operator.set_health(self.selector, self.health, now, self.description))
+
+@order("state", Operator.set_state, example="pod-0 77")
+class SetState(NodesOrder):
+    """Set the state that the API shows for nodes, even an unknown one; their workers do not change."""
+
+    state: State = Field(title="value", description="A name such as repairing, or a number.")
 
 
-class SetState(BaseOrder):
-    """Show a state, known or not."""
+@order("unknown-fields", Operator.show_unknown_fields, example="pod-0 --answers")
+class UnknownFields(NodesOrder):
+    """Add fields to nodes that no client knows, as a newer service would."""
 
-    do: Literal["state"]
-    selector: str
-    state: State
-
-    def apply(self, world: World, now: datetime) -> Answer:
-        return touched(world.operator.set_state(self.selector, self.state, now))
+    on: bool = Field(True, description="Add or remove them.")
+    answers: bool = Field(False, description="Also in every answer of the API.")
 
 
-class UnknownFields(BaseOrder):
-    """Show fields that no package knows, in nodes, and with `answers` in every answer."""
-
-    do: Literal["unknown-fields"]
-    selector: str
-    on: bool = True
-    answers: bool = False
-
-    def apply(self, world: World, now: datetime) -> Answer:
-        return touched(world.operator.show_unknown_fields(self.selector, now, on=self.on, answers=self.answers))
-
-
-class FailQueued(BaseOrder):
+@order("fail-queued", Operator.fail_queued)
+class FailQueued(NodesOrder):
     """Make queued resources FAILED with an error."""
 
-    do: Literal["fail-queued"]
-    selector: str
     code: Code = 13
     text: str = "an internal error has occurred"
 
-    def apply(self, world: World, now: datetime) -> Answer:
-        return touched(world.operator.fail_queued(self.selector, self.code, self.text, now))
 
-
-class SetQueuedState(BaseOrder):
+@order("queued-state", Operator.set_queued_state)
+class SetQueuedState(NodesOrder):
     """Show a state of queued resources, known or not."""
 
-    do: Literal["queued-state"]
-    selector: str
     state: Annotated[int, number_of(QueueState)]
 
-    def apply(self, world: World, now: datetime) -> Answer:
-        return touched(world.operator.set_queued_state(self.selector, self.state, now))
 
+@order("maintenance", Operator.maintenance, example="pod-0 --restart")
+class Maintenance(NodesOrder):
+    """Announce a maintenance event to workers."""
 
-class Maintenance(BaseOrder):
-    """Announce a maintenance, perhaps with a restart."""
-
-    do: Literal["maintenance"]
-    selector: str
     event: str = "TERMINATE_ON_HOST_MAINTENANCE"
-    duration: Seconds = 300.0
-    restart: bool = False
-
-    def apply(self, world: World, now: datetime) -> Answer:
-        duration = timedelta(seconds=self.duration)
-        return touched(
-            world.operator.maintenance(self.selector, now, event=self.event, duration=duration, restart=self.restart)
-        )
+    duration: Length = Field("5m", validate_default=True, title="TIME", description="Duration.")
+    restart: bool = Field(False, description="Also reboot the workers.")
 
 
-class StickDeleting(BaseOrder):
-    """Let deletes hang until they are repeated."""
-
-    do: Literal["stick-deleting"]
-    selector: str
-    repeats: Annotated[int, Field(ge=1)] = 1
-
-    def apply(self, world: World, now: datetime) -> Answer:
-        return touched(world.operator.stick_deleting(self.selector, now, repeats=self.repeats))
-
-
-class LoseWorker(BaseOrder):
-    """Kill or silence one worker; the API does not show it."""
-
-    do: Literal["lose-worker"]
-    selector: str
-    worker: Annotated[int, Field(ge=0)]
-    silent: bool = False
-
-    def apply(self, world: World, now: datetime) -> Answer:
-        return touched(world.operator.lose_worker(self.selector, self.worker, now, silent=self.silent))
-
-
-class RestoreWorker(BaseOrder):
-    """Boot a lost worker again, or let a silent one answer."""
-
-    do: Literal["restore-worker"]
-    selector: str
-    worker: Annotated[int, Field(ge=0)]
-
-    def apply(self, world: World, now: datetime) -> Answer:
-        return touched(world.operator.restore_worker(self.selector, self.worker, now))
-
-
-class MissWorker(BaseOrder):
-    """Let the next node lack a worker for ever."""
-
-    do: Literal["miss-worker"]
-    worker: int = -1
-    zone: str = ""
-
-    def apply(self, world: World, now: datetime) -> Answer:  # noqa: ARG002
-        world.operator.miss_worker(self.worker, zone=self.zone)
-        return {}
-
-
-# --- the service: capacity, outages, the next calls -------------------------------------------------------------------
-
-
-class SetCapacity(BaseOrder):
-    """Set the capacity of a pool from now on; `amount` null is unlimited."""
-
-    do: Literal["capacity"]
-    zone: str
-    accelerator: str = ""
-    tier: Literal["spot", "on-demand", "reserved"] = "spot"
-    amount: Annotated[int, Field(ge=0)] | None
-
-    def apply(self, world: World, now: datetime) -> Answer:
-        world.operator.set_capacity(self.zone, self.accelerator, self.tier, self.amount, now)
-        return {}
-
-
+@order("outage", Operator.outage, example="2m --kind zone --zone us-central1-a")
 class BeginOutage(BaseOrder):
-    """Break the API, one zone of it, or its speed (`slow`: every answer takes `seconds` longer)."""
+    """Make the API fail, fail in one zone, or answer slowly."""
 
-    do: Literal["outage"]
-    kind: Literal["api", "internal", "zone", "slow"] = "api"
-    duration: Seconds
-    zone: str = ""
+    duration: Length = Field(description="Duration, such as 90s.")
+    kind: Literal["api", "internal", "zone", "slow"] = Field("api", description="api, internal, zone or slow.")
+    zone: str = Field("", description="Zone for --kind zone.")
     seconds: Seconds = 30.0
 
-    def apply(self, world: World, now: datetime) -> Answer:
-        world.operator.outage(self.kind, timedelta(seconds=self.duration), now, zone=self.zone, seconds=self.seconds)
-        return {}
 
-
+@order("end-outages", Operator.end_outages, example="")
 class EndOutages(BaseOrder):
     """End all outages."""
 
-    do: Literal["end-outages"]
 
-    def apply(self, world: World, now: datetime) -> Answer:
-        world.operator.end_outages(now)
-        return {}
+@order("stick-deleting", Operator.stick_deleting)
+class StickDeleting(NodesOrder):
+    """Let deletes hang until they are repeated."""
+
+    repeats: Annotated[int, Field(ge=1)] = 1
 
 
-class FailNextCreate(BaseOrder):
+@order("lose-worker", Operator.lose_worker, example="pod-0 3")
+class LoseWorker(NodesOrder):
+    """Kill one worker; the API does not show it."""
+
+    worker: int = Field(ge=0, description="Number of the worker.")
+    silent: bool = Field(False, description="It stops answering instead of dying.")
+
+
+@order("restore-worker", Operator.restore_worker, example="pod-0 3")
+class RestoreWorker(NodesOrder):
+    """Boot a lost worker again, or make a silent one answer."""
+
+    worker: int = Field(ge=0, description="Number of the worker.")
+
+
+@order("fail-next-create", Operator.fail_next_create)
+class FailNextCreate(NextCallOrder):
     """Fail the next create, in its operation or in the call."""
 
-    do: Literal["fail-next-create"]
     code: Code
     text: str
     in_operation: bool = True
     zone: str = ""
 
-    def apply(self, world: World, now: datetime) -> Answer:  # noqa: ARG002
-        world.operator.fail_next_create(self.code, self.text, in_operation=self.in_operation, zone=self.zone)
-        return {}
+
+@order("miss-worker", Operator.miss_worker)
+class MissWorker(NextCallOrder):
+    """Let the next node lack a worker for ever."""
+
+    worker: int = -1
+    zone: str = ""
 
 
-class LoseNextAnswer(BaseOrder):
+@order("lose-next-answer", Operator.lose_next_answer)
+class LoseNextAnswer(NextCallOrder):
     """Lose the answer of the next call of a method."""
 
-    do: Literal["lose-next-answer"]
     method: str
     applied: bool = True
     code: Code = 14
 
-    def apply(self, world: World, now: datetime) -> Answer:  # noqa: ARG002
-        world.operator.lose_next_answer(self.method, applied=self.applied, code=self.code)
-        return {}
 
-
-class FailNext(BaseOrder):
+@order("fail-next", Operator.fail_next)
+class FailNext(NextCallOrder):
     """Refuse the next call of a method."""
 
-    do: Literal["fail-next"]
     method: str
     code: Code
     text: str
 
-    def apply(self, world: World, now: datetime) -> Answer:  # noqa: ARG002
-        world.operator.fail_next(self.method, self.code, self.text)
-        return {}
 
-
-# --- all orders, distinguished by `do` --------------------------------------------------------------------------------
-
-
+@order("status")
 class Status(BaseOrder):
     """List every node that exists, whether or not the API shows it yet."""
-
-    do: Literal["status"]
 
     def apply(self, world: World, now: datetime) -> Answer:
         world.advance(now)
@@ -337,51 +282,24 @@ class Status(BaseOrder):
         return {"now": world.now.isoformat(), "zones": world.api.locations(), "nodes": nodes, "queued": queued}
 
 
-Order = (
-    Preempt
-    | Terminate
-    | RemoveNodes
-    | SetCapacity
-    | SetHealth
-    | SetState
-    | UnknownFields
-    | FailQueued
-    | SetQueuedState
-    | Maintenance
-    | BeginOutage
-    | EndOutages
-    | StickDeleting
-    | LoseWorker
-    | RestoreWorker
-    | FailNextCreate
-    | MissWorker
-    | LoseNextAnswer
-    | FailNext
-    | Status
-)
-
-_ORDER: TypeAdapter[Order] = TypeAdapter(Annotated[Order, Field(discriminator="do")])
-ACTIONS: tuple[str, ...] = tuple(order.model_fields["do"].annotation.__args__[0] for order in Order.__args__)
-
-
-def parse_order(raw: object) -> Order:
+def parse_order(raw: object) -> BaseOrder:
     """Raises: ConfigError: one line that names the action and the key, with the nearest right word."""
     if not isinstance(raw, Mapping):
         raise ConfigError('an order is a JSON object such as {"do": "preempt", "selector": "*"}')
     action = raw.get("do")
     if action is None:
-        raise ConfigError(f'an order names its action, such as {{"do": "status"}}; there are {", ".join(ACTIONS)}')
-    if action not in ACTIONS:
-        raise ConfigError(f"no action {action!r}{_nearest(str(action), ACTIONS)}; there are {', '.join(ACTIONS)}")
+        raise ConfigError(f'an order names its action, such as {{"do": "status"}}; there are {", ".join(ORDERS)}')
+    if not isinstance(action, str) or action not in ORDERS:
+        raise ConfigError(f"no action {action!r}{_nearest(str(action), list(ORDERS))}; there are {', '.join(ORDERS)}")
     try:
-        return _ORDER.validate_python(raw)
+        return ORDERS[action].model_validate({key: value for key, value in raw.items() if key != "do"})
     except ValidationError as error:
         raise ConfigError(f"{action}: {_first_line(error)}") from None
 
 
 def _first_line(error: ValidationError) -> str:
     first = error.errors()[0]
-    key = ".".join(str(part) for part in first["loc"][1:2])
+    key = ".".join(str(part) for part in first["loc"][:1])
     text = {"extra_forbidden": "unknown key", "missing": "is missing"}.get(first["type"], str(first["msg"]))
     return " ".join(f"{key}: {text}".split())
 
