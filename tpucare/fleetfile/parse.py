@@ -163,19 +163,9 @@ def _network(around: NetworkSection, own: NetworkSection) -> Network:
 
 def job_template(job: JobSection, folder: Path | None) -> Job:
     """The job of every slot, with unexpanded placeholders and without the content of files."""
+    same = job.model_dump(exclude={"files", "workdir", "secrets"})
     workdir = os.path.normpath((folder or Path()) / job.workdir) if job.workdir else ""
-    return Job(
-        run=job.run,
-        setup=job.setup,
-        repository=job.repository,
-        branch=job.branch,
-        follow=job.follow,
-        workdir=workdir,
-        env=job.env,
-        secrets=tuple(job.secrets),
-        checkpoint=job.checkpoint,
-        progress=job.progress,
-    )
+    return Job(**same, workdir=workdir, secrets=tuple(job.secrets))
 
 
 def care_of(declared: CareSection, workers: int) -> Care:
@@ -327,25 +317,39 @@ def parse(
         document = yaml_document.read(text)
     except yaml_document.Unreadable as error:
         raise ConfigError.of([error.problem], file) from None
-    declared, problems = _validated(document)
-    findings = rules.check(document, accepted=accepted)
-    problems += [*document.problems, *findings.problems]
+    problems, warnings = rules.check(document, accepted=accepted)
+    rules_hold = not problems
+    problems += document.problems
+    declared: FleetFile | None = None
     contents: dict[str, bytes] = {}
+    if isinstance(document.value, dict):
+        try:
+            declared = FleetFile.model_validate(document.value)
+        except ValidationError as error:
+            problems += shape_problems(document, error)
+    else:
+        problems.append(document.problem((), "must be a mapping (key: value) that begins with `name: …`"))
     if declared is not None:
-        problems += [*_folder_problems(declared, document, folder), *_size_problems(declared, document)]
-        if not findings.problems:
+        problems += _job_problems(declared, document, folder)
+        if rules_hold:
             problems += _place_problems(declared, document)
         contents, unread = _read_files(declared, document, folder, read_file)
         problems += unread
     if problems or declared is None:
         raise ConfigError.of(_first(problems), file)
-    return _built(
-        declared,
-        contents,
-        tuple(warning.render(file) for warning in _first(findings.warnings)),
-        file,
-        folder,
-        default_project,
+    places = tuple(place for alternative in declared.tpu for place in places_of(alternative))
+    return FleetSpec(
+        name=declared.name,
+        count=declared.count,
+        project=declared.project or default_project or None,
+        places=places,
+        job=job_template(declared.job, folder),
+        care=care_of(declared.care, max(place.workers for place in places)),
+        ssh_keys=tuple(dict.fromkeys(key for alternative in declared.tpu for key in alternative.ssh_keys)),
+        files=declared.job.files,
+        contents=contents,
+        warnings=tuple(warning.render(file) for warning in _first(warnings)),
+        file=file,
     )
 
 
@@ -387,22 +391,10 @@ def refuse_shared_names(fleets: Iterable[FleetSpec]) -> None:
 # --- checking ----------------------------------------------------------------------------------------------------
 
 
-def _validated(document: Document) -> tuple[FleetFile | None, list[Problem]]:
-    if not isinstance(document.value, dict):
-        return None, [document.problem((), "must be a mapping (key: value) that begins with `name: …`")]
-    try:
-        return FleetFile.model_validate(document.value), []
-    except ValidationError as error:
-        return None, list(shape_problems(document, error))
-
-
-def _folder_problems(declared: FleetFile, document: Document, folder: Path | None) -> Iterator[Problem]:
+def _job_problems(declared: FleetFile, document: Document, folder: Path | None) -> Iterator[Problem]:
     workdir = declared.job.workdir
     if workdir and folder is None and not os.path.isabs(workdir):
         yield document.problem(("job", "workdir"), "must be an absolute path: this text has no folder")
-
-
-def _size_problems(declared: FleetFile, document: Document) -> Iterator[Problem]:
     texts = [declared.job.run, *declared.job.env.values()]
     size = declared.count * sum(len(text) for text in texts if SLOT_PLACEHOLDER in text)
     if size > EXPANDED_LIMIT_BYTES:
@@ -453,34 +445,6 @@ def _first(problems: Sequence[Problem]) -> Iterator[Problem]:
     yield from unique[:PROBLEMS_LIMIT]
     if len(unique) > PROBLEMS_LIMIT:
         yield Problem(unique[PROBLEMS_LIMIT].line, "", f"and {len(unique) - PROBLEMS_LIMIT} more")
-
-
-# --- building ----------------------------------------------------------------------------------------------------
-
-
-def _built(
-    declared: FleetFile,
-    contents: Mapping[str, bytes],
-    warnings: tuple[str, ...],
-    file: str,
-    folder: Path | None,
-    default_project: str | None,
-) -> FleetSpec:
-    places = tuple(place for alternative in declared.tpu for place in places_of(alternative))
-    keys = dict.fromkeys(key for alternative in declared.tpu for key in alternative.ssh_keys)
-    return FleetSpec(
-        name=declared.name,
-        count=declared.count,
-        project=declared.project or default_project or None,
-        places=places,
-        job=job_template(declared.job, folder),
-        care=care_of(declared.care, max(place.workers for place in places)),
-        ssh_keys=tuple(keys),
-        files=declared.job.files,
-        contents=contents,
-        warnings=warnings,
-        file=file,
-    )
 
 
 def _expand(text: str, name: str) -> str:

@@ -39,10 +39,6 @@ def _text(finding: ErrorDetails) -> str:
     return _TEXTS.get(kind, "is not valid").format(**finding.get("ctx", {}))
 
 
-def _value_error(finding: ErrorDetails) -> str:
-    return str(finding["ctx"]["error"])
-
-
 def _unknown_key(finding: ErrorDetails) -> str:
     *path, key = finding["loc"]
     section = tuple(step for step in path if isinstance(step, str))
@@ -103,10 +99,6 @@ def _not_a_mapping(finding: ErrorDetails) -> str:
     return f"must be {wanted} (key: value), not {_kind(value)}"
 
 
-def _not_a_whole_number(finding: ErrorDetails) -> str:
-    return f"must be a whole number, not {_kind(finding['input'])}"
-
-
 def _kind(value: object) -> str:
     if value is None:
         return "nothing"
@@ -116,10 +108,10 @@ def _kind(value: object) -> str:
 
 _FORMATTERS: Mapping[str, Callable[[ErrorDetails], str]] = {
     "extra_forbidden": _unknown_key,
-    "value_error": _value_error,
+    "value_error": lambda finding: str(finding["ctx"]["error"]),
     "string_type": _not_text,
     "bool_type": _not_bool,
-    "int_type": _not_a_whole_number,
+    "int_type": lambda finding: f"must be a whole number, not {_kind(finding['input'])}",
     "enum": _not_a_choice,
     "list_type": _not_a_list,
     "dict_type": _not_a_mapping,

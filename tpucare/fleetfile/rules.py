@@ -30,14 +30,6 @@ _UNEXPANDED = ("setup", "repository", "branch", "workdir", "progress")
 
 
 @dataclass(frozen=True, slots=True)
-class Findings:
-    """`problems` refuse the file; `warnings` let it pass."""
-
-    problems: tuple[Problem, ...]
-    warnings: tuple[Problem, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class _Finding:
     """`is_recent`: earlier versions accepted it, so a file that they accepted gets a warning."""
 
@@ -47,20 +39,20 @@ class _Finding:
     is_recent: bool = False
 
 
-def check(document: Document, *, accepted: bool = False) -> Findings:
+def check(document: Document, *, accepted: bool = False) -> tuple[list[Problem], list[Problem]]:
     """
-    Problems and warnings of *document*; values of a wrong shape are skipped.
+    Problems, which refuse the file, and warnings, which let it pass; values of a wrong shape are skipped.
 
     accepted: an earlier version accepted the file: a finding with `is_recent` is a warning, and its fleet goes on.
     """
     top = _mapping(document.value)
     job = _mapping(top.get("job"))
-    found = [*_tpu(top), *_job(job), *(replace(one, is_recent=True) for one in _checkpoint(job))]
-    placed = [(one.is_warning or (accepted and one.is_recent), document.problem(one.path, one.text)) for one in found]
-    return Findings(
-        problems=tuple(problem for is_warning, problem in placed if not is_warning),
-        warnings=tuple(problem for is_warning, problem in placed if is_warning),
-    )
+    problems: list[Problem] = []
+    warnings: list[Problem] = []
+    for one in (*_tpu(top), *_job(job), *(replace(one, is_recent=True) for one in _checkpoint(job))):
+        is_warning = one.is_warning or (accepted and one.is_recent)
+        (warnings if is_warning else problems).append(document.problem(one.path, one.text))
+    return problems, warnings
 
 
 # --- tpu: against the catalogue ----------------------------------------------------------------------------------

@@ -70,8 +70,10 @@ def text(value: str) -> str:
     """Text of any number of lines that a shell, a file and an environment can hold."""
     if "\0" in value:
         raise ValueError("must not contain a NUL character")
-    if not _is_encodable(value):
-        raise ValueError("must be valid Unicode")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ValueError("must be valid Unicode") from None
     return value
 
 
@@ -170,13 +172,14 @@ def variable(value: str) -> str:
 
 def variable_value(value: object) -> str:
     """Text, or a number as it was written. Words such as true mean different things to different programs."""
-    written = _text_or_number(value)
+    written = text_or_number(value)
     if len(written.encode()) > VARIABLE_LIMIT:
         raise ValueError(f"is longer than {VARIABLE_LIMIT // 1024} KB, the limit of a variable; put it into a file")
     return written
 
 
-def _text_or_number(value: object) -> str:
+def text_or_number(value: object) -> str:
+    """Text, or a number as written. Metadata's limit, 256 KB, is that of a whole fleet file: no limit of its own."""
     if isinstance(value, WrittenInt | WrittenFloat):
         return value.text
     if isinstance(value, bool) or value is None:
@@ -192,11 +195,6 @@ def metadata_key(value: str) -> str:
     if value in _OWN_METADATA:
         raise ValueError(f"{value} is set by tpucare: {_OWN_METADATA[value]}")
     return _matching(_METADATA_KEY, value, "a key of metadata (A-Z, a-z, 0-9, _ and -, at most 128)")
-
-
-def metadata_value(value: object) -> str:
-    """Text, or a number as written. The cloud's limit, 256 KB, is that of a whole fleet file: no limit of its own."""
-    return _text_or_number(value)
 
 
 def repository(value: str) -> str:
@@ -299,11 +297,3 @@ def _matching(pattern: re.Pattern[str], value: str, wanted: str) -> str:
     if not pattern.fullmatch(value):
         raise ValueError(f"{shown(value)} is not {wanted}")
     return value
-
-
-def _is_encodable(value: str) -> bool:
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
