@@ -18,6 +18,7 @@ from pydantic import ValidationError
 
 from tpucare.fleetfile import rules, yaml_document
 from tpucare.fleetfile.problems import PROBLEMS_LIMIT, shape_problems
+from tpucare.fleetfile.rules import SLOT_PLACEHOLDER
 from tpucare.fleetfile.schema import (
     COUNT_LIMIT,
     AddressKind,
@@ -194,7 +195,6 @@ def default_boot_timeout(workers: int) -> timedelta:
 
 # --- the fleet --------------------------------------------------------------------------------------------------------
 
-SLOT_PLACEHOLDER = "{slot}"
 # Texts with a placeholder are kept in memory once per slot.
 EXPANDED_LIMIT_BYTES = 32 << 20
 

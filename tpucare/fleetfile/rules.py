@@ -22,7 +22,7 @@ from tpucare.model.resources import Provisioning
 from tpucare.model.text import hint, naming, nearest, shown
 
 _SECRET_NAME = re.compile(r"(?i)(^|_)(api_?key|token|secret|password|passwd|credentials?|private_key)s?$")
-_PLACEHOLDER = "{slot}"
+SLOT_PLACEHOLDER = "{slot}"
 _IN_BRACES = re.compile(r"\{[^{}/]*\}")
 _CONTAINER = re.compile(r"\b(?:docker|podman)\s+(?:container\s+)?run\b")
 _OWN_IMAGE = frozenset({"v5e", "v5p", "v6e"})
@@ -214,8 +214,8 @@ def _checkpoint(job: dict[str, object]) -> Iterator[_Finding]:
         text = f"{shown(scheme)}:// is not supported; write gs://BUCKET/PATH, or an absolute path that all nodes share"
         yield _Finding(path, text)
     for found in dict.fromkeys(_IN_BRACES.findall(value)):
-        if found != _PLACEHOLDER:
-            yield _Finding(path, f"{shown(found)} is not a placeholder; {_PLACEHOLDER} is the only one")
+        if found != SLOT_PLACEHOLDER:
+            yield _Finding(path, f"{shown(found)} is not a placeholder; {SLOT_PLACEHOLDER} is the only one")
 
 
 def _secrets(names: list[object], env: dict[str, object]) -> Iterator[_Finding]:
@@ -236,8 +236,8 @@ def _job_warnings(job: dict[str, object], env: dict[str, object]) -> Iterator[_F
             text = "looks like a secret, and `env` is stored and shown; name it in `job.secrets` instead"
             yield _Finding(("job", "env", name), text, is_warning=True)
     for key in _UNEXPANDED:
-        if isinstance(value := job.get(key), str) and _PLACEHOLDER in value:
-            yield _Finding(("job", key), f"{_PLACEHOLDER} is not expanded here; use $TPUCARE_SLOT", is_warning=True)
+        if isinstance(value := job.get(key), str) and SLOT_PLACEHOLDER in value:
+            yield _Finding(("job", key), f"{SLOT_PLACEHOLDER} is not expanded here; use $TPUCARE_SLOT", is_warning=True)
     if isinstance(run := job.get("run"), str) and _CONTAINER.search(run):
         text = "processes in a container are not processes of the run, and may survive its stop (docs/training.md)"
         yield _Finding(("job", "run"), text, is_warning=True)
