@@ -129,11 +129,10 @@ class TestMemory:
         with opened(folder) as store, pytest.raises(StoreCorrupt, match="fleet other is that of pod"):
             store.fleets()
 
-    def test_the_newest_memory_wins_and_a_dropped_slot_is_forgotten(self, store: SqliteStore) -> None:
+    def test_the_newest_memory_wins_and_that_of_another_slot_stays(self, store: SqliteStore) -> None:
         store.save({"pod-0": MEMORY, "pod-1": MEMORY})
         store.save({"pod-0": replace(MEMORY, step=130)})
-        store.drop("pod-1")
-        assert store.memories() == {"pod-0": replace(MEMORY, step=130)}
+        assert store.memories() == {"pod-0": replace(MEMORY, step=130), "pod-1": MEMORY}
 
     def test_instants_are_written_in_utc(self, folder: Path, store: SqliteStore) -> None:
         store.save({"pod-0": Memory(fleet="pod", ended_at=NOW)})
@@ -219,7 +218,7 @@ class TestEvents:
         store.save({"odd-name": replace(MEMORY, fleet="pod")})
         slots = ["pod-0", "pod-1", "pods-0", "odd-name", "pod", "", "other-0"]
         store.save({}, [event(slot, slot) for slot in slots])
-        store.drop("odd-name")
+        store.save({"odd-name": replace(MEMORY, fleet="another")})  # what was told stays the fleet's of then
         assert [entry.slot for _, entry in store.events(slot="pod")] == ["pod-0", "pod-1", "odd-name", "pod"]
         assert [entry.slot for _, entry in store.events(slot="pod-1")] == ["pod-1"]
         assert len(store.events()) == len(slots)

@@ -179,14 +179,6 @@ def test_events_are_told_by_slot_and_by_fleet_oldest_first(opened: Open) -> None
     assert [event.text for _, event in store.events(after=first, limit=2)] == ["two", "three"]
 
 
-@pytest.mark.contract
-def test_a_dropped_slot_is_forgotten(opened: Open) -> None:
-    store = opened()
-    store.save({"pod-0": MEMORY})
-    store.drop("pod-0")
-    assert opened().memories() == {}
-
-
 @pytest.mark.parametrize(
     ("fault", "error", "kept"),
     [

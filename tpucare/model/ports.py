@@ -196,10 +196,6 @@ class Store(Protocol):
         """Write memories by slot, and the events about them, in one transaction."""
         ...
 
-    def drop(self, slot: str) -> None:
-        """Delete the memory of *slot*."""
-        ...
-
     def fleets(self) -> dict[str, FleetRecord]:
         """Fleets as last accepted, ended ones included, by name."""
         ...

@@ -446,11 +446,6 @@ class SqliteStore(StoreReading):
                 untrimmed = {}
         self._untrimmed = untrimmed
 
-    def drop(self, slot: str) -> None:
-        """Forget a slot that ended; its events stay."""
-        with self._transaction() as write:
-            write.execute("DELETE FROM slots WHERE name = ?", (slot,))
-
     def save_fleet(self, record: FleetRecord) -> None:
         text = FLEET.encode(record)
         with self._transaction() as write:

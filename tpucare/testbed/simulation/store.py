@@ -90,9 +90,6 @@ class MemoryStore:
         if fault is DiskFault.CUT:
             raise ProcessDied(fault.value)
 
-    def drop(self, slot: str) -> None:
-        self.disk.memories.pop(slot, None)
-
     def fleets(self) -> dict[str, FleetRecord]:
         stored = sorted(self.disk.fleets.items())
         return {name: FLEET.decode(FLEET.encode(record), f"fleet {name}") for name, record in stored}
