@@ -95,13 +95,13 @@ def test_calls_in_flight_and_later_ones_end_with_the_attempt(one: Attempt) -> No
         thread.start()
     eventually(lambda: one.calls_in_flight(0) == 8)
     assert one.calls_in_flight(1) == 0
-    assert not one.wait_end(0)
+    assert not one.over
     one.end("PREEMPTED")
     for thread in threads:
         thread.join(10)
     assert met == ["pod-a3 (attempt 4 of pod): PREEMPTED"] * 8
     assert one.calls_in_flight(0) == 0
-    assert one.wait_end(0)
+    assert one.over
     for call_again in (lambda: one.run(0, "true"), lambda: one.put(0, "x", b"", 0o600)):
         with pytest.raises(NodeGone, match="PREEMPTED"):
             call_again()

@@ -10,8 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.kits.reference import undisturbed
 from tpucare.model.errors import ConfigError, TpuCareError
-from tpucare.testbed.demo.reference import free_loopback_endpoint, host_environment, undisturbed
+from tpucare.testbed.demo.reference import free_loopback_endpoint, host_environment
 
 
 def train_folder(tmp_path: Path, script: str) -> Path:

@@ -21,8 +21,9 @@ from types import ModuleType
 
 import pytest
 
+from tests.kits.reference import undisturbed
 from tpucare.testbed.demo.examples import example_folder
-from tpucare.testbed.demo.reference import free_loopback_endpoint, host_environment, undisturbed
+from tpucare.testbed.demo.reference import free_loopback_endpoint, host_environment
 
 TRAIN = example_folder("train")
 SEED, SAVE_EVERY = 7, 10

@@ -136,10 +136,6 @@ class Attempt:
         """Why it is over; empty while it is not."""
         return self._why
 
-    def wait_end(self, timeout: float | None = None) -> bool:
-        """True once it is over; waits up to *timeout* seconds for that."""
-        return self._ended.wait(timeout)
-
     def calls_in_flight(self, worker: int) -> int:
         """The number of calls to that worker that have not returned."""
         with self._lock:

@@ -371,7 +371,6 @@ class SlotTrack:
     failed_reads: dict[str, FailedRead] = field(default_factory=dict)
     creates_since: dict[str, Mark] = field(default_factory=dict)
     action: Action = field(default_factory=lambda: Wait(Cause.NO_OBSERVATION, "not looked at yet"))
-    wake_observed: timedelta | None = None
     wake_wall: float | None = None
     aside_until: float | None = None
     errors: int = 0

@@ -23,8 +23,6 @@ SSH_KEYS = "ssh-keys"
 OS_LOGIN = "enable-oslogin"
 """Keys of node metadata that tpucare alone writes."""
 
-NODE_NAME_LIMIT = 40
-
 _NODE_NAME = re.compile(r"^(?P<slot>.+)-a(?P<number>\d+)$")
 
 

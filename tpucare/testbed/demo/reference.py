@@ -23,33 +23,7 @@ from typing import Any
 from tpucare.model.errors import ConfigError, TpuCareError
 from tpucare.model.text import length
 
-# Several times the length of 1,000 steps on two busy cores.
-DEADLINE = timedelta(minutes=10)
-
 _LOG_TAIL_BYTES = 2000
-
-
-def undisturbed(
-    train_folder: Path,
-    *,
-    hosts: int,
-    steps: int,
-    seed: int,
-    save_every: int,
-    folder: Path,
-    deadline: timedelta = DEADLINE,
-) -> dict[str, Any]:
-    """
-    Train from nothing to the end without interruption, and return the content of `result.json`.
-
-    *folder* gets `checkpoints/` and a log of each host; it must not hold checkpoints yet. No process outlives the call.
-
-    Raises:
-        ConfigError: *folder* holds checkpoints already, so the run would resume and prove nothing.
-        TpuCareError: a host failed, or the deadline passed; the text ends with the tail of its log.
-    """
-    with beginning(train_folder, hosts=hosts, steps=steps, seed=seed, save_every=save_every, folder=folder) as finish:
-        return finish(deadline)
 
 
 @contextmanager
@@ -57,9 +31,14 @@ def beginning(
     train_folder: Path, *, hosts: int, steps: int, seed: int, save_every: int, folder: Path, nice: int = 0
 ) -> Iterator[Callable[[timedelta], dict[str, Any]]]:
     """
-    Begin as `undisturbed` does, and yield a function that waits for the end, at most for a deadline, and returns it.
+    Begin to train from nothing without interruption, and yield a function that waits for the end.
 
-    *nice*: 19 = the processes use only idle time. Every process is ended at the end of the context.
+    The function takes a deadline and returns the content of `result.json`. *folder* gets `checkpoints/` and a log of
+    each host. *nice*: 19 = the processes use only idle time. Every process is ended at the end of the context.
+
+    Raises:
+        ConfigError: *folder* holds checkpoints already, so the run would resume and prove nothing.
+        TpuCareError, by the function: a host failed, or the deadline passed; the text ends with the tail of its log.
     """
     checkpoint = folder / "checkpoints"
     if checkpoint.exists():
