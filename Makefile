@@ -13,7 +13,7 @@ PURE := fleetfile model.accelerators planner adapters.google.classify adapters.r
 TESTS := tests/fleetfile tests/model tests/planner tests/adapters/test_classify.py tests/adapters/test_scripts.py
 # Two processes for each core of a small machine, since a test with machines waits more than it works. A file goes to one
 # of them as a whole, because its tests share what it builds.
-PYTEST := $(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder -m "not slow"
+PYTEST := $(BIN)/pytest -n 6 --dist loadfile --no-loadscope-reorder -m "not slow"
 COVERAGE := $(PURE:%=--cov=tpucare.%) --cov-branch --cov-report=term:skip-covered --cov-fail-under=90
 
 .PHONY: help setup demo test check bench storm format

@@ -40,7 +40,7 @@ print("version", VERSION, "begins after step", step, flush=True)
 while True:
     time.sleep(0.2)
     step += 1
-    half = folder / f"{step}.tmp-{os.getpid()}"
+    half = folder / f"{step}.tmp-{os.urandom(8).hex()}"
     half.mkdir(parents=True)
     (half / "state").write_text("x")
     if not (folder / str(step)).exists():
