@@ -13,7 +13,7 @@ PURE := fleetfile model.accelerators planner adapters.google.classify adapters.r
 TESTS := tests/fleetfile tests/model tests/planner tests/adapters/test_classify.py tests/adapters/test_scripts.py
 # Two processes for each core of a small machine, since a test with machines waits more than it works. A file goes to one
 # of them as a whole, because its tests share what it builds.
-PYTEST := $(BIN)/pytest -n 6 --dist loadfile --no-loadscope-reorder -m "not slow"
+PYTEST := $(BIN)/pytest --dist loadfile --no-loadscope-reorder -m "not slow"
 COVERAGE := $(PURE:%=--cov=tpucare.%) --cov-branch --cov-report=term:skip-covered --cov-fail-under=90
 
 .PHONY: help setup demo test check bench storm format
@@ -30,8 +30,8 @@ demo: ## Train through preemptions on an emulated cloud; ARGS="--preemptions 3"
 
 test: ## The coverage of the pure modules by their tests, then all tests but the slow ones; ARGS="-k store"
 	@.ci/setup dev machines
-	$(if $(ARGS),,@$(PYTEST) $(COVERAGE) $(TESTS))
-	@$(PYTEST) --durations=20 $(ARGS)
+	$(if $(ARGS),,@$(PYTEST) -n 2 $(COVERAGE) $(TESTS))
+	@$(PYTEST) -n 4 --durations=20 $(ARGS)
 
 check: ## Style, types, import contracts, docs
 	@.ci/setup dev

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -19,6 +21,11 @@ settings.load_profile("fixed")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with machines of their own begin first: they wait most, and one that begins last would be waited for."""
-    waiting = {item.path for item in items if item.get_closest_marker("machines")}
-    items.sort(key=lambda item: item.path not in waiting)
+    """Files with machines, whose tests wait most, alternate with the others, so that half of the processes compute."""
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+    waiting = [file for file, tests in files.items() if any(test.get_closest_marker("machines") for test in tests)]
+    others = [file for file in files if file not in waiting]
+    in_turns = itertools.chain.from_iterable(itertools.zip_longest(waiting, others))
+    items[:] = [item for file in in_turns if file is not None for item in files[file]]
