@@ -93,6 +93,21 @@ def open_regular(path: Path) -> BinaryIO:
     return _regular(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
 
 
+def read_private(path: Path, limit: int) -> bytes:
+    """
+    Up to *limit* bytes of a file that only this process's user can have written, and only that user may read.
+
+    Raises: OSError: missing, a link, no regular file, another user's, or open to others.
+    """
+    with _regular(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)) as stream:
+        status = os.fstat(stream.fileno())
+        if status.st_uid != os.geteuid():
+            raise OSError(errno.EPERM, "belongs to another user", str(path))
+        if status.st_mode & 0o077:
+            raise OSError(errno.EPERM, "is open to other users: run chmod 600 on it", str(path))
+        return stream.read(limit)
+
+
 def write_new(path: Path, content: bytes, *, mode: int = 0o600, durable: bool = True) -> None:
     """Make the file *path*. `durable`: it is on the disk when this returns. Raises: OSError: one is there; others."""
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode & 0o700)
