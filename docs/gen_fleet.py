@@ -106,11 +106,13 @@ Reserved for later versions, and refused until then: {", ".join(f"`{key}`" for k
 
 TITLES = {
     (): "Top level",
+    ("count",): "`count`, of a pool",
     ("tpu",): "`tpu`",
     ("tpu", "zones"): "`tpu.zones[]`",
     ("tpu", "network"): "`tpu.network` and `tpu.zones[].network`",
     ("job",): "`job`",
     ("care",): "`care`",
+    ("ray",): "`ray`",
 }
 
 
@@ -139,6 +141,10 @@ def _value(model: type[Section], property: dict[str, object]) -> str:
     for name, definition in definitions.items():
         if f'"$ref": "#/$defs/{name}"' in text and "enum" in definition:
             return ", ".join(f"`{word}`" for word in definition["enum"])
+    if "oneOf" in property:
+        return "number or section"
+    if '"null"' in text:
+        return "section"
     if "anyOf" in property:
         return "section or list" if "TpuSection" in text else "text"
     if "$ref" in property:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 
 import pytest
 
@@ -25,11 +26,13 @@ from tests.kits.evidence import (
     seen,
     slot,
 )
-from tpucare.model.actions import Create, Launch, Wait
+from tpucare.model.actions import Create, Fact, Launch, Record, Wait
+from tpucare.model.causes import Cause
 from tpucare.model.lifecycles import RunState
 from tpucare.model.memory import DesiredState, End, FailureCounter, PlaceMemory, Refusal
 from tpucare.model.resources import OnSuccess
 from tpucare.planner import desired_state
+from tpucare.planner.remember import abandon_create
 
 TIRED = replace(
     TRAINS,
@@ -84,6 +87,21 @@ def test_a_confirmation_is_about_older_nodes_that_are_in_doubt_now() -> None:
         "the create of that very node"
     )
     assert not desired_state.confirm(replace(TRAINS, creates=(intent(10, abandoned=True),))).fence_confirmed
+
+
+def test_rest_keeps_what_was_learned_and_down_forgets_that_demand_woke_the_slot() -> None:
+    awake = desired_state.wake(TIRED)
+    assert awake == replace(TIRED, awake=True)
+    assert desired_state.rest(awake) == TIRED
+    assert not desired_state.up(desired_state.down(awake)).awake
+
+
+def test_a_create_that_is_not_wanted_any_more_says_nothing_of_its_place() -> None:
+    known = memory(creates=(intent(3),), awake=True)
+    record = Record(Fact.CREATE_SUPERSEDED, "nothing asks", name=intent(3).name, cause=Cause.RESTING)
+    rested = abandon_create(known, record, NOW, Random(0))
+    assert rested.creates[0].abandoned
+    assert rested.places == {}
 
 
 def test_flags_are_raised() -> None:

@@ -20,6 +20,7 @@ from tests.kits.evidence import (
     TRAINS,
     US,
     act,
+    after,
     ago,
     before,
     ended,
@@ -56,6 +57,11 @@ HAD_TRAINED = memory(
     ended_at=before(hours=1),
     failed_since=before(hours=1),
     served_job=MARK,
+)
+GOING = memory(
+    launched(delete=going(before(60), next_at=after(60), accepted=True, quiet=True)),
+    run=run(state=RunState.STOPPED),
+    awake=True,
 )
 FAILED = replace(
     TRAINS, end=End.FAILED, end_why="crashes", ended_at=before(60), run=run(state=RunState.STOPPED, stop_why="crashes")
@@ -214,6 +220,49 @@ WISHES = [
     ),
 ]
 
+ELASTIC = replace(slot(), elastic=True)
+AWAKE = replace(TRAINS, awake=True)
+RESTING = [
+    case("awake: as any other slot", evidence(seen(node(), running())), AWAKE, "Wait", ELASTIC),
+    case("awake, no node", evidence(), memory(awake=True), "Create", ELASTIC),
+    case("at rest: no node is made", evidence(), memory(), "Wait", ELASTIC),
+    case("a slot that is not elastic never rests", evidence(), memory(), "Create"),
+    case("going to rest: stop first", evidence(seen(node(), running())), TRAINS, "Stop then asked", ELASTIC),
+    case(
+        "going to rest: then delete",
+        evidence(seen(node(), ended(143)), ended_effects=STOPPED),
+        TRAINS,
+        "Delete asked",
+        ELASTIC,
+    ),
+    case("going to rest before anything was launched", evidence(seen(node())), FRESH, "Delete asked", ELASTIC),
+    case(
+        "going to rest while a create is under way",
+        evidence(ended_effects={EffectKind.GET_OPERATION.of(name_of(3)): ago(1)}),
+        memory(creates=(intent(3, state=CreateState.RUNNING, operation="op"),)),
+        "Record create superseded",
+        ELASTIC,
+    ),
+    case(
+        "at rest, the node of a create that was given up came",
+        evidence(seen(node(number=3))),
+        memory(creates=(intent(3, state=CreateState.RUNNING, operation="op", abandoned=True),)),
+        "Delete surplus",
+        ELASTIC,
+    ),
+    case(
+        "woken, the node of a create that was given up came",
+        evidence(seen(node(number=3))),
+        memory(creates=(intent(3, state=CreateState.RUNNING, operation="op", abandoned=True),), awake=True),
+        "Record create kept",
+        ELASTIC,
+    ),
+    case("woken while its last node goes", evidence(seen(node("DELETING"), QUIET)), GOING, "Create", ELASTIC),
+    case("paused at rest", evidence(), memory(wish=DesiredState.PAUSED), "Wait", ELASTIC),
+    case("down at rest", evidence(), memory(wish=DesiredState.DOWN), "Wait", ELASTIC),
+    case("failed, and nothing asks for it", evidence(seen(node(), ended(143))), FAILED, "Wait person", ELASTIC),
+]
+
 BOTH = memory(launched(0), launched(1), run=run(1))
 SEVERAL = [
     case(
@@ -314,6 +363,9 @@ def test_of_two_runs_the_one_whose_stop_failed_is_deleted() -> None:
 
 
 test_what_comes_of_wishes = table(WISHES)
+
+
+test_an_elastic_slot_has_a_node_while_demand_wants_one = table(RESTING)
 
 
 test_one_of_several_stays = table(SEVERAL)

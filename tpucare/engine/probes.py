@@ -242,14 +242,14 @@ class Liveness:
     def may_be_canary(self, track: SlotTrack) -> bool:
         """This slot is the canary, or there is none and it is the longest silent of those that can act."""
         canary = self.state.slots.get(self.canary) if self.canary is not None else None
-        if canary is not None and canary.memory.is_wanted:
+        if canary is not None and canary.memory.wants_node(canary.slot):
             return canary is track
         return track.slot.name == min(filter(None, map(self._canary_claim, self.silent)), default=(None, ""))[1]
 
     def _canary_claim(self, slot: str) -> tuple[timedelta, str] | None:
         """Since when a node of *slot* is silent that `decide` may replace now; None: no such node."""
         track = self.state.slots.get(slot)
-        if track is None or not track.memory.is_wanted:
+        if track is None or not track.memory.wants_node(track.slot):
             return None
         if not self.state.project(track.slot.project).fresh:
             return None

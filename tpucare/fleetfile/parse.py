@@ -23,6 +23,7 @@ from tpucare.fleetfile.schema import (
     COUNT_LIMIT,
     AddressKind,
     CareSection,
+    CountSection,
     Fence,
     FleetFile,
     JobSection,
@@ -34,7 +35,7 @@ from tpucare.fleetfile.yaml_document import Document
 from tpucare.model import accelerators
 from tpucare.model.errors import ConfigError, Problem
 from tpucare.model.local_files import EVERYWHERE_PRIVATE, Private, open_below, open_regular
-from tpucare.model.resources import Care, Job, Network, Place, Slot
+from tpucare.model.resources import Care, Job, Network, OnSuccess, Place, Slot
 from tpucare.model.text import shown
 
 # --- `job.files`: paths on the workers and on this machine, and their contents ----------------------------------------
@@ -169,9 +170,12 @@ def job_template(job: JobSection, folder: Path | None) -> Job:
     return Job(**same, workdir=workdir, secrets=tuple(job.secrets))
 
 
-def care_of(declared: CareSection, workers: int) -> Care:
+def care_of(declared: CareSection, workers: int, *, is_pool: bool = False) -> Care:
     same: dict[str, Any] = declared.model_dump(exclude={"fence", "stopped", "boot_timeout"})
     is_given = "boot_timeout" in declared.model_fields_set
+    if is_pool:
+        # Ray on a host never finishes. Its host script drains the host at a notice; a SIGTERM would cut that short.
+        same |= {"on_success": OnSuccess.RESTART, "sigterm_on_preemption": False}
     return Care(
         **same,
         boot_timeout=declared.boot_timeout if is_given else default_boot_timeout(workers),
@@ -200,9 +204,37 @@ EXPANDED_LIMIT_BYTES = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
+class RayPool:
+    """
+    The part of a fleet that makes it a pool of a Ray cluster.
+
+    minimum: slots that have a node without any demand    accelerator: the type of all slices
+    address, token: of a head that somebody else runs; empty: a head of this state folder
+    python:  relative to the job's folder, or absolute
+    """
+
+    cluster: str
+    accelerator: str
+    minimum: int = 0
+    address: str = ""
+    token: str = ""
+    python: str = "venv/bin/python"
+    idle: timedelta = timedelta(minutes=10)
+    priority: int = 0
+
+
+def pool_of(declared: FleetFile, accelerator: str) -> RayPool | None:
+    if declared.ray is None:
+        return None
+    same: dict[str, Any] = declared.ray.model_dump(exclude={"cluster"})
+    least = declared.count.min if isinstance(declared.count, CountSection) else declared.count
+    return RayPool(declared.ray.cluster or declared.name, accelerator, least, **same)
+
+
+@dataclass(frozen=True, slots=True)
 class FleetSpec:
     """
-    The declaration in one file: *count* equal slots.
+    The declaration in one file: *count* equal slots; of a pool (`ray`), that many at most.
 
     `job` is a template: its placeholders are unexpanded and its files empty (`slot` fills both in). `files`: path on
     the worker -> local path; `contents`: by local path with placeholders expanded. `project` is None when neither the
@@ -220,6 +252,7 @@ class FleetSpec:
     contents: Mapping[str, bytes] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     file: str = ""
+    ray: RayPool | None = None
 
     @property
     def workers(self) -> int:
@@ -253,6 +286,7 @@ class FleetSpec:
             care=self.care,
             ssh_keys=self.ssh_keys,
             workers=self.workers,
+            elastic=self.ray is not None,
         )
 
     def slots(self) -> tuple[Slot, ...]:
@@ -338,19 +372,25 @@ def parse(
     if problems or declared is None:
         raise ConfigError.of(_first(problems), file)
     places = tuple(place for alternative in declared.tpu for place in places_of(alternative))
+    pool = pool_of(declared, places[0].accelerator_type)
     return FleetSpec(
         name=declared.name,
-        count=declared.count,
+        count=_slots_of(declared),
         project=declared.project or default_project or None,
         places=places,
         job=job_template(declared.job, folder),
-        care=care_of(declared.care, max(place.workers for place in places)),
+        care=care_of(declared.care, max(place.workers for place in places), is_pool=pool is not None),
         ssh_keys=tuple(dict.fromkeys(key for alternative in declared.tpu for key in alternative.ssh_keys)),
         files=declared.job.files,
         contents=contents,
         warnings=tuple(warning.render(file) for warning in _first(warnings)),
         file=file,
+        ray=pool,
     )
+
+
+def _slots_of(declared: FleetFile) -> int:
+    return declared.count.max if isinstance(declared.count, CountSection) else declared.count
 
 
 def read_text(path: Path) -> str:
@@ -396,10 +436,10 @@ def _job_problems(declared: FleetFile, document: Document, folder: Path | None) 
     if workdir and folder is None and not os.path.isabs(workdir):
         yield document.problem(("job", "workdir"), "must be an absolute path: this text has no folder")
     texts = [declared.job.run, *declared.job.env.values()]
-    size = declared.count * sum(len(text) for text in texts if SLOT_PLACEHOLDER in text)
+    size = (slots := _slots_of(declared)) * sum(len(text) for text in texts if SLOT_PLACEHOLDER in text)
     if size > EXPANDED_LIMIT_BYTES:
         text = (
-            f"`run` and `env` with {SLOT_PLACEHOLDER} are {size >> 20} MB for {declared.count} slots, more than "
+            f"`run` and `env` with {SLOT_PLACEHOLDER} are {size >> 20} MB for {slots} slots, more than "
             f"{EXPANDED_LIMIT_BYTES >> 20} MB; read $TPUCARE_SLOT in the script, or put the text into the repository"
         )
         yield document.problem(("job",), text)
@@ -425,7 +465,7 @@ def _read_files(
         wrong = [("", "needs a folder to read from: this text has no folder")]
     if wrong or folder is None:
         return {}, [document.problem(_file_path(remote), text) for remote, text in wrong]
-    names = [f"{declared.name}-{index}" for index in range(declared.count)]
+    names = [f"{declared.name}-{index}" for index in range(_slots_of(declared))]
     reads = sum(len(names) if SLOT_PLACEHOLDER in local else 1 for local in files.values())
     if reads > (limit := READS_LIMIT):
         text = f"names {reads} files for {len(names)} slots, more than {limit}; send a folder with `workdir`"

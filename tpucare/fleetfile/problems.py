@@ -13,7 +13,7 @@ from itertools import islice
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from tpucare.fleetfile.schema import LATER_KEYS, SECTIONS, SYNONYMS
+from tpucare.fleetfile.schema import COUNT_BOUNDS, COUNT_NUMBER, LATER_KEYS, SECTIONS, SYNONYMS
 from tpucare.fleetfile.yaml_document import Document, KeyPath, WrittenFloat, WrittenInt
 from tpucare.model.errors import Problem
 from tpucare.model.text import hint, nearest, shown
@@ -23,13 +23,18 @@ PROBLEMS_LIMIT = 50
 
 _YAML_1_1_WORDS = frozenset({"yes", "no", "on", "off", "y", "n"})
 _QUOTED = re.compile(r"'([^']*)'")
+# Steps of pydantic's paths that no file has.
+_NO_KEYS = ("[key]", COUNT_NUMBER, COUNT_BOUNDS)
 
 
 def shape_problems(document: Document, error: ValidationError) -> Iterator[Problem]:
     """One problem per finding of *error*, for the first PROBLEMS_LIMIT of them."""
     for finding in islice(error.errors(include_url=False), PROBLEMS_LIMIT):
-        path: KeyPath = tuple(step for step in finding["loc"] if step != "[key]")
-        yield document.problem(path, _text(finding))
+        yield document.problem(_path(finding), _text(finding))
+
+
+def _path(finding: ErrorDetails) -> KeyPath:
+    return tuple(step for step in finding["loc"] if step not in _NO_KEYS)
 
 
 def _text(finding: ErrorDetails) -> str:
@@ -40,7 +45,7 @@ def _text(finding: ErrorDetails) -> str:
 
 
 def _unknown_key(finding: ErrorDetails) -> str:
-    *path, key = finding["loc"]
+    *path, key = _path(finding)
     section = tuple(step for step in path if isinstance(step, str))
     key = str(key)
     if key in LATER_KEYS:

@@ -49,7 +49,8 @@ def check(document: Document, *, accepted: bool = False) -> tuple[list[Problem],
     job = _mapping(top.get("job"))
     problems: list[Problem] = []
     warnings: list[Problem] = []
-    for one in (*_tpu(top), *_job(job), *(replace(one, is_recent=True) for one in _checkpoint(job))):
+    found = (*_tpu(top), *_job(job), *_shape(top), *_pool(top))
+    for one in (*found, *(replace(one, is_recent=True) for one in _checkpoint(job))):
         is_warning = one.is_warning or (accepted and one.is_recent)
         (warnings if is_warning else problems).append(document.problem(one.path, one.text))
     return problems, warnings
@@ -243,6 +244,67 @@ def _job_warnings(job: dict[str, object], env: dict[str, object]) -> Iterator[_F
         yield _Finding(("job", "run"), text, is_warning=True)
     if "run" in job and "checkpoint" not in job:
         yield _Finding(("job",), "has no checkpoint: every new node begins at step 0", is_warning=True)
+
+
+# --- a fleet of runs, or a pool of a Ray cluster -----------------------------------------------------------------
+
+
+def _shape(top: dict[str, object]) -> Iterator[_Finding]:
+    """A job that runs is a fleet; a `ray` section makes a pool, whose jobs are submitted to its cluster."""
+    if "ray" in top:
+        return
+    if "job" not in top:
+        yield _Finding(("job",), "is missing")
+    elif isinstance(top["job"], dict) and "run" not in top["job"]:
+        yield _Finding(("job", "run"), "is missing")
+    if isinstance(top.get("count"), dict):
+        yield _Finding(("count",), "is a number, the slots that always run; bounds are for a pool (`ray`)")
+
+
+def _pool(top: dict[str, object]) -> Iterator[_Finding]:
+    if "ray" not in top:
+        return
+    if top["ray"] is None:
+        yield _Finding(("ray",), "is empty; write `ray: {}` for a pool with all defaults, or remove the key")
+    ray, job, care, count = (_mapping(top.get(key)) for key in ("ray", "job", "care", "count"))
+    for key, instead in _NOT_IN_POOLS.items():
+        if key in job:
+            yield _Finding(("job", key), f"is not for a pool: {instead}")
+    for key in ("on_success", "sigterm_on_preemption"):
+        if key in care:
+            yield _Finding(("care", key), "is not for a pool: Ray runs on its hosts for as long as they live")
+    least, most = count.get("min"), count.get("max")
+    if isinstance(least, int) and isinstance(most, int) and least > most:
+        yield _Finding(("count", "max"), f"is below `min`: write {least} or more")
+    if ray.get("address") and not ray.get("token"):
+        yield _Finding(("ray", "address"), "needs `token`: the name of the secret with the token of that head")
+    if ray.get("token") and not ray.get("address"):
+        yield _Finding(("ray", "token"), "is for a head of somebody else (`address`): a head of tpucare has its own")
+    yield from _pool_tpu(top.get("tpu"))
+
+
+_NOT_IN_POOLS = {
+    "run": "its hosts run Ray, and jobs are submitted to the cluster (`ray job submit`)",
+    "checkpoint": "each job that is submitted names its own",
+    "progress": "each job that is submitted has its own log",
+}
+
+
+def _pool_tpu(tpu: object) -> Iterator[_Finding]:
+    entries = [_mapping(entry) for entry in (tpu[:ALTERNATIVES_LIMIT] if isinstance(tpu, list) else [tpu])]
+    first = entries[0].get("type") if entries else None
+    for index, entry in enumerate(entries):
+        path = ("tpu", index) if isinstance(tpu, list) else ("tpu",)
+        if entry.get("type") != first:
+            text = f"is not that of the first alternative, {shown(str(first))}: write a pool (a file) for each type"
+            yield _Finding((*path, "type"), text)
+        network = _mapping(entry.get("network"))
+        if network.get("external_ips") is not False and not network.get("tags"):
+            text = (
+                "leaves the hosts external addresses without a firewall tag, and parts of Ray listen on all addresses: "
+                "write `network: {external_ips: false}`, or `tags` of a firewall rule (docs/ray.md)"
+            )
+            yield _Finding((*path, "network"), text, is_warning=True)
 
 
 def _mapping(value: object) -> dict[str, object]:

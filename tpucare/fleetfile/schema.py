@@ -13,7 +13,7 @@ from datetime import timedelta
 from enum import StrEnum
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 from tpucare.fleetfile import values
 from tpucare.model.accelerators import known_types, known_zones
@@ -207,7 +207,10 @@ class TpuSection(Section):
 class JobSection(Section):
     """The job, which all workers of a node run together."""
 
-    run: Script = Field(description="Shell script that trains. Exit status 0 on every worker means finished.")
+    run: Script = _inherited(
+        "",
+        "Shell script that trains. Exit status 0 on every worker means finished. Required, except in a pool (`ray`).",
+    )
     setup: Script = _inherited("", "Shell script that prepares a new node, once per node.")
     repository: Annotated[str, AfterValidator(values.repository)] = Field(
         "", description="Git repository to run in: an https, ssh or file URL, without credentials. Excludes `workdir`."
@@ -300,6 +303,46 @@ class CareSection(Section):
     )
 
 
+class CountSection(Section):
+    """Bounds of a pool (`ray`): demand decides how many slots of it have a node. A number stands for both bounds."""
+
+    min: int = Field(0, ge=0, le=COUNT_LIMIT, description="Slots that have a node without any demand.")
+    max: int = Field(ge=1, le=COUNT_LIMIT, description="Slots that may have a node at once.")
+
+
+class RaySection(Section):
+    """Makes the fleet a pool of a Ray cluster: its slots get nodes when tasks, actors or groups ask for their TPUs."""
+
+    cluster: Annotated[str, AfterValidator(values.fleet_name)] = _inherited(
+        "", "Cluster, as named to `tpucare ray head`. Default: the fleet's name."
+    )
+    address: Annotated[str, AfterValidator(values.address)] = Field(
+        "", description="Head that somebody else runs, as `HOST:PORT`; needs `token`."
+    )
+    token: Annotated[str, AfterValidator(values.optional_variable)] = Field(
+        "", description="Name of the secret with the token of that head. A head of tpucare has one of its own."
+    )
+    python: Line = Field(
+        "venv/bin/python", description="The Python that has Ray on a host, relative to the job's folder."
+    )
+    idle: PositiveDuration = _length(
+        timedelta(minutes=10), "A slice of which no host did anything for this time, and that nothing asks for, goes."
+    )
+    priority: int = Field(
+        0, ge=0, le=1000, description="Pools that fit a demand are tried in order of this number, then of their name."
+    )
+
+
+def _count_kind(value: object) -> str:
+    return COUNT_BOUNDS if isinstance(value, dict | CountSection) else COUNT_NUMBER
+
+
+# In brackets like pydantic's own `[key]`, since they become steps of an error's path (`problems.path_of`).
+COUNT_NUMBER, COUNT_BOUNDS = "[number]", "[bounds]"
+Count = Annotated[
+    Annotated[int, Field(ge=1, le=COUNT_LIMIT), Tag(COUNT_NUMBER)] | Annotated[CountSection, Tag(COUNT_BOUNDS)],
+    Discriminator(_count_kind),
+]
 Alternatives = Annotated[
     list[TpuSection], BeforeValidator(_as_list, json_schema_input_type=TpuSection | list[TpuSection])
 ]
@@ -311,7 +354,9 @@ class FleetFile(Section):
     name: Annotated[str, AfterValidator(values.fleet_name)] = Field(
         description="Name of the fleet, and prefix of its slots (`<name>-<i>`) and nodes: up to 24 of a-z, 0-9 and `-`."
     )
-    count: int = Field(1, ge=1, le=COUNT_LIMIT, description="Number of slots.")
+    count: Count = Field(
+        1, description=f"Number of slots, up to {COUNT_LIMIT}; in a pool (`ray`) also `{{min: N, max: N}}`."
+    )
     project: Annotated[str, AfterValidator(values.project)] = _inherited(
         "", "Google Cloud project. Default: from the environment, gcloud's settings or the credentials."
     )
@@ -320,8 +365,9 @@ class FleetFile(Section):
         max_length=ALTERNATIVES_LIMIT,
         description="The TPU to request, or a list of alternatives in order.",
     )
-    job: JobSection = Field(description="The job that runs.")
+    job: JobSection = _inherited(JobSection(), "The job that runs; in a pool (`ray`), how its hosts are prepared.")
     care: CareSection = _inherited(CareSection(), "Care settings of the slots.")
+    ray: RaySection | None = _inherited(None, "Makes the fleet a pool of a Ray cluster (docs/ray.md).")
 
 
 # Every section by the path of its keys, without list positions. Of two sections with one key, the usual one comes last.
@@ -332,6 +378,8 @@ SECTIONS: Mapping[tuple[str, ...], type[Section]] = {
     ("tpu",): TpuSection,
     ("job",): JobSection,
     ("care",): CareSection,
+    ("count",): CountSection,
+    ("ray",): RaySection,
     (): FleetFile,
 }
 

@@ -170,6 +170,19 @@ def variable(value: str) -> str:
     return value
 
 
+def optional_variable(value: str) -> str:
+    return variable(value) if value else value
+
+
+def address(value: str) -> str:
+    """`HOST:PORT` of a server; empty: none."""
+    host, colon, port = value.rpartition(":")
+    is_port = port.isascii() and port.isdecimal() and len(port) <= 5 and 0 < int(port) < 1 << 16
+    if value and not (colon and _HOST.fullmatch(host) and is_port):
+        raise ValueError(f"{shown(value)} is not an address, such as 10.128.0.5:6379")
+    return value
+
+
 def variable_value(value: object) -> str:
     """Text, or a number as it was written. Words such as true mean different things to different programs."""
     written = text_or_number(value)

@@ -27,6 +27,7 @@ class Cause(StrEnum):
     PAUSED = "paused"
     PLACE_WITHDRAWN = "place-withdrawn"
     REPLACE_ASKED = "replace-asked"
+    RESTING = "resting"
     RESTART_ASKED = "restart-asked"
     SLOT_ENDED = "slot-ended"
     SWEEP_OVER = "sweep-over"

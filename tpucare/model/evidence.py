@@ -289,6 +289,15 @@ class Case:
     memory: Memory
     timers: Timers
 
+    @property
+    def wants_node(self) -> bool:
+        return self.memory.wants_node(self.slot)
+
+    @property
+    def rests(self) -> bool:
+        """No demand wants a node of this elastic slot."""
+        return self.slot.elastic and not self.memory.awake
+
 
 def holding_of(place: Place) -> Holding:
     """Quota that a node at *place* holds while it is listed."""

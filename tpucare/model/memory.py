@@ -27,6 +27,7 @@ from tpucare.model.lifecycles import (
     RunState,
     after,
 )
+from tpucare.model.resources import Slot
 
 # A store without a heartbeat for so long may be a backup, taken before the daemon did more.
 OLD_AFTER = timedelta(minutes=10)
@@ -307,6 +308,7 @@ class Memory:
     publishing:     by `trust.publisher_of`
     shell:          path of the queued resource that the slot's last node, now gone, came from
     fence_confirmed: a person confirmed that no older node trains
+    awake:          demand wants a node of this slot; only an elastic slot needs that
     """
 
     fleet: str
@@ -340,11 +342,16 @@ class Memory:
     failed_since: datetime | None = None
     tries: int = 0
     launched_job: str = ""
+    awake: bool = False
 
     @property
     def is_wanted(self) -> bool:
         """The desired state is UP, and the slot has not ended."""
         return self.wish is DesiredState.UP and self.end is End.NONE
+
+    def wants_node(self, slot: Slot) -> bool:
+        """As `is_wanted`; for an elastic slot demand has to want it, too."""
+        return self.is_wanted and (self.awake or not slot.elastic)
 
     def run_on(self, node: str) -> RunMemory | None:
         """The last run, if it was launched on *node*."""

@@ -209,6 +209,7 @@ class Slot:
 
     `job_problem`: why the job is unknown (a file could not be read); `job` is None then.
     `lacks`: a missing requirement of every launch, such as a secret that is not set; no node is created meanwhile.
+    `elastic`: the slot has a node only while demand wants one (`Memory.awake`); else it rests.
     """
 
     name: str
@@ -221,6 +222,7 @@ class Slot:
     workers: int = 1
     job_problem: str = ""
     lacks: str = ""
+    elastic: bool = False
 
 
 class NodeKey(NamedTuple):

@@ -90,6 +90,8 @@ def _decide(case: Case) -> Action:
         return _take_down(case)
     if case.memory.end is not End.NONE:
         return _after_end(case)
+    if case.rests:
+        return _put_to_rest(case)
     live = live_nodes(case.evidence, case.memory)
     if len(live) > 1:
         return _decide_several(case, live)
@@ -167,7 +169,7 @@ def _is_readopted(case: Case, seen: NodeEvidence) -> bool:
     intent = case.memory.create(seen.node.name)
     if intent is None or not intent.abandoned or case.memory.has_given_up(seen.node.name):
         return False
-    if not case.memory.is_wanted:
+    if not case.wants_node:
         return False
     others = live_nodes(case.evidence, case.memory)
     match seen.node.state:
@@ -272,17 +274,34 @@ def _get_operation_when_due(case: Case, intent: CreateIntent) -> GetOperation | 
 
 def _take_down(case: Case) -> Action:
     """`down`: stop the run (SIGTERM, grace), delete; over when every node and create is gone."""
+    if action := _clear_slot(case, Cause.DOWN, "down was asked for"):
+        return action
+    if case.memory.ours or case.memory.creates or case.evidence.in_flight:
+        return _await_last(case)
+    return Wait(Cause.DOWN, "down; nothing is left", ended=True)
+
+
+def _put_to_rest(case: Case) -> Action:
+    """As `_take_down`, for a slot that nothing asks for; over for as long as that lasts, not for good."""
+    if action := _clear_slot(case, Cause.RESTING, "nothing asks for this slice"):
+        return action
+    left = sorted({past.name for past in case.memory.ours} | {intent.name for intent in case.memory.creates})
+    if left or case.evidence.in_flight:
+        return Wait(Cause.RESTING, f"going to rest: waiting until every node is gone ({', '.join(left)})")
+    return Wait(Cause.RESTING, "resting: nothing asks for this slice")
+
+
+def _clear_slot(case: Case, cause: Cause, why: str) -> Action | None:
+    """The next step until no node and no create serves the slot: give up its create, stop its run, delete its node."""
     if intent := _open_create(case.memory):
-        return Record(Fact.CREATE_SUPERSEDED, "the slot is taken down", name=intent.name, cause=Cause.DOWN)
+        return Record(Fact.CREATE_SUPERSEDED, why, name=intent.name, cause=cause)
     for seen in live_nodes(case.evidence, case.memory):
         if seen.zone_unreachable:
             continue
         if wait := effect_under_way(seen, case.evidence):
             return wait
-        return stop_before(case, seen, deletion(seen, Cause.DOWN, "down was asked for", Reason.ASKED))
-    if case.memory.ours or case.memory.creates or case.evidence.in_flight:
-        return _await_last(case)
-    return Wait(Cause.DOWN, "down; nothing is left", ended=True)
+        return stop_before(case, seen, deletion(seen, cause, why, Reason.ASKED))
+    return None
 
 
 def _await_last(case: Case) -> Wait:

@@ -21,7 +21,18 @@ def up(memory: Memory) -> Memory:
 
 
 def down(memory: Memory) -> Memory:
-    return replace(memory, wish=DesiredState.DOWN)
+    """A slot that is wanted again after it does not remember that demand once wanted it."""
+    return replace(memory, wish=DesiredState.DOWN, awake=False)
+
+
+def wake(memory: Memory) -> Memory:
+    """Demand wants a node of this elastic slot."""
+    return replace(memory, awake=True)
+
+
+def rest(memory: Memory) -> Memory:
+    """No demand wants a node of this elastic slot: its node is deleted, its numbers, failures and places are kept."""
+    return replace(memory, awake=False)
 
 
 def pause(memory: Memory) -> Memory:

@@ -105,7 +105,7 @@ def decide_by_workers(case: Case, seen: NodeEvidence) -> Action | None:
     and launched again. No Delete, no Create, and no Launch where an older node is in doubt.
     """
     name, past = seen.node.name, case.memory.node(seen.node.name)
-    if not case.memory.is_wanted or case.memory.replace_asked:
+    if not case.wants_node or case.memory.replace_asked:
         return None
     if past is None or past.id != seen.node.id or not past.serves or case.memory.run_on(name) is None:
         return None

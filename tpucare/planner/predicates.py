@@ -99,6 +99,8 @@ def without_job(slot: Slot, then: str) -> Wait:
         advice = f"raise `count` and apply its file, or `tpucare down {slot.name}`"
         why = f"its job is not known ({slot.job_problem}): {advice}; {then}"
         return Wait(Cause.JOB_UNKNOWN, why, needs_person=True)
+    if slot.lacks:
+        return Wait(Cause.DECLARATION_INCOMPLETE, f"{slot.lacks}; until then {then}", needs_person=True)
     return Wait(Cause.JOB_MISSING, f"no job is declared; {then}")
 
 

@@ -26,7 +26,7 @@ from tpucare.model.actions import (
     SendNotice,
     Stop,
 )
-from tpucare.model.causes import Reason
+from tpucare.model.causes import Cause, Reason
 from tpucare.model.errors import (
     AlreadyExists,
     CloudError,
@@ -250,12 +250,12 @@ def intend_create(memory: Memory, action: Create, now: datetime) -> Memory:
 
 
 def abandon_create(memory: Memory, action: Record, now: datetime, rng: random.Random) -> Memory:
-    """The slot waits for this create no more; its place counts a refusal."""
+    """The slot waits for this create no more; its place counts a refusal, unless the slot wants no node any more."""
     intent = memory.create(action.name)
     if intent is None:
         return memory
     memory = memory.with_create(replace(intent, abandoned=True))
-    if not memory.is_wanted:
+    if not memory.is_wanted or action.cause is Cause.RESTING:
         return memory
     # Another place goes first: this one left the create unanswered for a whole boot_timeout.
     place = placement.record_refusal(memory.place(intent.place), Transient(action.why), held=False, now=now, rng=rng)

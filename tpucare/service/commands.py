@@ -200,7 +200,7 @@ class CommandHandler:
         }
 
     def _missing_secrets(self, fleet: FleetSpec) -> list[str]:
-        lacks = self._registry.missing_secrets(fleet)
+        lacks = self._registry.missing_secrets(fleet.job.secrets)
         return [f"{fleet.name}: {lacks}; until then no node is created"] if lacks else []
 
     def _preview(self, text: str, folder: str, file: str) -> Answer:

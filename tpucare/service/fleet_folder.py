@@ -322,7 +322,7 @@ class FleetFolder:
             return
         wish = record.wish if record is not None else DesiredState.UP
         self._registry.accept(fleet, text, folder, wish)
-        for warning in (*fleet.warnings, *filter(None, [self._registry.missing_secrets(fleet)])):
+        for warning in (*fleet.warnings, *filter(None, [self._registry.missing_secrets(fleet.job.secrets)])):
             self._registry.report("fleet-warning", warning, fleet.name)
         if wish is DesiredState.DOWN:
             message = f"{path}: {fleet.name} was taken down and stays so; `tpucare apply {path}` starts it"

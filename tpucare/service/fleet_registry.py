@@ -12,6 +12,7 @@ import contextlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,12 +25,20 @@ from tpucare.model.errors import ConfigError
 from tpucare.model.local_files import EVERYWHERE_PRIVATE, Private
 from tpucare.model.memory import DesiredState, End, FleetRecord
 from tpucare.model.ports import Clock, Store
-from tpucare.model.resources import Event, Slot
+from tpucare.model.resources import Event, Job, Slot
 from tpucare.planner import desired_state
 from tpucare.service.stores import Neighbours
 
 if TYPE_CHECKING:
     from tpucare.service.assembly import Runtime
+
+Outfit = Callable[[FleetSpec, Job], Job | str]
+"""Completes the job of a pool's slot for its Ray cluster; a text tells what is missing."""
+
+
+def no_outfit(fleet: FleetSpec, _job: Job) -> Job | str:
+    return f"{fleet.name} is a pool of a Ray cluster, which `tpucare daemon` follows"
+
 
 ACCEPTED = "accepted"
 FOLDER_SUFFIX = ".folder"
@@ -72,6 +81,8 @@ class FleetRegistry:
         self._neighbours = neighbours
         self._private, self._secrets = private, secrets
         self._unpinned: set[str] = set()
+        self.outfit: Outfit = no_outfit
+        """Set by the companion that follows Ray clusters, before `load`."""
 
     @classmethod
     def of(cls, runtime: Runtime, *, saves: bool = True) -> FleetRegistry:
@@ -277,18 +288,29 @@ class FleetRegistry:
 
     def _declare(self, fleet: FleetSpec, wish: DesiredState) -> None:
         self.fleets[fleet.name] = fleet
-        lacks = self.missing_secrets(fleet)
-        slots = () if wish is DesiredState.DOWN else [replace(slot, lacks=lacks) for slot in fleet.slots()]
+        missing = cache(self.missing_secrets)
+        slots = () if wish is DesiredState.DOWN else [self._complete(fleet, slot, missing) for slot in fleet.slots()]
         if fleet.project:
             self._engine.list_project(fleet.project)
         self._engine.declare(fleet.name, slots, lambda name: self._surplus_slot(fleet, name), wish)
 
-    def missing_secrets(self, fleet: FleetSpec) -> str:
-        """Which secrets of *fleet* are not set, and what to do; empty when none is missing or that is not known."""
+    def declare_again(self, fleet: str) -> None:
+        """Declare *fleet* as last accepted, since what its outfit or its secrets depend on has changed."""
+        self._declare(self.fleets[fleet], self.records[fleet].wish)
+
+    def _complete(self, fleet: FleetSpec, slot: Slot, missing: Callable[[tuple[str, ...]], str]) -> Slot:
+        """*slot* with the job that is launched, or with what it lacks."""
+        job = slot.job if fleet.ray is None or slot.job is None else self.outfit(fleet, slot.job)
+        if isinstance(job, str):
+            return replace(slot, job=None, lacks=job)
+        return replace(slot, job=job, lacks=missing(job.secrets) if job is not None else "")
+
+    def missing_secrets(self, names: tuple[str, ...]) -> str:
+        """Which of these secrets are not set, and what to do; empty when none is missing or that is not known."""
         if self._secrets is None:
             return ""
         try:
-            missing = [name for name in fleet.job.secrets if self._secrets(name) is None]
+            missing = [name for name in names if self._secrets(name) is None]
         except ConfigError as error:
             return str(error)
         if not missing:
@@ -301,7 +323,7 @@ class FleetRegistry:
         if index is None or name != fleet.slot_name(index):
             return None
         try:
-            return replace(fleet.slot(index), lacks=self.missing_secrets(fleet))
+            return self._complete(fleet, fleet.slot(index), self.missing_secrets)
         except ConfigError as error:
             # The slot is not declared any more, so a file of it alone was not read: it goes on as it was.
             track = self._engine.slots.get(name)
