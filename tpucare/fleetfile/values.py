@@ -62,8 +62,9 @@ _KEY_TYPES = frozenset(
 _METADATA_KEY = re.compile(r"[A-Za-z0-9_-]{1,128}")
 _OWN_METADATA = {SSH_KEYS: "name people in `tpu.ssh_keys`", OS_LOGIN: "write `tpu.os_login: true` to leave it out"}
 
-# tpucare and the agent of a W&B sweep read these two from the job; tpucare sets every other TPUCARE_ variable itself.
-_OPEN_VARIABLES = frozenset({"TPUCARE_SWEEP", "TPUCARE_SWEEP_CHECKPOINT"})
+# The agent of a W&B sweep and the Ray of a pool's hosts read these from the job; tpucare sets every other TPUCARE_
+# variable itself.
+_OPEN_VARIABLES = frozenset({"TPUCARE_SWEEP", "TPUCARE_SWEEP_CHECKPOINT", "TPUCARE_RAY_ARGS"})
 
 
 def text(value: str) -> str:

@@ -327,10 +327,10 @@ def _beside(checkpoint: str) -> str:
 
 
 def _template(name: str) -> Traversable:
-    """A tool or a template of the wheel, or of the source checkout around this module."""
-    kind = "worker" if name.endswith(".py") else "shell"
-    packaged = resources.files("tpucare") / "_templates" / kind / name
-    return packaged if packaged.is_file() else Path(__file__).parents[3] / "templates" / kind / name
+    """A tool or a template of the wheel, or of the source checkout around this module; of `ray/` with its folder."""
+    path = name if "/" in name else f"{'worker' if name.endswith('.py') else 'shell'}/{name}"
+    packaged = resources.files("tpucare") / "_templates" / path
+    return packaged if packaged.is_file() else Path(__file__).parents[3] / "templates" / path
 
 
 def render(name: str, **values: object) -> str:
