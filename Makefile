@@ -5,10 +5,12 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
 export NO_MKDOCS_2_WARNING := 1
+# Tests start some hundred processes of tpucare, and each would compile it anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 BIN := .venv/bin
 # The modules that decide and touch nothing; at least 90 % of their lines and branches are run by their own tests.
-# Those are run once more for it: to trace the whole suite makes stories and storms two to three times as slow.
+# Those run first and alone for it: to trace the whole suite makes stories and storms two to three times as slow.
 PURE := fleetfile model.accelerators planner adapters.google.classify adapters.runner.scripts
 TESTS := tests/fleetfile tests/model tests/planner tests/adapters/test_classify.py tests/adapters/test_scripts.py
 # Two processes for each core of a small machine, since a test with machines waits more than it works. A file goes to one
@@ -28,10 +30,10 @@ demo: ## Train through preemptions on an emulated cloud; ARGS="--preemptions 3"
 	@.ci/setup demo machines
 	@$(BIN)/tpucare demo $(ARGS)
 
-test: ## The coverage of the pure modules by their tests, then all tests but the slow ones; ARGS="-k store"
+test: ## The tests of the pure modules, with their coverage, then all others but the slow ones; ARGS="-k store"
 	@.ci/setup dev machines
 	$(if $(ARGS),,@$(PYTEST) -n 2 $(COVERAGE) $(TESTS))
-	@$(PYTEST) -n 4 --durations=20 $(ARGS)
+	@$(PYTEST) -n 4 --durations=20 $(or $(ARGS),$(TESTS:%=--ignore=%))
 
 check: ## Style, types, import contracts, docs
 	@.ci/setup dev
