@@ -1,0 +1,817 @@
+"""
+The demand of a Ray cluster -> which slots of its pools wake, which rest, and which demand no pool can satisfy. Pure.
+
+A pool is a fleet of equal slices; a slice is all or nothing. `plan` packs the demand onto the slices that are there or
+come up, and opens slices for the rest: the packing decides a number of slices only, the placement is Ray's. Asking Ray
+is left to `probe`, applying the plan to `companion`.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import itertools
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum, StrEnum
+from typing import Final, NamedTuple
+
+from tpucare.integrations.ray.demand import Bundle, ClusterState, HostState, HostStatus, Labels, PendingSlice, Shape
+from tpucare.integrations.ray.demand import UnmetDemand as Demand
+from tpucare.model.text import counted, length, plain
+
+# A snapshot holds what is pending and what is free from different instants, up to this many seconds apart.
+SETTLE_SECONDS: Final = 1.0
+# A slice that comes up stays for so long after the demand for it has gone: a retried task asks again within seconds.
+UNNEEDED_SECONDS: Final = 60.0
+# Two useless slices without a good one point at the pool, not at the slices.
+FAILED_LIMIT: Final = 2
+
+SLICE_NAME, WORKER_ID, NODE_ID = "ray.io/tpu-slice-name", "ray.io/tpu-worker-id", "ray.io/node-id"
+POD_TYPE, TOPOLOGY = "ray.io/tpu-pod-type", "ray.io/tpu-topology"
+ACCELERATOR, POOL_NAME = "ray.io/accelerator-type", "ray.io/node-group"
+_OF_A_HOST = frozenset({SLICE_NAME, WORKER_ID, NODE_ID})
+_HEAD = re.compile(r"TPU-(?P<type>.+)-head")
+_GENERATION = "accelerator_type:TPU-"
+# Amounts of Ray have four decimals.
+_LEAST = 1e-5
+
+
+def pod_type(accelerator_type: str) -> str:
+    """An accelerator type as Ray writes it: `tpu7x-8` of the API is `v7x-8`, others are the same."""
+    return re.sub(r"^tpu-?v?", "v", accelerator_type.strip().lower())
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """
+    type: accelerator type of all its slices    hosts: of a slice    chips: of a host
+    minimum, maximum: slices    idle: seconds until an idle slice rests    priority: the lowest number is tried first
+    """
+
+    name: str
+    type: str
+    hosts: int
+    chips: int
+    minimum: int
+    maximum: int
+    idle: float
+    priority: int = 0
+
+
+class SliceState(StrEnum):
+    """
+    RESTING: no node is wanted           COMING: awake, not all of its hosts have joined
+    JOINED: all hosts RUNNING or IDLE    LEAVING: goes to rest, or its node dies
+    FAILED: needs a person
+    """
+
+    RESTING = "RESTING"
+    COMING = "COMING"
+    JOINED = "JOINED"
+    LEAVING = "LEAVING"
+    FAILED = "FAILED"
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """`hosts`: of its living node only, from the same snapshot; `since`: seconds, when it woke or changed its state."""
+
+    slot: str
+    pool: str
+    index: int
+    state: SliceState
+    hosts: tuple[HostState, ...] = ()
+    since: float = 0.0
+
+
+class UnmetCause(Enum):
+    """Why demand is not met. The last two end by themselves or by a person at the slots; the others never do."""
+
+    NO_SUCH_TYPE = "no pool has slices of this type"
+    NO_SUCH_LABEL = "no pool has hosts with these labels"
+    NO_SUCH_SLOT = "no pool has a slot of this name"
+    HOST_TOO_SMALL = "no host has so many chips"
+    NO_RESOURCE = "no host has so much of a resource"
+    TOO_MANY_SLICES = "more slices than the pool may have"
+    AT_MAXIMUM = "all slices are in use"
+    FAILED = "slices need a person"
+
+    @property
+    def waits(self) -> bool:
+        return self in (UnmetCause.AT_MAXIMUM, UnmetCause.FAILED)
+
+
+@dataclass(frozen=True, slots=True)
+class Unmet:
+    cause: UnmetCause
+    demand: Demand
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """
+    wake, rest: slot -> why. A slot of `rest` whose slice has joined is drained first, and stays if a host refuses.
+
+    unmet, pending: for `status` and for the report to Ray.
+    """
+
+    wake: Mapping[str, str] = field(default_factory=dict)
+    rest: Mapping[str, str] = field(default_factory=dict)
+    unmet: tuple[Unmet, ...] = ()
+    pending: tuple[PendingSlice, ...] = ()
+
+
+class KnownHost(NamedTuple):
+    """What each host of a pool has, by the hosts that joined last: without names of hosts, slots and heads."""
+
+    total: Shape
+    labels: Labels
+
+
+@dataclass(frozen=True, slots=True)
+class PlanMemory:
+    """
+    last_needed: slot that comes up -> when demand last needed it
+    hosts:       pool -> a host of it
+    free:        host -> its free resources that count; `changed`: when this last changed
+    doubted:     pool -> (since when, how many slices) demand wants more than there are
+    resting:     slots sent to rest that are not there yet
+    """
+
+    last_needed: Mapping[str, float] = field(default_factory=dict)
+    hosts: Mapping[str, KnownHost] = field(default_factory=dict)
+    free: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    changed: float = -math.inf
+    doubted: Mapping[str, tuple[float, int]] = field(default_factory=dict)
+    resting: frozenset[str] = frozenset()
+
+
+def plan(
+    state: ClusterState, slices: Sequence[Slice], pools: Sequence[Pool], memory: PlanMemory, now: float
+) -> tuple[Plan, PlanMemory]:
+    """
+    The slots to wake and to rest after the snapshot *state*, which was read at *now* (seconds, any origin).
+
+    To be asked once per snapshot: what two snapshots agree on is believed, and the same one twice agrees with itself.
+    """
+    ranked = sorted(pools, key=lambda pool: (pool.priority, pool.name))
+    mine = {pool.name: [one for one in slices if one.pool == pool.name] for pool in ranked}
+    known = {pool.name: host for pool in ranked if (host := _known_host(pool, mine[pool.name], memory))}
+    # A slice that dies is awake and comes back under its name; one that goes to rest does not.
+    resting = frozenset(one.slot for one in slices if one.state is SliceState.LEAVING and one.slot in memory.resting)
+    slots = {one.slot: one for of_pool in mine.values() for one in of_pool}
+    demand = _read_demand(state, slots, ranked)
+
+    # What is certain: bounds, the floor, and slots that are asked for by name.
+    unmet: list[Unmet] = []
+    packing = _Packing([_Lot(pool, mine[pool.name], known.get(pool.name), resting) for pool in ranked])
+    for lot in packing.lots:
+        while lot.awake < lot.pool.minimum and lot.open(f"{lot.pool.name} keeps {counted(lot.pool.minimum, 'slice')}"):
+            pass
+    kept: set[str] = set()
+    if demand.floor:
+        floor = _Packing([_Lot(pool, mine[pool.name], known.get(pool.name), resting, floor=True) for pool in ranked])
+        floor.open_as(packing, slots)
+        for kind, count in demand.floor:
+            unmet += floor.place_singles(kind, count)
+        packing.open_as(floor, slots)
+        kept = {bay.slot for lot in floor.lots for bay in lot.bays if bay.why}
+    for slot, kind, count in demand.pinned:
+        unmet += packing.place_pinned(slots.get(slot), slot, kind, count)
+    wake = packing.opened()
+
+    # What is pending: the least flexible and the largest first, gangs before what fills the gaps they leave.
+    for gang, count in sorted(demand.gangs, key=lambda one: packing.order(one[0])):
+        unmet += packing.place_gangs(gang, count)
+    for single, count in sorted(demand.singles, key=lambda one: packing.order(_Gang((one[0],)))):
+        unmet += packing.place_singles(single, count)
+
+    free = _free(slices)
+    changed = now if free != memory.free else memory.changed
+    settled = not free or now - changed >= SETTLE_SECONDS
+    doubted: dict[str, tuple[float, int]] = {}
+    for lot in packing.lots:
+        growth = [bay for bay in lot.bays if bay.opened and bay.slot not in wake]
+        believed, doubt = _believed(len(growth), memory.doubted.get(lot.pool.name), now, settled=settled)
+        wake |= {bay.slot: bay.why for bay in growth[:believed]}
+        if doubt is not None:
+            doubted[lot.pool.name] = doubt
+
+    needed = kept | {bay.slot for lot in packing.lots for bay in lot.bays if bay.why}
+    coming = (one.slot for one in slices if one.state is SliceState.COMING)
+    last_needed = {slot: now if slot in needed else memory.last_needed.get(slot, now) for slot in coming}
+    rest: dict[str, str] = {}
+    for lot in packing.lots:
+        rest |= _rest(lot, mine[lot.pool.name], needed, last_needed, now)
+    pending = tuple(
+        PendingSlice(bay.slot, lot.pool.name, pod_type(lot.pool.type), bay.why or "nothing asks for it any more")
+        for lot in packing.lots
+        for bay in lot.bays
+        if (bay.slot in wake or bay.state is SliceState.COMING) and bay.slot not in rest
+    )
+    after = PlanMemory(last_needed, known, free, changed, doubted, resting | rest.keys())
+    return Plan(wake, rest, tuple(unmet), pending), after
+
+
+# --- memory of hosts, and of what is believed -------------------------------------------------------------------------
+
+
+def _known_host(pool: Pool, slices: Sequence[Slice], memory: PlanMemory) -> KnownHost | None:
+    """
+    A host of *pool*: of each resource the least that a host has which is there now, else as remembered.
+
+    The least, so that demand which fits this host fits each: else slice after slice would be woken for it.
+    """
+    hosts = [host for one in slices for host in one.hosts if "TPU" in host.total]
+    if not hosts:
+        return memory.hosts.get(pool.name)
+    names = {one.slot for one in slices}
+    totals = [host.total for host in hosts]
+    common = [
+        name
+        for name in totals[0]
+        if name not in names and not name.startswith(("node:", "TPU-")) and all(name in total for total in totals)
+    ]
+    total = {name: min(total[name] for total in totals) for name in common}
+    labels = {key: value for key, value in hosts[0].labels.items() if key not in _OF_A_HOST}
+    return KnownHost(total, labels)
+
+
+def _free(slices: Iterable[Slice]) -> Mapping[str, tuple[float, ...]]:
+    """Chips and heads that are free, by host."""
+    return {
+        host.id: tuple(amount for name, amount in host.available.items() if name.startswith("TPU"))
+        for one in slices
+        for host in one.hosts
+    }
+
+
+def _believed(
+    growth: int, doubt: tuple[float, int] | None, now: float, *, settled: bool
+) -> tuple[int, tuple[float, int] | None]:
+    """
+    How many of *growth* slices more are believed, and the doubt that is left.
+
+    While hosts join and chips change hands, only what was wanted in all snapshots of SETTLE_SECONDS.
+    """
+    if settled or not growth:
+        return growth, None
+    if doubt is None:
+        return 0, (now, growth)
+    since, count = doubt[0], min(doubt[1], growth)
+    if now - since < SETTLE_SECONDS:
+        return 0, (since, count)
+    return count, (now, growth - count) if growth > count else None
+
+
+def _rest(
+    lot: _Lot, slices: Sequence[Slice], needed: set[str], last_needed: Mapping[str, float], now: float
+) -> dict[str, str]:
+    """The slots of a pool that rest: those that only come up before those that joined, the highest index first."""
+    pool, may = lot.pool, []
+    for one in slices:
+        if one.slot in needed:
+            continue
+        if one.state is SliceState.COMING and now - last_needed[one.slot] >= UNNEEDED_SECONDS:
+            may.append((one, f"nothing asks for it since {length(UNNEEDED_SECONDS)}"))
+        elif one.state is SliceState.JOINED and not lot.wanted and _is_idle(one, pool):
+            may.append((one, f"idle for {length(pool.idle)}"))
+    may.sort(key=lambda entry: (entry[0].state is SliceState.JOINED, -entry[0].index))
+    return {one.slot: why for one, why in may[: max(0, lot.awake - pool.minimum)]}
+
+
+def _is_idle(one: Slice, pool: Pool) -> bool:
+    return all(host.status is HostStatus.IDLE and host.idle_seconds >= pool.idle for host in one.hosts)
+
+
+# --- demand -----------------------------------------------------------------------------------------------------------
+
+
+class _Kind(NamedTuple):
+    """
+    A bundle, hashable: equal ones are counted.
+
+    has_head: it asks for a whole slice by the resource that only the first host has
+    """
+
+    shape: tuple[tuple[str, float], ...]
+    selector: tuple[tuple[str, str], ...]
+    chips: float
+    has_head: bool
+
+    @property
+    def bundle(self) -> Bundle:
+        return Bundle(dict(self.shape), dict(self.selector))
+
+    def __str__(self) -> str:
+        amounts = ", ".join(f"{name}: {amount:g}" for name, amount in self.shape)
+        where = ", ".join(f"{key}={value}" for key, value in self.selector)
+        return plain("{" + amounts + "}" + (f" on {where}" if where else ""))
+
+
+class _Gang(NamedTuple):
+    """A placement group without its name: equal ones are counted."""
+
+    kinds: tuple[_Kind, ...]
+    strategy: str = ""
+
+    @property
+    def chips(self) -> float:
+        return sum(kind.chips for kind in self.kinds)
+
+    def __str__(self) -> str:
+        each = Counter(self.kinds)
+        return "group of " + " + ".join(f"{times} x {kind}" if times > 1 else str(kind) for kind, times in each.items())
+
+
+class _Demand(NamedTuple):
+    """`pinned`: name of the slot, what is asked of it, and how often."""
+
+    pinned: Sequence[tuple[str, _Kind, int]]
+    gangs: Sequence[tuple[_Gang, int]]
+    singles: Sequence[tuple[_Kind, int]]
+    floor: Sequence[tuple[_Kind, int]]
+
+
+def _read_demand(state: ClusterState, slots: Mapping[str, Slice], pools: Sequence[Pool]) -> _Demand:
+    """The demand for TPUs in *state*; all other is no matter of slices."""
+    names = re.compile("|".join(rf"{re.escape(pool.name)}-\d+" for pool in pools) or r"(?!)")
+    pinned: Counter[tuple[str, _Kind]] = Counter()
+    gangs: Counter[_Gang] = Counter()
+    singles: Counter[_Kind] = Counter()
+    floor: Counter[_Kind] = Counter()
+
+    def slot_of(kind: _Kind) -> str | None:
+        name = dict(kind.selector).get(SLICE_NAME, "")
+        if name and not name.startswith(("!", "in(")):
+            return name
+        return next((name for name, _ in kind.shape if name in slots or names.fullmatch(name)), None)
+
+    def is_for_tpus(kind: _Kind) -> bool:
+        return (
+            any(name.startswith(("TPU", _GENERATION)) for name, _ in kind.shape)
+            or any(key.startswith("ray.io/tpu-") for key, _ in kind.selector)
+            or dict(kind.selector).get(ACCELERATOR, "").startswith("TPU")
+            or slot_of(kind) is not None
+        )
+
+    def add(kind: _Kind, count: int, to: Counter[_Kind]) -> None:
+        if (slot := slot_of(kind)) is not None:
+            pinned[slot, kind] += count
+        elif is_for_tpus(kind):
+            to[kind] += count
+
+    for request in state.requests:
+        if request.count > 0:
+            add(_kind(request.bundle), request.count, singles)
+    # `request_resources` repeats one bundle up to ten thousand times.
+    for _, same in itertools.groupby(state.floor, key=id):
+        bundles = list(same)
+        add(_kind(bundles[0]), len(bundles), floor)
+    for gang in state.gangs:
+        kinds = [_kind(bundle) for bundle in gang.bundles]
+        # All on one host: one bundle of the sum.
+        if gang.strategy == "STRICT_PACK" and len(kinds) > 1:
+            kinds = [_sum(kinds)]
+        if not any(map(is_for_tpus, kinds)):
+            continue
+        free = [kind for kind in kinds if slot_of(kind) is None]
+        for kind in kinds:
+            if (slot := slot_of(kind)) is not None:
+                pinned[slot, kind] += 1
+        if len(free) == 1 and is_for_tpus(free[0]):
+            singles[free[0]] += 1
+        elif tpus := [kind for kind in free if is_for_tpus(kind)]:
+            tpus.sort(key=lambda kind: (not kind.has_head, -kind.chips))
+            gangs[_Gang(tuple(tpus), gang.strategy)] += 1
+    return _Demand(
+        [(slot, kind, count) for (slot, kind), count in pinned.items()],
+        list(gangs.items()),
+        list(singles.items()),
+        sorted(floor.items(), key=lambda one: -one[0].chips),
+    )
+
+
+def _kind(bundle: Bundle) -> _Kind:
+    shape = tuple(sorted((name, amount) for name, amount in bundle.shape.items() if amount > 0))
+    has_head = any(_HEAD.fullmatch(name) for name, _ in shape)
+    return _Kind(shape, tuple(sorted(bundle.selector.items())), bundle.shape.get("TPU", 0.0), has_head)
+
+
+def _sum(kinds: Iterable[_Kind]) -> _Kind:
+    shape: dict[str, float] = {}
+    selector: dict[str, str] = {}
+    for kind in kinds:
+        for name, amount in kind.shape:
+            shape[name] = shape.get(name, 0) + amount
+        selector |= dict(kind.selector)
+    return _kind(Bundle(shape, selector))
+
+
+def _matches(asked: str, value: str | None) -> bool:
+    """Whether *asked* allows *value* of a label, in Ray's notation: `a`, `!a`, `in(a,b)`, `!in(a,b)`."""
+    positive = asked.removeprefix("!")
+    listed = re.fullmatch(r"in\((.*)\)", positive)
+    values = [one.strip() for one in listed[1].split(",")] if listed else [positive]
+    return (value in values) == (positive == asked)
+
+
+# --- supply -----------------------------------------------------------------------------------------------------------
+
+
+class _Host:
+    """A host that is there, or will be. `known` False: it has enough of every resource that `free` does not name."""
+
+    __slots__ = ("bay", "free", "known", "labels", "order")
+
+    def __init__(self, bay: _Bay, free: dict[str, float], labels: Labels, *, known: bool, order: int) -> None:
+        self.bay, self.free, self.labels, self.known, self.order = bay, free, labels, known, order
+
+    @property
+    def chips(self) -> float:
+        return self.free.get("TPU", 0.0)
+
+    def room(self, kind: _Kind) -> int:
+        """How many of *kind* fit here."""
+        for key, asked in kind.selector:
+            if key in _OF_A_HOST and not _matches(asked, self.labels.get(key)):
+                return 0
+        room = math.inf
+        for name, amount in kind.shape:
+            free = self.free.get(name)
+            if free is not None:
+                room = min(room, (free + _LEAST) // amount)
+            elif self.known:
+                return 0
+        return int(room) if room < math.inf else 1 << 30
+
+
+class _Bay:
+    """A slice as the packing sees it. `whole`: nothing is on it; `why`: the first demand that was put on it."""
+
+    __slots__ = ("hosts", "opened", "slot", "state", "whole", "why")
+
+    def __init__(self, one: Slice, *, opened: bool) -> None:
+        self.slot, self.state, self.opened = one.slot, one.state, opened
+        self.hosts: list[_Host] = []
+        self.whole, self.why = True, ""
+
+
+class _Lot:
+    """
+    The slices of a pool, and which of them may still be opened.
+
+    wanted: something pending that a slice of this pool can serve    floor: count what hosts have, not what is free
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        slices: Sequence[Slice],
+        known: KnownHost | None,
+        resting: frozenset[str],
+        *,
+        floor: bool = False,
+    ) -> None:
+        self.pool, self.known, self.floor, self.wanted = pool, known, floor, False
+        self.type = pod_type(pool.type)
+        self.generation = f"TPU-{self.type.partition('-')[0].upper()}"
+        self.chips = known.total["TPU"] if known else float(pool.chips)
+        self.bays: list[_Bay] = []
+        self.levels: dict[float, list[tuple[int, _Host]]] = {}
+        self._orders = itertools.count()
+        self.states = Counter(one.state for one in slices)
+        self.broken = self.states[SliceState.FAILED] >= FAILED_LIMIT and not self.states[SliceState.JOINED]
+        self._restful = sorted((one for one in slices if one.state is SliceState.RESTING), key=lambda one: -one.index)
+        self._allowed = pool.maximum - (len(slices) - len(self._restful))
+        supply = [
+            one
+            for one in slices
+            if one.state in (SliceState.COMING, SliceState.JOINED)
+            or (one.state is SliceState.LEAVING and one.slot not in resting)
+        ]
+        self.awake = len(supply)
+        for one in sorted(supply, key=self._preference):
+            self._add(one, opened=False)
+
+    @property
+    def size(self) -> str:
+        """For people."""
+        return f"{self.pool.name}: {self.type}, {counted(self.pool.hosts, 'host')} of {self.pool.chips} chips"
+
+    def _preference(self, one: Slice) -> tuple[bool, bool, int, float, int]:
+        """The order in which slices are packed; the last ones are those that may go."""
+        busy = any(host.status is not HostStatus.IDLE for host in one.hosts)
+        joined = one.state is SliceState.JOINED
+        return (
+            not joined,
+            joined and self.floor and not busy,
+            -len(one.hosts),
+            one.since if not joined else 0,
+            one.index,
+        )
+
+    def _add(self, one: Slice, *, opened: bool) -> _Bay:
+        bay = _Bay(one, opened=opened)
+        self.bays.append(bay)
+        missing = list(range(self.pool.hosts))
+        if one.state is not SliceState.LEAVING:
+            for host in one.hosts:
+                number = host.labels.get(WORKER_ID, "")
+                missing.remove(int(number) if number.isdecimal() and int(number) in missing else missing[-1])
+                if host.status in (HostStatus.RUNNING, HostStatus.IDLE):
+                    self._add_joined(bay, host)
+                if not missing:
+                    break
+        for index in missing:
+            self._add_missing(bay, index)
+        return bay
+
+    def _add_joined(self, bay: _Bay, host: HostState) -> None:
+        whole = all(host.available.get(name, 0) >= has for name, has in host.total.items() if name.startswith("TPU"))
+        bay.whole = bay.whole and (whole or self.floor)
+        free = dict(host.total if self.floor else host.available)
+        self._stow(_Host(bay, free, host.labels, known=True, order=next(self._orders)), new=True)
+
+    def _add_missing(self, bay: _Bay, index: int) -> None:
+        free = dict(self.known.total) if self.known else {"TPU": self.chips}
+        free |= {f"accelerator_type:{self.generation}": 1.0, bay.slot: 1.0}
+        free[f"TPU-{self.type}-head"] = float(index == 0)
+        labels = {SLICE_NAME: bay.slot, WORKER_ID: str(index)}
+        self._stow(_Host(bay, free, labels, known=self.known is not None, order=next(self._orders)), new=True)
+
+    def _stow(self, host: _Host, *, new: bool = False) -> None:
+        if new:
+            host.bay.hosts.append(host)
+        heapq.heappush(self.levels.setdefault(host.chips, []), (host.order, host))
+
+    def open(self, why: str, one: Slice | None = None) -> _Bay | None:
+        """Another slice: *one*, else the resting one with the lowest index; None if there is none."""
+        if not self._restful or self._allowed <= 0 or (one is None and self.broken):
+            return None
+        if one is None:
+            one = self._restful.pop()
+        else:
+            self._restful.remove(one)
+        self._allowed -= 1
+        self.awake += 1
+        bay = self._add(one, opened=True)
+        bay.why = why
+        return bay
+
+    def close(self, bay: _Bay) -> None:
+        """Undo `open`; the slot is not tried again in this plan."""
+        self.bays.remove(bay)
+        self._allowed += 1
+        self.awake -= 1
+        self.claim(bay)
+
+    def find(self, kind: _Kind, without: Sequence[_Host] = ()) -> _Host | None:
+        """The host for one of *kind*: with the fewest free chips that suffice, so that gaps are filled first."""
+        need = self.chips if kind.has_head else kind.chips
+        for level in sorted(level for level in self.levels if level + _LEAST >= need):
+            heap, passed, found = self.levels[level], [], None
+            while heap and found is None:
+                order, host = heapq.heappop(heap)
+                if host.chips != level:
+                    continue  # it has moved to another level since
+                passed.append((order, host))
+                if host not in without and (host.bay.whole or not kind.has_head) and host.room(kind):
+                    found = host
+            for entry in passed:
+                heapq.heappush(heap, entry)
+            if found is not None:
+                return found
+        return None
+
+    def place(self, gang: _Gang, why: str, *, may_open: bool) -> bool:
+        """Place all of *gang* or nothing, on open slices first."""
+        used: list[_Host] = []
+        undo: list[Callable[[], None]] = []
+        heads: list[_Bay] = []
+        for kind in gang.kinds:
+            apart = used if gang.strategy == "STRICT_SPREAD" else ()
+            host = self.find(kind, apart)
+            if host is None and may_open and (bay := self.open(why)):
+                undo.append(functools.partial(self.close, bay))
+                host = self.find(kind, apart)
+            if host is None:
+                for step in reversed(undo):
+                    step()
+                return False
+            undo.append(self.put(kind, host, 1, why))
+            used.append(host)
+            if kind.has_head:
+                heads.append(host.bay)
+        for bay in heads:
+            self.claim(bay)
+        return True
+
+    def put(self, kind: _Kind, host: _Host, times: int, why: str) -> Callable[[], None]:
+        """Place *times* of *kind* on *host*. Returns how to take them away again."""
+        free, whole, was = host.free, host.bay.whole, host.bay.why
+        host.free = free | {name: free[name] - times * amount for name, amount in kind.shape if name in free}
+        host.bay.whole = False
+        host.bay.why = was or why
+        self._stow(host)
+
+        def undo() -> None:
+            host.free, host.bay.whole, host.bay.why = free, whole, was
+            self._stow(host)
+
+        return undo
+
+    def claim(self, bay: _Bay) -> None:
+        """Leave nothing of *bay* to others: the hosts are asked for when the head is given."""
+        for host in bay.hosts:
+            host.free = dict.fromkeys(host.free, 0.0)
+
+    # --- what a slice of this pool can ever serve ---
+
+    def refusal(self, kind: _Kind, slot: str = "") -> tuple[UnmetCause, str] | None:
+        """Why no host of this pool, or of its *slot*, ever serves *kind*: what the pool lacks."""
+        for name, amount in kind.shape:
+            head = _HEAD.fullmatch(name)
+            if head and head["type"] != self.type:
+                return UnmetCause.NO_SUCH_TYPE, f"{head['type']} slices"
+            if name.startswith(_GENERATION) and name != f"accelerator_type:{self.generation}":
+                return UnmetCause.NO_SUCH_TYPE, f"{name.removeprefix('accelerator_type:')} slices"
+            if head and amount > 1:
+                return UnmetCause.NO_RESOURCE, f"more than one {name} per host"
+        for key, asked in kind.selector:
+            if not self._has_label(key, asked):
+                about_type = key in (POD_TYPE, TOPOLOGY, ACCELERATOR)
+                cause = UnmetCause.NO_SUCH_TYPE if about_type else UnmetCause.NO_SUCH_LABEL
+                return cause, f"slices with {key}={asked}" if about_type else f"hosts with {key}={asked}"
+        if kind.chips > self.chips + _LEAST:
+            return UnmetCause.HOST_TOO_SMALL, f"hosts with {kind.chips:g} chips"
+        for name, amount in kind.shape:
+            if name in ("TPU", slot) or name.startswith(("TPU-", _GENERATION)) or self.known is None:
+                continue
+            if (has := self.known.total.get(name, 0.0)) + _LEAST < amount:
+                return UnmetCause.NO_RESOURCE, f"hosts with {amount:g} {name} (a host of {self.pool.name} has {has:g})"
+        return None
+
+    def _has_label(self, key: str, asked: str) -> bool:
+        if key == WORKER_ID:
+            return any(_matches(asked, str(index)) for index in range(self.pool.hosts))
+        if key == SLICE_NAME:
+            return True
+        # A host of this id exists already, or never again.
+        if key == NODE_ID:
+            return asked.startswith("!")
+        ours = {POD_TYPE: self.type, ACCELERATOR: self.generation, POOL_NAME: self.pool.name}
+        if key in ours:
+            return _matches(asked, ours[key])
+        if self.known is not None:
+            return _matches(asked, self.known.labels.get(key))
+        if key == TOPOLOGY and re.fullmatch(r"\d+(x\d+)+", asked):
+            return math.prod(map(int, asked.split("x"))) == self.pool.hosts * self.pool.chips
+        return True
+
+    def slices_for(self, gang: _Gang) -> int:
+        """How many empty slices of this pool hold *gang*, each bundle of which a host can serve."""
+        size = len(gang.kinds)
+        slots = [Slice(str(index), self.pool.name, index, SliceState.RESTING) for index in range(size)]
+        empty = _Lot(replace(self.pool, maximum=size), slots, self.known, frozenset())
+        return len(empty.bays) if empty.place(gang, "", may_open=True) else size + 1
+
+
+class _Packing:
+    """All pools, in the order in which they are tried, and the demand that is put on their slices one by one."""
+
+    def __init__(self, lots: Sequence[_Lot]) -> None:
+        self.lots = lots
+        self._refusals: dict[_Kind, list[tuple[_Lot, tuple[UnmetCause, str] | None]]] = {}
+
+    def opened(self) -> dict[str, str]:
+        """Slot -> why it was opened."""
+        return {bay.slot: bay.why for lot in self.lots for bay in lot.bays if bay.opened}
+
+    def open_as(self, other: _Packing, slots: Mapping[str, Slice]) -> None:
+        """Open the slots that are open in *other* only."""
+        lots, ours = {lot.pool.name: lot for lot in self.lots}, self.opened()
+        for slot, why in other.opened().items():
+            if slot not in ours:
+                lots[slots[slot].pool].open(why, slots[slot])
+
+    def order(self, gang: _Gang) -> tuple[int, float, _Gang]:
+        """The demand with the fewest pools first, then the largest."""
+        able = [lot for lot, refused in self._refused(gang.kinds) if refused is None]
+        heads = sum(kind.has_head for kind in gang.kinds)
+        size = max((heads * lot.chips * lot.pool.hosts for lot in able), default=0.0)
+        return len(able), -max(size, gang.chips), gang
+
+    def _refused(self, kinds: Sequence[_Kind]) -> list[tuple[_Lot, tuple[UnmetCause, str] | None]]:
+        """Each pool, and why it never serves all of *kinds*."""
+        for kind in kinds:
+            if kind not in self._refusals:
+                self._refusals[kind] = [(lot, lot.refusal(kind)) for lot in self.lots]
+        of_each = zip(*(self._refusals[kind] for kind in kinds), strict=True)
+        return [(each[0][0], next((refused for _, refused in each if refused), None)) for each in of_each]
+
+    def place_pinned(self, one: Slice | None, slot: str, kind: _Kind, count: int) -> list[Unmet]:
+        """Wake the very slot that is asked for by name: a placement group, or a task of it, waits for its return."""
+        if one is None:
+            why = f"no pool has a slot {plain(slot)}: raise `count.max`, or ask for slices without their names"
+            return [_unmet(UnmetCause.NO_SUCH_SLOT, (kind,), count, why)]
+        lot = next(lot for lot in self.lots if lot.pool.name == one.pool)
+        if refused := lot.refusal(kind, slot):
+            return [self._never((kind,), count, [refused])]
+        if one.state is SliceState.FAILED:
+            why = f"slot {slot} needs you: see `tpucare status`"
+            return [_unmet(UnmetCause.FAILED, (kind,), count, why)]
+        why = f"{counted(count, 'request')} for {slot} by name: {kind}"
+        bay = next((bay for bay in lot.bays if bay.slot == slot), None)
+        if bay is None and one.state is SliceState.RESTING and (bay := lot.open(why, one)) is None:
+            return [self._waiting((kind,), count, [lot])]
+        if bay is not None:
+            bay.why = bay.why or why
+            for host in bay.hosts:
+                if times := min(count, host.room(kind)):
+                    lot.put(kind, host, times, why)
+                    count -= times
+        return []
+
+    def place_gangs(self, gang: _Gang, count: int) -> list[Unmet]:
+        """Place *count* groups like *gang*, each in one pool: where one slice holds it before where several do."""
+        refusals = self._refused(gang.kinds)
+        able = [lot for lot, refused in refusals if refused is None]
+        if not able:
+            return [self._never(gang.kinds, count, [refused for _, refused in refusals if refused])]
+        sizes = {lot: lot.slices_for(gang) for lot in able}
+        small = sorted((lot for lot in able if sizes[lot] <= lot.pool.maximum), key=lambda lot: sizes[lot] > 1)
+        if not small:
+            best = min(able, key=lambda lot: sizes[lot] - lot.pool.maximum)
+            why = (
+                f"it needs {sizes[best]} slices of one pool, and {best.pool.name} may have {best.pool.maximum}: "
+                f"raise `count.max` of {best.pool.name}"
+            )
+            return [_unmet(UnmetCause.TOO_MANY_SLICES, gang.kinds, count, why)]
+        why = str(gang) if count == 1 else f"{count} x {gang}"
+        for lot in small:
+            lot.wanted = True
+        for left in range(count, 0, -1):
+            if not any(lot.place(gang, why, may_open=opens) for opens in (False, True) for lot in small):
+                return [self._waiting(gang.kinds, left, small)]
+        return []
+
+    def place_singles(self, kind: _Kind, count: int) -> list[Unmet]:
+        """Place *count* tasks like *kind* on free chips, then on slices that are opened for them."""
+        refusals = self._refused((kind,))
+        able = [lot for lot, refused in refusals if refused is None]
+        if not able:
+            return [self._never((kind,), count, [refused for _, refused in refusals if refused])]
+        why = f"{count} x {kind}" if count > 1 else str(kind)
+        for lot in able:
+            lot.wanted = True
+            count = self._fill(lot, kind, count, why)
+        for lot in able:
+            while count and (bay := lot.open(why)):
+                left = self._fill(lot, kind, count, why)
+                if left == count:  # a selector excludes this very slot
+                    lot.close(bay)
+                count = left
+        return [self._waiting((kind,), count, able)] if count else []
+
+    def _fill(self, lot: _Lot, kind: _Kind, count: int, why: str) -> int:
+        """Place *kind* on open slices of *lot*. Returns how many of *count* are left."""
+        while count and (host := lot.find(kind)):
+            times = 1 if kind.has_head else min(count, host.room(kind))
+            lot.put(kind, host, times, why)
+            if kind.has_head:
+                lot.claim(host.bay)
+            count -= times
+        return count
+
+    def _never(self, kinds: Sequence[_Kind], count: int, refusals: Sequence[tuple[UnmetCause, str]]) -> Unmet:
+        """The refusal of the pool that came closest."""
+        cause, lacking = max(refusals, key=lambda one: list(UnmetCause).index(one[0]), default=_NO_POOL)
+        pools = "; ".join(lot.size for lot in self.lots)
+        return _unmet(cause, kinds, count, plain(f"no pool has {lacking}: {_ADVICE[cause]} (pools: {pools or 'none'})"))
+
+    def _waiting(self, kinds: Sequence[_Kind], count: int, able: Sequence[_Lot]) -> Unmet:
+        names = ", ".join(lot.pool.name for lot in able)
+        if all(lot.broken for lot in able):
+            return _unmet(UnmetCause.FAILED, kinds, count, f"slices of {names} need you: see `tpucare status`")
+        most = sum(lot.pool.maximum for lot in able)
+        why = f"{names} may have {counted(most, 'slice')}, all in use or leaving: wait, or raise `count.max`"
+        return _unmet(UnmetCause.AT_MAXIMUM, kinds, count, why)
+
+
+_NO_POOL = (UnmetCause.NO_SUCH_TYPE, "TPUs")
+_ADVICE: Final[Mapping[UnmetCause, str]] = {
+    UnmetCause.NO_SUCH_TYPE: "apply a fleet of that type for this cluster, or ask for the type of a pool",
+    UnmetCause.NO_SUCH_LABEL: "change the label selector",
+    UnmetCause.HOST_TOO_SMALL: "ask for fewer chips per task, or for a placement group with a bundle per host",
+    UnmetCause.NO_RESOURCE: "ask for less of it",
+}
+
+
+def _unmet(cause: UnmetCause, kinds: Sequence[_Kind], count: int, why: str) -> Unmet:
+    what = str(kinds[0]) if len(kinds) == 1 else str(_Gang(tuple(kinds)))
+    return Unmet(cause, Demand(what, why, tuple(kind.bundle for kind in kinds), count))
