@@ -6,6 +6,7 @@ import http.client
 import json
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -18,7 +19,7 @@ from tpucare.model import accelerators
 from tpucare.testbed.emulator.machines.metadata_server import MetadataServer
 from tpucare.testbed.emulator.machines.worker_files import first_metadata
 from tpucare.testbed.emulator.world.config import WorldConfig
-from tpucare.testbed.emulator.world.instance_metadata import bounds
+from tpucare.testbed.emulator.world.instance_metadata import bounds, topology
 from tpucare.testbed.emulator.world.machine_effects import Boot
 from tpucare.testbed.emulator.world.queued_records import QueuedNodeSpec, QueuedSpec
 from tpucare.testbed.emulator.world.records import NetworkConfig, NodeSpec
@@ -101,6 +102,7 @@ def test_what_training_code_looks_for(worker: Server) -> None:
     assert environment["ACCELERATOR_TYPE"] == "v4-32"
     assert (environment["CHIPS_PER_HOST_BOUNDS"], environment["HOST_BOUNDS"]) == ("2,2,1", "1,1,4")
     assert (environment["WORKER_ID"], environment["ZONE"]) == ("2", "us-central2-b")
+    assert "\nTYPE: 'V4'\nTOPOLOGY: '2x2x4'\n" in worker.says(attributes + "tpu-env")
     assert "MEGASCALE_NUM_SLICES" not in environment
 
 
@@ -208,3 +210,11 @@ def test_slices_of_a_multislice_know_each_other() -> None:
 )
 def test_how_chips_and_hosts_lie(kind: str, want: tuple[str, str]) -> None:
     assert bounds(accelerators.derive(kind)) == want
+
+
+def test_a_size_that_is_not_listed_lies_as_its_listed_neighbours_do() -> None:
+    for kind in accelerators.known_types():
+        listed = accelerators.lookup(kind)
+        assert topology(replace(listed, topology="")) == listed.topology, kind
+    assert topology(accelerators.derive("v4-640")) == "4x4x20"
+    assert topology(replace(accelerators.lookup("v4-8"), chips=96, topology="")) == ""

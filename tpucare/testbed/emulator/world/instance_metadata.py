@@ -1,14 +1,16 @@
 """
 The content of a worker's metadata server at boot: path -> value.
 
-Sources: Compute Engine's documentation on predefined metadata keys; torch_xla, jax and levanter, which read
-`accelerator-type`, `agent-worker-number`, `worker-network-endpoints` and `tpu-env`. Values that none of them documents
-are guesses, listed in docs/emulator.md.
+Sources: Compute Engine's documentation on predefined metadata keys; torch_xla, jax, levanter and Ray, which read
+`accelerator-type`, `agent-worker-number`, `worker-network-endpoints`, `instance-id` and `tpu-env`. Values that none of
+them documents are guesses, listed in docs/emulator.md.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
+import math
 from collections.abc import Mapping
 
 from tpucare.model.accelerators import Accelerator, region_of
@@ -26,6 +28,12 @@ DEFAULT_SCOPE = "https://www.googleapis.com/auth/cloud-platform"
 _CHIP_BOUNDS: Mapping[int, tuple[int, int, int]] = {1: (1, 1, 1), 2: (1, 2, 1), 4: (2, 2, 1), 8: (2, 4, 1)}
 """Arrangement of the chips of one host, by their number."""
 
+_ENVIRONMENT_TYPES = {"v5e": "V5LITE_POD"}
+"""TYPE in `tpu-env` of a generation whose name in the API is not the generation's, in capitals."""
+
+_SMALL_BOXES: Mapping[int, str] = {4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4"}
+"""Topologies of slices of v4 and v5p that are no whole cubes of 4x4x4 chips, by their chips."""
+
 
 def worker_attributes(
     life: NodeLife, worker: WorkerLife, peers: tuple[str, ...], megascale: Mapping[str, str]
@@ -42,7 +50,7 @@ def worker_attributes(
         INSTANCE_ATTRIBUTES + "worker-network-endpoints": ",".join(f"unknown:unknown:{peer}" for peer in peers),
         INSTANCE_ATTRIBUTES + "tpu-env": tpu_env(life, worker, megascale),
         INSTANCE_ATTRIBUTES + "instance-id": life.path.node_id,
-        INSTANCE_ATTRIBUTES + "physical-topology": life.accelerator.topology,
+        INSTANCE_ATTRIBUTES + "physical-topology": topology(life.accelerator),
         "instance/id": str(instance_id(life.record.id, worker.number)),
         "instance/name": name,
         "instance/hostname": f"{name}.{zone}.c.{project}.internal",
@@ -96,10 +104,13 @@ def instance_id(node_id: int, worker: int) -> int:
 
 
 def tpu_env(life: NodeLife, worker: WorkerLife, megascale: Mapping[str, str]) -> str:
-    """The YAML of attribute `tpu-env`, one variable a line."""
+    """The YAML of attribute `tpu-env`, one variable a line; Ray's and W&B's regular expressions want the quotes."""
     chips, hosts = bounds(life.accelerator)
+    generation = life.accelerator.generation
     environment = {
         "ACCELERATOR_TYPE": life.accelerator.type,
+        "TYPE": _ENVIRONMENT_TYPES.get(generation, generation.upper()),
+        "TOPOLOGY": topology(life.accelerator),
         "CHIPS_PER_HOST_BOUNDS": chips,
         "HOST_BOUNDS": hosts,
         "TPU_CHIPS_PER_PROCESS_BOUNDS": chips,
@@ -115,6 +126,28 @@ def tpu_env(life: NodeLife, worker: WorkerLife, megascale: Mapping[str, str]) ->
     return "".join(f"{key}: '{value}'\n" for key, value in environment.items())
 
 
+def topology(accelerator: Accelerator) -> str:
+    """
+    Chips along each axis, as `2x2x4`.
+
+    A size that the catalogue does not list gets the most even sides, of v4 and v5p in cubes of 4x4x4 chips; empty
+    where there is none.
+    """
+    if accelerator.topology:
+        return accelerator.topology
+    if accelerator.generation not in ("v4", "v5p"):
+        return _evenest(accelerator.chips, 2, 1)
+    cubes, rest = divmod(accelerator.chips, 64)
+    return _evenest(cubes, 3, 4) if not rest else _SMALL_BOXES.get(accelerator.chips, "")
+
+
+def _evenest(count: int, axes: int, unit: int) -> str:
+    """The sides of a box of *count* cubes, each *unit* chips long, shortest first."""
+    divisors = [number for number in range(1, count + 1) if count % number == 0]
+    boxes = (box for box in itertools.combinations_with_replacement(divisors, axes) if math.prod(box) == count)
+    return "x".join(str(side * unit) for side in min(boxes, key=lambda box: box[-1] - box[0], default=()))
+
+
 def bounds(accelerator: Accelerator) -> tuple[str, str]:
     """
     Chips per host and hosts along each axis, as `2,2,1`.
@@ -122,11 +155,11 @@ def bounds(accelerator: Accelerator) -> tuple[str, str]:
     A v4-32 (topology 2x2x4, 4 chips a host) gives `2,2,1` and `1,1,4`.
     """
     chips = _CHIP_BOUNDS.get(accelerator.chips_per_host, (accelerator.chips_per_host, 1, 1))
-    sides = [int(side) for side in accelerator.topology.split("x") if side.isdigit()]
+    sides = [int(side) for side in topology(accelerator).split("x") if side.isdigit()]
     sides += [1] * (3 - len(sides))
     hosts = [max(1, side // own) for side, own in zip(sides, chips, strict=True)]
-    if hosts[0] * hosts[1] * hosts[2] != accelerator.hosts:
-        hosts = [1, 1, accelerator.hosts]  # a size whose topology the catalogue does not list
+    if math.prod(hosts) != accelerator.hosts:
+        hosts = [1, 1, accelerator.hosts]  # a size of which no topology is known
     return ",".join(map(str, chips)), ",".join(map(str, hosts))
 
 
