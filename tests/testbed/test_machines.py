@@ -16,15 +16,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 import paramiko
 import pytest
+import structlog
 
 from tpucare.testbed.emulator.machines import proctree, worker_files
 from tpucare.testbed.emulator.machines.flood import Flooding
 from tpucare.testbed.emulator.machines.machines import WorkerMachines
+from tpucare.testbed.emulator.machines.metadata_server import may_serve_by_name
 from tpucare.testbed.emulator.machines.sandbox import MachineError, Sandbox
 from tpucare.testbed.emulator.world.machine_effects import AuthorizeKeys, Boot, Kill, Resume, SetAttribute, Silence
 from tpucare.testbed.emulator.world.records import NodePath
@@ -36,6 +39,7 @@ NODE = NodePath("grant", "us-central1-a", "pod-0-a1")
 SSH_PORT = 2391
 METADATA_PORT = 8391
 SSH_KEYS = "instance/attributes/ssh-keys"
+TEMPLATES = Path(__file__).parents[2] / "templates" / "worker"
 WAYS = [None, Sandbox.SUBREAPER]
 
 # Everything that outlives an SSH session by itself: screen, nohup, setsid, and a daemon that forked twice.
@@ -124,6 +128,16 @@ def _make_key(path: Path) -> Path:
     return path
 
 
+def _need_mounts(zone: Zone) -> None:
+    if not zone.machines.sandbox.mounts:
+        pytest.skip("no namespaces here, so a worker has neither a /dev nor a process table of its own")
+
+
+def _need_port_80() -> None:
+    if not may_serve_by_name():
+        pytest.skip("http://metadata.google.internal needs port 80, where only root may listen")
+
+
 @pytest.fixture
 def zone(tmp_path: Path) -> Iterator[Zone]:
     zone = Zone(tmp_path)
@@ -176,13 +190,46 @@ def test_screen_works_and_its_sockets_are_gone_after_a_reboot(zone: Zone) -> Non
 
 
 def test_a_worker_sees_its_own_processes_only(zone: Zone) -> None:
-    if zone.machines.sandbox is Sandbox.SUBREAPER:
-        pytest.skip("no pid namespaces here, so a worker sees every process of the machine")
+    _need_mounts(zone)
     zone.boot(0)
     zone.boot(1)
     zone.run("setsid sleep 611 >/dev/null 2>&1 </dev/null &", worker=1)
     assert "sleep 611" in zone.run("ps ax", worker=1)
     assert "sleep 611" not in zone.run("ps ax", worker=0)
+
+
+def test_a_worker_has_a_dev_of_its_own(zone: Zone) -> None:
+    _need_mounts(zone)
+    for worker, chips in enumerate((4, 8)):
+        zone.machines.apply(replace(zone.order(worker), chips=chips)).result(timeout=30)
+        assert zone.run("ls /dev/accel* | wc -l", worker) == str(chips)
+    zone.run("touch /dev/accel9; echo lost >/dev/null; head -c 5 /dev/zero >/dev/shm/mine")
+    assert zone.run("ls /dev/accel9 /dev/shm/mine 2>/dev/null || echo none", worker=1) == "none"
+    with zone.connect() as client:
+        _, stdout, _ = client.exec_command(
+            "test -t 0 && tty; screen -dmS train sleep 600; cat", timeout=20, get_pty=True
+        )
+        assert stdout.readline().startswith("/dev/pts/")
+        _until(lambda: "train" in zone.run("screen -ls || true"))
+    zone.machines.reboot(NODE, 0).result(timeout=30)
+    assert zone.run("ls /dev/accel9 /dev/shm/mine 2>/dev/null || echo none") == "none"
+
+
+def test_a_process_that_holds_a_chip_is_found(zone: Zone) -> None:
+    _need_mounts(zone)
+    zone.boot()
+    find = f"PYTHONPATH='{TEMPLATES}' python3 -c 'import processes; print(processes.chip_holders())'"
+    assert zone.run(find) == "{}"
+    holder = zone.run("setsid sleep 630 >/dev/null 2>&1 </dev/accel2 & echo $!")
+    assert zone.run(find) == f"{{{holder}: '/dev/accel2'}}"
+
+
+def test_rays_sockets_fit_into_the_temporary_folder_which_ends_with_the_worker(zone: Zone) -> None:
+    zone.boot()
+    folder = zone.run("echo large >$TMPDIR/file; echo $TMPDIR")
+    assert len(folder) + 62 <= 107
+    zone.kill()
+    _until(lambda: not Path(folder).exists())
 
 
 def test_the_host_key_that_is_told_is_the_one_that_is_offered(zone: Zone) -> None:
@@ -406,7 +453,7 @@ def test_a_reboot_keeps_home_and_host_key_and_nothing_else(zone: Zone) -> None:
     assert zone.run("cat mark; ls $TMPDIR") == "kept"
     assert zone.offered_host_key() == host_key
     assert zone.run("echo $TPUEMU_BOOT_ID") != boot_id[1]
-    if zone.machines.sandbox is not Sandbox.SUBREAPER:
+    if zone.machines.sandbox.mounts:
         assert boot_id[0] == boot_id[1]
         assert zone.run("cat /proc/sys/kernel/random/boot_id") == zone.run("echo $TPUEMU_BOOT_ID")
     assert not any(_lives(pid) for pid in before)
@@ -432,6 +479,35 @@ def test_metadata_answers_as_the_service_does(zone: Zone) -> None:
     assert tree["attributes"]["agent-worker-number"] == "1"
     assert zone.ask("instance/nothing", worker=1).status == 404
     assert zone.ask("instance/preempted", worker=1, Host="metadata").status == 403
+
+
+def test_metadata_answers_by_the_name_of_the_service(zone: Zone) -> None:
+    """Ray and others know no address but this, nor do they read GCE_METADATA_HOST."""
+    _need_mounts(zone)
+    _need_port_80()
+    ask = (
+        "from urllib.request import Request, urlopen\n"
+        "for host in ('metadata.google.internal', 'metadata', '{}'):\n"
+        "    url = f'http://{{host}}/computeMetadata/v1/instance/attributes/agent-worker-number'\n"
+        "    print(urlopen(Request(url, headers={{'Metadata-Flavor': 'Google'}}), timeout=10).read().decode())"
+    )
+    for worker in range(2):
+        zone.boot(worker)
+        assert zone.run(f'python3 -c "{ask.format(zone.address(worker))}"', worker).split() == [str(worker)] * 3
+    zone.kill()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((zone.address(), 80), timeout=2)
+
+
+def test_a_taken_port_80_costs_the_name_only(zone: Zone) -> None:
+    _need_mounts(zone)
+    _need_port_80()
+    with socket.create_server((zone.address(), 80)), structlog.testing.capture_logs() as told:
+        zone.boot()
+        zone.boot()
+    assert len(told) == 1
+    assert "metadata.google.internal does not answer" in told[0]["event"]
+    assert zone.ask("instance/preempted").read() == b"FALSE"
 
 
 def test_a_long_poll_hears_of_a_preemption_at_once(zone: Zone) -> None:
@@ -564,6 +640,7 @@ from tpucare.testbed.emulator.machines.sandbox import Sandbox
 zone = Zone(Path(sys.argv[1]), sandbox=Sandbox(sys.argv[2]) if sys.argv[2] else None)
 zone.boot()
 print(zone.run("id -un"))
+assert not zone.machines.sandbox.mounts or zone.run("ls /dev/accel* | wc -l") == "4"
 zone.start_daemons()
 zone.machines.freeze(NODE, 0).result(timeout=10)
 zone.machines.resume(NODE, 0).result(timeout=10)

@@ -117,7 +117,8 @@ def is_from_a_page(headers: Mapping[str, str], served: Address, *names: str) -> 
     if "origin" in headers or any(name.startswith("sec-fetch-") for name in headers):
         return True
     host, port = served
-    known = rf"(127\.0\.0\.1|localhost|\[::1\]|{re.escape(host)}):{port}"
+    # Clients leave out HTTP's own port.
+    known = rf"(127\.0\.0\.1|localhost|\[::1\]|{re.escape(host)})(:{port}){'?' if port == 80 else ''}"
     asked = headers.get("host", "").lower()
     return not re.fullmatch(known, asked) and asked not in names
 

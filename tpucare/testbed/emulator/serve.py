@@ -13,6 +13,7 @@ from typing import Any
 
 from tpucare.testbed.emulator.machines.loopback import claim
 from tpucare.testbed.emulator.machines.machines import WorkerMachines
+from tpucare.testbed.emulator.machines.metadata_server import may_serve_by_name
 from tpucare.testbed.emulator.server import EmulatorServer
 from tpucare.testbed.emulator.world.config import Addresses, WorldConfig, ZoneConfig, load_world
 from tpucare.testbed.emulator.world.requests import ANY_TYPE, offered_types
@@ -76,6 +77,8 @@ def serve(
             say(f"export WANDB_BASE_URL={base} WANDB_API_KEY={DUMMY_KEY}")
         say(f"# serving gRPC at {server.endpoint}, REST at {server.rest_endpoint}; stop with Ctrl-C")
         say(f"# Cloud Storage: export STORAGE_EMULATOR_HOST={server.storage_endpoint}")
+        if ssh_port and not may_serve_by_name():
+            say("# workers cannot ask http://metadata.google.internal, as Ray does: its port 80 needs root")
         say(f"# zones: {zones_text(config)}; name them in a fleet's `zones`")
         # A wait without end cannot be interrupted by a signal on every platform.
         while not stopping.wait(1.0):

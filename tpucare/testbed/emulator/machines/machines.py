@@ -309,6 +309,7 @@ class WorkerMachines:
         with self._changed:
             booted = {machine.folders.root for machine in self._machines.values()}
         for machine in machines:
+            self._boots.submit(shutil.rmtree, machine.folders.tmp, ignore_errors=True)
             # The home of an ended worker is kept for inspection only, and needs no secrets.
             if machine.folders.root not in booted:
                 machine.remove_secrets()

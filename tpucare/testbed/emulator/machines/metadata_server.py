@@ -4,6 +4,9 @@ The metadata server of every emulated worker: one thread serves all of them, eac
 Serves the requests of TPU tools: plain values, folders, `recursive=true`, and `wait_for_change` long polls with etags.
 Source: Compute Engine documentation, "About VM metadata" and "Query VM metadata". The caller gives the values. Access
 tokens of service accounts are served; identity tokens are not, because the emulator cannot sign them.
+
+Some clients, Ray among them, know no other address than http://metadata.google.internal. On its port 80 an ordinary
+user may not listen; then clients that read GCE_METADATA_HOST are served alone.
 """
 
 from __future__ import annotations
@@ -18,6 +21,9 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
+import structlog
+
+from tpucare.testbed.emulator.machines.own_files import METADATA_NAMES
 from tpucare.testbed.peers import Address, is_from_a_page, is_ours
 
 _ROOT = "/computeMetadata/v1/"
@@ -26,7 +32,9 @@ _IDLE_SECONDS = 120.0
 _TOKEN_SECONDS = 3599
 _LISTS = ("aliases", "scopes")
 _NUMBERS = ("id", "numeric-project-id")
-_NAMES = ("metadata.google.internal", "metadata")
+_SERVICE_PORT = 80
+
+_log = structlog.get_logger("tpucare.emulator")
 
 Leaf = str | int | list[str]
 
@@ -35,10 +43,10 @@ Tree = dict[str, "Tree | Leaf"]
 
 @dataclass(eq=False)
 class _Guest:
-    """The values of one worker and the connections to its server. Used by the loop's thread only."""
+    """The values of one worker and the connections to its servers. Used by the loop's thread only."""
 
     values: dict[str, str]
-    server: asyncio.Server | None = None
+    servers: list[asyncio.Server] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     conversations: set[asyncio.Task[Any]] = field(default_factory=set)
 
@@ -56,20 +64,38 @@ class MetadataServer:
 
     def __init__(self, port: int = 8080) -> None:
         self.port = port
+        self._serves_by_name = True
         self._guests: dict[str, _Guest] = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="metadata", daemon=True)
         self._thread.start()
 
-    def add(self, address: str, values: Mapping[str, str]) -> None:
+    def add(self, address: str, values: Mapping[str, str], *, by_name: bool = False) -> None:
         """
         Serve *values* (`instance/preempted` -> `FALSE`) on *address*, instead of those before.
 
+        by_name: METADATA_NAMES resolve to this address, so serve on port 80 too, if that may be had
         Raises: OSError: the address and port cannot be listened on.
         """
         self._run_on_loop(self._remove(address))
-        listener = socket.create_server((address, self.port), backlog=64)
-        self._run_on_loop(self._add(address, _Guest(dict(values)), listener))
+        listeners = [socket.create_server((address, self.port), backlog=64)]
+        if by_name and self.port != _SERVICE_PORT:
+            listeners += self._listen_by_name(address)
+        self._run_on_loop(self._add(address, _Guest(dict(values)), listeners))
+
+    def _listen_by_name(self, address: str) -> list[socket.socket]:
+        try:
+            return [socket.create_server((address, _SERVICE_PORT), backlog=64)]
+        except PermissionError:
+            # The lot of every ordinary user, which `tpucare emulator` says once, at its start.
+            return []
+        except OSError as error:
+            if self._serves_by_name:
+                self._serves_by_name = False
+                _log.warning(
+                    f"http://{METADATA_NAMES[0]} does not answer on workers", address=address, error=str(error)
+                )
+            return []
 
     def update(self, address: str, values: Mapping[str, str]) -> None:
         """Change some values; ignored for an address that is not served. Long polls are answered at once."""
@@ -91,11 +117,11 @@ class MetadataServer:
     def _run_on_loop(self, work: Coroutine[Any, Any, None]) -> None:
         asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout=30)
 
-    async def _add(self, address: str, guest: _Guest, listener: socket.socket) -> None:
+    async def _add(self, address: str, guest: _Guest, listeners: list[socket.socket]) -> None:
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await _converse(guest, reader, writer)
 
-        guest.server = await asyncio.start_server(serve, sock=listener)
+        guest.servers = [await asyncio.start_server(serve, sock=listener) for listener in listeners]
         self._guests[address] = guest
 
     def _update(self, address: str, values: dict[str, str]) -> None:
@@ -108,9 +134,10 @@ class MetadataServer:
     async def _remove(self, *addresses: str) -> None:
         for address in addresses:
             guest = self._guests.pop(address, None)
-            if guest is None or guest.server is None:
+            if guest is None:
                 continue
-            guest.server.close()
+            for server in guest.servers:
+                server.close()
             for task in list(guest.conversations):
                 task.cancel()
 
@@ -120,6 +147,17 @@ class MetadataServer:
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
+
+
+def may_serve_by_name() -> bool:
+    """Whether this user may listen on the port of http://metadata.google.internal."""
+    try:
+        socket.create_server(("127.0.0.1", _SERVICE_PORT)).close()
+    except PermissionError:
+        return False
+    except OSError:
+        pass  # taken on this address, which workers do not use
+    return True
 
 
 async def _converse(guest: _Guest, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -159,7 +197,7 @@ async def _answer(guest: _Guest, served: Address, request_line: str, headers: Ma
     url = urlsplit(target.rpartition(" ")[0])
     path = unquote(url.path)
     query = {name: values[-1] for name, values in parse_qs(url.query).items()}
-    if is_from_a_page(headers, served, *_NAMES):
+    if is_from_a_page(headers, served, *METADATA_NAMES):
         return _Answer("403 Forbidden", "Not for pages in a browser.\n")
     if method != "GET":
         return _Answer("405 Method Not Allowed")

@@ -20,12 +20,10 @@ from pathlib import Path
 from typing import BinaryIO
 
 from tpucare.model.errors import TpuCareError
-from tpucare.testbed.emulator.machines import proctree
+from tpucare.testbed.emulator.machines import own_files, proctree
 from tpucare.testbed.emulator.machines.proctree import ProcessEntry
 
-_BOOT_ID = "/proc/sys/kernel/random/boot_id"
-# A machine has a boot id of its own, new at each boot, by which launchers recognise a reboot.
-_WITH_BOOT_ID = f'mount --bind "$0" {_BOOT_ID} && exec "$@"'
+_WITH_MOUNTS = 'mount --all --fstab "$0" && exec "$@"'
 
 
 class MachineError(TpuCareError):
@@ -33,38 +31,46 @@ class MachineError(TpuCareError):
 
 
 class Sandbox(StrEnum):
-    """The kinds of sandbox, best first. SUBREAPER has no boot id and no process table of its own."""
+    """The kinds of sandbox, best first. SUBREAPER has no process table and none of `own_files` for itself."""
 
     PID_NAMESPACE = "pid-namespace"
     USER_NAMESPACE = "user-namespace"
     SUBREAPER = "subreaper"
 
+    @property
+    def mounts(self) -> bool:
+        """Whether a worker has a mount namespace, with `own_files` in it."""
+        return self is not Sandbox.SUBREAPER
+
 
 def choose(scratch: Path) -> Sandbox:
-    """The best kind that works here, by trial. *scratch* is a folder for a file that stays there."""
-    boot_id = scratch / "boot_id"
-    boot_id.write_text("probe\n")
+    """The best kind that works here, by trial. *scratch* is an empty folder for files that stay there."""
+    scratch.mkdir(exist_ok=True)
+    own_files.write(scratch, boot_id="probe", chips=1, metadata_address="127.0.0.1")
     # As root, sshd inside a user namespace dies at "setgroups: Operation not permitted".
     kind = Sandbox.PID_NAMESPACE if os.geteuid() == 0 else Sandbox.USER_NAMESPACE
     try:
         tried = subprocess.run(
-            command(kind, ["/bin/cat", _BOOT_ID], boot_id), capture_output=True, timeout=10, check=False
+            command(kind, ["/bin/cat", own_files.BOOT_ID], own_files.mount_table(scratch)),
+            capture_output=True,
+            timeout=10,
+            check=False,
         )
     except (OSError, subprocess.TimeoutExpired):
         return Sandbox.SUBREAPER
     return kind if tried.returncode == 0 and tried.stdout == b"probe\n" else Sandbox.SUBREAPER
 
 
-def command(kind: Sandbox, program: Sequence[str], boot_id: Path) -> list[str]:
+def command(kind: Sandbox, program: Sequence[str], mount_table: Path) -> list[str]:
     """*program* (absolute path first) inside a sandbox, so that it and all its descendants can be ended at once."""
-    if kind is Sandbox.SUBREAPER:
+    if not kind.mounts:
         return [sys.executable, "-I", "-S", proctree.__file__, *program]
     # The namespace must not outlive the emulator, nor the wrapper the thread that started it.
     wrapper = ["setpriv", "--pdeathsig", "KILL", "unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
     if kind is Sandbox.PID_NAMESPACE:
-        return [*wrapper, "--", "/bin/sh", "-c", _WITH_BOOT_ID, str(boot_id), *program]
-    # Capabilities are kept for the one mount, and dropped before the worker's first process.
-    wrapper += ["--user", "--map-current-user", "--keep-caps", "--", "/bin/sh", "-c", _WITH_BOOT_ID, str(boot_id)]
+        return [*wrapper, "--", "/bin/sh", "-c", _WITH_MOUNTS, str(mount_table), *program]
+    # Capabilities are kept for the mounts, and dropped before the worker's first process.
+    wrapper += ["--user", "--map-current-user", "--keep-caps", "--", "/bin/sh", "-c", _WITH_MOUNTS, str(mount_table)]
     return [*wrapper, "setpriv", "--inh-caps=-all", "--ambient-caps=-all", "--", *program]
 
 
@@ -76,14 +82,14 @@ class Cage:
     """
 
     def __init__(
-        self, kind: Sandbox, program: Sequence[str], *, boot_id: Path, env: Mapping[str, str], log: BinaryIO
+        self, kind: Sandbox, program: Sequence[str], *, mount_table: Path, env: Mapping[str, str], log: BinaryIO
     ) -> None:
         """Raises: MachineError: the wrapper's own program is missing."""
         self._kind = kind
         self._first: ProcessEntry | None = None
         try:
             self._wrapper = subprocess.Popen(
-                command(kind, program, boot_id),
+                command(kind, program, mount_table),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -74,7 +74,7 @@ class StateFolder:
             screens=self._screens,
             bin=self._root / "bin",
             mark=mark,
-            sandbox=sandbox or choose(self._root),
+            sandbox=sandbox or choose(self._root / "probe"),
             # Absolute and resolved, else "re-exec requires execution with an absolute path".
             sshd=Path(sshd).resolve(),
             sftp_server=sftp_server,

@@ -22,7 +22,7 @@ from pathlib import Path
 from signal import SIGCONT, SIGHUP, SIGSTOP
 from typing import NamedTuple
 
-from tpucare.testbed.emulator.machines import proctree, sandbox, worker_files
+from tpucare.testbed.emulator.machines import own_files, proctree, sandbox, worker_files
 from tpucare.testbed.emulator.machines.flood import Flood, Flooding
 from tpucare.testbed.emulator.machines.guard import Guard
 from tpucare.testbed.emulator.machines.metadata_server import MetadataServer
@@ -121,10 +121,12 @@ class WorkerMachine:
         boot_id = str(uuid.uuid4())
         worker_files.prepare(self._site, self.folders, self.order, mark=self.mark, boot_id=boot_id)
         self.host_keys = worker_files.host_keys(self.folders)
-        self._site.metadata.add(self.address, worker_files.first_metadata(self.order))
+        values = worker_files.first_metadata(self.order)
+        self._site.metadata.add(self.address, values, by_name=self._site.sandbox.mounts)
         env = {"PATH": os.defpath, worker_files.MARK: self.mark}
         with self.folders.log.open("wb") as log:
-            cage = Cage(self._site.sandbox, self._sshd(), boot_id=self.folders.boot_id, env=env, log=log)
+            table = own_files.mount_table(self.folders.root)
+            cage = Cage(self._site.sandbox, self._sshd(), mount_table=table, env=env, log=log)
         with self._lock:
             self._cage = cage
             if self.is_ending:
@@ -298,9 +300,10 @@ class WorkerMachine:
     def _sshd(self) -> list[str]:
         # -D: stay in the foreground, -e: log to stderr, where we read when it listens.
         sshd = [str(self._site.sshd), "-D", "-e", "-f", str(self.folders.sshd_config)]
-        return worker_files.boot_command(
-            self.folders, sshd, services=self._site.guest.containers, holds_chips=self.order.holds_chips
-        )
+        holder = "tpu-runtime" if self.order.holds_chips else ""
+        services = self._site.guest.containers or self.order.holds_chips
+        chip = worker_files.chip(self._site, self.folders)
+        return worker_files.boot_command(self.folders, sshd, services=services, holder=holder, chip=chip)
 
     def _write_pids(self, cage: Cage) -> None:
         """Record pids for a later emulator, in case this one crashes: sshd's environment cannot always be read."""

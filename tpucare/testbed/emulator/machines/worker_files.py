@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import shlex
-import shutil
 import socket
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 
 from tpucare.model.local_files import replace_file
+from tpucare.testbed.emulator.machines import own_files
 from tpucare.testbed.emulator.machines.metadata_server import MetadataServer
 from tpucare.testbed.emulator.machines.sandbox import Sandbox
 from tpucare.testbed.emulator.world.config import Guest
@@ -52,7 +52,7 @@ class Site:
 
 
 def folders_of(site: Site, order: Boot, short_name: str) -> Folders:
-    """The folders of a worker: the same at every boot, except that of its screen sockets."""
+    """The folders of a worker: the same at every boot, except those for sockets."""
     name = f"{order.path.node_id}.{order.node_id}.{order.worker}"
     return Folders(site.workers / name, site.screens / short_name, site.bin)
 
@@ -60,9 +60,7 @@ def folders_of(site: Site, order: Boot, short_name: str) -> Folders:
 def prepare(site: Site, folders: Folders, order: Boot, *, mark: str, boot_id: str) -> None:
     """Write all files for a boot. An existing home and host key stay, as at a reboot."""
     is_first_boot = not folders.home.exists()
-    # /tmp and the screens' sockets are emptied by a real machine's boot, too.
-    for emptied in (folders.tmp, folders.screens):
-        shutil.rmtree(emptied, ignore_errors=True)
+    # `tmp` and `screens` are new at each boot: a real machine's boot empties them, too.
     for folder in (folders.root, folders.home, folders.tmp, folders.screens):
         folder.mkdir(parents=True, exist_ok=True)
         folder.chmod(0o700)
@@ -70,7 +68,7 @@ def prepare(site: Site, folders: Folders, order: Boot, *, mark: str, boot_id: st
         for name, text in home_files(folders, site.path_prefix).items():
             (folders.home / name).write_text(text)
         make_host_key(folders)
-    replace(folders.boot_id, f"{boot_id}\n", 0o644)
+    own_files.write(folders.root, boot_id=boot_id, chips=order.chips, metadata_address=order.address)
     authorize(folders, order.attributes.get(SSH_KEYS_ATTRIBUTE, "") if order.takes_keys else "")
     _write_sshd_files(site, folders, order, mark, boot_id)
 
@@ -98,18 +96,18 @@ def _write_sshd_files(site: Site, folders: Folders, order: Boot, mark: str, boot
     replace(folders.sshd_config, config, 0o600)
 
 
-def has_chips(guest: Guest, order: Boot) -> bool:
-    """True when a file stands for the device of the chips: only where the image's services are imitated."""
-    return guest.containers or order.holds_chips
+def chip(site: Site, folders: Folders) -> Path:
+    """The first chip's file, as the worker sees it."""
+    return (Path("/dev") if site.sandbox.mounts else own_files.chips_folder(folders.root)) / "accel0"
 
 
 def _chip_env(site: Site, folders: Folders, order: Boot) -> dict[str, str]:
-    if not has_chips(site.guest, order):
+    """Where the chips are, and libtpu's lock file, whose folder /tmp the workers share with the machine."""
+    if not (site.sandbox.mounts or site.guest.containers or order.holds_chips):
         return {}
-    folders.chip.parent.mkdir(exist_ok=True)
-    folders.chip.touch()
-    lock = folders.tmp / "libtpu_lockfile"
-    return {"TPUCARE_DEVICE_GLOB": f"{folders.chip.parent}/accel*", "TPUCARE_LIBTPU_LOCK": str(lock)}
+    first = chip(site, folders)
+    lock = {"TPUEMU_CHIP": str(first), "TPUCARE_LIBTPU_LOCK": str(folders.tmp / "libtpu_lockfile")}
+    return lock if site.sandbox.mounts else {**lock, "TPUCARE_DEVICE_GLOB": f"{first.parent}/accel*"}
 
 
 def move_sshd(folders: Folders, address: str, port: int) -> None:
@@ -303,7 +301,7 @@ while [ $# -gt 0 ]; do
   esac
 done
 shift
-[ -z "$chips" ] || chips="exec 9<$folder/../dev/accel0;"
+[ -z "$chips" ] || chips="exec 9<$TPUEMU_CHIP;"
 { echo "$chips cd /"; printf 'exec'; printf ' %q' "$@"; echo; } >"$folder/$name.sh"
 echo "$name" >"$folder/orders"
 [ -z "$detached" ] || exit 0
@@ -314,12 +312,12 @@ exit "$(cat "$folder/$name.exit")"
 """
 
 # Starts the services of an image, as a public process list of such a host names them, and Docker's daemon; then the
-# command from $3 on. $1: the worker's folder, $2: the service that holds the chip, if any.
+# command from $4 on. $1: the worker's folder, $2: the service that holds the chip, if any, $3: the chip.
 _SERVICES = """\
 google="google-runtime-monitor google-collectd"
 for name in tpu-runtime instance_agent vbarcontrolagent $google healthagent monitoringagent; do
   device=/dev/null
-  [ "$name" != "$2" ] || device=$1/dev/accel0
+  [ "$name" != "$2" ] || device=$3
   (exec -a "$name" sleep infinity <"$device" >/dev/null 2>&1) &
 done
 rm -rf "$1/docker" && mkdir "$1/docker" && mkfifo "$1/docker/orders"
@@ -327,7 +325,7 @@ rm -rf "$1/docker" && mkdir "$1/docker" && mkfifo "$1/docker/orders"
   (setsid bash -c 'echo $$ >"$0.pid"; exec bash "$0.sh" >"$0.log" 2>&1 </dev/null' "$name"
    status=$?; rm "$name.pid"; echo "$status" >"$name.new" && mv "$name.new" "$name.exit") &
 done) >/dev/null 2>&1 &
-shift 2
+shift 3
 exec "$@"
 """
 
@@ -363,7 +361,8 @@ class Folders:
     """
     The paths of a worker. `bin` holds the stubs of all workers.
 
-    `screens` has a short path outside the root, because a socket's path is limited to 108 bytes.
+    `screens` and `tmp` have short paths outside the root, because a socket's path is limited to 108 bytes; Ray's own
+    part of one, below TMPDIR or `--temp-dir`, is 62 bytes.
     """
 
     root: Path
@@ -376,7 +375,7 @@ class Folders:
 
     @property
     def tmp(self) -> Path:
-        return self.root / "tmp"
+        return self.screens.with_name(f"{self.screens.name}.tmp")
 
     @property
     def crontab(self) -> Path:
@@ -399,17 +398,8 @@ class Folders:
         return self.root / "session.sh"
 
     @property
-    def boot_id(self) -> Path:
-        return self.root / "boot_id"
-
-    @property
     def pids(self) -> Path:
         return self.root / "pids"
-
-    @property
-    def chip(self) -> Path:
-        """A file in place of a TPU's device, where the image's services are imitated."""
-        return self.root / "dev" / "accel0"
 
     @property
     def log(self) -> Path:
@@ -478,15 +468,14 @@ def session_env(
     }
 
 
-def boot_command(
-    folders: Folders, sshd: Sequence[str], *, services: bool = False, holds_chips: bool = False
-) -> list[str]:
+def boot_command(folders: Folders, sshd: Sequence[str], *, services: bool, holder: str, chip: Path) -> list[str]:
     """
     The first command of a boot: the image's own services and the `@reboot` lines of the worker's crontab, then sshd.
+
+    holder: the service that holds the chip, empty: none
     """
-    if services or holds_chips:
-        holder = "tpu-runtime" if holds_chips else ""
-        sshd = ["/bin/bash", "-c", _SERVICES, "services", str(folders.root), holder, *sshd]
+    if services:
+        sshd = ["/bin/bash", "-c", _SERVICES, "services", str(folders.root), holder, str(chip), *sshd]
     if not folders.crontab.is_file():
         return list(sshd)
     return ["/bin/bash", "-c", _BOOT, str(folders.crontab), str(folders.wrapper), *sshd]

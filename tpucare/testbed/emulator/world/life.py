@@ -464,6 +464,7 @@ class NodeLifecycle:
                 peers,
                 takes_keys=guest.keys_late is None and not self._ignores_keys(life),
                 holds_chips=_matches(life.record.spec.runtime_version, guest.chip_holding_runtimes),
+                chips=life.accelerator.chips_per_host,
             )
         )
         if guest.keys_late is not None:

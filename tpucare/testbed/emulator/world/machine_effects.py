@@ -23,6 +23,7 @@ class Boot:
     peers:      addresses of all workers of the slice, index = worker number; empty where one is missing
     takes_keys:  its `ssh-keys` log in at once, and not only after an AuthorizeKeys
     holds_chips: a service of the image holds the chips from the boot on
+    chips:       number of the worker's chips
     """
 
     at: datetime
@@ -35,6 +36,7 @@ class Boot:
     peers: tuple[str, ...]
     takes_keys: bool = True
     holds_chips: bool = False
+    chips: int = 4
 
 
 @dataclass(frozen=True, slots=True)
