@@ -43,7 +43,7 @@ class StateFolder:
         self._root.chmod(0o755)
         self.login_user = _login_user()
         self._lock = _locked(self._root / "lock")
-        self._screens: Path | None = None
+        self._sockets: Path | None = None
 
     def open(
         self,
@@ -67,11 +67,11 @@ class StateFolder:
             Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)
         self._write_stubs(guest)
         # A short path, because a socket's path is limited to 108 bytes; recorded, so that a later cleaning removes it.
-        self._screens = Path(tempfile.mkdtemp(prefix="tpuemu-", dir="/tmp"))
-        (self._root / "screens").write_text(str(self._screens))
+        self._sockets = Path(tempfile.mkdtemp(prefix="tpuemu-", dir="/tmp"))
+        (self._root / "sockets").write_text(str(self._sockets))
         return Site(
             workers=self._root / "workers",
-            screens=self._screens,
+            sockets=self._sockets,
             bin=self._root / "bin",
             mark=mark,
             sandbox=sandbox or choose(self._root / "probe"),
@@ -88,9 +88,9 @@ class StateFolder:
 
     def clean_up(self, *, keep_workers: bool) -> None:
         """Remove the sockets and unlock the folder; call when no process of a worker is left."""
-        if self._screens:
-            shutil.rmtree(self._screens, ignore_errors=True)
-        (self._root / "screens").unlink(missing_ok=True)
+        if self._sockets:
+            shutil.rmtree(self._sockets, ignore_errors=True)
+        (self._root / "sockets").unlink(missing_ok=True)
         if not keep_workers:
             shutil.rmtree(self._root / "workers", ignore_errors=True)
         self.release()
@@ -120,8 +120,8 @@ class StateFolder:
         if left := proctree.kill_all(leftovers):
             raise MachineError(f"processes of an earlier emulator survive: {sorted(process.pid for process in left)}")
         shutil.rmtree(self._root / "workers", ignore_errors=True)
-        screens = self._root / "screens"
-        if screens.exists() and (folder := Path(screens.read_text())).name.startswith("tpuemu-"):
+        sockets = self._root / "sockets"
+        if sockets.exists() and (folder := Path(sockets.read_text())).name.startswith("tpuemu-"):
             shutil.rmtree(folder, ignore_errors=True)
 
     def _write_stubs(self, guest: Guest) -> None:

@@ -85,7 +85,7 @@ class WorkerMachine:
         guarded = site.guest.sshguard
         self._guard = Guard(guarded) if guarded is not None else None
         self._guard_read, self._blocking = 0, False
-        self.folders = worker_files.folders_of(site, order, self.mark[-12:])
+        self.folders = worker_files.folders_of(site, order, self.mark[-10:])
 
     # --- life
 

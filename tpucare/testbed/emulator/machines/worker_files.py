@@ -37,7 +37,7 @@ class Site:
     """Settings that all workers of one emulator share. `mark` begins the mark of each of their processes."""
 
     workers: Path
-    screens: Path
+    sockets: Path
     bin: Path
     mark: str
     sandbox: Sandbox
@@ -54,7 +54,7 @@ class Site:
 def folders_of(site: Site, order: Boot, short_name: str) -> Folders:
     """The folders of a worker: the same at every boot, except those for sockets."""
     name = f"{order.path.node_id}.{order.node_id}.{order.worker}"
-    return Folders(site.workers / name, site.screens / short_name, site.bin)
+    return Folders(site.workers / name, site.sockets / short_name, site.bin)
 
 
 def prepare(site: Site, folders: Folders, order: Boot, *, mark: str, boot_id: str) -> None:
@@ -361,12 +361,12 @@ class Folders:
     """
     The paths of a worker. `bin` holds the stubs of all workers.
 
-    `screens` and `tmp` have short paths outside the root, because a socket's path is limited to 108 bytes; Ray's own
-    part of one, below TMPDIR or `--temp-dir`, is 62 bytes.
+    `tmp` and `screens` have short paths outside the root, because a socket's path has 107 bytes at most: Ray's part of
+    one is 62, and Ray's folder below TMPDIR takes 13.
     """
 
     root: Path
-    screens: Path
+    tmp: Path
     bin: Path
 
     @property
@@ -374,8 +374,8 @@ class Folders:
         return self.root / "home"
 
     @property
-    def tmp(self) -> Path:
-        return self.screens.with_name(f"{self.screens.name}.tmp")
+    def screens(self) -> Path:
+        return self.tmp.with_name(f"{self.tmp.name}.screens")
 
     @property
     def crontab(self) -> Path:
