@@ -121,6 +121,16 @@ def test_what_every_instance_says(worker: Server) -> None:
     assert whole["attributes"]["agent-worker-number"] == "2"
 
 
+def test_the_root_is_a_folder_with_and_without_its_slash(worker: Server) -> None:
+    """Ray recognises Google's cloud by it."""
+    connection = http.client.HTTPConnection(worker.host, timeout=10)
+    for root in ("/computeMetadata/v1", "/computeMetadata/v1/"):
+        connection.request("GET", root, headers={"Metadata-Flavor": "Google"})
+        answer = connection.getresponse()
+        assert (answer.status, answer.read()) == (200, b"instance/\nproject/\n")
+    connection.close()
+
+
 def test_every_machine_has_an_id_of_its_own() -> None:
     made = world()
     made.api.create_node(PARENT, "pod-0-a1", SPEC, made.now)

@@ -196,6 +196,7 @@ async def _answer(guest: _Guest, served: Address, request_line: str, headers: Ma
     method, _, target = request_line.partition(" ")
     url = urlsplit(target.rpartition(" ")[0])
     path = unquote(url.path)
+    path = _ROOT if f"{path}/" == _ROOT else path
     query = {name: values[-1] for name, values in parse_qs(url.query).items()}
     if is_from_a_page(headers, served, *METADATA_NAMES):
         return _Answer("403 Forbidden", "Not for pages in a browser.\n")
