@@ -29,6 +29,10 @@ class ProbeSilent(TpuCareError):
     """The state of a Ray cluster is not known for now: no slot wakes and none rests because of it."""
 
 
+class HeadAway(ProbeSilent):
+    """Nothing listens at the address of the head."""
+
+
 class HostStatus(StrEnum):
     """State of one host in Ray's control store, under Ray's names."""
 
