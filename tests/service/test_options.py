@@ -76,7 +76,7 @@ def test_fleets_lie_where_the_last_daemon_looked(tmp_path: Path) -> None:
 
 def test_a_secret_is_a_credential_file_before_it_is_a_variable(tmp_path: Path) -> None:
     (tmp_path / "TOKEN").write_text("from file\n")
-    secret = secrets_of({"CREDENTIALS_DIRECTORY": str(tmp_path), "TOKEN": "from env", "OTHER": "env"})
+    secret = secrets_of({"CREDENTIALS_DIRECTORY": str(tmp_path), "TOKEN": "from env", "OTHER": "env"}, tmp_path / "own")
     assert secret("TOKEN") == "from file"
     assert secret("OTHER") == "env"
     assert secret("MISSING") is None
@@ -86,5 +86,40 @@ def test_a_secret_is_a_credential_file_before_it_is_a_variable(tmp_path: Path) -
 def test_a_credential_that_cannot_be_read_is_named_without_its_content(tmp_path: Path) -> None:
     (tmp_path / "TOKEN").write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match="secret TOKEN") as caught:
-        secrets_of({"CREDENTIALS_DIRECTORY": str(tmp_path), "TOKEN": "x"})("TOKEN")
+        secrets_of({"CREDENTIALS_DIRECTORY": str(tmp_path), "TOKEN": "x"}, tmp_path)("TOKEN")
+    assert "xff" not in str(caught.value)
+
+
+def test_a_token_of_a_ray_cluster_is_a_private_file_of_the_state_folder(tmp_path: Path) -> None:
+    """The head makes it while the daemon runs, so it is read at each launch; no other name is ever read from there."""
+    name, own = "TPUCARE_RAY_TOKEN_LAB", tmp_path / "secrets"
+    secret = secrets_of({name: "from env", "WANDB_API_KEY": "from env"}, own)
+    assert secret(name) == "from env"
+    own.mkdir()
+    for file in (name, "WANDB_API_KEY", "TPUCARE_RAY_TOKEN_", "TPUCARE_RAY_TOKEN_lab"):
+        (own / file).write_text("ab12\n")
+        (own / file).chmod(0o600)
+    assert secret(name) == "ab12"
+    assert secret("WANDB_API_KEY") == "from env"
+    for other in ("TPUCARE_RAY_TOKEN_", "TPUCARE_RAY_TOKEN_lab", "TPUCARE_RAY_TOKEN_/../X", f"{name}\n", "../secrets"):
+        assert secret(other) is None
+
+
+def test_a_token_that_another_could_have_placed_is_refused(tmp_path: Path) -> None:
+    name = "TPUCARE_RAY_TOKEN_LAB"
+    secret = secrets_of({name: "from env"}, tmp_path)
+    (tmp_path / "elsewhere").write_text("ab12")
+    (tmp_path / "elsewhere").chmod(0o600)
+    (tmp_path / name).symlink_to("elsewhere")
+    with pytest.raises(ConfigError, match=f"secret {name}: .*symbolic links"):
+        secret(name)
+    (tmp_path / name).unlink()
+    (tmp_path / name).write_text("ab12")
+    (tmp_path / name).chmod(0o644)
+    with pytest.raises(ConfigError, match=f"secret {name}: .*open to other users"):
+        secret(name)
+    (tmp_path / name).write_bytes(b"\xff")
+    (tmp_path / name).chmod(0o600)
+    with pytest.raises(ConfigError, match=f"secret {name}: .*is no text") as caught:
+        secret(name)
     assert "xff" not in str(caught.value)

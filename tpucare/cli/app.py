@@ -41,6 +41,7 @@ HOMES: Mapping[str, tuple[str, str]] = {
     "events": ("status", "events"),
     "gc": ("status", "gc"),
     "sweep": ("sweep", "sweep"),
+    "ray": ("ray", "app"),
     "emulator": ("emulator", "app"),
     "demo": ("demo", "demo"),
     "simulate": ("simulate", "simulate"),

@@ -8,6 +8,7 @@ order in which nothing is lost: effects first, then the adapters that they use, 
 from __future__ import annotations
 
 import dataclasses
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -29,11 +30,11 @@ from tpucare.engine.effects import Ports
 from tpucare.engine.engine import Engine
 from tpucare.engine.state import Settings
 from tpucare.model.errors import ConfigError
-from tpucare.model.local_files import Private
+from tpucare.model.local_files import Private, read_private
 from tpucare.model.ports import Lane, Launcher, Store
 from tpucare.model.resources import Event
 from tpucare.service.failpoints import failpoint_of
-from tpucare.service.options import Options
+from tpucare.service.options import RAY_TOKEN_PREFIX, Options
 from tpucare.service.stores import Neighbours
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 LANES: Mapping[Lane, int] = {Lane.LIST: 4, Lane.CLOUD: 64, Lane.PROBE: 64, Lane.LAUNCH: 48, Lane.STOP: 48}
 CLOSE_SECONDS = 4.0
 CREDENTIAL_LIMIT = 1 << 20
+_OWN_SECRET = re.compile(re.escape(RAY_TOKEN_PREFIX) + "[A-Z0-9_]{1,64}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +147,7 @@ def assemble(
         keeper = LogKeeper(options.logs)
         point = failpoint_of(env)
         reached = remote if point is None else point.remote(remote)
-        private, secrets = options.private(env), secrets_of(env)
+        private, secrets = options.private(env), secrets_of(env, options.secrets)
         scripts = ScriptLauncher(reached, state_dir=options.state, secrets=secrets, logs=keeper, private=private)
         made = launcher(Leaves(options, store, clock, remote, scripts, executor.nudge))
         ports = Ports(cloud, made, store.owner, f"{options.ssh_user}:{key.public}")
@@ -224,8 +226,12 @@ def settings_of(options: Options, neighbours: Neighbours | None = None) -> Setti
     )
 
 
-def secrets_of(env: Mapping[str, str]) -> Callable[[str], str | None]:
-    """Values of secrets by name: a file in $CREDENTIALS_DIRECTORY (systemd), else the environment; None = not set."""
+def secrets_of(env: Mapping[str, str], own: Path) -> Callable[[str], str | None]:
+    """
+    Values of secrets by name: a file in $CREDENTIALS_DIRECTORY (systemd), else the environment; None = not set.
+
+    own: the folder of the secrets that tpucare makes itself, all of one kind of name; no other name is read from it
+    """
     folder = env.get("CREDENTIALS_DIRECTORY", "")
 
     def value(name: str) -> str | None:
@@ -237,6 +243,14 @@ def secrets_of(env: Mapping[str, str]) -> Callable[[str], str | None]:
                 pass
             except (OSError, UnicodeDecodeError) as error:
                 raise ConfigError(f"secret {name}: its file in the credentials folder cannot be read") from error
+        if _OWN_SECRET.fullmatch(name):
+            try:
+                return read_private(own / name, CREDENTIAL_LIMIT).decode("ascii").strip()
+            except FileNotFoundError:
+                pass
+            except (OSError, UnicodeDecodeError) as error:
+                why = (error.strerror if isinstance(error, OSError) else "") or "is no text"
+                raise ConfigError(f"secret {name}: {own / name}: cannot be read: {why}") from error
         return env.get(name)
 
     return value

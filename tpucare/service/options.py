@@ -23,6 +23,8 @@ DEFAULT_USER = "ubuntu"
 DAEMON_STORE = "tpucare"
 SSH_PORT = 22
 FLEETS_NOTE = "fleets.path"
+# Secrets that tpucare makes itself: tokens of Ray clusters, each a file of its name in the state folder's `secrets`.
+RAY_TOKEN_PREFIX = "TPUCARE_RAY_TOKEN_"
 # Printable, without blanks, so that stores and the API can take it. The API checks the rest of its own rule.
 _PROJECT = re.compile(r"[!-~]*")
 
@@ -65,6 +67,11 @@ class Options:
     def key(self) -> Path:
         """The private key for logins on workers."""
         return self.state / "ssh" / "id_ed25519"
+
+    @property
+    def secrets(self) -> Path:
+        """The folder of the secrets that tpucare makes itself."""
+        return self.state / "secrets"
 
     @property
     def host_keys(self) -> Path:

@@ -19,8 +19,8 @@ from typing import Any, Self
 from tpucare.fleetfile.values import fleet_name
 from tpucare.model.errors import ConfigError
 from tpucare.model.local_files import publish_file, read_private, replace_file
+from tpucare.service.options import RAY_TOKEN_PREFIX
 
-TOKEN_PREFIX = "TPUCARE_RAY_TOKEN_"
 RECORD_LIMIT = 1 << 16
 
 _ADDRESS = re.compile(r"[0-9A-Za-z.:\[\]-]{1,253}:[0-9]{1,5}")
@@ -124,7 +124,7 @@ def write_head(state: Path, record: HeadRecord) -> None:
 
 def token_variable(name: str) -> str:
     """Name of the secret, and of the file in `secrets/`, that holds the cluster's token. Raises: ConfigError."""
-    return TOKEN_PREFIX + checked_name(name).upper().replace("-", "_")
+    return RAY_TOKEN_PREFIX + checked_name(name).upper().replace("-", "_")
 
 
 def make_token(state: Path, name: str) -> Path:

@@ -202,7 +202,7 @@ class SweepCare:
 
         The key is the secret of the jobs, else netrc's key; both are read anew before each request.
         """
-        clock, secret = runtime.clock, secrets_of(env)
+        clock, secret = runtime.clock, secrets_of(env, runtime.options.secrets)
 
         def service(url: str) -> SweepService:
             return GraphqlSweeps(url, secret(KEY_VARIABLE) or api_key(env, url))
