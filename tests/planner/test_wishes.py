@@ -44,6 +44,7 @@ from tpucare.model.lifecycles import CreateState, NodeStatus, RunState
 from tpucare.model.memory import DesiredState, End, RunMemory
 from tpucare.model.resources import Job, OnSuccess, Provisioning
 from tpucare.planner.predicates import job_mark
+from tpucare.planner.remember import apply_node
 
 ASKED = replace(TRAINS, wish=DesiredState.DOWN)
 PAUSED = replace(TRAINS, wish=DesiredState.PAUSED)
@@ -258,6 +259,13 @@ RESTING = [
         ELASTIC,
     ),
     case("woken while its last node goes", evidence(seen(node("DELETING"), QUIET)), GOING, "Create", ELASTIC),
+    case(
+        "a node that a lost store forgot is not at rest",
+        evidence(seen(node(), running())),
+        apply_node(memory(), node()),
+        "Record run adopted",
+        ELASTIC,
+    ),
     case("paused at rest", evidence(), memory(wish=DesiredState.PAUSED), "Wait", ELASTIC),
     case("down at rest", evidence(), memory(wish=DesiredState.DOWN), "Wait", ELASTIC),
     case("failed, and nothing asks for it", evidence(seen(node(), ended(143))), FAILED, "Wait person", ELASTIC),

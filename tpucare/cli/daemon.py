@@ -31,6 +31,7 @@ def daemon(
     if log not in ("console", "json") or log_level not in ("debug", "info", "warning", "error"):
         raise typer.BadParameter("--log is console or json; --log-level is debug, info, warning or error")
     chosen = options(context)
+    from tpucare.integrations.ray.companion import RayCare
     from tpucare.integrations.wandb.account import with_key
     from tpucare.integrations.wandb.companion import SweepCare
     from tpucare.service import event_log as events
@@ -45,7 +46,10 @@ def daemon(
         folder,
         env,
         listen=events.teller(),
-        companions=lambda runtime, registry: [SweepCare.beside(runtime, registry, env)],
+        companions=lambda runtime, registry: [
+            SweepCare.beside(runtime, registry, env),
+            RayCare.beside(runtime, registry),
+        ],
     )
     # Everything is closed. A thread that still waits for a worker or the API would delay the exit until its deadline,
     # and stopping the threads of grpc takes seconds.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tpucare.cli.common import CommandError, options, say, warn
+from tpucare.cli.common import CommandError, options, print_json, say, warn
 from tpucare.model.errors import ConfigError
 from tpucare.model.text import hint
 from tpucare.service.options import expanded
@@ -82,6 +82,45 @@ def head(
     warn(f"cluster {name}: Ray {record.ray}, head at {record.address}; dashboard and jobs at http://{record.dashboard}")
     warn(f'to submit jobs from this machine: eval "$(tpucare ray env {name})"')
     heads.become(ready, state, os.environ)
+
+
+@app.command()
+def status(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(metavar="[NAME]", help="Default: every cluster.")] = "",
+    json_out: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """
+    Show the pools of a cluster: slices, what is asked for, and why something is not there.
+
+    \b
+    Example: tpucare ray status lab
+    """
+    from tpucare.cli.render import ray_pool, ray_slice
+    from tpucare.integrations.ray.cluster import checked_name
+    from tpucare.service import status as service_status
+
+    chosen = options(context)
+    answer = service_status.status(chosen, "")
+    if not answer["daemon"]:
+        raise CommandError("no daemon runs, so nobody follows Ray clusters: start it with `tpucare daemon`")
+    known = answer.get("ray", [])
+    rows = [row for row in known if not name or row["cluster"] == checked_name(name)]
+    if name and not rows:
+        near = hint(name, [row["cluster"] for row in known])
+        raise CommandError(f"no pool belongs to a cluster {name}: apply a fleet file with a `ray` section{near}")
+    if json_out:
+        print_json({"pools": rows})
+        return
+    slots = {row["slot"]: row for row in answer["slots"]}
+    for row in rows:
+        for line in ray_pool(row):
+            say(line)
+        for one in row["slices"]:
+            if one["state"] != "resting":
+                say(f"  {ray_slice(one, slots.get(one['slot'], {}))}")
+    if not rows:
+        say("no fleet is a pool of a Ray cluster; a fleet file with a `ray` section makes one (docs/ray.md)")
 
 
 @app.command()

@@ -157,6 +157,7 @@ def _notices(answer: Answer) -> list[str]:
     lines += [f"{row['fleet']}: {row['problem']}" for row in answer["fleets"] if row["problem"]]
     lines += [row["problem"] for row in answer.get("files", ())]
     lines += [_sweep(row) for row in answer.get("sweeps", ())]
+    lines += [line for row in answer.get("ray", ()) for line in ray_pool(row)]
     if answer["strays"]:
         lines.append(f"{counted(len(answer['strays']), 'node')} with our label, but without a fleet: `tpucare gc`")
     return lines
@@ -175,6 +176,26 @@ def _absence(answer: Answer) -> str:
 def _sweep(row: Answer) -> str:
     known = f"{row['text']} ({length(row['age_seconds'])} ago)" if "text" in row else "W&B has not answered yet"
     return f"{row['fleet']} works for sweep {row['sweep']}: " + "; ".join(filter(None, (known, row["problem"])))
+
+
+def ray_pool(row: Answer) -> list[str]:
+    """One line for a pool of a Ray cluster, and one for each demand that it cannot satisfy."""
+    bounds = f"{row['min']} to {row['max']}" if row["min"] != row["max"] else str(row["max"])
+    counts = f"{row['awake']} awake of {bounds}, {row['joined']} joined"
+    if row["busy_hosts"]:
+        counts = f"{counts}, {counted(row['busy_hosts'], 'host')} at work"
+    known = f"asked for: {row['asked'] or 'nothing'} ({length(row['age_seconds'])} ago)" if row["head"] else ""
+    if row["head"] and row["age_seconds"] is None:
+        known = f"the head at {row['head']} has not answered yet"
+    parts = "; ".join(filter(None, (counts, known, row["problem"])))
+    return [f"{row['fleet']}, pool of {row['cluster']}: {parts}", *row["unmet"]]
+
+
+def ray_slice(one: Answer, slot: Answer) -> str:
+    """A slice of a pool, with what its slot waits for while hosts are missing."""
+    where = " ".join(filter(None, (slot.get("node", ""), slot.get("zone", ""))))
+    waits = slot.get("why", "") if one["state"] != "joined" else ""
+    return ": ".join(filter(None, (f"{one['slot']} {one['state']}" + (f" ({where})" if where else ""), waits)))
 
 
 def _notice(text: str) -> Text:

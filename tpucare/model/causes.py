@@ -19,8 +19,10 @@ class Cause(StrEnum):
     # People, and what they declared.
     ADOPTING = "adopting"
     DECLARATION_INCOMPLETE = "declaration-incomplete"
+    DEMAND = "demand"
     DOWN = "down"
     GC_ASKED = "gc-asked"
+    HEAD_MOVED = "head-moved"
     JOB_MISSING = "job-missing"
     JOB_UNKNOWN = "job-unknown"
     NODE_STOPPED = "node-stopped"

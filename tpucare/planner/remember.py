@@ -646,6 +646,9 @@ def apply_node(memory: Memory, node: Node) -> Memory:
     if past is None or past.id != node.id:
         past = _first_memory(node, intent, memory)
         memory = memory.with_node(past)
+        if intent is None and not past.requested:
+            # A lost store forgot that demand wanted it (rule 6): only its hosts can say that they have no work.
+            memory = replace(memory, awake=True)
     memory = mark_in_sight(memory, node.name)
     memory = _apply_state(memory, node)
     # While the node is CREATING, its operation may still end in a stockout, and the call may still be unanswered.

@@ -11,11 +11,14 @@ import dataclasses
 import json
 import re
 import secrets
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
 
+from tpucare.fleetfile.parse import RayPool
 from tpucare.fleetfile.values import fleet_name
 from tpucare.model.errors import ConfigError
 from tpucare.model.local_files import publish_file, read_private, replace_file
@@ -120,6 +123,46 @@ def write_head(state: Path, record: HeadRecord) -> None:
     path = _record_path(state, record.cluster)
     _make_folder(path.parent)
     replace_file(path, f"{json.dumps(record.as_json(), indent=2)}\n".encode())
+
+
+def foreign_head(state: Path, pool: RayPool, secret: Callable[[str], str | None]) -> HeadRecord:
+    """
+    The record of a head that somebody else runs, as *pool* names it; its versions are empty until it has answered.
+
+    Its token is written to a file for this user alone, where the probe reads it.
+    Raises: ConfigError: the secret with the token is not set, or holds no token; OSError.
+    """
+    token = secret(pool.token)
+    if not token:
+        raise ConfigError(f"secret {pool.token} is not set: the head at {pool.address} lets nobody in without it")
+    path = cluster_folder(state, pool.cluster) / "token"
+    if not _holds(path, token.encode()):
+        _make_folder(path.parent)
+        replace_file(path, token.encode())
+    return HeadRecord(
+        pool.cluster, pool.address, "", sys.executable, "", "", str(path), datetime.min.replace(tzinfo=UTC)
+    )
+
+
+def read_followed(state: Path, name: str) -> str:
+    """Address and versions of the head for which the cluster's hosts were started last; empty: not known."""
+    try:
+        return read_private(cluster_folder(state, name) / "followed", RECORD_LIMIT).decode("utf-8", "replace").strip()
+    except OSError:
+        return ""
+
+
+def write_followed(state: Path, name: str, head: str) -> None:
+    """Write what `read_followed` reads. Raises: OSError."""
+    _make_folder(cluster_folder(state, name))
+    replace_file(cluster_folder(state, name) / "followed", f"{head}\n".encode())
+
+
+def _holds(path: Path, content: bytes) -> bool:
+    try:
+        return read_private(path, RECORD_LIMIT) == content
+    except OSError:
+        return False
 
 
 def token_variable(name: str) -> str:

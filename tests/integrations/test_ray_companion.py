@@ -1,0 +1,417 @@
+"""The companion that follows Ray clusters: real engine, fleets and cloud in virtual time, and a stand-in for Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from tests.kits.service import VirtualService
+from tpucare.integrations.ray.cluster import HeadRecord
+from tpucare.integrations.ray.companion import (
+    AWAY_SECONDS,
+    BUSY_SECONDS,
+    REFUSED_SECONDS,
+    REST_SECONDS,
+    RayCare,
+    serving_node,
+)
+from tpucare.integrations.ray.demand import (
+    Bundle,
+    ClusterState,
+    DrainReason,
+    Gang,
+    HostState,
+    HostStatus,
+    PendingSlice,
+    ProbeSilent,
+    Request,
+    UnmetDemand,
+)
+from tpucare.model.errors import TpuCareError
+
+HEAD = HeadRecord(
+    "lab",
+    "127.0.0.2:6379",
+    "127.0.0.1:8265",
+    "/opt/ray/bin/python",
+    "2.60.0",
+    "3.11",
+    "/state/token",
+    datetime(2026, 11, 1, tzinfo=UTC),
+)
+TPU = Bundle({"TPU": 4.0}, {})
+GANG = Gang((TPU,) * 4)
+
+
+def pool(count: str = "{min: 0, max: 3}", name: str = "lab", more: str = "") -> str:
+    tpu = "{type: v3-32, zones: [us-central1-a], network: {external_ips: false}}"
+    return f"name: {name}\ncount: {count}\ntpu: {tpu}\nray: {{cluster: lab, idle: 2m{more}}}\n"
+
+
+@dataclass
+class HandRay:
+    """
+    A cluster in the test's hand.
+
+    hosts: by node; they join and leave as the test says    refuses: nodes whose hosts refuse an idle drain
+    """
+
+    monotonic: object = None
+    requests: tuple[Request, ...] = ()
+    gangs: tuple[Gang, ...] = ()
+    floor: tuple[Bundle, ...] = ()
+    hosts: dict[str, list[HostState]] = field(default_factory=dict)
+    error: TpuCareError | None = None
+    reporter: str = ""
+    refuses: set[str] = field(default_factory=set)
+    followed: HeadRecord | None = None
+    every: float = 0.0
+    asked: list[tuple[tuple[str, ...], DrainReason]] = field(default_factory=list)
+    reports: list[tuple[Sequence[PendingSlice], Sequence[UnmetDemand]]] = field(default_factory=list)
+    closed: bool = False
+    now: float = 0.0
+    _answers: list[tuple[int, Mapping[str, bool | str]]] = field(default_factory=list)
+
+    def follow(self, head: HeadRecord | None, every: float) -> None:
+        self.followed, self.every = head, every
+
+    def newest(self) -> tuple[ClusterState | TpuCareError, float] | None:
+        if self.followed is None:
+            return None
+        if self.error is not None:
+            return self.error, self.now
+        hosts = tuple(host for group in self.hosts.values() for host in group)
+        state = ClusterState(
+            "session", "2.60.0", "3.11", self.requests, self.gangs, self.floor, hosts, self.reporter, ()
+        )
+        return state, self.now
+
+    def drain(self, ids: Sequence[str], reason: DrainReason, deadline: float, text: str) -> int:
+        self.asked.append((tuple(ids), reason))
+        owners = {host.id: node for node, group in self.hosts.items() for host in group}
+        accepted = {one: reason is DrainReason.PREEMPTION or owners[one] not in self.refuses for one in ids}
+        self._answers.append((len(self.asked), dict(accepted)))
+        return len(self.asked)
+
+    def drained(self) -> Sequence[tuple[int, Mapping[str, bool | str]]]:
+        answers, self._answers = self._answers, []
+        return answers
+
+    def report(self, pending: Sequence[PendingSlice], unmet: Sequence[UnmetDemand]) -> None:
+        self.reports.append((pending, unmet))
+
+    def close(self) -> None:
+        self.closed = True
+
+    def join(self, node: str, count: int = 4, *, used: float = 0.0, idle: float = 0.0) -> None:
+        """*count* hosts of *node* are there, with *used* chips each."""
+        status = HostStatus.RUNNING if used else HostStatus.IDLE
+        slot = node.rpartition("-a")[0]
+
+        def total(number: int) -> dict[str, float]:
+            head = {"TPU-v3-32-head": 1.0} if number == 0 else {}
+            return {"TPU": 4.0, "CPU": 8.0, slot: 1.0, **head}
+
+        self.hosts[node] = [
+            HostState(
+                f"{abs(hash((node, number))) % 2**32:08x}",
+                node,
+                "lab",
+                status,
+                idle,
+                {"ray.io/tpu-slice-name": slot, "ray.io/tpu-worker-id": str(number), "ray.io/tpu-pod-type": "v3-32"},
+                total(number),
+                {**total(number), "TPU": 4.0 - used},
+                f"10.0.0.{number}",
+            )
+            for number in range(count)
+        ]
+
+
+class Lab:
+    """A daemon with its companion in virtual time; `again` is the next process."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        self.service = VirtualService(tmp_path)
+        self.ray = HandRay()
+        self.head: HeadRecord | None = HEAD
+        self.known: dict[str, str] = {}
+        self._follow()
+
+    def _follow(self) -> None:
+        daemon = self.service.daemon
+        self.care = RayCare(
+            daemon.engine,
+            self.service.registry,
+            heads=lambda _: self.head,
+            foreign=lambda pool: replace(HEAD, address=pool.address, ray="", python_version=""),
+            asker=lambda _: self.ray,
+            known=lambda name: self.known.get(name, ""),
+            note=self.known.__setitem__,
+            monotonic=daemon.clock.monotonic,
+        )
+
+    def again(self) -> None:
+        self.service.again()
+        self._follow()
+        for fleet in self.service.registry.fleets:
+            self.service.registry.declare_again(fleet)
+
+    def run(self, seconds: float = 60.0) -> None:
+        """The loop as the daemon has it: a step of the engine, then the companion once a second."""
+        for _ in range(int(seconds)):
+            self.service.daemon.run(seconds=1)
+            self.ray.now = self.service.daemon.clock.monotonic()
+            self.care.poll()
+            self.service.registry.remove_finished_slots()
+
+    def up(self, seconds: float = 600.0) -> str:
+        """Run until the pool's only living node is up and its run was launched; its hosts join. Returns its name."""
+        for _ in range(int(seconds)):
+            self.run(1)
+            for track in self.service.daemon.engine.slots.values():
+                run, node = track.memory.run, serving_node(track)
+                if run is not None and run.complete and run.node == node and node not in self.ray.hosts:
+                    self.ray.join(node)
+                    self.run(2)
+                    return node
+        raise AssertionError(self.why())
+
+    def why(self) -> str:
+        return "; ".join(f"{name}: {track.action}" for name, track in self.service.daemon.engine.slots.items())
+
+    @property
+    def nodes(self) -> list[str]:
+        return self.service.nodes
+
+    def events(self, kind: str) -> list[str]:
+        return self.service.daemon.told(kind)
+
+
+@pytest.fixture
+def lab(tmp_path: Path) -> Lab:
+    made = Lab(tmp_path)
+    made.service.apply(pool(), tmp_path)
+    return made
+
+
+def test_a_pool_at_rest_costs_nothing(lab: Lab) -> None:
+    lab.run(300)
+    assert lab.nodes == []
+    assert lab.ray.every == REST_SECONDS
+    assert [row["awake"] for row in lab.care.rows()] == [0]
+
+
+def test_demand_makes_one_slice_and_its_end_lets_it_rest(lab: Lab) -> None:
+    lab.run(10)
+    lab.ray.gangs = (GANG,)
+    lab.run(2)
+    assert lab.ray.every == BUSY_SECONDS
+    node = lab.up()
+    assert lab.nodes == [node]
+    lab.ray.gangs = ()
+    lab.ray.join(node, used=4.0)
+    lab.run(600)
+    assert lab.nodes == [node], "it works"
+    lab.ray.join(node, idle=119.0)
+    lab.run(5)
+    assert lab.nodes == [node]
+    lab.ray.join(node, idle=121.0)
+    lab.run(1)
+    del lab.ray.hosts[node]
+    lab.run(300)
+    assert lab.nodes == []
+    ids, reason = lab.ray.asked[0]
+    assert (len(ids), reason) == (4, DrainReason.IDLE_TERMINATION)
+    assert lab.events("wake")
+    assert lab.events("rest")
+
+
+def test_what_is_asked_for_by_name_or_not_at_all_makes_no_node(lab: Lab) -> None:
+    lab.ray.requests = (Request(Bundle({"CPU": 1.0}, {}), 50),)
+    lab.run(60)
+    assert lab.nodes == []
+
+
+def test_a_pool_keeps_its_minimum_from_the_start(lab: Lab, tmp_path: Path) -> None:
+    lab.service.apply(pool("{min: 2, max: 3}"), tmp_path)
+    lab.run(300)
+    assert sorted({node.rpartition("-a")[0] for node in lab.nodes}) == ["lab-0", "lab-1"]
+
+
+def test_without_a_head_no_node_is_made_and_the_reason_is_told(tmp_path: Path) -> None:
+    lab = Lab(tmp_path)
+    lab.head = None
+    lab.service.apply(pool("2"), tmp_path)
+    lab.run(60)
+    assert lab.nodes == []
+    assert "`tpucare ray head lab`" in lab.care.rows()[0]["problem"]
+    assert len(lab.events("ray-no-head")) == 1
+    lab.head = HEAD
+    lab.run(300)
+    assert len(lab.nodes) == 2
+
+
+def test_not_knowing_wakes_nothing_and_rests_nothing_and_is_told_once(lab: Lab) -> None:
+    lab.ray.gangs = (GANG,)
+    node = lab.up()
+    lab.ray.join(node, idle=9999.0)
+    lab.ray.error = ProbeSilent("the head does not answer")
+    lab.run(AWAY_SECONDS * 3)
+    assert lab.nodes == [node]
+    assert len(lab.events("ray-away")) == 1
+    assert "does not answer" in lab.care.rows()[0]["problem"]
+    lab.ray.error, lab.ray.gangs = None, ()
+    lab.run(300)
+    assert len(lab.events("ray-heard")) == 1
+    assert lab.nodes == []
+
+
+def test_a_second_caretaker_is_named_and_nothing_is_done_beside_it(lab: Lab) -> None:
+    lab.ray.reporter = "Ray's own autoscaler"
+    lab.ray.gangs = (GANG,)
+    lab.run(60)
+    assert lab.nodes == []
+    assert any("Ray's own autoscaler" in text for text in lab.events("ray-warning"))
+    assert "Ray's own autoscaler" in lab.care.rows()[0]["problem"]
+
+
+def test_a_host_that_refuses_to_be_drained_keeps_its_slice(lab: Lab) -> None:
+    lab.ray.gangs = (GANG,)
+    node = lab.up()
+    lab.ray.gangs, lab.ray.refuses = (), {node}
+    lab.ray.join(node, idle=300.0)
+    lab.run(REFUSED_SECONDS * 3 + 5)
+    assert lab.nodes == [node]
+    assert 3 <= len(lab.ray.asked) <= 4, "asked again from time to time"
+    lab.ray.refuses = set()
+    lab.run(300)
+    assert lab.nodes == []
+
+
+def test_a_slice_that_the_cloud_takes_comes_back_under_its_name(lab: Lab) -> None:
+    lab.ray.gangs = (GANG,)
+    node = lab.up()
+    lab.ray.join(node, used=4.0)
+    # The group is pending again, pinned to the slice: its hosts still show as running for a while.
+    pinned = Bundle({"TPU": 4.0}, {"ray.io/tpu-slice-name": "lab-0"})
+    lab.ray.gangs = (Gang((pinned,) * 4),)
+    lab.service.daemon.zone.world.operator.preempt("lab-0", lab.service.daemon.clock.true_now())
+    for _ in range(300):
+        lab.run(1)
+        if serving_node(lab.service.daemon.engine.slots["lab-0"]) != node:
+            break
+    lab.run(13)
+    del lab.ray.hosts[node]
+    healed = lab.up()
+    assert healed.rpartition("-a")[0] == "lab-0"
+    assert healed != node
+    assert lab.nodes == [healed]
+    lab.service.daemon.check()
+
+
+def test_an_announced_preemption_reaches_every_host_of_the_slice_once(lab: Lab) -> None:
+    lab.ray.gangs = (GANG,)
+    node = lab.up()
+    track = lab.service.daemon.engine.slots["lab-0"]
+    seen = track.nodes[node]
+    assert seen.report is not None
+    first, *others = seen.report.workers
+    seen.report = replace(seen.report, workers=(replace(first, preempted=True), *others))
+    lab.care.poll()
+    lab.care.poll()
+    ids, reason = lab.ray.asked[-1]
+    assert (len(ids), reason, len(lab.ray.asked)) == (4, DrainReason.PREEMPTION, 1)
+
+
+def test_hosts_start_anew_for_a_head_that_moved_and_nothing_is_booked(lab: Lab) -> None:
+    lab.ray.gangs = (GANG,)
+    node = lab.up()
+    lab.ray.gangs = ()
+    lab.ray.join(node, used=4.0)
+    lab.head = replace(HEAD, address="127.0.0.3:6379")
+    lab.run(120)
+    memory = lab.service.daemon.memory("lab-0")
+    assert lab.nodes == [node]
+    assert memory.run is not None
+    assert memory.run.token == f"{node}.2"
+    assert memory.run.complete
+    assert all(counter.total == 0 for counter in memory.books.values())
+
+
+def test_hosts_start_anew_for_a_head_that_moved_while_the_daemon_was_away(lab: Lab) -> None:
+    lab.ray.gangs = (GANG,)
+    node = lab.up()
+    lab.ray.gangs = ()
+    lab.ray.join(node, used=4.0)
+    lab.head = replace(HEAD, address="127.0.0.3:6379")
+    lab.again()
+    lab.run(120)
+    run = lab.service.daemon.memory("lab-0").run
+    assert run is not None
+    assert run.token == f"{node}.2"
+
+
+def test_a_restart_of_the_daemon_changes_nothing(lab: Lab) -> None:
+    lab.ray.gangs = (GANG,)
+    node = lab.up()
+    lab.ray.gangs = ()
+    lab.ray.join(node, used=4.0)
+    lab.again()
+    lab.run(120)
+    run = lab.service.daemon.memory("lab-0").run
+    assert run is not None
+    assert (lab.nodes, run.token) == ([node], f"{node}.1")
+
+
+def test_a_pool_that_is_taken_down_is_gone_and_its_cluster_is_followed_no_more(lab: Lab) -> None:
+    lab.ray.gangs = (GANG,)
+    lab.up()
+    lab.service.ask("down", target="lab")
+    lab.run(300)
+    assert lab.nodes == []
+    assert lab.ray.closed
+    assert lab.care.rows() == []
+
+
+def test_a_head_of_somebody_else_tells_its_versions_before_a_host_starts(tmp_path: Path) -> None:
+    lab = Lab(tmp_path)
+    text = pool("1", more=", address: '10.0.0.9:6379', token: RAY_TOKEN")
+    lab.service.apply(text, tmp_path)
+    lab.ray.error = ProbeSilent("not yet")
+    lab.run(10)
+    assert lab.nodes == []
+    lab.ray.error = None
+    node = lab.up()
+    job = lab.service.daemon.engine.slots["lab-0"].slot.job
+    assert job is not None
+    assert job.env["TPUCARE_RAY_ADDRESS"] == "10.0.0.9:6379"
+    assert "RAY_TOKEN" in job.secrets
+    assert lab.nodes == [node]
+
+
+def test_ray_is_told_what_comes_up_and_what_nothing_can_satisfy(lab: Lab) -> None:
+    huge = Bundle({"TPU": 8.0}, {})
+    lab.ray.gangs = (GANG,)
+    lab.ray.requests = (Request(huge, 1),)
+    lab.run(30)
+    pending, unmet = lab.ray.reports[-1]
+    assert [one.slot for one in pending] == ["lab-0"]
+    assert [one.bundles for one in unmet] == [(huge,)]
+    assert len(lab.events("ray-unmet")) == 1
+    assert lab.care.rows()[0]["unmet"]
+
+
+def test_a_paused_slot_is_left_alone(lab: Lab) -> None:
+    lab.ray.gangs = (GANG,)
+    node = lab.up()
+    lab.service.ask("pause", target="lab-0")
+    lab.ray.gangs = ()
+    lab.ray.join(node, idle=9999.0)
+    lab.run(120)
+    assert lab.nodes == [node]
+    assert lab.ray.asked == []
