@@ -18,7 +18,7 @@ BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
 METADATA_NAMES = ("metadata.google.internal", "metadata")
 
-_HOSTS = "/etc/hosts"
+_HOSTS, _GROUPS = "/etc/hosts", "/etc/group"
 # In a user namespace no device can be made, so these are the real machine's; /dev/fuse is for gcsfuse.
 _DEVICES = ("null", "zero", "full", "random", "urandom", "tty", "fuse")
 _LINKS: Mapping[str, str] = {
@@ -41,8 +41,13 @@ def mount_table(folder: Path) -> Path:
     return folder / "mounts"
 
 
-def write(folder: Path, *, boot_id: str, chips: int, metadata_address: str) -> None:
-    """Write everything anew. *metadata_address*: METADATA_NAMES resolve to it."""
+def write(folder: Path, *, boot_id: str, chips: int, metadata_address: str, one_group: bool) -> None:
+    """
+    Write everything anew.
+
+    metadata_address: METADATA_NAMES resolve to it
+    one_group:        for a user namespace, where sshd cannot give a terminal to group `tty`, and ends a session for it
+    """
     dev = chips_folder(folder)
     shutil.rmtree(dev, ignore_errors=True)
     for inner in (dev, dev / "pts", dev / "shm"):
@@ -57,6 +62,9 @@ def write(folder: Path, *, boot_id: str, chips: int, metadata_address: str) -> N
     if (hosts := Path(_HOSTS)).exists():
         known = hosts.read_text(errors="surrogateescape").rstrip()
         files[_HOSTS] = f"{known}\n{metadata_address} {' '.join(METADATA_NAMES)}\n"
+    if one_group:
+        groups = Path(_GROUPS).read_text(errors="surrogateescape").splitlines(keepends=True)
+        files[_GROUPS] = "".join(line for line in groups if not line.startswith("tty:"))
     for place, text in files.items():
         replace_file(folder / Path(place).name, text.encode(errors="surrogateescape"), mode=0o644, durable=False)
     mounts = [

@@ -46,9 +46,11 @@ class Sandbox(StrEnum):
 def choose(scratch: Path) -> Sandbox:
     """The best kind that works here, by trial. *scratch* is an empty folder for files that stay there."""
     scratch.mkdir(exist_ok=True)
-    own_files.write(scratch, boot_id="probe", chips=1, metadata_address="127.0.0.1")
     # As root, sshd inside a user namespace dies at "setgroups: Operation not permitted".
     kind = Sandbox.PID_NAMESPACE if os.geteuid() == 0 else Sandbox.USER_NAMESPACE
+    own_files.write(
+        scratch, boot_id="probe", chips=1, metadata_address="127.0.0.1", one_group=kind is Sandbox.USER_NAMESPACE
+    )
     try:
         tried = subprocess.run(
             command(kind, ["/bin/cat", own_files.BOOT_ID], own_files.mount_table(scratch)),

@@ -68,7 +68,13 @@ def prepare(site: Site, folders: Folders, order: Boot, *, mark: str, boot_id: st
         for name, text in home_files(folders, site.path_prefix).items():
             (folders.home / name).write_text(text)
         make_host_key(folders)
-    own_files.write(folders.root, boot_id=boot_id, chips=order.chips, metadata_address=order.address)
+    own_files.write(
+        folders.root,
+        boot_id=boot_id,
+        chips=order.chips,
+        metadata_address=order.address,
+        one_group=site.sandbox is Sandbox.USER_NAMESPACE,
+    )
     authorize(folders, order.attributes.get(SSH_KEYS_ATTRIBUTE, "") if order.takes_keys else "")
     _write_sshd_files(site, folders, order, mark, boot_id)
 
