@@ -304,6 +304,14 @@ def test_request_for_a_slot_takes_its_chips_from_others() -> None:
     ]
 
 
+@pytest.mark.parametrize("state", [SliceState.COMING, SliceState.LEAVING, SliceState.RESTING])
+def test_head_of_a_group_whose_slice_comes_back_is_no_growth(state: SliceState) -> None:
+    healing = (PINNED["in a group"], group(head_of()))
+    there = slots(LAB, {2: a_slice(LAB, 2, state)})
+    assert list(planned(*healing, slices=there).wake) == (["lab-2"] if state is SliceState.RESTING else [])
+    assert len(planned(*healing, group(head_of()), slices=there).wake) == 1 + (state is SliceState.RESTING)
+
+
 def test_slot_that_is_asked_for_does_not_rest() -> None:
     idle = of_lab(a=joined(LAB, 1, idle=WHOLE_IDLE), b=joined(LAB, 2, idle=WHOLE_IDLE))
     assert list(planned(PINNED["by the label"], slices=idle).rest) == ["lab-1"]
@@ -349,6 +357,13 @@ def test_slice_that_comes_up_rests_a_minute_after_the_demand_went() -> None:
     _, memory = plan(snapshot(tasks(1, head_of())), there, [LAB], memory, NOW + 1)
     assert not plan(snapshot(tasks(1, head_of())), there, [LAB], memory, NOW + 59)[0].rest
     assert list(plan(snapshot(tasks(1, head_of())), there, [LAB], memory, NOW + 60)[0].rest) == ["lab-1"]
+
+
+def test_slice_that_comes_up_stays_for_a_group_that_waits_for_others() -> None:
+    there = slots(LAB, {0: coming(LAB, 0), **{index: joined(LAB, index, free=0) for index in (1, 2, 3)}})
+    waiting = group(*[bundle(TPU=4)] * 8)
+    _, memory = plan(snapshot(waiting), there, [LAB], OLD, NOW)
+    assert not plan(snapshot(waiting), there, [LAB], memory, NOW + 61)[0].rest
 
 
 def test_slice_that_comes_up_rests_before_one_that_joined() -> None:

@@ -201,14 +201,14 @@ def plan(
         if doubt is not None:
             doubted[lot.pool.name] = doubt
 
-    needed = kept | {bay.slot for lot in packing.lots for bay in lot.bays if bay.why}
+    needed = kept | {bay.slot for lot in packing.lots for bay in lot.bays if bay.why or lot.short}
     coming = (one.slot for one in slices if one.state is SliceState.COMING)
     last_needed = {slot: now if slot in needed else memory.last_needed.get(slot, now) for slot in coming}
     rest: dict[str, str] = {}
     for lot in packing.lots:
         rest |= _rest(lot, mine[lot.pool.name], needed, last_needed, now)
     pending = tuple(
-        PendingSlice(bay.slot, lot.pool.name, pod_type(lot.pool.type), bay.why or "nothing asks for it any more")
+        PendingSlice(bay.slot, lot.pool.name, pod_type(lot.pool.type), bay.why or "nothing asks for it now")
         for lot in packing.lots
         for bay in lot.bays
         if (bay.slot in wake or bay.state is SliceState.COMING) and bay.slot not in rest
@@ -465,7 +465,8 @@ class _Lot:
     """
     The slices of a pool, and which of them may still be opened.
 
-    wanted: something pending that a slice of this pool can serve    floor: count what hosts have, not what is free
+    wanted:  something pending that a slice of this pool can serve    floor: count what hosts have, not what is free
+    healing: slices that are asked for by name    short: something waits until slices of this pool are free
     """
 
     def __init__(
@@ -478,10 +479,12 @@ class _Lot:
         floor: bool = False,
     ) -> None:
         self.pool, self.known, self.floor, self.wanted = pool, known, floor, False
+        self.short = False
         self.type = pod_type(pool.type)
         self.generation = f"TPU-{self.type.partition('-')[0].upper()}"
         self.chips = known.total["TPU"] if known else float(pool.chips)
         self.bays: list[_Bay] = []
+        self.healing: list[_Bay] = []
         self.levels: dict[float, list[tuple[int, _Host]]] = {}
         self._orders = itertools.count()
         self.states = Counter(one.state for one in slices)
@@ -572,6 +575,11 @@ class _Lot:
 
     def find(self, kind: _Kind, without: Sequence[_Host] = ()) -> _Host | None:
         """The host for one of *kind*: with the fewest free chips that suffice, so that gaps are filled first."""
+        if kind.has_head:
+            # A SlicePlacementGroup that lost its slice asks for the hosts by name, and for any head again.
+            for host in (host for bay in self.healing for host in bay.hosts):
+                if host not in without and host.room(kind):
+                    return host
         need = self.chips if kind.has_head else kind.chips
         for level in sorted(level for level in self.levels if level + _LEAST >= need):
             heap, passed, found = self.levels[level], [], None
@@ -731,6 +739,8 @@ class _Packing:
             return [self._waiting((kind,), count, [lot])]
         if bay is not None:
             bay.why = bay.why or why
+            if bay not in lot.healing:
+                lot.healing.append(bay)
             for host in bay.hosts:
                 if times := min(count, host.room(kind)):
                     lot.put(kind, host, times, why)
@@ -795,6 +805,8 @@ class _Packing:
         return _unmet(cause, kinds, count, plain(f"no pool has {lacking}: {_ADVICE[cause]} (pools: {pools or 'none'})"))
 
     def _waiting(self, kinds: Sequence[_Kind], count: int, able: Sequence[_Lot]) -> Unmet:
+        for lot in able:
+            lot.short = True
         names = ", ".join(lot.pool.name for lot in able)
         if all(lot.broken for lot in able):
             return _unmet(UnmetCause.FAILED, kinds, count, f"slices of {names} need you: see `tpucare status`")
