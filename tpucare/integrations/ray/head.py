@@ -140,7 +140,9 @@ def become(head: Head, state: Path, env: Mapping[str, str]) -> NoReturn:
     os.chdir(head.folder / "work")
     # A token in the environment goes before the file, and an address would lead tasks to another cluster.
     kept = {name: value for name, value in env.items() if name not in ("RAY_AUTH_TOKEN", "RAY_ADDRESS")}
-    os.execve(head.words[0], list(head.words), {**kept, **head.env})
+    # `ray job submit -- python train.py` means the Python that has Ray, as it does in its own virtual environment.
+    path = os.pathsep.join(filter(None, (os.path.dirname(head.words[0]), env.get("PATH", os.defpath))))
+    os.execve(head.words[0], list(head.words), {**kept, **head.env, "PATH": path})
 
 
 # --- checks ----------------------------------------------------------------------------------------------------------
