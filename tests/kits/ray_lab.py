@@ -92,9 +92,17 @@ class RayLab:
         }
         self.home.declare(name, yaml.safe_dump(document, sort_keys=False))
 
-    def submit(self, script: str, *words: str, want: int | None = 0, seconds: float = 180.0, **files: str) -> str:
+    def submit(
+        self,
+        script: str,
+        *words: str,
+        want: int | None = 0,
+        seconds: float = 180.0,
+        options: tuple[str, ...] = (),
+        **files: str,
+    ) -> str:
         """`ray job submit` of a script to its end; its output."""
-        process = self.begin(script, *words, **files)
+        process = self.begin(script, *words, options=options, **files)
         out, _ = process.communicate(timeout=seconds)
         assert want is None or process.returncode == want, f"exit {process.returncode}\n{out}\n{self.home._told()}"
         return out
@@ -120,7 +128,7 @@ class RayLab:
         lines = self.home.cli("ray", "env", "lab").out.splitlines()
         pairs = (line.removeprefix("export ").split("=", 1) for line in lines)
         ours = os.path.dirname(sys.executable)
-        return {**self.home.environment, **dict(pairs), "PATH": f"{ours}:{os.environ['PATH']}"}  # type: ignore[arg-type]
+        return {**self.home.environment, **dict(pairs), "PATH": f"{ours}:{os.environ['PATH']}"}
 
     def slices_made(self) -> list[str]:
         """Names of all nodes that were ever created."""
