@@ -99,6 +99,14 @@ POD = """
         print("returned", flush=True)
 """
 
+# On a node that another program made, the key is missing for good: nobody has to wait for a guest agent that is late.
+KEY_IS_NOT_LATE = """
+    import datetime
+    from tpucare.planner import node
+
+    node.KEY_MAY_BE_LATE = datetime.timedelta()
+"""
+
 SWARM = """
     import json
     import sys
@@ -184,10 +192,10 @@ class ScriptedDeployment:
         self.scripts.append(Script(self.home, text, host, *words))
         return self.scripts[-1]
 
-    def pod(self, host: str = "pod", *words: str, more: str = "") -> Script:
+    def pod(self, host: str = "pod", *words: str, before: str = "", more: str = "") -> Script:
         talk = self.home.folder / f"script-{host}" / "talk"
         arguments = ("--host", host, "--talk", str(talk), "--repository", self.repository(), *words)
-        return self.play(POD.replace("{more}", more), host, *arguments)
+        return self.play(before + POD.replace("{more}", more), host, *arguments)
 
     def repository(self) -> str:
         """A repository that trains, in its way."""
@@ -358,7 +366,7 @@ def test_a_node_of_the_old_kind_is_taken_over_where_a_person_says_so(scripted: S
     place = Place(ZONE, "v3-8", Provisioning.PREEMPTIBLE, "tpu-ubuntu2204-base")
     cloud.create_node(NodeRequest(NodeKey("grant", ZONE, "pod"), place, {}, {}))
     scripted.await_(lambda: home.names() == ["pod"], "somebody's node is there")
-    script = scripted.pod()
+    script = scripted.pod(before=KEY_IS_NOT_LATE)
     assert script.process.wait(60) == 1
     assert "`tpucare adopt-node pod pod` takes it over, delete_unowned=True deletes it first" in script.text
     assert "ConfigError" in script.text
