@@ -21,6 +21,7 @@ __all__ = [
     "CARE",
     "EU",
     "PROJECT",
+    "SELDOM",
     "SSH_KEY",
     "US",
     "Daemon",
@@ -34,6 +35,8 @@ __all__ = [
 PROJECT = "my-project"
 US, EU = "us-central1-a", "europe-west4-a"
 CARE = Care()
+# For stories of many slots or days that do not depend on how soon a thing is noticed: a quarter of the passes.
+SELDOM = Settings(poll=20.0, probe=60.0)
 
 
 def place(zone: str = US, kind: str = "v3-32", tier: Provisioning = Provisioning.SPOT, workers: int = 4) -> Place:

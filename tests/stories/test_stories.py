@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.kits.field import calls
-from tests.kits.harness import EU, US, Daemon, place
+from tests.kits.harness import EU, SELDOM, US, Daemon, place
 from tpucare.engine.engine import Settings
 from tpucare.model.actions import Wait
 from tpucare.model.causes import Cause
@@ -186,12 +186,13 @@ def test_the_brake_holds_the_stop_before_a_verdict_and_not_the_delete_behind_it(
     assert daemon.all_train()
 
 
-def test_a_confirmation_where_nothing_is_held_lifts_no_brake_of_another_day(daemon: Daemon) -> None:
+def test_a_confirmation_where_nothing_is_held_lifts_no_brake_of_another_day(tmp_path: Path) -> None:
     """
     `confirm` where nothing was held let the next verdict pass whenever it came; and when a verdict went away by itself,
     its slot stayed braked and the next verdict was not told. `confirm` lets only the held verdict pass, and a minute of
     observed time without a verdict ends both.
     """
+    daemon = Daemon(tmp_path, settings=SELDOM)
     daemon.care_for("pod", 20)
     daemon.run(minutes=15)
     for name in daemon.engine.slots:
@@ -239,8 +240,9 @@ def test_confirmed_verdicts_pass_when_they_are_judged_only_after_an_outage_of_th
     daemon.check(*(f"{name}-a0" for name in ten))
 
 
-def test_a_confirmation_for_the_brake_opens_no_fence_that_comes_up_days_later(daemon: Daemon) -> None:
+def test_a_confirmation_for_the_brake_opens_no_fence_that_comes_up_days_later(tmp_path: Path) -> None:
     """`confirm` for the brake also opened the fence of a later node. It says nothing about the fence."""
+    daemon = Daemon(tmp_path, settings=SELDOM)
     daemon.care_for("pod")
     daemon.run(minutes=15)
     daemon.engine.change("pod-0", desired_state.confirm, "confirm", "pod-0: confirm")
@@ -620,7 +622,7 @@ def test_bad_health_with_progress_is_left_alone(daemon: Daemon) -> None:
 
 
 def test_a_preemptible_node_is_asked_to_save_and_leaves_with_a_newer_checkpoint(tmp_path: Path) -> None:
-    daemon = Daemon(tmp_path, script=Script(step_seconds=60, save_every=5), settings=None)
+    daemon = Daemon(tmp_path, script=Script(step_seconds=60, save_every=5), settings=SELDOM)
     daemon.care_for("pod", 1, place(tier=Provisioning.PREEMPTIBLE))
     daemon.run(hours=24, minutes=30)
     assert daemon.launcher.notices == ["pod-0-a0.1"]

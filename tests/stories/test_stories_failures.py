@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kits.harness import Daemon, place, slots_of
+from tests.kits.harness import SELDOM, Daemon, place, slots_of
 from tpucare.model.causes import Cause
 from tpucare.model.memory import End, FailureKind
 from tpucare.model.resources import LABEL_OWNER, Care, OnSuccess, Provisioning
@@ -201,7 +201,7 @@ def test_of_a_run_that_was_taken_in_again_the_job_is_not_known_and_what_had_trai
 
 
 def test_a_job_that_cannot_serve_any_more_is_given_up_after_a_day(tmp_path: Path) -> None:
-    daemon = Daemon(tmp_path)
+    daemon = Daemon(tmp_path, settings=SELDOM)
     daemon.care_for("pod", 1, SINGLE, care=Care(crash_budget=1))
     daemon.run(minutes=75)
     daemon.launcher.script.exits["pod-0"] = (-1, 1, 10.0)
