@@ -313,6 +313,8 @@ class Cluster:
                 continue
             self.waiting.remove(pieces)
             self.running += pieces
+            # Placed otherwise than packed: what still waits may need more than it seemed.
+            self.demanded = self.now if self.waiting else self.demanded
             for piece, chosen in placed:
                 piece.host, chosen.idle_since = chosen, self.now
                 piece.ends = self.now + piece.job.length
@@ -360,6 +362,8 @@ class Cluster:
         waiting = tuple(tuple(replace(piece) for piece in pieces) for pieces in self.waiting)
         # Requests of programs replace each other in Ray; here the largest counts.
         floor = max((job for _, job in self.floor), key=lambda job: len(job.chips), default=None)
+        if self.views and floor is not self.views[-1].floor:
+            self.demanded = self.now
         self.views.append(View(self.now, waiting, floor, hosts, room))
         while self.views[0].at < self.now - SEEN and len(self.views) > 2:
             self.views.pop(0)

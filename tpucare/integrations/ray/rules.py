@@ -179,7 +179,7 @@ def plan(
         for kind, count in demand.floor:
             unmet += floor.place_singles(kind, count)
         packing.open_as(floor, slots)
-        kept = {bay.slot for lot in floor.lots for bay in lot.bays if bay.why}
+        kept = {bay.slot for lot in floor.lots for bay in lot.bays.values() if bay.why}
     for slot, kind, count in demand.pinned:
         unmet += packing.place_pinned(slots.get(slot), slot, kind, count)
     wake = packing.opened()
@@ -195,13 +195,13 @@ def plan(
     settled = not free or now - changed >= SETTLE_SECONDS
     doubted: dict[str, tuple[float, int]] = {}
     for lot in packing.lots:
-        growth = [bay for bay in lot.bays if bay.opened and bay.slot not in wake]
+        growth = [bay for bay in lot.bays.values() if bay.opened and bay.slot not in wake]
         believed, doubt = _believed(len(growth), memory.doubted.get(lot.pool.name), now, settled=settled)
         wake |= {bay.slot: bay.why for bay in growth[:believed]}
         if doubt is not None:
             doubted[lot.pool.name] = doubt
 
-    needed = kept | {bay.slot for lot in packing.lots for bay in lot.bays if bay.why or lot.short}
+    needed = kept | {bay.slot for lot in packing.lots for bay in lot.bays.values() if bay.why or lot.short}
     coming = (one.slot for one in slices if one.state is SliceState.COMING)
     last_needed = {slot: now if slot in needed else memory.last_needed.get(slot, now) for slot in coming}
     rest: dict[str, str] = {}
@@ -210,7 +210,7 @@ def plan(
     pending = tuple(
         PendingSlice(bay.slot, lot.pool.name, pod_type(lot.pool.type), bay.why or "nothing asks for it now")
         for lot in packing.lots
-        for bay in lot.bays
+        for bay in lot.bays.values()
         if (bay.slot in wake or bay.state is SliceState.COMING) and bay.slot not in rest
     )
     after = PlanMemory(last_needed, known, free, changed, doubted, resting | rest.keys())
@@ -435,19 +435,19 @@ class _Host:
     def chips(self) -> float:
         return self.free.get("TPU", 0.0)
 
-    def room(self, kind: _Kind) -> int:
-        """How many of *kind* fit here."""
-        for key, asked in kind.selector:
-            if key in _OF_A_HOST and not _matches(asked, self.labels.get(key)):
-                return 0
-        room = math.inf
+    def fits(self, kind: _Kind) -> bool:
         for name, amount in kind.shape:
             free = self.free.get(name)
-            if free is not None:
-                room = min(room, (free + _LEAST) // amount)
-            elif self.known:
-                return 0
-        return int(room) if room < math.inf else 1 << 30
+            if self.known if free is None else free + _LEAST < amount:
+                return False
+        return all(key not in _OF_A_HOST or _matches(asked, self.labels.get(key)) for key, asked in kind.selector)
+
+    def room(self, kind: _Kind) -> int:
+        """How many of *kind* fit here."""
+        if not self.fits(kind):
+            return 0
+        named = [(self.free[name] + _LEAST) // amount for name, amount in kind.shape if name in self.free]
+        return int(min(named, default=1 << 30))
 
 
 class _Bay:
@@ -483,13 +483,14 @@ class _Lot:
         self.type = pod_type(pool.type)
         self.generation = f"TPU-{self.type.partition('-')[0].upper()}"
         self.chips = known.total["TPU"] if known else float(pool.chips)
-        self.bays: list[_Bay] = []
+        self.bays: dict[str, _Bay] = {}
         self.healing: list[_Bay] = []
         self.levels: dict[float, list[tuple[int, _Host]]] = {}
         self._orders = itertools.count()
         self.states = Counter(one.state for one in slices)
         self.broken = self.states[SliceState.FAILED] >= FAILED_LIMIT and not self.states[SliceState.JOINED]
-        self._restful = sorted((one for one in slices if one.state is SliceState.RESTING), key=lambda one: -one.index)
+        restful = sorted((one for one in slices if one.state is SliceState.RESTING), key=lambda one: -one.index)
+        self._restful = {one.slot: one for one in restful}
         self._allowed = pool.maximum - (len(slices) - len(self._restful))
         supply = [
             one
@@ -520,7 +521,7 @@ class _Lot:
 
     def _add(self, one: Slice, *, opened: bool) -> _Bay:
         bay = _Bay(one, opened=opened)
-        self.bays.append(bay)
+        self.bays[one.slot] = bay
         missing = list(range(self.pool.hosts))
         if one.state is not SliceState.LEAVING:
             for host in one.hosts:
@@ -557,9 +558,9 @@ class _Lot:
         if not self._restful or self._allowed <= 0 or (one is None and self.broken):
             return None
         if one is None:
-            one = self._restful.pop()
+            _, one = self._restful.popitem()
         else:
-            self._restful.remove(one)
+            del self._restful[one.slot]
         self._allowed -= 1
         self.awake += 1
         bay = self._add(one, opened=True)
@@ -568,7 +569,7 @@ class _Lot:
 
     def close(self, bay: _Bay) -> None:
         """Undo `open`; the slot is not tried again in this plan."""
-        self.bays.remove(bay)
+        del self.bays[bay.slot]
         self._allowed += 1
         self.awake -= 1
         self.claim(bay)
@@ -578,7 +579,7 @@ class _Lot:
         if kind.has_head:
             # A SlicePlacementGroup that lost its slice asks for the hosts by name, and for any head again.
             for host in (host for bay in self.healing for host in bay.hosts):
-                if host not in without and host.room(kind):
+                if host not in without and host.fits(kind):
                     return host
         need = self.chips if kind.has_head else kind.chips
         for level in sorted(level for level in self.levels if level + _LEAST >= need):
@@ -588,7 +589,7 @@ class _Lot:
                 if host.chips != level:
                     continue  # it has moved to another level since
                 passed.append((order, host))
-                if host not in without and (host.bay.whole or not kind.has_head) and host.room(kind):
+                if host not in without and (host.bay.whole or not kind.has_head) and host.fits(kind):
                     found = host
             for entry in passed:
                 heapq.heappush(heap, entry)
@@ -684,6 +685,8 @@ class _Lot:
     def slices_for(self, gang: _Gang) -> int:
         """How many empty slices of this pool hold *gang*, each bundle of which a host can serve."""
         size = len(gang.kinds)
+        if size <= self.pool.hosts and sum(kind.has_head for kind in gang.kinds) <= 1:
+            return 1  # each bundle has a host to itself
         slots = [Slice(str(index), self.pool.name, index, SliceState.RESTING) for index in range(size)]
         empty = _Lot(replace(self.pool, maximum=size), slots, self.known, frozenset())
         return len(empty.bays) if empty.place(gang, "", may_open=True) else size + 1
@@ -698,7 +701,7 @@ class _Packing:
 
     def opened(self) -> dict[str, str]:
         """Slot -> why it was opened."""
-        return {bay.slot: bay.why for lot in self.lots for bay in lot.bays if bay.opened}
+        return {bay.slot: bay.why for lot in self.lots for bay in lot.bays.values() if bay.opened}
 
     def open_as(self, other: _Packing, slots: Mapping[str, Slice]) -> None:
         """Open the slots that are open in *other* only."""
@@ -734,7 +737,7 @@ class _Packing:
             why = f"slot {slot} needs you: see `tpucare status`"
             return [_unmet(UnmetCause.FAILED, (kind,), count, why)]
         why = f"{counted(count, 'request')} for {slot} by name: {kind}"
-        bay = next((bay for bay in lot.bays if bay.slot == slot), None)
+        bay = lot.bays.get(slot)
         if bay is None and one.state is SliceState.RESTING and (bay := lot.open(why, one)) is None:
             return [self._waiting((kind,), count, [lot])]
         if bay is not None:
