@@ -23,6 +23,7 @@ POOLS = [
     _quick(pool("six", "v6e-8", most=3)),
     _quick(pool("big", "v4-32", most=2)),
     _quick(pool("small", "v4-8", most=2), pool("large", "v4-16", most=2, priority=1)),
+    _quick(pool("small", "v4-8", most=3), pool("large", "v4-32", most=1, priority=1)),
     _quick(pool("spot", "v4-16", most=1), pool("demand", "v4-16", most=2, priority=1)),
 ]
 

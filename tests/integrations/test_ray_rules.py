@@ -188,6 +188,13 @@ def test_one_slice_of_another_pool_before_two_of_the_first() -> None:
     assert list(planned(PAIR, pools=pools).wake) == ["b-0"]
 
 
+def test_small_slices_of_the_first_pool_are_not_woken_beside_a_large_one_that_suffices() -> None:
+    pools = [pool("a", "v4-8", most=2), pool("b", "v4-32")]
+    assert list(planned(tasks(8, bundle(TPU=1)), pools=pools).wake) == ["a-0", "a-1"]
+    assert list(planned(tasks(9, bundle(TPU=1)), pools=pools).wake) == ["b-0"]
+    assert list(planned(tasks(5, bundle(TPU=4)), pools=pools).wake) == ["a-0", "b-0"]
+
+
 def test_demand_for_one_pool_goes_before_demand_for_any() -> None:
     pools = [pool("a", "v4-8"), pool("b", "v4-16")]
     slices = [*slots(pools[0], {0: coming(pools[0], 0)}), *slots(pools[1], {0: coming(pools[1], 0)})]

@@ -14,7 +14,7 @@ import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, StrEnum
 from typing import Final, NamedTuple
@@ -189,6 +189,7 @@ def plan(
         unmet += packing.place_gangs(gang, count)
     for single, count in sorted(demand.singles, key=lambda one: packing.order(_Gang((one[0],)))):
         unmet += packing.place_singles(single, count)
+    packing.trim(certain=wake)
 
     free = _free(slices)
     changed = now if free != memory.free else memory.changed
@@ -451,13 +452,18 @@ class _Host:
 
 
 class _Bay:
-    """A slice as the packing sees it. `whole`: nothing is on it; `why`: the first demand that was put on it."""
+    """
+    A slice as the packing sees it.
 
-    __slots__ = ("hosts", "opened", "slot", "state", "whole", "why")
+    whole: nothing is on it    why: the first demand that was put on it    tasks: that were put on it; None: and others
+    """
+
+    __slots__ = ("hosts", "opened", "slot", "state", "tasks", "whole", "why")
 
     def __init__(self, one: Slice, *, opened: bool) -> None:
         self.slot, self.state, self.opened = one.slot, one.state, opened
         self.hosts: list[_Host] = []
+        self.tasks: list[tuple[_Kind, int]] | None = []
         self.whole, self.why = True, ""
 
 
@@ -613,6 +619,7 @@ class _Lot:
                     step()
                 return False
             undo.append(self.put(kind, host, 1, why))
+            host.bay.tasks = None
             used.append(host)
             if kind.has_head:
                 heads.append(host.bay)
@@ -629,10 +636,14 @@ class _Lot:
         self._stow(host)
 
         def undo() -> None:
-            host.free, host.bay.whole, host.bay.why = free, whole, was
-            self._stow(host)
+            host.bay.whole, host.bay.why = whole, was
+            self.restore(host, free)
 
         return undo
+
+    def restore(self, host: _Host, free: dict[str, float]) -> None:
+        host.free = free
+        self._stow(host)
 
     def claim(self, bay: _Bay) -> None:
         """Leave nothing of *bay* to others: the hosts are asked for when the head is given."""
@@ -798,8 +809,42 @@ class _Packing:
             lot.put(kind, host, times, why)
             if kind.has_head:
                 lot.claim(host.bay)
+                host.bay.tasks = None
+            elif host.bay.tasks is not None:
+                host.bay.tasks.append((kind, times))
             count -= times
         return count
+
+    def trim(self, certain: Container[str]) -> None:
+        """
+        Close slices again, not the *certain*, whose tasks fit beside others on slices of later pools.
+
+        Pools are filled in their order, and the slice that is opened last may be larger than all before it.
+        """
+        for place, lot in enumerate(self.lots):
+            if not any(bay.opened for later in self.lots[place + 1 :] for bay in later.bays.values()):
+                return
+            for bay in reversed([bay for bay in lot.bays.values() if bay.opened and bay.slot not in certain]):
+                if bay.tasks and self._move(bay.tasks, lot, bay):
+                    lot.close(bay)
+
+    def _move(self, tasks: Iterable[tuple[_Kind, int]], lot: _Lot, bay: _Bay) -> bool:
+        """Place all *tasks* of *bay* on other slices that are open, or nothing."""
+        undo: list[Callable[[], None]] = [functools.partial(lot.restore, host, host.free) for host in bay.hosts]
+        lot.claim(bay)
+        for kind, count in tasks:
+            able = [other for other, refused in self._refused((kind,)) if refused is None]
+            for other in able:
+                while count and (host := other.find(kind)):
+                    times = min(count, host.room(kind))
+                    undo.append(other.put(kind, host, times, bay.why))
+                    host.bay.tasks = None
+                    count -= times
+            if count:
+                for step in reversed(undo):
+                    step()
+                return False
+        return True
 
     def _never(self, kinds: Sequence[_Kind], count: int, refusals: Sequence[tuple[UnmetCause, str]]) -> Unmet:
         """The refusal of the pool that came closest."""
