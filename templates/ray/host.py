@@ -4,7 +4,7 @@ The Ray of one TPU VM: joins the cluster's head, stays joined, and leaves nothin
 It is the job of a pool's slot, run with the Python that has Ray. Verbs:
     check RAY PYTHON    exit 1, with one line, unless this Python has the head's Ray and minor version
     run                 join, until SIGTERM
-    start, drain        parts of `run`, in processes of their own
+    start, drain, session    parts of `run`, in processes of their own
 
 `run` starts `ray start --block` in a session of its own, so that the SIGTERM of a stop reaches only this script: it
 drains the Ray node first. If Ray ends by itself, it is started again here, since a slice whose hosts keep its name
@@ -35,12 +35,14 @@ FOLDER_BYTES = 45
 SESSIONS_KEPT = 3
 NEEDS_ANOTHER = 75
 STOPPED = 143
+# Exit statuses of `session`; any other one says that the head gave no answer.
+SAME_SESSION, OTHER_SESSION = 0, 3
 
 NOTICE = "preempted"
 NOTICE_DEADLINE_SECONDS = 30
 # A VM that still lives so long after its notice is not preempted any more.
 NOTICE_COUNTS_SECONDS = 600.0
-DRAIN_SECONDS = 15.0
+HELPER_SECONDS = 15.0
 # Ray drains its node at SIGTERM, up to 30 s by default; tpucare's own stop has 30 s in all.
 LAST_DRAIN_SECONDS = 5
 STOP_SECONDS = 15.0
@@ -74,6 +76,8 @@ def main(words: list[str]) -> int:
             return start(rest)
         if verb == "drain" and len(rest) == 3:
             return drain(*rest)
+        if verb == "session" and len(rest) == 2:
+            return session(*rest)
     except Refused as error:
         say(str(error))
         return 1
@@ -209,6 +213,16 @@ def drain(head: str, node: str, ip: str) -> int:
     return 0
 
 
+def session(head: str, known: str) -> int:
+    """Whether the head still has the session *known*. Source: Ray 2.60, _private/node.py, `session_name`."""
+    from ray._raylet import GcsClient
+
+    found = GcsClient(address=head).internal_kv_get(b"session_name", b"session", timeout=5)
+    if not found:
+        return 1
+    return SAME_SESSION if found.decode() == known else OTHER_SESSION
+
+
 # --- run -------------------------------------------------------------------------------------------------------------
 
 
@@ -253,7 +267,7 @@ class Host:
         ip = internal_address(self._env, self._head_address)
         short_lives = 0
         while self._await_head():
-            lived, head_was_away, status = self._live(ip)
+            lived, head_was_away, how = self._live(ip)
             if self._asked_to_stop:
                 break
             if not self._end_everything():
@@ -261,9 +275,9 @@ class Host:
                 return NEEDS_ANOTHER
             short_lives, again = after_end(short_lives, lived, head_was_away)
             if not again:
-                say(f"Ray ended {short_lives} times in a row (last: status {status}); its output above says why")
+                say(f"Ray ended {short_lives} times in a row (at last it {how}); its output above says why")
                 return NEEDS_ANOTHER
-            say(f"Ray ended by itself after {lived:.0f} s (status {status}), and is started again here")
+            say(f"Ray {how}, and is started again here")
             self._wait(pause_before(short_lives))
         return STOPPED
 
@@ -285,39 +299,43 @@ class Host:
             self._look_for_notice()
         return False
 
-    def _live(self, ip: str) -> tuple[float, bool, int]:
-        """One life of Ray: its seconds, whether the head was away meanwhile, and its exit status."""
+    def _live(self, ip: str) -> tuple[float, bool, str]:
+        """One life of Ray: its seconds, whether the head was away meanwhile, and how it ended."""
         # Each time anew: a cleaner of /tmp may have removed them.
         own_folder(self._folder, os.geteuid())
         write_token(self._token_path, self._token)
         tidy(self._folder)
-        began = time.monotonic()
-        fixed = [
-            "--log-color=false",
-            "--block",
-            "--address",
-            self._head,
-            "--node-ip-address",
-            ip,
-            "--temp-dir",
-            self._folder,
-        ]
-        ray = self._spawn("start", *fixed, *self._words)
-        drainer, drain_until, head_was_away, asked_head_at = 0, 0.0, False, began
+        began = asked_head_at = time.monotonic()
+        fixed = ["--log-color=false", "--block", "--address", self._head, "--node-ip-address", ip]
+        ray = self._spawn("start", *fixed, "--temp-dir", self._folder, *self._words)
+        helpers: dict[int, float] = {}
+        asker, head_was_away, doubted = 0, False, False
         while ray not in self._ended:
             self._wait(TICK_SECONDS)
             now = time.monotonic()
+            for pid in [pid for pid, until in helpers.items() if now > until and pid not in self._ended]:
+                kill(pid, signal.SIGKILL)
             if self._asked_to_stop:
                 self._stop(ray)
                 break
             if self._look_for_notice():
-                drainer, drain_until = self._spawn("drain", self._head, self._node, ip), now + DRAIN_SECONDS
-            if drainer and now > drain_until and drainer not in self._ended:
-                kill(drainer, signal.SIGKILL)
+                helpers[self._spawn("drain", self._head, self._node, ip)] = now + HELPER_SECONDS
+            if asker in self._ended:
+                answer, asker = self._ended[asker], 0
+                # Ray itself would wait a minute for a head that does not know it any more.
+                if answer == OTHER_SESSION:
+                    return now - began, True, "has a head that began a new session"
+                doubted = answer != SAME_SESSION
             if now >= asked_head_at + HEAD_POLL_SECONDS:
-                asked_head_at, head_was_away = now, not self._head_answers() or head_was_away
+                asked_head_at, answers = now, self._head_answers()
+                head_was_away, doubted = head_was_away or not answers, doubted or not answers
+                known = session_of(self._folder)
+                if answers and doubted and known and not asker:
+                    asker = self._spawn("session", self._head, known)
+                    helpers[asker] = now + HELPER_SECONDS
         lived = time.monotonic() - began
-        return lived, head_was_away or not self._head_answers(), self._ended.get(ray, 0)
+        how = f"ended by itself after {lived:.0f} s (status {self._ended.get(ray, 0)})"
+        return lived, head_was_away or not self._head_answers(), how
 
     def _stop(self, ray: int) -> None:
         """SIGTERM: Ray drains its node, and ends its processes. `_end_everything` follows."""
@@ -437,6 +455,8 @@ def write_token(path: str, token: str) -> None:
 
 def tidy(folder: str) -> None:
     """Remove what ended Ray processes left (sockets, spilled objects, environments), and logs of old sessions."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(os.path.join(folder, "session_latest"))
     sessions = sorted(name for name in os.listdir(folder) if name.startswith("session_2"))
     for place, name in enumerate(reversed(sessions)):
         session = os.path.join(folder, name)
@@ -450,6 +470,14 @@ def tidy(folder: str) -> None:
                 os.unlink(path)
         if place >= SESSIONS_KEPT:
             shutil.rmtree(session, ignore_errors=True)
+
+
+def session_of(folder: str) -> str:
+    """Name of the session that Ray joined in this life; empty before."""
+    try:
+        return os.path.basename(os.readlink(os.path.join(folder, "session_latest")))
+    except OSError:
+        return ""
 
 
 def internal_address(env: dict[str, str], head: tuple[str, int]) -> str:

@@ -11,13 +11,14 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 UNIT = ROOT / "systemd" / "tpucare.service"
+HEAD = ROOT / "systemd" / "tpucare-ray@.service"
 INSTALLING = (ROOT / "docs" / "installing.md").read_text()
 
 
-def settings() -> dict[str, list[str]]:
+def settings(unit: Path = UNIT) -> dict[str, list[str]]:
     """Values of the unit by name, in order; a name may come more than once."""
     found: dict[str, list[str]] = {}
-    for line in UNIT.read_text().splitlines():
+    for line in unit.read_text().splitlines():
         name, equals, value = line.partition("=")
         if equals and not line.startswith("#"):
             found.setdefault(name, []).append(value)
@@ -46,6 +47,18 @@ def test_what_the_daemon_reads_is_not_hidden_from_it() -> None:
     """The create budget reads the boot id below /proc/sys, which `ProcSubset=pid` hides."""
     assert "ProcSubset" not in settings()
     assert set(settings()["RestrictAddressFamilies"][0].split()) >= {"AF_UNIX", "AF_INET", "AF_INET6"}
+
+
+def test_the_head_is_hardened_as_the_daemon_and_shares_its_state_folder() -> None:
+    daemon, head = settings(), settings(HEAD)
+    own = {"Type", "ExecStart", "EnvironmentFile", "SystemCallFilter"}
+    lacks = {"NotifyAccess", "WatchdogSec", "TimeoutStartSec", "ReadWritePaths", "MemoryMax"}
+    others = {"Description", "RestartSec", "TimeoutStopSec", "TasksMax", "LimitNOFILE"}
+    assert {name for name in daemon if head.get(name) != daemon[name]} == own | lacks | others
+    assert head["ExecStart"] == ["/opt/tpucare/bin/tpucare ray head %i $RAY_HEAD"]
+    assert head["Environment"] == daemon["Environment"]
+    # `@resources` stays allowed: Ray sets priorities and limits of its workers.
+    assert head["SystemCallFilter"] == ["@system-service", "~@privileged"]
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")

@@ -143,6 +143,7 @@ def test_what_an_ended_ray_left_is_removed_and_logs_of_three_sessions_stay(tmp_p
     kept = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
     assert kept == [*(f"session_2026-01-0{day}/logs/file" for day in (3, 4, 5)), "token"]
     assert not (tmp_path / "session_2026-01-02").exists()
+    assert host.session_of(str(tmp_path)) == ""
 
 
 # --- the script with a stand-in for Ray ------------------------------------------------------------------------------
@@ -159,6 +160,10 @@ def main():
     behave = open(os.path.join(BENCH, "behave")).read().split()
     busy = signal.SIG_IGN if "busy" in behave else lambda *_: sys.exit(1)
     signal.signal(signal.SIGTERM, busy)
+    link = os.path.join(sys.argv[sys.argv.index("--temp-dir") + 1], "session_latest")
+    if os.path.islink(link):
+        os.unlink(link)
+    os.symlink("/x/session_2026-01-01", link)
     orphan = subprocess.Popen(["sleep", "600"], start_new_session=True)
     note("start", orphan=orphan.pid, token=open(os.environ["RAY_AUTH_TOKEN_PATH"]).read(), sid=os.getsid(0))
     if "end" in behave:
@@ -168,10 +173,14 @@ def main():
         time.sleep(0.1)
 """
 DRAIN = """
+import os
 from ray.scripts.scripts import note
 class GcsClient:
     def __init__(self, address):
         self.address = address
+    def internal_kv_get(self, key, namespace, timeout):
+        note("asked")
+        return open(os.path.join(os.environ["BENCH"], "session"), "rb").read()
     def drain_node(self, node_id, reason, message, deadline_ms, timeout):
         note("drain-" + node_id, reason=reason, deadline_ms=deadline_ms, address=self.address)
         return True, ""
@@ -241,6 +250,12 @@ class Bench:
         self.listener: socket.socket | None = None
         self.process: subprocess.Popen[str] | None = None
         self.behave("stay")
+        self.session("session_2026-01-01")
+
+    def session(self, name: str) -> None:
+        """Name of the head's session; empty: it has none yet."""
+        (self.folder / "session.new").write_text(name)
+        (self.folder / "session.new").replace(self.folder / "session")
 
     def behave(self, *words: str) -> None:
         (self.folder / "behave.new").write_text(" ".join(words))
@@ -370,7 +385,7 @@ def test_five_short_lives_in_a_row_beside_a_living_head_end_the_run(bench: Bench
     assert bench.left() == []
     last = bench.log().splitlines()[-1]
     assert "the reason of Ray" in bench.log()
-    assert "Ray ended 5 times in a row (last: status 3)" in last
+    assert re.search(r"Ray ended 5 times in a row \(at last it ended by itself after [0-9]+ s \(status 3\)\)", last)
 
 
 def test_a_head_that_goes_is_waited_for_and_no_end_counts(bench: Bench) -> None:
@@ -386,6 +401,33 @@ def test_a_head_that_goes_is_waited_for_and_no_end_counts(bench: Bench) -> None:
         bench.behave("stay")
         bench.head_up()
     bench.started(7)
+    assert bench.stop() == 143
+
+
+def test_a_head_with_a_new_session_is_joined_at_once_and_one_with_the_same_is_not_left(bench: Bench) -> None:
+    """Ray waits a minute for a head that does not know it any more; after a cut of the network all goes on."""
+    bench.head_up()
+    bench.start()
+    bench.started(1)
+    bench.head_down()
+    time.sleep(1)
+    bench.session("")
+    bench.head_up()
+    eventually(lambda: len(bench.noted("asked")) >= 2, 10)
+    bench.session("session_2026-01-01")
+    asked = len(bench.noted("asked"))
+    eventually(lambda: len(bench.noted("asked")) > asked, 10)
+    time.sleep(1)
+    # It is asked no more, and nothing was started again.
+    settled = len(bench.noted("asked"))
+    time.sleep(1)
+    assert (len(bench.noted("asked")), len(bench.noted("start"))) == (settled, 1)
+    bench.head_down()
+    time.sleep(1)
+    bench.session("session_2026-02-02")
+    bench.head_up()
+    bench.started(2)
+    assert "Ray has a head that began a new session, and is started again here" in bench.log()
     assert bench.stop() == 143
 
 

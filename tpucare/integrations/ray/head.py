@@ -110,6 +110,8 @@ def prepare(
         "127.0.0.1", dashboard_port, f"127.0.0.1:{dashboard_port}: it is in use; choose another one: --dashboard-port"
     )
     temp = _private_folder(Path(temp_dir or _default_temp(folder)))
+    # The last head's address. Beside a host on this machine, whose raylet names it too, Ray would refuse to start.
+    (temp / "ray_current_cluster").unlink(missing_ok=True)
     token = make_token(state, name)
     (folder / "work").mkdir(mode=0o700, parents=True, exist_ok=True)
     gcs = f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}"

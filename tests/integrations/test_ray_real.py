@@ -1,0 +1,178 @@
+"""Head and host with the real Ray: a host joins, heals in place, follows its head to a new session, and leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.kits.bench_worker import eventually
+from tests.templates.test_ray_host import SCRIPT
+from tpucare.integrations.ray.cluster import make_token, token_variable
+
+pytest.importorskip("ray")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+HEAD_IP, HOST_IP = "127.11.0.2", "127.11.0.3"
+SMALL = ("--num-cpus", "1", "--object-store-memory", "80000000")
+# Runs in a process of its own, as the probe does: a client of Ray keeps state per process.
+NODES = """
+import json, sys
+from ray._raylet import GcsClient
+from ray.autoscaler.v2.sdk import get_cluster_resource_state
+state = get_cluster_resource_state(GcsClient(address=sys.argv[1]))
+print(json.dumps([[n.node_id.hex(), n.instance_id, n.ray_node_type_name, n.node_ip_address, n.status]
+    for n in state.node_states]))
+"""
+
+
+class Cluster:
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.state = folder, folder / "state"
+        # Ray's temporary folders need short paths.
+        self.temp = Path(tempfile.mkdtemp(prefix="r", dir="/tmp"))
+        with socket.create_server((HEAD_IP, 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+            self.port, self.dashboard = one.getsockname()[1], other.getsockname()[1]
+        self.address = f"{HEAD_IP}:{self.port}"
+        clean = {name: value for name, value in os.environ.items() if not name.startswith(("TPUCARE_", "RAY_", "TPU_"))}
+        self.env = {**clean, "HOME": str(folder), "TMPDIR": str(self.temp), "BENCH": str(folder)}
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    def _start(self, words: list[str], env: dict[str, str], log: str) -> subprocess.Popen[bytes]:
+        with (self.folder / log).open("ab") as stream:
+            made = subprocess.Popen(words, env={**self.env, **env}, stdout=stream, stderr=stream)
+        self.processes.append(made)
+        return made
+
+    def start_head(self) -> subprocess.Popen[bytes]:
+        words = [sys.executable, "-m", "tpucare.cli", "ray", "head", "lab", "--address", self.address]
+        words += ["--dashboard-port", str(self.dashboard), "--", *SMALL, "--ray-client-server-port", "20001"]
+        return self._start(words, {"TPUCARE_STATE": str(self.state)}, "head.log")
+
+    def start_host(self) -> subprocess.Popen[bytes]:
+        env = {
+            "TPUCARE_SLOT": "lab-0",
+            "TPUCARE_NODE": "lab-0-a1",
+            "TPUCARE_RAY_ADDRESS": self.address,
+            "TPUCARE_RAY_POOL": "lab",
+            "TPUCARE_RAY_TOKEN_FROM": token_variable("lab"),
+            token_variable("lab"): make_token(self.state, "lab").read_text(),
+            "TPUCARE_RAY_ARGS": " ".join(SMALL),
+            # No metadata server; a later word goes before an earlier one.
+            "GCE_METADATA_HOST": "127.0.0.1:9",
+        }
+        env["TPUCARE_RAY_ARGS"] += f" --node-ip-address {HOST_IP}"
+        return self._start([sys.executable, str(SCRIPT), "run"], env, "host.log")
+
+    def living(self) -> list[list[Any]]:
+        """Id, instance, node type and address of every host that Ray calls alive; none while the head is away."""
+        env = {**self.env, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(make_token(self.state, "lab"))}
+        words = [sys.executable, "-c", NODES, self.address]
+        try:
+            done = subprocess.run(words, env=env, capture_output=True, timeout=10, check=True)
+        except subprocess.SubprocessError:
+            return []
+        return [node[:4] for node in json.loads(done.stdout) if node[4] != 2 and node[1] != "head"]
+
+    def joined(self, *, besides: tuple[str, ...] = ()) -> str:
+        """Id of a host that joined, other than *besides*."""
+        found: list[str] = []
+
+        def look() -> bool:
+            found[:] = [node[0] for node in self.living() if node[0] not in besides]
+            return bool(found)
+
+        eventually(look, 100)
+        return found[0]
+
+    def left(self) -> dict[int, str]:
+        found = {}
+        for path in Path("/proc").glob("[0-9]*"):
+            try:
+                if f"BENCH={self.folder}".encode() in (path / "environ").read_bytes():
+                    found[int(path.name)] = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:100]
+            except OSError:
+                continue
+        return found
+
+    def raylet_of(self, process: subprocess.Popen[bytes]) -> int:
+        parents = {int(path.name): parent_of(path) for path in Path("/proc").glob("[0-9]*")}
+        for pid, command in self.left().items():
+            above = pid
+            while above in parents and above != process.pid:
+                above = parents[above]
+            if above == process.pid and "/raylet " in command:
+                return pid
+        raise AssertionError("no raylet")
+
+    def close(self) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                process.kill()
+        for pid in self.left():
+            os.kill(pid, signal.SIGKILL)
+        for process in self.processes:
+            process.wait()
+        shutil.rmtree(self.temp, ignore_errors=True)
+
+
+def parent_of(path: Path) -> int:
+    try:
+        return int((path / "stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    made = Cluster(tmp_path)
+    try:
+        yield made
+    finally:
+        for log in ("head.log", "host.log"):
+            print(f"--- {log}", (tmp_path / log).read_text()[-3000:] if (tmp_path / log).exists() else "none")
+        made.close()
+
+
+def test_a_host_heals_in_place_and_follows_its_head(cluster: Cluster) -> None:
+    began = time.monotonic()
+
+    def told(text: str) -> None:
+        print(f"{time.monotonic() - began:5.1f} {text}")
+
+    head, host = cluster.start_head(), cluster.start_host()
+    first = cluster.joined()
+    assert cluster.living() == [[first, "lab-0-a1", "lab", HOST_IP]]
+    told("joined")
+    os.kill(cluster.raylet_of(host), signal.SIGKILL)
+    second = cluster.joined(besides=(first,))
+    told("joined again in place")
+    # Killed, it leaves agents and its dashboard's processes, which the next head ends.
+    head.kill()
+    head.wait()
+    head = cluster.start_head()
+    cluster.joined(besides=(first, second))
+    # By itself Ray waits a minute for the head that is gone.
+    assert "has a head that began a new session" in (cluster.folder / "host.log").read_text()
+    told("joined the new session")
+    assert host.poll() is None
+    host.terminate()
+    assert host.wait(25) == 143
+    told("host left")
+    eventually(lambda: cluster.living() == [], 20)
+    head.terminate()
+    head.wait(30)
+    told("head left")
+    eventually(lambda: cluster.left() == {}, 15)
+    told("nothing left")
