@@ -366,6 +366,12 @@ def test_slice_that_comes_up_rests_a_minute_after_the_demand_went() -> None:
     assert list(plan(snapshot(tasks(1, head_of())), there, [LAB], memory, NOW + 60)[0].rest) == ["lab-1"]
 
 
+def test_slice_with_work_does_not_rest_while_another_host_starts_ray_anew() -> None:
+    half = of_lab(a=a_slice(LAB, 0, SliceState.COMING, [host(LAB, "lab-0", free=0)]))
+    _, memory = plan(snapshot(slices=half), half, [LAB], OLD, NOW)
+    assert not plan(snapshot(slices=half), half, [LAB], memory, NOW + 600)[0].rest
+
+
 def test_slice_that_comes_up_stays_for_a_group_that_waits_for_others() -> None:
     there = slots(LAB, {0: coming(LAB, 0), **{index: joined(LAB, index, free=0) for index in (1, 2, 3)}})
     waiting = group(*[bundle(TPU=4)] * 8)

@@ -203,8 +203,11 @@ def plan(
             doubted[lot.pool.name] = doubt
 
     needed = kept | {bay.slot for lot in packing.lots for bay in lot.bays.values() if bay.why or lot.short}
-    coming = (one.slot for one in slices if one.state is SliceState.COMING)
-    last_needed = {slot: now if slot in needed else memory.last_needed.get(slot, now) for slot in coming}
+    last_needed = {
+        one.slot: now if one.slot in needed or _works(one) else memory.last_needed.get(one.slot, now)
+        for one in slices
+        if one.state is SliceState.COMING
+    }
     rest: dict[str, str] = {}
     for lot in packing.lots:
         rest |= _rest(lot, mine[lot.pool.name], needed, last_needed, now)
@@ -283,6 +286,11 @@ def _rest(
             may.append((one, f"idle for {length(pool.idle)}"))
     may.sort(key=lambda entry: (entry[0].state is SliceState.JOINED, -entry[0].index))
     return {one.slot: why for one, why in may[: max(0, lot.awake - pool.minimum)]}
+
+
+def _works(one: Slice) -> bool:
+    """A host of it has work, also while another one starts Ray anew."""
+    return any(host.status is HostStatus.RUNNING for host in one.hosts)
 
 
 def _is_idle(one: Slice, pool: Pool) -> bool:
