@@ -10,7 +10,7 @@ A question has an `op`. An answer has `ok`; if false `error`, and `cause`: `away
 
   state   nothing                         -> as `tpucare/integrations/ray/demand.py: read_state` reads it
   drain   ids, reason, seconds, text      -> drained: by id true, or why not; seconds: until the host is gone, 0 = open
-  report  pending: [{slot, pool, type, why}], unmet: [{what, why, bundles, count}]
+  report  pending: [{slot, pool, type, why}], unmet: [{what, why, count}]
 """
 
 from __future__ import annotations
@@ -72,11 +72,12 @@ class Caretaker(NamedTuple):
 
 
 class Cluster:
-    """One control store. `facts`: Ray and Python of the head, and the warnings, as long as the client is the same."""
+    """One control store. Of the head of `session`, `facts`: its Ray, its Python, warnings; `has_v2`: its autoscaler."""
 
     def __init__(self, address: str, us: Caretaker) -> None:
         self.address, self.us = address, us
         self.client: Any = None
+        self.session = ""
         self.facts: dict[str, Any] = {}
         self.has_v2 = True
         self.since = time.monotonic()
@@ -110,9 +111,7 @@ class Cluster:
         if self.client is None:
             from ray._raylet import GcsClient
 
-            self.client = GcsClient(address=self.address)
-            self.has_v2 = self.value(b"__autoscaler_v2_enabled", b"__autoscaler") == b"1"
-            self.facts = self.read_facts()
+            self.client, self.session = GcsClient(address=self.address), ""
 
     def state(self, question: dict[str, Any]) -> dict[str, Any]:
         del question
@@ -165,15 +164,12 @@ class Cluster:
                 instance_type_name=one["type"],
                 details=one["why"],
             )
+        # What nobody can give is a failed request, which is only shown. Of infeasible ones Ray may cancel the tasks
+        # (RAY_enable_infeasible_task_early_exit), and those with the same resources whose labels some hosts have.
         for one in question["unmet"]:
             report.failed_instance_requests.add(
                 ray_node_type_name=one["what"], count=one["count"], reason=one["why"], start_ts=now, failed_ts=now
             )
-            bundles = [resource_request(bundle) for bundle in one["bundles"]]
-            if len(bundles) == 1:
-                report.infeasible_resource_requests.extend(bundles)
-            elif bundles:
-                report.infeasible_gang_resource_requests.add(requests=bundles)
         beat = json.dumps({**self.us._asdict(), "pid": os.getppid(), "at": now}).encode()
         self.client.internal_kv_put(HEARTBEAT, beat, True, NAMESPACE, timeout=CALL_SECONDS)
         self.client.report_autoscaling_state(report.SerializeToString(), timeout_s=CALL_SECONDS)
@@ -185,6 +181,12 @@ class Cluster:
 
         reply = autoscaler_pb2.GetClusterStatusReply()
         reply.ParseFromString(self.client.get_cluster_status(timeout_s=CALL_SECONDS))
+        session = reply.cluster_resource_state.cluster_session_name
+        if session != self.session:
+            self.has_v2 = self.value(b"__autoscaler_v2_enabled", b"__autoscaler") == b"1"
+            self.facts = self.read_facts()
+            # Who else looks after another head is not known yet.
+            self.session, self.since, self.seen = session, time.monotonic(), {}
         return reply
 
     def value(self, key: bytes, namespace: bytes | None) -> bytes:
@@ -220,14 +222,16 @@ class Cluster:
 
     def has_autoscaler(self, newest: Any) -> bool:
         """True if Ray's monitor works, as it does on a head that was started without --no-monitor."""
-        watched = time.monotonic() - self.since
-        # It leaves its address at its start. Whether it still lives shows only after some time.
-        if watched < AUTOSCALER_SECONDS and self.value(b"AutoscalerMetricsAddress", None):
+        if self.has_v2:
+            version = newest.last_seen_cluster_resource_state_version
+            silent = self.changed("version", version) if version > 0 else AUTOSCALER_SECONDS
+        else:
+            silent = self.changed("legacy", self.value(b"__autoscaling_status", None))
+        if silent < AUTOSCALER_SECONDS:
             return True
-        if not self.has_v2:
-            return self.changed("legacy", self.value(b"__autoscaling_status", None)) < AUTOSCALER_SECONDS
-        version = newest.last_seen_cluster_resource_state_version
-        return self.changed("version", version) < AUTOSCALER_SECONDS and version > 0
+        # It leaves its address at its start. Whether it still lives shows only after some time.
+        watched = time.monotonic() - self.since
+        return watched < AUTOSCALER_SECONDS and bool(self.value(b"AutoscalerMetricsAddress", None))
 
     def other_tpucare(self, beat: bytes) -> str:
         try:
@@ -298,12 +302,6 @@ def host_of(node: Any) -> dict[str, Any]:
         "available": dict(node.available_resources) if alive else {},
         "ip": node.node_ip_address,
     }
-
-
-def resource_request(bundle: dict[str, Any]) -> Any:
-    from ray.core.generated import autoscaler_pb2
-
-    return autoscaler_pb2.ResourceRequest(resources_bundle=bundle["shape"])
 
 
 # --- what has to be there ---------------------------------------------------------------------------------------------

@@ -147,7 +147,8 @@ class Probe:
 
     def report(self, pending: Sequence[PendingSlice], unmet: Sequence[UnmetDemand]) -> None:
         """From now on `ray status` shows this; it is sent when it changes, and every REPORT_SECONDS."""
-        report = {"op": "report", "pending": [asdict(one) for one in pending], "unmet": [asdict(one) for one in unmet]}
+        shown = [{"what": one.what, "why": one.why, "count": one.count} for one in unmet]
+        report = {"op": "report", "pending": [asdict(one) for one in pending], "unmet": shown}
         with self._changed:
             if report != self._report:
                 self._report, self._report_due = report, self._monotonic()
