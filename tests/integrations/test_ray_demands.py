@@ -65,7 +65,7 @@ def _live(story: Cluster) -> None:
 
 
 @given(stories())
-@settings(max_examples=40)
+@settings(max_examples=100)
 def test_demands_that_come_and_go(story: Cluster) -> None:
     _live(story)
 

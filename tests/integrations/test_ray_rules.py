@@ -64,6 +64,7 @@ UNITS = {
     "three heads are three slices": ((tasks(3, head_of()),), 3),
     "a head as a group of one bundle, as SlicePlacementGroup asks": ((group(head_of()),), 1),
     "groups of heads are a slice each": ((group(head_of()), group(head_of())), 2),
+    "nothing else fits on a slice that a head is for": ((tasks(1, head_of()), tasks(1, bundle(TPU=1))), 2),
     "two heads in one group are two slices": ((group(head_of(), head_of()),), 2),
     "a head and the other host in one group are one slice": (
         (group(bundle(**{"TPU-v4-16-head": 1, "TPU": 4}), bundle(TPU=4)),),
