@@ -140,13 +140,19 @@ def ray_environment(env: dict[str, str], token_path: str) -> dict[str, str]:
 
 def folder_path(env: dict[str, str], uid: int) -> str:
     """
-    Path of this host's folder for Ray, FOLDER_BYTES long at most.
+    Path of this host's private folder; Ray's own folder in it (`ray_folder`) is FOLDER_BYTES long at most.
 
     Emulated hosts of one machine have one /tmp and homes of their own.
     """
-    mark = hashlib.sha256(f"{env.get('HOME', '')}\0{uid}".encode(errors="replace")).hexdigest()[:8]
+    mark = hashlib.sha256(f"{env.get('HOME', '')}\0{uid}".encode(errors="replace")).hexdigest()[:6]
     path = os.path.join(env.get("TMPDIR") or "/tmp", f"ray-{mark}")
-    return path if path.startswith("/") and len(os.fsencode(path)) <= FOLDER_BYTES else f"/tmp/ray-{mark}"
+    fits = len(os.fsencode(ray_folder(path))) <= FOLDER_BYTES
+    return path if path.startswith("/") and fits else f"/tmp/ray-{mark}"
+
+
+def ray_folder(private: str) -> str:
+    """Ray's own folder: Ray opens it to all users of the machine, so that it needs a private one above it."""
+    return os.path.join(private, "t")
 
 
 def is_preempted(notice: str) -> bool:
@@ -261,7 +267,7 @@ class Host:
             self._end_everything()
             with contextlib.suppress(OSError):
                 os.unlink(self._token_path)
-                tidy(self._folder)
+                tidy(ray_folder(self._folder))
 
     def _run(self) -> int:
         ip = internal_address(self._env, self._head_address)
@@ -304,10 +310,10 @@ class Host:
         # Each time anew: a cleaner of /tmp may have removed them.
         own_folder(self._folder, os.geteuid())
         write_token(self._token_path, self._token)
-        tidy(self._folder)
+        tidy(ray_folder(self._folder))
         began = asked_head_at = time.monotonic()
         fixed = ["--log-color=false", "--block", "--address", self._head, "--node-ip-address", ip]
-        ray = self._spawn("start", *fixed, "--temp-dir", self._folder, *self._words)
+        ray = self._spawn("start", *fixed, "--temp-dir", ray_folder(self._folder), *self._words)
         helpers: dict[int, float] = {}
         asker, head_was_away, doubted = 0, False, False
         while ray not in self._ended:
@@ -329,7 +335,7 @@ class Host:
             if now >= asked_head_at + HEAD_POLL_SECONDS:
                 asked_head_at, answers = now, self._head_answers()
                 head_was_away, doubted = head_was_away or not answers, doubted or not answers
-                known = session_of(self._folder)
+                known = session_of(ray_folder(self._folder))
                 if answers and doubted and known and not asker:
                     asker = self._spawn("session", self._head, known)
                     helpers[asker] = now + HELPER_SECONDS
@@ -455,6 +461,7 @@ def write_token(path: str, token: str) -> None:
 
 def tidy(folder: str) -> None:
     """Remove what ended Ray processes left (sockets, spilled objects, environments), and logs of old sessions."""
+    os.makedirs(folder, exist_ok=True)
     with contextlib.suppress(FileNotFoundError):
         os.unlink(os.path.join(folder, "session_latest"))
     sessions = sorted(name for name in os.listdir(folder) if name.startswith("session_2"))

@@ -155,6 +155,8 @@ def test_a_host_heals_in_place_and_follows_its_head(cluster: Cluster) -> None:
     first = cluster.joined()
     assert cluster.living() == [[first, "lab-0-a1", "lab", HOST_IP]]
     told("joined")
+    # Ray opens its own folders to all users; those above, with token and sockets, stay private.
+    assert [path.stat().st_mode & 0o777 for path in cluster.temp.glob("ray-*")] == [0o700, 0o700]
     os.kill(cluster.raylet_of(host), signal.SIGKILL)
     second = cluster.joined(besides=(first,))
     told("joined again in place")

@@ -51,7 +51,7 @@ def head(
         int, typer.Option(help="Port of dashboard and jobs on 127.0.0.1.", min=1, max=65535)
     ] = 8265,
     temp_dir: Annotated[
-        str, typer.Option(help="Folder for Ray's sockets and logs, 45 bytes at most.", metavar="DIR")
+        str, typer.Option(help="Folder for Ray's sockets and logs, 43 bytes at most.", metavar="DIR")
     ] = "",
 ) -> None:
     """

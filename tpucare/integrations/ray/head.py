@@ -35,6 +35,7 @@ DASHBOARD_PORT = 8265
 MARK = "TPUCARE_RAY_HEAD"
 # A socket path has 107 bytes at most, and Ray's own part of it is 62.
 FOLDER_BYTES = 45
+RAY_FOLDER = "t"
 PYTHON_SECONDS = 60.0
 TERM_SECONDS = 5.0
 KILL_SECONDS = 10.0
@@ -109,7 +110,8 @@ def prepare(
     _require_free(
         "127.0.0.1", dashboard_port, f"127.0.0.1:{dashboard_port}: it is in use; choose another one: --dashboard-port"
     )
-    temp = _private_folder(Path(temp_dir or _default_temp(folder)))
+    # Ray opens its own folder to all users of the machine: the one above it keeps them out.
+    temp = _private_folder(Path(temp_dir or _default_temp(folder))) / RAY_FOLDER
     # The last head's address. Beside a host on this machine, whose raylet names it too, Ray would refuse to start.
     (temp / "ray_current_cluster").unlink(missing_ok=True)
     token = make_token(state, name)
@@ -237,14 +239,19 @@ def _default_temp(folder: Path) -> str:
     """A folder per cluster with a short path; in the service a private /tmp, which ends with the head."""
     mark = hashlib.sha256(os.fsencode(folder)).hexdigest()[:8]
     path = str(Path(tempfile.gettempdir()) / f"ray-{mark}")
-    return path if len(os.fsencode(path)) <= FOLDER_BYTES else f"/tmp/ray-{mark}"
+    return path if _fits(path) else f"/tmp/ray-{mark}"
+
+
+def _fits(path: str) -> bool:
+    return len(os.fsencode(f"{path}/{RAY_FOLDER}")) <= FOLDER_BYTES
 
 
 def _private_folder(path: Path) -> Path:
     """*path*, made for this user alone. Raises: ConfigError: too long, or another user's; OSError."""
     path = path.absolute()
-    if len(os.fsencode(path)) > FOLDER_BYTES:
-        raise ConfigError(f"--temp-dir {path}: is longer than {FOLDER_BYTES} bytes, and Ray's sockets lie in it")
+    if not _fits(str(path)):
+        longest = FOLDER_BYTES - len(f"/{RAY_FOLDER}")
+        raise ConfigError(f"--temp-dir {path}: is longer than {longest} bytes, and Ray's sockets lie in it")
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = path.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
