@@ -43,14 +43,14 @@ GIT_INHERITS = ("PATH", "HOME", "XDG_CONFIG_HOME", "GIT_CONFIG_GLOBAL", "GIT_CON
 
 
 @dataclass(frozen=True, slots=True)
-class Bundle:
+class PackedFolder:
     """A packed folder; the name has a digest of the content."""
 
     name: str
     content: bytes
 
 
-def pack(folder: str, private: Private = EVERYWHERE_PRIVATE, limit: int = LIMIT_BYTES) -> Bundle:
+def pack(folder: str, private: Private = EVERYWHERE_PRIVATE, limit: int = LIMIT_BYTES) -> PackedFolder:
     """
     Pack *folder* (an absolute path). `limit`: bytes of all its files, since each worker gets them all.
 
@@ -68,7 +68,7 @@ def pack(folder: str, private: Private = EVERYWHERE_PRIVATE, limit: int = LIMIT_
     except OSError as error:
         named = f" ({error.filename})" if error.filename else ""
         raise ConfigError(f"job.workdir: {folder}: {error.strerror or error}{named}") from error
-    return Bundle(f"bundle.{hashlib.sha256(content).hexdigest()[:16]}.tar.gz", content)
+    return PackedFolder(f"bundle.{hashlib.sha256(content).hexdigest()[:16]}.tar.gz", content)
 
 
 def _packed(root: Path, names: list[str], private: Private) -> bytes:
