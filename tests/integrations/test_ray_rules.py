@@ -234,6 +234,16 @@ NEVER = {
         "fewer chips per task",
     ),
     "slices": (group(*[head_of()] * 5), UnmetCause.TOO_MANY_SLICES, "needs 5 slices of one pool, and lab may have 4"),
+    "slices for bundles that must be apart": (
+        group(*[bundle(TPU=1)] * 9, strategy="STRICT_SPREAD"),
+        UnmetCause.TOO_MANY_SLICES,
+        "needs 5 slices",
+    ),
+    "slices for more bundles than there are hosts": (
+        group(*[bundle(TPU=4)] * 10_000),
+        UnmetCause.TOO_MANY_SLICES,
+        "needs 5,000 slices",
+    ),
     "a worker": (
         tasks(1, bundle({"ray.io/tpu-worker-id": "2"}, TPU=4)),
         UnmetCause.NO_SUCH_LABEL,

@@ -588,7 +588,7 @@ class _Lot:
         self.awake -= 1
         self.claim(bay)
 
-    def find(self, kind: _Kind, without: Sequence[_Host] = ()) -> _Host | None:
+    def find(self, kind: _Kind, without: Container[_Host] = ()) -> _Host | None:
         """The host for one of *kind*: with the fewest free chips that suffice, so that gaps are filled first."""
         if kind.has_head:
             # A SlicePlacementGroup that lost its slice asks for the hosts by name, and for any head again.
@@ -613,7 +613,7 @@ class _Lot:
 
     def place(self, gang: _Gang, why: str, *, may_open: bool) -> bool:
         """Place all of *gang* or nothing, on open slices first."""
-        used: list[_Host] = []
+        used: set[_Host] = set()
         undo: list[Callable[[], None]] = []
         heads: list[_Bay] = []
         for kind in gang.kinds:
@@ -628,7 +628,7 @@ class _Lot:
                 return False
             undo.append(self.put(kind, host, 1, why))
             host.bay.tasks = None
-            used.append(host)
+            used.add(host)
             if kind.has_head:
                 heads.append(host.bay)
         for bay in heads:
@@ -703,9 +703,13 @@ class _Lot:
 
     def slices_for(self, gang: _Gang) -> int:
         """How many empty slices of this pool hold *gang*, each bundle of which a host can serve."""
-        size = len(gang.kinds)
-        if size <= self.pool.hosts and sum(kind.has_head for kind in gang.kinds) <= 1:
+        size, heads = len(gang.kinds), sum(kind.has_head for kind in gang.kinds)
+        if size <= self.pool.hosts and heads <= 1:
             return 1  # each bundle has a host to itself
+        apart = size if gang.strategy == "STRICT_SPREAD" else 0
+        least = max(heads, math.ceil(max(gang.chips / self.chips - _LEAST, apart) / self.pool.hosts))
+        if least > self.pool.maximum:
+            return least
         slots = [Slice(str(index), self.pool.name, index, SliceState.RESTING) for index in range(size)]
         empty = _Lot(replace(self.pool, maximum=size), slots, self.known, frozenset())
         return len(empty.bays) if empty.place(gang, "", may_open=True) else size + 1
@@ -779,10 +783,8 @@ class _Packing:
         small = sorted((lot for lot in able if sizes[lot] <= lot.pool.maximum), key=lambda lot: sizes[lot] > 1)
         if not small:
             best = min(able, key=lambda lot: sizes[lot] - lot.pool.maximum)
-            why = (
-                f"it needs {sizes[best]} slices of one pool, and {best.pool.name} may have {best.pool.maximum}: "
-                f"raise `count.max` of {best.pool.name}"
-            )
+            needs, name, most = counted(sizes[best], "slice"), best.pool.name, best.pool.maximum
+            why = f"it needs {needs} of one pool, and {name} may have {most}: raise `count.max` of {name}"
             return [_unmet(UnmetCause.TOO_MANY_SLICES, gang.kinds, count, why)]
         why = str(gang) if count == 1 else f"{count} x {gang}"
         for lot in small:
