@@ -19,8 +19,16 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, StrEnum
 from typing import Final, NamedTuple
 
-from tpucare.integrations.ray.demand import Bundle, ClusterState, HostState, HostStatus, Labels, PendingSlice, Shape
-from tpucare.integrations.ray.demand import UnmetDemand as Demand
+from tpucare.integrations.ray.demand import (
+    Bundle,
+    ClusterState,
+    HostState,
+    HostStatus,
+    Labels,
+    PendingSlice,
+    Shape,
+    UnmetDemand,
+)
 from tpucare.model.text import counted, length, plain
 
 # A snapshot holds what is pending and what is free from different instants, up to this many seconds apart.
@@ -108,7 +116,7 @@ class UnmetCause(Enum):
 @dataclass(frozen=True, slots=True)
 class Unmet:
     cause: UnmetCause
-    demand: Demand
+    demand: UnmetDemand
 
 
 @dataclass(frozen=True, slots=True)
@@ -884,4 +892,4 @@ _ADVICE: Final[Mapping[UnmetCause, str]] = {
 
 def _unmet(cause: UnmetCause, kinds: Sequence[_Kind], count: int, why: str) -> Unmet:
     what = str(kinds[0]) if len(kinds) == 1 else str(_Gang(tuple(kinds)))
-    return Unmet(cause, Demand(what, why, tuple(kind.bundle for kind in kinds), count))
+    return Unmet(cause, UnmetDemand(what, why, tuple(kind.bundle for kind in kinds), count))
