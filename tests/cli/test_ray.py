@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -11,7 +12,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +22,9 @@ from tests.integrations.test_ray_cluster import HEAD
 from tests.kits.bench_worker import eventually
 from tpucare.cli.common import Exit
 from tpucare.integrations.ray.cluster import cluster_folder, make_token, read_head, write_head
+from tpucare.model.memory import Memory
+from tpucare.service.control_socket import Control
+from tpucare.service.status import remembered_row
 
 IP = "127.7.3.2"
 
@@ -212,6 +218,130 @@ def test_a_cluster_of_no_name_is_refused(name: str, bench: Bench) -> None:
     for words in (("head", name), ("env", name), ("tunnel", name, "user@vm")):
         code, _, err = bench.run("ray", *words)
         assert (code, "cluster" in err, "must" in err) == (Exit.CONFIG, True, True)
+
+
+# --- its status, and what `down` ends ---------------------------------------------------------------------------------
+
+
+def slice_row(slot: str, state: str, busy: int = 0) -> dict[str, Any]:
+    return {"slot": slot, "state": state, "why": "", "busy_hosts": busy}
+
+
+def pool_row(fleet: str, *slices: dict[str, Any], cluster: str = "lab", **values: Any) -> dict[str, Any]:
+    return {
+        "fleet": fleet,
+        "cluster": cluster,
+        "type": "v4-16",
+        "head": "10.0.0.2:6379",
+        "dashboard": "127.0.0.1:8265",
+        "problem": "",
+        "age_seconds": 1.0,
+        "min": 0,
+        "max": 4,
+        "hosts": 0,
+        "asked": "",
+        "unmet": [],
+        "pending": [],
+        "awake": sum(one["state"] != "resting" for one in slices),
+        "joined": sum(one["state"] == "joined" for one in slices),
+        "busy_hosts": sum(one["busy_hosts"] for one in slices),
+        "slices": list(slices),
+        **values,
+    }
+
+
+LAB = pool_row("lab", slice_row("lab-0", "joined", 2), slice_row("lab-1", "joined", 1), slice_row("lab-2", "resting"))
+
+
+@contextlib.contextmanager
+def daemon_that_says(state: Path, *pools: dict[str, Any]) -> Iterator[None]:
+    """A daemon's socket that answers `status` with these rows of pools."""
+    names = [(row["fleet"], one["slot"]) for row in pools for one in row["slices"]]
+    now = datetime(2026, 11, 22, 7, 0, tzinfo=UTC)
+    slots = [
+        {
+            **remembered_row(slot, Memory(fleet=fleet), now),
+            "node": f"{slot}-a3",
+            "zone": "us-central2-b",
+            "why": "boots",
+        }
+        for fleet, slot in names
+    ]
+    answer = {"at": now.isoformat(), "store_lost": False, "projects": [], "strays": [], "files": [], "slots": slots}
+    fleets = [{"fleet": row["fleet"], "wish": "up", "problem": ""} for row in pools]
+    state.mkdir(exist_ok=True)
+    said = {**answer, "fleets": fleets, "ray": pools}
+
+    def serve() -> None:
+        served.serve(lambda _: said)
+
+    served = Control(state / "control.sock", serve)
+    served.start()
+    (state / "owner").write_text("tpucare-1")
+    try:
+        yield
+    finally:
+        served.close()
+
+
+def test_the_status_of_a_cluster_needs_a_daemon(bench: Bench) -> None:
+    code, out, err = bench.run("ray", "status", "lab")
+    assert (code, out) == (Exit.DAEMON, "")
+    assert "start it with `tpucare daemon`" in err
+
+
+def test_the_status_of_an_unknown_cluster_names_the_nearest(bench: Bench) -> None:
+    with daemon_that_says(bench.state, LAB, pool_row("big", cluster="other")):
+        code, out, err = bench.run("ray", "status", "labs")
+        assert (code, out) == (Exit.FAILED, "")
+        assert "no pool belongs to a cluster labs: apply a fleet file with a `ray` section; nearest: lab" in err
+    with daemon_that_says(bench.state):
+        code, out, _ = bench.run("ray", "status")
+        assert (code, "no fleet is a pool of a Ray cluster" in out) == (0, True)
+
+
+def test_the_status_of_a_cluster_shows_its_pools_and_the_slices_that_are_awake(bench: Bench) -> None:
+    big = pool_row("big", slice_row("big-0", "coming"), asked="2 placement groups", unmet=["{TPU: 64}: no pool has it"])
+    with daemon_that_says(bench.state, LAB, big, pool_row("far", cluster="other")):
+        code, out, err = bench.run("ray", "status", "lab")
+        assert (code, err) == (0, "")
+        assert out.splitlines() == [
+            "lab, pool of lab: 2 awake of 0 to 4, 2 joined, 3 hosts at work; asked for: nothing (1 s ago)",
+            "  lab-0 joined (lab-0-a3 us-central2-b)",
+            "  lab-1 joined (lab-1-a3 us-central2-b)",
+            "big, pool of lab: 1 awake of 0 to 4, 0 joined; asked for: 2 placement groups (1 s ago)",
+            "{TPU: 64}: no pool has it",
+            "  big-0 coming (big-0-a3 us-central2-b): boots",
+        ]
+        code, out, _ = bench.run("ray", "status", "lab", "--json")
+        assert json.loads(out) == {"pools": [LAB, big]}
+        assert bench.run("ray", "status")[1].count(", pool of ") == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("lab",), "3 hosts of lab work for jobs, which end. Stop the runs of lab and delete its nodes?"),
+        (("lab-1",), "1 host of lab-1 works for jobs, which end. Stop the runs of lab-1 and delete its nodes?"),
+        (("lab-2",), "Stop the runs of lab-2 and delete its nodes?"),
+    ],
+)
+def test_down_tells_of_the_jobs_that_end_with_the_hosts(words: tuple[str, ...], said: str, bench: Bench) -> None:
+    with daemon_that_says(bench.state, LAB):
+        code, out, err = bench.run("down", *words)
+    assert (code, out) == (Exit.FAILED, "")
+    assert err.startswith(f"tpucare: {said} There is no terminal"), err
+
+
+def test_down_says_so_where_work_of_hosts_is_not_known(bench: Bench) -> None:
+    silent = pool_row("lab", slice_row("lab-0", "coming"), age_seconds=None, problem="the head does not answer")
+    late = pool_row("big", slice_row("big-0", "joined", 2), age_seconds=180.0, problem="the head does not answer")
+    resting = pool_row("far", slice_row("far-0", "resting"), age_seconds=None)
+    with daemon_that_says(bench.state, silent, late, resting):
+        _, _, err = bench.run("down", "--all")
+    assert "Whether hosts of lab work for jobs is not known: the head does not answer. " in err
+    assert "2 hosts of big worked for jobs 3 min ago, when the head answered last; these jobs end. Stop" in err
+    assert "far work" not in err
 
 
 # --- to reach it -----------------------------------------------------------------------------------------------------

@@ -126,3 +126,69 @@ def test_failures_say_how_many_in_a_row_and_in_all() -> None:
 )
 def test_names_of_slots_are_folded(slots: list[str], text: str) -> None:
     assert render._names([row(slot) for slot in slots]) == text
+
+
+POOL = {
+    "fleet": "lab",
+    "cluster": "big",
+    "head": "10.0.0.2:6379",
+    "problem": "",
+    "age_seconds": 2.0,
+    "asked": "",
+    "min": 0,
+    "max": 4,
+    "awake": 0,
+    "joined": 0,
+    "busy_hosts": 0,
+    "unmet": [],
+}
+
+
+@pytest.mark.parametrize(
+    ("values", "lines"),
+    [
+        ({}, ["lab, pool of big: 0 awake of 0 to 4, 0 joined; asked for: nothing (2 s ago)"]),
+        (
+            {"awake": 3, "joined": 2, "busy_hosts": 1, "asked": "1 placement group", "age_seconds": 0.3},
+            ["lab, pool of big: 3 awake of 0 to 4, 2 joined, 1 host at work; asked for: 1 placement group (0 s ago)"],
+        ),
+        (
+            {"min": 4, "awake": 4, "age_seconds": None},
+            ["lab, pool of big: 4 awake of 4, 0 joined; the head at 10.0.0.2:6379 has not answered yet"],
+        ),
+        (
+            {"head": "", "age_seconds": None, "problem": "no head of big was started here: `tpucare ray head big`"},
+            ["lab, pool of big: 0 awake of 0 to 4, 0 joined; no head of big was started here: `tpucare ray head big`"],
+        ),
+        (
+            {"age_seconds": 150.0, "problem": "the head does not answer", "unmet": ["{TPU: 8}: no host has it"]},
+            [
+                "lab, pool of big: 0 awake of 0 to 4, 0 joined; asked for: nothing (2 min 30 s ago); "
+                "the head does not answer",
+                "{TPU: 8}: no host has it",
+            ],
+        ),
+    ],
+)
+def test_a_pool_is_a_line_and_each_demand_that_it_cannot_meet_another(values: dict[str, Any], lines: list[str]) -> None:
+    assert render.ray_pool({**POOL, **values}) == lines
+    assert screen(answer(ray=[{**POOL, **values}]), 0)[: len(lines)] == lines
+
+
+@pytest.mark.parametrize(
+    ("state", "slot", "line"),
+    [
+        ("joined", training("lab-0", why="running"), "lab-0 joined (lab-0-a0 us-east5-a)"),
+        (
+            "coming",
+            training("lab-0", why="waiting for 1 worker"),
+            "lab-0 coming (lab-0-a0 us-east5-a): waiting for 1 worker",
+        ),
+        ("coming", row("lab-0", why="no capacity"), "lab-0 coming: no capacity"),
+        ("leaving", {}, "lab-0 leaving"),
+    ],
+)
+def test_a_slice_says_what_its_slot_waits_for_while_hosts_are_missing(
+    state: str, slot: dict[str, Any], line: str
+) -> None:
+    assert render.ray_slice({"slot": "lab-0", "state": state}, slot) == line

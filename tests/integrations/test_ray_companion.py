@@ -37,6 +37,8 @@ def test_demand_makes_one_slice_and_its_end_lets_it_rest(lab: Lab) -> None:
     lab.ray.join(node, used=4.0)
     lab.run(600)
     assert lab.nodes == [node], "it works"
+    (row,) = lab.care.rows()
+    assert [row["busy_hosts"], *(one["busy_hosts"] for one in row["slices"])] == [4, 4, 0, 0]
     lab.ray.join(node, idle=119.0)
     lab.run(5)
     assert lab.nodes == [node]

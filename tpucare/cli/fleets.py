@@ -11,6 +11,10 @@ from typing import Annotated, Any
 import typer
 
 from tpucare.cli.common import CommandError, ask, options, print_json, say, warn
+from tpucare.model.text import counted, length
+
+# An answer of a cluster's head that is not older describes the present.
+_JUST_NOW_SECONDS = 30.0
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 YesFlag = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
@@ -299,7 +303,11 @@ def down(
     elif not targets:
         say("no fleet is up")
         return
-    ask(f"Stop the runs of {', '.join(targets)} and delete {'its' if target else 'their'} nodes?", yes=yes)
+    if not yes:
+        ending = _jobs_that_end(client.running_status(chosen, target), target)
+        ask(
+            f"{ending}Stop the runs of {', '.join(targets)} and delete {'its' if target else 'their'} nodes?", yes=False
+        )
     answers = client.take_down(chosen, targets, warn, wait=wait)
     if json_out:
         print_json(answers[target] if target else {"fleets": list(answers.values())})
@@ -311,6 +319,25 @@ def down(
                 say(f"{name}: all its nodes are deleted")
     if hidden := [_hidden(name, answer["out_of_reach"]) for name, answer in answers.items() if answer["out_of_reach"]]:
         raise CommandError("; ".join(hidden))
+
+
+def _jobs_that_end(answer: Mapping[str, Any], target: str) -> str:
+    """Sentences about pools of Ray clusters whose hosts work for jobs, before the question of `down`; else empty."""
+    found = ""
+    for row in answer.get("ray", ()):
+        slices = [one for one in row["slices"] if target in ("", row["fleet"], one["slot"])]
+        hosts, age = sum(one["busy_hosts"] for one in slices), row["age_seconds"]
+        if age is None and row["awake"]:
+            found += (
+                f"Whether hosts of {row['fleet']} work for jobs is not known: {row['problem'] or 'no answer yet'}. "
+            )
+        elif hosts and age < _JUST_NOW_SECONDS:
+            work = "works" if hosts == 1 else "work"
+            found += f"{counted(hosts, 'host')} of {target or row['fleet']} {work} for jobs, which end. "
+        elif hosts:
+            about = f"{counted(hosts, 'host')} of {target or row['fleet']}"
+            found += f"{about} worked for jobs {length(age)} ago, when the head answered last; these jobs end. "
+    return found
 
 
 def _hidden(target: str, nodes: Sequence[Mapping[str, str]]) -> str:

@@ -98,13 +98,14 @@ def status(
     """
     from tpucare.cli.render import ray_pool, ray_slice
     from tpucare.integrations.ray.cluster import checked_name
-    from tpucare.service import status as service_status
+    from tpucare.service.control_socket import NoDaemon, request
 
-    chosen = options(context)
-    answer = service_status.status(chosen, "")
-    if not answer["daemon"]:
-        raise CommandError("no daemon runs, so nobody follows Ray clusters: start it with `tpucare daemon`")
-    known = answer.get("ray", [])
+    try:
+        answer = request(options(context).socket, {"do": "status"})
+    except NoDaemon:
+        text = "no daemon runs, and only a daemon follows Ray clusters: start it with `tpucare daemon`"
+        raise NoDaemon(text) from None
+    known = answer["ray"]
     rows = [row for row in known if not name or row["cluster"] == checked_name(name)]
     if name and not rows:
         near = hint(name, [row["cluster"] for row in known])

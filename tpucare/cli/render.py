@@ -184,8 +184,10 @@ def ray_pool(row: Answer) -> list[str]:
     counts = f"{row['awake']} awake of {bounds}, {row['joined']} joined"
     if row["busy_hosts"]:
         counts = f"{counts}, {counted(row['busy_hosts'], 'host')} at work"
-    known = f"asked for: {row['asked'] or 'nothing'} ({length(row['age_seconds'])} ago)" if row["head"] else ""
-    if row["head"] and row["age_seconds"] is None:
+    known = ""
+    if row["age_seconds"] is not None:
+        known = f"asked for: {row['asked'] or 'nothing'} ({length(row['age_seconds'])} ago)"
+    elif row["head"] and not row["problem"]:
         known = f"the head at {row['head']} has not answered yet"
     parts = "; ".join(filter(None, (counts, known, row["problem"])))
     return [f"{row['fleet']}, pool of {row['cluster']}: {parts}", *row["unmet"]]

@@ -271,6 +271,11 @@ def fleets_that_are_up(options: Options) -> list[str]:
     return [row["fleet"] for row in rows if row["wish"] != DesiredState.DOWN.value]
 
 
+def running_status(options: Options, target: str) -> dict[str, Any]:
+    """The status of the chosen store. Raises: StoreError: there is no store. TpuCareError: no such target."""
+    return service_status.of_store(options, target)
+
+
 def refuse_unknown(options: Options, target: str) -> None:
     """To be called before a person is asked to confirm. Raises: TpuCareError: no fleet or slot has that name."""
     if Stores(options).is_unused():

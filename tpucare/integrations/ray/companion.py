@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import socket
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -416,13 +417,19 @@ class RayCare:
         pool, state = fleet.ray, cluster.state
         assert pool is not None
         mine = {track.slot.name: track for track in self._tracks([fleet])}
+        nodes = {node: slot for slot, track in mine.items() if (node := serving_node(track))}
+        hosts = [host for host in state.hosts if host.instance in nodes] if state is not None else []
+        busy = Counter(nodes[host.instance] for host in hosts if host.status is HostStatus.RUNNING)
         slices = [
-            {"slot": slot, "state": cluster.states[slot][0].value.lower(), "why": cluster.plan.wake.get(slot, "")}
+            {
+                "slot": slot,
+                "state": cluster.states[slot][0].value.lower(),
+                "why": cluster.plan.wake.get(slot, ""),
+                "busy_hosts": busy[slot],
+            }
             for slot in mine
             if slot in cluster.states
         ]
-        nodes = {node for track in mine.values() if (node := serving_node(track))}
-        hosts = [host for host in state.hosts if host.instance in nodes] if state is not None else []
         age = self._monotonic() - cluster.read_at
         return {
             "fleet": fleet.name,
@@ -436,7 +443,7 @@ class RayCare:
             "max": fleet.count,
             "awake": sum(not slot_rests(track) for track in mine.values()),
             "joined": sum(one["state"] == SliceState.JOINED.value.lower() for one in slices),
-            "busy_hosts": sum(host.status is HostStatus.RUNNING for host in hosts),
+            "busy_hosts": busy.total(),
             "hosts": sum(host.status is not HostStatus.DEAD for host in hosts),
             "asked": _asked(state) if state is not None else "",
             "unmet": [plain(f"{one.demand.what}: {one.demand.why}") for one in cluster.plan.unmet],
