@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from tests.kits.ray_hosts import pool
 from tests.kits.ray_placement import Broken, Cluster, Job, Preemption
-from tpucare.integrations.ray.rules import Pool
+from tpucare.integrations.ray.rules import SlicePool
 
 
-def _quick(*pools: Pool) -> list[Pool]:
+def _quick(*pools: SlicePool) -> list[SlicePool]:
     return [replace(one, idle=60.0) for one in pools]
 
 
@@ -29,7 +29,7 @@ POOLS = [
 
 
 @st.composite
-def jobs(draw: st.DrawFn, pools: list[Pool]) -> Job:
+def jobs(draw: st.DrawFn, pools: list[SlicePool]) -> Job:
     of = draw(st.sampled_from(pools))
     kind = draw(st.sampled_from(["tasks", "group", "slices", "floor"]))
     sizes = [chips for chips in (1, 2, 4, 8) if chips <= min(one.chips for one in pools)]

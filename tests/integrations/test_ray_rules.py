@@ -21,7 +21,16 @@ from tests.kits.ray_hosts import (
     tasks,
 )
 from tpucare.integrations.ray.demand import Bundle, Gang, HostStatus, Request
-from tpucare.integrations.ray.rules import Plan, PlanMemory, Pool, Slice, SliceState, UnmetCause, plan, pod_type
+from tpucare.integrations.ray.rules import (
+    PlanMemory,
+    Slice,
+    SlicePlan,
+    SlicePool,
+    SliceState,
+    UnmetCause,
+    plan,
+    pod_type,
+)
 
 LAB = pool()  # v4-16: two hosts of four chips
 NOW = 10_000.0
@@ -33,11 +42,11 @@ OLD = PlanMemory()
 def planned(
     *pending: Request | Gang,
     slices: list[Slice] | None = None,
-    pools: list[Pool] | None = None,
+    pools: list[SlicePool] | None = None,
     floor: tuple[Bundle, ...] = (),
     memory: PlanMemory = OLD,
     now: float = NOW,
-) -> Plan:
+) -> SlicePlan:
     """The plan once nothing has changed for a while."""
     pools = [LAB] if pools is None else pools
     slices = [one for each in pools for one in slots(each)] if slices is None else slices
@@ -46,7 +55,7 @@ def planned(
     return plan(state, slices, pools, memory, now)[0]
 
 
-def causes(found: Plan) -> list[UnmetCause]:
+def causes(found: SlicePlan) -> list[UnmetCause]:
     return [one.cause for one in found.unmet]
 
 
@@ -453,5 +462,5 @@ def test_type_under_the_name_of_ray(asked: str, rays: str) -> None:
 
 
 def test_pool_of_tpu7x_serves_its_head() -> None:
-    seven = Pool("seven", "tpu7x-16", hosts=2, chips=4, minimum=0, maximum=2, idle=600.0)
+    seven = SlicePool("seven", "tpu7x-16", hosts=2, chips=4, minimum=0, maximum=2, idle=600.0)
     assert list(planned(tasks(1, head_of("v7x-16")), pools=[seven]).wake) == ["seven-0"]

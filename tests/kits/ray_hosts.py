@@ -6,20 +6,20 @@ import hashlib
 from collections.abc import Iterable, Mapping
 
 from tpucare.integrations.ray.demand import Bundle, ClusterState, Gang, HostState, HostStatus, Request
-from tpucare.integrations.ray.rules import Pool, Slice, SliceState, pod_type
+from tpucare.integrations.ray.rules import Slice, SlicePool, SliceState, pod_type
 
 CPUS = 240.0
 
 
-def pool(name: str = "lab", type: str = "v4-16", *, least: int = 0, most: int = 4, priority: int = 0) -> Pool:
+def pool(name: str = "lab", type: str = "v4-16", *, least: int = 0, most: int = 4, priority: int = 0) -> SlicePool:
     """Of v4-8, v4-16, v4-32, ...: 4 chips a host; v6e-8: one host of 8 chips."""
     cores = int(type.rpartition("-")[2])
     hosts, chips = (1, 8) if type == "v6e-8" else (cores // 8, 4)
-    return Pool(name, type, hosts, chips, least, most, idle=600.0, priority=priority)
+    return SlicePool(name, type, hosts, chips, least, most, idle=600.0, priority=priority)
 
 
 def host(
-    of: Pool,
+    of: SlicePool,
     slot: str,
     index: int = 0,
     *,
@@ -61,24 +61,28 @@ def host(
     )
 
 
-def slots(of: Pool, states: Mapping[int, Slice] | None = None) -> list[Slice]:
+def slots(of: SlicePool, states: Mapping[int, Slice] | None = None) -> list[Slice]:
     """All slots of a pool; those not named in *states* rest."""
     resting = (Slice(f"{of.name}-{index}", of.name, index, SliceState.RESTING) for index in range(of.maximum))
     return [(states or {}).get(one.index, one) for one in resting]
 
 
-def a_slice(of: Pool, index: int, state: SliceState, hosts: Iterable[HostState] = (), *, since: float = 0.0) -> Slice:
+def a_slice(
+    of: SlicePool, index: int, state: SliceState, hosts: Iterable[HostState] = (), *, since: float = 0.0
+) -> Slice:
     return Slice(f"{of.name}-{index}", of.name, index, state, tuple(hosts), since)
 
 
-def joined(of: Pool, index: int, *, free: float | None = None, idle: float | None = None, head: bool = True) -> Slice:
+def joined(
+    of: SlicePool, index: int, *, free: float | None = None, idle: float | None = None, head: bool = True
+) -> Slice:
     """A slice of which all hosts have joined; `free` chips on each."""
     name = f"{of.name}-{index}"
     hosts = [host(of, name, number, free=free, idle=idle, head=head) for number in range(of.hosts)]
     return a_slice(of, index, SliceState.JOINED, hosts)
 
 
-def coming(of: Pool, index: int, *hosts: HostState, since: float = 0.0) -> Slice:
+def coming(of: SlicePool, index: int, *hosts: HostState, since: float = 0.0) -> Slice:
     return a_slice(of, index, SliceState.COMING, hosts, since=since)
 
 

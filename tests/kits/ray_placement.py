@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from tests.kits.ray_hosts import bundle, group, head_of, host, pinned_to, snapshot, tasks
 from tpucare.integrations.ray.demand import Bundle, Gang, HostState, Request
-from tpucare.integrations.ray.rules import UNNEEDED_SECONDS, Plan, PlanMemory, Pool, Slice, SliceState, plan
+from tpucare.integrations.ray.rules import UNNEEDED_SECONDS, PlanMemory, Slice, SlicePlan, SlicePool, SliceState, plan
 
 STEP, LAG, POLL = 0.5, 1.0, 1.0
 # Demand that a plan saw may be gone by now: what it was right to do, is judged by all instants that it may have seen.
@@ -98,7 +98,7 @@ class Host:
 
 @dataclass(eq=False)
 class Slot:
-    pool: Pool
+    pool: SlicePool
     index: int
     state: SliceState = SliceState.RESTING
     returns: bool = False
@@ -136,7 +136,7 @@ class Cluster:
     """Ray, the slices, and a companion that does at once what the rules say."""
 
     def __init__(
-        self, pools: Sequence[Pool], jobs: Sequence[Job], preemptions: Sequence[Preemption], seed: int
+        self, pools: Sequence[SlicePool], jobs: Sequence[Job], preemptions: Sequence[Preemption], seed: int
     ) -> None:
         self.pools, self.rng, self.now = list(pools), random.Random(seed), 0.0
         self.slots = [Slot(pool, index) for pool in pools for index in range(pool.maximum)]
@@ -182,7 +182,7 @@ class Cluster:
             for pool in self.pools
         )
 
-    def _of(self, pool: Pool) -> list[Slot]:
+    def _of(self, pool: SlicePool) -> list[Slot]:
         return [slot for slot in self.slots if slot.pool.name == pool.name]
 
     def _next_times(self) -> Iterator[float]:
@@ -409,7 +409,7 @@ class Cluster:
         if found.unmet and any(not one.cause.waits for one in found.unmet):
             raise Broken(f"demand that can be served is called never: {found.unmet}")
 
-    def _judge(self, found: Plan) -> None:
+    def _judge(self, found: SlicePlan) -> None:
         by_name = {slot.name: slot for slot in self.slots}
         for name in found.wake:
             slot = by_name[name]
@@ -475,7 +475,7 @@ def _bundle(piece: Piece) -> Bundle:
 Room = tuple[tuple[tuple[int, ...], ...], ...]
 
 
-def missing(view: View, slots: Sequence[Slot], pools: Sequence[Pool], woken: Sequence[Slot]) -> int:
+def missing(view: View, slots: Sequence[Slot], pools: Sequence[SlicePool], woken: Sequence[Slot]) -> int:
     """How many of *woken* an exact packing needs beside what is awake; all of them, if they do not suffice."""
     pinned = {piece.pin for pieces in view.waiting for piece in pieces if piece.pin}
     healing = {id(piece.together) for pieces in view.waiting for piece in pieces if piece.pin}
@@ -517,7 +517,7 @@ def missing(view: View, slots: Sequence[Slot], pools: Sequence[Pool], woken: Seq
 Item = tuple[str, tuple[int, ...], bool, tuple[int, ...]]
 
 
-def _items(view: View, pools: Sequence[Pool], healing: set[int]) -> tuple[Item, ...]:
+def _items(view: View, pools: Sequence[SlicePool], healing: set[int]) -> tuple[Item, ...]:
     """(kind, chips, apart, pools) of all that waits, the largest first."""
     items: list[Item] = []
     for pieces in view.waiting:

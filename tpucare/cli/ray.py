@@ -38,8 +38,8 @@ Example: eval "$(tpucare ray env lab)"
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the cluster.")]
 
 
-@app.command(context_settings={"allow_extra_args": True})
-def head(
+@app.command("head", context_settings={"allow_extra_args": True})
+def ray_head(
     context: typer.Context,
     name: Name,
     address: Annotated[
@@ -68,7 +68,7 @@ def head(
     from tpucare.integrations.ray import head as heads
 
     state = options(context).state
-    ready = heads.prepare(
+    ready = heads.prepare_head(
         name,
         state=state,
         python=str(expanded(python)) if python else sys.executable,
@@ -81,11 +81,11 @@ def head(
     record = ready.record
     warn(f"cluster {name}: Ray {record.ray}, head at {record.address}; dashboard and jobs at http://{record.dashboard}")
     warn(f'to submit jobs from this machine: eval "$(tpucare ray env {name})"')
-    heads.become(ready, state, os.environ)
+    heads.become_head(ready, state, os.environ)
 
 
-@app.command()
-def status(
+@app.command("status")
+def ray_status(
     context: typer.Context,
     name: Annotated[str, typer.Argument(metavar="[NAME]", help="Default: every cluster.")] = "",
     json_out: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -124,8 +124,8 @@ def status(
         say("no fleet is a pool of a Ray cluster; a fleet file with a `ray` section makes one (docs/ray.md)")
 
 
-@app.command()
-def env(context: typer.Context, name: Name) -> None:
+@app.command("env")
+def ray_env(context: typer.Context, name: Name) -> None:
     """
     Print the variables with which `ray job submit` and the other commands of Ray's jobs reach a cluster.
 
@@ -144,8 +144,8 @@ def env(context: typer.Context, name: Name) -> None:
         typer.echo(f"export {variable}={shlex.quote(value)}")
 
 
-@app.command()
-def tunnel(
+@app.command("tunnel")
+def ray_tunnel(
     context: typer.Context,
     name: Name,
     login: Annotated[str, typer.Argument(metavar="USER@HOST", help="How ssh reaches the head's machine.")] = "",

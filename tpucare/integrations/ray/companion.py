@@ -31,7 +31,7 @@ from tpucare.integrations.ray.demand import (
 )
 from tpucare.integrations.ray.hosts import outfit
 from tpucare.integrations.ray.probe import Probe
-from tpucare.integrations.ray.rules import Plan, PlanMemory, Pool, Slice, SliceState, Unmet
+from tpucare.integrations.ray.rules import PlanMemory, Slice, SlicePlan, SlicePool, SliceState, Unmet
 from tpucare.model import accelerators
 from tpucare.model.actions import Wait
 from tpucare.model.causes import Cause
@@ -114,7 +114,7 @@ class _Cluster:
     read_at: float = -math.inf
     silent_since: float | None = None
     told_away: bool = False
-    plan: Plan = field(default_factory=Plan)
+    plan: SlicePlan = field(default_factory=SlicePlan)
     memory: PlanMemory = field(default_factory=PlanMemory)
     drains: dict[int, str] = field(default_factory=dict)
     refused: dict[str, float] = field(default_factory=dict)
@@ -296,7 +296,7 @@ class RayCare:
         self._tell_warnings(name, cluster, fleets, answer)
         if answer.reporter:
             cluster.problem = f"{name} has another caretaker, {answer.reporter}: end one of the two"
-            cluster.plan = Plan()
+            cluster.plan = SlicePlan()
             return
         self._apply_plan(cluster, fleets, answer, at)
 
@@ -455,10 +455,10 @@ class RayCare:
 # --- a slot as the rules see it --------------------------------------------------------------------------------------
 
 
-def pool_of(fleet: FleetSpec) -> Pool:
+def pool_of(fleet: FleetSpec) -> SlicePool:
     assert fleet.ray is not None
     shape = accelerators.derive(fleet.ray.accelerator)
-    return Pool(
+    return SlicePool(
         fleet.name,
         fleet.ray.accelerator,
         shape.hosts,

@@ -81,7 +81,7 @@ class Head:
     env: Mapping[str, str]
 
 
-def prepare(
+def prepare_head(
     name: str,
     *,
     state: Path,
@@ -137,7 +137,7 @@ def prepare(
     return Head(record, folder, words, env)
 
 
-def become(head: Head, state: Path, env: Mapping[str, str]) -> NoReturn:
+def become_head(head: Head, state: Path, env: Mapping[str, str]) -> NoReturn:
     """Write the record, and replace this process by the head. Raises: OSError."""
     write_head(state, head.record)
     # `python -m` imports from the current folder first, and tasks on the head begin there: an empty one of its own.

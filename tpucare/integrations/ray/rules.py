@@ -54,7 +54,7 @@ def pod_type(accelerator_type: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Pool:
+class SlicePool:
     """
     type: accelerator type of all its slices    hosts: of a slice    chips: of a host
     minimum, maximum: slices    idle: seconds until an idle slice rests    priority: the lowest number is tried first
@@ -120,7 +120,7 @@ class Unmet:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class SlicePlan:
     """
     wake, rest: slot -> why. A slot of `rest` whose slice has joined is drained first, and stays if a host refuses.
 
@@ -159,8 +159,8 @@ class PlanMemory:
 
 
 def plan(
-    state: ClusterState, slices: Sequence[Slice], pools: Sequence[Pool], memory: PlanMemory, now: float
-) -> tuple[Plan, PlanMemory]:
+    state: ClusterState, slices: Sequence[Slice], pools: Sequence[SlicePool], memory: PlanMemory, now: float
+) -> tuple[SlicePlan, PlanMemory]:
     """
     The slots to wake and to rest after the snapshot *state*, which was read at *now* (seconds, any origin).
 
@@ -226,13 +226,13 @@ def plan(
         if (bay.slot in wake or bay.state is SliceState.COMING) and bay.slot not in rest
     )
     after = PlanMemory(last_needed, known, free, changed, doubted, resting | rest.keys())
-    return Plan(wake, rest, tuple(unmet), pending), after
+    return SlicePlan(wake, rest, tuple(unmet), pending), after
 
 
 # --- memory of hosts, and of what is believed -------------------------------------------------------------------------
 
 
-def _known_host(pool: Pool, slices: Sequence[Slice], memory: PlanMemory) -> KnownHost | None:
+def _known_host(pool: SlicePool, slices: Sequence[Slice], memory: PlanMemory) -> KnownHost | None:
     """
     A host of *pool*: of each resource the least that a host has which is there now, else as remembered.
 
@@ -301,7 +301,7 @@ def _works(one: Slice) -> bool:
     return any(host.status is HostStatus.RUNNING for host in one.hosts)
 
 
-def _is_idle(one: Slice, pool: Pool) -> bool:
+def _is_idle(one: Slice, pool: SlicePool) -> bool:
     return all(host.status is HostStatus.IDLE and host.idle_seconds >= pool.idle for host in one.hosts)
 
 
@@ -354,7 +354,7 @@ class _Demand(NamedTuple):
     floor: Sequence[tuple[_Kind, int]]
 
 
-def _read_demand(state: ClusterState, slots: Mapping[str, Slice], pools: Sequence[Pool]) -> _Demand:
+def _read_demand(state: ClusterState, slots: Mapping[str, Slice], pools: Sequence[SlicePool]) -> _Demand:
     """The demand for TPUs in *state*; all other is no matter of slices."""
     names = re.compile("|".join(rf"{re.escape(pool.name)}-\d+" for pool in pools) or r"(?!)")
     pinned: Counter[tuple[str, _Kind]] = Counter()
@@ -493,7 +493,7 @@ class _Lot:
 
     def __init__(
         self,
-        pool: Pool,
+        pool: SlicePool,
         slices: Sequence[Slice],
         known: KnownHost | None,
         resting: frozenset[str],
