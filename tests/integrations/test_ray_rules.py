@@ -138,8 +138,8 @@ SUBTRACTED = {
     "free chips": ((tasks(4, bundle(TPU=1)),), joined(LAB, 0, free=2), 0),
     "free chips, and one more task": ((tasks(5, bundle(TPU=1)),), joined(LAB, 0, free=2), 1),
     "free chips in pieces that are too small": ((tasks(1, bundle(TPU=4)),), joined(LAB, 0, free=2), 1),
-    "no chips of a slice that goes": ((PAIR,), a_slice(LAB, 0, SliceState.FAILED), 1),
-    "a slice that dies comes back": ((PAIR,), a_slice(LAB, 0, SliceState.LEAVING), 0),
+    "no chips of a slice that failed": ((PAIR,), a_slice(LAB, 0, SliceState.FAILED), 1),
+    "no chips of a slice that leaves": ((PAIR,), replace(joined(LAB, 0), state=SliceState.LEAVING), 1),
     "no chips of a host that drains": (
         (PAIR,),
         coming(LAB, 0, host(LAB, "lab-0"), host(LAB, "lab-0", 1, status=HostStatus.DRAINING)),
@@ -151,12 +151,6 @@ SUBTRACTED = {
 @pytest.mark.parametrize(("pending", "there", "more"), SUBTRACTED.values(), ids=SUBTRACTED.keys())
 def test_slices_that_are_there_are_subtracted(pending: tuple[Gang, ...], there: Slice, more: int) -> None:
     assert len(planned(*pending, slices=slots(LAB, {0: there})).wake) == more
-
-
-def test_slice_sent_to_rest_is_no_supply() -> None:
-    leaving = slots(LAB, {0: a_slice(LAB, 0, SliceState.LEAVING)})
-    memory = PlanMemory(resting=frozenset({"lab-0"}))
-    assert list(planned(PAIR, slices=leaving, memory=memory).wake) == ["lab-1"]
 
 
 # --- bounds, and the order of pools -----------------------------------------------------------------------------------
@@ -172,8 +166,7 @@ def test_never_above_the_maximum() -> None:
 
 def test_slices_that_leave_count_until_they_are_gone() -> None:
     states = {index: a_slice(LAB, index, SliceState.LEAVING) for index in range(3)}
-    memory = PlanMemory(resting=frozenset({"lab-0", "lab-1", "lab-2"}))
-    assert list(planned(tasks(4, head_of()), slices=slots(LAB, states), memory=memory).wake) == ["lab-3"]
+    assert list(planned(tasks(4, head_of()), slices=slots(LAB, states)).wake) == ["lab-3"]
 
 
 def test_never_below_the_minimum() -> None:
@@ -331,7 +324,7 @@ def test_request_for_a_slot_takes_its_chips_from_others() -> None:
     ]
 
 
-@pytest.mark.parametrize("state", [SliceState.COMING, SliceState.LEAVING, SliceState.RESTING])
+@pytest.mark.parametrize("state", [SliceState.COMING, SliceState.RESTING])
 def test_head_of_a_group_whose_slice_comes_back_is_no_growth(state: SliceState) -> None:
     healing = (PINNED["in a group"], group(head_of()))
     there = slots(LAB, {2: a_slice(LAB, 2, state)})

@@ -209,7 +209,7 @@ class Cluster:
         for slot in self.slots:
             if slot.state is SliceState.LEAVING and slot.until <= self.now:
                 self._note(f"{slot.name} is gone")
-                slot.state, slot.since = SliceState.RESTING, self.now
+                slot.state = SliceState.RESTING
                 if slot.returns:
                     self._provision(slot)
             while slot.joins and slot.joins[0] <= self.now:
@@ -232,7 +232,7 @@ class Cluster:
         return random.Random(slot.nodes).sample(range(slot.pool.hosts), slot.pool.hosts)
 
     def _provision(self, slot: Slot) -> None:
-        slot.state, slot.returns, slot.since = SliceState.COMING, False, self.now
+        slot.state, slot.returns, slot.since = SliceState.COMING, False, slot.since if slot.returns else self.now
         slot.nodes += 1
         up = self.now + self.rng.choice([5.0, 20.0, 90.0, 300.0])
         slot.joins = sorted(up + self.rng.choice([0.0, 0.5, 1.0, 6.0]) for _ in range(slot.pool.hosts))
@@ -241,7 +241,9 @@ class Cluster:
     def _leave(self, slot: Slot, *, returns: bool) -> None:
         lost = [piece for host in slot.hosts.values() for piece in host.pieces]
         slot.hosts, slot.joins = {}, []
-        slot.state, slot.returns, slot.since = SliceState.LEAVING, returns, self.now
+        # A slice that comes up and is preempted still comes up.
+        slot.since = slot.since if returns and slot.state is SliceState.COMING else self.now
+        slot.state, slot.returns = SliceState.LEAVING, returns
         slot.until = self.now + self.rng.choice([2.0, 15.0])
         # Ray reschedules the lost bundles of a group together.
         groups: dict[tuple[int, bool], list[Piece]] = {}
@@ -384,7 +386,8 @@ class Cluster:
             hosts = hosts if slot.state in (SliceState.COMING, SliceState.JOINED) else ()
             if slot.state in (SliceState.COMING, SliceState.JOINED):
                 slot.state = SliceState.JOINED if len(hosts) == slot.pool.hosts else SliceState.COMING
-            slices.append(Slice(slot.name, slot.pool.name, slot.index, slot.state, hosts, slot.since))
+            shown = SliceState.COMING if slot.returns else slot.state
+            slices.append(Slice(slot.name, slot.pool.name, slot.index, shown, hosts, slot.since))
         state = snapshot(
             *_asked(demand.waiting),
             floor=[head_of(demand.floor.type)] * len(demand.floor.chips) if demand.floor else (),

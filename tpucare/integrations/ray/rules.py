@@ -72,8 +72,8 @@ class SlicePool:
 
 class SliceState(StrEnum):
     """
-    RESTING: no node is wanted           COMING: awake, not all of its hosts have joined
-    JOINED: all hosts RUNNING or IDLE    LEAVING: goes to rest, or its node dies
+    RESTING: no node is wanted           COMING: awake, not all hosts have joined, or its node died and comes back
+    JOINED: all hosts RUNNING or IDLE    LEAVING: is drained to rest, goes to rest, or a person took it down
     FAILED: needs a person
     """
 
@@ -147,7 +147,6 @@ class PlanMemory:
     hosts:       pool -> a host of it
     free:        host -> its free resources that count; `changed`: when this last changed
     doubted:     pool -> (since when, how many slices) demand wants more than there are
-    resting:     slots sent to rest that are not there yet
     """
 
     last_needed: Mapping[str, float] = field(default_factory=dict)
@@ -155,7 +154,6 @@ class PlanMemory:
     free: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     changed: float = -math.inf
     doubted: Mapping[str, tuple[float, int]] = field(default_factory=dict)
-    resting: frozenset[str] = frozenset()
 
 
 def plan(
@@ -169,20 +167,18 @@ def plan(
     ranked = sorted(pools, key=lambda pool: (pool.priority, pool.name))
     mine = {pool.name: [one for one in slices if one.pool == pool.name] for pool in ranked}
     known = {pool.name: host for pool in ranked if (host := _known_host(pool, mine[pool.name], memory))}
-    # A slice that dies is awake and comes back under its name; one that goes to rest does not.
-    resting = frozenset(one.slot for one in slices if one.state is SliceState.LEAVING and one.slot in memory.resting)
     slots = {one.slot: one for of_pool in mine.values() for one in of_pool}
     demand = _read_demand(state, slots, ranked)
 
     # What is certain: bounds, the floor, and slots that are asked for by name.
     unmet: list[Unmet] = []
-    packing = _Packing([_Lot(pool, mine[pool.name], known.get(pool.name), resting) for pool in ranked])
+    packing = _Packing([_Lot(pool, mine[pool.name], known.get(pool.name)) for pool in ranked])
     for lot in packing.lots:
         while lot.awake < lot.pool.minimum and lot.open(f"{lot.pool.name} keeps {counted(lot.pool.minimum, 'slice')}"):
             pass
     kept: set[str] = set()
     if demand.floor:
-        floor = _Packing([_Lot(pool, mine[pool.name], known.get(pool.name), resting, floor=True) for pool in ranked])
+        floor = _Packing([_Lot(pool, mine[pool.name], known.get(pool.name), floor=True) for pool in ranked])
         floor.open_as(packing, slots)
         for kind, count in demand.floor:
             unmet += floor.place_singles(kind, count)
@@ -225,7 +221,7 @@ def plan(
         for bay in lot.bays.values()
         if (bay.slot in wake or bay.state is SliceState.COMING) and bay.slot not in rest
     )
-    after = PlanMemory(last_needed, known, free, changed, doubted, resting | rest.keys())
+    after = PlanMemory(last_needed, known, free, changed, doubted)
     return SlicePlan(wake, rest, tuple(unmet), pending), after
 
 
@@ -496,7 +492,6 @@ class _Lot:
         pool: SlicePool,
         slices: Sequence[Slice],
         known: KnownHost | None,
-        resting: frozenset[str],
         *,
         floor: bool = False,
     ) -> None:
@@ -514,12 +509,7 @@ class _Lot:
         restful = sorted((one for one in slices if one.state is SliceState.RESTING), key=lambda one: -one.index)
         self._restful = {one.slot: one for one in restful}
         self._allowed = pool.maximum - (len(slices) - len(self._restful))
-        supply = [
-            one
-            for one in slices
-            if one.state in (SliceState.COMING, SliceState.JOINED)
-            or (one.state is SliceState.LEAVING and one.slot not in resting)
-        ]
+        supply = [one for one in slices if one.state in (SliceState.COMING, SliceState.JOINED)]
         self.awake = len(supply)
         for one in sorted(supply, key=self._preference):
             self._add(one, opened=False)
@@ -545,14 +535,13 @@ class _Lot:
         bay = _Bay(one, opened=opened)
         self.bays[one.slot] = bay
         missing = list(range(self.pool.hosts))
-        if one.state is not SliceState.LEAVING:
-            for host in one.hosts:
-                number = host.labels.get(WORKER_ID, "")
-                missing.remove(int(number) if number.isdecimal() and int(number) in missing else missing[-1])
-                if host.status in (HostStatus.RUNNING, HostStatus.IDLE):
-                    self._add_joined(bay, host)
-                if not missing:
-                    break
+        for host in one.hosts:
+            number = host.labels.get(WORKER_ID, "")
+            missing.remove(int(number) if number.isdecimal() and int(number) in missing else missing[-1])
+            if host.status in (HostStatus.RUNNING, HostStatus.IDLE):
+                self._add_joined(bay, host)
+            if not missing:
+                break
         for index in missing:
             self._add_missing(bay, index)
         return bay
@@ -719,7 +708,7 @@ class _Lot:
         if least > self.pool.maximum:
             return least
         slots = [Slice(str(index), self.pool.name, index, SliceState.RESTING) for index in range(size)]
-        empty = _Lot(replace(self.pool, maximum=size), slots, self.known, frozenset())
+        empty = _Lot(replace(self.pool, maximum=size), slots, self.known)
         return len(empty.bays) if empty.place(gang, "", may_open=True) else size + 1
 
 
