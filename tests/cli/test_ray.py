@@ -7,9 +7,11 @@ import dataclasses
 import json
 import os
 import shlex
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -36,7 +38,9 @@ class Bench:
         self.folder, self.state = folder, folder / "state"
         self.started: list[subprocess.Popen[str]] = []
         self.env = {name: value for name, value in os.environ.items() if not name.startswith(("TPUCARE_", "RAY_"))}
-        self.env |= {"HOME": str(folder), "TPUCARE_STATE": str(self.state)}
+        # A short path, as the sockets of Ray need it.
+        self.temp = tempfile.mkdtemp(prefix="c", dir="/tmp")
+        self.env |= {"HOME": str(folder), "TPUCARE_STATE": str(self.state), "TMPDIR": self.temp}
 
     def python(self, ray: str = "2.60.0", lacks: str = "") -> str:
         path = self.folder / "python"
@@ -73,6 +77,7 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
         if process.poll() is None:
             process.kill()
         process.communicate()
+    shutil.rmtree(made.temp)
 
 
 def free_port() -> int:
