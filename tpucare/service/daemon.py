@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
 from tpucare.adapters.state import folder as state_folder
 from tpucare.adapters.systemd import Notifier
+from tpucare.model.errors import StoreError
 from tpucare.model.resources import Event
 from tpucare.service.assembly import Runtime, assemble
 from tpucare.service.commands import Answer, CommandHandler
@@ -56,6 +57,52 @@ def no_companions(_runtime: Runtime, _registry: FleetRegistry) -> Sequence[Compa
     return ()
 
 
+class CompanionGroup:
+    """
+    The companions of one daemon. One that fails unexpectedly stops neither the daemon nor the others.
+
+    report: tells of a failure, once for each text in an unbroken row
+    """
+
+    def __init__(self, companions: Sequence[Companion], report: Callable[[str], None]) -> None:
+        self._companions, self._report = companions, report
+        self._failures: dict[str, str] = {}
+
+    def poll(self) -> None:
+        """Raises: StoreError: nothing can be remembered, which ends the daemon."""
+        for companion in self._companions:
+            try:
+                companion.poll()
+            except StoreError:
+                raise
+            except Exception as error:
+                self._tell(companion.topic, error)
+            else:
+                self._failures.pop(companion.topic, None)
+
+    def rows(self, fleets: Collection[str] | None) -> dict[str, list[dict[str, Any]]]:
+        """Rows for `status` by topic, of these fleets; None: of all."""
+        found = {}
+        for companion in self._companions:
+            try:
+                rows = companion.rows()
+            except Exception as error:
+                self._tell(companion.topic, error)
+                rows = []
+            found[companion.topic] = [row for row in rows if fleets is None or row["fleet"] in fleets]
+        return found
+
+    def close(self) -> None:
+        for companion in self._companions:
+            companion.close()
+
+    def _tell(self, topic: str, error: Exception) -> None:
+        text = f"{topic}: not followed for now, {type(error).__name__}: {error}"
+        if self._failures.get(topic) != text:
+            self._failures[topic] = text
+            self._report(text)
+
+
 class Daemon:
     """
     The loop. `stop` and `reload` may be called from a signal handler.
@@ -73,7 +120,9 @@ class Daemon:
         self.registry = FleetRegistry.of(runtime)
         self._folder = FleetFolder(fleets, self.registry)
         self._handler = CommandHandler(runtime, self.registry, self._folder, self.stop)
-        self._companions = companions(runtime, self.registry)
+        self._companions = CompanionGroup(
+            companions(runtime, self.registry), lambda text: self.registry.report("error", text, level="error")
+        )
         self.until: Callable[[], bool] = lambda: False
         self.first_commands: Sequence[Mapping[str, Any]] = ()
         self._control = Control(runtime.options.socket, runtime.executor.nudge, on_error=self._report_failed_command)
@@ -111,8 +160,7 @@ class Daemon:
         finally:
             self._notifier.stopping("stopping; nodes are left alive")
             self._control.close()
-            for companion in self._companions:
-                companion.close()
+            self._companions.close()
         self.registry.report("stop", "the daemon stops; nodes are left alive", level="info")
         self._runtime.settle(SETTLE_SECONDS)
 
@@ -148,8 +196,7 @@ class Daemon:
             self._reloading = False
             self._folder.read_all_again()
         self._folder.read_changes()
-        for companion in self._companions:
-            companion.poll()
+        self._companions.poll()
         self.registry.remove_finished_slots()
         if self.until():
             self.stop()
@@ -158,8 +205,7 @@ class Daemon:
         answer = self._handler.handle(command)
         if isinstance(command, Mapping) and command.get("do") == "status":
             meant = {self._engine.slots[row["slot"]].slot.fleet for row in answer["slots"]}
-            for one in self._companions:
-                answer[one.topic] = [row for row in one.rows() if not command.get("target") or row["fleet"] in meant]
+            answer |= self._companions.rows(meant if command.get("target") else None)
         return answer
 
     def _report_failed_command(self, error: Exception) -> None:
