@@ -74,6 +74,17 @@ care:
   on_success: delete
 ```
 
+A `ray` section makes the fleet a *pool* of a [Ray cluster](ray.md): its slots get nodes when tasks ask for their TPUs.
+Jobs are submitted to the cluster, so `job` has no `run`:
+
+```yaml
+name: lab
+count: {{min: 0, max: 4}}
+tpu: {{type: v4-16, zones: [us-central2-b], network: {{external_ips: false}}}}
+job: {{workdir: ., setup: bash setup.sh}}
+ray: {{idle: 10m}}
+```
+
 ## How it is read
 
 * **YAML 1.2 words.** `on`, `yes` and `no` are words, dates are text; a boolean is `true` or `false`. Anchors and

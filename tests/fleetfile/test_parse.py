@@ -992,7 +992,7 @@ def test_a_pattern_is_refused_for_new_syntax_just_when_it_has_some(pattern: str)
 def test_templates_call_programs_that_images_have(path: Path) -> None:
     """Ubuntu 22.04 has `python3` and no `python`; `pip` there may belong to another Python than `python3`."""
     job = yaml.safe_load(path.read_text())["job"]
-    words = f"{job.get('setup', '')} {job['run']}".split()
+    words = f"{job.get('setup', '')} {job.get('run', '')}".split()
     assert "python" not in words
     assert all(before == "-m" for before, word in pairwise(["", *words]) if word == "pip")
 
