@@ -20,6 +20,7 @@ import contextlib
 import ctypes
 import hashlib
 import http.client
+import inspect
 import os
 import shlex
 import shutil
@@ -205,6 +206,8 @@ def drain(head: str, node: str, ip: str) -> int:
     from ray.core.generated import autoscaler_pb2 as words
 
     client = GcsClient(address=head)
+    # Ray 2.56 has no such limit; HELPER_SECONDS ends this process.
+    limit = {"timeout": 5} if "timeout" in inspect.signature(client.drain_node).parameters else {}
     deadline_ms = int((time.time() + NOTICE_DEADLINE_SECONDS) * 1000)
     for state in get_cluster_resource_state(client).node_states:
         if (state.instance_id, state.node_ip_address) == (node, ip) and state.status != words.NodeStatus.DEAD:
@@ -213,7 +216,7 @@ def drain(head: str, node: str, ip: str) -> int:
                 words.DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION,
                 "the cloud takes this machine back",
                 deadline_ms,
-                timeout=5,
+                **limit,
             )
             say("Ray knows that this host is preempted" if accepted else f"Ray refuses to drain this host: {why}")
     return 0

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from tests.kits.bench_worker import eventually
+from tests.kits.ray_cluster import RAY_PYTHON
 from tests.templates.test_ray_host import SCRIPT
 from tpucare.integrations.ray.cluster import make_token, token_variable
 
@@ -57,7 +58,16 @@ class Cluster:
 
     def start_head(self) -> subprocess.Popen[bytes]:
         words = [sys.executable, "-m", "tpucare.cli", "ray", "head", "lab", "--address", self.address]
-        words += ["--dashboard-port", str(self.dashboard), "--", *SMALL, "--ray-client-server-port", "20001"]
+        words += [
+            "--dashboard-port",
+            str(self.dashboard),
+            "--python",
+            RAY_PYTHON,
+            "--",
+            *SMALL,
+            "--ray-client-server-port",
+            "20001",
+        ]
         return self._start(words, {"TPUCARE_STATE": str(self.state)}, "head.log")
 
     def start_host(self) -> subprocess.Popen[bytes]:
@@ -73,12 +83,12 @@ class Cluster:
             "GCE_METADATA_HOST": "127.0.0.1:9",
         }
         env["TPUCARE_RAY_ARGS"] += f" --node-ip-address {HOST_IP}"
-        return self._start([sys.executable, str(SCRIPT), "run"], env, "host.log")
+        return self._start([RAY_PYTHON, str(SCRIPT), "run"], env, "host.log")
 
     def living(self) -> list[list[Any]]:
         """Id, instance, node type and address of every host that Ray calls alive; none while the head is away."""
         env = {**self.env, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(make_token(self.state, "lab"))}
-        words = [sys.executable, "-c", NODES, self.address]
+        words = [RAY_PYTHON, "-c", NODES, self.address]
         try:
             done = subprocess.run(words, env=env, capture_output=True, timeout=10, check=True)
         except subprocess.SubprocessError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import secrets
@@ -19,9 +20,19 @@ import psutil
 from tests.kits.sshd import free_port
 from tpucare.integrations.ray.cluster import HeadRecord
 
+# The Python whose Ray is tried, so that all versions that the probe accepts can be.
+RAY_PYTHON = os.environ.get("TPUCARE_TEST_RAY_PYTHON", sys.executable)
 MARK = "TPUCARE_TEST_RAY"
 # Small, since every host believes that the whole machine is its own.
 _SMALL = ("--object-store-memory", "80000000", "--num-cpus", "1", "--disable-usage-stats")
+
+
+@functools.cache
+def ray_versions() -> tuple[str, str]:
+    """Ray and Python's minor version of RAY_PYTHON."""
+    code = "import sys; from importlib import metadata; print(metadata.version('ray'), '%d.%d' % sys.version_info[:2])"
+    ray, python = subprocess.run([RAY_PYTHON, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    return ray, python
 
 
 class RayCluster:
@@ -47,7 +58,7 @@ class RayCluster:
     @property
     def record(self) -> HeadRecord:
         now = datetime.fromtimestamp(0, UTC)
-        return HeadRecord("lab", self.address, "127.0.0.1:1", sys.executable, "2.60.0", "3.11", str(self.token), now)
+        return HeadRecord("lab", self.address, "127.0.0.1:1", RAY_PYTHON, *ray_versions(), str(self.token), now)
 
     def start_head(self, *, monitor: bool = False) -> None:
         env = {"RAY_enable_autoscaler_v2": "1", "RAY_NODE_TYPE_NAME": "head", "RAY_CLOUD_INSTANCE_ID": "head"}
@@ -80,12 +91,12 @@ class RayCluster:
         """A driver; `CLUSTER` is its address."""
         code = f"import ray\nCLUSTER = {self.address!r}\n{code}"
         return subprocess.Popen(
-            [sys.executable, "-c", code], env=self._env("driver", {}), stdout=subprocess.PIPE, text=True
+            [RAY_PYTHON, "-c", code], env=self._env("driver", {}), stdout=subprocess.PIPE, text=True
         )
 
     def status(self, *arguments: str) -> str:
         """The output of `ray status`."""
-        command = [sys.executable, "-m", "ray.scripts.scripts", "status", "--address", self.address, *arguments]
+        command = [RAY_PYTHON, "-m", "ray.scripts.scripts", "status", "--address", self.address, *arguments]
         return subprocess.run(command, env=self._env("status", {}), capture_output=True, text=True, check=True).stdout
 
     def close(self) -> None:
@@ -106,7 +117,7 @@ class RayCluster:
     def _ray(self, name: str, number: int, arguments: Sequence[str], env: Mapping[str, str]) -> None:
         home = self.folder / name
         home.mkdir(exist_ok=True)
-        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *_SMALL, *arguments]
+        command = [RAY_PYTHON, "-m", "ray.scripts.scripts", "start", "--block", *_SMALL, *arguments]
         command += ["--temp-dir", str(home), "--node-ip-address", f"{self.net}.{number}"]
         env = self._env(name, env)
         with (home / "output").open("ab") as out:

@@ -17,6 +17,7 @@ import psutil
 import yaml
 
 from tests.kits.deployment import PATIENCE_SECONDS, Deployment, deployment
+from tests.kits.ray_cluster import RAY_PYTHON
 from tpucare.integrations.ray.cluster import read_head
 from tpucare.testbed.demo.setup import free_port
 
@@ -47,7 +48,7 @@ class RayLab:
     def start_head(self) -> None:
         """`tpucare ray head lab`; returns when it takes jobs."""
         command = [sys.executable, "-m", "tpucare.cli", "ray", "head", "lab", "--address", self.address]
-        command += ["--dashboard-port", str(self.dashboard_port), "--temp-dir", str(self.temp)]
+        command += ["--dashboard-port", str(self.dashboard_port), "--temp-dir", str(self.temp), "--python", RAY_PYTHON]
         command += ["--", *SMALL.split()]
         with self.head_log.open("ab") as log:
             self.head = subprocess.Popen(
@@ -88,7 +89,7 @@ class RayLab:
             "tpu": {"type": kind, "zones": [ZONE], "network": {"external_ips": False}},
             "job": {"env": {"TPUCARE_RAY_ARGS": SMALL}},
             "care": {"grace": "10s"},
-            "ray": {"cluster": "lab", "python": sys.executable, "idle": idle, **ray},
+            "ray": {"cluster": "lab", "python": RAY_PYTHON, "idle": idle, **ray},
         }
         self.home.declare(name, yaml.safe_dump(document, sort_keys=False))
 
@@ -120,14 +121,14 @@ class RayLab:
 
     @property
     def ray(self) -> str:
-        return str(Path(sys.executable).with_name("ray"))
+        return str(Path(RAY_PYTHON).with_name("ray"))
 
     @property
     def environment(self) -> dict[str, str]:
         """What `eval "$(tpucare ray env lab)"` makes of the environment."""
         lines = self.home.cli("ray", "env", "lab").out.splitlines()
         pairs = (line.removeprefix("export ").split("=", 1) for line in lines)
-        ours = os.path.dirname(sys.executable)
+        ours = os.path.dirname(RAY_PYTHON)
         return {**self.home.environment, **dict(pairs), "PATH": f"{ours}:{os.environ['PATH']}"}
 
     def slices_made(self) -> list[str]:

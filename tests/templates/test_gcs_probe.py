@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 import types
 from pathlib import Path
 from types import SimpleNamespace
@@ -207,3 +208,38 @@ def test_two_tpucares_never_report_at_once(cluster: Any, store: Store) -> None:
     cluster.status = lambda: SimpleNamespace(autoscaling_state=newest(OURS))
     with pytest.raises(Exception, match="tpucare you on vm2 reports for this cluster"):
         cluster.report({"pending": [], "unmet": []})
+
+
+# --- demand and drains ------------------------------------------------------------------------------------------------
+
+
+def test_a_condition_reads_the_same_in_any_order_of_its_values(probe: Any) -> None:
+    assert probe.condition(1, ["b", "a"]) == probe.condition(1, ["a", "b"]) == "in(a,b)"
+    assert probe.condition(2, ["b", "a"]) == "!in(a,b)"
+    assert (probe.condition(1, ["a"]), probe.condition(2, ["a"])) == ("a", "!a")
+
+
+def test_a_host_that_does_not_answer_holds_up_no_other_drain(cluster: Any, probe: Any) -> None:
+    silent = threading.Event()
+    limits: list[float] = []
+
+    class Ray256:
+        def drain_node(self, node_id: str, reason: int, message: str, deadline_ms: int) -> tuple[bool, str]:
+            return (node_id != "aa" or silent.wait(30)), ""
+
+    class Ray260(Ray256):
+        def drain_node(
+            self, node_id: str, reason: int, message: str, deadline_ms: int, timeout: float = 0.0
+        ) -> tuple[bool, str]:
+            limits.append(timeout)
+            return super().drain_node(node_id, reason, message, deadline_ms)
+
+    probe.ALL_DRAINS_SECONDS = 0.2
+    question = {"ids": ["aa", "bb"], "reason": "PREEMPTION", "seconds": 30, "text": "why"}
+    try:
+        for client in (Ray256(), Ray260()):
+            cluster.client = client
+            assert cluster.drain(question) == {"drained": {"aa": "no answer in time", "bb": True}}
+        assert limits == [probe.DRAIN_SECONDS] * 2
+    finally:
+        silent.set()
