@@ -18,10 +18,10 @@ TESTS := tests/fleetfile tests/model tests/planner tests/adapters/test_classify.
 PYTEST := $(BIN)/pytest --dist loadfile --no-loadscope-reorder -m "not slow"
 COVERAGE := $(PURE:%=--cov=tpucare.%) --cov-branch --cov-report=term:skip-covered --cov-fail-under=90
 
-.PHONY: help setup demo test check bench storm format
+.PHONY: help setup demo demo-ray test check bench storm format
 
 help: ## This list
-	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
 
 setup: ## Everything for working on tpucare
 	@.ci/setup dev machines
@@ -29,6 +29,10 @@ setup: ## Everything for working on tpucare
 demo: ## Train through preemptions on an emulated cloud; ARGS="--preemptions 3"
 	@.ci/setup demo machines
 	@$(BIN)/tpucare demo $(ARGS)
+
+demo-ray: ## Run a job of TPU tasks on slices that come for it, through a preemption, on an emulated cloud
+	@.ci/setup demo,ray machines
+	@$(BIN)/tpucare ray demo $(ARGS)
 
 test: ## The tests of the pure modules, with their coverage, then all others but the slow ones; ARGS="-k store"
 	@.ci/setup dev machines

@@ -30,6 +30,8 @@ def test_a_host_runs_the_users_setup_then_checks_versions_then_joins() -> None:
         "TPUCARE_RAY_ADDRESS": "10.0.0.2:6379",
         "TPUCARE_RAY_POOL": "pool",
         "TPUCARE_RAY_TOKEN_FROM": "TPUCARE_RAY_TOKEN_LAB",
+        "TPUCARE_RAY_VERSION": "2.60.0",
+        "TPUCARE_RAY_PYTHON": "3.11",
     }
     assert done.secrets == ("WANDB_API_KEY", "TPUCARE_RAY_TOKEN_LAB")
     assert done.files == {"f": b"x", SCRIPT: read_template("ray/host.py").encode()}

@@ -19,7 +19,7 @@ import yaml
 from tests.kits.deployment import PATIENCE_SECONDS, Deployment, deployment
 from tests.kits.ray_cluster import RAY_PYTHON
 from tpucare.integrations.ray.cluster import read_head
-from tpucare.testbed.demo.setup import free_port
+from tpucare.testbed.demo.setup import copy_example, free_port
 
 ZONE = "us-central2-b"
 # Ray takes its sizes from the whole machine, which all emulated hosts share.
@@ -87,7 +87,7 @@ class RayLab:
             "name": name,
             "count": count or {"min": 0, "max": 2},
             "tpu": {"type": kind, "zones": [ZONE], "network": {"external_ips": False}},
-            "job": {"env": {"TPUCARE_RAY_ARGS": SMALL}},
+            "job": {"env": {"TPUCARE_RAY_ARGS": SMALL, "JAX_PLATFORMS": "cpu"}},
             "care": {"grace": "10s"},
             "ray": {"cluster": "lab", "python": RAY_PYTHON, "idle": idle, **ray},
         }
@@ -114,7 +114,16 @@ class RayLab:
         folder.mkdir()
         for file, content in {"job.py": script, **files}.items():
             (folder / file).write_text(content)
-        command = [self.ray, "job", "submit", "--working-dir", ".", *options, "--", "python", "job.py", *words]
+        return self.begin_in(folder, "job.py", *words, options=options)
+
+    def example(self, name: str, *words: str, options: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+        """`ray job submit` of a program of examples/ray, not awaited."""
+        folder = self.jobs / f"{len(list(self.jobs.iterdir()))}-ray"
+        copy_example("ray", folder)
+        return self.begin_in(folder, name, *words, options=options)
+
+    def begin_in(self, folder: Path, program: str, *words: str, options: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+        command = [self.ray, "job", "submit", "--working-dir", ".", *options, "--", "python", program, *words]
         return subprocess.Popen(
             command, cwd=folder, env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )

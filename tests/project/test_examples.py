@@ -63,6 +63,23 @@ def test_the_training_is_found_and_travels_in_the_wheel() -> None:
     assert all(os.stat(folder / name).st_mode & stat.S_IXUSR for name in ("setup.sh", "run.sh"))
 
 
+def test_the_files_of_the_ray_practical_are_told_of_and_its_pools_are_valid() -> None:
+    folder = example_folder("ray")
+    text = (folder / "README.md").read_text()
+    files = [path for path in folder.glob("*") if path.is_file() and path.name != "README.md"]
+    assert [path.name for path in files if f"`{path.name}`" not in text] == []
+    pools = sorted(folder.glob("*.yaml"))
+    for pool in pools:
+        declared = fleets.parse(pool.read_text(), file=pool.name, folder=folder, default_project="my-project")
+        assert declared.warnings == ()
+        assert declared.ray is not None
+        assert declared.ray.cluster == "lab"
+    assert [pool.name for pool in pools] == ["pool.yaml", "slices.yaml"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    included = project["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
+    assert included["examples/ray"] == "tpucare/_examples/ray"
+
+
 def test_an_unknown_example_is_named() -> None:
     with pytest.raises(FileNotFoundError, match="'no-such-example'"):
         example_folder("no-such-example")

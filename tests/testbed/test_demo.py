@@ -10,6 +10,7 @@ import pytest
 
 from tpucare.model.errors import ConfigError
 from tpucare.testbed.demo.preemptions import scenes
+from tpucare.testbed.demo.ray_story import TASKS, RayReport
 from tpucare.testbed.demo.run import Report
 from tpucare.testbed.demo.setup import MOST_PREEMPTIONS, ZONES, DemoOptions, accelerator_for
 from tpucare.testbed.demo.timeline import Life, Recovery, Told, read_life, recoveries
@@ -103,6 +104,41 @@ def test_a_kept_promise_is_ok() -> None:
 )
 def test_every_broken_promise_is_named(change: dict[str, object]) -> None:
     report = kept_promises()
+    for name, value in change.items():
+        setattr(report, name, value)
+    assert report.faults
+    assert report.as_json()["ok"] is False
+
+
+def kept_ray_promises() -> RayReport:
+    slices = {"lab-0": ["lab-0-a0", "lab-0-a1"]}
+    return RayReport(job_status=0, tasks=TASKS, slices=slices, lost="lab-0-a0", healed_seconds=20.0)
+
+
+def test_a_kept_promise_of_ray_is_ok() -> None:
+    assert kept_ray_promises().faults == []
+    assert kept_ray_promises().as_json()["ok"] is True
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"job_status": 1},
+        {"job_status": None},
+        {"tasks": 9},
+        {"slices": {}},
+        {"slices": {"lab-0": ["lab-0-a0"]}},
+        {"slices": {"lab-0": ["lab-0-a0", "lab-0-a1", "lab-0-a2"]}},
+        {"slices": {"lab-0": ["lab-0-a0", "lab-0-a1"], "lab-1": ["lab-1-a0"]}},
+        {"lost": ""},
+        {"healed_seconds": 0.0},
+        {"leaked_nodes": ["lab-0-a1"]},
+        {"leaked_processes": [42]},
+        {"findings": ["rule 1 broken"]},
+    ],
+)
+def test_every_broken_promise_of_ray_is_named(change: dict[str, object]) -> None:
+    report = kept_ray_promises()
     for name, value in change.items():
         setattr(report, name, value)
     assert report.faults

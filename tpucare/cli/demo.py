@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import signal
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -40,16 +41,14 @@ def demo(
       tpucare demo --world realistic
       tpucare demo --preemptions 3 --hosts 1 --seed 7 --keep /tmp/demo
     """
-    _require_training()
+    require(_NEEDED, "make demo", "demo")
     from rich.console import Console
 
     from tpucare.testbed.demo import screen as demo_screen
     from tpucare.testbed.demo.run import run_demo
     from tpucare.testbed.demo.setup import DemoOptions
 
-    # After the SIGTERM of a service manager or the SIGHUP of a closed terminal the demo still ends its processes.
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _interrupt)
+    end_on_signals()
     options = DemoOptions(
         preemptions, hosts, seed, steps, keep=expanded(keep) if keep else None, world=Path(world) if world else None
     )
@@ -67,16 +66,23 @@ def demo(
     return Exit.OK if not report.faults else Exit.FAILED
 
 
+def end_on_signals() -> None:
+    """After the SIGTERM of a service manager or the SIGHUP of a closed terminal a demo still ends its processes."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _interrupt)
+
+
 def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def _require_training() -> None:
-    for name in _NEEDED:
+def require(modules: Iterable[str], target: str, extra: str) -> None:
+    """Raises: ConfigError: a module is not installed; it names the make target and the extra that bring it."""
+    for name in modules:
         try:
             found = importlib.util.find_spec(name)
         except ModuleNotFoundError:
             found = None
         if found is None:
-            advice = "run `make demo`, or `pip install '.[demo]'` in the clone of tpucare"
+            advice = f"run `{target}`, or `pip install '.[{extra}]'` in the clone of tpucare"
             raise ConfigError(f"the demo needs {name.partition('.')[0]}, which is not installed: {advice}")

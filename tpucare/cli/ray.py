@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tpucare.cli.common import CommandError, options, print_json, say, warn
+from tpucare.cli.common import CommandError, Exit, options, print_json, say, warn
 from tpucare.model.errors import ConfigError
 from tpucare.model.text import hint
 from tpucare.service.options import expanded
@@ -134,13 +134,9 @@ def ray_env(context: typer.Context, name: Name) -> None:
     \b
     Example: tpucare ray env lab
     """
-    record = _head_of(options(context).state, name)
-    variables = {
-        "RAY_ADDRESS": f"http://{record.dashboard}",
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN_PATH": record.token,
-    }
-    for variable, value in variables.items():
+    from tpucare.integrations.ray.cluster import submit_variables
+
+    for variable, value in submit_variables(_head_of(options(context).state, name)).items():
         typer.echo(f"export {variable}={shlex.quote(value)}")
 
 
@@ -184,6 +180,44 @@ def ray_tunnel(
         except OSError as error:
             raise CommandError(f"ssh cannot be run: {error.strerror}") from error
     say(shlex.join(words))
+
+
+@app.command("demo")
+def ray_demo(
+    seed: Annotated[int, typer.Option(help="Seed of the emulated cloud.")] = 0,
+    json: Annotated[bool, typer.Option("--json", help="Print only one JSON object.")] = False,
+    keep: Annotated[str, typer.Option(help="Keep all files in this new folder.", metavar="DIR")] = "",
+) -> int:
+    """
+    Run a job of TPU tasks on slices that come for it, through a preemption, on an emulated cloud.
+
+    The demo runs a real Ray head, `tpucare daemon` with a pool, and emulated hosts that run Ray. Exit 0 only if every
+    task is done, exactly the slices that were asked for were created, the preempted one healed, and nothing is left.
+
+    \b
+    Example: tpucare ray demo
+    """
+    from rich.console import Console
+
+    from tpucare.cli.demo import end_on_signals, require
+    from tpucare.testbed.demo import screen as demo_screen
+    from tpucare.testbed.demo.ray_story import run_ray_demo
+    from tpucare.testbed.demo.setup import DemoOptions
+
+    require(("ray", "jax"), "make demo-ray", "demo,ray")
+    end_on_signals()
+    options = DemoOptions(seed=seed, keep=expanded(keep) if keep else None)
+    console = Console(stderr=json, quiet=json)
+    shown = demo_screen.Screen(console, options)
+    with shown.shown():
+        report = run_ray_demo(options, shown.follow)
+    if json:
+        print_json(report.as_json())
+    else:
+        demo_screen.show_ray_report(console, report)
+        if keep:
+            console.print(f"kept in {options.keep}", highlight=False)
+    return Exit.OK if not report.faults else Exit.FAILED
 
 
 def _token_file(name: str) -> str:

@@ -74,6 +74,15 @@ class HeadRecord:
         return {**dataclasses.asdict(self), "started_at": self.started_at.isoformat()}
 
 
+def submit_variables(head: HeadRecord) -> dict[str, str]:
+    """The variables with which `ray job submit` and Ray's other commands for jobs reach *head*."""
+    return {
+        "RAY_ADDRESS": f"http://{head.dashboard}",
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": head.token,
+    }
+
+
 def cluster_folder(state: Path, name: str) -> Path:
     """The folder of a cluster; it may not exist. Raises: ConfigError: *name* is no name for a cluster."""
     return state / "ray" / checked_name(name)

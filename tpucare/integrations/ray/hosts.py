@@ -33,7 +33,14 @@ def outfit(job: Job, head: HeadRecord, pool_name: str, python: str = DEFAULT_PYT
         f"command -v {shlex.quote(python)} >/dev/null || {{ echo {shlex.quote(missing)} >&2; exit 1; }}",
         f"{command} check {shlex.quote(head.ray)} {shlex.quote(head.python_version)}",
     ]
-    own = {"TPUCARE_RAY_ADDRESS": head.address, "TPUCARE_RAY_POOL": pool_name, "TPUCARE_RAY_TOKEN_FROM": secret}
+    own = {
+        "TPUCARE_RAY_ADDRESS": head.address,
+        "TPUCARE_RAY_POOL": pool_name,
+        "TPUCARE_RAY_TOKEN_FROM": secret,
+        # For job.setup, which so follows a new Ray of the head without a change of the fleet file.
+        "TPUCARE_RAY_VERSION": head.ray,
+        "TPUCARE_RAY_PYTHON": head.python_version,
+    }
     return dataclasses.replace(
         job,
         run=f"exec {command} run",

@@ -53,16 +53,17 @@ class Director:
         if not self.plan or step is None or not node or any(node == lost for lost, _ in self.losses):
             return
         if step - started_from >= self.plan[0].after_steps:
-            self._preempt(self.plan.pop(0), node)
+            self.preempt(node, stockout=self.plan.pop(0).stockout)
 
-    def _preempt(self, scene: Scene, node: str) -> None:
+    def preempt(self, node: str, *, stockout: bool = False) -> None:
+        """Preempt *node* now, with or without a stockout in its zone."""
         server = self.stage.server
         assert server is not None
         with server.lock:
             now = server.now()
             zone = self._zone_of(node)
             server.world.operator.preempt(node, now)
-            if scene.stockout:
+            if stockout:
                 server.world.operator.set_capacity(zone, self.stage.accelerator, TIER, 0, now)
                 self._short_zone = zone
         server.wake()

@@ -17,7 +17,6 @@ from typing import Any
 from tpucare.model.errors import TpuCareError
 from tpucare.model.memory import End
 from tpucare.model.text import length
-from tpucare.testbed.audit import Expected, check
 from tpucare.testbed.demo.examples import example_folder
 from tpucare.testbed.demo.preemptions import Director, scenes
 from tpucare.testbed.demo.reader import DaemonReader
@@ -116,12 +115,12 @@ def run_demo(options: DemoOptions, show: Callable[[Glance], None]) -> Report:
     """
     options.check()
     report, began = Report(options), time.monotonic()
-    with _folder(options.keep) as folder, _undisturbed(folder, options) as reference:
+    with demo_folder(options.keep) as folder, _undisturbed(folder, options) as reference:
         with Stage(folder, options) as stage:
             _perform(stage, report, show)
-            report.leaked_nodes = _await_empty(stage)
-            report.leaked_processes = _survivors(stage)
-        report.leaked_processes += _survivors(stage)
+            report.leaked_nodes = await_empty(stage)
+            report.leaked_processes = stage.survivors()
+        report.leaked_processes += stage.survivors()
         report.findings += _audit(stage)
         show(Glance([], None, "", "", report.attempts, "waiting for the undisturbed run"))
         report.reference = str(reference(PATIENCE)["params_sha256"])
@@ -130,7 +129,7 @@ def run_demo(options: DemoOptions, show: Callable[[Glance], None]) -> Report:
 
 
 @contextmanager
-def _folder(keep: Path | None) -> Iterator[Path]:
+def demo_folder(keep: Path | None) -> Iterator[Path]:
     if keep is not None:
         keep.mkdir(parents=True, exist_ok=True)
         yield keep.resolve()
@@ -145,7 +144,7 @@ def _perform(stage: Stage, report: Report, show: Callable[[Glance], None]) -> No
     director = Director(stage, scenes(stage.options.preemptions, stage.options.steps, stage.rng))
     watch = DaemonReader(stage)
     # Not all processes of this machine: another demo's nodes have the same names.
-    witness = Witness(director.nodes, server.log_note, lambda: _survivors(stage))
+    witness = Witness(director.nodes, server.log_note, stage.survivors)
     witness.start()
     zones: dict[str, str] = {}
     try:
@@ -183,29 +182,24 @@ def _watch_to_the_end(
     raise TpuCareError(f"the training did not end within {length(PATIENCE)}")
 
 
-def _await_empty(stage: Stage) -> list[str]:
-    """Names of nodes that still exist after the daemon had time to delete them."""
+def await_empty(stage: Stage, look: Callable[[], None] = lambda: None) -> list[str]:
+    """Names of nodes that still exist after the daemon had time to delete them; *look* is called meanwhile."""
     assert stage.server is not None
     until = time.monotonic() + EMPTY_WITHIN.total_seconds()
     while True:
         with stage.server.lock:
             left = [record.path.node_id for record in stage.server.world.nodes()]
+        look()
         if not left or time.monotonic() > until:
             return left
         time.sleep(LOOK_SECONDS)
-
-
-def _survivors(stage: Stage) -> list[int]:
-    machines = stage.server.machines if stage.server is not None else None
-    return list(getattr(machines, "survivors", list)())
 
 
 def _audit(stage: Stage) -> list[str]:
     assert stage.server is not None
     finished = [record for record in stage.server.world.audit if record.get("method") == "DeleteNode"]
     last = str(finished[-1]["name"]).rpartition("/")[2] if finished else ""
-    expected = Expected(fleets=frozenset({FLEET}), allowed_deletes=frozenset({last}), live_slots=frozenset())
-    return [str(finding) for finding in check(list(stage.server.world.audit), expected)]
+    return stage.judge(FLEET, frozenset({last}))
 
 
 def _undisturbed(

@@ -5,7 +5,7 @@ The demo on a terminal: the slot's timeline as it happens, step and loss below i
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from rich.console import Console, Group, RenderableType
@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tpucare.model.text import counted
+from tpucare.testbed.demo.ray_story import TASKS, RayReport
 from tpucare.testbed.demo.run import Glance, Report
 from tpucare.testbed.demo.setup import DemoOptions
 from tpucare.testbed.demo.timeline import PHASES, Told
@@ -30,6 +31,9 @@ _SAID = {
     "delete": ("magenta", "deletes"),
     "gone": ("magenta", "is gone"),
     "done": ("bold green", "finished"),
+    "wake": ("cyan", "wakes"),
+    "rest": ("magenta", "rests"),
+    "task": ("bold green", ""),
 }
 
 
@@ -57,6 +61,10 @@ class Screen:
             self._act = glance.act
             self.console.print(f"{self._clock()}  {glance.act}", highlight=False)
 
+    def follow(self, events: Sequence[Told], act: str) -> None:
+        """As `update`, for a demo that trains nothing."""
+        self.update(Glance(list(events), None, "", "", 0, act))
+
     def _clock(self) -> str:
         return f"{time.monotonic() - self.began:5.1f} s"
 
@@ -69,16 +77,21 @@ class Screen:
             return None
         detail = f" (step {event.fields['step']})" if event.fields.get("step") is not None else ""
         reason = ""
-        if event.kind == "create":
+        if event.kind == "task":
+            said = event.text
+        elif event.kind == "create":
             reason = f": {event.fields.get('accelerator_type')} in {event.fields.get('zone')}"
         elif event.kind in ("create-failed", "delete"):
             reason = f": {event.text.partition(': ')[2].partition(';')[0]}"
-        return Text.assemble(
-            (self._clock(), "dim"), "  ", (f"{event.node:<12}", "bold"), (said + detail, style), reason
-        )
+        elif event.kind in ("wake", "rest"):
+            reason = f": {event.text.partition(', ')[2]}"
+        name = event.node or event.text.partition(":")[0]
+        return Text.assemble((self._clock(), "dim"), "  ", (f"{name:<12}", "bold"), (said + detail, style), reason)
 
     def _status(self, glance: Glance) -> RenderableType:
         steps, life = self.options.steps, glance.life
+        if life is None and not glance.node:
+            return Text(f"\n{self._clock()}  {glance.act}")
         grid = Table.grid(padding=(0, 2))
         last = life.last if life is not None else 0
         loss = f"loss {life.loss:.3f}" if life is not None and life.loss is not None else ""
@@ -115,9 +128,27 @@ def show_report(console: Console, report: Report) -> None:
     nodes, processes = len(report.leaked_nodes), len(report.leaked_processes)
     left = f"{counted(nodes, 'node')}, {counted(processes, 'process', 'processes')}"
     console.print(f"left over: {left}; {report.seconds:.0f} s in all", highlight=False)
-    for fault in report.faults:
+    _show_verdict(console, report.faults)
+
+
+def show_ray_report(console: Console, report: RayReport) -> None:
+    """Print the report: slices, tasks, the preemption, the proof, and the time of set-up and story."""
+    nodes = "; ".join(f"{slot}: {', '.join(names)}" for slot, names in report.slices.items())
+    console.print(f"slices      {report.asked} asked for, {len(report.slices)} created ({nodes})", highlight=False)
+    console.print(f"tasks       {report.tasks} of {TASKS} done, job status {report.job_status}", highlight=False)
+    healed = f"a task ran on its slice again after {report.healed_seconds:.1f} s" if report.healed_seconds else "LOST"
+    console.print(f"preempted   {report.lost or 'none'}: {healed}", highlight=False)
+    left = f"{counted(len(report.leaked_nodes), 'node')}, "
+    left += counted(len(report.leaked_processes), "process", "processes")
+    console.print(f"left over   {left}", highlight=False)
+    console.print(f"set-up {report.setup_seconds:.0f} s, story {report.story_seconds:.0f} s", highlight=False)
+    _show_verdict(console, report.faults)
+
+
+def _show_verdict(console: Console, faults: Sequence[str]) -> None:
+    for fault in faults:
         console.print(f"[bold red]broken:[/bold red] {fault}", highlight=False)
-    if not report.faults:
+    if not faults:
         console.print("[bold green]every promise kept[/bold green]")
 
 

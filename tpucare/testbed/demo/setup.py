@@ -18,11 +18,13 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
+from typing import Self
 
 import yaml
 
 from tpucare.model import accelerators
 from tpucare.model.errors import ConfigError, TpuCareError
+from tpucare.testbed.audit import Expected, check
 from tpucare.testbed.demo.examples import example_folder
 from tpucare.testbed.emulator.machines.machines import WorkerMachines
 from tpucare.testbed.emulator.server import EmulatorServer
@@ -103,7 +105,7 @@ class Stage:
     def checkpoints(self) -> Path:
         return self.bucket / FLEET
 
-    def __enter__(self) -> Stage:
+    def __enter__(self) -> Self:
         try:
             self._build()
             self._open_cloud()
@@ -124,17 +126,33 @@ class Stage:
         if self.server is not None:
             self.server.stop()
 
+    def survivors(self) -> list[int]:
+        """Pids of processes of workers, of ended ones too."""
+        machines = self.server.machines if self.server is not None else None
+        return list(getattr(machines, "survivors", list)())
+
+    def judge(self, fleet: str, allowed_deletes: frozenset[str]) -> list[str]:
+        """Every broken rule of the design, by the cloud's audit log. *allowed_deletes*: nodes that may go alive."""
+        assert self.server is not None
+        expected = Expected(fleets=frozenset({fleet}), allowed_deletes=allowed_deletes, live_slots=frozenset())
+        return [str(finding) for finding in check(list(self.server.world.audit), expected)]
+
     # --- files
 
     def _build(self) -> None:
-        for folder in (self.emulator, self.bucket, self.state, self.fleets):
-            folder.mkdir(parents=True, mode=0o700)
+        self._make_folders()
         repository = self.folder / "repository"
-        ignored = shutil.ignore_patterns("__pycache__", "*.pyc")
-        shutil.copytree(example_folder("train"), repository, ignore=ignored)
+        copy_example("train", repository)
         for words in (["init", "-q", "-b", "main"], ["add", "."], ["commit", "-q", "-m", "the training"]):
             _git(repository, *words)
-        (self.fleets / f"{FLEET}.yaml").write_text(yaml.safe_dump(self._fleet(repository), sort_keys=False))
+        self._declare(FLEET, self._fleet(repository))
+
+    def _make_folders(self) -> None:
+        for folder in (self.emulator, self.bucket, self.state, self.fleets):
+            folder.mkdir(parents=True, mode=0o700)
+
+    def _declare(self, name: str, fleet: Mapping[str, object]) -> None:
+        (self.fleets / f"{name}.yaml").write_text(yaml.safe_dump(dict(fleet), sort_keys=False))
 
     def _fleet(self, repository: Path) -> dict[str, object]:
         chosen = self.options
@@ -208,6 +226,11 @@ class Stage:
         except subprocess.TimeoutExpired:
             self.daemon.kill()
             self.daemon.wait()
+
+
+def copy_example(name: str, folder: Path) -> None:
+    """Copy an example to *folder*, without its virtual environment or compiled files."""
+    shutil.copytree(example_folder(name), folder, ignore=shutil.ignore_patterns("__pycache__", "*.pyc", "venv"))
 
 
 def free_port() -> int:
