@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import shutil
@@ -11,10 +12,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.kits.bench_worker import eventually
@@ -116,6 +119,14 @@ class Cluster:
                 continue
         return found
 
+    def is_ours(self, process: psutil.Process) -> bool:
+        """Started by this cluster: some of Ray's processes write their title over their environment."""
+        try:
+            above = {process.pid, *(parent.pid for parent in process.parents())}
+        except psutil.Error:
+            return False
+        return not above.isdisjoint({one.pid for one in self.processes} | self.left().keys())
+
     def raylet_of(self, process: subprocess.Popen[bytes]) -> int:
         parents = {int(path.name): parent_of(path) for path in Path("/proc").glob("[0-9]*")}
         for pid, command in self.left().items():
@@ -188,3 +199,81 @@ def test_a_host_heals_in_place_and_follows_its_head(cluster: Cluster) -> None:
     told("head left")
     eventually(lambda: cluster.left() == {}, 15)
     told("nothing left")
+
+
+# A service of each kind of gRPC server of Ray, and a method of it that only reads.
+GRPC = {
+    "gcs": "ray.rpc.JobInfoGcsService/GetAllJobInfo",
+    "raylet": "ray.rpc.NodeManagerService/GetNodeStats",
+    "objects": "ray.rpc.ObjectManagerService/Pull",
+    "worker": "ray.rpc.CoreWorkerService/NumPendingTasks",
+    "agent": "ray.rpc.ReporterService/HealthCheck",
+    "client": "ray.rpc.RayletDriver/ClusterInfo",
+}
+WORK = """
+import ray, time
+ray.init(logging_level="ERROR", log_to_driver=False)
+@ray.remote(num_cpus=1)
+class Actor:
+    def ready(self):
+        return True
+actors = [Actor.remote() for _ in range(2)]  # one on the head, one on the host
+print(ray.get([actor.ready.remote() for actor in actors]), flush=True)
+time.sleep(600)
+"""
+
+
+def http_without_token(address: str, port: int, method: str, path: str) -> int:
+    """The status; 0: this port speaks no HTTP."""
+    connection = http.client.HTTPConnection(address, port, timeout=5)
+    try:
+        connection.request(method, path, body="{}" if method == "POST" else None)
+        return connection.getresponse().status
+    except (http.client.HTTPException, OSError):
+        return 0
+    finally:
+        connection.close()
+
+
+def grpc_without_token(address: str, port: int, method: str) -> str:
+    import grpc
+
+    with grpc.insecure_channel(f"{address}:{port}") as channel:
+        try:
+            channel.unary_unary(f"/{method}", None, None)(b"", timeout=5)
+        except grpc.RpcError as error:
+            return str(error.code().name)
+    return "OK"
+
+
+def test_without_the_token_a_port_serves_nothing_but_metrics_and_health(cluster: Cluster) -> None:
+    """The table of ports in docs/ray.md. Another version of Ray may have other ports."""
+    cluster.start_head()
+    cluster.start_host()
+    cluster.joined()
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(make_token(cluster.state, "lab"))}
+    cluster._start([sys.executable, "-c", WORK], {**token, "RAY_ADDRESS": cluster.address}, "work.log")
+    eventually(lambda: "True" in (cluster.folder / "work.log").read_text(), 60)
+    ours = {process.pid for process in psutil.process_iter() if cluster.is_ours(process)}
+    ports = {
+        (str(one.laddr[0]), int(one.laddr[1]))
+        for one in psutil.net_connections("inet")
+        if one.laddr and one.pid in ours and (one.status == psutil.CONN_LISTEN or one.type == socket.SOCK_DGRAM)
+    }
+    refused = Counter[str]()
+    for bound, port in sorted(ports):
+        address = HEAD_IP if bound in ("0.0.0.0", "::") else bound.removeprefix("::ffff:")
+        status = {path: http_without_token(address, port, "GET", path) for path in ("/", "/api/jobs/", "/metrics")}
+        if any(status.values()):
+            changing = {http_without_token(address, port, "POST", path) for path in ("/api/jobs/", "/api/x")}
+            is_metrics = set(status.values()) == {200}
+            assert changing <= ({405} if is_metrics else {401}), (port, changing)
+            assert is_metrics or status["/api/jobs/"] == 401, (port, status)
+            refused["metrics" if is_metrics else "http"] += 1
+            continue
+        for kind, method in GRPC.items():
+            answer = grpc_without_token(address, port, method)
+            assert answer in ("UNAUTHENTICATED", "UNIMPLEMENTED"), (port, kind, answer)
+            refused[kind] += answer == "UNAUTHENTICATED"
+    assert set(refused) >= {*GRPC, "metrics", "http"}
+    assert all(refused.values()), refused
