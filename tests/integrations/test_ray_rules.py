@@ -297,6 +297,24 @@ def test_pool_whose_slices_fail_stops_growing() -> None:
     assert causes(planned(tasks(1, head_of()), slices=two)) == [UnmetCause.FAILED]
 
 
+@pytest.mark.parametrize("demand", [PAIR, tasks(1, bundle(TPU=4)), tasks(1, head_of())])
+def test_slices_whose_hosts_have_no_chips_stop_the_growth_of_their_pool(demand: Request | Gang) -> None:
+    """Each slice more would be as useless: where Ray finds no chips, a pool grew to its maximum, and none rested."""
+
+    def barren(index: int) -> Slice:
+        one = joined(LAB, index, idle=1.0)
+        without = {name: amount for name, amount in one.hosts[0].total.items() if not name.startswith("TPU")}
+        return replace(one, hosts=tuple(replace(host, total=without, available=without) for host in one.hosts))
+
+    assert list(planned(demand, slices=slots(LAB, {0: barren(0)})).wake) == ["lab-1"]
+    two = planned(demand, slices=slots(LAB, {0: barren(0), 1: barren(1)}))
+    assert (list(two.wake), causes(two)) == ([], [UnmetCause.NO_CHIPS_FOUND])
+    assert "hosts of lab-0, lab-1 joined without TPUs" in two.unmet[0].demand.why
+    assert not UnmetCause.NO_CHIPS_FOUND.waits
+    good = slots(LAB, {0: barren(0), 1: barren(1), 2: joined(LAB, 2, free=0)})
+    assert list(planned(demand, slices=good).wake) == ["lab-3"]
+
+
 # --- repair -----------------------------------------------------------------------------------------------------------
 
 PINNED: dict[str, Request | Gang] = {

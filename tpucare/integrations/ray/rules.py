@@ -105,6 +105,7 @@ class UnmetCause(Enum):
     HOST_TOO_SMALL = "no host has so many chips"
     NO_RESOURCE = "no host has so much of a resource"
     TOO_MANY_SLICES = "more slices than the pool may have"
+    NO_CHIPS_FOUND = "hosts joined without TPUs"
     AT_MAXIMUM = "all slices are in use"
     FAILED = "slices need a person"
 
@@ -505,7 +506,11 @@ class _Lot:
         self.levels: dict[float, list[tuple[int, _Host]]] = {}
         self._orders = itertools.count()
         self.states = Counter(one.state for one in slices)
-        self.broken = self.states[SliceState.FAILED] >= FAILED_LIMIT and not self.states[SliceState.JOINED]
+        joined = [one for one in slices if one.state is SliceState.JOINED]
+        # Ray found no chips on their hosts, as it does where it cannot read devices or metadata.
+        self.barren = [one.slot for one in joined if not any("TPU" in host.total for host in one.hosts)]
+        useless = self.states[SliceState.FAILED] + len(self.barren)
+        self.broken = useless >= FAILED_LIMIT and len(self.barren) == len(joined)
         restful = sorted((one for one in slices if one.state is SliceState.RESTING), key=lambda one: -one.index)
         self._restful = {one.slot: one for one in restful}
         self._allowed = pool.maximum - (len(slices) - len(self._restful))
@@ -863,6 +868,9 @@ class _Packing:
         for lot in able:
             lot.short = True
         names = ", ".join(lot.pool.name for lot in able)
+        if barren := [slot for lot in able for slot in lot.barren]:
+            why = f"hosts of {', '.join(barren)} joined without TPUs: Ray found no chips there (docs/ray.md)"
+            return _unmet(UnmetCause.NO_CHIPS_FOUND, kinds, count, why)
         if all(lot.broken for lot in able):
             return _unmet(UnmetCause.FAILED, kinds, count, f"slices of {names} need you: see `tpucare status`")
         most = sum(lot.pool.maximum for lot in able)
