@@ -216,6 +216,23 @@ def test_a_head_of_somebody_else_tells_its_versions_before_a_host_starts(tmp_pat
     assert lab.nodes == [node]
 
 
+def test_pools_of_one_cluster_that_name_different_heads_wake_nothing_and_end_nothing(lab: Lab, tmp_path: Path) -> None:
+    """The head of the pool that came first by name was taken for all."""
+    lab.ray.gangs = (GANG,)
+    node = lab.up()
+    more = ", address: '10.0.0.9:6379', token: RAY_TOKEN"
+    lab.service.apply(pool("1", name="big", more=more), tmp_path)
+    lab.ray.gangs = (GANG,) * 3
+    lab.run(120)
+    assert lab.nodes == [node]
+    assert "pools big, lab of lab name different heads" in lab.care.rows()[0]["problem"]
+    lab.service.ask("down", target="big")
+    lab.run(120)
+    run = lab.service.daemon.memory("lab-0").run
+    assert run is not None
+    assert (len(lab.nodes), run.token) == (3, f"{node}.1")
+
+
 def test_ray_is_told_what_comes_up_and_what_nothing_can_satisfy(lab: Lab) -> None:
     huge = Bundle({"TPU": 8.0}, {})
     lab.ray.gangs = (GANG,)

@@ -231,6 +231,13 @@ class RayCare:
 
     def _read_head(self, pool: RayPool) -> tuple[HeadRecord | None, str]:
         """The head of the cluster, or why its hosts cannot be started."""
+        fleets = self._pools().get(pool.cluster, [])
+        if len({(fleet.ray.address, fleet.ray.token) for fleet in fleets if fleet.ray is not None}) > 1:
+            names = ", ".join(fleet.name for fleet in fleets)
+            return (
+                None,
+                f"pools {names} of {pool.cluster} name different heads: give all the same `ray.address` or none",
+            )
         try:
             head = self._foreign(pool) if pool.address else self._heads(pool.cluster)
         except (ConfigError, OSError) as error:
