@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from tests.bench import goodput, idle, launching, lost, passes, virtual_time
+from tests.bench import goodput, idle, launching, lost, passes, ray, virtual_time
 from tests.bench.report import Measure, table, write_docs, write_json
 
 ROOT = Path(__file__).parent.parent.parent
@@ -31,6 +31,8 @@ ROWS: Mapping[str, Callable[[], list[Measure]]] = {
     "virtual-speed": virtual_time.speed,
     "months": virtual_time.months,
     "goodput": goodput.nine_zones,
+    "ray": ray.cluster,
+    "ray-demands": ray.demands,
 }
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench import child, goodput, lost
+from tests.bench import child, goodput, lost, ray
 from tests.bench.report import BEGIN, END, Measure, percentile, read_json, table, write_docs, write_json
 from tpucare.model.resources import NodeKey
 from tpucare.testbed.simulation.machines import RunMark
@@ -73,3 +73,9 @@ def test_a_run_that_dies_has_what_it_saved_and_one_that_lives_has_all() -> None:
     assert ledger.useful == 3600.0
     ledger.close(5020.0 + 1830.0 + 100.0)
     assert ledger.useful == 3600.0 + 1800.0 + 100.0
+
+
+def test_demands_of_ray_are_all_served_and_nothing_is_left() -> None:
+    measures = ray.demands(10)
+    assert [measure.held for measure in measures] == [True] * 3
+    assert measures[0].samples > 10
