@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.kits.ray_lab import RayLab, ray_lab
+from tests.kits.ray_lab import ray_lab
 
-pytestmark = [pytest.mark.machines, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.machines, pytest.mark.timeout(600)]
 
 TEN_TASKS = """\
 import os, socket, sys
@@ -26,25 +25,10 @@ print("done", len(found), sorted({name for _, name in found}))
 """
 
 
-@pytest.fixture
-def lab(tmp_path: Path, short: Path) -> Iterator[RayLab]:
-    with ray_lab(tmp_path, short) as made:
-        yield made
-
-
-@pytest.fixture
-def short() -> Iterator[Path]:
-    import shutil
-    import tempfile
-
-    folder = Path(tempfile.mkdtemp(prefix="r", dir="/tmp"))
-    yield folder
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-def test_a_cold_cluster_runs_ten_tasks_on_tpu_hosts_and_rests_again(lab: RayLab) -> None:
-    lab.pool({"min": 0, "max": 1})
-    said = lab.submit(TEN_TASKS, "10")
-    assert "done 10 ['lab-0']" in said
-    lab.await_rest()
-    assert lab.slices_made() == ["lab-0-a0"]
+def test_a_cold_cluster_runs_ten_tasks_on_tpu_hosts_and_rests_again(tmp_path: Path) -> None:
+    with ray_lab(tmp_path) as lab:
+        lab.pool({"min": 0, "max": 1})
+        said = lab.submit(TEN_TASKS, "10")
+        assert "done 10 ['lab-0']" in said
+        lab.await_rest()
+        assert lab.slices_made() == ["lab-0-a0"]
