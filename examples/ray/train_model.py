@@ -15,6 +15,8 @@ import hydra
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
+# Before Ray is imported: the results of two trainings are no repetition.
+os.environ.setdefault("RAY_DEDUP_LOGS", "0")
 SIDE, CLASSES = 8, 4
 
 

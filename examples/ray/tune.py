@@ -7,13 +7,13 @@ usage: python tune.py --storage FOLDER [--trials 8] [--steps 20] [--chips 4]
 from __future__ import annotations
 
 import argparse
+import os
 from typing import Any
 
 
 def trial(config: dict[str, Any]) -> None:
     """Fits a line with the learning rate of the trial, a checkpoint each step."""
     import json
-    import os
     import tempfile
     import time
     from pathlib import Path
@@ -47,6 +47,8 @@ def main() -> None:
     parser.add_argument("--chips", type=int, default=4, help="chips of a host, which one trial takes")
     parser.add_argument("--step-seconds", type=float, default=0, help="time that each step waits, for tests")
     wanted = parser.parse_args()
+    # Before Ray is imported: what two hosts say is no repetition.
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")
 
     import ray
     from ray import tune

@@ -43,8 +43,9 @@ LOSE_AFTER_TASKS = 3
 TASK_SECONDS = 1.0
 LOOK_SECONDS = 0.1
 PATIENCE = timedelta(minutes=10)
-# Ray takes its sizes from the whole machine, which all emulated hosts share.
-SIZES = "--num-cpus=2 --memory=1000000000 --object-store-memory=80000000"
+# Ray takes its sizes from the whole machine, which all emulated hosts share, and so is the usual port of its agents on
+# 127.0.0.1, for which each would wait three seconds.
+SIZES = "--num-cpus=2 --memory=1000000000 --object-store-memory=80000000 --dashboard-agent-listen-port=0"
 
 _TASK = re.compile(r"(?P<done>\d+) of \d+: task \d+ on slice (?P<slice>\S+)")
 
