@@ -88,9 +88,10 @@ def test_killed_while_a_slice_trains(tmp_path: Path, kill: Callable[[RayLab], No
 
 @pytest.mark.parametrize("moment", ["comes up", "trains"])
 def test_the_head_is_killed(tmp_path: Path, moment: str) -> None:
-    """Its jobs die with it. The hosts join the next one on the same node, and it is submitted again."""
+    """Its jobs die with it. The hosts join the next one on the same node, and the job is submitted again."""
     with ray_lab(tmp_path) as lab:
-        lab.pool({"min": 0, "max": 2})
+        # Without a job the hosts are idle, and must not rest before the next one.
+        lab.pool({"min": 1, "max": 2})
         job = lab.begin(HOLD)
         if moment == "trains":
             lab.await_told(job, "trains-0-1", "trains-1-1")
@@ -99,4 +100,7 @@ def test_the_head_is_killed(tmp_path: Path, moment: str) -> None:
         _kill_head(lab)
         lab.await_end(job, want=None)
         assert not job.lines("result")
-        _end(lab, lab.begin(HOLD))
+        again = lab.begin(HOLD)
+        lab.await_told(again, "trains-0-1", "trains-1-1")
+        lab.pool({"min": 0, "max": 2})
+        _end(lab, again)

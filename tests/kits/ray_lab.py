@@ -174,7 +174,7 @@ class RayLab:
         self.head = None
 
     def _takes_jobs(self) -> bool:
-        """A job that does nothing is accepted: the head answers before it has an agent for jobs."""
+        """A job that does nothing is accepted, in 16 s at worst: the head answers before it has an agent for jobs."""
         assert self.head is not None
         assert self.head.poll() is None, self.head_log.read_text()[-3000:]
         request = urllib.request.Request(
@@ -182,7 +182,7 @@ class RayLab:
             headers={"Authorization": f"Bearer {self.token}", "Content-Type": "application/json"},
             data=b'{"entrypoint": "true"}',
         )
-        with contextlib.suppress(OSError, urllib.error.URLError), urllib.request.urlopen(request, timeout=20):
+        with contextlib.suppress(OSError, urllib.error.URLError), urllib.request.urlopen(request, timeout=60):
             return True
         return False
 
