@@ -89,6 +89,7 @@ say("done", *found, group.bundle_label_selector[0]["ray.io/tpu-slice-name"])
 """
 
 
+@pytest.mark.slow
 def test_a_group_of_two_hosts_makes_one_slice(tmp_path: Path) -> None:
     with ray_lab(tmp_path) as lab:
         lab.pool({"min": 0, "max": 2})

@@ -28,7 +28,7 @@ from tpucare.integrations.ray.probe import REQUEST_SECONDS, Probe
 from tpucare.model.errors import ConfigError
 
 pytest.importorskip("ray")
-pytestmark = pytest.mark.machines
+pytestmark = [pytest.mark.machines, pytest.mark.slow]
 
 DEMAND = """
 import threading

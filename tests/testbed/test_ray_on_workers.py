@@ -28,7 +28,7 @@ from tpucare.testbed.emulator.world.world import World
 
 pytest.importorskip("ray")
 
-pytestmark = [pytest.mark.machines, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.machines, pytest.mark.slow, pytest.mark.timeout(240)]
 
 START = datetime(2026, 3, 1, 12, tzinfo=UTC)
 JOIN_SECONDS = 120.0
