@@ -29,8 +29,8 @@ from tpucare.testbed.demo.setup import copy_example, free_port
 T = TypeVar("T")
 
 ZONE = "us-central2-b"
-# Ray takes its sizes from the whole machine, which all emulated hosts share.
 HEAD_STARTS = 3
+# Ray takes its sizes from the whole machine, which all emulated hosts share.
 SMALL = "--num-cpus=2 --memory=1000000000 --object-store-memory=80000000"
 WORLD: Mapping[str, Any] = {"zones": {ZONE: {}}, "latencies": {"create_single": 0.5, "create_slice": 0.5}}
 
