@@ -74,7 +74,8 @@ class RayStage(Stage):
             "tpu": {"type": self.accelerator, "zones": [ZONES[0]], "network": {"external_ips": False}},
             "job": {"env": {"JAX_PLATFORMS": "cpu", "TPUCARE_RAY_ARGS": SIZES}},
             "care": {"grace": "5s"},
-            "ray": {"python": sys.executable, "idle": "5s"},
+            # Ray may take 19 s to miss hosts that were killed; until then, those in their place have no work.
+            "ray": {"python": sys.executable, "idle": "20s"},
         }
         self._declare(CLUSTER, pool)
         self._start_head()
