@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 from tests.kits.ray_care import GANG, HEAD, Lab, pool
-from tpucare.integrations.ray.companion import AWAY_SECONDS, BUSY_SECONDS, REFUSED_SECONDS, REST_SECONDS, serving_node
+from tpucare.integrations.ray.companion import (
+    AWAY_SECONDS,
+    BUSY_SECONDS,
+    REFUSED_SECONDS,
+    REST_SECONDS,
+    is_dying,
+    serving_node,
+)
 from tpucare.integrations.ray.demand import Bundle, DrainReason, Gang, ProbeSilent, Request
 
 
@@ -134,6 +141,45 @@ def test_a_slice_that_the_cloud_takes_comes_back_under_its_name(lab: Lab) -> Non
     assert healed != node
     assert lab.nodes == [healed]
     lab.service.daemon.check()
+
+
+def test_tasks_that_a_preemption_lost_are_no_growth_before_the_cloud_tells_of_it(lab: Lab) -> None:
+    """
+    Ray, whose connections end with those of SSH, does them again after 1.5 s, and shows their hosts for 13 s more;
+    the next listing is seconds away, and the cloud tells later still.
+    """
+    lab.ray.gangs = (GANG,)
+    node = lab.up()
+    lab.ray.gangs = ()
+    lab.ray.join(node, used=4.0)
+    lab.run(60)
+    lab.service.daemon.zone.world.operator.preempt("lab-0", lab.service.daemon.clock.true_now())
+    track = lab.service.daemon.engine.slots["lab-0"]
+    for _ in range(60):
+        lab.run(1)
+        if is_dying(track, node):
+            break
+    lab.ray.requests = (Request(Bundle({"TPU": 4.0}, {}), 4),)
+    lab.run(13)
+    assert serving_node(track) == node, "the cloud has not told yet"
+    del lab.ray.hosts[node]
+    lab.run(300)
+    assert {name.rpartition("-a")[0] for name in lab.nodes} == {"lab-0"}
+    assert [text for text in lab.events("wake") if text.startswith("lab-1")] == []
+
+
+def test_a_slice_that_has_just_healed_does_not_rest_before_ray_misses_its_last_hosts(lab: Lab) -> None:
+    """Until then Ray shows the group as placed on hosts that are gone, and asks for nothing."""
+    lab.ray.gangs = (GANG,)
+    node = lab.up()
+    lab.ray.gangs = ()
+    lab.ray.join(node, idle=600.0)
+    lab.ray.join("lab-0-a99", used=4.0)
+    lab.run(30)
+    assert lab.nodes == [node]
+    del lab.ray.hosts["lab-0-a99"]
+    lab.run(120)
+    assert lab.nodes == []
 
 
 def test_an_announced_preemption_reaches_every_host_of_the_slice_once(lab: Lab) -> None:

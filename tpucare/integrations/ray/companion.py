@@ -37,7 +37,7 @@ from tpucare.model.actions import Wait
 from tpucare.model.causes import Cause
 from tpucare.model.errors import ConfigError, TpuCareError
 from tpucare.model.memory import DesiredState, End, FleetRecord
-from tpucare.model.resources import Job
+from tpucare.model.resources import Job, parse_node_name
 from tpucare.model.text import counted, plain
 from tpucare.planner import desired_state
 from tpucare.planner.predicates import job_mark
@@ -350,6 +350,10 @@ class RayCare:
         for host in state.hosts:
             if host.status is not HostStatus.DEAD:
                 by_node.setdefault(host.instance, []).append(host)
+        shown: dict[str, set[str]] = {}
+        for name in by_node:
+            if (parsed := parse_node_name(name)) is not None:
+                shown.setdefault(parsed[0], set()).add(name)
         going = set(cluster.drains.values())
         found, states = [], {}
         for fleet in fleets:
@@ -357,11 +361,15 @@ class RayCare:
                 index = fleet.index_of(track.slot.name)
                 node = serving_node(track)
                 hosts = tuple(by_node.get(node, ())) if node else ()
-                one = slice_state(track, hosts, fleet.workers, is_leaving=track.slot.name in going)
+                dying = is_dying(track, node)
+                # Until Ray misses the hosts of the node before, it takes their work for placed, and asks for nothing.
+                heals = dying or not shown.get(track.slot.name, set()) <= {node}
+                expected = math.inf if heals else fleet.workers
+                one = slice_state(track, hosts, expected, is_leaving=track.slot.name in going)
                 before = cluster.states.get(track.slot.name)
                 since = before[1] if before is not None and before[0] is one else now
                 states[track.slot.name] = (one, since)
-                found.append(Slice(track.slot.name, fleet.name, index or 0, one, hosts, since))
+                found.append(Slice(track.slot.name, fleet.name, index or 0, one, hosts, since, dying))
         cluster.states = states
         return found
 
@@ -486,7 +494,7 @@ def serving_node(track: SlotTrack) -> str:
     return next((name for name, seen in track.nodes.items() if seen.listed and track.memory.serves(name)), "")
 
 
-def slice_state(track: SlotTrack, hosts: Collection[HostState], expected: int, *, is_leaving: bool) -> SliceState:
+def slice_state(track: SlotTrack, hosts: Collection[HostState], expected: float, *, is_leaving: bool) -> SliceState:
     """*hosts*: of the slot's serving node that Ray has not seen dead. *is_leaving*: they were asked to be drained."""
     memory = track.memory
     if memory.wish is DesiredState.PAUSED or memory.end is not End.NONE:
@@ -499,6 +507,17 @@ def slice_state(track: SlotTrack, hosts: Collection[HostState], expected: int, *
         return SliceState.FAILED
     joined = sum(host.status in (HostStatus.RUNNING, HostStatus.IDLE) for host in hosts)
     return SliceState.JOINED if joined >= expected else SliceState.COMING
+
+
+def is_dying(track: SlotTrack, node: str) -> bool:
+    """
+    A worker of *node* is silent, or announced a preemption.
+
+    Ray does the tasks of a lost host again after 1.5 s, and shows the host as running for up to 19 s more; the cloud
+    may tell later still.
+    """
+    seen = track.nodes.get(node)
+    return seen is not None and (seen.silent_since is not None or node in preempted_nodes(track))
 
 
 def preempted_nodes(track: SlotTrack) -> Iterator[str]:

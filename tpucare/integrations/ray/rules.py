@@ -86,7 +86,10 @@ class SliceState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """`hosts`: of its living node only, from the same snapshot; `since`: seconds, when it woke or changed its state."""
+    """
+    hosts: of its living node only, from the same snapshot    since: seconds, when it woke or changed its state
+    dying: its node is about to be lost, or seems to be: what its hosts hold comes back, so it is no reason to grow
+    """
 
     slot: str
     pool: str
@@ -94,6 +97,7 @@ class Slice:
     state: SliceState
     hosts: tuple[HostState, ...] = ()
     since: float = 0.0
+    dying: bool = False
 
 
 class UnmetCause(Enum):
@@ -540,7 +544,7 @@ class _Lot:
         bay = _Bay(one, opened=opened)
         self.bays[one.slot] = bay
         missing = list(range(self.pool.hosts))
-        for host in one.hosts:
+        for host in one.hosts if not one.dying else ():
             number = host.labels.get(WORKER_ID, "")
             missing.remove(int(number) if number.isdecimal() and int(number) in missing else missing[-1])
             if host.status in (HostStatus.RUNNING, HostStatus.IDLE):
