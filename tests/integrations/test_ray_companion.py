@@ -107,6 +107,8 @@ def test_a_second_caretaker_is_named_and_nothing_is_done_beside_it(lab: Lab) -> 
     assert lab.nodes == []
     assert any("Ray's own autoscaler" in text for text in lab.events("ray-warning"))
     assert "Ray's own autoscaler" in lab.care.rows()[0]["problem"]
+    lab.care.poll()
+    assert "Ray's own autoscaler" in lab.care.rows()[0]["problem"], "also between two snapshots"
 
 
 def test_a_host_that_refuses_to_be_drained_keeps_its_slice(lab: Lab) -> None:

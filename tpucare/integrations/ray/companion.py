@@ -256,7 +256,10 @@ class RayCare:
         if head is None and problem != cluster.problem:
             self._say(fleets, "ray-no-head", problem, "warning")
         is_moved = _identity(head) != _identity(cluster.head)
-        cluster.head, cluster.problem = head, problem
+        cluster.head = head
+        if head is None or is_moved:
+            # Else the last answer of the head still says what is wrong.
+            cluster.problem = problem
         if is_moved:
             self._announce(name, head, fleets)
         cluster.asker.follow(head, BUSY_SECONDS if _is_busy(cluster) else REST_SECONDS)
