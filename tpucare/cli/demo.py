@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 import signal
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
 from tpucare.cli.common import Exit, print_json
 from tpucare.model.errors import ConfigError
 from tpucare.service.options import expanded
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 _NEEDED = ("jax", "optax", "orbax.checkpoint")
 
@@ -57,12 +60,26 @@ def demo(
     screen, show = demo_screen.watch(console, options)
     with screen:
         report = run_demo(options, show)
+    return tell(report, console, lambda: demo_screen.show_report(console, report), json=json, keep=options.keep)
+
+
+class DemoReport(Protocol):
+    """The part that the reports of all demos have."""
+
+    @property
+    def faults(self) -> list[str]: ...
+
+    def as_json(self) -> dict[str, Any]: ...
+
+
+def tell(report: DemoReport, console: Console, show: Callable[[], object], *, json: bool, keep: Path | None) -> int:
+    """Print the report of a demo, by *show* unless as JSON. Returns the exit status that follows from it."""
     if json:
         print_json(report.as_json())
     else:
-        demo_screen.show_report(console, report)
+        show()
         if keep:
-            console.print(f"kept in {options.keep}", highlight=False)
+            console.print(f"kept in {keep}", highlight=False)
     return Exit.OK if not report.faults else Exit.FAILED
 
 

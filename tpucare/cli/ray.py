@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tpucare.cli.common import CommandError, Exit, options, print_json, say, warn
+from tpucare.cli.common import CommandError, options, print_json, say, warn
 from tpucare.model.errors import ConfigError
 from tpucare.model.text import hint
 from tpucare.service.options import expanded
@@ -199,7 +199,7 @@ def ray_demo(
     """
     from rich.console import Console
 
-    from tpucare.cli.demo import end_on_signals, require
+    from tpucare.cli.demo import end_on_signals, require, tell
     from tpucare.testbed.demo import screen as demo_screen
     from tpucare.testbed.demo.ray_story import run_ray_demo
     from tpucare.testbed.demo.setup import DemoOptions
@@ -211,13 +211,7 @@ def ray_demo(
     shown = demo_screen.Screen(console, options)
     with shown.shown():
         report = run_ray_demo(options, shown.follow)
-    if json:
-        print_json(report.as_json())
-    else:
-        demo_screen.show_ray_report(console, report)
-        if keep:
-            console.print(f"kept in {options.keep}", highlight=False)
-    return Exit.OK if not report.faults else Exit.FAILED
+    return tell(report, console, lambda: demo_screen.show_ray_report(console, report), json=json, keep=options.keep)
 
 
 def _token_file(name: str) -> str:
