@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 BIN := .venv/bin
 # The modules that decide and touch nothing; at least 90 % of their lines and branches are run by their own tests.
 # Those run first and alone for it: to trace the whole suite makes stories and storms two to three times as slow.
-PURE := fleetfile model.accelerators planner adapters.google.classify adapters.runner.scripts integrations.ray.rules
+PURE := fleetfile model.accelerators planner adapters.google.classify adapters.runner.scripts integrations.ray.packing integrations.ray.rules
 TESTS := tests/fleetfile tests/model tests/planner tests/adapters/test_classify.py tests/adapters/test_scripts.py tests/integrations/test_ray_rules.py
 # Two processes for each core of a small machine, since a test with machines waits more than it works. A file goes to one
 # of them as a whole, because its tests share what it builds.

@@ -106,8 +106,9 @@ ray: {{idle: 10m}}
   Once slot 0 has run, an edit of `count` alone that would move its folder is refused.
 * **Files.** At most {FILES_LIMIT}, each up to {FILE_LIMIT_BYTES >> 20} MB, together {TOTAL_LIMIT_BYTES >> 20} MB.
   Local paths stay in the folder of the fleet file or below, paths on the worker below the job's folder.
-* **Alternatives.** `tpu` may be a list of sections: tpucare tries every zone of the first section before those of the
-  second. Sections may differ in size; each place (zone, type, terms, account, network) is listed once.
+* **Alternatives.** `tpu` may be a list of sections: tpucare asks every zone of the first section before those of the
+  second, and the zones of one section in the order of [`placement`](placement.md). Sections may differ in size; each
+  place (zone, type, terms, account, network) is listed once.
 * **The catalogue** lists types, zones and terms. A value outside it is an error that names the nearest one; with
   `unlisted: true` it is a warning, for a new zone or a slice of an unusual size.
 * **Secrets** never appear in this file: `secrets` names variables, and a URL with credentials is refused.
@@ -123,6 +124,8 @@ TITLES = {
     ("tpu", "network"): "`tpu.network` and `tpu.zones[].network`",
     ("job",): "`job`",
     ("care",): "`care`",
+    ("care", "save_every"): "`care.save_every`",
+    ("deadline",): "`deadline`",
     ("ray",): "`ray`",
 }
 
@@ -169,13 +172,19 @@ _KINDS = {
     "string": "text",
     "boolean": "true or false",
     "integer": "number",
+    "number": "number",
     "array": "list",
     "object": "mapping",
 }
 
 
 def _range(property: dict[str, object]) -> str:
-    return f", {property['minimum']} to {property['maximum']}" if "minimum" in property else ""
+    if "exclusiveMinimum" in property:
+        return f", above {property['exclusiveMinimum']}"
+    if "minimum" not in property:
+        return ""
+    least, most = property["minimum"], property.get("maximum")
+    return f", at least {least}" if most is None else f", {least} to {most}"
 
 
 def _default(info: FieldInfo) -> str:

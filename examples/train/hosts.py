@@ -7,13 +7,16 @@ by hand. Imports of JAX stay inside the functions, because JAX reads its environ
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
+import time
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
+from statistics import median
 from types import FrameType
 
 # The others notice a silent host after this long (JAX's default is 100 s).
@@ -21,6 +24,9 @@ HEARTBEAT_TIMEOUT_SECONDS = 10
 
 # All hosts start together. A host that has not joined after this long is dead (JAX's default is 300 s).
 JOIN_TIMEOUT_SECONDS = 60
+
+# Between two saves while tpucare advises nothing.
+UNADVISED_INTERVAL_SECONDS = 600.0
 
 # XLA's order of additions depends on its threads. Both flags together give the same bits on every machine of one kind,
 # and prevent several hosts on one small machine from competing for its cores.
@@ -44,17 +50,19 @@ class Host:
     coordinator: str
     checkpoint: str
     notice: Path | None
+    cadence: Path | None
     on_cpu: bool
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Host:
-        notice = environ.get("TPUCARE_NOTICE", "")
+        notice, cadence = environ.get("TPUCARE_NOTICE", ""), environ.get("TPUCARE_CADENCE", "")
         return cls(
             index=int(environ.get("TPUCARE_WORKER", "0")),
             count=int(environ.get("TPUCARE_WORKERS", "1")),
             coordinator=environ.get("TPUCARE_COORDINATOR", ""),
             checkpoint=environ.get("TPUCARE_CHECKPOINT", "checkpoints"),
             notice=Path(notice) if notice else None,
+            cadence=Path(cadence) if cadence else None,
             on_cpu=environ.get("JAX_PLATFORMS") == "cpu" or environ.get("TPUCARE_DEMO_CPU", "0") not in ("", "0"),
         )
 
@@ -153,6 +161,47 @@ class Requests:
             return os.stat(self.notice).st_mtime_ns if self.notice else 0
         except FileNotFoundError:
             return 0
+
+
+@dataclass
+class Cadence:
+    """
+    Asks for a save after the interval that tpucare advises in a file, and tells tpucare beside it what a save costs.
+
+    This host's wish alone: `agree` makes it that of all hosts, whose clocks differ.
+    """
+
+    file: Path | None
+    interval_seconds: float = UNADVISED_INTERVAL_SECONDS
+    _read_at: int = 0
+    _last: float = field(default_factory=time.monotonic)
+    _costs: list[float] = field(default_factory=list)
+
+    def wish(self) -> Wish:
+        self._read()
+        return Wish.SAVE if time.monotonic() - self._last >= self.interval_seconds else Wish.NONE
+
+    def saved(self, began: float) -> None:
+        """A save that began at *began* (monotonic) no longer blocks the training."""
+        self._last = time.monotonic()
+        self._costs = [*self._costs[-19:], self._last - began]
+        if self.file is None:
+            return
+        beside = self.file.with_name("saves")
+        try:
+            beside.with_name("saves.new").write_text(json.dumps({"save_seconds": round(median(self._costs), 3)}))
+            beside.with_name("saves.new").replace(beside)
+        except OSError:
+            pass  # It is only a hint: a full disk must not end the training.
+
+    def _read(self) -> None:
+        try:
+            written = os.stat(self.file).st_mtime_ns if self.file else 0
+            if written != self._read_at:
+                self._read_at = written
+                self.interval_seconds = float(json.loads(self.file.read_text())["interval_seconds"])
+        except (OSError, ValueError, KeyError, TypeError):
+            pass  # Not written yet: the last interval stays.
 
 
 def _require_resolvable_hostname() -> None:

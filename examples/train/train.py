@@ -40,7 +40,9 @@ FAILED, TERMINATED = 75, 128 + signal.SIGTERM
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.strip().splitlines()[0])
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--save-every", type=int, default=25, help="steps between checkpoints")
+    parser.add_argument(
+        "--save-every", type=int, default=25, help="steps between checkpoints; 0: the interval that tpucare advises"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--batch", type=int, default=16, help="windows per step over all hosts (rounded up)")
     parser.add_argument("--log-every", type=int, default=1, help="steps between checks of loss, notice and SIGTERM")
@@ -80,6 +82,7 @@ class Training:
         self.folder = epath.Path(HOST.checkpoint if is_address else os.path.abspath(HOST.checkpoint))
         self.folder.mkdir(parents=True, exist_ok=True)
         self.checkpoints = Checkpoints(self.folder, say)
+        self.cadence = hosts.Cadence(HOST.cadence)
 
     def run(self) -> int:
         """Train to the end, or until a stop request; returns the exit status."""
@@ -91,8 +94,8 @@ class Training:
             step += 1
             is_check = step == first or step % self.options.log_every == 0
             wish = self.check_requests(step, state) if is_check else hosts.Wish.NONE
-            if wish or step % self.options.save_every == 0 or step == self.options.steps:
-                self.checkpoints.save(step, state)
+            if wish or self.is_save_step(step):
+                self.save(step, state)
             if wish == hosts.Wish.SAVE_AND_STOP:
                 return self.stop(step)
             self.checkpoints.report()
@@ -119,11 +122,23 @@ class Training:
         windows = self.corpus.batch(self.options.seed, step, self.batch_size)
         return jax.make_array_from_callback(windows.shape, self.by_device, lambda index: windows[index])
 
+    def is_save_step(self, step: int) -> bool:
+        every = self.options.save_every
+        return step == self.options.steps or (every > 0 and step % every == 0)
+
+    def save(self, step: int, state: language_model.State) -> None:
+        began = time.monotonic()
+        self.checkpoints.save(step, state)
+        self.cadence.saved(began)
+
     def check_requests(self, step: int, state: language_model.State) -> hosts.Wish:
         """Print the progress, and return the largest wish of all hosts."""
         say(f"step {step} loss {float(state['loss']):.4f}")
-        wish = hosts.agree(HOST, self.requests.wish())
-        if wish:
+        asked = hosts.agree(HOST, self.requests.wish())
+        wish = asked
+        if not wish and not self.options.save_every:
+            wish = hosts.agree(HOST, self.cadence.wish())
+        if asked:
             say(f"asked to save at step {step}")
         return wish
 

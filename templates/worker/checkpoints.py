@@ -19,6 +19,7 @@ import files
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from typing import BinaryIO
 
 PERIOD_SECONDS = 120
 ASK_SECONDS = 60
@@ -58,12 +59,12 @@ def newest(bucket: str) -> int | None:
     """
     name, _, path = bucket[len("gs://") :].partition("/")
     path = path.strip("/") + "/" if path.strip("/") else ""
-    api = _StorageApi()
+    api = StorageApi()
     steps = sorted(set(_steps(api, name, path)), reverse=True)
     return next((step for step in steps[:HALF_WRITTEN_LIMIT] if api.has(name, f"{path}{step}/{COMMITTED}")), None)
 
 
-def _steps(api: _StorageApi, bucket: str, path: str) -> Iterator[int]:
+def _steps(api: StorageApi, bucket: str, path: str) -> Iterator[int]:
     """Numbers of the folders below *path*, complete or not."""
     token = ""
     for _ in range(PAGES_LIMIT):
@@ -81,8 +82,8 @@ def _steps(api: _StorageApi, bucket: str, path: str) -> Iterator[int]:
             return
 
 
-class _StorageApi:
-    """Reads the JSON API as this machine's service account."""
+class StorageApi:
+    """The JSON API of Cloud Storage, as this machine's service account."""
 
     def __init__(self) -> None:
         import urllib.request
@@ -106,6 +107,26 @@ class _StorageApi:
             raise ValueError("the listing is not an object")  # noqa: TRY004  (an answer, not an argument)
         return listing
 
+    def objects(self, bucket: str, prefix: str) -> dict[str, int]:
+        """Sizes of all objects below *prefix*, by name; folders, whose names end with `/`, left out. As `newest`."""
+        from urllib.parse import urlencode
+
+        found: dict[str, int] = {}
+        token = ""
+        for _ in range(PAGES_LIMIT):
+            query = {"prefix": prefix, "fields": "items(name,size),nextPageToken"}
+            if token:
+                query["pageToken"] = token
+            page = self._get(f"/storage/v1/b/{_quoted(bucket)}/o?{urlencode(query)}")
+            if not isinstance(page, dict):
+                raise ValueError("the listing is not an object")  # noqa: TRY004  (an answer, not an argument)
+            items = [item for item in page.get("items", []) if not item["name"].endswith("/")]
+            found.update({str(item["name"]): int(item["size"]) for item in items})
+            token = str(page.get("nextPageToken") or "")
+            if not token:
+                return found
+        raise ValueError(f"more than {PAGES_LIMIT} pages of objects")
+
     def has(self, bucket: str, name: str) -> bool:
         import urllib.error
 
@@ -117,12 +138,31 @@ class _StorageApi:
             raise
         return True
 
-    def _get(self, path: str) -> object:
-        import json
+    def open(self, bucket: str, name: str) -> BinaryIO:
+        """The content of an object. Raises: OSError (an HTTPError is one): it is not there, or we are refused."""
+        path = f"/storage/v1/b/{_quoted(bucket)}/o/{_quoted(name)}?alt=media"
+        return self._call(path)
+
+    def upload(self, bucket: str, name: str, source: str) -> None:
+        """Store the file *source* as an object, which appears as a whole. Raises: OSError."""
+        path = f"/upload/storage/v1/b/{_quoted(bucket)}/o?uploadType=media&name={_quoted(name)}"
+        headers = {"Content-Type": "application/octet-stream", "Content-Length": str(os.path.getsize(source))}
+        with open(source, "rb") as stream, self._call(path, stream, headers) as answer:
+            answer.read(1 << 16)
+
+    def _call(self, path: str, body: BinaryIO | None = None, headers: dict[str, str] | None = None) -> BinaryIO:
         import urllib.request
 
-        request = urllib.request.Request(self._base.rstrip("/") + path, headers=self._headers)
-        with self._opener.open(request, timeout=ASK_SECONDS) as answer:
+        request = urllib.request.Request(
+            self._base.rstrip("/") + path, data=body, headers={**self._headers, **(headers or {})}
+        )
+        answer: BinaryIO = self._opener.open(request, timeout=ASK_SECONDS)
+        return answer
+
+    def _get(self, path: str) -> object:
+        import json
+
+        with self._call(path) as answer:
             return json.loads(answer.read(1 << 24))
 
 

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 RESERVE = "reserve"
+# In a run's folder: how often to save, as tpucare advises, and what a save costs, as the run measured it.
+CADENCE, SAVES = "cadence", "saves"
+# The environment that this run stored for later nodes, or why it did not.
+ARCHIVE = "archive"
 # The beginning of the runner's own notice of a maintenance.
 MAINTENANCE = "maintenance: "
 

@@ -3,8 +3,8 @@ State of this worker as one line of JSON: run, phase, exit, chips, newest checkp
 
 It runs every few seconds over a kept connection, so it has to be fast: slow modules are imported only when needed, and
 for a healthy run it reads the lock and a few small files, whose JSON goes into the answer unchanged. It writes only the
-findings of `foreign` about runs that the runner did not start. Standard library only, Python 3.8 and newer: this runs
-on the TPU VM.
+findings of `foreign` about runs that the runner did not start, and how often the run should save, where the question
+says that anew. Standard library only, Python 3.8 and newer: this runs on the TPU VM.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ import processes
 MATCH_BYTES = 1 << 18
 OVERLAP_BYTES = 1 << 12
 MATCH_SECONDS = 1
+CADENCE_BYTES, ARCHIVE_BYTES = 400, 1000
 
 
 def main(arguments: list[str]) -> None:
     """
     Pairs: `worker`; `token` and `offset`: end of the caller's copy of the log; `bytes`: limit of the log's new bytes,
     `failed_bytes`: the same for a failed run; `progress` (a pattern), `checkpoint` (a path), `rescan` (1: search old
-    lines for a step, too); `settled` (the foreign run whose setup is over).
+    lines for a step, too); `settled` (the foreign run whose setup is over); `cadence` (new content of that file of the
+    run `run`; empty: it stays).
     """
     question = files.read_pairs(arguments)
     base = processes.home()
@@ -77,6 +79,9 @@ def _of_run(base: str, token: str, folder: str, question: dict[str, str]) -> lis
     ended = files.read_text(os.path.join(folder, "exit"))
     failed = bool(ended) and not ended.startswith('{"status": 0,')
     known = question["token"] == token
+    cadence = os.path.join(folder, files.CADENCE)
+    if question["cadence"] and question["run"] == token:
+        files.write_whole(cadence, question["cadence"])
     # Read once: a line that is written between two reads must not count as reported.
     end = files.log_end(folder)
     more = {
@@ -84,6 +89,10 @@ def _of_run(base: str, token: str, folder: str, question: dict[str, str]) -> lis
         "step": _step(folder, question, int(question["offset"]) if known else 0, end),
         "checkpoint": _checkpoint(base, folder, question["checkpoint"]),
         "log_bytes": end,
+        # As texts: the run may have written anything there.
+        "cadence": files.read_text(cadence, CADENCE_BYTES),
+        "saves": files.read_text(os.path.join(folder, files.SAVES), CADENCE_BYTES),
+        "archive": files.read_text(os.path.join(folder, files.ARCHIVE), ARCHIVE_BYTES),
     }
     log = files.to_json(_news(base, token, end, question, failed))
     return [f'"state": {state or "null"}', f'"exit": {ended or "null"}', f'"log": {log}', files.to_json(more)[1:-1]]

@@ -36,6 +36,7 @@ STRAGGLER_GRACE_SECONDS = 5.0
 KILL_SECONDS = 120.0
 SWEEP_SECONDS = 0.05
 MAINTENANCE_COUNTS_SECONDS = 300.0
+UNPROVEN_SECONDS = 600.0
 RESERVE_BYTES = 1 << 18
 DISK_FULL_BYTES = 1 << 20
 TAIL_BYTES = 1 << 16
@@ -129,6 +130,9 @@ class Runner:
         self._state.update(signalled=False, preempted=False, maintenance="", at=time.time())
         self._log = files.BoundedLog(folder, int(order["log_bytes"]))
         self._main: int | None = None
+        self._restorer: int | None = None
+        self._prefetcher: int | None = None
+        self._key = ""
         self._status: int | None = None
         self._childless = False
         self._stop_asked = False
@@ -151,7 +155,9 @@ class Runner:
 
     def go(self) -> None:
         self._prepare()
-        phase, status = "", 0
+        self._begin_restore()
+        self._begin_prefetch()
+        phase, status, began = "", 0, 0.0
         for phase in self._phases:
             if phase == "setup" and self._setup_is_done():
                 self.note("setup was done on this node before; skipped")
@@ -159,13 +165,93 @@ class Runner:
             if self._stop_asked:
                 break
             self._enter(phase)
+            began = time.monotonic()
+            if phase == "setup" and self._is_restored():
+                self._end_setup("restored", began)
+                continue
+            if self._stop_asked:
+                break
             status = self._supervise(phase)
             if status:
                 break
             if phase == "setup":
-                files.write_whole(os.path.join(self._base, "work.setup"), self._setup_key())
+                self._end_setup("made", began)
+            elif phase == "fetch":
+                self._state["fetch_seconds"] = round(time.monotonic() - began, 1)
         self._end_stragglers()
+        if phase == "run" and status and time.monotonic() - began < UNPROVEN_SECONDS:
+            self._doubt_environment()
         self._publish(phase, status)
+
+    def _doubt_environment(self) -> None:
+        """A run that fails early in a restored environment may fail for it: the next one on this node sets up."""
+        if self._state.get("environment") == "restored" and not self._state["signalled"]:
+            files.write_whole(os.path.join(self._base, "work.setup"), "the restored environment is not trusted")
+
+    def _end_setup(self, environment: str, began: float) -> None:
+        """*environment*: `restored` from an archive, or `made` by the set-up."""
+        files.write_whole(os.path.join(self._base, "work.setup"), self._setup_key())
+        self._state["environment"] = environment
+        self._state["setup_seconds"] = round(time.monotonic() - began, 1)
+        if environment == "made" and self._key and self._order["worker"] == "0":
+            self._spawn_environment("save")
+
+    def _begin_restore(self) -> None:
+        """Fetch and unpack the environment beside the fetch of the code, on a node without a set-up."""
+        if self._order.get("archive_key") and not files.read_text(os.path.join(self._base, "work.setup")):
+            self._restorer = self._spawn_environment("restore")
+
+    def _begin_prefetch(self) -> None:
+        """Copy the newest checkpoint to this host, beside fetch and set-up."""
+        if self._order.get("prefetch"):
+            # Of an earlier run: a step may have been saved anew since.
+            files.remove(self._prefetch_state)
+            pairs = [f"base={self._base}", f"checkpoint={self._order['checkpoint']}"]
+            self._prefetcher = self._spawn_tool("prefetch", pairs)
+
+    @property
+    def _prefetch_state(self) -> str:
+        return os.path.join(self._base, "prefetch", "state")
+
+    def _spawn_environment(self, verb: str) -> int:
+        pairs = [f"{name}={value}" for name, value in self._order.items()]
+        return self._spawn_tool("environment", [f"do={verb}", f"folder={self._folder}", f"key={self._key}", *pairs])
+
+    def _spawn_tool(self, tool: str, pairs: list[str]) -> int:
+        """Run another tool beside the job; it is a process of the run, and ends with it."""
+        tools = os.path.dirname(os.path.abspath(__file__))
+        code = f"import sys; sys.path.insert(0, sys.argv[1]); __import__({tool!r}).main(sys.argv[2:])"
+        command = [sys.executable, "-I", "-S", "-c", code, tools, *pairs]
+        output = [
+            (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+            (os.POSIX_SPAWN_DUP2, self._input, 1),
+            (os.POSIX_SPAWN_DUP2, self._input, 2),
+        ]
+        reset = [SIGPIPE, SIGHUP, SIGINT, SIGTERM]
+        return os.posix_spawn(sys.executable, command, self._env, file_actions=output, setsid=True, setsigdef=reset)
+
+    def _is_restored(self) -> bool:
+        """Wait for the end of the restore, and move the environment into the job's folder."""
+        if not self._order.get("cache"):
+            return False
+        while self._restorer is not None:
+            self._turn(self._patience())
+            if self._stop_asked:
+                return False
+        import environment
+
+        try:
+            # Now, since the set-up may make or change the files that it depends on.
+            self._key = environment.key_of(self._base, self._folder, self._order)
+        except (OSError, environment.Refused) as error:
+            self.note(f"the environment is not kept: {error}")
+        if not self._order.get("archive_key"):
+            return False
+        problem = environment.adopt(self._base, self._folder, self._order, self._key)
+        self._state["missed"] = problem[:200]
+        how = files.read_text(os.path.join(self._folder, "restored"), 200)
+        self.note(f"the set-up runs: {problem}" if problem else f"environment restored ({how[3:]}); setup skipped")
+        return not problem
 
     def note(self, text: str) -> None:
         self._write(b"[tpucare: %s]\n" % text.encode(errors="replace"))
@@ -189,6 +275,9 @@ class Runner:
         env["TPUCARE_RUN"] = self._order["token"]
         env["TPUCARE_WORKER"] = self._order["worker"]
         env["TPUCARE_NOTICE"] = os.path.join(self._folder, "notice")
+        if self._order.get("prefetch"):
+            env["TPUCARE_PREFETCH"] = os.path.dirname(self._prefetch_state)
+        env["TPUCARE_CADENCE"] = os.path.join(self._folder, files.CADENCE)
         if self._order.get("commit"):
             env["TPUCARE_COMMIT"] = self._order["commit"]
         return env
@@ -312,6 +401,10 @@ class Runner:
                 return
             if pid == 0:
                 return
+            if pid == self._restorer:
+                self._restorer = None
+            if pid == self._prefetcher and not files.read_text(self._prefetch_state).startswith(("done ", "failed ")):
+                files.write_whole(self._prefetch_state, "failed it was ended")
             if pid == self._main:
                 self._status = os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
 

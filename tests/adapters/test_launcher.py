@@ -7,6 +7,7 @@ import os
 import shlex
 import shutil
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
@@ -26,6 +27,7 @@ pytestmark = [
     pytest.mark.skipif(shutil.which("screen") is None, reason="screen is not installed"),
 ]
 
+ROOT = Path(__file__).parents[2]
 COUNT_STARTS = 'echo "$TPUCARE_RUN" >>"$HOME/starts"; sleep 300'
 
 
@@ -409,6 +411,55 @@ def test_a_notice_reaches_the_run(one: Node) -> None:
     report = one.ended()
     assert (report.exit_status, report.signalled) == (0, True)
     assert "save 'now' $(date)" in one.log()
+
+
+def advised(made: Node, text: str, number: int = 1) -> WorkerReport:
+    order = ProbeOrder(made.workers, made.slot, 1, cadence=text, run=made.token(number))
+    return made.launcher.probe(order).workers[0]
+
+
+def test_a_probe_brings_the_run_its_cadence_and_what_its_saves_cost_back(one: Node) -> None:
+    """The real `Saves` on the worker's side: it obeys the file that a probe wrote, and its measure comes back."""
+    one.start(f"cd {ROOT} && exec {sys.executable} -c {shlex.quote(SAVER)}")
+    eventually(lambda: "begin 600.0" in one.log())
+    assert one.probe().cadence_seconds is None
+    report = advised(one, '{"interval_seconds": 0.2, "since": "it\'s $(date)"}')
+    assert report.cadence_seconds == 0.2
+    report = one.ended()
+    assert (report.exit_status, report.cadence_seconds) == (0, 0.2)
+    assert report.save_seconds == pytest.approx(0.01, abs=0.5)
+    assert "saved each 0.2" in one.log()
+
+
+SAVER = """
+import time
+from tpucare.training import Saves
+saves = Saves()
+print("begin", saves.interval_seconds, flush=True)
+while not saves.due():
+    time.sleep(0.01)
+with saves:
+    time.sleep(0.01)
+print("saved each", saves.interval_seconds, flush=True)
+"""
+
+
+def test_the_cadence_of_another_run_is_not_written(one: Node) -> None:
+    one.start("sleep 300")
+    assert advised(one, '{"interval_seconds": 60}', number=2).cadence_seconds is None
+    assert not (one.folder() / "cadence").exists()
+    assert one.stop().quiet
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[1]", '{"save_seconds": "x"}', '{"save_seconds": -1}', '{"save_seconds": true}', '\0\\"' * 300]
+)
+def test_whatever_a_run_writes_there_is_no_answer_in_pieces(one: Node, text: str) -> None:
+    one.start("sleep 300")
+    (one.folder() / "saves").write_text(text)
+    report = one.probe()
+    assert (report.contact, report.alive, report.save_seconds) == (Contact.ANSWERED, True, None)
+    assert one.stop().quiet
 
 
 def test_logs_of_runs_one_after_another_are_kept_and_outlive_the_node(one: Node) -> None:

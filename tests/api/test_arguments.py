@@ -13,7 +13,7 @@ import pytest
 from tpucare.api.arguments import Call, Start, read, type_of
 from tpucare.fleetfile import python_fleet
 from tpucare.model.errors import ConfigError
-from tpucare.model.resources import OnExit, Provisioning
+from tpucare.model.resources import OnExit, PlacementOrder, Provisioning
 
 
 def start_fn(ctx: object, worker: object) -> None: ...
@@ -104,8 +104,24 @@ class TestSlots:
         assert slot.job.foreign
         assert slot.job.run == ""
 
+    def test_a_price_arrives_at_its_places(self) -> None:
+        (slot,) = _slots(made(price=0, zones=["us-central1-a"]).fleet)
+        assert [place.price for place in slot.places] == [0, 0]
+
+    def test_bounds_and_order_of_places_arrive(self) -> None:
+        (slot,) = _slots(made(max_price=30, placement="ordered").fleet)
+        assert (slot.bounds.max_price, slot.order) == (30, PlacementOrder.ORDERED)
+        (slot,) = _slots(made(placement=PlacementOrder.WORTH, value=12.5).fleet)
+        assert (slot.order, slot.value) == (PlacementOrder.WORTH, 12.5)
+        (slot,) = _slots(made(max_cost=100, until="2099-12-31").fleet)
+        assert slot.bounds.max_cost == 100
+        assert slot.bounds.until is not None
+        assert "placement: cheapest is not one of worth, ordered" in refusal(placement="cheapest")
+
     def test_the_text_in_the_store_means_the_same(self) -> None:
-        start = made(single=False, tpus=2, zones=["us-central1-a"], boot_timeout=90, on_exit="restart", project="grant")
+        start = made(
+            single=False, tpus=2, zones=["us-central1-a"], boot_timeout=90, on_exit="restart", project="grant", value=3
+        )
         assert python_fleet.is_python(start.text)
         assert python_fleet.parse_python(start.text, file="start_multiple") == start.fleet
 

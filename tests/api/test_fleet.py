@@ -19,6 +19,10 @@ FILE = """\
 name: pod
 count: 2
 project: grant
+max_price: 9
+until: 2099-12-31
+max_cost: 500
+placement: ordered
 tpu: {type: v3-8, zones: [europe-west4-a]}
 job:
   run: python3 train.py
@@ -35,6 +39,8 @@ def test_fields_are_those_of_the_file(tmp_path: Path) -> None:
     fleet = Fleet.from_file(tmp_path / "pod.yaml")
     read = fleets.parse(FILE, file="x", folder=tmp_path)
     assert fleet.parsed.slots() == read.slots()
+    assert (fleet.until, fleet.max_cost) == ("2099-12-31", 500)
+    assert (fleet.max_price, fleet.placement, fleet.value) == (9, "ordered", None)
     (_, second) = fleet.parsed.slots()
     assert second.job is not None
     assert second.job.env == {"SEED": "010", "RATE": "1e-4"}

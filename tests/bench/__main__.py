@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from tests.bench import goodput, idle, launching, lost, passes, ray, virtual_time
+from tests.bench import environments, goodput, idle, launching, lost, passes, ray, reaction, virtual_time
 from tests.bench.report import Measure, table, write_docs, write_json
 
 ROOT = Path(__file__).parent.parent.parent
@@ -24,12 +24,14 @@ ROWS: Mapping[str, Callable[[], list[Measure]]] = {
     "burst-virtual": virtual_time.burst,
     "launch-one-host": launching.one_host,
     "launch-64-hosts": launching.many_hosts,
+    "environments": environments.kept,
     "quiet-pass": passes.quiet_passes,
     "idle": idle.at_rest,
     "memory-10000": passes.heavy_memory,
     "recoveries": idle.recoveries,
     "virtual-speed": virtual_time.speed,
     "months": virtual_time.months,
+    "reaction": reaction.reaction,
     "goodput": goodput.nine_zones,
     "ray": ray.cluster,
     "ray-demands": ray.demands,

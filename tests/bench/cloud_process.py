@@ -10,6 +10,7 @@ Instants are those of the monotonic clock, which all processes of a machine shar
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -217,12 +218,15 @@ class _Service:
 
 
 def main() -> None:
+    # Warnings of the emulator go to standard output, too, and are no answers.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
     service = _Service(json.loads(sys.argv[1]))
     with service.server as server:
         user = server.machines.login_user if server.machines is not None else ""
-        print(json.dumps({"endpoint": server.endpoint, "user": user}), flush=True)
+        print(json.dumps({"endpoint": server.endpoint, "user": user}), file=answers, flush=True)
         for line in sys.stdin:
-            print(json.dumps(service.carry(json.loads(line))), flush=True)
+            print(json.dumps(service.carry(json.loads(line))), file=answers, flush=True)
 
 
 if __name__ == "__main__":

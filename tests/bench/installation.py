@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sqlite3
@@ -28,7 +29,7 @@ tpu: {{type: {kind}, zones: [{zone}], provisioning: spot, runtime: {runtime}}}
 job:
   run: |
     {run}
-"""
+{job}"""
 
 
 class Installation:
@@ -41,17 +42,31 @@ class Installation:
             self.owner = store.owner
         self.key = load_or_make_key(self.state / "ssh" / "id_ed25519").public
 
-    def declare(self, count: int, *, kind: str = KIND, zone: str = ZONE, run: str = "python3 train.py") -> None:
-        """*run*: one line of shell."""
-        text = _FLEET.format(fleet=FLEET, count=count, project=PROJECT, kind=kind, zone=zone, runtime=RUNTIME, run=run)
+    def declare(
+        self,
+        count: int,
+        *,
+        kind: str = KIND,
+        zone: str = ZONE,
+        run: str = "python3 train.py",
+        job: Mapping[str, str] | None = None,
+    ) -> None:
+        """*run*: one line of shell. *job*: more keys of that section."""
+        more = "".join(f"  {key}: {json.dumps(value)}\n" for key, value in (job or {}).items())
+        names = {"fleet": FLEET, "project": PROJECT, "runtime": RUNTIME}
+        text = _FLEET.format(count=count, kind=kind, zone=zone, run=run, job=more, **names)
         (self.fleets / f"{FLEET}.yaml").write_text(text, encoding="utf-8")
 
     @property
-    def remembered_bytes(self) -> int:
-        """Of the memory of all slots, as it stands in the store."""
+    def remembered(self) -> bytes:
+        """The memory of all slots, as it stands in the store."""
         path = next(self.state.glob("*.sqlite*"))
         with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as connection:
-            return int(connection.execute("SELECT sum(length(memory)) FROM slots").fetchone()[0])
+            return "".join(row[0] for row in connection.execute("SELECT memory FROM slots")).encode()
+
+    @property
+    def remembered_bytes(self) -> int:
+        return len(self.remembered)
 
     def environment(self, endpoint: str, port: int, **more: object) -> dict[str, str]:
         said = {

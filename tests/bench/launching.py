@@ -30,20 +30,27 @@ def launches(kind: str, hosts: int, samples: int) -> list[float]:
         installation, port = Installation(Path(folder)), sshd.free_port()
         installation.declare(1, kind=kind, zone=ZONE, run=RUN)
         machines = Path(folder) / "machines"
-        with CloudProcess(_world(), port=port, machines=machines) as cloud:
+        with CloudProcess(waking_world(), port=port, machines=machines) as cloud:
             env = installation.environment(cloud.endpoint, port, TPUCARE_SSH_USER=cloud.login_user)
             with Daemon(installation, env):
-                return [_launch(cloud, machines, f"{FLEET}-0-a{number}", hosts) for number in range(samples)]
+                seconds = []
+                for number in range(samples):
+                    seconds.append(started_after(cloud, machines, f"{FLEET}-0-a{number}", hosts))
+                    cloud.preempt([f"{FLEET}-0-a{number}"])
+                return seconds
 
 
-def _world() -> dict[str, Any]:
+def waking_world() -> dict[str, Any]:
     """Workers boot a while after their addresses are listed, as real ones do: nobody has to learn where they are."""
     config = world(seconds=0.2)
     config["latencies"]["boot_late"] = 2.5
     return config
 
 
-def _launch(cloud: CloudProcess, machines: Path, node: str, hosts: int) -> float:
+def started_after(
+    cloud: CloudProcess, machines: Path, node: str, hosts: int, *, patience: float = START_SECONDS
+) -> float:
+    """Seconds from the last worker of *node* that listens to the last run that starts."""
     pattern = f"machines/workers/{node}.*/home/started-{node}"
     found: list[Path] = []
 
@@ -53,9 +60,8 @@ def _launch(cloud: CloudProcess, machines: Path, node: str, hosts: int) -> float
 
     # Looking costs, and must not be what is measured: once the workers listen there is one look at the likely end.
     wait_until(lambda: len(cloud.listening(node)) == hosts, START_SECONDS, f"{node} listens", every=0.1)
-    wait_until(has_started, START_SECONDS, f"{node} runs", every=1.0)
+    wait_until(has_started, patience, f"{node} runs", every=1.0)
     started = max(float(path.read_text()) for path in found) - _boot_clock_ahead()
-    cloud.preempt([node])
     return started - max(cloud.listening(node))
 
 

@@ -43,7 +43,7 @@ from tpucare.model.errors import (
 )
 from tpucare.service import emulator_address
 from tpucare.service.client import standalone
-from tpucare.service.control_socket import NoDaemon, request
+from tpucare.service.control_socket import NoDaemon, is_running, request
 from tpucare.service.options import resolve
 from tpucare.testbed.emulator.machines.sandbox import MachineError
 from tpucare.testbed.emulator.server import EmulatorServer
@@ -553,6 +553,7 @@ def test_gc_says_not_looked_where_it_could_not(run: Run, monkeypatch: pytest.Mon
     [
         ({"unseen_projects": ["p"]}, "p: not checked, its nodes could not be listed"),
         ({"unreachable": ["us-east1-d"]}, "us-east1-d: not checked, the zone does not answer"),
+        ({"unseen_queues": ["p"]}, "p: not checked for queued resources, they could not be listed"),
     ],
 )
 def test_gc_says_none_only_where_all_was_looked_at(
@@ -564,6 +565,7 @@ def test_gc_says_none_only_where_all_was_looked_at(
         "deleting": [],
         "projects": ["p"],
         "unseen_projects": [],
+        "unseen_queues": [],
         "unreachable": [],
         "store_lost": False,
     }
@@ -720,6 +722,50 @@ def test_down_all_takes_every_fleet_down(run: Run, cloud: EmulatorServer, pod: P
     assert run("down", "--all").out == "no fleet is up\n"
 
 
+@pytest.mark.parametrize("has_daemon", [False, True])
+def test_down_of_a_cluster_takes_its_pools_down_and_no_other_fleet(
+    has_daemon: bool, run: Run, cloud: EmulatorServer, pod: Path, tmp_path: Path
+) -> None:
+    def up() -> list[str]:
+        answer = json.loads(run("status", "--json").out)
+        return sorted(row["fleet"] for row in answer["fleets"] if row["wish"] == "up")
+
+    for name, key in (("lab", ""), ("big", "cluster: lab"), ("far", "cluster: other")):
+        path = tmp_path / f"{name}.yaml"
+        count = "{min: 0, max: 2}" if name == "lab" else 1
+        tpu = "{type: v3-32, zones: [us-central1-a], network: {external_ips: false}}"
+        path.write_text(f"name: {name}\ncount: {count}\ntpu: {tpu}\nray: {{{key}}}\n")
+        assert run("apply", str(path)).code == 0
+    assert run("apply", str(pod)).code == 0
+    with contextlib.ExitStack() as stack:
+        if has_daemon:
+            log = stack.enter_context((tmp_path / "daemon.log").open("wb"))
+            command = [sys.executable, "-m", "tpucare.cli", "daemon"]
+            daemon = Process(subprocess.Popen(command, stdout=log, stderr=log), tmp_path / "daemon.log")
+            stack.callback(daemon.end)
+            eventually(lambda: is_running(tmp_path / "state" / "control.sock"), 30)
+        done = run("down", "--cluster", "lab")
+        assert (done.code, done.out) == (Exit.FAILED, "")
+        assert has_daemon or "Whether hosts of big, lab work for jobs is not known: no daemon answers. " in done.err
+        assert "The head of lab goes on. Stop the runs of big, lab and delete their nodes?" in done.err
+        assert up() == ["big", "far", "lab", "pod"]
+        done = run("down", "--cluster", "lab", "--yes")
+        assert (done.code, done.out.splitlines()) == (
+            0,
+            [
+                "big: all its nodes are deleted",
+                "lab: all its nodes are deleted",
+                "the head of lab goes on; Ctrl-C ends it, or `systemctl stop tpucare-ray@lab`",
+            ],
+        )
+        assert up() == ["far", "pod"]
+        assert run("down", "--cluster", "lab").out == "no pool of lab is up\n"
+        done = run("down", "--cluster", "labs", "--yes")
+        assert (done.code, "there are lab, other" in done.err) == (Exit.CONFIG, True)
+        assert run("down", "--cluster", "other", "--yes", "--json").code == 0
+        assert up() == ["pod"]
+
+
 def test_logs_name_what_is_kept(run: Run, tmp_path: Path) -> None:
     keeper = LogKeeper(tmp_path / "state" / "logs")
     for worker in (0, 1, 2):
@@ -743,3 +789,23 @@ def test_following_a_log_ends_with_the_slot(run: Run, cloud: EmulatorServer, pod
     keeper.append("pod-0", 1, "pod-0-a0.1", 0, b"one\n")
     done = run("logs", "pod-0", "--follow")
     assert (done.code, done.out, done.err) == (0, "--- run pod-0-a0.1 ---\none\n", "pod-0: down\n")
+
+
+def test_the_order_of_places_is_a_line_for_each_and_only_where_there_are_several(
+    run: Run, cloud: EmulatorServer, pod: Path
+) -> None:
+    pod.write_text(fleet_text().replace("[us-central1-a]", "[us-central1-a, us-central1-b]"))
+    would = run("plan", str(pod)).out.splitlines()
+    assert would[2:] == run("apply", str(pod)).out.splitlines()[1:]
+    title, *lines = would[2:]
+    assert title == "pod asks its places by worth:"
+    assert [line.split()[:3] for line in lines] == [["1", "us-central1-a", "v2-8"], ["2", "us-central1-b", "v2-8"]]
+    assert lines[0].endswith("next: most worth")
+    assert run("plan").out.splitlines()[1:] == would[2:]
+    assert run("plan", "--json").json["places"][0]["turn"] == "next"
+    shown = run("places", "pod")
+    assert (shown.code, shown.out.splitlines()[0]) == (Exit.OK, title)
+    assert len(shown.out.splitlines()) == 4
+    assert run("places", "--json").json["places"][1]["zone"] == "us-central1-b"
+    assert run("places", "pot").code == Exit.FAILED
+    assert nodes(cloud) == []

@@ -178,7 +178,7 @@ def test_what_a_killed_head_left_is_ended_before_the_next_start(bench: Bench) ->
         (("--address", f"{IP}:http"), "a number from 1 to 65535"),
         (("--address", "192.0.2.7"), "is no address of this machine"),
         (("--temp-dir", "/tmp/" + "x" * 39), "longer than 43 bytes"),
-        (("--python", "/nowhere/python"), "cannot be run: No such file"),
+        (("--python", "/nowhere/python"), "cannot be run (No such file or directory): name the one that has Ray"),
         (("--python", "/bin/true"), "is no Python that works"),
         (("--python", "/bin/false"), "is no Python that works"),
         (("--", "--port", "1"), "--port after --: tpucare sets it; write --address IP:PORT"),
@@ -241,7 +241,7 @@ def test_a_cluster_of_no_name_is_refused(name: str, bench: Bench) -> None:
 
 
 def slice_row(slot: str, state: str, busy: int = 0) -> dict[str, Any]:
-    return {"slot": slot, "state": state, "why": "", "busy_hosts": busy}
+    return {"slot": slot, "state": state, "why": "", "busy_hosts": busy, "stuck": False}
 
 
 def pool_row(fleet: str, *slices: dict[str, Any], cluster: str = "lab", **values: Any) -> dict[str, Any]:
@@ -285,7 +285,7 @@ def daemon_that_says(state: Path, *pools: dict[str, Any]) -> Iterator[None]:
         for fleet, slot in names
     ]
     answer = {"at": now.isoformat(), "store_lost": False, "projects": [], "strays": [], "files": [], "slots": slots}
-    fleets = [{"fleet": row["fleet"], "wish": "up", "problem": ""} for row in pools]
+    fleets = [{"fleet": row["fleet"], "wish": "up", "problem": "", "cluster": row["cluster"]} for row in pools]
     state.mkdir(exist_ok=True)
     said = {**answer, "fleets": fleets, "ray": pools}
 
@@ -361,16 +361,48 @@ def test_down_says_so_where_work_of_hosts_is_not_known(bench: Bench) -> None:
     assert "far work" not in err
 
 
+def test_down_of_a_cluster_is_one_question_about_all_its_pools(bench: Bench) -> None:
+    big = pool_row("big", slice_row("big-0", "joined", 1))
+    far = pool_row("far", slice_row("far-0", "joined", 8), cluster="other")
+    with daemon_that_says(bench.state, LAB, big, far):
+        code, out, err = bench.run("down", "--cluster", "lab")
+        assert (code, out) == (Exit.FAILED, "")
+        assert err.startswith(
+            "tpucare: 3 hosts of lab work for jobs, which end. 1 host of big works for jobs, which end. "
+            "The head of lab goes on. Stop the runs of lab, big and delete their nodes? There is no terminal"
+        ), err
+        code, out, err = bench.run("down", "--cluster", "labs")
+        assert (code, out) == (Exit.CONFIG, "")
+        assert err == "tpucare: no pool belongs to a cluster labs; there are lab, other\n"
+
+
+def test_down_takes_a_fleet_or_all_or_a_cluster(bench: Bench) -> None:
+    for words in ((), ("lab", "--all"), ("lab", "--cluster", "lab"), ("--all", "--cluster", "lab")):
+        code, _, err = bench.run("down", *words)
+        assert (code, "give a FLEET, a SLOT, --all or --cluster NAME" in err) == (Exit.USAGE, True), err
+
+
 # --- to reach it -----------------------------------------------------------------------------------------------------
 
 
 def test_a_shell_gets_the_variables_of_rays_jobs(bench: Bench) -> None:
-    write_head(bench.state, dataclasses.replace(HEAD, token="/a folder/$(touch evil)"))
+    token = bench.folder / "a folder" / "$(touch evil)"
+    token.parent.mkdir()
+    token.touch()
+    write_head(bench.state, dataclasses.replace(HEAD, token=str(token)))
     code, out, err = bench.run("ray", "env", "lab")
     assert (code, err) == (0, "")
     told = 'printf "%s|" "$RAY_ADDRESS" "$RAY_AUTH_MODE" "$RAY_AUTH_TOKEN_PATH"'
     shell = subprocess.run(["bash", "-ec", f"{out}\n{told}"], capture_output=True, text=True, check=True)
-    assert shell.stdout == "http://127.0.0.1:8265|token|/a folder/$(touch evil)|"
+    assert shell.stdout == f"http://127.0.0.1:8265|token|{token}|"
+
+
+def test_a_cluster_whose_token_is_gone_is_told_apart(bench: Bench) -> None:
+    token = bench.folder / "token"
+    write_head(bench.state, dataclasses.replace(HEAD, token=str(token)))
+    code, out, err = bench.run("ray", "env", "lab")
+    assert (code, out) == (Exit.CONFIG, "")
+    assert f"its token, {token}, is gone; start the head again: tpucare ray head lab" in err
 
 
 def test_an_unknown_cluster_names_the_command_that_makes_it_and_the_nearest(bench: Bench) -> None:

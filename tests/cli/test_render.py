@@ -191,4 +191,10 @@ def test_a_pool_is_a_line_and_each_demand_that_it_cannot_meet_another(values: di
 def test_a_slice_says_what_its_slot_waits_for_while_hosts_are_missing(
     state: str, slot: dict[str, Any], line: str
 ) -> None:
-    assert render.ray_slice({"slot": "lab-0", "state": state}, slot) == line
+    assert render.ray_slice({"slot": "lab-0", "state": state, "stuck": False}, slot) == line
+
+
+def test_a_slice_that_its_places_refuse_says_that_other_pools_serve() -> None:
+    line = "lab-0 coming: no capacity; other pools that fit serve meanwhile"
+    one = {"slot": "lab-0", "state": "coming", "stuck": True}
+    assert render.ray_slice(one, row("lab-0", why="no capacity")) == line

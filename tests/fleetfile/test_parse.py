@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import runpy
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -21,18 +21,22 @@ from tpucare.fleetfile import values
 from tpucare.fleetfile.limits import warnings_of
 from tpucare.fleetfile.parse import FleetSpec, parse, read_local, read_text, refuse_shared_names
 from tpucare.fleetfile.problems import PROBLEMS_LIMIT
-from tpucare.fleetfile.schema import SECTIONS, json_schema
+from tpucare.fleetfile.schema import SECTIONS, FleetFile, json_schema
 from tpucare.model import accelerators
 from tpucare.model.errors import ConfigError
 from tpucare.model.resources import (
     Care,
+    DueWork,
     HostKeys,
     Network,
     OnSuccess,
     Place,
+    PlacementOrder,
     Provisioning,
+    SaveBounds,
     node_name,
 )
+from tpucare.planner.markets import VALUE_OF_PRICES
 
 ROOT = Path(__file__).parents[2]
 FOLDER = Path("/fleets")
@@ -129,6 +133,7 @@ def test_the_example_of_the_reference_becomes_a_slot() -> None:
             "tpu-ubuntu2204-base",
             "trainer@my-project.iam.gserviceaccount.com",
             workers=32,
+            price=128 * 0.66,
         ),
         Place(
             "us-central1-a",
@@ -155,7 +160,9 @@ def test_the_example_of_the_reference_becomes_a_slot() -> None:
 def test_a_small_file_takes_every_default() -> None:
     slot = fleet().slot(0)
     assert slot.places == (
-        Place("us-central2-b", "v4-8", Provisioning.SPOT, "tpu-ubuntu2204-base", network=Network(), workers=1),
+        Place(
+            "us-central2-b", "v4-8", Provisioning.SPOT, "tpu-ubuntu2204-base", network=Network(), workers=1, price=3.686
+        ),
     )
     assert slot.care == Care()
     assert slot.ssh_keys == ()
@@ -208,6 +215,87 @@ def test_metadata_and_reach_arrive_at_every_place() -> None:
     assert declared.warnings == ()
 
 
+def test_a_place_has_the_price_of_the_file_or_of_the_catalogue() -> None:
+    zones = ["us-central2-b", {"zone": "us-central2-b", "provisioning": "reserved"}]
+    listed, reserved = fleet({"tpu.zones": zones}).places
+    chip = accelerators.chip_hour_price("v4-8", "us-central2-b", Provisioning.SPOT)
+    assert chip is not None
+    assert listed.price == 4 * chip.usd_per_chip_hour
+    assert reserved.price is None
+    zones[1] = {"zone": "us-central2-b", "provisioning": "reserved", "price": 1.5}
+    granted = fleet({"tpu.zones": zones, "tpu.price": 0}).places
+    assert [place.price for place in granted] == [0, 1.5]
+    assert [place.key for place in granted] == [listed.key, reserved.key]
+
+
+def test_check_names_the_places_above_max_price_and_those_without_a_price() -> None:
+    zones = ["us-central2-b", *({"zone": "us-central2-b", "provisioning": tier} for tier in ("on-demand", "reserved"))]
+    dear = fleet({"tpu.zones": zones, "max_price": 12.5})
+    assert [dear.bounds.excludes(place) for place in dear.places] == [False, True, False]
+    assert dear.slot(0).bounds == dear.bounds
+    assert dear.warnings == (
+        "pod.yaml:4: max_price: cannot exclude v4-8 as reserved in us-central2-b: no price is known; write `price` "
+        "there",
+        "pod.yaml:4: max_price: excludes: v4-8 as on-demand in us-central2-b at 12.88 dollars an hour",
+    )
+    [line] = fleet({"max_price": 1}).warnings
+    assert line.endswith("max_price: leaves no place: v4-8 as spot in us-central2-b at 3.686 dollars an hour")
+    assert fleet({"tpu.price": 0, "max_price": 0}).warnings == ()
+
+
+def test_places_are_ranked_by_worth_unless_the_file_keeps_its_order() -> None:
+    plain, kept = fleet(), fleet({"placement": "ordered"})
+    assert (plain.slot(0).order, plain.slot(0).value) == (PlacementOrder.WORTH, None)
+    assert kept.slot(0).order is PlacementOrder.ORDERED
+    assert fleet({"value": 30}).slot(0).value == 30
+    assert f"{VALUE_OF_PRICES:g} times the cheapest" in str(FleetFile.model_fields["value"].description)
+    [line] = fleet({"placement": "ordered", "value": 30}).warnings
+    assert line.endswith("value: has no effect beside `placement: ordered`")
+
+
+def test_places_of_one_tpu_entry_bear_its_number() -> None:
+    zones = ["us-central2-b", {"zone": "us-central2-b", "provisioning": "on-demand"}]
+    entries = [{"type": "v4-8", "zones": zones}, {"type": "v4-16", "zones": ["us-central2-b"]}]
+    assert [place.entry for place in fleet({"tpu": entries}).places] == [0, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("written", "instant"),
+    [
+        ("2026-12-31", datetime(2026, 12, 31, tzinfo=UTC)),
+        ("2026-12-31T18:00", datetime(2026, 12, 31, 18, tzinfo=UTC)),
+        ("2026-12-31 18:00:30Z", datetime(2026, 12, 31, 18, 0, 30, tzinfo=UTC)),
+        ("2026-12-31T18:00+01:00", datetime(2026, 12, 31, 17, tzinfo=UTC)),
+    ],
+)
+def test_until_is_an_instant_or_the_beginning_of_a_day(written: str, instant: datetime) -> None:
+    assert fleet({"until": written}).slot(0).bounds.until == instant
+
+
+def test_a_deadline_without_an_on_demand_place_is_warned() -> None:
+    due = {"deadline": {"hours_of_work": 40, "by": "2026-12-31"}}
+    declared = fleet(due)
+    assert declared.slot(0).bounds.deadline == DueWork(40, datetime(2026, 12, 31, tzinfo=UTC))
+    [line] = declared.warnings
+    assert "deadline: has no on-demand place to keep it with" in line
+    zones = ["us-central2-b", {"zone": "us-central2-b", "provisioning": "on-demand"}]
+    assert fleet({**due, "tpu.zones": zones}).warnings == ()
+    [line, _] = fleet({**due, "tpu.zones": zones, "max_price": 5}).warnings
+    assert "deadline: has no on-demand place" in line
+
+
+def test_max_cost_needs_the_price_of_each_place() -> None:
+    assert fleet({"max_cost": 500}).slot(0).bounds.max_cost == 500
+    reserved = {"tpu.zones": ["us-central2-b", {"zone": "us-central2-b", "provisioning": "reserved"}]}
+    [line] = problems({**reserved, "max_cost": 500})
+    assert line == (
+        "max_cost: needs the price of v4-8 as reserved in us-central2-b, which is not known: write `price` there (0 "
+        "for a grant)"
+    )
+    reserved["tpu.zones"][1]["price"] = 3  # type: ignore[index]
+    assert fleet({**reserved, "max_cost": 500}).warnings == ()
+
+
 @pytest.mark.parametrize(
     ("key", "value", "warning"),
     [
@@ -235,6 +323,7 @@ def test_every_setting_of_care_arrives() -> None:
     }
     others = {"fence": "proceed", "stopped": "delete", "on_success": "restart", "crash_budget": 3, "setup_budget": 0}
     others["host_keys"] = "vouched"
+    others["save_every"] = {"min": "10s", "max": "20m"}
     care = fleet({"care": {**lengths, **others, "sigterm_on_preemption": False}}).care
     minutes = timedelta(minutes=1)
     assert care == Care(
@@ -255,11 +344,19 @@ def test_every_setting_of_care_arrives() -> None:
         crash_budget=3,
         setup_budget=0,
         sigterm_on_preemption=False,
+        save_every=SaveBounds(timedelta(seconds=10), 20 * minutes),
     )
 
 
-# Of each key of `tpu` and `job` another value than in SMALL. Those of `care` arrive in the test above.
+# Of each key of `tpu` and `job`, and of those on placement, another value than in SMALL. Those of `care` arrive in the
+# test above.
 OTHER_VALUES: dict[str, Any] = {
+    "max_price": 5,
+    "until": "2026-12-31",
+    "deadline": {"hours_of_work": 40, "by": "2026-12-31"},
+    "max_cost": 500,
+    "placement": "ordered",
+    "value": 20,
     "tpu.type": "v4-16",
     "tpu.zones": [{"zone": "us-central2-b", "provisioning": "reserved"}],
     "tpu.provisioning": "on-demand",
@@ -269,6 +366,9 @@ OTHER_VALUES: dict[str, Any] = {
     "tpu.ssh_keys": [KEY],
     "tpu.metadata": {"level": 3},
     "tpu.os_login": True,
+    "tpu.price": 0,
+    "tpu.queued": True,
+    "tpu.valid_for": "6h",
     "tpu.unlisted": True,
     "job.run": "python other.py",
     "job.setup": "true",
@@ -281,20 +381,57 @@ OTHER_VALUES: dict[str, Any] = {
     "job.secrets": ["WANDB_API_KEY"],
     "job.checkpoint": "gs://bucket/other",
     "job.progress": "at (\\d+)",
+    "job.cache": "gs://bucket/cache",
+    "job.cache_paths": ["venv", "lib/built"],
+    "job.prefetch": True,
 }
 
 
 @pytest.mark.parametrize(("key", "value"), OTHER_VALUES.items())
 def test_every_key_arrives_in_the_slot(key: str, value: object) -> None:
     """A key of the schema that `parse` does not hand on would be accepted and have no effect."""
-    base = {"job.repository": OTHER_VALUES["job.repository"]} if key in ("job.branch", "job.follow") else {}
+    needed = {"job.branch": "job.repository", "job.follow": "job.repository", "tpu.valid_for": "tpu.queued"}.get(key)
+    base = {needed: OTHER_VALUES[needed]} if needed is not None else {}
+    base = {"job.setup": "true", "job.cache": "/mnt/cache"} if key.startswith("job.cache") else base
     given = {"tpu.zones": ["us-east5-zz"], "tpu.unlisted": True} if key == "tpu.unlisted" else {**base, key: value}
     assert fleet(given).slot(0) != fleet(base).slot(0)
 
 
 def test_no_key_is_left_out_of_that() -> None:
     keys = {f"{name}.{key}" for name in ("tpu", "job") for key in SECTIONS[name,].model_fields}
-    assert set(OTHER_VALUES) == keys
+    top = FleetFile.model_fields.keys() - {"name", "count", "project", "tpu", "job", "care", "ray"}
+    assert set(OTHER_VALUES) == keys | top
+
+
+def test_a_queue_and_direct_creates_stand_side_by_side() -> None:
+    zones = ["us-east5-a", {"zone": "us-east5-b", "queued": False, "provisioning": "on-demand"}]
+    queued = {"type": "v6e-8", "zones": zones, "queued": True, "valid_for": "6h"}
+    direct = {"type": "v6e-8", "zones": ["us-east5-a"]}
+    places = fleet({"tpu": [queued, direct]}).places
+    assert [(place.zone, place.queued, place.valid_for) for place in places] == [
+        ("us-east5-a", True, timedelta(hours=6)),
+        ("us-east5-b", False, timedelta(hours=6)),
+        ("us-east5-a", False, None),
+    ]
+    assert len({place.key for place in places}) == 3
+
+
+@pytest.mark.parametrize(
+    ("tpu", "path"),
+    [
+        ({"queued": True, "provisioning": "preemptible"}, "tpu.provisioning"),
+        ({"queued": True, "zones": [{"zone": "us-central1-a", "provisioning": "preemptible"}]}, "tpu.zones[0]"),
+        ({"provisioning": "preemptible", "zones": [{"zone": "us-central1-a", "queued": True}]}, "tpu.zones[0]"),
+        ({"valid_for": "6h"}, "tpu.valid_for"),
+        ({"zones": [{"zone": "us-central1-a", "valid_for": "6h"}]}, "tpu.zones[0].valid_for"),
+        ({"queued": True, "valid_for": "0s"}, "tpu.valid_for"),
+    ],
+)
+def test_a_queue_that_the_service_does_not_have(tpu: dict[str, Any], path: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        fleet({"tpu": {"type": "v2-8", "zones": ["us-central1-a"], **tpu}})
+    (line,) = str(refused.value).splitlines()
+    assert f" {path}" in line
 
 
 @pytest.mark.parametrize(
@@ -442,7 +579,7 @@ def test_a_job_in_a_container_is_warned(run: str, warned: bool) -> None:
 
 
 def test_every_problem_is_told_at_once_with_file_line_and_key() -> None:
-    text = EXAMPLE.replace("count: 1", "count: 20000\nqueued: true\nzones: x\nprovisoning: spot")
+    text = EXAMPLE.replace("count: 1", "count: 20000\nnotify: true\nzones: x\nprovisoning: spot")
     for right, wrong in (
         ("v3-256", "v3-257"),
         ("europe-west4-a", "europe-west4-q"),
@@ -459,7 +596,7 @@ def test_every_problem_is_told_at_once_with_file_line_and_key() -> None:
         read(text)
     assert str(caught.value).split("\n") == [
         "pod.yaml:3: count: must be at most 10000",
-        "pod.yaml:4: queued: is not available yet; remove it",
+        "pod.yaml:4: notify: is not available yet; remove it",
         "pod.yaml:5: zones: unknown key here; zones belongs under tpu",
         "pod.yaml:6: provisoning: unknown key here; provisioning belongs under tpu",
         "pod.yaml:9: tpu.type: v3-257 is not a known accelerator type; nearest: v3-256, v3-128",
@@ -600,21 +737,57 @@ def test_every_problem_is_told_at_once_with_file_line_and_key() -> None:
         ("job.files", {"a": "x", "./a": "y"}, "clashes with"),
         ("job.files", {"a": 1}, 'job.files.a: must be text; quote it: "1"'),
         ("job.files", {str(i): "x" for i in range(101)}, "more than 100 entries"),
+        ("placement", "cheapest", "placement: cheapest is not one of worth, ordered"),
+        ("value", 0, "value: must be above 0"),
+        ("value", "20 $", "value: must be a number of US dollars"),
+        ("tpu.price", -1, "tpu.price: must be a number of US dollars, 0 to 1,000,000,000"),
+        ("tpu.price", True, "tpu.price: must be a number of US dollars"),
+        ("tpu.price", "3 $", "tpu.price: must be a number of US dollars"),
+        ("tpu.zones", [{"zone": "us-central2-b", "price": 2e9}], "price: must be a number of US dollars"),
+        ("job.cache", "gs://b/c", "job.cache: needs `setup`"),
+        ("job.cache", "cache", "must be a URL such as gs://BUCKET/PATH"),
+        ("job", {"run": "x", "setup": "y", "cache": "auto"}, "job.cache: is auto, beside the checkpoints, and no"),
+        ("job", {"run": "x", "setup": "y", "cache": "s3://b/c"}, "job.cache: s3:// is not supported"),
+        ("job", {"run": "x", "setup": "y", "cache": "/c/{slot}"}, "job.cache: has a placeholder"),
+        (
+            "job",
+            {"run": "x", "checkpoint": "/nfs/x", "prefetch": True},
+            "job.prefetch: needs a `checkpoint` in a bucket",
+        ),
+        ("job.cache_paths", ["venv"], "job.cache_paths: needs `cache`"),
+        ("job.cache_paths", ["../x"], "../x must stay below the job's folder"),
+        ("job.cache_paths", ["/x"], "/x must stay below the job's folder"),
+        ("job.cache_paths", ["~/x"], "~/x must stay below the job's folder"),
+        ("job.cache_paths", ["x/../../y"], "must stay below the job's folder"),
+        ("job.cache_paths", ["."], "must stay below the job's folder"),
+        ("job.cache_paths", [".tpucare/x"], ".tpucare/x is not for the cache"),
+        ("job.cache_paths", ["a:b"], "a:b is not for the cache"),
+        ("job.cache_paths", [], "job.cache_paths"),
         ("care", "x", "care: must be a mapping"),
         ("care.fence", "yes", "yes is not one of wait, proceed"),
         ("care.stopped", "keep", "keep is not one of hold, delete"),
         ("care.crash_budget", -1, "must be at least 0"),
+        ("care.save_every", {"max": "30s"}, "care.save_every: `min` (1 min) is above `max` (30 s)"),
+        ("care.save_every", {"min": "x", "max": "30s"}, "x is not a duration"),
+        ("care.save_every", {"min": "0s"}, "must be longer than 0s"),
         ("care.grace", "-1s", "is not a duration"),
         ("care.grace", "31d", "is longer than 30d"),
         ("care.grace", "", "is not a duration"),
         ("care.grace", True, "must be a duration"),
         ("care.grace", 1.5, "1.5 has no unit; write 1.5s or 1.5m"),
         ("care.boot_timeout", "0s", "must be longer than 0s"),
-        ("care.until", "x", "not available yet"),
+        ("care.image", "x", "not available yet"),
         ("notify", "x", "notify: is not available yet"),
-        ("max_cost", 3, "max_cost: is not available yet"),
-        ("tpu.cache", 3, "tpu.cache: is not available yet"),
-        ("xyzzy", 1, "xyzzy: unknown key; known are name, count, project, tpu, job, care"),
+        ("max_cost", "3", "max_cost: must be a number of US dollars"),
+        ("until", "tomorrow", "until: must be an instant such as 2026-12-31T18:00+01:00"),
+        ("until", "2026-02-30", "until: must be an instant"),
+        ("until", "2026-12-31T18:00 CET", "until: must be an instant"),
+        ("until", 2026, "until: must be an instant"),
+        ("tpu.image", 3, "tpu.image: is not available yet"),
+        ("deadline", {"hours_of_work": 0, "by": "2026-12-31"}, "deadline.hours_of_work: must be a number of hours"),
+        ("deadline", {"hours_of_work": 10}, "deadline.by: is missing"),
+        ("deadline", {"hours_of_work": 10, "by": "soon"}, "deadline.by: must be an instant"),
+        ("xyzzy", 1, "xyzzy: unknown key; known are name, count, project, tpu, max_price, until, "),
         ("nname", 1, "nname: unknown key; nearest: name"),
         ("replicas", 3, "replicas: unknown key; nearest: count"),
         ("tpu.name", "x", "tpu.name: unknown key here; name belongs to the top level"),
@@ -1080,3 +1253,22 @@ def test_a_checkpoint_that_nobody_would_find_is_refused(checkpoint: str, problem
         parse(text, file="pod.yaml")
     assert str(refused.value) == f"pod.yaml:3: job.checkpoint: {problem}"
     assert len(accepted.warnings) == 1, "a fleet that an older version accepted goes on"
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "count", "want"),
+    [
+        ("gs://b/run", 1, "gs://b/run.environments"),
+        ("gs://b/run/", 4, "gs://b/run.environments"),
+        ("gs://b", 1, "gs://b/environments"),
+        ("gs://b/x/{slot}/y", 4, "gs://b/x.environments"),
+        ("gs://b/pod-{slot}", 4, "gs://b/environments"),
+        ("/nfs/{slot}", 4, "/nfs.environments"),
+        ("/{slot}", 4, "/environments"),
+    ],
+)
+def test_the_automatic_cache_is_beside_the_checkpoints_of_all_slots(checkpoint: str, count: int, want: str) -> None:
+    """Slots with caches of their own would each make the environment once more."""
+    one = fleet({"count": count, "job.setup": "true", "job.cache": "auto", "job.checkpoint": checkpoint})
+    caches = {slot.job.cache for slot in one.slots() if slot.job is not None}
+    assert caches == {want}

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from tests.kits.harness import EU, US
 from tests.kits.ray_care import GANG, HEAD, Lab, pool
 from tpucare.integrations.ray.companion import (
     AWAY_SECONDS,
     BUSY_SECONDS,
     REFUSED_SECONDS,
     REST_SECONDS,
+    SPILL_SECONDS,
     is_dying,
     serving_node,
 )
 from tpucare.integrations.ray.demand import Bundle, DrainReason, Gang, ProbeSilent, Request
+from tpucare.model.causes import Cause
+from tpucare.testbed.emulator.world.config import WorldConfig
 
 
 @pytest.fixture
@@ -302,3 +307,128 @@ def test_a_paused_slot_is_left_alone(lab: Lab) -> None:
     lab.run(120)
     assert lab.nodes == [node]
     assert lab.ray.asked == []
+
+
+# --- a pool that is dry, and one that serves in its stead -------------------------------------------------------------
+
+
+def paid(lab: Lab, folder: Path) -> None:
+    """A pool after `lab`, on demand."""
+    tpu = "zones: [us-central1-a], provisioning: on-demand"
+    lab.service.apply(pool("{min: 0, max: 2}", name="paid", more=", priority: 1", tpu=tpu), folder)
+
+
+def has_capacity(lab: Lab, amount: int | None, zones: Sequence[str] = (US,)) -> None:
+    daemon = lab.service.daemon
+    for zone in zones:
+        daemon.zone.world.operator.set_capacity(zone, "v3-32", "spot", amount, daemon.clock.true_now())
+
+
+def seconds_until_awake(lab: Lab, slot: str, most: float = 900.0) -> float:
+    for second in range(int(most)):
+        lab.run(1)
+        if lab.service.daemon.memory(slot).awake:
+            return second
+    return most
+
+
+@pytest.mark.parametrize(("zones", "stockout"), [([US], 20.0), ([US, EU], 20.0), ([US, EU], 90.0)])
+def test_an_on_demand_pool_serves_while_the_spot_pool_is_dry(zones: list[str], stockout: float, tmp_path: Path) -> None:
+    """Where refusals take long, one of several zones is always open again before the last one has refused."""
+    lab = Lab(tmp_path, WorldConfig.calm(latencies={"stockout": {"median": stockout, "p95": stockout}}))
+    lab.service.apply(pool(tpu=f"zones: [{', '.join(zones)}]"), tmp_path)
+    paid(lab, tmp_path)
+    has_capacity(lab, 0, zones)
+    lab.ray.gangs = (GANG,)
+    # Each refusal is seen up to 10 s late, and the pauses between creates grow to 2 min.
+    waited = seconds_until_awake(lab, "paid-0")
+    assert SPILL_SECONDS <= waited <= SPILL_SECONDS + (stockout + 10) * len(zones) + 60
+    assert not lab.service.daemon.memory("paid-1").awake
+    assert not lab.service.daemon.memory("lab-1").awake
+    assert [text for text in lab.events("wake") if text.endswith("; lab waits for a place")]
+    spot, _ = lab.care.rows()
+    assert [one["slot"] for one in spot["slices"] if one["stuck"]] == ["lab-0"]
+    node = lab.up()
+    assert node.startswith("paid-0-")
+    # It serves; the other one is asked for no more.
+    lab.ray.gangs = ()
+    lab.ray.join(node, used=4.0)
+    lab.run(180)
+    assert [track.slot.name for track in lab.service.daemon.engine.slots.values() if track.memory.awake] == ["paid-0"]
+    assert not any(one["stuck"] for row in lab.care.rows() for one in row["slices"])
+    # Capacity is back, for the next demand: spot first.
+    has_capacity(lab, None, zones)
+    lab.ray.gangs = (GANG,)
+    node = lab.up()
+    assert node.startswith("lab-")
+    lab.ray.gangs = ()
+    for each in list(lab.ray.hosts):
+        lab.ray.join(each, idle=121.0)
+    lab.run(2)
+    lab.ray.hosts.clear()
+    asked_for = lab.nodes
+    lab.run(300)
+    assert lab.nodes == []
+    lab.service.daemon.check(*asked_for)
+
+
+def test_whichever_comes_first_serves_and_the_other_one_rests(lab: Lab, tmp_path: Path) -> None:
+    paid(lab, tmp_path)
+    has_capacity(lab, 0)
+    lab.ray.gangs = (GANG,)
+    seconds_until_awake(lab, "paid-0")
+    has_capacity(lab, None)
+    node = lab.up()
+    lab.ray.gangs = ()
+    lab.ray.join(node, used=4.0)
+    lab.run(300)
+    assert [name.rpartition("-a")[0] for name in lab.nodes] == [node.rpartition("-a")[0]]
+
+
+def test_a_pool_whose_node_takes_its_time_is_not_dry(lab: Lab, tmp_path: Path) -> None:
+    """Refused once, and then accepted: only a refusal after two minutes makes demand pass on."""
+    paid(lab, tmp_path)
+    has_capacity(lab, 0)
+    lab.ray.gangs = (GANG,)
+    for _ in range(120):
+        lab.run(1)
+        if lab.service.daemon.engine.slots["lab-0"].action.cause is Cause.NO_PLACE_OPEN:
+            break
+    has_capacity(lab, None)
+    assert lab.up().startswith("lab-0-")
+    assert not lab.service.daemon.memory("paid-0").awake
+
+
+def test_a_new_daemon_goes_on_where_demand_had_passed_on(lab: Lab, tmp_path: Path) -> None:
+    paid(lab, tmp_path)
+    has_capacity(lab, 0)
+    lab.ray.gangs = (GANG,)
+    seconds_until_awake(lab, "paid-0")
+    lab.again()
+    rests = len(lab.events("rest"))
+    node = lab.up()
+    assert node.startswith("paid-0-")
+    assert len(lab.events("rest")) == rests
+    assert lab.service.daemon.memory("lab-0").awake
+
+
+def test_a_preempted_slice_whose_zone_ran_dry_is_asked_for_by_name_beside_the_other_pool(
+    lab: Lab, tmp_path: Path
+) -> None:
+    """A group that is pinned to it waits; tasks that it served go on elsewhere."""
+    paid(lab, tmp_path)
+    lab.ray.gangs = (GANG,)
+    node = lab.up()
+    lab.ray.gangs = ()
+    lab.ray.join(node, used=4.0)
+    has_capacity(lab, 0)
+    lab.run(30)
+    del lab.ray.hosts[node]
+    pinned = Bundle({"TPU": 4.0}, {"ray.io/tpu-slice-name": "lab-0"})
+    lab.ray.gangs = (Gang((pinned,) * 4),)
+    lab.run(600)
+    assert not lab.service.daemon.memory("paid-0").awake
+    lab.ray.gangs = (GANG,)
+    lab.run(10)
+    assert lab.service.daemon.memory("paid-0").awake
+    assert lab.service.daemon.memory("lab-0").awake

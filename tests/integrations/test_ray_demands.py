@@ -9,8 +9,8 @@ from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
 from tests.kits.ray_hosts import pool
-from tests.kits.ray_placement import Broken, Cluster, Job, Preemption
-from tpucare.integrations.ray.rules import SlicePool
+from tests.kits.ray_placement import Broken, Cluster, Dry, Job, Preemption
+from tpucare.integrations.ray.packing import SlicePool
 
 
 def _quick(*pools: SlicePool) -> list[SlicePool]:
@@ -49,11 +49,17 @@ def jobs(draw: st.DrawFn, pools: list[SlicePool]) -> Job:
 
 
 @st.composite
+def dry_times(draw: st.DrawFn, pools: list[SlicePool]) -> Dry:
+    at = float(draw(st.integers(0, 1000)))
+    return Dry(draw(st.sampled_from(pools)).name, at, at + draw(st.sampled_from([30.0, 150.0, 500.0, 5000.0])))
+
+
+@st.composite
 def stories(draw: st.DrawFn) -> Cluster:
     pools = draw(st.sampled_from(POOLS))
     asked = draw(st.lists(jobs(pools), max_size=7))
     preempted = draw(st.lists(st.builds(Preemption, st.integers(1, 1500).map(float), st.integers(0, 7)), max_size=4))
-    return Cluster(pools, asked, preempted, draw(st.integers(0, 1000)))
+    return Cluster(pools, asked, preempted, draw(st.integers(0, 1000)), draw(st.lists(dry_times(pools), max_size=2)))
 
 
 def _live(story: Cluster) -> None:

@@ -192,7 +192,8 @@ def test_a_python_that_is_not_there_is_one_line(start: Callable[..., Probe], tmp
     probe = start(stand_in(""))
     probe.follow(head(tmp_path, python="/nonexistent/python"), 1)
     assert str(newest(probe, ProbeSilent)) == (
-        "Ray's probe cannot be started with /nonexistent/python: No such file or directory"
+        "Ray's probe cannot be started with /nonexistent/python (No such file or directory): "
+        "start the head again with a Python that has Ray"
     )
 
 

@@ -260,7 +260,7 @@ def test_without_the_token_a_port_serves_nothing_but_metrics_and_health(cluster:
         for one in psutil.net_connections("inet")
         if one.laddr and one.pid in ours and (one.status == psutil.CONN_LISTEN or one.type == socket.SOCK_DGRAM)
     }
-    refused = Counter[str]()
+    refused, healthy = Counter[str](), set[tuple[str, str]]()
     for bound, port in sorted(ports):
         address = HEAD_IP if bound in ("0.0.0.0", "::") else bound.removeprefix("::ffff:")
         status = {path: http_without_token(address, port, "GET", path) for path in ("/", "/api/jobs/", "/metrics")}
@@ -274,6 +274,13 @@ def test_without_the_token_a_port_serves_nothing_but_metrics_and_health(cluster:
         for kind, method in GRPC.items():
             answer = grpc_without_token(address, port, method)
             assert answer in ("UNAUTHENTICATED", "UNIMPLEMENTED"), (port, kind, answer)
-            refused[kind] += answer == "UNAUTHENTICATED"
+            if answer == "UNAUTHENTICATED":
+                refused[kind] += 1
+                healthy.add((kind, grpc_without_token(address, port, "grpc.health.v1.Health/Check")))
     assert set(refused) >= {*GRPC, "metrics", "http"}
     assert all(refused.values()), refused
+    known = {kind for kind, answer in healthy if answer == "OK"}
+    assert (known, healthy - {(kind, "OK") for kind in known}) == (
+        {"gcs", "raylet", "objects", "worker"},
+        {("agent", "UNIMPLEMENTED"), ("client", "UNIMPLEMENTED")},
+    )

@@ -21,16 +21,8 @@ from tests.kits.ray_hosts import (
     tasks,
 )
 from tpucare.integrations.ray.demand import Bundle, Gang, HostStatus, Request
-from tpucare.integrations.ray.rules import (
-    PlanMemory,
-    Slice,
-    SlicePlan,
-    SlicePool,
-    SliceState,
-    UnmetCause,
-    plan,
-    pod_type,
-)
+from tpucare.integrations.ray.packing import Slice, SlicePool, SliceState, UnmetCause, pod_type
+from tpucare.integrations.ray.rules import PlanMemory, SlicePlan, plan
 
 LAB = pool()  # v4-16: two hosts of four chips
 NOW = 10_000.0
@@ -313,6 +305,133 @@ def test_slices_whose_hosts_have_no_chips_stop_the_growth_of_their_pool(demand: 
     assert not UnmetCause.NO_CHIPS_FOUND.waits
     good = slots(LAB, {0: barren(0), 1: barren(1), 2: joined(LAB, 2, free=0)})
     assert list(planned(demand, slices=good).wake) == ["lab-3"]
+
+
+# --- slices that all their places refuse ------------------------------------------------------------------------------
+
+SPOT, DEMAND = pool("spot", most=3), pool("demand", most=2, priority=1)
+BOTH = [SPOT, DEMAND]
+V4_8, V4_32 = pool("small", "v4-8"), pool("large", "v4-32")
+
+
+def stuck(of: SlicePool, *indices: int) -> list[Slice]:
+    return slots(of, {index: replace(coming(of, index), stuck=True) for index in indices})
+
+
+def in_use(of: SlicePool, *indices: int) -> list[Slice]:
+    return slots(of, {index: joined(of, index, free=0, head=False) for index in indices})
+
+
+TWO = group(*[bundle(TPU=4)] * 4, strategy="STRICT_SPREAD")  # two slices of one pool
+STUCK = {
+    "another pool grows in its stead": ((tasks(1, head_of()),), (*stuck(SPOT, 0), *slots(DEMAND)), ["demand-0"]),
+    "for tasks, too": ((tasks(3, bundle(TPU=4)),), (*stuck(SPOT, 0), *slots(DEMAND)), ["demand-0", "demand-1"]),
+    "for groups, too": ((PAIR, PAIR), (*stuck(SPOT, 0, 1), *slots(DEMAND)), ["demand-0", "demand-1"]),
+    "for a group of two slices": ((TWO,), (*stuck(SPOT, 0, 1), *slots(DEMAND)), ["demand-0", "demand-1"]),
+    "for a group of which one slice has joined": (
+        (TWO,),
+        (*slots(SPOT, {0: joined(SPOT, 0), 1: replace(coming(SPOT, 1), stuck=True)}), *slots(DEMAND)),
+        ["demand-0", "demand-1"],
+    ),
+    "its own pool wakes nothing more": (
+        (tasks(2, head_of()),),
+        (*stuck(SPOT, 0), *slots(DEMAND)),
+        ["demand-0", "demand-1"],
+    ),
+    "what the other pool brings up is subtracted": (
+        (tasks(1, head_of()),),
+        (*stuck(SPOT, 0), *slots(DEMAND, {0: coming(DEMAND, 0)})),
+        [],
+    ),
+    "what comes up in its own pool is subtracted": (
+        (tasks(1, head_of()),),
+        (*slots(SPOT, {0: replace(coming(SPOT, 0), stuck=True), 1: coming(SPOT, 1)}), *slots(DEMAND)),
+        [],
+    ),
+    "where the other pool is full, it serves": ((tasks(1, head_of()),), (*stuck(SPOT, 0), *in_use(DEMAND, 0, 1)), []),
+    "where the other pool is full, its own grows": (
+        (tasks(3, head_of()),),
+        (*stuck(SPOT, 0), *in_use(DEMAND, 0)[:1], *slots(DEMAND)[1:]),
+        ["demand-1", "spot-1"],
+    ),
+    "where both are stuck, the first grows for more": (
+        (tasks(3, head_of()),),
+        (*stuck(SPOT, 0), *stuck(DEMAND, 0)),
+        ["spot-1"],
+    ),
+    "a request for its name is for nobody else": (
+        (group(*[pinned_to("spot-0", TPU=4)] * 2), group(head_of())),
+        (*stuck(SPOT, 0), *slots(DEMAND)),
+        [],
+    ),
+    "demand for its pool alone is for nobody else": (
+        (tasks(1, bundle({"ray.io/node-group": "spot"}, TPU=4)),),
+        (*stuck(SPOT, 0), *slots(DEMAND)),
+        [],
+    ),
+    "nothing asked, nothing woken": ((), (*stuck(SPOT, 0), *slots(DEMAND)), []),
+}
+
+
+@pytest.mark.parametrize(("pending", "there", "woken"), STUCK.values(), ids=STUCK.keys())
+def test_other_pools_serve_in_the_stead_of_a_stuck_slice(
+    pending: tuple[Request | Gang, ...], there: tuple[Slice, ...], woken: list[str]
+) -> None:
+    found = planned(*pending, slices=list(there), pools=BOTH)
+    assert sorted(found.wake) == woken
+    assert not found.unmet
+
+
+def test_a_floor_is_served_by_other_pools_and_only_as_long_as_nothing_has_joined_for_it() -> None:
+    there = [*stuck(SPOT, 0), *slots(DEMAND)]
+    assert list(planned(floor=(head_of(),), slices=there, pools=BOTH).wake) == ["demand-0"]
+    served = [*stuck(SPOT, 0), *in_use(DEMAND, 0)]
+    assert not planned(floor=(head_of(),), slices=served, pools=BOTH).wake
+    assert rested(floor=(head_of(),), slices=served) == ["spot-0"]
+
+
+def test_the_reason_names_the_pool_that_waits() -> None:
+    found = planned(tasks(1, head_of()), slices=[*stuck(SPOT, 0), *slots(DEMAND)], pools=BOTH)
+    assert found.wake["demand-0"].endswith("; spot waits for a place")
+    assert [one.slot for one in found.pending] == ["spot-0", "demand-0"]
+    assert all("TPU-v4-16-head: 1" in one.why for one in found.pending)
+
+
+def test_a_larger_type_serves_where_its_slices_fit_the_demand() -> None:
+    there = [*stuck(V4_8, 0), *slots(V4_32)]
+    assert list(planned(tasks(1, bundle(TPU=4)), slices=there, pools=[V4_8, V4_32]).wake) == ["large-0"]
+    assert not planned(tasks(1, head_of("v4-8")), slices=there, pools=[V4_8, V4_32]).wake
+
+
+def rested(*pending: Request | Gang, slices: list[Slice], floor: tuple[Bundle, ...] = ()) -> list[str]:
+    """The slots that rest after a minute of the same."""
+    state = snapshot(*pending, floor=floor, slices=slices)
+    _, memory = plan(state, slices, BOTH, OLD, NOW)
+    return list(plan(state, slices, BOTH, memory, NOW + 61)[0].rest)
+
+
+AWAITED = {
+    "both come up: the first one serves": ([*stuck(SPOT, 0), *slots(DEMAND, {0: coming(DEMAND, 0)})], []),
+    "neither does: both are asked for": ([*stuck(SPOT, 0), *stuck(DEMAND, 0)], []),
+    "a free one has joined": ([*stuck(SPOT, 0), *slots(DEMAND, {0: joined(DEMAND, 0)})], ["spot-0"]),
+    "its node is up": (
+        [*slots(SPOT, {0: coming(SPOT, 0)}), *slots(DEMAND, {0: coming(DEMAND, 0)})],
+        ["demand-0"],
+    ),
+    "more of them than the demand needs": (
+        [*stuck(SPOT, 0, 1), *slots(DEMAND, {0: coming(DEMAND, 0)})],
+        ["spot-1"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("there", "rest"), AWAITED.values(), ids=AWAITED.keys())
+def test_what_is_asked_for_until_a_slice_has_come(there: list[Slice], rest: list[str]) -> None:
+    assert rested(tasks(1, head_of()), slices=there) == rest
+
+
+def test_stuck_slices_rest_once_their_demand_is_served_elsewhere() -> None:
+    assert rested(slices=[*stuck(SPOT, 0), *in_use(DEMAND, 0)]) == ["spot-0"]
 
 
 # --- repair -----------------------------------------------------------------------------------------------------------

@@ -217,7 +217,8 @@ class Deployment:
         return {
             "name": name,
             "count": count,
-            "tpu": {"type": kind, "zones": list(zones), "provisioning": "spot", **(tpu or {})},
+            # Equal prices: of places alike the first declared one is asked first.
+            "tpu": {"type": kind, "zones": list(zones), "provisioning": "spot", "price": 1, **(tpu or {})},
             "job": {"run": run, "checkpoint": str(self.bucket / name), **(job or {})},
             "care": {"success_after": "1s", "grace": "2s", **(care or {})},
         }

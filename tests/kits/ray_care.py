@@ -21,7 +21,8 @@ from tpucare.integrations.ray.demand import (
     Request,
     UnmetDemand,
 )
-from tpucare.model.errors import TpuCareError
+from tpucare.model.errors import ConfigError, TpuCareError
+from tpucare.testbed.emulator.world.config import WorldConfig
 
 HEAD = HeadRecord(
     "lab",
@@ -37,8 +38,9 @@ TPU = Bundle({"TPU": 4.0}, {})
 GANG = Gang((TPU,) * 4)
 
 
-def pool(count: str = "{min: 0, max: 3}", name: str = "lab", more: str = "") -> str:
-    tpu = "{type: v3-32, zones: [us-central1-a], network: {external_ips: false}}"
+def pool(count: str = "{min: 0, max: 3}", name: str = "lab", more: str = "", tpu: str = "") -> str:
+    """*tpu*: of the section, instead of one zone."""
+    tpu = f"{{type: v3-32, {tpu or 'zones: [us-central1-a]'}, network: {{external_ips: false}}}}"
     return f"name: {name}\ncount: {count}\ntpu: {tpu}\nray: {{cluster: lab, idle: 2m{more}}}\n"
 
 
@@ -125,8 +127,8 @@ class HandRay:
 class Lab:
     """A daemon with its companion in virtual time; `again` is the next process."""
 
-    def __init__(self, tmp_path: Path) -> None:
-        self.service = VirtualService(tmp_path)
+    def __init__(self, tmp_path: Path, config: WorldConfig | None = None) -> None:
+        self.service = VirtualService(tmp_path, config)
         self.ray = HandRay()
         self.head: HeadRecord | None = HEAD
         self.known: dict[str, str] = {}
@@ -137,13 +139,18 @@ class Lab:
         self.care = RayCare(
             daemon.engine,
             self.service.registry,
-            heads=lambda _: self.head,
+            heads=self._head_of,
             foreign=lambda pool: replace(HEAD, address=pool.address, ray="", python_version=""),
             asker=lambda _: self.ray,
             known=lambda name: self.known.get(name, ""),
             note=self.known.__setitem__,
             monotonic=daemon.clock.monotonic,
         )
+
+    def _head_of(self, name: str) -> HeadRecord:
+        if self.head is None:
+            raise ConfigError(f"no head of {name}: `tpucare ray head {name}`")
+        return self.head
 
     def again(self) -> None:
         self.service.again()

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterable, Mapping
 
 from tpucare.integrations.ray.demand import Bundle, ClusterState, Gang, HostState, HostStatus, Request
-from tpucare.integrations.ray.rules import Slice, SlicePool, SliceState, pod_type
+from tpucare.integrations.ray.packing import Slice, SlicePool, SliceState, pod_type
 
 CPUS = 240.0
 

@@ -10,12 +10,14 @@ from __future__ import annotations
 import functools
 import itertools
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from tests.kits.ray_hosts import bundle, group, head_of, host, pinned_to, snapshot, tasks
+from tpucare.integrations.ray.companion import SPILL_SECONDS
 from tpucare.integrations.ray.demand import Bundle, Gang, HostState, Request
-from tpucare.integrations.ray.rules import UNNEEDED_SECONDS, PlanMemory, Slice, SlicePlan, SlicePool, SliceState, plan
+from tpucare.integrations.ray.packing import Slice, SlicePool, SliceState
+from tpucare.integrations.ray.rules import UNNEEDED_SECONDS, PlanMemory, SlicePlan, plan
 
 STEP, LAG, POLL = 0.5, 1.0, 1.0
 # Demand that a plan saw may be gone by now: what it was right to do, is judged by all instants that it may have seen.
@@ -51,6 +53,15 @@ class Job:
 class Preemption:
     at: float
     which: int
+
+
+@dataclass(frozen=True)
+class Dry:
+    """No place has a node for the slices of *pool*."""
+
+    pool: str
+    at: float
+    until: float
 
 
 @dataclass
@@ -107,6 +118,7 @@ class Slot:
     hosts: dict[int, Host] = field(default_factory=dict)
     nodes: int = 0
     since: float = 0.0
+    refused_since: float | None = None
 
     @property
     def name(self) -> str:
@@ -136,12 +148,19 @@ class Cluster:
     """Ray, the slices, and a companion that does at once what the rules say."""
 
     def __init__(
-        self, pools: Sequence[SlicePool], jobs: Sequence[Job], preemptions: Sequence[Preemption], seed: int
+        self,
+        pools: Sequence[SlicePool],
+        jobs: Sequence[Job],
+        preemptions: Sequence[Preemption],
+        seed: int,
+        dry: Sequence[Dry] = (),
     ) -> None:
         self.pools, self.rng, self.now = list(pools), random.Random(seed), 0.0
         self.slots = [Slot(pool, index) for pool in pools for index in range(pool.maximum)]
         self.coming_jobs = sorted(jobs, key=lambda job: job.at)
         self.preemptions = sorted(preemptions, key=lambda one: one.at)
+        self.dry = list(dry)
+        self.stuck: set[str] = set()
         self.waiting: list[list[Piece]] = []
         self.running: list[Piece] = []
         self.floor: list[tuple[float, Job]] = []
@@ -190,9 +209,12 @@ class Cluster:
         yield from (one.at for one in self.preemptions[:1])
         yield from (piece.ends for piece in self.running)
         yield from (end for end, _ in self.floor)
+        yield from (one.until for one in self.dry if one.until > self.now)
         yield from (pieces[0].job.at + pieces[0].job.patience for pieces in self.waiting)
         for slot in self.slots:
             yield from slot.joins
+            if slot.refused_since is not None and slot.refused_since + SPILL_SECONDS > self.now:
+                yield slot.refused_since + SPILL_SECONDS
             if slot.state is SliceState.LEAVING:
                 yield slot.until
 
@@ -212,6 +234,8 @@ class Cluster:
                 slot.state = SliceState.RESTING
                 if slot.returns:
                     self._provision(slot)
+            if slot.refused_since is not None:
+                self._ask(slot)
             while slot.joins and slot.joins[0] <= self.now:
                 slot.joins.pop(0)
                 index = next(index for index in self._join_order(slot) if index not in slot.hosts)
@@ -233,14 +257,21 @@ class Cluster:
 
     def _provision(self, slot: Slot) -> None:
         slot.state, slot.returns, slot.since = SliceState.COMING, False, slot.since if slot.returns else self.now
+        slot.joins, slot.hosts = [], {}
+        slot.refused_since = self.now
+        self._ask(slot)
+
+    def _ask(self, slot: Slot) -> None:
+        if any(one.pool == slot.pool.name and one.at <= self.now < one.until for one in self.dry):
+            return
+        slot.refused_since = None
         slot.nodes += 1
         up = self.now + self.rng.choice([5.0, 20.0, 90.0, 300.0])
         slot.joins = sorted(up + self.rng.choice([0.0, 0.5, 1.0, 6.0]) for _ in range(slot.pool.hosts))
-        slot.hosts = {}
 
     def _leave(self, slot: Slot, *, returns: bool) -> None:
         lost = [piece for host in slot.hosts.values() for piece in host.pieces]
-        slot.hosts, slot.joins = {}, []
+        slot.hosts, slot.joins, slot.refused_since = {}, [], None
         # A slice that comes up and is preempted still comes up.
         slot.since = slot.since if returns and slot.state is SliceState.COMING else self.now
         slot.state, slot.returns = SliceState.LEAVING, returns
@@ -387,7 +418,13 @@ class Cluster:
             if slot.state in (SliceState.COMING, SliceState.JOINED):
                 slot.state = SliceState.JOINED if len(hosts) == slot.pool.hosts else SliceState.COMING
             shown = SliceState.COMING if slot.returns else slot.state
-            slices.append(Slice(slot.name, slot.pool.name, slot.index, shown, hosts, slot.since))
+            is_stuck = slot.refused_since is not None and self.now - slot.refused_since >= SPILL_SECONDS
+            slices.append(Slice(slot.name, slot.pool.name, slot.index, shown, hosts, slot.since, stuck=is_stuck))
+        stuck = {one.slot for one in slices if one.stuck}
+        if stuck - self.stuck:
+            # Its demand is new to the other pools.
+            self.demanded = self.now
+        self.stuck = stuck
         state = snapshot(
             *_asked(demand.waiting),
             floor=[head_of(demand.floor.type)] * len(demand.floor.chips) if demand.floor else (),
@@ -430,7 +467,10 @@ class Cluster:
                 raise Broken(f"more than {pool.maximum} slices of {pool.name}")
         if found.wake:
             woken = [by_name[name] for name in found.wake]
-            needed = max(missing(view, self.slots, self.pools, woken) for view in self.views)
+            dry = {slot.pool.name for slot in self.slots if slot.name in self.stuck}
+            # Stuck slices do not count for pools that serve in their stead, but for their own.
+            stuck = self.stuck if not any(slot.pool.name in dry for slot in woken) else set()
+            needed = max(missing(view, self.slots, self.pools, woken, stuck) for view in self.views)
             self.excess += len(woken) - needed
             # Snapshots whose halves disagree twice in a row may cost one.
             if self.excess > 1:
@@ -478,8 +518,12 @@ def _bundle(piece: Piece) -> Bundle:
 Room = tuple[tuple[tuple[int, ...], ...], ...]
 
 
-def missing(view: View, slots: Sequence[Slot], pools: Sequence[SlicePool], woken: Sequence[Slot]) -> int:
-    """How many of *woken* an exact packing needs beside what is awake; all of them, if they do not suffice."""
+def missing(
+    view: View, slots: Sequence[Slot], pools: Sequence[SlicePool], woken: Sequence[Slot], stuck: Container[str]
+) -> int:
+    """
+    How many of *woken* an exact packing needs beside what is awake and not *stuck*; all, if they do not suffice.
+    """
     pinned = {piece.pin for pieces in view.waiting for piece in pieces if piece.pin}
     healing = {id(piece.together) for pieces in view.waiting for piece in pieces if piece.pin}
     awake = {slot.name for slot in slots if slot.awake}
@@ -490,7 +534,7 @@ def missing(view: View, slots: Sequence[Slot], pools: Sequence[SlicePool], woken
         mine = [slot for slot in slots if slot.pool.name == pool.name]
         room.append([])
         for slot in mine:
-            if slot.name not in awake or slot.name in pinned:
+            if slot.name not in awake or slot.name in pinned or slot.name in stuck:
                 continue
             there = {index: (free, head) for index, free, head in view.room[slot.name]}
             free = tuple(there.get(index, (pool.chips, True))[0] for index in range(pool.hosts))

@@ -56,11 +56,11 @@ def fleet_text(name: str = "pod", count: int = 1, **job: str) -> str:
 class VirtualService:
     """The harness's `Daemon` in virtual time, with fleets from files, and commands. `again` is the next process."""
 
-    def __init__(self, tmp_path: Path) -> None:
+    def __init__(self, tmp_path: Path, config: WorldConfig | None = None) -> None:
         self.folder = tmp_path / "fleets"
         self.folder.mkdir()
         self.state = tmp_path / "state"
-        self.daemon = Daemon(self.state)
+        self.daemon = Daemon(self.state, config=config)
         self.secrets: Callable[[str], str | None] | None = None
         self._open()
 

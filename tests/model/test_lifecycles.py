@@ -14,11 +14,14 @@ from tpucare.model.causes import Cause, Reason
 from tpucare.model.lifecycles import (
     CREATES,
     NODES,
+    REQUESTS,
     RUNS,
     CreateEvent,
     CreateState,
     NodeEvent,
     NodeStatus,
+    RequestEvent,
+    RequestState,
     RunEvent,
     RunState,
     after,
@@ -28,6 +31,7 @@ from tpucare.model.memory import CreateIntent, DeleteIntent, Memory, NodeMemory,
 PAGE = Path(__file__).parents[2] / "docs" / "design.md"
 LIFECYCLES: dict[str, tuple[Any, Any, Any]] = {
     "create": (CreateState, CreateEvent, CREATES),
+    "queued request": (RequestState, RequestEvent, REQUESTS),
     "node": (NodeStatus, NodeEvent, NODES),
     "run": (RunState, RunEvent, RUNS),
 }

@@ -8,7 +8,6 @@ from datetime import timedelta
 import pytest
 
 from tpucare.planner.backoff import (
-    CAPACITY_BACKOFF,
     FAILURE_BACKOFF,
     Backoff,
     failure_backoff_cap,
@@ -21,7 +20,8 @@ RNG = random.Random(1)
 
 
 def test_a_pause_doubles_up_to_its_cap_and_is_drawn_by_chance() -> None:
-    draws = [CAPACITY_BACKOFF.delay(failures, RNG).total_seconds() for failures in range(1, 12)]
+    backoff = Backoff(timedelta(seconds=10), timedelta(minutes=2))
+    draws = [backoff.delay(failures, RNG).total_seconds() for failures in range(1, 12)]
     assert all(low <= draw for low, draw in zip((5, 10, 20, 40), draws, strict=False))
     assert all(60 <= draw <= 120 for draw in draws[4:])
     assert len(set(draws)) == len(draws)

@@ -58,8 +58,20 @@ CREATES = [
     ),
     case(
         "an open intent that was polled just now",
+        evidence(ended_effects={EffectKind.GET_OPERATION.of(name_of(0)): ago(1)}),
+        memory(creates=(intent(state=CreateState.RUNNING, operation="op"),)),
+        "Wait",
+    ),
+    case(
+        "an open intent that is fresh: a stockout comes within two minutes, and is polled for often",
         evidence(ended_effects={EffectKind.GET_OPERATION.of(name_of(0)): ago(3)}),
         memory(creates=(intent(state=CreateState.RUNNING, operation="op"),)),
+        "GetOperation",
+    ),
+    case(
+        "an open intent that is not fresh",
+        evidence(ended_effects={EffectKind.GET_OPERATION.of(name_of(0)): ago(3)}),
+        memory(creates=(intent(state=CreateState.RUNNING, operation="op", asked_at=before(minutes=3)),)),
         "Wait",
     ),
     case("the call is under way", evidence(in_flight=frozenset({ANY_CREATE})), memory(creates=(intent(),)), "Wait"),

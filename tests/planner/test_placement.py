@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime, timedelta
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -25,8 +26,10 @@ from tpucare.model.errors import (
     Transient,
 )
 from tpucare.model.evidence import Case, Evidence, Holding, Moment, Timers, holding_of
+from tpucare.model.markets import Experience, Market, market_of
 from tpucare.model.memory import Memory, PlaceMemory, Refusal
-from tpucare.model.resources import Place, Provisioning
+from tpucare.model.resources import Bounds, Place, PlacementOrder, Provisioning, Slot
+from tpucare.planner.markets import DEAR
 from tpucare.planner.placement import (
     Choice,
     CreateBudget,
@@ -70,6 +73,22 @@ def test_the_first_place_in_order_that_may_be_asked() -> None:
     assert chosen(remembering((FIRST, PlaceMemory(1, before(1), Refusal.NO_CAPACITY)))).place is FIRST
 
 
+def test_a_place_above_max_price_is_never_asked() -> None:
+    dear, unpriced = replace(FIRST, price=9.0), SECOND
+    bounded = replace(slot(dear, unpriced), bounds=Bounds(max_price=8.99))
+
+    def choice(of: Slot, known: Memory) -> Choice:
+        return choose_place(Case(of, evidence(), known, Timers(HERE)))
+
+    assert choice(bounded, memory()).place is unpriced
+    closed = choice(bounded, remembering((unpriced, PlaceMemory(1, after(1), Refusal.NO_CAPACITY))))
+    assert (closed.place, closed.needs_person) == (None, False)
+    assert "us-central1-a: 9 dollars an hour, above `max_price`" in closed.why
+    only = choice(replace(bounded, places=(dear,)), memory())
+    assert (only.place, only.needs_person) == (None, True)
+    assert choice(replace(bounded, bounds=Bounds(max_price=9.0)), memory()).place is dear
+
+
 @pytest.mark.parametrize(
     ("asked", "round_from", "want"),
     [
@@ -84,20 +103,153 @@ def test_the_first_place_in_order_that_may_be_asked() -> None:
 def test_of_alike_places_the_one_not_asked_for_longest_goes_first(asked: list[int], round_from: int, want: str) -> None:
     alike = [place(f"us-central1-{letter}") for letter in "abc"]
     pasts = {where.key: PlaceMemory(asked=number) for where, number in zip(alike, asked, strict=True)}
-    turns = in_turn(alike, memory(places=pasts, round_from=round_from))
-    assert "".join(where.zone[-1] for where in turns) == want
+    turns = in_turn(slot(*alike), memory(places=pasts, round_from=round_from))
+    assert "".join(one.place.zone[-1] for one in turns) == want
 
 
 def test_what_the_declaration_prefers_goes_first_in_each_round_and_what_it_does_not_still_has_its_turn() -> None:
     spot, paid = [place(US), place(EU)], [place(US, Provisioning.ON_DEMAND)]
     known, turns = memory(), []
     for number in range(6):
-        (first, *_) = in_turn([*spot, *paid], known)
+        first = in_turn(slot(*spot, *paid), known)[0].place
         known = record_create(known, first.key, number)
         turns.append("paid" if first in paid else first.zone)
     assert turns == [US, EU, "paid", US, EU, "paid"]
     known = record_node_up(replace(known, next_number=6), paid[0].key, NOW)
-    assert in_turn([*spot, *paid], known)[0] is spot[0], "a node that came up ends the round"
+    assert in_turn(slot(*spot, *paid), known)[0].place is spot[0], "a node that came up ends the round"
+
+
+# --- the order by worth ----------------------------------------------------------------------------------------------
+
+ZONES = [replace(place(f"us-central1-{letter}"), price=2.0) for letter in "abcd"]
+
+
+def lived(hours: float, deaths: int = 3, **more: Any) -> Market:
+    """A market whose nodes lived for so many hours each, and that just gave one."""
+    return Market(Experience(NOW, given=deaths, deaths=deaths, lived_hours=hours * deaths, given_at=NOW), **more)
+
+
+def markets_of(*learned: tuple[Place, Market]) -> dict[str, Market]:
+    return {market_of(where.key): market for where, market in learned}
+
+
+def order(of: Slot, *learned: tuple[Place, Market], known: Memory | None = None) -> str:
+    """Last letters of the zones by turn; capital: as another tier or type than the first place's."""
+    first = of.places[0]
+    turns = [one.place for one in in_turn(of, known or memory(), markets_of(*learned), NOW)]
+    return "".join(
+        where.zone[-1]
+        if (where.accelerator_type, where.provisioning) == (first.accelerator_type, first.provisioning)
+        else where.zone[-1].upper()
+        for where in turns
+    )
+
+
+def test_the_place_of_most_worth_goes_first() -> None:
+    a, b, c, d = ZONES
+    learned = ((a, lived(0.5)), (b, lived(2)), (c, lived(20)))
+    assert order(slot(*ZONES), *learned)[0] == "c"
+    assert order(slot(*ZONES), *learned)[-1] == "a"
+    assert order(replace(slot(*ZONES), order=PlacementOrder.ORDERED), *learned) == "abcd"
+    cheap = replace(d, price=0.7)
+    assert order(slot(a, b, cheap)) == "dab", "where nothing is known the cheapest goes first, then as declared"
+    taken = lived(20, asking={f"pod-{index}": NOW for index in range(1, 5)})
+    assert order(slot(*ZONES), (b, lived(20)), (c, taken))[0] == "b", "four others ask there"
+    assert order(slot(a)) == "a", "one place is asked whatever it is worth"
+
+
+@pytest.mark.parametrize("which", list(PlacementOrder))
+def test_entries_types_and_terms_keep_the_declared_order(which: PlacementOrder) -> None:
+    a, b, *_ = ZONES
+    paid = replace(place("us-central1-c", Provisioning.ON_DEMAND), price=6.0)
+    larger = replace(place("us-central1-d", kind="v3-32"), price=0.1)
+    second = replace(b, entry=1, price=0.1)
+    learned = ((paid, lived(900)), (larger, lived(900)), (b, lived(50)))
+    whole = replace(slot(a, paid, larger), order=which)
+    assert order(whole, *learned) == "aCD"
+    assert order(replace(slot(a, second), order=which), *learned) == "ab", "an entry of its own"
+    assert order(replace(slot(paid, a, b), order=which), *learned)[0] == "c", "on-demand first, where the file says so"
+
+
+def test_within_a_round_each_place_is_asked_once_whatever_it_is_worth() -> None:
+    learned = tuple((where, lived(hours)) for where, hours in zip(ZONES, (1, 4, 16, 64), strict=True))
+    known, asks = memory(), ""
+    for number in range(8):
+        first = order(slot(*ZONES), *learned, known=known)[0]
+        asks += first
+        known = record_create(known, next(one.key for one in ZONES if one.zone[-1] == first), number)
+    assert asks == "dcbadcba"
+
+
+def test_unknown_prices_and_no_prices_break_nothing() -> None:
+    a, b, c, _ = ZONES
+    unknown = replace(c, price=None)
+    assert order(slot(a, replace(b, price=9.0), unknown))[0] == "a", "no price counts as the dearest"
+    for price in (None, 0.0):
+        places = [replace(where, price=price) for where in ZONES]
+        assert order(slot(*places), (places[2], lived(20)))[0] == "c"
+        assert order(replace(slot(*places), value=3.0), (places[2], lived(20)))[0] == "c"
+
+
+def test_a_dear_place_is_asked_once_every_other_one_refused_in_this_round() -> None:
+    """A policy that learns would stay for ever in a dear zone that holds its nodes for long."""
+    a, b, c, _ = ZONES
+    dear = replace(c, price=2.0 * DEAR * 1.01)
+    declared = replace(slot(a, b, dear), value=1e6)
+    learned = markets_of((dear, lived(1000)))
+
+    def choice(*pasts: tuple[Place, PlaceMemory], round_from: int = 0) -> Choice:
+        known = replace(remembering(*pasts), round_from=round_from)
+        return choose_place(Case(declared, evidence(markets=learned), known, Timers(HERE)))
+
+    assert order(declared, (dear, lived(1000))) == "abc"
+    shut = PlaceMemory(1, after(4), Refusal.NO_CAPACITY)
+    assert choice().place is a
+    assert choice((a, replace(shut, asked=3))).place is b
+    waits = choice((a, replace(shut, asked=3)), (b, shut))
+    assert waits.place is None, "b refused in an earlier round"
+    assert f"more than {DEAR:g} times as dear" in waits.why
+    assert choice((a, replace(shut, asked=3)), (b, replace(shut, asked=4))).place is dear
+    assert not waits.needs_person
+    cheaper = replace(dear, price=2.0 * DEAR * 0.99)
+    assert order(replace(declared, places=(a, b, cheaper)), (cheaper, lived(1000)))[0] == "c", "not dear enough"
+    alone = replace(declared, places=(replace(dear, price=100.0),))
+    assert choose_place(Case(alone, evidence(), memory(), Timers(HERE))).place is alone.places[0]
+
+
+# --- one slot asks for all in a drought ------------------------------------------------------------------------------
+
+
+def dry(minutes: float = 60, *, retry_in: float = -1, **more: Any) -> Market:
+    """A market that gave its last node so long ago, and told a stockout just now."""
+    seen = Experience(NOW, refused=9, told_seconds=9 * 20, given_at=before(minutes=minutes), refused_at=before(1))
+    return Market(replace(seen, retry_at=after(retry_in)), **more)
+
+
+def asked_in(market: Market, of: Slot | None = None, name: str = "pod-0") -> Choice:
+    declared = replace(of or slot(ZONES[0]), name=name)
+    known = evidence(markets=markets_of((ZONES[0], market)))
+    return choose_place(Case(declared, known, memory(), Timers(HERE)))
+
+
+def test_in_a_drought_one_slot_asks_for_all() -> None:
+    held = {"pod-0": before(2)}
+    assert asked_in(dry()).place is not None
+    assert asked_in(dry(asking=held)).place is not None, "the one that asks goes on"
+    other = asked_in(dry(asking=held), name="pod-1")
+    assert (other.place, other.needs_person) == (None, False)
+    assert "pod-0 asks for all" in other.why
+    assert asked_in(dry(asking={"pod-0": before(120)}), name="pod-1").place is not None, "its create found capacity"
+    assert asked_in(dry(minutes=14, asking=held), name="pod-1").place is not None, "a market that moves: each asks"
+    both = replace(slot(ZONES[0], ZONES[1]))
+    assert asked_in(dry(asking=held), both, name="pod-1").place is ZONES[1], "another market is no part of it"
+
+
+def test_the_pause_of_a_drought_holds_for_all_slots() -> None:
+    assert asked_in(dry(retry_in=30)).place is None
+    assert "no capacity since 11:00 UTC, next try 12:00:30 UTC" in asked_in(dry(retry_in=30), name="pod-7").why
+    assert asked_in(dry(minutes=14, retry_in=30)).place is not None
+    assert asked_in(dry(retry_in=7200)).place is not None, "the clock was set back"
 
 
 @settings(max_examples=200)

@@ -6,10 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench import child, goodput, lost, ray
+from tests.bench import child, deadline, lost, ray
 from tests.bench.report import BEGIN, END, Measure, percentile, read_json, table, write_docs, write_json
-from tpucare.model.resources import NodeKey
-from tpucare.testbed.simulation.machines import RunMark
 
 
 def test_a_percentile_is_one_of_the_samples() -> None:
@@ -59,20 +57,12 @@ def test_a_quiet_pass_is_one_listing_and_no_commit(nodes: int, page_cap: int, pa
     assert found["commits"] == [0, 0, 0]
 
 
-def test_a_gang_finds_the_zone_that_has_room_among_nine() -> None:
-    """A day of measured capacity. In declared order it waited beside free zones: 52 %, and four of them never asked."""
-    found = goodput.live(goodput.Week(goodput.CHEAPEST_FIRST, seed=1, days=1.0))
-    assert found.goodput >= 85.0
-    assert set(found.asked) == set(goodput.CHEAPEST_FIRST)
-
-
-def test_a_run_that_dies_has_what_it_saved_and_one_that_lives_has_all() -> None:
-    ledger = goodput.Ledger()
-    for seconds, what in ((0.0, "start"), (20.0 + 2 * 1830.0 + 1000.0, "end"), (5000.0, "start")):
-        ledger.ran(RunMark(seconds, what, "pod-0-a1.1", NodeKey("p", "z", "n"), 1, 0, "pod-0"))
-    assert ledger.useful == 3600.0
-    ledger.close(5020.0 + 1830.0 + 100.0)
-    assert ledger.useful == 3600.0 + 1800.0 + 100.0
+def test_work_by_a_deadline_costs_less_than_on_demand_and_no_less_than_the_optimum() -> None:
+    one = deadline.task("gcp-h100-2025", 1)
+    lived = deadline.UniformProgress(one, 1).run()
+    assert deadline.optimum(one) < lived.cost < 0.3
+    assert not lived.late
+    assert lived.done == pytest.approx(one.work)
 
 
 def test_demands_of_ray_are_all_served_and_nothing_is_left() -> None:

@@ -142,9 +142,23 @@ def test_no_text_from_elsewhere_drives_a_terminal(text: str, want: str) -> None:
     assert "\x1b" not in plain_lines(text)
 
 
+QUEUE = {"enqueue", "dequeue", "look-queue"}
+
+
 def test_every_action_has_a_word_of_its_own() -> None:
     kinds = get_args(actions.Action)
     words = [actions._WORDS[kind] for kind in kinds]
     assert words[:2] == ["wait", "settle"]
-    assert set(words[2:]) == {"create", "delete", "launch", "stop", "notice", "pushkey", "vouch", "look", "poll"}
+    assert set(words[2:]) == {
+        "create",
+        "delete",
+        "launch",
+        "stop",
+        "notice",
+        "pushkey",
+        "vouch",
+        "look",
+        "poll",
+        *QUEUE,
+    }
     assert set(actions._WORDS) == set(kinds)

@@ -46,7 +46,9 @@ def test_a_preempted_node_returns_when_capacity_does(daemon: Daemon) -> None:
     daemon.run(minutes=15)
     daemon.zone.world.operator.set_capacity(US, "v3-32", "spot", 0, daemon.clock.true_now())
     daemon.run(minutes=60)
-    assert daemon.zone.nodes("pod-0") == []
+    assert "READY" not in daemon.zone.states("pod-0"), "no create got through"
+    daemon.run_until(lambda: daemon.zone.nodes("pod-0") == [], minutes=2)
+    assert daemon.memory("pod-0").attempts == 1
     daemon.zone.world.operator.set_capacity(US, "v3-32", "spot", 1, daemon.clock.true_now())
     daemon.run(minutes=20)
     assert daemon.trains("pod-0")

@@ -40,6 +40,18 @@ def test_a_node_of_a_type_that_is_not_declared_any_more_still_has_all_its_worker
     assert daemon.launcher.launches == ["pod-0-a0.1"]
 
 
+def test_an_edited_price_changes_nothing_on_a_live_node(tmp_path: Path) -> None:
+    daemon = Daemon(tmp_path)
+    single = place(kind="v2-8", workers=1)
+    daemon.care_for("pod", 1, single)
+    daemon.run(minutes=15)
+    before = list(daemon.launcher.launches), daemon.zone.created()
+    daemon.care_for("pod", 1, replace(single, price=12.5))
+    daemon.run(minutes=15)
+    assert (daemon.launcher.launches, daemon.zone.created()) == before
+    assert daemon.trains("pod-0")
+
+
 def test_a_launch_is_not_repeated_for_a_slot_that_has_no_job_any_more(tmp_path: Path) -> None:
     daemon = Daemon(tmp_path)
     single = place(kind="v2-8", workers=1)

@@ -1,5 +1,6 @@
 """
 Hours of a Ray cluster in virtual time: gangs come and go, slices are preempted, zones run dry, head and daemon die.
+Every other seed has a pool on demand beside the one of spot slices.
 
 The stand-in for Ray places a gang on one free slice, forgets a silent host only after 13 s as Ray does, and keeps a
 group whose slice died pinned to that slice's name. Whatever happens, all work ends, no slice is there without a reason,
@@ -21,7 +22,7 @@ from tpucare.integrations.ray.companion import serving_node
 from tpucare.integrations.ray.demand import Bundle, Gang, ProbeSilent
 from tpucare.model.memory import FailureKind
 
-SLICES = 3
+SLICES, PAID = 3, 2
 # GCS shows the hosts of a node that went silent for so long.
 FORGETS_SECONDS = 13
 JOINS_SECONDS = 8
@@ -46,6 +47,12 @@ class Story:
     def __init__(self, folder: Path, seed: int) -> None:
         self.rng, self.lab, self.now = random.Random(seed), Lab(folder), 0.0
         self.lab.service.apply(pool(f"{{min: 0, max: {SLICES}}}"), folder)
+        self.most = SLICES
+        if seed % 2:
+            tpu = "zones: [us-central1-a], provisioning: on-demand"
+            paid = pool(f"{{min: 0, max: {PAID}}}", name="paid", more=", priority: 1", tpu=tpu)
+            self.lab.service.apply(paid, folder)
+            self.most += PAID
         count = self.rng.randint(4, 8)
         self.work = [Work(self.rng.uniform(0, LAST_DEMAND), self.rng.uniform(30, 900)) for _ in range(count)]
         self.joins: dict[str, float] = {}
@@ -147,7 +154,7 @@ class Story:
             self.dry_until = 0.0
             daemon.zone.world.operator.set_capacity("us-central1-a", "v3-32", "spot", None, daemon.clock.true_now())
         tracks = daemon.engine.slots.values()
-        assert sum(track.memory.awake for track in tracks) <= SLICES
+        assert sum(track.memory.awake for track in tracks) <= self.most
         resting = [track.memory for track in tracks if not track.memory.awake]
         self.rested |= {node.name for memory in resting for node in memory.nodes}
         self.rested |= {intent.name for memory in resting for intent in memory.creates}
@@ -163,5 +170,5 @@ def test_all_work_ends_and_nothing_is_left(seed: int, tmp_path: Path) -> None:
     assert story.work == [], story.lab.why()
     assert story.lab.nodes == [], story.lab.why()
     crashes = [track.memory.counter(FailureKind.CRASH).total for track in daemon.engine.slots.values()]
-    assert crashes == [0] * SLICES
+    assert crashes == [0] * story.most
     daemon.check(*story.rested)

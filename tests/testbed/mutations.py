@@ -44,9 +44,9 @@ from tpucare.model.resources import (
 )
 from tpucare.model.runs import NodeReport, ProbeOrder
 from tpucare.planner import decide as planner
-from tpucare.planner import placement, remember
+from tpucare.planner import placement, queued, remember
 from tpucare.planner.decide import live_nodes
-from tpucare.planner.placement import CreateBudget
+from tpucare.planner.placement import CreateBudget, in_turn
 from tpucare.planner.predicates import deletion, ending, job_mark, next_number
 from tpucare.testbed.emulator.inprocess import InProcessCloud
 from tpucare.testbed.emulator.world.records import NodeSpec
@@ -99,10 +99,11 @@ class Mutation:
     saves_alone: frozenset[str] = frozenset()
     care: Care = STORM_CARE
     job: Job = STORM_JOB
+    queued: bool = False
 
     def scenario(self) -> Scenario:
         pace = MONTHS if self.months else CLOSE
-        places = tuple(place(zone, "v2-8", 1) for zone in self.zones)
+        places = tuple(replace(place(zone, "v2-8", 1), queued=self.queued) for zone in self.zones)
         slots = slots_of("mini", self.slots, *places, care=self.care, job=self.job)
         world: dict[str, Any] = {
             "zones": {zone: {"accelerators": ["*"]} for zone in self.zones},
@@ -122,6 +123,11 @@ class Mutation:
 
 def _swap(target: Any, name: str, value: Any) -> Change:
     return lambda patch: patch.setattr(target, name, value)
+
+
+def _as_declared(slot: Slot, memory: Memory, *_: Any) -> list[placement.Ranked]:
+    ranked = {one.place.key: one for one in in_turn(slot, memory)}
+    return [ranked[place.key] for place in slot.places]
 
 
 def _deciding(choose: Callable[[Case, Action], Action]) -> Change:
@@ -477,6 +483,17 @@ def _killed_in_setup(history: History) -> None:
     history.later(1700.0, look)
 
 
+def _stand_twice(patch: pytest.MonkeyPatch) -> None:
+    """A request that waits for a minute stands no more, as far as the next one is concerned."""
+
+    def standing(memory: Memory) -> None:
+        return None
+
+    patch.setattr(Memory, "standing_request", property(standing))
+    patch.setattr(queued, "_holds_back", lambda *_: False)
+    patch.setattr(queued, "_is_hidden", lambda *_: True)
+
+
 MUTATIONS = (
     Mutation(
         "what a listing leaves out is gone",
@@ -516,7 +533,7 @@ MUTATIONS = (
     Mutation(
         "places in declared order",
         "no-starved-place",
-        _swap(placement, "in_turn", lambda places, _memory: list(places)),
+        _swap(placement, "in_turn", _as_declared),
         tuple(Strike(0, "zone-sold-out", zone, 3000) for zone in NINE_ZONES),
         slots=1,
         zones=NINE_ZONES,
@@ -524,7 +541,7 @@ MUTATIONS = (
     Mutation(
         "no create budget",
         "create-budget",
-        _swap(CreateBudget, "free_at", lambda _self, _now: None),
+        _swap(CreateBudget, "free_at", lambda _self, _now, _spare=0: None),
         slots=80,
         months=True,
     ),
@@ -589,7 +606,7 @@ MUTATIONS = (
         "once dead, dead for ever",
         "dead-elders",
         _remembering("apply_node", _once_dead_for_ever),
-        (Strike(1604, "flips-back", "mini-0", 600),),
+        (Strike(1750, "flips-back", "mini-0", 600),),
     ),
     Mutation(
         "who is not heard of is dead",
@@ -737,6 +754,14 @@ MUTATIONS = (
         "rate-heeded",
         _swap(observer, "listing_pause", lambda _before, poll, _rng: poll),
         (Strike(1600, "reads-limited", "", 1800),),
+    ),
+    Mutation(
+        "what stands in one queue stands in another, too",
+        "one-request",
+        _stand_twice,
+        (Strike(1600, "zone-sold-out", ZONES[0], 3000), Strike(1601, "preempted", "mini-0")),
+        zones=ZONES,
+        queued=True,
     ),
     Mutation(
         "what finished is kept",

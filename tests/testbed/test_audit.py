@@ -13,6 +13,7 @@ import pytest
 from tpucare.testbed import audit as rules
 from tpucare.testbed.audit import Expected, check
 from tpucare.testbed.emulator.world.config import WorldConfig
+from tpucare.testbed.emulator.world.queued_records import QueuedNodeSpec, QueuedSpec, Validity
 from tpucare.testbed.emulator.world.records import ApiError, CallFate, NodeSpec
 from tpucare.testbed.emulator.world.world import World
 
@@ -123,6 +124,41 @@ def healthy_delete(world: World) -> None:
     world.advance(at(10_000))
 
 
+def ask(world: World, name: str, seconds: float, *, zone: str = PARENT, **labels: str) -> str:
+    """A queued resource of ours for slot pod-0, which nobody grants before an hour."""
+    node = spec(**labels) if labels else spec()
+    queued = QueuedSpec((QueuedNodeSpec(node, node_id=name),), "spot", validity=Validity(after=at(3600)))
+    world.queued_api.create_queued_resource(zone, name, queued, at(seconds))
+    return f"{zone}/queuedResources/{name}"
+
+
+def two_requests(world: World) -> None:
+    ask(world, "pod-0-a1", 0)
+    second = ask(world, "pod-0-a2", 60)
+    for name, seconds in ((second, 70), (second.replace("a2", "a1"), 71)):
+        world.queued_api.delete_queued_resource(name, True, at(seconds))
+    world.advance(at(1000))
+
+
+def forgotten_request(world: World) -> None:
+    ask(world, "pod-0-a1", 0)
+    world.advance(at(600))
+
+
+def request_of_another(world: World) -> None:
+    node = NodeSpec(accelerator_type="v3-8", runtime_version="tpu-ubuntu2204-base", labels={"team": "vision"})
+    world.queued_api.create_queued_resource(PARENT, "theirs", QueuedSpec((QueuedNodeSpec(node, node_id="x"),)), at(0))
+    world.queued_api.delete_queued_resource(f"{PARENT}/queuedResources/theirs", True, at(60))
+    world.advance(at(1000))
+
+
+def granted_and_deleted(world: World) -> None:
+    name = ask(world, "pod-0-a1", 0)
+    world.advance(at(30_000))
+    world.queued_api.delete_queued_resource(name, True, at(30_001))
+    world.advance(at(40_000))
+
+
 def secret_in_metadata(world: World) -> None:
     world.api.create_node(PARENT, "pod-0-a1", spec(metadata={"startup-script": 'export KEY="hunter2 "'}), at(0))
     world.operator.remove("*", at(1))
@@ -141,6 +177,10 @@ def secret_in_metadata(world: World) -> None:
         (forgotten_node, "leak"),
         (healthy_delete, "unasked-delete"),
         (secret_in_metadata, "shown-secret"),
+        (two_requests, "doubled-request"),
+        (forgotten_request, "leak"),
+        (request_of_another, "foreign-delete"),
+        (granted_and_deleted, "unasked-delete"),
     ],
 )
 def test_a_bad_history_is_caught(world: World, history: Callable[[World], None], want: str) -> None:
@@ -149,6 +189,14 @@ def test_a_bad_history_is_caught(world: World, history: Callable[[World], None],
     expected = Expected("me", frozenset({"pod"}), live_slots=live, secrets=('"hunter2 "',))
     heard = [rule for rule in found(world, expected) if not (want == "two-nodes" and rule == "leak")]
     assert heard == [want]
+
+
+def test_a_request_after_the_last_one_is_deleted_is_clean(world: World) -> None:
+    name = ask(world, "pod-0-a1", 0)
+    world.queued_api.delete_queued_resource(name, True, at(60))
+    ask(world, "pod-0-a2", 61)
+    world.advance(at(30_000))
+    assert found(world, Expected("me", frozenset({"pod"}), live_slots=frozenset({"pod-0"}))) == []
 
 
 def test_a_kill_ends_a_run_and_silence_does_not(world: World) -> None:

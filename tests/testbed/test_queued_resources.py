@@ -404,7 +404,7 @@ def test_a_spurious_refusal_of_one_that_was_made() -> None:
     box.until(QueueState.ACTIVE)
 
 
-def test_the_audit_log_tells_of_it_and_stays_clean() -> None:
+def test_the_audit_log_tells_of_it_and_of_the_delete_of_what_is_not_ours() -> None:
     box = Box()
     box.ask()
     box.until(QueueState.ACTIVE)
@@ -421,7 +421,8 @@ def test_the_audit_log_tells_of_it_and_stays_clean() -> None:
         "SUSPENDING",
         "SUSPENDED",
     ]
-    assert check(box.world.audit, Expected(owner="o-1", fleets=frozenset())) == []
+    found = check(box.world.audit, Expected(owner="o-1", fleets=frozenset()))
+    assert [finding.rule for finding in found] == ["foreign-delete"]
 
 
 # --- on the wire -----------------------------------------------------------------------------------------------------

@@ -368,7 +368,7 @@ def test_a_person_sees_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capsys: py
         "",
         "lived 0 of 2 histories",
         "lived 0 of 2 histories, 25% of the next",
-        "lived 1 of 2 histories; 1 broke a property",
+        "lived 1 of 2 histories; 1 broke a promise",
         "",
     ]
 

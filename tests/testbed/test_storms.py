@@ -48,6 +48,20 @@ def test_a_campaign_goes_on_where_it_was_and_only_there(tmp_path: Path) -> None:
             other.outcomes()
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_short_storm_of_slots_in_queues_breaks_no_promise(seed: int) -> None:
+    (outcome,) = campaign(Plan(days=0.12, level="high", queued=True), [seed])
+    assert [str(broken) for broken in outcome.broken] == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", range(100, 120))
+def test_a_storm_of_slots_in_queues_breaks_no_promise(seed: int) -> None:
+    (outcome,) = campaign(Plan(days=0.25, level="high", queued=True), [seed])
+    assert [str(broken) for broken in outcome.broken] == []
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", range(100, 140))

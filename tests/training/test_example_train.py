@@ -22,6 +22,9 @@ from types import ModuleType
 import pytest
 
 from tests.kits.reference import undisturbed
+from tpucare.adapters.runner.scripts import run_environment
+from tpucare.model.resources import Job, NodeKey, Worker
+from tpucare.model.runs import LaunchOrder
 from tpucare.testbed.demo.examples import example_folder
 from tpucare.testbed.demo.reference import free_loopback_endpoint, host_environment
 
@@ -105,6 +108,7 @@ def start(tmp_path: Path, compile_cache: Path) -> Iterator[Start]:
         for index in range(count):
             environ = host_environment(os.environ, index, count, coordinator, tmp_path / "checkpoints")
             environ |= {"JAX_COMPILATION_CACHE_DIR": str(compile_cache), "TPUCARE_NOTICE": str(tmp_path / "notice")}
+            environ["TPUCARE_CADENCE"] = str(tmp_path / "cadence")
             started.append(HostProcess(environ, steps, save_every, step_seconds))
         return started[-count:]
 
@@ -246,3 +250,40 @@ def hosts_module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.delitem(sys.modules, "hosts")
     module: ModuleType = hosts
     return module
+
+
+COMPILES = """
+import jax, jax.monitoring, jax.numpy as jnp
+seen = []
+jax.monitoring.register_event_listener(lambda event, **_: seen.append(event.rpartition("/")[2]))
+print(jax.jit(lambda x: jnp.sin(x) @ x.T)(jnp.ones((8, 8))).sum())
+print(seen.count("cache_hits"), seen.count("cache_misses"))
+"""
+
+
+def test_a_new_node_compiles_nothing_that_an_earlier_one_did(tmp_path: Path) -> None:
+    """The environment of two attempts on two nodes, as tpucare makes it, names one cache, and the second run hits."""
+    said = []
+    for attempt in (1, 2):
+        job = Job(run="x", checkpoint=str(tmp_path / "run"), env={"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"})
+        workers = (Worker(NodeKey("p", "z", f"pod-0-a{attempt}"), attempt, 0, "host"),)
+        order = LaunchOrder(workers, "pod-0", "pod", f"pod-0-a{attempt}.1", attempt, job, "host:1")
+        environ = {**os.environ, **run_environment(order, {}), "JAX_PLATFORMS": "cpu"}
+        environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+        done = subprocess.run([sys.executable, "-c", COMPILES], env=environ, capture_output=True, text=True, check=True)
+        said.append(done.stdout.splitlines()[-1].split())
+    (hits, misses), (later_hits, later_misses) = said
+    assert (hits, later_misses) == ("0", "0")
+    assert int(later_hits) == int(misses) > 0
+
+
+@pytest.mark.machines
+def test_it_saves_as_often_as_it_is_told_and_says_what_a_save_costs(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "cadence").write_text('{"interval_seconds": 0.5}')
+    (host,) = start(steps=100_000, save_every=0)
+    for _ in range(3):
+        host.read_until("^saved step")
+    first, second, third = complete_steps(tmp_path / "checkpoints")[-3:]
+    assert first < second < third
+    assert json.loads((tmp_path / "saves").read_text())["save_seconds"] > 0
+    host.kill()

@@ -406,6 +406,8 @@ with training.Requests() as requests:
         os.kill(os.getpid(), signal.SIGTERM)
     wishes.append(requests.look())
 said["wishes"] = wishes
+saves = training.Saves(0.0 if index else 1000.0, environ={})
+said["due"] = [saves.due(), training.Saves(1000.0, environ={}).due()]
 try:
     training.resume_step(folder if index else folder + "-not-mounted")
 except RuntimeError as error:
@@ -440,6 +442,7 @@ def test_the_processes_of_a_slice_agree(tmp_path: Path) -> None:
     assert [each["step"] for each in said] == [10, 10]
     assert [each["share"] for each in said] == [["a", "c", "e"], ["b", "d"]]
     assert [each["wishes"] for each in said] == [[Wish.NONE, Wish.SAVE, Wish.NONE, Wish.SAVE_AND_STOP]] * 2
+    assert [each["due"] for each in said] == [[True, False]] * 2
     assert all("process 0 sees none: all hosts have to share this folder" in each["error"] for each in said)
 
 
@@ -542,6 +545,70 @@ def test_a_thread_cannot_listen_for_signals() -> None:
     assert said == ["Requests handles a signal: enter it in the main thread"]
 
 
+# --- a checkpoint that was copied before -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("states", "want", "looks"),
+    [
+        (["done 7"], True, 0),
+        (["begun 7", "begun 7", "done 7"], True, 2),
+        (["", "begun 7", "done 7"], True, 2),
+        (["done 8"], False, 0),
+        (["begun 8"], False, 0),
+        (["begun 7", "failed the disk is full"], False, 1),
+        ([""], False, 600),
+        (["begun 7"], False, 1000),
+    ],
+)
+def test_a_copy_under_way_is_waited_for_and_another_one_is_not(
+    tmp_path: Path, states: list[str], want: bool, looks: int
+) -> None:
+    slept: list[float] = []
+
+    def show() -> None:
+        state = states[min(len(slept), len(states) - 1)]
+        (tmp_path / "state").write_text(state) if state else (tmp_path / "state").unlink(missing_ok=True)
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        show()
+
+    show()
+    environ = {"TPUCARE_PREFETCH": str(tmp_path)}
+    found = training.prefetched(7, wait_seconds=100, environ=environ, sleep=sleep)
+    assert found == (str(tmp_path) if want else None)
+    assert abs(len(slept) - looks) <= 1
+
+
+def test_without_a_prefetch_nothing_is_waited_for() -> None:
+    assert training.prefetched(7, environ={}) is None
+    assert training.prefetched(None, environ={"TPUCARE_PREFETCH": "/nowhere"}) is None
+
+
+@pytest.mark.machines
+def test_orbax_restores_from_the_copy(tmp_path: Path) -> None:
+    code = f"""
+import shutil
+import numpy as np
+import orbax.checkpoint as ocp
+from pathlib import Path
+from tpucare import training
+there, here = Path({str(tmp_path / "there")!r}), Path({str(tmp_path / "here")!r})
+with ocp.CheckpointManager(there) as manager:
+    manager.save(3, args=ocp.args.StandardSave({{"a": np.arange(4)}}))
+    manager.wait_until_finished()
+    shutil.copytree(there / "3", here / "3")
+    (here / "state").write_text("done 3")
+    for path in (there / "3").rglob("*"):
+        path.write_bytes(b"") if path.is_file() else None
+    environ = {{"TPUCARE_PREFETCH": str(here)}}
+    state = manager.restore(3, args=ocp.args.StandardRestore(), directory=training.prefetched(3, environ=environ))
+    print(state["a"])
+"""
+    assert python(code, cwd=ROOT).splitlines()[-1] == "[0 1 2 3]"
+
+
 # --- how often to save -----------------------------------------------------------------------------------------------
 
 
@@ -564,6 +631,122 @@ def test_steps_are_the_interval_in_steps() -> None:
     for wrong in ((0, 1, 1), (1, 0, 1), (1, float("inf"), 1), (1, 1, 0), (float("nan"), 1, 1)):
         with pytest.raises(ValueError, match="seconds"):
             training.daly_steps(*wrong)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def saves_in(folder: Path, clock: Clock, default_seconds: float = 60.0) -> training.Saves:
+    environ = {"TPUCARE_CADENCE": str(folder / "cadence"), "TPUCARE_NOTICE": str(folder / "notice")}
+    return training.Saves(default_seconds, environ=environ, clock=clock)
+
+
+def advise(folder: Path, text: str, change: int) -> None:
+    (folder / "cadence").write_text(text)
+    os.utime(folder / "cadence", ns=(change, change))
+
+
+def due_within(saves: training.Saves, clock: Clock, seconds: int) -> list[int]:
+    """The seconds from now at which a save was due."""
+    found = []
+    for second in range(1, seconds + 1):
+        clock.now += 1
+        found += [second] if saves.due() else []
+    return found
+
+
+def test_a_save_is_due_after_each_interval_which_changes_while_the_run_lives(tmp_path: Path) -> None:
+    clock = Clock()
+    saves = saves_in(tmp_path, clock)
+    assert due_within(saves, clock, 150) == [60, 120]
+    advise(tmp_path, '{"interval_seconds": 40.0, "since": "2026-11-02T03:04:05+00:00"}', 1)
+    assert due_within(saves, clock, 100) == [10, 50, 90]
+    for change, broken in enumerate(("", "{", "[]", '{"interval_seconds": 0}', '{"interval_seconds": "1"}'), 2):
+        advise(tmp_path, broken, change)
+        assert saves.interval_seconds == 40.0
+    (tmp_path / "cadence").unlink()
+    assert due_within(saves, clock, 40) == [30]
+
+
+def test_a_notice_asks_for_a_save_at_once_and_only_once(tmp_path: Path) -> None:
+    clock = Clock()
+    saves = saves_in(tmp_path, clock)
+    for change in (1, 2):
+        (tmp_path / "notice").write_text("2026-11-02T03:04:05Z maintenance: MIGRATE")
+        os.utime(tmp_path / "notice", ns=(change, change))
+        assert due_within(saves, clock, 30) == [1]
+    assert due_within(saves, clock, 40) == [31]
+
+
+def test_the_interval_begins_at_the_end_of_a_save_whose_cost_is_told(tmp_path: Path) -> None:
+    clock = Clock()
+    saves = saves_in(tmp_path, clock)
+    assert saves.save_seconds is None
+    for cost in (30.0, 2.0, 3.0):
+        with saves:
+            clock.now += cost
+    assert due_within(saves, clock, 61) == [60]
+    with pytest.raises(ZeroDivisionError), saves:
+        clock.now += 1000 / 0
+    assert saves.save_seconds == 3.0
+    assert json.loads((tmp_path / "saves").read_text()) == {"save_seconds": 3.0, "saves": 3}
+
+
+def test_a_folder_that_cannot_be_written_does_not_end_the_training(tmp_path: Path) -> None:
+    saves = saves_in(tmp_path / "gone", Clock())
+    with saves:
+        pass
+    assert saves.save_seconds == 0.0
+
+
+def test_one_question_asks_for_notices_and_for_the_interval(tmp_path: Path) -> None:
+    clock = Clock()
+    saves = saves_in(tmp_path, clock)
+    requests = Requests(saves=saves, environ={"TPUCARE_NOTICE": str(tmp_path / "notice")})
+    wishes = []
+    for second in range(1, 100):
+        clock.now += 1
+        if second == 90:
+            (tmp_path / "notice").touch()
+        if requests.look():
+            wishes.append(second)
+    assert wishes == [60, 90]
+
+
+def test_without_tpucare_a_save_is_due_now_and_then() -> None:
+    code = "from tpucare import training; print(training.save_due(), training.Saves().interval_seconds)"
+    assert python(code, cwd=ROOT).split() == ["False", "600.0"]
+
+
+@pytest.mark.machines
+def test_orbax_saves_when_the_policy_says_so(tmp_path: Path) -> None:
+    code = f"""
+import orbax.checkpoint as ocp
+from tests.training.test_training import Clock, saves_in
+from tpucare import training
+from pathlib import Path
+clock = Clock()
+saves = saves_in(Path({str(tmp_path)!r}), clock, 10.0)
+options = ocp.CheckpointManagerOptions(save_decision_policy=training.SavePolicy(saves), max_to_keep=None)
+with ocp.CheckpointManager({str(tmp_path / "checkpoints")!r}, options=options) as manager:
+    for step in range(1, 36):
+        clock.now += 1
+        if manager.should_save(step):
+            with saves:
+                assert manager.save(step, args=ocp.args.JsonSave({{"step": step}}))
+        if step == 15:
+            # As many programs do it: `save` at every step.
+            Path({str(tmp_path / "notice")!r}).touch()
+        assert manager.save(step, args=ocp.args.JsonSave({{"step": step}})) is (step == 15)
+    manager.wait_until_finished()
+    print(manager.all_steps(), saves.save_seconds)
+"""
+    assert python(code, cwd=ROOT).splitlines()[-1] == "[10, 15, 25, 35] 0.0"
 
 
 # --- W&B -------------------------------------------------------------------------------------------------------------

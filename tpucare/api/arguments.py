@@ -20,7 +20,7 @@ from typing import Any
 from tpucare.api.fleet import plain_value
 from tpucare.api.threads import CreationCallback, StartFn
 from tpucare.fleetfile import python_fleet
-from tpucare.fleetfile.python_fleet import PythonFleet
+from tpucare.fleetfile.python_fleet import FLEET_KEYS, PythonFleet
 from tpucare.fleetfile.schema import CareSection
 from tpucare.model import accelerators
 from tpucare.model.errors import ConfigError, Problem
@@ -47,8 +47,8 @@ _ELSEWHERE: Mapping[str, str] = {
     ),
 }
 _POSITIONAL = ("tpu_version", "zone", "preemptible", "service_account", "slices")
-TPU_KEYS = ("runtime", "network", "ssh_keys", "provisioning", "metadata", "os_login", "unlisted")
-MORE = (*_CALL_KEYS, *_OWN_KEYS, *TPU_KEYS, *_CARE_KEYS)
+TPU_KEYS = ("runtime", "network", "ssh_keys", "provisioning", "metadata", "os_login", "price", "unlisted")
+MORE = (*_CALL_KEYS, *_OWN_KEYS, *TPU_KEYS, *FLEET_KEYS, *_CARE_KEYS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +96,7 @@ def read(call: Call) -> Start:
         single=call.single,
         project=options.project,
         on_exit=on_exit.value,
+        choices={key: plain_value(call.more[key], key) for key in FLEET_KEYS if call.more.get(key) is not None},
     )
     semaphore = call.creation_semaphore
     if semaphore is not None and not (hasattr(semaphore, "__enter__") and hasattr(semaphore, "__exit__")):

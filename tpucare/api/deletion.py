@@ -22,7 +22,7 @@ from tpucare.adapters.state.store import SqliteStore, open_store
 from tpucare.adapters.system import SystemClock, instance_id, machine_id, random_source
 from tpucare.api.attempt import Attempt, attempt_of
 from tpucare.api.session import Session, check_name, check_zone, current, in_background
-from tpucare.engine.effects import ChangedMeanwhile, delete_ours
+from tpucare.engine.effects import ChangedMeanwhile, delete_ours, delete_own_request
 from tpucare.model.actions import Delete
 from tpucare.model.causes import Cause, Reason
 from tpucare.model.errors import ConfigError, LostRace, NodeGone, StoreLocked, TpuCareError, Transient
@@ -66,10 +66,13 @@ class Deletion:
 
 @dataclass(frozen=True, slots=True)
 class _Left:
-    """Nodes and creates to wait for: nodes whose deletion was requested, and creates that may still make a node."""
+    """
+    What to wait for: nodes and queued resources whose deletion was requested, creates that may still make a node.
+    """
 
     nodes: tuple[NodeKey, ...] = ()
     creates: tuple[CreateIntent, ...] = ()
+    requests: tuple[NodeKey, ...] = ()
 
 
 def delete_of_store(session: Session, deletion: Deletion, *, wait: bool) -> None:
@@ -87,6 +90,8 @@ def delete_of_store(session: Session, deletion: Deletion, *, wait: bool) -> None
             await_gone(session, key)
         for intent in left.creates:
             _await_create(session, intent)
+        for key in left.requests:
+            _await_request(session, key)
 
 
 def _take_down(session: Session, deletion: Deletion, *, wait: bool) -> _Left:
@@ -127,11 +132,19 @@ def _take_down_here(session: Session, deletion: Deletion) -> _Left:
             }
             _write_down(store, memories, found)
     nodes = {node.key: node for those in found.values() for node in those}
+    requests = [
+        NodeKey(session.project, request.zone, request.name)
+        for slot in found
+        for request in memories[slot].requests
+        if request.state.is_accepted
+    ]
+    for key in requests:
+        _delete_request(session, key)
     for node in nodes.values():
         delete(session, node)
     names = {node.name for node in nodes.values()}
     creates = (intent for slot in found for intent in open_creates(memories[slot]) if intent.name not in names)
-    return _Left(tuple(nodes), tuple(creates))
+    return _Left(tuple(nodes), tuple(creates), tuple(requests))
 
 
 def _nodes_of(session: Session, deletion: Deletion, slot: str, memory: Memory) -> list[Node]:
@@ -168,6 +181,28 @@ def _await_create(session: Session, intent: CreateIntent) -> None:
     while not _is_settled(session, intent):
         time.sleep(POLL_EVERY_SECONDS)
     await_gone(session, NodeKey(session.project, intent.zone, intent.name))
+
+
+def _delete_request(session: Session, key: NodeKey) -> None:
+    """Request the deletion of a queued resource of ours and of its node; accepted, not gone, when this returns."""
+    with contextlib.suppress(NodeGone, ChangedMeanwhile, LostRace):
+        delete_own_request(key, session.cloud, session.owner)
+
+
+def _await_request(session: Session, key: NodeKey) -> None:
+    """Return when the API says NOT_FOUND, or it is another's; repeats a delete that was lost."""
+    pause, again_at = DELETE_AGAIN_SECONDS, time.monotonic() + DELETE_AGAIN_SECONDS
+    while True:
+        with contextlib.suppress(Transient):
+            try:
+                if session.cloud.get_queued(key).owner != session.owner:
+                    return
+            except NodeGone:
+                return
+            if time.monotonic() >= again_at:
+                _delete_request(session, key)
+                again_at, pause = time.monotonic() + pause, pause * 2
+        time.sleep(POLL_EVERY_SECONDS)
 
 
 def _is_settled(session: Session, intent: CreateIntent) -> bool:

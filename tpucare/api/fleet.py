@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tpucare.fleetfile import parse as fleets
+from tpucare.fleetfile.python_fleet import FLEET_KEYS
 from tpucare.fleetfile.schema import duration_text
 from tpucare.model.errors import ConfigError
 
@@ -27,8 +28,9 @@ class Fleet:
     """
     `Fleet("pod", tpu={"type": "v4-32", "zones": ["us-central2-b"]}, job={"run": "python3 train.py"})`.
 
-    tpu, job, care: as in a fleet file; lengths of time as `timedelta` or as text (`"30m"`). folder: where relative
-    paths of the job start; by default where this process works.
+    tpu, job, care: as in a fleet file; lengths of time as `timedelta` or as text (`"30m"`)
+    max_price, until, max_cost, placement, value: as in a fleet file; None or empty: its default
+    folder: where relative paths of the job start; by default where this process works
     Raises: ConfigError: one line per problem.
     """
 
@@ -39,6 +41,11 @@ class Fleet:
     count: int = 1
     project: str = ""
     care: Section = field(default_factory=dict)
+    max_price: float | None = None
+    until: str = ""
+    max_cost: float | None = None
+    placement: str = ""
+    value: float | None = None
     folder: str | os.PathLike[str] = ""
 
     def __post_init__(self) -> None:
@@ -56,8 +63,8 @@ class Fleet:
     def text(self) -> str:
         """The text of a fleet file of this fleet; JSON, which is YAML."""
         fields = {"name": self.name, "count": self.count, "tpu": self.tpu, "job": self.job, "care": self.care}
-        if self.project:
-            fields["project"] = self.project
+        chosen = {name: getattr(self, name) for name in ("project", *FLEET_KEYS)}
+        fields |= {name: value for name, value in chosen.items() if value not in (None, "")}
         return json.dumps({key: plain_value(value, key) for key, value in fields.items()}, ensure_ascii=False)
 
     @property
@@ -83,7 +90,7 @@ def _values(text: str) -> dict[str, Any]:
 
     value = yaml_document.read(text).value
     assert isinstance(value, dict)
-    known = ("name", "tpu", "job", "count", "project", "care")
+    known = ("name", "tpu", "job", "count", "project", "care", *FLEET_KEYS)
     return {key: value[key] for key in known if value.get(key) is not None}
 
 

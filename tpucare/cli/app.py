@@ -33,6 +33,7 @@ HOMES: Mapping[str, tuple[str, str]] = {
     "confirm": ("fleets", "confirm"),
     "adopt-node": ("nodes", "adopt_node"),
     "status": ("status", "status"),
+    "places": ("places", "places"),
     "logs": ("status", "logs"),
     "ssh": ("nodes", "ssh"),
     "ssh-config": ("nodes", "ssh_config"),

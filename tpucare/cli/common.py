@@ -9,7 +9,8 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from datetime import datetime
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, NoReturn
@@ -203,3 +204,22 @@ def _text_of(error: Exception) -> str:
 
 def leave(code: int) -> NoReturn:
     raise SystemExit(int(code))
+
+
+def bounds_line(fleet: str, cost: Mapping[str, Any]) -> str:
+    """What a fleet has cost, and when it ends; empty where its file has no such bound."""
+    parts = []
+    if cost["max_cost"] is not None:
+        spent = f"{cost['dollars']:.2f} of {cost['max_cost']:.10g} dollars spent"
+        parts.append(f"{spent}, {cost['dollars_per_hour']:.4g} an hour")
+    if cost["until"] is not None:
+        parts.append(f"ends {datetime.fromisoformat(cost['until']).astimezone():%Y-%m-%d %H:%M %Z}")
+    return f"{fleet}: {'; '.join(parts)}" if parts else ""
+
+
+def work_line(slot: str, work: Mapping[str, Any]) -> str:
+    """How far the work of a slot is, beside the line of its deadline."""
+    ahead = work["hours"] - work["hours_due"]
+    where = f"{abs(ahead):.1f} h {'ahead of' if ahead >= 0 else 'behind'} the line"
+    by = datetime.fromisoformat(work["by"]).astimezone()
+    return f"{slot}: {work['hours']:.1f} of {work['hours_of_work']:.10g} h of work, {where}, due {by:%Y-%m-%d %H:%M %Z}"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from tpucare.cli.common import CommandError, ask, options, print_json, say, warn
+from tpucare.cli.common import CommandError, ask, bounds_line, options, print_json, say, warn, work_line
 from tpucare.model.text import counted, length
 
 # An answer of a cluster's head that is not older describes the present.
@@ -168,8 +168,13 @@ def plan(
         doing = row["action"] + (f" {row['about']}" if row["about"] else "")
         busy = f" [under way: {', '.join(row['in_flight'])}]" if row["in_flight"] else ""
         say(f"{row['slot']}: {doing}: {row['why']}{busy}")
+        if row["work"]:
+            say(work_line(row["slot"], row["work"]))
+    for line in filter(None, (bounds_line(fleet, cost) for fleet, cost in answer["costs"].items())):
+        say(line)
     if not answer["slots"]:
         say("no fleet is declared: run `tpucare apply FILE`")
+    _say_order(answer["places"])
 
 
 def _preview(chosen: Any, file: Path, json_out: bool) -> None:
@@ -185,6 +190,7 @@ def _preview(chosen: Any, file: Path, json_out: bool) -> None:
     if answer["added"]:
         count = len(answer["added"])
         say(f"apply would request {count} node{'s' if count != 1 else ''}: {', or '.join(answer['places'])}")
+    _say_order(answer["order"])
     if answer["changes"]:
         _say_when_used(answer)
     _say_each(answer["surplus"], "would no longer be declared, but run on: `tpucare down SLOT` ends it")
@@ -236,6 +242,7 @@ def apply(
     _say_changes(answer)
     if answer["changes"] and not (restart or replace):
         _say_when_used(answer)
+    _say_order(answer["order"])
     _say_each(answer["started_again"], "starts again")
     _say_each(answer["restarted"], "restarts its job")
     _say_each(answer["replaced"], "gets a new node")
@@ -251,6 +258,14 @@ def _say_changes(answer: Mapping[str, Any]) -> None:
     say(f"{answer['fleet']}: {state}, {slots} slot{'s' if slots != 1 else ''}")
     for row in answer["changes"]:
         say(f"  {row['key']}: {row['before']} -> {row['after']}")
+
+
+def _say_order(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Say in which order fleets with several places ask them."""
+    from tpucare.cli.places import order_lines
+
+    for line in order_lines(rows):
+        say(line)
 
 
 def _say_when_used(answer: Mapping[str, Any]) -> None:
@@ -278,6 +293,9 @@ def down(
     context: typer.Context,
     target: Annotated[str, typer.Argument(metavar="FLEET|SLOT", help="A fleet with all its slots, or one slot.")] = "",
     every: Annotated[bool, typer.Option("--all", help="Every fleet of the daemon, without a target.")] = False,
+    cluster: Annotated[
+        str, typer.Option(help="Every pool of this Ray cluster, without a target; its head goes on.", metavar="NAME")
+    ] = "",
     yes: YesFlag = False,
     wait: Annotated[bool, typer.Option(help="Return only once every node is deleted.")] = True,
     json_out: JsonFlag = False,
@@ -291,23 +309,28 @@ def down(
     Example: tpucare down pod
     Example: tpucare down pod-3 --yes
     Example: tpucare down --all
+    Example: tpucare down --cluster lab
     """
     from tpucare.service import client
 
-    if bool(target) is every:
-        raise typer.BadParameter("give a FLEET, a SLOT or --all")
+    if sum((bool(target), every, bool(cluster))) != 1:
+        raise typer.BadParameter("give a FLEET, a SLOT, --all or --cluster NAME")
     chosen = options(context, target)
-    targets = [target] if target else client.fleets_that_are_up(chosen)
     if target:
         client.refuse_unknown(chosen, target)
-    elif not targets:
-        say("no fleet is up")
+        targets = [target]
+    elif cluster:
+        targets = client.pools_that_are_up(chosen, cluster)
+    else:
+        targets = client.fleets_that_are_up(chosen)
+    if not targets:
+        say(f"no pool of {cluster} is up" if cluster else "no fleet is up")
         return
     if not yes:
-        ending = _jobs_that_end(client.running_status(chosen, target), target)
-        ask(
-            f"{ending}Stop the runs of {', '.join(targets)} and delete {'its' if target else 'their'} nodes?", yes=False
-        )
+        ending = _jobs_that_end(client.running_status(chosen, target), targets)
+        stays = f"The head of {cluster} goes on. " if cluster else ""
+        whose = "its" if len(targets) == 1 else "their"
+        ask(f"{ending}{stays}Stop the runs of {', '.join(targets)} and delete {whose} nodes?", yes=False)
     answers = client.take_down(chosen, targets, warn, wait=wait)
     if json_out:
         print_json(answers[target] if target else {"fleets": list(answers.values())})
@@ -317,15 +340,25 @@ def down(
                 say(f"{name}: going down: {', '.join(answer['left'])}")
             elif not answer["left"]:
                 say(f"{name}: all its nodes are deleted")
+        if cluster:
+            say(f"the head of {cluster} goes on; Ctrl-C ends it, or `systemctl stop tpucare-ray@{cluster}`")
     if hidden := [_hidden(name, answer["out_of_reach"]) for name, answer in answers.items() if answer["out_of_reach"]]:
         raise CommandError("; ".join(hidden))
 
 
-def _jobs_that_end(answer: Mapping[str, Any], target: str) -> str:
+def _jobs_that_end(answer: Mapping[str, Any], targets: Collection[str]) -> str:
     """Sentences about pools of Ray clusters whose hosts work for jobs, before the question of `down`; else empty."""
+    of_slots = {row["fleet"] for row in answer["slots"] if row["slot"] in targets}
+    pools = [row["fleet"] for row in answer["fleets"] if row.get("cluster")]
+    meant = [name for name in pools if name in targets or name in of_slots]
+    if not answer["daemon"]:
+        return f"Whether hosts of {', '.join(meant)} work for jobs is not known: no daemon answers. " if meant else ""
     found = ""
     for row in answer.get("ray", ()):
-        slices = [one for one in row["slices"] if target in ("", row["fleet"], one["slot"])]
+        if row["fleet"] not in meant:
+            continue
+        whose = row["fleet"] if row["fleet"] in targets else ", ".join(targets)
+        slices = [one for one in row["slices"] if row["fleet"] in targets or one["slot"] in targets]
         hosts, age = sum(one["busy_hosts"] for one in slices), row["age_seconds"]
         if age is None and row["awake"]:
             found += (
@@ -333,9 +366,9 @@ def _jobs_that_end(answer: Mapping[str, Any], target: str) -> str:
             )
         elif hosts and age < _JUST_NOW_SECONDS:
             work = "works" if hosts == 1 else "work"
-            found += f"{counted(hosts, 'host')} of {target or row['fleet']} {work} for jobs, which end. "
+            found += f"{counted(hosts, 'host')} of {whose} {work} for jobs, which end. "
         elif hosts:
-            about = f"{counted(hosts, 'host')} of {target or row['fleet']}"
+            about = f"{counted(hosts, 'host')} of {whose}"
             found += f"{about} worked for jobs {length(age)} ago, when the head answered last; these jobs end. "
     return found
 

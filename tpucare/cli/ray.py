@@ -11,14 +11,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tpucare.cli.common import CommandError, options, print_json, say, warn
-from tpucare.model.errors import ConfigError
 from tpucare.model.text import hint
 from tpucare.service.options import expanded
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tpucare.integrations.ray.cluster import HeadRecord
+    pass
 
 # `ssh` would read a word that begins with a hyphen as an option.
 _LOGIN = re.compile(r"([A-Za-z0-9_][A-Za-z0-9._-]*@)?[A-Za-z0-9][A-Za-z0-9.-]*")
@@ -134,9 +131,9 @@ def ray_env(context: typer.Context, name: Name) -> None:
     \b
     Example: tpucare ray env lab
     """
-    from tpucare.integrations.ray.cluster import submit_variables
+    from tpucare.integrations.ray.cluster import ready_head, submit_variables
 
-    for variable, value in submit_variables(_head_of(options(context).state, name)).items():
+    for variable, value in submit_variables(ready_head(options(context).state, name)).items():
         typer.echo(f"export {variable}={shlex.quote(value)}")
 
 
@@ -218,14 +215,3 @@ def _token_file(name: str) -> str:
     from tpucare.integrations.ray.cluster import token_variable
 
     return token_variable(name)
-
-
-def _head_of(state: Path, name: str) -> HeadRecord:
-    """Raises: ConfigError: no head of that name was ever started from *state*."""
-    from tpucare.integrations.ray.cluster import clusters, read_head
-
-    record = read_head(state, name)
-    if record is None:
-        near = hint(name, clusters(state))
-        raise ConfigError(f"cluster {name}: no head was started from {state}; start one: tpucare ray head {name}{near}")
-    return record

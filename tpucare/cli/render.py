@@ -17,7 +17,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from tpucare.cli.common import CommandError, say
+from tpucare.cli.common import CommandError, bounds_line, say, work_line
 from tpucare.model.actions import event_line
 from tpucare.model.errors import TpuCareError
 from tpucare.model.resources import Event
@@ -155,12 +155,25 @@ def _notices(answer: Answer) -> list[str]:
         waiting = [row["fleet"] for row in answer["fleets"] if row["fleet"] not in begun and row["wish"] != "down"]
         lines += [f"{fleet}: accepted; it starts once a daemon runs" for fleet in waiting]
     lines += [f"{row['fleet']}: {row['problem']}" for row in answer["fleets"] if row["problem"]]
+    lines += [work_line(row["slot"], row["work"]) for row in _furthest_behind(answer["slots"])]
+    costs = ((row["fleet"], row.get("cost")) for row in answer["fleets"] if row["wish"] != "down")
+    lines += [line for fleet, cost in costs if cost and (line := bounds_line(fleet, cost))]
     lines += [row["problem"] for row in answer.get("files", ())]
     lines += [_sweep(row) for row in answer.get("sweeps", ())]
     lines += [line for row in answer.get("ray", ()) for line in ray_pool(row)]
     if answer["strays"]:
         lines.append(f"{counted(len(answer['strays']), 'node')} with our label, but without a fleet: `tpucare gc`")
     return lines
+
+
+def _furthest_behind(rows: Sequence[Answer]) -> list[Answer]:
+    """Of each fleet with a deadline the slot that is furthest behind its line."""
+    worst: dict[str, Answer] = {}
+    for row in (row for row in rows if row.get("work") and not row["end"]):
+        known, behind = worst.get(row["fleet"]), row["work"]["hours_due"] - row["work"]["hours"]
+        if known is None or behind > known["work"]["hours_due"] - known["work"]["hours"]:
+            worst[row["fleet"]] = row
+    return list(worst.values())
 
 
 def _absence(answer: Answer) -> str:
@@ -197,6 +210,8 @@ def ray_slice(one: Answer, slot: Answer) -> str:
     """A slice of a pool, with what its slot waits for while hosts are missing."""
     where = " ".join(filter(None, (slot.get("node", ""), slot.get("zone", ""))))
     waits = slot.get("why", "") if one["state"] != "joined" else ""
+    if one.get("stuck"):
+        waits = "; ".join(filter(None, (waits, "other pools that fit serve meanwhile")))
     return ": ".join(filter(None, (f"{one['slot']} {one['state']}" + (f" ({where})" if where else ""), waits)))
 
 
@@ -332,7 +347,22 @@ def _why(row: Answer) -> str:
         marks.append("not the declared TPU: `apply --replace` changes it now")
     last = row.get("last_line", "") if row["end"] == "failed" else ""
     text = _waits(row) or str(row["end_why"] or row["why"])
-    return "; ".join([*marks, text + (f": {last}" if last and last not in text else "")])
+    return "; ".join([*marks, text + (f": {last}" if last and last not in text else ""), *_saves(row), *_way(row)])
+
+
+def _saves(row: Answer) -> list[str]:
+    """How often a run saves that follows the advice, and what the usual interval would cost."""
+    told = row.get("cadence")
+    if not told or not told["followed"] or row["phase"] != "run":
+        return []
+    every, lost, usual = told["interval_seconds"], told["lost_minutes_a_day"], told["usual_minutes_a_day"]
+    return [f"saves each {length(every)} (costs {lost:.0f} min a day, each 30 min {usual:.0f})"]
+
+
+def _way(row: Answer) -> list[str]:
+    """How the run came to its environment, before its first step is told."""
+    made = row.get("preparation")
+    return [made["text"]] if made and made["text"] and row["phase"] == "run" and row["step_age_seconds"] is None else []
 
 
 def _waits(row: Answer, *, with_next: bool = True) -> str:

@@ -123,7 +123,7 @@ def gc(
     json_out: JsonFlag = False,
 ) -> None:
     """
-    List nodes with our owner label that belong to no known fleet; `--apply` deletes them.
+    List nodes and queued resources with our owner label that belong to no known fleet; `--apply` deletes them.
 
     \b
     Example: tpucare gc
@@ -142,7 +142,7 @@ def gc(
         print_json(answer)
     else:
         _print_orphans(answer)
-    if answer["unseen_projects"] or answer["unreachable"]:
+    if answer["unseen_projects"] or answer.get("unseen_queues", []) or answer["unreachable"]:
         leave(Exit.CLOUD)
 
 
@@ -158,6 +158,8 @@ def _print_orphans(answer: dict[str, Any]) -> None:
         )
     for project in answer["unseen_projects"]:
         warn(f"{project}: not checked, its nodes could not be listed")
+    for project in answer.get("unseen_queues", []):
+        warn(f"{project}: not checked for queued resources, they could not be listed")
     for zone in answer["unreachable"]:
         warn(f"{zone}: not checked, the zone does not answer")
     if answer["store_lost"]:
@@ -165,5 +167,5 @@ def _print_orphans(answer: dict[str, Any]) -> None:
     if answer["strays"]:
         if not answer["deleting"] and not answer["store_lost"]:
             say("`tpucare gc --apply` deletes them")
-    elif not (answer["unseen_projects"] or answer["unreachable"]):
+    elif not (answer["unseen_projects"] or answer.get("unseen_queues", []) or answer["unreachable"]):
         say(f"no orphan nodes in {', '.join(answer['projects'])}")

@@ -19,9 +19,11 @@ from tpucare.engine.tracking import SlotTrack
 from tpucare.model.actions import ANY_CREATE, Create, Delete, Effect, Record, Stop, Wait
 from tpucare.model.causes import Cause, Reason
 from tpucare.model.lifecycles import CreateState
+from tpucare.model.markets import Market, market_of
 from tpucare.model.memory import Memory
 from tpucare.model.ports import Gate
 from tpucare.model.resources import NodeState
+from tpucare.planner.markets import is_drought, is_dry, known, market_at
 from tpucare.planner.placement import Budget, CreateBudget
 
 WAITS = Wait(Cause.CREATE_SEMAPHORE, "waiting for the creation semaphore")
@@ -92,9 +94,10 @@ class CreateAdmission:
 
     def admitted(self, creates: Mapping[str, Create], now: float) -> Iterator[tuple[SlotTrack, Create]]:
         """
-        The creates to begin, one after the other; all other slots wait.
+        The creates to begin, one after the other; all other slots wait, or are decided again.
 
-        The budget of a project goes to the slots with the fewest creates in the window, the longest waiting first.
+        The budget of a project goes to the slots with the fewest creates in the window, the longest waiting first. Of
+        several creates in one market the first begins: with it, the market may be worth less to the others.
         """
         shares = {project: budget.shares() for project, budget in self._budgets.items()}
         order: list[tuple[int, float, str]] = []
@@ -103,10 +106,24 @@ class CreateAdmission:
             track.wants_create_since = now if track.wants_create_since is None else track.wants_create_since
             share = shares[track.slot.project][name] if track.slot.project in shares else 0
             order.append((share, track.wants_create_since, name))
+        begun: set[tuple[str, str]] = set()
         for _, _, name in sorted(order):
-            track = self._state.slots[name]
-            if self._may_begin(track, creates[name], now):
-                yield track, creates[name]
+            track, create = self._state.slots[name], creates[name]
+            market = track.slot.project, market_of(create.place.key)
+            if market in begun and self._has_choice(track, create):
+                self._state.dirty[name] = None
+            elif self._may_begin(track, create, now):
+                begun.add(market)
+                yield track, create
+
+    def _has_choice(self, track: SlotTrack, create: Create) -> bool:
+        """Whether another create in its market may change where the slot asks."""
+        now = self._state.clock.now()
+        lasts = is_drought(known(self._market(track, create), now), now)
+        return not create.resend and (lasts or len(track.slot.places) > 1)
+
+    def _market(self, track: SlotTrack, create: Create) -> Market:
+        return market_at(self._state.markets.of(track.slot.project), create.place.key)
 
     def _may_begin(self, track: SlotTrack, create: Create, now: float) -> bool:
         try:
@@ -115,15 +132,32 @@ class CreateAdmission:
         except Exception as error:
             self._state.set_aside(track, error)
             return False
+        # Creates that are refused, most likely, leave half of the budget to those that are not.
+        dry = is_dry(known(self._market(track, create), self._state.clock.now()))
+        spare = self._state.settings.creates_per_minute // 2 if dry else 0
         # Checked last: what is reserved is lost to all processes if no create follows.
+        if not self._takes_budget(track, now, spare):
+            return False
+        track.wants_create_since = None
+        return True
+
+    def admits_request(self, track: SlotTrack, now: float) -> bool:
+        """
+        Whether the slot may ask for a queued resource now, by the create budget.
+
+        A request may stand for days, so it takes no semaphore: that would keep all other slots from creating.
+        """
+        return self._takes_budget(track, now)
+
+    def _takes_budget(self, track: SlotTrack, now: float, spare: int = 0) -> bool:
+        """Reserve a create of the budget that leaves *spare* others; else the slot waits until one is free."""
         budget = self._budget_of(track.slot.project)
-        free_at = budget.free_at(now)
+        free_at = budget.free_at(now, spare)
         if free_at is not None:
             track.set_action(WAITS_FOR_BUDGET)
             self._state.wake_at(track, free_at)
             return False
         budget.reserve(track.slot.name, now)
-        track.wants_create_since = None
         return True
 
     def create_ended(self, track: SlotTrack, now: float) -> None:

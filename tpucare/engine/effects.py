@@ -6,38 +6,47 @@ Time passes between decision and effect, so a node is read again before its dele
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from types import MappingProxyType
 
 from tpucare.model.actions import (
     AddSshKey,
     Create,
     Delete,
+    DeleteRequest,
     Effect,
+    Enqueue,
     FetchHostKeys,
     GetNode,
     GetOperation,
+    GetRequest,
     Launch,
     SendNotice,
     Stop,
 )
-from tpucare.model.errors import LostRace, WorkerSilent
-from tpucare.model.memory import Memory
+from tpucare.model.errors import LostRace, NodeGone, WorkerSilent
+from tpucare.model.memory import Memory, StoredArchive
 from tpucare.model.ports import Cloud, Lane, Launcher
 from tpucare.model.resources import (
     LABEL_FLEET,
     LABEL_NUMBER,
     LABEL_OWNER,
     LABEL_SLOT,
+    LABEL_SPENT,
     OS_LOGIN,
     SSH_KEYS,
     NodeKey,
     NodeRequest,
+    QueuedRequest,
     Slot,
     Worker,
 )
 from tpucare.model.runs import LaunchOrder, NoticeOrder, StopOrder
+from tpucare.planner.budget import spent_label
+from tpucare.planner.predicates import cache_scope
 
 COORDINATOR_PORT = 9470
 """Port of jax.distributed on CPUs. On a TPU host 8476 is libtpu's mesh controller, 8482 JAX's own coordinator."""
@@ -50,6 +59,7 @@ LANES: Mapping[type, Lane] = {
 
 
 SAME_INSTANT = timedelta(seconds=1)
+NO_ARCHIVES: Mapping[str, StoredArchive] = MappingProxyType({})
 
 
 class ChangedMeanwhile(LostRace):
@@ -71,12 +81,24 @@ def lane_of(action: Effect) -> Lane:
 
 
 def prepare(
-    action: Effect, slot: Slot, memory: Memory, workers: tuple[Worker, ...] | None, coordinator: str, ports: Ports
+    action: Effect,
+    slot: Slot,
+    memory: Memory,
+    workers: tuple[Worker, ...] | None,
+    coordinator: str,
+    ports: Ports,
+    spent: float | None = None,
+    archives: Mapping[str, StoredArchive] = NO_ARCHIVES,
 ) -> Callable[[], object]:
-    """The effect of *action* as a call without arguments; its inputs are read now, on the engine's thread."""
+    """
+    The effect of *action* as a call without arguments; its inputs are read now, on the engine's thread.
+
+    spent: dollars that the fleet has cost, if it has a `max_cost`
+    archives: stored environments by scope
+    """
     match action:
         case Create():
-            request = node_request(action, slot, ports)
+            request = node_request(action, slot, ports, spent)
             return lambda: ports.cloud.create_node(request)
         case Delete():
             return lambda: delete_ours(action, ports.cloud, ports.owner)
@@ -88,8 +110,15 @@ def prepare(
             return lambda: ports.cloud.add_ssh_key(key, ports.ssh_key)
         case FetchHostKeys(key=key):
             return lambda: pin_published_keys(key, workers or (), ports)
+        case Enqueue():
+            queued = queued_request(action, slot, memory, ports, spent)
+            return lambda: ports.cloud.create_queued(queued)
+        case DeleteRequest(key=key):
+            return lambda: delete_own_request(key, ports.cloud, ports.owner)
+        case GetRequest(key=key):
+            return lambda: ports.cloud.get_queued(key)
         case Launch() | Stop() | SendNotice():
-            return _prepare_run(action, slot, memory, workers, coordinator, ports)
+            return _prepare_run(action, slot, memory, workers, coordinator, ports, archives)
 
 
 def _prepare_run(
@@ -99,6 +128,7 @@ def _prepare_run(
     workers: tuple[Worker, ...] | None,
     coordinator: str,
     ports: Ports,
+    archives: Mapping[str, StoredArchive],
 ) -> Callable[[], object]:
     if workers is None:
         raise WorkerSilent(f"{action.key.name} does not list its workers")
@@ -113,6 +143,8 @@ def _prepare_run(
             return lambda: ports.launcher.notice(notice)
         case Launch():
             assert slot.job is not None
+            scope = cache_scope(slot, memory, action.key.name)
+            stored = archives.get(scope)
             launch = LaunchOrder(
                 workers=workers,
                 slot=slot.name,
@@ -123,12 +155,25 @@ def _prepare_run(
                 coordinator=f"{coordinator}:{COORDINATOR_PORT}",
                 grace=slot.care.grace,
                 sigterm_on_preemption=slot.care.sigterm_on_preemption,
+                cache_scope=scope,
+                archive=stored.archive if stored is not None else None,
             )
             return lambda: ports.launcher.launch(launch)
 
 
-def node_request(action: Create, slot: Slot, ports: Ports) -> NodeRequest:
+def queued_request(
+    action: Enqueue, slot: Slot, memory: Memory, ports: Ports, spent: float | None = None
+) -> QueuedRequest:
+    same, intent = node_request(action, slot, ports, spent), memory.request(action.name)
+    assert intent is not None
+    return QueuedRequest(same.key, same.place, same.labels, same.metadata, intent.request_id)
+
+
+def node_request(action: Create | Enqueue, slot: Slot, ports: Ports, spent: float | None = None) -> NodeRequest:
     labels = labels_of(slot, action.number, ports)
+    if spent is not None:
+        # It outlives a lost store.
+        labels[LABEL_SPENT] = spent_label(spent)
     metadata = dict(action.place.metadata)
     metadata[SSH_KEYS] = "\n".join((ports.ssh_key, *slot.ssh_keys))
     if not action.place.os_login:
@@ -146,6 +191,20 @@ def delete_ours(action: Delete, cloud: Cloud, owner: str) -> None:
     if is_other or node.owner != owner:
         raise ChangedMeanwhile(f"{action.key.name} is not the node it was: nothing deleted")
     cloud.delete_node(action.key)
+
+
+def delete_own_request(key: NodeKey, cloud: Cloud, owner: str) -> None:
+    """
+    Read the queued resource and its nodes again, and delete them. Raises: ChangedMeanwhile: one is not ours. NodeGone.
+    """
+    resource = cloud.get_queued(key)
+    if resource.owner != owner:
+        raise ChangedMeanwhile(f"the queued resource {key.name} is not ours: nothing deleted")
+    for name in resource.nodes:
+        with contextlib.suppress(NodeGone):
+            if cloud.get_node(NodeKey(key.project, key.zone, name)).owner != owner:
+                raise ChangedMeanwhile(f"{name} of the queued resource {key.name} is not ours: nothing deleted")
+    cloud.delete_queued(key)
 
 
 def pin_published_keys(key: NodeKey, workers: tuple[Worker, ...], ports: Ports) -> bool:

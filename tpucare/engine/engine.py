@@ -16,9 +16,11 @@ from datetime import timedelta
 
 from tpucare.engine import effects
 from tpucare.engine.admission import HOLD_LAPSES, CreateAdmission, CreateSemaphore, VerdictAdmission, is_judged
+from tpucare.engine.bounds import BoundsWatch
 from tpucare.engine.effects import ChangedMeanwhile, Ports, lane_of, prepare
 from tpucare.engine.observer import Observer
 from tpucare.engine.probes import Liveness, Prober
+from tpucare.engine.queue import QueueObserver
 from tpucare.engine.slots import SlotRegistry
 from tpucare.engine.state import EngineState, ProjectView, Settings
 from tpucare.engine.tracking import SlotTrack
@@ -27,11 +29,14 @@ from tpucare.model.actions import (
     AddSshKey,
     Create,
     Delete,
+    DeleteRequest,
     Effect,
     EffectKind,
+    Enqueue,
     FetchHostKeys,
     GetNode,
     GetOperation,
+    GetRequest,
     Launch,
     Record,
     Stop,
@@ -46,10 +51,10 @@ from tpucare.model.actions import (
 )
 from tpucare.model.causes import Cause, Reason
 from tpucare.model.errors import ConfigError, LostRace, NodeGone, TpuCareError
-from tpucare.model.evidence import Evidence, Moment
+from tpucare.model.evidence import Evidence, Moment, request_read
 from tpucare.model.memory import DesiredState, End, Memory
-from tpucare.model.ports import Clock, Executor, Finished, Gate, Lane, Store
-from tpucare.model.resources import Event, Listing, Node, NodeKey, Slot
+from tpucare.model.ports import Clock, Executor, Finished, Gate, Lane, MarketKnowledge, Store
+from tpucare.model.resources import Event, Listing, Node, NodeKey, QueuedResource, QueueListing, Slot
 from tpucare.planner import remember
 from tpucare.planner.decide import decide, live_nodes, tries_again_at
 from tpucare.planner.run import is_foreign
@@ -70,6 +75,7 @@ class Engine:
         ports: the cloud, the launcher, our owner label and our public key
         listen: called with every event, after it is on disk; never with a secret
         gate: the user's creation semaphore; None = every create is allowed
+        knowledge: what was learned of markets, over processes; None = it ends with the engine
     """
 
     def __init__(
@@ -82,18 +88,23 @@ class Engine:
         settings: Settings | None = None,
         listen: Callable[[Event], None] | None = None,
         gate: Gate | None = None,
+        knowledge: MarketKnowledge | None = None,
     ) -> None:
         self.ports = ports
         self.store = store
         self.clock = clock
         self.executor = executor
         self.rng = rng
-        self.state = EngineState(store, clock, executor, settings or Settings(), listen or (lambda _: None))
+        self.state = EngineState(
+            store, clock, executor, rng, settings or Settings(), listen or (lambda _: None), knowledge
+        )
         self.liveness = Liveness(self.state)
         self.prober = Prober(self.state, ports, self.liveness, rng)
         self.create_admission = CreateAdmission(self.state, CreateSemaphore(gate))
         self.registry = SlotRegistry(self.state, self.create_admission)
         self.observer = Observer(self.state, ports, self.prober, self.liveness, self.registry.restore_slot, rng)
+        self.queue_observer = QueueObserver(self.state, ports, self.registry.restore_slot, rng)
+        self.bounds = BoundsWatch(self.state, self.registry.removed_memories)
         self.verdict_admission = VerdictAdmission(self.state, self.liveness)
         self._relayed: deque[Event] = deque()
 
@@ -115,6 +126,11 @@ class Engine:
         """Nodes that bear our owner label and a fleet that this store has never known."""
         return self.state.orphans
 
+    @property
+    def orphan_requests(self) -> dict[str, QueuedResource]:
+        """Queued resources with our owner label in their node_spec, and a fleet that this store has never known."""
+        return self.state.orphan_requests
+
     # --- declarations and commands -----------------------------------------------------------------------------------
 
     def declare(
@@ -132,6 +148,9 @@ class Engine:
         for node in [node for node in self.orphans.values() if node.fleet == fleet]:
             del self.orphans[node.name]
             self.observer.apply_node(self.state.project(node.key.project), node)
+        for one in [one for one in self.orphan_requests.values() if one.fleet == fleet]:
+            del self.orphan_requests[one.name]
+            self.queue_observer.apply_resource(self.state.project(one.key.project), one)
 
     def list_project(self, project: str) -> None:
         """List *project* even without a declared slot, for orphans and late nodes."""
@@ -160,6 +179,19 @@ class Engine:
             (Lane.CLOUD, ("collect", name), lambda: effects.delete_ours(action, self.ports.cloud, self.ports.owner))
         )
         self.state.add_engine_event("collect", f"{name}: deleting the orphan", node=name)
+        self.state.commit()
+
+    def delete_orphan_request(self, name: str) -> None:
+        """`gc --apply`: delete the queued resource *name* (our owner label, unknown fleet); its end is an event."""
+        key = self.orphan_requests[name].key
+        self.state.queue_effect(
+            (
+                Lane.CLOUD,
+                ("collect", name),
+                lambda: effects.delete_own_request(key, self.ports.cloud, self.ports.owner),
+            )
+        )
+        self.state.add_engine_event("collect", f"{name}: deleting the orphan queued resource", node=name)
         self.state.commit()
 
     def adopt_node(self, node: str, slot: str) -> None:
@@ -214,11 +246,13 @@ class Engine:
         self.prober.apply_hints(now)
         self.state.wake_due_slots(now)
         self.state.decide_again(self.create_admission.semaphore.changed_slots() & self.slots.keys())
+        self.bounds.watch()
         self._decide_all()
         self.create_admission.semaphore.release_unneeded(self.slots)
         while self._relayed:
             self.state.relay_event(self._relayed.popleft())
         self.observer.list_due_projects(now)
+        self.queue_observer.list_due_queues(now)
         self.prober.probe_due_nodes(now)
         self.state.commit()
         self.state.mark_store(now)
@@ -228,8 +262,7 @@ class Engine:
         if self.state.dirty:
             return 0.0
         dues = [view.poll_due for view in self.projects.values() if not view.listing]
-        if (due := self.prober.next_due()) is not None:
-            dues.append(due)
+        dues += [due for due in (self.prober.next_due(), self.queue_observer.next_due()) if due is not None]
         if (due := self.state.next_wake()) is not None:
             dues.append(due)
         # Sleeps below the clock's resolution would be a busy loop.
@@ -251,12 +284,14 @@ class Engine:
         return all(w.token == run.token for w in workers) and lives(w.alive for w in workers)
 
     def is_over(self, slot: str) -> bool:
-        """The slot is done, failed for good or down, and no node, create or effect of it is left."""
+        """The slot is done, failed for good, down or closed, and no node, create or effect of it is left."""
         track = self.slots[slot]
         memory = track.memory
-        empty = not (memory.ours or memory.creates or track.in_flight or track.nodes)
+        empty = not (memory.ours or memory.asked_for or track.in_flight or track.nodes)
         ended = memory.end is not End.NONE and tries_again_at(track.slot, memory) is None
-        return empty and (memory.wish is DesiredState.DOWN or ended)
+        closed = self.bounds.closed(track, self.state.project(track.slot.project))
+        is_closed = closed is not None and closed.is_sure
+        return empty and (memory.wish is DesiredState.DOWN or ended or is_closed)
 
     def out_of_reach(self, slot: str) -> tuple[NodeKey, ...]:
         """The remaining nodes of a slot that goes down, when none of them can be read."""
@@ -267,12 +302,26 @@ class Engine:
         """Zones with a place, node or create of the slot."""
         track = self.slots[slot]
         places = {place.zone for place in track.slot.places}
-        return frozenset(places | {part.zone for part in track.memory.ours} | {c.zone for c in track.memory.creates})
+        return frozenset(places | {part.zone for part in track.memory.ours} | {*track.memory.asked_for.values()})
 
     # --- decide ------------------------------------------------------------------------------------------------------
 
     def _decide_all(self) -> None:
         """Decide all dirty slots until each waits; verdicts pass the brake together, creates share the budget."""
+        while self.state.dirty:
+            judged, creates = self._decide_dirty()
+            now = self.clock.monotonic()
+            for track, verdict in self.verdict_admission.admitted(judged, now):
+                self._try_to_begin(track, verdict)
+            if judged:
+                # Deletes free quota and places: creates are chosen after them.
+                self.state.decide_again(creates)
+                continue
+            for track, create in self.create_admission.admitted(creates, now):
+                self._try_to_begin(track, create)
+
+    def _decide_dirty(self) -> tuple[dict[str, Delete | Stop], dict[str, Create]]:
+        """Decide dirty slots until none is; the verdicts and creates that wait for their admission."""
         judged: dict[str, Delete | Stop] = {}
         creates: dict[str, Create] = {}
         while self.state.dirty:
@@ -287,15 +336,7 @@ class Engine:
                 # Raises StoreError again: no effect may begin without its intent on disk.
                 self.state.set_aside(track, error)
             self.state.update_slot_sets(track)
-        now = self.clock.monotonic()
-        if judged:
-            for track, verdict in self.verdict_admission.admitted(judged, now):
-                self._try_to_begin(track, verdict)
-            self._decide_all()
-        if creates:
-            for track, create in self.create_admission.admitted(creates, now):
-                self._try_to_begin(track, create)
-            self._decide_all()
+        return judged, creates
 
     def moment(self, track: SlotTrack) -> Moment:
         """Now, for this slot; without listings by the own clock of a node that reports."""
@@ -312,7 +353,7 @@ class Engine:
             return
         track.aside_until = None
         view = self.state.project(track.slot.project)
-        steps = STEPS_PER_SLOT + STEPS_PER_THING * (len(track.memory.creates) + len(track.memory.nodes))
+        steps = STEPS_PER_SLOT + STEPS_PER_THING * (len(track.memory.asked_for) + len(track.memory.nodes))
         for _ in range(steps):
             track.mark_creates(view.mark)
             moment = self.moment(track)
@@ -325,6 +366,8 @@ class Engine:
                 return
             if isinstance(action, Create):
                 creates[track.slot.name] = action
+                return
+            if isinstance(action, Enqueue) and not self.create_admission.admits_request(track, now):
                 return
             if is_judged(action, track.memory):
                 assert isinstance(action, Delete | Stop)
@@ -339,6 +382,8 @@ class Engine:
         return track.evidence(
             self.state.project_evidence(view),
             tuple(view.foreign.get(track.slot.name, {}).values()),
+            self.bounds.closed(track, view),
+            self.queue_observer.evidence(view, track),
             elsewhere_answers=elsewhere,
             # Computed only where no worker answers, since it is expensive.
             may_be_canary=silent and not elsewhere and self.liveness.may_be_canary(track),
@@ -378,7 +423,7 @@ class Engine:
         """Write the intent into memory and queue the effect, which `commit` starts once the intent is on disk."""
         self.state.update_memory(track, remember.record_last_progress(track.memory, *track.last_progress()))
         self.state.update_memory(track, remember.intend(track.memory, action, self.clock.now(), self.rng))
-        if not isinstance(action, GetNode | GetOperation | FetchHostKeys):
+        if not isinstance(action, GetNode | GetOperation | FetchHostKeys | GetRequest):
             name, level = node_of(action), level_of(action)
             self.state.add_event(track, kind_of(action), text_of(action), node=name, level=level, **fields_of(action))
         if isinstance(action, Record):
@@ -386,11 +431,12 @@ class Engine:
         if isinstance(action, Delete):
             # Its workers are not probed any more, and calls that wait for them end.
             self.ports.launcher.disconnect(action.key)
-        name = action.key.name if not isinstance(action, Create | GetOperation) else action.name
+        name = node_of(action)
         seen = track.nodes.get(name)
         coordinator = seen.node.endpoints[0].internal if seen is not None and seen.node.endpoints else ""
         workers = seen.workers if seen is not None else None
-        effect = prepare(action, track.slot, track.memory, workers, coordinator, self.ports)
+        spent = self.bounds.spent(track) if isinstance(action, Create) else None
+        effect = prepare(action, track.slot, track.memory, workers, coordinator, self.ports, spent, self.state.archives)
         track.in_flight[action.effect_key] = action
         tag = ("effect", track.slot.name, action.effect_key)
         self.state.queue_effect((lane_of(action), tag, effect))
@@ -403,6 +449,9 @@ class Engine:
         if kind == "list":
             result = finished.result if isinstance(finished.result, Listing) else None
             self.observer.apply_listing(self.projects[rest[0]], result, finished.error)
+        elif kind == "queue":
+            queue = finished.result if isinstance(finished.result, QueueListing) else None
+            self.queue_observer.apply_listing(self.projects[rest[0]], queue, finished.error)
         elif kind == "probe":
             self.prober.apply_probe(rest[0], rest[1], rest[2], finished)
         elif kind in ("collect", "adopt"):
@@ -421,14 +470,16 @@ class Engine:
     def _effect_ended(self, track: SlotTrack, action: Effect, finished: Finished) -> None:
         """Apply the end of *action*, an effect of this slot, to memory and trackers."""
         view, error = self.state.project(track.slot.project), finished.error
-        name = action.name if isinstance(action, Create | GetOperation) else action.key.name
+        name = node_of(action)
         track.ended_effects[action.effect_key] = view.mark
         self.state.dirty[track.slot.name] = None
-        if isinstance(action, Create):
+        if isinstance(action, Create | Enqueue):
             self.create_admission.create_ended(track, self.state.clock.monotonic())
         if error is not None and not isinstance(error, TpuCareError):
             self.state.set_aside(track, error)
-        if isinstance(error, ChangedMeanwhile):
+        if isinstance(error, ChangedMeanwhile) and isinstance(action, DeleteRequest):
+            self.queue_observer.drop(track, action.key)
+        elif isinstance(error, ChangedMeanwhile):
             self.state.update_memory(track, remember.void_delete(track.memory, name))
         memory = remember.record_last_progress(track.memory, *track.last_progress())
         memory = remember.remember(memory, action, finished.result, error, self.state.clock.now(), self.rng)
@@ -458,10 +509,14 @@ class Engine:
                 track.ended_effects.pop(EffectKind.STOP.of(name), None)
             seen.discard_report()
             self.prober.schedule_probe(track, seen, self.state.clock.monotonic())
+        elif isinstance(action, GetRequest):
+            track.record_read(request_read(name), error, view.mark)
+            if isinstance(finished.result, QueuedResource):
+                self.queue_observer.apply_resource(view, finished.result)
         news = not isinstance(action, GetNode) or track.record_read(name, error, view.mark)
         event = end_of(action, finished.result, error) if news else None
         if event is not None:
-            self.state.add_event(track, event.kind, event.text, node=name, level=event.level)
+            self.state.add_event(track, event.kind, event.text, node=name, level=event.level, **event.fields)
 
     def _apply_found_node(self, track: SlotTrack, view: ProjectView, node: Node) -> None:
         track.ended_effects.pop(EffectKind.MISSED.of(node.name), None)

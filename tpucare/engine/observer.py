@@ -23,6 +23,7 @@ from tpucare.model.resources import Listing, Node, NodeKey, reaches_externally, 
 from tpucare.model.text import counted
 from tpucare.planner import remember
 from tpucare.planner.backoff import listing_pause
+from tpucare.planner.budget import bill_node
 
 # After so many failed listings in a row every slot is decided again.
 BLIND_AFTER = 2
@@ -33,7 +34,7 @@ class Observer:
     Lists projects and applies the listings.
 
     Args:
-        adopt: returns the track of an undeclared slot that a node's labels name; None: its fleet is unknown
+        adopt: returns the track of an undeclared slot by fleet and name; None: its fleet is unknown
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class Observer:
         ports: Ports,
         prober: Prober,
         liveness: Liveness,
-        adopt: Callable[[Node], SlotTrack | None],
+        adopt: Callable[[str, str], SlotTrack | None],
         rng: random.Random,
     ) -> None:
         self.state = state
@@ -153,7 +154,7 @@ class Observer:
         known = self.state.slot_of(node)
         if known is not None and known.slot.name != node.slot:
             self._warn_of_label(known, node)
-        track = known or self.state.slots.get(node.slot) or self.adopt(node)
+        track = known or self.state.slots.get(node.slot) or self.adopt(node.fleet, node.slot)
         if track is None or track.slot.project != view.name:
             elsewhere = self.state.settings.elsewhere
             if elsewhere is not None and elsewhere(node):
@@ -214,7 +215,8 @@ class Observer:
         seen.listed = True
         track.failed_reads.pop(node.name, None)
         view.hold_quota(node)
-        self.state.update_memory(track, remember.apply_node(track.memory, node))
+        memory = remember.apply_node(track.memory, node)
+        self.state.update_memory(track, bill_node(memory, track.slot, node, self.state.cloud_now(track)))
         if before is not node.state or fresh:
             self.state.add_event(
                 track, "state", f"{node.name} is {node.state.name}", node=node.name, state=node.state.name

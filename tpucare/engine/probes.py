@@ -20,9 +20,11 @@ from tpucare.model.evidence import SUPPORTING_OBSERVATIONS
 from tpucare.model.lifecycles import RunState
 from tpucare.model.ports import Finished, Lane
 from tpucare.model.resources import PENDING_STATES, USABLE_STATES, NodeState
-from tpucare.model.runs import Contact, NodeReport, Phase, ProbeOrder
-from tpucare.planner import remember
+from tpucare.model.runs import UNPREPARED, Archive, Contact, NodeReport, Phase, ProbeOrder, preparation_text
+from tpucare.model.text import length, size_text
+from tpucare.planner import cadence, remember
 from tpucare.planner.backoff import refusal_pause
+from tpucare.planner.predicates import cache_scope
 from tpucare.planner.run import EXIT_IS_SEEN_REPORTS, got_further, is_row_open
 
 # The workers of an UNKNOWN node may answer.
@@ -90,10 +92,23 @@ class Prober:
             progress=job.progress if job is not None else "",
             checkpoint=job.checkpoint if job is not None else "",
             everything=run is not None and not (run.state.is_wanted or run.state is RunState.ENDED),
+            cadence=self._new_cadence(track, seen),
+            run=run.token if run is not None else "",
         )
         seen.probing, seen.probe_due = True, None
         tag = ("probe", track.slot.name, seen.node.name, str(seen.generation))
         self.state.queue_effect((Lane.PROBE, tag, lambda: self.ports.launcher.probe(order)))
+
+    def _new_cadence(self, track: SlotTrack, seen: NodeTrack) -> str:
+        """The advice how often to save, where it is news to a worker of the run; it travels with the probe."""
+        run, job = track.memory.run_on(seen.node.name), track.slot.job
+        if run is None or not run.state.is_wanted or job is None or job.foreign:
+            return ""
+        advice = self.state.cadence_of(track)
+        workers = seen.report.workers if seen.report is not None else ()
+        told = [worker.cadence_seconds for worker in workers if worker.contact is Contact.ANSWERED]
+        is_news = any(cadence.differs(seconds, advice.interval.total_seconds()) for seconds in told or [None])
+        return cadence.cadence_text(advice, self.state.clock.now()) if is_news else ""
 
     def apply_probe(self, slot: str, name: str, generation: str, finished: Finished) -> None:
         """Apply a probe that ended, and schedule the next; reports of an earlier *generation* are dropped."""
@@ -144,6 +159,8 @@ class Prober:
         if seen.refusals:
             self.state.update_memory(track, remember.mark_key_refused(track.memory, seen.node.name))
         self._add_events(track, seen, before, report, signals)
+        self._apply_saves(track, seen, before, report)
+        self._apply_preparation(track, seen, before, report)
         # A decision may depend on enough reports without progress, on a confirmed end, on the second sign (this job
         # reports progress at all) and on a step beyond earlier failures.
         stood_still = SUPPORTING_OBSERVATIONS in (seen.progress.unchanged, seen.progress.still)
@@ -171,8 +188,72 @@ class Prober:
             self.state.add_event(track, "phase", f"{run.token}: {word}", node=name, phase=word)
         if signals == 0 and seen.progress.signals > 0:
             step, checkpoint = newest_step(report), newest_checkpoint(report)
-            text = f"{run.token}: first sign of progress"
-            self.state.add_event(track, "progress", text, node=name, step=step, checkpoint=checkpoint)
+            since = max(timedelta(), self.state.clock.now() - run.launched_at)
+            text = f"{run.token}: first sign of progress, {length(since)} after its launch"
+            seconds = round(since.total_seconds(), 1)
+            self.state.add_event(track, "progress", text, node=name, step=step, checkpoint=checkpoint, seconds=seconds)
+
+    def _apply_saves(self, track: SlotTrack, seen: NodeTrack, before: NodeReport | None, report: NodeReport) -> None:
+        """Remember the cost of a save, and tell a changed cadence of a run; of one that measures none only in debug."""
+        run = track.memory.run_on(seen.node.name)
+        first = report.workers[0] if report.workers else None
+        if first is None or run is None or first.token != run.token:
+            return
+        self.state.update_memory(track, remember.record_save_cost(track.memory, first.save_seconds))
+        old = before.workers[0] if before is not None and before.workers else None
+        if first.cadence_seconds is None or old is None or old.token != run.token:
+            return
+        was_told, measures = old.cadence_seconds, first.save_seconds is not None
+        if first.cadence_seconds == was_told and measures is (old.save_seconds is not None):
+            return
+        advice = self.state.cadence_of(track)
+        last = timedelta(seconds=was_told) if was_told and was_told != first.cadence_seconds else None
+        text = f"{run.token}: {cadence.describe_cadence(advice, last)}"
+        level = "info" if measures else "debug"
+        fields = {
+            "interval_seconds": first.cadence_seconds,
+            "lost_minutes_a_day": round(advice.lost_minutes_a_day(), 1),
+            "before_minutes_a_day": round(advice.lost_minutes_a_day(last or cadence.USUAL_INTERVAL), 1),
+        }
+        self.state.add_event(track, "cadence", text, node=seen.node.name, level=level, **fields)
+
+    def _apply_preparation(
+        self, track: SlotTrack, seen: NodeTrack, before: NodeReport | None, report: NodeReport
+    ) -> None:
+        """Tell how the run came to its environment, and remember the one that it stored for later nodes."""
+        run = track.memory.run_on(seen.node.name)
+        first = report.workers[0] if report.workers else None
+        if first is None or run is None or first.token != run.token:
+            return
+        old = before.workers[0] if before is not None and before.workers else None
+        last = old.preparation if old is not None and old.token == run.token else UNPREPARED
+        now, name = first.preparation, seen.node.name
+        self._apply_archive(track, name, run.token, now.archive)
+        if now.refused and not last.refused:
+            text = f"{run.token}: the environment is not kept: {now.refused}"
+            self.state.add_event(track, "environment", text, node=name, level="warning")
+        # A process that finds the run in its last phase has not seen it come there.
+        if now.environment and not last.environment and old is not None:
+            text = f"{run.token}: {preparation_text(now)}"
+            self.state.add_event(
+                track,
+                "environment",
+                text,
+                node=name,
+                environment=now.environment,
+                fetch_seconds=now.fetch_seconds,
+                setup_seconds=now.setup_seconds,
+            )
+
+    def _apply_archive(self, track: SlotTrack, node: str, token: str, archive: Archive | None) -> None:
+        if archive is None or (track.memory.stored is not None and track.memory.stored.archive == archive):
+            return
+        # The worker's word counts for its own scope alone: it must not choose what other fleets believe.
+        if archive.scope != cache_scope(track.slot, track.memory, node):
+            return
+        self.state.update_memory(track, remember.record_archive(track.memory, archive, self.state.clock.now()))
+        text = f"{token}: the environment is kept for later nodes ({size_text(archive.bytes)})"
+        self.state.add_event(track, "environment", text, node=node, archive=archive.key)
 
 
 # --- liveness of workers: silence is a verdict only while our own network is known to work ----------------------------

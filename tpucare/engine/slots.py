@@ -14,7 +14,7 @@ from tpucare.engine.state import EngineState
 from tpucare.engine.tracking import SlotTrack
 from tpucare.model.lifecycles import NodeStatus
 from tpucare.model.memory import DesiredState, Memory
-from tpucare.model.resources import Node, Slot
+from tpucare.model.resources import Slot
 from tpucare.planner import remember
 
 
@@ -54,18 +54,22 @@ class SlotRegistry:
         known = [name for name, memory in self._remembered.items() if memory.fleet == fleet]
         return known + [name for name, track in self._state.slots.items() if track.slot.fleet == fleet]
 
-    def restore_slot(self, node: Node) -> SlotTrack | None:
-        """Add the undeclared slot that the labels of *node* name. None: its fleet has no such slot."""
-        surplus = self._surplus.get(node.fleet)
-        slot = surplus(node.slot) if surplus is not None and node.slot else None
+    def removed_memories(self, fleet: str) -> list[Memory]:
+        """Memories of slots of *fleet* that are no longer declared: what their nodes cost counts."""
+        return [memory for memory in self._remembered.values() if memory.fleet == fleet]
+
+    def restore_slot(self, fleet: str, name: str) -> SlotTrack | None:
+        """Add the undeclared slot that labels name. None: its fleet has no such slot."""
+        surplus = self._surplus.get(fleet)
+        slot = surplus(name) if surplus is not None and name else None
         return self._add(slot) if slot is not None else None
 
     def has_leftovers(self, fleet: str) -> bool:
-        """Whether a node or an open create of *fleet* is left."""
+        """Whether a node, an open create or a queued request of *fleet* is left."""
         tracks = [track for track in self._state.slots.values() if track.slot.fleet == fleet]
         memories = [track.memory for track in tracks]
         memories += [memory for memory in self._remembered.values() if memory.fleet == fleet]
-        return any(track.nodes for track in tracks) or any(memory.nodes or memory.creates for memory in memories)
+        return any(track.nodes for track in tracks) or any(memory.nodes or memory.asked_for for memory in memories)
 
     def remove_slot(self, slot: str) -> None:
         """Remove a slot that was taken down, and keep its numbers."""
@@ -80,6 +84,10 @@ class SlotRegistry:
             asked_from=past.asked_from,
             attempts=past.attempts,
             recent_creates=past.recent_creates,
+            cost=past.cost,
+            unpriced_hours=past.unpriced_hours,
+            counted_from=past.counted_from,
+            bounds_told=past.bounds_told,
         )
         self._remembered[slot] = memory
         self._state.store.save({slot: memory})
@@ -101,6 +109,7 @@ class SlotRegistry:
             state.project(slot.project).add_slot(slot.name)
             self._create_admission.restore_budget(slot.project, memory)
             state.merge_publishing(memory)
+            state.merge_archive(memory)
         track.slot = slot
         state.dirty[slot.name] = None
         return track
@@ -110,3 +119,4 @@ class SlotRegistry:
         del self._state.slots[name]
         self._state.project(track.slot.project).slots.discard(name)
         self._state.forget_slot(name)
+        self._state.markets.remove_slot(track.slot, track.memory)

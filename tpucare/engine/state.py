@@ -11,20 +11,25 @@ import contextlib
 import heapq
 import itertools
 import math
+import random
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
+from tpucare.engine.markets import MarketBook
 from tpucare.engine.tracking import NodeTrack, SlotTrack
 from tpucare.model.actions import Wait
 from tpucare.model.causes import Cause
 from tpucare.model.errors import CloudError, StoreError, StoreFull
-from tpucare.model.evidence import POLL_OPERATION_EVERY, Holding, Mark, ProjectEvidence, holding
+from tpucare.model.evidence import POLL_FRESH_EVERY, POLL_OPERATION_EVERY, Holding, Mark, ProjectEvidence, holding
 from tpucare.model.lifecycles import CreateState
-from tpucare.model.memory import Memory, Publishing
-from tpucare.model.ports import Clock, Executor, Lane, Store
-from tpucare.model.resources import Event, Listing, Node, NodeKey, NodeState, Slot
+from tpucare.model.memory import Memory, Publishing, StoredArchive
+from tpucare.model.ports import Clock, Executor, Lane, MarketKnowledge, Store
+from tpucare.model.resources import Event, Listing, Node, NodeKey, NodeState, QueuedResource, Slot
 from tpucare.planner.backoff import poll_pause
+from tpucare.planner.budget import settle_nodes
+from tpucare.planner.cadence import Cadence, advise_saves
+from tpucare.planner.markets import EMPTY_MARKET, market_at, outlook
 from tpucare.planner.placement import Budget
 
 ASIDE_FIRST, ASIDE_CAP = 10.0, 600.0
@@ -42,7 +47,8 @@ class Settings:
     Pace and limits of the loop, in seconds unless named otherwise. Fixed for the life of an engine.
 
     budget:    makes the create budget of a project; None = one of this process, of `creates_per_minute`
-    elsewhere: whether another store of our state folder cares for a node with our owner label
+    elsewhere: whether another store of our state folder cares for a node or queued resource with our owner label
+    sweep_queues: list queued resources also where no slot uses one, for orphans
     """
 
     poll: float = 5.0
@@ -53,7 +59,8 @@ class Settings:
     brake_minimum: int = 3
     brake_share: float = 0.2
     budget: Callable[[str], Budget] | None = None
-    elsewhere: Callable[[Node], bool] | None = None
+    elsewhere: Callable[[Node | QueuedResource], bool] | None = None
+    sweep_queues: bool = False
 
 
 @dataclass(slots=True)
@@ -67,7 +74,14 @@ class EngineState:
     """The shared state of one engine; its methods keep it consistent and choose nothing."""
 
     def __init__(
-        self, store: Store, clock: Clock, executor: Executor, settings: Settings, listen: Callable[[Event], None]
+        self,
+        store: Store,
+        clock: Clock,
+        executor: Executor,
+        rng: random.Random,
+        settings: Settings,
+        listen: Callable[[Event], None],
+        knowledge: MarketKnowledge | None,
     ) -> None:
         self.store = store
         self.clock = clock
@@ -80,14 +94,18 @@ class EngineState:
         self.slots: dict[str, SlotTrack] = {}
         self.projects: dict[str, ProjectView] = {}
         self.orphans: dict[str, Node] = {}
+        self.orphan_requests: dict[str, QueuedResource] = {}
         self.dirty: dict[str, None] = {}
         self.busy: set[str] = set()
         self.braked: set[str] = set()
         self.lacks_quota: set[str] = set()
         self.polling: set[str] = set()
-        self.poll_every = POLL_OPERATION_EVERY
+        self.poll_every, self.poll_fresh_every = POLL_OPERATION_EVERY, POLL_FRESH_EVERY
         self._slots_by_node: dict[NodeKey, str] = {}
         self.publishing: dict[str, Publishing] = {}
+        self.archives: dict[str, StoredArchive] = {}
+        self.markets = MarketBook(clock, rng, knowledge)
+        self.waits_for_place: set[str] = set()
         self._wakes: list[tuple[float, str]] = []
         self._pending = _Pending()
         self._marked = -math.inf
@@ -116,6 +134,7 @@ class EngineState:
     def add_slot(self, track: SlotTrack) -> None:
         """Add a slot, and index the nodes in its memory."""
         self.slots[track.slot.name] = track
+        self.markets.restore_slot(track.slot, track.memory)
         self._slots_by_node.update(dict.fromkeys(_keys_of(track, track.memory), track.slot.name))
 
     def decide_again(self, names: Iterable[str]) -> None:
@@ -133,15 +152,25 @@ class EngineState:
         (self.braked.add if track.braked or track.brake_lifted else self.braked.discard)(name)
         lacks = any(place.kind.is_own_quota for place in track.memory.places.values())
         (self.lacks_quota.add if lacks else self.lacks_quota.discard)(name)
+        waits = track.action.cause is Cause.NO_PLACE_OPEN
+        (self.waits_for_place.add if waits else self.waits_for_place.discard)(name)
+        if track.uses_queue:
+            view.queue.users.add(name)
+            view.queue.due = min(view.queue.due, self.clock.monotonic() + track.queue_pause)
+        else:
+            view.queue.users.discard(name)
         polls = any(intent.state is CreateState.RUNNING for intent in track.memory.creates)
         (self.polling.add if polls else self.polling.discard)(name)
-        pause = poll_pause(len(self.polling))
-        if pause != self.poll_every:
-            self.poll_every = pause
+        pauses = poll_pause(len(self.polling)), poll_pause(len(self.polling), POLL_FRESH_EVERY)
+        if pauses != (self.poll_every, self.poll_fresh_every):
+            self.poll_every, self.poll_fresh_every = pauses
             self.decide_again(self.polling)
 
     def forget_slot(self, slot: str) -> None:
-        for names in (self.busy, self.braked, self.lacks_quota, self.polling):
+        for view in self.projects.values():
+            view.queue.users.discard(slot)
+            view.queue.missing.pop(slot, None)
+        for names in (self.busy, self.braked, self.lacks_quota, self.polling, self.waits_for_place):
             names.discard(slot)
         self.dirty.pop(slot, None)
 
@@ -154,9 +183,18 @@ class EngineState:
                 for key in _keys_of(track, track.memory):
                     self._slots_by_node.pop(key, None)
                 self._slots_by_node.update(dict.fromkeys(_keys_of(track, memory), track.slot.name))
-            track.memory = memory
-            self.merge_publishing(memory)
+                memory = settle_nodes(track.memory, memory, self.cloud_now(track))
+            before, track.memory = track.memory, memory
             self._pending.memories[track.slot.name] = memory
+            if self.markets.change_slot(track.slot, before, memory):
+                # What one slot learned of a market opens or closes it for all that wait.
+                self.decide_again(self.waits_for_place & self.project(track.slot.project).slots)
+            self.merge_publishing(memory)
+            self.merge_archive(memory)
+
+    def cloud_now(self, track: SlotTrack) -> datetime:
+        """The service's clock, by which the lives of nodes are counted."""
+        return self.project(track.slot.project).cloud_now(self.clock.monotonic(), self.clock.now())
 
     def merge_publishing(self, memory: Memory) -> None:
         """Share what one slot learned about published host keys with all; the newest observation counts."""
@@ -167,6 +205,15 @@ class EngineState:
                 if known is None or known.published is not newest.published:
                     # The time that slots wait for host keys there depends on it.
                     self.decide_again(self.slots)
+
+    def merge_archive(self, memory: Memory) -> None:
+        """Share the environment that one slot stored with all of its scope; the newest counts."""
+        stored = memory.stored
+        if stored is None:
+            return
+        known = self.archives.get(stored.archive.scope)
+        if known is None or known.at < stored.at:
+            self.archives[stored.archive.scope] = stored
 
     def project_evidence(self, view: ProjectView) -> ProjectEvidence:
         """The evidence that all slots of the project share now."""
@@ -181,7 +228,17 @@ class EngineState:
             self.store.lost,
             self.store.old,
             self.poll_every,
+            self.poll_fresh_every,
+            self.markets.of(view.name),
         )
+
+    def cadence_of(self, track: SlotTrack) -> Cadence:
+        """How often the slot's run should save, by the lives of all nodes where its node lives."""
+        memory, slot = track.memory, track.slot
+        past = memory.node(memory.run.node) if memory.run is not None else None
+        market = market_at(self.markets.of(slot.project), past.place) if past is not None and past.place else None
+        life = outlook(market or EMPTY_MARKET, self.clock.now()).life
+        return advise_saves(timedelta(hours=life), memory.save_seconds, slot.care.save_every)
 
     def add_event(
         self,
@@ -234,6 +291,7 @@ class EngineState:
         # On a full disk the store only looks older than it is.
         with contextlib.suppress(StoreFull):
             self.store.mark_current(self.clock.now())
+        self.markets.exchange()
         self._marked = now
 
     def _all_zones_answered(self) -> bool:
@@ -293,6 +351,33 @@ HOLDS_QUOTA_DEAD = frozenset({NodeState.PREEMPTED, NodeState.TERMINATED, NodeSta
 
 
 @dataclass(slots=True)
+class QueueView:
+    """
+    The queued resources of one project, as of their last listing.
+
+    users:  slots that use a queue    forbidden: we may not list them
+    why:    error of the last listing; empty: it succeeded    pause, due: seconds until the next one, and its instant
+    missing: by slot, its requests that the last listing left out    foreign: by slot, zone and name of others'
+    """
+
+    users: set[str] = field(default_factory=set)
+    fresh: bool = False
+    forbidden: bool = False
+    why: str = ""
+    unreachable: frozenset[str] = frozenset()
+    listing: bool = False
+    pause: float = 0.0
+    due: float = 0.0
+    missing: dict[str, frozenset[str]] = field(default_factory=dict)
+    foreign: dict[str, set[tuple[str, str]]] = field(default_factory=dict)
+
+    @property
+    def is_known(self) -> bool:
+        """They were listed, or this program can have none, since it may not even list them."""
+        return self.fresh or (self.forbidden and not self.users)
+
+
+@dataclass(slots=True)
 class ProjectView:
     """
     One project, as of its last listings.
@@ -325,6 +410,7 @@ class ProjectView:
     nodes: int = 0
     foreign: dict[str, dict[NodeKey, Node]] = field(default_factory=dict)
     lost: dict[NodeKey, str] = field(default_factory=dict)
+    queue: QueueView = field(default_factory=QueueView)
     _last_pass: float | None = None
     _cloud: tuple[datetime, float] | None = None
     _held: dict[str, Holding] = field(default_factory=dict)
@@ -380,6 +466,10 @@ class ProjectView:
             return
         since = self._last_pass if self._last_pass is not None else now - pause
         self.poll_due = min(self.poll_due, max(now, since + pause))
+
+    @property
+    def knows_cloud_clock(self) -> bool:
+        return self._cloud is not None
 
     def cloud_now(self, now: float, wall: datetime) -> datetime:
         """The service's clock, advanced by ours since its last answer; our wall time before the first."""

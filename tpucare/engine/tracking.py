@@ -18,8 +18,19 @@ from tpucare.model import errors
 from tpucare.model.actions import Action, EffectKey, Wait
 from tpucare.model.causes import Cause
 from tpucare.model.errors import NeedsPerson, NodeGone, NotPublished
-from tpucare.model.evidence import Evidence, FailedRead, Mark, NodeEvidence, Progress, ProjectEvidence, Voucher
-from tpucare.model.lifecycles import RunState
+from tpucare.model.evidence import (
+    Closed,
+    Evidence,
+    FailedRead,
+    Mark,
+    NodeEvidence,
+    Progress,
+    ProjectEvidence,
+    QueueEvidence,
+    Voucher,
+    request_read,
+)
+from tpucare.model.lifecycles import RequestState, RunState
 from tpucare.model.memory import End, Memory
 from tpucare.model.resources import Health, Node, NodeState, Slot, Worker
 from tpucare.model.runs import Contact, NodeReport, Phase, WorkerReport
@@ -27,6 +38,9 @@ from tpucare.model.runs import Contact, NodeReport, Phase, WorkerReport
 BAD_HEALTH = frozenset({Health.TIMEOUT, Health.UNHEALTHY_TENSORFLOW, Health.UNHEALTHY_MAINTENANCE})
 GAPS_KEPT = 20
 FRESH_SILENCE = timedelta(minutes=3)
+# Seconds between two listings of queued resources: while a request ends or its call has no answer, while one waits, and
+# else as a sweep. The node of a grant shows in the listing of nodes, so the queue itself need not be asked often.
+QUEUE_ENDING, QUEUE_WAITING, QUEUE_SWEEP = 10.0, 30.0, 300.0
 
 
 @dataclass(slots=True)
@@ -370,6 +384,7 @@ class SlotTrack:
     ended_effects: dict[EffectKey, Mark] = field(default_factory=dict)
     failed_reads: dict[str, FailedRead] = field(default_factory=dict)
     creates_since: dict[str, Mark] = field(default_factory=dict)
+    requests_since: dict[str, tuple[RequestState, Mark]] = field(default_factory=dict)
     action: Action = field(default_factory=lambda: Wait(Cause.NO_OBSERVATION, "not looked at yet"))
     wake_wall: float | None = None
     aside_until: float | None = None
@@ -387,7 +402,14 @@ class SlotTrack:
         self.action = action
 
     def evidence(
-        self, project: ProjectEvidence, foreign: tuple[Node, ...], *, elsewhere_answers: bool, may_be_canary: bool
+        self,
+        project: ProjectEvidence,
+        foreign: tuple[Node, ...],
+        closed: Closed | None,
+        queue: QueueEvidence,
+        *,
+        elsewhere_answers: bool,
+        may_be_canary: bool,
     ) -> Evidence:
         nodes = list(self.nodes.values())
         if len(nodes) > 1:
@@ -402,7 +424,29 @@ class SlotTrack:
             elsewhere_answers=elsewhere_answers,
             may_be_canary=may_be_canary,
             failed_reads=dict(self.failed_reads),
+            closed=closed,
+            queue=queue,
         )
+
+    @property
+    def uses_queue(self) -> bool:
+        """It may ask for a queued resource, has one, or a node of one."""
+        if any(place.queued for place in self.slot.places) or self.memory.requests:
+            return True
+        return any(past.queued for past in self.memory.nodes)
+
+    @property
+    def queue_pause(self) -> float:
+        """Seconds after which the queued resources are listed again, as far as this slot is concerned."""
+        pause = QUEUE_SWEEP
+        for request in self.memory.requests:
+            past = self.memory.node(request.name)
+            serves = past is not None and past.serves
+            if not request.stands or not request.state.is_accepted or (request.served and not serves):
+                return QUEUE_ENDING
+            if not request.served:
+                pause = QUEUE_WAITING
+        return pause
 
     def last_progress(self) -> tuple[int | None, int | None]:
         """Step and checkpoint of the last launched run, as seen by this process."""
@@ -421,10 +465,21 @@ class SlotTrack:
             if name not in names:
                 del self.creates_since[name]
         known = {"", *names, *self.nodes, *(past.name for past in self.memory.nodes)}
+        if self.memory.requests or self.requests_since:
+            known |= self._mark_requests(mark)
         for key in [key for key in self.ended_effects if key.node not in known]:
             del self.ended_effects[key]
         for name in [name for name in self.failed_reads if name not in known]:
             del self.failed_reads[name]
+
+    def _mark_requests(self, mark: Mark) -> set[str]:
+        """Mark requests in a new state, and drop marks of those that are gone. Returns the names that are known."""
+        states = {request.name: request.state for request in self.memory.requests}
+        self.requests_since = {
+            name: past if (past := self.requests_since.get(name)) and past[0] is state else (state, mark)
+            for name, state in states.items()
+        }
+        return {*states, *map(request_read, states)}
 
     def record_read(self, name: str, error: Exception | None, mark: Mark) -> bool:
         """Record the end of a GetNode of *name*; True when the outcome is another than the last time."""
@@ -465,4 +520,6 @@ class SlotTrack:
         silent = any(now.observed - mark.observed < FRESH_SILENCE for mark in marks)
         left = memory.end is not End.NONE or (memory.run is not None and memory.run.state is RunState.OVER)
         ended = any(seen.ended_since is not None for seen in self.nodes.values()) and not left
-        return bool(self.in_flight or memory.creates or deleting or booting or silent or ended)
+        # A request may wait for days; it is fresh only until its call is answered.
+        asking = memory.creates or any(not request.state.is_accepted for request in memory.requests)
+        return bool(self.in_flight or asking or deleting or booting or silent or ended)

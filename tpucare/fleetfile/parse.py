@@ -7,6 +7,7 @@ of keys and the catalogue in `rules`. Nothing here asks the cloud or the environ
 
 from __future__ import annotations
 
+import functools
 import os.path
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,11 +32,25 @@ from tpucare.fleetfile.schema import (
     Stopped,
     TpuSection,
 )
+from tpucare.fleetfile.values import CACHE_AUTO
 from tpucare.fleetfile.yaml_document import Document
 from tpucare.model import accelerators
 from tpucare.model.errors import ConfigError, Problem
 from tpucare.model.local_files import EVERYWHERE_PRIVATE, Private, open_below, open_regular
-from tpucare.model.resources import Care, Job, Network, OnSuccess, Place, Slot
+from tpucare.model.resources import (
+    UNBOUNDED,
+    Bounds,
+    Care,
+    DueWork,
+    Job,
+    Network,
+    OnSuccess,
+    Place,
+    PlacementOrder,
+    Provisioning,
+    SaveBounds,
+    Slot,
+)
 from tpucare.model.text import shown
 
 # --- `job.files`: paths on the workers and on this machine, and their contents ----------------------------------------
@@ -134,21 +149,27 @@ def _clash(path: PurePosixPath, taken: Mapping[PurePosixPath, str]) -> str:
 # The sections have passed every check.
 
 
-def places_of(alternative: TpuSection) -> Iterator[Place]:
-    """One place per zone, in declared order; a zone's own settings override those of the section around it."""
+def places_of(alternative: TpuSection, entry: int = 0) -> Iterator[Place]:
+    """One place per zone of that entry, in declared order; a zone's own settings override those of the section."""
     accelerator = accelerators.derive(alternative.type)
     for choice in alternative.zones:
-        given = choice.model_fields_set
+        tier = choice.provisioning if "provisioning" in choice.model_fields_set else alternative.provisioning
+        stated = choice.price if choice.price is not None else alternative.price
+        listed = accelerators.node_hour_price(accelerator.type, choice.zone, tier) if stated is None else None
         yield Place(
             zone=choice.zone,
             accelerator_type=accelerator.type,
-            provisioning=choice.provisioning if "provisioning" in given else alternative.provisioning,
+            provisioning=tier,
             runtime=choice.runtime or alternative.runtime or accelerator.default_runtime,
             service_account=choice.service_account or alternative.service_account,
             network=_network(alternative.network, choice.network),
             workers=accelerator.hosts,
             metadata=tuple(alternative.metadata.items()),
             os_login=alternative.os_login,
+            price=listed if stated is None else stated,
+            entry=entry,
+            queued=choice.queued if "queued" in choice.model_fields_set else alternative.queued,
+            valid_for=choice.valid_for or alternative.valid_for,
         )
 
 
@@ -163,15 +184,31 @@ def _network(around: NetworkSection, own: NetworkSection) -> Network:
     )
 
 
+def bounds_of(declared: FleetFile) -> Bounds:
+    due = declared.deadline
+    deadline = DueWork(due.hours_of_work, due.by) if due is not None else None
+    return Bounds(declared.max_price, declared.until, declared.max_cost, deadline)
+
+
 def job_template(job: JobSection, folder: Path | None) -> Job:
     """The job of every slot, with unexpanded placeholders and without the content of files."""
-    same = job.model_dump(exclude={"files", "workdir", "secrets"})
+    same = job.model_dump(exclude={"files", "workdir", "secrets", "cache", "cache_paths"})
+    cache = _beside_checkpoints(job.checkpoint) if job.cache == CACHE_AUTO else job.cache
     workdir = os.path.normpath((folder or Path()) / job.workdir) if job.workdir else ""
-    return Job(**same, workdir=workdir, secrets=tuple(job.secrets))
+    secrets, cache_paths = tuple(job.secrets), tuple(job.cache_paths)
+    return Job(**same, workdir=workdir, secrets=secrets, cache=cache, cache_paths=cache_paths)
+
+
+def _beside_checkpoints(template: str) -> str:
+    """Where all slots of a fleet keep environments, beside the checkpoints of all of them."""
+    head = template.partition(SLOT_PLACEHOLDER)
+    path = (head[0].rpartition("/")[0] if head[1] else template).rstrip("/")
+    is_bucket = path.startswith("gs://") and "/" not in path[5:]
+    return f"{path}/environments" if is_bucket or not path else f"{path}.environments"
 
 
 def care_of(declared: CareSection, workers: int, *, is_pool: bool = False) -> Care:
-    same: dict[str, Any] = declared.model_dump(exclude={"fence", "stopped", "boot_timeout"})
+    same: dict[str, Any] = declared.model_dump(exclude={"fence", "stopped", "boot_timeout", "save_every"})
     is_given = "boot_timeout" in declared.model_fields_set
     if is_pool:
         # Ray on a host never finishes. Its host script drains the host at a notice; a SIGTERM would cut that short.
@@ -181,6 +218,7 @@ def care_of(declared: CareSection, workers: int, *, is_pool: bool = False) -> Ca
         boot_timeout=declared.boot_timeout if is_given else default_boot_timeout(workers),
         fence_proceed=declared.fence is Fence.PROCEED,
         stopped_delete=declared.stopped is Stopped.DELETE,
+        save_every=SaveBounds(declared.save_every.min, declared.save_every.max),
     )
 
 
@@ -231,6 +269,17 @@ def pool_of(declared: FleetFile, accelerator: str) -> RayPool | None:
     return RayPool(declared.ray.cluster or declared.name, accelerator, least, **same)
 
 
+@functools.lru_cache(maxsize=1024)
+def cluster_of(name: str, text: str) -> str:
+    """The Ray cluster of the fleet *name*, whatever else is wrong in its *text*; empty: it is no pool."""
+    try:
+        value = yaml_document.read(text).value
+    except yaml_document.Unreadable:
+        return ""
+    ray = value.get("ray") if isinstance(value, dict) else None
+    return str(ray.get("cluster") or name) if isinstance(ray, dict) else ""
+
+
 @dataclass(frozen=True, slots=True)
 class FleetSpec:
     """
@@ -253,6 +302,9 @@ class FleetSpec:
     warnings: tuple[str, ...] = ()
     file: str = ""
     ray: RayPool | None = None
+    bounds: Bounds = UNBOUNDED
+    order: PlacementOrder = PlacementOrder.WORTH
+    value: float | None = None
 
     @property
     def workers(self) -> int:
@@ -287,6 +339,9 @@ class FleetSpec:
             ssh_keys=self.ssh_keys,
             workers=self.workers,
             elastic=self.ray is not None,
+            bounds=self.bounds,
+            order=self.order,
+            value=self.value,
         )
 
     def slots(self) -> tuple[Slot, ...]:
@@ -371,7 +426,16 @@ def parse(
         problems += unread
     if problems or declared is None:
         raise ConfigError.of(_first(problems), file)
-    places = tuple(place for alternative in declared.tpu for place in places_of(alternative))
+    places = tuple(place for entry, one in enumerate(declared.tpu) for place in places_of(one, entry))
+    bounds = bounds_of(declared)
+    warnings += _price_warnings(bounds, places, document)
+    tiers = {place.provisioning for place in places if not bounds.excludes(place)}
+    if bounds.deadline is not None and Provisioning.ON_DEMAND not in tiers:
+        text = "has no on-demand place to keep it with: add one to `tpu`, or remove the key"
+        warnings.append(document.problem(("deadline",), text))
+    if bounds.max_cost is not None and (unknown := _unpriced(places)):
+        text = f"needs the price of {_listed(unknown)}, which is not known: write `price` there (0 for a grant)"
+        raise ConfigError.of([document.problem(("max_cost",), text)], file)
     pool = pool_of(declared, places[0].accelerator_type)
     return FleetSpec(
         name=declared.name,
@@ -386,6 +450,9 @@ def parse(
         warnings=tuple(warning.render(file) for warning in _first(warnings)),
         file=file,
         ray=pool,
+        bounds=bounds,
+        order=declared.placement,
+        value=declared.value,
     )
 
 
@@ -451,9 +518,36 @@ def _place_problems(declared: FleetFile, document: Document) -> Iterator[Problem
     for number, alternative in enumerate(declared.tpu):
         for index, place in enumerate(places_of(alternative)):
             if place.key in taken:
-                text = f"{place.accelerator_type} as {place.provisioning} in {place.zone} is listed twice"
+                text = f"{_terms_of(place)} is listed twice"
                 yield document.problem(("tpu", number, "zones", index), text)
             taken.add(place.key)
+
+
+def _price_warnings(bounds: Bounds, places: Sequence[Place], document: Document) -> Iterator[Problem]:
+    """One line for the places that are above `max_price`, and one for those whose price is not known."""
+    if bounds.max_price is None:
+        return
+    dear = [place for place in places if bounds.excludes(place)]
+    if dear:
+        named = _listed(f"{_terms_of(place)} at {place.price:.4g}" for place in dear)
+        verb = "leaves no place" if len(dear) == len(places) else "excludes"
+        yield document.problem(("max_price",), f"{verb}: {named} dollars an hour")
+    if unknown := _unpriced(places):
+        text = f"cannot exclude {_listed(unknown)}: no price is known; write `price` there"
+        yield document.problem(("max_price",), text)
+
+
+def _unpriced(places: Sequence[Place]) -> list[str]:
+    return [_terms_of(place) for place in places if place.price is None]
+
+
+def _terms_of(place: Place) -> str:
+    return f"{place.accelerator_type} as {place.provisioning} in {place.zone}"
+
+
+def _listed(names: Iterable[str]) -> str:
+    first = [*names]
+    return ", ".join([*first[:5], *([f"and {len(first) - 5} more"] if len(first) > 5 else [])])
 
 
 def _read_files(

@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from tpucare.fleetfile import parse as fleets
@@ -22,6 +23,8 @@ from tpucare.model.resources import Job, OnExit
 from tpucare.model.text import hint, shown
 
 VERSION = 1
+# Keys of the fleet itself: what it may cost, and where its nodes are asked for.
+FLEET_KEYS = ("max_price", "until", "max_cost", "placement", "value")
 # A node is `<slot>-a<number>` in at most 40 characters; five digits last for ten years of an hour each.
 SLOT_NAME_LIMIT = 33
 _HEAD = '{"python": '
@@ -59,8 +62,12 @@ def render(
     single: bool = False,
     project: str = "",
     on_exit: str = OnExit.LEAVE.value,
+    choices: Mapping[str, Any] = MappingProxyType({}),
 ) -> str:
-    """The text that `parse_python` reads. `tpu` and `care` are as in a fleet file, durations written as text."""
+    """
+    The text that `parse_python` reads. `tpu` and `care` are as in a fleet file, durations written as text; `choices`
+    are FLEET_KEYS with their values.
+    """
     body = {
         "python": VERSION,
         "name": name,
@@ -70,6 +77,7 @@ def render(
         "on_exit": on_exit,
         "tpu": tpu,
         "care": dict(care),
+        **choices,
     }
     return json.dumps(body, ensure_ascii=False)
 
@@ -96,6 +104,7 @@ def parse_python(text: str, *, file: str = "") -> PythonFleet:
     name, count, single = body["name"], body["count"], body["single"]
     check_name(name, count=count, single=single)
     declared = {"name": "python", "count": count, "tpu": body["tpu"], "job": _NO_JOB, "care": body["care"]}
+    declared |= {key: body[key] for key in FLEET_KEYS if key in body}
     if body["project"]:
         declared["project"] = body["project"]
     base = fleets.parse(json.dumps(declared, ensure_ascii=False), file=file or name)
@@ -110,6 +119,9 @@ def parse_python(text: str, *, file: str = "") -> PythonFleet:
         warnings=base.warnings,
         file=file or name,
         single=single,
+        bounds=base.bounds,
+        order=base.order,
+        value=base.value,
     )
 
 

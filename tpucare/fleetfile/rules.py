@@ -18,8 +18,8 @@ from tpucare.fleetfile.yaml_document import Document, KeyPath
 from tpucare.model import accelerators
 from tpucare.model.accelerators import Accelerator
 from tpucare.model.errors import ConfigError, Problem
-from tpucare.model.resources import Provisioning
-from tpucare.model.text import hint, naming, nearest, shown
+from tpucare.model.resources import PlacementOrder, Provisioning, SaveBounds
+from tpucare.model.text import hint, length, naming, nearest, shown
 
 _SECRET_NAME = re.compile(r"(?i)(^|_)(api_?key|token|secret|password|passwd|credentials?|private_key)s?$")
 SLOT_PLACEHOLDER = "{slot}"
@@ -49,7 +49,7 @@ def check(document: Document, *, accepted: bool = False) -> tuple[list[Problem],
     job = _mapping(top.get("job"))
     problems: list[Problem] = []
     warnings: list[Problem] = []
-    found = (*_tpu(top), *_job(job), *_shape(top), *_pool(top))
+    found = (*_tpu(top), *_job(job), *_care(_mapping(top.get("care"))), *_placement(top), *_shape(top), *_pool(top))
     for one in (*found, *(replace(one, is_recent=True) for one in _checkpoint(job))):
         is_warning = one.is_warning or (accepted and one.is_recent)
         (warnings if is_warning else problems).append(document.problem(one.path, one.text))
@@ -79,6 +79,7 @@ def _alternative(alternative: dict[str, object], path: KeyPath, *, unlisted: boo
         text = f"{accelerator.type} is not listed; {accelerator.hosts} hosts are derived from its name"
         yield _Finding((*path, "type"), text, is_warning=True)
     yield from _terms(alternative, path, accelerator, unlisted=unlisted)
+    yield from _queue(alternative, path)
     yield from _login(alternative, path)
     around = _mapping(alternative.get("network"))
     yield from _reach(around, (*path, "network"))
@@ -92,6 +93,24 @@ def _alternative(alternative: dict[str, object], path: KeyPath, *, unlisted: boo
         yield from _terms(settings, here, accelerator, unlisted=unlisted)
         if own := _mapping(settings.get("network")):
             yield from _reach({**around, **own}, (*here, "network"))
+
+
+def _queue(alternative: dict[str, object], path: KeyPath) -> Iterator[_Finding]:
+    """Terms that the service has no queue for, and a validity without a queue."""
+    queued, valid, refused = False, None, set()
+    for index, entry in enumerate(_list(alternative.get("zones"))[:ZONES_LIMIT]):
+        own, here = _mapping(entry), (*path, "zones", index)
+        settings = {**alternative, **own}
+        is_queued = settings.get("queued") is True
+        queued, valid = queued or is_queued, valid or (here if "valid_for" in own else None)
+        if is_queued and settings.get("provisioning") == Provisioning.PREEMPTIBLE:
+            refused.add((*(here if own.keys() & {"queued", "provisioning"} else path), "provisioning"))
+    for one in refused:
+        text = "is preemptible, for which there is no queue: write spot, on-demand or reserved, or drop `queued`"
+        yield _Finding(one, text)
+    where = path if "valid_for" in alternative else valid
+    if where is not None and not queued:
+        yield _Finding((*where, "valid_for"), "is for a queue: write `queued: true` beside it, or remove it")
 
 
 def _reach(network: dict[str, object], path: KeyPath) -> Iterator[_Finding]:
@@ -199,13 +218,49 @@ def _job(job: dict[str, object]) -> Iterator[_Finding]:
         for key in ("branch", "follow"):
             if job.get(key):
                 yield _Finding(("job", key), "needs `repository`")
+    if job.get("cache") and not job.get("setup"):
+        yield _Finding(("job", "cache"), "needs `setup`, whose results it keeps")
+    place = job.get("checkpoint")
+    is_shared = (
+        isinstance(place, str) and bool(place) and SLOT_PLACEHOLDER not in place.removeprefix("gs://").split("/")[0]
+    )
+    if job.get("cache") == values.CACHE_AUTO and not is_shared:
+        text = "is auto, beside the checkpoints, and no place is beside those of all slots: write gs://BUCKET/PATH"
+        yield _Finding(("job", "cache"), text)
+    if job.get("prefetch") is True and not (isinstance(place, str) and place.startswith("gs://")):
+        yield _Finding(("job", "prefetch"), "needs a `checkpoint` in a bucket: gs://BUCKET/PATH")
+    if "cache_paths" in job and not job.get("cache"):
+        yield _Finding(("job", "cache_paths"), "needs `cache`")
     env = _mapping(job.get("env"))
     yield from _secrets(_list(job.get("secrets")), env)
     yield from _job_warnings(job, env)
 
 
+def _care(care: dict[str, object]) -> Iterator[_Finding]:
+    bounds, usual = _mapping(care.get("save_every")), SaveBounds()
+    try:
+        shortest = values.duration(bounds["min"]) if "min" in bounds else usual.shortest
+        longest = values.duration(bounds["max"]) if "max" in bounds else usual.longest
+    except ValueError:
+        return  # The shape of the file says so.
+    if shortest > longest:
+        yield _Finding(("care", "save_every"), f"`min` ({length(shortest)}) is above `max` ({length(longest)})")
+
+
+def _placement(top: dict[str, object]) -> Iterator[_Finding]:
+    if "value" in top and top.get("placement") == PlacementOrder.ORDERED:
+        yield _Finding(("value",), "has no effect beside `placement: ordered`", is_warning=True)
+
+
 def _checkpoint(job: dict[str, object]) -> Iterator[_Finding]:
     """The runner reads only gs:// and local paths, and an unknown placeholder would become a folder's name."""
+    cache = job.get("cache")
+    if isinstance(cache, str) and _IN_BRACES.search(cache):
+        yield _Finding(("job", "cache"), "has a placeholder: all slots of the fleet share their environments")
+    if isinstance(cache, str) and "://" in cache and not cache.startswith("gs://"):
+        yield _Finding(
+            ("job", "cache"), f"{shown(cache.partition('://')[0])}:// is not supported; write gs://BUCKET/PATH"
+        )
     value = job.get("checkpoint")
     if not isinstance(value, str):
         return
@@ -273,6 +328,8 @@ def _pool(top: dict[str, object]) -> Iterator[_Finding]:
     for key in ("on_success", "sigterm_on_preemption"):
         if key in care:
             yield _Finding(("care", key), "is not for a pool: Ray runs on its hosts for as long as they live")
+    if "deadline" in top:
+        yield _Finding(("deadline",), "is not for a pool: how much work its jobs have is not known")
     least, most = count.get("min"), count.get("max")
     if isinstance(least, int) and isinstance(most, int) and least > most:
         yield _Finding(("count", "max"), f"is below `min`: write {least} or more")

@@ -9,7 +9,7 @@ Checks of single values are left to `values`, rules over several keys to `rules`
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import timedelta
+from datetime import datetime, timedelta
 from enum import StrEnum
 from typing import Annotated, Any
 
@@ -17,14 +17,14 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Dis
 
 from tpucare.fleetfile import values
 from tpucare.model.accelerators import known_types, known_zones
-from tpucare.model.resources import Care, HostKeys, OnSuccess, Provisioning
+from tpucare.model.resources import Care, HostKeys, OnSuccess, PlacementOrder, Provisioning
 
 COUNT_LIMIT = 10_000
 ALTERNATIVES_LIMIT = 20
 ZONES_LIMIT = 50
 
 # Keys of later versions. The error names them, so that a user does not believe that they have an effect.
-LATER_KEYS = ("queued", "cache", "image", "notify", "until", "max_cost")
+LATER_KEYS = ("image", "notify")
 
 # Words of other tools -> the key to write here.
 SYNONYMS: Mapping[str, str] = {
@@ -43,6 +43,9 @@ SYNONYMS: Mapping[str, str] = {
     "command": "run",
     "cmd": "run",
     "script": "run",
+    "queue": "queued: true",
+    "queued_resource": "queued: true",
+    "valid_until_duration": "valid_for",
     "repo": "repository",
     "git": "repository",
     "environment": "env",
@@ -120,6 +123,13 @@ MetadataValue = Annotated[str, BeforeValidator(values.text_or_number, json_schem
 Script = Annotated[str, AfterValidator(values.script)]
 Line = Annotated[str, AfterValidator(values.line)]
 Tier = Annotated[Provisioning, Field(strict=False)]
+Dollars = Annotated[float | None, BeforeValidator(values.dollars, json_schema_input_type=Annotated[float, Field(ge=0)])]
+_INSTANT_SCHEMA = Annotated[str, Field(examples=["2026-12-31", "2026-12-31T18:00+01:00"])]
+Instant = Annotated[datetime | None, BeforeValidator(values.instant, json_schema_input_type=_INSTANT_SCHEMA)]
+PositiveDollars = Annotated[
+    float | None, BeforeValidator(values.positive_dollars, json_schema_input_type=Annotated[float, Field(gt=0)])
+]
+_HOURS_SCHEMA = Annotated[float, Field(gt=0)]
 Budget = Annotated[int, Field(ge=0, le=1000)]
 Zone = Annotated[str, AfterValidator(values.zone)]
 Runtime = Annotated[str, AfterValidator(values.runtime)]
@@ -163,6 +173,9 @@ class ZoneSection(Section):
     network: NetworkSection = _inherited(
         NetworkSection(), "As `tpu.network`, for this zone: keys here override those there."
     )
+    price: Dollars = _inherited(None, "As `tpu.price`, for this zone.")
+    queued: bool = _inherited(False, "As `tpu.queued`, for this zone.")
+    valid_for: PositiveDuration | None = _inherited(None, "As `tpu.valid_for`, for this zone.")
 
 
 ZoneChoice = Annotated[ZoneSection, BeforeValidator(_as_zone, json_schema_input_type=str | ZoneSection)]
@@ -175,7 +188,7 @@ class TpuSection(Section):
     zones: list[ZoneChoice] = Field(
         min_length=1,
         max_length=ZONES_LIMIT,
-        description="Zones, tried in rotation in declared order: names, or mappings with their own settings.",
+        description="Zones, which take turns by `placement`: names, or mappings with their own settings.",
     )
     provisioning: Tier = Field(Provisioning.SPOT, description="Provisioning model of the capacity.")
     runtime: Runtime = _inherited(
@@ -198,6 +211,22 @@ class TpuSection(Section):
         False,
         description="Keep the project's OS Login setting. By default tpucare switches OS Login off for the node "
         "(`enable-oslogin: FALSE`), since it logs in with a key in the metadata.",
+    )
+    price: Dollars = _inherited(
+        None,
+        "Dollars an hour of one node as you pay it: 0 for a grant such as TRC. Default: the list price of the "
+        "catalogue for type, zone and terms, if it has one.",
+    )
+    queued: bool = Field(
+        False,
+        description="Stand in the queue (a queued resource) for these places instead of asking again and again. One "
+        "request of a slot stands at a time; alternatives without `queued` are asked meanwhile, and the first node "
+        "that comes up holds the slot.",
+    )
+    valid_for: PositiveDuration | None = _inherited(
+        None,
+        "With `queued`: the request is withdrawn after this time, and the next queued place is asked. Default: it "
+        "stands until it is granted.",
     )
     unlisted: bool = Field(
         False, description="Accept types, zones and terms outside the catalogue; each is then a warning."
@@ -237,11 +266,40 @@ class JobSection(Section):
     checkpoint: Annotated[str, AfterValidator(values.checkpoint)] = Field(
         "", description="Location of the checkpoints: `gs://BUCKET/PATH`, or an absolute path that all nodes share."
     )
+    cache: Annotated[str, AfterValidator(values.cache)] = Field(
+        "",
+        description="Where what `setup` made is kept for later nodes: `gs://BUCKET/PATH`, an absolute path that all "
+        "nodes share, or `auto`, beside the checkpoint ([how](training.md#the-environment-kept-across-nodes)).",
+    )
+    cache_paths: list[Annotated[str, AfterValidator(values.cache_path)]] = Field(
+        ["venv"],
+        min_length=1,
+        max_length=20,
+        description="Files and folders that `cache` keeps, below the job's folder. All that `setup` makes elsewhere is "
+        "missing on a restored node.",
+    )
+    prefetch: bool = Field(
+        False,
+        description="Copy the newest checkpoint (`gs://`) to every host while its environment is restored or made, for "
+        "a script that asks `tpucare.training.prefetched` for it.",
+    )
     progress: Annotated[str, AfterValidator(values.progress)] = _inherited(
         "",
         "Regular expression whose one group matches the step in the log. Default: common forms of `step 123`, and the "
         "progress bars of tqdm, Lightning, Keras and levanter.",
     )
+
+
+class SaveEverySection(Section):
+    """
+    Bounds of the interval of saves that a run is told (`TPUCARE_CADENCE`), whatever the lives of nodes and the cost of
+    a save suggest.
+    """
+
+    min: PositiveDuration = _length(
+        _CARE.save_every.shortest, "Never save more often. A save in the background has to end within this time."
+    )
+    max: PositiveDuration = _length(_CARE.save_every.longest, "Never save more seldom: the most training that is lost.")
 
 
 class CareSection(Section):
@@ -301,6 +359,9 @@ class CareSection(Section):
     sigterm_on_preemption: bool = Field(
         _CARE.sigterm_on_preemption, description="Send SIGTERM to the run once when a preemption is announced."
     )
+    save_every: SaveEverySection = Field(
+        SaveEverySection(), description="Bounds of the interval of saves that runs are told (docs/training.md)."
+    )
 
 
 class CountSection(Section):
@@ -348,6 +409,17 @@ Alternatives = Annotated[
 ]
 
 
+class DeadlineSection(Section):
+    """Work that is due at an instant: on-demand places of `tpu` are used where spot capacity does not suffice."""
+
+    hours_of_work: Annotated[float, BeforeValidator(values.hours, json_schema_input_type=_HOURS_SCHEMA)] = Field(
+        description="Hours of training of each slot, without boots and repeated steps."
+    )
+    by: Annotated[datetime, BeforeValidator(values.instant, json_schema_input_type=_INSTANT_SCHEMA)] = Field(
+        description="Instant at which they are due, written like `until`."
+    )
+
+
 class FleetFile(Section):
     """A fleet of equal slots: their TPU, their job, their care settings."""
 
@@ -365,6 +437,32 @@ class FleetFile(Section):
         max_length=ALTERNATIVES_LIMIT,
         description="The TPU to request, or a list of alternatives in order.",
     )
+    max_price: Dollars = _inherited(
+        None,
+        "Dollars an hour of one slot. Dearer places are never asked; `check` names them, and those without a known "
+        "price, which are asked. Default: no bound.",
+    )
+    until: Instant = _inherited(
+        None,
+        "Instant at which the fleet is taken down, in UTC unless it names an offset; a date is the beginning of that "
+        "day (docs/cost.md). Default: no bound.",
+    )
+    max_cost: Dollars = _inherited(
+        None,
+        "Dollars of the whole fleet, from its first node on. Once they are spent, it is taken down (docs/cost.md). "
+        "Each place that may be asked needs a price. Default: no bound.",
+    )
+    placement: Annotated[PlacementOrder, Field(strict=False)] = Field(
+        PlacementOrder.WORTH,
+        description="Order in which the places of one `tpu` entry and one provisioning model are asked: by `worth`, "
+        "as learned (docs/placement.md), or `ordered`, as declared, for zones that were chosen for their data.",
+    )
+    value: PositiveDollars = _inherited(
+        None,
+        "Dollars that an hour of useful work of one slot is worth: the more, the less do prices count beside the lives "
+        "of nodes. Default: 5 times the cheapest known price of its places, about what the hour costs on demand.",
+    )
+    deadline: DeadlineSection | None = _inherited(None, "Work that is due at an instant (docs/cost.md).")
     job: JobSection = _inherited(JobSection(), "The job that runs; in a pool (`ray`), how its hosts are prepared.")
     care: CareSection = _inherited(CareSection(), "Care settings of the slots.")
     ray: RaySection | None = _inherited(None, "Makes the fleet a pool of a Ray cluster (docs/ray.md).")
@@ -377,8 +475,10 @@ SECTIONS: Mapping[tuple[str, ...], type[Section]] = {
     ("tpu", "zones"): ZoneSection,
     ("tpu",): TpuSection,
     ("job",): JobSection,
+    ("care", "save_every"): SaveEverySection,
     ("care",): CareSection,
     ("count",): CountSection,
+    ("deadline",): DeadlineSection,
     ("ray",): RaySection,
     (): FleetFile,
 }

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import base64
 import binascii
+import os.path
 import re
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from urllib.parse import urlsplit
 
 from tpucare.fleetfile.yaml_document import WrittenFloat, WrittenInt
@@ -23,11 +24,14 @@ VARIABLE_LIMIT = 127 * 1024
 LINE_LIMIT = 1024
 PATTERN_LIMIT = 500
 LONGEST = timedelta(days=30)
+DOLLARS_LIMIT = 1_000_000_000
+HOURS_LIMIT = 100_000
 
 _FLEET_NAME = re.compile(r"[a-z][a-z0-9-]{0,23}")
 _NUMBERED = re.compile(r".*-a?[0-9]+")
 _DURATION = re.compile(r"(?:(\d{1,5})d)?(?:(\d{1,6})h)?(?:(\d{1,7})m)?(?:(\d{1,8})s)?", re.ASCII)
 _FRACTION = re.compile(r"\d+\.\d+\s*[dhms]", re.ASCII)
+_INSTANT = re.compile(r"20\d\d-\d\d-\d\d([T ]\d\d:\d\d(:\d\d)?(Z|[+-]\d\d:\d\d)?)?", re.ASCII)
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
 # Ids are documented as 6 to 30 characters; shorter ones exist, and the API decides about those.
 _PROJECT = re.compile(r"([a-z0-9][a-z0-9.-]{0,62}:)?[a-z][a-z0-9-]{0,28}[a-z0-9]")
@@ -40,6 +44,7 @@ _TAG = re.compile(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?")
 _SCP_URL = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*@[A-Za-z0-9][A-Za-z0-9.-]*:[^-\s:?#][^\s:?#]*")
 _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?")
 _BRANCH = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._/+@#=-]{0,249}")
+CACHE_AUTO = "auto"
 _CHECKPOINT = re.compile(r"(/|[a-z][a-z0-9+.-]*://[^/\s])\S*")
 _LOGIN = re.compile(r"[a-z_][a-z0-9_-]{0,31}")
 # Atomic groups and possessive quantifiers are new in Python 3.11; escapes, comments and sets are skipped.
@@ -204,6 +209,40 @@ def text_or_number(value: object) -> str:
     return text(value)
 
 
+def dollars(value: object) -> float:
+    """An amount of US dollars, or a price in them."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= DOLLARS_LIMIT:
+        raise ValueError(f"must be a number of US dollars, 0 to {DOLLARS_LIMIT:,}")
+    return float(value)
+
+
+def hours(value: object) -> float:
+    """A length of time in hours."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= HOURS_LIMIT:
+        raise ValueError(f"must be a number of hours, more than 0 and at most {HOURS_LIMIT:,}")
+    return float(value)
+
+
+def instant(value: object) -> datetime:
+    """An instant, in UTC where it names no other zone; a date alone is the instant at which that day begins."""
+    wanted = "must be an instant such as 2026-12-31T18:00+01:00 (without an offset: UTC), or a date"
+    if not isinstance(value, str) or not _INSTANT.fullmatch(value):
+        raise ValueError(wanted)
+    try:
+        read = datetime.fromisoformat(value.replace(" ", "T"))
+        return (read if read.tzinfo is not None else read.replace(tzinfo=UTC)).astimezone(UTC)
+    except (ValueError, OverflowError):
+        raise ValueError(wanted) from None
+
+
+def positive_dollars(value: object) -> float:
+    """An amount of US dollars above 0."""
+    amount = dollars(value)
+    if amount == 0:
+        raise ValueError("must be above 0")
+    return amount
+
+
 def metadata_key(value: str) -> str:
     """Key of a node's metadata that tpucare does not write itself."""
     if value in _OWN_METADATA:
@@ -263,6 +302,23 @@ def checkpoint(value: str) -> str:
     line(value)
     if not _CHECKPOINT.fullmatch(value):
         raise ValueError(f"{shown(value)} must be a URL such as gs://BUCKET/PATH, or an absolute path, without blanks")
+    return value
+
+
+def cache(value: str) -> str:
+    """Location of stored environments: `auto`, or as a checkpoint."""
+    return value if value == CACHE_AUTO else checkpoint(value)
+
+
+def cache_path(value: str) -> str:
+    """A path below the job's folder."""
+    line(value)
+    if value.startswith(("/", "~")) or value != os.path.normpath(value) or value.split("/")[0] in ("..", "."):
+        raise ValueError(
+            f"{shown(value)} must stay below the job's folder: relative, without .. and without / at its end"
+        )
+    if ":" in value or value.split("/")[0] in (".git", ".tpucare"):
+        raise ValueError(f"{shown(value)} is not for the cache of environments")
     return value
 
 

@@ -204,6 +204,12 @@ def chip_hour_price(type: str, zone: str, provisioning: Provisioning) -> Price |
     return None
 
 
+def node_hour_price(type: str, zone: str, provisioning: Provisioning) -> float | None:
+    """USD per hour of a whole node, by `chip_hour_price`."""
+    price = chip_hour_price(type, zone, provisioning)
+    return None if price is None else price.usd_per_chip_hour * derive(type).chips
+
+
 # --- reading the catalogue ---------------------------------------------------------------------------------------
 
 

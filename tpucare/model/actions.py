@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from enum import StrEnum
+from types import MappingProxyType
 from typing import NamedTuple
 
 from tpucare.model.causes import Cause, Reason
@@ -32,6 +33,9 @@ class EffectKind(StrEnum):
     FETCH_HOST_KEYS = "vouch"
     GET_NODE = "look"
     GET_OPERATION = "poll"
+    ENQUEUE = "enqueue"
+    DEQUEUE = "dequeue"
+    GET_REQUEST = "look-queue"
     # A person asked to label a node as this slot's, and no listing shows that label yet.
     ADOPT = "adopt"
     # This process saw the node and removed it: it is gone, or another owner's.
@@ -257,6 +261,49 @@ class GetOperation:
         return EffectKind.GET_OPERATION.of(self.name)
 
 
+@dataclass(frozen=True, slots=True)
+class Enqueue:
+    """CreateQueuedResource at a queued place. `resend`: the same request once more, since its answer was lost."""
+
+    name: str
+    number: int
+    place: Place
+    cause: Cause
+    why: str
+    resend: bool = False
+
+    @property
+    def effect_key(self) -> EffectKey:
+        return EffectKind.ENQUEUE.of(self.name)
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteRequest:
+    """Re-read the queued resource and its node; if both are ours, delete it by force. `again`: repeats a delete."""
+
+    key: NodeKey
+    cause: Cause
+    why: str
+    again: bool = False
+
+    @property
+    def effect_key(self) -> EffectKey:
+        return EffectKind.DEQUEUE.of(self.key.name)
+
+
+@dataclass(frozen=True, slots=True)
+class GetRequest:
+    """GetQueuedResource, whose NOT_FOUND is the only proof of absence."""
+
+    key: NodeKey
+    cause: Cause
+    why: str
+
+    @property
+    def effect_key(self) -> EffectKey:
+        return EffectKind.GET_REQUEST.of(self.key.name)
+
+
 class Fact(StrEnum):
     """Facts that a Record writes into memory."""
 
@@ -272,6 +319,7 @@ class Fact(StrEnum):
     FIRST_USE = "host keys trusted on first use"
     CREATE_SUPERSEDED = "create superseded"
     CREATE_KEPT = "create kept"
+    REQUEST_ABANDONED = "queued request abandoned"
     NODE_OUT_OF_SIGHT = "node out of sight"
     ENDED = "ended"
     TRIED_AGAIN = "tried again"
@@ -282,7 +330,7 @@ class Record:
     """
     Write *fact* into memory and decide again; no effect in the world.
 
-    `cause`: of an end, and of an abandoned create; UNRECORDED for every other fact.
+    `cause`: of an end, and of an abandoned create or request; UNRECORDED for every other fact.
     """
 
     fact: Fact
@@ -298,7 +346,20 @@ class Record:
     cause: Cause = Cause.UNRECORDED
 
 
-Effect = Create | Delete | Launch | Stop | SendNotice | AddSshKey | FetchHostKeys | GetNode | GetOperation
+Effect = (
+    Create
+    | Delete
+    | Launch
+    | Stop
+    | SendNotice
+    | AddSshKey
+    | FetchHostKeys
+    | GetNode
+    | GetOperation
+    | Enqueue
+    | DeleteRequest
+    | GetRequest
+)
 Action = Wait | Record | Effect
 
 
@@ -306,11 +367,12 @@ Action = Wait | Record | Effect
 
 
 class EventText(NamedTuple):
-    """Kind, text and level of an event."""
+    """Kind, text, level and fields of an event."""
 
     kind: str
     text: str
     level: str = "info"
+    fields: Mapping[str, str] = MappingProxyType({})
 
 
 # The word for an action in events, `status` and failpoints. Scripts read these words, so they outlive class names.
@@ -326,6 +388,9 @@ _WORDS: Mapping[type[Action], str] = {
     FetchHostKeys: "vouch",
     GetNode: "look",
     GetOperation: "poll",
+    Enqueue: "enqueue",
+    DeleteRequest: "dequeue",
+    GetRequest: "look-queue",
 }
 
 
@@ -359,6 +424,8 @@ def text_of(action: Record | Effect) -> str:
             return f"stopping {action.token}: {action.why}"
         case Delete():
             return f"deleting {action.key.name}: {action.why}"
+        case DeleteRequest():
+            return f"deleting the queued resource {action.key.name}: {action.why}"
         case Record():
             return f"{action.fact.value}: {action.why}"
     return f"{node_of(action)}: {action.why}"
@@ -370,7 +437,7 @@ def level_of(action: Record | Effect) -> str:
 
 
 def node_of(action: Record | Effect) -> str:
-    return action.name if isinstance(action, Create | GetOperation | Record) else action.key.name
+    return action.name if isinstance(action, Create | Enqueue | GetOperation | Record) else action.key.name
 
 
 def failed(result: object) -> bool:
@@ -382,13 +449,17 @@ def end_of(action: Effect, result: object, error: Exception | None) -> EventText
     """The event of an effect that ended; None for effects that end without one."""
     name, kind = node_of(action), kind_of(action)
     if error is not None:
-        return None if isinstance(error, NodeGone) else EventText(f"{kind}-failed", f"{name}: {error}", "warning")
+        if isinstance(error, NodeGone):
+            return None
+        return EventText(f"{kind}-failed", f"{name}: {error}", "warning", {"error": type(error).__name__})
     if isinstance(action, GetOperation):
         failure = result.error if isinstance(result, Operation) else None
-        return EventText("create-failed", f"{name}: {failure}", "warning") if failure is not None else None
+        if failure is None:
+            return None
+        return EventText("create-failed", f"{name}: {failure}", "warning", {"error": type(failure).__name__})
     if isinstance(action, Launch) and isinstance(result, LaunchResult):
         return _end_of_launch(action, result)
-    if isinstance(action, Create | Delete | Stop):
+    if isinstance(action, Create | Delete | Stop | Enqueue | DeleteRequest):
         return EventText(f"{kind}-accepted", f"{name}: {kind} accepted")
     return None
 
@@ -407,7 +478,7 @@ def fields_of(action: Record | Effect) -> dict[str, str]:
         fields["cause"] = action.cause.value
     if isinstance(action, Delete | Stop) and action.lasted is not None:
         fields["lasted_seconds"] = f"{action.lasted.total_seconds():.0f}"
-    if isinstance(action, Delete) and action.again:
+    if isinstance(action, Delete | DeleteRequest) and action.again:
         fields["again"] = "true"
     return fields
 
@@ -415,8 +486,16 @@ def fields_of(action: Record | Effect) -> dict[str, str]:
 def _names(action: Record | Effect) -> dict[str, str]:
     if isinstance(action, Record):
         return {"fact": action.fact.name.lower().replace("_", "-")}
-    if isinstance(action, Create):
-        return {"zone": action.place.zone, "accelerator_type": action.place.accelerator_type}
+    if isinstance(action, DeleteRequest):
+        return {"zone": action.key.zone}
+    if isinstance(action, Create | Enqueue):
+        place = action.place
+        return {
+            "zone": place.zone,
+            "accelerator_type": place.accelerator_type,
+            "terms": place.provisioning.value,
+            "hosts": str(place.workers),
+        }
     if isinstance(action, Delete):
         return {"zone": action.key.zone, "reason": action.reason.value}
     if isinstance(action, Launch | Stop):

@@ -18,6 +18,10 @@ class Cause(StrEnum):
 
     # People, and what they declared.
     ADOPTING = "adopting"
+    BEHIND_DEADLINE = "behind-deadline"
+    COST_REACHED = "cost-reached"
+    COST_UNKNOWN = "cost-unknown"
+    DEADLINE_NEAR = "deadline-near"
     DECLARATION_INCOMPLETE = "declaration-incomplete"
     DEMAND = "demand"
     DOWN = "down"
@@ -31,8 +35,10 @@ class Cause(StrEnum):
     REPLACE_ASKED = "replace-asked"
     RESTING = "resting"
     RESTART_ASKED = "restart-asked"
+    SPOT_SOUGHT = "spot-sought"
     SLOT_ENDED = "slot-ended"
     SWEEP_OVER = "sweep-over"
+    UNTIL_REACHED = "until-reached"
 
     # Observation, and its gaps.
     NODE_ABSENT = "node-absent"
@@ -55,6 +61,14 @@ class Cause(StrEnum):
     CREATE_UNDER_WAY = "create-under-way"
     NO_NODE = "no-node"
     NO_PLACE_OPEN = "no-place-open"
+
+    # Queued resources.
+    ANOTHER_REQUEST_STANDS = "another-request-stands"
+    QUEUED = "queued"
+    REQUEST_ABANDONED = "request-abandoned"
+    REQUEST_ABSENT = "request-absent"
+    REQUEST_EXPIRED = "request-expired"
+    REQUEST_SPENT = "request-spent"
 
     # Nodes.
     ANOTHER_NODE_HOLDS_SLOT = "another-node-holds-slot"

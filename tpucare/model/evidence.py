@@ -15,11 +15,15 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from tpucare.model.actions import EffectKey
+from tpucare.model.causes import Cause
+from tpucare.model.markets import Market
 from tpucare.model.memory import Memory, Publishing
 from tpucare.model.resources import Node, Place, Provisioning, Slot, Worker
 from tpucare.model.runs import NodeReport
 
 POLL_OPERATION_EVERY = timedelta(seconds=10)
+# A stockout comes within two minutes, and the next create waits for it.
+POLL_FRESH_EVERY, FRESH_FOR = timedelta(seconds=2), timedelta(minutes=2)
 SUPPORTING_OBSERVATIONS = 3
 CLOCK_SLACK = timedelta(seconds=10)
 
@@ -229,6 +233,8 @@ class ProjectEvidence:
     store_lost:        memory was lost, and no person has confirmed yet
     store_old:         memory may be a backup's: its last heartbeat is more than 10 min older than this process
     poll_every:        between two GetOperation calls of one create; longer when many are open
+    poll_fresh_every:  the same for a create younger than FRESH_FOR
+    markets:           what all slots learned of them, by name
     """
 
     fresh: bool
@@ -241,6 +247,33 @@ class ProjectEvidence:
     store_lost: bool = False
     store_old: bool = False
     poll_every: timedelta = POLL_OPERATION_EVERY
+    poll_fresh_every: timedelta = POLL_FRESH_EVERY
+    markets: Mapping[str, Market] = field(default_factory=dict)
+
+
+class Closed(NamedTuple):
+    """The fleet has reached a bound. `is_sure`: it is taken down; else it makes no new node."""
+
+    cause: Cause
+    why: str
+    is_sure: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class QueueEvidence:
+    """
+    The queued resources of the slot's project, as last listed. They are listed only where some slot uses them.
+
+    fresh:   the last listing of them succeeded    unreachable: zones that did not answer it
+    missing: requests of this slot that it left out    foreign: zone and name of others' with a name of this slot
+    since:   since when this process knows each request of the slot in its present state
+    """
+
+    fresh: bool = False
+    unreachable: frozenset[str] = frozenset()
+    missing: frozenset[str] = frozenset()
+    foreign: frozenset[tuple[str, str]] = frozenset()
+    since: Mapping[str, Mark] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +287,8 @@ class Evidence:
     creates_since:    since when this process knows each open create
     elsewhere_answers: a worker of another node answered within the last minute
     may_be_canary:    no worker anywhere answers, and this slot is the first that may act on silence
-    failed_reads:     nodes whose GetNode fails
+    failed_reads:     nodes whose GetNode fails, and `request_read` of requests whose GetQueuedResource fails
+    closed:           the bound that the fleet has reached
     """
 
     project: ProjectEvidence
@@ -266,6 +300,8 @@ class Evidence:
     elsewhere_answers: bool = False
     may_be_canary: bool = False
     failed_reads: Mapping[str, FailedRead] = field(default_factory=dict)
+    closed: Closed | None = None
+    queue: QueueEvidence = QueueEvidence()
 
     def hidden_since(self, zone: str, name: str) -> Mark | None:
         """Since when neither a listing nor GetNode can show the node; None while one can."""
@@ -291,12 +327,17 @@ class Case:
 
     @property
     def wants_node(self) -> bool:
-        return self.memory.wants_node(self.slot)
+        return self.evidence.closed is None and self.memory.wants_node(self.slot)
 
     @property
     def rests(self) -> bool:
         """No demand wants a node of this elastic slot."""
         return self.slot.elastic and not self.memory.awake
+
+
+def request_read(name: str) -> str:
+    """The key of GetQueuedResource of request *name* in `Evidence.failed_reads`; its node has its name, too."""
+    return f"queued/{name}"
 
 
 def holding_of(place: Place) -> Holding:

@@ -1,5 +1,5 @@
 """
-The states of a create, a node and a run in a slot's memory, and the transitions between them.
+The states of a create, a queued request, a node and a run in a slot's memory, and the transitions between them.
 
 Each lifecycle is an enum of states, an enum of events and one table. An event that the table does not list for a state
 leaves it as it is, since answers come late, twice and in any order. Facts that never become untrue (launched on,
@@ -89,6 +89,78 @@ CREATES: Table[CreateState, CreateEvent] = _table(
     ([CreateState.RUNNING], CreateEvent.OPERATION_FAILED, CreateState.REFUSED),
     ([CreateState.RUNNING], CreateEvent.NODE_FAILED, CreateState.FAILED),
     ([CreateState.RUNNING], CreateEvent.FORBIDDEN, CreateState.UNREADABLE),
+)
+
+
+# --- a queued request: opened before the call, closed once GetQueuedResource says NOT_FOUND --------------------------
+
+
+class RequestState(StrEnum):
+    """
+    State of a queued resource of ours; our own delete of it stands beside any of these (`RequestIntent.deletes`).
+
+    SENT:        the call is under way, or our process died before the answer
+    ANSWER_LOST: the call may have arrived; it is sent again under the same request id
+    AWAITED:     accepted, or in doubt; the next listing shows it, else GetQueuedResource decides
+    WAITING:     it stands in the queue, for hours or days
+    GRANTED:     its node is being made, or there (PROVISIONING, ACTIVE)
+    SUSPENDING:  its node is being taken away
+    SPENT:       SUSPENDED, FAILED or being deleted: it brings no node any more, and may hold quota until it is gone
+    """
+
+    SENT = "sent"
+    ANSWER_LOST = "answer lost"
+    AWAITED = "awaited"
+    WAITING = "waiting"
+    GRANTED = "granted"
+    SUSPENDING = "suspending"
+    SPENT = "spent"
+
+    @property
+    def may_bring_node(self) -> bool:
+        return self not in (RequestState.SUSPENDING, RequestState.SPENT)
+
+    @property
+    def is_accepted(self) -> bool:
+        """The service has it, so the call is never sent again."""
+        return self not in (RequestState.SENT, RequestState.ANSWER_LOST)
+
+
+class RequestEvent(StrEnum):
+    """Answers to calls about a queued resource, and what listings show of it. EXISTS: ALREADY_EXISTS."""
+
+    ACCEPTED = "accepted"
+    EXISTS = "exists already"
+    NO_ANSWER = "no answer"
+    CALL_REFUSED = "sent again, refused"
+    PROCESS_DIED = "our process died"
+    SHOWN_WAITING = "shown waiting"
+    SHOWN_GRANTED = "shown granted"
+    SHOWN_SUSPENDING = "shown suspending"
+    SHOWN_SPENT = "shown spent"
+    DELETE_ACCEPTED = "our delete accepted"
+
+
+_UNSETTLED = (RequestState.SENT, RequestState.ANSWER_LOST)
+_UNSEEN = (*_UNSETTLED, RequestState.AWAITED)
+_UNSPENT = (*_UNSEEN, RequestState.WAITING, RequestState.GRANTED, RequestState.SUSPENDING)
+
+REQUESTS: Table[RequestState, RequestEvent] = _table(
+    (_UNSETTLED, RequestEvent.ACCEPTED, RequestState.AWAITED),
+    (_UNSETTLED, RequestEvent.EXISTS, RequestState.AWAITED),
+    ([RequestState.SENT], RequestEvent.NO_ANSWER, RequestState.ANSWER_LOST),
+    ([RequestState.SENT], RequestEvent.PROCESS_DIED, RequestState.ANSWER_LOST),
+    (_UNSETTLED, RequestEvent.CALL_REFUSED, RequestState.AWAITED),
+    # A grant that fails goes back into the queue.
+    ((*_UNSEEN, RequestState.GRANTED), RequestEvent.SHOWN_WAITING, RequestState.WAITING),
+    ((*_UNSEEN, RequestState.WAITING), RequestEvent.SHOWN_GRANTED, RequestState.GRANTED),
+    (
+        (*_UNSEEN, RequestState.WAITING, RequestState.GRANTED),
+        RequestEvent.SHOWN_SUSPENDING,
+        RequestState.SUSPENDING,
+    ),
+    (_UNSPENT, RequestEvent.SHOWN_SPENT, RequestState.SPENT),
+    (_UNSPENT, RequestEvent.DELETE_ACCEPTED, RequestState.SPENT),
 )
 
 

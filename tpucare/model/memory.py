@@ -18,16 +18,20 @@ from tpucare.model.causes import Cause, Reason
 from tpucare.model.lifecycles import (
     CREATES,
     NODES,
+    REQUESTS,
     RUNS,
     CreateEvent,
     CreateState,
     NodeEvent,
     NodeStatus,
+    RequestEvent,
+    RequestState,
     RunEvent,
     RunState,
     after,
 )
 from tpucare.model.resources import Slot
+from tpucare.model.runs import Archive
 
 # A store without a heartbeat for so long may be a backup, taken before the daemon did more.
 OLD_AFTER = timedelta(minutes=10)
@@ -139,6 +143,14 @@ class Publishing:
 
 
 @dataclass(frozen=True, slots=True)
+class StoredArchive:
+    """The environment that a run of the slot stored last. All slots of its scope use the newest one."""
+
+    archive: Archive
+    at: datetime
+
+
+@dataclass(frozen=True, slots=True)
 class CreateIntent:
     """
     A create from before its call until its node is there, or proven not to be (rule 5).
@@ -174,6 +186,50 @@ class CreateIntent:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestIntent:
+    """
+    A queued resource from before its call until GetQueuedResource says NOT_FOUND (rule 5). Its node has its name.
+
+    place:       key of its place; empty where a listing alone told of it (after a lost store)
+    request_id:  makes the repeated call harmless
+    abandoned:   the slot waits for it no more: it is deleted, and its node too if it still comes
+    why:         why it was abandoned, or why the service failed it
+    valid_until: the service gives it up by then
+    served:      its node came up    booked: its loss is counted
+    doubtful:    it was found granted, so another process may have launched on its node
+    deletes, deleted_at, delete_at: our deletes of it, the instant of the first one, and of the next
+    """
+
+    name: str
+    number: int
+    zone: str
+    place: str
+    asked_at: datetime
+    request_id: str = ""
+    state: RequestState = RequestState.SENT
+    abandoned: bool = False
+    why: str = ""
+    accelerator_type: str = ""
+    valid_until: datetime | None = None
+    tries: int = 1
+    retry_at: datetime | None = None
+    served: bool = False
+    booked: bool = False
+    doubtful: bool = False
+    deletes: int = 0
+    deleted_at: datetime | None = None
+    delete_at: datetime | None = None
+
+    def after(self, event: RequestEvent) -> RequestIntent:
+        return replace(self, state=after(REQUESTS, self.state, event))
+
+    @property
+    def stands(self) -> bool:
+        """It may bring the slot's next node, or has brought its present one."""
+        return self.state.may_bring_node and not self.abandoned
+
+
+@dataclass(frozen=True, slots=True)
 class DeleteIntent:
     """
     Our delete of a node, repeated until the node is gone (rule 7).
@@ -202,6 +258,8 @@ class NodeMemory:
     stalls, infrastructure: failures in a row of runs on this node
     written_off:  a person confirmed that nothing trains there, while the node was TAKEN or OUT_OF_SIGHT
     queued:       path of the queued resource that it came from
+    price:        dollars an hour, None = not known
+    billed_from:  its hours since then are not in `Memory.cost` yet; None: it never came up
     """
 
     name: str
@@ -225,6 +283,8 @@ class NodeMemory:
     trust: Trust = Trust.NONE
     written_off: bool = False
     queued: str = ""
+    price: float | None = None
+    billed_from: datetime | None = None
 
     def after(self, event: NodeEvent) -> NodeMemory:
         return replace(self, status=after(NODES, self.status, event))
@@ -292,6 +352,42 @@ class RunMemory:
 
 
 @dataclass(frozen=True, slots=True)
+class Work:
+    """
+    Hours of training of `job` that no later run repeats (`planner.deadline`). Instants are the cloud's.
+
+    hours:   until `since`, or in all while no run counts    since: from then on the run `token` counts, too
+    begun:   hours when the run `token` began
+    reached: hours when the last run ended, at `step`        step: None: no run told one
+    saved:   number of the newest complete checkpoint        saved_hours: at it
+    hours_of_work, by: the deadline for which a line was drawn, from `line_hours` at `line_from` on
+    """
+
+    job: str = ""
+    hours: float = 0.0
+    since: datetime | None = None
+    token: str = ""
+    begun: float = 0.0
+    reached: float = 0.0
+    step: int | None = None
+    saved: int | None = None
+    saved_hours: float = 0.0
+    hours_of_work: float = 0.0
+    by: datetime | None = None
+    line_from: datetime | None = None
+    line_hours: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class BoundsTold:
+    """How many notices were given of these bounds; a person who changes a bound is told anew."""
+
+    until: datetime | None
+    max_cost: float | None
+    notices: int
+
+
+@dataclass(frozen=True, slots=True)
 class Memory:
     """
     Everything remembered of one slot.
@@ -309,6 +405,13 @@ class Memory:
     shell:          path of the queued resource that the slot's last node, now gone, came from
     fence_confirmed: a person confirmed that no older node trains
     awake:          demand wants a node of this slot; only an elastic slot needs that
+    stored:         the environment that a run of this slot stored last (`Job.cache`)
+    save_seconds:   for so long a save of `launched_job` blocks it, as its run measured it; 0: not known
+    cost:           dollars of its nodes that have ended    unpriced_hours: of those whose price is not known
+    counted_from:   after a lost store: hours of its nodes before that are in the cost of the fleet's first slot
+    bounds_told:    bounds of the fleet and the notices given about them; kept by its first slot
+    requests:       queued resources of this slot that are not proven gone
+    work:           of a slot with a deadline
     """
 
     fleet: str
@@ -343,6 +446,14 @@ class Memory:
     tries: int = 0
     launched_job: str = ""
     awake: bool = False
+    save_seconds: float = 0.0
+    cost: float = 0.0
+    unpriced_hours: float = 0.0
+    counted_from: datetime | None = None
+    bounds_told: BoundsTold | None = None
+    stored: StoredArchive | None = None
+    requests: tuple[RequestIntent, ...] = ()
+    work: Work | None = None
 
     @property
     def is_wanted(self) -> bool:
@@ -425,6 +536,39 @@ class Memory:
 
     def without_create(self, name: str) -> Memory:
         return replace(self, creates=tuple(intent for intent in self.creates if intent.name != name))
+
+    def request(self, name: str) -> RequestIntent | None:
+        for request in self.requests:
+            if request.name == name:
+                return request
+        return None
+
+    def with_request(self, request: RequestIntent) -> Memory:
+        """The same memory with *request* added, or in place of one of that name."""
+        if self.request(request.name) is None:
+            return replace(self, requests=(*self.requests, request))
+        return replace(self, requests=tuple(request if o.name == request.name else o for o in self.requests))
+
+    def without_request(self, name: str) -> Memory:
+        return replace(self, requests=tuple(request for request in self.requests if request.name != name))
+
+    @property
+    def asked_for(self) -> dict[str, str]:
+        """Zone by name of every open create and queued request."""
+        creates = {intent.name: intent.zone for intent in self.creates}
+        return creates | {request.name: request.zone for request in self.requests}
+
+    def has_abandoned(self, name: str) -> bool:
+        """The slot waits no more for the create, or for the queued request, that brings the node *name*."""
+        create, request = self.create(name), self.request(name)
+        return (create is not None and create.abandoned) or (request is not None and request.abandoned)
+
+    @property
+    def standing_request(self) -> RequestIntent | None:
+        """The request that stands for the slot: a granted one before others, then the oldest."""
+        standing = [request for request in self.requests if request.stands]
+        granted = (request for request in standing if request.state is RequestState.GRANTED)
+        return next(granted, standing[0] if standing else None)
 
 
 def is_old(marked: datetime | None, now: datetime) -> bool:

@@ -13,8 +13,21 @@ from datetime import datetime, timedelta
 from enum import StrEnum
 from typing import Protocol, TypeVar
 
+from tpucare.model.markets import Experience
 from tpucare.model.memory import FleetRecord, Memory
-from tpucare.model.resources import Event, Listing, Node, NodeKey, NodeRequest, Operation, Ran, Worker
+from tpucare.model.resources import (
+    Event,
+    Listing,
+    Node,
+    NodeKey,
+    NodeRequest,
+    Operation,
+    QueuedRequest,
+    QueuedResource,
+    QueueListing,
+    Ran,
+    Worker,
+)
 from tpucare.model.runs import LaunchOrder, LaunchResult, NodeReport, NoticeOrder, ProbeOrder, StopOrder, StopResult
 
 T = TypeVar("T")
@@ -24,7 +37,8 @@ class Cloud(Protocol):
     """
     The Cloud TPU API, translated into model records. Every method raises `CloudError`s and nothing else.
 
-    Methods are thread-safe but for `list_nodes`, of which one call per project is under way at a time.
+    Methods are thread-safe but for `list_nodes`, of which one call per project is under way at a time. A key given to
+    a method of queued resources is that of the resource with this name.
     """
 
     def list_nodes(self, project: str) -> Listing:
@@ -57,6 +71,26 @@ class Cloud(Protocol):
 
     def host_keys(self, key: NodeKey) -> Mapping[int, tuple[str, ...]]:
         """Host keys that the guest agent published, per worker number, as `type base64`; may be incomplete or empty."""
+        ...
+
+    def list_queued(self, project: str) -> QueueListing:
+        """All queued resources of all zones and owners."""
+        ...
+
+    def get_queued(self, key: NodeKey) -> QueuedResource:
+        """Raises: NodeGone: the API says NOT_FOUND, which is the only proof of absence."""
+        ...
+
+    def create_queued(self, request: QueuedRequest) -> None:
+        """
+        Ask for a node that is made once there is capacity. Returning means accepted: it says nothing about capacity.
+
+        A repeated call with the same request id changes nothing. AlreadyExists may be spurious: `get_queued` decides.
+        """
+        ...
+
+    def delete_queued(self, key: NodeKey) -> None:
+        """Ask to delete it together with its nodes (force). Returning means accepted, not gone."""
         ...
 
 
@@ -204,6 +238,26 @@ class Store(Protocol):
 
     def events(self, *, slot: str = "", after: int = 0, limit: int = 1000) -> list[tuple[int, Event]]:
         """Events with their numbers, oldest first; `slot` may be a fleet's name."""
+        ...
+
+
+class MarketKnowledge(Protocol):
+    """
+    What the processes of a state folder learned of markets: by project, then by market. Engine's thread; never raises.
+
+    It is advice: what is lost of it costs no node.
+    """
+
+    def own(self) -> Mapping[str, Mapping[str, Experience]]:
+        """What earlier processes of this store learned."""
+        ...
+
+    def of_others(self) -> Sequence[Mapping[str, Mapping[str, Experience]]]:
+        """What each other store learned."""
+        ...
+
+    def save(self, markets: Mapping[str, Mapping[str, Experience]]) -> None:
+        """Keep what this store learned, in place of what it kept before."""
         ...
 
 

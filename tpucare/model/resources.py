@@ -7,6 +7,7 @@ google.cloud.tpu.v2 (Cloud TPU API v2, `Node.State`, `Node.Health`). Frozen, sta
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ LABEL_OWNER = "tpucare-owner"
 LABEL_FLEET = "tpucare-fleet"
 LABEL_SLOT = "tpucare-slot"
 LABEL_NUMBER = "tpucare-attempt"
+LABEL_SPENT = "tpucare-spent"
 
 SSH_KEYS = "ssh-keys"
 OS_LOGIN = "enable-oslogin"
@@ -75,6 +77,21 @@ class Health(_OpenEnum):
     UNHEALTHY_MAINTENANCE = 5
 
 
+class QueuedState(_OpenEnum):
+    """`QueuedResourceState.State` of Cloud TPU API v2. WAITING_FOR_RESOURCES replaced ACCEPTED; both mean waiting."""
+
+    STATE_UNSPECIFIED = 0
+    CREATING = 1
+    ACCEPTED = 2
+    PROVISIONING = 3
+    FAILED = 4
+    DELETING = 5
+    ACTIVE = 6
+    SUSPENDING = 7
+    SUSPENDED = 8
+    WAITING_FOR_RESOURCES = 9
+
+
 class Provisioning(StrEnum):
     """How the capacity is paid for, in the words of the fleet file."""
 
@@ -109,7 +126,9 @@ class Place:
     One way to create a node: zone, accelerator type, terms and network.
 
     `metadata`: the fleet's own keys of the node's metadata. `os_login`: keep the project's setting of OS Login, which
-    tpucare else switches off for the node.
+    tpucare else switches off for the node. `price`: dollars an hour of one node there, None = not known; no part of
+    the key, so that an edited price changes nothing on a node. `queued`: a queued resource waits for the capacity, at
+    most `valid_for` (None: without end). `entry`: index of the entry of the fleet's `tpu` list that declares it.
     """
 
     zone: str
@@ -121,13 +140,25 @@ class Place:
     workers: int = 1
     metadata: tuple[tuple[str, str], ...] = ()
     os_login: bool = False
+    price: float | None = None
+    queued: bool = False
+    valid_for: timedelta | None = None
+    entry: int = 0
 
     @property
     def key(self) -> str:
-        """Key of this place in `Memory.places`."""
+        """Key of this place in `Memory.places`; of a queue and of direct creates at one zone there are two."""
         network = self.network
         parts = (self.zone, self.accelerator_type, self.provisioning.value, self.service_account)
-        return "/".join((*parts, network.name, network.subnetwork, "ext" if network.external_ips else "int"))
+        direct = "/".join((*parts, network.name, network.subnetwork, "ext" if network.external_ips else "int"))
+        return f"{direct}/queued" if self.queued else direct
+
+
+class PlacementOrder(StrEnum):
+    """The order in which the places of one `tpu` entry and one kind of terms are asked."""
+
+    WORTH = "worth"
+    ORDERED = "ordered"
 
 
 class OnSuccess(StrEnum):
@@ -143,6 +174,14 @@ class HostKeys(StrEnum):
 
     AUTO = "auto"
     VOUCHED = "vouched"
+
+
+@dataclass(frozen=True, slots=True)
+class SaveBounds:
+    """The shortest and the longest interval of saves that a run is told."""
+
+    shortest: timedelta = timedelta(minutes=1)
+    longest: timedelta = timedelta(hours=1)
 
 
 class OnExit(StrEnum):
@@ -162,6 +201,8 @@ class Job:
     repository, workdir: exclude each other; both empty: nothing is fetched
     workdir: absolute path on the daemon's machine    files: content by path below the job's folder
     secrets: names; the values are read at each launch and never stored
+    cache:   where what `setup` made (`cache_paths`, below the job's folder) is kept for later nodes; empty: nowhere
+    prefetch: copy the newest checkpoint to each host while its environment is made
     """
 
     run: str
@@ -176,6 +217,17 @@ class Job:
     checkpoint: str = ""
     progress: str = ""
     foreign: bool = False
+    cache: str = ""
+    cache_paths: tuple[str, ...] = ("venv",)
+    prefetch: bool = False
+
+    @property
+    def setup_mark(self) -> str:
+        """Digest of the set-up and the files of the job; without those of its repository or workdir."""
+        digest = hashlib.sha256(self.setup.encode())
+        for path, content in sorted(self.files.items()):
+            digest.update(b"\0" + path.encode() + b"\0" + hashlib.sha256(content).digest())
+        return digest.hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +252,41 @@ class Care:
     crash_budget: int = 10
     setup_budget: int = 5
     sigterm_on_preemption: bool = True
+    save_every: SaveBounds = SaveBounds()
+
+
+@dataclass(frozen=True, slots=True)
+class DueWork:
+    """So many hours of training of each slot are due then."""
+
+    hours_of_work: float
+    by: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """
+    What a fleet may cost, and until when it runs. None: no bound.
+
+    max_price: dollars an hour of one slot    max_cost: dollars of the whole fleet
+    """
+
+    max_price: float | None = None
+    until: datetime | None = None
+    max_cost: float | None = None
+    deadline: DueWork | None = None
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the fleet ends at some time by itself."""
+        return self.until is not None or self.max_cost is not None
+
+    def excludes(self, place: Place) -> bool:
+        """Whether *place* is dearer than `max_price`; a place without a known price is not."""
+        return self.max_price is not None and place.price is not None and place.price > self.max_price
+
+
+UNBOUNDED = Bounds()
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +297,7 @@ class Slot:
     `job_problem`: why the job is unknown (a file could not be read); `job` is None then.
     `lacks`: a missing requirement of every launch, such as a secret that is not set; no node is created meanwhile.
     `elastic`: the slot has a node only while demand wants one (`Memory.awake`); else it rests.
+    `value`: dollars that an hour of useful work is worth; None: by the prices of its places.
     """
 
     name: str
@@ -223,6 +311,9 @@ class Slot:
     job_problem: str = ""
     lacks: str = ""
     elastic: bool = False
+    bounds: Bounds = UNBOUNDED
+    order: PlacementOrder = PlacementOrder.WORTH
+    value: float | None = None
 
 
 class NodeKey(NamedTuple):
@@ -357,6 +448,68 @@ class NodeRequest:
     place: Place
     labels: Mapping[str, str]
     metadata: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedRequest:
+    """
+    The content of a CreateQueuedResource call for one node. The name in `key` is that of the resource and of its node.
+
+    request_id: the service answers a repeated call with the same id as it answered the first
+    """
+
+    key: NodeKey
+    place: Place
+    labels: Mapping[str, str]
+    metadata: Mapping[str, str]
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedResource:
+    """
+    One queued resource as last listed or read: `projects/<project>/locations/<zone>/queuedResources/<name>`.
+
+    labels: of its node_spec, since the resource has none of its own    nodes: names of the nodes that it asks for
+    error:  why it is FAILED (a CloudError)    suspended_by_service: SUSPENDING or SUSPENDED, and no caller asked for it
+    """
+
+    key: NodeKey
+    create_time: datetime
+    state: QueuedState
+    labels: Mapping[str, str] = field(default_factory=dict)
+    nodes: tuple[str, ...] = ()
+    error: Exception | None = None
+    suspended_by_service: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.key.name
+
+    @property
+    def owner(self) -> str:
+        return self.labels.get(LABEL_OWNER, "")
+
+    @property
+    def fleet(self) -> str:
+        return self.labels.get(LABEL_FLEET, "")
+
+    @property
+    def slot(self) -> str:
+        return self.labels.get(LABEL_SLOT, "")
+
+
+@dataclass(frozen=True, slots=True)
+class QueueListing:
+    """
+    One complete answer of ListQueuedResources over all zones of a project.
+
+    unreachable: zones that did not answer; their resources are unknown, not gone, and absent from `resources`
+    """
+
+    project: str
+    resources: Mapping[NodeKey, QueuedResource]
+    unreachable: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,6 +46,14 @@ def worker_range(count: int) -> str:
     return f"its workers are 0 to {count - 1}" if count != 1 else "its only worker is 0"
 
 
+def size_text(count: int) -> str:
+    """`412 MB` of a number of bytes."""
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return counted(count, "byte")
+
+
 def length(of: timedelta | float) -> str:
     """A length of time (a number: seconds) for people: 4 s, 2 min 17 s, 25 min, 1 h 30 min, 3 d."""
     left = round(of.total_seconds() if isinstance(of, timedelta) else of)

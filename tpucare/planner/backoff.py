@@ -32,8 +32,11 @@ class Backoff:
 
 # --- places ----------------------------------------------------------------------------------------------------------
 
-# A stockout ends without notice, and a try costs one create of the budget: try often.
-CAPACITY_BACKOFF = Backoff(timedelta(seconds=10), timedelta(minutes=2))
+# A stockout ends without notice, and a try costs one create of the budget. In a long drought the market's own pause is
+# longer (`markets.drought_pause`).
+CAPACITY_BACKOFF = Backoff(timedelta(seconds=4), timedelta(seconds=4))
+# Where stockouts are told at once, creates would take the whole budget: they are so far apart at least.
+CREATES_APART = timedelta(seconds=8)
 QUOTA_BACKOFF = Backoff(timedelta(minutes=5), timedelta(minutes=30))
 TRANSIENT_BACKOFF = Backoff(timedelta(seconds=4), timedelta(minutes=1))
 RATE_PAUSE = timedelta(minutes=1)
@@ -52,9 +55,8 @@ DELETE_AGAIN_CAP = timedelta(minutes=16)
 POLLS_PER_SECOND = 2.0
 
 
-def poll_pause(operations: int) -> timedelta:
-    """Pause between two GetOperation calls of one create while so many are open; doubles, so that it seldom changes."""
-    pause = POLL_OPERATION_EVERY
+def poll_pause(operations: int, pause: timedelta = POLL_OPERATION_EVERY) -> timedelta:
+    """*pause* between two GetOperation calls of a create, doubled while too many are open; so it seldom changes."""
     while operations > POLLS_PER_SECOND * pause.total_seconds():
         pause *= 2
     return pause

@@ -8,7 +8,6 @@ of a create. The table of evidence and action is docs/design.md §6. How memory 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
@@ -30,14 +29,14 @@ from tpucare.model.actions import (
     Wait,
 )
 from tpucare.model.causes import Cause, Reason
-from tpucare.model.evidence import Case, Evidence, Mark, Moment, NodeEvidence, Timers
+from tpucare.model.evidence import FRESH_FOR, Case, Closed, Evidence, Mark, Moment, NodeEvidence, Timers, request_read
 from tpucare.model.lifecycles import CreateState, NodeStatus, RunState
 from tpucare.model.memory import CreateIntent, DesiredState, End, Memory, NodeMemory
 from tpucare.model.resources import DEAD_STATES, NodeKey, NodeState, OnSuccess, Slot, node_name
 from tpucare.model.text import length
 from tpucare.planner.backoff import DELETE_AGAIN_CAP, MISSING_READ_EVERY, RESEND_BACKOFF
 from tpucare.planner.node import decide_by_workers, decide_hidden, decide_node
-from tpucare.planner.placement import choose_place, holds_quota
+from tpucare.planner.placement import holds_quota
 from tpucare.planner.predicates import (
     Furthest,
     deletion,
@@ -50,6 +49,15 @@ from tpucare.planner.predicates import (
     stop_before,
     unlisted_zones,
     without_job,
+)
+from tpucare.planner.queued import (
+    clear_shells,
+    decide_enqueue,
+    direct_choice,
+    free_number,
+    queue_may_help,
+    queue_words,
+    request_chore,
 )
 from tpucare.planner.run import end_done
 
@@ -82,8 +90,12 @@ def _decide(case: Case) -> Action:
             return action
         why = case.evidence.project.blind_why or "the first listing is under way"
         return Wait(Cause.NO_OBSERVATION, f"no observation: {why}")
+    closed = case.evidence.closed
+    if closed is not None and closed.is_sure and case.memory.wish is not DesiredState.DOWN:
+        # A paused slot, too: the person who paused it did not ask for a longer life.
+        return _chore(case) or _close(case, closed)
     if case.memory.wish is DesiredState.PAUSED:
-        return _clear_dead(case) or Wait(Cause.PAUSED, "paused")
+        return _clear_dead(case) or clear_shells(case) or Wait(Cause.PAUSED, "paused")
     if chore := _chore(case):
         return chore
     if case.memory.wish is DesiredState.DOWN:
@@ -108,8 +120,7 @@ def live_nodes(evidence: Evidence, memory: Memory) -> list[NodeEvidence]:
 def _is_live(seen: NodeEvidence, memory: Memory) -> bool:
     if memory.has_given_up(seen.node.name):
         return False
-    intent = memory.create(seen.node.name)
-    if intent is not None and intent.abandoned:
+    if memory.has_abandoned(seen.node.name):
         return False
     return seen.node.state is not NodeState.DELETING and seen.node.state not in DEAD_STATES
 
@@ -133,7 +144,7 @@ def _chore(case: Case) -> Action | None:
     for intent in case.memory.creates:
         if action := _create_chore(case, intent):
             return action
-    return None
+    return request_chore(case)
 
 
 def _clear_dead(case: Case) -> Action | None:
@@ -188,7 +199,7 @@ def _is_being_made(seen: NodeEvidence, memory: Memory) -> bool:
 
 
 def _delete_chore(case: Case, seen: NodeEvidence) -> Action | None:
-    node, past, intent = seen.node, case.memory.node(seen.node.name), case.memory.create(seen.node.name)
+    node, past = seen.node, case.memory.node(seen.node.name)
     if EffectKind.DELETE.of(node.name) in case.evidence.in_flight:
         return None
     if past is not None and past.delete is not None:
@@ -205,7 +216,7 @@ def _delete_chore(case: Case, seen: NodeEvidence) -> Action | None:
         # No memory says who asked for it (a person, or we before a kill); hanging, it would hold the fence for ever.
         why = f"it has been DELETING for {length(DELETING_IS_STUCK)}: repeated"
         return deletion(seen, Cause.DELETE_STUCK, why, Reason.SURPLUS)
-    surplus = intent is not None and intent.abandoned and node.state is not NodeState.DELETING
+    surplus = case.memory.has_abandoned(node.name) and node.state is not NodeState.DELETING
     if surplus and not effect_under_way(seen, case.evidence):
         return deletion(seen, Cause.CREATE_ABANDONED, "its create was abandoned before it came", Reason.SURPLUS)
     return None
@@ -260,7 +271,10 @@ def _get_operation_when_due(case: Case, intent: CreateIntent) -> GetOperation | 
     this = EffectKind.GET_OPERATION.of(intent.name)
     vanished = case.evidence.node(intent.name) is None and case.memory.node(intent.name) is None
     known_before = EffectKind.GONE.of(intent.name) in case.evidence.ended_effects
-    every = timedelta(seconds=1) if vanished and known_before else case.evidence.project.poll_every
+    is_fresh = not case.timers.passed(intent.asked_at + FRESH_FOR, FRESH_FOR)
+    every = case.evidence.project.poll_fresh_every if is_fresh else case.evidence.project.poll_every
+    if vanished and known_before:
+        every = timedelta(seconds=1)
     if intent.abandoned:
         every = max(every, POLL_ABANDONED_EVERY)
     last = case.evidence.ended_effects.get(this) or case.evidence.creates_since.get(intent.name)
@@ -276,16 +290,26 @@ def _take_down(case: Case) -> Action:
     """`down`: stop the run (SIGTERM, grace), delete; over when every node and create is gone."""
     if action := _clear_slot(case, Cause.DOWN, "down was asked for"):
         return action
-    if case.memory.ours or case.memory.creates or case.evidence.in_flight:
+    if case.memory.ours or case.memory.creates or case.memory.requests or case.evidence.in_flight:
         return _await_last(case)
     return Wait(Cause.DOWN, "down; nothing is left", ended=True)
+
+
+def _close(case: Case, closed: Closed) -> Action:
+    """As `_take_down`, at a bound of the fleet's file; over until a person moves the bound."""
+    if action := _clear_slot(case, closed.cause, closed.why):
+        return action
+    left = sorted({past.name for past in case.memory.ours} | case.memory.asked_for.keys())
+    if left or case.evidence.in_flight:
+        return Wait(closed.cause, f"{closed.why}: waiting until every node is gone ({', '.join(left)})")
+    return Wait(closed.cause, f"{closed.why}; `tpucare apply` with a later bound starts it again")
 
 
 def _put_to_rest(case: Case) -> Action:
     """As `_take_down`, for a slot that nothing asks for; over for as long as that lasts, not for good."""
     if action := _clear_slot(case, Cause.RESTING, "nothing asks for this slice"):
         return action
-    left = sorted({past.name for past in case.memory.ours} | {intent.name for intent in case.memory.creates})
+    left = sorted({past.name for past in case.memory.ours} | case.memory.asked_for.keys())
     if left or case.evidence.in_flight:
         return Wait(Cause.RESTING, f"going to rest: waiting until every node is gone ({', '.join(left)})")
     return Wait(Cause.RESTING, "resting: nothing asks for this slice")
@@ -306,12 +330,8 @@ def _clear_slot(case: Case, cause: Cause, why: str) -> Action | None:
 
 def _await_last(case: Case) -> Wait:
     """The Wait until every node and create is gone; after DOWN_PATIENCE without those that cannot be read."""
-    left = {past.name: past.zone for past in case.memory.ours} | {
-        intent.name: intent.zone for intent in case.memory.creates
-    }
-    hidden = {
-        name: since for name, zone in left.items() if (since := case.evidence.hidden_since(zone, name)) is not None
-    }
+    left = {past.name: past.zone for past in case.memory.ours} | case.memory.asked_for
+    hidden = {name: since for name, zone in left.items() if (since := _hidden_since(case, zone, name)) is not None}
     others = [key for key in case.evidence.in_flight if key.node not in hidden]
     if others or hidden.keys() != left.keys():
         return Wait(Cause.DOWN, f"going down: waiting until every node is gone ({', '.join(sorted(left))})")
@@ -321,6 +341,12 @@ def _await_last(case: Case) -> Wait:
     keys = tuple(NodeKey(case.slot.project, zone, name) for name, zone in left.items())
     why = f"{unread_nodes(keys)}: remembered, and deleted once they can be"
     return Wait(Cause.ZONE_UNREACHABLE, f"going down: {why}", needs_person=True, out_of_reach=keys)
+
+
+def _hidden_since(case: Case, zone: str, name: str) -> Mark | None:
+    """Since when node, or else queued resource, of that name cannot be read."""
+    read = name if case.memory.request(name) is None or case.memory.node(name) is not None else request_read(name)
+    return case.evidence.hidden_since(zone, read)
 
 
 def unread_nodes(keys: Sequence[NodeKey]) -> str:
@@ -405,8 +431,18 @@ def _decide_no_node(case: Case) -> Action:
     for past in case.memory.nodes:
         if action := _decide_unaccounted(case, past):
             return action
-    if intent := _open_create(case.memory):
+    intent, closed = _open_create(case.memory), None
+    if intent is None or any(place.queued for place in case.slot.places):
+        closed = _may_not_ask(case)
+        if closed is None and (enqueue := decide_enqueue(case)):
+            return enqueue
+    if intent is not None:
         return _decide_open_create(case, intent)
+    return closed or _decide_create(case)
+
+
+def _may_not_ask(case: Case) -> Wait | None:
+    """The Wait of a slot that may not ask for a node now; None where it may."""
     if case.slot.job is None and (case.slot.job_problem or case.memory.run is not None):
         # A node without a job would be billed and idle.
         return without_job(case.slot, "no node is created")
@@ -415,25 +451,30 @@ def _decide_no_node(case: Case) -> Action:
         return Wait(Cause.DECLARATION_INCOMPLETE, why, needs_person=True)
     if wait := unlisted_zones(case):
         return wait
-    choice = choose_place(case)
+    if closed := case.evidence.closed:
+        return Wait(closed.cause, closed.why, needs_person=closed.cause is Cause.COST_UNKNOWN)
+    return None
+
+
+def _decide_create(case: Case) -> Create | Wait:
+    choice, queue = direct_choice(case), queue_words(case)
+    if choice is None:
+        cause = Cause.QUEUED if case.memory.standing_request is not None else Cause.NO_PLACE_OPEN
+        return Wait(cause, queue, needs_person=not queue_may_help(case))
     if choice.place is None:
-        return Wait(Cause.NO_PLACE_OPEN, choice.why, needs_person=choice.needs_person)
-    number = _free_number(case, choice.place.zone)
+        needs_person = choice.needs_person and not queue_may_help(case)
+        why = f"{queue}; {choice.why}" if queue else choice.why
+        return Wait(Cause.NO_PLACE_OPEN, why, needs_person=needs_person)
+    number = free_number(case, choice.place.zone)
     return Create(
         node_name(case.slot.name, number),
         number,
         choice.place,
-        Cause.NO_NODE,
+        choice.cause,
         f"no node; creating {choice.why}",
         held_in_zone=holds_quota(choice.place, case.evidence, region_wide=False),
         held_in_region=holds_quota(choice.place, case.evidence, region_wide=True),
     )
-
-
-def _free_number(case: Case, zone: str) -> int:
-    """The next create number whose node name no other owner uses in *zone*."""
-    taken = {node.name for node in case.evidence.foreign if node.key.zone == zone}
-    return next(n for n in itertools.count(case.memory.next_number) if node_name(case.slot.name, n) not in taken)
 
 
 def _decide_unaccounted(case: Case, past: NodeMemory) -> Action | None:
@@ -460,9 +501,9 @@ def _decide_open_create(case: Case, intent: CreateIntent) -> Action:
         return Record(Fact.CREATE_SUPERSEDED, "unanswered at boot_timeout", name=intent.name, cause=Cause.BOOT_TIMEOUT)
     if intent.state is CreateState.ANSWER_LOST:
         place = next((place for place in case.slot.places if place.key == intent.place), None)
-        if place is None:
+        if place is None or case.slot.bounds.excludes(place):
             # The same request cannot be sent again without that place.
-            why = "its place is no longer declared"
+            why = "its place is no longer declared" if place is None else "its place is above `max_price` now"
             return Record(Fact.CREATE_SUPERSEDED, why, name=intent.name, cause=Cause.PLACE_WITHDRAWN)
         if case.timers.passed(intent.retry_at, RESEND_BACKOFF.cap):
             why = "the answer was lost: sending the same name at the same place again"

@@ -15,9 +15,11 @@ from tpucare.model.causes import Cause, Reason
 from tpucare.model.evidence import Case, Mark, NodeEvidence, latest
 from tpucare.model.lifecycles import CreateState, RunState
 from tpucare.model.memory import FailureKind, Memory, NodeMemory
-from tpucare.model.resources import PENDING_STATES, USABLE_STATES, NodeKey, NodeState, Slot
+from tpucare.model.resources import PENDING_STATES, USABLE_STATES, NodeKey, NodeState, Provisioning, Slot
 from tpucare.model.runs import Contact
 from tpucare.model.text import length
+from tpucare.planner.deadline import has_to_leave_spot, may_return, pace_of
+from tpucare.planner.placement import is_open
 from tpucare.planner.predicates import (
     INFRASTRUCTURE_BUDGET,
     backoff_over,
@@ -73,11 +75,32 @@ def decide_node(case: Case, seen: NodeEvidence) -> Action:
         return stop_before(case, seen, delete)
     if node.state in PENDING_STATES:
         return _decide_pending(case, seen, past)
+    if node.state in USABLE_STATES and (action := _change_tier(case, seen)):
+        return action
     if node.state in USABLE_STATES:
         return _decide_usable(case, seen, past)
     if node.state is NodeState.UNKNOWN:
         return _decide_unknown(case, seen)
     return _decide_odd(case.slot, seen)
+
+
+def _change_tier(case: Case, seen: NodeEvidence) -> Action | None:
+    """Leave this node for spot capacity, or for on-demand capacity, where the deadline says so and a place is open."""
+    found = pace_of(case)
+    if found is None:
+        return None
+    on_demand = seen.node.provisioning is Provisioning.ON_DEMAND
+    others = [place for place in case.slot.places if is_open(case, place, on_demand=not on_demand)]
+    if not any(on_demand or not case.memory.place(place.key).kind for place in others):
+        # On-demand capacity that was refused last is not worth a node that trains.
+        return None
+    if on_demand and may_return(found, case.memory):
+        delete = deletion(seen, Cause.SPOT_SOUGHT, f"looking for spot capacity: {found.why}", Reason.ASKED)
+    elif not on_demand and has_to_leave_spot(found):
+        delete = deletion(seen, Cause.DEADLINE_NEAR, f"on to on-demand: {found.why}", Reason.ASKED)
+    else:
+        return None
+    return stop_before(case, seen, delete)
 
 
 def _decide_unknown(case: Case, seen: NodeEvidence) -> Action:

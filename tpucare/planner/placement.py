@@ -10,19 +10,22 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from types import MappingProxyType
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from tpucare.model.accelerators import region_of
+from tpucare.model.causes import Cause
 from tpucare.model.errors import CloudError, NeedsPerson, NoCapacity, QuotaExceeded, RateLimited, Transient
 from tpucare.model.evidence import Case, Evidence, holding_of
+from tpucare.model.markets import Market
 from tpucare.model.memory import Memory, PlaceMemory, Refusal
-from tpucare.model.resources import Place, Provisioning
+from tpucare.model.resources import Place, PlacementOrder, Provisioning, Slot
 from tpucare.planner.backoff import (
     CAPACITY_BACKOFF,
+    CREATES_APART,
     PERSON_FIRST,
     PERSON_LATER,
     QUOTA_BACKOFF,
@@ -30,6 +33,22 @@ from tpucare.planner.backoff import (
     RATE_PAUSE_SPREAD,
     TRANSIENT_BACKOFF,
     Backoff,
+)
+from tpucare.planner.deadline import Tier, WorkPace, pace_of
+from tpucare.planner.markets import (
+    DEAR,
+    LONGEST_PAUSE,
+    MOVES_FOR,
+    NO_OUTLOOK,
+    OUTLIVES,
+    VALUE_OF_PRICES,
+    Outlook,
+    is_dry,
+    known,
+    market_at,
+    moved_at,
+    outlook,
+    worth,
 )
 
 # Two useless nodes in a row point at the place, not at the nodes.
@@ -48,18 +67,22 @@ class Choice:
     place: Place | None
     why: str
     needs_person: bool = False
+    cause: Cause = Cause.NO_NODE
 
 
 def choose_place(case: Case) -> Choice:
     """The first open place by turn, else the reasons of all."""
-    reasons = []
-    for place in in_turn(case.slot.places, case.memory):
-        refusal = _closed_why(case, place, case.memory.place(place.key))
+    reasons, found = [], pace_of(case)
+    for one, refusal in open_in_turn(case):
         if refusal is None:
-            return Choice(place, f"{place.accelerator_type} in {place.zone}")
-        reasons.append(f"{place.zone}: {refusal}")
+            where = f"{one.place.accelerator_type} in {one.place.zone}"
+            if found is None or one.place.provisioning is not Provisioning.ON_DEMAND:
+                return Choice(one.place, where)
+            return Choice(one.place, f"{where} on demand, since {found.why}", cause=_CAUSES[found.tier])
+        reasons.append(f"{one.place.zone}: {refusal}")
     stopped = all(
-        _stopped(case.memory.place(place.key), case.timers.now.wall)
+        case.slot.bounds.excludes(place)
+        or _stopped(case.memory.place(place.key), case.timers.now.wall)
         or case.timers.lasted(case.evidence.project.unreachable_since.get(place.zone), case.slot.care.fence_after)
         for place in case.slot.places
     )
@@ -73,23 +96,134 @@ def choose_place(case: Case) -> Choice:
     return Choice(None, "; ".join(reasons) or "no place is declared", needs_person=stopped)
 
 
-def in_turn(places: Sequence[Place], memory: Memory) -> list[Place]:
+def open_in_turn(case: Case) -> Iterator[tuple[Ranked, str | None]]:
+    """The places by turn, each with the reason why it is not asked now; None: it is asked in its turn."""
+    found = pace_of(case)
+    turns = in_turn(case.slot, case.memory, case.evidence.project.markets, case.timers.now.wall)
+    for one in turns:
+        refusal = _closed_why(case, one.place, case.memory.place(one.place.key))
+        if refusal is None and one.dear and any(_goes_first(other, one) for other in turns):
+            refusal = f"more than {DEAR:g} times as dear as the cheapest; asked after all others refused"
+        if refusal is None and found is not None:
+            refusal = _tier_refusal(case, found, one, turns)
+        yield one, refusal
+
+
+# Spot prices in the catalogue's sources differ by less than this between two readings of one zone.
+MUCH_DEARER = 1.15
+_CAUSES: Mapping[Tier, Cause] = MappingProxyType(
+    {Tier.EITHER: Cause.BEHIND_DEADLINE, Tier.ON_DEMAND: Cause.DEADLINE_NEAR}
+)
+
+
+def _tier_refusal(case: Case, found: WorkPace, one: Ranked, turns: Sequence[Ranked]) -> str | None:
+    """Why the deadline does not ask for this place now."""
+    on_demand = one.place.provisioning is Provisioning.ON_DEMAND
+    match found.tier:
+        case Tier.SPOT if on_demand:
+            return f"on-demand is not needed: {found.why}"
+        case Tier.SPOT if found.is_well_ahead and _is_dearer(case, one, turns):
+            return f"waits for a cheaper place: {found.why}"
+        case Tier.EITHER if on_demand:
+            waits = any(not other.asked and is_open(case, other.place, on_demand=False) for other in turns)
+            return "asked once each open spot place has refused" if waits else None
+        case Tier.ON_DEMAND if not on_demand:
+            asks = any(not other.asked and is_open(case, other.place, on_demand=True) for other in turns)
+            return f"on-demand goes first: {found.why}" if asks else None
+    return None
+
+
+def _is_dearer(case: Case, one: Ranked, turns: Sequence[Ranked]) -> bool:
+    """Whether an equal place that may open by itself is cheaper by more than prices move from day to day."""
+    prices = [
+        other.place.price
+        for other in turns
+        if other.place.price is not None
+        and other.preference == one.preference
+        and other.place.zone not in case.evidence.project.unreachable_since
+        and not case.memory.place(other.place.key).blocked
+    ]
+    return one.place.price is not None and one.place.price > MUCH_DEARER * min(prices, default=one.place.price)
+
+
+def is_open(case: Case, place: Place, *, on_demand: bool) -> bool:
+    """Whether *place* is of that tier, and may be asked now."""
+    is_its = (place.provisioning is Provisioning.ON_DEMAND) is on_demand
+    return is_its and _closed_why(case, place, case.memory.place(place.key)) is None
+
+
+def _goes_first(other: Ranked, dear: Ranked) -> bool:
+    return other.preference == dear.preference and not (other.dear or other.asked)
+
+
+class Ranked(NamedTuple):
     """
-    *places* by turn: not asked in this round, preferred by the declaration, not asked for longest, declared first.
+    A place in the turn of a slot.
 
-    By declared order alone the first places would be asked for ever, since their pauses are shorter than a round.
+    asked: in this round    preference: of its `tpu` entry and terms, the lowest first
+    dear:  more than DEAR times as dear as the cheapest of its preference
+    worth: dollars an hour there yields; None: the fleet asked for the declared order
     """
-    preference = _preferences(places)
 
-    def turn(index: int) -> tuple[bool, int, int, int]:
-        asked = memory.place(places[index].key).asked
-        return asked >= memory.round_from, preference[index], asked, index
+    place: Place
+    asked: bool
+    preference: int
+    dear: bool
+    worth: float | None
+    outlook: Outlook
 
-    return [places[index] for index in sorted(range(len(places)), key=turn)]
+
+def in_turn(
+    slot: Slot, memory: Memory, markets: Mapping[str, Market] = MappingProxyType({}), now: datetime | None = None
+) -> list[Ranked]:
+    """
+    The places of *slot* by turn: not asked in this round, preferred by the declaration, not dear, of the most worth;
+    among equals the one not asked for longest, then the one declared first.
+
+    Rounds keep a place of little worth from being starved by those of more. *now* None: the worth is left out.
+    """
+    preference = _preferences(slot.places)
+    prices = _prices(slot.places, preference)
+    value = slot.value if slot.value is not None else VALUE_OF_PRICES * min([p for p in prices if p], default=1.0)
+    ranked = []
+    for index, place in enumerate(slot.places):
+        known = [prices[other] for other, rank in enumerate(preference) if rank == preference[index]]
+        view = outlook(market_at(markets, place.key), now, without=slot.name) if now is not None else NO_OUTLOOK
+        ordered = slot.order is PlacementOrder.ORDERED or now is None
+        ranked.append(
+            Ranked(
+                place,
+                memory.place(place.key).asked >= memory.round_from,
+                preference[index],
+                not ordered and prices[index] > DEAR * min(known),
+                None if ordered else worth(view, prices[index], value),
+                view,
+            )
+        )
+
+    def turn(index: int) -> tuple[bool, int, bool, float, int, int]:
+        one = ranked[index]
+        asked = memory.place(one.place.key).asked if one.worth is not None or now is None else index
+        return one.asked, one.preference, one.dear, -(one.worth or 0.0), asked, index
+
+    return [ranked[index] for index in sorted(range(len(ranked)), key=turn)]
+
+
+def _prices(places: Sequence[Place], preference: Sequence[int]) -> list[float]:
+    """Dollars an hour of a node at each place; an unknown price counts as the dearest known one of its preference."""
+    prices = []
+    for place, rank in zip(places, preference, strict=True):
+        known = [
+            other.price
+            for other, its in zip(places, preference, strict=True)
+            if its == rank and other.price is not None
+        ]
+        prices.append(place.price if place.price is not None else max(known, default=0.0))
+    return prices
 
 
 def _preferences(places: Sequence[Place]) -> list[int]:
-    """Rank of each place; neighbours of one type and terms share a rank."""
+    """Rank of each place; neighbours of one `tpu` entry, type and terms share a rank."""
     ranks: list[int] = []
     for before, place in zip((None, *places), places, strict=False):
         alike = before is not None and _terms(before) == _terms(place)
@@ -97,8 +231,8 @@ def _preferences(places: Sequence[Place]) -> list[int]:
     return ranks
 
 
-def _terms(place: Place) -> tuple[str, Provisioning]:
-    return place.accelerator_type, place.provisioning
+def _terms(place: Place) -> tuple[int, str, Provisioning]:
+    return place.entry, place.accelerator_type, place.provisioning
 
 
 def record_create(memory: Memory, key: str, number: int) -> Memory:
@@ -123,6 +257,8 @@ def _shell_advice(path: str) -> str:
 
 
 def _closed_why(case: Case, place: Place, past: PlaceMemory) -> str | None:
+    if case.slot.bounds.excludes(place):
+        return f"{place.price:.4g} dollars an hour, above `max_price`"
     if place.zone in case.evidence.project.unreachable_since:
         return "the zone does not answer"
     if past.kind.is_own_quota:
@@ -134,10 +270,27 @@ def _closed_why(case: Case, place: Place, past: PlaceMemory) -> str | None:
         ):
             return "our own dead node still holds the quota"
     if case.timers.passed(past.retry_at, _LONGEST.get(past.kind, PERSON_LATER)):
-        return None
+        return _drought(case, place) if past.kind in (Refusal.NONE, Refusal.NO_CAPACITY) else None
     assert past.retry_at is not None
     kind = "needs you" if past.blocked else past.kind or "refused"
     return f"{kind} ({past.reason}), next try {past.retry_at:%H:%M:%S} UTC"
+
+
+def _drought(case: Case, place: Place) -> str | None:
+    """Why the slot leaves it to another slot, or to later, to ask a market that has been dry for long."""
+    market, now = market_at(case.evidence.project.markets, place.key), case.timers.now.wall
+    learned = known(market, now)
+    moved = moved_at(learned)
+    if not is_dry(learned) or moved is None or not case.timers.passed(moved + MOVES_FOR, MOVES_FOR):
+        return None
+    told = outlook(market, now).told * 3600
+    for slot, since in market.asking.items():
+        if slot != case.slot.name and not case.timers.passed(since + timedelta(seconds=OUTLIVES * told), MOVES_FOR):
+            return f"{slot} asks for all"
+    if not case.timers.passed(learned.retry_at, LONGEST_PAUSE):
+        assert learned.retry_at is not None
+        return f"no capacity since {moved:%H:%M} UTC, next try {learned.retry_at:%H:%M:%S} UTC"
+    return None
 
 
 def _stopped(past: PlaceMemory, now: datetime) -> bool:
@@ -160,7 +313,8 @@ def holds_quota(place: Place, evidence: Evidence, *, region_wide: bool) -> bool:
 # The longest pause of a place after each kind of refusal.
 _LONGEST: Mapping[Refusal, timedelta] = MappingProxyType(
     {
-        Refusal.NO_CAPACITY: CAPACITY_BACKOFF.cap,
+        # Stores of earlier versions hold such pauses.
+        Refusal.NO_CAPACITY: timedelta(minutes=2),
         Refusal.QUOTA: QUOTA_BACKOFF.cap,
         Refusal.RATE: RATE_PAUSE * RATE_PAUSE_SPREAD,
         Refusal.TRANSIENT: TRANSIENT_BACKOFF.cap,
@@ -170,12 +324,20 @@ _LONGEST: Mapping[Refusal, timedelta] = MappingProxyType(
 
 
 def record_refusal(
-    past: PlaceMemory, error: CloudError, *, held: bool, now: datetime, rng: random.Random, text: str = ""
+    past: PlaceMemory,
+    error: CloudError,
+    *,
+    held: bool,
+    now: datetime,
+    rng: random.Random,
+    asked_at: datetime | None = None,
+    text: str = "",
 ) -> PlaceMemory:
     """
     The place's memory after it refused a create with *error*.
 
-    `held`: a dead node of ours held that quota, in the error's scope, when the create was decided.
+    `held`: a dead node of ours held that quota, in the error's scope, when the create was decided. `asked_at`: when it
+    was sent; None: just now.
     """
     reason = text or str(error)
     if isinstance(error, QuotaExceeded) and held and not _out_of_patience(past, now):
@@ -189,6 +351,8 @@ def record_refusal(
     again = past.kind == kind
     failures = past.failures + 1 if again else 1
     pause = backoff.delay(failures, rng) if backoff is not None else RATE_PAUSE * rng.uniform(1.0, RATE_PAUSE_SPREAD)
+    if kind is Refusal.NO_CAPACITY:
+        pause = max(pause, CREATES_APART * rng.uniform(0.5, 1.0) - (now - (asked_at or now)))
     return replace(
         past,
         failures=failures,
@@ -266,7 +430,7 @@ class Budget(Protocol):
 
     def restore(self, asked: Iterable[tuple[float, str]]) -> None: ...
 
-    def free_at(self, now: float) -> float | None: ...
+    def free_at(self, now: float, spare: int = 0) -> float | None: ...
 
     def reserve(self, slot: str, now: float) -> None: ...
 
@@ -294,13 +458,14 @@ class CreateBudget:
         """Add creates of an earlier process, as (instant, slot)."""
         self._asked = deque(sorted([*self._asked, *asked]))
 
-    def free_at(self, now: float) -> float | None:
-        """None when a create may begin now, else the instant when one may."""
+    def free_at(self, now: float, spare: int = 0) -> float | None:
+        """None when a create may begin now that leaves *spare* others in the window, else the instant when one may."""
         while self._asked and self._asked[0][0] + self.window <= now:
             self._asked.popleft()
-        if len(self._asked) < self.limit:
+        limit = max(1, self.limit - spare)
+        if len(self._asked) < limit:
             return None
-        return self._asked[len(self._asked) - self.limit][0] + self.window
+        return self._asked[len(self._asked) - limit][0] + self.window
 
     def reserve(self, slot: str, now: float) -> None:
         self._asked.append((now, slot))

@@ -217,6 +217,20 @@ def job_mark(job: Job) -> str:
     return hashlib.sha256(json.dumps((*parts, job.progress, job.foreign)).encode()).hexdigest()[:16]
 
 
+def cache_scope(slot: Slot, memory: Memory, node: str) -> str:
+    """
+    Digest of all that the daemon knows of an environment: project, fleet, image, set-up; empty: it is kept nowhere.
+
+    Another project's or fleet's archive has another scope, so it is never used.
+    """
+    job, past = slot.job, memory.node(node)
+    if job is None or not job.cache or not job.setup:
+        return ""
+    runtime = next((place.runtime for place in slot.places if past is not None and place.key == past.place), "")
+    parts = (slot.project, slot.fleet, runtime, job.setup_mark, job.cache, job.cache_paths)
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
 def keeps_node(seen: NodeEvidence) -> bool:
     """On-demand and reserved nodes are never deleted for stall, crash or health."""
     return seen.node.provisioning in (Provisioning.ON_DEMAND, Provisioning.RESERVED)

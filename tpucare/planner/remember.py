@@ -9,18 +9,24 @@ at start, after a process was killed. Below are the parts: creates, deletes, run
 from __future__ import annotations
 
 import random
+import uuid
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import datetime, timedelta
+from types import MappingProxyType
 
 from tpucare.model.actions import (
     Action,
     AddSshKey,
     Create,
     Delete,
+    DeleteRequest,
+    Enqueue,
     Fact,
     FetchHostKeys,
     GetNode,
     GetOperation,
+    GetRequest,
     Launch,
     Record,
     SendNotice,
@@ -41,7 +47,16 @@ from tpucare.model.errors import (
     RateLimited,
     Transient,
 )
-from tpucare.model.lifecycles import CreateEvent, CreateState, NodeEvent, NodeStatus, RunEvent, RunState
+from tpucare.model.lifecycles import (
+    CreateEvent,
+    CreateState,
+    NodeEvent,
+    NodeStatus,
+    RequestEvent,
+    RequestState,
+    RunEvent,
+    RunState,
+)
 from tpucare.model.memory import (
     ENDED_BY_PROGRESS,
     CreateIntent,
@@ -53,7 +68,9 @@ from tpucare.model.memory import (
     NodeMemory,
     PlaceMemory,
     Publishing,
+    RequestIntent,
     RunMemory,
+    StoredArchive,
     Trust,
 )
 from tpucare.model.resources import (
@@ -64,10 +81,12 @@ from tpucare.model.resources import (
     Node,
     NodeState,
     Operation,
+    QueuedResource,
+    QueuedState,
     parse_node_name,
 )
-from tpucare.model.runs import LaunchResult, StopResult
-from tpucare.planner import placement
+from tpucare.model.runs import Archive, LaunchResult, StopResult
+from tpucare.planner import cadence, placement
 from tpucare.planner.backoff import DELETE_AGAIN, DELETE_AGAIN_CAP, FAILURE_BACKOFF, MISSING_READ_EVERY, RESEND_BACKOFF
 from tpucare.planner.predicates import run_number
 
@@ -77,6 +96,10 @@ def intend(memory: Memory, action: Action, now: datetime, rng: random.Random) ->
     match action:
         case Create():
             return intend_create(memory, action, now)
+        case Enqueue():
+            return intend_request(memory, action, now, rng)
+        case DeleteRequest():
+            return intend_request_delete(memory, action, now)
         case Delete():
             return intend_run_loss(intend_delete(memory, action, now), action, now, rng)
         case Launch():
@@ -101,6 +124,8 @@ def _apply_record(memory: Memory, action: Record, now: datetime, rng: random.Ran
             return abandon_create(memory, action, now, rng)
         case Fact.CREATE_KEPT:
             return readopt_create(memory, action.name)
+        case Fact.REQUEST_ABANDONED:
+            return abandon_request(memory, action, now, rng)
         case Fact.NODE_OUT_OF_SIGHT:
             past = memory.node(action.name)
             return memory.with_node(past.after(NodeEvent.HIDDEN)) if past is not None else memory
@@ -161,6 +186,10 @@ def remember(
             return after_create(memory, action, result, error, now, rng)
         case Delete():
             return after_delete(memory, action, error, now, rng)
+        case Enqueue():
+            return after_enqueue(memory, action, error, now, rng)
+        case DeleteRequest() | GetRequest():
+            return after_request_call(memory, action, error, now, rng)
         case Launch():
             return after_launch(memory, action, result, error, now, rng)
         case Stop():
@@ -198,6 +227,8 @@ def recover(memory: Memory) -> Memory:
     for intent in memory.creates:
         if not intent.state.is_accepted:
             memory = memory.with_create(replace(intent.after(CreateEvent.PROCESS_DIED), retry_at=None))
+    for request in memory.requests:
+        memory = memory.with_request(replace(request.after(RequestEvent.PROCESS_DIED), retry_at=None, delete_at=None))
     if memory.run is not None and memory.run.then_delete is Reason.JUDGED:
         # As with a judged delete: the run is stopped, and its node is judged anew.
         memory = replace(memory, run=replace(memory.run, then_delete=None))
@@ -217,6 +248,8 @@ def recover(memory: Memory) -> Memory:
 # --- creates: an intent opens before the call, and closes by the answers of calls and operation -----------------------
 
 
+# A create that is given up for these says nothing about its place.
+UNWANTED = frozenset({Cause.RESTING, Cause.UNTIL_REACHED, Cause.COST_REACHED, Cause.ANOTHER_NODE_HOLDS_SLOT})
 BUDGET_WINDOW = timedelta(minutes=1)
 MISSING_READS = 24
 
@@ -255,7 +288,7 @@ def abandon_create(memory: Memory, action: Record, now: datetime, rng: random.Ra
     if intent is None:
         return memory
     memory = memory.with_create(replace(intent, abandoned=True))
-    if not memory.is_wanted or action.cause is Cause.RESTING:
+    if not memory.is_wanted or action.cause in UNWANTED:
         return memory
     # Another place goes first: this one left the create unanswered for a whole boot_timeout.
     place = placement.record_refusal(memory.place(intent.place), Transient(action.why), held=False, now=now, rng=rng)
@@ -276,7 +309,7 @@ def close_create_of_serving_node(memory: Memory, past: NodeMemory) -> Memory:
     """
     intent = memory.create(past.name)
     if intent is None:
-        return memory
+        return mark_request_served(memory, past.name, past.create_time)
     if intent.place:
         memory = placement.record_node_up(memory, intent.place, past.create_time)
     return memory.without_create(past.name)
@@ -311,7 +344,8 @@ def _refuse_place(
 ) -> PlaceMemory:
     region_wide = isinstance(error, QuotaExceeded) and error.region_wide
     held = asked.held_in_region if region_wide else asked.held_in_zone
-    return placement.record_refusal(memory.place(key), error, held=held, now=now, rng=rng)
+    asked_at = asked.asked_at if isinstance(asked, CreateIntent) else None
+    return placement.record_refusal(memory.place(key), error, held=held, now=now, rng=rng, asked_at=asked_at)
 
 
 def after_get_node(
@@ -378,6 +412,177 @@ def _operation_over(memory: Memory, intent: CreateIntent) -> Memory:
     if memory.node(intent.name) is not None:
         return memory.without_create(intent.name)
     return memory.with_create(intent.after(CreateEvent.OPERATION_OVER))
+
+
+# --- queued requests: opened before the call, closed once GetQueuedResource says NOT_FOUND ----------------------------
+
+
+def intend_request(memory: Memory, action: Enqueue, now: datetime, rng: random.Random) -> Memory:
+    """Open a request and take its number, or send it once more under its request id."""
+    past = memory.request(action.name)
+    if past is not None:
+        return memory.with_request(replace(past, tries=past.tries + 1))
+    place = action.place
+    request = RequestIntent(
+        name=action.name,
+        number=action.number,
+        zone=place.zone,
+        place=place.key,
+        asked_at=now,
+        request_id=str(uuid.UUID(int=rng.getrandbits(128), version=4)),
+        accelerator_type=place.accelerator_type,
+        valid_until=now + place.valid_for if place.valid_for is not None else None,
+    )
+    # As with a create: the new node is as declared now, and a confirmation was about older ones.
+    first = memory.asked_from if memory.asked_from is not None else action.number
+    memory = replace(memory, replace_asked=False, fence_confirmed=False, asked_from=first)
+    memory = placement.record_create(memory, place.key, action.number)
+    return raise_next_number(memory.with_request(request), action.name)
+
+
+def after_enqueue(
+    memory: Memory, action: Enqueue, error: Exception | None, now: datetime, rng: random.Random
+) -> Memory:
+    request, key = memory.request(action.name), action.place.key
+    if request is None:
+        return memory
+    if error is None:
+        memory = memory.with_place(key, placement.end_quota_refusal(memory.place(key)))
+        return memory.with_request(request.after(RequestEvent.ACCEPTED))
+    if isinstance(error, AlreadyExists):
+        # Ours, if GetQueuedResource finds our labels in its node_spec; the service may say so of one just made.
+        return memory.with_request(request.after(RequestEvent.EXISTS))
+    transient = isinstance(error, Transient) and not isinstance(error, LostRace)
+    if transient or not isinstance(error, CloudError):
+        retry_at = now + RESEND_BACKOFF.delay(request.tries, rng)
+        return memory.with_request(replace(request.after(RequestEvent.NO_ANSWER), retry_at=retry_at))
+    memory = _refuse_queue(memory, key, error, now, rng)
+    if action.resend:
+        # The first call may have arrived.
+        return memory.with_request(request.after(RequestEvent.CALL_REFUSED))
+    return memory.without_request(action.name)
+
+
+def _refuse_queue(memory: Memory, key: str, error: CloudError, now: datetime, rng: random.Random) -> Memory:
+    place = placement.record_refusal(memory.place(key), error, held=False, now=now, rng=rng)
+    return memory.with_place(key, place)
+
+
+def abandon_request(memory: Memory, action: Record, now: datetime, rng: random.Random) -> Memory:
+    """The slot waits for this request no more; a place that left it unanswered for too long counts a refusal."""
+    request = memory.request(action.name)
+    if request is None:
+        return memory
+    memory = memory.with_request(replace(request, abandoned=True, why=action.why, delete_at=None))
+    if request.place and action.cause in (Cause.BOOT_TIMEOUT, Cause.REQUEST_EXPIRED):
+        return _refuse_queue(memory, request.place, NoCapacity(action.why), now, rng)
+    return memory
+
+
+def intend_request_delete(memory: Memory, action: DeleteRequest, now: datetime) -> Memory:
+    request = memory.request(action.key.name)
+    if request is None:
+        return memory
+    pause = min(DELETE_AGAIN * 2 ** min(request.deletes, 10), DELETE_AGAIN_CAP)
+    request = replace(request, deletes=request.deletes + 1, deleted_at=request.deleted_at or now, delete_at=now + pause)
+    return memory.with_request(request)
+
+
+def after_request_call(
+    memory: Memory,
+    action: DeleteRequest | GetRequest,
+    error: Exception | None,
+    now: datetime,
+    rng: random.Random,
+) -> Memory:
+    request = memory.request(action.key.name)
+    if request is None:
+        return memory
+    if isinstance(error, NodeGone):
+        return _close_request(memory, request, now, rng)
+    if isinstance(action, DeleteRequest) and error is None:
+        return memory.with_request(request.after(RequestEvent.DELETE_ACCEPTED))
+    if isinstance(action, DeleteRequest) and isinstance(error, CloudError) and not isinstance(error, LostRace):
+        pause = timedelta(minutes=1) if isinstance(error, RateLimited) else DELETE_AGAIN / 12 * request.deletes
+        return memory.with_request(replace(request, delete_at=now + min(pause, DELETE_AGAIN)))
+    return memory
+
+
+def _close_request(memory: Memory, request: RequestIntent, now: datetime, rng: random.Random) -> Memory:
+    """It is gone. One that stood, and that no delete of ours removed, was forgotten by the service: a refusal."""
+    memory = memory.without_request(request.name)
+    if request.stands and request.place and not request.deletes and memory.node(request.name) is None:
+        forgotten = NoCapacity(f"the queued resource {request.name} is gone, and its node was not there")
+        return _refuse_queue(memory, request.place, forgotten, now, rng)
+    return memory
+
+
+_SHOWN: Mapping[QueuedState, RequestEvent] = MappingProxyType(
+    {
+        QueuedState.ACCEPTED: RequestEvent.SHOWN_WAITING,
+        QueuedState.WAITING_FOR_RESOURCES: RequestEvent.SHOWN_WAITING,
+        QueuedState.PROVISIONING: RequestEvent.SHOWN_GRANTED,
+        QueuedState.ACTIVE: RequestEvent.SHOWN_GRANTED,
+        QueuedState.SUSPENDING: RequestEvent.SHOWN_SUSPENDING,
+        QueuedState.SUSPENDED: RequestEvent.SHOWN_SPENT,
+        QueuedState.FAILED: RequestEvent.SHOWN_SPENT,
+        QueuedState.DELETING: RequestEvent.SHOWN_SPENT,
+    }
+)
+
+
+def apply_request(memory: Memory, resource: QueuedResource, now: datetime, rng: random.Random) -> Memory:
+    """
+    Memory after *resource*, which is ours and of this slot, was listed or read.
+
+    One that this store does not know is adopted by its labels (rule 6). The loss of a node that came up is counted
+    with the node; one that was taken away before that is counted here, and a failed request at its place.
+    """
+    known = memory.request(resource.name)
+    request = known or _adopted_request(resource)
+    event = _SHOWN.get(resource.state)
+    if event is not None:
+        request = request.after(event)
+    if request == known:
+        return memory
+    was_standing = known is not None and known.stands
+    memory = raise_next_number(memory.with_request(request), resource.name)
+    if not was_standing or request.state.may_bring_node:
+        return memory
+    if resource.state is QueuedState.FAILED:
+        error = resource.error if isinstance(resource.error, CloudError) else Transient("it is FAILED")
+        memory = memory.with_request(replace(request, why=f"it failed: {error}", booked=True))
+        if request.place and not isinstance(error, PreemptedMeanwhile):
+            return _refuse_queue(memory, request.place, error, now, rng)
+        return memory
+    memory = memory.with_request(replace(request, why=f"it is {resource.state.name}"))
+    if resource.state is QueuedState.DELETING or not resource.suspended_by_service:
+        return memory
+    return _count_preemption(memory, resource.name, f"was taken away ({resource.state.name})")
+
+
+def _adopted_request(resource: QueuedResource) -> RequestIntent:
+    parsed = parse_node_name(resource.name)
+    waiting = (QueuedState.CREATING, QueuedState.ACCEPTED, QueuedState.WAITING_FOR_RESOURCES)
+    return RequestIntent(
+        name=resource.name,
+        number=parsed[1] if parsed is not None else 0,
+        zone=resource.key.zone,
+        place="",
+        asked_at=resource.create_time,
+        state=RequestState.AWAITED,
+        # Another process may have launched on its node.
+        doubtful=resource.state not in waiting,
+    )
+
+
+def mark_request_served(memory: Memory, name: str, came_at: datetime) -> Memory:
+    """The node of request *name* came up; so its place gives nodes."""
+    request = memory.request(name)
+    if request is None or request.served:
+        return memory
+    memory = memory.with_request(replace(request, served=True))
+    return placement.record_node_up(memory, request.place, came_at) if request.place else memory
 
 
 # --- deletes: repeated until the node is gone, or void; useless nodes block their place -------------------------------
@@ -466,7 +671,14 @@ def _start_job(memory: Memory, job: str) -> Memory:
     for name in FailureKind:
         memory = reset_streak(memory, name)
     return replace(
-        memory, step=None, checkpoint=None, step_job="", gap_seconds=0.0, last_step=None, last_checkpoint=None
+        memory,
+        step=None,
+        checkpoint=None,
+        step_job="",
+        gap_seconds=0.0,
+        last_step=None,
+        last_checkpoint=None,
+        save_seconds=0.0,
     )
 
 
@@ -519,6 +731,18 @@ def record_last_progress(memory: Memory, step: int | None, checkpoint: int | Non
     if (last_step, last_checkpoint) == (memory.last_step, memory.last_checkpoint):
         return memory
     return replace(memory, last_step=last_step, last_checkpoint=last_checkpoint)
+
+
+def record_save_cost(memory: Memory, seconds: float | None) -> Memory:
+    """Record the cost of a save as the run measured it; a small difference is not worth a commit."""
+    if seconds is None or not seconds > 0 or not cadence.differs(memory.save_seconds, seconds):
+        return memory
+    return replace(memory, save_seconds=seconds)
+
+
+def record_archive(memory: Memory, archive: Archive, now: datetime) -> Memory:
+    """Record the environment that a run stored for later nodes."""
+    return replace(memory, stored=StoredArchive(archive, now))
 
 
 def record_furthest(memory: Memory, step: int | None, checkpoint: int | None) -> Memory:
@@ -656,6 +880,8 @@ def apply_node(memory: Memory, node: Node) -> Memory:
         memory = memory.without_create(node.name)
         if node.state is NodeState.READY and intent.place:
             memory = placement.record_node_up(memory, intent.place, node.create_time)
+    if node.state is NodeState.READY:
+        memory = mark_request_served(memory, node.name, node.create_time)
     return raise_next_number(memory, node.name)
 
 
@@ -680,15 +906,18 @@ def _apply_state(memory: Memory, node: Node) -> Memory:
 
 
 def _first_memory(node: Node, intent: CreateIntent | None, memory: Memory) -> NodeMemory:
+    request = memory.request(node.name)
+    is_of_request = intent is None and request is not None and not request.doubtful
+    asked = request if is_of_request else intent
     return NodeMemory(
         name=node.name,
         zone=node.key.zone,
         id=node.id,
         create_time=node.create_time,
-        place=intent.place if intent else "",
-        launched=intent is None,
-        attempt=memory.attempts if intent is None else 0,
-        requested=intent is None and _was_requested(node, memory),
+        place=asked.place if asked else "",
+        launched=asked is None,
+        attempt=memory.attempts if asked is None else 0,
+        requested=is_of_request or (intent is None and _was_requested(node, memory)),
         queued=node.queued_resource,
     )
 
@@ -713,7 +942,16 @@ def raise_next_number(memory: Memory, name: str) -> Memory:
 
 
 def _count_preemption(memory: Memory, name: str, what: str) -> Memory:
-    """Count a preemption of node *name*, and uncount a failed launch on it, which the preemption explains."""
+    """
+    Count a preemption of node *name*, and uncount a failed launch on it, which the preemption explains.
+
+    Of a node of a queued resource the node and the resource tell, in any order: it is counted once.
+    """
+    request = memory.request(name)
+    if request is not None and request.booked:
+        return memory
+    if request is not None:
+        memory = memory.with_request(replace(request, booked=True))
     counter = memory.counter(FailureKind.PREEMPTION)
     counter = replace(counter, total=counter.total + 1, reason=f"{name} {what}")
     memory = memory.with_counter(FailureKind.PREEMPTION, counter)
@@ -760,10 +998,14 @@ def forget_node(memory: Memory, name: str, now: datetime, rng: random.Random) ->
     if past is not None:
         # No preemption: a node of a failed create never existed. A REVIVED node is lost only now and counts, so
         # `is_leaving` would leave out too much.
-        if past.status not in (NodeStatus.DEAD, NodeStatus.TAKEN) and past.delete is None and intent is None:
+        request = memory.request(name)
+        # While a request is granted its node may vanish in state CREATING, and be made anew.
+        made_anew = request is not None and request.stands and not request.served
+        counts = past.status not in (NodeStatus.DEAD, NodeStatus.TAKEN) and past.delete is None and intent is None
+        if counts and not made_anew:
             memory = _count_preemption(memory, name, "is gone")
         memory = memory.without_node(name)
-        if past.queued:
+        if past.queued and request is None:
             memory = replace(memory, shell=past.queued)
     if intent is not None and intent.state is not CreateState.RUNNING:
         memory = memory.without_create(name)
@@ -783,7 +1025,7 @@ def mark_taken(memory: Memory, name: str) -> Memory:
 
     A node on which our run may live stays in memory until GetNode says NOT_FOUND.
     """
-    past, memory = memory.node(name), memory.without_create(name)
+    past, memory = memory.node(name), memory.without_create(name).without_request(name)
     if past is not None:
         fenced = past.may_be_training
         memory = memory.with_node(past.after(NodeEvent.RELABELLED)) if fenced else memory.without_node(name)

@@ -24,6 +24,7 @@ from tpucare.adapters.semaphore import ContextGate
 from tpucare.adapters.ssh.keys import LoginKey, load_or_make_key
 from tpucare.adapters.ssh.remote import ParamikoRemote
 from tpucare.adapters.state.create_budget import SharedBudget
+from tpucare.adapters.state.market_files import MarketFiles
 from tpucare.adapters.state.store import SqliteStore, open_store
 from tpucare.adapters.system import SystemClock, ThreadExecutor, instance_id, machine_id, random_source
 from tpucare.engine.effects import Ports
@@ -158,7 +159,8 @@ def assemble(
         neighbours = Neighbours(options, clock.monotonic)
         settings = settings_of(options, neighbours)
         gate = ContextGate(creation, executor.nudge) if creation is not None else None
-        engine = Engine(ports, kept, clock, executor, random_source(), settings, listen, gate)
+        knowledge = MarketFiles(options.state, options.store)
+        engine = Engine(ports, kept, clock, executor, random_source(), settings, listen, gate, knowledge)
         if alone:
             engine.hold()
     except BaseException:
@@ -223,6 +225,7 @@ def settings_of(options: Options, neighbours: Neighbours | None = None) -> Setti
             options.state, project, options.creates_per_minute, options.store, SystemClock().monotonic
         ),
         elsewhere=neighbours.care_for if neighbours is not None else None,
+        sweep_queues=True,
     )
 
 

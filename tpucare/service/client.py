@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tpucare.adapters.state import folder as state_folder
+from tpucare.adapters.state import market_files
 from tpucare.engine.engine import Engine
 from tpucare.model.errors import CloudError, ConfigError, StoreLocked, TpuCareError
 from tpucare.model.memory import DesiredState
@@ -113,6 +114,7 @@ def throwaway_state(options: Options) -> Iterator[Options]:
         for name in (
             state_folder.OWNER_FILE,
             state_folder.STORES_FILE,
+            market_files.FOLDER,
             options.key.parent.name,
             options.host_keys.name,
         ):
@@ -203,6 +205,8 @@ def _gc(options: Options, *, apply: bool) -> dict[str, Any]:
             here.observe()
         except CloudError as error:
             raise NotListed(f"nothing was listed: {error.message}", error.code, advice=error.advice) from error
+        queues = [view.queue for view in here.runtime.engine.projects.values()]
+        here.run_until(lambda: all(queue.fresh or queue.why for queue in queues), OBSERVE_SECONDS)
         answer = here.handler.handle(command)
         here.run_until(lambda: set(answer["deleting"]) <= set(ended), OBSERVE_SECONDS)
         return answer
@@ -269,6 +273,18 @@ def fleets_that_are_up(options: Options) -> list[str]:
     """Fleets of the chosen store that are not down. Raises: StoreError: there is no store."""
     rows = service_status.of_store(options, "")["fleets"]
     return [row["fleet"] for row in rows if row["wish"] != DesiredState.DOWN.value]
+
+
+def pools_that_are_up(options: Options, cluster: str) -> list[str]:
+    """
+    Pools of a Ray cluster that are not down. Raises: StoreError: there is no store. ConfigError: no such cluster.
+    """
+    rows = [row for row in service_status.of_store(options, "")["fleets"] if row.get("cluster")]
+    if cluster not in (known := sorted({row["cluster"] for row in rows})):
+        names = f"there are {', '.join(known)}" if known else "no fleet is a pool of a cluster"
+        raise ConfigError(f"no pool belongs to a cluster {shown(cluster)}; {names}")
+    of_cluster = [row for row in rows if row["cluster"] == cluster]
+    return [row["fleet"] for row in of_cluster if row["wish"] != DesiredState.DOWN.value]
 
 
 def running_status(options: Options, target: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ store. So each command has one meaning. On the thread of the loop only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -18,14 +18,17 @@ from tpucare.fleetfile import yaml_document
 from tpucare.fleetfile.parse import FleetSpec
 from tpucare.model.actions import Wait
 from tpucare.model.errors import ConfigError, TpuCareError
+from tpucare.model.evidence import ProjectEvidence
 from tpucare.model.memory import DesiredState, Memory
-from tpucare.model.resources import Node, parse_node_name
+from tpucare.model.resources import Node, QueuedResource, Slot, parse_node_name
 from tpucare.model.text import counted, hint, plain, shown
 from tpucare.planner import desired_state
+from tpucare.planner.budget import closed_by
 from tpucare.service import status
 from tpucare.service.assembly import Runtime
 from tpucare.service.fleet_folder import FileProblems, FleetFolder, without_header
 from tpucare.service.fleet_registry import FleetRegistry
+from tpucare.service.places import order_rows
 
 EVENTS_AT_ONCE = 1000
 # SQLite's largest integer.
@@ -105,16 +108,23 @@ class CommandHandler:
         names = self._target(target).slots if target else self._all_slots()
         files = self._folder.problems() if self._folder is not None else FileProblems()
         counts = {name: fleet.count for name, fleet in self._registry.fleets.items()}
+        problems = {**files.of_fleets, **self._registry.unread}
         return {
             "version": __version__,
             "at": now.isoformat(),
             "owner": self._runtime.store.owner,
             "store_lost": self._runtime.store.lost,
             "projects": status.project_rows(self._engine),
-            "fleets": status.fleet_rows(self._registry.records, {**files.of_fleets, **self._registry.unread}, counts),
+            "fleets": status.fleet_rows(self._registry.records, problems, counts, self._costs()),
             "files": [{"file": plain(file), "problem": plain(text)} for file, text in files.others.items()],
             "slots": [self._slot_row(name, now) for name in names],
             "strays": status.stray_rows(self._engine),
+        }
+
+    def _costs(self) -> dict[str, Answer]:
+        return {
+            name: status.cost_row(fleet.bounds, self._engine.bounds.spending(name))
+            for name, fleet in self._registry.fleets.items()
         }
 
     def _slot_row(self, name: str, now: datetime) -> Answer:
@@ -125,7 +135,29 @@ class CommandHandler:
 
     def _plan(self, target: str) -> Answer:
         names = self._target(target).slots if target else self._all_slots()
-        return {"projects": status.project_rows(self._engine), "slots": [self._planned_action(name) for name in names]}
+        meant = {self._engine.slots[name].slot.fleet for name in names}
+        return {
+            "projects": status.project_rows(self._engine),
+            "slots": [self._planned_action(name) for name in names],
+            "costs": {name: row for name, row in self._costs().items() if name in meant},
+            "places": [row for fleet in sorted(meant) for row in self._order_of(fleet, names)],
+        }
+
+    def _order_of(self, fleet: str, names: Sequence[str]) -> list[Answer]:
+        """In which order the slots of *fleet* among *names* ask its places; a fleet that is down asks none."""
+        tracks = [self._engine.slots[name] for name in names if self._engine.slots[name].slot.fleet == fleet]
+        if all(track.memory.wish is DesiredState.DOWN for track in tracks):
+            return []
+        return self._order_rows(tracks[0].slot, [track.memory for track in tracks])
+
+    def _order_rows(self, slot: Slot, memories: Sequence[Memory]) -> list[Answer]:
+        state, view = self._engine.state, self._engine.projects.get(slot.project)
+        evidence = (
+            state.project_evidence(view)
+            if view is not None
+            else ProjectEvidence(fresh=False, markets=state.markets.of(slot.project))
+        )
+        return order_rows(slot, memories, evidence, self._runtime.clock.now())
 
     def _planned_action(self, name: str) -> Answer:
         track = self._engine.slots[name]
@@ -137,6 +169,7 @@ class CommandHandler:
             "why": plain(action.why),
             "cause": action.cause.value,
             "needs_person": isinstance(action, Wait) and action.needs_person,
+            "work": status.work_row(track, self._engine.moment(track)),
             "in_flight": sorted(str(key) for key in track.in_flight),
         }
 
@@ -192,7 +225,8 @@ class CommandHandler:
             "changes": changes,
             "started_again": raised,
             "paused": is_paused,
-            "warnings": [*fleet.warnings, *self._missing_secrets(fleet)],
+            "order": self._order_rows(fleet.slot(0), self._memories(fleet.name)),
+            "warnings": [*fleet.warnings, *self._missing_secrets(fleet), *self._bounds_over(fleet)],
             "replaced": self._change_live(fleet.name, desired_state.replace_node, "replace") if replace else [],
             "restarted": self._change_live(fleet.name, desired_state.restart, "restart")
             if restart and not replace
@@ -202,6 +236,10 @@ class CommandHandler:
     def _missing_secrets(self, fleet: FleetSpec) -> list[str]:
         lacks = self._registry.missing_secrets(fleet.job.secrets)
         return [f"{fleet.name}: {lacks}; until then no node is created"] if lacks else []
+
+    def _bounds_over(self, fleet: FleetSpec) -> list[str]:
+        closed = closed_by(fleet.bounds, self._engine.bounds.spending(fleet.name), self._runtime.clock.now())
+        return [f"{fleet.name}: {closed.why}: no node is made before the bound is moved"] if closed else []
 
     def _preview(self, text: str, folder: str, file: str) -> Answer:
         """The changes that `apply` would make; makes none."""
@@ -220,9 +258,14 @@ class CommandHandler:
             "slots": slots,
             "added": [name for name in slots if name not in known],
             "surplus": [name for name in self._alive(fleet.name) if name not in slots],
-            "places": [f"{place.accelerator_type} in {place.zone}" for place in fleet.places],
+            "places": [
+                f"{place.accelerator_type} in {place.zone}"
+                for place in fleet.places
+                if not fleet.bounds.excludes(place)
+            ],
+            "order": self._order_rows(fleet.slot(0), self._memories(fleet.name)),
             "changes": self._changes(fleet, text),
-            "warnings": [*fleet.warnings, *self._missing_secrets(fleet)],
+            "warnings": [*fleet.warnings, *self._missing_secrets(fleet), *self._bounds_over(fleet)],
         }
 
     def _changes(self, fleet: FleetSpec, text: str) -> list[Answer]:
@@ -239,6 +282,9 @@ class CommandHandler:
                 found.append({"key": f"job.files: {path}", "before": "its old content", "after": "its new content"})
         return found
 
+    def _memories(self, fleet: str) -> list[Memory]:
+        return [self._engine.slots[name].memory for name in self._registry.slots_of(fleet)]
+
     def _surplus_alive(self, fleet: str) -> list[str]:
         return [name for name in self._alive(fleet) if self._registry.is_surplus(name)]
 
@@ -248,7 +294,7 @@ class CommandHandler:
             name
             for name in self._registry.slots_of(fleet)
             if (memory := self._engine.slots[name].memory).wish is not DesiredState.DOWN
-            and (memory.nodes or memory.creates)
+            and (memory.nodes or memory.asked_for)
         ]
 
     def _change_live(self, fleet: str, alter: Callable[[Memory], Memory], kind: str) -> list[str]:
@@ -318,10 +364,14 @@ class CommandHandler:
             )
         projects = status.project_rows(self._engine)
         declared = self._folder.named_fleets() if self._folder is not None else frozenset()
-        left = [node for node in self._engine.orphans.values() if not self._is_cared_for(node, declared)]
-        strays = {node.name for node in left if _is_named_by_us(node)}
+        found: list[Node | QueuedResource] = [*self._engine.orphans.values(), *self._engine.orphan_requests.values()]
+        left = [one for one in found if not self._is_cared_for(one, declared)]
+        strays = {one.name for one in left if _is_named_by_us(one)}
         for name in strays if apply else ():
-            self._engine.delete_orphan(name)
+            if name in self._engine.orphans:
+                self._engine.delete_orphan(name)
+            if name in self._engine.orphan_requests:
+                self._engine.delete_orphan_request(name)
         rows = {row["node"]: row for row in status.stray_rows(self._engine)}
         return {
             "strays": [row for name, row in rows.items() if name in strays],
@@ -329,11 +379,15 @@ class CommandHandler:
             "deleting": sorted(strays) if apply else [],
             "projects": [row["project"] for row in projects],
             "unseen_projects": [row["project"] for row in projects if not row["seen"]],
-            "unreachable": sorted({zone for row in projects for zone in row["unreachable"]}),
+            "unseen_queues": sorted(name for name, view in self._engine.projects.items() if not view.queue.is_known),
+            "unreachable": sorted(
+                {zone for row in projects for zone in row["unreachable"]}
+                | {zone for view in self._engine.projects.values() for zone in view.queue.unreachable}
+            ),
             "store_lost": self._runtime.store.lost,
         }
 
-    def _is_cared_for(self, node: Node, declared: frozenset[str]) -> bool:
+    def _is_cared_for(self, node: Node | QueuedResource, declared: frozenset[str]) -> bool:
         """Whether a file of the folder, readable or not, declares its fleet, or this store knows it as not down."""
         record = self._registry.records.get(node.fleet)
         return node.fleet in declared or (record is not None and record.wish is not DesiredState.DOWN)
@@ -384,7 +438,7 @@ class CommandHandler:
         return {"fleet": target.fleet if target.whole else "", "changed": list(target.slots)}
 
 
-def _is_named_by_us(node: Node) -> bool:
+def _is_named_by_us(node: Node | QueuedResource) -> bool:
     """Whether its name is a create of its slot. Any other node with our label was made by a person, and adopted."""
     made_for = parse_node_name(node.name)
     return made_for is not None and made_for[0] == node.slot

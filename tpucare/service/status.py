@@ -15,14 +15,20 @@ from tpucare._version import __version__
 from tpucare.engine.engine import Engine
 from tpucare.engine.state import ProjectView
 from tpucare.engine.tracking import NodeTrack, SlotTrack
+from tpucare.fleetfile.parse import cluster_of
+from tpucare.fleetfile.python_fleet import is_python
 from tpucare.model.actions import Wait, word_of
 from tpucare.model.causes import Cause
 from tpucare.model.errors import TpuCareError
+from tpucare.model.evidence import Moment
 from tpucare.model.lifecycles import RunState
 from tpucare.model.memory import DesiredState, End, FleetRecord, Memory, NodeMemory
-from tpucare.model.resources import Node, NodeKey, NodeState, Provisioning, Worker
-from tpucare.model.runs import Contact, Phase
+from tpucare.model.resources import UNBOUNDED, Bounds, Node, NodeKey, NodeState, Provisioning, Worker
+from tpucare.model.runs import UNPREPARED, Contact, Phase, preparation_text
 from tpucare.model.text import hint, length, plain, shown
+from tpucare.planner.budget import HOUR, Spending, spending_of
+from tpucare.planner.cadence import USUAL_INTERVAL
+from tpucare.planner.deadline import draw_line, pace
 from tpucare.planner.predicates import job_mark
 from tpucare.service.control_socket import NoDaemon, Stopping, Suspended, request
 from tpucare.service.options import DAEMON_STORE, Options
@@ -61,13 +67,32 @@ def slot_row(engine: Engine, track: SlotTrack, now: datetime) -> Row:
         "why": _why(track, row["run_age_seconds"]),
         "cause": track.action.cause.value,
         "needs_person": isinstance(track.action, Wait) and (track.action.needs_person or _all_blocked(track)),
-        "waits_for_place": track.action.cause is Cause.NO_PLACE_OPEN,
+        "waits_for_place": track.action.cause in (Cause.NO_PLACE_OPEN, Cause.QUEUED),
         "behind": _behind(track, seen),
         "kept_until": _kept_until(track, seen),
+        "work": work_row(track, engine.moment(track)),
     }
     if seen is not None:
         row |= _place_row(seen.node) | _workers_row(seen, track) | _progress_row(seen, memory, view)
+        row["cadence"] = _cadence_row(engine, track, seen)
+        row["preparation"] = _preparation_row(track, seen)
     return row
+
+
+def work_row(track: SlotTrack, now: Moment) -> Row | None:
+    """Hours of work done and due by the line of the slot's deadline; None: it has none."""
+    deadline, cloud = track.slot.bounds.deadline, now.cloud
+    if deadline is None or cloud is None:
+        return None
+    found = pace(draw_line(track.memory.work, deadline, cloud), deadline, cloud)
+    return {
+        "hours": round(found.done / HOUR, 2),
+        "hours_due": round(found.due / HOUR, 2),
+        "hours_of_work": deadline.hours_of_work,
+        "slack_hours": round(found.slack / HOUR, 2),
+        "by": deadline.by.isoformat(),
+        "tier": found.tier.value,
+    }
 
 
 def _why(track: SlotTrack, run_age: float | None) -> str:
@@ -160,6 +185,9 @@ def _remembered(slot: str, memory: Memory, now: datetime) -> Row:
         "waits_for_place": False,
         "behind": [],
         "kept_until": None,
+        "work": None,
+        "cadence": None,
+        "preparation": None,
         "surplus": False,
     }
 
@@ -216,7 +244,7 @@ def phase_of(track: SlotTrack, seen: NodeTrack | None, past: NodeMemory | None) 
     if (ended := _ended_phase(track.memory)) and seen is None:
         return ended
     if seen is None:
-        return "creating" if track.memory.creates else "waiting"
+        return _asking_phase(track.memory)
     # A dead node that we have not deleted yet is shown with the state that the cloud reports.
     if past is not None and past.delete is not None:
         return "deleting"
@@ -226,6 +254,12 @@ def phase_of(track: SlotTrack, seen: NodeTrack | None, past: NodeMemory | None) 
     if state is not NodeState.READY:
         return state.name.lower()
     return ended or _run_phase(seen, track.memory)
+
+
+def _asking_phase(memory: Memory) -> str:
+    if memory.creates:
+        return "creating"
+    return "queued" if memory.standing_request is not None else "waiting"
 
 
 def _run_phase(seen: NodeTrack, memory: Memory) -> str:
@@ -277,6 +311,39 @@ def _progress_row(seen: NodeTrack, memory: Memory, view: ProjectView) -> Row:
     }
 
 
+def _cadence_row(engine: Engine, track: SlotTrack, seen: NodeTrack) -> Row | None:
+    """How often the run should save, and what that wins; None: no run was told."""
+    report, run = seen.report, track.memory.run
+    first = report.workers[0] if report is not None and report.workers else None
+    if first is None or run is None or first.token != run.token or first.cadence_seconds is None:
+        return None
+    advice = engine.state.cadence_of(track)
+    return {
+        "interval_seconds": first.cadence_seconds,
+        "node_life_seconds": round(advice.node_life.total_seconds()),
+        "save_seconds": advice.save_cost.total_seconds(),
+        "followed": first.save_seconds is not None,
+        "lost_minutes_a_day": round(advice.lost_minutes_a_day(), 1),
+        "usual_minutes_a_day": round(advice.lost_minutes_a_day(USUAL_INTERVAL), 1),
+    }
+
+
+def _preparation_row(track: SlotTrack, seen: NodeTrack) -> Row | None:
+    """How long fetch and set-up of the run took, and whether its environment was restored; None: not told yet."""
+    report, run = seen.report, track.memory.run
+    first = report.workers[0] if report is not None and report.workers else None
+    if first is None or run is None or first.token != run.token or first.preparation == UNPREPARED:
+        return None
+    made = first.preparation
+    return {
+        "environment": made.environment,
+        "fetch_seconds": made.fetch_seconds,
+        "setup_seconds": made.setup_seconds,
+        "text": preparation_text(made),
+        "refused": made.refused,
+    }
+
+
 def _node_row(seen: NodeTrack, memory: Memory) -> Row:
     node, past = seen.node, memory.node(seen.node.name)
     return {
@@ -310,22 +377,39 @@ def project_rows(engine: Engine) -> list[Row]:
     ]
 
 
-def fleet_rows(records: Mapping[str, FleetRecord], unread: Mapping[str, str], counts: Mapping[str, int]) -> list[Row]:
+def fleet_rows(
+    records: Mapping[str, FleetRecord],
+    unread: Mapping[str, str],
+    counts: Mapping[str, int],
+    costs: Mapping[str, Row],
+) -> list[Row]:
     return [
         {
             "fleet": record.name,
             "wish": record.wish.value,
             "count": counts.get(record.name),
             "accepted": record.accepted_at.isoformat(),
+            "cluster": "" if is_python(record.text) else cluster_of(record.name, record.text),
             "problem": unread.get(record.name, ""),
+            "cost": costs.get(record.name),
         }
         for record in records.values()
     ]
 
 
+def cost_row(bounds: Bounds, spending: Spending) -> Row:
+    """What a fleet has cost in dollars, by the prices of its places, and its bounds."""
+    return {
+        "dollars": round(spending.dollars, 2),
+        "dollars_per_hour": round(spending.per_hour, 4),
+        "max_cost": bounds.max_cost,
+        "until": bounds.until.isoformat() if bounds.until is not None else None,
+    }
+
+
 def stray_rows(engine: Engine) -> list[Row]:
-    """Orphans: nodes with our owner label that belong to no slot of ours."""
-    return [
+    """Orphans: nodes and queued resources with our owner label that belong to no slot of ours."""
+    nodes = [
         {
             "node": plain(node.name),
             "project": node.key.project,
@@ -338,6 +422,21 @@ def stray_rows(engine: Engine) -> list[Row]:
         }
         for node in engine.orphans.values()
     ]
+    requests = [
+        {
+            "node": plain(one.name),
+            "project": one.key.project,
+            "zone": one.key.zone,
+            "fleet": plain(one.fleet),
+            "slot": plain(one.slot),
+            "state": one.state.name,
+            "type": "queued resource",
+            "created": one.create_time.isoformat(),
+        }
+        for one in engine.orphan_requests.values()
+        if one.name not in engine.orphans
+    ]
+    return [*nodes, *requests]
 
 
 def worker_rows(node: Node, workers: Iterable[Worker]) -> list[Row]:
@@ -457,11 +556,17 @@ def _of_store_at_rest(options: Options, target: str) -> Answer:
             "owner": store.owner,
             "store_lost": store.lost,
             "projects": [],
-            "fleets": fleet_rows(records, {}, {}),
+            "fleets": fleet_rows(records, {}, {}, _costs_at_rest(memories, now)),
             "files": [],
             "slots": rows,
             "strays": [],
         }
+
+
+def _costs_at_rest(memories: Mapping[str, Memory], now: datetime) -> dict[str, Row]:
+    fleets = {memory.fleet for memory in memories.values()}
+    own = {fleet: [memory for memory in memories.values() if memory.fleet == fleet] for fleet in fleets}
+    return {fleet: cost_row(UNBOUNDED, spending_of(known, (), now)) for fleet, known in own.items()}
 
 
 def _fleet_meant(word: str, fleets: Container[str]) -> str:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from tpucare.adapters.state import folder as state_folder
 from tpucare.model.errors import ConfigError, StoreError
 from tpucare.model.memory import DesiredState, FleetRecord, Memory
-from tpucare.model.resources import Node
+from tpucare.model.resources import Node, QueuedResource
 from tpucare.service.options import DAEMON_STORE, Options
 
 # A new fleet of another store is seen this late: by then it has had no time to get a node that could be an orphan.
@@ -65,12 +65,12 @@ class StoreSnapshot:
         if memory is None:
             return False
         is_wanted = memory.wish is not DesiredState.DOWN and self.wants_fleet(memory.fleet)
-        return bool(memory.ours or memory.creates) or is_wanted
+        return bool(memory.ours or memory.asked_for) or is_wanted
 
     def is_live(self, word: str) -> bool:
         """Whether any slot that the fleet or slot *word* means has a node, an open create, or is to have one."""
         named = [memory for slot, memory in self.memories.items() if word in (slot, memory.fleet)]
-        return any(memory.ours or memory.creates or memory.wish is not DesiredState.DOWN for memory in named)
+        return any(memory.ours or memory.asked_for or memory.wish is not DesiredState.DOWN for memory in named)
 
 
 class Stores:
@@ -154,7 +154,9 @@ class Stores:
 def store_of_slot(stores: Sequence[StoreSnapshot], slot: str) -> StoreSnapshot | None:
     """The store that knows *slot*; of several, one where it has a node or an open create."""
     known = [store for store in stores if slot in store.memories]
-    return max(known, key=lambda store: bool(store.memories[slot].nodes or store.memories[slot].creates), default=None)
+    return max(
+        known, key=lambda store: bool(store.memories[slot].nodes or store.memories[slot].asked_for), default=None
+    )
 
 
 def store_of_node(stores: Sequence[StoreSnapshot], node: Node) -> StoreSnapshot | None:
@@ -174,7 +176,7 @@ class Neighbours:
         self._all_read = True
         self._read_again_at = float("-inf")
 
-    def care_for(self, node: Node) -> bool:
+    def care_for(self, node: Node | QueuedResource) -> bool:
         """Whether *node*, which bears our owner label, is of a fleet that another store has known."""
         with self._lock:
             if self._monotonic() >= self._read_again_at:

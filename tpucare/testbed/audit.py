@@ -15,7 +15,15 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from tpucare.model.resources import LABEL_FLEET, LABEL_OWNER, LABEL_SLOT, Health, NodeState, parse_node_name
+from tpucare.model.resources import (
+    LABEL_FLEET,
+    LABEL_OWNER,
+    LABEL_SLOT,
+    Health,
+    NodeState,
+    QueuedState,
+    parse_node_name,
+)
 
 Record = Mapping[str, Any]
 
@@ -69,6 +77,9 @@ def check(source: Path | Iterable[Record], expected: Expected) -> list[Finding]:
         *runs_on_two_nodes(records),
         *foreign_deletes(records, expected),
         *repeated_names(records, expected),
+        *doubled_requests(records, expected),
+        *foreign_requests_deleted(records, expected),
+        *requests_left(records, expected),
         *create_bursts(records, expected),
         *leaks(records, expected),
         *unasked_deletes(records, expected),
@@ -171,10 +182,14 @@ def _slot_of(record: Record, slots: Mapping[str, str]) -> str:
 
 def foreign_deletes(records: Iterable[Record], expected: Expected) -> list[Finding]:
     """A delete that was accepted for a node without our owner label, or of a fleet that was never known."""
+    return _foreign(_accepted(records, "DeleteNode"), expected)
+
+
+def _foreign(deletes: Iterable[Record], expected: Expected) -> list[Finding]:
     if not expected.owner:
         return []
     found = []
-    for record in _accepted(records, "DeleteNode"):
+    for record in deletes:
         labels = record["labels"]
         if labels.get(LABEL_OWNER) != expected.owner:
             text = f"{record['name']} is owned by {labels.get(LABEL_OWNER) or 'nobody'}"
@@ -266,12 +281,81 @@ def leaks(records: Iterable[Record], expected: Expected) -> list[Finding]:
     return found
 
 
+# --- queued resources: rules 2 and 5 ---------------------------------------------------------------------------------
+
+
+IN_QUEUE = (QueuedState.CREATING, QueuedState.ACCEPTED, QueuedState.WAITING_FOR_RESOURCES, QueuedState.PROVISIONING)
+"""States of a queued resource that may still bring a node."""
+
+
+def foreign_requests_deleted(records: Iterable[Record], expected: Expected) -> list[Finding]:
+    """A delete of a queued resource without our owner label in its node_spec, or of a fleet that was never known."""
+    return _foreign(_accepted(records, "DeleteQueuedResource"), expected)
+
+
+def doubled_requests(records: Iterable[Record], expected: Expected) -> list[Finding]:
+    """
+    A queued resource of ours was made while another one of its slot stood in the queue, and was not deleted.
+
+    One in a zone that does not answer for long may be given up before it can be deleted: that is found as well.
+    """
+    found = []
+    standing: dict[str, str] = {}
+    for record in records:
+        if record["kind"] == "queued":
+            if record["event"] == "created" and _is_owned(record, expected):
+                slot = str(record["labels"].get(LABEL_SLOT, ""))
+                others = sorted(name for name, of in standing.items() if of == slot)
+                if others:
+                    text = f"{record['name']} was made while {', '.join(others)} stood for slot {slot}"
+                    found.append(Finding("doubled-request", record["at"], text))
+                standing[record["name"]] = slot
+            elif record["event"] == "gone" or record["state"] not in IN_QUEUE:
+                standing.pop(record["name"], None)
+        elif _is_call(record, "DeleteQueuedResource") and record["applied"] and record["code"] == 0:
+            standing.pop(record["name"], None)
+    return found
+
+
+def requests_left(records: Iterable[Record], expected: Expected) -> list[Finding]:
+    """Queued resources of ours that exist at the end, but for those of slots that should hold a node."""
+    if expected.live_slots is None:
+        return []
+    left: dict[str, Record] = {}
+    states: dict[str, int] = {}
+    for record in records:
+        if record["kind"] != "queued":
+            continue
+        states[record["name"]] = record["state"]
+        if record["event"] == "created" and _is_owned(record, expected):
+            left[record["name"]] = record
+        elif record["event"] == "gone":
+            left.pop(record["name"], None)
+    found = []
+    for name, record in left.items():
+        slot, state = str(record["labels"].get(LABEL_SLOT, "")), states[name]
+        serves = slot in expected.live_slots and (state in IN_QUEUE or state == QueuedState.ACTIVE)
+        if not serves:
+            text = f"{name} of slot {slot or 'none'} is still there, in state {QueuedState(state).name}"
+            found.append(Finding("leak", record["at"], text))
+    return found
+
+
+def _is_owned(record: Record, expected: Expected) -> bool:
+    return not expected.owner or record["labels"].get(LABEL_OWNER) == expected.owner
+
+
 # --- rules 6 and 12: no living node is deleted unasked ---------------------------------------------------------------
 
 
 def unasked_deletes(records: Iterable[Record], expected: Expected) -> list[Finding]:
-    """An unasked delete of a READY, healthy node whose workers all answered."""
+    """An unasked delete of a READY, healthy node whose workers all answered, or of the queued resource that it has."""
     found = []
+    for record in _accepted(records, "DeleteQueuedResource"):
+        for name in record["serving"]:
+            if name.rpartition("/")[2] not in expected.allowed_deletes:
+                text = f"{name} was alive and well, and went with its queued resource"
+                found.append(Finding("unasked-delete", record["at"], text))
     for record in _accepted(records, "DeleteNode"):
         is_well = record["state"] == NodeState.READY and record["health"] in (Health.UNSPECIFIED, Health.HEALTHY)
         node_id = record["name"].rpartition("/")[2]

@@ -1,6 +1,6 @@
 """
-Helpers for a training script that survives preemption: the step to resume at, this process's shards, notices, the
-interval of saves, and a W&B run that goes on over attempts.
+Helpers for a training script that survives preemption: the step to resume at, this process's shards, notices,
+when to save, and a W&B run that goes on over attempts.
 
 Imported by the training script on the TPU VM, not by tpucare. The folder needs only the standard library and imports no
 other module of tpucare, so it may be copied beside a training script; jax, wandb and etils are imported by the
@@ -13,7 +13,9 @@ from __future__ import annotations
 from .cadence import daly_interval, daly_steps
 from .checkpoints import complete_steps, resume_step
 from .notices import TERMINATED, Notice, Requests, Wish, notice
+from .prefetch import prefetched
 from .processes import Process, split_by_process, this_process
+from .saves import SavePolicy, Saves, save_due
 from .wandb_runs import init_wandb, wandb_options, wandb_run_id
 
 __all__ = [
@@ -21,13 +23,17 @@ __all__ = [
     "Notice",
     "Process",
     "Requests",
+    "SavePolicy",
+    "Saves",
     "Wish",
     "complete_steps",
     "daly_interval",
     "daly_steps",
     "init_wandb",
     "notice",
+    "prefetched",
     "resume_step",
+    "save_due",
     "split_by_process",
     "this_process",
     "wandb_options",

@@ -20,6 +20,7 @@ from types import FrameType, TracebackType
 from typing import Any, NoReturn, TypeVar
 
 from .processes import from_all_processes
+from .saves import Saves
 
 TERMINATED = 128 + signal.SIGTERM
 
@@ -84,10 +85,14 @@ class Requests:
                     save(step)
                 if wish is Wish.SAVE_AND_STOP:
                     requests.stop()
+
+    saves: a `Saves`; the wish is then SAVE also when its interval is over, so that one question decides on a step
     """
 
-    def __init__(self, wandb: Any = None, *, environ: Mapping[str, str] | None = None) -> None:
-        self._wandb = wandb
+    def __init__(
+        self, wandb: Any = None, *, saves: Saves | None = None, environ: Mapping[str, str] | None = None
+    ) -> None:
+        self._wandb, self._saves = wandb, saves
         self._notice = (os.environ if environ is None else environ).get("TPUCARE_NOTICE", "")
         self._terminated = False
         self._marked = False
@@ -107,13 +112,15 @@ class Requests:
 
     def look(self) -> Wish:
         """
-        The wish now: SAVE once for each notice; SAVE_AND_STOP from SIGTERM on.
+        The wish now: SAVE once for each notice, and when `saves` says so; SAVE_AND_STOP from SIGTERM on.
 
         A collective of all processes: all have to call it after the same step, and all get the same answer, since a
         save needs all of them.
         """
         own = self._own_wish()
         wish = Wish(max(from_all_processes(own)))
+        if wish and self._saves is not None:
+            self._saves.restart()
         if wish is Wish.SAVE_AND_STOP:
             self._mark()
         return wish
@@ -137,7 +144,7 @@ class Requests:
             return Wish.SAVE_AND_STOP
         written = self._written()
         if written == self._seen:
-            return Wish.NONE
+            return Wish.SAVE if self._saves is not None and self._saves.is_due_here() else Wish.NONE
         self._seen = written
         return Wish.SAVE if written else Wish.NONE
 

@@ -73,12 +73,15 @@ _CAPACITY = _pattern(
     r"no more capacity|insufficient reserved|insufficient capacity|resource_pool_exhausted|not have enough resources"
 )
 # "requires a quota project" concerns credentials (code 7); every other text with the word is about a limit.
-_QUOTA = _pattern(r"\bquotas?\b(?! project)|IN_USE_ADDRESSES|HEALTH_CHECKS")
+# A project may have so many queued resources in a zone; shells of old ones count.
+_QUOTA = _pattern(
+    r"\bquotas?\b(?! project)|IN_USE_ADDRESSES|HEALTH_CHECKS|too many queued resources|reservation for request queue"
+)
 _LIMIT = _pattern(r"\blimit:? ([\d.,]*\d)")
 _REGION = _pattern(r"\bin region \S")
 _ZONE = _pattern(r"\bzone [a-z\"']")
 _BEING_DELETED = _pattern(r"\bDELETING\b|being deleted")
-_NAMES_NODE = _pattern(r"/nodes/|/operations/")
+_NAMES_NODE = _pattern(r"/nodes/|/operations/|/queuedResources/")
 _NAMES_OTHER = _pattern(r"\b(project|location|zone|service account|network|subnetwork)s?\b")
 _CONNECTION_CUT = _pattern(r"RST_STREAM|stream removed|socket closed|connection reset|goaway")
 

@@ -34,7 +34,16 @@ from tpucare.adapters.google import wire
 from tpucare.adapters.google.classify import INVALID_ARGUMENT, READ_TRIES, UNKNOWN, Where, classify, is_worth_repeating
 from tpucare.adapters.google.snapshot import SnapshotDiffer, key_of
 from tpucare.model.errors import ConfigError, NeedsPerson, OwnCredentials, Transient
-from tpucare.model.resources import Listing, Node, NodeKey, NodeRequest, Operation
+from tpucare.model.resources import (
+    Listing,
+    Node,
+    NodeKey,
+    NodeRequest,
+    Operation,
+    QueuedRequest,
+    QueuedResource,
+    QueueListing,
+)
 
 T = TypeVar("T")
 
@@ -202,6 +211,47 @@ class GoogleCloud:
                 return self._client.get_guest_attributes(request=request, timeout=self._read)
 
         return wire.host_keys_of(types.GetGuestAttributesResponse.pb(_repeat(read)).guest_attributes)
+
+    def list_queued(self, project: str) -> QueueListing:
+        """All queued resources of all zones: one call per page. A page that fails makes the listing fail."""
+        pages = list(self._read_queue(project))
+        named = ((key_of(raw.name, project), raw) for page in pages for raw in page.queued_resources)
+        resources = {key: wire.queued_of(key, raw) for key, raw in named if key is not None}
+        unreachable = frozenset(zone.rsplit("/", 1)[-1] for page in pages for zone in page.unreachable)
+        return QueueListing(project, resources, unreachable)
+
+    def get_queued(self, key: NodeKey) -> QueuedResource:
+        def read() -> Any:
+            with self._translated(Where.GET):
+                return self._client.get_queued_resource(name=wire.queued_path(key), timeout=self._read)
+
+        return wire.queued_of(key, types.QueuedResource.pb(_repeat(read)))
+
+    def create_queued(self, request: QueuedRequest) -> None:
+        message = wire.queued_request(request)
+        with self._translated(Where.CREATE):
+            self._client.create_queued_resource(request=message, timeout=self._write)
+
+    def delete_queued(self, key: NodeKey) -> None:
+        message = types.DeleteQueuedResourceRequest(name=wire.queued_path(key), force=True)
+        with self._translated(Where.DELETE):
+            self._client.delete_queued_resource(request=message, timeout=self._write)
+
+    def _read_queue(self, project: str) -> Iterator[Any]:
+        """
+        Raw ListQueuedResourcesResponse messages until no token is left.
+
+        The service chooses the size of a page: there are some dozens of queued resources in a zone at most.
+        """
+        request = types.ListQueuedResourcesRequest(parent=wire.parent_name(project, "-"))
+        tokens: set[str] = set()
+        with self._translated(Where.LIST):
+            for page in self._client.list_queued_resources(request=request, timeout=self._listing).pages:
+                raw = types.ListQueuedResourcesResponse.pb(page)
+                if raw.next_page_token in tokens:
+                    raise Transient("ListQueuedResources gave the same page token twice, so the listing has no end")
+                tokens.add(raw.next_page_token)
+                yield raw
 
     def close(self) -> None:
         """Close the connection; calls under way and later ones fail as Transient."""

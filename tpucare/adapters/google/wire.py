@@ -28,6 +28,9 @@ from tpucare.model.resources import (
     Operation,
     Place,
     Provisioning,
+    QueuedRequest,
+    QueuedResource,
+    QueuedState,
 )
 
 CLOUD_PLATFORM = "https://www.googleapis.com/auth/cloud-platform"
@@ -91,7 +94,19 @@ def operation_time(raw: Any) -> datetime | None:
 
 
 def create_request(request: NodeRequest) -> types.CreateNodeRequest:
-    """CreateNode as one message; `enable_external_ips` is always set, since API and gcloud differ in its default."""
+    """CreateNode as one message."""
+    node, key = _settings(request), request.key
+    if (terms := _scheduling(request.place)) is not None:
+        node.scheduling_config = terms
+    return types.CreateNodeRequest(parent=parent_name(key.project, key.zone), node_id=key.name, node=node)
+
+
+def _settings(request: NodeRequest | QueuedRequest) -> types.Node:
+    """
+    Settings of the node but for its terms.
+
+    `enable_external_ips` is always set, since API and gcloud differ in its default.
+    """
     place = request.place
     node = types.Node(
         accelerator_type=place.accelerator_type,
@@ -101,15 +116,13 @@ def create_request(request: NodeRequest) -> types.CreateNodeRequest:
             subnetwork=place.network.subnetwork,
             enable_external_ips=place.network.external_ips,
         ),
-        scheduling_config=_scheduling(place),
         tags=list(place.network.tags),
         labels=dict(request.labels),
         metadata=dict(request.metadata),
     )
     if place.service_account:
         node.service_account = types.ServiceAccount(email=place.service_account, scope=[CLOUD_PLATFORM])
-    key = request.key
-    return types.CreateNodeRequest(parent=parent_name(key.project, key.zone), node_id=key.name, node=node)
+    return node
 
 
 def host_keys_of(answers: Iterable[Any]) -> Mapping[int, tuple[str, ...]]:
@@ -129,6 +142,62 @@ def with_ssh_key(metadata: Mapping[str, str], line: str) -> dict[str, str] | Non
     if line.strip() in (known.strip() for known in lines):
         return None
     return {**metadata, SSH_KEYS: "\n".join([*(known for known in lines if known.strip()), line.strip()])}
+
+
+def queued_request(request: QueuedRequest) -> types.CreateQueuedResourceRequest:
+    """
+    CreateQueuedResource as one message. The terms stand on the resource, never in the node (seen in axlearn).
+
+    A reservation is named as gcloud names it: any one of the project and zone.
+    """
+    key, place = request.key, request.place
+    parent = parent_name(key.project, key.zone)
+    spec = types.QueuedResource.Tpu.NodeSpec(parent=parent, node_id=key.name, node=_settings(request))
+    resource = types.QueuedResource(tpu=types.QueuedResource.Tpu(node_spec=[spec]))
+    if place.provisioning is Provisioning.SPOT:
+        resource.spot = types.QueuedResource.Spot()
+    else:
+        resource.guaranteed = types.QueuedResource.Guaranteed()
+    if place.provisioning is Provisioning.RESERVED:
+        resource.reservation_name = f"{parent}/reservations/-"
+    if place.valid_for is not None:
+        resource.queueing_policy = types.QueuedResource.QueueingPolicy(valid_until_duration=place.valid_for)
+    return types.CreateQueuedResourceRequest(
+        parent=parent, queued_resource_id=key.name, queued_resource=resource, request_id=request.request_id
+    )
+
+
+def queued_of(key: NodeKey, raw: Any) -> QueuedResource:
+    """*raw* is a protobuf QueuedResource; of several node_specs the labels count that all of them have alike."""
+    error = None
+    if raw.state.HasField("failed_data"):
+        failure = raw.state.failed_data.error
+        error = classify(failure.code, failure.message, Where.OPERATION)
+    specs = raw.tpu.node_spec
+    shared = dict(specs[0].node.labels) if specs else {}
+    for spec in specs[1:]:
+        shared = {label: value for label, value in shared.items() if spec.node.labels.get(label) == value}
+    return QueuedResource(
+        key=key,
+        create_time=_instant(raw.create_time),
+        state=QueuedState(raw.state.state),
+        labels=shared,
+        nodes=tuple(name for spec in specs for name in _names_of(spec, key.name)),
+        error=error,
+        suspended_by_service=raw.state.state_initiator == types.QueuedResourceState.StateInitiator.SERVICE,
+    )
+
+
+def _names_of(spec: Any, resource: str) -> tuple[str, ...]:
+    """Names of the nodes of one node_spec; those of a multislice are numbered."""
+    if not spec.HasField("multislice_params"):
+        return (spec.node_id,)
+    params = spec.multislice_params
+    return tuple(f"{params.node_id_prefix or resource}-{number}" for number in range(params.node_count))
+
+
+def queued_path(key: NodeKey) -> str:
+    return f"{parent_name(key.project, key.zone)}/queuedResources/{key.name}"
 
 
 def parent_name(project: str, zone: str) -> str:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from tpucare.model.errors import CommandFailed, RemoteError
 from tpucare.model.resources import Ran
-from tpucare.model.runs import Contact, Failure, ForeignRun, Phase, WorkerReport
+from tpucare.model.runs import Archive, Contact, Failure, ForeignRun, Phase, Preparation, WorkerReport
 from tpucare.model.text import plain
 
 TOKEN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\.\d{1,9}")
@@ -24,7 +24,9 @@ DETAIL_LIMIT = 500
 _GIT_ASIDES = ("warning:", "hint:", "cloning into", "note:")
 _GIT_PREFIXES = ("fatal: ", "remote: ", "error: ")
 NUMBER_LIMIT = 10**18
+SECONDS_LIMIT = 10**6
 
+_DIGEST = re.compile(r"[0-9a-f]{64}")
 _COMMIT = re.compile(rb"^commit ([0-9a-f]{40}|[0-9a-f]{64})$", re.MULTILINE)
 
 
@@ -160,6 +162,9 @@ def _of_run(report: WorkerReport, fields: Mapping[str, object]) -> WorkerReport:
         step=_number(fields, "step"),
         checkpoint=_number(fields, "checkpoint"),
         log_bytes=_number(fields, "log_bytes") or 0,
+        cadence_seconds=_seconds_in(_text(fields, "cadence", 1000), "interval_seconds"),
+        save_seconds=_seconds_in(_text(fields, "saves", 1000), "save_seconds"),
+        preparation=_preparation(state, _flat(_text(fields, "archive", 2000))),
     )
     if "seen" in fields:
         report = replace(report, foreign=_foreign(fields))
@@ -178,6 +183,48 @@ def _of_run(report: WorkerReport, fields: Mapping[str, object]) -> WorkerReport:
 
 def _foreign(fields: Mapping[str, object]) -> ForeignRun:
     return ForeignRun(_flag(fields, "seen"), _flag(fields, "rebooted"), status=_number(fields, "ended_with"))
+
+
+def _seconds_in(text: str, key: str) -> float | None:
+    """A length in a small JSON file; None for any other content."""
+    return _seconds(_flat(text), key)
+
+
+def _flat(text: str) -> Mapping[str, object]:
+    """A small JSON file of a run; empty for any other content, since the job may write what it likes there."""
+    try:
+        fields = json.loads(text) if text else None
+    except (ValueError, RecursionError):
+        return {}
+    return fields if isinstance(fields, dict) else {}
+
+
+def _seconds(fields: Mapping[str, object], key: str) -> float | None:
+    value = fields.get(key)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= SECONDS_LIMIT:
+        return None
+    return float(value)
+
+
+def _preparation(state: Mapping[str, object], stored: Mapping[str, object]) -> Preparation:
+    refused = stored.get("refused")
+    return Preparation(
+        environment=one_line(_text(state, "environment", 20)),
+        fetch_seconds=_seconds(state, "fetch_seconds"),
+        setup_seconds=_seconds(state, "setup_seconds"),
+        missed=one_line(_text(state, "missed", 1000)),
+        refused=one_line(refused) if isinstance(refused, str) else "",
+        archive=_archive(stored),
+    )
+
+
+def _archive(stored: Mapping[str, object]) -> Archive | None:
+    scope, key, sha256, size = (stored.get(name) for name in ("scope", "key", "sha256", "bytes"))
+    if not (isinstance(scope, str) and isinstance(key, str) and isinstance(sha256, str) and isinstance(size, int)):
+        return None
+    if not all(map(_DIGEST.fullmatch, (scope, key, sha256))) or not 0 < size <= NUMBER_LIMIT:
+        return None
+    return Archive(scope, key, sha256, size)
 
 
 def _phase(word: str) -> Phase:

@@ -203,6 +203,8 @@ def _question(order: ProbeOrder, worker: Worker, probed: _Probed) -> dict[str, o
         "checkpoint": order.checkpoint if first else "",
         "rescan": probed.rescan,
         "settled": order.settled,
+        "cadence": order.cadence,
+        "run": order.run,
     }
 
 

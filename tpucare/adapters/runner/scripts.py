@@ -49,9 +49,11 @@ DEFAULT_PROGRESS = "(?i)" + "|".join(
 )
 TOOL_NAMES = (
     "checkpoints.py",
+    "environment.py",
     "files.py",
     "foreign.py",
     "metadata.py",
+    "prefetch.py",
     "probe.py",
     "processes.py",
     "resolve.py",
@@ -271,9 +273,6 @@ def _runner_order(order: LaunchOrder, worker: int, commit: str, error: str) -> d
     job = order.job
     if not commit and _COMMIT.fullmatch(job.branch):
         commit = job.branch
-    setup = hashlib.sha256(job.setup.encode())
-    for path, content in sorted(job.files.items()):
-        setup.update(b"\0" + path.encode() + b"\0" + hashlib.sha256(content).digest())
     return {
         "token": order.token,
         "worker": worker,
@@ -282,10 +281,32 @@ def _runner_order(order: LaunchOrder, worker: int, commit: str, error: str) -> d
         "watch_after": WATCH_AFTER_SECONDS,
         "sigterm_on_preemption": order.sigterm_on_preemption,
         "checkpoint": job.checkpoint,
-        "setup_key": setup.hexdigest(),
+        "setup_key": job.setup_mark,
         "log_bytes": LOG_BYTES,
         "commit": commit,
         "error": error[:2000],
+        **_cache_order(order),
+        **({"prefetch": True} if job.prefetch and job.checkpoint.startswith("gs://") else {}),
+    }
+
+
+def _cache_order(order: LaunchOrder) -> dict[str, object]:
+    """What the runner and `environment` read about stored environments; nothing for a job that keeps none."""
+    job, archive = order.job, order.archive
+    if not (job.cache and job.setup and order.cache_scope):
+        return {}
+    known = (
+        {"archive_key": archive.key, "archive_sha256": archive.sha256, "archive_bytes": archive.bytes}
+        if archive
+        else {}
+    )
+    return {
+        # A folder per fleet, for people; the scope tells fleets apart.
+        "cache": f"{job.cache.rstrip('/')}/{order.fleet}",
+        "cache_scope": order.cache_scope,
+        "cache_paths": ":".join(job.cache_paths),
+        "secrets": ",".join(job.secrets),
+        **known,
     }
 
 

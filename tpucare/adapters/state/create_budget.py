@@ -88,13 +88,13 @@ class SharedBudget:
             if self._write(version, [*spent, *restored]):
                 return
 
-    def free_at(self, now: float) -> float | None:
-        """None when a create may be asked for now, else the instant when one may."""
+    def free_at(self, now: float, spare: int = 0) -> float | None:
+        """None when a create may begin now that leaves *spare* others in the window, else the instant when one may."""
         self._give_back(now)
         for _ in _tries():
             version, spent, _ = self._read()
             current = self._current(spent, now)
-            free_at = self._free_at(current, now)
+            free_at = self._free_at(current, now, max(1, self.limit - spare))
             token = secrets.token_hex(8) if free_at is None else ""
             reserved = [Spent(now, "", self._store, token)] if token else []
             if (current == spent and not reserved) or self._write(version, [*current, *reserved]):
@@ -122,11 +122,11 @@ class SharedBudget:
 
     # --- what counts -------------------------------------------------------------------------------------------------
 
-    def _free_at(self, current: list[Spent], now: float) -> float | None:
+    def _free_at(self, current: list[Spent], now: float, limit: int) -> float | None:
         """What has no answer yet is not free before a minute from now."""
         counted = sorted(now if entry.token else entry.at for entry in current)
-        if len(counted) >= self.limit:
-            return max(now, counted[len(counted) - self.limit] + self.window)
+        if len(counted) >= limit:
+            return max(now, counted[len(counted) - limit] + self.window)
         open_here = sum(1 for entry in current if entry.token and entry.store == self._store)
         open_elsewhere = sum(1 for entry in current if entry.token) - open_here
         return None if open_here < max(1, (self.limit - open_elsewhere) // 2) else now + _AGAIN_SECONDS

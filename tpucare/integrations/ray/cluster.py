@@ -22,6 +22,7 @@ from tpucare.fleetfile.parse import RayPool
 from tpucare.fleetfile.values import fleet_name
 from tpucare.model.errors import ConfigError
 from tpucare.model.local_files import publish_file, read_private, replace_file
+from tpucare.model.text import hint
 from tpucare.service.options import RAY_TOKEN_PREFIX
 
 RECORD_LIMIT = 1 << 16
@@ -127,6 +128,18 @@ def read_head(state: Path, name: str) -> HeadRecord | None:
     return record
 
 
+def ready_head(state: Path, name: str) -> HeadRecord:
+    """The record of a head that was started and has its token. Raises: ConfigError: there is none; as `read_head`."""
+    record = read_head(state, name)
+    if record is None:
+        near = hint(name, clusters(state))
+        raise ConfigError(f"cluster {name}: no head was started from {state}; start one: tpucare ray head {name}{near}")
+    if not Path(record.token).exists():
+        gone = f"cluster {name}: its token, {record.token}, is gone"
+        raise ConfigError(f"{gone}; start the head again: tpucare ray head {name}")
+    return record
+
+
 def write_head(state: Path, record: HeadRecord) -> None:
     """Write the record, whole or not at all, for this user alone. Raises: ConfigError: no name; OSError."""
     path = _record_path(state, record.cluster)
@@ -143,7 +156,10 @@ def foreign_head(state: Path, pool: RayPool, secret: Callable[[str], str | None]
     """
     token = secret(pool.token)
     if not token:
-        raise ConfigError(f"secret {pool.token} is not set: the head at {pool.address} lets nobody in without it")
+        raise ConfigError(
+            f"secret {pool.token} is not set, and the head at {pool.address} lets nobody in without it: put it into "
+            "the environment of tpucare or into its credentials folder"
+        )
     path = cluster_folder(state, pool.cluster) / "token"
     if not _holds(path, token.encode()):
         _make_folder(path.parent)

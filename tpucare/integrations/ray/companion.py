@@ -30,14 +30,15 @@ from tpucare.integrations.ray.demand import (
     UnmetDemand,
 )
 from tpucare.integrations.ray.hosts import outfit
+from tpucare.integrations.ray.packing import Slice, SlicePool, SliceState, Unmet
 from tpucare.integrations.ray.probe import Probe
-from tpucare.integrations.ray.rules import PlanMemory, Slice, SlicePlan, SlicePool, SliceState, Unmet
+from tpucare.integrations.ray.rules import PlanMemory, SlicePlan
 from tpucare.model import accelerators
 from tpucare.model.actions import Wait
 from tpucare.model.causes import Cause
 from tpucare.model.errors import ConfigError, TpuCareError
-from tpucare.model.memory import DesiredState, End, FleetRecord
-from tpucare.model.resources import Job, parse_node_name
+from tpucare.model.memory import DesiredState, End, FleetRecord, Refusal
+from tpucare.model.resources import Job, NodeState, parse_node_name
 from tpucare.model.text import counted, plain
 from tpucare.planner import desired_state
 from tpucare.planner.predicates import job_mark
@@ -52,6 +53,9 @@ AWAY_SECONDS = 120.0
 NOTICE_SECONDS = 30.0
 # A host that refused to be drained works; it is asked again after this time.
 REFUSED_SECONDS = 30.0
+# From then on other pools serve in the stead of a slice that all its places refuse. A zone tells of a stockout 20 to
+# 90 s after the create: it was asked twice by then.
+SPILL_SECONDS = 120.0
 
 
 class Registry(Protocol):
@@ -95,6 +99,19 @@ class Asker(Protocol):
     def close(self) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Search:
+    """
+    How a slot that is awake looks for a node. stuck: all its places refused, for SPILL_SECONDS and more.
+
+    since: seconds, when it began    round: the round over its places (`Memory.round_from`) that is known to be over
+    """
+
+    since: float
+    round: int
+    stuck: bool = False
+
+
 @dataclass(slots=True)
 class _Cluster:
     """
@@ -105,6 +122,7 @@ class _Cluster:
     plan, memory: of the rules, at that snapshot
     drains:   ticket -> slot that goes to rest once all its hosts accept    refused: slot -> asked again then
     warned:   hosts that were told of their preemption
+    states:   slot -> state, and since when    searches: of slots that come up and have no node that is up
     """
 
     asker: Asker
@@ -120,6 +138,7 @@ class _Cluster:
     refused: dict[str, float] = field(default_factory=dict)
     warned: set[str] = field(default_factory=set)
     states: dict[str, tuple[SliceState, float]] = field(default_factory=dict)
+    searches: dict[str, Search] = field(default_factory=dict)
     unmet: frozenset[str] = frozenset()
     warnings: frozenset[str] = frozenset()
 
@@ -128,7 +147,7 @@ class RayCare:
     """
     A companion of the daemon.
 
-    heads: the record of a cluster's head, by its name; None: none was ever started. Raises: ConfigError.
+    heads: the record of a cluster's head, by its name. Raises: ConfigError: none was ever started, ...
     foreign: makes the record of a head that somebody else runs    asker: makes the asker of a cluster
     known, note: the address for which a cluster's hosts were started last, kept over restarts of the daemon
     """
@@ -140,7 +159,7 @@ class RayCare:
         engine: Engine,
         registry: Registry,
         *,
-        heads: Callable[[str], HeadRecord | None],
+        heads: Callable[[str], HeadRecord],
         foreign: Callable[[RayPool], HeadRecord],
         asker: Callable[[str], Asker],
         known: Callable[[str], str],
@@ -165,7 +184,7 @@ class RayCare:
         return cls(
             runtime.engine,
             registry,
-            heads=lambda name: files.read_head(state, name),
+            heads=lambda name: files.ready_head(state, name),
             foreign=foreign,
             asker=lambda _: Probe(
                 owner=runtime.store.owner, host=socket.gethostname(), monotonic=runtime.clock.monotonic
@@ -242,8 +261,6 @@ class RayCare:
             head = self._foreign(pool) if pool.address else self._heads(pool.cluster)
         except (ConfigError, OSError) as error:
             return None, str(error)
-        if head is None:
-            return None, f"no head of {pool.cluster} was started here: `tpucare ray head {pool.cluster}`"
         known = self._clusters.get(pool.cluster)
         if not head.ray and known is not None and known.state is not None:
             # A head of somebody else has no record; it tells its versions itself.
@@ -358,7 +375,7 @@ class RayCare:
             if (parsed := parse_node_name(name)) is not None:
                 shown.setdefault(parsed[0], set()).add(name)
         going = set(cluster.drains.values())
-        found, states = [], {}
+        found, states, searches = [], {}, {}
         for fleet in fleets:
             for track in self._tracks([fleet]):
                 index = fleet.index_of(track.slot.name)
@@ -372,8 +389,12 @@ class RayCare:
                 before = cluster.states.get(track.slot.name)
                 since = before[1] if before is not None and before[0] is one else now
                 states[track.slot.name] = (one, since)
-                found.append(Slice(track.slot.name, fleet.name, index or 0, one, hosts, since, dying))
-        cluster.states = states
+                stuck = False
+                if one is SliceState.COMING and not (hosts or is_up(track, node)):
+                    search = search_of(track, cluster.searches.get(track.slot.name), now, is_new=before is None)
+                    searches[track.slot.name], stuck = search, search.stuck
+                found.append(Slice(track.slot.name, fleet.name, index or 0, one, hosts, since, dying, stuck))
+        cluster.states, cluster.searches = states, searches
         return found
 
     def _tracks(self, fleets: Sequence[FleetSpec]) -> Iterator[SlotTrack]:
@@ -444,6 +465,7 @@ class RayCare:
                 "state": cluster.states[slot][0].value.lower(),
                 "why": cluster.plan.wake.get(slot, ""),
                 "busy_hosts": busy[slot],
+                "stuck": slot in cluster.searches and cluster.searches[slot].stuck,
             }
             for slot in mine
             if slot in cluster.states
@@ -505,11 +527,34 @@ def slice_state(track: SlotTrack, hosts: Collection[HostState], expected: float,
     if memory.wish is DesiredState.DOWN or is_leaving:
         return SliceState.LEAVING
     if not memory.awake:
-        return SliceState.LEAVING if memory.ours or memory.creates else SliceState.RESTING
+        return SliceState.LEAVING if memory.ours or memory.asked_for else SliceState.RESTING
     if isinstance(track.action, Wait) and track.action.needs_person and not hosts:
         return SliceState.FAILED
     joined = sum(host.status in (HostStatus.RUNNING, HostStatus.IDLE) for host in hosts)
     return SliceState.JOINED if joined >= expected else SliceState.COMING
+
+
+def is_up(track: SlotTrack, node: str) -> bool:
+    """*node* is there for good: one that a stockout ends is listed as CREATING before."""
+    seen = track.nodes.get(node)
+    return seen is not None and seen.node.state is not NodeState.CREATING
+
+
+def search_of(track: SlotTrack, before: Search | None, now: float, *, is_new: bool) -> Search:
+    """
+    The search of a slot without a node that is up. *is_new*: this process looks at the slot for the first time.
+
+    A create under way ends no search. Where there are many places, one of them is always open again before the last
+    has refused: then the begin of the next round over them tells that all did.
+    """
+    memory = track.memory
+    if before is None:
+        # Else what another pool brings up in its stead would rest after each start of a daemon.
+        refused = all(memory.place(place.key).kind is not Refusal.NONE for place in track.slot.places)
+        return Search(now, memory.next_number, stuck=is_new and refused)
+    refused = track.action.cause is Cause.NO_PLACE_OPEN or memory.round_from > before.round
+    stuck = before.stuck or (refused and now - before.since >= SPILL_SECONDS)
+    return Search(before.since, max(before.round, memory.round_from), stuck)
 
 
 def is_dying(track: SlotTrack, node: str) -> bool:

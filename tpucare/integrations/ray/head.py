@@ -174,9 +174,10 @@ def _about(python: str) -> tuple[str, str]:
         found = json.loads(done.stdout)
         ray, version, lacks = str(found["ray"]), str(found["python"]), list(found["lacks"])
     except OSError as error:
-        raise ConfigError(f"--python {python}: cannot be run: {error.strerror}") from error
+        why = f"--python {python}: cannot be run ({error.strerror})"
+        raise ConfigError(f"{why}: name the one that has Ray") from error
     except (subprocess.SubprocessError, ValueError, TypeError, KeyError) as error:
-        raise ConfigError(f"--python {python}: is no Python that works") from error
+        raise ConfigError(f"--python {python}: is no Python that works: name the one that has Ray") from error
     least = ".".join(map(str, LEAST_RAY))
     install = f"{python} -m pip install 'ray[default]>={least}'"
     if not ray:
@@ -248,7 +249,8 @@ def _require_free(ip: str, port: int, taken: str) -> None:
         except OSError as error:
             if error.errno == 98:  # EADDRINUSE
                 raise ConfigError(taken) from None
-            raise ConfigError(f"--address {ip}: is no address of this machine ({error.strerror})") from None
+            why = f"--address {ip}: is no address of this machine ({error.strerror})"
+            raise ConfigError(f"{why}: name its internal address") from None
 
 
 def _default_temp(folder: Path) -> str:
@@ -298,7 +300,8 @@ def end_leftovers(name: str, folder: Path) -> None:
             left = _marked(folder)
     if left:
         pids = ", ".join(map(str, sorted(left)))
-        raise ConfigError(f"cluster {name}: processes of its last head do not end: {pids}")
+        why = f"cluster {name}: processes of its last head do not end"
+        raise ConfigError(f"{why}: end {pids}, or start the machine anew")
 
 
 def _marked(folder: Path) -> list[int]:

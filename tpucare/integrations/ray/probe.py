@@ -13,7 +13,6 @@ import os
 import selectors
 import signal
 import subprocess
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,6 +20,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from tpucare.adapters.runner.scripts import read_template
+from tpucare.integrations.background import Background
 from tpucare.integrations.ray.cluster import HeadRecord
 from tpucare.integrations.ray.demand import (
     ClusterState,
@@ -86,7 +86,8 @@ class Probe:
         self._source = source or read_template("ray/gcs_probe.py")
         self._start_seconds, self._request_seconds = start_seconds, request_seconds
         self._monotonic = monotonic
-        self._changed = threading.Condition()
+        self._thread = Background(self._run, name="tpucare-ray-probe")
+        self._changed = self._thread.changed
         self._head: HeadRecord | None = None
         self._every = self._due = 0.0
         self._newest: tuple[Answer, float] | None = None
@@ -97,8 +98,6 @@ class Probe:
         self._report_due = 0.0
         # Rows of failures of the process, not of the cluster; nothing is asked before `_again_at`.
         self._failures, self._again_at = 0, 0.0
-        self._closing = False
-        self._thread: threading.Thread | None = None
 
     def follow(self, head: HeadRecord | None, every: float) -> None:
         """From now on ask this head, at once and then *every* so many seconds; None: no head."""
@@ -111,10 +110,7 @@ class Probe:
                 self._head, self._newest = head, None
                 self._failures, self._again_at, self._due = 0, now, now
             self._every, self._due = every, min(self._due, now + every)
-            if self._thread is None:
-                # A daemon thread: waiting for the probe, it must not prevent the end of the process.
-                self._thread = threading.Thread(target=self._run, name="tpucare-ray-probe", daemon=True)
-                self._thread.start()
+            self._thread.start()
             self._changed.notify_all()
 
     def newest(self) -> tuple[Answer, float] | None:
@@ -156,17 +152,13 @@ class Probe:
 
     def close(self, seconds: float = 1.0) -> None:
         """End the probe; wait at most *seconds* for it."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
-        if self._thread is not None:
-            self._thread.join(seconds)
+        self._thread.close(seconds)
 
     # --- on the thread -----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         child: _Child | None = None
-        while not self._closing:
+        while not self._thread.closing:
             head = self._head
             if child is not None and child.head != head:
                 child.end()
@@ -194,7 +186,7 @@ class Probe:
     def _next(self, head: HeadRecord | None) -> _Task | None:
         """Wait for the next question; None: another head, or `close`."""
         with self._changed:
-            while self._head == head and not self._closing:
+            while self._head == head and not self._thread.closing:
                 now = self._monotonic()
                 if head is None:
                     self._changed.wait()
@@ -215,7 +207,7 @@ class Probe:
     def _ask(self, child: _Child, task: _Task) -> dict[str, Any]:
         # Hosts that do not answer keep one round of drains in the probe waiting for 2 s.
         limit = self._request_seconds * (1 + len(task.ids) // DRAINS_AT_ONCE)
-        answer = child.ask(task.question, limit, lambda: self._closing or self._head != task.head)
+        answer = child.ask(task.question, limit, lambda: self._thread.closing or self._head != task.head)
         if task.ticket:
             found = answer.get("drained")
             outcomes = found if isinstance(found, dict) else dict.fromkeys(task.ids, answer.get("error"))
@@ -293,7 +285,8 @@ class _Child:
                 command, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, cwd="/", env=env, start_new_session=True
             )
         except OSError as error:
-            raise ProbeSilent(f"cannot be started with {head.python}: {error.strerror or error}") from error
+            why = f"cannot be started with {head.python} ({error.strerror or error})"
+            raise ProbeSilent(f"{why}: start the head again with a Python that has Ray") from error
         self._selector = selectors.DefaultSelector()
         process = self._process
         self._streams = [one for one in (process.stdin, process.stdout, process.stderr) if one is not None]

@@ -8,7 +8,6 @@ slots are done, their nodes are deleted, and no node is made again. While W&B do
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -18,6 +17,7 @@ from typing import Any, Protocol
 from tpucare.engine.engine import Engine
 from tpucare.engine.tracking import SlotTrack
 from tpucare.fleetfile.parse import FleetSpec
+from tpucare.integrations.background import Background
 from tpucare.integrations.wandb.account import KEY_VARIABLE, api_key, base_url, key_refusal
 from tpucare.integrations.wandb.client import GraphqlSweeps, SweepService, SweepSilent
 from tpucare.integrations.wandb.rules import (
@@ -55,12 +55,11 @@ class SweepPoller:
 
     def __init__(self, service: Callable[[str], SweepService], *, every: float, monotonic: Callable[[], float]) -> None:
         self._service, self._every, self._monotonic = service, every, monotonic
-        self._changed = threading.Condition()
+        self._thread = Background(self._run, name="tpucare-sweeps")
+        self._changed = self._thread.changed
         self._wanted: frozenset[SweepKey] = frozenset()
         self._due: dict[SweepKey, float] = {}
         self._news: dict[SweepKey, Answer] = {}
-        self._closing = False
-        self._thread: threading.Thread | None = None
 
     def follow(self, wanted: Set[SweepKey]) -> None:
         """From now on ask about these sweeps and no others; about a new one at once. Never blocks."""
@@ -69,9 +68,7 @@ class SweepPoller:
                 return
             self._wanted = frozenset(wanted)
             self._due = {key: self._due.get(key, self._monotonic()) for key in sorted(wanted)}
-            if wanted and self._thread is None:
-                # A daemon thread: hanging in a request, it must not prevent the end of the process.
-                self._thread = threading.Thread(target=self._run, name="tpucare-sweeps", daemon=True)
+            if wanted:
                 self._thread.start()
             self._changed.notify_all()
 
@@ -83,11 +80,7 @@ class SweepPoller:
 
     def close(self, seconds: float = 1.0) -> None:
         """Wait at most *seconds* for a request that is under way."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
-        if self._thread is not None:
-            self._thread.join(seconds)
+        self._thread.close(seconds)
 
     def _run(self) -> None:
         while (key := self._next()) is not None:
@@ -100,7 +93,7 @@ class SweepPoller:
     def _next(self) -> SweepKey | None:
         """Wait for the next sweep that is due; None after `close`."""
         with self._changed:
-            while not self._closing:
+            while not self._thread.closing:
                 key = min(self._due, key=lambda one: self._due[one], default=None)
                 left = self._due[key] - self._monotonic() if key is not None else None
                 if key is not None and left is not None and left <= 0:

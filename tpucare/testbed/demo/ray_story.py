@@ -29,7 +29,7 @@ from tpucare.model.errors import ConfigError, TpuCareError
 from tpucare.model.text import length
 from tpucare.testbed.demo.preemptions import Director
 from tpucare.testbed.demo.reader import DaemonReader
-from tpucare.testbed.demo.run import await_empty, demo_folder
+from tpucare.testbed.demo.run import await_empty, demo_folder, leftovers
 from tpucare.testbed.demo.setup import PROJECT, ZONES, DemoOptions, Stage, copy_example, free_port
 from tpucare.testbed.demo.timeline import Told
 from tpucare.testbed.emulator.machines.metadata_server import may_serve_by_name
@@ -195,9 +195,7 @@ class RayReport:
             wanted = 1 + sum(node == self.lost for node in nodes)
             if len(nodes) != wanted:
                 found.append(f"{slot} had {len(nodes)} nodes, {wanted} wanted: {', '.join(nodes)}")
-        found += [f"node {name} is left" for name in self.leaked_nodes]
-        found += [f"process {pid} is left" for pid in self.leaked_processes]
-        return found
+        return [*found, *leftovers(self.leaked_nodes, self.leaked_processes)]
 
     def as_json(self) -> dict[str, Any]:
         return {

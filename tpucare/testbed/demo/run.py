@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -28,6 +28,11 @@ from tpucare.testbed.emulator.witness import Witness
 LOOK_SECONDS = 0.2
 PATIENCE = timedelta(minutes=15)
 EMPTY_WITHIN = timedelta(minutes=1)
+
+
+def leftovers(nodes: Sequence[str], processes: Sequence[int]) -> list[str]:
+    """A line for each node and process that a demo left."""
+    return [*(f"node {name} is left" for name in nodes), *(f"process {pid} is left" for pid in processes)]
 
 
 @dataclass(slots=True)
@@ -65,9 +70,7 @@ class Report:
             if not 0 <= recovery.steps_redone <= recovery.allowed:
                 what = f"{recovery.new_node} redid {recovery.steps_redone} steps"
                 found.append(f"{what}, {recovery.allowed} are a checkpoint interval and one save in flight")
-        found += [f"node {name} is left" for name in self.leaked_nodes]
-        found += [f"process {pid} is left" for pid in self.leaked_processes]
-        return found
+        return [*found, *leftovers(self.leaked_nodes, self.leaked_processes)]
 
     def as_json(self) -> dict[str, Any]:
         return {

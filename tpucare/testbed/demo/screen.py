@@ -125,9 +125,7 @@ def show_report(console: Console, report: Report) -> None:
     console.print(f"{report.attempts} attempts ({zones}), step {report.final_step}", highlight=False)
     same = "equal, bit for bit" if report.params_match else "DIFFER"
     console.print(f"parameters  {report.params}\nundisturbed {report.reference}\n  -> {same}", highlight=False)
-    nodes, processes = len(report.leaked_nodes), len(report.leaked_processes)
-    left = f"{counted(nodes, 'node')}, {counted(processes, 'process', 'processes')}"
-    console.print(f"left over: {left}; {report.seconds:.0f} s in all", highlight=False)
+    console.print(f"left over: {_left_over(report)}; {report.seconds:.0f} s in all", highlight=False)
     _show_verdict(console, report.faults)
 
 
@@ -138,11 +136,14 @@ def show_ray_report(console: Console, report: RayReport) -> None:
     console.print(f"tasks       {report.tasks} of {TASKS} done, job status {report.job_status}", highlight=False)
     healed = f"a task ran on its slice again after {report.healed_seconds:.1f} s" if report.healed_seconds else "LOST"
     console.print(f"preempted   {report.lost or 'none'}: {healed}", highlight=False)
-    left = f"{counted(len(report.leaked_nodes), 'node')}, "
-    left += counted(len(report.leaked_processes), "process", "processes")
-    console.print(f"left over   {left}", highlight=False)
+    console.print(f"left over   {_left_over(report)}", highlight=False)
     console.print(f"set-up {report.setup_seconds:.0f} s, story {report.story_seconds:.0f} s", highlight=False)
     _show_verdict(console, report.faults)
+
+
+def _left_over(report: Report | RayReport) -> str:
+    processes = counted(len(report.leaked_processes), "process", "processes")
+    return f"{counted(len(report.leaked_nodes), 'node')}, {processes}"
 
 
 def _show_verdict(console: Console, faults: Sequence[str]) -> None:

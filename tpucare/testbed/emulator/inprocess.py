@@ -27,8 +27,20 @@ from tpucare.model.resources import (
     Operation,
     Place,
     Provisioning,
+    QueuedRequest,
+    QueuedResource,
+    QueuedState,
+    QueueListing,
 )
 from tpucare.testbed.emulator.world import error_texts as texts
+from tpucare.testbed.emulator.world.queued_records import (
+    Initiator,
+    QueuedNodeSpec,
+    QueuedPage,
+    QueuedRecord,
+    QueuedSpec,
+    Validity,
+)
 from tpucare.testbed.emulator.world.records import (
     ApiError,
     CallFate,
@@ -164,6 +176,56 @@ class InProcessCloud:
         keys = {number: tuple(f"{item.key} {item.value}" for item in items) for number, items in found.items()}
         return {number: lines for number, lines in keys.items() if lines}
 
+    def list_queued(self, project: str) -> QueueListing:
+        parent, token = f"projects/{project}/locations/-", ""
+        records: list[QueuedRecord] = []
+        dark: set[str] = set()
+        while True:
+            call = self._queue_call(parent, token)
+            page = self._call(Where.LIST, "ListQueuedResources", parent, self._limits.listing, call)
+            records += page.resources
+            dark.update(zone.rsplit("/", 1)[-1] for zone in page.unreachable)
+            token = page.next_page_token
+            if not token:
+                break
+        keyed = ((NodeKey(project, record.path.zone, record.path.queued_id), record) for record in records)
+        return QueueListing(project, {key: queued_of(key, record) for key, record in keyed}, frozenset(dark))
+
+    def _queue_call(self, parent: str, token: str) -> Callable[[CallFate], QueuedPage]:
+        return lambda fate: self._world.queued_api.list_queued_resources(parent, PAGE_SIZE, token, self._now(), fate)
+
+    def get_queued(self, key: NodeKey) -> QueuedResource:
+        name = _queued_path(key)
+        record = self._read(
+            Where.GET,
+            "GetQueuedResource",
+            name,
+            lambda fate: self._world.queued_api.get_queued_resource(name, self._now(), fate),
+        )
+        return queued_of(key, record)
+
+    def create_queued(self, request: QueuedRequest) -> None:
+        parent, spec = f"projects/{request.key.project}/locations/{request.key.zone}", queue_spec_of(request)
+        self._call(
+            Where.CREATE,
+            "CreateQueuedResource",
+            _queued_path(request.key),
+            self._limits.write,
+            lambda fate: self._world.queued_api.create_queued_resource(
+                parent, request.key.name, spec, self._now(), fate, request_id=request.request_id
+            ),
+        )
+
+    def delete_queued(self, key: NodeKey) -> None:
+        name = _queued_path(key)
+        self._call(
+            Where.DELETE,
+            "DeleteQueuedResource",
+            name,
+            self._limits.write,
+            lambda fate: self._world.queued_api.delete_queued_resource(name, True, self._now(), fate),
+        )
+
     def _get(self, key: NodeKey) -> NodeRecord:
         name = _path(key)
         return self._read(Where.GET, "GetNode", name, lambda fate: self._world.api.get_node(name, self._now(), fate))
@@ -252,6 +314,7 @@ def node_of(key: NodeKey, record: NodeRecord) -> Node:
         provisioning=Provisioning(spec.tier),
         labels=spec.labels,
         endpoints=tuple(Endpoint(pair.internal, pair.external) for pair in record.endpoints),
+        queued_resource=record.queued_resource,
     )
 
 
@@ -260,15 +323,53 @@ def operation_of(record: OperationRecord) -> Operation:
     return Operation(record.name, record.done, error, record.create_time)
 
 
+def queued_of(key: NodeKey, record: QueuedRecord) -> QueuedResource:
+    """The record as the real client would hand it over."""
+    specs = record.spec.nodes
+    labels = dict(specs[0].spec.labels) if specs else {}
+    for one in specs[1:]:
+        labels = {label: value for label, value in labels.items() if one.spec.labels.get(label) == value}
+    return QueuedResource(
+        key=key,
+        create_time=record.create_time,
+        state=QueuedState(record.state),
+        labels=labels,
+        nodes=tuple(name for one in specs for name in one.ids(record.path.queued_id)),
+        error=classify(*record.error, Where.OPERATION) if record.error is not None else None,
+        suspended_by_service=record.initiator == Initiator.SERVICE,
+    )
+
+
+def queue_spec_of(request: QueuedRequest) -> QueuedSpec:
+    """The settings that the real client sends in CreateQueuedResource."""
+    place, parent = request.place, f"projects/{request.key.project}/locations/{request.key.zone}"
+    node = QueuedNodeSpec(_settings(request), parent, request.key.name)
+    is_reserved = place.provisioning is Provisioning.RESERVED
+    return QueuedSpec(
+        (node,),
+        "spot" if place.provisioning is Provisioning.SPOT else "guaranteed",
+        reservation_name=f"{parent}/reservations/-" if is_reserved else "",
+        validity=Validity(until_after=place.valid_for),
+        has_policy=place.valid_for is not None,
+    )
+
+
 def spec_of(request: NodeRequest) -> NodeSpec:
     """The settings that the real client sends in CreateNode."""
+    tier = request.place.provisioning
+    return replace(
+        _settings(request),
+        preemptible=tier is Provisioning.PREEMPTIBLE,
+        spot=tier is Provisioning.SPOT,
+        reserved=tier is Provisioning.RESERVED,
+    )
+
+
+def _settings(request: NodeRequest | QueuedRequest) -> NodeSpec:
     place = request.place
     return NodeSpec(
         accelerator_type=place.accelerator_type,
         runtime_version=place.runtime,
-        preemptible=place.provisioning is Provisioning.PREEMPTIBLE,
-        spot=place.provisioning is Provisioning.SPOT,
-        reserved=place.provisioning is Provisioning.RESERVED,
         network=_network(place),
         service_account=place.service_account,
         labels=dict(request.labels),
@@ -280,6 +381,10 @@ def spec_of(request: NodeRequest) -> NodeSpec:
 def _network(place: Place) -> NetworkConfig:
     network = place.network
     return NetworkConfig(network.name, network.subnetwork, enable_external_ips=network.external_ips)
+
+
+def _queued_path(key: NodeKey) -> str:
+    return f"projects/{key.project}/locations/{key.zone}/queuedResources/{key.name}"
 
 
 def _path(key: NodeKey) -> str:

@@ -13,6 +13,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -21,6 +22,7 @@ from tpucare.model.resources import Slot
 from tpucare.model.text import counted
 from tpucare.testbed.simulation.faults import EMERGENT, FAULTS
 from tpucare.testbed.simulation.history import History, HistoryOutcome
+from tpucare.testbed.simulation.queues import with_queues
 from tpucare.testbed.simulation.scenario import CLOSE, MONTHS, WEEKS, Pace, Scenario, draw, month_slots, storm_slots
 from tpucare.testbed.simulation.tally import PHASES, Tally
 
@@ -36,6 +38,7 @@ class Plan:
     The common settings of a campaign's histories. `slots` empty: those of storms, or `count` equal ones.
 
     world: as in a file of `tpucare emulator`; None: drawn from the seed
+    queued: most fleets stand in queues, as drawn from the seed
     """
 
     days: float
@@ -44,10 +47,19 @@ class Plan:
     count: int = 0
     world: Mapping[str, Any] | None = None
     pace: Pace | None = None
+    queued: bool = False
+
+    def every_slot(self) -> tuple[Slot, ...]:
+        return self.slots or (month_slots(self.count) if self.count else storm_slots())
+
+    def beat(self) -> Pace:
+        """The pace that is named, or the one for so many days and slots."""
+        few = len(self.every_slot()) < MANY_SLOTS
+        return self.pace or (CLOSE if self.days < WEEKS_BEGIN else WEEKS if few else MONTHS)
 
     def scenario(self, seed: int) -> Scenario:
-        slots = self.slots or (month_slots(self.count) if self.count else storm_slots())
-        pace = self.pace or (CLOSE if self.days < WEEKS_BEGIN else WEEKS if len(slots) < MANY_SLOTS else MONTHS)
+        slots, pace = self.every_slot(), self.beat()
+        slots = with_queues(seed, slots) if self.queued else slots
         lifetime = None if pace.close else MONTH_LIFETIME
         return draw(seed, slots, days=self.days, level=self.level, pace=pace, world=self.world, lifetime=lifetime)
 
@@ -77,13 +89,20 @@ def campaign(
         for seed in seeds:
             yield live(plan, seed, on_way=on_way)
         return
+    with workers(jobs) as pool:
+        under_way = {pool.submit(live, plan, seed) for seed in seeds}
+        for ended in as_completed(under_way):
+            yield ended.result()
+
+
+@contextmanager
+def workers(jobs: int) -> Iterator[ProcessPoolExecutor]:
+    """So many processes, which end as soon as the block raises or this process dies."""
     context = multiprocessing.get_context("forkserver")
     held, line = context.Pipe(duplex=False)
     with line, held, ProcessPoolExecutor(jobs, context, initializer=_end_with, initargs=(held,)) as pool:
         try:
-            under_way = {pool.submit(live, plan, seed) for seed in seeds}
-            for ended in as_completed(under_way):
-                yield ended.result()
+            yield pool
         except BaseException:
             line.close()
             raise
@@ -145,7 +164,7 @@ class Sums:
 
     def lines(self) -> list[str]:
         tally, told = self.tally, []
-        verdict = "every property held" if self.clean else f"{len(self.failed)} of {self.histories} broke a property"
+        verdict = "no promise was broken" if self.clean else f"{len(self.failed)} of {self.histories} broke a promise"
         histories = counted(self.histories, "history", "histories")
         told.append(f"{histories}, {tally.node_days:,.0f} node-days: {verdict}")
         hours = f"{tally.node_hours:,.0f} node-hours READY"

@@ -21,7 +21,7 @@ from tpucare.testbed.emulator.inprocess import InProcessCloud
 from tpucare.testbed.emulator.world.config import WorldConfig
 from tpucare.testbed.emulator.world.world import World
 from tpucare.testbed.simulation.machines import SimulatedWorker
-from tpucare.testbed.simulation.store import Disk, MemoryStore
+from tpucare.testbed.simulation.store import Disk, DiskMarkets, MemoryStore
 from tpucare.testbed.simulation.sweep import SimulatedSweep
 from tpucare.testbed.simulation.time import START, VirtualClock, VirtualExecutor
 from tpucare.testbed.simulation.workers import Script, VirtualLauncher
@@ -115,7 +115,14 @@ class SimulatedDaemon:
         self.store = self.open_store()
         ports = Ports(self.cloud, self.launcher, self.store.owner, SSH_KEY)
         self.engine = Engine(
-            ports, self.store, self.clock, self.executor, random.Random(self.seed), self.settings, self._tell
+            ports,
+            self.store,
+            self.clock,
+            self.executor,
+            random.Random(self.seed),
+            self.settings,
+            self._tell,
+            knowledge=DiskMarkets(self.disk),
         )
         for fleet, slots in self.declared.items():
             self._declare(fleet, slots)

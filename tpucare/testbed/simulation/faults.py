@@ -14,6 +14,7 @@ from enum import StrEnum
 from types import MappingProxyType
 
 from tpucare.model.resources import Provisioning, Slot
+from tpucare.testbed.simulation.queues import uses_queue
 
 LEVELS: Mapping[str, float] = MappingProxyType({"none": 0.0, "low": 0.2, "high": 1.0})
 """The share of the faults in `scenario.world_of` at each level."""
@@ -213,6 +214,21 @@ FAULTS: Mapping[str, Fault] = MappingProxyType(
             0.001,
             0.5,
             length=(5 * MINUTE, HOUR),
+        ),
+        # Queues.
+        "queue-failed": Fault("a queued resource is FAILED", 0.01, 2.0, fits=uses_queue),
+        "queue-suspended": Fault(
+            "a granted queued resource is suspended, and no node shows it", 0.01, 3.0, fits=uses_queue
+        ),
+        "queue-forgotten": Fault("a waiting queued resource is gone", 0.005, 1.0, fits=uses_queue),
+        "queue-answer-lost": Fault(
+            "the answer to a create or delete of a queued resource is lost", 0.02, 4.0, fits=uses_queue
+        ),
+        "queue-refused": Fault("the create of a queued resource is refused", 0.01, 1.5, fits=uses_queue),
+        "queue-listing-failed": Fault("listings of queued resources fail", 0.02, 3.0, fits=uses_queue),
+        "queue-delete-hangs": Fault("deletes of queued resources are refused for a while", 0.01, 1.5, fits=uses_queue),
+        "queue-foreign": Fault(
+            "a foreign queued resource has our next name", 0.005, 0.8, length=(MINUTE, HOUR), fits=uses_queue
         ),
         # Sweeps.
         "wandb-down": Fault("the server of the sweeps does not answer", 0.01, 3.0, Span.ALL, (MINUTE, 2 * HOUR)),

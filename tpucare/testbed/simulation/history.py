@@ -28,6 +28,7 @@ from tpucare.model.resources import LABEL_FLEET, LABEL_OWNER, LABEL_SLOT, Event,
 from tpucare.planner.backoff import DELETE_AGAIN_CAP, PERSON_FIRST, QUOTA_BACKOFF
 from tpucare.planner.decide import decide
 from tpucare.planner.predicates import STALL_FACTOR
+from tpucare.planner.queued import SHELL_PATIENCE, SUSPENSION_PATIENCE
 from tpucare.testbed.simulation.daemon import SimulatedDaemon
 from tpucare.testbed.simulation.machines import RunMark
 from tpucare.testbed.simulation.person import Person
@@ -488,7 +489,16 @@ class Calm:
         p95 = lengths.delete.p95 + create + lengths.boot_late.p95 + lengths.boot_skew
         backoff = max(QUOTA_BACKOFF.cap, PERSON_FIRST).total_seconds()
         visits = VISITS * (self.history.scenario.person or 0.0)
+        if any(place.queued for place in self._declared(slot).places):
+            queue = self.history.scenario.config.queue
+            p95 += queue.grant.p95 + queue.suspend.p95 + queue.delete.p95 + queue.retry_for
+            backoff += (SHELL_PATIENCE + 2 * SUSPENSION_PATIENCE + DELETE_AGAIN_CAP).total_seconds()
         return 2 * p95 + backoff + self._timeout(slot) + 3 * self.history.scenario.pace.poll + PERSON_EVERY + visits
+
+    def _declared(self, slot: Slot) -> Slot:
+        """The slot as declared now: an edit may have put it into another queue."""
+        slots = self.daemon.declared.get(slot.fleet, [])
+        return next((one for one in slots if one.name == slot.name), slot)
 
     def _timeout(self, slot: Slot) -> float:
         """The largest timeout that may be running in the slot's present state."""
@@ -558,10 +568,17 @@ class Calm:
         return all(place.zone in self.daemon.zone.dark_for_ever for place in slot.places)
 
     def _check_orphans(self) -> None:
-        history, engine = self.history, self.daemon.engine
+        history = self.history
         for name in sorted(history.slots):
             if apart := self._apart(name):
                 history.tally.apart[apart] += 1
+        if self._orphans():
+            # A call that was held up for hours may bring its node just now: then it is being deleted.
+            history.live(history.now + DELETE_AGAIN_CAP.total_seconds())
+        history.properties.broken += self._orphans()
+
+    def _orphans(self) -> list[Broken]:
+        history, engine, found = self.history, self.daemon.engine, []
         for life in list(self.daemon.zone.world.state.nodes.values()):
             labels = life.record.spec.labels
             ours = (
@@ -575,7 +592,10 @@ class Calm:
             if not held:
                 text = f"{life.path.node_id} is still there, and {slot} does not hold it"
                 rule = "finished-empty" if track is not None and track.memory.end is End.DONE else "no-orphan"
-                history.properties.broken.append(Broken(rule, history.now, text))
+                found.append(Broken(rule, history.now, text))
+        for name in history.properties.queues.left(self.daemon.zone.dark_for_ever):
+            found.append(Broken("no-orphan", history.now, f"the queued resource {name} is still there"))
+        return found
 
     def _holds(self, memory: Memory, node_id: int) -> bool:
         if memory.end is End.DONE:

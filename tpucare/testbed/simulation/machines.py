@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from tpucare.model.resources import NodeKey
-from tpucare.model.runs import Failure
+from tpucare.model.runs import Archive, Failure
 from tpucare.testbed.emulator.machines.guard import Guard
 from tpucare.testbed.emulator.world.config import SshGuard
 from tpucare.testbed.emulator.world.machine_effects import (
@@ -42,7 +42,9 @@ class Script:
     `vanishes`: slots whose runs end without a status, as by the OOM killer. `on_notice`: slots whose run ends with
     status 0 as soon as a preemption is announced. `saves_alone`: slots whose logs have no steps, so that only their
     checkpoints show progress. `hangs_early`: slots whose next run hangs after so many steps. `outage`: the end, after
-    `outage_seconds`, of every run that begins while something that all runs need is down.
+    `outage_seconds`, of every run that begins while something that all runs need is down. `save_seconds`: the cost of
+    a save, measured by runs that read how often to save; None: runs that do not. A job with a cache stores its
+    environment, and restores one that it is told of.
     """
 
     setup_seconds: float = 20.0
@@ -60,6 +62,7 @@ class Script:
     outage: Failure | None = None
     outage_seconds: float = 30.0
     tells_progress: bool = True
+    save_seconds: float | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -70,7 +73,8 @@ class SimulatedRun:
     `hung_at`: the step at which it hangs. `fails_after`: seconds after which it exits with 1. `blameless`: because
     something that every run needs is down. `foreign`: started by a user's function; `boots` shows whether there was a
     reboot. `orphaned`: the process of that function died before its setup was over. `maintenance`: the announced one
-    that is not over, `maintained_at`: the time of the last one.
+    that is not over, `maintained_at`: the time of the last one. `cadence`: how often it was told to save.
+    `cache_scope`, `archive`: of its launch.
     """
 
     token: str
@@ -91,6 +95,9 @@ class SimulatedRun:
     foreign: bool = False
     orphaned: bool = False
     boots: int = 1
+    cadence: float | None = None
+    cache_scope: str = ""
+    archive: Archive | None = None
 
 
 @dataclass(eq=False, slots=True)

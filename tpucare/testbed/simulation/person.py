@@ -89,7 +89,10 @@ class Person:
             machines = launcher.of_node(*NodeKey(track.slot.project, past.zone, past.name))
             living = [worker for worker in machines if worker.node_id == past.id and launcher.lives(worker)]
             hidden = past.zone in self.daemon.zone.dark_for_ever
-            trains = any(worker.run is not None and not launcher.stands_still(worker.run) for worker in living)
+            # A gang that lost the run of one worker makes no step.
+            trains = len(living) == len(machines) and all(
+                worker.run is not None and not launcher.stands_still(worker.run) for worker in living
+            )
             if living and (trains if hidden else past.create_time == newest):
                 return
             for worker in living:

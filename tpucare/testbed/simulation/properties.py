@@ -17,6 +17,7 @@ from typing import Any
 
 from tpucare.engine.tracking import newest_checkpoint, newest_step
 from tpucare.model.causes import Cause, Reason
+from tpucare.model.lifecycles import NodeStatus
 from tpucare.model.memory import DeleteIntent, End, Memory, PlaceMemory
 from tpucare.model.resources import (
     LABEL_FLEET,
@@ -36,6 +37,7 @@ from tpucare.testbed.emulator.world.world import World
 from tpucare.testbed.simulation.lives import Lives
 from tpucare.testbed.simulation.machines import RunMark, SimulatedWorker
 from tpucare.testbed.simulation.manners import Manners
+from tpucare.testbed.simulation.queues import QueueRules
 from tpucare.testbed.simulation.scenario import SECRET
 from tpucare.testbed.simulation.store import Disk
 
@@ -47,6 +49,7 @@ PROPERTIES: Mapping[str, str] = {
     "unasked-stop": "rule 6: no healthy run is stopped unless a person asked for it",
     "intent-first": "rule 5: the intent is on the disk before the call",
     "labelled": "rule 5: every create has our labels",
+    "one-request": "rule 5: never two standing queued resources of one slot",
     "fresh-numbers": "rule 5: a create number is never used again",
     "no-starved-place": "while a slot has no node, no open place is left out for more than two rounds",
     "create-budget": "no minute has more creates than the budget",
@@ -235,6 +238,7 @@ class Properties:
         self.said: dict[str, str] = {}
         self._lives = Lives(probe)
         self._manners = Manners(now, guarded)
+        self.queues = QueueRules(world, disk, self._break, lambda: self.dark, self._may_lose)
         self._failed: set[str] = set()
         self._asked: tuple[int, Counter[tuple[str, str]]] = (0, Counter())
         self._finished: dict[str, tuple[str, float, float]] = {}
@@ -308,7 +312,7 @@ class Properties:
         if self._over.get(mark.slot, mark.token) != mark.token:
             self._break("finished-once", f"{mark.token} starts, and {self._over[mark.slot]} was seen to finish")
         memory = self.disk.memories.get(mark.slot)
-        if memory is None or memory.run is None or memory.run.token != mark.token:
+        if memory is None or not _knows_launch(memory, mark):
             self._break("intent-first", f"{mark.token} starts, and no launch of it is on the disk")
         runs.alive[place] = self._newest[mark.slot] = mark.token
         self._jobs[mark.slot] = mark.job
@@ -431,6 +435,7 @@ class Properties:
 
     def called(self, record: Mapping[str, Any]) -> None:
         method = record["method"]
+        self.queues.called(record)
         if method == "CreateNode":
             self._check_create(record)
         elif record["applied"] and record["code"] == 0:
@@ -489,7 +494,7 @@ class Properties:
             return
         now = self.wall()
         # In a zone that does not answer no create is expected.
-        lit = [place for place in declared.places if place.zone not in self.dark]
+        lit = [place for place in declared.places if place.zone not in self.dark and not place.queued]
         open_places = [place.key for place in lit if _is_open(memory.place(place.key), now)]
         for starved in self._turns.setdefault(slot, Turns(len(declared.places))).asked(intent.place, open_places):
             self._break("no-starved-place", f"{slot} asks at {intent.place} again, and never at {starved}")
@@ -542,6 +547,14 @@ class Properties:
             and not self._may_go(slot, past.delete, memory)
         ):
             self._break("unasked-delete", f"{node} was training and well: {past.delete.why}")
+
+    def _may_lose(self, slot: str, name: str) -> bool:
+        """Whether the end of that node together with its queued resource is explained: it does not train, or goes."""
+        life, memory = self._life(name), self.disk.memories.get(slot)
+        past = memory.node(name.rpartition("/")[2]) if memory is not None else None
+        if life is None or not self._trains(slot, life.record.id) or life.record.state != NodeState.READY:
+            return True
+        return past is not None and past.is_leaving
 
     def _may_go(self, slot: str, delete: DeleteIntent, memory: Memory) -> bool:
         if delete.reason in (Reason.ASKED, Reason.FINISHED):
@@ -634,6 +647,17 @@ class Properties:
 
 def _arrives_late(record: Mapping[str, Any]) -> bool:
     return bool(record["answer"] == "lost" and record["latency"] >= GIVEN_UP_AFTER)
+
+
+def _knows_launch(memory: Memory, mark: RunMark) -> bool:
+    """
+    The launch is on the disk. One that was under way when its node got another owner's label is no run of the slot any
+    more; the node is remembered as launched on (rule 1).
+    """
+    if memory.run is not None and memory.run.token == mark.token:
+        return True
+    taken = [past for past in memory.nodes if past.id == mark.node_id and past.status is NodeStatus.TAKEN]
+    return any(past.launched for past in taken)
 
 
 def _is_open(past: PlaceMemory, now: datetime) -> bool:

@@ -21,6 +21,7 @@ from tpucare.model.resources import Care, Job, OnExit, Place, Provisioning, Slot
 from tpucare.testbed.emulator.world.capacity import CAPACITY_TIERS
 from tpucare.testbed.emulator.world.config import WorldConfig
 from tpucare.testbed.simulation.faults import FAULTS, LEVELS, Span
+from tpucare.testbed.simulation.queues import queue_world, uses_queue
 
 PROJECT = "simulated"
 SECRET = "s3cr3t-value-that-nobody-may-see"
@@ -250,6 +251,8 @@ def draw(
     drawn = world_of(level, random.Random(f"{seed}/world"), zones, lifetime=lifetime)
     if LEVELS[level] and random.Random(f"{seed}/quotas").random() < 0.5:
         drawn["quotas"] = exact_quotas(slots)
+    if any(map(uses_queue, slots)):
+        drawn["queue"] = queue_world(seed, LEVELS[level])
     chosen = dict(world) if world is not None else drawn
     chosen["audit_reads"] = False
     strikes = [one for kind in FAULTS for one in _drawn(seed, kind, slots, chosen["zones"], days, level)]

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
 
+from tpucare.adapters.state.market_files import Markets, decode_markets, encode_markets
 from tpucare.adapters.state.store import FLEET, MEMORY
 from tpucare.model.errors import StoreFull
 from tpucare.model.memory import FleetRecord, Memory, is_old
@@ -46,6 +47,23 @@ class Disk:
     written: int = 0
     commits: int = 0
     faults: deque[DiskFault] = field(default_factory=deque)
+    markets: bytes = b""
+
+
+class DiskMarkets:
+    """`ports.MarketKnowledge` over a `Disk`."""
+
+    def __init__(self, disk: Disk) -> None:
+        self._disk = disk
+
+    def own(self) -> Markets:
+        return decode_markets(self._disk.markets)
+
+    def of_others(self) -> Sequence[Markets]:
+        return ()
+
+    def save(self, markets: Markets) -> None:
+        self._disk.markets = encode_markets(markets)
 
 
 class MemoryStore:

@@ -22,6 +22,7 @@ from tpucare.model.resources import LABEL_FLEET, LABEL_OWNER, LABEL_SLOT, Health
 from tpucare.model.runs import Failure
 from tpucare.planner import desired_state
 from tpucare.testbed.emulator.world.life import OTHER_ENDS
+from tpucare.testbed.emulator.world.queued_records import QueuedNodeSpec, QueuedSpec
 from tpucare.testbed.emulator.world.records import ApiError, NodeSpec
 from tpucare.testbed.emulator.world.state import NodeLife
 from tpucare.testbed.emulator.world.world import World
@@ -834,6 +835,86 @@ QUOTA_TEXT = "Quota limit 'TPUV2sPreemptiblePodPerProjectPerZoneForTPUAPI' has b
 POLICY_TEXT = "Constraint constraints/compute.requireOsLogin violated for project simulated."
 RATE_TEXT = "Quota exceeded for quota metric 'Create requests' and limit 'Create requests per minute' of service 'tpu.googleapis.com'."  # noqa: E501
 
+# --- queues ----------------------------------------------------------------------------------------------------------
+
+
+def _on_requests(hand: Hand, act: Callable[[str, datetime], list[str]]) -> bool:
+    found = [path.queued_id for path in sorted(hand.world.state.queue) if _is_of(path.queued_id, hand.strike.target)]
+    return [name for name in found if act(name, hand.now)] != []
+
+
+def _is_of(name: str, slot: str) -> bool:
+    return name.rpartition("-a")[0] == slot
+
+
+def fail_request(hand: Hand) -> bool:
+    code, text = hand.rng.choice(
+        (
+            (8, "There is no more capacity in the zone"),
+            (8, "Quota 'TPUSPerZone' exhausted. Limit 4 in zone"),
+            (13, "an internal error has occurred"),
+        )
+    )
+    return _on_requests(hand, lambda name, now: hand.world.operator.fail_queued(name, code, text, now))
+
+
+def lose_queue_answer(hand: Hand) -> bool:
+    method = hand.rng.choice(("CreateQueuedResource", "DeleteQueuedResource"))
+    applied, code = hand.rng.random() < 0.5, hand.rng.choice((14, 4))
+    hand.world.operator.lose_next_answer(method, applied=applied, code=code)
+    if method == "CreateQueuedResource" and hand.rng.random() < 0.5:
+        # A request that stands is asked for once in hours: here, now.
+        fail_request(hand)
+    return True
+
+
+def refuse_request(hand: Hand) -> bool:
+    code, text = hand.rng.choice(
+        (
+            (8, "The project has too many queued resources in location"),
+            (8, "Quota exceeded for quota metric 'Create requests' and limit 'per minute'"),
+            (13, "Internal error. Please try again."),
+        )
+    )
+    hand.world.operator.fail_next("CreateQueuedResource", code, text)
+    return True
+
+
+def fail_queue_listing(hand: Hand) -> bool:
+    for _ in range(hand.rng.randint(1, 30)):
+        hand.world.operator.fail_next("ListQueuedResources", hand.rng.choice((14, 13, 8)), "no listing for now")
+    return True
+
+
+def hang_queue_delete(hand: Hand) -> bool:
+    for _ in range(hand.rng.randint(1, 12)):
+        hand.world.operator.fail_next("DeleteQueuedResource", hand.rng.choice((14, 13, 9)), "not now")
+    return True
+
+
+def foreign_request(hand: Hand) -> bool:
+    """Somebody else asks for a queued resource under the slot's next name, and deletes it later."""
+    memory, slot = hand.daemon.disk.memories.get(hand.strike.target), hand.strike.target
+    declared = [one for slots in hand.daemon.declared.values() for one in slots if one.name == slot]
+    if memory is None or not declared:
+        return False
+    zone, name = declared[0].places[0].zone, f"{slot}-a{memory.next_number}"
+    parent = f"projects/{PROJECT}/locations/{zone}"
+    spec = NodeSpec(accelerator_type="v2-8", runtime_version="tpu-ubuntu2204-base", labels={LABEL_OWNER: "another"})
+    wish_list = QueuedSpec((QueuedNodeSpec(spec, parent, f"theirs-{name}"),), "spot")
+    try:
+        hand.world.queued_api.create_queued_resource(parent, name, wish_list, hand.now)
+    except ApiError:
+        return False
+    hand.later(hand.strike.length, lambda: _withdraw(hand.world, f"{parent}/queuedResources/{name}", hand.now))
+    return True
+
+
+def _withdraw(world: World, name: str, now: datetime) -> None:
+    with suppress(ApiError):
+        world.queued_api.delete_queued_resource(name, True, now)
+
+
 STRIKES: Mapping[str, Act] = MappingProxyType(
     {
         "preempted": preempt,
@@ -915,6 +996,14 @@ STRIKES: Mapping[str, Act] = MappingProxyType(
         "edited": edit,
         "relabelled": relabel,
         "taken-back": change_owner,
+        "queue-failed": fail_request,
+        "queue-suspended": lambda hand: _on_requests(hand, hand.world.operator.suspend_queued),
+        "queue-forgotten": lambda hand: _on_requests(hand, hand.world.operator.forget_queued),
+        "queue-answer-lost": lose_queue_answer,
+        "queue-refused": refuse_request,
+        "queue-listing-failed": fail_queue_listing,
+        "queue-delete-hangs": hang_queue_delete,
+        "queue-foreign": foreign_request,
         "wandb-down": silence_server,
         "sweep-stopped": stop_interrupted,
         "foreign-node": foreign,

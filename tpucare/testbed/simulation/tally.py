@@ -135,6 +135,11 @@ class TallyRecorder:
         if not stage:
             return
         before, at = self._reached.get(event.slot, (0, now))
+        if stage == before == 1:
+            # The create before it met a stockout: READY counts from the one that brought the node.
+            seconds, count = self.tally.phases[PHASES[0]]
+            self.tally.phases[PHASES[0]] = (seconds + now - at, count)
+            self._reached[event.slot] = (stage, now)
         if stage <= before:
             return
         # A skipped phase (a run started again on its node) counts in no sum.

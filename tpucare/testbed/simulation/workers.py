@@ -7,6 +7,8 @@ another host key than the one pinned for the node.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -14,6 +16,8 @@ from dataclasses import replace
 from tpucare.model.errors import WorkerSilent
 from tpucare.model.resources import NodeKey, Worker
 from tpucare.model.runs import (
+    UNPREPARED,
+    Archive,
     Contact,
     Failure,
     ForeignRun,
@@ -22,6 +26,7 @@ from tpucare.model.runs import (
     NodeReport,
     NoticeOrder,
     Phase,
+    Preparation,
     ProbeOrder,
     StopOrder,
     StopResult,
@@ -87,6 +92,8 @@ class VirtualLauncher(SimulatedMachines):
 
     def probe(self, order: ProbeOrder) -> NodeReport:
         self.probes.append(self.clock.seconds)
+        if order.cadence and self.script.save_seconds is not None:
+            self._write_cadence(order)
         reports = tuple(self._report(worker) for worker in order.workers)
         silent = any(report.contact is Contact.SILENT for report in reports)
         self.waiting((10.0 if silent else 0.05) + self.slow)
@@ -95,6 +102,12 @@ class VirtualLauncher(SimulatedMachines):
         if self.on_report is not None:
             self.on_report(report)
         return report
+
+    def _write_cadence(self, order: ProbeOrder) -> None:
+        for address in order.workers:
+            worker = self._connect(address)
+            if isinstance(worker, SimulatedWorker) and worker.run is not None and worker.run.token == order.run:
+                worker.run.cadence = json.loads(order.cadence)["interval_seconds"]
 
     def _report(self, address: Worker) -> WorkerReport:
         worker = self._connect(address)
@@ -139,6 +152,9 @@ class VirtualLauncher(SimulatedMachines):
             step=self.step(run) if tells_steps else None,
             checkpoint=self.bucket.get(run.slot) if tells else None,
             log_bytes=int(elapsed),
+            cadence_seconds=run.cadence,
+            save_seconds=self.script.save_seconds if tells else None,
+            preparation=_preparation_of(run) if run.cache_scope and not in_setup else UNPREPARED,
         )
         return _as_foreign(report, run, worker, was_set_up=not in_setup) if run.foreign else report
 
@@ -162,7 +178,8 @@ class VirtualLauncher(SimulatedMachines):
         if worker.run is not None and self.lives(worker):
             return WorkerSilent("another run lives here")
         self.begins(order.slot, order.job.run)
-        self.start(worker, order.token, order.slot).foreign = order.job.foreign
+        run = self.start(worker, order.token, order.slot)
+        run.foreign, run.cache_scope, run.archive = order.job.foreign, order.cache_scope, order.archive
         return WorkerSilent("the connection dropped") if self._loses("launch-after") else None
 
     def _loses(self, what: str) -> bool:
@@ -225,6 +242,13 @@ class VirtualLauncher(SimulatedMachines):
             return frozenset()
         hints, self._hints = frozenset(self._hints), set()
         return hints
+
+
+def _preparation_of(run: SimulatedRun) -> Preparation:
+    if run.archive is not None:
+        return Preparation("restored")
+    content = hashlib.sha256(run.token.encode()).hexdigest()
+    return Preparation("made", archive=Archive(run.cache_scope, run.cache_scope, content, 412_000_000))
 
 
 def _as_foreign(report: WorkerReport, run: SimulatedRun, worker: SimulatedWorker, *, was_set_up: bool) -> WorkerReport:

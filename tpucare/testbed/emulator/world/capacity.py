@@ -17,16 +17,17 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from tpucare.model.accelerators import Accelerator, region_of
 from tpucare.model.errors import ConfigError
+from tpucare.model.recording import RECORDING_FORMAT
 from tpucare.testbed.emulator.world.config import Capacity, CapacityProcess, Quota
 
 Change = tuple[datetime, int]
 Supply = Iterator[Change]
 """Changes in order of time; the first is the amount at the start."""
 
-TRACE_FORMAT = "spot-capacity-trace/1"
 
 CAPACITY_TIERS: Mapping[str, str] = {
     "spot": "spot",
@@ -39,12 +40,27 @@ CAPACITY_TIERS: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Ticks of measured capacity; shape: one entry per `interval`, gaps filled with the last value."""
+    """
+    Ticks of measured capacity; shape: one entry per `interval`, gaps filled with the last value.
+
+    begins: tick 0, in seconds of the clock that the traces of one dataset share
+    price, on_demand: of an hour, as the file has them (`price_unit`); None: it has none. Prices of one dataset compare
+    """
 
     name: str
     interval: timedelta
     maximum: int
     ticks: tuple[int, ...]
+    zone: str = ""
+    begins: float = 0.0
+    price: float | None = None
+    on_demand: float | None = None
+    price_unit: str = ""
+
+    @property
+    def ends(self) -> float:
+        """Seconds of the dataset's clock at the end of the last tick."""
+        return self.begins + len(self.ticks) * self.interval.total_seconds()
 
 
 def shipped_traces() -> tuple[str, ...]:
@@ -62,17 +78,34 @@ def load_trace(name: str) -> Trace:
         raw = json.loads(_trace_text(name))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ConfigError(f"trace {name}: cannot be read: {error}") from error
-    if not isinstance(raw, dict) or raw.get("format") != TRACE_FORMAT or not raw.get("capacity"):
-        raise ConfigError(f"trace {name}: not in format {TRACE_FORMAT}")
+    if not isinstance(raw, dict) or raw.get("format") != RECORDING_FORMAT or not raw.get("capacity"):
+        raise ConfigError(f"trace {name}: not in format {RECORDING_FORMAT}")
     try:
         interval = timedelta(seconds=float(raw["interval_s"]))
         ticks = _without_gaps([None if tick is None else int(tick) for tick in raw["capacity"]])
-        trace = Trace(name, interval, int(raw["max_capacity"]), ticks)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"trace {name}: interval_s, max_capacity or capacity is missing or malformed") from error
+        spot, on_demand, unit = _prices(raw.get("price") or {}, len(ticks))
+        begins, zone = float(raw.get("start_s") or 0.0), str(raw.get("zone", ""))
+        trace = Trace(name, interval, int(raw["max_capacity"]), ticks, zone, begins, spot, on_demand, unit)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise ConfigError(f"trace {name}: interval_s, max_capacity, capacity or price is malformed") from error
     if trace.interval <= timedelta() or min(ticks) < 0:
         raise ConfigError(f"trace {name}: interval_s and capacity must be positive")
     return trace
+
+
+def _prices(raw: Mapping[str, Any], ticks: int) -> tuple[float | None, float | None, str]:
+    """Spot price (the mean over the ticks, where it changes), price on demand, and their unit."""
+    changes = [(int(tick), float(price)) for tick, price in raw.get("spot_changes") or ()]
+    if changes:
+        ends = [*(tick for tick, _ in changes[1:]), ticks]
+        length = ends[-1] - changes[0][0]
+        spot: float | None = sum(price * (end - tick) for (tick, price), end in zip(changes, ends, strict=True)) / max(
+            1, length
+        )
+    else:
+        spot = float(raw["spot"]) if raw.get("spot") is not None else None
+    on_demand = float(raw["on_demand"]) if raw.get("on_demand") is not None else None
+    return spot, on_demand, str(raw.get("unit", ""))
 
 
 def _trace_text(name: str) -> str:

@@ -18,7 +18,7 @@ from tpucare.testbed.emulator.world.config import WorldConfig
 from tpucare.testbed.emulator.world.faults import OUTAGE_KINDS, ActiveOutage, Fates
 from tpucare.testbed.emulator.world.life import MAINTENANCE_TEXT, Departure, NodeLifecycle
 from tpucare.testbed.emulator.world.queued_life import QueuedLifecycle
-from tpucare.testbed.emulator.world.queued_records import QueuedLife, QueueState
+from tpucare.testbed.emulator.world.queued_records import WAITING, Initiator, QueuedLife, QueueState
 from tpucare.testbed.emulator.world.records import MAINTENANCE_ATTRIBUTE, NO_MAINTENANCE, ApiError, parse_node_path
 from tpucare.testbed.emulator.world.state import NodeLife, State
 
@@ -128,6 +128,22 @@ class Operator:
         queued = [one for one in queued if one.record.state not in (QueueState.FAILED, QueueState.DELETING)]
         for one in queued:
             self._queue.fail(one, (code, text))
+        return [one.path.queued_id for one in queued]
+
+    def suspend_queued(self, selector: str, now: datetime) -> list[str]:
+        """Take their nodes away, as after a preemption that no node shows: SUSPENDING, later SUSPENDED."""
+        queued = self._select_queued_logged("suspend-queued", selector, now)
+        queued = [one for one in queued if one.record.state in (QueueState.PROVISIONING, QueueState.ACTIVE)]
+        for one in queued:
+            self._queue.suspend(one, Initiator.SERVICE)
+        return [one.path.queued_id for one in queued]
+
+    def forget_queued(self, selector: str, now: datetime) -> list[str]:
+        """Waiting ones are gone from one moment to the next."""
+        queued = self._select_queued_logged("forget-queued", selector, now)
+        queued = [one for one in queued if one.record.state in WAITING]
+        for one in queued:
+            self._queue.forget(one)
         return [one.path.queued_id for one in queued]
 
     def set_queued_state(self, selector: str, state: int, now: datetime) -> list[str]:

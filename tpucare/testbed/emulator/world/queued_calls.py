@@ -23,6 +23,7 @@ from tpucare.testbed.emulator.world.queued_records import (
     QueuedSpec,
     QueueState,
     parse_queued_path,
+    shared_labels,
 )
 from tpucare.testbed.emulator.world.records import PLAIN, CallFate, NodePath, NodeSpec, OperationRecord, parse_parent
 from tpucare.testbed.emulator.world.requests import check_queued_id, check_spec
@@ -59,6 +60,7 @@ class QueuedApi:
                 raise texts.exists(name)
             planned = self._planned(path, spec)
             fields["nodes"] = [str(one.path) for one in planned]
+            fields["labels"] = shared_labels(planned)
             fields["metadata"] = {key: value for one in planned for key, value in one.spec.metadata.items()}
             limit = self._state.config.queue.limit
             in_zone = sum((one.project, one.zone) == (project, zone) for one in self._state.queue)
@@ -122,8 +124,14 @@ class QueuedApi:
                 return before
             life = self._find_queued(name)
             fields["state"], fields["force"] = int(life.record.state), force
+            fields["labels"] = shared_labels(life.planned)
+            nodes = self._queue.nodes_of(life)
+            fields["nodes"] = [str(node.path) for node in nodes]
+            is_well = [node.is_serving and not node.deleting for node in nodes]
+            fields["serving"] = [str(node.path) for node, well in zip(nodes, is_well, strict=True) if well]
             if life.record.state == QueueState.DELETING:
                 operation = self._queue.repeat_delete(life)
+                fields["repeated"] = True
             else:
                 self._check_deletable(life, force)
                 operation = self._queue.begin_delete(life)

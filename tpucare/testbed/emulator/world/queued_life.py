@@ -29,6 +29,7 @@ from tpucare.testbed.emulator.world.queued_records import (
     QueuedPath,
     QueuedRecord,
     QueueState,
+    shared_labels,
 )
 from tpucare.testbed.emulator.world.records import OperationRecord
 from tpucare.testbed.emulator.world.state import NodeLife, State
@@ -52,7 +53,7 @@ class QueuedLifecycle:
         operation = self._state.open_operation_on("create", record.path.parent, record.name)
         life = QueuedLife(record, tuple(planned), operation.name)
         self._state.queue[record.path] = life
-        self._log(life, "created", nodes=[str(one.path) for one in planned])
+        self._log(life, "created", nodes=[str(one.path) for one in planned], labels=shared_labels(planned))
         self._later(life, self._state.config.queue.accept, lambda: self._accept(life))
         return operation
 
@@ -149,13 +150,13 @@ class QueuedLifecycle:
         state, node_state = owner.record.state, life.record.state
         if state == QueueState.PROVISIONING:
             if life.deleting or node_state in LOST_STATES:
-                self._suspend(owner, Initiator.USER if life.deleting else Initiator.SERVICE)
+                self.suspend(owner, Initiator.USER if life.deleting else Initiator.SERVICE)
             elif life.gone:
                 self._retry_node(owner, life)
             elif all(self._is_ready(one) for one in owner.planned):
                 self.set_state(owner, QueueState.ACTIVE)
         elif state == QueueState.ACTIVE and (life.gone or life.deleting or node_state in LOST_STATES):
-            self._suspend(owner, Initiator.USER if life.deleting else Initiator.SERVICE)
+            self.suspend(owner, Initiator.USER if life.deleting else Initiator.SERVICE)
         elif state == QueueState.DELETING:
             self._remove_if_due(owner)
 
@@ -216,7 +217,7 @@ class QueuedLifecycle:
         """End all its nodes and let it wait again."""
         operation = self._state.open_operation_on("reset", life.path.parent, life.record.name)
         life.resetting = operation.name
-        self._suspend(life, Initiator.USER)
+        self.suspend(life, Initiator.USER)
         return operation
 
     def begin_maintenance(self, life: QueuedLife) -> OperationRecord:
@@ -226,7 +227,7 @@ class QueuedLifecycle:
         self._later(life, state.config.latencies.update, lambda: self._close(operation.name, life))
         return operation
 
-    def _suspend(self, life: QueuedLife, initiator: Initiator) -> None:
+    def suspend(self, life: QueuedLife, initiator: Initiator) -> None:
         """End all its nodes; the SUSPENDED shell stays."""
         life.tries += 1
         self.set_state(life, QueueState.SUSPENDING, initiator=initiator)
@@ -298,14 +299,18 @@ class QueuedLifecycle:
         """Remove it (404 from now on) once its deletion is due and its nodes are gone."""
         if life.gone or not life.delete_due or life.stuck_repeats or self.nodes_of(life):
             return
-        life.gone = True
-        del self._state.queue[life.path]
-        self._free_quota(life)
-        self._log(life, "gone")
+        self.forget(life)
         for name in life.delete_operations:
             self._close(name, life)
         if life.resetting:
             self._state.close_operation(life.resetting, error=texts.gone_meanwhile(life.record.name))
+
+    def forget(self, life: QueuedLife) -> None:
+        """404 from now on."""
+        life.gone = True
+        del self._state.queue[life.path]
+        self._free_quota(life)
+        self._log(life, "gone")
 
     # --- small steps
 

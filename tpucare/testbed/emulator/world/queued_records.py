@@ -4,6 +4,7 @@ The records of queued resources: the request, its state, its nodes. No protobuf;
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from enum import IntEnum
@@ -21,6 +22,14 @@ class Planned:
     spec: NodeSpec
     accelerator: Accelerator
     multislice: bool = False
+
+
+def shared_labels(planned: Sequence[Planned]) -> dict[str, str]:
+    """Labels that all nodes of a queued resource have alike."""
+    if not planned:
+        return {}
+    first, *others = (one.spec.labels for one in planned)
+    return {key: value for key, value in first.items() if all(labels.get(key) == value for labels in others)}
 
 
 @dataclass(eq=False, slots=True)
