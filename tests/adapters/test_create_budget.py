@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -145,6 +147,30 @@ def test_many_at_once_never_find_more_than_there_is(tmp_path: Path) -> None:
     assert sum(found.get() for _ in crowd) == 25
     asked = spent(tmp_path)
     assert len(asked) == len(set(asked)) == 25
+
+
+@pytest.mark.parametrize("is_restored", [False, True], ids=["a create", "what the store remembers"])
+def test_a_process_that_is_stopped_behind_its_link_loses_no_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_restored: bool
+) -> None:
+    """When it looks again, so many versions were made that its own looks like one that was made too late."""
+    one, other = budget(tmp_path, 60), budget(tmp_path, 60, "b")
+    link = os.link
+
+    def link_and_stop(draft: Path, made: Path) -> None:
+        link(draft, made)
+        monkeypatch.setattr(os, "link", link)
+        assert all(spend(other, f"b-{index}", 100.0) for index in range(budgets._VERSIONS_KEPT))
+
+    lock = holding(tmp_path, "a")
+    monkeypatch.setattr(os, "link", link_and_stop)
+    if is_restored:
+        one.restore([(100.0, "a-0"), (100.0, "a-0")])
+    else:
+        assert spend(one, "a-0", 100.0)
+        assert spend(one, "a-0", 100.0)
+    assert Counter(spent(tmp_path)) == {"a-0": 2} | {f"b-{index}": 1 for index in range(budgets._VERSIONS_KEPT)}
+    lock.release()
 
 
 class TestWithoutAnAnswer:

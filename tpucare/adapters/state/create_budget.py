@@ -85,23 +85,29 @@ class SharedBudget:
         restored = [Spent(at, slot, self._store, "") for at, slot in asked]
         for _ in _tries():
             version, spent, _ = self._read()
-            if self._write(version, [*spent, *restored]):
+            if self._write(version, [*spent, *(entry for entry in restored if entry not in spent)]):
                 return
 
     def free_at(self, now: float, spare: int = 0) -> float | None:
         """None when a create may begin now that leaves *spare* others in the window, else the instant when one may."""
         self._give_back(now)
+        token = secrets.token_hex(8)
         for _ in _tries():
             version, spent, _ = self._read()
+            if any(entry.token == token for entry in spent):
+                # Many versions were made after the one of the last try, and they are built on it.
+                free_at = None
+                break
             current = self._current(spent, now)
             free_at = self._free_at(current, now, max(1, self.limit - spare))
-            token = secrets.token_hex(8) if free_at is None else ""
-            reserved = [Spent(now, "", self._store, token)] if token else []
+            reserved = [Spent(now, "", self._store, token)] if free_at is None else []
             if (current == spent and not reserved) or self._write(version, [*current, *reserved]):
-                if token:
-                    self._slots[token], self._held = "", token
-                return free_at
-        return now + _AGAIN_SECONDS
+                break
+        else:
+            return now + _AGAIN_SECONDS
+        if free_at is None:
+            self._slots[token], self._held = "", token
+        return free_at
 
     def reserve(self, slot: str, now: float) -> None:
         for token in [token for token, name in self._slots.items() if name == slot]:
@@ -198,7 +204,11 @@ class SharedBudget:
                 return version, [], False
 
     def _write(self, version: int, spent: list[Spent]) -> bool:
-        """Make *spent* the version after *version*; False where another process was faster: nothing is changed then."""
+        """
+        Make *spent* the version after *version*; False where another process was faster, and nothing is changed.
+
+        False, too, where so many versions were made at once that the next `read` alone tells whether they have it.
+        """
         draft, made = self._folder / f".{self._store}", self._path(version + 1)
         try:
             draft.unlink(missing_ok=True)
