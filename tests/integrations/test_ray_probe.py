@@ -83,8 +83,8 @@ def newest(probe: Probe, kind: type[T]) -> T:
 def start() -> Iterator[Callable[..., Probe]]:
     probes: list[Probe] = []
 
-    def build(source: str, **limits: float) -> Probe:
-        probes.append(Probe(owner="me", host="vm", source=source, **limits))  # type: ignore[arg-type]
+    def build(source: str, **more: Any) -> Probe:
+        probes.append(Probe(owner="me", host="vm", source=source, **more))
         return probes[-1]
 
     yield build
@@ -93,7 +93,8 @@ def start() -> Iterator[Callable[..., Probe]]:
 
 
 def test_states_come_at_the_interval_and_nothing_waits(start: Callable[..., Probe], tmp_path: Path) -> None:
-    probe = start(stand_in("say(json.dumps(STATE))"))
+    told: list[bool] = []
+    probe: Probe = start(stand_in("say(json.dumps(STATE))"), on_answer=lambda: told.append(probe.newest() is not None))
     began = time.monotonic()
     probe.follow(head(tmp_path), 0.1)
     assert probe.newest() is None
@@ -107,6 +108,8 @@ def test_states_come_at_the_interval_and_nothing_waits(start: Callable[..., Prob
     assert arguments == ["127.0.0.9:1", "me", "vm"]
     assert question == {"op": "state"}
     assert {one[0] for one in asked(tmp_path)} == {pid}
+    assert len(told) >= 3
+    assert all(told), "told before there was an answer"
     probe.close()
     assert not psutil.pid_exists(pid)
 

@@ -46,9 +46,9 @@ def daemon(
         folder,
         env,
         listen=events.teller(),
-        companions=lambda runtime, registry: [
+        companions=lambda runtime, registry, poll_soon: [
             SweepCare.beside(runtime, registry, env),
-            RayCare.beside(runtime, registry),
+            RayCare.beside(runtime, registry, poll_soon),
         ],
     )
     # Everything is closed. A thread that still waits for a worker or the API would delay the exit until its deadline,

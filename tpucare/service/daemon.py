@@ -41,7 +41,7 @@ class Companion(Protocol):
     topic: str
 
     def poll(self) -> None:
-        """Apply the answers of the service that have arrived. Called once a second."""
+        """Apply the answers of the service that have arrived. Called once a second, and soon after an answer came."""
 
     def rows(self) -> list[dict[str, Any]]:
         """Rows for `status`, as JSON; each names its `fleet`."""
@@ -49,11 +49,15 @@ class Companion(Protocol):
     def close(self) -> None: ...
 
 
-Companions = Callable[[Runtime, FleetRegistry], Sequence[Companion]]
-"""Makes the companions of a daemon, which knows none of them by name."""
+Companions = Callable[[Runtime, FleetRegistry, Callable[[], None]], Sequence[Companion]]
+"""
+Makes the companions of a daemon, which knows none of them by name.
+
+The last argument is for them: called on any thread when an answer has come, it has them polled at once.
+"""
 
 
-def no_companions(_runtime: Runtime, _registry: FleetRegistry) -> Sequence[Companion]:
+def no_companions(_runtime: Runtime, _registry: FleetRegistry, _poll_soon: Callable[[], None]) -> Sequence[Companion]:
     return ()
 
 
@@ -121,7 +125,8 @@ class Daemon:
         self._folder = FleetFolder(fleets, self.registry)
         self._handler = CommandHandler(runtime, self.registry, self._folder, self.stop)
         self._companions = CompanionGroup(
-            companions(runtime, self.registry), lambda text: self.registry.report("error", text, level="error")
+            companions(runtime, self.registry, self._poll_soon),
+            lambda text: self.registry.report("error", text, level="error"),
         )
         self.until: Callable[[], bool] = lambda: False
         self.first_commands: Sequence[Mapping[str, Any]] = ()
@@ -133,6 +138,10 @@ class Daemon:
 
     def reload(self) -> None:
         self._reloading = True
+        self._runtime.executor.nudge()
+
+    def _poll_soon(self) -> None:
+        self._next_poll = 0.0
         self._runtime.executor.nudge()
 
     def limit_to_fleet(self, fleet: str) -> None:

@@ -174,8 +174,8 @@ class RayCare:
         registry.outfit = self._complete
 
     @classmethod
-    def beside(cls, runtime: Runtime, registry: FleetRegistry) -> RayCare:
-        """The companion of a daemon."""
+    def beside(cls, runtime: Runtime, registry: FleetRegistry, poll_soon: Callable[[], None]) -> RayCare:
+        """The companion of a daemon, which *poll_soon* has poll it."""
         state = runtime.options.state
 
         def foreign(pool: RayPool) -> HeadRecord:
@@ -187,7 +187,10 @@ class RayCare:
             heads=lambda name: files.ready_head(state, name),
             foreign=foreign,
             asker=lambda _: Probe(
-                owner=runtime.store.owner, host=socket.gethostname(), monotonic=runtime.clock.monotonic
+                owner=runtime.store.owner,
+                host=socket.gethostname(),
+                on_answer=poll_soon,
+                monotonic=runtime.clock.monotonic,
             ),
             known=lambda name: files.read_followed(state, name),
             note=lambda name, address: files.write_followed(state, name, address),

@@ -69,6 +69,7 @@ class Probe:
     One Ray cluster; no method blocks.
 
     owner, host:  of this daemon; to another tpucare they name it
+    on_answer:    called, on a thread of the probe, when `newest` or `drained` has something new
     source:       of the probe; start_seconds, request_seconds: limits of the first and of each further answer
     """
 
@@ -77,12 +78,13 @@ class Probe:
         *,
         owner: str,
         host: str,
+        on_answer: Callable[[], None] = lambda: None,
         source: str = "",
         start_seconds: float = START_SECONDS,
         request_seconds: float = REQUEST_SECONDS,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._caretaker = (owner, host)
+        self._caretaker, self._on_answer = (owner, host), on_answer
         self._source = source or read_template("ray/gcs_probe.py")
         self._start_seconds, self._request_seconds = start_seconds, request_seconds
         self._monotonic = monotonic
@@ -226,6 +228,8 @@ class Probe:
             else:
                 # A report that was refused is sent again like one that arrived; the state says why.
                 self._report_due = self._monotonic() + REPORT_SECONDS if self._report == task.question else asked
+                return
+        self._on_answer()
 
     def _apply_failure(self, task: _Task, error: ProbeSilent, asked: float) -> None:
         """The probe has ended or was ended: ask again after a pause."""
@@ -237,6 +241,7 @@ class Probe:
             self._newest, self._due = (error, asked), self._again_at
             if task.ticket:
                 self._drained.append((task.ticket, dict.fromkeys(task.ids, str(error))))
+        self._on_answer()
 
     def _fail_drains(self, why: str) -> None:
         self._drained += [(task.ticket, dict.fromkeys(task.ids, why)) for task in self._drains]

@@ -306,7 +306,7 @@ def _care(
     outcome, env = Outcome(str(path), name, (), daemon=False), account.with_key(env)
     made: list[SweepCare] = []
 
-    def companions(runtime: Runtime, registry: FleetRegistry) -> list[SweepCare]:
+    def companions(runtime: Runtime, registry: FleetRegistry, _poll_soon: Callable[[], None]) -> list[SweepCare]:
         made.append(SweepCare.beside(runtime, registry, env))
         return made
 
