@@ -258,6 +258,7 @@ class Host:
         self._asked_to_stop = False
         self._ended: dict[int, int] = {}
         self._preempted_at: float | None = None
+        self._line: socket.socket | None = None
 
     def run(self) -> int:
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -336,8 +337,10 @@ class Host:
                     return now - began, True, "has a head that began a new session"
                 doubted = answer != SAME_SESSION
             if now >= asked_head_at + HEAD_POLL_SECONDS:
+                was_cut = self._line_is_cut()
                 asked_head_at, answers = now, self._head_answers()
-                head_was_away, doubted = head_was_away or not answers, doubted or not answers
+                is_away = was_cut or not answers
+                head_was_away, doubted = head_was_away or is_away, doubted or is_away
                 known = session_of(ray_folder(self._folder))
                 if answers and doubted and known and not asker:
                     asker = self._spawn("session", self._head, known)
@@ -367,11 +370,26 @@ class Host:
         return preempted
 
     def _head_answers(self) -> bool:
+        """Whether the head takes a connection; it is held until the next one."""
+        if self._line is not None:
+            self._line.close()
         try:
-            socket.create_connection(self._head_address, HEAD_CONNECT_SECONDS).close()
+            self._line = socket.create_connection(self._head_address, HEAD_CONNECT_SECONDS)
         except OSError:
+            self._line = None
+        return self._line is not None
+
+    def _line_is_cut(self) -> bool:
+        """Whether the head ended since it took the connection, even if another one answers in its place by now."""
+        try:
+            while self._line is not None:
+                if not self._line.recv(4096, socket.MSG_DONTWAIT):
+                    return True
+        except BlockingIOError:
             return False
-        return True
+        except OSError:
+            return True
+        return False
 
     # --- processes ---
 

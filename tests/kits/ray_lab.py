@@ -165,7 +165,7 @@ class RayLab:
         self._head_command = [*command, "--", *SMALL.split()]
         self._starts_left = HEAD_STARTS
         self._spawn_head()
-        self.home.await_(self._takes_jobs, f"the head takes jobs\n{self.head_log.read_text()[-2000:]}", 120)
+        self.home.await_(self._takes_jobs, f"the head takes jobs; {self.head_log} has what it says", 120)
 
     def _spawn_head(self) -> None:
         self._starts_left -= 1

@@ -431,6 +431,11 @@ def test_a_head_with_a_new_session_is_joined_at_once_and_one_with_the_same_is_no
     bench.head_up()
     bench.started(2)
     assert "Ray has a head that began a new session, and is started again here" in bench.log()
+    # One that is started again between two looks is never seen to be away.
+    bench.session("session_2026-03-03")
+    bench.head_down()
+    bench.head_up()
+    bench.started(3)
     assert bench.stop() == 143
 
 

@@ -32,8 +32,6 @@ from tpucare.model.errors import ConfigError
 LEAST_RAY = (2, 56)
 GCS_PORT = 6379
 DASHBOARD_PORT = 8265
-# Of Ray's agent, on the node's address and on 127.0.0.1; without it, a head takes no jobs.
-AGENT_PORT = 52365
 MARK = "TPUCARE_RAY_HEAD"
 # A socket path has 107 bytes at most, and Ray's own part of it is 62.
 FOLDER_BYTES = 45
@@ -125,12 +123,9 @@ def prepare_head(
         *(python, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--no-monitor"),
         *(f"--node-ip-address={ip}", f"--port={port}", f"--temp-dir={temp}"),
         *("--include-dashboard=true", "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard_port}"),
-        # Another cluster's head on this machine has the port: Ray chooses one.
-        *(
-            ()
-            if all(_is_free(each, AGENT_PORT) for each in (ip, "127.0.0.1"))
-            else ("--dashboard-agent-listen-port=0",)
-        ),
+        # Ray chooses one. Its usual port is on 127.0.0.1, too: of two heads that start at the same moment, one would
+        # have no agent, and take no jobs.
+        "--dashboard-agent-listen-port=0",
         *ray_words,
     )
     env = {
@@ -226,14 +221,6 @@ def _internal_ip() -> str:
         if not ipaddress.ip_address(found).is_loopback:
             return found
     raise ConfigError("this machine has no default route: name its internal address with --address IP")
-
-
-def _is_free(ip: str, port: int) -> bool:
-    try:
-        _require_free(ip, port, "taken")
-    except ConfigError:
-        return False
-    return True
 
 
 def _require_free(ip: str, port: int, taken: str) -> None:
