@@ -24,9 +24,10 @@ from tpucare.model.resources import (
     Place,
     Provisioning,
     QueuedRequest,
+    QueuedState,
 )
 from tpucare.testbed.emulator.world.config import WorldConfig
-from tpucare.testbed.emulator.world.queued_records import QueuedRecord, QueueState
+from tpucare.testbed.emulator.world.queued_records import QueuedRecord
 
 EMPTY = [{"amount": 0}]
 
@@ -50,7 +51,7 @@ class Story(Daemon):
         return [life.record for _, life in sorted(self.zone.world.state.queue.items())]
 
     def states(self) -> dict[str, str]:
-        return {record.path.queued_id: QueueState(record.state).name for record in self.queued()}
+        return {record.path.queued_id: QueuedState(record.state).name for record in self.queued()}
 
     def calls(self, method: str) -> int:
         return len([call for call in self.zone.calls(method) if call["applied"]])
@@ -201,7 +202,7 @@ def test_a_grant_whose_node_never_comes_is_given_up(story: Callable[..., Story])
     told = story(sold_out(US))
     told.care_for("pod", 1, queue(), care=Care(boot_timeout=timedelta(minutes=20)))
     told.run(minutes=10)
-    told.zone.world.operator.set_queued_state("pod-0-a0", QueueState.PROVISIONING, told.clock.true_now())
+    told.zone.world.operator.set_queued_state("pod-0-a0", QueuedState.PROVISIONING, told.clock.true_now())
     told.run(hours=1)
     assert told.states() == {"pod-0-a1": "WAITING_FOR_RESOURCES"}
     told.check()

@@ -16,7 +16,7 @@ from googleapiclient.discovery import build as discover  # type: ignore[import-u
 
 from tests.kits.hand_clock import HandClock
 from tpucare.model import accelerators
-from tpucare.model.resources import NodeState
+from tpucare.model.resources import NodeState, QueuedState
 from tpucare.testbed.audit import Expected, check
 from tpucare.testbed.emulator.server import EmulatorServer
 from tpucare.testbed.emulator.world.config import WorldConfig
@@ -29,7 +29,6 @@ from tpucare.testbed.emulator.world.queued_records import (
     QueuedPath,
     QueuedRecord,
     QueuedSpec,
-    QueueState,
     Validity,
 )
 from tpucare.testbed.emulator.world.records import ApiError, NodePath, NodeSpec, OperationRecord
@@ -65,10 +64,10 @@ class Box:
         return self.world.queued_api.get_queued_resource(NAME, self.now)
 
     @property
-    def state(self) -> QueueState:
-        return QueueState(self.record.state)
+    def state(self) -> QueuedState:
+        return QueuedState(self.record.state)
 
-    def until(self, state: QueueState, hours: float = 12) -> QueuedRecord:
+    def until(self, state: QueuedState, hours: float = 12) -> QueuedRecord:
         """Play second by second; an order of states that was not passed fails here."""
         for _ in range(int(hours * 3600)):
             if self.state == state:
@@ -95,28 +94,28 @@ def refusal(act: Any) -> int:
 def test_from_the_request_to_its_nodes() -> None:
     box = Box()
     operation = box.ask()
-    assert box.state is QueueState.CREATING
-    box.until(QueueState.WAITING_FOR_RESOURCES)
+    assert box.state is QueuedState.CREATING
+    box.until(QueuedState.WAITING_FOR_RESOURCES)
     ended = box.world.api.get_operation(operation.name, box.now)
     assert (ended.done, ended.error, ended.response) == (True, None, box.record)
     assert box.nodes() == []
     assert refusal(lambda: box.world.api.get_node(f"{PARENT}/nodes/pod-0-a1", box.now)) == NOT_FOUND
-    box.until(QueueState.PROVISIONING)
+    box.until(QueuedState.PROVISIONING)
     box.play(1)
     young = box.world.api.get_node(f"{PARENT}/nodes/pod-0-a1", box.now)
     assert (young.state, young.queued_resource, young.spec.spot) == (NodeState.CREATING, NAME, True)
-    box.until(QueueState.ACTIVE)
+    box.until(QueuedState.ACTIVE)
     assert box.world.api.get_node(f"{PARENT}/nodes/pod-0-a1", box.now).state == NodeState.READY
 
 
 def test_a_multislice_is_granted_whole() -> None:
     box = Box(zones={ZONE: {"accelerators": ["*"], "capacity": [{"amount": 2}]}})
     box.ask(SLICES)
-    box.until(QueueState.WAITING_FOR_RESOURCES)
+    box.until(QueuedState.WAITING_FOR_RESOURCES)
     box.play(3600)
-    assert (box.state, box.nodes()) == (QueueState.WAITING_FOR_RESOURCES, [])
+    assert (box.state, box.nodes()) == (QueuedState.WAITING_FOR_RESOURCES, [])
     box.world.operator.set_capacity(ZONE, "", "spot", 3, box.now)
-    box.until(QueueState.ACTIVE)
+    box.until(QueuedState.ACTIVE)
     assert box.nodes() == ["part-0", "part-1", "part-2"]
     assert all(record.multislice for record in box.world.nodes())
 
@@ -124,15 +123,15 @@ def test_a_multislice_is_granted_whole() -> None:
 def test_slices_without_a_prefix_bear_the_id_of_the_resource() -> None:
     box = Box()
     box.ask((QueuedNodeSpec(NODE, count=2),))
-    box.until(QueueState.ACTIVE)
+    box.until(QueuedState.ACTIVE)
     assert box.nodes() == ["q-0-0", "q-0-1"]
 
 
 def test_some_wait_under_the_old_name() -> None:
     box = Box(queue={"old_name_share": 1})
     box.ask()
-    box.until(QueueState.ACCEPTED)
-    box.until(QueueState.ACTIVE)
+    box.until(QueuedState.ACCEPTED)
+    box.until(QueuedState.ACTIVE)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +148,7 @@ def test_some_wait_under_the_old_name() -> None:
 def test_the_tier_is_that_of_its_nodes(tier: str, more: dict[str, Any], want: str) -> None:
     box = Box()
     box.ask(tier=tier, **more)
-    box.until(QueueState.ACTIVE)
+    box.until(QueuedState.ACTIVE)
     assert box.world.nodes()[0].spec.tier == want
 
 
@@ -158,7 +157,7 @@ def test_a_request_that_was_given_up_is_granted_late_nevertheless() -> None:
     box.ask()
     box.play(4000)
     assert box.nodes() == []
-    box.until(QueueState.ACTIVE)
+    box.until(QueuedState.ACTIVE)
     assert box.nodes() == ["pod-0-a1"]
 
 
@@ -177,12 +176,12 @@ def test_a_request_expires(validity: Validity) -> None:
     box = Box(zones={ZONE: {"capacity": [{"amount": 0}]}})
     box.ask(validity=validity)
     box.play(3590)
-    assert box.state == QueueState.WAITING_FOR_RESOURCES
-    failed = box.until(QueueState.FAILED, hours=0.1)
+    assert box.state == QueuedState.WAITING_FOR_RESOURCES
+    failed = box.until(QueuedState.FAILED, hours=0.1)
     assert failed.error is not None
     assert failed.error[0] == EXPIRED
     box.play(7 * 86400)
-    assert box.record.state == QueueState.FAILED
+    assert box.record.state == QueuedState.FAILED
 
 
 def test_an_expired_request_may_linger_and_gets_nothing() -> None:
@@ -191,36 +190,36 @@ def test_an_expired_request_may_linger_and_gets_nothing() -> None:
     box.play(7200)
     box.world.operator.set_capacity(ZONE, "", "spot", 5, box.now)
     box.play(7200)
-    assert (box.state, box.nodes()) == (QueueState.WAITING_FOR_RESOURCES, [])
+    assert (box.state, box.nodes()) == (QueuedState.WAITING_FOR_RESOURCES, [])
 
 
 def test_a_request_is_not_served_before_its_time() -> None:
     box = Box()
     box.ask(validity=Validity(after=START + timedelta(hours=5)))
     box.play(5 * 3600 - 10)
-    assert box.state is QueueState.WAITING_FOR_RESOURCES
-    box.until(QueueState.ACTIVE, hours=1)
+    assert box.state is QueuedState.WAITING_FOR_RESOURCES
+    box.until(QueuedState.ACTIVE, hours=1)
 
 
 def test_a_failed_node_is_tried_again_for_a_while() -> None:
     box = Box()
     box.ask()
-    box.until(QueueState.WAITING_FOR_RESOURCES)
+    box.until(QueuedState.WAITING_FOR_RESOURCES)
     box.world.operator.fail_next_create(13, "an internal error has occurred")
-    box.until(QueueState.PROVISIONING)
+    box.until(QueuedState.PROVISIONING)
     ids = {box.world.nodes()[0].id}
     box.play(30)
-    assert (box.state, box.nodes()) == (QueueState.PROVISIONING, [])
-    box.until(QueueState.ACTIVE)
+    assert (box.state, box.nodes()) == (QueuedState.PROVISIONING, [])
+    box.until(QueuedState.ACTIVE)
     assert {box.world.nodes()[0].id}.isdisjoint(ids)
 
 
 def test_after_45_minutes_of_failures_it_is_failed() -> None:
     box = Box(zones={ZONE: {"create_errors": 1.0}})
     box.ask(SLICES)
-    box.until(QueueState.PROVISIONING)
+    box.until(QueuedState.PROVISIONING)
     begun = box.now
-    failed = box.until(QueueState.FAILED, hours=2)
+    failed = box.until(QueuedState.FAILED, hours=2)
     assert box.now - begun > timedelta(minutes=45)
     assert failed.error is not None
     assert box.nodes() == []
@@ -230,20 +229,20 @@ def test_without_quota_it_fails_or_waits() -> None:
     quota = [{"generation": "v2", "zone": ZONE, "limit": 4}]
     box = Box(quotas=quota)
     box.ask(SLICES)
-    failed = box.until(QueueState.FAILED)
+    failed = box.until(QueuedState.FAILED)
     assert failed.error is not None
     assert (failed.error[0], "Quota limit" in failed.error[1]) == (EXHAUSTED, True)
     box = Box(quotas=quota, queue={"quota_waits": True})
     box.ask(SLICES)
     box.play(86400)
-    assert box.state is QueueState.WAITING_FOR_RESOURCES
+    assert box.state is QueuedState.WAITING_FOR_RESOURCES
 
 
 def test_a_name_that_is_taken_shows_late() -> None:
     box = Box()
     box.world.api.create_node(PARENT, "pod-0-a1", NODE, box.now)
     box.ask()
-    failed = box.until(QueueState.FAILED)
+    failed = box.until(QueuedState.FAILED)
     assert failed.error is not None
     assert failed.error[0] == EXISTS
     assert box.nodes() == ["pod-0-a1"]
@@ -252,7 +251,7 @@ def test_a_name_that_is_taken_shows_late() -> None:
 def test_a_person_lets_one_fail_late() -> None:
     box = Box()
     box.ask()
-    box.until(QueueState.ACTIVE)
+    box.until(QueuedState.ACTIVE)
     assert box.world.operator.fail_queued("q-0", 13, "late", box.now) == ["q-0"]
     assert (box.record.error, box.nodes()) == ((13, "late"), [])
 
@@ -263,15 +262,15 @@ def test_a_person_lets_one_fail_late() -> None:
 def test_a_preemption_suspends_it_and_takes_all_its_nodes() -> None:
     box = Box()
     box.ask(SLICES)
-    box.until(QueueState.ACTIVE)
+    box.until(QueuedState.ACTIVE)
     box.world.operator.preempt("part-1", box.now)
-    suspending = box.until(QueueState.SUSPENDING)
+    suspending = box.until(QueuedState.SUSPENDING)
     assert suspending.initiator == Initiator.SERVICE
     assert box.world.api.get_node(f"{PARENT}/nodes/part-1", box.now).state == NodeState.PREEMPTED
-    suspended = box.until(QueueState.SUSPENDED)
+    suspended = box.until(QueuedState.SUSPENDED)
     assert (suspended.initiator, box.nodes()) == (Initiator.SERVICE, [])
     box.play(30 * 86400)
-    assert box.state is QueueState.SUSPENDED
+    assert box.state is QueuedState.SUSPENDED
     box.delete()
     box.play(600)
     assert refusal(lambda: box.record) == NOT_FOUND
@@ -280,9 +279,9 @@ def test_a_preemption_suspends_it_and_takes_all_its_nodes() -> None:
 def test_the_shell_of_a_suspended_one_holds_quota_until_it_is_deleted() -> None:
     box = Box(quotas=[{"generation": "v2", "zone": ZONE, "limit": 4}])
     box.ask()
-    box.until(QueueState.ACTIVE)
+    box.until(QueuedState.ACTIVE)
     box.world.operator.preempt("pod-0-a1", box.now)
-    box.until(QueueState.SUSPENDED)
+    box.until(QueuedState.SUSPENDED)
     plain = NodeSpec(accelerator_type="v2-8", runtime_version="tpu-ubuntu2204-base", spot=True)
     assert refusal(lambda: box.world.api.create_node(PARENT, "pod-1-a1", plain, box.now)) == EXHAUSTED
     box.delete()
@@ -294,18 +293,18 @@ def test_the_shell_of_a_suspended_one_holds_quota_until_it_is_deleted() -> None:
 def test_preempted_while_it_is_provisioned() -> None:
     box = Box()
     box.ask()
-    box.until(QueueState.PROVISIONING)
+    box.until(QueuedState.PROVISIONING)
     box.world.operator.preempt("pod-0-a1", box.now)
-    box.until(QueueState.SUSPENDED)
+    box.until(QueuedState.SUSPENDED)
     assert box.nodes() == []
 
 
 def test_capacity_that_goes_takes_queued_nodes_like_others() -> None:
     box = Box(zones={ZONE: {"accelerators": ["*"], "capacity": [{"amount": 1}]}})
     box.ask()
-    box.until(QueueState.ACTIVE)
+    box.until(QueuedState.ACTIVE)
     box.world.operator.set_capacity(ZONE, "", "spot", 0, box.now)
-    box.until(QueueState.SUSPENDED)
+    box.until(QueuedState.SUSPENDED)
 
 
 # --- people ----------------------------------------------------------------------------------------------------------
@@ -314,12 +313,12 @@ def test_capacity_that_goes_takes_queued_nodes_like_others() -> None:
 def test_deleting_needs_force_while_there_are_nodes() -> None:
     box = Box()
     box.ask()
-    box.until(QueueState.PROVISIONING)
+    box.until(QueuedState.PROVISIONING)
     assert refusal(box.delete) == FAILED_PRECONDITION
-    box.until(QueueState.ACTIVE)
+    box.until(QueuedState.ACTIVE)
     assert refusal(box.delete) == FAILED_PRECONDITION
     operation = box.delete(force=True)
-    assert box.state is QueueState.DELETING
+    assert box.state is QueuedState.DELETING
     assert box.world.nodes()[0].state == NodeState.DELETING
     box.play(600)
     assert refusal(lambda: box.record) == NOT_FOUND
@@ -331,16 +330,16 @@ def test_deleting_needs_force_while_there_are_nodes() -> None:
 def test_after_its_nodes_were_deleted_by_hand_it_is_deletable_once_suspended() -> None:
     box = Box()
     box.ask()
-    box.until(QueueState.ACTIVE)
+    box.until(QueuedState.ACTIVE)
     box.world.api.delete_node(f"{PARENT}/nodes/pod-0-a1", box.now)
-    assert (box.state, box.record.initiator) == (QueueState.SUSPENDING, Initiator.USER)
+    assert (box.state, box.record.initiator) == (QueuedState.SUSPENDING, Initiator.USER)
     assert refusal(box.delete) == FAILED_PRECONDITION
-    box.until(QueueState.SUSPENDED)
+    box.until(QueuedState.SUSPENDED)
     box.delete()
 
 
-@pytest.mark.parametrize("state", [QueueState.CREATING, QueueState.WAITING_FOR_RESOURCES, QueueState.FAILED])
-def test_without_nodes_it_is_deletable(state: QueueState) -> None:
+@pytest.mark.parametrize("state", [QueuedState.CREATING, QueuedState.WAITING_FOR_RESOURCES, QueuedState.FAILED])
+def test_without_nodes_it_is_deletable(state: QueuedState) -> None:
     box = Box(zones={ZONE: {"capacity": [{"amount": 0}]}})
     box.ask(validity=Validity(until_after=timedelta(hours=1)))
     box.until(state)
@@ -354,10 +353,10 @@ def test_without_nodes_it_is_deletable(state: QueueState) -> None:
 def test_a_delete_that_is_stuck_has_to_be_repeated() -> None:
     box = Box(faults={"delete_stuck": 1.0, "repeated_delete": (0,)})
     box.ask()
-    box.until(QueueState.WAITING_FOR_RESOURCES)
+    box.until(QueuedState.WAITING_FOR_RESOURCES)
     box.delete()
     box.play(86400)
-    assert box.state is QueueState.DELETING
+    assert box.state is QueuedState.DELETING
     box.delete()
     box.play(600)
     assert refusal(lambda: box.record) == NOT_FOUND
@@ -367,17 +366,17 @@ def test_a_reset_lets_it_wait_again() -> None:
     box = Box()
     box.ask()
     assert refusal(lambda: box.world.queued_api.reset_queued_resource(NAME, box.now)) == FAILED_PRECONDITION
-    box.until(QueueState.ACTIVE)
+    box.until(QueuedState.ACTIVE)
     before = box.world.nodes()[0].id
     operation = box.world.queued_api.reset_queued_resource(NAME, box.now)
-    box.until(QueueState.WAITING_FOR_RESOURCES)
+    box.until(QueuedState.WAITING_FOR_RESOURCES)
     assert box.world.api.get_operation(operation.name, box.now).done
-    box.until(QueueState.ACTIVE)
+    box.until(QueuedState.ACTIVE)
     assert box.world.nodes()[0].id != before
     box.world.operator.preempt("pod-0-a1", box.now)
-    box.until(QueueState.SUSPENDED)
+    box.until(QueuedState.SUSPENDED)
     box.world.queued_api.reset_queued_resource(NAME, box.now)
-    box.until(QueueState.ACTIVE)
+    box.until(QueuedState.ACTIVE)
 
 
 def test_what_the_create_refuses_at_once() -> None:
@@ -401,20 +400,20 @@ def test_what_the_create_refuses_at_once() -> None:
 def test_a_spurious_refusal_of_one_that_was_made() -> None:
     box = Box(queue={"spurious_exists": 1.0})
     assert refusal(box.ask) == EXISTS
-    box.until(QueueState.ACTIVE)
+    box.until(QueuedState.ACTIVE)
 
 
 def test_the_audit_log_tells_of_it_and_of_the_delete_of_what_is_not_ours() -> None:
     box = Box()
     box.ask()
-    box.until(QueueState.ACTIVE)
+    box.until(QueuedState.ACTIVE)
     box.world.operator.preempt("pod-0-a1", box.now)
-    box.until(QueueState.SUSPENDED)
+    box.until(QueuedState.SUSPENDED)
     box.delete()
     box.play(600)
     told = [record for record in box.world.audit if record["kind"] == "queued"]
     assert [record["event"] for record in told] == ["created", *["state"] * 6, "gone"]
-    assert [QueueState(record["state"]).name for record in told][1:-2] == [
+    assert [QueuedState(record["state"]).name for record in told][1:-2] == [
         "WAITING_FOR_RESOURCES",
         "PROVISIONING",
         "ACTIVE",
@@ -561,8 +560,8 @@ def test_a_queued_resource_lives_without_the_api() -> None:
     queue.create(QueuedRecord(path, START, QueuedSpec(ONE)), [Planned(place, NODE, accelerators.lookup("v2-8"))])
     state.advance(START + timedelta(hours=1))
     life = state.queue[path]
-    assert (life.record.state, queue.nodes_of(life)) == (QueueState.ACTIVE, [state.nodes[place]])
+    assert (life.record.state, queue.nodes_of(life)) == (QueuedState.ACTIVE, [state.nodes[place]])
     nodes.terminate(state.nodes[place], cause="test")
     state.advance(START + timedelta(hours=2))
-    assert (life.record.state, life.record.initiator) == (QueueState.SUSPENDED, Initiator.SERVICE)
+    assert (life.record.state, life.record.initiator) == (QueuedState.SUSPENDED, Initiator.SERVICE)
     assert state.nodes == {}

@@ -332,8 +332,32 @@ class Endpoint:
     external: str = ""
 
 
+class _Owned:
+    """What the key and the labels of a resource say of its owner (rule 2)."""
+
+    __slots__ = ()
+    key: NodeKey
+    labels: Mapping[str, str]
+
+    @property
+    def name(self) -> str:
+        return self.key.name
+
+    @property
+    def owner(self) -> str:
+        return self.labels.get(LABEL_OWNER, "")
+
+    @property
+    def fleet(self) -> str:
+        return self.labels.get(LABEL_FLEET, "")
+
+    @property
+    def slot(self) -> str:
+        return self.labels.get(LABEL_SLOT, "")
+
+
 @dataclass(frozen=True, slots=True)
-class Node:
+class Node(_Owned):
     """
     One Cloud TPU resource as last listed or read.
 
@@ -352,21 +376,13 @@ class Node:
     endpoints: tuple[Endpoint, ...] = ()
     queued_resource: str = ""
 
-    @property
-    def name(self) -> str:
-        return self.key.name
 
-    @property
-    def owner(self) -> str:
-        return self.labels.get(LABEL_OWNER, "")
-
-    @property
-    def fleet(self) -> str:
-        return self.labels.get(LABEL_FLEET, "")
-
-    @property
-    def slot(self) -> str:
-        return self.labels.get(LABEL_SLOT, "")
+def shared_labels(each: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """Labels that all of *each* have alike; none, where there are none."""
+    if not each:
+        return {}
+    first, *others = each
+    return {key: value for key, value in first.items() if all(labels.get(key) == value for labels in others)}
 
 
 def node_name(slot: str, number: int) -> str:
@@ -466,7 +482,7 @@ class QueuedRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class QueuedResource:
+class QueuedResource(_Owned):
     """
     One queued resource as last listed or read: `projects/<project>/locations/<zone>/queuedResources/<name>`.
 
@@ -481,22 +497,6 @@ class QueuedResource:
     nodes: tuple[str, ...] = ()
     error: Exception | None = None
     suspended_by_service: bool = False
-
-    @property
-    def name(self) -> str:
-        return self.key.name
-
-    @property
-    def owner(self) -> str:
-        return self.labels.get(LABEL_OWNER, "")
-
-    @property
-    def fleet(self) -> str:
-        return self.labels.get(LABEL_FLEET, "")
-
-    @property
-    def slot(self) -> str:
-        return self.labels.get(LABEL_SLOT, "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -214,7 +214,15 @@ class GoogleCloud:
 
     def list_queued(self, project: str) -> QueueListing:
         """All queued resources of all zones: one call per page. A page that fails makes the listing fail."""
-        pages = list(self._read_queue(project))
+        # The service chooses the size of a page: there are some dozens of queued resources in a zone at most.
+        request = types.ListQueuedResourcesRequest(parent=wire.parent_name(project, "-"))
+        pages = list(
+            self._walk(
+                lambda: self._client.list_queued_resources(request=request, timeout=self._listing),
+                types.ListQueuedResourcesResponse.pb,
+                "ListQueuedResources",
+            )
+        )
         named = ((key_of(raw.name, project), raw) for page in pages for raw in page.queued_resources)
         resources = {key: wire.queued_of(key, raw) for key, raw in named if key is not None}
         unreachable = frozenset(zone.rsplit("/", 1)[-1] for page in pages for zone in page.unreachable)
@@ -236,22 +244,6 @@ class GoogleCloud:
         message = types.DeleteQueuedResourceRequest(name=wire.queued_path(key), force=True)
         with self._translated(Where.DELETE):
             self._client.delete_queued_resource(request=message, timeout=self._write)
-
-    def _read_queue(self, project: str) -> Iterator[Any]:
-        """
-        Raw ListQueuedResourcesResponse messages until no token is left.
-
-        The service chooses the size of a page: there are some dozens of queued resources in a zone at most.
-        """
-        request = types.ListQueuedResourcesRequest(parent=wire.parent_name(project, "-"))
-        tokens: set[str] = set()
-        with self._translated(Where.LIST):
-            for page in self._client.list_queued_resources(request=request, timeout=self._listing).pages:
-                raw = types.ListQueuedResourcesResponse.pb(page)
-                if raw.next_page_token in tokens:
-                    raise Transient("ListQueuedResources gave the same page token twice, so the listing has no end")
-                tokens.add(raw.next_page_token)
-                yield raw
 
     def close(self) -> None:
         """Close the connection; calls under way and later ones fail as Transient."""
@@ -284,12 +276,20 @@ class GoogleCloud:
     def _read_pages(self, project: str, zone: str, *, plain: bool = False) -> Iterator[Any]:
         size = 0 if plain else self._page_size
         request = types.ListNodesRequest(parent=wire.parent_name(project, zone), page_size=size)
+        return self._walk(
+            lambda: self._client.list_nodes(request=request, timeout=self._listing),
+            types.ListNodesResponse.pb,
+            "ListNodes",
+        )
+
+    def _walk(self, begin: Callable[[], Any], raw_of: Callable[[Any], Any], method: str) -> Iterator[Any]:
+        """Raw answers of *method* until no page token is left. *begin*: sends the first call, and walks its pages."""
         tokens: set[str] = set()
         with self._translated(Where.LIST):
-            for page in self._client.list_nodes(request=request, timeout=self._listing).pages:
-                raw = types.ListNodesResponse.pb(page)
+            for page in begin().pages:
+                raw = raw_of(page)
                 if raw.next_page_token in tokens:
-                    raise Transient("ListNodes gave the same page token twice, so the listing has no end")
+                    raise Transient(f"{method} gave the same page token twice, so the listing has no end")
                 tokens.add(raw.next_page_token)
                 yield raw
 

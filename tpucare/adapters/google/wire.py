@@ -31,6 +31,7 @@ from tpucare.model.resources import (
     QueuedRequest,
     QueuedResource,
     QueuedState,
+    shared_labels,
 )
 
 CLOUD_PLATFORM = "https://www.googleapis.com/auth/cloud-platform"
@@ -174,14 +175,11 @@ def queued_of(key: NodeKey, raw: Any) -> QueuedResource:
         failure = raw.state.failed_data.error
         error = classify(failure.code, failure.message, Where.OPERATION)
     specs = raw.tpu.node_spec
-    shared = dict(specs[0].node.labels) if specs else {}
-    for spec in specs[1:]:
-        shared = {label: value for label, value in shared.items() if spec.node.labels.get(label) == value}
     return QueuedResource(
         key=key,
         create_time=_instant(raw.create_time),
         state=QueuedState(raw.state.state),
-        labels=shared,
+        labels=shared_labels([spec.node.labels for spec in specs]),
         nodes=tuple(name for spec in specs for name in _names_of(spec, key.name)),
         error=error,
         suspended_by_service=raw.state.state_initiator == types.QueuedResourceState.StateInitiator.SERVICE,

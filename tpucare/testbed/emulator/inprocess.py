@@ -31,6 +31,7 @@ from tpucare.model.resources import (
     QueuedResource,
     QueuedState,
     QueueListing,
+    shared_labels,
 )
 from tpucare.testbed.emulator.world import error_texts as texts
 from tpucare.testbed.emulator.world.queued_records import (
@@ -326,14 +327,11 @@ def operation_of(record: OperationRecord) -> Operation:
 def queued_of(key: NodeKey, record: QueuedRecord) -> QueuedResource:
     """The record as the real client would hand it over."""
     specs = record.spec.nodes
-    labels = dict(specs[0].spec.labels) if specs else {}
-    for one in specs[1:]:
-        labels = {label: value for label, value in labels.items() if one.spec.labels.get(label) == value}
     return QueuedResource(
         key=key,
         create_time=record.create_time,
         state=QueuedState(record.state),
-        labels=labels,
+        labels=shared_labels([one.spec.labels for one in specs]),
         nodes=tuple(name for one in specs for name in one.ids(record.path.queued_id)),
         error=classify(*record.error, Where.OPERATION) if record.error is not None else None,
         suspended_by_service=record.initiator == Initiator.SERVICE,

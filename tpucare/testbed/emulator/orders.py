@@ -21,11 +21,10 @@ from pydantic import BeforeValidator, Field, GetPydanticSchema, ValidationError
 from pydantic_core.core_schema import no_info_after_validator_function as after_validation
 
 from tpucare.model.errors import ConfigError
-from tpucare.model.resources import Health, NodeState
+from tpucare.model.resources import Health, NodeState, QueuedState
 from tpucare.testbed.emulator.world import latency as lengths
 from tpucare.testbed.emulator.world.latency import Strict
 from tpucare.testbed.emulator.world.operator import Operator
-from tpucare.testbed.emulator.world.queued_records import QueueState
 from tpucare.testbed.emulator.world.world import World
 
 
@@ -173,7 +172,7 @@ class FailQueued(NodesOrder):
 class SetQueuedState(NodesOrder):
     """Show a state of queued resources, known or not."""
 
-    state: Annotated[int, number_of(QueueState)]
+    state: Annotated[int, number_of(QueuedState)]
 
 
 @order("maintenance", Operator.maintenance, example="pod-0 --restart")

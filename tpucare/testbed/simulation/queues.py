@@ -21,13 +21,14 @@ from tpucare.model.resources import (
     LABEL_SLOT,
     Place,
     Provisioning,
+    QueuedState,
     Slot,
 )
-from tpucare.testbed.emulator.world.queued_records import QueuedLife, QueueState
+from tpucare.testbed.emulator.world.queued_records import QueuedLife
 from tpucare.testbed.emulator.world.world import World
 from tpucare.testbed.simulation.store import Disk
 
-STANDS = (QueueState.CREATING, QueueState.ACCEPTED, QueueState.WAITING_FOR_RESOURCES, QueueState.PROVISIONING)
+STANDS = (QueuedState.CREATING, QueuedState.ACCEPTED, QueuedState.WAITING_FOR_RESOURCES, QueuedState.PROVISIONING)
 VALIDITIES = (None, None, timedelta(minutes=20), timedelta(hours=2))
 
 
@@ -154,7 +155,7 @@ class QueueRules:
             past = memory.node(path.queued_id) if memory is not None else None
             holds = request is not None and request.stands and (past is None or past.serves)
             if ours and not holds and path.zone not in dark_for_ever:
-                found.append(f"{path.queued_id} ({QueueState(life.record.state).name})")
+                found.append(f"{path.queued_id} ({QueuedState(life.record.state).name})")
         return sorted(found)
 
 

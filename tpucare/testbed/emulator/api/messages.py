@@ -19,6 +19,7 @@ from google.longrunning.operations_pb2 import ListOperationsResponse, Operation 
 from google.protobuf.empty_pb2 import Empty  # type: ignore[import-untyped]
 
 from tpucare.model.accelerators import region_of
+from tpucare.model.resources import QueuedState
 from tpucare.testbed.emulator.world.instance_metadata import DEFAULT_SCOPE, default_account
 from tpucare.testbed.emulator.world.policies import DEFAULT_NETWORK
 from tpucare.testbed.emulator.world.queued_records import (
@@ -26,7 +27,6 @@ from tpucare.testbed.emulator.world.queued_records import (
     QueuedPage,
     QueuedRecord,
     QueuedSpec,
-    QueueState,
     Validity,
 )
 from tpucare.testbed.emulator.world.records import (
@@ -280,13 +280,13 @@ def _varint(value: int) -> bytes:
 
 
 _DATA = {
-    QueueState.CREATING: "creating_data",
-    QueueState.ACCEPTED: "accepted_data",
-    QueueState.PROVISIONING: "provisioning_data",
-    QueueState.DELETING: "deleting_data",
-    QueueState.ACTIVE: "active_data",
-    QueueState.SUSPENDING: "suspending_data",
-    QueueState.SUSPENDED: "suspended_data",
+    QueuedState.CREATING: "creating_data",
+    QueuedState.ACCEPTED: "accepted_data",
+    QueuedState.PROVISIONING: "provisioning_data",
+    QueuedState.DELETING: "deleting_data",
+    QueuedState.ACTIVE: "active_data",
+    QueuedState.SUSPENDING: "suspending_data",
+    QueuedState.SUSPENDED: "suspended_data",
 }
 """The field of `QueuedResourceState` that belongs to each state; WAITING_FOR_RESOURCES has none."""
 
@@ -300,7 +300,7 @@ def queued_message(wire: WireVersion, record: QueuedRecord) -> Any:
     if record.error is not None:
         state.failed_data.error.code, state.failed_data.error.message = record.error
     elif record.state in _DATA:
-        getattr(state, _DATA[QueueState(record.state)]).SetInParent()
+        getattr(state, _DATA[QueuedState(record.state)]).SetInParent()
     for node in record.spec.nodes:
         _fill_node_spec(wire, message.tpu.node_spec.add(), node, record)
     _fill_tier(wire, message, record.spec)

@@ -12,13 +12,13 @@ from datetime import datetime, timedelta
 from functools import partial
 
 from tpucare.model.errors import ConfigError
-from tpucare.model.resources import Health, NodeState
+from tpucare.model.resources import Health, NodeState, QueuedState
 from tpucare.testbed.emulator.world import error_texts as texts
 from tpucare.testbed.emulator.world.config import WorldConfig
 from tpucare.testbed.emulator.world.faults import OUTAGE_KINDS, ActiveOutage, Fates
 from tpucare.testbed.emulator.world.life import MAINTENANCE_TEXT, Departure, NodeLifecycle
 from tpucare.testbed.emulator.world.queued_life import QueuedLifecycle
-from tpucare.testbed.emulator.world.queued_records import WAITING, Initiator, QueuedLife, QueueState
+from tpucare.testbed.emulator.world.queued_records import WAITING, Initiator, QueuedLife
 from tpucare.testbed.emulator.world.records import MAINTENANCE_ATTRIBUTE, NO_MAINTENANCE, ApiError, parse_node_path
 from tpucare.testbed.emulator.world.state import NodeLife, State
 
@@ -125,7 +125,7 @@ class Operator:
     def fail_queued(self, selector: str, code: int, text: str, now: datetime) -> list[str]:
         """Make queued resources FAILED with this error, and remove their nodes."""
         queued = self._select_queued_logged("fail-queued", selector, now)
-        queued = [one for one in queued if one.record.state not in (QueueState.FAILED, QueueState.DELETING)]
+        queued = [one for one in queued if one.record.state not in (QueuedState.FAILED, QueuedState.DELETING)]
         for one in queued:
             self._queue.fail(one, (code, text))
         return [one.path.queued_id for one in queued]
@@ -133,7 +133,7 @@ class Operator:
     def suspend_queued(self, selector: str, now: datetime) -> list[str]:
         """Take their nodes away, as after a preemption that no node shows: SUSPENDING, later SUSPENDED."""
         queued = self._select_queued_logged("suspend-queued", selector, now)
-        queued = [one for one in queued if one.record.state in (QueueState.PROVISIONING, QueueState.ACTIVE)]
+        queued = [one for one in queued if one.record.state in (QueuedState.PROVISIONING, QueuedState.ACTIVE)]
         for one in queued:
             self._queue.suspend(one, Initiator.SERVICE)
         return [one.path.queued_id for one in queued]

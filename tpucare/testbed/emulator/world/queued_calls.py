@@ -7,6 +7,7 @@ from dataclasses import replace
 from datetime import datetime
 from itertools import islice
 
+from tpucare.model.resources import QueuedState, shared_labels
 from tpucare.testbed.emulator.world import error_texts as texts
 from tpucare.testbed.emulator.world.calls import MAINTENANCE_SECONDS, CallPath, page_token_of
 from tpucare.testbed.emulator.world.life import NodeLifecycle
@@ -21,9 +22,7 @@ from tpucare.testbed.emulator.world.queued_records import (
     QueuedPath,
     QueuedRecord,
     QueuedSpec,
-    QueueState,
     parse_queued_path,
-    shared_labels,
 )
 from tpucare.testbed.emulator.world.records import PLAIN, CallFate, NodePath, NodeSpec, OperationRecord, parse_parent
 from tpucare.testbed.emulator.world.requests import check_queued_id, check_spec
@@ -60,7 +59,7 @@ class QueuedApi:
                 raise texts.exists(name)
             planned = self._planned(path, spec)
             fields["nodes"] = [str(one.path) for one in planned]
-            fields["labels"] = shared_labels(planned)
+            fields["labels"] = shared_labels([one.spec.labels for one in planned])
             fields["metadata"] = {key: value for one in planned for key, value in one.spec.metadata.items()}
             limit = self._state.config.queue.limit
             in_zone = sum((one.project, one.zone) == (project, zone) for one in self._state.queue)
@@ -124,12 +123,12 @@ class QueuedApi:
                 return before
             life = self._find_queued(name)
             fields["state"], fields["force"] = int(life.record.state), force
-            fields["labels"] = shared_labels(life.planned)
+            fields["labels"] = shared_labels([one.spec.labels for one in life.planned])
             nodes = self._queue.nodes_of(life)
             fields["nodes"] = [str(node.path) for node in nodes]
             is_well = [node.is_serving and not node.deleting for node in nodes]
             fields["serving"] = [str(node.path) for node, well in zip(nodes, is_well, strict=True) if well]
-            if life.record.state == QueueState.DELETING:
+            if life.record.state == QueuedState.DELETING:
                 operation = self._queue.repeat_delete(life)
                 fields["repeated"] = True
             else:
@@ -144,16 +143,16 @@ class QueuedApi:
         if force or state in (*WAITING, *SHELLS):
             return
         # After a caller has deleted its nodes one by one, it can be deleted once it shows SUSPENDED, not before.
-        if self._queue.nodes_of(life) or state == QueueState.SUSPENDING:
-            raise texts.queued_busy(life.record.name, QueueState(state).name)
+        if self._queue.nodes_of(life) or state == QueuedState.SUSPENDING:
+            raise texts.queued_busy(life.record.name, QueuedState(state).name)
 
     def reset_queued_resource(self, name: str, now: datetime, fate: CallFate = PLAIN) -> OperationRecord:
         """Its nodes go, and it waits again. Only from ACTIVE and SUSPENDED."""
         with self._path.call("ResetQueuedResource", name, now, fate) as fields:
             life = self._find_queued(name)
             state = life.record.state
-            if state not in (QueueState.ACTIVE, QueueState.SUSPENDED):
-                raise texts.not_resettable(name, QueueState(state).name)
+            if state not in (QueuedState.ACTIVE, QueuedState.SUSPENDED):
+                raise texts.not_resettable(name, QueuedState(state).name)
             operation = self._queue.begin_reset(life)
             fields["operation"] = operation.name
             return operation

@@ -15,7 +15,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from tpucare.model.accelerators import Accelerator
-from tpucare.model.resources import NodeState
+from tpucare.model.resources import NodeState, QueuedState, shared_labels
 from tpucare.testbed.emulator.world import error_texts as texts
 from tpucare.testbed.emulator.world.capacity import CAPACITY_TIERS, Pool, units
 from tpucare.testbed.emulator.world.error_texts import Status
@@ -28,8 +28,6 @@ from tpucare.testbed.emulator.world.queued_records import (
     QueuedLife,
     QueuedPath,
     QueuedRecord,
-    QueueState,
-    shared_labels,
 )
 from tpucare.testbed.emulator.world.records import OperationRecord
 from tpucare.testbed.emulator.world.state import NodeLife, State
@@ -53,12 +51,17 @@ class QueuedLifecycle:
         operation = self._state.open_operation_on("create", record.path.parent, record.name)
         life = QueuedLife(record, tuple(planned), operation.name)
         self._state.queue[record.path] = life
-        self._log(life, "created", nodes=[str(one.path) for one in planned], labels=shared_labels(planned))
+        self._log(
+            life,
+            "created",
+            nodes=[str(one.path) for one in planned],
+            labels=shared_labels([one.spec.labels for one in planned]),
+        )
         self._later(life, self._state.config.queue.accept, lambda: self._accept(life))
         return operation
 
     def _accept(self, life: QueuedLife) -> None:
-        if life.record.state != QueueState.CREATING:
+        if life.record.state != QueuedState.CREATING:
             return
         self._begin_waiting(life)
         self._close(life.create_operation, life)
@@ -69,7 +72,7 @@ class QueuedLifecycle:
         life.tries += 1
         life.begun_at = None
         old = rng.random() < settings.old_name_share
-        self.set_state(life, QueueState.ACCEPTED if old else QueueState.WAITING_FOR_RESOURCES)
+        self.set_state(life, QueuedState.ACCEPTED if old else QueuedState.WAITING_FOR_RESOURCES)
         life.lingers = rng.random() < settings.expired_lingers
         attempt, created = life.tries, life.record.create_time
         if (end := life.record.spec.validity.end(created)) is not None:
@@ -131,7 +134,7 @@ class QueuedLifecycle:
 
     def _provision(self, life: QueuedLife) -> None:
         life.begun_at = self._state.now
-        self.set_state(life, QueueState.PROVISIONING)
+        self.set_state(life, QueuedState.PROVISIONING)
         for one in life.planned:
             self._create_node(life, one)
 
@@ -148,16 +151,16 @@ class QueuedLifecycle:
         if owner is None:
             return
         state, node_state = owner.record.state, life.record.state
-        if state == QueueState.PROVISIONING:
+        if state == QueuedState.PROVISIONING:
             if life.deleting or node_state in LOST_STATES:
                 self.suspend(owner, Initiator.USER if life.deleting else Initiator.SERVICE)
             elif life.gone:
                 self._retry_node(owner, life)
             elif all(self._is_ready(one) for one in owner.planned):
-                self.set_state(owner, QueueState.ACTIVE)
-        elif state == QueueState.ACTIVE and (life.gone or life.deleting or node_state in LOST_STATES):
+                self.set_state(owner, QueuedState.ACTIVE)
+        elif state == QueuedState.ACTIVE and (life.gone or life.deleting or node_state in LOST_STATES):
             self.suspend(owner, Initiator.USER if life.deleting else Initiator.SERVICE)
-        elif state == QueueState.DELETING:
+        elif state == QueuedState.DELETING:
             self._remove_if_due(owner)
 
     def _owner(self, life: NodeLife) -> QueuedLife | None:
@@ -194,7 +197,7 @@ class QueuedLifecycle:
         def create_again() -> None:
             if (
                 life.tries != attempt
-                or life.record.state != QueueState.PROVISIONING
+                or life.record.state != QueuedState.PROVISIONING
                 or planned.path in self._state.nodes
             ):
                 return
@@ -207,7 +210,7 @@ class QueuedLifecycle:
 
     def fail(self, life: QueuedLife, error: Status) -> None:
         life.tries += 1
-        self.set_state(life, QueueState.FAILED, error=error)
+        self.set_state(life, QueuedState.FAILED, error=error)
         self._remove_nodes(life)
         self._hold_quota(life)
 
@@ -230,12 +233,12 @@ class QueuedLifecycle:
     def suspend(self, life: QueuedLife, initiator: Initiator) -> None:
         """End all its nodes; the SUSPENDED shell stays."""
         life.tries += 1
-        self.set_state(life, QueueState.SUSPENDING, initiator=initiator)
+        self.set_state(life, QueuedState.SUSPENDING, initiator=initiator)
         attempt = life.tries
         self._later(life, self._state.config.queue.suspend, lambda: self._end_suspension(life, attempt))
 
     def _end_suspension(self, life: QueuedLife, attempt: int) -> None:
-        if life.tries != attempt or life.record.state != QueueState.SUSPENDING:
+        if life.tries != attempt or life.record.state != QueuedState.SUSPENDING:
             return
         self._remove_nodes(life)
         if life.resetting:
@@ -243,7 +246,7 @@ class QueuedLifecycle:
             self._begin_waiting(life)
             self._close(operation, life)
         else:
-            self.set_state(life, QueueState.SUSPENDED, initiator=life.record.initiator)
+            self.set_state(life, QueuedState.SUSPENDED, initiator=life.record.initiator)
             self._hold_quota(life)
 
     def _remove_nodes(self, life: QueuedLife) -> None:
@@ -277,7 +280,7 @@ class QueuedLifecycle:
         self._state.close_operation(life.create_operation, error=texts.deleted_meanwhile())
         if self._rng.random() < self._state.config.faults.delete_stuck:
             life.stuck_repeats = 1
-        self.set_state(life, QueueState.DELETING)
+        self.set_state(life, QueuedState.DELETING)
         for node in self.nodes_of(life):
             if not node.deleting:
                 self._nodes.begin_delete(node)

@@ -4,13 +4,13 @@ The records of queued resources: the request, its state, its nodes. No protobuf;
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from enum import IntEnum
 from typing import NamedTuple
 
 from tpucare.model.accelerators import Accelerator
+from tpucare.model.resources import QueuedState
 from tpucare.testbed.emulator.world.records import ApiError, NodePath, NodeSpec
 
 
@@ -22,14 +22,6 @@ class Planned:
     spec: NodeSpec
     accelerator: Accelerator
     multislice: bool = False
-
-
-def shared_labels(planned: Sequence[Planned]) -> dict[str, str]:
-    """Labels that all nodes of a queued resource have alike."""
-    if not planned:
-        return {}
-    first, *others = (one.spec.labels for one in planned)
-    return {key: value for key, value in first.items() if all(labels.get(key) == value for labels in others)}
 
 
 @dataclass(eq=False, slots=True)
@@ -64,22 +56,8 @@ class QueuedLife:
 # --- requests and answers ---------------------------------------------------------------------------------------------
 
 
-class QueueState(IntEnum):
-    """`QueuedResourceState.State`. WAITING_FOR_RESOURCES replaced ACCEPTED; both mean waiting."""
-
-    CREATING = 1
-    ACCEPTED = 2
-    PROVISIONING = 3
-    FAILED = 4
-    DELETING = 5
-    ACTIVE = 6
-    SUSPENDING = 7
-    SUSPENDED = 8
-    WAITING_FOR_RESOURCES = 9
-
-
-WAITING = (QueueState.ACCEPTED, QueueState.WAITING_FOR_RESOURCES)
-SHELLS = (QueueState.FAILED, QueueState.SUSPENDED)
+WAITING = (QueuedState.ACCEPTED, QueuedState.WAITING_FOR_RESOURCES)
+SHELLS = (QueuedState.FAILED, QueuedState.SUSPENDED)
 """These change no more until a caller deletes or resets them."""
 
 
@@ -185,7 +163,7 @@ class QueuedRecord:
     path: QueuedPath
     create_time: datetime
     spec: QueuedSpec
-    state: int = QueueState.CREATING
+    state: int = QueuedState.CREATING
     initiator: int = Initiator.UNSPECIFIED
     error: tuple[int, str] | None = None
     unknown_fields: bool = False
