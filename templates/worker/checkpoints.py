@@ -19,7 +19,7 @@ import files
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from typing import BinaryIO
+    from typing import Any, BinaryIO
 
 PERIOD_SECONDS = 120
 ASK_SECONDS = 60
@@ -96,36 +96,32 @@ class StorageApi:
         token = _token()
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
 
-    def list(self, bucket: str, prefix: str, page: str) -> dict[str, object]:
-        from urllib.parse import urlencode
-
-        query = {"prefix": prefix, "delimiter": "/", "fields": "prefixes,nextPageToken"}
-        if page:
-            query["pageToken"] = page
-        listing = self._get(f"/storage/v1/b/{_quoted(bucket)}/o?{urlencode(query)}")
-        if not isinstance(listing, dict):
-            raise ValueError("the listing is not an object")  # noqa: TRY004  (an answer, not an argument)
-        return listing
+    def list(self, bucket: str, prefix: str, token: str) -> dict[str, object]:
+        return self._page(bucket, {"prefix": prefix, "delimiter": "/", "fields": "prefixes,nextPageToken"}, token)
 
     def objects(self, bucket: str, prefix: str) -> dict[str, int]:
         """Sizes of all objects below *prefix*, by name; folders, whose names end with `/`, left out. As `newest`."""
-        from urllib.parse import urlencode
-
         found: dict[str, int] = {}
         token = ""
         for _ in range(PAGES_LIMIT):
-            query = {"prefix": prefix, "fields": "items(name,size),nextPageToken"}
-            if token:
-                query["pageToken"] = token
-            page = self._get(f"/storage/v1/b/{_quoted(bucket)}/o?{urlencode(query)}")
-            if not isinstance(page, dict):
-                raise ValueError("the listing is not an object")  # noqa: TRY004  (an answer, not an argument)
+            page = self._page(bucket, {"prefix": prefix, "fields": "items(name,size),nextPageToken"}, token)
             items = [item for item in page.get("items", []) if not item["name"].endswith("/")]
             found.update({str(item["name"]): int(item["size"]) for item in items})
             token = str(page.get("nextPageToken") or "")
             if not token:
                 return found
         raise ValueError(f"more than {PAGES_LIMIT} pages of objects")
+
+    def _page(self, bucket: str, query: dict[str, str], token: str) -> dict[str, Any]:
+        """One page of a listing: the first, or that of the *token* in the page before it."""
+        from urllib.parse import urlencode
+
+        if token:
+            query = {**query, "pageToken": token}
+        page = self._get(f"/storage/v1/b/{_quoted(bucket)}/o?{urlencode(query)}")
+        if not isinstance(page, dict):
+            raise ValueError("the listing is not an object")  # noqa: TRY004  (an answer, not an argument)
+        return page
 
     def has(self, bucket: str, name: str) -> bool:
         import urllib.error
@@ -164,6 +160,12 @@ class StorageApi:
 
         with self._call(path) as answer:
             return json.loads(answer.read(1 << 24))
+
+
+def in_bucket(address: str, name: str) -> tuple[str, str]:
+    """Bucket and name of the object *name* below *address*, `gs://BUCKET/PATH`."""
+    bucket, _, path = address[len("gs://") :].partition("/")
+    return bucket, "/".join(part for part in (path.strip("/"), name) if part)
 
 
 def _quoted(text: str) -> str:

@@ -31,7 +31,6 @@ BLOCK = 1 << 20
 LIMIT_BYTES = 64 << 30
 # A restore that takes longer is slower than most set-ups.
 RESTORE_SECONDS = 300
-ASK_SECONDS = 60
 LOCKS_LIMIT_BYTES = 64 << 20
 # Of a secret of many lines (a key) a file may hold some; shorter lines are no secrets by themselves.
 LINE_BYTES = 24
@@ -433,7 +432,7 @@ def _reading(cache: str, name: str) -> BinaryIO:
         return open(os.path.join(cache, name), "rb")
     import checkpoints
 
-    bucket, path = _in_bucket(cache, name)
+    bucket, path = checkpoints.in_bucket(cache, name)
     return checkpoints.StorageApi().open(bucket, path)
 
 
@@ -442,7 +441,7 @@ def store(cache: str, name: str, parcel: str) -> None:
     if cache.startswith("gs://"):
         import checkpoints
 
-        bucket, path = _in_bucket(cache, name)
+        bucket, path = checkpoints.in_bucket(cache, name)
         checkpoints.StorageApi().upload(bucket, path, parcel)
         return
     os.makedirs(cache, exist_ok=True)
@@ -453,11 +452,6 @@ def store(cache: str, name: str, parcel: str) -> None:
         os.replace(incoming, target)
     finally:
         files.remove(incoming)
-
-
-def _in_bucket(cache: str, name: str) -> tuple[str, str]:
-    bucket, _, prefix = cache[len("gs://") :].partition("/")
-    return bucket, "/".join(part for part in (prefix.strip("/"), name) if part)
 
 
 def _shown(name: str) -> str:

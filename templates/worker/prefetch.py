@@ -15,7 +15,7 @@ import threading
 import time
 
 import files
-from checkpoints import StorageApi, newest
+from checkpoints import StorageApi, in_bucket, newest
 
 FOLDER, STATE = "prefetch", "state"
 THREADS = 8
@@ -49,8 +49,8 @@ def copy_newest(checkpoint: str, folder: str) -> str:
     if step is None:
         raise _Unfit("there is no complete checkpoint")
     files.write_whole(os.path.join(folder, STATE), f"begun {step}")
-    bucket, _, path = checkpoint[len("gs://") :].partition("/")
-    prefix = "/".join(part for part in (path.strip("/"), str(step)) if part) + "/"
+    bucket, path = in_bucket(checkpoint, str(step))
+    prefix = path + "/"
     found = StorageApi().objects(bucket, prefix)
     size = sum(found.values())
     if size > shutil.disk_usage(folder).free - SPARED_BYTES:

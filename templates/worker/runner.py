@@ -222,13 +222,17 @@ class Runner:
         tools = os.path.dirname(os.path.abspath(__file__))
         code = f"import sys; sys.path.insert(0, sys.argv[1]); __import__({tool!r}).main(sys.argv[2:])"
         command = [sys.executable, "-I", "-S", "-c", code, tools, *pairs]
-        output = [
+        return self._spawn(sys.executable, command)
+
+    def _spawn(self, program: str, command: list[str]) -> int:
+        """Start a process in a session of its own, with nothing to read; what it prints goes into the log."""
+        actions = [
             (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
             (os.POSIX_SPAWN_DUP2, self._input, 1),
             (os.POSIX_SPAWN_DUP2, self._input, 2),
         ]
         reset = [SIGPIPE, SIGHUP, SIGINT, SIGTERM]
-        return os.posix_spawn(sys.executable, command, self._env, file_actions=output, setsid=True, setsigdef=reset)
+        return os.posix_spawn(program, command, self._env, file_actions=actions, setsid=True, setsigdef=reset)
 
     def _is_restored(self) -> bool:
         """Wait for the end of the restore, and move the environment into the job's folder."""
@@ -294,15 +298,7 @@ class Runner:
         script = os.path.join(self._folder, f"{phase}.sh")
         self._status = None
         self._childless = False
-        actions = [
-            (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
-            (os.POSIX_SPAWN_DUP2, self._input, 1),
-            (os.POSIX_SPAWN_DUP2, self._input, 2),
-        ]
-        reset = [SIGPIPE, SIGHUP, SIGINT, SIGTERM]
-        self._main = os.posix_spawn(
-            "/bin/bash", ["bash", script], self._env, file_actions=actions, setsid=True, setsigdef=reset
-        )
+        self._main = self._spawn("/bin/bash", ["bash", script])
         while self._status is None:
             self._turn(self._patience())
             if self._stop_asked:
