@@ -38,6 +38,7 @@ from tpucare.testbed.emulator.world.queued_records import (
     Initiator,
     QueuedNodeSpec,
     QueuedPage,
+    QueuedPath,
     QueuedRecord,
     QueuedSpec,
     Validity,
@@ -46,6 +47,7 @@ from tpucare.testbed.emulator.world.records import (
     ApiError,
     CallFate,
     NetworkConfig,
+    NodePath,
     NodeRecord,
     NodeSpec,
     OperationRecord,
@@ -287,7 +289,7 @@ class _Followed:
         was_dark, self.was_dark = self.was_dark, bool(dark)
         if not (dark or was_dark):
             project = self.differ.project
-            changes = ((_name(project, *key), shown.get(key)) for key in touched)
+            changes = ((str(NodePath(project, *key)), shown.get(key)) for key in touched)
             if (listing := self.differ.incremental(changes, now)) is not None:
                 return listing
         records = [(record.name, record) for record in shown.after("-", None, dark)]
@@ -382,12 +384,8 @@ def _network(place: Place) -> NetworkConfig:
 
 
 def _queued_path(key: NodeKey) -> str:
-    return f"projects/{key.project}/locations/{key.zone}/queuedResources/{key.name}"
+    return str(QueuedPath(*key))
 
 
 def _path(key: NodeKey) -> str:
-    return _name(*key)
-
-
-def _name(project: str, zone: str, node: str) -> str:
-    return f"projects/{project}/locations/{zone}/nodes/{node}"
+    return str(NodePath(*key))

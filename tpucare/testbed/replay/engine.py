@@ -15,6 +15,7 @@ from tpucare.engine.engine import Settings
 from tpucare.model.resources import LABEL_SLOT, Slot
 from tpucare.testbed.emulator.world.capacity import CAPACITY_TIERS
 from tpucare.testbed.emulator.world.config import WorldConfig
+from tpucare.testbed.emulator.world.records import NodePath
 from tpucare.testbed.replay.account import Ask, Held, SlotLog
 from tpucare.testbed.replay.recordings import Changes
 from tpucare.testbed.simulation.daemon import SimulatedDaemon
@@ -93,7 +94,7 @@ class _Scribe:
             self._unseen[name] = self._open.pop(name)
 
     def ran(self, mark: RunMark) -> None:
-        name = "projects/{}/locations/{}/nodes/{}".format(*mark.key)
+        name = str(NodePath(*mark.key))
         held = self._open.get(name)
         if held is not None and mark.what == "start" and mark.worker == 0:
             held.trains = mark.seconds + SETUP_SECONDS

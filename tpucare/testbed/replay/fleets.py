@@ -48,7 +48,7 @@ def on_recordings(
     most_hosts = max(place.workers for slot in moved for place in slot.places)
     most_units = min(trace.maximum for trace in stands.values())
     per_unit = max(1, math.ceil(most_hosts / most_units))
-    notes = _notes(zones, stands, most_hosts, per_unit)
+    notes = _notes(zones, stands, most_hosts, most_units, per_unit)
     if any(slot.bounds != UNBOUNDED for slot in slots):
         notes.append("bounds of the fleet (max_price, until, ...) are left out: prices and dates are the recording's")
     return RecordedFleet(moved, stands, per_unit, tuple(notes))
@@ -82,15 +82,17 @@ def _stand_ins(
     return {zone: traces[trace] for zone, trace in found.items()}
 
 
-def _notes(zones: Sequence[str], stands: Mapping[str, Trace], most_hosts: int, per_unit: int) -> list[str]:
+def _notes(
+    zones: Sequence[str], stands: Mapping[str, Trace], most_hosts: int, most_units: int, per_unit: int
+) -> list[str]:
     notes = []
     renamed = [f"{zone} = {stands[zone].zone}" for zone in zones if stands[zone].zone != zone]
     if renamed:
         notes.append(f"stand-ins: {', '.join(renamed)}")
     if per_unit > 1:
-        hosts, units = counted(most_hosts, "host"), min(trace.maximum for trace in stands.values())
+        hosts, units = counted(most_hosts, "host"), counted(most_units, "unit")
         notes.append(
-            f"a slice of {hosts} is larger than what was recorded (at most {counted(units, 'unit')}): "
+            f"a slice of {hosts} is larger than what was recorded (at most {units}): "
             f"a unit of the recording holds {counted(per_unit, 'host')} here"
         )
     used = [stands[zone].zone for zone in zones]

@@ -129,8 +129,8 @@ class _Zone:
         return short - now
 
 
-class _Play:
-    """One history of some slots under a policy."""
+class PolicyLife:
+    """One history of some slots under a policy; `run` lives it for *seconds*, and gives the log of each slot."""
 
     def __init__(
         self,
@@ -221,18 +221,3 @@ class _Play:
             held.freed, held.until = self.now, self.now + self.rng.random() * DIES_WITHIN
             held.shown = held.until + SHOWN_AFTER
             self._decide_at(held.shown + REACTION_SECONDS, index)
-
-
-def live_with_policy(
-    policy: Policy,
-    slots: Sequence[Slot],
-    capacity: Mapping[str, Changes],
-    prices: Mapping[str, float | None],
-    *,
-    seconds: float,
-    seed: int,
-    first_step_seconds: float,
-) -> dict[str, SlotLog]:
-    """Let *policy* care for *slots* for so long; the log of each."""
-    play = _Play(policy, slots, capacity, prices, seconds=seconds, seed=seed, first_step_seconds=first_step_seconds)
-    return play.run()

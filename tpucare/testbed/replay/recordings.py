@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tpucare.model.errors import ConfigError
+from tpucare.model.recording import RECORDING_FORMAT
 from tpucare.model.text import hint
 from tpucare.testbed.emulator.world.capacity import Trace, load_trace, shipped_traces
 
@@ -116,7 +117,7 @@ def load_dataset(name: str) -> Mapping[str, Trace]:
         raise ConfigError(f"--traces {name}: neither a folder nor one of {', '.join(known)}{hint(name, known)}")
     files = sorted(path for path in folder.glob("*.json") if path.name != "manifest.json")
     if not files:
-        raise ConfigError(f"--traces {name}: the folder has no file ZONE.json in format spot-capacity-trace/1")
+        raise ConfigError(f"--traces {name}: the folder has no file ZONE.json in format {RECORDING_FORMAT}")
     traces = [load_trace(str(path)) for path in files]
     unnamed = next((trace.name for trace in traces if not trace.zone), None)
     if unnamed is not None:

@@ -9,7 +9,7 @@ from tpucare.model.resources import Care, Provisioning, Slot
 from tpucare.testbed.emulator.world.capacity import CAPACITY_TIERS, Trace
 from tpucare.testbed.replay.account import Account, Saving, SlotLog, settle
 from tpucare.testbed.replay.engine import live_with_engine
-from tpucare.testbed.replay.policies import POLICIES, live_with_policy
+from tpucare.testbed.replay.policies import POLICIES, PolicyLife
 from tpucare.testbed.replay.recordings import Changes, Window, changes_of, load_dataset, window_of
 from tpucare.testbed.simulation.campaign import workers
 from tpucare.testbed.simulation.scenario import place, slots_of
@@ -47,50 +47,50 @@ class Replay:
     def lived_window(self) -> Window:
         return window_of((self.traces[zone] for zone in self.zones), self.window, self.days)
 
-    def capacity(self) -> dict[str, Changes]:
-        """Hosts that there are, by zone."""
-        window, found = self.lived_window(), {}
+    def capacity(self, window: Window) -> dict[str, Changes]:
+        """Hosts that there are in *window*, by zone."""
+        found = {}
         for zone in self.zones:
             changes = changes_of(self.traces[zone], window, self.seed, zone)
             found[zone] = tuple((at, amount * self.hosts_per_unit) for at, amount in changes)
         return found
 
 
-def live_logs(replay: Replay) -> dict[str, SlotLog]:
-    """Live it; what each slot asked for and held."""
-    seconds, first_step = replay.lived_window().seconds, replay.first_step_seconds
-    if replay.policy == ENGINE:
-        return live_with_engine(
-            tuple(_priced(slot, replay.traces) for slot in replay.slots),
-            replay.capacity(),
-            seconds=seconds,
-            seed=replay.seed,
-            first_step_seconds=first_step,
-            save_every=replay.saving.interval(()),
-        )
-    return live_with_policy(
-        POLICIES[replay.policy],
-        replay.slots,
-        replay.capacity(),
-        {zone: replay.traces[zone].price for zone in replay.zones},
-        seconds=seconds,
-        seed=replay.seed,
-        first_step_seconds=first_step,
-    )
-
-
 def live_replay(replay: Replay) -> Account:
     """Live it, and settle the account."""
     window = replay.lived_window()
+    capacity = replay.capacity(window)
     return settle(
-        live_logs(replay),
-        replay.capacity(),
+        _live(replay, capacity, window.seconds),
+        capacity,
         until=window.seconds,
         judged_from=window.judged_from,
         units=min(place.workers for slot in replay.slots for place in slot.places),
         first_step_seconds=replay.first_step_seconds,
         saving=replay.saving,
     )
+
+
+def _live(replay: Replay, capacity: Mapping[str, Changes], seconds: float) -> dict[str, SlotLog]:
+    """What each slot asked for and held in so many seconds on that *capacity*."""
+    if replay.policy == ENGINE:
+        return live_with_engine(
+            tuple(_priced(slot, replay.traces) for slot in replay.slots),
+            capacity,
+            seconds=seconds,
+            seed=replay.seed,
+            first_step_seconds=replay.first_step_seconds,
+            save_every=replay.saving.interval(()),
+        )
+    return PolicyLife(
+        POLICIES[replay.policy],
+        replay.slots,
+        capacity,
+        {zone: replay.traces[zone].price for zone in replay.zones},
+        seconds=seconds,
+        seed=replay.seed,
+        first_step_seconds=replay.first_step_seconds,
+    ).run()
 
 
 def _priced(slot: Slot, traces: Mapping[str, Trace]) -> Slot:

@@ -19,6 +19,7 @@ from tpucare.model.ports import Lane, Store
 from tpucare.model.resources import Event, Slot
 from tpucare.testbed.emulator.inprocess import InProcessCloud
 from tpucare.testbed.emulator.world.config import WorldConfig
+from tpucare.testbed.emulator.world.records import NodePath
 from tpucare.testbed.emulator.world.world import World
 from tpucare.testbed.simulation.machines import SimulatedWorker
 from tpucare.testbed.simulation.store import Disk, DiskMarkets, MemoryStore
@@ -43,7 +44,7 @@ class DataCentre:
 
     def _publish(self, worker: SimulatedWorker) -> None:
         """Publish the host key of a machine that boots, as its guest agent does."""
-        name = "projects/{}/locations/{}/nodes/{}".format(*worker.key)
+        name = str(NodePath(*worker.key))
         self.world.operator.set_guest_attribute(name, worker.number, "hostkeys", "ssh-ed25519", worker.host_key)
 
     def tick(self) -> None:

@@ -23,7 +23,7 @@ from tpucare.model.runs import Failure
 from tpucare.planner import desired_state
 from tpucare.testbed.emulator.world.life import OTHER_ENDS
 from tpucare.testbed.emulator.world.queued_records import QueuedNodeSpec, QueuedSpec
-from tpucare.testbed.emulator.world.records import ApiError, NodeSpec
+from tpucare.testbed.emulator.world.records import ApiError, NodePath, NodeSpec
 from tpucare.testbed.emulator.world.state import NodeLife
 from tpucare.testbed.emulator.world.world import World
 from tpucare.testbed.simulation.daemon import SimulatedDaemon
@@ -269,7 +269,7 @@ def change_host_key(hand: Hand) -> bool:
     if worker is None:
         return False
     worker.host_key += "x"
-    name = "projects/{}/locations/{}/nodes/{}".format(*worker.key)
+    name = str(NodePath(*worker.key))
     number, key = worker.number, worker.host_key
     delay = hand.rng.uniform(0, 300)
     hand.later(delay, lambda: hand.world.operator.set_guest_attribute(name, number, "hostkeys", "ssh-ed25519", key))
