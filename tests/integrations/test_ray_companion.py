@@ -137,10 +137,7 @@ def test_a_slice_that_the_cloud_takes_comes_back_under_its_name(lab: Lab) -> Non
     pinned = Bundle({"TPU": 4.0}, {"ray.io/tpu-slice-name": "lab-0"})
     lab.ray.gangs = (Gang((pinned,) * 4),)
     lab.service.daemon.zone.world.operator.preempt("lab-0", lab.service.daemon.clock.true_now())
-    for _ in range(300):
-        lab.run(1)
-        if serving_node(lab.service.daemon.engine.slots["lab-0"]) != node:
-            break
+    lab.run_until(lambda: serving_node(lab.service.daemon.engine.slots["lab-0"]) != node, 300)
     lab.run(13)
     del lab.ray.hosts[node]
     healed = lab.up()
@@ -162,10 +159,7 @@ def test_tasks_that_a_preemption_lost_are_no_growth_before_the_cloud_tells_of_it
     lab.run(60)
     lab.service.daemon.zone.world.operator.preempt("lab-0", lab.service.daemon.clock.true_now())
     track = lab.service.daemon.engine.slots["lab-0"]
-    for _ in range(60):
-        lab.run(1)
-        if is_dying(track, node):
-            break
+    lab.run_until(lambda: is_dying(track, node), 60)
     lab.ray.requests = (Request(Bundle({"TPU": 4.0}, {}), 4),)
     lab.run(13)
     assert serving_node(track) == node, "the cloud has not told yet"
@@ -324,14 +318,6 @@ def has_capacity(lab: Lab, amount: int | None, zones: Sequence[str] = (US,)) -> 
         daemon.zone.world.operator.set_capacity(zone, "v3-32", "spot", amount, daemon.clock.true_now())
 
 
-def seconds_until_awake(lab: Lab, slot: str, most: float = 900.0) -> float:
-    for second in range(int(most)):
-        lab.run(1)
-        if lab.service.daemon.memory(slot).awake:
-            return second
-    return most
-
-
 @pytest.mark.parametrize(("zones", "stockout"), [([US], 20.0), ([US, EU], 20.0), ([US, EU], 90.0)])
 def test_an_on_demand_pool_serves_while_the_spot_pool_is_dry(zones: list[str], stockout: float, tmp_path: Path) -> None:
     """Where refusals take long, one of several zones is always open again before the last one has refused."""
@@ -341,8 +327,8 @@ def test_an_on_demand_pool_serves_while_the_spot_pool_is_dry(zones: list[str], s
     has_capacity(lab, 0, zones)
     lab.ray.gangs = (GANG,)
     # Each refusal is seen up to 10 s late, and the pauses between creates grow to 2 min.
-    waited = seconds_until_awake(lab, "paid-0")
-    assert SPILL_SECONDS <= waited <= SPILL_SECONDS + (stockout + 10) * len(zones) + 60
+    waited = lab.run_until(lambda: lab.service.daemon.memory("paid-0").awake)
+    assert SPILL_SECONDS < waited <= SPILL_SECONDS + (stockout + 10) * len(zones) + 60
     assert not lab.service.daemon.memory("paid-1").awake
     assert not lab.service.daemon.memory("lab-1").awake
     assert [text for text in lab.events("wake") if text.endswith("; lab waits for a place")]
@@ -376,7 +362,7 @@ def test_whichever_comes_first_serves_and_the_other_one_rests(lab: Lab, tmp_path
     paid(lab, tmp_path)
     has_capacity(lab, 0)
     lab.ray.gangs = (GANG,)
-    seconds_until_awake(lab, "paid-0")
+    lab.run_until(lambda: lab.service.daemon.memory("paid-0").awake)
     has_capacity(lab, None)
     node = lab.up()
     lab.ray.gangs = ()
@@ -390,10 +376,7 @@ def test_a_pool_whose_node_takes_its_time_is_not_dry(lab: Lab, tmp_path: Path) -
     paid(lab, tmp_path)
     has_capacity(lab, 0)
     lab.ray.gangs = (GANG,)
-    for _ in range(120):
-        lab.run(1)
-        if lab.service.daemon.engine.slots["lab-0"].action.cause is Cause.NO_PLACE_OPEN:
-            break
+    lab.run_until(lambda: lab.service.daemon.engine.slots["lab-0"].action.cause is Cause.NO_PLACE_OPEN, 120)
     has_capacity(lab, None)
     assert lab.up().startswith("lab-0-")
     assert not lab.service.daemon.memory("paid-0").awake
@@ -403,7 +386,7 @@ def test_a_new_daemon_goes_on_where_demand_had_passed_on(lab: Lab, tmp_path: Pat
     paid(lab, tmp_path)
     has_capacity(lab, 0)
     lab.ray.gangs = (GANG,)
-    seconds_until_awake(lab, "paid-0")
+    lab.run_until(lambda: lab.service.daemon.memory("paid-0").awake)
     lab.again()
     rests = len(lab.events("rest"))
     node = lab.up()

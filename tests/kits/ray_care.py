@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -165,6 +165,14 @@ class Lab:
             self.ray.now = self.service.daemon.clock.monotonic()
             self.care.poll()
             self.service.registry.remove_finished_slots()
+
+    def run_until(self, condition: Callable[[], bool], seconds: float = 900.0) -> float:
+        """The seconds that went by until it was true."""
+        for second in range(1, int(seconds) + 1):
+            self.run(1)
+            if condition():
+                return second
+        raise AssertionError(self.why())
 
     def up(self, seconds: float = 600.0) -> str:
         """Run until the pool's only living node is up and its run was launched; its hosts join. Returns its name."""
