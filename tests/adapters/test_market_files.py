@@ -116,11 +116,14 @@ def test_a_reader_sees_whole_files_while_others_write(tmp_path: Path) -> None:
     for thread in threads:
         thread.start()
     sizes = set()
-    for _ in range(60):
-        for known in read_markets(tmp_path).values():
-            sizes.add(len(known.get("grant", {})))
-    ended.set()
-    for thread in threads:
-        thread.join()
+    try:
+        for _ in range(60):
+            for known in read_markets(tmp_path).values():
+                sizes.add(len(known.get("grant", {})))
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join()
+    assert sizes
     assert sizes <= {1, 40, 400}
     assert [files.own() for files in writers] == [grown[-1]] * 4
