@@ -280,10 +280,13 @@ def test_a_new_node_compiles_nothing_that_an_earlier_one_did(tmp_path: Path) -> 
 @pytest.mark.machines
 def test_it_saves_as_often_as_it_is_told_and_says_what_a_save_costs(start: Start, tmp_path: Path) -> None:
     (tmp_path / "cadence").write_text('{"interval_seconds": 0.5}')
-    (host,) = start(steps=100_000, save_every=0)
+    (host,) = start(steps=100_000, save_every=0, step_seconds=0.02)
+    before = 0
     for _ in range(3):
-        host.read_until("^saved step")
-    first, second, third = complete_steps(tmp_path / "checkpoints")[-3:]
-    assert first < second < third
+        saved = int(host.read_until("^saved step").split()[-1])
+        # Half a second has room for 25 steps at most, however slow the machine is; the last one may begin at its end.
+        assert before < saved <= before + 27
+        assert saved <= complete_steps(tmp_path / "checkpoints")[-1]
+        before = saved
     assert json.loads((tmp_path / "saves").read_text())["save_seconds"] > 0
     host.kill()
