@@ -168,6 +168,7 @@ def test_a_grant_after_down_is_deleted_unlaunched(story: Callable[..., Story]) -
         told.zone.world.operator.fail_next("DeleteQueuedResource", 14, "The service is currently unavailable.")
     told.give(US, None)
     told.wish("pod-0", DesiredState.DOWN)
+    told.run_until(lambda: "PROVISIONING" in told.states().values(), minutes=5)
     told.run(minutes=5)
     told.run_until(lambda: told.engine.is_over("pod-0"), minutes=240)
     assert (told.states(), told.zone.nodes()) == ({}, [])
