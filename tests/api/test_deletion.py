@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -21,8 +21,8 @@ from tpucare.api import deletion, hosts, session
 from tpucare.api.attempt import Attempt, Host, bind
 from tpucare.api.deletion import NotDeleted, delete_all, delete_one_tpu, synchronous_deletion
 from tpucare.model.errors import ConfigError, NodeGone
-from tpucare.model.lifecycles import CreateState
-from tpucare.model.memory import CreateIntent, DesiredState, FleetRecord, Memory, NodeMemory
+from tpucare.model.lifecycles import CreateState, RequestState
+from tpucare.model.memory import CreateIntent, DesiredState, FleetRecord, Memory, NodeMemory, RequestIntent
 from tpucare.model.resources import (
     LABEL_FLEET,
     LABEL_NUMBER,
@@ -34,6 +34,7 @@ from tpucare.model.resources import (
     Operation,
     Place,
     Provisioning,
+    QueuedRequest,
     Worker,
 )
 from tpucare.service import control_socket as control
@@ -42,6 +43,7 @@ from tpucare.testbed.emulator.world.config import WorldConfig
 
 PROJECT, NEAR, FAR = "grant", "us-east5-a", "europe-west4-b"
 PLACE = Place(NEAR, "v5p-8", Provisioning.SPOT, "v2-alpha-tpuv5")
+QUEUED = replace(PLACE, queued=True)
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
 
@@ -89,6 +91,16 @@ class Scene:
     def open(self, store: str):  # type: ignore[no-untyped-def]
         with open_store(self.state, machine_id=machine_id(), now=NOW, name=store) as opened:
             yield opened
+
+    def enqueue(self, name: str, slot: str) -> None:
+        """A queued resource of ours that waits."""
+        labels = {LABEL_OWNER: self.owner, LABEL_SLOT: slot, LABEL_FLEET: slot, LABEL_NUMBER: "1"}
+        request = QueuedRequest(NodeKey(PROJECT, NEAR, name), QUEUED, labels, {}, f"request-{name}")
+        session.current().cloud.create_queued(request)
+
+    def queue(self) -> set[str]:
+        """Queued resources that are there."""
+        return {key.name for key in session.current().cloud.list_queued(PROJECT).resources}
 
     def wish(self, store: str, slot: str) -> DesiredState:
         with open_reader(self.state, name=store) as reader:
@@ -196,6 +208,30 @@ def test_what_was_asked_for_and_not_heard_of_is_deleted_when_it_comes(scene: Sce
     synchronous_deletion("", "pod", NEAR)
     assert scene.node("pod-a1") is None
     assert session.current().cloud.get_operation(operation.name).done
+
+
+@pytest.mark.parametrize("state", [RequestState.WAITING, RequestState.SENT], ids=["waits", "no answer was read"])
+def test_a_slot_that_only_stands_in_a_queue_is_deleted(scene: Scene, state: RequestState) -> None:
+    """No node and no create of it is there; its request would bring a node that nobody cares for."""
+    scene.remember("pod", pod=Memory("pod", requests=(RequestIntent("pod-a1", 1, NEAR, QUEUED.key, NOW, state=state),)))
+    scene.enqueue("pod-a1", "pod")
+    scene.enqueue("pod-a2", "other")
+    delete_all("pod", FAR)
+    assert scene.queue() == {"pod-a1", "pod-a2"}
+    delete_all("pod", NEAR)
+    assert scene.queue() == {"pod-a2"}
+    assert scene.wish("pod", "pod") is DesiredState.DOWN
+
+
+def test_a_request_that_was_sent_and_not_heard_of_is_deleted_when_it_comes(scene: Scene) -> None:
+    sent_at = datetime.now(UTC) - timedelta(seconds=87)
+    sent = RequestIntent("pod-a1", 1, NEAR, QUEUED.key, sent_at, state=RequestState.ANSWER_LOST)
+    scene.remember("pod", pod=Memory("pod", requests=(sent,)))
+    arrives = threading.Timer(1, scene.enqueue, ("pod-a1", "pod"))
+    arrives.start()
+    synchronous_deletion("", "pod", NEAR)
+    arrives.join()
+    assert scene.queue() == set()
 
 
 def test_whoever_cares_and_takes_no_orders_is_named(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import contextlib
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import datetime, timedelta
 from functools import partial
 
 from tpucare.adapters.state.store import SqliteStore, open_store
@@ -27,7 +27,7 @@ from tpucare.model.actions import Delete
 from tpucare.model.causes import Cause, Reason
 from tpucare.model.errors import ConfigError, LostRace, NodeGone, StoreLocked, TpuCareError, Transient
 from tpucare.model.lifecycles import CreateState
-from tpucare.model.memory import CreateIntent, Memory
+from tpucare.model.memory import CreateIntent, Memory, RequestIntent
 from tpucare.model.resources import Event, Node, NodeKey, NodeState
 from tpucare.planner import desired_state, remember
 from tpucare.service.client import order_down
@@ -37,7 +37,7 @@ from tpucare.service.stores import Stores, StoreSnapshot, store_of_node, store_o
 POLL_EVERY_SECONDS = 1.0
 # The service may lose a delete that it accepted: it is repeated, with growing pauses.
 DELETE_AGAIN_SECONDS = 60.0
-# A create without an answer has arrived by then, or never will.
+# A create or a queued request without an answer has arrived by then, or never will.
 LOST_CREATE_AFTER = timedelta(seconds=90)
 # A process that has just taken the lock may not listen yet, and a command holds it for a moment.
 BEGIN_SECONDS = 15.0
@@ -67,12 +67,12 @@ class Deletion:
 @dataclass(frozen=True, slots=True)
 class _Left:
     """
-    What to wait for: nodes and queued resources whose deletion was requested, creates that may still make a node.
+    What to wait for: nodes whose deletion was requested, creates and queued requests that may still make a node.
     """
 
     nodes: tuple[NodeKey, ...] = ()
     creates: tuple[CreateIntent, ...] = ()
-    requests: tuple[NodeKey, ...] = ()
+    requests: tuple[RequestIntent, ...] = ()
 
 
 def delete_of_store(session: Session, deletion: Deletion, *, wait: bool) -> None:
@@ -90,8 +90,8 @@ def delete_of_store(session: Session, deletion: Deletion, *, wait: bool) -> None
             await_gone(session, key)
         for intent in left.creates:
             _await_create(session, intent)
-        for key in left.requests:
-            _await_request(session, key)
+        for request in left.requests:
+            _await_request(session, request)
 
 
 def _take_down(session: Session, deletion: Deletion, *, wait: bool) -> _Left:
@@ -132,14 +132,9 @@ def _take_down_here(session: Session, deletion: Deletion) -> _Left:
             }
             _write_down(store, memories, found)
     nodes = {node.key: node for those in found.values() for node in those}
-    requests = [
-        NodeKey(session.project, request.zone, request.name)
-        for slot in found
-        for request in memories[slot].requests
-        if request.state.is_accepted
-    ]
-    for key in requests:
-        _delete_request(session, key)
+    requests = [request for slot in found for request in memories[slot].requests]
+    for request in requests:
+        _delete_request(session, NodeKey(session.project, request.zone, request.name))
     for node in nodes.values():
         delete(session, node)
     names = {node.name for node in nodes.values()}
@@ -189,8 +184,14 @@ def _delete_request(session: Session, key: NodeKey) -> None:
         delete_own_request(key, session.cloud, session.owner)
 
 
-def _await_request(session: Session, key: NodeKey) -> None:
+def _await_request(session: Session, request: RequestIntent) -> None:
     """Return when the API says NOT_FOUND, or it is another's; repeats a delete that was lost."""
+    key = NodeKey(session.project, request.zone, request.name)
+    if not request.state.is_accepted:
+        # It may come only now, as a create may.
+        while not _is_late(request.asked_at):
+            time.sleep(POLL_EVERY_SECONDS)
+        _delete_request(session, key)
     pause, again_at = DELETE_AGAIN_SECONDS, time.monotonic() + DELETE_AGAIN_SECONDS
     while True:
         with contextlib.suppress(Transient):
@@ -207,13 +208,18 @@ def _await_request(session: Session, key: NodeKey) -> None:
 
 def _is_settled(session: Session, intent: CreateIntent) -> bool:
     if intent.state is not CreateState.RUNNING:
-        return SystemClock().now() - intent.asked_at > LOST_CREATE_AFTER
+        return _is_late(intent.asked_at)
     try:
         return session.cloud.get_operation(intent.operation).done
     except Transient:
         return False
     except LostRace:
         return True
+
+
+def _is_late(asked_at: datetime) -> bool:
+    """A call of that instant without an answer has arrived, or never will."""
+    return SystemClock().now() - asked_at > LOST_CREATE_AFTER
 
 
 # --- one node --------------------------------------------------------------------------------------------------------
@@ -379,4 +385,5 @@ def _has_nodes_in(session: Session, store: StoreSnapshot, slot: str, zone: str) 
 
 
 def _zones(memory: Memory) -> set[str]:
-    return {node.zone for node in memory.ours} | {intent.zone for intent in open_creates(memory)}
+    zones = {node.zone for node in memory.ours} | {intent.zone for intent in open_creates(memory)}
+    return zones | {request.zone for request in memory.requests}
