@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from tpucare.adapters.state.store import open_store
 from tpucare.cli.app import app
+from tpucare.model.memory import FleetRecord
 from tpucare.model.resources import Event
 from tpucare.testbed.replay.recordings import load_dataset
 
@@ -40,6 +41,22 @@ def test_all_stores_are_recorded_in_one_file_per_zone(tmp_path: Path) -> None:
     trace = load_dataset(str(tmp_path / "seen"))[ZONE]
     assert (trace.maximum, set(trace.ticks)) == (8, {8})
     assert json.loads((tmp_path / "seen" / f"{ZONE}.json").read_text())["machine"] == TYPE
+
+
+def test_a_price_is_that_of_its_terms(tmp_path: Path) -> None:
+    """The same machines stand in the file twice: on spot, and on demand where spot is dry."""
+    tpu = f"{{type: {TYPE}, zones: [{ZONE}], provisioning: spot, price: 2}}"
+    dear = f"{{type: {TYPE}, zones: [{ZONE}], provisioning: on-demand, price: 7}}"
+    text = f"name: pod\ncount: 1\ntpu: [{tpu}, {dear}]\njob: {{run: 'true', checkpoint: /none}}\n"
+    now = datetime.now(UTC) - timedelta(hours=2)
+    with open_store(tmp_path / "state", machine_id="machine", now=now) as store:
+        store.save_fleet(FleetRecord("pod", text, "/", now, project="grant"))
+        store.save({}, [Event(now, "create", "", "pod-0", "pod-0-a0", "info", CREATE)])
+        store.save({}, [Event(now, "state", "", "pod-0", "pod-0-a0", "info", {"state": "READY"})])
+    code, told = record(tmp_path / "state", tmp_path / "seen")
+    assert code == 0, told
+    price = json.loads((tmp_path / "seen" / f"{ZONE}.json").read_text())["price"]
+    assert (price["spot"], price["on_demand"]) == (2, 7)
 
 
 def test_a_folder_that_saw_nothing_says_so(tmp_path: Path) -> None:

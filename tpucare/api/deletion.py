@@ -187,12 +187,12 @@ def _delete_request(session: Session, key: NodeKey) -> None:
 def _await_request(session: Session, request: RequestIntent) -> None:
     """Return when the API says NOT_FOUND, or it is another's; repeats a delete that was lost."""
     key = NodeKey(session.project, request.zone, request.name)
+    pause, again_at = DELETE_AGAIN_SECONDS, time.monotonic() + DELETE_AGAIN_SECONDS
     if not request.state.is_accepted:
         # It may come only now, as a create may.
         while not _is_late(request.asked_at):
             time.sleep(POLL_EVERY_SECONDS)
-        _delete_request(session, key)
-    pause, again_at = DELETE_AGAIN_SECONDS, time.monotonic() + DELETE_AGAIN_SECONDS
+        again_at = time.monotonic()
     while True:
         with contextlib.suppress(Transient):
             try:

@@ -22,7 +22,7 @@ from tpucare.model.errors import NoCapacity
 from tpucare.model.resources import Event, NodeState, Provisioning
 
 RECORDING_FORMAT = "spot-capacity-trace/1"
-_SPOT = (Provisioning.SPOT.value, Provisioning.PREEMPTIBLE.value)
+SPOT_TERMS = (Provisioning.SPOT.value, Provisioning.PREEMPTIBLE.value)
 _TAKEN = (NodeState.PREEMPTED.name, NodeState.TERMINATED.name)
 
 
@@ -56,7 +56,7 @@ def sightings_of(events: Iterable[Event]) -> dict[tuple[str, str], list[Sighting
     for event in events:
         node, fields = event.node, event.fields
         if event.kind == "create":
-            if fields.get("terms", _SPOT[0]) in _SPOT and fields.get("hosts"):
+            if fields.get("terms", SPOT_TERMS[0]) in SPOT_TERMS and fields.get("hosts"):
                 place = str(fields["zone"]), str(fields["accelerator_type"])
                 asked[node] = (place, int(str(fields["hosts"])), event.at)
             continue

@@ -15,8 +15,8 @@ from typing import Any
 
 from tpucare.model.errors import StoreError, TpuCareError
 from tpucare.model.local_files import replace_file
-from tpucare.model.recording import Sighting, recording, sightings_of
-from tpucare.model.resources import Event
+from tpucare.model.recording import SPOT_TERMS, Sighting, recording, sightings_of
+from tpucare.model.resources import Event, Provisioning
 from tpucare.model.text import counted
 from tpucare.service.options import Options
 from tpucare.service.places import places
@@ -38,11 +38,22 @@ def record_places(options: Options, folder: Path) -> list[Row]:
     if not found:
         raise TpuCareError("no create was answered yet, so that nothing is known of any place: `tpucare apply FILE`")
     begins = min(one.at for sightings in found.values() for one in sightings)
-    prices = {(row["zone"], row["type"]): row["price"] for row in places(options)["places"]}
+    declared = places(options)["places"]
+    spot = {(row["zone"], row["type"]): row["price"] for row in declared if row["terms"] in SPOT_TERMS}
+    on_demand = {
+        (row["zone"], row["type"]): row["price"] for row in declared if row["terms"] == Provisioning.ON_DEMAND.value
+    }
     folder.mkdir(parents=True, exist_ok=True)
     rows = []
-    for (zone, kind), sightings in sorted(_richest(found).items()):
-        made = recording(zone, kind, sightings, begins=begins, ends=SystemClock().now(), price=prices.get((zone, kind)))
+    for place, sightings in sorted(_richest(found).items()):
+        zone, kind = place
+        made = recording(
+            *(zone, kind, sightings),
+            begins=begins,
+            ends=SystemClock().now(),
+            price=spot.get(place),
+            on_demand=on_demand.get(place),
+        )
         path = folder / f"{zone}.json"
         replace_file(path, f"{json.dumps(made)}\n".encode())
         rows.append({"file": str(path), "zone": zone, "type": kind, "sightings": len(sightings)})
