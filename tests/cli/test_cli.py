@@ -16,7 +16,7 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -175,13 +175,22 @@ def test_help_costs_at_most_twice_the_cpu_of_importing_typer_and_rich() -> None:
     assert ratio <= 2.0, pairs
 
 
+def imported(modules: Iterable[str], names: Collection[str]) -> list[str]:
+    """Which of *names* are imported with *modules*."""
+    code = f"import sys, {', '.join(modules)}; print(*[name for name in {[*names]} if name in sys.modules])"
+    env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
+    return done.stdout.split()
+
+
+def test_a_status_that_a_daemon_answers_reads_no_fleet_files() -> None:
+    assert imported(["tpucare.service.status"], ["pydantic", "yaml", "tpucare.fleetfile.parse"]) == []
+
+
 def test_command_modules_import_nothing_heavy() -> None:
     heavy = ["pydantic", "yaml", "paramiko", "google", "grpc", "structlog", "jinja2", "sqlite3", "rich"]
     modules = sorted({f"tpucare.cli.{module}" for module, _ in HOMES.values()})
-    code = f"import sys, {', '.join(modules)}; print([name for name in {heavy} if name in sys.modules])"
-    env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
-    assert done.stdout.strip() == "[]"
+    assert imported(modules, heavy) == []
 
 
 @pytest.mark.parametrize(

@@ -6,16 +6,13 @@ import os
 import re
 import shlex
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from tpucare.cli.common import CommandError, options, print_json, say, warn
 from tpucare.model.text import hint
 from tpucare.service.options import expanded
-
-if TYPE_CHECKING:
-    pass
 
 # `ssh` would read a word that begins with a hyphen as an option.
 _LOGIN = re.compile(r"([A-Za-z0-9_][A-Za-z0-9._-]*@)?[A-Za-z0-9][A-Za-z0-9.-]*")

@@ -193,15 +193,12 @@ def _saving(every: str, cost: str) -> Saving:
 
 
 def _length(option: str, text: str) -> float:
-    from tpucare.fleetfile.values import duration
+    from tpucare.fleetfile.values import duration, positive
 
     try:
-        found = duration(text).total_seconds()
+        return positive(duration(text)).total_seconds()
     except ValueError as error:
         raise typer.BadParameter(f"{option}: {error}") from None
-    if not found:
-        raise typer.BadParameter(f"{option}: must be longer than 0s")
-    return found
 
 
 # --- storms ----------------------------------------------------------------------------------------------------------

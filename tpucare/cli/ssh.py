@@ -13,7 +13,6 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import typer
@@ -97,17 +96,10 @@ def _workers_without_daemon(options: Options, word: str) -> list[Worker]:
 
 def _places_of(record: FleetRecord) -> tuple[Place, ...]:
     """Places of the fleet as last accepted; empty if this version cannot read its text."""
-    from tpucare.fleetfile import parse as fleets
-    from tpucare.fleetfile import python_fleet
+    from tpucare.fleetfile.python_fleet import parse_accepted
 
-    file = f"{record.name} (as accepted)"
     try:
-        if python_fleet.is_python(record.text):
-            return python_fleet.parse_python(record.text, file=file).places
-        # Places do not depend on the job's files, which may be gone by now.
-        return fleets.parse(
-            record.text, file=file, folder=Path(record.folder), read_file=lambda _folder, _path: b"", accepted=True
-        ).places
+        return parse_accepted(record).places
     except ConfigError:
         return ()
 

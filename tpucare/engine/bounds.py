@@ -23,6 +23,7 @@ from tpucare.model.resources import Bounds, DueWork
 from tpucare.model.runs import Phase
 from tpucare.model.text import length
 from tpucare.planner.budget import (
+    NOTHING_SPENT,
     Spending,
     closed_by,
     dearest_of,
@@ -78,9 +79,16 @@ class BoundsWatch:
         tracks = [track for track in self._state.slots.values() if track.slot.fleet == fleet]
         return self._spending(fleet, tracks)
 
+    def spendings(self) -> dict[str, Spending]:
+        """What each fleet has cost that has slots."""
+        tracks: dict[str, list[SlotTrack]] = {}
+        for track in self._state.slots.values():
+            tracks.setdefault(track.slot.fleet, []).append(track)
+        return {fleet: self._spending(fleet, its) for fleet, its in tracks.items()}
+
     def _spending(self, fleet: str, tracks: list[SlotTrack]) -> Spending:
         if not tracks:
-            return Spending(0.0, 0.0)
+            return NOTHING_SPENT
         memories = [*(track.memory for track in tracks), *self._removed(fleet)]
         return spending_of(memories, tracks[0].slot.places, self._state.cloud_now(tracks[0]))
 

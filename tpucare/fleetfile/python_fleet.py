@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -19,6 +20,7 @@ from tpucare.fleetfile import parse as fleets
 from tpucare.fleetfile.parse import FleetSpec
 from tpucare.fleetfile.schema import COUNT_LIMIT
 from tpucare.model.errors import ConfigError
+from tpucare.model.memory import FleetRecord
 from tpucare.model.resources import Job, OnExit
 from tpucare.model.text import hint, shown
 
@@ -51,6 +53,20 @@ class PythonFleet(FleetSpec):
 
     def _job_of(self, index: int, name: str) -> Job:  # noqa: ARG002
         return self.job
+
+
+def parse_accepted(record: FleetRecord) -> FleetSpec:
+    """
+    The fleet as last accepted, with a job whose files are empty: they may be gone by now.
+
+    Raises: ConfigError: this version cannot read its text.
+    """
+    file = f"{record.name} (as accepted)"
+    if is_python(record.text):
+        return parse_python(record.text, file=file)
+    return fleets.parse(
+        record.text, file=file, folder=Path(record.folder), read_file=lambda _folder, _path: b"", accepted=True
+    )
 
 
 def render(

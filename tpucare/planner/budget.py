@@ -38,6 +38,9 @@ class Spending(NamedTuple):
     per_hour: float
 
 
+NOTHING_SPENT = Spending(0.0, 0.0)
+
+
 # --- the book of one slot ---------------------------------------------------------------------------------------------
 
 

@@ -23,7 +23,7 @@ from tpucare.model.memory import DesiredState, Memory
 from tpucare.model.resources import Node, QueuedResource, Slot, parse_node_name
 from tpucare.model.text import counted, hint, plain, shown
 from tpucare.planner import desired_state
-from tpucare.planner.budget import closed_by
+from tpucare.planner.budget import NOTHING_SPENT, closed_by
 from tpucare.service import status
 from tpucare.service.assembly import Runtime
 from tpucare.service.fleet_folder import FileProblems, FleetFolder, without_header
@@ -122,8 +122,9 @@ class CommandHandler:
         }
 
     def _costs(self) -> dict[str, Answer]:
+        spent = self._engine.bounds.spendings()
         return {
-            name: status.cost_row(fleet.bounds, self._engine.bounds.spending(name))
+            name: status.cost_row(fleet.bounds, spent.get(name, NOTHING_SPENT))
             for name, fleet in self._registry.fleets.items()
         }
 
@@ -169,7 +170,7 @@ class CommandHandler:
             "why": plain(action.why),
             "cause": action.cause.value,
             "needs_person": isinstance(action, Wait) and action.needs_person,
-            "work": status.work_row(track, self._engine.moment(track)),
+            "work": status.work_row(self._engine, track),
             "in_flight": sorted(str(key) for key in track.in_flight),
         }
 

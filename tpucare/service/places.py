@@ -10,12 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
-from pathlib import Path
 from typing import Any
 
-from tpucare.fleetfile import parse as fleets
-from tpucare.fleetfile import python_fleet
-from tpucare.fleetfile.parse import FleetSpec
+from tpucare.fleetfile.python_fleet import parse_accepted
 from tpucare.model.errors import ConfigError, TpuCareError
 from tpucare.model.evidence import Case, Evidence, Moment, ProjectEvidence, Timers
 from tpucare.model.markets import Experience, Market, market_of
@@ -181,13 +178,7 @@ def _declared(record: FleetRecord, store: StoreSnapshot, options: Options) -> _F
     """None: its text cannot be read; `status` says why."""
     memories = [memory for memory in store.memories.values() if memory.fleet == record.name]
     try:
-        spec: FleetSpec = (
-            python_fleet.parse_python(record.text)
-            if python_fleet.is_python(record.text)
-            else fleets.parse(
-                record.text, file=record.name, folder=Path(record.folder), read_file=lambda *_: b"", accepted=True
-            )
-        )
+        spec = parse_accepted(record)
         project = spec.project or record.project or options.project or ""
         return _Fleet(replace(spec, project=project).slot(0), memories)
     except ConfigError:

@@ -15,16 +15,13 @@ from tpucare._version import __version__
 from tpucare.engine.engine import Engine
 from tpucare.engine.state import ProjectView
 from tpucare.engine.tracking import NodeTrack, SlotTrack
-from tpucare.fleetfile.parse import cluster_of
-from tpucare.fleetfile.python_fleet import is_python
 from tpucare.model.actions import Wait, word_of
 from tpucare.model.causes import Cause
 from tpucare.model.errors import TpuCareError
-from tpucare.model.evidence import Moment
 from tpucare.model.lifecycles import RunState
 from tpucare.model.memory import DesiredState, End, FleetRecord, Memory, NodeMemory
-from tpucare.model.resources import UNBOUNDED, Bounds, Node, NodeKey, NodeState, Provisioning, Worker
-from tpucare.model.runs import UNPREPARED, Contact, Phase, preparation_text
+from tpucare.model.resources import UNBOUNDED, Bounds, Node, NodeKey, NodeState, Provisioning, QueuedResource, Worker
+from tpucare.model.runs import UNPREPARED, Contact, Phase, WorkerReport, preparation_text
 from tpucare.model.text import hint, length, plain, shown
 from tpucare.planner.budget import HOUR, Spending, spending_of
 from tpucare.planner.cadence import USUAL_INTERVAL
@@ -70,7 +67,7 @@ def slot_row(engine: Engine, track: SlotTrack, now: datetime) -> Row:
         "waits_for_place": track.action.cause in (Cause.NO_PLACE_OPEN, Cause.QUEUED),
         "behind": _behind(track, seen),
         "kept_until": _kept_until(track, seen),
-        "work": work_row(track, engine.moment(track)),
+        "work": work_row(engine, track),
     }
     if seen is not None:
         row |= _place_row(seen.node) | _workers_row(seen, track) | _progress_row(seen, memory, view)
@@ -79,12 +76,13 @@ def slot_row(engine: Engine, track: SlotTrack, now: datetime) -> Row:
     return row
 
 
-def work_row(track: SlotTrack, now: Moment) -> Row | None:
+def work_row(engine: Engine, track: SlotTrack) -> Row | None:
     """Hours of work done and due by the line of the slot's deadline; None: it has none."""
-    deadline, cloud = track.slot.bounds.deadline, now.cloud
-    if deadline is None or cloud is None:
+    deadline = track.slot.bounds.deadline
+    if deadline is None:
         return None
-    found = pace(draw_line(track.memory.work, deadline, cloud), deadline, cloud)
+    now = engine.state.cloud_now(track)
+    found = pace(draw_line(track.memory.work, deadline, now), deadline, now)
     return {
         "hours": round(found.done / HOUR, 2),
         "hours_due": round(found.due / HOUR, 2),
@@ -313,9 +311,8 @@ def _progress_row(seen: NodeTrack, memory: Memory, view: ProjectView) -> Row:
 
 def _cadence_row(engine: Engine, track: SlotTrack, seen: NodeTrack) -> Row | None:
     """How often the run should save, and what that wins; None: no run was told."""
-    report, run = seen.report, track.memory.run
-    first = report.workers[0] if report is not None and report.workers else None
-    if first is None or run is None or first.token != run.token or first.cadence_seconds is None:
+    first = _first_report(track, seen)
+    if first is None or first.cadence_seconds is None:
         return None
     advice = engine.state.cadence_of(track)
     return {
@@ -330,9 +327,8 @@ def _cadence_row(engine: Engine, track: SlotTrack, seen: NodeTrack) -> Row | Non
 
 def _preparation_row(track: SlotTrack, seen: NodeTrack) -> Row | None:
     """How long fetch and set-up of the run took, and whether its environment was restored; None: not told yet."""
-    report, run = seen.report, track.memory.run
-    first = report.workers[0] if report is not None and report.workers else None
-    if first is None or run is None or first.token != run.token or first.preparation == UNPREPARED:
+    first = _first_report(track, seen)
+    if first is None or first.preparation == UNPREPARED:
         return None
     made = first.preparation
     return {
@@ -342,6 +338,13 @@ def _preparation_row(track: SlotTrack, seen: NodeTrack) -> Row | None:
         "text": preparation_text(made),
         "refused": made.refused,
     }
+
+
+def _first_report(track: SlotTrack, seen: NodeTrack) -> WorkerReport | None:
+    """What the first worker reports of the slot's run; None: nothing yet."""
+    report, run = seen.report, track.memory.run
+    first = report.workers[0] if report is not None and report.workers else None
+    return first if first is not None and run is not None and first.token == run.token else None
 
 
 def _node_row(seen: NodeTrack, memory: Memory) -> Row:
@@ -383,6 +386,10 @@ def fleet_rows(
     counts: Mapping[str, int],
     costs: Mapping[str, Row],
 ) -> list[Row]:
+    # A `status` that a daemon answers does without them, and what reads fleet files takes long to import.
+    from tpucare.fleetfile.parse import cluster_of
+    from tpucare.fleetfile.python_fleet import is_python
+
     return [
         {
             "fleet": record.name,
@@ -409,20 +416,11 @@ def cost_row(bounds: Bounds, spending: Spending) -> Row:
 
 def stray_rows(engine: Engine) -> list[Row]:
     """Orphans: nodes and queued resources with our owner label that belong to no slot of ours."""
-    nodes = [
-        {
-            "node": plain(node.name),
-            "project": node.key.project,
-            "zone": node.key.zone,
-            "fleet": plain(node.fleet),
-            "slot": plain(node.slot),
-            "state": node.state.name,
-            "type": plain(node.accelerator_type),
-            "created": node.create_time.isoformat(),
-        }
-        for node in engine.orphans.values()
+    orphans: list[tuple[Node | QueuedResource, str]] = [
+        (node, plain(node.accelerator_type)) for node in engine.orphans.values()
     ]
-    requests = [
+    requests = (one for one in engine.orphan_requests.values() if one.name not in engine.orphans)
+    return [
         {
             "node": plain(one.name),
             "project": one.key.project,
@@ -430,13 +428,11 @@ def stray_rows(engine: Engine) -> list[Row]:
             "fleet": plain(one.fleet),
             "slot": plain(one.slot),
             "state": one.state.name,
-            "type": "queued resource",
+            "type": kind,
             "created": one.create_time.isoformat(),
         }
-        for one in engine.orphan_requests.values()
-        if one.name not in engine.orphans
+        for one, kind in [*orphans, *((request, "queued resource") for request in requests)]
     ]
-    return [*nodes, *requests]
 
 
 def worker_rows(node: Node, workers: Iterable[Worker]) -> list[Row]:
@@ -564,8 +560,9 @@ def _of_store_at_rest(options: Options, target: str) -> Answer:
 
 
 def _costs_at_rest(memories: Mapping[str, Memory], now: datetime) -> dict[str, Row]:
-    fleets = {memory.fleet for memory in memories.values()}
-    own = {fleet: [memory for memory in memories.values() if memory.fleet == fleet] for fleet in fleets}
+    own: dict[str, list[Memory]] = {}
+    for memory in memories.values():
+        own.setdefault(memory.fleet, []).append(memory)
     return {fleet: cost_row(UNBOUNDED, spending_of(known, (), now)) for fleet, known in own.items()}
 
 
