@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.kits.harness import EU, Daemon, place, slots_of
+from tests.kits.harness import EU, US, Daemon, place, slots_of
 from tpucare.model.causes import Cause
 from tpucare.model.memory import DesiredState
 from tpucare.model.resources import Bounds
 from tpucare.planner.budget import HOUR
+from tpucare.testbed.emulator.world.config import WorldConfig
 from tpucare.testbed.simulation.time import START
 
 # Dollars an hour of one node, in all stories.
@@ -224,6 +225,24 @@ def test_what_a_fleet_has_cost_outlives_its_store_by_the_labels_of_its_nodes(dae
     daemon.run(hours=6)
     assert daemon.zone.nodes() == []
     assert 97 < true_cost(daemon) <= 100.5
+
+
+def test_a_node_that_stood_in_the_queue_for_hours_hides_no_cost_after_a_lost_store(tmp_path: Path) -> None:
+    """What its fleet had cost when it was asked for is told by no label: hours later the other slot has cost more."""
+    amounts = {US: 0, EU: 1}
+    zones = {zone: {"accelerators": ["*"], "capacity": [{"amount": amount}]} for zone, amount in amounts.items()}
+    daemon = Daemon(tmp_path / "state", config=WorldConfig.calm(zones=zones))
+    places = (replace(SINGLE, queued=True), EUROPEAN)
+    daemon.care_for_slots("pod", [replace(slot, bounds=Bounds(max_cost=1000)) for slot in slots_of("pod", 2, *places)])
+    daemon.run(hours=6)
+    daemon.zone.world.operator.set_capacity(US, "", "spot", 8, daemon.clock.true_now())
+    daemon.run(hours=1)
+    assert daemon.all_train()
+    lose_store(daemon)
+    daemon.run(minutes=10)
+    assert daemon.all_train()
+    assert true_cost(daemon) > 40
+    assert true_cost(daemon) - 0.1 <= known_cost(daemon)
 
 
 def test_what_labels_do_not_tell_counts_as_spent_until_a_person_says_so(daemon: Daemon) -> None:

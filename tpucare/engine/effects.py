@@ -111,7 +111,7 @@ def prepare(
         case FetchHostKeys(key=key):
             return lambda: pin_published_keys(key, workers or (), ports)
         case Enqueue():
-            queued = queued_request(action, slot, memory, ports, spent)
+            queued = queued_request(action, slot, memory, ports)
             return lambda: ports.cloud.create_queued(queued)
         case DeleteRequest(key=key):
             return lambda: delete_own_request(key, ports.cloud, ports.owner)
@@ -161,10 +161,10 @@ def _prepare_run(
             return lambda: ports.launcher.launch(launch)
 
 
-def queued_request(
-    action: Enqueue, slot: Slot, memory: Memory, ports: Ports, spent: float | None = None
-) -> QueuedRequest:
-    same, intent = node_request(action, slot, ports, spent), memory.request(action.name)
+def queued_request(action: Enqueue, slot: Slot, memory: Memory, ports: Ports) -> QueuedRequest:
+    # Without `spent`: the label is read as of the node's creation, days after the request, and would hide what other
+    # slots have cost meanwhile.
+    same, intent = node_request(action, slot, ports), memory.request(action.name)
     assert intent is not None
     return QueuedRequest(same.key, same.place, same.labels, same.metadata, intent.request_id)
 
