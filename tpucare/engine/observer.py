@@ -253,7 +253,7 @@ class Observer:
     def _update_addresses(self, track: SlotTrack, seen: NodeTrack) -> None:
         """Set the workers' addresses once all are listed, and watch their ports."""
         past = track.memory.node(seen.node.name)
-        place = next((p for p in track.slot.places if past is not None and p.key == past.place), None)
+        place = track.slot.place(past.place) if past is not None else None
         external = reaches_externally(seen.node, place, track.slot.places)
         workers = workers_of(seen.node, external=external, expected=place.workers if place else _hosts_of(seen.node))
         if workers == seen.workers:

@@ -315,6 +315,10 @@ class Slot:
     order: PlacementOrder = PlacementOrder.WORTH
     value: float | None = None
 
+    def place(self, key: str) -> Place | None:
+        """The declared place of that key; None: it is withdrawn."""
+        return next((place for place in self.places if place.key == key), None)
+
 
 class NodeKey(NamedTuple):
     """The path of a node: `projects/<project>/locations/<zone>/nodes/<name>`."""

@@ -46,9 +46,9 @@ NOTHING_SPENT = Spending(0.0, 0.0)
 
 def price_of(slot: Slot, past: NodeMemory, node: Node) -> float | None:
     """Dollars an hour of *node*: as stated for the place that it was created at, else for an equal one, else listed."""
-    for place in slot.places:
-        if place.key == past.place:
-            return place.price
+    own = slot.place(past.place)
+    if own is not None:
+        return own.price
     terms = (node.key.zone, node.accelerator_type, node.provisioning)
     for place in slot.places:
         if (place.zone, place.accelerator_type, place.provisioning) == terms:

@@ -500,7 +500,7 @@ def _decide_open_create(case: Case, intent: CreateIntent) -> Action:
     if case.timers.lasted(case.evidence.creates_since.get(intent.name), case.slot.care.boot_timeout):
         return Record(Fact.CREATE_SUPERSEDED, "unanswered at boot_timeout", name=intent.name, cause=Cause.BOOT_TIMEOUT)
     if intent.state is CreateState.ANSWER_LOST:
-        place = next((place for place in case.slot.places if place.key == intent.place), None)
+        place = case.slot.place(intent.place)
         if place is None or case.slot.bounds.excludes(place):
             # The same request cannot be sent again without that place.
             why = "its place is no longer declared" if place is None else "its place is above `max_price` now"

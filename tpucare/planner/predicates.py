@@ -226,7 +226,8 @@ def cache_scope(slot: Slot, memory: Memory, node: str) -> str:
     job, past = slot.job, memory.node(node)
     if job is None or not job.cache or not job.setup:
         return ""
-    runtime = next((place.runtime for place in slot.places if past is not None and place.key == past.place), "")
+    place = slot.place(past.place) if past is not None else None
+    runtime = place.runtime if place is not None else ""
     parts = (slot.project, slot.fleet, runtime, job.setup_mark, job.cache, job.cache_paths)
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 

@@ -64,7 +64,7 @@ def decide_enqueue(case: Case) -> Enqueue | None:
 def _send_again(case: Case, request: RequestIntent) -> Enqueue | None:
     if request.state is not RequestState.ANSWER_LOST or EffectKind.ENQUEUE.of(request.name) in case.evidence.in_flight:
         return None
-    place = _place_of(case, request)
+    place = case.slot.place(request.place)
     if place is None or not case.timers.passed(request.retry_at, RESEND_BACKOFF.cap):
         return None
     why = "the answer was lost: sending the same request again"
@@ -284,7 +284,7 @@ def _of_waiting(case: Case, request: RequestIntent) -> _Ending | None:
         return _without_node(case, request)
     if case.memory.replace_asked:
         return _Ending(Cause.REPLACE_ASKED, "replace was asked for")
-    if request.place and _place_of(case, request) is None:
+    if request.place and case.slot.place(request.place) is None:
         return _Ending(Cause.PLACE_WITHDRAWN, "its place is no longer declared")
     end = request.valid_until
     if end is not None and case.timers.passed(end + EXPIRED_LINGERS, timedelta.max):
@@ -349,10 +349,6 @@ def _is_up(memory: Memory, seen: NodeEvidence) -> bool:
 def _turn(memory: Memory, seen: NodeEvidence) -> tuple[bool, object, str]:
     past = memory.node(seen.node.name)
     return not (past is not None and past.launched), seen.node.create_time, seen.node.name
-
-
-def _place_of(case: Case, request: RequestIntent) -> Place | None:
-    return next((place for place in case.slot.places if place.key == request.place), None)
 
 
 def _key_of(case: Case, request: RequestIntent) -> NodeKey:

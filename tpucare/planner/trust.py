@@ -32,7 +32,7 @@ _FIRST = "its workers answer for the first time"
 
 def publisher_of(slot: Slot, past: NodeMemory) -> str:
     """`PROJECT/RUNTIME`, whose nodes publish host keys alike; empty runtime when the node's place is unknown."""
-    place = next((place for place in slot.places if place.key == past.place), None)
+    place = slot.place(past.place)
     return f"{slot.project}/{place.runtime if place is not None else ''}"
 
 
