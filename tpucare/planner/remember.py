@@ -66,7 +66,6 @@ from tpucare.model.memory import (
     FailureKind,
     Memory,
     NodeMemory,
-    PlaceMemory,
     Publishing,
     RequestIntent,
     RunMemory,
@@ -274,12 +273,16 @@ def intend_create(memory: Memory, action: Create, now: datetime) -> Memory:
     recent = tuple(asked for asked in memory.recent_creates if timedelta() <= now - asked < BUDGET_WINDOW)
     memory = replace(memory, recent_creates=(*recent, now))
     if not action.resend:
-        # The new node is as declared now, which fulfils `replace`. A confirmation was about nodes older than the last
-        # one, which is an older node itself from now on.
-        first = memory.asked_from if memory.asked_from is not None else action.number
-        memory = replace(memory, replace_asked=False, fence_confirmed=False, asked_from=first)
-        memory = placement.record_create(memory, action.place.key, action.number)
+        memory = _begin_ask(memory, action)
     return raise_next_number(memory.with_create(intent), action.name)
+
+
+def _begin_ask(memory: Memory, action: Create | Enqueue) -> Memory:
+    # The new node is as declared now, which fulfils `replace`. A confirmation was about nodes older than the last one,
+    # which is an older node itself from now on.
+    first = memory.asked_from if memory.asked_from is not None else action.number
+    memory = replace(memory, replace_asked=False, fence_confirmed=False, asked_from=first)
+    return placement.record_create(memory, action.place.key, action.number)
 
 
 def abandon_create(memory: Memory, action: Record, now: datetime, rng: random.Random) -> Memory:
@@ -291,8 +294,7 @@ def abandon_create(memory: Memory, action: Record, now: datetime, rng: random.Ra
     if not memory.is_wanted or action.cause in UNWANTED:
         return memory
     # Another place goes first: this one left the create unanswered for a whole boot_timeout.
-    place = placement.record_refusal(memory.place(intent.place), Transient(action.why), held=False, now=now, rng=rng)
-    return memory.with_place(intent.place, place)
+    return _refuse_place(memory, intent.place, Transient(action.why), now, rng)
 
 
 def readopt_create(memory: Memory, name: str) -> Memory:
@@ -332,7 +334,7 @@ def after_create(
     if transient or not isinstance(error, CloudError):
         retry_at = now + RESEND_BACKOFF.delay(intent.tries, rng)
         return memory.with_create(replace(intent.after(CreateEvent.NO_ANSWER), retry_at=retry_at))
-    memory = memory.with_place(key, _refuse_place(memory, key, action, error, now, rng))
+    memory = _refuse_place(memory, key, error, now, rng, action)
     if action.resend:
         # The first call may have arrived and used up the very quota that this refusal is about.
         return memory.with_create(intent.after(CreateEvent.CALL_REFUSED, refused=str(error)))
@@ -340,12 +342,19 @@ def after_create(
 
 
 def _refuse_place(
-    memory: Memory, key: str, asked: Create | CreateIntent, error: CloudError, now: datetime, rng: random.Random
-) -> PlaceMemory:
+    memory: Memory,
+    key: str,
+    error: CloudError,
+    now: datetime,
+    rng: random.Random,
+    asked: Create | CreateIntent | None = None,
+) -> Memory:
+    """Count a refusal at its place. *asked*: the create that it answers, which says whether we held that quota."""
     region_wide = isinstance(error, QuotaExceeded) and error.region_wide
-    held = asked.held_in_region if region_wide else asked.held_in_zone
+    held = asked is not None and (asked.held_in_region if region_wide else asked.held_in_zone)
     asked_at = asked.asked_at if isinstance(asked, CreateIntent) else None
-    return placement.record_refusal(memory.place(key), error, held=held, now=now, rng=rng, asked_at=asked_at)
+    place = placement.record_refusal(memory.place(key), error, held=held, now=now, rng=rng, asked_at=asked_at)
+    return memory.with_place(key, place)
 
 
 def after_get_node(
@@ -381,7 +390,7 @@ def _refuse_unreadable_create(memory: Memory, name: str, now: datetime, rng: ran
     if intent is None or intent.state is not CreateState.UNREADABLE or intent.abandoned:
         return memory
     failure = NoCapacity(f"{name} is not there, and its operation may not be read: {intent.refused}")
-    return memory.with_place(intent.place, _refuse_place(memory, intent.place, intent, failure, now, rng))
+    return _refuse_place(memory, intent.place, failure, now, rng, intent)
 
 
 def after_get_operation(
@@ -401,7 +410,7 @@ def after_get_operation(
         return _operation_over(memory, intent)
     failure = result.error
     if isinstance(failure, CloudError) and not isinstance(failure, PreemptedMeanwhile | LostRace):
-        memory = memory.with_place(intent.place, _refuse_place(memory, intent.place, intent, failure, now, rng))
+        memory = _refuse_place(memory, intent.place, failure, now, rng, intent)
     if memory.node(action.name) is None:
         # The node may be listed a little later, or have failed too early to be listed, so GetNode decides.
         return memory.with_create(intent.after(CreateEvent.OPERATION_FAILED, refused=str(failure)))
@@ -433,11 +442,7 @@ def intend_request(memory: Memory, action: Enqueue, now: datetime, rng: random.R
         accelerator_type=place.accelerator_type,
         valid_until=now + place.valid_for if place.valid_for is not None else None,
     )
-    # As with a create: the new node is as declared now, and a confirmation was about older ones.
-    first = memory.asked_from if memory.asked_from is not None else action.number
-    memory = replace(memory, replace_asked=False, fence_confirmed=False, asked_from=first)
-    memory = placement.record_create(memory, place.key, action.number)
-    return raise_next_number(memory.with_request(request), action.name)
+    return raise_next_number(_begin_ask(memory, action).with_request(request), action.name)
 
 
 def after_enqueue(
@@ -456,16 +461,11 @@ def after_enqueue(
     if transient or not isinstance(error, CloudError):
         retry_at = now + RESEND_BACKOFF.delay(request.tries, rng)
         return memory.with_request(replace(request.after(RequestEvent.NO_ANSWER), retry_at=retry_at))
-    memory = _refuse_queue(memory, key, error, now, rng)
+    memory = _refuse_place(memory, key, error, now, rng)
     if action.resend:
         # The first call may have arrived.
         return memory.with_request(request.after(RequestEvent.CALL_REFUSED))
     return memory.without_request(action.name)
-
-
-def _refuse_queue(memory: Memory, key: str, error: CloudError, now: datetime, rng: random.Random) -> Memory:
-    place = placement.record_refusal(memory.place(key), error, held=False, now=now, rng=rng)
-    return memory.with_place(key, place)
 
 
 def abandon_request(memory: Memory, action: Record, now: datetime, rng: random.Random) -> Memory:
@@ -475,7 +475,7 @@ def abandon_request(memory: Memory, action: Record, now: datetime, rng: random.R
         return memory
     memory = memory.with_request(replace(request, abandoned=True, why=action.why, delete_at=None))
     if request.place and action.cause in (Cause.BOOT_TIMEOUT, Cause.REQUEST_EXPIRED):
-        return _refuse_queue(memory, request.place, NoCapacity(action.why), now, rng)
+        return _refuse_place(memory, request.place, NoCapacity(action.why), now, rng)
     return memory
 
 
@@ -483,8 +483,8 @@ def intend_request_delete(memory: Memory, action: DeleteRequest, now: datetime) 
     request = memory.request(action.key.name)
     if request is None:
         return memory
-    pause = min(DELETE_AGAIN * 2 ** min(request.deletes, 10), DELETE_AGAIN_CAP)
-    request = replace(request, deletes=request.deletes + 1, deleted_at=request.deleted_at or now, delete_at=now + pause)
+    next_at = now + _delete_again(request.deletes)
+    request = replace(request, deletes=request.deletes + 1, deleted_at=request.deleted_at or now, delete_at=next_at)
     return memory.with_request(request)
 
 
@@ -513,7 +513,7 @@ def _close_request(memory: Memory, request: RequestIntent, now: datetime, rng: r
     memory = memory.without_request(request.name)
     if request.stands and request.place and not request.deletes and memory.node(request.name) is None:
         forgotten = NoCapacity(f"the queued resource {request.name} is gone, and its node was not there")
-        return _refuse_queue(memory, request.place, forgotten, now, rng)
+        return _refuse_place(memory, request.place, forgotten, now, rng)
     return memory
 
 
@@ -553,7 +553,7 @@ def apply_request(memory: Memory, resource: QueuedResource, now: datetime, rng: 
         error = resource.error if isinstance(resource.error, CloudError) else Transient("it is FAILED")
         memory = memory.with_request(replace(request, why=f"it failed: {error}", booked=True))
         if request.place and not isinstance(error, PreemptedMeanwhile):
-            return _refuse_queue(memory, request.place, error, now, rng)
+            return _refuse_place(memory, request.place, error, now, rng)
         return memory
     memory = memory.with_request(replace(request, why=f"it is {resource.state.name}"))
     if resource.state is QueuedState.DELETING or not resource.suspended_by_service:
@@ -597,7 +597,7 @@ def intend_delete(memory: Memory, action: Delete, now: datetime) -> Memory:
     delete = replace(
         delete,
         reason=action.reason,
-        next_at=now + min(DELETE_AGAIN * 2 ** min(tries - 1, 10), DELETE_AGAIN_CAP),
+        next_at=now + _delete_again(tries - 1),
         # The workers of a revived node were not probed since, so their last report proves nothing.
         quiet=(delete.quiet or action.quiet) and past.status is not NodeStatus.REVIVED,
     )
@@ -614,6 +614,12 @@ def intend_delete(memory: Memory, action: Delete, now: datetime) -> Memory:
         replace_asked=memory.replace_asked and not replaced,
         fence_confirmed=memory.fence_confirmed and not first,
     )
+
+
+def _delete_again(before: int) -> timedelta:
+    """The pause after a delete with so many before it."""
+    pause: timedelta = min(DELETE_AGAIN * 2 ** min(before, 10), DELETE_AGAIN_CAP)
+    return pause
 
 
 def _count_useless(memory: Memory, key: str, action: Delete, now: datetime) -> Memory:
@@ -1012,8 +1018,7 @@ def forget_node(memory: Memory, name: str, now: datetime, rng: random.Random) ->
         if past is not None and past.delete is None and not intent.state.has_refusal:
             # No error will follow: a node that vanished while CREATING, without a delete of ours, found no capacity.
             error = NoCapacity(f"{name} vanished while CREATING")
-            place = placement.record_refusal(memory.place(intent.place), error, held=False, now=now, rng=rng)
-            memory = memory.with_place(intent.place, place)
+            memory = _refuse_place(memory, intent.place, error, now, rng)
     if run := memory.run_on(name):
         memory = replace(memory, run=run.after(RunEvent.NODE_GONE), restart_asked=False, replace_asked=False)
     return memory
