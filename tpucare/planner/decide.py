@@ -29,7 +29,7 @@ from tpucare.model.actions import (
     Wait,
 )
 from tpucare.model.causes import Cause, Reason
-from tpucare.model.evidence import FRESH_FOR, Case, Closed, Evidence, Mark, Moment, NodeEvidence, Timers, request_read
+from tpucare.model.evidence import FRESH_FOR, Case, Evidence, Mark, Moment, NodeEvidence, Timers, request_read
 from tpucare.model.lifecycles import CreateState, NodeStatus, RunState
 from tpucare.model.memory import CreateIntent, DesiredState, End, Memory, NodeMemory
 from tpucare.model.resources import DEAD_STATES, NodeKey, NodeState, OnSuccess, Slot, node_name
@@ -93,7 +93,8 @@ def _decide(case: Case) -> Action:
     closed = case.evidence.closed
     if closed is not None and closed.is_sure and case.memory.wish is not DesiredState.DOWN:
         # A paused slot, too: the person who paused it did not ask for a longer life.
-        return _chore(case) or _close(case, closed)
+        over = f"{closed.why}; `tpucare apply` with a later bound starts it again"
+        return _chore(case) or _empty_slot(case, closed.cause, closed.why, going=closed.why, over=over)
     if case.memory.wish is DesiredState.PAUSED:
         return _clear_dead(case) or clear_shells(case) or Wait(Cause.PAUSED, "paused")
     if chore := _chore(case):
@@ -103,7 +104,8 @@ def _decide(case: Case) -> Action:
     if case.memory.end is not End.NONE:
         return _after_end(case)
     if case.rests:
-        return _put_to_rest(case)
+        why = "nothing asks for this slice"
+        return _empty_slot(case, Cause.RESTING, why, going="going to rest", over=f"resting: {why}")
     live = live_nodes(case.evidence, case.memory)
     if len(live) > 1:
         return _decide_several(case, live)
@@ -295,24 +297,14 @@ def _take_down(case: Case) -> Action:
     return Wait(Cause.DOWN, "down; nothing is left", ended=True)
 
 
-def _close(case: Case, closed: Closed) -> Action:
-    """As `_take_down`, at a bound of the fleet's file; over until a person moves the bound."""
-    if action := _clear_slot(case, closed.cause, closed.why):
+def _empty_slot(case: Case, cause: Cause, why: str, *, going: str, over: str) -> Action:
+    """As `_take_down`, at a bound of the fleet's file or without demand: for as long as that lasts, not for good."""
+    if action := _clear_slot(case, cause, why):
         return action
     left = sorted({past.name for past in case.memory.ours} | case.memory.asked_for.keys())
     if left or case.evidence.in_flight:
-        return Wait(closed.cause, f"{closed.why}: waiting until every node is gone ({', '.join(left)})")
-    return Wait(closed.cause, f"{closed.why}; `tpucare apply` with a later bound starts it again")
-
-
-def _put_to_rest(case: Case) -> Action:
-    """As `_take_down`, for a slot that nothing asks for; over for as long as that lasts, not for good."""
-    if action := _clear_slot(case, Cause.RESTING, "nothing asks for this slice"):
-        return action
-    left = sorted({past.name for past in case.memory.ours} | case.memory.asked_for.keys())
-    if left or case.evidence.in_flight:
-        return Wait(Cause.RESTING, f"going to rest: waiting until every node is gone ({', '.join(left)})")
-    return Wait(Cause.RESTING, "resting: nothing asks for this slice")
+        return Wait(cause, f"{going}: waiting until every node is gone ({', '.join(left)})")
+    return Wait(cause, over)
 
 
 def _clear_slot(case: Case, cause: Cause, why: str) -> Action | None:
