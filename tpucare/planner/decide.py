@@ -55,8 +55,7 @@ from tpucare.planner.queued import (
     decide_enqueue,
     direct_choice,
     free_number,
-    queue_may_help,
-    queue_words,
+    queue_outlook,
     request_chore,
 )
 from tpucare.planner.run import end_done
@@ -449,14 +448,15 @@ def _may_not_ask(case: Case) -> Wait | None:
 
 
 def _decide_create(case: Case) -> Create | Wait:
-    choice, queue = direct_choice(case), queue_words(case)
+    choice = direct_choice(case)
     if choice is None:
+        queue = queue_outlook(case)
         cause = Cause.QUEUED if case.memory.standing_request is not None else Cause.NO_PLACE_OPEN
-        return Wait(cause, queue, needs_person=not queue_may_help(case))
+        return Wait(cause, queue.why, needs_person=queue.needs_person)
     if choice.place is None:
-        needs_person = choice.needs_person and not queue_may_help(case)
-        why = f"{queue}; {choice.why}" if queue else choice.why
-        return Wait(Cause.NO_PLACE_OPEN, why, needs_person=needs_person)
+        queue = queue_outlook(case)
+        why = f"{queue.why}; {choice.why}" if queue.why else choice.why
+        return Wait(Cause.NO_PLACE_OPEN, why, needs_person=choice.needs_person and queue.needs_person)
     number = free_number(case, choice.place.zone)
     return Create(
         node_name(case.slot.name, number),

@@ -112,27 +112,23 @@ def free_number(case: Case, zone: str) -> int:
     return next(n for n in itertools.count(case.memory.next_number) if node_name(case.slot.name, n) not in taken)
 
 
-def queue_may_help(case: Case) -> bool:
-    """A request that stands, or that can be asked for sooner or later, may bring a node without any person."""
-    if case.memory.standing_request is not None:
-        return True
-    has_queue = any(place.queued for place in case.slot.places)
-    return has_queue and not (case.evidence.queue.fresh and queue_choice(case).needs_person)
+def queue_outlook(case: Case) -> Choice:
+    """
+    What the queue may bring, for people: `why` is empty where no queue is declared or used.
 
-
-def queue_words(case: Case) -> str:
-    """`queued in us-central2-b since 03-02 14:05 UTC` for people; empty where no queue is declared or used."""
+    `needs_person`: no request stands, and none can be asked for sooner or later without any person.
+    """
     request = case.memory.standing_request
     if request is not None:
-        return request_words(request)
+        return Choice(None, _request_words(request))
     if not any(place.queued for place in case.slot.places):
-        return ""
+        return Choice(None, "", needs_person=True)
     if not case.evidence.queue.fresh:
-        return "queued resources are not listed yet"
-    return queue_choice(case).why
+        return Choice(None, "queued resources are not listed yet")
+    return queue_choice(case)
 
 
-def request_words(request: RequestIntent) -> str:
+def _request_words(request: RequestIntent) -> str:
     """`queued in us-central2-b since 03-02 14:05 UTC`"""
     since = f"since {request.asked_at:%m-%d %H:%M} UTC"
     match request.state:
