@@ -86,10 +86,8 @@ class ObservedDaemon(SimulatedDaemon):
         self.start()
 
     def run(self, *, days: float = 0, hours: float = 0, minutes: float = 0, seconds: float = 0) -> None:
-        until = self.clock.seconds + timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds).total_seconds()
-        while self.clock.seconds < until:
-            idle = self.engine.step()
-            self.executor.sleep(timedelta(seconds=max(0.001, min(idle, until - self.clock.seconds))))
+        length = timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
+        self.run_to(self.clock.seconds + length.total_seconds())
 
     def run_until(self, condition: Callable[[], bool], *, minutes: float = 120) -> None:
         until = self.clock.seconds + minutes * 60

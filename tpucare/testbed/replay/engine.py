@@ -6,9 +6,8 @@ No fault but the loss of capacity: a create is READY after a constant time, and 
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Mapping
-from datetime import datetime, timedelta
+from datetime import datetime
 from typing import Any
 
 from tpucare.engine.engine import Settings
@@ -18,6 +17,7 @@ from tpucare.testbed.emulator.world.config import WorldConfig
 from tpucare.testbed.emulator.world.records import NodePath
 from tpucare.testbed.replay.account import Ask, Held, SlotLog
 from tpucare.testbed.replay.recordings import Changes
+from tpucare.testbed.simulation.campaign import collector_off
 from tpucare.testbed.simulation.daemon import SimulatedDaemon
 from tpucare.testbed.simulation.machines import RunMark
 from tpucare.testbed.simulation.time import START
@@ -123,20 +123,9 @@ def live_with_engine(
     daemon.zone.world.on_audit(scribe.audited, keep=False)
     daemon.listen = lambda _event: None
     daemon.start()
-    fleets: dict[str, list[Slot]] = {}
-    for slot in slots:
-        fleets.setdefault(slot.fleet, []).append(slot)
-    for fleet, of_fleet in fleets.items():
-        daemon.care_for_slots(fleet, of_fleet)
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        while daemon.clock.seconds < seconds:
-            idle = daemon.engine.step()
-            daemon.executor.sleep(timedelta(seconds=max(0.001, min(idle, seconds - daemon.clock.seconds))))
-    finally:
-        if was_on:
-            gc.enable()
+    daemon.care_for_all(slots)
+    with collector_off():
+        daemon.run_to(seconds)
     scribe.close(daemon.clock.seconds)
     daemon.kill()
     return scribe.logs

@@ -66,15 +66,9 @@ class Plan:
 
 def live(plan: Plan, seed: int, remember: int = 0, on_way: Callable[[float], None] = lambda _: None) -> HistoryOutcome:
     """Run one history; *plan* and *seed* are all that it needs, so that it can run in another process."""
-    # A history makes millions of small records that reference counts free; scanning the living ones takes an eighth of
-    # its time. `history` collects cycles now and then instead.
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
+    # `history` collects cycles now and then instead.
+    with collector_off():
         return History(plan.scenario(seed), remember=remember, on_way=on_way).run()
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def campaign(
@@ -106,6 +100,20 @@ def workers(jobs: int) -> Iterator[ProcessPoolExecutor]:
         except BaseException:
             line.close()
             raise
+
+
+@contextmanager
+def collector_off() -> Iterator[None]:
+    """Switch the collector of reference cycles off for the block."""
+    # A history makes millions of small records that reference counts free; scanning the living ones takes an eighth of
+    # its time.
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _end_with(held: Connection) -> None:

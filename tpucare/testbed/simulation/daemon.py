@@ -8,9 +8,9 @@ effects that the world has accepted stay there. `SimulatedDaemon.start` is the n
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from datetime import datetime
+from datetime import datetime, timedelta
 
 from tpucare.engine.effects import Ports
 from tpucare.engine.engine import Engine, Settings
@@ -145,6 +145,14 @@ class SimulatedDaemon:
         self.store = None
         self.restarts.append(self.clock.true_now())
 
+    def care_for_all(self, slots: Iterable[Slot]) -> None:
+        """Declare slots of several fleets."""
+        fleets: dict[str, list[Slot]] = {}
+        for slot in slots:
+            fleets.setdefault(slot.fleet, []).append(slot)
+        for fleet, of_fleet in fleets.items():
+            self.care_for_slots(fleet, of_fleet)
+
     def care_for_slots(self, fleet: str, slots: list[Slot]) -> None:
         self.declared[fleet] = slots
         assert self.store is not None
@@ -169,6 +177,12 @@ class SimulatedDaemon:
             return replace(first, name=name)
         track = self.engine.slots.get(name)
         return track.slot if track is not None else replace(first, name=name, job=None)
+
+    def run_to(self, seconds: float) -> None:
+        """Let the engine work until the clock shows so many seconds."""
+        while self.clock.seconds < seconds:
+            idle = self.engine.step()
+            self.executor.sleep(timedelta(seconds=max(0.001, min(idle, seconds - self.clock.seconds))))
 
     def wish(self, slot: str, wish: DesiredState) -> None:
         self.engine.change(slot, lambda memory: replace(memory, wish=wish), wish.value, f"{slot}: {wish.value}")

@@ -315,11 +315,7 @@ class History:
     def run(self) -> HistoryOutcome:
         daemon, scenario = self.daemon, self.scenario
         self._start()
-        fleets: dict[str, list[Any]] = {}
-        for slot in scenario.slots:
-            fleets.setdefault(slot.fleet, []).append(slot)
-        for fleet, slots in fleets.items():
-            daemon.care_for_slots(fleet, slots)
+        daemon.care_for_all(scenario.slots)
         if self.scenario.person is not None and self.scenario.person > PERSON_EVERY:
             self.later(self.scenario.person, self._visit)
         struck = 0
