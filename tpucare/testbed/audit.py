@@ -24,6 +24,7 @@ from tpucare.model.resources import (
     QueuedState,
     parse_node_name,
 )
+from tpucare.testbed.emulator.world.queued_records import IN_QUEUE
 
 Record = Mapping[str, Any]
 
@@ -262,15 +263,9 @@ def leaks(records: Iterable[Record], expected: Expected) -> list[Finding]:
     """Our nodes that exist at the end although no slot wants them, or beside a newer node of their slot."""
     if expected.live_slots is None:
         return []
-    left: dict[str, Record] = {}
-    for record in records:
-        if record["kind"] == "node" and record["event"] == "created":
-            left[record["name"]] = record
-        elif record["kind"] == "node" and record["event"] == "gone":
-            left.pop(record["name"], None)
     found = []
     newest: dict[str, str] = {}
-    ours = [record for record in left.values() if _is_ours(record, expected)]
+    ours = _left(records, "node", expected)
     for record in ours:
         newest[record["labels"].get(LABEL_SLOT, "")] = record["name"]
     for record in ours:
@@ -282,10 +277,6 @@ def leaks(records: Iterable[Record], expected: Expected) -> list[Finding]:
 
 
 # --- queued resources: rules 2 and 5 ---------------------------------------------------------------------------------
-
-
-IN_QUEUE = (QueuedState.CREATING, QueuedState.ACCEPTED, QueuedState.WAITING_FOR_RESOURCES, QueuedState.PROVISIONING)
-"""States of a queued resource that may still bring a node."""
 
 
 def foreign_requests_deleted(records: Iterable[Record], expected: Expected) -> list[Finding]:
@@ -303,7 +294,7 @@ def doubled_requests(records: Iterable[Record], expected: Expected) -> list[Find
     standing: dict[str, str] = {}
     for record in records:
         if record["kind"] == "queued":
-            if record["event"] == "created" and _is_owned(record, expected):
+            if record["event"] == "created" and _is_ours(record, expected):
                 slot = str(record["labels"].get(LABEL_SLOT, ""))
                 others = sorted(name for name, of in standing.items() if of == slot)
                 if others:
@@ -317,32 +308,20 @@ def doubled_requests(records: Iterable[Record], expected: Expected) -> list[Find
     return found
 
 
-def requests_left(records: Iterable[Record], expected: Expected) -> list[Finding]:
+def requests_left(records: Sequence[Record], expected: Expected) -> list[Finding]:
     """Queued resources of ours that exist at the end, but for those of slots that should hold a node."""
     if expected.live_slots is None:
         return []
-    left: dict[str, Record] = {}
-    states: dict[str, int] = {}
-    for record in records:
-        if record["kind"] != "queued":
-            continue
-        states[record["name"]] = record["state"]
-        if record["event"] == "created" and _is_owned(record, expected):
-            left[record["name"]] = record
-        elif record["event"] == "gone":
-            left.pop(record["name"], None)
+    states: dict[str, int] = {record["name"]: record["state"] for record in records if record["kind"] == "queued"}
     found = []
-    for name, record in left.items():
-        slot, state = str(record["labels"].get(LABEL_SLOT, "")), states[name]
+    for record in _left(records, "queued", expected):
+        name, slot = record["name"], str(record["labels"].get(LABEL_SLOT, ""))
+        state = states[name]
         serves = slot in expected.live_slots and (state in IN_QUEUE or state == QueuedState.ACTIVE)
         if not serves:
             text = f"{name} of slot {slot or 'none'} is still there, in state {QueuedState(state).name}"
             found.append(Finding("leak", record["at"], text))
     return found
-
-
-def _is_owned(record: Record, expected: Expected) -> bool:
-    return not expected.owner or record["labels"].get(LABEL_OWNER) == expected.owner
 
 
 # --- rules 6 and 12: no living node is deleted unasked ---------------------------------------------------------------
@@ -393,6 +372,17 @@ def _accepted(records: Iterable[Record], method: str) -> Iterator[Record]:
     for record in records:
         if _is_call(record, method) and record["applied"] and record["code"] == 0 and not record.get("repeated"):
             yield record
+
+
+def _left(records: Iterable[Record], kind: str, expected: Expected) -> list[Record]:
+    """The creation of each thing of that *kind* that is ours and exists at the end."""
+    left: dict[str, Record] = {}
+    for record in records:
+        if record["kind"] == kind and record["event"] == "created":
+            left[record["name"]] = record
+        elif record["kind"] == kind and record["event"] == "gone":
+            left.pop(record["name"], None)
+    return [record for record in left.values() if _is_ours(record, expected)]
 
 
 def _is_ours(record: Record, expected: Expected) -> bool:

@@ -485,16 +485,11 @@ class Calm:
         p95 = lengths.delete.p95 + create + lengths.boot_late.p95 + lengths.boot_skew
         backoff = max(QUOTA_BACKOFF.cap, PERSON_FIRST).total_seconds()
         visits = VISITS * (self.history.scenario.person or 0.0)
-        if any(place.queued for place in self._declared(slot).places):
+        if any(place.queued for place in slot.places):
             queue = self.history.scenario.config.queue
             p95 += queue.grant.p95 + queue.suspend.p95 + queue.delete.p95 + queue.retry_for
             backoff += (SHELL_PATIENCE + 2 * SUSPENSION_PATIENCE + DELETE_AGAIN_CAP).total_seconds()
         return 2 * p95 + backoff + self._timeout(slot) + 3 * self.history.scenario.pace.poll + PERSON_EVERY + visits
-
-    def _declared(self, slot: Slot) -> Slot:
-        """The slot as declared now: an edit may have put it into another queue."""
-        slots = self.daemon.declared.get(slot.fleet, [])
-        return next((one for one in slots if one.name == slot.name), slot)
 
     def _timeout(self, slot: Slot) -> float:
         """The largest timeout that may be running in the slot's present state."""

@@ -24,11 +24,10 @@ from tpucare.model.resources import (
     QueuedState,
     Slot,
 )
-from tpucare.testbed.emulator.world.queued_records import QueuedLife
+from tpucare.testbed.emulator.world.queued_records import IN_QUEUE, QueuedLife
 from tpucare.testbed.emulator.world.world import World
 from tpucare.testbed.simulation.store import Disk
 
-STANDS = (QueuedState.CREATING, QueuedState.ACCEPTED, QueuedState.WAITING_FOR_RESOURCES, QueuedState.PROVISIONING)
 VALIDITIES = (None, None, timedelta(minutes=20), timedelta(hours=2))
 
 
@@ -125,7 +124,7 @@ class QueueRules:
 
     def _standing(self, slot: str) -> list[QueuedLife]:
         ours = (life for life in self._world.state.queue.values() if _label(life, LABEL_OWNER) == self._disk.owner)
-        return [life for life in ours if life.record.state in STANDS and _label(life, LABEL_SLOT) == slot]
+        return [life for life in ours if life.record.state in IN_QUEUE and _label(life, LABEL_SLOT) == slot]
 
     def _check_delete(self, record: Mapping[str, Any]) -> None:
         name, labels = record["name"], record["labels"]

@@ -57,6 +57,8 @@ class QueuedLife:
 
 
 WAITING = (QueuedState.ACCEPTED, QueuedState.WAITING_FOR_RESOURCES)
+IN_QUEUE = (QueuedState.CREATING, *WAITING, QueuedState.PROVISIONING)
+"""These may still bring a node."""
 SHELLS = (QueuedState.FAILED, QueuedState.SUSPENDED)
 """These change no more until a caller deletes or resets them."""
 
