@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import pytest
 
@@ -51,12 +52,8 @@ SLOT = slot(DEAR, CHEAP)
 BORN = NOW - 3 * HOUR
 
 
-def seen_as(state: NodeState, **more: object) -> Node:
-    return replace(node(state), create_time=BORN, **more)  # type: ignore[arg-type]
-
-
-def known(*, status: NodeStatus = NodeStatus.LIVE, **more: object) -> Memory:
-    return memory(replace(past(), place=DEAR.key, create_time=BORN, status=status, **more))  # type: ignore[arg-type]
+def known(*, status: NodeStatus = NodeStatus.LIVE, **more: Any) -> Memory:
+    return memory(past(place=DEAR.key, create_time=BORN, status=status, **more))
 
 
 # --- the book of one slot ---------------------------------------------------------------------------------------------
@@ -76,27 +73,27 @@ def known(*, status: NodeStatus = NodeStatus.LIVE, **more: object) -> Memory:
 def test_a_node_is_billed_from_its_creation_once_it_came_up(
     state: NodeState, before: Memory, billed_from: datetime | None, cost: float
 ) -> None:
-    after = bill_node(before, SLOT, seen_as(state), NOW)
+    after = bill_node(before, SLOT, node(state, born=BORN), NOW)
     [node_after] = after.nodes
     assert (node_after.billed_from, after.cost) == (billed_from, cost)
-    assert bill_node(after, SLOT, seen_as(state), NOW + HOUR) is after
+    assert bill_node(after, SLOT, node(state, born=BORN), NOW + HOUR) is after
 
 
 def test_a_missing_create_time_bills_no_years() -> None:
-    [after] = bill_node(known(), SLOT, replace(node(), create_time=datetime(1970, 1, 1, tzinfo=UTC)), NOW).nodes
+    [after] = bill_node(known(), SLOT, node(born=datetime(1970, 1, 1, tzinfo=UTC)), NOW).nodes
     assert after.billed_from == NOW
 
 
 def test_a_node_costs_what_was_stated_for_its_place_or_else_an_equal_or_listed_one() -> None:
     def price(where: Node, key: str) -> float | None:
-        [after] = bill_node(memory(replace(past(), place=key)), SLOT, where, NOW).nodes
+        [after] = bill_node(memory(past(place=key)), SLOT, where, NOW).nodes
         return after.price
 
     assert price(node(), CHEAP.key) == 2.0
     assert price(node(), "") == 6.0
     assert price(replace(node(), accelerator_type="v4-8"), "") is None
-    elsewhere = replace(node(), accelerator_type="v4-8", provisioning=Provisioning.ON_DEMAND)
-    assert price(replace(elsewhere, key=elsewhere.key._replace(zone="us-central2-b")), "") == 12.88
+    elsewhere = node(zone="us-central2-b", tier=Provisioning.ON_DEMAND)
+    assert price(replace(elsewhere, accelerator_type="v4-8"), "") == 12.88
     assert price(replace(node(), accelerator_type="new-8"), "") is None
 
 

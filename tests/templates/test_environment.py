@@ -1,7 +1,7 @@
 """
 Environments kept over nodes: what is packed, what is refused, and that nothing but the very archive is ever unpacked.
 
-The tools by themselves, as a worker's Python runs them; `test_environment_runs` has whole runs.
+The tools by themselves, as a worker's Python runs them; `tests/adapters/test_environments.py` has whole runs.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
+import json
 import os
+import shutil
 import sys
 import tarfile
 from collections.abc import Callable, Iterator
@@ -265,14 +267,14 @@ class Base:
     def save(self) -> dict[str, object]:
         environment.save(str(self.base), str(self.run), {**self.order, "key": self.key()})
         assert not (self.base / environment.PARCEL).exists()
-        found: dict[str, object] = __import__("json").loads((self.run / "archive").read_text())
+        found: dict[str, object] = json.loads((self.run / "archive").read_text())
         return found
 
     def next_node(self, found: dict[str, object]) -> None:
         """Another worker with the same code, that is told of the archive."""
         for path in PATHS:
             part = self.work / path
-            __import__("shutil").rmtree(part) if part.is_dir() else part.unlink(missing_ok=True)
+            shutil.rmtree(part) if part.is_dir() else part.unlink(missing_ok=True)
         self.order |= {"archive_key": str(found["key"]), "archive_sha256": str(found["sha256"])}
         self.order["archive_bytes"] = str(found["bytes"])
 

@@ -160,26 +160,14 @@ def test_a_place_with_room_is_left_out_for_as_many_creates_as_went_elsewhere() -
     """Room in `b` all the while, in `c` only between two creates: those count anew."""
     asks = [Ask("a", 600.0 * number, 600.0 * number + 30) for number in range(6)]
     capacity = {"a": ((0.0, 0),), "b": ((0.0, 1),), "c": ((0.0, 1), (1500.0, 0), (1700.0, 1))}
-    found = settle(
-        {"pod-0": SlotLog(("a", "b", "c"), asks)},
-        capacity,
-        until=DAY,
-        judged_from=0.0,
-        units=1,
-        first_step_seconds=60.0,
-        saving=Saving(),
-    )
-    assert found.left_out == 6
-    without_b = settle(
-        {"pod-0": SlotLog(("a", "c"), asks)},
-        capacity,
-        until=DAY,
-        judged_from=0.0,
-        units=1,
-        first_step_seconds=60.0,
-        saving=Saving(),
-    )
-    assert without_b.left_out == 3
+
+    def left_out(*zones: str) -> int:
+        logs, saving = {"pod-0": SlotLog(zones, asks)}, Saving()
+        found = settle(logs, capacity, until=DAY, judged_from=0.0, units=1, first_step_seconds=60.0, saving=saving)
+        return found.left_out
+
+    assert left_out("a", "b", "c") == 6
+    assert left_out("a", "c") == 3
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.kits.hand_clock import HandClock
 from tpucare import training
 from tpucare.testbed.demo.reference import free_loopback_endpoint
 from tpucare.testbed.wandb.server import WandbServer
@@ -633,17 +634,10 @@ def test_steps_are_the_interval_in_steps() -> None:
             training.daly_steps(*wrong)
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def saves_in(folder: Path, clock: Clock, default_seconds: float = 60.0) -> training.Saves:
+def saves_in(folder: Path, clock: HandClock, default_seconds: float = 60.0) -> training.Saves:
     environ = {"TPUCARE_CADENCE": str(folder / "cadence"), "TPUCARE_NOTICE": str(folder / "notice")}
-    return training.Saves(default_seconds, environ=environ, clock=clock)
+    clock.seconds = 100.0  # no clock of a machine begins with the run
+    return training.Saves(default_seconds, environ=environ, clock=clock.monotonic)
 
 
 def advise(folder: Path, text: str, change: int) -> None:
@@ -651,17 +645,17 @@ def advise(folder: Path, text: str, change: int) -> None:
     os.utime(folder / "cadence", ns=(change, change))
 
 
-def due_within(saves: training.Saves, clock: Clock, seconds: int) -> list[int]:
+def due_within(saves: training.Saves, clock: HandClock, seconds: int) -> list[int]:
     """The seconds from now at which a save was due."""
     found = []
     for second in range(1, seconds + 1):
-        clock.now += 1
+        clock.seconds += 1
         found += [second] if saves.due() else []
     return found
 
 
 def test_a_save_is_due_after_each_interval_which_changes_while_the_run_lives(tmp_path: Path) -> None:
-    clock = Clock()
+    clock = HandClock()
     saves = saves_in(tmp_path, clock)
     assert due_within(saves, clock, 150) == [60, 120]
     advise(tmp_path, '{"interval_seconds": 40.0, "since": "2026-11-02T03:04:05+00:00"}', 1)
@@ -674,7 +668,7 @@ def test_a_save_is_due_after_each_interval_which_changes_while_the_run_lives(tmp
 
 
 def test_a_notice_asks_for_a_save_at_once_and_only_once(tmp_path: Path) -> None:
-    clock = Clock()
+    clock = HandClock()
     saves = saves_in(tmp_path, clock)
     for change in (1, 2):
         (tmp_path / "notice").write_text("2026-11-02T03:04:05Z maintenance: MIGRATE")
@@ -684,33 +678,33 @@ def test_a_notice_asks_for_a_save_at_once_and_only_once(tmp_path: Path) -> None:
 
 
 def test_the_interval_begins_at_the_end_of_a_save_whose_cost_is_told(tmp_path: Path) -> None:
-    clock = Clock()
+    clock = HandClock()
     saves = saves_in(tmp_path, clock)
     assert saves.save_seconds is None
     for cost in (30.0, 2.0, 3.0):
         with saves:
-            clock.now += cost
+            clock.seconds += cost
     assert due_within(saves, clock, 61) == [60]
     with pytest.raises(ZeroDivisionError), saves:
-        clock.now += 1000 / 0
+        clock.seconds += 1000 / 0
     assert saves.save_seconds == 3.0
     assert json.loads((tmp_path / "saves").read_text()) == {"save_seconds": 3.0, "saves": 3}
 
 
 def test_a_folder_that_cannot_be_written_does_not_end_the_training(tmp_path: Path) -> None:
-    saves = saves_in(tmp_path / "gone", Clock())
+    saves = saves_in(tmp_path / "gone", HandClock())
     with saves:
         pass
     assert saves.save_seconds == 0.0
 
 
 def test_one_question_asks_for_notices_and_for_the_interval(tmp_path: Path) -> None:
-    clock = Clock()
+    clock = HandClock()
     saves = saves_in(tmp_path, clock)
     requests = Requests(saves=saves, environ={"TPUCARE_NOTICE": str(tmp_path / "notice")})
     wishes = []
     for second in range(1, 100):
-        clock.now += 1
+        clock.seconds += 1
         if second == 90:
             (tmp_path / "notice").touch()
         if requests.look():
@@ -727,15 +721,16 @@ def test_without_tpucare_a_save_is_due_now_and_then() -> None:
 def test_orbax_saves_when_the_policy_says_so(tmp_path: Path) -> None:
     code = f"""
 import orbax.checkpoint as ocp
-from tests.training.test_training import Clock, saves_in
+from tests.kits.hand_clock import HandClock
+from tests.training.test_training import saves_in
 from tpucare import training
 from pathlib import Path
-clock = Clock()
+clock = HandClock()
 saves = saves_in(Path({str(tmp_path)!r}), clock, 10.0)
 options = ocp.CheckpointManagerOptions(save_decision_policy=training.SavePolicy(saves), max_to_keep=None)
 with ocp.CheckpointManager({str(tmp_path / "checkpoints")!r}, options=options) as manager:
     for step in range(1, 36):
-        clock.now += 1
+        clock.seconds += 1
         if manager.should_save(step):
             with saves:
                 assert manager.save(step, args=ocp.args.JsonSave({{"step": step}}))
