@@ -85,6 +85,12 @@ class ObservedDaemon(SimulatedDaemon):
         self.kill()
         self.start()
 
+    def pass_unseen(self, *, hours: float) -> None:
+        """The world goes on, and no daemon runs."""
+        until = self.clock.seconds + hours * 3600
+        while self.clock.seconds < until:
+            self.executor.pass_time(until)
+
     def run(self, *, days: float = 0, hours: float = 0, minutes: float = 0, seconds: float = 0) -> None:
         length = timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
         self.run_to(self.clock.seconds + length.total_seconds())
@@ -146,6 +152,13 @@ class Daemon(ObservedDaemon):
     def close_store(self) -> None:
         assert self.store is not None
         self.store.close()
+
+    def lose_store(self) -> None:
+        """As if its file had been moved away: the next process begins with an empty one."""
+        self.kill()
+        for path in self.folder.glob("tpucare.sqlite*"):
+            path.unlink()
+        self.start()
 
     def care_for(self, fleet: str, count: int = 1, *places: Place, care: Care = CARE, job: bool = True) -> None:
         self.care_for_slots(fleet, slots_of(fleet, count, *places, care=care, job=job))

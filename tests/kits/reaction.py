@@ -57,10 +57,16 @@ def droughts(
         daemon.run_until(daemon.all_train)
 
 
-def _drought(daemon: ObservedDaemon, lasts: timedelta, learned: timedelta) -> Drought:
-    operator, mark, began = daemon.zone.world.operator, len(daemon.zone.calls("CreateNode")), daemon.clock.true_now()
+def lose_all(daemon: ObservedDaemon) -> datetime:
+    """Preempt every node; the cloud tells at once. Returns the instant."""
+    now = daemon.clock.true_now()
     for node in daemon.zone.nodes():
-        operator.preempt(node.path.node_id, began, notice=None, visible_after=timedelta())
+        daemon.zone.world.operator.preempt(node.path.node_id, now, notice=None, visible_after=timedelta())
+    return now
+
+
+def _drought(daemon: ObservedDaemon, lasts: timedelta, learned: timedelta) -> Drought:
+    operator, mark, began = daemon.zone.world.operator, len(daemon.zone.calls("CreateNode")), lose_all(daemon)
     operator.set_capacity(US, KIND, "spot", 0, began)
     most_open = askers = 0
     while (now := daemon.clock.true_now()) < began + lasts:

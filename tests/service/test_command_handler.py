@@ -240,11 +240,7 @@ def test_strays_are_listed_and_swept_only_when_asked(service: VirtualService) ->
 
 
 def lose_the_store(service: VirtualService) -> None:
-    """As if its file had been moved away: the next process begins with an empty one."""
-    service.daemon.kill()
-    for path in service.state.glob("tpucare.sqlite*"):
-        path.unlink()
-    service.daemon.start()
+    service.daemon.lose_store()
     service._open()
 
 

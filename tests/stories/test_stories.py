@@ -346,13 +346,10 @@ def test_a_daemon_killed_at_any_time_adopts_what_lives(daemon: Daemon, minutes: 
     daemon.check()
 
 
-def test_a_lost_store_adopts_by_labels_and_keeps_the_run(daemon: Daemon, tmp_path: Path) -> None:
+def test_a_lost_store_adopts_by_labels_and_keeps_the_run(daemon: Daemon) -> None:
     daemon.care_for("pod", 2)
     daemon.run(minutes=15)
-    daemon.kill()
-    for path in (tmp_path / "state").glob("tpucare.sqlite*"):
-        path.unlink()
-    daemon.start()
+    daemon.lose_store()
     daemon.run(minutes=30)
     assert daemon.store is not None
     assert daemon.store.lost

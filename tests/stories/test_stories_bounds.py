@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.kits.field import preempt
 from tests.kits.harness import EU, US, Daemon, place, slots_of
 from tpucare.model.causes import Cause
 from tpucare.model.memory import DesiredState
@@ -61,24 +62,6 @@ def known_cost(daemon: Daemon) -> float:
     return daemon.engine.bounds.spending("pod").dollars
 
 
-def preempt(daemon: Daemon, name: str) -> None:
-    daemon.zone.world.operator.preempt(name, daemon.clock.true_now())
-
-
-def pass_unseen(daemon: Daemon, hours: float) -> None:
-    """The world goes on, and no daemon runs."""
-    until = daemon.clock.seconds + hours * 3600
-    while daemon.clock.seconds < until:
-        daemon.executor.pass_time(until)
-
-
-def lose_store(daemon: Daemon) -> None:
-    daemon.kill()
-    for path in daemon.folder.glob("tpucare.sqlite*"):
-        path.unlink()
-    daemon.start()
-
-
 def bound_events(daemon: Daemon) -> list[str]:
     return daemon.told("bound")
 
@@ -107,7 +90,7 @@ def test_a_daemon_that_was_off_at_until_takes_the_fleet_down_when_it_comes_back(
     declare(daemon, Bounds(until=at(2)))
     daemon.run(hours=1)
     daemon.kill()
-    pass_unseen(daemon, hours=5)
+    daemon.pass_unseen(hours=5)
     assert len(daemon.zone.nodes()) == 1
     daemon.start()
     daemon.run(minutes=10)
@@ -145,9 +128,9 @@ def test_a_lost_store_moves_no_until(daemon: Daemon, lost_at: float) -> None:
     daemon.run(hours=1)
     if lost_at > 1:
         daemon.kill()
-        pass_unseen(daemon, hours=lost_at - 1)
+        daemon.pass_unseen(hours=lost_at - 1)
         daemon.start()
-    lose_store(daemon)
+    daemon.lose_store()
     daemon.run(hours=1.5)
     assert daemon.zone.nodes() == []
     assert created(daemon) == ["pod-0-a0"]
@@ -182,7 +165,7 @@ def test_a_fleet_costs_no_more_than_its_bound_through_preemptions_and_kills(daem
             preempt(daemon, str(chance.choice(nodes).path))
         if chance.random() < 0.5:
             daemon.kill()
-            pass_unseen(daemon, hours=chance.choice([0.001, 0.3]))
+            daemon.pass_unseen(hours=chance.choice([0.001, 0.3]))
             daemon.start()
             daemon.run(seconds=30)
         # Hours from a death that nobody saw until the daemon came back count; and a poll more or less.
@@ -215,7 +198,7 @@ def test_what_a_fleet_has_cost_outlives_its_store_by_the_labels_of_its_nodes(dae
     daemon.run(hours=3)
     preempt(daemon, "pod-0-a0")
     daemon.run(hours=2)
-    lose_store(daemon)
+    daemon.lose_store()
     daemon.run(minutes=10)
     assert daemon.all_train()
     assert true_cost(daemon) - 0.1 <= known_cost(daemon) <= true_cost(daemon) + 1
@@ -238,7 +221,7 @@ def test_a_node_that_stood_in_the_queue_for_hours_hides_no_cost_after_a_lost_sto
     daemon.zone.world.operator.set_capacity(US, "", "spot", 8, daemon.clock.true_now())
     daemon.run(hours=1)
     assert daemon.all_train()
-    lose_store(daemon)
+    daemon.lose_store()
     daemon.run(minutes=10)
     assert daemon.all_train()
     assert true_cost(daemon) > 40
@@ -252,9 +235,9 @@ def test_what_labels_do_not_tell_counts_as_spent_until_a_person_says_so(daemon: 
     daemon.kill()
     preempt(daemon, "pod-0-a0")
     daemon.zone.world.operator.remove("pod-0-a0", daemon.clock.true_now())
-    pass_unseen(daemon, hours=1)
+    daemon.pass_unseen(hours=1)
     daemon.start()
-    lose_store(daemon)
+    daemon.lose_store()
     daemon.run(hours=2)
     assert created(daemon) == ["pod-0-a0"]
     assert daemon.causes()["pod-0"] is Cause.COST_UNKNOWN

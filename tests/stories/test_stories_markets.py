@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.kits.harness import PROJECT, Daemon, place
-from tests.kits.reaction import KIND, TOLD, droughts
+from tests.kits.reaction import KIND, TOLD, droughts, lose_all
 from tpucare.adapters.state.market_files import MarketFiles
 from tpucare.engine.markets import MarketBook
 from tpucare.model.markets import Market
@@ -41,13 +41,6 @@ def asked(daemon: Daemon, since: datetime) -> list[tuple[datetime, str]]:
     calls = daemon.zone.calls("CreateNode")
     told = [(datetime.fromisoformat(str(call["at"])), str(call["name"] or call["parent"])) for call in calls]
     return [(at, next(zone for zone in ZONES if zone in name)) for at, name in told if at >= since]
-
-
-def lose_all(daemon: Daemon) -> datetime:
-    now = daemon.clock.true_now()
-    for node in daemon.zone.nodes():
-        daemon.zone.world.operator.preempt(node.path.node_id, now, notice=None, visible_after=timedelta())
-    return now
 
 
 def set_capacity(daemon: Daemon, zone: str, amount: int) -> None:

@@ -238,10 +238,7 @@ def test_a_lost_store_adopts_the_request(tmp_path: Path) -> None:
     told = Story(tmp_path / "old", config=sold_out(US))
     told.care_for("pod", 1, queue())
     told.run(minutes=10)
-    told.kill()
-    for file in told.folder.glob("tpucare.sqlite*"):
-        file.unlink()
-    told.start()
+    told.lose_store()
     assert told.store is not None
     assert told.store.lost
     told.care_for("pod", 1, queue())
