@@ -67,8 +67,7 @@ class SlotRegistry:
     def has_leftovers(self, fleet: str) -> bool:
         """Whether a node, an open create or a queued request of *fleet* is left."""
         tracks = [track for track in self._state.slots.values() if track.slot.fleet == fleet]
-        memories = [track.memory for track in tracks]
-        memories += [memory for memory in self._remembered.values() if memory.fleet == fleet]
+        memories = [*(track.memory for track in tracks), *self.removed_memories(fleet)]
         return any(track.nodes for track in tracks) or any(memory.nodes or memory.asked_for for memory in memories)
 
     def remove_slot(self, slot: str) -> None:

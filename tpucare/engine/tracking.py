@@ -440,9 +440,8 @@ class SlotTrack:
         """Seconds after which the queued resources are listed again, as far as this slot is concerned."""
         pause = QUEUE_SWEEP
         for request in self.memory.requests:
-            past = self.memory.node(request.name)
-            serves = past is not None and past.serves
-            if not request.stands or not request.state.is_accepted or (request.served and not serves):
+            is_ending = request.served and not self.memory.serves(request.name)
+            if is_ending or not request.stands or not request.state.is_accepted:
                 return QUEUE_ENDING
             if not request.served:
                 pause = QUEUE_WAITING
