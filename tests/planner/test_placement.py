@@ -103,7 +103,7 @@ def test_a_place_above_max_price_is_never_asked() -> None:
 def test_of_alike_places_the_one_not_asked_for_longest_goes_first(asked: list[int], round_from: int, want: str) -> None:
     alike = [place(f"us-central1-{letter}") for letter in "abc"]
     pasts = {where.key: PlaceMemory(asked=number) for where, number in zip(alike, asked, strict=True)}
-    turns = in_turn(slot(*alike), memory(places=pasts, round_from=round_from))
+    turns = in_turn(slot(*alike), memory(places=pasts, round_from=round_from), {}, NOW)
     assert "".join(one.place.zone[-1] for one in turns) == want
 
 
@@ -111,12 +111,12 @@ def test_what_the_declaration_prefers_goes_first_in_each_round_and_what_it_does_
     spot, paid = [place(US), place(EU)], [place(US, Provisioning.ON_DEMAND)]
     known, turns = memory(), []
     for number in range(6):
-        first = in_turn(slot(*spot, *paid), known)[0].place
+        first = in_turn(slot(*spot, *paid), known, {}, NOW)[0].place
         known = record_create(known, first.key, number)
         turns.append("paid" if first in paid else first.zone)
     assert turns == [US, EU, "paid", US, EU, "paid"]
     known = record_node_up(replace(known, next_number=6), paid[0].key, NOW)
-    assert in_turn(slot(*spot, *paid), known)[0].place is spot[0], "a node that came up ends the round"
+    assert in_turn(slot(*spot, *paid), known, {}, NOW)[0].place is spot[0], "a node that came up ends the round"
 
 
 # --- the order by worth ----------------------------------------------------------------------------------------------

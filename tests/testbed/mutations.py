@@ -39,6 +39,7 @@ from tpucare.model.resources import (
     Listing,
     Node,
     NodeKey,
+    PlacementOrder,
     Slot,
     Worker,
 )
@@ -125,8 +126,8 @@ def _swap(target: Any, name: str, value: Any) -> Change:
     return lambda patch: patch.setattr(target, name, value)
 
 
-def _as_declared(slot: Slot, memory: Memory, *_: Any) -> list[placement.Ranked]:
-    ranked = {one.place.key: one for one in in_turn(slot, memory)}
+def _as_declared(slot: Slot, memory: Memory, *known: Any) -> list[placement.Ranked]:
+    ranked = {one.place.key: one for one in in_turn(replace(slot, order=PlacementOrder.ORDERED), memory, *known)}
     return [ranked[place.key] for place in slot.places]
 
 

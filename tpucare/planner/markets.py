@@ -253,9 +253,6 @@ class Outlook(NamedTuple):
         return max(0.0, (self.life - LOST_HOURS) * math.exp(-self.start / self.life))
 
 
-NO_OUTLOOK = Outlook(PRIOR_LIFE_HOURS, PRIOR_STEP_HOURS, 0.5, PRIOR_TOLD_SECONDS / 3600)
-
-
 def outlook(market: Market, now: datetime, *, without: str = "") -> Outlook:
     """The outlook of *market*; creates that other slots than *without* have open there take their share."""
     learned = known(market, now)
@@ -263,9 +260,14 @@ def outlook(market: Market, now: datetime, *, without: str = "") -> Outlook:
     life = (PRIOR_LIFE_HOURS * PRIOR_LIVES + learned.lived_hours + alive) / (PRIOR_LIVES + learned.deaths)
     ready = (PRIOR_READY_HOURS + learned.ready_hours) / (1 + learned.readied)
     start = (PRIOR_STEP_HOURS + learned.step_hours) / (1 + learned.stepped)
-    told = (PRIOR_TOLD_SECONDS + learned.told_seconds) / (1 + learned.refused) / 3600
+    told = told_seconds(learned) / 3600
     others = sum(1 for slot in market.asking if slot != without)
     return Outlook(life, max(ready, start), _chance(learned, others, now), told)
+
+
+def told_seconds(learned: Experience) -> float:
+    """Seconds until a stockout is told."""
+    return (PRIOR_TOLD_SECONDS + learned.told_seconds) / (1 + learned.refused)
 
 
 def _chance(learned: Experience, others: int, now: datetime) -> float:

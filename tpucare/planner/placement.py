@@ -39,15 +39,14 @@ from tpucare.planner.markets import (
     DEAR,
     LONGEST_PAUSE,
     MOVES_FOR,
-    NO_OUTLOOK,
     OUTLIVES,
     VALUE_OF_PRICES,
-    Outlook,
     is_dry,
     known,
     market_at,
     moved_at,
     outlook,
+    told_seconds,
     worth,
 )
 
@@ -170,40 +169,32 @@ class Ranked(NamedTuple):
     preference: int
     dear: bool
     worth: float | None
-    outlook: Outlook
 
 
-def in_turn(
-    slot: Slot, memory: Memory, markets: Mapping[str, Market] = MappingProxyType({}), now: datetime | None = None
-) -> list[Ranked]:
+def in_turn(slot: Slot, memory: Memory, markets: Mapping[str, Market], now: datetime) -> list[Ranked]:
     """
     The places of *slot* by turn: not asked in this round, preferred by the declaration, not dear, of the most worth;
     among equals the one not asked for longest, then the one declared first.
 
-    Rounds keep a place of little worth from being starved by those of more. *now* None: the worth is left out.
+    Rounds keep a place of little worth from being starved by those of more.
     """
     preference = _preferences(slot.places)
     prices = _prices(slot.places, preference)
     value = slot.value if slot.value is not None else VALUE_OF_PRICES * min([p for p in prices if p], default=1.0)
+    cheapest: dict[int, float] = {}
+    for rank, price in zip(preference, prices, strict=True):
+        cheapest[rank] = min(price, cheapest.get(rank, price))
     ranked = []
-    for index, place in enumerate(slot.places):
-        known = [prices[other] for other, rank in enumerate(preference) if rank == preference[index]]
-        view = outlook(market_at(markets, place.key), now, without=slot.name) if now is not None else NO_OUTLOOK
-        ordered = slot.order is PlacementOrder.ORDERED or now is None
-        ranked.append(
-            Ranked(
-                place,
-                memory.place(place.key).asked >= memory.round_from,
-                preference[index],
-                not ordered and prices[index] > DEAR * min(known),
-                None if ordered else worth(view, prices[index], value),
-                view,
-            )
-        )
+    for place, rank, price in zip(slot.places, preference, prices, strict=True):
+        asked, is_dear, its_worth = memory.place(place.key).asked >= memory.round_from, False, None
+        if slot.order is not PlacementOrder.ORDERED:
+            is_dear = price > DEAR * cheapest[rank]
+            its_worth = worth(outlook(market_at(markets, place.key), now, without=slot.name), price, value)
+        ranked.append(Ranked(place, asked, rank, is_dear, its_worth))
 
     def turn(index: int) -> tuple[bool, int, bool, float, int, int]:
         one = ranked[index]
-        asked = memory.place(one.place.key).asked if one.worth is not None or now is None else index
+        asked = memory.place(one.place.key).asked if one.worth is not None else index
         return one.asked, one.preference, one.dear, -(one.worth or 0.0), asked, index
 
     return [ranked[index] for index in sorted(range(len(ranked)), key=turn)]
@@ -283,7 +274,7 @@ def _drought(case: Case, place: Place) -> str | None:
     moved = moved_at(learned)
     if not is_dry(learned) or moved is None or not case.timers.passed(moved + MOVES_FOR, MOVES_FOR):
         return None
-    told = outlook(market, now).told * 3600
+    told = told_seconds(learned)
     for slot, since in market.asking.items():
         if slot != case.slot.name and not case.timers.passed(since + timedelta(seconds=OUTLIVES * told), MOVES_FOR):
             return f"{slot} asks for all"
