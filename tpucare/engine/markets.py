@@ -13,7 +13,7 @@ from tpucare.model.markets import Market
 from tpucare.model.memory import Memory
 from tpucare.model.ports import Clock, MarketKnowledge
 from tpucare.model.resources import Slot
-from tpucare.planner.markets import Sign, asking, learn, lessons, living
+from tpucare.planner.markets import Sign, count_slot, learn, lessons
 
 # Signs after which a slot that waits for a place may ask, or has to wait longer.
 _TURNS = frozenset({Sign.ASKED, Sign.REFUSED, Sign.GIVEN, Sign.DIED})
@@ -37,10 +37,10 @@ class MarketBook:
         return self._projects.setdefault(project, {})
 
     def restore_slot(self, slot: Slot, memory: Memory) -> None:
-        self._add(slot, memory, 1)
+        self._count(slot, memory, 1)
 
     def remove_slot(self, slot: Slot, memory: Memory) -> None:
-        self._add(slot, memory, -1)
+        self._count(slot, memory, -1)
 
     def change_slot(self, slot: Slot, before: Memory, after: Memory) -> bool:
         """Learn from the change of a slot's memory. Returns whether it may change where waiting slots ask."""
@@ -48,8 +48,8 @@ class MarketBook:
             if before.run is after.run:
                 return False
         else:
-            self._add(slot, before, -1)
-            self._add(slot, after, 1)
+            self._count(slot, before, -1)
+            self._count(slot, after, 1)
         now, turns = self._clock.now(), False
         for lesson in lessons(before, after, now):
             market = self._market(slot.project, lesson.market)
@@ -83,15 +83,5 @@ class MarketBook:
     def _market(self, project: str, name: str) -> Market:
         return self._projects.setdefault(project, {}).setdefault(name, Market())
 
-    def _add(self, slot: Slot, memory: Memory, sign: int) -> None:
-        """Add who lives and asks by *memory*, or take it away."""
-        for name, born in living(memory):
-            market = self._market(slot.project, name)
-            market.living += sign
-            market.births += sign * int(born.timestamp())
-        for name, since in asking(memory):
-            market = self._market(slot.project, name)
-            if sign > 0:
-                market.asking[slot.name] = since
-            else:
-                market.asking.pop(slot.name, None)
+    def _count(self, slot: Slot, memory: Memory, sign: int) -> None:
+        count_slot(self._projects.setdefault(slot.project, {}), slot.name, memory, sign)

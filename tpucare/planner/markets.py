@@ -227,6 +227,20 @@ def asking(memory: Memory) -> Iterator[tuple[str, datetime]]:
             yield market_of(intent.place), intent.asked_at
 
 
+def count_slot(markets: dict[str, Market], slot: str, memory: Memory, sign: int = 1) -> None:
+    """Add who lives and asks by the memory of *slot* to the markets of its project; *sign* -1: take it away."""
+    for name, born in living(memory):
+        market = markets.setdefault(name, Market())
+        market.living += sign
+        market.births += sign * int(born.timestamp())
+    for name, since in asking(memory):
+        market = markets.setdefault(name, Market())
+        if sign > 0:
+            market.asking[slot] = since
+        else:
+            market.asking.pop(slot, None)
+
+
 def _hours(since: datetime, now: datetime) -> float:
     return max(0.0, (now - since).total_seconds()) / 3600
 

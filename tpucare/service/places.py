@@ -19,7 +19,7 @@ from tpucare.model.markets import Experience, Market, market_of
 from tpucare.model.memory import DesiredState, FleetRecord, Memory
 from tpucare.model.resources import PlacementOrder, Slot
 from tpucare.model.text import hint, plain, shown
-from tpucare.planner.markets import asking, is_dry, known, living, market_at, moved_at, outlook
+from tpucare.planner.markets import count_slot, is_dry, known, market_at, moved_at, outlook
 from tpucare.planner.placement import Ranked, open_in_turn
 from tpucare.service.options import Options
 from tpucare.service.stores import Stores, StoreSnapshot
@@ -188,14 +188,8 @@ def _declared(record: FleetRecord, store: StoreSnapshot, options: Options) -> _F
 def _add_slots(markets: dict[str, Market], fleet: str, store: StoreSnapshot) -> None:
     """Add who lives and asks in the markets of a project."""
     for slot, memory in store.memories.items():
-        if memory.fleet != fleet:
-            continue
-        for name, born in living(memory):
-            market = markets.setdefault(name, Market())
-            market.living += 1
-            market.births += int(born.timestamp())
-        for name, since in asking(memory):
-            markets.setdefault(name, Market()).asking[slot] = since
+        if memory.fleet == fleet:
+            count_slot(markets, slot, memory)
 
 
 def _other_rows(
