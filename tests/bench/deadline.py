@@ -21,10 +21,8 @@ import random
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
-from multiprocessing import get_context
 from typing import Any
 
 from tests.bench.goodput import DATASET
@@ -35,6 +33,7 @@ from tpucare.testbed.replay.account import Saving
 from tpucare.testbed.replay.engine import BEAT, SETUP_SECONDS, STOCKOUT, world_of_changes
 from tpucare.testbed.replay.policies import DIES_WITHIN, REACTION_SECONDS, ROUND_PAUSE, SHOWN_AFTER
 from tpucare.testbed.replay.recordings import Changes, at_least, changes_of, cheapest_first, load_dataset, window_of
+from tpucare.testbed.simulation.campaign import workers
 from tpucare.testbed.simulation.daemon import SimulatedDaemon
 from tpucare.testbed.simulation.scenario import place, slots_of
 from tpucare.testbed.simulation.time import START
@@ -234,7 +233,7 @@ def live_by_engine(seed: int, saving: Saving = FREE, ratio: float = RATIO) -> Li
 
 
 def live_histories(seeds: Sequence[int], saving: Saving = FREE, ratio: float = RATIO, jobs: int = 2) -> list[Lived]:
-    with ProcessPoolExecutor(jobs, mp_context=get_context("forkserver")) as pool:
+    with workers(jobs) as pool:
         return list(pool.map(live_by_engine, seeds, [saving] * len(seeds), [ratio] * len(seeds)))
 
 
@@ -244,11 +243,13 @@ def cheapest_order(task: Task) -> list[str]:
 
 def optimum(task: Task) -> float:
     """The least cost as a share of the work on demand; saves and losses cost nothing but the boots."""
+    ticks = int(task.by // TICK)
+    is_open = {zone: _open_ticks(task.rooms.get(zone), ticks) for zone in [*task.rooms, ""]}
     low, high = 0.0, 4 * task.on_demand
     best = float("inf")
     for _ in range(40):
         worth = (low + high) / 2
-        work, dollars = _plan(task, worth)
+        work, dollars = _plan(task, worth, is_open)
         if work >= task.work:
             best, high = min(best, dollars * task.work / work / task.base), worth
         else:
@@ -256,18 +257,20 @@ def optimum(task: Task) -> float:
     return best
 
 
-def _plan(task: Task, worth: float) -> tuple[float, float]:
-    """(work, dollars) of the plan that earns most when an hour of work is worth so many dollars."""
-    ticks = int(task.by // TICK)
+def _plan(task: Task, worth: float, is_open: Mapping[str, Sequence[bool]]) -> tuple[float, float]:
+    """
+    (work, dollars) of the plan that earns most when an hour of work is worth so many dollars.
+
+    is_open: by place, the empty one on demand, whether a node can live there, for each tick
+    """
     share = task.saving.interval(()) / task.turn
-    places = [*task.rooms, ""]
+    places = list(is_open)
     price = {**task.prices, "": task.on_demand}
-    is_open = {zone: _open_ticks(task.rooms.get(zone), ticks) for zone in places}
     hours = TICK / 3600.0
     # By state (a place, or None): what is earned at best from there on, and the (work, dollars) of that plan.
     nothing = (0.0, 0.0, 0.0)
     after: dict[str | None, tuple[float, float, float]] = dict.fromkeys([*places, None], nothing)
-    for tick in reversed(range(ticks)):
+    for tick in reversed(range(len(is_open[""]))):
         now: dict[str | None, tuple[float, float, float]] = {}
         fresh: dict[str, tuple[float, float, float]] = {}
         for zone in places:
