@@ -209,7 +209,6 @@ class RequestIntent:
     state: RequestState = RequestState.SENT
     abandoned: bool = False
     why: str = ""
-    accelerator_type: str = ""
     valid_until: datetime | None = None
     tries: int = 1
     retry_at: datetime | None = None

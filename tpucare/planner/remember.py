@@ -439,7 +439,6 @@ def intend_request(memory: Memory, action: Enqueue, now: datetime, rng: random.R
         place=place.key,
         asked_at=now,
         request_id=str(uuid.UUID(int=rng.getrandbits(128), version=4)),
-        accelerator_type=place.accelerator_type,
         valid_until=now + place.valid_for if place.valid_for is not None else None,
     )
     return raise_next_number(_begin_ask(memory, action).with_request(request), action.name)
