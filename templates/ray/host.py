@@ -377,13 +377,16 @@ class Host:
             self._line = socket.create_connection(self._head_address, HEAD_CONNECT_SECONDS)
         except OSError:
             self._line = None
-        return self._line is not None
+            return False
+        # Else `recv` waits for what a living head does not say, and fails.
+        self._line.setblocking(False)
+        return True
 
     def _line_is_cut(self) -> bool:
         """Whether the head ended since it took the connection, even if another one answers in its place by now."""
         try:
             while self._line is not None:
-                if not self._line.recv(4096, socket.MSG_DONTWAIT):
+                if not self._line.recv(4096):
                     return True
         except BlockingIOError:
             return False

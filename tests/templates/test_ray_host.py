@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import re
+import select
 import shutil
 import signal
 import socket
@@ -144,6 +145,30 @@ def test_what_an_ended_ray_left_is_removed_and_logs_of_three_sessions_stay(tmp_p
     assert kept == [*(f"session_2026-01-0{day}/logs/file" for day in (3, 4, 5)), "token"]
     assert not (tmp_path / "session_2026-01-02").exists()
     assert host.session_of(str(tmp_path)) == ""
+
+
+def test_a_connection_tells_at_once_whether_its_head_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look that waits for words of a head that has none to say would take it for ended."""
+    monkeypatch.setattr(host, "HEAD_CONNECT_SECONDS", 5.0)
+    with socket.create_server(("127.9.0.2", 0)) as listener:
+        one = host.Host.__new__(host.Host)
+        one._head_address, one._line = listener.getsockname(), None
+        assert not one._line_is_cut()
+        assert one._head_answers()
+        taken, _ = listener.accept()
+        began = time.monotonic()
+        assert not any(one._line_is_cut() for _ in range(100))
+        assert time.monotonic() - began < 5.0, "it waited"
+        taken.sendall(b"the first words of any gRPC server")
+        eventually(lambda: select.select([one._line], [], [], 0)[0], 5)
+        assert not one._line_is_cut()
+        taken.close()
+        eventually(one._line_is_cut, 5)
+        assert one._head_answers()
+        assert not one._line_is_cut()
+    assert one._line_is_cut()
+    assert not one._head_answers()
+    assert not one._line_is_cut()
 
 
 # --- the script with a stand-in for Ray ------------------------------------------------------------------------------
